@@ -1,0 +1,38 @@
+"""Middle floor: attention backends, what each can serve, and how one is chosen."""
+
+from attn_backends.base import AttentionBackend, KVCache
+from attn_backends.capabilities import Accepted, Capabilities, Feature, Rejected, Sizes
+from attn_backends.registry import (
+    BackendError,
+    BrokenBackend,
+    DuplicateBackend,
+    UnknownBackend,
+    explain,
+    get,
+    names,
+    register,
+    unregister,
+)
+from attn_backends.selection import NoBackend, Selection, select
+
+__all__ = [
+    "Accepted",
+    "AttentionBackend",
+    "BackendError",
+    "BrokenBackend",
+    "Capabilities",
+    "DuplicateBackend",
+    "Feature",
+    "KVCache",
+    "NoBackend",
+    "Rejected",
+    "Selection",
+    "Sizes",
+    "UnknownBackend",
+    "explain",
+    "get",
+    "names",
+    "register",
+    "select",
+    "unregister",
+]

@@ -1,0 +1,130 @@
+"""What a backend can serve, as data, and the answer to a spec: accepted, or rejected with every reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from builders import AttentionKind, AttentionSpec
+
+
+class Feature(str, Enum):
+    """Parts of attention that a backend may or may not have."""
+
+    GQA = "gqa"
+    SLIDING_WINDOW = "sliding_window"
+    SOFT_CAP = "soft_cap"
+    SINKS = "sinks"
+    VALUE_DIM = "value_dim"
+    """A value dim that differs from the head dim."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """A set of sizes: minimum..maximum, optionally only powers of two or multiples."""
+
+    minimum: int = 1
+    maximum: int | None = None
+    power_of_two: bool = False
+    multiple_of: int = 1
+
+    def __contains__(self, size: int) -> bool:
+        return (
+            size >= self.minimum
+            and (self.maximum is None or size <= self.maximum)
+            and size % self.multiple_of == 0
+            and (not self.power_of_two or size & (size - 1) == 0)
+        )
+
+    def __str__(self) -> str:
+        span = f"{self.minimum} to {self.maximum}" if self.maximum is not None else f"at least {self.minimum}"
+        extra = ", a power of two" if self.power_of_two else ""
+        return span + extra + (f", a multiple of {self.multiple_of}" if self.multiple_of > 1 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The backend serves the spec."""
+
+    note: str = ""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """The backend does not serve the spec; every reason at once, in words."""
+
+    reasons: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capabilities:
+    """What a backend claims. Selection, refusals, test cases and the matrix all read this one record."""
+
+    devices: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    head_dims: Sizes
+    page_sizes: Sizes
+    features: frozenset[Feature]
+    kinds: tuple[AttentionKind, ...] = (AttentionKind.MHA,)
+    mixed_kv_dtypes: bool = False
+    """Whether the KV cache may have another of `dtypes` than the queries."""
+    compute_capability: tuple[int, int] = (8, 0)
+    """The least a CUDA device needs."""
+
+    def reasons_against(self, spec: AttentionSpec, device: torch.device) -> list[str]:
+        """Why this spec cannot run on this device; empty when it can."""
+        return [*self._against_device(device), *self._against_shape(spec), *self._against_features(spec)]
+
+    def _against_device(self, device: torch.device) -> list[str]:
+        if device.type not in self.devices:
+            return [f"runs on {' and '.join(self.devices)}, not on {device.type}"]
+        if device.type == "cuda":
+            if not torch.cuda.is_available():
+                return ["needs a CUDA device and this machine has none"]
+            found = torch.cuda.get_device_capability(device)
+            if found < self.compute_capability:
+                return [f"needs compute capability {self.compute_capability}, the device has {found}"]
+        return []
+
+    def _against_shape(self, spec: AttentionSpec) -> list[str]:
+        reasons = []
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+        if spec.dtype not in self.dtypes:
+            reasons.append(f"dtype must be one of {names}, got {spec.dtype}")
+        if spec.cache_dtype not in self.dtypes:
+            reasons.append(f"kv_dtype must be one of {names}, got {spec.cache_dtype}")
+        elif spec.cache_dtype != spec.dtype and not self.mixed_kv_dtypes:
+            reasons.append(f"kv_dtype must equal dtype, got {spec.cache_dtype} and {spec.dtype}")
+        reasons += [
+            f"{name} must be {self.head_dims}, got {dim}"
+            for name, dim in (("head_dim", spec.head_dim), ("value_dim", spec.out_dim))
+            if dim not in self.head_dims
+        ]
+        if spec.page_size not in self.page_sizes:
+            reasons.append(f"page_size must be {self.page_sizes}, got {spec.page_size}")
+        if spec.kind not in self.kinds:
+            reasons.append(f"serves {', '.join(k.value for k in self.kinds)}, not {spec.kind.value}")
+        return reasons
+
+    def _against_features(self, spec: AttentionSpec) -> list[str]:
+        return [f"has no {feature.value}" for feature in features_of(spec) if feature not in self.features]
+
+
+def features_of(spec: AttentionSpec) -> list[Feature]:
+    """The features that a spec asks for."""
+    asked = {
+        Feature.GQA: spec.group_size > 1,
+        Feature.SLIDING_WINDOW: spec.sliding_window is not None,
+        Feature.SOFT_CAP: spec.soft_cap is not None,
+        Feature.SINKS: spec.sinks,
+        Feature.VALUE_DIM: spec.out_dim != spec.head_dim,
+    }
+    return [feature for feature, wanted in asked.items() if wanted]

@@ -1,0 +1,129 @@
+"""Store new keys and values in the paged cache."""
+
+from __future__ import annotations
+
+import torch
+
+from builders._triton import interpreting, tl, triton
+from builders.errors import require_tensor
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """cache[slot // page_size, slot % page_size] = new, for every token whose slot is not -1.
+
+    key [num_tokens, heads, dim], value [num_tokens, heads, value_dim], caches [pages, page_size, heads, dim] with
+    separate strides, slot_mapping int64 [num_tokens].
+    """
+    num_tokens = slot_mapping.shape[0]
+    _, _, heads, dim = key_cache.shape
+    require_tensor("key", key, shape=(num_tokens, heads, dim), dtype=key_cache.dtype, device=key_cache.device)
+    require_tensor(
+        "value",
+        value,
+        shape=(num_tokens, heads, value_cache.shape[3]),
+        dtype=value_cache.dtype,
+        device=value_cache.device,
+    )
+    torch.ops.attn_backends.write_kv(key, value, key_cache, value_cache, slot_mapping)
+
+
+@torch.library.custom_op(
+    "attn_backends::write_kv", mutates_args=("key_cache", "value_cache"), device_types="cpu"
+)
+def _write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    if interpreting():
+        return _launch(key, value, key_cache, value_cache, slot_mapping)
+    page_size = key_cache.shape[1]
+    written = slot_mapping >= 0
+    slots = slot_mapping[written]
+    key_cache[slots // page_size, slots % page_size] = key[written]
+    value_cache[slots // page_size, slots % page_size] = value[written]
+    return None
+
+
+@_write_kv.register_fake
+def _(*args: torch.Tensor) -> None:
+    return None
+
+
+@_write_kv.register_kernel("cuda")
+def _launch(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    _, page_size, heads, dim = key_cache.shape
+    value_dim = value_cache.shape[3]
+    _write_kv_kernel[(slot_mapping.shape[0],)](
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        PAGE_SIZE=page_size,
+        HEADS=heads,
+        DIM=dim,
+        VALUE_DIM=value_dim,
+        BLOCK_H=triton.next_power_of_2(heads),
+        BLOCK_D=triton.next_power_of_2(max(dim, value_dim)),
+        num_warps=1 if heads * dim <= 512 else 4,
+    )
+
+
+@triton.jit
+def _write_kv_kernel(
+    key,
+    value,
+    key_cache,
+    value_cache,
+    slot_mapping,
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    kc_page_stride,
+    kc_token_stride,
+    kc_head_stride,
+    vc_page_stride,
+    vc_token_stride,
+    vc_head_stride,
+    PAGE_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if slot >= 0:
+        page = slot // PAGE_SIZE
+        offset = slot % PAGE_SIZE
+        head = tl.arange(0, BLOCK_H)[:, None]
+        dim = tl.arange(0, BLOCK_D)[None, :]
+        in_key = (head < HEADS) & (dim < DIM)
+        new_key = tl.load(key + token * key_token_stride + head * key_head_stride + dim, mask=in_key)
+        key_at = page * kc_page_stride + offset * kc_token_stride + head * kc_head_stride + dim
+        tl.store(key_cache + key_at, new_key, mask=in_key)
+        in_value = (head < HEADS) & (dim < VALUE_DIM)
+        new_value = tl.load(value + token * value_token_stride + head * value_head_stride + dim, mask=in_value)
+        value_at = page * vc_page_stride + offset * vc_token_stride + head * vc_head_stride + dim
+        tl.store(value_cache + value_at, new_value, mask=in_value)

@@ -1,0 +1,144 @@
+"""Backends by name: the built-in ones, those registered by call, and those other packages declare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import TypeVar
+
+import torch
+
+from attn_backends.base import AttentionBackend
+from attn_backends.capabilities import Accepted, Rejected
+from builders import CONTRACT_VERSION, AttentionSpec
+
+ENTRY_POINT_GROUP = "attn_backends"
+
+Factory = Callable[[], AttentionBackend]
+F = TypeVar("F", bound=Factory)
+
+
+class BackendError(LookupError):
+    """A backend that cannot be had; the message says why and what to do."""
+
+
+class UnknownBackend(BackendError):
+    """No backend of that name."""
+
+
+class DuplicateBackend(BackendError):
+    """The name is taken."""
+
+
+class BrokenBackend(BackendError):
+    """The backend is registered but does not load."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Registration:
+    factory: Factory | str
+    extra: str | None
+
+
+_BUILT_IN = {
+    "torch_reference": "attn_backends.torch_reference:TorchReference",
+    "triton_paged": "attn_backends.triton_paged:TritonPaged",
+}
+_registered: dict[str, _Registration] = {name: _Registration(path, None) for name, path in _BUILT_IN.items()}
+_loaded: dict[str, AttentionBackend] = {}
+
+
+def register(name: str, factory: F | str, *, extra: str | None = None, replace: bool = False) -> F | str:
+    """Register a backend under a name and return the factory.
+
+    factory: a class or function that makes the backend, or "package.module:attribute", imported on first use.
+    extra: the extra of this package, or the package, that brings what the backend imports; errors name it.
+    Raises DuplicateBackend, with nothing registered, for a taken name without replace=True.
+    """
+    if not replace and name in names():
+        raise DuplicateBackend(
+            f"a backend name must be free, {name!r} is registered already; nothing changed. Choose another name, or "
+            "pass replace=True to take it over."
+        )
+    _registered[name] = _Registration(factory, extra)
+    _loaded.pop(name, None)
+    return factory
+
+
+def unregister(name: str) -> None:
+    """Forget a backend that was registered by call."""
+    if name in _BUILT_IN:
+        _registered[name] = _Registration(_BUILT_IN[name], None)
+    else:
+        _registered.pop(name, None)
+    _loaded.pop(name, None)
+
+
+def names() -> list[str]:
+    """Every known name: built in, registered by call, then declared by entry points."""
+    return [*_registered, *(name for name in _declared() if name not in _registered)]
+
+
+def get(name: str) -> AttentionBackend:
+    """The backend of that name, imported on first use.
+
+    Raises UnknownBackend (lists the names) or BrokenBackend (why it does not load, and the extra that would help).
+    """
+    if name not in _loaded:
+        registration = _registered.get(name) or _from_entry_point(name)
+        _loaded[name] = _checked(name, _make(name, registration))
+    return _loaded[name]
+
+
+def explain(name: str, spec: AttentionSpec, device: torch.device) -> Accepted | Rejected:
+    """Whether the named backend serves the spec here; one that does not load is rejected with the reason."""
+    try:
+        return get(name).supports(spec, device)
+    except BrokenBackend as error:
+        return Rejected((str(error),))
+
+
+def _declared() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def _from_entry_point(name: str) -> _Registration:
+    point = _declared().get(name)
+    if point is None:
+        raise UnknownBackend(
+            f"a backend must be one of {', '.join(sorted(names()))}, got {name!r}; nothing was chosen in its place. "
+            "Fix the name, or install the package that registers it."
+        )
+    return _Registration(point.value, None)
+
+
+def _make(name: str, registration: _Registration) -> AttentionBackend:
+    hint = f" Install it with: pip install 'attn-backends[{registration.extra}]'." if registration.extra else ""
+    try:
+        factory = registration.factory
+        if isinstance(factory, str):
+            module, _, attribute = factory.partition(":")
+            factory = getattr(import_module(module), attribute)
+        return factory()
+    except ImportError as error:
+        raise BrokenBackend(f"backend {name!r} needs a package that is not here: {error}.{hint}") from error
+    except Exception as error:  # a plug-in may fail in any way; its own words become the reason
+        raise BrokenBackend(
+            f"backend {name!r} is registered but does not load: {type(error).__name__}: {error}.{hint}"
+        ) from error
+
+
+def _checked(name: str, backend: object) -> AttentionBackend:
+    if not isinstance(backend, AttentionBackend):
+        raise BrokenBackend(
+            f"backend {name!r} must be an attn_backends.AttentionBackend, its factory made a "
+            f"{type(backend).__name__}; it was not used. Return an instance of a subclass."
+        )
+    if backend.contract_version[0] != CONTRACT_VERSION[0]:
+        raise BrokenBackend(
+            f"backend {name!r} was built for contract {backend.contract_version}, this is {CONTRACT_VERSION}; its "
+            "metadata would mean something else, so it was not used. Install a matching version of either."
+        )
+    return backend

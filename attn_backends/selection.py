@@ -1,0 +1,50 @@
+"""Choosing a backend for a spec: a decision with every rejection and its reasons, never a silent switch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from attn_backends import registry
+from attn_backends.base import AttentionBackend
+from attn_backends.capabilities import Rejected
+from builders import AttentionSpec
+
+
+class NoBackend(registry.BackendError):
+    """No backend serves the spec; the message holds each one's reasons."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The backend chosen, and why each one tried before it was not."""
+
+    backend: AttentionBackend
+    rejected: dict[str, Rejected] = field(default_factory=dict)
+
+
+DEFAULT_ORDER = ("triton_paged", "torch_reference")
+"""Fastest first; any other registered backend is used only when it is asked for."""
+
+
+def select(spec: AttentionSpec, device: torch.device, prefer: Sequence[str] = ()) -> Selection:
+    """The first of `prefer`, or of the default order where it is empty, that serves the spec.
+
+    A preference is an explicit choice: backends outside it are not tried. Raises NoBackend with every reason, or
+    UnknownBackend for a name nobody registered.
+    """
+    rejected: dict[str, Rejected] = {}
+    for name in prefer or DEFAULT_ORDER:
+        if name not in registry.names():
+            registry.get(name)
+        verdict = registry.explain(name, spec, device)
+        if not isinstance(verdict, Rejected):
+            return Selection(registry.get(name), rejected)
+        rejected[name] = verdict
+    reasons = "; ".join(f"{name}: {', '.join(verdict.reasons)}" for name, verdict in rejected.items())
+    raise NoBackend(
+        f"some backend must serve [{spec.describe()}] on {device.type}, every one tried refuses: {reasons}. Nothing "
+        "was chosen in their place. Change the spec, or name a backend that serves it."
+    )

@@ -1,0 +1,100 @@
+"""The specification: paged attention in plain torch, fp32 accumulation, any device."""
+
+from __future__ import annotations
+
+import torch
+
+from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
+from attn_backends.capabilities import Capabilities, Feature, Sizes
+from builders import AttentionSpec, ReferenceBuilder, ReferenceMetadata
+
+_GATHERED_ELEMENTS = 1 << 24
+"""Key elements gathered at a time, so that a long prefill does not need all of tokens x context at once."""
+
+
+class TorchReference(AttentionBackend):
+    """Gathers each query token's keys by its metadata and computes softmax(q k^T) v in fp32."""
+
+    name = "torch_reference"
+    version = torch.__version__
+    builder = ReferenceBuilder
+    capabilities = Capabilities(
+        devices=("cpu", "cuda"),
+        dtypes=(torch.float32, torch.float16, torch.bfloat16),
+        head_dims=Sizes(),
+        page_sizes=Sizes(),
+        features=frozenset(Feature),
+        mixed_kv_dtypes=True,
+        compute_capability=(7, 0),
+    )
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        cache: KVCache,
+        metadata: ReferenceMetadata,
+        *,
+        spec: AttentionSpec,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        check_forward_inputs(query, cache, metadata, spec, sinks)
+        pages = -(-metadata.max_seq_len // spec.page_size)
+        context = pages * spec.page_size
+        chunk = max(1, _GATHERED_ELEMENTS // (context * spec.num_kv_heads * spec.head_dim))
+        parts = [
+            _attend(
+                query[start : start + chunk],
+                cache,
+                metadata.block_table[:, :pages],
+                metadata.token_to_req[start : start + chunk],
+                metadata.kv_start[start : start + chunk],
+                metadata.kv_end[start : start + chunk],
+                spec,
+                sinks,
+            )
+            for start in range(0, metadata.num_tokens, chunk)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attend(
+    query: torch.Tensor,
+    cache: KVCache,
+    block_table: torch.Tensor,
+    row: torch.Tensor,
+    kv_start: torch.Tensor,
+    kv_end: torch.Tensor,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """query [T, Hq, D]; row, kv_start, kv_end [T]; block_table [R, P]. A page outside [kv_start, kv_end) is not read."""
+    tokens, size = query.shape[0], spec.page_size
+    position = torch.arange(block_table.shape[1] * size, device=query.device)
+    seen = (position >= kv_start[:, None]) & (position < kv_end[:, None])
+    page = block_table[row].long().repeat_interleave(size, 1)
+    slot = torch.where(seen, page * size + position % size, 0)
+    key = _gather(cache.key, slot, seen)
+    value = _gather(cache.value, slot, seen)
+    grouped = query.float().view(tokens, spec.num_kv_heads, spec.group_size, spec.head_dim)
+    scores = torch.einsum("thgd,tlhd->thgl", grouped, key) * spec.softmax_scale
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+    scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
+    peak = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        sink = sinks.view(1, spec.num_kv_heads, spec.group_size, 1)
+        peak = torch.maximum(peak, sink)
+    peak = peak.clamp_(min=torch.finfo(torch.float32).min)
+    weights = torch.exp(scores - peak)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sink - peak)
+    out = torch.einsum("thgl,tlhd->thgd", weights / total.clamp_(min=1e-38), value)
+    return out.reshape(tokens, spec.num_q_heads, spec.out_dim).to(query.dtype)
+
+
+def _gather(cache: torch.Tensor, slot: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """cache [pages, size, H, D] at slot [T, L]; fp32 [T, L, H, D], exactly 0 where not seen."""
+    size = cache.shape[1]
+    rows = cache[slot // size, slot % size].float()
+    return torch.where(seen[..., None, None], rows, 0.0)

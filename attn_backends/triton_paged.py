@@ -1,0 +1,64 @@
+"""Paged attention in Triton: split-KV decode and multi-token extend in one kernel."""
+
+from __future__ import annotations
+
+import torch
+
+from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
+from attn_backends.capabilities import Capabilities, Feature, Sizes
+from attn_backends.ops.paged_attention import paged_attention
+from builders import AttentionSpec, TritonPagedBuilder, TritonPagedMetadata
+from builders._triton import HAVE_TRITON, triton
+
+
+class TritonPaged(AttentionBackend):
+    """On CUDA the Triton kernels; on the CPU their torch implementation, or the kernels in Triton's interpreter."""
+
+    name = "triton_paged"
+    version = getattr(triton, "__version__", "absent") if HAVE_TRITON else "absent"
+    builder = TritonPagedBuilder
+    capabilities = Capabilities(
+        devices=("cpu", "cuda"),
+        dtypes=(torch.bfloat16, torch.float16, torch.float32),
+        head_dims=Sizes(minimum=64, maximum=256, multiple_of=8),
+        page_sizes=Sizes(power_of_two=True),
+        features=frozenset(Feature),
+    )
+
+    def further_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
+        if device.type == "cuda" and not HAVE_TRITON:
+            return ["needs the package triton, which is not installed: pip install triton"]
+        return []
+
+    def allocate_kv(self, spec: AttentionSpec, num_pages: int, device: torch.device) -> KVCache:
+        """A page's keys and values side by side, so that one request's reads stay near each other."""
+        if spec.out_dim != spec.head_dim:
+            return super().allocate_kv(spec, num_pages, device)
+        shape = (num_pages, 2, spec.page_size, spec.num_kv_heads, spec.head_dim)
+        packed = torch.empty(shape, dtype=spec.cache_dtype, device=device)
+        return KVCache(packed[:, 0], packed[:, 1])
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        cache: KVCache,
+        metadata: TritonPagedMetadata,
+        *,
+        spec: AttentionSpec,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        check_forward_inputs(query, cache, metadata, spec, sinks)
+        return paged_attention(
+            query,
+            cache.key,
+            cache.value,
+            metadata.block_table,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            max_query_len=metadata.max_query_len,
+            num_splits=metadata.num_splits,
+            scale=spec.softmax_scale,
+            sliding_window=spec.sliding_window,
+            soft_cap=spec.soft_cap,
+            sinks=sinks,
+        )

@@ -1,0 +1,44 @@
+"""Ground floor: specs, the shared state of a batch, and the metadata builders over it."""
+
+from builders.advance import advance_shared_state
+from builders.batch import NO_SLOT, AttentionBatch, BatchBuffers
+from builders.contract import (
+    CONTRACT_VERSION,
+    AdvanceLevel,
+    AdvanceSupport,
+    CaptureConstants,
+    GraphSupport,
+    HostLengths,
+    MetadataBuilder,
+)
+from builders.errors import BatchError
+from builders.round import begin_decode, begin_extend
+from builders.spec import AttentionKind, AttentionSpec, SpecError
+from builders.tables import RequestTables
+from builders.torch_reference import ReferenceBuilder, ReferenceMetadata
+from builders.triton_paged import TritonPagedBuilder, TritonPagedMetadata
+
+__all__ = [
+    "CONTRACT_VERSION",
+    "NO_SLOT",
+    "AdvanceLevel",
+    "AdvanceSupport",
+    "AttentionBatch",
+    "AttentionKind",
+    "AttentionSpec",
+    "BatchBuffers",
+    "BatchError",
+    "CaptureConstants",
+    "GraphSupport",
+    "HostLengths",
+    "MetadataBuilder",
+    "ReferenceBuilder",
+    "ReferenceMetadata",
+    "RequestTables",
+    "SpecError",
+    "TritonPagedBuilder",
+    "TritonPagedMetadata",
+    "advance_shared_state",
+    "begin_decode",
+    "begin_extend",
+]

@@ -1,0 +1,139 @@
+"""The fused advance: one kernel moves the shared state of every KV group one token forward."""
+
+from __future__ import annotations
+
+import torch
+
+from builders._triton import triton, tl
+from builders.batch import NO_SLOT, BatchBuffers
+
+_BLOCK = 128
+
+
+def advance_shared_state(batch: BatchBuffers, num_reqs: int) -> None:
+    """Move the first num_reqs single-token rows of `batch` one token forward, in place; graph-safe, one kernel.
+
+    For a live row (seq_lens > 0) below its token limit whose next position has a page in every group:
+    seq_lens += 1, positions = seq_lens - 1, slot = page * page_size + offset in each group.
+    Any other row gets seq_lens 0 and slot -1, so that it stays inert, and raises tables.overflow if it was live.
+    `step` moves by one.
+    """
+    tables = batch.tables
+    torch.ops.builders.advance_decode(
+        batch.seq_lens[:num_reqs],
+        batch.positions[:num_reqs],
+        batch.slot_mappings[:, :num_reqs],
+        batch.step,
+        tables.overflow,
+        tables.block_tables,
+        tables.page_sizes,
+        tables.token_limits,
+    )
+
+
+@torch.library.custom_op(
+    "builders::advance_decode",
+    mutates_args=("seq_lens", "positions", "slot_mappings", "step", "overflow"),
+    device_types="cpu",
+)
+def _advance(
+    seq_lens: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mappings: torch.Tensor,
+    step: torch.Tensor,
+    overflow: torch.Tensor,
+    block_tables: torch.Tensor,
+    page_sizes: torch.Tensor,
+    token_limits: torch.Tensor,
+) -> None:
+    num_reqs = seq_lens.shape[0]
+    live = seq_lens > 0
+    position = seq_lens.long()
+    sizes = page_sizes.long()[:, None]
+    column = position[None] // sizes
+    in_table = column < block_tables.shape[2]
+    page = block_tables[:, :num_reqs].long().gather(2, (column * in_table)[..., None])[..., 0]
+    moves = live & (seq_lens < token_limits[:num_reqs]) & (in_table & (page >= 0)).all(0)
+    slot_mappings.copy_(torch.where(moves, page * sizes + position % sizes, NO_SLOT))
+    positions.copy_(torch.where(moves, position, positions))
+    seq_lens.copy_(torch.where(moves, seq_lens + 1, 0))
+    overflow[:num_reqs] |= (live & ~moves).int()
+    step.add_(1)
+
+
+@_advance.register_fake
+def _(*args: torch.Tensor) -> None:
+    return None
+
+
+@_advance.register_kernel("cuda")
+def _advance_cuda(
+    seq_lens: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mappings: torch.Tensor,
+    step: torch.Tensor,
+    overflow: torch.Tensor,
+    block_tables: torch.Tensor,
+    page_sizes: torch.Tensor,
+    token_limits: torch.Tensor,
+) -> None:
+    num_reqs = seq_lens.shape[0]
+    _advance_kernel[(triton.cdiv(num_reqs, _BLOCK),)](
+        seq_lens,
+        positions,
+        slot_mappings,
+        step,
+        overflow,
+        block_tables,
+        page_sizes,
+        token_limits,
+        num_reqs,
+        block_tables.shape[2],
+        slot_mappings.stride(0),
+        block_tables.stride(0),
+        block_tables.stride(1),
+        GROUPS=block_tables.shape[0],
+        BLOCK=_BLOCK,
+        num_warps=1 if num_reqs <= 32 else 4,
+    )
+
+
+@triton.jit
+def _advance_kernel(
+    seq_lens,
+    positions,
+    slot_mappings,
+    step,
+    overflow,
+    block_tables,
+    page_sizes,
+    token_limits,
+    num_reqs,
+    max_pages,
+    slots_stride,
+    table_stride,
+    row_stride,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < num_reqs
+    position = tl.load(seq_lens + row, mask=inside, other=0)
+    limit = tl.load(token_limits + row, mask=inside, other=0)
+    live = position > 0
+    moves = live & (position < limit)
+    for group in tl.static_range(GROUPS):
+        column = position // tl.load(page_sizes + group)
+        entry = block_tables + group * table_stride + row.to(tl.int64) * row_stride + column
+        moves = moves & (tl.load(entry, mask=moves & (column < max_pages), other=-1) >= 0)
+    for group in tl.static_range(GROUPS):
+        size = tl.load(page_sizes + group)
+        entry = block_tables + group * table_stride + row.to(tl.int64) * row_stride + position // size
+        page = tl.load(entry, mask=moves, other=-1).to(tl.int64)
+        slot = tl.where(moves, page * size + position % size, -1)
+        tl.store(slot_mappings + group * slots_stride + row, slot, mask=inside)
+    tl.store(positions + row, position.to(tl.int64), mask=moves)
+    tl.store(seq_lens + row, tl.where(moves, position + 1, 0), mask=inside)
+    tl.store(overflow + row, 1, mask=live & ~moves)
+    if tl.program_id(0) == 0:
+        tl.store(step, tl.load(step) + 1)

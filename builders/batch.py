@@ -1,0 +1,168 @@
+"""The persistent, device-side state of one batch shape, and the view of it that a builder sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from builders.errors import require
+from builders.tables import RequestTables
+
+NO_SLOT = -1
+"""Slot of a token that is written nowhere."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionBatch:
+    """One KV group's view of a batch: slices of persistent buffers, never copies, and what the host knows.
+
+    query_start_loc  int32 [num_reqs + 1]
+    seq_lens         int32 [num_reqs]             KV tokens the request's last query token sees; 0 in padding rows
+    positions        int64 [num_tokens]           0 in padding rows
+    block_table      int32 [num_reqs, max_pages]  -1 where no page is owned
+    slot_mapping     int64 [num_tokens]           -1 writes nothing
+    """
+
+    num_reqs: int
+    """Rows, padding included."""
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    """No seq_len passes this while the metadata lives, horizon included."""
+    uniform: bool
+    """Every row, padding included, owns exactly max_query_len tokens."""
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    positions: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    host_seq_lens: tuple[int, ...] | None = None
+    """seq_lens as the host knows them, or upper bounds, or None where the caller paid for neither."""
+    host_seq_lens_exact: bool = False
+
+
+class BatchBuffers:
+    """Persistent buffers of one kind of batch, at fixed addresses, with a padding rule per field.
+
+    query_start_loc  int32 [max_reqs + 1]             uniform: row * query_len, padding rows too; ragged: repeats the end
+    seq_lens         int32 [max_reqs]                 padding rows 0
+    positions        int64 [max_tokens]               padding 0
+    slot_mappings    int64 [num_groups, max_tokens]   padding -1
+    step             int64 [1]                        draft column being produced; moved by the advance
+    """
+
+    def __init__(self, tables: RequestTables, *, max_tokens: int) -> None:
+        device = tables.device
+        self.tables = tables
+        self.max_reqs = tables.max_reqs
+        self.max_tokens = max_tokens
+        self.query_start_loc = torch.zeros(self.max_reqs + 1, dtype=torch.int32, device=device)
+        self.seq_lens = torch.zeros(self.max_reqs, dtype=torch.int32, device=device)
+        self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self.slot_mappings = torch.full((tables.num_groups, max_tokens), NO_SLOT, dtype=torch.int64, device=device)
+        self.step = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def set_uniform(self, query_len: int) -> None:
+        """Make every row own query_len tokens; the content that depends on lengths is the device's business."""
+        rows = torch.arange(self.max_reqs + 1, dtype=torch.int32) * query_len
+        self.query_start_loc.copy_(rows)
+
+    def clear(self) -> None:
+        """Make every row padding."""
+        self.seq_lens.zero_()
+        self.positions.zero_()
+        self.slot_mappings.fill_(NO_SLOT)
+        self.step.zero_()
+
+    def load(
+        self, query_lens: Sequence[int], seq_lens: Sequence[int], *, pad_reqs: int | None = None
+    ) -> tuple[int, int]:
+        """Write a batch known on the host: row r asks its last query_lens[r] of seq_lens[r] tokens.
+
+        pad_reqs: rows to fill up to; a uniform batch stays uniform, its padding rows own query_len tokens each.
+        Returns (num_reqs, num_tokens) with padding. Raises BatchError, with nothing written, for an empty batch, a
+        row without tokens, a query longer than its sequence, or lengths beyond a token limit.
+        """
+        lens, seqs = list(query_lens), list(seq_lens)
+        num_reqs = len(lens) if pad_reqs is None else pad_reqs
+        self._check(lens, seqs, num_reqs)
+        uniform = len(set(lens)) == 1
+        padded = lens + [lens[0] if uniform else 0] * (num_reqs - len(lens))
+        num_tokens = sum(padded)
+        require(
+            num_tokens <= self.max_tokens,
+            f"these buffers hold {self.max_tokens} query tokens, the padded batch has {num_tokens}; nothing was "
+            "written. Use larger buffers or a smaller batch.",
+        )
+        self._write(lens, seqs, padded)
+        return num_reqs, num_tokens
+
+    def _check(self, lens: list[int], seqs: list[int], num_reqs: int) -> None:
+        limits = self.tables.limits_host
+        require(
+            0 < len(lens) == len(seqs) <= num_reqs <= self.max_reqs and len(lens) <= len(limits),
+            f"a batch has 1 to {min(self.max_reqs, len(limits))} requests with a query length and a sequence length "
+            f"each, got {len(lens)} and {len(seqs)} padded to {num_reqs}; nothing was written. Load the requests' "
+            "tables first and pass one of each per request.",
+        )
+        for request, (query, seq) in enumerate(zip(lens, seqs, strict=True)):
+            require(
+                1 <= query <= seq,
+                f"request {request} needs 1 <= query length <= sequence length, got {query} and {seq}: its earlier "
+                "rows would see no keys. Leave an empty request out of the batch.",
+            )
+            require(
+                seq <= limits[request],
+                f"request {request} may hold {limits[request]} tokens, got a sequence of {seq}; its writes would "
+                "leave its pages. Allocate pages and raise its limit, or finish the request.",
+            )
+
+    def _write(self, lens: list[int], seqs: list[int], padded: list[int]) -> None:
+        starts = torch.zeros(len(padded) + 1, dtype=torch.int64)
+        starts[1:] = torch.tensor(padded).cumsum(0)
+        num_tokens, live_tokens = int(starts[-1]), sum(lens)
+        query, seq = torch.tensor(lens), torch.tensor(seqs)
+        row = torch.repeat_interleave(torch.arange(len(lens)), query)
+        positions = torch.arange(live_tokens) - starts[row] + (seq - query)[row]
+        self.query_start_loc[: len(starts)].copy_(starts)
+        self.query_start_loc[len(starts) :].fill_(num_tokens)
+        self.seq_lens.zero_()
+        self.seq_lens[: len(seqs)].copy_(seq)
+        self.positions.zero_()
+        self.positions[:live_tokens].copy_(positions)
+        self.slot_mappings.fill_(NO_SLOT)
+        tables = self.tables.block_tables.cpu().long()
+        for group, size in enumerate(self.tables.page_sizes_host):
+            slots = tables[group, row, positions // size] * size + positions % size
+            self.slot_mappings[group, :live_tokens].copy_(slots)
+        self.step.zero_()
+
+    def view(
+        self,
+        group: int,
+        *,
+        num_reqs: int,
+        num_tokens: int,
+        max_query_len: int,
+        max_seq_len: int | None = None,
+        uniform: bool = True,
+        host_seq_lens: Sequence[int] | None = None,
+        host_seq_lens_exact: bool = False,
+    ) -> AttentionBatch:
+        """What a builder of this group sees of the first num_reqs rows. max_seq_len: a bound; None is the tables'."""
+        return AttentionBatch(
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            max_query_len=max_query_len,
+            max_seq_len=self.tables.max_seq_len if max_seq_len is None else max_seq_len,
+            uniform=uniform,
+            query_start_loc=self.query_start_loc[: num_reqs + 1],
+            seq_lens=self.seq_lens[:num_reqs],
+            positions=self.positions[:num_tokens],
+            block_table=self.tables.block_tables[group, :num_reqs],
+            slot_mapping=self.slot_mappings[group, :num_tokens],
+            host_seq_lens=None if host_seq_lens is None else tuple(host_seq_lens),
+            host_seq_lens_exact=host_seq_lens_exact,
+        )

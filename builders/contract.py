@@ -1,0 +1,135 @@
+"""The contract between a metadata builder and whoever drafts with it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+
+from builders.batch import AttentionBatch
+from builders.spec import AttentionSpec
+
+CONTRACT_VERSION = (1, 0)
+"""Major, minor. A builder written for another major version is refused."""
+
+M = TypeVar("M")
+
+
+class GraphSupport(IntEnum):
+    """The widest batch shape whose attention can be captured and replayed over other batches."""
+
+    NEVER = 0
+    SINGLE_TOKEN_DECODE = 1
+    UNIFORM_BATCH = 2
+    ALWAYS = 3
+
+
+class AdvanceLevel(IntEnum):
+    """What it takes to move metadata one token forward, from most work to least."""
+
+    REBUILD = 0
+    PREPLANNED = 1
+    IN_GRAPH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class AdvanceSupport:
+    """An advance level with the reason for it, in words a report can print."""
+
+    level: AdvanceLevel
+    reason: str
+
+
+class HostLengths(Enum):
+    """What build() must know of seq_lens on the host. EXACT costs a copy from the device and a wait."""
+
+    NONE = "none"
+    UPPER_BOUND = "upper bound"
+    EXACT = "exact"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaptureConstants:
+    """Host values baked into a captured graph. A replay may need less of each, never more."""
+
+    max_reqs: int
+    max_query_len: int
+    max_seq_len: int
+
+    def exceeded_by(self, needed: CaptureConstants) -> list[str]:
+        """Each constant that `needed` goes past, as 'name: captured with A, needed B'."""
+        return [
+            f"{name}: captured with {getattr(self, name)}, needed {getattr(needed, name)}"
+            for name in ("max_reqs", "max_query_len", "max_seq_len")
+            if getattr(needed, name) > getattr(self, name)
+        ]
+
+
+class MetadataBuilder(ABC, Generic[M]):
+    """Builds what one backend's kernels need to know of a batch, and keeps it current in place.
+
+    Constructed from a spec, a device and bounds; it needs no engine. Tensors that `build` returns are either views of
+    the batch's shared state or persistent buffers of the builder, so that the same batch shape gives the same
+    addresses again: a graph captured with them is replayed over another batch after `build` or `advance`.
+    """
+
+    graph_support: ClassVar[GraphSupport]
+    host_lengths: ClassVar[HostLengths] = HostLengths.NONE
+    step_fields: ClassVar[tuple[str, ...]]
+    """Metadata fields whose content depends on the position; each must be right after every advance."""
+    build_per_round: ClassVar[bool] = False
+    """Whether a replay over a new batch is right only after a `build` at the start of the round."""
+
+    def __init__(
+        self, spec: AttentionSpec, device: torch.device, *, max_reqs: int, max_tokens: int, max_seq_len: int
+    ) -> None:
+        self.spec = spec
+        self.device = device
+        self.max_reqs = max_reqs
+        self.max_tokens = max_tokens
+        self.max_seq_len = max_seq_len
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "build" in cls.__dict__ and "advance_support" not in cls.__dict__ and cls._inherits_a_claim():
+            cls.advance_support = classmethod(_restate_the_claim)  # type: ignore[method-assign, assignment]
+
+    @classmethod
+    def _inherits_a_claim(cls) -> bool:
+        return any("advance_support" in base.__dict__ for base in cls.__mro__[1:] if base is not MetadataBuilder)
+
+    @classmethod
+    @abstractmethod
+    def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
+        """The advance level for this spec on this device, with its reason."""
+
+    @abstractmethod
+    def build(self, batch: AttentionBatch, *, horizon: int = 0) -> M:
+        """Metadata for any batch within the bounds. Host work is allowed; the batch is never written to.
+
+        horizon: how many advances the metadata must survive before the next build.
+        """
+
+    @abstractmethod
+    def advance(self, metadata: M) -> None:
+        """Refresh every step field in place from the shared device state as it stands now.
+
+        Graph-safe: device work only, no allocation that outlives the call, addresses and host fields unchanged. A pure
+        function of the shared state (seq_lens, positions, block table), never of the metadata's own earlier contents.
+        """
+
+    @abstractmethod
+    def capture_constants(self, metadata: M) -> CaptureConstants:
+        """The host values that a graph captured with this metadata bakes in."""
+
+
+def _restate_the_claim(
+    cls: type[MetadataBuilder[Any]], spec: AttentionSpec, device: torch.device
+) -> AdvanceSupport:
+    return AdvanceSupport(
+        AdvanceLevel.REBUILD,
+        f"{cls.__name__} overrides build() and inherits its advance; it must state advance_support() again",
+    )

@@ -1,0 +1,119 @@
+"""What a group of attention layers computes, as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+
+class AttentionKind(str, Enum):
+    """How keys and values are stored: one pair per KV head, or one shared latent."""
+
+    MHA = "mha"
+    MLA = "mla"
+
+
+class SpecError(ValueError):
+    """An AttentionSpec that no attention could have; the message lists every problem at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionSpec:
+    """The attention of one KV group. A query at position p sees positions max(0, p - sliding_window + 1) .. p.
+
+    With s_j = soft_cap * tanh(scale * q.k_j / soft_cap) (or scale * q.k_j without a cap) and a per-head sink z:
+    out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(z)).
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    value_dim: int | None = None
+    """Dim of a value head; None means head_dim."""
+    dtype: torch.dtype = torch.bfloat16
+    """Dtype of queries and outputs."""
+    kv_dtype: torch.dtype | None = None
+    """Dtype of the KV cache; None means dtype."""
+    sliding_window: int | None = None
+    """Tokens a query sees, itself included; None means all."""
+    scale: float | None = None
+    """Factor on q.k; None means head_dim ** -0.5."""
+    soft_cap: float | None = None
+    sinks: bool = False
+    """Whether each query head has an fp32 sink logit, passed to the forward as ``sinks [num_q_heads]``."""
+    kind: AttentionKind = AttentionKind.MHA
+
+    def __post_init__(self) -> None:
+        set_field = object.__setattr__
+        if self.value_dim is None:
+            set_field(self, "value_dim", self.head_dim)
+        if self.kv_dtype is None:
+            set_field(self, "kv_dtype", self.dtype)
+        if self.scale is None and self.head_dim > 0:
+            set_field(self, "scale", self.head_dim**-0.5)
+        if problems := self._problems():
+            raise SpecError("this AttentionSpec describes no attention: " + "; ".join(problems))
+
+    def _problems(self) -> list[str]:
+        problems = [
+            f"{name} must be at least 1, got {value}"
+            for name in ("num_q_heads", "num_kv_heads", "head_dim", "value_dim", "page_size")
+            if (value := getattr(self, name)) < 1
+        ]
+        if self.num_kv_heads > 0 and self.num_q_heads % self.num_kv_heads:
+            problems.append(
+                f"num_q_heads must be a multiple of num_kv_heads, got {self.num_q_heads} and {self.num_kv_heads}"
+            )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            problems.append(
+                f"sliding_window counts the query itself and must be at least 1, got {self.sliding_window}"
+            )
+        if self.soft_cap is not None and not self.soft_cap > 0:
+            problems.append(f"soft_cap must be positive, got {self.soft_cap}")
+        return problems
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def out_dim(self) -> int:
+        """Dim of a value head, resolved."""
+        assert self.value_dim is not None
+        return self.value_dim
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Dtype of the KV cache, resolved."""
+        assert self.kv_dtype is not None
+        return self.kv_dtype
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor on q.k, resolved."""
+        assert self.scale is not None
+        return self.scale
+
+    def describe(self) -> str:
+        """One line for tables and messages."""
+        parts = [
+            f"{self.num_q_heads}/{self.num_kv_heads} heads",
+            f"dim {self.head_dim}" + (f"/{self.out_dim}" if self.out_dim != self.head_dim else ""),
+            f"page {self.page_size}",
+            str(self.dtype).removeprefix("torch."),
+        ]
+        if self.cache_dtype != self.dtype:
+            parts.append(f"kv {str(self.cache_dtype).removeprefix('torch.')}")
+        if self.sliding_window is not None:
+            parts.append(f"window {self.sliding_window}")
+        if self.soft_cap is not None:
+            parts.append(f"soft cap {self.soft_cap:g}")
+        if self.sinks:
+            parts.append("sinks")
+        if self.kind is not AttentionKind.MHA:
+            parts.append(self.kind.value)
+        return ", ".join(parts)

@@ -1,0 +1,144 @@
+"""Which pages each live request owns: device tables behind a validated host interface."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from builders.errors import require
+
+UNALLOCATED = -1
+"""Block-table entry that names no page. Kernels never read one: lengths stop before it."""
+
+
+class RequestTables:
+    """Per-request state that changes when requests join, leave or grow; shared by every batch shape over them.
+
+    block_tables   int32 [num_groups, max_reqs, max_pages]   page ids; padding rows and unowned entries are -1
+    token_limits   int32 [max_reqs]   tokens the request may hold (its pages or the length limit); padding rows are 0
+    overflow       int32 [max_reqs]   raised by the advance of a request that could not move; read it when convenient
+    page_sizes     int32 [num_groups]
+    """
+
+    def __init__(
+        self,
+        *,
+        page_sizes: Sequence[int],
+        num_pages: Sequence[int],
+        max_reqs: int,
+        max_seq_len: int,
+        device: torch.device | str,
+    ) -> None:
+        require(
+            len(page_sizes) == len(num_pages) > 0,
+            f"every KV group needs a page size and a page count, got {len(page_sizes)} sizes and "
+            f"{len(num_pages)} counts; no table was allocated. Pass one of each per group.",
+        )
+        self.device = torch.device(device)
+        self.page_sizes_host = tuple(page_sizes)
+        self.num_pages = tuple(num_pages)
+        self.max_reqs = max_reqs
+        self.max_seq_len = max_seq_len
+        self.max_pages = max(-(-max_seq_len // size) for size in page_sizes)
+        shape = (len(page_sizes), max_reqs, self.max_pages)
+        self.block_tables = torch.full(shape, UNALLOCATED, dtype=torch.int32, device=self.device)
+        self.token_limits = torch.zeros(max_reqs, dtype=torch.int32, device=self.device)
+        self.overflow = torch.zeros(max_reqs, dtype=torch.int32, device=self.device)
+        self.page_sizes = torch.tensor(self.page_sizes_host, dtype=torch.int32, device=self.device)
+        self.num_live = 0
+        self.limits_host: tuple[int, ...] = ()
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.page_sizes_host)
+
+    def load(
+        self,
+        pages: Sequence[Sequence[Sequence[int]]],
+        token_limits: Sequence[int],
+        *,
+        writable_from: Sequence[int] | None = None,
+    ) -> None:
+        """Replace the tables: ``pages[group][request]`` lists page ids, ``token_limits[request]`` bounds its tokens.
+
+        writable_from: first position each request may still write; pages wholly before it may be shared (a common
+        prefix), all others belong to one request alone. None: every page is writable.
+        Raises BatchError, with nothing changed, for a limit beyond the pages or the table, an id out of range or a
+        shared writable page.
+        """
+        num_reqs = len(token_limits)
+        starts = tuple(writable_from) if writable_from is not None else (0,) * num_reqs
+        self._check_shape(pages, num_reqs, starts)
+        for group, rows in enumerate(pages):
+            self._check_group(group, rows, token_limits, starts)
+        host = torch.full(tuple(self.block_tables.shape), UNALLOCATED, dtype=torch.int32)
+        for group, rows in enumerate(pages):
+            for request, row in enumerate(rows):
+                host[group, request, : len(row)] = torch.tensor(row, dtype=torch.int32)
+        limits = torch.zeros(self.max_reqs, dtype=torch.int32)
+        limits[:num_reqs] = torch.tensor(list(token_limits), dtype=torch.int32)
+        self.block_tables.copy_(host)
+        self.token_limits.copy_(limits)
+        self.overflow.zero_()
+        self.num_live = num_reqs
+        self.limits_host = tuple(token_limits)
+
+    def _check_shape(
+        self, pages: Sequence[Sequence[Sequence[int]]], num_reqs: int, writable_from: Sequence[int]
+    ) -> None:
+        require(
+            num_reqs <= self.max_reqs,
+            f"at most {self.max_reqs} requests fit these tables, got {num_reqs}; nothing was loaded. "
+            "Allocate larger tables or run the rest in another batch.",
+        )
+        require(
+            len(pages) == self.num_groups
+            and all(len(rows) == num_reqs for rows in pages)
+            and len(writable_from) == num_reqs,
+            f"pages must hold {self.num_groups} groups of {num_reqs} rows, got {[len(rows) for rows in pages]} rows "
+            f"and {len(writable_from)} writable_from; nothing was loaded. Pass one row per request and group.",
+        )
+
+    def _check_group(
+        self,
+        group: int,
+        rows: Sequence[Sequence[int]],
+        token_limits: Sequence[int],
+        writable_from: Sequence[int],
+    ) -> None:
+        size = self.page_sizes_host[group]
+        owner: dict[int, int] = {}
+        for request, (row, limit) in enumerate(zip(rows, token_limits, strict=True)):
+            needed = -(-limit // size)
+            require(
+                1 <= limit <= self.max_seq_len and len(row) <= self.max_pages,
+                f"request {request} must hold 1 to {self.max_seq_len} tokens in at most {self.max_pages} pages, got "
+                f"{limit} tokens in {len(row)} pages; nothing was loaded. Lower the limit or raise max_seq_len.",
+            )
+            require(
+                len(row) >= needed,
+                f"request {request} may grow to {limit} tokens, which takes {needed} pages of {size} in group {group}, "
+                f"but has {len(row)}; its writes would leave its pages. Allocate more or lower its token limit.",
+            )
+            for page in row:
+                require(
+                    0 <= page < self.num_pages[group],
+                    f"page ids of group {group} must be 0 to {self.num_pages[group] - 1}, request {request} names "
+                    f"{page}; a kernel would read outside the cache, so nothing was loaded. Fix the block table.",
+                )
+            for page in row[writable_from[request] // size :]:
+                other = owner.setdefault(page, request)
+                require(
+                    other == request,
+                    f"page {page} of group {group} is writable by requests {other} and {request}; each would overwrite "
+                    "the other's keys, so nothing was loaded. Share only pages before writable_from.",
+                )
+        for request, row in enumerate(rows):
+            for page in row[: writable_from[request] // size]:
+                other = owner.get(page, request)
+                require(
+                    other == request,
+                    f"page {page} of group {group} is read by request {request} and writable by request {other}; its "
+                    "prefix would be overwritten, so nothing was loaded. Copy the page first.",
+                )

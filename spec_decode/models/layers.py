@@ -1,0 +1,82 @@
+"""The decoder layer that target and draft share. Legend: T tokens, H hidden size."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from spec_decode.models.config import ModelConfig
+
+
+class Attend(Protocol):
+    """How a model asks for attention; it knows nothing of caches or metadata.
+
+    query [T, num_q_heads, head_dim], key and value [T, num_kv_heads, head_dim] of layer `layer`, already rotated.
+    Stores key and value, attends, and returns [T, num_q_heads, head_dim].
+    """
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor: ...
+
+
+class Rotary(nn.Module):
+    """Rotary embedding in half-split layout (RoFormer, eq. 34, with dims i and i + head_dim / 2 paired)."""
+
+    table: torch.Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        half = config.head_dim // 2
+        inverse = config.rope_theta ** -(torch.arange(half, dtype=torch.float64) / half)
+        angle = torch.arange(config.max_positions, dtype=torch.float64)[:, None] * inverse
+        table = torch.cat([angle.cos(), angle.sin()], -1).float()
+        self.register_buffer("table", table, persistent=False)
+
+    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Rotate x [T, heads, head_dim] to positions int64 [T]."""
+        cos, sin = self.table[positions][:, None].chunk(2, -1)
+        first, second = x.float().chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, in fp32."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.hidden_size))
+        self.eps = config.norm_eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and SwiGLU feed-forward, each with a pre-norm and a residual."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.heads = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
+        self.head_dim = config.head_dim
+        self.attn_norm = RMSNorm(config)
+        self.qkv = nn.Linear(config.hidden_size, sum(self.heads) * config.head_dim, bias=False)
+        self.out = nn.Linear(config.num_q_heads * config.head_dim, config.hidden_size, bias=False)
+        self.mlp_norm = RMSNorm(config)
+        self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, rotary: Rotary, attend: Attend
+    ) -> torch.Tensor:
+        """x [T, H] and positions int64 [T]; [T, H]."""
+        packed = self.qkv(self.attn_norm(x)).view(x.shape[0], sum(self.heads), self.head_dim)
+        rotated, value = packed[:, : -self.heads[2]], packed[:, -self.heads[2] :]
+        query, key = rotary(positions, rotated).split(self.heads[:2], 1)
+        x = x + self.out(attend(self.layer, query, key, value).flatten(1))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)

@@ -1,0 +1,35 @@
+"""The target: a Llama-style causal language model over flat tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from spec_decode.models.config import ModelConfig
+from spec_decode.models.layers import Attend, DecoderLayer, RMSNorm, Rotary
+
+
+class LlamaTarget(nn.Module):
+    """Embedding, decoder layers, final norm and an untied output projection."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+        self.norm = RMSNorm(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.rotary = Rotary(config)
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """token_ids and positions int64 [T]; the normed hidden states [T, H] that `logits` and the draft read."""
+        x = self.embed(token_ids)
+        for layer in self.layers:
+            x = layer(x, positions, self.rotary, attend)
+        hidden: torch.Tensor = self.norm(x)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [T, H]; logits [T, vocab_size] in the model's dtype."""
+        out: torch.Tensor = self.lm_head(hidden)
+        return out
