@@ -11,14 +11,15 @@ from builders.batch import NO_SLOT, BatchBuffers
 def begin_extend(batch: BatchBuffers, context_lens: torch.Tensor, num_reqs: int, query_len: int) -> None:
     """Set a uniform batch: row r asks query_len tokens behind its context_lens[r] (int32) KV tokens. One kernel.
 
-    A row with token limit 0 is padding: seq_lens 0, positions 0, slots -1. A token at or past the row's limit, or
-    without a page in some group, keeps its position and is written nowhere (slot -1).
+    A row with token limit 0 is padding. A live row whose tokens do not all fit under its limit, or lack a page in some
+    group, raises tables.overflow. Both are inert: seq_lens 0, positions 0, slots -1.
     """
     tables = batch.tables
     torch.ops.builders.begin_extend(
         batch.seq_lens[:num_reqs],
         batch.positions[: num_reqs * query_len],
         batch.slot_mappings[:, : num_reqs * query_len],
+        tables.overflow,
         context_lens,
         tables.block_tables,
         tables.page_sizes,
@@ -28,31 +29,34 @@ def begin_extend(batch: BatchBuffers, context_lens: torch.Tensor, num_reqs: int,
 
 
 def begin_decode(
-    batch: BatchBuffers, context_lens: torch.Tensor, accepted: torch.Tensor, num_reqs: int
+    batch: BatchBuffers, extend_seq_lens: torch.Tensor, accepted: torch.Tensor, num_reqs: int, query_len: int
 ) -> None:
-    """Set the state the first advance starts from: row r holds context_lens[r] + accepted[r] + 1 tokens.
+    """Set the state the first advance starts from, behind a uniform batch of query_len tokens a row. One kernel.
 
-    context_lens, accepted: int32 [>= num_reqs]. Rows with token limit 0 are padding. step becomes 0.
+    Row r keeps the tokens up to the accepted[r]-th (int32) of its query: seq_lens = extend_seq_lens[r] - query_len +
+    accepted[r] + 1. A row with extend_seq_lens 0 stays inert. step becomes 0, slots -1: nothing is being written yet.
     """
-    tables = batch.tables
     torch.ops.builders.begin_decode(
         batch.seq_lens[:num_reqs],
         batch.positions[:num_reqs],
         batch.slot_mappings[:, :num_reqs],
         batch.step,
-        context_lens,
+        extend_seq_lens,
         accepted,
-        tables.token_limits,
+        query_len,
     )
 
 
 @torch.library.custom_op(
-    "builders::begin_extend", mutates_args=("seq_lens", "positions", "slot_mappings"), device_types="cpu"
+    "builders::begin_extend",
+    mutates_args=("seq_lens", "positions", "slot_mappings", "overflow"),
+    device_types="cpu",
 )
 def _begin_extend(
     seq_lens: torch.Tensor,
     positions: torch.Tensor,
     slot_mappings: torch.Tensor,
+    overflow: torch.Tensor,
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
     page_sizes: torch.Tensor,
@@ -60,17 +64,17 @@ def _begin_extend(
     query_len: int,
 ) -> None:
     num_reqs = seq_lens.shape[0]
-    limits = token_limits[:num_reqs].long()[:, None]
-    live = limits > 0
+    limits = token_limits[:num_reqs].long()
     token = context_lens[:num_reqs].long()[:, None] + torch.arange(query_len)
     sizes = page_sizes.long()[:, None, None]
     column = token[None] // sizes
     in_table = column < block_tables.shape[2]
     page = block_tables[:, :num_reqs].long().gather(2, column * in_table)
-    writes = live & (token < limits) & (in_table & (page >= 0)).all(0)
-    slot_mappings.copy_(torch.where(writes, page * sizes + token % sizes, NO_SLOT).flatten(1))
-    positions.copy_(torch.where(live, token, 0).flatten())
-    seq_lens.copy_(torch.where(live, token[:, -1:] + 1, 0)[:, 0])
+    fits = (limits > 0) & (token[:, -1] < limits) & (in_table & (page >= 0)).all(0).all(1)
+    slot_mappings.copy_(torch.where(fits[:, None], page * sizes + token % sizes, NO_SLOT).flatten(1))
+    positions.copy_(torch.where(fits[:, None], token, 0).flatten())
+    seq_lens.copy_(torch.where(fits, token[:, -1] + 1, 0))
+    overflow[:num_reqs] |= ((limits > 0) & ~fits).int()
 
 
 @_begin_extend.register_fake
@@ -83,6 +87,7 @@ def _begin_extend_cuda(
     seq_lens: torch.Tensor,
     positions: torch.Tensor,
     slot_mappings: torch.Tensor,
+    overflow: torch.Tensor,
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
     page_sizes: torch.Tensor,
@@ -93,6 +98,7 @@ def _begin_extend_cuda(
         seq_lens,
         positions,
         slot_mappings,
+        overflow,
         context_lens,
         block_tables,
         page_sizes,
@@ -113,6 +119,7 @@ def _begin_extend_kernel(
     seq_lens,
     positions,
     slot_mappings,
+    overflow,
     context_lens,
     block_tables,
     page_sizes,
@@ -130,21 +137,22 @@ def _begin_extend_kernel(
     inside = query < query_len
     limit = tl.load(token_limits + row)
     context = tl.load(context_lens + row)
-    live = limit > 0
     token = context + query
-    writes = inside & (token < limit)
+    fits = (limit > 0) & (context + query_len <= limit)
     table = block_tables + row.to(tl.int64) * row_stride
     for group in tl.static_range(GROUPS):
         column = token // tl.load(page_sizes + group)
-        page = tl.load(table + group * table_stride + column, mask=writes & (column < max_pages), other=-1)
-        writes = writes & (page >= 0)
+        owned = tl.load(table + group * table_stride + column, mask=inside & fits & (column < max_pages), other=-1)
+        fits = fits & (tl.min(tl.where(inside, owned, 0), 0) >= 0)
     for group in tl.static_range(GROUPS):
         size = tl.load(page_sizes + group)
-        page = tl.load(table + group * table_stride + token // size, mask=writes, other=-1).to(tl.int64)
-        slot = tl.where(writes, page * size + token % size, -1)
+        page = tl.load(table + group * table_stride + token // size, mask=inside & fits, other=-1).to(tl.int64)
+        slot = tl.where(fits, page * size + token % size, -1)
         tl.store(slot_mappings + group * slots_stride + row * query_len + query, slot, mask=inside)
-    tl.store(positions + row * query_len + query, tl.where(live, token, 0).to(tl.int64), mask=inside)
-    tl.store(seq_lens + row, tl.where(live, context + query_len, 0))
+    tl.store(positions + row * query_len + query, tl.where(fits, token, 0).to(tl.int64), mask=inside)
+    tl.store(seq_lens + row, tl.where(fits, context + query_len, 0))
+    if (limit > 0) & (fits == 0):
+        tl.store(overflow + row, 1)
 
 
 @torch.library.custom_op(
@@ -155,13 +163,13 @@ def _begin_decode(
     positions: torch.Tensor,
     slot_mappings: torch.Tensor,
     step: torch.Tensor,
-    context_lens: torch.Tensor,
+    extend_seq_lens: torch.Tensor,
     accepted: torch.Tensor,
-    token_limits: torch.Tensor,
+    query_len: int,
 ) -> None:
     num_reqs = seq_lens.shape[0]
-    live = token_limits[:num_reqs] > 0
-    position = context_lens[:num_reqs] + accepted[:num_reqs]
+    live = extend_seq_lens[:num_reqs] > 0
+    position = extend_seq_lens[:num_reqs] - query_len + accepted[:num_reqs]
     seq_lens.copy_(torch.where(live, position + 1, 0))
     positions.copy_(torch.where(live, position, 0))
     slot_mappings.fill_(NO_SLOT)
@@ -179,9 +187,9 @@ def _begin_decode_cuda(
     positions: torch.Tensor,
     slot_mappings: torch.Tensor,
     step: torch.Tensor,
-    context_lens: torch.Tensor,
+    extend_seq_lens: torch.Tensor,
     accepted: torch.Tensor,
-    token_limits: torch.Tensor,
+    query_len: int,
 ) -> None:
     num_reqs = seq_lens.shape[0]
     block = 128
@@ -190,9 +198,9 @@ def _begin_decode_cuda(
         positions,
         slot_mappings,
         step,
-        context_lens,
+        extend_seq_lens,
         accepted,
-        token_limits,
+        query_len,
         num_reqs,
         slot_mappings.stride(0),
         GROUPS=slot_mappings.shape[0],
@@ -207,9 +215,9 @@ def _begin_decode_kernel(
     positions,
     slot_mappings,
     step,
-    context_lens,
+    extend_seq_lens,
     accepted,
-    token_limits,
+    query_len,
     num_reqs,
     slots_stride,
     GROUPS: tl.constexpr,
@@ -217,8 +225,9 @@ def _begin_decode_kernel(
 ):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_reqs
-    live = tl.load(token_limits + row, mask=inside, other=0) > 0
-    position = tl.load(context_lens + row, mask=inside, other=0) + tl.load(accepted + row, mask=inside, other=0)
+    extended = tl.load(extend_seq_lens + row, mask=inside, other=0)
+    live = extended > 0
+    position = extended - query_len + tl.load(accepted + row, mask=inside, other=0)
     tl.store(seq_lens + row, tl.where(live, position + 1, 0), mask=inside)
     tl.store(positions + row, tl.where(live, position, 0).to(tl.int64), mask=inside)
     for group in tl.static_range(GROUPS):

@@ -53,11 +53,12 @@ def load_pair(
                 f"a draft shares its target's {name}, the draft in {folder} has {ours} and the target {theirs}; its "
                 "hidden states would mean nothing. Use a draft trained on this target."
             )
-    with torch.device("meta"):
-        target = LlamaTarget(target_config)
-    target = _filled(target, folder / "target.safetensors", dtype, device)
+    target = LlamaTarget(target_config)
+    _fill(target, folder / "target.safetensors", dtype)
+    target.to(device)
     draft = EagleDraft(draft_config, target)
-    return target, _filled(draft, folder / "draft.safetensors", dtype, device)
+    _fill(draft, folder / "draft.safetensors", dtype)
+    return target, draft.to(device)
 
 
 def _read_configs(path: Path) -> dict[str, ModelConfig]:
@@ -77,7 +78,7 @@ def _read_configs(path: Path) -> dict[str, ModelConfig]:
     return configs
 
 
-def _filled(model: Any, path: Path, dtype: torch.dtype, device: torch.device | str) -> Any:
+def _fill(model: nn.Module, path: Path, dtype: torch.dtype) -> None:
     try:
         state = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -86,9 +87,9 @@ def _filled(model: Any, path: Path, dtype: torch.dtype, device: torch.device | s
             "loaded. Restore the file."
         ) from error
     _check_state(path, model, state)
-    model = _materialised(model, device)
+    # Assigned, so that parameters take dtype while the rotary tables stay fp32.
     model.load_state_dict({name: value.to(dtype) for name, value in state.items()}, assign=True)
-    return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
 
 
 def _check_state(path: Path, model: nn.Module, state: dict[str, torch.Tensor]) -> None:
@@ -106,13 +107,3 @@ def _check_state(path: Path, model: nn.Module, state: dict[str, torch.Tensor]) -
             f"{path} does not fit its config.json: {'; '.join(problems[:8])}"
             f"{f'; and {len(problems) - 8} more' if len(problems) > 8 else ''}. Nothing was loaded; use matching files."
         )
-
-
-def _materialised(model: nn.Module, device: torch.device | str) -> nn.Module:
-    """Buffers that are not stored (rotary tables) have no values on the meta device: make them anew."""
-    from spec_decode.models.layers import Rotary
-
-    for module in model.modules():
-        if isinstance(module, Rotary) and module.table.is_meta:
-            module.table = Rotary(model.config).table  # type: ignore[arg-type]
-    return model

@@ -1,0 +1,41 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+
+# Compiled kernels stay in the project folder too.
+export TRITON_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache/triton
+export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache/inductor
+
+.PHONY: demo test lint check clean
+
+demo: $(VENV)/.installed
+	$(BIN)/attn-backends demo
+
+test: $(VENV)/.installed
+	@$(BIN)/python -m pytest -n 2 -q || { echo "make test: FAILED, see above"; exit 1; }
+	@echo "make test: every test passed"
+
+lint: $(VENV)/.linters
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check: lint test
+
+clean:
+	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# torch comes first and alone, so that nothing else decides on its version.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, this is " + \
+		sys.version.split()[0] + "; run make with PYTHON=python3.11, say")'
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch 'triton; sys_platform == "linux"'
+	$(PIP) -e '.[test]'
+	@touch $@
+
+$(VENV)/.linters: $(VENV)/.installed
+	$(PIP) ruff mypy
+	@touch $@

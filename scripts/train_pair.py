@@ -1,0 +1,47 @@
+"""Train the byte-level pair that travels with the package: python scripts/train_pair.py --device cuda."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from spec_decode.training import Recipe, train_pair
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def git_commit() -> str | None:
+    """The commit of the working tree, None outside a repository."""
+    try:
+        found = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.strip()
+
+
+def main() -> None:
+    """Parse the flags, train, save, and print what came out."""
+    recipe = Recipe()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "spec_decode" / "pairs" / "pydoc")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    for name in ("seed", "target_steps", "draft_steps", "batch"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(recipe, name))
+    flags = vars(parser.parse_args())
+    out, device = flags.pop("out"), flags.pop("device")
+    origin = {"command": shlex.join(["python", *sys.argv]), "commit": git_commit()}
+    record = train_pair(out, Recipe(**flags), device, origin)
+    print(*record["samples"], sep="\n-----\n")
+    for name in ("losses", "accepted_of_4_per_round", "wall_seconds"):
+        print(f"{name}: {record[name]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,397 @@
+"""The multi-step drafter: step 0 over the verified tokens, then K-1 single-token steps by the chosen strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from builders import (
+    AttentionBatch,
+    BatchBuffers,
+    CaptureConstants,
+    GraphSupport,
+    HostLengths,
+    MetadataBuilder,
+    RequestTables,
+    advance_shared_state,
+    begin_decode,
+    begin_extend,
+)
+from builders.errors import require, require_tensor
+from spec_decode.graphs import Capturable, GraphKey, GraphManager
+from spec_decode.kv_groups import KVGroup, attend_with
+from spec_decode.models.eagle import DraftModel
+from spec_decode.ops.sample_draft import sample_draft
+from spec_decode.strategy import DraftPlan, GraphMode, Strategy, choose
+
+EXTEND, LOOP, STEP = "extend", "loop", "step"
+"""Kinds of graphs: step 0 (query length 1 + K), all later steps at once, one later step (query length 1)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifiedTokens:
+    """What a round starts from, for n live requests in the order of the tables; all on the drafter's device.
+
+    token_ids      int64 [n, 1 + K]      the tokens the target just ran over
+    hidden_states  [n, 1 + K, H]         its hidden states there
+    context_lens   int32 [n]             draft KV tokens committed before them: the position of the first
+    accepted       int32 [n]             how many of the K draft tokens were kept
+    next_tokens    int64 [n]             the target's own token behind the last kept one
+    temperature    fp32 [n]              0 is greedy
+    seeds          int64 [n]
+    """
+
+    token_ids: torch.Tensor
+    hidden_states: torch.Tensor
+    context_lens: torch.Tensor
+    accepted: torch.Tensor
+    next_tokens: torch.Tensor
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Views of the drafter's buffers, good until the next round: tokens int64 [n, K], -1 where a request could not
+    advance, and the processed logits fp32 [n, K, V] each was drawn from."""
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+
+
+class Drafter:
+    """Proposes K tokens a round for the requests in `tables`, in the strategy that the groups' builders allow."""
+
+    def __init__(
+        self,
+        model: DraftModel,
+        groups: Sequence[KVGroup],
+        tables: RequestTables,
+        *,
+        num_speculative_tokens: int,
+        graph_mode: GraphMode = GraphMode.FULL,
+        strategy: Strategy | None = None,
+        capture_sizes: Sequence[int] | None = None,
+    ) -> None:
+        """Raises StrategyError for a K below 1 or a forced strategy that a group cannot run, before any allocation."""
+        device = tables.device
+        self.plan: DraftPlan = choose(
+            [group.facts(device) for group in groups], num_speculative_tokens, graph_mode, forced=strategy
+        )
+        require(
+            [group.spec.page_size for group in groups] == list(tables.page_sizes_host),
+            f"group i of the drafter uses block table i, with page sizes {[g.spec.page_size for g in groups]} against "
+            f"the tables' {list(tables.page_sizes_host)}; its slots would be wrong. Make one table per group.",
+        )
+        self.model = model
+        self.groups = tuple(groups)
+        self.tables = tables
+        self.num_speculative_tokens = num_speculative_tokens
+        self._query_len = num_speculative_tokens + 1
+        self._allocate(groups[0].spec.dtype)
+        self._extend = _Phase(self, BatchBuffers(tables, max_tokens=tables.max_reqs * self._query_len), self._query_len)
+        self._decode = _Phase(self, BatchBuffers(tables, max_tokens=tables.max_reqs), 1)
+        self.graphs = GraphManager(device, capture_sizes or default_capture_sizes(tables.max_reqs))
+        self._captured = False
+
+    def _allocate(self, hidden_dtype: torch.dtype) -> None:
+        reqs, steps, config = self.tables.max_reqs, self.num_speculative_tokens, self.model.config
+
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=self.tables.device)
+
+        self._inputs = VerifiedTokens(
+            token_ids=zeros(reqs, self._query_len, dtype=torch.int64),
+            hidden_states=zeros(reqs, self._query_len, config.hidden_size, dtype=hidden_dtype),
+            context_lens=zeros(reqs, dtype=torch.int32),
+            accepted=zeros(reqs, dtype=torch.int32),
+            next_tokens=zeros(reqs, dtype=torch.int64),
+            temperature=zeros(reqs, dtype=torch.float32),
+            seeds=zeros(reqs, dtype=torch.int64),
+        )
+        self._ids = zeros(reqs, dtype=torch.int64)
+        self._hidden = zeros(reqs, config.hidden_size, dtype=hidden_dtype)
+        self._rows = torch.arange(reqs, device=self.tables.device)
+        self._draft_tokens = zeros(reqs, steps, dtype=torch.int64)
+        self._draft_logits = zeros(reqs, steps, config.vocab_size, dtype=torch.float32)
+
+    # ------------------------------------------------------------------ a round
+
+    @torch.no_grad()
+    def propose(self, verified: VerifiedTokens) -> Drafts:
+        """Draft K tokens behind each request's next_token. Nothing in it waits for the device unless the plan says so.
+
+        The requests are the live rows of the tables. One whose limit leaves no room for the 1 + K tokens of step 0
+        proposes nothing and raises tables.overflow, as does one that reaches its limit on the way, from there on.
+        Raises BatchError, with nothing run, for tensors of another shape, dtype or device, or too large a batch.
+        """
+        live = self.tables.num_live
+        self._check(verified, live)
+        size = self.graphs.padded(live)
+        self._take(verified, live)
+        if self.plan.strategy is not Strategy.EAGER and not self._captured:
+            self.capture()
+        self._run_extend(size)
+        if self.num_speculative_tokens > 1:
+            self._loops[self.plan.strategy](size)
+        return Drafts(self._draft_tokens[:live], self._draft_logits[:live])
+
+    @property
+    def _loops(self) -> dict[Strategy, Callable[[int], None]]:
+        return {
+            Strategy.FULL_LOOP: self._full_loop,
+            Strategy.PER_STEP: self._per_step_loop,
+            Strategy.EAGER: self._eager_loop,
+        }
+
+    @torch.no_grad()
+    def prefill(
+        self,
+        tables: RequestTables,
+        query_lens: Sequence[int],
+        token_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+    ) -> None:
+        """Write the draft KV of new requests' prompts, without drafting; eager, for any lengths.
+
+        tables: the new requests alone, over the same caches. Request r has query_lens[r] flat tokens from position 0;
+        token_ids int64 [T] are the tokens one *behind* each position, hidden_states [T, H] the target's there.
+        """
+        total = sum(query_lens)
+        batch = BatchBuffers(tables, max_tokens=total)
+        num_reqs, num_tokens = batch.load(query_lens, query_lens)
+        metadata = []
+        for index, group in enumerate(self.groups):
+            builder = group.make_builder(
+                tables.device, max_reqs=tables.max_reqs, max_tokens=total, max_seq_len=tables.max_seq_len
+            )
+            view = batch.view(
+                index,
+                num_reqs=num_reqs,
+                num_tokens=num_tokens,
+                max_query_len=max(query_lens),
+                max_seq_len=max(query_lens),
+                uniform=len(set(query_lens)) == 1,
+                host_seq_lens=query_lens,
+                host_seq_lens_exact=True,
+            )
+            metadata.append(builder.build(view))
+        attend = attend_with(self.groups, metadata)
+        self.model.forward(token_ids, hidden_states.to(self._hidden.dtype), batch.positions[:total], attend)
+
+    def _check(self, verified: VerifiedTokens, live: int) -> None:
+        require(
+            live > 0,
+            "a round needs at least one live request, the tables hold none; nothing was run. Load the tables first.",
+        )
+        for name in VerifiedTokens.__slots__:
+            found, buffer = getattr(verified, name), getattr(self._inputs, name)
+            require_tensor(
+                name, found, shape=(live, *buffer.shape[1:]), dtype=buffer.dtype, device=self.tables.device
+            )
+
+    def _take(self, verified: VerifiedTokens, live: int) -> None:
+        for name in VerifiedTokens.__slots__:
+            buffer, found = getattr(self._inputs, name), getattr(verified, name)
+            if found.data_ptr() != buffer.data_ptr():
+                buffer[:live].copy_(found, non_blocking=True)
+
+    # ------------------------------------------------------------------ strategies
+
+    def _run_extend(self, size: int) -> None:
+        weak = self.plan.weak_groups if self._extend_in_graph else tuple(range(len(self.groups)))
+        if weak:
+            self._begin_extend(size)
+            self._extend.rebuild(size, weak)
+        if self._extend_in_graph:
+            self.graphs.replay(GraphKey(EXTEND, size), self._needed(size, self._query_len))
+        else:
+            self._extend_forward(size)
+
+    @property
+    def _extend_in_graph(self) -> bool:
+        widest = min(group.backend.builder.graph_support for group in self.groups)
+        return self.plan.strategy is not Strategy.EAGER and widest >= GraphSupport.UNIFORM_BATCH
+
+    @property
+    def _strong_groups(self) -> list[int]:
+        weak = self.plan.weak_groups
+        return [index for index in range(len(self.groups)) if index not in weak]
+
+    def _full_loop(self, size: int) -> None:
+        self._decode.rebuild(size, [i for i, group in enumerate(self.plan.groups) if group.build_per_round])
+        self.graphs.replay(GraphKey(LOOP, size), self._needed(size, 1))
+
+    def _per_step_loop(self, size: int) -> None:
+        for _ in range(self.num_speculative_tokens - 1):
+            advance_shared_state(self._decode.batch, size)
+            self._decode.rebuild(size, self.plan.weak_groups)
+            self.graphs.replay(GraphKey(STEP, size), self._needed(size, 1))
+
+    def _eager_loop(self, size: int) -> None:
+        for _ in range(self.num_speculative_tokens - 1):
+            advance_shared_state(self._decode.batch, size)
+            self._decode.rebuild(size, range(len(self.groups)))
+            self._step_forward(size)
+
+    def _needed(self, size: int, query_len: int) -> CaptureConstants:
+        longest = max(self.tables.limits_host)
+        return CaptureConstants(max_reqs=size, max_query_len=query_len, max_seq_len=longest)
+
+    # ------------------------------------------------------------------ captured work
+
+    def _begin_extend(self, size: int) -> None:
+        begin_extend(self._extend.batch, self._inputs.context_lens, size, self._query_len)
+
+    def _extend_forward(self, size: int) -> None:
+        """Step 0: the draft's tokens are the target's, shifted by one, with the next token behind the last kept."""
+        inputs, accepted = self._inputs, self._inputs.accepted[:size].long()
+        ids = torch.cat([inputs.token_ids[:size, 1:], inputs.token_ids[:size, :1]], 1)
+        ids = ids.scatter(1, accepted[:, None], inputs.next_tokens[:size, None])
+        tokens = size * self._query_len
+        hidden = self.model.forward(
+            ids.flatten(),
+            inputs.hidden_states[:size].flatten(0, 1),
+            self._extend.batch.positions[:tokens],
+            attend_with(self.groups, self._extend.metadata),
+        )
+        begin_decode(self._decode.batch, self._extend.batch.seq_lens, inputs.accepted, size, self._query_len)
+        self._finish_step(size, hidden.index_select(0, self._rows[:size] * self._query_len + accepted))
+
+    def _step_forward(self, size: int) -> None:
+        hidden = self.model.forward(
+            self._ids[:size],
+            self._hidden[:size],
+            self._decode.batch.positions[:size],
+            attend_with(self.groups, self._decode.metadata),
+        )
+        self._finish_step(size, hidden)
+
+    def _finish_step(self, size: int, hidden: torch.Tensor) -> None:
+        batch = self._decode.batch
+        sample_draft(
+            self.model.logits(hidden),
+            temperature=self._inputs.temperature,
+            seeds=self._inputs.seeds,
+            positions=batch.positions,
+            seq_lens=batch.seq_lens,
+            step=batch.step,
+            draft_tokens=self._draft_tokens,
+            draft_logits=self._draft_logits,
+            next_ids=self._ids,
+        )
+        self._hidden[:size].copy_(hidden)
+
+    # ------------------------------------------------------------------ capture
+
+    def capture(self, *, progress: bool = False) -> None:
+        """Capture the graphs that the plan needs, on padding rows alone: nothing of a live request is touched."""
+        if self.plan.strategy is Strategy.EAGER:
+            self._captured = True
+            return
+        limits = self.tables.token_limits.clone()
+        self.tables.token_limits.zero_()
+        try:
+            self.graphs.capture(self._factories(), progress=progress)
+        finally:
+            self.tables.token_limits.copy_(limits)
+        self._captured = True
+
+    def _factories(self) -> dict[str, Callable[[int], Capturable]]:
+        factories: dict[str, Callable[[int], Capturable]] = {}
+        if self._extend_in_graph:
+            factories[EXTEND] = lambda size: self._capturable(self._extend, size, self._captured_extend)
+        if self.num_speculative_tokens > 1:
+            full = self.plan.strategy is Strategy.FULL_LOOP
+            body = self._captured_loop if full else self._captured_step
+            factories[LOOP if full else STEP] = lambda size: self._capturable(self._decode, size, body)
+        return factories
+
+    def _capturable(self, phase: _Phase, size: int, body: Callable[[int], None]) -> Capturable:
+        phase.batch.clear()
+        phase.rebuild(size, range(len(self.groups)))
+        return Capturable(lambda: body(size), phase.constants())
+
+    def _captured_extend(self, size: int) -> None:
+        self._begin_extend(size)
+        self._extend.advance(self._strong_groups)
+        self._extend_forward(size)
+
+    def _captured_loop(self, size: int) -> None:
+        for _ in range(self.num_speculative_tokens - 1):
+            advance_shared_state(self._decode.batch, size)
+            self._decode.advance(range(len(self.groups)))
+            self._step_forward(size)
+
+    def _captured_step(self, size: int) -> None:
+        self._decode.advance(self._strong_groups)
+        self._step_forward(size)
+
+
+class _Phase:
+    """One batch shape of the drafter: its buffers, and each group's builder and current metadata."""
+
+    def __init__(self, drafter: Drafter, batch: BatchBuffers, query_len: int) -> None:
+        self.batch = batch
+        self.query_len = query_len
+        self.groups = drafter.groups
+        tables = batch.tables
+        batch.set_uniform(query_len)
+        self.builders: list[MetadataBuilder[Any]] = [
+            group.make_builder(
+                tables.device,
+                max_reqs=tables.max_reqs,
+                max_tokens=batch.max_tokens,
+                max_seq_len=tables.max_seq_len,
+            )
+            for group in self.groups
+        ]
+        self.horizon = drafter.num_speculative_tokens - 1
+        self.metadata: list[Any] = [None] * len(self.groups)
+
+    def rebuild(self, size: int, groups: Sequence[int] | range) -> None:
+        """Build the metadata of these groups for the state as it stands."""
+        for index in groups:
+            builder = self.builders[index]
+            self.metadata[index] = builder.build(self._view(index, size, builder), horizon=self.horizon)
+
+    def advance(self, groups: Sequence[int] | range) -> None:
+        for index in groups:
+            self.builders[index].advance(self.metadata[index])
+
+    def constants(self) -> CaptureConstants:
+        """The tightest of the groups' constants."""
+        each = [b.capture_constants(m) for b, m in zip(self.builders, self.metadata, strict=True)]
+        return CaptureConstants(
+            max_reqs=min(c.max_reqs for c in each),
+            max_query_len=min(c.max_query_len for c in each),
+            max_seq_len=min(c.max_seq_len for c in each),
+        )
+
+    def _view(self, index: int, size: int, builder: MetadataBuilder[Any]) -> AttentionBatch:
+        lengths, exact = None, False
+        if builder.host_lengths is HostLengths.EXACT:
+            lengths, exact = self.batch.seq_lens[:size].tolist(), True
+        elif builder.host_lengths is HostLengths.UPPER_BOUND:
+            limits = self.batch.tables.limits_host
+            lengths = [*limits, *(0,) * (size - len(limits))]
+        return self.batch.view(
+            index,
+            num_reqs=size,
+            num_tokens=size * self.query_len,
+            max_query_len=self.query_len,
+            host_seq_lens=lengths,
+            host_seq_lens_exact=exact,
+        )
+
+
+def default_capture_sizes(max_reqs: int) -> list[int]:
+    """Powers of two up to max_reqs, and max_reqs itself."""
+    sizes = [1]
+    while sizes[-1] * 2 <= max_reqs:
+        sizes.append(sizes[-1] * 2)
+    return sorted({*sizes, max_reqs})
+

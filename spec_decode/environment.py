@@ -1,0 +1,96 @@
+"""Provenance: the machine, the software and the commit that a measurement belongs to."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+
+import msgspec
+import torch
+
+from builders._triton import HAVE_TRITON, triton
+
+_PROBE_SECONDS = 10
+_PACKAGE = Path(__file__).parent
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a run took place. What could not be found out is "unknown: why"; dirty is then None."""
+
+    device: str
+    torch: str
+    triton: str
+    python: str
+    commit: str
+    dirty: bool | None
+    date: str
+    driver: str | None
+    cuda: str | None
+    platform: str
+
+
+def environment(device: torch.device) -> Environment:
+    """Where this process runs; never raises.
+
+    ATTN_BACKENDS_COMMIT and ATTN_BACKENDS_DIRTY (0 or 1) overrule git, for a copy without its history.
+    """
+    on_cuda = device.type == "cuda"
+    commit, dirty = _checkout()
+    return Environment(
+        device=_probe(lambda: torch.cuda.get_device_name(device) if on_cuda else _cpu_name()),
+        torch=_probe(lambda: str(torch.__version__)),
+        triton=_probe(lambda: str(triton.__version__) if HAVE_TRITON else "absent"),
+        python=_probe(platform.python_version),
+        commit=commit,
+        dirty=dirty,
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        driver=_probe(_driver) if on_cuda else None,
+        cuda=torch.version.cuda if on_cuda else None,
+        platform=_probe(platform.platform),
+    )
+
+
+def _probe(ask: Callable[[], str]) -> str:
+    try:
+        return ask()
+    except Exception as error:  # provenance must not cost a run its results
+        return f"unknown: {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(filter(None, names), "") or platform.processor() or platform.machine()
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(
+        command, cwd=_PACKAGE.parent, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=True
+    ).stdout.strip()
+
+
+def _driver() -> str:
+    return _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0]
+
+
+def _checkout() -> tuple[str, bool | None]:
+    """The commit, and whether the tree differs from it. Only a checkout that tracks this package counts."""
+    given, said = os.environ.get("ATTN_BACKENDS_COMMIT"), os.environ.get("ATTN_BACKENDS_DIRTY")
+    commit = given or _probe(_git_commit)
+    if given or said or commit.startswith("unknown"):
+        return commit, {"0": False, "1": True}.get(said or "")
+    # Reports are left out, or the first report of a series would make the second one dirty.
+    status = _probe(
+        lambda: _run("git", "--no-optional-locks", "status", "--porcelain", "--", ".", ":!reports")
+    )
+    return commit, None if status.startswith("unknown") else bool(status)
+
+
+def _git_commit() -> str:
+    _run("git", "ls-files", "--error-unmatch", f"{_PACKAGE.name}/__init__.py")
+    return _run("git", "rev-parse", "HEAD")

@@ -1,0 +1,15 @@
+"""Capture, replay, and their emulation on the CPU."""
+
+from spec_decode.graphs.manager import Capturable, CaptureReport, GraphKey, GraphManager
+from spec_decode.graphs.runtime import CaptureError, Graph, GraphRuntime, runtime_for
+
+__all__ = [
+    "Capturable",
+    "CaptureError",
+    "CaptureReport",
+    "Graph",
+    "GraphKey",
+    "GraphManager",
+    "GraphRuntime",
+    "runtime_for",
+]

@@ -1,0 +1,175 @@
+"""A CUDA graph's semantics on the CPU, so that graph safety fails in a test without a GPU.
+
+Capture runs the function once under a recorder. It keeps every device operation with the very tensors it touched,
+refuses what a CUDA graph refuses (host reads, data-dependent shapes, fresh host data), then puts all written memory
+back: a capture does not execute. Replay runs the kept operations on the same storages, whatever they hold by then, and
+every Python value stays as it was at capture. What the capture allocated is poisoned, so that reading a result before
+a replay shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from spec_decode.graphs.runtime import CaptureError
+
+_HOST_READS = {
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.cpu,
+    torch.Tensor.item,
+    torch.Tensor.__bool__,
+    torch.Tensor.__int__,
+    torch.Tensor.__float__,
+    torch.Tensor.__index__,
+    torch.Tensor.__array__,
+}
+_FRESH_HOST_DATA = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"}
+_BOOL_INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """One device operation; `fresh` are its outputs that are no alias of an input, at their captured addresses."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    fresh: tuple[tuple[int, torch.Tensor], ...]
+
+    def run(self) -> None:
+        result = self.op(*self.args, **self.kwargs)
+        if self.fresh:
+            leaves = tree_leaves(result)
+            for index, captured in self.fresh:
+                if leaves[index].shape != captured.shape:
+                    raise CaptureError(f"{self.op} made {leaves[index].shape}, captured {captured.shape}")
+                captured.copy_(leaves[index])
+
+
+class EmulatedGraph:
+    """A recorded run."""
+
+    def __init__(self, nodes: list[_Node]) -> None:
+        self._nodes = nodes
+        self.num_nodes: int | None = len(nodes)
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for node in self._nodes:
+                node.run()
+
+
+class EmulatedRuntime:
+    """Records and replays on CPU tensors."""
+
+    def capture(self, fn: Callable[[], Any]) -> EmulatedGraph:
+        recorder = _Recorder()
+        try:
+            with torch.no_grad(), _HostReadGuard(), recorder:
+                fn()
+        finally:
+            recorder.restore()
+        return EmulatedGraph(recorder.nodes)
+
+    def memory_used(self) -> int:
+        return 0
+
+
+class _HostReadGuard(TorchFunctionMode):
+    """Refuses the Python-level reads that no dispatched operation shows."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _HOST_READS:
+            raise _refusal(f"Tensor.{func.__name__}", "reads the device from the host")
+        return func(*args, **(kwargs or {}))
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: list[_Node] = []
+        self._made: dict[int, torch.Tensor] = {}
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        _refuse_the_uncapturable(func, args, kwargs)
+        inputs = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        self._save_what_it_writes(func, args, kwargs)
+        result = func(*args, **kwargs)
+        fresh = tuple(
+            (index, leaf)
+            for index, leaf in enumerate(tree_leaves(result))
+            if isinstance(leaf, torch.Tensor) and _storage(leaf) not in inputs
+        )
+        self._made.update((_storage(leaf), leaf) for _, leaf in fresh)
+        # An output that only aliases its input is a view: the view object itself is already what replay needs.
+        if fresh or func._schema.is_mutable:
+            self.nodes.append(_Node(func, args, kwargs, fresh))
+        return result
+
+    def _save_what_it_writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for argument, value in _bound(func, args, kwargs):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for tensor in tree_leaves(value):
+                if isinstance(tensor, torch.Tensor) and _storage(tensor) not in self._made:
+                    storage = tensor.untyped_storage()
+                    self._before.setdefault(_storage(tensor), (storage, storage.clone()))
+
+    def restore(self) -> None:
+        """Undo every write to memory that was there before, and poison what the capture allocated."""
+        for storage, content in self._before.values():
+            storage.copy_(content)
+        for tensor in self._made.values():
+            if tensor.is_floating_point():
+                tensor.fill_(float("nan"))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _bound(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[Any, Any]]:
+    arguments = func._schema.arguments
+    yield from zip(arguments, args, strict=False)
+    yield from ((argument, kwargs[argument.name]) for argument in arguments if argument.name in kwargs)
+
+
+def _refuse_the_uncapturable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    name = func._schema.name
+    if torch.Tag.data_dependent_output in func.tags:
+        raise _refusal(name, "reads the device from the host")
+    if torch.Tag.dynamic_output_shape in func.tags and name not in _BOOL_INDEXED:
+        raise _refusal(name, "makes a shape that depends on device data")
+    if name in _FRESH_HOST_DATA:
+        raise _refusal(name, "copies fresh host data to the device")
+    if name in _BOOL_INDEXED and any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):
+        raise _refusal(name, "indexes by a mask, whose count only the device knows")
+
+
+def _refusal(name: str, why: str) -> CaptureError:
+    return CaptureError(
+        f"a captured function may only enqueue device work of fixed shape, but {name} {why}; a graph would freeze what "
+        "it saw once, so nothing was captured. Compute it on the device, or move it before the capture."
+    )

@@ -1,0 +1,91 @@
+"""The KV groups of a model: layers that share a backend, a spec and a block table, each with its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from attn_backends import AttentionBackend, KVCache, NoBackend, Rejected
+from builders import AttentionSpec, MetadataBuilder
+from spec_decode.models.layers import Attend
+from spec_decode.strategy import GroupFacts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVGroup:
+    """One group: group i of a model uses block table i of its RequestTables."""
+
+    name: str
+    backend: AttentionBackend
+    spec: AttentionSpec
+    caches: dict[int, KVCache]
+    """Layer index -> cache."""
+    sinks: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Layer index -> fp32 [num_q_heads], where the spec has sinks."""
+
+    @property
+    def num_pages(self) -> int:
+        return next(iter(self.caches.values())).num_pages
+
+    def facts(self, device: torch.device) -> GroupFacts:
+        """What the strategy's choice needs to know."""
+        builder = self.backend.builder
+        return GroupFacts(
+            name=self.name,
+            backend=self.backend.name,
+            graph_support=builder.graph_support,
+            advance=builder.advance_support(self.spec, device),
+            host_lengths=builder.host_lengths,
+            build_per_round=builder.build_per_round,
+        )
+
+    def make_builder(
+        self, device: torch.device, *, max_reqs: int, max_tokens: int, max_seq_len: int
+    ) -> MetadataBuilder[Any]:
+        """A builder for one batch shape: its persistent buffers must not serve two."""
+        return self.backend.builder(
+            self.spec, device, max_reqs=max_reqs, max_tokens=max_tokens, max_seq_len=max_seq_len
+        )
+
+
+def make_group(
+    name: str,
+    backend: AttentionBackend,
+    spec: AttentionSpec,
+    layers: Sequence[int],
+    *,
+    num_pages: int,
+    device: torch.device,
+    sinks: dict[int, torch.Tensor] | None = None,
+) -> KVGroup:
+    """Allocate a group's caches. Raises NoBackend, before any allocation, when the backend refuses the spec."""
+    verdict = backend.supports(spec, device)
+    if isinstance(verdict, Rejected):
+        raise NoBackend(
+            f"group {name} needs a backend for [{spec.describe()}] on {device.type}, {backend.name} refuses: "
+            f"{'; '.join(verdict.reasons)}. Nothing was allocated; choose another backend."
+        )
+    caches = {layer: backend.allocate_kv(spec, num_pages, device) for layer in layers}
+    for cache in caches.values():
+        cache.key.zero_()
+        cache.value.zero_()
+    return KVGroup(name=name, backend=backend, spec=spec, caches=caches, sinks=sinks or {})
+
+
+def attend_with(groups: Sequence[KVGroup], metadata: Sequence[Any]) -> Attend:
+    """The attention that a model calls, over these groups with this metadata (one per group)."""
+    by_layer = {layer: index for index, group in enumerate(groups) for layer in group.caches}
+
+    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        index = by_layer[layer]
+        group, cache = groups[index], groups[index].caches[layer]
+        dtype = group.spec.cache_dtype
+        group.backend.write_kv(key.to(dtype), value.to(dtype), cache, metadata[index])
+        return group.backend.forward(
+            query, cache, metadata[index], spec=group.spec, sinks=group.sinks.get(layer)
+        )
+
+    return attend

@@ -1,0 +1,158 @@
+"""How the K-1 decode steps of a round are run, chosen from what each KV group can do; a pure function with reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from builders import AdvanceLevel, AdvanceSupport, GraphSupport, HostLengths
+
+
+class Strategy(str, Enum):
+    """From least host work a round to most."""
+
+    FULL_LOOP = "full_loop"
+    """All K-1 steps in one graph; every group's metadata advances inside it."""
+    PER_STEP = "per_step"
+    """One single-step graph replayed K-1 times; weak groups are rebuilt between replays, the others advance inside."""
+    EAGER = "eager"
+    """No graphs; every group is rebuilt at every step. The reference for the others."""
+
+
+class GraphMode(str, Enum):
+    """Whether graphs may be used."""
+
+    NONE = "none"
+    FULL = "full"
+
+
+class StrategyError(ValueError):
+    """A strategy that was asked for and that some group cannot run; the message holds the group's reason."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupFacts:
+    """What the choice needs to know of one KV group."""
+
+    name: str
+    backend: str
+    graph_support: GraphSupport
+    advance: AdvanceSupport
+    host_lengths: HostLengths = HostLengths.NONE
+    build_per_round: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupDecision:
+    """How one group's metadata is kept current."""
+
+    name: str
+    backend: str
+    in_graph: bool
+    """Advanced inside the graph; otherwise built on the host between steps."""
+    waits: bool
+    """Whether a build waits for the device, to learn the exact lengths."""
+    build_per_round: bool
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftPlan:
+    """The strategy of a run, each group's part in it, and why nothing cheaper was chosen."""
+
+    strategy: Strategy
+    reason: str
+    groups: tuple[GroupDecision, ...]
+    not_chosen: tuple[tuple[Strategy, str], ...]
+
+    @property
+    def weak_groups(self) -> tuple[int, ...]:
+        """Indices of the groups that are built between steps."""
+        return tuple(i for i, group in enumerate(self.groups) if not group.in_graph)
+
+    def explain(self) -> list[str]:
+        """The plan in words, one line each."""
+        lines = [f"strategy {self.strategy.value}: {self.reason}"]
+        lines += [f"not {strategy.value}: {reason}" for strategy, reason in self.not_chosen]
+        for group in self.groups:
+            how = "advanced in the graph" if group.in_graph else "rebuilt at every step"
+            cost = ", waiting for the device" if group.waits else ""
+            cost += ", built once a round" if group.build_per_round and group.in_graph else ""
+            lines.append(f"group {group.name} ({group.backend}): {how}{cost}; {group.reason}")
+        return lines
+
+
+def choose(
+    groups: Sequence[GroupFacts],
+    num_speculative_tokens: int,
+    graph_mode: GraphMode,
+    *,
+    forced: Strategy | None = None,
+) -> DraftPlan:
+    """The cheapest strategy that every group can run, or the forced one.
+
+    Raises StrategyError if the forced strategy is one that a group cannot run: an explicit choice never falls back.
+    """
+    if num_speculative_tokens < 1:
+        raise StrategyError(
+            f"a drafter proposes at least 1 token a round, got {num_speculative_tokens}; nothing was planned. Pass 1 "
+            "or more, or decode without a drafter."
+        )
+    obstacles = {
+        Strategy.FULL_LOOP: _full_loop_obstacle(groups, graph_mode),
+        Strategy.PER_STEP: _graph_obstacle(groups, graph_mode),
+        Strategy.EAGER: None,
+    }
+    if forced is not None and (obstacle := obstacles[forced]):
+        raise StrategyError(
+            f"strategy {forced.value} was asked for and cannot be run: {obstacle}. Nothing else was chosen in its "
+            "place. Ask for another strategy, or change the group's backend."
+        )
+    chosen = forced or next(strategy for strategy in Strategy if obstacles[strategy] is None)
+    not_chosen = tuple(
+        (strategy, obstacles[strategy] or (f"{chosen.value} was asked for" if forced else "costs more host work"))
+        for strategy in Strategy
+        if strategy is not chosen
+    )
+    reason = "asked for" if forced else _REASONS[chosen]
+    decisions = tuple(_decide(group, chosen) for group in groups)
+    return DraftPlan(strategy=chosen, reason=reason, groups=decisions, not_chosen=not_chosen)
+
+
+_REASONS = {
+    Strategy.FULL_LOOP: "every group's metadata advances in the graph",
+    Strategy.PER_STEP: "some group must be rebuilt between steps, the others need not pay for it",
+    Strategy.EAGER: "no graph can be used",
+}
+
+
+def _graph_obstacle(groups: Sequence[GroupFacts], graph_mode: GraphMode) -> str | None:
+    if graph_mode is GraphMode.NONE:
+        return "graphs are turned off"
+    for group in groups:
+        if group.graph_support < GraphSupport.SINGLE_TOKEN_DECODE:
+            return f"group {group.name} ({group.backend}) cannot be captured at all"
+    return None
+
+
+def _full_loop_obstacle(groups: Sequence[GroupFacts], graph_mode: GraphMode) -> str | None:
+    if obstacle := _graph_obstacle(groups, graph_mode):
+        return obstacle
+    for group in groups:
+        if group.advance.level < AdvanceLevel.IN_GRAPH:
+            return f"group {group.name} ({group.backend}) is {group.advance.level.name}: {group.advance.reason}"
+    return None
+
+
+def _decide(group: GroupFacts, strategy: Strategy) -> GroupDecision:
+    in_graph = strategy is not Strategy.EAGER and group.advance.level is AdvanceLevel.IN_GRAPH
+    built = not in_graph or group.build_per_round
+    return GroupDecision(
+        name=group.name,
+        backend=group.backend,
+        in_graph=in_graph,
+        waits=built and group.host_lengths is HostLengths.EXACT,
+        build_per_round=group.build_per_round,
+        reason=group.advance.reason,
+    )

@@ -1,0 +1,231 @@
+import math
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from spec_decode.report import (
+    ConformanceFailure,
+    Environment,
+    Outcome,
+    Report,
+    ReportError,
+    Result,
+)
+
+ENV = Environment(
+    device="NVIDIA H200",
+    torch="2.13.0",
+    triton="3.7.1",
+    python="3.11.7",
+    commit="a" * 40,
+    dirty=False,
+    date="2026-01-02T03:04:05+00:00",
+    driver="580.1",
+    cuda="13.0",
+    platform="Linux",
+)
+
+
+def result(outcome: str = "pass", **fields) -> Result:
+    given = {
+        "check": "graph.replay",
+        "family": "graph",
+        "case": "decode",
+        "repro": "attn-backends check mykernel",
+    }
+    return Result(**{**given, **fields}, outcome=Outcome(outcome))
+
+
+def report(*results: Result) -> Report:
+    return Report(backend="mykernel", version="1.2", env=ENV, command="attn-backends check", results=results)
+
+
+def of(**outcomes: int) -> Report:
+    return report(*(result(name) for name, count in outcomes.items() for _ in range(count)))
+
+
+def written(tmp_path: Path, change=lambda document: None) -> Path:
+    document = msgspec.json.decode(of(**{"pass": 2}).to_json())
+    change(document)
+    path = tmp_path / "report.json"
+    path.write_bytes(msgspec.json.encode(document))
+    return path
+
+
+def test_counts_name_every_outcome_in_order():
+    counts = of(**{"pass": 2, "error": 1}).counts
+    assert list(counts) == [
+        "pass",
+        "fail",
+        "xfail",
+        "xpass",
+        "unsupported",
+        "unavailable",
+        "error",
+        "not_run",
+    ]
+    assert counts["pass"] == 2 and counts["error"] == 1 and sum(counts.values()) == 3
+
+
+def test_zero_checks_are_not_ok():
+    assert not report().ok
+
+
+def test_refusals_alone_are_not_ok():
+    assert not of(unsupported=3, unavailable=1).ok
+
+
+@pytest.mark.parametrize("outcome", ["fail", "xpass", "error", "not_run"])
+def test_one_bad_outcome_is_not_ok(outcome):
+    assert not of(**{"pass": 9, outcome: 1}).ok
+
+
+@pytest.mark.parametrize("outcome", ["xfail", "unsupported", "unavailable"])
+def test_an_expected_outcome_beside_a_pass_is_ok(outcome):
+    assert of(**{"pass": 1, outcome: 4}).ok
+
+
+def test_the_summary_is_one_line_with_the_counts_and_the_place():
+    assert of(**{"pass": 205, "xfail": 3, "unsupported": 14, "unavailable": 9}).summary() == (
+        "mykernel: 231 checks = 205 pass, 3 xfail, 14 unsupported, 9 unavailable, 0 not_run "
+        "(H200, torch 2.13.0)"
+    )
+
+
+def test_the_summary_says_zero_passes():
+    assert "1 checks = 0 pass, 1 fail, 0 not_run" in of(fail=1).summary()
+
+
+def test_an_ok_report_raises_nothing():
+    of(**{"pass": 1}).raise_if_failed()
+
+
+def test_a_failure_names_the_check_the_reason_and_the_command():
+    bad = result("fail", reason="slot 64 was written twice")
+    with pytest.raises(ConformanceFailure) as caught:
+        report(result(), bad).raise_if_failed()
+    message = str(caught.value)
+    assert "fail: graph.replay[decode]: slot 64 was written twice" in message
+    assert "attn-backends check mykernel" in message
+
+
+def test_a_failure_of_an_empty_run_says_that_nothing_passed():
+    with pytest.raises(ConformanceFailure, match="no check passed"):
+        report().raise_if_failed()
+
+
+def test_a_long_failure_is_cut_with_a_count():
+    with pytest.raises(ConformanceFailure, match="and 20 more"):
+        of(fail=30).raise_if_failed()
+
+
+def test_the_json_has_exactly_the_documented_fields():
+    document = msgspec.json.decode(of(**{"pass": 1}).to_json())
+    assert list(document) == ["schema", "backend", "version", "env", "command", "results"]
+    assert list(document["env"]) == [
+        *("device", "torch", "triton", "python", "commit", "dirty", "date", "driver", "cuda", "platform")
+    ]
+    assert list(document["results"][0]) == [
+        *("check", "family", "case", "outcome", "reason", "evidence", "seconds", "repro")
+    ]
+    assert document["schema"] == "attn-report/1"
+
+
+def test_the_json_is_indented_and_ends_with_a_newline():
+    data = of(**{"pass": 1}).to_json()
+    assert data.startswith(b'{\n  "schema"') and data.endswith(b"}\n")
+
+
+def test_the_json_does_not_depend_on_the_order_evidence_came_in():
+    assert (
+        report(result(evidence={"a": 1.0, "b": 2.0})).to_json()
+        == report(result(evidence={"b": 2.0, "a": 1.0})).to_json()
+    )
+
+
+def test_non_finite_evidence_is_written_by_name():
+    data = report(result(evidence={"a": math.nan, "b": math.inf, "c": -math.inf})).to_json()
+    assert msgspec.json.decode(data)["results"][0]["evidence"] == {"a": "nan", "b": "inf", "c": "-inf"}
+
+
+def test_non_finite_evidence_survives_a_round_trip(tmp_path):
+    report(result(evidence={"a": math.nan, "b": math.inf, "c": -math.inf})).save(tmp_path / "r.json")
+    evidence = Report.load(tmp_path / "r.json").results[0].evidence
+    assert math.isnan(evidence["a"]) and evidence["b"] == math.inf and evidence["c"] == -math.inf
+
+
+def test_non_finite_seconds_are_refused():
+    with pytest.raises(ReportError, match="must be finite"):
+        result(seconds=math.nan)
+
+
+def test_a_saved_report_loads_as_it_was(tmp_path):
+    saved = report(result(evidence={"error_over_budget": 0.4}, seconds=0.25), result("xfail", reason="#12"))
+    saved.save(tmp_path / "new folder" / "r.json")
+    assert Report.load(tmp_path / "new folder" / "r.json") == saved
+
+
+def test_an_interrupted_save_keeps_the_old_file_and_leaves_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "r.json"
+    of(**{"pass": 1}).save(path)
+    before = path.read_bytes()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        of(fail=3).save(path)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_loading_a_missing_file_says_so(tmp_path):
+    with pytest.raises(ReportError, match=r"readable file.*No such file"):
+        Report.load(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"[" * 100_000], ids=["empty", "not text", "too deep"])
+def test_loading_what_is_not_json_says_so(tmp_path, data):
+    (tmp_path / "r.json").write_bytes(data)
+    with pytest.raises(ReportError, match="whole JSON"):
+        Report.load(tmp_path / "r.json")
+
+
+def test_loading_half_a_report_says_it_is_truncated(tmp_path):
+    data = of(**{"pass": 1}).to_json()
+    (tmp_path / "r.json").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ReportError, match="truncated"):
+        Report.load(tmp_path / "r.json")
+
+
+def test_another_schema_is_named_beside_the_one_needed(tmp_path):
+    path = written(tmp_path, lambda document: document.update(schema="attn-report/2"))
+    with pytest.raises(ReportError, match=r"'attn-report/1'.*'attn-report/2'"):
+        Report.load(path)
+
+
+def test_json_without_a_schema_is_refused(tmp_path):
+    (tmp_path / "r.json").write_text("[1]")
+    with pytest.raises(ReportError, match="has None"):
+        Report.load(tmp_path / "r.json")
+
+
+def test_an_unknown_outcome_is_refused_with_its_place(tmp_path):
+    path = written(tmp_path, lambda document: document["results"][1].update(outcome="passed"))
+    with pytest.raises(ReportError, match=r"'passed'.*\$\.results\[1\]\.outcome.*pass, fail"):
+        Report.load(path)
+
+
+@pytest.mark.parametrize("value", ["0.5", "NaN", None, [1]])
+def test_evidence_that_is_no_number_is_refused(tmp_path, value):
+    path = written(tmp_path, lambda document: document["results"][0]["evidence"].update(error=value))
+    with pytest.raises(ReportError, match=r"\$\.results\[0\]\.evidence"):
+        Report.load(path)
+
+
+def test_an_unknown_field_is_refused(tmp_path):
+    path = written(tmp_path, lambda document: document["env"].update(colour="blue"))
+    with pytest.raises(ReportError, match="colour"):
+        Report.load(path)
