@@ -1,4 +1,4 @@
-"""A pair run without a paged cache, to train and measure it. Legend: B sequences, L positions, H hidden size."""
+"""A pair run without a paged cache, to train and measure it. Legend: B sequences, L positions, H hidden."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def unrolled_attend(inputs: torch.Tensor) -> Attend:
 
 @torch.no_grad()
 def write(target: LlamaTarget, prompts: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Prompts [B, P] continued by the target to [B, length]; half of the 32-byte stretches greedy, half sampled."""
+    """Prompts [B, P] continued to [B, length] by the target, half of the 32-byte stretches greedily."""
     config, count = target.config, prompts.shape[0]
     shape = (config.num_layers, 2, count, config.num_kv_heads, length, config.head_dim)
     cache = torch.zeros(shape, dtype=dtype, device=prompts.device)
@@ -85,8 +85,8 @@ def speculate(
 ) -> tuple[float, list[str]]:
     """Greedy speculative decoding: the mean number of accepted draft tokens a round, and the texts.
 
-    Prompts have one length. Every position is recomputed each time: attention is causal, so whatever lies beyond
-    a sequence's end is harmless.
+    Prompts have one length. Every position is recomputed each time: attention is causal, so whatever lies
+    beyond a sequence's end is harmless.
     """
     device = target.lm_head.weight.device
     start = torch.tensor([encode(prompt) for prompt in prompts], device=device)
@@ -120,7 +120,7 @@ def _propose(
     last: torch.Tensor,
     drafted: int,
 ) -> None:
-    """Write the draft's tokens after `last`; `states` [B, L, H] are the target's, from `last` on the draft's."""
+    """Write the draft's tokens after `last`; `states` [B, L, H] are the target's, the draft's from `last`."""
     attend, positions = causal_attend(tokens.shape[0]), positions_of(tokens)
     for step in range(drafted):
         inputs = tokens.roll(-1, 1).flatten()

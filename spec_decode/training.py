@@ -1,7 +1,7 @@
 """How the shipped pair is trained. Legend: B sequences, L positions of a window.
 
 The target learns real bytes. The draft learns the distribution of the frozen target, on real text and on text
-the target wrote, over unrolled steps that feed it its own hidden states (EAGLE-3, Li et al., 2025, section 3).
+the target wrote, over unrolled steps that feed it its own states (EAGLE-3, Li et al., 2025, section 3).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def target_loss(target: LlamaTarget, tokens: torch.Tensor, noise: float = 0.0) -
 
 
 def draft_loss(draft: EagleDraft, target: LlamaTarget, tokens: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """Distance from the target's distribution (KL) and hidden states over unrolled steps; tokens [B, L + 1]."""
+    """Distance from the target's distribution (KL) and states over unrolled steps; tokens [B, L + 1]."""
     with torch.no_grad():
         hidden = run_target(target, tokens)
         wanted = target.logits(hidden).float().log_softmax(-1)
