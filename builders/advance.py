@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from builders._triton import triton, tl
+from builders._triton import interpreting, tl, triton
 from builders.batch import NO_SLOT, BatchBuffers
 
 _BLOCK = 128
@@ -46,6 +46,10 @@ def _advance(
     page_sizes: torch.Tensor,
     token_limits: torch.Tensor,
 ) -> None:
+    if interpreting():
+        return _launch(
+            seq_lens, positions, slot_mappings, step, overflow, block_tables, page_sizes, token_limits
+        )
     num_reqs = seq_lens.shape[0]
     live = seq_lens > 0
     position = seq_lens.long()
@@ -59,6 +63,7 @@ def _advance(
     seq_lens.copy_(torch.where(moves, seq_lens + 1, 0))
     overflow[:num_reqs] |= (live & ~moves).int()
     step.add_(1)
+    return None
 
 
 @_advance.register_fake
@@ -67,7 +72,7 @@ def _(*args: torch.Tensor) -> None:
 
 
 @_advance.register_kernel("cuda")
-def _advance_cuda(
+def _launch(
     seq_lens: torch.Tensor,
     positions: torch.Tensor,
     slot_mappings: torch.Tensor,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from builders._triton import triton, tl
+from builders._triton import interpreting, tl, triton
 from builders.batch import NO_SLOT, BatchBuffers
 
 
@@ -63,6 +63,18 @@ def _begin_extend(
     token_limits: torch.Tensor,
     query_len: int,
 ) -> None:
+    if interpreting():
+        return _launch_begin_extend(
+            seq_lens,
+            positions,
+            slot_mappings,
+            overflow,
+            context_lens,
+            block_tables,
+            page_sizes,
+            token_limits,
+            query_len,
+        )
     num_reqs = seq_lens.shape[0]
     limits = token_limits[:num_reqs].long()
     token = context_lens[:num_reqs].long()[:, None] + torch.arange(query_len)
@@ -75,6 +87,7 @@ def _begin_extend(
     positions.copy_(torch.where(fits[:, None], token, 0).flatten())
     seq_lens.copy_(torch.where(fits, token[:, -1] + 1, 0))
     overflow[:num_reqs] |= ((limits > 0) & ~fits).int()
+    return None
 
 
 @_begin_extend.register_fake
@@ -83,7 +96,7 @@ def _(*args: object) -> None:
 
 
 @_begin_extend.register_kernel("cuda")
-def _begin_extend_cuda(
+def _launch_begin_extend(
     seq_lens: torch.Tensor,
     positions: torch.Tensor,
     slot_mappings: torch.Tensor,
@@ -167,6 +180,10 @@ def _begin_decode(
     accepted: torch.Tensor,
     query_len: int,
 ) -> None:
+    if interpreting():
+        return _launch_begin_decode(
+            seq_lens, positions, slot_mappings, step, extend_seq_lens, accepted, query_len
+        )
     num_reqs = seq_lens.shape[0]
     live = extend_seq_lens[:num_reqs] > 0
     position = extend_seq_lens[:num_reqs] - query_len + accepted[:num_reqs]
@@ -174,6 +191,7 @@ def _begin_decode(
     positions.copy_(torch.where(live, position, 0))
     slot_mappings.fill_(NO_SLOT)
     step.zero_()
+    return None
 
 
 @_begin_decode.register_fake
@@ -182,7 +200,7 @@ def _(*args: object) -> None:
 
 
 @_begin_decode.register_kernel("cuda")
-def _begin_decode_cuda(
+def _launch_begin_decode(
     seq_lens: torch.Tensor,
     positions: torch.Tensor,
     slot_mappings: torch.Tensor,

@@ -1,0 +1,63 @@
+"""`attn-backends bench`: timings; they inform and never gate."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from spec_decode.commands.common import UserError, device_option, resolve_device, stdout, write
+
+
+@click.command()
+@click.argument("cases", nargs=-1, metavar="[CASE...]")
+@device_option
+@click.option("--json", "target", metavar="PATH", help="Write the rows to a file, or - for standard output.")
+@click.option("--list", "only_list", is_flag=True, help="List the cases and stop.")
+def bench(cases: tuple[str, ...], device: str | None, target: str | None, only_list: bool) -> None:
+    """Time the drafter and its parts.
+
+    Without a CASE, all of them.
+    """
+    from spec_decode.bench import CASES, run
+    from spec_decode.report import json_bytes
+
+    where, console = resolve_device(device), stdout()
+    if only_list:
+        return _print_rows(console, [{"case": name, "what": what} for name, what in CASES.items()])
+    if strangers := [case for case in cases if case not in CASES]:
+        raise UserError(
+            f"a case must be one of {', '.join(CASES)}, got {', '.join(strangers)}; nothing was timed. "
+            "Fix the name."
+        )
+    command = shlex.join(["attn-backends", "bench", *cases, "--device", str(where)])
+    with console.status("timing") as status:
+        rows = run(
+            device=where,
+            cases=cases or None,
+            on_row=lambda row: status.update(f"timed {next(iter(row.values()), '')}"),
+            command=command,
+        )
+    if target != "-":
+        _print_rows(console, rows)
+    if target is not None:
+        write(target, json_bytes(rows).decode())
+    return None
+
+
+def _print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    table = Table()
+    for column in columns:
+        table.add_column(column.replace("_", " "), overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(_text(row.get(column))) for column in columns))
+    console.print(table)
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

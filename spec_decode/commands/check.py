@@ -1,0 +1,160 @@
+"""`attn-backends check`: the conformance checks of one or more backends."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+
+from spec_decode.commands.common import (
+    UserError,
+    chosen_names,
+    device_option,
+    interpret_kernels_on,
+    resolve_device,
+    say,
+    stdout,
+    writing,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from spec_decode.report import Report, Result
+
+
+@click.command()
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@device_option
+@click.option("--family", "families", multiple=True, help="Only this family of checks; repeatable.")
+@click.option("--only", "checks", multiple=True, metavar="PATTERN", help="Only checks like this; repeatable.")
+@click.option("--json", "target", metavar="PATH", help="Report file; a folder gets one check-NAME.json each.")
+def check(
+    names: tuple[str, ...],
+    device: str | None,
+    families: tuple[str, ...],
+    checks: tuple[str, ...],
+    target: str | None,
+) -> None:
+    """Check backends against the contract.
+
+    NAME is a registered backend, `available` (each that runs here) or `all`. Each failure comes with its
+    reason and the command that repeats it. On the CPU, Triton's kernels run in its interpreter. The exit
+    status is 0 only if every backend passes, and a backend for which nothing ran does not.
+    """
+    where = resolve_device(device)
+    interpret_kernels_on(where)
+    chosen = chosen_names(names, where)
+    if not chosen:
+        raise UserError(f"a check needs a backend, none is available on {where}; nothing was run. Name one.")
+    _require_known(families)
+    paths = _report_paths(target, chosen)
+    console = stdout()
+    passed = [_check_and_save(console, name, where, families, checks, paths.get(name)) for name in chosen]
+    if not all(passed):
+        raise SystemExit(1)
+
+
+def run_checks(
+    console: Console,
+    name: str,
+    device: torch.device,
+    families: Sequence[str] = (),
+    checks: Sequence[str] = (),
+) -> Report:
+    """One backend's report, each failure printed as it happens."""
+    from spec_decode.conformance import check_backend
+
+    command = _command(name, device, families, checks)
+    with console.status(f"{name}: starting") as status:
+        return check_backend(
+            name,
+            device=device,
+            families=families or None,
+            checks=checks or None,
+            command=command,
+            on_result=_printer(console, name, status.update),
+        )
+
+
+def _check_and_save(
+    console: Console,
+    name: str,
+    device: torch.device,
+    families: Sequence[str],
+    checks: Sequence[str],
+    path: Path | None,
+) -> bool:
+    from attn_backends import BrokenBackend
+
+    try:
+        report = run_checks(console, name, device, families, checks)
+    except BrokenBackend as error:
+        # One of `all` that does not load must not cost the others their checks.
+        click.echo(f"error: {' '.join(str(error).split())}", err=True)
+        return False
+    except KeyboardInterrupt:
+        click.echo(f"interrupted in {name}: no report of it was written", err=True)
+        raise SystemExit(130) from None
+    say(console, report.summary(), "green" if report.ok else "bold red")
+    if path is not None:
+        with writing(path):
+            report.save(path)
+        say(console, f"wrote {path}")
+    return report.ok
+
+
+def _printer(console: Console, name: str, update: Callable[[str], None]) -> Callable[[Result], None]:
+    from spec_decode.report import FAILURES, Outcome
+
+    seen = {"checks": 0, "failures": 0}
+
+    def on_result(result: Result) -> None:
+        seen["checks"] += 1
+        if result.outcome in FAILURES | {Outcome.NOT_RUN}:
+            seen["failures"] += 1
+            say(console, f"{result.outcome.value}: {result.check}[{result.case}]: {result.reason}", "red")
+            say(console, f"    {result.repro}")
+        # An opening bracket would begin rich markup; the case is left out for that reason too.
+        update(f"{name}: {seen['checks']} checks, {seen['failures']} failed; last {result.check}")
+
+    return on_result
+
+
+def _command(name: str, device: torch.device, families: Sequence[str], checks: Sequence[str]) -> str:
+    words = ["attn-backends", "check", name, "--device", str(device)]
+    words += [word for family in families for word in ("--family", family)]
+    words += [word for pattern in checks for word in ("--only", pattern)]
+    return shlex.join(words)
+
+
+def _require_known(families: Sequence[str]) -> None:
+    from spec_decode.report import FAMILIES
+
+    if strangers := sorted(set(families) - set(FAMILIES)):
+        raise UserError(
+            f"a family must be one of {', '.join(FAMILIES)}, got {', '.join(strangers)}; nothing was run. "
+            "Fix --family."
+        )
+
+
+def _report_paths(target: str | None, names: Sequence[str]) -> dict[str, Path]:
+    """Where each report goes; made before anything runs, so that a bad path does not cost a run."""
+    if target is None:
+        return {}
+    path = Path(target)
+    if path.suffix != ".json" or path.is_dir() or target.endswith("/"):
+        paths = {name: path / f"check-{name}.json" for name in names}
+    elif len(names) == 1:
+        paths = {names[0]: path}
+    else:
+        raise UserError(
+            f"several reports need a folder, --json names the file {path} for {', '.join(names)}; nothing was "
+            "run. Name a folder."
+        )
+    with writing(next(iter(paths.values()))):
+        return paths

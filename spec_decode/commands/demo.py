@@ -1,0 +1,121 @@
+"""`attn-backends demo`: the whole library in a minute, on any machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+
+from spec_decode.commands.check import run_checks
+from spec_decode.commands.common import (
+    available_names,
+    default_spec,
+    device_option,
+    resolve_device,
+    say,
+    stdout,
+)
+from spec_decode.commands.list import describe, print_backends
+from spec_decode.commands.matrix import REPORTS, find_reports
+
+if TYPE_CHECKING:
+    import torch
+
+    from spec_decode.commands.comparison import Comparison
+
+_QUICK_FAMILIES = ("contract", "builder")
+
+
+@click.command()
+@device_option
+@click.option("--pair", type=click.Path(path_type=Path), hidden=True)
+def demo(device: str | None, pair: Path | None) -> None:
+    """See all of it at once, on any machine.
+
+    Lists the backends, drafts with each in every strategy, compares the results, and shows the matrix. The exit status is 1 if any two runs that must agree do not.
+    """
+    where, console = resolve_device(device), stdout()
+    _list(console, where)
+    comparisons = _draft(console, where, pair)
+    _explain(console, comparisons)
+    checked = _matrix(console, where)
+    if not checked or any(comparison.differs for comparison in comparisons):
+        raise SystemExit(1)
+
+
+def _list(console: Console, device: torch.device) -> None:
+    from attn_backends import registry
+
+    _heading(console, "1. The backends of this machine")
+    spec = default_spec()
+    entries = [describe(name, spec, device) for name in registry.names()]
+    print_backends(console, entries, f"{spec.describe()} on {device}")
+
+
+def _draft(console: Console, device: torch.device, folder: Path | None) -> list[Comparison]:
+    import torch
+
+    from attn_backends import registry
+    from spec_decode.commands.comparison import DRAFT_TOKENS, PROMPTS, compare, demo_requests, to_table
+    from spec_decode.commands.drafting import load_bytes_pair, printable
+    from spec_decode.models import SHIPPED_PAIR
+    from spec_decode.text import decode
+
+    _heading(
+        console, f"2. Drafting {DRAFT_TOKENS} tokens a round for {PROMPTS} prompts, greedily, in float32"
+    )
+    pair, requests = load_bytes_pair(folder or SHIPPED_PAIR, torch.float32, device), demo_requests()
+    comparisons = []
+    for name in available_names(pair.spec, device):
+        with console.status(name) as status:
+            comparisons.append(compare(pair, registry.get(name), requests, status.update))
+    for comparison in comparisons[:1]:
+        say(console, "prompt:", "bold")
+        say(console, printable(decode(list(requests[0].prompt))), "dim")
+        say(console, "continued:", "bold")
+        say(console, printable(comparison.plain.text(0)))
+    console.print(to_table(comparisons, PROMPTS))
+    say(console, "same tokens as eager: the same text, and in each round as many draft tokens kept.")
+    if device.type == "cpu":
+        say(
+            console,
+            "On the CPU the host's time includes the arithmetic, CUDA graphs are emulated, and Triton kernels\n"
+            "are replaced by their torch implementation; `attn-backends check triton_paged` runs the kernels.",
+        )
+    return comparisons
+
+
+def _explain(console: Console, comparisons: list[Comparison]) -> None:
+    _heading(console, "3. Why each backend drafts as it does when nothing is asked for")
+    for comparison in comparisons:
+        say(console, comparison.backend, "bold")
+        for line in comparison.chosen.explain():
+            say(console, f"  {line}")
+
+
+def _matrix(console: Console, device: torch.device) -> bool:
+    """Print the matrix; whether the checks that ran for it passed."""
+    from spec_decode.matrix import build_matrix, to_table
+    from spec_decode.report import Report
+
+    _heading(console, "4. What each backend was seen to do")
+    if files := find_reports((REPORTS,)):
+        say(console, f"from {len(files)} reports below {REPORTS}/")
+        console.print(to_table(build_matrix([Report.load(file) for file in files])))
+        return True
+    families = " and ".join(_QUICK_FAMILIES)
+    say(
+        console, f"no reports below {REPORTS}/: running the {families} checks; `attn-backends check` runs all"
+    )
+    names = available_names(default_spec(), device)
+    fresh = [run_checks(console, name, device, _QUICK_FAMILIES) for name in names]
+    console.print(to_table(build_matrix(fresh)))
+    return all(report.ok for report in fresh)
+
+
+def _heading(console: Console, text: str) -> None:
+    say(console, "")
+    say(console, text, "bold")
+    say(console, "")
