@@ -1,4 +1,4 @@
-"""The command line `attn-backends`. Each verb imports what it needs when it runs: help and typos are quick."""
+"""The command line `attn-backends`. Each verb imports what it needs when it runs, so that help is quick."""
 
 from __future__ import annotations
 

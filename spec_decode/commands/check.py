@@ -42,7 +42,7 @@ def check(
 ) -> None:
     """Check backends against the contract.
 
-    NAME is a registered backend, `available` (each that runs here) or `all`. Each failure comes with its
+    NAME is a registered backend, `available` (each made for the device) or `all`. Each failure comes with its
     reason and the command that repeats it. On the CPU, Triton's kernels run in its interpreter. The exit
     status is 0 only if every backend passes, and a backend for which nothing ran does not.
     """
@@ -153,8 +153,8 @@ def _report_paths(target: str | None, names: Sequence[str]) -> dict[str, Path]:
         paths = {names[0]: path}
     else:
         raise UserError(
-            f"several reports need a folder, --json names the file {path} for {', '.join(names)}; nothing was "
-            "run. Name a folder."
+            f"several reports need a folder, --json names the file {path} for {', '.join(names)}; nothing "
+            "was run. Name a folder."
         )
     with writing(next(iter(paths.values()))):
         return paths

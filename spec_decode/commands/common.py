@@ -15,6 +15,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     import torch
 
+    from attn_backends import Capabilities
     from builders import AttentionSpec
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -81,7 +82,7 @@ def interpret_kernels_on(device: torch.device) -> None:
 
 
 def default_spec() -> AttentionSpec:
-    """The spec that `list` and `available` ask about: the shape of a common 8B model."""
+    """The spec that `list` asks about: the shape of a common 8B model."""
     from builders import AttentionSpec
 
     return AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=16)
@@ -94,24 +95,39 @@ def chosen_names(asked: Sequence[str], device: torch.device) -> list[str]:
     chosen: dict[str, None] = {}
     for word in asked:
         if word == "available":
-            chosen |= dict.fromkeys(available_names(default_spec(), device))
+            chosen |= dict.fromkeys(available_names(device))
         else:
             chosen |= dict.fromkeys(registry.names() if word == "all" else [word])
     known = registry.names()
     for name in chosen:
         if name not in known:
             raise UnknownBackend(
-                f"a backend must be one of {', '.join(known)}, or all, or available, got {name!r}; nothing was "
-                "run. Fix the name, or install the package that registers it."
+                f"a backend must be one of {', '.join(known)}, or all, or available, got {name!r}; nothing "
+                "was run. Fix the name, or install the package that registers it."
             )
     return list(chosen)
 
 
-def available_names(spec: AttentionSpec, device: torch.device) -> list[str]:
-    """The backends that serve the spec on the device."""
-    from attn_backends import registry
+def available_names(device: torch.device) -> list[str]:
+    """The backends that load and are made for the device, whichever specs they serve."""
+    from attn_backends import BrokenBackend, registry
 
-    return [name for name in registry.names() if registry.explain(name, spec, device)]
+    found = []
+    for name in registry.names():
+        try:
+            if _made_for(registry.get(name).capabilities, device):
+                found.append(name)
+        except BrokenBackend:
+            continue
+    return found
+
+
+def _made_for(able: Capabilities, device: torch.device) -> bool:
+    import torch
+
+    if device.type not in able.devices:
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= able.compute_capability
 
 
 def stdout() -> Console:

@@ -34,7 +34,8 @@ _QUICK_FAMILIES = ("contract", "builder")
 def demo(device: str | None, pair: Path | None) -> None:
     """See all of it at once, on any machine.
 
-    Lists the backends, drafts with each in every strategy, compares the results, and shows the matrix. The exit status is 1 if any two runs that must agree do not.
+    Lists the backends, drafts with each in every strategy, compares the results, and shows the matrix. The
+    exit status is 1 if two runs that must agree do not.
     """
     where, console = resolve_device(device), stdout()
     _list(console, where)
@@ -68,7 +69,9 @@ def _draft(console: Console, device: torch.device, folder: Path | None) -> list[
     )
     pair, requests = load_bytes_pair(folder or SHIPPED_PAIR, torch.float32, device), demo_requests()
     comparisons = []
-    for name in available_names(pair.spec, device):
+    for name in registry.names():
+        if not registry.explain(name, pair.spec, device):
+            continue
         with console.status(name) as status:
             comparisons.append(compare(pair, registry.get(name), requests, status.update))
     for comparison in comparisons[:1]:
@@ -81,8 +84,8 @@ def _draft(console: Console, device: torch.device, folder: Path | None) -> list[
     if device.type == "cpu":
         say(
             console,
-            "On the CPU the host's time includes the arithmetic, CUDA graphs are emulated, and Triton kernels\n"
-            "are replaced by their torch implementation; `attn-backends check triton_paged` runs the kernels.",
+            "On the CPU the host's time includes the arithmetic, CUDA graphs are emulated, and Triton\n"
+            "kernels are replaced by torch; `attn-backends check triton_paged` runs the kernels.",
         )
     return comparisons
 
@@ -109,8 +112,7 @@ def _matrix(console: Console, device: torch.device) -> bool:
     say(
         console, f"no reports below {REPORTS}/: running the {families} checks; `attn-backends check` runs all"
     )
-    names = available_names(default_spec(), device)
-    fresh = [run_checks(console, name, device, _QUICK_FAMILIES) for name in names]
+    fresh = [run_checks(console, name, device, _QUICK_FAMILIES) for name in available_names(device)]
     console.print(to_table(build_matrix(fresh)))
     return all(report.ok for report in fresh)
 

@@ -72,13 +72,18 @@ def draft(
     from spec_decode.engine import Request
     from spec_decode.models import SHIPPED_PAIR
     from spec_decode.strategy import Strategy
+    from spec_decode.text import BOS
 
     dtype = dtype or ("float32" if where.type == "cpu" else "bfloat16")
     models = load_bytes_pair(pair or SHIPPED_PAIR, getattr(torch, dtype), where)
     selection = select(models.spec, where, [backend] if backend else [])
     requests = [
         Request(
-            prompt=_encoded(text), max_new_tokens=max_new_tokens, temperature=temperature, seed=seed + index
+            prompt=_encoded(text),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed + index,
+            stop_ids=frozenset({BOS}),
         )
         for index, text in enumerate(texts)
     ]

@@ -25,7 +25,8 @@ _WIDTH = 10
 def list_backends(device: str | None, as_json: bool) -> None:
     """List every registered backend.
 
-    What it claims, and whether it runs here and if not, why. The question asked is 32 query and 8 KV heads of dim 128, pages of 16 tokens, bfloat16.
+    What it claims, and whether it runs here and if not, why. The question asked is 32 query and 8 KV heads
+    of dim 128, pages of 16 tokens, bfloat16.
     """
     from attn_backends import registry
 

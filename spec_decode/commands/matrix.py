@@ -49,7 +49,7 @@ def matrix(
     files = find_reports(paths if paths or names else (REPORTS,))
     if not files and not names:
         raise UserError(
-            f"a matrix needs reports, found no {_PATTERN} below {' or '.join(map(str, paths or (REPORTS,)))}; "
+            f"a matrix needs reports, found no {_PATTERN} below {', '.join(map(str, paths or (REPORTS,)))}; "
             "nothing was shown. Name reports, or use --run available for fresh ones."
         )
     reports = [Report.load(file) for file in files]

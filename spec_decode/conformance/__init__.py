@@ -1,0 +1,25 @@
+"""The conformance kit: one generator of checks for any backend, and the faces over it. Needs no GPU and no pytest."""
+
+from spec_decode.conformance import (  # noqa: F401  the families define their checks on import, in this order
+    contract_checks,
+    builder_checks,
+    numerics_checks,
+    refusal_checks,
+    poison_checks,
+    graph_checks,
+    drafter_checks,
+)
+from spec_decode.conformance.check import Check, CheckFailure, Unavailable, Unsupported
+from spec_decode.conformance.parametrize import parametrize_with_checks
+from spec_decode.conformance.runner import KnownFailure, check_backend, iter_checks
+
+__all__ = [
+    "Check",
+    "CheckFailure",
+    "KnownFailure",
+    "Unavailable",
+    "Unsupported",
+    "check_backend",
+    "iter_checks",
+    "parametrize_with_checks",
+]

@@ -1,0 +1,263 @@
+"""Family builder: what build() and advance() mean, field by field and by the attention that comes out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from builders import AdvanceLevel, advance_shared_state
+from spec_decode.conformance.cases import (
+    DECODE,
+    MAX_SEQ_LEN,
+    SINGLE,
+    VERIFY,
+    Batch,
+    Case,
+    base_cases,
+    demand,
+)
+from spec_decode.conformance.check import Evidence, Subject, Unsupported, check, expect
+from spec_decode.conformance.contract_checks import host_fields_of, tensors_of
+from spec_decode.conformance.world import World, advance
+from spec_decode.graphs import CaptureError, runtime_for
+
+_DECODES = base_cases({"decode": DECODE, "single": SINGLE})
+_DECODE = base_cases({"decode": DECODE})
+_STEPS = 4
+
+
+def _advancing(subject: Subject, case: Case) -> None:
+    """Advance checks are for builders that claim an in-graph advance; others say why they do not."""
+    demand(subject.backend, case.spec, subject.device)
+    support = subject.backend.builder.advance_support(case.spec, subject.device)
+    if support.level is not AdvanceLevel.IN_GRAPH:
+        raise Unsupported(f"advance is {support.level.name}: {support.reason}")
+
+
+@check("builder.build_leaves_the_batch_alone", "build() never writes into the batch", _DECODE)
+def build_leaves_the_batch_alone(subject: Subject, case: Case) -> None:
+    demand(subject.backend, case.spec, subject.device)
+    world = World(subject, case.spec, case.batch.rows)
+    view = world.view(world.load(case.batch), case.batch)
+    before = {name: tensor.clone() for name, tensor in tensors_of(view).items()}
+    world.builder().build(view, horizon=_STEPS)
+    changed = [name for name, tensor in tensors_of(view).items() if not torch.equal(tensor, before[name])]
+    expect(not changed, contract="build() is pure towards its input", expected="no change", got=changed)
+
+
+@check("builder.build_reuses_its_addresses", "the same batch shape gives the same addresses again", _DECODE)
+def build_reuses_its_addresses(subject: Subject, case: Case) -> None:
+    demand(subject.backend, case.spec, subject.device)
+    world = World(subject, case.spec, case.batch.rows)
+    buffers, builder = world.load(case.batch), world.builder()
+    first = builder.build(world.view(buffers, case.batch))
+    advance_shared_state(buffers, case.batch.rows)
+    second = builder.build(world.view(buffers, case.batch, [n + 1 for n in case.batch.seq_lens]))
+    expect_same_addresses(first, second, "a rebuild lands in the buffers that a graph was captured with")
+
+
+@check(
+    "builder.advance_means_a_rebuild",
+    "P1: built at t, shared state moved, advance: every field is what a fresh builder builds at t+1",
+    _DECODES,
+)
+def advance_means_a_rebuild(subject: Subject, case: Case) -> None:
+    _advancing(subject, case)
+    world = World(subject, case.spec, case.batch.rows)
+    buffers, builder = world.load(case.batch), world.builder()
+    metadata = builder.build(world.view(buffers, case.batch), horizon=_STEPS)
+    for step in range(1, _STEPS + 1):
+        advance(world, buffers, case.batch, builder, metadata)
+        lens = [n + step for n in case.batch.seq_lens]
+        fresh = world.builder().build(world.view(buffers, case.batch, lens), horizon=_STEPS - step)
+        expect_same_fields(subject, metadata, fresh, f"step {step} of P1")
+
+
+@check(
+    "builder.advance_attends_right",
+    "after n advances the metadata means the advanced batch: same attention, every token in its slot, none elsewhere",
+    _DECODES,
+)
+def advance_attends_right(subject: Subject, case: Case) -> Evidence:
+    _advancing(subject, case)
+    world = World(subject, case.spec, case.batch.rows)
+    buffers, builder, batch = world.load(case.batch), world.builder(), case.batch
+    metadata = builder.build(world.view(buffers, batch), horizon=_STEPS)
+    lens = list(batch.seq_lens)
+    worst: Evidence = {}
+    for step in range(_STEPS + 1):
+        if step:
+            advance(world, buffers, batch, builder, metadata)
+            lens = [n + 1 for n in lens]
+        queries = world.queries(batch)
+        out = world.attend(metadata, batch, lens, queries, num_tokens=batch.rows)
+        world.expect_cache(lens, contract=f"step {step}: the cache holds each request's tokens and nothing else")
+        worst = worse(worst, world.judge(out, batch, lens, queries, contract=f"attention at step {step}"))
+    return worst
+
+
+@check(
+    "builder.advance_refreshes_another_batch",
+    "P2: built on one batch, shared state overwritten with another, advance: it means a fresh build of that one",
+    base_cases({"decode": DECODE, "verify": VERIFY}),
+)
+def advance_refreshes_another_batch(subject: Subject, case: Case) -> Evidence:
+    _advancing(subject, case)
+    batch = case.batch
+    world = World(subject, case.spec, batch.rows)
+    dummy = Batch((batch.query_lens[0],), (batch.query_lens[0],), batch.rows)
+    buffers, builder = world.load(dummy), world.builder()
+    metadata = builder.build(world.view(buffers, dummy), horizon=_STEPS)
+    world.poison()
+    world.load_tables(len(batch.seq_lens))
+    world.reload(buffers, batch)
+    builder.advance(metadata)
+    fresh = world.builder().build(world.view(buffers, batch), horizon=_STEPS)
+    expect_same_fields(subject, metadata, fresh, "P2")
+    queries = world.queries(batch)
+    tokens = batch.rows * batch.query_lens[0]
+    out = world.attend(metadata, batch, batch.seq_lens, queries, num_tokens=tokens)
+    return world.judge(out, batch, batch.seq_lens, queries, contract="attention after P2's refresh")
+
+
+@check("builder.advance_keeps_addresses", "advance() keeps every address, shape, dtype and host field", _DECODE)
+def advance_keeps_addresses(subject: Subject, case: Case) -> None:
+    _advancing(subject, case)
+    world = World(subject, case.spec, case.batch.rows)
+    buffers, builder = world.load(case.batch), world.builder()
+    metadata = builder.build(world.view(buffers, case.batch), horizon=_STEPS)
+    before = {name: describe(tensor) for name, tensor in tensors_of(metadata).items()}
+    host = host_fields_of(metadata)
+    for _ in range(2):
+        advance(world, buffers, case.batch, builder, metadata)
+    after = {name: describe(tensor) for name, tensor in tensors_of(metadata).items()}
+    moved = [name for name in before if before[name] != after.get(name)]
+    expect(not moved, contract="advance() is in place", expected="the same tensors", got=f"{moved} replaced")
+    expect(
+        host == host_fields_of(metadata),
+        contract="advance() leaves host fields alone",
+        expected=str(host),
+        got=host_fields_of(metadata),
+    )
+
+
+@check("builder.advance_is_device_work", "advance() can be captured: no host read, no data-dependent shape", _DECODE)
+def advance_is_device_work(subject: Subject, case: Case) -> None:
+    _advancing(subject, case)
+    world = World(subject, case.spec, case.batch.rows)
+    buffers, builder = world.load(case.batch), world.builder()
+    metadata = builder.build(world.view(buffers, case.batch), horizon=_STEPS)
+    try:
+        runtime_for(subject.device).capture(lambda: builder.advance(metadata))
+    except CaptureError as error:
+        expect(False, contract="advance() only enqueues device work", expected="a capture", got=error)
+
+
+@check("builder.step_fields_are_complete", "exactly the declared step fields change with the position", _DECODE)
+def step_fields_are_complete(subject: Subject, case: Case) -> None:
+    demand(subject.backend, case.spec, subject.device)
+    world = World(subject, case.spec, case.batch.rows)
+    buffers = world.load(case.batch)
+    before = {
+        name: tensor.clone()
+        for name, tensor in tensors_of(world.builder().build(world.view(buffers, case.batch))).items()
+    }
+    lens = list(case.batch.seq_lens)
+    changed: set[str] = set()
+    for _ in range(case.spec.sliding_window or 1):
+        advance_shared_state(buffers, case.batch.rows)
+        lens = [n + 1 for n in lens]
+        now = tensors_of(world.builder().build(world.view(buffers, case.batch, lens)))
+        changed |= {name for name in before if not torch.equal(before[name], now[name])}
+    declared = set(subject.backend.builder.step_fields)
+    expect(
+        changed == declared if case.spec.sliding_window else changed <= declared,
+        contract="every field that depends on the position is declared, and every declared one moves",
+        expected=str(sorted(declared)),
+        got=f"{sorted(changed)} changed",
+    )
+
+
+@check("builder.padding_stays_inert", "padding rows keep seq_len 0 and slot -1, and write and read nothing", _DECODE)
+def padding_stays_inert(subject: Subject, case: Case) -> None:
+    _advancing(subject, case)
+    batch = Batch((1, 1), (5, 16), 6)
+    world = World(subject, case.spec, batch.rows)
+    buffers, builder = world.load(batch), world.builder()
+    metadata = builder.build(world.view(buffers, batch), horizon=2)
+    for step in range(3):
+        if step:
+            advance(world, buffers, batch, builder, metadata)
+        lens = [n + step for n in batch.seq_lens]
+        out = world.attend(metadata, batch, lens, world.queries(batch), num_tokens=batch.rows)
+        world.expect_cache(lens, contract="padding rows write nothing")
+        expect(
+            bool((out[len(lens) :] == 0).all()),
+            contract="padding rows attend to nothing",
+            expected="output 0",
+            got=out[len(lens) :].abs().max().item(),
+        )
+
+
+@check("builder.limits_hold", "a request at its limit becomes inert, raises the flag and writes nothing", _DECODE)
+def limits_hold(subject: Subject, case: Case) -> Evidence:
+    _advancing(subject, case)
+    size = case.spec.page_size
+    batch = Batch((1, 1, 1), (2 * size - 1, 40, MAX_SEQ_LEN - 1), 4)
+    world = World(subject, case.spec, batch.rows, limits=[2 * size, 160, MAX_SEQ_LEN, 160])
+    buffers, builder = world.load(batch), world.builder()
+    metadata = builder.build(world.view(buffers, batch), horizon=3)
+    queries = world.queries(batch)
+    lens = list(batch.seq_lens)
+    out = world.attend(metadata, batch, lens, queries, num_tokens=batch.rows)
+    for _ in range(3):
+        advance(world, buffers, batch, builder, metadata)
+        lens = [min(n + 1, limit) for n, limit in zip(lens, world.limits, strict=False)]
+        out = world.attend(metadata, batch, lens, queries, num_tokens=batch.rows)
+    world.expect_cache(lens, contract="a request at its limit writes nothing more")
+    flags = world.tables.overflow.tolist()
+    expect(flags == [1, 0, 1, 0], contract="the overflow flag is raised", expected="[1, 0, 1, 0]", got=flags)
+    still = Batch((1,), (43,), 1)
+    return world_of_one(world, 1).judge(out[1:2], still, [43], queries[1:2], contract="the others go on")
+
+
+def world_of_one(world: World, request: int) -> World:
+    """The same world seen by one of its requests."""
+    alone: World = object.__new__(World)
+    alone.__dict__.update(world.__dict__, key=[world.key[request]], value=[world.value[request]])
+    return alone
+
+
+def worse(a: Evidence, b: Evidence) -> Evidence:
+    """The evidence with the larger error over its budget."""
+    return b if b["error_over_budget"] >= a.get("error_over_budget", -1.0) else a
+
+
+def describe(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def expect_same_addresses(first: Any, second: Any, contract: str) -> None:
+    """Every tensor field of both metadata lies at the same address with the same shape."""
+    a, b = tensors_of(first), tensors_of(second)
+    moved = [name for name in a if describe(a[name]) != describe(b[name])]
+    expect(not moved, contract=contract, expected="the same addresses", got=f"{moved} moved")
+
+
+def expect_same_fields(subject: Subject, found: Any, fresh: Any, contract: str) -> None:
+    """Every field of `found` has the value of the freshly built one; names the first that differs."""
+    a, b = tensors_of(found), tensors_of(fresh)
+    for name in a:
+        expect(
+            torch.equal(a[name], b[name]),
+            contract=f"{contract}: field {name} means the present batch",
+            expected=str(b[name].tolist())[:200],
+            got=str(a[name].tolist())[:200],
+        )
+    expect(
+        host_fields_of(found) == host_fields_of(fresh),
+        contract=f"{contract}: host fields hold for the whole horizon",
+        expected=str(host_fields_of(fresh)),
+        got=host_fields_of(found),
+    )

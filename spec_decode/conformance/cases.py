@@ -1,0 +1,123 @@
+"""Named attention specs and batch shapes that the checks run on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from attn_backends import AttentionBackend, Rejected
+from builders import AttentionSpec
+from spec_decode.conformance.check import Subject, Unsupported
+
+PAGE = 16
+MAX_SEQ_LEN = 160
+"""Token limit of the checks' requests: enough for several pages, splits and windows, quick in an interpreter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Query and sequence lengths per live request, and the padded number of rows."""
+
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    rows: int
+
+    @property
+    def uniform(self) -> bool:
+        return len(set(self.query_lens)) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A spec with a batch shape."""
+
+    spec: AttentionSpec
+    batch: Batch
+
+
+DECODE = Batch((1, 1, 1, 1, 1), (1, 15, 16, 17, 130), 7)
+"""One token each, around a page edge, with two padding rows."""
+SINGLE = Batch((1,), (33,), 1)
+VERIFY = Batch((5, 5, 5), (5, 37, 150), 4)
+"""A uniform 1 + K, as step 0 and verification see it."""
+RAGGED = Batch((3, 1, 20, 7), (3, 64, 20, 100), 4)
+"""A prefill beside decodes."""
+
+
+def base_spec(subject: Subject) -> AttentionSpec:
+    """The plainest grouped spec that the backend accepts, in fp32 where it has it."""
+    dtypes = sorted(subject.backend.capabilities.dtypes, key=lambda dtype: -torch.finfo(dtype).bits)
+    tried: list[str] = []
+    for dtype in dtypes:
+        for page in (PAGE, 64, 1):
+            spec = AttentionSpec(
+                num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=page, dtype=dtype
+            )
+            verdict = subject.backend.supports(spec, subject.device)
+            if not isinstance(verdict, Rejected):
+                return spec
+            tried += verdict.reasons
+    raise Unsupported("; ".join(dict.fromkeys(tried)))
+
+
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "gqa": {},
+    "mha": {"num_q_heads": 2, "num_kv_heads": 2},
+    "mqa": {"num_q_heads": 8, "num_kv_heads": 1},
+    "wide_group": {"num_q_heads": 6, "num_kv_heads": 1},
+    "window": {"sliding_window": 17},
+    "window_1": {"sliding_window": 1},
+    "soft_cap": {"soft_cap": 2.0},
+    "sinks": {"sinks": True},
+    "window_sinks_cap": {"sliding_window": 40, "sinks": True, "soft_cap": 8.0},
+    "scale": {"scale": 0.3},
+    "dim_80": {"head_dim": 80},
+    "dim_128": {"head_dim": 128},
+    "dim_256": {"head_dim": 256},
+    "value_dim": {"head_dim": 96, "value_dim": 64},
+    "page_1": {"page_size": 1},
+    "page_4": {"page_size": 4},
+    "page_64": {"page_size": 64},
+    "page_128": {"page_size": 128},
+    "fp16": {"dtype": torch.float16},
+    "bf16": {"dtype": torch.bfloat16},
+    "fp32": {"dtype": torch.float32},
+    "bf16_over_fp32_cache": {"dtype": torch.bfloat16, "kv_dtype": torch.float32},
+}
+
+
+def spec_cases(batches: dict[str, Batch]) -> Any:
+    """A case generator: every spec variant with every batch. Refused variants stay in: the refusal is a result."""
+
+    def generate(subject: Subject) -> Iterable[tuple[str, Case]]:
+        try:
+            base = base_spec(subject)
+        except Unsupported:
+            return
+        for variant, changes in _VARIANTS.items():
+            resets = {"value_dim": None, "scale": None, "kv_dtype": None}
+            spec = replace(base, **{**resets, **changes})
+            for name, batch in batches.items():
+                yield f"{variant}-{name}", Case(spec, batch)
+
+    return generate
+
+
+def base_cases(batches: dict[str, Batch], variants: tuple[str, ...] = ("gqa", "window")) -> Any:
+    """A case generator: a few telling variants with every batch."""
+
+    def generate(subject: Subject) -> Iterable[tuple[str, Case]]:
+        everything = spec_cases(batches)(subject)
+        return [(name, case) for name, case in everything if name.rsplit("-", 1)[0] in variants]
+
+    return generate
+
+
+def demand(backend: AttentionBackend, spec: AttentionSpec, device: torch.device) -> None:
+    """Raise Unsupported with the backend's own reasons unless it accepts the spec."""
+    verdict = backend.supports(spec, device)
+    if isinstance(verdict, Rejected):
+        raise Unsupported("; ".join(verdict.reasons))

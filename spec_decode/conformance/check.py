@@ -1,0 +1,105 @@
+"""A check: one line of the contract, tried on one case, for any backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attn_backends import AttentionBackend
+
+Evidence = dict[str, float]
+
+
+class CheckFailure(AssertionError):
+    """The backend does not do what the contract says."""
+
+    def __init__(self, *, contract: str, expected: str, got: str) -> None:
+        super().__init__(f"contract: {contract}; expected: {expected}; got: {got}")
+
+
+class Unsupported(Exception):
+    """The case is not claimed, and the backend refused it cleanly; the message is its reasons."""
+
+
+class Unavailable(Exception):
+    """The case needs something this machine has not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is being checked, and where."""
+
+    backend: AttentionBackend
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A named check on a named case. Calling it returns evidence, or raises one of the exceptions above."""
+
+    name: str
+    """family.what_holds; stable across versions."""
+    case: str
+    contract: str
+    run: Callable[[], Evidence]
+
+    @property
+    def family(self) -> str:
+        return self.name.split(".")[0]
+
+    @property
+    def id(self) -> str:
+        return f"{self.name}[{self.case}]"
+
+    def __call__(self) -> Evidence:
+        return self.run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Definition:
+    name: str
+    contract: str
+    cases: Callable[[Subject], Iterable[tuple[str, Any]]]
+    body: Callable[[Subject, Any], Evidence | None]
+
+
+_definitions: list[_Definition] = []
+
+
+def check(
+    name: str, contract: str, cases: Callable[[Subject], Iterable[tuple[str, Any]]] | None = None
+) -> Callable[[Callable[[Subject, Any], Evidence | None]], Callable[[Subject, Any], Evidence | None]]:
+    """Define a check: body(subject, case) for every (case name, case) that `cases` yields."""
+
+    def define(body: Callable[[Subject, Any], Evidence | None]) -> Callable[[Subject, Any], Evidence | None]:
+        _definitions.append(_Definition(name, contract, cases or (lambda subject: [("any", None)]), body))
+        return body
+
+    return define
+
+
+def expand(subject: Subject) -> list[Check]:
+    """Every check on every case for this backend and device, in the order of definition."""
+    return [
+        Check(definition.name, case_name, definition.contract, _bind(definition, subject, case))
+        for definition in _definitions
+        for case_name, case in definition.cases(subject)
+    ]
+
+
+def _bind(definition: _Definition, subject: Subject, case: Any) -> Callable[[], Evidence]:
+    return lambda: definition.body(subject, case) or {}
+
+
+def expect(condition: bool, *, contract: str, expected: str, got: object) -> None:
+    """Raise CheckFailure unless condition holds."""
+    if not condition:
+        raise CheckFailure(contract=contract, expected=expected, got=str(got))
+
+
+def names(checks: Sequence[Check]) -> list[str]:
+    """The check names, once each."""
+    return list(dict.fromkeys(item.name for item in checks))

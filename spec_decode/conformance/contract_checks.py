@@ -1,0 +1,145 @@
+"""Family contract: the shape of the claims themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+import torch
+
+from attn_backends import Accepted, Rejected
+from builders import CONTRACT_VERSION, AdvanceLevel, AdvanceSupport, MetadataBuilder
+from spec_decode.conformance.cases import DECODE, Case, base_cases, base_spec
+from spec_decode.conformance.check import Evidence, Subject, check, expect
+from spec_decode.conformance.world import World
+
+_BASE = base_cases({"decode": DECODE}, ("gqa",))
+
+
+@check("contract.version_matches", "a backend states the contract version it was built for")
+def version_matches(subject: Subject, case: None) -> None:
+    expect(
+        subject.backend.contract_version[0] == CONTRACT_VERSION[0],
+        contract="contract_version has this library's major number",
+        expected=str(CONTRACT_VERSION),
+        got=subject.backend.contract_version,
+    )
+
+
+@check("contract.capabilities_are_data", "capabilities are a record that a report can hold")
+def capabilities_are_data(subject: Subject, case: None) -> Evidence:
+    record = msgspec.to_builtins(dataclasses.asdict(subject.backend.capabilities), enc_hook=str)
+    text = msgspec.json.encode(record)
+    expect(
+        msgspec.json.decode(text) == msgspec.json.decode(msgspec.json.encode(record)) and len(text) > 2,
+        contract="the capability record serialises",
+        expected="JSON",
+        got=text[:80],
+    )
+    return {"bytes": float(len(text))}
+
+
+@check("contract.supports_answers_with_reasons", "supports() returns Accepted, or Rejected with reasons; never a bool")
+def supports_answers_with_reasons(subject: Subject, case: None) -> None:
+    spec = base_spec(subject)
+    verdict = subject.backend.supports(spec, subject.device)
+    expect(isinstance(verdict, Accepted), contract="supports()", expected="Accepted", got=verdict)
+    verdict = subject.backend.supports(spec, torch.device("meta"))
+    expect(
+        isinstance(verdict, Rejected) and all(verdict.reasons),
+        contract="supports() refuses a device it cannot run on, with reasons",
+        expected="Rejected(reasons)",
+        got=verdict,
+    )
+
+
+@check("contract.builder_declares_itself", "a builder declares graph and advance support, and its step fields", _BASE)
+def builder_declares_itself(subject: Subject, case: Case) -> None:
+    support = subject.backend.builder.advance_support(case.spec, subject.device)
+    expect(
+        isinstance(support, AdvanceSupport) and len(support.reason) > 0,
+        contract="advance_support returns a level with its reason",
+        expected="AdvanceSupport(level, reason)",
+        got=support,
+    )
+    world = World(subject, case.spec, case.batch.rows)
+    metadata = world.builder().build(world.view(world.load(case.batch), case.batch))
+    fields = {field.name for field in dataclasses.fields(metadata)}
+    missing = set(subject.backend.builder.step_fields) - fields
+    expect(not missing, contract="step_fields name metadata fields", expected="no others", got=missing)
+
+
+@check("contract.metadata_is_frozen", "metadata is a frozen dataclass: its tensors change, its fields do not", _BASE)
+def metadata_is_frozen(subject: Subject, case: Case) -> None:
+    world = World(subject, case.spec, case.batch.rows)
+    metadata = world.builder().build(world.view(world.load(case.batch), case.batch))
+    params = getattr(metadata, "__dataclass_params__", None)
+    expect(
+        params is not None and params.frozen,
+        contract="metadata is a frozen dataclass",
+        expected="@dataclass(frozen=True)",
+        got=type(metadata).__name__,
+    )
+
+
+@check("contract.builders_share_no_state", "two builders can be used side by side", _BASE)
+def builders_share_no_state(subject: Subject, case: Case) -> None:
+    world = World(subject, case.spec, case.batch.rows)
+    buffers = world.load(case.batch)
+    view = world.view(buffers, case.batch)
+    shared = {t.untyped_storage().data_ptr() for t in tensors_of(view).values()}
+    first, second = (tensors_of(world.builder().build(view)) for _ in range(2))
+    own = {n for n, t in first.items() if t.numel() and t.untyped_storage().data_ptr() not in shared}
+    aliased = {
+        n for n in own if first[n].untyped_storage().data_ptr() == second[n].untyped_storage().data_ptr()
+    }
+    expect(
+        not aliased,
+        contract="builders share no persistent buffer",
+        expected="own storage for each",
+        got=f"shared fields {sorted(aliased)}",
+    )
+
+
+@check("contract.overriding_build_drops_the_claim", "a subclass that overrides build() must state its advance again")
+def overriding_build_drops_the_claim(subject: Subject, case: None) -> None:
+    base: type[MetadataBuilder[Any]] = subject.backend.builder
+    derived = type("Derived", (base,), {"build": lambda self, batch, *, horizon=0: None})
+    support = derived.advance_support(base_spec(subject), subject.device)
+    expect(
+        support.level is AdvanceLevel.REBUILD,
+        contract="an inherited claim does not cover another build()",
+        expected="REBUILD",
+        got=support,
+    )
+
+
+@check("contract.cpu_use_touches_no_cuda", "using a backend on the CPU never initialises CUDA", _BASE)
+def cpu_use_touches_no_cuda(subject: Subject, case: Case) -> None:
+    if subject.device.type != "cpu":
+        return
+    expect(
+        not torch.cuda.is_initialized(),
+        contract="no CUDA context without a CUDA device in use",
+        expected="torch.cuda not initialised",
+        got="initialised",
+    )
+
+
+def tensors_of(record: Any) -> dict[str, torch.Tensor]:
+    """The tensor fields of a dataclass."""
+    return {
+        field.name: value
+        for field in dataclasses.fields(record)
+        if isinstance(value := getattr(record, field.name), torch.Tensor)
+    }
+
+
+def host_fields_of(record: Any) -> dict[str, Any]:
+    """The other fields."""
+    return {
+        field.name: value
+        for field in dataclasses.fields(record)
+        if not isinstance(value := getattr(record, field.name), torch.Tensor)
+    }

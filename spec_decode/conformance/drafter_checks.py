@@ -1,0 +1,329 @@
+"""Family drafter: whole rounds of a small random draft model on the backend, in every strategy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+
+from builders import AttentionSpec, RequestTables
+from builders._triton import torch_implementations
+from spec_decode.conformance import oracle
+from spec_decode.conformance.cases import base_spec, demand
+from spec_decode.conformance.check import Evidence, Subject, Unsupported, check, expect
+from spec_decode.drafter import Drafter, VerifiedTokens
+from spec_decode.kv_groups import KVGroup, make_group
+from spec_decode.models import EagleDraft, LlamaTarget, ModelConfig
+from spec_decode.strategy import Strategy, StrategyError
+
+_MAX_SEQ_LEN = 96
+_VOCAB = 40
+_ROUNDS = 2
+STEP_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
+BATCH_SIZES = (1, 2, 3, 7, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scene:
+    """A model on the backend with n requests; everything random is drawn from fixed seeds."""
+
+    subject: Subject
+    spec: AttentionSpec
+    model: EagleDraft
+    num_reqs: int
+    steps: int
+
+    @property
+    def pages(self) -> list[list[int]]:
+        each = -(-_MAX_SEQ_LEN // self.spec.page_size)
+        order = torch.randperm(
+            self.num_reqs * each, generator=torch.Generator().manual_seed(self.num_reqs)
+        ).tolist()
+        return [order[r * each : (r + 1) * each] for r in range(self.num_reqs)]
+
+    def contexts(self) -> list[int]:
+        """KV tokens before the first round: at page edges, around the window, and near the limit."""
+        size, window = self.spec.page_size, self.spec.sliding_window or 8
+        edges = [size - 1, window - 1, 0, 2 * size, window, _MAX_SEQ_LEN - 2 * self.steps - 3, size, window + 1, 5]
+        return [max(0, edges[r % len(edges)]) + (r // len(edges)) for r in range(self.num_reqs)]
+
+    def limits(self) -> list[int]:
+        """Every third request runs into its limit on the way."""
+        return [
+            min(_MAX_SEQ_LEN, context + 2 * self.steps + 2) if r % 3 == 2 else _MAX_SEQ_LEN
+            for r, context in enumerate(self.contexts())
+        ]
+
+    def group(self) -> KVGroup:
+        """A fresh cache, filled with the same noise each time: the logical context of every request."""
+        group = make_group(
+            "draft",
+            self.subject.backend,
+            self.spec,
+            [0],
+            num_pages=sum(len(row) for row in self.pages),
+            device=self.subject.device,
+        )
+        generator = torch.Generator().manual_seed(7)
+        for cache in (group.caches[0].key, group.caches[0].value):
+            cache.copy_(torch.randn(cache.shape, generator=generator).to(cache.dtype))
+        return group
+
+    def tables(self) -> RequestTables:
+        return RequestTables(
+            page_sizes=[self.spec.page_size],
+            num_pages=[sum(len(row) for row in self.pages)],
+            max_reqs=self.num_reqs,
+            max_seq_len=_MAX_SEQ_LEN,
+            device=self.subject.device,
+        )
+
+
+def _scene(subject: Subject, num_reqs: int, steps: int) -> _Scene:
+    spec = replace(base_spec(subject), sliding_window=24, scale=None)
+    try:
+        demand(subject.backend, spec, subject.device)
+    except Unsupported:
+        spec = base_spec(subject)
+    config = ModelConfig(
+        vocab_size=_VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=1,
+        num_q_heads=spec.num_q_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        max_positions=_MAX_SEQ_LEN + 32,
+        sliding_window=spec.sliding_window,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        target = LlamaTarget(config)
+        draft = EagleDraft(config, target)
+        for parameter in (*target.parameters(), *draft.parameters()):
+            parameter.requires_grad_(False).mul_(2.0)
+    for model in (target, draft):
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(spec.dtype)
+        model.to(subject.device)
+    return _Scene(subject, spec, draft, num_reqs, steps)
+
+
+def _verified(scene: _Scene, contexts: list[int], temperature: float, round_: int) -> VerifiedTokens:
+    generator = torch.Generator().manual_seed(100 + round_)
+    n, width, hidden = len(contexts), scene.steps + 1, scene.model.config.hidden_size
+    tensors = {
+        "token_ids": torch.randint(0, _VOCAB, (n, width), generator=generator),
+        "hidden_states": torch.randn(n, width, hidden, generator=generator).to(scene.spec.dtype),
+        "context_lens": torch.tensor(contexts, dtype=torch.int32),
+        "accepted": torch.randint(0, width, (n,), generator=generator, dtype=torch.int32),
+        "next_tokens": torch.randint(0, _VOCAB, (n,), generator=generator),
+        "temperature": torch.full((n,), temperature),
+        "seeds": torch.arange(n) * 7919 + 3,
+    }
+    return VerifiedTokens(**{name: tensor.to(scene.subject.device) for name, tensor in tensors.items()})
+
+
+@dataclass(slots=True)
+class _Run:
+    """What two rounds left behind: tokens and logits of each, the cache, and the overflow flags."""
+
+    tokens: list[torch.Tensor]
+    logits: list[torch.Tensor]
+    cache: tuple[torch.Tensor, torch.Tensor]
+    overflow: torch.Tensor
+
+
+def _draft(scene: _Scene, strategy: Strategy, temperature: float) -> _Run:
+    """Two rounds; in the second one request has left and the others sit in other rows."""
+    group, tables = scene.group(), scene.tables()
+    drafter = Drafter(
+        scene.model,
+        [group],
+        tables,
+        num_speculative_tokens=scene.steps,
+        strategy=strategy,
+        capture_sizes=[scene.num_reqs],
+    )
+    contexts, limits, pages = scene.contexts(), scene.limits(), scene.pages
+    run = _Run([], [], (group.caches[0].key, group.caches[0].value), tables.overflow)
+    for round_ in range(_ROUNDS):
+        tables.load([pages], limits)
+        verified = _verified(scene, contexts, temperature, round_)
+        drafts = drafter.propose(verified)
+        run.tokens.append(drafts.tokens.clone())
+        run.logits.append(torch.where(drafts.tokens[..., None] >= 0, drafts.logits, 0.0))
+        moved = [c + int(a) + 1 for c, a in zip(contexts, verified.accepted.cpu(), strict=True)]
+        stay = slice(1, None) if len(moved) > 1 else slice(None)
+        contexts, limits, pages = moved[stay], limits[stay], pages[stay]
+    run.overflow = tables.overflow.clone()
+    return run
+
+
+def _every_shape(subject: Subject) -> Iterable[tuple[str, tuple[int, int]]]:
+    return [(f"k{k}-n{n}", (k, n)) for k in STEP_COUNTS for n in BATCH_SIZES]
+
+
+@check(
+    "drafter.strategies_agree",
+    "tokens, cached logits, cache and flags are the same bits in full loop, per-step replay and eager, greedy and hot",
+    _every_shape,
+)
+def strategies_agree(subject: Subject, case: tuple[int, int]) -> Evidence:
+    steps, num_reqs = case
+    compared = 0
+    with _fast_on_cpu():
+        scene = _scene(subject, num_reqs, steps)
+        for temperature in (0.0, 1.0):
+            eager = _draft(scene, Strategy.EAGER, temperature)
+            for strategy in (Strategy.FULL_LOOP, Strategy.PER_STEP):
+                try:
+                    run = _draft(scene, strategy, temperature)
+                except StrategyError:
+                    continue
+                _expect_same(run, eager, f"{strategy.value} at temperature {temperature:g}")
+                compared += 1
+    expect(compared > 0, contract="the backend can be drafted with", expected="a graph strategy", got="none")
+    return {"runs_compared": float(compared)}
+
+
+def _expect_same(run: _Run, eager: _Run, what: str) -> None:
+    for round_, (a, b) in enumerate(zip(run.tokens, eager.tokens, strict=True)):
+        expect(
+            torch.equal(a, b),
+            contract=f"{what}: draft tokens of round {round_} are those of eager",
+            expected=str(b.tolist())[:200],
+            got=str(a.tolist())[:200],
+        )
+    for round_, (a, b) in enumerate(zip(run.logits, eager.logits, strict=True)):
+        expect(
+            torch.equal(a, b),
+            contract=f"{what}: cached logits of round {round_} are those of eager",
+            expected="the same bits",
+            got=f"a difference of {(a - b).abs().max().item():.2e}, first in column {_first_column(a, b)}",
+        )
+    same_cache = all(torch.equal(a, b) for a, b in zip(run.cache, eager.cache, strict=True))
+    expect(same_cache, contract=f"{what}: the KV cache is eager's", expected="the same bits", got="a difference")
+    expect(
+        torch.equal(run.overflow, eager.overflow),
+        contract=f"{what}: overflow flags",
+        expected=str(eager.overflow.tolist()),
+        got=run.overflow.tolist(),
+    )
+
+
+def _first_column(a: torch.Tensor, b: torch.Tensor) -> int:
+    differs = (a != b).any(-1).any(0)
+    return int(differs.nonzero()[0]) if differs.any() else -1
+
+
+@check(
+    "drafter.steps_attend_to_the_logical_prefix",
+    "every step's logits are those of a dense computation over each request's logical tokens",
+    lambda subject: [(f"k{k}-n{n}", (k, n)) for k, n in ((1, 3), (4, 3), (7, 2))],
+)
+def steps_attend_to_the_logical_prefix(subject: Subject, case: tuple[int, int]) -> Evidence:
+    steps, num_reqs = case
+    with _fast_on_cpu():
+        scene = _scene(subject, num_reqs, steps)
+        group, tables = scene.group(), scene.tables()
+        context = _context_of(scene, group)
+        drafter = Drafter(scene.model, [group], tables, num_speculative_tokens=steps)
+        tables.load([scene.pages], [_MAX_SEQ_LEN] * num_reqs)
+        verified = _verified(scene, scene.contexts(), 0.0, 0)
+        drafts = drafter.propose(verified)
+        truth = _dense_logits(scene, context, verified, drafts.tokens.cpu(), torch.float64)
+        honest = _dense_logits(scene, context, verified, drafts.tokens.cpu(), scene.spec.dtype)
+    error = oracle.relative_error(drafts.logits.cpu(), truth)
+    budget = 4 * oracle.relative_error(honest, truth) + 16 * torch.finfo(scene.spec.dtype).eps
+    expect(
+        error <= budget,
+        contract="draft logits over the logical prefix",
+        expected=f"relative error within {budget:.2e}",
+        got=f"{error:.2e}",
+    )
+    return {"error": error, "budget": budget, "error_over_budget": error / budget}
+
+
+def _context_of(scene: _Scene, group: KVGroup) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The keys and values each request starts with, read out of the cache by the page table's own arithmetic."""
+    size, cache = scene.spec.page_size, group.caches[0]
+    return [
+        tuple(
+            torch.stack([part[row[p // size], p % size] for p in range(length)]).cpu()
+            if length
+            else torch.empty(0, *part.shape[2:], dtype=part.dtype)
+            for part in (cache.key, cache.value)
+        )
+        for row, length in zip(scene.pages, scene.contexts(), strict=True)
+    ]  # type: ignore[misc]
+
+
+def _dense_logits(
+    scene: _Scene,
+    context: list[tuple[torch.Tensor, torch.Tensor]],
+    verified: VerifiedTokens,
+    drafted: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Logits [n, K, V] of each step given the drafted tokens, one request at a time, with the oracle's attention."""
+    model = copy.deepcopy(scene.model).cpu()
+    model._shared = tuple(copy.deepcopy(module).cpu().to(dtype) for module in scene.model._shared)  # type: ignore[assignment]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    rows = []
+    for request in range(scene.num_reqs):
+        key, value = context[request]
+        accepted = int(verified.accepted[request])
+        ids = verified.token_ids[request].cpu().tolist()[1:]
+        ids = [*ids[:accepted], int(verified.next_tokens[request])]
+        hidden = verified.hidden_states[request, : accepted + 1].cpu().to(dtype)
+        logits = []
+        for step in range(scene.steps):
+            start = key.shape[0]
+            held: list[torch.Tensor] = []
+
+            def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                held[:] = [torch.cat([key.to(k.dtype), k]), torch.cat([value.to(v.dtype), v])]
+                return oracle.attention(
+                    scene.spec, [q], [held[0]], [held[1]], [held[0].shape[0]], None, dtype=dtype
+                )[0].to(q.dtype)
+
+            positions = torch.arange(start, start + len(ids))
+            out = model.forward(torch.tensor(ids), hidden, positions, attend)[-1:]
+            key, value = held
+            logits.append(model.logits(out)[0])
+            ids, hidden = [int(drafted[request, step])], out
+        rows.append(torch.stack(logits))
+    return torch.stack(rows).double()
+
+
+@check("drafter.a_round_never_waits", "a round of the full loop enqueues device work only", lambda s: [("k4-n3", None)])
+def a_round_never_waits(subject: Subject, case: None) -> None:
+    if subject.device.type != "cuda":
+        raise Unsupported("the CPU has nothing to wait for; the emulator refuses host reads instead")
+    scene = _scene(subject, 3, 4)
+    tables = scene.tables()
+    drafter = Drafter(scene.model, [scene.group()], tables, num_speculative_tokens=4)
+    tables.load([scene.pages], [_MAX_SEQ_LEN] * 3)
+    verified = _verified(scene, scene.contexts(), 0.0, 0)
+    drafter.propose(verified)
+    with _syncs_are_errors():
+        drafter.propose(verified)
+
+
+@contextmanager
+def _syncs_are_errors() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _fast_on_cpu() -> Iterator[None] | nullcontext[None]:
+    """Kernels were judged one by one; whole rounds in the interpreter would take an hour."""
+    return torch_implementations()  # type: ignore[return-value]

@@ -1,0 +1,127 @@
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from attn_backends import registry
+from attn_backends.torch_reference import TorchReference
+from builders import AdvanceLevel, AdvanceSupport, ReferenceBuilder
+from spec_decode.cli import main
+from spec_decode.environment import environment
+from spec_decode.models import EagleDraft, LlamaTarget, ModelConfig, save_pair
+from spec_decode.report import Outcome, Report, Result
+
+CPU = torch.device("cpu")
+
+
+class RebuildBuilder(ReferenceBuilder):
+    @classmethod
+    def advance_support(cls, spec, device):
+        return AdvanceSupport(AdvanceLevel.REBUILD, "for the test")
+
+
+class WeakBackend(TorchReference):
+    name = "weak"
+    builder = RebuildBuilder
+
+
+def write_pair(folder, vocab_size=256):
+    config = ModelConfig(
+        vocab_size=vocab_size, hidden_size=64, intermediate_size=64, num_layers=1,
+        num_q_heads=2, num_kv_heads=1, head_dim=64, max_positions=256,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    target = LlamaTarget(config)
+    save_pair(folder, target, EagleDraft(config, target), {})
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def make_pair():
+    return write_pair
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    # So that what `check` sets is undone; here it comes too late to have an effect.
+    monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "0"))
+
+
+@pytest.fixture
+def plug_in():
+    added = []
+
+    def add(name, factory):
+        registry.register(name, factory)
+        added.append(name)
+
+    yield add
+    for name in added:
+        registry.unregister(name)
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """A stand-in for the conformance kit; `outcomes` are what it finds, `calls` how it was asked."""
+    fake = SimpleNamespace(outcomes=["pass"], calls=[])
+
+    def check_backend(name, **asked):
+        fake.calls.append((name, asked, os.environ.get("TRITON_INTERPRET")))
+        registry.get(name)
+        if "interrupt" in fake.outcomes:
+            raise KeyboardInterrupt
+        results = tuple(
+            Result(
+                check="graph.replay", family="graph", case="decode", outcome=Outcome(outcome),
+                reason="[stale] seq_lens", repro="attn-backends check it --only graph.replay",
+            )
+            for outcome in fake.outcomes
+        )  # fmt: skip
+        for result in results:
+            asked["on_result"](result)
+        return Report(
+            backend=name, version="1", env=environment(CPU), command=asked["command"], results=results
+        )
+
+    monkeypatch.setitem(sys.modules, "spec_decode.conformance", SimpleNamespace(check_backend=check_backend))
+    return fake
+
+
+@pytest.fixture
+def weak(plug_in):
+    """A backend whose metadata must be rebuilt between steps."""
+    plug_in("weak", WeakBackend)
+
+
+@pytest.fixture
+def run():
+    return lambda *words: CliRunner().invoke(main, [str(word) for word in words])
+
+
+@pytest.fixture
+def refused(run):
+    """Runs what a user got wrong, and gives the one line that it ends in."""
+
+    def refused(*words):
+        result = run(*words)
+        assert result.exit_code == 2, result.output
+        lines = result.stderr.splitlines()
+        assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+        return lines[0]
+
+    return refused
+
+
+@pytest.fixture
+def reports(checks, tmp_path, run):
+    run("check", "torch_reference", "--device", "cpu", "--json", tmp_path / "reports" / "cpu")
+    return tmp_path / "reports" / "cpu" / "check-torch_reference.json"

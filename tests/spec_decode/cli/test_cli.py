@@ -1,0 +1,90 @@
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attn_backends import registry
+
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+
+
+def test_help_imports_no_torch_and_finding_the_device_no_triton():
+    script = (
+        "import sys, spec_decode.cli; assert 'torch' not in sys.modules\n"
+        "from spec_decode.commands.common import resolve_device; resolve_device('cpu')\n"
+        "assert not {'triton', 'builders'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("verb", ["list", "check", "draft", "matrix", "bench", "demo"])
+def test_every_verb_has_help(verb, run):
+    result = run(verb, "--help")
+    assert result.exit_code == 0 and "--device" in result.output
+
+
+@pytest.mark.parametrize("device", ["tpu", "mps", "cuda:x"])
+def test_a_device_of_another_kind_is_refused(device, checks, refused):
+    assert "cpu, cuda or cuda:N" in refused("check", "torch_reference", "--device", device)
+
+
+@NO_CUDA
+def test_an_absent_cuda_device_is_refused(checks, refused):
+    assert "0 CUDA devices" in refused("check", "torch_reference", "--device", "cuda")
+
+
+def test_list_shows_claims_and_the_answer_here(run):
+    result = run("list", "--device", "cpu")
+    assert result.exit_code == 0
+    assert "torch_reference" in result.output and "accepted" in result.output
+    assert "IN_GRAPH: visible ranges" in result.output
+
+
+@NO_CUDA
+def test_list_gives_the_reasons_of_a_rejection(run):
+    assert "this machine has none" in run("list", "--device", "cuda").output
+
+
+def test_list_as_json_holds_every_backend(run):
+    found = json.loads(run("list", "--device", "cpu", "--json").output)["backends"]
+    assert [entry["name"] for entry in found] == registry.names()
+    assert found[0]["advance"]["level"] == "IN_GRAPH"
+
+
+def test_list_survives_a_backend_that_does_not_load(plug_in, run):
+    plug_in("broken", "no_such_module:Backend")
+    result = run("list", "--device", "cpu")
+    assert result.exit_code == 0 and "no_such_module" in result.output
+
+
+@pytest.fixture
+def timings(monkeypatch):
+    calls = []
+
+    def timed(*, device, cases, on_row, command):
+        calls.append((cases, command))
+        row = {"case": "round", "p50_us": 12.3456}
+        on_row(row)
+        return [row]
+
+    module = SimpleNamespace(run=timed, CASES={"round": "one round", "step": "one step"})
+    monkeypatch.setitem(sys.modules, "spec_decode.bench", module)
+    return calls
+
+
+def test_bench_prints_a_table_and_writes_rows(timings, tmp_path, run):
+    result = run("bench", "round", "--device", "cpu", "--json", "out/rows.json")
+    assert result.exit_code == 0 and "12.35" in result.output
+    assert json.loads((tmp_path / "out" / "rows.json").read_text()) == [{"case": "round", "p50_us": 12.3456}]
+    assert timings == [(("round",), "attn-backends bench round --device cpu")]
+
+
+def test_bench_lists_its_cases(timings, run):
+    assert "one step" in run("bench", "--list").output and not timings
+
+
+def test_bench_refuses_an_unknown_case(timings, refused):
+    assert "round, step" in refused("bench", "nonesuch", "--device", "cpu")

@@ -1,0 +1,80 @@
+import pytest
+
+from attn_backends import registry
+from spec_decode.report import Report
+
+
+def test_check_prints_the_summary_and_interprets_kernels_on_the_cpu(checks, run):
+    result = run("check", "torch_reference", "--device", "cpu")
+    assert result.exit_code == 0 and "torch_reference: 1 checks = 1 pass" in result.output
+    assert checks.calls[0][2] == "1"
+
+
+def test_check_passes_on_what_was_asked_for(checks, run):
+    run("check", "torch_reference", "--device", "cpu", "--family", "graph", "--only", "graph.*")
+    _, asked, _ = checks.calls[0]
+    assert asked["families"] == ("graph",) and asked["checks"] == ("graph.*",)
+    assert asked["command"] == (
+        "attn-backends check torch_reference --device cpu --family graph --only 'graph.*'"
+    )
+
+
+@pytest.mark.parametrize("outcome", ["fail", "error", "xpass", "not_run"])
+def test_a_failure_is_printed_with_its_reason_and_repro(checks, outcome, run):
+    checks.outcomes = ["pass", outcome]
+    result = run("check", "torch_reference", "--device", "cpu")
+    assert result.exit_code == 1
+    assert f"{outcome}: graph.replay[decode]: [stale] seq_lens\n    attn-backends check it" in result.output
+
+
+def test_no_check_at_all_is_a_failure(checks, run):
+    checks.outcomes = []
+    assert run("check", "torch_reference", "--device", "cpu").exit_code == 1
+
+
+def test_all_names_every_backend_once(checks, run):
+    run("check", "all", "torch_reference", "--device", "cpu")
+    assert [name for name, *_ in checks.calls] == registry.names()
+
+
+def test_a_broken_backend_costs_the_others_nothing(checks, plug_in, run):
+    plug_in("broken", "no_such_module:Backend")
+    result = run("check", "broken", "torch_reference", "--device", "cpu")
+    assert result.exit_code == 1 and "error: backend 'broken'" in result.stderr
+    assert "torch_reference: 1 checks" in result.output
+
+
+def test_reports_go_to_a_folder_one_a_backend(checks, tmp_path, run):
+    assert run("check", "all", "--device", "cpu", "--json", tmp_path / "out").exit_code == 0
+    assert Report.load(tmp_path / "out" / "check-torch_reference.json").ok
+
+
+def test_one_report_goes_to_a_file(checks, tmp_path, run):
+    run("check", "torch_reference", "--device", "cpu", "--json", tmp_path / "one.json")
+    assert Report.load(tmp_path / "one.json").backend == "torch_reference"
+
+
+def test_several_reports_do_not_fit_a_file(checks, refused):
+    assert "need a folder" in refused("check", "all", "--device", "cpu", "--json", "one.json")
+    assert not checks.calls
+
+
+def test_a_path_that_cannot_be_written_is_refused_before_anything_runs(checks, tmp_path, refused):
+    (tmp_path / "file").write_text("")
+    assert "writable" in refused("check", "all", "--device", "cpu", "--json", tmp_path / "file" / "out")
+    assert not checks.calls
+
+
+def test_an_interrupt_leaves_no_report(checks, tmp_path, run):
+    checks.outcomes = ["interrupt"]
+    result = run("check", "torch_reference", "--device", "cpu", "--json", tmp_path / "one.json")
+    assert result.exit_code == 130 and "no report" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones(checks, refused):
+    assert "torch_reference" in refused("check", "nonesuch", "--device", "cpu")
+
+
+def test_an_unknown_family_is_refused_with_the_known_ones(checks, refused):
+    assert "numerics" in refused("check", "all", "--device", "cpu", "--family", "nonesuch")

@@ -1,0 +1,43 @@
+import pytest
+
+from spec_decode.commands import comparison
+from spec_decode.strategy import Strategy
+
+
+@pytest.fixture
+def short_demo(monkeypatch):
+    monkeypatch.setattr(comparison, "PROMPTS", 2)
+    monkeypatch.setattr(comparison, "NEW_TOKENS", 6)
+
+
+def test_demo_shows_every_part_and_succeeds(pair, checks, short_demo, run):
+    result = run("demo", "--device", "cpu", "--pair", pair)
+    assert result.exit_code == 0, result.output
+    for part in ("asked for:", "continued:", "full_loop", "yes, 2 of 2", "not eager:", "verified 1/1"):
+        assert part in result.output
+    assert checks.calls[0][1]["families"] == ("contract", "builder")
+
+
+def test_demo_prefers_reports_that_are_there(pair, reports, checks, short_demo, run):
+    checks.calls.clear()
+    result = run("demo", "--device", "cpu", "--pair", pair)
+    assert result.exit_code == 0 and "from 1 reports" in result.output and not checks.calls
+
+
+def test_demo_fails_if_one_strategy_differs(pair, checks, short_demo, monkeypatch, run):
+    honest = comparison.generate
+
+    def tampered(models, backend, requests, count, strategy=None):
+        outcome = honest(models, backend, requests, count, strategy)
+        if strategy is Strategy.FULL_LOOP:
+            outcome.generations[0].token_ids[-1] ^= 1
+        return outcome
+
+    monkeypatch.setattr(comparison, "generate", tampered)
+    result = run("demo", "--device", "cpu", "--pair", pair)
+    assert result.exit_code == 1 and "NO: 1 of 2 differ" in result.output
+
+
+def test_demo_shows_why_a_strategy_cannot_be_run(pair, checks, short_demo, run, weak):
+    result = run("demo", "--device", "cpu", "--pair", pair)
+    assert result.exit_code == 0 and "cannot run" in result.output and "for the test" in result.output

@@ -1,0 +1,76 @@
+import pytest
+
+
+def draft_words(pair, *words):
+    return ["draft", "--device", "cpu", "--pair", pair, "--max-new-tokens", "6", *words]
+
+
+def test_draft_prints_text_plan_and_stats(pair, run):
+    result = run(*draft_words(pair, "def ", "class "))
+    assert result.exit_code == 0, result.output
+    for part in ("prompt 2:", "strategy full_loop", "group draft", "accepted", "host us a round"):
+        assert part in result.output
+
+
+def test_draft_reads_prompts_from_a_file(pair, tmp_path, run):
+    (tmp_path / "prompts").write_text("one\n\ntwo\n")
+    output = run(*draft_words(pair, "--prompts", "prompts")).output
+    assert "prompt 2:" in output and "prompt 3:" not in output
+
+
+def test_draft_explains_the_backends_it_did_not_choose(pair, run):
+    output = run(*draft_words(pair, "x", "--explain", "--backend", "torch_reference")).output
+    assert "backend torch_reference" in output and "not triton_paged" in output
+
+
+def test_draft_without_draft_tokens_decodes_plainly(pair, run):
+    assert "plain decoding" in run(*draft_words(pair, "x", "-k", "0")).output
+
+
+def test_draft_repeats_itself_for_a_seed(pair, run):
+    words = draft_words(pair, "x", "--temperature", "1", "--seed")
+    texts = [run(*words, seed).output.partition("backend")[0] for seed in ("1", "1", "2")]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_draft_takes_one_new_token(pair, run):
+    assert run(*draft_words(pair, "x", "--max-new-tokens", "1")).exit_code == 0
+
+
+def test_draft_continues_an_empty_prompt(pair, run):
+    assert run(*draft_words(pair, "")).exit_code == 0
+
+
+def test_draft_refuses_a_strategy_that_the_backend_cannot_run(pair, refused, weak):
+    line = refused(*draft_words(pair, "x", "--backend", "weak", "--strategy", "full_loop"))
+    assert "for the test" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ([], "needs a prompt"),
+        (["x", "--backend", "nonesuch"], "torch_reference"),
+        (["x", "-k", "-1"], "speculative tokens"),
+        (["x", "-k", "999"], "speculative tokens"),
+        (["x", "--temperature", "-1"], "temperature"),
+        (["x", "--max-new-tokens", "0"], "new tokens"),
+        (["x" * 300], "max_seq_len"),
+        (["x", "--pair", "nowhere"], "config.json"),
+        (["--prompts", "nowhere"], "utf-8 file"),
+        (["\udcff"], "utf-8"),
+        (["x", "--backend", "triton_paged", "--dtype", "float16", "--device", "mps"], "device"),
+    ],
+)
+def test_draft_refuses(pair, words, part, refused):
+    assert part in refused(*draft_words(pair, *words))
+
+
+def test_draft_refuses_prompts_that_are_not_utf8(pair, tmp_path, refused):
+    (tmp_path / "prompts").write_bytes(b"\xff\xfe")
+    assert "utf-8 file" in refused(*draft_words(pair, "--prompts", "prompts"))
+
+
+def test_draft_refuses_a_pair_of_another_vocabulary(make_pair, tmp_path, refused):
+    folder = make_pair(tmp_path / "small", vocab_size=128)
+    assert "vocabulary of 256" in refused(*draft_words(folder, "x"))
