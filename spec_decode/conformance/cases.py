@@ -38,7 +38,7 @@ class Case:
     batch: Batch
 
 
-DECODE = Batch((1, 1, 1, 1, 1), (1, 15, 16, 17, 130), 7)
+DECODE = Batch((1, 1, 1, 1, 1), (1, 15, 16, 17, 142), 7)
 """One token each, around a page edge, with two padding rows."""
 SINGLE = Batch((1,), (33,), 1)
 VERIFY = Batch((5, 5, 5), (5, 37, 150), 4)

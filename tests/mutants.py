@@ -1,0 +1,237 @@
+"""Backends broken in one way each. The kit is good only if a named check kills every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from attn_backends import AttentionBackend, get
+from attn_backends.torch_reference import TorchReference
+from builders import AdvanceSupport, AttentionSpec, MetadataBuilder, ReferenceBuilder
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A broken backend, and the check that must name its defect."""
+
+    name: str
+    killer: str
+    backend: AttentionBackend
+
+
+class _Restated(ReferenceBuilder):
+    """The reference builder with its claim stated again, so that a broken build() still claims to advance."""
+
+    @classmethod
+    def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
+        return ReferenceBuilder.advance_support(spec, device)
+
+
+def _derived(name: str, **methods: Any) -> type[MetadataBuilder[Any]]:
+    support = classmethod(lambda cls, spec, device: ReferenceBuilder.advance_support(spec, device))
+    return type(name, (ReferenceBuilder,), {"advance_support": support, **methods})
+
+
+def with_builder(builder: type[MetadataBuilder[Any]], base: str = "torch_reference") -> AttentionBackend:
+    """The backend `base` with another builder."""
+    backend = type(get(base))
+    return type(f"{backend.__name__}Mutant", (backend,), {"builder": builder, "name": f"{base}_mutant"})()
+
+
+def with_forward(change: Callable[..., torch.Tensor]) -> AttentionBackend:
+    """The reference backend with another forward."""
+    return type("ForwardMutant", (TorchReference,), {"forward": change, "name": "forward_mutant"})()
+
+
+def freeze(base: str, field: str) -> AttentionBackend:
+    """The backend `base` whose metadata keeps `field` as it was built: its refresh is removed."""
+    original = get(base).builder
+
+    def build(self: Any, batch: Any, *, horizon: int = 0) -> Any:
+        self.moving = None
+        self.moving = original.build(self, batch, horizon=horizon)
+        return replace(self.moving, **{field: getattr(self.moving, field).clone()})
+
+    def advance(self: Any, metadata: Any) -> None:
+        original.advance(self, self.moving or metadata)
+
+    support = classmethod(lambda cls, spec, device: original.advance_support(spec, device))
+    methods = {"build": build, "advance": advance, "advance_support": support}
+    return with_builder(type("Frozen", (original,), methods), base)
+
+
+def _stale_lengths(self: Any, metadata: Any) -> None:
+    kept = metadata.kv_end.clone()
+    ReferenceBuilder.advance(self, metadata)
+    metadata.kv_end.copy_(torch.minimum(kept, metadata.kv_end))
+
+
+def _stale_window(self: Any, metadata: Any) -> None:
+    kept = metadata.kv_start.clone()
+    ReferenceBuilder.advance(self, metadata)
+    metadata.kv_start.copy_(torch.where(metadata.kv_end > 0, kept, 0))
+
+
+def _increments_itself(self: Any, metadata: Any) -> None:
+    before = metadata.kv_end.clone()
+    ReferenceBuilder.advance(self, metadata)
+    metadata.kv_end.copy_(torch.where(before > 0, before + 1, 0))
+
+
+def _reallocates(self: Any, metadata: Any) -> None:
+    ReferenceBuilder.advance(self, metadata)
+    object.__setattr__(metadata, "kv_end", metadata.kv_end.clone())
+
+
+def _reads_the_host(self: Any, metadata: Any) -> None:
+    if int(metadata.seq_lens.max()) > 0:
+        ReferenceBuilder.advance(self, metadata)
+
+
+def _off_by_one_at_a_page_edge(self: Any, batch: Any, *, horizon: int = 0) -> Any:
+    self.slots = torch.empty_like(batch.slot_mapping) if not hasattr(self, "slots") else self.slots
+    return replace(ReferenceBuilder.build(self, batch, horizon=horizon), slot_mapping=_edge(self, batch))
+
+
+def _edge(self: Any, batch: Any) -> torch.Tensor:
+    slots = batch.slot_mapping
+    at_edge = (slots % self.spec.page_size == self.spec.page_size - 1) & (slots >= 0)
+    return torch.where(at_edge, slots - 1, slots)
+
+
+def _padding_writes_slot_0(self: Any, batch: Any, *, horizon: int = 0) -> Any:
+    metadata = ReferenceBuilder.build(self, batch, horizon=horizon)
+    return replace(metadata, slot_mapping=batch.slot_mapping.clamp(min=0))
+
+
+def _bakes_max_seq_len(self: Any, batch: Any, *, horizon: int = 0) -> Any:
+    return ReferenceBuilder.build(self, replace(batch, max_seq_len=max(batch.host_seq_lens)), horizon=horizon)
+
+
+def _writes_the_batch(self: Any, batch: Any, *, horizon: int = 0) -> Any:
+    batch.seq_lens.clamp_(min=1)
+    return ReferenceBuilder.build(self, batch, horizon=horizon)
+
+
+def _builds_elsewhere(self: Any, batch: Any, *, horizon: int = 0) -> Any:
+    metadata = ReferenceBuilder.build(self, batch, horizon=horizon)
+    self.kept = [*getattr(self, "kept", []), metadata.kv_end.clone()]
+    return replace(metadata, kv_end=self.kept[-1])
+
+
+def _top_left_causal(
+    self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None
+) -> torch.Tensor:
+    first = metadata.query_start_loc[metadata.token_to_req].int()
+    token = torch.arange(metadata.num_tokens, dtype=torch.int32, device=first.device)
+    end = torch.minimum(token - first + 1, metadata.kv_end)
+    return TorchReference.forward(self, query, cache, replace(metadata, kv_end=end), spec=spec, sinks=sinks)
+
+
+def _interleaved_groups(
+    self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None
+) -> torch.Tensor:
+    order = torch.arange(spec.num_q_heads).view(spec.group_size, spec.num_kv_heads).t().flatten()
+    out = TorchReference.forward(self, query[:, order], cache, metadata, spec=spec, sinks=sinks)
+    return out[:, order.argsort()]
+
+
+def _forgets_sinks(
+    self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None
+) -> torch.Tensor:
+    bare = replace(spec, sinks=False)
+    return TorchReference.forward(self, query, cache, metadata, spec=bare, sinks=None)
+
+
+def _reads_a_token_too_many(
+    self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None
+) -> torch.Tensor:
+    past = replace(metadata, kv_end=torch.where(metadata.kv_end > 0, metadata.kv_end + 1, 0))
+    return TorchReference.forward(self, query, cache, past, spec=spec, sinks=sinks)
+
+
+def _uses_scratch_unwritten(
+    self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None
+) -> torch.Tensor:
+    out = TorchReference.forward(self, query, cache, metadata, spec=spec, sinks=sinks)
+    return out + 0 * torch.empty_like(out)
+
+
+def _checks_nothing(
+    self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None
+) -> torch.Tensor:
+    return query.new_zeros(query.shape[0], spec.num_q_heads, spec.out_dim)
+
+
+class _AcceptsEverything(TorchReference):
+    name = "accepts_everything"
+
+    def supports(self, spec: AttentionSpec, device: torch.device) -> Any:
+        from attn_backends import Accepted
+
+        return Accepted()
+
+
+class _UndeclaredStepField(_Restated):
+    step_fields = ("seq_lens", "positions", "slot_mapping", "kv_start")
+
+
+class _SharedBuffers(_Restated):
+    _pool: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        type(self)._pool = self._kv_end if type(self)._pool is None else type(self)._pool
+        self._kv_end = type(self)._pool
+
+
+def _builder_mutant(name: str, killer: str, **methods: Any) -> Mutant:
+    if "advance" in methods:
+        methods["build"] = _right_build
+        methods["broken_advance"] = methods["advance"]
+        methods["advance"] = _broken_once_built
+    return Mutant(name, killer, with_builder(_derived(name, **methods)))
+
+
+def _right_build(self: Any, batch: Any, *, horizon: int = 0) -> Any:
+    self.building = True
+    metadata = ReferenceBuilder.build(self, batch, horizon=horizon)
+    self.building = False
+    return metadata
+
+
+def _broken_once_built(self: Any, metadata: Any) -> None:
+    advance = ReferenceBuilder.advance if self.building else type(self).broken_advance
+    advance(self, metadata)
+
+
+MUTANTS = (
+    _builder_mutant("stale_seq_lens", "builder.advance_means_a_rebuild", advance=_stale_lengths),
+    _builder_mutant("window_not_moved", "builder.advance_means_a_rebuild", advance=_stale_window),
+    _builder_mutant(
+        "increments_its_own_contents", "builder.advance_refreshes_another_batch", advance=_increments_itself
+    ),
+    _builder_mutant("reallocates_in_advance", "builder.advance_keeps_addresses", advance=_reallocates),
+    _builder_mutant("reads_the_host_in_advance", "builder.advance_is_device_work", advance=_reads_the_host),
+    _builder_mutant(
+        "off_by_one_slot_at_a_page_edge", "numerics.attention_is_right", build=_off_by_one_at_a_page_edge
+    ),
+    _builder_mutant("padding_writes_slot_0", "builder.padding_stays_inert", build=_padding_writes_slot_0),
+    _builder_mutant("bakes_max_seq_len", "builder.advance_attends_right", build=_bakes_max_seq_len),
+    _builder_mutant("writes_into_the_batch", "builder.build_leaves_the_batch_alone", build=_writes_the_batch),
+    _builder_mutant("builds_elsewhere", "builder.build_reuses_its_addresses", build=_builds_elsewhere),
+    Mutant("undeclared_step_field", "builder.step_fields_are_complete", with_builder(_UndeclaredStepField)),
+    Mutant("builders_share_buffers", "contract.builders_share_no_state", with_builder(_SharedBuffers)),
+    Mutant("top_left_causal", "numerics.attention_is_right", with_forward(_top_left_causal)),
+    Mutant("gqa_interleaved", "numerics.attention_is_right", with_forward(_interleaved_groups)),
+    Mutant("forgets_sinks", "numerics.attention_is_right", with_forward(_forgets_sinks)),
+    Mutant("reads_past_the_end", "poison.stale_table_entries_are_not_read", with_forward(_reads_a_token_too_many)),
+    Mutant(
+        "reads_unwritten_scratch", "poison.uninitialised_memory_is_not_read", with_forward(_uses_scratch_unwritten)
+    ),
+    Mutant("checks_no_input", "refusal.bad_tensors_never_reach_a_kernel", with_forward(_checks_nothing)),
+    Mutant("accepts_everything", "refusal.unclaimed_is_refused", _AcceptsEverything()),
+)

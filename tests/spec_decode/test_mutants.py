@@ -1,0 +1,69 @@
+"""The kit is tested with broken backends: each is killed by the check that names its defect."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attn_backends import get
+from spec_decode.conformance import check_backend
+from spec_decode.report import Outcome
+from tests.mutants import MUTANTS, Mutant, freeze
+
+CPU = torch.device("cpu")
+KILLED = {Outcome.FAIL, Outcome.ERROR}
+
+STEP_FIELDS = [
+    (name, field) for name in ("torch_reference", "triton_paged") for field in get(name).builder.step_fields
+]
+
+
+def outcomes(backend: object, *checks: str) -> dict[str, set[Outcome]]:
+    report = check_backend(backend, device=CPU, checks=checks)  # type: ignore[arg-type]
+    found: dict[str, set[Outcome]] = {}
+    for result in report.results:
+        found.setdefault(result.check, set()).add(result.outcome)
+    return found
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutant_fails_the_check_that_names_its_defect(mutant: Mutant) -> None:
+    assert Outcome.FAIL in outcomes(mutant.backend, mutant.killer)[mutant.killer]
+
+
+@pytest.mark.parametrize("killer", sorted({mutant.killer for mutant in MUTANTS}))
+def test_killer_passes_on_the_reference(killer: str) -> None:
+    assert outcomes(get("torch_reference"), killer)[killer] == {Outcome.PASS}
+
+
+@pytest.mark.parametrize(("backend", "field"), STEP_FIELDS)
+def test_removing_one_field_refresh_fails_the_advance_checks(backend: str, field: str) -> None:
+    found = outcomes(freeze(backend, field), "builder.advance_*")
+
+    assert Outcome.FAIL in found["builder.advance_means_a_rebuild"]
+    assert Outcome.FAIL in found["builder.advance_refreshes_another_batch"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "field"),
+    [
+        ("torch_reference", "kv_end"),
+        ("torch_reference", "kv_start"),
+        ("torch_reference", "slot_mapping"),
+        ("triton_paged", "seq_lens"),
+        ("triton_paged", "slot_mapping"),
+    ],
+)
+def test_a_field_the_kernels_read_is_missed_by_attention_too(backend: str, field: str) -> None:
+    found = outcomes(freeze(backend, field), "builder.advance_attends_right", "graph.loop_replays*")
+
+    assert all(KILLED & kinds for kinds in found.values()), found
+
+
+@pytest.mark.parametrize(
+    ("backend", "field"), [("torch_reference", "kv_end"), ("triton_paged", "seq_lens"), ("triton_paged", "slot_mapping")]
+)
+def test_a_stale_field_shows_in_a_whole_round(backend: str, field: str) -> None:
+    check = "drafter.steps_attend_to_the_logical_prefix"
+
+    assert Outcome.FAIL in outcomes(freeze(backend, field), check)[check]
