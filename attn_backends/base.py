@@ -88,7 +88,10 @@ def check_forward_inputs(
         dtype=spec.dtype,
         device=device,
     )
-    for name, tensor, dim in (("key cache", cache.key, spec.head_dim), ("value cache", cache.value, spec.out_dim)):
+    for name, tensor, dim in (
+        ("key cache", cache.key, spec.head_dim),
+        ("value cache", cache.value, spec.out_dim),
+    ):
         require_tensor(
             name,
             tensor,

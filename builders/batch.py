@@ -61,7 +61,9 @@ class BatchBuffers:
         self.query_start_loc = torch.zeros(self.max_reqs + 1, dtype=torch.int32, device=device)
         self.seq_lens = torch.zeros(self.max_reqs, dtype=torch.int32, device=device)
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-        self.slot_mappings = torch.full((tables.num_groups, max_tokens), NO_SLOT, dtype=torch.int64, device=device)
+        self.slot_mappings = torch.full(
+            (tables.num_groups, max_tokens), NO_SLOT, dtype=torch.int64, device=device
+        )
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
 
     def set_uniform(self, query_len: int) -> None:

@@ -99,7 +99,9 @@ class MetadataBuilder(ABC, Generic[M]):
 
     @classmethod
     def _inherits_a_claim(cls) -> bool:
-        return any("advance_support" in base.__dict__ for base in cls.__mro__[1:] if base is not MetadataBuilder)
+        return any(
+            "advance_support" in base.__dict__ for base in cls.__mro__[1:] if base is not MetadataBuilder
+        )
 
     @classmethod
     @abstractmethod

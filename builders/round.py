@@ -155,11 +155,15 @@ def _begin_extend_kernel(
     table = block_tables + row.to(tl.int64) * row_stride
     for group in tl.static_range(GROUPS):
         column = token // tl.load(page_sizes + group)
-        owned = tl.load(table + group * table_stride + column, mask=inside & fits & (column < max_pages), other=-1)
+        owned = tl.load(
+            table + group * table_stride + column, mask=inside & fits & (column < max_pages), other=-1
+        )
         fits = fits & (tl.min(tl.where(inside, owned, 0), 0) >= 0)
     for group in tl.static_range(GROUPS):
         size = tl.load(page_sizes + group)
-        page = tl.load(table + group * table_stride + token // size, mask=inside & fits, other=-1).to(tl.int64)
+        page = tl.load(table + group * table_stride + token // size, mask=inside & fits, other=-1).to(
+            tl.int64
+        )
         slot = tl.where(fits, page * size + token % size, -1)
         tl.store(slot_mappings + group * slots_stride + row * query_len + query, slot, mask=inside)
     tl.store(positions + row * query_len + query, tl.where(fits, token, 0).to(tl.int64), mask=inside)
@@ -169,7 +173,9 @@ def _begin_extend_kernel(
 
 
 @torch.library.custom_op(
-    "builders::begin_decode", mutates_args=("seq_lens", "positions", "slot_mappings", "step"), device_types="cpu"
+    "builders::begin_decode",
+    mutates_args=("seq_lens", "positions", "slot_mappings", "step"),
+    device_types="cpu",
 )
 def _begin_decode(
     seq_lens: torch.Tensor,

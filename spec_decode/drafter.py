@@ -92,7 +92,9 @@ class Drafter:
         self.num_speculative_tokens = num_speculative_tokens
         self._query_len = num_speculative_tokens + 1
         self._allocate(groups[0].spec.dtype)
-        self._extend = _Phase(self, BatchBuffers(tables, max_tokens=tables.max_reqs * self._query_len), self._query_len)
+        self._extend = _Phase(
+            self, BatchBuffers(tables, max_tokens=tables.max_reqs * self._query_len), self._query_len
+        )
         self._decode = _Phase(self, BatchBuffers(tables, max_tokens=tables.max_reqs), 1)
         self.graphs = GraphManager(device, capture_sizes or default_capture_sizes(tables.max_reqs))
         self._captured = False
@@ -136,16 +138,17 @@ class Drafter:
             self.capture()
         self._run_extend(size)
         if self.num_speculative_tokens > 1:
-            self._loops[self.plan.strategy](size)
+            self.run_steps(size)
         return Drafts(self._draft_tokens[:live], self._draft_logits[:live])
 
-    @property
-    def _loops(self) -> dict[Strategy, Callable[[int], None]]:
-        return {
+    def run_steps(self, size: int) -> None:
+        """Run steps 1..K-1 of `size` padded rows from the state that step 0 left."""
+        loops = {
             Strategy.FULL_LOOP: self._full_loop,
             Strategy.PER_STEP: self._per_step_loop,
             Strategy.EAGER: self._eager_loop,
         }
+        loops[self.plan.strategy](size)
 
     @torch.no_grad()
     def prefill(
@@ -394,4 +397,3 @@ def default_capture_sizes(max_reqs: int) -> list[int]:
     while sizes[-1] * 2 <= max_reqs:
         sizes.append(sizes[-1] * 2)
     return sorted({*sizes, max_reqs})
-

@@ -98,7 +98,8 @@ class Engine:
     ) -> None:
         """max_seq_len bounds prompt and new tokens together. draft_backend: the draft's, where it is another."""
         require(
-            0 <= num_speculative_tokens and max_seq_len + num_speculative_tokens < target.config.max_positions,
+            num_speculative_tokens >= 0
+            and max_seq_len + num_speculative_tokens < target.config.max_positions,
             f"speculative tokens must be 0 or more and leave room below the model's {target.config.max_positions} "
             f"positions, got {num_speculative_tokens} with max_seq_len {max_seq_len}; nothing was allocated. Lower "
             "either.",
@@ -191,7 +192,7 @@ class Engine:
             f"{len(request.prompt)} and {request.max_new_tokens}; nothing was run. Shorten it or raise max_seq_len.",
         )
         require(
-            0 <= min(request.prompt) and max(request.prompt) < vocab,
+            min(request.prompt) >= 0 and max(request.prompt) < vocab,
             f"request {index} must hold token ids 0 to {vocab - 1}, got {min(request.prompt)} to "
             f"{max(request.prompt)}; nothing was run. Encode it with this model's vocabulary.",
         )

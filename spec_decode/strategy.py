@@ -111,7 +111,10 @@ def choose(
         )
     chosen = forced or next(strategy for strategy in Strategy if obstacles[strategy] is None)
     not_chosen = tuple(
-        (strategy, obstacles[strategy] or (f"{chosen.value} was asked for" if forced else "costs more host work"))
+        (
+            strategy,
+            obstacles[strategy] or (f"{chosen.value} was asked for" if forced else "costs more host work"),
+        )
         for strategy in Strategy
         if strategy is not chosen
     )
@@ -141,7 +144,9 @@ def _full_loop_obstacle(groups: Sequence[GroupFacts], graph_mode: GraphMode) -> 
         return obstacle
     for group in groups:
         if group.advance.level < AdvanceLevel.IN_GRAPH:
-            return f"group {group.name} ({group.backend}) is {group.advance.level.name}: {group.advance.reason}"
+            return (
+                f"group {group.name} ({group.backend}) is {group.advance.level.name}: {group.advance.reason}"
+            )
     return None
 
 

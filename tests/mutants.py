@@ -228,9 +228,13 @@ MUTANTS = (
     Mutant("top_left_causal", "numerics.attention_is_right", with_forward(_top_left_causal)),
     Mutant("gqa_interleaved", "numerics.attention_is_right", with_forward(_interleaved_groups)),
     Mutant("forgets_sinks", "numerics.attention_is_right", with_forward(_forgets_sinks)),
-    Mutant("reads_past_the_end", "poison.stale_table_entries_are_not_read", with_forward(_reads_a_token_too_many)),
     Mutant(
-        "reads_unwritten_scratch", "poison.uninitialised_memory_is_not_read", with_forward(_uses_scratch_unwritten)
+        "reads_past_the_end", "poison.stale_table_entries_are_not_read", with_forward(_reads_a_token_too_many)
+    ),
+    Mutant(
+        "reads_unwritten_scratch",
+        "poison.uninitialised_memory_is_not_read",
+        with_forward(_uses_scratch_unwritten),
     ),
     Mutant("checks_no_input", "refusal.bad_tensors_never_reach_a_kernel", with_forward(_checks_nothing)),
     Mutant("accepts_everything", "refusal.unclaimed_is_refused", _AcceptsEverything()),

@@ -124,6 +124,8 @@ def _write_kv_kernel(
         key_at = page * kc_page_stride + offset * kc_token_stride + head * kc_head_stride + dim
         tl.store(key_cache + key_at, new_key, mask=in_key)
         in_value = (head < HEADS) & (dim < VALUE_DIM)
-        new_value = tl.load(value + token * value_token_stride + head * value_head_stride + dim, mask=in_value)
+        new_value = tl.load(
+            value + token * value_token_stride + head * value_head_stride + dim, mask=in_value
+        )
         value_at = page * vc_page_stride + offset * vc_token_stride + head * vc_head_stride + dim
         tl.store(value_cache + value_at, new_value, mask=in_value)

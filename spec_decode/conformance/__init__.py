@@ -1,13 +1,13 @@
 """The conformance kit: one generator of checks for any backend, and the faces over it. Needs no GPU and no pytest."""
 
 from spec_decode.conformance import (  # noqa: F401  the families define their checks on import, in this order
-    contract_checks,
     builder_checks,
-    numerics_checks,
-    refusal_checks,
-    poison_checks,
-    graph_checks,
+    contract_checks,
     drafter_checks,
+    graph_checks,
+    numerics_checks,
+    poison_checks,
+    refusal_checks,
 )
 from spec_decode.conformance.check import Check, CheckFailure, Unavailable, Unsupported
 from spec_decode.conformance.parametrize import parametrize_with_checks

@@ -53,9 +53,7 @@ def base_spec(subject: Subject) -> AttentionSpec:
     tried: list[str] = []
     for dtype in dtypes:
         for page in (PAGE, 64, 1):
-            spec = AttentionSpec(
-                num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=page, dtype=dtype
-            )
+            spec = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=page, dtype=dtype)
             verdict = subject.backend.supports(spec, subject.device)
             if not isinstance(verdict, Rejected):
                 return spec

@@ -40,7 +40,10 @@ def capabilities_are_data(subject: Subject, case: None) -> Evidence:
     return {"bytes": float(len(text))}
 
 
-@check("contract.supports_answers_with_reasons", "supports() returns Accepted, or Rejected with reasons; never a bool")
+@check(
+    "contract.supports_answers_with_reasons",
+    "supports() returns Accepted, or Rejected with reasons; never a bool",
+)
 def supports_answers_with_reasons(subject: Subject, case: None) -> None:
     spec = base_spec(subject)
     verdict = subject.backend.supports(spec, subject.device)
@@ -54,7 +57,11 @@ def supports_answers_with_reasons(subject: Subject, case: None) -> None:
     )
 
 
-@check("contract.builder_declares_itself", "a builder declares graph and advance support, and its step fields", _BASE)
+@check(
+    "contract.builder_declares_itself",
+    "a builder declares graph and advance support, and its step fields",
+    _BASE,
+)
 def builder_declares_itself(subject: Subject, case: Case) -> None:
     support = subject.backend.builder.advance_support(case.spec, subject.device)
     expect(
@@ -70,7 +77,11 @@ def builder_declares_itself(subject: Subject, case: Case) -> None:
     expect(not missing, contract="step_fields name metadata fields", expected="no others", got=missing)
 
 
-@check("contract.metadata_is_frozen", "metadata is a frozen dataclass: its tensors change, its fields do not", _BASE)
+@check(
+    "contract.metadata_is_frozen",
+    "metadata is a frozen dataclass: its tensors change, its fields do not",
+    _BASE,
+)
 def metadata_is_frozen(subject: Subject, case: Case) -> None:
     world = World(subject, case.spec, case.batch.rows)
     metadata = world.builder().build(world.view(world.load(case.batch), case.batch))
@@ -102,7 +113,10 @@ def builders_share_no_state(subject: Subject, case: Case) -> None:
     )
 
 
-@check("contract.overriding_build_drops_the_claim", "a subclass that overrides build() must state its advance again")
+@check(
+    "contract.overriding_build_drops_the_claim",
+    "a subclass that overrides build() must state its advance again",
+)
 def overriding_build_drops_the_claim(subject: Subject, case: None) -> None:
     base: type[MetadataBuilder[Any]] = subject.backend.builder
     derived = type("Derived", (base,), {"build": lambda self, batch, *, horizon=0: None})

@@ -47,7 +47,17 @@ class _Scene:
     def contexts(self) -> list[int]:
         """KV tokens before the first round: at page edges, around the window, and near the limit."""
         size, window = self.spec.page_size, self.spec.sliding_window or 8
-        edges = [size - 1, window - 1, 0, 2 * size, window, _MAX_SEQ_LEN - 2 * self.steps - 3, size, window + 1, 5]
+        edges = [
+            size - 1,
+            window - 1,
+            0,
+            2 * size,
+            window,
+            _MAX_SEQ_LEN - 2 * self.steps - 3,
+            size,
+            window + 1,
+            5,
+        ]
         return [max(0, edges[r % len(edges)]) + (r // len(edges)) for r in range(self.num_reqs)]
 
     def limits(self) -> list[int]:
@@ -206,7 +216,9 @@ def _expect_same(run: _Run, eager: _Run, what: str) -> None:
             got=f"a difference of {(a - b).abs().max().item():.2e}, first in column {_first_column(a, b)}",
         )
     same_cache = all(torch.equal(a, b) for a, b in zip(run.cache, eager.cache, strict=True))
-    expect(same_cache, contract=f"{what}: the KV cache is eager's", expected="the same bits", got="a difference")
+    expect(
+        same_cache, contract=f"{what}: the KV cache is eager's", expected="the same bits", got="a difference"
+    )
     expect(
         torch.equal(run.overflow, eager.overflow),
         contract=f"{what}: overflow flags",
@@ -301,7 +313,11 @@ def _dense_logits(
     return torch.stack(rows).double()
 
 
-@check("drafter.a_round_never_waits", "a round of the full loop enqueues device work only", lambda s: [("k4-n3", None)])
+@check(
+    "drafter.a_round_never_waits",
+    "a round of the full loop enqueues device work only",
+    lambda s: [("k4-n3", None)],
+)
 def a_round_never_waits(subject: Subject, case: None) -> None:
     if subject.device.type != "cuda":
         raise Unsupported("the CPU has nothing to wait for; the emulator refuses host reads instead")

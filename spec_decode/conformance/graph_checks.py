@@ -30,8 +30,12 @@ class _Loop:
         self.world, self.rows = world, rows
         shape = (_STEPS, rows)
         self.query = torch.zeros(*shape, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
-        self.key = torch.zeros(*shape, spec.num_kv_heads, spec.head_dim, dtype=spec.cache_dtype, device=device)
-        self.value = torch.zeros(*shape, spec.num_kv_heads, spec.out_dim, dtype=spec.cache_dtype, device=device)
+        self.key = torch.zeros(
+            *shape, spec.num_kv_heads, spec.head_dim, dtype=spec.cache_dtype, device=device
+        )
+        self.value = torch.zeros(
+            *shape, spec.num_kv_heads, spec.out_dim, dtype=spec.cache_dtype, device=device
+        )
         self.out = torch.zeros(*shape, spec.num_q_heads, spec.out_dim, dtype=spec.dtype, device=device)
 
     def run(self, buffers: BatchBuffers, builder: Any, metadata: Any) -> None:
@@ -110,7 +114,11 @@ def loop_replays_over_other_batches(subject: Subject, case: Case) -> Evidence:
     return worst
 
 
-@check("graph.replay_equals_eager", "a replay gives, bit for bit, what the same steps give with fresh builds", _CASES)
+@check(
+    "graph.replay_equals_eager",
+    "a replay gives, bit for bit, what the same steps give with fresh builds",
+    _CASES,
+)
 def replay_equals_eager(subject: Subject, case: Case) -> None:
     _advancing(subject, case)
     world = World(subject, case.spec, DECODE.rows)
@@ -135,7 +143,11 @@ def replay_equals_eager(subject: Subject, case: Case) -> None:
         )
 
 
-@check("graph.two_sizes_interleave", "graphs of two padded sizes over the same buffers do not disturb each other", _CASES)
+@check(
+    "graph.two_sizes_interleave",
+    "graphs of two padded sizes over the same buffers do not disturb each other",
+    _CASES,
+)
 def two_sizes_interleave(subject: Subject, case: Case) -> Evidence:
     _advancing(subject, case)
     world = World(subject, case.spec, DECODE.rows)

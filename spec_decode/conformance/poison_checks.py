@@ -24,7 +24,11 @@ def _run(world: World, batch: Batch, queries: list[torch.Tensor]) -> torch.Tenso
     return world.attend(metadata, batch, batch.seq_lens, queries, num_tokens=view.num_tokens)
 
 
-@check("poison.stale_table_entries_are_not_read", "block-table entries past a request's tokens are never followed", _SHAPES)
+@check(
+    "poison.stale_table_entries_are_not_read",
+    "block-table entries past a request's tokens are never followed",
+    _SHAPES,
+)
 def stale_table_entries_are_not_read(subject: Subject, case: Case) -> Evidence:
     demand(subject.backend, case.spec, subject.device)
     batch, world = case.batch, World(subject, case.spec, case.batch.rows)
@@ -40,7 +44,9 @@ def stale_table_entries_are_not_read(subject: Subject, case: Case) -> Evidence:
     return world.judge(out, batch, batch.seq_lens, queries, contract="attention beside garbage page ids")
 
 
-@check("poison.uninitialised_memory_is_not_read", "outputs and scratch are written before they are read", _SHAPES)
+@check(
+    "poison.uninitialised_memory_is_not_read", "outputs and scratch are written before they are read", _SHAPES
+)
 def uninitialised_memory_is_not_read(subject: Subject, case: Case) -> Evidence:
     demand(subject.backend, case.spec, subject.device)
     batch, world = case.batch, World(subject, case.spec, case.batch.rows)
@@ -50,7 +56,9 @@ def uninitialised_memory_is_not_read(subject: Subject, case: Case) -> Evidence:
     return world.judge(out, batch, batch.seq_lens, queries, contract="attention over poisoned scratch")
 
 
-@check("poison.page_order_does_not_matter", "where a request's pages lie changes no bit of its output", _SHAPES)
+@check(
+    "poison.page_order_does_not_matter", "where a request's pages lie changes no bit of its output", _SHAPES
+)
 def page_order_does_not_matter(subject: Subject, case: Case) -> None:
     demand(subject.backend, case.spec, subject.device)
     outs = []
@@ -68,7 +76,9 @@ def page_order_does_not_matter(subject: Subject, case: Case) -> None:
     )
 
 
-@check("poison.request_order_does_not_matter", "a request's output does not depend on its neighbours", _SHAPES)
+@check(
+    "poison.request_order_does_not_matter", "a request's output does not depend on its neighbours", _SHAPES
+)
 def request_order_does_not_matter(subject: Subject, case: Case) -> Evidence:
     demand(subject.backend, case.spec, subject.device)
     batch = case.batch

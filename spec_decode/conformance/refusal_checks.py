@@ -41,11 +41,15 @@ def _unclaimed(subject: Subject) -> Iterable[tuple[str, AttentionSpec]]:
             yield kind.value, replace(base, kind=kind)
 
 
-@check("refusal.unclaimed_is_refused", "a spec outside the capability record is refused with reasons", _unclaimed)
+@check(
+    "refusal.unclaimed_is_refused", "a spec outside the capability record is refused with reasons", _unclaimed
+)
 def unclaimed_is_refused(subject: Subject, spec: AttentionSpec) -> None:
     verdict = subject.backend.supports(spec, subject.device)
     expect(
-        isinstance(verdict, Rejected) and len(verdict.reasons) > 0 and all(len(r) > 8 for r in verdict.reasons),
+        isinstance(verdict, Rejected)
+        and len(verdict.reasons) > 0
+        and all(len(r) > 8 for r in verdict.reasons),
         contract="what is not claimed is refused in words",
         expected=f"Rejected(reasons) for [{spec.describe()}]",
         got=verdict,
@@ -76,7 +80,11 @@ def _query(world: World) -> torch.Tensor:
     )
 
 
-@check("refusal.bad_tensors_never_reach_a_kernel", "tensors of another shape, dtype or stride are refused", _bad_inputs)
+@check(
+    "refusal.bad_tensors_never_reach_a_kernel",
+    "tensors of another shape, dtype or stride are refused",
+    _bad_inputs,
+)
 def bad_tensors_never_reach_a_kernel(
     subject: Subject, make: Callable[[World], dict[str, torch.Tensor]]
 ) -> None:
@@ -85,13 +93,13 @@ def bad_tensors_never_reach_a_kernel(
     inputs = make(world)
     cache = type(world.cache)(inputs.get("key", world.cache.key), inputs.get("value", world.cache.value))
     try:
-        subject.backend.forward(
-            inputs["query"], cache, metadata, spec=world.spec, sinks=inputs.get("sinks")
-        )
+        subject.backend.forward(inputs["query"], cache, metadata, spec=world.spec, sinks=inputs.get("sinks"))
     except BatchError:
         return
     raise CheckFailure(
-        contract="bad input never reaches a kernel", expected="BatchError before anything runs", got="a result"
+        contract="bad input never reaches a kernel",
+        expected="BatchError before anything runs",
+        got="a result",
     )
 
 
@@ -104,12 +112,18 @@ def bad_writes_never_reach_a_kernel(subject: Subject, case: Case) -> None:
     world = World(subject, case.spec, DECODE.rows)
     metadata = world.builder().build(world.view(world.load(DECODE), DECODE))
     good = torch.zeros(
-        DECODE.rows, case.spec.num_kv_heads, case.spec.head_dim, dtype=case.spec.cache_dtype, device=world.device
+        DECODE.rows,
+        case.spec.num_kv_heads,
+        case.spec.head_dim,
+        dtype=case.spec.cache_dtype,
+        device=world.device,
     )
     for bad in (good.double(), good[:-1], good[:, :1], good[..., :-1]):
         try:
             subject.backend.write_kv(bad, good, world.cache, metadata)
         except BatchError:
             continue
-        raise CheckFailure(contract="bad input is refused", expected="BatchError", got=f"a write of {tuple(bad.shape)}")
+        raise CheckFailure(
+            contract="bad input is refused", expected="BatchError", got=f"a write of {tuple(bad.shape)}"
+        )
     world.expect_cache([n - 1 for n in DECODE.seq_lens], contract="a refused write changes nothing")

@@ -74,7 +74,11 @@ def check_backend(
     except BrokenBackend as error:
         record(
             Result(
-                check="contract.loads", family="contract", case="any", outcome=Outcome.UNAVAILABLE, reason=str(error)
+                check="contract.loads",
+                family="contract",
+                case="any",
+                outcome=Outcome.UNAVAILABLE,
+                reason=str(error),
             )
         )
     else:

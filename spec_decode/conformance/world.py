@@ -26,7 +26,13 @@ class World:
     """
 
     def __init__(
-        self, subject: Subject, spec: AttentionSpec, rows: int, *, seed: int = 0, limits: Sequence[int] | None = None
+        self,
+        subject: Subject,
+        spec: AttentionSpec,
+        rows: int,
+        *,
+        seed: int = 0,
+        limits: Sequence[int] | None = None,
     ) -> None:
         self.subject, self.spec, self.rows = subject, spec, rows
         self.device = subject.device
@@ -79,7 +85,9 @@ class World:
         for position in positions:
             page, offset = divmod(position, self.spec.page_size)
             self.cache.key[self.pages[request][page], offset] = self.key[request][position].to(self.device)
-            self.cache.value[self.pages[request][page], offset] = self.value[request][position].to(self.device)
+            self.cache.value[self.pages[request][page], offset] = self.value[request][position].to(
+                self.device
+            )
 
     def builder(self) -> MetadataBuilder[Any]:
         """A fresh builder."""
@@ -87,7 +95,9 @@ class World:
             self.spec, self.device, max_reqs=self.rows, max_tokens=self.rows * 32, max_seq_len=MAX_SEQ_LEN
         )
 
-    def view(self, buffers: BatchBuffers, batch: Batch, seq_lens: Sequence[int] | None = None) -> AttentionBatch:
+    def view(
+        self, buffers: BatchBuffers, batch: Batch, seq_lens: Sequence[int] | None = None
+    ) -> AttentionBatch:
         """What a builder sees. seq_lens: the lengths by now, where they moved on."""
         lens = list(batch.seq_lens if seq_lens is None else seq_lens)
         padded = batch.query_lens[0] * (batch.rows - len(lens)) if batch.uniform else 0

@@ -27,9 +27,7 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be loaded; the message says what is wrong with which file."""
 
 
-def save_pair(
-    folder: Path, target: LlamaTarget, draft: EagleDraft, training: dict[str, Any]
-) -> None:
+def save_pair(folder: Path, target: LlamaTarget, draft: EagleDraft, training: dict[str, Any]) -> None:
     """Write a pair in bf16, with `training` as its record."""
     folder.mkdir(parents=True, exist_ok=True)
     configs = {"target": asdict(target.config), "draft": asdict(draft.config)}

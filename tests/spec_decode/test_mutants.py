@@ -61,7 +61,8 @@ def test_a_field_the_kernels_read_is_missed_by_attention_too(backend: str, field
 
 
 @pytest.mark.parametrize(
-    ("backend", "field"), [("torch_reference", "kv_end"), ("triton_paged", "seq_lens"), ("triton_paged", "slot_mapping")]
+    ("backend", "field"),
+    [("torch_reference", "kv_end"), ("triton_paged", "seq_lens"), ("triton_paged", "slot_mapping")],
 )
 def test_a_stale_field_shows_in_a_whole_round(backend: str, field: str) -> None:
     check = "drafter.steps_attend_to_the_logical_prefix"

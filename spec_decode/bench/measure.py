@@ -1,0 +1,91 @@
+"""Timing on a device: quantiles of host, wall and GPU time, launches, and the bandwidth that sets the floor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+_WARMUP = 5
+_REPEATS = 40
+_QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
+
+Quantiles = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Microseconds of one call: from call to return, from call to the device being done, and on the device."""
+
+    host_us: Quantiles
+    wall_us: Quantiles
+    gpu_us: Quantiles | None
+
+
+def quantiles(samples: list[float]) -> Quantiles:
+    """p20, p50 and p80 of samples."""
+    return {name: round(float(np.quantile(samples, q)), 3) for name, q in _QUANTILES.items()}
+
+
+def time_call(
+    call: Callable[[], object], device: torch.device, *, prepare: Callable[[], object] = lambda: None
+) -> Timing:
+    """Time a call whose device work starts on an idle device, after an untimed `prepare` each time."""
+    for _ in range(_WARMUP):
+        prepare()
+        call()
+    host, wall, gpu = [], [], []
+    on_cuda = device.type == "cuda"
+    for _ in range(_REPEATS):
+        prepare()
+        if on_cuda:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize(device)
+            begin.record()
+        start = time.perf_counter()
+        call()
+        host.append((time.perf_counter() - start) * 1e6)
+        if on_cuda:
+            end.record()
+            torch.cuda.synchronize(device)
+            gpu.append(begin.elapsed_time(end) * 1e3)
+        wall.append((time.perf_counter() - start) * 1e6)
+    return Timing(quantiles(host), quantiles(wall), quantiles(gpu) if on_cuda else None)
+
+
+def time_kernels(launch: Callable[[], object], *, calls: int = 50) -> Quantiles:
+    """GPU microseconds of one launch, from graph replays of many, so that launch gaps do not count."""
+    launch()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            launch()
+    samples = []
+    for _ in range(_REPEATS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        samples.append(begin.elapsed_time(end) * 1e3 / calls)
+    return quantiles(samples)
+
+
+def kernels_in(call: Callable[[], object]) -> int:
+    """CUDA kernels, copies and fills that one call runs."""
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CPU, activity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+
+
+def copy_bandwidth() -> float:
+    """Bytes a microsecond that an elementwise copy of 2 GiB reads and writes together."""
+    source = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda").normal_()
+    target = torch.empty_like(source)
+    median = time_kernels(lambda: torch.add(source, 0, out=target), calls=4)["p50"]
+    return 2 * source.numel() * source.element_size() / median

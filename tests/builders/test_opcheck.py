@@ -1,0 +1,88 @@
+import pytest
+import torch
+
+import spec_decode.ops.sample_draft  # noqa: F401
+from builders import BatchBuffers
+from tests.factories import make_cache, make_spec, make_tables
+
+
+def shared(query_len=1):
+    batch = BatchBuffers(make_tables([20, 20], page_sizes=(4, 8)), max_tokens=2 * query_len)
+    batch.load([query_len] * 2, [6, 8])
+    return batch
+
+
+def advance_args():
+    batch, tables = shared(), shared().tables
+    return (
+        batch.seq_lens, batch.positions, batch.slot_mappings, batch.step, tables.overflow, tables.block_tables,
+        tables.page_sizes, tables.token_limits,
+    )  # fmt: skip
+
+
+def begin_extend_args():
+    batch, tables = shared(3), shared(3).tables
+    return (
+        batch.seq_lens, batch.positions, batch.slot_mappings, tables.overflow, torch.tensor([4, 5], dtype=torch.int32),
+        tables.block_tables, tables.page_sizes, tables.token_limits, 3,
+    )  # fmt: skip
+
+
+def begin_decode_args():
+    batch = shared()
+    lens = torch.tensor([6, 0], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32)
+    return (batch.seq_lens, batch.positions, batch.slot_mappings, batch.step, *lens, 3)
+
+
+def write_kv_args():
+    spec = make_spec()
+    cache = make_cache(spec, 5)
+    key, value = torch.randn(3, 2, 16), torch.randn(3, 2, 16)
+    return (key, value, cache.key, cache.value, torch.tensor([2, -1, 19]))
+
+
+def paged_attention_args():
+    spec = make_spec()
+    cache = make_cache(spec, 5)
+    table = torch.tensor([[0, 1], [2, -1], [-1, -1]], dtype=torch.int32)
+    seq_lens, starts = (torch.tensor(v, dtype=torch.int32) for v in ([6, 3, 0], [0, 2, 4, 6]))
+    return (
+        torch.randn(6, 4, 16),
+        cache.key,
+        cache.value,
+        table,
+        seq_lens,
+        starts,
+        2,
+        2,
+        0.25,
+        3,
+        20.0,
+        torch.randn(4),
+    )
+
+
+def sample_draft_args():
+    rows, steps, vocab = 3, 2, 11
+    return (
+        torch.randn(rows, vocab), torch.tensor([0.0, 1.0, 0.5]), torch.arange(rows), torch.arange(rows),
+        torch.tensor([3, 4, 0], dtype=torch.int32), torch.tensor([1]), torch.zeros(rows, steps, dtype=torch.int64),
+        torch.zeros(rows, steps, vocab), torch.zeros(rows, dtype=torch.int64),
+    )  # fmt: skip
+
+
+OPS = {
+    "builders::advance_decode": advance_args,
+    "builders::begin_extend": begin_extend_args,
+    "builders::begin_decode": begin_decode_args,
+    "attn_backends::write_kv": write_kv_args,
+    "attn_backends::paged_attention": paged_attention_args,
+    "spec_decode::sample_draft": sample_draft_args,
+}
+
+
+@pytest.mark.parametrize(("name", "args"), OPS.items(), ids=OPS)
+def test_an_op_writes_what_its_schema_says_and_its_fake_matches(name, args):
+    namespace, op = name.split("::")
+    op = getattr(getattr(torch.ops, namespace), op).default
+    torch.library.opcheck(op, args(), test_utils=("test_schema", "test_faketensor"))

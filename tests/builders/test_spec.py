@@ -1,0 +1,69 @@
+import pytest
+import torch
+
+from builders import AttentionKind, AttentionSpec, SpecError
+from tests.factories import make_spec
+
+BROKEN = {
+    "no query heads": ({"num_q_heads": 0}, "num_q_heads must be at least 1, got 0"),
+    "no kv heads": ({"num_kv_heads": 0}, "num_kv_heads must be at least 1, got 0"),
+    "no head dim": ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
+    "no value dim": ({"value_dim": -1}, "value_dim must be at least 1, got -1"),
+    "no page": ({"page_size": 0}, "page_size must be at least 1, got 0"),
+    "heads do not group": ({"num_q_heads": 5}, "num_q_heads must be a multiple of num_kv_heads, got 5 and 2"),
+    "empty window": ({"sliding_window": 0}, "sliding_window counts the query itself"),
+    "zero soft cap": ({"soft_cap": 0.0}, "soft_cap must be positive, got 0.0"),
+    "nan soft cap": ({"soft_cap": float("nan")}, "soft_cap must be positive, got nan"),
+}
+
+
+def test_defaults_are_resolved_from_the_head_dim_and_the_dtype():
+    spec = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64, page_size=16)
+    assert (spec.out_dim, spec.cache_dtype, spec.softmax_scale, spec.group_size) == (
+        64,
+        torch.bfloat16,
+        0.125,
+        4,
+    )
+
+
+def test_given_values_win_over_defaults():
+    spec = make_spec(value_dim=8, kv_dtype=torch.bfloat16, scale=0.5)
+    assert (spec.out_dim, spec.cache_dtype, spec.softmax_scale) == (8, torch.bfloat16, 0.5)
+
+
+def test_equal_specs_are_equal_values():
+    assert make_spec() == make_spec(value_dim=16) and hash(make_spec()) == hash(make_spec(value_dim=16))
+
+
+@pytest.mark.parametrize(("changes", "message"), BROKEN.values(), ids=BROKEN)
+def test_a_spec_that_describes_no_attention_is_refused(changes, message):
+    with pytest.raises(SpecError) as refused:
+        make_spec(**changes)
+    assert message in str(refused.value)
+
+
+def test_every_problem_is_listed_at_once():
+    with pytest.raises(SpecError) as refused:
+        make_spec(num_q_heads=-1, head_dim=0, page_size=0, sliding_window=0, soft_cap=-2.0)
+    for name in ("num_q_heads", "head_dim", "value_dim", "page_size", "sliding_window", "soft_cap"):
+        assert name in str(refused.value)
+
+
+def test_describe_names_the_basics_in_one_line():
+    assert make_spec().describe() == "4/2 heads, dim 16, page 4, float32"
+
+
+def test_describe_names_every_feature():
+    spec = make_spec(
+        value_dim=8,
+        kv_dtype=torch.bfloat16,
+        sliding_window=7,
+        soft_cap=30.0,
+        sinks=True,
+        kind=AttentionKind.MLA,
+    )
+    assert (
+        spec.describe()
+        == "4/2 heads, dim 16/8, page 4, float32, kv bfloat16, window 7, soft cap 30, sinks, mla"
+    )

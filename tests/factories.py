@@ -1,0 +1,166 @@
+"""Small worlds for tests: specs, tables, shared state with any content, and model pairs that agree now and then."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from attn_backends import KVCache
+from builders import AttentionSpec, BatchBuffers, RequestTables
+from spec_decode.models import EagleDraft, LlamaTarget, ModelConfig
+
+CPU = torch.device("cpu")
+
+
+def make_spec(**changes: Any) -> AttentionSpec:
+    fields = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "page_size": 4, "dtype": torch.float32}
+    return AttentionSpec(**{**fields, **changes})
+
+
+def make_tables(
+    limits: Sequence[int],
+    *,
+    page_sizes: Sequence[int] = (4,),
+    max_reqs: int | None = None,
+    max_seq_len: int = 64,
+) -> RequestTables:
+    """Loaded tables in which every request owns pages for max_seq_len tokens, in shuffled order."""
+    max_reqs = max_reqs or len(limits)
+    counts = [max_reqs * -(-max_seq_len // size) for size in page_sizes]
+    tables = RequestTables(
+        page_sizes=page_sizes, num_pages=counts, max_reqs=max_reqs, max_seq_len=max_seq_len, device="cpu"
+    )
+    tables.load([owned_pages(len(limits), count // max_reqs, count) for count in counts], limits)
+    return tables
+
+
+def owned_pages(num_reqs: int, each: int, count: int, seed: int = 0) -> list[list[int]]:
+    order = random.Random(seed).sample(range(count), count)
+    return [order[r * each : (r + 1) * each] for r in range(num_reqs)]
+
+
+@dataclass
+class Shared:
+    """Shared state as plain lists: what `buffers` puts on the device and a model in plain Python can compute with."""
+
+    page_sizes: list[int]
+    table: list[list[list[int]]]
+    """[group][row][column], -1 where no page is owned."""
+    limits: list[int]
+    seq_lens: list[int]
+    num_reqs: int
+    """Rows an operation works on; the rows behind it must stay as they are."""
+
+    @property
+    def rows(self) -> int:
+        return len(self.limits)
+
+    def page(self, group: int, row: int, position: int) -> int:
+        columns = self.table[group][row]
+        column = position // self.page_sizes[group]
+        return columns[column] if column < len(columns) else -1
+
+    def slot(self, group: int, row: int, position: int) -> int:
+        size = self.page_sizes[group]
+        return self.page(group, row, position) * size + position % size
+
+    def owns(self, row: int, position: int) -> bool:
+        """Whether the row may write this position: below its limit, with a page in every group."""
+        groups = range(len(self.page_sizes))
+        return position < self.limits[row] and all(self.page(g, row, position) >= 0 for g in groups)
+
+    def buffers(self, query_len: int = 1) -> BatchBuffers:
+        columns = len(self.table[0][0])
+        smallest = min(self.page_sizes)
+        tables = RequestTables(
+            page_sizes=self.page_sizes,
+            num_pages=[100] * len(self.page_sizes),
+            max_reqs=self.rows,
+            max_seq_len=columns * smallest,
+            device="cpu",
+        )
+        tables.block_tables.copy_(torch.tensor(self.table))
+        tables.token_limits.copy_(torch.tensor(self.limits))
+        batch = BatchBuffers(tables, max_tokens=self.rows * query_len)
+        batch.seq_lens.copy_(torch.tensor(self.seq_lens))
+        batch.positions.fill_(7)
+        batch.slot_mappings.fill_(77)
+        return batch
+
+
+@st.composite
+def shared_states(draw: st.DrawFn, max_rows: int = 5) -> Shared:
+    """Any shared state: several groups, pages missing here and there, limits beyond and below the pages."""
+    sizes = draw(st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=3))
+    rows = draw(st.integers(1, max_rows))
+    columns = draw(st.integers(1, 4))
+    # All groups share one table width, so the group with the smallest pages covers the fewest tokens.
+    page = st.one_of(st.integers(0, 99), st.integers(0, 99), st.integers(0, 99), st.just(-1))
+    row = st.lists(page, min_size=columns, max_size=columns)
+    group = st.lists(row, min_size=rows, max_size=rows)
+    longest = columns * max(sizes)
+    lengths = st.lists(st.integers(0, longest + 2), min_size=rows, max_size=rows)
+    return Shared(
+        page_sizes=sizes,
+        table=draw(st.lists(group, min_size=len(sizes), max_size=len(sizes))),
+        limits=draw(lengths),
+        seq_lens=draw(lengths),
+        num_reqs=draw(st.integers(1, rows)),
+    )
+
+
+def state_of(batch: BatchBuffers) -> dict[str, Any]:
+    """Everything a kernel may write, as lists."""
+    fields = {
+        name: getattr(batch, name)
+        for name in ("query_start_loc", "seq_lens", "positions", "slot_mappings", "step")
+    }
+    fields["overflow"] = batch.tables.overflow
+    return {name: tensor.tolist() for name, tensor in fields.items()}
+
+
+def make_cache(spec: AttentionSpec, num_pages: int, seed: int = 0) -> KVCache:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_pages, spec.page_size, spec.num_kv_heads)
+    return KVCache(
+        torch.randn(*shape, spec.head_dim, generator=generator).to(spec.cache_dtype),
+        torch.randn(*shape, spec.out_dim, generator=generator).to(spec.cache_dtype),
+    )
+
+
+def make_config(**changes: Any) -> ModelConfig:
+    fields = {
+        "vocab_size": 24,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_layers": 1,
+        "num_q_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 16,
+        "max_positions": 160,
+    }
+    return ModelConfig(**{**fields, **changes})
+
+
+def make_pair(
+    config: ModelConfig | None = None, *, seed: int = 0, context: float = 0.4
+) -> tuple[LlamaTarget, EagleDraft]:
+    """A random fp32 pair. Both see the last token plainly and the context `context` times: they agree, but not always."""
+    config = config or make_config()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        target = LlamaTarget(config)
+        draft = EagleDraft(config, target)
+    eye = torch.eye(config.hidden_size)
+    draft.fuse.weight.data.copy_(torch.cat([eye, 0.1 * eye], 1))
+    for layer in (*target.layers, draft.layer):
+        layer.out.weight.data.mul_(context * 4)
+        layer.down.weight.data.mul_(context * 4)
+    for model in (target, draft):
+        model.eval().requires_grad_(False)
+    return target, draft
