@@ -16,7 +16,7 @@ class TorchReference(AttentionBackend):
     """Gathers each query token's keys by its metadata and computes softmax(q k^T) v in fp32."""
 
     name = "torch_reference"
-    version = torch.__version__
+    version = str(torch.__version__)
     builder = ReferenceBuilder
     capabilities = Capabilities(
         devices=("cpu", "cuda"),

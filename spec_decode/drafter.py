@@ -136,7 +136,7 @@ class Drafter:
         self._take(verified, live)
         if self.plan.strategy is not Strategy.EAGER and not self._captured:
             self.capture()
-        self._run_extend(size)
+        self.run_extend(size)
         if self.num_speculative_tokens > 1:
             self.run_steps(size)
         return Drafts(self._draft_tokens[:live], self._draft_logits[:live])
@@ -204,7 +204,8 @@ class Drafter:
 
     # ------------------------------------------------------------------ strategies
 
-    def _run_extend(self, size: int) -> None:
+    def run_extend(self, size: int) -> None:
+        """Run step 0 of `size` padded rows over the round's inputs."""
         weak = self.plan.weak_groups if self._extend_in_graph else tuple(range(len(self.groups)))
         if weak:
             self._begin_extend(size)

@@ -76,7 +76,8 @@ class _Live:
 
     @property
     def stopped(self) -> bool:
-        return bool(self.tokens) and self.tokens[-1] in self.request.stop_ids
+        generated = self.generation.token_ids
+        return bool(generated) and generated[-1] in self.request.stop_ids
 
 
 class Engine:

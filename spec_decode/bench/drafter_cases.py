@@ -117,14 +117,21 @@ def _strategy_rows(
     def whole() -> None:
         drafter.propose(verified)
 
+    def step_0() -> None:
+        with torch.no_grad():
+            drafter.run_extend(num_reqs)
+
     def later_steps() -> None:
         with torch.no_grad():
             drafter.run_steps(num_reqs)
 
     whole()
     on_cuda = device.type == "cuda"
-    # Later steps move the shared state on, so that an untimed round must put it back before each.
-    parts = ((f"{name}/round", whole, steps, lambda: None), (f"{name}/steps", later_steps, steps - 1, whole))
+    # Later steps move the shared state on, so that an untimed step 0 must put it back before each.
+    parts = (
+        (f"{name}/round", whole, steps, lambda: None),
+        (f"{name}/steps", later_steps, steps - 1, step_0),
+    )
     for part, call, passes, prepare in parts:
         prepare()
         kernels = kernels_in(call) / passes if on_cuda else None

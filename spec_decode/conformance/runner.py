@@ -82,7 +82,7 @@ def check_backend(
             )
         )
     else:
-        version = subject.backend.version
+        version = str(subject.backend.version)
         for check in expand(subject):
             if _wanted(check, families, checks):
                 record(run_check(check, name, device, known_failures))

@@ -33,7 +33,7 @@ def sample_draft(
     logits [R, V] any float; temperature fp32, seeds, positions int64 and seq_lens int32, each [>= R]; step int64 [1].
     Column step of draft_tokens int64 [>= R, K] gets the token, of draft_logits fp32 [>= R, K, V] the processed logits
     (divided by a positive temperature), and next_ids int64 [>= R] the token as the next step's input. A row with
-    seq_len 0 gets NO_TOKEN, and 0 as its next input.
+    seq_len 0 gets NO_TOKEN, and 0 as its next input. A step past column K - 1 files nothing.
     """
     rows, vocab = logits.shape
     require_tensor(
@@ -82,8 +82,9 @@ def _sample(
     perturbed = processed + noise.gumbel(keys[:, None], torch.arange(vocab)[None])
     token = torch.where(hot[:, None], perturbed, processed).argmax(-1)
     live = seq_lens > 0
-    draft_logits[:rows, column] = processed
-    draft_tokens[:rows, column] = torch.where(live, token, NO_TOKEN)
+    if column < draft_tokens.shape[1]:
+        draft_logits[:rows, column] = processed
+        draft_tokens[:rows, column] = torch.where(live, token, NO_TOKEN)
     next_ids[:rows] = torch.where(live, token, 0)
     return None
 
@@ -120,6 +121,7 @@ def _launch(
         peak,
         index,
         vocab,
+        draft_tokens.shape[1],
         logits.stride(0),
         *draft_logits.stride()[:2],
         STREAM=noise.DRAFT,
@@ -135,6 +137,7 @@ def _launch(
         draft_tokens,
         next_ids,
         draft_tokens.stride(0),
+        draft_tokens.shape[1],
         blocks,
         BLOCK=triton.next_power_of_2(blocks),
         num_warps=1,
@@ -152,6 +155,7 @@ def _block_argmax_kernel(
     peak,
     index,
     vocab,
+    columns,
     logits_stride,
     cache_row_stride,
     cache_column_stride,
@@ -168,7 +172,8 @@ def _block_argmax_kernel(
     x = tl.load(logits + row * logits_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
     x = tl.div_rn(x, tl.where(hot, heat, 1.0))
     column = tl.load(step)
-    tl.store(draft_logits + row * cache_row_stride + column * cache_column_stride + token, x, mask=inside)
+    filed = draft_logits + row * cache_row_stride + column * cache_column_stride + token
+    tl.store(filed, x, mask=inside & (column < columns))
     if hot:
         key = triton_key(tl.load(seeds + row), tl.load(positions + row) + AHEAD, STREAM)
         x = x + triton_gumbel(key, token)
@@ -187,6 +192,7 @@ def _file_token_kernel(
     draft_tokens,
     next_ids,
     tokens_stride,
+    columns,
     blocks,
     BLOCK: tl.constexpr,
 ):
@@ -197,5 +203,6 @@ def _file_token_kernel(
     at = tl.load(index + row * blocks + block, mask=inside, other=2147483647)
     token = tl.min(tl.where(x == tl.max(x, 0), at, 2147483647), 0).to(tl.int64)
     live = tl.load(seq_lens + row) > 0
-    tl.store(draft_tokens + row * tokens_stride + tl.load(step), tl.where(live, token, -1))
+    column = tl.load(step)
+    tl.store(draft_tokens + row * tokens_stride + column, tl.where(live, token, -1), mask=column < columns)
     tl.store(next_ids + row, tl.where(live, token, 0))
