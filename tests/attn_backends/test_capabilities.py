@@ -1,0 +1,111 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attn_backends import Accepted, Capabilities, Feature, Rejected, Sizes, get
+from attn_backends.capabilities import features_of
+from builders import AttentionKind
+from tests.factories import CPU, make_spec
+
+NARROW = Capabilities(
+    devices=("cpu",),
+    dtypes=(torch.float32, torch.bfloat16),
+    head_dims=Sizes(minimum=8, maximum=16, multiple_of=8),
+    page_sizes=Sizes(power_of_two=True),
+    features=frozenset({Feature.GQA}),
+)
+AGAINST = {
+    "dtype": ({"dtype": torch.float16, "kv_dtype": torch.float32}, "dtype must be one of float32, bfloat16"),
+    "kv dtype": ({"kv_dtype": torch.float16}, "kv_dtype must be one of float32, bfloat16"),
+    "mixed dtypes": ({"kv_dtype": torch.bfloat16}, "kv_dtype must equal dtype"),
+    "head dim": ({"head_dim": 12}, "head_dim must be 8 to 16, a multiple of 8, got 12"),
+    "page size": ({"page_size": 12}, "page_size must be at least 1, a power of two, got 12"),
+    "kind": ({"kind": AttentionKind.MLA}, "serves mha, not mla"),
+    "window": ({"sliding_window": 4}, "has no sliding_window"),
+    "soft cap": ({"soft_cap": 4.0}, "has no soft_cap"),
+    "sinks": ({"sinks": True}, "has no sinks"),
+    "value dim": ({"value_dim": 8}, "has no value_dim"),
+}
+
+
+@given(st.integers(1, 600), st.integers(1, 64), st.integers(64, 512), st.integers(1, 16), st.booleans())
+def test_sizes_hold_what_their_four_rules_say(size, minimum, maximum, multiple, power):
+    sizes = Sizes(minimum=minimum, maximum=maximum, multiple_of=multiple, power_of_two=power)
+    powers = {2**n for n in range(12)}
+    expected = size in range(minimum, maximum + 1) and size in range(0, 1000, multiple) and (not power or size in powers)
+    assert (size in sizes) == expected
+
+
+def test_a_spec_inside_the_record_has_no_reason_against_it():
+    assert NARROW.reasons_against(make_spec(), CPU) == []
+
+
+@pytest.mark.parametrize(("changes", "reason"), AGAINST.values(), ids=AGAINST)
+def test_each_part_outside_the_record_has_its_reason(changes, reason):
+    assert any(reason in found for found in NARROW.reasons_against(make_spec(**changes), CPU))
+
+
+def test_every_reason_is_given_at_once():
+    spec = make_spec(head_dim=12, page_size=12, sliding_window=4, soft_cap=2.0, sinks=True)
+    assert len(NARROW.reasons_against(spec, CPU)) == 6  # the value dim follows the head dim
+
+
+def test_mixed_dtypes_are_taken_where_the_record_says_so():
+    mixed = replace(NARROW, mixed_kv_dtypes=True)
+    assert mixed.reasons_against(make_spec(kv_dtype=torch.bfloat16), CPU) == []
+
+
+def test_a_device_outside_the_record_is_named_with_those_inside():
+    assert NARROW.reasons_against(make_spec(), torch.device("cuda")) == ["runs on cpu, not on cuda"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_cuda_device_that_is_not_there_is_a_reason():
+    anywhere = replace(NARROW, devices=("cpu", "cuda"))
+    assert anywhere.reasons_against(make_spec(), torch.device("cuda")) == ["needs a CUDA device and this machine has none"]
+
+
+def test_a_cuda_device_that_is_too_old_is_named_with_both_capabilities(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    reasons = replace(NARROW, devices=("cuda",)).reasons_against(make_spec(), torch.device("cuda"))
+    assert reasons == ["needs compute capability (8, 0), the device has (7, 5)"]
+
+
+def test_a_plain_spec_asks_for_no_feature():
+    assert features_of(make_spec(num_kv_heads=4)) == []
+
+
+def test_a_spec_asks_for_every_feature_it_uses():
+    spec = make_spec(sliding_window=4, soft_cap=2.0, sinks=True, value_dim=8)
+    assert set(features_of(spec)) == set(Feature)
+
+
+def test_further_reasons_come_behind_the_records():
+    class Picky(type(get("torch_reference"))):
+        def further_reasons(self, spec, device):
+            return ["does not like Mondays"]
+
+    verdict = Picky().supports(make_spec(dtype=torch.float64), CPU)
+    assert isinstance(verdict, Rejected) and verdict.reasons[-1] == "does not like Mondays" and len(verdict.reasons) > 1
+
+
+def test_accepted_is_true_and_rejected_is_false():
+    assert Accepted() and not Rejected(("no",))
+
+
+@pytest.mark.parametrize("name", ["torch_reference", "triton_paged"])
+def test_shipped_backends_allocate_what_the_spec_says(name):
+    spec = make_spec(head_dim=64, value_dim=72, kv_dtype=None)
+    cache = get(name).allocate_kv(spec, 5, CPU)
+    assert cache.key.shape == (5, 4, 2, 64) and cache.value.shape == (5, 4, 2, 72) and cache.num_pages == 5
+
+
+def test_triton_paged_keeps_a_pages_keys_and_values_side_by_side():
+    cache = get("triton_paged").allocate_kv(make_spec(head_dim=64), 5, CPU)
+    page = 4 * 2 * 64
+    assert cache.key.stride(0) == 2 * page
+    assert cache.value.data_ptr() - cache.key.data_ptr() == page * cache.key.element_size()

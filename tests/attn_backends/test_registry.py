@@ -1,0 +1,207 @@
+import sys
+from importlib.metadata import EntryPoint
+from types import ModuleType
+
+import pytest
+
+from attn_backends import (
+    Accepted,
+    BrokenBackend,
+    DuplicateBackend,
+    Rejected,
+    UnknownBackend,
+    explain,
+    get,
+    names,
+    register,
+    registry,
+    unregister,
+)
+from attn_backends.torch_reference import TorchReference
+from attn_backends.triton_paged import TritonPaged
+from builders import CONTRACT_VERSION
+from tests.factories import CPU, make_spec
+
+
+class Other(TorchReference):
+    name = "other"
+
+
+@pytest.fixture(autouse=True)
+def registry_as_it_was(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
+
+
+@pytest.fixture
+def declare(monkeypatch):
+    """Makes other packages declare backends: declare(name="module:attribute")."""
+
+    def declare(**declared):
+        points = [EntryPoint(name, value, "attn_backends") for name, value in declared.items()]
+        monkeypatch.setattr(registry, "entry_points", lambda group: points if group == "attn_backends" else [])
+
+    return declare
+
+
+@pytest.fixture
+def plug_in_module(monkeypatch):
+    module = ModuleType("a_plug_in")
+    module.Other = Other
+    monkeypatch.setitem(sys.modules, "a_plug_in", module)
+
+
+def test_the_built_in_backends_are_known():
+    assert names()[:2] == ["torch_reference", "triton_paged"]
+
+
+def test_a_backend_is_made_once():
+    assert get("torch_reference") is get("torch_reference")
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(UnknownBackend, match="one of torch_reference, triton_paged.*got 'torch_referense'"):
+        get("torch_referense")
+
+
+def test_an_unknown_name_is_unknown_to_explain_too():
+    with pytest.raises(UnknownBackend):
+        explain("nobody", make_spec(), CPU)
+
+
+def test_a_registered_backend_is_had_by_its_name():
+    register("other", Other)
+    assert isinstance(get("other"), Other) and "other" in names()
+
+
+def test_a_backend_may_be_named_by_its_import_path(plug_in_module):
+    register("other", "a_plug_in:Other")
+    assert isinstance(get("other"), Other)
+
+
+def test_register_returns_the_factory_so_that_it_can_decorate():
+    assert register("other", Other) is Other
+
+
+@pytest.mark.parametrize("name", ["torch_reference", "other"])
+def test_a_duplicate_is_refused_and_nothing_changes(name):
+    register("other", Other)
+    before = get(name), names()
+    with pytest.raises(DuplicateBackend, match=f"'{name}' is registered already"):
+        register(name, TritonPaged)
+    assert (get(name), names()) == before
+
+
+def test_a_name_that_a_package_declares_is_taken_too(declare):
+    declare(declared="a_plug_in:Other")
+    with pytest.raises(DuplicateBackend):
+        register("declared", TritonPaged)
+
+
+def test_a_name_is_taken_over_when_asked_to():
+    get("torch_reference")
+    register("torch_reference", Other, replace=True)
+    assert isinstance(get("torch_reference"), Other)
+
+
+def test_unregistering_gives_a_built_in_name_back():
+    register("torch_reference", Other, replace=True)
+    get("torch_reference")
+    unregister("torch_reference")
+    assert type(get("torch_reference")) is TorchReference
+
+
+def test_unregistering_forgets_a_backend():
+    register("other", Other)
+    get("other")
+    unregister("other")
+    with pytest.raises(UnknownBackend):
+        get("other")
+
+
+def test_a_missing_package_names_the_extra_that_brings_it():
+    register("gone", "a_package_that_is_not_here:Backend", extra="gone-kernels")
+    with pytest.raises(BrokenBackend, match=r"a_package_that_is_not_here.*pip install 'attn-backends\[gone-kernels\]'"):
+        get("gone")
+
+
+def test_a_missing_attribute_is_a_broken_backend(plug_in_module):
+    register("gone", "a_plug_in:Missing")
+    with pytest.raises(BrokenBackend, match="does not load: AttributeError.*Missing"):
+        get("gone")
+
+
+def test_a_factory_that_fails_is_a_broken_backend_in_its_own_words():
+    def fail():
+        raise OSError("no libcuda")
+
+    register("failing", fail)
+    with pytest.raises(BrokenBackend, match="does not load: OSError: no libcuda"):
+        get("failing")
+
+
+def test_a_factory_of_something_else_is_a_broken_backend():
+    register("wrong", dict)
+    with pytest.raises(BrokenBackend, match=r"must be an attn_backends\.AttentionBackend, its factory made a dict"):
+        get("wrong")
+
+
+def test_another_contract_major_is_refused_with_both_numbers():
+    class Old(TorchReference):
+        contract_version = (CONTRACT_VERSION[0] + 1, 0)
+
+    register("old", Old)
+    with pytest.raises(BrokenBackend) as refused:
+        get("old")
+    assert str(Old.contract_version) in str(refused.value) and str(CONTRACT_VERSION) in str(refused.value)
+
+
+def test_another_contract_minor_is_taken():
+    class Newer(TorchReference):
+        contract_version = (CONTRACT_VERSION[0], CONTRACT_VERSION[1] + 7)
+
+    register("newer", Newer)
+    assert isinstance(get("newer"), Newer)
+
+
+def test_a_declared_backend_is_found(declare, plug_in_module):
+    declare(declared="a_plug_in:Other")
+    assert "declared" in names() and isinstance(get("declared"), Other)
+
+
+def test_an_unknown_name_lists_declared_ones_too(declare):
+    declare(declared="a_plug_in:Other")
+    with pytest.raises(UnknownBackend, match="declared, torch_reference"):
+        get("nobody")
+
+
+def test_a_registered_name_wins_over_a_declared_one(declare, plug_in_module):
+    declare(declared="a_plug_in:Other")
+    register("declared", TritonPaged, replace=True)
+    assert isinstance(get("declared"), TritonPaged) and names().count("declared") == 1
+
+
+def test_a_broken_plug_in_is_rejected_with_its_reason(declare):
+    declare(declared="a_package_that_is_not_here:Backend")
+    verdict = explain("declared", make_spec(), CPU)
+    assert isinstance(verdict, Rejected) and "a_package_that_is_not_here" in verdict.reasons[0]
+
+
+def test_a_broken_plug_in_breaks_nobody_else(declare):
+    declare(declared="a_package_that_is_not_here:Backend")
+    assert isinstance(explain("torch_reference", make_spec(), CPU), Accepted)
+
+
+def test_a_backend_that_failed_is_tried_again():
+    results = iter([RuntimeError("not yet"), Other()])
+
+    def factory():
+        result = next(results)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    register("late", factory)
+    with pytest.raises(BrokenBackend):
+        get("late")
+    assert isinstance(get("late"), Other)

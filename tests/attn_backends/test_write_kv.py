@@ -1,0 +1,74 @@
+import pytest
+import torch
+
+from attn_backends.ops.write_kv import write_kv
+from builders import BatchError
+from tests.factories import make_cache, make_spec
+
+SPEC = make_spec(value_dim=8)
+
+
+def new(tokens, dtype=torch.float32):
+    return torch.randn(tokens, 2, 16).to(dtype), torch.randn(tokens, 2, 8).to(dtype)
+
+
+def test_a_token_is_stored_at_its_page_and_offset():
+    cache, (key, value) = make_cache(SPEC, 5), new(2)
+    write_kv(key, value, cache.key, cache.value, torch.tensor([9, 3]))
+    assert torch.equal(cache.key[2, 1], key[0]) and torch.equal(cache.value[2, 1], value[0])
+    assert torch.equal(cache.key[0, 3], key[1]) and torch.equal(cache.value[0, 3], value[1])
+
+
+def test_no_other_slot_is_touched():
+    cache, before = make_cache(SPEC, 5), make_cache(SPEC, 5)
+    write_kv(*new(2), cache.key, cache.value, torch.tensor([9, 3]))
+    others = [slot for slot in range(20) if slot not in (3, 9)]
+    for found, was in ((cache.key, before.key), (cache.value, before.value)):
+        assert torch.equal(found.flatten(0, 1)[others], was.flatten(0, 1)[others])
+
+
+def test_slot_minus_one_writes_nothing():
+    cache, before = make_cache(SPEC, 5), make_cache(SPEC, 5)
+    write_kv(*new(3), cache.key, cache.value, torch.tensor([-1, -1, -1]))
+    assert torch.equal(cache.key, before.key) and torch.equal(cache.value, before.value)
+
+
+def test_keys_and_values_may_be_strided_apart():
+    packed = torch.zeros(5, 2, 4, 2, 16)
+    key, value = torch.randn(1, 2, 16), torch.randn(1, 2, 16)
+    write_kv(key, value, packed[:, 0], packed[:, 1], torch.tensor([6]))
+    assert torch.equal(packed[1, 0, 2], key[0]) and torch.equal(packed[1, 1, 2], value[0])
+    assert packed.count_nonzero() == key.numel() + value.numel()
+
+
+def test_keys_and_values_may_share_the_last_dim():
+    packed = torch.zeros(5, 4, 2, 24)
+    key, value = new(1)
+    write_kv(key, value, packed[..., :16], packed[..., 16:], torch.tensor([6]))
+    assert torch.equal(packed[1, 2], torch.cat([key[0], value[0]], -1))
+
+
+def test_new_tokens_may_be_views_of_a_packed_projection():
+    cache = make_cache(make_spec(), 5)
+    packed = torch.randn(2, 8, 16)
+    key, value = packed[:, 4:6], packed[:, 6:]
+    write_kv(key, value, cache.key, cache.value, torch.tensor([0, 19]))
+    assert torch.equal(cache.key[4, 3], key[1]) and torch.equal(cache.value[4, 3], value[1])
+
+
+REFUSED = {
+    "a key of another dtype": (lambda k, v: (k.bfloat16(), v), r"key must be torch\.float32.*got torch\.bfloat16"),
+    "a value of another dtype": (lambda k, v: (k, v.bfloat16()), r"value must be torch\.float32"),
+    "too few keys": (lambda k, v: (k[:1], v), r"key must be torch\.float32 \[2, 2, 16\].*got torch\.float32 \[1, 2, 16\]"),
+    "too few values": (lambda k, v: (k, v[:1]), r"value must be .*\[2, 2, 8\]"),
+    "too few heads": (lambda k, v: (k[:, :1], v), "key must be"),
+    "a value of the key's dim": (lambda k, v: (k, k), r"value must be .*got torch\.float32 \[2, 2, 16\]"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_tensor_that_a_kernel_would_misread_is_refused_with_nothing_written(change, message):
+    cache, before = make_cache(SPEC, 5), make_cache(SPEC, 5)
+    with pytest.raises(BatchError, match=message):
+        write_kv(*change(*new(2)), cache.key, cache.value, torch.tensor([0, 1]))
+    assert torch.equal(cache.key, before.key) and torch.equal(cache.value, before.value)

@@ -1,0 +1,113 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attn_backends import KVCache
+from attn_backends.ops.paged_attention import paged_attention
+from attn_backends.ops.write_kv import write_kv
+from builders import BatchBuffers
+from builders._triton import torch_implementations
+from tests.factories import make_cache, make_spec, make_tables
+
+PLAIN = make_spec(head_dim=64)
+SPECS = {
+    "plain": PLAIN,
+    "no grouping": replace(PLAIN, num_kv_heads=4),
+    "three heads a group": replace(PLAIN, num_q_heads=6),
+    "window": replace(PLAIN, sliding_window=5),
+    "sinks": replace(PLAIN, sinks=True),
+    "soft cap": replace(PLAIN, soft_cap=1.5),
+    "everything": replace(PLAIN, sliding_window=70, sinks=True, soft_cap=2.0, value_dim=72),
+    "dim that is no power of two": make_spec(head_dim=80),
+    "bfloat16": replace(PLAIN, dtype=torch.bfloat16, kv_dtype=torch.bfloat16),
+}
+BATCHES = {
+    "decode": ([1, 1, 1], [1, 66, 130], 4),
+    "extend": ([5, 5], [5, 99], 3),
+    "ragged": ([9, 1, 40], [20, 3, 130], None),
+}
+
+
+def attention(spec, query_lens, seq_lens, pad_reqs, splits):
+    """A call of the op as a function without arguments, over NaN wherever no request's token lies."""
+    generator = torch.Generator().manual_seed(3)
+    tables = make_tables(seq_lens, page_sizes=(spec.page_size,), max_reqs=4, max_seq_len=136)
+    batch = BatchBuffers(tables, max_tokens=80)
+    num_reqs, num_tokens = batch.load(query_lens, seq_lens, pad_reqs=pad_reqs)
+    cache = make_cache(spec, tables.num_pages[0])
+    owned = torch.zeros(cache.num_pages, spec.page_size, dtype=torch.bool)
+    for request, length in enumerate(seq_lens):
+        for position in range(length):
+            owned[tables.block_tables[0, request, position // spec.page_size], position % spec.page_size] = True
+    cache.key[~owned] = cache.value[~owned] = float("nan")
+    query = torch.randn(num_tokens, spec.num_q_heads, spec.head_dim, generator=generator).to(spec.dtype)
+    sinks = torch.randn(spec.num_q_heads, generator=generator) if spec.sinks else None
+    return lambda: paged_attention(
+        query, cache.key, cache.value, tables.block_tables[0, :num_reqs], batch.seq_lens[:num_reqs],
+        batch.query_start_loc[: num_reqs + 1], max_query_len=max(query_lens), num_splits=splits,
+        scale=spec.softmax_scale, sliding_window=spec.sliding_window, soft_cap=spec.soft_cap, sinks=sinks,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("spec", [SPECS["plain"], SPECS["everything"]], ids=["plain", "everything"])
+def test_paged_attention_of_every_batch_shape(spec, batch, splits):
+    call = attention(spec, *batch, splits)
+    by_kernel = call()
+    with torch_implementations():
+        torch.testing.assert_close(by_kernel, call(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_paged_attention_of_every_kind_of_spec(spec, splits):
+    call = attention(spec, [2, 2], [7, 70], 3, splits)
+    by_kernel = call()
+    tolerance = 2e-2 if spec.dtype == torch.bfloat16 else 1e-5
+    with torch_implementations():
+        torch.testing.assert_close(by_kernel, call(), rtol=10 * tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_paged_attention_of_padding_rows_is_zero(splits):
+    assert attention(SPECS["everything"], [2, 2], [7, 70], 4, splits)()[4:].eq(0).all()
+
+
+def test_more_splits_than_blocks_change_nothing():
+    args = (PLAIN, [1, 1], [1, 130], 2)
+    torch.testing.assert_close(attention(*args, 64)(), attention(*args, 1)(), rtol=1e-5, atol=1e-6)
+
+
+LAYOUTS = {
+    "apart": lambda key, value: (key.clone(), value.clone()),
+    "a page's side by side": lambda key, value: torch.stack([key, value], 1).unbind(1),
+    "in one last dim": lambda key, value: torch.cat([key, value], -1).split(key.shape[-1], -1),
+    "heads before tokens": lambda key, value: [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (key, value)],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_write_kv_into_every_layout(layout, dtype):
+    empty = make_cache(replace(make_spec(num_q_heads=3, num_kv_heads=3, head_dim=24), kv_dtype=dtype), 5)
+    caches = [KVCache(*layout(empty.key, empty.value)) for _ in range(2)]
+    packed = torch.randn(4, 9, 24).to(dtype)
+    args = packed[:, 3:6], packed[:, 6:]
+    slots = torch.tensor([7, -1, 19, 0])
+    write_kv(*args, caches[0].key, caches[0].value, slots)
+    with torch_implementations():
+        write_kv(*args, caches[1].key, caches[1].value, slots)
+    assert torch.equal(caches[0].key, caches[1].key) and torch.equal(caches[0].value, caches[1].value)
+    assert not torch.equal(caches[0].key, empty.key)
+
+
+def test_write_kv_of_another_value_dim():
+    spec = make_spec(value_dim=40)
+    caches = [make_cache(spec, 5) for _ in range(2)]
+    args, slots = (torch.randn(2, 2, 16), torch.randn(2, 2, 40)), torch.tensor([7, 3])
+    write_kv(*args, caches[0].key, caches[0].value, slots)
+    with torch_implementations():
+        write_kv(*args, caches[1].key, caches[1].value, slots)
+    assert torch.equal(caches[0].key, caches[1].key) and torch.equal(caches[0].value, caches[1].value)

@@ -1,0 +1,74 @@
+import pytest
+import torch
+
+from builders._triton import torch_implementations
+from spec_decode.ops.sample_draft import sample_draft
+
+
+def drafted(logits, temperature, *, column=1, live=None, seed=0):
+    """(tokens, processed logits, next inputs) of one call on buffers that held 7s."""
+    rows, vocab = logits.shape
+    generator = torch.Generator().manual_seed(seed)
+    out = torch.full((rows + 1, 3), 7), torch.full((rows + 1, 3, vocab), 7.0), torch.full((rows + 1,), 7)
+    sample_draft(
+        logits,
+        temperature=torch.tensor(temperature),
+        seeds=torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator),
+        positions=torch.randint(0, 2**20, (rows,), generator=generator),
+        seq_lens=torch.tensor(live or [5] * rows, dtype=torch.int32),
+        step=torch.tensor([column]),
+        draft_tokens=out[0],
+        draft_logits=out[1],
+        next_ids=out[2],
+    )
+    return out
+
+
+def both_ways(*args, **options):
+    by_kernel = drafted(*args, **options)
+    with torch_implementations():
+        return by_kernel, drafted(*args, **options)
+
+
+def same(by_kernel, by_torch):
+    return all(torch.equal(a, b) for a, b in zip(by_kernel, by_torch, strict=True))
+
+
+def noise(rows, vocab, seed=0, dtype=torch.float32):
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)).to(dtype) * 3
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_mixed_temperatures_over_large_seeds_and_positions(seed):
+    assert same(*both_ways(noise(4, 500, seed), [0.0, 0.7, 1.0, 1.9], seed=seed))
+
+
+@pytest.mark.parametrize("vocab", [2, 37, 4096, 9001])
+def test_a_vocabulary_of_any_size(vocab):
+    assert same(*both_ways(noise(2, vocab), [0.0, 1.0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_low_precision(dtype):
+    assert same(*both_ways(noise(3, 100, dtype=dtype), [0.0, 0.7, 1.0]))
+
+
+def test_logits_that_are_a_strided_view():
+    assert same(*both_ways(noise(3, 200)[:, :100], [0.0, 0.7, 1.0]))
+
+
+def test_ties_are_won_by_the_first_index_across_blocks():
+    logits = torch.zeros(2, 9001)
+    logits[0, [4100, 8200]] = logits[1, [5, 4099]] = 1.0
+    by_kernel, by_torch = both_ways(logits, [0.0, 0.0])
+    assert by_kernel[0][:2, 1].tolist() == [4100, 5] and same(by_kernel, by_torch)
+
+
+def test_rows_that_propose_nothing():
+    by_kernel, by_torch = both_ways(noise(3, 50), [0.0, 1.0, 1.0], live=[0, 4, 0])
+    assert by_kernel[0][[0, 2], 1].tolist() == [-1, -1] and same(by_kernel, by_torch)
+
+
+@pytest.mark.parametrize("column", [0, 2])
+def test_only_the_named_column_is_written(column):
+    assert same(*both_ways(noise(3, 50), [0.0, 1.0, 1.0], column=column))
