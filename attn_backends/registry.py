@@ -115,9 +115,7 @@ def _from_entry_point(name: str) -> _Registration:
 
 
 def _make(name: str, registration: _Registration) -> AttentionBackend:
-    hint = (
-        f" Install it with: pip install 'attn-backends[{registration.extra}]'." if registration.extra else ""
-    )
+    hint = f" Install it with: pip install 'attn-backends[{registration.extra}]'." if registration.extra else ""
     try:
         factory = registration.factory
         if isinstance(factory, str):

@@ -67,7 +67,7 @@ def _attend(
     spec: AttentionSpec,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """query [T, Hq, D]; row, kv_start, kv_end [T]; block_table [R, P]. A page outside [kv_start, kv_end) is not read."""
+    """query [T, Hq, D]; row, kv_start, kv_end [T]; block_table [R, P]. Pages outside [kv_start, kv_end) stay unread."""
     tokens, size = query.shape[0], spec.page_size
     position = torch.arange(block_table.shape[1] * size, device=query.device)
     seen = (position >= kv_start[:, None]) & (position < kv_end[:, None])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from builders._ops import define_op
 from builders._triton import interpreting, tl, triton
 from builders.batch import NO_SLOT, BatchBuffers
 
-_BLOCK = 128
+_BLOCK = 64
 
 
 def advance_shared_state(batch: BatchBuffers, num_reqs: int) -> None:
@@ -19,7 +20,7 @@ def advance_shared_state(batch: BatchBuffers, num_reqs: int) -> None:
     `step` moves by one.
     """
     tables = batch.tables
-    torch.ops.builders.advance_decode(
+    _advance_decode(
         batch.seq_lens[:num_reqs],
         batch.positions[:num_reqs],
         batch.slot_mappings[:, :num_reqs],
@@ -31,11 +32,6 @@ def advance_shared_state(batch: BatchBuffers, num_reqs: int) -> None:
     )
 
 
-@torch.library.custom_op(
-    "builders::advance_decode",
-    mutates_args=("seq_lens", "positions", "slot_mappings", "step", "overflow"),
-    device_types="cpu",
-)
 def _advance(
     seq_lens: torch.Tensor,
     positions: torch.Tensor,
@@ -47,9 +43,8 @@ def _advance(
     token_limits: torch.Tensor,
 ) -> None:
     if interpreting():
-        return _launch(
-            seq_lens, positions, slot_mappings, step, overflow, block_tables, page_sizes, token_limits
-        )
+        _launch(seq_lens, positions, slot_mappings, step, overflow, block_tables, page_sizes, token_limits)
+        return
     num_reqs = seq_lens.shape[0]
     live = seq_lens > 0
     position = seq_lens.long()
@@ -63,15 +58,8 @@ def _advance(
     seq_lens.copy_(torch.where(moves, seq_lens + 1, 0))
     overflow[:num_reqs] |= (live & ~moves).int()
     step.add_(1)
-    return None
 
 
-@_advance.register_fake
-def _(*args: torch.Tensor) -> None:
-    return None
-
-
-@_advance.register_kernel("cuda")
 def _launch(
     seq_lens: torch.Tensor,
     positions: torch.Tensor,
@@ -82,8 +70,9 @@ def _launch(
     page_sizes: torch.Tensor,
     token_limits: torch.Tensor,
 ) -> None:
-    num_reqs = seq_lens.shape[0]
-    _advance_kernel[(triton.cdiv(num_reqs, _BLOCK),)](
+    num_reqs, groups = seq_lens.shape[0], block_tables.shape[0]
+    block = min(_BLOCK, triton.next_power_of_2(num_reqs))
+    _advance_kernel[(triton.cdiv(num_reqs, block),)](
         seq_lens,
         positions,
         slot_mappings,
@@ -97,9 +86,10 @@ def _launch(
         slot_mappings.stride(0),
         block_tables.stride(0),
         block_tables.stride(1),
-        GROUPS=block_tables.shape[0],
-        BLOCK=_BLOCK,
-        num_warps=1 if num_reqs <= 32 else 4,
+        GROUPS=groups,
+        BLOCK_G=triton.next_power_of_2(groups),
+        BLOCK=block,
+        num_warps=1,
     )
 
 
@@ -119,26 +109,40 @@ def _advance_kernel(
     table_stride,
     row_stride,
     GROUPS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    group = tl.arange(0, BLOCK_G)
     inside = row < num_reqs
+    in_group = group < GROUPS
     position = tl.load(seq_lens + row, mask=inside, other=0)
     limit = tl.load(token_limits + row, mask=inside, other=0)
+    size = tl.load(page_sizes + group, mask=in_group, other=1)
     live = position > 0
-    moves = live & (position < limit)
-    for group in tl.static_range(GROUPS):
-        column = position // tl.load(page_sizes + group)
-        entry = block_tables + group * table_stride + row.to(tl.int64) * row_stride + column
-        moves = moves & (tl.load(entry, mask=moves & (column < max_pages), other=-1) >= 0)
-    for group in tl.static_range(GROUPS):
-        size = tl.load(page_sizes + group)
-        entry = block_tables + group * table_stride + row.to(tl.int64) * row_stride + position // size
-        page = tl.load(entry, mask=moves, other=-1).to(tl.int64)
-        slot = tl.where(moves, page * size + position % size, -1)
-        tl.store(slot_mappings + group * slots_stride + row, slot, mask=inside)
+    wants = live & (position < limit)
+    column = position[None, :] // size[:, None]
+    asked = in_group[:, None] & wants[None, :] & (column < max_pages)
+    entry = block_tables + group[:, None] * table_stride + row[None, :].to(tl.int64) * row_stride + column
+    page = tl.load(entry, mask=asked, other=-1)
+    moves = wants & (tl.min(tl.where(in_group[:, None], page, 0), 0) >= 0)
+    slot = page.to(tl.int64) * size[:, None] + position[None, :] % size[:, None]
+    tl.store(
+        slot_mappings + group[:, None] * slots_stride + row[None, :],
+        tl.where(moves[None, :], slot, -1),
+        mask=in_group[:, None] & inside[None, :],
+    )
     tl.store(positions + row, position.to(tl.int64), mask=moves)
     tl.store(seq_lens + row, tl.where(moves, position + 1, 0), mask=inside)
-    tl.store(overflow + row, 1, mask=live & ~moves)
+    tl.store(overflow + row, 1, mask=live & (moves == 0))
     if tl.program_id(0) == 0:
         tl.store(step, tl.load(step) + 1)
+
+
+_advance_decode = define_op(
+    "builders::advance_decode",
+    "(Tensor(a!) seq_lens, Tensor(b!) positions, Tensor(c!) slot_mappings, Tensor(d!) step, Tensor(e!) overflow, "
+    "Tensor block_tables, Tensor page_sizes, Tensor token_limits) -> ()",
+    cpu=_advance,
+    cuda=_launch,
+)

@@ -46,7 +46,7 @@ class AttentionBatch:
 class BatchBuffers:
     """Persistent buffers of one kind of batch, at fixed addresses, with a padding rule per field.
 
-    query_start_loc  int32 [max_reqs + 1]             uniform: row * query_len, padding rows too; ragged: repeats the end
+    query_start_loc  int32 [max_reqs + 1]             uniform: row * query_len, padding too; ragged: repeats the end
     seq_lens         int32 [max_reqs]                 padding rows 0
     positions        int64 [max_tokens]               padding 0
     slot_mappings    int64 [num_groups, max_tokens]   padding -1
@@ -61,9 +61,7 @@ class BatchBuffers:
         self.query_start_loc = torch.zeros(self.max_reqs + 1, dtype=torch.int32, device=device)
         self.seq_lens = torch.zeros(self.max_reqs, dtype=torch.int32, device=device)
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-        self.slot_mappings = torch.full(
-            (tables.num_groups, max_tokens), NO_SLOT, dtype=torch.int64, device=device
-        )
+        self.slot_mappings = torch.full((tables.num_groups, max_tokens), NO_SLOT, dtype=torch.int64, device=device)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
 
     def set_uniform(self, query_len: int) -> None:

@@ -99,9 +99,7 @@ class MetadataBuilder(ABC, Generic[M]):
 
     @classmethod
     def _inherits_a_claim(cls) -> bool:
-        return any(
-            "advance_support" in base.__dict__ for base in cls.__mro__[1:] if base is not MetadataBuilder
-        )
+        return any("advance_support" in base.__dict__ for base in cls.__mro__[1:] if base is not MetadataBuilder)
 
     @classmethod
     @abstractmethod
@@ -128,9 +126,7 @@ class MetadataBuilder(ABC, Generic[M]):
         """The host values that a graph captured with this metadata bakes in."""
 
 
-def _restate_the_claim(
-    cls: type[MetadataBuilder[Any]], spec: AttentionSpec, device: torch.device
-) -> AdvanceSupport:
+def _restate_the_claim(cls: type[MetadataBuilder[Any]], spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
     return AdvanceSupport(
         AdvanceLevel.REBUILD,
         f"{cls.__name__} overrides build() and inherits its advance; it must state advance_support() again",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from builders._ops import define_op
 from builders._triton import interpreting, tl, triton
 from builders.batch import NO_SLOT, BatchBuffers
 
@@ -15,7 +16,7 @@ def begin_extend(batch: BatchBuffers, context_lens: torch.Tensor, num_reqs: int,
     group, raises tables.overflow. Both are inert: seq_lens 0, positions 0, slots -1.
     """
     tables = batch.tables
-    torch.ops.builders.begin_extend(
+    _begin_extend_op(
         batch.seq_lens[:num_reqs],
         batch.positions[: num_reqs * query_len],
         batch.slot_mappings[:, : num_reqs * query_len],
@@ -36,7 +37,7 @@ def begin_decode(
     Row r keeps the tokens up to the accepted[r]-th (int32) of its query: seq_lens = extend_seq_lens[r] - query_len +
     accepted[r] + 1. A row with extend_seq_lens 0 stays inert. step becomes 0, slots -1: nothing is being written yet.
     """
-    torch.ops.builders.begin_decode(
+    _begin_decode_op(
         batch.seq_lens[:num_reqs],
         batch.positions[:num_reqs],
         batch.slot_mappings[:, :num_reqs],
@@ -47,11 +48,6 @@ def begin_decode(
     )
 
 
-@torch.library.custom_op(
-    "builders::begin_extend",
-    mutates_args=("seq_lens", "positions", "slot_mappings", "overflow"),
-    device_types="cpu",
-)
 def _begin_extend(
     seq_lens: torch.Tensor,
     positions: torch.Tensor,
@@ -64,7 +60,7 @@ def _begin_extend(
     query_len: int,
 ) -> None:
     if interpreting():
-        return _launch_begin_extend(
+        _launch_begin_extend(
             seq_lens,
             positions,
             slot_mappings,
@@ -75,6 +71,7 @@ def _begin_extend(
             token_limits,
             query_len,
         )
+        return
     num_reqs = seq_lens.shape[0]
     limits = token_limits[:num_reqs].long()
     token = context_lens[:num_reqs].long()[:, None] + torch.arange(query_len)
@@ -87,15 +84,8 @@ def _begin_extend(
     positions.copy_(torch.where(fits[:, None], token, 0).flatten())
     seq_lens.copy_(torch.where(fits, token[:, -1] + 1, 0))
     overflow[:num_reqs] |= ((limits > 0) & ~fits).int()
-    return None
 
 
-@_begin_extend.register_fake
-def _(*args: object) -> None:
-    return None
-
-
-@_begin_extend.register_kernel("cuda")
 def _launch_begin_extend(
     seq_lens: torch.Tensor,
     positions: torch.Tensor,
@@ -155,15 +145,11 @@ def _begin_extend_kernel(
     table = block_tables + row.to(tl.int64) * row_stride
     for group in tl.static_range(GROUPS):
         column = token // tl.load(page_sizes + group)
-        owned = tl.load(
-            table + group * table_stride + column, mask=inside & fits & (column < max_pages), other=-1
-        )
+        owned = tl.load(table + group * table_stride + column, mask=inside & fits & (column < max_pages), other=-1)
         fits = fits & (tl.min(tl.where(inside, owned, 0), 0) >= 0)
     for group in tl.static_range(GROUPS):
         size = tl.load(page_sizes + group)
-        page = tl.load(table + group * table_stride + token // size, mask=inside & fits, other=-1).to(
-            tl.int64
-        )
+        page = tl.load(table + group * table_stride + token // size, mask=inside & fits, other=-1).to(tl.int64)
         slot = tl.where(fits, page * size + token % size, -1)
         tl.store(slot_mappings + group * slots_stride + row * query_len + query, slot, mask=inside)
     tl.store(positions + row * query_len + query, tl.where(fits, token, 0).to(tl.int64), mask=inside)
@@ -172,11 +158,6 @@ def _begin_extend_kernel(
         tl.store(overflow + row, 1)
 
 
-@torch.library.custom_op(
-    "builders::begin_decode",
-    mutates_args=("seq_lens", "positions", "slot_mappings", "step"),
-    device_types="cpu",
-)
 def _begin_decode(
     seq_lens: torch.Tensor,
     positions: torch.Tensor,
@@ -187,9 +168,8 @@ def _begin_decode(
     query_len: int,
 ) -> None:
     if interpreting():
-        return _launch_begin_decode(
-            seq_lens, positions, slot_mappings, step, extend_seq_lens, accepted, query_len
-        )
+        _launch_begin_decode(seq_lens, positions, slot_mappings, step, extend_seq_lens, accepted, query_len)
+        return
     num_reqs = seq_lens.shape[0]
     live = extend_seq_lens[:num_reqs] > 0
     position = extend_seq_lens[:num_reqs] - query_len + accepted[:num_reqs]
@@ -197,15 +177,8 @@ def _begin_decode(
     positions.copy_(torch.where(live, position, 0))
     slot_mappings.fill_(NO_SLOT)
     step.zero_()
-    return None
 
 
-@_begin_decode.register_fake
-def _(*args: object) -> None:
-    return None
-
-
-@_begin_decode.register_kernel("cuda")
 def _launch_begin_decode(
     seq_lens: torch.Tensor,
     positions: torch.Tensor,
@@ -258,3 +231,20 @@ def _begin_decode_kernel(
         tl.store(slot_mappings + group * slots_stride + row, tl.full((BLOCK,), -1, tl.int64), mask=inside)
     if tl.program_id(0) == 0:
         tl.store(step, tl.full((), 0, tl.int64))
+
+
+_begin_extend_op = define_op(
+    "builders::begin_extend",
+    "(Tensor(a!) seq_lens, Tensor(b!) positions, Tensor(c!) slot_mappings, Tensor(d!) overflow, Tensor context_lens, "
+    "Tensor block_tables, Tensor page_sizes, Tensor token_limits, int query_len) -> ()",
+    cpu=_begin_extend,
+    cuda=_launch_begin_extend,
+)
+
+_begin_decode_op = define_op(
+    "builders::begin_decode",
+    "(Tensor(a!) seq_lens, Tensor(b!) positions, Tensor(c!) slot_mappings, Tensor(d!) step, Tensor extend_seq_lens, "
+    "Tensor accepted, int query_len) -> ()",
+    cpu=_begin_decode,
+    cuda=_launch_begin_decode,
+)

@@ -68,9 +68,7 @@ class AttentionSpec:
                 f"num_q_heads must be a multiple of num_kv_heads, got {self.num_q_heads} and {self.num_kv_heads}"
             )
         if self.sliding_window is not None and self.sliding_window < 1:
-            problems.append(
-                f"sliding_window counts the query itself and must be at least 1, got {self.sliding_window}"
-            )
+            problems.append(f"sliding_window counts the query itself and must be at least 1, got {self.sliding_window}")
         if self.soft_cap is not None and not self.soft_cap > 0:
             problems.append(f"soft_cap must be positive, got {self.soft_cap}")
         return problems

@@ -57,9 +57,7 @@ class ReferenceBuilder(MetadataBuilder[ReferenceMetadata]):
 
     @classmethod
     def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
-        return AdvanceSupport(
-            AdvanceLevel.IN_GRAPH, "visible ranges are recomputed from positions on the device"
-        )
+        return AdvanceSupport(AdvanceLevel.IN_GRAPH, "visible ranges are recomputed from positions on the device")
 
     def build(self, batch: AttentionBatch, *, horizon: int = 0) -> ReferenceMetadata:
         metadata = ReferenceMetadata(

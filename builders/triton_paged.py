@@ -17,7 +17,7 @@ from builders.contract import (
 )
 from builders.spec import AttentionSpec
 
-_TOKENS_PER_SPLIT = 256
+_TOKENS_PER_SPLIT = 64
 """A split shorter than this costs more in the merge than it gains (measured on an H200, see reports)."""
 _WAVES = 4
 """Programs per multiprocessor that a decode launch aims at."""
@@ -85,4 +85,4 @@ class TritonPagedBuilder(MetadataBuilder[TritonPagedMetadata]):
 def _multiprocessors(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
-    return 16  # enough for the CPU's runs to take the split path
+    return 8  # enough for the CPU's runs to take the split path

@@ -92,12 +92,15 @@ class Drafter:
         self.num_speculative_tokens = num_speculative_tokens
         self._query_len = num_speculative_tokens + 1
         self._allocate(groups[0].spec.dtype)
-        self._extend = _Phase(
-            self, BatchBuffers(tables, max_tokens=tables.max_reqs * self._query_len), self._query_len
-        )
+        self._extend = _Phase(self, BatchBuffers(tables, max_tokens=tables.max_reqs * self._query_len), self._query_len)
         self._decode = _Phase(self, BatchBuffers(tables, max_tokens=tables.max_reqs), 1)
         self.graphs = GraphManager(device, capture_sizes or default_capture_sizes(tables.max_reqs))
         self._captured = False
+        widest = min(group.backend.builder.graph_support for group in groups)
+        self._extend_in_graph = self.plan.strategy is not Strategy.EAGER and widest >= GraphSupport.UNIFORM_BATCH
+        self._strong_groups = [i for i in range(len(groups)) if i not in self.plan.weak_groups]
+        self._weak_at_step_0 = self.plan.weak_groups if self._extend_in_graph else tuple(range(len(groups)))
+        self._built_per_round = [i for i, group in enumerate(self.plan.groups) if group.build_per_round]
 
     def _allocate(self, hidden_dtype: torch.dtype) -> None:
         reqs, steps, config = self.tables.max_reqs, self.num_speculative_tokens, self.model.config
@@ -192,41 +195,37 @@ class Drafter:
         )
         for name in VerifiedTokens.__slots__:
             found, buffer = getattr(verified, name), getattr(self._inputs, name)
-            require_tensor(
-                name, found, shape=(live, *buffer.shape[1:]), dtype=buffer.dtype, device=self.tables.device
-            )
+            shape = (live, *buffer.shape[1:])
+            # Compared here first: composing the message's parts for seven tensors would cost 10 us a round.
+            if found.shape != shape or found.dtype != buffer.dtype or found.device != buffer.device:
+                require_tensor(name, found, shape=shape, dtype=buffer.dtype, device=self.tables.device)
 
     def _take(self, verified: VerifiedTokens, live: int) -> None:
-        for name in VerifiedTokens.__slots__:
-            buffer, found = getattr(self._inputs, name), getattr(verified, name)
-            if found.data_ptr() != buffer.data_ptr():
-                buffer[:live].copy_(found, non_blocking=True)
+        """Copy what is not in the buffers already: an engine may have its verifier write to `inputs`."""
+        pairs = [(getattr(self._inputs, name)[:live], getattr(verified, name)) for name in VerifiedTokens.__slots__]
+        pairs = [(buffer, found) for buffer, found in pairs if buffer.data_ptr() != found.data_ptr()]
+        if pairs:
+            torch._foreach_copy_([buffer for buffer, _ in pairs], [found for _, found in pairs], non_blocking=True)
+
+    @property
+    def inputs(self) -> VerifiedTokens:
+        """The persistent buffers of a round's inputs; a verifier that writes its results here saves their copies."""
+        return self._inputs
 
     # ------------------------------------------------------------------ strategies
 
     def run_extend(self, size: int) -> None:
         """Run step 0 of `size` padded rows over the round's inputs."""
-        weak = self.plan.weak_groups if self._extend_in_graph else tuple(range(len(self.groups)))
-        if weak:
+        if self._weak_at_step_0:
             self._begin_extend(size)
-            self._extend.rebuild(size, weak)
+            self._extend.rebuild(size, self._weak_at_step_0)
         if self._extend_in_graph:
             self.graphs.replay(GraphKey(EXTEND, size), self._needed(size, self._query_len))
         else:
             self._extend_forward(size)
 
-    @property
-    def _extend_in_graph(self) -> bool:
-        widest = min(group.backend.builder.graph_support for group in self.groups)
-        return self.plan.strategy is not Strategy.EAGER and widest >= GraphSupport.UNIFORM_BATCH
-
-    @property
-    def _strong_groups(self) -> list[int]:
-        weak = self.plan.weak_groups
-        return [index for index in range(len(self.groups)) if index not in weak]
-
     def _full_loop(self, size: int) -> None:
-        self._decode.rebuild(size, [i for i, group in enumerate(self.plan.groups) if group.build_per_round])
+        self._decode.rebuild(size, self._built_per_round)
         self.graphs.replay(GraphKey(LOOP, size), self._needed(size, 1))
 
     def _per_step_loop(self, size: int) -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 
 from attn_backends import AttentionBackend
-from builders import BatchError, RequestTables
+from builders import RequestTables
 from builders.errors import require
-from spec_decode.drafter import Drafter, VerifiedTokens
+from spec_decode.drafter import Drafter, Drafts, VerifiedTokens
 from spec_decode.kv_groups import KVGroup, make_group
 from spec_decode.models import EagleDraft, LlamaTarget
 from spec_decode.strategy import DraftPlan, GraphMode, Strategy
@@ -99,8 +99,7 @@ class Engine:
     ) -> None:
         """max_seq_len bounds prompt and new tokens together. draft_backend: the draft's, where it is another."""
         require(
-            num_speculative_tokens >= 0
-            and max_seq_len + num_speculative_tokens < target.config.max_positions,
+            num_speculative_tokens >= 0 and max_seq_len + num_speculative_tokens < target.config.max_positions,
             f"speculative tokens must be 0 or more and leave room below the model's {target.config.max_positions} "
             f"positions, got {num_speculative_tokens} with max_seq_len {max_seq_len}; nothing was allocated. Lower "
             "either.",
@@ -144,13 +143,9 @@ class Engine:
         """The drafter's plan; None when decoding plainly."""
         return self.drafter.plan if self.drafter else None
 
-    def _group(
-        self, name: str, model: LlamaTarget | EagleDraft, backend: AttentionBackend, pages: int
-    ) -> KVGroup:
+    def _group(self, name: str, model: LlamaTarget | EagleDraft, backend: AttentionBackend, pages: int) -> KVGroup:
         spec = model.config.attention_spec(self._page_size, self._dtype)
-        return make_group(
-            name, backend, spec, range(model.config.num_layers), num_pages=pages, device=self._device
-        )
+        return make_group(name, backend, spec, range(model.config.num_layers), num_pages=pages, device=self._device)
 
     @torch.no_grad()
     def generate(
@@ -227,9 +222,7 @@ class Engine:
     def _load_tables(self, tables: RequestTables, live: list[_Live]) -> None:
         tables.load([[state.pages for state in live]], [state.limit for state in live])
 
-    def _prefill(
-        self, joined: list[_Live], on_token: Callable[[int, int], None] | None, order: dict[int, int]
-    ) -> None:
+    def _prefill(self, joined: list[_Live], on_token: Callable[[int, int], None] | None, order: dict[int, int]) -> None:
         """Run the prompts through target and draft; each request then stands as if one token had been verified."""
         self._load_tables(self._joining, joined)
         lens = [len(state.tokens) for state in joined]
@@ -264,9 +257,7 @@ class Engine:
 
     # ------------------------------------------------------------------ a round
 
-    def _round(
-        self, live: list[_Live], on_token: Callable[[int, int], None] | None, order: dict[int, int]
-    ) -> None:
+    def _round(self, live: list[_Live], on_token: Callable[[int, int], None] | None, order: dict[int, int]) -> None:
         self.stats.rounds += 1
         if self.drafter is None:
             return self._plain_round(live, on_token, order)
@@ -296,7 +287,7 @@ class Engine:
         self.stats.drafted_for += len(live)
         return None
 
-    def _propose(self, live: list[_Live]):  # type: ignore[no-untyped-def]
+    def _propose(self, live: list[_Live]) -> Drafts:
         assert self.drafter is not None
         first = [len(state.tokens) - 2 - state.accepted for state in live]
         verified = VerifiedTokens(
@@ -317,9 +308,7 @@ class Engine:
         self, live: list[_Live], on_token: Callable[[int, int], None] | None, order: dict[int, int]
     ) -> None:
         lens = [len(state.tokens) for state in live]
-        hidden = self._target.run(
-            self._tables, [1] * len(live), lens, self._ids([state.tokens[-1] for state in live])
-        )
+        hidden = self._target.run(self._tables, [1] * len(live), lens, self._ids([state.tokens[-1] for state in live]))
         tokens = sample_target(
             self._target.model.logits(hidden),
             temperature=self._temperature(live),
@@ -352,6 +341,3 @@ class Engine:
 
     def _seeds(self, live: list[_Live]) -> torch.Tensor:
         return self._ids([state.request.seed for state in live])
-
-
-__all__ = ["BatchError", "Engine", "EngineStats", "Generation", "Request"]

@@ -85,9 +85,7 @@ def _checkout() -> tuple[str, bool | None]:
     if given or said or commit.startswith("unknown"):
         return commit, {"0": False, "1": True}.get(said or "")
     # Reports are left out, or the first report of a series would make the second one dirty.
-    status = _probe(
-        lambda: _run("git", "--no-optional-locks", "status", "--porcelain", "--", ".", ":!reports")
-    )
+    status = _probe(lambda: _run("git", "--no-optional-locks", "status", "--porcelain", "--", ".", ":!reports"))
     return commit, None if status.startswith("unknown") else bool(status)
 
 

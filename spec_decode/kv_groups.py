@@ -84,8 +84,6 @@ def attend_with(groups: Sequence[KVGroup], metadata: Sequence[Any]) -> Attend:
         group, cache = groups[index], groups[index].caches[layer]
         dtype = group.spec.cache_dtype
         group.backend.write_kv(key.to(dtype), value.to(dtype), cache, metadata[index])
-        return group.backend.forward(
-            query, cache, metadata[index], spec=group.spec, sinks=group.sinks.get(layer)
-        )
+        return group.backend.forward(query, cache, metadata[index], spec=group.spec, sinks=group.sinks.get(layer))
 
     return attend

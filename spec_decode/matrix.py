@@ -79,8 +79,7 @@ def build_matrix(reports: Sequence[Report], claims: Claims | None = None) -> Mat
 def _row(report: Report, columns: Iterable[str], claims: Claims) -> Row:
     own = claims.get(report.backend, {})
     cells = [
-        cell_of([result for result in report.results if result.family == column], own.get(column))
-        for column in columns
+        cell_of([result for result in report.results if result.family == column], own.get(column)) for column in columns
     ]
     return Row(
         backend=report.backend,
@@ -104,9 +103,7 @@ def to_table(matrix: Matrix) -> Table:
     """For a terminal. Words carry the meaning, colour repeats it; the notes are the caption."""
     numbers = _note_numbers(matrix)
     caption = "\n".join(f"^{n} {' / '.join(_lines(_note_text(note)))}" for note, n in numbers.items())
-    table = Table(
-        box=box.ASCII2, show_lines=True, caption=Text(caption) if caption else None, caption_justify="left"
-    )
+    table = Table(box=box.ASCII2, show_lines=True, caption=Text(caption) if caption else None, caption_justify="left")
     table.add_column("backend", overflow="fold")
     for column in matrix.columns:
         table.add_column(Text(column))

@@ -75,9 +75,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.seconds):
-            raise ReportError(
-                f"seconds of {self.check} must be finite, got {self.seconds}; no result was made."
-            )
+            raise ReportError(f"seconds of {self.check} must be finite, got {self.seconds}; no result was made.")
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -125,9 +123,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Indented, in a stable order. JSON has no NaN: such evidence is written "nan", "inf" or "-inf"."""
         document = msgspec.to_builtins(self)
         for result in document["results"]:
-            result["evidence"] = {
-                key: json_number(value) for key, value in sorted(result["evidence"].items())
-            }
+            result["evidence"] = {key: json_number(value) for key, value in sorted(result["evidence"].items())}
         return json_bytes(document)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -175,8 +171,7 @@ def _read_json(path: str | os.PathLike[str]) -> Any:
         return msgspec.json.decode(Path(path).read_bytes())
     except OSError as error:
         raise ReportError(
-            f"a report must be a readable file, {path} is not: {error.strerror}; nothing was loaded. "
-            "Check the path."
+            f"a report must be a readable file, {path} is not: {error.strerror}; nothing was loaded. Check the path."
         ) from error
     except (ValueError, RecursionError) as error:
         raise ReportError(

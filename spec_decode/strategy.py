@@ -144,9 +144,7 @@ def _full_loop_obstacle(groups: Sequence[GroupFacts], graph_mode: GraphMode) -> 
         return obstacle
     for group in groups:
         if group.advance.level < AdvanceLevel.IN_GRAPH:
-            return (
-                f"group {group.name} ({group.backend}) is {group.advance.level.name}: {group.advance.reason}"
-            )
+            return f"group {group.name} ({group.backend}) is {group.advance.level.name}: {group.advance.reason}"
     return None
 
 

@@ -46,4 +46,5 @@ class TargetRunner:
                 host_seq_lens_exact=True,
             )
             metadata.append(builder.build(view))
-        return self.model(token_ids, batch.positions[:num_tokens], attend_with(self.groups, metadata))
+        hidden: torch.Tensor = self.model(token_ids, batch.positions[:num_tokens], attend_with(self.groups, metadata))
+        return hidden

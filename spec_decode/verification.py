@@ -30,7 +30,7 @@ def verify(
 
     target_logits [R, 1 + K, V]: column i holds the logits of the token behind draft token i - 1. draft_tokens int64
     [R, K], -1 where nothing was proposed: the draft ends there. draft_logits fp32 [R, K, V]: the processed logits they
-    were drawn from. temperature fp32, seeds int64, first_positions int64 (absolute position of draft token 0), each [R].
+    were drawn from. temperature fp32, seeds int64, first_positions int64 (position of draft token 0), each [R].
 
     Temperature 0 keeps a token that is the target's argmax. Otherwise token d is kept with probability
     min(1, p(d) / q(d)), and the first refused one is replaced by a draw from max(p - q, 0), normalised, which leaves

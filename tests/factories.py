@@ -117,8 +117,7 @@ def shared_states(draw: st.DrawFn, max_rows: int = 5) -> Shared:
 def state_of(batch: BatchBuffers) -> dict[str, Any]:
     """Everything a kernel may write, as lists."""
     fields = {
-        name: getattr(batch, name)
-        for name in ("query_start_loc", "seq_lens", "positions", "slot_mappings", "step")
+        name: getattr(batch, name) for name in ("query_start_loc", "seq_lens", "positions", "slot_mappings", "step")
     }
     fields["overflow"] = batch.tables.overflow
     return {name: tensor.tolist() for name, tensor in fields.items()}

@@ -122,9 +122,7 @@ def _builds_elsewhere(self: Any, batch: Any, *, horizon: int = 0) -> Any:
     return replace(metadata, kv_end=self.kept[-1])
 
 
-def _top_left_causal(
-    self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None
-) -> torch.Tensor:
+def _top_left_causal(self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
     first = metadata.query_start_loc[metadata.token_to_req].int()
     token = torch.arange(metadata.num_tokens, dtype=torch.int32, device=first.device)
     end = torch.minimum(token - first + 1, metadata.kv_end)
@@ -139,9 +137,7 @@ def _interleaved_groups(
     return out[:, order.argsort()]
 
 
-def _forgets_sinks(
-    self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None
-) -> torch.Tensor:
+def _forgets_sinks(self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
     bare = replace(spec, sinks=False)
     return TorchReference.forward(self, query, cache, metadata, spec=bare, sinks=None)
 
@@ -160,9 +156,7 @@ def _uses_scratch_unwritten(
     return out + 0 * torch.empty_like(out)
 
 
-def _checks_nothing(
-    self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None
-) -> torch.Tensor:
+def _checks_nothing(self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
     return query.new_zeros(query.shape[0], spec.num_q_heads, spec.out_dim)
 
 
@@ -216,9 +210,7 @@ MUTANTS = (
     ),
     _builder_mutant("reallocates_in_advance", "builder.advance_keeps_addresses", advance=_reallocates),
     _builder_mutant("reads_the_host_in_advance", "builder.advance_is_device_work", advance=_reads_the_host),
-    _builder_mutant(
-        "off_by_one_slot_at_a_page_edge", "numerics.attention_is_right", build=_off_by_one_at_a_page_edge
-    ),
+    _builder_mutant("off_by_one_slot_at_a_page_edge", "numerics.attention_is_right", build=_off_by_one_at_a_page_edge),
     _builder_mutant("padding_writes_slot_0", "builder.padding_stays_inert", build=_padding_writes_slot_0),
     _builder_mutant("bakes_max_seq_len", "builder.advance_attends_right", build=_bakes_max_seq_len),
     _builder_mutant("writes_into_the_batch", "builder.build_leaves_the_batch_alone", build=_writes_the_batch),
@@ -228,9 +220,7 @@ MUTANTS = (
     Mutant("top_left_causal", "numerics.attention_is_right", with_forward(_top_left_causal)),
     Mutant("gqa_interleaved", "numerics.attention_is_right", with_forward(_interleaved_groups)),
     Mutant("forgets_sinks", "numerics.attention_is_right", with_forward(_forgets_sinks)),
-    Mutant(
-        "reads_past_the_end", "poison.stale_table_entries_are_not_read", with_forward(_reads_a_token_too_many)
-    ),
+    Mutant("reads_past_the_end", "poison.stale_table_entries_are_not_read", with_forward(_reads_a_token_too_many)),
     Mutant(
         "reads_unwritten_scratch",
         "poison.uninitialised_memory_is_not_read",

@@ -10,7 +10,7 @@ import pytest
 
 from builders._triton import HAVE_TRITON
 
-AT_LEAST = 45
+AT_LEAST = 80
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="needs the package triton")

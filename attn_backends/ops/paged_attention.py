@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from builders._ops import define_op
 from builders._triton import interpreting, tl, triton
 
 _LOG2E = math.log2(math.e)
@@ -36,7 +37,7 @@ def paged_attention(
     position seq_lens[r] - 1 (int32 [R]). block_table int32 [R, max_pages] is read only below seq_lens. Rows of a
     request with seq_len 0 come out as 0. max_query_len and num_splits size the launch: both are capture constants.
     """
-    out: torch.Tensor = torch.ops.attn_backends.paged_attention(
+    out: torch.Tensor = _paged_attention_op(
         query,
         key_cache,
         value_cache,
@@ -53,7 +54,6 @@ def paged_attention(
     return out
 
 
-@torch.library.custom_op("attn_backends::paged_attention", mutates_args=(), device_types="cpu")
 def _paged_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -136,12 +136,10 @@ def _attend_one(
     return torch.matmul(weights, value[:, None]).permute(2, 0, 1, 3).reshape(count, heads, -1)
 
 
-@_paged_attention.register_fake
-def _(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, *args: object) -> torch.Tensor:
+def _shape(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, *rest: object) -> torch.Tensor:
     return query.new_empty(*query.shape[:2], value_cache.shape[3])
 
 
-@_paged_attention.register_kernel("cuda")
 def _launch(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -400,3 +398,13 @@ def _merge_kernel(
     merged = tl.sum(rows * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
     to = out + (token * HEADS + head) * VALUE_DIM + edim
     tl.store(to, merged.to(out.dtype.element_ty), mask=edim < VALUE_DIM)
+
+
+_paged_attention_op = define_op(
+    "attn_backends::paged_attention",
+    "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc, "
+    "int max_query_len, int num_splits, float scale, int sliding_window, float soft_cap, Tensor? sinks) -> Tensor",
+    cpu=_paged_attention,
+    cuda=_launch,
+    fake=_shape,
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from builders._ops import define_op
 from builders._triton import interpreting, tl, triton
 from builders.errors import require_tensor
 
@@ -30,12 +31,9 @@ def write_kv(
         dtype=value_cache.dtype,
         device=value_cache.device,
     )
-    torch.ops.attn_backends.write_kv(key, value, key_cache, value_cache, slot_mapping)
+    _write_kv_op(key, value, key_cache, value_cache, slot_mapping)
 
 
-@torch.library.custom_op(
-    "attn_backends::write_kv", mutates_args=("key_cache", "value_cache"), device_types="cpu"
-)
 def _write_kv(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -44,21 +42,15 @@ def _write_kv(
     slot_mapping: torch.Tensor,
 ) -> None:
     if interpreting():
-        return _launch(key, value, key_cache, value_cache, slot_mapping)
+        _launch(key, value, key_cache, value_cache, slot_mapping)
+        return
     page_size = key_cache.shape[1]
     written = slot_mapping >= 0
     slots = slot_mapping[written]
     key_cache[slots // page_size, slots % page_size] = key[written]
     value_cache[slots // page_size, slots % page_size] = value[written]
-    return None
 
 
-@_write_kv.register_fake
-def _(*args: torch.Tensor) -> None:
-    return None
-
-
-@_write_kv.register_kernel("cuda")
 def _launch(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -124,8 +116,14 @@ def _write_kv_kernel(
         key_at = page * kc_page_stride + offset * kc_token_stride + head * kc_head_stride + dim
         tl.store(key_cache + key_at, new_key, mask=in_key)
         in_value = (head < HEADS) & (dim < VALUE_DIM)
-        new_value = tl.load(
-            value + token * value_token_stride + head * value_head_stride + dim, mask=in_value
-        )
+        new_value = tl.load(value + token * value_token_stride + head * value_head_stride + dim, mask=in_value)
         value_at = page * vc_page_stride + offset * vc_token_stride + head * vc_head_stride + dim
         tl.store(value_cache + value_at, new_value, mask=in_value)
+
+
+_write_kv_op = define_op(
+    "attn_backends::write_kv",
+    "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping) -> ()",
+    cpu=_write_kv,
+    cuda=_launch,
+)

@@ -31,9 +31,7 @@ class DrafterCase:
     context: int
 
 
-def _config(
-    hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, vocab: int
-) -> ModelConfig:
+def _config(hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, vocab: int) -> ModelConfig:
     return ModelConfig(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -197,9 +195,7 @@ def _model(case: DrafterCase, device: torch.device) -> EagleDraft:
     return draft
 
 
-def _floor(
-    case: DrafterCase, model: EagleDraft, num_reqs: int, passes: int, bandwidth: float | None
-) -> float | None:
+def _floor(case: DrafterCase, model: EagleDraft, num_reqs: int, passes: int, bandwidth: float | None) -> float | None:
     """Bytes that `passes` steps must move (weights, output projection, KV read) over the copy bandwidth."""
     if bandwidth is None:
         return None

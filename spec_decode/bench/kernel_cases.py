@@ -45,7 +45,7 @@ def _advance_of(buffers: BatchBuffers, num_reqs: int) -> Callable[[], None]:
 
 
 def decode_rows(device: torch.device, bandwidth: float | None) -> Iterator[dict[str, Any]]:
-    """Paged decode of bf16, 32 query and 8 KV heads, dim 128, page 16, beside FlashAttention-3 where it is installed."""
+    """Paged decode of bf16, 32 query and 8 KV heads, dim 128, page 16, beside FlashAttention-3 where installed."""
     spec = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=_PAGE, dtype=torch.bfloat16)
     for num_reqs in (1, 32):
         for context in (1024, 8192):

@@ -31,8 +31,7 @@ def bench(cases: tuple[str, ...], device: str | None, target: str | None, only_l
         return _print_rows(console, [{"case": name, "what": what} for name, what in CASES.items()])
     if strangers := [case for case in cases if case not in CASES]:
         raise UserError(
-            f"a case must be one of {', '.join(CASES)}, got {', '.join(strangers)}; nothing was timed. "
-            "Fix the name."
+            f"a case must be one of {', '.join(CASES)}, got {', '.join(strangers)}; nothing was timed. Fix the name."
         )
     command = shlex.join(["attn-backends", "bench", *cases, "--device", str(where)])
     with console.status("timing") as status:

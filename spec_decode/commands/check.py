@@ -137,8 +137,7 @@ def _require_known(families: Sequence[str]) -> None:
 
     if strangers := sorted(set(families) - set(FAMILIES)):
         raise UserError(
-            f"a family must be one of {', '.join(FAMILIES)}, got {', '.join(strangers)}; nothing was run. "
-            "Fix --family."
+            f"a family must be one of {', '.join(FAMILIES)}, got {', '.join(strangers)}; nothing was run. Fix --family."
         )
 
 

@@ -64,9 +64,7 @@ def _draft(console: Console, device: torch.device, folder: Path | None) -> list[
     from spec_decode.models import SHIPPED_PAIR
     from spec_decode.text import decode
 
-    _heading(
-        console, f"2. Drafting {DRAFT_TOKENS} tokens a round for {PROMPTS} prompts, greedily, in float32"
-    )
+    _heading(console, f"2. Drafting {DRAFT_TOKENS} tokens a round for {PROMPTS} prompts, greedily, in float32")
     pair, requests = load_bytes_pair(folder or SHIPPED_PAIR, torch.float32, device), demo_requests()
     comparisons = []
     for name in registry.names():
@@ -109,9 +107,7 @@ def _matrix(console: Console, device: torch.device) -> bool:
         console.print(to_table(build_matrix([Report.load(file) for file in files])))
         return True
     families = " and ".join(_QUICK_FAMILIES)
-    say(
-        console, f"no reports below {REPORTS}/: running the {families} checks; `attn-backends check` runs all"
-    )
+    say(console, f"no reports below {REPORTS}/: running the {families} checks; `attn-backends check` runs all")
     fresh = [run_checks(console, name, device, _QUICK_FAMILIES) for name in available_names(device)]
     console.print(to_table(build_matrix(fresh)))
     return all(report.ok for report in fresh)

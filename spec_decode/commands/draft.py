@@ -22,12 +22,8 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @click.command()
 @click.argument("prompts", nargs=-1, metavar="[PROMPT...]")
-@click.option(
-    "--prompts", "prompts_file", type=click.Path(path_type=Path), help="A file of prompts, one a line."
-)
-@click.option(
-    "--pair", type=click.Path(path_type=Path), help="Folder of the pair; the shipped one if left out."
-)
+@click.option("--prompts", "prompts_file", type=click.Path(path_type=Path), help="A file of prompts, one a line.")
+@click.option("--pair", type=click.Path(path_type=Path), help="Folder of the pair; the shipped one if left out.")
 @click.option("--backend", help="Backend of target and draft; the first that serves the pair if left out.")
 @click.option(
     "--strategy",
@@ -102,8 +98,7 @@ def _read_prompts(path: Path) -> list[str]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"--prompts must be a readable utf-8 file, {path} is not: {error}; nothing was run. "
-            "Check the path."
+            f"--prompts must be a readable utf-8 file, {path} is not: {error}; nothing was run. Check the path."
         ) from error
     return [line for line in lines if line.strip()]
 

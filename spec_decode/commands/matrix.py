@@ -23,9 +23,7 @@ _PATTERN = "check-*.json"
 
 @click.command()
 @click.argument("paths", nargs=-1, metavar="[REPORT.json...]", type=click.Path(path_type=Path))
-@click.option(
-    "--run", "names", multiple=True, metavar="NAME", help="Check NAME afresh and show it; repeatable."
-)
+@click.option("--run", "names", multiple=True, metavar="NAME", help="Check NAME afresh and show it; repeatable.")
 @device_option
 @click.option("--markdown", metavar="PATH", help="Write Markdown to a file, or - for standard output.")
 @click.option("--json", "as_json", metavar="PATH", help="Write JSON to a file, or - for standard output.")

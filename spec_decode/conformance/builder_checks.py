@@ -92,9 +92,7 @@ def advance_attends_right(subject: Subject, case: Case) -> Evidence:
             lens = [n + 1 for n in lens]
         queries = world.queries(batch)
         out = world.attend(metadata, batch, lens, queries, num_tokens=batch.rows)
-        world.expect_cache(
-            lens, contract=f"step {step}: the cache holds each request's tokens and nothing else"
-        )
+        world.expect_cache(lens, contract=f"step {step}: the cache holds each request's tokens and nothing else")
         worst = worse(worst, world.judge(out, batch, lens, queries, contract=f"attention at step {step}"))
     return worst
 
@@ -123,9 +121,7 @@ def advance_refreshes_another_batch(subject: Subject, case: Case) -> Evidence:
     return world.judge(out, batch, batch.seq_lens, queries, contract="attention after P2's refresh")
 
 
-@check(
-    "builder.advance_keeps_addresses", "advance() keeps every address, shape, dtype and host field", _DECODE
-)
+@check("builder.advance_keeps_addresses", "advance() keeps every address, shape, dtype and host field", _DECODE)
 def advance_keeps_addresses(subject: Subject, case: Case) -> None:
     _advancing(subject, case)
     world = World(subject, case.spec, case.batch.rows)
@@ -162,9 +158,7 @@ def advance_is_device_work(subject: Subject, case: Case) -> None:
         expect(False, contract="advance() only enqueues device work", expected="a capture", got=error)
 
 
-@check(
-    "builder.step_fields_are_complete", "exactly the declared step fields change with the position", _DECODE
-)
+@check("builder.step_fields_are_complete", "exactly the declared step fields change with the position", _DECODE)
 def step_fields_are_complete(subject: Subject, case: Case) -> None:
     demand(subject.backend, case.spec, subject.device)
     world = World(subject, case.spec, case.batch.rows)
@@ -214,9 +208,7 @@ def padding_stays_inert(subject: Subject, case: Case) -> None:
         )
 
 
-@check(
-    "builder.limits_hold", "a request at its limit becomes inert, raises the flag and writes nothing", _DECODE
-)
+@check("builder.limits_hold", "a request at its limit becomes inert, raises the flag and writes nothing", _DECODE)
 def limits_hold(subject: Subject, case: Case) -> Evidence:
     _advancing(subject, case)
     size = case.spec.page_size

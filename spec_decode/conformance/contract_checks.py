@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -102,9 +102,7 @@ def builders_share_no_state(subject: Subject, case: Case) -> None:
     shared = {t.untyped_storage().data_ptr() for t in tensors_of(view).values()}
     first, second = (tensors_of(world.builder().build(view)) for _ in range(2))
     own = {n for n, t in first.items() if t.numel() and t.untyped_storage().data_ptr() not in shared}
-    aliased = {
-        n for n in own if first[n].untyped_storage().data_ptr() == second[n].untyped_storage().data_ptr()
-    }
+    aliased = {n for n in own if first[n].untyped_storage().data_ptr() == second[n].untyped_storage().data_ptr()}
     expect(
         not aliased,
         contract="builders share no persistent buffer",
@@ -120,7 +118,7 @@ def builders_share_no_state(subject: Subject, case: Case) -> None:
 def overriding_build_drops_the_claim(subject: Subject, case: None) -> None:
     base: type[MetadataBuilder[Any]] = subject.backend.builder
     derived = type("Derived", (base,), {"build": lambda self, batch, *, horizon=0: None})
-    support = derived.advance_support(base_spec(subject), subject.device)
+    support = cast("type[MetadataBuilder[Any]]", derived).advance_support(base_spec(subject), subject.device)
     expect(
         support.level is AdvanceLevel.REBUILD,
         contract="an inherited claim does not cover another build()",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -39,9 +38,7 @@ class _Scene:
     @property
     def pages(self) -> list[list[int]]:
         each = -(-_MAX_SEQ_LEN // self.spec.page_size)
-        order = torch.randperm(
-            self.num_reqs * each, generator=torch.Generator().manual_seed(self.num_reqs)
-        ).tolist()
+        order = torch.randperm(self.num_reqs * each, generator=torch.Generator().manual_seed(self.num_reqs)).tolist()
         return [order[r * each : (r + 1) * each] for r in range(self.num_reqs)]
 
     def contexts(self) -> list[int]:
@@ -185,7 +182,8 @@ def _every_shape(subject: Subject) -> Iterable[tuple[str, tuple[int, int]]]:
 def strategies_agree(subject: Subject, case: tuple[int, int]) -> Evidence:
     steps, num_reqs = case
     compared = 0
-    with _fast_on_cpu():
+    # The kernels are judged one by one elsewhere: whole rounds in the interpreter would take an hour.
+    with torch_implementations():
         scene = _scene(subject, num_reqs, steps)
         for temperature in (0.0, 1.0):
             eager = _draft(scene, Strategy.EAGER, temperature)
@@ -216,9 +214,7 @@ def _expect_same(run: _Run, eager: _Run, what: str) -> None:
             got=f"a difference of {(a - b).abs().max().item():.2e}, first in column {_first_column(a, b)}",
         )
     same_cache = all(torch.equal(a, b) for a, b in zip(run.cache, eager.cache, strict=True))
-    expect(
-        same_cache, contract=f"{what}: the KV cache is eager's", expected="the same bits", got="a difference"
-    )
+    expect(same_cache, contract=f"{what}: the KV cache is eager's", expected="the same bits", got="a difference")
     expect(
         torch.equal(run.overflow, eager.overflow),
         contract=f"{what}: overflow flags",
@@ -239,7 +235,7 @@ def _first_column(a: torch.Tensor, b: torch.Tensor) -> int:
 )
 def steps_attend_to_the_logical_prefix(subject: Subject, case: tuple[int, int]) -> Evidence:
     steps, num_reqs = case
-    with _fast_on_cpu():
+    with torch_implementations():
         scene = _scene(subject, num_reqs, steps)
         group, tables = scene.group(), scene.tables()
         context = _context_of(scene, group)
@@ -263,15 +259,25 @@ def steps_attend_to_the_logical_prefix(subject: Subject, case: tuple[int, int]) 
 def _context_of(scene: _Scene, group: KVGroup) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The keys and values each request starts with, read out of the cache by the page table's own arithmetic."""
     size, cache = scene.spec.page_size, group.caches[0]
-    return [
-        tuple(
-            torch.stack([part[row[p // size], p % size] for p in range(length)]).cpu()
-            if length
-            else torch.empty(0, *part.shape[2:], dtype=part.dtype)
-            for part in (cache.key, cache.value)
-        )
-        for row, length in zip(scene.pages, scene.contexts(), strict=True)
-    ]  # type: ignore[misc]
+    contexts = []
+    for row, length in zip(scene.pages, scene.contexts(), strict=True):
+        page = torch.tensor([row[p // size] for p in range(length)], dtype=torch.int64)
+        offset = torch.arange(length) % size
+        contexts.append((cache.key.cpu()[page, offset], cache.value.cpu()[page, offset]))
+    return contexts
+
+
+class _DenseAttention:
+    """The oracle as a model's attention: one request's logical keys and values, grown by every call."""
+
+    def __init__(self, spec: AttentionSpec, key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> None:
+        self.spec, self.dtype = spec, dtype
+        self.key, self.value = key.to(dtype), value.to(dtype)
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        self.key, self.value = torch.cat([self.key, key]), torch.cat([self.value, value])
+        length = self.key.shape[0]
+        return oracle.attention(self.spec, [query], [self.key], [self.value], [length], None, dtype=self.dtype)[0]
 
 
 def _dense_logits(
@@ -282,35 +288,35 @@ def _dense_logits(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Logits [n, K, V] of each step given the drafted tokens, one request at a time, with the oracle's attention."""
-    model = copy.deepcopy(scene.model).cpu()
-    model._shared = tuple(copy.deepcopy(module).cpu().to(dtype) for module in scene.model._shared)  # type: ignore[assignment]
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+    model = _dense_model(scene, dtype)
     rows = []
-    for request in range(scene.num_reqs):
-        key, value = context[request]
+    for request, (key, value) in enumerate(context):
+        attention = _DenseAttention(scene.spec, key, value, dtype)
         accepted = int(verified.accepted[request])
-        ids = verified.token_ids[request].cpu().tolist()[1:]
-        ids = [*ids[:accepted], int(verified.next_tokens[request])]
+        ids = [*verified.token_ids[request].tolist()[1 : accepted + 1], int(verified.next_tokens[request])]
         hidden = verified.hidden_states[request, : accepted + 1].cpu().to(dtype)
         logits = []
         for step in range(scene.steps):
-            start = key.shape[0]
-            held: list[torch.Tensor] = []
-
-            def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-                held[:] = [torch.cat([key.to(k.dtype), k]), torch.cat([value.to(v.dtype), v])]
-                return oracle.attention(
-                    scene.spec, [q], [held[0]], [held[1]], [held[0].shape[0]], None, dtype=dtype
-                )[0].to(q.dtype)
-
+            start = attention.key.shape[0]
             positions = torch.arange(start, start + len(ids))
-            out = model.forward(torch.tensor(ids), hidden, positions, attend)[-1:]
-            key, value = held
-            logits.append(model.logits(out)[0])
-            ids, hidden = [int(drafted[request, step])], out
+            hidden = model.forward(torch.tensor(ids), hidden, positions, attention)[-1:]
+            logits.append(model.logits(hidden)[0])
+            ids = [int(drafted[request, step])]
         rows.append(torch.stack(logits))
     return torch.stack(rows).double()
+
+
+def _dense_model(scene: _Scene, dtype: torch.dtype) -> EagleDraft:
+    """The scene's model on the CPU in another precision."""
+    target = LlamaTarget(scene.model.config)
+    model = EagleDraft(scene.model.config, target)
+    model.load_state_dict(scene.model.state_dict())
+    for mine, shared in zip((target.embed, target.lm_head), scene.model._shared, strict=True):
+        mine.load_state_dict(shared.state_dict())
+    for parameter in (*target.parameters(), *model.parameters()):
+        parameter.requires_grad_(False)
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 @check(
@@ -338,8 +344,3 @@ def _syncs_are_errors() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def _fast_on_cpu() -> Iterator[None] | nullcontext[None]:
-    """Kernels were judged one by one; whole rounds in the interpreter would take an hour."""
-    return torch_implementations()  # type: ignore[return-value]

@@ -30,12 +30,8 @@ class _Loop:
         self.world, self.rows = world, rows
         shape = (_STEPS, rows)
         self.query = torch.zeros(*shape, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
-        self.key = torch.zeros(
-            *shape, spec.num_kv_heads, spec.head_dim, dtype=spec.cache_dtype, device=device
-        )
-        self.value = torch.zeros(
-            *shape, spec.num_kv_heads, spec.out_dim, dtype=spec.cache_dtype, device=device
-        )
+        self.key = torch.zeros(*shape, spec.num_kv_heads, spec.head_dim, dtype=spec.cache_dtype, device=device)
+        self.value = torch.zeros(*shape, spec.num_kv_heads, spec.out_dim, dtype=spec.cache_dtype, device=device)
         self.out = torch.zeros(*shape, spec.num_q_heads, spec.out_dim, dtype=spec.dtype, device=device)
 
     def run(self, buffers: BatchBuffers, builder: Any, metadata: Any) -> None:
@@ -44,9 +40,7 @@ class _Loop:
             advance_shared_state(buffers, self.rows)
             builder.advance(metadata)
             backend.write_kv(self.key[step], self.value[step], world.cache, metadata)
-            out = backend.forward(
-                self.query[step], world.cache, metadata, spec=world.spec, sinks=world.device_sinks
-            )
+            out = backend.forward(self.query[step], world.cache, metadata, spec=world.spec, sinks=world.device_sinks)
             self.out[step].copy_(out)
 
     def fill(self, batch: Batch) -> list[list[torch.Tensor]]:
@@ -132,9 +126,7 @@ def replay_equals_eager(subject: Subject, case: Case) -> None:
         advance_shared_state(buffers, batch.rows)
         fresh = world.builder().build(world.view(buffers, batch, [n + step + 1 for n in batch.seq_lens]))
         subject.backend.write_kv(loop.key[step], loop.value[step], world.cache, fresh)
-        out = subject.backend.forward(
-            loop.query[step], world.cache, fresh, spec=world.spec, sinks=world.device_sinks
-        )
+        out = subject.backend.forward(loop.query[step], world.cache, fresh, spec=world.spec, sinks=world.device_sinks)
         expect(
             torch.equal(out, replayed[step]),
             contract=f"step {step + 1} of the replay equals a fresh build's",
@@ -154,15 +146,10 @@ def two_sizes_interleave(subject: Subject, case: Case) -> Evidence:
     buffers, builder = world.load(case.batch), world.builder()
     small = Batch((1, 1), (16, 45), 2)
     loops = {batch.rows: _Loop(world, batch.rows) for batch in (case.batch, small)}
-    graphs = {
-        batch.rows: _capture(world, loops[batch.rows], buffers, builder, batch)
-        for batch in (case.batch, small)
-    }
+    graphs = {batch.rows: _capture(world, loops[batch.rows], buffers, builder, batch) for batch in (case.batch, small)}
     worst: Evidence = {}
     for batch in (small, _BATCHES["grown"], small, _BATCHES["shrunk"]):
-        found = _replay_and_judge(
-            world, loops[batch.rows], buffers, graphs[batch.rows], batch, f"{batch.rows} rows"
-        )
+        found = _replay_and_judge(world, loops[batch.rows], buffers, graphs[batch.rows], batch, f"{batch.rows} rows")
         worst = worse(worst, found)
     return worst
 
@@ -191,9 +178,7 @@ def verify_replays_over_other_batches(subject: Subject, case: Case) -> Evidence:
         begin_extend(buffers, context, batch.rows, query_len)
         builder.advance(metadata)
         subject.backend.write_kv(inputs[1], inputs[2], world.cache, metadata)
-        found = subject.backend.forward(
-            inputs[0], world.cache, metadata, spec=world.spec, sinks=world.device_sinks
-        )
+        found = subject.backend.forward(inputs[0], world.cache, metadata, spec=world.spec, sinks=world.device_sinks)
         out.copy_(found)
 
     world.tables.token_limits.zero_()

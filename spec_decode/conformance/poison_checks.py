@@ -44,9 +44,7 @@ def stale_table_entries_are_not_read(subject: Subject, case: Case) -> Evidence:
     return world.judge(out, batch, batch.seq_lens, queries, contract="attention beside garbage page ids")
 
 
-@check(
-    "poison.uninitialised_memory_is_not_read", "outputs and scratch are written before they are read", _SHAPES
-)
+@check("poison.uninitialised_memory_is_not_read", "outputs and scratch are written before they are read", _SHAPES)
 def uninitialised_memory_is_not_read(subject: Subject, case: Case) -> Evidence:
     demand(subject.backend, case.spec, subject.device)
     batch, world = case.batch, World(subject, case.spec, case.batch.rows)
@@ -56,9 +54,7 @@ def uninitialised_memory_is_not_read(subject: Subject, case: Case) -> Evidence:
     return world.judge(out, batch, batch.seq_lens, queries, contract="attention over poisoned scratch")
 
 
-@check(
-    "poison.page_order_does_not_matter", "where a request's pages lie changes no bit of its output", _SHAPES
-)
+@check("poison.page_order_does_not_matter", "where a request's pages lie changes no bit of its output", _SHAPES)
 def page_order_does_not_matter(subject: Subject, case: Case) -> None:
     demand(subject.backend, case.spec, subject.device)
     outs = []
@@ -76,9 +72,7 @@ def page_order_does_not_matter(subject: Subject, case: Case) -> None:
     )
 
 
-@check(
-    "poison.request_order_does_not_matter", "a request's output does not depend on its neighbours", _SHAPES
-)
+@check("poison.request_order_does_not_matter", "a request's output does not depend on its neighbours", _SHAPES)
 def request_order_does_not_matter(subject: Subject, case: Case) -> Evidence:
     demand(subject.backend, case.spec, subject.device)
     batch = case.batch

@@ -41,15 +41,11 @@ def _unclaimed(subject: Subject) -> Iterable[tuple[str, AttentionSpec]]:
             yield kind.value, replace(base, kind=kind)
 
 
-@check(
-    "refusal.unclaimed_is_refused", "a spec outside the capability record is refused with reasons", _unclaimed
-)
+@check("refusal.unclaimed_is_refused", "a spec outside the capability record is refused with reasons", _unclaimed)
 def unclaimed_is_refused(subject: Subject, spec: AttentionSpec) -> None:
     verdict = subject.backend.supports(spec, subject.device)
     expect(
-        isinstance(verdict, Rejected)
-        and len(verdict.reasons) > 0
-        and all(len(r) > 8 for r in verdict.reasons),
+        isinstance(verdict, Rejected) and len(verdict.reasons) > 0 and all(len(r) > 8 for r in verdict.reasons),
         contract="what is not claimed is refused in words",
         expected=f"Rejected(reasons) for [{spec.describe()}]",
         got=verdict,
@@ -85,9 +81,7 @@ def _query(world: World) -> torch.Tensor:
     "tensors of another shape, dtype or stride are refused",
     _bad_inputs,
 )
-def bad_tensors_never_reach_a_kernel(
-    subject: Subject, make: Callable[[World], dict[str, torch.Tensor]]
-) -> None:
+def bad_tensors_never_reach_a_kernel(subject: Subject, make: Callable[[World], dict[str, torch.Tensor]]) -> None:
     world = World(subject, base_spec(subject), DECODE.rows)
     metadata = world.builder().build(world.view(world.load(DECODE), DECODE))
     inputs = make(world)
@@ -123,7 +117,5 @@ def bad_writes_never_reach_a_kernel(subject: Subject, case: Case) -> None:
             subject.backend.write_kv(bad, good, world.cache, metadata)
         except BatchError:
             continue
-        raise CheckFailure(
-            contract="bad input is refused", expected="BatchError", got=f"a write of {tuple(bad.shape)}"
-        )
+        raise CheckFailure(contract="bad input is refused", expected="BatchError", got=f"a write of {tuple(bad.shape)}")
     world.expect_cache([n - 1 for n in DECODE.seq_lens], contract="a refused write changes nothing")

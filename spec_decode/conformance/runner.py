@@ -86,14 +86,10 @@ def check_backend(
         for check in expand(subject):
             if _wanted(check, families, checks):
                 record(run_check(check, name, device, known_failures))
-    return Report(
-        backend=name, version=version, env=environment(device), command=command, results=tuple(results)
-    )
+    return Report(backend=name, version=version, env=environment(device), command=command, results=tuple(results))
 
 
-def run_check(
-    check: Check, backend: str, device: torch.device, known_failures: Sequence[KnownFailure] = ()
-) -> Result:
+def run_check(check: Check, backend: str, device: torch.device, known_failures: Sequence[KnownFailure] = ()) -> Result:
     """One check's result; an exception that is no verdict is an error."""
     start = time.perf_counter()
     evidence: dict[str, float] = {}

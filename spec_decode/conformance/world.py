@@ -85,9 +85,7 @@ class World:
         for position in positions:
             page, offset = divmod(position, self.spec.page_size)
             self.cache.key[self.pages[request][page], offset] = self.key[request][position].to(self.device)
-            self.cache.value[self.pages[request][page], offset] = self.value[request][position].to(
-                self.device
-            )
+            self.cache.value[self.pages[request][page], offset] = self.value[request][position].to(self.device)
 
     def builder(self) -> MetadataBuilder[Any]:
         """A fresh builder."""
@@ -95,9 +93,7 @@ class World:
             self.spec, self.device, max_reqs=self.rows, max_tokens=self.rows * 32, max_seq_len=MAX_SEQ_LEN
         )
 
-    def view(
-        self, buffers: BatchBuffers, batch: Batch, seq_lens: Sequence[int] | None = None
-    ) -> AttentionBatch:
+    def view(self, buffers: BatchBuffers, batch: Batch, seq_lens: Sequence[int] | None = None) -> AttentionBatch:
         """What a builder sees. seq_lens: the lengths by now, where they moved on."""
         lens = list(batch.seq_lens if seq_lens is None else seq_lens)
         padded = batch.query_lens[0] * (batch.rows - len(lens)) if batch.uniform else 0
@@ -114,9 +110,7 @@ class World:
     def queries(self, batch: Batch) -> list[torch.Tensor]:
         """A fresh query per live request, [q, Hq, D]."""
         shape = (self.spec.num_q_heads, self.spec.head_dim)
-        return [
-            torch.randn(q, *shape, generator=self.generator).to(self.spec.dtype) for q in batch.query_lens
-        ]
+        return [torch.randn(q, *shape, generator=self.generator).to(self.spec.dtype) for q in batch.query_lens]
 
     def attend(
         self,
@@ -130,9 +124,7 @@ class World:
         """Write the query tokens' KV through the backend and attend; the live tokens' output."""
         query, key, value = self.inputs(batch, seq_lens, queries, num_tokens)
         self.subject.backend.write_kv(key, value, self.cache, metadata)
-        return self.subject.backend.forward(
-            query, self.cache, metadata, spec=self.spec, sinks=self.device_sinks
-        )
+        return self.subject.backend.forward(query, self.cache, metadata, spec=self.spec, sinks=self.device_sinks)
 
     def inputs(
         self, batch: Batch, seq_lens: Sequence[int], queries: Sequence[torch.Tensor], num_tokens: int

@@ -36,9 +36,7 @@ class CudaRuntime:
             with (
                 torch.no_grad(),
                 _no_collection(),
-                torch.cuda.graph(
-                    graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-                ),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 fn()
         except RuntimeError as error:

@@ -95,7 +95,7 @@ class GraphManager:
         graph, constants = self._graphs[key]
         if problems := constants.exceeded_by(needed):
             raise BatchError(
-                f"a replay may not go past what its graph was captured with: {'; '.join(problems)} ({key.kind} graph of "
+                f"a replay may not go past its capture: {'; '.join(problems)} ({key.kind} graph of "
                 f"{key.num_reqs} requests). Its kernels would drop keys or rows, so nothing was run. Capture with "
                 "larger bounds."
             )

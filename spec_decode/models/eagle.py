@@ -49,8 +49,9 @@ class EagleDraft(nn.Module):
     ) -> torch.Tensor:
         """token_ids, positions int64 [T], hidden [T, H]; normed hidden states [T, H]."""
         x = self.fuse(torch.cat([self._shared[0](token_ids), hidden], -1))
-        out: torch.Tensor = self.norm(self.layer(x, positions, self.rotary, attend))
-        return out
+        x, delta = self.layer(x, None, positions, self.rotary, attend)
+        hidden_states: torch.Tensor = self.norm(x, delta)[1]
+        return hidden_states
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, H]; logits [T, vocab_size]."""

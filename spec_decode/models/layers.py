@@ -9,6 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from spec_decode.models.config import ModelConfig
+from spec_decode.ops.add_rms_norm import add_rms_norm
+from spec_decode.ops.rotate import rotate
+from spec_decode.ops.swiglu import swiglu
 
 
 class Attend(Protocol):
@@ -18,9 +21,7 @@ class Attend(Protocol):
     Stores key and value, attends, and returns [T, num_q_heads, head_dim].
     """
 
-    def __call__(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor: ...
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor: ...
 
 
 class Rotary(nn.Module):
@@ -36,11 +37,9 @@ class Rotary(nn.Module):
         table = torch.cat([angle.cos(), angle.sin()], -1).float()
         self.register_buffer("table", table, persistent=False)
 
-    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Rotate x [T, heads, head_dim] to positions int64 [T]."""
-        cos, sin = self.table[positions][:, None].chunk(2, -1)
-        first, second = x.float().chunk(2, -1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+    def forward(self, packed: torch.Tensor, positions: torch.Tensor, heads: int) -> torch.Tensor:
+        """packed [T, H, head_dim] with its first `heads` heads rotated to positions int64 [T]; may reuse packed."""
+        return rotate(packed, positions, self.table, heads)
 
 
 class RMSNorm(nn.Module):
@@ -51,8 +50,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(config.hidden_size))
         self.eps = config.norm_eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+    def forward(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + delta (x where there is none) and its norm, both [T, H]."""
+        if delta is None:
+            return x, F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return add_rms_norm(x, delta, self.weight, self.eps)
 
 
 class DecoderLayer(nn.Module):
@@ -71,12 +73,11 @@ class DecoderLayer(nn.Module):
         self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(
-        self, x: torch.Tensor, positions: torch.Tensor, rotary: Rotary, attend: Attend
-    ) -> torch.Tensor:
-        """x [T, H] and positions int64 [T]; [T, H]."""
-        packed = self.qkv(self.attn_norm(x)).view(x.shape[0], sum(self.heads), self.head_dim)
-        rotated, value = packed[:, : -self.heads[2]], packed[:, -self.heads[2] :]
-        query, key = rotary(positions, rotated).split(self.heads[:2], 1)
-        x = x + self.out(attend(self.layer, query, key, value).flatten(1))
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
+        self, x: torch.Tensor, delta: torch.Tensor | None, positions: torch.Tensor, rotary: Rotary, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and the delta yet to be added to it, [T, H], at positions int64 [T]; the same pair behind the layer."""
+        x, normed = self.attn_norm(x, delta)
+        packed = self.qkv(normed).view(x.shape[0], sum(self.heads), self.head_dim)
+        query, key, value = rotary(packed, positions, sum(self.heads[:2])).split(self.heads, 1)
+        x, normed = self.mlp_norm(x, self.out(attend(self.layer, query, key, value).flatten(1)))
+        return x, self.down(swiglu(self.gate_up(normed)))

@@ -23,10 +23,10 @@ class LlamaTarget(nn.Module):
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """token_ids and positions int64 [T]; the normed hidden states [T, H] that `logits` and the draft read."""
-        x = self.embed(token_ids)
+        x, delta = self.embed(token_ids), None
         for layer in self.layers:
-            x = layer(x, positions, self.rotary, attend)
-        hidden: torch.Tensor = self.norm(x)
+            x, delta = layer(x, delta, positions, self.rotary, attend)
+        hidden: torch.Tensor = self.norm(x, delta)[1]
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

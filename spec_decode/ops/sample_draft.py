@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from builders._ops import define_op
 from builders._triton import interpreting, tl, triton
 from builders.errors import require_tensor
 from spec_decode.ops import noise
@@ -43,7 +44,7 @@ def sample_draft(
         dtype=torch.float32,
         device=logits.device,
     )
-    torch.ops.spec_decode.sample_draft(
+    _sample_op(
         logits,
         temperature[:rows],
         seeds[:rows],
@@ -56,9 +57,6 @@ def sample_draft(
     )
 
 
-@torch.library.custom_op(
-    "spec_decode::sample_draft", mutates_args=("draft_tokens", "draft_logits", "next_ids"), device_types="cpu"
-)
 def _sample(
     logits: torch.Tensor,
     temperature: torch.Tensor,
@@ -71,9 +69,8 @@ def _sample(
     next_ids: torch.Tensor,
 ) -> None:
     if interpreting():
-        return _launch(
-            logits, temperature, seeds, positions, seq_lens, step, draft_tokens, draft_logits, next_ids
-        )
+        _launch(logits, temperature, seeds, positions, seq_lens, step, draft_tokens, draft_logits, next_ids)
+        return
     rows, vocab = logits.shape
     column = int(step)
     hot = temperature > 0
@@ -86,15 +83,8 @@ def _sample(
         draft_logits[:rows, column] = processed
         draft_tokens[:rows, column] = torch.where(live, token, NO_TOKEN)
     next_ids[:rows] = torch.where(live, token, 0)
-    return None
 
 
-@_sample.register_fake
-def _(*args: torch.Tensor) -> None:
-    return None
-
-
-@_sample.register_kernel("cuda")
 def _launch(
     logits: torch.Tensor,
     temperature: torch.Tensor,
@@ -206,3 +196,12 @@ def _file_token_kernel(
     column = tl.load(step)
     tl.store(draft_tokens + row * tokens_stride + column, tl.where(live, token, -1), mask=column < columns)
     tl.store(next_ids + row, tl.where(live, token, 0))
+
+
+_sample_op = define_op(
+    "spec_decode::sample_draft",
+    "(Tensor logits, Tensor temperature, Tensor seeds, Tensor positions, Tensor seq_lens, Tensor step, "
+    "Tensor(a!) draft_tokens, Tensor(b!) draft_logits, Tensor(c!) next_ids) -> ()",
+    cpu=_sample,
+    cuda=_launch,
+)

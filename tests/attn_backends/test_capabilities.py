@@ -35,7 +35,9 @@ AGAINST = {
 def test_sizes_hold_what_their_four_rules_say(size, minimum, maximum, multiple, power):
     sizes = Sizes(minimum=minimum, maximum=maximum, multiple_of=multiple, power_of_two=power)
     powers = {2**n for n in range(12)}
-    expected = size in range(minimum, maximum + 1) and size in range(0, 1000, multiple) and (not power or size in powers)
+    expected = (
+        size in range(minimum, maximum + 1) and size in range(0, 1000, multiple) and (not power or size in powers)
+    )
     assert (size in sizes) == expected
 
 
@@ -65,7 +67,9 @@ def test_a_device_outside_the_record_is_named_with_those_inside():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_cuda_device_that_is_not_there_is_a_reason():
     anywhere = replace(NARROW, devices=("cpu", "cuda"))
-    assert anywhere.reasons_against(make_spec(), torch.device("cuda")) == ["needs a CUDA device and this machine has none"]
+    assert anywhere.reasons_against(make_spec(), torch.device("cuda")) == [
+        "needs a CUDA device and this machine has none"
+    ]
 
 
 def test_a_cuda_device_that_is_too_old_is_named_with_both_capabilities(monkeypatch):

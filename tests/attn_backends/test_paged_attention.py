@@ -49,9 +49,7 @@ class Asked:
     def run(self, name):
         backend = get(name)
         builder = backend.builder(self.spec, CPU, max_reqs=4, max_tokens=64, max_seq_len=32)
-        return backend.forward(
-            self.query, self.cache, builder.build(self.view), spec=self.spec, sinks=self.sinks
-        )
+        return backend.forward(self.query, self.cache, builder.build(self.view), spec=self.spec, sinks=self.sinks)
 
     def truth(self):
         rows, token = [], 0
@@ -126,7 +124,13 @@ def test_keys_and_values_may_be_packed_any_way(name):
 def refusal(change):
     asked = Asked(PLAIN, [1, 3], [6, 17])
     builder = get("torch_reference").builder(PLAIN, CPU, max_reqs=4, max_tokens=64, max_seq_len=32)
-    args = {"query": asked.query, "cache": asked.cache, "metadata": builder.build(asked.view), "spec": PLAIN, "sinks": None}
+    args = {
+        "query": asked.query,
+        "cache": asked.cache,
+        "metadata": builder.build(asked.view),
+        "spec": PLAIN,
+        "sinks": None,
+    }
     with pytest.raises(BatchError) as refused:
         check_forward_inputs(**{**args, **change(asked)})
     return str(refused.value)

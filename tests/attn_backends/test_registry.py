@@ -60,7 +60,7 @@ def test_a_backend_is_made_once():
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(UnknownBackend, match="one of torch_reference, triton_paged.*got 'torch_referense'"):
+    with pytest.raises(UnknownBackend, match=r"one of torch_reference, triton_paged.*got 'torch_referense'"):
         get("torch_referense")
 
 
@@ -127,7 +127,7 @@ def test_a_missing_package_names_the_extra_that_brings_it():
 
 def test_a_missing_attribute_is_a_broken_backend(plug_in_module):
     register("gone", "a_plug_in:Missing")
-    with pytest.raises(BrokenBackend, match="does not load: AttributeError.*Missing"):
+    with pytest.raises(BrokenBackend, match=r"does not load: AttributeError.*Missing"):
         get("gone")
 
 

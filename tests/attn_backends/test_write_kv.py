@@ -59,7 +59,10 @@ def test_new_tokens_may_be_views_of_a_packed_projection():
 REFUSED = {
     "a key of another dtype": (lambda k, v: (k.bfloat16(), v), r"key must be torch\.float32.*got torch\.bfloat16"),
     "a value of another dtype": (lambda k, v: (k, v.bfloat16()), r"value must be torch\.float32"),
-    "too few keys": (lambda k, v: (k[:1], v), r"key must be torch\.float32 \[2, 2, 16\].*got torch\.float32 \[1, 2, 16\]"),
+    "too few keys": (
+        lambda k, v: (k[:1], v),
+        r"key must be torch\.float32 \[2, 2, 16\].*got torch\.float32 \[1, 2, 16\]",
+    ),
     "too few values": (lambda k, v: (k, v[:1]), r"value must be .*\[2, 2, 8\]"),
     "too few heads": (lambda k, v: (k[:, :1], v), "key must be"),
     "a value of the key's dim": (lambda k, v: (k, k), r"value must be .*got torch\.float32 \[2, 2, 16\]"),

@@ -132,9 +132,7 @@ def test_every_address_stays():
     tensors = (batch.seq_lens, batch.positions, batch.slot_mappings, batch.step)
     before = [t.data_ptr() for t in tensors]
     advance_shared_state(batch, 1)
-    assert [
-        t.data_ptr() for t in (batch.seq_lens, batch.positions, batch.slot_mappings, batch.step)
-    ] == before
+    assert [t.data_ptr() for t in (batch.seq_lens, batch.positions, batch.slot_mappings, batch.step)] == before
 
 
 def test_the_result_does_not_depend_on_what_positions_and_slots_held():

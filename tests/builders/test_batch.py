@@ -162,7 +162,6 @@ def test_a_view_has_one_entry_per_row_and_token():
     batch.load([2, 2], [5, 9], pad_reqs=3)
     view = batch.view(0, num_reqs=3, num_tokens=6, max_query_len=2)
     shapes = [
-        len(t)
-        for t in (view.query_start_loc, view.seq_lens, view.positions, view.block_table, view.slot_mapping)
+        len(t) for t in (view.query_start_loc, view.seq_lens, view.positions, view.block_table, view.slot_mapping)
     ]
     assert shapes == [4, 3, 6, 3, 6]

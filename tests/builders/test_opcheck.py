@@ -1,7 +1,10 @@
 import pytest
 import torch
 
-import spec_decode.ops.sample_draft  # noqa: F401
+import spec_decode.ops.add_rms_norm
+import spec_decode.ops.rotate
+import spec_decode.ops.sample_draft
+import spec_decode.ops.swiglu  # noqa: F401
 from builders import BatchBuffers
 from tests.factories import make_cache, make_spec, make_tables
 
@@ -71,6 +74,18 @@ def sample_draft_args():
     )  # fmt: skip
 
 
+def rotate_args():
+    return (torch.randn(3, 5, 16), torch.tensor([0, 7, 2]), torch.randn(8, 16), 3)
+
+
+def add_rms_norm_args():
+    return (torch.randn(3, 20), torch.randn(3, 20), torch.randn(20), 1e-6)
+
+
+def swiglu_args():
+    return (torch.randn(3, 20),)
+
+
 OPS = {
     "builders::advance_decode": advance_args,
     "builders::begin_extend": begin_extend_args,
@@ -78,6 +93,9 @@ OPS = {
     "attn_backends::write_kv": write_kv_args,
     "attn_backends::paged_attention": paged_attention_args,
     "spec_decode::sample_draft": sample_draft_args,
+    "spec_decode::rotate": rotate_args,
+    "spec_decode::add_rms_norm": add_rms_norm_args,
+    "spec_decode::swiglu": swiglu_args,
 }
 
 

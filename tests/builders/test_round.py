@@ -21,9 +21,7 @@ def extend_by_hand(shared: Shared, state: dict, context: list[int], query_len: i
                 state["slot_mappings"][group][token] = shared.slot(group, row, position) if fits else -1
 
 
-def decode_by_hand(
-    num_reqs: int, state: dict, extended: list[int], accepted: list[int], query_len: int
-) -> None:
+def decode_by_hand(num_reqs: int, state: dict, extended: list[int], accepted: list[int], query_len: int) -> None:
     for row in range(num_reqs):
         live = extended[row] > 0
         position = extended[row] - query_len + accepted[row]

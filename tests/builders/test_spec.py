@@ -63,7 +63,4 @@ def test_describe_names_every_feature():
         sinks=True,
         kind=AttentionKind.MLA,
     )
-    assert (
-        spec.describe()
-        == "4/2 heads, dim 16/8, page 4, float32, kv bfloat16, window 7, soft cap 30, sinks, mla"
-    )
+    assert spec.describe() == "4/2 heads, dim 16/8, page 4, float32, kv bfloat16, window 7, soft cap 30, sinks, mla"

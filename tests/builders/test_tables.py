@@ -6,9 +6,7 @@ from tests.factories import make_tables
 
 
 def empty_tables(max_reqs=3, max_seq_len=16):
-    return RequestTables(
-        page_sizes=[4], num_pages=[8], max_reqs=max_reqs, max_seq_len=max_seq_len, device="cpu"
-    )
+    return RequestTables(page_sizes=[4], num_pages=[8], max_reqs=max_reqs, max_seq_len=max_seq_len, device="cpu")
 
 
 def contents(tables):
@@ -109,13 +107,9 @@ def test_a_load_lowers_the_overflow_flags():
 
 def test_a_load_keeps_every_address():
     tables = empty_tables()
-    before = [
-        t.data_ptr() for t in (tables.block_tables, tables.token_limits, tables.overflow, tables.page_sizes)
-    ]
+    before = [t.data_ptr() for t in (tables.block_tables, tables.token_limits, tables.overflow, tables.page_sizes)]
     tables.load([[[0]]], [4])
-    after = [
-        t.data_ptr() for t in (tables.block_tables, tables.token_limits, tables.overflow, tables.page_sizes)
-    ]
+    after = [t.data_ptr() for t in (tables.block_tables, tables.token_limits, tables.overflow, tables.page_sizes)]
     assert after == before
 
 

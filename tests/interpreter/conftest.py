@@ -8,4 +8,6 @@ def pytest_collection_modifyitems(items):
     if not interpreting():
         for item in items:
             if "/tests/interpreter/" in item.path.as_posix():
-                item.add_marker(pytest.mark.skip(reason="run by tests/test_interpreter_suite.py, in a process of its own"))
+                item.add_marker(
+                    pytest.mark.skip(reason="run by tests/test_interpreter_suite.py, in a process of its own")
+                )

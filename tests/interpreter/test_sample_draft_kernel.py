@@ -69,6 +69,6 @@ def test_rows_that_propose_nothing():
     assert by_kernel[0][[0, 2], 1].tolist() == [-1, -1] and same(by_kernel, by_torch)
 
 
-@pytest.mark.parametrize("column", [0, 2])
+@pytest.mark.parametrize("column", [0, 2, 3])
 def test_only_the_named_column_is_written(column):
     assert same(*both_ways(noise(3, 50), [0.0, 1.0, 1.0], column=column))

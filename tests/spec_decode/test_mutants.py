@@ -13,9 +13,7 @@ from tests.mutants import MUTANTS, Mutant, freeze
 CPU = torch.device("cpu")
 KILLED = {Outcome.FAIL, Outcome.ERROR}
 
-STEP_FIELDS = [
-    (name, field) for name in ("torch_reference", "triton_paged") for field in get(name).builder.step_fields
-]
+STEP_FIELDS = [(name, field) for name in ("torch_reference", "triton_paged") for field in get(name).builder.step_fields]
 
 
 def outcomes(backend: object, *checks: str) -> dict[str, set[Outcome]]:

@@ -89,8 +89,7 @@ def test_an_expected_outcome_beside_a_pass_is_ok(outcome):
 
 def test_the_summary_is_one_line_with_the_counts_and_the_place():
     assert of(**{"pass": 205, "xfail": 3, "unsupported": 14, "unavailable": 9}).summary() == (
-        "mykernel: 231 checks = 205 pass, 3 xfail, 14 unsupported, 9 unavailable, 0 not_run "
-        "(H200, torch 2.13.0)"
+        "mykernel: 231 checks = 205 pass, 3 xfail, 14 unsupported, 9 unavailable, 0 not_run (H200, torch 2.13.0)"
     )
 
 

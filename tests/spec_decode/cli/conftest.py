@@ -88,9 +88,7 @@ def checks(monkeypatch):
         )  # fmt: skip
         for result in results:
             asked["on_result"](result)
-        return Report(
-            backend=name, version="1", env=environment(CPU), command=asked["command"], results=results
-        )
+        return Report(backend=name, version="1", env=environment(CPU), command=asked["command"], results=results)
 
     monkeypatch.setitem(sys.modules, "spec_decode.conformance", SimpleNamespace(check_backend=check_backend))
     return fake

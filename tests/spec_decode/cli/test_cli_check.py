@@ -14,9 +14,7 @@ def test_check_passes_on_what_was_asked_for(checks, run):
     run("check", "torch_reference", "--device", "cpu", "--family", "graph", "--only", "graph.*")
     _, asked, _ = checks.calls[0]
     assert asked["families"] == ("graph",) and asked["checks"] == ("graph.*",)
-    assert asked["command"] == (
-        "attn-backends check torch_reference --device cpu --family graph --only 'graph.*'"
-    )
+    assert asked["command"] == ("attn-backends check torch_reference --device cpu --family graph --only 'graph.*'")
 
 
 @pytest.mark.parametrize("outcome", ["fail", "error", "xpass", "not_run"])

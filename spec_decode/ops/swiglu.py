@@ -1,0 +1,53 @@
+"""The gated activation of a feed-forward block."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from builders._ops import define_op
+from builders._triton import interpreting, tl, triton
+
+_BLOCK = 1024
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up for gate_up [T, 2 * I], gate first; [T, I]."""
+    out: torch.Tensor = _formula(gate_up) if gate_up.requires_grad else _swiglu_op(gate_up)
+    return out
+
+
+def _formula(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.float().chunk(2, -1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    return _launch(gate_up) if interpreting() else _formula(gate_up)
+
+
+def _launch(gate_up: torch.Tensor) -> torch.Tensor:
+    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
+    _swiglu_kernel[(tokens, triton.cdiv(width, _BLOCK))](gate_up, out, width, gate_up.stride(0), BLOCK=_BLOCK)
+    return out
+
+
+@triton.jit
+def _swiglu_kernel(gate_up, out, width, stride, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(gate_up + token * stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + token * stride + width + column, mask=inside, other=0.0).to(tl.float32)
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + token * width + column, result.to(out.dtype.element_ty), mask=inside)
+
+
+_swiglu_op = define_op(
+    "spec_decode::swiglu",
+    "(Tensor gate_up) -> Tensor",
+    cpu=_swiglu,
+    cuda=_launch,
+    fake=lambda gate_up: gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2),
+)

@@ -1,0 +1,49 @@
+import pytest
+import torch
+
+from builders._triton import torch_implementations
+from spec_decode.ops.add_rms_norm import add_rms_norm
+from spec_decode.ops.rotate import rotate
+from spec_decode.ops.swiglu import swiglu
+
+DTYPES = [torch.float32, torch.float16]
+CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-6}, torch.float16: {"rtol": 2e-3, "atol": 1e-3}}
+
+
+def noise(*shape, dtype=torch.float32):
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * 2).to(dtype)
+
+
+def assert_both_ways_agree(call, dtype):
+    by_kernel = call()
+    with torch_implementations():
+        torch.testing.assert_close(by_kernel, call(), **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "of", "dim"), [(3, 5, 16), (1, 1, 2), (4, 6, 80)])
+def test_rotate_leaves_the_other_heads_alone(heads, of, dim, dtype):
+    table, positions = noise(32, dim).cos(), torch.tensor([0, 31, 7])
+    assert_both_ways_agree(lambda: rotate(noise(3, of, dim, dtype=dtype), positions, table, heads), dtype)
+
+
+def test_rotate_of_a_strided_projection():
+    table, positions = noise(32, 16).cos(), torch.tensor([0, 31, 7])
+    assert_both_ways_agree(lambda: rotate(noise(3, 9, 16)[:, 2:8], positions, table, 4), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 20, 64, 300])
+def test_add_rms_norm(width, dtype):
+    x, weight = noise(4, width, dtype=dtype), noise(width, dtype=dtype)
+    assert_both_ways_agree(lambda: add_rms_norm(x, x.flip(0), weight, 1e-6), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [2, 40, 3000])
+def test_swiglu(width, dtype):
+    assert_both_ways_agree(lambda: swiglu(noise(3, width, dtype=dtype)), dtype)
+
+
+def test_swiglu_of_a_strided_projection():
+    assert_both_ways_agree(lambda: swiglu(noise(3, 90)[:, 5:45]), torch.float32)

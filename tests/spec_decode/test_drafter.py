@@ -1,0 +1,472 @@
+from dataclasses import fields, replace
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from attn_backends import get, register, unregister
+from attn_backends.torch_reference import TorchReference
+from attn_backends.triton_paged import TritonPaged
+from builders import (
+    AdvanceLevel,
+    AdvanceSupport,
+    BatchError,
+    GraphSupport,
+    HostLengths,
+    MetadataBuilder,
+    ReferenceBuilder,
+    RequestTables,
+    TritonPagedBuilder,
+)
+from spec_decode.drafter import Drafter, VerifiedTokens, default_capture_sizes
+from spec_decode.kv_groups import make_group
+from spec_decode.strategy import GraphMode, Strategy, StrategyError
+from tests.factories import CPU, make_config, make_spec, owned_pages
+
+K, MAX_SEQ_LEN = 4, 48
+CONFIG = make_config(hidden_size=64, head_dim=64)
+CONTEXTS = [0, 7, 15]
+
+
+class Layer(nn.Module):
+    """Attention and a residual; no more than it takes to depend on every earlier token."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.heads = [config.num_q_heads, config.num_kv_heads, config.num_kv_heads]
+        self.qkv = nn.Linear(config.hidden_size, sum(self.heads) * config.head_dim, bias=False)
+        self.out = nn.Linear(config.num_q_heads * config.head_dim, config.hidden_size, bias=False)
+
+    def forward(self, layer, x, attend):
+        packed = self.qkv(x).unflatten(1, (sum(self.heads), -1))
+        return x + self.out(attend(layer, *packed.split(self.heads, 1)).flatten(1))
+
+
+class TwoLayerDraft(nn.Module):
+    """A draft model whose layers may sit in different KV groups."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.place = nn.Embedding(config.max_positions, config.hidden_size)
+        self.fuse = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(2))
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, token_ids, hidden, positions, attend):
+        x = self.fuse(torch.cat([self.embed(token_ids), hidden], -1)) + self.place(positions)
+        for index, layer in enumerate(self.layers):
+            x = layer(index, x, attend)
+        return x.tanh() * 2
+
+    def logits(self, hidden):
+        return self.head(hidden)
+
+
+class StrongBuilder(TritonPagedBuilder):
+    """Advances in the graph; keeps count of its builds."""
+
+    builds: ClassVar[list[int]] = []
+
+    @classmethod
+    def advance_support(cls, spec, device):
+        return AdvanceSupport(AdvanceLevel.IN_GRAPH, "views")
+
+    def build(self, batch, *, horizon=0):
+        self.builds.append(batch.max_query_len)
+        return super().build(batch, horizon=horizon)
+
+
+class Strong(TritonPaged):
+    builder = StrongBuilder
+
+
+class WeakBuilder(MetadataBuilder):
+    """A third party's: only a build with exact lengths will do; an advance would be a mistake of the drafter's."""
+
+    graph_support = GraphSupport.ALWAYS
+    host_lengths = HostLengths.EXACT
+    step_fields = ("seq_lens", "kv_end")
+    builds: ClassVar[list[int]] = []
+
+    def __init__(self, spec, device, **bounds):
+        super().__init__(spec, device, **bounds)
+        self._inner = ReferenceBuilder(spec, device, **bounds)
+
+    @classmethod
+    def advance_support(cls, spec, device):
+        return AdvanceSupport(AdvanceLevel.REBUILD, "its plan is made on the host")
+
+    def build(self, batch, *, horizon=0):
+        assert batch.host_seq_lens_exact and list(batch.host_seq_lens) == batch.seq_lens.tolist()
+        self.builds.append(batch.max_query_len)
+        return self._inner.build(batch, horizon=horizon)
+
+    def advance(self, metadata):
+        raise AssertionError("a builder that says REBUILD was advanced")
+
+    def capture_constants(self, metadata):
+        return self._inner.capture_constants(metadata)
+
+
+class Weak(TorchReference):
+    name = "third_party"
+    builder = WeakBuilder
+
+
+@pytest.fixture(autouse=True)
+def third_party():
+    register("third_party", Weak)
+    StrongBuilder.builds.clear()
+    WeakBuilder.builds.clear()
+    yield
+    unregister("third_party")
+
+
+class Scene:
+    """The two-layer model on two groups of other page sizes, with a context of noise in both caches."""
+
+    def __init__(self, backends, *, limits=(MAX_SEQ_LEN,) * 3, max_reqs=4, steps=K, **options):
+        torch.manual_seed(0)
+        self.model = TwoLayerDraft(CONFIG).requires_grad_(False)
+        specs = [
+            make_spec(num_q_heads=2, num_kv_heads=1, head_dim=64, page_size=8),
+            make_spec(num_q_heads=2, num_kv_heads=1, head_dim=64, page_size=4, sliding_window=6),
+        ]
+        each = [MAX_SEQ_LEN // spec.page_size for spec in specs]
+        self.tables = RequestTables(
+            page_sizes=[8, 4], num_pages=[max_reqs * n for n in each], max_reqs=max_reqs, max_seq_len=MAX_SEQ_LEN,
+            device=CPU,
+        )  # fmt: skip
+        self.pages = [owned_pages(max_reqs, n, max_reqs * n, seed) for seed, n in enumerate(each)]
+        self.groups = [
+            make_group(f"group{i}", backend, spec, [i], num_pages=max_reqs * n, device=CPU)
+            for i, (backend, spec, n) in enumerate(zip(backends, specs, each, strict=True))
+        ]
+        for tensor in self.caches():
+            tensor.copy_(torch.randn(tensor.shape))
+        self.limits = list(limits)
+        self.load(range(len(limits)))
+        self.steps = steps
+        self.drafter = Drafter(self.model, self.groups, self.tables, num_speculative_tokens=steps, **options)
+
+    def caches(self):
+        return [
+            tensor for group in self.groups for cache in group.caches.values() for tensor in (cache.key, cache.value)
+        ]
+
+    def load(self, requests):
+        self.tables.load([[rows[r] for r in requests] for rows in self.pages], [self.limits[r] for r in requests])
+
+    def verified(self, *, round_=0, temperature=0.0, rows=slice(None), contexts=CONTEXTS):
+        generator = torch.Generator().manual_seed(round_)
+        n, width = len(contexts), self.steps + 1
+        whole = VerifiedTokens(
+            token_ids=torch.randint(0, CONFIG.vocab_size, (n, width), generator=generator),
+            hidden_states=torch.randn(n, width, CONFIG.hidden_size, generator=generator),
+            context_lens=torch.tensor(contexts, dtype=torch.int32),
+            accepted=torch.randint(0, width, (n,), generator=generator, dtype=torch.int32),
+            next_tokens=torch.randint(0, CONFIG.vocab_size, (n,), generator=generator),
+            temperature=torch.full((n,), temperature),
+            seeds=torch.arange(n) * 31,
+        )
+        return VerifiedTokens(**{field.name: getattr(whole, field.name)[rows] for field in fields(whole)})
+
+    def rounds(self, count=3, temperature=0.0):
+        """Rounds one behind the other, each from where the last one's accepted tokens end."""
+        contexts, found = list(CONTEXTS), []
+        for round_ in range(count):
+            verified = self.verified(round_=round_, temperature=temperature, contexts=contexts)
+            drafts = self.drafter.propose(verified)
+            found.append((drafts.tokens.clone(), drafts.logits.clone()))
+            contexts = [c + int(a) + 1 for c, a in zip(contexts, verified.accepted, strict=True)]
+        return found
+
+
+def mixed(**options):
+    return Scene([Strong(), get("third_party")], **options)
+
+
+def strong(**options):
+    return Scene([get("triton_paged"), get("torch_reference")], **options)
+
+
+def assert_same(found, expected):
+    for round_, ((tokens, logits), (wanted, wanted_logits)) in enumerate(zip(found, expected, strict=True)):
+        assert tokens.tolist() == wanted.tolist(), f"round {round_}"
+        assert torch.equal(logits, wanted_logits), f"round {round_}"
+
+
+# ---------------------------------------------------------------------- mixed groups
+
+
+def test_a_weak_group_is_rebuilt_and_the_strong_one_is_not():
+    plan = mixed().drafter.plan
+    assert plan.strategy is Strategy.PER_STEP
+    assert [(g.in_graph, g.waits) for g in plan.groups] == [(True, False), (False, True)]
+
+
+def test_a_round_builds_the_weak_group_once_a_step_and_the_strong_one_never():
+    scene = mixed()
+    scene.drafter.capture()
+    StrongBuilder.builds.clear()
+    WeakBuilder.builds.clear()
+    scene.drafter.propose(scene.verified())
+    assert StrongBuilder.builds == []
+    assert WeakBuilder.builds == [K + 1] + [1] * (K - 1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_mixed_groups_draft_what_eager_drafts(temperature):
+    expected = mixed(strategy=Strategy.EAGER).rounds(temperature=temperature)
+    assert_same(mixed().rounds(temperature=temperature), expected)
+
+
+def test_a_forced_full_loop_with_a_weak_group_raises_with_its_reason():
+    with pytest.raises(StrategyError, match="its plan is made on the host"):
+        mixed(strategy=Strategy.FULL_LOOP)
+
+
+def test_two_strong_groups_run_the_full_loop():
+    assert strong().drafter.plan.strategy is Strategy.FULL_LOOP
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("strategy", [Strategy.FULL_LOOP, Strategy.PER_STEP])
+def test_strong_groups_draft_what_eager_drafts(strategy, temperature):
+    expected = strong(strategy=Strategy.EAGER).rounds(temperature=temperature)
+    assert_same(strong(strategy=strategy).rounds(temperature=temperature), expected)
+
+
+def test_a_group_captured_for_decode_alone_runs_step_0_eagerly_and_drafts_the_same():
+    class DecodeOnlyBuilder(ReferenceBuilder):
+        graph_support = GraphSupport.SINGLE_TOKEN_DECODE
+
+    class DecodeOnly(TorchReference):
+        builder = DecodeOnlyBuilder
+
+    scene = Scene([get("triton_paged"), DecodeOnly()])
+    found = scene.rounds()
+    assert {report.key.kind for report in scene.drafter.graphs.reports} == {"loop"}
+    assert_same(found, strong(strategy=Strategy.EAGER).rounds())
+
+
+def test_turning_graphs_off_is_eager_and_captures_nothing():
+    scene = mixed(graph_mode=GraphMode.NONE)
+    scene.rounds(1)
+    assert scene.drafter.plan.strategy is Strategy.EAGER and scene.drafter.graphs.reports == []
+
+
+def test_the_drafts_do_not_depend_on_the_padding():
+    found, expected = (strong(capture_sizes=[size]).rounds() for size in (3, 4))
+    assert [tokens.tolist() for tokens, _ in found] == [tokens.tolist() for tokens, _ in expected]
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def changed(**changes):
+    scene = strong(strategy=Strategy.EAGER)
+    verified = scene.verified()
+    return scene, replace(verified, **{name: change(getattr(verified, name)) for name, change in changes.items()})
+
+
+REFUSED = {
+    "one row too few": ({"accepted": lambda x: x[:2]}, r"accepted must be torch\.int32 \[3\].*got torch\.int32 \[2\]"),
+    "one column too many": ({"token_ids": lambda x: torch.cat([x, x[:, :1]], 1)}, r"token_ids must be .*\[3, 5\].*\[3, 6\]"),
+    "another hidden size": ({"hidden_states": lambda x: x[..., :32]}, r"hidden_states must be .*\[3, 5, 64\]"),
+    "another float": ({"hidden_states": lambda x: x.bfloat16()}, r"must be torch\.float32.*got torch\.bfloat16"),
+    "another integer": ({"context_lens": lambda x: x.long()}, r"must be torch\.int32 .*got torch\.int64"),
+    "another device": ({"seeds": lambda x: x.to("meta")}, "on cpu, got .* on meta"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
+def test_verified_tokens_that_do_not_fit_are_refused(changes, message):
+    scene, verified = changed(**changes)
+    with pytest.raises(BatchError, match=message):
+        scene.drafter.propose(verified)
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
+def test_nothing_runs_when_verified_tokens_are_refused(changes, message):
+    scene, verified = changed(**changes)
+    before = [tensor.clone() for tensor in scene.caches()]
+    with pytest.raises(BatchError):
+        scene.drafter.propose(verified)
+    assert all(torch.equal(a, b) for a, b in zip(before, scene.caches(), strict=True))
+
+
+def test_a_round_without_a_live_request_is_refused():
+    scene = strong()
+    scene.load([])
+    with pytest.raises(BatchError, match="at least one live request"):
+        scene.drafter.propose(scene.verified(rows=slice(0, 0)))
+
+
+def test_a_batch_above_the_largest_capture_is_refused():
+    scene = strong(capture_sizes=[1, 2])
+    with pytest.raises(BatchError, match="largest captured batch is 2 requests, got 3"):
+        scene.drafter.propose(scene.verified())
+
+
+def test_tables_of_other_page_sizes_than_the_groups_are_refused():
+    scene = strong()
+    with pytest.raises(BatchError, match=r"page sizes \[4, 8\] against the tables' \[8, 4\]"):
+        Drafter(scene.model, scene.groups[::-1], scene.tables, num_speculative_tokens=K)
+
+
+def test_a_drafter_of_no_tokens_is_refused():
+    with pytest.raises(StrategyError, match="at least 1 token a round, got 0"):
+        strong(steps=0)
+
+
+# ---------------------------------------------------------------------- edges
+
+
+@pytest.mark.parametrize("scene", [strong, mixed])
+def test_a_single_token_is_drafted_by_step_0_alone(scene):
+    expected = scene(steps=1, strategy=Strategy.EAGER).rounds()
+    found = scene(steps=1)
+    assert_same(found.rounds(), expected)
+    assert {report.key.kind for report in found.drafter.graphs.reports} == {"extend"}
+    assert expected[0][0].shape == (3, 1)
+
+
+def test_fewer_steps_draft_the_same_first_tokens():
+    def first(steps):
+        scene = strong(steps=steps, strategy=Strategy.EAGER)
+        verified = replace(scene.verified(), accepted=torch.zeros(3, dtype=torch.int32))
+        hidden, ids = verified.hidden_states.clone(), verified.token_ids.clone()
+        hidden[:], ids[:] = 0.5, 3
+        same = replace(verified, hidden_states=hidden, token_ids=ids, next_tokens=torch.tensor([1, 2, 3]))
+        return scene.drafter.propose(same).tokens[:, :2].tolist()
+
+    assert first(2) == first(5)
+
+
+@pytest.mark.parametrize("strategy", [Strategy.EAGER, Strategy.PER_STEP, Strategy.FULL_LOOP])
+def test_a_request_that_does_not_fit_proposes_nothing_and_is_flagged(strategy):
+    limits = [MAX_SEQ_LEN, CONTEXTS[1] + K, MAX_SEQ_LEN]
+    scene = strong(limits=limits, strategy=strategy)
+    drafts = scene.drafter.propose(scene.verified())
+    assert drafts.tokens[1].tolist() == [-1] * K and (drafts.tokens[[0, 2]] >= 0).all()
+    assert scene.tables.overflow.tolist() == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("strategy", [Strategy.EAGER, Strategy.PER_STEP, Strategy.FULL_LOOP])
+def test_a_request_that_reaches_its_limit_on_the_way_proposes_nothing_from_there_on(strategy):
+    scene = strong(limits=[MAX_SEQ_LEN, CONTEXTS[1] + K + 2, MAX_SEQ_LEN], strategy=strategy)
+    verified = replace(scene.verified(), accepted=torch.full((3,), K, dtype=torch.int32))
+    # Step 0 ends one token below the limit, so one advance fits.
+    tokens = scene.drafter.propose(verified).tokens
+    assert (tokens[1] >= 0).tolist() == [True, True, False, False] and (tokens[[0, 2]] >= 0).all()
+    assert scene.tables.overflow.tolist() == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("limit", [CONTEXTS[1] + K, CONTEXTS[1] + K + 2])
+@pytest.mark.parametrize("scene", [strong, mixed])
+def test_neighbours_of_a_request_at_its_limit_draft_the_same(scene, limit):
+    [(tokens, logits)] = scene(limits=[MAX_SEQ_LEN, limit, MAX_SEQ_LEN]).rounds(1)
+    [(wanted, wanted_logits)] = scene().rounds(1)
+    assert tokens[[0, 2]].tolist() == wanted[[0, 2]].tolist()
+    assert torch.equal(logits[[0, 2]], wanted_logits[[0, 2]])
+
+
+def test_a_request_that_does_not_fit_writes_nothing():
+    scene = strong(limits=[MAX_SEQ_LEN, CONTEXTS[1] + K, MAX_SEQ_LEN])
+    before = [tensor.clone() for tensor in scene.caches()]
+    scene.drafter.propose(scene.verified())
+    for index, (was, tensor) in enumerate(zip(before, scene.caches(), strict=True)):
+        pages = scene.pages[index // 2][1]
+        assert torch.equal(tensor[pages], was[pages])
+
+
+def test_a_round_writes_no_page_that_nobody_owns():
+    scene = strong()
+    before = [tensor.clone() for tensor in scene.caches()]
+    scene.rounds(2)
+    for index, (was, tensor) in enumerate(zip(before, scene.caches(), strict=True)):
+        free = scene.pages[index // 2][3]
+        assert torch.equal(tensor[free], was[free])
+
+
+@pytest.mark.parametrize("scene", [strong, mixed])
+def test_a_capture_touches_nothing_of_a_live_request(scene):
+    scene = scene()
+    tables = scene.tables
+    live = [*scene.caches(), tables.block_tables, tables.token_limits, tables.overflow]
+    before = [tensor.clone() for tensor in live]
+    scene.drafter.capture()
+    assert all(torch.equal(a, b) for a, b in zip(before, live, strict=True))
+
+
+def test_a_capture_ahead_of_the_first_round_changes_no_token():
+    scene = strong()
+    scene.drafter.capture()
+    assert_same(scene.rounds(), strong().rounds())
+
+
+def test_a_capture_between_rounds_changes_no_token():
+    scene, expected = strong(), strong().rounds(2)
+    verified = [scene.verified(round_=0)]
+    contexts = [c + int(a) + 1 for c, a in zip(CONTEXTS, verified[0].accepted, strict=True)]
+    verified.append(scene.verified(round_=1, contexts=contexts))
+    found = []
+    for each in verified:
+        drafts = scene.drafter.propose(each)
+        found.append((drafts.tokens.clone(), drafts.logits.clone()))
+        scene.drafter.graphs.release()
+        scene.drafter.capture()
+    assert_same(found, expected)
+
+
+def test_an_eager_drafter_captures_nothing():
+    scene = strong(strategy=Strategy.EAGER)
+    scene.drafter.capture()
+    assert scene.drafter.graphs.reports == []
+
+
+def test_a_request_drafts_the_same_in_another_row_of_a_smaller_batch():
+    scene = strong()
+    tokens = scene.drafter.propose(scene.verified(temperature=1.0)).tokens.clone()
+    other = strong()
+    other.load([2, 1])
+    found = other.drafter.propose(other.verified(temperature=1.0, rows=[2, 1])).tokens
+    assert found.tolist() == tokens[[2, 1]].tolist()
+
+
+def test_drafts_are_views_of_the_same_buffers_every_round():
+    scene = strong()
+    first = scene.drafter.propose(scene.verified())
+    second = scene.drafter.propose(scene.verified(round_=1))
+    assert first.tokens.data_ptr() == second.tokens.data_ptr() and first.logits.data_ptr() == second.logits.data_ptr()
+
+
+def test_a_prompt_is_prefilled_alone_as_among_others():
+    hidden, ids = torch.randn(9, CONFIG.hidden_size), torch.randint(0, CONFIG.vocab_size, (9,))
+    together, alone = strong(limits=[MAX_SEQ_LEN] * 2), strong(limits=[MAX_SEQ_LEN] * 2)
+    together.drafter.prefill(together.tables, [4, 5], ids, hidden)
+    alone.load([1])
+    alone.drafter.prefill(alone.tables, [5], ids[4:], hidden[4:])
+    for index, (found, wanted) in enumerate(zip(alone.caches(), together.caches(), strict=True)):
+        pages = alone.pages[index // 2][1]
+        torch.testing.assert_close(found[pages], wanted[pages], rtol=1e-5, atol=1e-5)
+
+
+def test_a_prefill_writes_the_prompts_positions_and_no_other():
+    scene = strong(limits=[MAX_SEQ_LEN] * 2)
+    before = [tensor.clone() for tensor in scene.caches()]
+    scene.drafter.prefill(scene.tables, [4, 5], torch.zeros(9, dtype=torch.int64), torch.randn(9, CONFIG.hidden_size))
+    for index, (was, found) in enumerate(zip(before, scene.caches(), strict=True)):
+        size, rows = found.shape[1], scene.pages[index // 2]
+        written = {rows[r][p // size] * size + p % size for r, n in ((0, 4), (1, 5)) for p in range(n)}
+        differs = (found != was).flatten(0, 1).flatten(1).any(1).nonzero().flatten()
+        assert set(differs.tolist()) == written
+
+
+@pytest.mark.parametrize(("max_reqs", "sizes"), [(1, [1]), (4, [1, 2, 4]), (6, [1, 2, 4, 6])])
+def test_capture_sizes_are_powers_of_two_up_to_the_most(max_reqs, sizes):
+    assert default_capture_sizes(max_reqs) == sizes

@@ -1,0 +1,308 @@
+import pytest
+import torch
+
+from attn_backends import get
+from builders import BatchError
+from spec_decode.engine import Engine, Request
+from spec_decode.strategy import GraphMode, Strategy
+from tests.factories import make_config, make_pair
+
+PAIR = make_pair()
+VOCAB = PAIR[0].config.vocab_size
+REFERENCE = get("torch_reference")
+
+
+def make_engine(pair=PAIR, *, backend=REFERENCE, num_speculative_tokens=3, graph_mode=GraphMode.NONE, **options):
+    options = {"max_reqs": 3, "max_seq_len": 64, "page_size": 4, **options}
+    return Engine(*pair, backend, num_speculative_tokens=num_speculative_tokens, graph_mode=graph_mode, **options)
+
+
+def make_requests(count, seed=0, **options):
+    generator = torch.Generator().manual_seed(seed)
+    lens = torch.randint(1, 12, (count,), generator=generator).tolist()
+    new = torch.randint(1, 20, (count,), generator=generator).tolist()
+    prompts = [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lens]
+    return [
+        Request(prompt=prompt, max_new_tokens=n, seed=index, **options)
+        for index, (prompt, n) in enumerate(zip(prompts, new, strict=True))
+    ]
+
+
+def texts(engine, requests, **options):
+    return [generation.token_ids for generation in engine.generate(requests, **options)]
+
+
+def dense_greedy(target, request):
+    """The continuation by attention over the whole text each time, with no cache, page or batch."""
+    from spec_decode.dense import run_target
+
+    tokens = list(request.prompt)
+    for _ in range(request.max_new_tokens):
+        tokens.append(int(target.logits(run_target(target, torch.tensor([tokens])))[0, -1].argmax()))
+    return tokens[len(request.prompt) :]
+
+
+# ---------------------------------------------------------------------- what is said
+
+
+def test_plain_decoding_says_what_the_dense_target_says():
+    requests = make_requests(5)
+    assert texts(make_engine(num_speculative_tokens=0), requests) == [dense_greedy(PAIR[0], r) for r in requests]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("steps", [1, 3, 5])
+def test_greedy_speculation_says_what_plain_decoding_says(steps, seed):
+    pair, requests = make_pair(seed=seed), make_requests(6, seed)
+    plain = texts(make_engine(pair, num_speculative_tokens=0), requests)
+    assert texts(make_engine(pair, num_speculative_tokens=steps), requests) == plain
+
+
+@pytest.mark.parametrize("strategy", [Strategy.FULL_LOOP, Strategy.PER_STEP])
+def test_graphs_say_what_eager_says(strategy):
+    requests = make_requests(5, temperature=1.0)
+    graphs = make_engine(graph_mode=GraphMode.FULL, strategy=strategy)
+    assert texts(graphs, requests) == texts(make_engine(), requests)
+    assert graphs.plan.strategy is strategy
+
+
+def test_triton_paged_says_what_the_reference_says():
+    pair, requests = make_pair(make_config(hidden_size=64, head_dim=64)), make_requests(4)
+    assert texts(make_engine(pair, backend=get("triton_paged")), requests) == texts(make_engine(pair), requests)
+
+
+def test_a_draft_on_another_backend_says_the_same():
+    pair, requests = make_pair(make_config(hidden_size=64, head_dim=64)), make_requests(4)
+    other = make_engine(pair, draft_backend=get("triton_paged"))
+    assert texts(other, requests) == texts(make_engine(pair), requests)
+
+
+def test_a_model_with_a_sliding_window_says_the_same_with_speculation():
+    pair, requests = make_pair(make_config(sliding_window=5)), make_requests(5)
+    plain = texts(make_engine(pair, num_speculative_tokens=0), requests)
+    assert texts(make_engine(pair), requests) == plain
+
+
+def test_some_drafts_are_kept_and_some_are_not():
+    engine = make_engine()
+    engine.generate(make_requests(6))
+    assert 0.2 < engine.stats.mean_accepted < 2.8
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_hot_request_says_the_same_alone_and_beside_others(steps):
+    requests = make_requests(6, temperature=1.0)
+    together = texts(make_engine(num_speculative_tokens=steps), requests)
+    alone = [texts(make_engine(num_speculative_tokens=steps), [request])[0] for request in requests]
+    assert alone == together
+
+
+def test_a_hot_request_says_the_same_twice():
+    engine, requests = make_engine(), make_requests(4, temperature=1.0)
+    assert texts(engine, requests) == texts(engine, requests)
+
+
+def test_another_seed_says_something_else():
+    said = texts(make_engine(), [Request(prompt=[3], max_new_tokens=20, temperature=1.5, seed=s) for s in range(4)])
+    assert len({tuple(text) for text in said}) == 4
+
+
+def test_greedy_and_hot_requests_share_a_batch():
+    requests = [Request(prompt=[5, 6], max_new_tokens=12, temperature=t, seed=1) for t in (0.0, 1.0, 0.0)]
+    together = texts(make_engine(), requests)
+    assert together[0] == together[2] == texts(make_engine(), requests[:1])[0]
+    assert together[1] == texts(make_engine(), requests[1:2])[0]
+
+
+# ---------------------------------------------------------------------- joining and leaving
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("max_reqs", [1, 2, 3, 16])
+def test_any_number_of_rows_gives_the_same_texts_in_order(max_reqs, steps):
+    requests = make_requests(9)
+    wanted = texts(make_engine(max_reqs=9, num_speculative_tokens=steps), requests)
+    assert texts(make_engine(max_reqs=max_reqs, num_speculative_tokens=steps), requests) == wanted
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_every_request_says_as_much_as_was_asked(steps):
+    requests = make_requests(9)
+    said = texts(make_engine(num_speculative_tokens=steps), requests)
+    assert [len(text) for text in said] == [request.max_new_tokens for request in requests]
+
+
+def test_every_page_is_returned():
+    engine = make_engine()
+    before = sorted(engine._free)
+    engine.generate(make_requests(9))
+    assert sorted(engine._free) == before
+
+
+def test_pages_are_returned_when_a_callback_fails_on_the_way():
+    engine = make_engine()
+    before, seen = sorted(engine._free), []
+
+    def fail(index, token):
+        seen.append(token)
+        if len(seen) == 12:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        engine.generate(make_requests(5), on_token=fail)
+    assert sorted(engine._free) == before
+
+
+def test_no_request_ever_overflows_its_pages():
+    engine = make_engine(max_seq_len=30)
+    engine.generate(make_requests(9))
+    assert engine._tables.overflow.eq(0).all()
+
+
+def test_a_request_that_fills_the_engine_to_the_brim_is_served():
+    request = Request(prompt=[1] * 20, max_new_tokens=44)
+    assert texts(make_engine(), [request])[0] == texts(make_engine(num_speculative_tokens=0), [request])[0]
+
+
+def test_no_requests_give_no_results():
+    assert make_engine().generate([]) == []
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_prompt_of_one_token_is_continued(steps):
+    request = Request(prompt=[7], max_new_tokens=10)
+    assert texts(make_engine(num_speculative_tokens=steps), [request]) == [dense_greedy(PAIR[0], request)]
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_one_new_token_needs_no_round(steps):
+    engine = make_engine(num_speculative_tokens=steps)
+    assert [len(text) for text in texts(engine, [Request(prompt=[1, 2], max_new_tokens=1)])] == [1]
+    assert engine.stats.rounds == 0
+
+
+# ---------------------------------------------------------------------- stopping and streaming
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("at", [0, 1, 4, 9])
+def test_a_stop_id_ends_the_text_and_is_no_part_of_it(steps, at):
+    prompt = [2, 9, 4]
+    whole = texts(make_engine(num_speculative_tokens=0), [Request(prompt=prompt, max_new_tokens=12, temperature=1.3)])[
+        0
+    ]
+    stop = whole[at]
+    request = Request(prompt=prompt, max_new_tokens=12, stop_ids=frozenset([stop]), temperature=1.3)
+    said = texts(make_engine(num_speculative_tokens=0), [request])[0]
+    assert said == whole[: whole.index(stop)]
+    spoken = texts(make_engine(num_speculative_tokens=steps), [request])[0]
+    assert stop not in spoken
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_greedy_texts_stop_where_plain_ones_do(steps):
+    requests = make_requests(6)
+    whole = [dense_greedy(PAIR[0], request) for request in requests]
+    stop = frozenset(range(0, VOCAB, 3))
+    wanted = [text[: next((i for i, t in enumerate(text) if t in stop), len(text))] for text in whole]
+    # A prompt may hold stop ids, but not as its last token.
+    stopping = [
+        Request(prompt=[*request.prompt], max_new_tokens=request.max_new_tokens, stop_ids=stop) for request in requests
+    ]
+    kept = [i for i, request in enumerate(requests) if request.prompt[-1] not in stop]
+    said = texts(make_engine(num_speculative_tokens=steps), [stopping[i] for i in kept])
+    assert said == [wanted[i] for i in kept] and len(kept) > 2
+
+
+def test_a_stop_id_that_is_the_last_token_asked_for_is_no_part_of_the_text():
+    request = Request(prompt=[2, 9, 4], max_new_tokens=6)
+    whole = dense_greedy(PAIR[0], request)
+    stop = frozenset([whole[-1]])
+    said = texts(make_engine(), [Request(prompt=[2, 9, 4], max_new_tokens=6, stop_ids=stop)])[0]
+    assert said == whole[: whole.index(whole[-1])]
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_streaming_tells_each_requests_tokens_in_order(steps):
+    streamed, requests = {}, make_requests(7)
+    said = texts(
+        make_engine(num_speculative_tokens=steps), requests,
+        on_token=lambda index, token: streamed.setdefault(index, []).append(token),
+    )  # fmt: skip
+    assert [streamed[index] for index in range(7)] == said
+
+
+def test_streaming_tells_no_stop_id():
+    request = Request(prompt=[2, 9, 4], max_new_tokens=10)
+    whole, streamed = dense_greedy(PAIR[0], request), []
+    stopping = Request(prompt=[2, 9, 4], max_new_tokens=10, stop_ids=frozenset([whole[3]]))
+    said = texts(make_engine(), [stopping], on_token=lambda index, token: streamed.append(token))[0]
+    assert streamed == said and whole[3] not in streamed
+
+
+def test_a_shorter_request_is_told_to_the_end_before_one_that_waits_for_its_row():
+    told, requests = [], make_requests(3)
+    make_engine(max_reqs=1).generate(requests, on_token=lambda index, token: told.append(index))
+    assert told == sorted(told)
+
+
+# ---------------------------------------------------------------------- refusals
+
+REFUSED = {
+    "an empty prompt": (Request(prompt=[], max_new_tokens=3), "needs a prompt and new tokens.*got 0 and 3"),
+    "no new tokens": (Request(prompt=[1], max_new_tokens=0), "got 1 and 0"),
+    "too long": (Request(prompt=[1] * 60, max_new_tokens=5), "at most 64 together, got 60 and 5"),
+    "out of the vocabulary": (Request(prompt=[1, VOCAB], max_new_tokens=3), f"0 to {VOCAB - 1}, got 1 to {VOCAB}"),
+    "a negative token": (Request(prompt=[-1, 3], max_new_tokens=3), "got -1 to 3"),
+    "a negative temperature": (Request(prompt=[1], max_new_tokens=3, temperature=-0.1), "temperature of at least 0.*-0.1"),
+    "a temperature that is no number": (Request(prompt=[1], max_new_tokens=3, temperature=float("nan")), "got nan"),
+    "a seed beyond 64 bits": (Request(prompt=[1], max_new_tokens=3, seed=2**63), "a 64-bit seed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("request_", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_request_that_no_row_can_hold_is_refused_before_anything_runs(request_, message):
+    told = []
+    with pytest.raises(BatchError, match=f"request 1 .*{message}"):
+        make_engine().generate(
+            [Request(prompt=[1], max_new_tokens=3), request_], on_token=lambda index, token: told.append(index)
+        )
+    assert told == []
+
+
+def test_an_engine_serves_on_after_a_refusal():
+    engine, good = make_engine(), Request(prompt=[1], max_new_tokens=3)
+    with pytest.raises(BatchError):
+        engine.generate([REFUSED["an empty prompt"][0]])
+    assert texts(engine, [good]) == texts(make_engine(), [good])
+
+
+@pytest.mark.parametrize(("steps", "longest"), [(-1, 64), (3, 157), (3, 400)])
+def test_an_engine_beyond_the_models_positions_is_refused(steps, longest):
+    with pytest.raises(BatchError, match="below the model's 160 positions"):
+        make_engine(num_speculative_tokens=steps, max_seq_len=longest)
+
+
+# ---------------------------------------------------------------------- statistics
+
+
+def test_plain_decoding_has_no_plan_and_no_drafter():
+    engine = make_engine(num_speculative_tokens=0)
+    assert engine.plan is None and engine.drafter is None
+
+
+def test_statistics_count_what_was_kept():
+    engine = make_engine()
+    results = engine.generate(make_requests(6))
+    kept = [accepted for result in results for accepted in result.accepted]
+    assert engine.stats.accepted == sum(kept) and engine.stats.drafted_for == len(kept)
+    assert all(0 <= accepted <= 3 for accepted in kept)
+    assert engine.stats.propose_seconds > 0 and engine.stats.host_us_a_round > 0
+
+
+def test_statistics_start_anew_with_every_call():
+    engine, requests = make_engine(), make_requests(3)
+    engine.generate(requests)
+    first = engine.stats.rounds
+    engine.generate(requests)
+    assert engine.stats.rounds == first > 0

@@ -1,0 +1,96 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from spec_decode.ops import noise
+
+N = 100_000
+STREAMS = {"draft": noise.DRAFT, "accept": noise.ACCEPT, "target": noise.TARGET}
+COUNT, ZERO = torch.arange(N), torch.zeros(N, dtype=torch.int64)
+
+
+def over(seeds=ZERO, positions=ZERO, tokens=ZERO, stream=noise.DRAFT):
+    return noise.uniform(noise.key(seeds, positions, stream), tokens).numpy()
+
+
+AXES = {
+    "seeds": lambda stream: over(seeds=COUNT, stream=stream),
+    "large seeds": lambda stream: over(seeds=COUNT << 32, stream=stream),
+    "negative seeds": lambda stream: over(seeds=-COUNT - 1, stream=stream),
+    "positions": lambda stream: over(positions=COUNT, stream=stream),
+    "tokens": lambda stream: over(tokens=COUNT, stream=stream),
+    "tokens of one row": lambda stream: over(seeds=ZERO + 77, positions=ZERO + 5, tokens=COUNT, stream=stream),
+}
+
+
+@pytest.mark.parametrize("stream", STREAMS.values(), ids=STREAMS)
+@pytest.mark.parametrize("draw", AXES.values(), ids=AXES)
+def test_noise_is_uniform_along_every_axis(draw, stream):
+    assert stats.kstest(draw(stream), "uniform").pvalue > 1e-4
+
+
+NEIGHBOURS = {
+    "seeds": (over(seeds=COUNT), over(seeds=COUNT + 1)),
+    "positions": (over(positions=COUNT), over(positions=COUNT + 1)),
+    "tokens": (over(tokens=COUNT), over(tokens=COUNT + 1)),
+    "seed and position swapped": (over(COUNT, COUNT + 1), over(COUNT + 1, COUNT)),
+    "tokens of neighbouring seeds": (over(ZERO, ZERO, COUNT), over(ZERO + 1, ZERO, COUNT)),
+    "tokens of neighbouring positions": (over(ZERO, ZERO, COUNT), over(ZERO, ZERO + 1, COUNT)),
+    "draft and accept": (over(positions=COUNT), over(positions=COUNT, stream=noise.ACCEPT)),
+    "draft and target": (over(positions=COUNT), over(positions=COUNT, stream=noise.TARGET)),
+    "accept and target": (over(seeds=COUNT, stream=noise.ACCEPT), over(seeds=COUNT, stream=noise.TARGET)),
+}
+
+
+@pytest.mark.parametrize(("a", "b"), NEIGHBOURS.values(), ids=NEIGHBOURS)
+def test_neighbouring_noise_is_independent(a, b):
+    counts, _, _ = np.histogram2d(a, b, bins=16, range=[[0, 1], [0, 1]])
+    assert stats.chisquare(counts.ravel()).pvalue > 1e-4
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**31), st.lists(st.integers(0, 2**20), min_size=2, max_size=5))
+def test_noise_depends_only_on_seed_position_token_and_stream(seed, position, tokens):
+    rows = torch.tensor([[seed, position, token] for token in tokens])
+    together = noise.uniform(noise.key(rows[:, 0], rows[:, 1], noise.DRAFT), rows[:, 2])
+    alone = [noise.uniform(noise.key(row[None, 0], row[None, 1], noise.DRAFT), row[None, 2])[0] for row in rows.flip(0)]
+    assert together.tolist() == torch.stack(alone).flip(0).tolist()
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40), st.integers(0, 2**20))
+def test_uniform_noise_never_reaches_an_end(seed, position, token):
+    value = noise.uniform(
+        noise.key(*(torch.tensor([x]) for x in (seed, position)), noise.ACCEPT), torch.tensor([token])
+    )
+    assert 0 < value < 1
+
+
+def test_the_ends_of_the_hash_are_inside_the_open_interval(monkeypatch):
+    for hashed in (0, 0xFFFFFFFF):
+        monkeypatch.setattr(noise, "_mix", lambda h, value=hashed: torch.tensor([value]))
+        assert 0 < noise.uniform(ZERO[:1], ZERO[:1]) < 1
+        assert noise.gumbel(ZERO[:1], ZERO[:1]).isfinite()
+
+
+@pytest.mark.parametrize("bit", [0, 1, 31, 32, 62, 63])
+def test_every_bit_of_a_seed_counts(bit):
+    seeds = torch.tensor([12345])
+    flipped = seeds ^ torch.tensor([1]).bitwise_left_shift(bit)
+    assert noise.key(seeds, ZERO[:1], noise.DRAFT) != noise.key(flipped, ZERO[:1], noise.DRAFT)
+
+
+def test_the_mixer_is_murmur_hash_3s_finaliser():
+    def fmix32(h):
+        h = (h ^ h >> 16) * 0x85EBCA6B % 2**32
+        h = (h ^ h >> 13) * 0xC2B2AE35 % 2**32
+        return h ^ h >> 16
+
+    values = [0, 1, 0xFFFFFFFF, 0x80000000, 123456789]
+    assert noise._mix(torch.tensor(values)).tolist() == [fmix32(value) for value in values]
+
+
+def test_gumbel_noise_has_a_gumbel_distribution():
+    drawn = noise.gumbel(noise.key(COUNT, ZERO, noise.TARGET), ZERO).numpy()
+    assert stats.kstest(drawn, "gumbel_r").pvalue > 1e-4

@@ -1,0 +1,134 @@
+import pytest
+
+from builders import AdvanceLevel, AdvanceSupport, GraphSupport, HostLengths
+from spec_decode.strategy import GraphMode, GroupFacts, Strategy, StrategyError, choose
+
+FULL, NONE = GraphMode.FULL, GraphMode.NONE
+
+
+def group(name, level=AdvanceLevel.IN_GRAPH, support=GraphSupport.ALWAYS, **options):
+    reason = f"{name} has its reason"
+    return GroupFacts(
+        name=name, backend=f"{name}_kernels", graph_support=support, advance=AdvanceSupport(level, reason), **options
+    )
+
+
+STRONG, OTHER = group("strong"), group("other")
+WEAK = group("weak", AdvanceLevel.REBUILD)
+PLANNED = group("planned", AdvanceLevel.PREPLANNED)
+NEVER = group("never", support=GraphSupport.NEVER)
+DECODE_ONLY = group("decode_only", support=GraphSupport.SINGLE_TOKEN_DECODE)
+
+CHOSEN = {
+    "all in graph": ([STRONG, OTHER], FULL, Strategy.FULL_LOOP, []),
+    "one rebuilt": ([STRONG, WEAK, OTHER], FULL, Strategy.PER_STEP, [1]),
+    "all rebuilt": ([WEAK, WEAK], FULL, Strategy.PER_STEP, [0, 1]),
+    "preplanned is rebuilt": ([PLANNED, STRONG], FULL, Strategy.PER_STEP, [0]),
+    "captured for decode alone": ([DECODE_ONLY], FULL, Strategy.FULL_LOOP, []),
+    "one that no graph holds": ([STRONG, NEVER], FULL, Strategy.EAGER, [0, 1]),
+    "a weak one that no graph holds": ([WEAK, NEVER], FULL, Strategy.EAGER, [0, 1]),
+    "graphs turned off": ([STRONG, OTHER], NONE, Strategy.EAGER, [0, 1]),
+}
+
+
+@pytest.mark.parametrize(("groups", "mode", "strategy", "weak"), CHOSEN.values(), ids=CHOSEN)
+def test_the_cheapest_strategy_that_every_group_can_run_is_chosen(groups, mode, strategy, weak):
+    plan = choose(groups, 4, mode)
+    assert (plan.strategy, list(plan.weak_groups)) == (strategy, weak)
+
+
+@pytest.mark.parametrize(("groups", "mode", "strategy", "weak"), CHOSEN.values(), ids=CHOSEN)
+def test_every_strategy_not_chosen_has_a_reason(groups, mode, strategy, weak):
+    plan = choose(groups, 4, mode)
+    assert {s for s, _ in plan.not_chosen} == set(Strategy) - {strategy}
+    assert all(reason for _, reason in plan.not_chosen) and plan.reason
+
+
+def test_the_reason_against_the_full_loop_is_the_weak_groups_own():
+    reasons = dict(choose([STRONG, WEAK], 4, FULL).not_chosen)
+    assert reasons[Strategy.FULL_LOOP] == "group weak (weak_kernels) is REBUILD: weak has its reason"
+
+
+def test_the_reason_against_graphs_names_the_group_that_no_graph_holds():
+    reasons = dict(choose([STRONG, NEVER], 4, FULL).not_chosen)
+    assert reasons[Strategy.PER_STEP] == "group never (never_kernels) cannot be captured at all"
+
+
+def test_the_reason_against_graphs_says_when_they_are_off():
+    assert set(dict(choose([STRONG], 4, NONE).not_chosen).values()) == {"graphs are turned off"}
+
+
+IMPOSSIBLE = {
+    "full loop with a rebuilt group": ([STRONG, WEAK], FULL, Strategy.FULL_LOOP, "weak has its reason"),
+    "full loop with a preplanned group": ([PLANNED], FULL, Strategy.FULL_LOOP, "planned has its reason"),
+    "full loop without graphs": ([STRONG], NONE, Strategy.FULL_LOOP, "graphs are turned off"),
+    "per step without graphs": ([STRONG], NONE, Strategy.PER_STEP, "graphs are turned off"),
+    "per step around a group that no graph holds": ([NEVER], FULL, Strategy.PER_STEP, "group never"),
+}
+
+
+@pytest.mark.parametrize(("groups", "mode", "forced", "reason"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_a_forced_strategy_that_cannot_be_run_raises_with_the_groups_reason(groups, mode, forced, reason):
+    with pytest.raises(StrategyError, match=f"{forced.value} was asked for and cannot be run: .*{reason}"):
+        choose(groups, 4, mode, forced=forced)
+
+
+@pytest.mark.parametrize("forced", Strategy)
+def test_a_forced_strategy_that_can_be_run_is_run(forced):
+    plan = choose([STRONG], 4, FULL, forced=forced)
+    assert (plan.strategy, plan.reason) == (forced, "asked for")
+    assert all(reason == f"{forced.value} was asked for" for _, reason in plan.not_chosen)
+
+
+@pytest.mark.parametrize("tokens", [0, -1])
+def test_a_drafter_of_no_tokens_is_refused(tokens):
+    with pytest.raises(StrategyError, match=f"at least 1 token a round, got {tokens}"):
+        choose([STRONG], tokens, FULL)
+
+
+def test_a_single_token_is_drafted_by_the_full_loop_too():
+    assert choose([STRONG], 1, FULL).strategy is Strategy.FULL_LOOP
+
+
+WAITS = {
+    "rebuilt with exact lengths": (AdvanceLevel.REBUILD, HostLengths.EXACT, False, FULL, True),
+    "rebuilt with bounds": (AdvanceLevel.REBUILD, HostLengths.UPPER_BOUND, False, FULL, False),
+    "rebuilt without lengths": (AdvanceLevel.REBUILD, HostLengths.NONE, False, FULL, False),
+    "advanced, exact lengths never asked for": (AdvanceLevel.IN_GRAPH, HostLengths.EXACT, False, FULL, False),
+    "built once a round with exact lengths": (AdvanceLevel.IN_GRAPH, HostLengths.EXACT, True, FULL, True),
+    "built once a round with bounds": (AdvanceLevel.IN_GRAPH, HostLengths.UPPER_BOUND, True, FULL, False),
+    "eager with exact lengths": (AdvanceLevel.IN_GRAPH, HostLengths.EXACT, False, NONE, True),
+}
+
+
+@pytest.mark.parametrize(("level", "lengths", "per_round", "mode", "waits"), WAITS.values(), ids=WAITS)
+def test_only_a_build_that_needs_exact_lengths_waits(level, lengths, per_round, mode, waits):
+    facts = group("it", level, host_lengths=lengths, build_per_round=per_round)
+    assert choose([facts], 4, mode).groups[0].waits is waits
+
+
+def test_one_waiting_group_does_not_make_the_others_wait():
+    plan = choose([STRONG, group("weak", AdvanceLevel.REBUILD, host_lengths=HostLengths.EXACT)], 4, FULL)
+    assert [g.waits for g in plan.groups] == [False, True]
+
+
+def test_the_explanation_names_the_choice_the_rest_and_every_group():
+    lines = choose([STRONG, WEAK], 4, FULL).explain()
+    assert lines[0].startswith("strategy per_step: ")
+    assert lines[1].startswith("not full_loop: ") and lines[2].startswith("not eager: ")
+    assert lines[3] == "group strong (strong_kernels): advanced in the graph; strong has its reason"
+    assert lines[4] == "group weak (weak_kernels): rebuilt at every step; weak has its reason"
+
+
+def test_the_explanation_shows_a_build_once_a_round():
+    line = choose([group("it", build_per_round=True)], 4, FULL).explain()[-1]
+    assert line == "group it (it_kernels): advanced in the graph, built once a round; it has its reason"
+
+
+def test_the_explanation_shows_a_wait():
+    facts = group("it", AdvanceLevel.REBUILD, host_lengths=HostLengths.EXACT)
+    assert "rebuilt at every step, waiting for the device; " in choose([facts], 4, FULL).explain()[-1]
+
+
+def test_groups_keep_their_order():
+    assert [g.name for g in choose([WEAK, STRONG, OTHER], 4, FULL).groups] == ["weak", "strong", "other"]
