@@ -149,7 +149,7 @@ def make_config(**changes: Any) -> ModelConfig:
 def make_pair(
     config: ModelConfig | None = None, *, seed: int = 0, context: float = 0.4
 ) -> tuple[LlamaTarget, EagleDraft]:
-    """A random fp32 pair. Both see the last token plainly and the context `context` times: they agree, but not always."""
+    """A random fp32 pair that agrees now and then: both go by the last token, and by the context times `context`."""
     config = config or make_config()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

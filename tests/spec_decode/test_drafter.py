@@ -275,7 +275,7 @@ def changed(**changes):
 
 REFUSED = {
     "one row too few": ({"accepted": lambda x: x[:2]}, r"accepted must be torch\.int32 \[3\].*got torch\.int32 \[2\]"),
-    "one column too many": ({"token_ids": lambda x: torch.cat([x, x[:, :1]], 1)}, r"token_ids must be .*\[3, 5\].*\[3, 6\]"),
+    "one column too few": ({"token_ids": lambda x: x[:, 1:]}, r"token_ids must be .*\[3, 5\].*\[3, 4\]"),
     "another hidden size": ({"hidden_states": lambda x: x[..., :32]}, r"hidden_states must be .*\[3, 5, 64\]"),
     "another float": ({"hidden_states": lambda x: x.bfloat16()}, r"must be torch\.float32.*got torch\.bfloat16"),
     "another integer": ({"context_lens": lambda x: x.long()}, r"must be torch\.int32 .*got torch\.int64"),

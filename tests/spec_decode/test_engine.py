@@ -254,7 +254,7 @@ REFUSED = {
     "too long": (Request(prompt=[1] * 60, max_new_tokens=5), "at most 64 together, got 60 and 5"),
     "out of the vocabulary": (Request(prompt=[1, VOCAB], max_new_tokens=3), f"0 to {VOCAB - 1}, got 1 to {VOCAB}"),
     "a negative token": (Request(prompt=[-1, 3], max_new_tokens=3), "got -1 to 3"),
-    "a negative temperature": (Request(prompt=[1], max_new_tokens=3, temperature=-0.1), "temperature of at least 0.*-0.1"),
+    "a negative temperature": (Request(prompt=[1], max_new_tokens=3, temperature=-0.1), "at least 0.*-0.1"),
     "a temperature that is no number": (Request(prompt=[1], max_new_tokens=3, temperature=float("nan")), "got nan"),
     "a seed beyond 64 bits": (Request(prompt=[1], max_new_tokens=3, seed=2**63), "a 64-bit seed"),
 }  # fmt: skip
