@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,18 +11,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from spec_decode.environment import environment
 from spec_decode.training import Recipe, train_pair
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def git_commit() -> str | None:
-    """The commit of the working tree, None outside a repository."""
-    try:
-        found = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return found.strip()
 
 
 def main() -> None:
@@ -36,7 +27,7 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(recipe, name))
     flags = vars(parser.parse_args())
     out, device = flags.pop("out"), flags.pop("device")
-    origin = {"command": shlex.join(["python", *sys.argv]), "commit": git_commit()}
+    origin = {"command": shlex.join(["python", *sys.argv]), "commit": environment(device).commit}
     record = train_pair(out, Recipe(**flags), device, origin)
     print(*record["samples"], sep="\n-----\n")
     for name in ("losses", "accepted_of_4_per_round", "wall_seconds"):

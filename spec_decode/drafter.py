@@ -38,7 +38,7 @@ class VerifiedTokens:
     token_ids      int64 [n, 1 + K]      the tokens the target just ran over
     hidden_states  [n, 1 + K, H]         its hidden states there
     context_lens   int32 [n]             draft KV tokens committed before them: the position of the first
-    accepted       int32 [n]             how many of the K draft tokens were kept
+    accepted       int32 [n]             how many of the K draft tokens were kept, 0 to K
     next_tokens    int64 [n]             the target's own token behind the last kept one
     temperature    fp32 [n]              0 is greedy
     seeds          int64 [n]
@@ -108,7 +108,7 @@ class Drafter:
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=self.tables.device)
 
-        self._inputs = VerifiedTokens(
+        self.inputs = VerifiedTokens(
             token_ids=zeros(reqs, self._query_len, dtype=torch.int64),
             hidden_states=zeros(reqs, self._query_len, config.hidden_size, dtype=hidden_dtype),
             context_lens=zeros(reqs, dtype=torch.int32),
@@ -126,17 +126,23 @@ class Drafter:
     # ------------------------------------------------------------------ a round
 
     @torch.no_grad()
-    def propose(self, verified: VerifiedTokens) -> Drafts:
+    def propose(self, verified: VerifiedTokens | None = None) -> Drafts:
         """Draft K tokens behind each request's next_token. Nothing in it waits for the device unless the plan says so.
+
+        verified: what the round starts from, copied to `inputs`; None: a verifier wrote it to the live rows there.
 
         The requests are the live rows of the tables. One whose limit leaves no room for the 1 + K tokens of step 0
         proposes nothing and raises tables.overflow, as does one that reaches its limit on the way, from there on.
         Raises BatchError, with nothing run, for tensors of another shape, dtype or device, or too large a batch.
         """
         live = self.tables.num_live
-        self._check(verified, live)
+        require(
+            live > 0,
+            "a round needs at least one live request, the tables hold none; nothing was run. Load the tables first.",
+        )
         size = self.graphs.padded(live)
-        self._take(verified, live)
+        if verified is not None:
+            self._take(verified, live)
         if self.plan.strategy is not Strategy.EAGER and not self._captured:
             self.capture()
         self.run_extend(size)
@@ -188,29 +194,17 @@ class Drafter:
         attend = attend_with(self.groups, metadata)
         self.model.forward(token_ids, hidden_states.to(self._hidden.dtype), batch.positions[:total], attend)
 
-    def _check(self, verified: VerifiedTokens, live: int) -> None:
-        require(
-            live > 0,
-            "a round needs at least one live request, the tables hold none; nothing was run. Load the tables first.",
-        )
+    def _take(self, verified: VerifiedTokens, live: int) -> None:
+        """Check every tensor, then copy them all."""
         for name in VerifiedTokens.__slots__:
-            found, buffer = getattr(verified, name), getattr(self._inputs, name)
+            found, buffer = getattr(verified, name), getattr(self.inputs, name)
             shape = (live, *buffer.shape[1:])
             # Compared here first: composing the message's parts for seven tensors would cost 10 us a round.
             if found.shape != shape or found.dtype != buffer.dtype or found.device != buffer.device:
                 require_tensor(name, found, shape=shape, dtype=buffer.dtype, device=self.tables.device)
 
-    def _take(self, verified: VerifiedTokens, live: int) -> None:
-        """Copy what is not in the buffers already: an engine may have its verifier write to `inputs`."""
-        pairs = [(getattr(self._inputs, name)[:live], getattr(verified, name)) for name in VerifiedTokens.__slots__]
-        pairs = [(buffer, found) for buffer, found in pairs if buffer.data_ptr() != found.data_ptr()]
-        if pairs:
-            torch._foreach_copy_([buffer for buffer, _ in pairs], [found for _, found in pairs], non_blocking=True)
-
-    @property
-    def inputs(self) -> VerifiedTokens:
-        """The persistent buffers of a round's inputs; a verifier that writes its results here saves their copies."""
-        return self._inputs
+        buffers = [getattr(self.inputs, name)[:live] for name in VerifiedTokens.__slots__]
+        torch._foreach_copy_(buffers, [getattr(verified, name) for name in VerifiedTokens.__slots__], non_blocking=True)
 
     # ------------------------------------------------------------------ strategies
 
@@ -247,11 +241,11 @@ class Drafter:
     # ------------------------------------------------------------------ captured work
 
     def _begin_extend(self, size: int) -> None:
-        begin_extend(self._extend.batch, self._inputs.context_lens, size, self._query_len)
+        begin_extend(self._extend.batch, self.inputs.context_lens, size, self._query_len)
 
     def _extend_forward(self, size: int) -> None:
         """Step 0: the draft's tokens are the target's, shifted by one, with the next token behind the last kept."""
-        inputs, accepted = self._inputs, self._inputs.accepted[:size].long()
+        inputs, accepted = self.inputs, self.inputs.accepted[:size].long()
         ids = torch.cat([inputs.token_ids[:size, 1:], inputs.token_ids[:size, :1]], 1)
         ids = ids.scatter(1, accepted[:, None], inputs.next_tokens[:size, None])
         tokens = size * self._query_len
@@ -277,8 +271,8 @@ class Drafter:
         batch = self._decode.batch
         sample_draft(
             self.model.logits(hidden),
-            temperature=self._inputs.temperature,
-            seeds=self._inputs.seeds,
+            temperature=self.inputs.temperature,
+            seeds=self.inputs.seeds,
             positions=batch.positions,
             seq_lens=batch.seq_lens,
             step=batch.step,

@@ -85,7 +85,9 @@ class _Rebuilt(TritonPaged):
 
 
 def drafter_rows(name: str, device: torch.device, bandwidth: float | None) -> Iterator[dict[str, Any]]:
-    """Two rows a strategy and shape: the whole round (step 0 included), and its later steps alone."""
+    """Rows a strategy and shape: the whole round with its inputs in place, the same behind copies of them, and its
+    later steps alone.
+    """
     case = DRAFTERS[name]
     model = _model(case, device)
     for steps in case.steps:
@@ -112,8 +114,11 @@ def _strategy_rows(
     case = DRAFTERS[name]
     drafter, verified = _scene(case, model, backend, strategy, steps, num_reqs, device)
 
-    def whole() -> None:
+    def with_copies() -> None:
         drafter.propose(verified)
+
+    def whole() -> None:
+        drafter.propose()
 
     def step_0() -> None:
         with torch.no_grad():
@@ -123,11 +128,12 @@ def _strategy_rows(
         with torch.no_grad():
             drafter.run_steps(num_reqs)
 
-    whole()
+    with_copies()
     on_cuda = device.type == "cuda"
     # Later steps move the shared state on, so that an untimed step 0 must put it back before each.
     parts = (
         (f"{name}/round", whole, steps, lambda: None),
+        (f"{name}/round+copies", with_copies, steps, lambda: None),
         (f"{name}/steps", later_steps, steps - 1, step_0),
     )
     for part, call, passes, prepare in parts:

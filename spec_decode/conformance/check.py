@@ -83,11 +83,20 @@ def check(
 
 def expand(subject: Subject) -> list[Check]:
     """Every check on every case for this backend and device, in the order of definition."""
-    return [
-        Check(definition.name, case_name, definition.contract, _bind(definition, subject, case))
-        for definition in _definitions
-        for case_name, case in definition.cases(subject)
-    ]
+    return [check for definition in _definitions for check in _expand_one(definition, subject)]
+
+
+def _expand_one(definition: _Definition, subject: Subject) -> list[Check]:
+    try:
+        cases = list(definition.cases(subject))
+    except Unsupported as refusal:
+        reasons = str(refusal)
+        return [Check(definition.name, "any", definition.contract, lambda: _refused(reasons))]
+    return [Check(definition.name, name, definition.contract, _bind(definition, subject, case)) for name, case in cases]
+
+
+def _refused(reasons: str) -> Evidence:
+    raise Unsupported(reasons)
 
 
 def _bind(definition: _Definition, subject: Subject, case: Any) -> Callable[[], Evidence]:

@@ -14,7 +14,7 @@ from spec_decode.conformance.cases import DECODE, Case, base_cases, base_spec
 from spec_decode.conformance.check import Evidence, Subject, check, expect
 from spec_decode.conformance.world import World
 
-_BASE = base_cases({"decode": DECODE}, ("gqa",))
+_BASE = base_cases({"decode": DECODE}, ("base",))
 
 
 @check("contract.version_matches", "a backend states the contract version it was built for")

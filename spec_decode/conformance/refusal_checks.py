@@ -100,7 +100,7 @@ def bad_tensors_never_reach_a_kernel(subject: Subject, make: Callable[[World], d
 @check(
     "refusal.bad_writes_never_reach_a_kernel",
     "keys and values of another shape or dtype are refused and the cache stays as it was",
-    base_cases({"decode": DECODE}, ("gqa",)),
+    base_cases({"decode": DECODE}, ("base",)),
 )
 def bad_writes_never_reach_a_kernel(subject: Subject, case: Case) -> None:
     world = World(subject, case.spec, DECODE.rows)

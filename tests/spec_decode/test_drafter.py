@@ -264,6 +264,47 @@ def test_the_drafts_do_not_depend_on_the_padding():
     assert [tokens.tolist() for tokens, _ in found] == [tokens.tolist() for tokens, _ in expected]
 
 
+def dense_drafts(scene, verified, committed):
+    """Greedy drafts by attention over each request's whole text, with no cache, page or batch; logits [n, K, V].
+
+    committed: each request's (token ids, hidden states) of earlier rounds; this round's are added to it.
+    """
+
+    def attend(layer, query, key, value):
+        spec = scene.groups[layer].spec
+        lag = torch.arange(len(query))[:, None] - torch.arange(len(query))
+        seen = (lag >= 0) & (lag < (spec.sliding_window or len(query)))
+        key, value = (x.repeat_interleave(spec.group_size, 1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query, key) * spec.softmax_scale
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), value)
+
+    rows = []
+    for request, (ids, hidden) in enumerate(committed):
+        accepted = int(verified.accepted[request])
+        ids += [*verified.token_ids[request, 1 : accepted + 1].tolist(), int(verified.next_tokens[request])]
+        hidden += list(verified.hidden_states[request, : accepted + 1])
+        drafted, states, logits = list(ids), list(hidden), []
+        for _ in range(scene.steps):
+            positions = torch.arange(len(drafted))
+            states.append(scene.model(torch.tensor(drafted), torch.stack(states), positions, attend)[-1])
+            logits.append(scene.model.logits(states[-1]))
+            drafted.append(int(logits[-1].argmax()))
+        rows.append(torch.stack(logits))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("strategy", Strategy)
+def test_every_round_drafts_what_dense_attention_over_the_text_gives(strategy):
+    scene = strong(strategy=strategy)
+    committed = [([], []) for _ in CONTEXTS]
+    for round_ in range(4):
+        verified = scene.verified(round_=round_, contexts=[len(ids) for ids, _ in committed])
+        drafts = scene.drafter.propose(verified)
+        wanted = dense_drafts(scene, verified, committed)
+        assert drafts.tokens.tolist() == wanted.argmax(-1).tolist()
+        torch.testing.assert_close(drafts.logits, wanted, rtol=1e-4, atol=1e-4)
+
+
 # ---------------------------------------------------------------------- refusals
 
 
@@ -393,9 +434,11 @@ def test_a_round_writes_no_page_that_nobody_owns():
         assert torch.equal(tensor[free], was[free])
 
 
-@pytest.mark.parametrize("scene", [strong, mixed])
-def test_a_capture_touches_nothing_of_a_live_request(scene):
-    scene = scene()
+@pytest.mark.parametrize("rounds", [0, 1])
+@pytest.mark.parametrize("strategy", [Strategy.FULL_LOOP, Strategy.PER_STEP])
+def test_a_capture_touches_nothing_of_a_live_request(strategy, rounds):
+    scene = strong(strategy=strategy)
+    scene.rounds(rounds)
     tables = scene.tables
     live = [*scene.caches(), tables.block_tables, tables.token_limits, tables.overflow]
     before = [tensor.clone() for tensor in live]

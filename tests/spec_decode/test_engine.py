@@ -3,8 +3,11 @@ import torch
 
 from attn_backends import get
 from builders import BatchError
+from spec_decode import engine as module
+from spec_decode.dense import run_target, speculate
 from spec_decode.engine import Engine, Request
 from spec_decode.strategy import GraphMode, Strategy
+from spec_decode.text import encode
 from tests.factories import make_config, make_pair
 
 PAIR = make_pair()
@@ -34,8 +37,6 @@ def texts(engine, requests, **options):
 
 def dense_greedy(target, request):
     """The continuation by attention over the whole text each time, with no cache, page or batch."""
-    from spec_decode.dense import run_target
-
     tokens = list(request.prompt)
     for _ in range(request.max_new_tokens):
         tokens.append(int(target.logits(run_target(target, torch.tensor([tokens])))[0, -1].argmax()))
@@ -112,6 +113,35 @@ def test_greedy_and_hot_requests_share_a_batch():
     together = texts(make_engine(), requests)
     assert together[0] == together[2] == texts(make_engine(), requests[:1])[0]
     assert together[1] == texts(make_engine(), requests[1:2])[0]
+
+
+@pytest.mark.parametrize("length", [1, 9])
+def test_as_much_is_kept_as_when_the_same_pair_speculates_without_a_cache(length):
+    # The text is the target's whatever is drafted: only the counts show a draft at a wrong position or state.
+    pair = make_pair(make_config(vocab_size=256, num_q_heads=4), context=0.5)
+    prompts = ["aardvark!"[:length], "bumblebee"[:length], "crocodile"[:length]]
+    rounds = 12
+    kept, _ = speculate(*pair, prompts, rounds, 3)
+    requests = [Request(prompt=encode(prompt), max_new_tokens=50) for prompt in prompts]
+    results = make_engine(pair).generate(requests)
+    first = [accepted for result in results for accepted in result.accepted[:rounds]]
+    assert len(first) == rounds * 3 and 0.2 < kept < 2.5
+    assert sum(first) / len(first) == pytest.approx(kept)
+
+
+def test_verification_is_told_where_each_draft_token_stands(monkeypatch):
+    request, told = Request(prompt=[3, 1, 4], max_new_tokens=20, temperature=1.0), []
+    real = module.verify
+
+    def verify(*args, first_positions, **options):
+        told.extend(first_positions.tolist())
+        return real(*args, first_positions=first_positions, **options)
+
+    monkeypatch.setattr(module, "verify", verify)
+    [result] = make_engine().generate([request])
+    # The first token comes from the prompt; each round then adds what it keeps and one more.
+    stands = [4 + sum(result.accepted[:index]) + index for index in range(len(result.accepted))]
+    assert told == stands and len(told) > 3
 
 
 # ---------------------------------------------------------------------- joining and leaving

@@ -81,6 +81,14 @@ def test_every_bit_of_a_seed_counts(bit):
     assert noise.key(seeds, ZERO[:1], noise.DRAFT) != noise.key(flipped, ZERO[:1], noise.DRAFT)
 
 
+@pytest.mark.parametrize("other", [1001, 1000 ^ 1, 1000 ^ 256], ids=["next", "one bit off", "another bit off"])
+def test_near_keys_share_no_noise_among_their_tokens(other):
+    # A mixer of key + token, or of key ^ token alone, would give one key's noise to the other's neighbouring tokens.
+    tokens = torch.arange(4096)
+    a, b = (noise.uniform(torch.tensor([key]), tokens).tolist() for key in (1000, other))
+    assert len(set(a) & set(b)) < 20
+
+
 def test_the_mixer_is_murmur_hash_3s_finaliser():
     def fmix32(h):
         h = (h ^ h >> 16) * 0x85EBCA6B % 2**32

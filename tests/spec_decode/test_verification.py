@@ -185,6 +185,18 @@ def test_a_draft_is_kept_as_often_as_the_overlap_of_the_two_distributions(temper
     assert stats.binomtest(int(verdict.accepted.sum()), COUNT, overlap).pvalue > 1e-4
 
 
+@pytest.mark.parametrize("proposed", [0, 2])
+def test_a_token_behind_a_whole_or_an_empty_draft_is_the_one_plain_decoding_draws_there(proposed):
+    logits = torch.randn(500, 3, 8, generator=torch.Generator().manual_seed(2))
+    tokens = torch.distributions.Categorical(logits=logits[:, :2]).sample() if proposed else torch.full((500, 2), -1)
+    verdict = judged(logits, tokens, temperature=1.0, draft_logits=logits[:, :2])
+    plain = sample_target(
+        logits[:, proposed], temperature=torch.ones(500), seeds=torch.arange(500),
+        positions=torch.full((500,), FIRST + proposed),
+    )  # fmt: skip
+    assert verdict.accepted.eq(proposed).all() and torch.equal(verdict.next_tokens, plain)
+
+
 @pytest.mark.parametrize("temperature", [0.6, 1.7])
 def test_where_nothing_was_proposed_the_next_token_is_distributed_as_the_targets(temperature):
     logits = torch.randn(8, generator=torch.Generator().manual_seed(2))

@@ -1,0 +1,123 @@
+"""Both backends pass their own kit on the CPU, by the path a backend author would take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from attn_backends import get, register, unregister
+from attn_backends.torch_reference import TorchReference
+from spec_decode.conformance import KnownFailure, check_backend, iter_checks, parametrize_with_checks
+from spec_decode.report import FAMILIES, Outcome
+
+CPU = torch.device("cpu")
+
+
+@parametrize_with_checks("torch_reference", "triton_paged", device=CPU)
+def test_backend_keeps_the_contract(check: Callable[[], None]) -> None:
+    check()
+
+
+@pytest.mark.parametrize("backend", ["torch_reference", "triton_paged"])
+def test_every_family_has_checks(backend: str) -> None:
+    assert {check.family for check in iter_checks(backend, device=CPU)} == set(FAMILIES)
+
+
+def test_check_ids_are_unique() -> None:
+    ids = [check.id for check in iter_checks("torch_reference", device=CPU)]
+
+    assert len(ids) == len(set(ids))
+
+
+def test_a_backend_that_does_not_load_is_unavailable_and_not_ok() -> None:
+    register("missing", "no_such_package:Backend", extra="missing")
+    try:
+        report = check_backend("missing", device=CPU)
+    finally:
+        unregister("missing")
+
+    assert [result.outcome for result in report.results] == [Outcome.UNAVAILABLE]
+    assert not report.ok
+
+
+def test_a_run_without_checks_is_not_ok() -> None:
+    assert not check_backend("torch_reference", device=CPU, checks=["no.such.check"]).ok
+
+
+def test_a_crashing_check_is_an_error_and_the_rest_still_runs() -> None:
+    class Crashes(TorchReference):
+        name = "crashes"
+
+        def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
+            raise RuntimeError("no kernel image")
+
+    report = check_backend(Crashes(), device=CPU, families=["contract", "numerics"])
+
+    assert report.counts[Outcome.ERROR] > 0
+    assert report.counts[Outcome.PASS] > 0
+    assert "RuntimeError: no kernel image" in {result.reason for result in report.results}
+
+
+def test_a_known_failure_is_an_xfail_with_its_issue() -> None:
+    class Crashes(TorchReference):
+        def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
+            raise RuntimeError("no kernel image")
+
+    known = [KnownFailure(check="numerics.*", reason="kernel missing", issue="#7")]
+    report = check_backend(Crashes(), device=CPU, families=["numerics"], known_failures=known)
+
+    assert set(report.counts) - {Outcome.XFAIL} == {k for k, n in report.counts.items() if not n} - {Outcome.XFAIL}
+    assert all("#7: kernel missing" in result.reason for result in report.results)
+
+
+def test_a_known_failure_that_passes_is_a_failure() -> None:
+    known = [KnownFailure(check="contract.version_matches", reason="old", issue="#8")]
+    report = check_backend("torch_reference", device=CPU, checks=["contract.version_matches"], known_failures=known)
+
+    assert [result.outcome for result in report.results] == [Outcome.XPASS]
+    assert not report.ok
+
+
+def test_a_known_failure_needs_an_issue() -> None:
+    with pytest.raises(ValueError, match="needs a reason and an issue"):
+        KnownFailure(check="numerics.*", reason="later", issue="")
+
+
+def test_a_backend_without_a_feature_is_refused_not_failed() -> None:
+    from dataclasses import replace
+
+    from attn_backends import Feature
+
+    class NoSinks(TorchReference):
+        name = "no_sinks"
+        capabilities = replace(
+            TorchReference.capabilities, features=TorchReference.capabilities.features - {Feature.SINKS}
+        )
+
+    report = check_backend(NoSinks(), device=CPU, families=["numerics", "refusal"])
+
+    assert report.ok
+    refused = {result.case for result in report.results if result.outcome is Outcome.UNSUPPORTED}
+    assert any(case.startswith("sinks") for case in refused)
+
+
+def test_a_backend_without_gqa_can_be_checked() -> None:
+    from dataclasses import replace
+
+    from attn_backends import Feature
+
+    class NoGroups(TorchReference):
+        name = "no_groups"
+        capabilities = replace(
+            TorchReference.capabilities, features=TorchReference.capabilities.features - {Feature.GQA}
+        )
+
+    report = check_backend(NoGroups(), device=CPU, families=["contract", "numerics"])
+
+    assert report.ok, report.summary()
+
+
+def test_fixture_gives_every_available_backend(attn_backend: object) -> None:
+    assert attn_backend in [get("torch_reference"), get("triton_paged")]

@@ -1,0 +1,107 @@
+"""The shipped pair on real held-out text: speculative greedy decoding writes what plain greedy decoding writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from attn_backends import get
+from spec_decode.engine import Engine, Generation, Request
+from spec_decode.models import SHIPPED_PAIR, EagleDraft, LlamaTarget, load_pair
+from spec_decode.strategy import GraphMode, Strategy
+from spec_decode.text import encode, held_out_prompts
+
+PROMPTS = 50
+NEW_TOKENS = 40
+CLOSE = 1e-4
+"""Two candidates whose logits lie nearer than this may swap by rounding alone."""
+
+
+@cache
+def pair() -> tuple[LlamaTarget, EagleDraft]:
+    return load_pair(SHIPPED_PAIR)
+
+
+def requests(**changes: object) -> list[Request]:
+    prompts = held_out_prompts(PROMPTS, 96)
+    return [Request(prompt=encode(text), max_new_tokens=NEW_TOKENS, **changes) for text in prompts]  # type: ignore[arg-type]
+
+
+def run(
+    backend: str, steps: int, strategy: Strategy | None = None, **changes: object
+) -> tuple[Engine, list[Generation]]:
+    target, draft = pair()
+    engine = Engine(
+        target,
+        draft,
+        get(backend),
+        num_speculative_tokens=steps,
+        max_reqs=25,
+        max_seq_len=160,
+        graph_mode=GraphMode.NONE if strategy is Strategy.EAGER else GraphMode.FULL,
+        strategy=strategy,
+    )
+    return engine, engine.generate(requests(**changes))
+
+
+@cache
+def plain() -> list[list[int]]:
+    return [generation.token_ids for generation in run("triton_paged", 0)[1]]
+
+
+@torch.no_grad()
+def logits_behind(prefix: Sequence[int]) -> torch.Tensor:
+    """The target's logits behind a prefix, by dense attention: no cache, no backend."""
+
+    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+    target = pair()[0]
+    hidden = target(torch.tensor(list(prefix)), torch.arange(len(prefix)), attend)
+    return target.logits(hidden[-1:])[0]
+
+
+def excused(prompt: Sequence[int], wanted: list[int], found: list[int]) -> bool:
+    """Whether the first difference lies between two candidates that rounding may swap."""
+    at = next(i for i, (a, b) in enumerate(zip(wanted, found, strict=True)) if a != b)
+    logits = logits_behind([*prompt, *wanted[:at]])
+    return bool((logits[wanted[at]] - logits[found[at]]).abs() <= CLOSE)
+
+
+@pytest.mark.parametrize("strategy", list(Strategy), ids=lambda s: s.value)
+@pytest.mark.parametrize("backend", ["torch_reference", "triton_paged"])
+def test_greedy_speculative_text_is_plain_greedy_text(backend: str, strategy: Strategy) -> None:
+    _, generations = run(backend, 4, strategy)
+    found = [generation.token_ids for generation in generations]
+    differing = [i for i in range(PROMPTS) if found[i] != plain()[i]]
+    print(f"{backend}, {strategy.value}: {len(differing)} of {PROMPTS} prompts differ by a near tie")
+
+    prompts = [request.prompt for request in requests()]
+    assert all(excused(prompts[i], plain()[i], found[i]) for i in differing)
+
+
+def test_plain_text_is_the_targets_own_argmax() -> None:
+    prompt, text = requests()[0].prompt, plain()[0]
+
+    assert [int(logits_behind([*prompt, *text[:n]]).argmax()) for n in range(12)] == text[:12]
+
+
+def test_draft_is_accepted_well_above_chance_on_held_out_text() -> None:
+    engine, _ = run("triton_paged", 4, Strategy.EAGER)
+
+    assert engine.stats.mean_accepted >= 2.0
+
+
+def test_hot_text_is_the_same_in_every_strategy() -> None:
+    texts = [
+        [generation.token_ids for generation in run("triton_paged", 4, strategy, temperature=1.0, seed=11)[1]]
+        for strategy in Strategy
+    ]
+
+    assert texts[0] == texts[1] == texts[2]
