@@ -86,6 +86,11 @@ class Drafter:
             f"group i of the drafter uses block table i, with page sizes {[g.spec.page_size for g in groups]} against "
             f"the tables' {list(tables.page_sizes_host)}; its slots would be wrong. Make one table per group.",
         )
+        require(
+            num_speculative_tokens < tables.max_seq_len,
+            f"a round of {num_speculative_tokens} draft tokens takes {num_speculative_tokens + 1} places of a request, "
+            f"these tables hold {tables.max_seq_len}; no request could draft. Lower K or enlarge the tables.",
+        )
         self.model = model
         self.groups = tuple(groups)
         self.tables = tables

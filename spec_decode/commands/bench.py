@@ -42,7 +42,7 @@ def bench(cases: tuple[str, ...], device: str | None, target: str | None, only_l
             command=command,
         )
     if target != "-":
-        _print_rows(console, rows)
+        _print_rows(console, [_short(row) for row in rows])
     if target is not None:
         write(target, json_bytes(rows).decode())
     return None
@@ -56,6 +56,12 @@ def _print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         table.add_row(*(Text(_text(row.get(column))) for column in columns))
     console.print(table)
+
+
+def _short(row: dict[str, Any]) -> dict[str, Any]:
+    """A row for reading: medians, and no provenance; the JSON has it all."""
+    shown = {name: value for name, value in row.items() if name not in ("schema", "env", "command")}
+    return {name: value["p50"] if isinstance(value, dict) else value for name, value in shown.items()}
 
 
 def _text(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,9 +36,12 @@ class CudaRuntime:
         try:
             with (
                 torch.no_grad(),
+                warnings.catch_warnings(),
                 _no_collection(),
                 torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
             ):
+                # A builder whose advance has nothing to refresh captures nothing, and may.
+                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
                 fn()
         except RuntimeError as error:
             raise CaptureError(

@@ -70,6 +70,9 @@ class EmulatedGraph:
 class EmulatedRuntime:
     """Records and replays on CPU tensors."""
 
+    def __init__(self) -> None:
+        self._allocated = 0
+
     def capture(self, fn: Callable[[], Any]) -> EmulatedGraph:
         recorder = _Recorder()
         try:
@@ -77,10 +80,11 @@ class EmulatedRuntime:
                 fn()
         finally:
             recorder.restore()
+        self._allocated += recorder.bytes_allocated()
         return EmulatedGraph(recorder.nodes)
 
     def memory_used(self) -> int:
-        return 0
+        return self._allocated
 
 
 class _HostReadGuard(TorchFunctionMode):
@@ -136,6 +140,10 @@ class _Recorder(TorchDispatchMode):
                 if isinstance(tensor, torch.Tensor) and _storage(tensor) not in self._made:
                     storage = tensor.untyped_storage()
                     self._before.setdefault(_storage(tensor), (storage, storage.clone()))
+
+    def bytes_allocated(self) -> int:
+        """What the captured operations' own results take, which a graph keeps."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._made.values())
 
     def restore(self) -> None:
         """Undo every write to memory that was there before, and poison what the capture allocated."""

@@ -116,6 +116,16 @@ class Weak(TorchReference):
     builder = WeakBuilder
 
 
+class DecodeOnlyBuilder(ReferenceBuilder):
+    """Its attention over several tokens a request cannot be captured."""
+
+    graph_support = GraphSupport.SINGLE_TOKEN_DECODE
+
+
+class DecodeOnly(TorchReference):
+    builder = DecodeOnlyBuilder
+
+
 @pytest.fixture(autouse=True)
 def third_party():
     register("third_party", Weak)
@@ -193,6 +203,10 @@ def strong(**options):
     return Scene([get("triton_paged"), get("torch_reference")], **options)
 
 
+def decode_only(**options):
+    return Scene([get("triton_paged"), DecodeOnly()], **options)
+
+
 def assert_same(found, expected):
     for round_, ((tokens, logits), (wanted, wanted_logits)) in enumerate(zip(found, expected, strict=True)):
         assert tokens.tolist() == wanted.tolist(), f"round {round_}"
@@ -241,13 +255,7 @@ def test_strong_groups_draft_what_eager_drafts(strategy, temperature):
 
 
 def test_a_group_captured_for_decode_alone_runs_step_0_eagerly_and_drafts_the_same():
-    class DecodeOnlyBuilder(ReferenceBuilder):
-        graph_support = GraphSupport.SINGLE_TOKEN_DECODE
-
-    class DecodeOnly(TorchReference):
-        builder = DecodeOnlyBuilder
-
-    scene = Scene([get("triton_paged"), DecodeOnly()])
+    scene = decode_only()
     found = scene.rounds()
     assert {report.key.kind for report in scene.drafter.graphs.reports} == {"loop"}
     assert_same(found, strong(strategy=Strategy.EAGER).rounds())
@@ -364,6 +372,13 @@ def test_a_drafter_of_no_tokens_is_refused():
         strong(steps=0)
 
 
+def test_more_tokens_a_round_than_a_request_has_places_are_refused():
+    with pytest.raises(
+        BatchError, match=f"takes {MAX_SEQ_LEN + 1} places of a request, these tables hold {MAX_SEQ_LEN}"
+    ):
+        strong(steps=MAX_SEQ_LEN)
+
+
 # ---------------------------------------------------------------------- edges
 
 
@@ -436,8 +451,9 @@ def test_a_round_writes_no_page_that_nobody_owns():
 
 @pytest.mark.parametrize("rounds", [0, 1])
 @pytest.mark.parametrize("strategy", [Strategy.FULL_LOOP, Strategy.PER_STEP])
-def test_a_capture_touches_nothing_of_a_live_request(strategy, rounds):
-    scene = strong(strategy=strategy)
+@pytest.mark.parametrize("scene", [strong, decode_only])
+def test_a_capture_touches_nothing_of_a_live_request(scene, strategy, rounds):
+    scene = scene(strategy=strategy)
     scene.rounds(rounds)
     tables = scene.tables
     live = [*scene.caches(), tables.block_tables, tables.token_limits, tables.overflow]

@@ -300,5 +300,9 @@ def test_two_graphs_over_the_same_memory_keep_their_own_results():
     assert held["first"].tolist() == [2] and held["second"].tolist() == [11]
 
 
-def test_the_emulator_counts_no_device_memory():
-    assert runtime_for(CPU).memory_used() == 0
+def test_the_emulator_counts_the_bytes_that_its_captures_keep():
+    runtime, x = runtime_for(CPU), torch.zeros(2)
+    runtime.capture(lambda: x.add_(1))
+    assert runtime.memory_used() == 0
+    runtime.capture(lambda: x + 1)
+    assert runtime.memory_used() == 2 * x.element_size()

@@ -1,10 +1,12 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from attn_backends import get
 from builders import BatchError
 from spec_decode import engine as module
-from spec_decode.dense import run_target, speculate
+from spec_decode.dense import causal_attend, run_target, speculate
 from spec_decode.engine import Engine, Request
 from spec_decode.strategy import GraphMode, Strategy
 from spec_decode.text import encode
@@ -129,6 +131,26 @@ def test_as_much_is_kept_as_when_the_same_pair_speculates_without_a_cache(length
     assert sum(first) / len(first) == pytest.approx(kept)
 
 
+def test_the_first_draft_is_the_dense_drafts_over_the_whole_prompt(monkeypatch):
+    target, draft = make_pair(make_config(num_q_heads=4), context=1.0)
+    draft.fuse.weight[:, draft.config.hidden_size :] *= 10
+    engine, logits, requests = make_engine((target, draft), max_reqs=4), [], make_requests(4)
+    propose = engine.drafter.propose
+
+    def spy(verified):
+        drafts = propose(verified)
+        logits.append(drafts.logits.clone())
+        return drafts
+
+    monkeypatch.setattr(engine.drafter, "propose", spy)
+    requests = [Request(prompt=request.prompt, max_new_tokens=5) for request in requests]
+    for request, result, found in zip(requests, engine.generate(requests), logits[0], strict=True):
+        hidden = run_target(target, torch.tensor([request.prompt]))[0]
+        ids = torch.tensor([*request.prompt[1:], result.token_ids[0]])
+        dense = draft.logits(draft(ids, hidden, torch.arange(len(ids)), causal_attend(1)))[-1]
+        torch.testing.assert_close(found[0], dense, rtol=1e-4, atol=1e-5)
+
+
 def test_verification_is_told_where_each_draft_token_stands(monkeypatch):
     request, told = Request(prompt=[3, 1, 4], max_new_tokens=20, temperature=1.0), []
     real = module.verify
@@ -232,16 +254,19 @@ def test_a_stop_id_ends_the_text_and_is_no_part_of_it(steps, at):
 @pytest.mark.parametrize("steps", [0, 3])
 def test_greedy_texts_stop_where_plain_ones_do(steps):
     requests = make_requests(6)
-    whole = [dense_greedy(PAIR[0], request) for request in requests]
     stop = frozenset(range(0, VOCAB, 3))
+    whole = [dense_greedy(PAIR[0], request) for request in requests]
     wanted = [text[: next((i for i, t in enumerate(text) if t in stop), len(text))] for text in whole]
-    # A prompt may hold stop ids, but not as its last token.
-    stopping = [
-        Request(prompt=[*request.prompt], max_new_tokens=request.max_new_tokens, stop_ids=stop) for request in requests
-    ]
-    kept = [i for i, request in enumerate(requests) if request.prompt[-1] not in stop]
-    said = texts(make_engine(num_speculative_tokens=steps), [stopping[i] for i in kept])
-    assert said == [wanted[i] for i in kept] and len(kept) > 2
+    stopping = [replace(request, stop_ids=stop) for request in requests]
+    assert texts(make_engine(num_speculative_tokens=steps), stopping) == wanted
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_prompt_that_ends_in_a_stop_id_is_continued(steps):
+    request = Request(prompt=[2, 9], max_new_tokens=6)
+    whole = dense_greedy(PAIR[0], request)
+    assert 9 not in whole
+    assert texts(make_engine(num_speculative_tokens=steps), [replace(request, stop_ids=frozenset([9]))]) == [whole]
 
 
 def test_a_stop_id_that_is_the_last_token_asked_for_is_no_part_of_the_text():

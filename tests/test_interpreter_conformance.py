@@ -1,0 +1,28 @@
+"""The kit on the Triton kernels themselves, interpreted, through the command a user would type."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from builders._triton import HAVE_TRITON
+from spec_decode.report import Outcome, Report
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="needs the package triton")
+@pytest.mark.parametrize("families", [("numerics",), ("contract", "builder", "refusal", "poison")], ids="+".join)
+def test_triton_kernels_pass_the_kit_in_the_interpreter(families: tuple[str, ...], tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    picked = [part for family in families for part in ("--family", family)]
+    command = [sys.executable, "-m", "spec_decode", "check", "triton_paged", "--device", "cpu", *picked]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--json", str(report)], env=env, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert Report.load(report).counts[Outcome.PASS] >= 25
