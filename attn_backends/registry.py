@@ -111,7 +111,7 @@ def _from_entry_point(name: str) -> _Registration:
             f"a backend must be one of {', '.join(sorted(names()))}, got {name!r}; nothing was chosen in its place. "
             "Fix the name, or install the package that registers it."
         )
-    return _Registration(point.value, None)
+    return _Registration(lambda: point.load()(), None)
 
 
 def _make(name: str, registration: _Registration) -> AttentionBackend:

@@ -113,6 +113,12 @@ class BatchBuffers:
                 f"request {request} needs 1 <= query length <= sequence length, got {query} and {seq}: its earlier "
                 "rows would see no keys. Leave an empty request out of the batch.",
             )
+            start = self.tables.writable_host[request]
+            require(
+                seq - query >= start,
+                f"request {request} may write from position {start} on, got queries from position {seq - query}; they "
+                "would overwrite a prefix that others read. Query only what is not cached.",
+            )
             require(
                 seq <= limits[request],
                 f"request {request} may hold {limits[request]} tokens, got a sequence of {seq}; its writes would "

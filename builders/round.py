@@ -13,7 +13,8 @@ def begin_extend(batch: BatchBuffers, context_lens: torch.Tensor, num_reqs: int,
     """Set a uniform batch: row r asks query_len tokens behind its context_lens[r] (int32) KV tokens. One kernel.
 
     A row with token limit 0 is padding. A live row whose tokens do not all fit under its limit, or lack a page in some
-    group, raises tables.overflow. Both are inert: seq_lens 0, positions 0, slots -1.
+    group, raises tables.overflow. Both are inert: seq_lens 0, positions 0, slots -1. context_lens must not lie before
+    the first position the row may write: only the device knows it, so nothing here can check that.
     """
     tables = batch.tables
     _begin_extend_op(

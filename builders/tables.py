@@ -48,6 +48,7 @@ class RequestTables:
         self.page_sizes = torch.tensor(self.page_sizes_host, dtype=torch.int32, device=self.device)
         self.num_live = 0
         self.limits_host: tuple[int, ...] = ()
+        self.writable_host: tuple[int, ...] = ()
 
     @property
     def num_groups(self) -> int:
@@ -83,6 +84,7 @@ class RequestTables:
         self.overflow.zero_()
         self.num_live = num_reqs
         self.limits_host = tuple(token_limits)
+        self.writable_host = starts
 
     def _check_shape(
         self, pages: Sequence[Sequence[Sequence[int]]], num_reqs: int, writable_from: Sequence[int]
@@ -120,6 +122,11 @@ class RequestTables:
                 len(row) >= needed,
                 f"request {request} may grow to {limit} tokens, which takes {needed} pages of {size} in group {group}, "
                 f"but has {len(row)}; its writes would leave its pages. Allocate more or lower its token limit.",
+            )
+            require(
+                len(set(row)) == len(row),
+                f"request {request} must name each page of group {group} once, got {list(row)}; two of its positions "
+                "would share a slot, so nothing was loaded. Fix the block table.",
             )
             for page in row:
                 require(

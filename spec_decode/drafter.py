@@ -91,6 +91,12 @@ class Drafter:
             f"a round of {num_speculative_tokens} draft tokens takes {num_speculative_tokens + 1} places of a request, "
             f"these tables hold {tables.max_seq_len}; no request could draft. Lower K or enlarge the tables.",
         )
+        sizes = list(capture_sizes or default_capture_sizes(tables.max_reqs))
+        require(
+            max(sizes) <= tables.max_reqs,
+            f"graphs are captured over the rows of the tables, {tables.max_reqs} here, got a capture size of "
+            f"{max(sizes)}; its rows would not exist. Capture smaller sizes or enlarge the tables.",
+        )
         self.model = model
         self.groups = tuple(groups)
         self.tables = tables
@@ -99,13 +105,14 @@ class Drafter:
         self._allocate(groups[0].spec.dtype)
         self._extend = _Phase(self, BatchBuffers(tables, max_tokens=tables.max_reqs * self._query_len), self._query_len)
         self._decode = _Phase(self, BatchBuffers(tables, max_tokens=tables.max_reqs), 1)
-        self.graphs = GraphManager(device, capture_sizes or default_capture_sizes(tables.max_reqs))
+        self.graphs = GraphManager(device, sizes)
         self._captured = False
         widest = min(group.backend.builder.graph_support for group in groups)
         self._extend_in_graph = self.plan.strategy is not Strategy.EAGER and widest >= GraphSupport.UNIFORM_BATCH
         self._strong_groups = [i for i in range(len(groups)) if i not in self.plan.weak_groups]
-        self._weak_at_step_0 = self.plan.weak_groups if self._extend_in_graph else tuple(range(len(groups)))
-        self._built_per_round = [i for i, group in enumerate(self.plan.groups) if group.build_per_round]
+        self._built_per_round = [i for i in self._strong_groups if self.plan.groups[i].build_per_round]
+        rebuilt = sorted({*self.plan.weak_groups, *self._built_per_round})
+        self._rebuilt_at_step_0 = rebuilt if self._extend_in_graph else list(range(len(groups)))
 
     def _allocate(self, hidden_dtype: torch.dtype) -> None:
         reqs, steps, config = self.tables.max_reqs, self.num_speculative_tokens, self.model.config
@@ -145,7 +152,7 @@ class Drafter:
             live > 0,
             "a round needs at least one live request, the tables hold none; nothing was run. Load the tables first.",
         )
-        size = self.graphs.padded(live)
+        size = self._padded(live)
         if verified is not None:
             self._take(verified, live)
         if self.plan.strategy is not Strategy.EAGER and not self._captured:
@@ -157,12 +164,18 @@ class Drafter:
 
     def run_steps(self, size: int) -> None:
         """Run steps 1..K-1 of `size` padded rows from the state that step 0 left."""
-        loops = {
-            Strategy.FULL_LOOP: self._full_loop,
-            Strategy.PER_STEP: self._per_step_loop,
-            Strategy.EAGER: self._eager_loop,
-        }
-        loops[self.plan.strategy](size)
+        if self.plan.strategy is Strategy.FULL_LOOP:
+            self._full_loop(size)
+        elif self.plan.strategy is Strategy.PER_STEP:
+            self._per_step_loop(size)
+        else:
+            self._eager_loop(size)
+
+    def _padded(self, live: int) -> int:
+        """Every strategy pads alike, so that all run the same shapes; only graphs end at the largest captured one."""
+        if self.plan.strategy is Strategy.EAGER and live > self.graphs.sizes[-1]:
+            return live
+        return self.graphs.padded(live)
 
     @torch.no_grad()
     def prefill(
@@ -215,9 +228,9 @@ class Drafter:
 
     def run_extend(self, size: int) -> None:
         """Run step 0 of `size` padded rows over the round's inputs."""
-        if self._weak_at_step_0:
+        if self._rebuilt_at_step_0:
             self._begin_extend(size)
-            self._extend.rebuild(size, self._weak_at_step_0)
+            self._extend.rebuild(size, self._rebuilt_at_step_0)
         if self._extend_in_graph:
             self.graphs.replay(GraphKey(EXTEND, size), self._needed(size, self._query_len))
         else:
@@ -228,6 +241,7 @@ class Drafter:
         self.graphs.replay(GraphKey(LOOP, size), self._needed(size, 1))
 
     def _per_step_loop(self, size: int) -> None:
+        self._decode.rebuild(size, self._built_per_round)
         for _ in range(self.num_speculative_tokens - 1):
             advance_shared_state(self._decode.batch, size)
             self._decode.rebuild(size, self.plan.weak_groups)
@@ -237,7 +251,7 @@ class Drafter:
         for _ in range(self.num_speculative_tokens - 1):
             advance_shared_state(self._decode.batch, size)
             self._decode.rebuild(size, range(len(self.groups)))
-            self._step_forward(size)
+            self._hidden[:size].copy_(self._step_forward(size))
 
     def _needed(self, size: int, query_len: int) -> CaptureConstants:
         longest = max(self.tables.limits_host)
@@ -261,18 +275,22 @@ class Drafter:
             attend_with(self.groups, self._extend.metadata),
         )
         begin_decode(self._decode.batch, self._extend.batch.seq_lens, inputs.accepted, size, self._query_len)
-        self._finish_step(size, hidden.index_select(0, self._rows[:size] * self._query_len + accepted))
+        last = hidden.index_select(0, self._rows[:size] * self._query_len + accepted)
+        self._hidden[:size].copy_(last)
+        self._sample(size, last)
 
-    def _step_forward(self, size: int) -> None:
+    def _step_forward(self, size: int, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """A single-token step. hidden: the last step's hidden states, where they are not in the buffer."""
         hidden = self.model.forward(
             self._ids[:size],
-            self._hidden[:size],
+            self._hidden[:size] if hidden is None else hidden,
             self._decode.batch.positions[:size],
             attend_with(self.groups, self._decode.metadata),
         )
-        self._finish_step(size, hidden)
+        self._sample(size, hidden)
+        return hidden
 
-    def _finish_step(self, size: int, hidden: torch.Tensor) -> None:
+    def _sample(self, size: int, hidden: torch.Tensor) -> None:
         batch = self._decode.batch
         sample_draft(
             self.model.logits(hidden),
@@ -285,7 +303,6 @@ class Drafter:
             draft_logits=self._draft_logits,
             next_ids=self._ids,
         )
-        self._hidden[:size].copy_(hidden)
 
     # ------------------------------------------------------------------ capture
 
@@ -323,14 +340,15 @@ class Drafter:
         self._extend_forward(size)
 
     def _captured_loop(self, size: int) -> None:
+        hidden = None
         for _ in range(self.num_speculative_tokens - 1):
             advance_shared_state(self._decode.batch, size)
             self._decode.advance(range(len(self.groups)))
-            self._step_forward(size)
+            hidden = self._step_forward(size, hidden)
 
     def _captured_step(self, size: int) -> None:
         self._decode.advance(self._strong_groups)
-        self._step_forward(size)
+        self._hidden[:size].copy_(self._step_forward(size))
 
 
 class _Phase:
@@ -379,7 +397,7 @@ class _Phase:
             lengths, exact = self.batch.seq_lens[:size].tolist(), True
         elif builder.host_lengths is HostLengths.UPPER_BOUND:
             limits = self.batch.tables.limits_host
-            lengths = [*limits, *(0,) * (size - len(limits))]
+            lengths = [*limits, *(0,) * (size - len(limits))][:size]
         return self.batch.view(
             index,
             num_reqs=size,

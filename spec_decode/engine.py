@@ -18,6 +18,9 @@ from spec_decode.strategy import DraftPlan, GraphMode, Strategy
 from spec_decode.target import TargetRunner
 from spec_decode.verification import sample_target, verify
 
+MIN_TEMPERATURE = 1e-3
+"""Below it, logits over the temperature leave fp32; greedy decoding is temperature 0."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
@@ -165,9 +168,9 @@ class Engine:
         try:
             while waiting or live:
                 joined = self._admit(waiting, live)
+                live += joined
                 if joined:
                     self._prefill(joined, on_token, order)
-                    live += joined
                 remaining = self._retire(live)
                 if joined or len(remaining) != len(live):
                     self._load_tables(self._tables, remaining)
@@ -188,14 +191,14 @@ class Engine:
             f"{len(request.prompt)} and {request.max_new_tokens}; nothing was run. Shorten it or raise max_seq_len.",
         )
         require(
-            min(request.prompt) >= 0 and max(request.prompt) < vocab,
-            f"request {index} must hold token ids 0 to {vocab - 1}, got {min(request.prompt)} to "
+            all(isinstance(token, int) and 0 <= token < vocab for token in request.prompt),
+            f"request {index} must hold token ids, integers 0 to {vocab - 1}, got {min(request.prompt)} to "
             f"{max(request.prompt)}; nothing was run. Encode it with this model's vocabulary.",
         )
         require(
-            request.temperature >= 0 and abs(request.seed) < 2**63,
-            f"request {index} needs a temperature of at least 0 and a 64-bit seed, got {request.temperature} and "
-            f"{request.seed}; nothing was run. Use 0 for greedy decoding.",
+            (request.temperature == 0 or request.temperature >= MIN_TEMPERATURE) and -(2**63) <= request.seed < 2**63,
+            f"request {index} needs a temperature of 0 (greedy) or at least {MIN_TEMPERATURE:g} and a 64-bit seed, got "
+            f"{request.temperature} and {request.seed}; logits over it would overflow. Nothing was run.",
         )
 
     # ------------------------------------------------------------------ joining and leaving

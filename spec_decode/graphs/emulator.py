@@ -30,8 +30,11 @@ _HOST_READS = {
     torch.Tensor.__float__,
     torch.Tensor.__index__,
     torch.Tensor.__array__,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.__repr__,
 }
 _FRESH_HOST_DATA = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"}
+_MOVES_STORAGE = {"aten::resize_", "aten::resize_as_", "aten::set_"}
 _BOOL_INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
 
@@ -99,7 +102,17 @@ class _HostReadGuard(TorchFunctionMode):
     ) -> Any:
         if func in _HOST_READS:
             raise _refusal(f"Tensor.{func.__name__}", "reads the device from the host")
+        if func is torch.Tensor.to and "cpu" in (*args[1:], *(kwargs or {}).values()):
+            raise _refusal("Tensor.to('cpu')", "copies the device to the host")
+        if func is torch.Tensor.__setitem__ and isinstance(args[2], int | float) and _is_basic(args[1]):
+            # On a device this fills a view; the CPU's own way would wrap the number in a fresh host tensor.
+            return args[0][args[1]].fill_(args[2])
         return func(*args, **(kwargs or {}))
+
+
+def _is_basic(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(part is None or part is ... or type(part) in (int, slice) for part in parts)
 
 
 class _Recorder(TorchDispatchMode):
@@ -171,6 +184,8 @@ def _refuse_the_uncapturable(func: Any, args: tuple[Any, ...], kwargs: dict[str,
         raise _refusal(name, "reads the device from the host")
     if torch.Tag.dynamic_output_shape in func.tags and name not in _BOOL_INDEXED:
         raise _refusal(name, "makes a shape that depends on device data")
+    if name in _MOVES_STORAGE:
+        raise _refusal(name, "moves a tensor to other memory")
     if name in _FRESH_HOST_DATA:
         raise _refusal(name, "copies fresh host data to the device")
     if name in _BOOL_INDEXED and any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):

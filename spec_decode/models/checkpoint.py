@@ -51,10 +51,15 @@ def load_pair(
                 f"a draft shares its target's {name}, the draft in {folder} has {ours} and the target {theirs}; its "
                 "hidden states would mean nothing. Use a draft trained on this target."
             )
-    target = LlamaTarget(target_config)
+    try:
+        target = LlamaTarget(target_config)
+        draft = EagleDraft(draft_config, target)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"the models of {folder / 'config.json'} cannot be made: {error}; nothing was loaded. Fix their sizes."
+        ) from error
     _fill(target, folder / "target.safetensors", dtype)
     target.to(device)
-    draft = EagleDraft(draft_config, target)
     _fill(draft, folder / "draft.safetensors", dtype)
     return target, draft.to(device)
 

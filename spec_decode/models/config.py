@@ -25,6 +25,23 @@ class ModelConfig:
     norm_eps: float = 1e-6
     sliding_window: int | None = None
 
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_q_heads", "num_kv_heads", "head_dim")
+        problems = [
+            f"{name} must be at least 1, got {getattr(self, name)}"
+            for name in (*sizes, "max_positions")
+            if getattr(self, name) < 1
+        ]
+        if self.head_dim % 2:
+            problems.append(f"head_dim must be even for rotary pairs, got {self.head_dim}")
+        if not (self.norm_eps > 0 and self.rope_theta > 0 and self.num_layers >= 0):
+            problems.append(
+                f"norm_eps and rope_theta must be positive and num_layers 0 or more, got {self.norm_eps}, "
+                f"{self.rope_theta} and {self.num_layers}"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+
     def attention_spec(self, page_size: int, dtype: torch.dtype) -> AttentionSpec:
         """The attention of every layer of the model, over a cache with that page size."""
         return AttentionSpec(

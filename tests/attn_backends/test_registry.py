@@ -205,3 +205,16 @@ def test_a_backend_that_failed_is_tried_again():
     with pytest.raises(BrokenBackend):
         get("late")
     assert isinstance(get("late"), Other)
+
+
+@pytest.mark.parametrize("value", ["a_mod:Other [fast]", "a_mod:Box.Other"])
+def test_every_form_of_entry_point_loads(monkeypatch, value):
+    module = ModuleType("a_mod")
+    module.Other = TorchReference
+    module.Box = type("Box", (), {"Other": TorchReference})
+    monkeypatch.setitem(sys.modules, "a_mod", module)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [EntryPoint("d", value, "attn_backends")])
+    try:
+        get("d")
+    finally:
+        registry._loaded.pop("d", None)

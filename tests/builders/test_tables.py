@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from builders import BatchError, RequestTables
+from builders import BatchBuffers, BatchError, RequestTables
 from tests.factories import make_tables
 
 
@@ -117,3 +117,16 @@ def test_each_group_has_its_own_pages():
     tables = make_tables([10, 10], page_sizes=(4, 8), max_seq_len=16)
     assert tables.block_tables.dtype == torch.int32
     assert (tables.block_tables[0, 0] >= 0).sum() == 4 and (tables.block_tables[1, 0] >= 0).sum() == 2
+
+
+def test_a_page_that_one_request_names_twice_is_refused():
+    tables = RequestTables(page_sizes=[4], num_pages=[8], max_reqs=1, max_seq_len=16, device="cpu")
+    with pytest.raises(BatchError):
+        tables.load([[[3, 3]]], [8])
+
+
+def test_a_batch_that_writes_into_a_shared_prefix_is_refused():
+    tables = RequestTables(page_sizes=[4], num_pages=[8], max_reqs=2, max_seq_len=16, device="cpu")
+    tables.load([[[0, 1], [0, 2]]], [8, 8], writable_from=[4, 4])
+    with pytest.raises(BatchError):
+        BatchBuffers(tables, max_tokens=8).load([4, 4], [4, 4])

@@ -158,3 +158,17 @@ def test_a_sliding_window_is_stored(tmp_path):
     target = LlamaTarget(config)
     save_pair(tmp_path, target, EagleDraft(config, target), {})
     assert load_pair(tmp_path)[0].config.sliding_window == 7
+
+
+@pytest.mark.parametrize(
+    "changes", [{"hidden_size": -4}, {"vocab_size": 10**12}, {"max_positions": -3}, {"norm_eps": -1}]
+)
+def test_a_config_that_describes_no_model_is_a_checkpoint_error(tmp_path, changes):
+    save_pair(tmp_path, *make_pair(), {})
+    path = tmp_path / "config.json"
+    configs = json.loads(path.read_text())
+    for config in configs.values():
+        config.update(changes)
+    path.write_text(json.dumps(configs))
+    with pytest.raises(CheckpointError):
+        load_pair(tmp_path)

@@ -529,3 +529,69 @@ def test_a_prefill_writes_the_prompts_positions_and_no_other():
 @pytest.mark.parametrize(("max_reqs", "sizes"), [(1, [1]), (4, [1, 2, 4]), (6, [1, 2, 4, 6])])
 def test_capture_sizes_are_powers_of_two_up_to_the_most(max_reqs, sizes):
     assert default_capture_sizes(max_reqs) == sizes
+
+
+class PlanBuilder(ReferenceBuilder):
+    """Plans the pages of a round in build (as FlashInfer plans its indices); advance refreshes the rest."""
+
+    build_per_round = True
+
+    def __init__(self, *args, **bounds):
+        super().__init__(*args, **bounds)
+        self._plan = {}
+
+    @classmethod
+    def advance_support(cls, spec, device):
+        return AdvanceSupport(AdvanceLevel.IN_GRAPH, "planned for the horizon")
+
+    def build(self, batch, *, horizon=0):
+        fresh = torch.empty_like(batch.block_table, memory_format=torch.contiguous_format)
+        plan = self._plan.setdefault(batch.num_reqs, fresh)
+        plan.copy_(batch.block_table)
+        return super().build(replace(batch, block_table=plan), horizon=horizon)
+
+
+class Planned(TorchReference):
+    builder = PlanBuilder
+
+
+@pytest.mark.parametrize("other", ["torch_reference", "weak"])
+def test_a_build_per_round_group_drafts_what_eager_drafts_when_rows_move(other):
+    def rounds(strategy):
+        scene = Scene([Planned(), Weak() if other == "weak" else get(other)], strategy=strategy)
+        first = scene.drafter.propose(scene.verified()).tokens.tolist()
+        scene.load([2, 1, 0])
+        verified = scene.verified(round_=1, rows=[2, 1, 0], contexts=[5, 12, 20])
+        return first, scene.drafter.propose(verified).tokens.tolist()
+
+    assert rounds(None) == rounds(Strategy.EAGER)
+
+
+class BoundBuilder(ReferenceBuilder):
+    host_lengths = HostLengths.UPPER_BOUND
+
+    @classmethod
+    def advance_support(cls, spec, device):
+        return AdvanceSupport(AdvanceLevel.IN_GRAPH, "x")
+
+    def build(self, batch, *, horizon=0):
+        assert len(batch.host_seq_lens) == batch.num_reqs
+        return super().build(batch, horizon=horizon)
+
+
+class Bound(TorchReference):
+    builder = BoundBuilder
+
+
+def test_a_builder_gets_one_upper_bound_per_row_at_capture_too():
+    Scene([Bound(), get("torch_reference")]).drafter.capture()
+
+
+@pytest.mark.parametrize("strategy", [None, Strategy.EAGER])
+def test_a_capture_size_beyond_the_tables_rows_is_refused_in_words(strategy):
+    with pytest.raises(BatchError):
+        strong(capture_sizes=[8], strategy=strategy).rounds(1)
+
+
+def test_an_eager_drafter_needs_no_capture_size():
+    strong(capture_sizes=[2], strategy=Strategy.EAGER).rounds(1)

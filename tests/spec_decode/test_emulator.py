@@ -306,3 +306,18 @@ def test_the_emulator_counts_the_bytes_that_its_captures_keep():
     assert runtime.memory_used() == 0
     runtime.capture(lambda: x + 1)
     assert runtime.memory_used() == 2 * x.element_size()
+
+
+def test_filling_a_slice_with_a_number_is_device_work():
+    x = torch.zeros(4)
+
+    def fill():
+        x[1:3] = 5.0
+
+    runtime_for(CPU).capture(fill)
+
+
+@pytest.mark.parametrize("read", [repr, lambda x: x.to("cpu").add(1), lambda x: np.from_dlpack(x)])
+def test_other_host_reads_are_refused(read):
+    with pytest.raises(CaptureError):
+        runtime_for(CPU).capture(lambda: read(torch.ones(2)))

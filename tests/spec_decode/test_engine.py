@@ -119,7 +119,7 @@ def test_greedy_and_hot_requests_share_a_batch():
 
 @pytest.mark.parametrize("length", [1, 9])
 def test_as_much_is_kept_as_when_the_same_pair_speculates_without_a_cache(length):
-    # The text is the target's whatever is drafted: only the counts show a draft at a wrong position or state.
+    # The text is the target's whatever is drafted: only the counts show a draft at a wrong position or sta
     pair = make_pair(make_config(vocab_size=256, num_q_heads=4), context=0.5)
     prompts = ["aardvark!"[:length], "bumblebee"[:length], "crocodile"[:length]]
     rounds = 12
@@ -361,3 +361,15 @@ def test_statistics_start_anew_with_every_call():
     first = engine.stats.rounds
     engine.generate(requests)
     assert engine.stats.rounds == first > 0
+
+
+def test_pages_are_returned_when_a_callback_fails_on_the_first_token():
+    engine = make_engine()
+    before = sorted(engine._free)
+
+    def fail(index, token):
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        engine.generate(make_requests(3), on_token=fail)
+    assert sorted(engine._free) == before
