@@ -59,6 +59,14 @@ class CaptureConstants:
     max_query_len: int
     max_seq_len: int
 
+    def covers(self, needed: CaptureConstants) -> bool:
+        """Whether a replay that needs this much is within them."""
+        return (
+            needed.max_reqs <= self.max_reqs
+            and needed.max_query_len <= self.max_query_len
+            and needed.max_seq_len <= self.max_seq_len
+        )
+
     def exceeded_by(self, needed: CaptureConstants) -> list[str]:
         """Each constant that `needed` goes past, as 'name: captured with A, needed B'."""
         return [

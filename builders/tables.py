@@ -48,6 +48,8 @@ class RequestTables:
         self.page_sizes = torch.tensor(self.page_sizes_host, dtype=torch.int32, device=self.device)
         self.num_live = 0
         self.limits_host: tuple[int, ...] = ()
+        self.longest = 0
+        """The largest token limit of the live requests."""
         self.writable_host: tuple[int, ...] = ()
 
     @property
@@ -84,6 +86,7 @@ class RequestTables:
         self.overflow.zero_()
         self.num_live = num_reqs
         self.limits_host = tuple(token_limits)
+        self.longest = max(token_limits, default=0)
         self.writable_host = starts
 
     def _check_shape(

@@ -254,8 +254,7 @@ class Drafter:
             self._hidden[:size].copy_(self._step_forward(size))
 
     def _needed(self, size: int, query_len: int) -> CaptureConstants:
-        longest = max(self.tables.limits_host)
-        return CaptureConstants(max_reqs=size, max_query_len=query_len, max_seq_len=longest)
+        return CaptureConstants(max_reqs=size, max_query_len=query_len, max_seq_len=self.tables.longest)
 
     # ------------------------------------------------------------------ captured work
 

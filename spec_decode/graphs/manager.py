@@ -93,7 +93,8 @@ class GraphManager:
     def replay(self, key: GraphKey, needed: CaptureConstants) -> None:
         """Replay a graph; BatchError, with nothing run, when the batch needs more than it was captured for."""
         graph, constants = self._graphs[key]
-        if problems := constants.exceeded_by(needed):
+        if not constants.covers(needed):
+            problems = constants.exceeded_by(needed)
             raise BatchError(
                 f"a replay may not go past its capture: {'; '.join(problems)} ({key.kind} graph of "
                 f"{key.num_reqs} requests). Its kernels would drop keys or rows, so nothing was run. Capture with "

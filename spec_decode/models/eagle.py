@@ -10,6 +10,7 @@ from torch import nn
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.layers import Attend, DecoderLayer, RMSNorm, Rotary
 from spec_decode.models.llama import LlamaTarget
+from spec_decode.ops.embed_concat import embed_concat
 
 
 class DraftModel(Protocol):
@@ -48,7 +49,7 @@ class EagleDraft(nn.Module):
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
         """token_ids, positions int64 [T], hidden [T, H]; normed hidden states [T, H]."""
-        x = self.fuse(torch.cat([self._shared[0](token_ids), hidden], -1))
+        x = self.fuse(embed_concat(token_ids, self._shared[0].weight, hidden))
         x, delta = self.layer(x, None, positions, self.rotary, attend)
         hidden_states: torch.Tensor = self.norm(x, delta)[1]
         return hidden_states

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 import spec_decode.ops.add_rms_norm
+import spec_decode.ops.embed_concat
 import spec_decode.ops.rotate
 import spec_decode.ops.sample_draft
 import spec_decode.ops.swiglu  # noqa: F401
@@ -86,6 +87,10 @@ def swiglu_args():
     return (torch.randn(3, 20),)
 
 
+def embed_concat_args():
+    return torch.tensor([3, 0, 3]), torch.randn(5, 8), torch.randn(3, 8)
+
+
 OPS = {
     "builders::advance_decode": advance_args,
     "builders::begin_extend": begin_extend_args,
@@ -96,6 +101,7 @@ OPS = {
     "spec_decode::rotate": rotate_args,
     "spec_decode::add_rms_norm": add_rms_norm_args,
     "spec_decode::swiglu": swiglu_args,
+    "spec_decode::embed_concat": embed_concat_args,
 }
 
 

@@ -3,6 +3,7 @@ import torch
 
 from builders._triton import torch_implementations
 from spec_decode.ops.add_rms_norm import add_rms_norm
+from spec_decode.ops.embed_concat import embed_concat
 from spec_decode.ops.rotate import rotate
 from spec_decode.ops.swiglu import swiglu
 
@@ -47,3 +48,15 @@ def test_swiglu(width, dtype):
 
 def test_swiglu_of_a_strided_projection():
     assert_both_ways_agree(lambda: swiglu(noise(3, 90)[:, 5:45]), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 20, 64, 1500])
+def test_embed_concat(width, dtype):
+    ids, table, hidden = torch.tensor([3, 0, 3]), noise(5, width, dtype=dtype), noise(3, width, dtype=dtype)
+    assert_both_ways_agree(lambda: embed_concat(ids, table, hidden), dtype)
+
+
+def test_embed_concat_of_strided_hidden_states():
+    ids, table, hidden = torch.tensor([3, 0, 3]), noise(5, 16), noise(3, 40)[:, 8:24]
+    assert_both_ways_agree(lambda: embed_concat(ids, table, hidden), torch.float32)
