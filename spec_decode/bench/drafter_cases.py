@@ -101,6 +101,7 @@ def drafter_rows(name: str, device: torch.device, bandwidth: float | None) -> It
                 yield from _strategy_rows(name, model, backend, strategy, steps, num_reqs, device, bandwidth)
 
 
+@torch.no_grad()
 def _strategy_rows(
     name: str,
     model: EagleDraft,
@@ -121,12 +122,10 @@ def _strategy_rows(
         drafter.propose()
 
     def step_0() -> None:
-        with torch.no_grad():
-            drafter.run_extend(num_reqs)
+        drafter.run_extend(num_reqs)
 
     def later_steps() -> None:
-        with torch.no_grad():
-            drafter.run_steps(num_reqs)
+        drafter.run_steps(num_reqs)
 
     with_copies()
     on_cuda = device.type == "cuda"

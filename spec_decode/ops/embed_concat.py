@@ -9,7 +9,7 @@ from builders._triton import interpreting, tl, triton
 
 
 def embed_concat(token_ids: torch.Tensor, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """embedding[token_ids] | hidden: token_ids int64 [T], embedding [V, H], hidden [T, H], both one dtype; [T, 2 * H]."""
+    """embedding[token_ids] | hidden: token_ids int64 [T], embedding [V, H], hidden [T, H], of one dtype; [T, 2 H]."""
     if hidden.requires_grad or embedding.requires_grad:
         return _formula(token_ids, embedding, hidden)
     out: torch.Tensor = _embed_concat_op(token_ids, embedding, hidden)
