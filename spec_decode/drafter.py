@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from builders import (
-    AttentionBatch,
-    BatchBuffers,
     CaptureConstants,
     GraphSupport,
-    HostLengths,
-    MetadataBuilder,
     RequestTables,
     advance_shared_state,
     begin_decode,
@@ -22,9 +17,10 @@ from builders import (
 )
 from builders.errors import require, require_tensor
 from spec_decode.graphs import Capturable, GraphKey, GraphManager
-from spec_decode.kv_groups import KVGroup, attend_with
+from spec_decode.kv_groups import KVGroup, attend_with, build_ragged
 from spec_decode.models.eagle import DraftModel
 from spec_decode.ops.sample_draft import sample_draft
+from spec_decode.phase import Phase
 from spec_decode.strategy import DraftPlan, GraphMode, Strategy, choose
 
 EXTEND, LOOP, STEP = "extend", "loop", "step"
@@ -81,30 +77,16 @@ class Drafter:
         self.plan: DraftPlan = choose(
             [group.facts(device) for group in groups], num_speculative_tokens, graph_mode, forced=strategy
         )
-        require(
-            [group.spec.page_size for group in groups] == list(tables.page_sizes_host),
-            f"group i of the drafter uses block table i, with page sizes {[g.spec.page_size for g in groups]} against "
-            f"the tables' {list(tables.page_sizes_host)}; its slots would be wrong. Make one table per group.",
-        )
-        require(
-            num_speculative_tokens < tables.max_seq_len,
-            f"a round of {num_speculative_tokens} draft tokens takes {num_speculative_tokens + 1} places of a request, "
-            f"these tables hold {tables.max_seq_len}; no request could draft. Lower K or enlarge the tables.",
-        )
         sizes = list(capture_sizes or default_capture_sizes(tables.max_reqs))
-        require(
-            max(sizes) <= tables.max_reqs,
-            f"graphs are captured over the rows of the tables, {tables.max_reqs} here, got a capture size of "
-            f"{max(sizes)}; its rows would not exist. Capture smaller sizes or enlarge the tables.",
-        )
+        _check_shapes(groups, tables, num_speculative_tokens, sizes)
         self.model = model
         self.groups = tuple(groups)
         self.tables = tables
         self.num_speculative_tokens = num_speculative_tokens
         self._query_len = num_speculative_tokens + 1
         self._allocate(groups[0].spec.dtype)
-        self._extend = _Phase(self, BatchBuffers(tables, max_tokens=tables.max_reqs * self._query_len), self._query_len)
-        self._decode = _Phase(self, BatchBuffers(tables, max_tokens=tables.max_reqs), 1)
+        self._extend = Phase(groups, tables, query_len=self._query_len, horizon=0)
+        self._decode = Phase(groups, tables, query_len=1, horizon=num_speculative_tokens - 1)
         self.graphs = GraphManager(device, sizes)
         self._captured = False
         widest = min(group.backend.builder.graph_support for group in groups)
@@ -190,27 +172,9 @@ class Drafter:
         tables: the new requests alone, over the same caches. Request r has query_lens[r] flat tokens from position 0;
         token_ids int64 [T] are the tokens one *behind* each position, hidden_states [T, H] the target's there.
         """
-        total = sum(query_lens)
-        batch = BatchBuffers(tables, max_tokens=total)
-        num_reqs, num_tokens = batch.load(query_lens, query_lens)
-        metadata = []
-        for index, group in enumerate(self.groups):
-            builder = group.make_builder(
-                tables.device, max_reqs=tables.max_reqs, max_tokens=total, max_seq_len=tables.max_seq_len
-            )
-            view = batch.view(
-                index,
-                num_reqs=num_reqs,
-                num_tokens=num_tokens,
-                max_query_len=max(query_lens),
-                max_seq_len=max(query_lens),
-                uniform=len(set(query_lens)) == 1,
-                host_seq_lens=query_lens,
-                host_seq_lens_exact=True,
-            )
-            metadata.append(builder.build(view))
+        batch, metadata = build_ragged(self.groups, tables, query_lens, query_lens)
         attend = attend_with(self.groups, metadata)
-        self.model.forward(token_ids, hidden_states.to(self._hidden.dtype), batch.positions[:total], attend)
+        self.model.forward(token_ids, hidden_states.to(self._hidden.dtype), batch.positions, attend)
 
     def _take(self, verified: VerifiedTokens, live: int) -> None:
         """Check every tensor, then copy them all."""
@@ -328,7 +292,7 @@ class Drafter:
             factories[LOOP if full else STEP] = lambda size: self._capturable(self._decode, size, body)
         return factories
 
-    def _capturable(self, phase: _Phase, size: int, body: Callable[[int], None]) -> Capturable:
+    def _capturable(self, phase: Phase, size: int, body: Callable[[int], None]) -> Capturable:
         phase.batch.clear()
         phase.rebuild(size, range(len(self.groups)))
         return Capturable(lambda: body(size), phase.constants())
@@ -350,66 +314,29 @@ class Drafter:
         self._hidden[:size].copy_(self._step_forward(size))
 
 
-class _Phase:
-    """One batch shape of the drafter: its buffers, and each group's builder and current metadata."""
-
-    def __init__(self, drafter: Drafter, batch: BatchBuffers, query_len: int) -> None:
-        self.batch = batch
-        self.query_len = query_len
-        self.groups = drafter.groups
-        tables = batch.tables
-        batch.set_uniform(query_len)
-        self.builders: list[MetadataBuilder[Any]] = [
-            group.make_builder(
-                tables.device,
-                max_reqs=tables.max_reqs,
-                max_tokens=batch.max_tokens,
-                max_seq_len=tables.max_seq_len,
-            )
-            for group in self.groups
-        ]
-        self.horizon = drafter.num_speculative_tokens - 1
-        self.metadata: list[Any] = [None] * len(self.groups)
-
-    def rebuild(self, size: int, groups: Sequence[int] | range) -> None:
-        """Build the metadata of these groups for the state as it stands."""
-        for index in groups:
-            builder = self.builders[index]
-            self.metadata[index] = builder.build(self._view(index, size, builder), horizon=self.horizon)
-
-    def advance(self, groups: Sequence[int] | range) -> None:
-        for index in groups:
-            self.builders[index].advance(self.metadata[index])
-
-    def constants(self) -> CaptureConstants:
-        """The tightest of the groups' constants."""
-        each = [b.capture_constants(m) for b, m in zip(self.builders, self.metadata, strict=True)]
-        return CaptureConstants(
-            max_reqs=min(c.max_reqs for c in each),
-            max_query_len=min(c.max_query_len for c in each),
-            max_seq_len=min(c.max_seq_len for c in each),
-        )
-
-    def _view(self, index: int, size: int, builder: MetadataBuilder[Any]) -> AttentionBatch:
-        lengths, exact = None, False
-        if builder.host_lengths is HostLengths.EXACT:
-            lengths, exact = self.batch.seq_lens[:size].tolist(), True
-        elif builder.host_lengths is HostLengths.UPPER_BOUND:
-            limits = self.batch.tables.limits_host
-            lengths = [*limits, *(0,) * (size - len(limits))][:size]
-        return self.batch.view(
-            index,
-            num_reqs=size,
-            num_tokens=size * self.query_len,
-            max_query_len=self.query_len,
-            host_seq_lens=lengths,
-            host_seq_lens_exact=exact,
-        )
-
-
 def default_capture_sizes(max_reqs: int) -> list[int]:
     """Powers of two up to max_reqs, and max_reqs itself."""
     sizes = [1]
     while sizes[-1] * 2 <= max_reqs:
         sizes.append(sizes[-1] * 2)
     return sorted({*sizes, max_reqs})
+
+
+def _check_shapes(
+    groups: Sequence[KVGroup], tables: RequestTables, num_speculative_tokens: int, sizes: Sequence[int]
+) -> None:
+    require(
+        [group.spec.page_size for group in groups] == list(tables.page_sizes_host),
+        f"group i of the drafter uses block table i, with page sizes {[g.spec.page_size for g in groups]} against "
+        f"the tables' {list(tables.page_sizes_host)}; its slots would be wrong. Make one table per group.",
+    )
+    require(
+        num_speculative_tokens < tables.max_seq_len,
+        f"a round of {num_speculative_tokens} draft tokens takes {num_speculative_tokens + 1} places of a request, "
+        f"these tables hold {tables.max_seq_len}; no request could draft. Lower K or enlarge the tables.",
+    )
+    require(
+        max(sizes) <= tables.max_reqs,
+        f"graphs are captured over the rows of the tables, {tables.max_reqs} here, got a capture size of "
+        f"{max(sizes)}; its rows would not exist. Capture smaller sizes or enlarge the tables.",
+    )

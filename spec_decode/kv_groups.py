@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from attn_backends import AttentionBackend, KVCache, NoBackend, Rejected
-from builders import AttentionSpec, MetadataBuilder
+from builders import AttentionSpec, BatchBuffers, MetadataBuilder, RequestTables
 from spec_decode.models.layers import Attend
 from spec_decode.strategy import GroupFacts
 
@@ -87,3 +87,28 @@ def attend_with(groups: Sequence[KVGroup], metadata: Sequence[Any]) -> Attend:
         return group.backend.forward(query, cache, metadata[index], spec=group.spec, sinks=group.sinks.get(layer))
 
     return attend
+
+
+def build_ragged(
+    groups: Sequence[KVGroup], tables: RequestTables, query_lens: Sequence[int], seq_lens: Sequence[int]
+) -> tuple[BatchBuffers, list[Any]]:
+    """Eager batch state and each group's metadata for lengths the host knows: r's last query_lens[r] of seq_lens[r]."""
+    batch = BatchBuffers(tables, max_tokens=sum(query_lens))
+    num_reqs, num_tokens = batch.load(query_lens, seq_lens)
+    metadata = []
+    for index, group in enumerate(groups):
+        builder = group.make_builder(
+            tables.device, max_reqs=tables.max_reqs, max_tokens=num_tokens, max_seq_len=tables.max_seq_len
+        )
+        view = batch.view(
+            index,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            max_query_len=max(query_lens),
+            max_seq_len=max(seq_lens),
+            uniform=len(set(query_lens)) == 1,
+            host_seq_lens=seq_lens,
+            host_seq_lens_exact=True,
+        )
+        metadata.append(builder.build(view))
+    return batch, metadata

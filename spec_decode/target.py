@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from builders import BatchBuffers, RequestTables
-from spec_decode.kv_groups import KVGroup, attend_with
+from builders import RequestTables
+from spec_decode.kv_groups import KVGroup, attend_with, build_ragged
 from spec_decode.models.llama import LlamaTarget
 
 
@@ -27,24 +27,6 @@ class TargetRunner:
         token_ids: torch.Tensor,
     ) -> torch.Tensor:
         """Hidden states [T, H] of flat token_ids int64 [T]: request r's last query_lens[r] of seq_lens[r] tokens."""
-        total = sum(query_lens)
-        batch = BatchBuffers(tables, max_tokens=total)
-        num_reqs, num_tokens = batch.load(query_lens, seq_lens)
-        metadata = []
-        for index, group in enumerate(self.groups):
-            builder = group.make_builder(
-                tables.device, max_reqs=tables.max_reqs, max_tokens=total, max_seq_len=tables.max_seq_len
-            )
-            view = batch.view(
-                index,
-                num_reqs=num_reqs,
-                num_tokens=num_tokens,
-                max_query_len=max(query_lens),
-                max_seq_len=max(seq_lens),
-                uniform=len(set(query_lens)) == 1,
-                host_seq_lens=seq_lens,
-                host_seq_lens_exact=True,
-            )
-            metadata.append(builder.build(view))
-        hidden: torch.Tensor = self.model(token_ids, batch.positions[:num_tokens], attend_with(self.groups, metadata))
+        batch, metadata = build_ragged(self.groups, tables, query_lens, seq_lens)
+        hidden: torch.Tensor = self.model(token_ids, batch.positions, attend_with(self.groups, metadata))
         return hidden

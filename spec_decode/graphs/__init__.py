@@ -1,7 +1,8 @@
 """Capture, replay, and their emulation on the CPU."""
 
 from spec_decode.graphs.manager import Capturable, CaptureReport, GraphKey, GraphManager
-from spec_decode.graphs.runtime import CaptureError, Graph, GraphRuntime, runtime_for
+from spec_decode.graphs.runtime import CaptureError, Graph, GraphRuntime
+from spec_decode.graphs.runtimes import runtime_for
 
 __all__ = [
     "Capturable",

@@ -11,7 +11,8 @@ import torch
 from rich.progress import track
 
 from builders import BatchError, CaptureConstants
-from spec_decode.graphs.runtime import Graph, runtime_for
+from spec_decode.graphs.runtime import Graph
+from spec_decode.graphs.runtimes import runtime_for
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
-
 
 class Graph(Protocol):
     """A recorded run of device operations over fixed addresses."""
@@ -33,14 +31,3 @@ class GraphRuntime(Protocol):
 
 class CaptureError(RuntimeError):
     """Something in a captured function that no graph can hold; the message names the operation."""
-
-
-def runtime_for(device: torch.device) -> GraphRuntime:
-    """A runtime with a memory pool of its own on that device."""
-    if device.type == "cuda":
-        from spec_decode.graphs.cuda import CudaRuntime
-
-        return CudaRuntime(device)
-    from spec_decode.graphs.emulator import EmulatedRuntime
-
-    return EmulatedRuntime()
