@@ -227,7 +227,10 @@ class Drafter:
 
     def _extend_forward(self, size: int) -> None:
         """Step 0: the draft's tokens are the target's, shifted by one, with the next token behind the last kept."""
-        inputs, accepted = self.inputs, self.inputs.accepted[:size].long()
+        inputs = self.inputs
+        # Only the device knows the counts: a wrong one must not lead a gather out of its row.
+        kept = inputs.accepted[:size].clamp(0, self.num_speculative_tokens)
+        accepted = kept.long()
         ids = torch.cat([inputs.token_ids[:size, 1:], inputs.token_ids[:size, :1]], 1)
         ids = ids.scatter(1, accepted[:, None], inputs.next_tokens[:size, None])
         tokens = size * self._query_len
@@ -237,7 +240,7 @@ class Drafter:
             self._extend.batch.positions[:tokens],
             attend_with(self.groups, self._extend.metadata),
         )
-        begin_decode(self._decode.batch, self._extend.batch.seq_lens, inputs.accepted, size, self._query_len)
+        begin_decode(self._decode.batch, self._extend.batch.seq_lens, kept, size, self._query_len)
         last = hidden.index_select(0, self._rows[:size] * self._query_len + accepted)
         self._hidden[:size].copy_(last)
         self._sample(size, last)

@@ -29,17 +29,20 @@ def _launch(token_ids: torch.Tensor, embedding: torch.Tensor, hidden: torch.Tens
     out = torch.empty(tokens, 2 * width, dtype=hidden.dtype, device=hidden.device)
     block = min(1024, triton.next_power_of_2(width))
     _embed_concat_kernel[(tokens, triton.cdiv(width, block))](
-        token_ids, embedding, hidden, out, width, hidden.stride(0), BLOCK=block
+        token_ids, embedding, hidden, out, embedding.shape[0], width, hidden.stride(0), BLOCK=block
     )
     return out
 
 
 @triton.jit
-def _embed_concat_kernel(token_ids, embedding, hidden, out, width, hidden_stride, BLOCK: tl.constexpr):
+def _embed_concat_kernel(token_ids, embedding, hidden, out, vocab, width, hidden_stride, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    row = tl.load(embedding + tl.load(token_ids + token) * width + column, mask=inside)
+    index = tl.load(token_ids + token)
+    # An id outside the vocabulary must not lead the read out of the table.
+    known = (index >= 0) & (index < vocab)
+    row = tl.load(embedding + index * width + column, mask=inside & known, other=0.0)
     tl.store(out + token * 2 * width + column, row, mask=inside)
     state = tl.load(hidden + token * hidden_stride + column, mask=inside)
     tl.store(out + token * 2 * width + width + column, state, mask=inside)
