@@ -3,7 +3,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-# Compiled kernels stay in the project folder too.
+# Downloads and compiled kernels stay in the project folder too.
+export PIP_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache/pip
 export TRITON_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache/triton
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache/inductor
 

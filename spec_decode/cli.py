@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -36,6 +39,9 @@ class _Verbs(click.Group):
 @click.version_option(package_name="attn-backends")
 def main() -> None:
     """Attention backends whose metadata advances in place, their checks, and a drafter that uses them."""
+    if sys.prefix != sys.base_prefix:
+        # Compiled kernels belong to the environment that made them, not to the home folder.
+        os.environ.setdefault("TRITON_CACHE_DIR", str(Path(sys.prefix) / "cache" / "triton"))
 
 
 for _verb in (demo, list_backends, check, draft, matrix, bench):
