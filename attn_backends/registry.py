@@ -45,8 +45,12 @@ class _Registration:
 _BUILT_IN = {
     "torch_reference": "attn_backends.torch_reference:TorchReference",
     "triton_paged": "attn_backends.triton_paged:TritonPaged",
+    "flash_attn3": "attn_backends.flash_attn3:FlashAttn3",
 }
-_registered: dict[str, _Registration] = {name: _Registration(path, None) for name, path in _BUILT_IN.items()}
+_EXTRAS = {"flash_attn3": "flash-attn"}
+_registered: dict[str, _Registration] = {
+    name: _Registration(path, _EXTRAS.get(name)) for name, path in _BUILT_IN.items()
+}
 _loaded: dict[str, AttentionBackend] = {}
 
 
@@ -70,7 +74,7 @@ def register(name: str, factory: F | str, *, extra: str | None = None, replace: 
 def unregister(name: str) -> None:
     """Forget a backend that was registered by call."""
     if name in _BUILT_IN:
-        _registered[name] = _Registration(_BUILT_IN[name], None)
+        _registered[name] = _Registration(_BUILT_IN[name], _EXTRAS.get(name))
     else:
         _registered.pop(name, None)
     _loaded.pop(name, None)

@@ -12,6 +12,7 @@ from builders.contract import (
     MetadataBuilder,
 )
 from builders.errors import BatchError
+from builders.flash_attn3 import FlashAttn3Builder, FlashAttn3Metadata
 from builders.round import begin_decode, begin_extend
 from builders.spec import AttentionKind, AttentionSpec, SpecError
 from builders.tables import RequestTables
@@ -29,6 +30,8 @@ __all__ = [
     "BatchBuffers",
     "BatchError",
     "CaptureConstants",
+    "FlashAttn3Builder",
+    "FlashAttn3Metadata",
     "GraphSupport",
     "HostLengths",
     "MetadataBuilder",
