@@ -43,7 +43,8 @@ def test_a_broken_backend_costs_the_others_nothing(checks, plug_in, run):
 
 
 def test_reports_go_to_a_folder_one_a_backend(checks, tmp_path, run):
-    assert run("check", "all", "--device", "cpu", "--json", tmp_path / "out").exit_code == 0
+    names = ("torch_reference", "triton_paged")
+    assert run("check", *names, "--device", "cpu", "--json", tmp_path / "out").exit_code == 0
     assert Report.load(tmp_path / "out" / "check-torch_reference.json").ok
 
 
