@@ -60,7 +60,9 @@ def test_a_backend_is_made_once():
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(UnknownBackend, match=r"one of flash_attn3, torch_reference, triton_paged.*got 'torch_referense'"):
+    with pytest.raises(
+        UnknownBackend, match=r"one of flash_attn3, torch_reference, triton_paged.*got 'torch_referense'"
+    ):
         get("torch_referense")
 
 
