@@ -117,8 +117,6 @@ class Drafter:
         self._draft_tokens = zeros(reqs, steps, dtype=torch.int64)
         self._draft_logits = zeros(reqs, steps, config.vocab_size, dtype=torch.float32)
 
-    # ------------------------------------------------------------------ a round
-
     @torch.no_grad()
     def propose(self, verified: VerifiedTokens | None = None) -> Drafts:
         """Draft K tokens behind each request's next_token. Nothing in it waits for the device unless the plan says so.
@@ -188,8 +186,6 @@ class Drafter:
         buffers = [getattr(self.inputs, name)[:live] for name in VerifiedTokens.__slots__]
         torch._foreach_copy_(buffers, [getattr(verified, name) for name in VerifiedTokens.__slots__], non_blocking=True)
 
-    # ------------------------------------------------------------------ strategies
-
     def run_extend(self, size: int) -> None:
         """Run step 0 of `size` padded rows over the round's inputs."""
         if self._rebuilt_at_step_0:
@@ -219,8 +215,6 @@ class Drafter:
 
     def _needed(self, size: int, query_len: int) -> CaptureConstants:
         return CaptureConstants(max_reqs=size, max_query_len=query_len, max_seq_len=self.tables.longest)
-
-    # ------------------------------------------------------------------ captured work
 
     def _begin_extend(self, size: int) -> None:
         begin_extend(self._extend.batch, self.inputs.context_lens, size, self._query_len)
@@ -269,8 +263,6 @@ class Drafter:
             draft_logits=self._draft_logits,
             next_ids=self._ids,
         )
-
-    # ------------------------------------------------------------------ capture
 
     def capture(self, *, progress: bool = False) -> None:
         """Capture the graphs that the plan needs, on padding rows alone: nothing of a live request is touched."""

@@ -201,8 +201,6 @@ class Engine:
             f"{request.temperature} and {request.seed}; logits over it would overflow. Nothing was run.",
         )
 
-    # ------------------------------------------------------------------ joining and leaving
-
     def _admit(self, waiting: list[tuple[Request, Generation]], live: list[_Live]) -> list[_Live]:
         joined: list[_Live] = []
         while waiting and len(live) + len(joined) < self._tables.max_reqs:
@@ -257,8 +255,6 @@ class Engine:
                 self._ids([token for state, _ in longer for token in state.tokens[1:]]),
                 torch.cat([rows[:-1] for _, rows in longer]),
             )
-
-    # ------------------------------------------------------------------ a round
 
     def _round(self, live: list[_Live], on_token: Callable[[int, int], None] | None, order: dict[int, int]) -> None:
         self.stats.rounds += 1
