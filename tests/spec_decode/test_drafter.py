@@ -213,9 +213,6 @@ def assert_same(found, expected):
         assert torch.equal(logits, wanted_logits), f"round {round_}"
 
 
-# ---------------------------------------------------------------------- mixed groups
-
-
 def test_a_weak_group_is_rebuilt_and_the_strong_one_is_not():
     plan = mixed().drafter.plan
     assert plan.strategy is Strategy.PER_STEP
@@ -313,9 +310,6 @@ def test_every_round_drafts_what_dense_attention_over_the_text_gives(strategy):
         torch.testing.assert_close(drafts.logits, wanted, rtol=1e-4, atol=1e-4)
 
 
-# ---------------------------------------------------------------------- refusals
-
-
 def changed(**changes):
     scene = strong(strategy=Strategy.EAGER)
     verified = scene.verified()
@@ -377,9 +371,6 @@ def test_more_tokens_a_round_than_a_request_has_places_are_refused():
         BatchError, match=f"takes {MAX_SEQ_LEN + 1} places of a request, these tables hold {MAX_SEQ_LEN}"
     ):
         strong(steps=MAX_SEQ_LEN)
-
-
-# ---------------------------------------------------------------------- edges
 
 
 @pytest.mark.parametrize("scene", [strong, mixed])

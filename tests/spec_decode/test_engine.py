@@ -45,9 +45,6 @@ def dense_greedy(target, request):
     return tokens[len(request.prompt) :]
 
 
-# ---------------------------------------------------------------------- what is said
-
-
 def test_plain_decoding_says_what_the_dense_target_says():
     requests = make_requests(5)
     assert texts(make_engine(num_speculative_tokens=0), requests) == [dense_greedy(PAIR[0], r) for r in requests]
@@ -166,9 +163,6 @@ def test_verification_is_told_where_each_draft_token_stands(monkeypatch):
     assert told == stands and len(told) > 3
 
 
-# ---------------------------------------------------------------------- joining and leaving
-
-
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("max_reqs", [1, 2, 3, 16])
 def test_any_number_of_rows_gives_the_same_texts_in_order(max_reqs, steps):
@@ -231,9 +225,6 @@ def test_one_new_token_needs_no_round(steps):
     engine = make_engine(num_speculative_tokens=steps)
     assert [len(text) for text in texts(engine, [Request(prompt=[1, 2], max_new_tokens=1)])] == [1]
     assert engine.stats.rounds == 0
-
-
-# ---------------------------------------------------------------------- stopping and streaming
 
 
 @pytest.mark.parametrize("steps", [0, 3])
@@ -301,8 +292,6 @@ def test_a_shorter_request_is_told_to_the_end_before_one_that_waits_for_its_row(
     assert told == sorted(told)
 
 
-# ---------------------------------------------------------------------- refusals
-
 REFUSED = {
     "an empty prompt": (Request(prompt=[], max_new_tokens=3), "needs a prompt and new tokens.*got 0 and 3"),
     "no new tokens": (Request(prompt=[1], max_new_tokens=0), "got 1 and 0"),
@@ -336,9 +325,6 @@ def test_an_engine_serves_on_after_a_refusal():
 def test_an_engine_beyond_the_models_positions_is_refused(steps, longest):
     with pytest.raises(BatchError, match="below the model's 160 positions"):
         make_engine(num_speculative_tokens=steps, max_seq_len=longest)
-
-
-# ---------------------------------------------------------------------- statistics
 
 
 def test_plain_decoding_has_no_plan_and_no_drafter():

@@ -97,9 +97,6 @@ def test_a_refused_token_is_never_what_replaces_it():
     assert refused.any() and (verdict.next_tokens[refused] != tokens[refused]).all()
 
 
-# ---------------------------------------------------------------------- the target's distribution is left as it is
-
-
 def draft_of(logits, temperature, position):
     """One draft token per row, drawn as the drafter draws the token of that absolute position."""
     rows, vocab = logits.shape
