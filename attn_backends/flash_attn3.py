@@ -10,7 +10,7 @@ from vllm.vllm_flash_attn import flash_attn_interface as provider  # type: ignor
 
 from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, Sizes
-from builders import AttentionSpec, FlashAttn3Builder, FlashAttn3Metadata
+from builders import AttentionSpec, FlashAttn3Builder, PagedMetadata
 
 if not provider.FA3_AVAILABLE:
     raise ImportError(f"vllm.vllm_flash_attn is here without FlashAttention-3: {provider.FA3_UNAVAILABLE_REASON}")
@@ -50,7 +50,7 @@ class FlashAttn3(AttentionBackend):
         self,
         query: torch.Tensor,
         cache: KVCache,
-        metadata: FlashAttn3Metadata,
+        metadata: PagedMetadata,
         *,
         spec: AttentionSpec,
         sinks: torch.Tensor | None = None,

@@ -7,7 +7,7 @@ import torch
 from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, Sizes
 from attn_backends.ops.paged_attention import paged_attention
-from builders import AttentionSpec, TritonPagedBuilder, TritonPagedMetadata
+from builders import AttentionSpec, PagedMetadata, TritonPagedBuilder
 from builders._triton import HAVE_TRITON, triton
 
 
@@ -42,7 +42,7 @@ class TritonPaged(AttentionBackend):
         self,
         query: torch.Tensor,
         cache: KVCache,
-        metadata: TritonPagedMetadata,
+        metadata: PagedMetadata,
         *,
         spec: AttentionSpec,
         sinks: torch.Tensor | None = None,

@@ -12,12 +12,13 @@ from builders.contract import (
     MetadataBuilder,
 )
 from builders.errors import BatchError
-from builders.flash_attn3 import FlashAttn3Builder, FlashAttn3Metadata
+from builders.flash_attn3 import FlashAttn3Builder
+from builders.paged_views import PagedMetadata, PagedViewBuilder
 from builders.round import begin_decode, begin_extend
 from builders.spec import AttentionKind, AttentionSpec, SpecError
 from builders.tables import RequestTables
 from builders.torch_reference import ReferenceBuilder, ReferenceMetadata
-from builders.triton_paged import TritonPagedBuilder, TritonPagedMetadata
+from builders.triton_paged import TritonPagedBuilder
 
 __all__ = [
     "CONTRACT_VERSION",
@@ -31,16 +32,16 @@ __all__ = [
     "BatchError",
     "CaptureConstants",
     "FlashAttn3Builder",
-    "FlashAttn3Metadata",
     "GraphSupport",
     "HostLengths",
     "MetadataBuilder",
+    "PagedMetadata",
+    "PagedViewBuilder",
     "ReferenceBuilder",
     "ReferenceMetadata",
     "RequestTables",
     "SpecError",
     "TritonPagedBuilder",
-    "TritonPagedMetadata",
     "advance_shared_state",
     "begin_decode",
     "begin_extend",

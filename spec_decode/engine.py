@@ -127,7 +127,6 @@ class Engine:
 
         self._tables, self._joining = tables(), tables()
         self._target = TargetRunner(target, [self._group("target", target, backend, pages)])
-        self._draft = draft
         self.drafter: Drafter | None = None
         if num_speculative_tokens:
             group = self._group("draft", draft, draft_backend or backend, pages)
@@ -218,7 +217,7 @@ class Engine:
                 state.pages = []
                 if state.stopped:
                     state.generation.token_ids.pop()
-        return [state for state in live if not state.done and state.pages]
+        return [state for state in live if state.pages]
 
     def _load_tables(self, tables: RequestTables, live: list[_Live]) -> None:
         tables.load([[state.pages for state in live]], [state.limit for state in live])
@@ -276,13 +275,13 @@ class Engine:
             seeds=self._seeds(live),
             first_positions=self._ids(lens),
         )
-        rows = zip(live, verified, hidden.view(len(live), width, -1), verdict.accepted.tolist(), strict=True)
-        kept, added = verified[:, 1:].tolist(), verdict.next_tokens.tolist()
+        counts, kept, added = verdict.accepted.tolist(), drafts.tokens.tolist(), verdict.next_tokens.tolist()
+        rows = zip(live, verified, hidden.view(len(live), width, -1), counts, strict=True)
         for index, (state, tokens, states, accepted) in enumerate(rows):
             state.verified, state.hidden, state.accepted = tokens, states, accepted
             state.generation.accepted.append(accepted)
             self._commit(state, [*kept[index][:accepted], added[index]], on_token, order)
-        self.stats.accepted += sum(verdict.accepted.tolist())
+        self.stats.accepted += sum(counts)
         self.stats.drafted_for += len(live)
         return None
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from attn_backends.triton_paged import TritonPaged
-from builders import AttentionBatch, RequestTables, TritonPagedBuilder, TritonPagedMetadata
+from builders import AttentionBatch, PagedMetadata, RequestTables, TritonPagedBuilder
 from spec_decode.bench.measure import Timing, kernels_in, time_call
 from spec_decode.drafter import Drafter, VerifiedTokens
 from spec_decode.kv_groups import make_group
@@ -75,7 +75,7 @@ DRAFTERS = {
 class _RebuiltBuilder(TritonPagedBuilder):
     """The same metadata, rebuilt between steps: overriding build() drops the claim to advance in the graph."""
 
-    def build(self, batch: AttentionBatch, *, horizon: int = 0) -> TritonPagedMetadata:
+    def build(self, batch: AttentionBatch, *, horizon: int = 0) -> PagedMetadata:
         return super().build(batch, horizon=horizon)
 
 

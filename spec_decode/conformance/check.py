@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,8 +107,3 @@ def expect(condition: bool, *, contract: str, expected: str, got: object) -> Non
     """Raise CheckFailure unless condition holds."""
     if not condition:
         raise CheckFailure(contract=contract, expected=expected, got=str(got))
-
-
-def names(checks: Sequence[Check]) -> list[str]:
-    """The check names, once each."""
-    return list(dict.fromkeys(item.name for item in checks))
