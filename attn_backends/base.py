@@ -9,15 +9,20 @@ from typing import Any, ClassVar
 import torch
 
 from attn_backends.capabilities import Accepted, Capabilities, Rejected
+from attn_backends.ops.packed_latent import TOKEN_BYTES, page_bytes
 from attn_backends.ops.write_kv import write_kv
-from builders import CONTRACT_VERSION, AttentionSpec, BatchError, MetadataBuilder
-from builders.errors import require_tensor
+from attn_backends.ops.write_latent import LatentNorm, write_latent
+from builders import CONTRACT_VERSION, AttentionKind, AttentionSpec, BatchError, MetadataBuilder
+from builders.errors import require, require_tensor
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
     """Keys [num_pages, page_size, num_kv_heads, head_dim] and values [..., value_dim]: views with any strides whose
     last dim is contiguous. How they are packed is the allocator's business; an adapter never copies them.
+
+    Where keys and values are one latent, the values are a view of the keys. A packed cache (scales beside quantised
+    values) is bytes, uint8 [num_pages, page_size, 1, bytes a token], in both, with a page's bytes adjacent.
     """
 
     key: torch.Tensor
@@ -26,6 +31,19 @@ class KVCache:
     @property
     def num_pages(self) -> int:
         return self.key.shape[0]
+
+    @property
+    def latent(self) -> bool:
+        """Whether the values lie in the keys."""
+        return self.key.data_ptr() == self.value.data_ptr()
+
+    @property
+    def latents(self) -> torch.Tensor:
+        """The latents [num_pages, page_size, head_dim], or, packed, each page's bytes [num_pages, page_bytes]."""
+        if self.key.dtype is torch.uint8:
+            page_bytes = self.key.stride(0)
+            return self.key.as_strided((self.num_pages, page_bytes), (page_bytes, 1))
+        return self.key[:, :, 0]
 
 
 class AttentionBackend(ABC):
@@ -49,15 +67,35 @@ class AttentionBackend(ABC):
 
     def allocate_kv(self, spec: AttentionSpec, num_pages: int, device: torch.device) -> KVCache:
         """An uninitialised cache in the layout this backend likes best."""
+        if spec.packed:
+            return _packed_cache(spec.page_size, num_pages, device)
         shape = (num_pages, spec.page_size, spec.num_kv_heads)
-        return KVCache(
-            torch.empty(*shape, spec.head_dim, dtype=spec.cache_dtype, device=device),
-            torch.empty(*shape, spec.out_dim, dtype=spec.cache_dtype, device=device),
-        )
+        key = torch.empty(*shape, spec.head_dim, dtype=spec.cache_dtype, device=device)
+        if spec.kind is AttentionKind.MLA:
+            return KVCache(key, key[..., : spec.out_dim])
+        return KVCache(key, torch.empty(*shape, spec.out_dim, dtype=spec.cache_dtype, device=device))
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, metadata: Any) -> None:
-        """Store key [num_tokens, num_kv_heads, head_dim] and value [..., value_dim] at metadata.slot_mapping."""
-        write_kv(key, value, cache.key, cache.value, metadata.slot_mapping)
+        """Store key [num_tokens, num_kv_heads, head_dim] and value [..., value_dim] at metadata.slot_mapping.
+
+        Both in spec.new_kv_dtype. Where the cache holds one latent a token, the key is all of it.
+        """
+        if cache.latent:
+            require(
+                key.dim() == 3 and key.shape[1] == 1,
+                f"a cache of latents takes one a token, got keys {list(key.shape)}; the others would be lost, so "
+                "nothing was written. Pass keys [num_tokens, 1, head_dim].",
+            )
+            self._store(key[:, 0], cache, metadata)
+        else:
+            write_kv(key, value, cache.key, cache.value, metadata.slot_mapping)
+
+    def write_latent(self, latent: torch.Tensor, norm: LatentNorm, cache: KVCache, metadata: Any) -> None:
+        """Norm and rotate raw latents [num_tokens, head_dim] and store them, where the cache holds latents."""
+        self._store(latent, cache, metadata, norm)
+
+    def _store(self, latent: torch.Tensor, cache: KVCache, metadata: Any, norm: LatentNorm | None = None) -> None:
+        write_latent(latent, cache.latents, metadata.slot_mapping, page_size=cache.key.shape[1], norm=norm)
 
     @abstractmethod
     def forward(
@@ -76,6 +114,13 @@ class AttentionBackend(ABC):
         """
 
 
+def _packed_cache(page_size: int, num_pages: int, device: torch.device) -> KVCache:
+    size = page_bytes(page_size)
+    pages = torch.empty(num_pages, size, dtype=torch.uint8, device=device)
+    tokens = pages.as_strided((num_pages, page_size, 1, TOKEN_BYTES), (size, TOKEN_BYTES, TOKEN_BYTES, 1))
+    return KVCache(tokens, tokens)
+
+
 def check_forward_inputs(
     query: torch.Tensor, cache: KVCache, metadata: Any, spec: AttentionSpec, sinks: torch.Tensor | None
 ) -> None:
@@ -88,15 +133,16 @@ def check_forward_inputs(
         dtype=spec.dtype,
         device=device,
     )
+    packed = spec.packed
     for name, tensor, dim in (
-        ("key cache", cache.key, spec.head_dim),
-        ("value cache", cache.value, spec.out_dim),
+        ("key cache", cache.key, TOKEN_BYTES if packed else spec.head_dim),
+        ("value cache", cache.value, TOKEN_BYTES if packed else spec.out_dim),
     ):
         require_tensor(
             name,
             tensor,
             shape=(None, spec.page_size, spec.num_kv_heads, dim),
-            dtype=spec.cache_dtype,
+            dtype=torch.uint8 if packed else spec.cache_dtype,
             device=device,
         )
         if tensor.stride(-1) != 1:

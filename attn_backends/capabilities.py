@@ -7,6 +7,7 @@ from enum import Enum
 
 import torch
 
+from attn_backends.ops.packed_latent import LATENT
 from builders import AttentionKind, AttentionSpec
 
 
@@ -73,7 +74,13 @@ class Capabilities:
     head_dims: Sizes
     page_sizes: Sizes
     features: frozenset[Feature]
+    required: frozenset[Feature] = frozenset()
+    """Features that a spec must ask for: the kernels know no attention without them."""
     kinds: tuple[AttentionKind, ...] = (AttentionKind.MHA,)
+    value_dims: Sizes | None = None
+    """None means head_dims."""
+    kv_dtypes: tuple[torch.dtype, ...] = ()
+    """Dtypes of the KV cache beside that of the queries."""
     mixed_kv_dtypes: bool = False
     """Whether the KV cache may have another of `dtypes` than the queries."""
     compute_capability: tuple[int, int] = (8, 0)
@@ -99,15 +106,24 @@ class Capabilities:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
         if spec.dtype not in self.dtypes:
             reasons.append(f"dtype must be one of {names}, got {spec.dtype}")
-        if spec.cache_dtype not in self.dtypes:
-            reasons.append(f"kv_dtype must be one of {names}, got {spec.cache_dtype}")
-        elif spec.cache_dtype != spec.dtype and not self.mixed_kv_dtypes:
+        if spec.cache_dtype not in (*self.dtypes, *self.kv_dtypes):
+            also = "".join(f", {str(dtype).removeprefix('torch.')}" for dtype in self.kv_dtypes)
+            reasons.append(f"kv_dtype must be one of {names}{also}, got {spec.cache_dtype}")
+        elif spec.cache_dtype not in (spec.dtype, *self.kv_dtypes) and not self.mixed_kv_dtypes:
             reasons.append(f"kv_dtype must equal dtype, got {spec.cache_dtype} and {spec.dtype}")
         reasons += [
-            f"{name} must be {self.head_dims}, got {dim}"
-            for name, dim in (("head_dim", spec.head_dim), ("value_dim", spec.out_dim))
-            if dim not in self.head_dims
+            f"{name} must be {sizes}, got {dim}"
+            for name, dim, sizes in (
+                ("head_dim", spec.head_dim, self.head_dims),
+                ("value_dim", spec.out_dim, self.value_dims or self.head_dims),
+            )
+            if dim not in sizes
         ]
+        if spec.packed and (spec.head_dim, spec.out_dim, spec.dtype) != (LATENT, LATENT, torch.bfloat16):
+            reasons.append(
+                f"packed latents have {LATENT} dims, all of them the value, and bfloat16 queries, got {spec.head_dim} "
+                f"and {spec.out_dim} dims and {spec.dtype}"
+            )
         if spec.page_size not in self.page_sizes:
             reasons.append(f"page_size must be {self.page_sizes}, got {spec.page_size}")
         if spec.kind not in self.kinds:
@@ -115,7 +131,9 @@ class Capabilities:
         return reasons
 
     def _against_features(self, spec: AttentionSpec) -> list[str]:
-        return [f"has no {feature.value}" for feature in features_of(spec) if feature not in self.features]
+        asked = features_of(spec)
+        missing = [f"has no {feature.value}" for feature in asked if feature not in self.features]
+        return missing + [f"must be asked for {feature.value}" for feature in self.required if feature not in asked]
 
 
 def features_of(spec: AttentionSpec) -> list[Feature]:

@@ -1,50 +1,46 @@
-"""FlashAttention-3 on Hopper, with the kernels of vLLM's build of it."""
+"""FlashAttention-3 on Hopper, with the kernels of whichever package brings them."""
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as version_of
-
 import torch
-from vllm.vllm_flash_attn import flash_attn_interface as provider  # type: ignore[import-not-found]
 
 from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, Sizes
+from attn_backends.fa3_providers import find_provider
 from builders import AttentionSpec, FlashAttn3Builder, PagedMetadata
 
-if not provider.FA3_AVAILABLE:
-    raise ImportError(f"vllm.vllm_flash_attn is here without FlashAttention-3: {provider.FA3_UNAVAILABLE_REASON}")
+PROVIDER = find_provider()
 
-
-def _provider_version() -> str:
-    try:
-        return f"vllm {version_of('vllm')}"
-    except PackageNotFoundError:  # the kernels alone, unpacked beside their wheel's metadata
-        return "vllm of unknown version"
+_SINK_HEADS = 64
 
 
 class FlashAttn3(AttentionBackend):
-    """Paged decode and extend by flash_attn_varlen_func; split-KV decode, GQA, window, soft cap and sinks.
+    """Paged decode and extend by PROVIDER: split-KV decode, and the features that its kernels have.
 
-    The kernel takes sinks in bf16 only: they are rounded to it, in the graph too.
+    The kernels take sinks in bf16 only: they are rounded to it, in the graph too.
     """
 
     name = "flash_attn3"
-    version = _provider_version()
+    version = PROVIDER.version
     builder = FlashAttn3Builder
     capabilities = Capabilities(
         devices=("cuda",),
-        dtypes=(torch.bfloat16, torch.float16),
-        head_dims=Sizes(minimum=64, maximum=256, multiple_of=8),
-        page_sizes=Sizes(minimum=16, multiple_of=16),
-        features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW, Feature.SOFT_CAP, Feature.SINKS}),
+        dtypes=PROVIDER.dtypes,
+        head_dims=PROVIDER.head_dims,
+        value_dims=Sizes(minimum=16, maximum=512, multiple_of=8) if Feature.VALUE_DIM in PROVIDER.features else None,
+        page_sizes=PROVIDER.page_sizes,
+        features=PROVIDER.features,
         compute_capability=(9, 0),
     )
 
     def further_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
+        reasons = _against_sinks(spec) if Feature.SINKS in self.capabilities.features else []
+        if Feature.VALUE_DIM in self.capabilities.features:
+            reasons += _against_dims(spec.head_dim, spec.out_dim)
         if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] != 9:
-            return [f"runs on compute capability 9 alone, the device has {torch.cuda.get_device_capability(device)}"]
-        return []
+            found = torch.cuda.get_device_capability(device)
+            reasons.append(f"runs on compute capability 9 alone, the device has {found}")
+        return reasons
 
     def forward(
         self,
@@ -56,22 +52,33 @@ class FlashAttn3(AttentionBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
-        window = None if spec.sliding_window is None else [spec.sliding_window - 1, 0]
-        out: torch.Tensor = provider.flash_attn_varlen_func(
-            query,
-            cache.key,
-            cache.value,
-            max_seqlen_q=metadata.max_query_len,
-            cu_seqlens_q=metadata.query_start_loc,
-            max_seqlen_k=metadata.max_seq_len,
-            seqused_k=metadata.seq_lens,
-            softmax_scale=spec.softmax_scale,
-            causal=True,
-            window_size=window,
-            softcap=spec.soft_cap or 0.0,
-            block_table=metadata.block_table,
-            num_splits=metadata.num_splits,
-            s_aux=None if sinks is None else sinks.to(torch.bfloat16),
-            fa_version=3,
-        )
-        return out
+        return PROVIDER.attend(query, cache, metadata, spec, sinks=sinks)
+
+
+def _against_sinks(spec: AttentionSpec) -> list[str]:
+    """The limits that vLLM's build checks; the others are held to them too."""
+    if not spec.sinks:
+        return []
+    reasons = []
+    if spec.num_q_heads > _SINK_HEADS:
+        reasons.append(f"with sinks num_q_heads must be at most {_SINK_HEADS}, got {spec.num_q_heads}")
+    if spec.out_dim != spec.head_dim:
+        reasons.append(f"with sinks value_dim must equal head_dim, got {spec.out_dim} and {spec.head_dim}")
+    return reasons
+
+
+def _against_dims(head_dim: int, value_dim: int) -> list[str]:
+    """Kernels of two dims are compiled for 64 with 256 or 512, and for 192 with 128; smaller ones are padded to them.
+
+    Seen wrong on an H200: value_dim 64 with head_dim 32, and, over pages of 128, 96 to 192 with head_dim 64.
+    """
+    if (
+        head_dim == value_dim
+        or (head_dim == 64 and value_dim > 192)
+        or (128 < head_dim <= 192 and 96 < value_dim <= 128)
+    ):
+        return []
+    return [
+        "a value_dim other than head_dim must be 200 to 512 with head_dim 64, or 104 to 128 with head_dim 136 to 192, "
+        f"got {value_dim} with {head_dim}"
+    ]

@@ -45,9 +45,23 @@ class _Registration:
 _BUILT_IN = {
     "torch_reference": "attn_backends.torch_reference:TorchReference",
     "triton_paged": "attn_backends.triton_paged:TritonPaged",
+    "triton_mla": "attn_backends.triton_mla:TritonMla",
+    "sparse_swa_mla": "attn_backends.sparse_swa_mla:SparseSwaMla",
     "flash_attn3": "attn_backends.flash_attn3:FlashAttn3",
+    "flashinfer": "attn_backends.flashinfer:FlashInfer",
+    "flashinfer_tensor_cores": "attn_backends.flashinfer:FlashInferTensorCores",
+    "flashinfer_cuda_cores": "attn_backends.flashinfer:FlashInferCudaCores",
+    "flashinfer_xqa": "attn_backends.flashinfer:FlashInferXqa",
+    "flashmla_sparse": "attn_backends.flashmla_sparse:FlashMlaSparse",
 }
-_EXTRAS = {"flash_attn3": "flash-attn"}
+_EXTRAS = {
+    "flash_attn3": "flash-attn",
+    "flashinfer": "flashinfer",
+    "flashinfer_tensor_cores": "flashinfer",
+    "flashinfer_cuda_cores": "flashinfer",
+    "flashinfer_xqa": "flashinfer",
+    "flashmla_sparse": "flash-attn",
+}
 _registered: dict[str, _Registration] = {
     name: _Registration(path, _EXTRAS.get(name)) for name, path in _BUILT_IN.items()
 }
@@ -130,7 +144,7 @@ def _make(name: str, registration: _Registration) -> AttentionBackend:
         raise BrokenBackend(f"backend {name!r} needs a package that is not here: {error}.{hint}") from error
     except Exception as error:  # a plug-in may fail in any way; its own words become the reason
         raise BrokenBackend(
-            f"backend {name!r} is registered but does not load: {type(error).__name__}: {error}.{hint}"
+            f"backend {name!r} is registered but does not load: {type(error).__name__}: {error}."
         ) from error
 
 

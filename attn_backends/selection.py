@@ -25,7 +25,7 @@ class Selection:
     rejected: dict[str, Rejected] = field(default_factory=dict)
 
 
-DEFAULT_ORDER = ("triton_paged", "torch_reference")
+DEFAULT_ORDER = ("triton_paged", "sparse_swa_mla", "triton_mla", "torch_reference")
 """Fastest first; any other registered backend is used only when it is asked for."""
 
 

@@ -6,7 +6,8 @@ import torch
 
 from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, Sizes
-from builders import AttentionSpec, ReferenceBuilder, ReferenceMetadata
+from attn_backends.ops.packed_latent import unpack
+from builders import AttentionKind, AttentionSpec, ReferenceBuilder, ReferenceMetadata
 
 _GATHERED_ELEMENTS = 1 << 24
 """Key elements gathered at a time, so that a long prefill does not need all of tokens x context at once."""
@@ -24,9 +25,16 @@ class TorchReference(AttentionBackend):
         head_dims=Sizes(),
         page_sizes=Sizes(),
         features=frozenset(Feature),
+        kinds=tuple(AttentionKind),
+        kv_dtypes=(torch.float8_e4m3fn,),
         mixed_kv_dtypes=True,
         compute_capability=(7, 0),
     )
+
+    def further_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
+        if spec.cache_dtype is torch.float8_e4m3fn and not spec.packed:
+            return ["keeps fp8 only as packed latents, which are mla"]
+        return []
 
     def forward(
         self,
@@ -73,8 +81,8 @@ def _attend(
     seen = (position >= kv_start[:, None]) & (position < kv_end[:, None])
     page = block_table[row].long().repeat_interleave(size, 1)
     slot = torch.where(seen, page * size + position % size, 0)
-    key = _gather(cache.key, slot, seen)
-    value = _gather(cache.value, slot, seen)
+    key = _gather(cache, cache.key, slot, seen)
+    value = _gather(cache, cache.value, slot, seen)
     grouped = query.float().view(tokens, spec.num_kv_heads, spec.group_size, spec.head_dim)
     scores = torch.einsum("thgd,tlhd->thgl", grouped, key) * spec.softmax_scale
     if spec.soft_cap is not None:
@@ -93,8 +101,11 @@ def _attend(
     return out.reshape(tokens, spec.num_q_heads, spec.out_dim).to(query.dtype)
 
 
-def _gather(cache: torch.Tensor, slot: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """cache [pages, size, H, D] at slot [T, L]; fp32 [T, L, H, D], exactly 0 where not seen."""
-    size = cache.shape[1]
-    rows = cache[slot // size, slot % size].float()
+def _gather(cache: KVCache, part: torch.Tensor, slot: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Keys or values [pages, size, H, D] at slot [T, L]; fp32 [T, L, H, D], exactly 0 where not seen."""
+    size = part.shape[1]
+    if part.dtype is torch.uint8:
+        rows = unpack(cache.latents, slot.flatten(), size).view(*slot.shape, 1, -1).float()
+    else:
+        rows = part[slot // size, slot % size].float()
     return torch.where(seen[..., None, None], rows, 0.0)

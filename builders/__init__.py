@@ -15,9 +15,11 @@ from builders.errors import BatchError
 from builders.flash_attn3 import FlashAttn3Builder
 from builders.paged_views import PagedMetadata, PagedViewBuilder
 from builders.round import begin_decode, begin_extend
+from builders.sparse_swa import SparseSwaBuilder, SparseSwaMetadata
 from builders.spec import AttentionKind, AttentionSpec, SpecError
 from builders.tables import RequestTables
 from builders.torch_reference import ReferenceBuilder, ReferenceMetadata
+from builders.triton_mla import TritonMlaBuilder
 from builders.triton_paged import TritonPagedBuilder
 
 __all__ = [
@@ -40,7 +42,10 @@ __all__ = [
     "ReferenceBuilder",
     "ReferenceMetadata",
     "RequestTables",
+    "SparseSwaBuilder",
+    "SparseSwaMetadata",
     "SpecError",
+    "TritonMlaBuilder",
     "TritonPagedBuilder",
     "advance_shared_state",
     "begin_decode",

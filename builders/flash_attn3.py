@@ -14,7 +14,11 @@ _SPLITS = 32
 
 
 class FlashAttn3Builder(PagedViewBuilder):
-    """The scheduler's own metadata is left out: the kernel then prepares it on the device in every call."""
+    """The scheduler's own metadata is left out: the kernel then prepares it on the device in every call.
+
+    Measured on an H200, made once a round instead it saves about 1 us of GPU time a call and costs 20 us of host and
+    22 us of GPU time a round; refreshed in the graph it costs 2 to 4 us more a step. Stale, it is right all the same.
+    """
 
     @classmethod
     def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -64,3 +65,11 @@ class PagedViewBuilder(MetadataBuilder[PagedMetadata]):
     @abstractmethod
     def splits(self, batch: AttentionBatch) -> int:
         """num_splits, from host constants alone: never from the lengths of one batch."""
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a device; of the CPU a few, so that its runs take the split path too."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return 8

@@ -9,10 +9,12 @@ import torch
 
 
 class AttentionKind(str, Enum):
-    """How keys and values are stored: one pair per KV head, or one shared latent."""
+    """How keys and values are stored."""
 
     MHA = "mha"
+    """A key and a value per KV head."""
     MLA = "mla"
+    """One latent per token for all query heads: the key, whose first value_dim dims are the value."""
 
 
 class SpecError(ValueError):
@@ -71,6 +73,11 @@ class AttentionSpec:
             problems.append(f"sliding_window counts the query itself and must be at least 1, got {self.sliding_window}")
         if self.soft_cap is not None and not self.soft_cap > 0:
             problems.append(f"soft_cap must be positive, got {self.soft_cap}")
+        if self.kind is AttentionKind.MLA and (self.num_kv_heads != 1 or self.out_dim > self.head_dim):
+            problems.append(
+                "mla keeps one latent per token, whose first value_dim dims are the value: num_kv_heads must be 1 and "
+                f"value_dim at most head_dim, got {self.num_kv_heads} and {self.out_dim} of {self.head_dim}"
+            )
         return problems
 
     @property
@@ -89,6 +96,16 @@ class AttentionSpec:
         """Dtype of the KV cache, resolved."""
         assert self.kv_dtype is not None
         return self.kv_dtype
+
+    @property
+    def packed(self) -> bool:
+        """Whether the cache holds latents quantised to fp8 with their scales, in DeepSeek-V4's packed pages."""
+        return self.kind is AttentionKind.MLA and self.cache_dtype is torch.float8_e4m3fn
+
+    @property
+    def new_kv_dtype(self) -> torch.dtype:
+        """Dtype in which new keys and values are handed over: the cache's, or, where storing quantises, dtype."""
+        return self.dtype if self.cache_dtype.itemsize == 1 else self.cache_dtype
 
     @property
     def softmax_scale(self) -> float:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 from builders.batch import AttentionBatch
 from builders.contract import AdvanceLevel, AdvanceSupport
-from builders.paged_views import PagedViewBuilder
+from builders.paged_views import PagedViewBuilder, multiprocessors
 from builders.spec import AttentionSpec
 
 _TOKENS_PER_SPLIT = 64
@@ -26,12 +24,5 @@ class TritonPagedBuilder(PagedViewBuilder):
 
     def splits(self, batch: AttentionBatch) -> int:
         visible = min(batch.max_seq_len, self.spec.sliding_window or batch.max_seq_len)
-        wanted = _WAVES * _multiprocessors(self.device) // (batch.num_reqs * self.spec.num_kv_heads)
+        wanted = _WAVES * multiprocessors(self.device) // (batch.num_reqs * self.spec.num_kv_heads)
         return max(1, min(wanted, -(-visible // _TOKENS_PER_SPLIT), 64))
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).multi_processor_count)
-    return 8  # enough for the CPU's runs to take the split path

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from attn_backends.ops.write_latent import LatentNorm
 from spec_decode.models import Attend, EagleDraft, LlamaTarget
+from spec_decode.models.latent import as_cached
 from spec_decode.text import decode, encode
 
 
@@ -16,40 +18,62 @@ def positions_of(tokens: torch.Tensor) -> torch.Tensor:
 
 def run_target(target: LlamaTarget, tokens: torch.Tensor) -> torch.Tensor:
     """Hidden states [B, L, H] for tokens [B, L]."""
-    hidden: torch.Tensor = target(tokens.flatten(), positions_of(tokens), causal_attend(tokens.shape[0]))
+    attend = causal_attend(tokens.shape[0], target.config.sliding_window)
+    hidden: torch.Tensor = target(tokens.flatten(), positions_of(tokens), attend)
     return hidden.view(*tokens.shape, -1)
 
 
-def causal_attend(batch: int) -> Attend:
-    """Attention over whole sequences."""
+def causal_attend(batch: int, window: int | None = None) -> Attend:
+    """Attention over whole sequences. window: the positions a query sees, its own included; None for all before it."""
 
-    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        norm: LatentNorm | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        key, value = as_cached(key, value, norm)
         query, key, value = (_heads_first(batch, x) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        if window is None and sinks is None:
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        else:
+            lag = _lag(query.shape[2], query.device)
+            out = _attention(query, key, value, (lag >= 0) & _within(lag, window), sinks)
         return out.transpose(1, 2).flatten(0, 1)
 
     return attend
 
 
-def unrolled_attend(inputs: torch.Tensor) -> Attend:
+def unrolled_attend(inputs: torch.Tensor, window: int | None = None) -> Attend:
     """Attention of a draft that is called once a step over the same inputs [B, L].
 
     The query of step k sees what it would at inference: keys made from the target's states up to k positions
-    back, and after those one key of each later step, its own last.
+    back, and after those one key of each later step, its own last; of these only what lies within its window.
     """
-    at = torch.arange(inputs.shape[1], device=inputs.device)
-    lag = at[:, None] - at
+    lag = _lag(inputs.shape[1], inputs.device)
     keys: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
 
-    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        step, groups = len(keys), query.shape[1] // key.shape[1]
-        # Repeated here: the fused kernel that takes a mask knows no grouped heads.
-        keys.append(_heads_first(inputs.shape[0], key).repeat_interleave(groups, 1))
-        values.append(_heads_first(inputs.shape[0], value).repeat_interleave(groups, 1))
-        mask = torch.cat([lag >= step, *(lag == step - own for own in range(1, step + 1))], 1)
+    def attend(
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        norm: LatentNorm | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        step = len(keys)
+        key, value = as_cached(key, value, norm)
+        keys.append(_heads_first(inputs.shape[0], key))
+        values.append(_heads_first(inputs.shape[0], value))
+        blocks = [lag >= step, *(lag == step - own for own in range(1, step + 1))]
+        seen = torch.cat([block & _within(lag, window) for block in blocks], 1)
         query = _heads_first(inputs.shape[0], query)
-        out = F.scaled_dot_product_attention(query, torch.cat(keys, 2), torch.cat(values, 2), mask)
+        out = _attention(query, torch.cat(keys, 2), torch.cat(values, 2), seen, sinks)
         return out.transpose(1, 2).flatten(0, 1)
 
     return attend
@@ -59,14 +83,24 @@ def unrolled_attend(inputs: torch.Tensor) -> Attend:
 def write(target: LlamaTarget, prompts: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
     """Prompts [B, P] continued to [B, length] by the target, half of the 32-byte stretches greedily."""
     config, count = target.config, prompts.shape[0]
+    window = config.sliding_window or length
     shape = (config.num_layers, 2, count, config.num_kv_heads, length, config.head_dim)
     cache = torch.zeros(shape, dtype=dtype, device=prompts.device)
     heat = (torch.rand(length // 32 + 1, count, 1, device=prompts.device) * 2 - 1).clamp(min=0)
     tokens = F.pad(prompts, (0, length - prompts.shape[1]))
 
-    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    # A target's layers have neither latents nor sinks.
+    def attend(
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        norm: LatentNorm | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         cache[layer, 0, :, :, at], cache[layer, 1, :, :, at] = key, value
-        keys, values = cache[layer, :, :, :, : at + 1]
+        keys, values = cache[layer, :, :, :, max(0, at + 1 - window) : at + 1]
         out = F.scaled_dot_product_attention(query[:, :, None].to(dtype), keys, values, enable_gqa=True)
         return out[:, :, 0].to(query.dtype)
 
@@ -121,12 +155,41 @@ def _propose(
     drafted: int,
 ) -> None:
     """Write the draft's tokens after `last`; `states` [B, L, H] are the target's, the draft's from `last`."""
-    attend, positions = causal_attend(tokens.shape[0]), positions_of(tokens)
+    attend, positions = causal_attend(tokens.shape[0], draft.config.sliding_window), positions_of(tokens)
     for step in range(drafted):
         inputs = tokens.roll(-1, 1).flatten()
         out = draft(inputs, states.flatten(0, 1), positions, attend).view_as(states)
         states[rows, last + step] = out[rows, last + step - 1]
         tokens[rows, last + step + 1] = draft.logits(states[rows, last + step]).argmax(-1)
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """query [B, Hq, L, D] over key [B, Hkv, M, D] and value where seen [L, M]; each row of scores gets its head's sink.
+
+    With sinks in plain torch: no fused kernel has a gradient for them, nor is any fast for a latent's many dims.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if sinks is None:
+        # Repeated here: the fused kernel that takes a mask knows no grouped heads.
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        return F.scaled_dot_product_attention(query, key, value, seen)
+    query = query.unflatten(1, (-1, groups)) * query.shape[-1] ** -0.5
+    scores = torch.einsum("bhgld,bhmd->bhglm", query, key).masked_fill(~seen, -torch.inf)
+    column = sinks.view(-1, groups, 1, 1).expand(*scores.shape[:-1], 1)
+    weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    return torch.einsum("bhglm,bhme->bhgle", weights, value).flatten(1, 2)
+
+
+def _lag(length: int, device: torch.device) -> torch.Tensor:
+    """How far each key lies behind each query, [L, L]."""
+    at = torch.arange(length, device=device)
+    return at[:, None] - at
+
+
+def _within(lag: torch.Tensor, window: int | None) -> torch.Tensor:
+    return lag < (lag.shape[0] if window is None else window)
 
 
 def _heads_first(batch: int, flat: torch.Tensor) -> torch.Tensor:

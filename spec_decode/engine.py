@@ -100,7 +100,10 @@ class Engine:
         strategy: Strategy | None = None,
         draft_backend: AttentionBackend | None = None,
     ) -> None:
-        """max_seq_len bounds prompt and new tokens together. draft_backend: the draft's, where it is another."""
+        """max_seq_len bounds prompt and new tokens together.
+
+        draft_backend: the draft's, where it is another; the two may have attention of different kinds.
+        """
         require(
             num_speculative_tokens >= 0 and max_seq_len + num_speculative_tokens < target.config.max_positions,
             f"speculative tokens must be 0 or more and leave room below the model's {target.config.max_positions} "

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from attn_backends import AttentionBackend, KVCache, NoBackend, Rejected
+from attn_backends.ops.write_latent import LatentNorm
 from builders import AttentionSpec, BatchBuffers, MetadataBuilder, RequestTables
 from spec_decode.models.layers import Attend
 from spec_decode.strategy import GroupFacts
@@ -23,8 +24,6 @@ class KVGroup:
     spec: AttentionSpec
     caches: dict[int, KVCache]
     """Layer index -> cache."""
-    sinks: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Layer index -> fp32 [num_q_heads], where the spec has sinks."""
 
     @property
     def num_pages(self) -> int:
@@ -59,7 +58,6 @@ def make_group(
     *,
     num_pages: int,
     device: torch.device,
-    sinks: dict[int, torch.Tensor] | None = None,
 ) -> KVGroup:
     """Allocate a group's caches. Raises NoBackend, before any allocation, when the backend refuses the spec."""
     verdict = backend.supports(spec, device)
@@ -72,19 +70,30 @@ def make_group(
     for cache in caches.values():
         cache.key.zero_()
         cache.value.zero_()
-    return KVGroup(name=name, backend=backend, spec=spec, caches=caches, sinks=sinks or {})
+    return KVGroup(name=name, backend=backend, spec=spec, caches=caches)
 
 
 def attend_with(groups: Sequence[KVGroup], metadata: Sequence[Any]) -> Attend:
     """The attention that a model calls, over these groups with this metadata (one per group)."""
     by_layer = {layer: index for index, group in enumerate(groups) for layer in group.caches}
 
-    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        norm: LatentNorm | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         index = by_layer[layer]
         group, cache = groups[index], groups[index].caches[layer]
-        dtype = group.spec.cache_dtype
-        group.backend.write_kv(key.to(dtype), value.to(dtype), cache, metadata[index])
-        return group.backend.forward(query, cache, metadata[index], spec=group.spec, sinks=group.sinks.get(layer))
+        dtype = group.spec.new_kv_dtype
+        if norm is None:
+            group.backend.write_kv(key.to(dtype), value.to(dtype), cache, metadata[index])
+        else:
+            group.backend.write_latent(key[:, 0].to(dtype), norm, cache, metadata[index])
+        return group.backend.forward(query, cache, metadata[index], spec=group.spec, sinks=sinks)
 
     return attend
 

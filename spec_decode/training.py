@@ -1,6 +1,6 @@
-"""How the shipped pair is trained. Legend: B sequences, L positions of a window.
+"""How the shipped pair is trained, and further drafts of its target. Legend: B sequences, L positions of a window.
 
-The target learns real bytes. The draft learns the distribution of the frozen target, on real text and on text
+The target learns real bytes. A draft learns the distribution of the frozen target, on real text and on text
 the target wrote, over unrolled steps that feed it its own states (EAGLE-3, Li et al., 2025, section 3).
 """
 
@@ -20,7 +20,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from spec_decode.dense import positions_of, run_target, speculate, unrolled_attend, write
-from spec_decode.models import EagleDraft, LlamaTarget, ModelConfig, save_pair
+from spec_decode.models import (
+    EagleDraft,
+    LatentConfig,
+    LlamaTarget,
+    ModelConfig,
+    load_target,
+    save_draft,
+    save_pair,
+)
 from spec_decode.models.checkpoint import STORED_DTYPE
 from spec_decode.text import BOS, SPLIT_RULE, Corpus, corpus, encode, held_out_prompts
 
@@ -28,6 +36,17 @@ TARGET = ModelConfig(
     vocab_size=256, hidden_size=256, intermediate_size=688, num_layers=4,
     num_q_heads=4, num_kv_heads=2, head_dim=64, max_positions=2048,
 )  # fmt: skip
+DRAFT = replace(TARGET, num_layers=1)
+FURTHER_DRAFTS = {
+    # The dims and the window of DeepSeek-V4's layers: kernels made for those serve it.
+    "latent_draft": replace(
+        DRAFT, num_kv_heads=1, head_dim=512, sliding_window=128,
+        latent=LatentConfig(rope_dim=64, q_rank=128, out_rank=128),
+    ),
+}  # fmt: skip
+"""Drafts of the shipped target that are trained without it changing, by name."""
+
+_Curve = list[tuple[int, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +109,7 @@ def draft_loss(draft: EagleDraft, target: LlamaTarget, tokens: torch.Tensor, rec
         hidden = run_target(target, tokens)
         wanted = target.logits(hidden).float().log_softmax(-1)
     inputs = tokens[:, 1:]
-    attend, positions = unrolled_attend(inputs), positions_of(inputs)
+    attend, positions = unrolled_attend(inputs, draft.config.sliding_window), positions_of(inputs)
     state, loss = hidden[:, :-1], torch.zeros((), device=tokens.device)
     for step in range(recipe.unroll):
         out = draft(inputs.flatten(), state.flatten(0, 1), positions, attend).view(*inputs.shape, -1)
@@ -105,45 +124,76 @@ def draft_loss(draft: EagleDraft, target: LlamaTarget, tokens: torch.Tensor, rec
 
 def train_pair(out: Path, recipe: Recipe, device: torch.device, origin: dict[str, Any]) -> dict[str, Any]:
     """Train a target and its draft, save them in `out`, and return the record that is saved with them."""
-    began = time.perf_counter()
-    torch.manual_seed(recipe.seed)
-    text, length = corpus(), recipe.window + 1
-    train, held_out = Windows(text.train, device), Windows(text.held_out, device)
-    sides = {"train": train.every(12 * length, length), "held_out": held_out.every(length, length)}
-
-    target = LlamaTarget(TARGET).to(device)
-    target_curve = _fit(
-        target, recipe.target_steps, recipe.target_lr, recipe.target_decay,
-        lambda: target_loss(target, train.draw(recipe.batch, length), recipe.byte_noise),
-        lambda: target_loss(target, sides["held_out"]),
-    )  # fmt: skip
-    draft = EagleDraft(replace(TARGET, num_layers=1), target).to(device)
-    batches = _mixed_batches(target, train, recipe)
-    draft_curve = _fit(
-        draft, recipe.draft_steps, recipe.draft_lr, recipe.draft_decay,
-        lambda: draft_loss(draft, target, batches(), recipe),
-        lambda: draft_loss(draft, target, sides["held_out"], recipe),
-    )  # fmt: skip
-
-    losses = {}
-    with torch.no_grad(), _autocast(device):
-        for side, tokens in sides.items():
-            losses[f"target_{side}"] = target_loss(target, tokens).item()
-            losses[f"draft_{side}"] = draft_loss(draft, target, tokens, recipe).item()
-    accepted, texts = speculate(target, draft, held_out_prompts(recipe.prompts, 96), recipe.rounds, 4)
-    record = {
-        **origin,
-        **_setting(text, device),
-        "recipe": asdict(recipe),
-        "losses": losses,
-        "accepted_of_4_per_round": accepted,
-        "wall_seconds": round(time.perf_counter() - began, 1),
-        "target_curve": target_curve,
-        "draft_curve": draft_curve,
-        "samples": texts[:: max(1, len(texts) // 4)],
-    }
+    run = _Run(recipe, device)
+    target, target_curve = run.target()
+    draft, draft_curve = run.draft(target, DRAFT)
+    record = {**origin, **run.record(target, draft, {"target_curve": target_curve, "draft_curve": draft_curve})}
     save_pair(out, target, draft, record)
     return record
+
+
+def train_draft(out: Path, name: str, recipe: Recipe, device: torch.device, origin: dict[str, Any]) -> dict[str, Any]:
+    """Train a draft of FURTHER_DRAFTS on the target in `out`, save it beside it, and return its record."""
+    target = load_target(out, device=device)
+    run = _Run(recipe, device)
+    draft, curve = run.draft(target, FURTHER_DRAFTS[name])
+    record = {**origin, **run.record(target, draft, {"draft_curve": curve})}
+    for setting in ("target_steps", "target_lr", "target_decay", "byte_noise"):
+        del record["recipe"][setting]
+    save_draft(out, name, draft, record)
+    return record
+
+
+class _Run:
+    """The seed, the clock and the text of one training."""
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        self.began = time.perf_counter()
+        torch.manual_seed(recipe.seed)
+        self.recipe, self.device = recipe, device
+        self.text, self.length = corpus(), recipe.window + 1
+        self.train, held_out = Windows(self.text.train, device), Windows(self.text.held_out, device)
+        self.sides = {
+            "train": self.train.every(12 * self.length, self.length),
+            "held_out": held_out.every(self.length, self.length),
+        }
+
+    def target(self) -> tuple[LlamaTarget, _Curve]:
+        """A target trained from scratch, and its curve."""
+        recipe, target = self.recipe, LlamaTarget(TARGET).to(self.device)
+        return target, _fit(
+            target, recipe.target_steps, recipe.target_lr, recipe.target_decay,
+            lambda: target_loss(target, self.train.draw(recipe.batch, self.length), recipe.byte_noise),
+            lambda: target_loss(target, self.sides["held_out"]),
+        )  # fmt: skip
+
+    def draft(self, target: LlamaTarget, config: ModelConfig) -> tuple[EagleDraft, _Curve]:
+        """A draft of a frozen target, and its curve."""
+        recipe, draft = self.recipe, EagleDraft(config, target).to(self.device)
+        batches = _mixed_batches(target, self.train, recipe)
+        return draft, _fit(
+            draft, recipe.draft_steps, recipe.draft_lr, recipe.draft_decay,
+            lambda: draft_loss(draft, target, batches(), recipe),
+            lambda: draft_loss(draft, target, self.sides["held_out"], recipe),
+        )  # fmt: skip
+
+    def record(self, target: LlamaTarget, draft: EagleDraft, curves: dict[str, _Curve]) -> dict[str, Any]:
+        """How it was done and what came out."""
+        recipe, losses = self.recipe, {}
+        with torch.no_grad(), _autocast(self.device):
+            for side, tokens in self.sides.items():
+                losses[f"target_{side}"] = target_loss(target, tokens).item()
+                losses[f"draft_{side}"] = draft_loss(draft, target, tokens, recipe).item()
+        accepted, texts = speculate(target, draft, held_out_prompts(recipe.prompts, 96), recipe.rounds, 4)
+        return {
+            **_setting(self.text, self.device),
+            "recipe": asdict(recipe),
+            "losses": losses,
+            "accepted_of_4_per_round": accepted,
+            "wall_seconds": round(time.perf_counter() - self.began, 1),
+            **curves,
+            "samples": texts[:: max(1, len(texts) // 4)],
+        }
 
 
 def _mixed_batches(target: LlamaTarget, train: Windows, recipe: Recipe) -> Callable[[], torch.Tensor]:
@@ -164,7 +214,7 @@ def _mixed_batches(target: LlamaTarget, train: Windows, recipe: Recipe) -> Calla
 def _fit(
     model: nn.Module, steps: int, lr: float, decay: float,
     batch_loss: Callable[[], torch.Tensor], held_out_loss: Callable[[], torch.Tensor],
-) -> list[tuple[int, float]]:  # fmt: skip
+) -> _Curve:  # fmt: skip
     """Held-out loss over the steps; the model ends frozen where it was lowest, rounded as it is stored."""
     weights = list(model.parameters())
     device, curve, best = weights[0].device, [], {}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from attn_backends import KVCache
 from builders import AttentionSpec, BatchBuffers, RequestTables
-from spec_decode.models import EagleDraft, LlamaTarget, ModelConfig
+from spec_decode.models import EagleDraft, LatentConfig, LlamaTarget, ModelConfig
 
 CPU = torch.device("cpu")
 
@@ -146,19 +146,35 @@ def make_config(**changes: Any) -> ModelConfig:
     return ModelConfig(**{**fields, **changes})
 
 
+def make_latent_config(*, sinks: bool = True, value_dim: int | None = None, **changes: Any) -> ModelConfig:
+    """A draft's config for a target of `make_config`, with a window that short texts outgrow."""
+    latent = LatentConfig(rope_dim=8, q_rank=24, out_rank=24, value_dim=value_dim, sinks=sinks)
+    return make_config(**{"head_dim": 32, "sliding_window": 6, "latent": latent, **changes})
+
+
 def make_pair(
-    config: ModelConfig | None = None, *, seed: int = 0, context: float = 0.4
+    config: ModelConfig | None = None,
+    draft_config: ModelConfig | None = None,
+    *,
+    seed: int = 0,
+    context: float = 0.4,
 ) -> tuple[LlamaTarget, EagleDraft]:
     """A random fp32 pair that agrees now and then: both go by the last token, and by the context times `context`."""
     config = config or make_config()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         target = LlamaTarget(config)
-        draft = EagleDraft(config, target)
+        draft = EagleDraft(draft_config or config, target)
+        if draft.config.latent is not None:
+            for parameter in draft.layer.parameters():
+                # So that neither a sink nor a norm's weight is what it would be if it were forgotten.
+                if parameter.dim() == 1:
+                    parameter.data.add_(torch.randn_like(parameter) / 4)
     eye = torch.eye(config.hidden_size)
     draft.fuse.weight.data.copy_(torch.cat([eye, 0.1 * eye], 1))
     for layer in (*target.layers, draft.layer):
-        layer.out.weight.data.mul_(context * 4)
+        attention_out = layer.out if hasattr(layer, "out") else layer.out_b
+        attention_out.weight.data.mul_(context * 4)
         layer.down.weight.data.mul_(context * 4)
     for model in (target, draft):
         model.eval().requires_grad_(False)

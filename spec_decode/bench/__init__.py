@@ -3,79 +3,91 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import torch
 
 from builders import BatchError
+from spec_decode.bench.advance_cases import advance_rows, step_rows
+from spec_decode.bench.decode_cases import mla_rows, paged_rows, sparse_rows
 from spec_decode.bench.drafter_cases import DRAFTERS, drafter_rows
-from spec_decode.bench.kernel_cases import advance_rows, decode_rows
 from spec_decode.bench.measure import copy_bandwidth
+from spec_decode.bench.round_cases import round_rows
+from spec_decode.bench.rows import Bench, Row, complete
 from spec_decode.environment import environment
 
 SCHEMA = "attn-bench/1"
 
-CASES = {
-    "advance": "GPU time of the fused advance of all KV groups",
-    "paged-decode": "triton_paged decode against copy bandwidth and, where installed, FlashAttention-3",
-    **{name: case.description for name, case in DRAFTERS.items()},
+_ROWS: dict[str, tuple[str, Callable[[Bench], Iterator[Row]]]] = {
+    "advance": ("GPU time of the fused advance of all KV groups, and of each backend's own", advance_rows),
+    "step": ("FlashInfer's advance and attention, planned on the device and on the host", step_rows),
+    "sparse-decode": ("sparse_swa_mla beside FlashMLA", sparse_rows),
+    "mla-decode": ("triton_mla beside FlashInfer's latent attention", mla_rows),
+    "paged-decode": ("triton_paged beside FlashAttention-3 and FlashInfer", paged_rows),
+    "round": ("full-loop rounds of every backend, host and GPU time", round_rows),
+    **{name: (case.description, partial(drafter_rows, name=name)) for name, case in DRAFTERS.items()},
 }
-CPU_CASES = ("drafter-tiny",)
+SUITES = {"backends": ("advance", "step", "sparse-decode", "mla-decode", "paged-decode", "round")}
+"""Names for several cases at once."""
+CASES = {
+    **{name: description for name, (description, _) in _ROWS.items()},
+    **{name: f"all of {', '.join(cases)}" for name, cases in SUITES.items()},
+}
+CPU_CASES = ("round", "drafter-tiny")
 """Cases that a machine without a GPU can run; their gpu_us is null."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """The rows of a run, of the schema attn-bench/1; what has none, and why; and which of that began and failed."""
+
+    rows: list[Row]
+    missing: list[str]
+    stopped: list[str]
 
 
 def run(
     *,
     device: torch.device,
     cases: Sequence[str] | None = None,
-    on_row: Callable[[dict[str, Any]], None] | None = None,
+    on_row: Callable[[Row], None] | None = None,
     command: str = "",
-) -> list[dict[str, Any]]:
-    """Time the cases, or all that the device can run; one dict a row, of the schema attn-bench/1.
+) -> Timings:
+    """Time the cases and suites, or all that there are; of a suite, what needs a GPU is noted where there is none.
 
-    Raises BatchError for a case that needs a CUDA device on a machine without one.
+    Raises BatchError for a case that needs a CUDA device and was named, on a machine without one, and where nothing
+    at all could be timed.
     """
     on_cuda = device.type == "cuda"
-    wanted = list(cases or (CASES if on_cuda else CPU_CASES))
-    if not on_cuda and (stuck := [case for case in wanted if case not in CPU_CASES]):
+    stuck = [] if on_cuda else [case for case in cases or () if case not in (*CPU_CASES, *SUITES)]
+    if stuck:
         raise BatchError(
             f"the cases {', '.join(stuck)} time a CUDA device and this run is on {device.type}; nothing was timed. Run "
             f"{', '.join(CPU_CASES)}, or use a machine with a GPU."
         )
-    bandwidth = copy_bandwidth() if on_cuda else None
+    bench = Bench(device, copy_bandwidth() if on_cuda else None)
     env = msgspec.to_builtins(environment(device))
-    env["copy_bytes_per_us"] = bandwidth and round(bandwidth)
-    found = []
-    for case in wanted:
-        for row in _rows(case, device, bandwidth):
-            found.append({"schema": SCHEMA, **_complete(row), "env": env, "command": command})
-            if on_row:
-                on_row(found[-1])
-    return found
+    env["copy_bytes_per_us"] = bench.bandwidth and round(bench.bandwidth)
+    shared = {"env": env, "command": command, "missing": bench.missing}
+    found: list[Row] = []
+    for case in _expanded(cases):
+        if not on_cuda and case not in CPU_CASES:
+            bench.miss(case, f"times a CUDA device and this run is on {device.type}")
+            continue
+        with bench.noting(case):
+            for row in _ROWS[case][1](bench):
+                found.append({"schema": SCHEMA, **complete(row), **shared})
+                if on_row:
+                    on_row(found[-1])
+    if not found:
+        raise BatchError(
+            f"nothing could be timed: {'; '.join(bench.missing)}. Install what is missing, or name others."
+        )
+    return Timings(found, bench.missing, bench.stopped)
 
 
-def _rows(case: str, device: torch.device, bandwidth: float | None) -> Iterator[dict[str, Any]]:
-    if case == "advance":
-        return advance_rows(device, bandwidth)
-    if case == "paged-decode":
-        return decode_rows(device, bandwidth)
-    return drafter_rows(case, device, bandwidth)
-
-
-def _complete(row: dict[str, Any]) -> dict[str, Any]:
-    """Every row has every column; what a case does not measure is null."""
-    columns = (
-        "case",
-        "backend",
-        "strategy",
-        "num_reqs",
-        "num_speculative_tokens",
-        "context",
-        "wall_us",
-        "host_us",
-        "gpu_us",
-        "kernels_per_step",
-        "floor_us",
-    )
-    return {**dict.fromkeys(columns), **row}
+def _expanded(cases: Sequence[str] | None) -> list[str]:
+    """Single cases, each once."""
+    return list(dict.fromkeys(case for name in cases or _ROWS for case in SUITES.get(name, (name,))))

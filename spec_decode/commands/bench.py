@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spec_decode.commands.common import UserError, device_option, resolve_device, stdout, write
+from spec_decode.commands.common import UserError, device_option, resolve_device, say, stdout, write
 
 
 @click.command()
@@ -21,31 +21,35 @@ from spec_decode.commands.common import UserError, device_option, resolve_device
 def bench(cases: tuple[str, ...], device: str | None, target: str | None, only_list: bool) -> None:
     """Time the drafter and its parts.
 
-    Without a CASE, all of them.
+    Without a CASE, all of them. Exit status 1 if one began and failed.
     """
     from spec_decode.bench import CASES, run
     from spec_decode.report import json_bytes
 
     where, console = resolve_device(device), stdout()
     if only_list:
-        return _print_rows(console, [{"case": name, "what": what} for name, what in CASES.items()])
+        _print_rows(console, [{"case": name, "what": what} for name, what in CASES.items()])
+        return
     if strangers := [case for case in cases if case not in CASES]:
         raise UserError(
             f"a case must be one of {', '.join(CASES)}, got {', '.join(strangers)}; nothing was timed. Fix the name."
         )
     command = shlex.join(["attn-backends", "bench", *cases, "--device", str(where)])
     with console.status("timing") as status:
-        rows = run(
+        timings = run(
             device=where,
             cases=cases or None,
             on_row=lambda row: status.update(f"timed {next(iter(row.values()), '')}"),
             command=command,
         )
     if target != "-":
-        _print_rows(console, [_short(row) for row in rows])
+        _print_rows(console, [_short(row) for row in timings.rows])
+        for line in timings.missing:
+            say(console, f"not timed: {line}")
     if target is not None:
-        write(target, json_bytes(rows).decode())
-    return None
+        write(target, json_bytes(timings.rows).decode())
+    if timings.stopped:
+        raise SystemExit(1)
 
 
 def _print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
@@ -60,7 +64,7 @@ def _print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
 
 def _short(row: dict[str, Any]) -> dict[str, Any]:
     """A row for reading: medians, and no provenance; the JSON has it all."""
-    shown = {name: value for name, value in row.items() if name not in ("schema", "env", "command")}
+    shown = {name: value for name, value in row.items() if name not in ("schema", "env", "command", "missing")}
     return {name: value["p50"] if isinstance(value, dict) else value for name, value in shown.items()}
 
 

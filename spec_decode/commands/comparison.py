@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from attn_backends import AttentionBackend
-from spec_decode.commands.drafting import Outcome, Pair, generate
+from spec_decode.commands.drafting import Backends, Outcome, Pair, generate
 from spec_decode.engine import Generation, Request
 from spec_decode.kv_groups import make_group
 from spec_decode.strategy import DraftPlan, GraphMode, Strategy, StrategyError, choose
@@ -30,7 +29,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One backend's rows, from least host work to most. chosen: the plan it gets when none is forced."""
+    """A draft's backend and its rows, from least host work to most. chosen: the plan it gets when none is forced."""
 
     backend: str
     plain: Outcome
@@ -48,23 +47,22 @@ def demo_requests() -> list[Request]:
     return [Request(prompt=encode(prompt), max_new_tokens=NEW_TOKENS) for prompt in prompts]
 
 
-def compare(
-    pair: Pair, backend: AttentionBackend, requests: Sequence[Request], on_run: Callable[[str], None]
-) -> Comparison:
-    """Run the backend plainly and in every strategy. A strategy it cannot run is a row with the reason."""
-    on_run(f"{backend.name}: plain decoding")
-    plain = generate(pair, backend, requests, 0)
+def compare(pair: Pair, backends: Backends, requests: Sequence[Request], on_run: Callable[[str], None]) -> Comparison:
+    """Run the backends plainly and in every strategy. A strategy they cannot run is a row with the reason."""
+    name = backends.draft.name
+    on_run(f"{name}: plain decoding")
+    plain = generate(pair, backends, requests, 0)
     outcomes: dict[Strategy, Outcome | str] = {}
     for strategy in Strategy:
-        on_run(f"{backend.name}: {strategy.value}")
+        on_run(f"{name}: {strategy.value}")
         try:
-            outcomes[strategy] = generate(pair, backend, requests, DRAFT_TOKENS, strategy)
+            outcomes[strategy] = generate(pair, backends, requests, DRAFT_TOKENS, strategy)
         except StrategyError as error:
             outcomes[strategy] = str(error)
     eager = outcomes[Strategy.EAGER]
     assert isinstance(eager, Outcome)
     rows = [_row(strategy, outcome, eager, plain) for strategy, outcome in outcomes.items()]
-    return Comparison(backend.name, plain, _chosen_plan(pair, backend), rows)
+    return Comparison(name, plain, _chosen_plan(pair, backends), rows)
 
 
 def _row(strategy: Strategy, outcome: Outcome | str, eager: Outcome, plain: Outcome) -> Row:
@@ -83,10 +81,9 @@ def _differing(ours: Outcome, theirs: Outcome, what: Callable[[Generation], obje
     return sum(what(one) != what(other) for one, other in pairs)
 
 
-def _chosen_plan(pair: Pair, backend: AttentionBackend) -> DraftPlan:
-    device = pair.target.embed.weight.device
-    group = make_group("draft", backend, pair.spec, [0], num_pages=1, device=device)
-    return choose([group.facts(device)], DRAFT_TOKENS, GraphMode.FULL)
+def _chosen_plan(pair: Pair, backends: Backends) -> DraftPlan:
+    group = make_group("draft", backends.draft, pair.draft_spec, [0], num_pages=1, device=pair.device)
+    return choose([group.facts(pair.device)], DRAFT_TOKENS, GraphMode.FULL)
 
 
 def to_table(comparisons: Sequence[Comparison], prompts: int) -> Table:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from spec_decode.commands.comparison import Comparison
+    from spec_decode.commands.drafting import Pair
 
 _QUICK_FAMILIES = ("contract", "builder")
 
@@ -42,7 +43,7 @@ def demo(device: str | None, pair: Path | None) -> None:
     comparisons = _draft(console, where, pair)
     _explain(console, comparisons)
     checked = _matrix(console, where)
-    if not checked or any(comparison.differs for comparison in comparisons):
+    if not checked or any(comparison.differs for found in comparisons.values() for comparison in found):
         raise SystemExit(1)
 
 
@@ -55,29 +56,23 @@ def _list(console: Console, device: torch.device) -> None:
     print_backends(console, entries, f"{spec.describe()} on {device}")
 
 
-def _draft(console: Console, device: torch.device, folder: Path | None) -> list[Comparison]:
+def _draft(console: Console, device: torch.device, folder: Path | None) -> dict[str, list[Comparison]]:
+    """Compare what serves each of the pair's drafts; comparisons by draft."""
     import torch
 
-    from attn_backends import registry
-    from spec_decode.commands.comparison import DRAFT_TOKENS, PROMPTS, compare, demo_requests, to_table
-    from spec_decode.commands.drafting import load_bytes_pair, printable
-    from spec_decode.models import SHIPPED_PAIR
-    from spec_decode.text import decode
+    from spec_decode.commands.comparison import DRAFT_TOKENS, PROMPTS, to_table
+    from spec_decode.commands.drafting import load_bytes_pair
+    from spec_decode.models import SHIPPED_PAIR, draft_names
 
+    folder, found = folder or SHIPPED_PAIR, {}
     _heading(console, f"2. Drafting {DRAFT_TOKENS} tokens a round for {PROMPTS} prompts, greedily, in float32")
-    pair, requests = load_bytes_pair(folder or SHIPPED_PAIR, torch.float32, device), demo_requests()
-    comparisons = []
-    for name in registry.names():
-        if not registry.explain(name, pair.spec, device):
-            continue
-        with console.status(name) as status:
-            comparisons.append(compare(pair, registry.get(name), requests, status.update))
-    for comparison in comparisons[:1]:
-        say(console, "prompt:", "bold")
-        say(console, printable(decode(list(requests[0].prompt))), "dim")
-        say(console, "continued:", "bold")
-        say(console, printable(comparison.plain.text(0)))
-    console.print(to_table(comparisons, PROMPTS))
+    for name in draft_names(folder):
+        pair = load_bytes_pair(folder, torch.float32, device, draft=name)
+        found[name] = _compare(console, pair)
+        if name == "draft":
+            _show_a_text(console, found[name])
+        say(console, f"{name} [{pair.draft_spec.describe()}]:")
+        console.print(to_table(found[name], PROMPTS))
     say(console, "same tokens as eager: the same text, and in each round as many draft tokens kept.")
     if device.type == "cpu":
         say(
@@ -85,15 +80,45 @@ def _draft(console: Console, device: torch.device, folder: Path | None) -> list[
             "On the CPU the host's time includes the arithmetic, CUDA graphs are emulated, and Triton\n"
             "kernels are replaced by torch; `attn-backends check triton_paged` runs the kernels.",
         )
+    return found
+
+
+def _compare(console: Console, pair: Pair) -> list[Comparison]:
+    """Every backend that serves the draft; it serves the target too where it can."""
+    from attn_backends import registry
+    from spec_decode.commands.comparison import compare, demo_requests
+    from spec_decode.commands.drafting import choose_backends
+
+    comparisons = []
+    for name in registry.names():
+        if not registry.explain(name, pair.draft_spec, pair.device):
+            continue
+        serves_both = registry.explain(name, pair.target_spec, pair.device)
+        backends = choose_backends(pair, name if serves_both else None, name)
+        with console.status(name) as status:
+            comparisons.append(compare(pair, backends, demo_requests(), status.update))
     return comparisons
 
 
-def _explain(console: Console, comparisons: list[Comparison]) -> None:
+def _show_a_text(console: Console, comparisons: list[Comparison]) -> None:
+    from spec_decode.commands.comparison import demo_requests
+    from spec_decode.commands.drafting import printable
+    from spec_decode.text import decode
+
+    for comparison in comparisons[:1]:
+        say(console, "prompt:", "bold")
+        say(console, printable(decode(list(demo_requests()[0].prompt))), "dim")
+        say(console, "continued:", "bold")
+        say(console, printable(comparison.plain.text(0)))
+
+
+def _explain(console: Console, comparisons: dict[str, list[Comparison]]) -> None:
     _heading(console, "3. Why each backend drafts as it does when nothing is asked for")
-    for comparison in comparisons:
-        say(console, comparison.backend, "bold")
-        for line in comparison.chosen.explain():
-            say(console, f"  {line}")
+    for draft, found in comparisons.items():
+        for comparison in found:
+            say(console, f"{comparison.backend}, {draft}", "bold")
+            for line in comparison.chosen.explain():
+                say(console, f"  {line}")
 
 
 def _matrix(console: Console, device: torch.device) -> bool:

@@ -14,8 +14,8 @@ from spec_decode.commands.common import UserError, device_option, resolve_device
 if TYPE_CHECKING:
     import torch
 
-    from attn_backends import Selection
-    from spec_decode.commands.drafting import Outcome, Pair
+    from builders import AttentionSpec
+    from spec_decode.commands.drafting import Backends, Outcome, Pair
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -24,7 +24,9 @@ _DTYPES = ("float32", "bfloat16", "float16")
 @click.argument("prompts", nargs=-1, metavar="[PROMPT...]")
 @click.option("--prompts", "prompts_file", type=click.Path(path_type=Path), help="A file of prompts, one a line.")
 @click.option("--pair", type=click.Path(path_type=Path), help="Folder of the pair; the shipped one if left out.")
-@click.option("--backend", help="Backend of target and draft; the first that serves the pair if left out.")
+@click.option("--draft", "draft_name", default="draft", show_default=True, help="Which of the pair's drafts.")
+@click.option("--backend", help="Backend of target and draft; for each the first that serves it if left out.")
+@click.option("--draft-backend", help="Backend of the draft, where it is another.")
 @click.option(
     "--strategy",
     type=click.Choice(["auto", "full_loop", "per_step", "eager"]),
@@ -38,12 +40,14 @@ _DTYPES = ("float32", "bfloat16", "float16")
 @click.option("--max-new-tokens", default=64, show_default=True)
 @device_option
 @click.option("--dtype", type=click.Choice(_DTYPES), help="float32 on the CPU, else bfloat16, if left out.")
-@click.option("--explain", is_flag=True, help="Also say why each other backend was not chosen.")
+@click.option("--explain", is_flag=True, help="Also say why other backends were not chosen.")
 def draft(
     prompts: tuple[str, ...],
     prompts_file: Path | None,
     pair: Path | None,
+    draft_name: str,
     backend: str | None,
+    draft_backend: str | None,
     strategy: str,
     count: int,
     temperature: float,
@@ -63,16 +67,15 @@ def draft(
     where = resolve_device(device)
     import torch
 
-    from attn_backends import select
-    from spec_decode.commands.drafting import generate, load_bytes_pair
+    from spec_decode.commands.drafting import choose_backends, generate, load_bytes_pair
     from spec_decode.engine import Request
     from spec_decode.models import SHIPPED_PAIR
     from spec_decode.strategy import Strategy
     from spec_decode.text import BOS
 
     dtype = dtype or ("float32" if where.type == "cpu" else "bfloat16")
-    models = load_bytes_pair(pair or SHIPPED_PAIR, getattr(torch, dtype), where)
-    selection = select(models.spec, where, [backend] if backend else [])
+    models = load_bytes_pair(pair or SHIPPED_PAIR, getattr(torch, dtype), where, draft=draft_name)
+    backends = choose_backends(models, backend, draft_backend)
     requests = [
         Request(
             prompt=_encoded(text),
@@ -84,12 +87,13 @@ def draft(
         for index, text in enumerate(texts)
     ]
     forced = None if strategy == "auto" else Strategy(strategy)
-    outcome = generate(models, selection.backend, requests, count, forced)
+    outcome = generate(models, backends, requests, count, forced)
     console = stdout()
     _print_texts(console, texts, outcome)
-    say(console, f"backend {selection.backend.name} on {where}, {dtype}")
+    other = "" if backends.draft is backends.target else f", {backends.draft.name} for the draft"
+    say(console, f"backend {backends.target.name}{other} on {where}, {dtype}")
     if explain:
-        _explain_backends(console, selection, models, where)
+        _explain_backends(console, backends, models)
     _print_stats(console, outcome, count, where)
 
 
@@ -123,15 +127,24 @@ def _print_texts(console: Console, prompts: list[str], outcome: Outcome) -> None
         say(console, "")
 
 
-def _explain_backends(console: Console, selection: Selection, pair: Pair, device: torch.device) -> None:
+def _explain_backends(console: Console, backends: Backends, pair: Pair) -> None:
+    for model, chosen, spec in (
+        ("target", backends.target, pair.target_spec),
+        ("draft", backends.draft, pair.draft_spec),
+    ):
+        say(console, f"{model} [{spec.describe()}]: {chosen.name}")
+        _explain_others(console, chosen.name, spec, pair.device)
+
+
+def _explain_others(console: Console, chosen: str, spec: AttentionSpec, device: torch.device) -> None:
     from attn_backends import Rejected, registry
 
     for name in registry.names():
-        if name == selection.backend.name:
+        if name == chosen:
             continue
-        verdict = registry.explain(name, pair.spec, device)
-        why = "; ".join(verdict.reasons) if isinstance(verdict, Rejected) else "would serve the pair too"
-        say(console, f"not {name}: {why}")
+        verdict = registry.explain(name, spec, device)
+        why = "; ".join(verdict.reasons) if isinstance(verdict, Rejected) else "would serve it too"
+        say(console, f"  not {name}: {why}")
 
 
 def _print_stats(console: Console, outcome: Outcome, count: int, device: torch.device) -> None:

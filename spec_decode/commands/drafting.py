@@ -1,4 +1,4 @@
-"""Drafting as `draft` and `demo` do it: a pair, an engine with its graphs captured, and what came out."""
+"""Drafting as `draft` and `demo` do it: a pair, its backends, an engine with graphs captured, and what came out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from attn_backends import AttentionBackend
+from attn_backends import AttentionBackend, NoBackend, select
 from builders import AttentionSpec
 from spec_decode.commands.common import UserError
 from spec_decode.engine import Engine, EngineStats, Generation, Request
@@ -31,9 +31,30 @@ class Pair:
     draft: EagleDraft
 
     @property
-    def spec(self) -> AttentionSpec:
+    def target_spec(self) -> AttentionSpec:
         """The attention of the target's layers."""
-        return self.target.config.attention_spec(PAGE_SIZE, self.target.embed.weight.dtype)
+        return self.target.config.attention_spec(PAGE_SIZE, self.dtype)
+
+    @property
+    def draft_spec(self) -> AttentionSpec:
+        """The attention of the draft's layer."""
+        return self.draft.config.attention_spec(PAGE_SIZE, self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.target.embed.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.embed.weight.device
+
+
+@dataclass(frozen=True, slots=True)
+class Backends:
+    """Who serves the target's attention and who the draft's."""
+
+    target: AttentionBackend
+    draft: AttentionBackend
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +69,36 @@ class Outcome:
         return decode(self.generations[index].token_ids)
 
 
-def load_bytes_pair(folder: Path, dtype: torch.dtype, device: torch.device) -> Pair:
+def load_bytes_pair(folder: Path, dtype: torch.dtype, device: torch.device, *, draft: str = "draft") -> Pair:
     """A pair whose tokens are bytes; CheckpointError or UserError for anything else."""
-    target, draft = load_pair(folder, dtype=dtype, device=device)
+    target, model = load_pair(folder, draft=draft, dtype=dtype, device=device)
     if target.config.vocab_size != _BYTES:
         raise UserError(
             f"prompts are read as bytes, which needs a vocabulary of {_BYTES}, the pair in {folder} has "
             f"{target.config.vocab_size}; nothing was run. Use a byte-level pair, or the engine from Python."
         )
-    return Pair(target, draft)
+    return Pair(target, model)
+
+
+def choose_backends(pair: Pair, backend: str | None = None, draft_backend: str | None = None) -> Backends:
+    """The first backend that serves each spec, or the ones asked for; `backend` is the draft's too unless it has one.
+
+    Raises BackendError where one that was asked for cannot serve; none is taken in its place.
+    """
+    target = select(pair.target_spec, pair.device, [backend] if backend else [])
+    asked = draft_backend or backend
+    try:
+        draft = select(pair.draft_spec, pair.device, [asked] if asked else [])
+    except NoBackend as refusal:
+        if asked == draft_backend:
+            raise
+        raise NoBackend(f"{refusal} This is the draft's attention: name its backend with --draft-backend.") from refusal
+    return Backends(target.backend, draft.backend)
 
 
 def generate(
     pair: Pair,
-    backend: AttentionBackend,
+    backends: Backends,
     requests: Sequence[Request],
     num_speculative_tokens: int,
     strategy: Strategy | None = None,
@@ -71,12 +108,13 @@ def generate(
     engine = Engine(
         pair.target,
         pair.draft,
-        backend,
+        backends.target,
         num_speculative_tokens=num_speculative_tokens,
         max_reqs=min(len(requests), _MAX_REQS),
         max_seq_len=max(longest, 1 + _WARM_UP_TOKENS),
         page_size=PAGE_SIZE,
         strategy=strategy,
+        draft_backend=backends.draft,
     )
     if engine.drafter:
         engine.drafter.capture()

@@ -8,14 +8,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from builders import AttentionSpec, RequestTables
+from attn_backends.ops.write_latent import LatentNorm
+from builders import AttentionKind, AttentionSpec, RequestTables
 from builders._triton import torch_implementations
 from spec_decode.conformance import oracle
-from spec_decode.conformance.cases import base_spec, demand
+from spec_decode.conformance.cases import base_spec
 from spec_decode.conformance.check import Evidence, Subject, Unsupported, check, expect
 from spec_decode.drafter import Drafter, VerifiedTokens
 from spec_decode.kv_groups import KVGroup, make_group
-from spec_decode.models import EagleDraft, LlamaTarget, ModelConfig
+from spec_decode.models import EagleDraft, LatentConfig, LlamaTarget, ModelConfig
+from spec_decode.models.latent import as_cached
 from spec_decode.strategy import Strategy, StrategyError
 
 _MAX_SEQ_LEN = 96
@@ -90,11 +92,7 @@ class _Scene:
 
 
 def _scene(subject: Subject, num_reqs: int, steps: int) -> _Scene:
-    spec = replace(base_spec(subject), sliding_window=24, scale=None)
-    try:
-        demand(subject.backend, spec, subject.device)
-    except Unsupported:
-        spec = base_spec(subject)
+    spec = _spec(subject)
     config = ModelConfig(
         vocab_size=_VOCAB,
         hidden_size=64,
@@ -105,18 +103,42 @@ def _scene(subject: Subject, num_reqs: int, steps: int) -> _Scene:
         head_dim=spec.head_dim,
         max_positions=_MAX_SEQ_LEN + 32,
         sliding_window=spec.sliding_window,
+        latent=_latent_of(spec),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        target = LlamaTarget(config)
+        target = _target_of(config)
         draft = EagleDraft(config, target)
         for parameter in (*target.parameters(), *draft.parameters()):
             parameter.requires_grad_(False).mul_(2.0)
+        for name, parameter in draft.named_parameters():
+            if name.endswith("sinks"):
+                parameter.normal_()
     for model in (target, draft):
         for parameter in model.parameters():
             parameter.data = parameter.data.to(spec.dtype)
         model.to(subject.device)
     return _Scene(subject, spec, draft, num_reqs, steps)
+
+
+def _spec(subject: Subject) -> AttentionSpec:
+    """The base spec with a window that the contexts outgrow, and with sinks in a latent layer, where it has them."""
+    base = base_spec(subject)
+    windowed = replace(base, sliding_window=24)
+    latent = base.kind is AttentionKind.MLA
+    with_sinks = [replace(spec, sinks=True) for spec in (windowed, base) if latent]
+    return next(spec for spec in (*with_sinks, windowed, base) if subject.backend.supports(spec, subject.device))
+
+
+def _latent_of(spec: AttentionSpec) -> LatentConfig | None:
+    if spec.kind is not AttentionKind.MLA:
+        return None
+    return LatentConfig(rope_dim=16, q_rank=32, out_rank=32, value_dim=spec.value_dim, sinks=spec.sinks)
+
+
+def _target_of(config: ModelConfig) -> LlamaTarget:
+    """A target for the draft to share the ends of; it has no layers, since none is run."""
+    return LlamaTarget(replace(config, num_layers=0, latent=None))
 
 
 def _verified(scene: _Scene, contexts: list[int], temperature: float, round_: int) -> VerifiedTokens:
@@ -275,10 +297,20 @@ class _DenseAttention:
         self.spec, self.dtype = spec, dtype
         self.key, self.value = key.to(dtype), value.to(dtype)
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        norm: LatentNorm | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        key, value = as_cached(key, value, norm)
         self.key, self.value = torch.cat([self.key, key]), torch.cat([self.value, value])
         length = self.key.shape[0]
-        return oracle.attention(self.spec, [query], [self.key], [self.value], [length], None, dtype=self.dtype)[0]
+        return oracle.attention(self.spec, [query], [self.key], [self.value], [length], sinks, dtype=self.dtype)[0]
 
 
 def _dense_logits(
@@ -309,7 +341,7 @@ def _dense_logits(
 
 def _dense_model(scene: _Scene, dtype: torch.dtype) -> EagleDraft:
     """The scene's model on the CPU in another precision."""
-    target = LlamaTarget(scene.model.config)
+    target = _target_of(scene.model.config)
     model = EagleDraft(scene.model.config, target)
     model.load_state_dict(scene.model.state_dict())
     for mine, shared in zip((target.embed, target.lm_head), scene.model._shared, strict=True):

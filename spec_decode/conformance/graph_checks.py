@@ -30,8 +30,8 @@ class _Loop:
         self.world, self.rows = world, rows
         shape = (_STEPS, rows)
         self.query = torch.zeros(*shape, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
-        self.key = torch.zeros(*shape, spec.num_kv_heads, spec.head_dim, dtype=spec.cache_dtype, device=device)
-        self.value = torch.zeros(*shape, spec.num_kv_heads, spec.out_dim, dtype=spec.cache_dtype, device=device)
+        self.key = torch.zeros(*shape, spec.num_kv_heads, spec.head_dim, dtype=spec.new_kv_dtype, device=device)
+        self.value = torch.zeros(*shape, spec.num_kv_heads, spec.out_dim, dtype=spec.new_kv_dtype, device=device)
         self.out = torch.zeros(*shape, spec.num_q_heads, spec.out_dim, dtype=spec.dtype, device=device)
 
     def run(self, buffers: BatchBuffers, builder: Any, metadata: Any) -> None:

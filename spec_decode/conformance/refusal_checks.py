@@ -36,9 +36,12 @@ def _unclaimed(subject: Subject) -> Iterable[tuple[str, AttentionSpec]]:
     for feature, change in features.items():
         if feature not in claims.features:
             yield feature.value, replace(base, **change)  # type: ignore[arg-type]
+    for feature, lack in {Feature.SLIDING_WINDOW: {"sliding_window": None}, Feature.SINKS: {"sinks": False}}.items():
+        if feature in claims.required:
+            yield f"without_{feature.value}", replace(base, **lack)  # type: ignore[arg-type]
     for kind in AttentionKind:
         if kind not in claims.kinds:
-            yield kind.value, replace(base, kind=kind)
+            yield kind.value, replace(base, kind=kind, num_kv_heads=1)
 
 
 @check("refusal.unclaimed_is_refused", "a spec outside the capability record is refused with reasons", _unclaimed)
@@ -54,10 +57,10 @@ def unclaimed_is_refused(subject: Subject, spec: AttentionSpec) -> None:
 
 @check("refusal.all_reasons_at_once", "a spec that is wrong in several ways is refused with every reason")
 def all_reasons_at_once(subject: Subject, case: None) -> None:
-    spec = replace(base_spec(subject), dtype=torch.float64, kv_dtype=torch.float64, kind=AttentionKind.MLA)
+    spec = replace(base_spec(subject), dtype=torch.float64, kv_dtype=torch.float64)
     verdict = subject.backend.supports(spec, torch.device("meta"))
     count = len(verdict.reasons) if isinstance(verdict, Rejected) else 0
-    expect(count >= 3, contract="all reasons at once", expected="device, dtype and kind named", got=verdict)
+    expect(count >= 3, contract="all reasons at once", expected="device, dtype and kv_dtype named", got=verdict)
 
 
 def _bad_inputs(subject: Subject) -> Iterable[tuple[str, Callable[[World], dict[str, torch.Tensor]]]]:
@@ -66,7 +69,7 @@ def _bad_inputs(subject: Subject) -> Iterable[tuple[str, Callable[[World], dict[
     yield "query_rows", lambda w: {"query": _query(w)[:-1]}
     yield "cache_dtype", lambda w: {"query": _query(w), "key": w.cache.key.double()}
     yield "cache_heads", lambda w: {"query": _query(w), "value": w.cache.value[:, :, :-1]}
-    yield "cache_stride", lambda w: {"query": _query(w), "key": w.cache.key.mT.contiguous().mT}
+    yield "cache_stride", lambda w: {"query": _query(w), "key": torch.stack([w.cache.key] * 2, -1)[..., 0]}
     yield "sinks_unasked", lambda w: {"query": _query(w), "sinks": torch.zeros(4, device=w.device)}
 
 
@@ -109,12 +112,13 @@ def bad_writes_never_reach_a_kernel(subject: Subject, case: Case) -> None:
         DECODE.rows,
         case.spec.num_kv_heads,
         case.spec.head_dim,
-        dtype=case.spec.cache_dtype,
+        dtype=case.spec.new_kv_dtype,
         device=world.device,
     )
-    for bad in (good.double(), good[:-1], good[:, :1], good[..., :-1]):
+    value = good[..., : case.spec.out_dim]
+    for bad in (good.double(), good[:-1], torch.cat([good, good], 1), good[..., :-1]):
         try:
-            subject.backend.write_kv(bad, good, world.cache, metadata)
+            subject.backend.write_kv(bad, value, world.cache, metadata)
         except BatchError:
             continue
         raise CheckFailure(contract="bad input is refused", expected="BatchError", got=f"a write of {tuple(bad.shape)}")

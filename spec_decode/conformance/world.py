@@ -8,11 +8,19 @@ from typing import Any
 import torch
 
 from attn_backends import KVCache
-from builders import AttentionBatch, BatchBuffers, MetadataBuilder, RequestTables, advance_shared_state
+from builders import (
+    AttentionBatch,
+    AttentionKind,
+    BatchBuffers,
+    MetadataBuilder,
+    RequestTables,
+    advance_shared_state,
+)
 from builders.spec import AttentionSpec
 from spec_decode.conformance import oracle
 from spec_decode.conformance.cases import MAX_SEQ_LEN, Batch
 from spec_decode.conformance.check import Evidence, Subject, expect
+from spec_decode.conformance.layouts import layout_of
 
 _ROUNDING = 8 * torch.finfo(torch.float32).eps
 """What two right kernels may differ by in the order of their fp32 sums, beyond the reference's own error."""
@@ -49,20 +57,26 @@ class World:
             device=self.device,
         )
         self.limits = list(limits) if limits is not None else [MAX_SEQ_LEN] * rows
-        self.key = [self._random(MAX_SEQ_LEN, spec.num_kv_heads, spec.head_dim) for _ in range(rows)]
-        self.value = [self._random(MAX_SEQ_LEN, spec.num_kv_heads, spec.out_dim) for _ in range(rows)]
+        self.layout = layout_of(spec)
+        self.key = [self._random(spec.head_dim) for _ in range(rows)]
+        self.value = [self._value_of(key) for key in self.key]
         self.sinks = torch.randn(spec.num_q_heads, generator=self.generator) if spec.sinks else None
         self.device_sinks = None if self.sinks is None else self.sinks.to(self.device)
         self.cache = subject.backend.allocate_kv(spec, self.num_pages, self.device)
         self.poison()
 
-    def _random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator).to(self.spec.cache_dtype)
+    def _random(self, dim: int) -> torch.Tensor:
+        numbers = torch.randn(MAX_SEQ_LEN, self.spec.num_kv_heads, dim, generator=self.generator)
+        return self.layout.representable(numbers.to(self.spec.new_kv_dtype))
+
+    def _value_of(self, key: torch.Tensor) -> torch.Tensor:
+        if self.spec.kind is AttentionKind.MLA:
+            return key[..., : self.spec.out_dim]
+        return self._random(self.spec.out_dim)
 
     def poison(self) -> None:
         """Make every element of the cache NaN."""
-        self.cache.key.fill_(float("nan"))
-        self.cache.value.fill_(float("nan"))
+        self.layout.poison(self.cache)
 
     def load(self, batch: Batch) -> BatchBuffers:
         """Fresh shared state for the batch, with the KV of all but its query tokens in the cache."""
@@ -84,8 +98,8 @@ class World:
         """Place logical tokens in the cache by the page table's own arithmetic."""
         for position in positions:
             page, offset = divmod(position, self.spec.page_size)
-            self.cache.key[self.pages[request][page], offset] = self.key[request][position].to(self.device)
-            self.cache.value[self.pages[request][page], offset] = self.value[request][position].to(self.device)
+            key, value = self.key[request][position], self.value[request][position]
+            self.layout.put(self.cache, self.pages[request][page], offset, key, value)
 
     def builder(self) -> MetadataBuilder[Any]:
         """A fresh builder."""
@@ -135,8 +149,10 @@ class World:
             torch.cat([rows[r][length - q : length] for r, (q, length) in enumerate(ends)])
             for rows in (self.key, self.value)
         ]
-        query = torch.cat(list(queries))
-        return tuple(_padded(t, num_tokens).to(self.device) for t in (query, *flat))  # type: ignore[return-value]
+        query, key, value = (_padded(t, num_tokens).to(self.device) for t in (torch.cat(list(queries)), *flat))
+        # As a model hands it over: a view into the projection of queries, keys and values.
+        packed = torch.cat([query, torch.full_like(query[:, :1], float("nan"))], 1)
+        return packed[:, :-1], key, value
 
     def judge(
         self,
@@ -164,24 +180,22 @@ class World:
 
     def expect_cache(self, lengths: Sequence[int], *, contract: str) -> None:
         """The cache holds exactly the first lengths[r] tokens of each request, and poison everywhere else."""
-        found = KVCache(self.cache.key.clone(), self.cache.value.clone())
+        found = KVCache(_bits(self.cache.key).clone(), _bits(self.cache.value).clone())
         self.poison()
         for request, length in enumerate(lengths):
             self.put(request, range(length))
         for name in ("key", "value"):
-            wanted, got = getattr(self.cache, name), getattr(found, name)
-            wrong = ~((wanted == got) | (wanted.isnan() & got.isnan())).flatten(2).all(-1)
-            self._expect_no_slot(wrong, wanted, got, name, contract)
+            wrong = (_bits(getattr(self.cache, name)) != getattr(found, name)).flatten(2).any(-1)
+            self._expect_no_slot(wrong, lengths, name, contract)
 
-    def _expect_no_slot(
-        self, wrong: torch.Tensor, wanted: torch.Tensor, got: torch.Tensor, name: str, contract: str
-    ) -> None:
+    def _expect_no_slot(self, wrong: torch.Tensor, lengths: Sequence[int], name: str, contract: str) -> None:
         if not wrong.any():
             return
         page, offset = (int(i) for i in wrong.nonzero()[0])
         owner = next((r for r, pages in enumerate(self.pages) if page in pages), None)
         where = f"slot {offset} of page {page} (request {owner})"
-        stray = bool(wanted[page, offset].isnan().any())
+        position = 0 if owner is None else self.pages[owner].index(page) * self.spec.page_size + offset
+        stray = owner is None or owner >= len(lengths) or position >= lengths[owner]
         expect(
             False,
             contract=contract,
@@ -194,6 +208,11 @@ def advance(world: World, buffers: BatchBuffers, batch: Batch, builder: Any, met
     """Move the shared state one token forward and refresh the metadata."""
     advance_shared_state(buffers, batch.rows)
     builder.advance(metadata)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements as integers: a poisoned one equals itself."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:

@@ -1,7 +1,15 @@
-"""A Llama-style target and its EAGLE draft, small enough to ship, and how a pair is stored."""
+"""A Llama-style target and its EAGLE drafts, small enough to ship, and how a pair is stored."""
 
-from spec_decode.models.checkpoint import SHIPPED_PAIR, CheckpointError, load_pair, save_pair
-from spec_decode.models.config import ModelConfig
+from spec_decode.models.checkpoint import (
+    SHIPPED_PAIR,
+    CheckpointError,
+    draft_names,
+    load_pair,
+    load_target,
+    save_draft,
+    save_pair,
+)
+from spec_decode.models.config import LatentConfig, ModelConfig
 from spec_decode.models.eagle import DraftModel, EagleDraft
 from spec_decode.models.layers import Attend
 from spec_decode.models.llama import LlamaTarget
@@ -12,8 +20,12 @@ __all__ = [
     "CheckpointError",
     "DraftModel",
     "EagleDraft",
+    "LatentConfig",
     "LlamaTarget",
     "ModelConfig",
+    "draft_names",
     "load_pair",
+    "load_target",
+    "save_draft",
     "save_pair",
 ]

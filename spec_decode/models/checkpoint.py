@@ -1,11 +1,15 @@
-"""A pair on disk: config.json, target.safetensors, draft.safetensors, and training.json for where it came from."""
+"""A target and its drafts on disk: config.json, and <name>.safetensors for `target`, `draft` and any further draft.
+
+Where they came from is in training.json for the pair and in <name>.training.json for a further draft.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -23,45 +27,110 @@ SHIPPED_PAIR = Path(__file__).parent.parent / "pairs" / "pydoc"
 STORED_DTYPE = torch.bfloat16
 
 
+M = TypeVar("M", bound=nn.Module)
+
+
 class CheckpointError(ValueError):
     """A checkpoint that cannot be loaded; the message says what is wrong with which file."""
 
 
 def save_pair(folder: Path, target: LlamaTarget, draft: EagleDraft, training: dict[str, Any]) -> None:
-    """Write a pair in bf16, with `training` as its record."""
+    """Write a pair in bf16, with `training` as its record. Further drafts, made for another target, are not kept."""
     folder.mkdir(parents=True, exist_ok=True)
-    configs = {"target": asdict(target.config), "draft": asdict(draft.config)}
-    (folder / "config.json").write_text(json.dumps(configs, indent=1) + "\n")
-    (folder / "training.json").write_text(json.dumps(training, indent=1) + "\n")
-    for name, model in (("target", target), ("draft", draft)):
-        state = {key: value.to(STORED_DTYPE).cpu().contiguous() for key, value in model.state_dict().items()}
-        save_file(state, folder / f"{name}.safetensors")
+    _write_configs(folder, {"target": target.config, "draft": draft.config})
+    _write_record(folder / "training.json", training)
+    _write_state(folder, "target", target)
+    _write_state(folder, "draft", draft)
+
+
+def save_draft(folder: Path, name: str, draft: EagleDraft, training: dict[str, Any]) -> None:
+    """Write one more draft of the target in a folder, in bf16, with `training` as its record.
+
+    Raises CheckpointError, with nothing written, for a folder without a pair or a name that no draft can have.
+    """
+    configs = _read_configs(folder / "config.json")
+    if name in ("target", "draft") or not name.isidentifier():
+        raise CheckpointError(
+            f"a further draft is named like a variable, and neither target nor draft, got {name!r}; nothing was "
+            "written. Choose another name."
+        )
+    _check_shared(folder, name, draft.config, configs["target"])
+    _write_state(folder, name, draft)
+    _write_record(folder / f"{name}.training.json", training)
+    _write_configs(folder, {**configs, name: draft.config})
+
+
+def draft_names(folder: Path) -> list[str]:
+    """The drafts in a folder, `draft` first. Raises CheckpointError where there is no pair."""
+    return _drafts_among(_read_configs(folder / "config.json"))
+
+
+def load_target(folder: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> LlamaTarget:
+    """The target from a folder, ready to run. Raises CheckpointError for anything amiss."""
+    config = _read_configs(folder / "config.json")["target"]
+    target = _made(folder, lambda: LlamaTarget(config))
+    _fill(target, folder / "target.safetensors", dtype)
+    return target.to(device)
 
 
 def load_pair(
-    folder: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    folder: Path,
+    *,
+    draft: str = "draft",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> tuple[LlamaTarget, EagleDraft]:
-    """The target and its draft from a folder, ready to run. Raises CheckpointError for anything amiss in it."""
+    """The target and the draft of that name from a folder, ready to run; sinks stay fp32.
+
+    Raises CheckpointError for anything amiss in it.
+    """
     configs = _read_configs(folder / "config.json")
-    target_config, draft_config = configs["target"], configs["draft"]
-    for name in ("vocab_size", "hidden_size"):
-        ours, theirs = getattr(draft_config, name), getattr(target_config, name)
+    if draft not in (names := _drafts_among(configs)):
+        raise CheckpointError(
+            f"the drafts in {folder} are {', '.join(names)}, got {draft!r}; nothing was loaded. Name one of those."
+        )
+    _check_shared(folder, draft, configs[draft], configs["target"])
+    target = load_target(folder, dtype=dtype, device=device)
+    model = _made(folder, lambda: EagleDraft(configs[draft], target))
+    _fill(model, folder / f"{draft}.safetensors", dtype)
+    return target, model.to(device)
+
+
+def _drafts_among(configs: dict[str, ModelConfig]) -> list[str]:
+    return ["draft", *sorted(configs.keys() - {"target", "draft"})]
+
+
+def _check_shared(folder: Path, name: str, draft: ModelConfig, target: ModelConfig) -> None:
+    for field in ("vocab_size", "hidden_size"):
+        ours, theirs = getattr(draft, field), getattr(target, field)
         if ours != theirs:
             raise CheckpointError(
-                f"a draft shares its target's {name}, the draft in {folder} has {ours} and the target {theirs}; its "
+                f"a draft shares its target's {field}, the {name} in {folder} has {ours} and the target {theirs}; its "
                 "hidden states would mean nothing. Use a draft trained on this target."
             )
+
+
+def _made(folder: Path, make: Callable[[], M]) -> M:
     try:
-        target = LlamaTarget(target_config)
-        draft = EagleDraft(draft_config, target)
-    except RuntimeError as error:
+        return make()
+    except (RuntimeError, ValueError) as error:
         raise CheckpointError(
             f"the models of {folder / 'config.json'} cannot be made: {error}; nothing was loaded. Fix their sizes."
         ) from error
-    _fill(target, folder / "target.safetensors", dtype)
-    target.to(device)
-    _fill(draft, folder / "draft.safetensors", dtype)
-    return target, draft.to(device)
+
+
+def _write_configs(folder: Path, configs: dict[str, ModelConfig]) -> None:
+    plain = {name: asdict(config) for name, config in configs.items()}
+    (folder / "config.json").write_text(json.dumps(plain, indent=1) + "\n")
+
+
+def _write_record(path: Path, training: dict[str, Any]) -> None:
+    path.write_text(json.dumps(training, indent=1) + "\n")
+
+
+def _write_state(folder: Path, name: str, model: nn.Module) -> None:
+    state = {key: value.to(STORED_DTYPE).cpu().contiguous() for key, value in model.state_dict().items()}
+    save_file(state, folder / f"{name}.safetensors")
 
 
 def _read_configs(path: Path) -> dict[str, ModelConfig]:
@@ -90,8 +159,9 @@ def _fill(model: nn.Module, path: Path, dtype: torch.dtype) -> None:
             "loaded. Restore the file."
         ) from error
     _check_state(path, model, state)
-    # Assigned, so that parameters take dtype while the rotary tables stay fp32.
-    model.load_state_dict({name: value.to(dtype) for name, value in state.items()}, assign=True)
+    # Assigned, so that parameters take dtype while the rotary tables stay fp32; so do sinks, as kernels take them.
+    typed = {name: value.to(torch.float32 if name.endswith("sinks") else dtype) for name, value in state.items()}
+    model.load_state_dict(typed, assign=True)
     model.eval().requires_grad_(False)
 
 

@@ -6,7 +6,23 @@ from dataclasses import dataclass
 
 import torch
 
-from builders import AttentionSpec
+from builders import AttentionKind, AttentionSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentConfig:
+    """Attention over one latent per token, as in DeepSeek-V4: queries and outputs pass through a low rank.
+
+    The last rope_dim dims of a latent and of every query head are rotated. value_dim: None means that all of a latent
+    is the value too, rotated dims included; else its first value_dim dims, none of them rotated.
+    """
+
+    rope_dim: int
+    q_rank: int
+    out_rank: int
+    value_dim: int | None = None
+    sinks: bool = True
+    """Whether each head has a learnt sink logit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +40,8 @@ class ModelConfig:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
     sliding_window: int | None = None
+    latent: LatentConfig | None = None
+    """None: a key and a value per KV head."""
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_q_heads", "num_kv_heads", "head_dim")
@@ -39,8 +57,38 @@ class ModelConfig:
                 f"norm_eps and rope_theta must be positive and num_layers 0 or more, got {self.norm_eps}, "
                 f"{self.rope_theta} and {self.num_layers}"
             )
+        problems += self._latent_problems()
         if problems:
             raise ValueError("; ".join(problems))
+
+    def _latent_problems(self) -> list[str]:
+        if (latent := self.latent) is None:
+            return []
+        problems = [
+            f"latent.{name} must be at least 1, got {getattr(latent, name)}"
+            for name in ("q_rank", "out_rank")
+            if getattr(latent, name) < 1
+        ]
+        if self.num_kv_heads != 1:
+            problems.append(f"all heads share one latent: num_kv_heads must be 1, got {self.num_kv_heads}")
+        if not 2 <= latent.rope_dim <= self.head_dim or latent.rope_dim % 2:
+            problems.append(f"latent.rope_dim must be even, 2 to head_dim {self.head_dim}, got {latent.rope_dim}")
+        if not (self.value_dim == self.head_dim or 1 <= self.value_dim <= self.head_dim - latent.rope_dim):
+            problems.append(
+                "latent.value_dim must be head_dim, or leave the rotated dims out, at most "
+                f"{self.head_dim - latent.rope_dim}, got {self.value_dim}"
+            )
+        return problems
+
+    @property
+    def value_dim(self) -> int:
+        """Dims of a head's output."""
+        return self.head_dim if self.latent is None or self.latent.value_dim is None else self.latent.value_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dims of a head that are rotated."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
 
     def attention_spec(self, page_size: int, dtype: torch.dtype) -> AttentionSpec:
         """The attention of every layer of the model, over a cache with that page size."""
@@ -48,7 +96,10 @@ class ModelConfig:
             num_q_heads=self.num_q_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
+            value_dim=self.value_dim,
             page_size=page_size,
             dtype=dtype,
             sliding_window=self.sliding_window,
+            sinks=self.latent is not None and self.latent.sinks,
+            kind=AttentionKind.MHA if self.latent is None else AttentionKind.MLA,
         )

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from spec_decode.models.config import ModelConfig
+from spec_decode.models.latent import LatentDecoderLayer
 from spec_decode.models.layers import Attend, DecoderLayer, RMSNorm, Rotary
 from spec_decode.models.llama import LlamaTarget
 from spec_decode.ops.embed_concat import embed_concat
@@ -39,8 +40,9 @@ class EagleDraft(nn.Module):
         super().__init__()
         self.config = config
         self.fuse = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.layer = DecoderLayer(config, 0)
-        self.norm = RMSNorm(config)
+        layer = DecoderLayer if config.latent is None else LatentDecoderLayer
+        self.layer = layer(config, 0)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.rotary = Rotary(config)
         # A tuple hides the target's modules from this module's own parameters.
         self._shared = (target.embed, target.lm_head)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from attn_backends.ops.write_latent import LatentNorm
 from spec_decode.models.config import ModelConfig
 from spec_decode.ops.add_rms_norm import add_rms_norm
 from spec_decode.ops.rotate import rotate
@@ -17,67 +19,100 @@ from spec_decode.ops.swiglu import swiglu
 class Attend(Protocol):
     """How a model asks for attention; it knows nothing of caches or metadata.
 
-    query [T, num_q_heads, head_dim], key and value [T, num_kv_heads, head_dim] of layer `layer`, already rotated.
-    Stores key and value, attends, and returns [T, num_q_heads, head_dim].
+    query [T, num_q_heads, head_dim], key and value [T, num_kv_heads, head_dim or value_dim] of layer `layer`, already
+    rotated. Stores key and value, attends, and returns [T, num_q_heads, value_dim].
+    norm: the key is a latent as projected, and is normed and rotated with this as it is stored.
+    sinks: fp32 [num_q_heads].
     """
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor: ...
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        norm: LatentNorm | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
 
 
 class Rotary(nn.Module):
-    """Rotary embedding in half-split layout (RoFormer, eq. 34, with dims i and i + head_dim / 2 paired)."""
+    """The angles of rotary embedding (RoFormer, eq. 34): table fp32 [max_positions, rotary_dim] of cos | sin."""
 
     table: torch.Tensor
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        half = config.head_dim // 2
+        half = config.rotary_dim // 2
         inverse = config.rope_theta ** -(torch.arange(half, dtype=torch.float64) / half)
         angle = torch.arange(config.max_positions, dtype=torch.float64)[:, None] * inverse
         table = torch.cat([angle.cos(), angle.sin()], -1).float()
         self.register_buffer("table", table, persistent=False)
 
     def forward(self, packed: torch.Tensor, positions: torch.Tensor, heads: int) -> torch.Tensor:
-        """packed [T, H, head_dim] with its first `heads` heads rotated to positions int64 [T]; may reuse packed."""
+        """packed [T, H, head_dim] with its first `heads` heads rotated to positions int64 [T]; may reuse packed.
+
+        Half-split layout: dims i and i + head_dim / 2 are paired.
+        """
         return rotate(packed, positions, self.table, heads)
 
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, in fp32."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(config.hidden_size))
-        self.eps = config.norm_eps
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
 
     def forward(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """x + delta (x where there is none) and its norm, both [T, H]."""
+        """x + delta (x where there is none) and its norm, both [T, size]."""
         if delta is None:
             return x, F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return add_rms_norm(x, delta, self.weight, self.eps)
 
 
-class DecoderLayer(nn.Module):
-    """Attention and SwiGLU feed-forward, each with a pre-norm and a residual."""
+class ResidualLayer(nn.Module, ABC):
+    """Attention and SwiGLU feed-forward, each with a pre-norm and a residual; the attention is a subclass's."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.heads = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
-        self.head_dim = config.head_dim
-        self.attn_norm = RMSNorm(config)
-        self.qkv = nn.Linear(config.hidden_size, sum(self.heads) * config.head_dim, bias=False)
-        self.out = nn.Linear(config.num_q_heads * config.head_dim, config.hidden_size, bias=False)
-        self.mlp_norm = RMSNorm(config)
+        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.add_attention(config)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
         self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    @abstractmethod
+    def add_attention(self, config: ModelConfig) -> None:
+        """Create what `attention` needs."""
+
+    @abstractmethod
+    def attention(self, x: torch.Tensor, positions: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
+        """What attention makes of normed hidden states x [T, H] at positions int64 [T]: the residual's delta [T, H]."""
 
     def forward(
         self, x: torch.Tensor, delta: torch.Tensor | None, positions: torch.Tensor, rotary: Rotary, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x and the delta yet to be added to it, [T, H], at positions int64 [T]; the same pair behind the layer."""
         x, normed = self.attn_norm(x, delta)
-        packed = self.qkv(normed).view(x.shape[0], sum(self.heads), self.head_dim)
-        query, key, value = rotary(packed, positions, sum(self.heads[:2])).split(self.heads, 1)
-        x, normed = self.mlp_norm(x, self.out(attend(self.layer, query, key, value).flatten(1)))
+        x, normed = self.mlp_norm(x, self.attention(normed, positions, rotary, attend))
         return x, self.down(swiglu(self.gate_up(normed)))
+
+
+class DecoderLayer(ResidualLayer):
+    """Attention over a key and a value per KV head."""
+
+    def add_attention(self, config: ModelConfig) -> None:
+        self.heads = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
+        self.head_dim = config.head_dim
+        self.qkv = nn.Linear(config.hidden_size, sum(self.heads) * config.head_dim, bias=False)
+        self.out = nn.Linear(config.num_q_heads * config.head_dim, config.hidden_size, bias=False)
+
+    def attention(self, x: torch.Tensor, positions: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
+        packed = self.qkv(x).view(x.shape[0], sum(self.heads), self.head_dim)
+        query, key, value = rotary(packed, positions, sum(self.heads[:2])).split(self.heads, 1)
+        delta: torch.Tensor = self.out(attend(self.layer, query, key, value).flatten(1))
+        return delta

@@ -14,10 +14,15 @@ class LlamaTarget(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        if config.latent is not None:
+            raise ValueError(
+                f"a target's layers keep keys and values, got {config.latent}; the model was not made. Leave latent "
+                "out of the target's config."
+            )
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
-        self.norm = RMSNorm(config)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = Rotary(config)
 

@@ -23,7 +23,7 @@ AGAINST = {
     "mixed dtypes": ({"kv_dtype": torch.bfloat16}, "kv_dtype must equal dtype"),
     "head dim": ({"head_dim": 12}, "head_dim must be 8 to 16, a multiple of 8, got 12"),
     "page size": ({"page_size": 12}, "page_size must be at least 1, a power of two, got 12"),
-    "kind": ({"kind": AttentionKind.MLA}, "serves mha, not mla"),
+    "kind": ({"kind": AttentionKind.MLA, "num_kv_heads": 1}, "serves mha, not mla"),
     "window": ({"sliding_window": 4}, "has no sliding_window"),
     "soft cap": ({"soft_cap": 4.0}, "has no soft_cap"),
     "sinks": ({"sinks": True}, "has no sinks"),

@@ -60,9 +60,7 @@ def test_a_backend_is_made_once():
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(
-        UnknownBackend, match=r"one of flash_attn3, torch_reference, triton_paged.*got 'torch_referense'"
-    ):
+    with pytest.raises(UnknownBackend, match=r"one of flash_attn3, .*triton_paged, got 'torch_referense'"):
         get("torch_referense")
 
 
@@ -173,7 +171,7 @@ def test_a_declared_backend_is_found(declare, plug_in_module):
 
 def test_an_unknown_name_lists_declared_ones_too(declare):
     declare(declared="a_plug_in:Other")
-    with pytest.raises(UnknownBackend, match="declared, flash_attn3, torch_reference"):
+    with pytest.raises(UnknownBackend, match=r"one of declared, flash_attn3, .*torch_reference"):
         get("nobody")
 
 

@@ -36,9 +36,9 @@ def test_the_chunk_bound_is_kept(monkeypatch):
     gathered = []
     real = torch_reference._gather
 
-    def gather(cache, slot, seen):
-        gathered.append(slot.numel() * cache.shape[2] * cache.shape[3])
-        return real(cache, slot, seen)
+    def gather(cache, part, slot, seen):
+        gathered.append(slot.numel() * part.shape[2] * part.shape[3])
+        return real(cache, part, slot, seen)
 
     monkeypatch.setattr(torch_reference, "_gather", gather)
     monkeypatch.setattr(torch_reference, "_GATHERED_ELEMENTS", 5 * 32 * 2 * 16)

@@ -56,6 +56,7 @@ def test_describe_names_the_basics_in_one_line():
 
 def test_describe_names_every_feature():
     spec = make_spec(
+        num_kv_heads=1,
         value_dim=8,
         kv_dtype=torch.bfloat16,
         sliding_window=7,
@@ -63,4 +64,4 @@ def test_describe_names_every_feature():
         sinks=True,
         kind=AttentionKind.MLA,
     )
-    assert spec.describe() == "4/2 heads, dim 16/8, page 4, float32, kv bfloat16, window 7, soft cap 30, sinks, mla"
+    assert spec.describe() == "4/1 heads, dim 16/8, page 4, float32, kv bfloat16, window 7, soft cap 30, sinks, mla"

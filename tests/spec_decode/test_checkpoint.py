@@ -5,14 +5,34 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spec_decode.models import CheckpointError, EagleDraft, LlamaTarget, load_pair, save_pair
-from tests.factories import make_config, make_pair
+from spec_decode.models import (
+    CheckpointError,
+    EagleDraft,
+    LlamaTarget,
+    draft_names,
+    load_pair,
+    load_target,
+    save_draft,
+    save_pair,
+)
+from tests.factories import make_config, make_latent_config, make_pair
 
 
 @pytest.fixture
 def folder(tmp_path):
     save_pair(tmp_path / "pair", *make_pair(), {"steps": 3})
     return tmp_path / "pair"
+
+
+def make_latent_draft(**changes):
+    return make_pair(None, make_latent_config(**changes))[1]
+
+
+@pytest.fixture
+def further(folder):
+    """A pair with one more draft."""
+    save_draft(folder, "latent_draft", make_latent_draft(), {"steps": 5})
+    return folder
 
 
 def change_state(folder, change, name="draft"):
@@ -30,10 +50,14 @@ def change_config(folder, model, **fields):
     path.write_text(json.dumps(configs))
 
 
-def refusal(folder):
+def refusal(folder, draft="draft"):
     with pytest.raises(CheckpointError) as refused:
-        load_pair(folder)
+        load_pair(folder, draft=draft)
     return str(refused.value)
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_a_pair_comes_back_in_bf16_precision(folder):
@@ -172,3 +196,114 @@ def test_a_config_that_describes_no_model_is_a_checkpoint_error(tmp_path, change
     path.write_text(json.dumps(configs))
     with pytest.raises(CheckpointError):
         load_pair(tmp_path)
+
+
+def test_a_further_draft_comes_back_in_bf16_precision(further):
+    saved, loaded = make_latent_draft(), load_pair(further, draft="latent_draft")[1]
+    state = loaded.state_dict()
+    assert saved.config == loaded.config and saved.state_dict().keys() == state.keys()
+    for name, value in saved.state_dict().items():
+        assert torch.equal(value.bfloat16().float(), state[name])
+
+
+def test_a_further_draft_leaves_the_pair_as_it_is(folder):
+    before = files(folder)
+    save_draft(folder, "latent_draft", make_latent_draft(), {"steps": 5})
+    after = files(folder)
+    assert after.keys() - before.keys() == {"latent_draft.safetensors", "latent_draft.training.json"}
+    configs, extended = (json.loads(found["config.json"]) for found in (before, after))
+    assert extended.pop("latent_draft")["latent"]["rope_dim"] == 8 and extended == configs
+    assert {name: after[name] for name in before if name != "config.json"} == {
+        name: content for name, content in before.items() if name != "config.json"
+    }
+
+
+def test_each_draft_has_its_own_training_record(further):
+    assert json.loads((further / "latent_draft.training.json").read_text()) == {"steps": 5}
+    assert json.loads((further / "training.json").read_text()) == {"steps": 3}
+
+
+def test_a_further_draft_can_be_replaced(further):
+    save_draft(further, "latent_draft", make_latent_draft(sliding_window=9), {"steps": 7})
+    assert load_pair(further, draft="latent_draft")[1].config.sliding_window == 9
+
+
+def test_the_draft_of_the_pair_comes_first_among_those_in_a_folder(further):
+    save_draft(further, "another", make_latent_draft(), {})
+    assert draft_names(further) == ["draft", "another", "latent_draft"]
+
+
+def test_a_new_pair_has_no_further_drafts(further):
+    save_pair(further, *make_pair(seed=1), {})
+    assert draft_names(further) == ["draft"]
+
+
+def test_both_drafts_share_one_targets_weights(further):
+    states = [load_pair(further, draft=name)[0].state_dict() for name in draft_names(further)]
+    states.append(load_target(further).state_dict())
+    for name, value in states[0].items():
+        assert all(torch.equal(value, state[name]) for state in states)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sinks_stay_fp32_in_every_dtype(further, dtype):
+    draft = load_pair(further, draft="latent_draft", dtype=dtype)[1]
+    dtypes = {name: parameter.dtype for name, parameter in draft.named_parameters()}
+    assert dtypes.pop("layer.sinks") == torch.float32 and set(dtypes.values()) == {dtype}
+
+
+@pytest.mark.parametrize("name", ["latent_draf", "target", "config", ""])
+def test_an_unknown_draft_is_refused_with_those_there(further, name):
+    assert f"the drafts in {further} are draft, latent_draft, got {name!r}" in refusal(further, name)
+
+
+def test_a_further_draft_without_its_file_is_named(further):
+    (further / "latent_draft.safetensors").unlink()
+    assert str(further / "latent_draft.safetensors") in refusal(further, "latent_draft")
+    load_pair(further)
+
+
+def test_a_further_draft_of_another_target_is_refused_with_its_name(further):
+    change_config(further, "latent_draft", vocab_size=25)
+    assert f"the latent_draft in {further} has 25 and the target 24" in refusal(further, "latent_draft")
+
+
+@pytest.mark.parametrize("name", ["target", "draft", "", "a/b", "../up", "config.json"])
+def test_a_name_that_no_further_draft_can_have_is_refused_before_anything_is_written(folder, name):
+    before = files(folder)
+    with pytest.raises(CheckpointError, match="named like a variable"):
+        save_draft(folder, name, make_latent_draft(), {})
+    assert files(folder) == before
+
+
+def test_a_further_draft_of_another_hidden_size_is_refused_before_anything_is_written(folder):
+    before, config = files(folder), make_config(hidden_size=64)
+    with pytest.raises(CheckpointError, match="shares its target's hidden_size"):
+        save_draft(folder, "wide", EagleDraft(config, LlamaTarget(config)), {})
+    assert files(folder) == before
+
+
+def test_a_further_draft_needs_a_pair(tmp_path):
+    with pytest.raises(CheckpointError, match=r"config\.json, which cannot be read"):
+        save_draft(tmp_path, "latent_draft", make_latent_draft(), {})
+
+
+def test_a_target_with_latents_is_a_checkpoint_error(further):
+    path = further / "config.json"
+    configs = json.loads(path.read_text())
+    configs["target"] |= {"latent": configs["latent_draft"]["latent"]}
+    path.write_text(json.dumps(configs))
+    assert "Leave latent out of the target's config" in refusal(further)
+
+
+def test_a_latent_that_no_layer_could_have_is_a_checkpoint_error(further):
+    change_config(further, "latent_draft", num_kv_heads=2)
+    assert "num_kv_heads must be 1, got 2" in refusal(further, "latent_draft")
+
+
+def test_a_config_from_before_latents_is_read(folder):
+    configs = json.loads((folder / "config.json").read_text())
+    for config in configs.values():
+        del config["latent"]
+    (folder / "config.json").write_text(json.dumps(configs))
+    assert load_pair(folder)[1].config == make_config()

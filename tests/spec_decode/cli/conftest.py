@@ -1,5 +1,6 @@
 import os
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from attn_backends.torch_reference import TorchReference
 from builders import AdvanceLevel, AdvanceSupport, ReferenceBuilder
 from spec_decode.cli import main
 from spec_decode.environment import environment
-from spec_decode.models import EagleDraft, LlamaTarget, ModelConfig, save_pair
+from spec_decode.models import EagleDraft, LatentConfig, LlamaTarget, ModelConfig, save_draft, save_pair
 from spec_decode.report import Outcome, Report, Result
 
 CPU = torch.device("cpu")
@@ -28,7 +29,7 @@ class WeakBackend(TorchReference):
     builder = RebuildBuilder
 
 
-def write_pair(folder, vocab_size=256):
+def write_pair(folder, vocab_size=256, latent=False):
     config = ModelConfig(
         vocab_size=vocab_size, hidden_size=64, intermediate_size=64, num_layers=1,
         num_q_heads=2, num_kv_heads=1, head_dim=64, max_positions=256,
@@ -36,12 +37,22 @@ def write_pair(folder, vocab_size=256):
     torch.manual_seed(0)
     target = LlamaTarget(config)
     save_pair(folder, target, EagleDraft(config, target), {})
+    if latent:
+        layer = LatentConfig(rope_dim=16, q_rank=16, out_rank=16)
+        config = replace(config, sliding_window=24, latent=layer)
+        save_draft(folder, "latent_draft", EagleDraft(config, target), {})
     return str(folder)
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def latent_pair(tmp_path_factory):
+    """A pair with one more draft, which only backends of latents serve."""
+    return write_pair(tmp_path_factory.mktemp("latent_pair"), latent=True)
 
 
 @pytest.fixture

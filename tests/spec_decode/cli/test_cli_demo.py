@@ -18,6 +18,16 @@ def test_demo_shows_every_part_and_succeeds(pair, checks, short_demo, run):
     assert checks.calls[0][1]["families"] == ("contract", "builder")
 
 
+def test_demo_drafts_with_every_draft_of_the_pair(latent_pair, checks, short_demo, run):
+    result = run("demo", "--device", "cpu", "--pair", latent_pair)
+    assert result.exit_code == 0, result.output
+    first, latent = result.output.split("latent_draft [")
+    assert "\ndraft [2/1 heads" in first and "window 24, sinks, mla]:" in latent
+    table, explained = latent.split("3. Why")
+    assert "torch_reference" in table and "triton_paged  " not in table and "NO:" not in table
+    assert "torch_reference, draft" in explained and "torch_reference, latent_draft" in explained
+
+
 def test_demo_prefers_reports_that_are_there(pair, reports, checks, short_demo, run):
     checks.calls.clear()
     result = run("demo", "--device", "cpu", "--pair", pair)
@@ -27,8 +37,8 @@ def test_demo_prefers_reports_that_are_there(pair, reports, checks, short_demo, 
 def test_demo_fails_if_one_strategy_differs(pair, checks, short_demo, monkeypatch, run):
     honest = comparison.generate
 
-    def tampered(models, backend, requests, count, strategy=None):
-        outcome = honest(models, backend, requests, count, strategy)
+    def tampered(models, backends, requests, count, strategy=None):
+        outcome = honest(models, backends, requests, count, strategy)
         if strategy is Strategy.FULL_LOOP:
             outcome.generations[0].token_ids[-1] ^= 1
         return outcome

@@ -18,6 +18,45 @@ def test_draft_reads_prompts_from_a_file(pair, tmp_path, run):
     assert "prompt 2:" in output and "prompt 3:" not in output
 
 
+def test_draft_takes_another_draft_of_the_pair(latent_pair, run):
+    result = run(*draft_words(latent_pair, "x", "--draft", "latent_draft", "--draft-backend", "torch_reference"))
+    assert result.exit_code == 0, result.output
+    assert "backend triton_paged, torch_reference for the draft on cpu" in result.output
+
+
+def test_draft_finds_a_backend_for_each_of_target_and_draft(latent_pair, run):
+    result = run(*draft_words(latent_pair, "x", "--draft", "latent_draft"))
+    assert result.exit_code == 0 and " for the draft on cpu" in result.output
+
+
+def test_draft_says_the_same_whichever_draft_it_uses(latent_pair, run):
+    texts = [run(*draft_words(latent_pair, "x", "--draft", name)).output for name in ("draft", "latent_draft")]
+    assert texts[0].partition("backend")[0] == texts[1].partition("backend")[0]
+
+
+def test_a_backend_that_serves_target_and_draft_is_taken_for_both(latent_pair, run):
+    words = draft_words(latent_pair, "x", "--draft", "latent_draft", "--backend", "torch_reference")
+    assert "backend torch_reference on cpu" in run(*words).output
+
+
+def test_a_backend_that_cannot_serve_the_draft_is_no_reason_for_another(latent_pair, refused):
+    line = refused(*draft_words(latent_pair, "x", "--draft", "latent_draft", "--backend", "triton_paged"))
+    assert "not mla" in line and line.endswith("name its backend with --draft-backend.")
+
+
+def test_a_draft_backend_that_cannot_serve_the_draft_is_refused(latent_pair, refused):
+    line = refused(*draft_words(latent_pair, "x", "--draft", "latent_draft", "--draft-backend", "triton_paged"))
+    assert "triton_paged: serves mha, not mla" in line and "--draft-backend" not in line
+
+
+def test_draft_explains_the_backends_of_target_and_draft(latent_pair, run):
+    words = draft_words(latent_pair, "x", "--draft", "latent_draft", "--draft-backend", "torch_reference", "--explain")
+    output = run(*words).output
+    target, draft = output.split("target [")[1].split("draft [")
+    assert "2/1 heads, dim 64, page 16, float32]: triton_paged\n" in target and "not torch_reference" in target
+    assert "window 24, sinks, mla]: torch_reference\n" in draft and "not triton_paged: serves mha" in draft
+
+
 def test_draft_explains_the_backends_it_did_not_choose(pair, run):
     output = run(*draft_words(pair, "x", "--explain", "--backend", "torch_reference")).output
     assert "backend torch_reference" in output and "not triton_paged" in output
@@ -51,6 +90,8 @@ def test_draft_refuses_a_strategy_that_the_backend_cannot_run(pair, refused, wea
     [
         ([], "needs a prompt"),
         (["x", "--backend", "nonesuch"], "torch_reference"),
+        (["x", "--draft", "nonesuch"], "are draft, got 'nonesuch'"),
+        (["x", "--draft-backend", "nonesuch"], "torch_reference"),
         (["x", "-k", "-1"], "speculative tokens"),
         (["x", "-k", "999"], "speculative tokens"),
         (["x", "--temperature", "-1"], "temperature"),

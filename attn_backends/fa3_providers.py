@@ -1,0 +1,266 @@
+"""FlashAttention-3's kernels behind one interface, whichever package brings them."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
+from inspect import signature
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+
+from attn_backends.base import KVCache
+from attn_backends.capabilities import Feature, Sizes
+from builders import AttentionSpec, PagedMetadata
+from builders.errors import require
+
+PROVIDER_VARIABLE = "ATTN_BACKENDS_FA3_PROVIDER"
+
+_ALL = frozenset({Feature.GQA, Feature.SLIDING_WINDOW, Feature.SOFT_CAP, Feature.SINKS, Feature.VALUE_DIM})
+_UPSTREAM_PARTS = {
+    Feature.SLIDING_WINDOW: {"LOCAL"},
+    Feature.SOFT_CAP: {"SOFTCAP"},
+    Feature.VALUE_DIM: {"HDIMDIFF64", "HDIMDIFF192"},
+}
+
+
+class BrokenProvider(RuntimeError):
+    """A provider that is installed and of no use; the message names it and gives its own words."""
+
+
+class Provider(ABC):
+    """One package's FlashAttention-3: causal attention of ragged queries over a paged cache.
+
+    Made from the imported module. Raises BrokenProvider where that has no FlashAttention-3, or one that lacks an
+    argument that is needed here.
+    """
+
+    name: ClassVar[str]
+    module: ClassVar[str]
+    packages: ClassVar[tuple[str, ...]]
+    """Names on the registry, the current one first."""
+    remedy: ClassVar[str]
+    entry: ClassVar[str]
+    needs: ClassVar[tuple[str, ...]]
+    """Arguments that older builds of the entry lack."""
+    sinks: ClassVar[str]
+    """The argument that takes sinks, in bf16; a build without it has none."""
+
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+    head_dims: Sizes = Sizes(minimum=16, maximum=256, multiple_of=8)
+    # Pages that a tile of the kernel divides into are read whole, with what lies behind the last token: seen on an
+    # H200, from 128 on, NaN there reached the output of a prefill.
+    page_sizes: Sizes = Sizes(maximum=64)
+    features: frozenset[Feature] = _ALL
+
+    def __init__(self, module: ModuleType) -> None:
+        attend: Callable[..., torch.Tensor] | None = getattr(module, self.entry, None)
+        if attend is None:
+            raise BrokenProvider(f"it has no {self.entry}")
+        arguments = signature(attend).parameters
+        if missing := [name for name in self.needs if name not in arguments]:
+            raise BrokenProvider(f"its {self.entry} has no {', '.join(missing)}: it is too old or another one")
+        if self.sinks not in arguments:
+            self.features -= {Feature.SINKS}
+        self._attend = attend
+
+    @property
+    def version(self) -> str:
+        """Package and version, for provenance."""
+        for package in self.packages:
+            try:
+                return f"{package} {version_of(package)}"
+            except PackageNotFoundError:
+                continue
+        return f"{self.packages[0]} of unknown version"  # the kernels alone, unpacked beside their wheel's metadata
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        cache: KVCache,
+        metadata: PagedMetadata,
+        spec: AttentionSpec,
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of query [num_tokens, num_q_heads, head_dim]; [num_tokens, num_q_heads, value_dim].
+
+        sinks: fp32 [num_q_heads], rounded to the bf16 that the kernels read.
+        """
+        arguments = self._arguments(query, cache, metadata, spec)
+        if sinks is not None:
+            require(
+                Feature.SINKS in self.features,
+                f"sinks need a build of FlashAttention-3 that takes them, {self.version} does not; the softmax would "
+                f"be another one, so nothing was run. Name another provider in {PROVIDER_VARIABLE}.",
+            )
+            arguments[self.sinks] = sinks.to(torch.bfloat16)
+        return self._attend(
+            **arguments,
+            cu_seqlens_q=metadata.query_start_loc,
+            max_seqlen_q=metadata.max_query_len,
+            softmax_scale=spec.softmax_scale,
+            causal=True,
+            window_size=_window(spec),
+            softcap=spec.soft_cap or 0.0,
+            num_splits=metadata.num_splits,
+        )
+
+    @abstractmethod
+    def _arguments(
+        self, query: torch.Tensor, cache: KVCache, metadata: PagedMetadata, spec: AttentionSpec
+    ) -> dict[str, Any]:
+        """The arguments that the packages call by different names."""
+
+
+class Vllm(Provider):
+    """The build in vLLM's wheel."""
+
+    name = "vllm"
+    module = "vllm.vllm_flash_attn.flash_attn_interface"
+    packages = ("vllm",)
+    remedy = "pip install 'attn-backends[flash-attn]'"
+    entry = "flash_attn_varlen_func"
+    needs = ("seqused_k", "block_table", "num_splits", "fa_version")
+    sinks = "s_aux"
+
+    def __init__(self, module: ModuleType) -> None:
+        if not getattr(module, "FA3_AVAILABLE", False):
+            reason = getattr(module, "FA3_UNAVAILABLE_REASON", None)
+            raise BrokenProvider(f"it is without FlashAttention-3: {reason}")
+        super().__init__(module)
+
+    def _arguments(
+        self, query: torch.Tensor, cache: KVCache, metadata: PagedMetadata, spec: AttentionSpec
+    ) -> dict[str, Any]:
+        return {
+            "q": query,
+            "k": cache.key,
+            "v": cache.value,
+            "max_seqlen_k": metadata.max_seq_len,
+            "seqused_k": metadata.seq_lens,
+            "block_table": metadata.block_table,
+            "fa_version": 3,
+        }
+
+
+class _WithKVCache(Provider):
+    """The entry that upstream and sglang share. It takes no bound on seq_lens: the table's width is one."""
+
+    entry = "flash_attn_with_kvcache"
+    needs = ("cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q", "num_splits")
+
+    def _arguments(
+        self, query: torch.Tensor, cache: KVCache, metadata: PagedMetadata, spec: AttentionSpec
+    ) -> dict[str, Any]:
+        return {
+            "q": query,
+            "k_cache": cache.key,
+            "v_cache": cache.value,
+            "cache_seqlens": metadata.seq_lens,
+            "page_table": metadata.block_table,
+        }
+
+
+class Upstream(_WithKVCache):
+    """Dao-AILab's own build, whose parts can be left out one by one: flash_attn_config records which were."""
+
+    name = "upstream"
+    module = "flash_attn_interface"
+    packages = ("flash_attn_3",)
+    remedy = "build hopper/ of Dao-AILab/flash-attention from source; the registry has no package of it"
+    sinks = "s_aux"  # no release has it yet; vLLM's fork, which brought sinks, calls it so
+
+    def __init__(self, module: ModuleType) -> None:
+        super().__init__(module)
+        left_out = _left_out()
+        if lacking := {"PAGEDKV", "VARLEN", "SPLIT"} & left_out:
+            raise BrokenProvider(f"it was built without {', '.join(sorted(lacking))}")
+        self.features -= {feature for feature, parts in _UPSTREAM_PARTS.items() if parts & left_out}
+        self.dtypes = self.dtypes[:1] if "FP16" in left_out else self.dtypes
+        widest = max((dim for dim in (64, 96, 128, 192, 256) if f"HDIM{dim}" not in left_out), default=0)
+        self.head_dims = Sizes(minimum=16, maximum=widest, multiple_of=8)
+
+
+class Sgl(_WithKVCache):
+    """The build in sglang's kernel package."""
+
+    name = "sgl"
+    module = "sgl_kernel.flash_attn"
+    packages = ("sglang-kernel", "sgl-kernel")
+    remedy = "pip install sglang-kernel (sgl-kernel before 0.4)"
+    sinks = "sinks"
+
+
+PROVIDERS: tuple[type[Provider], ...] = (Upstream, Vllm, Sgl)
+"""In the order in which they are looked for."""
+
+
+def find_provider() -> Provider:
+    """The provider that PROVIDER_VARIABLE names, or else the first that is installed.
+
+    Raises ImportError where it, or every one, is absent; BrokenProvider where it is installed and does not work,
+    with no other tried in its place; ValueError for a name that is none.
+    """
+    asked = os.environ.get(PROVIDER_VARIABLE)
+    if asked:
+        return _asked_for(asked)
+    for kind in PROVIDERS:
+        if (provider := _load(kind)) is not None:
+            return provider
+    ways = "; ".join(f"{kind.name} (module {kind.module}): {kind.remedy}" for kind in PROVIDERS)
+    raise ImportError(
+        f"FlashAttention-3's kernels come with one of {len(PROVIDERS)} packages, none is installed. {ways}"
+    )
+
+
+def _asked_for(name: str) -> Provider:
+    named = {kind.name: kind for kind in PROVIDERS}
+    if name not in named:
+        raise ValueError(
+            f"{PROVIDER_VARIABLE} must be one of {', '.join(named)}, got {name!r}; nothing was chosen in its place. "
+            "Fix it, or leave it out to take the first that is installed"
+        )
+    provider = _load(named[name])
+    if provider is None:
+        raise ImportError(
+            f"{PROVIDER_VARIABLE}={name} asks for {named[name].module}, which is not installed; nothing was chosen in "
+            f"its place. {named[name].remedy}"
+        )
+    return provider
+
+
+def _load(kind: type[Provider]) -> Provider | None:
+    """The provider, or None where its package is absent."""
+    package = kind.module.partition(".")[0]
+    try:
+        import_module(package)
+        return kind(import_module(kind.module))
+    except Exception as error:  # a broken build fails in any way; its own words become the reason
+        if isinstance(error, ModuleNotFoundError) and error.name == package:
+            return None
+        words = str(error) if isinstance(error, BrokenProvider) else f"{type(error).__name__}: {error}"
+        raise BrokenProvider(
+            f"{kind.name} ({kind.module}) is installed and cannot be used: {words}; no other provider was tried in its "
+            f"place. Repair it, remove it, or name another of {', '.join(k.name for k in PROVIDERS)} in "
+            f"{PROVIDER_VARIABLE}"
+        ) from error
+
+
+def _left_out() -> set[str]:
+    """The parts that upstream's build left out; builds without a record count as whole but for value dims."""
+    try:
+        config = import_module("flash_attn_config").CONFIG
+    except ModuleNotFoundError:
+        return _UPSTREAM_PARTS[Feature.VALUE_DIM]
+    flags: dict[str, bool] = config["build_flags"]
+    return {name.partition("_DISABLE_")[2] for name, value in flags.items() if value and "_DISABLE_" in name}
+
+
+def _window(spec: AttentionSpec) -> tuple[int, int]:
+    return (-1, -1) if spec.sliding_window is None else (spec.sliding_window - 1, 0)

@@ -1,0 +1,111 @@
+"""FlashInfer on Hopper: its paged decode on tensor cores, on CUDA cores and by XQA, and its prefill to extend."""
+
+from __future__ import annotations
+
+import torch
+from flashinfer import __version__ as _version  # type: ignore[import-not-found]
+from flashinfer.decode import trtllm_batch_decode_with_kv_cache  # type: ignore[import-not-found]
+
+from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
+from attn_backends.capabilities import Capabilities, Feature, Sizes
+from builders import AttentionSpec
+from builders.errors import require
+from builders.flashinfer import (
+    CudaCoreBuilder,
+    FlashInferBuilder,
+    FlashInferMetadata,
+    Kernel,
+    TensorCoreBuilder,
+    XqaBuilder,
+)
+
+_NATIVE = Capabilities(
+    devices=("cuda",),
+    dtypes=(torch.bfloat16, torch.float16),
+    head_dims=Sizes(minimum=64, maximum=256, power_of_two=True),
+    page_sizes=Sizes(),
+    features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW, Feature.SOFT_CAP}),
+)
+
+
+class FlashInfer(AttentionBackend):
+    """Decodes by the kernel that serves the spec best; extends by the prefill wrapper.
+
+    run() is told not to overlap its prologue with the kernel before it (PDL): both kernels read their plan before they
+    wait, and the kernel before may be the one that writes it.
+    """
+
+    name = "flashinfer"
+    version = f"flashinfer {_version}"
+    builder = FlashInferBuilder
+    capabilities = _NATIVE
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        cache: KVCache,
+        metadata: FlashInferMetadata,
+        *,
+        spec: AttentionSpec,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        check_forward_inputs(query, cache, metadata, spec, sinks)
+        require(
+            cache.key.stride() == cache.value.stride(),
+            f"FlashInfer reads keys and values by the same strides, got {cache.key.stride()} and "
+            f"{cache.value.stride()}; it would read the wrong values, so nothing was run. Lay both out alike.",
+        )
+        if metadata.launch.kernel is Kernel.XQA:
+            return _xqa(query, cache, metadata, spec)
+        # Left to itself the prefill wrapper would fill a new output with zeros first.
+        out = query.new_empty(query.shape)
+        metadata.launch.wrapper.run(query, (cache.key, cache.value), out=out, enable_pdl=False)
+        return out
+
+
+class FlashInferTensorCores(FlashInfer):
+    """Decodes by the FA2 kernel."""
+
+    name = "flashinfer_tensor_cores"
+    builder = TensorCoreBuilder
+
+
+class FlashInferCudaCores(FlashInfer):
+    """Decodes on CUDA cores."""
+
+    name = "flashinfer_cuda_cores"
+    builder = CudaCoreBuilder
+
+
+class FlashInferXqa(FlashInfer):
+    """Decodes by XQA, which splits by the block table's width and needs no plan."""
+
+    name = "flashinfer_xqa"
+    builder = XqaBuilder
+    capabilities = Capabilities(
+        devices=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16),
+        head_dims=Sizes(minimum=64, maximum=256, power_of_two=True),
+        page_sizes=Sizes(minimum=16, maximum=128, power_of_two=True),
+        features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW}),
+        compute_capability=(9, 0),
+    )
+
+
+def _xqa(query: torch.Tensor, cache: KVCache, metadata: FlashInferMetadata, spec: AttentionSpec) -> torch.Tensor:
+    out: torch.Tensor = trtllm_batch_decode_with_kv_cache(
+        query=query.contiguous(),  # XQA knows no strides of it
+        kv_cache=(cache.key, cache.value),
+        workspace_buffer=metadata.launch.workspace,
+        block_tables=metadata.block_table,
+        seq_lens=metadata.seq_lens,
+        max_seq_len=metadata.max_seq_len,
+        bmm1_scale=spec.softmax_scale,
+        bmm2_scale=1.0,
+        window_left=-1 if spec.sliding_window is None else spec.sliding_window - 1,
+        kv_layout="NHD",
+        backend="xqa",
+        enable_pdl=False,
+    )
+    # Where there are no tokens XQA multiplies 0 by the inverse of the weights' sum.
+    return out.masked_fill_((metadata.seq_lens == 0)[:, None, None], 0.0)

@@ -1,0 +1,81 @@
+"""FlashMLA's sparse kernels on Hopper, in vLLM's build of them: DeepSeek-V4's attention over window lists."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
+
+import torch
+from vllm.third_party.flashmla import flash_mla_interface as flashmla  # type: ignore[import-not-found]
+
+from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
+from attn_backends.capabilities import Capabilities, Feature, Sizes
+from builders import AttentionKind, AttentionSpec
+from builders.flashmla_sparse import FlashMlaMetadata, FlashMlaSparseBuilder
+
+_HEADS = (64, 128)
+
+
+def _provider_version() -> str:
+    try:
+        return f"vllm {version_of('vllm')}"
+    except PackageNotFoundError:  # the kernels alone, unpacked beside their wheel's metadata
+        return "vllm of unknown version"
+
+
+class FlashMlaSparse(AttentionBackend):
+    """Packed fp8 by the decode kernel, every token a request of its own; bf16 by the prefill kernel."""
+
+    name = "flashmla_sparse"
+    version = _provider_version()
+    builder = FlashMlaSparseBuilder
+    capabilities = Capabilities(
+        devices=("cuda",),
+        dtypes=(torch.bfloat16,),
+        kv_dtypes=(torch.float8_e4m3fn,),
+        head_dims=Sizes(minimum=512, maximum=512),
+        page_sizes=Sizes(),
+        features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW, Feature.SINKS}),
+        required=frozenset({Feature.SLIDING_WINDOW}),
+        kinds=(AttentionKind.MLA,),
+        compute_capability=(9, 0),
+    )
+
+    def further_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
+        reasons = []
+        if spec.num_q_heads not in _HEADS:
+            reasons.append(f"num_q_heads must be 64 or 128, got {spec.num_q_heads}")
+        if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] != 9:
+            reasons.append(f"runs on compute capability 9 alone here, got {torch.cuda.get_device_capability(device)}")
+        return reasons
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        cache: KVCache,
+        metadata: FlashMlaMetadata,
+        *,
+        spec: AttentionSpec,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        check_forward_inputs(query, cache, metadata, spec, sinks)
+        query, indices = query.contiguous(), metadata.window_indices[:, None]
+        if not spec.packed:
+            flat = cache.key.view(-1, 1, spec.head_dim)
+            out: torch.Tensor = flashmla.flash_mla_sparse_fwd(
+                query, flat, indices, spec.softmax_scale, d_v=spec.head_dim, attn_sink=sinks
+            )[0]
+            return out
+        out = flashmla.flash_mla_with_kvcache(
+            q=query[:, None],
+            k_cache=cache.key,
+            block_table=None,
+            cache_seqlens=None,
+            head_dim_v=spec.head_dim,
+            tile_scheduler_metadata=metadata.schedule.made,
+            softmax_scale=spec.softmax_scale,
+            is_fp8_kvcache=True,
+            indices=indices,
+            attn_sink=sinks,
+        )[0]
+        return out[:, 0]

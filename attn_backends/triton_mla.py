@@ -1,0 +1,63 @@
+"""Dense multi-head latent attention in Triton: split-KV decode and multi-token extend in one kernel."""
+
+from __future__ import annotations
+
+import torch
+
+from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
+from attn_backends.capabilities import Capabilities, Feature, Sizes
+from attn_backends.ops.latent_attention import latent_attention
+from builders import AttentionKind, AttentionSpec, PagedMetadata, TritonMlaBuilder
+from builders._triton import HAVE_TRITON, triton
+
+
+class TritonMla(AttentionBackend):
+    """DeepSeek-V3's and GLM-4.7-Flash's attention in absorbed form, for dims like 512 + 64.
+
+    On CUDA the Triton kernels; on the CPU their torch implementation, or the kernels in Triton's interpreter.
+    """
+
+    name = "triton_mla"
+    version = getattr(triton, "__version__", "absent") if HAVE_TRITON else "absent"
+    builder = TritonMlaBuilder
+    capabilities = Capabilities(
+        devices=("cpu", "cuda"),
+        dtypes=(torch.bfloat16, torch.float16, torch.float32),
+        head_dims=Sizes(minimum=32, maximum=1024),
+        value_dims=Sizes(minimum=16, maximum=512, power_of_two=True),
+        page_sizes=Sizes(),
+        features=frozenset({Feature.GQA, Feature.VALUE_DIM}),
+        required=frozenset({Feature.VALUE_DIM}),
+        kinds=(AttentionKind.MLA,),
+    )
+
+    def further_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
+        reasons = []
+        rotary = spec.head_dim - spec.out_dim
+        if rotary and (rotary < 16 or rotary & (rotary - 1)):
+            reasons.append(f"the dims beside the value's must be a power of two from 16 on, got {rotary}")
+        if device.type == "cuda" and not HAVE_TRITON:
+            reasons.append("needs the package triton, which is not installed: pip install triton")
+        return reasons
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        cache: KVCache,
+        metadata: PagedMetadata,
+        *,
+        spec: AttentionSpec,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        check_forward_inputs(query, cache, metadata, spec, sinks)
+        return latent_attention(
+            query,
+            cache.latents,
+            metadata.block_table,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            max_query_len=metadata.max_query_len,
+            num_splits=metadata.num_splits,
+            value_dim=spec.out_dim,
+            scale=spec.softmax_scale,
+        )

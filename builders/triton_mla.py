@@ -1,0 +1,26 @@
+"""Metadata of dense MLA in Triton: views of the shared state, split to fill the device."""
+
+from __future__ import annotations
+
+import torch
+
+from builders.batch import AttentionBatch
+from builders.contract import AdvanceLevel, AdvanceSupport
+from builders.paged_views import PagedViewBuilder, multiprocessors
+from builders.spec import AttentionSpec
+
+_TOKENS_PER_SPLIT = 64
+_HEADS_PER_PROGRAM = 64
+
+
+class TritonMlaBuilder(PagedViewBuilder):
+    """Splits each request's KV tokens so that a decode launch gives every multiprocessor a program."""
+
+    @classmethod
+    def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
+        return AdvanceSupport(AdvanceLevel.IN_GRAPH, "all step fields are views of the shared device state")
+
+    def splits(self, batch: AttentionBatch) -> int:
+        tiles = batch.num_reqs * -(-batch.max_query_len * self.spec.num_q_heads // _HEADS_PER_PROGRAM)
+        wanted = multiprocessors(self.device) // tiles
+        return max(1, min(wanted, -(-batch.max_seq_len // _TOKENS_PER_SPLIT), 64))

@@ -1,0 +1,130 @@
+"""What rows are made of: the run they belong to, their columns, and the limits they are held to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from attn_backends import AttentionBackend, BackendError, Rejected, registry
+from builders import AdvanceLevel, AttentionSpec
+
+Row = dict[str, Any]
+
+COLUMNS = (
+    "case",
+    "backend",
+    "spec",
+    "strategy",
+    "num_reqs",
+    "num_speculative_tokens",
+    "context",
+    "wall_us",
+    "host_us",
+    "gpu_us",
+    "kernels_per_step",
+    "floor_us",
+    "limit",
+    "met",
+)
+"""Of every row; what a case does not measure is null. A case may add its own."""
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A run of the bench: where it takes place, and what it could not time, in words."""
+
+    device: torch.device
+    bandwidth: float | None
+    """Bytes a microsecond of an elementwise copy; None without a GPU."""
+    missing: list[str] = field(default_factory=list)
+    """A line for everything that has no row: a peer that is not installed, a backend that refuses."""
+    stopped: list[str] = field(default_factory=list)
+    """Those of these lines that say what began and failed."""
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def floor_us(self, num_bytes: float) -> float | None:
+        """How long that many bytes take at the copy bandwidth."""
+        return None if self.bandwidth is None else round(num_bytes / self.bandwidth, 3)
+
+    def miss(self, what: str, why: object) -> None:
+        """Note, once, what is not timed and why."""
+        line = f"{what}: {why}"
+        if line not in self.missing:
+            self.missing.append(line)
+
+    @contextmanager
+    def noting(self, what: str) -> Iterator[None]:
+        """A body that fails becomes a note, so that it costs no other its rows."""
+        try:
+            yield
+        except (ImportError, BackendError) as error:
+            self.miss(what, error)
+        except Exception as error:  # a kernel may fail in any way; its own words become the note
+            line = f"stopped by {type(error).__name__}: {error}"
+            _LOG.warning("%s %s", what, line, exc_info=True)
+            self.miss(what, line)
+            self.stopped.append(f"{what}: {line}")
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A bound on a column, on its median where that has quantiles."""
+
+    column: str
+    bound: float
+    at_least: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.column} {'>=' if self.at_least else '<='} {self.bound:g}"
+
+    def met_by(self, row: Row) -> bool | None:
+        """Whether the row keeps it; None where the column was not measured."""
+        found = row.get(self.column)
+        value = found["p50"] if isinstance(found, dict) else found
+        if value is None:
+            return None
+        return bool(value >= self.bound if self.at_least else value <= self.bound)
+
+
+def held_to(row: Row, *limits: Limit) -> Row:
+    """The row with its limits in words and whether all are met: None while one of them could not be judged."""
+    if not limits:
+        return row
+    verdicts = [limit.met_by(row) for limit in limits]
+    met = False if False in verdicts else None if None in verdicts else True
+    return {**row, "limit": " and ".join(map(str, limits)), "met": met}
+
+
+def complete(row: Row) -> Row:
+    """The row with every column."""
+    return {**dict.fromkeys(COLUMNS), **row}
+
+
+def serving(
+    bench: Bench, case: str, specs: Sequence[AttentionSpec]
+) -> Iterator[tuple[AttentionBackend, AttentionSpec]]:
+    """Each registered backend with each of the specs that it serves and advances in the graph; notes on the others."""
+    for name in registry.names():
+        verdicts = {spec: registry.explain(name, spec, bench.device) for spec in specs}
+        if all(isinstance(verdict, Rejected) for verdict in verdicts.values()):
+            reasons = [reason for verdict in verdicts.values() for reason in getattr(verdict, "reasons", ())]
+            bench.miss(f"{case}/{name}", "; ".join(dict.fromkeys(reasons)))
+        for spec, verdict in verdicts.items():
+            if isinstance(verdict, Rejected):
+                continue
+            backend = registry.get(name)
+            support = backend.builder.advance_support(spec, bench.device)
+            if support.level is AdvanceLevel.IN_GRAPH:
+                yield backend, spec
+            else:
+                bench.miss(f"{case}/{name}", f"{support.level.name}: {support.reason}")

@@ -1,0 +1,26 @@
+"""The attention that single kernels are timed on, in bfloat16."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from builders import AttentionKind, AttentionSpec
+
+GQA = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=16)
+"""A common 8B model's attention."""
+MLA = AttentionSpec(num_q_heads=16, num_kv_heads=1, head_dim=576, value_dim=512, page_size=64, kind=AttentionKind.MLA)
+"""DeepSeek-V3's on one of eight devices."""
+SPARSE = AttentionSpec(
+    num_q_heads=64,
+    num_kv_heads=1,
+    head_dim=512,
+    page_size=64,
+    sliding_window=128,
+    sinks=True,
+    kind=AttentionKind.MLA,
+)
+"""DeepSeek-V4's."""
+PACKED = replace(SPARSE, kv_dtype=torch.float8_e4m3fn)
+"""The same with the packed fp8 cache."""

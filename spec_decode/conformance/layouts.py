@@ -1,0 +1,94 @@
+"""How the kit itself puts tokens into a cache and finds them there, independent of any backend's kernels."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from attn_backends import KVCache
+from builders import AttentionSpec
+
+
+class Layout(Protocol):
+    """Where a token's key and value lie in a cache, and what of them survives there."""
+
+    def representable(self, key: torch.Tensor) -> torch.Tensor:
+        """The nearest of key [..., D] that the cache can hold, as an honest write would store it."""
+        ...
+
+    def poison(self, cache: KVCache) -> None:
+        """Make every element one that turns an output to NaN."""
+        ...
+
+    def put(self, cache: KVCache, page: int, offset: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store one token, key [heads, D] and value [heads, E]."""
+        ...
+
+    def take(self, cache: KVCache, page: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One token, on the CPU."""
+        ...
+
+
+class Numbers:
+    """A cache of plain numbers in one dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def representable(self, key: torch.Tensor) -> torch.Tensor:
+        return key.to(self.dtype).to(key.dtype)
+
+    def poison(self, cache: KVCache) -> None:
+        for tensor in (cache.key, cache.value):
+            tensor.copy_(torch.full((), float("nan")).to(tensor.dtype))
+
+    def put(self, cache: KVCache, page: int, offset: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        cache.key[page, offset] = key.to(cache.key)
+        cache.value[page, offset] = value.to(cache.value)
+
+    def take(self, cache: KVCache, page: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return cache.key[page, offset].cpu(), cache.value[page, offset].cpu()
+
+
+class PackedLatents:
+    """DeepSeek-V4's packed page, byte by byte: 448 e4m3 and 64 bf16 numbers a token, then 8 scale bytes a token."""
+
+    def representable(self, key: torch.Tensor) -> torch.Tensor:
+        return self._unpacked(*self._packed(key.reshape(-1, 512))).view(key.shape).to(key.dtype)
+
+    def poison(self, cache: KVCache) -> None:
+        cache.key.fill_(0xFF)
+
+    def put(self, cache: KVCache, page: int, offset: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        for target, source in zip(self._bytes_of(cache, page, offset), self._packed(key.cpu()), strict=True):
+            target.copy_(source[0])
+
+    def take(self, cache: KVCache, page: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+        latent = self._unpacked(*(part[None].cpu() for part in self._bytes_of(cache, page, offset)))
+        return latent, latent
+
+    def _bytes_of(self, cache: KVCache, page: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+        row, scales = cache.key[page].view(-1), cache.key.shape[1] * 576 + offset * 8
+        return row[offset * 576 : (offset + 1) * 576], row[scales : scales + 8]
+
+    def _packed(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The bytes [n, 576] and scales [n, 8] of latents [n, 512]."""
+        latent = latent.bfloat16()
+        tiles = latent[:, :448].float().view(-1, 7, 64)
+        # The least x with amax <= 448 * 2^x, where amax = m * 2^e and 448 = 0.875 * 2^9; amax counts as 1e-4 at least.
+        mantissa, exponent = torch.frexp(tiles.abs().amax(2).clamp(min=1e-4))
+        power = torch.where(mantissa <= 0.875, exponent - 9, exponent - 8)
+        quantised = torch.ldexp(tiles, -power[..., None]).to(torch.float8_e4m3fn).flatten(1)
+        scales = torch.cat([power + 127, torch.zeros_like(power[:, :1])], 1).to(torch.uint8)
+        return torch.cat([quantised.view(torch.uint8), latent[:, 448:].contiguous().view(torch.uint8)], 1), scales
+
+    def _unpacked(self, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        tiles = data[:, :448].contiguous().view(torch.float8_e4m3fn).float().view(-1, 7, 64)
+        nope = torch.ldexp(tiles, (scales[:, :7].int() - 127)[..., None]).flatten(1)
+        return torch.cat([nope, data[:, 448:].contiguous().view(torch.bfloat16).float()], 1).bfloat16()
+
+
+def layout_of(spec: AttentionSpec) -> Layout:
+    """The layout of a spec's cache."""
+    return PackedLatents() if spec.packed else Numbers(spec.cache_dtype)

@@ -1,0 +1,406 @@
+"""FlashAttention-3's providers, with packages on disk that have the entries' signatures and no kernels."""
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+from attn_backends import Accepted, KVCache, Rejected, explain, registry
+from attn_backends import fa3_providers as providers
+from attn_backends.capabilities import Feature
+from attn_backends.fa3_providers import PROVIDER_VARIABLE, BrokenProvider, find_provider
+from builders import BatchError, PagedMetadata
+from tests.factories import CPU, make_cache, make_spec
+
+MODULES = {kind.name: kind.module for kind in providers.PROVIDERS}
+TOP_LEVEL = {module.partition(".")[0] for module in MODULES.values()} | {"flash_attn_config"}
+
+VLLM = """
+calls = []
+FA3_AVAILABLE, FA3_UNAVAILABLE_REASON = True, None
+def flash_attn_varlen_func(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None,
+        softmax_scale=None, causal=False, window_size=None, softcap=0.0, block_table=None,
+        num_splits=0, fa_version=2, s_aux=None):
+    calls.append(dict(locals()))
+    return q
+"""
+UPSTREAM = """
+calls = []
+def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, page_table=None,
+        cu_seqlens_q=None, max_seqlen_q=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+        num_splits=0):
+    calls.append(dict(locals()))
+    return q
+"""
+SGL = UPSTREAM.replace("num_splits=0):\n    calls.append(dict(locals()))\n    return q", "num_splits=0, sinks=None):"
+                       "\n    calls.append(dict(locals()))\n    return q")  # fmt: skip
+WHOLE = {"vllm": VLLM, "upstream": UPSTREAM, "sgl": SGL}
+
+
+@pytest.fixture
+def install(monkeypatch, tmp_path):
+    """Puts a provider's module on disk, with the packages around it; what is not put there is absent."""
+    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in TOP_LEVEL}
+    for name in before:
+        del sys.modules[name]
+    for name in TOP_LEVEL:
+        sys.modules[name] = None
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.delenv(PROVIDER_VARIABLE, raising=False)
+
+    def install(name, source=None, module=None):
+        *packages, leaf = (module or MODULES[name]).split(".")
+        folder = tmp_path
+        for package in packages:
+            folder = folder / package
+            folder.mkdir(exist_ok=True)
+            (folder / "__init__.py").touch()
+        (folder / f"{leaf}.py").write_text(WHOLE[name] if source is None else source)
+        sys.modules.pop((*packages, leaf)[0], None)
+        importlib.invalidate_caches()
+
+    yield install
+    for name in [name for name in sys.modules if name.partition(".")[0] in TOP_LEVEL]:
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+@pytest.fixture
+def build_record(install):
+    """Installs upstream with a record of the parts that its build left out."""
+
+    def build(*left_out):
+        install("upstream")
+        flags = dict.fromkeys([*left_out, "FLASHATTENTION_DISABLE_BACKWARD"], True)
+        install("upstream", f"CONFIG = {{'build_flags': {flags}}}", module="flash_attn_config")
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("installed", "chosen"),
+    [(("sgl", "vllm", "upstream"), "upstream"), (("sgl", "vllm"), "vllm"), (("sgl",), "sgl")],
+)
+def test_the_first_that_is_installed_is_taken(installed, chosen, install):
+    for name in installed:
+        install(name)
+    assert find_provider().name == chosen
+
+
+def test_with_none_installed_all_three_are_named_with_what_brings_them(install):
+    with pytest.raises(ImportError) as refusal:
+        find_provider()
+    for words in (*MODULES.values(), "from source", "attn-backends[flash-attn]", "sglang-kernel"):
+        assert words in str(refusal.value)
+
+
+BROKEN = {
+    "undefined_symbol": ("vllm", "raise ImportError('undefined symbol: _ZN5torch')", "undefined symbol: _ZN5torch"),
+    "missing_library": ("upstream", "raise OSError('libcudart.so.13: cannot open')", "libcudart.so.13"),
+    "missing_extension": ("upstream", "import flash_attn_3_that_is_not_here", "flash_attn_3_that_is_not_here"),
+    "no_hopper": ("vllm", VLLM.replace("True, None", "False, 'no sm90a'"), "without FlashAttention-3: no sm90a"),
+    "no_entry": ("upstream", "", "no flash_attn_with_kvcache"),
+    "too_old": ("upstream", UPSTREAM.replace("page_table=None,", ""), "has no page_table: it is too old"),
+    "too_old_for_splits": ("vllm", VLLM.replace("num_splits=0, fa_version=2", "fa_version=2"), "has no num_splits"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_one_is_refused_in_its_own_words_and_no_other_is_taken(case, install):
+    name, source, words = BROKEN[case]
+    install("sgl")
+    install(name, source)
+    with pytest.raises(BrokenProvider, match="no other provider was tried") as refusal:
+        find_provider()
+    assert words in str(refusal.value) and f"{name} ({MODULES[name]})" in str(refusal.value)
+
+
+def test_a_package_without_the_module_is_broken_and_not_absent(install):
+    install("vllm", "", module="vllm.version")
+    install("sgl")
+    with pytest.raises(BrokenProvider, match=r"No module named 'vllm\.vllm_flash_attn'"):
+        find_provider()
+
+
+@pytest.mark.parametrize("part", ["PAGEDKV", "VARLEN", "SPLIT"])
+def test_upstream_built_without_what_every_call_needs_is_broken(part, build_record):
+    build_record(f"FLASHATTENTION_DISABLE_{part}")
+    with pytest.raises(BrokenProvider, match=f"built without {part}"):
+        find_provider()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_an_explicit_choice_is_taken_whatever_the_order(name, install, monkeypatch):
+    for each in MODULES:
+        install(each)
+    monkeypatch.setenv(PROVIDER_VARIABLE, name)
+    assert find_provider().name == name
+
+
+def test_an_explicit_choice_that_is_absent_is_refused(install, monkeypatch):
+    install("upstream")
+    monkeypatch.setenv(PROVIDER_VARIABLE, "sgl")
+    with pytest.raises(ImportError, match=r"sgl_kernel\.flash_attn, which is not installed; nothing was chosen"):
+        find_provider()
+
+
+def test_an_explicit_choice_that_is_broken_is_refused(install, monkeypatch):
+    install("upstream")
+    install("sgl", "raise RuntimeError('built for another torch')")
+    monkeypatch.setenv(PROVIDER_VARIABLE, "sgl")
+    with pytest.raises(BrokenProvider, match="built for another torch"):
+        find_provider()
+
+
+def test_an_unknown_choice_lists_the_known_ones(install, monkeypatch):
+    install("vllm")
+    monkeypatch.setenv(PROVIDER_VARIABLE, "flash-attn")
+    with pytest.raises(ValueError, match="one of upstream, vllm, sgl, got 'flash-attn'"):
+        find_provider()
+
+
+def test_an_empty_choice_is_none(install, monkeypatch):
+    install("vllm")
+    monkeypatch.setenv(PROVIDER_VARIABLE, "")
+    assert find_provider().name == "vllm"
+
+
+@pytest.mark.parametrize(("name", "has_sinks"), [("vllm", True), ("upstream", False), ("sgl", True)])
+def test_sinks_are_claimed_where_the_entry_takes_them(name, has_sinks, install):
+    install(name)
+    assert (Feature.SINKS in find_provider().features) is has_sinks
+
+
+def test_an_older_build_of_the_same_package_claims_no_sinks(install):
+    install("vllm", VLLM.replace(", s_aux=None", ""))
+    assert Feature.SINKS not in find_provider().features
+
+
+def test_a_provider_without_sinks_never_drops_them_in_silence(install):
+    install("upstream")
+    with pytest.raises(BatchError, match="nothing was run"):
+        attend(find_provider(), make_spec(sinks=True), sinks=torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("flag", "feature"),
+    [
+        ("FLASHATTENTION_DISABLE_LOCAL", Feature.SLIDING_WINDOW),
+        ("FLASHATTENTION_DISABLE_SOFTCAP", Feature.SOFT_CAP),
+        ("FLASH_ATTENTION_DISABLE_HDIMDIFF64", Feature.VALUE_DIM),
+        ("FLASHATTENTION_DISABLE_HDIMDIFF192", Feature.VALUE_DIM),
+    ],
+)
+def test_upstream_claims_only_what_its_build_kept(flag, feature, build_record):
+    build_record()
+    assert feature in find_provider().features
+    build_record(flag)
+    assert feature not in find_provider().features
+
+
+def test_upstream_without_a_record_of_its_build_claims_no_value_dim(install):
+    install("upstream")
+    assert find_provider().features == {Feature.GQA, Feature.SLIDING_WINDOW, Feature.SOFT_CAP}
+
+
+def test_upstream_built_for_fewer_dims_and_dtypes_claims_fewer(build_record):
+    build_record("FLASHATTENTION_DISABLE_HDIM256", "FLASHATTENTION_DISABLE_FP16")
+    found = find_provider()
+    assert found.head_dims.maximum == 192 and found.dtypes == (torch.bfloat16,)
+
+
+def test_a_record_that_cannot_be_read_is_a_broken_build(install):
+    install("upstream")
+    install("upstream", "CONFIG = {}", module="flash_attn_config")
+    with pytest.raises(BrokenProvider, match="KeyError: 'build_flags'"):
+        find_provider()
+
+
+def make_metadata(**changes):
+    fields = {
+        "num_reqs": 2,
+        "num_tokens": 6,
+        "max_query_len": 3,
+        "max_seq_len": 30,
+        "num_splits": 5,
+        "query_start_loc": torch.tensor([0, 3, 6], dtype=torch.int32),
+        "seq_lens": torch.tensor([7, 9], dtype=torch.int32),
+        "block_table": torch.zeros(2, 8, dtype=torch.int32),
+        "slot_mapping": torch.zeros(6, dtype=torch.int64),
+    }
+    return PagedMetadata(**{**fields, **changes})
+
+
+def attend(provider, spec, metadata=None, **given):
+    """What the provider's entry was called with, beside the tensors it was given."""
+    query, cache = torch.zeros(6, spec.num_q_heads, spec.head_dim), make_cache(spec, 3)
+    metadata = metadata or make_metadata()
+    assert provider.attend(query, cache, metadata, spec, **given) is query
+    return sys.modules[provider.module].calls[-1], query, cache, metadata
+
+
+def passed_through(call, names, values):
+    return all(call[name] is value for name, value in zip(names, values, strict=True))
+
+
+def test_vllm_is_called_for_version_3_with_the_builders_bound(install):
+    install("vllm")
+    spec = make_spec(scale=0.3)
+    call, query, cache, metadata = attend(find_provider(), spec)
+    assert passed_through(
+        call,
+        ("q", "k", "v", "cu_seqlens_q", "seqused_k", "block_table"),
+        (query, cache.key, cache.value, metadata.query_start_loc, metadata.seq_lens, metadata.block_table),
+    )
+    assert (call["fa_version"], call["max_seqlen_q"], call["max_seqlen_k"]) == (3, 3, 30)
+    assert (call["softmax_scale"], call["causal"], call["num_splits"]) == (0.3, True, 5)
+    assert call["s_aux"] is None and call["cu_seqlens_k"] is None
+
+
+@pytest.mark.parametrize("name", ["upstream", "sgl"])
+def test_the_others_are_called_with_the_cache_and_its_table(name, install):
+    install(name)
+    call, query, cache, metadata = attend(find_provider(), make_spec(scale=0.3))
+    assert passed_through(
+        call,
+        ("q", "k_cache", "v_cache", "cu_seqlens_q", "cache_seqlens", "page_table"),
+        (query, cache.key, cache.value, metadata.query_start_loc, metadata.seq_lens, metadata.block_table),
+    )
+    assert (call["max_seqlen_q"], call["softmax_scale"], call["causal"], call["num_splits"]) == (3, 0.3, True, 5)
+    assert call["k"] is None and call["v"] is None
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_window_counts_the_query_itself(name, install):
+    install(name)
+    provider = find_provider()
+    assert attend(provider, make_spec(sliding_window=17))[0]["window_size"] == (16, 0)
+    assert attend(provider, make_spec())[0]["window_size"] == (-1, -1)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_soft_cap_is_zero(name, install):
+    install(name)
+    provider = find_provider()
+    assert attend(provider, make_spec(soft_cap=2.5))[0]["softcap"] == 2.5
+    assert attend(provider, make_spec())[0]["softcap"] == 0.0
+
+
+@pytest.mark.parametrize(("name", "argument"), [("vllm", "s_aux"), ("sgl", "sinks")])
+def test_sinks_are_handed_over_in_bf16(name, argument, install):
+    install(name)
+    logits = torch.tensor([0.1, -2.0, 3.3, 4.0])
+    call = attend(find_provider(), make_spec(sinks=True), sinks=logits)[0]
+    assert call[argument].dtype == torch.bfloat16 and torch.equal(call[argument], logits.bfloat16())
+
+
+def test_the_version_names_the_package_even_where_it_has_no_metadata(install, monkeypatch):
+    install("sgl")
+    versions = {"sgl-kernel": "0.3.21"}
+
+    def version_of(package):
+        if package not in versions:
+            raise providers.PackageNotFoundError(package)
+        return versions[package]
+
+    monkeypatch.setattr(providers, "version_of", version_of)
+    assert find_provider().version == "sgl-kernel 0.3.21"
+    versions["sglang-kernel"] = "0.4.10"
+    assert find_provider().version == "sglang-kernel 0.4.10"
+    versions.clear()
+    assert find_provider().version == "sglang-kernel of unknown version"
+
+
+@pytest.fixture
+def load(install, monkeypatch):
+    """Loads the backend over one provider; afterwards nobody has loaded it."""
+    monkeypatch.setattr(registry, "_loaded", {})
+    loaded = sys.modules.pop("attn_backends.flash_attn3", None)
+
+    def load(name, source=None):
+        install(name, source)
+        return registry.get("flash_attn3")
+
+    yield load
+    sys.modules.pop("attn_backends.flash_attn3", None)
+    if loaded is not None:
+        sys.modules["attn_backends.flash_attn3"] = loaded
+
+
+def hopper_spec(**changes):
+    fields = {"num_q_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16}
+    return make_spec(**{**fields, **changes})
+
+
+def reasons(backend, spec):
+    return "; ".join(backend.further_reasons(spec, CPU) + backend.capabilities.reasons_against(spec, CPU))
+
+
+def test_the_backend_claims_what_its_provider_has(load):
+    backend = load("upstream")
+    assert backend.capabilities.features == {Feature.GQA, Feature.SLIDING_WINDOW, Feature.SOFT_CAP}
+    assert "has no sinks" in reasons(backend, hopper_spec(sinks=True))
+    assert "has no value_dim" in reasons(backend, hopper_spec(head_dim=192, value_dim=128))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (64, 200), (64, 512), (136, 104), (192, 128), (256, 256)])
+def test_pairs_of_dims_that_have_a_kernel_are_served(dims, load):
+    told = reasons(load("vllm"), hopper_spec(head_dim=dims[0], value_dim=dims[1]))
+    assert "value_dim" not in told and "head_dim" not in told
+
+
+@pytest.mark.parametrize(
+    "dims", [(64, 128), (64, 192), (64, 520), (96, 64), (128, 136), (192, 96), (192, 136), (200, 128)]
+)
+def test_pairs_of_dims_without_a_kernel_are_refused(dims, load):
+    assert "value_dim" in reasons(load("vllm"), hopper_spec(head_dim=dims[0], value_dim=dims[1]))
+
+
+def test_sinks_are_refused_beyond_the_heads_and_dims_of_their_kernel(load):
+    backend = load("vllm")
+    assert "sinks" not in reasons(backend, hopper_spec(num_q_heads=64, sinks=True))
+    assert "num_q_heads must be at most 64, got 66" in reasons(backend, hopper_spec(num_q_heads=66, sinks=True))
+    assert "num_q_heads" not in reasons(backend, hopper_spec(num_q_heads=66))
+    assert "with sinks value_dim must equal" in reasons(backend, hopper_spec(head_dim=192, value_dim=128, sinks=True))
+
+
+def test_another_compute_capability_than_9_is_refused(load, monkeypatch):
+    backend = load("vllm")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert "compute capability 9 alone, the device has (10, 0)" in str(
+        backend.supports(hopper_spec(), torch.device("cuda"))
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert isinstance(backend.supports(hopper_spec(), torch.device("cuda")), Accepted)
+
+
+def test_the_forward_hands_cache_and_rounded_sinks_to_the_provider(load):
+    backend, spec = load("vllm"), hopper_spec(sinks=True)
+    query, sinks = torch.zeros(2, 8, 128, dtype=torch.bfloat16), torch.zeros(8)
+    cache = KVCache(*(torch.zeros(3, 16, 2, 128, dtype=torch.bfloat16) for _ in range(2)))
+
+    out = backend.forward(query, cache, make_metadata(num_tokens=2, max_query_len=1), spec=spec, sinks=sinks)
+
+    call = sys.modules[MODULES["vllm"]].calls[0]
+    assert out is query and call["k"] is cache.key and call["s_aux"].dtype == torch.bfloat16
+
+
+def test_a_broken_provider_is_a_rejection_that_names_it(load):
+    with pytest.raises(registry.BrokenBackend):
+        load("vllm", "raise ImportError('undefined symbol: _ZN5torch')")
+    verdict = explain("flash_attn3", hopper_spec(), CPU)
+    assert isinstance(verdict, Rejected)
+    assert "vllm (vllm.vllm_flash_attn.flash_attn_interface) is installed and cannot be used" in verdict.reasons[0]
+
+
+def test_the_list_shows_whose_kernels_were_chosen(load):
+    from click.testing import CliRunner
+
+    from spec_decode.cli import main
+
+    load("sgl")
+    shown = CliRunner().invoke(main, ["list", "--device", "cpu"]).output
+    assert "flash_attn3 sglang-kernel of unknown version: rejected" in shown

@@ -1,0 +1,46 @@
+"""A pair without a paged cache, held against the engine that has one."""
+
+import pytest
+import torch
+
+from attn_backends import get
+from spec_decode.dense import run_target, write
+from spec_decode.engine import Engine, Request
+from spec_decode.strategy import GraphMode
+from spec_decode.training import Recipe, draft_loss
+from tests.factories import make_config, make_latent_config, make_pair
+
+PROMPTS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+WINDOWS = pytest.mark.parametrize("window", [None, 4])
+
+
+def greedy(pair, prompt, count):
+    engine = Engine(*pair, get("torch_reference"), num_speculative_tokens=0, max_seq_len=64, graph_mode=GraphMode.NONE)
+    return engine.generate([Request(prompt=prompt, max_new_tokens=count)])[0].token_ids
+
+
+@WINDOWS
+def test_the_dense_target_says_what_the_engines_does(window):
+    pair, tokens = make_pair(make_config(sliding_window=window), context=1.0), PROMPTS
+    for _ in range(12):
+        following = pair[0].logits(run_target(pair[0], tokens))[:, -1].argmax(-1, keepdim=True)
+        tokens = torch.cat([tokens, following], 1)
+    assert tokens[:, 5:].tolist() == [greedy(pair, prompt, 12) for prompt in PROMPTS.tolist()]
+
+
+@WINDOWS
+def test_a_cool_target_writes_what_it_says(window, monkeypatch):
+    pair = make_pair(make_config(sliding_window=window), context=1.0)
+    monkeypatch.setattr(torch, "rand", torch.zeros)
+    written = write(pair[0], PROMPTS, 17, torch.float32)
+    assert written[:, 5:].tolist() == [greedy(pair, prompt, 12) for prompt in PROMPTS.tolist()]
+
+
+@pytest.mark.parametrize("make", [make_config, make_latent_config])
+def test_a_draft_is_trained_with_its_own_window(make):
+    tokens = torch.randint(0, 24, (2, 17), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for window in (None, 16, 3):
+        target, draft = make_pair(make_config(), make(sliding_window=window), context=1.0)
+        losses.append(draft_loss(draft, target, tokens, Recipe()).item())
+    assert losses[0] == pytest.approx(losses[1]) and losses[2] != pytest.approx(losses[0], rel=1e-4)

@@ -1,0 +1,326 @@
+"""A draft with latent attention: its layer, its attention without a cache, and the engine that runs it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attn_backends import Feature, NoBackend, get
+from attn_backends.torch_reference import TorchReference
+from builders import AttentionKind
+from spec_decode.conformance.check import CheckFailure, Subject, expand
+from spec_decode.dense import causal_attend, positions_of, run_target, speculate, unrolled_attend
+from spec_decode.engine import Engine, Request
+from spec_decode.models import LatentConfig, LlamaTarget
+from spec_decode.strategy import GraphMode, Strategy
+from spec_decode.text import encode
+from spec_decode.training import Recipe, draft_loss
+from tests.factories import CPU, make_config, make_latent_config, make_pair
+
+REFERENCE = get("torch_reference")
+FORMS = {
+    "values_are_all_of_the_latent": make_latent_config(),
+    "values_leave_rotated_dims_out": make_latent_config(value_dim=24, sliding_window=None),
+    "no_sinks": make_latent_config(value_dim=16, sinks=False),
+}
+
+
+@pytest.fixture(params=FORMS.values(), ids=FORMS)
+def config(request):
+    return request.param
+
+
+def make_latent_pair(config=FORMS["values_are_all_of_the_latent"], **options):
+    return make_pair(None, config, **options)
+
+
+def turn(x, angles):
+    """x [T, ..., D] with the adjacent pairs of its last dims turned by angles [T, pairs], as complex numbers."""
+    pairs = torch.view_as_complex(x[..., -2 * angles.shape[1] :].unflatten(-1, (-1, 2)).contiguous())
+    angles = angles.view(angles.shape[0], *[1] * (x.dim() - 2), -1)
+    tail = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+    return torch.cat([x[..., : -tail.shape[-1]], tail], -1)
+
+
+def plain_attention(layer, config, x, start=0):
+    """The layer's attention in fp64, by its definition: no shared code, one query and head at a time."""
+    weight = {name: parameter.double() for name, parameter in layer.named_parameters()}
+    rope_dim, dim, x = config.latent.rope_dim, config.head_dim, x.double()
+    frequency = config.rope_theta ** (-2 * torch.arange(rope_dim // 2).double() / rope_dim)
+    angles = torch.arange(start, start + len(x)).double()[:, None] * frequency
+
+    def normed(v):
+        return v / (v.square().mean(-1, keepdim=True) + config.norm_eps).sqrt()
+
+    query = normed(x @ weight["q_a.weight"].T) * weight["q_norm.weight"] @ weight["q_b.weight"].T
+    query = turn(normed(query.view(len(x), -1, dim)), angles)
+    latent = turn(normed(x @ weight["kv.weight"].T) * weight["kv_norm.weight"], angles)
+    out = torch.zeros(*query.shape[:2], config.value_dim).double()
+    for token in range(len(x)):
+        seen = latent[max(0, token + 1 - (config.sliding_window or len(x))) : token + 1]
+        for head in range(config.num_q_heads):
+            scores = (seen @ query[token, head] / dim**0.5).exp()
+            sink = weight["sinks"][head].exp() if config.latent.sinks else 0.0
+            out[token, head] = scores @ seen[:, : config.value_dim] / (scores.sum() + sink)
+    if config.value_dim == dim:
+        out = turn(out, -angles)
+    return out.flatten(1) @ weight["out_a.weight"].T @ weight["out_b.weight"].T
+
+
+def attention(draft, x, start=0):
+    """The same by the model."""
+    positions = torch.arange(start, start + len(x))
+    return draft.layer.attention(x, positions, draft.rotary, causal_attend(1, draft.config.sliding_window))
+
+
+def test_the_layer_attends_by_its_definition(config):
+    draft, x = make_latent_pair(config)[1], torch.randn(15, config.hidden_size)
+    torch.testing.assert_close(
+        attention(draft, x).double(), plain_attention(draft.layer, config, x), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_the_layer_knows_only_distances():
+    draft, x = make_latent_pair()[1], torch.randn(15, 32)
+    torch.testing.assert_close(attention(draft, x, start=100), attention(draft, x), rtol=1e-4, atol=1e-5)
+
+
+def test_the_layer_says_the_same_while_it_is_trained(config):
+    draft, x = make_latent_pair(config)[1], torch.randn(15, config.hidden_size)
+    wanted = attention(draft, x)
+    found = attention(draft.requires_grad_(True), x)
+    assert found.requires_grad
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_token_beyond_the_window_is_not_seen():
+    draft, x = make_latent_pair()[1], torch.randn(15, 32)
+    changed = torch.cat([x[:4] + 1, x[4:]])
+    far, near = attention(draft, x), attention(draft, changed)
+    assert torch.equal(far[9:], near[9:]) and not torch.allclose(far[8], near[8])
+
+
+def test_every_parameter_learns(config):
+    draft = make_latent_pair(config)[1].requires_grad_(True)
+    attention(draft, torch.randn(15, config.hidden_size)).square().sum().backward()
+    learnt = {name for name, p in draft.layer.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+    wanted = {
+        "q_a.weight",
+        "q_norm.weight",
+        "q_b.weight",
+        "kv.weight",
+        "kv_norm.weight",
+        "out_a.weight",
+        "out_b.weight",
+    }
+    assert learnt == wanted | ({"sinks"} if config.latent.sinks else set())
+
+
+def test_an_unrolled_step_sees_what_it_would_at_inference(config):
+    target, draft = make_latent_pair(config)
+    tokens = torch.randint(0, 24, (1, 13))
+    inputs, hidden = tokens[:, 1:], run_target(target, tokens)
+    length, positions = inputs.shape[1], positions_of(inputs)
+    attend, state, unrolled = unrolled_attend(inputs, config.sliding_window), hidden[:, :-1], []
+    for _ in range(4):
+        unrolled.append(draft(inputs.flatten(), state[0], positions, attend))
+        state = torch.nn.functional.pad(unrolled[-1][None, :-1], (0, 0, 1, 0))
+    for first in range(length - 3):
+        states = hidden[0, :-1].clone()
+        for step in range(4):
+            whole = draft(inputs.flatten(), states, positions, causal_attend(1, config.sliding_window))
+            torch.testing.assert_close(unrolled[step][first + step], whole[first + step], rtol=1e-4, atol=1e-5)
+            if step < 3:
+                states[first + step + 1] = whole[first + step]
+
+
+def test_training_lowers_the_loss(config):
+    target, draft = make_latent_pair(config)
+    tokens, recipe = torch.randint(0, 24, (4, 17)), Recipe(unroll=3)
+    optimizer = torch.optim.AdamW(draft.requires_grad_(True).parameters(), lr=3e-3)
+    losses = []
+    for _ in range(20):
+        losses.append(draft_loss(draft, target, tokens, recipe))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < 0.8 * losses[0]
+
+
+PROBLEMS = {
+    "num_kv_heads must be 1, got 2": {"num_kv_heads": 2, "num_q_heads": 2},
+    "rope_dim must be even, 2 to head_dim 32, got 7": {"latent": LatentConfig(rope_dim=7, q_rank=1, out_rank=1)},
+    "rope_dim must be even, 2 to head_dim 32, got 34": {"latent": LatentConfig(rope_dim=34, q_rank=1, out_rank=1)},
+    "at most 24, got 28": {"latent": LatentConfig(rope_dim=8, q_rank=1, out_rank=1, value_dim=28)},
+    "at most 24, got 0": {"latent": LatentConfig(rope_dim=8, q_rank=1, out_rank=1, value_dim=0)},
+    "q_rank must be at least 1, got 0": {"latent": LatentConfig(rope_dim=8, q_rank=0, out_rank=1)},
+    "out_rank must be at least 1, got -2": {"latent": LatentConfig(rope_dim=8, q_rank=1, out_rank=-2)},
+}
+
+
+@pytest.mark.parametrize(("message", "changes"), PROBLEMS.items(), ids=PROBLEMS)
+def test_a_latent_that_no_layer_could_have_is_refused(message, changes):
+    with pytest.raises(ValueError, match=message):
+        make_latent_config(**changes)
+
+
+def test_the_spec_of_a_latent_layer_says_all_of_it(config):
+    spec = config.attention_spec(16, torch.bfloat16)
+    assert (spec.kind, spec.num_kv_heads, spec.head_dim) == (AttentionKind.MLA, 1, 32)
+    assert (spec.out_dim, spec.sinks) == (config.value_dim, config.latent.sinks)
+    assert spec.sliding_window == config.sliding_window
+
+
+def test_a_target_with_latents_is_refused():
+    with pytest.raises(ValueError, match="Leave latent out of the target's config"):
+        LlamaTarget(make_latent_config())
+
+
+def make_engine(pair, backend=REFERENCE, *, num_speculative_tokens=3, graph_mode=GraphMode.FULL, **options):
+    options = {"max_reqs": 3, "max_seq_len": 64, "page_size": 4, **options}
+    return Engine(*pair, backend, num_speculative_tokens=num_speculative_tokens, graph_mode=graph_mode, **options)
+
+
+def make_requests(**options):
+    prompts = ([3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [4, 6])
+    return [
+        Request(prompt=p, max_new_tokens=n, seed=n, **options) for p, n in zip(prompts, (14, 19, 8, 1), strict=True)
+    ]
+
+
+def texts(engine, requests):
+    return [generation.token_ids for generation in engine.generate(requests)]
+
+
+@pytest.mark.parametrize("strategy", list(Strategy))
+def test_greedy_speculation_says_what_plain_decoding_says(config, strategy):
+    pair = make_latent_pair(config)
+    engine = make_engine(pair, strategy=strategy)
+    assert texts(engine, make_requests()) == texts(make_engine(pair, num_speculative_tokens=0), make_requests())
+    assert engine.plan.strategy is strategy and 0.2 < engine.stats.mean_accepted < 2.8
+
+
+@pytest.mark.parametrize("strategy", [Strategy.FULL_LOOP, Strategy.PER_STEP])
+def test_graphs_keep_and_say_what_eager_does_when_hot(config, strategy):
+    def generations(strategy):
+        found = make_engine(make_latent_pair(config), strategy=strategy).generate(make_requests(temperature=1.0))
+        return [(generation.token_ids, generation.accepted) for generation in found]
+
+    assert generations(strategy) == generations(Strategy.EAGER)
+
+
+def test_the_first_draft_is_the_dense_drafts_over_the_whole_prompt(config, monkeypatch):
+    target, draft = make_latent_pair(config, context=1.0)
+    draft.fuse.weight[:, draft.config.hidden_size :] *= 10
+    engine, logits = make_engine((target, draft), max_reqs=4), []
+    propose = engine.drafter.propose
+
+    def spy(verified):
+        drafts = propose(verified)
+        logits.append(drafts.logits.clone())
+        return drafts
+
+    monkeypatch.setattr(engine.drafter, "propose", spy)
+    requests = [replace(request, max_new_tokens=5) for request in make_requests()]
+    for request, result, found in zip(requests, engine.generate(requests), logits[0], strict=True):
+        hidden = run_target(target, torch.tensor([request.prompt]))[0]
+        ids = torch.tensor([*request.prompt[1:], result.token_ids[0]])
+        attend = causal_attend(1, config.sliding_window)
+        dense = draft.logits(draft(ids, hidden, torch.arange(len(ids)), attend))[-1]
+        torch.testing.assert_close(found[0], dense, rtol=1e-4, atol=1e-5)
+
+
+def test_as_much_is_kept_as_when_the_same_pair_speculates_without_a_cache(config):
+    config = replace(config, vocab_size=256)
+    pair = make_pair(make_config(vocab_size=256, num_q_heads=4), config, context=0.5)
+    prompts, rounds = ["aardvark!", "bumblebee", "crocodile"], 12
+    kept, _ = speculate(*pair, prompts, rounds, 3)
+    results = make_engine(pair).generate([Request(prompt=encode(prompt), max_new_tokens=50) for prompt in prompts])
+    first = [accepted for result in results for accepted in result.accepted[:rounds]]
+    assert len(first) == rounds * 3 and 0.2 < kept < 2.5
+    assert sum(first) / len(first) == pytest.approx(kept)
+
+
+def test_the_target_may_sit_on_a_backend_without_latents():
+    pair = make_pair(make_config(hidden_size=64, head_dim=64), make_latent_config(hidden_size=64))
+    mixed = make_engine(pair, get("triton_paged"), draft_backend=REFERENCE)
+    assert texts(mixed, make_requests()) == texts(make_engine(pair), make_requests())
+
+
+def test_a_draft_backend_without_latents_is_refused_with_its_reason():
+    pair = make_pair(make_config(hidden_size=64, head_dim=64), make_latent_config(hidden_size=64))
+    with pytest.raises(NoBackend, match=r"group draft .* triton_paged refuses: .*serves mha, not mla"):
+        make_engine(pair, get("triton_paged"))
+
+
+def test_a_bf16_draft_drafts_with_fp32_sinks():
+    pair = make_latent_pair()
+    for model in pair:
+        for name, parameter in model.named_parameters():
+            if not name.endswith("sinks"):
+                parameter.data = parameter.data.bfloat16()
+    engine = make_engine(pair)
+    assert [len(text) for text in texts(engine, make_requests())] == [14, 19, 8, 1]
+    assert engine.stats.mean_accepted > 0.2
+
+
+def latent_only(forward=TorchReference.forward, **claims):
+    class LatentOnly(TorchReference):
+        name = "latent_only"
+        capabilities = replace(TorchReference.capabilities, kinds=(AttentionKind.MLA,), **claims)
+
+    LatentOnly.forward = forward
+    return LatentOnly()
+
+
+def drafter_checks(backend, *cases):
+    return [check for check in expand(Subject(backend, CPU)) if check.id in cases]
+
+
+AGREE, PREFIX = "drafter.strategies_agree[k3-n3]", "drafter.steps_attend_to_the_logical_prefix[k4-n3]"
+CLAIMS = {
+    "all": {},
+    "no_sinks": {"features": frozenset(Feature) - {Feature.SINKS}},
+    "no_window": {"features": frozenset(Feature) - {Feature.SLIDING_WINDOW}},
+    "one_dim": {"features": frozenset(Feature) - {Feature.VALUE_DIM}},
+    "bf16": {"dtypes": (torch.bfloat16,)},
+}
+
+
+@pytest.mark.parametrize("claims", CLAIMS.values(), ids=CLAIMS)
+def test_the_drafter_checks_draft_with_a_backend_of_latents_alone(claims):
+    checks = drafter_checks(latent_only(**claims), AGREE, PREFIX)
+    assert len(checks) == 2
+    for check in checks:
+        assert check()
+
+
+def no_sinks(self, query, cache, metadata, *, spec, sinks=None):
+    assert spec.sinks
+    return TorchReference.forward(self, query, cache, metadata, spec=replace(spec, sinks=False))
+
+
+def other_heads_sinks(self, query, cache, metadata, *, spec, sinks=None):
+    return TorchReference.forward(self, query, cache, metadata, spec=spec, sinks=sinks.flip(0))
+
+
+def no_window(self, query, cache, metadata, *, spec, sinks=None):
+    every = replace(metadata, kv_start=torch.zeros_like(metadata.kv_start))
+    return TorchReference.forward(self, query, cache, every, spec=spec, sinks=sinks)
+
+
+@pytest.mark.parametrize("forward", [no_sinks, other_heads_sinks, no_window])
+def test_the_drafter_checks_kill_a_backend_that_attends_otherwise(forward):
+    [check] = drafter_checks(latent_only(forward), PREFIX)
+    with pytest.raises(CheckFailure, match="logical prefix"):
+        check()
+
+
+def test_the_drafter_checks_kill_a_backend_that_stores_raw_latents():
+    backend = latent_only()
+    type(backend).write_latent = lambda self, latent, norm, cache, metadata: self.write_kv(
+        latent[:, None], latent[:, None], cache, metadata
+    )
+    [check] = drafter_checks(backend, PREFIX)
+    with pytest.raises(CheckFailure, match="logical prefix"):
+        check()
