@@ -81,6 +81,8 @@ class Capabilities:
     """None means head_dims."""
     kv_dtypes: tuple[torch.dtype, ...] = ()
     """Dtypes of the KV cache beside that of the queries."""
+    quantises_queries: bool = False
+    """Whether, over a cache of a narrower dtype, queries and weights are rounded to it too."""
     mixed_kv_dtypes: bool = False
     """Whether the KV cache may have another of `dtypes` than the queries."""
     compute_capability: tuple[int, int] = (8, 0)

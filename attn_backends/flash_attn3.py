@@ -17,7 +17,8 @@ _SINK_HEADS = 64
 class FlashAttn3(AttentionBackend):
     """Paged decode and extend by PROVIDER: split-KV decode, and the features that its kernels have.
 
-    The kernels take sinks in bf16 only: they are rounded to it, in the graph too.
+    The kernels take sinks in bf16 only: they are rounded to it, in the graph too. Over a cache of e4m3 they multiply
+    e4m3: queries are rounded to it, unscaled as keys and values are, and come back as bf16.
     """
 
     name = "flash_attn3"
@@ -26,6 +27,8 @@ class FlashAttn3(AttentionBackend):
     capabilities = Capabilities(
         devices=("cuda",),
         dtypes=PROVIDER.dtypes,
+        kv_dtypes=(torch.float8_e4m3fn,),
+        quantises_queries=True,
         head_dims=PROVIDER.head_dims,
         value_dims=Sizes(minimum=16, maximum=512, multiple_of=8) if Feature.VALUE_DIM in PROVIDER.features else None,
         page_sizes=PROVIDER.page_sizes,
@@ -35,6 +38,8 @@ class FlashAttn3(AttentionBackend):
 
     def further_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
         reasons = _against_sinks(spec) if Feature.SINKS in self.capabilities.features else []
+        if spec.cache_dtype.itemsize == 1:
+            reasons += _against_fp8(spec)
         if Feature.VALUE_DIM in self.capabilities.features:
             reasons += _against_dims(spec.head_dim, spec.out_dim)
         if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] != 9:
@@ -52,6 +57,8 @@ class FlashAttn3(AttentionBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
+        if spec.cache_dtype.itemsize == 1:
+            query = query.to(spec.cache_dtype)
         return PROVIDER.attend(query, cache, metadata, spec, sinks=sinks)
 
 
@@ -65,6 +72,16 @@ def _against_sinks(spec: AttentionSpec) -> list[str]:
     if spec.out_dim != spec.head_dim:
         reasons.append(f"with sinks value_dim must equal head_dim, got {spec.out_dim} and {spec.head_dim}")
     return reasons
+
+
+def _against_fp8(spec: AttentionSpec) -> list[str]:
+    """What was tried of it."""
+    if spec.dtype is torch.bfloat16 and spec.head_dim in (64, 128, 256) and spec.out_dim == spec.head_dim:
+        return []
+    return [
+        "over a cache of e4m3, dtype must be bfloat16 and head_dim and value_dim alike 64, 128 or 256, got "
+        f"{spec.dtype}, {spec.head_dim} and {spec.out_dim}"
+    ]
 
 
 def _against_dims(head_dim: int, value_dim: int) -> list[str]:

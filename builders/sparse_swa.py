@@ -53,8 +53,7 @@ class SparseSwaBuilder(MetadataBuilder[SparseSwaMetadata]):
     """
 
     graph_support = GraphSupport.ALWAYS
-    # is_valid is refreshed with them, but follows a request's life, not its position.
-    step_fields = ("seq_lens", "positions", "slot_mapping", "window_indices", "window_lens")
+    step_fields = ("seq_lens", "positions", "slot_mapping", "window_indices", "window_lens", "is_valid")
 
     def __init__(
         self, spec: AttentionSpec, device: torch.device, *, max_reqs: int, max_tokens: int, max_seq_len: int

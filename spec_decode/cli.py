@@ -16,6 +16,7 @@ from spec_decode.commands.demo import demo
 from spec_decode.commands.draft import draft
 from spec_decode.commands.list import list_backends
 from spec_decode.commands.matrix import matrix
+from spec_decode.commands.soak import soak
 
 
 class _Verbs(click.Group):
@@ -44,5 +45,5 @@ def main() -> None:
         os.environ.setdefault("TRITON_CACHE_DIR", str(Path(sys.prefix) / "cache" / "triton"))
 
 
-for _verb in (demo, list_backends, check, draft, matrix, bench):
+for _verb in (demo, list_backends, check, draft, matrix, bench, soak):
     main.add_command(_verb)

@@ -55,7 +55,7 @@ def sparse_attention(
     fp32 [H], -inf for a head that has none. A token whose lists are empty comes out as exactly 0. Both caches have the
     same form, plain or packed; their page sizes and widths may differ. Raises BatchError for tensors that do not fit.
     """
-    tokens, heads, dim = query.shape
+    _, heads, dim = query.shape
     require(
         dim in DIMS,
         f"the latent dim must be one of {DIMS}, got {dim}; the kernel's tiles do not fit others, so nothing was run. "

@@ -1,7 +1,7 @@
 """The Triton kernel of sparse attention; sparse_attention.py holds its contract and the shape legend.
 
-What it costs is the latency of a chain: slots, latents, dot, softmax, dot, store. So a window's list is one block, whose
-loads are all in flight at once, and whose latents go to shared memory once, for both dots.
+What it costs is the latency of a chain: slots, latents, dot, softmax, dot, store. So the list of a window is one block,
+whose loads are all in flight at once and whose latents go to shared memory once, for both dots.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def sparse_attention_kernel(
     )
     if FP32_DOT:
         q = q.to(tl.float32)
-    # A sink is a first token without a value. The floor keeps differences of peaks finite while there is nothing yet.
+    # A sink is a first token that has a weight and no value. Where there is none, it lies so far below every score that
+    # its weight fades to nothing, and an empty list needs no care.
     peak = tl.full((BLOCK_M,), -1e30, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
     if SINKS:
-        sink = tl.load(sinks + head, mask=in_head, other=float("-inf")) * 1.4426950408889634
-        peak = tl.maximum(sink, peak)
-        total = tl.exp2(sink - peak)
+        sink = tl.load(sinks + head, mask=in_head, other=float("-inf"))
+        peak = tl.maximum(sink * 1.4426950408889634, peak)
+    total = tl.full((BLOCK_M,), 1.0, tl.float32)
     acc = tl.zeros((BLOCK_M, DIM), tl.float32)
     length = tl.load(lens + token)
     indices += token * list_stride
@@ -92,7 +92,7 @@ def sparse_attention_kernel(
             tl.load(extra_lens + token), extra_width, extra_page_stride, extra_token_stride,
             DIM, EXTRA_PAGE_SIZE, PACKED, BLOCK_N, FP32_DOT,
         )  # fmt: skip
-    acc = acc * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
+    acc = acc * (1.0 / total)[:, None]
     at = out + (token * HEADS + head)[:, None] * DIM + dim[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=in_head[:, None])
 

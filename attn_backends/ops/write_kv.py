@@ -8,6 +8,8 @@ from builders._ops import define_op
 from builders._triton import interpreting, tl, triton
 from builders.errors import require_tensor
 
+_E4M3_MAX = 448.0
+
 
 def write_kv(
     key: torch.Tensor,
@@ -19,18 +21,16 @@ def write_kv(
     """cache[slot // page_size, slot % page_size] = new, for every token whose slot is not -1.
 
     key [num_tokens, heads, dim], value [num_tokens, heads, value_dim], caches [pages, page_size, heads, dim] with
-    separate strides, slot_mapping int64 [num_tokens].
+    separate strides, slot_mapping int64 [num_tokens]. Into a cache of e4m3 go keys and values of two bytes, rounded to
+    nearest and clamped to its range, unscaled; otherwise they have the cache's dtype.
     """
     num_tokens = slot_mapping.shape[0]
     _, _, heads, dim = key_cache.shape
-    require_tensor("key", key, shape=(num_tokens, heads, dim), dtype=key_cache.dtype, device=key_cache.device)
-    require_tensor(
-        "value",
-        value,
-        shape=(num_tokens, heads, value_cache.shape[3]),
-        dtype=value_cache.dtype,
-        device=value_cache.device,
-    )
+    quantise = key_cache.dtype is torch.float8_e4m3fn and key.dtype.itemsize == 2
+    dtype = key.dtype if quantise else key_cache.dtype
+    require_tensor("key", key, shape=(num_tokens, heads, dim), dtype=dtype, device=key_cache.device)
+    shape = (num_tokens, heads, value_cache.shape[3])
+    require_tensor("value", value, shape=shape, dtype=dtype, device=value_cache.device)
     _write_kv_op(key, value, key_cache, value_cache, slot_mapping)
 
 
@@ -41,12 +41,15 @@ def _write_kv(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    if interpreting():
+    quantise = key.dtype != key_cache.dtype
+    if interpreting() and not quantise:
         _launch(key, value, key_cache, value_cache, slot_mapping)
         return
     page_size = key_cache.shape[1]
     written = slot_mapping >= 0
     slots = slot_mapping[written]
+    if quantise:
+        key, value = (new.float().clamp(-_E4M3_MAX, _E4M3_MAX).to(key_cache.dtype) for new in (key, value))
     key_cache[slots // page_size, slots % page_size] = key[written]
     value_cache[slots // page_size, slots % page_size] = value[written]
 
@@ -76,6 +79,7 @@ def _launch(
         VALUE_DIM=value_dim,
         BLOCK_H=triton.next_power_of_2(heads),
         BLOCK_D=triton.next_power_of_2(max(dim, value_dim)),
+        QUANTISE=key.dtype != key_cache.dtype,
         num_warps=1 if heads * dim <= 512 else 4,
     )
 
@@ -103,6 +107,7 @@ def _write_kv_kernel(
     VALUE_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    QUANTISE: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
@@ -113,10 +118,14 @@ def _write_kv_kernel(
         dim = tl.arange(0, BLOCK_D)[None, :]
         in_key = (head < HEADS) & (dim < DIM)
         new_key = tl.load(key + token * key_token_stride + head * key_head_stride + dim, mask=in_key)
+        if QUANTISE:
+            new_key = tl.clamp(new_key.to(tl.float32), -448.0, 448.0).to(key_cache.dtype.element_ty)
         key_at = page * kc_page_stride + offset * kc_token_stride + head * kc_head_stride + dim
         tl.store(key_cache + key_at, new_key, mask=in_key)
         in_value = (head < HEADS) & (dim < VALUE_DIM)
         new_value = tl.load(value + token * value_token_stride + head * value_head_stride + dim, mask=in_value)
+        if QUANTISE:
+            new_value = tl.clamp(new_value.to(tl.float32), -448.0, 448.0).to(value_cache.dtype.element_ty)
         value_at = page * vc_page_stride + offset * vc_token_stride + head * vc_head_stride + dim
         tl.store(value_cache + value_at, new_value, mask=in_value)
 

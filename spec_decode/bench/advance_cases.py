@@ -27,7 +27,7 @@ def advance_rows(bench: Bench) -> Iterator[Row]:
     """GPU time of one advance and the kernels it launches; a builder of views launches none."""
     yield from _shared_rows(bench)
     for backend, spec in serving(bench, "advance", (GQA, MLA, SPARSE, PACKED)):
-        with bench.noting(f"advance/{backend.name}"):
+        with bench.noting(f"advance/{backend.name}", at=f"[{spec.describe()}]"):
             for num_reqs in _NUM_REQS:
                 yield _builder_row(bench, backend, spec, num_reqs)
     with bench.noting("advance/flashinfer-horizon"):

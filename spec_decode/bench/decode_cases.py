@@ -58,25 +58,26 @@ _PACKED = replace(_SPARSE, most=0.8)
 def paged_rows(bench: Bench) -> Iterator[Row]:
     """triton_paged beside FlashAttention-3 and FlashInfer on tensor cores."""
     for num_reqs, context in product((1, 32), (1024, 8192)):
-        yield from _contest_rows(bench, _PAGED, GQA, num_reqs, context)
+        yield from contest_rows(bench, _PAGED, GQA, num_reqs, context)
 
 
 def mla_rows(bench: Bench) -> Iterator[Row]:
     """triton_mla beside FlashInfer's latent attention."""
     for heads, num_reqs, context in product((16, 128), (1, 32), (1024, 8192)):
-        yield from _contest_rows(bench, _MLA, replace(MLA, num_q_heads=heads), num_reqs, context)
+        yield from contest_rows(bench, _MLA, replace(MLA, num_q_heads=heads), num_reqs, context)
 
 
 def sparse_rows(bench: Bench) -> Iterator[Row]:
     """sparse_swa_mla beside FlashMLA, over packed fp8 and over bf16."""
     for spec, contest in ((PACKED, _PACKED), (SPARSE, _SPARSE)):
         for heads, num_reqs in product((64, 128), (1, 8, 32, 128)):
-            yield from _contest_rows(bench, contest, replace(spec, num_q_heads=heads), num_reqs, 1024)
+            yield from contest_rows(bench, contest, replace(spec, num_q_heads=heads), num_reqs, 1024)
 
 
-def _contest_rows(bench: Bench, contest: Contest, spec: AttentionSpec, num_reqs: int, context: int) -> Iterator[Row]:
+def contest_rows(bench: Bench, contest: Contest, spec: AttentionSpec, num_reqs: int, context: int) -> Iterator[Row]:
     """A row of the backend, with its time over the best peer's, and one of each peer that is there."""
-    with bench.noting(f"{contest.case}: {contest.backend}"):
+    at = f"[{spec.describe()}], {num_reqs} x {context}"
+    with bench.noting(f"{contest.case}: {contest.backend}", at=at):
         scene = DecodeScene(spec, num_reqs, context, bench.device)
         attend, backend = by_backend(contest.backend)(scene), get(contest.backend)
         caches = scene.cold_caches(backend) if contest.cold else scene.warm_cache(backend)
@@ -84,7 +85,7 @@ def _contest_rows(bench: Bench, contest: Contest, spec: AttentionSpec, num_reqs:
         ours = time_attention(attend, caches)
         peers = []
         for name, way in contest.peers.items():
-            with bench.noting(f"{contest.case}: {name} (peer)"):
+            with bench.noting(f"{contest.case}: {name} (peer)", at=at):
                 attend = way(scene)
                 difference = (attend(caches[0]).float() - expected).norm() / expected.norm()
                 row = _row(bench, contest, scene, f"{name} (peer)", time_attention(attend, caches))

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from spec_decode.graphs import runtime_for
+
 _WARMUP = 5
 _REPEATS = 40
 _QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
@@ -59,10 +61,7 @@ def time_call(
 def time_kernels(launch: Callable[[], object], *, calls: int = 50) -> Quantiles:
     """GPU microseconds of one launch, from graph replays of many, so that launch gaps do not count."""
     launch()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            launch()
+    graph = runtime_for(torch.device("cuda")).capture(lambda: [launch() for _ in range(calls)])
     samples = []
     for _ in range(_REPEATS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

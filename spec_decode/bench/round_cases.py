@@ -8,7 +8,6 @@ from itertools import product
 
 import torch
 
-from attn_backends import AttentionBackend
 from spec_decode.bench.drafter_cases import DRAFTERS
 from spec_decode.bench.rounds import STEPS, WHOLE, DrafterCase, Round, make_model, time_round
 from spec_decode.bench.rows import Bench, Limit, Row, held_to, serving
@@ -47,46 +46,50 @@ _Loops = dict[tuple[str, int, int], float]
 
 
 def round_rows(bench: Bench) -> Iterator[Row]:
-    """The whole round with its inputs in place, and its later steps alone."""
+    """The whole round with its inputs in place, and its later steps alone.
+
+    The specification runs no latent draft: it gathers all of a context for every token.
+    """
     if not bench.on_cuda:
         bench.miss("round", f"{bench.device.type} has an emulator of graphs: tiny drafts run, and no limit is judged")
     cases = _CASES if bench.on_cuda else _CASES_ON_CPU
     served = list(serving(bench, "round", [case.spec for case in cases]))
     for case in cases:
         model = make_model(case, bench.device)
+        backends = [backend for backend, spec in served if spec == case.spec]
         loops: _Loops = {}
-        for backend in (backend for backend, spec in served if spec == case.spec):
-            with bench.noting(f"round/{backend.name}"):
-                yield from _loop_rows(bench, case, model, backend, loops)
+        for backend, steps, num_reqs in product(backends, case.steps, case.num_reqs):
+            if backend.name != "torch_reference" or case.config.latent is None:
+                yield from _loop_rows(bench, case, model, Round(backend, Strategy.FULL_LOOP, steps, num_reqs), loops)
         if case is _SHAPE:
-            with bench.noting("round/flashinfer, planned on the host"):
-                yield from _host_plan_rows(bench, case, model, loops)
+            yield from _host_plan_rows(bench, case, model, loops)
 
 
-def _loop_rows(
-    bench: Bench, case: DrafterCase, model: EagleDraft, backend: AttentionBackend, loops: _Loops
-) -> Iterator[Row]:
-    for steps, num_reqs in product(case.steps, case.num_reqs):
-        for part, row in _parts(bench, case, model, Round(backend, Strategy.FULL_LOOP, steps, num_reqs)):
-            if backend.name == "flashinfer":
-                loops[part, steps, num_reqs] = row["host_us"]["p50"]
-            yield held_to(row, _HOST[part]) if bench.on_cuda else row
+def _loop_rows(bench: Bench, case: DrafterCase, model: EagleDraft, run: Round, loops: _Loops) -> Iterator[Row]:
+    for part, row in _parts(bench, case, model, run):
+        if run.backend.name == "flashinfer":
+            loops[part, run.steps, run.num_reqs] = row["host_us"]["p50"]
+        yield held_to(row, _HOST[part]) if bench.on_cuda else row
 
 
 def _host_plan_rows(bench: Bench, case: DrafterCase, model: EagleDraft, loops: _Loops) -> Iterator[Row]:
     """FlashInfer planned by itself, once a round and at every step; host_ratio: its host time over the loop's."""
-    from spec_decode.bench.flashinfer_plans import FlashInferHorizon, FlashInferPerStep
+    with bench.noting("round/flashinfer, planned on the host"):
+        from spec_decode.bench.flashinfer_plans import FlashInferHorizon, FlashInferPerStep
 
-    for steps, num_reqs in product(case.steps, case.num_reqs):
-        for _, row in _parts(bench, case, model, Round(FlashInferHorizon(), Strategy.FULL_LOOP, steps, num_reqs)):
-            yield row
-        for part, row in _parts(bench, case, model, Round(FlashInferPerStep(), Strategy.PER_STEP, steps, num_reqs)):
-            loop = loops.get((part, steps, num_reqs))
-            row["host_ratio"] = loop and round(row["host_us"]["p50"] / loop, 2)
-            yield held_to(row, _TEN_TIMES) if part == STEPS else row
+        for steps, num_reqs in product(case.steps, case.num_reqs):
+            once = Round(FlashInferHorizon(), Strategy.FULL_LOOP, steps, num_reqs)
+            yield from (row for _, row in _parts(bench, case, model, once))
+            each = Round(FlashInferPerStep(), Strategy.PER_STEP, steps, num_reqs)
+            for part, row in _parts(bench, case, model, each):
+                loop = loops.get((part, steps, num_reqs))
+                row["host_ratio"] = loop and round(row["host_us"]["p50"] / loop, 2)
+                yield held_to(row, _TEN_TIMES) if part == STEPS else row
 
 
 def _parts(bench: Bench, case: DrafterCase, model: EagleDraft, run: Round) -> Iterator[tuple[str, Row]]:
     name = f"round/{run.backend.name}"
     names = {WHOLE: name, STEPS: f"{name}/steps"}
-    return zip(names, time_round(bench, case, model, run, names), strict=True)
+    at = f"[{case.spec.describe()}], K {run.steps}, {run.num_reqs} requests"
+    with bench.noting(name, at=at):
+        yield from zip(names, time_round(bench, case, model, run, names), strict=True)

@@ -33,6 +33,9 @@ COLUMNS = (
 )
 """Of every row; what a case does not measure is null. A case may add its own."""
 
+_NOTE_LENGTH = 500
+"""Characters: a compiler's words can fill pages. The log has them all."""
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -56,24 +59,27 @@ class Bench:
         """How long that many bytes take at the copy bandwidth."""
         return None if self.bandwidth is None else round(num_bytes / self.bandwidth, 3)
 
-    def miss(self, what: str, why: object) -> None:
-        """Note, once, what is not timed and why."""
-        line = f"{what}: {why}"
+    def miss(self, what: str, why: object) -> str:
+        """Note, once, what is not timed and why; the line."""
+        line = f"{what}: {' '.join(str(why).split())[:_NOTE_LENGTH]}"
         if line not in self.missing:
             self.missing.append(line)
+        return line
 
     @contextmanager
-    def noting(self, what: str) -> Iterator[None]:
-        """A body that fails becomes a note, so that it costs no other its rows."""
+    def noting(self, what: str, *, at: str = "") -> Iterator[None]:
+        """A body that fails becomes a note, so that it costs no other its rows.
+
+        at: the shape it ran at. What is absent or refused is so at any, and noted once.
+        """
         try:
             yield
         except (ImportError, BackendError) as error:
             self.miss(what, error)
         except Exception as error:  # a kernel may fail in any way; its own words become the note
-            line = f"stopped by {type(error).__name__}: {error}"
-            _LOG.warning("%s %s", what, line, exc_info=True)
-            self.miss(what, line)
-            self.stopped.append(f"{what}: {line}")
+            where = f"{what} at {at}" if at else what
+            _LOG.warning("%s stopped", where, exc_info=True)
+            self.stopped.append(self.miss(where, f"stopped by {type(error).__name__}: {error}"))
 
 
 @dataclass(frozen=True, slots=True)

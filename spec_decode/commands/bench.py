@@ -39,7 +39,7 @@ def bench(cases: tuple[str, ...], device: str | None, target: str | None, only_l
         timings = run(
             device=where,
             cases=cases or None,
-            on_row=lambda row: status.update(f"timed {next(iter(row.values()), '')}"),
+            on_row=lambda row: status.update(f"timed {row['case']}"),
             command=command,
         )
     if target != "-":
@@ -53,7 +53,7 @@ def bench(cases: tuple[str, ...], device: str | None, target: str | None, only_l
 
 
 def _print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
-    columns = list(dict.fromkeys(column for row in rows for column in row))
+    columns = list(dict.fromkeys(column for row in rows for column in row if row[column] is not None))
     table = Table()
     for column in columns:
         table.add_column(column.replace("_", " "), overflow="fold")

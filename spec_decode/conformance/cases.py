@@ -70,7 +70,7 @@ _PLAIN: dict[AttentionKind, list[dict[str, Any]]] = {
     AttentionKind.MLA: [
         {"num_q_heads": heads, "num_kv_heads": 1, "page_size": page, "sliding_window": window, **dims}
         for dims, heads, page, window in product(
-            ({"head_dim": 80, "value_dim": 64}, {"head_dim": 128}, {"head_dim": 576, "value_dim": 512}),
+            ({"head_dim": 80, "value_dim": 64}, {"head_dim": 128}, {"head_dim": 512}),
             (4, 64),
             (PAGE, 64, 1),
             (None, 40),
@@ -115,7 +115,11 @@ _VARIANTS: dict[AttentionKind, dict[str, dict[str, Any]]] = {
         "dim_128": {"head_dim": 128},
         "dim_256": {"head_dim": 256},
         "value_dim": {"head_dim": 96, "value_dim": 64},
+        "dims_192_and_128": {"head_dim": 192, "value_dim": 128},
+        "dims_64_and_256": {"head_dim": 64, "value_dim": 256},
         "bf16_over_fp32_cache": {"dtype": torch.bfloat16, "kv_dtype": torch.float32},
+        "fp8_cache": {"dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn},
+        "fp8_cache_window": {"dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn, "sliding_window": 40},
     },
     AttentionKind.MLA: {
         **_COMMON,

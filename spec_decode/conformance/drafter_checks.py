@@ -4,152 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from attn_backends.ops.write_latent import LatentNorm
-from builders import AttentionKind, AttentionSpec, RequestTables
+from builders import AttentionSpec
 from builders._triton import torch_implementations
 from spec_decode.conformance import oracle
-from spec_decode.conformance.cases import base_spec
 from spec_decode.conformance.check import Evidence, Subject, Unsupported, check, expect
+from spec_decode.conformance.scene import MAX_SEQ_LEN, VOCAB, Scene, make_scene, target_of
 from spec_decode.drafter import Drafter, VerifiedTokens
-from spec_decode.kv_groups import KVGroup, make_group
-from spec_decode.models import EagleDraft, LatentConfig, LlamaTarget, ModelConfig
+from spec_decode.kv_groups import KVGroup
+from spec_decode.models import EagleDraft
 from spec_decode.models.latent import as_cached
 from spec_decode.strategy import Strategy, StrategyError
 
-_MAX_SEQ_LEN = 96
-_VOCAB = 40
 _ROUNDS = 2
 STEP_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 BATCH_SIZES = (1, 2, 3, 7, 32)
 
 
-@dataclass(frozen=True, slots=True)
-class _Scene:
-    """A model on the backend with n requests; everything random is drawn from fixed seeds."""
-
-    subject: Subject
-    spec: AttentionSpec
-    model: EagleDraft
-    num_reqs: int
-    steps: int
-
-    @property
-    def pages(self) -> list[list[int]]:
-        each = -(-_MAX_SEQ_LEN // self.spec.page_size)
-        order = torch.randperm(self.num_reqs * each, generator=torch.Generator().manual_seed(self.num_reqs)).tolist()
-        return [order[r * each : (r + 1) * each] for r in range(self.num_reqs)]
-
-    def contexts(self) -> list[int]:
-        """KV tokens before the first round: at page edges, around the window, and near the limit."""
-        size, window = self.spec.page_size, self.spec.sliding_window or 8
-        edges = [
-            size - 1,
-            window - 1,
-            0,
-            2 * size,
-            window,
-            _MAX_SEQ_LEN - 2 * self.steps - 3,
-            size,
-            window + 1,
-            5,
-        ]
-        return [max(0, edges[r % len(edges)]) + (r // len(edges)) for r in range(self.num_reqs)]
-
-    def limits(self) -> list[int]:
-        """Every third request runs into its limit on the way."""
-        return [
-            min(_MAX_SEQ_LEN, context + 2 * self.steps + 2) if r % 3 == 2 else _MAX_SEQ_LEN
-            for r, context in enumerate(self.contexts())
-        ]
-
-    def group(self) -> KVGroup:
-        """A fresh cache, filled with the same noise each time: the logical context of every request."""
-        group = make_group(
-            "draft",
-            self.subject.backend,
-            self.spec,
-            [0],
-            num_pages=sum(len(row) for row in self.pages),
-            device=self.subject.device,
-        )
-        generator = torch.Generator().manual_seed(7)
-        for cache in (group.caches[0].key, group.caches[0].value):
-            cache.copy_(torch.randn(cache.shape, generator=generator).to(cache.dtype))
-        return group
-
-    def tables(self) -> RequestTables:
-        return RequestTables(
-            page_sizes=[self.spec.page_size],
-            num_pages=[sum(len(row) for row in self.pages)],
-            max_reqs=self.num_reqs,
-            max_seq_len=_MAX_SEQ_LEN,
-            device=self.subject.device,
-        )
-
-
-def _scene(subject: Subject, num_reqs: int, steps: int) -> _Scene:
-    spec = _spec(subject)
-    config = ModelConfig(
-        vocab_size=_VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_layers=1,
-        num_q_heads=spec.num_q_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        max_positions=_MAX_SEQ_LEN + 32,
-        sliding_window=spec.sliding_window,
-        latent=_latent_of(spec),
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        target = _target_of(config)
-        draft = EagleDraft(config, target)
-        for parameter in (*target.parameters(), *draft.parameters()):
-            parameter.requires_grad_(False).mul_(2.0)
-        for name, parameter in draft.named_parameters():
-            if name.endswith("sinks"):
-                parameter.normal_()
-    for model in (target, draft):
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(spec.dtype)
-        model.to(subject.device)
-    return _Scene(subject, spec, draft, num_reqs, steps)
-
-
-def _spec(subject: Subject) -> AttentionSpec:
-    """The base spec with a window that the contexts outgrow, and with sinks in a latent layer, where it has them."""
-    base = base_spec(subject)
-    windowed = replace(base, sliding_window=24)
-    latent = base.kind is AttentionKind.MLA
-    with_sinks = [replace(spec, sinks=True) for spec in (windowed, base) if latent]
-    return next(spec for spec in (*with_sinks, windowed, base) if subject.backend.supports(spec, subject.device))
-
-
-def _latent_of(spec: AttentionSpec) -> LatentConfig | None:
-    if spec.kind is not AttentionKind.MLA:
-        return None
-    return LatentConfig(rope_dim=16, q_rank=32, out_rank=32, value_dim=spec.value_dim, sinks=spec.sinks)
-
-
-def _target_of(config: ModelConfig) -> LlamaTarget:
-    """A target for the draft to share the ends of; it has no layers, since none is run."""
-    return LlamaTarget(replace(config, num_layers=0, latent=None))
-
-
-def _verified(scene: _Scene, contexts: list[int], temperature: float, round_: int) -> VerifiedTokens:
+def _verified(scene: Scene, contexts: list[int], temperature: float, round_: int) -> VerifiedTokens:
     generator = torch.Generator().manual_seed(100 + round_)
     n, width, hidden = len(contexts), scene.steps + 1, scene.model.config.hidden_size
     tensors = {
-        "token_ids": torch.randint(0, _VOCAB, (n, width), generator=generator),
+        "token_ids": torch.randint(0, VOCAB, (n, width), generator=generator),
         "hidden_states": torch.randn(n, width, hidden, generator=generator).to(scene.spec.dtype),
         "context_lens": torch.tensor(contexts, dtype=torch.int32),
         "accepted": torch.randint(0, width, (n,), generator=generator, dtype=torch.int32),
-        "next_tokens": torch.randint(0, _VOCAB, (n,), generator=generator),
+        "next_tokens": torch.randint(0, VOCAB, (n,), generator=generator),
         "temperature": torch.full((n,), temperature),
         "seeds": torch.arange(n) * 7919 + 3,
     }
@@ -166,7 +50,7 @@ class _Run:
     overflow: torch.Tensor
 
 
-def _draft(scene: _Scene, strategy: Strategy, temperature: float) -> _Run:
+def _draft(scene: Scene, strategy: Strategy, temperature: float) -> _Run:
     """Two rounds; in the second one request has left and the others sit in other rows."""
     group, tables = scene.group(), scene.tables()
     drafter = Drafter(
@@ -206,7 +90,7 @@ def strategies_agree(subject: Subject, case: tuple[int, int]) -> Evidence:
     compared = 0
     # The kernels are judged one by one elsewhere: whole rounds in the interpreter would take an hour.
     with torch_implementations():
-        scene = _scene(subject, num_reqs, steps)
+        scene = make_scene(subject, num_reqs, steps)
         for temperature in (0.0, 1.0):
             eager = _draft(scene, Strategy.EAGER, temperature)
             for strategy in (Strategy.FULL_LOOP, Strategy.PER_STEP):
@@ -258,11 +142,11 @@ def _first_column(a: torch.Tensor, b: torch.Tensor) -> int:
 def steps_attend_to_the_logical_prefix(subject: Subject, case: tuple[int, int]) -> Evidence:
     steps, num_reqs = case
     with torch_implementations():
-        scene = _scene(subject, num_reqs, steps)
+        scene = make_scene(subject, num_reqs, steps)
         group, tables = scene.group(), scene.tables()
         context = _context_of(scene, group)
         drafter = Drafter(scene.model, [group], tables, num_speculative_tokens=steps)
-        tables.load([scene.pages], [_MAX_SEQ_LEN] * num_reqs)
+        tables.load([scene.pages], [MAX_SEQ_LEN] * num_reqs)
         verified = _verified(scene, scene.contexts(), 0.0, 0)
         drafts = drafter.propose(verified)
         truth = _dense_logits(scene, context, verified, drafts.tokens.cpu(), torch.float64)
@@ -279,7 +163,7 @@ def steps_attend_to_the_logical_prefix(subject: Subject, case: tuple[int, int]) 
     return {"error": error, "budget": budget, "error_over_budget": error / budget}
 
 
-def _context_of(scene: _Scene, group: KVGroup) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _context_of(scene: Scene, group: KVGroup) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The keys and values each request starts with, read out of the cache by the page table's own arithmetic."""
     size, cache = scene.spec.page_size, group.caches[0]
     contexts = []
@@ -314,7 +198,7 @@ class _DenseAttention:
 
 
 def _dense_logits(
-    scene: _Scene,
+    scene: Scene,
     context: list[tuple[torch.Tensor, torch.Tensor]],
     verified: VerifiedTokens,
     drafted: torch.Tensor,
@@ -339,9 +223,9 @@ def _dense_logits(
     return torch.stack(rows).double()
 
 
-def _dense_model(scene: _Scene, dtype: torch.dtype) -> EagleDraft:
+def _dense_model(scene: Scene, dtype: torch.dtype) -> EagleDraft:
     """The scene's model on the CPU in another precision."""
-    target = _target_of(scene.model.config)
+    target = target_of(scene.model.config)
     model = EagleDraft(scene.model.config, target)
     model.load_state_dict(scene.model.state_dict())
     for mine, shared in zip((target.embed, target.lm_head), scene.model._shared, strict=True):
@@ -360,10 +244,10 @@ def _dense_model(scene: _Scene, dtype: torch.dtype) -> EagleDraft:
 def a_round_never_waits(subject: Subject, case: None) -> None:
     if subject.device.type != "cuda":
         raise Unsupported("the CPU has nothing to wait for; the emulator refuses host reads instead")
-    scene = _scene(subject, 3, 4)
+    scene = make_scene(subject, 3, 4)
     tables = scene.tables()
     drafter = Drafter(scene.model, [scene.group()], tables, num_speculative_tokens=4)
-    tables.load([scene.pages], [_MAX_SEQ_LEN] * 3)
+    tables.load([scene.pages], [MAX_SEQ_LEN] * 3)
     verified = _verified(scene, scene.contexts(), 0.0, 0)
     drafter.propose(verified)
     with _syncs_are_errors():

@@ -75,3 +75,21 @@ def test_a_tensor_that_a_kernel_would_misread_is_refused_with_nothing_written(ch
     with pytest.raises(BatchError, match=message):
         write_kv(*change(*new(2)), cache.key, cache.value, torch.tensor([0, 1]))
     assert torch.equal(cache.key, before.key) and torch.equal(cache.value, before.value)
+
+
+def test_a_cache_of_e4m3_gets_the_nearest_number_in_its_range():
+    new = torch.tensor([[[0.3, -1.06, 500.0, 448.0]]], dtype=torch.bfloat16)
+    caches = [torch.zeros(1, 2, 1, 4, dtype=torch.float8_e4m3fn) for _ in range(2)]
+
+    write_kv(new, new * 2, *caches, torch.tensor([1]))
+
+    assert caches[0][0, 1, 0].float().tolist() == [0.3125, -1.0, 448.0, 448.0]
+    assert caches[1][0, 1, 0].float().tolist() == [0.625, -2.0, 448.0, 448.0]
+
+
+def test_a_cache_of_e4m3_refuses_keys_and_values_of_unlike_dtypes():
+    new = torch.zeros(1, 1, 4, dtype=torch.bfloat16)
+    caches = [torch.zeros(1, 2, 1, 4, dtype=torch.float8_e4m3fn) for _ in range(2)]
+
+    with pytest.raises(BatchError, match="value must be torch.bfloat16"):
+        write_kv(new, new.half(), *caches, torch.tensor([1]))

@@ -77,7 +77,7 @@ def excused(prompt: Sequence[int], wanted: list[int], found: list[int]) -> bool:
 SERVED = [
     ("draft", "torch_reference"),
     ("draft", "triton_paged"),
-    ("latent_draft", "torch_reference"),
+    ("latent_draft", "sparse_swa_mla"),
 ]
 
 
@@ -100,7 +100,7 @@ def test_plain_text_is_the_targets_own_argmax() -> None:
 
 
 @pytest.mark.parametrize(
-    ("draft", "backend", "least"), [("draft", "triton_paged", 2.0), ("latent_draft", "torch_reference", 1.8)]
+    ("draft", "backend", "least"), [("draft", "triton_paged", 2.0), ("latent_draft", "sparse_swa_mla", 1.8)]
 )
 def test_draft_is_accepted_well_above_chance_on_held_out_text(draft: str, backend: str, least: float) -> None:
     engine, _ = run(backend, 4, Strategy.EAGER, draft)
@@ -108,7 +108,7 @@ def test_draft_is_accepted_well_above_chance_on_held_out_text(draft: str, backen
     assert engine.stats.mean_accepted >= least
 
 
-@pytest.mark.parametrize(("draft", "backend"), [("draft", "triton_paged"), ("latent_draft", "torch_reference")])
+@pytest.mark.parametrize(("draft", "backend"), [("draft", "triton_paged"), ("latent_draft", "sparse_swa_mla")])
 def test_hot_text_is_the_same_in_every_strategy(draft: str, backend: str) -> None:
     texts = [
         [generation.token_ids for generation in run(backend, 4, strategy, draft, temperature=1.0, seed=11)[1]]

@@ -1,7 +1,6 @@
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,33 +57,3 @@ def test_list_survives_a_backend_that_does_not_load(plug_in, run):
     plug_in("broken", "no_such_module:Backend")
     result = run("list", "--device", "cpu")
     assert result.exit_code == 0 and "no_such_module" in result.output
-
-
-@pytest.fixture
-def timings(monkeypatch):
-    calls = []
-
-    def timed(*, device, cases, on_row, command):
-        calls.append((cases, command))
-        row = {"case": "round", "p50_us": 12.3456}
-        on_row(row)
-        return [row]
-
-    module = SimpleNamespace(run=timed, CASES={"round": "one round", "step": "one step"})
-    monkeypatch.setitem(sys.modules, "spec_decode.bench", module)
-    return calls
-
-
-def test_bench_prints_a_table_and_writes_rows(timings, tmp_path, run):
-    result = run("bench", "round", "--device", "cpu", "--json", "out/rows.json")
-    assert result.exit_code == 0 and "12.35" in result.output
-    assert json.loads((tmp_path / "out" / "rows.json").read_text()) == [{"case": "round", "p50_us": 12.3456}]
-    assert timings == [(("round",), "attn-backends bench round --device cpu")]
-
-
-def test_bench_lists_its_cases(timings, run):
-    assert "one step" in run("bench", "--list").output and not timings
-
-
-def test_bench_refuses_an_unknown_case(timings, refused):
-    assert "round, step" in refused("bench", "nonesuch", "--device", "cpu")

@@ -1,0 +1,299 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attn_backends.ops import packed_latent, sparse_attention
+from attn_backends.ops.packed_latent import page_bytes
+from attn_backends.ops.sparse_attention import IndexedCache
+from builders.errors import BatchError
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def e4m3(code):
+    """The values of e4m3 codes, fp64, from the format's definition: 4 exponent bits of bias 7, 3 mantissa bits."""
+    exponent, mantissa = code >> 3 & 15, (code & 7).double()
+    size = torch.where(exponent == 0, mantissa * 2**-9, (8 + mantissa) * 2.0 ** (exponent - 10))
+    return torch.where(code & 127 == 127, math.nan, torch.where(code >= 128, -size, size))
+
+
+def latent(cache, slot, page_size):
+    """One latent of a cache of either form, fp64 [D], read byte by byte."""
+    page, offset = cache[slot // page_size], slot % page_size
+    if cache.dtype != torch.uint8:
+        return page[offset].double()
+    data = page[576 * offset : 576 * (offset + 1)]
+    exponents = page[576 * page_size + 8 * offset :][:7].double()
+    nope = e4m3(data[:448].long()) * (2.0 ** (exponents - 127)).repeat_interleave(64)
+    return torch.cat([nope, data[448:].view(BF16).double()])
+
+
+class Asked:
+    """A call of the op over lists of random slots; every slot that is not listed, and every entry behind, is poison."""
+
+    def __init__(
+        self, lists=((5, 3, 0),), *, dtype=FP32, dim=64, heads=3, packed=False, page_sizes=(4, 3), sinks=True, seed=1
+    ):
+        self.rng = torch.Generator().manual_seed(seed)
+        tokens = len(lists[0])
+        self.query = torch.randn(tokens, heads, dim, generator=self.rng).to(dtype)
+        self.sinks = torch.randn(heads, generator=self.rng) if sinks else None
+        self.scale = 3 * dim**-0.5
+        caches = [self.listed(lens, page_size, packed) for lens, page_size in zip(lists, page_sizes, strict=False)]
+        self.main, self.extra = caches[0], caches[1] if len(caches) > 1 else None
+
+    def listed(self, lens, page_size, packed):
+        tokens, dim, width = len(lens), self.query.shape[2], max(lens) + 2
+        pages = -(-tokens * width // page_size) + 1
+        slots = torch.randperm(pages * page_size, generator=self.rng)[: tokens * width].view(tokens, width)
+        entry = torch.arange(width)
+        live = entry < torch.tensor(lens)[:, None]
+        slots[live & (torch.rand(tokens, width, generator=self.rng) < 0.2)] = -1
+        values = torch.randn(int(live.sum()), dim, generator=self.rng).to(self.query.dtype)
+        if packed:
+            cache = torch.full((pages, page_bytes(page_size)), 0xFF, dtype=torch.uint8)
+            packed_latent.pack(values, cache, slots[live], page_size)
+        else:
+            cache = torch.full((pages, page_size, dim), math.nan, dtype=self.query.dtype)
+            used = slots[live] >= 0
+            cache.view(-1, dim)[slots[live][used]] = values[used]
+        slots[~live] = 2**31 - 1
+        return IndexedCache(cache, slots.int(), torch.tensor(lens, dtype=torch.int32), page_size)
+
+    def run(self, **change):
+        args = {"query": self.query, "main": self.main, "sinks": self.sinks, "extra": self.extra, **change}
+        return sparse_attention.sparse_attention(args.pop("query"), args.pop("main"), scale=self.scale, **args)
+
+    def truth(self):
+        return torch.stack([self._token(token) for token in range(self.query.shape[0])])
+
+    def _token(self, token):
+        latents = []
+        for listed in (self.main, self.extra) if self.extra else (self.main,):
+            slots = listed.indices[token, : listed.lens[token]].tolist()
+            latents += [latent(listed.cache, slot, listed.page_size) for slot in slots if slot >= 0]
+        query = self.query[token].double()
+        if not latents:
+            return torch.zeros_like(query)
+        keys = torch.stack(latents)
+        weights = torch.exp(self.scale * query @ keys.T)
+        total = weights.sum(1) + (0.0 if self.sinks is None else self.sinks.double().exp())
+        return weights @ keys / total[:, None]
+
+    def check(self):
+        rounding = {FP32: 1e-5, FP16: 2**-10, BF16: 2**-7}[self.query.dtype]
+        torch.testing.assert_close(self.run().double(), self.truth(), rtol=rounding, atol=1e-5)
+
+
+PACKED = {"dtype": BF16, "dim": 512, "packed": True}
+CASES = {
+    "float32": {},
+    "bfloat16": {"dtype": BF16, "dim": 512},
+    "float16": {"dtype": FP16, "dim": 256},
+    "no sinks": {"sinks": False},
+    "one head": {"heads": 1, "dim": 128},
+    "two lists": {"lists": ((5, 3, 0, 0), (2, 0, 6, 0))},
+    "two lists of one-token pages": {"lists": ((5, 3, 0), (2, 0, 6)), "page_sizes": (1, 1)},
+    "packed": PACKED,
+    "packed, no sinks": {**PACKED, "sinks": False},
+    "packed, two lists": {**PACKED, "lists": ((5, 3, 0, 0), (2, 0, 6, 0))},
+    "packed, pages with padding": {**PACKED, "page_sizes": (73,)},
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_attention_over_lists_is_attention_over_the_listed_latents(case):
+    Asked(**case).check()
+
+
+@pytest.mark.parametrize("form", [{}, PACKED], ids=["plain", "packed"])
+def test_a_list_cut_in_two_is_the_same_list(form):
+    asked = Asked(((6, 4),), **form)
+    whole = asked.run()
+    main, extra = (replace(asked.main, indices=part) for part in (asked.main.indices[:, :3], asked.main.indices[:, 3:]))
+    main = replace(main, lens=asked.main.lens.clamp_max(3))
+    extra = replace(extra, lens=asked.main.lens - main.lens)
+    torch.testing.assert_close(asked.run(main=main, extra=extra), whole, rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
+def test_an_empty_list_comes_out_as_zero_whatever_the_query_holds(sinks):
+    asked = Asked(((0, 4),), sinks=sinks)
+    asked.query[0] = math.nan
+    out = asked.run()
+    assert out[0].eq(0).all() and out[1].ne(0).any()
+
+
+def test_a_list_of_skipped_entries_comes_out_as_zero():
+    asked = Asked(((3, 4),))
+    asked.main.indices[0, :3] = -1
+    assert asked.run()[0].eq(0).all()
+
+
+def test_a_sink_of_minus_infinity_is_no_sink():
+    asked = Asked()
+    torch.testing.assert_close(asked.run(sinks=torch.full((3,), -math.inf)), asked.run(sinks=None))
+
+
+def test_a_slot_listed_twice_counts_twice():
+    asked = Asked(((2,),), sinks=False)
+    asked.main.indices[0, :2] = int(asked.main.indices[0, :2].max())
+    asked.check()
+
+
+@pytest.mark.parametrize("form", [{}, PACKED], ids=["plain", "packed"])
+def test_a_cache_may_be_a_view_of_more(form):
+    asked = Asked(**form)
+    more = torch.stack([asked.main.cache, asked.main.cache.flip(0)], 1)
+    assert torch.equal(asked.run(main=replace(asked.main, cache=more[:, 0])), asked.run())
+
+
+def test_the_op_says_what_it_does():
+    asked = Asked(((5, 3), (2, 6)))
+    main, extra = asked.main, asked.extra
+    args = (asked.query, main.cache, main.indices, main.lens, 4, extra.cache, extra.indices, extra.lens, 3, 0.5)
+    op = torch.ops.attn_backends.sparse_attention.default
+    for sinks in (asked.sinks, None):
+        torch.library.opcheck(op, (*args, sinks), test_utils=("test_schema", "test_faketensor"))
+
+
+def refusal(asked=None, **change):
+    asked = asked or Asked()
+    with pytest.raises(BatchError) as refused:
+        asked.run(**{name: make(asked) for name, make in change.items()})
+    return str(refused.value)
+
+
+def test_a_latent_dim_that_no_tile_fits_is_refused():
+    assert "must be one of (64, 128, 256, 512), got 96" in refusal(query=lambda asked: torch.zeros(3, 3, 96))
+
+
+def test_a_cache_of_another_dtype_is_refused():
+    message = refusal(main=lambda asked: replace(asked.main, cache=asked.main.cache.half()))
+    assert "main.cache must be torch.float32 [None, 4, 64]" in message
+
+
+def test_a_cache_of_another_page_size_is_refused():
+    assert "main.cache must be torch.float32 [None, 2, 64]" in refusal(
+        main=lambda asked: replace(asked.main, page_size=2)
+    )
+
+
+def test_a_packed_cache_with_pages_of_other_bytes_is_refused():
+    message = refusal(Asked(**PACKED), main=lambda asked: replace(asked.main, page_size=5))
+    assert f"main.cache must be torch.uint8 [None, {page_bytes(5)}]" in message
+
+
+def test_a_packed_cache_for_a_query_of_another_dtype_is_refused():
+    message = refusal(Asked(**PACKED), query=lambda asked: asked.query.half())
+    assert "a packed cache serves bfloat16 queries of dim 512, got torch.float16 of dim 512 for main" in message
+
+
+def test_two_caches_of_different_forms_are_refused():
+    plain = Asked(dtype=BF16, dim=512)
+    assert "got packed=True for main and packed=False for extra" in refusal(
+        Asked(**PACKED), extra=lambda asked: plain.main
+    )
+
+
+def test_a_cache_whose_latents_are_strided_is_refused():
+    strided = refusal(main=lambda asked: replace(asked.main, cache=asked.main.cache.repeat(1, 1, 2)[..., ::2]))
+    assert "main.cache must be contiguous in its last dim" in strided
+
+
+def test_packed_pages_that_start_anywhere_are_refused():
+    def shifted(asked):
+        pages, size = asked.main.cache.shape
+        return replace(asked.main, cache=torch.zeros(pages, size + 8, dtype=torch.uint8)[:, :size])
+
+    assert "must start at a multiple of 16 bytes" in refusal(Asked(**PACKED), main=shifted)
+
+
+def test_indices_of_another_dtype_are_refused():
+    message = refusal(main=lambda asked: replace(asked.main, indices=asked.main.indices.long()))
+    assert "main.indices must be torch.int32 [3, None]" in message
+
+
+def test_lens_of_another_length_are_refused():
+    message = refusal(main=lambda asked: replace(asked.main, lens=asked.main.lens[:2]))
+    assert "main.lens must be torch.int32 [3]" in message
+
+
+def test_lists_with_gaps_between_entries_are_refused():
+    message = refusal(main=lambda asked: replace(asked.main, indices=asked.main.indices[:, ::2]))
+    assert "the lists of main must be contiguous along a row" in message
+
+
+def test_sinks_of_another_dtype_are_refused():
+    assert "sinks must be torch.float32 [3]" in refusal(sinks=lambda asked: asked.sinks.half())
+
+
+WIDTHS = st.one_of(st.none(), st.integers(1, 5000))
+
+
+@given(st.integers(1, 5000), st.integers(1, 256), st.sampled_from([2, 4]), WIDTHS)
+def test_a_tile_fits_its_lists_and_the_tensor_cores(tokens, heads, element_size, only_width):
+    tile = sparse_attention._tile_config(tokens, heads, element_size, only_width)
+    if tile["TOKENS_FIRST"]:
+        assert only_width is not None and only_width <= tile["BLOCK_N"]
+    rows = tile["BLOCK_N" if tile["TOKENS_FIRST"] else "BLOCK_M"]
+    assert rows >= 64 or element_size == 4
+    assert (tile["BLOCK_M"] + tile["BLOCK_N"]) * 512 * element_size <= 200 * 1024
+
+
+def test_page_bytes_are_whole_multiples_of_a_tokens_data():
+    assert [page_bytes(size) for size in (1, 64, 72, 73, 256)] == [1152, 37440, 42048, 43200, 149760]
+
+
+def test_a_packed_token_lies_where_the_layout_says():
+    latents = torch.randn(2, 512).to(BF16)
+    latents[1, 64:128] = 0
+    cache = torch.full((2, page_bytes(4)), 7, dtype=torch.uint8)
+    packed_latent.pack(latents, cache, torch.tensor([-1, 6]), 4)
+    page = cache[1]
+    data, scales = page[2 * 576 : 3 * 576], page[4 * 576 + 2 * 8 :][:8]
+    assert torch.equal(data[448:].view(BF16), latents[1, 448:])
+    assert data[64:128].eq(0).all() and scales[7] == 0
+    untouched = torch.ones(page_bytes(4), dtype=torch.bool)
+    untouched[2 * 576 : 3 * 576] = untouched[4 * 576 + 2 * 8 : 4 * 576 + 3 * 8] = False
+    assert page[untouched].eq(7).all() and cache[0].eq(7).all()
+
+
+def test_a_packed_latent_is_near_the_original_and_exact_where_it_is_rotated():
+    size = torch.exp(4 * torch.randn(50, 1, generator=torch.Generator().manual_seed(2)))
+    latents = (size * torch.randn(50, 512, generator=torch.Generator().manual_seed(3))).to(BF16)
+    cache, slots = torch.full((8, page_bytes(7)), 0xFF, dtype=torch.uint8), torch.randperm(56)[:50]
+    packed_latent.pack(latents, cache, slots, 7)
+    unpacked = packed_latent.unpack(cache, slots, 7)
+    assert torch.equal(unpacked[:, 448:], latents[:, 448:])
+    original, found = (x[:, :448].double().unflatten(1, (7, 64)) for x in (latents, unpacked))
+    # Three mantissa bits; below 2^-6 of what e4m3 counts in, steps of 2^-9 of it.
+    unit = 2.0 ** torch.ceil(torch.log2(original.abs().amax(-1, keepdim=True) / 448))
+    assert ((original - found).abs() <= torch.maximum(original.abs() / 16, unit * 2**-10)).all()
+
+
+def test_every_packed_code_is_unpacked_to_its_value():
+    cache = torch.randint(0, 256, (6, page_bytes(3)), dtype=torch.uint8, generator=torch.Generator().manual_seed(4))
+    cache[:, 3 * 576 :] = cache[:, 3 * 576 :] % 100 + 77
+    unpacked = packed_latent.unpack(cache, torch.arange(18), 3)
+    expected = torch.stack([latent(cache, slot, 3) for slot in range(18)])
+    torch.testing.assert_close(unpacked.double(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_no_slot_unpacks_to_zero():
+    cache = torch.full((2, page_bytes(3)), 0xFF, dtype=torch.uint8)
+    assert packed_latent.unpack(cache, torch.tensor([-1, -1]), 3).eq(0).all()
+
+
+@given(st.floats(0, 2.0**100, width=32))
+def test_a_tiles_power_of_two_is_the_smallest_that_holds_it(largest):
+    latents = torch.full((1, 512), largest).to(BF16)
+    cache = torch.zeros(1, page_bytes(1), dtype=torch.uint8)
+    packed_latent.pack(latents, cache, torch.tensor([0]), 1)
+    held = max(float(latents[0, 0]), 1e-4)
+    power = 2.0 ** (float(cache[0, 576]) - 127)
+    assert 448 * power / 2 < held <= 448 * power

@@ -1,0 +1,374 @@
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attn_backends import get
+from attn_backends.ops.packed_latent import unpack
+from builders import AdvanceLevel, BatchError, advance_shared_state
+from spec_decode import bench as benches
+from spec_decode.bench import advance_cases, decode_cases, measure, peers, round_cases, scene
+from spec_decode.bench.decode_cases import Contest, by_backend, contest_rows
+from spec_decode.bench.rows import Bench, Limit, held_to, serving
+from spec_decode.bench.scene import DecodeScene
+from spec_decode.bench.specs import GQA, MLA, PACKED
+from tests.factories import CPU, make_spec
+from tests.spec_decode import fake_flashinfer
+
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+NO_PEERS = pytest.mark.skipif(
+    any(map(find_spec, ("flashinfer", "vllm"))), reason="needs a machine without flashinfer and vllm"
+)
+SPEC = make_spec(num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
+
+
+def at(p50):
+    return {"p20": p50, "p50": float(p50), "p80": p50}
+
+
+@pytest.fixture
+def bench():
+    return Bench(CPU, 1000.0)
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """The medians that timing gives, in turn; each call is made once."""
+    medians = []
+
+    def time_attention(attend, caches):
+        attend(caches[0])
+        return at(medians.pop(0))
+
+    monkeypatch.setattr(decode_cases, "time_attention", time_attention)
+    monkeypatch.setattr(scene, "_COLD_BYTES", 1)
+    return medians
+
+
+@pytest.fixture
+def flashinfer(monkeypatch):
+    """The stand-in, and what is built on it, gone again afterwards."""
+    ours = ("builders.flashinfer", "builders.flashinfer_wrappers", "attn_backends.flashinfer")
+    names = (*ours, "spec_decode.bench.flashinfer_plans")
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name, module in fake_flashinfer.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    from spec_decode.bench import flashinfer_plans
+
+    yield flashinfer_plans
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def zeros(scene):
+    return lambda cache: torch.zeros(scene.num_reqs, scene.spec.num_q_heads, scene.spec.out_dim)
+
+
+def broken(scene):
+    raise RuntimeError("no kernel image")
+
+
+def contest(**peers):
+    return Contest(case="contest", backend="triton_paged", peers=peers, most=1.5)
+
+
+@pytest.mark.parametrize(
+    "row, met",
+    [
+        ({"gpu_us": 3.0}, True),
+        ({"gpu_us": at(3)}, True),
+        ({"gpu_us": {"p20": 1, "p50": 3.1, "p80": 4}}, False),
+        ({"gpu_us": None}, None),
+        ({}, None),
+    ],
+)
+def test_a_limit_holds_the_median_and_leaves_open_what_was_not_measured(row, met):
+    judged = held_to(row, Limit("gpu_us", 3))
+    assert (judged["limit"], judged["met"]) == ("gpu_us <= 3", met)
+
+
+def test_a_limit_from_below():
+    judged = [held_to({"host_ratio": ratio}, Limit("host_ratio", 10, at_least=True)) for ratio in (10, 9.9)]
+    assert [row["met"] for row in judged] == [True, False] and judged[0]["limit"] == "host_ratio >= 10"
+
+
+@pytest.mark.parametrize("row, met", [({"a": 1, "b": 2}, False), ({"a": 1}, None), ({"b": 2}, False)])
+def test_of_two_limits_one_that_is_broken_decides(row, met):
+    judged = held_to(row, Limit("a", 1), Limit("b", 1))
+    assert (judged["limit"], judged["met"]) == ("a <= 1 and b <= 1", met)
+
+
+def test_a_row_is_held_against_the_best_of_its_peers(bench, timed):
+    timed += [3, 4, 2]
+    peers = {"reference": by_backend("torch_reference"), "paged": by_backend("triton_paged")}
+    ours, *others = contest_rows(bench, contest(**peers), SPEC, 2, 40)
+    assert (ours["backend"], ours["peer_ratio"], ours["met"]) == ("triton_paged", 1.5, True)
+    assert [row["backend"] for row in others] == ["reference (peer)", "paged (peer)"]
+    assert all(row["peer_difference"] < 1e-5 for row in others) and not bench.missing
+
+
+def test_the_floor_of_cold_caches_is_what_must_be_read(bench, timed):
+    timed += [82]
+    [row] = contest_rows(bench, contest(), SPEC, 2, 40)
+    assert (row["floor_us"], row["share_of_bandwidth"]) == (2 * 40 * 2 * 2 * 64 * 4 / 1000, 0.9990)
+
+
+def test_warm_caches_have_no_floor(bench, timed):
+    timed += [1]
+    [row] = contest_rows(bench, replace(contest(), cold=False), SPEC, 1, 16)
+    assert row["floor_us"] is None and row["share_of_bandwidth"] is None
+
+
+def test_a_peer_that_computes_something_else_is_seen(bench, timed):
+    timed += [1, 1]
+    assert [row.get("peer_difference") for row in contest_rows(bench, contest(zeros=zeros), SPEC, 1, 16)] == [None, 1.0]
+
+
+@NO_PEERS
+def test_an_absent_peer_has_a_note_and_no_row(bench, timed):
+    timed += [1]
+    [row] = contest_rows(bench, contest(flashmla=by_backend("flashmla_sparse")), SPEC, 1, 16)
+    assert (row["limit"], row["peer_ratio"], row["met"]) == ("peer_ratio <= 1.5", None, None)
+    [note] = bench.missing
+    assert note.startswith("contest: flashmla (peer): ") and "flash-attn" in note and not bench.stopped
+
+
+def test_a_peer_that_refuses_the_spec_gives_its_reasons(bench, timed):
+    timed += [1]
+    list(contest_rows(bench, contest(mla=by_backend("triton_mla")), SPEC, 1, 16))
+    assert "serves mla, not mha" in bench.missing[0]
+
+
+def test_a_peer_that_fails_costs_no_other_its_row(bench, timed):
+    timed += [1, 2]
+    ours, peer = contest_rows(bench, contest(broken=broken, reference=by_backend("torch_reference")), SPEC, 1, 16)
+    assert (ours["peer_ratio"], peer["backend"]) == (0.5, "reference (peer)")
+    [note] = bench.missing
+    assert note.startswith("contest: broken (peer) at [4/2 heads, dim 64") and ", 1 x 16: stopped by" in note
+    assert note.endswith("RuntimeError: no kernel image") and bench.stopped == [note]
+
+
+def test_a_contest_without_its_backend_is_noted(bench, timed):
+    assert not list(contest_rows(bench, replace(contest(), backend="nonesuch"), SPEC, 1, 16))
+    assert bench.missing[0].startswith("contest: nonesuch: ")
+
+
+def test_a_packed_cache_is_filled_by_its_own_write():
+    world = DecodeScene(PACKED, 2, 64, CPU)
+    [cache] = world.warm_cache(get("torch_reference"))
+    latents = unpack(cache.latents, torch.arange(world.num_pages * PACKED.page_size), PACKED.page_size).float()
+    assert 0.9 < latents.std() < 1.1
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Kernels are ops here, and time is 1 us each."""
+
+    class Ops(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            self.count += 1
+            return op(*args, **(kwargs or {}))
+
+    def kernels_in(call):
+        with Ops() as ops:
+            call()
+        return ops.count
+
+    monkeypatch.setattr(advance_cases, "kernels_in", kernels_in)
+    monkeypatch.setattr(advance_cases, "time_kernels", lambda launch: at(kernels_in(launch)))
+
+
+@pytest.fixture
+def advances(bench, counted):
+    return {
+        (row["backend"], row["spec"], row["num_reqs"]): row
+        for row in advance_cases.advance_rows(bench)
+        if "spec" in row
+    }
+
+
+def test_a_builder_of_views_launches_nothing_to_advance(advances):
+    rows = [row for (backend, *_), row in advances.items() if backend in ("triton_paged", "triton_mla")]
+    assert len(rows) == 4
+    for row in rows:
+        assert (row["kernels_per_step"], row["gpu_us"]) == (0, None)
+        assert (row["limit"], row["met"]) == ("kernels_per_step <= 1", True)
+
+
+def test_window_lists_advance_by_one_kernel_over_both_caches(advances):
+    rows = [row for (backend, *_), row in advances.items() if backend == "sparse_swa_mla"]
+    assert len(rows) == 4 and {row["kernels_per_step"] for row in rows} == {1}
+    assert {(row["limit"], row["met"]) for row in rows} == {("kernels_per_step <= 1 and gpu_us <= 3", True)}
+
+
+def test_the_specification_is_held_to_no_time(advances):
+    row = advances["torch_reference", GQA.describe(), 1]
+    assert row["kernels_per_step"] > 1 and "limit" not in row
+
+
+def test_a_backend_that_serves_none_of_the_specs_gives_its_reasons(bench):
+    served = {backend.name for backend, _ in serving(bench, "advance", [MLA])}
+    assert served == {"torch_reference", "triton_mla"}
+    assert any(note.startswith("advance/triton_paged: ") and "serves mha, not mla" in note for note in bench.missing)
+
+
+@NO_PEERS
+def test_rows_of_flashinfer_are_noted_where_it_is_absent(bench):
+    assert not list(advance_cases.step_rows(bench))
+    assert [note.partition(": ")[0] for note in bench.missing] == ["step/flashinfer", "step/flashinfer-horizon"]
+    assert all("flashinfer" in note.partition(": ")[2] for note in bench.missing)
+
+
+@pytest.mark.parametrize("context", [32, 41])
+def test_flashinfers_decode_is_planned_for_the_scene(flashinfer, context):
+    world = DecodeScene(replace(SPEC, kv_dtype=None), 3, context, CPU)
+    [cache] = world.warm_cache(get("torch_reference"))
+    expected = world.attend_by(get("torch_reference"))(cache)
+    torch.testing.assert_close(peers.flashinfer_decode(world)(cache), expected)
+
+
+def test_flashinfers_latent_attention_is_planned_for_the_scene(flashinfer):
+    world = DecodeScene(replace(MLA, dtype=torch.float32, kv_dtype=None), 2, 100, CPU)
+    [cache] = world.warm_cache(get("torch_reference"))
+    expected = world.attend_by(get("torch_reference"))(cache)
+    torch.testing.assert_close(peers.flashinfer_mla(world)(cache), expected)
+
+
+def planned(flashinfer, backend, num_reqs=2, context=250, horizon=7):
+    world = DecodeScene(replace(SPEC, dtype=torch.bfloat16, kv_dtype=None), num_reqs, context, CPU, horizon=horizon)
+    return world, backend, world.builder(backend)
+
+
+def test_a_plan_for_the_horizon_holds_while_only_last_page_len_moves(flashinfer):
+    world, backend, builder = planned(flashinfer, flashinfer.FlashInferHorizon())
+    metadata = builder.build(world.batch)
+    plan, plans = metadata.plan.clone(), len(metadata.launch.wrapper.plans)
+    [cache] = world.warm_cache(backend)
+    for _ in range(7):
+        advance_shared_state(world.buffers, world.num_reqs)
+        builder.advance(metadata)
+        expected = world.attend_by(get("torch_reference"))(cache)
+        out = backend.forward(world.query, cache, metadata, spec=world.spec)
+        torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+    assert torch.equal(metadata.plan, plan) and len(metadata.launch.wrapper.plans) == plans
+
+
+def test_a_plan_for_the_start_alone_would_not_hold(flashinfer):
+    world, backend, builder = planned(flashinfer, flashinfer.FlashInferHorizon(), num_reqs=1, context=256)
+    metadata = builder.build(world.batch)
+    wrapper, [cache] = metadata.launch.wrapper, world.warm_cache(backend)
+    wrapper.host.arrays["block_valid_mask"] = [1, 1] + [0] * (len(wrapper.host.arrays["block_valid_mask"]) - 2)
+    wrapper._write_plan()
+    advance_shared_state(world.buffers, world.num_reqs)
+    builder.advance(metadata)
+    out, expected = (
+        backend.forward(world.query, cache, metadata, spec=world.spec),
+        world.attend_by(get("torch_reference"))(cache),
+    )
+    assert (out.float() - expected.float()).norm() > 0.02 * expected.float().norm()
+
+
+def test_every_build_plans_on_the_host_and_keeps_the_lengths_of_the_device(flashinfer):
+    world, _, builder = planned(flashinfer, flashinfer.FlashInferPerStep())
+    metadata = builder.build(world.batch)
+    before = len(metadata.launch.wrapper.plans)
+    advance_shared_state(world.buffers, world.num_reqs)
+    builder.build(world.batch)
+    width = world.batch.block_table.shape[1]
+    assert metadata.launch.wrapper.plans[before:] == [([0, width, 2 * width], [16, 16])]
+    assert metadata.last_page_len.tolist() == [251 - (width - 1) * 16] * 2
+
+
+def test_a_plan_a_step_is_no_claim_to_advance_in_the_graph(flashinfer):
+    levels = [
+        backend.builder.advance_support(GQA, CPU).level
+        for backend in (flashinfer.FlashInferHorizon(), flashinfer.FlashInferPerStep())
+    ]
+    assert levels == [AdvanceLevel.IN_GRAPH, AdvanceLevel.REBUILD]
+
+
+def test_host_time_of_a_plan_a_step_is_held_against_the_loop(bench, monkeypatch):
+    plans = ModuleType("spec_decode.bench.flashinfer_plans")
+    plans.FlashInferHorizon = plans.FlashInferPerStep = lambda: SimpleNamespace(name="planned")
+    monkeypatch.setitem(sys.modules, plans.__name__, plans)
+    monkeypatch.setattr(
+        round_cases, "_parts", lambda *_: iter([(part, {"host_us": at(300)}) for part in ("round", "steps")])
+    )
+    case = replace(round_cases._TINY, steps=(4,))
+    loops = {("round", 4, 1): 50.0, ("steps", 4, 1): 40.0}
+    rows = list(round_cases._host_plan_rows(bench, case, None, loops))
+    assert [(row.get("host_ratio"), row.get("met")) for row in rows] == [(None, None)] * 2 + [(6.0, None), (7.5, False)]
+
+
+@pytest.fixture(scope="module")
+def on_cpu():
+    """All that the suite `backends` can time on a CPU, each once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "_WARMUP", 0)
+        patch.setattr(measure, "_REPEATS", 1)
+        cases = [replace(case, steps=(2,), context=20) for case in round_cases._CASES_ON_CPU]
+        patch.setattr(round_cases, "_CASES_ON_CPU", cases)
+        return benches.run(device=CPU, cases=["backends"], command="bench backends")
+
+
+@NO_CUDA
+def test_on_a_cpu_tiny_rounds_of_its_backends_run_and_no_limit_is_judged(on_cpu):
+    assert {(row["backend"], row["case"]) for row in on_cpu.rows} >= {
+        (name, case)
+        for name in ("torch_reference", "triton_paged", "triton_mla", "sparse_swa_mla")
+        for case in (f"round/{name}", f"round/{name}/steps")
+    }
+    assert all(row["gpu_us"] is None and row["limit"] is None and row["host_us"]["p50"] > 0 for row in on_cpu.rows)
+    assert any(note.startswith("round: cpu has an emulator") for note in on_cpu.missing)
+
+
+@NO_CUDA
+def test_on_a_cpu_the_suite_says_what_it_leaves_out(on_cpu):
+    for case in ("advance", "step", "sparse-decode", "mla-decode", "paged-decode"):
+        assert f"{case}: times a CUDA device and this run is on cpu" in on_cpu.missing
+    assert {"round/flash_attn3", "round/flashinfer"} <= {note.partition(": ")[0] for note in on_cpu.missing}
+    assert not on_cpu.stopped
+
+
+@NO_CUDA
+def test_every_row_carries_what_the_run_left_out(on_cpu):
+    assert all(row["missing"] == on_cpu.missing and row["command"] == "bench backends" for row in on_cpu.rows)
+
+
+@NO_CUDA
+@pytest.mark.parametrize("case", [case for case in benches.CASES if case not in (*benches.CPU_CASES, *benches.SUITES)])
+def test_a_case_that_needs_a_gpu_is_refused_when_it_is_named(case):
+    with pytest.raises(BatchError, match=f"the cases {case} time a CUDA device and this run is on cpu"):
+        benches.run(device=CPU, cases=["round", case])
+
+
+def test_a_suite_and_a_case_of_it_run_the_case_once():
+    assert benches._expanded(["round", "backends"]).count("round") == 1
+
+
+def test_a_run_without_any_row_is_refused_with_the_reasons(monkeypatch):
+    def nothing(bench):
+        bench.miss("round/this", "is absent")
+        return iter(())
+
+    monkeypatch.setitem(benches._ROWS, "round", ("", nothing))
+    with pytest.raises(BatchError, match="round/this: is absent"):
+        benches.run(device=CPU, cases=["round"])
+
+
+def test_a_case_that_fails_leaves_the_others_their_rows(monkeypatch):
+    def rows(bench):
+        yield {"case": "good"}
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setitem(benches._ROWS, "round", ("", rows))
+    timings = benches.run(device=CPU, cases=["round"])
+    assert [row["case"] for row in timings.rows] == ["good"]
+    assert timings.stopped == ["round: stopped by RuntimeError: out of memory"]
