@@ -16,8 +16,8 @@ from builders.contract import AdvanceLevel, AdvanceSupport, CaptureConstants, Gr
 from builders.errors import require
 from builders.spec import AttentionSpec
 
-_LIST_STEP = 64
-"""Sparse kernels take lists whose width is a multiple of this."""
+_LIST_STEP = 128
+"""Lists are as wide as a multiple of this: the widest step that a kernel reading them asks for (FlashMLA)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class SparseSwaMetadata:
 
 
 class SparseSwaBuilder(MetadataBuilder[SparseSwaMetadata]):
-    """Lists every token's window with one kernel; W is the window rounded up to a multiple of 64.
+    """Lists every token's window with one kernel; W is the window rounded up to a multiple of 128.
 
     Raises BatchError for a spec without a sliding window.
     """

@@ -47,17 +47,18 @@ def _one(
     for token in range(count):
         position = length - count + token
         first = 0 if spec.sliding_window is None else max(0, position - spec.sliding_window + 1)
-        for head in range(spec.num_q_heads):
-            kv_head = head // spec.group_size
-            keys = key[first : position + 1, kv_head].to(operands).to(wide)
-            scores = keys @ query[token, head].to(operands).to(wide) * spec.softmax_scale
+        for kv_head in range(spec.num_kv_heads):
+            heads = slice(kv_head * spec.group_size, (kv_head + 1) * spec.group_size)
+            keys, values = (rows[first : position + 1, kv_head].to(operands).to(wide) for rows in (key, value))
+            scores = query[token, heads].to(operands).to(wide) @ keys.T * spec.softmax_scale
             if spec.soft_cap is not None:
                 scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-            peak = scores.max() if sinks is None else torch.maximum(scores.max(), sinks[head].to(wide))
-            weights = torch.exp(scores - peak)
-            total = weights.sum() + (0 if sinks is None else torch.exp(sinks[head].to(wide) - peak))
-            values = value[first : position + 1, kv_head].to(operands).to(wide)
-            out[token, head] = (weights.to(operands).to(wide) @ values) / total
+            peak = scores.amax(1)
+            if sinks is not None:
+                peak = torch.maximum(peak, sinks[heads].to(wide))
+            weights = torch.exp(scores - peak[:, None])
+            total = weights.sum(1) + (0 if sinks is None else torch.exp(sinks[heads].to(wide) - peak))
+            out[token, heads] = (weights.to(operands).to(wide) @ values) / total[:, None]
     return out.to(dtype)
 
 

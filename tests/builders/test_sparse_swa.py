@@ -189,10 +189,11 @@ def test_exactly_the_step_fields_follow_the_position():
     asked.advance()
     after = asked.builder().build(asked.view)
     changed = {name for name, value in before.items() if not torch.equal(value, getattr(after, name))}
-    assert changed == set(SparseSwaBuilder.step_fields)
+    # No request stops within a step.
+    assert changed == set(SparseSwaBuilder.step_fields) - {"is_valid"}
 
 
-@pytest.mark.parametrize(("window", "width"), [(1, 64), (64, 64), (65, 128), (128, 128)])
+@pytest.mark.parametrize(("window", "width"), [(1, 128), (128, 128), (129, 256)])
 def test_lists_are_as_wide_as_sparse_kernels_want_them(window, width):
     asked = Asked(window=window)
     assert asked.builder().build(asked.view).window_indices.shape == (7, width)

@@ -144,9 +144,7 @@ def cuda_core_tile_tokens(head_dim: int, group: int, element_size: int) -> int:
     return (4 if group == 1 else 1) * group * rows
 
 
-def _cuda_core_ctas(
-    info: PlanInfo, plan: torch.Tensor, pages: _Pages, group: int, tile_tokens: int
-) -> Iterator[_Cta]:
+def _cuda_core_ctas(info: PlanInfo, plan: torch.Tensor, pages: _Pages, group: int, tile_tokens: int) -> Iterator[_Cta]:
     requests = _ints(plan, info.request_indices, info.padded_tiles)
     kv_tiles = _ints(plan, info.kv_tile_indices, info.padded_tiles)
     chunk = _ints(plan, info.kv_chunk_size, 1)[0]

@@ -34,7 +34,9 @@ class PlanInfo:
     @classmethod
     def of(cls, info: Sequence[int]) -> PlanInfo:
         if len(info) == 10:
-            names = "padded_tiles v s request_indices kv_tile_indices o_indptr block_valid_mask kv_chunk_size graph split"
+            names = (
+                "padded_tiles v s request_indices kv_tile_indices o_indptr block_valid_mask kv_chunk_size graph split"
+            )
         else:
             names = (
                 "padded_tiles total_rows total_rows_at query_tile request_indices qo_tile_indices kv_tile_indices "
@@ -118,9 +120,7 @@ def plan_once(
         "kv_chunk_size": [chunk * page_size],
     }
     if split:
-        per_token = [
-            count for length, count in zip(query_lens, chunks, strict=True) for _ in range(length)
-        ]
+        per_token = [count for length, count in zip(query_lens, chunks, strict=True) for _ in range(length)]
         arrays["merge_indptr"] = _from_zero(per_token)
         arrays["block_valid_mask"] = [1] * len(tiles)
 

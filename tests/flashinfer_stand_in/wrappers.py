@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from builders.paged_views import multiprocessors
@@ -99,9 +97,7 @@ class _Wrapper:
         self._paged_kv_last_page_len_buf.copy_(last_page_len)
         self._paged_kv_indices_buf[: len(indices)].copy_(indices)
 
-    def _host_plan(
-        self, pages: list[int], query_lens: list[int] | None, window_left: int, **sizes: int
-    ) -> HostPlan:
+    def _host_plan(self, pages: list[int], query_lens: list[int] | None, window_left: int, **sizes: int) -> HostPlan:
         sms = multiprocessors(self.device)
         if query_lens is None:
             if (group := sizes["num_q_heads"] // sizes["num_kv_heads"]) not in (1, 2, 3, 4, 8):
