@@ -27,6 +27,9 @@ _NATIVE = Capabilities(
     features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW, Feature.SOFT_CAP}),
 )
 
+_CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)
+"""Those that FlashInfer compiles the kernel for."""
+
 
 class FlashInfer(AttentionBackend):
     """Decodes by the kernel that serves the spec best; extends by the prefill wrapper.
@@ -75,6 +78,11 @@ class FlashInferCudaCores(FlashInfer):
 
     name = "flashinfer_cuda_cores"
     builder = CudaCoreBuilder
+
+    def further_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
+        if spec.group_size in _CUDA_CORE_GROUPS:
+            return []
+        return [f"query heads a KV head must be one of {_CUDA_CORE_GROUPS}, got {spec.group_size}"]
 
 
 class FlashInferXqa(FlashInfer):

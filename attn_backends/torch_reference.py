@@ -31,11 +31,6 @@ class TorchReference(AttentionBackend):
         compute_capability=(7, 0),
     )
 
-    def further_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
-        if spec.cache_dtype is torch.float8_e4m3fn and not spec.packed:
-            return ["keeps fp8 only as packed latents, which are mla"]
-        return []
-
     def forward(
         self,
         query: torch.Tensor,

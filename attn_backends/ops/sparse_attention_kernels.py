@@ -141,9 +141,10 @@ def _attend(q, k, listed, live, scale, peak, total, TOKENS_FIRST: tl.constexpr):
         # whole rows, and with 64 rows for eight warps, compute all scores twice.
         if live:
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    scores = tl.where(listed[None, :], scores * scale, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_peak[:, None])
+    new_peak = tl.maximum(peak, tl.max(tl.where(listed[None, :], scores * scale, float("-inf")), 1))
+    # Fused, so that no score is rounded after scaling: large ones would lose more than fp32 should.
+    weights = tl.exp2(tl.fma(scores, scale, -new_peak[:, None]))
+    weights = tl.where(listed[None, :], weights, 0.0)
     fade = tl.exp2(peak - new_peak)
     total = total * fade + tl.sum(weights, 1)
     weights = weights.to(k.dtype)

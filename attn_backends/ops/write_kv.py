@@ -9,6 +9,7 @@ from builders._triton import interpreting, tl, triton
 from builders.errors import require_tensor
 
 _E4M3_MAX = 448.0
+_QUANTISED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def write_kv(
@@ -21,12 +22,12 @@ def write_kv(
     """cache[slot // page_size, slot % page_size] = new, for every token whose slot is not -1.
 
     key [num_tokens, heads, dim], value [num_tokens, heads, value_dim], caches [pages, page_size, heads, dim] with
-    separate strides, slot_mapping int64 [num_tokens]. Into a cache of e4m3 go keys and values of two bytes, rounded to
-    nearest and clamped to its range, unscaled; otherwise they have the cache's dtype.
+    separate strides, slot_mapping int64 [num_tokens]. Into a cache of e4m3 go wider keys and values, clamped to its range and
+    rounded to nearest, unscaled; otherwise they have the cache's dtype.
     """
     num_tokens = slot_mapping.shape[0]
     _, _, heads, dim = key_cache.shape
-    quantise = key_cache.dtype is torch.float8_e4m3fn and key.dtype.itemsize == 2
+    quantise = key_cache.dtype is torch.float8_e4m3fn and key.dtype in _QUANTISED
     dtype = key.dtype if quantise else key_cache.dtype
     require_tensor("key", key, shape=(num_tokens, heads, dim), dtype=dtype, device=key_cache.device)
     shape = (num_tokens, heads, value_cache.shape[3])

@@ -23,8 +23,10 @@ _IMPORT_IT = ("builders.flashinfer", "builders.flashinfer_wrappers", "attn_backe
 
 @contextmanager
 def installed(partials: int = 5 << 20) -> Iterator[None]:
-    """`import flashinfer` gives the stand-in. partials: the least bytes of the builders' workspaces, fewer than on a
-    device, where they are what FlashInfer recommends: so the need that is computed for a batch is what they get.
+    """`import flashinfer` gives the stand-in.
+
+    partials: the least bytes of a builder's workspace. On a device that is what FlashInfer recommends for any batch,
+    which would take a test long to clear.
     """
     package, decode = ModuleType("flashinfer"), ModuleType("flashinfer.decode")
     vars(package).update(

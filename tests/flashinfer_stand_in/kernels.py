@@ -1,8 +1,8 @@
 """FlashInfer's paged kernels in torch: each CTA attends to what its entries in the plan say, right or wrong.
 
-From decode.cuh, prefill.cuh and cascade.cuh (include/flashinfer/attention) and page.cuh of FlashInfer 0.6.12; a CTA here
-is its KV heads' CTAs at once. Lengths are uint32 and wrap as there. What a test could not bear is a RuntimeError: running
-for 2**32 tokens, and memory that is nobody's. Partial outputs that no CTA writes are NaN.
+From decode.cuh, prefill.cuh and cascade.cuh (include/flashinfer/attention) and page.cuh of FlashInfer 0.6.12; a CTA
+here is its KV heads' CTAs at once. Lengths are uint32 and wrap as there. What a test could not bear is a RuntimeError:
+running for 2**32 tokens, and memory that is nobody's. Partial outputs that no CTA writes are NaN.
 """
 
 from __future__ import annotations

@@ -9,6 +9,17 @@ import torch
 
 from tests.builders.flashinfer_host_planner import Arena, HostPlan, ceil_div, cta_tile_q, first_chunk_that_fits
 
+_INDICES = ("request_indices", "qo_tile_indices", "kv_tile_indices", "o_indptr")
+_DECODE = (
+    *("padded_tiles", "v", "s", "request_indices", "kv_tile_indices", "o_indptr", "block_valid_mask"),
+    *("kv_chunk_size", "graph", "split"),
+)
+_PREFILL = (
+    *("padded_tiles", "total_rows", "total_rows_at", "query_tile", *_INDICES[:3], "merge_indptr", "o_indptr"),
+    *("kv_chunk_size", "v", "s", "block_valid_mask", "graph", "split"),
+)
+"""What the values of plan()'s list are, in their order."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanInfo:
@@ -33,17 +44,9 @@ class PlanInfo:
 
     @classmethod
     def of(cls, info: Sequence[int]) -> PlanInfo:
-        if len(info) == 10:
-            names = (
-                "padded_tiles v s request_indices kv_tile_indices o_indptr block_valid_mask kv_chunk_size graph split"
-            )
-        else:
-            names = (
-                "padded_tiles total_rows total_rows_at query_tile request_indices qo_tile_indices kv_tile_indices "
-                "merge_indptr o_indptr kv_chunk_size v s block_valid_mask graph split"
-            )
-        fields = dict(zip(names.split(), info, strict=True))
-        return cls(**fields, tensor_cores=len(info) == 15)  # type: ignore[arg-type]
+        tensor_cores = len(info) == len(_PREFILL)
+        fields = dict(zip(_PREFILL if tensor_cores else _DECODE, info, strict=True))
+        return cls(**fields, tensor_cores=tensor_cores)  # type: ignore[arg-type]
 
     def partial_bytes(self, num_q_heads: int, head_dim: int) -> tuple[int, int]:
         """Bytes of the partial outputs and of their weights: a float each, whatever they are stored as."""
@@ -123,32 +126,22 @@ def plan_once(
         per_token = [count for length, count in zip(query_lens, chunks, strict=True) for _ in range(length)]
         arrays["merge_indptr"] = _from_zero(per_token)
         arrays["block_valid_mask"] = [1] * len(tiles)
+    return _laid_out(arrays, sum(query_lens), query_tile, num_q_heads, head_dim)
 
-    ints, floats, at = Arena(), Arena(), {}
-    for name in ("request_indices", "qo_tile_indices", "kv_tile_indices", "o_indptr"):
-        at[name] = ints.take(4 * len(arrays[name]))
+
+def _laid_out(
+    arrays: dict[str, list[int]], num_rows: int, query_tile: int, num_q_heads: int, head_dim: int
+) -> HostPlan:
+    ints, floats, num_tiles = Arena(), Arena(), len(arrays["request_indices"])
+    at = {name: ints.take(4 * len(arrays[name])) for name in _INDICES}
     at["kv_chunk_size"] = ints.take(4, 1)
-    v = s = 0
-    if split:
-        rows = num_q_heads * len(tiles) * query_tile
-        v, s = floats.take(rows * head_dim * 4), floats.take(rows * 4)
+    if split := "merge_indptr" in arrays:
+        rows = num_q_heads * num_tiles * query_tile
+        at["v"], at["s"] = floats.take(rows * head_dim * 4), floats.take(rows * 4)
         at["merge_indptr"] = ints.take(4 * len(arrays["merge_indptr"]))
-        at["block_valid_mask"] = ints.take(len(tiles))
-    info = [
-        len(tiles),
-        sum(query_lens),
-        0,
-        query_tile,
-        *(at.get(name, 0) for name in ("request_indices", "qo_tile_indices", "kv_tile_indices", "merge_indptr")),
-        at["o_indptr"],
-        at["kv_chunk_size"],
-        v,
-        s,
-        at.get("block_valid_mask", 0),
-        0,
-        int(split),
-    ]
-    return HostPlan(info, arrays, ints.used)
+        at["block_valid_mask"] = ints.take(num_tiles)
+    known = {"padded_tiles": num_tiles, "total_rows": num_rows, "query_tile": query_tile, "split": int(split), **at}
+    return HostPlan([known.get(name, 0) for name in _PREFILL], arrays, ints.used)
 
 
 def _from_zero(counts: Sequence[int]) -> list[int]:

@@ -1,6 +1,9 @@
-"""FlashInfer's two wrappers of paged attention: decode.py and prefill.py of FlashInfer 0.6.12, as far as we use them."""
+"""FlashInfer's wrappers of paged attention, as far as we use them: decode.py and prefill.py of FlashInfer 0.6.12."""
 
 from __future__ import annotations
+
+from itertools import cycle
+from typing import Any
 
 import torch
 
@@ -14,6 +17,8 @@ CTAS_PER_SM = 2
 _INT_WORKSPACE = 1 << 18
 """Bytes; 8 MiB in FlashInfer, which a test need not allocate."""
 
+_leftover = cycle(range(1, 256))
+
 
 class _Wrapper:
     def __init__(
@@ -21,9 +26,9 @@ class _Wrapper:
         float_workspace_buffer: torch.Tensor,
         kv_layout: str,
         use_cuda_graph: bool,
-        indptr: torch.Tensor | None,
-        indices: torch.Tensor | None,
-        last_page_len: torch.Tensor | None,
+        indptr: Any,
+        indices: Any,
+        last_page_len: Any,
         tensor_cores: bool,
     ) -> None:
         if kv_layout != "NHD":
@@ -34,7 +39,7 @@ class _Wrapper:
             raise ValueError("The size of paged_kv_indptr_buffer should be batch_size + 1")
         self.device = float_workspace_buffer.device
         self._graph, self._tensor_cores = use_cuda_graph, tensor_cores
-        self._qo_indptr_buf: torch.Tensor | None = None
+        self._qo_indptr_buf: Any = None
         self._paged_kv_indptr_buf = indptr
         self._paged_kv_indices_buf = indices
         self._paged_kv_last_page_len_buf = last_page_len
@@ -44,8 +49,8 @@ class _Wrapper:
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
         self._float_workspace_buffer = float_workspace_buffer
         self._int_workspace_buffer = int_workspace_buffer
-        # As memory comes from the system, but never all zeros by chance.
-        self._pin_memory_int_workspace_buffer = torch.full_like(int_workspace_buffer, 0xCD)
+        # Holds what it held before, which is never the same.
+        self._pin_memory_int_workspace_buffer = torch.full_like(int_workspace_buffer, next(_leftover))
 
     def _plan(
         self,
