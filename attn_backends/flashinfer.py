@@ -27,6 +27,8 @@ _NATIVE = Capabilities(
     features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW, Feature.SOFT_CAP}),
 )
 
+_ALIGNMENT = 16
+"""Bytes that the kernels load at a time."""
 _CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)
 """Those that FlashInfer compiles the kernel for."""
 
@@ -53,10 +55,12 @@ class FlashInfer(AttentionBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
+        unit = spec.head_dim if metadata.launch.kernel is Kernel.XQA else _ALIGNMENT // cache.key.element_size()
         require(
-            cache.key.stride() == cache.value.stride(),
-            f"FlashInfer reads keys and values by the same strides, got {cache.key.stride()} and "
-            f"{cache.value.stride()}; it would read the wrong values, so nothing was run. Lay both out alike.",
+            cache.key.stride() == cache.value.stride() and not any(s % unit for s in cache.key.stride()[:3]),
+            f"FlashInfer's {metadata.launch.kernel.value} kernel reads keys and values by the same strides, each a "
+            f"multiple of {unit} elements, got {cache.key.stride()} and {cache.value.stride()}; it would read wrong "
+            "numbers, so nothing was run. Lay both out alike.",
         )
         if metadata.launch.kernel is Kernel.XQA:
             return _xqa(query, cache, metadata, spec)

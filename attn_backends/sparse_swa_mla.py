@@ -29,6 +29,7 @@ class SparseSwaMla(AttentionBackend):
         features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW, Feature.SINKS}),
         required=frozenset({Feature.SLIDING_WINDOW}),
         kinds=(AttentionKind.MLA,),
+        extra_lists=True,
     )
 
     def further_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:

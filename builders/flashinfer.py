@@ -82,7 +82,7 @@ class FlashInferBuilder(MetadataBuilder[FlashInferMetadata]):
         self, spec: AttentionSpec, device: torch.device, *, max_reqs: int, max_tokens: int, max_seq_len: int
     ) -> None:
         super().__init__(spec, device, max_reqs=max_reqs, max_tokens=max_tokens, max_seq_len=max_seq_len)
-        self._planned: dict[tuple[int, int, int], _Planned] = {}
+        self._planned: dict[tuple[int, int, int, int], _Planned] = {}
         self._wrappers = FlashInferWrappers(spec, device)
 
     @classmethod
@@ -132,7 +132,7 @@ class FlashInferBuilder(MetadataBuilder[FlashInferMetadata]):
             f"FlashInfer reads the block table as one list of pages, got strides {batch.block_table.stride()}; a copy "
             "would not follow its changes. Pass rows of one table, all of their columns.",
         )
-        key = (batch.num_reqs, batch.max_query_len, batch.block_table.data_ptr())
+        key = (*batch.block_table.shape, batch.max_query_len, batch.block_table.data_ptr())
         if key not in self._planned:
             self._planned[key] = self._plan_shape(batch)
         return self._planned[key]
@@ -141,7 +141,7 @@ class FlashInferBuilder(MetadataBuilder[FlashInferMetadata]):
         kernel = Kernel.EXTEND if batch.max_query_len > 1 else self.decode_kernel or choose_kernel(self.spec)[0]
         launch = Launch(kernel=kernel, num_reqs=batch.num_reqs, query_len=batch.max_query_len)
         if kernel is Kernel.XQA:
-            return self._unplanned(replace(launch, workspace=self._wrappers.workspace(batch.num_reqs, 1)))
+            return self._unplanned(replace(launch, workspace=self._wrappers.counters()))
         if kernel is Kernel.EXTEND:
             made = self._wrappers.extend(batch)
         else:
@@ -181,5 +181,4 @@ class CudaCoreBuilder(FlashInferBuilder):
 class XqaBuilder(FlashInferBuilder):
     """Decodes by XQA, which needs no plan."""
 
-    step_fields = ("seq_lens", "slot_mapping")
     decode_kernel = Kernel.XQA

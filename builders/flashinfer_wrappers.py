@@ -40,26 +40,36 @@ class FlashInferWrappers:
         self.device = device
         self.window_left = -1 if spec.sliding_window is None else spec.sliding_window - 1
         self._partials = torch.empty(0, dtype=torch.uint8, device=device)
+        self._counters: torch.Tensor | None = None
 
-    def workspace(self, num_reqs: int, query_len: int) -> torch.Tensor:
-        """Bytes for the partial outputs of this shape. They start at 0: XQA counts in them.
+    def workspace(self, num_reqs: int, num_tokens: int) -> torch.Tensor:
+        """Bytes for the partial outputs of a batch.
 
-        FA2's need: PrefillPlan in attention/scheduler.cuh of FlashInfer 0.6.12, with the largest query tile it may use.
+        FA2's need: its PrefillPlan in attention/scheduler.cuh of FlashInfer 0.6.12, with the largest query tile it may
+        choose for the batch.
         """
         spec = self.spec
-        rows = query_len * spec.group_size
-        query_tile = 16 if rows <= 16 else 128
-        tiles = max(2 * multiprocessors(self.device) // spec.num_kv_heads, num_reqs * (1 + rows // query_tile))
+        query_tile = 16 if num_tokens == num_reqs and spec.group_size <= 16 else 128
+        tiles = max(
+            2 * multiprocessors(self.device) // spec.num_kv_heads,
+            -(-num_tokens * spec.group_size // query_tile) + num_reqs - 1,
+        )
         needed = max(_PARTIALS, 4 * spec.num_q_heads * tiles * query_tile * (spec.head_dim + 1))
         if self._partials.numel() < needed:
-            self._partials = torch.zeros(needed, dtype=torch.uint8, device=self.device)
+            self._partials = torch.empty(needed, dtype=torch.uint8, device=self.device)
         return self._partials
+
+    def counters(self) -> torch.Tensor:
+        """XQA's workspace. It counts in it, from 0, and leaves 0 behind: no other kernel may write there."""
+        if self._counters is None:
+            self._counters = torch.zeros(_PARTIALS, dtype=torch.uint8, device=self.device)
+        return self._counters
 
     def decode(self, batch: AttentionBatch, *, tensor_cores: bool) -> PlannedWrapper:
         """For single-token rows over the batch's block table."""
         indptr, last_page_len = self._table_indptr(batch), self._ones(batch)
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self.workspace(batch.num_reqs, 1),
+            self.workspace(batch.num_reqs, batch.num_reqs),
             "NHD",
             use_cuda_graph=True,
             use_tensor_cores=tensor_cores,
@@ -81,7 +91,7 @@ class FlashInferWrappers:
         starts = torch.arange(batch.num_reqs + 1, dtype=torch.int32) * batch.max_query_len
         indptr, last_page_len = self._table_indptr(batch), self._ones(batch)
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            self.workspace(batch.num_reqs, batch.max_query_len),
+            self.workspace(batch.num_reqs, batch.num_tokens),
             "NHD",
             use_cuda_graph=True,
             qo_indptr_buf=starts.to(self.device),
@@ -107,7 +117,7 @@ class FlashInferWrappers:
             table[owned].to(self.device),
             (lens - (pages - 1).clamp_(min=0) * size).int(),
         )
-        workspace = self.workspace(batch.num_tokens, 1)
+        workspace = self.workspace(batch.num_reqs, batch.num_tokens)
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
         wrapper.plan(*rows, *self._sizes(), causal=True, **self._numbers())
         return wrapper

@@ -16,7 +16,7 @@ _ROWS_PER_PROGRAM = 64
 
 
 class TritonMlaBuilder(PagedViewBuilder):
-    """Splits each request's KV tokens so that a launch gives every multiprocessor one program: measured, the fastest."""
+    """Splits each request's KV tokens so that a launch gives every multiprocessor one program, measured as fastest."""
 
     @classmethod
     def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:

@@ -22,8 +22,8 @@ def write_kv(
     """cache[slot // page_size, slot % page_size] = new, for every token whose slot is not -1.
 
     key [num_tokens, heads, dim], value [num_tokens, heads, value_dim], caches [pages, page_size, heads, dim] with
-    separate strides, slot_mapping int64 [num_tokens]. Into a cache of e4m3 go wider keys and values, clamped to its range and
-    rounded to nearest, unscaled; otherwise they have the cache's dtype.
+    separate strides, slot_mapping int64 [num_tokens]. Into a cache of e4m3 go wider keys and values, clamped to its
+    range and rounded to nearest, unscaled; otherwise they have the cache's dtype.
     """
     num_tokens = slot_mapping.shape[0]
     _, _, heads, dim = key_cache.shape

@@ -39,8 +39,8 @@ class Case:
     batch: Batch
 
 
-DECODE = Batch((1, 1, 1, 1, 1), (1, 15, 16, 17, 142), 7)
-"""One token each, around a page edge, with two padding rows."""
+DECODE = Batch((1, 1, 1, 1, 1), (1, 15, 16, 126, 142), 7)
+"""One token each, before page edges and the 128 tokens that some kernels split at, with two padding rows."""
 SINGLE = Batch((1,), (33,), 1)
 VERIFY = Batch((5, 5, 5), (5, 37, 150), 4)
 """A uniform 1 + K, as step 0 and verification see it."""

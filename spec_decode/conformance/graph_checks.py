@@ -164,10 +164,10 @@ def verify_replays_over_other_batches(subject: Subject, case: Case) -> Evidence:
     _advancing(subject, case)
     batch, world = case.batch, World(subject, case.spec, case.batch.rows)
     query_len, device = batch.query_lens[0], world.device
-    buffers, builder = world.load(batch), world.builder()
+    dummy = Batch((query_len,), (query_len,), batch.rows)
+    buffers, builder = world.load(dummy), world.builder()
     buffers.set_uniform(query_len)
     context = torch.zeros(batch.rows, dtype=torch.int32, device=device)
-    dummy = Batch((query_len,), (query_len,), batch.rows)
     metadata = builder.build(world.view(buffers, dummy))
     queries = world.queries(batch)
     tokens = batch.rows * query_len

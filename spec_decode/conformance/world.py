@@ -22,8 +22,9 @@ from spec_decode.conformance.cases import MAX_SEQ_LEN, Batch
 from spec_decode.conformance.check import Evidence, Subject, expect
 from spec_decode.conformance.layouts import layout_of
 
-_ROUNDING = 8 * torch.finfo(torch.float32).eps
-"""What two right kernels may differ by in the order of their fp32 sums, beyond the reference's own error."""
+_ROUNDING = 32 * torch.finfo(torch.float32).eps
+"""What two right kernels may differ by in the order of their fp32 sums, beyond the reference's own error: that of a
+score of tens goes through the exponential."""
 
 
 class World:

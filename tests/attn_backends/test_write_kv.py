@@ -91,5 +91,5 @@ def test_a_cache_of_e4m3_refuses_keys_and_values_of_unlike_dtypes():
     new = torch.zeros(1, 1, 4, dtype=torch.bfloat16)
     caches = [torch.zeros(1, 2, 1, 4, dtype=torch.float8_e4m3fn) for _ in range(2)]
 
-    with pytest.raises(BatchError, match="value must be torch.bfloat16"):
+    with pytest.raises(BatchError, match=r"value must be torch\.bfloat16"):
         write_kv(new, new.half(), *caches, torch.tensor([1]))

@@ -246,7 +246,6 @@ def test_another_table_is_followed_where_it_lies(name):
     judge(world, LONG, moved)
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="FA2's partial outputs lie where XQA counts its CTAs")
 def test_a_builder_of_xqa_serves_an_extend_and_then_decodes():
     world = world_of(backend("flashinfer_xqa"), 4)
     builder = world.builder()
@@ -279,7 +278,6 @@ def test_rows_that_are_not_one_list_of_pages_are_refused(name):
         world.builder().build(replace(view, block_table=view.block_table[:, :4]))
 
 
-@pytest.mark.xfail(strict=True, raises=CheckFailure, reason="a plan is kept by its shape without the table's width")
 @pytest.mark.parametrize("name", PLANNED)
 def test_one_row_of_another_width_is_another_shape(name):
     batch = Batch((1,), (40,), 1)
@@ -289,20 +287,15 @@ def test_one_row_of_another_width_is_another_shape(name):
     judge(world, batch, builder.build(replace(view, block_table=view.block_table[:, :4])))
 
 
-TOO_SMALL = pytest.mark.xfail(
-    strict=True, raises=RuntimeError, reason="FA2 takes more tiles, or larger ones, than that"
-)
-
-
 @pytest.mark.parametrize(
     "batch",
     [
         pytest.param(Batch((1,) * 7, (150,) * 7, 7), id="decode"),
         pytest.param(Batch((20, 20), (40, 150), 2), id="two_query_tiles"),
-        pytest.param(Batch((1,) * 20, (150,) * 20, 20), id="many_decodes", marks=TOO_SMALL),
-        pytest.param(Batch((2,) * 9, (150,) * 9, 9), id="short_extends", marks=TOO_SMALL),
-        pytest.param(Batch((5,) * 20, (150,) * 20, 20), id="many_extends", marks=TOO_SMALL),
-        pytest.param(Batch((40, 1), (160, 150), 2), id="ragged", marks=TOO_SMALL),
+        pytest.param(Batch((1,) * 20, (150,) * 20, 20), id="many_decodes"),
+        pytest.param(Batch((2,) * 9, (150,) * 9, 9), id="short_extends"),
+        pytest.param(Batch((5,) * 20, (150,) * 20, 20), id="many_extends"),
+        pytest.param(Batch((40, 1), (160, 150), 2), id="ragged"),
     ],
 )
 def test_the_workspace_holds_the_partial_outputs(batch):

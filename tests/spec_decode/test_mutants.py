@@ -13,7 +13,9 @@ from tests.mutants import MUTANTS, Mutant, freeze
 CPU = torch.device("cpu")
 KILLED = {Outcome.FAIL, Outcome.ERROR}
 
-STEP_FIELDS = [(name, field) for name in ("torch_reference", "triton_paged") for field in get(name).builder.step_fields]
+BACKENDS = ("torch_reference", "triton_paged", "triton_mla", "sparse_swa_mla")
+# is_valid follows the life of a request, which a step does not end.
+STEP_FIELDS = [(name, field) for name in BACKENDS for field in get(name).builder.step_fields if field != "is_valid"]
 
 
 def outcomes(backend: object, *checks: str) -> dict[str, set[Outcome]]:
