@@ -40,6 +40,8 @@ class Sizes:
         )
 
     def __str__(self) -> str:
+        if self.minimum == self.maximum:
+            return str(self.minimum)
         span = f"{self.minimum} to {self.maximum}" if self.maximum is not None else f"at least {self.minimum}"
         extra = ", a power of two" if self.power_of_two else ""
         return span + extra + (f", a multiple of {self.multiple_of}" if self.multiple_of > 1 else "")

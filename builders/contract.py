@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 
 from builders.batch import AttentionBatch
+from builders.errors import require
 from builders.spec import AttentionSpec
 
 CONTRACT_VERSION = (1, 0)
@@ -118,8 +119,19 @@ class MetadataBuilder(ABC, Generic[M]):
     def build(self, batch: AttentionBatch, *, horizon: int = 0) -> M:
         """Metadata for any batch within the bounds. Host work is allowed; the batch is never written to.
 
-        horizon: how many advances the metadata must survive before the next build.
+        horizon: how many advances the metadata must survive before the next build. Raises BatchError for one that no
+        request could see the end of; a request that meets its own limit on the way becomes inert instead.
         """
+
+    def check_horizon(self, batch: AttentionBatch, horizon: int) -> None:
+        """Refuse a horizon that lies beyond the pages a row of the block table has room for."""
+        capacity = batch.block_table.shape[1] * self.spec.page_size
+        require(
+            0 <= horizon < capacity,
+            f"a horizon must be 0 to {capacity - 1}, the tokens of the {batch.block_table.shape[1]} pages of a row but "
+            f"one, got {horizon}; every request would leave its pages on the way, so nothing was built. Build again "
+            "sooner, or allocate wider tables.",
+        )
 
     @abstractmethod
     def advance(self, metadata: M) -> None:

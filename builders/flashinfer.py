@@ -92,6 +92,7 @@ class FlashInferBuilder(MetadataBuilder[FlashInferMetadata]):
         return AdvanceSupport(AdvanceLevel.IN_GRAPH, f"{kernel.value} ({why}): {how}")
 
     def build(self, batch: AttentionBatch, *, horizon: int = 0) -> FlashInferMetadata:
+        self.check_horizon(batch, horizon)
         planned = self._shape(batch) if batch.uniform else self._ragged(batch)
         metadata = FlashInferMetadata(
             num_reqs=batch.num_reqs,

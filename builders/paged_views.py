@@ -38,6 +38,7 @@ class PagedViewBuilder(MetadataBuilder[PagedMetadata]):
     step_fields = ("seq_lens", "slot_mapping")
 
     def build(self, batch: AttentionBatch, *, horizon: int = 0) -> PagedMetadata:
+        self.check_horizon(batch, horizon)
         return PagedMetadata(
             num_reqs=batch.num_reqs,
             num_tokens=batch.num_tokens,

@@ -78,6 +78,7 @@ class SparseSwaBuilder(MetadataBuilder[SparseSwaMetadata]):
         )
 
     def build(self, batch: AttentionBatch, *, horizon: int = 0) -> SparseSwaMetadata:
+        self.check_horizon(batch, horizon)
         metadata = SparseSwaMetadata(
             num_reqs=batch.num_reqs,
             num_tokens=batch.num_tokens,

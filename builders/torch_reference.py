@@ -60,6 +60,7 @@ class ReferenceBuilder(MetadataBuilder[ReferenceMetadata]):
         return AdvanceSupport(AdvanceLevel.IN_GRAPH, "visible ranges are recomputed from positions on the device")
 
     def build(self, batch: AttentionBatch, *, horizon: int = 0) -> ReferenceMetadata:
+        self.check_horizon(batch, horizon)
         metadata = ReferenceMetadata(
             num_reqs=batch.num_reqs,
             num_tokens=batch.num_tokens,
