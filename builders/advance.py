@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from builders._ops import define_op
-from builders._triton import interpreting, tl, triton
+from builders._triton import tl, triton
 from builders.batch import NO_SLOT, BatchBuffers
 
 _BLOCK = 64
@@ -42,9 +42,6 @@ def _advance(
     page_sizes: torch.Tensor,
     token_limits: torch.Tensor,
 ) -> None:
-    if interpreting():
-        _launch(seq_lens, positions, slot_mappings, step, overflow, block_tables, page_sizes, token_limits)
-        return
     num_reqs = seq_lens.shape[0]
     live = seq_lens > 0
     position = seq_lens.long()

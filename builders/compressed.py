@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from builders._ops import define_op
-from builders._triton import interpreting, tl, triton
+from builders._triton import tl, triton
 from builders.errors import require
 from builders.sparse_swa import live_row, live_rows, load_slots, slots_of
 
@@ -70,9 +70,6 @@ def _compressed_window(
     ratio: int,
     page_size: int,
 ) -> None:
-    if interpreting():
-        _launch_window(indices, lens, positions, seq_lens, query_start_loc, block_table, ratio, page_size)
-        return
     tokens, width = indices.shape
     row, live = live_rows(query_start_loc, seq_lens, tokens)
     counts = torch.where(live, (positions + 1) // ratio, 0)
@@ -144,8 +141,6 @@ def _translate_topk(
     block_table: torch.Tensor,
     page_size: int,
 ) -> torch.Tensor:
-    if interpreting():
-        return _launch_translate(topk, seq_lens, query_start_loc, block_table, page_size)
     row, live = live_rows(query_start_loc, seq_lens, topk.shape[0])
     return slots_of(topk, live[:, None] & (topk >= 0), row, block_table, page_size)
 

@@ -11,7 +11,8 @@ import torch
 from builders.batch import AttentionBatch
 from builders.contract import AdvanceLevel, AdvanceSupport, CaptureConstants, GraphSupport, MetadataBuilder
 from builders.errors import require
-from builders.flashinfer_plan import PlanLayout, replan
+from builders.flashinfer_layout import PlanLayout
+from builders.flashinfer_plan import replan
 from builders.flashinfer_wrappers import FlashInferWrappers
 from builders.spec import AttentionSpec
 

@@ -9,7 +9,7 @@ import flashinfer  # type: ignore[import-not-found]
 import torch
 
 from builders.batch import AttentionBatch
-from builders.flashinfer_plan import PlanLayout
+from builders.flashinfer_layout import PlanLayout
 from builders.paged_views import multiprocessors
 from builders.spec import AttentionSpec
 

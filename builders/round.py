@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from builders._ops import define_op
-from builders._triton import interpreting, tl, triton
+from builders._triton import tl, triton
 from builders.batch import NO_SLOT, BatchBuffers
 
 
@@ -60,19 +60,6 @@ def _begin_extend(
     token_limits: torch.Tensor,
     query_len: int,
 ) -> None:
-    if interpreting():
-        _launch_begin_extend(
-            seq_lens,
-            positions,
-            slot_mappings,
-            overflow,
-            context_lens,
-            block_tables,
-            page_sizes,
-            token_limits,
-            query_len,
-        )
-        return
     num_reqs = seq_lens.shape[0]
     limits = token_limits[:num_reqs].long()
     token = context_lens[:num_reqs].long()[:, None] + torch.arange(query_len)
@@ -168,9 +155,6 @@ def _begin_decode(
     accepted: torch.Tensor,
     query_len: int,
 ) -> None:
-    if interpreting():
-        _launch_begin_decode(seq_lens, positions, slot_mappings, step, extend_seq_lens, accepted, query_len)
-        return
     num_reqs = seq_lens.shape[0]
     live = extend_seq_lens[:num_reqs] > 0
     position = extend_seq_lens[:num_reqs] - query_len + accepted[:num_reqs]

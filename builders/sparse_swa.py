@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from builders._ops import define_op
-from builders._triton import interpreting, tl, triton
+from builders._triton import tl, triton
 from builders.batch import NO_SLOT, AttentionBatch
 from builders.contract import AdvanceLevel, AdvanceSupport, CaptureConstants, GraphSupport, MetadataBuilder
 from builders.errors import require
@@ -144,19 +144,6 @@ def _swa_window(
     window: int,
     page_size: int,
 ) -> None:
-    if interpreting():
-        _launch(
-            window_indices,
-            window_lens,
-            is_valid,
-            positions,
-            seq_lens,
-            query_start_loc,
-            block_table,
-            window,
-            page_size,
-        )
-        return
     tokens, width = window_indices.shape
     row, live = live_rows(query_start_loc, seq_lens, tokens)
     first = (positions - window + 1).clamp_(min=0)

@@ -16,7 +16,7 @@ import torch
 from attn_backends.ops.latent_attention_kernels import latent_attention_kernel
 from attn_backends.ops.paged_attention_kernels import merge_kernel
 from builders._ops import define_op
-from builders._triton import interpreting, triton
+from builders._triton import triton
 from builders.errors import require
 
 _DIMS = frozenset({16, 32, 64, 128, 256, 512})
@@ -87,18 +87,6 @@ def _latent_attention(
     value_dim: int,
     scale: float,
 ) -> torch.Tensor:
-    if interpreting():
-        return _launch(
-            query,
-            latent_cache,
-            block_table,
-            seq_lens,
-            query_start_loc,
-            max_query_len,
-            num_splits,
-            value_dim,
-            scale,
-        )
     out = query.new_zeros(*query.shape[:2], value_dim)
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
     for request, length in enumerate(lens):

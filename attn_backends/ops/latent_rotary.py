@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from builders._ops import define_op
-from builders._triton import interpreting, tl, triton
+from builders._triton import tl, triton
 from builders.errors import require, require_tensor
 
 _TILE = 2048
@@ -81,15 +81,10 @@ def _prepared(query: torch.Tensor, positions: torch.Tensor, table: torch.Tensor,
 
 
 def _prepare_query(query: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, eps: float) -> torch.Tensor:
-    if interpreting():
-        return _launch_prepare(query, positions, table, eps)
     return _prepared(query, positions, table, eps).contiguous()
 
 
 def _inverse_rotary(out: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> None:
-    if interpreting():
-        _launch_inverse(out, positions, table)
-        return
     tail = out[..., -table.shape[1] :]
     tail.copy_(turned(tail.float(), positions, table, inverse=True))
 

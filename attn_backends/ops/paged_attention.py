@@ -12,7 +12,7 @@ import torch
 
 from attn_backends.ops.paged_attention_kernels import attention_kernel, merge_kernel
 from builders._ops import define_op
-from builders._triton import interpreting, triton
+from builders._triton import triton
 
 
 def paged_attention(
@@ -67,21 +67,6 @@ def _paged_attention(
     soft_cap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    if interpreting():
-        return _launch(
-            query,
-            key_cache,
-            value_cache,
-            block_table,
-            seq_lens,
-            query_start_loc,
-            max_query_len,
-            num_splits,
-            scale,
-            sliding_window,
-            soft_cap,
-            sinks,
-        )
     out = query.new_zeros(*query.shape[:2], value_cache.shape[3])
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
     for request, length in enumerate(lens):

@@ -14,7 +14,7 @@ import torch
 from attn_backends.ops import packed_latent
 from attn_backends.ops.sparse_attention_kernels import sparse_attention_kernel
 from builders._ops import define_op
-from builders._triton import interpreting, triton
+from builders._triton import triton
 from builders.errors import require, require_tensor
 
 DIMS = (64, 128, 256, 512)
@@ -128,20 +128,6 @@ def _sparse_attention(
     scale: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    if interpreting():
-        return _launch(
-            query,
-            cache,
-            indices,
-            lens,
-            page_size,
-            extra_cache,
-            extra_indices,
-            extra_lens,
-            extra_page_size,
-            scale,
-            sinks,
-        )
     latents, listed = _read(cache, indices, lens, page_size)
     if extra_cache is not None and extra_indices is not None and extra_lens is not None:
         more_latents, more_listed = _read(extra_cache, extra_indices, extra_lens, extra_page_size)

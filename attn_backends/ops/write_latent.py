@@ -9,7 +9,7 @@ import torch
 from attn_backends.ops import packed_latent
 from attn_backends.ops.latent_rotary import check_rotary, rounded, turn_tail, turned
 from builders._ops import define_op
-from builders._triton import interpreting, tl, triton
+from builders._triton import tl, triton
 from builders.errors import require, require_tensor
 
 
@@ -97,9 +97,6 @@ def _write_latent(
     table: torch.Tensor | None,
     eps: float,
 ) -> None:
-    if interpreting():
-        _launch(latent, cache, slot_mapping, page_size, weight, positions, table, eps)
-        return
     written = slot_mapping >= 0
     slots, latent = slot_mapping[written], latent[written]
     if weight is not None and positions is not None and table is not None:

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from builders._ops import define_op
-from builders._triton import interpreting, tl, triton
+from builders._triton import tl, triton
 
 
 def add_rms_norm(
@@ -24,12 +24,6 @@ def _formula(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total = x + delta
     return total, F.rms_norm(total, weight.shape, weight, eps)
-
-
-def _add_rms_norm(
-    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _launch(x, delta, weight, eps) if interpreting() else _formula(x, delta, weight, eps)
 
 
 def _launch(
@@ -63,7 +57,7 @@ def _add_rms_norm_kernel(x, delta, weight, total, normed, width, eps, BLOCK: tl.
 _add_rms_norm_op = define_op(
     "spec_decode::add_rms_norm",
     "(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)",
-    cpu=_add_rms_norm,
+    cpu=_formula,
     cuda=_launch,
     fake=lambda x, delta, weight, eps: (torch.empty_like(x), torch.empty_like(x)),
 )

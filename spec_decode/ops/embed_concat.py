@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from builders._ops import define_op
-from builders._triton import interpreting, tl, triton
+from builders._triton import tl, triton
 
 
 def embed_concat(token_ids: torch.Tensor, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -18,10 +18,6 @@ def embed_concat(token_ids: torch.Tensor, embedding: torch.Tensor, hidden: torch
 
 def _formula(token_ids: torch.Tensor, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.nn.functional.embedding(token_ids, embedding), hidden], -1)
-
-
-def _embed_concat(token_ids: torch.Tensor, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    return (_launch if interpreting() else _formula)(token_ids, embedding, hidden)
 
 
 def _launch(token_ids: torch.Tensor, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -51,7 +47,7 @@ def _embed_concat_kernel(token_ids, embedding, hidden, out, vocab, width, hidden
 _embed_concat_op = define_op(
     "spec_decode::embed_concat",
     "(Tensor token_ids, Tensor embedding, Tensor hidden) -> Tensor",
-    cpu=_embed_concat,
+    cpu=_formula,
     cuda=_launch,
     fake=lambda token_ids, embedding, hidden: hidden.new_empty(hidden.shape[0], 2 * hidden.shape[1]),
 )

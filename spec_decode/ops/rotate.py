@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from builders._ops import define_op
-from builders._triton import interpreting, tl, triton
+from builders._triton import tl, triton
 
 
 def rotate(packed: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, heads: int) -> torch.Tensor:
@@ -28,10 +28,7 @@ def rotated(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> to
 
 
 def _rotate(packed: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, heads: int) -> None:
-    if interpreting():
-        _launch(packed, positions, table, heads)
-    else:
-        packed[:, :heads] = rotated(packed[:, :heads], positions, table)
+    packed[:, :heads] = rotated(packed[:, :heads], positions, table)
 
 
 def _launch(packed: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, heads: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from builders._ops import define_op
-from builders._triton import interpreting, tl, triton
+from builders._triton import tl, triton
 from builders.errors import require_tensor
 from spec_decode.ops import noise
 from spec_decode.ops.noise import triton_gumbel, triton_key
@@ -68,9 +68,6 @@ def _sample(
     draft_logits: torch.Tensor,
     next_ids: torch.Tensor,
 ) -> None:
-    if interpreting():
-        _launch(logits, temperature, seeds, positions, seq_lens, step, draft_tokens, draft_logits, next_ids)
-        return
     rows, vocab = logits.shape
     column = int(step)
     hot = temperature > 0

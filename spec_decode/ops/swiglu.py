@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from builders._ops import define_op
-from builders._triton import interpreting, tl, triton
+from builders._triton import tl, triton
 
 _BLOCK = 1024
 
@@ -20,10 +20,6 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 def _formula(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.float().chunk(2, -1)
     return (F.silu(gate) * up).to(gate_up.dtype)
-
-
-def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    return _launch(gate_up) if interpreting() else _formula(gate_up)
 
 
 def _launch(gate_up: torch.Tensor) -> torch.Tensor:
@@ -47,7 +43,7 @@ def _swiglu_kernel(gate_up, out, width, stride, BLOCK: tl.constexpr):
 _swiglu_op = define_op(
     "spec_decode::swiglu",
     "(Tensor gate_up) -> Tensor",
-    cpu=_swiglu,
+    cpu=_formula,
     cuda=_launch,
     fake=lambda gate_up: gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2),
 )

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from builders.flashinfer_plan import PlanLayout, read_plan, replan
+from builders.flashinfer_layout import PlanLayout
+from builders.flashinfer_plan import read_plan, replan
 
 NUM_SMS = 132
 UNTOUCHED = 0xAB

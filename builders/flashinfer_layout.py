@@ -1,0 +1,189 @@
+"""Where FlashInfer keeps a plan: the arrays of its int workspace, from the plan info that plan() leaves behind.
+
+The order of the plan info is that of DecodePlanInfo and PrefillPlanInfo in include/flashinfer/attention/scheduler.cuh
+of FlashInfer 0.6.12, unchanged in 0.7.2. The words for parts of a plan are those of flashinfer_plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from builders.errors import require
+
+_MIN_CHUNK_TOKENS = 128
+_EVERY_PAGE = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanLayout:
+    """Where the plan of one wrapper lies in its int workspace, and the constants it is made from.
+
+    The fields named like plan arrays are offsets, in int32 elements; that of block_valid_mask is in bytes.
+    """
+
+    num_reqs: int
+    page_size: int
+    tensor_cores: bool
+    split: bool
+    """Whether requests are cut into chunks. Without it the plan does not depend on the lengths."""
+    padded_tiles: int
+    """CTAs of the grid's first axis, whatever the lengths."""
+    tile_budget: int
+    """The chunk is the smallest that needs no more tiles than this."""
+    request_indices: int
+    """Array [padded_tiles]: the request of each tile."""
+    kv_tile_indices: int
+    """Array [padded_tiles]: the chunk of each tile."""
+    o_indptr: int
+    """Array [num_reqs + 1]: where the partial outputs of each request start, a row per query token and chunk."""
+    kv_chunk_size: int
+    """One int: tokens of a chunk."""
+    block_valid_mask: int
+    """Bytes [padded_tiles]: whether the CTA has a tile."""
+    qo_tile_indices: int = 0
+    """Array [padded_tiles]: the query tile of each tile. Tensor cores only."""
+    merge_indptr: int = 0
+    """Array [num_reqs * query_len + 1]: o_indptr by query token. Tensor cores only."""
+    query_len: int = 1
+    query_tiles: int = 1
+    """Query tiles of a request: its query_len tokens times the heads of a group, in tiles of FlashInfer's choice."""
+    window_pages: int = _EVERY_PAGE
+    """Pages of a request that are planned at most: those that its sliding window can reach."""
+
+    @classmethod
+    def of_cuda_cores(cls, plan_info: Sequence[int], *, num_reqs: int, page_size: int) -> PlanLayout:
+        """From the plan info of a decode wrapper with use_tensor_cores=False, planned with use_cuda_graph=True.
+
+        The planner of this kernel knows no sliding window: it cuts the whole request. Raises BatchError for plan info
+        of another kind, another FlashInfer, or another batch size.
+        """
+        info = _checked(plan_info, length=10, graph_flag=8)
+        padded, split = info[0], bool(info[9])
+        require(
+            padded >= num_reqs if split else padded == num_reqs,
+            f"a plan of {num_reqs} requests needs {'at least' if split else 'exactly'} {num_reqs} tiles, got {padded}; "
+            "its arrays would be written past their ends. Plan with the batch size that is going to run.",
+        )
+        return cls(
+            num_reqs=num_reqs,
+            page_size=page_size,
+            tensor_cores=False,
+            split=split,
+            padded_tiles=padded,
+            tile_budget=padded,
+            request_indices=_element(info[3]),
+            kv_tile_indices=_element(info[4]),
+            o_indptr=_element(info[5]),
+            block_valid_mask=info[6],
+            kv_chunk_size=_element(info[7]),
+        )
+
+    @classmethod
+    def of_tensor_cores(
+        cls,
+        plan_info: Sequence[int],
+        *,
+        num_reqs: int,
+        page_size: int,
+        num_q_heads: int,
+        num_kv_heads: int,
+        num_sms: int,
+        query_len: int = 1,
+        window_left: int = -1,
+    ) -> PlanLayout:
+        """From the plan info of FA2: a decode wrapper with use_tensor_cores=True, or a prefill wrapper.
+
+        Planned with use_cuda_graph=True for num_reqs requests of query_len tokens each, with the same window_left
+        (-1: none), on a device of num_sms SMs. Raises BatchError for plan info of another kind or of another
+        FlashInfer, for another batch, and for a plan without splits (disable_split_kv).
+        """
+        info = _checked(plan_info, length=15, graph_flag=13)
+        padded, rows, query_tile = info[0], info[1], info[3]
+        require(
+            bool(info[14]),
+            "a plan that is recomputed on the device must split the KV tokens, got split_kv off; its padding tiles "
+            "would have no mask to stop them. Plan without disable_split_kv and without fixed_split_size.",
+        )
+        require(
+            rows == num_reqs * query_len,
+            f"the plan must be made for {num_reqs} requests of {query_len} query tokens, got one for {rows} tokens; "
+            "its arrays would be written past their ends. Plan with the batch that is going to run.",
+        )
+        budget = 2 * num_sms // num_kv_heads
+        query_tiles = -(-query_len * (num_q_heads // num_kv_heads) // query_tile)
+        needed = max(budget, num_reqs * query_tiles)
+        require(
+            padded >= needed,
+            f"{num_reqs} requests of {query_tiles} query tiles and {num_kv_heads} KV heads on {num_sms} SMs need a "
+            f"plan of {needed} tiles or more, got {padded}; its arrays would be written past their ends. Pass the "
+            "heads and the device that were planned for.",
+        )
+        reach = window_left + query_tile
+        return cls(
+            num_reqs=num_reqs,
+            page_size=page_size,
+            tensor_cores=True,
+            split=True,
+            padded_tiles=padded,
+            tile_budget=budget,
+            request_indices=_element(info[4]),
+            qo_tile_indices=_element(info[5]),
+            kv_tile_indices=_element(info[6]),
+            merge_indptr=_element(info[7]),
+            o_indptr=_element(info[8]),
+            kv_chunk_size=_element(info[9]),
+            block_valid_mask=info[12],
+            query_len=query_len,
+            query_tiles=query_tiles,
+            window_pages=_EVERY_PAGE if window_left < 0 else -(-reach // page_size),
+        )
+
+    @property
+    def min_chunk_pages(self) -> int:
+        return max(_MIN_CHUNK_TOKENS // self.page_size, 1)
+
+    @property
+    def arrays(self) -> dict[str, tuple[int, int]]:
+        """Offset and length of every int32 array that replan writes, by name."""
+        names = {
+            "request_indices": self.padded_tiles,
+            "kv_tile_indices": self.padded_tiles,
+            "o_indptr": self.num_reqs + 1,
+        }
+        if self.split:
+            names["kv_chunk_size"] = 1
+        if self.tensor_cores:
+            names["qo_tile_indices"] = self.padded_tiles
+            names["merge_indptr"] = self.num_reqs * self.query_len + 1
+        return {name: (getattr(self, name), length) for name, length in names.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the int workspace up to the end of the plan."""
+        ends = [4 * (offset + length) for offset, length in self.arrays.values()]
+        return max([*ends, self.block_valid_mask + self.padded_tiles if self.split else 0])
+
+
+def _checked(plan_info: Sequence[int], *, length: int, graph_flag: int) -> list[int]:
+    info = [int(value) for value in plan_info]
+    require(
+        len(info) == length,
+        f"plan info of this kernel holds {length} values in FlashInfer 0.6.12 to 0.7.2, got {len(info)}; their meaning "
+        "is unknown, so nothing was read from them. Use one of these releases, and the layout of the right kernel.",
+    )
+    require(
+        bool(info[graph_flag]),
+        "the plan must be made in CUDA-graph mode, got one whose grid follows the lengths; a replay would run the old "
+        "grid over a new plan. Construct the wrapper with use_cuda_graph=True.",
+    )
+    return info
+
+
+def _element(offset: int) -> int:
+    require(
+        offset % 4 == 0,
+        f"an int32 array starts at a multiple of 4 bytes, got offset {offset}; the plan info means something else than "
+        "this layout knows, so nothing was written. Use FlashInfer 0.6.12 to 0.7.2.",
+    )
+    return offset // 4
