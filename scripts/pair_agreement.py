@@ -1,7 +1,8 @@
-"""Draft with the shipped pair on every backend it fits, in every strategy: python scripts/pair_agreement.py --json FILE.
+"""Draft with the shipped pair on every backend it fits: python scripts/pair_agreement.py --json FILE.
 
-Tokens and kept drafts must be those of eager drafting, greedily and at temperature 1. In float32 where a backend has it,
-else in bfloat16, whose greedy text may leave plain decoding's where two candidates lie within rounding.
+In every strategy, tokens and kept drafts must be those of eager drafting, greedily and at temperature 1. In float32
+where a backend has it, else in bfloat16, whose greedy text may leave plain decoding's where two candidates lie within
+rounding.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def main() -> None:
             for dtype in (torch.float32, torch.bfloat16)
         }
         for name in registry.names():
-            dtype = next((d for d, pair in pairs.items() if registry.explain(name, pair.draft_spec, flags.device)), None)
-            if dtype is None:
+            served = (d for d, pair in pairs.items() if registry.explain(name, pair.draft_spec, flags.device))
+            if (dtype := next(served, None)) is None:
                 continue
             for temperature in TEMPERATURES:
                 for row in agreement(pairs[dtype], name, temperature):

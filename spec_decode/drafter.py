@@ -86,14 +86,17 @@ class Drafter:
         self._query_len = num_speculative_tokens + 1
         self._allocate(groups[0].spec.dtype)
         self._extend = Phase(groups, tables, query_len=self._query_len, horizon=0)
-        self._decode = Phase(groups, tables, query_len=1, horizon=num_speculative_tokens - 1)
+        self._decode = Phase(
+            groups, tables, query_len=1, horizon=num_speculative_tokens - 1, planned=self.plan.planned_groups
+        )
         self.graphs = GraphManager(device, sizes)
         self._captured = False
         widest = min(group.backend.builder.graph_support for group in groups)
         self._extend_in_graph = self.plan.strategy is not Strategy.EAGER and widest >= GraphSupport.UNIFORM_BATCH
-        self._strong_groups = [i for i in range(len(groups)) if i not in self.plan.weak_groups]
+        host_built = {*self.plan.weak_groups, *self.plan.planned_groups}
+        self._strong_groups = [i for i in range(len(groups)) if i not in host_built]
         self._built_per_round = [i for i in self._strong_groups if self.plan.groups[i].build_per_round]
-        rebuilt = sorted({*self.plan.weak_groups, *self._built_per_round})
+        rebuilt = sorted({*host_built, *self._built_per_round})
         self._rebuilt_at_step_0 = rebuilt if self._extend_in_graph else list(range(len(groups)))
 
     def _allocate(self, hidden_dtype: torch.dtype) -> None:
@@ -198,6 +201,7 @@ class Drafter:
 
     def _full_loop(self, size: int) -> None:
         self._decode.rebuild(size, self._built_per_round)
+        self._decode.plan_ahead(size)
         self.graphs.replay(GraphKey(LOOP, size), self._needed(size, 1))
 
     def _per_step_loop(self, size: int) -> None:
@@ -239,13 +243,15 @@ class Drafter:
         self._hidden[:size].copy_(last)
         self._sample(size, last)
 
-    def _step_forward(self, size: int, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """A single-token step. hidden: the last step's hidden states, where they are not in the buffer."""
+    def _step_forward(self, size: int, hidden: torch.Tensor | None = None, step: int = 0) -> torch.Tensor:
+        """A single-token step. hidden: the last step's hidden states, where they are not in the buffer. step: which one
+        it is, where groups were planned ahead.
+        """
         hidden = self.model.forward(
             self._ids[:size],
             self._hidden[:size] if hidden is None else hidden,
             self._decode.batch.positions[:size],
-            attend_with(self.groups, self._decode.metadata),
+            attend_with(self.groups, self._decode.at_step(step)),
         )
         self._sample(size, hidden)
         return hidden
@@ -290,6 +296,7 @@ class Drafter:
     def _capturable(self, phase: Phase, size: int, body: Callable[[int], None]) -> Capturable:
         phase.batch.clear()
         phase.rebuild(size, range(len(self.groups)))
+        phase.plan_ahead(size)
         return Capturable(lambda: body(size), phase.constants())
 
     def _captured_extend(self, size: int) -> None:
@@ -299,10 +306,10 @@ class Drafter:
 
     def _captured_loop(self, size: int) -> None:
         hidden = None
-        for _ in range(self.num_speculative_tokens - 1):
+        for step in range(1, self.num_speculative_tokens):
             advance_shared_state(self._decode.batch, size)
-            self._decode.advance(range(len(self.groups)))
-            hidden = self._step_forward(size, hidden)
+            self._decode.advance(self._strong_groups)
+            hidden = self._step_forward(size, hidden, step)
 
     def _captured_step(self, size: int) -> None:
         self._decode.advance(self._strong_groups)

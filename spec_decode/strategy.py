@@ -13,11 +13,19 @@ class Strategy(str, Enum):
     """From least host work a round to most."""
 
     FULL_LOOP = "full_loop"
-    """All K-1 steps in one graph; every group's metadata advances inside it."""
+    """All K-1 steps in one graph; a group's metadata advances inside it, or was planned for each step before it."""
     PER_STEP = "per_step"
     """One single-step graph replayed K-1 times; weak groups are rebuilt between replays, the others advance inside."""
     EAGER = "eager"
     """No graphs; every group is rebuilt at every step. The reference for the others."""
+
+
+class Upkeep(str, Enum):
+    """How a group's metadata is kept current over the steps."""
+
+    IN_GRAPH = "advanced in the graph"
+    AHEAD = "planned ahead for every step of a round"
+    REBUILT = "rebuilt at every step"
 
 
 class GraphMode(str, Enum):
@@ -49,8 +57,7 @@ class GroupDecision:
 
     name: str
     backend: str
-    in_graph: bool
-    """Advanced inside the graph; otherwise built on the host between steps."""
+    upkeep: Upkeep
     waits: bool
     """Whether a build waits for the device, to learn the exact lengths."""
     build_per_round: bool
@@ -69,17 +76,21 @@ class DraftPlan:
     @property
     def weak_groups(self) -> tuple[int, ...]:
         """Indices of the groups that are built between steps."""
-        return tuple(i for i, group in enumerate(self.groups) if not group.in_graph)
+        return tuple(i for i, group in enumerate(self.groups) if group.upkeep is Upkeep.REBUILT)
+
+    @property
+    def planned_groups(self) -> tuple[int, ...]:
+        """Indices of the groups whose steps are planned before the loop."""
+        return tuple(i for i, group in enumerate(self.groups) if group.upkeep is Upkeep.AHEAD)
 
     def explain(self) -> list[str]:
         """The plan in words, one line each."""
         lines = [f"strategy {self.strategy.value}: {self.reason}"]
         lines += [f"not {strategy.value}: {reason}" for strategy, reason in self.not_chosen]
         for group in self.groups:
-            how = "advanced in the graph" if group.in_graph else "rebuilt at every step"
             cost = ", waiting for the device" if group.waits else ""
-            cost += ", built once a round" if group.build_per_round and group.in_graph else ""
-            lines.append(f"group {group.name} ({group.backend}): {how}{cost}; {group.reason}")
+            cost += ", built once a round" if group.build_per_round and group.upkeep is Upkeep.IN_GRAPH else ""
+            lines.append(f"group {group.name} ({group.backend}): {group.upkeep.value}{cost}; {group.reason}")
         return lines
 
 
@@ -124,7 +135,7 @@ def choose(
 
 
 _REASONS = {
-    Strategy.FULL_LOOP: "every group's metadata advances in the graph",
+    Strategy.FULL_LOOP: "every group's metadata advances in the graph, or is planned ahead",
     Strategy.PER_STEP: "some group must be rebuilt between steps, the others need not pay for it",
     Strategy.EAGER: "no graph can be used",
 }
@@ -143,18 +154,22 @@ def _full_loop_obstacle(groups: Sequence[GroupFacts], graph_mode: GraphMode) -> 
     if obstacle := _graph_obstacle(groups, graph_mode):
         return obstacle
     for group in groups:
-        if group.advance.level < AdvanceLevel.IN_GRAPH:
+        if group.advance.level < AdvanceLevel.PREPLANNED:
             return f"group {group.name} ({group.backend}) is {group.advance.level.name}: {group.advance.reason}"
     return None
 
 
 def _decide(group: GroupFacts, strategy: Strategy) -> GroupDecision:
-    in_graph = strategy is not Strategy.EAGER and group.advance.level is AdvanceLevel.IN_GRAPH
-    built = not in_graph or group.build_per_round
+    upkeep = Upkeep.REBUILT
+    if strategy is not Strategy.EAGER and group.advance.level is AdvanceLevel.IN_GRAPH:
+        upkeep = Upkeep.IN_GRAPH
+    elif strategy is Strategy.FULL_LOOP:
+        upkeep = Upkeep.AHEAD
+    built = upkeep is not Upkeep.IN_GRAPH or group.build_per_round
     return GroupDecision(
         name=group.name,
         backend=group.backend,
-        in_graph=in_graph,
+        upkeep=upkeep,
         waits=built and group.host_lengths is HostLengths.EXACT,
         build_per_round=group.build_per_round,
         reason=group.advance.reason,

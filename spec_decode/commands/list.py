@@ -60,8 +60,11 @@ def _claims(backend: AttentionBackend, spec: AttentionSpec, device: torch.device
         "version": backend.version,
         "graphs": backend.builder.graph_support.name,
         "advance": {"level": advance.level.name, "reason": advance.reason},
+        "kinds": [kind.value for kind in able.kinds],
         "features": sorted(feature.value for feature in able.features),
+        "needs": sorted(feature.value for feature in able.required),
         "dtypes": [str(dtype).removeprefix("torch.") for dtype in able.dtypes],
+        "kv_dtypes": [str(dtype).removeprefix("torch.") for dtype in (*able.dtypes, *able.kv_dtypes)],
         "page_sizes": str(able.page_sizes),
         "head_dims": str(able.head_dims),
     }
@@ -85,8 +88,11 @@ def _lines(entry: dict[str, Any]) -> list[tuple[str, str]]:
         lines += [
             ("graphs", entry["graphs"]),
             ("advance", f"{entry['advance']['level']}: {entry['advance']['reason']}"),
+            ("kinds", ", ".join(entry["kinds"])),
             ("features", ", ".join(entry["features"]) or "none"),
+            ("needs", ", ".join(entry["needs"]) or "none of them"),
             ("dtypes", ", ".join(entry["dtypes"])),
+            ("kv dtypes", ", ".join(entry["kv_dtypes"])),
             ("page sizes", entry["page_sizes"]),
             ("head dims", entry["head_dims"]),
         ]

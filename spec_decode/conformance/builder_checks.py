@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -119,6 +120,38 @@ def advance_refreshes_another_batch(subject: Subject, case: Case) -> Evidence:
     tokens = batch.rows * batch.query_lens[0]
     out = world.attend(metadata, batch, batch.seq_lens, queries, num_tokens=tokens)
     return world.judge(out, batch, batch.seq_lens, queries, contract="attention after P2's refresh")
+
+
+def _planned(subject: Subject) -> Iterable[tuple[str, Case]]:
+    """Cases of a builder that claims to plan ahead; others have nothing to show."""
+    return [
+        (name, case)
+        for name, case in _DECODES(subject)
+        if subject.backend.supports(case.spec, subject.device)
+        and subject.backend.builder.advance_support(case.spec, subject.device).level is AdvanceLevel.PREPLANNED
+    ]
+
+
+@check(
+    "builder.plans_ahead_attend_right",
+    "metadata built from the host's lengths of steps to come means each of them when it runs",
+    _planned,
+)
+def plans_ahead_attend_right(subject: Subject, case: Case) -> Evidence:
+    world = World(subject, case.spec, case.batch.rows)
+    buffers, batch = world.load(case.batch), case.batch
+    steps = [[n + step for n in batch.seq_lens] for step in range(1, _STEPS + 1)]
+    planned = [world.builder().build(world.view(buffers, batch, lens)) for lens in steps]
+    for request, length in enumerate(batch.seq_lens):
+        world.put(request, range(length))
+    worst: Evidence = {}
+    for step, (lens, metadata) in enumerate(zip(steps, planned, strict=True), start=1):
+        advance_shared_state(buffers, batch.rows)
+        queries = world.queries(batch)
+        out = world.attend(metadata, batch, lens, queries, num_tokens=batch.rows)
+        world.expect_cache(lens, contract=f"step {step}: the cache holds each request's tokens and nothing else")
+        worst = worse(worst, world.judge(out, batch, lens, queries, contract=f"attention at planned step {step}"))
+    return worst
 
 
 @check("builder.advance_keeps_addresses", "advance() keeps every address, shape, dtype and host field", _DECODE)

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from attn_backends import Accepted, Rejected
-from builders import CONTRACT_VERSION, AdvanceLevel, AdvanceSupport, MetadataBuilder
+from builders import CONTRACT_VERSION, AdvanceLevel, AdvanceSupport, HostLengths, MetadataBuilder
 from spec_decode.conformance.cases import DECODE, Case, base_cases, base_spec
 from spec_decode.conformance.check import Evidence, Subject, check, expect
 from spec_decode.conformance.world import World
@@ -69,6 +69,12 @@ def builder_declares_itself(subject: Subject, case: Case) -> None:
         contract="advance_support returns a level with its reason",
         expected="AdvanceSupport(level, reason)",
         got=support,
+    )
+    expect(
+        support.level is not AdvanceLevel.PREPLANNED or subject.backend.builder.host_lengths is not HostLengths.NONE,
+        contract="a plan ahead is made from lengths that the host is told",
+        expected="host_lengths UPPER_BOUND or EXACT",
+        got=subject.backend.builder.host_lengths,
     )
     world = World(subject, case.spec, case.batch.rows)
     metadata = world.builder().build(world.view(world.load(case.batch), case.batch))

@@ -21,8 +21,9 @@ from builders import (
 )
 from spec_decode.drafter import Drafter, VerifiedTokens, default_capture_sizes
 from spec_decode.kv_groups import make_group
-from spec_decode.strategy import GraphMode, Strategy, StrategyError
+from spec_decode.strategy import GraphMode, Strategy, StrategyError, Upkeep
 from tests.factories import CPU, make_config, make_spec, owned_pages
+from tests.foreseen import Foreseen, ForeseenBuilder
 
 K, MAX_SEQ_LEN = 4, 48
 CONFIG = make_config(hidden_size=64, head_dim=64)
@@ -131,6 +132,7 @@ def third_party():
     register("third_party", Weak)
     StrongBuilder.builds.clear()
     WeakBuilder.builds.clear()
+    ForeseenBuilder.builds.clear()
     yield
     unregister("third_party")
 
@@ -199,6 +201,10 @@ def mixed(**options):
     return Scene([Strong(), get("third_party")], **options)
 
 
+def foreseen(**options):
+    return Scene([Strong(), Foreseen()], **options)
+
+
 def strong(**options):
     return Scene([get("triton_paged"), get("torch_reference")], **options)
 
@@ -216,7 +222,47 @@ def assert_same(found, expected):
 def test_a_weak_group_is_rebuilt_and_the_strong_one_is_not():
     plan = mixed().drafter.plan
     assert plan.strategy is Strategy.PER_STEP
-    assert [(g.in_graph, g.waits) for g in plan.groups] == [(True, False), (False, True)]
+    assert [(g.upkeep, g.waits) for g in plan.groups] == [(Upkeep.IN_GRAPH, False), (Upkeep.REBUILT, True)]
+
+
+def test_a_group_that_the_host_can_foresee_leaves_the_full_loop_possible():
+    plan = foreseen().drafter.plan
+    assert plan.strategy is Strategy.FULL_LOOP
+    assert [(g.upkeep, g.waits) for g in plan.groups] == [(Upkeep.IN_GRAPH, False), (Upkeep.AHEAD, True)]
+
+
+def test_a_round_plans_every_later_step_of_such_a_group_before_the_loop():
+    scene = foreseen()
+    scene.drafter.capture()
+    StrongBuilder.builds.clear()
+    ForeseenBuilder.builds.clear()
+    verified = scene.verified()
+    scene.drafter.propose(verified)
+    start = [c + int(a) + 1 for c, a in zip(CONTEXTS, verified.accepted, strict=True)]
+    assert StrongBuilder.builds == []
+    assert ForeseenBuilder.builds == [(*(n + step for n in start), 0) for step in range(1, K)]
+
+
+def test_a_plan_ends_at_the_limit_of_its_request():
+    scene = foreseen(limits=(MAX_SEQ_LEN, 14, MAX_SEQ_LEN))
+    scene.drafter.capture()
+    ForeseenBuilder.builds.clear()
+    scene.drafter.propose(scene.verified())
+    assert max(lens[1] for lens in ForeseenBuilder.builds) <= 14
+
+
+@pytest.mark.parametrize("limits", [(MAX_SEQ_LEN,) * 3, (MAX_SEQ_LEN, 14, MAX_SEQ_LEN)], ids=["roomy", "limited"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_planned_groups_draft_what_eager_drafts(temperature, limits):
+    expected = foreseen(strategy=Strategy.EAGER, limits=limits).rounds(1, temperature=temperature)
+    found = foreseen(limits=limits).rounds(1, temperature=temperature)
+    for (tokens, logits), (wanted, wanted_logits) in zip(found, expected, strict=True):
+        assert tokens.tolist() == wanted.tolist()
+        assert torch.equal(logits[tokens >= 0], wanted_logits[tokens >= 0])
+
+
+def test_rounds_one_behind_the_other_are_each_planned_anew():
+    assert_same(foreseen().rounds(), foreseen(strategy=Strategy.EAGER).rounds())
 
 
 def test_a_round_builds_the_weak_group_once_a_step_and_the_strong_one_never():

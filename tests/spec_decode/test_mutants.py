@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from attn_backends import get
+from builders import AttentionBatch
 from spec_decode.conformance import check_backend
 from spec_decode.report import Outcome
+from tests.foreseen import Foreseen, ForeseenBuilder
 from tests.mutants import MUTANTS, Mutant, freeze
 
 CPU = torch.device("cpu")
@@ -68,3 +72,21 @@ def test_a_stale_field_shows_in_a_whole_round(backend: str, field: str) -> None:
     check = "drafter.steps_attend_to_the_logical_prefix"
 
     assert Outcome.FAIL in outcomes(freeze(backend, field), check)[check]
+
+
+def test_a_backend_that_plans_ahead_passes_the_kit() -> None:
+    families = ["contract", "builder", "graph", "numerics"]
+    check_backend(Foreseen(), device=CPU, families=families).raise_if_failed()
+    found = outcomes(Foreseen(), "builder.plans_ahead_attend_right", "drafter.strategies_agree*k[47]-n3*")
+    assert found == {name: {Outcome.PASS} for name in found} and len(found) == 2
+
+
+def test_a_plan_for_the_lengths_as_they_are_is_caught() -> None:
+    def build(self: ForeseenBuilder, batch: AttentionBatch, *, horizon: int = 0) -> object:
+        stale = replace(batch, host_seq_lens=(*batch.seq_lens.tolist(),))
+        return ForeseenBuilder.build(self, stale, horizon=horizon)
+
+    support = classmethod(lambda cls, spec, device: ForeseenBuilder.advance_support(spec, device))
+    builder = type("Short", (ForeseenBuilder,), {"build": build, "advance_support": support})
+    backend = type("ShortSighted", (Foreseen,), {"builder": builder})()
+    assert Outcome.FAIL in outcomes(backend, "builder.plans_ahead_attend_right")["builder.plans_ahead_attend_right"]

@@ -23,7 +23,8 @@ CHOSEN = {
     "all in graph": ([STRONG, OTHER], FULL, Strategy.FULL_LOOP, []),
     "one rebuilt": ([STRONG, WEAK, OTHER], FULL, Strategy.PER_STEP, [1]),
     "all rebuilt": ([WEAK, WEAK], FULL, Strategy.PER_STEP, [0, 1]),
-    "preplanned is rebuilt": ([PLANNED, STRONG], FULL, Strategy.PER_STEP, [0]),
+    "one planned ahead": ([PLANNED, STRONG], FULL, Strategy.FULL_LOOP, []),
+    "one planned ahead beside a rebuilt one": ([PLANNED, WEAK, STRONG], FULL, Strategy.PER_STEP, [0, 1]),
     "captured for decode alone": ([DECODE_ONLY], FULL, Strategy.FULL_LOOP, []),
     "one that no graph holds": ([STRONG, NEVER], FULL, Strategy.EAGER, [0, 1]),
     "a weak one that no graph holds": ([WEAK, NEVER], FULL, Strategy.EAGER, [0, 1]),
@@ -60,7 +61,6 @@ def test_the_reason_against_graphs_says_when_they_are_off():
 
 IMPOSSIBLE = {
     "full loop with a rebuilt group": ([STRONG, WEAK], FULL, Strategy.FULL_LOOP, "weak has its reason"),
-    "full loop with a preplanned group": ([PLANNED], FULL, Strategy.FULL_LOOP, "planned has its reason"),
     "full loop without graphs": ([STRONG], NONE, Strategy.FULL_LOOP, "graphs are turned off"),
     "per step without graphs": ([STRONG], NONE, Strategy.PER_STEP, "graphs are turned off"),
     "per step around a group that no graph holds": ([NEVER], FULL, Strategy.PER_STEP, "group never"),
@@ -95,6 +95,8 @@ WAITS = {
     "rebuilt with bounds": (AdvanceLevel.REBUILD, HostLengths.UPPER_BOUND, False, FULL, False),
     "rebuilt without lengths": (AdvanceLevel.REBUILD, HostLengths.NONE, False, FULL, False),
     "advanced, exact lengths never asked for": (AdvanceLevel.IN_GRAPH, HostLengths.EXACT, False, FULL, False),
+    "planned ahead with exact lengths": (AdvanceLevel.PREPLANNED, HostLengths.EXACT, False, FULL, True),
+    "planned ahead with bounds": (AdvanceLevel.PREPLANNED, HostLengths.UPPER_BOUND, False, FULL, False),
     "built once a round with exact lengths": (AdvanceLevel.IN_GRAPH, HostLengths.EXACT, True, FULL, True),
     "built once a round with bounds": (AdvanceLevel.IN_GRAPH, HostLengths.UPPER_BOUND, True, FULL, False),
     "eager with exact lengths": (AdvanceLevel.IN_GRAPH, HostLengths.EXACT, False, NONE, True),
@@ -132,3 +134,15 @@ def test_the_explanation_shows_a_wait():
 
 def test_groups_keep_their_order():
     assert [g.name for g in choose([WEAK, STRONG, OTHER], 4, FULL).groups] == ["weak", "strong", "other"]
+
+
+def test_a_group_that_the_host_can_foresee_is_planned_ahead_of_the_full_loop():
+    plan = choose([STRONG, PLANNED], 4, FULL)
+    assert plan.planned_groups == (1,)
+    assert plan.explain()[-1] == (
+        "group planned (planned_kernels): planned ahead for every step of a round; planned has its reason"
+    )
+
+
+def test_outside_the_full_loop_nothing_is_planned_ahead():
+    assert choose([PLANNED], 4, FULL, forced=Strategy.PER_STEP).planned_groups == ()
