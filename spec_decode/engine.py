@@ -16,7 +16,7 @@ from spec_decode.kv_groups import KVGroup, make_group
 from spec_decode.models import EagleDraft, LlamaTarget
 from spec_decode.strategy import DraftPlan, GraphMode, Strategy
 from spec_decode.target import TargetRunner
-from spec_decode.verification import sample_target, verify
+from spec_decode.verification import sample_target, verifier
 
 MIN_TEMPERATURE = 1e-3
 """Below it, logits over the temperature leave fp32; greedy decoding is temperature 0."""
@@ -99,10 +99,12 @@ class Engine:
         graph_mode: GraphMode = GraphMode.FULL,
         strategy: Strategy | None = None,
         draft_backend: AttentionBackend | None = None,
+        verification: str = "rejection",
     ) -> None:
         """max_seq_len bounds prompt and new tokens together.
 
-        draft_backend: the draft's, where it is another; the two may have attention of different kinds.
+        draft_backend: the draft's, where it is another; the two may have attention of different kinds. verification: a
+        name that spec_decode.verification.verifier knows.
         """
         require(
             num_speculative_tokens >= 0 and max_seq_len + num_speculative_tokens < target.config.max_positions,
@@ -110,6 +112,7 @@ class Engine:
             f"positions, got {num_speculative_tokens} with max_seq_len {max_seq_len}; nothing was allocated. Lower "
             "either.",
         )
+        self._verifier = verifier(verification, num_speculative_tokens=num_speculative_tokens)
         weight = target.embed.weight
         self._device, self._dtype = weight.device, weight.dtype
         self._steps = num_speculative_tokens
@@ -270,7 +273,7 @@ class Engine:
         hidden = self._target.run(
             self._tables, [width] * len(live), [n + self._steps for n in lens], verified.flatten()
         )
-        verdict = verify(
+        verdict = self._verifier.verify(
             self._target.model.logits(hidden).view(len(live), width, -1),
             drafts.tokens,
             drafts.logits,
@@ -298,7 +301,7 @@ class Engine:
             accepted=self._ids([state.accepted for state in live]).int(),
             next_tokens=self._ids([state.tokens[-1] for state in live]),
             temperature=self._temperature(live),
-            seeds=self._seeds(live),
+            seeds=self._verifier.draft_seeds(self._seeds(live), self._ids([len(state.tokens) for state in live])),
         )
         start = time.perf_counter()
         drafts = self.drafter.propose(verified)

@@ -35,6 +35,13 @@ _DTYPES = ("float32", "bfloat16", "float16")
     help="How steps 1 to K-1 are run; auto takes the cheapest that the backend allows.",
 )
 @click.option("-k", "count", default=4, show_default=True, help="Draft tokens a round; 0 decodes plainly.")
+@click.option(
+    "--verify",
+    "verification",
+    default="rejection",
+    show_default=True,
+    help="How drafts are judged: rejection, block, or synthetic:MEAN, which keeps that many whatever they are.",
+)
 @click.option("--temperature", default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--seed", default=0, show_default=True, help="Prompt i draws with seed + i.")
 @click.option("--max-new-tokens", default=64, show_default=True)
@@ -50,6 +57,7 @@ def draft(
     draft_backend: str | None,
     strategy: str,
     count: int,
+    verification: str,
     temperature: float,
     seed: int,
     max_new_tokens: int,
@@ -87,7 +95,7 @@ def draft(
         for index, text in enumerate(texts)
     ]
     forced = None if strategy == "auto" else Strategy(strategy)
-    outcome = generate(models, backends, requests, count, forced)
+    outcome = generate(models, backends, requests, count, forced, verification)
     console = stdout()
     _print_texts(console, texts, outcome)
     other = "" if backends.draft is backends.target else f", {backends.draft.name} for the draft"

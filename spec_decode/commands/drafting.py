@@ -102,6 +102,7 @@ def generate(
     requests: Sequence[Request],
     num_speculative_tokens: int,
     strategy: Strategy | None = None,
+    verification: str = "rejection",
 ) -> Outcome:
     """Continue the requests. Graphs are captured and kernels compiled before: the stats time neither."""
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
@@ -115,6 +116,7 @@ def generate(
         page_size=PAGE_SIZE,
         strategy=strategy,
         draft_backend=backends.draft,
+        verification=verification,
     )
     if engine.drafter:
         engine.drafter.capture()

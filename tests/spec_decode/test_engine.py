@@ -10,6 +10,7 @@ from spec_decode.dense import causal_attend, run_target, speculate
 from spec_decode.engine import Engine, Request
 from spec_decode.strategy import GraphMode, Strategy
 from spec_decode.text import encode
+from spec_decode.verification import BlockVerification
 from tests.factories import make_config, make_pair
 
 PAIR = make_pair()
@@ -148,19 +149,67 @@ def test_the_first_draft_is_the_dense_drafts_over_the_whole_prompt(monkeypatch):
         torch.testing.assert_close(found[0], dense, rtol=1e-4, atol=1e-5)
 
 
+class Watched(BlockVerification):
+    """Notes the positions it is told for drafts and for verdicts."""
+
+    def __init__(self):
+        self.drafted, self.judged = [], []
+
+    def verify(self, *args, first_positions, **options):
+        self.judged.extend(first_positions.tolist())
+        return super().verify(*args, first_positions=first_positions, **options)
+
+    def draft_seeds(self, seeds, first_positions):
+        self.drafted.extend(first_positions.tolist())
+        return super().draft_seeds(seeds, first_positions)
+
+
 def test_verification_is_told_where_each_draft_token_stands(monkeypatch):
-    request, told = Request(prompt=[3, 1, 4], max_new_tokens=20, temperature=1.0), []
-    real = module.verify
-
-    def verify(*args, first_positions, **options):
-        told.extend(first_positions.tolist())
-        return real(*args, first_positions=first_positions, **options)
-
-    monkeypatch.setattr(module, "verify", verify)
+    request, watched = Request(prompt=[3, 1, 4], max_new_tokens=20, temperature=1.0), Watched()
+    monkeypatch.setattr(module, "verifier", lambda name, **options: watched)
     [result] = make_engine().generate([request])
+    told = watched.judged
     # The first token comes from the prompt; each round then adds what it keeps and one more.
     stands = [4 + sum(result.accepted[:index]) + index for index in range(len(result.accepted))]
     assert told == stands and len(told) > 3
+    # Asked twice a round: for the draft and again for the verdict's coins.
+    assert sorted(watched.drafted) == sorted([*stands, *stands])
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_block_verification_says_greedily_what_plain_decoding_says(steps):
+    requests = make_requests(6)
+    plain = texts(make_engine(num_speculative_tokens=0), requests)
+    assert texts(make_engine(num_speculative_tokens=steps, verification="block"), requests) == plain
+
+
+def test_block_verification_keeps_no_fewer_drafts_than_rejection():
+    kept = {}
+    for name in ("rejection", "block"):
+        engine = make_engine(verification=name)
+        for seed in range(6):
+            engine.generate([replace(r, temperature=1.0, max_new_tokens=30) for r in make_requests(6, seed)])
+            kept[name] = kept.get(name, 0.0) + engine.stats.mean_accepted
+    assert kept["block"] >= 0.97 * kept["rejection"]
+
+
+@pytest.mark.parametrize("strategy", list(Strategy))
+def test_every_strategy_says_the_same_under_block_verification(strategy):
+    requests = make_requests(4, temperature=1.0)
+    mode = GraphMode.NONE if strategy is Strategy.EAGER else GraphMode.FULL
+    engine = make_engine(verification="block", graph_mode=mode, strategy=strategy)
+    assert texts(engine, requests) == texts(make_engine(verification="block"), requests)
+
+
+def test_synthetic_acceptance_keeps_as_many_as_asked():
+    engine = make_engine(verification="synthetic:2")
+    engine.generate([Request(prompt=[1, 2], max_new_tokens=30)])
+    assert engine.stats.mean_accepted == 2.0
+
+
+def test_an_unknown_verifier_is_refused():
+    with pytest.raises(BatchError, match=r"one of rejection, block, synthetic:MEAN, got 'coin'"):
+        make_engine(verification="coin")
 
 
 @pytest.mark.parametrize("steps", [0, 3])

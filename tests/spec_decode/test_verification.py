@@ -1,31 +1,14 @@
-import numpy as np
 import pytest
 import torch
 from scipy import stats
 
-from spec_decode.ops.sample_draft import sample_draft
-from spec_decode.verification import sample_target, verify
-
-COUNT = 60_000
-FIRST = 30
-"""Absolute position of draft token 0."""
+from spec_decode.verification import sample_target, verifier
+from tests.spec_decode.judging import COUNT, FIRST, draft_of, judged, p_value, peaked, two_tokens
 
 
-def peaked(tokens, vocab=8):
-    """Logits [R, 1 + K, V] whose argmax are these tokens."""
-    return torch.nn.functional.one_hot(torch.tensor(tokens), vocab).float() * 9
-
-
-def judged(target_logits, draft_tokens, *, temperature=0.0, draft_logits=None, first=FIRST):
-    draft_tokens = torch.as_tensor(draft_tokens)
-    rows, columns = draft_tokens.shape
-    if draft_logits is None:
-        draft_logits = torch.zeros(rows, columns, target_logits.shape[-1])
-    return verify(
-        target_logits, draft_tokens, draft_logits,
-        temperature=torch.full((rows,), temperature), seeds=torch.arange(rows),
-        first_positions=torch.full((rows,), first),
-    )  # fmt: skip
+@pytest.fixture(params=["rejection", "block"])
+def lossless(request):
+    return verifier(request.param, num_speculative_tokens=3)
 
 
 GREEDY = {
@@ -41,23 +24,23 @@ GREEDY = {
 
 
 @pytest.mark.parametrize(("target", "draft", "accepted", "added"), GREEDY.values(), ids=GREEDY)
-def test_greedy_keeps_the_longest_prefix_and_adds_the_targets_own_token(target, draft, accepted, added):
-    verdict = judged(peaked([target]), [draft])
+def test_greedy_keeps_the_longest_prefix_and_adds_the_targets_own_token(lossless, target, draft, accepted, added):
+    verdict = judged(lossless, peaked([target]), [draft])
     assert (verdict.accepted.tolist(), verdict.next_tokens.tolist()) == ([accepted], [added])
 
 
-def test_rows_are_judged_apart():
+def test_rows_are_judged_apart(lossless):
     cases = list(GREEDY.values())
-    verdict = judged(peaked([case[0] for case in cases]), [case[1] for case in cases])
+    verdict = judged(lossless, peaked([case[0] for case in cases]), [case[1] for case in cases])
     assert verdict.accepted.tolist() == [case[2] for case in cases]
     assert verdict.next_tokens.tolist() == [case[3] for case in cases]
 
 
-def test_temperatures_are_each_rows_own():
+def test_temperatures_are_each_rows_own(lossless):
     logits = torch.zeros(2, 2, 8).repeat(200, 1, 1)
     logits[..., 3] = 1.0
     tokens = torch.full((400, 1), 3)
-    verdict = verify(
+    verdict = lossless.verify(
         logits, tokens, logits[:, :1] * 5,
         temperature=torch.tensor([0.0, 1.0] * 200), seeds=torch.arange(400), first_positions=torch.full((400,), 9),
     )  # fmt: skip
@@ -65,80 +48,36 @@ def test_temperatures_are_each_rows_own():
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_a_draft_from_the_targets_own_distribution_is_always_kept(temperature):
+def test_a_draft_from_the_targets_own_distribution_is_always_kept(lossless, temperature):
     logits = torch.randn(2000, 4, 8, generator=torch.Generator().manual_seed(0))
     draft_logits = logits[:, :3] / temperature
     tokens = torch.distributions.Categorical(logits=draft_logits).sample()
-    verdict = judged(logits, tokens, temperature=temperature, draft_logits=draft_logits)
+    verdict = judged(lossless, logits, tokens, temperature=temperature, draft_logits=draft_logits)
     assert verdict.accepted.eq(3).all()
 
 
-def test_a_hot_draft_that_ends_early_is_not_kept_beyond_its_end():
+def test_a_hot_draft_that_ends_early_is_not_kept_beyond_its_end(lossless):
     logits = torch.zeros(500, 4, 8)
     tokens = torch.tensor([[3, -1, 3]]).expand(500, -1)
-    verdict = judged(logits, tokens, temperature=1.0, draft_logits=logits[:, :3])
+    verdict = judged(lossless, logits, tokens, temperature=1.0, draft_logits=logits[:, :3])
     assert verdict.accepted.eq(1).all()
 
 
-def test_a_token_that_the_target_cannot_produce_is_never_kept():
+def test_a_token_that_the_target_cannot_produce_is_never_kept(lossless):
     logits = torch.zeros(2000, 2, 8)
     logits[..., 3] = float("-inf")
-    verdict = judged(logits, torch.full((2000, 1), 3), temperature=1.0, draft_logits=torch.zeros(2000, 1, 8))
+    verdict = judged(lossless, logits, torch.full((2000, 1), 3), temperature=1.0, draft_logits=torch.zeros(2000, 1, 8))
     assert verdict.accepted.eq(0).all() and verdict.next_tokens.ne(3).all()
 
 
-def test_a_refused_token_is_never_what_replaces_it():
+def test_a_refused_token_is_never_what_replaces_it(lossless):
     target, draft = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
     tokens = draft_of(draft.expand(5000, -1), 1.0, FIRST)
     verdict = judged(
-        target.expand(5000, 2, -1), tokens[:, None], temperature=1.0, draft_logits=draft.expand(5000, 1, -1)
+        lossless, target.expand(5000, 2, -1), tokens[:, None], temperature=1.0, draft_logits=draft.expand(5000, 1, -1)
     )
     refused = verdict.accepted == 0
     assert refused.any() and (verdict.next_tokens[refused] != tokens[refused]).all()
-
-
-def draft_of(logits, temperature, position):
-    """One draft token per row, drawn as the drafter draws the token of that absolute position."""
-    rows, vocab = logits.shape
-    tokens = torch.zeros(rows, 1, dtype=torch.int64)
-    sample_draft(
-        logits, temperature=torch.full((rows,), temperature), seeds=torch.arange(rows),
-        positions=torch.full((rows,), position - 2), seq_lens=torch.ones(rows, dtype=torch.int32),
-        step=torch.zeros(1, dtype=torch.int64), draft_tokens=tokens, draft_logits=torch.zeros(rows, 1, vocab),
-        next_ids=torch.zeros(rows, dtype=torch.int64),
-    )  # fmt: skip
-    return tokens[:, 0]
-
-
-def two_tokens(vocab, temperature, likeness, seed):
-    """First two output tokens of COUNT requests, K = 2, and the joint distribution they should have.
-
-    The draft's logits are the target's, blurred with noise: likeness 0 is a draft that knows nothing of the target.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    p = [torch.randn(*shape, generator=generator) * 1.5 for shape in ((vocab,), (vocab, vocab))]
-    q = [likeness * x + (1 - likeness) * 1.5 * torch.randn(x.shape, generator=generator) for x in p]
-    after = torch.randn(vocab, vocab, vocab, generator=generator)
-    d0 = draft_of(q[0].expand(COUNT, -1), temperature, FIRST)
-    d1 = draft_of(q[1][d0], temperature, FIRST + 1)
-    verdict = judged(
-        torch.stack([p[0].expand(COUNT, -1), p[1][d0], after[d0, d1]], 1), torch.stack([d0, d1], 1),
-        temperature=temperature, draft_logits=torch.stack([q[0].expand(COUNT, -1), q[1][d0]], 1) / temperature,
-    )  # fmt: skip
-    accepted, added = verdict.accepted, verdict.next_tokens
-    first = torch.where(accepted > 0, d0, added)
-    later = sample_target(
-        p[1][first], temperature=torch.full((COUNT,), temperature), seeds=torch.arange(COUNT),
-        positions=torch.full((COUNT,), FIRST + 1),
-    )  # fmt: skip
-    second = torch.where(accepted == 2, d1, torch.where(accepted == 1, added, later))
-    exact = [(x.double() / temperature).softmax(-1) for x in (*p, after)]
-    return first, second, verdict, (d0, d1), exact
-
-
-def p_value(tokens, probabilities, bins):
-    counts = np.bincount(tokens.numpy(), minlength=bins)
-    return stats.chisquare(counts, probabilities.numpy().ravel() * counts.sum()).pvalue
 
 
 WORLDS = [
@@ -148,20 +87,20 @@ WORLDS = [
 
 
 @pytest.mark.parametrize(("temperature", "likeness", "seed"), WORLDS)
-def test_the_first_token_is_distributed_as_the_targets(temperature, likeness, seed):
-    first, _, _, _, exact = two_tokens(6, temperature, likeness, seed)
+def test_the_first_token_is_distributed_as_the_targets(lossless, temperature, likeness, seed):
+    first, _, _, _, exact = two_tokens(lossless, 6, temperature, likeness, seed)
     assert p_value(first, exact[0], 6) > 1e-4
 
 
 @pytest.mark.parametrize(("temperature", "likeness", "seed"), WORLDS)
-def test_the_first_two_tokens_are_jointly_distributed_as_the_targets(temperature, likeness, seed):
-    first, second, _, _, exact = two_tokens(5, temperature, likeness, seed)
+def test_the_first_two_tokens_are_jointly_distributed_as_the_targets(lossless, temperature, likeness, seed):
+    first, second, _, _, exact = two_tokens(lossless, 5, temperature, likeness, seed)
     assert p_value(first * 5 + second, exact[0][:, None] * exact[1], 25) > 1e-4
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
-def test_the_token_behind_a_draft_kept_whole_is_distributed_as_the_targets(temperature):
-    _, _, verdict, (d0, d1), exact = two_tokens(3, temperature, 0.8, 5)
+def test_the_token_behind_a_draft_kept_whole_is_distributed_as_the_targets(lossless, temperature):
+    _, _, verdict, (d0, d1), exact = two_tokens(lossless, 3, temperature, 0.8, 5)
     for a in range(3):
         for b in range(3):
             whole = (verdict.accepted == 2) & (d0 == a) & (d1 == b)
@@ -170,12 +109,12 @@ def test_the_token_behind_a_draft_kept_whole_is_distributed_as_the_targets(tempe
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
-def test_a_draft_is_kept_as_often_as_the_overlap_of_the_two_distributions(temperature):
+def test_a_draft_is_kept_as_often_as_the_overlap_of_the_two_distributions(lossless, temperature):
     generator = torch.Generator().manual_seed(9)
     p, q = torch.randn(2, 10, generator=generator)
     tokens = draft_of(q.expand(COUNT, -1), temperature, FIRST)
     verdict = judged(
-        p.expand(COUNT, 2, -1), tokens[:, None], temperature=temperature,
+        lossless, p.expand(COUNT, 2, -1), tokens[:, None], temperature=temperature,
         draft_logits=q.expand(COUNT, 1, -1) / temperature,
     )  # fmt: skip
     overlap = torch.minimum((p / temperature).softmax(-1), (q / temperature).softmax(-1)).sum().item()
@@ -183,10 +122,10 @@ def test_a_draft_is_kept_as_often_as_the_overlap_of_the_two_distributions(temper
 
 
 @pytest.mark.parametrize("proposed", [0, 2])
-def test_a_token_behind_a_whole_or_an_empty_draft_is_the_one_plain_decoding_draws_there(proposed):
+def test_a_token_behind_a_whole_or_an_empty_draft_is_the_one_plain_decoding_draws_there(lossless, proposed):
     logits = torch.randn(500, 3, 8, generator=torch.Generator().manual_seed(2))
     tokens = torch.distributions.Categorical(logits=logits[:, :2]).sample() if proposed else torch.full((500, 2), -1)
-    verdict = judged(logits, tokens, temperature=1.0, draft_logits=logits[:, :2])
+    verdict = judged(lossless, logits, tokens, temperature=1.0, draft_logits=logits[:, :2])
     plain = sample_target(
         logits[:, proposed], temperature=torch.ones(500), seeds=torch.arange(500),
         positions=torch.full((500,), FIRST + proposed),
@@ -195,9 +134,9 @@ def test_a_token_behind_a_whole_or_an_empty_draft_is_the_one_plain_decoding_draw
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.7])
-def test_where_nothing_was_proposed_the_next_token_is_distributed_as_the_targets(temperature):
+def test_where_nothing_was_proposed_the_next_token_is_distributed_as_the_targets(lossless, temperature):
     logits = torch.randn(8, generator=torch.Generator().manual_seed(2))
-    verdict = judged(logits.expand(COUNT, 2, -1), torch.full((COUNT, 1), -1), temperature=temperature)
+    verdict = judged(lossless, logits.expand(COUNT, 2, -1), torch.full((COUNT, 1), -1), temperature=temperature)
     assert p_value(verdict.next_tokens, (logits.double() / temperature).softmax(-1), 8) > 1e-4
 
 
@@ -216,17 +155,3 @@ def test_plain_sampling_at_temperature_0_takes_the_argmax():
     zeros = torch.zeros(20)
     tokens = sample_target(logits, temperature=zeros, seeds=zeros.long(), positions=zeros.long())
     assert tokens.tolist() == logits.argmax(-1).tolist()
-
-
-def test_the_verdict_of_a_row_does_not_depend_on_its_neighbours():
-    generator = torch.Generator().manual_seed(4)
-    p, q = torch.randn(2, 50, 3, 8, generator=generator)
-    tokens = torch.randint(0, 8, (50, 2), generator=generator)
-    args = [p, tokens, q[:, :2]]
-    options = {
-        "temperature": torch.full((50,), 1.0), "seeds": torch.arange(50) * 17, "first_positions": torch.arange(50),
-    }  # fmt: skip
-    order = torch.randperm(50, generator=generator)
-    there = verify(*args, **options)
-    here = verify(*(x[order] for x in args), **{name: x[order] for name, x in options.items()})
-    assert torch.equal(here.accepted, there.accepted[order]) and torch.equal(here.next_tokens, there.next_tokens[order])

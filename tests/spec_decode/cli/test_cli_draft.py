@@ -95,6 +95,8 @@ def test_draft_refuses_a_strategy_that_the_backend_cannot_run(pair, refused, wea
         (["x", "-k", "-1"], "speculative tokens"),
         (["x", "-k", "999"], "speculative tokens"),
         (["x", "--temperature", "-1"], "temperature"),
+        (["x", "--verify", "coin"], "one of rejection, block"),
+        (["x", "--verify", "synthetic:9"], "from 0 to 4"),
         (["x", "--max-new-tokens", "0"], "new tokens"),
         (["x" * 300], "max_seq_len"),
         (["x", "--pair", "nowhere"], "config.json"),

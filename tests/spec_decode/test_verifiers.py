@@ -1,0 +1,104 @@
+import pytest
+import torch
+
+from builders import BatchError
+from spec_decode.graphs import runtime_for
+from spec_decode.verification import BlockVerification, RejectionSampling, SyntheticAcceptance, verifier
+
+ROWS, STEPS, VOCAB = 64, 3, 9
+NAMES = ["rejection", "block", "synthetic:1.5"]
+KNOWN = {
+    "rejection": RejectionSampling,
+    "block": BlockVerification,
+    "synthetic:0": SyntheticAcceptance,
+    "synthetic:3": SyntheticAcceptance,
+    "synthetic:2.25": SyntheticAcceptance,
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), KNOWN.items(), ids=KNOWN)
+def test_a_verifier_is_had_by_name(name, kind):
+    assert type(verifier(name, num_speculative_tokens=STEPS)) is kind
+
+
+def test_the_default_is_rejection_sampling():
+    assert type(verifier(num_speculative_tokens=STEPS)) is RejectionSampling
+
+
+@pytest.mark.parametrize("name", ["", "greedy", "Block", "synthetic"])
+def test_an_unknown_name_is_refused_with_the_known_ones(name):
+    with pytest.raises(BatchError, match=f"one of rejection, block, synthetic:MEAN, got '{name}'"):
+        verifier(name, num_speculative_tokens=STEPS)
+
+
+@pytest.mark.parametrize("mean", ["", "many", "-0.1", "3.01", "nan", "inf", "-inf", "1,5"])
+def test_a_mean_that_no_draft_can_have_is_refused_with_the_limit(mean):
+    with pytest.raises(BatchError, match=f"from 0 to 3, .* got 'synthetic:{mean}'.*synthetic:1.5"):
+        verifier(f"synthetic:{mean}", num_speculative_tokens=STEPS)
+
+
+def inputs(seed):
+    """A batch of greedy and hot rows, drafts whole, cut short and empty."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(ROWS, STEPS + 1, VOCAB, generator=generator) * 2
+    draft_logits = logits[:, :STEPS] + torch.randn(ROWS, STEPS, VOCAB, generator=generator) / 2
+    tokens = torch.where(torch.arange(ROWS)[:, None] % 2 == 0, logits[:, :STEPS].argmax(-1), draft_logits.argmax(-1))
+    ends = torch.randint(0, 2 * STEPS, (ROWS, 1), generator=generator)
+    return {
+        "target_logits": logits,
+        "draft_tokens": tokens.masked_fill(torch.arange(STEPS) == ends, -1),
+        "draft_logits": draft_logits,
+        "temperature": torch.rand(ROWS, generator=generator).mul(2).sub(0.5).clamp(min=0),
+        "seeds": torch.randint(-(2**62), 2**62, (ROWS,), generator=generator),
+        "first_positions": torch.randint(0, 2**20, (ROWS,), generator=generator),
+    }
+
+
+def pair(verdict):
+    return verdict.accepted.tolist(), verdict.next_tokens.tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_captured_verdict_replays_over_other_batches(name):
+    how, held = verifier(name, num_speculative_tokens=STEPS), inputs(0)
+    out = []
+
+    def judge():
+        out.append((how.verify(**held), how.draft_seeds(held["seeds"], held["first_positions"])))
+
+    graph = runtime_for(torch.device("cpu")).capture(judge)
+    for seed in (1, 2, 3):
+        for buffer, fresh in zip(held.values(), inputs(seed).values(), strict=True):
+            buffer.copy_(fresh)
+        graph.replay()
+        verdict, draft_seeds = out[0]
+        assert pair(verdict) == pair(how.verify(**inputs(seed)))
+        assert torch.equal(draft_seeds, how.draft_seeds(held["seeds"], held["first_positions"]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_verdict_does_not_depend_on_the_batch_order(name):
+    how, batch = verifier(name, num_speculative_tokens=STEPS), inputs(5)
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))
+    there, here = how.verify(**batch), how.verify(**{key: x[order] for key, x in batch.items()})
+    assert torch.equal(here.accepted, there.accepted[order]) and torch.equal(here.next_tokens, there.next_tokens[order])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_draft_of_one_token_is_judged(name):
+    batch = inputs(6)
+    batch |= {key: batch[key][:, :1] for key in ("draft_tokens", "draft_logits")}
+    batch["target_logits"] = batch["target_logits"][:, :2]
+    verdict = verifier(name, num_speculative_tokens=STEPS).verify(**batch)
+    assert verdict.accepted.unique().tolist() == [0, 1]
+    assert ((verdict.next_tokens >= 0) & (verdict.next_tokens < VOCAB)).all()
+
+
+def test_rejection_draws_every_round_with_the_requests_own_seeds():
+    seeds = torch.arange(5)
+    assert verifier(num_speculative_tokens=STEPS).draft_seeds(seeds, seeds + 3) is seeds
+
+
+def test_a_block_draws_each_round_with_seeds_of_its_own():
+    seeds = torch.full((1000,), 4)
+    assert len(BlockVerification().draft_seeds(seeds, torch.arange(1000)).unique()) == 1000
