@@ -228,10 +228,10 @@ def test_rows_of_flashinfer_are_noted_where_it_is_absent(bench):
 
 @pytest.mark.parametrize("context", [32, 41])
 def test_flashinfers_decode_is_planned_for_the_scene(flashinfer, context):
-    world = DecodeScene(replace(SPEC, kv_dtype=None), 3, context, CPU)
+    world = DecodeScene(replace(SPEC, dtype=torch.bfloat16, kv_dtype=None), 3, context, CPU)
     [cache] = world.warm_cache(get("torch_reference"))
     expected = world.attend_by(get("torch_reference"))(cache)
-    torch.testing.assert_close(peers.flashinfer_decode(world)(cache), expected)
+    torch.testing.assert_close(peers.flashinfer_decode(world)(cache), expected, rtol=0.02, atol=0.02)
 
 
 def test_flashinfers_latent_attention_is_planned_for_the_scene(flashinfer):
@@ -263,16 +263,15 @@ def test_a_plan_for_the_horizon_holds_while_only_last_page_len_moves(flashinfer)
 def test_a_plan_for_the_start_alone_would_not_hold(flashinfer):
     world, backend, builder = planned(flashinfer, flashinfer.FlashInferHorizon(), num_reqs=1, context=256)
     metadata = builder.build(world.batch)
-    wrapper, [cache] = metadata.launch.wrapper, world.warm_cache(backend)
-    wrapper.host.arrays["block_valid_mask"] = [1, 1] + [0] * (len(wrapper.host.arrays["block_valid_mask"]) - 2)
-    wrapper._write_plan()
+    layout, [cache] = metadata.launch.layout, world.warm_cache(backend)
+    metadata.plan[layout.block_valid_mask + 2 :][: layout.padded_tiles - 2] = 0
     advance_shared_state(world.buffers, world.num_reqs)
     builder.advance(metadata)
     out, expected = (
         backend.forward(world.query, cache, metadata, spec=world.spec),
         world.attend_by(get("torch_reference"))(cache),
     )
-    assert (out.float() - expected.float()).norm() > 0.02 * expected.float().norm()
+    assert not torch.allclose(out, expected, rtol=0.02, atol=0.02)
 
 
 def test_every_build_plans_on_the_host_and_keeps_the_lengths_of_the_device(flashinfer):
