@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -15,10 +14,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import msgspec
 import torch
 
-from spec_decode.environment import environment
+from scripts.provenance import provenance
 
 SCHEMA = "attn-memcheck/1"
 CHECKS = ("graph.*", "drafter.strategies_agree[[]k[1-8]-n[37][]]")
@@ -66,13 +64,8 @@ def main() -> None:
     patterns = flags.only or list(CHECKS)
     with ThreadPoolExecutor(flags.jobs) as pool:
         rows = list(pool.map(lambda name: memcheck(name, patterns, flags.seconds), flags.names))
-    provenance = {
-        "schema": SCHEMA,
-        "env": msgspec.to_builtins(environment(torch.device("cuda"))),
-        "command": shlex.join(["python", *sys.argv]),
-        "checks": patterns,
-    }
-    flags.json.write_text(json.dumps({**provenance, "backends": rows}, indent=1) + "\n")
+    report = {**provenance(SCHEMA, torch.device("cuda")), "checks": patterns, "backends": rows}
+    flags.json.write_text(json.dumps(report, indent=1) + "\n")
     for row in rows:
         print(row)
     if not all(row["finished"] and row["errors"] == 0 for row in rows):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +16,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import msgspec
 import torch
 
 from attn_backends import registry
+from scripts.provenance import provenance
 from spec_decode.commands.comparison import PROMPTS, compare, demo_requests
 from spec_decode.commands.drafting import Pair, choose_backends, load_bytes_pair
-from spec_decode.environment import environment
 from spec_decode.models import SHIPPED_PAIR, draft_names
 
 SCHEMA = "attn-pair-agreement/1"
@@ -69,12 +67,8 @@ def main() -> None:
                 for row in agreement(pairs[dtype], name, temperature):
                     rows.append({"draft": draft, "backend": name, "dtype": dtype, **row})
                     print(*rows[-1].values())
-    provenance = {
-        "schema": SCHEMA,
-        "env": msgspec.to_builtins(environment(flags.device)),
-        "command": shlex.join(["python", *sys.argv]),
-    }
-    flags.json.write_text(json.dumps({**provenance, "rows": rows}, indent=1) + "\n")
+    report = {**provenance(SCHEMA, flags.device), "rows": rows}
+    flags.json.write_text(json.dumps(report, indent=1) + "\n")
     if any(row["unlike_eager"] for row in rows):
         raise SystemExit(1)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +15,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import msgspec
 import torch
 
 from attn_backends import AttentionBackend, get
+from scripts.provenance import provenance
 from spec_decode.conformance import check_backend
-from spec_decode.environment import environment
 
 SCHEMA = "attn-stale-controls/1"
 CHECKS = (
@@ -65,12 +63,8 @@ def main() -> None:
             caught[result.check] |= result.outcome.value == "fail"
         rows.append({"backend": name, "version": report.version, "caught_by": caught})
         print(name, caught)
-    provenance = {
-        "schema": SCHEMA,
-        "env": msgspec.to_builtins(environment(flags.device)),
-        "command": shlex.join(["python", *sys.argv]),
-    }
-    flags.json.write_text(json.dumps({**provenance, "controls": rows}, indent=1) + "\n")
+    report = {**provenance(SCHEMA, flags.device), "controls": rows}
+    flags.json.write_text(json.dumps(report, indent=1) + "\n")
     if not all(all(row["caught_by"].values()) for row in rows):
         raise SystemExit(1)
 
