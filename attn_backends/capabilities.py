@@ -91,6 +91,8 @@ class Capabilities:
     """Whether forward takes `extra`: lists of entries in a second, compressed cache, in the same softmax."""
     compute_capability: tuple[int, int] = (8, 0)
     """The least a CUDA device needs."""
+    one_major_version: bool = False
+    """Whether its kernels are compiled for that major version alone."""
 
     def reasons_against(self, spec: AttentionSpec, device: torch.device) -> list[str]:
         """Why this spec cannot run on this device; empty when it can."""
@@ -105,6 +107,8 @@ class Capabilities:
             found = torch.cuda.get_device_capability(device)
             if found < self.compute_capability:
                 return [f"needs compute capability {self.compute_capability}, the device has {found}"]
+            if self.one_major_version and found[0] != self.compute_capability[0]:
+                return [f"runs on compute capability {self.compute_capability[0]} alone, the device has {found}"]
         return []
 
     def _against_shape(self, spec: AttentionSpec) -> list[str]:

@@ -72,12 +72,7 @@ class Provider(ABC):
     @property
     def version(self) -> str:
         """Package and version, for provenance."""
-        for package in self.packages:
-            try:
-                return f"{package} {version_of(package)}"
-            except PackageNotFoundError:
-                continue
-        return f"{self.packages[0]} of unknown version"  # the kernels alone, unpacked beside their wheel's metadata
+        return package_version(*self.packages)
 
     def attend(
         self,
@@ -197,6 +192,16 @@ class Sgl(_WithKVCache):
     sinks = "sinks"
 
 
+def package_version(*packages: str) -> str:
+    """The first of these packages that is installed, with its version, for provenance."""
+    for package in packages:
+        try:
+            return f"{package} {version_of(package)}"
+        except PackageNotFoundError:
+            continue
+    return f"{packages[0]} of unknown version"  # the kernels alone, unpacked beside their wheel's metadata
+
+
 PROVIDERS: tuple[type[Provider], ...] = (Upstream, Vllm, Sgl)
 """In the order in which they are looked for."""
 
@@ -263,4 +268,4 @@ def _left_out() -> set[str]:
 
 
 def _window(spec: AttentionSpec) -> tuple[int, int]:
-    return (-1, -1) if spec.sliding_window is None else (spec.sliding_window - 1, 0)
+    return spec.window_left, -1 if spec.sliding_window is None else 0

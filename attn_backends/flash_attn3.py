@@ -34,6 +34,7 @@ class FlashAttn3(AttentionBackend):
         page_sizes=PROVIDER.page_sizes,
         features=PROVIDER.features,
         compute_capability=(9, 0),
+        one_major_version=True,
     )
 
     def further_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
@@ -42,9 +43,6 @@ class FlashAttn3(AttentionBackend):
             reasons += _against_fp8(spec)
         if Feature.VALUE_DIM in self.capabilities.features:
             reasons += _against_dims(spec.head_dim, spec.out_dim)
-        if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] != 9:
-            found = torch.cuda.get_device_capability(device)
-            reasons.append(f"runs on compute capability 9 alone, the device has {found}")
         return reasons
 
     def forward(

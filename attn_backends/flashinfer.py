@@ -114,7 +114,7 @@ def _xqa(query: torch.Tensor, cache: KVCache, metadata: FlashInferMetadata, spec
         max_seq_len=metadata.max_seq_len,
         bmm1_scale=spec.softmax_scale,
         bmm2_scale=1.0,
-        window_left=-1 if spec.sliding_window is None else spec.sliding_window - 1,
+        window_left=spec.window_left,
         kv_layout="NHD",
         backend="xqa",
         enable_pdl=False,

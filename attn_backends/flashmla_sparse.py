@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as version_of
-
 import torch
 from vllm.third_party.flashmla import flash_mla_interface as flashmla  # type: ignore[import-not-found]
 
 from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, Sizes
+from attn_backends.fa3_providers import package_version
 from builders import AttentionKind, AttentionSpec
 from builders.flashmla_sparse import FlashMlaMetadata, FlashMlaSparseBuilder
 
 _HEADS = (64, 128)
 
 
-def _provider_version() -> str:
-    try:
-        return f"vllm {version_of('vllm')}"
-    except PackageNotFoundError:  # the kernels alone, unpacked beside their wheel's metadata
-        return "vllm of unknown version"
-
-
 class FlashMlaSparse(AttentionBackend):
     """Packed fp8 by the decode kernel, every token a request of its own; bf16 by the prefill kernel."""
 
     name = "flashmla_sparse"
-    version = _provider_version()
+    version = package_version("vllm")
     builder = FlashMlaSparseBuilder
     capabilities = Capabilities(
         devices=("cuda",),
@@ -39,15 +30,11 @@ class FlashMlaSparse(AttentionBackend):
         required=frozenset({Feature.SLIDING_WINDOW}),
         kinds=(AttentionKind.MLA,),
         compute_capability=(9, 0),
+        one_major_version=True,
     )
 
     def further_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
-        reasons = []
-        if spec.num_q_heads not in _HEADS:
-            reasons.append(f"num_q_heads must be 64 or 128, got {spec.num_q_heads}")
-        if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] != 9:
-            reasons.append(f"runs on compute capability 9 alone here, got {torch.cuda.get_device_capability(device)}")
-        return reasons
+        return [] if spec.num_q_heads in _HEADS else [f"num_q_heads must be 64 or 128, got {spec.num_q_heads}"]
 
     def forward(
         self,

@@ -8,7 +8,7 @@ from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, Sizes
 from attn_backends.ops.sparse_attention import IndexedCache, sparse_attention
 from builders import AttentionKind, AttentionSpec, SparseSwaBuilder, SparseSwaMetadata
-from builders._triton import HAVE_TRITON, triton
+from builders._triton import TRITON_VERSION, lacks_triton
 
 
 class SparseSwaMla(AttentionBackend):
@@ -18,7 +18,7 @@ class SparseSwaMla(AttentionBackend):
     """
 
     name = "sparse_swa_mla"
-    version = getattr(triton, "__version__", "absent") if HAVE_TRITON else "absent"
+    version = TRITON_VERSION
     builder = SparseSwaBuilder
     capabilities = Capabilities(
         devices=("cpu", "cuda"),
@@ -33,9 +33,7 @@ class SparseSwaMla(AttentionBackend):
     )
 
     def further_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
-        if device.type == "cuda" and not HAVE_TRITON:
-            return ["needs the package triton, which is not installed: pip install triton"]
-        return []
+        return lacks_triton(device.type)
 
     def forward(
         self,

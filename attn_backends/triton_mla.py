@@ -8,7 +8,7 @@ from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, Sizes
 from attn_backends.ops.latent_attention import latent_attention
 from builders import AttentionKind, AttentionSpec, PagedMetadata, TritonMlaBuilder
-from builders._triton import HAVE_TRITON, triton
+from builders._triton import TRITON_VERSION, lacks_triton
 
 
 class TritonMla(AttentionBackend):
@@ -18,7 +18,7 @@ class TritonMla(AttentionBackend):
     """
 
     name = "triton_mla"
-    version = getattr(triton, "__version__", "absent") if HAVE_TRITON else "absent"
+    version = TRITON_VERSION
     builder = TritonMlaBuilder
     capabilities = Capabilities(
         devices=("cpu", "cuda"),
@@ -36,9 +36,7 @@ class TritonMla(AttentionBackend):
         rotary = spec.head_dim - spec.out_dim
         if rotary and (rotary < 16 or rotary & (rotary - 1)):
             reasons.append(f"the dims beside the value's must be a power of two from 16 on, got {rotary}")
-        if device.type == "cuda" and not HAVE_TRITON:
-            reasons.append("needs the package triton, which is not installed: pip install triton")
-        return reasons
+        return reasons + lacks_triton(device.type)
 
     def forward(
         self,

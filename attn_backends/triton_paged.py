@@ -8,14 +8,14 @@ from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, Sizes
 from attn_backends.ops.paged_attention import paged_attention
 from builders import AttentionSpec, PagedMetadata, TritonPagedBuilder
-from builders._triton import HAVE_TRITON, triton
+from builders._triton import TRITON_VERSION, lacks_triton
 
 
 class TritonPaged(AttentionBackend):
     """On CUDA the Triton kernels; on the CPU their torch implementation, or the kernels in Triton's interpreter."""
 
     name = "triton_paged"
-    version = getattr(triton, "__version__", "absent") if HAVE_TRITON else "absent"
+    version = TRITON_VERSION
     builder = TritonPagedBuilder
     capabilities = Capabilities(
         devices=("cpu", "cuda"),
@@ -26,9 +26,7 @@ class TritonPaged(AttentionBackend):
     )
 
     def further_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
-        if device.type == "cuda" and not HAVE_TRITON:
-            return ["needs the package triton, which is not installed: pip install triton"]
-        return []
+        return lacks_triton(device.type)
 
     def allocate_kv(self, spec: AttentionSpec, num_pages: int, device: torch.device) -> KVCache:
         """A page's keys and values side by side, so that one request's reads stay near each other."""

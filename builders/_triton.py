@@ -26,6 +26,16 @@ except ImportError:  # platforms without Triton wheels run the torch implementat
     tl = _Absent()
 
 
+TRITON_VERSION: str = getattr(triton, "__version__", "absent") if HAVE_TRITON else "absent"
+
+
+def lacks_triton(device_type: str) -> list[str]:
+    """Why our kernels cannot run on such a device; empty when they can."""
+    if device_type == "cuda" and not HAVE_TRITON:
+        return ["needs the package triton, which is not installed: pip install triton"]
+    return []
+
+
 # Triton's decorators read the variable once, when a kernel is defined.
 _INTERPRETER = HAVE_TRITON and os.environ.get("TRITON_INTERPRET", "0") == "1"
 _torch_only = False
@@ -47,4 +57,12 @@ def torch_implementations() -> Iterator[None]:
         _torch_only = before
 
 
-__all__ = ["HAVE_TRITON", "interpreting", "tl", "torch_implementations", "triton"]
+__all__ = [
+    "HAVE_TRITON",
+    "TRITON_VERSION",
+    "interpreting",
+    "lacks_triton",
+    "tl",
+    "torch_implementations",
+    "triton",
+]

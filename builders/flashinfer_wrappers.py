@@ -38,7 +38,6 @@ class FlashInferWrappers:
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         self.spec = spec
         self.device = device
-        self.window_left = -1 if spec.sliding_window is None else spec.sliding_window - 1
         self._partials = torch.empty(0, dtype=torch.uint8, device=device)
         self._counters: torch.Tensor | None = None
 
@@ -78,13 +77,17 @@ class FlashInferWrappers:
             paged_kv_last_page_len_buffer=last_page_len,
         )
         plan = self._use_plan(wrapper)
-        wrapper.plan(indptr, self._no_pages(), last_page_len.cpu(), *self._sizes(), **self._numbers())
+        self.plan_decode(wrapper, indptr, last_page_len.cpu())
         if tensor_cores:
             layout = self._layout(wrapper, batch)
         else:
             info = list(wrapper._plan_info)
             layout = PlanLayout.of_cuda_cores(info, num_reqs=batch.num_reqs, page_size=self.spec.page_size)
         return PlannedWrapper(wrapper, layout, last_page_len, _used(plan, layout))
+
+    def plan_decode(self, wrapper: Any, indptr: torch.Tensor, last_page_len: torch.Tensor) -> None:
+        """FlashInfer's own plan() for a decode wrapper whose pages are in place; both tensors int32 on the host."""
+        wrapper.plan(indptr, self._no_pages(), last_page_len, *self._sizes(), **self._numbers())
 
     def extend(self, batch: AttentionBatch) -> PlannedWrapper:
         """For rows of max_query_len tokens each over the batch's block table."""
@@ -145,7 +148,7 @@ class FlashInferWrappers:
 
     def _numbers(self) -> dict[str, Any]:
         return {
-            "window_left": self.window_left,
+            "window_left": self.spec.window_left,
             "logits_soft_cap": self.spec.soft_cap,
             "sm_scale": self.spec.softmax_scale,
             "q_data_type": self.spec.dtype,
@@ -161,7 +164,7 @@ class FlashInferWrappers:
             num_kv_heads=self.spec.num_kv_heads,
             num_sms=multiprocessors(self.device),
             query_len=batch.max_query_len,
-            window_left=self.window_left,
+            window_left=self.spec.window_left,
         )
 
 

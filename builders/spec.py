@@ -86,6 +86,11 @@ class AttentionSpec:
         return self.num_q_heads // self.num_kv_heads
 
     @property
+    def window_left(self) -> int:
+        """Tokens before its own that a query sees; -1 for all, as kernel libraries write it."""
+        return -1 if self.sliding_window is None else self.sliding_window - 1
+
+    @property
     def out_dim(self) -> int:
         """Dim of a value head, resolved."""
         assert self.value_dim is not None

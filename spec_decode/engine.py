@@ -265,10 +265,11 @@ class Engine:
         self.stats.rounds += 1
         if self.drafter is None:
             return self._plain_round(live, on_token, order)
-        drafts = self._propose(live)
+        lens = [len(state.tokens) for state in live]
+        seeds, positions = self._seeds(live), self._ids(lens)
+        drafts = self._propose(live, self._verifier.draft_seeds(seeds, positions))
         last = self._ids([state.tokens[-1] for state in live])
         verified = torch.cat([last[:, None], drafts.tokens.clamp(min=0)], 1)
-        lens = [len(state.tokens) for state in live]
         width = self._steps + 1
         hidden = self._target.run(
             self._tables, [width] * len(live), [n + self._steps for n in lens], verified.flatten()
@@ -278,8 +279,8 @@ class Engine:
             drafts.tokens,
             drafts.logits,
             temperature=self._temperature(live),
-            seeds=self._seeds(live),
-            first_positions=self._ids(lens),
+            seeds=seeds,
+            first_positions=positions,
         )
         counts, kept, added = verdict.accepted.tolist(), drafts.tokens.tolist(), verdict.next_tokens.tolist()
         rows = zip(live, verified, hidden.view(len(live), width, -1), counts, strict=True)
@@ -291,7 +292,7 @@ class Engine:
         self.stats.drafted_for += len(live)
         return None
 
-    def _propose(self, live: list[_Live]) -> Drafts:
+    def _propose(self, live: list[_Live], seeds: torch.Tensor) -> Drafts:
         assert self.drafter is not None
         first = [len(state.tokens) - 2 - state.accepted for state in live]
         verified = VerifiedTokens(
@@ -301,7 +302,7 @@ class Engine:
             accepted=self._ids([state.accepted for state in live]).int(),
             next_tokens=self._ids([state.tokens[-1] for state in live]),
             temperature=self._temperature(live),
-            seeds=self._verifier.draft_seeds(self._seeds(live), self._ids([len(state.tokens) for state in live])),
+            seeds=seeds,
         )
         start = time.perf_counter()
         drafts = self.drafter.propose(verified)

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from builders._triton import HAVE_TRITON, triton
+from builders._triton import TRITON_VERSION
 
 _PROBE_SECONDS = 10
 _PACKAGE = Path(__file__).parent
@@ -43,7 +43,7 @@ def environment(device: torch.device) -> Environment:
     return Environment(
         device=_probe(lambda: torch.cuda.get_device_name(device) if on_cuda else _cpu_name()),
         torch=_probe(lambda: str(torch.__version__)),
-        triton=_probe(lambda: str(triton.__version__) if HAVE_TRITON else "absent"),
+        triton=TRITON_VERSION,
         python=_probe(platform.python_version),
         commit=commit,
         dirty=dirty,

@@ -39,21 +39,9 @@ class HorizonBuilder(TensorCoreBuilder):
 
     def plan(self, metadata: FlashInferMetadata) -> None:
         """One call of FlashInfer's plan(), of a wrapper over the rows of the block table as they lie."""
-        spec, table = self.spec, metadata.block_table
-        metadata.launch.wrapper.plan(
-            torch.arange(metadata.num_reqs + 1, dtype=torch.int32) * table.shape[1],
-            table.view(-1)[:0],
-            torch.full((metadata.num_reqs,), spec.page_size, dtype=torch.int32),
-            spec.num_q_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            spec.page_size,
-            window_left=-1 if spec.sliding_window is None else spec.sliding_window - 1,
-            logits_soft_cap=spec.soft_cap,
-            sm_scale=spec.softmax_scale,
-            q_data_type=spec.dtype,
-            kv_data_type=spec.cache_dtype,
-        )
+        indptr = torch.arange(metadata.num_reqs + 1, dtype=torch.int32) * metadata.block_table.shape[1]
+        full = torch.full((metadata.num_reqs,), self.spec.page_size, dtype=torch.int32)
+        self._wrappers.plan_decode(metadata.launch.wrapper, indptr, full)
 
 
 class PerStepBuilder(HorizonBuilder):

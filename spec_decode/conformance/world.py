@@ -183,12 +183,12 @@ class World:
 
     def expect_cache(self, lengths: Sequence[int], *, contract: str) -> None:
         """The cache holds exactly the first lengths[r] tokens of each request, and poison everywhere else."""
-        found = KVCache(_bits(self.cache.key).clone(), _bits(self.cache.value).clone())
+        found = KVCache(bits(self.cache.key).clone(), bits(self.cache.value).clone())
         self.poison()
         for request, length in enumerate(lengths):
             self.put(request, range(length))
         for name in ("key", "value"):
-            wrong = (_bits(getattr(self.cache, name)) != getattr(found, name)).flatten(2).any(-1)
+            wrong = (bits(getattr(self.cache, name)) != getattr(found, name)).flatten(2).any(-1)
             self._expect_no_slot(wrong, lengths, name, contract)
 
     def _expect_no_slot(self, wrong: torch.Tensor, lengths: Sequence[int], name: str, contract: str) -> None:
@@ -213,7 +213,7 @@ def advance(world: World, buffers: BatchBuffers, batch: Batch, builder: Any, met
     builder.advance(metadata)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The same elements as integers: a poisoned one equals itself."""
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 

@@ -9,6 +9,7 @@ import torch
 from builders import AttentionSpec, RequestTables
 from spec_decode.conformance.check import Subject
 from spec_decode.conformance.scene import noisy_group
+from spec_decode.conformance.world import bits
 from spec_decode.drafter import Drafter, Drafts, VerifiedTokens
 from spec_decode.kv_groups import KVGroup
 from spec_decode.models import DraftModel
@@ -47,7 +48,7 @@ class Side:
     def cache_bits(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as integers: a NaN equals itself."""
         cache = self.group.caches[0]
-        return _bits(cache.key), _bits(cache.value)
+        return bits(cache.key), bits(cache.value)
 
     def copy_cache(self, other: Side) -> None:
         """Take over the other side's cache."""
@@ -84,7 +85,7 @@ def _in_tokens(round_: Round, found: torch.Tensor, expected: torch.Tensor) -> Fa
 
 def _in_logits(round_: Round, drafts: Drafts, expected: Drafts) -> Failure | None:
     drafted = (drafts.tokens >= 0)[..., None]
-    differs = (_bits(drafts.logits) != _bits(expected.logits)) & drafted
+    differs = (bits(drafts.logits) != bits(expected.logits)) & drafted
     if (row := _first_row(differs)) is not None:
         column = int(differs[row].any(1).nonzero()[0])
         apart = (drafts.logits[row, column] - expected.logits[row, column]).abs().max().item()
@@ -124,7 +125,3 @@ def _failure(round_: Round, what: str, detail: str, row: int | None) -> Failure:
 def _first_row(differs: torch.Tensor) -> int | None:
     rows = differs.flatten(1).any(1)
     return int(rows.nonzero()[0]) if rows.any() else None
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
