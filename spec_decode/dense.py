@@ -19,7 +19,7 @@ def positions_of(tokens: torch.Tensor) -> torch.Tensor:
 def run_target(target: LlamaTarget, tokens: torch.Tensor) -> torch.Tensor:
     """Hidden states [B, L, H] for tokens [B, L]."""
     attend = causal_attend(tokens.shape[0], target.config.sliding_window)
-    hidden: torch.Tensor = target(tokens.flatten(), positions_of(tokens), attend)
+    hidden: torch.Tensor = target(tokens.flatten(), positions_of(tokens), attend).hidden
     return hidden.view(*tokens.shape, -1)
 
 
@@ -105,7 +105,7 @@ def write(target: LlamaTarget, prompts: torch.Tensor, length: int, dtype: torch.
         return out[:, :, 0].to(query.dtype)
 
     for at in range(length - 1):
-        hidden = target(tokens[:, at], torch.full_like(tokens[:, at], at), attend)
+        hidden = target(tokens[:, at], torch.full_like(tokens[:, at], at), attend).hidden
         if at + 1 >= prompts.shape[1]:
             logits = target.logits(hidden).float()
             gumbel = -torch.empty_like(logits).exponential_().log()

@@ -18,7 +18,7 @@ from builders import (
 from builders.errors import require, require_tensor
 from spec_decode.graphs import Capturable, GraphKey, GraphManager
 from spec_decode.kv_groups import KVGroup, attend_with, build_ragged
-from spec_decode.models.eagle import DraftModel
+from spec_decode.models import DraftModel
 from spec_decode.ops.sample_draft import sample_draft
 from spec_decode.phase import Phase
 from spec_decode.strategy import DraftPlan, GraphMode, Strategy, choose
@@ -32,7 +32,7 @@ class VerifiedTokens:
     """What a round starts from, for n live requests in the order of the tables; all on the drafter's device.
 
     token_ids      int64 [n, 1 + K]      the tokens the target just ran over
-    hidden_states  [n, 1 + K, H]         its hidden states there
+    features       [n, 1 + K, F]         what the draft reads of the target there
     context_lens   int32 [n]             draft KV tokens committed before them: the position of the first
     accepted       int32 [n]             how many of the K draft tokens were kept, 0 to K
     next_tokens    int64 [n]             the target's own token behind the last kept one
@@ -41,7 +41,7 @@ class VerifiedTokens:
     """
 
     token_ids: torch.Tensor
-    hidden_states: torch.Tensor
+    features: torch.Tensor
     context_lens: torch.Tensor
     accepted: torch.Tensor
     next_tokens: torch.Tensor
@@ -100,14 +100,14 @@ class Drafter:
         self._rebuilt_at_step_0 = rebuilt if self._extend_in_graph else list(range(len(groups)))
 
     def _allocate(self, hidden_dtype: torch.dtype) -> None:
-        reqs, steps, config = self.tables.max_reqs, self.num_speculative_tokens, self.model.config
+        reqs, steps, model = self.tables.max_reqs, self.num_speculative_tokens, self.model
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=self.tables.device)
 
         self.inputs = VerifiedTokens(
             token_ids=zeros(reqs, self._query_len, dtype=torch.int64),
-            hidden_states=zeros(reqs, self._query_len, config.hidden_size, dtype=hidden_dtype),
+            features=zeros(reqs, self._query_len, model.feature_size, dtype=hidden_dtype),
             context_lens=zeros(reqs, dtype=torch.int32),
             accepted=zeros(reqs, dtype=torch.int32),
             next_tokens=zeros(reqs, dtype=torch.int64),
@@ -115,10 +115,10 @@ class Drafter:
             seeds=zeros(reqs, dtype=torch.int64),
         )
         self._ids = zeros(reqs, dtype=torch.int64)
-        self._hidden = zeros(reqs, config.hidden_size, dtype=hidden_dtype)
+        self._hidden = zeros(reqs, model.hidden_size, dtype=hidden_dtype)
         self._rows = torch.arange(reqs, device=self.tables.device)
         self._draft_tokens = zeros(reqs, steps, dtype=torch.int64)
-        self._draft_logits = zeros(reqs, steps, config.vocab_size, dtype=torch.float32)
+        self._draft_logits = zeros(reqs, steps, model.vocab_size, dtype=torch.float32)
 
     @torch.no_grad()
     def propose(self, verified: VerifiedTokens | None = None) -> Drafts:
@@ -166,16 +166,17 @@ class Drafter:
         tables: RequestTables,
         query_lens: Sequence[int],
         token_ids: torch.Tensor,
-        hidden_states: torch.Tensor,
+        features: torch.Tensor,
     ) -> None:
         """Write the draft KV of new requests' prompts, without drafting; eager, for any lengths.
 
         tables: the new requests alone, over the same caches. Request r has query_lens[r] flat tokens from position 0;
-        token_ids int64 [T] are the tokens one *behind* each position, hidden_states [T, H] the target's there.
+        token_ids int64 [T] are the tokens one *behind* each position (at it, where the model's first_position is 1),
+        features [T, F] the target's there.
         """
         batch, metadata = build_ragged(self.groups, tables, query_lens, query_lens)
         attend = attend_with(self.groups, metadata)
-        self.model.forward(token_ids, hidden_states.to(self._hidden.dtype), batch.positions, attend)
+        self.model.forward(token_ids, self.model.combine(features.to(self._hidden.dtype)), batch.positions, attend)
 
     def _take(self, verified: VerifiedTokens, live: int) -> None:
         """Check every tensor, then copy them all."""
@@ -234,7 +235,7 @@ class Drafter:
         tokens = size * self._query_len
         hidden = self.model.forward(
             ids.flatten(),
-            inputs.hidden_states[:size].flatten(0, 1),
+            self.model.combine(inputs.features[:size].flatten(0, 1)),
             self._extend.batch.positions[:tokens],
             attend_with(self.groups, self._extend.metadata),
         )

@@ -297,7 +297,7 @@ class Engine:
         first = [len(state.tokens) - 2 - state.accepted for state in live]
         verified = VerifiedTokens(
             token_ids=torch.stack([state.verified for state in live]),
-            hidden_states=torch.stack([state.hidden for state in live]),
+            features=torch.stack([state.hidden for state in live]),
             context_lens=self._ids(first).int(),
             accepted=self._ids([state.accepted for state in live]).int(),
             next_tokens=self._ids([state.tokens[-1] for state in live]),

@@ -11,7 +11,7 @@ import torch
 from attn_backends import AttentionBackend, KVCache, NoBackend, Rejected
 from attn_backends.ops.write_latent import LatentNorm
 from builders import AttentionSpec, BatchBuffers, MetadataBuilder, RequestTables
-from spec_decode.models.layers import Attend
+from spec_decode.models.base import Attend
 from spec_decode.strategy import GroupFacts
 
 

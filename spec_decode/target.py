@@ -28,5 +28,5 @@ class TargetRunner:
     ) -> torch.Tensor:
         """Hidden states [T, H] of flat token_ids int64 [T]: request r's last query_lens[r] of seq_lens[r] tokens."""
         batch, metadata = build_ragged(self.groups, tables, query_lens, seq_lens)
-        hidden: torch.Tensor = self.model(token_ids, batch.positions, attend_with(self.groups, metadata))
+        hidden: torch.Tensor = self.model(token_ids, batch.positions, attend_with(self.groups, metadata)).hidden
         return hidden

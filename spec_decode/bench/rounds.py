@@ -135,7 +135,7 @@ def _verified(case: DrafterCase, run: Round, device: torch.device) -> VerifiedTo
     rows, width, vocabulary = run.num_reqs, run.steps + 1, case.config.vocab_size
     return VerifiedTokens(
         token_ids=torch.randint(0, vocabulary, (rows, width), device=device),
-        hidden_states=torch.randn(rows, width, case.config.hidden_size, device=device).to(case.dtype),
+        features=torch.randn(rows, width, case.config.hidden_size, device=device).to(case.dtype),
         context_lens=torch.full((rows,), case.context, dtype=torch.int32, device=device),
         accepted=torch.full((rows,), run.steps // 2, dtype=torch.int32, device=device),
         next_tokens=torch.randint(0, vocabulary, (rows,), device=device),

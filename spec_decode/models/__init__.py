@@ -1,5 +1,6 @@
 """A Llama-style target and its EAGLE drafts, small enough to ship, and how a pair is stored."""
 
+from spec_decode.models.base import Attend, DraftModel, LayerGroup, TargetModel, TargetStates
 from spec_decode.models.checkpoint import (
     SHIPPED_PAIR,
     CheckpointError,
@@ -10,8 +11,7 @@ from spec_decode.models.checkpoint import (
     save_pair,
 )
 from spec_decode.models.config import LatentConfig, ModelConfig
-from spec_decode.models.eagle import DraftModel, EagleDraft
-from spec_decode.models.layers import Attend
+from spec_decode.models.eagle import EagleDraft
 from spec_decode.models.llama import LlamaTarget
 
 __all__ = [
@@ -21,8 +21,11 @@ __all__ = [
     "DraftModel",
     "EagleDraft",
     "LatentConfig",
+    "LayerGroup",
     "LlamaTarget",
     "ModelConfig",
+    "TargetModel",
+    "TargetStates",
     "draft_names",
     "load_pair",
     "load_target",

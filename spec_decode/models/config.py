@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from builders import AttentionKind, AttentionSpec
+from spec_decode.models.base import LayerGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,3 +104,8 @@ class ModelConfig:
             sinks=self.latent is not None and self.latent.sinks,
             kind=AttentionKind.MHA if self.latent is None else AttentionKind.MLA,
         )
+
+    def layer_groups(self, page_size: int, dtype: torch.dtype) -> list[LayerGroup]:
+        """All layers in one group."""
+        spec = self.attention_spec(page_size, dtype)
+        return [LayerGroup(name="layers", spec=spec, layers=tuple(range(self.num_layers)))]

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import nn
 
+from spec_decode.models.base import Attend, DraftModel, LayerGroup
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.latent import LatentDecoderLayer
-from spec_decode.models.layers import Attend, DecoderLayer, RMSNorm, Rotary
+from spec_decode.models.layers import DecoderLayer, RMSNorm, Rotary
 from spec_decode.models.llama import LlamaTarget
 from spec_decode.ops.embed_concat import embed_concat
 
 
-class DraftModel(Protocol):
-    """What the drafter needs of a draft model."""
-
-    config: ModelConfig
-
-    def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
-        """Hidden states [T, H] that predict the token after token_ids, from them and the hidden states before them."""
-        ...
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [T, H]; logits [T, vocab_size]."""
-        ...
-
-
-class EagleDraft(nn.Module):
+class EagleDraft(DraftModel):
     """At position p: the token at p + 1 and the hidden state at p give a hidden state that predicts the token at p + 2.
 
     Embedding and output projection are the target's own modules, shared, not copied.
@@ -39,6 +22,8 @@ class EagleDraft(nn.Module):
     def __init__(self, config: ModelConfig, target: LlamaTarget) -> None:
         super().__init__()
         self.config = config
+        self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
+        self.hidden_size = self.feature_size = config.hidden_size
         self.fuse = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         layer = DecoderLayer if config.latent is None else LatentDecoderLayer
         self.layer = layer(config, 0)
@@ -46,6 +31,10 @@ class EagleDraft(nn.Module):
         self.rotary = Rotary(config)
         # A tuple hides the target's modules from this module's own parameters.
         self._shared = (target.embed, target.lm_head)
+
+    def layer_groups(self, page_size: int) -> list[LayerGroup]:
+        """The one layer."""
+        return self.config.layer_groups(page_size, self.fuse.weight.dtype)
 
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend

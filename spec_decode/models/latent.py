@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from attn_backends.ops.latent_rotary import inverse_rotary, prepare_query, turned
 from attn_backends.ops.write_latent import LatentNorm
+from spec_decode.models.base import Attend
 from spec_decode.models.config import ModelConfig
-from spec_decode.models.layers import Attend, ResidualLayer, RMSNorm, Rotary
+from spec_decode.models.layers import ResidualLayer, RMSNorm, Rotary
 
 
 class LatentDecoderLayer(ResidualLayer):

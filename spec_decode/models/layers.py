@@ -3,38 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from attn_backends.ops.write_latent import LatentNorm
+from spec_decode.models.base import Attend
 from spec_decode.models.config import ModelConfig
 from spec_decode.ops.add_rms_norm import add_rms_norm
 from spec_decode.ops.rotate import rotate
 from spec_decode.ops.swiglu import swiglu
-
-
-class Attend(Protocol):
-    """How a model asks for attention; it knows nothing of caches or metadata.
-
-    query [T, num_q_heads, head_dim], key and value [T, num_kv_heads, head_dim or value_dim] of layer `layer`, already
-    rotated. Stores key and value, attends, and returns [T, num_q_heads, value_dim].
-    norm: the key is a latent as projected, and is normed and rotated with this as it is stored.
-    sinks: fp32 [num_q_heads].
-    """
-
-    def __call__(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        norm: LatentNorm | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor: ...
 
 
 class Rotary(nn.Module):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from spec_decode.models.base import Attend, LayerGroup, TargetModel, TargetStates
 from spec_decode.models.config import ModelConfig
-from spec_decode.models.layers import Attend, DecoderLayer, RMSNorm, Rotary
+from spec_decode.models.layers import DecoderLayer, RMSNorm, Rotary
 
 
-class LlamaTarget(nn.Module):
+class LlamaTarget(TargetModel):
     """Embedding, decoder layers, final norm and an untied output projection."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -20,19 +21,25 @@ class LlamaTarget(nn.Module):
                 "out of the target's config."
             )
         self.config = config
+        self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
+        self.hidden_size = self.feature_size = config.hidden_size
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = Rotary(config)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """token_ids and positions int64 [T]; the normed hidden states [T, H] that `logits` and the draft read."""
+    def layer_groups(self, page_size: int) -> list[LayerGroup]:
+        """One group: all layers are alike."""
+        return self.config.layer_groups(page_size, self.embed.weight.dtype)
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> TargetStates:
+        """token_ids and positions int64 [T]; a draft reads the normed hidden states too."""
         x, delta = self.embed(token_ids), None
         for layer in self.layers:
             x, delta = layer(x, delta, positions, self.rotary, attend)
         hidden: torch.Tensor = self.norm(x, delta)[1]
-        return hidden
+        return TargetStates(hidden, hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, H]; logits [T, vocab_size] in the model's dtype."""

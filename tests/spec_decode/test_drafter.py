@@ -21,6 +21,7 @@ from builders import (
 )
 from spec_decode.drafter import Drafter, VerifiedTokens, default_capture_sizes
 from spec_decode.kv_groups import make_group
+from spec_decode.models import DraftModel
 from spec_decode.strategy import GraphMode, Strategy, StrategyError, Upkeep
 from tests.factories import CPU, make_config, make_spec, owned_pages
 from tests.foreseen import Foreseen, ForeseenBuilder
@@ -44,17 +45,22 @@ class Layer(nn.Module):
         return x + self.out(attend(layer, *packed.split(self.heads, 1)).flatten(1))
 
 
-class TwoLayerDraft(nn.Module):
+class TwoLayerDraft(DraftModel):
     """A draft model whose layers may sit in different KV groups."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
+        self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
+        self.hidden_size = self.feature_size = config.hidden_size
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.place = nn.Embedding(config.max_positions, config.hidden_size)
         self.fuse = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList(Layer(config) for _ in range(2))
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def layer_groups(self, page_size):
+        return self.config.layer_groups(page_size, torch.float32)
 
     def forward(self, token_ids, hidden, positions, attend):
         x = self.fuse(torch.cat([self.embed(token_ids), hidden], -1)) + self.place(positions)
@@ -177,7 +183,7 @@ class Scene:
         n, width = len(contexts), self.steps + 1
         whole = VerifiedTokens(
             token_ids=torch.randint(0, CONFIG.vocab_size, (n, width), generator=generator),
-            hidden_states=torch.randn(n, width, CONFIG.hidden_size, generator=generator),
+            features=torch.randn(n, width, CONFIG.hidden_size, generator=generator),
             context_lens=torch.tensor(contexts, dtype=torch.int32),
             accepted=torch.randint(0, width, (n,), generator=generator, dtype=torch.int32),
             next_tokens=torch.randint(0, CONFIG.vocab_size, (n,), generator=generator),
@@ -333,7 +339,7 @@ def dense_drafts(scene, verified, committed):
     for request, (ids, hidden) in enumerate(committed):
         accepted = int(verified.accepted[request])
         ids += [*verified.token_ids[request, 1 : accepted + 1].tolist(), int(verified.next_tokens[request])]
-        hidden += list(verified.hidden_states[request, : accepted + 1])
+        hidden += list(verified.features[request, : accepted + 1])
         drafted, states, logits = list(ids), list(hidden), []
         for _ in range(scene.steps):
             positions = torch.arange(len(drafted))
@@ -365,8 +371,8 @@ def changed(**changes):
 REFUSED = {
     "one row too few": ({"accepted": lambda x: x[:2]}, r"accepted must be torch\.int32 \[3\].*got torch\.int32 \[2\]"),
     "one column too few": ({"token_ids": lambda x: x[:, 1:]}, r"token_ids must be .*\[3, 5\].*\[3, 4\]"),
-    "another hidden size": ({"hidden_states": lambda x: x[..., :32]}, r"hidden_states must be .*\[3, 5, 64\]"),
-    "another float": ({"hidden_states": lambda x: x.bfloat16()}, r"must be torch\.float32.*got torch\.bfloat16"),
+    "another hidden size": ({"features": lambda x: x[..., :32]}, r"features must be .*\[3, 5, 64\]"),
+    "another float": ({"features": lambda x: x.bfloat16()}, r"must be torch\.float32.*got torch\.bfloat16"),
     "another integer": ({"context_lens": lambda x: x.long()}, r"must be torch\.int32 .*got torch\.int64"),
     "another device": ({"seeds": lambda x: x.to("meta")}, "on cpu, got .* on meta"),
 }  # fmt: skip
@@ -432,9 +438,9 @@ def test_fewer_steps_draft_the_same_first_tokens():
     def first(steps):
         scene = strong(steps=steps, strategy=Strategy.EAGER)
         verified = replace(scene.verified(), accepted=torch.zeros(3, dtype=torch.int32))
-        hidden, ids = verified.hidden_states.clone(), verified.token_ids.clone()
+        hidden, ids = verified.features.clone(), verified.token_ids.clone()
         hidden[:], ids[:] = 0.5, 3
-        same = replace(verified, hidden_states=hidden, token_ids=ids, next_tokens=torch.tensor([1, 2, 3]))
+        same = replace(verified, features=hidden, token_ids=ids, next_tokens=torch.tensor([1, 2, 3]))
         return scene.drafter.propose(same).tokens[:, :2].tolist()
 
     assert first(2) == first(5)

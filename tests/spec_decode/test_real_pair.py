@@ -63,7 +63,7 @@ def logits_behind(prefix: Sequence[int]) -> torch.Tensor:
         return out[0].transpose(0, 1)
 
     target = pair()[0]
-    hidden = target(torch.tensor(list(prefix)), torch.arange(len(prefix)), attend)
+    hidden = target(torch.tensor(list(prefix)), torch.arange(len(prefix)), attend).hidden
     return target.logits(hidden[-1:])[0]
 
 

@@ -1,0 +1,108 @@
+"""What the drafter and the engine need of a model, and how a model asks for attention. Legend: T flat tokens."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import nn
+
+from attn_backends.ops.write_latent import LatentNorm
+from builders import AttentionSpec
+
+
+class Attend(Protocol):
+    """How a model asks for attention; it knows nothing of caches or metadata.
+
+    query [T, num_q_heads, head_dim], key and value [T, num_kv_heads, head_dim or value_dim] of layer `layer`, already
+    rotated. Stores key and value, attends, and returns [T, num_q_heads, value_dim].
+    norm: the key is a latent as projected, and is normed and rotated with this as it is stored.
+    sinks: fp32 [num_q_heads].
+    """
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        norm: LatentNorm | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerGroup:
+    """Layers of one model that share attention of one shape, hence a backend and a block table."""
+
+    name: str
+    spec: AttentionSpec
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetStates:
+    """hidden [T, H]: what `logits` reads. features [T, F]: what a draft reads of the target."""
+
+    hidden: torch.Tensor
+    features: torch.Tensor
+
+
+class _Model(nn.Module, ABC):
+    """Parameters live on one device, in one dtype but for those that kernels take in fp32."""
+
+    vocab_size: int
+    hidden_size: int
+    feature_size: int
+    max_positions: int
+
+    @abstractmethod
+    def layer_groups(self, page_size: int) -> list[LayerGroup]:
+        """Every layer with attention, each in one group, in the model's dtype, over pages of page_size tokens."""
+
+
+class TargetModel(_Model):
+    """A causal language model over flat tokens.
+
+    vocab_size; hidden_size H; max_positions; feature_size F: dims of the features that a draft reads.
+    """
+
+    @abstractmethod
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> TargetStates:
+        """token_ids and positions int64 [T]."""
+
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [T, H]; logits [T, vocab_size]."""
+
+
+class DraftModel(_Model):
+    """One step of drafting over flat tokens.
+
+    vocab_size is the target's; hidden_size H: dims of the states handed from step to step; feature_size F: dims of the
+    target's features that step 0 reads.
+    """
+
+    first_position: ClassVar[int] = 0
+    """0: position p pairs token p + 1 with the state at p (EAGLE, MTP). 1: the input at p is token p, as in any
+    language model, so that the same token lies one position later."""
+
+    token_map: torch.Tensor | None = None
+    """int64 [own vocabulary]: the target's id of each token that `logits` scores; None: the target's vocabulary."""
+
+    def combine(self, features: torch.Tensor) -> torch.Tensor:
+        """The states [T, H] that step 0 starts from, made of features [T, F]; the features themselves, if F is H."""
+        return features
+
+    @abstractmethod
+    def forward(
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """States [T, H] that predict the token after token_ids int64 [T], from them and the states before them."""
+
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [T, H] of `forward`; logits [T, own vocabulary]."""
