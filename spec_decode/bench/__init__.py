@@ -11,7 +11,7 @@ import torch
 
 from builders import BatchError
 from spec_decode.bench.advance_cases import advance_rows, step_rows
-from spec_decode.bench.decode_cases import mla_rows, paged_rows, sparse_rows
+from spec_decode.bench.decode_cases import flashinfer_rows, mla_rows, paged_rows, sparse_rows
 from spec_decode.bench.drafter_cases import DRAFTERS, drafter_rows
 from spec_decode.bench.measure import copy_bandwidth
 from spec_decode.bench.round_cases import round_rows
@@ -26,10 +26,12 @@ _ROWS: dict[str, tuple[str, Callable[[Bench], Iterator[Row]]]] = {
     "sparse-decode": ("sparse_swa_mla beside FlashMLA", sparse_rows),
     "mla-decode": ("triton_mla beside FlashInfer's latent attention", mla_rows),
     "paged-decode": ("triton_paged beside FlashAttention-3 and FlashInfer", paged_rows),
+    "flashinfer-decode": ("flashinfer's choice beside each kernel it has", flashinfer_rows),
     "round": ("full-loop rounds of every backend, host and GPU time", round_rows),
     **{name: (case.description, partial(drafter_rows, name=name)) for name, case in DRAFTERS.items()},
 }
-SUITES = {"backends": ("advance", "step", "sparse-decode", "mla-decode", "paged-decode", "round")}
+_KERNELS = ("sparse-decode", "mla-decode", "paged-decode", "flashinfer-decode")
+SUITES = {"backends": ("advance", "step", *_KERNELS, "round")}
 """Names for several cases at once."""
 CASES = {
     **{name: description for name, (description, _) in _ROWS.items()},

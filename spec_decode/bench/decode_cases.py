@@ -49,6 +49,12 @@ _PAGED = Contest(
     most=1.15,
 )
 _MLA = Contest(case="mla-decode", backend="triton_mla", peers={"flashinfer_mla": flashinfer_mla}, most=1.2)
+_CORES = Contest(
+    case="flashinfer-decode",
+    backend="flashinfer",
+    peers={name: by_backend(name) for name in ("flashinfer_tensor_cores", "flashinfer_cuda_cores")},
+    most=1.15,
+)
 _FLASH_MLA = {"flashmla_sparse": by_backend("flashmla_sparse")}
 # A window of 128 tokens is small enough to be in L2 still from the write before the attention.
 _SPARSE = Contest(case="sparse-decode", backend="sparse_swa_mla", peers=_FLASH_MLA, most=1.0, cold=False)
@@ -59,6 +65,13 @@ def paged_rows(bench: Bench) -> Iterator[Row]:
     """triton_paged beside FlashAttention-3 and FlashInfer on tensor cores."""
     for num_reqs, context in product((1, 32), (1024, 8192)):
         yield from contest_rows(bench, _PAGED, GQA, num_reqs, context)
+
+
+def flashinfer_rows(bench: Bench) -> Iterator[Row]:
+    """The kernel that flashinfer chooses beside each that it may choose, by query heads a KV head."""
+    for group, num_reqs, context in product((1, 2, 4), (1, 32), (1024, 8192)):
+        spec = replace(GQA, num_q_heads=group * GQA.num_kv_heads)
+        yield from contest_rows(bench, _CORES, spec, num_reqs, context)
 
 
 def mla_rows(bench: Bench) -> Iterator[Row]:

@@ -330,7 +330,7 @@ def test_on_a_cpu_tiny_rounds_of_its_backends_run_and_no_limit_is_judged(on_cpu)
 
 @NO_CUDA
 def test_on_a_cpu_the_suite_says_what_it_leaves_out(on_cpu):
-    for case in ("advance", "step", "sparse-decode", "mla-decode", "paged-decode"):
+    for case in ("advance", "step", "sparse-decode", "mla-decode", "paged-decode", "flashinfer-decode"):
         assert f"{case}: times a CUDA device and this run is on cpu" in on_cpu.missing
     assert {"round/flash_attn3", "round/flashinfer"} <= {note.partition(": ")[0] for note in on_cpu.missing}
     assert not on_cpu.stopped
