@@ -32,7 +32,8 @@ CHECKS = (
     "graph.loop_replays_over_other_batches",
     "graph.verify_replays_over_other_batches",
 )
-ILLEGAL = ("illegal memory access", "illegal address")
+FAULTS = ("CUDA error", "illegal memory access")
+"""A device's own words for what reading by stale metadata may end in."""
 
 
 def stale(name: str) -> AttentionBackend:
@@ -59,7 +60,7 @@ def control(job: tuple[str, str], device: torch.device) -> dict[str, Any]:
     name, check = job
     report = check_backend(stale(name), device=device, checks=[check])
     ran = [result for result in report.results if result.outcome.value not in ("unsupported", "unavailable")]
-    wrong = [result for result in ran if result.outcome.value == "fail" or any(x in result.reason for x in ILLEGAL)]
+    wrong = [result for result in ran if result.outcome.value == "fail" or any(x in result.reason for x in FAULTS)]
     return {
         "backend": name,
         "version": report.version,
