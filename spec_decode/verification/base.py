@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from spec_decode.sampling import Sampling
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -25,8 +27,7 @@ class Verifier(Protocol):
         draft_tokens: torch.Tensor,
         draft_logits: torch.Tensor,
         *,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
+        sampling: Sampling,
         first_positions: torch.Tensor,
     ) -> Verdict:
         """How much of each row's draft stays, and the token behind it. Device work only, fixed shapes, no host read.
@@ -34,8 +35,11 @@ class Verifier(Protocol):
         target_logits [R, 1 + K, V] any float: column i holds the logits of the token behind draft token i - 1.
         draft_tokens int64 [R, K], -1 where nothing was proposed: the draft ends there, and what stands behind is not
         read. Where a draft ends must not depend on the token that is withheld. draft_logits fp32 [R, K, V]: the
-        processed logits they were drawn from. temperature fp32 (0 is greedy), the requests' seeds int64,
-        first_positions int64 (position of draft token 0), each [R].
+        processed logits they were drawn from, whatever else the draft did to them; -inf where it could not draw.
+        sampling: R rows. first_positions int64 [R]: position of draft token 0.
+
+        A row's text has the target's distribution after temperature, then top_k, then top_p. top_k and top_p do not
+        restrict the draft's: a verdict is exact only if q is the law that the draft was drawn from.
         """
         ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from spec_decode.ops import noise
+from spec_decode.sampling import Sampling
 from spec_decode.verification.base import Verdict
 from spec_decode.verification.sampling import Round, leading
 
@@ -34,21 +35,13 @@ class BlockVerification:
         draft_tokens: torch.Tensor,
         draft_logits: torch.Tensor,
         *,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
+        sampling: Sampling,
         first_positions: torch.Tensor,
     ) -> Verdict:
         """See Verifier.verify. Drafts must be drawn with draft_seeds()."""
-        round_ = Round.of(
-            target_logits,
-            draft_tokens,
-            draft_logits,
-            temperature=temperature,
-            seeds=seeds,
-            first_positions=first_positions,
-        )
+        round_ = Round.of(target_logits, draft_tokens, draft_logits, sampling=sampling, first_positions=first_positions)
         weights = _weights(round_)
-        keys = noise.key(self.draft_seeds(seeds, first_positions)[:, None], round_.positions, noise.ACCEPT)
+        keys = noise.key(self.draft_seeds(sampling.seeds, first_positions)[:, None], round_.positions, noise.ACCEPT)
         stands = _stands(round_, weights, noise.uniform(keys, torch.zeros_like(keys)))
         lengths = torch.arange(1, 1 + stands.shape[1], device=stands.device)
         accepted = torch.where(round_.hot, (stands * lengths).amax(1), leading(round_.greedy & round_.proposed))

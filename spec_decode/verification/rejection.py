@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from spec_decode.ops import noise
+from spec_decode.sampling import Sampling
 from spec_decode.verification.base import Verdict
 from spec_decode.verification.sampling import Round, leading
 
@@ -23,22 +24,15 @@ class RejectionSampling:
         draft_tokens: torch.Tensor,
         draft_logits: torch.Tensor,
         *,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
+        sampling: Sampling,
         first_positions: torch.Tensor,
     ) -> Verdict:
         """See Verifier.verify."""
-        round_ = Round.of(
-            target_logits,
-            draft_tokens,
-            draft_logits,
-            temperature=temperature,
-            seeds=seeds,
-            first_positions=first_positions,
-        )
-        keys = noise.key(seeds[:, None], round_.positions, noise.ACCEPT)
+        round_ = Round.of(target_logits, draft_tokens, draft_logits, sampling=sampling, first_positions=first_positions)
+        keys = noise.key(sampling.seeds[:, None], round_.positions, noise.ACCEPT)
         coin = noise.uniform(keys, torch.zeros_like(keys))
-        agreed = torch.where(round_.hot[:, None], coin * round_.q_token <= round_.p_token, round_.greedy)
+        # Strictly less: a product that underflows to 0 must not keep a token that the target cannot produce.
+        agreed = torch.where(round_.hot[:, None], coin * round_.q_token < round_.p_token, round_.greedy)
         accepted = leading(agreed & round_.proposed)
         return Verdict(accepted, round_.next_tokens(accepted))
 

@@ -7,14 +7,17 @@ from dataclasses import dataclass
 import torch
 
 from spec_decode.ops import noise
+from spec_decode.ops.restrict_logits import restrict_logits
+from spec_decode.sampling import Sampling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Round:
     """R drafts of up to K tokens under both models.
 
-    p fp32 [R, 1 + K, V], q fp32 [R, K, V]: the target's and the draft's distributions of each token; p_token, q_token
-    fp32 [R, K]: those of the draft's tokens. greedy bool [R, K]: the draft token is the target's argmax [R, 1 + K].
+    p fp32 [R, 1 + K, V], q fp32 [R, K, V]: the distributions of each token, the target's after temperature, top_k and
+    top_p, and the draft's as it was drawn from; p_token, q_token fp32 [R, K]: those of the draft's tokens. greedy bool
+    [R, K]: the draft token is the target's argmax [R, 1 + K].
     proposed bool [R, K]: the draft has not ended; behind its end every other field may hold garbage, NaN included.
     hot bool [R]: sampled, not greedy. seeds, first_positions int64 [R].
     """
@@ -37,17 +40,14 @@ class Round:
         draft_tokens: torch.Tensor,
         draft_logits: torch.Tensor,
         *,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
+        sampling: Sampling,
         first_positions: torch.Tensor,
     ) -> Round:
         """From the arguments of Verifier.verify."""
         columns = draft_tokens.shape[1]
         token = draft_tokens.clamp(min=0)
-        hot = temperature > 0
-        scaled = target_logits.float() / torch.where(hot, temperature, 1.0)[:, None, None]
-        argmax = scaled.argmax(-1)
-        p = scaled.softmax(-1)
+        processed, argmax = _process(target_logits, sampling)
+        p = processed.softmax(-1)
         q = draft_logits.softmax(-1)
         return cls(
             p=p,
@@ -57,8 +57,8 @@ class Round:
             argmax=argmax,
             greedy=token == argmax[:, :columns],
             proposed=(draft_tokens >= 0).long().cumprod(1).bool(),
-            hot=hot,
-            seeds=seeds,
+            hot=sampling.temperature > 0,
+            seeds=sampling.seeds,
             first_positions=first_positions,
         )
 
@@ -91,13 +91,19 @@ def leading(kept: torch.Tensor) -> torch.Tensor:
     return kept.long().cumprod(1).sum(1)
 
 
-def sample_target(
-    logits: torch.Tensor, *, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
+def sample_target(logits: torch.Tensor, *, sampling: Sampling, positions: torch.Tensor) -> torch.Tensor:
     """One token int64 [R] per row of logits [R, V], for absolute positions int64 [R]: plain decoding's sampler."""
-    hot = temperature > 0
-    scaled = logits.float() / torch.where(hot, temperature, 1.0)[:, None]
-    return torch.where(hot, _draw(scaled, seeds, positions), scaled.argmax(-1))
+    processed, argmax = _process(logits, sampling)
+    return torch.where(sampling.temperature > 0, _draw(processed, sampling.seeds, positions), argmax)
+
+
+def _process(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits fp32 [R, ..., V] over the temperature, -inf outside top_k and top_p; and the argmax int64 [R, ...]."""
+    temperature = sampling.temperature.view(-1, *[1] * (logits.dim() - 1))
+    processed = (logits.float() / torch.where(temperature > 0, temperature, 1.0)).contiguous()
+    argmax = processed.argmax(-1)
+    restrict_logits(processed.view(-1, logits.shape[-1]), top_k=sampling.top_k, top_p=sampling.top_p)
+    return processed, argmax
 
 
 def _draw(log_weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from spec_decode.ops import noise
+from spec_decode.sampling import Sampling
 from spec_decode.verification.base import Verdict
 from spec_decode.verification.sampling import leading, sample_target
 
@@ -30,21 +31,18 @@ class SyntheticAcceptance:
         draft_tokens: torch.Tensor,
         draft_logits: torch.Tensor,
         *,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
+        sampling: Sampling,
         first_positions: torch.Tensor,
     ) -> Verdict:
         """See Verifier.verify. draft_logits are not read; the token behind the kept ones is plain decoding's."""
-        keys = noise.key(seeds, first_positions, noise.ACCEPT)
+        keys = noise.key(sampling.seeds, first_positions, noise.ACCEPT)
         whole = math.floor(self.mean)
         # A comparison, not floor(mean + coin): the sum of the two rounds in fp32 and would shift the mean.
         count = whole + (noise.uniform(keys, torch.zeros_like(keys)) < self.mean - whole).long()
         accepted = torch.minimum(count, leading(draft_tokens >= 0))
         row = torch.arange(len(accepted), device=accepted.device)
-        next_tokens = sample_target(
-            target_logits[row, accepted], temperature=temperature, seeds=seeds, positions=first_positions + accepted
-        )
-        return Verdict(accepted, next_tokens)
+        behind = target_logits[row, accepted]
+        return Verdict(accepted, sample_target(behind, sampling=sampling, positions=first_positions + accepted))
 
     def draft_seeds(self, seeds: torch.Tensor, first_positions: torch.Tensor) -> torch.Tensor:
         """The requests' own: no verdict looks at a token."""

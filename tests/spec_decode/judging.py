@@ -1,10 +1,13 @@
 """Drafts and verdicts in bulk, for the tests of the verifiers."""
 
+import math
+
 import numpy as np
 import torch
 from scipy import stats
 
 from spec_decode.ops.sample_draft import sample_draft
+from spec_decode.sampling import Sampling
 from spec_decode.verification import sample_target
 
 COUNT = 100_000
@@ -17,14 +20,21 @@ def peaked(tokens, vocab=8):
     return torch.nn.functional.one_hot(torch.tensor(tokens), vocab).float() * 9
 
 
-def judged(verifier, target_logits, draft_tokens, *, temperature=0.0, draft_logits=None, first=FIRST):
+def sampling_of(rows, temperature=0.0, *, top_k=0, top_p=1.0, seeds=None):
+    """The same parameters for every row; seeds count the rows if not given."""
+    return Sampling(
+        temperature=torch.full((rows,), temperature), top_k=torch.full((rows,), top_k, dtype=torch.int32),
+        top_p=torch.full((rows,), top_p), seeds=torch.arange(rows) if seeds is None else seeds,
+    )  # fmt: skip
+
+
+def judged(verifier, target_logits, draft_tokens, *, draft_logits=None, first=FIRST, **sampling):
     draft_tokens = torch.as_tensor(draft_tokens)
     rows, columns = draft_tokens.shape
     if draft_logits is None:
         draft_logits = torch.zeros(rows, columns, target_logits.shape[-1])
     return verifier.verify(
-        target_logits, draft_tokens, draft_logits,
-        temperature=torch.full((rows,), temperature), seeds=torch.arange(rows),
+        target_logits, draft_tokens, draft_logits, sampling=sampling_of(rows, **sampling),
         first_positions=torch.as_tensor(first).expand(rows),
     )  # fmt: skip
 
@@ -42,32 +52,56 @@ def draft_of(logits, temperature, position, seeds=None):
     return tokens[:, 0]
 
 
-def two_tokens(verifier, vocab, temperature, likeness, seed):
+def law(logits, temperature, top_k=0, top_p=1.0):
+    """The distribution, fp64 and of logits' shape, that a row of logits is to be sampled from; in plain Python."""
+    rows = logits.double().reshape(-1, logits.shape[-1]).tolist()
+    return torch.tensor([_row_law(row, temperature, top_k, top_p) for row in rows], dtype=torch.float64).view_as(logits)
+
+
+def _row_law(row, temperature, top_k, top_p):
+    kept = kth = sorted(row)[-top_k] if 0 < top_k <= len(row) else min(row)
+
+    def weight(least):
+        return sum(math.exp((x - max(row)) / temperature) for x in row if x >= least)
+
+    if top_p < 1:
+        kept = max(x for x in row if x >= kth and weight(x) >= top_p * weight(kth))
+    return [math.exp((x - max(row)) / temperature) / weight(kept) if x >= kept else 0.0 for x in row]
+
+
+def two_tokens(verifier, vocab, temperature, likeness, seed, *, draft_vocab=None, **restriction):
     """First two output tokens of COUNT requests, K = 2, and the joint distribution they should have.
 
+    draft_vocab: how many tokens the draft can propose. restriction: the target's top_k and top_p, which it knows
+    nothing of.
     The draft's logits are the target's, blurred with noise: likeness 0 is a draft that knows nothing of the target.
     """
     generator = torch.Generator().manual_seed(seed)
     p = [torch.randn(*shape, generator=generator) * 1.5 for shape in ((vocab,), (vocab, vocab))]
     q = [likeness * x + (1 - likeness) * 1.5 * torch.randn(x.shape, generator=generator) for x in p]
+    q = [x.masked_fill(torch.arange(vocab) >= (draft_vocab or vocab), -math.inf) for x in q]
     after = torch.randn(vocab, vocab, vocab, generator=generator)
     d0 = draft_of(q[0].expand(COUNT, -1), temperature, FIRST)
     d1 = draft_of(q[1][d0], temperature, FIRST + 1)
     verdict = judged(
         verifier, torch.stack([p[0].expand(COUNT, -1), p[1][d0], after[d0, d1]], 1), torch.stack([d0, d1], 1),
         temperature=temperature, draft_logits=torch.stack([q[0].expand(COUNT, -1), q[1][d0]], 1) / temperature,
+        **restriction,
     )  # fmt: skip
     accepted, added = verdict.accepted, verdict.next_tokens
     first = torch.where(accepted > 0, d0, added)
     later = sample_target(
-        p[1][first], temperature=torch.full((COUNT,), temperature), seeds=torch.arange(COUNT),
-        positions=torch.full((COUNT,), FIRST + 1),
-    )  # fmt: skip
+        p[1][first], sampling=sampling_of(COUNT, temperature, **restriction), positions=torch.full((COUNT,), FIRST + 1)
+    )
     second = torch.where(accepted == 2, d1, torch.where(accepted == 1, added, later))
-    exact = [(x.double() / temperature).softmax(-1) for x in (*p, after)]
+    exact = [law(x, temperature, **restriction) for x in (*p, after)]
     return first, second, verdict, (d0, d1), exact
 
 
 def p_value(tokens, probabilities, bins):
-    counts = np.bincount(tokens.numpy(), minlength=bins)
-    return stats.chisquare(counts, np.asarray(probabilities).ravel() * counts.sum()).pvalue
+    """How likely these draws are under the probabilities; 0 if one of them was impossible."""
+    counts, law = np.bincount(tokens.numpy(), minlength=bins), np.asarray(probabilities).ravel()
+    if counts[law == 0].any():
+        return 0.0
+    possible = law > 0
+    return stats.chisquare(counts[possible], law[possible] * counts.sum()).pvalue if possible.sum() > 1 else 1.0

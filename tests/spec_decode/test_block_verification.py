@@ -10,32 +10,27 @@ import torch
 from scipy import stats
 
 from spec_decode.verification import BlockVerification, verifier
-from tests.spec_decode.judging import COUNT, FIRST, draft_of, judged, p_value
+from tests.spec_decode.judging import COUNT, FIRST, draft_of, judged, law, p_value
 
 VOCAB, STEPS = 3, 3
 DRAFTS = list(itertools.product(range(VOCAB), repeat=STEPS))
 SEEDS = 2000
 
 
-def softmax(logits):
-    exps = [math.exp(x) for x in logits]
-    return [x / sum(exps) for x in exps]
-
-
 class World:
     """A target and a draft over a tiny vocabulary: logits and distributions by context, a tuple of tokens."""
 
-    def __init__(self, temperature, likeness, seed):
+    def __init__(self, temperature, likeness, seed, **restriction):
         rng = random.Random(seed)
         contexts = [c for n in range(STEPS + 1) for c in itertools.product(range(VOCAB), repeat=n)]
-        self.temperature = temperature
+        self.sampling = {"temperature": temperature, **restriction}
         self.p_logits = {c: [rng.gauss(0, 1.5) for _ in range(VOCAB)] for c in contexts}
         self.q_logits = {
             c: [(likeness * x + (1 - likeness) * rng.gauss(0, 1.5)) / temperature for x in self.p_logits[c]]
             for c in contexts
         }
-        self.p = {c: softmax([x / temperature for x in logits]) for c, logits in self.p_logits.items()}
-        self.q = {c: softmax(logits) for c, logits in self.q_logits.items()}
+        self.p = {c: law(torch.tensor(x), temperature, **restriction).tolist() for c, x in self.p_logits.items()}
+        self.q = {c: law(torch.tensor(x), 1.0).tolist() for c, x in self.q_logits.items()}
 
     def chance(self, table, tokens):
         return math.prod(table[tokens[:i]][token] for i, token in enumerate(tokens))
@@ -84,7 +79,7 @@ class World:
         contexts = [tuple(max(0, token) for token in draft) for draft in drafts]
         p = torch.tensor([[self.p_logits[c[:i]] for i in range(STEPS + 1)] for c in contexts])
         q = torch.tensor([[self.q_logits[c[:i]] for i in range(STEPS)] for c in contexts])
-        return judged(how, p[which], torch.tensor(drafts)[which], temperature=self.temperature, draft_logits=q[which])
+        return judged(how, p[which], torch.tensor(drafts)[which], draft_logits=q[which], **self.sampling)
 
 
 WORLDS = {
@@ -92,6 +87,11 @@ WORLDS = {
     for seed, (temperature, likeness) in enumerate(itertools.product((0.6, 1.0, 1.7), (0.0, 0.5, 0.9)))
 }
 each_world = pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS)
+RESTRICTED = {
+    "top_k": World(1.0, 0.5, 10, top_k=2),
+    "top_p": World(1.7, 0.5, 11, top_p=0.8),
+    "top_k and top_p": World(0.6, 0.0, 12, top_k=2, top_p=0.9),
+}
 
 
 @each_world
@@ -108,9 +108,9 @@ def test_the_oracle_preserves_the_targets_distribution(world):
         assert chance == pytest.approx(world.chance(world.p, text), abs=1e-12)
 
 
-def law_p_value(accepted, next_tokens, law):
+def law_p_value(accepted, next_tokens, verdicts):
     """How likely these verdicts are under the oracle's law; what it rules out must not occur at all."""
-    expected = np.array(law).ravel() * len(accepted)
+    expected = np.array(verdicts).ravel() * len(accepted)
     found = np.bincount((accepted * VOCAB + next_tokens).numpy(), minlength=expected.size)
     assert not found[expected < 1e-9].any()
     rare = expected < 10
@@ -119,7 +119,10 @@ def law_p_value(accepted, next_tokens, law):
     return stats.chisquare(found[expected > 0], expected[expected > 0]).pvalue if (expected > 0).sum() > 1 else 1.0
 
 
-@each_world
+ALL_WORLDS = WORLDS | RESTRICTED
+
+
+@pytest.mark.parametrize("world", ALL_WORLDS.values(), ids=ALL_WORLDS)
 def test_the_verdict_on_every_draft_is_distributed_as_the_oracles(world):
     verdict = world.judged(BlockVerification(), DRAFTS, torch.arange(len(DRAFTS)).repeat_interleave(SEEDS))
     accepted, added = (x.view(-1, SEEDS) for x in (verdict.accepted, verdict.next_tokens))

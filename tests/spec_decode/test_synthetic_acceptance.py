@@ -5,7 +5,7 @@ import torch
 from scipy import stats
 
 from spec_decode.verification import sample_target, verifier
-from tests.spec_decode.judging import COUNT, FIRST, judged
+from tests.spec_decode.judging import COUNT, FIRST, judged, sampling_of
 
 STEPS, VOCAB = 3, 5
 MEANS = [0.0, 0.1, 0.5, 1.0, 1.3, 2.0, 2.999, 3.0]
@@ -37,8 +37,8 @@ def test_the_mean_over_requests_is_the_asked_one(mean):
 def test_the_mean_over_the_rounds_of_a_request_is_the_asked_one(mean):
     logits = torch.zeros(COUNT, STEPS + 1, VOCAB)
     verdict = synthetic(mean).verify(
-        logits, torch.zeros(COUNT, STEPS, dtype=torch.int64), logits[:, 1:], temperature=torch.zeros(COUNT),
-        seeds=torch.full((COUNT,), 7), first_positions=torch.arange(COUNT),
+        logits, torch.zeros(COUNT, STEPS, dtype=torch.int64), logits[:, 1:],
+        sampling=sampling_of(COUNT, seeds=torch.full((COUNT,), 7)), first_positions=torch.arange(COUNT),
     )  # fmt: skip
     assert is_the_mean(verdict.accepted, mean)
 
@@ -63,7 +63,7 @@ def test_the_token_behind_is_the_one_plain_decoding_draws_there(temperature):
     logits = torch.randn(1000, STEPS + 1, VOCAB, generator=torch.Generator().manual_seed(0))
     verdict = judged(synthetic(1.5), logits, torch.zeros(1000, STEPS, dtype=torch.int64), temperature=temperature)
     plain = sample_target(
-        logits[torch.arange(1000), verdict.accepted], temperature=torch.full((1000,), temperature),
-        seeds=torch.arange(1000), positions=FIRST + verdict.accepted,
+        logits[torch.arange(1000), verdict.accepted], sampling=sampling_of(1000, temperature),
+        positions=FIRST + verdict.accepted,
     )  # fmt: skip
     assert torch.equal(verdict.next_tokens, plain)

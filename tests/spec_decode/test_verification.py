@@ -2,8 +2,9 @@ import pytest
 import torch
 from scipy import stats
 
+from spec_decode.sampling import Sampling, SamplingParams
 from spec_decode.verification import sample_target, verifier
-from tests.spec_decode.judging import COUNT, FIRST, draft_of, judged, p_value, peaked, two_tokens
+from tests.spec_decode.judging import COUNT, FIRST, draft_of, judged, p_value, peaked, sampling_of, two_tokens
 
 
 @pytest.fixture(params=["rejection", "block"])
@@ -40,10 +41,10 @@ def test_temperatures_are_each_rows_own(lossless):
     logits = torch.zeros(2, 2, 8).repeat(200, 1, 1)
     logits[..., 3] = 1.0
     tokens = torch.full((400, 1), 3)
+    params = [SamplingParams(temperature=float(row % 2), seed=row) for row in range(400)]
     verdict = lossless.verify(
-        logits, tokens, logits[:, :1] * 5,
-        temperature=torch.tensor([0.0, 1.0] * 200), seeds=torch.arange(400), first_positions=torch.full((400,), 9),
-    )  # fmt: skip
+        logits, tokens, logits[:, :1] * 5, sampling=Sampling.of(params, "cpu"), first_positions=torch.full((400,), 9)
+    )
     assert verdict.accepted[::2].eq(1).all() and 0 < verdict.accepted[1::2].sum() < 200
 
 
@@ -127,9 +128,8 @@ def test_a_token_behind_a_whole_or_an_empty_draft_is_the_one_plain_decoding_draw
     tokens = torch.distributions.Categorical(logits=logits[:, :2]).sample() if proposed else torch.full((500, 2), -1)
     verdict = judged(lossless, logits, tokens, temperature=1.0, draft_logits=logits[:, :2])
     plain = sample_target(
-        logits[:, proposed], temperature=torch.ones(500), seeds=torch.arange(500),
-        positions=torch.full((500,), FIRST + proposed),
-    )  # fmt: skip
+        logits[:, proposed], sampling=sampling_of(500, 1.0), positions=torch.full((500,), FIRST + proposed)
+    )
     assert verdict.accepted.eq(proposed).all() and torch.equal(verdict.next_tokens, plain)
 
 
@@ -143,15 +143,12 @@ def test_where_nothing_was_proposed_the_next_token_is_distributed_as_the_targets
 @pytest.mark.parametrize("temperature", [0.6, 1.7])
 def test_plain_sampling_is_distributed_as_the_target(temperature):
     logits = torch.randn(8, generator=torch.Generator().manual_seed(2))
-    tokens = sample_target(
-        logits.expand(COUNT, -1), temperature=torch.full((COUNT,), temperature), seeds=torch.full((COUNT,), 3),
-        positions=torch.arange(COUNT),
-    )  # fmt: skip
+    one_seed = sampling_of(COUNT, temperature, seeds=torch.full((COUNT,), 3))
+    tokens = sample_target(logits.expand(COUNT, -1), sampling=one_seed, positions=torch.arange(COUNT))
     assert p_value(tokens, (logits.double() / temperature).softmax(-1), 8) > 1e-4
 
 
 def test_plain_sampling_at_temperature_0_takes_the_argmax():
     logits = torch.randn(20, 8, generator=torch.Generator().manual_seed(2))
-    zeros = torch.zeros(20)
-    tokens = sample_target(logits, temperature=zeros, seeds=zeros.long(), positions=zeros.long())
+    tokens = sample_target(logits, sampling=sampling_of(20), positions=torch.zeros(20, dtype=torch.int64))
     assert tokens.tolist() == logits.argmax(-1).tolist()

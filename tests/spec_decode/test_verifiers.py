@@ -3,6 +3,7 @@ import torch
 
 from builders import BatchError
 from spec_decode.graphs import runtime_for
+from spec_decode.sampling import Sampling
 from spec_decode.verification import BlockVerification, RejectionSampling, SyntheticAcceptance, verifier
 
 ROWS, STEPS, VOCAB = 64, 3, 9
@@ -38,7 +39,7 @@ def test_a_mean_that_no_draft_can_have_is_refused_with_the_limit(mean):
 
 
 def inputs(seed):
-    """A batch of greedy and hot rows, drafts whole, cut short and empty."""
+    """A batch of greedy, hot and restricted rows, drafts whole, cut short and empty."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(ROWS, STEPS + 1, VOCAB, generator=generator) * 2
     draft_logits = logits[:, :STEPS] + torch.randn(ROWS, STEPS, VOCAB, generator=generator) / 2
@@ -49,9 +50,17 @@ def inputs(seed):
         "draft_tokens": tokens.masked_fill(torch.arange(STEPS) == ends, -1),
         "draft_logits": draft_logits,
         "temperature": torch.rand(ROWS, generator=generator).mul(2).sub(0.5).clamp(min=0),
+        "top_k": torch.randint(-VOCAB, VOCAB, (ROWS,), generator=generator, dtype=torch.int32).clamp(min=0),
+        "top_p": torch.rand(ROWS, generator=generator).mul(2).clamp(0.01, 1),
         "seeds": torch.randint(-(2**62), 2**62, (ROWS,), generator=generator),
         "first_positions": torch.randint(0, 2**20, (ROWS,), generator=generator),
     }
+
+
+def verdict_of(how, batch):
+    sampling = Sampling(**{field: batch[field] for field in ("temperature", "top_k", "top_p", "seeds")})
+    logits = {name: batch[name] for name in ("target_logits", "draft_tokens", "draft_logits")}
+    return how.verify(**logits, sampling=sampling, first_positions=batch["first_positions"])
 
 
 def pair(verdict):
@@ -64,7 +73,7 @@ def test_a_captured_verdict_replays_over_other_batches(name):
     out = []
 
     def judge():
-        out.append((how.verify(**held), how.draft_seeds(held["seeds"], held["first_positions"])))
+        out.append((verdict_of(how, held), how.draft_seeds(held["seeds"], held["first_positions"])))
 
     graph = runtime_for(torch.device("cpu")).capture(judge)
     for seed in (1, 2, 3):
@@ -72,7 +81,7 @@ def test_a_captured_verdict_replays_over_other_batches(name):
             buffer.copy_(fresh)
         graph.replay()
         verdict, draft_seeds = out[0]
-        assert pair(verdict) == pair(how.verify(**inputs(seed)))
+        assert pair(verdict) == pair(verdict_of(how, inputs(seed)))
         assert torch.equal(draft_seeds, how.draft_seeds(held["seeds"], held["first_positions"]))
 
 
@@ -80,7 +89,7 @@ def test_a_captured_verdict_replays_over_other_batches(name):
 def test_a_verdict_does_not_depend_on_the_batch_order(name):
     how, batch = verifier(name, num_speculative_tokens=STEPS), inputs(5)
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))
-    there, here = how.verify(**batch), how.verify(**{key: x[order] for key, x in batch.items()})
+    there, here = verdict_of(how, batch), verdict_of(how, {key: x[order] for key, x in batch.items()})
     assert torch.equal(here.accepted, there.accepted[order]) and torch.equal(here.next_tokens, there.next_tokens[order])
 
 
@@ -89,7 +98,7 @@ def test_a_draft_of_one_token_is_judged(name):
     batch = inputs(6)
     batch |= {key: batch[key][:, :1] for key in ("draft_tokens", "draft_logits")}
     batch["target_logits"] = batch["target_logits"][:, :2]
-    verdict = verifier(name, num_speculative_tokens=STEPS).verify(**batch)
+    verdict = verdict_of(verifier(name, num_speculative_tokens=STEPS), batch)
     assert verdict.accepted.unique().tolist() == [0, 1]
     assert ((verdict.next_tokens >= 0) & (verdict.next_tokens < VOCAB)).all()
 

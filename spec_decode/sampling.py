@@ -1,0 +1,116 @@
+"""How requests want their tokens sampled: on the host per request, on the device per row of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from builders.errors import require
+
+MIN_TEMPERATURE = 1e-3
+"""Below it, logits over the temperature leave fp32; greedy decoding is temperature 0."""
+
+_MAX_TEMPERATURE = torch.finfo(torch.float32).max
+_MAX_TOP_K = torch.iinfo(torch.int32).max
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How one request is sampled. Raises BatchError for a value outside the ranges below.
+
+    temperature: 0 is greedy, which leaves nothing to top_k and top_p; otherwise at least MIN_TEMPERATURE.
+    top_k: only tokens whose logit is among the k largest; 0 keeps the whole vocabulary.
+    top_p: of those, the fewest most probable that hold this share of their probability, in (0, 1]; 1 keeps all.
+    seed: 64 bits, signed. Same seed, same text, whatever else is in the batch.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(
+            self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= _MAX_TEMPERATURE,
+            f"temperature must be 0 (greedy) or a finite number of at least {MIN_TEMPERATURE:g}, got "
+            f"{self.temperature}; logits over it would leave fp32. Use 0 for greedy decoding, or a larger one.",
+        )
+        require(
+            _is_integer(self.top_k) and 0 <= self.top_k <= _MAX_TOP_K,
+            f"top_k must be an integer from 0 (the whole vocabulary) to {_MAX_TOP_K}, got {self.top_k!r}; it names no "
+            "number of tokens to keep. Pass how many, or 0.",
+        )
+        require(
+            0 < self.top_p <= 1,
+            f"top_p must be a share of the probability above 0 and at most 1 (everything), got {self.top_p}; no set of "
+            "tokens holds it. Pass such a share, or 1.",
+        )
+        require(
+            _is_integer(self.seed) and -(2**63) <= self.seed < 2**63,
+            f"seed must be a signed 64-bit integer, got {self.seed!r}; the device could not hold it. Choose a smaller "
+            "one.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """Sampling parameters on the device, R rows; what a captured verification reads, so the tensors stay in place.
+
+    temperature fp32 [R], 0 is greedy; top_k int32 [R], 0 keeps the whole vocabulary; top_p fp32 [R] in (0, 1], 1 keeps
+    everything; seeds int64 [R]. A padding row is greedy.
+    """
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    seeds: torch.Tensor
+
+    @classmethod
+    def allocate(cls, max_reqs: int, device: torch.device | str) -> Sampling:
+        """Persistent rows, all padding until load()."""
+        return cls(
+            temperature=torch.zeros(max_reqs, dtype=torch.float32, device=device),
+            top_k=torch.zeros(max_reqs, dtype=torch.int32, device=device),
+            top_p=torch.ones(max_reqs, dtype=torch.float32, device=device),
+            seeds=torch.zeros(max_reqs, dtype=torch.int64, device=device),
+        )
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], device: torch.device | str) -> Sampling:
+        """A row for each of `params`."""
+        sampling = cls.allocate(len(params), device)
+        sampling.load(params)
+        return sampling
+
+    def load(self, params: Sequence[SamplingParams]) -> None:
+        """Write `params` to the first rows and make the others padding, in place; host work, not for a graph.
+
+        Raises BatchError, with nothing written, for more of them than there are rows.
+        """
+        rows = len(self.seeds)
+        require(
+            len(params) <= rows,
+            f"at most {rows} requests fit these sampling parameters, got {len(params)}; nothing was written. Allocate "
+            "more rows or run the rest in another batch.",
+        )
+        padded = [*params, *[SamplingParams()] * (rows - len(params))]
+        host = {
+            "temperature": [each.temperature for each in padded],
+            # A greedy row would pay for a search that cannot change its argmax.
+            "top_k": [each.top_k if each.temperature else 0 for each in padded],
+            "top_p": [each.top_p if each.temperature else 1.0 for each in padded],
+            "seeds": [each.seed for each in padded],
+        }
+        for name, values in host.items():
+            field = getattr(self, name)
+            field.copy_(torch.tensor(values, dtype=field.dtype))
+
+    def head(self, rows: int) -> Sampling:
+        """Views of the first rows."""
+        return Sampling(**{field.name: getattr(self, field.name)[:rows] for field in fields(self)})
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,105 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from builders import BatchError
+from spec_decode.ops.restrict_logits import restrict_logits
+from tests.spec_decode.judging import law
+
+INF = float("inf")
+
+
+def restricted(rows, top_k, top_p):
+    logits = torch.as_tensor(rows, dtype=torch.float32).clone()
+    restrict_logits(
+        logits, top_k=torch.tensor(top_k, dtype=torch.int32), top_p=torch.tensor(top_p, dtype=torch.float32)
+    )
+    return logits
+
+
+def kept(row, top_k=0, top_p=1.0):
+    [out] = restricted([row], [top_k], [top_p])
+    return [index for index, x in enumerate(out.tolist()) if x > -INF]
+
+
+ROW = [1.0, 4.0, 3.0, 0.0, 2.0]  # shares 0.03, 0.64, 0.23, 0.01, 0.09
+CASES = {
+    "both off": ({}, [0, 1, 2, 3, 4]),
+    "one token": ({"top_k": 1}, [1]),
+    "three tokens": ({"top_k": 3}, [1, 2, 4]),
+    "as many as there are": ({"top_k": 5}, [0, 1, 2, 3, 4]),
+    "more than there are": ({"top_k": 2**31 - 1}, [0, 1, 2, 3, 4]),
+    "less than the best one's share": ({"top_p": 0.5}, [1]),
+    "next to nothing": ({"top_p": 1e-30}, [1]),
+    "more than the best one's share": ({"top_p": 0.7}, [1, 2]),
+    "nearly all": ({"top_p": 0.999999}, [0, 1, 2, 3, 4]),
+    "a share of what top_k left": ({"top_k": 2, "top_p": 0.72}, [1]),  # 0.73 of the two, 0.64 of all
+}
+
+
+@pytest.mark.parametrize(("restriction", "expected"), CASES.values(), ids=CASES)
+def test_a_row_keeps_the_tokens_of_its_restriction(restriction, expected):
+    assert kept(ROW, **restriction) == expected
+
+
+def test_tokens_that_tie_with_the_kth_all_stay():
+    assert kept([1.0, 2.0, 1.0, 3.0, 0.0, 1.0], top_k=3) == [0, 1, 2, 3, 5]
+
+
+def test_tokens_that_tie_with_the_last_of_top_p_all_stay():
+    assert kept([1.0, 1.0, 9.0, 1.0, 0.0], top_p=0.999) == [0, 1, 2, 3]
+    assert kept([0.0] * 7, top_p=0.1) == list(range(7))
+
+
+def test_a_token_that_was_out_stays_out():
+    assert kept([-INF, 1.0, -INF, 0.0], top_k=3, top_p=0.99) == [1, 3]
+
+
+def test_what_stays_keeps_its_logit():
+    [out] = restricted([ROW], [2], [1.0])
+    assert out.tolist() == [-INF, 4.0, 3.0, -INF, -INF]
+
+
+def test_every_request_restricts_its_own_group_of_rows():
+    out = restricted([ROW] * 6, [1, 0, 0], [1.0, 0.7, 1.0])
+    assert (out > -INF).sum(1).tolist() == [1, 1, 2, 2, 5, 5]
+
+
+def test_a_row_of_garbage_leaves_the_others_alone():
+    for garbage in (float("nan"), INF, -INF):
+        out = restricted([ROW, [garbage] * 5, ROW], [2, 2, 2], [0.9, 0.9, 0.9])
+        assert (out[[0, 2]] > -INF).sum(1).tolist() == [2, 2]
+
+
+@given(
+    row=st.lists(st.integers(-8, 8), min_size=1, max_size=12),
+    top_k=st.integers(0, 13),
+    top_p=st.one_of(st.just(1.0), st.floats(2**-7, 1 - 2**-7, width=32)),
+)
+def test_the_kept_set_is_the_smallest_that_ties_allow(row, top_k, top_p):
+    halves = [x / 2 for x in row]
+    assert kept(halves, top_k, top_p) == law(torch.tensor(halves), 1.0, top_k, top_p).nonzero()[:, 0].tolist()
+
+
+REFUSED = {
+    "logits of low precision": (torch.zeros(2, 5, dtype=torch.bfloat16), torch.int32, torch.float32),
+    "logits of three dimensions": (torch.zeros(2, 1, 5), torch.int32, torch.float32),
+    "logits that are a strided view": (torch.zeros(2, 10)[:, :5], torch.int32, torch.float32),
+    "rows that are no multiple of the requests": (torch.zeros(3, 5), torch.int32, torch.float32),
+    "top_k of 64 bits": (torch.zeros(2, 5), torch.int64, torch.float32),
+    "top_p of 64 bits": (torch.zeros(2, 5), torch.int32, torch.float64),
+}
+
+
+@pytest.mark.parametrize(("logits", "k_dtype", "p_dtype"), REFUSED.values(), ids=REFUSED)
+def test_tensors_that_a_kernel_would_misread_are_refused(logits, k_dtype, p_dtype):
+    with pytest.raises(BatchError, match="must be"):
+        restrict_logits(logits, top_k=torch.ones(2, dtype=k_dtype), top_p=torch.ones(2, dtype=p_dtype))
+    assert not logits.any()
+
+
+def test_the_op_writes_what_its_schema_says_and_its_fake_matches():
+    args = torch.randn(4, 11), torch.tensor([3, 0], dtype=torch.int32), torch.tensor([0.5, 1.0])
+    op = torch.ops.spec_decode.restrict_logits.default
+    torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))

@@ -1,0 +1,75 @@
+import re
+
+import pytest
+import torch
+
+from builders import BatchError
+from spec_decode.sampling import Sampling, SamplingParams
+
+NAN, INF = float("nan"), float("inf")
+REFUSED = [
+    *[("temperature", value) for value in (-1.0, 1e-4, NAN, INF, -INF, 1e39)],
+    *[("top_k", value) for value in (-1, 2**31, 1.5, True, None)],
+    *[("top_p", value) for value in (0.0, -0.1, 1.0001, NAN, INF)],
+    *[("seed", value) for value in (2**63, -(2**63) - 1, 0.5, None)],
+]
+ALLOWED = [
+    *[("temperature", value) for value in (0, 0.0, 1e-3, 1, 100.0)],
+    *[("top_k", value) for value in (0, 1, 2**31 - 1)],
+    *[("top_p", value) for value in (1, 1.0, 0.5, 1e-6)],
+    *[("seed", value) for value in (2**63 - 1, -(2**63))],
+]
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED)
+def test_a_value_out_of_range_is_refused_by_name(name, value):
+    with pytest.raises(BatchError, match=f"^{name} must be .* got {re.escape(str(value))}[;.]"):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), ALLOWED)
+def test_a_value_at_the_edge_of_its_range_is_taken(name, value):
+    assert getattr(SamplingParams(**{name: value}), name) == value
+
+
+def rows(sampling):
+    fields = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seeds)
+    return list(zip(*(field.tolist() for field in fields), strict=True))
+
+
+def test_a_request_is_greedy_unless_it_asks_otherwise():
+    assert rows(Sampling.of([SamplingParams()], "cpu")) == [(0.0, 0, 1.0, 0)]
+
+
+def test_every_request_has_a_row_of_the_dtypes_that_kernels_read():
+    params = [SamplingParams(temperature=0.5, top_k=7, top_p=0.75, seed=-(2**63)), SamplingParams(seed=9)]
+    sampling = Sampling.of(params, "cpu")
+    assert rows(sampling) == [(0.5, 7, 0.75, -(2**63)), (0.0, 0, 1.0, 9)]
+    assert (sampling.temperature.dtype, sampling.top_p.dtype) == (torch.float32, torch.float32)
+    assert (sampling.top_k.dtype, sampling.seeds.dtype) == (torch.int32, torch.int64)
+
+
+def test_a_greedy_row_asks_for_no_restriction():
+    assert rows(Sampling.of([SamplingParams(top_k=3, top_p=0.5)], "cpu")) == [(0.0, 0, 1.0, 0)]
+
+
+def test_loading_replaces_every_row_in_place():
+    sampling = Sampling.of([SamplingParams(temperature=1.0, top_k=2, top_p=0.5, seed=3)] * 3, "cpu")
+    held = [field.data_ptr() for field in (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seeds)]
+    sampling.load([SamplingParams(temperature=2.0, seed=4)])
+    assert rows(sampling) == [(2.0, 0, 1.0, 4), (0.0, 0, 1.0, 0), (0.0, 0, 1.0, 0)]
+    assert held == [f.data_ptr() for f in (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seeds)]
+
+
+def test_more_requests_than_rows_are_refused_with_nothing_written():
+    sampling = Sampling.allocate(1, "cpu")
+    with pytest.raises(BatchError, match=r"at most 1 requests .* got 2; nothing was written"):
+        sampling.load([SamplingParams(seed=5)] * 2)
+    assert rows(sampling) == [(0.0, 0, 1.0, 0)]
+
+
+def test_the_head_shares_the_rows():
+    sampling = Sampling.allocate(3, "cpu")
+    head = sampling.head(2)
+    sampling.load([SamplingParams(temperature=1.0, top_k=1, top_p=0.5, seed=row) for row in range(3)])
+    assert rows(head) == rows(sampling)[:2]
