@@ -16,11 +16,12 @@ from builders import (
     begin_extend,
 )
 from builders.errors import require, require_tensor
-from spec_decode.graphs import Capturable, GraphKey, GraphManager
+from spec_decode.graphs import CallOutside, Capturable, GraphKey, GraphManager, loop_obstacle
 from spec_decode.kv_groups import KVGroup, attend_with, build_ragged
 from spec_decode.models import DraftModel
-from spec_decode.ops.sample_draft import sample_draft
-from spec_decode.phase import Phase
+from spec_decode.models.base import Attend
+from spec_decode.ops.sample_draft import StopRule, sample_draft
+from spec_decode.phase import Phase, attend_in_pieces
 from spec_decode.strategy import DraftPlan, GraphMode, Strategy, choose
 
 EXTEND, LOOP, STEP = "extend", "loop", "step"
@@ -38,6 +39,8 @@ class VerifiedTokens:
     next_tokens    int64 [n]             the target's own token behind the last kept one
     temperature    fp32 [n]              0 is greedy
     seeds          int64 [n]
+    draft_lens     int32 [n]             draft tokens wanted of each, 0 to K; None: K of each. With 0 a request takes
+                                         part in step 0 alone, so that its verified tokens reach the draft's KV cache
     """
 
     token_ids: torch.Tensor
@@ -47,12 +50,14 @@ class VerifiedTokens:
     next_tokens: torch.Tensor
     temperature: torch.Tensor
     seeds: torch.Tensor
+    draft_lens: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Views of the drafter's buffers, good until the next round: tokens int64 [n, K], -1 where a request could not
-    advance, and the processed logits fp32 [n, K, V] each was drawn from."""
+    """Views of the drafter's buffers, good until the next round, of as many columns as the round had tokens: tokens
+    int64 [n, K], -1 where a request proposes nothing, and the processed logits fp32 [n, K, V] each was drawn from; what
+    stands behind a request's last token is undefined."""
 
     tokens: torch.Tensor
     logits: torch.Tensor
@@ -71,26 +76,40 @@ class Drafter:
         graph_mode: GraphMode = GraphMode.FULL,
         strategy: Strategy | None = None,
         capture_sizes: Sequence[int] | None = None,
+        min_confidence: float = 0.0,
+        graph_memory_limit: int | None = None,
     ) -> None:
-        """Raises StrategyError for a K below 1 or a forced strategy that a group cannot run, before any allocation."""
+        """min_confidence: a request stops behind a token that the draft gives a lower probability, at the request's
+        temperature. graph_memory_limit: bytes for the graphs; sizes that would not fit are left out.
+
+        Raises StrategyError for a K below 1 or a forced strategy that a group cannot run, before any allocation.
+        """
         device = tables.device
         self.plan: DraftPlan = choose(
-            [group.facts(device) for group in groups], num_speculative_tokens, graph_mode, forced=strategy
+            [group.facts(device) for group in groups],
+            num_speculative_tokens,
+            graph_mode,
+            forced=strategy,
+            loop_obstacle=loop_obstacle(device),
         )
         sizes = list(capture_sizes or default_capture_sizes(tables.max_reqs))
         _check_shapes(groups, tables, num_speculative_tokens, sizes)
+        require(
+            0.0 <= min_confidence < 1.0,
+            f"a least confidence is a probability below 1, got {min_confidence}; every draft would end at its first "
+            "token. Pass 0 to draft on whatever the confidence.",
+        )
         self.model = model
         self.groups = tuple(groups)
         self.tables = tables
         self.num_speculative_tokens = num_speculative_tokens
         self._query_len = num_speculative_tokens + 1
-        self._allocate(groups[0].spec.dtype)
+        self._allocate(groups[0].spec.dtype, min_confidence)
         self._extend = Phase(groups, tables, query_len=self._query_len, horizon=0)
         self._decode = Phase(
             groups, tables, query_len=1, horizon=num_speculative_tokens - 1, planned=self.plan.planned_groups
         )
-        self.graphs = GraphManager(device, sizes)
-        self._captured = False
+        self.graphs = GraphManager(device, sizes, memory_limit=graph_memory_limit)
         widest = min(group.backend.builder.graph_support for group in groups)
         self._extend_in_graph = self.plan.strategy is not Strategy.EAGER and widest >= GraphSupport.UNIFORM_BATCH
         host_built = {*self.plan.weak_groups, *self.plan.planned_groups}
@@ -99,12 +118,15 @@ class Drafter:
         rebuilt = sorted({*host_built, *self._built_per_round})
         self._rebuilt_at_step_0 = rebuilt if self._extend_in_graph else list(range(len(groups)))
 
-    def _allocate(self, hidden_dtype: torch.dtype) -> None:
+    def _allocate(self, hidden_dtype: torch.dtype, min_confidence: float) -> None:
         reqs, steps, model = self.tables.max_reqs, self.num_speculative_tokens, self.model
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=self.tables.device)
 
+        self._stop = StopRule.allocate(reqs, steps, self.tables.device, min_confidence=min_confidence)
+        # What the device was last told: tokens a round, and whether the requests' own lengths may differ from K.
+        self._asked = (steps, False)
         self.inputs = VerifiedTokens(
             token_ids=zeros(reqs, self._query_len, dtype=torch.int64),
             features=zeros(reqs, self._query_len, model.feature_size, dtype=hidden_dtype),
@@ -113,18 +135,30 @@ class Drafter:
             next_tokens=zeros(reqs, dtype=torch.int64),
             temperature=zeros(reqs, dtype=torch.float32),
             seeds=zeros(reqs, dtype=torch.int64),
+            draft_lens=self._stop.draft_lens,
         )
         self._ids = zeros(reqs, dtype=torch.int64)
         self._hidden = zeros(reqs, model.hidden_size, dtype=hidden_dtype)
         self._rows = torch.arange(reqs, device=self.tables.device)
         self._draft_tokens = zeros(reqs, steps, dtype=torch.int64)
         self._draft_logits = zeros(reqs, steps, model.vocab_size, dtype=torch.float32)
+        if model.token_map is not None:
+            # The columns of tokens that the draft does not have are never written again.
+            self._draft_logits.fill_(float("-inf"))
+
+    @property
+    def drafts(self) -> Drafts:
+        """What the last round proposed, in the drafter's own buffers of all rows and K columns."""
+        return Drafts(self._draft_tokens, self._draft_logits)
 
     @torch.no_grad()
-    def propose(self, verified: VerifiedTokens | None = None) -> Drafts:
+    def propose(self, verified: VerifiedTokens | None = None, num_tokens: int | None = None) -> Drafts:
         """Draft K tokens behind each request's next_token. Nothing in it waits for the device unless the plan says so.
 
         verified: what the round starts from, copied to `inputs`; None: a verifier wrote it to the live rows there.
+        num_tokens: how many this round, 1 to K; None is K. The same tokens in every strategy, and no new capture: the
+        device loop, per-step and eager strategies run that many steps, the full loop all K, whose last ones find no
+        request that drafts on.
 
         The requests are the live rows of the tables. One whose limit leaves no room for the 1 + K tokens of step 0
         proposes nothing and raises tables.overflow, as does one that reaches its limit on the way, from there on.
@@ -135,24 +169,42 @@ class Drafter:
             live > 0,
             "a round needs at least one live request, the tables hold none; nothing was run. Load the tables first.",
         )
+        wanted = self.num_speculative_tokens if num_tokens is None else num_tokens
+        require(
+            1 <= wanted <= self.num_speculative_tokens,
+            f"this drafter proposes 1 to {self.num_speculative_tokens} tokens a round, asked for {wanted}; nothing was "
+            "run. Make a drafter for more, or leave the drafter out of a round without drafts.",
+        )
         size = self._padded(live)
         if verified is not None:
             self._take(verified, live)
-        if self.plan.strategy is not Strategy.EAGER and not self._captured:
+        self._ask(wanted, verified)
+        if self.plan.strategy is not Strategy.EAGER and not self.graphs.complete:
             self.capture()
+            size = self._padded(live)
         self.run_extend(size)
-        if self.num_speculative_tokens > 1:
-            self.run_steps(size)
-        return Drafts(self._draft_tokens[:live], self._draft_logits[:live])
+        if wanted > 1:
+            self.run_steps(size, wanted)
+        return Drafts(self._draft_tokens[:live, :wanted], self._draft_logits[:live, :wanted])
 
-    def run_steps(self, size: int) -> None:
-        """Run steps 1..K-1 of `size` padded rows from the state that step 0 left."""
-        if self.plan.strategy is Strategy.FULL_LOOP:
-            self._full_loop(size)
-        elif self.plan.strategy is Strategy.PER_STEP:
-            self._per_step_loop(size)
+    def run_steps(self, size: int, num_tokens: int | None = None) -> None:
+        """Run steps 1..num_tokens-1 (None: K-1) of `size` padded rows from the state that step 0 left."""
+        steps = (num_tokens or self.num_speculative_tokens) - 1
+        if self.plan.strategy in (Strategy.DEVICE_LOOP, Strategy.FULL_LOOP):
+            self._loop(size)
+        elif self.plan.strategy in (Strategy.PER_STEP, Strategy.PIECEWISE):
+            self._step_by_step(size, steps)
         else:
-            self._eager_loop(size)
+            self._eagerly(size, steps)
+
+    def _ask(self, num_tokens: int, verified: VerifiedTokens | None) -> None:
+        """Tell the device how many tokens the round wants, where the last one wanted another number."""
+        asked, each_its_own = self._asked
+        if asked != num_tokens:
+            self._stop.num_tokens.fill_(num_tokens)
+        if verified is not None and verified.draft_lens is None and each_its_own:
+            self._stop.draft_lens.fill_(self.num_speculative_tokens)
+        self._asked = (num_tokens, verified is None or verified.draft_lens is not None)
 
     def _padded(self, live: int) -> int:
         """Every strategy pads alike, so that all run the same shapes; only graphs end at the largest captured one."""
@@ -165,30 +217,32 @@ class Drafter:
         self,
         tables: RequestTables,
         query_lens: Sequence[int],
+        seq_lens: Sequence[int],
         token_ids: torch.Tensor,
         features: torch.Tensor,
     ) -> None:
-        """Write the draft KV of new requests' prompts, without drafting; eager, for any lengths.
+        """Write the draft KV of prompts or parts of them, without drafting; eager, for any lengths.
 
-        tables: the new requests alone, over the same caches. Request r has query_lens[r] flat tokens from position 0;
-        token_ids int64 [T] are the tokens one *behind* each position (at it, where the model's first_position is 1),
-        features [T, F] the target's there.
+        tables: these requests alone, over the same caches. Request r has query_lens[r] flat tokens, the last of
+        seq_lens[r] in its cache then; token_ids int64 [T] are the tokens one *behind* each position (at it, where the
+        model's first_position is 1), features [T, F] the target's at the token before.
         """
-        batch, metadata = build_ragged(self.groups, tables, query_lens, query_lens)
+        batch, metadata = build_ragged(self.groups, tables, query_lens, seq_lens)
         attend = attend_with(self.groups, metadata)
         self.model.forward(token_ids, self.model.combine(features.to(self._hidden.dtype)), batch.positions, attend)
 
     def _take(self, verified: VerifiedTokens, live: int) -> None:
         """Check every tensor, then copy them all."""
-        for name in VerifiedTokens.__slots__:
+        given = [name for name in VerifiedTokens.__slots__ if getattr(verified, name) is not None]
+        for name in given:
             found, buffer = getattr(verified, name), getattr(self.inputs, name)
             shape = (live, *buffer.shape[1:])
-            # Compared here first: composing the message's parts for seven tensors would cost 10 us a round.
+            # Compared here first: composing the message's parts for eight tensors would cost 10 us a round.
             if found.shape != shape or found.dtype != buffer.dtype or found.device != buffer.device:
                 require_tensor(name, found, shape=shape, dtype=buffer.dtype, device=self.tables.device)
 
-        buffers = [getattr(self.inputs, name)[:live] for name in VerifiedTokens.__slots__]
-        torch._foreach_copy_(buffers, [getattr(verified, name) for name in VerifiedTokens.__slots__], non_blocking=True)
+        buffers = [getattr(self.inputs, name)[:live] for name in given]
+        torch._foreach_copy_(buffers, [getattr(verified, name) for name in given], non_blocking=True)
 
     def run_extend(self, size: int) -> None:
         """Run step 0 of `size` padded rows over the round's inputs."""
@@ -200,23 +254,24 @@ class Drafter:
         else:
             self._extend_forward(size)
 
-    def _full_loop(self, size: int) -> None:
+    def _loop(self, size: int) -> None:
         self._decode.rebuild(size, self._built_per_round)
         self._decode.plan_ahead(size)
         self.graphs.replay(GraphKey(LOOP, size), self._needed(size, 1))
 
-    def _per_step_loop(self, size: int) -> None:
+    def _step_by_step(self, size: int, steps: int) -> None:
         self._decode.rebuild(size, self._built_per_round)
-        for _ in range(self.num_speculative_tokens - 1):
+        for _ in range(steps):
             advance_shared_state(self._decode.batch, size)
             self._decode.rebuild(size, self.plan.weak_groups)
             self.graphs.replay(GraphKey(STEP, size), self._needed(size, 1))
 
-    def _eager_loop(self, size: int) -> None:
-        for _ in range(self.num_speculative_tokens - 1):
+    def _eagerly(self, size: int, steps: int) -> None:
+        for _ in range(steps):
             advance_shared_state(self._decode.batch, size)
             self._decode.rebuild(size, range(len(self.groups)))
-            self._hidden[:size].copy_(self._step_forward(size))
+            attend = attend_with(self.groups, self._decode.metadata)
+            self._hidden[:size].copy_(self._step_forward(size, self._hidden[:size], attend))
 
     def _needed(self, size: int, query_len: int) -> CaptureConstants:
         return CaptureConstants(max_reqs=size, max_query_len=query_len, max_seq_len=self.tables.longest)
@@ -244,16 +299,9 @@ class Drafter:
         self._hidden[:size].copy_(last)
         self._sample(size, last)
 
-    def _step_forward(self, size: int, hidden: torch.Tensor | None = None, step: int = 0) -> torch.Tensor:
-        """A single-token step. hidden: the last step's hidden states, where they are not in the buffer. step: which one
-        it is, where groups were planned ahead.
-        """
-        hidden = self.model.forward(
-            self._ids[:size],
-            self._hidden[:size] if hidden is None else hidden,
-            self._decode.batch.positions[:size],
-            attend_with(self.groups, self._decode.at_step(step)),
-        )
+    def _step_forward(self, size: int, hidden: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """A single-token step from the last one's hidden states; returns its own."""
+        hidden = self.model.forward(self._ids[:size], hidden, self._decode.batch.positions[:size], attend)
         self._sample(size, hidden)
         return hidden
 
@@ -269,12 +317,16 @@ class Drafter:
             draft_tokens=self._draft_tokens,
             draft_logits=self._draft_logits,
             next_ids=self._ids,
+            stop=self._stop,
+            token_map=self.model.token_map,
         )
 
     def capture(self, *, progress: bool = False) -> None:
-        """Capture the graphs that the plan needs, on padding rows alone: nothing of a live request is touched."""
+        """Capture the graphs that the plan needs, on padding rows alone: nothing of a live request is touched.
+
+        Graphs that are there are kept. Raises CaptureError where the largest batch's do not fit into their memory.
+        """
         if self.plan.strategy is Strategy.EAGER:
-            self._captured = True
             return
         limits = self.tables.token_limits.clone()
         self.tables.token_limits.zero_()
@@ -282,39 +334,76 @@ class Drafter:
             self.graphs.capture(self._factories(), progress=progress)
         finally:
             self.tables.token_limits.copy_(limits)
-        self._captured = True
 
     def _factories(self) -> dict[str, Callable[[int], Capturable]]:
         factories: dict[str, Callable[[int], Capturable]] = {}
         if self._extend_in_graph:
-            factories[EXTEND] = lambda size: self._capturable(self._extend, size, self._captured_extend)
+            factories[EXTEND] = self._capturable_extend
         if self.num_speculative_tokens > 1:
-            full = self.plan.strategy is Strategy.FULL_LOOP
-            body = self._captured_loop if full else self._captured_step
-            factories[LOOP if full else STEP] = lambda size: self._capturable(self._decode, size, body)
+            kind, factory = {
+                Strategy.DEVICE_LOOP: (LOOP, self._capturable_device_loop),
+                Strategy.FULL_LOOP: (LOOP, self._capturable_full_loop),
+                Strategy.PER_STEP: (STEP, self._capturable_step),
+                Strategy.PIECEWISE: (STEP, self._capturable_pieces),
+            }[self.plan.strategy]
+            factories[kind] = factory
         return factories
 
-    def _capturable(self, phase: Phase, size: int, body: Callable[[int], None]) -> Capturable:
+    def _prepare(self, phase: Phase, size: int) -> CaptureConstants:
+        """Metadata over padding rows; the constants that a capture with it bakes in."""
         phase.batch.clear()
         phase.rebuild(size, range(len(self.groups)))
         phase.plan_ahead(size)
-        return Capturable(lambda: body(size), phase.constants())
+        return phase.constants()
 
-    def _captured_extend(self, size: int) -> None:
-        self._begin_extend(size)
-        self._extend.advance(self._strong_groups)
-        self._extend_forward(size)
+    def _capturable_extend(self, size: int) -> Capturable:
+        def run() -> None:
+            self._begin_extend(size)
+            self._extend.advance(self._strong_groups)
+            self._extend_forward(size)
 
-    def _captured_loop(self, size: int) -> None:
-        hidden = None
-        for step in range(1, self.num_speculative_tokens):
+        return Capturable(run, self._prepare(self._extend, size))
+
+    def _capturable_full_loop(self, size: int) -> Capturable:
+        def run() -> None:
+            hidden = self._hidden[:size]
+            for step in range(1, self.num_speculative_tokens):
+                advance_shared_state(self._decode.batch, size)
+                self._decode.advance(self._strong_groups)
+                hidden = self._step_forward(size, hidden, attend_with(self.groups, self._decode.at_step(step)))
+
+        return Capturable(run, self._prepare(self._decode, size))
+
+    def _capturable_device_loop(self, size: int) -> Capturable:
+        def body() -> None:
             advance_shared_state(self._decode.batch, size)
-            self._decode.advance(self._strong_groups)
-            hidden = self._step_forward(size, hidden, step)
+            self._captured_step(size, attend_with(self.groups, self._decode.metadata))
 
-    def _captured_step(self, size: int) -> None:
+        return Capturable(
+            body,
+            self._prepare(self._decode, size),
+            lambda runtime, body: runtime.capture_loop(body, self._stop.going, self.num_speculative_tokens - 1),
+        )
+
+    def _capturable_step(self, size: int) -> Capturable:
+        constants = self._prepare(self._decode, size)
+        return Capturable(lambda: self._captured_step(size, attend_with(self.groups, self._decode.metadata)), constants)
+
+    def _capturable_pieces(self, size: int) -> Capturable:
+        def run(call_outside: CallOutside) -> None:
+            plan = self.plan
+            attend = attend_in_pieces(self.groups, self._decode, plan.outside_groups, plan.weak_groups, call_outside)
+            self._captured_step(size, attend)
+
+        return Capturable(
+            lambda: run(lambda fn, /, *inputs: fn(*inputs)),
+            self._prepare(self._decode, size),
+            lambda runtime, _: runtime.capture_pieces(run),
+        )
+
+    def _captured_step(self, size: int, attend: Attend) -> None:
         self._decode.advance(self._strong_groups)
-        self._hidden[:size].copy_(self._step_forward(size))
+        self._hidden[:size].copy_(self._step_forward(size, self._hidden[:size], attend))
 
 
 def default_capture_sizes(max_reqs: int) -> list[int]:

@@ -6,8 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from attn_backends.ops.write_latent import LatentNorm
 from builders import AttentionBatch, BatchBuffers, CaptureConstants, HostLengths, MetadataBuilder, RequestTables
-from spec_decode.kv_groups import KVGroup
+from spec_decode.graphs import CallOutside
+from spec_decode.kv_groups import KVGroup, attend_with
+from spec_decode.models.base import Attend
 
 
 class Phase:
@@ -103,3 +108,40 @@ class Phase:
             host_seq_lens=lengths,
             host_seq_lens_exact=exact,
         )
+
+
+def attend_in_pieces(
+    groups: Sequence[KVGroup],
+    phase: Phase,
+    outside: Sequence[int],
+    rebuilt: Sequence[int],
+    call_outside: CallOutside,
+) -> Attend:
+    """The attention of a step that is captured in pieces: that of the groups `outside` is called between them.
+
+    Such a call takes the metadata of this capture, which the graph advances, but for groups that are `rebuilt` between
+    replays: theirs is the phase's as it stands by then.
+    """
+    captured = list(phase.metadata)
+    inside = attend_with(groups, captured)
+    layers = {layer for index in outside for layer in groups[index].caches}
+
+    def attend(
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        norm: LatentNorm | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if layer not in layers:
+            return inside(layer, query, key, value, norm=norm, sinks=sinks)
+
+        def eagerly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            now = [phase.metadata[i] if i in rebuilt else metadata for i, metadata in enumerate(captured)]
+            return attend_with(groups, now)(layer, query, key, value, norm=norm, sinks=sinks)
+
+        return call_outside(eagerly, query, key, value)
+
+    return attend

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +18,7 @@ from spec_decode.drafter import Drafter, VerifiedTokens
 from spec_decode.kv_groups import KVGroup
 from spec_decode.models import EagleDraft
 from spec_decode.models.latent import as_cached
+from spec_decode.ops.sample_draft import NO_TOKEN
 from spec_decode.strategy import Strategy, StrategyError
 
 _ROUNDS = 2
@@ -50,8 +51,15 @@ class _Run:
     overflow: torch.Tensor
 
 
-def _draft(scene: Scene, strategy: Strategy, temperature: float) -> _Run:
-    """Two rounds; in the second one request has left and the others sit in other rows."""
+def _draft(
+    scene: Scene,
+    strategy: Strategy,
+    temperature: float,
+    *,
+    draft_lens: Sequence[int] | None = None,
+    min_confidence: float = 0.0,
+) -> _Run:
+    """Two rounds; in the second one request has left and the others sit in other rows. draft_lens: of each request."""
     group, tables = scene.group(), scene.tables()
     drafter = Drafter(
         scene.model,
@@ -60,12 +68,16 @@ def _draft(scene: Scene, strategy: Strategy, temperature: float) -> _Run:
         num_speculative_tokens=scene.steps,
         strategy=strategy,
         capture_sizes=[scene.num_reqs],
+        min_confidence=min_confidence,
     )
+    lengths = None if draft_lens is None else torch.tensor(draft_lens, dtype=torch.int32, device=tables.device)
     contexts, limits, pages = scene.contexts(), scene.limits(), scene.pages
     run = _Run([], [], (group.caches[0].key, group.caches[0].value), tables.overflow)
     for round_ in range(_ROUNDS):
         tables.load([pages], limits)
         verified = _verified(scene, contexts, temperature, round_)
+        if lengths is not None:
+            verified = replace(verified, draft_lens=lengths[-len(contexts) :])
         drafts = drafter.propose(verified)
         run.tokens.append(drafts.tokens.clone())
         run.logits.append(torch.where(drafts.tokens[..., None] >= 0, drafts.logits, 0.0))
@@ -82,26 +94,81 @@ def _every_shape(subject: Subject) -> Iterable[tuple[str, tuple[int, int]]]:
 
 @check(
     "drafter.strategies_agree",
-    "tokens, cached logits, cache and flags are the same bits in full loop, per-step replay and eager, greedy and hot",
+    "tokens, cached logits, cache and flags are the same bits in every strategy as in eager, greedy and hot",
     _every_shape,
 )
 def strategies_agree(subject: Subject, case: tuple[int, int]) -> Evidence:
     steps, num_reqs = case
-    compared = 0
     # The kernels are judged one by one elsewhere: whole rounds in the interpreter would take an hour.
     with torch_implementations():
         scene = make_scene(subject, num_reqs, steps)
-        for temperature in (0.0, 1.0):
-            eager = _draft(scene, Strategy.EAGER, temperature)
-            for strategy in (Strategy.FULL_LOOP, Strategy.PER_STEP):
-                try:
-                    run = _draft(scene, strategy, temperature)
-                except StrategyError:
-                    continue
-                _expect_same(run, eager, f"{strategy.value} at temperature {temperature:g}")
-                compared += 1
+        compared = [_compare(scene, _draft(scene, Strategy.EAGER, t), t) for t in (0.0, 1.0)]
+    return {"runs_compared": float(sum(compared))}
+
+
+def _compare(
+    scene: Scene,
+    eager: _Run,
+    temperature: float,
+    *,
+    draft_lens: Sequence[int] | None = None,
+    min_confidence: float = 0.0,
+) -> int:
+    """Hold every strategy that the backend can run against eager; how many there were."""
+    compared = 0
+    for strategy in Strategy:
+        if strategy is Strategy.EAGER:
+            continue
+        try:
+            run = _draft(scene, strategy, temperature, draft_lens=draft_lens, min_confidence=min_confidence)
+        except StrategyError:
+            continue
+        _expect_same(run, eager, f"{strategy.value} at temperature {temperature:g}")
+        compared += 1
     expect(compared > 0, contract="the backend can be drafted with", expected="a graph strategy", got="none")
+    return compared
+
+
+@check(
+    "drafter.requests_stop_on_their_own",
+    "with a length for each request, or a least confidence, every strategy drafts the start of the whole draft",
+    lambda subject: [(f"k{k}-n{n}", (k, n)) for k, n in ((2, 3), (4, 3), (4, 7), (7, 2))],
+)
+def requests_stop_on_their_own(subject: Subject, case: tuple[int, int]) -> Evidence:
+    steps, num_reqs = case
+    lengths = [(3 * row + 2) % (steps + 1) for row in range(num_reqs)]
+    compared = 0
+    with torch_implementations():
+        scene = make_scene(subject, num_reqs, steps)
+        for temperature in (0.0, 1.0):
+            whole = _draft(scene, Strategy.EAGER, temperature)
+            short = _draft(scene, Strategy.EAGER, temperature, draft_lens=lengths)
+            _expect_start(short.tokens[0], whole.tokens[0], torch.tensor(lengths), "a length each")
+            compared += _compare(scene, short, temperature, draft_lens=lengths)
+            least, kept = _doubt(whole.tokens[0], whole.logits[0])
+            doubted = _draft(scene, Strategy.EAGER, temperature, min_confidence=least)
+            _expect_start(doubted.tokens[0], whole.tokens[0], kept, "a least confidence")
+            compared += _compare(scene, doubted, temperature, min_confidence=least)
     return {"runs_compared": float(compared)}
+
+
+def _doubt(tokens: torch.Tensor, logits: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """A least confidence between those of the first tokens, and how many tokens each request drafts with it."""
+    confidence = logits.double().softmax(-1).gather(2, tokens.clamp(min=0)[..., None])[..., 0]
+    first = confidence[:, 0].sort().values
+    least = float(first[len(first) // 2 - 1 : len(first) // 2 + 1].mean())
+    return least, (confidence >= least).int().cumprod(1).sum(1).cpu() + 1
+
+
+def _expect_start(short: torch.Tensor, whole: torch.Tensor, lengths: torch.Tensor, what: str) -> None:
+    behind = torch.arange(whole.shape[1]) >= lengths[:, None]
+    wanted = whole.cpu().masked_fill(behind, NO_TOKEN)
+    expect(
+        torch.equal(short.cpu(), wanted),
+        contract=f"{what} ends the drafts and changes none before the end",
+        expected=str(wanted.tolist())[:200],
+        got=str(short.tolist())[:200],
+    )
 
 
 def _expect_same(run: _Run, eager: _Run, what: str) -> None:
@@ -238,15 +305,18 @@ def _dense_model(scene: Scene, dtype: torch.dtype) -> EagleDraft:
 
 @check(
     "drafter.a_round_never_waits",
-    "a round of the full loop enqueues device work only",
-    lambda s: [("k4-n3", None)],
+    "a round of the strategy chosen, and of the device loop, enqueues device work only",
+    lambda s: [("k4-n3", None), ("k4-n3-device_loop", Strategy.DEVICE_LOOP)],
 )
-def a_round_never_waits(subject: Subject, case: None) -> None:
+def a_round_never_waits(subject: Subject, case: Strategy | None) -> None:
     if subject.device.type != "cuda":
         raise Unsupported("the CPU has nothing to wait for; the emulator refuses host reads instead")
     scene = make_scene(subject, 3, 4)
     tables = scene.tables()
-    drafter = Drafter(scene.model, [scene.group()], tables, num_speculative_tokens=4)
+    try:
+        drafter = Drafter(scene.model, [scene.group()], tables, num_speculative_tokens=4, strategy=case)
+    except StrategyError as error:
+        raise Unsupported(str(error)) from error
     tables.load([scene.pages], [MAX_SEQ_LEN] * 3)
     verified = _verified(scene, scene.contexts(), 0.0, 0)
     drafter.propose(verified)

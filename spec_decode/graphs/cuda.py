@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar
 
 import torch
 
-from spec_decode.graphs.runtime import CaptureError
+from spec_decode.graphs.cuda_loop import WhileGraph, require_loops
+from spec_decode.graphs.pieces import OutsideCall, PiecewiseGraph
+from spec_decode.graphs.runtime import CallOutside, CaptureError, Graph
 
 
 class CudaGraph:
@@ -26,6 +28,10 @@ class CudaGraph:
 class CudaRuntime:
     """Captures into one memory pool of its own: sharing a pool with another owner has clobbered live temporaries."""
 
+    inline_loop_body: ClassVar[bool] = False
+    """Whether a loop's body is captured straight into the WHILE node; else it is captured by torch and becomes a child
+    graph there."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
@@ -33,26 +39,77 @@ class CudaRuntime:
 
     def capture(self, fn: Callable[[], Any]) -> CudaGraph:
         graph = torch.cuda.CUDAGraph()
-        try:
-            with (
-                torch.no_grad(),
-                warnings.catch_warnings(),
-                _no_collection(),
-                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
-            ):
-                # A builder whose advance has nothing to refresh captures nothing, and may.
-                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-                fn()
-        except RuntimeError as error:
-            raise CaptureError(
-                f"a captured function may only enqueue device work, this one did something else: {error}. No graph was "
-                "made. Move host reads and allocations of host data out of it."
-            ) from error
+        with self._capturing(graph):
+            fn()
         return CudaGraph(graph)
+
+    def capture_loop(self, body: Callable[[], Any], going: torch.Tensor, limit: int) -> WhileGraph:
+        require_loops()
+        loop = WhileGraph(going)
+        if self.inline_loop_body:
+            with _refusals(), torch.no_grad(), _no_collection():
+                loop.capture_body(body, self._stream, self._pool)
+        else:
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
+            with self._capturing(graph):
+                body()
+            loop.add_body(graph)
+        return loop
+
+    def capture_pieces(self, fn: Callable[[CallOutside], Any]) -> PiecewiseGraph:
+        parts: list[Graph] = []
+
+        def begin() -> None:
+            graph = torch.cuda.CUDAGraph()
+            parts.append(CudaGraph(graph))
+            piece.enter_context(self._capturing(graph))
+
+        def call_outside(outside: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+            piece.close()
+            call = OutsideCall(outside, inputs)
+            parts.append(call)
+            begin()
+            return call.result
+
+        with ExitStack() as piece:
+            begin()
+            fn(call_outside)
+        return PiecewiseGraph(parts)
 
     def memory_used(self) -> int:
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
+
+    def release(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+
+    @contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        with (
+            _refusals(),
+            torch.no_grad(),
+            warnings.catch_warnings(),
+            _no_collection(),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
+            # A builder whose advance has nothing to refresh captures nothing, and may.
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            yield
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except CaptureError:
+        raise
+    except RuntimeError as error:
+        raise CaptureError(
+            f"a captured function may only enqueue device work, this one did something else: {error}. No graph was "
+            "made. Move host reads and allocations of host data out of it."
+        ) from error
 
 
 @contextmanager

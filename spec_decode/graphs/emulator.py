@@ -10,6 +10,7 @@ a replay shows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from spec_decode.graphs.runtime import CaptureError
+from spec_decode.graphs.pieces import OutsideCall, PiecewiseGraph
+from spec_decode.graphs.runtime import CallOutside, CaptureError, Graph
 
 _HOST_READS = {
     torch.Tensor.tolist,
@@ -70,6 +72,26 @@ class EmulatedGraph:
                 node.run()
 
 
+class EmulatedLoop(EmulatedGraph):
+    """A recorded run, replayed while a device scalar is set."""
+
+    def __init__(self, nodes: list[_Node], going: torch.Tensor, limit: int) -> None:
+        super().__init__(nodes)
+        self._going, self._limit = going, limit
+
+    def replay(self) -> None:
+        for _ in range(self._limit):
+            if not int(self._going):
+                return
+            super().replay()
+        if int(self._going):
+            raise CaptureError(
+                f"a captured loop must end within {self._limit} times round, this one still goes on: its body has not "
+                "set the scalar that keeps it going to 0. A device would never come back, so it was stopped here. "
+                "Correct the body."
+            )
+
+
 class EmulatedRuntime:
     """Records and replays on CPU tensors."""
 
@@ -77,6 +99,41 @@ class EmulatedRuntime:
         self._allocated = 0
 
     def capture(self, fn: Callable[[], Any]) -> EmulatedGraph:
+        return EmulatedGraph(self._record(fn))
+
+    def capture_loop(self, body: Callable[[], Any], going: torch.Tensor, limit: int) -> EmulatedLoop:
+        return EmulatedLoop(self._record(body), going, limit)
+
+    def capture_pieces(self, fn: Callable[[CallOutside], Any]) -> PiecewiseGraph:
+        parts: list[Graph] = []
+        recorder, guard = _Recorder(), _HostReadGuard()
+
+        def call_outside(outside: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+            parts.append(EmulatedGraph(recorder.take()))
+            recording.close()
+            call = OutsideCall(outside, inputs)
+            parts.append(call)
+            recorder.adopt(call.result)
+            _enter(recording, guard, recorder)
+            return call.result
+
+        try:
+            with torch.no_grad(), ExitStack() as recording:
+                _enter(recording, guard, recorder)
+                fn(call_outside)
+        finally:
+            recorder.restore()
+        parts.append(EmulatedGraph(recorder.take()))
+        self._allocated += recorder.bytes_allocated()
+        return PiecewiseGraph(parts)
+
+    def memory_used(self) -> int:
+        return self._allocated
+
+    def release(self) -> None:
+        self._allocated = 0
+
+    def _record(self, fn: Callable[[], Any]) -> list[_Node]:
         recorder = _Recorder()
         try:
             with torch.no_grad(), _HostReadGuard(), recorder:
@@ -84,10 +141,12 @@ class EmulatedRuntime:
         finally:
             recorder.restore()
         self._allocated += recorder.bytes_allocated()
-        return EmulatedGraph(recorder.nodes)
+        return recorder.take()
 
-    def memory_used(self) -> int:
-        return self._allocated
+
+def _enter(stack: ExitStack, *contexts: AbstractContextManager[Any]) -> None:
+    for context in contexts:
+        stack.enter_context(context)
 
 
 class _HostReadGuard(TorchFunctionMode):
@@ -118,7 +177,7 @@ def _is_basic(index: Any) -> bool:
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.nodes: list[_Node] = []
+        self._nodes: list[_Node] = []
         self._made: dict[int, torch.Tensor] = {}
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
@@ -142,7 +201,7 @@ class _Recorder(TorchDispatchMode):
         self._made.update((_storage(leaf), leaf) for _, leaf in fresh)
         # An output that only aliases its input is a view: the view object itself is already what replay needs.
         if fresh or func._schema.is_mutable:
-            self.nodes.append(_Node(func, args, kwargs, fresh))
+            self._nodes.append(_Node(func, args, kwargs, fresh))
         return result
 
     def _save_what_it_writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -153,6 +212,15 @@ class _Recorder(TorchDispatchMode):
                 if isinstance(tensor, torch.Tensor) and _storage(tensor) not in self._made:
                     storage = tensor.untyped_storage()
                     self._before.setdefault(_storage(tensor), (storage, storage.clone()))
+
+    def take(self) -> list[_Node]:
+        """The operations recorded since the last call."""
+        taken, self._nodes = self._nodes, []
+        return taken
+
+    def adopt(self, tensor: torch.Tensor) -> None:
+        """Treat a tensor made outside as one that the capture allocated."""
+        self._made[_storage(tensor)] = tensor
 
     def bytes_allocated(self) -> int:
         """What the captured operations' own results take, which a graph keeps."""

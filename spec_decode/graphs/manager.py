@@ -11,7 +11,7 @@ import torch
 from rich.progress import track
 
 from builders import BatchError, CaptureConstants
-from spec_decode.graphs.runtime import Graph
+from spec_decode.graphs.runtime import CaptureError, Graph, GraphRuntime
 from spec_decode.graphs.runtimes import runtime_for
 
 
@@ -23,22 +23,28 @@ class GraphKey:
     num_reqs: int
 
 
+def _as_one_graph(runtime: GraphRuntime, run: Callable[[], Any]) -> Graph:
+    return runtime.capture(run)
+
+
 @dataclass(frozen=True, slots=True)
 class Capturable:
-    """Device work to capture, and the host constants it bakes in."""
+    """Device work to capture, the host constants it bakes in, and how a runtime captures it."""
 
     run: Callable[[], Any]
     constants: CaptureConstants
+    record: Callable[[GraphRuntime, Callable[[], Any]], Graph] = _as_one_graph
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureReport:
-    """What one graph cost."""
+    """A graph's cost. estimated_bytes: what it was expected to take; None for the largest, which sets the scale."""
 
     key: GraphKey
     seconds: float
     bytes: int
     num_nodes: int | None
+    estimated_bytes: int | None = None
 
 
 Factory = Callable[[int], Capturable]
@@ -46,9 +52,17 @@ Factory = Callable[[int], Capturable]
 
 
 class GraphManager:
-    """Graphs in a pool of their own, captured largest first, dispatched by padded batch size."""
+    """Graphs in a pool of their own, captured largest first, dispatched by padded batch size.
 
-    def __init__(self, device: torch.device, sizes: Sequence[int]) -> None:
+    Memory: the graphs of the largest size are measured as they are captured, and those of a size s of n are expected to
+    take s/n of them. That is more than they do take, since they reuse the pool's free memory.
+    """
+
+    def __init__(self, device: torch.device, sizes: Sequence[int], *, memory_limit: int | None = None) -> None:
+        """memory_limit: bytes that the graphs may take together; None is no limit. A size that is expected not to fit
+        is left out, and its batches are padded to the next larger one; without the largest nothing would serve a full
+        batch, so that a capture whose largest size alone is above the limit is refused.
+        """
         if not sizes or min(sizes) < 1:
             raise BatchError(
                 f"capture sizes must be at least one number of requests, each 1 or more, got {list(sizes)}; nothing "
@@ -56,14 +70,24 @@ class GraphManager:
             )
         self.device = device
         self.sizes = tuple(sorted(set(sizes)))
+        self.memory_limit = memory_limit
+        self.complete = False
+        """Whether every graph is there that capture() was asked for, but for the sizes left out."""
+        self.left_out: dict[int, str] = {}
+        """Why each size that was not captured was not."""
+        self.reports: list[CaptureReport] = []
         self._runtime = runtime_for(device)
         self._graphs: dict[GraphKey, tuple[Graph, CaptureConstants]] = {}
-        self.reports: list[CaptureReport] = []
+
+    @property
+    def bytes_used(self) -> int:
+        """What the graphs captured so far took, as measured."""
+        return sum(report.bytes for report in self.reports)
 
     def padded(self, num_reqs: int) -> int:
-        """The captured size that serves num_reqs requests; BatchError above the largest."""
+        """The size that serves num_reqs requests, none that was left out; BatchError above the largest."""
         for size in self.sizes:
-            if num_reqs <= size:
+            if num_reqs <= size and size not in self.left_out:
                 return size
         raise BatchError(
             f"graphs were asked for and the largest captured batch is {self.sizes[-1]} requests, got {num_reqs}; "
@@ -74,25 +98,34 @@ class GraphManager:
     def capture(self, factories: Mapping[str, Factory], *, progress: bool = False) -> None:
         """Capture each kind at each size, the largest first so that smaller ones reuse its memory.
 
-        A factory is called twice a size, for the warm-up and for the capture, so that nothing of the warm-up's
-        metadata is baked in.
+        Takes up an interrupted capture where it stopped: a graph that is there is not captured again. A factory is
+        called twice a size, for the warm-up and for the capture, so that nothing of the warm-up's metadata is baked in.
+        Raises CaptureError, with every graph let go, where the largest size alone takes more than the memory limit.
         """
-        todo = [GraphKey(kind, size) for size in reversed(self.sizes) for kind in factories]
-        for key in track(todo, description="capturing graphs", disable=not progress, transient=True):
-            factory = factories[key.kind]
-            with torch.no_grad():
-                factory(key.num_reqs).run()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            work = factory(key.num_reqs)
-            before, start = self._runtime.memory_used(), time.perf_counter()
-            graph = self._runtime.capture(work.run)
-            seconds, used = time.perf_counter() - start, self._runtime.memory_used() - before
-            self._graphs[key] = (graph, work.constants)
-            self.reports.append(CaptureReport(key, seconds, used, graph.num_nodes))
+        self.left_out.clear()
+        sizes = list(reversed(self.sizes))
+        for size in track(sizes, description="capturing graphs", disable=not progress, transient=True):
+            missing = [kind for kind in factories if GraphKey(kind, size) not in self._graphs]
+            if missing and self._fits(size, missing):
+                for kind in missing:
+                    self._capture_one(GraphKey(kind, size), factories[kind])
+            self._check_limit(size)
+        self.complete = True
+
+    def estimate(self, kind: str, num_reqs: int) -> int | None:
+        """Bytes that a graph is expected to take; None before the largest of its kind was captured."""
+        largest = self.sizes[-1]
+        measured = [r.bytes for r in self.reports if r.key == GraphKey(kind, largest)]
+        return measured[0] * num_reqs // largest if measured else None
 
     def replay(self, key: GraphKey, needed: CaptureConstants) -> None:
-        """Replay a graph; BatchError, with nothing run, when the batch needs more than it was captured for."""
+        """Replay a graph; BatchError, with nothing run, when there is none or the batch needs more than it has."""
+        if key not in self._graphs:
+            raise BatchError(
+                f"a replay needs a captured graph, there is none of kind {key.kind} for {key.num_reqs} requests "
+                f"({self.left_out.get(key.num_reqs, 'it was never captured, or was released')}); nothing was run. "
+                "Pad the batch to a size that padded() gives, after capture()."
+            )
         graph, constants = self._graphs[key]
         if not constants.covers(needed):
             problems = constants.exceeded_by(needed)
@@ -104,6 +137,42 @@ class GraphManager:
         graph.replay()
 
     def release(self) -> None:
-        """Drop every graph; capture() makes them anew."""
+        """Drop every graph and give their memory back; capture() makes them anew, at other addresses."""
         self._graphs.clear()
         self.reports.clear()
+        self.left_out.clear()
+        self.complete = False
+        self._runtime.release()
+
+    def _capture_one(self, key: GraphKey, factory: Factory) -> None:
+        with torch.no_grad():
+            factory(key.num_reqs).run()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        work, expected = factory(key.num_reqs), self.estimate(key.kind, key.num_reqs)
+        before, start = self._runtime.memory_used(), time.perf_counter()
+        graph = work.record(self._runtime, work.run)
+        seconds, used = time.perf_counter() - start, self._runtime.memory_used() - before
+        self._graphs[key] = (graph, work.constants)
+        self.reports.append(CaptureReport(key, seconds, used, graph.num_nodes, expected))
+
+    def _fits(self, size: int, kinds: Sequence[str]) -> bool:
+        """Whether a size is expected to fit under the limit; notes why, if not. The largest is not known before."""
+        expected = sum(self.estimate(kind, size) or 0 for kind in kinds)
+        if self.memory_limit is None or size == self.sizes[-1] or self.bytes_used + expected <= self.memory_limit:
+            return True
+        self.left_out[size] = (
+            f"size {size} was left out: its graphs are expected to take {expected} bytes, and {self.bytes_used} of the "
+            f"{self.memory_limit} allowed are taken"
+        )
+        return False
+
+    def _check_limit(self, size: int) -> None:
+        taken = sum(report.bytes for report in self.reports if report.key.num_reqs == self.sizes[-1])
+        if size == self.sizes[-1] and self.memory_limit is not None and taken > self.memory_limit:
+            self.release()
+            raise CaptureError(
+                f"the graphs of the largest size, {size} requests, must fit into the memory limit of "
+                f"{self.memory_limit} bytes, they took {taken}; a full batch could not be served, so every graph was "
+                "let go. Raise the limit, capture smaller sizes only, or turn graphs off."
+            )

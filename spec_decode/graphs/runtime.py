@@ -5,27 +5,58 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
+
 
 class Graph(Protocol):
     """A recorded run of device operations over fixed addresses."""
 
     num_nodes: int | None
-    """Operations a replay runs, where the runtime can tell."""
+    """Operations a replay runs, or a loop runs each time round, where the runtime can tell."""
 
     def replay(self) -> None:
         """Run the recorded operations again, on what their inputs hold now. Nothing of the host is read."""
         ...
 
 
+class CallOutside(Protocol):
+    """Cuts a capture in two around a call that no graph can hold, and stands for it.
+
+    Between the pieces, each replay runs fn(*inputs) eagerly over what the captured tensors hold by then, and copies its
+    result to the tensor returned here. The capture runs fn too, to learn the result's shape, over inputs that hold
+    nothing of meaning: fn must be harmless on them, and its result's shape must not depend on them.
+    """
+
+    def __call__(self, fn: Callable[..., torch.Tensor], /, *inputs: torch.Tensor) -> torch.Tensor: ...
+
+
 class GraphRuntime(Protocol):
-    """Captures functions of device work. A capture does not execute: device state is as before it."""
+    """Captures functions of device work. A capture does not execute: device state is as before it.
+
+    Each raises CaptureError if the function reads the device or its shapes depend on data.
+    """
 
     def capture(self, fn: Callable[[], Any]) -> Graph:
-        """Record fn's device operations. Raises CaptureError if fn reads the device or its shapes depend on data."""
+        """Record fn's device operations."""
+        ...
+
+    def capture_loop(self, body: Callable[[], Any], going: torch.Tensor, limit: int) -> Graph:
+        """A graph that runs body's operations while going, int32 [1], is not zero, before the first time too.
+
+        body writes `going`, and within `limit` times round it must become 0: the emulator raises where it does not.
+        """
+        ...
+
+    def capture_pieces(self, fn: Callable[[CallOutside], Any]) -> Graph:
+        """Record fn in pieces, cut where it hands a call to its argument."""
         ...
 
     def memory_used(self) -> int:
         """Bytes of device memory in use, to report what graphs cost."""
+        ...
+
+    def release(self) -> None:
+        """Give back the memory of graphs that are gone; later captures start a pool of their own."""
         ...
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from spec_decode.graphs import cuda_loop
 from spec_decode.graphs.cuda import CudaRuntime
 from spec_decode.graphs.emulator import EmulatedRuntime
 from spec_decode.graphs.runtime import GraphRuntime
@@ -12,3 +13,8 @@ from spec_decode.graphs.runtime import GraphRuntime
 def runtime_for(device: torch.device) -> GraphRuntime:
     """A runtime with a memory pool of its own on that device."""
     return CudaRuntime(device) if device.type == "cuda" else EmulatedRuntime()
+
+
+def loop_obstacle(device: torch.device) -> str | None:
+    """Why no loop can be captured on that device, and what would change it; None where one can."""
+    return cuda_loop.obstacle() if device.type == "cuda" else None

@@ -1,6 +1,8 @@
-"""Sample one draft token per request and file it, with its processed logits, under the column of the device step."""
+"""Sample one draft token per request, file it under the column of the device step, and say who drafts on."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -11,10 +13,37 @@ from spec_decode.ops import noise
 from spec_decode.ops.noise import triton_gumbel, triton_key
 
 NO_TOKEN = -1
-"""Draft token of a row that proposes nothing: padding, or a request that could not advance."""
+"""Draft token of a row that proposes nothing: padding, a request that could not advance, or one that has stopped."""
 
 _BLOCK = 4096
 _POSITION_AHEAD = 2  # a draft input at position p stands for token p + 1 and predicts token p + 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StopRule:
+    """When a row stops drafting, and whether any goes on; device memory at fixed addresses, read at every step.
+
+    draft_lens      int32 [>= R]   tokens a row proposes this round; below 1 none, above K as many as K
+    num_tokens      int32 [1]      the most that any row proposes this round
+    min_confidence  fp32 [1]       a row stops behind a token whose probability under softmax of the processed logits is
+                                   lower than this; 0 stops none, and costs nothing
+    going           int32 [1]      written: 1 if some row goes on behind this token, else 0
+    """
+
+    draft_lens: torch.Tensor
+    num_tokens: torch.Tensor
+    min_confidence: torch.Tensor
+    going: torch.Tensor
+
+    @staticmethod
+    def allocate(rows: int, columns: int, device: torch.device, *, min_confidence: float = 0.0) -> StopRule:
+        """A rule by which every row fills every column, but for the confidence asked for."""
+        return StopRule(
+            draft_lens=torch.full((rows,), columns, dtype=torch.int32, device=device),
+            num_tokens=torch.full((1,), columns, dtype=torch.int32, device=device),
+            min_confidence=torch.full((1,), min_confidence, dtype=torch.float32, device=device),
+            going=torch.zeros(1, dtype=torch.int32, device=device),
+        )
 
 
 def sample_draft(
@@ -28,22 +57,31 @@ def sample_draft(
     draft_tokens: torch.Tensor,
     draft_logits: torch.Tensor,
     next_ids: torch.Tensor,
+    stop: StopRule | None = None,
+    token_map: torch.Tensor | None = None,
 ) -> None:
     """Greedy where temperature is 0, else Gumbel-max sampling from softmax(logits / temperature); in place.
 
     logits [R, V] any float; temperature fp32, seeds, positions int64 and seq_lens int32, each [>= R]; step int64 [1].
     Column step of draft_tokens int64 [>= R, K] gets the token, of draft_logits fp32 [>= R, K, V] the processed logits
-    (divided by a positive temperature), and next_ids int64 [>= R] the token as the next step's input. A row with
-    seq_len 0 gets NO_TOKEN, and 0 as its next input. A step past column K - 1 files nothing.
+    (divided by a positive temperature), and next_ids int64 [>= R] the token as the next step's input. Column 0 begins
+    a round: it sets the row's other columns of draft_tokens to NO_TOKEN. A step past column K - 1 files nothing.
+
+    stop: None lets every row fill every column. A row that has filed its last token gets seq_len 0 and so is inert
+    from there on, without an overflow. A row with seq_len 0, or no token left to propose, gets NO_TOKEN, and 0 as its
+    next input.
+    token_map: int64 [V], the target's id of each token that the logits score, where draft_logits has the target's
+    vocabulary, [>= R, K, V_target]. Tokens filed and fed back are target ids; the columns of draft_logits that the map
+    does not name are not written. Noise goes by target id, so that the draw is that of the whole vocabulary with
+    -inf for the tokens which the draft lacks; of equal logits the first in the draft's order wins.
     """
     rows, vocab = logits.shape
-    require_tensor(
-        "draft_logits",
-        draft_logits,
-        shape=(None, draft_tokens.shape[1], vocab),
-        dtype=torch.float32,
-        device=logits.device,
-    )
+    columns = draft_tokens.shape[1]
+    shape = (None, columns, vocab if token_map is None else None)
+    require_tensor("draft_logits", draft_logits, shape=shape, dtype=torch.float32, device=logits.device)
+    if token_map is not None:
+        require_tensor("token_map", token_map, shape=(vocab,), dtype=torch.int64, device=logits.device)
+    stop = stop or StopRule.allocate(rows, columns, logits.device)
     _sample_op(
         logits,
         temperature[:rows],
@@ -54,6 +92,11 @@ def sample_draft(
         draft_tokens,
         draft_logits,
         next_ids,
+        stop.draft_lens[:rows],
+        stop.num_tokens,
+        stop.min_confidence,
+        stop.going,
+        token_map,
     )
 
 
@@ -67,19 +110,33 @@ def _sample(
     draft_tokens: torch.Tensor,
     draft_logits: torch.Tensor,
     next_ids: torch.Tensor,
+    draft_lens: torch.Tensor,
+    num_tokens: torch.Tensor,
+    min_confidence: torch.Tensor,
+    going: torch.Tensor,
+    token_map: torch.Tensor | None,
 ) -> None:
     rows, vocab = logits.shape
-    column = int(step)
+    column, columns = int(step), draft_tokens.shape[1]
+    ids = torch.arange(vocab) if token_map is None else token_map
     hot = temperature > 0
     processed = logits.float() / torch.where(hot, temperature, 1.0)[:, None]
     keys = noise.key(seeds, positions + _POSITION_AHEAD, noise.DRAFT)
-    perturbed = processed + noise.gumbel(keys[:, None], torch.arange(vocab)[None])
-    token = torch.where(hot[:, None], perturbed, processed).argmax(-1)
-    live = seq_lens > 0
-    if column < draft_tokens.shape[1]:
-        draft_logits[:rows, column] = processed
-        draft_tokens[:rows, column] = torch.where(live, token, NO_TOKEN)
-    next_ids[:rows] = torch.where(live, token, 0)
+    perturbed = processed + noise.gumbel(keys[:, None], ids[None])
+    chosen = torch.where(hot[:, None], perturbed, processed).argmax(-1)
+    lengths = draft_lens.clamp(max=num_tokens).clamp(max=columns)
+    proposes = (seq_lens > 0) & (column < lengths)
+    goes_on = proposes & (column + 1 < lengths)
+    if min_confidence > 0:
+        goes_on &= processed.softmax(-1).gather(1, chosen[:, None])[:, 0] >= min_confidence
+    if column == 0:
+        draft_tokens[:rows] = NO_TOKEN
+    if column < columns:
+        draft_logits[:rows, column, ids] = processed
+        draft_tokens[:rows, column] = torch.where(proposes, ids[chosen], NO_TOKEN)
+    next_ids[:rows] = torch.where(proposes, ids[chosen], 0)
+    seq_lens *= goes_on
+    going.fill_(goes_on.any())
 
 
 def _launch(
@@ -92,12 +149,19 @@ def _launch(
     draft_tokens: torch.Tensor,
     draft_logits: torch.Tensor,
     next_ids: torch.Tensor,
+    draft_lens: torch.Tensor,
+    num_tokens: torch.Tensor,
+    min_confidence: torch.Tensor,
+    going: torch.Tensor,
+    token_map: torch.Tensor | None,
 ) -> None:
     rows, vocab = logits.shape
+    columns = draft_tokens.shape[1]
     block = min(_BLOCK, triton.next_power_of_2(vocab))
     blocks = triton.cdiv(vocab, block)
-    peak = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
+    parts = torch.empty(3, rows, blocks, dtype=torch.float32, device=logits.device)
     index = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
+    mapping = step if token_map is None else token_map
     _block_argmax_kernel[(rows, blocks)](
         logits,
         temperature,
@@ -105,28 +169,43 @@ def _launch(
         positions,
         step,
         draft_logits,
-        peak,
+        *parts,
         index,
+        min_confidence,
+        going,
+        mapping,
         vocab,
-        draft_tokens.shape[1],
+        columns,
         logits.stride(0),
         *draft_logits.stride()[:2],
         STREAM=noise.DRAFT,
         AHEAD=_POSITION_AHEAD,
+        MAPPED=token_map is not None,
         BLOCK=block,
         num_warps=8 if block > 1024 else 4,
     )
     _file_token_kernel[(rows,)](
-        peak,
+        logits,
+        temperature,
+        *parts,
         index,
         seq_lens,
         step,
         draft_tokens,
         next_ids,
+        draft_lens,
+        num_tokens,
+        min_confidence,
+        going,
+        mapping,
+        vocab,
+        logits.stride(0),
         draft_tokens.stride(0),
-        draft_tokens.shape[1],
+        columns,
         blocks,
+        MAPPED=token_map is not None,
         BLOCK=triton.next_power_of_2(blocks),
+        BLOCK_K=triton.next_power_of_2(columns),
         num_warps=1,
     )
 
@@ -140,7 +219,12 @@ def _block_argmax_kernel(
     step,
     draft_logits,
     peak,
+    top,
+    mass,
     index,
+    min_confidence,
+    going,
+    token_map,
     vocab,
     columns,
     logits_stride,
@@ -148,57 +232,108 @@ def _block_argmax_kernel(
     cache_column_stride,
     STREAM: tl.constexpr,
     AHEAD: tl.constexpr,
+    MAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    inside = token < vocab
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < vocab
+    token = at
+    if MAPPED:
+        token = tl.load(token_map + at, mask=inside, other=0)
+    part = row * tl.num_programs(1) + block
+    if (row == 0) & (block == 0):
+        # The kernel behind this one sets it where a row goes on.
+        tl.store(going, 0)
     heat = tl.load(temperature + row)
     hot = heat > 0
-    x = tl.load(logits + row * logits_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
+    x = tl.load(logits + row * logits_stride + at, mask=inside, other=float("-inf")).to(tl.float32)
     x = tl.div_rn(x, tl.where(hot, heat, 1.0))
     column = tl.load(step)
     filed = draft_logits + row * cache_row_stride + column * cache_column_stride + token
     tl.store(filed, x, mask=inside & (column < columns))
+    if tl.load(min_confidence) > 0:
+        highest = tl.max(x, 0)
+        # A block of -inf alone has no mass; -inf minus itself would make it NaN.
+        tl.store(top + part, highest)
+        tl.store(mass + part, tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp(x - highest)), 0))
     if hot:
         key = triton_key(tl.load(seeds + row), tl.load(positions + row) + AHEAD, STREAM)
         x = x + triton_gumbel(key, token)
     best = tl.max(x, 0)
-    at = tl.min(tl.where((x == best) & inside, token, vocab), 0)
-    tl.store(peak + row * tl.num_programs(1) + block, best)
-    tl.store(index + row * tl.num_programs(1) + block, at)
+    tl.store(peak + part, best)
+    tl.store(index + part, tl.min(tl.where((x == best) & inside, at, vocab), 0))
 
 
 @triton.jit
 def _file_token_kernel(
+    logits,
+    temperature,
     peak,
+    top,
+    mass,
     index,
     seq_lens,
     step,
     draft_tokens,
     next_ids,
+    draft_lens,
+    num_tokens,
+    min_confidence,
+    going,
+    token_map,
+    vocab,
+    logits_stride,
     tokens_stride,
     columns,
     blocks,
+    MAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCK)
     inside = block < blocks
-    x = tl.load(peak + row * blocks + block, mask=inside, other=float("-inf"))
-    at = tl.load(index + row * blocks + block, mask=inside, other=2147483647)
-    token = tl.min(tl.where(x == tl.max(x, 0), at, 2147483647), 0).to(tl.int64)
-    live = tl.load(seq_lens + row) > 0
+    part = row * blocks + block
+    x = tl.load(peak + part, mask=inside, other=float("-inf"))
+    at = tl.load(index + part, mask=inside, other=2147483647)
+    chosen = tl.min(tl.where(x == tl.max(x, 0), at, 2147483647), 0)
+    # Where every logit is NaN none was found; the token must lie in the vocabulary all the same.
+    chosen = tl.minimum(chosen, vocab - 1).to(tl.int64)
+    token = chosen
+    if MAPPED:
+        token = tl.load(token_map + chosen)
+    seq_len = tl.load(seq_lens + row)
     column = tl.load(step)
-    tl.store(draft_tokens + row * tokens_stride + column, tl.where(live, token, -1), mask=column < columns)
-    tl.store(next_ids + row, tl.where(live, token, 0))
+    length = tl.minimum(tl.minimum(tl.load(draft_lens + row), tl.load(num_tokens)), columns)
+    proposes = (seq_len > 0) & (column < length)
+    goes_on = proposes & (column + 1 < length)
+    least = tl.load(min_confidence)
+    if least > 0:
+        tops = tl.load(top + part, mask=inside, other=float("-inf"))
+        highest = tl.max(tops, 0)
+        masses = tl.load(mass + part, mask=inside, other=0.0)
+        total = tl.sum(tl.where(masses > 0, masses * tl.exp(tops - highest), 0.0), 0)
+        heat = tl.load(temperature + row)
+        score = tl.load(logits + row * logits_stride + chosen).to(tl.float32)
+        score = tl.div_rn(score, tl.where(heat > 0, heat, 1.0))
+        goes_on = goes_on & (tl.div_rn(tl.exp(score - highest), total) >= least)
+    filed = draft_tokens + row * tokens_stride
+    if column == 0:
+        others = tl.arange(0, BLOCK_K)
+        tl.store(filed + others, -1, mask=(others > 0) & (others < columns))
+    tl.store(filed + column, tl.where(proposes, token, -1), mask=column < columns)
+    tl.store(next_ids + row, tl.where(proposes, token, 0))
+    tl.store(seq_lens + row, tl.where(goes_on, seq_len, 0))
+    tl.store(going, 1, mask=goes_on)
 
 
 _sample_op = define_op(
     "spec_decode::sample_draft",
-    "(Tensor logits, Tensor temperature, Tensor seeds, Tensor positions, Tensor seq_lens, Tensor step, "
-    "Tensor(a!) draft_tokens, Tensor(b!) draft_logits, Tensor(c!) next_ids) -> ()",
+    "(Tensor logits, Tensor temperature, Tensor seeds, Tensor positions, Tensor(a!) seq_lens, Tensor step, "
+    "Tensor(b!) draft_tokens, Tensor(c!) draft_logits, Tensor(d!) next_ids, Tensor draft_lens, Tensor num_tokens, "
+    "Tensor min_confidence, Tensor(e!) going, Tensor? token_map) -> ()",
     cpu=_sample,
     cuda=_launch,
 )

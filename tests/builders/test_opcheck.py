@@ -72,6 +72,8 @@ def sample_draft_args():
         torch.randn(rows, vocab), torch.tensor([0.0, 1.0, 0.5]), torch.arange(rows), torch.arange(rows),
         torch.tensor([3, 4, 0], dtype=torch.int32), torch.tensor([1]), torch.zeros(rows, steps, dtype=torch.int64),
         torch.zeros(rows, steps, vocab), torch.zeros(rows, dtype=torch.int64),
+        torch.tensor([2, 1, 2], dtype=torch.int32), torch.tensor([2], dtype=torch.int32), torch.tensor([0.1]),
+        torch.zeros(1, dtype=torch.int32), torch.arange(vocab),
     )  # fmt: skip
 
 

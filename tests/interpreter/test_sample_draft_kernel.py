@@ -2,26 +2,34 @@ import pytest
 import torch
 
 from builders._triton import torch_implementations
-from spec_decode.ops.sample_draft import sample_draft
+from spec_decode.ops.sample_draft import StopRule, sample_draft
 
 
-def drafted(logits, temperature, *, column=1, live=None, seed=0):
-    """(tokens, processed logits, next inputs) of one call on buffers that held 7s."""
+def drafted(logits, temperature, *, column=1, live=None, seed=0, lengths=None, confidence=0.0, token_map=None):
+    """(tokens, processed logits, next inputs, lengths, going) of one call on buffers that held 7s."""
     rows, vocab = logits.shape
     generator = torch.Generator().manual_seed(seed)
-    out = torch.full((rows + 1, 3), 7), torch.full((rows + 1, 3, vocab), 7.0), torch.full((rows + 1,), 7)
+    width = vocab if token_map is None else int(token_map.max()) + 2
+    out = torch.full((rows + 1, 3), 7), torch.full((rows + 1, 3, width), 7.0), torch.full((rows + 1,), 7)
+    seq_lens = torch.tensor(live or [5] * rows, dtype=torch.int32)
+    stop = StopRule.allocate(rows, 3, logits.device, min_confidence=confidence)
+    stop.going.fill_(7)
+    if lengths is not None:
+        stop.draft_lens.copy_(torch.tensor(lengths))
     sample_draft(
         logits,
         temperature=torch.tensor(temperature),
         seeds=torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator),
         positions=torch.randint(0, 2**20, (rows,), generator=generator),
-        seq_lens=torch.tensor(live or [5] * rows, dtype=torch.int32),
+        seq_lens=seq_lens,
         step=torch.tensor([column]),
         draft_tokens=out[0],
         draft_logits=out[1],
         next_ids=out[2],
+        stop=stop,
+        token_map=token_map,
     )
-    return out
+    return *out, seq_lens, stop.going
 
 
 def both_ways(*args, **options):
@@ -72,3 +80,34 @@ def test_rows_that_propose_nothing():
 @pytest.mark.parametrize("column", [0, 2, 3])
 def test_only_the_named_column_is_written(column):
     assert same(*both_ways(noise(3, 50), [0.0, 1.0, 1.0], column=column))
+
+
+@pytest.mark.parametrize("column", [0, 1, 2])
+def test_rows_that_stop_at_lengths_of_their_own(column):
+    by_kernel, by_torch = both_ways(noise(5, 50), [0.0, 1.0, 1.0, 0.5, 1.0], column=column, lengths=[0, 1, 2, 3, 9])
+    assert same(by_kernel, by_torch)
+    assert by_kernel[4].tolist() == [int(column < 2)]
+
+
+@pytest.mark.parametrize("vocab", [7, 9001])
+def test_rows_that_stop_for_want_of_confidence(vocab):
+    logits = noise(6, vocab)
+    logits[::2, 3] += 12
+    logits[1::2] *= 0.1
+    logits[1, 4096:] = float("-inf")
+    by_kernel, by_torch = both_ways(logits, [0.0, 0.7, 1.0, 0.0, 1.9, 1.0], confidence=0.5)
+    assert same(by_kernel, by_torch)
+    assert 0 < int((by_kernel[3] > 0).sum()) < 6
+
+
+@pytest.mark.parametrize("vocab", [5, 5000])
+def test_a_smaller_vocabulary_than_the_targets(vocab):
+    token_map = torch.randperm(2 * vocab, generator=torch.Generator().manual_seed(0))[:vocab].sort().values
+    by_kernel, by_torch = both_ways(noise(3, vocab), [0.0, 0.7, 1.0], token_map=token_map, confidence=0.01)
+    assert same(by_kernel, by_torch)
+    assert by_kernel[1].eq(7).any()
+
+
+def test_logits_that_are_no_numbers_give_a_token_of_the_vocabulary():
+    tokens = drafted(torch.full((2, 4100), float("nan")), [0.0, 1.0])[0][:2, 1]
+    assert ((tokens >= 0) & (tokens < 4100)).all()

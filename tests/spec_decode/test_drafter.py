@@ -29,6 +29,8 @@ from tests.foreseen import Foreseen, ForeseenBuilder
 K, MAX_SEQ_LEN = 4, 48
 CONFIG = make_config(hidden_size=64, head_dim=64)
 CONTEXTS = [0, 7, 15]
+STRATEGIES = [strategy for strategy in Strategy if strategy is not Strategy.PIECEWISE]
+CAPTURING = [strategy for strategy in STRATEGIES if strategy is not Strategy.EAGER]
 
 
 class Layer(nn.Module):
@@ -133,6 +135,32 @@ class DecodeOnly(TorchReference):
     builder = DecodeOnlyBuilder
 
 
+class UncapturableBuilder(ReferenceBuilder):
+    graph_support = GraphSupport.NEVER
+
+    @classmethod
+    def advance_support(cls, spec, device):
+        return AdvanceSupport(AdvanceLevel.IN_GRAPH, "views")
+
+
+class Uncapturable(TorchReference):
+    """Its attention reads the device, which no graph can hold; its metadata advances in one."""
+
+    builder = UncapturableBuilder
+
+    def forward(self, query, *args, **options):
+        assert query.isfinite().all().item()
+        return super().forward(query, *args, **options)
+
+
+class UncapturableWeakBuilder(WeakBuilder):
+    graph_support = GraphSupport.NEVER
+
+
+class UncapturableWeak(Uncapturable):
+    builder = UncapturableWeakBuilder
+
+
 @pytest.fixture(autouse=True)
 def third_party():
     register("third_party", Weak)
@@ -146,9 +174,11 @@ def third_party():
 class Scene:
     """The two-layer model on two groups of other page sizes, with a context of noise in both caches."""
 
-    def __init__(self, backends, *, limits=(MAX_SEQ_LEN,) * 3, max_reqs=4, steps=K, **options):
+    def __init__(
+        self, backends, *, limits=(MAX_SEQ_LEN,) * 3, max_reqs=4, steps=K, make_model=TwoLayerDraft, **options
+    ):
         torch.manual_seed(0)
-        self.model = TwoLayerDraft(CONFIG).requires_grad_(False)
+        self.model = make_model(CONFIG).requires_grad_(False)
         specs = [
             make_spec(num_q_heads=2, num_kv_heads=1, head_dim=64, page_size=8),
             make_spec(num_q_heads=2, num_kv_heads=1, head_dim=64, page_size=4, sliding_window=6),
@@ -190,7 +220,8 @@ class Scene:
             temperature=torch.full((n,), temperature),
             seeds=torch.arange(n) * 31,
         )
-        return VerifiedTokens(**{field.name: getattr(whole, field.name)[rows] for field in fields(whole)})
+        given = [field.name for field in fields(whole) if getattr(whole, field.name) is not None]
+        return VerifiedTokens(**{name: getattr(whole, name)[rows] for name in given})
 
     def rounds(self, count=3, temperature=0.0):
         """Rounds one behind the other, each from where the last one's accepted tokens end."""
@@ -217,6 +248,10 @@ def strong(**options):
 
 def decode_only(**options):
     return Scene([get("triton_paged"), DecodeOnly()], **options)
+
+
+def piecewise(**options):
+    return Scene([get("triton_paged"), Uncapturable()], **options)
 
 
 def assert_same(found, expected):
@@ -297,7 +332,7 @@ def test_two_strong_groups_run_the_full_loop():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("strategy", [Strategy.FULL_LOOP, Strategy.PER_STEP])
+@pytest.mark.parametrize("strategy", CAPTURING)
 def test_strong_groups_draft_what_eager_drafts(strategy, temperature):
     expected = strong(strategy=Strategy.EAGER).rounds(temperature=temperature)
     assert_same(strong(strategy=strategy).rounds(temperature=temperature), expected)
@@ -350,7 +385,7 @@ def dense_drafts(scene, verified, committed):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("strategy", Strategy)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_round_drafts_what_dense_attention_over_the_text_gives(strategy):
     scene = strong(strategy=strategy)
     committed = [([], []) for _ in CONTEXTS]
@@ -446,7 +481,7 @@ def test_fewer_steps_draft_the_same_first_tokens():
     assert first(2) == first(5)
 
 
-@pytest.mark.parametrize("strategy", [Strategy.EAGER, Strategy.PER_STEP, Strategy.FULL_LOOP])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_request_that_does_not_fit_proposes_nothing_and_is_flagged(strategy):
     limits = [MAX_SEQ_LEN, CONTEXTS[1] + K, MAX_SEQ_LEN]
     scene = strong(limits=limits, strategy=strategy)
@@ -455,7 +490,7 @@ def test_a_request_that_does_not_fit_proposes_nothing_and_is_flagged(strategy):
     assert scene.tables.overflow.tolist() == [0, 1, 0, 0]
 
 
-@pytest.mark.parametrize("strategy", [Strategy.EAGER, Strategy.PER_STEP, Strategy.FULL_LOOP])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_request_that_reaches_its_limit_on_the_way_proposes_nothing_from_there_on(strategy):
     scene = strong(limits=[MAX_SEQ_LEN, CONTEXTS[1] + K + 2, MAX_SEQ_LEN], strategy=strategy)
     verified = replace(scene.verified(), accepted=torch.full((3,), K, dtype=torch.int32))
@@ -493,7 +528,7 @@ def test_a_round_writes_no_page_that_nobody_owns():
 
 
 @pytest.mark.parametrize("rounds", [0, 1])
-@pytest.mark.parametrize("strategy", [Strategy.FULL_LOOP, Strategy.PER_STEP])
+@pytest.mark.parametrize("strategy", CAPTURING)
 @pytest.mark.parametrize("scene", [strong, decode_only])
 def test_a_capture_touches_nothing_of_a_live_request(scene, strategy, rounds):
     scene = scene(strategy=strategy)
@@ -550,9 +585,9 @@ def test_drafts_are_views_of_the_same_buffers_every_round():
 def test_a_prompt_is_prefilled_alone_as_among_others():
     hidden, ids = torch.randn(9, CONFIG.hidden_size), torch.randint(0, CONFIG.vocab_size, (9,))
     together, alone = strong(limits=[MAX_SEQ_LEN] * 2), strong(limits=[MAX_SEQ_LEN] * 2)
-    together.drafter.prefill(together.tables, [4, 5], ids, hidden)
+    together.drafter.prefill(together.tables, [4, 5], [4, 5], ids, hidden)
     alone.load([1])
-    alone.drafter.prefill(alone.tables, [5], ids[4:], hidden[4:])
+    alone.drafter.prefill(alone.tables, [5], [5], ids[4:], hidden[4:])
     for index, (found, wanted) in enumerate(zip(alone.caches(), together.caches(), strict=True)):
         pages = alone.pages[index // 2][1]
         torch.testing.assert_close(found[pages], wanted[pages], rtol=1e-5, atol=1e-5)
@@ -561,7 +596,8 @@ def test_a_prompt_is_prefilled_alone_as_among_others():
 def test_a_prefill_writes_the_prompts_positions_and_no_other():
     scene = strong(limits=[MAX_SEQ_LEN] * 2)
     before = [tensor.clone() for tensor in scene.caches()]
-    scene.drafter.prefill(scene.tables, [4, 5], torch.zeros(9, dtype=torch.int64), torch.randn(9, CONFIG.hidden_size))
+    ids, hidden = torch.zeros(9, dtype=torch.int64), torch.randn(9, CONFIG.hidden_size)
+    scene.drafter.prefill(scene.tables, [4, 5], [4, 5], ids, hidden)
     for index, (was, found) in enumerate(zip(before, scene.caches(), strict=True)):
         size, rows = found.shape[1], scene.pages[index // 2]
         written = {rows[r][p // size] * size + p % size for r, n in ((0, 4), (1, 5)) for p in range(n)}
@@ -638,3 +674,220 @@ def test_a_capture_size_beyond_the_tables_rows_is_refused_in_words(strategy):
 
 def test_an_eager_drafter_needs_no_capture_size():
     strong(capture_sizes=[2], strategy=Strategy.EAGER).rounds(1)
+
+
+LENGTHS = [2, 0, 3]
+
+
+def cut(tokens, lengths):
+    """These drafts, each ended behind so many tokens."""
+    behind = torch.arange(tokens.shape[1]) >= torch.tensor(lengths)[:, None]
+    return tokens.masked_fill(behind, -1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_request_drafts_as_many_tokens_as_it_was_given(strategy, temperature):
+    [(whole, _)] = strong(strategy=Strategy.EAGER).rounds(1, temperature)
+    scene = strong(strategy=strategy, capture_sizes=[4])
+    verified = scene.verified(temperature=temperature)
+    drafts = scene.drafter.propose(replace(verified, draft_lens=torch.tensor(LENGTHS, dtype=torch.int32)))
+    assert drafts.tokens.tolist() == cut(whole, LENGTHS).tolist()
+
+
+@pytest.mark.parametrize("scene", [mixed, foreseen, piecewise])
+def test_groups_of_every_kind_let_each_request_stop_on_its_own(scene):
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    one, other = scene(capture_sizes=[4]), scene(strategy=Strategy.EAGER)
+    for round_ in range(2):
+        found, expected = (
+            s.drafter.propose(replace(s.verified(round_=round_), draft_lens=lengths)) for s in (one, other)
+        )
+        assert found.tokens.tolist() == expected.tokens.tolist()
+        assert (found.tokens >= 0).sum(1).tolist() == LENGTHS
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_request_that_stops_is_no_overflow_and_writes_no_further_key(strategy):
+    def caches(lengths):
+        scene = strong(strategy=strategy, capture_sizes=[4])
+        before = [tensor.clone() for tensor in scene.caches()]
+        scene.drafter.propose(replace(scene.verified(), draft_lens=torch.tensor(lengths, dtype=torch.int32)))
+        assert scene.tables.overflow.tolist() == [0] * 4
+        return [
+            (found != was).flatten(2).any(2).sum().item() for found, was in zip(scene.caches(), before, strict=True)
+        ]
+
+    # Step 0 writes 1 + K keys of each; how many it kept decides which of them later steps write over.
+    assert all(fewer <= more for fewer, more in zip(caches([0, 1, 0]), caches([K] * 3), strict=True))
+    assert caches([0, 0, 0]) == caches([1, 1, 1]) == [3 * (K + 1)] * 4
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_round_without_lengths_of_its_own_drafts_all_again(strategy):
+    scene = strong(strategy=strategy, capture_sizes=[4])
+    scene.drafter.propose(replace(scene.verified(), draft_lens=torch.tensor(LENGTHS, dtype=torch.int32)))
+    assert (scene.drafter.propose(scene.verified()).tokens >= 0).all()
+
+
+def test_lengths_written_in_place_hold_until_verified_tokens_come_without():
+    scene = strong()
+    scene.drafter.propose(scene.verified())
+    scene.drafter.inputs.draft_lens[:3] = torch.tensor(LENGTHS)
+    assert (scene.drafter.propose().tokens >= 0).sum(1).tolist() == LENGTHS
+    assert (scene.drafter.propose(scene.verified()).tokens >= 0).all()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_round_of_fewer_tokens_drafts_the_first_ones_and_the_next_round_all(strategy):
+    [(whole, logits)] = strong(strategy=Strategy.EAGER).rounds(1, 1.0)
+    scene = strong(strategy=strategy, capture_sizes=[4])
+    verified = scene.verified(temperature=1.0)
+    for count in (2, 1, K, 3):
+        drafts = scene.drafter.propose(verified, num_tokens=count)
+        assert drafts.tokens.tolist() == whole[:, :count].tolist()
+        assert torch.equal(drafts.logits, logits[:, :count])
+    assert scene.drafter.propose(verified).tokens.tolist() == whole.tolist()
+
+
+def test_the_device_loop_serves_every_number_of_tokens_with_the_graphs_it_has():
+    scene = strong(strategy=Strategy.DEVICE_LOOP)
+    scene.drafter.capture()
+    reports = list(scene.drafter.graphs.reports)
+    for count in range(1, K + 1):
+        scene.drafter.propose(scene.verified(), num_tokens=count)
+    assert scene.drafter.graphs.reports == reports
+
+
+@pytest.mark.parametrize(("lengths", "steps"), [([0, 0, 0], 0), ([1, 1, 0], 0), ([2, 0, 1], 1), ([1, 4, 2], K - 1)])
+def test_the_device_loop_ends_with_the_last_request_that_drafts_on(lengths, steps):
+    scene = strong(strategy=Strategy.DEVICE_LOOP, capture_sizes=[4])
+    scene.drafter.propose(replace(scene.verified(), draft_lens=torch.tensor(lengths, dtype=torch.int32)))
+    assert scene.drafter._decode.batch.step.tolist() == [steps]
+
+
+@pytest.mark.parametrize("count", [0, K + 1])
+def test_a_round_of_a_number_of_tokens_that_the_drafter_has_not_is_refused(count):
+    scene = strong()
+    with pytest.raises(BatchError, match=f"proposes 1 to {K} tokens a round, asked for {count}"):
+        scene.drafter.propose(scene.verified(), num_tokens=count)
+
+
+def doubted(tokens, logits, temperature, least):
+    """How many tokens of each request are drafted until the first one below the least confidence, itself included."""
+    kept = logits.softmax(-1).gather(2, tokens[..., None])[..., 0] >= least
+    return [min(int(row.int().cumprod(0).sum()) + 1, K) for row in kept]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_request_stops_behind_a_token_that_the_draft_doubts(strategy, temperature):
+    [(whole, logits)] = strong(strategy=Strategy.EAGER).rounds(1, temperature)
+    confidence = logits.softmax(-1).gather(2, whole[..., None])
+    least = float(confidence.flatten().sort().values[5])
+    lengths = doubted(whole, logits, temperature, least)
+    assert min(lengths) < K
+    [(found, _)] = strong(strategy=strategy, min_confidence=least, capture_sizes=[4]).rounds(1, temperature)
+    assert found.tolist() == cut(whole, lengths).tolist()
+
+
+@pytest.mark.parametrize("least", [-0.1, 1.0, float("nan")])
+def test_a_least_confidence_that_is_no_probability_below_1_is_refused(least):
+    with pytest.raises(BatchError, match="least confidence is a probability below 1"):
+        strong(min_confidence=least)
+
+
+class SmallVocabulary(TwoLayerDraft):
+    """Scores every third token of the target's vocabulary."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.token_map = torch.arange(0, config.vocab_size, 3)
+
+    def logits(self, hidden):
+        return self.head(hidden)[:, self.token_map]
+
+
+class MaskedVocabulary(SmallVocabulary):
+    """The same draft, which says so by -inf in logits over the whole vocabulary."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.mask = torch.full((config.vocab_size,), float("-inf")).index_fill(0, self.token_map, 0.0)
+        self.token_map = None
+
+    def logits(self, hidden):
+        return self.head(hidden) + self.mask
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_draft_of_fewer_tokens_drafts_as_one_that_never_proposes_the_others(strategy, temperature):
+    expected = strong(strategy=Strategy.EAGER, make_model=MaskedVocabulary).rounds(2, temperature)
+    assert_same(
+        strong(strategy=strategy, make_model=SmallVocabulary, capture_sizes=[4]).rounds(2, temperature), expected
+    )
+
+
+def test_a_group_that_no_graph_holds_leaves_the_rest_of_the_step_in_one():
+    scene = piecewise()
+    scene.rounds(1)
+    assert scene.drafter.plan.strategy is Strategy.PIECEWISE
+    assert {report.key.kind for report in scene.drafter.graphs.reports} == {"step"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("backends", [(Strong, Uncapturable), (Weak, Uncapturable), (Strong, UncapturableWeak)])
+def test_a_step_in_pieces_drafts_what_eager_drafts(backends, temperature):
+    def rounds(strategy):
+        return Scene([make() for make in backends], strategy=strategy).rounds(temperature=temperature)
+
+    assert_same(rounds(None), rounds(Strategy.EAGER))
+
+
+@pytest.mark.parametrize("steps", [2, 3, 4, 5])
+@pytest.mark.parametrize("mode", GraphMode)
+def test_every_graph_mode_drafts_what_eager_drafts(mode, steps):
+    expected = strong(steps=steps, strategy=Strategy.EAGER).rounds(2)
+    found = strong(steps=steps, graph_mode=mode, capture_sizes=[4])
+    assert_same(found.rounds(2), expected)
+    kinds = {report.key.kind for report in found.drafter.graphs.reports}
+    assert kinds == (set() if mode is GraphMode.NONE else {"extend", "loop"})
+
+
+@pytest.mark.parametrize("strategy", CAPTURING)
+def test_two_tokens_a_round_are_drafted_at_every_capture_size(strategy):
+    found = strong(steps=2, strategy=strategy, limits=(MAX_SEQ_LEN,) * 4, capture_sizes=[1, 2, 3, 4])
+    expected = strong(steps=2, strategy=Strategy.EAGER, limits=(MAX_SEQ_LEN,) * 4, capture_sizes=[1, 2, 3, 4])
+    for count in (4, 3, 2, 1):
+        tokens = []
+        for scene in (found, expected):
+            scene.load(range(count))
+            verified = scene.verified(round_=count, contexts=[3, 7, 15, 0][:count])
+            tokens.append(scene.drafter.propose(verified).tokens.tolist())
+        assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("strategy", CAPTURING)
+def test_sizes_left_out_for_want_of_memory_are_served_by_the_next_larger(strategy):
+    whole = strong(strategy=strategy)
+    whole.drafter.capture()
+    largest = sum(report.bytes for report in whole.drafter.graphs.reports if report.key.num_reqs == 4)
+    scene = strong(strategy=strategy, graph_memory_limit=largest + 1)
+    scene.load([0])
+    wanted = strong(strategy=Strategy.EAGER, capture_sizes=[4])
+    wanted.load([0])
+    tokens = [s.drafter.propose(s.verified(rows=slice(0, 1))).tokens.tolist() for s in (scene, wanted)]
+    assert set(scene.drafter.graphs.left_out) == {1, 2} and tokens[0] == tokens[1]
+
+
+def test_a_drafter_whose_graphs_were_released_captures_them_for_its_next_round():
+    scene, expected = strong(capture_sizes=[4]), strong(capture_sizes=[4]).rounds(2)
+    found, contexts = [], list(CONTEXTS)
+    for round_ in range(2):
+        verified = scene.verified(round_=round_, contexts=contexts)
+        drafts = scene.drafter.propose(verified)
+        found.append((drafts.tokens.clone(), drafts.logits.clone()))
+        contexts = [c + int(a) + 1 for c, a in zip(contexts, verified.accepted, strict=True)]
+        scene.drafter.graphs.release()
+    assert_same(found, expected)

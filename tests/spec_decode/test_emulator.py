@@ -321,3 +321,113 @@ def test_filling_a_slice_with_a_number_is_device_work():
 def test_other_host_reads_are_refused(read):
     with pytest.raises(CaptureError):
         runtime_for(CPU).capture(lambda: read(torch.ones(2)))
+
+
+def counting(limit=5):
+    """A loop that counts `left` down and keeps going while some is left."""
+    left, runs, going = torch.zeros(1), torch.zeros(1), torch.zeros(1, dtype=torch.int32)
+
+    def body():
+        left.sub_(1)
+        runs.add_(1)
+        going.copy_(left > 0)
+
+    return left, runs, going, runtime_for(CPU).capture_loop(body, going, limit)
+
+
+@pytest.mark.parametrize("times", [1, 3, 5])
+def test_a_loop_runs_its_body_until_the_body_ends_it(times):
+    left, runs, going, graph = counting()
+    left.fill_(times)
+    going.fill_(1)
+    graph.replay()
+    assert runs.tolist() == [times] and going.tolist() == [0]
+
+
+def test_a_loop_that_need_not_begin_runs_nothing():
+    left, runs, _, graph = counting()
+    left.fill_(3)
+    graph.replay()
+    assert runs.tolist() == [0] and left.tolist() == [3]
+
+
+def test_the_capture_of_a_loop_does_not_execute():
+    left, runs, going, _ = counting()
+    assert left.tolist() == runs.tolist() == going.tolist() == [0]
+
+
+def test_a_loop_that_never_ends_is_stopped_in_words():
+    left, runs, going, graph = counting(limit=4)
+    left.fill_(5)
+    going.fill_(1)
+    with pytest.raises(CaptureError, match="must end within 4 times round"):
+        graph.replay()
+    assert runs.tolist() == [4]
+
+
+def test_a_loop_refuses_a_host_read_in_its_body():
+    with pytest.raises(CaptureError):
+        runtime_for(CPU).capture_loop(lambda: COUNT.item(), torch.zeros(1, dtype=torch.int32), 3)
+
+
+def pieces(fn):
+    return runtime_for(CPU).capture_pieces(fn)
+
+
+def test_a_call_between_pieces_sees_what_the_piece_before_it_wrote_and_feeds_the_next():
+    x, y, seen = torch.ones(2), torch.zeros(2), []
+
+    def outside(t):
+        seen.append(t.tolist())
+        return t * 10
+
+    graph = pieces(lambda call_outside: y.copy_(call_outside(outside, x + 1) + 5))
+    seen.clear()
+    for value in (3.0, 7.0):
+        x.fill_(value)
+        graph.replay()
+        assert seen.pop() == [value + 1] * 2 and y.tolist() == [(value + 1) * 10 + 5] * 2
+
+
+def test_python_values_are_frozen_in_the_pieces_and_read_anew_between_them():
+    x, host = torch.zeros(1), {"n": 1}
+    graph = pieces(lambda call_outside: x.copy_(call_outside(lambda t: t + host["n"], x) * host["n"]))
+    host["n"] = 5
+    graph.replay()
+    assert x.tolist() == [5]
+
+
+def test_a_capture_in_pieces_leaves_memory_as_it_was_and_its_results_poisoned():
+    x, held = torch.zeros(2), {}
+
+    def run(call_outside):
+        x.add_(1)
+        held["outside"] = call_outside(lambda t: t + 1, x)
+        held["inside"] = held["outside"] + 1
+
+    graph = pieces(run)
+    assert x.tolist() == [0, 0] and held["outside"].isnan().all() and held["inside"].isnan().all()
+    graph.replay()
+    assert held["outside"].tolist() == [2, 2] and held["inside"].tolist() == [3, 3]
+
+
+def test_a_host_read_is_refused_in_a_piece_and_allowed_between_them():
+    x = torch.ones(2)
+    pieces(lambda call_outside: call_outside(lambda t: t * t.sum().item(), x)).replay()
+    for run in (lambda call_outside: x.sum().item(), lambda call_outside: call_outside(torch.neg, x).sum().item()):
+        with pytest.raises(CaptureError):
+            pieces(run)
+
+
+def test_a_run_without_a_call_outside_is_one_piece():
+    x = torch.zeros(1)
+    graph = pieces(lambda call_outside: x.add_(1))
+    graph.replay()
+    assert x.tolist() == [1] and graph.num_nodes == 1
+
+
+def test_a_release_gives_back_the_bytes_of_graphs():
+    runtime, x = runtime_for(CPU), torch.zeros(2)
+    runtime.capture(lambda: x + 1)
+    runtime.release()
+    assert runtime.memory_used() == 0

@@ -117,8 +117,8 @@ def test_a_report_says_what_a_graph_cost():
 def test_release_drops_every_graph_and_report():
     manager = captured(step=Work())
     manager.release()
-    assert manager.reports == []
-    with pytest.raises(KeyError):
+    assert manager.reports == [] and not manager.complete
+    with pytest.raises(BatchError, match="none of kind step for 1 requests"):
         manager.replay(GraphKey("step", 1), ROOMY)
 
 
@@ -138,3 +138,114 @@ def test_a_function_that_reads_the_host_is_refused_at_capture():
 
     with pytest.raises(CaptureError):
         captured(step=factory)
+
+
+class Hungry(Work):
+    """Its graph keeps 4 bytes a row, and as much again whatever the size."""
+
+    def __call__(self, size):
+        self.made.append(size)
+        return Capturable(lambda: self.total.add_(torch.ones(size + 1).sum()), self.constants)
+
+
+def taken(manager):
+    return {report.key.num_reqs: report.bytes for report in manager.reports}
+
+
+def test_a_smaller_size_is_expected_to_take_its_share_of_the_largest():
+    manager = captured(sizes=(2, 4, 8), step=Hungry())
+    largest = taken(manager)[8]
+    assert [report.estimated_bytes for report in manager.reports] == [None, largest // 2, largest // 4]
+    assert manager.estimate("step", 2) == largest // 4 and manager.estimate("other", 2) is None
+
+
+def limited(limit, sizes=(1, 2, 4, 8), **kinds):
+    manager = GraphManager(CPU, sizes, memory_limit=limit)
+    manager.capture(kinds or {"step": Hungry()})
+    return manager
+
+
+def test_sizes_that_are_expected_not_to_fit_are_left_out_with_the_reason():
+    everything = taken(limited(None))
+    manager = limited(everything[8] + everything[4])
+    assert list(taken(manager)) == [8, 4] and set(manager.left_out) == {1, 2} and manager.complete
+    assert "size 2 was left out: its graphs are expected to take" in manager.left_out[2]
+
+
+def test_a_smaller_size_may_fit_where_a_larger_one_does_not():
+    everything = taken(limited(None))
+    assert list(taken(limited(everything[8] + everything[8] // 4))) == [8, 2]
+
+
+def test_every_kind_of_a_size_is_left_out_with_it():
+    everything = taken(limited(None))
+    manager = limited(2 * everything[8] + everything[4], step=Hungry(), extend=Hungry())
+    assert {report.key for report in manager.reports} == {
+        GraphKey(kind, size) for kind in ("step", "extend") for size in (8, 2)
+    }
+
+
+def test_a_batch_of_a_size_left_out_is_padded_to_the_next_larger_one():
+    everything = taken(limited(None))
+    manager = limited(everything[8] + everything[4])
+    assert [manager.padded(n) for n in (1, 2, 3, 5)] == [4, 4, 4, 8]
+    with pytest.raises(BatchError, match="size 2 was left out"):
+        manager.replay(GraphKey("step", 2), ROOMY)
+
+
+def test_a_limit_below_the_largest_size_is_refused_and_nothing_is_kept():
+    manager = GraphManager(CPU, [1, 8], memory_limit=10)
+    with pytest.raises(CaptureError, match=r"largest size, 8 requests.*limit of 10 bytes"):
+        manager.capture({"step": Hungry()})
+    assert manager.reports == [] and not manager.complete
+
+
+def test_an_interrupted_capture_is_taken_up_where_it_stopped():
+    work, manager = Work(), GraphManager(CPU, [1, 2, 4])
+
+    def fails_at_2(size):
+        if size == 2:
+            raise KeyError("interrupted")
+        return work(size)
+
+    with pytest.raises(KeyError):
+        manager.capture({"step": fails_at_2})
+    assert not manager.complete
+    manager.capture({"step": work})
+    assert work.made == [4, 4, 2, 2, 1, 1] and manager.complete
+    work.total.zero_()
+    for size in (1, 2, 4):
+        manager.replay(GraphKey("step", size), ROOMY)
+    assert work.total.tolist() == [7]
+
+
+def test_a_complete_capture_is_not_repeated():
+    work, manager = Work(), GraphManager(CPU, [1, 2])
+    for _ in range(2):
+        manager.capture({"step": work})
+    assert work.made == [2, 2, 1, 1] and len(manager.reports) == 2
+
+
+def test_a_release_gives_the_memory_back():
+    manager = captured(step=Hungry())
+    manager.release()
+    assert manager.bytes_used == 0
+    manager.capture({"step": Hungry()})
+    assert manager.bytes_used == sum(taken(captured(step=Hungry())).values())
+
+
+def test_work_says_how_it_is_captured():
+    going, total = torch.zeros(1, dtype=torch.int32), torch.zeros(1)
+
+    def body():
+        total.add_(1)
+        going.copy_(total < 3)
+
+    manager = captured(
+        sizes=(1,),
+        loop=lambda size: Capturable(body, ROOMY, lambda runtime, body: runtime.capture_loop(body, going, 5)),
+    )
+    total.zero_()
+    going.fill_(1)
+    manager.replay(GraphKey("loop", 1), ROOMY)
+    assert total.tolist() == [3]

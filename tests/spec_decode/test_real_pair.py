@@ -74,6 +74,9 @@ def excused(prompt: Sequence[int], wanted: list[int], found: list[int]) -> bool:
     return bool((logits[wanted[at]] - logits[found[at]]).abs() <= CLOSE)
 
 
+# No backend here is one that a graph cannot hold, which is what the piecewise strategy is for.
+STRATEGIES = [strategy for strategy in Strategy if strategy is not Strategy.PIECEWISE]
+
 SERVED = [
     ("draft", "torch_reference"),
     ("draft", "triton_paged"),
@@ -81,7 +84,7 @@ SERVED = [
 ]
 
 
-@pytest.mark.parametrize("strategy", list(Strategy), ids=lambda s: s.value)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.value)
 @pytest.mark.parametrize(("draft", "backend"), SERVED)
 def test_greedy_speculative_text_is_plain_greedy_text(draft: str, backend: str, strategy: Strategy) -> None:
     _, generations = run(backend, 4, strategy, draft)
@@ -112,7 +115,7 @@ def test_draft_is_accepted_well_above_chance_on_held_out_text(draft: str, backen
 def test_hot_text_is_the_same_in_every_strategy(draft: str, backend: str) -> None:
     texts = [
         [generation.token_ids for generation in run(backend, 4, strategy, draft, temperature=1.0, seed=11)[1]]
-        for strategy in Strategy
+        for strategy in STRATEGIES
     ]
 
-    assert texts[0] == texts[1] == texts[2]
+    assert all(text == texts[0] for text in texts)

@@ -5,27 +5,39 @@ from scipy import stats
 
 from builders import BatchError
 from spec_decode.ops import noise
-from spec_decode.ops.sample_draft import NO_TOKEN, sample_draft
+from spec_decode.ops.sample_draft import NO_TOKEN, StopRule, sample_draft
 
 
 class Drafted:
     """One call on buffers that held 7s, with room for more rows and columns than it writes."""
 
-    def __init__(self, logits, temperature, *, seeds=None, positions=None, seq_lens=None, column=1, columns=3):
-        rows, vocab = logits.shape
+    def __init__(
+        self, logits, temperature, *, seeds=None, positions=None, seq_lens=None, column=1, columns=3,
+        lengths=None, num_tokens=None, confidence=0.0, token_map=None, vocab=None,
+    ):  # fmt: skip
+        rows = logits.shape[0]
         self.tokens = torch.full((rows + 1, columns), 7)
-        self.logits = torch.full((rows + 1, columns, vocab), 7.0)
+        self.logits = torch.full((rows + 1, columns, vocab or logits.shape[1]), 7.0)
         self.next_ids = torch.full((rows + 1,), 7)
+        self.seq_lens = torch.full((rows,), 5, dtype=torch.int32) if seq_lens is None else seq_lens
+        self.stop = StopRule.allocate(rows, columns, logits.device, min_confidence=confidence)
+        self.stop.going.fill_(7)
+        if lengths is not None:
+            self.stop.draft_lens.copy_(torch.tensor(lengths))
+        if num_tokens is not None:
+            self.stop.num_tokens.fill_(num_tokens)
         sample_draft(
             logits,
             temperature=torch.as_tensor(temperature, dtype=torch.float32).expand(rows),
             seeds=torch.arange(rows) if seeds is None else seeds,
             positions=torch.full((rows,), 10) if positions is None else positions,
-            seq_lens=torch.full((rows,), 5, dtype=torch.int32) if seq_lens is None else seq_lens,
+            seq_lens=self.seq_lens,
             step=torch.tensor([column]),
             draft_tokens=self.tokens,
             draft_logits=self.logits,
             next_ids=self.next_ids,
+            stop=self.stop,
+            token_map=token_map,
         )
 
 
@@ -65,8 +77,85 @@ def test_the_next_input_is_the_token():
 def test_only_the_named_column_of_the_batchs_rows_is_written(column):
     drafted = Drafted(random_logits(3, 50), 1.0, column=column)
     others = [c for c in range(3) if c != column]
-    assert drafted.tokens[:, others].eq(7).all() and drafted.logits[:, others].eq(7).all()
+    assert drafted.tokens[:3, others].eq(NO_TOKEN if column == 0 else 7).all() and drafted.logits[:, others].eq(7).all()
     assert drafted.tokens[3].eq(7).all() and drafted.logits[3].eq(7).all() and drafted.next_ids[3] == 7
+
+
+def test_a_row_proposes_as_many_tokens_as_it_was_given():
+    drafted = Drafted(random_logits(4, 50), 1.0, column=1, lengths=[0, 1, 2, 3])
+    assert (drafted.tokens[:4, 1] >= 0).tolist() == [False, False, True, True]
+    assert drafted.next_ids[:2].tolist() == [0, 0]
+
+
+def test_a_row_that_filed_its_last_token_is_inert_and_the_others_keep_their_length():
+    drafted = Drafted(random_logits(4, 50), 1.0, column=1, lengths=[1, 2, 3, 9])
+    assert drafted.seq_lens.tolist() == [0, 0, 5, 5] and drafted.stop.going.tolist() == [1]
+
+
+def test_the_last_column_ends_every_row():
+    drafted = Drafted(random_logits(2, 50), 1.0, column=2, lengths=[9, 3], num_tokens=9)
+    assert (drafted.tokens[:2, 2] >= 0).all()
+    assert drafted.seq_lens.tolist() == [0, 0] and drafted.stop.going.tolist() == [0]
+
+
+def test_the_rounds_number_of_tokens_bounds_every_row():
+    drafted = Drafted(random_logits(3, 50), 1.0, column=1, lengths=[3, 1, 3], num_tokens=2)
+    assert (drafted.tokens[:3, 1] >= 0).tolist() == [True, False, True]
+    assert drafted.seq_lens.tolist() == [0, 0, 0] and drafted.stop.going.tolist() == [0]
+
+
+def test_padding_never_keeps_a_loop_going():
+    drafted = Drafted(random_logits(2, 50), 1.0, column=0, seq_lens=torch.zeros(2, dtype=torch.int32))
+    assert drafted.stop.going.tolist() == [0]
+
+
+CONFIDENT = torch.tensor([[0.9, 0.05, 0.05], [0.4, 0.35, 0.25]]).log()
+
+
+def test_a_row_stops_behind_a_token_that_the_draft_doubts():
+    drafted = Drafted(CONFIDENT, 0.0, confidence=0.5)
+    assert drafted.tokens[:2, 1].tolist() == [0, 0] and drafted.seq_lens.tolist() == [5, 0]
+
+
+def test_confidence_is_judged_under_the_rows_temperature():
+    cold, hot = (Drafted(CONFIDENT[1:] * 8, t, confidence=0.5) for t in (1.0, 20.0))
+    assert (cold.seq_lens.tolist(), hot.seq_lens.tolist()) == ([5], [0])
+
+
+def test_confidence_is_that_of_the_token_drawn():
+    rows = 200
+    drafted = Drafted(CONFIDENT[:1].expand(rows, -1), 1.0, confidence=0.5)
+    assert (drafted.seq_lens > 0).tolist() == drafted.tokens[:rows, 1].eq(0).tolist()
+    assert 0 < int((drafted.seq_lens > 0).sum()) < rows
+
+
+def test_without_a_least_confidence_no_row_is_doubted():
+    assert Drafted(torch.zeros(1, 5000), 0.0).seq_lens.tolist() == [5]
+
+
+MAP = torch.tensor([3, 4, 9, 17, 30])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_smaller_vocabulary_draws_what_the_whole_one_draws_without_the_other_tokens(temperature):
+    logits = random_logits(40, 5)
+    whole = torch.full((40, 32), float("-inf"))
+    whole[:, MAP] = logits
+    mapped, expected = Drafted(logits, temperature, token_map=MAP, vocab=32), Drafted(whole, temperature)
+    assert mapped.tokens.tolist() == expected.tokens.tolist()
+    assert mapped.next_ids.tolist() == expected.next_ids.tolist()
+
+
+def test_processed_logits_of_a_smaller_vocabulary_land_in_the_columns_that_the_map_names():
+    logits = random_logits(2, 5)
+    filed = Drafted(logits, 0.5, token_map=MAP, vocab=32).logits[:2, 1]
+    others = torch.ones(32, dtype=torch.bool).index_fill(0, MAP, False)
+    assert torch.equal(filed[:, MAP], logits / 0.5) and filed[:, others].eq(7).all()
+
+
+def test_a_map_of_another_length_than_the_logits_is_refused():
+    with pytest.raises(BatchError, match=r"token_map must be torch\.int64 \[4\]"):
+        Drafted(random_logits(1, 4), 0.0, token_map=MAP, vocab=32)
 
 
 def test_a_step_behind_the_last_column_writes_no_column():

@@ -26,8 +26,8 @@ CHOSEN = {
     "one planned ahead": ([PLANNED, STRONG], FULL, Strategy.FULL_LOOP, []),
     "one planned ahead beside a rebuilt one": ([PLANNED, WEAK, STRONG], FULL, Strategy.PER_STEP, [0, 1]),
     "captured for decode alone": ([DECODE_ONLY], FULL, Strategy.FULL_LOOP, []),
-    "one that no graph holds": ([STRONG, NEVER], FULL, Strategy.EAGER, [0, 1]),
-    "a weak one that no graph holds": ([WEAK, NEVER], FULL, Strategy.EAGER, [0, 1]),
+    "one that no graph holds": ([STRONG, NEVER], FULL, Strategy.PIECEWISE, []),
+    "a weak one beside one that no graph holds": ([WEAK, NEVER], FULL, Strategy.PIECEWISE, [0]),
     "graphs turned off": ([STRONG, OTHER], NONE, Strategy.EAGER, [0, 1]),
 }
 
@@ -60,6 +60,11 @@ def test_the_reason_against_graphs_says_when_they_are_off():
 
 
 IMPOSSIBLE = {
+    "piecewise with nothing to cut around": ([STRONG], FULL, Strategy.PIECEWISE, "nothing to cut around"),
+    "device loop with a group planned ahead": ([STRONG, PLANNED], FULL, Strategy.DEVICE_LOOP, "planned has its reason"),
+    "device loop with a rebuilt group": ([STRONG, WEAK], FULL, Strategy.DEVICE_LOOP, "weak has its reason"),
+    "device loop without graphs": ([STRONG], NONE, Strategy.DEVICE_LOOP, "graphs are turned off"),
+    "piecewise without graphs": ([NEVER], NONE, Strategy.PIECEWISE, "graphs are turned off"),
     "full loop with a rebuilt group": ([STRONG, WEAK], FULL, Strategy.FULL_LOOP, "weak has its reason"),
     "full loop without graphs": ([STRONG], NONE, Strategy.FULL_LOOP, "graphs are turned off"),
     "per step without graphs": ([STRONG], NONE, Strategy.PER_STEP, "graphs are turned off"),
@@ -73,11 +78,48 @@ def test_a_forced_strategy_that_cannot_be_run_raises_with_the_groups_reason(grou
         choose(groups, 4, mode, forced=forced)
 
 
-@pytest.mark.parametrize("forced", Strategy)
+@pytest.mark.parametrize("forced", [s for s in Strategy if s is not Strategy.PIECEWISE])
 def test_a_forced_strategy_that_can_be_run_is_run(forced):
     plan = choose([STRONG], 4, FULL, forced=forced)
     assert (plan.strategy, plan.reason) == (forced, "asked for")
-    assert all(reason == f"{forced.value} was asked for" for _, reason in plan.not_chosen)
+    others = {reason for strategy, reason in plan.not_chosen if strategy is not Strategy.PIECEWISE}
+    assert others == {f"{forced.value} was asked for"}
+
+
+def test_a_step_in_pieces_is_run_where_it_is_asked_for():
+    plan = choose([STRONG, NEVER], 4, FULL, forced=Strategy.PIECEWISE)
+    assert (plan.strategy, plan.reason) == (Strategy.PIECEWISE, "asked for")
+
+
+def test_a_device_that_cannot_capture_a_loop_says_so():
+    reasons = dict(choose([STRONG], 4, FULL, loop_obstacle="the driver is too old").not_chosen)
+    assert reasons[Strategy.DEVICE_LOOP] == "the driver is too old"
+    with pytest.raises(StrategyError, match="device_loop was asked for and cannot be run: the driver is too old"):
+        choose([STRONG], 4, FULL, forced=Strategy.DEVICE_LOOP, loop_obstacle="the driver is too old")
+
+
+def test_a_device_that_cannot_capture_a_loop_runs_the_full_loop():
+    assert choose([STRONG], 4, FULL, loop_obstacle="x").strategy is Strategy.FULL_LOOP
+
+
+def test_the_device_loop_runs_only_where_it_is_asked_for():
+    reasons = dict(choose([STRONG], 4, FULL).not_chosen)
+    assert reasons[Strategy.DEVICE_LOOP].startswith("runs where it is asked for")
+
+
+@pytest.mark.parametrize("mode", [mode for mode in GraphMode if mode is not NONE])
+def test_every_mode_with_graphs_leaves_the_choice_to_the_drafts_groups(mode):
+    for groups in ([STRONG], [STRONG, WEAK], [NEVER]):
+        assert choose(groups, 4, mode).strategy is choose(groups, 4, FULL).strategy is not Strategy.EAGER
+
+
+def test_only_the_attention_that_no_graph_holds_runs_between_the_pieces():
+    plan = choose([STRONG, NEVER, WEAK], 4, FULL)
+    assert (plan.outside_groups, plan.weak_groups) == ((1,), (2,))
+    assert (
+        "group never (never_kernels): advanced in the graph, attention between the graphs' pieces"
+        in (plan.explain()[-2])
+    )
 
 
 @pytest.mark.parametrize("tokens", [0, -1])
@@ -117,9 +159,10 @@ def test_one_waiting_group_does_not_make_the_others_wait():
 def test_the_explanation_names_the_choice_the_rest_and_every_group():
     lines = choose([STRONG, WEAK], 4, FULL).explain()
     assert lines[0].startswith("strategy per_step: ")
-    assert lines[1].startswith("not full_loop: ") and lines[2].startswith("not eager: ")
-    assert lines[3] == "group strong (strong_kernels): advanced in the graph; strong has its reason"
-    assert lines[4] == "group weak (weak_kernels): rebuilt at every step; weak has its reason"
+    refused = ["device_loop", "full_loop", "piecewise", "eager"]
+    assert [line.split(":")[0] for line in lines[1:5]] == [f"not {name}" for name in refused]
+    assert lines[5] == "group strong (strong_kernels): advanced in the graph; strong has its reason"
+    assert lines[6] == "group weak (weak_kernels): rebuilt at every step; weak has its reason"
 
 
 def test_the_explanation_shows_a_build_once_a_round():

@@ -1,0 +1,181 @@
+"""A CUDA graph that runs its body while a device scalar is set: a WHILE node, made with NVIDIA's own bindings.
+
+graph:  set the condition from the scalar -> WHILE node
+body:   the captured operations -> set the condition from the scalar
+
+https://docs.nvidia.com/cuda/cuda-c-programming-guide/#conditional-graph-nodes
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from spec_decode.graphs.runtime import CaptureError
+
+_LEAST = 13
+"""Major version of cuda.bindings, whose calls take edge data from there on, and of the driver that it needs."""
+_ASSIGN_DEFAULT = 1  # cudaGraphCondAssignDefault: a macro, which the bindings do not carry
+_SOURCE = b"""
+extern "C" __device__ void cudaGraphSetConditional(unsigned long long handle, unsigned int value);
+
+extern "C" __global__ void set_condition(unsigned long long handle, const int* going) {
+    cudaGraphSetConditional(handle, *going != 0);
+}
+"""
+
+
+@cache
+def obstacle() -> str | None:
+    """Why no loop can be captured with what is installed, and what would change it; None where one can."""
+    brings = f"pip install 'cuda-python>={_LEAST}' brings it"
+    try:
+        version = str(import_module("cuda.bindings").__version__)
+        _, nvrtc, runtime = _bindings()
+    except ImportError as error:
+        return f"a CUDA graph that loops needs the package cuda.bindings ({error}); {brings}"
+    if int(version.split(".")[0]) < _LEAST:
+        return f"a CUDA graph that loops needs cuda.bindings {_LEAST} or later, found {version}; {brings}"
+    try:
+        found = int(_done(runtime.cudaDriverGetVersion()))
+        _done(nvrtc.nvrtcVersion())
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        return f"a CUDA graph that loops needs CUDA's driver and nvrtc, which cuda.bindings cannot use: {reason}"
+    if found < _LEAST * 1000:
+        served = f"{found // 1000}.{found % 1000 // 10}"
+        return f"a CUDA graph that loops needs a driver for CUDA {_LEAST}.0, the one here serves {served}; update it"
+    return None
+
+
+def require_loops() -> None:
+    """CaptureError with the obstacle, where there is one."""
+    if problem := obstacle():
+        raise CaptureError(f"{problem}. No graph was made. Install that, or choose a strategy without a device loop.")
+
+
+class WhileGraph:
+    """A graph that runs its body while `going`, int32 [1], is not zero; it is given its body once."""
+
+    num_nodes: int | None = None
+
+    def __init__(self, going: torch.Tensor) -> None:
+        _, _, runtime = _bindings()
+        self._device, self._going = going.device, going
+        with torch.cuda.device(self._device):
+            _done(runtime.cudaSetDevice(self._index))
+            self._graph = _done(runtime.cudaGraphCreate(0))
+            weakref.finalize(self, runtime.cudaGraphDestroy, self._graph).atexit = False
+            self._handle = _done(runtime.cudaGraphConditionalHandleCreate(self._graph, 0, _ASSIGN_DEFAULT))
+            self._body = self._add_while(self._add_condition(self._graph))
+
+    def add_body(self, captured: torch.cuda.CUDAGraph) -> None:
+        """Make a graph captured with keep_graph=True the body; its memory is kept as long as the loop."""
+        _, _, runtime = _bindings()
+        with torch.cuda.device(self._device):
+            child = _done(runtime.cudaGraphAddChildGraphNode(self._body, None, 0, captured.raw_cuda_graph()))
+            self._add_condition(self._body, child)
+            self._instantiate()
+        self._captured = captured
+
+    def capture_body(self, fn: Callable[[], Any], stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
+        """Capture fn's operations on stream as the body; what they allocate comes from the pool."""
+        _, _, runtime = _bindings()
+        mode = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            # torch knows of no capture but its own: its allocator must be told whose memory this is, and holds it
+            # until the loop is gone.
+            torch._C._cuda_beginAllocateCurrentThreadToPool(self._index, pool)
+            weakref.finalize(self, torch._C._cuda_releasePool, self._index, pool).atexit = False
+            try:
+                _done(runtime.cudaStreamBeginCaptureToGraph(stream.cuda_stream, self._body, None, None, 0, mode))
+                try:
+                    fn()
+                    self._enqueue_condition(stream)
+                finally:
+                    ended = runtime.cudaStreamEndCapture(stream.cuda_stream)
+                _done(ended)
+            finally:
+                torch._C._cuda_endAllocateToPool(self._index, pool)
+            self._instantiate()
+
+    def replay(self) -> None:
+        (error,) = self._launch(self._executable, torch.cuda.current_stream(self._device).cuda_stream)
+        if error:
+            _done((error,))
+
+    @property
+    def _index(self) -> int:
+        assert self._device.index is not None, "a CUDA tensor's device has an index"
+        return self._device.index
+
+    def _instantiate(self) -> None:
+        _, _, runtime = _bindings()
+        self._executable = _done(runtime.cudaGraphInstantiate(self._graph, 0))
+        self._launch = runtime.cudaGraphLaunch
+        weakref.finalize(self, runtime.cudaGraphExecDestroy, self._executable).atexit = False
+
+    def _add_while(self, behind: Any) -> Any:
+        """Add the WHILE node; returns the graph that is its body."""
+        _, _, runtime = _bindings()
+        params = runtime.cudaGraphNodeParams()
+        params.type = runtime.cudaGraphNodeType.cudaGraphNodeTypeConditional
+        params.conditional.handle = self._handle
+        params.conditional.type = runtime.cudaGraphConditionalNodeType.cudaGraphCondTypeWhile
+        params.conditional.size = 1
+        _done(runtime.cudaGraphAddNode(self._graph, [behind], None, 1, params))
+        return params.conditional.phGraph_out[0]
+
+    def _add_condition(self, graph: Any, behind: Any = None) -> Any:
+        """Add the kernel that sets the condition, behind a node of the graph if one is given; returns its node."""
+        driver, _, runtime = _bindings()
+        params = driver.CUDA_KERNEL_NODE_PARAMS()
+        params.func = _set_condition(self._index)
+        params.gridDimX = params.gridDimY = params.gridDimZ = 1
+        params.blockDimX = params.blockDimY = params.blockDimZ = 1
+        params.kernelParams = self._condition_arguments()
+        nodes = [] if behind is None else [driver.CUgraphNode(int(behind))]
+        node = _done(driver.cuGraphAddKernelNode(driver.CUgraph(int(graph)), nodes, len(nodes), params))
+        return runtime.cudaGraphNode_t(int(node))
+
+    def _enqueue_condition(self, stream: torch.cuda.Stream) -> None:
+        driver, _, _ = _bindings()
+        kernel, arguments = _set_condition(self._index), self._condition_arguments()
+        _done(driver.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, driver.CUstream(stream.cuda_stream), arguments, 0))
+
+    def _condition_arguments(self) -> tuple[tuple[int, int], tuple[Any, Any]]:
+        return (int(self._handle), self._going.data_ptr()), (ctypes.c_ulonglong, ctypes.c_void_p)
+
+
+@cache
+def _set_condition(device_index: int) -> Any:
+    """The compiled kernel, in the device's current context; its module is kept for good."""
+    driver, nvrtc, _ = _bindings()
+    major, minor = torch.cuda.get_device_capability(device_index)
+    program = _done(nvrtc.nvrtcCreateProgram(_SOURCE, b"set_condition.cu", 0, [], []))
+    _done(nvrtc.nvrtcCompileProgram(program, 1, [f"--gpu-architecture=sm_{major}{minor}".encode()]))
+    binary = b" " * _done(nvrtc.nvrtcGetCUBINSize(program))
+    _done(nvrtc.nvrtcGetCUBIN(program, binary))
+    return _done(driver.cuModuleGetFunction(_done(driver.cuModuleLoadData(binary)), b"set_condition"))
+
+
+@cache
+def _bindings() -> tuple[Any, Any, Any]:
+    """cuda.bindings' modules driver, nvrtc and runtime."""
+    driver, nvrtc, runtime = (import_module(f"cuda.bindings.{name}") for name in ("driver", "nvrtc", "runtime"))
+    return driver, nvrtc, runtime
+
+
+def _done(result: tuple[Any, ...]) -> Any:
+    """What a call of the bindings returned behind its error code: nothing, a value, or several. Raises CaptureError."""
+    error, *values = result
+    if int(error):
+        raise CaptureError(f"CUDA refused a call that a looping graph needs: {error!r}. No graph was made.")
+    return values[0] if len(values) == 1 else tuple(values)

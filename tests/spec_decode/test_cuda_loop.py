@@ -1,0 +1,79 @@
+"""What stands in the way of a looping CUDA graph, as it is told without a GPU."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from spec_decode.graphs import CaptureError, cuda_loop, loop_obstacle
+from tests.factories import CPU
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    def clear():
+        cuda_loop.obstacle.cache_clear()
+        cuda_loop._bindings.cache_clear()
+
+    clear()
+    yield
+    clear()
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    def install(version="13.1.0", driver=13000, nvrtc=lambda: (0, 13, 1)):
+        package = ModuleType("cuda")
+        bindings = ModuleType("cuda.bindings")
+        bindings.__version__ = version
+        parts = {
+            "driver": SimpleNamespace(),
+            "nvrtc": SimpleNamespace(nvrtcVersion=nvrtc),
+            "runtime": SimpleNamespace(cudaDriverGetVersion=lambda: (0, driver)),
+        }
+        for name, module in {"cuda": package, "cuda.bindings": bindings}.items():
+            module.__path__ = []
+            monkeypatch.setitem(sys.modules, name, module)
+        for name, module in parts.items():
+            monkeypatch.setitem(sys.modules, f"cuda.bindings.{name}", module)
+
+    return install
+
+
+def test_with_bindings_and_driver_nothing_stands_in_the_way(installed):
+    installed()
+    assert loop_obstacle(torch.device("cuda")) is None
+
+
+def test_missing_bindings_are_named_with_what_brings_them(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    assert "pip install 'cuda-python>=13'" in loop_obstacle(torch.device("cuda"))
+
+
+def test_older_bindings_are_named_with_their_version(installed):
+    installed(version="12.9.2")
+    assert "cuda.bindings 13 or later, found 12.9.2" in loop_obstacle(torch.device("cuda"))
+
+
+def test_an_older_driver_is_named_with_what_it_serves(installed):
+    installed(driver=12080)
+    assert "needs a driver for CUDA 13.0, the one here serves 12.8" in loop_obstacle(torch.device("cuda"))
+
+
+def test_bindings_that_do_not_find_their_library_say_so(installed):
+    def nvrtc():
+        raise RuntimeError("no libnvrtc")
+
+    installed(nvrtc=nvrtc)
+    assert "no libnvrtc" in loop_obstacle(torch.device("cuda"))
+
+
+def test_a_loop_is_refused_in_the_same_words(installed):
+    installed(version="12.9.2")
+    with pytest.raises(CaptureError, match=r"found 12\.9\.2.*No graph was made"):
+        cuda_loop.require_loops()
+
+
+def test_the_emulator_needs_nothing():
+    assert loop_obstacle(CPU) is None
