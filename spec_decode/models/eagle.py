@@ -11,6 +11,7 @@ from spec_decode.models.latent import LatentDecoderLayer
 from spec_decode.models.layers import DecoderLayer, RMSNorm, Rotary
 from spec_decode.models.llama import LlamaTarget
 from spec_decode.ops.embed_concat import embed_concat
+from spec_decode.ops.skinny_linear import embed_linear, is_skinny, linear
 
 
 class EagleDraft(DraftModel):
@@ -40,12 +41,15 @@ class EagleDraft(DraftModel):
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
         """token_ids, positions int64 [T], hidden [T, H]; normed hidden states [T, H]."""
-        x = self.fuse(embed_concat(token_ids, self._shared[0].weight, hidden))
+        table = self._shared[0].weight
+        if is_skinny(hidden):
+            x = embed_linear(token_ids, table, hidden, self.fuse.weight)
+        else:
+            x = self.fuse(embed_concat(token_ids, table, hidden))
         x, delta = self.layer(x, None, positions, self.rotary, attend)
         hidden_states: torch.Tensor = self.norm(x, delta)[1]
         return hidden_states
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, H]; logits [T, vocab_size]."""
-        out: torch.Tensor = self._shared[1](hidden)
-        return out
+        return linear(hidden, self._shared[1].weight)

@@ -12,7 +12,11 @@ from spec_decode.models.base import Attend
 from spec_decode.models.config import ModelConfig
 from spec_decode.ops.add_rms_norm import add_rms_norm
 from spec_decode.ops.rotate import rotate
+from spec_decode.ops.skinny_linear import is_skinny, norm_linear, skinny_linear
 from spec_decode.ops.swiglu import swiglu
+
+ResidualStream = tuple[torch.Tensor, torch.Tensor | None]
+"""Hidden states x and the delta yet to be added to them (None: nothing), both [T, H]."""
 
 
 class Rotary(nn.Module):
@@ -52,7 +56,10 @@ class RMSNorm(nn.Module):
 
 
 class ResidualLayer(nn.Module, ABC):
-    """Attention and SwiGLU feed-forward, each with a pre-norm and a residual; the attention is a subclass's."""
+    """Attention and SwiGLU feed-forward, each with a pre-norm and a residual; the attention is a subclass's.
+
+    Few rows without a gradient take kernels that fold norms, gate and residuals into the linear layers.
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -73,11 +80,32 @@ class ResidualLayer(nn.Module, ABC):
 
     def forward(
         self, x: torch.Tensor, delta: torch.Tensor | None, positions: torch.Tensor, rotary: Rotary, attend: Attend
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> ResidualStream:
         """x and the delta yet to be added to it, [T, H], at positions int64 [T]; the same pair behind the layer."""
+        run = self._folded if is_skinny(x) else self._by_parts
+        return run(x, delta, positions, rotary, attend)
+
+    def _by_parts(
+        self, x: torch.Tensor, delta: torch.Tensor | None, positions: torch.Tensor, rotary: Rotary, attend: Attend
+    ) -> ResidualStream:
         x, normed = self.attn_norm(x, delta)
         x, normed = self.mlp_norm(x, self.attention(normed, positions, rotary, attend))
         return x, self.down(swiglu(self.gate_up(normed)))
+
+    def _folded(
+        self, x: torch.Tensor, delta: torch.Tensor | None, positions: torch.Tensor, rotary: Rotary, attend: Attend
+    ) -> ResidualStream:
+        x, delta = self.folded_attention(x, delta, positions, rotary, attend)
+        norm = self.mlp_norm
+        x, activated = norm_linear(x, delta, norm.weight, norm.eps, self.gate_up.weight, gated=True)
+        return skinny_linear(activated, self.down.weight, residual=x), None
+
+    def folded_attention(
+        self, x: torch.Tensor, delta: torch.Tensor | None, positions: torch.Tensor, rotary: Rotary, attend: Attend
+    ) -> ResidualStream:
+        """The first half of `forward`, for x that `is_skinny`; a subclass may fold its linear layers too."""
+        x, normed = self.attn_norm(x, delta)
+        return x, self.attention(normed, positions, rotary, attend)
 
 
 class DecoderLayer(ResidualLayer):
@@ -90,7 +118,18 @@ class DecoderLayer(ResidualLayer):
         self.out = nn.Linear(config.num_q_heads * config.head_dim, config.hidden_size, bias=False)
 
     def attention(self, x: torch.Tensor, positions: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
-        packed = self.qkv(x).view(x.shape[0], sum(self.heads), self.head_dim)
-        query, key, value = rotary(packed, positions, sum(self.heads[:2])).split(self.heads, 1)
-        delta: torch.Tensor = self.out(attend(self.layer, query, key, value).flatten(1))
+        delta: torch.Tensor = self.out(self._attended(self.qkv(x), positions, rotary, attend))
         return delta
+
+    def folded_attention(
+        self, x: torch.Tensor, delta: torch.Tensor | None, positions: torch.Tensor, rotary: Rotary, attend: Attend
+    ) -> ResidualStream:
+        x, packed = norm_linear(x, delta, self.attn_norm.weight, self.attn_norm.eps, self.qkv.weight)
+        attended = self._attended(packed, positions, rotary, attend)
+        return skinny_linear(attended, self.out.weight, residual=x), None
+
+    def _attended(self, packed: torch.Tensor, positions: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
+        """What the heads attend to, [T, heads * D], for packed [T, (heads + 2 KV heads) * D] queries, keys, values."""
+        packed = packed.view(packed.shape[0], sum(self.heads), self.head_dim)
+        query, key, value = rotary(packed, positions, sum(self.heads[:2])).split(self.heads, 1)
+        return attend(self.layer, query, key, value).flatten(1)

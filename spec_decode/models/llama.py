@@ -8,6 +8,7 @@ from torch import nn
 from spec_decode.models.base import Attend, LayerGroup, TargetModel, TargetStates
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.layers import DecoderLayer, RMSNorm, Rotary
+from spec_decode.ops.skinny_linear import linear
 
 
 class LlamaTarget(TargetModel):
@@ -43,5 +44,4 @@ class LlamaTarget(TargetModel):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, H]; logits [T, vocab_size] in the model's dtype."""
-        out: torch.Tensor = self.lm_head(hidden)
-        return out
+        return linear(hidden, self.lm_head.weight)

@@ -1,0 +1,199 @@
+"""Time ways to cut the linear layers of a draft's step on a GPU: python scripts/tune_skinny_linear.py [--early-start].
+
+Weights come from copies that together exceed the L2 cache, as in a step, which reads other weights in between. A line
+per layer and number of rows: the best tiling and its time, that over the time to read the weight once (the floor), the
+time of the table's own tiling, and that of torch's linear layer alone, without what the kernel folds into it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from multiprocessing import get_context
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch.nn import functional as F
+
+from spec_decode.bench.drafter_cases import DRAFTERS
+from spec_decode.bench.measure import copy_bandwidth, time_kernels
+from spec_decode.models import ModelConfig
+from spec_decode.ops import skinny_linear as skinny
+from spec_decode.ops.skinny_tiling import Tiling, tiling
+
+ROWS = (1, 4, 16, 32)
+EPS = 1e-6
+BEYOND_L2 = 256 << 20
+"""Bytes of a layer's copies together: twice the largest L2 cache, and room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A linear layer [n, k] of a draft, twice with a gate, and what its kernel folds in."""
+
+    name: str
+    n: int
+    k: int
+    norm: bool = False
+    gated: bool = False
+    residual: bool = False
+    embed: bool = False
+
+    @property
+    def height(self) -> int:
+        """Rows of its weight."""
+        return self.n * (1 + self.gated)
+
+
+def layers_of(label: str, config: ModelConfig) -> list[Layer]:
+    """The linear layers of a draft's step."""
+    hidden, intermediate, queries = config.hidden_size, config.intermediate_size, config.num_q_heads * config.head_dim
+    return [
+        Layer(f"{label} fuse", hidden, 2 * hidden, embed=True),
+        Layer(f"{label} qkv", queries + 2 * config.num_kv_heads * config.head_dim, hidden, norm=True),
+        Layer(f"{label} out", hidden, queries, residual=True),
+        Layer(f"{label} gate_up", intermediate, hidden, norm=True, gated=True),
+        Layer(f"{label} down", hidden, intermediate, residual=True),
+        Layer(f"{label} head", config.vocab_size, hidden),
+    ]
+
+
+LAYERS = [
+    *layers_of("8b", DRAFTERS["drafter-llama3-8b"].config),
+    *layers_of("1024", DRAFTERS["drafter-1024"].config),
+]
+
+
+class Operands:
+    """The tensors of one layer at some number of rows, bfloat16, with as many weights as exceed the L2 cache."""
+
+    def __init__(self, layer: Layer, rows: int, copies: int) -> None:
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
+
+        self.layer, self.rows, self.copies = layer, rows, copies
+        self.weights = [draw(layer.height, layer.k) * layer.k**-0.5 for _ in range(copies)]
+        self.x = draw(rows, layer.k // 2 if layer.embed else layer.k)
+        self.ids = torch.arange(rows, device="cuda") if layer.embed else None
+        self.embedding = draw(rows, layer.k // 2) if layer.embed else None
+        self.norm = draw(layer.k) if layer.norm else None
+        self.residual = draw(rows, layer.n) if layer.residual else None
+        self._turn = count()
+
+    def run(self, tile: Tiling, copy: int | None = None) -> torch.Tensor:
+        """The kernel, over the next copy or a given one."""
+        weight = self.weights[(next(self._turn) if copy is None else copy) % self.copies]
+        return skinny.launch(
+            self.x, weight, self.ids, self.embedding, None, self.norm, EPS, self.residual, self.layer.gated, tile
+        )[1]
+
+    def by_torch(self) -> torch.Tensor:
+        """The linear layer alone, over the next copy."""
+        x = self.x.repeat(1, 2) if self.layer.embed else self.x
+        return F.linear(x, self.weights[next(self._turn) % self.copies])
+
+    def check(self, tile: Tiling) -> None:
+        """Raise unless the kernel agrees with torch in fp32."""
+        x = self.x.float()
+        if self.ids is not None and self.embedding is not None:
+            x = torch.cat([self.embedding[self.ids].float(), x], 1)
+        if self.norm is not None:
+            x = F.rms_norm(x, self.norm.shape, self.norm.float(), EPS)
+        wanted = x @ self.weights[0].float().T
+        if self.layer.gated:
+            gate, up = wanted.chunk(2, 1)
+            wanted = F.silu(gate) * up
+        if self.residual is not None:
+            wanted = wanted + self.residual.float()
+        torch.testing.assert_close(self.run(tile, 0).float(), wanted, rtol=2e-2, atol=2e-2)
+
+
+def candidates(layer: Layer, rows: int) -> list[Tiling]:
+    """The table's tiling first, then others."""
+    own = tiling(rows, layer.n, layer.k, weights=1 + layer.gated)
+    found = [own]
+    if rows <= 4:
+        for block_n, block_k, warps, stages in (
+            (1, 1024, 4, 1), (2, 1024, 4, 1), (4, 1024, 4, 1), (8, 1024, 4, 1), (2, 2048, 8, 1), (4, 2048, 8, 1),
+            (2, 512, 2, 1), (4, 512, 2, 1), (2, 2048, 4, 1), (4, 256, 1, 1), (4, 1024, 4, 3),
+        ):  # fmt: skip
+            if rows * (1 + layer.gated) * block_n <= 8 and block_k <= layer.k:
+                found.append(Tiling(False, block_n, block_k, warps, stages))
+    if rows > 1:
+        for block_n, block_k, warps, stages in (
+            (16, 128, 4, 5), (16, 256, 4, 3), (16, 256, 2, 4), (16, 512, 4, 3), (32, 128, 4, 4), (32, 256, 4, 3),
+            (64, 128, 4, 4), (16, 256, 4, 4),
+        ):  # fmt: skip
+            height = 32 if rows > 16 else 16
+            if 2 * stages * block_k * (2 * height + block_n * (1 + layer.gated)) <= 200 << 10 and block_k <= layer.k:
+                found.append(Tiling(True, block_n, block_k, warps, stages))
+    return list(dict.fromkeys(found))
+
+
+@torch.no_grad()
+def compile_all(early_start: bool, job: tuple[Layer, int]) -> None:
+    """Run every candidate once, so that its kernel lies in Triton's cache; in a process of its own."""
+    skinny.EARLY_START = early_start
+    layer, rows = job
+    operands = Operands(layer, rows, 1)
+    for tile in candidates(layer, rows):
+        operands.run(tile)
+    torch.cuda.synchronize()
+
+
+def tuned(layer: Layer, rows: int, bandwidth: float) -> str:
+    """The line for a layer at some number of rows."""
+    size = 2 * layer.height * layer.k
+    copies = 1 + BEYOND_L2 // size
+    operands, calls = Operands(layer, rows, copies), copies * -(-16 // copies)
+    times: dict[Tiling, float] = {}
+    for tile in candidates(layer, rows):
+        operands.check(tile)
+        times[tile] = time_kernels(partial(operands.run, tile), calls=calls)["p50"]
+    own, best = next(iter(times)), min(times, key=lambda tile: times[tile])
+    linear = time_kernels(operands.by_torch, calls=calls)["p50"]
+    floor = size / bandwidth
+    return (
+        f"{layer.name:13} rows {rows:2}: {times[best]:8.2f} us, {times[best] / floor:5.2f} of the floor {floor:6.2f}; "
+        f"table {times[own]:8.2f}; F.linear {linear:8.2f}; {best}"
+    )
+
+
+def lines(jobs: list[tuple[Layer, int]], early_start: bool, seconds: float) -> Iterator[str]:
+    """A line a job, and one that names the jobs there was no time for."""
+    began = time.monotonic()
+    with ProcessPoolExecutor(14, get_context("spawn")) as pool:
+        list(pool.map(partial(compile_all, early_start), jobs))
+    yield f"compiled in {time.monotonic() - began:.0f} s"
+    skinny.EARLY_START, bandwidth = early_start, copy_bandwidth()
+    for at, (layer, rows) in enumerate(jobs):
+        if time.monotonic() - began > seconds:
+            yield "no time for " + ", ".join(f"{layer.name} {rows}" for layer, rows in jobs[at:])
+            return
+        yield tuned(layer, rows, bandwidth)
+
+
+@torch.no_grad()
+def main() -> None:
+    """Print the lines."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--early-start", action="store_true", help="with programmatic dependent launch")
+    parser.add_argument("--only", default="", help="layers whose name holds this")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--seconds", type=float, default=95)
+    flags = parser.parse_args()
+    jobs = [(layer, rows) for rows in flags.rows for layer in LAYERS if flags.only in layer.name]
+    for line in lines(jobs, flags.early_start, flags.seconds):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

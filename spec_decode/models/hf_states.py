@@ -1,0 +1,61 @@
+"""The residual states between the layers of a `transformers` model, caught as they pass. State i enters layer i; of n
+layers, state n leaves the last one and is not yet normed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+_CAUGHT: ContextVar[dict[int, torch.Tensor]] = ContextVar("caught")
+
+
+@contextmanager
+def catching() -> Iterator[dict[int, torch.Tensor]]:
+    """Within it, in this thread, a forward fills the dict with the states [1, T, H] that hooks were set for."""
+    token = _CAUGHT.set({})
+    try:
+        yield _CAUGHT.get()
+    finally:
+        _CAUGHT.reset(token)
+
+
+def set_hooks(decoder: nn.Module, num_layers: int, wanted: Sequence[int]) -> None:
+    """Have `catching` see these states, 0 to num_layers. Raises ValueError where the layers cannot be told."""
+    layers = _layers(decoder, num_layers)
+    for state in set(wanted):
+        if state == 0:
+            layers[0].register_forward_pre_hook(_catch_input, with_kwargs=True)
+        else:
+            layers[state - 1].register_forward_hook(lambda _, __, out, state=state: _catch_output(state, out))
+
+
+def _catch_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if (caught := _CAUGHT.get(None)) is not None:
+        caught[0] = args[0] if args else kwargs["hidden_states"]
+
+
+def _catch_output(state: int, out: Any) -> None:
+    if (caught := _CAUGHT.get(None)) is not None:
+        caught[state] = out[0] if isinstance(out, tuple) else out
+
+
+def _layers(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
+    found = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers and _in_order(m)]
+    if not found:
+        raise ValueError(
+            f"{type(decoder).__name__} must keep its {num_layers} layers with attention in one list, it has no such "
+            "list; the states between them cannot be caught, so no target was made. Use a draft that reads the last "
+            "states."
+        )
+    return found[0]
+
+
+def _in_order(layers: nn.ModuleList) -> bool:
+    numbers = [{getattr(m, "layer_idx", None) for m in layer.modules()} - {None} for layer in layers]
+    return all(found == {index} for index, found in enumerate(numbers))

@@ -1,0 +1,250 @@
+"""Linear layers over few rows, with what comes before and after them: one kernel each, bound by reading the weight.
+
+Legend: T rows, K inputs, N outputs. All work of a row happens in fp32 between the loads and the store; only tensor
+cores (from 5 rows on) take their operand x, times the norm's weight, in the weight's dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from builders._ops import define_op
+from builders._triton import tl, triton
+from builders.errors import require
+from spec_decode.ops.skinny_linear_kernels import dot_kernel, matvec_kernel
+from spec_decode.ops.skinny_tiling import Tiling, tile_rows, tiling
+
+MAX_ROWS = 32
+"""Above it cuBLAS is faster: the weight is no longer all that a step reads and computes."""
+
+EARLY_START = False
+"""Whether a kernel starts while the one before it ends, and fetches weights meanwhile (programmatic dependent launch,
+compute capability 9 and later)."""
+
+_KEPT_IN_CACHE = 32 << 20
+"""Bytes of a weight above which no L2 cache would hold it until the next step: it is read to be dropped first."""
+
+
+def is_skinny(x: torch.Tensor) -> bool:
+    """Whether a model runs the rows x [T, K] through these kernels: T from 1 to MAX_ROWS, no gradient, no autocast.
+
+    It reads host values alone, the same for every replay of a graph. Everywhere else torch's linear layers run.
+    """
+    return (
+        x.dim() == 2
+        and 0 < x.shape[0] <= MAX_ROWS
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(x.device.type)
+    )
+
+
+def skinny_linear(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ weight^T, plus residual [T, N] where there is one; x [T, K], weight [N, K] contiguous, of one dtype; [T, N].
+
+    Raises BatchError for more than MAX_ROWS rows and for shapes or dtypes that do not fit, with nothing run.
+    """
+    _check(x, weight, x.shape[1], weight.shape[0], residual=residual)
+    out: torch.Tensor = _op(x, weight, None, None, None, None, 0.0, residual, False)[1]
+    return out
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x @ weight^T for any number of rows: by these kernels where they pay, else by torch's."""
+    return skinny_linear(x, weight) if is_skinny(x) and weight.is_contiguous() else F.linear(x, weight)
+
+
+def norm_linear(
+    x: torch.Tensor,
+    delta: torch.Tensor | None,
+    norm: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    *,
+    gated: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x + delta (x where there is none), [T, K], and its RMS norm by `norm` [K] and eps, @ weight^T.
+
+    gated: weight [2 N, K] holds gate above up, and the second result is silu(gate) * up; else it is [N, K]. The result
+    is [T, N]. x + delta is rounded to x's dtype, its norm is not. Raises as `skinny_linear` does.
+    """
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    _check(x, weight, x.shape[1], outputs, delta=delta, norm=norm)
+    total, out = _op(x, weight, None, None, delta, norm, eps, None, gated)
+    return (x if delta is None else total), out
+
+
+def embed_linear(
+    token_ids: torch.Tensor, embedding: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    """(embedding[token_ids] | hidden) @ weight^T, [T, N].
+
+    token_ids int64 [T], embedding [V, H], hidden [T, H], weight [N, 2 H]. Raises as `skinny_linear` does.
+    """
+    _check(hidden, weight, 2 * hidden.shape[1], weight.shape[0], embedding=embedding, token_ids=token_ids)
+    out: torch.Tensor = _op(hidden, weight, token_ids, embedding, None, None, 0.0, None, False)[1]
+    return out
+
+
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    inputs: int,
+    outputs: int,
+    *,
+    token_ids: torch.Tensor | None = None,
+    embedding: torch.Tensor | None = None,
+    delta: torch.Tensor | None = None,
+    norm: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> None:
+    rows = x.shape[0]
+    require(
+        0 < rows <= MAX_ROWS,
+        f"a skinny linear takes 1 to {MAX_ROWS} rows, got {rows}; nothing was run. Ask is_skinny, and use torch's "
+        "linear where it says no.",
+    )
+    fits = (
+        weight.shape[1] == inputs
+        and weight.is_contiguous()
+        and weight.dtype == x.dtype
+        and x.stride(1) == 1
+        and (token_ids is None or (token_ids.shape == (rows,) and token_ids.dtype == torch.int64))
+        and (embedding is None or _like(embedding, x, embedding.shape[0], x.shape[1]))
+        and (delta is None or _like(delta, x, rows, inputs))
+        and (norm is None or norm.shape == (inputs,))
+        and (residual is None or _like(residual, x, rows, outputs))
+    )
+    if not fits:
+        named = {"x": x, "weight": weight, "token_ids": token_ids, "embedding": embedding, "delta": delta}
+        named |= {"norm": norm, "residual": residual}
+        found = ", ".join(f"{k} {v.dtype} {list(v.shape)}" for k, v in named.items() if v is not None)
+        require(
+            False,
+            f"a skinny linear of {inputs} inputs and {outputs} outputs needs contiguous tensors of one dtype and of "
+            f"these sizes, got {found}; nothing was run. See its docstring for the shapes.",
+        )
+
+
+def _like(tensor: torch.Tensor, x: torch.Tensor, *shape: int) -> bool:
+    return tensor.shape == shape and tensor.dtype == x.dtype and tensor.is_contiguous()
+
+
+def _formula(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    token_ids: torch.Tensor | None,
+    embedding: torch.Tensor | None,
+    delta: torch.Tensor | None,
+    norm: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None,
+    gated: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x + delta (empty where there is no delta), and the result."""
+    if token_ids is not None and embedding is not None:
+        x = torch.cat([F.embedding(token_ids, embedding), x], -1)
+    total = x.new_empty(0) if delta is None else x + delta
+    wide = (x if delta is None else total).float()
+    if norm is not None:
+        wide = F.rms_norm(wide, norm.shape, norm.float(), eps)
+    out = F.linear(wide, weight.float())
+    if gated:
+        gate, up = out.chunk(2, -1)
+        out = F.silu(gate) * up
+    if residual is not None:
+        out = residual.float() + out
+    return total, out.to(x.dtype)
+
+
+def launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    token_ids: torch.Tensor | None,
+    embedding: torch.Tensor | None,
+    delta: torch.Tensor | None,
+    norm: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None,
+    gated: bool,
+    tile: Tiling | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the kernel over checked tensors, cut as `tile` says (None: by the table)."""
+    rows, (height, inputs) = x.shape[0], weight.shape
+    weights = 2 if gated else 1
+    outputs = height // weights
+    tile = tile or tiling(rows, outputs, inputs, weights=weights, itemsize=weight.element_size())
+    interpreted = x.device.type == "cpu"
+    total = x.new_empty(0) if delta is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    # The interpreter truncates fp32 to bf16 where the hardware rounds: let torch do that conversion.
+    out = torch.empty(rows, outputs, dtype=torch.float32 if interpreted else x.dtype, device=x.device)
+    operand, precision = _operand(weight.dtype, norm is not None, interpreted)
+    kernel = dot_kernel if tile.dot else matvec_kernel
+    kernel[(triton.cdiv(outputs, tile.block_n),)](
+        x,
+        token_ids,
+        embedding,
+        delta,
+        norm,
+        weight,
+        residual,
+        total,
+        out,
+        rows,
+        0 if embedding is None else embedding.shape[0],
+        x.stride(0),
+        eps,
+        N=outputs,
+        K=inputs,
+        GATED=gated,
+        OPERAND=operand,
+        PRECISION=precision,
+        EVICTION="evict_first" if weight.nbytes > _KEPT_IN_CACHE else "",
+        EARLY_START=EARLY_START and not interpreted,
+        BLOCK_T=tile_rows(rows, dot=tile.dot),
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        STAGES=tile.stages,
+        num_warps=tile.num_warps,
+        launch_pdl=EARLY_START,
+    )
+    return total, out.to(x.dtype)
+
+
+def _operand(dtype: torch.dtype, normed: bool, interpreted: bool) -> tuple[object, str]:
+    """What tensor cores multiply, and how: at least as precise as the weight."""
+    if interpreted and dtype == torch.bfloat16:
+        # The interpreter's own are wrong there.
+        return tl.float32, "ieee"
+    if dtype == torch.float32:
+        return tl.float32, "tf32x3"
+    if dtype == torch.float16 and normed:
+        # A row's scale comes behind the sum, and before it x may leave fp16's range. All of fp16 is exact in tf32.
+        return tl.float32, "tf32"
+    return (tl.bfloat16 if dtype == torch.bfloat16 else tl.float16), "ieee"
+
+
+def _fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    token_ids: torch.Tensor | None,
+    embedding: torch.Tensor | None,
+    delta: torch.Tensor | None,
+    norm: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None,
+    gated: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    total = x.new_empty(0) if delta is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    return total, x.new_empty(x.shape[0], outputs)
+
+
+_op = define_op(
+    "spec_decode::skinny_linear",
+    "(Tensor x, Tensor weight, Tensor? token_ids, Tensor? embedding, Tensor? delta, Tensor? norm, float eps, "
+    "Tensor? residual, bool gated) -> (Tensor, Tensor)",
+    cpu=_formula,
+    cuda=launch,
+    fake=_fake,
+)

@@ -1,0 +1,117 @@
+"""Inputs of a skinny linear in each of its forms, its result in float64, and how far an unfused model is from that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch.nn import functional as F
+
+from spec_decode.ops.skinny_linear import embed_linear, launch, norm_linear, skinny_linear
+
+EPS = 1e-6
+VOCAB = 11
+FORMS = ("plain", "residual", "norm", "delta", "gated", "delta_gated", "embed")
+
+
+@dataclass
+class Inputs:
+    """One call's tensors; None where its form has none."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    token_ids: torch.Tensor | None = None
+    embedding: torch.Tensor | None = None
+    delta: torch.Tensor | None = None
+    norm: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    gated: bool = False
+
+    def call(self):
+        """The result by the public function of this form."""
+        if self.token_ids is not None:
+            return embed_linear(self.token_ids, self.embedding, self.x, self.weight)
+        if self.norm is not None:
+            return norm_linear(self.x, self.delta, self.norm, EPS, self.weight, gated=self.gated)[1]
+        return skinny_linear(self.x, self.weight, self.residual)
+
+    def launched(self, tile):
+        """The result by the kernel, cut as tile says."""
+        return launch(
+            self.x, self.weight, self.token_ids, self.embedding, self.delta, self.norm, EPS, self.residual, self.gated,
+            tile,
+        )[1]  # fmt: skip
+
+    def exact(self):
+        """The result in float64; x + delta is rounded to its dtype as the residual stream is."""
+        x = self.x if self.delta is None else self.x + self.delta
+        x = x.double()
+        if self.token_ids is not None:
+            x = torch.cat([self.embedding[self.token_ids].double(), x], 1)
+        if self.norm is not None:
+            x = x / (x.square().mean(1, keepdim=True) + EPS).sqrt() * self.norm.double()
+        out = torch.einsum("tk,nk->tn", x, self.weight.double())
+        if self.gated:
+            gate, up = out.chunk(2, 1)
+            out = gate / (1 + (-gate).exp()) * up
+        return out if self.residual is None else out + self.residual.double()
+
+    def by_parts(self):
+        """The result by separate operations that each round to the dtype."""
+        x = self.x if self.delta is None else self.x + self.delta
+        if self.token_ids is not None:
+            x = torch.cat([self.embedding[self.token_ids], x], 1)
+        if self.norm is not None:
+            x = F.rms_norm(x, self.norm.shape, self.norm, EPS)
+        out = F.linear(x, self.weight)
+        if self.gated:
+            gate, up = out.chunk(2, 1)
+            out = F.silu(gate) * up
+        return out if self.residual is None else out + self.residual
+
+    def poisoned(self):
+        """The same inputs as parts of buffers that hold NaN everywhere else."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Inputs(**{name: _amid_nan(part, name == "x") for name, part in parts.items()})
+
+
+def make_inputs(form, rows, n, k, dtype=torch.float32):
+    """Inputs of `form` with n outputs and k inputs (k even for "embed"), weights scaled as a trained layer's are."""
+    generator = torch.Generator().manual_seed(rows * 1000 + n + k)
+
+    def draw(*shape, scale=1.0):
+        return (torch.randn(*shape, generator=generator) * scale).to(dtype)
+
+    gated = form.endswith("gated")
+    inputs = Inputs(x=draw(rows, k), weight=draw(n * (1 + gated), k, scale=k**-0.5), gated=gated)
+    if form == "residual":
+        inputs.residual = draw(rows, n)
+    if form in ("norm", "delta") or gated:
+        inputs.norm = 1 + draw(k, scale=0.3)
+    if form.startswith("delta"):
+        inputs.delta = draw(rows, k)
+    if form == "embed":
+        inputs.x, inputs.embedding = draw(rows, k // 2), draw(VOCAB, k // 2)
+        inputs.token_ids = torch.randint(VOCAB, (rows,), generator=generator)
+    return inputs
+
+
+def assert_within_budget(found, inputs):
+    """No further from float64 than twice as far as the unfused operations, whose roundings it may do."""
+    exact = inputs.exact()
+    rounding = torch.finfo(inputs.x.dtype).eps * exact.abs().max()
+    budget = 2 * ((inputs.by_parts().double() - exact).abs().max() + rounding)
+    error = (found.double() - exact).abs().max()
+    assert found.dtype == inputs.x.dtype and found.shape == exact.shape
+    assert error <= budget, f"off by {error:.3g}, allowed {budget:.3g}"
+
+
+def _amid_nan(part, beside):
+    if not isinstance(part, torch.Tensor) or not part.is_floating_point():
+        return part
+    height, columns = part.shape[0], part.shape[1:]
+    wider = [columns[0] + 24] if beside else list(columns)
+    buffer = torch.full((height + 32, *wider), torch.nan, dtype=part.dtype)
+    view = buffer[8 : 8 + height, 16 : 16 + columns[0]] if beside else buffer[8 : 8 + height]
+    view.copy_(part)
+    return view

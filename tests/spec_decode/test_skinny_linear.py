@@ -1,0 +1,178 @@
+"""Skinny linear layers on the CPU: the torch implementation, what is refused, the table, and the layers over them."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from builders.errors import BatchError
+from spec_decode.models.latent import LatentDecoderLayer
+from spec_decode.models.layers import DecoderLayer, Rotary
+from spec_decode.ops.skinny_linear import MAX_ROWS, embed_linear, is_skinny, norm_linear, skinny_linear
+from spec_decode.ops.skinny_tiling import tile_rows, tiling
+from tests.factories import make_config, make_latent_config
+from tests.spec_decode.skinny_oracle import EPS, FORMS, assert_within_budget, make_inputs
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_the_torch_implementation_of_every_form(form, rows, dtype):
+    inputs = make_inputs(form, rows, 21, 50, dtype)
+    assert_within_budget(inputs.call(), inputs)
+
+
+def test_the_new_residual_is_x_plus_delta():
+    inputs = make_inputs("delta", 3, 20, 50, torch.bfloat16)
+    total, _ = norm_linear(inputs.x, inputs.delta, inputs.norm, EPS, inputs.weight)
+    assert torch.equal(total, inputs.x + inputs.delta)
+
+
+def test_without_a_delta_x_itself_is_the_residual():
+    inputs = make_inputs("norm", 3, 20, 50)
+    assert norm_linear(inputs.x, None, inputs.norm, EPS, inputs.weight)[0] is inputs.x
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_op_writes_nothing_and_its_fake_matches(form):
+    inputs = make_inputs(form, 3, 20, 50)
+    arguments = (
+        inputs.x, inputs.weight, inputs.token_ids, inputs.embedding, inputs.delta, inputs.norm, EPS, inputs.residual,
+        inputs.gated,
+    )  # fmt: skip
+    op = torch.ops.spec_decode.skinny_linear.default
+    torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize(("rows", "few"), [(0, False), (1, True), (MAX_ROWS, True), (MAX_ROWS + 1, False)])
+def test_few_rows_are_skinny(rows, few):
+    with torch.no_grad():
+        assert is_skinny(torch.zeros(rows, 8)) is few
+
+
+def test_rows_that_may_need_a_gradient_are_not_skinny():
+    assert not is_skinny(torch.zeros(1, 8))
+
+
+@torch.no_grad()
+def test_rows_under_autocast_are_not_skinny():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not is_skinny(torch.zeros(1, 8))
+
+
+@torch.no_grad()
+def test_a_batch_of_sequences_is_not_skinny():
+    assert not is_skinny(torch.zeros(2, 3, 8))
+
+
+@pytest.mark.parametrize("rows", [0, MAX_ROWS + 1])
+def test_more_or_fewer_rows_are_refused(rows):
+    with pytest.raises(BatchError, match=f"1 to {MAX_ROWS} rows, got {rows}"):
+        skinny_linear(torch.zeros(rows, 8), torch.zeros(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"weight": torch.zeros(4, 9)}, r"weight torch.float32 \[4, 9\]"),
+        ({"weight": torch.zeros(4, 8).half()}, r"weight torch.float16 \[4, 8\]"),
+        ({"weight": torch.zeros(8, 4).T}, r"weight torch.float32 \[4, 8\]"),
+        ({"x": torch.zeros(8, 2).T}, r"x torch.float32 \[2, 8\]"),
+        ({"residual": torch.zeros(2, 5)}, r"residual torch.float32 \[2, 5\]"),
+        ({"residual": torch.zeros(1, 4)}, r"residual torch.float32 \[1, 4\]"),
+    ],
+)
+def test_operands_that_do_not_fit_are_named(change, found):
+    operands = {"x": torch.zeros(2, 8), "weight": torch.zeros(4, 8), "residual": torch.zeros(2, 4)}
+    with pytest.raises(BatchError, match=f"needs contiguous tensors of one dtype.*{found}"):
+        skinny_linear(**{**operands, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"delta": torch.zeros(1, 8)}, r"delta torch.float32 \[1, 8\]"),
+        ({"delta": torch.zeros(8, 2).T}, r"delta torch.float32 \[2, 8\]"),
+        ({"norm": torch.zeros(9)}, r"norm torch.float32 \[9\]"),
+    ],
+)
+def test_norms_that_do_not_fit_are_named(change, found):
+    operands = {"x": torch.zeros(2, 8), "delta": None, "norm": torch.zeros(8), "eps": EPS, "weight": torch.zeros(4, 8)}
+    with pytest.raises(BatchError, match=found):
+        norm_linear(**{**operands, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"token_ids": torch.zeros(3, dtype=torch.int64)}, r"token_ids torch.int64 \[3\]"),
+        ({"token_ids": torch.zeros(2, dtype=torch.int32)}, r"token_ids torch.int32 \[2\]"),
+        ({"embedding": torch.zeros(5, 9)}, r"embedding torch.float32 \[5, 9\]"),
+        ({"hidden": torch.zeros(2, 7)}, r"x torch.float32 \[2, 7\]"),
+    ],
+)
+def test_embeddings_that_do_not_fit_are_named(change, found):
+    operands = {"token_ids": torch.zeros(2, dtype=torch.int64), "embedding": torch.zeros(5, 8)}
+    operands |= {"hidden": torch.zeros(2, 8), "weight": torch.zeros(4, 16)}
+    with pytest.raises(BatchError, match=found):
+        embed_linear(**{**operands, **change})
+
+
+@given(
+    st.integers(1, MAX_ROWS), st.integers(1, 300000), st.integers(1, 40000), st.sampled_from([1, 2]),
+    st.sampled_from([2, 4]),
+)  # fmt: skip
+def test_every_tiling_fits_a_gpu(rows, n, k, weights, itemsize):
+    tile = tiling(rows, n, k, weights=weights, itemsize=itemsize)
+    height = tile_rows(rows, dot=tile.dot)
+    for size in (height, tile.block_n, tile.block_k):
+        assert size & (size - 1) == 0
+    assert height >= rows
+    if tile.dot:
+        assert min(height, tile.block_n, tile.block_k) >= 16
+        assert tile.stages * itemsize * tile.block_k * (2 * height + weights * tile.block_n) <= 99 * 1024
+    else:
+        sums = height * weights * tile.block_n * tile.block_k / (32 * tile.num_warps)
+        assert tile.stages == 1 and sums <= 64
+
+
+def test_a_wide_layers_programs_outnumber_the_multiprocessors_of_a_large_gpu():
+    for rows in (1, 4, 16, 32):
+        for n in (4096, 6144, 14336, 128256):
+            assert n / tiling(rows, n, 4096).block_n >= 132
+
+
+def averaging(layer, query, key, value, *, norm=None, sinks=None):
+    """No attention to speak of, but each of its inputs matters."""
+    keys = key if norm is None else key * norm.weight
+    out = query + keys.mean(1, keepdim=True)
+    out[..., : value.shape[-1]] += value.mean(1, keepdim=True)
+    return out[..., : value.shape[-1]]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first layer", "later layer"])
+@pytest.mark.parametrize(
+    ("layer", "config"), [(DecoderLayer, make_config()), (LatentDecoderLayer, make_latent_config())]
+)
+def test_a_layer_over_few_rows_is_the_one_over_many(layer, config, first):
+    torch.manual_seed(0)
+    module, rotary = layer(config, 0), Rotary(config)
+    for norm in (module.attn_norm, module.mlp_norm):
+        norm.weight.data.normal_(1, 0.3)
+    x, positions = torch.randn(MAX_ROWS + 1, config.hidden_size), torch.arange(MAX_ROWS + 1)
+    delta = None if first else torch.randn_like(x)
+    with torch.no_grad():
+        wanted, added = module(x, delta, positions, rotary, averaging)
+        part = slice(4, 9)
+        found, rest = module(x[part], None if first else delta[part], positions[part], rotary, averaging)
+    assert rest is None and added is not None
+    torch.testing.assert_close(found, (wanted + added)[part], rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_has_gradients_over_few_rows():
+    module, rotary = DecoderLayer(make_config(), 0), Rotary(make_config())
+    x, delta = module(torch.randn(3, 32), None, torch.arange(3), rotary, averaging)
+    (x + delta).sum().backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
