@@ -1,0 +1,215 @@
+"""EAGLE-3 (Li et al., 2025) as published, by its authors' names or those of `speculators`: states of three of the
+target's layers, and a vocabulary of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from spec_decode.models.base import Attend, TargetModel
+from spec_decode.models.checkpoint import CheckpointError
+from spec_decode.models.config import ModelConfig
+from spec_decode.models.layers import ResidualStream, RMSNorm, Rotary
+from spec_decode.models.published.decoder import DecoderConfig, read_decoder
+from spec_decode.models.published.draft import (
+    FeatureDraft,
+    check_embedding,
+    check_features,
+    check_shared,
+    decoder_fields,
+)
+from spec_decode.models.published.fields import Fields
+from spec_decode.models.published.layers import Extras, PublishedLayer
+from spec_decode.models.published.parameters import fill, layer_parameters, prefixed
+from spec_decode.models.published.scoped_weights import ScopedWeights
+from spec_decode.models.published.store import TensorStore
+from spec_decode.models.published.token_map import read_token_map
+from spec_decode.ops.skinny_linear import is_skinny, norm_linear, skinny_linear
+from spec_decode.ops.swiglu import swiglu
+
+FEATURE_LAYERS = 3
+"""How many of the target's layers a draft reads."""
+
+
+class FirstLayer(PublishedLayer):
+    """A decoder layer whose attention reads embedding and hidden state side by side, each with a norm of its own."""
+
+    def __init__(self, config: ModelConfig, extras: Extras, *, normed_residual: bool) -> None:
+        """normed_residual: the residual starts from the normed hidden state, not the hidden state."""
+        super().__init__(config, 0, extras)
+        self.qkv = nn.Linear(2 * config.hidden_size, self.qkv.out_features, bias=extras.qkv_bias)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.normed_residual = normed_residual
+
+    def fuse(
+        self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, rotary: Rotary, attend: Attend
+    ) -> ResidualStream:
+        """embedded and hidden [T, H]; the residual and the delta yet to be added to it."""
+        normed = self.hidden_norm(hidden)[1]
+        joined = torch.cat([self.attn_norm(embedded)[1], normed], -1)
+        x, norm = normed if self.normed_residual else hidden, self.mlp_norm
+        if is_skinny(x):
+            x, delta = self.folded_attention_over(joined, x, positions, rotary, attend)
+            x, activated = norm_linear(x, delta, norm.weight, norm.eps, self.gate_up.weight, gated=True)
+            return skinny_linear(activated, self.down.weight, residual=x), None
+        x, normed = norm(x, self.attention(joined, positions, rotary, attend))
+        return x, self.down(swiglu(self.gate_up(normed)))
+
+
+class Eagle3(FeatureDraft):
+    """At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2.
+
+    Positions go as far as the target's: rotary angles need no training, and a wrong guess costs a round's time, not its
+    text.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        target: TargetModel,
+        extras: list[Extras],
+        token_map: torch.Tensor | None,
+        *,
+        draft_vocab: int,
+        normed_residual: bool,
+        own_embedding: bool,
+    ) -> None:
+        super().__init__(config, target, own_embedding=own_embedding)
+        model = config.model
+        self.token_map = token_map
+        self.feature_size = FEATURE_LAYERS * target.hidden_size
+        self.fc = nn.Linear(self.feature_size, model.hidden_size, bias=False)
+        first = FirstLayer(model, extras[0], normed_residual=normed_residual)
+        others = [PublishedLayer(model, layer, extra) for layer, extra in enumerate(extras) if layer]
+        self.layers = nn.ModuleList([first, *others])
+        self.norm = RMSNorm(model.hidden_size, model.norm_eps)
+        self.lm_head = nn.Linear(model.hidden_size, draft_vocab, bias=False)
+
+    def combine(self, features: torch.Tensor) -> torch.Tensor:
+        """features [T, 3 * the target's hidden size]; states [T, H]."""
+        states: torch.Tensor = self.fc(features)
+        return states
+
+    def forward(
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """token_ids, positions int64 [T], hidden [T, H]; states [T, H] before the last norm."""
+        first, *others = self.layers
+        assert isinstance(first, FirstLayer)
+        embedded = F.embedding(token_ids, self.embedding)
+        x, delta = first.fuse(embedded, hidden, positions, self.rotary, attend)
+        for layer in others:
+            x, delta = layer(x, delta, positions, self.rotary, attend)
+        return x if delta is None else x + delta
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [T, H]; logits [T, draft vocabulary]."""
+        if is_skinny(hidden):
+            return norm_linear(hidden, None, self.norm.weight, self.norm.eps, self.lm_head.weight)[1]
+        out: torch.Tensor = self.lm_head(self.norm(hidden)[1])
+        return out
+
+
+def serves(store: TensorStore) -> bool:
+    """Whether the checkpoint has EAGLE-3's names."""
+    return not store.names().isdisjoint({"d2t", "midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"})
+
+
+def feature_layers(store: TensorStore, num_target_layers: int) -> tuple[int, ...]:
+    """The target's layers whose incoming states the draft reads: as config.json says, else 2, n // 2 and n - 3 of n.
+
+    Raises CheckpointError for layers that the target does not have.
+    """
+    config = Fields(store.config, str(store.folder / "config.json"))
+    name = "eagle_aux_hidden_state_layer_ids"
+    section = config if config.values.get(name) else config.section("eagle_config")
+    layers = section.get(name, list, [2, num_target_layers // 2, num_target_layers - 3])
+    inside = all(type(layer) is int and 0 <= layer < num_target_layers for layer in layers)
+    if not inside or len(layers) != FEATURE_LAYERS:
+        raise CheckpointError(
+            f"{name} in {section.place} must be {FEATURE_LAYERS} of the target's {num_target_layers} layers, got "
+            f"{layers}; nothing was loaded. Use a draft trained on this target."
+        )
+    return tuple(layers)
+
+
+def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> Eagle3:
+    """The draft, ready to run. Raises CheckpointError."""
+    whole = Fields(store.config, str(store.folder / "config.json"))
+    fields = decoder_fields(store)
+    config = read_decoder(fields, max_positions=target.max_positions)
+    model = config.model
+    own_embedding = "embed_tokens.weight" in store.names()
+    _check_target(store, model, target, whole, dtype=dtype, own_embedding=own_embedding)
+    draft_vocab = whole.get("draft_vocab_size", int, model.vocab_size)
+    token_map = read_token_map(store, draft_vocab, target.vocab_size)
+    prefixes = _prefixes(store, model.num_layers)
+    extras = [Extras.found(store, prefix) for prefix in prefixes]
+    with torch.device("meta"):
+        draft = Eagle3(
+            config,
+            target,
+            extras,
+            None if token_map is None else token_map.to(device),
+            draft_vocab=draft_vocab,
+            normed_residual=whole.get("norm_before_residual", bool, False),
+            own_embedding=own_embedding,
+        )
+    weights = ScopedWeights(store, "", dtype, device)
+    state = _state(weights, model, prefixes, extras, own_embedding, draft)
+    store.refuse_unused()
+    return fill(draft, state, device)
+
+
+def _state(
+    weights: ScopedWeights,
+    model: ModelConfig,
+    prefixes: list[str],
+    extras: list[Extras],
+    own_embedding: bool,
+    draft: Eagle3,
+) -> dict[str, torch.Tensor]:
+    hidden = model.hidden_size
+    state = {
+        "fc.weight": weights.take("fc.weight", hidden, draft.feature_size),
+        "norm.weight": weights.take("norm.weight", hidden),
+        "lm_head.weight": weights.take("lm_head.weight", draft.lm_head.out_features, hidden),
+        "layers.0.hidden_norm.weight": weights.take(f"{prefixes[0]}hidden_norm.weight", hidden),
+    }
+    if own_embedding:
+        state["embed.weight"] = weights.take("embed_tokens.weight", model.vocab_size, hidden)
+    for layer, (prefix, extra) in enumerate(zip(prefixes, extras, strict=True)):
+        inputs = hidden if layer else 2 * hidden
+        state |= prefixed(f"layers.{layer}.", layer_parameters(weights.under(prefix), model, extra, inputs=inputs))
+    return state
+
+
+def _prefixes(store: TensorStore, num_layers: int) -> list[str]:
+    """What the tensors of each layer begin with; its authors call the first one midlayer."""
+    named = any(name.startswith("midlayer.") for name in store.names())
+    return ["midlayer." if named and layer == 0 else f"layers.{layer}." for layer in range(num_layers)]
+
+
+def _check_target(
+    store: TensorStore,
+    model: ModelConfig,
+    target: TargetModel,
+    config: Fields,
+    *,
+    dtype: torch.dtype,
+    own_embedding: bool,
+) -> None:
+    check_shared(store, "vocab_size", model.vocab_size, target.vocab_size)
+    target_hidden = config.get("target_hidden_size", int, model.hidden_size)
+    check_shared(store, "hidden_size", target_hidden, target.hidden_size)
+    check_features(
+        store,
+        FEATURE_LAYERS * target_hidden,
+        target,
+        f"Make the target with the states of {FEATURE_LAYERS} layers as features (feature_layers says which).",
+    )
+    if not own_embedding:
+        name = "hidden_size (for want of an embedding of its own)"
+        check_shared(store, name, model.hidden_size, target.hidden_size)
+        check_embedding(store, target, dtype)

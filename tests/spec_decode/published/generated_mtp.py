@@ -1,0 +1,300 @@
+"""Tiny random checkpoints in the layouts of DeepSeek-V3, GLM-4.7-Flash and DeepSeek-V4, and a scene to draft in.
+
+The tensors come back with the folder, so that a test can compute with them by itself.
+"""
+
+import json
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from attn_backends import get
+from builders import RequestTables
+from spec_decode.drafter import Drafter, VerifiedTokens
+from spec_decode.kv_groups import attend_with, build_ragged, make_group
+from spec_decode.models import TargetModel, TargetStates
+from tests.factories import CPU, owned_pages
+
+VOCAB, HIDDEN, LAYER, K = 24, 32, 2, 3
+
+V3_CONFIG = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_hidden_layers": LAYER,
+    "num_nextn_predict_layers": 1,
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 40,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "max_position_embeddings": 96,
+    "rms_norm_eps": 1e-5,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 10,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 8,
+        "original_max_position_embeddings": 12,
+        "beta_fast": 4,
+        "beta_slow": 0.5,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.0,
+    },
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.7,
+}
+
+GLM_CONFIG = {
+    **{name: value for name, value in V3_CONFIG.items() if name not in ("rope_scaling", "rope_theta", "scoring_func")},
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "partial_rotary_factor": 1.0},
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+}
+
+V4_CONFIG = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "num_hidden_layers": LAYER,
+    "num_nextn_predict_layers": 1,
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "hidden_act": "silu",
+    "max_position_embeddings": 96,
+    "rms_norm_eps": 1e-6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "qk_rope_head_dim": 16,
+    "q_lora_rank": 20,
+    "o_lora_rank": 10,
+    "o_groups": 2,
+    "sliding_window": 6,
+    "rope_theta": 10000,
+    "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 8},
+    "compress_rope_theta": 160000,
+    "compress_ratios": [0, 4, 0],
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "scoring_func": "sqrtsoftplus",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 0.6,
+}
+
+
+class _Random:
+    """Matrices that keep sizes, norms that are not 1 everywhere, and biases that change what is chosen."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(0)
+
+    def matrix(self, rows, columns):
+        return torch.randn(rows, columns, generator=self.generator) / columns**0.5 * 1.5
+
+    def norm(self, size):
+        return 1 + torch.randn(size, generator=self.generator) / 4
+
+    def bias(self, size):
+        return torch.randn(size, generator=self.generator)
+
+
+def v3_tensors(config, *, shared=False):
+    """The layer's tensors by name. shared: whether embedding and head are left to the target."""
+    make, prefix = _Random(), f"model.layers.{config['num_hidden_layers']}."
+    heads, rope = config["num_attention_heads"], config["qk_rope_head_dim"]
+    query, rank = config["qk_nope_head_dim"] + rope, config["kv_lora_rank"]
+    values = config["v_head_dim"]
+    tensors = {
+        "enorm.weight": make.norm(HIDDEN),
+        "hnorm.weight": make.norm(HIDDEN),
+        "eh_proj.weight": make.matrix(HIDDEN, 2 * HIDDEN),
+        "shared_head.norm.weight": make.norm(HIDDEN),
+        "input_layernorm.weight": make.norm(HIDDEN),
+        "post_attention_layernorm.weight": make.norm(HIDDEN),
+        "self_attn.kv_a_proj_with_mqa.weight": make.matrix(rank + rope, HIDDEN),
+        "self_attn.kv_a_layernorm.weight": make.norm(rank),
+        "self_attn.kv_b_proj.weight": make.matrix(heads * (config["qk_nope_head_dim"] + values), rank),
+        "self_attn.o_proj.weight": make.matrix(HIDDEN, heads * values),
+    }
+    if not shared:
+        tensors["embed_tokens.weight"] = make.matrix(VOCAB, HIDDEN)
+        tensors["shared_head.head.weight"] = make.matrix(VOCAB, HIDDEN)
+    if config.get("q_lora_rank") is None:
+        tensors["self_attn.q_proj.weight"] = make.matrix(heads * query, HIDDEN)
+    else:
+        tensors["self_attn.q_a_proj.weight"] = make.matrix(config["q_lora_rank"], HIDDEN)
+        tensors["self_attn.q_a_layernorm.weight"] = make.norm(config["q_lora_rank"])
+        tensors["self_attn.q_b_proj.weight"] = make.matrix(heads * query, config["q_lora_rank"])
+    if config.get("n_routed_experts") is None:
+        tensors |= _gated(make, "mlp.", ("gate_proj", "up_proj", "down_proj"), config["intermediate_size"])
+    else:
+        tensors |= _mixture(make, config, "mlp.", ("gate_proj", "up_proj", "down_proj"), "gate.e_score_correction_bias")
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def v4_tensors(config):
+    make = _Random()
+    heads, dim, groups = config["num_attention_heads"], config["head_dim"], config["o_groups"]
+    streams = config["hc_mult"]
+    tensors = {
+        "enorm.weight": make.norm(HIDDEN),
+        "hnorm.weight": make.norm(HIDDEN),
+        "norm.weight": make.norm(HIDDEN),
+        "e_proj.weight": make.matrix(HIDDEN, HIDDEN),
+        "h_proj.weight": make.matrix(HIDDEN, HIDDEN),
+        "attn_norm.weight": make.norm(HIDDEN),
+        "ffn_norm.weight": make.norm(HIDDEN),
+        "attn.wq_a.weight": make.matrix(config["q_lora_rank"], HIDDEN),
+        "attn.q_norm.weight": make.norm(config["q_lora_rank"]),
+        "attn.wq_b.weight": make.matrix(heads * dim, config["q_lora_rank"]),
+        "attn.wkv.weight": make.matrix(dim, HIDDEN),
+        "attn.kv_norm.weight": make.norm(dim),
+        "attn.attn_sink": make.bias(heads),
+        "attn.wo_a.weight": make.matrix(groups * config["o_lora_rank"], heads * dim // groups),
+        "attn.wo_b.weight": make.matrix(HIDDEN, groups * config["o_lora_rank"]),
+        **_mixture(make, config, "ffn.", ("w1", "w3", "w2"), "gate.bias"),
+    }
+    for name, mixes, scales in (("attn", streams * (2 + streams), 3), ("ffn", streams * (2 + streams), 3),
+                                ("head", streams, 1)):  # fmt: skip
+        tensors[f"hc_{name}_fn"] = make.matrix(mixes, streams * HIDDEN)
+        tensors[f"hc_{name}_scale"] = 0.7 + torch.arange(scales) / 4
+        tensors[f"hc_{name}_base"] = make.bias(mixes)
+    return {f"mtp.0.{name}": tensor for name, tensor in tensors.items()}
+
+
+def _gated(make, prefix, names, inner):
+    gate, up, down = (f"{prefix}{name}.weight" for name in names)
+    return {gate: make.matrix(inner, HIDDEN), up: make.matrix(inner, HIDDEN), down: make.matrix(HIDDEN, inner)}
+
+
+def _mixture(make, config, prefix, names, bias):
+    count, inner = config["n_routed_experts"], config["moe_intermediate_size"]
+    tensors = {f"{prefix}gate.weight": make.matrix(count, HIDDEN), f"{prefix}{bias}": make.bias(count) / 2}
+    for index in range(count):
+        tensors |= _gated(make, f"{prefix}experts.{index}.", names, inner)
+    return tensors | _gated(make, f"{prefix}shared_experts.", names, inner * config["n_shared_experts"])
+
+
+def write(folder, config, tensors):
+    """A checkpoint, with a tensor of the target's beside the draft's."""
+    (folder / "config.json").write_text(json.dumps(config))
+    others = {"model.norm.weight": torch.ones(HIDDEN)}
+    save_file({name: tensor.contiguous() for name, tensor in (others | tensors).items()}, folder / "model.safetensors")
+    return folder
+
+
+class StubTarget(TargetModel):
+    """What a draft sees of a target: its sizes, embedding and head."""
+
+    def __init__(self, *, vocab_size=VOCAB, hidden_size=HIDDEN, feature_size=HIDDEN):
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        self.vocab_size, self.hidden_size, self.feature_size = vocab_size, hidden_size, feature_size
+        self.max_positions = 96
+        self.embed = nn.Embedding(vocab_size, hidden_size)
+        self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
+        for weight in (self.embed.weight, self.lm_head.weight):
+            weight.data.copy_(torch.randn(weight.shape, generator=generator) / 2)
+        self.requires_grad_(False)
+
+    def layer_groups(self, page_size):
+        return []
+
+    def forward(self, token_ids, positions, attend):
+        return TargetStates(self.embed(token_ids), self.embed(token_ids))
+
+    def logits(self, hidden):
+        return self.lm_head(hidden)
+
+
+class Scene:
+    """A draft over a paged cache that starts as NaN, with two requests on shuffled pages."""
+
+    CONTEXTS = (5, 9)
+
+    def __init__(self, model, backend="torch_reference"):
+        self.model = model
+        self.tables = RequestTables(page_sizes=[4], num_pages=[24], max_reqs=2, max_seq_len=48, device=CPU)
+        self.tables.load([owned_pages(2, 12, 24)], [48, 48])
+        [group] = model.layer_groups(4)
+        self.groups = [make_group(group.name, get(backend), group.spec, group.layers, num_pages=24, device=CPU)]
+        for cache in self.groups[0].caches.values():
+            cache.key.fill_(float("nan"))
+            cache.value.fill_(float("nan"))
+
+    def run(self, query_lens, seq_lens, ids, hidden):
+        """States of the last query_lens[r] of seq_lens[r] tokens of each request."""
+        batch, metadata = build_ragged(self.groups, self.tables, query_lens, seq_lens)
+        with torch.no_grad():
+            return self.model(ids, hidden, batch.positions, attend_with(self.groups, metadata))
+
+    def drafts(self, strategy, temperature=0.0):
+        """A prefill and two rounds; tokens and logits of each."""
+        drafter = Drafter(self.model, self.groups, self.tables, num_speculative_tokens=K, strategy=strategy)
+        generator = torch.Generator().manual_seed(1)
+        width, features, contexts = K + 1, self.model.feature_size, list(self.CONTEXTS)
+        self.committed = [random_text(generator, n, features) for n in contexts]
+        drafter.prefill(self.tables, contexts, *(torch.cat(part) for part in zip(*self.committed, strict=True)))
+        found, self.rounds = [], []
+        for round_ in range(2):
+            verified = VerifiedTokens(
+                token_ids=torch.randint(0, VOCAB, (2, width), generator=generator),
+                features=torch.randn(2, width, features, generator=generator).to(self.groups[0].spec.dtype),
+                context_lens=torch.tensor(contexts, dtype=torch.int32),
+                accepted=torch.tensor([[1, 3], [0, 2]][round_], dtype=torch.int32),
+                next_tokens=torch.randint(0, VOCAB, (2,), generator=generator),
+                temperature=torch.full((2,), temperature),
+                seeds=torch.arange(2),
+            )
+            self.rounds.append(verified)
+            drafts = drafter.propose(verified)
+            found.append((drafts.tokens.clone(), drafts.logits.clone()))
+            contexts = [n + int(a) + 1 for n, a in zip(contexts, verified.accepted, strict=True)]
+        return found
+
+    def dense_drafts(self, states_of, logits_of):
+        """The same greedy drafts by a draft without a cache: states_of(ids, hidden) of one whole text."""
+        committed, found = list(self.committed), []
+        for verified in self.rounds:
+            tokens, logits = [], []
+            for row, (ids, hidden) in enumerate(committed):
+                kept = int(verified.accepted[row])
+                new = torch.cat([verified.token_ids[row, 1 : kept + 1], verified.next_tokens[row : row + 1]])
+                ids, hidden = torch.cat([ids, new]), torch.cat([hidden, verified.features[row, : kept + 1]])
+                committed[row] = (ids, hidden)
+                drafted = []
+                for _ in range(K):
+                    state = states_of(ids, hidden)[-1:]
+                    logits.append(logits_of(state)[0])
+                    drafted.append(int(logits[-1].argmax()))
+                    ids, hidden = torch.cat([ids, torch.tensor(drafted[-1:])]), torch.cat([hidden, state])
+                tokens.append(drafted)
+            found.append((tokens, torch.stack(logits).unflatten(0, (2, K))))
+        return found
+
+
+def random_text(generator, length, features):
+    ids = torch.randint(0, VOCAB, (length,), generator=generator)
+    return ids, torch.randn(length, features, generator=generator)
