@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -51,6 +51,8 @@ class RequestTables:
         self.longest = 0
         """The largest token limit of the live requests."""
         self.writable_host: tuple[int, ...] = ()
+        self._rows: list[list[list[int]]] = [[] for _ in page_sizes]
+        self._taken: list[set[int]] = [set() for _ in page_sizes]
 
     @property
     def num_groups(self) -> int:
@@ -81,13 +83,92 @@ class RequestTables:
                 host[group, request, : len(row)] = torch.tensor(row, dtype=torch.int32)
         limits = torch.zeros(self.max_reqs, dtype=torch.int32)
         limits[:num_reqs] = torch.tensor(list(token_limits), dtype=torch.int32)
-        self.block_tables.copy_(host)
-        self.token_limits.copy_(limits)
+        self._send(host, self.block_tables)
+        self._send(limits, self.token_limits)
         self.overflow.zero_()
+        self._rows = [[list(row) for row in rows] for rows in pages]
+        self._taken = [{page for row in rows for page in row} for rows in pages]
         self.num_live = num_reqs
         self.limits_host = tuple(token_limits)
         self.longest = max(token_limits, default=0)
         self.writable_host = starts
+
+    def grow(self, pages: Mapping[int, Sequence[Sequence[int]]], token_limits: Mapping[int, int]) -> None:
+        """Append pages to live requests in place, and raise their limits: the device is not waited for.
+
+        pages[request][group] lists the page ids behind those it has; token_limits[request] is its limit from now on.
+        Raises BatchError, with nothing changed, for another set of requests in the two, a request that is not live, a
+        limit below the one it has or beyond its pages, and an id out of range or already owned.
+        """
+        require(
+            pages.keys() == token_limits.keys() and all(0 <= request < self.num_live for request in pages),
+            f"pages and limits must be of the same requests, 0 to {self.num_live - 1}, got {sorted(pages)} and "
+            f"{sorted(token_limits)}; nothing was changed. Load a request before it grows.",
+        )
+        for request, groups in pages.items():
+            self._check_growth(request, groups, token_limits[request])
+        self._check_appended(pages)
+        entries = [
+            (group, request, len(self._rows[group][request]) + offset, page)
+            for request, groups in pages.items()
+            for group, row in enumerate(groups)
+            for offset, page in enumerate(row)
+        ]
+        self._write_growth(entries, token_limits)
+        for group, request, _, page in entries:
+            self._rows[group][request].append(page)
+            self._taken[group].add(page)
+        limits = list(self.limits_host)
+        for request, limit in token_limits.items():
+            limits[request] = limit
+        self.limits_host = tuple(limits)
+        self.longest = max(limits, default=0)
+
+    def _write_growth(self, entries: Sequence[tuple[int, int, int, int]], token_limits: Mapping[int, int]) -> None:
+        """entries: (group, request, column, page)."""
+        if entries:
+            group, request, column, page = self._staged(entries).T
+            self.block_tables[group, request, column] = page.int()
+        if token_limits:
+            row, limit = self._staged(list(token_limits.items())).T
+            self.token_limits[row] = limit.int()
+
+    def _staged(self, rows: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        """rows as int64 on the device, by a copy that nobody waits for."""
+        host = torch.tensor(rows, dtype=torch.int64)
+        staged = torch.empty_like(host, device=self.device)
+        self._send(host, staged)
+        return staged
+
+    def _send(self, host: torch.Tensor, device: torch.Tensor) -> None:
+        """Copy without waiting: pinned memory lives until the copy has run."""
+        device.copy_(host.pin_memory() if self.device.type == "cuda" else host, non_blocking=True)
+
+    def _check_growth(self, request: int, groups: Sequence[Sequence[int]], limit: int) -> None:
+        has = [len(rows[request]) for rows in self._rows]
+        require(
+            len(groups) == self.num_groups
+            and all(n + len(new) <= self.max_pages for n, new in zip(has, groups, strict=True)),
+            f"request {request} has {has} pages in {self.num_groups} groups and may have {self.max_pages} in each, got "
+            f"{[len(new) for new in groups]} more; nothing was changed. Pass one list a group, or enlarge the tables.",
+        )
+        room = min((n + len(new)) * size for n, new, size in zip(has, groups, self.page_sizes_host, strict=True))
+        most = min(room, self.max_seq_len)
+        require(
+            self.limits_host[request] <= limit <= most,
+            f"request {request} may hold {self.limits_host[request]} tokens, and {most} once it has grown, got a limit "
+            f"of {limit}; its writes would leave its pages, so nothing was changed. Grow by more, or raise it less.",
+        )
+
+    def _check_appended(self, pages: Mapping[int, Sequence[Sequence[int]]]) -> None:
+        for group in range(self.num_groups):
+            appended = [page for groups in pages.values() for page in groups[group]]
+            require(
+                len(set(appended)) == len(appended)
+                and all(0 <= page < self.num_pages[group] and page not in self._taken[group] for page in appended),
+                f"pages appended in group {group} must be among 0 to {self.num_pages[group] - 1} and free, got "
+                f"{appended}; two requests would share a slot, so nothing was changed. Take them from the free list.",
+            )
 
     def _check_shape(
         self, pages: Sequence[Sequence[Sequence[int]]], num_reqs: int, writable_from: Sequence[int]

@@ -1,0 +1,114 @@
+"""Prompts on their way into the caches, a chunk of each at a time, eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from builders import RequestTables
+from spec_decode.drafter import Drafter
+from spec_decode.engine.scheduler import Chunk, Job
+from spec_decode.sampling import Sampling
+from spec_decode.target import TargetRunner
+from spec_decode.verification import sample_target
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """Jobs whose context is in the caches; tokens int64 [n]: the one behind it; features [n, F]: the target's at its
+    end."""
+
+    jobs: list[Job]
+    tokens: torch.Tensor
+    features: torch.Tensor
+
+    def of(self, jobs: Sequence[Job]) -> Prefilled:
+        """Of these jobs only."""
+        index = torch.tensor([self.jobs.index(job) for job in jobs], device=self.tokens.device)
+        return Prefilled(list(jobs), self.tokens[index], self.features[index])
+
+
+class Prefill:
+    """Runs chunks through target and draft, over tables of its own."""
+
+    def __init__(self, target: TargetRunner, drafter: Drafter | None, tables: Sequence[RequestTables]) -> None:
+        """tables: the target's and, with a drafter, the draft's; other than those of the running requests."""
+        self._target = target
+        self._drafter = drafter
+        self._tables, self._draft_tables = tables[0], tables[-1]
+
+    @torch.no_grad()
+    def run(self, chunks: Sequence[Chunk]) -> Prefilled:
+        """Write the chunks' KV; tell of the jobs whose last chunk was among them."""
+        if not chunks:
+            return Prefilled([], self._tensor([]), self._tensor([]))
+        counts = [chunk.end - chunk.start for chunk in chunks]
+        texts = [chunk.job.text for chunk in chunks]
+        ids = [token for chunk, text in zip(chunks, texts, strict=True) for token in text[chunk.start : chunk.end]]
+        _load(self._tables, chunks)
+        states = self._target.prefill(self._tables, counts, [chunk.end for chunk in chunks], self._tensor(ids))
+        features = states.features.split(counts)
+        if self._drafter:
+            self._draft(self._drafter, chunks, texts, features)
+        ends = [(i, chunk) for i, chunk in enumerate(chunks) if chunk.last]
+        hidden = states.hidden.split(counts)
+        return Prefilled(
+            [chunk.job for _, chunk in ends],
+            self._next_tokens(ends, texts, [hidden[i][-1] for i, _ in ends]),
+            torch.stack([features[i][-1] for i, _ in ends]) if ends else states.features[:0],
+        )
+
+    def _next_tokens(
+        self, ends: Sequence[tuple[int, Chunk]], texts: Sequence[list[int]], hidden: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """The token behind each context: sampled, or, of a preempted request, the one that the text goes on with."""
+        if not ends:
+            return self._tensor([])
+        positions = [chunk.end for _, chunk in ends]
+        sampling = Sampling.of([chunk.job.handle.request.sampling for _, chunk in ends], self._tables.device)
+        logits = self._target.model.logits(torch.stack(list(hidden)))
+        sampled = sample_target(logits, sampling=sampling, positions=self._tensor(positions))
+        known = self._tensor([texts[i][chunk.end] if chunk.end < len(texts[i]) else -1 for i, chunk in ends])
+        return torch.where(known >= 0, known, sampled)
+
+    def _draft(
+        self,
+        drafter: Drafter,
+        chunks: Sequence[Chunk],
+        texts: Sequence[list[int]],
+        features: Sequence[torch.Tensor],
+    ) -> None:
+        """The draft reads token p + 1 with the features at p, at position p + first_position.
+
+        The last token's features wait for the token behind it, which the first round brings. A draft whose positions
+        start at 1 reads the first token at position 0, with no features.
+        """
+        shift = drafter.model.first_position
+        rows, ids, parts = [], [], []
+        for chunk, text, states in zip(chunks, texts, features, strict=True):
+            start, end = chunk.start or -shift, min(chunk.end, chunk.job.context - 1)
+            if start < end:
+                rows.append(Chunk(chunk.job, start + shift, end + shift))
+                ids += text[start + 1 : end + 1]
+                parts += [states.new_zeros(chunk.start - start, states.shape[1])] if start < chunk.start else []
+                parts.append(states[: end - chunk.start])
+        if not rows:
+            return
+        _load(self._draft_tables, rows)
+        drafter.prefill(
+            self._draft_tables,
+            [row.end - row.start for row in rows],
+            [row.end for row in rows],
+            self._tensor(ids),
+            torch.cat(parts),
+        )
+
+    def _tensor(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._tables.device)
+
+
+def _load(tables: RequestTables, chunks: Sequence[Chunk]) -> None:
+    pages = [chunk.job.pages for chunk in chunks]
+    tables.load([pages] * tables.num_groups, [chunk.end for chunk in chunks])

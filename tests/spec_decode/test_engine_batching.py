@@ -1,0 +1,450 @@
+"""The engine's batching: whatever joins, leaves, waits, is cancelled or preempted beside it, a text is its own."""
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from attn_backends import get
+from attn_backends.torch_reference import TorchReference
+from builders import BatchError, GraphSupport, ReferenceBuilder
+from spec_decode.dense import causal_attend, positions_of
+from spec_decode.engine import Engine, Finish, Request
+from spec_decode.models import DraftModel, LayerGroup, LlamaTarget
+from spec_decode.strategy import GraphMode
+from tests.factories import make_config, make_pair
+
+PAIR = make_pair()
+VOCAB = PAIR[0].vocab_size
+REFERENCE = get("torch_reference")
+
+
+def make_engine(pair=PAIR, *, backend=REFERENCE, num_speculative_tokens=3, graph_mode=GraphMode.NONE, **options):
+    options = {"max_reqs": 4, "max_seq_len": 64, "page_size": 4, **options}
+    return Engine(*pair, backend, num_speculative_tokens=num_speculative_tokens, graph_mode=graph_mode, **options)
+
+
+def make_requests(count, seed=0, *, prompt=12, new=20):
+    """Random requests, greedy and hot by turns, every third with stop ids."""
+    rng = random.Random(seed)
+    return [
+        Request(
+            prompt=[rng.randrange(VOCAB) for _ in range(rng.randint(1, prompt))],
+            max_new_tokens=rng.randint(1, new),
+            temperature=rng.choice([0.0, 1.0]),
+            seed=index,
+            stop_ids=frozenset(rng.sample(range(VOCAB), 2)) if index % 3 == 0 else frozenset(),
+        )
+        for index in range(count)
+    ]
+
+
+def texts(engine, requests, **options):
+    return [generation.token_ids for generation in engine.generate(requests, **options)]
+
+
+def alone(requests, pair=PAIR, **options):
+    engine = make_engine(pair, max_reqs=1, **options)
+    return [texts(engine, [request])[0] for request in requests]
+
+
+def all_pages(engine):
+    return engine._pool.num_pages
+
+
+def test_500_requests_that_come_and_go_say_what_each_says_alone():
+    requests, rng = make_requests(500, prompt=6, new=18), random.Random(1)
+    # A quarter of the pages that the rows may come to need: they grow into preemption again and again.
+    engine = make_engine(max_reqs=12, max_seq_len=24, page_size=1, num_pages=64, max_prefill_tokens=16)
+    handles, cancelled = [], set()
+    while len(handles) < 500 or engine.step():
+        for request in requests[len(handles) : len(handles) + rng.randint(0, 5)]:
+            handles.append(engine.submit(request))
+        engine.step()
+        recent = len(handles) - 1 - rng.randint(0, 30)
+        if rng.random() < 0.3 and recent >= 0 and not handles[recent].done:
+            engine.cancel(handles[recent])
+            cancelled.add(recent)
+    assert engine.stats.preemptions > 15 and len(cancelled) > 20
+    assert engine.free_pages == all_pages(engine)
+    assert all(tables.overflow.eq(0).all() for tables in engine._tables)
+    for index, (handle, text) in enumerate(zip(handles, alone(requests, max_seq_len=24), strict=True)):
+        said = handle.generation.token_ids
+        assert said == (text[: len(said)] if index in cancelled else text)
+
+
+VERIFIERS = ("rejection", "block", "synthetic:1.5")
+
+
+@pytest.mark.parametrize("verification", VERIFIERS)
+def test_a_preempted_request_goes_on_with_the_text_it_had(verification):
+    # With these seeds, one goes on from a token that the target would not draw again by itself.
+    requests = [Request(prompt=[i, 3], max_new_tokens=45, temperature=1.0, seed=16 + i) for i in range(4)]
+    tight = make_engine(num_pages=26, verification=verification)
+    assert texts(tight, requests) == alone(requests, verification=verification)
+    # More was prefilled again than prompts: whoever was preempted had a text.
+    assert tight.stats.preemptions >= 2 and tight.stats.prefill_tokens > 4 * 2 + 20
+    assert tight.free_pages == 26
+
+
+def test_plain_decoding_survives_preemption():
+    requests = [replace(request, max_new_tokens=25) for request in make_requests(5, 3)]
+    tight = make_engine(num_pages=13, num_speculative_tokens=0)
+    assert texts(tight, requests) == alone(requests, num_speculative_tokens=0)
+    assert tight.stats.preemptions > 0 and tight.free_pages == 13
+
+
+def test_nobody_is_preempted_for_pages_that_turn_out_not_to_be_needed():
+    # Each keeps no draft, but the host must reckon with all of them until it hears of the round.
+    engine = make_engine(num_pages=17, page_size=1, verification="synthetic:0")
+    engine.generate([Request(prompt=[1], max_new_tokens=10), Request(prompt=[2], max_new_tokens=4)])
+    assert engine.stats.preemptions == 0
+
+
+def test_the_youngest_is_preempted_and_the_oldest_never():
+    told, requests = [], [Request(prompt=[index + 1], max_new_tokens=30) for index in range(3)]
+    tight = make_engine(num_pages=12)
+    tight.generate(requests, on_token=lambda index, token: told.append(index))
+    ends = [len(told) - told[::-1].index(index) for index in range(3)]
+    assert tight.stats.preemptions > 0 and ends == sorted(ends)
+
+
+def test_a_request_owns_pages_for_the_next_round_and_no_more():
+    engine = make_engine(max_reqs=1, page_size=1)
+    engine.submit(Request(prompt=[1, 2, 3], max_new_tokens=40))
+    owned = []
+    while engine.step():
+        owned.append(all_pages(engine) - engine.free_pages)
+    # The prompt, its first token and the drafts; the longest text, and the drafts that are run over behind it.
+    assert owned[0] == 3 + 1 + 3 and max(owned) <= 43 + 3
+    assert all(0 <= after - before <= 2 * 4 for before, after in pairwise(owned) if after)
+
+
+def test_a_request_waits_until_its_prompt_fits():
+    engine = make_engine(num_pages=10, num_speculative_tokens=0, page_size=4)
+    engine.submit(Request(prompt=[1] * 20, max_new_tokens=12))
+    late = engine.submit(Request(prompt=[2] * 20, max_new_tokens=2))
+    engine.step()
+    assert not late.generation.token_ids and engine.free_pages == 10 - 6
+    while engine.step():
+        pass
+    assert late.generation.finish is Finish.LENGTH and engine.stats.preemptions == 0
+
+
+def test_a_request_that_the_pool_can_never_hold_is_refused_with_what_would_fit():
+    engine = make_engine(num_pages=4)
+    engine.submit(Request(prompt=[1] * 7, max_new_tokens=6))
+    with pytest.raises(BatchError, match="fit the 4 pages of 4, at most 13 together beside the draft's, got 7 and 7"):
+        engine.submit(Request(prompt=[1] * 7, max_new_tokens=7))
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+def test_a_prompt_in_chunks_says_what_it_says_as_a_whole(chunk, steps):
+    requests = make_requests(6, 5, prompt=20)
+    wanted = texts(make_engine(num_speculative_tokens=steps), requests)
+    engine = make_engine(num_speculative_tokens=steps, max_prefill_tokens=chunk)
+    assert texts(engine, requests) == wanted
+    assert engine.stats.prefill_tokens == sum(len(request.prompt) for request in requests)
+
+
+def test_a_long_prompt_holds_the_others_up_by_a_chunk_a_round():
+    engine, prefilled = make_engine(max_prefill_tokens=4), []
+    short = engine.submit(Request(prompt=[1], max_new_tokens=50))
+    engine.step()
+    long = engine.submit(Request(prompt=[2] * 40, max_new_tokens=2))
+    while not long.generation.token_ids:
+        rounds, before = engine.stats.rounds, engine.stats.prefill_tokens
+        engine.step()
+        prefilled.append(engine.stats.prefill_tokens - before)
+        assert engine.stats.rounds == rounds + 1 or short.done
+    assert max(prefilled) == 4 and len(short.generation.token_ids) >= 10
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("when", ["waiting", "in its prompt", "running", "in its own callback", "in another's"])
+def test_a_cancelled_request_leaves_the_others_texts_as_they_are(when, steps):
+    requests = [replace(r, temperature=1.0, max_new_tokens=16, stop_ids=frozenset()) for r in make_requests(4, 7)]
+    requests[2] = replace(requests[2], prompt=[5] * 12)
+    engine = make_engine(max_reqs=2 if when == "waiting" else 4, num_speculative_tokens=steps, max_prefill_tokens=9)
+    handles = []
+
+    def on_token(index):
+        def told(token):
+            if (when, index) in (("in its own callback", 2), ("in another's", 1)):
+                engine.cancel(handles[2])
+
+        return told
+
+    handles += [engine.submit(request, on_token=on_token(i)) for i, request in enumerate(requests)]
+    for _ in range({"waiting": 1, "in its prompt": 2, "running": 6}.get(when, 0)):
+        engine.step()
+    if when in ("waiting", "in its prompt", "running"):
+        assert not handles[2].done
+        engine.cancel(handles[2])
+    while engine.step():
+        pass
+    wanted = alone(requests, num_speculative_tokens=steps)
+    said = [handle.generation.token_ids for handle in handles]
+    assert handles[2].generation.finish is Finish.CANCELLED and said[2] == wanted[2][: len(said[2])]
+    assert [*said[:2], said[3]] == [*wanted[:2], wanted[3]]
+    assert engine.free_pages == all_pages(engine)
+
+
+def test_cancelling_what_is_done_changes_nothing():
+    engine = make_engine()
+    handle = engine.submit(Request(prompt=[1], max_new_tokens=2))
+    while engine.step():
+        pass
+    engine.cancel(handle)
+    assert handle.generation.finish is Finish.LENGTH
+
+
+def test_a_generation_says_why_it_ended():
+    whole = alone([Request(prompt=[2, 9], max_new_tokens=6)])[0]
+    stopping = Request(prompt=[2, 9], max_new_tokens=6, stop_ids=frozenset(whole[2:3]))
+    assert [g.finish for g in make_engine().generate([stopping, replace(stopping, max_new_tokens=1)])] == [
+        Finish.STOP,
+        Finish.LENGTH,
+    ]
+
+
+def test_a_request_may_be_submitted_by_a_callback():
+    engine, handles = make_engine(), []
+    second = Request(prompt=[4], max_new_tokens=5, temperature=1.0, seed=3)
+
+    def chain(token):
+        if len(handles) == 1:
+            handles.append(engine.submit(second))
+
+    handles.append(engine.submit(Request(prompt=[3], max_new_tokens=9), on_token=chain))
+    while engine.step():
+        pass
+    assert handles[1].generation.token_ids == alone([second])[0]
+
+
+def test_a_step_within_a_step_is_refused():
+    engine = make_engine()
+    engine.submit(Request(prompt=[3], max_new_tokens=9), on_token=lambda token: engine.step())
+    with pytest.raises(BatchError, match="may not begin within another"):
+        while engine.step():
+            pass
+
+
+@pytest.mark.parametrize("every", [1, 5])
+@pytest.mark.parametrize("num_pages", [None, 16])
+def test_no_token_is_lost_when_a_callback_raises(num_pages, every):
+    requests = [replace(request, max_new_tokens=15) for request in make_requests(4, 9)]
+    engine, told = make_engine(num_pages=num_pages), []
+
+    def fail(index):
+        def on_token(token):
+            told.append((index, token))
+            if len(told) % every == 0:
+                raise RuntimeError("enough")
+
+        return on_token
+
+    handles = [engine.submit(request, on_token=fail(index)) for index, request in enumerate(requests)]
+    failures, busy = 0, True
+    while busy:
+        try:
+            busy = engine.step()
+        except RuntimeError:
+            failures += 1
+        assert all(tables.overflow.eq(0).all() for tables in engine._tables)
+    wanted = alone(requests)
+    assert failures > 5 and [handle.generation.token_ids for handle in handles] == wanted
+    assert [[token for i, token in told if i == index] for index in range(4)] == wanted
+
+
+def test_the_host_hears_of_a_round_when_the_next_one_is_under_way(monkeypatch):
+    engine, events = make_engine(), []
+    propose = engine.drafter.propose
+
+    def spy(verified):
+        events.append("round")
+        return propose(verified)
+
+    monkeypatch.setattr(engine.drafter, "propose", spy)
+    engine.generate([Request(prompt=[1], max_new_tokens=9)], on_token=lambda index, token: events.append("token"))
+    rounds_before = [events[:at].count("round") for at, event in enumerate(events) if event == "token"]
+    # The first token is the prompt's own; every later one was decided a round before the latest.
+    assert rounds_before[1] == 2
+
+
+def test_a_request_near_its_limit_gets_as_many_drafts_as_its_text_has_room_for(monkeypatch):
+    engine, room, proposed = make_engine(max_reqs=1), [], []
+    propose = engine.drafter.propose
+
+    def spy(verified):
+        room.append(int(engine._rows.max_lens[0] - engine._rows.lens[0]) - 1)
+        proposed.append((propose(verified).tokens[0] >= 0).sum().item())
+
+    monkeypatch.setattr(engine.drafter, "propose", spy)
+    engine.generate([Request(prompt=[1], max_new_tokens=20)])
+    assert proposed == [min(3, left) for left in room] and {0, 3} <= set(proposed)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_row_whose_end_nobody_has_heard_of_stays_within_its_pages(steps):
+    engine = make_engine(num_speculative_tokens=steps, page_size=1)
+    engine.submit(Request(prompt=[1], max_new_tokens=5))
+    engine.step()
+    for _ in range(9):
+        engine._scheduler.grow()
+        engine._grow_tables()
+        engine._round()
+    assert engine._rows.lens.tolist() == [6, 0, 0, 0]
+    assert all(tables.overflow.eq(0).all() for tables in engine._tables)
+
+
+def test_totals_count_tokens_and_rounds():
+    engine = make_engine(max_reqs=2)
+    requests = [replace(request, stop_ids=frozenset()) for request in make_requests(5)]
+    results = engine.generate(requests)
+    assert engine.stats.new_tokens == sum(len(result.token_ids) for result in results)
+    assert engine.stats.prefill_tokens == sum(len(request.prompt) for request in requests)
+    assert engine.stats.preemptions == 0
+
+
+def layer_windows(layer):
+    return None if layer == 0 else 5
+
+
+class TwoGroups(LlamaTarget):
+    """A full layer and one with a sliding window of 5."""
+
+    def layer_groups(self, page_size):
+        [group] = super().layer_groups(page_size)
+        return [
+            LayerGroup(name=name, spec=replace(group.spec, sliding_window=layer_windows(layer)), layers=(layer,))
+            for layer, name in enumerate(("full", "sliding"))
+        ]
+
+
+class SameModel(DraftModel):
+    """A draft that is the target itself, and so is right whenever its positions and its cache are."""
+
+    first_position = 1
+
+    def __init__(self, target):
+        super().__init__()
+        self.target = target
+        self.vocab_size, self.max_positions = target.vocab_size, target.max_positions
+        self.hidden_size = self.feature_size = target.hidden_size
+
+    def layer_groups(self, page_size):
+        return self.target.layer_groups(page_size)
+
+    def forward(self, token_ids, hidden, positions, attend):
+        return self.target(token_ids, positions, attend).hidden
+
+    def logits(self, hidden):
+        return self.target.logits(hidden)
+
+
+def two_groups():
+    torch.manual_seed(5)
+    return TwoGroups(make_config(num_layers=2)).eval().requires_grad_(False)
+
+
+def dense_text(target, request):
+    """Greedy continuation of a target with two groups by attention over the whole text each time."""
+    tokens = torch.tensor([list(request.prompt)])
+
+    def attend(layer, *args, **options):
+        return causal_attend(1, layer_windows(layer))(layer, *args, **options)
+
+    for _ in range(request.max_new_tokens):
+        hidden = target(tokens.flatten(), positions_of(tokens), attend).hidden
+        tokens = torch.cat([tokens, target.logits(hidden[-1:]).argmax(-1)[None]], 1)
+    return tokens[0, len(request.prompt) :].tolist()
+
+
+@pytest.mark.parametrize("graph_mode", [GraphMode.NONE, GraphMode.FULL])
+@pytest.mark.parametrize("chunk", [2, 512])
+def test_a_draft_that_is_the_target_is_always_right(chunk, graph_mode):
+    target = two_groups()
+    requests = [Request(prompt=p, max_new_tokens=n) for p, n in (([1, 2, 3, 4, 5, 6, 7], 17), ([9], 12), ([3, 8], 1))]
+    engine = make_engine((target, SameModel(target)), max_prefill_tokens=chunk, graph_mode=graph_mode)
+    results = engine.generate(requests)
+    assert [result.token_ids for result in results] == [dense_text(target, request) for request in requests]
+    assert [result.accepted for result in results] == [[3, 3, 3, 3], [3, 3, 2], []]
+
+
+def test_a_draft_that_is_the_target_is_right_behind_a_preemption():
+    target = two_groups()
+    requests = [Request(prompt=[index, 4], max_new_tokens=30) for index in range(3)]
+    engine = make_engine((target, SameModel(target)), num_pages=14)
+    results = engine.generate(requests)
+    assert engine.stats.preemptions > 0 and engine.stats.mean_accepted > 2.5
+    assert [result.token_ids for result in results] == [dense_text(target, request) for request in requests]
+
+
+class Other(TorchReference):
+    name = "other"
+
+
+def test_every_group_gets_the_backend_chosen_for_it():
+    target, request = two_groups(), Request(prompt=[1, 2, 3], max_new_tokens=12)
+    by_name = {"full": REFERENCE, "sliding": Other()}
+    engines = [
+        make_engine((target, SameModel(target)), backend=by_name, draft_backend=lambda group: by_name[group.name])
+    ]
+    engines.append(make_engine((target, SameModel(target)), backend=Other(), draft_backend=by_name))
+    wanted = [["torch_reference", "other"], ["other", "other"]]
+    for engine, names in zip(engines, wanted, strict=True):
+        assert [group.backend.name for group in engine.target.groups] == names
+        assert [group.backend.name for group in engine.drafter.groups] == ["torch_reference", "other"]
+        assert texts(engine, [request]) == [dense_text(target, request)]
+
+
+def test_a_group_without_a_backend_is_refused():
+    target = two_groups()
+    with pytest.raises(BatchError, match=r"every KV group of the target needs a backend, 'sliding' has none"):
+        make_engine((target, SameModel(target)), backend={"full": REFERENCE})
+
+
+def test_a_draft_made_for_another_target_is_refused():
+    with pytest.raises(BatchError, match="a draft must have the target's 24 tokens"):
+        make_engine((PAIR[0], make_pair(make_config(vocab_size=30))[1]))
+
+
+def test_speculation_without_a_draft_is_refused_and_plain_decoding_is_not():
+    request = Request(prompt=[1], max_new_tokens=5)
+    assert texts(make_engine((PAIR[0], None), num_speculative_tokens=0), [request]) == alone([request])
+    with pytest.raises(BatchError, match="3 speculative tokens need a draft model"):
+        make_engine((PAIR[0], None))
+
+
+class Uncapturable(TorchReference):
+    name = "uncapturable"
+
+    class builder(ReferenceBuilder):
+        graph_support = GraphSupport.NEVER
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("mode", [mode for mode in GraphMode if mode is not GraphMode.NONE])
+def test_a_captured_target_says_what_an_eager_one_says(mode, steps):
+    requests = make_requests(7, 11)
+    engine = make_engine(graph_mode=mode, num_speculative_tokens=steps)
+    assert texts(engine, requests) == texts(make_engine(num_speculative_tokens=steps), requests)
+    assert engine.target.outside == ([0] if mode is GraphMode.PIECEWISE else [])
+
+
+def test_attention_that_no_graph_holds_runs_between_the_pieces_of_the_target():
+    requests = make_requests(5, 11)
+    engine = make_engine(backend=Uncapturable(), graph_mode=GraphMode.FULL)
+    assert texts(engine, requests) == texts(make_engine(), requests)
+    assert engine.target.outside == [0] and engine.target.graphs.complete
+
+
+def test_target_and_drafter_capture_into_graphs_of_their_own():
+    engine = make_engine(graph_mode=GraphMode.FULL)
+    engine.capture()
+    assert engine.target.graphs is not engine.drafter.graphs
+    assert {report.key.num_reqs for report in engine.target.graphs.reports} == {1, 2, 4}

@@ -1,0 +1,53 @@
+"""The shipped pair's texts are the same alone and in a batch that chunks, waits and preempts."""
+
+from functools import cache
+
+import pytest
+
+from attn_backends import get
+from spec_decode.engine import Engine, Request
+from spec_decode.models import SHIPPED_PAIR, load_pair
+from spec_decode.strategy import GraphMode
+from spec_decode.text import encode, held_out_prompts
+
+
+@cache
+def pair():
+    return load_pair(SHIPPED_PAIR)
+
+
+def requests(temperature):
+    prompts = [encode(text) for text in held_out_prompts(4, 16)]
+    return [
+        Request(prompt=prompt[: 16 - 2 * index], max_new_tokens=24 + index, temperature=temperature, seed=index)
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def make_engine(steps=4, **options):
+    return Engine(
+        *pair(),
+        get("triton_paged"),
+        num_speculative_tokens=steps,
+        max_seq_len=64,
+        page_size=4,
+        graph_mode=GraphMode.NONE,
+        **options,
+    )
+
+
+def texts(engine, requests):
+    return [generation.token_ids for generation in engine.generate(requests)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("verification", ["rejection", "block", "synthetic:2"])
+def test_a_crowded_engine_says_what_each_request_says_alone(verification, temperature):
+    asked = requests(temperature)
+    crowded = make_engine(verification=verification, max_reqs=4, num_pages=26, max_prefill_tokens=20)
+    single = make_engine(verification=verification, max_reqs=1)
+    said = texts(crowded, asked)
+    assert said == [texts(single, [request])[0] for request in asked]
+    assert crowded.stats.preemptions > 0 and crowded.free_pages == 26
+    if temperature == 0 and verification != "synthetic:2":
+        assert said == texts(make_engine(steps=0, max_reqs=3), asked)
