@@ -6,16 +6,19 @@ import math
 import os
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from spec_decode.environment import Environment, environment
+from spec_decode.report_v1 import SCHEMA_1, from_version_1
 
 __all__ = [
+    "EVERYTHING",
     "FAILURES",
     "FAMILIES",
     "SCHEMA",
+    "Claim",
     "ConformanceFailure",
     "Environment",
     "Outcome",
@@ -25,12 +28,17 @@ __all__ = [
     "environment",
     "json_bytes",
     "json_number",
+    "read_json",
 ]
 
-SCHEMA = "attn-report/1"
+SCHEMA = "attn-report/2"
+EVERYTHING = "*"
+"""The tag of what holds for every column that has nothing of its own."""
 FAMILIES = ("contract", "builder", "numerics", "refusal", "poison", "graph", "drafter")
 _SHOWN_FAILURES = 10
 _NON_FINITE = ("nan", "inf", "-inf")
+Number = Annotated[float, msgspec.Meta(extra_json_schema={"type": ["number", "string"], "pattern": "^(nan|-?inf)$"})]
+"""JSON has no NaN and no infinity: they are written by name."""
 
 
 class ReportError(ValueError):
@@ -61,17 +69,31 @@ class Outcome(str, Enum):
 FAILURES = frozenset({Outcome.FAIL, Outcome.XPASS, Outcome.ERROR})
 
 
+class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a backend says of itself for one column. level: how much of it, where there are degrees. words: the claim
+    itself, or why it is made or not.
+    """
+
+    claimed: bool
+    level: str = ""
+    words: str = ""
+
+
 class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One check on one case. evidence: measured numbers; "error_over_budget" is what the matrix shows."""
+    """One check on one case. evidence: measured numbers; "error_over_budget" is what the matrix shows.
+
+    tags: the columns of the matrix that it is evidence for, "axis:value".
+    """
 
     check: str
     family: str
     case: str
     outcome: Outcome
     reason: str = ""
-    evidence: dict[str, float] = {}
+    evidence: dict[str, Number] = {}
     seconds: float = 0.0
     repro: str = ""
+    tags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.seconds):
@@ -79,13 +101,20 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every result of one backend on one device."""
+    """Every result of one backend on one device, and what the backend claimed there.
+
+    contract: the contract version it was built for. claims: by tag; empty where they were not recorded.
+    converted_from: the schema of the file, where that was an older one.
+    """
 
     schema: str = SCHEMA
     backend: str
     version: str
+    contract: str = ""
     env: Environment
     command: str
+    claims: dict[str, Claim] = {}
+    converted_from: str = ""
     results: tuple[Result, ...]
 
     @property
@@ -119,12 +148,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             lines.append("no check passed, so nothing is proven")
         raise ConformanceFailure("\n".join([self.summary(), *lines]))
 
-    def to_json(self) -> bytes:
-        """Indented, in a stable order. JSON has no NaN: such evidence is written "nan", "inf" or "-inf"."""
-        document = msgspec.to_builtins(self)
+    def document(self) -> dict[str, Any]:
+        """Plain data in a stable order, as JSON can hold it: such evidence as NaN by name."""
+        document: dict[str, Any] = msgspec.to_builtins(self)
         for result in document["results"]:
             result["evidence"] = {key: json_number(value) for key, value in sorted(result["evidence"].items())}
-        return json_bytes(document)
+        return document
+
+    def to_json(self) -> bytes:
+        """The document, indented."""
+        return json_bytes(self.document())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON, making the folder; an interrupt leaves the old file or the new, never a part."""
@@ -140,18 +173,27 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
         """The report in a file; ReportError when it cannot be read or is anything else."""
-        document = _read_json(path)
+        return cls.of(read_json(path), str(path))
+
+    @classmethod
+    def of(cls, document: Any, where: str) -> Report:
+        """The report in a document; ReportError, naming where it is from, when it is anything else.
+
+        One of schema attn-report/1 is converted: see `spec_decode.report_v1` for what it can and cannot say.
+        """
         schema = document.get("schema") if isinstance(document, dict) else None
-        if schema != SCHEMA:
+        if schema == SCHEMA_1:
+            document = from_version_1(document)
+        elif schema != SCHEMA:
             raise ReportError(
-                f"a report must have schema {SCHEMA!r}, {path} has {schema!r}; it was not loaded. Use the "
-                "version that wrote it, or run the checks again."
+                f"a report must have schema {SCHEMA!r}, {where} has {schema!r}; it was not loaded. {SCHEMA_1!r} is "
+                "converted by itself; read any other with the version that wrote it, or run the checks again."
             )
         try:
             return msgspec.convert(_with_numbers(document), cls)
         except msgspec.ValidationError as error:
             raise ReportError(
-                f"a report must follow {SCHEMA}, {path} does not: {error}; it was not loaded. Outcomes are "
+                f"a report must follow {schema}, {where} does not: {error}; it was not loaded. Outcomes are "
                 f"{', '.join(outcome.value for outcome in Outcome)}. Run the checks again."
             ) from error
 
@@ -166,7 +208,8 @@ def json_number(value: float) -> float | str:
     return value if math.isfinite(value) else str(float(value))
 
 
-def _read_json(path: str | os.PathLike[str]) -> Any:
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """What a JSON file holds; ReportError when it cannot be read or is no whole JSON."""
     try:
         return msgspec.json.decode(Path(path).read_bytes())
     except OSError as error:

@@ -10,8 +10,9 @@ from spec_decode.conformance import (  # noqa: F401  the families define their c
     refusal_checks,
 )
 from spec_decode.conformance.check import Check, CheckFailure, Unavailable, Unsupported
+from spec_decode.conformance.known_failures import KnownFailure
 from spec_decode.conformance.parametrize import parametrize_with_checks
-from spec_decode.conformance.runner import KnownFailure, check_backend, iter_checks
+from spec_decode.conformance.runner import check_backend, iter_checks
 
 __all__ = [
     "Check",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from builders import AdvanceLevel, advance_shared_state
+from builders import AdvanceLevel, AttentionSpec, advance_shared_state
 from spec_decode.conformance.cases import (
     DECODE,
     MAX_SEQ_LEN,
@@ -20,6 +20,7 @@ from spec_decode.conformance.cases import (
 )
 from spec_decode.conformance.check import Evidence, Subject, Unsupported, check, expect
 from spec_decode.conformance.contract_checks import host_fields_of, tensors_of
+from spec_decode.conformance.smallest import on_smallest
 from spec_decode.conformance.world import World, advance
 from spec_decode.graphs import CaptureError, runtime_for
 
@@ -65,14 +66,18 @@ def build_reuses_its_addresses(subject: Subject, case: Case) -> None:
 )
 def advance_means_a_rebuild(subject: Subject, case: Case) -> None:
     _advancing(subject, case)
-    world = World(subject, case.spec, case.batch.rows)
-    buffers, builder = world.load(case.batch), world.builder()
-    metadata = builder.build(world.view(buffers, case.batch), horizon=_STEPS)
+    on_smallest(lambda batch: _rebuild_after_each_step(subject, case.spec, batch), case.batch)
+
+
+def _rebuild_after_each_step(subject: Subject, spec: AttentionSpec, batch: Batch) -> None:
+    world = World(subject, spec, batch.rows)
+    buffers, builder = world.load(batch), world.builder()
+    metadata = builder.build(world.view(buffers, batch), horizon=_STEPS)
     for step in range(1, _STEPS + 1):
-        advance(world, buffers, case.batch, builder, metadata)
-        lens = [n + step for n in case.batch.seq_lens]
-        fresh = world.builder().build(world.view(buffers, case.batch, lens), horizon=_STEPS - step)
-        expect_same_fields(subject, metadata, fresh, f"step {step} of P1")
+        advance(world, buffers, batch, builder, metadata)
+        lens = [n + step for n in batch.seq_lens]
+        fresh = world.builder().build(world.view(buffers, batch, lens), horizon=_STEPS - step)
+        expect_same_fields(metadata, fresh, f"step {step} of P1")
 
 
 @check(
@@ -82,8 +87,12 @@ def advance_means_a_rebuild(subject: Subject, case: Case) -> None:
 )
 def advance_attends_right(subject: Subject, case: Case) -> Evidence:
     _advancing(subject, case)
-    world = World(subject, case.spec, case.batch.rows)
-    buffers, builder, batch = world.load(case.batch), world.builder(), case.batch
+    return on_smallest(lambda batch: _attend_after_each_step(subject, case.spec, batch), case.batch)
+
+
+def _attend_after_each_step(subject: Subject, spec: AttentionSpec, batch: Batch) -> Evidence:
+    world = World(subject, spec, batch.rows)
+    buffers, builder = world.load(batch), world.builder()
     metadata = builder.build(world.view(buffers, batch), horizon=_STEPS)
     lens = list(batch.seq_lens)
     worst: Evidence = {}
@@ -105,8 +114,11 @@ def advance_attends_right(subject: Subject, case: Case) -> Evidence:
 )
 def advance_refreshes_another_batch(subject: Subject, case: Case) -> Evidence:
     _advancing(subject, case)
-    batch = case.batch
-    world = World(subject, case.spec, batch.rows)
+    return on_smallest(lambda batch: _refresh_over(subject, case.spec, batch), case.batch)
+
+
+def _refresh_over(subject: Subject, spec: AttentionSpec, batch: Batch) -> Evidence:
+    world = World(subject, spec, batch.rows)
     dummy = Batch((batch.query_lens[0],), (batch.query_lens[0],), batch.rows)
     buffers, builder = world.load(dummy), world.builder()
     metadata = builder.build(world.view(buffers, dummy), horizon=_STEPS)
@@ -115,7 +127,7 @@ def advance_refreshes_another_batch(subject: Subject, case: Case) -> Evidence:
     world.reload(buffers, batch)
     builder.advance(metadata)
     fresh = world.builder().build(world.view(buffers, batch), horizon=_STEPS)
-    expect_same_fields(subject, metadata, fresh, "P2")
+    expect_same_fields(metadata, fresh, "P2")
     queries = world.queries(batch)
     tokens = batch.rows * batch.query_lens[0]
     out = world.attend(metadata, batch, batch.seq_lens, queries, num_tokens=tokens)
@@ -286,6 +298,16 @@ def describe(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
+def _first_difference(name: str, found: torch.Tensor, fresh: torch.Tensor) -> tuple[str, str]:
+    """What was expected and found where two tensors first differ, in words."""
+    if found.shape != fresh.shape:
+        return f"{name} of shape {list(fresh.shape)}", str(list(found.shape))
+    differing = (found != fresh).nonzero()
+    where = tuple(differing[0].tolist())
+    count = f"{len(differing)} of {found.numel()} elements differ"
+    return f"{name}{list(where)} = {fresh[where].item()}", f"{found[where].item()} ({count})"
+
+
 def expect_same_addresses(first: Any, second: Any, contract: str) -> None:
     """Every tensor field of both metadata lies at the same address with the same shape."""
     a, b = tensors_of(first), tensors_of(second)
@@ -293,16 +315,13 @@ def expect_same_addresses(first: Any, second: Any, contract: str) -> None:
     expect(not moved, contract=contract, expected="the same addresses", got=f"{moved} moved")
 
 
-def expect_same_fields(subject: Subject, found: Any, fresh: Any, contract: str) -> None:
-    """Every field of `found` has the value of the freshly built one; names the first that differs."""
+def expect_same_fields(found: Any, fresh: Any, contract: str) -> None:
+    """Every field of `found` has the value of the freshly built one; names the first element that differs."""
     a, b = tensors_of(found), tensors_of(fresh)
     for name in a:
-        expect(
-            torch.equal(a[name], b[name]),
-            contract=f"{contract}: field {name} means the present batch",
-            expected=str(b[name].tolist())[:200],
-            got=str(a[name].tolist())[:200],
-        )
+        if not torch.equal(a[name], b[name]):
+            expected, got = _first_difference(name, a[name], b[name])
+            expect(False, contract=f"{contract}: field {name} means the present batch", expected=expected, got=got)
     expect(
         host_fields_of(found) == host_fields_of(fresh),
         contract=f"{contract}: host fields hold for the whole horizon",

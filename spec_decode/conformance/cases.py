@@ -137,6 +137,12 @@ _VARIANTS: dict[AttentionKind, dict[str, dict[str, Any]]] = {
 }
 
 
+def tested_values(field: str) -> list[int]:
+    """The values of an int field of the spec that some variant of some kind has."""
+    every = [change for kind in AttentionKind for change in (*_PLAIN[kind], *_VARIANTS[kind].values())]
+    return sorted({change[field] for change in every if field in change})
+
+
 def spec_cases(batches: dict[str, Batch]) -> Any:
     """A case generator: every spec variant with every batch. Refused variants stay in: the refusal is a result."""
 

@@ -14,10 +14,12 @@ Evidence = dict[str, float]
 
 
 class CheckFailure(AssertionError):
-    """The backend does not do what the contract says."""
+    """The backend does not do what the contract says. smallest: the smallest case that shows it, if it was sought."""
 
-    def __init__(self, *, contract: str, expected: str, got: str) -> None:
-        super().__init__(f"contract: {contract}; expected: {expected}; got: {got}")
+    def __init__(self, *, contract: str, expected: str, got: str, smallest: str = "") -> None:
+        shown = f"; smallest case: {smallest}" if smallest else ""
+        super().__init__(f"contract: {contract}; expected: {expected}; got: {got}{shown}")
+        self.contract, self.expected, self.got = contract, expected, got
 
 
 class Unsupported(Exception):
@@ -45,6 +47,8 @@ class Check:
     case: str
     contract: str
     run: Callable[[], Evidence]
+    value: object = None
+    """The case itself; the refusal, where the backend refuses every case."""
 
     @property
     def family(self) -> str:
@@ -90,13 +94,18 @@ def _expand_one(definition: _Definition, subject: Subject) -> list[Check]:
     try:
         cases = list(definition.cases(subject))
     except Unsupported as refusal:
-        reasons = str(refusal)
-        return [Check(definition.name, "any", definition.contract, lambda: _refused(reasons))]
-    return [Check(definition.name, name, definition.contract, _bind(definition, subject, case)) for name, case in cases]
+        return [Check(definition.name, "any", definition.contract, _refuse(str(refusal)), refusal)]
+    return [
+        Check(definition.name, name, definition.contract, _bind(definition, subject, case), case)
+        for name, case in cases
+    ]
 
 
-def _refused(reasons: str) -> Evidence:
-    raise Unsupported(reasons)
+def _refuse(reasons: str) -> Callable[[], Evidence]:
+    def run() -> Evidence:
+        raise Unsupported(reasons)
+
+    return run
 
 
 def _bind(definition: _Definition, subject: Subject, case: Any) -> Callable[[], Evidence]:

@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 
 from attn_backends.ops.sparse_attention import IndexedCache
-from builders import AttentionBatch
+from builders import AttentionBatch, AttentionSpec
 from builders.compressed import compressed_window, translate_topk
 from spec_decode.conformance.cases import DECODE, RAGGED, SINGLE, VERIFY, Batch, Case, base_cases, demand, spec_cases
 from spec_decode.conformance.check import Evidence, Subject, check
+from spec_decode.conformance.smallest import on_smallest
 from spec_decode.conformance.world import World
 
 _RATIO = 4
@@ -26,8 +27,11 @@ _WIDTH = 64
 )
 def attention_is_right(subject: Subject, case: Case) -> Evidence:
     demand(subject.backend, case.spec, subject.device)
-    batch = case.batch
-    world = World(subject, case.spec, batch.rows)
+    return on_smallest(lambda batch: _attend(subject, case.spec, batch), case.batch)
+
+
+def _attend(subject: Subject, spec: AttentionSpec, batch: Batch) -> Evidence:
+    world = World(subject, spec, batch.rows)
     view = world.view(world.load(batch), batch)
     metadata = world.builder().build(view)
     queries = world.queries(batch)

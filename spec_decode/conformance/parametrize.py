@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from attn_backends import AttentionBackend
+from attn_backends import AttentionBackend, get
 from spec_decode.conformance.check import Check
+from spec_decode.conformance.known_failures import KnownFailure, known_failures_of
 from spec_decode.conformance.runner import iter_checks
 
 
@@ -17,18 +18,25 @@ def parametrize_with_checks(
 ) -> Callable[..., Any]:
     """``@parametrize_with_checks("mykernel")`` over ``def test_conformance(check): check()``; needs pytest.
 
-    An unclaimed case counts as a skip with the backend's own reasons.
+    An unclaimed case counts as a skip with the backend's own reasons, a known failure as an xfail with its issue.
     """
     import pytest
 
     params = [
-        pytest.param(_for_pytest(check), id=f"{name}-{check.id}")
+        pytest.param(_for_pytest(check), id=f"{own.name}-{check.id}", marks=_expected(check, known_failures_of(own)))
         for backend in backends
-        for name in [backend if isinstance(backend, str) else backend.name]
-        for check in iter_checks(backend, device=device)
+        for own in [get(backend) if isinstance(backend, str) else backend]
+        for check in iter_checks(own, device=device)
     ]
     mark: Callable[..., Any] = pytest.mark.parametrize("check", params)
     return mark
+
+
+def _expected(check: Check, known_failures: Sequence[KnownFailure]) -> list[Any]:
+    import pytest
+
+    known = [entry for entry in known_failures if entry.covers(check)][:1]
+    return [pytest.mark.xfail(reason=f"{entry.issue}: {entry.reason}", strict=True) for entry in known]
 
 
 def _for_pytest(check: Check) -> Callable[[], None]:

@@ -6,32 +6,34 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from itertools import zip_longest
+from pathlib import Path
+from sysconfig import get_path
+from traceback import extract_tb
 
+import msgspec
 import torch
 
 from attn_backends import AttentionBackend, BrokenBackend, get
 from spec_decode.conformance.check import Check, CheckFailure, Subject, Unavailable, Unsupported, expand
-from spec_decode.report import Outcome, Report, Result, environment
+from spec_decode.conformance.claims import claims_of
+from spec_decode.conformance.known_failures import KnownFailure, known_failures_of
+from spec_decode.conformance.tags import tags_of
+from spec_decode.report import EVERYTHING, Outcome, Report, Result, environment
+
+_NOT_THEIRS = (str(Path(torch.__file__).parent), get_path("stdlib"), "<")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KnownFailure:
-    """A check that is expected to fail. An issue is mandatory, and passing after all is a failure."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is about to run: a report whose results are all `not_run`, and the check behind each of them.
 
-    check: str
-    reason: str
-    issue: str
-    case: str = "*"
+    A backend that does not load has no check, and one result that says so.
+    """
 
-    def __post_init__(self) -> None:
-        if not self.issue or not self.reason:
-            raise ValueError(
-                f"a known failure needs a reason and an issue, {self.check} has {self.reason!r} and {self.issue!r}; "
-                "an untracked waiver would stay for ever. Open an issue and name it."
-            )
-
-    def covers(self, check: Check) -> bool:
-        return fnmatch(check.name, self.check) and fnmatch(check.case, self.case)
+    report: Report
+    checks: tuple[Check, ...]
+    known_failures: tuple[KnownFailure, ...] = ()
 
 
 def default_device() -> torch.device:
@@ -50,47 +52,59 @@ def check_backend(
     device: torch.device | None = None,
     families: Sequence[str] | None = None,
     checks: Sequence[str] | None = None,
-    known_failures: Sequence[KnownFailure] = (),
+    tags: Sequence[str] | None = None,
+    known_failures: Sequence[KnownFailure] | None = None,
     on_result: Callable[[Result], None] | None = None,
     command: str = "",
 ) -> Report:
     """Run the checks and return the report; never raises for a check that fails.
 
-    families, checks: run only these families, only check ids matching one of these patterns. A backend that does not
+    families, checks, tags: run only these families, only check ids matching one of these patterns, only checks with a
+    tag that matches one of these. known_failures: None for those that the backend comes with. A backend that does not
     load gives a report whose one result is `unavailable`, which is not ok.
     """
+    planned = plan(backend, device=device, families=families, checks=checks, tags=tags, command=command)
+    known = planned.known_failures if known_failures is None else known_failures
+    results = []
+    for result, check in zip_longest(planned.report.results, planned.checks):
+        results.append(run_check(check, result, known) if check else result)
+        if on_result:
+            on_result(results[-1])
+    return msgspec.structs.replace(planned.report, results=tuple(results))
+
+
+def plan(
+    backend: str | AttentionBackend,
+    *,
+    device: torch.device | None = None,
+    families: Sequence[str] | None = None,
+    checks: Sequence[str] | None = None,
+    tags: Sequence[str] | None = None,
+    command: str = "",
+) -> Plan:
+    """The checks that `check_backend` runs, and the report to fill in."""
     device = device or default_device()
     name = backend if isinstance(backend, str) else backend.name
-    results: list[Result] = []
-
-    def record(result: Result) -> None:
-        results.append(result)
-        if on_result:
-            on_result(result)
-
-    version = "unknown"
+    empty = Report(backend=name, version="unknown", env=environment(device), command=command, results=())
     try:
         subject = _subject(backend, device)
+        known = known_failures_of(subject.backend)
     except BrokenBackend as error:
-        record(
-            Result(
-                check="contract.loads",
-                family="contract",
-                case="any",
-                outcome=Outcome.UNAVAILABLE,
-                reason=str(error),
-            )
-        )
-    else:
-        version = str(subject.backend.version)
-        for check in expand(subject):
-            if _wanted(check, families, checks):
-                record(run_check(check, name, device, known_failures))
-    return Report(backend=name, version=version, env=environment(device), command=command, results=tuple(results))
+        return Plan(msgspec.structs.replace(empty, results=(_does_not_load(str(error)),)), ())
+    every = [(check, tags_of(subject, check)) for check in expand(subject)]
+    wanted = [(check, own) for check, own in every if _wanted(check, own, families, checks, tags)]
+    report = msgspec.structs.replace(
+        empty,
+        version=str(subject.backend.version),
+        contract=".".join(map(str, subject.backend.contract_version)),
+        claims=claims_of(subject, [tag for _, own in every for tag in own]),
+        results=tuple(_not_run(check, own, name, device) for check, own in wanted),
+    )
+    return Plan(report, tuple(check for check, _ in wanted), known)
 
 
-def run_check(check: Check, backend: str, device: torch.device, known_failures: Sequence[KnownFailure] = ()) -> Result:
-    """One check's result; an exception that is no verdict is an error."""
+def run_check(check: Check, planned: Result, known_failures: Sequence[KnownFailure] = ()) -> Result:
+    """The planned result, filled in; an exception that is no verdict is an error."""
     start = time.perf_counter()
     evidence: dict[str, float] = {}
     reason = ""
@@ -105,21 +119,41 @@ def run_check(check: Check, backend: str, device: torch.device, known_failures: 
     except Unavailable as lack:
         outcome, reason = Outcome.UNAVAILABLE, str(lack)
     except Exception as error:  # a backend may fail in any way; one check's error must not end the run
-        outcome, reason = Outcome.ERROR, f"{type(error).__name__}: {error}"
+        outcome, reason = Outcome.ERROR, f"{type(error).__name__}: {error}{_raised_in(error)}"
     known = next((entry for entry in known_failures if entry.covers(check)), None)
     if known and outcome in (Outcome.FAIL, Outcome.ERROR):
         outcome, reason = Outcome.XFAIL, f"{known.issue}: {known.reason} ({reason})"
     elif known and outcome is Outcome.PASS:
         outcome, reason = Outcome.XPASS, f"{known.issue} says this fails, and it passes: remove the entry"
+    seconds = round(time.perf_counter() - start, 4)
+    return msgspec.structs.replace(planned, outcome=outcome, reason=reason, evidence=evidence, seconds=seconds)
+
+
+def _raised_in(error: Exception) -> str:
+    """The innermost line that is no part of torch or Python: an author's own, where it is theirs."""
+    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_THEIRS)]
+    return f" (in {frames[-1].name}, {Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+
+
+def _does_not_load(reason: str) -> Result:
+    return Result(
+        check="contract.loads",
+        family="contract",
+        case="any",
+        outcome=Outcome.UNAVAILABLE,
+        reason=reason,
+        tags=(EVERYTHING,),
+    )
+
+
+def _not_run(check: Check, tags: tuple[str, ...], backend: str, device: torch.device) -> Result:
     return Result(
         check=check.name,
         family=check.family,
         case=check.case,
-        outcome=outcome,
-        reason=reason,
-        evidence=evidence,
-        seconds=round(time.perf_counter() - start, 4),
+        outcome=Outcome.NOT_RUN,
         repro=f"attn-backends check {backend} --device {device.type} --only '{check.name}*{check.case}*'",
+        tags=tags,
     )
 
 
@@ -127,7 +161,15 @@ def _subject(backend: str | AttentionBackend, device: torch.device | None) -> Su
     return Subject(get(backend) if isinstance(backend, str) else backend, device or default_device())
 
 
-def _wanted(check: Check, families: Sequence[str] | None, checks: Sequence[str] | None) -> bool:
+def _wanted(
+    check: Check,
+    own: Sequence[str],
+    families: Sequence[str] | None,
+    checks: Sequence[str] | None,
+    tags: Sequence[str] | None,
+) -> bool:
     if families and check.family not in families:
+        return False
+    if tags and not any(fnmatch(tag, pattern) for tag in own for pattern in tags):
         return False
     return not checks or any(fnmatch(check.id, pattern) or fnmatch(check.name, pattern) for pattern in checks)

@@ -122,14 +122,16 @@ def test_a_long_failure_is_cut_with_a_count():
 
 def test_the_json_has_exactly_the_documented_fields():
     document = msgspec.json.decode(of(**{"pass": 1}).to_json())
-    assert list(document) == ["schema", "backend", "version", "env", "command", "results"]
+    assert list(document) == [
+        *("schema", "backend", "version", "contract", "env", "command", "claims", "converted_from", "results")
+    ]
     assert list(document["env"]) == [
         *("device", "torch", "triton", "python", "commit", "dirty", "date", "driver", "cuda", "platform")
     ]
     assert list(document["results"][0]) == [
-        *("check", "family", "case", "outcome", "reason", "evidence", "seconds", "repro")
+        *("check", "family", "case", "outcome", "reason", "evidence", "seconds", "repro", "tags")
     ]
-    assert document["schema"] == "attn-report/1"
+    assert document["schema"] == "attn-report/2"
 
 
 def test_the_json_is_indented_and_ends_with_a_newline():
@@ -200,8 +202,8 @@ def test_loading_half_a_report_says_it_is_truncated(tmp_path):
 
 
 def test_another_schema_is_named_beside_the_one_needed(tmp_path):
-    path = written(tmp_path, lambda document: document.update(schema="attn-report/2"))
-    with pytest.raises(ReportError, match=r"'attn-report/1'.*'attn-report/2'"):
+    path = written(tmp_path, lambda document: document.update(schema="attn-report/3"))
+    with pytest.raises(ReportError, match=r"'attn-report/2'.*'attn-report/3'.*'attn-report/1' is converted"):
         Report.load(path)
 
 

@@ -1,31 +1,73 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from spec_decode.environment import environment
+from spec_decode.report import EVERYTHING, Claim, Outcome, Report, Result
+from tests.spec_decode.cli.conftest import CPU
 
-def test_matrix_finds_the_reports_below_the_current_folder(reports, run):
+
+@pytest.fixture
+def apart(monkeypatch):
+    """A stand-in for the processes that check a backend; `outcome` is what each finds, `calls` who was asked for."""
+    fake = SimpleNamespace(outcome={}, calls=[])
+
+    def check_apart(name, *, env, ask, limits, on_result):
+        fake.calls.append((name, ask, limits))
+        outcome = fake.outcome.get(name, "pass")
+        if outcome == "interrupt":
+            raise KeyboardInterrupt
+        elsewhere = {EVERYTHING: Claim(claimed=False, words="runs on cuda")} if outcome == "unsupported" else {}
+        result = Result(
+            check="graph.replay", family="graph", case="decode", outcome=Outcome(outcome), tags=("graph:capture",),
+            reason="for the test",
+        )  # fmt: skip
+        on_result(result)
+        return Report(
+            backend=name, version="1", env=environment(CPU), command=ask["command"], claims=elsewhere, results=(result,)
+        )
+
+    monkeypatch.setattr("spec_decode.commands.matrix_run.check_apart", check_apart)
+    return fake
+
+
+@pytest.fixture
+def tagged(apart, tmp_path, run):
+    """The report of a run, in reports/."""
+    run("matrix", "--run", "torch_reference", "--device", "cpu", "--into", tmp_path / "reports" / "cpu")
+    apart.calls.clear()
+    return tmp_path / "reports" / "cpu" / "check-torch_reference.json"
+
+
+def test_matrix_finds_the_reports_below_the_current_folder(tagged, run):
     result = run("matrix")
     assert result.exit_code == 0 and "verified 1/1" in result.output
 
 
-def test_matrix_takes_files_and_folders(reports, run):
-    assert "verified 1/1" in run("matrix", reports).output
-    assert "verified 1/1" in run("matrix", reports.parent).output
+def test_matrix_takes_files_and_folders(tagged, run):
+    assert "verified 1/1" in run("matrix", tagged).output
+    assert "verified 1/1" in run("matrix", tagged.parent).output
 
 
-def test_matrix_on_standard_output_is_nothing_else(reports, run):
-    assert run("matrix", "--markdown", "-").output.startswith("| row | backend")
-    assert json.loads(run("matrix", "--json", "-").output)["schema"] == "attn-matrix/1"
+def test_matrix_on_standard_output_is_nothing_else(tagged, run):
+    assert run("matrix", "--markdown", "-").stdout.startswith("# Compatibility")
+    assert run("matrix", "--html", "-").stdout.startswith("<!doctype html>")
+    assert json.loads(run("matrix", "--json", "-").stdout)["schema"] == "attn-matrix/2"
 
 
-def test_matrix_writes_files(reports, tmp_path, run):
-    assert run("matrix", "--markdown", "out/m.md", "--json", "out/m.json").exit_code == 0
-    assert (tmp_path / "out" / "m.md").exists() and (tmp_path / "out" / "m.json").exists()
+def test_matrix_writes_files(tagged, tmp_path, run):
+    assert run("matrix", "--markdown", "out/m.md", "--json", "out/m.json", "--html", "out/m.html").exit_code == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"m.md", "m.json", "m.html"}
 
 
-def test_matrix_runs_afresh(checks, run):
-    result = run("matrix", "--run", "torch_reference", "--device", "cpu")
-    assert "verified 1/1" in result.output and len(checks.calls) == 1
+def test_matrix_shows_only_the_columns_asked_for(tagged, run):
+    assert "graph support" in run("matrix", "--tag", "graph:*").output
+    assert "graph support" not in run("matrix", "--tag", "page:*").output
+
+
+def test_matrix_marks_other_versions_than_the_installed_as_stale(tagged, run):
+    assert "(stale)" in run("matrix", "--installed").output and "(stale)" not in run("matrix").output
 
 
 def test_matrix_without_reports_says_how_to_get_some(refused):
@@ -40,3 +82,103 @@ def test_matrix_refuses_what_is_no_report(tmp_path, content, refused):
 
 def test_matrix_refuses_a_missing_report(refused):
     assert "absent.json" in refused("matrix", "absent.json")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--resume",), ("--into", "x"), ("--run", "torch_reference", "--resume"),
+        ("--run", "torch_reference", "--check"), ("--run", "torch_reference", "--check-limit", "0"),
+        ("--run", "nobody"),
+    ],
+)  # fmt: skip
+def test_matrix_refuses_options_that_make_no_sense_together(words, apart, refused):
+    assert refused("matrix", *words) and not apart.calls
+
+
+def test_a_fresh_run_is_shown_and_not_kept(apart, run, tmp_path):
+    result = run("matrix", "--run", "torch_reference", "--device", "cpu", "--tag", "graph:*")
+    assert result.exit_code == 0 and "verified 1/1" in result.output
+    assert [(name, ask["tags"]) for name, ask, _ in apart.calls] == [("torch_reference", ["graph:*"])]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_hands_its_limits_on(apart, run):
+    run("matrix", "--run", "torch_reference", "--device", "cpu", "--check-limit", "3", "--limit", "9")
+    limits = apart.calls[0][2]
+    assert (limits.check, limits.backend) == (3.0, 9.0)
+
+
+def test_a_backend_that_fails_takes_no_other_with_it_and_fails_the_run(apart, run, tmp_path):
+    apart.outcome["triton_paged"] = "error"
+    names = ("--run", "triton_paged", "--run", "torch_reference")
+    result = run("matrix", *names, "--device", "cpu", "--into", "out")
+    assert result.exit_code == 1 and "broken 0/1" in result.output and "verified 1/1" in result.output
+    assert len(list((tmp_path / "out").iterdir())) == 2
+
+
+def test_available_leaves_out_what_is_absent_or_made_for_another_device(apart, run):
+    apart.outcome |= {"flashinfer": "unavailable", "flash_attn3": "unsupported"}
+    result = run("matrix", "--run", "available", "--device", "cpu")
+    assert "flashinfer: not available: for the test" in result.stderr
+    assert "flash_attn3: not available: runs on cuda" in result.stderr
+    assert "flash_attn3@" not in result.stdout and "triton_paged@1" in result.stdout
+
+
+def test_what_is_named_is_shown_even_if_it_is_absent(apart, run):
+    apart.outcome["flashinfer"] = "unavailable"
+    result = run("matrix", "--run", "flashinfer", "--run", "available", "--device", "cpu")
+    assert "flashinfer@1" in result.stdout and result.exit_code == 1
+
+
+def test_an_interrupted_run_keeps_what_is_finished_and_is_resumed_behind_it(apart, run, tmp_path):
+    words = ("matrix", "--run", "torch_reference", "--run", "triton_paged", "--device", "cpu", "--into", "out")
+    apart.outcome["triton_paged"] = "interrupt"
+    stopped = run(*words)
+    assert stopped.exit_code == 130 and "1 finished reports are in out; go on with --resume" in stopped.stderr
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["check-torch_reference.json"]
+    apart.outcome.clear()
+    apart.calls.clear()
+    result = run(*words, "--resume")
+    assert [name for name, _, _ in apart.calls] == ["triton_paged"]
+    assert result.exit_code == 0 and "torch_reference@1" in result.output and "triton_paged@1" in result.output
+
+
+@pytest.mark.parametrize("change", [{"command": "other"}, {"env": "commit"}, {"results": "not_run"}, {"schema": "x/1"}])
+def test_resume_checks_again_what_another_run_left_or_left_unfinished(tagged, apart, run, change):
+    document = json.loads(tagged.read_text())
+    if "env" in change:
+        document["env"]["commit"] = "other"
+    elif "results" in change:
+        document["results"][0]["outcome"] = "not_run"
+    else:
+        document |= change
+    tagged.write_text(json.dumps(document))
+    run("matrix", "--run", "torch_reference", "--device", "cpu", "--into", tagged.parent, "--resume")
+    assert len(apart.calls) == 1
+
+
+def test_resume_keeps_an_unchanged_report(tagged, apart, run):
+    run("matrix", "--run", "torch_reference", "--device", "cpu", "--into", tagged.parent, "--resume")
+    assert not apart.calls
+
+
+def test_check_passes_on_pages_that_say_what_the_reports_say(tagged, run):
+    pages = ("--markdown", "docs/compatibility.md", "--html", "docs/compatibility.html")
+    run("matrix", *pages)
+    assert run("matrix", "--check").exit_code == 0
+
+
+def test_check_fails_on_a_page_that_drifted_and_says_how_to_renew_it(tagged, tmp_path, run):
+    run("matrix", "--markdown", "docs/compatibility.md", "--html", "docs/compatibility.html")
+    page = tmp_path / "docs" / "compatibility.md"
+    edited = page.read_text().replace("verified", "perfect")
+    page.write_text(edited)
+    result = run("matrix", "--check")
+    assert result.exit_code == 1
+    assert "Renew with: attn-backends matrix reports --markdown docs/compatibility.md" in result.output
+    assert "--html" not in result.output and page.read_text() == edited
+
+
+def test_check_fails_where_there_is_no_page(tagged, run):
+    assert run("matrix", "--check").exit_code == 1

@@ -1,0 +1,59 @@
+"""Failures that a backend's author knows of: known_failures.toml beside the backend's module."""
+
+from __future__ import annotations
+
+import inspect
+from fnmatch import fnmatch
+from pathlib import Path
+
+import msgspec
+
+from attn_backends import AttentionBackend, BrokenBackend
+from spec_decode.conformance.check import Check
+
+FILE = "known_failures.toml"
+
+
+class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A check that is expected to fail. An issue is mandatory, and passing after all is a failure.
+
+    check, case: patterns of names, as in `--only`.
+    """
+
+    check: str
+    reason: str
+    issue: str
+    case: str = "*"
+
+    def __post_init__(self) -> None:
+        if not self.issue or not self.reason:
+            raise ValueError(
+                f"a known failure needs a reason and an issue, {self.check} has {self.reason!r} and {self.issue!r}; "
+                "an untracked waiver would stay for ever. Open an issue and name it."
+            )
+
+    def covers(self, check: Check) -> bool:
+        return fnmatch(check.name, self.check) and fnmatch(check.case, self.case)
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    known_failure: tuple[KnownFailure, ...] = ()
+
+
+def known_failures_of(backend: AttentionBackend) -> tuple[KnownFailure, ...]:
+    """What known_failures.toml in the folder of the backend's class lists; nothing where there is no such file.
+
+    Raises BrokenBackend for a file that cannot be read as one: with entries lost, its failures would be new ones.
+    """
+    try:
+        path = Path(inspect.getfile(type(backend))).with_name(FILE)
+        data = path.read_bytes()
+    except (OSError, TypeError):
+        return ()
+    try:
+        return msgspec.toml.decode(data, type=_File).known_failure
+    except msgspec.DecodeError as error:
+        raise BrokenBackend(
+            f"known failures are tables [[known_failure]] with check, reason, issue and perhaps case, {path} is not "
+            f"that: {error}; {backend.name} was not checked. Correct the file."
+        ) from error

@@ -1,0 +1,31 @@
+"""The compatibility matrix: what each backend claims and what was seen, as pure functions of the reports' JSON."""
+
+from spec_decode.matrix.cells import Cell, Evidence, Note, Word, evidence_of
+from spec_decode.matrix.columns import Column
+from spec_decode.matrix.markdown import to_markdown
+from spec_decode.matrix.model import SCHEMA, Matrix, Row, build_matrix, to_json
+from spec_decode.matrix.page import to_html
+from spec_decode.matrix.provenance import Run
+from spec_decode.matrix.sources import Sources
+from spec_decode.matrix.terminal import to_table
+from spec_decode.report import Claim
+
+__all__ = [
+    "SCHEMA",
+    "Cell",
+    "Claim",
+    "Column",
+    "Evidence",
+    "Matrix",
+    "Note",
+    "Row",
+    "Run",
+    "Sources",
+    "Word",
+    "build_matrix",
+    "evidence_of",
+    "to_html",
+    "to_json",
+    "to_markdown",
+    "to_table",
+]

@@ -1,0 +1,155 @@
+"""One cell of the compatibility matrix: claim and evidence, kept apart, and the word they earn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import msgspec
+
+from spec_decode.report import FAILURES, Claim, Number, Outcome, Result
+
+
+class Word(str, Enum):
+    """The one word of a cell."""
+
+    VERIFIED = "verified"
+    """Claimed, and every check that covers it passed."""
+    CLAIMED = "claimed"
+    """Claimed, and no check that covers it ran."""
+    REFUSED = "refused"
+    """Not claimed, and the checks saw the refusal."""
+    BROKEN = "broken"
+    """At least one check that covers it failed."""
+    PARTIAL = "partial"
+    """Passes, beside known failures or checks that did not run."""
+    UNCLAIMED = "unclaimed"
+    """Passes, and is not claimed."""
+    UNKNOWN = "unknown"
+    """Nothing is known: not claimed and not checked, or the checks could not run."""
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Why some checks of a cell did not pass: equal reasons once, with the first check and its command."""
+
+    outcome: str
+    reason: str
+    check: str
+    case: str
+    repro: str
+    count: int
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one run saw of one column.
+
+    run: index into the matrix's runs. passed of total: checks that ran and are no refusals; both are None where none
+    is. refused: cases that were not claimed. worst: the largest error as a multiple of its budget.
+    """
+
+    run: int
+    word: Word
+    passed: int | None = None
+    total: int | None = None
+    refused: int = 0
+    worst: Number | None = None
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The word, the count and the worst error."""
+        count = f" {self.passed}/{self.total}" if self.total else ""
+        worst = f" {self.worst:.2g}x" if self.worst is not None else ""
+        return f"{self.word.value}{count}{worst}"
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Claim and evidence of one column. evidence: one entry a run that has any, newest first; never an average.
+
+    word: the newest run's; without a run, the claim's. claim: None where no report recorded any. conflict: whether
+    runs of the same version on the same device disagree. repro: the command that checks this column again.
+    """
+
+    word: Word
+    claim: Claim | None = None
+    evidence: tuple[Evidence, ...] = ()
+    conflict: bool = False
+    repro: str = ""
+
+    @classmethod
+    def of(cls, claim: Claim | None, evidence: Sequence[Evidence], repro: str = "") -> Cell:
+        """The cell that this claim and this evidence, newest first, make."""
+        claimed = claim is not None and claim.claimed
+        return cls(
+            word=evidence[0].word if evidence else Word.CLAIMED if claimed else Word.UNKNOWN,
+            claim=claim,
+            evidence=tuple(evidence),
+            conflict=len({found.word for found in evidence}) > 1,
+            repro=repro,
+        )
+
+    @property
+    def text(self) -> str:
+        """What the newest run saw, what older ones saw where that differs, and the level claimed."""
+        seen = self.evidence[:1] + tuple(old for old in self.evidence[1:] if old.word is not self.word)
+        texts = dict.fromkeys(evidence.text for evidence in seen) or [self.word.value]
+        return "; earlier ".join(texts) + (f" ({self.level})" if self.level else "")
+
+    @property
+    def level(self) -> str:
+        """The level claimed, where the claim has degrees."""
+        return self.claim.level if self.claim is not None else ""
+
+
+def evidence_of(results: Sequence[Result], claim: Claim | None = None, run: int = 0) -> Evidence:
+    """The evidence of one run's results in one column; there is at least one result."""
+    outcomes = [result.outcome for result in results]
+    refused = outcomes.count(Outcome.UNSUPPORTED)
+    word = _word(set(outcomes), claim)
+    if word in (Word.UNKNOWN, Word.CLAIMED, Word.REFUSED):
+        # A case that asks for several things is refused for all of them: the shortest reason is the most telling.
+        notes = sorted(_notes(results), key=lambda note: len(note.reason))
+        return Evidence(run=run, word=word, refused=refused, notes=tuple(notes))
+    errors = [r.evidence["error_over_budget"] for r in results if "error_over_budget" in r.evidence]
+    return Evidence(
+        run=run,
+        word=word,
+        passed=outcomes.count(Outcome.PASS),
+        total=len(outcomes) - refused,
+        refused=refused,
+        # A NaN is worse than any number, and max() alone would lose it.
+        worst=max(errors, key=lambda error: (error != error, error), default=None),
+        notes=_notes([result for result in results if result.outcome is not Outcome.UNSUPPORTED]),
+    )
+
+
+def _word(seen: set[Outcome], claim: Claim | None) -> Word:
+    claimed = claim is not None and claim.claimed
+    if seen & FAILURES or (Outcome.XFAIL in seen and Outcome.PASS not in seen):
+        return Word.BROKEN
+    if Outcome.PASS in seen:
+        if claim is not None and not claimed:
+            return Word.UNCLAIMED
+        return Word.VERIFIED if seen <= {Outcome.PASS, Outcome.UNSUPPORTED} else Word.PARTIAL
+    if claimed:
+        return Word.CLAIMED
+    return Word.REFUSED if seen == {Outcome.UNSUPPORTED} else Word.UNKNOWN
+
+
+def _notes(results: Sequence[Result]) -> tuple[Note, ...]:
+    """Failures first."""
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for result in sorted(results, key=lambda result: result.outcome not in FAILURES):
+        if result.outcome is not Outcome.PASS:
+            groups.setdefault((result.outcome.value, result.reason), []).append(result)
+    return tuple(
+        Note(
+            outcome=outcome,
+            reason=reason,
+            check=group[0].check,
+            case=group[0].case,
+            repro=group[0].repro,
+            count=len(group),
+        )
+        for (outcome, reason), group in groups.items()
+    )

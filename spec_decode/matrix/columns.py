@@ -1,0 +1,96 @@
+"""The columns of the matrix: one for each tag that some report claims or checks, in groups by its axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from spec_decode.report import EVERYTHING
+
+_AXES: dict[str, tuple[str, dict[str, str]]] = {
+    "mode": ("Attention", {"prefill": "prefill", "extend": "extend", "decode": "decode", "verify": "verify"}),
+    "contract": ("Contract", {"declared": "declared", "refusals": "refusals", "memory": "memory"}),
+    "graph": ("Graphs", {"capture": "graph support", "advance": "advance"}),
+    "strategy": (
+        "Drafting",
+        {
+            "device_loop": "device loop",
+            "full_loop": "full loop",
+            "per_step": "per step",
+            "piecewise": "piecewise",
+            "eager": "eager",
+        },
+    ),
+    "dtype": ("Dtype", {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}),
+    "kv": ("KV dtype", {"float8_e4m3fn": "fp8 KV", "float8_e5m2": "fp8 e5m2 KV", "mixed": "wider KV"}),
+    "page": ("Page size", {}),
+    "dim": ("Head dim", {}),
+    "feature": (
+        "Features",
+        {
+            "sliding_window": "window",
+            "sinks": "sinks",
+            "soft_cap": "soft cap",
+            "gqa": "GQA",
+            "value_dim": "value dim",
+            "mla": "MLA",
+            "sparse": "sparse",
+        },
+    ),
+    "family": ("Other checks", {}),
+}
+"""Axis -> title of its group, and the labels of its values in their order. Values without one are numbers or new."""
+
+_MEANINGS = {
+    "mode:prefill": "A whole prompt at once.",
+    "mode:extend": "Several new tokens behind cached ones.",
+    "mode:decode": "One new token a request.",
+    "mode:verify": "The same 1 + K new tokens for every request, as step 0 and verification have them.",
+    "contract:declared": "Capabilities, versions and claims are stated as data, and metadata is frozen.",
+    "contract:refusals": "What is not claimed is refused with every reason, and bad tensors never reach a kernel.",
+    "contract:memory": "Nothing outside a request's own tokens, and no uninitialised memory, reaches an output.",
+    "graph:capture": "The widest batch shape whose attention can be captured and replayed over other batches.",
+    "graph:advance": "What it takes to move the metadata one token forward.",
+    "strategy:device_loop": "The steps run inside one graph that loops on the device.",
+    "strategy:full_loop": "All steps of a round unrolled in one graph.",
+    "strategy:per_step": "One captured step, replayed; only weak groups are rebuilt between replays.",
+    "strategy:piecewise": "The step is captured in pieces around the attention.",
+    "strategy:eager": "No graphs; the reference for the others.",
+    "kv:mixed": "The KV cache has another dtype than the queries, of the same width or wider.",
+    "feature:sparse": "Lists of entries in a second, compressed cache join the softmax.",
+    "feature:value_dim": "Value heads of another size than the key heads.",
+}
+
+
+class Column(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One column. tag: what evidence and claims are matched by; label: short, and clear without the group."""
+
+    tag: str
+    label: str
+    group: str
+    meaning: str = ""
+
+
+def columns_of(tags: Iterable[str]) -> tuple[Column, ...]:
+    """The columns of these tags; unknown axes come last, under their own names."""
+    return tuple(map(_column, sorted(set(tags) - {EVERYTHING}, key=_rank)))
+
+
+def _column(tag: str) -> Column:
+    axis, _, value = tag.partition(":")
+    group, labels = _AXES.get(axis, (axis, {}))
+    label = labels.get(value) or (f"{axis} {value}" if value else axis)
+    return Column(tag=tag, label=label, group=group, meaning=_MEANINGS.get(tag, ""))
+
+
+def _rank(tag: str) -> tuple[int, int, int, str]:
+    axis, _, value = tag.partition(":")
+    axes = list(_AXES)
+    known = list(_AXES[axis][1]) if axis in _AXES else []
+    return (
+        axes.index(axis) if axis in axes else len(axes),
+        known.index(value) if value in known else len(known),
+        int(value) if value.isdecimal() and len(value) < 10 else 0,
+        tag,
+    )

@@ -1,0 +1,122 @@
+"""The table of drafters: a draft model on a backend, in each strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from spec_decode.matrix.cells import Word
+from spec_decode.matrix.provenance import Runs
+from spec_decode.matrix.sources import Agreement, AgreementRow, Quantiles, Timing
+
+
+class Parity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Drafting at one temperature held against eager drafting, and greedily against plain decoding."""
+
+    temperature: float
+    prompts: int
+    unlike_eager: int
+    unlike_plain: int | None
+    accepted: float | None
+
+
+class HostTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Host time of a round in this strategy, timed with the bench's own random draft."""
+
+    case: str
+    num_reqs: int
+    num_speculative_tokens: int
+    us: Quantiles
+    run: int
+
+
+class DraftCell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One strategy. run: where the parity is from."""
+
+    strategy: str
+    word: Word
+    parity: tuple[Parity, ...]
+    refusal: str
+    host: tuple[HostTime, ...]
+    run: int
+
+
+class DraftRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A draft model on a backend, on one device in one run."""
+
+    draft: str
+    backend: str
+    dtype: str
+    device: str
+    cells: tuple[DraftCell, ...]
+
+
+def draft_rows(agreements: Sequence[Agreement], timings: Sequence[Timing], runs: Runs) -> tuple[DraftRow, ...]:
+    """A row for each draft, backend and run, newest first; nothing is merged."""
+    rows = []
+    for agreement in sorted(agreements, key=lambda agreement: agreement.env.date, reverse=True):
+        run = runs.number("draft pairs", agreement.env, agreement.command)
+        device = agreement.env.device
+        groups: dict[tuple[str, str, str], dict[str, list[AgreementRow]]] = {}
+        for row in agreement.rows:
+            by_strategy = groups.setdefault((row.draft, row.backend, row.dtype), {})
+            by_strategy.setdefault(row.strategy, []).append(row)
+        for (draft, backend, dtype), by_strategy in groups.items():
+            cells = [
+                _cell(found, run, _host_times(timings, device, backend, strategy, runs))
+                for strategy, found in by_strategy.items()
+            ]
+            rows.append(DraftRow(draft=draft, backend=backend, dtype=dtype, device=device, cells=tuple(cells)))
+    return tuple(rows)
+
+
+def _cell(rows: Sequence[AgreementRow], run: int, host: tuple[HostTime, ...]) -> DraftCell:
+    parity = tuple(
+        Parity(
+            temperature=row.temperature,
+            prompts=row.prompts,
+            unlike_eager=row.unlike_eager,
+            unlike_plain=row.unlike_plain,
+            accepted=row.accepted,
+        )
+        for row in sorted(rows, key=lambda row: row.temperature)
+        if not row.refusal
+    )
+    return DraftCell(
+        strategy=rows[0].strategy,
+        word=_word(parity),
+        parity=parity,
+        refusal=next((row.refusal for row in rows if row.refusal), ""),
+        host=host,
+        run=run,
+    )
+
+
+def _word(parity: Sequence[Parity]) -> Word:
+    if any(found.unlike_eager for found in parity):
+        return Word.BROKEN
+    if not parity:
+        return Word.REFUSED
+    return Word.VERIFIED if any(found.prompts for found in parity) else Word.UNKNOWN
+
+
+def _host_times(
+    timings: Iterable[Timing], device: str, backend: str, strategy: str, runs: Runs
+) -> tuple[HostTime, ...]:
+    """Those of whole rounds, newest first, small batches and few tokens before large ones."""
+    found = [
+        HostTime(
+            case=timing.case,
+            num_reqs=timing.num_reqs,
+            num_speculative_tokens=timing.num_speculative_tokens,
+            us=timing.host_us,
+            run=runs.number("bench", timing.env.plain, timing.command),
+        )
+        for timing in sorted(timings, key=lambda timing: timing.env.date, reverse=True)
+        if (timing.env.device, timing.backend, timing.strategy) == (device, backend, strategy)
+        and timing.host_us is not None
+        and timing.num_speculative_tokens is not None
+        and (timing.case == f"round/{backend}" or timing.case.endswith("/round"))
+    ]
+    return tuple(sorted(found, key=lambda host: (host.run, host.num_speculative_tokens, host.num_reqs)))

@@ -1,0 +1,107 @@
+"""The matrix as Markdown: a table for each group of columns, the drafters, the timings, reasons and provenance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from spec_decode.matrix.cells import Word
+from spec_decode.matrix.model import Matrix, Row
+from spec_decode.matrix.numbered import Notes, draft_lines, grouped, time_text, verdict_text
+from spec_decode.matrix.speed import Bar
+from spec_decode.matrix.text import markdown, markdown_code, note_text
+from spec_decode.matrix.words import HOW_TO_READ, MEANINGS
+
+_PROVENANCE = ("run", "what", "device", "driver", "CUDA", "torch", "triton", "python", "platform", "commit", "date")
+
+
+def to_markdown(matrix: Matrix) -> str:
+    """Everything that the JSON holds but the evidence of each single case."""
+    notes = Notes()
+    parts = ["# Compatibility", HOW_TO_READ, _legend()]
+    for title, at in grouped(matrix.columns):
+        columns = [matrix.columns[i] for i in at]
+        rows = [
+            [*_who(row), *(" ".join([row.cells[i].text, *notes.marks(row.cells[i])]) for i in at)]
+            for row in matrix.rows
+        ]
+        parts += [f"## {markdown(title)}", _table(["backend", "device", *(c.label for c in columns)], rows)]
+        meanings = [f"{markdown(c.label)}: {markdown(c.meaning)}" for c in columns if c.meaning]
+        parts += ["\n".join(f"- {line}" for line in meanings)] if meanings else []
+    stale = [
+        f"- {markdown(row.title)} on {markdown(row.device)}: {markdown(r)}" for row in matrix.rows for r in row.stale
+    ]
+    parts += ["## Stale", "\n".join(stale)] if stale else []
+    parts += _drafters(matrix)
+    parts += _speed(matrix)
+    if notes.all:
+        parts += ["## Reasons", "\n".join(_reason(number, text, repro) for number, text, repro in _numbered(notes))]
+    parts += ["## Provenance", _provenance(matrix)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _legend() -> str:
+    return _table(["word", "meaning"], [[word.value, MEANINGS[word]] for word in Word])
+
+
+def _who(row: Row) -> list[str]:
+    runs = ", ".join(f"run {run + 1}" for run in row.runs)
+    return [row.title + (" (stale)" if row.stale else ""), f"{row.device} ({runs})"]
+
+
+def _drafters(matrix: Matrix) -> list[str]:
+    if not matrix.drafters:
+        return []
+    rows = []
+    for row in matrix.drafters:
+        by_strategy = {cell.strategy: cell for cell in row.cells}
+        cells = [
+            "\n".join([cell.word.value, *draft_lines(cell)]) if (cell := by_strategy.get(strategy)) else "unknown"
+            for strategy in matrix.strategies
+        ]
+        run = f"run {row.cells[0].run + 1}"
+        rows.append([row.draft, f"{row.backend}\n{row.dtype}", f"{row.device} ({run})", *cells])
+    return ["## Drafters", _table(["draft model", "backend", "device", *matrix.strategies], rows)]
+
+
+def _speed(matrix: Matrix) -> list[str]:
+    parts: list[str] = []
+    for section in matrix.speed:
+        rows = [[panel.title, *_timing(bar), f"run {bar.run + 1}"] for panel in section.panels for bar in panel.bars]
+        header = ["shape", "what", f"{section.quantity}: p50 [p20 to p80]", "floor", "limit", "run"]
+        parts += [
+            f"### {markdown(', '.join(filter(None, [section.title, section.spec, section.device])))}",
+            _table(header, rows),
+        ]
+    return ["## Speed", *parts] if parts else []
+
+
+def _timing(bar: Bar) -> list[str]:
+    what = f"{bar.label}{' (peer)' if bar.peer else ''}\n{bar.spec}".strip()
+    return [what, time_text(bar), "" if bar.floor is None else f"{bar.floor:.4g}", verdict_text(bar)]
+
+
+def _numbered(notes: Notes) -> Iterable[tuple[int, str, str]]:
+    return ((number, note_text(note), note.repro) for note, number in notes.all.items())
+
+
+def _reason(number: int, text: str, repro: str) -> str:
+    return f"{number}. {markdown(text)}{f'<br>{markdown_code(repro)}' if repro else ''}"
+
+
+def _provenance(matrix: Matrix) -> str:
+    rows = []
+    for number, run in enumerate(matrix.runs, 1):
+        env = run.env
+        old = f"\nconverted from {run.converted_from}" if run.converted_from else ""
+        software = [env.driver or "none", env.cuda or "none", env.torch, env.triton, env.python, env.platform]
+        rows.append([str(number), run.subject + old, env.device, *software, run.commit, env.date])
+    commands = [f"{number}. {markdown_code(run.command)}" for number, run in enumerate(matrix.runs, 1) if run.command]
+    return "\n\n".join(
+        [_table(_PROVENANCE, rows), *(["The commands of these runs:", "\n".join(commands)] if commands else [])]
+    )
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [[markdown(text) for text in header], ["---"] * len(header)]
+    lines += [[markdown(text) for text in row] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,186 @@
+"""The matrix as data: a row for each version of a backend on a device, from any number of reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatch
+
+import msgspec
+
+from builders import CONTRACT_VERSION
+from spec_decode.matrix.cells import Cell, evidence_of
+from spec_decode.matrix.columns import Column, columns_of
+from spec_decode.matrix.drafters import DraftRow, draft_rows
+from spec_decode.matrix.provenance import Run, Runs
+from spec_decode.matrix.sources import Agreement, Timing
+from spec_decode.matrix.speed import Section, speed_sections
+from spec_decode.report import EVERYTHING, Claim, Report, Result, json_bytes, json_number
+
+SCHEMA = "attn-matrix/2"
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One version of a backend on one device.
+
+    runs: indices of its reports, newest first. stale: why the row may no longer hold. cells: as the columns.
+    """
+
+    backend: str
+    version: str
+    device: str
+    runs: tuple[int, ...]
+    stale: tuple[str, ...]
+    cells: tuple[Cell, ...]
+
+    @property
+    def title(self) -> str:
+        return f"{self.backend}@{self.version}"
+
+
+class Matrix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything the pages show. runs: where each piece of evidence is from; the rest refers to them by index."""
+
+    schema: str = SCHEMA
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    strategies: tuple[str, ...]
+    drafters: tuple[DraftRow, ...]
+    speed: tuple[Section, ...]
+    runs: tuple[Run, ...]
+
+
+def build_matrix(
+    reports: Sequence[Report],
+    agreements: Sequence[Agreement] = (),
+    timings: Sequence[Timing] = (),
+    *,
+    tags: Sequence[str] = (),
+    current: Mapping[str, str] | None = None,
+) -> Matrix:
+    """The matrix of these reports: rows by device and backend, nothing averaged, nothing dropped.
+
+    tags: only the columns that match one of these patterns. current: the versions that backends have now; a row of
+    another version is marked stale.
+    """
+    runs = Runs()
+    wanted = [tag for report in reports for tag in _tags(report) if not tags or any(fnmatch(tag, p) for p in tags)]
+    columns = columns_of(wanted)
+    groups: dict[tuple[str, str, str], list[Report]] = {}
+    for report in sorted(reports, key=lambda report: report.env.date, reverse=True):
+        groups.setdefault((report.env.device, report.backend, report.version), []).append(report)
+    ordered = sorted(groups.items(), key=lambda item: (item[1][0].env.cuda is None, *item[0][:2]))
+    newest = _newest_versions(groups)
+    rows = [_row(key, group, columns, runs, _stale(key, group, newest, current or {})) for key, group in ordered]
+    drafters = draft_rows(agreements, timings, runs)
+    return Matrix(
+        columns=columns,
+        rows=tuple(rows),
+        strategies=tuple(dict.fromkeys(cell.strategy for row in drafters for cell in row.cells)),
+        drafters=drafters,
+        speed=speed_sections(timings, runs),
+        runs=runs.all,
+    )
+
+
+def _tags(report: Report) -> Iterable[str]:
+    yield from report.claims
+    for result in report.results:
+        yield from _tags_of(result)
+
+
+def _tags_of(result: Result) -> tuple[str, ...]:
+    """Its tags; one that has none, as another kit may make them, counts for its family, so that none is lost."""
+    return result.tags or (f"family:{result.family}",)
+
+
+def _row(
+    key: tuple[str, str, str],
+    reports: Sequence[Report],
+    columns: Sequence[Column],
+    runs: Runs,
+    stale: tuple[str, ...],
+) -> Row:
+    device, backend, version = key
+    numbers = [runs.of_report(report) for report in reports]
+    by_tag = [_by_tag(report.results) for report in reports]
+    where = "cpu" if reports[0].env.cuda is None else "cuda"
+    return Row(
+        backend=backend,
+        version=version,
+        device=device,
+        runs=tuple(numbers),
+        stale=stale,
+        cells=tuple(
+            _cell(column.tag, reports, by_tag, numbers, f"attn-backends matrix --run {backend} --device {where}")
+            for column in columns
+        ),
+    )
+
+
+def _by_tag(results: Iterable[Result]) -> dict[str, list[Result]]:
+    found: dict[str, list[Result]] = {}
+    for result in results:
+        for tag in _tags_of(result):
+            found.setdefault(tag, []).append(result)
+    return found
+
+
+def _cell(
+    tag: str,
+    reports: Sequence[Report],
+    by_tag: Sequence[dict[str, list[Result]]],
+    runs: Sequence[int],
+    command: str,
+) -> Cell:
+    evidence = [
+        evidence_of(results, _claim(report, tag), run)
+        for report, own, run in zip(reports, by_tag, runs, strict=True)
+        if (results := own.get(tag) or own.get(EVERYTHING))
+    ]
+    claims = (_claim(report, tag) for report in reports)
+    claim = next((claim for claim in claims if claim is not None), None)
+    return Cell.of(claim, evidence, f"{command} --tag {tag}")
+
+
+def _claim(report: Report, tag: str) -> Claim | None:
+    return report.claims.get(tag) or report.claims.get(EVERYTHING)
+
+
+def _newest_versions(groups: Mapping[tuple[str, str, str], Sequence[Report]]) -> dict[tuple[str, str], Report]:
+    newest: dict[tuple[str, str], Report] = {}
+    for (device, backend, _), reports in groups.items():
+        at = (device, backend)
+        if at not in newest or reports[0].env.date > newest[at].env.date:
+            newest[at] = reports[0]
+    return newest
+
+
+def _stale(
+    key: tuple[str, str, str],
+    reports: Sequence[Report],
+    newest: Mapping[tuple[str, str], Report],
+    current: Mapping[str, str],
+) -> tuple[str, ...]:
+    """Why a row may no longer hold: another version was checked later, is installed, or the contract moved on."""
+    device, backend, version = key
+    reasons = []
+    later = newest[device, backend]
+    if later.version != version:
+        reasons.append(f"version {later.version} was checked on this device later, on {later.env.date[:10]}")
+    now = current.get(backend, version)
+    if now != version:
+        reasons.append(f"version {now} is installed now")
+    contract = ".".join(map(str, CONTRACT_VERSION))
+    if reports[0].contract not in ("", contract):
+        reasons.append(f"it was checked against contract {reports[0].contract}, which is {contract} now")
+    return tuple(reasons)
+
+
+def to_json(matrix: Matrix) -> bytes:
+    """Indented, in a stable order; a worst error that is no number is written as its name."""
+    document = msgspec.to_builtins(matrix)
+    for row in document["rows"]:
+        for cell in row["cells"]:
+            for evidence in cell["evidence"]:
+                evidence["worst"] = None if evidence["worst"] is None else json_number(evidence["worst"])
+    return json_bytes(document)

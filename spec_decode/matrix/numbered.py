@@ -1,0 +1,73 @@
+"""What the terminal's page and the Markdown share: columns in groups, reasons by number, timings as lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from spec_decode.matrix.cells import Cell, Note, Word
+from spec_decode.matrix.columns import Column
+from spec_decode.matrix.drafters import DraftCell
+from spec_decode.matrix.speed import Bar
+
+_UNTOLD = frozenset({Word.REFUSED, Word.UNKNOWN, Word.CLAIMED})
+"""Where nothing but refusals is to be told, one reason is enough."""
+
+
+class Notes:
+    """Numbers for reasons, given as they are first met; the same outcome for the same reason has one number."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[str, str], tuple[Note, int]] = {}
+
+    @property
+    def all(self) -> dict[Note, int]:
+        """Each reason as it was first met, with its number."""
+        return dict(self._numbers.values())
+
+    def marks(self, cell: Cell) -> list[str]:
+        """The numbers of a cell's reasons, as marks: of all that went wrong, or of the first refusal."""
+        notes = [
+            note for evidence in cell.evidence for note in evidence.notes[: 1 if evidence.word in _UNTOLD else None]
+        ]
+        return list(dict.fromkeys(f"^{self._number(note)}" for note in notes))
+
+    def _number(self, note: Note) -> int:
+        key = (note.outcome, note.reason)
+        return self._numbers.setdefault(key, (note, len(self._numbers) + 1))[1]
+
+
+def grouped(columns: Sequence[Column]) -> list[tuple[str, list[int]]]:
+    """Titles of the groups and the indices of their columns."""
+    found = groupby(range(len(columns)), key=lambda i: columns[i].group)
+    return [(title, list(indices)) for title, indices in found]
+
+
+def draft_lines(cell: DraftCell) -> list[str]:
+    """A drafter's cell in words: parity and kept tokens by temperature, the first host time, or the refusal."""
+    lines = [
+        f"T {found.temperature:g}: {found.unlike_eager} of {found.prompts} prompts unlike eager"
+        + (f", {found.unlike_plain} unlike plain decoding" if found.unlike_plain is not None else "")
+        + (f", {found.accepted:.2f} tokens kept" if found.accepted is not None else "")
+        for found in cell.parity
+    ]
+    lines += [
+        f"host {host.us.p50:.0f} us [{host.us.p20:.0f} to {host.us.p80:.0f}] a round, {host.num_reqs} requests, "
+        f"K {host.num_speculative_tokens}"
+        for host in cell.host[:1]
+    ]
+    return lines + ([cell.refusal] if cell.refusal else [])
+
+
+def time_text(bar: Bar) -> str:
+    """Median and range."""
+    if bar.us is None:
+        return "no launch"
+    return f"{bar.us.p50:.4g} [{bar.us.p20:.4g} to {bar.us.p80:.4g}]"
+
+
+def verdict_text(bar: Bar) -> str:
+    """The limits, and whether they are kept."""
+    if not bar.bound:
+        return ""
+    return f"{bar.bound}: {'met' if bar.met else 'not judged' if bar.met is None else 'missed'}"

@@ -1,0 +1,45 @@
+"""Where evidence is from: each run once, for the cells to refer to."""
+
+from __future__ import annotations
+
+import msgspec
+
+from spec_decode.environment import Environment
+from spec_decode.report import Report
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One run of a tool: what it looked at, where, when, and how to repeat it.
+
+    converted_from: the older schema of its file, which did not record everything.
+    """
+
+    subject: str
+    env: Environment
+    command: str
+    converted_from: str = ""
+
+    @property
+    def commit(self) -> str:
+        """Short, with what is known of the tree beside it."""
+        if self.env.commit.startswith("unknown"):
+            return self.env.commit
+        return self.env.commit[:12] + {True: " dirty", False: "", None: " (dirty or not: unknown)"}[self.env.dirty]
+
+
+class Runs:
+    """Collects runs, each once, and numbers them in the order they are first met."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Run, int] = {}
+
+    @property
+    def all(self) -> tuple[Run, ...]:
+        return tuple(self._numbers)
+
+    def number(self, subject: str, env: Environment, command: str, converted_from: str = "") -> int:
+        run = Run(subject=subject, env=env, command=command, converted_from=converted_from)
+        return self._numbers.setdefault(run, len(self._numbers))
+
+    def of_report(self, report: Report) -> int:
+        return self.number(f"{report.backend}@{report.version}", report.env, report.command, report.converted_from)

@@ -1,0 +1,44 @@
+"""The JSON schemas of what is read and written: python -m spec_decode.matrix.schemas FOLDER writes them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from spec_decode.matrix.model import SCHEMA as MATRIX
+from spec_decode.matrix.model import Matrix
+from spec_decode.matrix.sources import AGREEMENT_SCHEMA, TIMING_SCHEMA, Agreement, Timing
+from spec_decode.report import SCHEMA as REPORT
+from spec_decode.report import Report, json_bytes
+
+_KINDS: dict[str, Any] = {
+    REPORT: Report,
+    MATRIX: Matrix,
+    AGREEMENT_SCHEMA: Agreement,
+    TIMING_SCHEMA: list[Timing],
+}
+
+
+def schemas() -> dict[str, bytes]:
+    """File name -> JSON Schema (2020-12) of each format, its version in the name."""
+    return {f"{name.replace('/', '-')}.json": _schema(name, kind) for name, kind in _KINDS.items()}
+
+
+def _schema(name: str, kind: Any) -> bytes:
+    found = msgspec.json.schema(kind)
+    for definition in found.get("$defs", {}).values():
+        # Only newer Pythons strip a docstring's indentation.
+        definition["description"] = inspect.cleandoc(definition.get("description", ""))
+        if "schema" in definition.get("properties", {}):
+            definition["properties"]["schema"] = {"const": name}
+            definition["required"] = ["schema", *definition.get("required", [])]
+    return json_bytes({"$schema": "https://json-schema.org/draft/2020-12/schema", "title": name, **found})
+
+
+if __name__ == "__main__":
+    for file, content in schemas().items():
+        (Path(sys.argv[1]) / file).write_bytes(content)

@@ -1,0 +1,146 @@
+"""What the matrix is made from: check reports, the agreement of draft pairs, and timings, each by its schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from spec_decode.environment import Environment
+from spec_decode.report import SCHEMA, Report, ReportError, read_json
+from spec_decode.report_v1 import SCHEMA_1
+
+PATTERNS = ("check-*.json", "pair-agreement*.json", "bench-*.json")
+"""Names of the files that a folder is searched for."""
+AGREEMENT_SCHEMA = "attn-pair-agreement/1"
+TIMING_SCHEMA = "attn-bench/1"
+
+
+class AgreementRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A draft model on a backend in a strategy: how many prompts got other tokens than by eager drafting.
+
+    unlike_plain: other text than plain decoding gives; None where sampling makes that no question. accepted: tokens
+    kept a round; None where the strategy was refused.
+    """
+
+    draft: str
+    backend: str
+    dtype: str
+    strategy: str
+    temperature: float
+    refusal: str
+    prompts: int
+    unlike_eager: int
+    unlike_plain: int | None
+    accepted: float | None
+
+
+class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A report of scripts/pair_agreement.py."""
+
+    schema: str = AGREEMENT_SCHEMA
+    env: Environment
+    command: str
+    rows: tuple[AgreementRow, ...]
+
+
+class Quantiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Microseconds."""
+
+    p20: float
+    p50: float
+    p80: float
+
+
+class TimingEnvironment(Environment, frozen=True, kw_only=True):
+    """Where a timing was taken, and what its copies reached."""
+
+    copy_bytes_per_us: float | None = None
+
+    @property
+    def plain(self) -> Environment:
+        return Environment(**{name: getattr(self, name) for name in Environment.__struct_fields__})
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of `attn-backends bench`. A case may add columns of its own, which are not read here."""
+
+    schema: str = TIMING_SCHEMA
+    case: str
+    backend: str
+    spec: str | None = None
+    strategy: str | None = None
+    num_reqs: int
+    num_speculative_tokens: int | None = None
+    context: int | None = None
+    host_us: Quantiles | None = None
+    gpu_us: Quantiles | None = None
+    kernels_per_step: float | None = None
+    floor_us: float | None = None
+    limit: str | None = None
+    met: bool | None = None
+    env: TimingEnvironment
+    command: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Everything that was read."""
+
+    reports: list[Report] = field(default_factory=list)
+    agreements: list[Agreement] = field(default_factory=list)
+    timings: list[Timing] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, paths: Iterable[Path]) -> Sources:
+        """The files of these paths; a folder stands for those below it that are named like evidence.
+
+        Raises ReportError for a file that is none of the known schemas or does not follow its own.
+        """
+        sources = cls()
+        for path in files_below(paths):
+            sources._add(read_json(path), str(path))
+        return sources
+
+    def _add(self, document: Any, where: str) -> None:
+        schema = _schema(document)
+        if schema == AGREEMENT_SCHEMA:
+            self.agreements.append(_follow(document, Agreement, where))
+        elif schema == TIMING_SCHEMA:
+            self.timings.extend(_follow(document, list[Timing], where))
+        elif schema.startswith("attn-report/"):
+            self.reports.append(Report.of(document, where))
+        else:
+            raise ReportError(
+                f"the matrix is made from schemas {SCHEMA}, {SCHEMA_1}, {AGREEMENT_SCHEMA} and {TIMING_SCHEMA}, "
+                f"{where} has {schema or None!r}; nothing was shown. Leave the file out, or read it with the version "
+                "that wrote it."
+            )
+
+
+def files_below(paths: Iterable[Path]) -> list[Path]:
+    """The files that the paths name; a folder stands for the evidence below it."""
+    found: dict[Path, None] = {}
+    for path in paths:
+        inside = [file for pattern in PATTERNS for file in sorted(path.rglob(pattern))] if path.is_dir() else [path]
+        found |= dict.fromkeys(inside)
+    return list(found)
+
+
+def _schema(document: Any) -> str:
+    """The schema that a document names; a list of rows has that of its first."""
+    first = document[0] if isinstance(document, list) and document else document
+    schema = first.get("schema") if isinstance(first, dict) else None
+    return schema if isinstance(schema, str) else ""
+
+
+def _follow(document: Any, kind: Any, where: str) -> Any:
+    try:
+        return msgspec.convert(document, kind)
+    except msgspec.ValidationError as error:
+        raise ReportError(
+            f"a file must follow the schema it names, {where} does not: {error}; it was not loaded. Make it again."
+        ) from error

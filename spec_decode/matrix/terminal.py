@@ -1,0 +1,96 @@
+"""The matrix for a terminal. Words carry the meaning, colour repeats it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from spec_decode.matrix.cells import Cell, Word
+from spec_decode.matrix.drafters import DraftCell
+from spec_decode.matrix.model import Matrix, Row
+from spec_decode.matrix.numbered import Notes, draft_lines, grouped
+from spec_decode.matrix.text import note_text, plain, plain_lines
+
+_STYLES = {
+    Word.VERIFIED: "green",
+    Word.BROKEN: "bold red",
+    Word.PARTIAL: "yellow",
+    Word.UNCLAIMED: "cyan",
+    Word.UNKNOWN: "dim",
+}
+
+
+def to_table(matrix: Matrix) -> RenderableType:
+    """A table for each group of columns, the drafters, the reasons by number, and where it all was seen."""
+    notes = Notes()
+    tables: list[RenderableType] = [_group(matrix, title, at, notes) for title, at in grouped(matrix.columns)]
+    if not tables:
+        tables = [_table("no evidence", ["backend"])]
+    if matrix.drafters:
+        tables.append(_drafters(matrix))
+    tables += [_reasons(notes)] if notes.all else []
+    tables += [_runs(matrix)] if matrix.runs else []
+    return Group(*tables)
+
+
+def _table(title: str, columns: Iterable[str]) -> Table:
+    table = Table(title=Text(title), box=box.ASCII2, title_justify="left", show_lines=False)
+    for column in columns:
+        table.add_column(Text(plain(column)), overflow="fold")
+    return table
+
+
+def _group(matrix: Matrix, title: str, at: Sequence[int], notes: Notes) -> Table:
+    table = _table(plain(title), ["backend", *(matrix.columns[i].label for i in at)])
+    for row in matrix.rows:
+        table.add_row(_who(row), *(_cell(row.cells[i], notes) for i in at))
+    return table
+
+
+def _who(row: Row) -> Text:
+    stale = " (stale)" if row.stale else ""
+    return Text(f"{plain(row.title)}{stale}\n{plain(row.device)}", style="dim" if row.stale else "")
+
+
+def _cell(cell: Cell, notes: Notes) -> Text:
+    return Text(" ".join([plain(cell.text), *notes.marks(cell)]), style=_STYLES.get(cell.word, ""))
+
+
+def _drafters(matrix: Matrix) -> Table:
+    table = _table("Drafters: tokens kept a round, and host time a round", ["draft", "backend", *matrix.strategies])
+    for row in matrix.drafters:
+        by_strategy = {cell.strategy: cell for cell in row.cells}
+        cells = [_draft_cell(by_strategy.get(strategy)) for strategy in matrix.strategies]
+        table.add_row(
+            Text(plain(row.draft)), Text(f"{plain(row.backend)}\n{plain(row.dtype)}, {plain(row.device)}"), *cells
+        )
+    return table
+
+
+def _draft_cell(cell: DraftCell | None) -> Text:
+    if cell is None:
+        return Text("unknown", style="dim")
+    lines = [cell.word.value, *(plain(line) for line in draft_lines(cell))]
+    return Text("\n".join(lines), style=_STYLES.get(cell.word, ""))
+
+
+def _reasons(notes: Notes) -> RenderableType:
+    text = Text("Reasons\n")
+    for note, number in notes.all.items():
+        text.append(f"^{number} {' / '.join(plain_lines(note_text(note)))}\n")
+        if note.repro:
+            text.append(f"    {plain(note.repro)}\n", style="dim")
+    return text
+
+
+def _runs(matrix: Matrix) -> Table:
+    table = _table("Seen on", ["run", "what", "device", "software", "commit", "date"])
+    for number, run in enumerate(matrix.runs, 1):
+        software = f"torch {run.env.torch}, triton {run.env.triton}"
+        cells = (str(number), run.subject, run.env.device, software, run.commit, run.env.date)
+        table.add_row(*(Text(plain(cell)) for cell in cells))
+    return table

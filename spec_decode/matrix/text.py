@@ -1,0 +1,47 @@
+"""Text from a report as a person may safely see it: words of strangers, in terminals, Markdown and HTML."""
+
+from __future__ import annotations
+
+import html
+import re
+
+from spec_decode.matrix.cells import Note
+
+_SPECIAL = re.compile(r"[\\|`*\[\]~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
+"""What Markdown would read as markup; an underscore inside a word is none."""
+
+
+def plain_lines(text: str) -> list[str]:
+    """The lines of a text; characters that are not printed, such as terminal and bidi controls, are spelled out."""
+    return [
+        line if line.isprintable() else "".join(c if c.isprintable() else _spelled(c) for c in line)
+        for line in text.splitlines()
+    ]
+
+
+def plain(text: object) -> str:
+    """The same on one line."""
+    return " ".join(plain_lines(str(text)))
+
+
+def _spelled(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
+def markdown(text: str) -> str:
+    """Text for a cell or a list item of Markdown: nothing in it is markup."""
+    return "<br>".join(_SPECIAL.sub(r"\\\g<0>", html.escape(line, quote=False)) for line in plain_lines(text))
+
+
+def markdown_code(text: str) -> str:
+    """A code span: nothing inside is markup, whatever backticks it holds; for a table's cell too."""
+    line = plain(text).replace("|", "\\|")
+    fence = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
+    pad = " " if "`" in line else ""
+    return f"{fence}{pad}{line}{pad}{fence}"
+
+
+def note_text(note: Note) -> str:
+    """A note in words: what happened, where first, how often, and why."""
+    more = f" and {note.count - 1} more" if note.count > 1 else ""
+    return f"{note.outcome}: {note.check}[{note.case}]{more}: {note.reason}"

@@ -1,0 +1,57 @@
+"""Reports made by hand for the tests of the matrix."""
+
+from __future__ import annotations
+
+import msgspec
+
+from spec_decode.matrix.sources import Agreement, Timing
+from spec_decode.report import Claim, Environment, Outcome, Report, Result
+
+ENV = {
+    "device": "NVIDIA H200",
+    "torch": "2.13.0",
+    "triton": "3.7.1",
+    "python": "3.11.7",
+    "commit": "0123456789abcdef",
+    "dirty": False,
+    "date": "2026-01-02T03:04:05+00:00",
+    "driver": "580.1",
+    "cuda": "13.0",
+    "platform": "Linux",
+}
+TAG = "mode:decode"
+
+
+def env(**fields) -> Environment:
+    return Environment(**{**ENV, **fields})
+
+
+def result(outcome: str, *tags: str, **fields) -> Result:
+    given = {"check": "numerics.right", "family": "numerics", "case": "decode", "repro": "attn-backends check k"}
+    return Result(**{**given, **fields}, outcome=Outcome(outcome), tags=tags or (TAG,))
+
+
+def report(*results: Result, backend="k", version="1", contract="", claims=None, **where) -> Report:
+    claims = {tag: Claim(claimed=yes) if isinstance(yes, bool) else yes for tag, yes in (claims or {}).items()}
+    return Report(
+        backend=backend, version=version, contract=contract, env=env(**where), command="c", claims=claims,
+        results=results,
+    )  # fmt: skip
+
+
+def agreement(**fields) -> Agreement:
+    row = {
+        "draft": "draft", "backend": "k", "dtype": "float32", "strategy": "full_loop", "temperature": 0.0,
+        "refusal": "", "prompts": 6, "unlike_eager": 0, "unlike_plain": 0, "accepted": 3.351,
+    }  # fmt: skip
+    document = {"schema": "attn-pair-agreement/1", "env": ENV, "command": "pair", "rows": [{**row, **fields}]}
+    return msgspec.convert(document, Agreement)
+
+
+def timing(**fields) -> Timing:
+    row = {
+        "schema": "attn-bench/1", "case": "paged-decode", "backend": "k", "spec": "32/8 heads, dim 128",
+        "num_reqs": 1, "context": 1024, "gpu_us": {"p20": 9.0, "p50": 10.0, "p80": 12.0}, "floor_us": 5.0,
+        "env": {**ENV, "copy_bytes_per_us": 4.0}, "command": "bench",
+    }  # fmt: skip
+    return msgspec.convert({**row, **fields}, Timing)

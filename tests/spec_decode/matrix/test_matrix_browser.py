@@ -1,0 +1,169 @@
+"""The page in a real Chromium, from disk: filters, evidence, themes, a phone's width, no scripts, and axe's rules."""
+
+import shutil
+
+import pytest
+
+from spec_decode.matrix import build_matrix, to_html
+from tests.spec_decode.matrix.evidence import agreement, report, result, timing
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+axe_core = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium: apt-get install chromium")
+
+_AXE = {"runOnly": {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}}
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory):
+    outcomes = ("pass", "fail", "unsupported", "xfail", "not_run")
+    reports = [
+        report(
+            *(result(outcome, f"page:{n}", reason="for the test", evidence={"error_over_budget": 0.4})
+              for n, outcome in enumerate(outcomes, 1)),
+            result("pass", "page:4"), result("pass", "graph:advance"), backend=backend, device=device, date=date,
+            version=version, claims={f"page:{n}": n != 3 for n in range(1, 8)},
+        )
+        for backend, device, version, date in [
+            ("alpha", "GPU one", "1", "2026-01-01"), ("alpha", "GPU one", "2", "2026-01-02"),
+            ("beta", "GPU one", "1", "2026-01-01"), ("beta", "CPU two", "1", "2026-01-01"),
+        ]
+    ]  # fmt: skip
+    limit = {"limit": "gpu_us <= 8", "met": False}
+    timings = [timing(), timing(backend="p (peer)", **limit), timing(num_reqs=32, **limit)]
+    path = tmp_path_factory.mktemp("page") / "compatibility.html"
+    path.write_text(to_html(build_matrix(reports, [agreement()], timings)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as driver:
+        # Inside a container there is no sandbox to be had; the page is ours.
+        found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def visit(browser, page_file):
+    contexts = []
+
+    def open_page(**options):
+        contexts.append(browser.new_context(offline=True, **options))
+        page = contexts[-1].new_page()
+        page.set_default_timeout(5000)
+        page.complaints = []
+        page.on("console", lambda message: page.complaints.append(message.text))
+        page.on("pageerror", lambda error: page.complaints.append(str(error)))
+        page.requests = []
+        page.on("request", lambda request: page.requests.append(request.url))
+        page.goto(page_file.as_uri())
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+
+
+def shown_rows(page) -> list[str]:
+    rows = page.locator(".matrix tr[data-backend]:visible")
+    return [f"{row.get_attribute('data-backend')} {row.locator('th span').inner_text()}" for row in rows.all()]
+
+
+def background(page) -> str:
+    return page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+
+def test_the_page_asks_for_nothing_and_complains_of_nothing(visit, page_file):
+    page = visit()
+    assert page.requests == [page_file.as_uri()] and page.complaints == []
+
+
+def test_rows_are_filtered_by_device_and_backend(visit):
+    page = visit()
+    assert len(shown_rows(page)) == 4
+    page.locator("#f-device").select_option("GPU one")
+    page.locator("#f-backend").select_option("alpha")
+    assert shown_rows(page) == ["alpha 2", "alpha 1"]
+    assert page.locator("#shown").inner_text() == "2 of 4 rows shown"
+    assert not page.get_by_text("CPU two", exact=True).locator("visible=true").count()
+    page.get_by_role("button", name="Show all").click()
+    page.wait_for_function("document.getElementById('shown').textContent.startsWith('4')")
+    assert len(shown_rows(page)) == 4
+
+
+def test_a_device_without_the_backend_leaves_no_empty_group(visit):
+    page = visit()
+    page.locator("#f-backend").select_option("alpha")
+    assert page.locator(".matrix .device:visible").count() == 1
+
+
+def test_a_feature_is_shown_alone_and_in_words(visit):
+    page = visit()
+    page.locator("#f-feature").select_option(label="page 2")
+    assert page.locator(".matrix tr[data-backend]").first.locator("td:visible").count() == 1
+    assert page.locator(".matrix .text:visible").first.inner_text() == "broken 0/1 0.4x"
+
+
+def test_a_cell_opens_to_its_evidence_and_closes_with_escape(visit):
+    page = visit()
+    cell = page.locator(".matrix summary", has_text="page 2 broken").first
+    cell.focus()
+    page.keyboard.press("Enter")
+    panel = page.locator(".panel:visible")
+    assert "for the test" in panel.inner_text() and "attn-backends matrix --run" in panel.inner_text()
+    assert "0123456789ab" in panel.inner_text()
+    page.keyboard.press("Escape")
+    assert panel.count() == 0 and cell.evaluate("node => node === document.activeElement")
+
+
+def test_one_cell_is_open_at_a_time(visit):
+    page = visit()
+    for n in (0, 3):
+        page.locator(".matrix summary:not(.why summary)").nth(n).click()
+    assert page.locator(".panel:visible").count() == 1
+
+
+def test_the_theme_follows_the_system_and_the_button(visit):
+    light, dark = visit(color_scheme="light"), visit(color_scheme="dark")
+    bright, dim = background(light), background(dark)
+    assert bright != dim
+    button = dark.get_by_role("button", name="Theme")
+    button.click()
+    assert background(dark) == bright and "light" in button.inner_text()
+    button.click()
+    button.click()
+    assert background(dark) == dim and "system" in button.inner_text()
+
+
+def test_without_scripts_everything_but_the_filters_is_there(visit):
+    page = visit(java_script_enabled=False)
+    assert not page.locator("#filter").is_visible() and not page.locator("#theme").is_visible()
+    assert len(shown_rows(page)) == 4 and page.locator("svg[role=img]:visible").count()
+    cell = page.locator(".matrix summary", has_text="page 2 broken").first
+    cell.click()
+    assert "for the test" in page.locator(".panel:visible").inner_text()
+    cell.press("Enter")
+    assert page.locator(".panel:visible").count() == 0
+
+
+def test_on_a_phone_nothing_is_cut_off_and_each_mark_has_its_name(visit):
+    page = visit(viewport={"width": 360, "height": 740})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert page.locator(".matrix tr[data-backend] .name:visible").first.inner_text().strip() == "advance"
+    page.locator(".matrix summary", has_text="page 2 broken").first.click()
+    box = page.locator(".panel:visible").bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= 360
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 360])
+def test_axe_finds_nothing(visit, scheme, width):
+    page = visit(color_scheme=scheme, viewport={"width": width, "height": 800})
+    page.locator(".matrix summary", has_text="page 2 broken").first.click()
+    for details in page.locator("details:not([name])").all():
+        details.evaluate("node => { node.open = true }")
+    found = axe_core.Axe().run(page, options=_AXE)
+    assert found.response["passes"] and found.violations_count == 0, found.generate_report()

@@ -1,0 +1,102 @@
+"""A backend that crashes, hangs or says nonsense is named, and its report is complete."""
+
+import os
+import sys
+
+import msgspec
+import torch
+
+from spec_decode.conformance.isolation import Limits, check_apart
+from spec_decode.report import EVERYTHING
+from tests.spec_decode.matrix.evidence import env, report, result
+
+PLAN = report(*(result("not_run", case=str(n)) for n in range(4)), version="7").document()
+SAY = f"""
+import json, os, signal, sys, time
+fd = int(sys.argv[2])
+def say(**message): os.write(fd, json.dumps(message).encode() + b"\\n")
+plan = json.loads({msgspec.json.encode(PLAN).decode()!r})
+def done(n): say(result={{**plan["results"][n], "outcome": "pass", "evidence": {{"error_over_budget": "nan"}}}})
+"""
+
+
+def run(script: str, **options):
+    child = [sys.executable, "-c", SAY + script]
+    return check_apart("k", env=env(), ask={"command": "c"}, child=child, **options)
+
+
+def outcomes(report) -> list[str]:
+    return [result.outcome.value for result in report.results]
+
+
+def test_a_whole_run_is_what_the_process_said():
+    seen = []
+    found = run("say(report=plan)\nfor n in range(4): done(n)", on_result=seen.append)
+    assert outcomes(found) == ["pass"] * 4 and found.version == "7"
+    assert list(found.results) == seen
+
+
+def test_a_crash_is_an_error_of_the_check_in_flight_and_the_rest_is_not_run():
+    found = run("say(report=plan); done(0); print('kernel fault', flush=True); os.kill(os.getpid(), signal.SIGSEGV)")
+    assert outcomes(found) == ["pass", "error", "not_run", "not_run"]
+    assert "SIGSEGV; it printed: kernel fault" in found.results[1].reason
+    assert found.results[2].reason == "numerics.right[1] ended the process"
+
+
+def test_a_process_that_ends_itself_between_checks_is_not_taken_for_finished():
+    found = run("say(report=plan); done(0); os._exit(0)")
+    assert outcomes(found)[:2] == ["pass", "error"] and "exit status 0" in found.results[1].reason
+
+
+def test_a_crash_after_the_last_check_still_counts():
+    found = run("say(report=plan)\nfor n in range(4): done(n)\nos._exit(3)")
+    assert outcomes(found) == ["pass", "pass", "pass", "error"] and "exit status 3" in found.results[3].reason
+
+
+def test_a_check_that_hangs_is_ended_at_its_limit():
+    found = run("say(report=plan); done(0); time.sleep(60)", limits=Limits(check=0.3))
+    assert outcomes(found) == ["pass", "error", "not_run", "not_run"]
+    assert "limit of 0.3 s for a check" in found.results[1].reason
+
+
+def test_a_backend_that_is_slow_in_all_is_ended_at_its_limit():
+    script = "say(report=plan)\nfor n in range(4):\n    time.sleep(0.2)\n    done(n)"
+    found = run(script, limits=Limits(check=5, backend=0.5))
+    assert outcomes(found)[0] == "pass" and outcomes(found)[-1] == "not_run"
+    assert any("limit of 0.5 s for a backend" in result.reason for result in found.results)
+
+
+def test_a_backend_that_crashes_while_it_loads_is_named():
+    found = run("print('no driver', flush=True); os.abort()")
+    assert outcomes(found) == ["error"] and found.results[0].tags == (EVERYTHING,)
+    assert found.results[0].check == "contract.loads" and "SIGABRT; it printed: no driver" in found.results[0].reason
+
+
+def test_what_a_backend_starts_ends_with_it(tmp_path):
+    late = tmp_path / "late"
+    run(
+        f"import subprocess\nsubprocess.Popen(['sh', '-c', 'sleep 0.5; touch {late}'])\nsay(report=plan)\n"
+        "time.sleep(60)",
+        limits=Limits(check=0.2),
+    )  # fmt: skip
+    import time
+
+    time.sleep(0.6)
+    assert not late.exists()
+
+
+def test_the_real_process_checks_a_real_backend():
+    ask = {"device": "cpu", "checks": ["contract.version_matches"], "command": "c"}
+    found = check_apart("torch_reference", env=env(), ask=ask)
+    assert outcomes(found) == ["pass"] and found.env.torch == torch.__version__ and found.claims
+
+
+def test_a_plug_in_that_crashes_on_import_is_named_and_harms_nothing_here(tmp_path, monkeypatch):
+    (tmp_path / "crasher.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    info = tmp_path / "crasher-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: crasher\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[attn_backends]\ncrasher = crasher:Backend\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    found = check_apart("crasher", env=env(), ask={"device": "cpu"})
+    assert outcomes(found) == ["error"] and "SIGSEGV" in found.results[0].reason

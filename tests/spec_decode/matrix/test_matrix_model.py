@@ -1,0 +1,208 @@
+import math
+
+import msgspec
+import pytest
+
+from spec_decode.matrix import Claim, Matrix, Word, build_matrix, to_json
+from spec_decode.matrix.plots import WIDTH, plot
+from spec_decode.report import EVERYTHING
+from tests.spec_decode.matrix.evidence import TAG, agreement, report, result, timing
+
+OLD, NEW = "2026-01-01T00:00:00+00:00", "2026-02-01T00:00:00+00:00"
+
+
+def words(matrix: Matrix) -> list[list[str]]:
+    return [[cell.word.value for cell in row.cells] for row in matrix.rows]
+
+
+def test_columns_come_in_groups_and_numbers_in_their_order():
+    tags = ["feature:sinks", "page:128", "page:16", "page:4", "mode:decode", "graph:advance", "mode:prefill"]
+    columns = build_matrix([report(result("pass", *tags))]).columns
+    assert [column.tag for column in columns] == [
+        "mode:prefill", "mode:decode", "graph:advance", "page:4", "page:16", "page:128", "feature:sinks",
+    ]  # fmt: skip
+
+
+def test_a_tag_that_nobody_knows_gets_a_column_of_its_own_at_the_end():
+    columns = build_matrix([report(result("pass", "moon:full", TAG, "odd"))]).columns
+    assert [(column.label, column.group) for column in columns[1:]] == [("moon full", "moon"), ("odd", "odd")]
+
+
+def test_a_claim_makes_a_column_without_a_check():
+    assert words(build_matrix([report(claims={"page:64": True})])) == [["claimed"]]
+
+
+def test_only_the_columns_asked_for_are_made():
+    matrix = build_matrix([report(result("pass", "page:4", "dim:64"), claims={"page:1": True})], tags=["page:*"])
+    assert [column.tag for column in matrix.columns] == ["page:1", "page:4"]
+
+
+def test_a_result_counts_in_every_column_that_it_is_tagged_with():
+    assert words(build_matrix([report(result("fail", "page:4", "dim:64"), result("pass", "page:4"))])) == [
+        ["broken", "broken"]
+    ]
+
+
+def test_a_result_without_a_tag_counts_for_its_family():
+    untagged = msgspec.structs.replace(result("fail"), tags=())
+    matrix = build_matrix([report(untagged, result("pass"))])
+    assert [column.tag for column in matrix.columns] == [TAG, "family:numerics"]
+    assert words(matrix) == [["verified", "broken"]]
+
+
+def test_what_holds_for_everything_fills_only_what_has_nothing_of_its_own():
+    whole = result("unavailable", EVERYTHING, reason="no package")
+    matrix = build_matrix([report(result("pass", "page:4"), result("pass", "dim:64"), backend="a"), report(whole)])
+    assert words(matrix)[1] == ["unknown", "unknown"]
+    assert matrix.rows[1].cells[0].evidence[0].notes[0].reason == "no package"
+    both = build_matrix([report(result("pass", "page:4"), whole, claims={"page:4": True, "dim:64": False})])
+    assert words(both) == [["verified", "unknown"]]
+
+
+def test_a_backend_that_claims_nothing_on_a_device_claims_no_column():
+    nothing = Claim(claimed=False, words="runs on cuda, not on cpu")
+    row = build_matrix(
+        [report(result("unsupported", EVERYTHING), claims={EVERYTHING: nothing}), report(result("pass"), backend="a")]
+    ).rows[1]
+    assert row.cells[0].word is Word.REFUSED and row.cells[0].claim == nothing
+
+
+def test_the_version_checked_last_stands_first():
+    rows = build_matrix([report(version="1", date=NEW), report(version="2", date=OLD)]).rows
+    assert [row.version for row in rows] == ["1", "2"]
+
+
+def test_rows_are_versions_on_devices_and_gpus_come_first():
+    reports = [
+        report(backend="b", device="x"), report(backend="a", device="z", cuda=None),
+        report(backend="a", device="x"), report(backend="a", device="x", version="2"),
+    ]  # fmt: skip
+    rows = build_matrix(reports).rows
+    assert [(row.device, row.backend) for row in rows] == [("x", "a"), ("x", "a"), ("x", "b"), ("z", "a")]
+
+
+def test_runs_of_one_version_share_a_row_and_are_not_averaged():
+    reports = [report(result("fail"), date=OLD), report(result("pass"), result("pass"), date=NEW)]
+    matrix = build_matrix(reports)
+    (row,) = matrix.rows
+    assert [matrix.runs[run].env.date for run in row.runs] == [NEW, OLD]
+    assert row.cells[0].text == "verified 2/2; earlier broken 0/1" and row.cells[0].conflict
+
+
+def test_a_newer_partial_run_leaves_the_other_columns_to_the_older_one():
+    older = report(result("pass", "page:4"), result("pass", "dim:64"), date=OLD)
+    newer = report(result("fail", "page:4"), date=NEW)
+    matrix = build_matrix([older, newer])
+    assert words(matrix) == [["broken", "verified"]]
+    assert matrix.runs[matrix.rows[0].cells[1].evidence[0].run].env.date == OLD
+
+
+def test_every_piece_of_evidence_names_its_run():
+    matrix = build_matrix([report(result("pass"), device="x"), report(result("pass"), device="y")])
+    for row in matrix.rows:
+        assert matrix.runs[row.cells[0].evidence[0].run].env.device == row.device
+
+
+def test_a_cell_has_the_command_that_checks_it_again():
+    gpu, cpu = (build_matrix([report(result("pass"), cuda=cuda)]).rows[0].cells[0] for cuda in ("13.0", None))
+    assert gpu.repro == "attn-backends matrix --run k --device cuda --tag mode:decode"
+    assert "--device cpu" in cpu.repro
+
+
+def test_an_older_version_is_stale_once_a_newer_one_was_checked_there():
+    reports = [report(version="1", date=OLD), report(version="2", date=NEW), report(version="1", device="y", date=OLD)]
+    stale = {(row.device, row.version): row.stale for row in build_matrix(reports).rows}
+    assert stale == {
+        ("NVIDIA H200", "1"): ("version 2 was checked on this device later, on 2026-02-01",),
+        ("NVIDIA H200", "2"): (),
+        ("y", "1"): (),
+    }
+
+
+def test_another_version_than_the_present_one_is_stale():
+    rows = build_matrix([report(version="1"), report(backend="other")], current={"k": "1.1"}).rows
+    assert [row.stale for row in rows] == [("version 1.1 is installed now",), ()]
+
+
+def test_evidence_for_another_contract_is_stale():
+    assert "against contract 0.9" in build_matrix([report(contract="0.9")]).rows[0].stale[0]
+
+
+def test_the_json_carries_a_nan_by_name_and_the_word_of_each_cell():
+    data = to_json(build_matrix([report(result("fail", evidence={"error_over_budget": math.nan}))]))
+    cell = msgspec.json.decode(data)["rows"][0]["cells"][0]
+    assert (cell["word"], cell["evidence"][0]["worst"]) == ("broken", "nan")
+
+
+def test_no_reports_make_a_matrix_without_rows():
+    assert build_matrix([]).rows == () and build_matrix([]).columns == ()
+
+
+def test_a_draft_that_leaves_eager_drafting_is_broken():
+    (row,) = build_matrix([], [agreement(unlike_eager=1)]).drafters
+    assert row.cells[0].word is Word.BROKEN
+
+
+def test_a_refused_strategy_is_refused_with_its_words():
+    (row,) = build_matrix([], [agreement(refusal="needs a graph", accepted=None)]).drafters
+    assert row.cells[0].word is Word.REFUSED and row.cells[0].refusal == "needs a graph"
+
+
+@pytest.mark.parametrize(
+    "other", [{"backend": "x"}, {"strategy": "eager"}, {"case": "round/k/steps"}, {"host_us": None}]
+)
+def test_host_time_is_that_of_whole_rounds_of_the_same_backend_and_strategy(other):
+    host = {"p20": 1.0, "p50": 2.0, "p80": 3.0}
+    whole = {"case": "round/k", "strategy": "full_loop", "num_speculative_tokens": 4, "host_us": host}
+    (row,) = build_matrix([], [agreement()], [timing(**whole), timing(**{**whole, **other})]).drafters
+    assert [time.us.p50 for time in row.cells[0].host] == [2.0]
+
+
+def test_runs_of_pairs_stay_apart():
+    assert len(build_matrix([], [agreement(), agreement(unlike_eager=2)]).drafters) == 2
+
+
+def test_one_panel_holds_what_was_timed_at_one_shape():
+    rows = [timing(), timing(backend="p (peer)"), timing(num_reqs=32), timing(spec="16/1 heads, mla")]
+    sections = build_matrix([], (), rows).speed
+    assert [[len(panel.bars) for panel in section.panels] for section in sections] == [[2, 1], [1]]
+    assert [(bar.label, bar.peer) for bar in sections[0].panels[0].bars] == [("k", False), ("p", True)]
+
+
+def test_a_limit_is_drawn_only_on_what_it_limits():
+    limited = timing(limit="kernels_per_step <= 1 and gpu_us <= 3", met=True)
+    ratio = timing(limit="peer_ratio <= 1.15", met=False, num_reqs=2)
+    bars = [panel.bars[0] for panel in build_matrix([], (), [limited, ratio]).speed[0].panels]
+    assert [(bar.limit, bar.met) for bar in bars] == [(3.0, True), (None, False)]
+
+
+def test_a_limit_on_the_host_is_no_verdict_on_the_gpu():
+    host = {"p20": 90.0, "p50": 90.0, "p80": 90.0}
+    row = timing(case="round/k", strategy="full_loop", host_us=host, limit="host_us <= 80", met=False)
+    sections = build_matrix([], (), [row]).speed
+    assert [(section.quantity[:3], section.panels[0].bars[0].met) for section in sections] == [
+        ("GPU", None), ("hos", False),
+    ]  # fmt: skip
+
+
+def test_a_bar_far_beyond_the_others_does_not_set_the_scale():
+    slow = {"p20": 900.0, "p50": 900.0, "p80": 900.0}
+    rows = [timing(), timing(backend="b"), timing(backend="c", gpu_us=slow)]
+    (panel,) = build_matrix([], (), rows).speed[0].panels
+    marks = plot(panel, "GPU time").marks
+    assert [mark.beyond for mark in marks] == [False, False, True]
+    assert marks[0].width == round(WIDTH * 10 / 12, 1) and marks[2].width == WIDTH
+
+
+def test_bars_of_one_backend_are_told_apart_by_their_specs():
+    rows = [timing(case="round/k", strategy="full_loop", spec=f"32/8 heads{kv}") for kv in ("", ", kv fp8")]
+    assert [bar.label for bar in build_matrix([], (), rows).speed[0].panels[0].bars] == ["k", "k kv fp8"]
+
+
+def test_an_older_timing_of_the_same_stays_and_says_so():
+    rows = [timing(env={**timing_env(OLD)}), timing(env={**timing_env(NEW)})]
+    assert [bar.label for bar in build_matrix([], (), rows).speed[0].panels[0].bars] == ["k", "k (older)"]
+
+
+def timing_env(date: str) -> dict[str, object]:
+    return {**msgspec.to_builtins(timing().env), "date": date}

@@ -1,0 +1,194 @@
+"""Terminal, Markdown and HTML: pure functions of the JSON, safe with any text, and quick with much of it."""
+
+import io
+import re
+import time
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+
+from spec_decode.matrix import Claim, build_matrix, to_html, to_markdown, to_table
+from tests.spec_decode.matrix.evidence import agreement, report, result, timing
+
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)> \"'&`|*_\x1b[2J\u202e"
+VOID = {"meta", "br", "link", "img", "input"}
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, and whether every end tag closes what is open."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.balanced = True
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        self.balanced &= bool(self.open) and self.open.pop() == tag
+
+
+def drawn(matrix, width: int = 300) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=width).print(to_table(matrix))
+    return stream.getvalue()
+
+
+def hostile():
+    bad = result("fail", reason=HOSTILE, check=HOSTILE, case=HOSTILE, repro=HOSTILE)
+    claims = {"mode:decode": Claim(claimed=True, level=HOSTILE, words=HOSTILE), f"axis:{HOSTILE}": True}
+    places = dict.fromkeys(("torch", "platform", "driver", "commit", "date", "device", "triton"), HOSTILE)
+    reports = [report(bad, backend=HOSTILE, version=version, claims=claims, **places) for version in (HOSTILE, "2")]
+    pair = agreement(draft=HOSTILE, backend=HOSTILE, dtype=HOSTILE, strategy=HOSTILE, refusal=HOSTILE)
+    speed = timing(case=HOSTILE, backend=HOSTILE, spec=HOSTILE, limit=HOSTILE)
+    return build_matrix(reports, [pair], [speed], current={HOSTILE: HOSTILE})
+
+
+def one(outcome: str = "fail", **fields):
+    return build_matrix([report(result(outcome, **fields), claims={"mode:decode": True})])
+
+
+def test_no_element_of_the_page_comes_from_a_report():
+    plain = build_matrix(
+        [report(result("fail"), backend="b", version=v, claims={"mode:decode": True, "axis:x": True}) for v in "12"],
+        [agreement(refusal="no")], [timing(case="c")], current={"b": "2"},
+    )  # fmt: skip
+    kinds = [{tag for tag, _ in Page(to_html(matrix)).elements} for matrix in (plain, hostile())]
+    assert kinds[1] <= kinds[0] | {"details", "summary"} and "img" not in kinds[1]
+
+
+def test_no_attribute_of_the_page_is_a_handler_or_leads_elsewhere():
+    page = Page(to_html(hostile()))
+    assert page.balanced
+    for tag, attributes in page.elements:
+        assert not any(name.startswith("on") for name in attributes), (tag, attributes)
+        assert all(attributes.get(name, "#").startswith("#") for name in ("href", "src")), (tag, attributes)
+        assert "style" not in attributes
+
+
+def test_the_page_has_one_script_and_its_policy_allows_no_other():
+    text = to_html(hostile())
+    assert text.count("<script") == 1 and "script-src 'sha256-" in text and "default-src 'none'" in text
+
+
+def test_controls_of_a_terminal_or_of_bidi_text_are_spelled_out_everywhere():
+    for text in (to_html(hostile()), to_markdown(hostile()), drawn(hostile())):
+        assert "\x1b" not in text and "\u202e" not in text
+        assert "\\x1b[2J" in text.replace("\\\\", "\\").replace("\\[", "[")
+
+
+def test_hostile_text_is_no_markup_in_markdown():
+    text = re.sub(r"(`+).*?\1(?=<br>|\n| \|)", "", to_markdown(hostile()))
+    assert "<script" not in text and "<img" not in text
+
+
+def test_every_row_of_a_markdown_table_has_as_many_cells_as_its_header():
+    for table in re.findall(r"(?:^\|.*\n)+", to_markdown(hostile()) + "\n", re.M):
+        assert len({line.replace("\\|", "").count("|") for line in table.splitlines()}) == 1, table
+
+
+def test_a_command_with_backticks_stays_one_code_span():
+    assert "``` echo ``a`` `b` <br> ```" in to_markdown(one(repro="echo ``a`` `b`\n<br>"))
+
+
+def test_markdown_numbers_the_reasons_with_their_commands():
+    text = to_markdown(one(reason="slot 64 differs"))
+    assert "broken 0/1 ^1" in text
+    assert "1. fail: numerics.right\\[decode\\]: slot 64 differs<br>`attn-backends check k`" in text
+
+
+def test_markdown_gives_one_number_to_one_reason_in_two_rows():
+    text = to_markdown(build_matrix([report(result("fail", reason="x"), backend=name) for name in "ab"]))
+    assert text.count("broken 0/1 ^1") == 2 and "\n2. fail" not in text
+
+
+@pytest.mark.parametrize("render", [to_html, to_markdown, drawn])
+def test_every_page_has_the_provenance(render):
+    text = render(build_matrix([report(result("pass"), dirty=True)]))
+    expected = ("NVIDIA H200", "2.13.0", "3.7.1", "0123456789ab dirty", "2026-01-02T03:04:05+00:00")
+    assert all(value in text for value in expected)
+
+
+@pytest.mark.parametrize("render", [to_html, to_markdown])
+def test_a_page_says_when_nobody_knows_whether_the_tree_was_dirty(render):
+    assert "dirty or not: unknown" in render(build_matrix([report(result("pass"), dirty=None)]))
+
+
+@pytest.mark.parametrize("render", [to_html, to_markdown, drawn])
+def test_every_page_shows_what_runs_disagree_on_newest_first(render):
+    runs = [report(result("fail"), date="2026-01-01"), report(result("pass"), date="2026-02-01")]
+    assert "verified 1/1; earlier broken 0/1" in render(build_matrix(runs))
+
+
+@pytest.mark.parametrize("render", [to_html, to_markdown, drawn])
+def test_every_page_says_what_is_stale(render):
+    assert "stale" in render(build_matrix([report(result("pass"))], current={"k": "2"}))
+    assert "(stale)" not in render(one("pass"))
+
+
+@pytest.mark.parametrize("render", [to_html, to_markdown, drawn])
+def test_every_page_names_the_level_of_a_claim(render):
+    claims = {"graph:advance": Claim(claimed=True, level="in graph")}
+    assert "in graph" in render(build_matrix([report(result("pass", "graph:advance"), claims=claims)]))
+
+
+@pytest.mark.parametrize("render", [to_html, to_markdown])
+def test_a_converted_report_is_said_to_be_one(render):
+    document = {**report(result("pass")).document(), "converted_from": "attn-report/1"}
+    from spec_decode.report import Report
+
+    assert "converted from attn-report/1" in render(build_matrix([Report.of(document, "here")]))
+
+
+def test_the_terminal_page_carries_its_meaning_in_ascii_words():
+    text = drawn(build_matrix([report(result("pass"), result("xfail", reason="[red]#12[/red]"))]))
+    assert "partial 1/2 ^1" in text and "^1 xfail: numerics.right[decode]: [red]#12[/red]" in text
+    assert text.isascii()
+
+
+@pytest.mark.parametrize("render", [to_html, to_markdown, drawn])
+def test_every_page_can_be_made_of_nothing(render):
+    assert render(build_matrix([]))
+
+
+@pytest.mark.parametrize("render", [to_html, to_markdown])
+def test_timings_are_shown_with_range_floor_and_verdict(render):
+    text = render(build_matrix([], (), [timing(limit="gpu_us <= 3", met=False)]))
+    assert "10 [9 to 12]" in text.replace("\\", "") and "gpu_us &lt;= 3: missed" in text
+
+
+def test_a_plot_says_in_words_what_it_draws():
+    page = Page(to_html(build_matrix([], (), [timing(), timing(backend="p (peer)")])))
+    (words,) = [attributes["aria-label"] for tag, attributes in page.elements if attributes.get("role") == "img"]
+    assert words == (
+        "1 request, 1,024 tokens each, GPU time, µs: k 10 [9 to 12], floor 5; p (peer) 10 [9 to 12], floor 5"
+    )
+
+
+def test_the_same_reports_make_the_same_page_whatever_their_order():
+    reports = [report(result("pass"), backend=name, date=f"2026-01-0{n}") for n, name in enumerate("abc", 1)]
+    assert to_html(build_matrix(reports)) == to_html(build_matrix(reports[::-1]))
+
+
+def test_ten_thousand_cells_make_a_page_in_time_and_size():
+    reports = [
+        report(
+            *(result(("pass", "fail", "unsupported")[n % 3], f"page:{n}", reason="r" * 80) for n in range(100)),
+            backend=f"backend_{row}", claims={f"page:{n}": True for n in range(100)},
+        )
+        for row in range(100)
+    ]  # fmt: skip
+    start = time.perf_counter()
+    text = to_html(build_matrix(reports))
+    assert time.perf_counter() - start < 5
+    assert len(text.encode()) < 10_000_000 and text.count('<td role="cell" class="w-') == 10_000

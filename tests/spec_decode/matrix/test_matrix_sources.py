@@ -1,0 +1,159 @@
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from spec_decode.matrix import Sources
+from spec_decode.matrix.schemas import schemas
+from spec_decode.report import Report, ReportError
+from tests.spec_decode.matrix.evidence import agreement, report, result, timing
+
+ROOT = Path(__file__).parents[3]
+
+
+def write(folder: Path, name: str, document: object) -> Path:
+    path = folder / name
+    path.write_text(document if isinstance(document, str) else json.dumps(document))
+    return path
+
+
+def old_report(case: str = "base-decode", check: str = "numerics.attention_is_right") -> dict[str, object]:
+    document = json.loads(report(result("pass", check=check, family=check.split(".")[0], case=case)).to_json())
+    for name in ("claims", "contract", "converted_from"):
+        del document[name]
+    del document["results"][0]["tags"]
+    return {**document, "schema": "attn-report/1"}
+
+
+def converted_tags(case: str, check: str = "numerics.attention_is_right") -> set[str]:
+    return set(Report.of(old_report(case, check), "here").results[0].tags)
+
+
+def test_a_folder_stands_for_the_evidence_below_it(tmp_path):
+    (tmp_path / "h200").mkdir()
+    write(tmp_path / "h200", "check-k.json", report().document())
+    write(tmp_path, "pair-agreement.json", msgspec.to_builtins(agreement()))
+    write(tmp_path, "bench-backends.json", [msgspec.to_builtins(timing())])
+    write(tmp_path, "soak-k.json", {"schema": "attn-soak/1"})
+    sources = Sources.read([tmp_path])
+    assert (len(sources.reports), len(sources.agreements), len(sources.timings)) == (1, 1, 1)
+
+
+def test_a_file_named_twice_is_read_once(tmp_path):
+    path = write(tmp_path, "check-k.json", report().document())
+    assert len(Sources.read([path, tmp_path]).reports) == 1
+
+
+@pytest.mark.parametrize("schema", ["attn-report/3", "attn-soak/1", None, 7])
+def test_another_schema_is_named_with_what_is_read_and_what_to_do(tmp_path, schema):
+    path = write(tmp_path, "x.json", {**report().document(), "schema": schema})
+    with pytest.raises(ReportError, match=r"attn-report/2.*attn-report/1") as caught:
+        Sources.read([path])
+    assert "x.json" in str(caught.value) and "the version that wrote it" in str(caught.value)
+
+
+@pytest.mark.parametrize("document", [[], [[]], "null", "3", [{"schema": ["attn-bench/1"]}]])
+def test_json_that_is_no_evidence_is_refused(tmp_path, document):
+    with pytest.raises(ReportError, match="nothing was shown"):
+        Sources.read([write(tmp_path, "x.json", document)])
+
+
+def test_a_truncated_file_is_named(tmp_path):
+    path = write(tmp_path, "cut.json", json.dumps(report(result("pass")).document())[:200])
+    with pytest.raises(ReportError, match=r"whole JSON, .*cut\.json.*truncated"):
+        Sources.read([path])
+
+
+@pytest.mark.parametrize("place", [(), ("env",), ("results", 0)])
+def test_an_unknown_field_of_a_report_is_refused_with_its_place(tmp_path, place):
+    document = report(result("pass")).document()
+    inner = document
+    for step in place:
+        inner = inner[step]
+    inner["colour"] = "blue"
+    with pytest.raises(ReportError, match=r"colour"):
+        Sources.read([write(tmp_path, "x.json", document)])
+
+
+def test_an_unknown_field_of_an_agreement_is_refused(tmp_path):
+    document = {**msgspec.to_builtins(agreement()), "colour": "blue"}
+    with pytest.raises(ReportError, match=r"x\.json does not: .*colour"):
+        Sources.read([write(tmp_path, "x.json", document)])
+
+
+def test_a_case_of_the_bench_may_have_columns_of_its_own(tmp_path):
+    row = {**msgspec.to_builtins(timing()), "peer_ratio": 0.7}
+    assert Sources.read([write(tmp_path, "x.json", [row])]).timings == [timing()]
+
+
+def test_a_timing_without_its_number_of_requests_is_refused_with_its_place(tmp_path):
+    row = msgspec.to_builtins(timing())
+    del row["num_reqs"]
+    with pytest.raises(ReportError, match=r"num_reqs.*\$\[0\]"):
+        Sources.read([write(tmp_path, "x.json", [row])])
+
+
+def test_a_report_of_the_first_schema_is_converted_and_says_so():
+    converted = Report.of(old_report(), "here")
+    assert (converted.schema, converted.converted_from, converted.claims) == ("attn-report/2", "attn-report/1", {})
+    assert Report.of(converted.document(), "here") == converted
+
+
+@pytest.mark.parametrize(
+    ("case", "tags"),
+    [
+        ("base-decode", {"mode:decode"}),
+        ("base-ragged", {"mode:prefill", "mode:extend", "mode:decode"}),
+        ("window_sinks_cap-verify", {"mode:verify", "feature:sliding_window", "feature:sinks", "feature:soft_cap"}),
+        ("page_64-decode", {"mode:decode", "page:64"}),
+        ("dim_80-decode", {"mode:decode", "dim:80"}),
+        ("bf16-single", {"mode:decode", "dtype:bfloat16"}),
+        ("bf16_over_fp32_cache-decode", {"mode:decode", "dtype:bfloat16", "kv:mixed"}),
+        ("mla_window-decode", {"mode:decode", "feature:mla", "feature:sliding_window"}),
+        ("dims_192_and_128-decode", {"mode:decode", "dim:192", "feature:value_dim"}),
+    ],
+)
+def test_converted_tags_are_what_the_name_of_a_case_says(case, tags):
+    assert converted_tags(case) == tags
+
+
+def test_a_packed_page_of_the_first_schema_keeps_its_size():
+    assert {"page:1", "kv:float8_e4m3fn"} <= converted_tags("deepseek_v4_packed_page_1-decode")
+    assert "page:64" in converted_tags("deepseek_v4_packed-decode")
+
+
+@pytest.mark.parametrize(
+    ("check", "tag"),
+    [
+        ("contract.version_matches", "contract:declared"),
+        ("contract.loads", "*"),
+        ("refusal.unclaimed_is_refused", "contract:refusals"),
+        ("poison.page_order_does_not_matter", "contract:memory"),
+        ("graph.replay_equals_eager", "graph:capture"),
+        ("builder.advance_means_a_rebuild", "graph:advance"),
+        ("drafter.strategies_agree", "strategy:per_step"),
+        ("numerics.extra_lists_join_the_softmax", "feature:sparse"),
+    ],
+)
+def test_converted_tags_follow_the_check(check, tag):
+    assert tag in converted_tags("any", check)
+
+
+@pytest.mark.parametrize("broken", [{"results": 3}, {"results": [3]}, {"results": [{}]}, {"colour": "blue"}])
+def test_what_is_wrong_with_an_old_report_is_still_found(broken):
+    with pytest.raises(ReportError, match=r"attn-report/1, here does not"):
+        Report.of({**old_report(), **broken}, "here")
+
+
+def test_the_committed_schemas_are_those_of_the_code():
+    folder = ROOT / "schemas"
+    committed = {path.name: path.read_bytes() for path in folder.glob("*.json")}
+    assert committed == schemas(), "renew with: python -m spec_decode.matrix.schemas schemas"
+
+
+def test_a_schema_requires_its_own_version():
+    schema = msgspec.json.decode(schemas()["attn-report-2.json"])
+    top = schema["$defs"]["Report"]
+    assert top["properties"]["schema"] == {"const": "attn-report/2"} and "schema" in top["required"]
+    assert top["additionalProperties"] is False
