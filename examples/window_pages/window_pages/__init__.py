@@ -1,0 +1,1 @@
+"""Paged attention that reads only the pages a sliding window touches."""

@@ -1,0 +1,19 @@
+"""A lie: an advance that saves work by leaving one step field as it was built."""
+
+from __future__ import annotations
+
+from window_pages.backend import WindowPages
+from window_pages.builder import WindowMetadata, WindowPagesBuilder
+
+
+class ThriftyBuilder(WindowPagesBuilder):
+    """Still claims an advance in the graph, and no longer keeps it."""
+
+    def advance(self, metadata: WindowMetadata) -> None:
+        """A step rarely reaches a new page, so the page lists can stay. (They cannot: some step does.)"""
+        self._count_tokens(metadata)
+
+
+class WindowPagesLiar(WindowPages):
+    name = "window_pages_liar"
+    builder = ThriftyBuilder

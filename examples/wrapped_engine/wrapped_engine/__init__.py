@@ -1,0 +1,1 @@
+"""An engine's metadata builder, wrapped so that the conformance kit can check it."""

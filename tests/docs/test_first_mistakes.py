@@ -1,0 +1,176 @@
+"""Each first mistake that docs/adding-a-backend.md lists gets the answer that it says, from the check it names."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends import AttentionBackend
+from spec_decode.conformance import check_backend
+from spec_decode.report import FAILURES
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples" / "window_pages"))
+
+from window_pages.backend import WindowPages  # noqa: E402
+from window_pages.builder import WindowPagesBuilder  # noqa: E402
+
+PAGE = (ROOT / "docs" / "adding-a-backend.md").read_text()
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A broken copy of the page's backend; the check that finds it, and words of its answer that the page quotes."""
+
+    name: str
+    check: str
+    says: str
+    builder: dict[str, Any]
+    backend: dict[str, Any]
+
+    def make(self) -> AttentionBackend:
+        support = classmethod(lambda cls, spec, device: WindowPagesBuilder.advance_support(spec, device))
+        builder = type("Mistaken", (WindowPagesBuilder,), {"advance_support": support, **self.builder})
+        made = type("Mistake", (WindowPages,), {"name": self.name, "builder": builder, **self.backend})
+        backend: AttentionBackend = made()
+        return backend
+
+
+def _mistake(name: str, check: str, says: str, backend: dict[str, Any] | None = None, **builder: Any) -> Mistake:
+    return Mistake(name, check, says, builder, backend or {})
+
+
+def _before(trouble: Any) -> Any:
+    def advance(self: Any, metadata: Any) -> None:
+        trouble(metadata)
+        WindowPagesBuilder.advance(self, metadata)
+
+    return advance
+
+
+def _allocates(self: Any, metadata: Any) -> None:
+    object.__setattr__(metadata, "seen", metadata.seen.clone())
+    WindowPagesBuilder.advance(self, metadata)
+
+
+def _assigns(self: Any, metadata: Any) -> None:
+    metadata.seen = metadata.seen + 1
+
+
+def _counts_on(self: Any, metadata: Any) -> None:
+    before = metadata.seen.clone()
+    WindowPagesBuilder.advance(self, metadata)
+    longest = self.spec.sliding_window or self.max_seq_len
+    metadata.seen.copy_(torch.where(before > 0, before + 1, before).clamp(max=longest))
+
+
+def _casts(self: Any, batch: Any, *, horizon: int = 0) -> Any:
+    built = WindowPagesBuilder.build(self, batch, horizon=horizon)
+    return replace(built, slot_mapping=batch.slot_mapping.int().long())
+
+
+def _writes(self: Any, batch: Any, *, horizon: int = 0) -> Any:
+    batch.seq_lens.clamp_(min=1)
+    return WindowPagesBuilder.build(self, batch, horizon=horizon)
+
+
+def _sized_by_this_batch(self: Any, batch: Any, *, horizon: int = 0) -> Any:
+    pages = -(-max(batch.host_seq_lens) // self.spec.page_size)
+    built = WindowPagesBuilder.build(self, batch, horizon=horizon)
+    return replace(built, pages=built.pages[:, :pages])
+
+
+def _unwritten(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    out = WindowPages.forward(self, *args, **kwargs)
+    return out + 0 * torch.empty_like(out)
+
+
+def _times_zero(self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
+    out = WindowPages.forward(self, query, cache, metadata, spec=spec, sinks=sinks)
+    return out + 0 * cache.key[metadata.pages.long()].sum()
+
+
+def _follows_the_table(
+    self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None
+) -> torch.Tensor:
+    _ = cache.key[metadata.block_table.clamp(min=0).long()]
+    return WindowPages.forward(self, query, cache, metadata, spec=spec, sinks=sinks)
+
+
+MISTAKES = [
+    _mistake(
+        "branches_on_the_device",
+        "builder.advance_is_device_work",
+        "reads the device from the host",
+        advance=_before(lambda m: int(m.seq_lens.max())),
+    ),
+    _mistake(
+        "copies_to_the_host",
+        "builder.advance_is_device_work",
+        "reads the device from the host",
+        advance=_before(lambda m: m.seq_lens.tolist()),
+    ),
+    _mistake(
+        "makes_a_tensor_of_host_data",
+        "builder.advance_is_device_work",
+        "copies fresh host data to the device",
+        advance=_before(lambda m: torch.tensor([1, 2])),
+    ),
+    _mistake(
+        "has_a_shape_of_device_data",
+        "builder.advance_is_device_work",
+        "makes a shape that depends on device data",
+        advance=_before(lambda m: m.seq_lens.nonzero()),
+    ),
+    _mistake(
+        "repeats_by_device_data",
+        "builder.advance_is_device_work",
+        "makes a shape that depends on device data",
+        advance=_before(lambda m: torch.repeat_interleave(m.seq_lens, m.seq_lens)),
+    ),
+    _mistake(
+        "indexes_by_a_mask",
+        "builder.advance_is_device_work",
+        "whose count only the device knows",
+        advance=_before(lambda m: m.positions[m.seq_lens > 0]),
+    ),
+    _mistake("replaces_a_tensor", "builder.advance_keeps_addresses", "replaced", advance=_allocates),
+    _mistake("assigns_a_field", "builder.advance_means_a_rebuild", "FrozenInstanceError", advance=_assigns),
+    _mistake("casts_a_view", "builder.build_reuses_its_addresses", "moved", build=_casts),
+    _mistake("counts_on", "builder.advance_refreshes_another_batch", "P2", advance=_counts_on),
+    _mistake(
+        "forgets_a_step_field",
+        "builder.step_fields_are_complete",
+        "changed",
+        step_fields=("seq_lens", "positions", "slot_mapping", "skip", "seen"),
+    ),
+    _mistake("sized_by_this_batch", "graph.loop_replays_over_other_batches", "step", build=_sized_by_this_batch),
+    _mistake("writes_to_the_batch", "builder.build_leaves_the_batch_alone", "change", build=_writes),
+    _mistake("reads_unwritten_memory", "poison.uninitialised_memory_is_not_read", "inf", {"forward": _unwritten}),
+    _mistake("multiplies_nan_by_0", "poison.page_order_does_not_matter", "nan", {"forward": _times_zero}),
+    _mistake("follows_the_table", "poison.stale_table_entries_are_not_read", "index", {"forward": _follows_the_table}),
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+def test_a_first_mistake_gets_the_answer_on_the_page(mistake: Mistake) -> None:
+    report = check_backend(mistake.make(), device=CPU, checks=[mistake.check])
+
+    family, check = mistake.check.split(".")
+    assert f"`{check}`" in PAGE or f"`{mistake.check}`" in PAGE or f"`{family}.*`" in PAGE
+    assert [r.reason for r in report.results if r.outcome in FAILURES and mistake.says in r.reason], [
+        (r.outcome.value, r.reason) for r in report.results
+    ]
+
+
+def test_counting_on_is_right_until_another_batch_comes() -> None:
+    counts_on = next(mistake for mistake in MISTAKES if mistake.name == "counts_on")
+    report = check_backend(counts_on.make(), device=CPU, checks=["builder.advance_means_a_rebuild"])
+
+    report.raise_if_failed()

@@ -1,0 +1,61 @@
+"""The example package as its own CI would run it; the checks that take long are those of the page it is built on."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from spec_decode.report import Outcome, Report
+from tests.examples.stranger import Stranger
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "window_pages"
+_NARROWED = {
+    "pytest -q": " -k 'contract or refusal or poison or soft_cap'",
+    "attn-backends check window_pages --json report.json": " --family numerics --only '*k4-n2*' --only 'numerics.*'",
+}
+"""What this CI leaves out of the stranger's."""
+
+
+def ci_commands() -> list[str]:
+    return re.findall(r"^ +- run: (.*)$", (EXAMPLE / ".github/workflows/ci.yml").read_text(), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout in which every command of the CI file succeeded."""
+    checkout = tmp_path_factory.mktemp("checkout") / "window_pages"
+    shutil.copytree(EXAMPLE, checkout)
+    stranger = Stranger.arrive(tmp_path_factory.mktemp("environment"))
+    for command in ci_commands():
+        stranger.must(command + _NARROWED.get(command, ""), checkout)
+    return checkout
+
+
+def test_its_ci_has_the_commands_that_are_narrowed_here() -> None:
+    assert set(_NARROWED) < set(ci_commands())
+
+
+def test_its_ci_passes_and_leaves_a_report(ran: Path) -> None:
+    report = Report.load(ran / "report.json")
+
+    assert report.ok
+    assert report.version == "0.1.0"
+    assert report.counts[Outcome.PASS] > 50
+
+
+def test_what_its_author_knows_of_is_told_with_its_issue(ran: Path) -> None:
+    known = [r for r in Report.load(ran / "report.json").results if r.outcome is Outcome.XFAIL]
+
+    assert {result.case for result in known} == {
+        f"soft_cap-{batch}" for batch in ("decode", "single", "verify", "ragged")
+    }
+    assert all("window-pages/issues/1: the soft cap" in result.reason for result in known)
+
+
+def test_what_it_does_not_claim_is_seen_to_be_refused(ran: Path) -> None:
+    refused = [r for r in Report.load(ran / "report.json").results if r.outcome is Outcome.UNSUPPORTED]
+
+    assert {"has no sinks"} <= {result.reason for result in refused}

@@ -1,0 +1,65 @@
+"""An engine's builder under the contract: the honest one is clean, and the other's lie has a name."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from spec_decode.report import Outcome, Report, Result
+from tests.examples.stranger import Stranger
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "wrapped_engine"
+_QUICK = "--family contract --family builder --family refusal --family poison --family graph"
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> tuple[Stranger, Path]:
+    checkout = tmp_path_factory.mktemp("checkout") / "wrapped_engine"
+    shutil.copytree(EXAMPLE, checkout)
+    environment = Stranger.arrive(tmp_path_factory.mktemp("environment"))
+    environment.must("pip install .", checkout)
+    return environment, checkout
+
+
+@pytest.fixture(scope="module")
+def lie(stranger: tuple[Stranger, Path]) -> dict[str, Result]:
+    """What the kit says of the wrong update, by check and case."""
+    environment, checkout = stranger
+    environment.must("attn-backends check engine_paged_drifting --family builder --json lie.json", checkout, status=1)
+    return {f"{r.check}[{r.case}]": r for r in Report.load(checkout / "lie.json").results}
+
+
+def test_the_engines_builder_is_clean(stranger: tuple[Stranger, Path]) -> None:
+    environment, checkout = stranger
+    environment.must(f"attn-backends check engine_paged {_QUICK} --json honest.json", checkout)
+
+    assert Report.load(checkout / "honest.json").ok
+
+
+def test_the_engines_builder_drafts_in_one_graph(stranger: tuple[Stranger, Path]) -> None:
+    environment, checkout = stranger
+    command = "attn-backends draft 'def read(path):' --backend engine_paged --strategy full_loop --max-new-tokens 16"
+
+    assert "(engine_paged): advanced in the graph; the engine says that" in environment.must(command, checkout)
+
+
+def test_a_wrong_update_is_named_with_its_field_and_step(lie: dict[str, Result]) -> None:
+    found = lie["builder.advance_means_a_rebuild[base-decode]"]
+
+    assert found.outcome is Outcome.FAIL
+    assert re.search(r"step \d of P1: field kv_indptr means the present batch; expected: .*; got: ", found.reason)
+
+
+def test_a_wrong_update_says_how_to_see_it_again(lie: dict[str, Result], stranger: tuple[Stranger, Path]) -> None:
+    environment, checkout = stranger
+    repro = lie["builder.advance_means_a_rebuild[base-decode]"].repro
+
+    assert "field kv_indptr" in environment.must(repro, checkout, status=1)
+
+
+def test_a_wrong_update_is_right_as_long_as_no_page_fills(lie: dict[str, Result]) -> None:
+    """The lie that a single short batch would not have shown."""
+    assert lie["builder.advance_means_a_rebuild[base-single]"].outcome is Outcome.PASS
