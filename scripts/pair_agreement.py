@@ -21,16 +21,16 @@ import torch
 from attn_backends import registry
 from scripts.provenance import provenance
 from spec_decode.commands.comparison import PROMPTS, compare, demo_requests
-from spec_decode.commands.drafting import Pair, choose_backends, load_bytes_pair
+from spec_decode.commands.drafting import BytesPair, choose_backends, device_of, load_bytes_pair
 from spec_decode.models import SHIPPED_PAIR, draft_names
 
 SCHEMA = "attn-pair-agreement/1"
 TEMPERATURES = (0.0, 1.0)
 
 
-def agreement(pair: Pair, name: str, temperature: float) -> list[dict[str, Any]]:
+def agreement(pair: BytesPair, name: str, temperature: float) -> list[dict[str, Any]]:
     """A row for every strategy that the backend can run the draft in."""
-    serves_both = registry.explain(name, pair.target_spec, pair.device)
+    serves_both = registry.explain(name, pair.target_spec, device_of(pair))
     requests = [replace(request, temperature=temperature) for request in demo_requests()]
     found = compare(pair, choose_backends(pair, name if serves_both else None, name), requests, lambda text: None)
     return [

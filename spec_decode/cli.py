@@ -13,6 +13,7 @@ from spec_decode.commands.bench import bench
 from spec_decode.commands.check import check
 from spec_decode.commands.common import UserError, expected_errors
 from spec_decode.commands.demo import demo
+from spec_decode.commands.doctor import doctor
 from spec_decode.commands.draft import draft
 from spec_decode.commands.list import list_backends
 from spec_decode.commands.matrix import matrix
@@ -45,5 +46,5 @@ def main() -> None:
         os.environ.setdefault("TRITON_CACHE_DIR", str(Path(sys.prefix) / "cache" / "triton"))
 
 
-for _verb in (demo, list_backends, check, draft, matrix, bench, soak):
+for _verb in (demo, list_backends, check, draft, matrix, bench, soak, doctor):
     main.add_command(_verb)

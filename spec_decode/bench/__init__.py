@@ -13,7 +13,9 @@ from builders import BatchError
 from spec_decode.bench.advance_cases import advance_rows, step_rows
 from spec_decode.bench.decode_cases import flashinfer_rows, mla_rows, paged_rows, sparse_rows
 from spec_decode.bench.drafter_cases import DRAFTERS, drafter_rows
+from spec_decode.bench.field_cases import field_rows
 from spec_decode.bench.measure import copy_bandwidth
+from spec_decode.bench.random_drafts import RANDOM_DRAFTS
 from spec_decode.bench.round_cases import round_rows
 from spec_decode.bench.rows import Bench, Row, complete
 from spec_decode.environment import environment
@@ -29,9 +31,10 @@ _ROWS: dict[str, tuple[str, Callable[[Bench], Iterator[Row]]]] = {
     "flashinfer-decode": ("flashinfer's choice beside each kernel it has", flashinfer_rows),
     "round": ("full-loop rounds of every backend, host and GPU time", round_rows),
     **{name: (case.description, partial(drafter_rows, name=name)) for name, case in DRAFTERS.items()},
+    **{name: (case.description, partial(field_rows, name=name)) for name, case in RANDOM_DRAFTS.items()},
 }
 _KERNELS = ("sparse-decode", "mla-decode", "paged-decode", "flashinfer-decode")
-SUITES = {"backends": ("advance", "step", *_KERNELS, "round")}
+SUITES = {"backends": ("advance", "step", *_KERNELS, "round"), "drafter": tuple(RANDOM_DRAFTS)}
 """Names for several cases at once."""
 CASES = {
     **{name: description for name, (description, _) in _ROWS.items()},

@@ -56,16 +56,18 @@ DRAFTERS = {
 }
 
 
-class _RebuiltBuilder(TritonPagedBuilder):
+class RebuiltBuilder(TritonPagedBuilder):
     """The same metadata, rebuilt between steps: overriding build() drops the claim to advance in the graph."""
 
     def build(self, batch: AttentionBatch, *, horizon: int = 0) -> PagedMetadata:
         return super().build(batch, horizon=horizon)
 
 
-class _Rebuilt(TritonPaged):
+class Rebuilt(TritonPaged):
+    """triton_paged as a backend would be that cannot advance in place."""
+
     name = "triton_paged_rebuilt"
-    builder = _RebuiltBuilder
+    builder = RebuiltBuilder
 
 
 def drafter_rows(bench: Bench, name: str) -> Iterator[Row]:
@@ -77,7 +79,7 @@ def drafter_rows(bench: Bench, name: str) -> Iterator[Row]:
         for backend, strategy in (
             (TritonPaged(), Strategy.FULL_LOOP),
             (TritonPaged(), Strategy.PER_STEP),
-            (_Rebuilt(), Strategy.PER_STEP),
+            (Rebuilt(), Strategy.PER_STEP),
             (TritonPaged(), Strategy.EAGER),
         ):
-            yield from time_round(bench, case, model, Round(backend, strategy, steps, num_reqs), names)
+            yield from time_round(bench, case.setting(), model, Round(backend, strategy, steps, num_reqs), names)

@@ -92,4 +92,4 @@ def _parts(bench: Bench, case: DrafterCase, model: EagleDraft, run: Round) -> It
     names = {WHOLE: name, STEPS: f"{name}/steps"}
     at = f"[{case.spec.describe()}], K {run.steps}, {run.num_reqs} requests"
     with bench.noting(name, at=at):
-        yield from zip(names, time_round(bench, case, model, run, names), strict=True)
+        yield from zip(names, time_round(bench, case.setting(), model, run, names), strict=True)

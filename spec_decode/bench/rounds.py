@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +14,7 @@ from spec_decode.bench.rows import Bench, Row
 from spec_decode.bench.scene import token_bytes
 from spec_decode.drafter import Drafter, VerifiedTokens
 from spec_decode.kv_groups import make_group
-from spec_decode.models import EagleDraft, LlamaTarget, ModelConfig
+from spec_decode.models import DraftModel, EagleDraft, LlamaTarget, ModelConfig
 from spec_decode.strategy import Strategy
 
 
@@ -37,6 +37,27 @@ class DrafterCase:
         """The attention of the draft's layer."""
         return replace(self.config.attention_spec(self.page_size, self.dtype), kv_dtype=self.kv_dtype)
 
+    def setting(self) -> Setting:
+        """What a round of this draft runs over."""
+        config, itemsize = self.config, self.dtype.itemsize
+        layer = make_model(self, torch.device("meta"))
+        weights = sum(parameter.numel() for parameter in layer.parameters()) + config.vocab_size * config.hidden_size
+        return Setting(spec=self.spec, context=self.context, weight_bytes=lambda num_reqs: weights * itemsize)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What rounds run over. weight_bytes: of a step for that many requests, with the output projection."""
+
+    spec: AttentionSpec
+    context: int
+    weight_bytes: Callable[[int], float]
+
+    def step_bytes(self, num_reqs: int) -> float:
+        """What a step must move at least: the weights, and the KV that it sees."""
+        seen = min(self.context, self.spec.sliding_window or self.context)
+        return self.weight_bytes(num_reqs) + num_reqs * seen * token_bytes(self.spec)
+
 
 @dataclass(frozen=True, slots=True)
 class Round:
@@ -46,6 +67,7 @@ class Round:
     strategy: Strategy
     steps: int
     num_reqs: int
+    temperature: float = 0.0
 
 
 WHOLE, COPIES, STEPS = "round", "round+copies", "steps"
@@ -65,10 +87,10 @@ def make_model(case: DrafterCase, device: torch.device) -> EagleDraft:
 
 @torch.no_grad()
 def time_round(
-    bench: Bench, case: DrafterCase, model: EagleDraft, run: Round, names: Mapping[str, str]
+    bench: Bench, setting: Setting, model: DraftModel, run: Round, names: Mapping[str, str], **columns: object
 ) -> Iterator[Row]:
-    """A row for each part that `names` gives a case name to."""
-    drafter, verified = _scene(case, model, run, bench.device)
+    """A row for each part that `names` gives a case name to, each with `columns` and with what its graphs took."""
+    drafter, verified = make_scene(setting, model, run, bench.device)
 
     def with_copies() -> None:
         drafter.propose(verified)
@@ -94,29 +116,36 @@ def time_round(
         prepare()
         kernels = kernels_in(call) / passes if bench.on_cuda else None
         timing = time_call(call, bench.device, prepare=prepare)
+        floor = bench.floor_us(passes * setting.step_bytes(run.num_reqs))
         yield {
             "case": name,
             "backend": run.backend.name,
-            "spec": case.spec.describe(),
+            "spec": setting.spec.describe(),
             "strategy": run.strategy.value,
             "num_reqs": run.num_reqs,
             "num_speculative_tokens": run.steps,
-            "context": case.context,
+            "context": setting.context,
             "wall_us": timing.wall_us,
             "host_us": timing.host_us,
             "gpu_us": timing.gpu_us,
             "kernels_per_step": kernels and round(kernels, 2),
-            "floor_us": bench.floor_us(passes * _bytes_of_a_step(case, model, run.num_reqs)),
+            "floor_us": floor,
+            "temperature": run.temperature,
+            "floor_ratio": timing.gpu_us and floor and round(timing.gpu_us["p50"] / floor, 3),
+            "capture_seconds": round(sum(report.seconds for report in drafter.graphs.reports), 4),
+            "graph_bytes": drafter.graphs.bytes_used,
+            **columns,
         }
 
 
-def _scene(case: DrafterCase, model: EagleDraft, run: Round, device: torch.device) -> tuple[Drafter, VerifiedTokens]:
-    limit = case.context + 2 * run.steps + 2
-    each = -(-limit // case.page_size)
+def make_scene(setting: Setting, model: DraftModel, run: Round, device: torch.device) -> tuple[Drafter, VerifiedTokens]:
+    """A drafter over random pages, and a round's inputs."""
+    size, limit = setting.spec.page_size, setting.context + 2 * run.steps + 2
+    each = -(-limit // size)
     num_pages = run.num_reqs * each
-    group = make_group("draft", run.backend, case.spec, [0], num_pages=num_pages, device=device)
+    group = make_group("draft", run.backend, setting.spec, [0], num_pages=num_pages, device=device)
     tables = RequestTables(
-        page_sizes=[case.page_size], num_pages=[num_pages], max_reqs=run.num_reqs, max_seq_len=limit, device=device
+        page_sizes=[size], num_pages=[num_pages], max_reqs=run.num_reqs, max_seq_len=limit, device=device
     )
     order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(0)).view(run.num_reqs, each)
     tables.load([order.tolist()], [limit] * run.num_reqs)
@@ -128,25 +157,17 @@ def _scene(case: DrafterCase, model: EagleDraft, run: Round, device: torch.devic
         strategy=run.strategy,
         capture_sizes=[run.num_reqs],
     )
-    return drafter, _verified(case, run, device)
+    return drafter, _verified(setting, model, run, device)
 
 
-def _verified(case: DrafterCase, run: Round, device: torch.device) -> VerifiedTokens:
-    rows, width, vocabulary = run.num_reqs, run.steps + 1, case.config.vocab_size
+def _verified(setting: Setting, model: DraftModel, run: Round, device: torch.device) -> VerifiedTokens:
+    rows, width, vocabulary = run.num_reqs, run.steps + 1, model.vocab_size
     return VerifiedTokens(
         token_ids=torch.randint(0, vocabulary, (rows, width), device=device),
-        features=torch.randn(rows, width, case.config.hidden_size, device=device).to(case.dtype),
-        context_lens=torch.full((rows,), case.context, dtype=torch.int32, device=device),
+        features=torch.randn(rows, width, model.feature_size, device=device).to(setting.spec.dtype),
+        context_lens=torch.full((rows,), setting.context, dtype=torch.int32, device=device),
         accepted=torch.full((rows,), run.steps // 2, dtype=torch.int32, device=device),
         next_tokens=torch.randint(0, vocabulary, (rows,), device=device),
-        temperature=torch.zeros(rows, device=device),
+        temperature=torch.full((rows,), run.temperature, device=device),
         seeds=torch.arange(rows, device=device),
     )
-
-
-def _bytes_of_a_step(case: DrafterCase, model: EagleDraft, num_reqs: int) -> int:
-    """What a step must move at least: weights, output projection and the KV that it sees."""
-    weights = sum(parameter.numel() for parameter in model.parameters()) * case.dtype.itemsize
-    head = case.config.vocab_size * case.config.hidden_size * case.dtype.itemsize
-    seen = min(case.context, case.config.sliding_window or case.context)
-    return weights + head + num_reqs * seen * token_bytes(case.spec)

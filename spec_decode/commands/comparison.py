@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from spec_decode.commands.drafting import Backends, Outcome, Pair, generate
+from spec_decode.commands.drafting import PAGE_SIZE, Backends, Outcome, Pair, device_of, generate
 from spec_decode.engine import Generation, Request
-from spec_decode.kv_groups import make_group
+from spec_decode.engine.groups import make_groups
+from spec_decode.graphs import loop_obstacle
 from spec_decode.strategy import DraftPlan, GraphMode, Strategy, StrategyError, choose
 from spec_decode.text import encode, held_out_prompts
 
@@ -49,7 +50,7 @@ def demo_requests() -> list[Request]:
 
 def compare(pair: Pair, backends: Backends, requests: Sequence[Request], on_run: Callable[[str], None]) -> Comparison:
     """Run the backends plainly and in every strategy. A strategy they cannot run is a row with the reason."""
-    name = backends.draft.name
+    name = backends.names(backends.draft)
     on_run(f"{name}: plain decoding")
     plain = generate(pair, backends, requests, 0)
     outcomes: dict[Strategy, Outcome | str] = {}
@@ -82,8 +83,10 @@ def _differing(ours: Outcome, theirs: Outcome, what: Callable[[Generation], obje
 
 
 def _chosen_plan(pair: Pair, backends: Backends) -> DraftPlan:
-    group = make_group("draft", backends.draft, pair.draft_spec, [0], num_pages=1, device=pair.device)
-    return choose([group.facts(pair.device)], DRAFT_TOKENS, GraphMode.FULL)
+    device = device_of(pair)
+    groups = make_groups("draft", pair.draft, backends.draft, PAGE_SIZE, 1, device)
+    facts = [group.facts(device) for group in groups]
+    return choose(facts, DRAFT_TOKENS, GraphMode.FULL, loop_obstacle=loop_obstacle(device))
 
 
 def to_table(comparisons: Sequence[Comparison], prompts: int) -> Table:

@@ -18,13 +18,13 @@ from spec_decode.commands.common import (
     stdout,
 )
 from spec_decode.commands.list import describe, print_backends
-from spec_decode.commands.matrix import REPORTS, find_reports
+from spec_decode.commands.matrix import REPORTS
 
 if TYPE_CHECKING:
     import torch
 
     from spec_decode.commands.comparison import Comparison
-    from spec_decode.commands.drafting import Pair
+    from spec_decode.commands.drafting import BytesPair
 
 _QUICK_FAMILIES = ("contract", "builder")
 
@@ -83,17 +83,17 @@ def _draft(console: Console, device: torch.device, folder: Path | None) -> dict[
     return found
 
 
-def _compare(console: Console, pair: Pair) -> list[Comparison]:
+def _compare(console: Console, pair: BytesPair) -> list[Comparison]:
     """Every backend that serves the draft; it serves the target too where it can."""
     from attn_backends import registry
     from spec_decode.commands.comparison import compare, demo_requests
-    from spec_decode.commands.drafting import choose_backends
+    from spec_decode.commands.drafting import choose_backends, device_of
 
-    comparisons = []
+    comparisons, device = [], device_of(pair)
     for name in registry.names():
-        if not registry.explain(name, pair.draft_spec, pair.device):
+        if not registry.explain(name, pair.draft_spec, device):
             continue
-        serves_both = registry.explain(name, pair.target_spec, pair.device)
+        serves_both = registry.explain(name, pair.target_spec, device)
         backends = choose_backends(pair, name if serves_both else None, name)
         with console.status(name) as status:
             comparisons.append(compare(pair, backends, demo_requests(), status.update))
@@ -109,7 +109,7 @@ def _show_a_text(console: Console, comparisons: list[Comparison]) -> None:
         say(console, "prompt:", "bold")
         say(console, printable(decode(list(demo_requests()[0].prompt))), "dim")
         say(console, "continued:", "bold")
-        say(console, printable(comparison.plain.text(0)))
+        say(console, printable(decode(comparison.plain.generations[0].token_ids)))
 
 
 def _explain(console: Console, comparisons: dict[str, list[Comparison]]) -> None:
@@ -123,13 +123,12 @@ def _explain(console: Console, comparisons: dict[str, list[Comparison]]) -> None
 
 def _matrix(console: Console, device: torch.device) -> bool:
     """Print the matrix; whether the checks that ran for it passed."""
-    from spec_decode.matrix import build_matrix, to_table
-    from spec_decode.report import Report
+    from spec_decode.matrix import Sources, build_matrix, to_table
 
     _heading(console, "4. What each backend was seen to do")
-    if files := find_reports((REPORTS,)):
-        say(console, f"from {len(files)} reports below {REPORTS}/")
-        console.print(to_table(build_matrix([Report.load(file) for file in files])))
+    if reports := Sources.read([REPORTS] if REPORTS.exists() else []).reports:
+        say(console, f"from {len(reports)} reports below {REPORTS}/")
+        console.print(to_table(build_matrix(reports)))
         return True
     families = " and ".join(_QUICK_FAMILIES)
     say(console, f"no reports below {REPORTS}/: running the {families} checks; `attn-backends check` runs all")

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     import torch
 
     from builders import AttentionSpec
-    from spec_decode.commands.drafting import Backends, Outcome, Pair
+    from spec_decode.commands.drafting import Backends, BytesPair, Outcome, Pair
+    from spec_decode.commands.real_pair import RealPair
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -23,16 +24,27 @@ _DTYPES = ("float32", "bfloat16", "float16")
 @click.command()
 @click.argument("prompts", nargs=-1, metavar="[PROMPT...]")
 @click.option("--prompts", "prompts_file", type=click.Path(path_type=Path), help="A file of prompts, one a line.")
-@click.option("--pair", type=click.Path(path_type=Path), help="Folder of the pair; the shipped one if left out.")
-@click.option("--draft", "draft_name", default="draft", show_default=True, help="Which of the pair's drafts.")
+@click.option(
+    "--pair", type=click.Path(path_type=Path), help="Folder of a byte-level pair; the shipped one if left out."
+)
+@click.option(
+    "--target",
+    type=click.Path(path_type=Path),
+    help="Folder of a published causal language model, run through the transformers library; --draft is a folder then.",
+)
+@click.option(
+    "--draft", "draft_name", default="draft", show_default=True, help="Which of the pair's drafts, or a folder."
+)
+@click.option("--chat", is_flag=True, help="With --target: prompts open conversations, by the model's chat template.")
 @click.option("--backend", help="Backend of target and draft; for each the first that serves it if left out.")
 @click.option("--draft-backend", help="Backend of the draft, where it is another.")
+@click.option("--page-size", default=16, show_default=True, help="Tokens of a page of the KV caches.")
 @click.option(
     "--strategy",
-    type=click.Choice(["auto", "full_loop", "per_step", "eager"]),
+    type=click.Choice(["auto", "device_loop", "full_loop", "per_step", "piecewise", "eager"]),
     default="auto",
     show_default=True,
-    help="How steps 1 to K-1 are run; auto takes the cheapest that the backend allows.",
+    help="How steps 1 to K-1 are run; auto takes the fastest that the backend allows, on a GPU as measured there.",
 )
 @click.option("-k", "count", default=4, show_default=True, help="Draft tokens a round; 0 decodes plainly.")
 @click.option(
@@ -43,6 +55,8 @@ _DTYPES = ("float32", "bfloat16", "float16")
     help="How drafts are judged: rejection, block, or synthetic:MEAN, which keeps that many whatever they are.",
 )
 @click.option("--temperature", default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-k", default=0, show_default=True, help="Sample from the k most probable tokens; 0 from all.")
+@click.option("--top-p", default=1.0, show_default=True, help="Of those, from the fewest that hold this probability.")
 @click.option("--seed", default=0, show_default=True, help="Prompt i draws with seed + i.")
 @click.option("--max-new-tokens", default=64, show_default=True)
 @device_option
@@ -52,13 +66,18 @@ def draft(
     prompts: tuple[str, ...],
     prompts_file: Path | None,
     pair: Path | None,
+    target: Path | None,
     draft_name: str,
+    chat: bool,
     backend: str | None,
     draft_backend: str | None,
+    page_size: int,
     strategy: str,
     count: int,
     verification: str,
     temperature: float,
+    top_k: int,
+    top_p: float,
     seed: int,
     max_new_tokens: int,
     device: str | None,
@@ -73,36 +92,60 @@ def draft(
     if not texts:
         raise UserError("a draft needs a prompt, got none; nothing was run. Pass PROMPT or --prompts FILE.")
     where = resolve_device(device)
-    import torch
-
-    from spec_decode.commands.drafting import choose_backends, generate, load_bytes_pair
-    from spec_decode.engine import Request
-    from spec_decode.models import SHIPPED_PAIR
-    from spec_decode.strategy import Strategy
-    from spec_decode.text import BOS
-
     dtype = dtype or ("float32" if where.type == "cpu" else "bfloat16")
-    models = load_bytes_pair(pair or SHIPPED_PAIR, getattr(torch, dtype), where, draft=draft_name)
-    backends = choose_backends(models, backend, draft_backend)
+    from spec_decode.commands.drafting import choose_backends, generate
+    from spec_decode.engine import Request
+    from spec_decode.strategy import Strategy
+
+    models = _load(pair, target, draft_name, chat, dtype, where)
+    backends = choose_backends(models, backend, draft_backend, page_size=page_size)
     requests = [
         Request(
-            prompt=_encoded(text),
+            prompt=models.encode(text),
             max_new_tokens=max_new_tokens,
             temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
             seed=seed + index,
-            stop_ids=frozenset({BOS}),
+            stop_ids=models.stop_ids,
         )
         for index, text in enumerate(texts)
     ]
     forced = None if strategy == "auto" else Strategy(strategy)
-    outcome = generate(models, backends, requests, count, forced, verification)
+    outcome = generate(models, backends, requests, count, forced, verification, page_size)
     console = stdout()
-    _print_texts(console, texts, outcome)
-    other = "" if backends.draft is backends.target else f", {backends.draft.name} for the draft"
-    say(console, f"backend {backends.target.name}{other} on {where}, {dtype}")
+    _print_texts(console, texts, [models.decode(generation.token_ids) for generation in outcome.generations])
+    names = [backends.names(chosen) for chosen in (backends.target, backends.draft)]
+    other = "" if names[0] == names[1] else f", {names[1]} for the draft"
+    say(console, f"backend {names[0]}{other} on {where}, {dtype}")
     if explain:
-        _explain_backends(console, backends, models)
+        _explain_backends(console, backends, models, page_size)
     _print_stats(console, outcome, count, where)
+
+
+def _load(
+    pair: Path | None, target: Path | None, draft: str, chat: bool, dtype: str, device: torch.device
+) -> BytesPair | RealPair:
+    import torch
+
+    from spec_decode.models import SHIPPED_PAIR
+
+    if target is None:
+        if chat:
+            raise UserError(
+                "--chat follows a published model's chat template, no --target was given; nothing was run. Name the "
+                "model's folder, or leave --chat out."
+            )
+        from spec_decode.commands.drafting import load_bytes_pair
+
+        return load_bytes_pair(pair or SHIPPED_PAIR, getattr(torch, dtype), device, draft=draft)
+    if pair is not None:
+        raise UserError(
+            f"--pair and --target each name a target, got {pair} and {target}; nothing was run. Leave one of them out."
+        )
+    from spec_decode.commands.real_pair import load_real_pair
+
+    return load_real_pair(target, Path(draft), dtype=getattr(torch, dtype), device=device, chat=chat)
 
 
 def _read_prompts(path: Path) -> list[str]:
@@ -115,33 +158,24 @@ def _read_prompts(path: Path) -> list[str]:
     return [line for line in lines if line.strip()]
 
 
-def _encoded(text: str) -> list[int]:
-    from spec_decode.text import encode
-
-    try:
-        return encode(text)
-    except UnicodeEncodeError as error:
-        raise UserError(f"a prompt must be utf-8, got {text!a}; nothing was run. Re-encode it.") from error
-
-
-def _print_texts(console: Console, prompts: list[str], outcome: Outcome) -> None:
+def _print_texts(console: Console, prompts: list[str], continued: list[str]) -> None:
     from spec_decode.commands.drafting import printable
 
-    for index, prompt in enumerate(prompts):
+    for index, (prompt, text) in enumerate(zip(prompts, continued, strict=True)):
         say(console, f"prompt {index + 1}:", "bold")
         say(console, indent(printable(prompt), "    "), "dim")
         say(console, "continued:", "bold")
-        say(console, indent(printable(outcome.text(index)), "    "))
+        say(console, indent(printable(text), "    "))
         say(console, "")
 
 
-def _explain_backends(console: Console, backends: Backends, pair: Pair) -> None:
-    for model, chosen, spec in (
-        ("target", backends.target, pair.target_spec),
-        ("draft", backends.draft, pair.draft_spec),
-    ):
-        say(console, f"{model} [{spec.describe()}]: {chosen.name}")
-        _explain_others(console, chosen.name, spec, pair.device)
+def _explain_backends(console: Console, backends: Backends, pair: Pair, page_size: int) -> None:
+    from spec_decode.commands.drafting import device_of
+
+    for name, model, chosen in (("target", pair.target, backends.target), ("draft", pair.draft, backends.draft)):
+        for group in model.layer_groups(page_size):
+            say(console, f"{name} [{group.spec.describe()}]: {chosen[group.name].name}")
+            _explain_others(console, chosen[group.name].name, group.spec, device_of(pair))
 
 
 def _explain_others(console: Console, chosen: str, spec: AttentionSpec, device: torch.device) -> None:

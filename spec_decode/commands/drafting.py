@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -12,9 +13,9 @@ from attn_backends import AttentionBackend, NoBackend, select
 from builders import AttentionSpec
 from spec_decode.commands.common import UserError
 from spec_decode.engine import Engine, EngineStats, Generation, Request
-from spec_decode.models import EagleDraft, LlamaTarget, load_pair
+from spec_decode.models import DraftModel, EagleDraft, LayerGroup, LlamaTarget, TargetModel, load_pair
 from spec_decode.strategy import DraftPlan, Strategy
-from spec_decode.text import decode
+from spec_decode.text import BOS, decode, encode
 
 PAGE_SIZE = 16
 _BYTES = 256
@@ -23,9 +24,32 @@ _WARM_UP_TOKENS = 2
 """The prefill gives the first, a round the second."""
 
 
+class Pair(Protocol):
+    """A target and its draft on one device, and the way between text and their tokens."""
+
+    @property
+    def target(self) -> TargetModel: ...
+
+    @property
+    def draft(self) -> DraftModel: ...
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens that end a text."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a prompt. Raises UserError for text that has none."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """A byte-level pair on its device."""
+class BytesPair:
+    """A byte-level pair of one layer group each."""
 
     target: LlamaTarget
     draft: EagleDraft
@@ -33,28 +57,39 @@ class Pair:
     @property
     def target_spec(self) -> AttentionSpec:
         """The attention of the target's layers."""
-        return self.target.config.attention_spec(PAGE_SIZE, self.dtype)
+        return self.target.layer_groups(PAGE_SIZE)[0].spec
 
     @property
     def draft_spec(self) -> AttentionSpec:
         """The attention of the draft's layer."""
-        return self.draft.config.attention_spec(PAGE_SIZE, self.dtype)
+        return self.draft.layer_groups(PAGE_SIZE)[0].spec
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.target.embed.weight.dtype
+    def stop_ids(self) -> frozenset[int]:
+        return frozenset({BOS})
 
-    @property
-    def device(self) -> torch.device:
-        return self.target.embed.weight.device
+    def encode(self, text: str) -> list[int]:
+        """Raises UserError for text that is not utf-8."""
+        try:
+            return encode(text)
+        except UnicodeEncodeError as error:
+            raise UserError(f"a prompt must be utf-8, got {text!a}; nothing was run. Re-encode it.") from error
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return decode(list(token_ids))
 
 
 @dataclass(frozen=True, slots=True)
 class Backends:
-    """Who serves the target's attention and who the draft's."""
+    """Who serves the attention of target and draft, by layer group."""
 
-    target: AttentionBackend
-    draft: AttentionBackend
+    target: dict[str, AttentionBackend]
+    draft: dict[str, AttentionBackend]
+
+    @staticmethod
+    def names(chosen: dict[str, AttentionBackend]) -> str:
+        """Each name once, in the order of the groups."""
+        return ", ".join(dict.fromkeys(backend.name for backend in chosen.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +100,13 @@ class Outcome:
     stats: EngineStats
     plan: DraftPlan | None
 
-    def text(self, index: int) -> str:
-        return decode(self.generations[index].token_ids)
+
+def device_of(pair: Pair) -> torch.device:
+    """Where the pair's parameters are."""
+    return next(pair.target.parameters()).device
 
 
-def load_bytes_pair(folder: Path, dtype: torch.dtype, device: torch.device, *, draft: str = "draft") -> Pair:
+def load_bytes_pair(folder: Path, dtype: torch.dtype, device: torch.device, *, draft: str = "draft") -> BytesPair:
     """A pair whose tokens are bytes; CheckpointError or UserError for anything else."""
     target, model = load_pair(folder, draft=draft, dtype=dtype, device=device)
     if target.config.vocab_size != _BYTES:
@@ -77,23 +114,29 @@ def load_bytes_pair(folder: Path, dtype: torch.dtype, device: torch.device, *, d
             f"prompts are read as bytes, which needs a vocabulary of {_BYTES}, the pair in {folder} has "
             f"{target.config.vocab_size}; nothing was run. Use a byte-level pair, or the engine from Python."
         )
-    return Pair(target, model)
+    return BytesPair(target, model)
 
 
-def choose_backends(pair: Pair, backend: str | None = None, draft_backend: str | None = None) -> Backends:
-    """The first backend that serves each spec, or the ones asked for; `backend` is the draft's too unless it has one.
+def choose_backends(
+    pair: Pair, backend: str | None = None, draft_backend: str | None = None, *, page_size: int = PAGE_SIZE
+) -> Backends:
+    """For each group the first backend that serves it, or the one asked for, the draft's too unless it has its own.
 
     Raises BackendError where one that was asked for cannot serve; none is taken in its place.
     """
-    target = select(pair.target_spec, pair.device, [backend] if backend else [])
-    asked = draft_backend or backend
+    device, asked = device_of(pair), draft_backend or backend
+    target = _chosen(pair.target.layer_groups(page_size), device, backend)
     try:
-        draft = select(pair.draft_spec, pair.device, [asked] if asked else [])
+        draft = _chosen(pair.draft.layer_groups(page_size), device, asked)
     except NoBackend as refusal:
         if asked == draft_backend:
             raise
         raise NoBackend(f"{refusal} This is the draft's attention: name its backend with --draft-backend.") from refusal
-    return Backends(target.backend, draft.backend)
+    return Backends(target, draft)
+
+
+def _chosen(groups: Sequence[LayerGroup], device: torch.device, asked: str | None) -> dict[str, AttentionBackend]:
+    return {group.name: select(group.spec, device, [asked] if asked else []).backend for group in groups}
 
 
 def generate(
@@ -103,6 +146,7 @@ def generate(
     num_speculative_tokens: int,
     strategy: Strategy | None = None,
     verification: str = "rejection",
+    page_size: int = PAGE_SIZE,
 ) -> Outcome:
     """Continue the requests. Graphs are captured and kernels compiled before: the stats time neither."""
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
@@ -113,14 +157,13 @@ def generate(
         num_speculative_tokens=num_speculative_tokens,
         max_reqs=min(len(requests), _MAX_REQS),
         max_seq_len=max(longest, 1 + _WARM_UP_TOKENS),
-        page_size=PAGE_SIZE,
+        page_size=page_size,
         strategy=strategy,
         draft_backend=backends.draft,
         verification=verification,
     )
-    if engine.drafter:
-        engine.drafter.capture()
-        engine.generate([Request(prompt=requests[0].prompt[:1], max_new_tokens=_WARM_UP_TOKENS)])
+    engine.capture()
+    engine.generate([Request(prompt=requests[0].prompt[:1], max_new_tokens=_WARM_UP_TOKENS)])
     return Outcome(engine.generate(requests), engine.stats, engine.plan)
 
 

@@ -1,0 +1,131 @@
+import msgspec
+import pytest
+import torch
+
+from attn_backends import get
+from builders import BatchError, RequestTables
+from spec_decode.kv_groups import make_group
+from spec_decode.measured import MARGIN, StrategyCache, fastest_strategy
+from spec_decode.models import EagleDraft, LlamaTarget
+from spec_decode.strategy import GraphMode, Strategy
+from tests.factories import CPU, make_config
+
+CONFIG = make_config(vocab_size=32, hidden_size=16, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=64)
+K = 3
+
+
+class World:
+    """A tiny draft over a small pool, and a clock whose times are given."""
+
+    def __init__(self, folder, *, num_pages=12, max_reqs=2):
+        torch.manual_seed(0)
+        self.model = EagleDraft(CONFIG, LlamaTarget(CONFIG)).requires_grad_(False)
+        (layers,) = self.model.layer_groups(4)
+        backend = get("torch_reference")
+        self.group = make_group("draft", backend, layers.spec, layers.layers, num_pages=num_pages, device=CPU)
+        self.tables = RequestTables(
+            page_sizes=[4], num_pages=[num_pages], max_reqs=max_reqs, max_seq_len=24, device=CPU
+        )
+        self.cache = StrategyCache(folder)
+        self.seen = []
+
+    def measure(self, times=None, **options):
+        def clock(drafter):
+            drafter.propose()
+            self.seen.append((drafter.plan.strategy, self.tables.num_live, self.tables.longest))
+            return times[drafter.plan.strategy]
+
+        options.setdefault("num_speculative_tokens", K)
+        return fastest_strategy(
+            self.model, [self.group], self.tables, cache=self.cache, clock=times and clock, **options
+        )
+
+
+def times(full=100.0, device=100.0, per_step=100.0):
+    return {Strategy.FULL_LOOP: full, Strategy.DEVICE_LOOP: device, Strategy.PER_STEP: per_step}
+
+
+@pytest.fixture
+def world(tmp_path):
+    return World(tmp_path)
+
+
+def test_the_fastest_strategy_is_chosen(world):
+    assert world.measure(times(device=50.0)).strategy is Strategy.DEVICE_LOOP
+
+
+def test_noise_does_not_replace_the_rules_choice(world):
+    assert world.measure(times(device=100.0 * (1 - MARGIN / 2))).strategy is Strategy.FULL_LOOP
+
+
+def test_every_strategy_that_can_run_is_measured_over_live_requests_of_full_length(world):
+    world.measure(times())
+    assert world.seen == [(s, 2, 24) for s in (Strategy.FULL_LOOP, Strategy.DEVICE_LOOP, Strategy.PER_STEP)]
+
+
+def test_a_measurement_leaves_no_request_behind(world):
+    world.measure(times())
+    assert world.tables.num_live == 0 and not world.tables.token_limits.any()
+
+
+def test_a_second_call_measures_nothing_and_says_where_its_answer_is_from(world):
+    first = world.measure(times(device=50.0))
+    world.seen.clear()
+    again = world.measure(times(full=1.0))
+    assert not world.seen and again == first
+    assert "device_loop: fastest of full_loop 100 us" in again.explain() and again.env.date in again.explain()
+
+
+def test_another_shape_is_measured_anew(world):
+    world.measure(times(device=50.0))
+    assert world.measure(times(per_step=50.0), num_speculative_tokens=K - 1).strategy is Strategy.PER_STEP
+
+
+@pytest.mark.parametrize("change", ["truncated", "of another shape", "of another schema"])
+def test_a_cached_file_that_does_not_fit_is_measured_again(world, change):
+    world.measure(times(device=50.0))
+    (path,) = world.cache.folder.glob("*.json")
+    text = path.read_text()
+    broken = {
+        "truncated": text[:40],
+        "of another shape": text.replace('"num_reqs": "2"', '"num_reqs": "3"'),
+        "of another schema": text.replace("attn-strategy/1", "attn-strategy/0"),
+    }
+    path.write_text(broken[change])
+    assert world.measure(times(per_step=50.0)).strategy is Strategy.PER_STEP
+
+
+def test_a_cached_strategy_that_cannot_run_here_is_measured_again(world):
+    found = world.measure(times(device=50.0))
+    world.cache.put(msgspec.structs.replace(found, strategy=Strategy.PIECEWISE))
+    assert world.measure(times(per_step=50.0)).strategy is Strategy.PER_STEP
+
+
+def test_without_graphs_there_is_nothing_to_measure_or_keep(world):
+    found = world.measure(times(), graph_mode=GraphMode.NONE)
+    assert found.strategy is Strategy.EAGER and not world.seen and not list(world.cache.folder.glob("*"))
+    assert all("graphs are turned off" in reason for reason in found.not_measured.values())
+
+
+def test_a_small_pool_measures_with_fewer_requests(tmp_path):
+    world = World(tmp_path, num_pages=4)
+    world.measure(times())
+    assert {live for _, live, _ in world.seen} == {1}
+
+
+def test_a_pool_without_room_for_a_round_is_refused(tmp_path):
+    world = World(tmp_path, num_pages=2)
+    with pytest.raises(BatchError, match="room for a request of 9 tokens"):
+        world.measure(times())
+
+
+def test_wall_time_is_measured_where_no_clock_is_given(world):
+    found = world.measure()
+    assert set(found.wall_us) == {"full_loop", "device_loop", "per_step"} and min(found.wall_us.values()) > 0
+
+
+@pytest.mark.parametrize(("variable", "tail"), [("ATTN_BACKENDS_CACHE", ""), ("XDG_CACHE_HOME", "attn-backends")])
+def test_the_folder_follows_the_environment(monkeypatch, tmp_path, variable, tail):
+    monkeypatch.delenv("ATTN_BACKENDS_CACHE", raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    assert StrategyCache().folder == tmp_path / tail / "strategies"
