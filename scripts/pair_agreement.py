@@ -1,16 +1,19 @@
 """Draft with the shipped pair on every backend it fits: python scripts/pair_agreement.py --json FILE.
 
-In every strategy, tokens and kept drafts must be those of eager drafting, greedily and at temperature 1. In float32
-where a backend has it, else in bfloat16, whose greedy text may leave plain decoding's where two candidates lie within
-rounding.
+For 2, 3, 4 and 5 draft tokens, in every graph mode and strategy, greedily and at temperature 1, with fixed seeds: draft
+tokens kept in each round and final text must be those of eager drafting. In float32 where a backend has it, else in
+bfloat16, whose greedy text may leave plain decoding's where two candidates lie within rounding. A process for each
+draft and backend.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,56 +23,106 @@ import torch
 
 from attn_backends import registry
 from scripts.provenance import provenance
-from spec_decode.commands.comparison import PROMPTS, compare, demo_requests
-from spec_decode.commands.drafting import BytesPair, choose_backends, device_of, load_bytes_pair
+from spec_decode.commands.drafting import PAGE_SIZE, Backends, BytesPair, choose_backends, load_bytes_pair
+from spec_decode.engine import Engine, Request
 from spec_decode.models import SHIPPED_PAIR, draft_names
+from spec_decode.strategy import GraphMode, Strategy, StrategyError
+from spec_decode.text import encode, held_out_prompts
 
-SCHEMA = "attn-pair-agreement/1"
+SCHEMA = "attn-pair-agreement/2"
 TEMPERATURES = (0.0, 1.0)
+DRAFT_TOKENS = (2, 3, 4, 5)
+PROMPTS, PROMPT_BYTES, NEW_TOKENS, SEED = 6, 64, 48, 7
+
+Said = list[tuple[list[int], list[int]]]
+"""Of every prompt, the text and the draft tokens kept in each round."""
 
 
-def agreement(pair: BytesPair, name: str, temperature: float) -> list[dict[str, Any]]:
-    """A row for every strategy that the backend can run the draft in."""
-    serves_both = registry.explain(name, pair.target_spec, device_of(pair))
-    requests = [replace(request, temperature=temperature) for request in demo_requests()]
-    found = compare(pair, choose_backends(pair, name if serves_both else None, name), requests, lambda text: None)
-    return [
-        {
-            "strategy": row.strategy.value,
-            "temperature": temperature,
-            "refusal": row.refusal,
-            "prompts": PROMPTS,
-            "unlike_eager": row.unlike_eager,
-            "unlike_plain": row.unlike_plain if temperature == 0 else None,
-            "accepted": row.outcome and round(row.outcome.stats.mean_accepted, 3),
-        }
-        for row in found.rows
+def run(
+    pair: BytesPair,
+    backends: Backends,
+    count: int,
+    temperature: float,
+    mode: GraphMode = GraphMode.NONE,
+    strategy: Strategy | None = None,
+) -> tuple[Said, float]:
+    """What an engine says to the prompts, and the mean number of draft tokens kept."""
+    requests = [
+        Request(prompt=encode(text), max_new_tokens=NEW_TOKENS, temperature=temperature, seed=SEED + index)
+        for index, text in enumerate(held_out_prompts(PROMPTS, PROMPT_BYTES))
     ]
+    engine = Engine(
+        pair.target,
+        pair.draft,
+        backends.target,
+        num_speculative_tokens=count,
+        max_reqs=4,
+        max_seq_len=max(request.max_len for request in requests),
+        page_size=PAGE_SIZE,
+        graph_mode=mode,
+        strategy=strategy,
+        draft_backend=backends.draft,
+    )
+    said = [(generation.token_ids, generation.accepted) for generation in engine.generate(requests)]
+    return said, engine.stats.mean_accepted
+
+
+def compare(pair: BytesPair, backends: Backends) -> Iterator[dict[str, Any]]:
+    """A row for each number of draft tokens, temperature, graph mode and strategy."""
+    for count, temperature in product(DRAFT_TOKENS, TEMPERATURES):
+        plain, _ = run(pair, backends, 0, temperature)
+        eager, accepted = run(pair, backends, count, temperature, strategy=Strategy.EAGER)
+        cell = {"num_speculative_tokens": count, "temperature": temperature, "prompts": PROMPTS}
+        for mode, strategy in product(GraphMode, Strategy):
+            if (mode is GraphMode.NONE) != (strategy is Strategy.EAGER):
+                continue
+            row = {**cell, "graph_mode": mode.value, "strategy": strategy.value, "accepted": round(accepted, 3)}
+            try:
+                found, _ = run(pair, backends, count, temperature, mode, strategy)
+            except StrategyError as error:
+                yield {**row, "refusal": str(error), "unlike_eager": None, "unlike_plain": None}
+                continue
+            unlike_plain = sum(ours[0] != theirs[0] for ours, theirs in zip(found, plain, strict=True))
+            yield {
+                **row,
+                "refusal": "",
+                "unlike_eager": sum(ours != theirs for ours, theirs in zip(found, eager, strict=True)),
+                "unlike_plain": unlike_plain if temperature == 0 else None,
+            }
+
+
+def agreement(job: tuple[str, str, str]) -> list[dict[str, Any]]:
+    """The rows of one draft on one backend; none where it serves the draft in no dtype."""
+    draft, name, where = job
+    device = torch.device(where)
+    for dtype in (torch.float32, torch.bfloat16):
+        pair = load_bytes_pair(SHIPPED_PAIR, dtype, device, draft=draft)
+        if registry.explain(name, pair.draft_spec, device):
+            serves_both = registry.explain(name, pair.target_spec, device)
+            backends = choose_backends(pair, name if serves_both else None, name)
+            head = {"draft": draft, "backend": name, "dtype": str(dtype).removeprefix("torch.")}
+            return [{**head, **row} for row in compare(pair, backends)]
+    return []
 
 
 def main() -> None:
     """Compare, write the report, and fail if a strategy drafted other tokens than eager."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
+    parser.add_argument("--jobs", type=int, default=4)
     parser.add_argument("--json", type=Path, required=True)
     flags = parser.parse_args()
+    jobs = [(draft, name, str(flags.device)) for draft, name in product(draft_names(SHIPPED_PAIR), registry.names())]
     rows = []
-    for draft in draft_names(SHIPPED_PAIR):
-        pairs = {
-            str(dtype).removeprefix("torch."): load_bytes_pair(SHIPPED_PAIR, dtype, flags.device, draft=draft)
-            for dtype in (torch.float32, torch.bfloat16)
-        }
-        for name in registry.names():
-            served = (d for d, pair in pairs.items() if registry.explain(name, pair.draft_spec, flags.device))
-            if (dtype := next(served, None)) is None:
-                continue
-            for temperature in TEMPERATURES:
-                for row in agreement(pairs[dtype], name, temperature):
-                    rows.append({"draft": draft, "backend": name, "dtype": dtype, **row})
-                    print(*rows[-1].values())
+    with multiprocessing.get_context("spawn").Pool(flags.jobs, maxtasksperchild=1) as pool:
+        for job, found in zip(jobs, pool.imap(agreement, jobs), strict=True):
+            rows += found
+            ran = [row for row in found if not row["refusal"]]
+            unlike = sum(bool(row["unlike_eager"]) for row in ran)
+            print(*job[:2], f"{len(ran)} ran, {unlike} unlike eager", flush=True)
     report = {**provenance(SCHEMA, flags.device), "rows": rows}
     flags.json.write_text(json.dumps(report, indent=1) + "\n")
-    if any(row["unlike_eager"] for row in rows):
+    if not rows or any(row["unlike_eager"] for row in rows):
         raise SystemExit(1)
 
 

@@ -6,7 +6,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -28,10 +28,6 @@ class CudaGraph:
 class CudaRuntime:
     """Captures into one memory pool of its own: sharing a pool with another owner has clobbered live temporaries."""
 
-    inline_loop_body: ClassVar[bool] = False
-    """Whether a loop's body is captured straight into the WHILE node; else it is captured by torch and becomes a child
-    graph there."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
@@ -45,16 +41,10 @@ class CudaRuntime:
 
     def capture_loop(self, body: Callable[[], Any], going: torch.Tensor, limit: int) -> WhileGraph:
         require_loops()
-        loop = WhileGraph(going)
-        if self.inline_loop_body:
-            with _refusals(), torch.no_grad(), _no_collection():
-                loop.capture_body(body, self._stream, self._pool)
-        else:
-            graph = torch.cuda.CUDAGraph(keep_graph=True)
-            with self._capturing(graph):
-                body()
-            loop.add_body(graph)
-        return loop
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with self._capturing(graph):
+            body()
+        return WhileGraph(going, graph)
 
     def capture_pieces(self, fn: Callable[[CallOutside], Any]) -> PiecewiseGraph:
         parts: list[Graph] = []
@@ -77,6 +67,9 @@ class CudaRuntime:
         return PiecewiseGraph(parts)
 
     def memory_used(self) -> int:
+        # A capture empties the caches of freed memory: emptied before too, they do not hide what it takes.
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 

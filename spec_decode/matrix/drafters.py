@@ -12,9 +12,14 @@ from spec_decode.matrix.sources import Agreement, AgreementRow, Quantiles, Timin
 
 
 class Parity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Drafting at one temperature held against eager drafting, and greedily against plain decoding."""
+    """Drafting of some tokens at one temperature held against eager drafting, and greedily against plain decoding.
 
+    The prompts of all graph modes are counted together.
+    """
+
+    num_speculative_tokens: int
     temperature: float
+    graph_modes: tuple[str, ...]
     prompts: int
     unlike_eager: int
     unlike_plain: int | None
@@ -40,6 +45,12 @@ class DraftCell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     refusal: str
     host: tuple[HostTime, ...]
     run: int
+
+    @property
+    def longest(self) -> tuple[Parity, ...]:
+        """Of the parities, those with the most draft tokens."""
+        most = max((found.num_speculative_tokens for found in self.parity), default=0)
+        return tuple(found for found in self.parity if found.num_speculative_tokens == most)
 
 
 class DraftRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,17 +83,11 @@ def draft_rows(agreements: Sequence[Agreement], timings: Sequence[Timing], runs:
 
 
 def _cell(rows: Sequence[AgreementRow], run: int, host: tuple[HostTime, ...]) -> DraftCell:
-    parity = tuple(
-        Parity(
-            temperature=row.temperature,
-            prompts=row.prompts,
-            unlike_eager=row.unlike_eager,
-            unlike_plain=row.unlike_plain,
-            accepted=row.accepted,
-        )
-        for row in sorted(rows, key=lambda row: row.temperature)
-        if not row.refusal
-    )
+    by_shape: dict[tuple[int, float], list[AgreementRow]] = {}
+    for row in rows:
+        if not row.refusal:
+            by_shape.setdefault((row.num_speculative_tokens, row.temperature), []).append(row)
+    parity = tuple(_parity(by_shape[shape]) for shape in sorted(by_shape))
     return DraftCell(
         strategy=rows[0].strategy,
         word=_word(parity),
@@ -90,6 +95,19 @@ def _cell(rows: Sequence[AgreementRow], run: int, host: tuple[HostTime, ...]) ->
         refusal=next((row.refusal for row in rows if row.refusal), ""),
         host=host,
         run=run,
+    )
+
+
+def _parity(rows: Sequence[AgreementRow]) -> Parity:
+    plain = [row.unlike_plain for row in rows if row.unlike_plain is not None]
+    return Parity(
+        num_speculative_tokens=rows[0].num_speculative_tokens,
+        temperature=rows[0].temperature,
+        graph_modes=tuple(dict.fromkeys(row.graph_mode for row in rows)),
+        prompts=sum(row.prompts for row in rows),
+        unlike_eager=sum(row.unlike_eager or 0 for row in rows),
+        unlike_plain=sum(plain) if plain else None,
+        accepted=rows[0].accepted,
     )
 
 

@@ -44,9 +44,10 @@ def grouped(columns: Sequence[Column]) -> list[tuple[str, list[int]]]:
 
 
 def draft_lines(cell: DraftCell) -> list[str]:
-    """A drafter's cell in words: parity and kept tokens by temperature, the first host time, or the refusal."""
+    """A drafter's cell in words: parity and kept tokens by shape, the first host time, or the refusal."""
     lines = [
-        f"T {found.temperature:g}: {found.unlike_eager} of {found.prompts} prompts unlike eager"
+        f"K {found.num_speculative_tokens}, T {found.temperature:g}: "
+        f"{found.unlike_eager} of {found.prompts} prompts unlike eager"
         + (f", {found.unlike_plain} unlike plain decoding" if found.unlike_plain is not None else "")
         + (f", {found.accepted:.2f} tokens kept" if found.accepted is not None else "")
         for found in cell.parity

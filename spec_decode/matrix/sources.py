@@ -15,7 +15,7 @@ from spec_decode.report_v1 import SCHEMA_1
 
 PATTERNS = ("check-*.json", "pair-agreement*.json", "bench-*.json")
 """Names of the files that a folder is searched for."""
-AGREEMENT_SCHEMA = "attn-pair-agreement/1"
+AGREEMENT_SCHEMA = "attn-pair-agreement/2"
 TIMING_SCHEMA = "attn-bench/1"
 
 
@@ -23,17 +23,19 @@ class AgreementRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A draft model on a backend in a strategy: how many prompts got other tokens than by eager drafting.
 
     unlike_plain: other text than plain decoding gives; None where sampling makes that no question. accepted: tokens
-    kept a round; None where the strategy was refused.
+    kept a round by eager drafting. Where the strategy was refused nothing was compared.
     """
 
     draft: str
     backend: str
     dtype: str
     strategy: str
+    graph_mode: str
+    num_speculative_tokens: int
     temperature: float
     refusal: str
     prompts: int
-    unlike_eager: int
+    unlike_eager: int | None
     unlike_plain: int | None
     accepted: float | None
 

@@ -206,3 +206,16 @@ def test_an_older_timing_of_the_same_stays_and_says_so():
 
 def timing_env(date: str) -> dict[str, object]:
     return {**msgspec.to_builtins(timing().env), "date": date}
+
+
+def test_prompts_of_all_graph_modes_are_counted_together_and_those_of_other_shapes_apart():
+    one = agreement(unlike_eager=1)
+    more = [{"graph_mode": "piecewise"}, {"num_speculative_tokens": 5, "accepted": 4.0}]
+    rows = one.rows + tuple(agreement(**fields).rows[0] for fields in more)
+    (row,) = build_matrix([], [msgspec.structs.replace(one, rows=rows)]).drafters
+    (cell,) = row.cells
+    assert [(p.num_speculative_tokens, p.prompts, p.unlike_eager, p.graph_modes) for p in cell.parity] == [
+        (4, 12, 1, ("full", "piecewise")),
+        (5, 6, 0, ("full",)),
+    ]
+    assert [p.accepted for p in cell.longest] == [4.0]
