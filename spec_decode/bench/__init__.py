@@ -18,6 +18,7 @@ from spec_decode.bench.measure import copy_bandwidth
 from spec_decode.bench.random_drafts import RANDOM_DRAFTS
 from spec_decode.bench.round_cases import round_rows
 from spec_decode.bench.rows import Bench, Row, complete
+from spec_decode.bench.throughput_cases import throughput_rows
 from spec_decode.environment import environment
 
 SCHEMA = "attn-bench/1"
@@ -32,9 +33,10 @@ _ROWS: dict[str, tuple[str, Callable[[Bench], Iterator[Row]]]] = {
     "round": ("full-loop rounds of every backend, host and GPU time", round_rows),
     **{name: (case.description, partial(drafter_rows, name=name)) for name, case in DRAFTERS.items()},
     **{name: (case.description, partial(field_rows, name=name)) for name, case in RANDOM_DRAFTS.items()},
+    "throughput": ("tokens a second of the whole engine: step 0 in a graph or not, speculation or not", throughput_rows),
 }
 _KERNELS = ("sparse-decode", "mla-decode", "paged-decode", "flashinfer-decode")
-SUITES = {"backends": ("advance", "step", *_KERNELS, "round"), "drafter": tuple(RANDOM_DRAFTS)}
+SUITES = {"backends": ("advance", "step", *_KERNELS, "round"), "drafter": (*RANDOM_DRAFTS, "throughput")}
 """Names for several cases at once."""
 CASES = {
     **{name: description for name, (description, _) in _ROWS.items()},

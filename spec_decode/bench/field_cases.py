@@ -9,8 +9,9 @@ from itertools import product
 from attn_backends import get
 from spec_decode.bench.drafter_cases import Rebuilt
 from spec_decode.bench.random_drafts import RANDOM_DRAFTS, RandomDraft
-from spec_decode.bench.rounds import STEPS, WHOLE, Round, Setting, time_round
+from spec_decode.bench.rounds import STEPS, WHOLE, Round, Setting, make_scene, time_round
 from spec_decode.bench.rows import Bench, Limit, Row, held_to
+from spec_decode.drafter import LOOP
 from spec_decode.models import DraftModel
 from spec_decode.models.published.deepseek_v4 import DeepseekV4Prediction
 from spec_decode.models.published.moe import MixtureOfExperts
@@ -24,6 +25,8 @@ _FLOOR = {
     ("eagle-1024", 1): Limit("floor_ratio", 2.0),
 }
 """What a round may take of the time to move its bytes once, by draft and number of requests."""
+_LOOP = Limit("loop_us", 4)
+"""GPU time that a step of the device loop may take over one of the full loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +43,60 @@ def field_rows(bench: Bench, name: str) -> Iterator[Row]:
     with bench.noting(name):
         model = case.make(bench.device)
         setting = _setting(case, model)
+        with bench.noting(name, at="graphs for K 1 to 8"):
+            yield from _set_rows(bench, name, setting, model)
+        unrolled: dict[tuple[int, int], float] = {}
         for plan in _plans(case):
             run, names = plan.run, {part: f"{name}/{part}" for part in plan.parts}
             at = f"{run.backend.name}, {run.strategy.value}, K {run.steps}, {run.num_reqs} requests"
             with bench.noting(name, at=at):
                 for row in time_round(bench, setting, model, run, names):
-                    limit = _FLOOR.get((name, run.num_reqs))
-                    judged = limit and run.strategy is Strategy.FULL_LOOP and row["case"].endswith(WHOLE)
-                    yield held_to(row, limit) if limit and judged else row
+                    yield _held(name, run, row, unrolled)
+
+
+def _held(name: str, run: Round, row: Row, unrolled: dict[tuple[int, int], float]) -> Row:
+    """The row held to what its shape and strategy are asked for; unrolled: GPU time of full loops' later steps."""
+    limit = _FLOOR.get((name, run.num_reqs))
+    if limit and run.strategy is Strategy.FULL_LOOP and row["case"].endswith(WHOLE):
+        return held_to(row, limit)
+    shape, gpu_us = (run.steps, run.num_reqs), row["gpu_us"]
+    if gpu_us is None or not row["case"].endswith(STEPS):
+        return row
+    if run.strategy is Strategy.FULL_LOOP:
+        unrolled[shape] = gpu_us["p50"]
+    elif run.strategy is Strategy.DEVICE_LOOP and shape in unrolled:
+        row["loop_us"] = round((gpu_us["p50"] - unrolled[shape]) / (run.steps - 1), 2)
+        return held_to(row, _LOOP)
+    return row
+
+
+def _set_rows(bench: Bench, name: str, setting: Setting, model: DraftModel) -> Iterator[Row]:
+    """What it takes to serve every K of 1 to 8: a full loop captured for each, or one device loop for all."""
+    backend, taken = get(RANDOM_DRAFTS[name].backends[0]), {}
+    for strategy, counts in ((Strategy.FULL_LOOP, range(2, 9)), (Strategy.DEVICE_LOOP, (8,))):
+        graphs = []
+        for steps in counts:
+            drafter, _ = make_scene(setting, model, Round(backend, strategy, steps, 1), bench.device)
+            drafter.capture()
+            graphs += [report for report in drafter.graphs.reports if report.key.kind == LOOP]
+        taken[strategy] = sum(graph.seconds for graph in graphs), sum(graph.bytes for graph in graphs)
+        seconds, num_bytes = taken[strategy]
+        row: Row = {
+            "case": f"{name}/graphs for K 1 to 8",
+            "backend": backend.name,
+            "spec": setting.spec.describe(),
+            "strategy": strategy.value,
+            "num_reqs": 1,
+            "context": setting.context,
+            "capture_seconds": round(seconds, 4),
+            "graph_bytes": num_bytes,
+        }
+        if strategy is Strategy.DEVICE_LOOP:
+            unrolled_seconds, unrolled_bytes = taken[Strategy.FULL_LOOP]
+            row["capture_ratio"] = round(seconds / unrolled_seconds, 3)
+            row["bytes_ratio"] = round(num_bytes / unrolled_bytes, 3) if unrolled_bytes else None
+            row = held_to(row, Limit("capture_ratio", 0.334), Limit("bytes_ratio", 0.334))
+        yield row
 
 
 def _setting(case: RandomDraft, model: DraftModel) -> Setting:
