@@ -14,7 +14,7 @@ demo: $(VENV)/.installed
 	$(BIN)/attn-backends demo
 
 test: $(VENV)/.installed
-	@$(BIN)/python -m pytest -n 2 -q || { echo "make test: FAILED, see above"; exit 1; }
+	@$(BIN)/python -m pytest -n 2 -q -m "not slow" || { echo "make test: FAILED, see above"; exit 1; }
 	@echo "make test: every test passed"
 
 lint: $(VENV)/.linters
