@@ -5,7 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
+
+import torch
+
+from builders.errors import require
 
 try:
     import triton
@@ -57,11 +62,61 @@ def torch_implementations() -> Iterator[None]:
         _torch_only = before
 
 
+PDL_VARIABLE = "ATTN_BACKENDS_PDL"
+"""Environment variable: 1 asks for programmatic dependent launch, 0 forbids it, unset takes it where it exists. Read at
+the first launch on a device."""
+
+
+@cache
+def dependent_launch(device: torch.device) -> dict[str, bool]:
+    """Options of a launch whose kernel awaits its predecessor itself, and so may start while that one still ends.
+
+    Programmatic dependent launch needs compute capability 9 and a Triton that knows it. The invariant, on which the
+    order of everything behind it on the stream rests: a kernel launched with these options takes `PDL: tl.constexpr`,
+    and its first statement, on every path, is await_previous(PDL). Then a kernel that has ended proves that all before
+    it have, whoever launched them, and reads and writes as usual. let_next_start(PDL), behind the main work, is only a
+    hint: the next kernel still waits until this one has ended and its last stores are visible.
+    """
+    asked = os.environ.get(PDL_VARIABLE, "")
+    require(
+        asked in ("", "0", "1"),
+        f"{PDL_VARIABLE} must be 0 or 1, got {asked!r}; nothing was launched. Set one of them, or unset it.",
+    )
+    if device.type != "cuda" or asked == "0":
+        return {"PDL": False}
+    found = torch.cuda.get_device_capability(device)
+    able = found >= (9, 0) and torch.version.hip is None and hasattr(tl.extra.cuda, "gdc_wait")
+    require(
+        able or asked == "",
+        f"{PDL_VARIABLE}=1 needs compute capability 9.0 and a Triton with dependent launch, got {found} and Triton "
+        f"{TRITON_VERSION}; nothing was launched. Unset it.",
+    )
+    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
+
+
+@triton.jit
+def await_previous(PDL: tl.constexpr) -> None:
+    """Wait until every kernel before this one on the stream has ended and its stores are visible."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr) -> None:
+    """Let the next kernel start as soon as all programs of this one have come here or ended."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
 __all__ = [
     "HAVE_TRITON",
+    "PDL_VARIABLE",
     "TRITON_VERSION",
+    "await_previous",
+    "dependent_launch",
     "interpreting",
     "lacks_triton",
+    "let_next_start",
     "tl",
     "torch_implementations",
     "triton",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from builders._ops import define_op
-from builders._triton import tl, triton
+from builders._triton import await_previous, dependent_launch, let_next_start, tl, triton
 from builders.batch import NO_SLOT, BatchBuffers
 
 _BLOCK = 64
@@ -87,6 +87,7 @@ def _launch(
         BLOCK_G=triton.next_power_of_2(groups),
         BLOCK=block,
         num_warps=1,
+        **dependent_launch(seq_lens.device),
     )
 
 
@@ -108,7 +109,9 @@ def _advance_kernel(
     GROUPS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_previous(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     group = tl.arange(0, BLOCK_G)
     inside = row < num_reqs
@@ -124,6 +127,7 @@ def _advance_kernel(
     page = tl.load(entry, mask=asked, other=-1)
     moves = wants & (tl.min(tl.where(in_group[:, None], page, 0), 0) >= 0)
     slot = page.to(tl.int64) * size[:, None] + position[None, :] % size[:, None]
+    let_next_start(PDL)
     tl.store(
         slot_mappings + group[:, None] * slots_stride + row[None, :],
         tl.where(moves[None, :], slot, -1),

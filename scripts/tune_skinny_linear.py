@@ -1,4 +1,4 @@
-"""Time ways to cut the linear layers of a draft's step on a GPU: python scripts/tune_skinny_linear.py [--early-start].
+"""Time ways to cut the linear layers of a draft's step on a GPU: python scripts/tune_skinny_linear.py.
 
 Weights come from copies that together exceed the L2 cache, as in a step, which reads other weights in between. A line
 per layer and number of rows: the best tiling and its time, that over the time to read the weight once (the floor), the
@@ -27,9 +27,9 @@ from spec_decode.bench.drafter_cases import DRAFTERS
 from spec_decode.bench.measure import copy_bandwidth, time_kernels
 from spec_decode.models import ModelConfig
 from spec_decode.ops import skinny_linear as skinny
-from spec_decode.ops.skinny_tiling import Tiling, tiling
+from spec_decode.ops.skinny_tiling import MAX_SUMS, Tiling, power_of_two, tiling
 
-ROWS = (1, 4, 16, 32)
+ROWS = (1, 2, 3, 4)
 EPS = 1e-6
 BEYOND_L2 = 256 << 20
 """Bytes of a layer's copies together: twice the largest L2 cache, and room."""
@@ -116,32 +116,26 @@ class Operands:
         torch.testing.assert_close(self.run(tile, 0).float(), wanted, rtol=2e-2, atol=2e-2)
 
 
+CUTS = [
+    Tiling(1, 1024, 4), Tiling(2, 1024, 4), Tiling(4, 1024, 4), Tiling(2, 2048, 8), Tiling(2, 512, 2),
+    Tiling(4, 512, 2), Tiling(2, 2048, 4), Tiling(4, 1024, 4, 3), Tiling(1, 2048, 8),
+]  # fmt: skip
+
+
 def candidates(layer: Layer, rows: int) -> list[Tiling]:
-    """The table's tiling first, then others."""
-    own = tiling(rows, layer.n, layer.k, weights=1 + layer.gated)
-    found = [own]
-    if rows <= 4:
-        for block_n, block_k, warps, stages in (
-            (1, 1024, 4, 1), (2, 1024, 4, 1), (4, 1024, 4, 1), (8, 1024, 4, 1), (2, 2048, 8, 1), (4, 2048, 8, 1),
-            (2, 512, 2, 1), (4, 512, 2, 1), (2, 2048, 4, 1), (4, 256, 1, 1), (4, 1024, 4, 3),
-        ):  # fmt: skip
-            if rows * (1 + layer.gated) * block_n <= 8 and block_k <= layer.k:
-                found.append(Tiling(False, block_n, block_k, warps, stages))
-    if rows > 1:
-        for block_n, block_k, warps, stages in (
-            (16, 128, 4, 5), (16, 256, 4, 3), (16, 256, 2, 4), (16, 512, 4, 3), (32, 128, 4, 4), (32, 256, 4, 3),
-            (64, 128, 4, 4), (16, 256, 4, 4),
-        ):  # fmt: skip
-            height = 32 if rows > 16 else 16
-            if 2 * stages * block_k * (2 * height + block_n * (1 + layer.gated)) <= 200 << 10 and block_k <= layer.k:
-                found.append(Tiling(True, block_n, block_k, warps, stages))
-    return list(dict.fromkeys(found))
+    """The table's tiling first, then others whose sums stay in registers."""
+    height = power_of_two(rows) * (1 + layer.gated)
+    fitting = [
+        cut
+        for cut in CUTS
+        if height * cut.block_n * cut.block_k <= 2 * MAX_SUMS * 32 * cut.num_warps and cut.block_k <= layer.k
+    ]
+    return list(dict.fromkeys([tiling(rows, layer.n, layer.k, gated=layer.gated), *fitting]))
 
 
 @torch.no_grad()
-def compile_all(early_start: bool, job: tuple[Layer, int]) -> None:
+def compile_all(job: tuple[Layer, int]) -> None:
     """Run every candidate once, so that its kernel lies in Triton's cache; in a process of its own."""
-    skinny.EARLY_START = early_start
     layer, rows = job
     operands = Operands(layer, rows, 1)
     for tile in candidates(layer, rows):
@@ -153,7 +147,7 @@ def tuned(layer: Layer, rows: int, bandwidth: float) -> str:
     """The line for a layer at some number of rows."""
     size = 2 * layer.height * layer.k
     copies = 1 + BEYOND_L2 // size
-    operands, calls = Operands(layer, rows, copies), copies * -(-16 // copies)
+    operands, calls = Operands(layer, rows, copies), copies * -(-8 // copies)
     times: dict[Tiling, float] = {}
     for tile in candidates(layer, rows):
         operands.check(tile)
@@ -167,13 +161,13 @@ def tuned(layer: Layer, rows: int, bandwidth: float) -> str:
     )
 
 
-def lines(jobs: list[tuple[Layer, int]], early_start: bool, seconds: float) -> Iterator[str]:
+def lines(jobs: list[tuple[Layer, int]], seconds: float) -> Iterator[str]:
     """A line a job, and one that names the jobs there was no time for."""
     began = time.monotonic()
     with ProcessPoolExecutor(14, get_context("spawn")) as pool:
-        list(pool.map(partial(compile_all, early_start), jobs))
+        list(pool.map(compile_all, jobs))
     yield f"compiled in {time.monotonic() - began:.0f} s"
-    skinny.EARLY_START, bandwidth = early_start, copy_bandwidth()
+    bandwidth = copy_bandwidth()
     for at, (layer, rows) in enumerate(jobs):
         if time.monotonic() - began > seconds:
             yield "no time for " + ", ".join(f"{layer.name} {rows}" for layer, rows in jobs[at:])
@@ -185,13 +179,12 @@ def lines(jobs: list[tuple[Layer, int]], early_start: bool, seconds: float) -> I
 def main() -> None:
     """Print the lines."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--early-start", action="store_true", help="with programmatic dependent launch")
     parser.add_argument("--only", default="", help="layers whose name holds this")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--seconds", type=float, default=95)
+    parser.add_argument("--seconds", type=float, default=55)
     flags = parser.parse_args()
     jobs = [(layer, rows) for rows in flags.rows for layer in LAYERS if flags.only in layer.name]
-    for line in lines(jobs, flags.early_start, flags.seconds):
+    for line in lines(jobs, flags.seconds):
         print(line, flush=True)
 
 

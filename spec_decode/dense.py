@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from attn_backends.ops.write_latent import LatentNorm
 from spec_decode.models import Attend, EagleDraft, LlamaTarget
 from spec_decode.models.latent import as_cached
+from spec_decode.ops.rotate import Rotation, rotate_both
 from spec_decode.text import decode, encode
 
 
@@ -34,7 +35,9 @@ def causal_attend(batch: int, window: int | None = None) -> Attend:
         *,
         norm: LatentNorm | None = None,
         sinks: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> torch.Tensor:
+        query, key = rotate_both(query, key, rotation)
         key, value = as_cached(key, value, norm)
         query, key, value = (_heads_first(batch, x) for x in (query, key, value))
         if window is None and sinks is None:
@@ -65,8 +68,10 @@ def unrolled_attend(inputs: torch.Tensor, window: int | None = None) -> Attend:
         *,
         norm: LatentNorm | None = None,
         sinks: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> torch.Tensor:
         step = len(keys)
+        query, key = rotate_both(query, key, rotation)
         key, value = as_cached(key, value, norm)
         keys.append(_heads_first(inputs.shape[0], key))
         values.append(_heads_first(inputs.shape[0], value))
@@ -98,7 +103,9 @@ def write(target: LlamaTarget, prompts: torch.Tensor, length: int, dtype: torch.
         *,
         norm: LatentNorm | None = None,
         sinks: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> torch.Tensor:
+        query, key = rotate_both(query, key, rotation)
         cache[layer, 0, :, :, at], cache[layer, 1, :, :, at] = key, value
         keys, values = cache[layer, :, :, :, max(0, at + 1 - window) : at + 1]
         out = F.scaled_dot_product_attention(query[:, :, None].to(dtype), keys, values, enable_gqa=True)

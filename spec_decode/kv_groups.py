@@ -12,6 +12,8 @@ from attn_backends import AttentionBackend, KVCache, NoBackend, Rejected
 from attn_backends.ops.write_latent import LatentNorm
 from builders import AttentionSpec, BatchBuffers, MetadataBuilder, RequestTables
 from spec_decode.models.base import Attend
+from spec_decode.ops.rotate import Rotation, rotate_both
+from spec_decode.ops.rotate_and_write_kv import rotate_and_write_kv
 from spec_decode.strategy import GroupFacts
 
 
@@ -85,17 +87,42 @@ def attend_with(groups: Sequence[KVGroup], metadata: Sequence[Any]) -> Attend:
         *,
         norm: LatentNorm | None = None,
         sinks: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> torch.Tensor:
         index = by_layer[layer]
         group, cache = groups[index], groups[index].caches[layer]
-        dtype = group.spec.new_kv_dtype
         if norm is None:
-            group.backend.write_kv(key.to(dtype), value.to(dtype), cache, metadata[index])
+            query = _store(group, cache, metadata[index], query, key, value, rotation)
         else:
-            group.backend.write_latent(key[:, 0].to(dtype), norm, cache, metadata[index])
+            assert rotation is None, "a latent is turned as it is normed: see Attend"
+            group.backend.write_latent(key[:, 0].to(group.spec.new_kv_dtype), norm, cache, metadata[index])
         return group.backend.forward(query, cache, metadata[index], spec=group.spec, sinks=sinks)
 
     return attend
+
+
+def _store(
+    group: KVGroup,
+    cache: KVCache,
+    metadata: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rotation: Rotation | None,
+) -> torch.Tensor:
+    """Turn query and key, if there is a rotation, and store key and value; returns the query.
+
+    As one kernel where storing is what the base class does with keys as they come; a backend that stores in a way of
+    its own gets them turned.
+    """
+    dtype, write_kv = group.spec.new_kv_dtype, group.backend.write_kv
+    as_the_base_class = getattr(write_kv, "__func__", None) is AttentionBackend.write_kv and not cache.latent
+    if rotation is not None and as_the_base_class and key.dtype == dtype and not query.requires_grad:
+        rotate_and_write_kv(query, key, value, rotation, cache.key, cache.value, metadata.slot_mapping)
+        return query
+    query, key = rotate_both(query, key, rotation)
+    write_kv(key.to(dtype), value.to(dtype), cache, metadata)
+    return query
 
 
 def build_ragged(

@@ -13,6 +13,7 @@ from builders import AttentionBatch, BatchBuffers, CaptureConstants, HostLengths
 from spec_decode.graphs import CallOutside
 from spec_decode.kv_groups import KVGroup, attend_with
 from spec_decode.models.base import Attend
+from spec_decode.ops.rotate import Rotation, rotate_both
 
 
 class Phase:
@@ -134,9 +135,11 @@ def attend_in_pieces(
         *,
         norm: LatentNorm | None = None,
         sinks: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> torch.Tensor:
         if layer not in layers:
-            return inside(layer, query, key, value, norm=norm, sinks=sinks)
+            return inside(layer, query, key, value, norm=norm, sinks=sinks, rotation=rotation)
+        query, key = rotate_both(query, key, rotation)
 
         def eagerly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             now = [phase.metadata[i] if i in rebuilt else metadata for i, metadata in enumerate(captured)]

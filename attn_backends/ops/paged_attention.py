@@ -12,7 +12,7 @@ import torch
 
 from attn_backends.ops.paged_attention_kernels import attention_kernel, merge_kernel
 from builders._ops import define_op
-from builders._triton import triton
+from builders._triton import dependent_launch, triton
 
 
 def paged_attention(
@@ -184,6 +184,7 @@ def _launch(
         SINKS=sinks is not None and not split,
         FP32_DOT=interpreted,
         **config,
+        **dependent_launch(query.device),
     )
     if split:
         merge_kernel[(tokens, heads)](
@@ -199,6 +200,7 @@ def _launch(
             BLOCK_S=triton.next_power_of_2(num_splits),
             SINKS=sinks is not None,
             num_warps=2,
+            **dependent_launch(query.device),
         )
     return out.to(query.dtype)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from builders._triton import tl, triton
+from builders._triton import await_previous, let_next_start, tl, triton
 
 
 @triton.jit
@@ -43,7 +43,9 @@ def attention_kernel(
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
     FP32_DOT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_previous(PDL)
     request = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     kv_head = tl.program_id(1)
@@ -122,6 +124,7 @@ def attention_kernel(
         acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         peak = new_peak
 
+    let_next_start(PDL)
     if SINKS:
         sink = tl.load(sinks + head, mask=in_row, other=0.0) * 1.4426950408889634
         new_peak = tl.maximum(peak, sink)
@@ -152,7 +155,9 @@ def merge_kernel(
     SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.arange(0, BLOCK_S)
@@ -174,5 +179,6 @@ def merge_kernel(
         other=0.0,
     )
     merged = tl.sum(rows * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    let_next_start(PDL)
     to = out + (token * HEADS + head) * VALUE_DIM + edim
     tl.store(to, merged.to(out.dtype.element_ty), mask=edim < VALUE_DIM)

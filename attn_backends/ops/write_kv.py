@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from builders._ops import define_op
-from builders._triton import tl, triton
+from builders._triton import await_previous, dependent_launch, let_next_start, tl, triton
 from builders.errors import require_tensor
 
 _E4M3_MAX = 448.0
@@ -25,23 +25,30 @@ def write_kv(
     separate strides, slot_mapping int64 [num_tokens]. Into a cache of e4m3 go wider keys and values, clamped to its
     range and rounded to nearest, unscaled; otherwise they have the cache's dtype.
     """
-    num_tokens = slot_mapping.shape[0]
+    check_new_kv(key, value, key_cache, value_cache, slot_mapping.shape[0])
+    _write_kv_op(key, value, key_cache, value_cache, slot_mapping)
+
+
+def check_new_kv(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, num_tokens: int
+) -> None:
+    """Refuse keys and values of num_tokens tokens that do not fit the caches as `write_kv` says."""
     _, _, heads, dim = key_cache.shape
     quantise = key_cache.dtype is torch.float8_e4m3fn and key.dtype in _QUANTISED
     dtype = key.dtype if quantise else key_cache.dtype
     require_tensor("key", key, shape=(num_tokens, heads, dim), dtype=dtype, device=key_cache.device)
     shape = (num_tokens, heads, value_cache.shape[3])
     require_tensor("value", value, shape=shape, dtype=dtype, device=value_cache.device)
-    _write_kv_op(key, value, key_cache, value_cache, slot_mapping)
 
 
-def _write_kv(
+def store_kv(
     key: torch.Tensor,
     value: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
+    """The torch implementation."""
     page_size = key_cache.shape[1]
     written = slot_mapping >= 0
     slots = slot_mapping[written]
@@ -61,7 +68,7 @@ def _launch(
     quantise = key.dtype != key_cache.dtype
     if quantise and key.device.type == "cpu":
         # Triton's interpreter does not round to e4m3 as the hardware does.
-        return _write_kv(key, value, key_cache, value_cache, slot_mapping)
+        return store_kv(key, value, key_cache, value_cache, slot_mapping)
     _, page_size, heads, dim = key_cache.shape
     value_dim = value_cache.shape[3]
     _write_kv_kernel[(slot_mapping.shape[0],)](
@@ -82,6 +89,7 @@ def _launch(
         BLOCK_D=triton.next_power_of_2(max(dim, value_dim)),
         QUANTISE=quantise,
         num_warps=1 if heads * dim <= 512 else 4,
+        **dependent_launch(slot_mapping.device),
     )
 
 
@@ -109,9 +117,12 @@ def _write_kv_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     QUANTISE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
+    let_next_start(PDL)
     if slot >= 0:
         page = slot // PAGE_SIZE
         offset = slot % PAGE_SIZE
@@ -120,20 +131,26 @@ def _write_kv_kernel(
         in_key = (head < HEADS) & (dim < DIM)
         new_key = tl.load(key + token * key_token_stride + head * key_head_stride + dim, mask=in_key)
         if QUANTISE:
-            new_key = tl.clamp(new_key.to(tl.float32), -448.0, 448.0).to(key_cache.dtype.element_ty)
+            new_key = quantised(new_key, key_cache)
         key_at = page * kc_page_stride + offset * kc_token_stride + head * kc_head_stride + dim
         tl.store(key_cache + key_at, new_key, mask=in_key)
         in_value = (head < HEADS) & (dim < VALUE_DIM)
         new_value = tl.load(value + token * value_token_stride + head * value_head_stride + dim, mask=in_value)
         if QUANTISE:
-            new_value = tl.clamp(new_value.to(tl.float32), -448.0, 448.0).to(value_cache.dtype.element_ty)
+            new_value = quantised(new_value, value_cache)
         value_at = page * vc_page_stride + offset * vc_token_stride + head * vc_head_stride + dim
         tl.store(value_cache + value_at, new_value, mask=in_value)
+
+
+@triton.jit
+def quantised(new, cache):
+    """New values as a cache of e4m3 holds them."""
+    return tl.clamp(new.to(tl.float32), -448.0, 448.0).to(cache.dtype.element_ty)
 
 
 _write_kv_op = define_op(
     "attn_backends::write_kv",
     "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping) -> ()",
-    cpu=_write_kv,
+    cpu=store_kv,
     cuda=_launch,
 )

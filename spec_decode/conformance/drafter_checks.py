@@ -18,6 +18,7 @@ from spec_decode.drafter import Drafter, VerifiedTokens
 from spec_decode.kv_groups import KVGroup
 from spec_decode.models import EagleDraft
 from spec_decode.models.latent import as_cached
+from spec_decode.ops.rotate import Rotation, rotate_both
 from spec_decode.ops.sample_draft import NO_TOKEN
 from spec_decode.strategy import Strategy, StrategyError
 
@@ -257,7 +258,9 @@ class _DenseAttention:
         *,
         norm: LatentNorm | None = None,
         sinks: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> torch.Tensor:
+        query, key = rotate_both(query, key, rotation)
         key, value = as_cached(key, value, norm)
         self.key, self.value = torch.cat([self.key, key]), torch.cat([self.value, value])
         length = self.key.shape[0]

@@ -11,15 +11,18 @@ from torch import nn
 
 from attn_backends.ops.write_latent import LatentNorm
 from builders import AttentionSpec
+from spec_decode.ops.rotate import Rotation
 
 
 class Attend(Protocol):
     """How a model asks for attention; it knows nothing of caches or metadata.
 
-    query [T, num_q_heads, head_dim], key and value [T, num_kv_heads, head_dim or value_dim] of layer `layer`, already
-    rotated. Stores key and value, attends, and returns [T, num_q_heads, value_dim].
+    query [T, num_q_heads, head_dim], key and value [T, num_kv_heads, head_dim or value_dim] of layer `layer`. Stores
+    key and value, attends, and returns [T, num_q_heads, value_dim].
     norm: the key is a latent as projected, and is normed and rotated with this as it is stored.
     sinks: fp32 [num_q_heads].
+    rotation: query and key are turned by it first, for which they may be written over; without it they come turned.
+    Never beside norm, whose latent has a rotation of its own.
     """
 
     def __call__(
@@ -31,6 +34,7 @@ class Attend(Protocol):
         *,
         norm: LatentNorm | None = None,
         sinks: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> torch.Tensor: ...
 
 

@@ -42,7 +42,7 @@ class EagleDraft(DraftModel):
     ) -> torch.Tensor:
         """token_ids, positions int64 [T], hidden [T, H]; normed hidden states [T, H]."""
         table = self._shared[0].weight
-        if is_skinny(hidden):
+        if is_skinny(hidden, self.fuse.weight):
             x = embed_linear(token_ids, table, hidden, self.fuse.weight)
         else:
             x = self.fuse(embed_concat(token_ids, table, hidden))

@@ -6,12 +6,11 @@ from abc import ABC, abstractmethod
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from spec_decode.models.base import Attend
 from spec_decode.models.config import ModelConfig
 from spec_decode.ops.add_rms_norm import add_rms_norm
-from spec_decode.ops.rotate import rotate
+from spec_decode.ops.rotate import Rotation
 from spec_decode.ops.skinny_linear import is_skinny, norm_linear, skinny_linear
 from spec_decode.ops.swiglu import swiglu
 
@@ -32,12 +31,9 @@ class Rotary(nn.Module):
         table = torch.cat([angle.cos(), angle.sin()], -1).float()
         self.register_buffer("table", table, persistent=False)
 
-    def forward(self, packed: torch.Tensor, positions: torch.Tensor, heads: int) -> torch.Tensor:
-        """packed [T, H, head_dim] with its first `heads` heads rotated to positions int64 [T]; may reuse packed.
-
-        Half-split layout: dims i and i + head_dim / 2 are paired.
-        """
-        return rotate(packed, positions, self.table, heads)
+    def forward(self, positions: torch.Tensor) -> Rotation:
+        """The rotation of heads of rotary_dim dims to positions int64 [T]."""
+        return Rotation(positions, self.table)
 
 
 class RMSNorm(nn.Module):
@@ -50,8 +46,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """x + delta (x where there is none) and its norm, both [T, size]."""
-        if delta is None:
-            return x, F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return add_rms_norm(x, delta, self.weight, self.eps)
 
 
@@ -82,7 +76,7 @@ class ResidualLayer(nn.Module, ABC):
         self, x: torch.Tensor, delta: torch.Tensor | None, positions: torch.Tensor, rotary: Rotary, attend: Attend
     ) -> ResidualStream:
         """x and the delta yet to be added to it, [T, H], at positions int64 [T]; the same pair behind the layer."""
-        run = self._folded if is_skinny(x) else self._by_parts
+        run = self._folded if is_skinny(x, self.gate_up.weight) else self._by_parts
         return run(x, delta, positions, rotary, attend)
 
     def _by_parts(
@@ -131,5 +125,5 @@ class DecoderLayer(ResidualLayer):
     def _attended(self, packed: torch.Tensor, positions: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
         """What the heads attend to, [T, heads * D], for packed [T, (heads + 2 KV heads) * D] queries, keys, values."""
         packed = packed.view(packed.shape[0], sum(self.heads), self.head_dim)
-        query, key, value = rotary(packed, positions, sum(self.heads[:2])).split(self.heads, 1)
-        return attend(self.layer, query, key, value).flatten(1)
+        query, key, value = packed.split(self.heads, 1)
+        return attend(self.layer, query, key, value, rotation=rotary(positions)).flatten(1)

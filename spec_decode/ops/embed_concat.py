@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from builders._ops import define_op
-from builders._triton import tl, triton
+from builders._triton import await_previous, dependent_launch, let_next_start, tl, triton
 
 
 def embed_concat(token_ids: torch.Tensor, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -25,13 +25,24 @@ def _launch(token_ids: torch.Tensor, embedding: torch.Tensor, hidden: torch.Tens
     out = torch.empty(tokens, 2 * width, dtype=hidden.dtype, device=hidden.device)
     block = min(1024, triton.next_power_of_2(width))
     _embed_concat_kernel[(tokens, triton.cdiv(width, block))](
-        token_ids, embedding, hidden, out, embedding.shape[0], width, hidden.stride(0), BLOCK=block
+        token_ids,
+        embedding,
+        hidden,
+        out,
+        embedding.shape[0],
+        width,
+        hidden.stride(0),
+        BLOCK=block,
+        **dependent_launch(hidden.device),
     )
     return out
 
 
 @triton.jit
-def _embed_concat_kernel(token_ids, embedding, hidden, out, vocab, width, hidden_stride, BLOCK: tl.constexpr):
+def _embed_concat_kernel(
+    token_ids, embedding, hidden, out, vocab, width, hidden_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -39,8 +50,9 @@ def _embed_concat_kernel(token_ids, embedding, hidden, out, vocab, width, hidden
     # An id outside the vocabulary must not lead the read out of the table.
     known = (index >= 0) & (index < vocab)
     row = tl.load(embedding + index * width + column, mask=inside & known, other=0.0)
-    tl.store(out + token * 2 * width + column, row, mask=inside)
     state = tl.load(hidden + token * hidden_stride + column, mask=inside)
+    let_next_start(PDL)
+    tl.store(out + token * 2 * width + column, row, mask=inside)
     tl.store(out + token * 2 * width + width + column, state, mask=inside)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from builders._ops import define_op
-from builders._triton import tl, triton
+from builders._triton import await_previous, dependent_launch, let_next_start, tl, triton
 from builders.errors import require_tensor
 from spec_decode.ops import noise
 from spec_decode.ops.noise import triton_gumbel, triton_key
@@ -15,7 +15,12 @@ from spec_decode.ops.noise import triton_gumbel, triton_key
 NO_TOKEN = -1
 """Draft token of a row that proposes nothing: padding, a request that could not advance, or one that has stopped."""
 
-_BLOCK = 4096
+_PARTS = 64
+"""Programs that a row is shared out to, at least, within the bounds below: one row alone must occupy a device."""
+
+_BOUNDS = (512, 4096)
+"""The fewest and the most logits of a program."""
+
 _POSITION_AHEAD = 2  # a draft input at position p stands for token p + 1 and predicts token p + 2
 
 
@@ -157,7 +162,7 @@ def _launch(
 ) -> None:
     rows, vocab = logits.shape
     columns = draft_tokens.shape[1]
-    block = min(_BLOCK, triton.next_power_of_2(vocab))
+    block = logits_of_a_program(vocab)
     blocks = triton.cdiv(vocab, block)
     parts = torch.empty(3, rows, blocks, dtype=torch.float32, device=logits.device)
     index = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
@@ -182,7 +187,8 @@ def _launch(
         AHEAD=_POSITION_AHEAD,
         MAPPED=token_map is not None,
         BLOCK=block,
-        num_warps=8 if block > 1024 else 4,
+        num_warps=max(1, min(4, block // 256)),
+        **dependent_launch(logits.device),
     )
     _file_token_kernel[(rows,)](
         logits,
@@ -207,7 +213,16 @@ def _launch(
         BLOCK=triton.next_power_of_2(blocks),
         BLOCK_K=triton.next_power_of_2(columns),
         num_warps=1,
+        **dependent_launch(logits.device),
     )
+
+
+def logits_of_a_program(vocab: int) -> int:
+    """A power of two, by which a row of a vocabulary is shared out."""
+    fewest, most = _BOUNDS
+    share = 1 << (max(1, vocab // _PARTS).bit_length() - 1)
+    block: int = min(max(fewest, min(most, share)), triton.next_power_of_2(vocab))
+    return block
 
 
 @triton.jit
@@ -234,7 +249,9 @@ def _block_argmax_kernel(
     AHEAD: tl.constexpr,
     MAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
@@ -262,6 +279,7 @@ def _block_argmax_kernel(
         key = triton_key(tl.load(seeds + row), tl.load(positions + row) + AHEAD, STREAM)
         x = x + triton_gumbel(key, token)
     best = tl.max(x, 0)
+    let_next_start(PDL)
     tl.store(peak + part, best)
     tl.store(index + part, tl.min(tl.where((x == best) & inside, at, vocab), 0))
 
@@ -291,7 +309,9 @@ def _file_token_kernel(
     MAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCK)
     inside = block < blocks
@@ -319,6 +339,7 @@ def _file_token_kernel(
         score = tl.load(logits + row * logits_stride + chosen).to(tl.float32)
         score = tl.div_rn(score, tl.where(heat > 0, heat, 1.0))
         goes_on = goes_on & (tl.div_rn(tl.exp(score - highest), total) >= least)
+    let_next_start(PDL)
     filed = draft_tokens + row * tokens_stride
     if column == 0:
         others = tl.arange(0, BLOCK_K)

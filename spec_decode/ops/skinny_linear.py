@@ -1,7 +1,6 @@
 """Linear layers over few rows, with what comes before and after them: one kernel each, bound by reading the weight.
 
-Legend: T rows, K inputs, N outputs. All work of a row happens in fp32 between the loads and the store; only tensor
-cores (from 5 rows on) take their operand x, times the norm's weight, in the weight's dtype.
+Legend: T rows, K inputs, N outputs. All work of a row happens in fp32 between the loads and the store.
 """
 
 from __future__ import annotations
@@ -10,30 +9,33 @@ import torch
 from torch.nn import functional as F
 
 from builders._ops import define_op
-from builders._triton import tl, triton
+from builders._triton import dependent_launch, triton
 from builders.errors import require
-from spec_decode.ops.skinny_linear_kernels import dot_kernel, matvec_kernel
-from spec_decode.ops.skinny_tiling import Tiling, tile_rows, tiling
+from spec_decode.ops.skinny_linear_kernels import matvec_kernel
+from spec_decode.ops.skinny_tiling import Tiling, power_of_two, tiling
 
-MAX_ROWS = 32
-"""Above it cuBLAS is faster: the weight is no longer all that a step reads and computes."""
+MAX_ROWS = 4
+"""Above it these kernels run out of registers."""
 
-EARLY_START = False
-"""Whether a kernel starts while the one before it ends, and fetches weights meanwhile (programmatic dependent launch,
-compute capability 9 and later)."""
+_ANY_WEIGHT = 2
+"""Rows up to which every weight pays; for more, reading it no longer hides the multiplications of a large one."""
+
+_SMALL_WEIGHT = 16 << 20
+"""Bytes of a weight that pays up to MAX_ROWS: the launches saved by folding outweigh its multiplications."""
 
 _KEPT_IN_CACHE = 32 << 20
 """Bytes of a weight above which no L2 cache would hold it until the next step: it is read to be dropped first."""
 
 
-def is_skinny(x: torch.Tensor) -> bool:
-    """Whether a model runs the rows x [T, K] through these kernels: T from 1 to MAX_ROWS, no gradient, no autocast.
+def is_skinny(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the rows x [T, K] go through these kernels, where a model's largest weight is `weight`: from 1 to
+    MAX_ROWS, few enough for it to pay (measured on an H200), no gradient, no autocast.
 
     It reads host values alone, the same for every replay of a graph. Everywhere else torch's linear layers run.
     """
     return (
         x.dim() == 2
-        and 0 < x.shape[0] <= MAX_ROWS
+        and 0 < x.shape[0] <= (MAX_ROWS if weight.nbytes <= _SMALL_WEIGHT else _ANY_WEIGHT)
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled(x.device.type)
     )
@@ -51,7 +53,7 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weight^T for any number of rows: by these kernels where they pay, else by torch's."""
-    return skinny_linear(x, weight) if is_skinny(x) and weight.is_contiguous() else F.linear(x, weight)
+    return skinny_linear(x, weight) if is_skinny(x, weight) and weight.is_contiguous() else F.linear(x, weight)
 
 
 def norm_linear(
@@ -171,16 +173,13 @@ def launch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the kernel over checked tensors, cut as `tile` says (None: by the table)."""
     rows, (height, inputs) = x.shape[0], weight.shape
-    weights = 2 if gated else 1
-    outputs = height // weights
-    tile = tile or tiling(rows, outputs, inputs, weights=weights, itemsize=weight.element_size())
+    outputs = height // 2 if gated else height
+    tile = tile or tiling(rows, outputs, inputs, gated=gated, itemsize=weight.element_size())
     interpreted = x.device.type == "cpu"
     total = x.new_empty(0) if delta is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     # The interpreter truncates fp32 to bf16 where the hardware rounds: let torch do that conversion.
     out = torch.empty(rows, outputs, dtype=torch.float32 if interpreted else x.dtype, device=x.device)
-    operand, precision = _operand(weight.dtype, norm is not None, interpreted)
-    kernel = dot_kernel if tile.dot else matvec_kernel
-    kernel[(triton.cdiv(outputs, tile.block_n),)](
+    matvec_kernel[(triton.cdiv(outputs, tile.block_n),)](
         x,
         token_ids,
         embedding,
@@ -197,31 +196,15 @@ def launch(
         N=outputs,
         K=inputs,
         GATED=gated,
-        OPERAND=operand,
-        PRECISION=precision,
         EVICTION="evict_first" if weight.nbytes > _KEPT_IN_CACHE else "",
-        EARLY_START=EARLY_START and not interpreted,
-        BLOCK_T=tile_rows(rows, dot=tile.dot),
+        BLOCK_T=power_of_two(rows),
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         STAGES=tile.stages,
         num_warps=tile.num_warps,
-        launch_pdl=EARLY_START,
+        **dependent_launch(x.device),
     )
     return total, out.to(x.dtype)
-
-
-def _operand(dtype: torch.dtype, normed: bool, interpreted: bool) -> tuple[object, str]:
-    """What tensor cores multiply, and how: at least as precise as the weight."""
-    if interpreted and dtype == torch.bfloat16:
-        # The interpreter's own are wrong there.
-        return tl.float32, "ieee"
-    if dtype == torch.float32:
-        return tl.float32, "tf32x3"
-    if dtype == torch.float16 and normed:
-        # A row's scale comes behind the sum, and before it x may leave fp16's range. All of fp16 is exact in tf32.
-        return tl.float32, "tf32"
-    return (tl.bfloat16 if dtype == torch.bfloat16 else tl.float16), "ieee"
 
 
 def _fake(

@@ -1,4 +1,4 @@
-"""The Triton kernels of skinny_linear; skinny_linear.py holds their contract.
+"""The Triton kernel of skinny_linear; skinny_linear.py holds its contract.
 
 A program owns BLOCK_N outputs (with GATED their gate rows and their up rows) of all rows and walks all of K, so that a
 result has one order of summation whatever the device does. Legend: T rows, N outputs, K inputs of a row.
@@ -6,7 +6,7 @@ result has one order of summation whatever the device does. Legend: T rows, N ou
 
 from __future__ import annotations
 
-from builders._triton import tl, triton
+from builders._triton import await_previous, let_next_start, tl, triton
 
 
 @triton.jit
@@ -27,18 +27,15 @@ def matvec_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     GATED: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
     EVICTION: tl.constexpr,
-    EARLY_START: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Products in fp32, summed over K at the end: for so few rows that a tensor core would run nearly empty."""
-    if EARLY_START:
-        _start_early(weight, N, K, GATED, BLOCK_N)
+    await_previous(PDL)
     # Every tile has three axes, T, N and K, so that no load needs another layout than the products.
     row = tl.arange(0, BLOCK_T)[:, None, None]
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -59,63 +56,10 @@ def matvec_kernel(
         if GATED:
             up = tl.load(rows_of_weight + N * K + column, mask=owned, other=0.0, eviction_policy=EVICTION)
             up_sums += wide * up.to(tl.float32)
+    let_next_start(PDL)
     result, up_result, square = tl.sum(sums, 2), tl.sum(up_sums, 2), tl.sum(squares, 2)
     row = tl.arange(0, BLOCK_T)[:, None]
     _finish(result, up_result, square, norm, eps, residual, out, row, output[None, :], rows, N, K, GATED)
-
-
-@triton.jit
-def dot_kernel(
-    x,
-    token_ids,
-    embedding,
-    delta,
-    norm,
-    weight,
-    residual,
-    total,
-    out,
-    rows,
-    vocab,
-    x_stride,
-    eps,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GATED: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EVICTION: tl.constexpr,
-    EARLY_START: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Products of OPERAND on tensor cores, summed in fp32."""
-    if EARLY_START:
-        _start_early(weight, N, K, GATED, BLOCK_N)
-    row = tl.arange(0, BLOCK_T)[:, None]
-    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows_of_weight = weight + output[None, :].to(tl.int64) * K
-    token = _token(token_ids, row, rows)
-    sums = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
-    up_sums = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
-    squares = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        column = start + tl.arange(0, BLOCK_K)
-        owned = (output[None, :] < N) & (column[:, None] < K)
-        factor = tl.load(rows_of_weight + column[:, None], mask=owned, other=0.0, eviction_policy=EVICTION)
-        wide = _input(x, x_stride, embedding, token, vocab, delta, total, row, column[None, :], rows, K)
-        if norm is not None:
-            squares += wide * wide
-            wide *= tl.load(norm + column[None, :], mask=column[None, :] < K, other=0.0).to(tl.float32)
-        narrow = wide.to(OPERAND)
-        sums = tl.dot(narrow, factor.to(OPERAND), sums, input_precision=PRECISION)
-        if GATED:
-            up = tl.load(rows_of_weight + N * K + column[:, None], mask=owned, other=0.0, eviction_policy=EVICTION)
-            up_sums = tl.dot(narrow, up.to(OPERAND), up_sums, input_precision=PRECISION)
-    square = tl.sum(squares, 1, keep_dims=True)
-    _finish(sums, up_sums, square, norm, eps, residual, out, row, output[None, :], rows, N, K, GATED)
 
 
 @triton.jit
@@ -163,28 +107,3 @@ def _finish(
     if residual is not None:
         result += tl.load(residual + row * N + output, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * N + output, result.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _start_early(weight, N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Let the next kernel start, fetch the first of the weights into the L2 cache, then await the kernel before.
-
-    Weights do not depend on the kernel before; whatever else is read does, and what is written may still be read there.
-    """
-    tl.extra.cuda.gdc_launch_dependents()
-    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-    line: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
-    column = tl.arange(0, 32)[None, :] * line
-    first = weight + output.to(tl.int64) * K + column
-    inside = (output < N) & (column < K)
-    _prefetch(tl.where(inside, first, weight))
-    if GATED:
-        _prefetch(tl.where(inside, first + N * K, weight))
-    tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def _prefetch(address):
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-    )

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from builders._ops import define_op
-from builders._triton import tl, triton
+from builders._triton import await_previous, dependent_launch, let_next_start, tl, triton
 
 _BLOCK = 1024
 
@@ -25,18 +25,22 @@ def _formula(gate_up: torch.Tensor) -> torch.Tensor:
 def _launch(gate_up: torch.Tensor) -> torch.Tensor:
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
-    _swiglu_kernel[(tokens, triton.cdiv(width, _BLOCK))](gate_up, out, width, gate_up.stride(0), BLOCK=_BLOCK)
+    _swiglu_kernel[(tokens, triton.cdiv(width, _BLOCK))](
+        gate_up, out, width, gate_up.stride(0), BLOCK=_BLOCK, **dependent_launch(gate_up.device)
+    )
     return out
 
 
 @triton.jit
-def _swiglu_kernel(gate_up, out, width, stride, BLOCK: tl.constexpr):
+def _swiglu_kernel(gate_up, out, width, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     gate = tl.load(gate_up + token * stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + token * stride + width + column, mask=inside, other=0.0).to(tl.float32)
     result = gate / (1.0 + tl.exp(-gate)) * up
+    let_next_start(PDL)
     tl.store(out + token * width + column, result.to(out.dtype.element_ty), mask=inside)
 
 

@@ -1,9 +1,11 @@
 import pytest
 import torch
 
+import attn_backends.ops.paged_attention  # noqa: F401
 import spec_decode.ops.add_rms_norm
 import spec_decode.ops.embed_concat
 import spec_decode.ops.rotate
+import spec_decode.ops.rotate_and_write_kv
 import spec_decode.ops.sample_draft
 import spec_decode.ops.swiglu  # noqa: F401
 from builders import BatchBuffers
@@ -78,7 +80,16 @@ def sample_draft_args():
 
 
 def rotate_args():
-    return (torch.randn(3, 5, 16), torch.tensor([0, 7, 2]), torch.randn(8, 16), 3)
+    return (torch.randn(3, 5, 16), torch.tensor([0, 7, 2]), torch.randn(8, 16))
+
+
+def rotate_and_write_kv_args():
+    key, value, *cache, slots = write_kv_args()
+    return (torch.randn(3, 4, 16), key, value, torch.tensor([0, 7, 2]), torch.randn(8, 16), *cache, slots)
+
+
+def rms_norm_args():
+    return (torch.randn(3, 20), None, torch.randn(20), 1e-6)
 
 
 def add_rms_norm_args():
@@ -101,13 +112,14 @@ OPS = {
     "attn_backends::paged_attention": paged_attention_args,
     "spec_decode::sample_draft": sample_draft_args,
     "spec_decode::rotate": rotate_args,
+    "spec_decode::rotate_and_write_kv": rotate_and_write_kv_args,
     "spec_decode::add_rms_norm": add_rms_norm_args,
     "spec_decode::swiglu": swiglu_args,
     "spec_decode::embed_concat": embed_concat_args,
 }
 
 
-@pytest.mark.parametrize(("name", "args"), OPS.items(), ids=OPS)
+@pytest.mark.parametrize(("name", "args"), [*OPS.items(), ("spec_decode::add_rms_norm", rms_norm_args)])
 def test_an_op_writes_what_its_schema_says_and_its_fake_matches(name, args):
     namespace, op = name.split("::")
     op = getattr(getattr(torch.ops, namespace), op).default

@@ -4,7 +4,7 @@ import torch
 from builders._triton import torch_implementations
 from spec_decode.ops.add_rms_norm import add_rms_norm
 from spec_decode.ops.embed_concat import embed_concat
-from spec_decode.ops.rotate import rotate
+from spec_decode.ops.rotate import Rotation, rotate
 from spec_decode.ops.swiglu import swiglu
 
 DTYPES = [torch.float32, torch.float16]
@@ -22,15 +22,22 @@ def assert_both_ways_agree(call, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "of", "dim"), [(3, 5, 16), (1, 1, 2), (4, 6, 80)])
-def test_rotate_leaves_the_other_heads_alone(heads, of, dim, dtype):
-    table, positions = noise(32, dim).cos(), torch.tensor([0, 31, 7])
-    assert_both_ways_agree(lambda: rotate(noise(3, of, dim, dtype=dtype), positions, table, heads), dtype)
+@pytest.mark.parametrize(("heads", "dim"), [(3, 16), (1, 2), (6, 80)])
+def test_rotate(heads, dim, dtype):
+    rotation = Rotation(torch.tensor([0, 31, 7]), noise(32, dim).cos())
+    assert_both_ways_agree(lambda: rotate(noise(3, heads, dim, dtype=dtype), rotation), dtype)
 
 
-def test_rotate_of_a_strided_projection():
-    table, positions = noise(32, 16).cos(), torch.tensor([0, 31, 7])
-    assert_both_ways_agree(lambda: rotate(noise(3, 9, 16)[:, 2:8], positions, table, 4), torch.float32)
+def test_rotate_of_some_heads_of_a_projection_leaves_the_others_alone():
+    rotation, packed = Rotation(torch.tensor([0, 31, 7]), noise(32, 16).cos()), noise(3, 9, 16)
+
+    def rotate_some():
+        whole = packed.clone()
+        rotate(whole[:, 2:6], rotation)
+        return whole
+
+    assert_both_ways_agree(rotate_some, torch.float32)
+    assert torch.equal(rotate_some()[:, [0, 1, 6, 7, 8]], packed[:, [0, 1, 6, 7, 8]])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -38,6 +45,19 @@ def test_rotate_of_a_strided_projection():
 def test_add_rms_norm(width, dtype):
     x, weight = noise(4, width, dtype=dtype), noise(width, dtype=dtype)
     assert_both_ways_agree(lambda: add_rms_norm(x, x.flip(0), weight, 1e-6), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 20, 300])
+def test_a_norm_without_an_addition(width, dtype):
+    weight = noise(width, dtype=dtype)
+    assert_both_ways_agree(lambda: add_rms_norm(noise(4, width, dtype=dtype), None, weight, 1e-6)[1], dtype)
+
+
+@pytest.mark.parametrize("view", [lambda x: x[:, 1], lambda x: x[:, 1:3], lambda x: x[:, :, ::2], lambda x: x.mT])
+def test_a_norm_of_a_view(view):
+    x = view(noise(5, 4, 6))
+    assert_both_ways_agree(lambda: add_rms_norm(x, None, noise(x.shape[-1]), 1e-6)[1], torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from attn_backends import get
 from spec_decode.engine import Engine, Generation, Request
 from spec_decode.models import SHIPPED_PAIR, EagleDraft, LlamaTarget, load_pair
+from spec_decode.ops.rotate import Rotation, rotate_both
 from spec_decode.strategy import GraphMode, Strategy
 from spec_decode.text import encode, held_out_prompts
 
@@ -57,7 +58,10 @@ def plain() -> list[list[int]]:
 def logits_behind(prefix: Sequence[int]) -> torch.Tensor:
     """The target's logits behind a prefix, by dense attention: no cache, no backend."""
 
-    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(
+        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, rotation: Rotation
+    ) -> torch.Tensor:
+        query, key = rotate_both(query, key, rotation)
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out[0].transpose(0, 1)

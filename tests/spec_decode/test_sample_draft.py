@@ -5,7 +5,7 @@ from scipy import stats
 
 from builders import BatchError
 from spec_decode.ops import noise
-from spec_decode.ops.sample_draft import NO_TOKEN, StopRule, sample_draft
+from spec_decode.ops.sample_draft import NO_TOKEN, StopRule, logits_of_a_program, sample_draft
 
 
 class Drafted:
@@ -228,3 +228,13 @@ def test_a_logit_cache_of_another_vocabulary_is_refused():
             torch.zeros(1, 5), temperature=torch.zeros(1), seeds=ones, positions=ones, seq_lens=ones.int(), step=ones,
             draft_tokens=torch.zeros(1, 2, dtype=torch.int64), draft_logits=torch.zeros(1, 2, 6), next_ids=ones.clone(),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("vocab", [32000, 32768, 50257, 128256, 151936, 201088, 262144])
+def test_one_row_of_a_large_vocabulary_is_shared_out_to_many_programs(vocab):
+    assert 62 <= vocab // logits_of_a_program(vocab) <= 128
+
+
+@pytest.mark.parametrize(("vocab", "block"), [(1, 1), (24, 32), (513, 512), (10**6, 4096)])
+def test_a_program_has_a_bounded_share_and_no_more_than_the_row(vocab, block):
+    assert logits_of_a_program(vocab) == block

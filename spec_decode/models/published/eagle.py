@@ -79,7 +79,7 @@ class PublishedEagle(FeatureDraft):
         return x if delta is None else x + delta
 
     def _fused(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        if is_skinny(hidden) and self.fc.bias is None:
+        if is_skinny(hidden, self.fc.weight) and self.fc.bias is None:
             return embed_linear(token_ids, self.embedding, hidden, self.fc.weight)
         fused: torch.Tensor = self.fc(embed_concat(token_ids, self.embedding, hidden))
         return fused

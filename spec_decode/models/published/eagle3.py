@@ -49,7 +49,7 @@ class FirstLayer(PublishedLayer):
         normed = self.hidden_norm(hidden)[1]
         joined = torch.cat([self.attn_norm(embedded)[1], normed], -1)
         x, norm = normed if self.normed_residual else hidden, self.mlp_norm
-        if is_skinny(x):
+        if is_skinny(x, self.gate_up.weight):
             x, delta = self.folded_attention_over(joined, x, positions, rotary, attend)
             x, activated = norm_linear(x, delta, norm.weight, norm.eps, self.gate_up.weight, gated=True)
             return skinny_linear(activated, self.down.weight, residual=x), None
@@ -72,13 +72,16 @@ class Eagle3(FeatureDraft):
         token_map: torch.Tensor | None,
         *,
         draft_vocab: int,
+        normed_features: bool,
         normed_residual: bool,
         own_embedding: bool,
     ) -> None:
+        """normed_features: the states of the target's layers, side by side, pass one norm before they are combined."""
         super().__init__(config, target, own_embedding=own_embedding)
         model = config.model
         self.token_map = token_map
         self.feature_size = FEATURE_LAYERS * target.hidden_size
+        self.input_norm = RMSNorm(self.feature_size, model.norm_eps) if normed_features else None
         self.fc = nn.Linear(self.feature_size, model.hidden_size, bias=False)
         first = FirstLayer(model, extras[0], normed_residual=normed_residual)
         others = [PublishedLayer(model, layer, extra) for layer, extra in enumerate(extras) if layer]
@@ -88,7 +91,7 @@ class Eagle3(FeatureDraft):
 
     def combine(self, features: torch.Tensor) -> torch.Tensor:
         """features [T, 3 * the target's hidden size]; states [T, H]."""
-        states: torch.Tensor = self.fc(features)
+        states: torch.Tensor = self.fc(features if self.input_norm is None else self.input_norm(features)[1])
         return states
 
     def forward(
@@ -105,7 +108,7 @@ class Eagle3(FeatureDraft):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, H]; logits [T, draft vocabulary]."""
-        if is_skinny(hidden):
+        if is_skinny(hidden, self.lm_head.weight):
             return norm_linear(hidden, None, self.norm.weight, self.norm.eps, self.lm_head.weight)[1]
         out: torch.Tensor = self.lm_head(self.norm(hidden)[1])
         return out
@@ -117,21 +120,32 @@ def serves(store: TensorStore) -> bool:
 
 
 def feature_layers(store: TensorStore, num_target_layers: int) -> tuple[int, ...]:
-    """The target's layers whose incoming states the draft reads: as config.json says, else 2, n // 2 and n - 3 of n.
+    """The states of the target that the draft reads, by the layers they enter: 0 to n of n, where n leaves the last.
 
-    Raises CheckpointError for layers that the target does not have.
+    Checkpoints follow two conventions under one name, eagle_aux_hidden_state_layer_ids. SGLang and NVIDIA's trainer
+    count layers whose *output* is read: their lists begin with 1, and layer i's output enters layer i + 1. Others,
+    vLLM's and `speculators`' among them, name the layers that the states enter, and begin with 2: they are used as they
+    stand, and so is any other list. Without a list, EAGLE-3's own training: 2, n // 2 and n - 3.
+
+    Raises CheckpointError for states that the target does not have.
     """
-    config = Fields(store.config, str(store.folder / "config.json"))
     name = "eagle_aux_hidden_state_layer_ids"
-    section = config if config.values.get(name) else config.section("eagle_config")
-    layers = section.get(name, list, [2, num_target_layers // 2, num_target_layers - 3])
-    inside = all(type(layer) is int and 0 <= layer < num_target_layers for layer in layers)
-    if not inside or len(layers) != FEATURE_LAYERS:
+    section = _aux_section(store, name)
+    listed = section.get(name, list, [2, num_target_layers // 2, num_target_layers - 3])
+    numbers = len(listed) == FEATURE_LAYERS and all(type(layer) is int for layer in listed)
+    states = [layer + (listed[0] == 1) for layer in listed] if numbers else []
+    if not states or not all(0 <= state <= num_target_layers for state in states):
         raise CheckpointError(
             f"{name} in {section.place} must be {FEATURE_LAYERS} of the target's {num_target_layers} layers, got "
-            f"{layers}; nothing was loaded. Use a draft trained on this target."
+            f"{listed}; nothing was loaded. Use a draft trained on this target."
         )
-    return tuple(layers)
+    return tuple(states)
+
+
+def _aux_section(store: TensorStore, name: str) -> Fields:
+    """Where config.json says a field about the features: at its top, or in NVIDIA's eagle_config."""
+    config = Fields(store.config, str(store.folder / "config.json"))
+    return config if config.values.get(name) else config.section("eagle_config")
 
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> Eagle3:
@@ -142,6 +156,7 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     model = config.model
     own_embedding = "embed_tokens.weight" in store.names()
     _check_target(store, model, target, whole, dtype=dtype, own_embedding=own_embedding)
+    _refuse_normed_output(whole)
     draft_vocab = whole.get("draft_vocab_size", int, model.vocab_size)
     token_map = read_token_map(store, draft_vocab, target.vocab_size)
     prefixes = _prefixes(store, model.num_layers)
@@ -153,6 +168,7 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
             extras,
             None if token_map is None else token_map.to(device),
             draft_vocab=draft_vocab,
+            normed_features=_aux_section(store, "norm_before_fc").get("norm_before_fc", bool, False),
             normed_residual=whole.get("norm_before_residual", bool, False),
             own_embedding=own_embedding,
         )
@@ -177,12 +193,23 @@ def _state(
         "lm_head.weight": weights.take("lm_head.weight", draft.lm_head.out_features, hidden),
         "layers.0.hidden_norm.weight": weights.take(f"{prefixes[0]}hidden_norm.weight", hidden),
     }
+    if draft.input_norm is not None:
+        state["input_norm.weight"] = weights.take("input_norm.weight", draft.feature_size)
     if own_embedding:
         state["embed.weight"] = weights.take("embed_tokens.weight", model.vocab_size, hidden)
     for layer, (prefix, extra) in enumerate(zip(prefixes, extras, strict=True)):
         inputs = hidden if layer else 2 * hidden
         state |= prefixed(f"layers.{layer}.", layer_parameters(weights.under(prefix), model, extra, inputs=inputs))
     return state
+
+
+def _refuse_normed_output(config: Fields) -> None:
+    """A draft that feeds its normed states back has the tensors of one that does not: only the config tells."""
+    if config.get("norm_output", bool, False):
+        raise CheckpointError(
+            f"norm_output in {config.place} must be false: this model feeds states back unnormed, and every "
+            "token behind the first would be drafted from others; nothing was loaded. Use a draft trained without it."
+        )
 
 
 def _prefixes(store: TensorStore, num_layers: int) -> list[str]:

@@ -1,0 +1,94 @@
+"""Programmatic dependent launch: when it is chosen, and that every kernel launched so awaits its predecessor."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+from builders import BatchError
+from builders._triton import HAVE_TRITON, PDL_VARIABLE, dependent_launch
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [path for folder in ("builders", "attn_backends", "spec_decode") for path in (ROOT / folder).rglob("*.py")]
+KERNELS = {
+    "_advance_kernel", "matvec_kernel", "_rotate_kernel", "_rotate_and_write_kv_kernel", "_write_kv_kernel",
+    "attention_kernel", "merge_kernel", "_block_argmax_kernel", "_file_token_kernel", "_add_rms_norm_kernel",
+    "_swiglu_kernel", "_embed_concat_kernel",
+}  # fmt: skip
+CHOSEN = {"PDL": True, "launch_pdl": True}
+
+
+@pytest.fixture
+def options(monkeypatch):
+    """The options on a GPU of some compute capability, with the variable set."""
+
+    def of(capability, asked=None):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.delenv(PDL_VARIABLE, raising=False)
+        if asked is not None:
+            monkeypatch.setenv(PDL_VARIABLE, asked)
+        dependent_launch.cache_clear()
+        return dependent_launch(torch.device("cuda", 0))
+
+    yield of
+    dependent_launch.cache_clear()
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="needs triton")
+@pytest.mark.parametrize(
+    ("capability", "asked", "chosen"),
+    [
+        ((9, 0), None, True), ((10, 0), None, True), ((8, 9), None, False), ((9, 0), "1", True), ((9, 0), "0", False),
+        ((8, 0), "0", False),
+    ],
+)  # fmt: skip
+def test_it_is_chosen_where_the_gpu_has_it_unless_forbidden(options, capability, asked, chosen):
+    assert options(capability, asked) == (CHOSEN if chosen else {"PDL": False})
+
+
+def test_asking_for_it_where_it_does_not_exist_is_refused(options):
+    with pytest.raises(BatchError, match=r"ATTN_BACKENDS_PDL=1 needs compute capability 9\.0.*got \(8, 0\)"):
+        options((8, 0), "1")
+
+
+def test_another_value_of_the_variable_is_refused(options):
+    with pytest.raises(BatchError, match="must be 0 or 1, got 'yes'"):
+        options((9, 0), "yes")
+
+
+def test_the_cpu_never_has_it(monkeypatch):
+    monkeypatch.setenv(PDL_VARIABLE, "1")
+    dependent_launch.cache_clear()
+    assert dependent_launch(torch.device("cpu")) == {"PDL": False}
+    dependent_launch.cache_clear()
+
+
+def definitions():
+    """Each function with a parameter PDL, helpers of the ground floor aside."""
+    for path in SOURCES:
+        if path.name != "_triton.py":
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef) and "PDL" in [argument.arg for argument in node.args.args]:
+                    yield node
+
+
+def launched():
+    """Names of the kernels launched with the options."""
+    for path in SOURCES:
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and any(
+                keyword.arg is None and ast.unparse(keyword.value).startswith("dependent_launch(")
+                for keyword in call.keywords
+            ):
+                yield ast.unparse(call.func).split("[")[0]
+
+
+def test_every_kernel_of_a_draft_step_is_launched_so_and_no_other_kernel_asks_for_it():
+    assert set(launched()) == KERNELS == {node.name for node in definitions()}
+
+
+@pytest.mark.parametrize("kernel", list(definitions()), ids=lambda node: node.name)
+def test_a_kernel_launched_so_awaits_its_predecessor_first_of_all(kernel):
+    body = kernel.body[1:] if ast.get_docstring(kernel) is not None else kernel.body
+    assert ast.unparse(body[0]) == "await_previous(PDL)"
