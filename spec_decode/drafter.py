@@ -78,9 +78,11 @@ class Drafter:
         capture_sizes: Sequence[int] | None = None,
         min_confidence: float = 0.0,
         graph_memory_limit: int | None = None,
+        extend_in_graph: bool = True,
     ) -> None:
         """min_confidence: a request stops behind a token that the draft gives a lower probability, at the request's
-        temperature. graph_memory_limit: bytes for the graphs; sizes that would not fit are left out.
+        temperature. graph_memory_limit: bytes for the graphs; sizes that would not fit are left out. extend_in_graph:
+        False runs step 0 eagerly while later steps stay as the plan has them, to compare with; the tokens are the same.
 
         Raises StrategyError for a K below 1 or a forced strategy that a group cannot run, before any allocation.
         """
@@ -111,7 +113,8 @@ class Drafter:
         )
         self.graphs = GraphManager(device, sizes, memory_limit=graph_memory_limit)
         widest = min(group.backend.builder.graph_support for group in groups)
-        self._extend_in_graph = self.plan.strategy is not Strategy.EAGER and widest >= GraphSupport.UNIFORM_BATCH
+        capturable = self.plan.strategy is not Strategy.EAGER and widest >= GraphSupport.UNIFORM_BATCH
+        self._extend_in_graph = extend_in_graph and capturable
         host_built = {*self.plan.weak_groups, *self.plan.planned_groups}
         self._strong_groups = [i for i in range(len(groups)) if i not in host_built]
         self._built_per_round = [i for i in self._strong_groups if self.plan.groups[i].build_per_round]

@@ -33,7 +33,7 @@ _ROWS: dict[str, tuple[str, Callable[[Bench], Iterator[Row]]]] = {
     "round": ("full-loop rounds of every backend, host and GPU time", round_rows),
     **{name: (case.description, partial(drafter_rows, name=name)) for name, case in DRAFTERS.items()},
     **{name: (case.description, partial(field_rows, name=name)) for name, case in RANDOM_DRAFTS.items()},
-    "throughput": ("tokens a second of the whole engine: step 0 in a graph or not, speculation or not", throughput_rows),
+    "throughput": ("output tokens a second of the whole engine, step 0 in a graph or not", throughput_rows),
 }
 _KERNELS = ("sparse-decode", "mla-decode", "paged-decode", "flashinfer-decode")
 SUITES = {"backends": ("advance", "step", *_KERNELS, "round"), "drafter": (*RANDOM_DRAFTS, "throughput")}

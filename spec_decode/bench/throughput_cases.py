@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import pairwise, product
 
 import torch
 
@@ -66,11 +66,6 @@ class ThroughputCase:
     settling: int
     gains: Mapping[int, float] = field(default_factory=dict)
 
-    @property
-    def room(self) -> int:
-        """Tokens of a request."""
-        return self.prompt + self.output
-
     def models(self, device: torch.device) -> tuple[LlamaTarget, DraftModel]:
         """Target and draft with random weights, made on the device in their dtype."""
         fields = Fields(self.draft.config, "the draft's config")
@@ -78,8 +73,8 @@ class ThroughputCase:
         with torch.device("meta"):
             target = LlamaTarget(config)
         target.rotary = Rotary(config)
-        store = RandomStore(self.draft.config, list(self.draft.names), device)
-        state = {name: store.take(name, tuple(p.shape), self.dtype) for name, p in target.named_parameters()}
+        weights = RandomStore({}, [], device)
+        state = {name: weights.take(name, tuple(p.shape), self.dtype) for name, p in target.named_parameters()}
         target = fill(target, state, device)
         store = RandomStore(self.draft.config, list(self.draft.names), device)
         return target, self.draft.kind.load(store, target, dtype=self.dtype, device=device)
@@ -105,7 +100,7 @@ LLAMA3_8B = ThroughputCase(
 """The output is a quarter of the published runs' 1000 tokens: every round of it is alike, and GPU time is short."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
     """What was seen while all requests decoded. round_us: from one step of the engine to the next; propose_us: host
     time of the drafter in it."""
@@ -152,7 +147,7 @@ class _Timed:
             draft_backend=registry.get(case.draft.backends[0]),
             num_speculative_tokens=decoding.num_speculative_tokens,
             max_reqs=max(case.num_reqs),
-            max_seq_len=case.room,
+            max_seq_len=case.prompt + case.output,
             page_size=case.draft.page_size,
             max_prefill_tokens=_PREFILL_TOKENS,
             strategy=Strategy.FULL_LOOP,
@@ -160,7 +155,7 @@ class _Timed:
             extend_in_graph=decoding.extend_in_graph,
         )
 
-    def row(self, part: str, decoding: Decoding, num_reqs: int, host_waits: bool, rates: Rates, **columns: Row) -> Row:
+    def row(self, part: str, decoding: Decoding, num_reqs: int, host_waits: bool, rates: Rates) -> Row:
         """A row; per_user is tokens a second of one request."""
         case, plain = self.case, decoding.num_speculative_tokens == 0
         (group,) = self.target.layer_groups(case.draft.page_size)
@@ -182,7 +177,6 @@ class _Timed:
             "propose_us": None if plain else round(rates.propose_us, 1),
             "tokens_per_second": round(rates.tokens_per_second, 2),
             "per_user": round(rates.tokens_per_second / num_reqs, 2),
-            **columns,
         }
 
 
@@ -231,15 +225,19 @@ def rates_of(engine: Engine, requests: Sequence[Request], settling: int, host_wa
     while not any(handle.done for handle in handles):
         step()
         times.append(time.perf_counter())
-    stats = engine.stats
+    stats, rounds = engine.stats, [1e6 * (end - start) for start, end in pairwise(times)]
+    rates = Rates(
+        tokens=stats.new_tokens,
+        seconds=times[-1] - times[0],
+        accepted=stats.mean_accepted,
+        round_us=quantiles(rounds),
+        propose_us=stats.host_us_a_round,
+    )
     for handle in handles:
         engine.cancel(handle)
     while engine.step():
         pass
-    rounds = [1e6 * (end - start) for start, end in zip(times, times[1:], strict=False)]
-    return Rates(
-        stats.new_tokens, times[-1] - times[0], stats.mean_accepted, quantiles(rounds), stats.host_us_a_round
-    )
+    return rates
 
 
 def _backend(bench: Bench, case: ThroughputCase, target: LlamaTarget) -> AttentionBackend:

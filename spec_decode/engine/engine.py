@@ -78,6 +78,7 @@ class Engine:
         verification: str = "rejection",
         min_confidence: float = 0.0,
         graph_memory_limit: int | None = None,
+        extend_in_graph: bool = True,
     ) -> None:
         """max_seq_len bounds prompt and new tokens together; max_reqs the requests that run at once.
 
@@ -86,7 +87,7 @@ class Engine:
         is needed only to speculate. max_prefill_tokens: tokens of prompts that one round prefills, at most.
         verification: a name that spec_decode.verification.verifier knows. graph_mode: of target and drafter.
         strategy: the drafter's; None takes the fastest of this machine, as measured here once (spec_decode.measured).
-        min_confidence and graph_memory_limit: the drafter's.
+        min_confidence, graph_memory_limit and extend_in_graph: the drafter's.
         """
         self._limits = Limits(
             max_seq_len=max_seq_len, num_speculative_tokens=num_speculative_tokens, vocab_size=target.vocab_size
@@ -124,6 +125,7 @@ class Engine:
                 strategy=strategy,
                 min_confidence=min_confidence,
                 graph_memory_limit=graph_memory_limit,
+                extend_in_graph=extend_in_graph,
             )
         self._rows = Rows(max_reqs, self._device, judge, self.drafter)
         self.target = TargetRunner(
