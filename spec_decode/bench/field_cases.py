@@ -110,8 +110,8 @@ def _plans(case: RandomDraft) -> Iterator[_Plan]:
         for strategy in (Strategy.FULL_LOOP, Strategy.DEVICE_LOOP):
             yield _Plan(Round(first, strategy, steps, num_reqs), (WHOLE, STEPS))
         yield _Plan(Round(first, Strategy.FULL_LOOP, steps, num_reqs, 1.0), (WHOLE,))
-        yield _Plan(Round(first, Strategy.PER_STEP, steps, num_reqs), (WHOLE,))
-    for num_reqs in (_NUM_REQS[0], _NUM_REQS[-1]):
+    for num_reqs in dict.fromkeys((_NUM_REQS[0], _NUM_REQS[-1])):
+        yield _Plan(Round(first, Strategy.PER_STEP, _STEPS[-1], num_reqs), (WHOLE,))
         yield _Plan(Round(first, Strategy.EAGER, _STEPS[-1], num_reqs), (WHOLE,))
         if first.name == "triton_paged":
             yield _Plan(Round(Rebuilt(), Strategy.PER_STEP, _STEPS[-1], num_reqs), (WHOLE,))

@@ -114,7 +114,8 @@ def time_round(
     for part, name in names.items():
         call, passes, prepare = parts[part]
         prepare()
-        kernels = kernels_in(call) / passes if bench.on_cuda else None
+        # A temperature changes no kernel, and counting them takes longer than timing.
+        kernels = kernels_in(call) / passes if bench.on_cuda and not run.temperature else None
         timing = time_call(call, bench.device, prepare=prepare)
         floor = bench.floor_us(passes * setting.step_bytes(run.num_reqs))
         yield {
