@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from builders._ops import define_op
-from builders._triton import tl, triton
+from builders._triton import await_previous, dependent_launch, let_next_start, tl, triton
 from builders.batch import NO_SLOT, BatchBuffers
 
 
@@ -36,7 +36,8 @@ def begin_decode(
     """Set the state the first advance starts from, behind a uniform batch of query_len tokens a row. One kernel.
 
     Row r keeps the tokens up to the accepted[r]-th (int32) of its query: seq_lens = extend_seq_lens[r] - query_len +
-    accepted[r] + 1. A row with extend_seq_lens 0 stays inert. step becomes 0, slots -1: nothing is being written yet.
+    accepted[r] + 1. A count outside 0 to query_len - 1, which only the device could know of, counts as the nearest of
+    these. A row with extend_seq_lens 0 stays inert. step becomes 0, slots -1: nothing is being written yet.
     """
     _begin_decode_op(
         batch.seq_lens[:num_reqs],
@@ -102,6 +103,7 @@ def _launch_begin_extend(
         GROUPS=block_tables.shape[0],
         BLOCK=triton.next_power_of_2(query_len),
         num_warps=1,
+        **dependent_launch(seq_lens.device),
     )
 
 
@@ -122,7 +124,9 @@ def _begin_extend_kernel(
     row_stride,
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_previous(PDL)
     row = tl.program_id(0)
     query = tl.arange(0, BLOCK)
     inside = query < query_len
@@ -135,6 +139,7 @@ def _begin_extend_kernel(
         column = token // tl.load(page_sizes + group)
         owned = tl.load(table + group * table_stride + column, mask=inside & fits & (column < max_pages), other=-1)
         fits = fits & (tl.min(tl.where(inside, owned, 0), 0) >= 0)
+    let_next_start(PDL)
     for group in tl.static_range(GROUPS):
         size = tl.load(page_sizes + group)
         page = tl.load(table + group * table_stride + token // size, mask=inside & fits, other=-1).to(tl.int64)
@@ -157,7 +162,7 @@ def _begin_decode(
 ) -> None:
     num_reqs = seq_lens.shape[0]
     live = extend_seq_lens[:num_reqs] > 0
-    position = extend_seq_lens[:num_reqs] - query_len + accepted[:num_reqs]
+    position = extend_seq_lens[:num_reqs] - query_len + accepted[:num_reqs].clamp(0, query_len - 1)
     seq_lens.copy_(torch.where(live, position + 1, 0))
     positions.copy_(torch.where(live, position, 0))
     slot_mappings.fill_(NO_SLOT)
@@ -188,6 +193,7 @@ def _launch_begin_decode(
         GROUPS=slot_mappings.shape[0],
         BLOCK=block,
         num_warps=1,
+        **dependent_launch(seq_lens.device),
     )
 
 
@@ -204,12 +210,16 @@ def _begin_decode_kernel(
     slots_stride,
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_previous(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_reqs
     extended = tl.load(extend_seq_lens + row, mask=inside, other=0)
     live = extended > 0
-    position = extended - query_len + tl.load(accepted + row, mask=inside, other=0)
+    kept = tl.minimum(tl.maximum(tl.load(accepted + row, mask=inside, other=0), 0), query_len - 1)
+    position = extended - query_len + kept
+    let_next_start(PDL)
     tl.store(seq_lens + row, tl.where(live, position + 1, 0), mask=inside)
     tl.store(positions + row, tl.where(live, position, 0).to(tl.int64), mask=inside)
     for group in tl.static_range(GROUPS):

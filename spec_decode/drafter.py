@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -20,7 +21,9 @@ from spec_decode.graphs import CallOutside, Capturable, GraphKey, GraphManager, 
 from spec_decode.kv_groups import KVGroup, attend_with, build_ragged
 from spec_decode.models import DraftModel
 from spec_decode.models.base import Attend
+from spec_decode.ops.keep_last import keep_last
 from spec_decode.ops.sample_draft import StopRule, sample_draft
+from spec_decode.ops.shift_tokens import shift_tokens
 from spec_decode.phase import Phase, attend_in_pieces
 from spec_decode.strategy import DraftPlan, GraphMode, Strategy, choose
 
@@ -61,6 +64,18 @@ class Drafts:
 
     tokens: torch.Tensor
     logits: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class InUse:
+    """What the kernels of a phase read in the last round, for whoever looks on: nothing of it may be written to.
+
+    size: rows, padding included. metadata: of each group, as the graphs hold it or as it was built for the round.
+    """
+
+    phase: Phase
+    size: int
+    metadata: tuple[Any, ...]
 
 
 class Drafter:
@@ -115,10 +130,11 @@ class Drafter:
         widest = min(group.backend.builder.graph_support for group in groups)
         capturable = self.plan.strategy is not Strategy.EAGER and widest >= GraphSupport.UNIFORM_BATCH
         self._extend_in_graph = extend_in_graph and capturable
-        host_built = {*self.plan.weak_groups, *self.plan.planned_groups}
-        self._strong_groups = [i for i in range(len(groups)) if i not in host_built]
+        self._host_built = {*self.plan.weak_groups, *self.plan.planned_groups}
+        self._strong_groups = [i for i in range(len(groups)) if i not in self._host_built]
         self._built_per_round = [i for i in self._strong_groups if self.plan.groups[i].build_per_round]
-        rebuilt = sorted({*host_built, *self._built_per_round})
+        rebuilt = sorted({*self._host_built, *self._built_per_round})
+        self._captured: dict[tuple[int, int], list[Any]] = {}
         self._rebuilt_at_step_0 = rebuilt if self._extend_in_graph else list(range(len(groups)))
 
     def _allocate(self, hidden_dtype: torch.dtype, min_confidence: float) -> None:
@@ -142,7 +158,6 @@ class Drafter:
         )
         self._ids = zeros(reqs, dtype=torch.int64)
         self._hidden = zeros(reqs, model.hidden_size, dtype=hidden_dtype)
-        self._rows = torch.arange(reqs, device=self.tables.device)
         self._draft_tokens = zeros(reqs, steps, dtype=torch.int64)
         self._draft_logits = zeros(reqs, steps, model.vocab_size, dtype=torch.float32)
         if model.token_map is not None:
@@ -153,6 +168,24 @@ class Drafter:
     def drafts(self) -> Drafts:
         """What the last round proposed, in the drafter's own buffers of all rows and K columns."""
         return Drafts(self._draft_tokens, self._draft_logits)
+
+    def in_use(self) -> dict[int, InUse]:
+        """What step 0 and the last step of the last round read, by the step; the tables must be as they were.
+
+        Waits for the device. A round of one token has no step but 0.
+        """
+        found = {0: self._in_use(self._extend, self._extend.metadata, self._rebuilt_at_step_0)}
+        if step := int(self._decode.batch.step):
+            every = range(len(self.groups))
+            built = every if self.plan.strategy is Strategy.EAGER else {*self._host_built, *self._built_per_round}
+            found[step] = self._in_use(self._decode, self._decode.at_step(step), built)
+        return found
+
+    def _in_use(self, phase: Phase, built: Sequence[Any], by_the_host: Collection[int]) -> InUse:
+        size = self._padded(self.tables.num_live)
+        captured = self._captured.get((phase.query_len, size), built)
+        metadata = (built[i] if i in by_the_host else captured[i] for i in range(len(self.groups)))
+        return InUse(phase, size, tuple(metadata))
 
     @torch.no_grad()
     def propose(self, verified: VerifiedTokens | None = None, num_tokens: int | None = None) -> Drafts:
@@ -284,23 +317,16 @@ class Drafter:
 
     def _extend_forward(self, size: int) -> None:
         """Step 0: the draft's tokens are the target's, shifted by one, with the next token behind the last kept."""
-        inputs = self.inputs
-        # Only the device knows the counts: a wrong one must not lead a gather out of its row.
-        kept = inputs.accepted[:size].clamp(0, self.num_speculative_tokens)
-        accepted = kept.long()
-        ids = torch.cat([inputs.token_ids[:size, 1:], inputs.token_ids[:size, :1]], 1)
-        ids = ids.scatter(1, accepted[:, None], inputs.next_tokens[:size, None])
-        tokens = size * self._query_len
+        inputs, tokens = self.inputs, size * self._query_len
         hidden = self.model.forward(
-            ids.flatten(),
+            shift_tokens(inputs.token_ids[:size], inputs.next_tokens, inputs.accepted),
             self.model.combine(inputs.features[:size].flatten(0, 1)),
             self._extend.batch.positions[:tokens],
             attend_with(self.groups, self._extend.metadata),
         )
-        begin_decode(self._decode.batch, self._extend.batch.seq_lens, kept, size, self._query_len)
-        last = hidden.index_select(0, self._rows[:size] * self._query_len + accepted)
-        self._hidden[:size].copy_(last)
-        self._sample(size, last)
+        begin_decode(self._decode.batch, self._extend.batch.seq_lens, inputs.accepted, size, self._query_len)
+        keep_last(hidden, inputs.accepted, self._query_len, self._hidden[:size])
+        self._sample(size, self._hidden[:size])
 
     def _step_forward(self, size: int, hidden: torch.Tensor, attend: Attend) -> torch.Tensor:
         """A single-token step from the last one's hidden states; returns its own."""
@@ -357,6 +383,8 @@ class Drafter:
         phase.batch.clear()
         phase.rebuild(size, range(len(self.groups)))
         phase.plan_ahead(size)
+        # A later build for another size replaces the phase's own; a graph goes on with what it was captured with.
+        self._captured[phase.query_len, size] = list(phase.metadata)
         return phase.constants()
 
     def _capturable_extend(self, size: int) -> Capturable:

@@ -187,7 +187,8 @@ def _launch(
         AHEAD=_POSITION_AHEAD,
         MAPPED=token_map is not None,
         BLOCK=block,
-        num_warps=max(1, min(4, block // 256)),
+        # Four logits a thread: noise costs so much arithmetic that few threads, not memory, would set the pace.
+        num_warps=max(1, min(8, block // 128)),
         **dependent_launch(logits.device),
     )
     _file_token_kernel[(rows,)](
@@ -256,32 +257,36 @@ def _block_argmax_kernel(
     block = tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < vocab
+    # Every load stands before the first store: behind one that may alias it, a load would start only when that is done.
+    x = tl.load(logits + row * logits_stride + at, mask=inside, other=float("-inf")).to(tl.float32)
     token = at
     if MAPPED:
         token = tl.load(token_map + at, mask=inside, other=0)
+    heat = tl.load(temperature + row)
+    seed = tl.load(seeds + row)
+    position = tl.load(positions + row)
+    column = tl.load(step)
+    least = tl.load(min_confidence)
+    hot = heat > 0
+    if hot:
+        x = tl.div_rn(x, heat)
+    filed = draft_logits + row * cache_row_stride + column * cache_column_stride + token
+    tl.store(filed, x, mask=inside & (column < columns))
     part = row * tl.num_programs(1) + block
     if (row == 0) & (block == 0):
         # The kernel behind this one sets it where a row goes on.
         tl.store(going, 0)
-    heat = tl.load(temperature + row)
-    hot = heat > 0
-    x = tl.load(logits + row * logits_stride + at, mask=inside, other=float("-inf")).to(tl.float32)
-    x = tl.div_rn(x, tl.where(hot, heat, 1.0))
-    column = tl.load(step)
-    filed = draft_logits + row * cache_row_stride + column * cache_column_stride + token
-    tl.store(filed, x, mask=inside & (column < columns))
-    if tl.load(min_confidence) > 0:
+    if least > 0:
         highest = tl.max(x, 0)
         # A block of -inf alone has no mass; -inf minus itself would make it NaN.
         tl.store(top + part, highest)
         tl.store(mass + part, tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp(x - highest)), 0))
     if hot:
-        key = triton_key(tl.load(seeds + row), tl.load(positions + row) + AHEAD, STREAM)
-        x = x + triton_gumbel(key, token)
-    best = tl.max(x, 0)
+        x = x + triton_gumbel(triton_key(seed, position + AHEAD, STREAM), token)
+    best, first = tl.max(x, 0, return_indices=True)
     let_next_start(PDL)
     tl.store(peak + part, best)
-    tl.store(index + part, tl.min(tl.where((x == best) & inside, at, vocab), 0))
+    tl.store(index + part, block * BLOCK + first)
 
 
 @triton.jit

@@ -14,7 +14,8 @@ SOURCES = [path for folder in ("builders", "attn_backends", "spec_decode") for p
 KERNELS = {
     "_advance_kernel", "matvec_kernel", "_rotate_kernel", "_rotate_and_write_kv_kernel", "_write_kv_kernel",
     "attention_kernel", "merge_kernel", "_block_argmax_kernel", "_file_token_kernel", "_add_rms_norm_kernel",
-    "_swiglu_kernel", "_embed_concat_kernel",
+    "_swiglu_kernel", "_embed_concat_kernel", "_begin_extend_kernel", "_begin_decode_kernel", "_shift_tokens_kernel",
+    "_keep_last_kernel",
 }  # fmt: skip
 CHOSEN = {"PDL": True, "launch_pdl": True}
 

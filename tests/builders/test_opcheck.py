@@ -4,9 +4,11 @@ import torch
 import attn_backends.ops.paged_attention  # noqa: F401
 import spec_decode.ops.add_rms_norm
 import spec_decode.ops.embed_concat
+import spec_decode.ops.keep_last
 import spec_decode.ops.rotate
 import spec_decode.ops.rotate_and_write_kv
 import spec_decode.ops.sample_draft
+import spec_decode.ops.shift_tokens
 import spec_decode.ops.swiglu  # noqa: F401
 from builders import BatchBuffers
 from tests.factories import make_cache, make_spec, make_tables
@@ -104,6 +106,14 @@ def embed_concat_args():
     return torch.tensor([3, 0, 3]), torch.randn(5, 8), torch.randn(3, 8)
 
 
+def shift_tokens_args():
+    return torch.randint(9, (3, 5)), torch.tensor([7, 8, 9]), torch.tensor([0, 4, 2], dtype=torch.int32)
+
+
+def keep_last_args():
+    return torch.randn(10, 6), torch.tensor([4, 0], dtype=torch.int32), 5, torch.zeros(2, 6)
+
+
 OPS = {
     "builders::advance_decode": advance_args,
     "builders::begin_extend": begin_extend_args,
@@ -116,6 +126,8 @@ OPS = {
     "spec_decode::add_rms_norm": add_rms_norm_args,
     "spec_decode::swiglu": swiglu_args,
     "spec_decode::embed_concat": embed_concat_args,
+    "spec_decode::shift_tokens": shift_tokens_args,
+    "spec_decode::keep_last": keep_last_args,
 }
 
 

@@ -24,7 +24,7 @@ def extend_by_hand(shared: Shared, state: dict, context: list[int], query_len: i
 def decode_by_hand(num_reqs: int, state: dict, extended: list[int], accepted: list[int], query_len: int) -> None:
     for row in range(num_reqs):
         live = extended[row] > 0
-        position = extended[row] - query_len + accepted[row]
+        position = extended[row] - query_len + min(max(accepted[row], 0), query_len - 1)
         state["seq_lens"][row] = position + 1 if live else 0
         state["positions"][row] = position if live else 0
         for slots in state["slot_mappings"]:
@@ -46,7 +46,8 @@ def test_an_extend_follows_the_rule_written_in_plain_python(shared, query_len, d
 def test_a_decode_begins_behind_the_accepted_token(shared, query_len, data):
     lengths = st.one_of(st.just(0), st.integers(query_len, query_len + 20))
     extended = data.draw(st.lists(lengths, min_size=shared.rows, max_size=shared.rows))
-    accepted = data.draw(st.lists(st.integers(0, query_len - 1), min_size=shared.rows, max_size=shared.rows))
+    counts = st.one_of(st.integers(-2, query_len + 1), st.sampled_from([-(2**31), 2**31 - 1]))
+    accepted = data.draw(st.lists(counts, min_size=shared.rows, max_size=shared.rows))
     batch = shared.buffers()
     batch.step.fill_(3)
     expected = state_of(batch)

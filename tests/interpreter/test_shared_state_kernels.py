@@ -54,7 +54,8 @@ def test_begin_decode(shared, query_len, data):
     lengths = st.one_of(st.just(0), st.integers(query_len, query_len + 20))
     rows = {"min_size": shared.rows, "max_size": shared.rows}
     extended = torch.tensor(data.draw(st.lists(lengths, **rows)), dtype=torch.int32)
-    accepted = torch.tensor(data.draw(st.lists(st.integers(0, query_len - 1), **rows)), dtype=torch.int32)
+    counts = st.one_of(st.integers(-2, query_len + 1), st.sampled_from([-(2**31), 2**31 - 1]))
+    accepted = torch.tensor(data.draw(st.lists(counts, **rows)), dtype=torch.int32)
 
     def begin(batch):
         batch.step.fill_(3)

@@ -482,6 +482,16 @@ def test_fewer_steps_draft_the_same_first_tokens():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_count_that_cannot_be_drafts_as_the_nearest_that_can(strategy):
+    def drafts(*accepted):
+        scene = strong(strategy=strategy)
+        given = scene.drafter.propose(replace(scene.verified(), accepted=torch.tensor(accepted, dtype=torch.int32)))
+        return given.tokens, given.logits
+
+    assert_same([drafts(2**31 - 1, -(2**31), 2)], [drafts(K, 0, 2)])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_request_that_does_not_fit_proposes_nothing_and_is_flagged(strategy):
     limits = [MAX_SEQ_LEN, CONTEXTS[1] + K, MAX_SEQ_LEN]
     scene = strong(limits=limits, strategy=strategy)

@@ -1,0 +1,57 @@
+"""What step 0 reads of the verified tokens, and what it hands on, against the rules written in plain Python."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from builders import BatchError
+from spec_decode.ops.keep_last import keep_last
+from spec_decode.ops.shift_tokens import shift_tokens
+
+WILD = st.one_of(st.integers(-3, 8), st.sampled_from([-(2**31), 2**31 - 1]))
+
+
+def nearest(count, query_len):
+    return min(max(count, 0), query_len - 1)
+
+
+def int32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.data())
+def test_tokens_move_one_place_forward_up_to_the_last_kept_one(query_len, rows, data):
+    each = {"min_size": rows + 1, "max_size": rows + 1}
+    accepted, following = (data.draw(st.lists(s, **each)) for s in (WILD, st.integers(100, 199)))
+    ids = [[10 * row + place for place in range(query_len)] for row in range(rows)]
+    expected = [
+        ids[row][place + 1] if place < nearest(accepted[row], query_len) else following[row]
+        for row in range(rows)
+        for place in range(query_len)
+    ]
+    assert shift_tokens(torch.tensor(ids), torch.tensor(following), int32(accepted)).tolist() == expected
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.data())
+def test_the_state_of_each_last_kept_token_is_handed_on(query_len, rows, data):
+    accepted = data.draw(st.lists(WILD, min_size=rows + 1, max_size=rows + 1))
+    hidden = torch.arange(rows * query_len * 3).view(-1, 3).float()
+    kept = torch.full((rows, 3), -1.0)
+    keep_last(hidden, int32(accepted), query_len, kept)
+    rows_kept = [row * query_len + nearest(accepted[row], query_len) for row in range(rows)]
+    assert kept.tolist() == [[3.0 * at, 3.0 * at + 1, 3.0 * at + 2] for at in rows_kept]
+
+
+def test_a_state_is_handed_on_in_the_dtype_of_its_buffer():
+    kept = torch.zeros(1, 2, dtype=torch.bfloat16)
+    keep_last(torch.tensor([[0.5, 1.0], [2.0, 1.005]]), int32([1]), 2, kept)
+    assert torch.equal(kept, torch.tensor([[2.0, 1.005]]).bfloat16())
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (5, 3), (2, 3), (2, 3, 3)])
+def test_states_of_another_shape_are_refused_with_nothing_written(shape):
+    kept = torch.full((2, 3), 7.0)
+    with pytest.raises(BatchError, match=r"need states \[6, 3\], got \["):
+        keep_last(torch.zeros(shape), int32([0, 0]), 3, kept)
+    assert (kept == 7).all()
