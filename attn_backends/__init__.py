@@ -1,6 +1,6 @@
 """Middle floor: attention backends, what each can serve, and how one is chosen."""
 
-from attn_backends.base import AttentionBackend, KVCache
+from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
 from attn_backends.capabilities import Accepted, Capabilities, Feature, Rejected, Sizes
 from attn_backends.registry import (
     BackendError,
@@ -29,6 +29,7 @@ __all__ = [
     "Selection",
     "Sizes",
     "UnknownBackend",
+    "check_forward_inputs",
     "explain",
     "get",
     "names",

@@ -53,6 +53,9 @@ class AttentionBackend(ABC):
     capabilities: ClassVar[Capabilities]
     builder: ClassVar[type[MetadataBuilder[Any]]]
     contract_version: ClassVar[tuple[int, int]] = CONTRACT_VERSION
+    """The contract it was built for, major and minor: to be stated by the backend's own class, as a literal. Checks
+    that came later are previews to it.
+    """
     version: ClassVar[str] = "0"
     """Version of the kernels, for provenance."""
 

@@ -216,7 +216,7 @@ def find_provider() -> Provider:
     if asked:
         return _asked_for(asked)
     for kind in PROVIDERS:
-        if (provider := _load(kind)) is not None:
+        if (provider := load_provider(kind)) is not None:
             return provider
     ways = "; ".join(f"{kind.name} (module {kind.module}): {kind.remedy}" for kind in PROVIDERS)
     raise ImportError(
@@ -231,7 +231,7 @@ def _asked_for(name: str) -> Provider:
             f"{PROVIDER_VARIABLE} must be one of {', '.join(named)}, got {name!r}; nothing was chosen in its place. "
             "Fix it, or leave it out to take the first that is installed"
         )
-    provider = _load(named[name])
+    provider = load_provider(named[name])
     if provider is None:
         raise ImportError(
             f"{PROVIDER_VARIABLE}={name} asks for {named[name].module}, which is not installed; nothing was chosen in "
@@ -240,8 +240,8 @@ def _asked_for(name: str) -> Provider:
     return provider
 
 
-def _load(kind: type[Provider]) -> Provider | None:
-    """The provider, or None where its package is absent."""
+def load_provider(kind: type[Provider]) -> Provider | None:
+    """The provider, or None where its package is absent. Raises BrokenProvider where it is there and of no use."""
     package = kind.module.partition(".")[0]
     try:
         import_module(package)

@@ -23,6 +23,7 @@ class FlashAttn3(AttentionBackend):
 
     name = "flash_attn3"
     version = PROVIDER.version
+    contract_version = (1, 0)
     builder = FlashAttn3Builder
     capabilities = Capabilities(
         devices=("cuda",),

@@ -42,6 +42,7 @@ class FlashInfer(AttentionBackend):
 
     name = "flashinfer"
     version = f"flashinfer {_version}"
+    contract_version = (1, 0)
     builder = FlashInferBuilder
     capabilities = _NATIVE
 

@@ -19,6 +19,7 @@ class FlashMlaSparse(AttentionBackend):
 
     name = "flashmla_sparse"
     version = package_version("vllm")
+    contract_version = (1, 0)
     builder = FlashMlaSparseBuilder
     capabilities = Capabilities(
         devices=("cuda",),

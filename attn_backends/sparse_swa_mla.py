@@ -19,6 +19,7 @@ class SparseSwaMla(AttentionBackend):
 
     name = "sparse_swa_mla"
     version = TRITON_VERSION
+    contract_version = (1, 0)
     builder = SparseSwaBuilder
     capabilities = Capabilities(
         devices=("cpu", "cuda"),

@@ -18,6 +18,7 @@ class TorchReference(AttentionBackend):
 
     name = "torch_reference"
     version = str(torch.__version__)
+    contract_version = (1, 0)
     builder = ReferenceBuilder
     capabilities = Capabilities(
         devices=("cpu", "cuda"),

@@ -19,6 +19,7 @@ class TritonMla(AttentionBackend):
 
     name = "triton_mla"
     version = TRITON_VERSION
+    contract_version = (1, 0)
     builder = TritonMlaBuilder
     capabilities = Capabilities(
         devices=("cpu", "cuda"),

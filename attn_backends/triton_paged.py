@@ -16,6 +16,7 @@ class TritonPaged(AttentionBackend):
 
     name = "triton_paged"
     version = TRITON_VERSION
+    contract_version = (1, 0)
     builder = TritonPagedBuilder
     capabilities = Capabilities(
         devices=("cpu", "cuda"),

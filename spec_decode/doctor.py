@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -10,10 +11,12 @@ from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, v
 
 import torch
 
-from attn_backends import BrokenBackend, Rejected, registry
+from attn_backends import AttentionBackend, BrokenBackend, Rejected, registry
+from attn_backends.fa3_providers import PROVIDER_VARIABLE, PROVIDERS, BrokenProvider, load_provider
 from builders import CONTRACT_VERSION, AttentionKind, AttentionSpec
 from spec_decode.environment import environment
-from spec_decode.graphs import runtime_for
+from spec_decode.graphs import loop_obstacle, runtime_for
+from spec_decode.soak.watched import watch_backend
 
 _PACKAGES = (
     "attn-backends",
@@ -73,8 +76,14 @@ def examine(device: torch.device) -> Iterator[Finding]:
     yield from _machine(device)
     yield from _packages()
     yield from _graphs(device)
+    yield from _fa3_providers()
     yield from _backends(device)
     yield from _plug_ins()
+
+
+def under_watch(backend: AttentionBackend, device: torch.device, *, rounds: int, every: int) -> Finding:
+    """How so many rounds with a backend go, looked at every N-th time: see `spec_decode.watch`."""
+    return _tried("watch", backend.name, lambda: watch_backend(backend, device, rounds=rounds, every=every).describe())
 
 
 def _machine(device: torch.device) -> Iterator[Finding]:
@@ -104,6 +113,10 @@ def _packages() -> Iterator[Finding]:
 
 def _graphs(device: torch.device) -> Iterator[Finding]:
     yield _tried("graphs", "capture and replay", lambda: _captures(device))
+    if obstacle := loop_obstacle(device):
+        yield Finding("graphs", "device loop", State.ABSENT, obstacle)
+    else:
+        yield _tried("graphs", "device loop", lambda: _loops(device))
 
 
 def _captures(device: torch.device) -> str:
@@ -117,8 +130,47 @@ def _captures(device: torch.device) -> str:
     graph.replay()
     if (found := int(cell)) != 2:
         raise RuntimeError(f"two replays of an addition must give 2, got {found}")
-    kind = "a CUDA graph" if device.type == "cuda" else "emulated on the CPU"
-    return f"works ({kind}), {used / 2**20:.1f} MiB for one node"
+    return f"works ({_kind(device)}), a capture of one node takes {used / 2**20:.1f} MiB"
+
+
+def _loops(device: torch.device) -> str:
+    """Count to 3 in a loop that the device ends itself."""
+    runtime = runtime_for(device)
+    cell, going = (torch.full((1,), start, dtype=torch.int32, device=device) for start in (0, 1))
+
+    def body() -> None:
+        cell.add_(1)
+        going.copy_(cell < 3)
+
+    before = runtime.memory_used()
+    graph = runtime.capture_loop(body, going, 3)
+    used = runtime.memory_used() - before
+    graph.replay()
+    if (found := int(cell)) != 3:
+        raise RuntimeError(f"a loop that ends at 3 must end there, it ended at {found}")
+    return f"works ({_kind(device)}), a capture of its body takes {used / 2**20:.1f} MiB"
+
+
+def _kind(device: torch.device) -> str:
+    return "a CUDA graph" if device.type == "cuda" else "emulated on the CPU"
+
+
+def _fa3_providers() -> Iterator[Finding]:
+    """Every package that may bring FlashAttention-3, the one in use among them."""
+    asked = os.environ.get(PROVIDER_VARIABLE)
+    chosen = False
+    for kind in PROVIDERS:
+        try:
+            provider = load_provider(kind)
+        except BrokenProvider as error:
+            yield Finding("FlashAttention-3", kind.name, State.FAILED, str(error))
+            continue
+        if provider is None:
+            yield Finding("FlashAttention-3", kind.name, State.ABSENT, f"no module {kind.module}: {kind.remedy}")
+            continue
+        mine = asked == kind.name if asked else not chosen
+        chosen = chosen or mine
+        yield Finding("FlashAttention-3", kind.name, State.FINE, f"{provider.version}{', in use' if mine else ''}")
 
 
 def _backends(device: torch.device) -> Iterator[Finding]:

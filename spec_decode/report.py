@@ -63,6 +63,8 @@ class Outcome(str, Enum):
     UNAVAILABLE = "unavailable"
     """Needs something this machine has not."""
     ERROR = "error"
+    PREVIEW = "preview"
+    """Failed a check that is newer than the contract the backend was built for, which is no failure yet."""
     NOT_RUN = "not_run"
 
 

@@ -11,7 +11,6 @@ import torch
 
 import attn_backends
 import builders
-from attn_backends.base import check_forward_inputs
 from spec_decode.conformance import check_backend
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -22,7 +21,7 @@ def test_the_example_backend_passes_the_kit(monkeypatch: pytest.MonkeyPatch) -> 
     assert code
     module = ModuleType("readme_example")
     names = {name: getattr(package, name) for package in (builders, attn_backends) for name in package.__all__}
-    module.__dict__.update(names, torch=torch, replace=replace, check_forward_inputs=check_forward_inputs)
+    module.__dict__.update(names, torch=torch, replace=replace)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     try:
         exec(code[1], module.__dict__)

@@ -43,7 +43,8 @@ def check(
     """Check backends against the contract.
 
     NAME is a registered backend, `available` (each made for the device) or `all`. Each failure comes with its
-    reason and the command that repeats it. On the CPU, Triton's kernels run in its interpreter. The exit
+    reason and the command that repeats it; a check that is newer than the contract a
+    backend was built for is a preview, and fails nobody. On the CPU, Triton's kernels run in its interpreter. The exit
     status is 0 only if every backend passes, and a backend for which nothing ran does not.
     """
     where = resolve_device(device)
@@ -119,6 +120,8 @@ def _printer(console: Console, name: str, update: Callable[[str], None]) -> Call
             seen["failures"] += 1
             say(console, f"{result.outcome.value}: {result.check}[{result.case}]: {result.reason}", "red")
             say(console, f"    {result.repro}")
+        elif result.outcome is Outcome.PREVIEW:
+            say(console, f"{result.outcome.value}: {result.check}[{result.case}]: {result.reason}", "yellow")
         # An opening bracket would begin rich markup; the case is left out for that reason too.
         update(f"{name}: {seen['checks']} checks, {seen['failures']} failed; last {result.check}")
 

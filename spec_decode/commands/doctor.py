@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from itertools import chain
 
 import click
 
@@ -16,16 +17,24 @@ _WIDTHS = (26, 8)
 @click.command()
 @device_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
-def doctor(device: str | None, as_json: bool) -> None:
+@click.option("--watch", "watched", metavar="NAME", help="Draft with this backend too, under watch.")
+@click.option("--rounds", type=click.IntRange(min=1), default=100, show_default=True, help="Rounds under watch.")
+@click.option("--every", type=click.IntRange(min=1), default=1, show_default=True, help="Look at every N-th of them.")
+def doctor(device: str | None, as_json: bool, watched: str | None, rounds: int, every: int) -> None:
     """Say what is installed, which kernels are found, what is refused and why, and whether graphs work here.
 
-    Exit status 1 if something that is here does not work.
+    With --watch a small random draft model runs while requests join and leave; what its kernels read is compared
+    with fresh builds and its attention with an oracle, and the first field that drifts is named. Exit status 1 if
+    something that is here does not work.
     """
-    from spec_decode.doctor import State, examine
+    from attn_backends import registry
+    from spec_decode.doctor import State, examine, under_watch
 
-    where = resolve_device(device, present=False)
+    where = resolve_device(device, present=watched is not None)
     console, topic, findings = stdout(), "", []
-    for finding in examine(where):
+    # Asked for by name, a backend that cannot be had is refused before anything runs.
+    asked = [] if watched is None else [registry.get(watched)]
+    for finding in chain(examine(where), (under_watch(b, where, rounds=rounds, every=every) for b in asked)):
         findings.append(finding)
         if as_json:
             continue

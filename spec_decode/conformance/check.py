@@ -49,6 +49,8 @@ class Check:
     run: Callable[[], Evidence]
     value: object = None
     """The case itself; the refusal, where the backend refuses every case."""
+    preview: str = ""
+    """Why failing it is no failure yet: it came with a later contract than the backend was built for. Else empty."""
 
     @property
     def family(self) -> str:
@@ -68,18 +70,34 @@ class _Definition:
     contract: str
     cases: Callable[[Subject], Iterable[tuple[str, Any]]]
     body: Callable[[Subject, Any], Evidence | None]
+    since: tuple[int, int]
+
+    def preview(self, subject: Subject) -> str:
+        built_for = subject.backend.contract_version
+        if self.since <= built_for:
+            return ""
+        new, own = (".".join(map(str, version)) for version in (self.since, built_for))
+        return f"new in contract {new}, the backend was built for {own}"
 
 
 _definitions: list[_Definition] = []
 
 
 def check(
-    name: str, contract: str, cases: Callable[[Subject], Iterable[tuple[str, Any]]] | None = None
+    name: str,
+    contract: str,
+    cases: Callable[[Subject], Iterable[tuple[str, Any]]] | None = None,
+    *,
+    since: tuple[int, int] = (1, 0),
 ) -> Callable[[Callable[[Subject, Any], Evidence | None]], Callable[[Subject, Any], Evidence | None]]:
-    """Define a check: body(subject, case) for every (case name, case) that `cases` yields."""
+    """Define a check: body(subject, case) for every (case name, case) that `cases` yields.
+
+    since: the contract version that it came with. For a backend built for an earlier one it is a preview: what passed
+    before passes still, and its author sees what the next version will ask.
+    """
 
     def define(body: Callable[[Subject, Any], Evidence | None]) -> Callable[[Subject, Any], Evidence | None]:
-        _definitions.append(_Definition(name, contract, cases or (lambda subject: [("any", None)]), body))
+        _definitions.append(_Definition(name, contract, cases or (lambda subject: [("any", None)]), body, since))
         return body
 
     return define
@@ -91,12 +109,13 @@ def expand(subject: Subject) -> list[Check]:
 
 
 def _expand_one(definition: _Definition, subject: Subject) -> list[Check]:
+    preview = definition.preview(subject)
     try:
         cases = list(definition.cases(subject))
     except Unsupported as refusal:
-        return [Check(definition.name, "any", definition.contract, _refuse(str(refusal)), refusal)]
+        return [Check(definition.name, "any", definition.contract, _refuse(str(refusal)), refusal, preview)]
     return [
-        Check(definition.name, name, definition.contract, _bind(definition, subject, case), case)
+        Check(definition.name, name, definition.contract, _bind(definition, subject, case), case, preview)
         for name, case in cases
     ]
 

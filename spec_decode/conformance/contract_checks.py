@@ -8,7 +8,7 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from attn_backends import Accepted, Rejected
+from attn_backends import Accepted, AttentionBackend, Rejected
 from builders import CONTRACT_VERSION, AdvanceLevel, AdvanceSupport, HostLengths, MetadataBuilder
 from spec_decode.conformance.cases import DECODE, Case, base_cases, base_spec
 from spec_decode.conformance.check import Evidence, Subject, check, expect
@@ -24,6 +24,14 @@ def version_matches(subject: Subject, case: None) -> None:
         contract="contract_version has this library's major number",
         expected=str(CONTRACT_VERSION),
         got=subject.backend.contract_version,
+    )
+    stated = [owner for owner in type(subject.backend).__mro__ if "contract_version" in vars(owner)]
+    expect(
+        stated[0] is not AttentionBackend,
+        contract="a backend's own class states contract_version; AttentionBackend's moves with this library, so that "
+        "checks which are new to the backend would fail it",
+        expected=f"contract_version = {CONTRACT_VERSION} in {type(subject.backend).__name__}",
+        got="AttentionBackend's own",
     )
 
 

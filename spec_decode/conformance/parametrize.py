@@ -18,7 +18,8 @@ def parametrize_with_checks(
 ) -> Callable[..., Any]:
     """``@parametrize_with_checks("mykernel")`` over ``def test_conformance(check): check()``; needs pytest.
 
-    An unclaimed case counts as a skip with the backend's own reasons, a known failure as an xfail with its issue.
+    An unclaimed case counts as a skip with the backend's own reasons, a known failure as an xfail with its issue, and a
+    failure of a check that is newer than the backend's contract as an xfail that says so.
     """
     import pytest
 
@@ -50,5 +51,9 @@ def _for_pytest(check: Check) -> Callable[[], None]:
                 check()
         except (Unsupported, Unavailable) as reason:
             pytest.skip(str(reason))
+        except Exception as failure:
+            if not check.preview:
+                raise
+            pytest.xfail(f"{check.preview}: {failure}")
 
     return run

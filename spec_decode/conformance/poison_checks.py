@@ -49,7 +49,7 @@ def uninitialised_memory_is_not_read(subject: Subject, case: Case) -> Evidence:
     demand(subject.backend, case.spec, subject.device)
     batch, world = case.batch, World(subject, case.spec, case.batch.rows)
     queries = world.queries(batch)
-    with _poisoned_allocations():
+    with poisoned_allocations():
         out = _run(world, batch, queries)
     return world.judge(out, batch, batch.seq_lens, queries, contract="attention over poisoned scratch")
 
@@ -93,7 +93,7 @@ def request_order_does_not_matter(subject: Subject, case: Case) -> Evidence:
 
 
 @contextmanager
-def _poisoned_allocations() -> Iterator[None]:
+def poisoned_allocations() -> Iterator[None]:
     """torch.empty and its kin return NaN, so that memory read before it is written shows."""
 
     def poisoned(make: Any) -> Any:

@@ -125,6 +125,8 @@ def run_check(check: Check, planned: Result, known_failures: Sequence[KnownFailu
         outcome, reason = Outcome.XFAIL, f"{known.issue}: {known.reason} ({reason})"
     elif known and outcome is Outcome.PASS:
         outcome, reason = Outcome.XPASS, f"{known.issue} says this fails, and it passes: remove the entry"
+    elif check.preview and outcome in (Outcome.FAIL, Outcome.ERROR):
+        outcome, reason = Outcome.PREVIEW, f"{check.preview}: {reason}"
     seconds = round(time.perf_counter() - start, 4)
     return msgspec.structs.replace(planned, outcome=outcome, reason=reason, evidence=evidence, seconds=seconds)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attn_backends import KVCache
+from attn_backends import Capabilities, KVCache
 from builders import (
     AttentionBatch,
     AttentionKind,
@@ -166,20 +166,8 @@ class World:
     ) -> Evidence:
         """Compare with the oracle, within twice the error of an honest kernel of this precision."""
         live = len(seq_lens)
-        args = (self.spec, queries, self.key[:live], self.value[:live], seq_lens, self.sinks)
-        truth = torch.cat(oracle.attention(*args))
-        narrow = self.subject.backend.capabilities.quantises_queries and self.spec.cache_dtype.itemsize == 1
-        operands = self.spec.cache_dtype if narrow else self.spec.dtype
-        honest = torch.cat(oracle.attention(*args, dtype=self.spec.dtype, operands=operands))
-        budget = 2 * oracle.relative_error(honest, truth) + _ROUNDING
-        error = oracle.relative_error(out[: truth.shape[0]], truth)
-        expect(
-            error <= budget,
-            contract=contract,
-            expected=f"attention over the logical prefix of {list(seq_lens)} tokens within {budget:.2e}",
-            got=f"relative error {error:.2e} on [{self.spec.describe()}]",
-        )
-        return {"error": error, "budget": budget, "error_over_budget": error / budget}
+        able, key, value = self.subject.backend.capabilities, self.key[:live], self.value[:live]
+        return judge(able, self.spec, out, queries, key, value, seq_lens, self.sinks, contract=contract)
 
     def expect_cache(self, lengths: Sequence[int], *, contract: str) -> None:
         """The cache holds exactly the first lengths[r] tokens of each request, and poison everywhere else."""
@@ -205,6 +193,38 @@ class World:
             expected=f"{where} of the {name} cache {'left alone' if stray else 'holding its token'}",
             got="a write" if stray else "another content or none",
         )
+
+
+def judge(
+    able: Capabilities,
+    spec: AttentionSpec,
+    out: torch.Tensor,
+    queries: Sequence[torch.Tensor],
+    key: Sequence[torch.Tensor],
+    value: Sequence[torch.Tensor],
+    seq_lens: Sequence[int],
+    sinks: torch.Tensor | None,
+    *,
+    contract: str,
+) -> Evidence:
+    """Compare out [>= tokens, Hq, E] with the oracle over these requests' queries, keys and values, all on the CPU.
+
+    The budget is twice the error of an honest kernel of this precision.
+    """
+    args = (spec, queries, key, value, seq_lens, sinks)
+    truth = torch.cat(oracle.attention(*args))
+    narrow = able.quantises_queries and spec.cache_dtype.itemsize == 1
+    operands = spec.cache_dtype if narrow else spec.dtype
+    honest = torch.cat(oracle.attention(*args, dtype=spec.dtype, operands=operands))
+    budget = 2 * oracle.relative_error(honest, truth) + _ROUNDING
+    error = oracle.relative_error(out[: truth.shape[0]], truth)
+    expect(
+        error <= budget,
+        contract=contract,
+        expected=f"attention over the logical prefix of {list(seq_lens)} tokens within {budget:.2e}",
+        got=f"relative error {error:.2e} on [{spec.describe()}]",
+    )
+    return {"error": error, "budget": budget, "error_over_budget": error / budget}
 
 
 def advance(world: World, buffers: BatchBuffers, batch: Batch, builder: Any, metadata: Any) -> None:

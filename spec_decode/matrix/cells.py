@@ -14,7 +14,7 @@ class Word(str, Enum):
     """The one word of a cell."""
 
     VERIFIED = "verified"
-    """Claimed, and every check that covers it passed."""
+    """Claimed, and every check of its contract that covers it passed."""
     CLAIMED = "claimed"
     """Claimed, and no check that covers it ran."""
     REFUSED = "refused"
@@ -43,8 +43,9 @@ class Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one run saw of one column.
 
-    run: index into the matrix's runs. passed of total: checks that ran and are no refusals; both are None where none
-    is. refused: cases that were not claimed. worst: the largest error as a multiple of its budget.
+    run: index into the matrix's runs. passed of total: checks that ran and are neither refusals nor failed previews;
+    both are None where none is. refused: cases that were not claimed. worst: the largest error as a multiple of its
+    budget.
     """
 
     run: int
@@ -115,7 +116,7 @@ def evidence_of(results: Sequence[Result], claim: Claim | None = None, run: int 
         run=run,
         word=word,
         passed=outcomes.count(Outcome.PASS),
-        total=len(outcomes) - refused,
+        total=len(outcomes) - refused - outcomes.count(Outcome.PREVIEW),
         refused=refused,
         # A NaN is worse than any number, and max() alone would lose it.
         worst=max(errors, key=lambda error: (error != error, error), default=None),
@@ -130,7 +131,7 @@ def _word(seen: set[Outcome], claim: Claim | None) -> Word:
     if Outcome.PASS in seen:
         if claim is not None and not claimed:
             return Word.UNCLAIMED
-        return Word.VERIFIED if seen <= {Outcome.PASS, Outcome.UNSUPPORTED} else Word.PARTIAL
+        return Word.VERIFIED if seen <= {Outcome.PASS, Outcome.UNSUPPORTED, Outcome.PREVIEW} else Word.PARTIAL
     if claimed:
         return Word.CLAIMED
     return Word.REFUSED if seen == {Outcome.UNSUPPORTED} else Word.UNKNOWN

@@ -15,21 +15,17 @@ from attn_backends import AttentionBackend, BackendError, registry
 from builders._triton import torch_implementations
 from builders.errors import require
 from spec_decode.conformance.check import Subject, Unsupported
-from spec_decode.conformance.scene import draft_model, draft_spec
 from spec_decode.drafter import VerifiedTokens
 from spec_decode.environment import environment
 from spec_decode.report import Outcome
 from spec_decode.soak import memory
-from spec_decode.soak.inputs import CHUNK, Inputs
+from spec_decode.soak.inputs import CHUNK
 from spec_decode.soak.result import Failure, Options, SoakReport, SoakResult
-from spec_decode.soak.schedule import Round, Schedule, Setting
-from spec_decode.soak.sides import Side, difference
+from spec_decode.soak.schedule import Round, Schedule
+from spec_decode.soak.sides import difference
+from spec_decode.soak.stage import MAX_SEQ_LEN, Stage
 from spec_decode.strategy import Strategy
 
-MAX_SEQ_LEN = {"cuda": 1024, "cpu": 128}
-"""Tokens of the longest request: several splits for every kernel; on the CPU, what an emulator does quickly."""
-_WINDOWS = 4
-"""Sliding windows in the longest request."""
 _COMPARE_EVERY = 100
 _WARM_UP = 500
 
@@ -106,33 +102,25 @@ class _Run:
         return self._memory_failure()
 
     def _set_up(self, subject: Subject) -> None:
-        options, device = self.options, self.device
-        longest = MAX_SEQ_LEN[device.type]
-        spec = draft_spec(subject, window=longest // _WINDOWS)
-        self.facts |= {"version": str(subject.backend.version), "spec": spec.describe(), "max_seq_len": longest}
-        model = draft_model(spec, device, max_seq_len=longest)
-        setting = Setting(
-            max_reqs=options.max_reqs,
-            steps=options.steps,
-            max_seq_len=longest,
-            page_size=spec.page_size,
-            window=spec.sliding_window,
-        )
-        self.tested = Side.make(subject, spec, model, setting, None)
-        self.eager = Side.make(subject, spec, model, setting, Strategy.EAGER)
+        options = self.options
+        stage = Stage.of(subject, max_reqs=options.max_reqs, steps=options.steps)
+        self.facts |= {
+            "version": str(subject.backend.version),
+            "spec": stage.spec.describe(),
+            "max_seq_len": stage.setting.max_seq_len,
+        }
+        self.tested, self.eager = stage.side(None), stage.side(Strategy.EAGER)
         self.tested.drafter.capture()
         self.warm_up = min(_WARM_UP, options.rounds // 2)
         self.facts |= {"strategy": self.tested.drafter.plan.strategy.value, "warm_up": self.warm_up}
         self.schedule = Schedule(
-            setting,
+            stage.setting,
             # Whatever a batch size makes its first user allocate or compile belongs to the warm-up, eager's too.
             first=self.tested.drafter.graphs.sizes,
             compare_every=min(_COMPARE_EVERY, max(1, options.rounds // 10)),
             seed=options.seed,
         )
-        self.inputs = Inputs(
-            model.config, spec.dtype, device, max_reqs=options.max_reqs, steps=options.steps, seed=options.seed
-        )
+        self.inputs = stage.inputs(options.seed)
 
     def _round(self, round_: Round, verified: VerifiedTokens) -> Failure | None:
         if round_.compared:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,8 @@ from spec_decode.models import DraftModel
 from spec_decode.soak.result import Failure
 from spec_decode.soak.schedule import Round, Setting
 from spec_decode.strategy import Strategy
+
+Propose = Callable[[VerifiedTokens], Drafts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +58,10 @@ class Side:
         for mine, its in zip(self.cache_bits(), other.cache_bits(), strict=True):
             mine.copy_(its)
 
-    def draft(self, round_: Round, verified: VerifiedTokens) -> Drafts:
-        """Run the round; its tables are loaded whether or not anybody came or went."""
+    def draft(self, round_: Round, verified: VerifiedTokens, propose: Propose | None = None) -> Drafts:
+        """Run the round; its tables are loaded whether or not anybody came or went. propose: None is the drafter's."""
         self.drafter.tables.load([[row.pages for row in round_.rows]], [row.limit for row in round_.rows])
-        return self.drafter.propose(verified)
+        return (propose or self.drafter.propose)(verified)
 
 
 def difference(round_: Round, tested: Side, drafts: Drafts, eager: Side, expected: Drafts) -> Failure | None:

@@ -64,6 +64,7 @@ def test_counts_name_every_outcome_in_order():
         "unsupported",
         "unavailable",
         "error",
+        "preview",
         "not_run",
     ]
     assert counts["pass"] == 2 and counts["error"] == 1 and sum(counts.values()) == 3

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attn_backends import AttentionBackend, Capabilities, Feature, KVCache, Sizes
-from attn_backends.base import check_forward_inputs
+from attn_backends import AttentionBackend, Capabilities, Feature, KVCache, Sizes, check_forward_inputs
 from builders import AttentionSpec
 from wrapped_engine import engine
 from wrapped_engine.builder import DriftingBuilder, WrappedBuilder, WrappedMetadata

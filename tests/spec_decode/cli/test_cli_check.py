@@ -25,6 +25,13 @@ def test_a_failure_is_printed_with_its_reason_and_repro(checks, outcome, run):
     assert f"{outcome}: graph.replay[decode]: [stale] seq_lens\n    attn-backends check it" in result.output
 
 
+def test_a_preview_is_printed_with_its_reason_and_fails_nobody(checks, run):
+    checks.outcomes = ["pass", "preview"]
+    result = run("check", "torch_reference", "--device", "cpu")
+    assert result.exit_code == 0
+    assert "preview: graph.replay[decode]: [stale] seq_lens" in result.output and "1 preview" in result.output
+
+
 def test_no_check_at_all_is_a_failure(checks, run):
     checks.outcomes = []
     assert run("check", "torch_reference", "--device", "cpu").exit_code == 1

@@ -27,6 +27,17 @@ def test_refused_cases_beside_passes_leave_it_verified():
     assert seen("pass", "unsupported").word is Word.VERIFIED
 
 
+def test_a_failed_preview_beside_passes_leaves_it_verified_with_a_note():
+    found = seen("pass", "preview", "unsupported")
+    assert (found.word, found.passed, found.total) == (Word.VERIFIED, 1, 1)
+    assert [note.outcome for note in found.notes] == ["preview"]
+
+
+@pytest.mark.parametrize(("claim", "word"), [(YES, Word.CLAIMED), (NO, Word.UNKNOWN), (None, Word.UNKNOWN)])
+def test_a_failed_preview_alone_proves_nothing(claim, word):
+    assert seen("preview", claim=claim).word is word
+
+
 @pytest.mark.parametrize("missing", ["xfail", "not_run", "unavailable"])
 def test_passes_with_something_missing_are_partial(missing):
     assert seen("pass", missing).word is Word.PARTIAL

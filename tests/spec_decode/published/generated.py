@@ -177,6 +177,8 @@ def make_eagle3(
     config = decoder_config(**changes)
     hidden, tensors = config["hidden_size"], Tensors(seed)
     tensors.matrix("fc", hidden, 3 * target_hidden)
+    if config.get("norm_before_fc") or config.get("eagle_config", {}).get("norm_before_fc"):
+        tensors.norm("input_norm", 3 * target_hidden)
     tensors.layer(first, config, inputs=2 * hidden, qkv_bias=qkv_bias)
     tensors.norm(f"{first}hidden_norm", hidden)
     for layer in range(1, config["num_hidden_layers"]):

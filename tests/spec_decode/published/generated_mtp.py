@@ -256,7 +256,9 @@ class Scene:
         generator = torch.Generator().manual_seed(1)
         width, features, contexts = K + 1, self.model.feature_size, list(self.CONTEXTS)
         self.committed = [random_text(generator, n, features) for n in contexts]
-        drafter.prefill(self.tables, contexts, *(torch.cat(part) for part in zip(*self.committed, strict=True)))
+        drafter.prefill(
+            self.tables, contexts, contexts, *(torch.cat(part) for part in zip(*self.committed, strict=True))
+        )
         found, self.rounds = [], []
         for round_ in range(2):
             verified = VerifiedTokens(

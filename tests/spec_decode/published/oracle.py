@@ -123,7 +123,8 @@ class Eagle3:
         self.first = "midlayer." if "midlayer.hidden_norm.weight" in tensors else "layers.0."
 
     def combine(self, features: torch.Tensor) -> torch.Tensor:
-        return self.decoder.linear("fc", features)
+        normed = "input_norm.weight" in self.decoder.tensors
+        return self.decoder.linear("fc", self.decoder.norm("input_norm", features) if normed else features)
 
     def states(self, ids: list[int], hidden: torch.Tensor) -> torch.Tensor:
         decoder, first = self.decoder, self.first

@@ -152,22 +152,54 @@ def test_layers_of_one_window_share_a_group(tmp_path):
     ]
 
 
-def test_feature_layers_are_those_of_eagle3s_training_unless_the_config_says_others(tmp_path):
-    def found(name, checkpoint, layers=36):
-        return feature_layers(checkpoint.write(tmp_path / name), layers)
-
-    assert found("eagle3", make_eagle3()) == (2, 18, 33)
-    assert found("flat", make_eagle3(eagle_aux_hidden_state_layer_ids=[1, 15, 28])) == (1, 15, 28)
-    nested = make_eagle3(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 15, 28]})
-    assert found("nested", nested) == (1, 15, 28)
-    assert found("eagle", make_eagle()) is None and found("causal", make_causal()) is None
+def layers_of(folder, layers=36, **fields):
+    return feature_layers(make_eagle3(**fields).write(folder), layers)
 
 
-@pytest.mark.parametrize("layers", [[1, 2], [1, 2, 36], [-1, 2, 3], [1, 2, "3"]])
+def test_without_a_list_the_feature_layers_are_those_of_eagle3s_training(tmp_path):
+    assert layers_of(tmp_path) == (2, 18, 33)
+
+
+def test_only_an_eagle3_has_feature_layers(tmp_path):
+    for name, checkpoint in {"eagle": make_eagle(), "causal": make_causal()}.items():
+        assert feature_layers(checkpoint.write(tmp_path / name), 36) is None
+
+
+@pytest.mark.parametrize(
+    ("listed", "num_layers", "states"),
+    [
+        ([1, 46, 90], 94, (2, 47, 91)),
+        ([1, 17, 32], 36, (2, 18, 33)),
+        ([1, 18, 35], 36, (2, 19, 36)),
+        ([2, 18, 33], 36, (2, 18, 33)),
+        ([24, 30, 36], 36, (24, 30, 36)),
+        ([0, 1, 2], 36, (0, 1, 2)),
+    ],
+)
+def test_a_list_that_begins_with_1_counts_outputs_and_any_other_the_layers_entered(
+    tmp_path, listed, num_layers, states
+):
+    assert layers_of(tmp_path, num_layers, eagle_aux_hidden_state_layer_ids=listed) == states
+
+
+def test_the_list_may_lie_in_nvidias_section(tmp_path):
+    assert layers_of(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}) == (2, 16, 29)
+
+
+@pytest.mark.parametrize("layers", [[1, 2], [1, 2, 36], [2, 3, 37], [-1, 2, 3], [2, 3, "4"], [True, 2, 3]])
 def test_feature_layers_that_the_target_does_not_have_are_refused(tmp_path, layers):
-    folder = make_eagle3(eagle_aux_hidden_state_layer_ids=layers).write(tmp_path)
     with pytest.raises(CheckpointError, match="must be 3 of the target's 36 layers"):
-        feature_layers(folder, 36)
+        layers_of(tmp_path, eagle_aux_hidden_state_layer_ids=layers)
+
+
+def test_a_norm_before_fc_that_has_no_weight_is_refused_by_its_name(tmp_path):
+    message = refusal(tmp_path, "eagle3", make_from(make_eagle3(), {"norm_before_fc": True}))
+    assert "input_norm.weight" in message
+
+
+def test_a_draft_that_feeds_normed_states_back_is_refused(tmp_path):
+    message = refusal(tmp_path, "eagle3", make_from(make_eagle3(), {"norm_output": True}))
+    assert f"norm_output in {tmp_path / 'config.json'} must be false" in message
 
 
 @pytest.mark.parametrize("kind", MAKERS)

@@ -54,6 +54,10 @@ CASES = {
     "eagle_multi_head_wide_heads": Case(make_eagle(num_key_value_heads=4, head_dim=16), oracle.Eagle),
     "eagle3": Case(make_eagle3(rope_scaling=LLAMA3), oracle.Eagle3, THREE_STATES),
     "eagle3_of_the_targets_vocabulary": Case(make_eagle3(draft_vocab=None), oracle.Eagle3, THREE_STATES),
+    "eagle3_with_a_norm_before_fc": Case(make_eagle3(norm_before_fc=True), oracle.Eagle3, THREE_STATES),
+    "eagle3_with_nvidias_norm_before_fc": Case(
+        make_eagle3(eagle_config={"norm_before_fc": True}), oracle.Eagle3, THREE_STATES
+    ),
     "eagle3_of_two_layers": Case(
         make_eagle3(num_hidden_layers=2, qkv_bias=True), oracle.Eagle3, THREE_STATES, windows=[None] * 2
     ),
@@ -139,7 +143,7 @@ class Scene:
     def drafts(self):
         tables = self.make_tables(len(self.groups))
         tables.load(self.pages, [MAX_SEQ_LEN] * len(CONTEXTS))
-        self.drafter.prefill(tables, CONTEXTS, torch.cat(self.prompts), torch.cat(self.features))
+        self.drafter.prefill(tables, CONTEXTS, CONTEXTS, torch.cat(self.prompts), torch.cat(self.features))
         return self.drafter.propose(self.verified)
 
     def inputs(self, request):

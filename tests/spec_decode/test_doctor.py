@@ -1,0 +1,105 @@
+"""What the doctor finds, and that nothing it looks at can end it."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends import registry
+from attn_backends.fa3_providers import PROVIDER_VARIABLE
+from spec_decode import doctor
+from spec_decode.doctor import Finding, State, examine
+from spec_decode.graphs.emulator import EmulatedRuntime
+
+CPU = torch.device("cpu")
+
+
+def findings(topic: str) -> dict[str, Finding]:
+    return {finding.subject: finding for finding in examine(CPU) if finding.topic == topic}
+
+
+def providers() -> dict[str, Finding]:
+    """Asked for alone: the registry would keep a backend that was loaded over a stand-in."""
+    return {finding.subject: finding for finding in doctor._fa3_providers()}
+
+
+def fa3_module(name: str) -> dict[str, ModuleType]:
+    """sgl_kernel.flash_attn with an entry of that name."""
+
+    def entry(
+        q: Any, cache_seqlens: Any, page_table: Any, cu_seqlens_q: Any, max_seqlen_q: Any, num_splits: Any
+    ) -> None:
+        raise NotImplementedError
+
+    package, module = ModuleType("sgl_kernel"), ModuleType("sgl_kernel.flash_attn")
+    setattr(module, name, entry)
+    return {"sgl_kernel": package, "sgl_kernel.flash_attn": module}
+
+
+def test_a_healthy_machine_has_nothing_failed() -> None:
+    assert [finding for finding in examine(CPU) if finding.state is State.FAILED] == []
+
+
+def test_a_capture_and_a_loop_are_tried_and_their_memory_told() -> None:
+    found = findings("graphs")
+    assert found.keys() == {"capture and replay", "device loop"}
+    assert all(f.state is State.FINE and "emulated on the CPU" in f.words and "MiB" in f.words for f in found.values())
+
+
+def test_a_loop_that_runs_another_number_of_times_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def once(self: EmulatedRuntime, body: Any, going: torch.Tensor, limit: int) -> Any:
+        return self.capture(body)
+
+    monkeypatch.setattr(EmulatedRuntime, "capture_loop", once)
+    found = findings("graphs")["device loop"]
+    assert found.state is State.FAILED and "it ended at 1" in found.words
+
+
+def test_a_capture_that_executes_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EmulatedRuntime, "capture", lambda self, fn: SimpleNamespace(replay=fn, run=fn()))
+    found = findings("graphs")["capture and replay"]
+    assert found.state is State.FAILED and "it left 1 in a cell that held 0" in found.words
+
+
+def test_what_stands_in_the_way_of_a_loop_is_told_and_no_loop_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "loop_obstacle", lambda device: "it needs the package cuda.bindings")
+    monkeypatch.setattr(EmulatedRuntime, "capture_loop", lambda *_: pytest.fail("a loop was captured"))
+    found = findings("graphs")["device loop"]
+    assert (found.state, found.words) == (State.ABSENT, "it needs the package cuda.bindings")
+
+
+def test_each_absent_provider_of_flash_attention_3_comes_with_what_brings_it() -> None:
+    found = providers()
+    assert found.keys() == {"upstream", "vllm", "sgl"}
+    assert {finding.state for finding in found.values()} == {State.ABSENT}
+    assert "attn-backends[flash-attn]" in found["vllm"].words and "sglang-kernel" in found["sgl"].words
+
+
+@pytest.mark.parametrize(("asked", "used"), [("", True), ("sgl", True), ("vllm", False)])
+def test_a_provider_that_is_here_says_whether_it_is_used(
+    monkeypatch: pytest.MonkeyPatch, asked: str, used: bool
+) -> None:
+    monkeypatch.setenv(PROVIDER_VARIABLE, asked)
+    for name, module in fa3_module("flash_attn_with_kvcache").items():
+        monkeypatch.setitem(sys.modules, name, module)
+    found = providers()["sgl"]
+    assert found.state is State.FINE and found.words.endswith(", in use") is used
+
+
+def test_a_provider_that_is_here_and_of_no_use_has_failed_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in fa3_module("another_entry").items():
+        monkeypatch.setitem(sys.modules, name, module)
+    found = providers()["sgl"]
+    assert found.state is State.FAILED and "it has no flash_attn_with_kvcache" in found.words
+
+
+def test_every_backend_is_told_with_what_it_serves_or_why_it_does_not() -> None:
+    found = findings("backends")
+    assert found.keys() == set(registry.names())
+    assert found["torch_reference"].state is State.FINE
+    assert "decode of a common 8B model" in found["torch_reference"].words
+    assert found["flash_attn3"].state is State.ABSENT

@@ -1,0 +1,130 @@
+"""A check that is newer than the contract a backend was built for is a preview: it breaks no plug-in that was whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from _pytest.outcomes import XFailed
+
+from attn_backends import AttentionBackend
+from attn_backends.torch_reference import TorchReference
+from builders import CONTRACT_VERSION
+from spec_decode.conformance import KnownFailure, check_backend, parametrize_with_checks
+from spec_decode.conformance import check as kit
+from spec_decode.report import Outcome, Report
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def new_checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A kit of version 1.1, with one check that fails, one that crashes and one that passes."""
+    monkeypatch.setattr(kit, "_definitions", [])
+
+    @kit.check("builder.fails", "a new rule", since=(1, 1))
+    def fails(subject: kit.Subject, case: None) -> None:
+        kit.expect(False, contract="a new rule", expected="that", got="this")
+
+    @kit.check("builder.crashes", "a new rule", since=(1, 1))
+    def crashes(subject: kit.Subject, case: None) -> None:
+        raise KeyError("gone")
+
+    @kit.check("builder.passes", "a new rule", since=(1, 1))
+    def passes(subject: kit.Subject, case: None) -> None: ...
+
+    yield
+
+
+class Before(TorchReference):
+    contract_version = (1, 0)
+
+
+class Since(TorchReference):
+    contract_version = (1, 1)
+
+
+def outcomes(report: Report) -> dict[str, Outcome]:
+    return {result.check: result.outcome for result in report.results}
+
+
+def pytest_face(backend: AttentionBackend, name: str) -> Callable[[], None]:
+    """What pytest runs for the check of that name."""
+    mark: Any = parametrize_with_checks(backend, device=CPU)
+    (run,) = (param.values[0] for param in mark.args[1] if name in param.id)
+    return run  # type: ignore[no-any-return]
+
+
+def test_an_older_backend_sees_previews_and_stays_ok() -> None:
+    report = check_backend(Before(), device=CPU)
+
+    assert report.ok
+    assert outcomes(report) == {
+        "builder.fails": Outcome.PREVIEW,
+        "builder.crashes": Outcome.PREVIEW,
+        "builder.passes": Outcome.PASS,
+    }
+    assert report.results[0].reason.startswith(
+        "new in contract 1.1, the backend was built for 1.0: contract: a new rule"
+    )
+
+
+def test_a_backend_of_that_version_fails() -> None:
+    report = check_backend(Since(), device=CPU)
+
+    assert not report.ok
+    assert outcomes(report) == {
+        "builder.fails": Outcome.FAIL,
+        "builder.crashes": Outcome.ERROR,
+        "builder.passes": Outcome.PASS,
+    }
+
+
+def test_previews_alone_prove_nothing() -> None:
+    assert not check_backend(Before(), device=CPU, checks=["builder.fails"]).ok
+
+
+def test_a_known_failure_wins_over_a_preview() -> None:
+    known = [KnownFailure(check="builder.*", reason="later", issue="#9")]
+
+    assert outcomes(check_backend(Before(), device=CPU, known_failures=known)) == {
+        "builder.fails": Outcome.XFAIL,
+        "builder.crashes": Outcome.XFAIL,
+        "builder.passes": Outcome.XPASS,
+    }
+
+
+def test_a_report_with_previews_is_read_as_it_was_written() -> None:
+    report = check_backend(Before(), device=CPU)
+
+    assert outcomes(Report.of(report.document(), "here")) == outcomes(report)
+
+
+@pytest.mark.parametrize("name", ["builder.fails", "builder.crashes"])
+def test_pytest_expects_a_preview_to_fail_and_says_why(name: str) -> None:
+    run = pytest_face(Before(), name)
+
+    with pytest.raises(XFailed, match=r"new in contract 1\.1, the backend was built for 1\.0"):
+        run()
+
+
+@pytest.mark.parametrize(("name", "error"), [("builder.fails", kit.CheckFailure), ("builder.crashes", KeyError)])
+def test_pytest_lets_a_failure_through_that_is_no_preview(name: str, error: type[Exception]) -> None:
+    run = pytest_face(Since(), name)
+
+    with pytest.raises(error):
+        run()
+
+
+def test_a_backend_that_does_not_state_its_contract_fails_the_check_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    silent = type("Silent", (AttentionBackend,), {k: v for k, v in vars(TorchReference).items() if k in _OF_A_BACKEND})
+    report = check_backend(silent(), device=CPU, checks=["contract.version_matches"])
+
+    assert [result.outcome for result in report.results] == [Outcome.FAIL]
+    assert f"contract_version = {CONTRACT_VERSION} in Silent" in report.results[0].reason
+
+
+_OF_A_BACKEND = ("name", "version", "builder", "capabilities", "forward")

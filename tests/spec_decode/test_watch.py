@@ -1,0 +1,217 @@
+"""The watch finds what goes wrong in a running drafter, and only that; it leaves no trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends import AttentionBackend, get
+from builders import AdvanceLevel, AdvanceSupport, AttentionSpec, BatchError, GraphSupport, ReferenceBuilder
+from spec_decode.conformance.check import Subject
+from spec_decode.conformance.world import bits
+from spec_decode.drafter import Drafter
+from spec_decode.graphs import CaptureError
+from spec_decode.soak.schedule import Round, Schedule
+from spec_decode.soak.sides import Side
+from spec_decode.soak.stage import Stage
+from spec_decode.soak.watched import watch_backend
+from spec_decode.strategy import Strategy
+from spec_decode.watch import MetadataDrift, MetadataWatch
+from tests.foreseen import Foreseen
+from tests.mutants import MUTANTS, Mutant, freeze, with_builder
+
+CPU = torch.device("cpu")
+ROUNDS = 8
+NOT_SHOWN = {
+    "reallocates_in_advance": "an advance runs while it is captured, never after: its new memory is the graph's own",
+    "builds_elsewhere": "a group that advances in place is built before the capture, never after",
+    "undeclared_step_field": "what a builder declares of its fields, no kernel reads",
+    "forgets_sinks": "the draft of a backend of keys and values has no sinks",
+    "accepts_everything": "what a backend accepts is asked before there is a drafter",
+}
+REFUSED = {"reads_the_host_in_advance": CaptureError, "bakes_max_seq_len": TypeError}
+"""By the drafter itself, when it captures."""
+SHOWN = [mutant for mutant in MUTANTS if mutant.name not in NOT_SHOWN | REFUSED]
+
+
+class Rebuilt(ReferenceBuilder):
+    @classmethod
+    def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
+        return AdvanceSupport(AdvanceLevel.REBUILD, "for the test")
+
+
+class Uncapturable(ReferenceBuilder):
+    graph_support = GraphSupport.NEVER
+
+
+def side_of(backend: AttentionBackend, strategy: Strategy | None = None) -> tuple[Side, list[tuple[Round, Any]]]:
+    """A drafter, and rounds with what each starts from."""
+    stage = Stage.of(Subject(backend, CPU), max_reqs=4, steps=3)
+    inputs = stage.inputs(0)
+    schedule = Schedule(stage.setting, first=(1, 2, 4), compare_every=100, seed=0)
+    rounds = [next(schedule) for _ in range(ROUNDS)]
+    inputs.load(rounds)
+    return stage.side(strategy), [(round_, inputs.of(place, len(round_.rows))) for place, round_ in enumerate(rounds)]
+
+
+def tensors_reached(root: object) -> dict[int, torch.Tensor]:
+    """Every tensor that an object of this project leads to."""
+    found: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            found[id(item)] = item
+        elif isinstance(item, dict):
+            waiting += item.values()
+        elif isinstance(item, list | tuple):
+            waiting += item
+        elif type(item).__module__.startswith(("builders", "spec_decode", "attn_backends")):
+            names = [slot for kind in type(item).__mro__ for slot in getattr(kind, "__slots__", ())]
+            waiting += [getattr(item, name) for name in names if hasattr(item, name)]
+            waiting += vars(item).values() if hasattr(item, "__dict__") else []
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One mutant keeps its first builder's buffer for all others: another test's would be of another size."""
+    mutant = next(mutant for mutant in MUTANTS if mutant.name == "builders_share_buffers")
+    monkeypatch.setattr(mutant.backend.builder, "_pool", None)
+
+
+@pytest.mark.parametrize("mutant", SHOWN, ids=lambda mutant: mutant.name)
+def test_a_mutant_in_a_running_drafter_is_caught(mutant: Mutant) -> None:
+    with pytest.raises(MetadataDrift):
+        watch_backend(mutant.backend, CPU, rounds=ROUNDS)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_mutant_that_cannot_be_captured_is_refused_by_the_drafter(name: str) -> None:
+    (mutant,) = (mutant for mutant in MUTANTS if mutant.name == name)
+    with pytest.raises(REFUSED[name]):
+        watch_backend(mutant.backend, CPU, rounds=1)
+
+
+@pytest.mark.parametrize("name", NOT_SHOWN)
+def test_a_mutant_that_no_running_drafter_shows_drafts_what_the_reference_does(name: str) -> None:
+    (mutant,) = (mutant for mutant in MUTANTS if mutant.name == name)
+    tokens = []
+    for backend in (mutant.backend, get("torch_reference")):
+        side, rounds = side_of(backend)
+        tokens.append([side.draft(*round_).tokens.clone() for round_ in rounds])
+    assert all(torch.equal(a, b) for a, b in zip(*tokens, strict=True))
+
+
+def test_every_mutant_is_accounted_for() -> None:
+    assert {*NOT_SHOWN, *REFUSED} < {mutant.name for mutant in MUTANTS} and not NOT_SHOWN.keys() & REFUSED.keys()
+
+
+@pytest.mark.parametrize("strategy", [strategy for strategy in Strategy if strategy is not Strategy.PIECEWISE])
+def test_a_right_backend_never_drifts_whichever_the_strategy(strategy: Strategy) -> None:
+    watched = watch_backend(get("torch_reference"), CPU, rounds=ROUNDS, strategy=strategy)
+    assert watched.strategy == strategy.value and watched.looks == ROUNDS and watched.leaves > 0
+
+
+@pytest.mark.parametrize("name", ["triton_paged", "triton_mla", "sparse_swa_mla"])
+def test_the_backends_of_the_project_never_drift(name: str) -> None:
+    assert watch_backend(get(name), CPU, rounds=ROUNDS).looks == ROUNDS
+
+
+@pytest.mark.parametrize(
+    ("backend", "strategy"),
+    [(Foreseen(), "full_loop"), (with_builder(Rebuilt), "per_step"), (with_builder(Uncapturable), "piecewise")],
+)
+def test_a_group_that_does_not_advance_in_place_is_watched_too(backend: AttentionBackend, strategy: str) -> None:
+    watched = watch_backend(backend, CPU, rounds=ROUNDS)
+    assert (watched.strategy, watched.looks) == (strategy, ROUNDS)
+
+
+def test_a_kernel_that_is_wrong_is_caught_though_its_group_does_not_advance_in_place() -> None:
+    (mutant,) = (mutant for mutant in MUTANTS if mutant.name == "gqa_interleaved")
+    wrong = type("Wrong", (type(mutant.backend),), {"builder": Rebuilt})()
+    with pytest.raises(MetadataDrift, match="attention over the present caches"):
+        watch_backend(wrong, CPU, rounds=ROUNDS)
+
+
+@pytest.mark.parametrize(
+    ("backend", "field"),
+    [("torch_reference", "kv_end"), ("triton_paged", "seq_lens"), ("sparse_swa_mla", "slot_mapping")],
+)
+def test_the_field_that_is_not_refreshed_is_named_with_where_and_what(backend: str, field: str) -> None:
+    with pytest.raises(MetadataDrift, match=rf"field {field} .*expected: {field}\[.*got: ") as drift:
+        watch_backend(freeze(backend, field), CPU, rounds=ROUNDS)
+    assert (drift.value.round, drift.value.step, drift.value.group) == (1, 0, "draft")
+
+
+def test_a_later_step_that_drifts_is_named_by_its_step() -> None:
+    side, rounds = side_of(get("torch_reference"))
+    watch = MetadataWatch(side.drafter)
+    side.draft(*rounds[0], watch.propose)
+    _, last = side.drafter.in_use().values()
+    last.metadata[0].kv_end.add_(1)
+    with pytest.raises(MetadataDrift, match="field kv_end") as drift:
+        watch.look()
+    assert drift.value.step == 2
+
+
+def test_metadata_that_moved_since_the_first_look_is_named() -> None:
+    side, rounds = side_of(get("torch_reference"))
+    watch = MetadataWatch(side.drafter)
+    side.draft(*rounds[0], watch.propose)
+    metadata = side.drafter.in_use()[0].metadata[0]
+    object.__setattr__(metadata, "kv_end", metadata.kv_end.clone())
+    with pytest.raises(MetadataDrift, match="stays at its addresses: field kv_end"):
+        watch.look()
+
+
+def test_a_look_changes_nothing() -> None:
+    side, rounds = side_of(get("torch_reference"))
+    watch = MetadataWatch(side.drafter)
+    for round_ in rounds:
+        side.draft(*round_)
+        before = {key: tensor.clone() for key, tensor in tensors_reached(side.drafter).items()}
+        state = torch.random.get_rng_state()
+        watch.look()
+        after = tensors_reached(side.drafter)
+        assert before.keys() == after.keys() and len(before) > 40
+        # As bits: what graphs hold between replays may be NaN.
+        assert all(torch.equal(bits(after[key]), bits(tensor)) for key, tensor in before.items())
+        assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_watched_rounds_draft_the_same_tokens() -> None:
+    plain, rounds = side_of(get("torch_reference"))
+    seen, _ = side_of(get("torch_reference"))
+    watch = MetadataWatch(seen.drafter)
+    for round_ in rounds:
+        expected = plain.draft(*round_).tokens.clone()
+        assert torch.equal(seen.draft(*round_, watch.propose).tokens, expected)
+
+
+def test_only_every_nth_round_is_looked_at_and_its_time_is_measured() -> None:
+    side, rounds = side_of(get("torch_reference"))
+    watch = MetadataWatch(side.drafter, every=3)
+    for round_ in rounds:
+        side.draft(*round_, watch.propose)
+    assert (watch.rounds, watch.looks) == (ROUNDS, ROUNDS // 3)
+    assert watch.milliseconds > 0
+
+
+def test_a_round_of_one_token_has_only_step_0_to_look_at() -> None:
+    side, rounds = side_of(get("torch_reference"), Strategy.DEVICE_LOOP)
+    watch = MetadataWatch(side.drafter)
+    side.draft(*rounds[0], lambda verified: watch.propose(verified, 1))
+    assert [*side.drafter.in_use()] == [0] and watch.looks == 1
+
+
+def test_a_watch_of_no_round_is_refused() -> None:
+    drafter: Drafter = side_of(get("torch_reference"))[0].drafter
+    with pytest.raises(BatchError, match="looks at every N-th round, N from 1 on, got 0"):
+        MetadataWatch(drafter, every=0)
