@@ -1,0 +1,334 @@
+"""Hold a crowded engine to each request alone: python scripts/engine_run.py --requests 5000 --json FILE.
+
+The shipped pair, its requests joining at random and of every kind (greedy and sampled, top-k and top-p, stop tokens),
+some cancelled between steps or by a callback, over a page pool so small that texts grow into preemption; half of them
+under each verifier. A sample is then decoded one by one, and each text must be the same: of a cancelled request, as far
+as it went. In float32 where the backend has it, else in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from attn_backends import AttentionBackend, NoBackend, registry
+from scripts.provenance import provenance
+from spec_decode.commands.drafting import BytesPair, load_bytes_pair
+from spec_decode.engine import Engine, Finish, Generation, Handle, Request
+from spec_decode.models import SHIPPED_PAIR
+from spec_decode.strategy import GraphMode, Strategy
+from spec_decode.text import corpus
+
+SCHEMA = "attn-engine-run/1"
+VERIFIERS = ("rejection", "block")
+DRAFT_TOKENS, MAX_REQS = 4, 32
+PROMPT, NEW = (4, 60), (4, 40)
+POOL = 512
+"""Tokens that all pages hold: a third of what full rows need, so that growing texts run out of them."""
+ARRIVALS = (0, 0, 1, 2, 4, 16)
+STOPS = b"aeinost \n."
+CANCELS_A_STEP, CANCELS_A_TOKEN = 0.05, 0.001
+NOISE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""What roundings may move a logit by, in shares of the row's largest magnitude."""
+TRIES = 32
+RULE = (
+    "A kernel's sums depend on the padded batch, so a text may leave its own at a decision that roundings tip. A "
+    f"difference is excused only if, in one of {TRIES} more runs of the request alone, in which the logits of target "
+    "and draft are shaken around that token by at most `noise` times their largest magnitude, the text leaves at that "
+    "very token with the token that the crowd's text has. The same for greedy and sampled texts."
+)
+STOPPED = -1
+"""Stands for the stop token that ended a text."""
+
+
+@dataclass
+class Crowd:
+    """What became of the requests under one verifier."""
+
+    verification: str
+    handles: list[Handle]
+    strategy: Strategy | None
+    seconds: float
+    pages_lost: int
+    counts: dict[str, Any]
+
+
+@dataclass
+class Sample:
+    """How the texts of some requests compare with what each says alone."""
+
+    greedy: int = 0
+    sampled: int = 0
+    cancelled: int = 0
+    equal: int = 0
+    excused: list[dict[str, Any]] = field(default_factory=list)
+    wrong: list[dict[str, Any]] = field(default_factory=list)
+
+
+def make_requests(count: int, rng: random.Random) -> list[Request]:
+    """Stretches of held-out text to continue, of every kind of sampling, each fourth with stop tokens. Prompts are more
+    often short and texts more often long: what grows most runs out of pages."""
+    text = "\n".join(corpus().held_out).encode()
+
+    def prompt() -> bytes:
+        start = rng.randrange(len(text) - PROMPT[1])
+        return text[start : start + PROMPT[0] + int((PROMPT[1] - PROMPT[0]) * rng.random() ** 3)]
+
+    return [
+        Request(
+            prompt=list(prompt()),
+            max_new_tokens=NEW[1] - int((NEW[1] - NEW[0]) * rng.random() ** 2),
+            temperature=rng.choice((0.0, 1.0)),
+            top_k=rng.choice((0, 0, 3, 20)),
+            top_p=rng.choice((1.0, 1.0, 0.7, 0.95)),
+            seed=rng.getrandbits(62),
+            stop_ids=frozenset(rng.sample(STOPS, 2)) if index % 4 == 0 else frozenset(),
+        )
+        for index in range(count)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What every engine of a run has in common."""
+
+    backend: AttentionBackend
+    dtype: torch.dtype
+    device: torch.device
+    page_size: int
+
+    @property
+    def pages(self) -> int:
+        return POOL // self.page_size
+
+    def load_pair(self) -> BytesPair:
+        """The shipped pair, loaded anew."""
+        return load_bytes_pair(SHIPPED_PAIR, self.dtype, self.device)
+
+    def make_engine(self, pair: BytesPair, verification: str, **options: Any) -> Engine:
+        """An engine for such requests."""
+        return Engine(
+            pair.target,
+            pair.draft,
+            self.backend,
+            num_speculative_tokens=DRAFT_TOKENS,
+            max_seq_len=PROMPT[1] + NEW[1],
+            page_size=self.page_size,
+            verification=verification,
+            **options,
+        )
+
+
+def run_crowd(
+    setting: Setting, pair: BytesPair, verification: str, requests: Sequence[Request], rng: random.Random
+) -> Crowd:
+    """Serve the requests, which join at random, until nothing is left."""
+    options = {"max_reqs": MAX_REQS, "num_pages": setting.pages, "max_prefill_tokens": 256}
+    engine = setting.make_engine(pair, verification, **options)
+    engine.capture()
+    handles: list[Handle] = []
+    cancels: Counter[str] = Counter()
+
+    def cancel_one(where: str) -> None:
+        live = [handle for handle in handles[-2 * MAX_REQS :] if not handle.done]
+        if live:
+            engine.cancel(rng.choice(live))
+            cancels[where] += 1
+
+    def on_token(_: int) -> None:
+        if rng.random() < CANCELS_A_TOKEN:
+            cancel_one("by a callback")
+
+    start, joins, busy = time.perf_counter(), 0, True
+    while busy or len(handles) < len(requests):
+        arriving = requests[len(handles) : len(handles) + rng.choice(ARRIVALS)]
+        joins += bool(arriving)
+        handles += [engine.submit(request, on_token=on_token) for request in arriving]
+        if rng.random() < CANCELS_A_STEP:
+            cancel_one("between steps")
+        busy = engine.step()
+    seconds, stats = time.perf_counter() - start, engine.stats
+    counts = {
+        "requests": len(handles),
+        "finished": dict(Counter(h.generation.finish.value if h.generation.finish else "never" for h in handles)),
+        "cancelled": dict(cancels),
+        "preemptions": stats.preemptions,
+        "rounds": stats.rounds,
+        "steps_with_joins": joins,
+        "joins_a_round": round(len(handles) / stats.rounds, 2),
+        "rows_a_round": round(stats.drafted_for / stats.rounds, 2),
+        "new_tokens": stats.new_tokens,
+        "prefill_tokens": stats.prefill_tokens,
+        "prompt_tokens": sum(len(request.prompt) for request in requests),
+        "mean_accepted": round(stats.mean_accepted, 3),
+    }
+    strategy = engine.plan.strategy if engine.plan else None
+    return Crowd(verification, handles, strategy, round(seconds, 2), setting.pages - engine.free_pages, counts)
+
+
+def said_by(generation: Generation) -> list[int]:
+    """The text, and STOPPED behind one that a stop token ended."""
+    return generation.token_ids + [STOPPED] * (generation.finish is Finish.STOP)
+
+
+class Shaken:
+    """An engine for one request at a time, which shakes the logits of its pair around one token of the text."""
+
+    def __init__(self, setting: Setting, verification: str) -> None:
+        pair = setting.load_pair()
+        self._noise, self._on = NOISE[setting.dtype], False
+        for model in (pair.target, pair.draft):
+            model.logits = self._shaking(model.logits)  # type: ignore[method-assign, assignment]
+        # Whether to shake, the host decides token by token, which no graph would see.
+        self._engine = setting.make_engine(pair, verification, max_reqs=1, graph_mode=GraphMode.NONE)
+
+    def leads_to(self, request: Request, said: Sequence[int], at: int) -> bool:
+        """Whether a shaken text is `said` up to and with token `at`, in any of the tries."""
+        reach = 2 * (1 + DRAFT_TOKENS)  # the host hears of up to 1 + K tokens at once, and a round late
+        heard = 0
+
+        def on_token(_: int, __: int) -> None:
+            nonlocal heard
+            heard += 1
+            self._on = heard + reach >= at
+
+        for _ in range(TRIES):
+            heard, self._on = 0, at <= reach
+            if said_by(self._engine.generate([request], on_token=on_token)[0])[: at + 1] == said[: at + 1]:
+                return True
+        return False
+
+    def _shaking(self, exact: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        def logits(hidden: torch.Tensor) -> torch.Tensor:
+            out = exact(hidden)
+            if not self._on:
+                return out
+            return out + self._noise * out.abs().amax(-1, keepdim=True) * (2 * torch.rand_like(out) - 1)
+
+        return logits
+
+
+def compare(crowd: Crowd, handles: Sequence[Handle], alone: Engine, shaken: Shaken) -> Sample:
+    """Each of these requests' texts beside what `alone` says; differences are judged by RULE."""
+    sample = Sample()
+    for handle in handles:
+        request, generation = handle.request, handle.generation
+        sample.sampled += request.temperature > 0
+        sample.greedy += request.temperature == 0
+        sample.cancelled += generation.finish is Finish.CANCELLED
+        said, own = said_by(generation), said_by(alone.generate([request])[0])
+        if (own[: len(said)] if generation.finish is Finish.CANCELLED else own) == said:
+            sample.equal += 1
+            continue
+        pairs = enumerate(zip(said, own, strict=False))
+        at = next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(said), len(own)))
+        excused = at < len(said) and shaken.leads_to(request, said, at)
+        row = {"request": crowd.handles.index(handle), "temperature": request.temperature, "token": at}
+        (sample.excused if excused else sample.wrong).append({**row, "said": said, "alone": own})
+    return sample
+
+
+def problems_of(crowd: Crowd, sample: Sample) -> list[str]:
+    """Why the run is no proof, or proves the opposite."""
+    finished = crowd.counts["finished"]
+    found = {
+        f"{len(sample.wrong)} texts differ from those said alone": sample.wrong,
+        f"{crowd.pages_lost} pages did not come back": crowd.pages_lost,
+        f"{finished.get('never', 0)} requests never ended": "never" in finished,
+        "nobody was preempted": not crowd.counts["preemptions"],
+        "nobody was cancelled": "cancelled" not in finished,
+        "no stop token was met": "stop" not in finished,
+        "none of the sample was decoded to its end": sample.cancelled == sample.greedy + sample.sampled,
+    }
+    return [words for words, problem in found.items() if problem]
+
+
+def run(setting: Setting, requests: int, sampled: int, rng: random.Random) -> list[dict[str, Any]]:
+    """An equal part of the requests under each verifier, and the comparison of a sample of them."""
+    pair, rows = setting.load_pair(), []
+    for verification in VERIFIERS:
+        crowd = run_crowd(setting, pair, verification, make_requests(requests // len(VERIFIERS), rng), rng)
+        alone = setting.make_engine(pair, verification, max_reqs=1, strategy=crowd.strategy)
+        handles = rng.sample(crowd.handles, min(len(crowd.handles), sampled // len(VERIFIERS)))
+        shaken, start = Shaken(setting, verification), time.perf_counter()
+        sample = compare(crowd, handles, alone, shaken)
+        row = {
+            "verification": verification,
+            "strategy": crowd.strategy.value if crowd.strategy else None,
+            "seconds": crowd.seconds,
+            **crowd.counts,
+            "pages_lost": crowd.pages_lost,
+            "sample": {**asdict(sample), "seconds": round(time.perf_counter() - start, 2)},
+            "problems": problems_of(crowd, sample),
+        }
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def dtype_for(name: str, page_size: int, device: torch.device) -> torch.dtype:
+    """float32 where the backend serves the pair in it, else bfloat16. Raises NoBackend where it serves neither."""
+    reasons: list[str] = []
+    for dtype in NOISE:
+        pair = load_bytes_pair(SHIPPED_PAIR, dtype, torch.device("cpu"))
+        groups = [*pair.target.layer_groups(page_size), *pair.draft.layer_groups(page_size)]
+        verdicts = [registry.explain(name, group.spec, device) for group in groups]
+        if all(verdicts):
+            return dtype
+        reasons += [f"{dtype}: {reason}" for verdict in verdicts for reason in getattr(verdict, "reasons", ())]
+    raise NoBackend(
+        f"the run needs a backend that serves the shipped pair on {device.type}, {name} refuses: "
+        f"{'; '.join(dict.fromkeys(reasons))}. Nothing was run; choose another backend."
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run, write the report, and fail if a text differs, a page is lost or something did not happen at all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--sample", type=int, default=400, help="how many of them are decoded one by one")
+    parser.add_argument("--backend", default="triton_paged")
+    parser.add_argument("--page-size", type=int, default=1, help="the larger, the fewer preemptions")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
+    parser.add_argument("--json", type=Path, required=True)
+    flags = parser.parse_args(argv)
+    setting = Setting(
+        registry.get(flags.backend),
+        dtype_for(flags.backend, flags.page_size, flags.device),
+        flags.device,
+        flags.page_size,
+    )
+    rows = run(setting, flags.requests, flags.sample, random.Random(flags.seed))
+    report = {
+        **provenance(SCHEMA, flags.device),
+        "backend": flags.backend,
+        "backend_version": setting.backend.version,
+        "dtype": str(setting.dtype).removeprefix("torch."),
+        "max_reqs": MAX_REQS,
+        "pages": setting.pages,
+        "page_size": setting.page_size,
+        "draft_tokens": DRAFT_TOKENS,
+        "rule": RULE,
+        "noise": NOISE[setting.dtype],
+        "rows": rows,
+    }
+    flags.json.write_text(json.dumps(report, indent=1) + "\n")
+    if any(row["problems"] for row in rows):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
