@@ -16,7 +16,7 @@ import torch
 from attn_backends.ops.latent_attention_kernels import latent_attention_kernel
 from attn_backends.ops.paged_attention_kernels import merge_kernel
 from builders._ops import define_op
-from builders._triton import triton
+from builders._triton import dependent_launch, triton
 from builders.errors import require
 
 _DIMS = frozenset({16, 32, 64, 128, 256, 512})
@@ -181,6 +181,7 @@ def _launch(
             BLOCK_S=triton.next_power_of_2(num_splits),
             SINKS=False,
             num_warps=_merge_warps(num_splits, value_dim),
+            **dependent_launch(query.device),
         )
     return out.to(query.dtype)
 

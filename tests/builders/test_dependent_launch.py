@@ -74,19 +74,21 @@ def definitions():
                     yield node
 
 
-def launched():
-    """Names of the kernels launched with the options."""
+def launches():
+    """Every launch of a kernel: its file, its name, and whether it passes the options."""
     for path in SOURCES:
         for call in ast.walk(ast.parse(path.read_text())):
-            if isinstance(call, ast.Call) and any(
-                keyword.arg is None and ast.unparse(keyword.value).startswith("dependent_launch(")
-                for keyword in call.keywords
-            ):
-                yield ast.unparse(call.func).split("[")[0]
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript):
+                unpacked = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg is None]
+                yield path.name, ast.unparse(call.func.value), any(o.startswith("dependent_launch(") for o in unpacked)
 
 
 def test_every_kernel_of_a_draft_step_is_launched_so_and_no_other_kernel_asks_for_it():
-    assert set(launched()) == KERNELS == {node.name for node in definitions()}
+    assert {name for _, name, so in launches() if so} == KERNELS == {node.name for node in definitions()}
+
+
+def test_no_launch_of_such_a_kernel_leaves_the_options_out():
+    assert not [(file, name) for file, name, so in launches() if name in KERNELS and not so]
 
 
 @pytest.mark.parametrize("kernel", list(definitions()), ids=lambda node: node.name)
