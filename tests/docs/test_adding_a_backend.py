@@ -83,6 +83,7 @@ def test_the_page_links_to_its_own_headings() -> None:
     assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) <= headings
 
 
+@pytest.mark.slow
 def test_the_page_can_be_walked(stranger: tuple[Stranger, Path]) -> None:
     """In order, from an empty folder: about half a minute, most of it for starting Python."""
     for command in commands():

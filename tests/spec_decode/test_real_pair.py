@@ -27,9 +27,9 @@ def pair(draft: str = "draft") -> tuple[LlamaTarget, EagleDraft]:
     return load_pair(SHIPPED_PAIR, draft=draft)
 
 
-def requests(**changes: object) -> list[Request]:
-    prompts = held_out_prompts(PROMPTS, 96)
-    return [Request(prompt=encode(text), max_new_tokens=NEW_TOKENS, **changes) for text in prompts]  # type: ignore[arg-type]
+def requests(prompts: int = PROMPTS, **changes: object) -> list[Request]:
+    texts = held_out_prompts(prompts, 96)
+    return [Request(prompt=encode(text), max_new_tokens=NEW_TOKENS, **changes) for text in texts]  # type: ignore[arg-type]
 
 
 def run(
@@ -118,7 +118,10 @@ def test_draft_is_accepted_well_above_chance_on_held_out_text(draft: str, backen
 @pytest.mark.parametrize(("draft", "backend"), [("draft", "triton_paged"), ("latent_draft", "sparse_swa_mla")])
 def test_hot_text_is_the_same_in_every_strategy(draft: str, backend: str) -> None:
     texts = [
-        [generation.token_ids for generation in run(backend, 4, strategy, draft, temperature=1.0, seed=11)[1]]
+        [
+            generation.token_ids
+            for generation in run(backend, 4, strategy, draft, prompts=15, temperature=1.0, seed=11)[1]
+        ]
         for strategy in STRATEGIES
     ]
 
