@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -355,15 +356,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, required=True)
     flags = parser.parse_args(argv)
     transformers.logging.set_verbosity_error()
-    rows = []
-    for kind in flags.models:
-        for dtype in (torch.bfloat16, torch.float32):
-            for row in rows_of(kind, dtype, flags.device, flags.backends):
-                rows.append(row)
-                print(*row.values(), flush=True)
-    versions = {"transformers": transformers.__version__}
-    report = {**provenance(SCHEMA, flags.device), **versions, "rows": rows}
-    flags.json.write_text(json.dumps(report, indent=1) + "\n")
+    head = {**provenance(SCHEMA, flags.device), "transformers": transformers.__version__}
+    rows: list[dict[str, Any]] = []
+    for kind, dtype in product(flags.models, (torch.bfloat16, torch.float32)):
+        for row in rows_of(kind, dtype, flags.device, flags.backends):
+            rows.append(row)
+            print(*row.values(), flush=True)
+        # As it stands, for a run that is cut off: it says then that it was.
+        finished = (kind, dtype) == (flags.models[-1], torch.float32)
+        flags.json.write_text(json.dumps({**head, "finished": finished, "rows": rows}, indent=1) + "\n")
     if not all(row["ok"] for row in rows) or all("refused" in row for row in rows):
         raise SystemExit(1)
 
