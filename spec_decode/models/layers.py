@@ -76,23 +76,21 @@ class ResidualLayer(nn.Module, ABC):
         self, x: torch.Tensor, delta: torch.Tensor | None, positions: torch.Tensor, rotary: Rotary, attend: Attend
     ) -> ResidualStream:
         """x and the delta yet to be added to it, [T, H], at positions int64 [T]; the same pair behind the layer."""
-        run = self._folded if is_skinny(x, self.gate_up.weight) else self._by_parts
-        return run(x, delta, positions, rotary, attend)
+        if is_skinny(x, self.gate_up.weight):
+            x, delta = self.folded_attention(x, delta, positions, rotary, attend)
+        else:
+            x, normed = self.attn_norm(x, delta)
+            delta = self.attention(normed, positions, rotary, attend)
+        return self.feed_forward(x, delta)
 
-    def _by_parts(
-        self, x: torch.Tensor, delta: torch.Tensor | None, positions: torch.Tensor, rotary: Rotary, attend: Attend
-    ) -> ResidualStream:
-        x, normed = self.attn_norm(x, delta)
-        x, normed = self.mlp_norm(x, self.attention(normed, positions, rotary, attend))
-        return x, self.down(swiglu(self.gate_up(normed)))
-
-    def _folded(
-        self, x: torch.Tensor, delta: torch.Tensor | None, positions: torch.Tensor, rotary: Rotary, attend: Attend
-    ) -> ResidualStream:
-        x, delta = self.folded_attention(x, delta, positions, rotary, attend)
+    def feed_forward(self, x: torch.Tensor, delta: torch.Tensor | None) -> ResidualStream:
+        """The second half of `forward`, behind attention: the same pair as there."""
         norm = self.mlp_norm
-        x, activated = norm_linear(x, delta, norm.weight, norm.eps, self.gate_up.weight, gated=True)
-        return skinny_linear(activated, self.down.weight, residual=x), None
+        if is_skinny(x, self.gate_up.weight):
+            x, activated = norm_linear(x, delta, norm.weight, norm.eps, self.gate_up.weight, gated=True)
+            return skinny_linear(activated, self.down.weight, residual=x), None
+        x, normed = norm(x, delta)
+        return x, self.down(swiglu(self.gate_up(normed)))
 
     def folded_attention(
         self, x: torch.Tensor, delta: torch.Tensor | None, positions: torch.Tensor, rotary: Rotary, attend: Attend

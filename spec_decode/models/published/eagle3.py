@@ -25,8 +25,7 @@ from spec_decode.models.published.parameters import fill, layer_parameters, pref
 from spec_decode.models.published.scoped_weights import ScopedWeights
 from spec_decode.models.published.store import TensorStore
 from spec_decode.models.published.token_map import read_token_map
-from spec_decode.ops.skinny_linear import is_skinny, norm_linear, skinny_linear
-from spec_decode.ops.swiglu import swiglu
+from spec_decode.ops.skinny_linear import is_skinny, norm_linear
 
 FEATURE_LAYERS = 3
 """How many of the target's layers a draft reads."""
@@ -48,13 +47,13 @@ class FirstLayer(PublishedLayer):
         """embedded and hidden [T, H]; the residual and the delta yet to be added to it."""
         normed = self.hidden_norm(hidden)[1]
         joined = torch.cat([self.attn_norm(embedded)[1], normed], -1)
-        x, norm = normed if self.normed_residual else hidden, self.mlp_norm
+        x = normed if self.normed_residual else hidden
+        delta: torch.Tensor | None
         if is_skinny(x, self.gate_up.weight):
             x, delta = self.folded_attention_over(joined, x, positions, rotary, attend)
-            x, activated = norm_linear(x, delta, norm.weight, norm.eps, self.gate_up.weight, gated=True)
-            return skinny_linear(activated, self.down.weight, residual=x), None
-        x, normed = norm(x, self.attention(joined, positions, rotary, attend))
-        return x, self.down(swiglu(self.gate_up(normed)))
+        else:
+            delta = self.attention(joined, positions, rotary, attend)
+        return self.feed_forward(x, delta)
 
 
 class Eagle3(FeatureDraft):

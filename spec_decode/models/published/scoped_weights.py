@@ -8,12 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from spec_decode.models.checkpoint import CheckpointError
 from spec_decode.models.layers import RMSNorm
 from spec_decode.models.published.store import TensorStore
-
-_COMPUTED = (".rotary_emb.inv_freq",)
-"""Tensors that some writers store although config.json determines them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +45,7 @@ class ScopedWeights:
 
     def refuse_unused(self) -> None:
         """Raise CheckpointError for tensors under the prefix that no module took; others belong to the target."""
-        extra = [name for name in self.store.unused() if name.startswith(self.prefix) and not name.endswith(_COMPUTED)]
-        if extra:
-            raise CheckpointError(
-                f"{self.store.folder} holds {len(extra)} tensors under {self.prefix} that this draft has no place for: "
-                f"{', '.join(extra[:8])}{', ...' if len(extra) > 8 else ''}; without them it would compute something "
-                "else, so nothing was loaded. Check that config.json describes these weights."
-            )
+        self.store.refuse_unused(under=self.prefix)
 
 
 def frozen(tensor: torch.Tensor) -> nn.Parameter:

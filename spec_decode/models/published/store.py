@@ -84,13 +84,14 @@ class TensorStore:
         """The tensors that nobody took, sorted."""
         return sorted(self._files.keys() - self._taken)
 
-    def refuse_unused(self, ignorable: Iterable[str] = ()) -> None:
-        """Raise CheckpointError for tensors that nobody took, but for ignorable names, and for the rotary tables that
-        old checkpoints keep in every layer."""
-        extra = [name for name in self.unused() if not name.endswith("rotary_emb.inv_freq")]
+    def refuse_unused(self, ignorable: Iterable[str] = (), *, under: str = "") -> None:
+        """Raise CheckpointError for tensors under a prefix that nobody took, but for ignorable names, and for the
+        rotary tables that old checkpoints keep in every layer."""
+        extra = [name for name in self.unused() if name.startswith(under) and not name.endswith("rotary_emb.inv_freq")]
         if extra := sorted({*extra} - {*ignorable}):
             raise CheckpointError(
-                f"{self.folder} holds {len(extra)} tensors that this model has no place for: {', '.join(extra[:8])}"
+                f"{self.folder} holds {len(extra)} tensors{f' under {under}' if under else ''} that this model has no "
+                f"place for: {', '.join(extra[:8])}"
                 f"{', ...' if len(extra) > 8 else ''}; without them it would compute something else, so nothing was "
                 "loaded. Check that config.json describes these weights."
             )
