@@ -13,7 +13,7 @@ from builders import AttentionBatch, BatchBuffers, CaptureConstants, HostLengths
 from spec_decode.graphs import CallOutside
 from spec_decode.kv_groups import KVGroup, attend_with
 from spec_decode.models.base import Attend
-from spec_decode.ops.rotate import Rotation, rotate_both
+from spec_decode.ops.rotate import Rotation
 
 
 class Phase:
@@ -121,7 +121,8 @@ def attend_in_pieces(
     """The attention of a step that is captured in pieces: that of the groups `outside` is called between them.
 
     Such a call takes the metadata of this capture, which the graph advances, but for groups that are `rebuilt` between
-    replays: theirs is the phase's as it stands by then.
+    replays: theirs is the phase's as it stands by then. Rotation and store belong to the call, so that the same kernels
+    do them in every strategy: another one may round a bfloat16 key the other way.
     """
     captured = list(phase.metadata)
     inside = attend_with(groups, captured)
@@ -139,11 +140,10 @@ def attend_in_pieces(
     ) -> torch.Tensor:
         if layer not in layers:
             return inside(layer, query, key, value, norm=norm, sinks=sinks, rotation=rotation)
-        query, key = rotate_both(query, key, rotation)
 
         def eagerly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             now = [phase.metadata[i] if i in rebuilt else metadata for i, metadata in enumerate(captured)]
-            return attend_with(groups, now)(layer, query, key, value, norm=norm, sinks=sinks)
+            return attend_with(groups, now)(layer, query, key, value, norm=norm, sinks=sinks, rotation=rotation)
 
         return call_outside(eagerly, query, key, value)
 
