@@ -2,58 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from builders import (
-    CaptureConstants,
-    GraphSupport,
-    RequestTables,
-    advance_shared_state,
-    begin_decode,
-    begin_extend,
-)
-from builders.errors import require, require_tensor
-from spec_decode.graphs import CallOutside, Capturable, GraphKey, GraphManager, loop_obstacle
+from builders import RequestTables, advance_shared_state
+from builders.errors import require
+from spec_decode.captures import EXTEND, LOOP, STEP, DraftCaptures
+from spec_decode.graphs import loop_obstacle
 from spec_decode.kv_groups import KVGroup, attend_with, build_ragged
 from spec_decode.models import DraftModel
-from spec_decode.models.base import Attend
-from spec_decode.ops.keep_last import keep_last
-from spec_decode.ops.sample_draft import StopRule, sample_draft
-from spec_decode.ops.shift_tokens import shift_tokens
-from spec_decode.phase import Phase, attend_in_pieces
+from spec_decode.phase import Phase
+from spec_decode.steps import DraftSteps, VerifiedTokens
 from spec_decode.strategy import DraftPlan, GraphMode, Strategy, choose
 
-EXTEND, LOOP, STEP = "extend", "loop", "step"
-"""Kinds of graphs: step 0 (query length 1 + K), all later steps at once, one later step (query length 1)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VerifiedTokens:
-    """What a round starts from, for n live requests in the order of the tables; all on the drafter's device.
-
-    token_ids      int64 [n, 1 + K]      the tokens the target just ran over
-    features       [n, 1 + K, F]         what the draft reads of the target there
-    context_lens   int32 [n]             draft KV tokens committed before them: the position of the first
-    accepted       int32 [n]             how many of the K draft tokens were kept, 0 to K
-    next_tokens    int64 [n]             the target's own token behind the last kept one
-    temperature    fp32 [n]              0 is greedy
-    seeds          int64 [n]
-    draft_lens     int32 [n]             draft tokens wanted of each, 0 to K; None: K of each. With 0 a request takes
-                                         part in step 0 alone, so that its verified tokens reach the draft's KV cache
-    """
-
-    token_ids: torch.Tensor
-    features: torch.Tensor
-    context_lens: torch.Tensor
-    accepted: torch.Tensor
-    next_tokens: torch.Tensor
-    temperature: torch.Tensor
-    seeds: torch.Tensor
-    draft_lens: torch.Tensor | None = None
+__all__ = ["Drafter", "Drafts", "InUse", "VerifiedTokens", "default_capture_sizes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,70 +85,46 @@ class Drafter:
         self.groups = tuple(groups)
         self.tables = tables
         self.num_speculative_tokens = num_speculative_tokens
-        self._query_len = num_speculative_tokens + 1
-        self._allocate(groups[0].spec.dtype, min_confidence)
-        self._extend = Phase(groups, tables, query_len=self._query_len, horizon=0)
-        self._decode = Phase(
-            groups, tables, query_len=1, horizon=num_speculative_tokens - 1, planned=self.plan.planned_groups
+        self._steps = DraftSteps(
+            model,
+            groups,
+            tables,
+            num_speculative_tokens=num_speculative_tokens,
+            planned=self.plan.planned_groups,
+            min_confidence=min_confidence,
         )
-        self.graphs = GraphManager(device, sizes, memory_limit=graph_memory_limit)
-        widest = min(group.backend.builder.graph_support for group in groups)
-        capturable = self.plan.strategy is not Strategy.EAGER and widest >= GraphSupport.UNIFORM_BATCH
-        self._extend_in_graph = extend_in_graph and capturable
-        self._host_built = {*self.plan.weak_groups, *self.plan.planned_groups}
-        self._strong_groups = [i for i in range(len(groups)) if i not in self._host_built]
-        self._built_per_round = [i for i in self._strong_groups if self.plan.groups[i].build_per_round]
-        rebuilt = sorted({*self._host_built, *self._built_per_round})
-        self._captured: dict[tuple[int, int], list[Any]] = {}
-        self._rebuilt_at_step_0 = rebuilt if self._extend_in_graph else list(range(len(groups)))
-
-    def _allocate(self, hidden_dtype: torch.dtype, min_confidence: float) -> None:
-        reqs, steps, model = self.tables.max_reqs, self.num_speculative_tokens, self.model
-
-        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=self.tables.device)
-
-        self._stop = StopRule.allocate(reqs, steps, self.tables.device, min_confidence=min_confidence)
+        self._captures = DraftCaptures(
+            self._steps, self.plan, sizes, memory_limit=graph_memory_limit, extend_in_graph=extend_in_graph
+        )
+        self.inputs = self._steps.inputs
+        self.graphs = self._captures.graphs
+        by_the_host = {*self.plan.weak_groups, *self.plan.planned_groups}
+        each_round = {index for index, group in enumerate(self.plan.groups) if group.build_per_round}
+        self._built_per_round = sorted(each_round - by_the_host)
+        self._rebuilt = sorted(each_round | by_the_host)
+        self._rebuilt_at_step_0 = self._rebuilt if self._captures.holds_extend else list(range(len(groups)))
         # What the device was last told: tokens a round, and whether the requests' own lengths may differ from K.
-        self._asked = (steps, False)
-        self.inputs = VerifiedTokens(
-            token_ids=zeros(reqs, self._query_len, dtype=torch.int64),
-            features=zeros(reqs, self._query_len, model.feature_size, dtype=hidden_dtype),
-            context_lens=zeros(reqs, dtype=torch.int32),
-            accepted=zeros(reqs, dtype=torch.int32),
-            next_tokens=zeros(reqs, dtype=torch.int64),
-            temperature=zeros(reqs, dtype=torch.float32),
-            seeds=zeros(reqs, dtype=torch.int64),
-            draft_lens=self._stop.draft_lens,
-        )
-        self._ids = zeros(reqs, dtype=torch.int64)
-        self._hidden = zeros(reqs, model.hidden_size, dtype=hidden_dtype)
-        self._draft_tokens = zeros(reqs, steps, dtype=torch.int64)
-        self._draft_logits = zeros(reqs, steps, model.vocab_size, dtype=torch.float32)
-        if model.token_map is not None:
-            # The columns of tokens that the draft does not have are never written again.
-            self._draft_logits.fill_(float("-inf"))
+        self._asked = (num_speculative_tokens, False)
 
     @property
     def drafts(self) -> Drafts:
         """What the last round proposed, in the drafter's own buffers of all rows and K columns."""
-        return Drafts(self._draft_tokens, self._draft_logits)
+        return Drafts(self._steps.draft_tokens, self._steps.draft_logits)
 
     def in_use(self) -> dict[int, InUse]:
         """What step 0 and the last step of the last round read, by the step; the tables must be as they were.
 
         Waits for the device. A round of one token has no step but 0.
         """
-        found = {0: self._in_use(self._extend, self._extend.metadata, self._rebuilt_at_step_0)}
-        if step := int(self._decode.batch.step):
-            every = range(len(self.groups))
-            built = every if self.plan.strategy is Strategy.EAGER else {*self._host_built, *self._built_per_round}
-            found[step] = self._in_use(self._decode, self._decode.at_step(step), built)
+        extend, decode = self._steps.extend, self._steps.decode
+        found = {0: self._in_use(extend, extend.metadata, self._rebuilt_at_step_0)}
+        if step := int(decode.batch.step):
+            found[step] = self._in_use(decode, decode.at_step(step), self._rebuilt)
         return found
 
     def _in_use(self, phase: Phase, built: Sequence[Any], by_the_host: Collection[int]) -> InUse:
         size = self._padded(self.tables.num_live)
-        captured = self._captured.get((phase.query_len, size), built)
+        captured = self._captures.metadata(phase, size) or built
         metadata = (built[i] if i in by_the_host else captured[i] for i in range(len(self.groups)))
         return InUse(phase, size, tuple(metadata))
 
@@ -213,7 +154,7 @@ class Drafter:
         )
         size = self._padded(live)
         if verified is not None:
-            self._take(verified, live)
+            self._steps.take(verified, live)
         self._ask(wanted, verified)
         if self.plan.strategy is not Strategy.EAGER and not self.graphs.complete:
             self.capture()
@@ -221,25 +162,58 @@ class Drafter:
         self.run_extend(size)
         if wanted > 1:
             self.run_steps(size, wanted)
-        return Drafts(self._draft_tokens[:live, :wanted], self._draft_logits[:live, :wanted])
+        steps = self._steps
+        return Drafts(steps.draft_tokens[:live, :wanted], steps.draft_logits[:live, :wanted])
+
+    def run_extend(self, size: int) -> None:
+        """Run step 0 of `size` padded rows over the round's inputs."""
+        steps = self._steps
+        if self._rebuilt_at_step_0:
+            steps.begin_extend(size)
+            steps.extend.rebuild(size, self._rebuilt_at_step_0)
+        if self._captures.holds_extend:
+            self._captures.replay(EXTEND, size)
+        else:
+            steps.extend_forward(size)
 
     def run_steps(self, size: int, num_tokens: int | None = None) -> None:
         """Run steps 1..num_tokens-1 (None: K-1) of `size` padded rows from the state that step 0 left."""
-        steps = (num_tokens or self.num_speculative_tokens) - 1
+        count = (num_tokens or self.num_speculative_tokens) - 1
         if self.plan.strategy in (Strategy.DEVICE_LOOP, Strategy.FULL_LOOP):
             self._loop(size)
         elif self.plan.strategy in (Strategy.PER_STEP, Strategy.PIECEWISE):
-            self._step_by_step(size, steps)
+            self._step_by_step(size, count)
         else:
-            self._eagerly(size, steps)
+            self._eagerly(size, count)
+
+    def _loop(self, size: int) -> None:
+        decode = self._steps.decode
+        decode.rebuild(size, self._built_per_round)
+        decode.plan_ahead(size)
+        self._captures.replay(LOOP, size)
+
+    def _step_by_step(self, size: int, count: int) -> None:
+        decode = self._steps.decode
+        decode.rebuild(size, self._built_per_round)
+        for _ in range(count):
+            advance_shared_state(decode.batch, size)
+            decode.rebuild(size, self.plan.weak_groups)
+            self._captures.replay(STEP, size)
+
+    def _eagerly(self, size: int, count: int) -> None:
+        decode = self._steps.decode
+        for _ in range(count):
+            advance_shared_state(decode.batch, size)
+            decode.rebuild(size, range(len(self.groups)))
+            self._steps.step_in_place(size, attend_with(self.groups, decode.metadata))
 
     def _ask(self, num_tokens: int, verified: VerifiedTokens | None) -> None:
         """Tell the device how many tokens the round wants, where the last one wanted another number."""
         asked, each_its_own = self._asked
         if asked != num_tokens:
-            self._stop.num_tokens.fill_(num_tokens)
+            self._steps.stop.num_tokens.fill_(num_tokens)
         if verified is not None and verified.draft_lens is None and each_its_own:
-            self._stop.draft_lens.fill_(self.num_speculative_tokens)
+            self._steps.stop.draft_lens.fill_(self.num_speculative_tokens)
         self._asked = (num_tokens, verified is None or verified.draft_lens is not None)
 
     def _padded(self, live: int) -> int:
@@ -264,177 +238,15 @@ class Drafter:
         model's first_position is 1), features [T, F] the target's at the token before.
         """
         batch, metadata = build_ragged(self.groups, tables, query_lens, seq_lens)
-        attend = attend_with(self.groups, metadata)
-        self.model.forward(token_ids, self.model.combine(features.to(self._hidden.dtype)), batch.positions, attend)
-
-    def _take(self, verified: VerifiedTokens, live: int) -> None:
-        """Check every tensor, then copy them all."""
-        given = [name for name in VerifiedTokens.__slots__ if getattr(verified, name) is not None]
-        for name in given:
-            found, buffer = getattr(verified, name), getattr(self.inputs, name)
-            shape = (live, *buffer.shape[1:])
-            # Compared here first: composing the message's parts for eight tensors would cost 10 us a round.
-            if found.shape != shape or found.dtype != buffer.dtype or found.device != buffer.device:
-                require_tensor(name, found, shape=shape, dtype=buffer.dtype, device=self.tables.device)
-
-        buffers = [getattr(self.inputs, name)[:live] for name in given]
-        torch._foreach_copy_(buffers, [getattr(verified, name) for name in given], non_blocking=True)
-
-    def run_extend(self, size: int) -> None:
-        """Run step 0 of `size` padded rows over the round's inputs."""
-        if self._rebuilt_at_step_0:
-            self._begin_extend(size)
-            self._extend.rebuild(size, self._rebuilt_at_step_0)
-        if self._extend_in_graph:
-            self.graphs.replay(GraphKey(EXTEND, size), self._needed(size, self._query_len))
-        else:
-            self._extend_forward(size)
-
-    def _loop(self, size: int) -> None:
-        self._decode.rebuild(size, self._built_per_round)
-        self._decode.plan_ahead(size)
-        self.graphs.replay(GraphKey(LOOP, size), self._needed(size, 1))
-
-    def _step_by_step(self, size: int, steps: int) -> None:
-        self._decode.rebuild(size, self._built_per_round)
-        for _ in range(steps):
-            advance_shared_state(self._decode.batch, size)
-            self._decode.rebuild(size, self.plan.weak_groups)
-            self.graphs.replay(GraphKey(STEP, size), self._needed(size, 1))
-
-    def _eagerly(self, size: int, steps: int) -> None:
-        for _ in range(steps):
-            advance_shared_state(self._decode.batch, size)
-            self._decode.rebuild(size, range(len(self.groups)))
-            attend = attend_with(self.groups, self._decode.metadata)
-            self._hidden[:size].copy_(self._step_forward(size, self._hidden[:size], attend))
-
-    def _needed(self, size: int, query_len: int) -> CaptureConstants:
-        return CaptureConstants(max_reqs=size, max_query_len=query_len, max_seq_len=self.tables.longest)
-
-    def _begin_extend(self, size: int) -> None:
-        begin_extend(self._extend.batch, self.inputs.context_lens, size, self._query_len)
-
-    def _extend_forward(self, size: int) -> None:
-        """Step 0: the draft's tokens are the target's, shifted by one, with the next token behind the last kept."""
-        inputs, tokens = self.inputs, size * self._query_len
-        hidden = self.model.forward(
-            shift_tokens(inputs.token_ids[:size], inputs.next_tokens, inputs.accepted),
-            self.model.combine(inputs.features[:size].flatten(0, 1)),
-            self._extend.batch.positions[:tokens],
-            attend_with(self.groups, self._extend.metadata),
-        )
-        begin_decode(self._decode.batch, self._extend.batch.seq_lens, inputs.accepted, size, self._query_len)
-        keep_last(hidden, inputs.accepted, self._query_len, self._hidden[:size])
-        self._sample(size, self._hidden[:size])
-
-    def _step_forward(self, size: int, hidden: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """A single-token step from the last one's hidden states; returns its own."""
-        hidden = self.model.forward(self._ids[:size], hidden, self._decode.batch.positions[:size], attend)
-        self._sample(size, hidden)
-        return hidden
-
-    def _sample(self, size: int, hidden: torch.Tensor) -> None:
-        batch = self._decode.batch
-        sample_draft(
-            self.model.logits(hidden),
-            temperature=self.inputs.temperature,
-            seeds=self.inputs.seeds,
-            positions=batch.positions,
-            seq_lens=batch.seq_lens,
-            step=batch.step,
-            draft_tokens=self._draft_tokens,
-            draft_logits=self._draft_logits,
-            next_ids=self._ids,
-            stop=self._stop,
-            token_map=self.model.token_map,
-        )
+        hidden = self.model.combine(features.to(self.inputs.features.dtype))
+        self.model.forward(token_ids, hidden, batch.positions, attend_with(self.groups, metadata))
 
     def capture(self, *, progress: bool = False) -> None:
         """Capture the graphs that the plan needs, on padding rows alone: nothing of a live request is touched.
 
         Graphs that are there are kept. Raises CaptureError where the largest batch's do not fit into their memory.
         """
-        if self.plan.strategy is Strategy.EAGER:
-            return
-        limits = self.tables.token_limits.clone()
-        self.tables.token_limits.zero_()
-        try:
-            self.graphs.capture(self._factories(), progress=progress)
-        finally:
-            self.tables.token_limits.copy_(limits)
-
-    def _factories(self) -> dict[str, Callable[[int], Capturable]]:
-        factories: dict[str, Callable[[int], Capturable]] = {}
-        if self._extend_in_graph:
-            factories[EXTEND] = self._capturable_extend
-        if self.num_speculative_tokens > 1:
-            kind, factory = {
-                Strategy.DEVICE_LOOP: (LOOP, self._capturable_device_loop),
-                Strategy.FULL_LOOP: (LOOP, self._capturable_full_loop),
-                Strategy.PER_STEP: (STEP, self._capturable_step),
-                Strategy.PIECEWISE: (STEP, self._capturable_pieces),
-            }[self.plan.strategy]
-            factories[kind] = factory
-        return factories
-
-    def _prepare(self, phase: Phase, size: int) -> CaptureConstants:
-        """Metadata over padding rows; the constants that a capture with it bakes in."""
-        phase.batch.clear()
-        phase.rebuild(size, range(len(self.groups)))
-        phase.plan_ahead(size)
-        # A later build for another size replaces the phase's own; a graph goes on with what it was captured with.
-        self._captured[phase.query_len, size] = list(phase.metadata)
-        return phase.constants()
-
-    def _capturable_extend(self, size: int) -> Capturable:
-        def run() -> None:
-            self._begin_extend(size)
-            self._extend.advance(self._strong_groups)
-            self._extend_forward(size)
-
-        return Capturable(run, self._prepare(self._extend, size))
-
-    def _capturable_full_loop(self, size: int) -> Capturable:
-        def run() -> None:
-            hidden = self._hidden[:size]
-            for step in range(1, self.num_speculative_tokens):
-                advance_shared_state(self._decode.batch, size)
-                self._decode.advance(self._strong_groups)
-                hidden = self._step_forward(size, hidden, attend_with(self.groups, self._decode.at_step(step)))
-
-        return Capturable(run, self._prepare(self._decode, size))
-
-    def _capturable_device_loop(self, size: int) -> Capturable:
-        def body() -> None:
-            advance_shared_state(self._decode.batch, size)
-            self._captured_step(size, attend_with(self.groups, self._decode.metadata))
-
-        return Capturable(
-            body,
-            self._prepare(self._decode, size),
-            lambda runtime, body: runtime.capture_loop(body, self._stop.going, self.num_speculative_tokens - 1),
-        )
-
-    def _capturable_step(self, size: int) -> Capturable:
-        constants = self._prepare(self._decode, size)
-        return Capturable(lambda: self._captured_step(size, attend_with(self.groups, self._decode.metadata)), constants)
-
-    def _capturable_pieces(self, size: int) -> Capturable:
-        def run(call_outside: CallOutside) -> None:
-            plan = self.plan
-            attend = attend_in_pieces(self.groups, self._decode, plan.outside_groups, plan.weak_groups, call_outside)
-            self._captured_step(size, attend)
-
-        return Capturable(
-            lambda: run(lambda fn, /, *inputs: fn(*inputs)),
-            self._prepare(self._decode, size),
-            lambda runtime, _: runtime.capture_pieces(run),
-        )
-
-    def _captured_step(self, size: int, attend: Attend) -> None:
-        self._decode.advance(self._strong_groups)
-        self._hidden[:size].copy_(self._step_forward(size, self._hidden[:size], attend))
+        self._captures.capture(progress=progress)
 
 
 def default_capture_sizes(max_reqs: int) -> list[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,9 +21,11 @@ from builders import RequestTables
 from builders.errors import require
 from spec_decode.drafter import Drafter
 from spec_decode.environment import Environment, environment
+from spec_decode.files import write_whole
 from spec_decode.graphs import loop_obstacle
 from spec_decode.kv_groups import KVGroup
 from spec_decode.models import DraftModel
+from spec_decode.report import json_bytes
 from spec_decode.strategy import GraphMode, Strategy, StrategyError, choose
 
 SCHEMA = "attn-strategy/1"
@@ -69,12 +72,20 @@ class StrategyCache:
         return found if found.schema == SCHEMA and found.shape == shape else None
 
     def put(self, measurement: Measurement) -> None:
-        """Keep it, in the place of an earlier one; another process sees the old file or the new, never a part."""
-        path = self._path(measurement.shape)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(measurement), indent=2) + b"\n")
-        os.replace(temporary, path)
+        """Keep it, in the place of an earlier one; another process sees the old file or the new, never a part.
+
+        Where the folder cannot be written it is not kept, with a RuntimeWarning: it is right all the same.
+        """
+        try:
+            write_whole(self._path(measurement.shape), json_bytes(measurement))
+        except OSError as error:
+            warnings.warn(
+                f"a measured strategy is kept in a folder that can be written, {self.folder} is not: {error}; "
+                f"{measurement.strategy.value} is used all the same, and the next start measures again, which takes "
+                "seconds. Make the folder writable, name another in ATTN_BACKENDS_CACHE, or name a strategy.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _path(self, shape: dict[str, str]) -> Path:
         key = hashlib.sha256(msgspec.json.encode(shape, order="sorted")).hexdigest()[:24]

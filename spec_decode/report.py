@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from spec_decode.environment import Environment, environment
+from spec_decode.files import write_whole
 from spec_decode.report_v1 import SCHEMA_1, from_version_1
 
 __all__ = [
@@ -163,14 +164,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON, making the folder; an interrupt leaves the old file or the new, never a part."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            temporary.write_bytes(self.to_json())
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(Path(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:

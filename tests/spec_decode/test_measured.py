@@ -1,3 +1,6 @@
+import errno
+import os
+
 import msgspec
 import pytest
 import torch
@@ -122,6 +125,26 @@ def test_a_pool_without_room_for_a_round_is_refused(tmp_path):
 def test_wall_time_is_measured_where_no_clock_is_given(world):
     found = world.measure()
     assert set(found.wall_us) == {"full_loop", "device_loop", "per_step"} and min(found.wall_us.values()) > 0
+
+
+def test_a_folder_that_cannot_be_written_is_warned_of_and_the_measurement_is_used(tmp_path):
+    (tmp_path / "file").touch()
+    world = World(tmp_path / "file" / "strategies")
+    with pytest.warns(RuntimeWarning, match=r"file/strategies is not.*device_loop is used.*ATTN_BACKENDS_CACHE"):
+        found = world.measure(times(device=50.0))
+    assert found.strategy is Strategy.DEVICE_LOOP and world.tables.num_live == 0
+
+
+def test_a_measurement_that_could_not_be_kept_leaves_the_earlier_one_and_no_part(world, monkeypatch):
+    earlier = world.measure(times(device=50.0))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(RuntimeWarning, match="no space left"):
+        world.cache.put(msgspec.structs.replace(earlier, strategy=Strategy.PER_STEP))
+    assert world.cache.get(earlier.shape) == earlier and len(list(world.cache.folder.iterdir())) == 1
 
 
 @pytest.mark.parametrize(("variable", "tail"), [("ATTN_BACKENDS_CACHE", ""), ("XDG_CACHE_HOME", "attn-backends")])

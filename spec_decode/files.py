@@ -1,0 +1,20 @@
+"""Files that others may read while they are written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file, making its folder; whoever reads it, and an interrupt, finds the old file or the new, never a part.
+
+    Raises OSError where folder or file cannot be written; what was there is as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

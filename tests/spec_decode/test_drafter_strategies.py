@@ -1,0 +1,157 @@
+import pytest
+import torch
+
+from attn_backends import get
+from spec_decode.strategy import GraphMode, Strategy, StrategyError, Upkeep
+from tests.foreseen import ForeseenBuilder
+from tests.spec_decode.drafter_backends import (
+    Planned,
+    Strong,
+    StrongBuilder,
+    Uncapturable,
+    UncapturableWeak,
+    Weak,
+    WeakBuilder,
+)
+from tests.spec_decode.drafter_scene import (
+    CAPTURING,
+    CONTEXTS,
+    MAX_SEQ_LEN,
+    K,
+    Scene,
+    assert_same,
+    decode_only,
+    foreseen,
+    mixed,
+    piecewise,
+    strong,
+)
+
+
+def test_a_weak_group_is_rebuilt_and_the_strong_one_is_not():
+    plan = mixed().drafter.plan
+    assert plan.strategy is Strategy.PER_STEP
+    assert [(g.upkeep, g.waits) for g in plan.groups] == [(Upkeep.IN_GRAPH, False), (Upkeep.REBUILT, True)]
+
+
+def test_a_round_builds_the_weak_group_once_a_step_and_the_strong_one_never():
+    scene = mixed()
+    scene.drafter.capture()
+    StrongBuilder.builds.clear()
+    WeakBuilder.builds.clear()
+    scene.drafter.propose(scene.verified())
+    assert StrongBuilder.builds == []
+    assert WeakBuilder.builds == [K + 1] + [1] * (K - 1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_mixed_groups_draft_what_eager_drafts(temperature):
+    expected = mixed(strategy=Strategy.EAGER).rounds(temperature=temperature)
+    assert_same(mixed().rounds(temperature=temperature), expected)
+
+
+def test_a_forced_full_loop_with_a_weak_group_raises_with_its_reason():
+    with pytest.raises(StrategyError, match="its plan is made on the host"):
+        mixed(strategy=Strategy.FULL_LOOP)
+
+
+def test_a_group_that_the_host_can_foresee_leaves_the_full_loop_possible():
+    plan = foreseen().drafter.plan
+    assert plan.strategy is Strategy.FULL_LOOP
+    assert [(g.upkeep, g.waits) for g in plan.groups] == [(Upkeep.IN_GRAPH, False), (Upkeep.AHEAD, True)]
+
+
+def test_a_round_plans_every_later_step_of_such_a_group_before_the_loop():
+    scene = foreseen()
+    scene.drafter.capture()
+    StrongBuilder.builds.clear()
+    ForeseenBuilder.builds.clear()
+    verified = scene.verified()
+    scene.drafter.propose(verified)
+    start = [c + int(a) + 1 for c, a in zip(CONTEXTS, verified.accepted, strict=True)]
+    assert StrongBuilder.builds == []
+    assert ForeseenBuilder.builds == [(*(n + step for n in start), 0) for step in range(1, K)]
+
+
+def test_a_plan_ends_at_the_limit_of_its_request():
+    scene = foreseen(limits=(MAX_SEQ_LEN, 14, MAX_SEQ_LEN))
+    scene.drafter.capture()
+    ForeseenBuilder.builds.clear()
+    scene.drafter.propose(scene.verified())
+    assert max(lens[1] for lens in ForeseenBuilder.builds) <= 14
+
+
+@pytest.mark.parametrize("limits", [(MAX_SEQ_LEN,) * 3, (MAX_SEQ_LEN, 14, MAX_SEQ_LEN)], ids=["roomy", "limited"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_planned_groups_draft_what_eager_drafts(temperature, limits):
+    expected = foreseen(strategy=Strategy.EAGER, limits=limits).rounds(1, temperature=temperature)
+    found = foreseen(limits=limits).rounds(1, temperature=temperature)
+    for (tokens, logits), (wanted, wanted_logits) in zip(found, expected, strict=True):
+        assert tokens.tolist() == wanted.tolist()
+        assert torch.equal(logits[tokens >= 0], wanted_logits[tokens >= 0])
+
+
+def test_rounds_one_behind_the_other_are_each_planned_anew():
+    assert_same(foreseen().rounds(), foreseen(strategy=Strategy.EAGER).rounds())
+
+
+def test_two_strong_groups_run_the_full_loop():
+    assert strong().drafter.plan.strategy is Strategy.FULL_LOOP
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("strategy", CAPTURING)
+def test_strong_groups_draft_what_eager_drafts(strategy, temperature):
+    expected = strong(strategy=Strategy.EAGER).rounds(temperature=temperature)
+    assert_same(strong(strategy=strategy).rounds(temperature=temperature), expected)
+
+
+def test_a_group_captured_for_decode_alone_runs_step_0_eagerly_and_drafts_the_same():
+    scene = decode_only()
+    found = scene.rounds()
+    assert {report.key.kind for report in scene.drafter.graphs.reports} == {"loop"}
+    assert_same(found, strong(strategy=Strategy.EAGER).rounds())
+
+
+def test_turning_graphs_off_is_eager_and_captures_nothing():
+    scene = mixed(graph_mode=GraphMode.NONE)
+    scene.rounds(1)
+    assert scene.drafter.plan.strategy is Strategy.EAGER and scene.drafter.graphs.reports == []
+
+
+@pytest.mark.parametrize("steps", [2, 3, 4, 5])
+@pytest.mark.parametrize("mode", GraphMode)
+def test_every_graph_mode_drafts_what_eager_drafts(mode, steps):
+    expected = strong(steps=steps, strategy=Strategy.EAGER).rounds(2)
+    found = strong(steps=steps, graph_mode=mode, capture_sizes=[4])
+    assert_same(found.rounds(2), expected)
+    kinds = {report.key.kind for report in found.drafter.graphs.reports}
+    assert kinds == (set() if mode is GraphMode.NONE else {"extend", "loop"})
+
+
+@pytest.mark.parametrize("other", ["torch_reference", "weak"])
+def test_a_build_per_round_group_drafts_what_eager_drafts_when_rows_move(other):
+    def rounds(strategy):
+        scene = Scene([Planned(), Weak() if other == "weak" else get(other)], strategy=strategy)
+        first = scene.drafter.propose(scene.verified()).tokens.tolist()
+        scene.load([2, 1, 0])
+        verified = scene.verified(round_=1, rows=[2, 1, 0], contexts=[5, 12, 20])
+        return first, scene.drafter.propose(verified).tokens.tolist()
+
+    assert rounds(None) == rounds(Strategy.EAGER)
+
+
+def test_a_group_that_no_graph_holds_leaves_the_rest_of_the_step_in_one():
+    scene = piecewise()
+    scene.rounds(1)
+    assert scene.drafter.plan.strategy is Strategy.PIECEWISE
+    assert {report.key.kind for report in scene.drafter.graphs.reports} == {"step"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("backends", [(Strong, Uncapturable), (Weak, Uncapturable), (Strong, UncapturableWeak)])
+def test_a_step_in_pieces_drafts_what_eager_drafts(backends, temperature):
+    def rounds(strategy):
+        return Scene([make() for make in backends], strategy=strategy).rounds(temperature=temperature)
+
+    assert_same(rounds(None), rounds(Strategy.EAGER))
