@@ -128,15 +128,18 @@ class DraftSteps:
 
     def step_forward(self, size: int, hidden: torch.Tensor, attend: Attend) -> torch.Tensor:
         """A single-token step from the last one's hidden states; returns its own."""
-        hidden = self.model.forward(self._ids[:size], hidden, self.decode.batch.positions[:size], attend)
+        hidden = self._forward(size, hidden, attend)
         self._sample(size, hidden)
         return hidden
 
     def step_in_place(self, size: int, attend: Attend) -> None:
         """A single-token step that leaves its hidden states where the next one, the same work, finds them."""
-        self.hidden[:size].copy_(self.step_forward(size, self.hidden[:size], attend))
+        self._sample(size, self._forward(size, self.hidden[:size], attend), self.hidden)
 
-    def _sample(self, size: int, hidden: torch.Tensor) -> None:
+    def _forward(self, size: int, hidden: torch.Tensor, attend: Attend) -> torch.Tensor:
+        return self.model.forward(self._ids[:size], hidden, self.decode.batch.positions[:size], attend)
+
+    def _sample(self, size: int, hidden: torch.Tensor, next_hidden: torch.Tensor | None = None) -> None:
         batch = self.decode.batch
         sample_draft(
             self.model.logits(hidden),
@@ -150,4 +153,5 @@ class DraftSteps:
             next_ids=self._ids,
             stop=self.stop,
             token_map=self.model.token_map,
+            feed_back=None if next_hidden is None else (hidden, next_hidden),
         )

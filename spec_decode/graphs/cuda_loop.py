@@ -1,6 +1,6 @@
-"""A CUDA graph that runs its body while a device scalar is set: a WHILE node, made with NVIDIA's own bindings.
+"""A CUDA graph that repeats its body while a device scalar is set: a WHILE node, made with NVIDIA's own bindings.
 
-graph:  set the condition from the scalar -> WHILE node
+graph:  WHILE node, whose condition is set at every launch
 body:   the captured operations -> set the condition from the scalar
 
 https://docs.nvidia.com/cuda/cuda-c-programming-guide/#conditional-graph-nodes
@@ -60,7 +60,7 @@ def require_loops() -> None:
 
 
 class WhileGraph:
-    """A graph that runs its body while `going`, int32 [1], is not zero."""
+    """A graph that runs its body once, and again while that leaves `going`, int32 [1], not zero."""
 
     num_nodes: int | None = None
 
@@ -74,8 +74,8 @@ class WhileGraph:
             _done(runtime.cudaSetDevice(self._index))
             self._graph = _done(runtime.cudaGraphCreate(0))
             weakref.finalize(self, runtime.cudaGraphDestroy, self._graph).atexit = False
-            self._handle = _done(runtime.cudaGraphConditionalHandleCreate(self._graph, 0, _ASSIGN_DEFAULT))
-            inside = self._add_while(self._add_condition(self._graph))
+            self._handle = _done(runtime.cudaGraphConditionalHandleCreate(self._graph, 1, _ASSIGN_DEFAULT))
+            inside = self._add_while()
             child = _done(runtime.cudaGraphAddChildGraphNode(inside, None, 0, body.raw_cuda_graph()))
             self._add_condition(inside, child)
             self._instantiate()
@@ -97,7 +97,7 @@ class WhileGraph:
         self._launch = runtime.cudaGraphLaunch
         weakref.finalize(self, runtime.cudaGraphExecDestroy, self._executable).atexit = False
 
-    def _add_while(self, behind: Any) -> Any:
+    def _add_while(self) -> Any:
         """Add the WHILE node; returns the graph that is its body."""
         _, _, runtime = _bindings()
         params = runtime.cudaGraphNodeParams()
@@ -105,20 +105,18 @@ class WhileGraph:
         params.conditional.handle = self._handle
         params.conditional.type = runtime.cudaGraphConditionalNodeType.cudaGraphCondTypeWhile
         params.conditional.size = 1
-        _done(runtime.cudaGraphAddNode(self._graph, [behind], None, 1, params))
+        _done(runtime.cudaGraphAddNode(self._graph, None, None, 0, params))
         return params.conditional.phGraph_out[0]
 
-    def _add_condition(self, graph: Any, behind: Any = None) -> Any:
-        """Add the kernel that sets the condition, behind a node of the graph if one is given; returns its node."""
-        driver, _, runtime = _bindings()
+    def _add_condition(self, graph: Any, behind: Any) -> None:
+        """Add the kernel that sets the condition, behind a node of the graph."""
+        driver, _, _ = _bindings()
         params = driver.CUDA_KERNEL_NODE_PARAMS()
         params.func = _set_condition(self._index)
         params.gridDimX = params.gridDimY = params.gridDimZ = 1
         params.blockDimX = params.blockDimY = params.blockDimZ = 1
         params.kernelParams = self._condition_arguments()
-        nodes = [] if behind is None else [driver.CUgraphNode(int(behind))]
-        node = _done(driver.cuGraphAddKernelNode(driver.CUgraph(int(graph)), nodes, len(nodes), params))
-        return runtime.cudaGraphNode_t(int(node))
+        _done(driver.cuGraphAddKernelNode(driver.CUgraph(int(graph)), [driver.CUgraphNode(int(behind))], 1, params))
 
     def _condition_arguments(self) -> tuple[tuple[int, int], tuple[Any, Any]]:
         return (int(self._handle), self._going.data_ptr()), (ctypes.c_ulonglong, ctypes.c_void_p)

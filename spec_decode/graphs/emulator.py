@@ -73,7 +73,7 @@ class EmulatedGraph:
 
 
 class EmulatedLoop(EmulatedGraph):
-    """A recorded run, replayed while a device scalar is set."""
+    """A recorded run, replayed once and again while a device scalar is set."""
 
     def __init__(self, nodes: list[_Node], going: torch.Tensor, limit: int) -> None:
         super().__init__(nodes)
@@ -81,15 +81,14 @@ class EmulatedLoop(EmulatedGraph):
 
     def replay(self) -> None:
         for _ in range(self._limit):
+            super().replay()
             if not int(self._going):
                 return
-            super().replay()
-        if int(self._going):
-            raise CaptureError(
-                f"a captured loop must end within {self._limit} times round, this one still goes on: its body has not "
-                "set the scalar that keeps it going to 0. A device would never come back, so it was stopped here. "
-                "Correct the body."
-            )
+        raise CaptureError(
+            f"a captured loop must end within {self._limit} times round, this one still goes on: its body has not set "
+            "the scalar that keeps it going to 0. A device would never come back, so it was stopped here. Correct the "
+            "body."
+        )
 
 
 class EmulatedRuntime:

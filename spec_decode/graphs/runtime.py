@@ -41,7 +41,7 @@ class GraphRuntime(Protocol):
         ...
 
     def capture_loop(self, body: Callable[[], Any], going: torch.Tensor, limit: int) -> Graph:
-        """A graph that runs body's operations while going, int32 [1], is not zero, before the first time too.
+        """A graph that runs body's operations once, and again while they leave going, int32 [1], not zero.
 
         body writes `going`, and within `limit` times round it must become 0: the emulator raises where it does not.
         """

@@ -64,6 +64,7 @@ def sample_draft(
     next_ids: torch.Tensor,
     stop: StopRule | None = None,
     token_map: torch.Tensor | None = None,
+    feed_back: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Greedy where temperature is 0, else Gumbel-max sampling from softmax(logits / temperature); in place.
 
@@ -79,6 +80,8 @@ def sample_draft(
     vocabulary, [>= R, K, V_target]. Tokens filed and fed back are target ids; the columns of draft_logits that the map
     does not name are not written. Noise goes by target id, so that the draw is that of the whole vocabulary with
     -inf for the tokens which the draft lacks; of equal logits the first in the draft's order wins.
+    feed_back: the step's hidden states [R, H] and where the next step reads them, [>= R, H]: copied here, since a
+    kernel for that alone would cost a loop on the device 2 us at every step.
     """
     rows, vocab = logits.shape
     columns = draft_tokens.shape[1]
@@ -86,6 +89,12 @@ def sample_draft(
     require_tensor("draft_logits", draft_logits, shape=shape, dtype=torch.float32, device=logits.device)
     if token_map is not None:
         require_tensor("token_map", token_map, shape=(vocab,), dtype=torch.int64, device=logits.device)
+    hidden = next_hidden = None
+    if feed_back is not None:
+        hidden, next_hidden = feed_back[0], feed_back[1][:rows]
+        for name, tensor in {"hidden": hidden, "next_hidden": next_hidden}.items():
+            shape = (rows, hidden.shape[1])
+            require_tensor(name, tensor, shape=shape, dtype=hidden.dtype, device=logits.device)
     stop = stop or StopRule.allocate(rows, columns, logits.device)
     _sample_op(
         logits,
@@ -102,6 +111,8 @@ def sample_draft(
         stop.min_confidence,
         stop.going,
         token_map,
+        hidden,
+        next_hidden,
     )
 
 
@@ -120,6 +131,8 @@ def _sample(
     min_confidence: torch.Tensor,
     going: torch.Tensor,
     token_map: torch.Tensor | None,
+    hidden: torch.Tensor | None,
+    next_hidden: torch.Tensor | None,
 ) -> None:
     rows, vocab = logits.shape
     column, columns = int(step), draft_tokens.shape[1]
@@ -142,6 +155,8 @@ def _sample(
     next_ids[:rows] = torch.where(proposes, ids[chosen], 0)
     seq_lens *= goes_on
     going.fill_(goes_on.any())
+    if hidden is not None and next_hidden is not None:
+        next_hidden.copy_(hidden)
 
 
 def _launch(
@@ -159,6 +174,8 @@ def _launch(
     min_confidence: torch.Tensor,
     going: torch.Tensor,
     token_map: torch.Tensor | None,
+    hidden: torch.Tensor | None,
+    next_hidden: torch.Tensor | None,
 ) -> None:
     rows, vocab = logits.shape
     columns = draft_tokens.shape[1]
@@ -167,6 +184,7 @@ def _launch(
     parts = torch.empty(3, rows, blocks, dtype=torch.float32, device=logits.device)
     index = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
     mapping = step if token_map is None else token_map
+    width = 0 if hidden is None or next_hidden is None else hidden.shape[1]
     _block_argmax_kernel[(rows, blocks)](
         logits,
         temperature,
@@ -179,13 +197,19 @@ def _launch(
         min_confidence,
         going,
         mapping,
+        hidden,
+        next_hidden,
         vocab,
         columns,
         logits.stride(0),
         *draft_logits.stride()[:2],
+        0 if hidden is None else hidden.stride(0),
+        0 if next_hidden is None else next_hidden.stride(0),
         STREAM=noise.DRAFT,
         AHEAD=_POSITION_AHEAD,
         MAPPED=token_map is not None,
+        WIDTH=width,
+        SHARE=triton.next_power_of_2(triton.cdiv(width, blocks)),
         BLOCK=block,
         # Four logits a thread: noise costs so much arithmetic that few threads, not memory, would set the pace.
         num_warps=max(1, min(8, block // 128)),
@@ -241,14 +265,20 @@ def _block_argmax_kernel(
     min_confidence,
     going,
     token_map,
+    hidden,
+    next_hidden,
     vocab,
     columns,
     logits_stride,
     cache_row_stride,
     cache_column_stride,
+    hidden_stride,
+    next_hidden_stride,
     STREAM: tl.constexpr,
     AHEAD: tl.constexpr,
     MAPPED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHARE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -267,6 +297,10 @@ def _block_argmax_kernel(
     position = tl.load(positions + row)
     column = tl.load(step)
     least = tl.load(min_confidence)
+    if WIDTH > 0:
+        dim = block * SHARE + tl.arange(0, SHARE)
+        state = tl.load(hidden + row * hidden_stride + dim, mask=dim < WIDTH)
+        tl.store(next_hidden + row * next_hidden_stride + dim, state, mask=dim < WIDTH)
     hot = heat > 0
     if hot:
         x = tl.div_rn(x, heat)
@@ -359,7 +393,7 @@ _sample_op = define_op(
     "spec_decode::sample_draft",
     "(Tensor logits, Tensor temperature, Tensor seeds, Tensor positions, Tensor(a!) seq_lens, Tensor step, "
     "Tensor(b!) draft_tokens, Tensor(c!) draft_logits, Tensor(d!) next_ids, Tensor draft_lens, Tensor num_tokens, "
-    "Tensor min_confidence, Tensor(e!) going, Tensor? token_map) -> ()",
+    "Tensor min_confidence, Tensor(e!) going, Tensor? token_map, Tensor? hidden, Tensor(f!)? next_hidden) -> ()",
     cpu=_sample,
     cuda=_launch,
 )

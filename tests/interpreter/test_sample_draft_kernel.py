@@ -5,7 +5,9 @@ from builders._triton import torch_implementations
 from spec_decode.ops.sample_draft import StopRule, sample_draft
 
 
-def drafted(logits, temperature, *, column=1, live=None, seed=0, lengths=None, confidence=0.0, token_map=None):
+def drafted(
+    logits, temperature, *, column=1, live=None, seed=0, lengths=None, confidence=0.0, token_map=None, feed_back=None
+):
     """(tokens, processed logits, next inputs, lengths, going) of one call on buffers that held 7s."""
     rows, vocab = logits.shape
     generator = torch.Generator().manual_seed(seed)
@@ -28,6 +30,7 @@ def drafted(logits, temperature, *, column=1, live=None, seed=0, lengths=None, c
         next_ids=out[2],
         stop=stop,
         token_map=token_map,
+        feed_back=feed_back,
     )
     return *out, seq_lens, stop.going
 
@@ -111,3 +114,12 @@ def test_a_smaller_vocabulary_than_the_targets(vocab):
 def test_logits_that_are_no_numbers_give_a_token_of_the_vocabulary():
     tokens = drafted(torch.full((2, 4100), float("nan")), [0.0, 1.0])[0][:2, 1]
     assert ((tokens >= 0) & (tokens < 4100)).all()
+
+
+@pytest.mark.parametrize("vocab", [40, 4096])
+@pytest.mark.parametrize("width", [1, 24, 1000])
+def test_hidden_states_are_fed_back_to_the_rows_of_the_batch_alone(vocab, width):
+    hidden = torch.randn(3, 2 * width)[:, :width]
+    fed = torch.full((4, width), 7.0)
+    drafted(noise(3, vocab), [0.0, 1.0, 0.0], feed_back=(hidden, fed))
+    assert torch.equal(fed[:3], hidden) and torch.equal(fed[3], torch.full((width,), 7.0))

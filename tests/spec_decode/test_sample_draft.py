@@ -14,6 +14,7 @@ class Drafted:
     def __init__(
         self, logits, temperature, *, seeds=None, positions=None, seq_lens=None, column=1, columns=3,
         lengths=None, num_tokens=None, confidence=0.0, token_map=None, vocab=None,
+        feed_back=None,
     ):  # fmt: skip
         rows = logits.shape[0]
         self.tokens = torch.full((rows + 1, columns), 7)
@@ -38,6 +39,7 @@ class Drafted:
             next_ids=self.next_ids,
             stop=self.stop,
             token_map=token_map,
+            feed_back=feed_back,
         )
 
 
@@ -228,6 +230,12 @@ def test_a_logit_cache_of_another_vocabulary_is_refused():
             torch.zeros(1, 5), temperature=torch.zeros(1), seeds=ones, positions=ones, seq_lens=ones.int(), step=ones,
             draft_tokens=torch.zeros(1, 2, dtype=torch.int64), draft_logits=torch.zeros(1, 2, 6), next_ids=ones.clone(),
         )  # fmt: skip
+
+
+def test_hidden_states_of_another_width_than_the_next_steps_are_refused():
+    feed_back = torch.zeros(2, 8), torch.zeros(2, 9)
+    with pytest.raises(BatchError, match="next_hidden must be"):
+        Drafted(random_logits(2, 12), 0.0, columns=2, feed_back=feed_back)
 
 
 @pytest.mark.parametrize("vocab", [32000, 32768, 50257, 128256, 151936, 201088, 262144])
