@@ -118,7 +118,10 @@ class Operands:
 
 CUTS = [
     Tiling(1, 1024, 4), Tiling(2, 1024, 4), Tiling(4, 1024, 4), Tiling(2, 2048, 8), Tiling(2, 512, 2),
-    Tiling(4, 512, 2), Tiling(2, 2048, 4), Tiling(4, 1024, 4, 3), Tiling(1, 2048, 8),
+    Tiling(4, 512, 2), Tiling(2, 2048, 4), Tiling(4, 1024, 4, 3), Tiling(1, 2048, 8), Tiling(1, 1024, 4, 3),
+    Tiling(2, 1024, 4, 3), Tiling(2, 1024, 8), Tiling(4, 1024, 8), Tiling(2, 512, 4), Tiling(4, 512, 4),
+    Tiling(8, 512, 4), Tiling(2, 512, 2, 3), Tiling(4, 512, 4, 3), Tiling(1, 1024, 8), Tiling(4, 256, 2, 3),
+    Tiling(8, 256, 4, 3), Tiling(8, 1024, 8, 3),
 ]  # fmt: skip
 
 

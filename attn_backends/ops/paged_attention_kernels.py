@@ -52,9 +52,10 @@ def attention_kernel(
     split = tl.program_id(2)
     first = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - first
+    # Behind the branch it would wait for the loads above.
+    seq_len = tl.load(seq_lens + request)
     if tile * BLOCK_M >= query_len * GROUP:
         return
-    seq_len = tl.load(seq_lens + request)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     in_row = row < query_len * GROUP
     token = (first + row // GROUP).to(tl.int64)
@@ -164,6 +165,12 @@ def merge_kernel(
     edim = tl.arange(0, BLOCK_E)
     at = (split.to(tl.int64) * tokens + token) * HEADS + head
     part = tl.load(lse + at, mask=split < SPLITS, other=float("-inf"))
+    # Not masked by what the load above brings, so that both are under way at once.
+    rows = tl.load(
+        partial + at[:, None] * VALUE_DIM + edim[None, :],
+        mask=(split < SPLITS)[:, None] & (edim[None, :] < VALUE_DIM),
+        other=0.0,
+    )
     peak = tl.max(part, 0)
     if SINKS:
         sink = tl.load(sinks + head) * 1.4426950408889634
@@ -173,11 +180,7 @@ def merge_kernel(
     total = tl.sum(weight, 0)
     if SINKS:
         total += tl.exp2(sink - peak)
-    rows = tl.load(
-        partial + at[:, None] * VALUE_DIM + edim[None, :],
-        mask=(part > float("-inf"))[:, None] & (edim[None, :] < VALUE_DIM),
-        other=0.0,
-    )
+    rows = tl.where((part > float("-inf"))[:, None], rows, 0.0)
     merged = tl.sum(rows * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
     let_next_start(PDL)
     to = out + (token * HEADS + head) * VALUE_DIM + edim

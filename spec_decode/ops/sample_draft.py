@@ -357,18 +357,18 @@ def _file_token_kernel(
     part = row * blocks + block
     x = tl.load(peak + part, mask=inside, other=float("-inf"))
     at = tl.load(index + part, mask=inside, other=2147483647)
+    seq_len = tl.load(seq_lens + row)
+    column = tl.load(step)
+    length = tl.minimum(tl.minimum(tl.load(draft_lens + row), tl.load(num_tokens)), columns)
+    least = tl.load(min_confidence)
     chosen = tl.min(tl.where(x == tl.max(x, 0), at, 2147483647), 0)
     # Where every logit is NaN none was found; the token must lie in the vocabulary all the same.
     chosen = tl.minimum(chosen, vocab - 1).to(tl.int64)
     token = chosen
     if MAPPED:
         token = tl.load(token_map + chosen)
-    seq_len = tl.load(seq_lens + row)
-    column = tl.load(step)
-    length = tl.minimum(tl.minimum(tl.load(draft_lens + row), tl.load(num_tokens)), columns)
     proposes = (seq_len > 0) & (column < length)
     goes_on = proposes & (column + 1 < length)
-    least = tl.load(min_confidence)
     if least > 0:
         tops = tl.load(top + part, mask=inside, other=float("-inf"))
         highest = tl.max(tops, 0)
