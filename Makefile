@@ -8,7 +8,7 @@ export PIP_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache/pip
 export TRITON_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache/triton
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache/inductor
 
-.PHONY: demo test lint check clean
+.PHONY: demo test lint docs check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/attn-backends demo
@@ -21,6 +21,12 @@ lint: $(VENV)/.linters
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# A link, an anchor or a name of the reference that leads nowhere fails it. Never with -q: strict counts only the warnings
+# that are shown. The variable hides an advertisement.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	$(BIN)/python docs/_site/check_links.py build/site
 
 check: lint test
 
@@ -35,6 +41,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch 'triton; sys_platform == "linux"'
 	$(PIP) -e '.[test]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(PIP) -e '.[docs]'
 	@touch $@
 
 $(VENV)/.linters: $(VENV)/.installed

@@ -1,0 +1,46 @@
+"""The times of the strategies page, from the report that holds them: repeated figures would contradict it one day."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_MARK = "<!-- strategy times -->"
+_REPORT = "reports/h200/bench-drafter.json"
+_CASE, _BACKEND, _K = "llama3-8b-eagle/round", "triton_paged", 7
+_SIZES = (1, 32)
+
+
+def on_page_markdown(markdown: str, *, config: Any, **_: Any) -> str:
+    """The page with a table of medians where it asks for one."""
+    if _MARK not in markdown:
+        return markdown
+    rows = json.loads((Path(config.config_file_path).parent / _REPORT).read_text(encoding="utf-8"))
+    return markdown.replace(_MARK, table(rows))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Greedy rounds of one draft: GPU and host time by strategy. Raises ValueError for rows without such a round."""
+    found = {(row["strategy"], row["num_reqs"]): row for row in rows if _wanted(row)}
+    strategies = [name for name in dict.fromkeys(name for name, _ in found) if all((name, n) in found for n in _SIZES)]
+    if not strategies:
+        raise ValueError(f"{_REPORT} has no rounds of {_CASE} with K = {_K}: nothing to show on the strategies page")
+    env, context = (found[strategies[0], _SIZES[0]][field] for field in ("env", "context"))
+    lines = [
+        f"A round of Llama-3-8B's EAGLE draft on `{_BACKEND}`, K = {_K}, {context:,} tokens of context, greedy, on "
+        f"{env['device']} ({env['date'][:10]}, commit `{env['commit'][:12]}`); medians in microseconds:",
+        "",
+        "| strategy | " + " | ".join(f"GPU, {n} req. | host, {n} req." for n in _SIZES) + " | graphs, MiB |",
+        "|---|" + "---:|" * (2 * len(_SIZES) + 1),
+    ]
+    for name in strategies:
+        each = [found[name, n] for n in _SIZES]
+        times = [f"{row[kind]['p50']:,.0f}" for row in each for kind in ("gpu_us", "host_us")]
+        lines.append(f"| `{name}` | " + " | ".join(times) + f" | {each[-1]['graph_bytes'] / 2**20:.0f} |")
+    return "\n".join(lines)
+
+
+def _wanted(row: dict[str, Any]) -> bool:
+    case = (row["case"], row["backend"], row["num_speculative_tokens"], row.get("temperature"))
+    return case == (_CASE, _BACKEND, _K, 0.0)
