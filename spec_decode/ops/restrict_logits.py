@@ -8,7 +8,7 @@ from builders._ops import define_op
 from builders._triton import tl, triton
 from builders.errors import require, require_tensor
 
-_BLOCK = 8192
+_BLOCK = 4096
 
 
 def restrict_logits(logits: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.Tensor) -> None:
@@ -55,7 +55,7 @@ def _launch(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> N
     rows, vocab = logits.shape
     block = min(_BLOCK, triton.next_power_of_2(vocab))
     _restrict_kernel[(rows,)](
-        logits, top_k, top_p, vocab, rows // len(top_k), BLOCK=block, num_warps=32 if block == _BLOCK else 4
+        logits, top_k, top_p, vocab, rows // len(top_k), BLOCK=block, num_warps=max(1, min(16, block // 128))
     )
 
 
@@ -70,47 +70,92 @@ def _restrict_kernel(logits, top_k, top_p, vocab, group, BLOCK: tl.constexpr):
         low, high = _extent(x, vocab, BLOCK)
         threshold = low
         if few:
-            threshold = _threshold(x, low, high, k.to(tl.float32), high, vocab, False, BLOCK)
+            threshold = _threshold(x, low, high, k.to(tl.float32), vocab, False, BLOCK)
         if p < 1:
-            whole, _, _ = _weigh(x, threshold, high, vocab, True, BLOCK)
-            threshold = _threshold(x, threshold, high, p * whole, high, vocab, True, BLOCK)
+            threshold = _threshold(x, threshold, high, p, vocab, True, BLOCK)
         _cut(x, threshold, vocab, BLOCK)
 
 
 @triton.jit
-def _threshold(x, low, high, target, peak, vocab, PROBABLE: tl.constexpr, BLOCK: tl.constexpr):
+def _threshold(x, low, high, target, vocab, SHARES: tl.constexpr, BLOCK: tl.constexpr):
     """The largest logit from low to high such that those not below it weigh at least `target`, or low if none does.
 
-    Bisection whose ends are logits that occur: each pass drops one at least, and the last is met exactly.
+    A logit weighs 1, or if SHARES its part of the probability of all from low on; high is the largest of the row.
+
+    Bisection whose ends are logits that occur: each pass drops one at least, and the last is met exactly. A pass over
+    the row takes as long as many over registers, so it also keeps what lies between the ends, and once nothing of that
+    was lost, the search goes on among what was kept.
     """
+    peak = high
+    kept = tl.full((4 * BLOCK,), float("-inf"), tl.float32)
+    lost = 1
+    above_high = 0.0
+    heavier = 0.0  # what weighs more than all that was kept: above_high as it was in that pass
+    if SHARES:
+        whole, _, _, kept, lost = _weigh_row(x, low, low, high, peak, vocab, True, BLOCK)
+        target *= whole
+    while (low < high) & (lost > 0):
+        pivot = _middle(low, high)
+        heavier = above_high
+        weight, above, below, kept, lost = _weigh_row(x, pivot, low, high, peak, vocab, SHARES, BLOCK)
+        above_high = tl.where(weight >= target, above_high, weight)
+        low, high = _narrowed(low, high, weight, target, above, below)
     while low < high:
-        middle = 0.5 * low + 0.5 * high
-        pivot = tl.where(middle > low, middle, high)
-        weight, above, below = _weigh(x, pivot, peak, vocab, PROBABLE, BLOCK)
-        enough = weight >= target
-        low = tl.where(enough, above, low)
-        high = tl.where(enough, tl.where(weight == target, above, high), below)
+        pivot = _middle(low, high)
+        weight, above, below = _weigh(kept, pivot, peak, SHARES)
+        low, high = _narrowed(low, high, heavier + tl.sum(weight, 0), target, tl.min(above, 0), tl.max(below, 0))
     return low
 
 
 @triton.jit
-def _weigh(x, pivot, peak, vocab, PROBABLE: tl.constexpr, BLOCK: tl.constexpr):
-    """The weight of the logits not below pivot, the least of them, and the largest of the others.
+def _middle(low, high):
+    middle = 0.5 * low + 0.5 * high
+    return tl.where(middle > low, middle, high)
 
-    A weight is exp(x - peak) if PROBABLE and 1 if not: counts below 2**24 are exact in fp32. Weights are added in an
-    order that does not depend on the pivot, so that a smaller set never weighs more.
+
+@triton.jit
+def _narrowed(low, high, weight, target, above, below):
+    enough = weight >= target
+    return tl.where(enough, above, low), tl.where(enough, tl.where(weight == target, above, high), below)
+
+
+@triton.jit
+def _weigh_row(x, pivot, low, high, peak, vocab, SHARES: tl.constexpr, BLOCK: tl.constexpr):
+    """The weight of a row's logits not below pivot, the least of them, and the largest of the others; and those above
+    low up to high, fp32 [4 * BLOCK], the rest -inf, with 1 if some found no place there, else 0.
+
+    A lane has place for the last four that it meets. Weights are added in an order that does not depend on the pivot,
+    so that a smaller set never weighs more: counts below 2**24 are exact in fp32.
     """
     lane = tl.arange(0, BLOCK)
     weight = tl.zeros((BLOCK,), tl.float32)
     above = tl.full((BLOCK,), float("inf"), tl.float32)
-    below = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for start in range(0, vocab, BLOCK):
+    nothing = tl.full((BLOCK,), float("-inf"), tl.float32)
+    below, lost = nothing, nothing
+    first, second, third, fourth = nothing, nothing, nothing, nothing
+    for start in tl.range(0, vocab, BLOCK, loop_unroll_factor=2):
         value = tl.load(x + start + lane, mask=start + lane < vocab, other=float("-inf"))
-        taken = value >= pivot
-        weight += tl.where(taken, tl.exp(value - peak) if PROBABLE else 1.0, 0.0)
-        above = tl.where(taken, tl.minimum(above, value), above)
-        below = tl.where(value < pivot, tl.maximum(below, value), below)
-    return tl.sum(weight, 0), tl.min(above, 0), tl.max(below, 0)
+        more, least, most = _weigh(value, pivot, peak, SHARES)
+        weight += more
+        above = tl.minimum(above, least)
+        below = tl.maximum(below, most)
+        inside = (value > low) & (value <= high)
+        lost = tl.where(inside, tl.maximum(lost, fourth), lost)
+        fourth = tl.where(inside, third, fourth)
+        third = tl.where(inside, second, third)
+        second = tl.where(inside, first, second)
+        first = tl.where(inside, value, first)
+    kept = tl.join(tl.join(first, second), tl.join(third, fourth)).reshape(4 * BLOCK, can_reorder=True)
+    some_lost = (tl.max(lost, 0) > float("-inf")).to(tl.int32)
+    return tl.sum(weight, 0), tl.min(above, 0), tl.max(below, 0), kept, some_lost
+
+
+@triton.jit
+def _weigh(value, pivot, peak, SHARES: tl.constexpr):
+    """Of each logit: its weight, and itself as one of those not below pivot (else inf) or of the others (else -inf)."""
+    taken = value >= pivot
+    weight = tl.where(taken, tl.exp(value - peak) if SHARES else 1.0, 0.0)
+    return weight, tl.where(taken, value, float("inf")), tl.where(value < pivot, value, float("-inf"))
 
 
 @triton.jit

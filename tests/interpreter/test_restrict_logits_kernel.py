@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from builders._triton import torch_implementations
+from spec_decode.ops import restrict_logits as kernel
 from spec_decode.ops.restrict_logits import restrict_logits
 
 INF = float("inf")
@@ -102,3 +103,37 @@ def test_the_memory_behind_the_last_row_is_not_written():
     memory[:200] = noise(1, 200)[0]
     restrict_logits(memory[:200].view(2, 100), top_k=torch.tensor([3], dtype=torch.int32), top_p=torch.tensor([0.9]))
     assert (memory[:200] == -INF).any() and not memory[200:].any()
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """A lane of the kernel keeps 4 logits: of rows this much wider than a block it cannot keep all at first."""
+    monkeypatch.setattr(kernel, "_BLOCK", 32)
+
+
+WIDE = {
+    "spread evenly": noise(1, 320)[0],
+    "in order, so that lanes hold neighbours": noise(1, 320)[0].sort().values,
+    "a block apart, so that the best share a lane": noise(1, 320)[0].sort().values.view(32, 10).T.reshape(-1),
+    "coarse, so that ties outnumber what a lane keeps": (noise(1, 320)[0] / 2).round(),
+    "two values": (torch.arange(320) % 7 == 0).float(),
+    "one value": torch.full((320,), 2.5),
+    "one far above the others": torch.cat([noise(1, 319)[0], torch.tensor([1e30])]),
+    "one far below the others": torch.cat([noise(1, 319)[0], torch.tensor([-1e30])]),
+    "a single finite one": torch.full((320,), -INF).index_fill(0, torch.tensor([237]), 1.0),
+}
+
+
+@pytest.mark.parametrize("row", WIDE.values(), ids=WIDE)
+def test_a_row_that_no_registers_hold(narrow, row):
+    restrictions = [(1, 1.0), (200, 1.0), (0, 0.95), (50, 0.9)]
+    rows = row.expand(len(restrictions), -1).contiguous()
+    assert same(both_ways(rows, *map(list, zip(*restrictions, strict=True))))
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), INF, -INF])
+def test_a_wide_row_of_garbage_ends_and_leaves_the_others_alone(narrow, garbage):
+    logits = noise(3, 300)
+    logits[1, ::2] = garbage
+    by_kernel, by_torch = both_ways(logits, [30, 30, 0], [0.9, 0.9, 0.9])
+    assert torch.equal(by_kernel[[0, 2]], by_torch[[0, 2]])
