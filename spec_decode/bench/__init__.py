@@ -18,6 +18,7 @@ from spec_decode.bench.measure import copy_bandwidth
 from spec_decode.bench.random_drafts import RANDOM_DRAFTS
 from spec_decode.bench.round_cases import round_rows
 from spec_decode.bench.rows import Bench, Row, complete
+from spec_decode.bench.sampling_cases import sampling_rows
 from spec_decode.bench.throughput_cases import throughput_rows
 from spec_decode.environment import environment
 
@@ -30,6 +31,7 @@ _ROWS: dict[str, tuple[str, Callable[[Bench], Iterator[Row]]]] = {
     "mla-decode": ("triton_mla beside FlashInfer's latent attention", mla_rows),
     "paged-decode": ("triton_paged beside FlashAttention-3 and FlashInfer", paged_rows),
     "flashinfer-decode": ("flashinfer's choice beside each kernel it has", flashinfer_rows),
+    "sampling": ("top-k, top-p, draws and argmax beside FlashInfer's sampling and torch", sampling_rows),
     "round": ("full-loop rounds of every backend, host and GPU time", round_rows),
     **{name: (case.description, partial(drafter_rows, name=name)) for name, case in DRAFTERS.items()},
     **{name: (case.description, partial(field_rows, name=name)) for name, case in RANDOM_DRAFTS.items()},
@@ -42,7 +44,7 @@ CASES = {
     **{name: description for name, (description, _) in _ROWS.items()},
     **{name: f"all of {', '.join(cases)}" for name, cases in SUITES.items()},
 }
-CPU_CASES = ("round", "drafter-tiny")
+CPU_CASES = ("sampling", "round", "drafter-tiny")
 """Cases that a machine without a GPU can run; their gpu_us is null."""
 
 
