@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
 from attn_backends.base import AttentionBackend
-from attn_backends.capabilities import Accepted, Rejected
-from builders import CONTRACT_VERSION, AttentionSpec
+from attn_backends.capabilities import Accepted, Capabilities, Rejected
+from builders import CONTRACT_VERSION, AttentionSpec, MetadataBuilder
 
 ENTRY_POINT_GROUP = "attn_backends"
 
@@ -66,6 +66,7 @@ _registered: dict[str, _Registration] = {
     name: _Registration(path, _EXTRAS.get(name)) for name, path in _BUILT_IN.items()
 }
 _loaded: dict[str, AttentionBackend] = {}
+_started_cuda: list[AttentionBackend] = []
 
 
 def register(name: str, factory: F | str, *, extra: str | None = None, replace: bool = False) -> F | str:
@@ -95,7 +96,11 @@ def unregister(name: str) -> None:
 
 
 def names() -> list[str]:
-    """Every known name: built in, registered by call, then declared by entry points."""
+    """Every known name: built in, registered by call, then declared by entry points.
+
+    A declared name that is built in stays ours, and its declaration is listed as "package:name" to be refused in words.
+    A name that several packages declare means none of them; each is had as "package:name".
+    """
     return [*_registered, *(name for name in _declared() if name not in _registered)]
 
 
@@ -106,30 +111,87 @@ def get(name: str) -> AttentionBackend:
     """
     if name not in _loaded:
         registration = _registered.get(name) or _from_entry_point(name)
+        cuda_before = torch.cuda.is_initialized()
         _loaded[name] = _checked(name, _make(name, registration))
+        if torch.cuda.is_initialized() and not cuda_before:
+            _started_cuda.append(_loaded[name])
     return _loaded[name]
 
 
+def started_cuda(backend: AttentionBackend) -> bool:
+    """Whether loading this backend initialised CUDA, which takes memory and the choice of a device from its user."""
+    return any(one is backend for one in _started_cuda)
+
+
 def explain(name: str, spec: AttentionSpec, device: torch.device) -> Accepted | Rejected:
-    """Whether the named backend serves the spec here; one that does not load is rejected with the reason."""
+    """Whether the named backend serves the spec here; one that does not load or answer is rejected with the reason."""
     try:
-        return get(name).supports(spec, device)
+        backend = get(name)
     except BrokenBackend as error:
         return Rejected((str(error),))
+    try:
+        return backend.supports(spec, device)
+    except Exception as error:  # a plug-in may fail in any way; it must not cost the others their answers
+        return Rejected((f"backend {name!r} was asked and failed: {type(error).__name__}: {error}",))
 
 
-def _declared() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+def _declared() -> dict[str, Factory]:
+    """What packages declare, by the names that it is had by."""
+    by_name: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        by_name.setdefault(point.name, []).append(point)
+    found: dict[str, Factory] = {}
+    for name, points in by_name.items():
+        if name in _BUILT_IN:
+            found |= {_full_name(point): _taken(point) for point in points}
+        elif len(points) == 1:
+            found[name] = _loader(points[0])
+        else:
+            found |= {name: _ambiguous(points), **{_full_name(point): _loader(point) for point in points}}
+    return found
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist else "unknown"
+
+
+def _full_name(point: EntryPoint) -> str:
+    return f"{_package(point)}:{point.name}"
+
+
+def _loader(point: EntryPoint) -> Factory:
+    return lambda: cast("AttentionBackend", point.load()())
+
+
+def _taken(point: EntryPoint) -> Factory:
+    def refuse() -> AttentionBackend:
+        raise DuplicateBackend(
+            f"a backend name must be free, package {_package(point)} declares {point.name!r}, which is built in; its "
+            "backend was not loaded, and the name means the built-in one. Rename its entry point."
+        )
+
+    return refuse
+
+
+def _ambiguous(points: Sequence[EntryPoint]) -> Factory:
+    def refuse() -> AttentionBackend:
+        raise DuplicateBackend(
+            f"a backend name must be free, packages {' and '.join(map(_package, points))} all declare "
+            f"{points[0].name!r}; which one is meant is not known, so none was loaded. Ask for "
+            f"{' or '.join(map(_full_name, points))}, or uninstall all but one."
+        )
+
+    return refuse
 
 
 def _from_entry_point(name: str) -> _Registration:
-    point = _declared().get(name)
-    if point is None:
+    factory = _declared().get(name)
+    if factory is None:
         raise UnknownBackend(
             f"a backend must be one of {', '.join(sorted(names()))}, got {name!r}; nothing was chosen in its place. "
             "Fix the name, or install the package that registers it."
         )
-    return _Registration(lambda: point.load()(), None)
+    return _Registration(factory, None)
 
 
 def _make(name: str, registration: _Registration) -> AttentionBackend:
@@ -142,7 +204,7 @@ def _make(name: str, registration: _Registration) -> AttentionBackend:
         return factory()
     except ImportError as error:
         raise BrokenBackend(f"backend {name!r} needs a package that is not here: {error}.{hint}") from error
-    except Exception as error:  # a plug-in may fail in any way; its own words become the reason
+    except (Exception, SystemExit) as error:  # a plug-in may fail in any way; its own words become the reason
         raise BrokenBackend(
             f"backend {name!r} is registered but does not load: {type(error).__name__}: {error}."
         ) from error
@@ -154,9 +216,26 @@ def _checked(name: str, backend: object) -> AttentionBackend:
             f"backend {name!r} must be an attn_backends.AttentionBackend, its factory made a "
             f"{type(backend).__name__}; it was not used. Return an instance of a subclass."
         )
+    _require_stated(name, backend)
     if backend.contract_version[0] != CONTRACT_VERSION[0]:
         raise BrokenBackend(
             f"backend {name!r} was built for contract {backend.contract_version}, this is {CONTRACT_VERSION}; its "
             "metadata would mean something else, so it was not used. Install a matching version of either."
         )
     return backend
+
+
+def _require_stated(name: str, backend: AttentionBackend) -> None:
+    """Refuse a backend that does not say what it serves, which builder it has or what it was built for."""
+    able, builder, version = (getattr(backend, at, None) for at in ("capabilities", "builder", "contract_version"))
+    wrong = [] if isinstance(able, Capabilities) else [f"capabilities, a Capabilities record, got {able!r}"]
+    if not (isinstance(builder, type) and issubclass(builder, MetadataBuilder)):
+        wrong.append(f"builder, a class of MetadataBuilder, got {builder!r}")
+    # A negative number would come before every check there is, and make previews of them all.
+    if not (isinstance(version, tuple) and len(version) == 2 and all(isinstance(n, int) and n >= 0 for n in version)):
+        wrong.append(f"contract_version, two counts such as {CONTRACT_VERSION}, got {version!r}")
+    if wrong:
+        raise BrokenBackend(
+            f"backend {name!r} must state {'; '.join(wrong)}; what it serves cannot be told, so it was not used. "
+            "Correct its class."
+        )

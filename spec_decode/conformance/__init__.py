@@ -5,6 +5,7 @@ from spec_decode.conformance import (  # noqa: F401  the families define their c
     contract_checks,
     drafter_checks,
     graph_checks,
+    memory_checks,
     numerics_checks,
     poison_checks,
     refusal_checks,

@@ -59,7 +59,7 @@ def base_spec(subject: Subject) -> AttentionSpec:
             if not isinstance(verdict, Rejected):
                 return spec
             tried += verdict.reasons
-    raise Unsupported("; ".join(dict.fromkeys(tried)))
+    raise Unsupported("; ".join(dict.fromkeys(tried)) or "claims no dtype, or no kind of attention")
 
 
 _PLAIN: dict[AttentionKind, list[dict[str, Any]]] = {

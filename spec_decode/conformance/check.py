@@ -48,7 +48,7 @@ class Check:
     contract: str
     run: Callable[[], Evidence]
     value: object = None
-    """The case itself; the refusal, where the backend refuses every case."""
+    """The case itself; the exception, where the backend refuses every case or none could be made."""
     preview: str = ""
     """Why failing it is no failure yet: it came with a later contract than the backend was built for. Else empty."""
 
@@ -113,16 +113,18 @@ def _expand_one(definition: _Definition, subject: Subject) -> list[Check]:
     try:
         cases = list(definition.cases(subject))
     except Unsupported as refusal:
-        return [Check(definition.name, "any", definition.contract, _refuse(str(refusal)), refusal, preview)]
+        return [Check(definition.name, "any", definition.contract, _raise(refusal), refusal, preview)]
+    except Exception as error:  # a plug-in's record may hold anything; that no case could be made is the check's error
+        return [Check(definition.name, "any", definition.contract, _raise(error), error, preview)]
     return [
         Check(definition.name, name, definition.contract, _bind(definition, subject, case), case, preview)
         for name, case in cases
     ]
 
 
-def _refuse(reasons: str) -> Callable[[], Evidence]:
+def _raise(why: Exception) -> Callable[[], Evidence]:
     def run() -> Evidence:
-        raise Unsupported(reasons)
+        raise why
 
     return run
 

@@ -37,6 +37,8 @@ def claims_of(subject: Subject, tags: Iterable[str]) -> dict[str, Claim]:
         base_spec(subject)
     except Unsupported as refusal:
         return {EVERYTHING: Claim(claimed=False, words=str(refusal))}
+    except Exception as error:  # a plug-in's record may hold anything
+        return {EVERYTHING: _unreadable(error)}
     wanted = dict.fromkeys([*_ALWAYS, *tags])
     wanted.pop(EVERYTHING, None)
     return {tag: _claim(subject, tag) for tag in sorted(wanted)}
@@ -48,7 +50,11 @@ def _claim(subject: Subject, tag: str) -> Claim:
     try:
         return read(subject, value) if read else Claim(claimed=True)
     except Exception as error:  # a plug-in's record may hold anything
-        return Claim(claimed=False, words=f"the claim cannot be read: {type(error).__name__}: {error}")
+        return _unreadable(error)
+
+
+def _unreadable(error: Exception) -> Claim:
+    return Claim(claimed=False, words=f"the claim cannot be read: {type(error).__name__}: {error}")
 
 
 def _graph(subject: Subject, value: str) -> Claim:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from attn_backends import Accepted, AttentionBackend, Rejected
+from attn_backends import Accepted, AttentionBackend, Rejected, registry
 from builders import CONTRACT_VERSION, AdvanceLevel, AdvanceSupport, HostLengths, MetadataBuilder
 from spec_decode.conformance.cases import DECODE, Case, base_cases, base_spec
 from spec_decode.conformance.check import Evidence, Subject, check, expect
@@ -150,6 +150,16 @@ def cpu_use_touches_no_cuda(subject: Subject, case: Case) -> None:
         contract="no CUDA context without a CUDA device in use",
         expected="torch.cuda not initialised",
         got="initialised",
+    )
+
+
+@check("contract.loading_touches_no_cuda", "a module is imported without initialising CUDA", since=(1, 1))
+def loading_touches_no_cuda(subject: Subject, case: None) -> None:
+    expect(
+        not registry.started_cuda(subject.backend),
+        contract="a backend is loaded without initialising CUDA: whoever loads it has not chosen a device yet",
+        expected="torch.cuda as it was; ask for devices in supports(), a builder or forward()",
+        got="initialised while it was loaded",
     )
 
 

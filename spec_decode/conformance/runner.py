@@ -85,22 +85,26 @@ def plan(
     """The checks that `check_backend` runs, and the report to fill in."""
     device = device or default_device()
     name = backend if isinstance(backend, str) else backend.name
-    empty = Report(backend=name, version="unknown", env=environment(device), command=command, results=())
     try:
+        # Before anything that may initialise CUDA, so that one that does so itself is seen.
         subject = _subject(backend, device)
         known = known_failures_of(subject.backend)
     except BrokenBackend as error:
-        return Plan(msgspec.structs.replace(empty, results=(_does_not_load(str(error)),)), ())
+        return Plan(_report(name, device, command, _does_not_load(str(error))), ())
     every = [(check, tags_of(subject, check)) for check in expand(subject)]
     wanted = [(check, own) for check, own in every if _wanted(check, own, families, checks, tags)]
     report = msgspec.structs.replace(
-        empty,
+        _report(name, device, command),
         version=str(subject.backend.version),
         contract=".".join(map(str, subject.backend.contract_version)),
         claims=claims_of(subject, [tag for _, own in every for tag in own]),
         results=tuple(_not_run(check, own, name, device) for check, own in wanted),
     )
     return Plan(report, tuple(check for check, _ in wanted), known)
+
+
+def _report(name: str, device: torch.device, command: str, *results: Result) -> Report:
+    return Report(backend=name, version="unknown", env=environment(device), command=command, results=results)
 
 
 def run_check(check: Check, planned: Result, known_failures: Sequence[KnownFailure] = ()) -> Result:
@@ -118,7 +122,7 @@ def run_check(check: Check, planned: Result, known_failures: Sequence[KnownFailu
         outcome, reason = Outcome.UNSUPPORTED, str(refusal)
     except Unavailable as lack:
         outcome, reason = Outcome.UNAVAILABLE, str(lack)
-    except Exception as error:  # a backend may fail in any way; one check's error must not end the run
+    except (Exception, SystemExit) as error:  # a backend may fail in any way; one check's must not end the run
         outcome, reason = Outcome.ERROR, f"{type(error).__name__}: {error}{_raised_in(error)}"
     known = next((entry for entry in known_failures if entry.covers(check)), None)
     if known and outcome in (Outcome.FAIL, Outcome.ERROR):
@@ -131,7 +135,7 @@ def run_check(check: Check, planned: Result, known_failures: Sequence[KnownFailu
     return msgspec.structs.replace(planned, outcome=outcome, reason=reason, evidence=evidence, seconds=seconds)
 
 
-def _raised_in(error: Exception) -> str:
+def _raised_in(error: BaseException) -> str:
     """The innermost line that is no part of torch or Python: an author's own, where it is theirs."""
     frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_THEIRS)]
     return f" (in {frames[-1].name}, {Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from attn_backends.capabilities import features_of
 from builders import AttentionKind, AttentionSpec
 from spec_decode.conformance.cases import Batch, Case, base_spec
-from spec_decode.conformance.check import Check, Subject, Unsupported
+from spec_decode.conformance.check import Check, Subject
 from spec_decode.graphs import loop_obstacle
 from spec_decode.kv_groups import KVGroup
 from spec_decode.report import EVERYTHING
@@ -23,9 +23,10 @@ def tags_of(subject: Subject, check: Check) -> tuple[str, ...]:
     """The columns that a result of this check says something about.
 
     From the check's family and name, and from the spec, batch or strategy that its case holds. A check whose cases
-    could not be made, because the backend refused them all, says it about everything.
+    could not be made, because the backend refused them all or failed when it was asked, says it about
+    everything.
     """
-    if isinstance(check.value, Unsupported):
+    if isinstance(check.value, Exception):
         return (EVERYTHING,)
     if check.family in _OF_FAMILY:
         return (_OF_FAMILY[check.family],)
@@ -85,8 +86,8 @@ def _parts(case: object) -> Sequence[object]:
 
 def strategy_obstacle(subject: Subject, strategy: Strategy) -> str:
     """Why a drafter over this backend alone cannot run the strategy; empty when it can."""
-    group = KVGroup(name="draft", backend=subject.backend, spec=base_spec(subject), caches={})
     try:
+        group = KVGroup(name="draft", backend=subject.backend, spec=base_spec(subject), caches={})
         facts, no_loop = group.facts(subject.device), loop_obstacle(subject.device)
         choose([facts], 4, GraphMode.FULL, forced=strategy, loop_obstacle=no_loop)
     except StrategyError as error:

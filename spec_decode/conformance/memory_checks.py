@@ -1,0 +1,99 @@
+"""Family builder: rounds that repeat keep no memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from builders import AdvanceLevel
+from spec_decode.conformance.cases import SINGLE, Case, base_cases, demand
+from spec_decode.conformance.check import CheckFailure, Evidence, Subject, check
+from spec_decode.conformance.world import World, advance
+from spec_decode.soak import memory
+
+_WARM_UP = 4
+_ROUNDS = 16
+_RESIDENT_A_ROUND = 64 << 10
+"""Bytes: the resident set moves by pages and by what an allocator hands out at once, up to 330 KiB in these rounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class _InUse:
+    """Tensors that Python can reach and the bytes of their storages, on every device; and what the process holds."""
+
+    tensors: int
+    tensor_bytes: int
+    system: memory.Reading
+
+    @classmethod
+    def now(cls, device: torch.device) -> _InUse:
+        system = memory.read(device)
+        # By the type itself: isinstance() asks a proxy for its __class__, and some answer with a warning.
+        alive = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.layout is torch.strided]
+        storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in alive}
+        return cls(len(alive), sum(storages.values()), system)
+
+    def growth_since(self, before: _InUse) -> str:
+        """What grew over _ROUNDS rounds, in words; empty if nothing did."""
+        if self.tensors > before.tensors or self.tensor_bytes > before.tensor_bytes:
+            return (
+                f"{self.tensors - before.tensors} more tensors and {self.tensor_bytes - before.tensor_bytes} more "
+                "bytes in tensors"
+            )
+        allocated = (self.system.allocated or 0) - (before.system.allocated or 0)
+        if allocated > 0:
+            return f"{allocated} more bytes allocated on the device, in no tensor that Python knows"
+        resident = (self.system.resident or 0) - (before.system.resident or 0)
+        if resident > _ROUNDS * _RESIDENT_A_ROUND:
+            return f"a resident set that is {resident} bytes larger, none of them in a tensor that Python knows"
+        return ""
+
+
+@check(
+    "builder.rounds_keep_no_memory",
+    "rounds that repeat leave as much memory in use as there was",
+    base_cases({"single": SINGLE}, ("base",)),
+    since=(1, 1),
+)
+def rounds_keep_no_memory(subject: Subject, case: Case) -> Evidence:
+    demand(subject.backend, case.spec, subject.device)
+    run = _round(subject, case)
+    for _ in range(_WARM_UP):
+        run()
+    # A cache that fills or an arena that is opened grows once. A leak grows again.
+    if not _growth(subject.device, run) or not (grown := _growth(subject.device, run)):
+        return {"rounds": float(_ROUNDS)}
+    raise CheckFailure(
+        contract=f"{_ROUNDS} equal rounds of build, advance and forward leave memory as it was, after {_WARM_UP} to "
+        f"warm up and {_ROUNDS} in which it grew too",
+        expected=f"no more tensors, and a resident set within {_RESIDENT_A_ROUND >> 10} KiB a round",
+        got=grown,
+    )
+
+
+def _growth(device: torch.device, run: Callable[[], None]) -> str:
+    before = _InUse.now(device)
+    for _ in range(_ROUNDS):
+        run()
+    return _InUse.now(device).growth_since(before)
+
+
+def _round(subject: Subject, case: Case) -> Callable[[], None]:
+    """A round over the same batch each time: build, advance where that is claimed, and attend."""
+    world = World(subject, case.spec, case.batch.rows)
+    buffers, builder, batch = world.load(case.batch), world.builder(), case.batch
+    level = subject.backend.builder.advance_support(case.spec, subject.device).level
+    query, key, value = world.inputs(batch, batch.seq_lens, world.queries(batch), batch.rows)
+
+    def run() -> None:
+        buffers.load(batch.query_lens, batch.seq_lens, pad_reqs=batch.rows)
+        metadata = builder.build(world.view(buffers, batch), horizon=1)
+        if level is AdvanceLevel.IN_GRAPH:
+            advance(world, buffers, batch, builder, metadata)
+        subject.backend.write_kv(key, value, world.cache, metadata)
+        subject.backend.forward(query, world.cache, metadata, spec=case.spec, sinks=world.device_sinks)
+
+    return run

@@ -1,0 +1,236 @@
+"""Plug-ins with one fault each, installed together: each is named, and none takes another's results with it.
+
+Those that end or hold up their process are checked as the matrix does it, each in a process of its own. What a plug-in
+may do to the kit is in test_faults_in_the_kit.py, and a crash on import is in test_matrix_isolation.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from attn_backends import BrokenBackend, get, names, registry
+from attn_backends.torch_reference import TorchReference
+from spec_decode.cli import main
+from spec_decode.commands.matrix_run import MatrixRun
+from spec_decode.conformance import check_backend
+from spec_decode.conformance.isolation import Limits
+from spec_decode.matrix import Matrix, Word, build_matrix, to_markdown
+from spec_decode.report import Outcome, Report
+
+CPU = torch.device("cpu")
+TAG = "feature:sinks"
+"""A column with few checks, so that a run takes little longer than its start."""
+BRIEF = "contract.version_matches"
+HANG_LIMIT = 10.0
+"""Seconds that the plug-in that hangs is given; loading counts, and takes about three where nothing else runs."""
+
+FORWARD = """
+import os, sys, time
+from attn_backends.torch_reference import TorchReference
+
+class Backend(TorchReference):
+    name = {name!r}
+    version = "7"
+    contract_version = (1, 0)
+
+    def forward(self, *inputs, **options):
+        {fault}
+        return super().forward(*inputs, **options)
+"""
+AT_IMPORT = """
+import sys, torch
+from attn_backends import register
+from attn_backends.torch_reference import TorchReference
+
+{fault}
+
+class Backend(TorchReference):
+    contract_version = (1, 0)
+"""
+PLUG_INS = {
+    "healthy": (FORWARD, "pass"),
+    "crasher": (FORWARD, "print('no such kernel image', flush=True); os.abort()"),
+    "hanger": (FORWARD, "time.sleep(600)"),
+    "quitter": (FORWARD, "sys.exit('licence expired')"),
+    "quits_at_import": (AT_IMPORT, "sys.exit('licence expired')"),
+    "cuda_at_import": (AT_IMPORT, "torch.cuda.init()"),
+    "takes_ours_by_call": (AT_IMPORT, "register('torch_reference', TorchReference)"),
+    "torch_reference": (FORWARD, "os.abort()"),
+}
+"""By the name that each declares; its package is called faulty-NAME."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Every plug-in, and the name `rival` by two packages, on the path of this process and of those it starts."""
+    site = tmp_path_factory.mktemp("site")
+    for name, (source, fault) in PLUG_INS.items():
+        install(site, f"faulty-{name}", name, source.format(name=name, fault=fault))
+    for package in ("rivals-a", "rivals-b"):
+        install(site, package, "rival", FORWARD.format(name=package, fault="pass"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(site))
+        patch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
+        patch.setattr(registry, "_loaded", dict(registry._loaded))
+        yield
+
+
+def install(site: Path, package: str, name: str, source: str) -> None:
+    module = package.replace("-", "_")
+    (site / f"{module}.py").write_text(source)
+    info = site / f"{module}-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[attn_backends]\n{name} = {module}:Backend\n")
+
+
+@pytest.fixture(scope="module")
+def runs(installed: None) -> Iterator[tuple[Future[list[Report]], Future[list[Report]]]]:
+    """The matrix of a crash and then a sound backend, while another waits for one that hangs."""
+
+    def run(limit: float, *asked: str) -> list[Report]:
+        return MatrixRun(device=CPU, tags=(TAG,), limits=Limits(check=limit)).of(asked)
+
+    with ThreadPoolExecutor(2) as pool:
+        yield pool.submit(run, 120.0, "crasher", "healthy"), pool.submit(run, HANG_LIMIT, "hanger")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started_early(runs: tuple[Future[list[Report]], Future[list[Report]]]) -> None:
+    """The processes run beside the tests that need none, which come first."""
+
+
+@pytest.fixture(scope="module")
+def together(runs: tuple[Future[list[Report]], Future[list[Report]]]) -> list[Report]:
+    """The reports of crasher, healthy, hanger."""
+    return [report for future in runs for report in future.result()]
+
+
+def say(*words: str) -> Result:
+    return CliRunner().invoke(main, [*words, "--device", "cpu"])
+
+
+def word_of(matrix: Matrix, backend: str, tag: str = TAG) -> Word:
+    column = [column.tag for column in matrix.columns].index(tag)
+    return next(row for row in matrix.rows if row.backend == backend).cells[column].word
+
+
+def refusal(name: str) -> str:
+    """Why a name cannot be had; its report says the same."""
+    with pytest.raises(BrokenBackend) as refused:
+        get(name)
+    report = check_backend(name, device=CPU)
+    assert not report.ok and [result.outcome for result in report.results] == [Outcome.UNAVAILABLE]
+    assert report.results[0].reason == str(refused.value)
+    return str(refused.value)
+
+
+def test_importing_cuda_where_there_is_none_is_refused_in_the_plug_ins_own_words() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("initialising CUDA works here; the kit's check of it is in test_faults_in_the_kit.py")
+    assert refusal("cuda_at_import").startswith("backend 'cuda_at_import' is registered but does not load: ")
+    assert "CUDA" in refusal("cuda_at_import")
+
+
+def test_leaving_python_at_import_is_refused_and_leaves_nothing() -> None:
+    assert "does not load: SystemExit: licence expired" in refusal("quits_at_import")
+
+
+def test_leaving_python_in_a_check_is_that_checks_error() -> None:
+    report = check_backend("quitter", device=CPU, checks=["numerics.attention_is_right*base-single*", BRIEF])
+    outcomes = {result.check: result.outcome for result in report.results}
+    assert outcomes == {"numerics.attention_is_right": Outcome.ERROR, BRIEF: Outcome.PASS}
+    assert any(result.reason.startswith("SystemExit: licence expired") for result in report.results)
+
+
+def test_declaring_a_name_of_ours_is_refused_and_the_name_stays_ours() -> None:
+    assert "faulty-torch_reference:torch_reference" in names() and names().count("torch_reference") == 1
+    words = refusal("faulty-torch_reference:torch_reference")
+    assert "package faulty-torch_reference declares 'torch_reference', which is built in" in words
+    assert type(get("torch_reference")) is TorchReference
+
+
+def test_registering_a_name_of_ours_at_import_is_refused_and_the_name_stays_ours() -> None:
+    words = refusal("takes_ours_by_call")
+    assert "DuplicateBackend: a backend name must be free, 'torch_reference' is registered already" in words
+    assert type(get("torch_reference")) is TorchReference
+
+
+def test_a_name_that_two_plug_ins_declare_means_neither_and_says_how_to_ask_for_each() -> None:
+    words = refusal("rival")
+    assert "packages rivals-a and rivals-b all declare 'rival'" in words
+    assert "Ask for rivals-a:rival or rivals-b:rival" in words
+
+
+@pytest.mark.parametrize("package", ["rivals-a", "rivals-b"])
+def test_a_plug_in_whose_name_is_contested_keeps_its_results(package: str) -> None:
+    report = check_backend(f"{package}:rival", device=CPU, checks=[BRIEF])
+    assert report.ok and report.backend == f"{package}:rival" and get(f"{package}:rival").name == package
+
+
+def test_list_names_every_refusal_and_goes_on() -> None:
+    entries = {entry["name"]: entry for entry in json.loads(say("list", "--json").stdout)["backends"]}
+    assert entries["healthy"]["accepted"] and entries["torch_reference"]["accepted"]
+    refused = {name: " ".join(entry["reasons"]) for name, entry in entries.items() if not entry["accepted"]}
+    assert "SystemExit: licence expired" in refused["quits_at_import"]
+    assert "does not load" in refused["takes_ours_by_call"]
+    assert "which is built in" in refused["faulty-torch_reference:torch_reference"]
+    assert "rivals-a and rivals-b" in refused["rival"]
+
+
+def test_doctor_names_every_refusal_and_goes_on() -> None:
+    findings = json.loads(say("doctor", "--json").stdout)
+    backends = {finding["subject"]: finding for finding in findings if finding["topic"] == "backends"}
+    assert backends["healthy"]["state"] == backends["torch_reference"]["state"] == "fine"
+    for name in ("quits_at_import", "takes_ours_by_call", "faulty-torch_reference:torch_reference", "rival"):
+        assert "a backend name must be free" in backends[name]["words"] or "licence" in backends[name]["words"]
+
+
+def test_check_reports_a_plug_in_that_does_not_load_and_goes_on(tmp_path: Path) -> None:
+    asked = ("quits_at_import", "rival", "healthy")
+    result = say("check", *asked, "--only", BRIEF, "--json", str(tmp_path))
+    reports = {name: Report.load(tmp_path / f"check-{name}.json") for name in asked}
+    assert result.exit_code == 1 and [report.ok for report in reports.values()] == [False, False, True]
+    assert "licence expired" in reports["quits_at_import"].results[0].reason
+
+
+def test_the_matrix_shows_no_evidence_for_a_plug_in_that_does_not_load_but_the_reason() -> None:
+    names = ("quits_at_import", "rival", "healthy")
+    matrix = build_matrix([check_backend(name, device=CPU, checks=[BRIEF]) for name in names])
+    words = [word_of(matrix, name, "contract:declared") for name in names]
+    assert words == [Word.UNKNOWN, Word.UNKNOWN, Word.VERIFIED]
+    assert "licence expired" in to_markdown(matrix)
+
+
+def test_a_crash_is_named_with_its_check_and_last_words(together: list[Report]) -> None:
+    crasher = together[0]
+    (error,) = [result for result in crasher.results if result.outcome is Outcome.ERROR]
+    assert error.check == "numerics.attention_is_right" and "--only" in error.repro
+    assert "SIGABRT; it printed: no such kernel image" in error.reason
+
+
+def test_a_hang_is_named_with_its_check_and_limit(together: list[Report]) -> None:
+    hanger = together[2]
+    (error,) = [result for result in hanger.results if result.outcome is Outcome.ERROR]
+    assert error.check == "numerics.attention_is_right"
+    assert error.reason.startswith("the process outlived the limit of 10 s for a check and was ended")
+
+
+def test_a_backend_that_is_checked_after_a_crash_is_whole(together: list[Report]) -> None:
+    healthy = together[1]
+    assert healthy.ok and healthy.version == "7"
+    assert healthy.counts[Outcome.PASS] == sum(result.outcome is not Outcome.UNSUPPORTED for result in healthy.results)
+
+
+def test_the_matrix_shows_a_crash_and_a_hang_as_broken_beside_what_is_verified(together: list[Report]) -> None:
+    matrix = build_matrix(together)
+    words = [word_of(matrix, report.backend) for report in together]
+    assert words == [Word.BROKEN, Word.VERIFIED, Word.BROKEN]

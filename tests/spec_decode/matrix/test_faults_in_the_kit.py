@@ -1,0 +1,321 @@
+"""Plug-ins whose fault the kit itself must see: memory that is kept, CUDA started on import, lies in every claim."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends import AttentionBackend, BrokenBackend, Feature, get, register, registry
+from attn_backends.torch_reference import TorchReference
+from builders import CONTRACT_VERSION, AttentionKind, AttentionSpec, ReferenceBuilder, ReferenceMetadata
+from spec_decode.conformance import check_backend, runner
+from spec_decode.matrix import Matrix, Word, build_matrix
+from spec_decode.report import Environment, Outcome, Report, Result, environment
+
+CPU = torch.device("cpu")
+KEEPS_NOTHING = "builder.rounds_keep_no_memory"
+LOADING = "contract.loading_touches_no_cuda"
+
+
+def keeping(
+    keep: Callable[[ReferenceMetadata], object], name: str = "leaker", built_for: tuple[int, int] = (1, 1)
+) -> Report:
+    """What the check of memory says of a backend whose advance calls this too."""
+
+    class Builder(ReferenceBuilder):
+        def advance(self, metadata: ReferenceMetadata) -> None:
+            super().advance(metadata)
+            keep(metadata)
+
+    namespace = {"name": name, "builder": Builder, "contract_version": built_for}
+    backend: AttentionBackend = type("Keeper", (TorchReference,), namespace)()
+    return check_backend(backend, device=CPU, checks=[KEEPS_NOTHING])
+
+
+def only(report: Report) -> Result:
+    (result,) = report.results
+    return result
+
+
+def into_one_tensor() -> Callable[[ReferenceMetadata], object]:
+    history = [torch.zeros(0)]
+
+    def keep(metadata: ReferenceMetadata) -> None:
+        history[0] = torch.cat([history[0], torch.zeros(1)])
+
+    return keep
+
+
+def outside_of_python(metadata: ReferenceMetadata) -> None:
+    """As a library does that forgets to free: 256 KiB of the C heap, written to."""
+    size = 256 << 10
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    ctypes.memset(libc.malloc(ctypes.c_size_t(size)), 1, size)
+
+
+def up_to_a_bound() -> Callable[[ReferenceMetadata], object]:
+    kept: list[torch.Tensor] = []
+    return lambda metadata: kept.append(torch.zeros(4)) if len(kept) < 12 else None
+
+
+@pytest.fixture(scope="module")
+def leaker() -> Report:
+    kept: list[ReferenceMetadata] = []
+    return keeping(kept.append)
+
+
+@pytest.fixture(scope="module")
+def bounded() -> Report:
+    return keeping(up_to_a_bound(), "bounded")
+
+
+def test_metadata_that_is_kept_round_after_round_fails(leaker: Report) -> None:
+    found = only(leaker)
+    assert found.outcome is Outcome.FAIL and "more tensors" in found.reason and "16 equal rounds" in found.reason
+
+
+def test_a_tensor_that_grows_fails() -> None:
+    found = only(keeping(into_one_tensor()))
+    assert found.outcome is Outcome.FAIL and "0 more tensors and 128 more bytes in tensors" in found.reason
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the resident set is read from /proc")
+def test_memory_that_python_does_not_know_of_fails() -> None:
+    found = only(keeping(outside_of_python))
+    assert found.outcome is Outcome.FAIL and "a resident set that is" in found.reason
+
+
+def test_a_cache_that_fills_up_passes(bounded: Report) -> None:
+    assert only(bounded).outcome is Outcome.PASS
+
+
+def test_a_leak_in_a_backend_of_today_is_a_preview_that_names_it() -> None:
+    kept: list[ReferenceMetadata] = []
+    found = only(keeping(kept.append, built_for=CONTRACT_VERSION))
+    assert found.outcome is Outcome.PREVIEW
+    assert found.reason.startswith("new in contract 1.1, the backend was built for 1.0: ")
+
+
+def test_a_leak_is_broken_in_the_matrix_and_the_backend_beside_it_verified(leaker: Report, bounded: Report) -> None:
+    matrix = build_matrix([leaker, bounded])
+    assert word(matrix, "leaker", "mode:decode") is Word.BROKEN
+    assert word(matrix, "bounded", "mode:decode") is Word.VERIFIED
+
+
+@pytest.fixture
+def machine_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One where initialising CUDA works, as far as a plug-in at its import can tell; nothing is registered for good."""
+    started: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "init", lambda: started.append(True))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(started))
+    for store in ("_registered", "_loaded"):
+        monkeypatch.setattr(registry, store, dict(getattr(registry, store)))
+    monkeypatch.setattr(registry, "_started_cuda", [])
+
+
+def cuda_starter() -> AttentionBackend:
+    torch.cuda.init()
+    return Later()
+
+
+class Later(TorchReference):
+    name = "later"
+    contract_version = (1, 1)
+
+
+def test_starting_cuda_while_loading_fails_where_it_works(machine_with_cuda: None) -> None:
+    register("starter", cuda_starter)
+    found = only(check_backend("starter", device=CPU, checks=[LOADING]))
+    assert found.outcome is Outcome.FAIL and "initialised while it was loaded" in found.reason
+
+
+def test_looking_at_the_device_for_the_report_does_not_hide_who_started_cuda(
+    machine_with_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(device: torch.device) -> Environment:
+        torch.cuda.init()
+        return environment(device)
+
+    monkeypatch.setattr(runner, "environment", look)
+    register("starter", cuda_starter)
+    assert only(check_backend("starter", device=CPU, checks=[LOADING])).outcome is Outcome.FAIL
+
+
+def test_starting_cuda_is_not_laid_on_whoever_is_loaded_later(machine_with_cuda: None) -> None:
+    register("starter", cuda_starter)
+    register("later", Later)
+    get("starter")
+    assert only(check_backend("later", device=CPU, checks=[LOADING])).outcome is Outcome.PASS
+
+
+class NarrowBuilder(ReferenceBuilder):
+    """Knows no window, and its advance does nothing."""
+
+    def __init__(self, spec: AttentionSpec, device: torch.device, **bounds: int) -> None:
+        super().__init__(replace(spec, sliding_window=None), device, **bounds)
+        self._building = False
+
+    @classmethod
+    def advance_support(cls, spec: AttentionSpec, device: torch.device) -> Any:
+        return ReferenceBuilder.advance_support(spec, device)
+
+    def build(self, batch: Any, *, horizon: int = 0) -> ReferenceMetadata:
+        self._building = True
+        try:
+            return super().build(batch, horizon=horizon)
+        finally:
+            self._building = False
+
+    def advance(self, metadata: ReferenceMetadata) -> None:
+        if self._building:
+            super().advance(metadata)
+
+
+class Liar(TorchReference):
+    """Serves fp32 heads of 64 in pages of 16 and nothing else, with no advance, and claims all there is."""
+
+    name = "liar"
+    version = "1"
+    contract_version = (1, 0)
+    builder = NarrowBuilder
+    capabilities = replace(TorchReference.capabilities, devices=("cpu", "cuda", "xpu", "meta"))
+
+    def forward(
+        self, query: torch.Tensor, cache: Any, metadata: Any, *, spec: AttentionSpec, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        shape = (spec.dtype, spec.cache_dtype, spec.head_dim, spec.out_dim, spec.page_size, spec.kind)
+        if shape != (torch.float32, torch.float32, 64, 64, 16, AttentionKind.MHA):
+            return query.new_zeros(query.shape[0], spec.num_q_heads, spec.out_dim)
+        plain = replace(spec, soft_cap=None, sinks=False)
+        return super().forward(query, cache, metadata, spec=plain, sinks=None)
+
+
+NUMERICS = "numerics.attention_is_right"
+LIES = {
+    "dtype:bfloat16": (NUMERICS, "bf16-decode"),
+    "dtype:float16": (NUMERICS, "fp16-decode"),
+    "kv:float8_e4m3fn": (NUMERICS, "fp8_cache-decode"),
+    "kv:mixed": (NUMERICS, "bf16_over_fp32_cache-decode"),
+    "dim:80": (NUMERICS, "dim_80-decode"),
+    "dim:256": (NUMERICS, "dim_256-decode"),
+    "page:1": (NUMERICS, "page_1-decode"),
+    "page:128": (NUMERICS, "page_128-decode"),
+    "feature:sliding_window": (NUMERICS, "window-decode"),
+    "feature:soft_cap": (NUMERICS, "soft_cap-decode"),
+    "feature:sinks": (NUMERICS, "sinks-decode"),
+    "feature:value_dim": (NUMERICS, "value_dim-decode"),
+    "feature:mla": (NUMERICS, "mla_base-decode"),
+    "graph:advance": ("builder.advance_means_a_rebuild", "base-single"),
+    "graph:capture": ("graph.verify_replays_over_other_batches", "base-verify"),
+    "contract:declared": ("contract.supports_answers_with_reasons", "any"),
+}
+"""The column of each claim, and the check and case that must find it false."""
+
+
+def told(backend: AttentionBackend) -> Report:
+    asked = [f"{check}[[]{case}]" for check, case in LIES.values()]
+    return check_backend(backend, device=CPU, checks=asked)
+
+
+@pytest.fixture(scope="module")
+def liar() -> Report:
+    return told(Liar())
+
+
+@pytest.fixture(scope="module")
+def matrix(liar: Report) -> Matrix:
+    return build_matrix([liar, told(TorchReference())])
+
+
+def word(matrix: Matrix, backend: str, tag: str) -> Word:
+    column = [column.tag for column in matrix.columns].index(tag)
+    return next(row for row in matrix.rows if row.backend == backend).cells[column].word
+
+
+def test_the_liar_claims_every_feature_dtype_and_the_best_of_levels(liar: Report) -> None:
+    assert all(liar.claims[f"feature:{feature.value}"].claimed for feature in Feature)
+    assert all(liar.claims[tag].claimed for tag in LIES if tag != "contract:declared")
+    assert (liar.claims["graph:capture"].level, liar.claims["graph:advance"].level) == ("always", "in graph")
+
+
+@pytest.mark.parametrize("tag", LIES)
+def test_a_false_claim_fails_with_a_reason_and_is_broken_in_the_matrix(tag: str, liar: Report, matrix: Matrix) -> None:
+    (found,) = [result for result in liar.results if (result.check, result.case) == LIES[tag]]
+    assert found.outcome is Outcome.FAIL and found.reason.startswith("contract: ") and "; got: " in found.reason
+    assert tag in found.tags and word(matrix, "liar", tag) is Word.BROKEN
+
+
+@pytest.mark.parametrize("tag", LIES)
+def test_the_same_claim_where_it_is_true_stays_verified_beside_the_liar(tag: str, matrix: Matrix) -> None:
+    assert word(matrix, "torch_reference", tag) is Word.VERIFIED
+
+
+@pytest.fixture
+def declared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Registers a backend with these attributes, until the test ends, and returns its name."""
+    for store in ("_registered", "_loaded"):
+        monkeypatch.setattr(registry, store, dict(getattr(registry, store)))
+
+    def declare(**attributes: Any) -> str:
+        register("odd", type("Odd", (TorchReference,), {"contract_version": (1, 0), **attributes}))
+        return "odd"
+
+    return declare
+
+
+@pytest.mark.parametrize("version", [(1, -1), (1,), "1.0", None, (1, 0.5)])
+def test_a_contract_version_that_would_make_every_check_a_preview_is_refused(
+    version: Any, declared: Callable[..., str]
+) -> None:
+    with pytest.raises(BrokenBackend, match=r"must state contract_version, two counts"):
+        get(declared(contract_version=version))
+
+
+@pytest.mark.parametrize("attribute", ["capabilities", "builder"])
+@pytest.mark.parametrize("value", [None, "all", ModuleType])
+def test_a_backend_without_a_record_or_a_builder_is_refused(
+    attribute: str, value: Any, declared: Callable[..., str]
+) -> None:
+    with pytest.raises(BrokenBackend, match=f"must state {attribute}, .*got "):
+        get(declared(**{attribute: value}))
+
+
+def fail(*asked: object) -> Any:
+    raise KeyError("no table")
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"supports": fail},
+        {"capabilities": replace(TorchReference.capabilities, dtypes=(torch.int8,))},
+        {"builder": type("Silent", (ReferenceBuilder,), {"advance_support": classmethod(fail)})},
+    ],
+    ids=["supports", "dtypes", "advance_support"],
+)
+def test_a_backend_that_cannot_be_asked_has_a_whole_report_of_errors(
+    attributes: dict[str, Any], declared: Callable[..., str]
+) -> None:
+    report = check_backend(declared(**attributes), device=CPU, families=["contract"])
+    assert not report.ok and not report.counts[Outcome.NOT_RUN] and report.counts[Outcome.ERROR]
+    assert all(result.reason for result in report.results if result.outcome is Outcome.ERROR)
+    assert any("cannot be read: " in claim.words for claim in report.claims.values())
+
+
+def test_a_backend_that_fails_when_asked_about_a_spec_is_rejected_in_words(declared: Callable[..., str]) -> None:
+    spec = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
+    verdict = registry.explain(declared(supports=fail), spec, CPU)
+    assert not verdict and "backend 'odd' was asked and failed: KeyError: 'no table'" in str(verdict)
+
+
+def test_a_check_whose_cases_cannot_be_made_is_an_error_in_every_column(declared: Callable[..., str]) -> None:
+    report = check_backend(declared(supports=fail), device=CPU, checks=[NUMERICS])
+    assert [(r.case, r.outcome, r.tags) for r in report.results] == [("any", Outcome.ERROR, ("*",))]
