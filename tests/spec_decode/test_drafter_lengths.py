@@ -89,8 +89,10 @@ def test_the_device_loop_serves_every_number_of_tokens_with_the_graphs_it_has():
     assert scene.drafter.graphs.reports == reports
 
 
-@pytest.mark.parametrize(("lengths", "steps"), [([0, 0, 0], 1), ([1, 1, 0], 1), ([2, 0, 1], 1), ([3, 1, 2], 2), ([1, 4, 2], K - 1)])
-def test_the_device_loop_ends_behind_its_first_step_with_the_last_request_that_drafts_on(lengths, steps):
+@pytest.mark.parametrize(
+    ("lengths", "steps"), [([0, 0, 0], 1), ([1, 1, 0], 1), ([2, 0, 1], 1), ([3, 1, 2], 2), ([1, 4, 2], K - 1)]
+)
+def test_the_device_loop_runs_a_step_and_ends_with_the_last_request_that_drafts_on(lengths, steps):
     scene = strong(strategy=Strategy.DEVICE_LOOP, capture_sizes=[4])
     scene.drafter.propose(replace(scene.verified(), draft_lens=torch.tensor(lengths, dtype=torch.int32)))
     assert max(scene.drafter.in_use()) == steps
