@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from builders._ops import define_op
-from builders._triton import await_previous, dependent_launch, let_next_start, tl, triton
+from builders._triton import await_previous, dependent_launch, tl, triton
 from builders.batch import NO_SLOT, BatchBuffers
 
 _BLOCK = 64
@@ -127,7 +127,6 @@ def _advance_kernel(
     page = tl.load(entry, mask=asked, other=-1)
     moves = wants & (tl.min(tl.where(in_group[:, None], page, 0), 0) >= 0)
     slot = page.to(tl.int64) * size[:, None] + position[None, :] % size[:, None]
-    let_next_start(PDL)
     tl.store(
         slot_mappings + group[:, None] * slots_stride + row[None, :],
         tl.where(moves[None, :], slot, -1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from builders._ops import define_op
-from builders._triton import await_previous, dependent_launch, let_next_start, tl, triton
+from builders._triton import await_previous, dependent_launch, tl, triton
 from builders.batch import NO_SLOT, BatchBuffers
 
 
@@ -139,7 +139,6 @@ def _begin_extend_kernel(
         column = token // tl.load(page_sizes + group)
         owned = tl.load(table + group * table_stride + column, mask=inside & fits & (column < max_pages), other=-1)
         fits = fits & (tl.min(tl.where(inside, owned, 0), 0) >= 0)
-    let_next_start(PDL)
     for group in tl.static_range(GROUPS):
         size = tl.load(page_sizes + group)
         page = tl.load(table + group * table_stride + token // size, mask=inside & fits, other=-1).to(tl.int64)
@@ -219,7 +218,6 @@ def _begin_decode_kernel(
     live = extended > 0
     kept = tl.minimum(tl.maximum(tl.load(accepted + row, mask=inside, other=0), 0), query_len - 1)
     position = extended - query_len + kept
-    let_next_start(PDL)
     tl.store(seq_lens + row, tl.where(live, position + 1, 0), mask=inside)
     tl.store(positions + row, tl.where(live, position, 0).to(tl.int64), mask=inside)
     for group in tl.static_range(GROUPS):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from builders._triton import await_previous, let_next_start, tl, triton
+from builders._triton import await_previous, tl, triton
 
 
 @triton.jit
@@ -125,7 +125,6 @@ def attention_kernel(
         acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         peak = new_peak
 
-    let_next_start(PDL)
     if SINKS:
         sink = tl.load(sinks + head, mask=in_row, other=0.0) * 1.4426950408889634
         new_peak = tl.maximum(peak, sink)
@@ -182,6 +181,5 @@ def merge_kernel(
         total += tl.exp2(sink - peak)
     rows = tl.where((part > float("-inf"))[:, None], rows, 0.0)
     merged = tl.sum(rows * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
-    let_next_start(PDL)
     to = out + (token * HEADS + head) * VALUE_DIM + edim
     tl.store(to, merged.to(out.dtype.element_ty), mask=edim < VALUE_DIM)

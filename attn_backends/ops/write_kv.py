@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from builders._ops import define_op
-from builders._triton import await_previous, dependent_launch, let_next_start, tl, triton
+from builders._triton import await_previous, dependent_launch, tl, triton
 from builders.errors import require_tensor
 
 _E4M3_MAX = 448.0
@@ -122,7 +122,6 @@ def _write_kv_kernel(
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
-    let_next_start(PDL)
     if slot >= 0:
         page = slot // PAGE_SIZE
         offset = slot % PAGE_SIZE

@@ -85,12 +85,18 @@ class ResidualLayer(nn.Module, ABC):
 
     def feed_forward(self, x: torch.Tensor, delta: torch.Tensor | None) -> ResidualStream:
         """The second half of `forward`, behind attention: the same pair as there."""
-        norm = self.mlp_norm
+        x, activated = self._activated(x, delta)
         if is_skinny(x, self.gate_up.weight):
-            x, activated = norm_linear(x, delta, norm.weight, norm.eps, self.gate_up.weight, gated=True)
             return skinny_linear(activated, self.down.weight, residual=x), None
+        return x, self.down(activated)
+
+    def _activated(self, x: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + delta, and SwiGLU's hidden units of its norm."""
+        norm = self.mlp_norm
+        if is_skinny(x, self.gate_up.weight, gated=True):
+            return norm_linear(x, delta, norm.weight, norm.eps, self.gate_up.weight, gated=True)
         x, normed = norm(x, delta)
-        return x, self.down(swiglu(self.gate_up(normed)))
+        return x, swiglu(self.gate_up(normed))
 
     def folded_attention(
         self, x: torch.Tensor, delta: torch.Tensor | None, positions: torch.Tensor, rotary: Rotary, attend: Attend

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from builders._ops import define_op
-from builders._triton import await_previous, dependent_launch, let_next_start, tl, triton
+from builders._triton import await_previous, dependent_launch, tl, triton
 
 
 def add_rms_norm(
@@ -77,7 +77,6 @@ def _add_rms_norm_kernel(
     wide = row.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
     factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    let_next_start(PDL)
     tl.store(normed + token * width + column, (wide * scale * factor).to(normed.dtype.element_ty), mask=inside)
 
 

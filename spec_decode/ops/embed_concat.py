@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from builders._ops import define_op
-from builders._triton import await_previous, dependent_launch, let_next_start, tl, triton
+from builders._triton import await_previous, dependent_launch, tl, triton
 
 
 def embed_concat(token_ids: torch.Tensor, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,6 @@ def _embed_concat_kernel(
     known = (index >= 0) & (index < vocab)
     row = tl.load(embedding + index * width + column, mask=inside & known, other=0.0)
     state = tl.load(hidden + token * hidden_stride + column, mask=inside)
-    let_next_start(PDL)
     tl.store(out + token * 2 * width + column, row, mask=inside)
     tl.store(out + token * 2 * width + width + column, state, mask=inside)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from builders._ops import define_op
-from builders._triton import await_previous, dependent_launch, let_next_start, tl, triton
+from builders._triton import await_previous, dependent_launch, tl, triton
 from builders.errors import require
 
 
@@ -55,7 +55,6 @@ def _keep_last_kernel(
     inside = column < width
     last = tl.minimum(tl.maximum(tl.load(accepted + row), 0), query_len - 1)
     state = tl.load(hidden + (row * query_len + last) * row_stride + column * column_stride, mask=inside)
-    let_next_start(PDL)
     tl.store(kept + row * width + column, state, mask=inside)
 
 

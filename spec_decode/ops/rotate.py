@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from builders._ops import define_op
-from builders._triton import await_previous, dependent_launch, let_next_start, tl, triton
+from builders._triton import await_previous, dependent_launch, tl, triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,6 @@ def _rotate_kernel(
     cos, sin = angles_of(table, tl.load(positions + token), dim, HALF)
     at = x + token * token_stride + head * head_stride + dim
     first, second = turned(at, inside, cos, sin, HALF)
-    let_next_start(PDL)
     tl.store(at, first, mask=inside)
     tl.store(at + HALF, second, mask=inside)
 

@@ -6,7 +6,7 @@ import torch
 
 from attn_backends.ops.write_kv import check_new_kv, quantised, store_kv
 from builders._ops import define_op
-from builders._triton import await_previous, dependent_launch, let_next_start, tl, triton
+from builders._triton import await_previous, dependent_launch, tl, triton
 from builders.errors import require, require_tensor
 from spec_decode.ops.rotate import Rotation, angles_of, rotated, turned
 
@@ -151,7 +151,6 @@ def _rotate_and_write_kv_kernel(
     if QUANTISE:
         key_first, key_second = quantised(key_first, key_cache), quantised(key_second, key_cache)
         new_value = quantised(new_value, value_cache)
-    let_next_start(PDL)
     tl.store(query_at, query_first, mask=in_group)
     tl.store(query_at + HALF, query_second, mask=in_group)
     page = slot // PAGE_SIZE

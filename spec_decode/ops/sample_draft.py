@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from builders._ops import define_op
-from builders._triton import await_previous, dependent_launch, let_next_start, tl, triton
+from builders._triton import await_previous, dependent_launch, tl, triton
 from builders.errors import require_tensor
 from spec_decode.ops import noise
 from spec_decode.ops.noise import triton_gumbel, triton_key
@@ -93,8 +93,7 @@ def sample_draft(
     if feed_back is not None:
         hidden, next_hidden = feed_back[0], feed_back[1][:rows]
         for name, tensor in {"hidden": hidden, "next_hidden": next_hidden}.items():
-            shape = (rows, hidden.shape[1])
-            require_tensor(name, tensor, shape=shape, dtype=hidden.dtype, device=logits.device)
+            require_tensor(name, tensor, shape=(rows, hidden.shape[1]), dtype=hidden.dtype, device=logits.device)
     stop = stop or StopRule.allocate(rows, columns, logits.device)
     _sample_op(
         logits,
@@ -318,7 +317,6 @@ def _block_argmax_kernel(
     if hot:
         x = x + triton_gumbel(triton_key(seed, position + AHEAD, STREAM), token)
     best, first = tl.max(x, 0, return_indices=True)
-    let_next_start(PDL)
     tl.store(peak + part, best)
     tl.store(index + part, block * BLOCK + first)
 
@@ -378,7 +376,6 @@ def _file_token_kernel(
         score = tl.load(logits + row * logits_stride + chosen).to(tl.float32)
         score = tl.div_rn(score, tl.where(heat > 0, heat, 1.0))
         goes_on = goes_on & (tl.div_rn(tl.exp(score - highest), total) >= least)
-    let_next_start(PDL)
     filed = draft_tokens + row * tokens_stride
     if column == 0:
         others = tl.arange(0, BLOCK_K)

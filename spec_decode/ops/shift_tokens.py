@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from builders._ops import define_op
-from builders._triton import await_previous, dependent_launch, let_next_start, tl, triton
+from builders._triton import await_previous, dependent_launch, tl, triton
 
 
 def shift_tokens(token_ids: torch.Tensor, next_tokens: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,6 @@ def _shift_tokens_kernel(
     shifted = (place < tl.load(accepted + row)) & (place < query_len - 1)
     following = tl.load(token_ids + row * stride + place + 1, mask=place < query_len - 1, other=0)
     token = tl.where(shifted, following, tl.load(next_tokens + row))
-    let_next_start(PDL)
     tl.store(out + row * query_len + place, token, mask=place < query_len)
 
 

@@ -27,15 +27,16 @@ _KEPT_IN_CACHE = 32 << 20
 """Bytes of a weight above which no L2 cache would hold it until the next step: it is read to be dropped first."""
 
 
-def is_skinny(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def is_skinny(x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False) -> bool:
     """Whether the rows x [T, K] go through these kernels, where a model's largest weight is `weight`: from 1 to
-    MAX_ROWS, few enough for it to pay (measured on an H200), no gradient, no autocast.
+    MAX_ROWS, few enough for it to pay (measured on an H200), no gradient, no autocast. gated: asked of the gate itself,
+    whose two products a row pay for fewer of them.
 
     It reads host values alone, the same for every replay of a graph. Everywhere else torch's linear layers run.
     """
     return (
         x.dim() == 2
-        and 0 < x.shape[0] <= (MAX_ROWS if weight.nbytes <= _SMALL_WEIGHT else _ANY_WEIGHT)
+        and 0 < x.shape[0] <= (MAX_ROWS if weight.nbytes <= _SMALL_WEIGHT and not gated else _ANY_WEIGHT)
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled(x.device.type)
     )

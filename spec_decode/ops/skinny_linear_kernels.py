@@ -6,7 +6,7 @@ result has one order of summation whatever the device does. Legend: T rows, N ou
 
 from __future__ import annotations
 
-from builders._triton import await_previous, let_next_start, tl, triton
+from builders._triton import await_previous, tl, triton
 
 
 @triton.jit
@@ -56,7 +56,6 @@ def matvec_kernel(
         if GATED:
             up = tl.load(rows_of_weight + N * K + column, mask=owned, other=0.0, eviction_policy=EVICTION)
             up_sums += wide * up.to(tl.float32)
-    let_next_start(PDL)
     result, up_result, square = tl.sum(sums, 2), tl.sum(up_sums, 2), tl.sum(squares, 2)
     row = tl.arange(0, BLOCK_T)[:, None]
     _finish(result, up_result, square, norm, eps, residual, out, row, output[None, :], rows, N, K, GATED)

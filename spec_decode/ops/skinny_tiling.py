@@ -39,9 +39,21 @@ _BY_INPUTS = (
 size 1024 and 4096: 1024, 2048, 2816, 4096, 8192 and 14336 inputs, the gates at 1024 and 4096; others take the next."""
 
 
+_MORE_ROWS = {
+    2: ((1024, Tiling(4, 512, 2), Tiling(4, 256, 2, 3)),),
+    4: (
+        (1024, Tiling(2, 512, 2), Tiling(4, 256, 2, 3)),
+        (2048, Tiling(2, 1024, 4), Tiling(4, 256, 2, 3)),
+        (4095, Tiling(2, 512, 2, 3), Tiling(4, 256, 2, 3)),
+    ),
+}
+"""The same for up to so many rows, measured for the draft of hidden size 1024; what is not here goes by one row's."""
+
+
 def tiling(rows: int, n: int, k: int, *, gated: bool = False, itemsize: int = 2) -> Tiling:
     """The tiling for `rows` rows of k inputs of itemsize bytes an element and n outputs; gated: of two weights."""
-    plain, with_gate = next(pair for most, *pair in _BY_INPUTS if most is None or k <= most)
+    known = (*_MORE_ROWS.get(power_of_two(rows), ()), *_BY_INPUTS)
+    plain, with_gate = next(pair for most, *pair in known if most is None or k <= most)
     best = with_gate if gated else plain
     block_n, block_k = best.block_n, min(best.block_k * 2 // itemsize, power_of_two(k))
     while block_n > 1 and n < block_n * MIN_PROGRAMS:

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from builders._ops import define_op
-from builders._triton import await_previous, dependent_launch, let_next_start, tl, triton
+from builders._triton import await_previous, dependent_launch, tl, triton
 
 _BLOCK = 1024
 
@@ -40,7 +40,6 @@ def _swiglu_kernel(gate_up, out, width, stride, BLOCK: tl.constexpr, PDL: tl.con
     gate = tl.load(gate_up + token * stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + token * stride + width + column, mask=inside, other=0.0).to(tl.float32)
     result = gate / (1.0 + tl.exp(-gate)) * up
-    let_next_start(PDL)
     tl.store(out + token * width + column, result.to(out.dtype.element_ty), mask=inside)
 
 

@@ -64,6 +64,12 @@ def test_few_rows_are_skinny_and_fewer_over_a_large_weight(rows, megabytes, few)
     assert is_skinny(torch.zeros(rows, 8), weight_of(megabytes)) is few
 
 
+@pytest.mark.parametrize(("rows", "few"), [(1, True), (2, True), (3, False)])
+@torch.no_grad()
+def test_a_gate_is_skinny_for_fewer_rows(rows, few):
+    assert is_skinny(torch.zeros(rows, 8), weight_of(1), gated=True) is few
+
+
 def test_rows_that_may_need_a_gradient_are_not_skinny():
     assert not is_skinny(torch.zeros(1, 8), weight_of(1))
 
@@ -156,7 +162,11 @@ def test_every_tiling_fits_a_gpu(rows, n, k, gated, itemsize):
         (1, 32000, 1024, False, Tiling(4, 1024, 4)),
         (1, 2816, 1024, True, Tiling(4, 512, 2)),
         (1, 1024, 2816, False, Tiling(2, 2048, 4)),
-        (4, 1024, 2816, False, Tiling(2, 1024, 4)),
+        (2, 32000, 1024, False, Tiling(4, 512, 2)),
+        (2, 2816, 1024, True, Tiling(4, 256, 2, 3)),
+        (3, 1536, 1024, False, Tiling(2, 512, 2)),
+        (4, 1024, 2048, False, Tiling(2, 1024, 4)),
+        (4, 1024, 2816, False, Tiling(2, 512, 2, 3)),
         (1, 6144, 4096, False, Tiling(2, 2048, 8)),
         (1, 14336, 4096, True, Tiling(4, 1024, 4, 3)),
         (1, 4096, 14336, False, Tiling(4, 1024, 4, 3)),
