@@ -13,6 +13,8 @@ from spec_decode.graphs import runtime_for
 
 _WARMUP = 5
 _REPEATS = 40
+_CYCLES_A_MICROSECOND = 2000
+"""Of a GPU's clock, at most."""
 _QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
 
 Quantiles = dict[str, float]
@@ -20,7 +22,8 @@ Quantiles = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Microseconds of one call: from call to return, from call to the device being done, and on the device."""
+    """Microseconds of one call: from call to return and from call to the device being done, which is idle before; and
+    on the device, which is kept busy until all of the call is enqueued, so that no launch counts."""
 
     host_us: Quantiles
     wall_us: Quantiles
@@ -35,27 +38,38 @@ def quantiles(samples: list[float]) -> Quantiles:
 def time_call(
     call: Callable[[], object], device: torch.device, *, prepare: Callable[[], object] = lambda: None
 ) -> Timing:
-    """Time a call whose device work starts on an idle device, after an untimed `prepare` each time."""
+    """Time a call, after an untimed `prepare` each time."""
     for _ in range(_WARMUP):
         prepare()
         call()
-    host, wall, gpu = [], [], []
+    host, wall = [], []
     on_cuda = device.type == "cuda"
     for _ in range(_REPEATS):
         prepare()
         if on_cuda:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize(device)
-            begin.record()
         start = time.perf_counter()
         call()
         host.append((time.perf_counter() - start) * 1e6)
         if on_cuda:
-            end.record()
             torch.cuda.synchronize(device)
-            gpu.append(begin.elapsed_time(end) * 1e3)
         wall.append((time.perf_counter() - start) * 1e6)
-    return Timing(quantiles(host), quantiles(wall), quantiles(gpu) if on_cuda else None)
+    host_us = quantiles(host)
+    return Timing(host_us, quantiles(wall), _gpu_us(call, prepare, host_us["p80"]) if on_cuda else None)
+
+
+def _gpu_us(call: Callable[[], object], prepare: Callable[[], object], host_us: float) -> Quantiles:
+    samples = []
+    for _ in range(_REPEATS):
+        prepare()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(int(2 * host_us * _CYCLES_A_MICROSECOND))
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        samples.append(begin.elapsed_time(end) * 1e3)
+    return quantiles(samples)
 
 
 def time_kernels(launch: Callable[[], object], *, calls: int = 50) -> Quantiles:
