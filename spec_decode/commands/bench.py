@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import time
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -11,6 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from spec_decode.commands.common import UserError, device_option, resolve_device, say, stdout, write
+
+_SECONDS_BETWEEN_WRITES = 5.0
 
 
 @click.command()
@@ -35,13 +39,14 @@ def bench(cases: tuple[str, ...], device: str | None, target: str | None, only_l
             f"a case must be one of {', '.join(CASES)}, got {', '.join(strangers)}; nothing was timed. Fix the name."
         )
     command = shlex.join(["attn-backends", "bench", *cases, "--device", str(where)])
+    keep = _keeping(target)
     with console.status("timing") as status:
-        timings = run(
-            device=where,
-            cases=cases or None,
-            on_row=lambda row: status.update(f"timed {row['case']}"),
-            command=command,
-        )
+
+        def on_row(row: dict[str, Any]) -> None:
+            status.update(f"timed {row['case']}")
+            keep(row)
+
+        timings = run(device=where, cases=cases or None, on_row=on_row, command=command)
     if target != "-":
         _print_rows(console, [_short(row) for row in timings.rows])
         for line in timings.missing:
@@ -50,6 +55,23 @@ def bench(cases: tuple[str, ...], device: str | None, target: str | None, only_l
         write(target, json_bytes(timings.rows).decode())
     if timings.stopped:
         raise SystemExit(1)
+
+
+def _keeping(target: str | None) -> Callable[[dict[str, Any]], None]:
+    """What writes the rows so far to the target, if that is a file: a run takes minutes, and may be cut off."""
+    from spec_decode.report import json_bytes
+
+    rows: list[dict[str, Any]] = []
+    written = time.monotonic()
+
+    def keep(row: dict[str, Any]) -> None:
+        nonlocal written
+        rows.append(row)
+        if target is not None and target != "-" and time.monotonic() - written >= _SECONDS_BETWEEN_WRITES:
+            write(target, json_bytes(rows).decode())
+            written = time.monotonic()
+
+    return keep
 
 
 def _print_rows(console: Console, rows: list[dict[str, Any]]) -> None:

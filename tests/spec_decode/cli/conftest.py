@@ -82,8 +82,10 @@ def plug_in():
 
 @pytest.fixture
 def checks(monkeypatch):
-    """A stand-in for the conformance kit; `outcomes` are what it finds, `calls` how it was asked."""
-    fake = SimpleNamespace(outcomes=["pass"], calls=[])
+    """A stand-in for the conformance kit; `outcomes` are what it finds, `calls` how it was asked, `apart` which of
+    them were to run in a process of their own.
+    """
+    fake = SimpleNamespace(outcomes=["pass"], calls=[], apart=[])
 
     def check_backend(name, **asked):
         fake.calls.append((name, asked, os.environ.get("TRITON_INTERPRET")))
@@ -101,7 +103,12 @@ def checks(monkeypatch):
             asked["on_result"](result)
         return Report(backend=name, version="1", env=environment(CPU), command=asked["command"], results=results)
 
+    def check_apart(name, *, ask, env, **told):
+        fake.apart.append(name)
+        return check_backend(name, **ask, **told)
+
     monkeypatch.setitem(sys.modules, "spec_decode.conformance", SimpleNamespace(check_backend=check_backend))
+    monkeypatch.setitem(sys.modules, "spec_decode.conformance.isolation", SimpleNamespace(check_apart=check_apart))
     return fake
 
 

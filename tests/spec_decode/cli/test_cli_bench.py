@@ -65,3 +65,16 @@ def test_bench_refuses_an_unknown_case(timings, refused):
 def test_bench_refuses_to_time_a_gpu_on_a_cpu(case, refused):
     line = refused("bench", case, "--device", "cpu")
     assert f"the cases {case} time a CUDA device and this run is on cpu" in line
+
+
+def test_a_bench_that_is_cut_off_leaves_the_rows_it_has(timings, tmp_path, run, monkeypatch):
+    from spec_decode.commands import bench
+
+    def cut_off(*, on_row, **_):
+        on_row({"case": "round"})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "_SECONDS_BETWEEN_WRITES", 0.0)
+    monkeypatch.setattr(sys.modules["spec_decode.bench"], "run", cut_off)
+    run("bench", "--device", "cpu", "--json", "rows.json")
+    assert json.loads((tmp_path / "rows.json").read_text()) == [{"case": "round"}]
