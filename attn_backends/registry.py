@@ -67,6 +67,15 @@ _registered: dict[str, _Registration] = {
 }
 _loaded: dict[str, AttentionBackend] = {}
 _started_cuda: list[AttentionBackend] = []
+_refused: dict[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class PlugIn:
+    """A backend that another package declares: the name that it is had by, and its package."""
+
+    name: str
+    package: str
 
 
 def register(name: str, factory: F | str, *, extra: str | None = None, replace: bool = False) -> F | str:
@@ -118,6 +127,30 @@ def get(name: str) -> AttentionBackend:
     return _loaded[name]
 
 
+def plug_ins() -> list[PlugIn]:
+    """What other packages declare. One whose own name means ours, or none, is had as "package:name"."""
+    return [
+        PlugIn(point.name if len(points) == 1 and name not in _BUILT_IN else _full_name(point), _package(point))
+        for name, points in _points().items()
+        for point in points
+    ]
+
+
+def is_loaded(name: str) -> bool:
+    """Whether `get` has had the backend before."""
+    return name in _loaded
+
+
+def registered_here(name: str) -> bool:
+    """Whether the name was registered by a call, so that another process does not have it."""
+    return name in _registered and _registered[name].factory != _BUILT_IN.get(name)
+
+
+def refuse(name: str, why: str) -> None:
+    """Never load what packages declare under this name: `get` raises BrokenBackend with the reason instead."""
+    _refused[name] = why
+
+
 def started_cuda(backend: AttentionBackend) -> bool:
     """Whether loading this backend initialised CUDA, which takes memory and the choice of a device from its user."""
     return any(one is backend for one in _started_cuda)
@@ -130,18 +163,26 @@ def explain(name: str, spec: AttentionSpec, device: torch.device) -> Accepted | 
     except BrokenBackend as error:
         return Rejected((str(error),))
     try:
-        return backend.supports(spec, device)
-    except Exception as error:  # a plug-in may fail in any way; it must not cost the others their answers
+        verdict = backend.supports(spec, device)
+    except (Exception, SystemExit) as error:  # a plug-in may fail in any way; the others must get their answers
         return Rejected((f"backend {name!r} was asked and failed: {type(error).__name__}: {error}",))
+    if isinstance(verdict, Accepted | Rejected):
+        return verdict
+    return Rejected((f"backend {name!r} must answer Accepted or Rejected, its supports() gave {verdict!r}",))
+
+
+def _points() -> dict[str, list[EntryPoint]]:
+    """What packages declare, by the name that they give it."""
+    by_name: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        by_name.setdefault(point.name, []).append(point)
+    return by_name
 
 
 def _declared() -> dict[str, Factory]:
     """What packages declare, by the names that it is had by."""
-    by_name: dict[str, list[EntryPoint]] = {}
-    for point in entry_points(group=ENTRY_POINT_GROUP):
-        by_name.setdefault(point.name, []).append(point)
     found: dict[str, Factory] = {}
-    for name, points in by_name.items():
+    for name, points in _points().items():
         if name in _BUILT_IN:
             found |= {_full_name(point): _taken(point) for point in points}
         elif len(points) == 1:
@@ -185,6 +226,8 @@ def _ambiguous(points: Sequence[EntryPoint]) -> Factory:
 
 
 def _from_entry_point(name: str) -> _Registration:
+    if name in _refused:
+        raise BrokenBackend(_refused[name])
     factory = _declared().get(name)
     if factory is None:
         raise UnknownBackend(
@@ -227,8 +270,8 @@ def _checked(name: str, backend: object) -> AttentionBackend:
 
 def _require_stated(name: str, backend: AttentionBackend) -> None:
     """Refuse a backend that does not say what it serves, which builder it has or what it was built for."""
-    able, builder, version = (getattr(backend, at, None) for at in ("capabilities", "builder", "contract_version"))
-    wrong = [] if isinstance(able, Capabilities) else [f"capabilities, a Capabilities record, got {able!r}"]
+    able, builder, version = (_stated(backend, at) for at in ("capabilities", "builder", "contract_version"))
+    wrong = _against_record(able)
     if not (isinstance(builder, type) and issubclass(builder, MetadataBuilder)):
         wrong.append(f"builder, a class of MetadataBuilder, got {builder!r}")
     # A negative number would come before every check there is, and make previews of them all.
@@ -239,3 +282,23 @@ def _require_stated(name: str, backend: AttentionBackend) -> None:
             f"backend {name!r} must state {'; '.join(wrong)}; what it serves cannot be told, so it was not used. "
             "Correct its class."
         )
+
+
+def _stated(backend: AttentionBackend, attribute: str) -> object:
+    try:
+        return getattr(backend, attribute, None)
+    except Exception as error:  # a property of a plug-in may fail in any way; what it raised is shown as what it stated
+        return error
+
+
+def _against_record(able: object) -> list[str]:
+    """What is wrong with the claims as far as they decide which machines a backend is made for."""
+    if not isinstance(able, Capabilities):
+        return [f"capabilities, a Capabilities record, got {able!r}"]
+    wrong = []
+    if not (isinstance(able.devices, tuple) and all(isinstance(kind, str) for kind in able.devices)):
+        wrong.append(f"capabilities.devices, a tuple of names such as 'cpu', got {able.devices!r}")
+    least = able.compute_capability
+    if not (isinstance(least, tuple) and len(least) == 2 and all(isinstance(n, int) for n in least)):
+        wrong.append(f"capabilities.compute_capability, two counts such as (8, 0), got {least!r}")
+    return wrong

@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from attn_backends import AttentionBackend, BrokenBackend, Rejected, registry
+from attn_backends import Accepted, AttentionBackend, BrokenBackend, registry
 from attn_backends.fa3_providers import PROVIDER_VARIABLE, PROVIDERS, BrokenProvider, load_provider
+from attn_backends.registry import PlugIn
 from builders import CONTRACT_VERSION, AttentionKind, AttentionSpec
 from spec_decode.environment import environment
 from spec_decode.graphs import loop_obstacle, runtime_for
+from spec_decode.plug_ins import try_plug_ins
 from spec_decode.soak.watched import watch_backend
 
 _PACKAGES = (
@@ -77,6 +79,7 @@ def examine(device: torch.device) -> Iterator[Finding]:
     yield from _packages()
     yield from _graphs(device)
     yield from _fa3_providers()
+    try_plug_ins()
     yield from _backends(device)
     yield from _plug_ins()
 
@@ -178,27 +181,43 @@ def _backends(device: torch.device) -> Iterator[Finding]:
         try:
             backend = registry.get(name)
         except BrokenBackend as error:
-            yield Finding("backends", name, State.ABSENT, str(error))
-            continue
-        verdicts = {asked: backend.supports(spec, device) for asked, spec in _SPECS.items()}
-        served = [asked for asked, verdict in verdicts.items() if not isinstance(verdict, Rejected)]
-        reasons = {reason for verdict in verdicts.values() for reason in getattr(verdict, "reasons", ())}
-        words = f"{backend.version}: {'; '.join(served) or '; '.join(sorted(reasons))}"
-        yield Finding("backends", name, State.FINE if served else State.REFUSED, words)
+            absent = isinstance(error.__cause__, ImportError)
+            yield Finding("backends", name, State.ABSENT if absent else State.FAILED, str(error))
+        else:
+            yield _asked(name, backend, device)
+
+
+def _asked(name: str, backend: AttentionBackend, device: torch.device) -> Finding:
+    try:
+        return _answer(name, backend, device)
+    except (Exception, SystemExit) as error:  # a plug-in may fail in any way when it is asked
+        return Finding("backends", name, State.FAILED, f"{type(error).__name__}: {error}")
+
+
+def _answer(name: str, backend: AttentionBackend, device: torch.device) -> Finding:
+    verdicts = {asked: backend.supports(spec, device) for asked, spec in _SPECS.items()}
+    served = [asked for asked, verdict in verdicts.items() if isinstance(verdict, Accepted)]
+    reasons = {why for verdict in verdicts.values() if not isinstance(verdict, Accepted) for why in verdict.reasons}
+    words = f"{backend.version}: {'; '.join(served) or '; '.join(sorted(reasons))}"
+    return Finding("backends", name, State.FINE if served else State.REFUSED, words)
 
 
 def _plug_ins() -> Iterator[Finding]:
-    for point in entry_points(group=registry.ENTRY_POINT_GROUP):
-        yield _tried("plug-ins", point.name, partial(_loaded, point))
+    for plug_in in registry.plug_ins():
+        if registry.registered_here(plug_in.name):
+            words = f"{plug_in.package}: not used, a call has registered another backend under its name"
+            yield Finding("plug-ins", plug_in.name, State.REFUSED, words)
+        else:
+            yield _tried("plug-ins", plug_in.name, partial(_class_of, plug_in))
 
 
-def _loaded(point: EntryPoint) -> str:
-    backend, package = registry.get(point.name), point.dist.name if point.dist else "an unknown package"
-    return f"{package}: {type(backend).__module__}.{type(backend).__qualname__} {backend.version}"
+def _class_of(plug_in: PlugIn) -> str:
+    backend = registry.get(plug_in.name)
+    return f"{plug_in.package}: {type(backend).__module__}.{type(backend).__qualname__} {backend.version}"
 
 
 def _tried(topic: str, subject: str, ask: Callable[[], str]) -> Finding:
     try:
         return Finding(topic, subject, State.FINE, ask())
-    except Exception as error:  # a diagnosis must survive whatever it looks at
+    except (Exception, SystemExit) as error:  # a diagnosis must survive whatever it looks at
         return Finding(topic, subject, State.FAILED, f"{type(error).__name__}: {error}")

@@ -11,6 +11,7 @@ import torch
 from attn_backends import AttentionBackend, get
 from attn_backends.torch_reference import TorchReference
 from builders import AdvanceSupport, AttentionSpec, MetadataBuilder, ReferenceBuilder
+from tests.page_lists import PageListBuilder, PageLists
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class _Restated(ReferenceBuilder):
         return ReferenceBuilder.advance_support(spec, device)
 
 
-def _derived(name: str, **methods: Any) -> type[MetadataBuilder[Any]]:
+def derived(name: str, **methods: Any) -> type[MetadataBuilder[Any]]:
+    """The reference builder with these methods, and its claim stated again."""
     support = classmethod(lambda cls, spec, device: ReferenceBuilder.advance_support(spec, device))
     return type(name, (ReferenceBuilder,), {"advance_support": support, **methods})
 
@@ -182,12 +184,30 @@ class _SharedBuffers(_Restated):
         self._kv_end = type(self)._pool
 
 
+def _pages_of_16(self: Any, metadata: Any) -> torch.Tensor:
+    return (metadata.seq_lens + 15) // 16
+
+
+def _counts_only_grow(self: Any, metadata: Any) -> torch.Tensor:
+    return torch.maximum(metadata.page_counts, PageListBuilder.counts(self, metadata))
+
+
+def _leaves_the_tail(self: Any, metadata: Any) -> torch.Tensor:
+    listed = torch.arange(len(metadata.page_list)) < metadata.page_counts.sum()
+    return torch.where(listed, PageListBuilder.pages(self, metadata), metadata.page_list)
+
+
+def _lists_pages(name: str, killer: str, **methods: Any) -> Mutant:
+    backend = type("Lister", (PageLists,), {"name": name, "builder": type(name, (PageListBuilder,), methods)})
+    return Mutant(name, killer, backend())
+
+
 def _builder_mutant(name: str, killer: str, **methods: Any) -> Mutant:
     if "advance" in methods:
         methods["build"] = _right_build
         methods["broken_advance"] = methods["advance"]
         methods["advance"] = _broken_once_built
-    return Mutant(name, killer, with_builder(_derived(name, **methods)))
+    return Mutant(name, killer, with_builder(derived(name, **methods)))
 
 
 def _right_build(self: Any, batch: Any, *, horizon: int = 0) -> Any:
@@ -215,6 +235,8 @@ MUTANTS = (
     _builder_mutant("bakes_max_seq_len", "builder.advance_attends_right", build=_bakes_max_seq_len),
     _builder_mutant("writes_into_the_batch", "builder.build_leaves_the_batch_alone", build=_writes_the_batch),
     _builder_mutant("builds_elsewhere", "builder.build_reuses_its_addresses", build=_builds_elsewhere),
+    _lists_pages("page_counts_only_grow", "builder.advance_refreshes_another_batch", counts=_counts_only_grow),
+    _lists_pages("tail_of_a_list_stays", "builder.advance_refreshes_another_batch", pages=_leaves_the_tail),
     Mutant("undeclared_step_field", "builder.step_fields_are_complete", with_builder(_UndeclaredStepField)),
     Mutant("builders_share_buffers", "contract.builders_share_no_state", with_builder(_SharedBuffers)),
     Mutant("top_left_causal", "numerics.attention_is_right", with_forward(_top_left_causal)),
@@ -229,3 +251,6 @@ MUTANTS = (
     Mutant("checks_no_input", "refusal.bad_tensors_never_reach_a_kernel", with_forward(_checks_nothing)),
     Mutant("accepts_everything", "refusal.unclaimed_is_refused", _AcceptsEverything()),
 )
+
+ONE_PAGE_SIZE = _lists_pages("pages_have_16_tokens", "builder.advance_means_a_rebuild", counts=_pages_of_16)
+"""Beside the others: it is right in pages of 16 tokens, and a test's drafter has no other."""

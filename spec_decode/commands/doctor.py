@@ -29,9 +29,11 @@ def doctor(device: str | None, as_json: bool, watched: str | None, rounds: int, 
     """
     from attn_backends import registry
     from spec_decode.doctor import State, examine, under_watch
+    from spec_decode.plug_ins import try_plug_ins
 
     where = resolve_device(device, present=watched is not None)
     console, topic, findings = stdout(), "", []
+    try_plug_ins()
     # Asked for by name, a backend that cannot be had is refused before anything runs.
     asked = [] if watched is None else [registry.get(watched)]
     for finding in chain(examine(where), (under_watch(b, where, rounds=rounds, every=every) for b in asked)):

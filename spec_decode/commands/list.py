@@ -26,11 +26,14 @@ def list_backends(device: str | None, as_json: bool) -> None:
     """List every registered backend.
 
     What it claims, and whether it runs here and if not, why. The question asked is 32 query and 8 KV heads
-    of dim 128, pages of 16 tokens, bfloat16.
+    of dim 128, pages of 16 tokens, bfloat16. A package whose backend ends or holds up the process that loads it is
+    named, and costs no other its lines.
     """
     from attn_backends import registry
+    from spec_decode.plug_ins import try_plug_ins
 
     where, spec = resolve_device(device, present=False), default_spec()
+    try_plug_ins()
     entries = [describe(name, spec, where) for name in registry.names()]
     if as_json:
         click.echo(json.dumps({"spec": spec.describe(), "device": str(where), "backends": entries}, indent=2))
@@ -39,27 +42,31 @@ def list_backends(device: str | None, as_json: bool) -> None:
 
 
 def describe(name: str, spec: AttentionSpec, device: torch.device) -> dict[str, Any]:
-    """One backend as plain data; a backend that does not load has a name and reasons only."""
+    """One backend as plain data. One that does not load has a name and reasons only; "unreadable" is there where its
+    claims are not, and says why.
+    """
     from attn_backends import BrokenBackend, Rejected, registry
 
     verdict = registry.explain(name, spec, device)
     entry: dict[str, Any] = {
         "name": name,
         "accepted": bool(verdict),
-        "reasons": list(verdict.reasons) if isinstance(verdict, Rejected) else [],
+        "reasons": list(map(str, verdict.reasons)) if isinstance(verdict, Rejected) else [],
     }
     try:
         return {**entry, **_claims(registry.get(name), spec, device)}
     except BrokenBackend:
         return entry
+    except (Exception, SystemExit) as error:  # a plug-in may claim anything; it must not cost the others their lines
+        return {**entry, "unreadable": f"{type(error).__name__}: {error}"}
 
 
 def _claims(backend: AttentionBackend, spec: AttentionSpec, device: torch.device) -> dict[str, Any]:
     able, advance = backend.capabilities, backend.builder.advance_support(spec, device)
     return {
-        "version": backend.version,
+        "version": str(backend.version),
         "graphs": backend.builder.graph_support.name,
-        "advance": {"level": advance.level.name, "reason": advance.reason},
+        "advance": {"level": advance.level.name, "reason": str(advance.reason)},
         "kinds": [kind.value for kind in able.kinds],
         "features": sorted(feature.value for feature in able.features),
         "needs": sorted(feature.value for feature in able.required),
@@ -84,6 +91,8 @@ def print_backends(console: Console, entries: list[dict[str, Any]], question: st
 
 def _lines(entry: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [("because", reason) for reason in entry["reasons"]]
+    if "unreadable" in entry:
+        lines.append(("claims", f"cannot be read: {entry['unreadable']}"))
     if "version" in entry:
         lines += [
             ("graphs", entry["graphs"]),

@@ -171,6 +171,35 @@ def base_cases(batches: dict[str, Batch], variants: tuple[str, ...] = _TELLING) 
     return generate
 
 
+_PAGES = ("page_4", "page_64", "page_128")
+"""Pages beside the plainest spec's, in order of size; each has an edge that DECODE's requests cross."""
+
+
+def page_cases(batches: dict[str, Batch]) -> Any:
+    """A case generator: the smallest and the largest of _PAGES that the backend serves, with every batch."""
+
+    def generate(subject: Subject) -> Iterable[tuple[str, Case]]:
+        plain = base_spec(subject).page_size
+        served = [
+            (variant, spec)
+            for variant, spec in _specs(subject)
+            if variant in _PAGES and spec.page_size != plain and subject.backend.supports(spec, subject.device)
+        ]
+        ends = dict([*served[:1], *served[-1:]])
+        return [
+            (f"{variant}-{name}", Case(spec, batch))
+            for variant, spec in ends.items()
+            for name, batch in batches.items()
+        ]
+
+    return generate
+
+
+def joined(*generators: Any) -> Any:
+    """A case generator: the cases of each in turn."""
+    return lambda subject: [case for generate in generators for case in generate(subject)]
+
+
 def _specs(subject: Subject) -> Iterable[tuple[str, AttentionSpec]]:
     """Every variant of the base spec, then those of the other kinds that the backend claims, named after the kind."""
     base = base_spec(subject)

@@ -36,6 +36,8 @@ class Subject:
 
     backend: AttentionBackend
     device: torch.device
+    asked_as: str = ""
+    """The name that it was asked for by; empty where the backend itself was given."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ import torch
 
 
 def main(name: str, writer: int, ask: dict[str, Any]) -> None:
-    """Plan and run the checks; the plan and each result become a line of JSON."""
+    """Plan and run the checks; the plan with its notes and each result become a line of JSON."""
     from spec_decode.conformance.runner import plan, run_check
 
     planned = plan(name, **{**ask, "device": torch.device(ask["device"])})
-    _say(writer, {"report": planned.report.document()})
+    _say(writer, {"report": planned.report.document(), "notes": planned.notes})
     for check, result in zip(planned.checks, planned.report.results, strict=False):
         done = msgspec.structs.replace(planned.report, results=(run_check(check, result, planned.known_failures),))
         _say(writer, {"result": done.document()["results"][0]})

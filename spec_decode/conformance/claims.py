@@ -61,13 +61,14 @@ def _graph(subject: Subject, value: str) -> Claim:
     builder = subject.backend.builder
     if value == "capture":
         level = GraphSupport(builder.graph_support)
-        return Claim(claimed=level > GraphSupport.NEVER, level=_words(level.name))
+        return Claim(claimed=level > GraphSupport.NEVER, level=level_words(level))
     support = builder.advance_support(base_spec(subject), subject.device)
-    return Claim(claimed=support.level > AdvanceLevel.REBUILD, level=_words(support.level.name), words=support.reason)
+    return Claim(claimed=support.level > AdvanceLevel.REBUILD, level=level_words(support.level), words=support.reason)
 
 
-def _words(name: str) -> str:
-    return name.lower().replace("_", " ")
+def level_words(level: GraphSupport | AdvanceLevel) -> str:
+    """A level as reports name it."""
+    return level.name.lower().replace("_", " ")
 
 
 def _strategy(subject: Subject, value: str) -> Claim:

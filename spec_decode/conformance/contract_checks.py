@@ -35,6 +35,18 @@ def version_matches(subject: Subject, case: None) -> None:
     )
 
 
+@check("contract.name_is_the_registered_one", "a backend is called what it is registered as", since=(1, 1))
+def name_is_the_registered_one(subject: Subject, case: None) -> None:
+    # Where several packages declare a name, each is had as "package:name".
+    registered = subject.asked_as.rpartition(":")[2] or subject.backend.name
+    expect(
+        subject.backend.name == registered,
+        contract="plans, errors and reports call a backend by its class's name, and that is the one to ask for it by",
+        expected=f"name = {registered!r} in {type(subject.backend).__name__}, as it is registered",
+        got=repr(subject.backend.name),
+    )
+
+
 @check("contract.capabilities_are_data", "capabilities are a record that a report can hold")
 def capabilities_are_data(subject: Subject, case: None) -> Evidence:
     record = msgspec.to_builtins(dataclasses.asdict(subject.backend.capabilities), enc_hook=str)

@@ -7,9 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import zip_longest
-from pathlib import Path
-from sysconfig import get_path
-from traceback import extract_tb
 
 import msgspec
 import torch
@@ -18,22 +15,23 @@ from attn_backends import AttentionBackend, BrokenBackend, get
 from spec_decode.conformance.check import Check, CheckFailure, Subject, Unavailable, Unsupported, expand
 from spec_decode.conformance.claims import claims_of
 from spec_decode.conformance.known_failures import KnownFailure, known_failures_of
+from spec_decode.conformance.notes import notes_on
+from spec_decode.conformance.raised_in import raised_in
 from spec_decode.conformance.tags import tags_of
 from spec_decode.report import EVERYTHING, Outcome, Report, Result, environment
-
-_NOT_THEIRS = (str(Path(torch.__file__).parent), get_path("stdlib"), "<")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What is about to run: a report whose results are all `not_run`, and the check behind each of them.
 
-    A backend that does not load has no check, and one result that says so.
+    A backend that does not load has no check, and one result that says so. notes: see `notes_on`.
     """
 
     report: Report
     checks: tuple[Check, ...]
     known_failures: tuple[KnownFailure, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def default_device() -> torch.device:
@@ -55,19 +53,31 @@ def check_backend(
     tags: Sequence[str] | None = None,
     known_failures: Sequence[KnownFailure] | None = None,
     on_result: Callable[[Result], None] | None = None,
+    on_note: Callable[[str], None] | None = None,
     command: str = "",
 ) -> Report:
     """Run the checks and return the report; never raises for a check that fails.
 
     families, checks, tags: run only these families, only check ids matching one of these patterns, only checks with a
-    tag that matches one of these. known_failures: None for those that the backend comes with. A backend that does not
-    load gives a report whose one result is `unavailable`, which is not ok.
+    tag that matches one of these. known_failures: None for those that the backend comes with. on_note: told, before the
+    first check, what the results alone would not say and what is no verdict. A backend that does not load gives a
+    report whose one result is `unavailable`, which is not ok.
     """
-    planned = plan(backend, device=device, families=families, checks=checks, tags=tags, command=command)
-    known = planned.known_failures if known_failures is None else known_failures
+    planned = plan(
+        backend,
+        device=device,
+        families=families,
+        checks=checks,
+        tags=tags,
+        known_failures=known_failures,
+        command=command,
+    )
+    if on_note:
+        for note in planned.notes:
+            on_note(note)
     results = []
     for result, check in zip_longest(planned.report.results, planned.checks):
-        results.append(run_check(check, result, known) if check else result)
+        results.append(run_check(check, result, planned.known_failures) if check else result)
         if on_result:
             on_result(results[-1])
     return msgspec.structs.replace(planned.report, results=tuple(results))
@@ -80,6 +90,7 @@ def plan(
     families: Sequence[str] | None = None,
     checks: Sequence[str] | None = None,
     tags: Sequence[str] | None = None,
+    known_failures: Sequence[KnownFailure] | None = None,
     command: str = "",
 ) -> Plan:
     """The checks that `check_backend` runs, and the report to fill in."""
@@ -88,7 +99,7 @@ def plan(
     try:
         # Before anything that may initialise CUDA, so that one that does so itself is seen.
         subject = _subject(backend, device)
-        known = known_failures_of(subject.backend)
+        known = known_failures_of(subject.backend) if known_failures is None else tuple(known_failures)
     except BrokenBackend as error:
         return Plan(_report(name, device, command, _does_not_load(str(error))), ())
     every = [(check, tags_of(subject, check)) for check in expand(subject)]
@@ -100,7 +111,8 @@ def plan(
         claims=claims_of(subject, [tag for _, own in every for tag in own]),
         results=tuple(_not_run(check, own, name, device) for check, own in wanted),
     )
-    return Plan(report, tuple(check for check, _ in wanted), known)
+    notes = notes_on(subject, report.claims, [check for check, _ in every], known)
+    return Plan(report, tuple(check for check, _ in wanted), known, notes)
 
 
 def _report(name: str, device: torch.device, command: str, *results: Result) -> Report:
@@ -123,7 +135,7 @@ def run_check(check: Check, planned: Result, known_failures: Sequence[KnownFailu
     except Unavailable as lack:
         outcome, reason = Outcome.UNAVAILABLE, str(lack)
     except (Exception, SystemExit) as error:  # a backend may fail in any way; one check's must not end the run
-        outcome, reason = Outcome.ERROR, f"{type(error).__name__}: {error}{_raised_in(error)}"
+        outcome, reason = Outcome.ERROR, f"{type(error).__name__}: {error}{raised_in(error)}"
     known = next((entry for entry in known_failures if entry.covers(check)), None)
     if known and outcome in (Outcome.FAIL, Outcome.ERROR):
         outcome, reason = Outcome.XFAIL, f"{known.issue}: {known.reason} ({reason})"
@@ -133,12 +145,6 @@ def run_check(check: Check, planned: Result, known_failures: Sequence[KnownFailu
         outcome, reason = Outcome.PREVIEW, f"{check.preview}: {reason}"
     seconds = round(time.perf_counter() - start, 4)
     return msgspec.structs.replace(planned, outcome=outcome, reason=reason, evidence=evidence, seconds=seconds)
-
-
-def _raised_in(error: BaseException) -> str:
-    """The innermost line that is no part of torch or Python: an author's own, where it is theirs."""
-    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_THEIRS)]
-    return f" (in {frames[-1].name}, {Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
 def _does_not_load(reason: str) -> Result:
@@ -164,7 +170,8 @@ def _not_run(check: Check, tags: tuple[str, ...], backend: str, device: torch.de
 
 
 def _subject(backend: str | AttentionBackend, device: torch.device | None) -> Subject:
-    return Subject(get(backend) if isinstance(backend, str) else backend, device or default_device())
+    device = device or default_device()
+    return Subject(get(backend), device, backend) if isinstance(backend, str) else Subject(backend, device)
 
 
 def _wanted(

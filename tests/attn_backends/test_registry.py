@@ -1,4 +1,5 @@
 import sys
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from types import ModuleType
 
@@ -31,6 +32,7 @@ class Other(TorchReference):
 def registry_as_it_was(monkeypatch):
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
+    monkeypatch.setattr(registry, "_refused", {})
 
 
 @pytest.fixture
@@ -218,3 +220,58 @@ def test_every_form_of_entry_point_loads(monkeypatch, value):
         get("d")
     finally:
         registry._loaded.pop("d", None)
+
+
+def test_a_plug_in_is_named_as_it_is_had(declare):
+    declare(declared="a_plug_in:Other", torch_reference="a_plug_in:Other")
+    found = [(plug_in.name, plug_in.package) for plug_in in registry.plug_ins()]
+    assert found == [("declared", "unknown"), ("unknown:torch_reference", "unknown")]
+    assert {name for name, _ in found} <= {*names()}
+
+
+def test_what_a_call_has_registered_is_known_here_alone(declare):
+    declare(declared="a_plug_in:Other")
+    register("other", Other)
+    register("triton_paged", Other, replace=True)
+    asked = ("torch_reference", "declared", "other", "triton_paged")
+    assert [registry.registered_here(name) for name in asked] == [False, False, True, True]
+
+
+def test_a_refused_plug_in_is_not_loaded_and_keeps_its_name(declare):
+    declare(declared="a_package_that_is_not_here:Backend")
+    registry.refuse("declared", "it ended a process")
+    with pytest.raises(BrokenBackend, match=r"^it ended a process$"):
+        get("declared")
+    assert "declared" in names()
+
+
+@pytest.mark.parametrize("answer", [None, True, "yes"])
+def test_an_answer_that_is_none_is_a_rejection_that_says_so(answer):
+    register("odd", type("Odd", (TorchReference,), {"supports": lambda *asked: answer}))
+    verdict = explain("odd", make_spec(), CPU)
+    assert isinstance(verdict, Rejected) and f"supports() gave {answer!r}" in verdict.reasons[0]
+
+
+def test_a_backend_that_leaves_python_when_asked_is_rejected_in_words():
+    register("odd", type("Odd", (TorchReference,), {"supports": lambda *asked: sys.exit("licence expired")}))
+    assert "SystemExit: licence expired" in str(explain("odd", make_spec(), CPU))
+
+
+def test_a_backend_whose_record_raises_is_refused_with_what_it_raised():
+    def no_record(self):
+        raise KeyError("no table")
+
+    register("odd", type("Odd", (TorchReference,), {"capabilities": property(no_record)}))
+    with pytest.raises(BrokenBackend, match=r"must state capabilities, .*got KeyError\('no table'\)"):
+        get("odd")
+
+
+@pytest.mark.parametrize(
+    "claimed", [{"devices": None}, {"devices": "cpu"}, {"devices": (1,)}, {"compute_capability": 9}]
+)
+def test_a_record_that_does_not_say_which_machines_it_is_for_is_refused(claimed):
+    (attribute,) = claimed
+    able = replace(TorchReference.capabilities, **claimed)
+    register("odd", type("Odd", (TorchReference,), {"capabilities": able}))
+    with pytest.raises(BrokenBackend, match=rf"must state capabilities\.{attribute}, "):
+        get("odd")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from attn_backends import Capabilities, Feature, Sizes
+from builders import AttentionSpec
+from spec_decode.report import FAMILIES
 from tests.examples.stranger import Stranger
 
 ROOT = Path(__file__).parents[2]
@@ -81,6 +86,23 @@ def test_every_block_is_a_file_a_command_an_output_or_a_drawing() -> None:
 def test_the_page_links_to_its_own_headings() -> None:
     headings = {re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^#+ (.*)$", PAGE, re.M)}
     assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) <= headings
+
+
+def test_the_page_names_all_that_a_spec_and_a_record_of_capabilities_hold() -> None:
+    named = set(re.findall(r"`(\w+)[`(]", PAGE))
+    held = {field.name for kind in (AttentionSpec, Capabilities) for field in dataclasses.fields(kind)}
+    assert held | {feature.name for feature in Feature} <= named
+
+
+def test_the_page_shows_sizes_as_they_are_made() -> None:
+    signature = inspect.signature(Sizes)
+    shown = re.search(r"`Sizes\((minimum.*?)\)`", PAGE)
+    assert shown and shown[1] == ", ".join(f"{name}={p.default}" for name, p in signature.parameters.items())
+
+
+def test_the_page_names_every_family_in_order() -> None:
+    *families, last = FAMILIES
+    assert f"{', '.join(families)} and {last}" in " ".join(PAGE.split())
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 
 from attn_backends import AttentionBackend
 from spec_decode.conformance import check_backend
-from spec_decode.report import FAILURES
+from spec_decode.report import FAILURES, Outcome
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "window_pages"))
@@ -86,6 +86,18 @@ def _sized_by_this_batch(self: Any, batch: Any, *, horizon: int = 0) -> Any:
     return replace(built, pages=built.pages[:, :pages])
 
 
+def _as_if_pages_had_16_tokens(self: Any, metadata: Any) -> None:
+    spec, self.spec = self.spec, replace(self.spec, page_size=16)
+    WindowPagesBuilder.advance(self, metadata)
+    self.spec = spec
+
+
+def _leaves_the_rest(self: Any, metadata: Any) -> None:
+    before = metadata.pages.clone()
+    WindowPagesBuilder.advance(self, metadata)
+    metadata.pages.copy_(torch.where(metadata.pages > 0, metadata.pages, before))
+
+
 def _unwritten(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     out = WindowPages.forward(self, *args, **kwargs)
     return out + 0 * torch.empty_like(out)
@@ -145,9 +157,21 @@ MISTAKES = [
     _mistake("casts_a_view", "builder.build_reuses_its_addresses", "moved", build=_casts),
     _mistake("counts_on", "builder.advance_refreshes_another_batch", "P2", advance=_counts_on),
     _mistake(
+        "leaves_the_rest_of_a_buffer",
+        "builder.advance_refreshes_another_batch",
+        "built on requests of [156",
+        advance=_leaves_the_rest,
+    ),
+    _mistake(
+        "takes_one_page_size_for_all",
+        "builder.advance_means_a_rebuild",
+        "means the present batch",
+        advance=_as_if_pages_had_16_tokens,
+    ),
+    _mistake(
         "forgets_a_step_field",
         "builder.step_fields_are_complete",
-        "changed",
+        "pages changed and is not declared",
         step_fields=("seq_lens", "positions", "slot_mapping", "skip", "seen"),
     ),
     _mistake("sized_by_this_batch", "graph.loop_replays_over_other_batches", "step", build=_sized_by_this_batch),
@@ -167,6 +191,29 @@ def test_a_first_mistake_gets_the_answer_on_the_page(mistake: Mistake) -> None:
     assert [r.reason for r in report.results if r.outcome in FAILURES and mistake.says in r.reason], [
         (r.outcome.value, r.reason) for r in report.results
     ]
+
+
+def test_one_page_size_for_all_shows_in_the_cases_of_other_pages_alone() -> None:
+    mistake = next(mistake for mistake in MISTAKES if mistake.name == "takes_one_page_size_for_all")
+    report = check_backend(mistake.make(), device=CPU, checks=[mistake.check])
+
+    assert {result.case for result in report.results if result.outcome in FAILURES} == {
+        "page_4-decode",
+        "page_128-decode",
+    }
+
+
+def test_a_claim_lost_by_overriding_build_is_noted_in_the_words_of_the_page() -> None:
+    def build(self: Any, batch: Any, *, horizon: int = 0) -> Any:
+        return WindowPagesBuilder.build(self, batch, horizon=horizon)
+
+    silent = type("Silent", (WindowPages,), {"builder": type("Loses", (WindowPagesBuilder,), {"build": build})})()
+    told: list[str] = []
+    report = check_backend(silent, device=CPU, checks=["builder.advance_is_device_work"], on_note=told.append)
+
+    assert {result.outcome for result in report.results} == {Outcome.UNSUPPORTED}
+    for words in ("advance is REBUILD", "it must state advance_support() again"):
+        assert words in told[0] and words in PAGE
 
 
 def test_counting_on_is_right_until_another_batch_comes() -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
-from attn_backends import get, register, unregister
+from attn_backends import Sizes, get, register, unregister
 from attn_backends.torch_reference import TorchReference
+from builders import ReferenceBuilder, ReferenceMetadata
 from spec_decode.conformance import KnownFailure, check_backend, iter_checks, parametrize_with_checks
+from spec_decode.conformance.cases import Case
 from spec_decode.report import FAMILIES, Outcome
+from tests.mutants import derived, with_builder
 
 CPU = torch.device("cpu")
+DEVICE_WORK = "builder.advance_is_device_work"
 
 
 @parametrize_with_checks("torch_reference", "triton_paged", device=CPU)
@@ -60,6 +65,43 @@ def test_a_crashing_check_is_an_error_and_the_rest_still_runs() -> None:
     assert any(result.reason.startswith("RuntimeError: no kernel image (in forward") for result in report.results)
 
 
+def test_a_device_read_is_told_with_the_line_of_its_author() -> None:
+    def advance(self: ReferenceBuilder, metadata: ReferenceMetadata) -> None:
+        int(metadata.seq_lens.max())
+
+    report = check_backend(with_builder(derived("Reads", advance=advance)), device=CPU, checks=[DEVICE_WORK])
+
+    assert {result.outcome for result in report.results} == {Outcome.FAIL}
+    assert all("(in advance, test_conformance.py:" in result.reason for result in report.results)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        (("seq_lens", "positions", "slot_mapping", "kv_start"), "got: kv_end changed and is not declared"),
+        ((*ReferenceBuilder.step_fields, "block_table"), "got: block_table is declared and never changed"),
+    ],
+)
+def test_step_fields_are_told_by_what_is_wrong_with_them(fields: tuple[str, ...], says: str) -> None:
+    made = with_builder(derived("Declares", step_fields=fields))
+    (result,) = check_backend(made, device=CPU, checks=["builder.step_fields_are_complete"]).results
+
+    assert result.outcome is Outcome.FAIL and result.reason.endswith(says)
+
+
+def test_advance_is_tried_on_the_smallest_and_the_largest_page_that_is_served() -> None:
+    def tried(page_sizes: Sizes) -> set[int]:
+        able = replace(TorchReference.capabilities, page_sizes=page_sizes)
+        made = type("Paged", (TorchReference,), {"capabilities": able})()
+        checks = [check for check in iter_checks(made, device=CPU) if check.name == "builder.advance_means_a_rebuild"]
+        return {check.value.spec.page_size for check in checks if isinstance(check.value, Case)}
+
+    assert tried(Sizes()) == {4, 16, 128}
+    assert tried(Sizes(maximum=64)) == {4, 16, 64}
+    assert tried(Sizes(minimum=16, power_of_two=True)) == {16, 64, 128}
+    assert tried(Sizes(minimum=64, maximum=64)) == {64}
+
+
 def test_a_known_failure_is_an_xfail_with_its_issue() -> None:
     class Crashes(TorchReference):
         def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
@@ -86,8 +128,6 @@ def test_a_known_failure_needs_an_issue() -> None:
 
 
 def test_a_backend_without_a_feature_is_refused_not_failed() -> None:
-    from dataclasses import replace
-
     from attn_backends import Feature
 
     class NoSinks(TorchReference):
@@ -104,8 +144,6 @@ def test_a_backend_without_a_feature_is_refused_not_failed() -> None:
 
 
 def test_a_backend_without_gqa_can_be_checked() -> None:
-    from dataclasses import replace
-
     from attn_backends import Feature
 
     class NoGroups(TorchReference):

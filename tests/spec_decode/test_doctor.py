@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import EntryPoint
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from attn_backends import registry
 from attn_backends.fa3_providers import PROVIDER_VARIABLE
+from attn_backends.torch_reference import TorchReference
 from spec_decode import doctor
 from spec_decode.doctor import Finding, State, examine
 from spec_decode.graphs.emulator import EmulatedRuntime
@@ -103,3 +105,61 @@ def test_every_backend_is_told_with_what_it_serves_or_why_it_does_not() -> None:
     assert found["torch_reference"].state is State.FINE
     assert "decode of a common 8B model" in found["torch_reference"].words
     assert found["flash_attn3"].state is State.ABSENT
+
+
+@pytest.fixture
+def registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    for state in ("_registered", "_loaded"):
+        monkeypatch.setattr(registry, state, dict(getattr(registry, state)))
+
+
+def fail(*asked: object) -> Any:
+    raise KeyError("no table")
+
+
+@pytest.mark.parametrize(
+    ("supports", "words"),
+    [
+        (fail, "KeyError: 'no table'"),
+        (lambda *asked: None, "AttributeError"),
+        (lambda *asked: sys.exit(), "SystemExit"),
+    ],
+    ids=["raises", "no answer", "leaves"],
+)
+def test_a_backend_that_cannot_be_asked_has_failed_by_name(supports: Any, words: str, registry_as_it_was: None) -> None:
+    registry.register("odd", type("Odd", (TorchReference,), {"supports": supports}))
+    found = findings("backends")
+    assert found["odd"].state is State.FAILED and words in found["odd"].words
+    assert found.keys() == set(registry.names())
+
+
+def test_a_backend_whose_package_is_absent_is_absent_and_one_that_does_not_load_has_failed(
+    registry_as_it_was: None,
+) -> None:
+    registry.register("absent", "a_package_that_is_not_here:Backend")
+    registry.register("failing", fail)
+    found = findings("backends")
+    assert (found["absent"].state, found["failing"].state) == (State.ABSENT, State.FAILED)
+
+
+@pytest.fixture
+def declared(registry_as_it_was: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package declares `torch_reference` and `mine`, both ours in truth; nothing is loaded apart for it."""
+    value = "attn_backends.torch_reference:TorchReference"
+    points = [EntryPoint(name, value, "attn_backends") for name in ("torch_reference", "mine")]
+    monkeypatch.setattr(registry, "entry_points", lambda group: points)
+    monkeypatch.setattr(doctor, "try_plug_ins", dict)
+
+
+def test_a_plug_in_that_declares_a_name_of_ours_is_not_shown_as_fine_with_our_class(declared: None) -> None:
+    found = findings("plug-ins")
+    assert found.keys() == {"unknown:torch_reference", "mine"}
+    shadow = found["unknown:torch_reference"]
+    assert shadow.state is State.FAILED and "'torch_reference', which is built in" in shadow.words
+    assert found["mine"].state is State.FINE and "torch_reference.TorchReference" in found["mine"].words
+
+
+def test_a_plug_in_whose_name_a_call_has_taken_is_told_as_not_used(declared: None) -> None:
+    registry.register("mine", TorchReference, replace=True)
+    found = findings("plug-ins")["mine"]
+    assert found.state is State.REFUSED and "a call has registered another backend under its name" in found.words

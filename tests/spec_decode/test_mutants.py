@@ -12,7 +12,8 @@ from builders import AttentionBatch
 from spec_decode.conformance import check_backend
 from spec_decode.report import Outcome
 from tests.foreseen import Foreseen, ForeseenBuilder
-from tests.mutants import MUTANTS, Mutant, freeze
+from tests.mutants import MUTANTS, ONE_PAGE_SIZE, Mutant, freeze
+from tests.page_lists import PageLists
 
 CPU = torch.device("cpu")
 KILLED = {Outcome.FAIL, Outcome.ERROR}
@@ -30,7 +31,7 @@ def outcomes(backend: object, *checks: str) -> dict[str, set[Outcome]]:
     return found
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", (*MUTANTS, ONE_PAGE_SIZE), ids=lambda mutant: mutant.name)
 def test_mutant_fails_the_check_that_names_its_defect(mutant: Mutant) -> None:
     assert Outcome.FAIL in outcomes(mutant.backend, mutant.killer)[mutant.killer]
 
@@ -38,6 +39,31 @@ def test_mutant_fails_the_check_that_names_its_defect(mutant: Mutant) -> None:
 @pytest.mark.parametrize("killer", sorted({mutant.killer for mutant in MUTANTS}))
 def test_killer_passes_on_the_reference(killer: str) -> None:
     assert outcomes(get("torch_reference"), killer)[killer] == {Outcome.PASS}
+
+
+def reasons(mutant: Mutant, check: str) -> list[str]:
+    """What the cases of a check say that the mutant fails."""
+    report = check_backend(mutant.backend, device=CPU, checks=[check])
+    return [result.reason for result in report.results if result.outcome is Outcome.FAIL]
+
+
+def test_an_honest_page_list_passes_what_its_mutants_fail() -> None:
+    check_backend(PageLists(), device=CPU, families=["contract", "builder"]).raise_if_failed()
+
+
+def test_a_page_size_in_advance_is_seen_only_on_other_page_sizes() -> None:
+    found = reasons(ONE_PAGE_SIZE, "builder.advance_means_a_rebuild[[]page_*")
+
+    assert reasons(ONE_PAGE_SIZE, "builder.advance_means_a_rebuild[[]base-*") == []
+    assert len(found) == 2 and all("field page_counts" in why for why in found)
+
+
+@pytest.mark.parametrize("name", ["page_counts_only_grow", "tail_of_a_list_stays"])
+def test_what_a_longer_batch_leaves_behind_is_told_with_that_batch(name: str) -> None:
+    (mutant,) = (mutant for mutant in MUTANTS if mutant.name == name)
+    found = reasons(mutant, "builder.advance_refreshes_another_batch[[]base-*")
+
+    assert len(found) == 2 and all("P2, built on requests of [156" in why for why in found)
 
 
 @pytest.mark.parametrize(("backend", "field"), STEP_FIELDS)

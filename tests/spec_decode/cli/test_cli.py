@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from attn_backends import registry
+from attn_backends.torch_reference import TorchReference
+from builders import ReferenceBuilder
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 
@@ -57,3 +59,34 @@ def test_list_survives_a_backend_that_does_not_load(plug_in, run):
     plug_in("broken", "no_such_module:Backend")
     result = run("list", "--device", "cpu")
     assert result.exit_code == 0 and "no_such_module" in result.output
+
+
+def fail(*asked):
+    raise KeyError("no table")
+
+
+@pytest.mark.parametrize(
+    ("attributes", "line"),
+    [
+        ({"supports": fail}, "because     backend 'odd' was asked and failed: KeyError: 'no table'"),
+        ({"supports": lambda *asked: None}, "must answer Accepted or Rejected, its supports() gave None"),
+        (
+            {"builder": type("Silent", (ReferenceBuilder,), {"advance_support": classmethod(fail)})},
+            "claims      cannot be read: KeyError: 'no table'",
+        ),
+        (
+            {"builder": type("Void", (ReferenceBuilder,), {"graph_support": None})},
+            "claims      cannot be read: AttributeError: 'NoneType' object has no attribute 'name'",
+        ),
+    ],
+    ids=["supports", "no answer", "advance_support", "graph_support"],
+)
+def test_list_names_a_backend_that_cannot_be_asked_and_goes_on(attributes, line, plug_in, run):
+    plug_in("odd", type("Odd", (TorchReference,), attributes))
+    plug_in("behind", TorchReference)
+    result = run("list", "--device", "cpu")
+    assert result.exit_code == 0 and line in result.output and "\nbehind" in result.output
+    entries = {
+        entry["name"]: entry for entry in json.loads(run("list", "--device", "cpu", "--json").stdout)["backends"]
+    }
+    assert entries["behind"]["accepted"]

@@ -1,7 +1,7 @@
 """Plug-ins with one fault each, installed together: each is named, and none takes another's results with it.
 
 Those that end or hold up their process are checked as the matrix does it, each in a process of its own. What a plug-in
-may do to the kit is in test_faults_in_the_kit.py, and a crash on import is in test_matrix_isolation.py.
+may do to the kit is in test_faults_in_the_kit.py, how plug-ins are tried before they are loaded in test_plug_ins.py.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from click.testing import CliRunner, Result
 
 from attn_backends import BrokenBackend, get, names, registry
 from attn_backends.torch_reference import TorchReference
+from spec_decode import plug_ins
 from spec_decode.cli import main
 from spec_decode.commands.matrix_run import MatrixRun
-from spec_decode.conformance import check_backend
+from spec_decode.conformance import check_backend, isolation
 from spec_decode.conformance.isolation import Limits
 from spec_decode.matrix import Matrix, Word, build_matrix, to_markdown
-from spec_decode.report import Outcome, Report
+from spec_decode.report import Outcome, Report, environment
 
 CPU = torch.device("cpu")
 TAG = "feature:sinks"
@@ -46,7 +47,7 @@ class Backend(TorchReference):
         return super().forward(*inputs, **options)
 """
 AT_IMPORT = """
-import sys, torch
+import os, sys, torch
 from attn_backends import register
 from attn_backends.torch_reference import TorchReference
 
@@ -61,6 +62,7 @@ PLUG_INS = {
     "hanger": (FORWARD, "time.sleep(600)"),
     "quitter": (FORWARD, "sys.exit('licence expired')"),
     "quits_at_import": (AT_IMPORT, "sys.exit('licence expired')"),
+    "crashes_at_import": (AT_IMPORT, "print('no such driver', flush=True); os.abort()"),
     "cuda_at_import": (AT_IMPORT, "torch.cuda.init()"),
     "takes_ours_by_call": (AT_IMPORT, "register('torch_reference', TorchReference)"),
     "torch_reference": (FORWARD, "os.abort()"),
@@ -80,6 +82,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.syspath_prepend(str(site))
         patch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
         patch.setattr(registry, "_loaded", dict(registry._loaded))
+        patch.setattr(registry, "_refused", {})
+        patch.setattr(plug_ins, "_tried", {})
         yield
 
 
@@ -184,6 +188,8 @@ def test_list_names_every_refusal_and_goes_on() -> None:
     assert "does not load" in refused["takes_ours_by_call"]
     assert "which is built in" in refused["faulty-torch_reference:torch_reference"]
     assert "rivals-a and rivals-b" in refused["rival"]
+    assert "of package faulty-crashes_at_import" in refused["crashes_at_import"]
+    assert "the process ended with SIGABRT; it printed: no such driver" in refused["crashes_at_import"]
 
 
 def test_doctor_names_every_refusal_and_goes_on() -> None:
@@ -192,14 +198,38 @@ def test_doctor_names_every_refusal_and_goes_on() -> None:
     assert backends["healthy"]["state"] == backends["torch_reference"]["state"] == "fine"
     for name in ("quits_at_import", "takes_ours_by_call", "faulty-torch_reference:torch_reference", "rival"):
         assert "a backend name must be free" in backends[name]["words"] or "licence" in backends[name]["words"]
+    assert backends["crashes_at_import"]["state"] == "failed" and "SIGABRT" in backends["crashes_at_import"]["words"]
 
 
-def test_check_reports_a_plug_in_that_does_not_load_and_goes_on(tmp_path: Path) -> None:
-    asked = ("quits_at_import", "rival", "healthy")
-    result = say("check", *asked, "--only", BRIEF, "--json", str(tmp_path))
-    reports = {name: Report.load(tmp_path / f"check-{name}.json") for name in asked}
-    assert result.exit_code == 1 and [report.ok for report in reports.values()] == [False, False, True]
-    assert "licence expired" in reports["quits_at_import"].results[0].reason
+def test_doctor_tells_each_plug_in_under_the_name_that_it_is_had_by() -> None:
+    found = {f["subject"]: f for f in json.loads(say("doctor", "--json").stdout) if f["topic"] == "plug-ins"}
+    assert found["healthy"]["words"] == "faulty-healthy: faulty_healthy.Backend 7"
+    assert found["rivals-a:rival"]["words"] == "rivals-a: rivals_a.Backend 7"
+    assert "torch_reference" not in found and found["faulty-torch_reference:torch_reference"]["state"] == "failed"
+    assert found["crashes_at_import"]["state"] == "failed"
+
+
+def test_check_names_a_crash_and_goes_on(tmp_path: Path) -> None:
+    picked = ("--only", BRIEF, "--only", "numerics.attention_is_right*base-single*")
+    result = say("check", "crasher", "healthy", *picked, "--json", str(tmp_path))
+    reports = [Report.load(tmp_path / f"check-{name}.json") for name in ("crasher", "healthy")]
+    assert result.exit_code == 1 and [report.ok for report in reports] == [False, True]
+    assert "error: numerics.attention_is_right[base-single]: the process ended with SIGABRT" in result.stdout
+    assert f"{reports[0].summary()}\n" in result.stdout and f"{reports[1].summary()}\n" in result.stdout
+
+
+def test_what_is_available_is_found_without_what_crashes_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def check_apart(name: str, **_: object) -> Report:
+        asked.append(name)
+        return Report(backend=name, version="1", env=environment(CPU), command="", results=())
+
+    monkeypatch.setattr(isolation, "check_apart", check_apart)
+    result = say("check", "available")
+    assert {"torch_reference", "healthy", "crasher", "rivals-a:rival"} <= {*asked}
+    assert "crashes_at_import" not in asked
+    assert "not available: backend 'crashes_at_import' of package" in result.stderr
 
 
 def test_the_matrix_shows_no_evidence_for_a_plug_in_that_does_not_load_but_the_reason() -> None:

@@ -36,6 +36,16 @@ def test_a_whole_run_is_what_the_process_said():
     assert list(found.results) == seen
 
 
+def test_the_notes_on_a_plan_are_told_before_its_results():
+    told = []
+    run(
+        "say(report=plan, notes=['advance is REBUILD'])\nfor n in range(4): done(n)",
+        on_note=told.append,
+        on_result=lambda result: told.append(result.case),
+    )
+    assert told == ["advance is REBUILD", "0", "1", "2", "3"]
+
+
 def test_a_crash_is_an_error_of_the_check_in_flight_and_the_rest_is_not_run():
     found = run("say(report=plan); done(0); print('kernel fault', flush=True); os.kill(os.getpid(), signal.SIGSEGV)")
     assert outcomes(found) == ["pass", "error", "not_run", "not_run"]

@@ -1,0 +1,186 @@
+"""What a run says beside its verdicts: an advance nobody tried, an entry that covers nothing, a name of another."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from attn_backends import AttentionBackend, registry
+from attn_backends.torch_reference import TorchReference
+from builders import CONTRACT_VERSION, AttentionBatch, ReferenceBuilder, ReferenceMetadata
+from spec_decode.cli import main
+from spec_decode.conformance import KnownFailure, check_backend
+from spec_decode.report import Outcome
+from tests.foreseen import Foreseen
+
+CPU = torch.device("cpu")
+QUICK = ("--device", "cpu", "--only", "contract.version_matches")
+
+
+class LosesItsClaim(ReferenceBuilder):
+    def build(self, batch: AttentionBatch, *, horizon: int = 0) -> ReferenceMetadata:
+        return super().build(batch, horizon=horizon)
+
+
+class Silent(TorchReference):
+    name = "silent"
+    builder = LosesItsClaim
+
+
+class Ahead(TorchReference):
+    name = "ahead"
+    contract_version = (CONTRACT_VERSION[0], CONTRACT_VERSION[1] + 1)
+
+
+class Misnamed(TorchReference):
+    name = "another_name"
+
+
+class MisnamedSince(Misnamed):
+    contract_version = (1, 1)
+
+
+@pytest.fixture
+def plug_in() -> Iterator[Callable[[str, type[AttentionBackend]], None]]:
+    added: list[str] = []
+
+    def add(name: str, backend: type[AttentionBackend]) -> None:
+        registry.register(name, backend)
+        added.append(name)
+
+    yield add
+    for name in added:
+        registry.unregister(name)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    # So that what `check` sets is undone.
+    monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "0"))
+    return lambda *words: CliRunner().invoke(main, ["check", *words])
+
+
+@pytest.fixture
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[AttentionBackend]:
+    """A third party's backend `foldered`, beside whose module a test may write."""
+    module = "from attn_backends.torch_reference import TorchReference\n\n\n"
+    (tmp_path / "foldered_backend.py").write_text(f'{module}class Foldered(TorchReference):\n    name = "foldered"\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "foldered_backend", raising=False)
+    from foldered_backend import Foldered  # type: ignore[import-not-found]
+
+    backend: type[AttentionBackend] = Foldered
+    return backend
+
+
+def notes(backend: str | AttentionBackend, *checks: str, known: list[KnownFailure] | None = None) -> list[str]:
+    told: list[str] = []
+    only = checks or ("contract.version_matches",)
+    check_backend(backend, device=CPU, checks=only, known_failures=known, on_note=told.append)
+    return told
+
+
+def test_a_backend_that_keeps_to_all_has_nothing_to_note(run: Callable[..., Result]) -> None:
+    assert notes("torch_reference") == []
+    assert run("torch_reference", *QUICK).output.splitlines()[-1].startswith("torch_reference: 1 checks")
+
+
+def test_a_claim_that_was_lost_is_told_under_the_summary(
+    plug_in: Callable[..., None], run: Callable[..., Result]
+) -> None:
+    plug_in("silent", Silent)
+    result = run("silent", *QUICK)
+
+    summary, note = result.output.splitlines()[-2:]
+    assert result.exit_code == 0 and summary.startswith("silent: 1 checks = 1 pass")
+    assert note.strip().startswith("advance is REBUILD: LosesItsClaim overrides build() and inherits its advance;")
+
+
+def test_a_weaker_claim_is_told_with_its_reason() -> None:
+    (note,) = notes(Foreseen())
+
+    assert note.startswith("advance is PREPLANNED: its ranges are made on the host;")
+
+
+def test_a_contract_from_the_future_is_told_with_both_versions() -> None:
+    (note,) = notes(Ahead())
+
+    ours, its = (".".join(map(str, version)) for version in (CONTRACT_VERSION, Ahead.contract_version))
+    assert note.startswith(f"built for contract {its}, this library has {ours}:")
+
+
+@pytest.mark.parametrize(
+    ("check", "case"), [("builder.padding_stays_inrt", "*"), ("builder.padding_stays_inert", "bse-*")]
+)
+def test_a_known_failure_that_covers_nothing_is_told(check: str, case: str) -> None:
+    (note,) = notes("torch_reference", known=[KnownFailure(check=check, case=case, reason="later", issue="#7")])
+
+    assert note.startswith(f"known failure {check}[{case}] (#7) covers no check of torch_reference on cpu:")
+
+
+def test_a_known_failure_whose_check_was_not_asked_for_is_none_that_covers_nothing() -> None:
+    known = [KnownFailure(check="builder.padding_stays_inert", case="base-*", reason="later", issue="#7")]
+
+    assert notes("torch_reference", "contract.version_matches", known=known) == []
+
+
+def test_a_backend_that_serves_nothing_here_has_no_case_names_to_miss() -> None:
+    refusing = type("Refusing", (TorchReference,), {"further_reasons": lambda self, spec, device: ["not here"]})
+    known = [KnownFailure(check="builder.padding_stays_inert", case="base-*", reason="later", issue="#7")]
+
+    assert notes(refusing(), known=known) == []
+
+
+def test_an_entry_of_the_file_that_covers_nothing_is_told_under_the_summary(
+    in_a_folder: type[AttentionBackend], plug_in: Callable[..., None], run: Callable[..., Result], tmp_path: Path
+) -> None:
+    entry = '[[known_failure]]\ncheck = "builder.padding_stays_inrt"\nreason = "later"\nissue = "#7"\n'
+    (tmp_path / "known_failures.toml").write_text(entry)
+    plug_in("foldered", in_a_folder)
+
+    assert "known failure builder.padding_stays_inrt[*] (#7) covers no check" in run("foldered", *QUICK).output
+
+
+def test_why_a_backend_is_unavailable_is_told(
+    in_a_folder: type[AttentionBackend], plug_in: Callable[..., None], run: Callable[..., Result], tmp_path: Path
+) -> None:
+    (tmp_path / "known_failures.toml").write_text("[[known_failure]]")
+    plug_in("foldered", in_a_folder)
+    result = run("foldered", *QUICK)
+
+    assert result.exit_code == 1
+    assert "unavailable: contract.loads[any]: known failures are tables" in result.output
+
+
+def test_what_is_unsupported_is_listed_on_demand(plug_in: Callable[..., None], run: Callable[..., Result]) -> None:
+    plug_in("silent", Silent)
+    asked = ("silent", "--device", "cpu", "--only", "builder.advance_keeps_addresses*")
+    line = "unsupported: builder.advance_keeps_addresses[base-decode]: advance is REBUILD: LosesItsClaim overrides"
+
+    assert line in run(*asked, "--verbose").output
+    assert "unsupported: " not in run(*asked).output
+
+
+@pytest.mark.parametrize(("backend", "outcome"), [(Misnamed, Outcome.PREVIEW), (MisnamedSince, Outcome.FAIL)])
+def test_a_name_that_is_not_the_registered_one_is_told_with_both(
+    backend: type[AttentionBackend], outcome: Outcome, plug_in: Callable[..., None]
+) -> None:
+    plug_in("registered_as", backend)
+    (result,) = check_backend("registered_as", device=CPU, checks=["contract.name_is_the_registered_one"]).results
+
+    assert result.outcome is outcome
+    assert f"expected: name = 'registered_as' in {backend.__name__}" in result.reason
+    assert result.reason.endswith("got: 'another_name'")
+
+
+def test_a_backend_asked_for_by_its_package_has_the_registered_name(plug_in: Callable[..., None]) -> None:
+    plug_in("a-package:another_name", Misnamed)
+    report = check_backend("a-package:another_name", device=CPU, checks=["contract.name_is_the_registered_one"])
+
+    assert [result.outcome for result in report.results] == [Outcome.PASS]

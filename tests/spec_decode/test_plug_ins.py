@@ -1,0 +1,132 @@
+"""Plug-ins are loaded in a process of their own first, and those that end or hold it up are refused here by name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from attn_backends import BrokenBackend, get, registry
+from attn_backends.torch_reference import TorchReference
+from spec_decode import plug_ins
+from spec_decode.apart import Limit
+from spec_decode.plug_ins import try_plug_ins
+
+LOADER = """
+import json, os, signal, sys, time
+fd, names = int(sys.argv[1]), json.loads(sys.argv[2])["names"]
+open({log!r}, "a").write(" ".join(names) + "\\n")
+def say(**message): os.write(fd, json.dumps(message).encode() + b"\\n")
+for name in names:
+    say(loading=name)
+    if name.startswith("crash"):
+        print("no driver", flush=True)
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if name.startswith("hang"):
+        time.sleep(60)
+    if name.startswith("quit"):
+        os._exit(0)
+say(finished=True)
+"""
+
+
+@pytest.fixture
+def declare(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes other packages declare backends of these names."""
+    for module, state in ((registry, "_registered"), (registry, "_loaded"), (registry, "_refused")):
+        monkeypatch.setattr(module, state, dict(getattr(module, state)))
+    monkeypatch.setattr(plug_ins, "_tried", {})
+
+    def declare(*names: str) -> None:
+        points = [EntryPoint(n, "attn_backends.torch_reference:TorchReference", "attn_backends") for n in names]
+        monkeypatch.setattr(registry, "entry_points", lambda group: points)
+
+    return declare
+
+
+Tried = Callable[..., tuple[dict[str, str], list[list[str]]]]
+
+
+@pytest.fixture
+def tried(tmp_path: Path) -> Tried:
+    """What is refused, and which names each process was given."""
+    log = tmp_path / "log"
+    log.touch()
+
+    def tried(seconds: float = 60.0) -> tuple[dict[str, str], list[list[str]]]:
+        child = (sys.executable, "-c", LOADER.format(log=str(log)))
+        refused = try_plug_ins(child, Limit(seconds, "a package to load"))
+        return refused, [line.split() for line in log.read_text().splitlines()]
+
+    return tried
+
+
+def test_without_plug_ins_no_process_is_started(declare: Callable[..., None], tried: Tried) -> None:
+    declare()
+    assert tried() == ({}, [])
+
+
+def test_sound_plug_ins_cost_one_process(declare: Callable[..., None], tried: Tried) -> None:
+    declare("a", "b", "c")
+    assert tried() == ({}, [["a", "b", "c"]])
+
+
+def test_what_is_left_is_loaded_together_after_each_that_crashes(declare: Callable[..., None], tried: Tried) -> None:
+    declare("a", "crash1", "b", "crash2", "c")
+    refused, processes = tried()
+    assert list(refused) == ["crash1", "crash2"]
+    assert processes == [["a", "crash1", "b", "crash2", "c"], ["a", "b", "crash2", "c"], ["a", "b", "c"]]
+
+
+def test_what_crashes_is_refused_with_its_signal_and_last_words(declare: Callable[..., None], tried: Tried) -> None:
+    declare("crash")
+    refused, _ = tried()
+    assert "the process ended with SIGSEGV; it printed: no driver; it was not loaded here" in refused["crash"]
+    with pytest.raises(BrokenBackend) as error:
+        get("crash")
+    assert str(error.value) == refused["crash"]
+
+
+def test_what_hangs_is_refused_with_its_limit(declare: Callable[..., None], tried: Tried) -> None:
+    declare("hang")
+    assert "outlived the limit of 0.3 s for a package to load" in tried(0.3)[0]["hang"]
+
+
+def test_what_ends_its_process_without_a_fault_is_refused_too(declare: Callable[..., None], tried: Tried) -> None:
+    declare("quit", "a")
+    assert "ended with exit status 0" in tried()[0]["quit"]
+
+
+def test_a_process_that_says_nothing_refuses_all(declare: Callable[..., None]) -> None:
+    declare("a", "b")
+    refused = try_plug_ins((sys.executable, "-c", "raise SystemExit('no module')"))
+    assert refused.keys() == {"a", "b"} and "exit status 1; it printed: no module" in refused["a"]
+
+
+def test_nothing_is_tried_twice_and_a_refusal_is_told_again(declare: Callable[..., None], tried: Tried) -> None:
+    declare("a", "crash")
+    first, _ = tried()
+    again, processes = tried()
+    assert again == first and len(processes) == 2
+
+
+def test_what_is_loaded_here_or_registered_by_a_call_is_not_tried(declare: Callable[..., None], tried: Tried) -> None:
+    declare("here", "by_call", "new")
+    get("here")
+    registry.register("by_call", TorchReference, replace=True)
+    assert tried() == ({}, [["new"]])
+
+
+def test_a_backend_registered_under_a_refused_name_is_had(declare: Callable[..., None], tried: Tried) -> None:
+    declare("crash")
+    tried()
+    registry.register("crash", TorchReference, replace=True)
+    assert type(get("crash")) is TorchReference
+
+
+def test_the_real_process_loads_what_this_one_would(declare: Callable[..., None]) -> None:
+    declare("nobody_there_declares_this")
+    assert try_plug_ins() == {} and type(get("nobody_there_declares_this")) is TorchReference
