@@ -111,7 +111,9 @@ def chosen_names(asked: Sequence[str], device: torch.device) -> list[str]:
 def available_names(device: torch.device) -> list[str]:
     """The backends that load and are made for the device, whichever specs they serve."""
     from attn_backends import BrokenBackend, registry
+    from spec_decode.plug_ins import try_plug_ins
 
+    try_plug_ins()
     found = []
     for name in registry.names():
         try:

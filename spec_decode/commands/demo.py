@@ -49,7 +49,9 @@ def demo(device: str | None, pair: Path | None) -> None:
 
 def _list(console: Console, device: torch.device) -> None:
     from attn_backends import registry
+    from spec_decode.plug_ins import try_plug_ins
 
+    try_plug_ins()
     _heading(console, "1. The backends of this machine")
     spec = default_spec()
     entries = [describe(name, spec, device) for name in registry.names()]
