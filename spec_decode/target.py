@@ -22,12 +22,8 @@ PASS = "target"
 class PassState(Protocol):
     """What a uniform pass reads before the forward and does behind it; device work of fixed shape, in the graph."""
 
-    def context_lens(self, size: int) -> torch.Tensor:
-        """int32 [size]: tokens in the cache before the first of the pass."""
-        ...
-
-    def token_ids(self, size: int) -> torch.Tensor:
-        """int64 [size, query_len]."""
+    def inputs(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """int32 [size]: tokens in the cache before the pass; and its token ids, int64 [size, query_len]."""
         ...
 
     def settle(self, token_ids: torch.Tensor, logits: torch.Tensor, features: torch.Tensor) -> None:
@@ -91,10 +87,10 @@ class TargetRunner:
         know the exact lengths."""
         size = self.graphs.padded(self.tables.num_live)
         if self._built:
-            self._begin(size)
+            token_ids = self._begin(size)
             self._phase.rebuild(size, self._built)
         if self._eager:
-            self._forward(size, attend_with(self.groups, self._phase.metadata))
+            self._forward(token_ids, attend_with(self.groups, self._phase.metadata))
         else:
             needed = CaptureConstants(max_reqs=size, max_query_len=self._query_len, max_seq_len=self.tables.longest)
             self.graphs.replay(GraphKey(PASS, size), needed)
@@ -109,19 +105,22 @@ class TargetRunner:
         self._phase.rebuild(size, range(len(self.groups)))
 
         def run(call_outside: CallOutside = _call) -> None:
-            self._begin(size)
+            token_ids = self._begin(size)
             self._phase.advance(self._strong)
-            self._forward(size, attend_in_pieces(self.groups, self._phase, self.outside, self._built, call_outside))
+            self._forward(
+                token_ids, attend_in_pieces(self.groups, self._phase, self.outside, self._built, call_outside)
+            )
 
         if not self.outside:
             return Capturable(run, self._phase.constants())
         return Capturable(run, self._phase.constants(), lambda runtime, _: runtime.capture_pieces(run))
 
-    def _begin(self, size: int) -> None:
-        begin_extend(self._phase.batch, self._state.context_lens(size), size, self._query_len)
+    def _begin(self, size: int) -> torch.Tensor:
+        context_lens, token_ids = self._state.inputs(size)
+        begin_extend(self._phase.batch, context_lens, size, self._query_len)
+        return token_ids
 
-    def _forward(self, size: int, attend: Attend) -> None:
-        token_ids = self._state.token_ids(size)
+    def _forward(self, token_ids: torch.Tensor, attend: Attend) -> None:
         states = self.model(token_ids.flatten(), self._phase.batch.positions[: token_ids.numel()], attend)
         logits, shape = self.model.logits(states.hidden), token_ids.shape
         self._state.settle(token_ids, logits.unflatten(0, shape), states.features.unflatten(0, shape))

@@ -1,7 +1,7 @@
 """What the device knows of the running requests, and how a pass of the target moves it on.
 
-Legend: R rows, K draft tokens, V vocabulary, F features. Everything here stays at its address; `context_lens`,
-`token_ids` and `settle` run inside the target's graph.
+Legend: R rows, K draft tokens, V vocabulary, F features. Everything here stays at its address; `inputs`
+and `settle` run inside the target's graph.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch
 
 from spec_decode.drafter import Drafter
 from spec_decode.engine.request import Request
+from spec_decode.ops.begin_pass import begin_pass
+from spec_decode.ops.settle_pass import NextRound, Texts, settle_pass
 from spec_decode.sampling import Sampling
 from spec_decode.verification import Verdict, Verifier, sample_target
 
@@ -38,13 +40,10 @@ class Rows:
         self.sampling = Sampling.allocate(max_reqs, device)
         self.news = zeros(max_reqs, 2 + self._steps)
 
-    def context_lens(self, size: int) -> torch.Tensor:
-        """int32 [size]: tokens in the target's cache."""
-        return (self.lens[:size] - 1).clamp_(min=0).int()
-
-    def token_ids(self, size: int) -> torch.Tensor:
-        """int64 [size, 1 + K]: the last token, and the draft's behind it."""
-        return torch.cat([self.last_tokens[:size, None], self._drafts(size).clamp(min=0)], 1)
+    def inputs(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens in the target's cache, int32 [size]; and the last token with the draft's behind it, int64
+        [size, 1 + K]."""
+        return begin_pass(self.lens[:size], self.last_tokens[:size], self._drafts(size))
 
     def settle(self, token_ids: torch.Tensor, logits: torch.Tensor, features: torch.Tensor) -> None:
         """Judge the drafts by the target's logits [size, 1 + K, V], lengthen the texts, and tell drafter and host.
@@ -52,54 +51,37 @@ class Rows:
         token_ids int64 [size, 1 + K] are the pass's, features [size, 1 + K, F] the target's for the drafter. A text
         that is complete stays as long as it is.
         """
-        size = len(token_ids)
-        lens, drafts = self.lens[:size].clone(), self._drafts(size)
-        verdict = self._judge(logits, drafts, lens)
-        self._report(verdict, drafts)
-        self.last_tokens[:size].copy_(verdict.next_tokens)
-        self.lens[:size].copy_(torch.minimum(lens + verdict.accepted + 1, self.max_lens[:size]))
-        if self._drafter:
-            self._instruct(self._drafter, slice(0, size), lens, token_ids, features, verdict)
+        rows = slice(0, len(token_ids))
+        self._move_on(rows, token_ids, features, self._judge(logits, self.lens[rows]))
 
     def _drafts(self, size: int) -> torch.Tensor:
         """Draft tokens int64 [size, K], -1 from where a row proposes none."""
         return self._drafter.drafts.tokens[:size] if self._drafter else self.news[:size, :0]
 
-    def _judge(self, logits: torch.Tensor, drafts: torch.Tensor, lens: torch.Tensor) -> Verdict:
+    def _judge(self, logits: torch.Tensor, lens: torch.Tensor) -> Verdict:
         size = len(lens)
         sampling = self.sampling.head(size)
         if self._drafter is None:
             own = sample_target(logits[:, 0], sampling=sampling, positions=lens)
             return Verdict(torch.zeros_like(own), own)
-        draft_logits = self._drafter.drafts.logits[:size]
-        return self._verifier.verify(logits, drafts, draft_logits, sampling=sampling, first_positions=lens)
+        drafts = self._drafter.drafts
+        return self._verifier.verify(
+            logits, drafts.tokens[:size], drafts.logits[:size], sampling=sampling, first_positions=lens
+        )
 
-    def _report(self, verdict: Verdict, drafts: torch.Tensor) -> None:
-        news = self.news[: len(drafts)]
-        news[:, 0].copy_(verdict.accepted)
-        news[:, 1 : 1 + self._steps].copy_(drafts)
-        news.scatter_(1, 1 + verdict.accepted[:, None], verdict.next_tokens[:, None])
-
-    def _instruct(
-        self,
-        drafter: Drafter,
-        rows: slice,
-        lens: torch.Tensor,
-        token_ids: torch.Tensor,
-        features: torch.Tensor,
-        verdict: Verdict,
-    ) -> None:
-        """What the drafter's next round starts from: a pass over token_ids from position lens - 1."""
+    def _move_on(self, rows: slice, token_ids: torch.Tensor, features: torch.Tensor, verdict: Verdict) -> None:
+        """Lengthen the texts, and let the drafter's next round start from this pass over token_ids."""
+        drafter, drafts = self._drafter, self._drafts(rows.stop)[rows]
+        texts = Texts(self.lens[rows], self.max_lens[rows], self.last_tokens[rows], self.news[rows])
+        if drafter is None:
+            settle_pass(verdict.accepted, verdict.next_tokens, token_ids, drafts, texts, None)
+            return
         inputs = drafter.inputs
-        inputs.token_ids[rows].copy_(token_ids)
+        next_round = NextRound(*(getattr(inputs, name)[rows] for name in NextRound._fields))
+        first = drafter.model.first_position
+        settle_pass(verdict.accepted, verdict.next_tokens, token_ids, drafts, texts, next_round, first_position=first)
         inputs.features[rows].copy_(features)
-        inputs.context_lens[rows].copy_((lens - 1 + drafter.model.first_position).clamp_(min=0))
-        inputs.accepted[rows].copy_(verdict.accepted)
-        inputs.next_tokens[rows].copy_(verdict.next_tokens)
         inputs.seeds[rows].copy_(self._verifier.draft_seeds(self.sampling.seeds[rows], self.lens[rows]))
-        assert inputs.draft_lens is not None
-        # The text's last token is the target's own.
-        inputs.draft_lens[rows].copy_((self.max_lens[rows] - self.lens[rows] - 1).clamp_(0, self._steps))
 
     def seat(self, requests: Sequence[Request], stay: Sequence[int]) -> None:
         """Let row i be what row stay[i] was, the rows behind them be the newcomers', and all others padding.
@@ -125,11 +107,7 @@ class Rows:
         lens: tokens in the target's cache; tokens int64 [n]: the one behind them; features [n, F]: of the last one.
         """
         rows = slice(first, first + len(lens))
-        cached = torch.tensor(lens, dtype=torch.int64, device=self.lens.device)
-        self.lens[rows].copy_(cached + 1)
-        self.last_tokens[rows].copy_(tokens)
-        if self._drafter:
-            none = torch.zeros_like(tokens)
-            # Behind the first token of such a pass, nothing is read: neither its id nor its features.
-            ids, wide = tokens[:, None].expand(-1, self._steps + 1), features[:, None].expand(-1, self._steps + 1, -1)
-            self._instruct(self._drafter, rows, cached, ids, wide, Verdict(none, tokens))
+        self.lens[rows].copy_(torch.tensor(lens, dtype=torch.int64, device=self.lens.device))
+        # Behind the first token of such a pass, nothing is read: neither its id nor its features.
+        ids, wide = tokens[:, None].expand(-1, self._steps + 1), features[:, None].expand(-1, self._steps + 1, -1)
+        self._move_on(rows, ids, wide, Verdict(torch.zeros_like(tokens), tokens))

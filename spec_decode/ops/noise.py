@@ -55,7 +55,11 @@ def triton_key(seed, position, stream: tl.constexpr):
 
 
 @triton.jit
-def triton_gumbel(key, token):
+def triton_uniform(key, token):
     hashed = triton_mix(triton_mix(key ^ token.to(tl.uint32)) + key)
-    uniform = ((hashed >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
-    return -tl.log(-tl.log(uniform))
+    return ((hashed >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+
+
+@triton.jit
+def triton_gumbel(key, token):
+    return -tl.log(-tl.log(triton_uniform(key, token)))

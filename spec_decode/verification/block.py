@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from spec_decode.ops import noise
+from spec_decode.ops.draft_round import DraftRound
+from spec_decode.ops.hash_seeds import hash_seeds
+from spec_decode.ops.judge_as_block import judge_as_block
 from spec_decode.sampling import Sampling
 from spec_decode.verification.base import Verdict
-from spec_decode.verification.sampling import Round, leading
-
-_ROUND = 0x510E527F
-"""The stream that gives every round seeds of its own."""
-
-_TINY = torch.finfo(torch.float32).tiny
+from spec_decode.verification.sampling import processed
 
 
 class BlockVerification:
@@ -39,32 +36,17 @@ class BlockVerification:
         first_positions: torch.Tensor,
     ) -> Verdict:
         """See Verifier.verify. Drafts must be drawn with draft_seeds()."""
-        round_ = Round.of(target_logits, draft_tokens, draft_logits, sampling=sampling, first_positions=first_positions)
-        weights = _weights(round_)
-        keys = noise.key(self.draft_seeds(sampling.seeds, first_positions)[:, None], round_.positions, noise.ACCEPT)
-        stands = _stands(round_, weights, noise.uniform(keys, torch.zeros_like(keys)))
-        lengths = torch.arange(1, 1 + stands.shape[1], device=stands.device)
-        accepted = torch.where(round_.hot, (stands * lengths).amax(1), leading(round_.greedy & round_.proposed))
-        weight = torch.where(accepted > 0, weights.gather(1, (accepted - 1).clamp(min=0)[:, None])[:, 0], 1.0)
-        return Verdict(accepted, round_.next_tokens(accepted, weight))
+        round_ = DraftRound(
+            processed=processed(target_logits, sampling),
+            draft_tokens=draft_tokens,
+            draft_logits=draft_logits,
+            temperature=sampling.temperature,
+            seeds=sampling.seeds,
+            coin_seeds=self.draft_seeds(sampling.seeds, first_positions),
+            first_positions=first_positions,
+        )
+        return Verdict(*judge_as_block(round_))
 
     def draft_seeds(self, seeds: torch.Tensor, first_positions: torch.Tensor) -> torch.Tensor:
         """Other seeds in every round, since no two rounds of a request begin at the same position."""
-        return noise.key(seeds, first_positions, _ROUND)
-
-
-def _weights(round_: Round) -> torch.Tensor:
-    """w(1) to w(K), fp32 [R, K]: a product capped at 1 at each step is, in logarithms, a walk under a ceiling of 0."""
-    walk = (round_.p_token / round_.q_token.clamp(min=_TINY)).log().cumsum(1)
-    return (walk - walk.cummax(1).values.clamp(min=0)).exp()
-
-
-def _stands(round_: Round, weights: torch.Tensor, coin: torch.Tensor) -> torch.Tensor:
-    """Which prefixes, of lengths 1 to K, stand on their own coin; bool [R, K]."""
-    columns = weights.shape[1]
-    excess = (weights[:, :-1, None] * round_.p[:, 1:columns] - round_.q[:, 1:]).clamp_(min=0).sum(-1)
-    excess = torch.nn.functional.pad(excess, (0, 1))
-    ends = ~torch.nn.functional.pad(round_.proposed[:, 1:], (0, 1))
-    chance = torch.where(ends, weights, excess)
-    whole = torch.where(ends, 1.0, excess + 1 - weights)
-    return (coin * whole <= chance) & round_.proposed
+        return hash_seeds(seeds, first_positions)

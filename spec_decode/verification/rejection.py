@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from spec_decode.ops import noise
+from spec_decode.ops.draft_round import DraftRound
+from spec_decode.ops.judge_by_rejection import judge_by_rejection
 from spec_decode.sampling import Sampling
 from spec_decode.verification.base import Verdict
-from spec_decode.verification.sampling import Round, leading
+from spec_decode.verification.sampling import processed
 
 
 class RejectionSampling:
@@ -28,13 +29,16 @@ class RejectionSampling:
         first_positions: torch.Tensor,
     ) -> Verdict:
         """See Verifier.verify."""
-        round_ = Round.of(target_logits, draft_tokens, draft_logits, sampling=sampling, first_positions=first_positions)
-        keys = noise.key(sampling.seeds[:, None], round_.positions, noise.ACCEPT)
-        coin = noise.uniform(keys, torch.zeros_like(keys))
-        # Strictly less: a product that underflows to 0 must not keep a token that the target cannot produce.
-        agreed = torch.where(round_.hot[:, None], coin * round_.q_token < round_.p_token, round_.greedy)
-        accepted = leading(agreed & round_.proposed)
-        return Verdict(accepted, round_.next_tokens(accepted))
+        round_ = DraftRound(
+            processed=processed(target_logits, sampling),
+            draft_tokens=draft_tokens,
+            draft_logits=draft_logits,
+            temperature=sampling.temperature,
+            seeds=sampling.seeds,
+            coin_seeds=sampling.seeds,
+            first_positions=first_positions,
+        )
+        return Verdict(*judge_by_rejection(round_))
 
     def draft_seeds(self, seeds: torch.Tensor, first_positions: torch.Tensor) -> torch.Tensor:
         """The requests' own: no verdict has looked at a token behind the refused one, so its noise is still fresh."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
-from spec_decode.ops import noise
+from spec_decode.ops.keep_count import keep_count
 from spec_decode.sampling import Sampling
 from spec_decode.verification.base import Verdict
-from spec_decode.verification.sampling import leading, sample_target
+from spec_decode.verification.sampling import draw, processed
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +34,11 @@ class SyntheticAcceptance:
         first_positions: torch.Tensor,
     ) -> Verdict:
         """See Verifier.verify. draft_logits are not read; the token behind the kept ones is plain decoding's."""
-        keys = noise.key(sampling.seeds, first_positions, noise.ACCEPT)
-        whole = math.floor(self.mean)
-        # A comparison, not floor(mean + coin): the sum of the two rounds in fp32 and would shift the mean.
-        count = whole + (noise.uniform(keys, torch.zeros_like(keys)) < self.mean - whole).long()
-        accepted = torch.minimum(count, leading(draft_tokens >= 0))
-        row = torch.arange(len(accepted), device=accepted.device)
-        behind = target_logits[row, accepted]
-        return Verdict(accepted, sample_target(behind, sampling=sampling, positions=first_positions + accepted))
+        accepted, positions = keep_count(
+            draft_tokens, seeds=sampling.seeds, first_positions=first_positions, mean=self.mean
+        )
+        behind = processed(target_logits, sampling, accepted)
+        return Verdict(accepted, draw(behind, sampling, positions))
 
     def draft_seeds(self, seeds: torch.Tensor, first_positions: torch.Tensor) -> torch.Tensor:
         """The requests' own: no verdict looks at a token."""

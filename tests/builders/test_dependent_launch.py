@@ -15,7 +15,9 @@ KERNELS = {
     "_advance_kernel", "matvec_kernel", "_rotate_kernel", "_rotate_and_write_kv_kernel", "_write_kv_kernel",
     "attention_kernel", "merge_kernel", "_block_argmax_kernel", "_file_token_kernel", "_add_rms_norm_kernel",
     "_swiglu_kernel", "_embed_concat_kernel", "_begin_extend_kernel", "_begin_decode_kernel", "_shift_tokens_kernel",
-    "_keep_last_kernel",
+    "_keep_last_kernel", "_process_kernel", "_block_draw_kernel", "_take_token_kernel", "_tops_kernel",
+    "_reject_kernel", "_weigh_kernel", "_excess_kernel", "_stand_kernel", "_keep_count_kernel", "_hash_kernel",
+    "_begin_pass_kernel", "_settle_kernel",
 }  # fmt: skip
 CHOSEN = {"PDL": True, "launch_pdl": True}
 
