@@ -60,7 +60,7 @@ def time_call(
 
 def _gpu_us(call: Callable[[], object], prepare: Callable[[], object], host_us: float) -> Quantiles:
     samples = []
-    for _ in range(_REPEATS):
+    for _ in range(_REPEATS // 2):
         prepare()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(int(2 * host_us * _CYCLES_A_MICROSECOND))
