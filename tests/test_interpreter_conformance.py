@@ -13,6 +13,7 @@ from spec_decode.report import Outcome, Report
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAVE_TRITON, reason="needs the package triton")
 @pytest.mark.parametrize("families", [("numerics",), ("contract", "builder", "refusal", "poison")], ids="+".join)
 def test_triton_kernels_pass_the_kit_in_the_interpreter(families: tuple[str, ...], tmp_path: Path) -> None:

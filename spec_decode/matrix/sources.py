@@ -80,12 +80,27 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     context: int | None = None
     host_us: Quantiles | None = None
     gpu_us: Quantiles | None = None
+    wall_us: Quantiles | None = None
     kernels_per_step: float | None = None
     floor_us: float | None = None
     limit: str | None = None
     met: bool | None = None
+    accepted: float | None = None
+    """Of a whole engine: draft tokens kept a round."""
+    per_user: float | None = None
+    """Of a whole engine: output tokens a second of one request."""
+    extend_in_graph: bool | None = None
+    host_waits: bool | None = None
     env: TimingEnvironment
     command: str
+
+    @property
+    def token_us(self) -> Quantiles | None:
+        """Of a whole engine: the time of a round over the tokens that it brings a request."""
+        if self.per_user is None or self.wall_us is None:
+            return None
+        tokens, us = 1 + (self.accepted or 0.0), self.wall_us
+        return Quantiles(p20=us.p20 / tokens, p50=us.p50 / tokens, p80=us.p80 / tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,15 +47,32 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     panels: tuple[Panel, ...]
 
 
-_QUANTITIES = {"gpu_us": "GPU time, µs", "host_us": "host time, µs"}
+_QUANTITIES = {
+    "gpu_us": "GPU time, µs",
+    "host_us": "host time, µs",
+    "token_us": "time of a token of one request, µs",
+}
+_DRAFTS = {
+    "llama3-8b-eagle": "Llama-3-8B's EAGLE",
+    "qwen3-8b-eagle3": "Qwen3-8B's EAGLE-3",
+    "gpt-oss-20b-eagle3": "GPT-OSS-20B's EAGLE-3",
+    "glm-4.7-flash-mtp": "GLM-4.7-Flash's MTP",
+    "deepseek-v4-mtp": "DeepSeek-V4's MTP",
+    "eagle-1024": "an EAGLE draft 1024 wide",
+}
 TITLES = {
     "paged-decode": "Decode attention over paged KV",
     "mla-decode": "Decode attention over latents (MLA)",
     "sparse-decode": "Decode attention over a sparse window (MLA)",
+    "flashinfer-decode": "Decode attention by FlashInfer: its choice beside each kernel",
     "advance": "Advancing the metadata by one token",
     "step": "One step: advance, write, attend",
     "round": "A whole draft round",
     "round/steps": "Steps 1 to K-1 of a draft round",
+    **{f"{name}/round": f"A whole draft round of {words}" for name, words in _DRAFTS.items()},
+    **{f"{name}/steps": f"Steps 1 to K-1 of {words}" for name, words in _DRAFTS.items()},
+    "throughput/speculation": "A whole engine: speculation beside plain decoding",
+    "throughput/extend-graph": "A whole engine: step 0 of the draft in a graph, or launched",
 }
 """By case, its backend left out; other cases go by their own name. Also the order of the sections."""
 
@@ -82,7 +99,9 @@ def _own_spec(timing: Timing) -> str:
 
 
 def _quantities(timing: Timing) -> list[str]:
-    """A round is timed on the host and on the GPU; what has no launch is shown as that."""
+    """A round is timed on the host and on the GPU; what has no launch is shown as that; an engine by its tokens."""
+    if timing.token_us is not None:
+        return ["token_us"]
     found = [name for name in _QUANTITIES if getattr(timing, name) is not None]
     return found if timing.strategy is not None else ["gpu_us"] if timing.gpu_us or timing.kernels_per_step == 0 else []
 
@@ -90,7 +109,9 @@ def _quantities(timing: Timing) -> list[str]:
 def _section(subject: str, device: str, quantity: str, spec: str, timings: Sequence[Timing], runs: Runs) -> Section:
     shapes: dict[tuple[int, int, int], list[Timing]] = {}
     for timing in timings:
-        shape = (timing.num_speculative_tokens or 0, timing.num_reqs, timing.context or 0)
+        # Engines that draft different numbers of tokens are compared; rounds of different lengths are not.
+        tokens = 0 if timing.token_us else timing.num_speculative_tokens or 0
+        shape = (tokens, timing.num_reqs, timing.context or 0)
         shapes.setdefault(shape, []).append(timing)
     return Section(
         title=TITLES.get(subject, subject),
@@ -143,7 +164,8 @@ def _labels(timings: Sequence[Timing]) -> list[str]:
     for timing in timings:
         twins = [other for other in timings if other.backend == timing.backend]
         strategies, cases = ({getattr(twin, name) for twin in twins} for name in ("strategy", "case"))
-        apart = [timing.strategy or ""] if len(strategies) > 1 else []
+        apart = [timing.strategy or ""] if len(strategies) > 1 and timing.token_us is None else []
+        apart += _engine(timing)
         apart += [timing.case.split("/")[-1]] if len(cases) > 1 else []
         apart += [_spec_apart(timing, twins)]
         newest = max(twin.env.date for twin in twins if _same(timing, twin))
@@ -152,8 +174,24 @@ def _labels(timings: Sequence[Timing]) -> list[str]:
     return labels
 
 
+def _engine(timing: Timing) -> list[str]:
+    """How a whole engine decoded."""
+    if timing.token_us is None:
+        return []
+    drafted = timing.num_speculative_tokens
+    found = [f"K = {drafted}, {timing.accepted:.1f} kept" if drafted and timing.accepted is not None else "plain"]
+    if timing.case.endswith("extend-graph"):
+        found += ["in a graph" if timing.extend_in_graph else "launched"]
+        found += ["host waits"] if timing.host_waits else []
+    return [", ".join(found)]
+
+
 def _same(one: Timing, other: Timing) -> bool:
-    return (one.case, one.backend, one.spec, one.strategy) == (other.case, other.backend, other.spec, other.strategy)
+    return _identity(one) == _identity(other)
+
+
+def _identity(timing: Timing) -> tuple[object, ...]:
+    return (timing.case, timing.backend, timing.spec, timing.strategy, *_engine(timing))
 
 
 def _spec_apart(timing: Timing, twins: Sequence[Timing]) -> str:

@@ -77,7 +77,7 @@ def sample_draft_args():
         torch.tensor([3, 4, 0], dtype=torch.int32), torch.tensor([1]), torch.zeros(rows, steps, dtype=torch.int64),
         torch.zeros(rows, steps, vocab), torch.zeros(rows, dtype=torch.int64),
         torch.tensor([2, 1, 2], dtype=torch.int32), torch.tensor([2], dtype=torch.int32), torch.tensor([0.1]),
-        torch.zeros(1, dtype=torch.int32), torch.arange(vocab),
+        torch.zeros(1, dtype=torch.int32), torch.arange(vocab), torch.randn(rows, 4), torch.zeros(rows, 4),
     )  # fmt: skip
 
 

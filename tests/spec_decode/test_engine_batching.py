@@ -54,6 +54,7 @@ def all_pages(engine):
     return engine._pool.num_pages
 
 
+@pytest.mark.slow
 def test_500_requests_that_come_and_go_say_what_each_says_alone():
     requests, rng = make_requests(500, prompt=6, new=18), random.Random(1)
     # A quarter of the pages that the rows may come to need: they grow into preemption again and again.

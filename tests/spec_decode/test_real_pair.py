@@ -17,6 +17,8 @@ from spec_decode.strategy import GraphMode, Strategy
 from spec_decode.text import encode, held_out_prompts
 
 PROMPTS = 50
+GREEDY_PROMPTS = 20
+"""Of these, where every strategy of every backend writes them."""
 NEW_TOKENS = 40
 CLOSE = 1e-4
 """Two candidates whose logits lie nearer than this may swap by rounding alone."""
@@ -91,10 +93,10 @@ SERVED = [
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.value)
 @pytest.mark.parametrize(("draft", "backend"), SERVED)
 def test_greedy_speculative_text_is_plain_greedy_text(draft: str, backend: str, strategy: Strategy) -> None:
-    _, generations = run(backend, 4, strategy, draft)
+    _, generations = run(backend, 4, strategy, draft, prompts=GREEDY_PROMPTS)
     found = [generation.token_ids for generation in generations]
-    differing = [i for i in range(PROMPTS) if found[i] != plain()[i]]
-    print(f"{draft} on {backend}, {strategy.value}: {len(differing)} of {PROMPTS} prompts differ by a near tie")
+    differing = [i for i in range(GREEDY_PROMPTS) if found[i] != plain()[i]]
+    print(f"{draft} on {backend}, {strategy.value}: {len(differing)} of {GREEDY_PROMPTS} prompts differ by a near tie")
 
     prompts = [request.prompt for request in requests()]
     assert all(excused(prompts[i], plain()[i], found[i]) for i in differing)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from mmap import mmap
 from types import ModuleType
 from typing import Any
 
@@ -53,12 +53,15 @@ def into_one_tensor() -> Callable[[ReferenceMetadata], object]:
     return keep
 
 
-def outside_of_python(metadata: ReferenceMetadata) -> None:
-    """As a library does that forgets to free: 256 KiB of the C heap, written to."""
-    size = 256 << 10
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype = ctypes.c_void_p
-    ctypes.memset(libc.malloc(ctypes.c_size_t(size)), 1, size)
+def outside_of_tensors() -> Callable[[ReferenceMetadata], object]:
+    """As a library does that forgets to unmap: 256 KiB, written to. A long-lived heap might have had them to spare."""
+    kept: list[mmap] = []
+
+    def keep(metadata: ReferenceMetadata) -> None:
+        kept.append(mmap(-1, 256 << 10))
+        kept[-1].write(b"1" * (256 << 10))
+
+    return keep
 
 
 def up_to_a_bound() -> Callable[[ReferenceMetadata], object]:
@@ -89,7 +92,7 @@ def test_a_tensor_that_grows_fails() -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the resident set is read from /proc")
 def test_memory_that_python_does_not_know_of_fails() -> None:
-    found = only(keeping(outside_of_python))
+    found = only(keeping(outside_of_tensors()))
     assert found.outcome is Outcome.FAIL and "a resident set that is" in found.reason
 
 

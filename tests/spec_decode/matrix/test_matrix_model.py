@@ -204,6 +204,33 @@ def test_an_older_timing_of_the_same_stays_and_says_so():
     assert [bar.label for bar in build_matrix([], (), rows).speed[0].panels[0].bars] == ["k", "k (older)"]
 
 
+def engine(**fields):
+    """A row of a whole engine, whose rounds take 30 us."""
+    us = {"p20": 30.0, "p50": 30.0, "p80": 60.0}
+    row = {"case": "throughput/speculation", "gpu_us": None, "wall_us": us, "per_user": 1.0, "floor_us": None}
+    return timing(**{**row, "num_speculative_tokens": 0, **fields})
+
+
+def test_engines_are_compared_by_the_time_of_a_token_whatever_they_draft():
+    drafting = engine(
+        strategy="full_loop", num_speculative_tokens=4, accepted=2.0, host_us={"p20": 1, "p50": 1, "p80": 1}
+    )
+    (section,) = build_matrix([], (), [engine(), drafting]).speed
+    (panel,) = section.panels
+    assert [(bar.label, bar.us.p50, bar.us.p80) for bar in panel.bars] == [
+        ("k plain", 30.0, 60.0), ("k K = 4, 2.0 kept", 10.0, 20.0),
+    ]  # fmt: skip
+
+
+def test_engines_with_step_0_in_a_graph_or_not_are_told_apart():
+    base = {"case": "throughput/extend-graph", "num_speculative_tokens": 2, "accepted": 1.0, "strategy": "full_loop"}
+    ways = [{"extend_in_graph": graph, "host_waits": waits} for graph in (False, True) for waits in (False, True)]
+    (section,) = build_matrix([], (), [engine(**base, **way) for way in ways]).speed
+    assert [bar.label.removeprefix("k K = 2, 1.0 kept, ") for bar in section.panels[0].bars] == [
+        "launched", "launched, host waits", "in a graph", "in a graph, host waits",
+    ]  # fmt: skip
+
+
 def timing_env(date: str) -> dict[str, object]:
     return {**msgspec.to_builtins(timing().env), "date": date}
 
