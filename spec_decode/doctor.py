@@ -84,9 +84,15 @@ def examine(device: torch.device) -> Iterator[Finding]:
     yield from _plug_ins()
 
 
-def under_watch(backend: AttentionBackend, device: torch.device, *, rounds: int, every: int) -> Finding:
+def under_watch(
+    backend: AttentionBackend, device: torch.device, *, rounds: int, every: int, page_size: int | None = None
+) -> Finding:
     """How so many rounds with a backend go, looked at every N-th time: see `spec_decode.watch`."""
-    return _tried("watch", backend.name, lambda: watch_backend(backend, device, rounds=rounds, every=every).describe())
+
+    def watch() -> str:
+        return watch_backend(backend, device, rounds=rounds, every=every, page_size=page_size).describe()
+
+    return _tried("watch", backend.name, watch)
 
 
 def _machine(device: torch.device) -> Iterator[Finding]:

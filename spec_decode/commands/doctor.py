@@ -20,7 +20,10 @@ _WIDTHS = (26, 8)
 @click.option("--watch", "watched", metavar="NAME", help="Draft with this backend too, under watch.")
 @click.option("--rounds", type=click.IntRange(min=1), default=100, show_default=True, help="Rounds under watch.")
 @click.option("--every", type=click.IntRange(min=1), default=1, show_default=True, help="Look at every N-th of them.")
-def doctor(device: str | None, as_json: bool, watched: str | None, rounds: int, every: int) -> None:
+@click.option("--page-size", type=click.IntRange(min=1), help="Tokens a page under watch; 16 if left out.")
+def doctor(
+    device: str | None, as_json: bool, watched: str | None, rounds: int, every: int, page_size: int | None
+) -> None:
     """Say what is installed, which kernels are found, what is refused and why, and whether graphs work here.
 
     With --watch a small random draft model runs while requests join and leave; what its kernels read is compared
@@ -36,7 +39,8 @@ def doctor(device: str | None, as_json: bool, watched: str | None, rounds: int, 
     try_plug_ins()
     # Asked for by name, a backend that cannot be had is refused before anything runs.
     asked = [] if watched is None else [registry.get(watched)]
-    for finding in chain(examine(where), (under_watch(b, where, rounds=rounds, every=every) for b in asked)):
+    looks = (under_watch(b, where, rounds=rounds, every=every, page_size=page_size) for b in asked)
+    for finding in chain(examine(where), looks):
         findings.append(finding)
         if as_json:
             continue

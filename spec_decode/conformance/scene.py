@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from builders import AttentionKind, AttentionSpec, RequestTables
-from spec_decode.conformance.cases import base_spec
+from spec_decode.conformance.cases import base_spec, demand
 from spec_decode.conformance.check import Subject
 from spec_decode.kv_groups import KVGroup, make_group
 from spec_decode.models import EagleDraft, LatentConfig, LlamaTarget, ModelConfig
@@ -76,9 +76,15 @@ def make_scene(subject: Subject, num_reqs: int, steps: int) -> Scene:
     return Scene(subject, spec, draft_model(spec, subject.device), num_reqs, steps)
 
 
-def draft_spec(subject: Subject, *, window: int = _WINDOW) -> AttentionSpec:
-    """The base spec with a window that the contexts outgrow, and with sinks in a latent layer, where it has them."""
+def draft_spec(subject: Subject, *, window: int = _WINDOW, page_size: int | None = None) -> AttentionSpec:
+    """The base spec with a window that the contexts outgrow, and with sinks in a latent layer, where it has them.
+
+    page_size: None for the base spec's own; Unsupported where the backend refuses it.
+    """
     base = base_spec(subject)
+    if page_size is not None:
+        base = replace(base, page_size=page_size)
+        demand(subject.backend, base, subject.device)
     windowed = replace(base, sliding_window=window)
     latent = base.kind is AttentionKind.MLA
     with_sinks = [replace(spec, sinks=True) for spec in (windowed, base) if latent]

@@ -31,10 +31,12 @@ class Stage:
     setting: Setting
 
     @classmethod
-    def of(cls, subject: Subject, *, max_reqs: int, steps: int) -> Stage:
-        """steps: draft tokens a round. Raises Unsupported where the backend refuses every spec of the kit."""
+    def of(cls, subject: Subject, *, max_reqs: int, steps: int, page_size: int | None = None) -> Stage:
+        """steps: draft tokens a round. Raises Unsupported where the backend refuses every spec of the kit, or the page
+        size, if one is asked for.
+        """
         longest = MAX_SEQ_LEN[subject.device.type]
-        spec = draft_spec(subject, window=longest // _WINDOWS)
+        spec = draft_spec(subject, window=longest // _WINDOWS, page_size=page_size)
         setting = Setting(
             max_reqs=max_reqs,
             steps=steps,

@@ -45,16 +45,18 @@ def watch_backend(
     rounds: int = 100,
     every: int = 1,
     strategy: Strategy | None = None,
+    page_size: int | None = None,
     seed: int = 0,
 ) -> Watched:
     """Draft with a small random model while requests join and leave, looking at every N-th round.
 
-    strategy: None takes the one with the least host work that the backend allows. Raises MetadataDrift for the first
-    thing that is wrong, Unsupported where the backend refuses every spec of the kit, and whatever the drafter raises.
+    strategy: None takes the one with the least host work that the backend allows. page_size: None takes the kit's.
+    Raises MetadataDrift for the first thing that is wrong, Unsupported where the backend refuses every spec of the kit
+    or the page size, and whatever the drafter raises.
     """
     # On the CPU an interpreted kernel would take a second a round; the conformance checks judge the kernels.
     with torch.no_grad(), torch_implementations():
-        stage = Stage.of(Subject(backend, device), max_reqs=MAX_REQS, steps=STEPS)
+        stage = Stage.of(Subject(backend, device), max_reqs=MAX_REQS, steps=STEPS, page_size=page_size)
         side, inputs = stage.side(strategy), stage.inputs(seed)
         watch = MetadataWatch(side.drafter, every=every)
         schedule = Schedule(stage.setting, first=side.drafter.graphs.sizes, compare_every=max(2, rounds), seed=seed)

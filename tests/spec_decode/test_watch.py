@@ -9,7 +9,7 @@ import torch
 
 from attn_backends import AttentionBackend, get
 from builders import AdvanceLevel, AdvanceSupport, AttentionSpec, BatchError, GraphSupport, ReferenceBuilder
-from spec_decode.conformance.check import Subject
+from spec_decode.conformance.check import Subject, Unsupported
 from spec_decode.conformance.world import bits
 from spec_decode.drafter import Drafter
 from spec_decode.graphs import CaptureError
@@ -20,7 +20,7 @@ from spec_decode.soak.watched import watch_backend
 from spec_decode.strategy import Strategy
 from spec_decode.watch import MetadataDrift, MetadataWatch
 from tests.foreseen import Foreseen
-from tests.mutants import MUTANTS, Mutant, freeze, with_builder
+from tests.mutants import MUTANTS, ONE_PAGE_SIZE, Mutant, freeze, with_builder
 
 CPU = torch.device("cpu")
 ROUNDS = 8
@@ -90,6 +90,17 @@ def no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_mutant_in_a_running_drafter_is_caught(mutant: Mutant) -> None:
     with pytest.raises(MetadataDrift):
         watch_backend(mutant.backend, CPU, rounds=ROUNDS)
+
+
+def test_a_mutant_that_is_right_for_one_page_size_is_caught_on_another() -> None:
+    assert watch_backend(ONE_PAGE_SIZE.backend, CPU, rounds=ROUNDS).looks == ROUNDS
+    with pytest.raises(MetadataDrift, match="page_counts"):
+        watch_backend(ONE_PAGE_SIZE.backend, CPU, rounds=ROUNDS, page_size=8)
+
+
+def test_a_page_size_that_a_backend_refuses_is_not_watched() -> None:
+    with pytest.raises(Unsupported, match="page"):
+        watch_backend(get("triton_paged"), CPU, rounds=1, page_size=12)
 
 
 @pytest.mark.parametrize("name", REFUSED)
