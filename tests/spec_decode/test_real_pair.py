@@ -35,9 +35,15 @@ def requests(prompts: int = PROMPTS, **changes: object) -> list[Request]:
 
 
 def run(
-    backend: str, steps: int, strategy: Strategy | None = None, draft: str = "draft", **changes: object
+    backend: str,
+    steps: int,
+    strategy: Strategy | None = None,
+    draft: str = "draft",
+    first: int | None = None,
+    **changes: object,
 ) -> tuple[Engine, list[Generation]]:
-    """backend: the draft's, and the target's too unless the draft is another than the pair's own."""
+    """backend: the draft's, and the target's too unless the draft is another than the pair's own. first: of the
+    requests, only so many."""
     engine = Engine(
         *pair(draft),
         get(backend if draft == "draft" else "triton_paged"),
@@ -48,7 +54,7 @@ def run(
         graph_mode=GraphMode.NONE if strategy is Strategy.EAGER else GraphMode.FULL,
         strategy=strategy,
     )
-    return engine, engine.generate(requests(**changes))
+    return engine, engine.generate(requests(**changes)[:first])
 
 
 @cache
@@ -93,7 +99,7 @@ SERVED = [
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.value)
 @pytest.mark.parametrize(("draft", "backend"), SERVED)
 def test_greedy_speculative_text_is_plain_greedy_text(draft: str, backend: str, strategy: Strategy) -> None:
-    _, generations = run(backend, 4, strategy, draft, prompts=GREEDY_PROMPTS)
+    _, generations = run(backend, 4, strategy, draft, first=GREEDY_PROMPTS)
     found = [generation.token_ids for generation in generations]
     differing = [i for i in range(GREEDY_PROMPTS) if found[i] != plain()[i]]
     print(f"{draft} on {backend}, {strategy.value}: {len(differing)} of {GREEDY_PROMPTS} prompts differ by a near tie")
