@@ -253,4 +253,4 @@ MUTANTS = (
 )
 
 ONE_PAGE_SIZE = _lists_pages("pages_have_16_tokens", "builder.advance_means_a_rebuild", counts=_pages_of_16)
-"""Beside the others: it is right in pages of 16 tokens, and a test's drafter has no other."""
+"""Beside the others: it is right in pages of 16 tokens, which a test's drafter has unless it asks for others."""

@@ -11,7 +11,7 @@ from builders._triton import await_previous, dependent_launch, tl, triton
 from builders.errors import require_tensor
 from spec_decode.ops import noise
 from spec_decode.ops.noise import triton_gumbel, triton_key
-from spec_decode.ops.sample_draft import logits_of_a_program
+from spec_decode.ops.sample_draft import first_best, logits_of_a_program
 
 
 class Refusal(NamedTuple):
@@ -197,22 +197,14 @@ def _take_token_kernel(
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCK)
     part = row * blocks + block
-    _, first = _first_best(peak + part, index + part, block < blocks)
+    _, first = first_best(peak + part, index + part, block < blocks)
     if REFUSING:
         part += tl.num_programs(0) * blocks
-        most, behind = _first_best(peak + part, index + part, block < blocks)
+        most, behind = first_best(peak + part, index + part, block < blocks)
         # Nothing is left of p where nothing was refused, or where rounding ate what p differs by from q.
         first = tl.where(most > float("-inf"), behind, first)
     # Where every logit is NaN none was found; the token must lie in the vocabulary all the same.
     tl.store(tokens + row, tl.minimum(first, vocab - 1).to(tl.int64))
-
-
-@triton.jit
-def _first_best(peak, index, inside):
-    x = tl.load(peak, mask=inside, other=float("-inf"))
-    at = tl.load(index, mask=inside, other=2147483647)
-    best = tl.max(x, 0)
-    return best, tl.min(tl.where(x == best, at, 2147483647), 0)
 
 
 _draw_op = define_op(

@@ -353,13 +353,11 @@ def _file_token_kernel(
     block = tl.arange(0, BLOCK)
     inside = block < blocks
     part = row * blocks + block
-    x = tl.load(peak + part, mask=inside, other=float("-inf"))
-    at = tl.load(index + part, mask=inside, other=2147483647)
     seq_len = tl.load(seq_lens + row)
     column = tl.load(step)
     length = tl.minimum(tl.minimum(tl.load(draft_lens + row), tl.load(num_tokens)), columns)
     least = tl.load(min_confidence)
-    chosen = tl.min(tl.where(x == tl.max(x, 0), at, 2147483647), 0)
+    _, chosen = first_best(peak + part, index + part, inside)
     # Where every logit is NaN none was found; the token must lie in the vocabulary all the same.
     chosen = tl.minimum(chosen, vocab - 1).to(tl.int64)
     token = chosen
@@ -384,6 +382,15 @@ def _file_token_kernel(
     tl.store(next_ids + row, tl.where(proposes, token, 0))
     tl.store(seq_lens + row, tl.where(goes_on, seq_len, 0))
     tl.store(going, 1, mask=goes_on)
+
+
+@triton.jit
+def first_best(peak, index, inside):
+    """The largest of the blocks' peaks, and the least of their indices that has it."""
+    x = tl.load(peak, mask=inside, other=float("-inf"))
+    at = tl.load(index, mask=inside, other=2147483647)
+    best = tl.max(x, 0)
+    return best, tl.min(tl.where(x == best, at, 2147483647), 0)
 
 
 _sample_op = define_op(
