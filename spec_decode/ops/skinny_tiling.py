@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 MAX_SUMS = 64
@@ -26,35 +27,49 @@ class Tiling:
     stages: int = 1
 
 
-_BY_INPUTS = (
-    # inputs, without a gate, with one
-    (1024, Tiling(4, 1024, 4), Tiling(4, 512, 2)),
-    (2048, Tiling(1, 1024, 4), Tiling(4, 512, 2)),
-    (4095, Tiling(2, 2048, 4), Tiling(4, 512, 2)),
-    (8191, Tiling(2, 2048, 8), Tiling(4, 1024, 4, 3)),
-    (8192, Tiling(2, 1024, 4), Tiling(4, 1024, 4, 3)),
-    (None, Tiling(4, 1024, 4, 3), Tiling(4, 1024, 4, 3)),
-)
-"""The fastest for one row of bf16 with up to so many inputs. Measured on an H200 for the layers of drafts of hidden
-size 1024 and 4096: 1024, 2048, 2816, 4096, 8192 and 14336 inputs, the gates at 1024 and 4096; others take the next."""
+MANY_OUTPUTS = 8192
+"""A layer with more is bound by bandwidth alone, as an output projection is; one with fewer also by its latency."""
 
 
-_MORE_ROWS = {
-    2: ((1024, Tiling(4, 512, 2), Tiling(4, 256, 2, 3)),),
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The fastest with up to so many inputs: with few outputs, with more than MANY_OUTPUTS, and with a gate."""
+
+    inputs: float
+    few: Tiling
+    many: Tiling
+    gated: Tiling
+
+
+_TABLE = {
+    1: (
+        _Row(1024, Tiling(2, 1024, 4), Tiling(4, 512, 2), Tiling(2, 1024, 4)),
+        _Row(2048, Tiling(1, 1024, 4), Tiling(8, 512, 4, 3), Tiling(4, 512, 2, 3)),
+        _Row(4095, Tiling(1, 1024, 8), Tiling(8, 512, 4, 3), Tiling(4, 512, 2, 3)),
+        _Row(4096, Tiling(2, 2048, 8), Tiling(2, 2048, 8), Tiling(4, 1024, 4, 3)),
+        _Row(math.inf, Tiling(1, 2048, 8), Tiling(4, 512, 2, 3), Tiling(4, 512, 2, 3)),
+    ),
+    2: (
+        _Row(1024, Tiling(2, 512, 2), Tiling(4, 512, 2), Tiling(2, 512, 2, 3)),
+        _Row(2048, Tiling(1, 1024, 4), Tiling(8, 256, 2, 3), Tiling(4, 256, 2, 3)),
+        _Row(4095, Tiling(2, 1024, 4), Tiling(8, 256, 2, 3), Tiling(4, 256, 2, 3)),
+        _Row(math.inf, Tiling(4, 512, 2, 3), Tiling(8, 256, 2, 3), Tiling(2, 512, 2, 3)),
+    ),
     4: (
-        (1024, Tiling(2, 512, 2), Tiling(4, 256, 2, 3)),
-        (2048, Tiling(2, 1024, 4), Tiling(4, 256, 2, 3)),
-        (4095, Tiling(2, 512, 2, 3), Tiling(4, 256, 2, 3)),
+        _Row(1024, Tiling(2, 512, 2), Tiling(4, 256, 2, 3), Tiling(2, 256, 2, 3)),
+        _Row(4095, Tiling(2, 1024, 4), Tiling(4, 256, 2, 3), Tiling(2, 256, 2, 3)),
+        _Row(math.inf, Tiling(4, 256, 2, 3), Tiling(4, 256, 2, 3), Tiling(2, 256, 2, 3)),
     ),
 }
-"""The same for up to so many rows, measured for the draft of hidden size 1024; what is not here goes by one row's."""
+"""By rows up to which it holds, for bf16. Measured on an H200 for the layers of drafts of hidden size 1024, 2880 and
+4096: 1024 to 17280 inputs, few outputs 1024 to 6144, many 32000 to 128256. What was not measured has its neighbour's:
+many outputs of 1025 to 2048 or more than 4096 inputs, and gates of other than 1024, 2880 and 4096."""
 
 
 def tiling(rows: int, n: int, k: int, *, gated: bool = False, itemsize: int = 2) -> Tiling:
     """The tiling for `rows` rows of k inputs of itemsize bytes an element and n outputs; gated: of two weights."""
-    known = (*_MORE_ROWS.get(power_of_two(rows), ()), *_BY_INPUTS)
-    plain, with_gate = next(pair for most, *pair in known if most is None or k <= most)
-    best = with_gate if gated else plain
+    row = next(row for row in _TABLE[power_of_two(rows)] if k <= row.inputs)
+    best = row.gated if gated else row.many if n > MANY_OUTPUTS else row.few
     block_n, block_k = best.block_n, min(best.block_k * 2 // itemsize, power_of_two(k))
     while block_n > 1 and n < block_n * MIN_PROGRAMS:
         block_n //= 2
