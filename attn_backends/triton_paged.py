@@ -55,6 +55,7 @@ class TritonPaged(AttentionBackend):
             metadata.seq_lens,
             metadata.query_start_loc,
             max_query_len=metadata.max_query_len,
+            max_seq_len=metadata.max_seq_len,
             num_splits=metadata.num_splits,
             scale=spec.softmax_scale,
             sliding_window=spec.sliding_window,

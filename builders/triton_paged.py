@@ -10,7 +10,9 @@ from builders.paged_views import PagedViewBuilder, multiprocessors
 from builders.spec import AttentionSpec
 
 _TOKENS_PER_SPLIT = 64
-"""A split shorter than this costs more in the merge than it gains (measured on an H200, see reports)."""
+"""A split shorter than this costs more in the merge than it gains (measured on an H200, see reports)..."""
+_TOKENS_OF_FEW = 32
+"""...but for a decode whose splits would leave half of the device idle."""
 _WAVES = 4
 """Programs per multiprocessor that a decode launch aims at."""
 
@@ -24,5 +26,8 @@ class TritonPagedBuilder(PagedViewBuilder):
 
     def splits(self, batch: AttentionBatch) -> int:
         visible = min(batch.max_seq_len, self.spec.sliding_window or batch.max_seq_len)
-        wanted = _WAVES * multiprocessors(self.device) // (batch.num_reqs * self.spec.num_kv_heads)
-        return max(1, min(wanted, -(-visible // _TOKENS_PER_SPLIT), 64))
+        heads, processors = batch.num_reqs * self.spec.num_kv_heads, multiprocessors(self.device)
+        splits = -(-visible // _TOKENS_PER_SPLIT)
+        if batch.max_query_len == 1 and 2 * heads * splits <= processors:
+            splits = -(-visible // _TOKENS_OF_FEW)
+        return max(1, min(_WAVES * processors // heads, splits, 64))

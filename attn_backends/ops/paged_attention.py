@@ -7,12 +7,14 @@ E value dim, S splits, M rows of a tile (query token x head of the group), N KV 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
 from attn_backends.ops.paged_attention_kernels import attention_kernel, merge_kernel
 from builders._ops import define_op
 from builders._triton import dependent_launch, triton
+from builders.paged_views import multiprocessors
 
 
 def paged_attention(
@@ -24,6 +26,7 @@ def paged_attention(
     query_start_loc: torch.Tensor,
     *,
     max_query_len: int,
+    max_seq_len: int,
     num_splits: int,
     scale: float,
     sliding_window: int | None = None,
@@ -34,7 +37,8 @@ def paged_attention(
 
     Request r's queries are rows query_start_loc[r] .. query_start_loc[r + 1] - 1 (int32 [R + 1]), the last of them at
     position seq_lens[r] - 1 (int32 [R]). block_table int32 [R, max_pages] is read only below seq_lens. Rows of a
-    request with seq_len 0 come out as 0. max_query_len and num_splits size the launch: both are capture constants.
+    request with seq_len 0 come out as 0. Capture constants: max_query_len and num_splits, which size the launch, and
+    max_seq_len, a bound on seq_lens by which tiles are chosen.
     """
     out: torch.Tensor = _paged_attention_op(
         query,
@@ -44,6 +48,7 @@ def paged_attention(
         seq_lens,
         query_start_loc,
         max_query_len,
+        max_seq_len,
         num_splits,
         scale,
         sliding_window or 0,
@@ -61,6 +66,7 @@ def _paged_attention(
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
     max_query_len: int,
+    max_seq_len: int,
     num_splits: int,
     scale: float,
     sliding_window: int,
@@ -132,6 +138,7 @@ def _launch(
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
     max_query_len: int,
+    max_seq_len: int,
     num_splits: int,
     scale: float,
     sliding_window: int,
@@ -151,8 +158,14 @@ def _launch(
     lse = torch.empty(num_splits, tokens, heads, device=query.device) if split else out
     block_m = max(16, min(64, triton.next_power_of_2(max_query_len * group)))
     tiles = triton.cdiv(max_query_len * group, block_m)
-    config = _tile_config(dim, value_dim, query.element_size(), block_m)
-    attention_kernel[(seq_lens.shape[0] * tiles, kv_heads, num_splits)](
+    grid = (seq_lens.shape[0] * tiles, kv_heads, num_splits)
+    tile = tile_of(
+        row_bytes=(triton.next_power_of_2(dim) + triton.next_power_of_2(value_dim)) * query.element_size(),
+        tokens=triton.cdiv(min(max_seq_len, sliding_window or max_seq_len), num_splits),
+        alone=math.prod(grid) <= multiprocessors(query.device),
+        block_m=block_m,
+    )
+    attention_kernel[grid](
         query,
         key_cache,
         value_cache,
@@ -183,7 +196,9 @@ def _launch(
         SOFT_CAP=soft_cap > 0,
         SINKS=sinks is not None and not split,
         FP32_DOT=interpreted,
-        **config,
+        BLOCK_N=tile.block_n,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
         **dependent_launch(query.device),
     )
     if split:
@@ -205,18 +220,33 @@ def _launch(
     return out.to(query.dtype)
 
 
-def _tile_config(dim: int, value_dim: int, element_size: int, block_m: int) -> dict[str, int]:
-    """Block of KV tokens, warps and pipeline stages that keep the loads of a tile in flight (tuned on an H200)."""
-    row_bytes = (triton.next_power_of_2(dim) + triton.next_power_of_2(value_dim)) * element_size
+class Tile(NamedTuple):
+    """KV tokens that a program takes at once, and how it runs."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def tile_of(*, row_bytes: int, tokens: int, alone: bool, block_m: int) -> Tile:
+    """The fastest on an H200, of those tried. row_bytes: of a token's key and value; tokens: of a split, at most;
+    alone: whether no two programs share a multiprocessor.
+
+    A program alone is bound by the latency of its loads, which more warps have in flight at once. So is one of a block
+    or two, where a pipeline only adds to it. Others are bound by bandwidth: a stage less lets more of them run.
+    """
     block_n = 64 if row_bytes <= 512 else 32 if row_bytes <= 1024 else 16
-    stages = 3 if block_n * row_bytes * 3 <= 160 * 1024 else 2
-    return {"BLOCK_N": block_n, "num_warps": 4, "num_stages": stages}
+    if tokens <= block_n // 2 and block_n > 16:
+        block_n //= 2
+    stages = 1 if alone or tokens <= 2 * block_n else 2
+    return Tile(block_n, 8 if alone and block_m == 16 else 4, stages)
 
 
 _paged_attention_op = define_op(
     "attn_backends::paged_attention",
     "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc, "
-    "int max_query_len, int num_splits, float scale, int sliding_window, float soft_cap, Tensor? sinks) -> Tensor",
+    "int max_query_len, int max_seq_len, int num_splits, float scale, int sliding_window, float soft_cap, "
+    "Tensor? sinks) -> Tensor",
     cpu=_paged_attention,
     cuda=_launch,
     fake=_shape,

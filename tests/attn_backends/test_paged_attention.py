@@ -6,6 +6,7 @@ import torch
 
 from attn_backends import KVCache, get
 from attn_backends.base import check_forward_inputs
+from attn_backends.ops.paged_attention import tile_of
 from builders import BatchBuffers, BatchError
 from tests.factories import CPU, make_cache, make_spec, make_tables
 
@@ -170,3 +171,19 @@ def test_missing_sinks_are_refused():
 def test_sinks_of_another_dtype_are_refused():
     change = {"spec": replace(PLAIN, sinks=True), "sinks": torch.zeros(4, dtype=torch.bfloat16)}
     assert "sinks must be torch.float32 [4]" in refusal(lambda asked: change)
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "tokens", "alone", "block_m", "tile"),
+    [
+        pytest.param(512, 32, True, 16, (32, 8, 1), id="one request of few KV heads"),
+        pytest.param(512, 256, True, 16, (64, 8, 1), id="one request, a longer context"),
+        pytest.param(512, 64, True, 32, (64, 4, 1), id="an extend alone"),
+        pytest.param(512, 64, False, 16, (64, 4, 1), id="one block a program"),
+        pytest.param(512, 512, False, 16, (64, 4, 2), id="many blocks a program"),
+        pytest.param(1024, 512, False, 16, (32, 4, 2), id="wide heads"),
+        pytest.param(2048, 8, False, 16, (16, 4, 1), id="no block below a matrix product's least"),
+    ],
+)
+def test_a_tile_follows_what_bounds_a_program(row_bytes, tokens, alone, block_m, tile):
+    assert tile_of(row_bytes=row_bytes, tokens=tokens, alone=alone, block_m=block_m) == tile

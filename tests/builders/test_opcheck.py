@@ -62,6 +62,7 @@ def paged_attention_args():
         seq_lens,
         starts,
         2,
+        6,
         2,
         0.25,
         3,

@@ -45,7 +45,8 @@ def attention(spec, query_lens, seq_lens, pad_reqs, splits):
     sinks = torch.randn(spec.num_q_heads, generator=generator) if spec.sinks else None
     return lambda: paged_attention(
         query, cache.key, cache.value, tables.block_tables[0, :num_reqs], batch.seq_lens[:num_reqs],
-        batch.query_start_loc[: num_reqs + 1], max_query_len=max(query_lens), num_splits=splits,
+        batch.query_start_loc[: num_reqs + 1], max_query_len=max(query_lens), max_seq_len=136,
+        num_splits=splits,
         scale=spec.softmax_scale, sliding_window=spec.sliding_window, soft_cap=spec.soft_cap, sinks=sinks,
     )  # fmt: skip
 

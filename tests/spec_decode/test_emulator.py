@@ -185,7 +185,8 @@ def test_a_custom_op_that_reads_its_own_tensors_on_the_cpu_is_no_host_read():
     ints = [torch.tensor(v, dtype=torch.int32) for v in ([[0, 1]], [0], [0, 1])]
 
     def attend():
-        out.copy_(paged_attention(torch.ones(1, 1, 64), cache, cache, *ints, max_query_len=1, num_splits=1, scale=1.0))
+        sizes = {"max_query_len": 1, "max_seq_len": 8, "num_splits": 1}
+        out.copy_(paged_attention(torch.ones(1, 1, 64), cache, cache, *ints, **sizes, scale=1.0))
 
     graph = capture(attend)
     ints[1].fill_(3)
