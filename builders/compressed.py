@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from builders._ops import define_op
-from builders._triton import tl, triton
+from builders._triton import await_previous, dependent_launch, tl, triton
 from builders.errors import require
 from builders.sparse_swa import live_row, live_rows, load_slots, slots_of
 
@@ -105,6 +105,7 @@ def _launch_window(
         BLOCK=block,
         BLOCK_R=triton.next_power_of_2(seq_lens.shape[0]),
         num_warps=4,
+        **dependent_launch(positions.device),
     )
 
 
@@ -123,7 +124,9 @@ def _compressed_window_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     row, live = live_row(query_start_loc, seq_lens, token, num_reqs, BLOCK_R)
     count = tl.where(live, (tl.load(positions + token).to(tl.int32) + 1) // RATIO, 0)
@@ -170,6 +173,7 @@ def _launch_translate(
         BLOCK=block,
         BLOCK_R=triton.next_power_of_2(seq_lens.shape[0]),
         num_warps=4,
+        **dependent_launch(topk.device),
     )
     return slots
 
@@ -189,7 +193,9 @@ def _translate_topk_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     row, live = live_row(query_start_loc, seq_lens, token, num_reqs, BLOCK_R)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -16,7 +16,7 @@ from dataclasses import astuple, fields
 import torch
 
 from builders._ops import define_op
-from builders._triton import tl, triton
+from builders._triton import await_previous, dependent_launch, tl, triton
 from builders.errors import require, require_tensor
 from builders.flashinfer_layout import PlanLayout
 
@@ -152,6 +152,7 @@ def _launch(
         BLOCK_U=max(32 * warps, block_units),
         BLOCK_T=max(32 * warps, block_tiles),
         num_warps=warps,
+        **dependent_launch(seq_lens.device),
     )
 
 
@@ -197,7 +198,9 @@ def _replan_kernel(
     TENSOR_CORES: tl.constexpr,
     BLOCK_U: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_previous(PDL)
     unit = tl.arange(0, BLOCK_U)
     inside = unit < units
     request = unit // QUERY_TILES

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from builders._ops import define_op
-from builders._triton import tl, triton
+from builders._triton import await_previous, dependent_launch, tl, triton
 from builders.batch import NO_SLOT, AttentionBatch
 from builders.contract import AdvanceLevel, AdvanceSupport, CaptureConstants, GraphSupport, MetadataBuilder
 from builders.errors import require
@@ -183,6 +183,7 @@ def _launch(
         BLOCK_W=triton.next_power_of_2(width),
         BLOCK_R=triton.next_power_of_2(num_reqs),
         num_warps=1 if width <= 256 else 4,
+        **dependent_launch(positions.device),
     )
 
 
@@ -218,7 +219,9 @@ def _swa_window_kernel(
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     row, live = live_row(query_start_loc, seq_lens, token, num_reqs, BLOCK_R)
     position = tl.load(positions + token).to(tl.int32)

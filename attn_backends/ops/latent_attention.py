@@ -166,6 +166,7 @@ def _launch(
         SPLITS=num_splits,
         FP32_DOT=interpreted,
         **config,
+        **dependent_launch(query.device),
     )
     if split:
         merge_kernel[(tokens, heads)](

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from builders._triton import tl, triton
+from builders._triton import await_previous, tl, triton
 
 
 @triton.jit
@@ -30,7 +30,9 @@ def latent_attention_kernel(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     FP32_DOT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_previous(PDL)
     # Tiles of one request are neighbours: they run at the same time and share its latents in the L2 cache.
     request = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from builders._ops import define_op
-from builders._triton import tl, triton
+from builders._triton import await_previous, dependent_launch, tl, triton
 from builders.errors import require, require_tensor
 
 _TILE = 2048
@@ -107,6 +107,7 @@ def _launch_prepare(query: torch.Tensor, positions: torch.Tensor, table: torch.T
         BLOCK_H=block_h,
         BLOCK_D=block_d,
         num_warps=4,
+        **dependent_launch(query.device),
     )
     return out
 
@@ -127,6 +128,7 @@ def _launch_inverse(out: torch.Tensor, positions: torch.Tensor, table: torch.Ten
         BLOCK_H=block_h,
         BLOCK_R=block_r,
         num_warps=4,
+        **dependent_launch(out.device),
     )
 
 
@@ -184,7 +186,9 @@ def _prepare_query_kernel(
     ROTARY: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
     dim = tl.arange(0, BLOCK_D)[None, :]
@@ -208,7 +212,9 @@ def _inverse_rotary_kernel(
     ROTARY: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
     dim = tl.arange(0, BLOCK_R)[None, :]

@@ -14,7 +14,7 @@ import torch
 from attn_backends.ops import packed_latent
 from attn_backends.ops.sparse_attention_kernels import sparse_attention_kernel
 from builders._ops import define_op
-from builders._triton import triton
+from builders._triton import dependent_launch, triton
 from builders.errors import require, require_tensor
 
 DIMS = (64, 128, 256, 512)
@@ -209,6 +209,7 @@ def _launch(
         ONE_BLOCK=width <= config["BLOCK_N"],
         FP32_DOT=interpreted,
         **config,
+        **dependent_launch(query.device),
     )
     return out.to(query.dtype)
 

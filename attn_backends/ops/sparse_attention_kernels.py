@@ -7,7 +7,7 @@ whose loads are all in flight at once and whose latents go to shared memory once
 from __future__ import annotations
 
 from attn_backends.ops import packed_latent
-from builders._triton import tl, triton
+from builders._triton import await_previous, tl, triton
 
 NOPE = tl.constexpr(packed_latent.NOPE)
 TILE = tl.constexpr(packed_latent.TILE)
@@ -49,7 +49,9 @@ def sparse_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     FP32_DOT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     dim = tl.arange(0, DIM)

@@ -9,7 +9,7 @@ import torch
 from attn_backends.ops import packed_latent
 from attn_backends.ops.latent_rotary import check_rotary, rounded, turn_tail, turned
 from builders._ops import define_op
-from builders._triton import tl, triton
+from builders._triton import await_previous, dependent_launch, tl, triton
 from builders.errors import require, require_tensor
 
 
@@ -144,6 +144,7 @@ def _launch(
         DATA_BYTES=packed_latent.DATA_BYTES,
         SCALE_BYTES=packed_latent.SCALE_BYTES,
         num_warps=4,
+        **dependent_launch(latent.device),
     )
 
 
@@ -169,7 +170,9 @@ def _write_latent_kernel(
     TILES: tl.constexpr,
     DATA_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot >= 0:
