@@ -162,13 +162,20 @@ def make_scene(setting: Setting, model: DraftModel, run: Round, device: torch.de
 
 
 def _verified(setting: Setting, model: DraftModel, run: Round, device: torch.device) -> VerifiedTokens:
-    rows, width, vocabulary = run.num_reqs, run.steps + 1, model.vocab_size
+    """The same in every strategy: which experts of a mixture the tokens take decides what a step reads."""
+    rows, width = run.num_reqs, run.steps + 1
+    generator = torch.Generator(device).manual_seed(0)
+
+    def tokens(*shape: int) -> torch.Tensor:
+        return torch.randint(0, model.vocab_size, shape, device=device, generator=generator)
+
+    features = torch.randn(rows, width, model.feature_size, device=device, generator=generator)
     return VerifiedTokens(
-        token_ids=torch.randint(0, vocabulary, (rows, width), device=device),
-        features=torch.randn(rows, width, model.feature_size, device=device).to(setting.spec.dtype),
+        token_ids=tokens(rows, width),
+        features=features.to(setting.spec.dtype),
         context_lens=torch.full((rows,), setting.context, dtype=torch.int32, device=device),
         accepted=torch.full((rows,), run.steps // 2, dtype=torch.int32, device=device),
-        next_tokens=torch.randint(0, vocabulary, (rows,), device=device),
+        next_tokens=tokens(rows),
         temperature=torch.full((rows,), run.temperature, device=device),
         seeds=torch.arange(rows, device=device),
     )
