@@ -1,6 +1,7 @@
-"""Other packages' backends, loaded in a process of their own before this one loads them: one may end its process.
+"""Other packages' backends, loaded and asked in a process of their own before this one does: one may end its process.
 
-The other side is python -m spec_decode.plug_ins FD {"names": [...]}, which says each name before it loads it.
+The other side is python -m spec_decode.plug_ins FD {"names": [...]}, which says each name before it loads it and asks
+what it supports.
 """
 
 from __future__ import annotations
@@ -13,19 +14,22 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
+import torch
 
-from attn_backends import BackendError, registry
+from attn_backends import AttentionBackend, BackendError, registry
+from builders import AttentionSpec
 from spec_decode.apart import Limit, Stopped, started
 
-_EACH = Limit(60.0, "a package to load")
+_EACH = Limit(60.0, "a package to load and say what it supports")
 _ALL = Limit(math.inf, "all of them")
 _CHILD = (sys.executable, "-m", "spec_decode.plug_ins")
+_ASKED = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=16)
 _tried: dict[str, str] = {}
 """Why a plug-in was refused, by name; empty for one that was not."""
 
 
 def try_plug_ins(child: Sequence[str] = _CHILD, each: Limit = _EACH) -> dict[str, str]:
-    """Have the registry refuse, from here on, the plug-ins that end or hold up the process that loads them.
+    """Have the registry refuse, from here on, the plug-ins that end or hold up the process that loads and asks them.
 
     Returns why, by name. One process loads all that were not tried before, and another one what is left whenever one
     ends it, so that what this process may load has been loaded together. Without plug-ins nothing is started.
@@ -36,8 +40,8 @@ def try_plug_ins(child: Sequence[str] = _CHILD, each: Limit = _EACH) -> dict[str
         culprits, how = ended
         for name in culprits:
             _tried[name] = (
-                f"backend {name!r} of package {packages[name]} must leave the process that loads it alive: {how}; it "
-                "was not loaded here. Repair the package or uninstall it."
+                f"backend {name!r} of package {packages[name]} must leave the process alive that loads it and asks "
+                f"what it supports: {how}; it was not loaded here. Repair the package or uninstall it."
             )
             registry.refuse(name, _tried[name])
         names = [name for name in names if name not in culprits]
@@ -67,8 +71,16 @@ def _load(writer: int, names: Sequence[str]) -> None:
     for name in names:
         _say(writer, {"loading": name})
         with suppress(BackendError):
-            registry.get(name)
+            _ask(registry.get(name))
     _say(writer, {"finished": True})
+
+
+def _ask(backend: AttentionBackend) -> None:
+    """Ask what `list` asks. What merely fails does so again there, and is told there."""
+    for device in map(torch.device, ("cpu", "cuda")):
+        for question in (backend.supports, backend.builder.advance_support):
+            with suppress(Exception, SystemExit):
+                question(_ASKED, device)
 
 
 def _say(writer: int, message: dict[str, Any]) -> None:

@@ -26,8 +26,8 @@ def list_backends(device: str | None, as_json: bool) -> None:
     """List every registered backend.
 
     What it claims, and whether it runs here and if not, why. The question asked is 32 query and 8 KV heads
-    of dim 128, pages of 16 tokens, bfloat16. A package whose backend ends or holds up the process that loads it is
-    named, and costs no other its lines.
+    of dim 128, pages of 16 tokens, bfloat16. A package whose backend ends or holds up the process that loads or
+    asks it is named, and costs no other its lines.
     """
     from attn_backends import registry
     from spec_decode.plug_ins import try_plug_ins

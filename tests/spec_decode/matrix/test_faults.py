@@ -56,6 +56,16 @@ from attn_backends.torch_reference import TorchReference
 class Backend(TorchReference):
     contract_version = (1, 0)
 """
+WHEN_ASKED = """
+import os
+from attn_backends.torch_reference import TorchReference
+
+class Backend(TorchReference):
+    contract_version = (1, 0)
+
+    def supports(self, spec, device):
+        {fault}
+"""
 PLUG_INS = {
     "healthy": (FORWARD, "pass"),
     "crasher": (FORWARD, "print('no such kernel image', flush=True); os.abort()"),
@@ -63,6 +73,7 @@ PLUG_INS = {
     "quitter": (FORWARD, "sys.exit('licence expired')"),
     "quits_at_import": (AT_IMPORT, "sys.exit('licence expired')"),
     "crashes_at_import": (AT_IMPORT, "print('no such driver', flush=True); os.abort()"),
+    "crashes_when_asked": (WHEN_ASKED, "print('no such device', flush=True); os.abort()"),
     "cuda_at_import": (AT_IMPORT, "torch.cuda.init()"),
     "takes_ours_by_call": (AT_IMPORT, "register('torch_reference', TorchReference)"),
     "torch_reference": (FORWARD, "os.abort()"),
@@ -190,6 +201,7 @@ def test_list_names_every_refusal_and_goes_on() -> None:
     assert "rivals-a and rivals-b" in refused["rival"]
     assert "of package faulty-crashes_at_import" in refused["crashes_at_import"]
     assert "the process ended with SIGABRT; it printed: no such driver" in refused["crashes_at_import"]
+    assert "the process ended with SIGABRT; it printed: no such device" in refused["crashes_when_asked"]
 
 
 def test_doctor_names_every_refusal_and_goes_on() -> None:
@@ -198,7 +210,8 @@ def test_doctor_names_every_refusal_and_goes_on() -> None:
     assert backends["healthy"]["state"] == backends["torch_reference"]["state"] == "fine"
     for name in ("quits_at_import", "takes_ours_by_call", "faulty-torch_reference:torch_reference", "rival"):
         assert "a backend name must be free" in backends[name]["words"] or "licence" in backends[name]["words"]
-    assert backends["crashes_at_import"]["state"] == "failed" and "SIGABRT" in backends["crashes_at_import"]["words"]
+    for name in ("crashes_at_import", "crashes_when_asked"):
+        assert backends[name]["state"] == "failed" and "SIGABRT" in backends[name]["words"]
 
 
 def test_doctor_tells_each_plug_in_under_the_name_that_it_is_had_by() -> None:
@@ -228,7 +241,7 @@ def test_what_is_available_is_found_without_what_crashes_at_import(monkeypatch: 
     monkeypatch.setattr(isolation, "check_apart", check_apart)
     result = say("check", "available")
     assert {"torch_reference", "healthy", "crasher", "rivals-a:rival"} <= {*asked}
-    assert "crashes_at_import" not in asked
+    assert {"crashes_at_import", "crashes_when_asked"}.isdisjoint(asked)
     assert "not available: backend 'crashes_at_import' of package" in result.stderr
 
 
