@@ -69,6 +69,15 @@ def layers_of(label: str, config: ModelConfig) -> list[Layer]:
 LAYERS = [
     *layers_of("8b", DRAFTERS["drafter-llama3-8b"].config),
     *layers_of("1024", DRAFTERS["drafter-1024"].config),
+    # EAGLE-3 drafts: the projection takes embedding and state side by side, and the head norms.
+    Layer("2880 qkv", 5120, 5760),
+    Layer("2880 out", 2880, 4096, residual=True),
+    Layer("2880 gate_up", 17280, 2880, norm=True, gated=True),
+    Layer("2880 down", 2880, 17280, residual=True),
+    Layer("2880 head", 64000, 2880, norm=True),
+    Layer("8b-3 qkv", 6144, 8192),
+    Layer("8b-3 down", 4096, 12288, residual=True),
+    Layer("8b-3 head", 32000, 4096, norm=True),
 ]
 
 
@@ -91,8 +100,9 @@ class Operands:
     def run(self, tile: Tiling, copy: int | None = None) -> torch.Tensor:
         """The kernel, over the next copy or a given one."""
         weight = self.weights[(next(self._turn) if copy is None else copy) % self.copies]
+        eps = EPS if self.layer.norm else None
         return skinny.launch(
-            self.x, weight, self.ids, self.embedding, None, self.norm, EPS, self.residual, self.layer.gated, tile
+            self.x, weight, self.ids, self.embedding, None, self.norm, eps, self.residual, self.layer.gated, tile
         )[1]
 
     def by_torch(self) -> torch.Tensor:
@@ -121,7 +131,8 @@ CUTS = [
     Tiling(4, 512, 2), Tiling(2, 2048, 4), Tiling(4, 1024, 4, 3), Tiling(1, 2048, 8), Tiling(1, 1024, 4, 3),
     Tiling(2, 1024, 4, 3), Tiling(2, 1024, 8), Tiling(4, 1024, 8), Tiling(2, 512, 4), Tiling(4, 512, 4),
     Tiling(8, 512, 4), Tiling(2, 512, 2, 3), Tiling(4, 512, 4, 3), Tiling(1, 1024, 8), Tiling(4, 256, 2, 3),
-    Tiling(8, 256, 4, 3), Tiling(8, 1024, 8, 3),
+    Tiling(8, 256, 4, 3), Tiling(8, 1024, 8, 3), Tiling(4, 512, 2, 3), Tiling(8, 512, 4, 3), Tiling(8, 256, 2, 3),
+    Tiling(2, 512, 4, 3), Tiling(4, 1024, 8, 3), Tiling(2, 1024, 8, 3), Tiling(16, 256, 4, 3),
 ]  # fmt: skip
 
 
