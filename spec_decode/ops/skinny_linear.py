@@ -26,6 +26,13 @@ _SMALL_WEIGHT = 16 << 20
 _KEPT_IN_CACHE = 32 << 20
 """Bytes of a weight above which no L2 cache would hold it until the next step: it is read to be dropped first."""
 
+_LONE_OUTPUTS = 256
+"""Up to so many outputs, a program is nearly alone on its multiprocessor: what counts is how few times it waits."""
+
+_AT_ONCE = 16384
+"""Inputs that such a program loads at once, where they are all of them; else those of all its rows together, since
+its sums then wait in registers for the next."""
+
 
 def is_skinny(x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False) -> bool:
     """Whether the rows x [T, K] go through these kernels, where a model's largest weight is `weight`: from 1 to
@@ -48,7 +55,7 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor 
     Raises BatchError for more than MAX_ROWS rows and for shapes or dtypes that do not fit, with nothing run.
     """
     _check(x, weight, x.shape[1], weight.shape[0], residual=residual)
-    out: torch.Tensor = _op(x, weight, None, None, None, None, 0.0, residual, False)[1]
+    out: torch.Tensor = _op(x, weight, None, None, None, None, None, residual, False)[1]
     return out
 
 
@@ -85,7 +92,25 @@ def embed_linear(
     token_ids int64 [T], embedding [V, H], hidden [T, H], weight [N, 2 H]. Raises as `skinny_linear` does.
     """
     _check(hidden, weight, 2 * hidden.shape[1], weight.shape[0], embedding=embedding, token_ids=token_ids)
-    out: torch.Tensor = _op(hidden, weight, token_ids, embedding, None, None, 0.0, None, False)[1]
+    out: torch.Tensor = _op(hidden, weight, token_ids, embedding, None, None, None, None, False)[1]
+    return out
+
+
+def wide_linear(x: torch.Tensor, weight: torch.Tensor, *, norm_eps: float | None = None) -> torch.Tensor:
+    """x @ weight^T in fp32 whatever x has: x [T, K] of any float dtype, weight fp32 [N, K]; fp32 [T, N].
+
+    For a router, whose almost equal scores would change places with the rounding of a narrower product, and for the
+    shares of hyper-connections. norm_eps: x is first divided by its root mean square, the mean plus norm_eps. Any
+    number of rows, few of them by the kernel. Raises BatchError for shapes or dtypes that do not fit, with nothing run.
+    """
+    require(
+        x.dim() == 2 and x.is_floating_point() and weight.dtype == torch.float32 and weight.shape[1:] == x.shape[1:],
+        f"a wide linear takes floats x [T, K] and a weight float32 [N, K], got x {x.dtype} {list(x.shape)} and weight "
+        f"{weight.dtype} {list(weight.shape)}; nothing was run. Keep the weight in float32.",
+    )
+    few = is_skinny(x, weight) and weight.is_contiguous() and x.stride(1) == 1
+    with torch.autocast(x.device.type, enabled=False):
+        out: torch.Tensor = (_op if few else _formula)(x, weight, None, None, None, None, norm_eps, None, False)[1]
     return out
 
 
@@ -140,24 +165,24 @@ def _formula(
     embedding: torch.Tensor | None,
     delta: torch.Tensor | None,
     norm: torch.Tensor | None,
-    eps: float,
+    eps: float | None,
     residual: torch.Tensor | None,
     gated: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + delta (empty where there is no delta), and the result."""
+    """x + delta (empty where there is no delta), and the result in the weight's dtype; eps None: without a norm."""
     if token_ids is not None and embedding is not None:
         x = torch.cat([F.embedding(token_ids, embedding), x], -1)
     total = x.new_empty(0) if delta is None else x + delta
     wide = (x if delta is None else total).float()
-    if norm is not None:
-        wide = F.rms_norm(wide, norm.shape, norm.float(), eps)
+    if eps is not None:
+        wide = F.rms_norm(wide, wide.shape[1:], None if norm is None else norm.float(), eps)
     out = F.linear(wide, weight.float())
     if gated:
         gate, up = out.chunk(2, -1)
         out = F.silu(gate) * up
     if residual is not None:
         out = residual.float() + out
-    return total, out.to(x.dtype)
+    return total, out.to(weight.dtype)
 
 
 def launch(
@@ -167,7 +192,7 @@ def launch(
     embedding: torch.Tensor | None,
     delta: torch.Tensor | None,
     norm: torch.Tensor | None,
-    eps: float,
+    eps: float | None,
     residual: torch.Tensor | None,
     gated: bool,
     tile: Tiling | None = None,
@@ -175,11 +200,11 @@ def launch(
     """Run the kernel over checked tensors, cut as `tile` says (None: by the table)."""
     rows, (height, inputs) = x.shape[0], weight.shape
     outputs = height // 2 if gated else height
-    tile = tile or tiling(rows, outputs, inputs, gated=gated, itemsize=weight.element_size())
+    tile = tile or _tile(rows, outputs, inputs, gated, weight.element_size())
     interpreted = x.device.type == "cpu"
     total = x.new_empty(0) if delta is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     # The interpreter truncates fp32 to bf16 where the hardware rounds: let torch do that conversion.
-    out = torch.empty(rows, outputs, dtype=torch.float32 if interpreted else x.dtype, device=x.device)
+    out = torch.empty(rows, outputs, dtype=torch.float32 if interpreted else weight.dtype, device=x.device)
     matvec_kernel[(triton.cdiv(outputs, tile.block_n),)](
         x,
         token_ids,
@@ -205,7 +230,14 @@ def launch(
         num_warps=tile.num_warps,
         **dependent_launch(x.device),
     )
-    return total, out.to(x.dtype)
+    return total, out.to(weight.dtype)
+
+
+def _tile(rows: int, outputs: int, inputs: int, gated: bool, itemsize: int) -> Tiling:
+    if gated or outputs > _LONE_OUTPUTS:
+        return tiling(rows, outputs, inputs, gated=gated, itemsize=itemsize)
+    whole = power_of_two(inputs)
+    return Tiling(1, whole if whole <= _AT_ONCE else _AT_ONCE // power_of_two(rows), num_warps=16)
 
 
 def _fake(
@@ -215,18 +247,18 @@ def _fake(
     embedding: torch.Tensor | None,
     delta: torch.Tensor | None,
     norm: torch.Tensor | None,
-    eps: float,
+    eps: float | None,
     residual: torch.Tensor | None,
     gated: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     total = x.new_empty(0) if delta is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-    return total, x.new_empty(x.shape[0], outputs)
+    return total, weight.new_empty(x.shape[0], outputs)
 
 
 _op = define_op(
     "spec_decode::skinny_linear",
-    "(Tensor x, Tensor weight, Tensor? token_ids, Tensor? embedding, Tensor? delta, Tensor? norm, float eps, "
+    "(Tensor x, Tensor weight, Tensor? token_ids, Tensor? embedding, Tensor? delta, Tensor? norm, float? eps, "
     "Tensor? residual, bool gated) -> (Tensor, Tensor)",
     cpu=_formula,
     cuda=launch,

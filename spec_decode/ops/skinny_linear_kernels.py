@@ -49,8 +49,9 @@ def matvec_kernel(
         owned = (output[None, :, None] < N) & (column < K)
         factor = tl.load(rows_of_weight + column, mask=owned, other=0.0, eviction_policy=EVICTION)
         wide = _input(x, x_stride, embedding, token, vocab, delta, total, row, column, rows, K)
-        if norm is not None:
+        if eps is not None:
             squares += wide * wide
+        if norm is not None:
             wide *= tl.load(norm + column, mask=column < K, other=0.0).to(tl.float32)
         sums += wide * factor.to(tl.float32)
         if GATED:
@@ -58,7 +59,7 @@ def matvec_kernel(
             up_sums += wide * up.to(tl.float32)
     result, up_result, square = tl.sum(sums, 2), tl.sum(up_sums, 2), tl.sum(squares, 2)
     row = tl.arange(0, BLOCK_T)[:, None]
-    _finish(result, up_result, square, norm, eps, residual, out, row, output[None, :], rows, N, K, GATED)
+    _finish(result, up_result, square, eps, residual, out, row, output[None, :], rows, N, K, GATED)
 
 
 @triton.jit
@@ -91,11 +92,11 @@ def _input(x, x_stride, embedding, token, vocab, delta, total, row, column, rows
 
 @triton.jit
 def _finish(
-    result, up, square, norm, eps, residual, out, row, output, rows,
+    result, up, square, eps, residual, out, row, output, rows,
     N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Norm the sums, gate or add, and store: result, up [T, N] and square [T, 1]."""
-    if norm is not None:
+    if eps is not None:
         # A row's scale is the same for all of its products: taken out of the sum, x is read once, not twice.
         scale = tl.rsqrt(square / K + eps)
         result *= scale

@@ -14,6 +14,7 @@ DTYPES = [torch.float32, torch.float16]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rows", [1, 3, MAX_ROWS])
+@torch.no_grad()
 def test_every_form_cut_by_the_table(form, rows, dtype):
     inputs = make_inputs(form, rows, 21, 40, dtype)
     assert_within_budget(inputs.call(), inputs)

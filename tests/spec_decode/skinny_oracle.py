@@ -7,16 +7,16 @@ from dataclasses import dataclass, fields
 import torch
 from torch.nn import functional as F
 
-from spec_decode.ops.skinny_linear import embed_linear, launch, norm_linear, skinny_linear
+from spec_decode.ops.skinny_linear import embed_linear, launch, norm_linear, skinny_linear, wide_linear
 
 EPS = 1e-6
 VOCAB = 11
-FORMS = ("plain", "residual", "norm", "delta", "gated", "delta_gated", "embed")
+FORMS = ("plain", "residual", "norm", "delta", "gated", "delta_gated", "embed", "wide", "wide_norm")
 
 
 @dataclass
 class Inputs:
-    """One call's tensors; None where its form has none."""
+    """One call's tensors; None where its form has none, and eps None where it has no norm."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -24,22 +24,26 @@ class Inputs:
     embedding: torch.Tensor | None = None
     delta: torch.Tensor | None = None
     norm: torch.Tensor | None = None
+    eps: float | None = None
     residual: torch.Tensor | None = None
     gated: bool = False
+    wide: bool = False
 
     def call(self):
         """The result by the public function of this form."""
         if self.token_ids is not None:
             return embed_linear(self.token_ids, self.embedding, self.x, self.weight)
+        if self.wide:
+            return wide_linear(self.x, self.weight, norm_eps=self.eps)
         if self.norm is not None:
-            return norm_linear(self.x, self.delta, self.norm, EPS, self.weight, gated=self.gated)[1]
+            return norm_linear(self.x, self.delta, self.norm, self.eps, self.weight, gated=self.gated)[1]
         return skinny_linear(self.x, self.weight, self.residual)
 
     def launched(self, tile):
         """The result by the kernel, cut as tile says."""
         return launch(
-            self.x, self.weight, self.token_ids, self.embedding, self.delta, self.norm, EPS, self.residual, self.gated,
-            tile,
+            self.x, self.weight, self.token_ids, self.embedding, self.delta, self.norm, self.eps, self.residual,
+            self.gated, tile,
         )[1]  # fmt: skip
 
     def exact(self):
@@ -48,8 +52,10 @@ class Inputs:
         x = x.double()
         if self.token_ids is not None:
             x = torch.cat([self.embedding[self.token_ids].double(), x], 1)
+        if self.eps is not None:
+            x = x / (x.square().mean(1, keepdim=True) + self.eps).sqrt()
         if self.norm is not None:
-            x = x / (x.square().mean(1, keepdim=True) + EPS).sqrt() * self.norm.double()
+            x = x * self.norm.double()
         out = torch.einsum("tk,nk->tn", x, self.weight.double())
         if self.gated:
             gate, up = out.chunk(2, 1)
@@ -57,12 +63,13 @@ class Inputs:
         return out if self.residual is None else out + self.residual.double()
 
     def by_parts(self):
-        """The result by separate operations that each round to the dtype."""
+        """The result by separate operations that each round to the weight's dtype."""
         x = self.x if self.delta is None else self.x + self.delta
+        x = x.to(self.weight.dtype)
         if self.token_ids is not None:
             x = torch.cat([self.embedding[self.token_ids], x], 1)
-        if self.norm is not None:
-            x = F.rms_norm(x, self.norm.shape, self.norm, EPS)
+        if self.eps is not None:
+            x = F.rms_norm(x, x.shape[1:], self.norm, self.eps)
         out = F.linear(x, self.weight)
         if self.gated:
             gate, up = out.chunk(2, 1)
@@ -84,6 +91,10 @@ def make_inputs(form, rows, n, k, dtype=torch.float32):
 
     gated = form.endswith("gated")
     inputs = Inputs(x=draw(rows, k), weight=draw(n * (1 + gated), k, scale=k**-0.5), gated=gated)
+    if form.startswith("wide"):
+        inputs.wide, inputs.weight = True, torch.randn(n, k, generator=generator) * k**-0.5
+    if form in ("norm", "delta", "wide_norm") or gated:
+        inputs.eps = EPS
     if form == "residual":
         inputs.residual = draw(rows, n)
     if form in ("norm", "delta") or gated:
@@ -99,10 +110,10 @@ def make_inputs(form, rows, n, k, dtype=torch.float32):
 def assert_within_budget(found, inputs):
     """No further from float64 than twice as far as the unfused operations, whose roundings it may do."""
     exact = inputs.exact()
-    rounding = torch.finfo(inputs.x.dtype).eps * exact.abs().max()
+    rounding = torch.finfo(inputs.weight.dtype).eps * exact.abs().max()
     budget = 2 * ((inputs.by_parts().double() - exact).abs().max() + rounding)
     error = (found.double() - exact).abs().max()
-    assert found.dtype == inputs.x.dtype and found.shape == exact.shape
+    assert found.dtype == inputs.weight.dtype and found.shape == exact.shape
     assert error <= budget, f"off by {error:.3g}, allowed {budget:.3g}"
 
 

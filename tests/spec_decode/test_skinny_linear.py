@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from builders.errors import BatchError
 from spec_decode.models.latent import LatentDecoderLayer
 from spec_decode.models.layers import DecoderLayer, Rotary
+from spec_decode.ops import skinny_linear as module
 from spec_decode.ops.rotate import rotate_both
-from spec_decode.ops.skinny_linear import MAX_ROWS, embed_linear, is_skinny, norm_linear, skinny_linear
+from spec_decode.ops.skinny_linear import MAX_ROWS, embed_linear, is_skinny, norm_linear, skinny_linear, wide_linear
 from spec_decode.ops.skinny_tiling import MAX_SUMS, MIN_PROGRAMS, Tiling, power_of_two, tiling
 from tests.factories import make_config, make_latent_config
 from tests.spec_decode.skinny_oracle import EPS, FORMS, assert_within_budget, make_inputs
@@ -20,6 +21,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rows", [1, 4])
+@torch.no_grad()
 def test_the_torch_implementation_of_every_form(form, rows, dtype):
     inputs = make_inputs(form, rows, 21, 50, dtype)
     assert_within_budget(inputs.call(), inputs)
@@ -40,8 +42,8 @@ def test_without_a_delta_x_itself_is_the_residual():
 def test_the_op_writes_nothing_and_its_fake_matches(form):
     inputs = make_inputs(form, 3, 20, 50)
     arguments = (
-        inputs.x, inputs.weight, inputs.token_ids, inputs.embedding, inputs.delta, inputs.norm, EPS, inputs.residual,
-        inputs.gated,
+        inputs.x, inputs.weight, inputs.token_ids, inputs.embedding, inputs.delta, inputs.norm, inputs.eps,
+        inputs.residual, inputs.gated,
     )  # fmt: skip
     op = torch.ops.spec_decode.skinny_linear.default
     torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
@@ -138,6 +140,75 @@ def test_embeddings_that_do_not_fit_are_named(change, found):
         embed_linear(**{**operands, **change})
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", ["wide", "wide_norm"])
+def test_a_wide_linear_of_many_rows(form, dtype):
+    inputs = make_inputs(form, MAX_ROWS + 3, 24, 50, dtype)
+    assert_within_budget(inputs.call(), inputs)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"rows": MAX_ROWS + 1},
+        {"strided": True},
+        {"transposed": True},
+        {"gradient": True},
+    ],
+    ids=str,
+)
+def test_the_kernel_takes_a_wide_linear_of_few_rows_that_it_can_read(change, monkeypatch):
+    def kernel(*arguments):
+        calls.append(arguments)
+        return formula(*arguments)
+
+    calls, formula = [], module._formula
+    monkeypatch.setattr(module, "_op", kernel)
+    inputs = make_inputs("wide_norm", change.get("rows", 2), 24, 50, torch.bfloat16)
+    if "strided" in change:
+        inputs.x = inputs.x.repeat_interleave(2, 1)[:, ::2]
+    if "transposed" in change:
+        inputs.weight = inputs.weight.T.contiguous().T
+    with torch.set_grad_enabled("gradient" in change):
+        assert_within_budget(inputs.call(), inputs)
+    assert bool(calls) is (not change)
+
+
+@torch.no_grad()
+def test_a_wide_linear_of_no_rows():
+    assert wide_linear(torch.zeros(0, 8).half(), torch.zeros(4, 8), norm_eps=EPS).shape == (0, 4)
+
+
+@pytest.mark.parametrize("rows", [1, MAX_ROWS + 1])
+@torch.no_grad()
+def test_a_wide_linear_stays_wide_under_autocast(rows):
+    inputs = make_inputs("wide_norm", rows, 24, 50)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_within_budget(inputs.call(), inputs)
+
+
+def test_a_wide_linear_has_a_gradient():
+    x = torch.randn(2, 8, requires_grad=True)
+    wide_linear(x, torch.randn(4, 8), norm_eps=EPS).sum().backward()
+    assert x.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "found"),
+    [
+        (torch.zeros(2, 8), torch.zeros(4, 8).half(), r"weight torch.float16 \[4, 8\]"),
+        (torch.zeros(2, 8), torch.zeros(4, 9), r"weight torch.float32 \[4, 9\]"),
+        (torch.zeros(2, 8), torch.zeros(8), r"weight torch.float32 \[8\]"),
+        (torch.zeros(1, 2, 8), torch.zeros(4, 8), r"x torch.float32 \[1, 2, 8\]"),
+        (torch.zeros(2, 8).int(), torch.zeros(4, 8), r"x torch.int32 \[2, 8\]"),
+    ],
+)
+def test_wide_operands_that_do_not_fit_are_named(x, weight, found):
+    with pytest.raises(BatchError, match=f"a wide linear takes.*{found}"):
+        wide_linear(x, weight)
+
+
 @given(
     st.integers(1, MAX_ROWS), st.integers(1, 300000), st.integers(1, 40000), st.booleans(), st.sampled_from([2, 4])
 )  # fmt: skip
@@ -183,6 +254,21 @@ def test_every_tiling_fits_a_gpu(rows, n, k, gated, itemsize):
 )
 def test_a_layer_that_was_measured_has_its_fastest_tiling(rows, n, k, gated, tile):
     assert tiling(rows, n, k, gated=gated) == tile
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "tile"),
+    [
+        (1, 24, 16384, Tiling(1, 16384, 16)),
+        (3, 24, 16384, Tiling(1, 16384, 16)),
+        (4, 256, 4096, Tiling(1, 4096, 16)),
+        (1, 64, 28672, Tiling(1, 16384, 16)),
+        (3, 64, 28672, Tiling(1, 4096, 16)),
+        (1, 257, 4096, tiling(1, 257, 4096, itemsize=4)),
+    ],
+)
+def test_a_few_outputs_load_all_of_their_inputs_at_once_or_what_registers_hold(rows, outputs, inputs, tile):
+    assert module._tile(rows, outputs, inputs, False, 4) == tile
 
 
 def averaging(layer, query, key, value, *, norm=None, sinks=None, rotation=None):

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from spec_decode.models.published.scoped_weights import frozen
-from spec_decode.ops.split_mixes import split_mixes
+from spec_decode.ops.hyper_connections import collapse_streams, read_streams, write_streams
+from spec_decode.ops.skinny_linear import wide_linear
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,23 +43,15 @@ class HyperConnection(nn.Module):
 
     def read(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """streams [T, S, H]; the block's input [T, H], and what `write` takes: fp32 [T, S] and fp32 [T, S, S]."""
-        mixes = project_streams(streams, self.projection, self.shape.norm_eps)
-        read, write, carry = split_mixes(
-            mixes,
-            self.scale,
-            self.base,
-            streams=self.shape.streams,
-            iterations=self.shape.iterations,
-            eps=self.shape.eps,
-        )
-        return mix_streams(streams, read), write, carry
+        shape = self.shape
+        mixes = project_streams(streams, self.projection, shape.norm_eps)
+        return read_streams(streams, mixes, self.scale, self.base, iterations=shape.iterations, eps=shape.eps)
 
     def write(
         self, streams: torch.Tensor, output: torch.Tensor, write: torch.Tensor, carry: torch.Tensor
     ) -> torch.Tensor:
         """The streams [T, S, H] behind the block: write[s] * output + sum over r of carry[r, s] * streams[r]."""
-        added = write[..., None] * output.float()[:, None]
-        return torch.baddbmm(added, carry.mT, streams.float()).to(streams.dtype)
+        return write_streams(streams, output, write, carry)
 
 
 class HyperHead(nn.Module):
@@ -73,15 +65,9 @@ class HyperHead(nn.Module):
     def forward(self, streams: torch.Tensor) -> torch.Tensor:
         """streams [T, S, H]; [T, H]."""
         mixes = project_streams(streams, self.projection, self.shape.norm_eps)
-        return mix_streams(streams, (mixes * self.scale + self.base).sigmoid() + self.shape.eps)
+        return collapse_streams(streams, mixes, self.scale, self.base, eps=self.shape.eps)
 
 
 def project_streams(streams: torch.Tensor, projection: torch.Tensor, eps: float) -> torch.Tensor:
     """projection @ x / rms(x), x all streams [T, S, H] of a token as one row; fp32."""
-    wide = streams.flatten(1).float()
-    return F.linear(wide, projection) * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-
-
-def mix_streams(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The sum of streams [T, S, H] by weights fp32 [T, S]; [T, H] in the streams' dtype."""
-    return torch.bmm(weights[:, None], streams.float())[:, 0].to(streams.dtype)
+    return wide_linear(streams.flatten(1), projection, norm_eps=eps)
