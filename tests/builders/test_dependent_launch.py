@@ -17,9 +17,10 @@ KERNELS = {
     "_swiglu_kernel", "_embed_concat_kernel", "_begin_extend_kernel", "_begin_decode_kernel", "_shift_tokens_kernel",
     "_keep_last_kernel", "_process_kernel", "_block_draw_kernel", "_take_token_kernel", "_tops_kernel",
     "_reject_kernel", "_weigh_kernel", "_excess_kernel", "_stand_kernel", "_keep_count_kernel", "_hash_kernel",
-    "_begin_pass_kernel", "_settle_kernel", "latent_attention_kernel", "sparse_attention_kernel", "_prepare_query_kernel",
-    "_inverse_rotary_kernel", "_write_latent_kernel", "_swa_window_kernel", "_compressed_window_kernel",
-    "_translate_topk_kernel", "_replan_kernel",
+    "_begin_pass_kernel", "_settle_kernel", "latent_attention_kernel", "sparse_attention_kernel",
+    "_prepare_query_kernel", "_inverse_rotary_kernel", "_write_latent_kernel", "_swa_window_kernel",
+    "_compressed_window_kernel", "_translate_topk_kernel", "_replan_kernel", "_route_kernel", "_order_kernel",
+    "_combine_kernel", "read_streams_kernel", "write_streams_kernel",
 }  # fmt: skip
 CHOSEN = {"PDL": True, "launch_pdl": True}
 

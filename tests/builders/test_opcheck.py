@@ -3,10 +3,13 @@ import torch
 
 import attn_backends.ops.paged_attention  # noqa: F401
 import spec_decode.ops.add_rms_norm
+import spec_decode.ops.combine_experts
 import spec_decode.ops.embed_concat
 import spec_decode.ops.keep_last
+import spec_decode.ops.order_by_expert
 import spec_decode.ops.rotate
 import spec_decode.ops.rotate_and_write_kv
+import spec_decode.ops.route_tokens
 import spec_decode.ops.sample_draft
 import spec_decode.ops.shift_tokens
 import spec_decode.ops.swiglu  # noqa: F401
@@ -100,7 +103,19 @@ def add_rms_norm_args():
 
 
 def swiglu_args():
-    return (torch.randn(3, 20),)
+    return (torch.randn(3, 20), 0.5)
+
+
+def route_tokens_args():
+    return (torch.randn(3, 12), torch.randn(12), 4, "sigmoid", 4, 2, True, 1.5)
+
+
+def order_by_expert_args():
+    return (torch.tensor([[3, 0], [0, 5], [3, 3]]), 7)
+
+
+def combine_experts_args():
+    return torch.randn(6, 8), torch.randn(3, 2), torch.tensor([[3, 0], [1, 5], [4, 2]]), torch.randn(3, 8)
 
 
 def embed_concat_args():
@@ -126,6 +141,9 @@ OPS = {
     "spec_decode::rotate_and_write_kv": rotate_and_write_kv_args,
     "spec_decode::add_rms_norm": add_rms_norm_args,
     "spec_decode::swiglu": swiglu_args,
+    "spec_decode::route_tokens": route_tokens_args,
+    "spec_decode::order_by_expert": order_by_expert_args,
+    "spec_decode::combine_experts": combine_experts_args,
     "spec_decode::embed_concat": embed_concat_args,
     "spec_decode::shift_tokens": shift_tokens_args,
     "spec_decode::keep_last": keep_last_args,

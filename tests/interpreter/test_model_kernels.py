@@ -66,6 +66,17 @@ def test_swiglu(width, dtype):
     assert_both_ways_agree(lambda: swiglu(noise(3, width, dtype=dtype)), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu_with_a_limit(dtype):
+    assert_both_ways_agree(lambda: swiglu(noise(3, 300, dtype=dtype), 0.7), dtype)
+
+
+def test_a_limit_makes_no_number_of_nan():
+    gate_up = noise(1, 8)
+    gate_up[0, [1, 6]] = torch.nan
+    assert swiglu(gate_up, 0.7).isnan().tolist() == [[False, True, True, False]]
+
+
 def test_swiglu_of_a_strided_projection():
     assert_both_ways_agree(lambda: swiglu(noise(3, 90)[:, 5:45]), torch.float32)
 
