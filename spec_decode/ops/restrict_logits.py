@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from builders._ops import define_op
-from builders._triton import tl, triton
+from builders._triton import dependent_launch, triton
 from builders.errors import require, require_tensor
+from spec_decode.ops.restrict_logits_kernels import (
+    cut_kernel,
+    extent_kernel,
+    gather_kernel,
+    rank_kernel,
+    share_kernel,
+    weigh_kernel,
+)
 
-_BLOCK = 4096
+_PART = 4096
+"""Logits of a row that one program takes: few enough that one row alone keeps many multiprocessors busy."""
+
+_BINS = 32
+"""Sections of a row's range that are counted at once: a thread holds a count and a mass for each in registers."""
+
+_LANES = 128
+"""Threads of a program that weighs. Their sums are added up in the end, which costs as much as a few dozen logits."""
+
+_CAPACITY = 16384
+"""Logits of one bin that are copied out to be searched; where they are more, the search walks over the row."""
+
+_BLOCK = 1024
+"""Logits that a search takes at once, and a quarter of what it keeps in registers."""
 
 
 def restrict_logits(logits: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.Tensor) -> None:
@@ -51,133 +74,78 @@ def _restrict(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) ->
     logits.masked_fill_(logits < threshold, -torch.inf)
 
 
+class _Scratch(NamedTuple):
+    """What the kernels hand on, of R rows in P parts, and B bins; of a row that is not restricted it is never written.
+
+    least       fp32 [R, P]      a part's least logit that is no mask, else inf
+    largest     fp32 [R, P]      a part's largest logit
+    edges       fp32 [R, B]      the least that a bin takes in; a bin ends where the next one begins, the last nowhere
+    peaks       fp32 [R]         the largest logit
+    counts      int32 [R, B, P]  how many logits of a part are not below a bin's edge
+    masses      fp32 [R, B, P]   their mass, where top_p is on
+    bins        int32 [R]        the bin of top_k's threshold, then that of top_p's
+    members     fp32 [R, C]      the first C of that bin's logits
+    thresholds  fp32 [R]         top_k's, then the larger of both
+    targets     fp32 [R]         the mass that the members of top_p's bin which stay have to reach
+    """
+
+    least: torch.Tensor
+    largest: torch.Tensor
+    edges: torch.Tensor
+    peaks: torch.Tensor
+    counts: torch.Tensor
+    masses: torch.Tensor
+    bins: torch.Tensor
+    members: torch.Tensor
+    thresholds: torch.Tensor
+    targets: torch.Tensor
+
+    @classmethod
+    def allocate(cls, rows: int, parts: int, capacity: int, device: torch.device) -> _Scratch:
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        return cls(
+            least=empty(rows, parts),
+            largest=empty(rows, parts),
+            edges=empty(rows, _BINS),
+            peaks=empty(rows),
+            counts=empty(rows, _BINS, parts, dtype=torch.int32),
+            masses=empty(rows, _BINS, parts),
+            bins=empty(rows, dtype=torch.int32),
+            members=empty(rows, capacity),
+            thresholds=empty(rows),
+            targets=empty(rows),
+        )
+
+
 def _launch(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> None:
     rows, vocab = logits.shape
-    block = min(_BLOCK, triton.next_power_of_2(vocab))
-    _restrict_kernel[(rows,)](
-        logits, top_k, top_p, vocab, rows // len(top_k), BLOCK=block, num_warps=max(1, min(16, block // 128))
-    )
+    part = min(_PART, triton.next_power_of_2(vocab))
+    lanes = min(_LANES, part)
+    parts = triton.cdiv(vocab, part)
+    block = min(_BLOCK, part)
+    capacity = min(_CAPACITY, vocab)
+    table = {"BINS": _BINS, "PARTS": triton.next_power_of_2(parts)}
+    walk = {"PART": part, "num_warps": max(1, min(8, part // 128))}
+    weigh = {**table, "PART": part, "LANES": lanes, "num_warps": max(1, lanes // 32)}
+    gather = {**table, "CAPACITY": capacity, **walk}
+    search = {**table, "CAPACITY": capacity, "BLOCK": block, "num_warps": max(1, block // 128)}
 
-
-@triton.jit
-def _restrict_kernel(logits, top_k, top_p, vocab, group, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    k = tl.load(top_k + row // group)
-    p = tl.load(top_p + row // group)
-    few = (k > 0) & (k < vocab)
-    if few | (p < 1):
-        x = logits + row * vocab
-        low, high = _extent(x, vocab, BLOCK)
-        threshold = low
-        if few:
-            threshold = _threshold(x, low, high, k.to(tl.float32), vocab, False, BLOCK)
-        if p < 1:
-            threshold = _threshold(x, threshold, high, p, vocab, True, BLOCK)
-        _cut(x, threshold, vocab, BLOCK)
-
-
-@triton.jit
-def _threshold(x, low, high, target, vocab, SHARES: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest logit from low to high such that those not below it weigh at least `target`, or low if none does.
-
-    A logit weighs 1, or if SHARES its part of the probability of all from low on; high is the largest of the row.
-
-    Bisection whose ends are logits that occur: each pass drops one at least, and the last is met exactly. A pass over
-    the row takes as long as many over registers, so it also keeps what lies between the ends, and once nothing of that
-    was lost, the search goes on among what was kept.
-    """
-    peak = high
-    kept = tl.full((4 * BLOCK,), float("-inf"), tl.float32)
-    lost = 1
-    above_high = 0.0
-    heavier = 0.0  # what weighs more than all that was kept: above_high as it was in that pass
-    if SHARES:
-        whole, _, _, kept, lost = _weigh_row(x, low, low, high, peak, vocab, True, BLOCK)
-        target *= whole
-    while (low < high) & (lost > 0):
-        pivot = _middle(low, high)
-        heavier = above_high
-        weight, above, below, kept, lost = _weigh_row(x, pivot, low, high, peak, vocab, SHARES, BLOCK)
-        above_high = tl.where(weight >= target, above_high, weight)
-        low, high = _narrowed(low, high, weight, target, above, below)
-    while low < high:
-        pivot = _middle(low, high)
-        weight, above, below = _weigh(kept, pivot, peak, SHARES)
-        low, high = _narrowed(low, high, heavier + tl.sum(weight, 0), target, tl.min(above, 0), tl.max(below, 0))
-    return low
-
-
-@triton.jit
-def _middle(low, high):
-    middle = 0.5 * low + 0.5 * high
-    return tl.where(middle > low, middle, high)
-
-
-@triton.jit
-def _narrowed(low, high, weight, target, above, below):
-    enough = weight >= target
-    return tl.where(enough, above, low), tl.where(enough, tl.where(weight == target, above, high), below)
-
-
-@triton.jit
-def _weigh_row(x, pivot, low, high, peak, vocab, SHARES: tl.constexpr, BLOCK: tl.constexpr):
-    """The weight of a row's logits not below pivot, the least of them, and the largest of the others; and those above
-    low up to high, fp32 [4 * BLOCK], the rest -inf, with 1 if some found no place there, else 0.
-
-    A lane has place for the last four that it meets. Weights are added in an order that does not depend on the pivot,
-    so that a smaller set never weighs more: counts below 2**24 are exact in fp32.
-    """
-    lane = tl.arange(0, BLOCK)
-    weight = tl.zeros((BLOCK,), tl.float32)
-    above = tl.full((BLOCK,), float("inf"), tl.float32)
-    nothing = tl.full((BLOCK,), float("-inf"), tl.float32)
-    below, lost = nothing, nothing
-    first, second, third, fourth = nothing, nothing, nothing, nothing
-    for start in tl.range(0, vocab, BLOCK, loop_unroll_factor=2):
-        value = tl.load(x + start + lane, mask=start + lane < vocab, other=float("-inf"))
-        more, least, most = _weigh(value, pivot, peak, SHARES)
-        weight += more
-        above = tl.minimum(above, least)
-        below = tl.maximum(below, most)
-        inside = (value > low) & (value <= high)
-        lost = tl.where(inside, tl.maximum(lost, fourth), lost)
-        fourth = tl.where(inside, third, fourth)
-        third = tl.where(inside, second, third)
-        second = tl.where(inside, first, second)
-        first = tl.where(inside, value, first)
-    kept = tl.join(tl.join(first, second), tl.join(third, fourth)).reshape(4 * BLOCK, can_reorder=True)
-    some_lost = (tl.max(lost, 0) > float("-inf")).to(tl.int32)
-    return tl.sum(weight, 0), tl.min(above, 0), tl.max(below, 0), kept, some_lost
-
-
-@triton.jit
-def _weigh(value, pivot, peak, SHARES: tl.constexpr):
-    """Of each logit: its weight, and itself as one of those not below pivot (else inf) or of the others (else -inf)."""
-    taken = value >= pivot
-    weight = tl.where(taken, tl.exp(value - peak) if SHARES else 1.0, 0.0)
-    return weight, tl.where(taken, value, float("inf")), tl.where(value < pivot, value, float("-inf"))
-
-
-@triton.jit
-def _extent(x, vocab, BLOCK: tl.constexpr):
-    """The least and the largest logit that is not -inf."""
-    lane = tl.arange(0, BLOCK)
-    low = tl.full((BLOCK,), float("inf"), tl.float32)
-    high = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for start in range(0, vocab, BLOCK):
-        value = tl.load(x + start + lane, mask=start + lane < vocab, other=float("-inf"))
-        low = tl.where(value > float("-inf"), tl.minimum(low, value), low)
-        high = tl.where(value > high, value, high)
-    return tl.min(low, 0), tl.max(high, 0)
-
-
-@triton.jit
-def _cut(x, threshold, vocab, BLOCK: tl.constexpr):
-    lane = tl.arange(0, BLOCK)
-    for start in range(0, vocab, BLOCK):
-        inside = start + lane < vocab
-        value = tl.load(x + start + lane, mask=inside, other=0.0)
-        tl.store(x + start + lane, float("-inf"), mask=inside & (value < threshold))
+    row, size = (logits, top_k, top_p), (vocab, rows // len(top_k))
+    s = _Scratch.allocate(rows, parts, capacity, logits.device)
+    totals = s.edges, s.peaks, s.counts, s.masses
+    bin_of_row = s.edges, s.counts, s.bins, s.members
+    outcome = s.bins, s.members, s.thresholds, s.targets
+    by_part, by_row = (rows, parts), (rows,)
+    device = logits.device
+    extent_kernel[by_part](*row, s.least, s.largest, *size, **walk, **dependent_launch(device))
+    weigh_kernel[by_part](*row, s.least, s.largest, *totals, *size, **weigh, **dependent_launch(device))
+    gather_kernel[by_part](*row, *bin_of_row, *size, SHARES=False, **gather, **dependent_launch(device))
+    rank_kernel[by_row](*row, *totals, *outcome, *size, parts, **search, **dependent_launch(device))
+    gather_kernel[by_part](*row, *bin_of_row, *size, SHARES=True, **gather, **dependent_launch(device))
+    share_kernel[by_row](*row, *totals[:3], *outcome, *size, parts, **search, **dependent_launch(device))
+    cut_kernel[by_part](*row, s.thresholds, *size, **walk, **dependent_launch(device))
 
 
 _restrict_op = define_op(

@@ -20,7 +20,8 @@ KERNELS = {
     "_begin_pass_kernel", "_settle_kernel", "latent_attention_kernel", "sparse_attention_kernel",
     "_prepare_query_kernel", "_inverse_rotary_kernel", "_write_latent_kernel", "_swa_window_kernel",
     "_compressed_window_kernel", "_translate_topk_kernel", "_replan_kernel", "_route_kernel", "_order_kernel",
-    "_combine_kernel", "read_streams_kernel", "write_streams_kernel",
+    "_combine_kernel", "read_streams_kernel", "write_streams_kernel", "extent_kernel", "weigh_kernel", "gather_kernel",
+    "rank_kernel", "share_kernel", "cut_kernel",
 }  # fmt: skip
 CHOSEN = {"PDL": True, "launch_pdl": True}
 

@@ -105,12 +105,20 @@ def test_the_memory_behind_the_last_row_is_not_written():
     assert (memory[:200] == -INF).any() and not memory[200:].any()
 
 
+def tiles(monkeypatch, *, part=64, lanes=32, block=32, capacity=40):
+    """Tiles so small that a row of a few hundred logits meets what a vocabulary does: many parts, and bins of more
+    members than there is room for, or than registers keep."""
+    for name, value in {"_PART": part, "_LANES": lanes, "_BLOCK": block, "_CAPACITY": capacity}.items():
+        monkeypatch.setattr(kernel, name, value)
+
+
 @pytest.fixture
 def narrow(monkeypatch):
-    """A lane of the kernel keeps 4 logits: of rows this much wider than a block it cannot keep all at first."""
-    monkeypatch.setattr(kernel, "_BLOCK", 32)
+    tiles(monkeypatch)
 
 
+EVEN = torch.arange(320) % 2 == 0
+LEAST = torch.finfo(torch.float32).min
 WIDE = {
     "spread evenly": noise(1, 320)[0],
     "in order, so that lanes hold neighbours": noise(1, 320)[0].sort().values,
@@ -121,12 +129,19 @@ WIDE = {
     "one far above the others": torch.cat([noise(1, 319)[0], torch.tensor([1e30])]),
     "one far below the others": torch.cat([noise(1, 319)[0], torch.tensor([-1e30])]),
     "a single finite one": torch.full((320,), -INF).index_fill(0, torch.tensor([237]), 1.0),
+    "many masks that are no -inf": noise(1, 320)[0].masked_fill(torch.arange(320) % 3 > 0, LEAST),
+    "masks of two kinds": noise(1, 320)[0].masked_fill(torch.arange(320) % 3 == 0, -1e30).masked_fill(EVEN, -INF),
+    "nothing but masks": torch.full((320,), -1e30),
+    "whole parts of masks": noise(1, 320)[0].masked_fill(torch.arange(320) < 256, LEAST),
+    "zeros of both signs": torch.where(EVEN, 0.0, -0.0),
+    "a pair of neighbours": torch.where(EVEN, 1.0, torch.tensor(1.0).nextafter(torch.tensor(2.0))),
+    "from the least to the largest float": torch.linspace(-1, 1, 320) * -LEAST,
 }
 
 
 @pytest.mark.parametrize("row", WIDE.values(), ids=WIDE)
-def test_a_row_that_no_registers_hold(narrow, row):
-    restrictions = [(1, 1.0), (200, 1.0), (0, 0.95), (50, 0.9)]
+def test_a_row_of_many_parts(narrow, row):
+    restrictions = [(200, 1.0), (0, 0.95), (50, 0.9)]
     rows = row.expand(len(restrictions), -1).contiguous()
     assert same(both_ways(rows, *map(list, zip(*restrictions, strict=True))))
 
@@ -137,3 +152,83 @@ def test_a_wide_row_of_garbage_ends_and_leaves_the_others_alone(narrow, garbage)
     logits[1, ::2] = garbage
     by_kernel, by_torch = both_ways(logits, [30, 30, 0], [0.9, 0.9, 0.9])
     assert torch.equal(by_kernel[[0, 2]], by_torch[[0, 2]])
+
+
+def staircase(*bins):
+    """A row that top_k cuts into 32 bins, each a unit wide; `bins` (bin and how many) have members, and both ends."""
+    inner = [bin + (i + 1) / (number + 1) for bin, number in bins for i in range(number)]
+    row = torch.tensor([0.0, 32.0, *inner])
+    return row[torch.randperm(len(row), generator=torch.Generator().manual_seed(1))]
+
+
+THRESHOLDS = {  # a row, and k or p such that the threshold lies where the name says
+    "top_k's in the lowest bin": (staircase((0, 20), (20, 100)), 115, 1.0),
+    "top_k's in the lowest bin, at its least member": (staircase((0, 20), (20, 100)), 122 - 1, 1.0),
+    "top_k's in the highest bin": (staircase((31, 100), (5, 100)), 17, 1.0),
+    "top_k's at the least member of its bin": (staircase((10, 30), (20, 30)), 31, 1.0),
+    "top_k's at the largest member of its bin": (staircase((10, 30), (20, 30)), 32, 1.0),
+    "top_k's in a bin of one": (staircase((10, 60), (15, 1), (20, 60)), 62, 1.0),
+    "top_k's in a bin of more than there is room for": (staircase((10, 150), (20, 60)), 100, 1.0),
+    "top_k's behind an empty bin": (staircase((10, 60), (12, 60)), 62, 1.0),
+    "top_k's below negative zeros": (torch.cat([torch.tensor([-0.0] * 3 + [-32]), torch.arange(-29, 0) / 40]), 10, 1.0),
+    "top_p's in the bin of the largest": (staircase((31, 100), (5, 100)), 201, 0.5),
+    "top_p's in a bin of one": (staircase((5, 60), (30, 1)), 62, 0.9),
+    "top_p's in a bin of more than there is room for": (staircase((31, 200)), 201, 0.9),
+    "top_p's in narrower bins, without top_k": (staircase((31, 100), (30, 100)), 0, 0.9),
+    "top_p's in top_k's bin": (staircase((31, 60), (5, 60)), 40, 0.8),
+    "top_p's in another bin than top_k's": (staircase((31, 60), (5, 60)), 100, 0.9),
+    "both in a bin of more than there is room for": (staircase((31, 200)), 150, 0.7),
+    "top_p's where top_k left a single one": (staircase((31, 60)), 1, 0.99),
+}
+
+
+@pytest.mark.parametrize(("row", "top_k", "top_p"), THRESHOLDS.values(), ids=THRESHOLDS)
+def test_a_threshold_anywhere_among_the_bins(narrow, row, top_k, top_p):
+    by_kernel, by_torch = both_ways(row[None], [top_k], [top_p])
+    assert torch.equal(by_kernel, by_torch) and (by_kernel == -INF).any()
+
+
+def test_a_top_p_that_rounding_puts_at_the_end_of_a_bin_keeps_the_most_probable(narrow):
+    logits = noise(1, 320, scale=0.01)
+    for top_p in (1 - 2**-24, 1 - 2**-23):
+        out, _ = both_ways(logits, [0], [top_p])
+        assert torch.equal(out > -INF, logits >= out[out > -INF].min()) and (out > -INF).sum() >= 315
+
+
+def test_a_top_p_that_rounding_carries_over_the_whole_never_brings_back_what_top_k_took(monkeypatch):
+    tiles(monkeypatch, block=128, capacity=512)
+    inner = torch.rand(300, generator=torch.Generator().manual_seed(1))
+    logits = torch.cat([torch.tensor([0.0, 32.0]), 31 + inner]).expand(3, -1).contiguous()
+    top_k = [20, 111, 230]
+    by_k, _ = both_ways(logits, top_k, [1.0] * 3)
+    by_both, _ = both_ways(logits, top_k, [1 - 2**-24] * 3)
+    assert (by_k[by_both > -INF] > -INF).all() and ((by_both > -INF).sum(1) > 0.9 * torch.tensor(top_k)).all()
+
+
+@pytest.mark.parametrize(
+    "other", [{"part": 16, "lanes": 16}, {"part": 512}, {"lanes": 64}, {"block": 128}, {"capacity": 1}], ids=str
+)
+def test_tiles_do_not_change_what_stays(monkeypatch, other):
+    rows = [noise(2, 320), [200, 0], [0.99, 0.8]]
+    tiles(monkeypatch)
+    first, _ = both_ways(*rows)
+    tiles(monkeypatch, **other)
+    assert torch.equal(both_ways(*rows)[0], first)
+
+
+def test_a_row_stays_what_it_is_alone(narrow):
+    logits, top_k, top_p = noise(3, 320, scale=0.5), [50, 0, 200], [0.9, 0.999, 1.0]
+    together, _ = both_ways(logits, top_k, top_p)
+    for row in range(3):
+        assert torch.equal(
+            both_ways(logits[row : row + 1], top_k[row : row + 1], top_p[row : row + 1])[0][0], together[row]
+        )
+
+
+@pytest.mark.parametrize("poison", [float("nan"), INF, 0.0], ids=str)
+def test_what_scratch_held_before_is_never_read(narrow, monkeypatch, poison):
+    def poisoned(shape, *, dtype, device):
+        return torch.full(shape, poison if dtype.is_floating_point else 2**30, dtype=dtype, device=device)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    assert same(both_ways(noise(4, 320), [50, 0, 200, 0], [1.0, 0.9, 0.8, 1.0]))
