@@ -12,7 +12,8 @@ from builders.spec import AttentionSpec
 _TOKENS_PER_SPLIT = 64
 """A split shorter than this costs more in the merge than it gains (measured on an H200, see reports)..."""
 _TOKENS_OF_FEW = 32
-"""...but for a decode whose splits would leave half of the device idle."""
+"""...but where splits would leave half of the device idle, and a KV head has no more query rows than one tile."""
+_ROWS_OF_A_TILE = 16
 _WAVES = 4
 """Programs per multiprocessor that a decode launch aims at."""
 
@@ -28,6 +29,7 @@ class TritonPagedBuilder(PagedViewBuilder):
         visible = min(batch.max_seq_len, self.spec.sliding_window or batch.max_seq_len)
         heads, processors = batch.num_reqs * self.spec.num_kv_heads, multiprocessors(self.device)
         splits = -(-visible // _TOKENS_PER_SPLIT)
-        if batch.max_query_len == 1 and 2 * heads * splits <= processors:
+        rows = batch.max_query_len * self.spec.num_q_heads // self.spec.num_kv_heads
+        if rows <= _ROWS_OF_A_TILE and 2 * heads * splits <= processors:
             splits = -(-visible // _TOKENS_OF_FEW)
         return max(1, min(_WAVES * processors // heads, splits, 64))

@@ -15,7 +15,8 @@ def _an_h200(monkeypatch):
     ("num_reqs", "kv_heads", "query_len", "max_seq_len", "splits"),
     [
         pytest.param(1, 2, 1, 1024, 32, id="half of the device would be idle: shorter splits"),
-        pytest.param(1, 2, 8, 1024, 16, id="an extend has rows enough for a split"),
+        pytest.param(1, 2, 4, 1024, 32, id="a short extend is no more than a tile"),
+        pytest.param(1, 2, 8, 1024, 16, id="a longer one has rows enough for a split"),
         pytest.param(1, 8, 1, 1024, 16, id="nearly all of the device"),
         pytest.param(4, 8, 1, 1024, 16, id="a few programs for each multiprocessor"),
         pytest.param(32, 8, 1, 1024, 2, id="no more programs than that"),
