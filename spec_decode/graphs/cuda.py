@@ -41,10 +41,7 @@ class CudaRuntime:
 
     def capture_loop(self, body: Callable[[], Any], going: torch.Tensor, limit: int) -> WhileGraph:
         require_loops()
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with self._capturing(graph):
-            body()
-        return WhileGraph(going, graph)
+        return WhileGraph(going, body, self._kept)
 
     def capture_pieces(self, fn: Callable[[CallOutside], Any]) -> PiecewiseGraph:
         parts: list[Graph] = []
@@ -77,6 +74,12 @@ class CudaRuntime:
         self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
+
+    def _kept(self, fn: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with self._capturing(graph):
+            fn()
+        return graph
 
     @contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
