@@ -73,6 +73,13 @@ TITLES = {
     **{f"{name}/steps": f"Steps 1 to K-1 of {words}" for name, words in _DRAFTS.items()},
     "throughput/speculation": "A whole engine: speculation beside plain decoding",
     "throughput/extend-graph": "A whole engine: step 0 of the draft in a graph, or launched",
+    "sampling/top-k": "Logits restricted to top-k, beside FlashInfer's sampling",
+    "sampling/top-p": "Probabilities restricted to top-p, beside FlashInfer's sampling",
+    "sampling/top-k and top-p": "Probabilities restricted to both, beside FlashInfer's sampling",
+    "sampling/draw a draft token": "Drawing a draft token, beside FlashInfer's sampling",
+    "sampling/draw a target token": "Drawing the target's token, beside FlashInfer's sampling",
+    "sampling/draw a restricted target token": "The same with top-k and top-p, beside FlashInfer's sampling",
+    "sampling/argmax": "The most likely token, beside torch",
 }
 """By case, its backend left out; other cases go by their own name. Also the order of the sections."""
 
@@ -93,6 +100,11 @@ def _subject(timing: Timing) -> str:
     return "/".join(part for part in timing.case.split("/") if part != timing.backend and not part.endswith("-groups"))
 
 
+def _shape_spec(timing: Timing) -> str:
+    """What a panel is about beside its size: what is sampled from belongs to the shape."""
+    return timing.spec or "" if timing.case.startswith("sampling/") else ""
+
+
 def _own_spec(timing: Timing) -> str:
     """What a section is about beside its case: comparisons of one attention are made at one spec."""
     return timing.spec or "" if timing.case.endswith("-decode") else ""
@@ -107,11 +119,11 @@ def _quantities(timing: Timing) -> list[str]:
 
 
 def _section(subject: str, device: str, quantity: str, spec: str, timings: Sequence[Timing], runs: Runs) -> Section:
-    shapes: dict[tuple[int, int, int], list[Timing]] = {}
+    shapes: dict[tuple[int, int, int, str], list[Timing]] = {}
     for timing in timings:
         # Engines that draft different numbers of tokens are compared; rounds of different lengths are not.
         tokens = 0 if timing.token_us else timing.num_speculative_tokens or 0
-        shape = (tokens, timing.num_reqs, timing.context or 0)
+        shape = (tokens, timing.num_reqs, timing.context or 0, _shape_spec(timing))
         shapes.setdefault(shape, []).append(timing)
     return Section(
         title=TITLES.get(subject, subject),
@@ -124,10 +136,11 @@ def _section(subject: str, device: str, quantity: str, spec: str, timings: Seque
     )
 
 
-def _shape(tokens: int, num_reqs: int, context: int) -> str:
+def _shape(tokens: int, num_reqs: int, context: int, spec: str) -> str:
     parts = [f"{num_reqs} request{'s' if num_reqs > 1 else ''}"]
     parts += [f"K = {tokens}"] if tokens else []
     parts += [f"{context:,} tokens each"] if context and not tokens else []
+    parts += [spec] if spec else []
     return ", ".join(parts)
 
 
@@ -136,7 +149,7 @@ def _bars(timings: Sequence[Timing], quantity: str, runs: Runs) -> tuple[Bar, ..
     return tuple(
         Bar(
             label=label,
-            spec=timing.spec or "",
+            spec="" if _shape_spec(timing) else timing.spec or "",
             peer=timing.backend.endswith(_PEER),
             us=getattr(timing, quantity),
             floor=timing.floor_us if quantity == "gpu_us" else None,

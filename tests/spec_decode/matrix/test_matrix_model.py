@@ -169,6 +169,17 @@ def test_one_panel_holds_what_was_timed_at_one_shape():
     assert [(bar.label, bar.peer) for bar in sections[0].panels[0].bars] == [("k", False), ("p", True)]
 
 
+def test_what_is_sampled_from_is_part_of_the_shape():
+    flat, peaked = (
+        {"case": "sampling/top-k", "context": None, "spec": f"{kind} logits"} for kind in ("flat", "peaked")
+    )
+    rows = [timing(**flat), timing(**flat, backend="p (peer)"), timing(**peaked)]
+    (section,) = build_matrix([], (), rows).speed
+    assert [(panel.title, [(bar.label, bar.spec) for bar in panel.bars]) for panel in section.panels] == [
+        ("1 request, flat logits", [("k", ""), ("p", "")]), ("1 request, peaked logits", [("k", "")]),
+    ]  # fmt: skip
+
+
 def test_a_limit_is_drawn_only_on_what_it_limits():
     limited = timing(limit="kernels_per_step <= 1 and gpu_us <= 3", met=True)
     ratio = timing(limit="peer_ratio <= 1.15", met=False, num_reqs=2)
