@@ -26,8 +26,8 @@ from torch.nn import functional as F
 from spec_decode.bench.drafter_cases import DRAFTERS
 from spec_decode.bench.measure import copy_bandwidth, time_kernels
 from spec_decode.models import ModelConfig
-from spec_decode.ops import skinny_linear as skinny
-from spec_decode.ops.skinny_tiling import MAX_SUMS, Tiling, power_of_two, tiling
+from spec_decode.ops.layers import skinny_linear as skinny
+from spec_decode.ops.layers.skinny_tiling import MAX_SUMS, Tiling, power_of_two, tiling
 
 ROWS = (1, 2, 3, 4)
 EPS = 1e-6

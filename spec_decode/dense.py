@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from attn_backends.ops.write_latent import LatentNorm
 from spec_decode.models import Attend, EagleDraft, LlamaTarget
 from spec_decode.models.latent import as_cached
-from spec_decode.ops.rotate import Rotation, rotate_both
+from spec_decode.ops.layers.rotate import Rotation, rotate_both
 from spec_decode.text import decode, encode
 
 

@@ -12,8 +12,8 @@ from attn_backends import AttentionBackend, KVCache, NoBackend, Rejected
 from attn_backends.ops.write_latent import LatentNorm
 from builders import AttentionSpec, BatchBuffers, MetadataBuilder, RequestTables
 from spec_decode.models.base import Attend
-from spec_decode.ops.rotate import Rotation, rotate_both
-from spec_decode.ops.rotate_and_write_kv import rotate_and_write_kv
+from spec_decode.ops.layers.rotate import Rotation, rotate_both
+from spec_decode.ops.layers.rotate_and_write_kv import rotate_and_write_kv
 from spec_decode.strategy import GroupFacts
 
 

@@ -13,7 +13,7 @@ from builders import AttentionBatch, BatchBuffers, CaptureConstants, HostLengths
 from spec_decode.graphs import CallOutside
 from spec_decode.kv_groups import KVGroup, attend_with
 from spec_decode.models.base import Attend
-from spec_decode.ops.rotate import Rotation
+from spec_decode.ops.layers.rotate import Rotation
 
 
 class Phase:

@@ -12,9 +12,9 @@ from builders.errors import require_tensor
 from spec_decode.kv_groups import KVGroup, attend_with
 from spec_decode.models import DraftModel
 from spec_decode.models.base import Attend
-from spec_decode.ops.keep_last import keep_last
-from spec_decode.ops.sample_draft import StopRule, sample_draft
-from spec_decode.ops.shift_tokens import shift_tokens
+from spec_decode.ops.rounds.keep_last import keep_last
+from spec_decode.ops.rounds.shift_tokens import shift_tokens
+from spec_decode.ops.sampling.sample_draft import StopRule, sample_draft
 from spec_decode.phase import Phase
 
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from spec_decode.ops.restrict_logits import restrict_logits
-from spec_decode.ops.sample_draft import StopRule, sample_draft
+from spec_decode.ops.sampling.restrict_logits import restrict_logits
+from spec_decode.ops.sampling.sample_draft import StopRule, sample_draft
 from spec_decode.sampling import Sampling, SamplingParams
 from spec_decode.verification import sample_target
 

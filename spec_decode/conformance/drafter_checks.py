@@ -18,8 +18,8 @@ from spec_decode.drafter import Drafter, VerifiedTokens
 from spec_decode.kv_groups import KVGroup
 from spec_decode.models import EagleDraft
 from spec_decode.models.latent import as_cached
-from spec_decode.ops.rotate import Rotation, rotate_both
-from spec_decode.ops.sample_draft import NO_TOKEN
+from spec_decode.ops.layers.rotate import Rotation, rotate_both
+from spec_decode.ops.sampling.sample_draft import NO_TOKEN
 from spec_decode.strategy import Strategy, StrategyError
 
 _ROUNDS = 2

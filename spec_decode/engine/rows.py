@@ -13,8 +13,8 @@ import torch
 
 from spec_decode.drafter import Drafter
 from spec_decode.engine.request import Request
-from spec_decode.ops.begin_pass import begin_pass
-from spec_decode.ops.settle_pass import NextRound, Texts, settle_pass
+from spec_decode.ops.rounds.begin_pass import begin_pass
+from spec_decode.ops.rounds.settle_pass import NextRound, Texts, settle_pass
 from spec_decode.sampling import Sampling
 from spec_decode.verification import Verdict, Verifier, sample_target
 

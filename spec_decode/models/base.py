@@ -11,7 +11,7 @@ from torch import nn
 
 from attn_backends.ops.write_latent import LatentNorm
 from builders import AttentionSpec
-from spec_decode.ops.rotate import Rotation
+from spec_decode.ops.layers.rotate import Rotation
 
 
 class Attend(Protocol):

@@ -9,10 +9,10 @@ from torch import nn
 
 from spec_decode.models.base import Attend
 from spec_decode.models.config import ModelConfig
-from spec_decode.ops.add_rms_norm import add_rms_norm
-from spec_decode.ops.rotate import Rotation
-from spec_decode.ops.skinny_linear import is_skinny, norm_linear, skinny_linear
-from spec_decode.ops.swiglu import swiglu
+from spec_decode.ops.layers.add_rms_norm import add_rms_norm
+from spec_decode.ops.layers.rotate import Rotation
+from spec_decode.ops.layers.skinny_linear import is_skinny, norm_linear, skinny_linear
+from spec_decode.ops.layers.swiglu import swiglu
 
 ResidualStream = tuple[torch.Tensor, torch.Tensor | None]
 """Hidden states x and the delta yet to be added to them (None: nothing), both [T, H]."""

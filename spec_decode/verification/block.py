@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from spec_decode.ops.draft_round import DraftRound
-from spec_decode.ops.hash_seeds import hash_seeds
-from spec_decode.ops.judge_as_block import judge_as_block
+from spec_decode.ops.verify.draft_round import DraftRound
+from spec_decode.ops.verify.hash_seeds import hash_seeds
+from spec_decode.ops.verify.judge_as_block import judge_as_block
 from spec_decode.sampling import Sampling
 from spec_decode.verification.base import Verdict
 from spec_decode.verification.sampling import processed

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from spec_decode.ops.draft_round import DraftRound
-from spec_decode.ops.judge_by_rejection import judge_by_rejection
+from spec_decode.ops.verify.draft_round import DraftRound
+from spec_decode.ops.verify.judge_by_rejection import judge_by_rejection
 from spec_decode.sampling import Sampling
 from spec_decode.verification.base import Verdict
 from spec_decode.verification.sampling import processed

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from spec_decode.ops.draw_tokens import draw_tokens
-from spec_decode.ops.process_logits import process_logits
-from spec_decode.ops.restrict_logits import restrict_logits
+from spec_decode.ops.sampling.draw_tokens import draw_tokens
+from spec_decode.ops.sampling.process_logits import process_logits
+from spec_decode.ops.sampling.restrict_logits import restrict_logits
 from spec_decode.sampling import Sampling
 
 

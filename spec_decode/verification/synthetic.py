@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from spec_decode.ops.keep_count import keep_count
+from spec_decode.ops.verify.keep_count import keep_count
 from spec_decode.sampling import Sampling
 from spec_decode.verification.base import Verdict
 from spec_decode.verification.sampling import draw, processed

@@ -2,17 +2,17 @@ import pytest
 import torch
 
 import attn_backends.ops.paged_attention  # noqa: F401
-import spec_decode.ops.add_rms_norm
-import spec_decode.ops.combine_experts
-import spec_decode.ops.embed_concat
-import spec_decode.ops.keep_last
-import spec_decode.ops.order_by_expert
-import spec_decode.ops.rotate
-import spec_decode.ops.rotate_and_write_kv
-import spec_decode.ops.route_tokens
-import spec_decode.ops.sample_draft
-import spec_decode.ops.shift_tokens
-import spec_decode.ops.swiglu  # noqa: F401
+import spec_decode.ops.layers.add_rms_norm
+import spec_decode.ops.layers.combine_experts
+import spec_decode.ops.layers.embed_concat
+import spec_decode.ops.layers.order_by_expert
+import spec_decode.ops.layers.rotate
+import spec_decode.ops.layers.rotate_and_write_kv
+import spec_decode.ops.layers.route_tokens
+import spec_decode.ops.layers.swiglu
+import spec_decode.ops.rounds.keep_last
+import spec_decode.ops.rounds.shift_tokens
+import spec_decode.ops.sampling.sample_draft  # noqa: F401
 from builders import BatchBuffers
 from tests.factories import make_cache, make_spec, make_tables
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from builders._triton import torch_implementations
-from spec_decode.ops import restrict_logits as kernel
-from spec_decode.ops.restrict_logits import restrict_logits
+from spec_decode.ops.sampling import restrict_logits as kernel
+from spec_decode.ops.sampling.restrict_logits import restrict_logits
 
 INF = float("inf")
 

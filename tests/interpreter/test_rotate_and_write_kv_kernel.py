@@ -8,8 +8,8 @@ import torch
 from attn_backends import KVCache
 from attn_backends.ops.write_kv import write_kv
 from builders._triton import torch_implementations
-from spec_decode.ops.rotate import Rotation, rotate
-from spec_decode.ops.rotate_and_write_kv import rotate_and_write_kv
+from spec_decode.ops.layers.rotate import Rotation, rotate
+from spec_decode.ops.layers.rotate_and_write_kv import rotate_and_write_kv
 from tests.factories import make_cache, make_spec
 
 TOKENS, MAX_POSITIONS = 4, 40

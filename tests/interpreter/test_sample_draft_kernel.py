@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from builders._triton import torch_implementations
-from spec_decode.ops.sample_draft import StopRule, sample_draft
+from spec_decode.ops.sampling.sample_draft import StopRule, sample_draft
 
 
 def drafted(

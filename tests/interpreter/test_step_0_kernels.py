@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from builders._triton import torch_implementations
-from spec_decode.ops.keep_last import keep_last
-from spec_decode.ops.shift_tokens import shift_tokens
+from spec_decode.ops.rounds.keep_last import keep_last
+from spec_decode.ops.rounds.shift_tokens import shift_tokens
 
 WILD = torch.tensor([2, 0, -(2**31), 2**31 - 1, 1, -1], dtype=torch.int32)
 NAN = float("nan")

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from builders._triton import torch_implementations
-from spec_decode.ops.begin_pass import begin_pass
-from spec_decode.ops.draft_round import DraftRound
-from spec_decode.ops.draw_tokens import draw_tokens
-from spec_decode.ops.hash_seeds import hash_seeds
-from spec_decode.ops.judge_as_block import judge_as_block
-from spec_decode.ops.judge_by_rejection import judge_by_rejection
-from spec_decode.ops.keep_count import keep_count
-from spec_decode.ops.process_logits import process_logits
-from spec_decode.ops.settle_pass import NextRound, Texts, settle_pass
+from spec_decode.ops.rounds.begin_pass import begin_pass
+from spec_decode.ops.rounds.settle_pass import NextRound, Texts, settle_pass
+from spec_decode.ops.sampling.draw_tokens import draw_tokens
+from spec_decode.ops.sampling.process_logits import process_logits
+from spec_decode.ops.verify.draft_round import DraftRound
+from spec_decode.ops.verify.hash_seeds import hash_seeds
+from spec_decode.ops.verify.judge_as_block import judge_as_block
+from spec_decode.ops.verify.judge_by_rejection import judge_by_rejection
+from spec_decode.ops.verify.keep_count import keep_count
 from spec_decode.sampling import Sampling
 from spec_decode.verification import verifier
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from scipy import stats
 
-from spec_decode.ops.sample_draft import sample_draft
+from spec_decode.ops.sampling.sample_draft import sample_draft
 from spec_decode.sampling import Sampling
 from spec_decode.verification import sample_target
 

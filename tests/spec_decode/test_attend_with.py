@@ -9,8 +9,8 @@ from attn_backends.torch_reference import TorchReference
 from builders import BatchError
 from spec_decode import kv_groups
 from spec_decode.kv_groups import KVGroup, attend_with
-from spec_decode.ops.rotate import Rotation, rotated
-from spec_decode.ops.rotate_and_write_kv import rotate_and_write_kv
+from spec_decode.ops.layers.rotate import Rotation, rotated
+from spec_decode.ops.layers.rotate_and_write_kv import rotate_and_write_kv
 from spec_decode.phase import attend_in_pieces
 from tests.factories import make_cache, make_spec
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from attn_backends import get
 from spec_decode.engine import Engine, Generation, Request
 from spec_decode.models import SHIPPED_PAIR, EagleDraft, LlamaTarget, load_pair
-from spec_decode.ops.rotate import Rotation, rotate_both
+from spec_decode.ops.layers.rotate import Rotation, rotate_both
 from spec_decode.strategy import GraphMode, Strategy
 from spec_decode.text import encode, held_out_prompts
 

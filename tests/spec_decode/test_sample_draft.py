@@ -4,8 +4,8 @@ import torch
 from scipy import stats
 
 from builders import BatchError
-from spec_decode.ops import noise
-from spec_decode.ops.sample_draft import NO_TOKEN, StopRule, logits_of_a_program, sample_draft
+from spec_decode.ops.sampling import noise
+from spec_decode.ops.sampling.sample_draft import NO_TOKEN, StopRule, logits_of_a_program, sample_draft
 
 
 class Drafted:

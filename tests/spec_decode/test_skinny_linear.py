@@ -8,10 +8,17 @@ from hypothesis import strategies as st
 from builders.errors import BatchError
 from spec_decode.models.latent import LatentDecoderLayer
 from spec_decode.models.layers import DecoderLayer, Rotary
-from spec_decode.ops import skinny_linear as module
-from spec_decode.ops.rotate import rotate_both
-from spec_decode.ops.skinny_linear import MAX_ROWS, embed_linear, is_skinny, norm_linear, skinny_linear, wide_linear
-from spec_decode.ops.skinny_tiling import MAX_SUMS, MIN_PROGRAMS, Tiling, power_of_two, tiling
+from spec_decode.ops.layers import skinny_linear as module
+from spec_decode.ops.layers.rotate import rotate_both
+from spec_decode.ops.layers.skinny_linear import (
+    MAX_ROWS,
+    embed_linear,
+    is_skinny,
+    norm_linear,
+    skinny_linear,
+    wide_linear,
+)
+from spec_decode.ops.layers.skinny_tiling import MAX_SUMS, MIN_PROGRAMS, Tiling, power_of_two, tiling
 from tests.factories import make_config, make_latent_config
 from tests.spec_decode.skinny_oracle import EPS, FORMS, assert_within_budget, make_inputs
 

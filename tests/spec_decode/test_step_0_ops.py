@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import BatchError
-from spec_decode.ops.keep_last import keep_last
-from spec_decode.ops.shift_tokens import shift_tokens
+from spec_decode.ops.rounds.keep_last import keep_last
+from spec_decode.ops.rounds.shift_tokens import shift_tokens
 
 WILD = st.one_of(st.integers(-3, 8), st.sampled_from([-(2**31), 2**31 - 1]))
 

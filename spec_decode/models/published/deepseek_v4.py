@@ -27,7 +27,7 @@ from spec_decode.models.published.prediction import PredictionDraft, check_publi
 from spec_decode.models.published.scoped_weights import ScopedWeights, frozen
 from spec_decode.models.published.store import TensorStore
 from spec_decode.models.published.yarn import Rope
-from spec_decode.ops.skinny_linear import linear
+from spec_decode.ops.layers.skinny_linear import linear
 
 ARCHITECTURES = ("DeepseekV4ForCausalLM",)
 

@@ -20,8 +20,8 @@ from spec_decode.models.published.layers import Extras, PublishedLayer
 from spec_decode.models.published.parameters import fill, layer_parameters, prefixed
 from spec_decode.models.published.scoped_weights import ScopedWeights
 from spec_decode.models.published.store import TensorStore
-from spec_decode.ops.embed_concat import embed_concat
-from spec_decode.ops.skinny_linear import embed_linear, is_skinny
+from spec_decode.ops.layers.embed_concat import embed_concat
+from spec_decode.ops.layers.skinny_linear import embed_linear, is_skinny
 
 
 class NoNorm(nn.Module):

@@ -25,7 +25,7 @@ from spec_decode.models.published.parameters import fill, layer_parameters, pref
 from spec_decode.models.published.scoped_weights import ScopedWeights
 from spec_decode.models.published.store import TensorStore
 from spec_decode.models.published.token_map import read_token_map
-from spec_decode.ops.skinny_linear import is_skinny, norm_linear
+from spec_decode.ops.layers.skinny_linear import is_skinny, norm_linear
 
 FEATURE_LAYERS = 3
 """How many of the target's layers a draft reads."""

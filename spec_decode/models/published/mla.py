@@ -17,7 +17,7 @@ from builders import AttentionKind, AttentionSpec
 from spec_decode.models.base import Attend
 from spec_decode.models.published.scoped_weights import ScopedWeights, frozen
 from spec_decode.models.published.yarn import Rope
-from spec_decode.ops.skinny_linear import linear
+from spec_decode.ops.layers.skinny_linear import linear
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,11 +13,11 @@ from torch import nn
 
 from spec_decode.models.published.grouped_linear import grouped_linear
 from spec_decode.models.published.scoped_weights import frozen
-from spec_decode.ops.combine_experts import combine_experts
-from spec_decode.ops.order_by_expert import order_by_expert
-from spec_decode.ops.route_tokens import Scoring, route_tokens
-from spec_decode.ops.skinny_linear import linear, wide_linear
-from spec_decode.ops.swiglu import swiglu
+from spec_decode.ops.layers.combine_experts import combine_experts
+from spec_decode.ops.layers.order_by_expert import order_by_expert
+from spec_decode.ops.layers.route_tokens import Scoring, route_tokens
+from spec_decode.ops.layers.skinny_linear import linear, wide_linear
+from spec_decode.ops.layers.swiglu import swiglu
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

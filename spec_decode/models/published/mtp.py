@@ -26,7 +26,7 @@ from spec_decode.models.published.prediction import PredictionDraft, check_publi
 from spec_decode.models.published.scoped_weights import ScopedWeights
 from spec_decode.models.published.store import TensorStore
 from spec_decode.models.published.yarn import read_rope
-from spec_decode.ops.skinny_linear import linear
+from spec_decode.ops.layers.skinny_linear import linear
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 

@@ -11,10 +11,10 @@ import torch
 
 from builders._triton import await_previous, dependent_launch, tl, triton
 from builders.errors import require_tensor
-from spec_decode.ops import noise
-from spec_decode.ops.draw_tokens import draw_formula
-from spec_decode.ops.noise import triton_key, triton_uniform
-from spec_decode.ops.sample_draft import logits_of_a_program
+from spec_decode.ops.sampling import noise
+from spec_decode.ops.sampling.draw_tokens import draw_formula
+from spec_decode.ops.sampling.noise import triton_key, triton_uniform
+from spec_decode.ops.sampling.sample_draft import logits_of_a_program
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

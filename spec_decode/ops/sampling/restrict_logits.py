@@ -9,7 +9,7 @@ import torch
 from builders._ops import define_op
 from builders._triton import dependent_launch, triton
 from builders.errors import require, require_tensor
-from spec_decode.ops.restrict_logits_kernels import (
+from spec_decode.ops.sampling.restrict_logits_kernels import (
     cut_kernel,
     extent_kernel,
     gather_kernel,

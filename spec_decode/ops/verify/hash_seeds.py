@@ -7,8 +7,8 @@ import torch
 from builders._ops import define_op
 from builders._triton import await_previous, dependent_launch, tl, triton
 from builders.errors import require_tensor
-from spec_decode.ops import noise
-from spec_decode.ops.noise import triton_key
+from spec_decode.ops.sampling import noise
+from spec_decode.ops.sampling.noise import triton_key
 
 _BLOCK = 128
 _STREAM = 0x510E527F

@@ -9,8 +9,8 @@ import torch
 from builders._ops import define_op
 from builders._triton import await_previous, dependent_launch, tl, triton
 from builders.errors import require_tensor
-from spec_decode.ops import noise
-from spec_decode.ops.noise import triton_gumbel, triton_key
+from spec_decode.ops.sampling import noise
+from spec_decode.ops.sampling.noise import triton_gumbel, triton_key
 
 NO_TOKEN = -1
 """Draft token of a row that proposes nothing: padding, a request that could not advance, or one that has stopped."""

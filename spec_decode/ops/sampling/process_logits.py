@@ -7,7 +7,7 @@ import torch
 from builders._ops import define_op
 from builders._triton import await_previous, dependent_launch, tl, triton
 from builders.errors import require_tensor
-from spec_decode.ops.sample_draft import logits_of_a_program
+from spec_decode.ops.sampling.sample_draft import logits_of_a_program
 
 
 def process_logits(logits: torch.Tensor, temperature: torch.Tensor, column: torch.Tensor | None = None) -> torch.Tensor:

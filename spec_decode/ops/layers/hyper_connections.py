@@ -10,7 +10,7 @@ import torch
 from builders._ops import define_op
 from builders._triton import dependent_launch, triton
 from builders.errors import require
-from spec_decode.ops.hyper_connections_kernels import read_streams_kernel, write_streams_kernel
+from spec_decode.ops.layers.hyper_connections_kernels import read_streams_kernel, write_streams_kernel
 
 _BLOCK_H = 1024
 """Columns of a program: a load of 16 bytes for each thread of 4 warps."""

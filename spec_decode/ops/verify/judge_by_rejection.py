@@ -6,8 +6,9 @@ import torch
 
 from builders._ops import define_op
 from builders._triton import await_previous, dependent_launch, tl, triton
-from spec_decode.ops import noise
-from spec_decode.ops.draft_round import (
+from spec_decode.ops.sampling import noise
+from spec_decode.ops.sampling.draw_tokens import Refusal, launch_draw
+from spec_decode.ops.verify.draft_round import (
     SCHEMA,
     Distributions,
     DraftRound,
@@ -19,7 +20,6 @@ from spec_decode.ops.draft_round import (
     probabilities,
     read_draft,
 )
-from spec_decode.ops.draw_tokens import Refusal, launch_draw
 
 
 def judge_by_rejection(round_: DraftRound) -> tuple[torch.Tensor, torch.Tensor]:

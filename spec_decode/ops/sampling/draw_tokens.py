@@ -9,9 +9,9 @@ import torch
 from builders._ops import define_op
 from builders._triton import await_previous, dependent_launch, tl, triton
 from builders.errors import require_tensor
-from spec_decode.ops import noise
-from spec_decode.ops.noise import triton_gumbel, triton_key
-from spec_decode.ops.sample_draft import first_best, logits_of_a_program
+from spec_decode.ops.sampling import noise
+from spec_decode.ops.sampling.noise import triton_gumbel, triton_key
+from spec_decode.ops.sampling.sample_draft import first_best, logits_of_a_program
 
 
 class Refusal(NamedTuple):

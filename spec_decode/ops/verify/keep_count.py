@@ -9,8 +9,8 @@ import torch
 from builders._ops import define_op
 from builders._triton import await_previous, dependent_launch, tl, triton
 from builders.errors import require_tensor
-from spec_decode.ops import noise
-from spec_decode.ops.draft_round import coin_of, leading, read_draft
+from spec_decode.ops.sampling import noise
+from spec_decode.ops.verify.draft_round import coin_of, leading, read_draft
 
 
 def keep_count(

@@ -8,7 +8,7 @@ from attn_backends.ops.write_kv import check_new_kv, quantised, store_kv
 from builders._ops import define_op
 from builders._triton import await_previous, dependent_launch, tl, triton
 from builders.errors import require, require_tensor
-from spec_decode.ops.rotate import Rotation, angles_of, rotated, turned
+from spec_decode.ops.layers.rotate import Rotation, angles_of, rotated, turned
 
 
 def rotate_and_write_kv(

@@ -6,8 +6,10 @@ import torch
 
 from builders._ops import define_op
 from builders._triton import await_previous, dependent_launch, tl, triton
-from spec_decode.ops import noise
-from spec_decode.ops.draft_round import (
+from spec_decode.ops.sampling import noise
+from spec_decode.ops.sampling.draw_tokens import Refusal, launch_draw, residual
+from spec_decode.ops.sampling.sample_draft import logits_of_a_program
+from spec_decode.ops.verify.draft_round import (
     SCHEMA,
     Distributions,
     DraftRound,
@@ -20,8 +22,6 @@ from spec_decode.ops.draft_round import (
     probabilities,
     read_draft,
 )
-from spec_decode.ops.draw_tokens import Refusal, launch_draw, residual
-from spec_decode.ops.sample_draft import logits_of_a_program
 
 _TINY = torch.finfo(torch.float32).tiny
 

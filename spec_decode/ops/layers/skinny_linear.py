@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from builders._ops import define_op
 from builders._triton import dependent_launch, triton
 from builders.errors import require
-from spec_decode.ops.skinny_linear_kernels import matvec_kernel
-from spec_decode.ops.skinny_tiling import Tiling, power_of_two, tiling
+from spec_decode.ops.layers.skinny_linear_kernels import matvec_kernel
+from spec_decode.ops.layers.skinny_tiling import Tiling, power_of_two, tiling
 
 MAX_ROWS = 4
 """Above it these kernels run out of registers."""

@@ -1,0 +1,1 @@
+"""What of a draft is kept: by exact match, by rejection, as a block."""
