@@ -11,7 +11,8 @@ from builders._triton import await_previous, dependent_launch, tl, triton
 from builders.errors import require_tensor
 from spec_decode.ops.sampling import noise
 from spec_decode.ops.sampling.noise import triton_gumbel, triton_key
-from spec_decode.ops.sampling.sample_draft import first_best, logits_of_a_program
+from spec_decode.ops.sampling.sample_draft import logits_of_a_program
+from spec_decode.ops.sampling.sample_draft_kernels import first_best
 
 
 class Refusal(NamedTuple):
