@@ -54,6 +54,7 @@ TILES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 6, 64])
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 def test_latent_attention_in_every_tile(tile, page_size):

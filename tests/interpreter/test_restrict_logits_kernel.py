@@ -139,6 +139,7 @@ WIDE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", WIDE.values(), ids=WIDE)
 def test_a_row_of_many_parts(narrow, row):
     restrictions = [(200, 1.0), (0, 0.95), (50, 0.9)]
@@ -205,6 +206,7 @@ def test_a_top_p_that_rounding_carries_over_the_whole_never_brings_back_what_top
     assert (by_k[by_both > -INF] > -INF).all() and ((by_both > -INF).sum(1) > 0.9 * torch.tensor(top_k)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other", [{"part": 16, "lanes": 16}, {"part": 512}, {"lanes": 64}, {"block": 128}, {"capacity": 1}], ids=str
 )

@@ -146,6 +146,7 @@ def test_where_nothing_is_left_of_p_it_is_drawn_from_itself(judge):
     assert accepted.eq(0).all() and torch.equal(next_tokens, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "vocab", "seed"), [(6, 5, 40), (6, 40, 10)])
 def test_flat_distributions_where_weights_of_long_prefixes_decide_the_draw(judge, steps, vocab, seed):
     round_ = make_round(steps, vocab, seed, likeness=0.0, ends=False)
@@ -184,6 +185,7 @@ def test_logits_that_are_no_numbers_give_tokens_of_the_vocabulary(judge):
     assert accepted.eq(0).all() and ((next_tokens >= 0) & (next_tokens < 600)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"), [("rejection", torch.float32), ("block", torch.bfloat16), ("synthetic:1.5", torch.bfloat16)]
 )

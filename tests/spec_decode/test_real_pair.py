@@ -97,7 +97,7 @@ SERVED = [
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.value)
-@pytest.mark.parametrize(("draft", "backend"), SERVED)
+@pytest.mark.parametrize(("draft", "backend"), [pytest.param(*SERVED[0], marks=pytest.mark.slow), *SERVED[1:]])
 def test_greedy_speculative_text_is_plain_greedy_text(draft: str, backend: str, strategy: Strategy) -> None:
     _, generations = run(backend, 4, strategy, draft, first=GREEDY_PROMPTS)
     found = [generation.token_ids for generation in generations]
