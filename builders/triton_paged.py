@@ -10,9 +10,9 @@ from builders.paged_views import PagedViewBuilder, multiprocessors
 from builders.spec import AttentionSpec
 
 _TOKENS_PER_SPLIT = 64
-"""A split shorter than this costs more in the merge than it gains (measured on an H200, see reports)..."""
+"""A split shorter than this costs more in the merge than it gains (measured on an H200, see reports)."""
 _TOKENS_OF_FEW = 32
-"""...but where splits would leave half of the device idle, and a KV head has no more query rows than one tile."""
+"""The same where such splits would leave half of the device idle, and a KV head's query rows fill one tile at most."""
 _ROWS_OF_A_TILE = 16
 _WAVES = 4
 """Programs per multiprocessor that a decode launch aims at."""
