@@ -38,6 +38,7 @@ def test_its_ci_has_the_commands_that_are_narrowed_here() -> None:
     assert set(_NARROWED) < set(ci_commands())
 
 
+@pytest.mark.slow
 def test_its_ci_passes_and_leaves_a_report(ran: Path) -> None:
     report = Report.load(ran / "report.json")
 
@@ -46,6 +47,7 @@ def test_its_ci_passes_and_leaves_a_report(ran: Path) -> None:
     assert report.counts[Outcome.PASS] > 50
 
 
+@pytest.mark.slow
 def test_what_its_author_knows_of_is_told_with_its_issue(ran: Path) -> None:
     known = [r for r in Report.load(ran / "report.json").results if r.outcome is Outcome.XFAIL]
 
@@ -55,6 +57,7 @@ def test_what_its_author_knows_of_is_told_with_its_issue(ran: Path) -> None:
     assert all("window-pages/issues/1: the soft cap" in result.reason for result in known)
 
 
+@pytest.mark.slow
 def test_what_it_does_not_claim_is_seen_to_be_refused(ran: Path) -> None:
     refused = [r for r in Report.load(ran / "report.json").results if r.outcome is Outcome.UNSUPPORTED]
 

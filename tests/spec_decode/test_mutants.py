@@ -100,6 +100,7 @@ def test_a_stale_field_shows_in_a_whole_round(backend: str, field: str) -> None:
     assert Outcome.FAIL in outcomes(freeze(backend, field), check)[check]
 
 
+@pytest.mark.slow
 def test_a_backend_that_plans_ahead_passes_the_kit() -> None:
     families = ["contract", "builder", "graph", "numerics"]
     check_backend(Foreseen(), device=CPU, families=families).raise_if_failed()

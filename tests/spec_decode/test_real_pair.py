@@ -123,7 +123,10 @@ def test_draft_is_accepted_well_above_chance_on_held_out_text(draft: str, backen
     assert engine.stats.mean_accepted >= least
 
 
-@pytest.mark.parametrize(("draft", "backend"), [("draft", "triton_paged"), ("latent_draft", "sparse_swa_mla")])
+@pytest.mark.parametrize(
+    ("draft", "backend"),
+    [("draft", "triton_paged"), pytest.param("latent_draft", "sparse_swa_mla", marks=pytest.mark.slow)],
+)
 def test_hot_text_is_the_same_in_every_strategy(draft: str, backend: str) -> None:
     texts = [
         [
