@@ -3,7 +3,8 @@
 graph:  body -> WHILE node, around the same body
 body:   the captured operations -> set the node's condition from the scalar
 
-The first time round stands in front of the node, which costs 3 to 5 us each time that it comes round (on an H200).
+The first time round stands in front of the node, which costs 3 to 6 us each time that it comes round, and twice that in
+a process with many graphs (on an H200).
 
 https://docs.nvidia.com/cuda/cuda-c-programming-guide/#conditional-graph-nodes
 """
