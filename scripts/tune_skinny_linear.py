@@ -27,7 +27,7 @@ from spec_decode.bench.drafter_cases import DRAFTERS
 from spec_decode.bench.measure import copy_bandwidth, time_kernels
 from spec_decode.models import ModelConfig
 from spec_decode.ops.layers import skinny_linear as skinny
-from spec_decode.ops.layers.skinny_tiling import MAX_SUMS, Tiling, power_of_two, tiling
+from spec_decode.ops.layers.skinny_tiling import MAX_SUMS, Tiling, power_of_two, tile_of
 
 ROWS = (1, 2, 3, 4)
 EPS = 1e-6
@@ -144,7 +144,7 @@ def candidates(layer: Layer, rows: int) -> list[Tiling]:
         for cut in CUTS
         if height * cut.block_n * cut.block_k <= 2 * MAX_SUMS * 32 * cut.num_warps and cut.block_k <= layer.k
     ]
-    return list(dict.fromkeys([tiling(rows, layer.n, layer.k, gated=layer.gated), *fitting]))
+    return list(dict.fromkeys([tile_of(rows, layer.n, layer.k, gated=layer.gated), *fitting]))
 
 
 @torch.no_grad()

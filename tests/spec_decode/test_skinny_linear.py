@@ -18,7 +18,7 @@ from spec_decode.ops.layers.skinny_linear import (
     skinny_linear,
     wide_linear,
 )
-from spec_decode.ops.layers.skinny_tiling import MAX_SUMS, MIN_PROGRAMS, Tiling, power_of_two, tiling
+from spec_decode.ops.layers.skinny_tiling import MAX_SUMS, MIN_PROGRAMS, Tiling, power_of_two, tile_of, tiling
 from tests.factories import make_config, make_latent_config
 from tests.spec_decode.skinny_oracle import EPS, FORMS, assert_within_budget, make_inputs
 
@@ -275,7 +275,7 @@ def test_a_layer_that_was_measured_has_its_fastest_tiling(rows, n, k, gated, til
     ],
 )
 def test_a_few_outputs_load_all_of_their_inputs_at_once_or_what_registers_hold(rows, outputs, inputs, tile):
-    assert module._tile(rows, outputs, inputs, False, 4) == tile
+    assert tile_of(rows, outputs, inputs, itemsize=4) == tile
 
 
 def averaging(layer, query, key, value, *, norm=None, sinks=None, rotation=None):

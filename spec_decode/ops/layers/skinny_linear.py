@@ -12,7 +12,7 @@ from builders._ops import define_op
 from builders._triton import dependent_launch, triton
 from builders.errors import require
 from spec_decode.ops.layers.skinny_linear_kernels import matvec_kernel
-from spec_decode.ops.layers.skinny_tiling import Tiling, power_of_two, tiling
+from spec_decode.ops.layers.skinny_tiling import Tiling, power_of_two, tile_of
 
 MAX_ROWS = 4
 """Above it these kernels run out of registers."""
@@ -25,13 +25,6 @@ _SMALL_WEIGHT = 16 << 20
 
 _KEPT_IN_CACHE = 32 << 20
 """Bytes of a weight above which no L2 cache would hold it until the next step: it is read to be dropped first."""
-
-_LONE_OUTPUTS = 256
-"""Up to so many outputs, a program is nearly alone on its multiprocessor: what counts is how few times it waits."""
-
-_AT_ONCE = 16384
-"""Inputs that such a program loads at once, where they are all of them; else those of all its rows together, since
-its sums then wait in registers for the next."""
 
 
 def is_skinny(x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False) -> bool:
@@ -197,10 +190,10 @@ def launch(
     gated: bool,
     tile: Tiling | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the kernel over checked tensors, cut as `tile` says (None: by the table)."""
+    """Run the kernel over checked tensors, cut as `tile` says (None: as tile_of does)."""
     rows, (height, inputs) = x.shape[0], weight.shape
     outputs = height // 2 if gated else height
-    tile = tile or _tile(rows, outputs, inputs, gated, weight.element_size())
+    tile = tile or tile_of(rows, outputs, inputs, gated=gated, itemsize=weight.element_size())
     interpreted = x.device.type == "cpu"
     total = x.new_empty(0) if delta is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     # The interpreter truncates fp32 to bf16 where the hardware rounds: let torch do that conversion.
@@ -231,13 +224,6 @@ def launch(
         **dependent_launch(x.device),
     )
     return total, out.to(weight.dtype)
-
-
-def _tile(rows: int, outputs: int, inputs: int, gated: bool, itemsize: int) -> Tiling:
-    if gated or outputs > _LONE_OUTPUTS:
-        return tiling(rows, outputs, inputs, gated=gated, itemsize=itemsize)
-    whole = power_of_two(inputs)
-    return Tiling(1, whole if whole <= _AT_ONCE else _AT_ONCE // power_of_two(rows), num_warps=16)
 
 
 def _fake(

@@ -1,4 +1,4 @@
-"""How a skinny linear is cut into programs: the one table that tuning on a device changes."""
+"""How a skinny linear is cut into programs: all that tuning on a device changes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ MAX_SUMS = 64
 
 MIN_PROGRAMS = 512
 """Fewer would leave multiprocessors of a large GPU idle, or alone with the latency of one program."""
+
+_LONE_OUTPUTS = 256
+"""Up to so many outputs, a program is nearly alone on its multiprocessor: what counts is how few times it waits."""
+
+_AT_ONCE = 16384
+"""Inputs that such a program loads at once, where they are all of them; else those of all its rows together, since
+its sums then wait in registers for the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +73,16 @@ _TABLE = {
 many outputs of 1025 to 2048 or more than 4096 inputs, and gates of other than 1024, 2880 and 4096."""
 
 
+def tile_of(rows: int, n: int, k: int, *, gated: bool = False, itemsize: int = 2) -> Tiling:
+    """As `tiling` has it; but with so few outputs that programs are nearly alone, one that seldom waits."""
+    if gated or n > _LONE_OUTPUTS:
+        return tiling(rows, n, k, gated=gated, itemsize=itemsize)
+    whole = power_of_two(k)
+    return Tiling(1, whole if whole <= _AT_ONCE else _AT_ONCE // power_of_two(rows), num_warps=16)
+
+
 def tiling(rows: int, n: int, k: int, *, gated: bool = False, itemsize: int = 2) -> Tiling:
-    """The tiling for `rows` rows of k inputs of itemsize bytes an element and n outputs; gated: of two weights."""
+    """The table's, for `rows` rows of k inputs of itemsize bytes an element and n outputs; gated: of two weights."""
     row = next(row for row in _TABLE[power_of_two(rows)] if k <= row.inputs)
     best = row.gated if gated else row.many if n > MANY_OUTPUTS else row.few
     block_n, block_k = best.block_n, min(best.block_k * 2 // itemsize, power_of_two(k))
