@@ -17,7 +17,7 @@ from attn_backends.registry import PlugIn
 from builders import CONTRACT_VERSION, AttentionKind, AttentionSpec
 from spec_decode.environment import environment
 from spec_decode.graphs import loop_obstacle, runtime_for
-from spec_decode.plug_ins import try_plug_ins
+from spec_decode.plug_ins import ASKED, try_plug_ins
 from spec_decode.soak.watched import watch_backend
 
 _PACKAGES = (
@@ -35,7 +35,7 @@ _PACKAGES = (
 """Whatever may bring a kernel, a model or a graph's node."""
 
 _SPECS = {
-    "decode of a common 8B model": AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=16),
+    "decode of a common 8B model": ASKED,
     "dense latent attention": AttentionSpec(
         num_q_heads=16, num_kv_heads=1, head_dim=576, value_dim=512, page_size=64, kind=AttentionKind.MLA
     ),

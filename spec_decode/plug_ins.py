@@ -23,7 +23,8 @@ from spec_decode.apart import Limit, Stopped, started
 _EACH = Limit(60.0, "a package to load and say what it supports")
 _ALL = Limit(math.inf, "all of them")
 _CHILD = (sys.executable, "-m", "spec_decode.plug_ins")
-_ASKED = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=16)
+ASKED = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=16)
+"""What every backend is asked about first: the shape of a common 8B model."""
 _tried: dict[str, str] = {}
 """Why a plug-in was refused, by name; empty for one that was not."""
 
@@ -80,7 +81,7 @@ def _ask(backend: AttentionBackend) -> None:
     for device in map(torch.device, ("cpu", "cuda")):
         for question in (backend.supports, backend.builder.advance_support):
             with suppress(Exception, SystemExit):
-                question(_ASKED, device)
+                question(ASKED, device)
 
 
 def _say(writer: int, message: dict[str, Any]) -> None:

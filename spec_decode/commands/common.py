@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import torch
 
     from attn_backends import Capabilities
-    from builders import AttentionSpec
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -79,13 +78,6 @@ def interpret_kernels_on(device: torch.device) -> None:
     """
     if device.type == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
-
-
-def default_spec() -> AttentionSpec:
-    """The spec that `list` asks about: the shape of a common 8B model."""
-    from builders import AttentionSpec
-
-    return AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=16)
 
 
 def chosen_names(asked: Sequence[str], device: torch.device) -> list[str]:

@@ -11,7 +11,6 @@ from rich.console import Console
 from spec_decode.commands.check import run_checks
 from spec_decode.commands.common import (
     available_names,
-    default_spec,
     device_option,
     resolve_device,
     say,
@@ -49,13 +48,12 @@ def demo(device: str | None, pair: Path | None) -> None:
 
 def _list(console: Console, device: torch.device) -> None:
     from attn_backends import registry
-    from spec_decode.plug_ins import try_plug_ins
+    from spec_decode.plug_ins import ASKED, try_plug_ins
 
     try_plug_ins()
     _heading(console, "1. The backends of this machine")
-    spec = default_spec()
-    entries = [describe(name, spec, device) for name in registry.names()]
-    print_backends(console, entries, f"{spec.describe()} on {device}")
+    entries = [describe(name, ASKED, device) for name in registry.names()]
+    print_backends(console, entries, f"{ASKED.describe()} on {device}")
 
 
 def _draft(console: Console, device: torch.device, folder: Path | None) -> dict[str, list[Comparison]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from spec_decode.commands.common import default_spec, device_option, resolve_device, say, stdout
+from spec_decode.commands.common import device_option, resolve_device, say, stdout
 
 if TYPE_CHECKING:
     import torch
@@ -30,15 +30,15 @@ def list_backends(device: str | None, as_json: bool) -> None:
     asks it is named, and costs no other its lines.
     """
     from attn_backends import registry
-    from spec_decode.plug_ins import try_plug_ins
+    from spec_decode.plug_ins import ASKED, try_plug_ins
 
-    where, spec = resolve_device(device, present=False), default_spec()
+    where = resolve_device(device, present=False)
     try_plug_ins()
-    entries = [describe(name, spec, where) for name in registry.names()]
+    entries = [describe(name, ASKED, where) for name in registry.names()]
     if as_json:
-        click.echo(json.dumps({"spec": spec.describe(), "device": str(where), "backends": entries}, indent=2))
+        click.echo(json.dumps({"spec": ASKED.describe(), "device": str(where), "backends": entries}, indent=2))
     else:
-        print_backends(stdout(), entries, f"{spec.describe()} on {where}")
+        print_backends(stdout(), entries, f"{ASKED.describe()} on {where}")
 
 
 def describe(name: str, spec: AttentionSpec, device: torch.device) -> dict[str, Any]:
