@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 
 from attn_backends.capabilities import Accepted, Capabilities, Rejected
-from attn_backends.ops.packed_latent import TOKEN_BYTES, page_bytes
-from attn_backends.ops.write_kv import write_kv
-from attn_backends.ops.write_latent import LatentNorm, write_latent
+from attn_backends.kernels.packed_latent import TOKEN_BYTES, page_bytes
+from attn_backends.kernels.write_kv import write_kv
+from attn_backends.kernels.write_latent import KvANormRope, write_latent
 from builders import CONTRACT_VERSION, AttentionKind, AttentionSpec, BatchError, MetadataBuilder
 from builders.errors import require, require_tensor
 
@@ -93,11 +93,11 @@ class AttentionBackend(ABC):
         else:
             write_kv(key, value, cache.key, cache.value, metadata.slot_mapping)
 
-    def write_latent(self, latent: torch.Tensor, norm: LatentNorm, cache: KVCache, metadata: Any) -> None:
+    def write_latent(self, latent: torch.Tensor, norm: KvANormRope, cache: KVCache, metadata: Any) -> None:
         """Norm and rotate raw latents [num_tokens, head_dim] and store them, where the cache holds latents."""
         self._store(latent, cache, metadata, norm)
 
-    def _store(self, latent: torch.Tensor, cache: KVCache, metadata: Any, norm: LatentNorm | None = None) -> None:
+    def _store(self, latent: torch.Tensor, cache: KVCache, metadata: Any, norm: KvANormRope | None = None) -> None:
         write_latent(latent, cache.latents, metadata.slot_mapping, page_size=cache.key.shape[1], norm=norm)
 
     @abstractmethod

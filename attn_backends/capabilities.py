@@ -7,7 +7,7 @@ from enum import Enum
 
 import torch
 
-from attn_backends.ops.packed_latent import LATENT
+from attn_backends.kernels.packed_latent import LATENT
 from builders import AttentionKind, AttentionSpec
 
 

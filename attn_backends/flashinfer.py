@@ -10,7 +10,7 @@ from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, Sizes
 from builders import AttentionSpec
 from builders.errors import require
-from builders.flashinfer import (
+from builders.flashinfer.builder import (
     CudaCoreBuilder,
     FlashInferBuilder,
     FlashInferMetadata,

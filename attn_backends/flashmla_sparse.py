@@ -9,7 +9,7 @@ from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, Sizes
 from attn_backends.fa3_providers import package_version
 from builders import AttentionKind, AttentionSpec
-from builders.flashmla_sparse import FlashMlaMetadata, FlashMlaSparseBuilder
+from builders.flashmla import FlashMlaMetadata, FlashMlaSparseBuilder
 
 _HEADS = (64, 128)
 

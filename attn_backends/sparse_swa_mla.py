@@ -6,9 +6,9 @@ import torch
 
 from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, Sizes
-from attn_backends.ops.sparse_attention import IndexedCache, sparse_attention
+from attn_backends.kernels.sparse_attention import IndexedCache, sparse_attention
 from builders import AttentionKind, AttentionSpec, SparseSwaBuilder, SparseSwaMetadata
-from builders._triton import TRITON_VERSION, lacks_triton
+from builders.kernels.triton_runtime import TRITON_VERSION, lacks_triton
 
 
 class SparseSwaMla(AttentionBackend):

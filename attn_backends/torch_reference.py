@@ -6,7 +6,7 @@ import torch
 
 from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, Sizes
-from attn_backends.ops.packed_latent import unpack
+from attn_backends.kernels.packed_latent import unpack
 from builders import AttentionKind, AttentionSpec, ReferenceBuilder, ReferenceMetadata
 
 _GATHERED_ELEMENTS = 1 << 24

@@ -6,9 +6,9 @@ import torch
 
 from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, Sizes
-from attn_backends.ops.latent_attention import latent_attention
+from attn_backends.kernels.latent_attention import latent_attention
 from builders import AttentionKind, AttentionSpec, PagedMetadata, TritonMlaBuilder
-from builders._triton import TRITON_VERSION, lacks_triton
+from builders.kernels.triton_runtime import TRITON_VERSION, lacks_triton
 
 
 class TritonMla(AttentionBackend):

@@ -6,9 +6,9 @@ import torch
 
 from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, Sizes
-from attn_backends.ops.paged_attention import paged_attention
+from attn_backends.kernels.paged_attention import paged_attention
 from builders import AttentionSpec, PagedMetadata, TritonPagedBuilder
-from builders._triton import TRITON_VERSION, lacks_triton
+from builders.kernels.triton_runtime import TRITON_VERSION, lacks_triton
 
 
 class TritonPaged(AttentionBackend):

@@ -1,6 +1,5 @@
 """Ground floor: specs, the shared state of a batch, and the metadata builders over it."""
 
-from builders.advance import advance_shared_state
 from builders.batch import NO_SLOT, AttentionBatch, BatchBuffers
 from builders.contract import (
     CONTRACT_VERSION,
@@ -13,12 +12,13 @@ from builders.contract import (
 )
 from builders.errors import BatchError
 from builders.flash_attn3 import FlashAttn3Builder
-from builders.paged_views import PagedMetadata, PagedViewBuilder
-from builders.round import begin_decode, begin_extend
-from builders.sparse_swa import SparseSwaBuilder, SparseSwaMetadata
+from builders.kernels.advance import advance_shared_state
+from builders.kernels.begin_round import begin_decode, begin_extend
+from builders.paged import PagedMetadata, PagedViewBuilder
+from builders.reference import ReferenceBuilder, ReferenceMetadata
+from builders.sparse_window import SparseSwaBuilder, SparseSwaMetadata
 from builders.spec import AttentionKind, AttentionSpec, SpecError
 from builders.tables import RequestTables
-from builders.torch_reference import ReferenceBuilder, ReferenceMetadata
 from builders.triton_mla import TritonMlaBuilder
 from builders.triton_paged import TritonPagedBuilder
 

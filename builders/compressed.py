@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from builders._ops import define_op
-from builders._triton import await_previous, dependent_launch, tl, triton
 from builders.errors import require
-from builders.sparse_swa import live_row, live_rows, load_slots, slots_of
+from builders.kernels.op import define_op
+from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+from builders.sparse_window import live_row, live_rows, load_slots, slots_of
 
 _BLOCK = 1024
 

@@ -6,7 +6,7 @@ import torch
 
 from builders.batch import AttentionBatch
 from builders.contract import AdvanceLevel, AdvanceSupport
-from builders.paged_views import PagedViewBuilder
+from builders.paged import PagedViewBuilder
 from builders.spec import AttentionSpec
 
 _SPLITS = 32

@@ -6,7 +6,7 @@ import torch
 
 from builders.batch import AttentionBatch
 from builders.contract import AdvanceLevel, AdvanceSupport
-from builders.paged_views import PagedViewBuilder, multiprocessors
+from builders.paged import PagedViewBuilder, num_sms
 from builders.spec import AttentionSpec
 
 _TOKENS_PER_SPLIT = 32
@@ -24,5 +24,5 @@ class TritonMlaBuilder(PagedViewBuilder):
 
     def splits(self, batch: AttentionBatch) -> int:
         tiles = batch.num_reqs * -(-batch.max_query_len * self.spec.num_q_heads // _ROWS_PER_PROGRAM)
-        wanted = multiprocessors(self.device) // tiles
+        wanted = num_sms(self.device) // tiles
         return max(1, min(wanted, -(-batch.max_seq_len // _TOKENS_PER_SPLIT), _MOST_SPLITS))

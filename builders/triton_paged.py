@@ -6,7 +6,7 @@ import torch
 
 from builders.batch import AttentionBatch
 from builders.contract import AdvanceLevel, AdvanceSupport
-from builders.paged_views import PagedViewBuilder, multiprocessors
+from builders.paged import PagedViewBuilder, num_sms
 from builders.spec import AttentionSpec
 
 _TOKENS_PER_SPLIT = 64
@@ -27,7 +27,7 @@ class TritonPagedBuilder(PagedViewBuilder):
 
     def splits(self, batch: AttentionBatch) -> int:
         visible = min(batch.max_seq_len, self.spec.sliding_window or batch.max_seq_len)
-        heads, processors = batch.num_reqs * self.spec.num_kv_heads, multiprocessors(self.device)
+        heads, processors = batch.num_reqs * self.spec.num_kv_heads, num_sms(self.device)
         splits = -(-visible // _TOKENS_PER_SPLIT)
         rows = batch.max_query_len * self.spec.num_q_heads // self.spec.num_kv_heads
         if rows <= _ROWS_OF_A_TILE and 2 * heads * splits <= processors:

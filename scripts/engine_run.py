@@ -25,11 +25,11 @@ import torch
 
 from attn_backends import AttentionBackend, NoBackend, registry
 from scripts.provenance import provenance
-from spec_decode.commands.drafting import BytesPair, load_bytes_pair
+from spec_decode.cli.drafting import BytesPair, load_bytes_pair
+from spec_decode.drafter.plan import GraphMode, Strategy
 from spec_decode.engine import Engine, Finish, Generation, Handle, Request
 from spec_decode.models import SHIPPED_PAIR
-from spec_decode.strategy import GraphMode, Strategy
-from spec_decode.text import corpus
+from spec_decode.models.text import corpus
 
 SCHEMA = "attn-engine-run/1"
 VERIFIERS = ("rejection", "block")

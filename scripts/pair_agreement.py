@@ -23,11 +23,11 @@ import torch
 
 from attn_backends import registry
 from scripts.provenance import provenance
-from spec_decode.commands.drafting import PAGE_SIZE, Backends, BytesPair, choose_backends, load_bytes_pair
+from spec_decode.cli.drafting import PAGE_SIZE, Backends, BytesPair, choose_backends, load_bytes_pair
+from spec_decode.drafter.plan import GraphMode, Strategy, StrategyError
 from spec_decode.engine import Engine, Request
 from spec_decode.models import SHIPPED_PAIR, draft_names
-from spec_decode.strategy import GraphMode, Strategy, StrategyError
-from spec_decode.text import encode, held_out_prompts
+from spec_decode.models.text import encode, held_out_prompts
 
 SCHEMA = "attn-pair-agreement/2"
 TEMPERATURES = (0.0, 1.0)

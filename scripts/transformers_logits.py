@@ -33,13 +33,13 @@ import transformers
 from attn_backends import AttentionBackend, registry
 from builders import RequestTables
 from scripts.provenance import provenance
+from spec_decode.drafter.kv_groups import attend_with, build_ragged, make_group
+from spec_decode.drafter.plan import GraphMode, Strategy, choose
 from spec_decode.engine import Engine, Request
 from spec_decode.engine.groups import make_groups
-from spec_decode.graphs import loop_obstacle
-from spec_decode.kv_groups import attend_with, build_ragged, make_group
+from spec_decode.graphs import loop_unsupported_reason
 from spec_decode.models import Attend, DraftModel, EagleDraft, LayerGroup, ModelConfig
 from spec_decode.models.hf_target import TransformersTarget
-from spec_decode.strategy import GraphMode, Strategy, choose
 
 SCHEMA = "attn-transformers-logits/1"
 PAGE, VOCAB, LENGTH, WINDOW, DRAFT_TOKENS, NEW_TOKENS = 16, 256, 96, 24, 3, 24
@@ -223,7 +223,7 @@ def random_draft(subject: Subject) -> EagleDraft:
 class TargetAsDraft(DraftModel):
     """A draft that is right up to roundings, wherever its positions, its pages and its attention are."""
 
-    first_position = 1
+    position_offset = 1
 
     def __init__(self, target: TransformersTarget) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ def _strategy(subject: Subject, draft: DraftModel, backend: AttentionBackend, mo
     """By the rule: measuring which is the fastest would take longer than the run."""
     device = subject.device
     facts = [group.facts(device) for group in make_groups("draft", draft, backend, PAGE, 1, device)]
-    return choose(facts, DRAFT_TOKENS, mode, loop_obstacle=loop_obstacle(device)).strategy
+    return choose(facts, DRAFT_TOKENS, mode, loop_unsupported_reason=loop_unsupported_reason(device)).strategy
 
 
 @torch.no_grad()

@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch.nn import functional as F
 
-from spec_decode.bench.drafter_cases import DRAFTERS
-from spec_decode.bench.measure import copy_bandwidth, time_kernels
 from spec_decode.models import ModelConfig
-from spec_decode.ops.layers import skinny_linear as skinny
-from spec_decode.ops.layers.skinny_tiling import MAX_SUMS, Tiling, power_of_two, tile_of
+from spec_decode.models.kernels import skinny_linear as skinny
+from spec_decode.models.kernels.skinny_tiling import MAX_SUMS, Tiling, power_of_two, tile_of
+from spec_decode.tools.bench.drafter_cases import DRAFTERS
+from spec_decode.tools.bench.measure import copy_bandwidth, time_kernels
 
 ROWS = (1, 2, 3, 4)
 EPS = 1e-6

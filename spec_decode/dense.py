@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from attn_backends.ops.write_latent import LatentNorm
+from attn_backends.kernels.rope import Rotation, rotate_both
+from attn_backends.kernels.write_latent import KvANormRope
 from spec_decode.models import Attend, EagleDraft, LlamaTarget
 from spec_decode.models.latent import as_cached
-from spec_decode.ops.layers.rotate import Rotation, rotate_both
-from spec_decode.text import decode, encode
+from spec_decode.models.text import decode, encode
 
 
 def positions_of(tokens: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ def causal_attend(batch: int, window: int | None = None) -> Attend:
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        norm: LatentNorm | None = None,
+        norm: KvANormRope | None = None,
         sinks: torch.Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
@@ -66,7 +66,7 @@ def unrolled_attend(inputs: torch.Tensor, window: int | None = None) -> Attend:
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        norm: LatentNorm | None = None,
+        norm: KvANormRope | None = None,
         sinks: torch.Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
@@ -101,7 +101,7 @@ def write(target: LlamaTarget, prompts: torch.Tensor, length: int, dtype: torch.
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        norm: LatentNorm | None = None,
+        norm: KvANormRope | None = None,
         sinks: torch.Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:

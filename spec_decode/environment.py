@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from builders._triton import TRITON_VERSION
+from builders.kernels.triton_runtime import TRITON_VERSION
 
 _PROBE_SECONDS = 10
 _PACKAGE = Path(__file__).parent

@@ -30,7 +30,7 @@ from spec_decode.models import (
     save_pair,
 )
 from spec_decode.models.checkpoint import STORED_DTYPE
-from spec_decode.text import BOS, SPLIT_RULE, Corpus, corpus, encode, held_out_prompts
+from spec_decode.models.text import BOS, SPLIT_RULE, Corpus, corpus, encode, held_out_prompts
 
 TARGET = ModelConfig(
     vocab_size=256, hidden_size=256, intermediate_size=688, num_layers=4,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from builders._triton import HAVE_TRITON
-from spec_decode.report import Outcome, Report
+from builders.kernels.triton_runtime import HAVE_TRITON
+from spec_decode.conformance.report import Outcome, Report
 
 ROOT = Path(__file__).parent.parent
 

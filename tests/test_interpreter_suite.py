@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from builders._triton import HAVE_TRITON
+from builders.kernels.triton_runtime import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="needs the package triton")
 

@@ -22,10 +22,10 @@ from spec_decode.conformance.cases import (
 )
 from spec_decode.conformance.check import Evidence, Subject, Unsupported, check, expect
 from spec_decode.conformance.contract_checks import host_fields_of, tensors_of
-from spec_decode.conformance.raised_in import raised_in
-from spec_decode.conformance.smallest import on_smallest
-from spec_decode.conformance.world import World, advance
 from spec_decode.graphs import CaptureError, runtime_for
+from spec_decode.testing.error_location import raised_in
+from spec_decode.testing.paged_fixture import PagedFixture, advance
+from spec_decode.testing.shrink import on_smallest
 
 _DECODES = base_cases({"decode": DECODE, "single": SINGLE})
 _DECODE = base_cases({"decode": DECODE})
@@ -44,7 +44,7 @@ def _advancing(subject: Subject, case: Case) -> None:
 @check("builder.build_leaves_the_batch_alone", "build() never writes into the batch", _DECODE)
 def build_leaves_the_batch_alone(subject: Subject, case: Case) -> None:
     demand(subject.backend, case.spec, subject.device)
-    world = World(subject, case.spec, case.batch.rows)
+    world = PagedFixture(subject, case.spec, case.batch.rows)
     view = world.view(world.load(case.batch), case.batch)
     before = {name: tensor.clone() for name, tensor in tensors_of(view).items()}
     world.builder().build(view, horizon=_STEPS)
@@ -55,7 +55,7 @@ def build_leaves_the_batch_alone(subject: Subject, case: Case) -> None:
 @check("builder.build_reuses_its_addresses", "the same batch shape gives the same addresses again", _DECODE)
 def build_reuses_its_addresses(subject: Subject, case: Case) -> None:
     demand(subject.backend, case.spec, subject.device)
-    world = World(subject, case.spec, case.batch.rows)
+    world = PagedFixture(subject, case.spec, case.batch.rows)
     buffers, builder = world.load(case.batch), world.builder()
     first = builder.build(world.view(buffers, case.batch))
     advance_shared_state(buffers, case.batch.rows)
@@ -74,7 +74,7 @@ def advance_means_a_rebuild(subject: Subject, case: Case) -> None:
 
 
 def _rebuild_after_each_step(subject: Subject, spec: AttentionSpec, batch: Batch) -> None:
-    world = World(subject, spec, batch.rows)
+    world = PagedFixture(subject, spec, batch.rows)
     buffers, builder = world.load(batch), world.builder()
     metadata = builder.build(world.view(buffers, batch), horizon=_STEPS)
     for step in range(1, _STEPS + 1):
@@ -95,7 +95,7 @@ def advance_attends_right(subject: Subject, case: Case) -> Evidence:
 
 
 def _attend_after_each_step(subject: Subject, spec: AttentionSpec, batch: Batch) -> Evidence:
-    world = World(subject, spec, batch.rows)
+    world = PagedFixture(subject, spec, batch.rows)
     buffers, builder = world.load(batch), world.builder()
     metadata = builder.build(world.view(buffers, batch), horizon=_STEPS)
     lens = list(batch.seq_lens)
@@ -130,7 +130,7 @@ def _refresh_over(subject: Subject, spec: AttentionSpec, batch: Batch) -> Eviden
 
 
 def _refresh(subject: Subject, spec: AttentionSpec, before: Batch, batch: Batch) -> Evidence:
-    world, built_on = World(subject, spec, batch.rows), f"built on requests of {list(before.seq_lens)} tokens"
+    world, built_on = PagedFixture(subject, spec, batch.rows), f"built on requests of {list(before.seq_lens)} tokens"
     buffers, builder = world.load(before), world.builder()
     metadata = builder.build(world.view(buffers, before), horizon=_STEPS)
     world.poison()
@@ -161,7 +161,7 @@ def _planned(subject: Subject) -> Iterable[tuple[str, Case]]:
     _planned,
 )
 def plans_ahead_attend_right(subject: Subject, case: Case) -> Evidence:
-    world = World(subject, case.spec, case.batch.rows)
+    world = PagedFixture(subject, case.spec, case.batch.rows)
     buffers, batch = world.load(case.batch), case.batch
     steps = [[n + step for n in batch.seq_lens] for step in range(1, _STEPS + 1)]
     planned = [world.builder().build(world.view(buffers, batch, lens)) for lens in steps]
@@ -180,7 +180,7 @@ def plans_ahead_attend_right(subject: Subject, case: Case) -> Evidence:
 @check("builder.advance_keeps_addresses", "advance() keeps every address, shape, dtype and host field", _DECODE)
 def advance_keeps_addresses(subject: Subject, case: Case) -> None:
     _advancing(subject, case)
-    world = World(subject, case.spec, case.batch.rows)
+    world = PagedFixture(subject, case.spec, case.batch.rows)
     buffers, builder = world.load(case.batch), world.builder()
     metadata = builder.build(world.view(buffers, case.batch), horizon=_STEPS)
     before = {name: describe(tensor) for name, tensor in tensors_of(metadata).items()}
@@ -205,7 +205,7 @@ def advance_keeps_addresses(subject: Subject, case: Case) -> None:
 )
 def advance_is_device_work(subject: Subject, case: Case) -> None:
     _advancing(subject, case)
-    world = World(subject, case.spec, case.batch.rows)
+    world = PagedFixture(subject, case.spec, case.batch.rows)
     buffers, builder = world.load(case.batch), world.builder()
     metadata = builder.build(world.view(buffers, case.batch), horizon=_STEPS)
     try:
@@ -236,7 +236,7 @@ def step_fields_are_complete(subject: Subject, case: None) -> None:
 
 def _fields_that_move(subject: Subject, case: Case) -> tuple[set[str], set[str]]:
     """The fields whose content changes on the way to the limit, and those that this spec's kernel leaves empty."""
-    world = World(subject, case.spec, case.batch.rows)
+    world = PagedFixture(subject, case.spec, case.batch.rows)
     buffers, lens = world.load(case.batch), list(case.batch.seq_lens)
     metadata = world.builder().build(world.view(buffers, case.batch))
     before = {name: tensor.clone() for name, tensor in tensors_of(metadata).items()}
@@ -257,7 +257,7 @@ def _fields_that_move(subject: Subject, case: Case) -> tuple[set[str], set[str]]
 def padding_stays_inert(subject: Subject, case: Case) -> None:
     _advancing(subject, case)
     batch = Batch((1, 1), (5, 16), 6)
-    world = World(subject, case.spec, batch.rows)
+    world = PagedFixture(subject, case.spec, batch.rows)
     buffers, builder = world.load(batch), world.builder()
     metadata = builder.build(world.view(buffers, batch), horizon=2)
     for step in range(3):
@@ -279,7 +279,7 @@ def limits_hold(subject: Subject, case: Case) -> Evidence:
     _advancing(subject, case)
     size = case.spec.page_size
     batch = Batch((1, 1, 1), (2 * size - 1, 40, MAX_SEQ_LEN - 1), 4)
-    world = World(subject, case.spec, batch.rows, limits=[2 * size, 160, MAX_SEQ_LEN, 160])
+    world = PagedFixture(subject, case.spec, batch.rows, limits=[2 * size, 160, MAX_SEQ_LEN, 160])
     buffers, builder = world.load(batch), world.builder()
     metadata = builder.build(world.view(buffers, batch), horizon=3)
     queries = world.queries(batch)
@@ -296,9 +296,9 @@ def limits_hold(subject: Subject, case: Case) -> Evidence:
     return world_of_one(world, 1).judge(out[1:2], still, [43], queries[1:2], contract="the others go on")
 
 
-def world_of_one(world: World, request: int) -> World:
+def world_of_one(world: PagedFixture, request: int) -> PagedFixture:
     """The same world seen by one of its requests."""
-    alone: World = object.__new__(World)
+    alone: PagedFixture = object.__new__(PagedFixture)
     alone.__dict__.update(world.__dict__, key=[world.key[request]], value=[world.value[request]])
     return alone
 

@@ -10,9 +10,9 @@ from attn_backends import Feature
 from builders import AdvanceLevel, AttentionKind, GraphSupport
 from spec_decode.conformance.cases import base_spec, tested_values
 from spec_decode.conformance.check import Subject, Unsupported
+from spec_decode.conformance.report import EVERYTHING, Claim
 from spec_decode.conformance.tags import strategy_obstacle
-from spec_decode.report import EVERYTHING, Claim
-from spec_decode.strategy import Strategy
+from spec_decode.drafter.plan import Strategy
 
 _ALWAYS = (
     *("graph:capture", "graph:advance"),

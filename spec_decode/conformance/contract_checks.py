@@ -12,7 +12,7 @@ from attn_backends import Accepted, AttentionBackend, Rejected, registry
 from builders import CONTRACT_VERSION, AdvanceLevel, AdvanceSupport, HostLengths, MetadataBuilder
 from spec_decode.conformance.cases import DECODE, Case, base_cases, base_spec
 from spec_decode.conformance.check import Evidence, Subject, check, expect
-from spec_decode.conformance.world import World
+from spec_decode.testing.paged_fixture import PagedFixture
 
 _BASE = base_cases({"decode": DECODE}, ("base",))
 
@@ -96,7 +96,7 @@ def builder_declares_itself(subject: Subject, case: Case) -> None:
         expected="host_lengths UPPER_BOUND or EXACT",
         got=subject.backend.builder.host_lengths,
     )
-    world = World(subject, case.spec, case.batch.rows)
+    world = PagedFixture(subject, case.spec, case.batch.rows)
     metadata = world.builder().build(world.view(world.load(case.batch), case.batch))
     fields = {field.name for field in dataclasses.fields(metadata)}
     missing = set(subject.backend.builder.step_fields) - fields
@@ -109,7 +109,7 @@ def builder_declares_itself(subject: Subject, case: Case) -> None:
     _BASE,
 )
 def metadata_is_frozen(subject: Subject, case: Case) -> None:
-    world = World(subject, case.spec, case.batch.rows)
+    world = PagedFixture(subject, case.spec, case.batch.rows)
     metadata = world.builder().build(world.view(world.load(case.batch), case.batch))
     params = getattr(metadata, "__dataclass_params__", None)
     expect(
@@ -122,7 +122,7 @@ def metadata_is_frozen(subject: Subject, case: Case) -> None:
 
 @check("contract.builders_share_no_state", "two builders can be used side by side", _BASE)
 def builders_share_no_state(subject: Subject, case: Case) -> None:
-    world = World(subject, case.spec, case.batch.rows)
+    world = PagedFixture(subject, case.spec, case.batch.rows)
     buffers = world.load(case.batch)
     view = world.view(buffers, case.batch)
     shared = {t.untyped_storage().data_ptr() for t in tensors_of(view).values()}

@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attn_backends.ops.write_latent import LatentNorm
+from attn_backends.kernels.rope import Rotation, rotate_both
+from attn_backends.kernels.write_latent import KvANormRope
 from builders import AttentionSpec
-from builders._triton import torch_implementations
-from spec_decode.conformance import oracle
+from builders.kernels.triton_runtime import torch_implementations
 from spec_decode.conformance.check import Evidence, Subject, Unsupported, check, expect
-from spec_decode.conformance.scene import MAX_SEQ_LEN, VOCAB, Scene, make_scene, target_of
 from spec_decode.drafter import Drafter, VerifiedTokens
-from spec_decode.kv_groups import KVGroup
+from spec_decode.drafter.kv_groups import KVGroup
+from spec_decode.drafter.plan import Strategy, StrategyError
 from spec_decode.models import EagleDraft
 from spec_decode.models.latent import as_cached
-from spec_decode.ops.layers.rotate import Rotation, rotate_both
-from spec_decode.ops.sampling.sample_draft import NO_TOKEN
-from spec_decode.strategy import Strategy, StrategyError
+from spec_decode.sampling.draft import NO_TOKEN
+from spec_decode.testing import oracle
+from spec_decode.testing.draft_fixture import MAX_SEQ_LEN, VOCAB, Scene, make_scene, target_of
 
 _ROUNDS = 2
 STEP_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
@@ -256,7 +256,7 @@ class _DenseAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        norm: LatentNorm | None = None,
+        norm: KvANormRope | None = None,
         sinks: torch.Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:

@@ -10,8 +10,8 @@ from builders import BatchBuffers, advance_shared_state, begin_extend
 from spec_decode.conformance.builder_checks import _advancing, worse
 from spec_decode.conformance.cases import DECODE, VERIFY, Batch, Case, base_cases, demand
 from spec_decode.conformance.check import Evidence, Subject, check, expect
-from spec_decode.conformance.world import World
 from spec_decode.graphs import Graph, runtime_for
+from spec_decode.testing.paged_fixture import PagedFixture
 
 _STEPS = 5
 _CASES = base_cases({"decode": DECODE})
@@ -25,7 +25,7 @@ _BATCHES = {
 class _Loop:
     """_STEPS advances with attention over persistent inputs, run eagerly or captured."""
 
-    def __init__(self, world: World, rows: int) -> None:
+    def __init__(self, world: PagedFixture, rows: int) -> None:
         spec, device = world.spec, world.device
         self.world, self.rows = world, rows
         shape = (_STEPS, rows)
@@ -60,7 +60,7 @@ class _Loop:
         return asked
 
 
-def _capture(world: World, loop: _Loop, buffers: BatchBuffers, builder: Any, batch: Batch) -> Graph:
+def _capture(world: PagedFixture, loop: _Loop, buffers: BatchBuffers, builder: Any, batch: Batch) -> Graph:
     """Capture the loop on a batch of padding rows but for one short request."""
     dummy = Batch((1,), (1,), batch.rows)
     world.load_tables(1)
@@ -73,7 +73,7 @@ def _capture(world: World, loop: _Loop, buffers: BatchBuffers, builder: Any, bat
 
 
 def _replay_and_judge(
-    world: World, loop: _Loop, buffers: BatchBuffers, graph: Graph, batch: Batch, name: str
+    world: PagedFixture, loop: _Loop, buffers: BatchBuffers, graph: Graph, batch: Batch, name: str
 ) -> Evidence:
     world.poison()
     world.load_tables(len(batch.seq_lens))
@@ -99,7 +99,7 @@ def _replay_and_judge(
 )
 def loop_replays_over_other_batches(subject: Subject, case: Case) -> Evidence:
     _advancing(subject, case)
-    world = World(subject, case.spec, DECODE.rows)
+    world = PagedFixture(subject, case.spec, DECODE.rows)
     buffers, builder, loop = world.load(case.batch), world.builder(), _Loop(world, DECODE.rows)
     graph = _capture(world, loop, buffers, builder, case.batch)
     worst: Evidence = {}
@@ -115,7 +115,7 @@ def loop_replays_over_other_batches(subject: Subject, case: Case) -> Evidence:
 )
 def replay_equals_eager(subject: Subject, case: Case) -> None:
     _advancing(subject, case)
-    world = World(subject, case.spec, DECODE.rows)
+    world = PagedFixture(subject, case.spec, DECODE.rows)
     buffers, builder, loop = world.load(case.batch), world.builder(), _Loop(world, DECODE.rows)
     graph = _capture(world, loop, buffers, builder, case.batch)
     batch = _BATCHES["grown"]
@@ -142,7 +142,7 @@ def replay_equals_eager(subject: Subject, case: Case) -> None:
 )
 def two_sizes_interleave(subject: Subject, case: Case) -> Evidence:
     _advancing(subject, case)
-    world = World(subject, case.spec, DECODE.rows)
+    world = PagedFixture(subject, case.spec, DECODE.rows)
     buffers, builder = world.load(case.batch), world.builder()
     small = Batch((1, 1), (16, 45), 2)
     loops = {batch.rows: _Loop(world, batch.rows) for batch in (case.batch, small)}
@@ -162,7 +162,7 @@ def two_sizes_interleave(subject: Subject, case: Case) -> Evidence:
 def verify_replays_over_other_batches(subject: Subject, case: Case) -> Evidence:
     demand(subject.backend, case.spec, subject.device)
     _advancing(subject, case)
-    batch, world = case.batch, World(subject, case.spec, case.batch.rows)
+    batch, world = case.batch, PagedFixture(subject, case.spec, case.batch.rows)
     query_len, device = batch.query_lens[0], world.device
     dummy = Batch((query_len,), (query_len,), batch.rows)
     buffers, builder = world.load(dummy), world.builder()

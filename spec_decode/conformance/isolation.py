@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from spec_decode.apart import Limit, Stopped, started
-from spec_decode.report import EVERYTHING, Environment, Outcome, Report, Result
+from spec_decode.conformance.report import EVERYTHING, Environment, Outcome, Report, Result
+from spec_decode.testing.process_isolation import Limit, Stopped, started
 
 _CHILD = (sys.executable, "-m", "spec_decode.conformance.child")
 

@@ -11,8 +11,8 @@ import torch
 from builders import AdvanceLevel
 from spec_decode.conformance.cases import SINGLE, Case, base_cases, demand
 from spec_decode.conformance.check import CheckFailure, Evidence, Subject, check
-from spec_decode.conformance.world import World, advance
-from spec_decode.soak import memory
+from spec_decode.testing import memory
+from spec_decode.testing.paged_fixture import PagedFixture, advance
 
 _WARM_UP = 4
 _ROUNDS = 16
@@ -83,7 +83,7 @@ def _growth(device: torch.device, run: Callable[[], None]) -> str:
 
 def _round(subject: Subject, case: Case) -> Callable[[], None]:
     """A round over the same batch each time: build, advance where that is claimed, and attend."""
-    world = World(subject, case.spec, case.batch.rows)
+    world = PagedFixture(subject, case.spec, case.batch.rows)
     buffers, builder, batch = world.load(case.batch), world.builder(), case.batch
     level = subject.backend.builder.advance_support(case.spec, subject.device).level
     query, key, value = world.inputs(batch, batch.seq_lens, world.queries(batch), batch.rows)

@@ -8,7 +8,7 @@ from builders import CONTRACT_VERSION, AdvanceLevel
 from spec_decode.conformance.check import Check, Subject
 from spec_decode.conformance.claims import level_words
 from spec_decode.conformance.known_failures import KnownFailure
-from spec_decode.report import Claim
+from spec_decode.conformance.report import Claim
 
 
 def notes_on(

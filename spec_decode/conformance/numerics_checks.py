@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import torch
 
-from attn_backends.ops.sparse_attention import IndexedCache
+from attn_backends.kernels.sparse_attention import IndexedCache
 from builders import AttentionBatch, AttentionSpec
 from builders.compressed import compressed_window, translate_topk
 from spec_decode.conformance.cases import DECODE, RAGGED, SINGLE, VERIFY, Batch, Case, base_cases, demand, spec_cases
 from spec_decode.conformance.check import Evidence, Subject, check
-from spec_decode.conformance.smallest import on_smallest
-from spec_decode.conformance.world import World
+from spec_decode.testing.paged_fixture import PagedFixture
+from spec_decode.testing.shrink import on_smallest
 
 _RATIO = 4
 """Tokens that an entry of the compressed cache stands for."""
@@ -31,7 +31,7 @@ def attention_is_right(subject: Subject, case: Case) -> Evidence:
 
 
 def _attend(subject: Subject, spec: AttentionSpec, batch: Batch) -> Evidence:
-    world = World(subject, spec, batch.rows)
+    world = PagedFixture(subject, spec, batch.rows)
     view = world.view(world.load(batch), batch)
     metadata = world.builder().build(view)
     queries = world.queries(batch)
@@ -54,7 +54,7 @@ def _with_extra_lists(subject: Subject) -> Iterable[tuple[str, Case]]:
 def extra_lists_join_the_softmax(subject: Subject, case: Case) -> Evidence:
     demand(subject.backend, case.spec, subject.device)
     batch, rows = case.batch, case.batch.rows
-    world, second = World(subject, case.spec, rows), World(subject, case.spec, rows, seed=1)
+    world, second = PagedFixture(subject, case.spec, rows), PagedFixture(subject, case.spec, rows, seed=1)
     second.load_tables(len(batch.seq_lens))
     for request, length in enumerate(batch.seq_lens):
         second.put(request, range(length // _RATIO))
@@ -72,7 +72,7 @@ def extra_lists_join_the_softmax(subject: Subject, case: Case) -> Evidence:
     return worst
 
 
-def _every_entry(second: World, view: AttentionBatch) -> tuple[IndexedCache, slice]:
+def _every_entry(second: PagedFixture, view: AttentionBatch) -> tuple[IndexedCache, slice]:
     """All complete entries, as the C128A layers list them."""
     indices = torch.empty(view.num_tokens, _WIDTH, dtype=torch.int32, device=second.device)
     lens = torch.empty(view.num_tokens, dtype=torch.int32, device=second.device)
@@ -84,7 +84,7 @@ def _every_entry(second: World, view: AttentionBatch) -> tuple[IndexedCache, sli
     return IndexedCache(second.cache.latents, indices, lens, size), slice(None)
 
 
-def _every_third(second: World, view: AttentionBatch) -> tuple[IndexedCache, slice]:
+def _every_third(second: PagedFixture, view: AttentionBatch) -> tuple[IndexedCache, slice]:
     """Entries that an indexer picked, as for the C4A layers, padded with -1."""
     entry = torch.arange(_WIDTH, device=second.device).int() * 3
     seen = ((view.positions + 1) // _RATIO)[:, None]
@@ -96,10 +96,15 @@ def _every_third(second: World, view: AttentionBatch) -> tuple[IndexedCache, sli
 
 
 def _judge_with_extra(
-    world: World, second: World, batch: Batch, queries: Sequence[torch.Tensor], out: torch.Tensor, picked: slice
+    world: PagedFixture,
+    second: PagedFixture,
+    batch: Batch,
+    queries: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    picked: slice,
 ) -> Evidence:
     """Compare with one request a query token, whose tokens are those that it sees of both caches."""
-    alone: World = object.__new__(World)
+    alone: PagedFixture = object.__new__(PagedFixture)
     alone.__dict__.update(world.__dict__, spec=replace(world.spec, sliding_window=None), key=[], value=[])
     window = world.spec.sliding_window
     assert window is not None

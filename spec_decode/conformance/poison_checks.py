@@ -12,13 +12,13 @@ import torch
 
 from spec_decode.conformance.cases import DECODE, RAGGED, VERIFY, Batch, Case, base_cases, demand
 from spec_decode.conformance.check import Evidence, Subject, check, expect
-from spec_decode.conformance.world import World
+from spec_decode.testing.paged_fixture import PagedFixture
 
 _SHAPES = base_cases({"decode": DECODE, "verify": VERIFY, "ragged": RAGGED})
 _GARBAGE = 2**30
 
 
-def _run(world: World, batch: Batch, queries: list[torch.Tensor]) -> torch.Tensor:
+def _run(world: PagedFixture, batch: Batch, queries: list[torch.Tensor]) -> torch.Tensor:
     view = world.view(world.load(batch), batch)
     metadata = world.builder().build(view)
     return world.attend(metadata, batch, batch.seq_lens, queries, num_tokens=view.num_tokens)
@@ -31,7 +31,7 @@ def _run(world: World, batch: Batch, queries: list[torch.Tensor]) -> torch.Tenso
 )
 def stale_table_entries_are_not_read(subject: Subject, case: Case) -> Evidence:
     demand(subject.backend, case.spec, subject.device)
-    batch, world = case.batch, World(subject, case.spec, case.batch.rows)
+    batch, world = case.batch, PagedFixture(subject, case.spec, case.batch.rows)
     queries = world.queries(batch)
     buffers = world.load(batch)
     table = world.tables.block_tables[0]
@@ -47,7 +47,7 @@ def stale_table_entries_are_not_read(subject: Subject, case: Case) -> Evidence:
 @check("poison.uninitialised_memory_is_not_read", "outputs and scratch are written before they are read", _SHAPES)
 def uninitialised_memory_is_not_read(subject: Subject, case: Case) -> Evidence:
     demand(subject.backend, case.spec, subject.device)
-    batch, world = case.batch, World(subject, case.spec, case.batch.rows)
+    batch, world = case.batch, PagedFixture(subject, case.spec, case.batch.rows)
     queries = world.queries(batch)
     with poisoned_allocations():
         out = _run(world, batch, queries)
@@ -59,7 +59,7 @@ def page_order_does_not_matter(subject: Subject, case: Case) -> None:
     demand(subject.backend, case.spec, subject.device)
     outs = []
     for shift in (0, 3):
-        world = World(subject, case.spec, case.batch.rows)
+        world = PagedFixture(subject, case.spec, case.batch.rows)
         moved = [[(page + shift) % world.num_pages for page in row] for row in world.pages]
         world.pages = moved if shift else world.pages
         queries = [torch.ones_like(q) * 0.5 for q in world.queries(case.batch)]
@@ -76,7 +76,7 @@ def page_order_does_not_matter(subject: Subject, case: Case) -> None:
 def request_order_does_not_matter(subject: Subject, case: Case) -> Evidence:
     demand(subject.backend, case.spec, subject.device)
     batch = case.batch
-    world = World(subject, case.spec, batch.rows)
+    world = PagedFixture(subject, case.spec, batch.rows)
     queries = world.queries(batch)
     order = list(range(len(batch.seq_lens)))[::-1]
     turned = replace(

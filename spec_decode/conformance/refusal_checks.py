@@ -11,7 +11,7 @@ from attn_backends import Feature, Rejected
 from builders import AttentionKind, AttentionSpec, BatchError
 from spec_decode.conformance.cases import DECODE, Case, base_cases, base_spec
 from spec_decode.conformance.check import CheckFailure, Subject, check, expect
-from spec_decode.conformance.world import World
+from spec_decode.testing.paged_fixture import PagedFixture
 
 
 def _unclaimed(subject: Subject) -> Iterable[tuple[str, AttentionSpec]]:
@@ -63,7 +63,7 @@ def all_reasons_at_once(subject: Subject, case: None) -> None:
     expect(count >= 3, contract="all reasons at once", expected="device, dtype and kv_dtype named", got=verdict)
 
 
-def _bad_inputs(subject: Subject) -> Iterable[tuple[str, Callable[[World], dict[str, torch.Tensor]]]]:
+def _bad_inputs(subject: Subject) -> Iterable[tuple[str, Callable[[PagedFixture], dict[str, torch.Tensor]]]]:
     yield "query_dtype", lambda w: {"query": _query(w).double()}
     yield "query_shape", lambda w: {"query": _query(w)[:, :-1]}
     yield "query_rows", lambda w: {"query": _query(w)[:-1]}
@@ -73,7 +73,7 @@ def _bad_inputs(subject: Subject) -> Iterable[tuple[str, Callable[[World], dict[
     yield "sinks_unasked", lambda w: {"query": _query(w), "sinks": torch.zeros(4, device=w.device)}
 
 
-def _query(world: World) -> torch.Tensor:
+def _query(world: PagedFixture) -> torch.Tensor:
     return torch.zeros(
         DECODE.rows, world.spec.num_q_heads, world.spec.head_dim, dtype=world.spec.dtype, device=world.device
     )
@@ -84,8 +84,8 @@ def _query(world: World) -> torch.Tensor:
     "tensors of another shape, dtype or stride are refused",
     _bad_inputs,
 )
-def bad_tensors_never_reach_a_kernel(subject: Subject, make: Callable[[World], dict[str, torch.Tensor]]) -> None:
-    world = World(subject, base_spec(subject), DECODE.rows)
+def bad_tensors_never_reach_a_kernel(subject: Subject, make: Callable[[PagedFixture], dict[str, torch.Tensor]]) -> None:
+    world = PagedFixture(subject, base_spec(subject), DECODE.rows)
     metadata = world.builder().build(world.view(world.load(DECODE), DECODE))
     inputs = make(world)
     cache = type(world.cache)(inputs.get("key", world.cache.key), inputs.get("value", world.cache.value))
@@ -106,7 +106,7 @@ def bad_tensors_never_reach_a_kernel(subject: Subject, make: Callable[[World], d
     base_cases({"decode": DECODE}, ("base",)),
 )
 def bad_writes_never_reach_a_kernel(subject: Subject, case: Case) -> None:
-    world = World(subject, case.spec, DECODE.rows)
+    world = PagedFixture(subject, case.spec, DECODE.rows)
     metadata = world.builder().build(world.view(world.load(DECODE), DECODE))
     good = torch.zeros(
         DECODE.rows,

@@ -16,9 +16,9 @@ from spec_decode.conformance.check import Check, CheckFailure, Subject, Unavaila
 from spec_decode.conformance.claims import claims_of
 from spec_decode.conformance.known_failures import KnownFailure, known_failures_of
 from spec_decode.conformance.notes import notes_on
-from spec_decode.conformance.raised_in import raised_in
+from spec_decode.conformance.report import EVERYTHING, Outcome, Report, Result, environment
 from spec_decode.conformance.tags import tags_of
-from spec_decode.report import EVERYTHING, Outcome, Report, Result, environment
+from spec_decode.testing.error_location import raised_in
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from attn_backends.capabilities import features_of
 from builders import AttentionKind, AttentionSpec
 from spec_decode.conformance.cases import Batch, Case, base_spec
 from spec_decode.conformance.check import Check, Subject
-from spec_decode.graphs import loop_obstacle
-from spec_decode.kv_groups import KVGroup
-from spec_decode.report import EVERYTHING
-from spec_decode.strategy import GraphMode, Strategy, StrategyError, choose
+from spec_decode.conformance.report import EVERYTHING
+from spec_decode.drafter.kv_groups import KVGroup
+from spec_decode.drafter.plan import GraphMode, Strategy, StrategyError, choose
+from spec_decode.graphs import loop_unsupported_reason
 
 _OF_FAMILY = {"contract": "contract:declared", "refusal": "contract:refusals"}
 _COMPARING = ("drafter.strategies_agree", "drafter.requests_stop_on_their_own")
@@ -88,8 +88,8 @@ def strategy_obstacle(subject: Subject, strategy: Strategy) -> str:
     """Why a drafter over this backend alone cannot run the strategy; empty when it can."""
     try:
         group = KVGroup(name="draft", backend=subject.backend, spec=base_spec(subject), caches={})
-        facts, no_loop = group.facts(subject.device), loop_obstacle(subject.device)
-        choose([facts], 4, GraphMode.FULL, forced=strategy, loop_obstacle=no_loop)
+        facts, no_loop = group.facts(subject.device), loop_unsupported_reason(subject.device)
+        choose([facts], 4, GraphMode.FULL, forced=strategy, loop_unsupported_reason=no_loop)
     except StrategyError as error:
         return str(error)
     except Exception as error:  # a plug-in's builder may fail in any way; its checks say so again

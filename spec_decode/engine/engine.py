@@ -31,20 +31,20 @@ import torch
 from builders import RequestTables
 from builders.errors import require
 from spec_decode.drafter import Drafter
+from spec_decode.drafter.autotune import Measurement, fastest_strategy
+from spec_decode.drafter.kv_groups import KVGroup
+from spec_decode.drafter.plan import DraftPlan, GraphMode, Strategy
 from spec_decode.engine.groups import BackendChoice, make_groups
 from spec_decode.engine.limits import Limits
 from spec_decode.engine.pages import PagePool
 from spec_decode.engine.prefill import Prefill, Prefilled
-from spec_decode.engine.readback import Readback
+from spec_decode.engine.readback import AsyncOutput
 from spec_decode.engine.request import Finish, Generation, Handle, Request
 from spec_decode.engine.rows import Rows
 from spec_decode.engine.scheduler import Job, Scheduler
 from spec_decode.engine.stats import EngineStats
-from spec_decode.kv_groups import KVGroup
-from spec_decode.measured import Measurement, fastest_strategy
+from spec_decode.engine.target_runner import TargetRunner
 from spec_decode.models import DraftModel, TargetModel
-from spec_decode.strategy import DraftPlan, GraphMode, Strategy
-from spec_decode.target import TargetRunner
 from spec_decode.verification import verifier
 
 
@@ -53,7 +53,7 @@ class _News:
     """Tokens on their way to the host; row i is jobs[i]'s. first: each is a text's first, which no round decided."""
 
     jobs: list[Job]
-    readback: Readback
+    readback: AsyncOutput
     first: bool
 
 
@@ -86,7 +86,7 @@ class Engine:
         another. num_pages: of every KV group; None takes as many as max_reqs of the longest requests need. A draft
         is needed only to speculate. max_prefill_tokens: tokens of prompts that one round prefills, at most.
         verification: a name that spec_decode.verification.verifier knows. graph_mode: of target and drafter.
-        strategy: the drafter's; None takes the fastest of this machine, as measured here once (spec_decode.measured).
+        strategy: the drafter's; None takes the fastest of this machine, as measured here once (spec_decode.drafter.autotune).
         min_confidence, graph_memory_limit and extend_in_graph: the drafter's.
         """
         self._limits = Limits(
@@ -277,7 +277,7 @@ class Engine:
         new = [i for i, job in enumerate(prefilled.jobs) if not job.handle.generation.token_ids]
         if new:
             first = prefilled.tokens[torch.tensor(new, device=self._device)]
-            self._news.append(_News([prefilled.jobs[i] for i in new], Readback(first[:, None]), first=True))
+            self._news.append(_News([prefilled.jobs[i] for i in new], AsyncOutput(first[:, None]), first=True))
         self._scheduler.advance(chunks)
         self.stats.prefill_tokens += sum(chunk.end - chunk.start for chunk in chunks)
         # A text of one token is complete with the one that is decided: no round has anything to add.
@@ -328,7 +328,7 @@ class Engine:
             job.shortest += 1
             job.longest += 1 + self._limits.num_speculative_tokens
         news = self._rows.news[: len(self._seated)]
-        self._news.append(_News(self._seated, Readback(news), first=False))
+        self._news.append(_News(self._seated, AsyncOutput(news), first=False))
 
     def _hear(self) -> None:
         """Read the oldest news and hand on its tokens."""

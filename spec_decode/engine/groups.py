@@ -9,7 +9,7 @@ import torch
 
 from attn_backends import AttentionBackend
 from builders.errors import require
-from spec_decode.kv_groups import KVGroup, make_group
+from spec_decode.drafter.kv_groups import KVGroup, make_group
 from spec_decode.models import DraftModel, LayerGroup, TargetModel
 
 BackendChoice: TypeAlias = AttentionBackend | Mapping[str, AttentionBackend] | Callable[[LayerGroup], AttentionBackend]

@@ -10,8 +10,8 @@ import torch
 from builders import RequestTables
 from spec_decode.drafter import Drafter
 from spec_decode.engine.scheduler import Chunk, Job
-from spec_decode.sampling import Sampling
-from spec_decode.target import TargetRunner
+from spec_decode.engine.target_runner import TargetRunner
+from spec_decode.sampling.parameters import Sampling
 from spec_decode.verification import sample_target
 
 
@@ -80,12 +80,12 @@ class Prefill:
         texts: Sequence[list[int]],
         features: Sequence[torch.Tensor],
     ) -> None:
-        """The draft reads token p + 1 with the features at p, at position p + first_position.
+        """The draft reads token p + 1 with the features at p, at position p + position_offset.
 
         The last token's features wait for the token behind it, which the first round brings. A draft whose positions
         start at 1 reads the first token at position 0, with no features.
         """
-        shift = drafter.model.first_position
+        shift = drafter.model.position_offset
         rows, ids, parts = [], [], []
         for chunk, text, states in zip(chunks, texts, features, strict=True):
             start, end = chunk.start or -shift, min(chunk.end, chunk.job.context - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-class Readback:
+class AsyncOutput:
     """A copy of a small tensor as it stands in the stream's order now. Only `read` waits for it."""
 
     def __init__(self, source: torch.Tensor) -> None:

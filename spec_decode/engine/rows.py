@@ -12,11 +12,11 @@ from dataclasses import fields
 import torch
 
 from spec_decode.drafter import Drafter
+from spec_decode.engine.kernels.prepare_inputs import prepare_inputs
+from spec_decode.engine.kernels.update_requests import NextRound, Texts, update_requests
 from spec_decode.engine.request import Request
-from spec_decode.ops.rounds.begin_pass import begin_pass
-from spec_decode.ops.rounds.settle_pass import NextRound, Texts, settle_pass
-from spec_decode.sampling import Sampling
-from spec_decode.verification import Verdict, Verifier, sample_target
+from spec_decode.sampling.parameters import Sampling
+from spec_decode.verification import Verifier, VerifyOutput, sample_target
 
 
 class Rows:
@@ -43,7 +43,7 @@ class Rows:
     def inputs(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens in the target's cache, int32 [size]; and the last token with the draft's behind it, int64
         [size, 1 + K]."""
-        return begin_pass(self.lens[:size], self.last_tokens[:size], self._drafts(size))
+        return prepare_inputs(self.lens[:size], self.last_tokens[:size], self._drafts(size))
 
     def settle(self, token_ids: torch.Tensor, logits: torch.Tensor, features: torch.Tensor) -> None:
         """Judge the drafts by the target's logits [size, 1 + K, V], lengthen the texts, and tell drafter and host.
@@ -58,28 +58,30 @@ class Rows:
         """Draft tokens int64 [size, K], -1 from where a row proposes none."""
         return self._drafter.drafts.tokens[:size] if self._drafter else self.news[:size, :0]
 
-    def _judge(self, logits: torch.Tensor, lens: torch.Tensor) -> Verdict:
+    def _judge(self, logits: torch.Tensor, lens: torch.Tensor) -> VerifyOutput:
         size = len(lens)
         sampling = self.sampling.head(size)
         if self._drafter is None:
             own = sample_target(logits[:, 0], sampling=sampling, positions=lens)
-            return Verdict(torch.zeros_like(own), own)
+            return VerifyOutput(torch.zeros_like(own), own)
         drafts = self._drafter.drafts
         return self._verifier.verify(
-            logits, drafts.tokens[:size], drafts.logits[:size], sampling=sampling, first_positions=lens
+            logits, drafts.tokens[:size], drafts.logits[:size], sampling=sampling, draft_positions=lens
         )
 
-    def _move_on(self, rows: slice, token_ids: torch.Tensor, features: torch.Tensor, verdict: Verdict) -> None:
+    def _move_on(self, rows: slice, token_ids: torch.Tensor, features: torch.Tensor, verdict: VerifyOutput) -> None:
         """Lengthen the texts, and let the drafter's next round start from this pass over token_ids."""
         drafter, drafts = self._drafter, self._drafts(rows.stop)[rows]
         texts = Texts(self.lens[rows], self.max_lens[rows], self.last_tokens[rows], self.news[rows])
         if drafter is None:
-            settle_pass(verdict.accepted, verdict.next_tokens, token_ids, drafts, texts, None)
+            update_requests(verdict.accepted, verdict.next_tokens, token_ids, drafts, texts, None)
             return
         inputs = drafter.inputs
         next_round = NextRound(*(getattr(inputs, name)[rows] for name in NextRound._fields))
-        first = drafter.model.first_position
-        settle_pass(verdict.accepted, verdict.next_tokens, token_ids, drafts, texts, next_round, first_position=first)
+        first = drafter.model.position_offset
+        update_requests(
+            verdict.accepted, verdict.next_tokens, token_ids, drafts, texts, next_round, position_offset=first
+        )
         inputs.features[rows].copy_(features)
         inputs.seeds[rows].copy_(self._verifier.draft_seeds(self.sampling.seeds[rows], self.lens[rows]))
 
@@ -110,4 +112,4 @@ class Rows:
         self.lens[rows].copy_(torch.tensor(lens, dtype=torch.int64, device=self.lens.device))
         # Behind the first token of such a pass, nothing is read: neither its id nor its features.
         ids, wide = tokens[:, None].expand(-1, self._steps + 1), features[:, None].expand(-1, self._steps + 1, -1)
-        self._move_on(rows, ids, wide, Verdict(torch.zeros_like(tokens), tokens))
+        self._move_on(rows, ids, wide, VerifyOutput(torch.zeros_like(tokens), tokens))

@@ -1,11 +1,10 @@
 """Capture, replay, and their emulation on the CPU."""
 
 from spec_decode.graphs.manager import Capturable, CaptureReport, GraphKey, GraphManager
-from spec_decode.graphs.runtime import CallOutside, CaptureError, Graph, GraphRuntime
-from spec_decode.graphs.runtimes import loop_obstacle, runtime_for
+from spec_decode.graphs.runtime import CaptureError, Graph, GraphRuntime, SplitOp
+from spec_decode.graphs.runtimes import loop_unsupported_reason, runtime_for
 
 __all__ = [
-    "CallOutside",
     "Capturable",
     "CaptureError",
     "CaptureReport",
@@ -13,6 +12,7 @@ __all__ = [
     "GraphKey",
     "GraphManager",
     "GraphRuntime",
-    "loop_obstacle",
+    "SplitOp",
+    "loop_unsupported_reason",
     "runtime_for",
 ]

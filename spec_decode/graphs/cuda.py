@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from spec_decode.graphs.cuda_loop import WhileGraph, require_loops
-from spec_decode.graphs.pieces import OutsideCall, PiecewiseGraph
-from spec_decode.graphs.runtime import CallOutside, CaptureError, Graph
+from spec_decode.graphs.pieces import PiecewiseGraph, SplitOpCall
+from spec_decode.graphs.runtime import CaptureError, Graph, SplitOp
 
 
 class CudaGraph:
@@ -39,11 +39,11 @@ class CudaRuntime:
             fn()
         return CudaGraph(graph)
 
-    def capture_loop(self, body: Callable[[], Any], going: torch.Tensor, limit: int) -> WhileGraph:
+    def capture_loop(self, body: Callable[[], Any], continue_flag: torch.Tensor, limit: int) -> WhileGraph:
         require_loops()
-        return WhileGraph(going, body, self._kept)
+        return WhileGraph(continue_flag, body, self._kept)
 
-    def capture_pieces(self, fn: Callable[[CallOutside], Any]) -> PiecewiseGraph:
+    def capture_pieces(self, fn: Callable[[SplitOp], Any]) -> PiecewiseGraph:
         parts: list[Graph] = []
 
         def begin() -> None:
@@ -51,16 +51,16 @@ class CudaRuntime:
             parts.append(CudaGraph(graph))
             piece.enter_context(self._capturing(graph))
 
-        def call_outside(outside: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        def split_op(outside: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
             piece.close()
-            call = OutsideCall(outside, inputs)
+            call = SplitOpCall(outside, inputs)
             parts.append(call)
             begin()
             return call.result
 
         with ExitStack() as piece:
             begin()
-            fn(call_outside)
+            fn(split_op)
         return PiecewiseGraph(parts)
 
     def memory_used(self) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from builders._triton import dependent_launch
+from builders.kernels.triton_runtime import dependent_launch
 from spec_decode.graphs.runtime import CaptureError
 
 _LEAST = 13
@@ -28,11 +28,11 @@ _LEAST = 13
 _SOURCE = b"""
 extern "C" __device__ void cudaGraphSetConditional(unsigned long long handle, unsigned int value);
 
-extern "C" __global__ void set_condition(unsigned long long handle, const int* going) {
+extern "C" __global__ void set_condition(unsigned long long handle, const int* continue_flag) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-    cudaGraphSetConditional(handle, *going != 0);
+    cudaGraphSetConditional(handle, *continue_flag != 0);
 }
 """
 
@@ -67,13 +67,13 @@ def require_loops() -> None:
 
 
 class WhileGraph:
-    """A graph that runs its body once, and again while that leaves `going`, int32 [1], not zero."""
+    """A graph that runs its body once, and again while that leaves `continue_flag`, int32 [1], not zero."""
 
     num_nodes: int | None = None
 
     def __init__(
         self,
-        going: torch.Tensor,
+        continue_flag: torch.Tensor,
         body: Callable[[], object],
         capture: Callable[[Callable[[], object]], torch.cuda.CUDAGraph],
     ) -> None:
@@ -82,7 +82,7 @@ class WhileGraph:
         A child graph ran as fast as one captured straight into the node.
         """
         _, _, runtime = _bindings()
-        self._device, self._going = going.device, going
+        self._device, self._continue_flag = continue_flag.device, continue_flag
         with torch.cuda.device(self._device):
             _done(runtime.cudaSetDevice(self._index))
             self._graph = _done(runtime.cudaGraphCreate(0))
@@ -142,7 +142,7 @@ class WhileGraph:
             value.programmaticStreamSerializationAllowed = 1
             early.value = value
             config.attrs, config.numAttrs = [early], 1
-        arguments = (int(self._handle), self._going.data_ptr()), (ctypes.c_ulonglong, ctypes.c_void_p)
+        arguments = (int(self._handle), self._continue_flag.data_ptr()), (ctypes.c_ulonglong, ctypes.c_void_p)
         _done(driver.cuLaunchKernelEx(config, kernel, arguments, 0))
 
 

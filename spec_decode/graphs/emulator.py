@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from spec_decode.graphs.pieces import OutsideCall, PiecewiseGraph
-from spec_decode.graphs.runtime import CallOutside, CaptureError, Graph
+from spec_decode.graphs.pieces import PiecewiseGraph, SplitOpCall
+from spec_decode.graphs.runtime import CaptureError, Graph, SplitOp
 
 _HOST_READS = {
     torch.Tensor.tolist,
@@ -75,14 +75,14 @@ class EmulatedGraph:
 class EmulatedLoop(EmulatedGraph):
     """A recorded run, replayed once and again while a device scalar is set."""
 
-    def __init__(self, nodes: list[_Node], going: torch.Tensor, limit: int) -> None:
+    def __init__(self, nodes: list[_Node], continue_flag: torch.Tensor, limit: int) -> None:
         super().__init__(nodes)
-        self._going, self._limit = going, limit
+        self._continue_flag, self._limit = continue_flag, limit
 
     def replay(self) -> None:
         for _ in range(self._limit):
             super().replay()
-            if not int(self._going):
+            if not int(self._continue_flag):
                 return
         raise CaptureError(
             f"a captured loop must end within {self._limit} times round, this one still goes on: its body has not set "
@@ -100,17 +100,17 @@ class EmulatedRuntime:
     def capture(self, fn: Callable[[], Any]) -> EmulatedGraph:
         return EmulatedGraph(self._record(fn))
 
-    def capture_loop(self, body: Callable[[], Any], going: torch.Tensor, limit: int) -> EmulatedLoop:
-        return EmulatedLoop(self._record(body), going, limit)
+    def capture_loop(self, body: Callable[[], Any], continue_flag: torch.Tensor, limit: int) -> EmulatedLoop:
+        return EmulatedLoop(self._record(body), continue_flag, limit)
 
-    def capture_pieces(self, fn: Callable[[CallOutside], Any]) -> PiecewiseGraph:
+    def capture_pieces(self, fn: Callable[[SplitOp], Any]) -> PiecewiseGraph:
         parts: list[Graph] = []
         recorder, guard = _Recorder(), _HostReadGuard()
 
-        def call_outside(outside: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        def split_op(outside: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
             parts.append(EmulatedGraph(recorder.take()))
             recording.close()
-            call = OutsideCall(outside, inputs)
+            call = SplitOpCall(outside, inputs)
             parts.append(call)
             recorder.adopt(call.result)
             _enter(recording, guard, recorder)
@@ -119,7 +119,7 @@ class EmulatedRuntime:
         try:
             with torch.no_grad(), ExitStack() as recording:
                 _enter(recording, guard, recorder)
-                fn(call_outside)
+                fn(split_op)
         finally:
             recorder.restore()
         parts.append(EmulatedGraph(recorder.take()))

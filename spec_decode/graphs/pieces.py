@@ -9,7 +9,7 @@ import torch
 from spec_decode.graphs.runtime import Graph
 
 
-class OutsideCall:
+class SplitOpCall:
     """A call between two pieces: its inputs and its result stay at the addresses they had at capture."""
 
     num_nodes: int | None = 1

@@ -19,7 +19,7 @@ class Graph(Protocol):
         ...
 
 
-class CallOutside(Protocol):
+class SplitOp(Protocol):
     """Cuts a capture in two around a call that no graph can hold, and stands for it.
 
     Between the pieces, each replay runs fn(*inputs) eagerly over what the captured tensors hold by then, and copies its
@@ -40,14 +40,14 @@ class GraphRuntime(Protocol):
         """Record fn's device operations."""
         ...
 
-    def capture_loop(self, body: Callable[[], Any], going: torch.Tensor, limit: int) -> Graph:
-        """A graph that runs body's operations once, and again while they leave going, int32 [1], not zero.
+    def capture_loop(self, body: Callable[[], Any], continue_flag: torch.Tensor, limit: int) -> Graph:
+        """A graph that runs body's operations once, and again while they leave continue_flag, int32 [1], not zero.
 
-        body writes `going`, and within `limit` times round it must become 0: the emulator raises where it does not.
+        body writes `continue_flag`, and within `limit` times round it must become 0: the emulator raises where it does not.
         """
         ...
 
-    def capture_pieces(self, fn: Callable[[CallOutside], Any]) -> Graph:
+    def capture_pieces(self, fn: Callable[[SplitOp], Any]) -> Graph:
         """Record fn in pieces, cut where it hands a call to its argument."""
         ...
 

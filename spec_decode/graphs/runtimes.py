@@ -15,6 +15,6 @@ def runtime_for(device: torch.device) -> GraphRuntime:
     return CudaRuntime(device) if device.type == "cuda" else EmulatedRuntime()
 
 
-def loop_obstacle(device: torch.device) -> str | None:
+def loop_unsupported_reason(device: torch.device) -> str | None:
     """Why no loop can be captured on that device, and what would change it; None where one can."""
     return cuda_loop.obstacle() if device.type == "cuda" else None

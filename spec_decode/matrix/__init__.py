@@ -1,5 +1,6 @@
 """The compatibility matrix: what each backend claims and what was seen, as pure functions of the reports' JSON."""
 
+from spec_decode.conformance.report import Claim
 from spec_decode.matrix.cells import Cell, Evidence, Note, Word, evidence_of
 from spec_decode.matrix.columns import Column
 from spec_decode.matrix.markdown import to_markdown
@@ -8,7 +9,6 @@ from spec_decode.matrix.page import to_html
 from spec_decode.matrix.provenance import Run
 from spec_decode.matrix.sources import Sources
 from spec_decode.matrix.terminal import to_table
-from spec_decode.report import Claim
 
 __all__ = [
     "SCHEMA",

@@ -7,7 +7,7 @@ from enum import Enum
 
 import msgspec
 
-from spec_decode.report import FAILURES, Claim, Number, Outcome, Result
+from spec_decode.conformance.report import FAILURES, Claim, Number, Outcome, Result
 
 
 class Word(str, Enum):

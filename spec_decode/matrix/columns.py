@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from spec_decode.report import EVERYTHING
+from spec_decode.conformance.report import EVERYTHING
 
 _AXES: dict[str, tuple[str, dict[str, str]]] = {
     "mode": ("Attention", {"prefill": "prefill", "extend": "extend", "decode": "decode", "verify": "verify"}),

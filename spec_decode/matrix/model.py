@@ -8,13 +8,13 @@ from fnmatch import fnmatch
 import msgspec
 
 from builders import CONTRACT_VERSION
+from spec_decode.conformance.report import EVERYTHING, Claim, Report, Result, json_bytes, json_number
 from spec_decode.matrix.cells import Cell, evidence_of
 from spec_decode.matrix.columns import Column, columns_of
 from spec_decode.matrix.drafters import DraftRow, draft_rows
 from spec_decode.matrix.provenance import Run, Runs
 from spec_decode.matrix.sources import Agreement, Timing
 from spec_decode.matrix.speed import Section, speed_sections
-from spec_decode.report import EVERYTHING, Claim, Report, Result, json_bytes, json_number
 
 SCHEMA = "attn-matrix/2"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from spec_decode.conformance.report import Report
 from spec_decode.environment import Environment
-from spec_decode.report import Report
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
+from spec_decode.conformance.report import SCHEMA, Report, ReportError, read_json
+from spec_decode.conformance.report_v1 import SCHEMA_1
 from spec_decode.environment import Environment
-from spec_decode.report import SCHEMA, Report, ReportError, read_json
-from spec_decode.report_v1 import SCHEMA_1
 
 PATTERNS = ("check-*.json", "pair-agreement*.json", "bench-*.json")
 """Names of the files that a folder is searched for."""

@@ -9,9 +9,9 @@ from typing import ClassVar, Protocol
 import torch
 from torch import nn
 
-from attn_backends.ops.write_latent import LatentNorm
+from attn_backends.kernels.rope import Rotation
+from attn_backends.kernels.write_latent import KvANormRope
 from builders import AttentionSpec
-from spec_decode.ops.layers.rotate import Rotation
 
 
 class Attend(Protocol):
@@ -32,7 +32,7 @@ class Attend(Protocol):
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        norm: LatentNorm | None = None,
+        norm: KvANormRope | None = None,
         sinks: torch.Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> torch.Tensor: ...
@@ -90,7 +90,7 @@ class DraftModel(_Model):
     target's features that step 0 reads.
     """
 
-    first_position: ClassVar[int] = 0
+    position_offset: ClassVar[int] = 0
     """0: position p pairs token p + 1 with the state at p (EAGLE, MTP). 1: the input at p is token p, as in any
     language model, so that the same token lies one position later."""
 

@@ -7,11 +7,11 @@ from torch import nn
 
 from spec_decode.models.base import Attend, DraftModel, LayerGroup
 from spec_decode.models.config import ModelConfig
+from spec_decode.models.kernels.embed_concat import embed_concat
+from spec_decode.models.kernels.skinny_linear import embed_linear, is_skinny, linear
 from spec_decode.models.latent import LatentDecoderLayer
 from spec_decode.models.layers import DecoderLayer, RMSNorm, Rotary
 from spec_decode.models.llama import LlamaTarget
-from spec_decode.ops.layers.embed_concat import embed_concat
-from spec_decode.ops.layers.skinny_linear import embed_linear, is_skinny, linear
 
 
 class EagleDraft(DraftModel):

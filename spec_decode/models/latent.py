@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from attn_backends.ops.latent_rotary import inverse_rotary, prepare_query, turned
-from attn_backends.ops.write_latent import LatentNorm
+from attn_backends.kernels.latent_rotary import inverse_rotary, prepare_query, turned
+from attn_backends.kernels.write_latent import KvANormRope
 from spec_decode.models.base import Attend
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.layers import ResidualLayer, RMSNorm, Rotary
@@ -39,7 +39,7 @@ class LatentDecoderLayer(ResidualLayer):
         query = self.q_b(self.q_norm(self.q_a(x))[1]).view(-1, self.heads, self.head_dim)
         query = prepare_query(query, positions, rotary.table, eps=self.q_norm.eps)
         latent = self.kv(x)[:, None]
-        norm = LatentNorm(weight=self.kv_norm.weight, eps=self.kv_norm.eps, positions=positions, table=rotary.table)
+        norm = KvANormRope(weight=self.kv_norm.weight, eps=self.kv_norm.eps, positions=positions, table=rotary.table)
         sinks = None if self.sinks is None else self.sinks.float()
         out = attend(self.layer, query, latent, latent[..., : self.value_dim], norm=norm, sinks=sinks)
         if self.value_dim == self.head_dim:
@@ -48,7 +48,7 @@ class LatentDecoderLayer(ResidualLayer):
         return delta
 
 
-def as_cached(key: torch.Tensor, value: torch.Tensor, norm: LatentNorm | None) -> tuple[torch.Tensor, torch.Tensor]:
+def as_cached(key: torch.Tensor, value: torch.Tensor, norm: KvANormRope | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Key and value [T, heads, D or E] of an `Attend` as a cache would hold them, where there is none; differentiable.
 
     With norm they are a raw latent, normed and rotated here by the formula of `write_latent`.

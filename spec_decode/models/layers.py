@@ -7,12 +7,12 @@ from abc import ABC, abstractmethod
 import torch
 from torch import nn
 
+from attn_backends.kernels.rope import Rotation
 from spec_decode.models.base import Attend
 from spec_decode.models.config import ModelConfig
-from spec_decode.ops.layers.add_rms_norm import add_rms_norm
-from spec_decode.ops.layers.rotate import Rotation
-from spec_decode.ops.layers.skinny_linear import is_skinny, norm_linear, skinny_linear
-from spec_decode.ops.layers.swiglu import swiglu
+from spec_decode.models.kernels.add_rms_norm import add_rms_norm
+from spec_decode.models.kernels.skinny_linear import is_skinny, norm_linear, skinny_linear
+from spec_decode.models.kernels.swiglu import swiglu
 
 ResidualStream = tuple[torch.Tensor, torch.Tensor | None]
 """Hidden states x and the delta yet to be added to them (None: nothing), both [T, H]."""

@@ -7,8 +7,8 @@ from torch import nn
 
 from spec_decode.models.base import Attend, LayerGroup, TargetModel, TargetStates
 from spec_decode.models.config import ModelConfig
+from spec_decode.models.kernels.skinny_linear import linear
 from spec_decode.models.layers import DecoderLayer, RMSNorm, Rotary
-from spec_decode.ops.layers.skinny_linear import linear
 
 
 class LlamaTarget(TargetModel):

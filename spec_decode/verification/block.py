@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from spec_decode.ops.verify.draft_round import DraftRound
-from spec_decode.ops.verify.hash_seeds import hash_seeds
-from spec_decode.ops.verify.judge_as_block import judge_as_block
-from spec_decode.sampling import Sampling
-from spec_decode.verification.base import Verdict
-from spec_decode.verification.sampling import processed
+from spec_decode.sampling.parameters import Sampling
+from spec_decode.sampling.target import processed
+from spec_decode.verification.base import VerifyOutput
+from spec_decode.verification.kernels.block_verify import block_verify
+from spec_decode.verification.kernels.draft_round import DraftRound
+from spec_decode.verification.kernels.hash_seeds import hash_seeds
 
 
 class BlockVerification:
@@ -33,8 +33,8 @@ class BlockVerification:
         draft_logits: torch.Tensor,
         *,
         sampling: Sampling,
-        first_positions: torch.Tensor,
-    ) -> Verdict:
+        draft_positions: torch.Tensor,
+    ) -> VerifyOutput:
         """See Verifier.verify. Drafts must be drawn with draft_seeds()."""
         round_ = DraftRound(
             processed=processed(target_logits, sampling),
@@ -42,11 +42,11 @@ class BlockVerification:
             draft_logits=draft_logits,
             temperature=sampling.temperature,
             seeds=sampling.seeds,
-            coin_seeds=self.draft_seeds(sampling.seeds, first_positions),
-            first_positions=first_positions,
+            coin_seeds=self.draft_seeds(sampling.seeds, draft_positions),
+            draft_positions=draft_positions,
         )
-        return Verdict(*judge_as_block(round_))
+        return VerifyOutput(*block_verify(round_))
 
-    def draft_seeds(self, seeds: torch.Tensor, first_positions: torch.Tensor) -> torch.Tensor:
+    def draft_seeds(self, seeds: torch.Tensor, draft_positions: torch.Tensor) -> torch.Tensor:
         """Other seeds in every round, since no two rounds of a request begin at the same position."""
-        return hash_seeds(seeds, first_positions)
+        return hash_seeds(seeds, draft_positions)

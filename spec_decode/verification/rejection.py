@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from spec_decode.ops.verify.draft_round import DraftRound
-from spec_decode.ops.verify.judge_by_rejection import judge_by_rejection
-from spec_decode.sampling import Sampling
-from spec_decode.verification.base import Verdict
-from spec_decode.verification.sampling import processed
+from spec_decode.sampling.parameters import Sampling
+from spec_decode.sampling.target import processed
+from spec_decode.verification.base import VerifyOutput
+from spec_decode.verification.kernels.draft_round import DraftRound
+from spec_decode.verification.kernels.rejection_sample import rejection_sample
 
 
 class RejectionSampling:
@@ -26,8 +26,8 @@ class RejectionSampling:
         draft_logits: torch.Tensor,
         *,
         sampling: Sampling,
-        first_positions: torch.Tensor,
-    ) -> Verdict:
+        draft_positions: torch.Tensor,
+    ) -> VerifyOutput:
         """See Verifier.verify."""
         round_ = DraftRound(
             processed=processed(target_logits, sampling),
@@ -36,10 +36,10 @@ class RejectionSampling:
             temperature=sampling.temperature,
             seeds=sampling.seeds,
             coin_seeds=sampling.seeds,
-            first_positions=first_positions,
+            draft_positions=draft_positions,
         )
-        return Verdict(*judge_by_rejection(round_))
+        return VerifyOutput(*rejection_sample(round_))
 
-    def draft_seeds(self, seeds: torch.Tensor, first_positions: torch.Tensor) -> torch.Tensor:
+    def draft_seeds(self, seeds: torch.Tensor, draft_positions: torch.Tensor) -> torch.Tensor:
         """The requests' own: no verdict has looked at a token behind the refused one, so its noise is still fresh."""
         return seeds

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from spec_decode.ops.verify.keep_count import keep_count
-from spec_decode.sampling import Sampling
-from spec_decode.verification.base import Verdict
-from spec_decode.verification.sampling import draw, processed
+from spec_decode.sampling.parameters import Sampling
+from spec_decode.sampling.target import draw, processed
+from spec_decode.verification.base import VerifyOutput
+from spec_decode.verification.kernels.synthetic_accept import synthetic_accept
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +31,15 @@ class SyntheticAcceptance:
         draft_logits: torch.Tensor,
         *,
         sampling: Sampling,
-        first_positions: torch.Tensor,
-    ) -> Verdict:
+        draft_positions: torch.Tensor,
+    ) -> VerifyOutput:
         """See Verifier.verify. draft_logits are not read; the token behind the kept ones is plain decoding's."""
-        accepted, positions = keep_count(
-            draft_tokens, seeds=sampling.seeds, first_positions=first_positions, mean=self.mean
+        accepted, positions = synthetic_accept(
+            draft_tokens, seeds=sampling.seeds, draft_positions=draft_positions, mean=self.mean
         )
         behind = processed(target_logits, sampling, accepted)
-        return Verdict(accepted, draw(behind, sampling, positions))
+        return VerifyOutput(accepted, draw(behind, sampling, positions))
 
-    def draft_seeds(self, seeds: torch.Tensor, first_positions: torch.Tensor) -> torch.Tensor:
+    def draft_seeds(self, seeds: torch.Tensor, draft_positions: torch.Tensor) -> torch.Tensor:
         """The requests' own: no verdict looks at a token."""
         return seeds

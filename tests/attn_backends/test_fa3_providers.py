@@ -399,7 +399,7 @@ def test_a_broken_provider_is_a_rejection_that_names_it(load):
 def test_the_list_shows_whose_kernels_were_chosen(load):
     from click.testing import CliRunner
 
-    from spec_decode.cli import main
+    from spec_decode.cli.main import main
 
     load("sgl")
     shown = CliRunner().invoke(main, ["list", "--device", "cpu"]).output

@@ -12,8 +12,8 @@ from builders import BatchError
 from spec_decode.conformance import check_backend
 from spec_decode.conformance.cases import DECODE, RAGGED, VERIFY, Batch, base_spec
 from spec_decode.conformance.check import Subject
-from spec_decode.conformance.world import World
-from spec_decode.report import Outcome
+from spec_decode.conformance.report import Outcome
+from spec_decode.testing.paged_fixture import PagedFixture
 from tests.factories import CPU, make_spec
 from tests.flashinfer_stand_in import NAMES, absent, backend, installed
 
@@ -29,7 +29,7 @@ def stand_in():
 
 def world_of(made, rows, **changes):
     subject = Subject(made, CPU)
-    return World(subject, replace(base_spec(subject), scale=None, **changes), rows)
+    return PagedFixture(subject, replace(base_spec(subject), scale=None, **changes), rows)
 
 
 def attend(world, batch):
@@ -172,7 +172,7 @@ def test_on_the_cpu_it_is_refused(name):
 
 
 def test_the_stand_in_leaves_no_trace():
-    names = ("flashinfer", "flashinfer.decode", "builders.flashinfer", "attn_backends.flashinfer")
+    names = ("flashinfer", "flashinfer.decode", "builders.flashinfer.builder", "attn_backends.flashinfer")
 
     def seen():
         return [sys.modules.get(name) for name in names] + [vars(builders).get("flashinfer")]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_backends.ops.latent_attention import _merge_warps, _tile_config, latent_attention
+from attn_backends.kernels.latent_attention import _merge_warps, _tile_config, latent_attention
 from builders import BatchBuffers, BatchError
 from tests.factories import make_tables
 

@@ -6,7 +6,7 @@ import torch
 
 from attn_backends import KVCache, get
 from attn_backends.base import check_forward_inputs
-from attn_backends.ops.paged_attention import tile_of
+from attn_backends.kernels.paged_attention import tile_of
 from builders import BatchBuffers, BatchError
 from tests.factories import CPU, make_cache, make_spec, make_tables
 

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_backends.ops import packed_latent, sparse_attention
-from attn_backends.ops.packed_latent import page_bytes
-from attn_backends.ops.sparse_attention import IndexedCache
+from attn_backends.kernels import packed_latent, sparse_attention
+from attn_backends.kernels.packed_latent import page_bytes
+from attn_backends.kernels.sparse_attention import IndexedCache
 from builders.errors import BatchError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

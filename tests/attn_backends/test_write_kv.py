@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from attn_backends.ops.write_kv import write_kv
+from attn_backends.kernels.write_kv import write_kv
 from builders import BatchError
 from tests.factories import make_cache, make_spec
 

@@ -8,8 +8,8 @@ import struct
 import pytest
 import torch
 
-from attn_backends.ops.packed_latent import page_bytes, unpack
-from attn_backends.ops.write_latent import LatentNorm, write_latent
+from attn_backends.kernels.packed_latent import page_bytes, unpack
+from attn_backends.kernels.write_latent import KvANormRope, write_latent
 from builders import BatchError
 
 NOPE, ROPE = 448, 64
@@ -23,7 +23,7 @@ def noise(*shape, dtype=torch.bfloat16, seed=0):
 
 def make_norm(dim, rotary, positions, dtype=torch.bfloat16):
     angles = torch.arange(40)[:, None] * 0.7 ** torch.arange(rotary // 2)
-    return LatentNorm(
+    return KvANormRope(
         weight=1 + noise(dim, dtype=dtype, seed=1) / 4,
         eps=1e-6,
         positions=torch.tensor(positions),
@@ -213,7 +213,7 @@ REFUSED = {
     "slots of another dtype": (PLAIN, {"slots": torch.tensor([0, 1]).int()}, "slot_mapping must be torch.int64"),
     "too few positions": (PLAIN, {"norm": make_norm(64, 16, [0])}, "positions must be"),
     "a weight of another dim": (PLAIN, {"norm": make_norm(80, 16, [0, 1])}, r"norm.weight must be .* \[64\]"),
-    "more rotary dims than dims": (PLAIN, {"norm": LatentNorm(
+    "more rotary dims than dims": (PLAIN, {"norm": KvANormRope(
         weight=noise(64), eps=0.0, positions=torch.tensor([0, 1]), table=torch.zeros(8, 80))}, "rotary table"),
     "packed without a page size": (BYTES, {}, "page_size None"),
     "packed with another page size": (BYTES, {"page_size": 8}, "its tokens could lie anywhere"),

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from builders.flashinfer_layout import PlanLayout
-from builders.flashinfer_plan import read_plan, replan
+from builders.flashinfer.layout import PlanLayout
+from builders.flashinfer.plan import read_plan, replan
 
 NUM_SMS = 132
 UNTOUCHED = 0xAB

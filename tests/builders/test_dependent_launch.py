@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from builders import BatchError
-from builders._triton import HAVE_TRITON, PDL_VARIABLE, dependent_launch
+from builders.kernels.triton_runtime import HAVE_TRITON, PDL_VARIABLE, dependent_launch
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [path for folder in ("builders", "attn_backends", "spec_decode") for path in (ROOT / folder).rglob("*.py")]
@@ -15,9 +15,9 @@ KERNELS = {
     "_advance_kernel", "matvec_kernel", "_rotate_kernel", "_rotate_and_write_kv_kernel", "_write_kv_kernel",
     "attention_kernel", "merge_kernel", "block_argmax_kernel", "file_token_kernel", "_add_rms_norm_kernel",
     "_swiglu_kernel", "_embed_concat_kernel", "_begin_extend_kernel", "_begin_decode_kernel", "_shift_tokens_kernel",
-    "_keep_last_kernel", "_process_kernel", "_block_draw_kernel", "_take_token_kernel", "_tops_kernel",
-    "_reject_kernel", "_weigh_kernel", "_excess_kernel", "_stand_kernel", "_keep_count_kernel", "_hash_kernel",
-    "_begin_pass_kernel", "_settle_kernel", "latent_attention_kernel", "sparse_attention_kernel",
+    "_gather_last_hidden_kernel", "_process_kernel", "_block_draw_kernel", "_take_token_kernel", "_tops_kernel",
+    "_reject_kernel", "_weigh_kernel", "_excess_kernel", "_stand_kernel", "_synthetic_accept_kernel", "_hash_kernel",
+    "_prepare_inputs_kernel", "_update_requests_kernel", "latent_attention_kernel", "sparse_attention_kernel",
     "_prepare_query_kernel", "_inverse_rotary_kernel", "_write_latent_kernel", "_swa_window_kernel",
     "_compressed_window_kernel", "_translate_topk_kernel", "_replan_kernel", "_route_kernel", "_order_kernel",
     "_combine_kernel", "read_streams_kernel", "write_streams_kernel", "extent_kernel", "weigh_kernel", "gather_kernel",
@@ -74,7 +74,7 @@ def test_the_cpu_never_has_it(monkeypatch):
 def definitions():
     """Each function with a parameter PDL, helpers of the ground floor aside."""
     for path in SOURCES:
-        if path.name != "_triton.py":
+        if path.name != "triton_runtime.py":
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.FunctionDef) and "PDL" in [argument.arg for argument in node.args.args]:
                     yield node

@@ -10,9 +10,9 @@ from builders import AdvanceLevel, BatchError
 from spec_decode.conformance import check_backend
 from spec_decode.conformance.cases import RAGGED, VERIFY, Batch, base_spec
 from spec_decode.conformance.check import CheckFailure, Subject
-from spec_decode.conformance.world import World, advance
+from spec_decode.conformance.report import Outcome
 from spec_decode.graphs import runtime_for
-from spec_decode.report import Outcome
+from spec_decode.testing.paged_fixture import PagedFixture, advance
 from tests.factories import CPU
 from tests.flashinfer_stand_in import NAMES, backend, installed
 from tests.flashinfer_stand_in.wrappers import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
@@ -42,7 +42,7 @@ def plans(monkeypatch):
 
 def world_of(made, rows, **changes):
     subject = Subject(made, CPU)
-    return World(subject, replace(base_spec(subject), scale=None, **changes), rows)
+    return PagedFixture(subject, replace(base_spec(subject), scale=None, **changes), rows)
 
 
 def build(world, batch, builder=None):

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import BatchError
-from builders.flashinfer_layout import PlanLayout
-from builders.flashinfer_plan import read_plan, replan
+from builders.flashinfer.layout import PlanLayout
+from builders.flashinfer.plan import read_plan, replan
 from spec_decode.graphs import runtime_for
 from tests.builders.flashinfer_host_planner import NUM_SMS, UNTOUCHED, Case, ceil_div
 from tests.factories import CPU

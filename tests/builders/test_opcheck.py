@@ -1,18 +1,15 @@
 import pytest
 import torch
 
-import attn_backends.ops.paged_attention  # noqa: F401
-import spec_decode.ops.layers.add_rms_norm
-import spec_decode.ops.layers.combine_experts
-import spec_decode.ops.layers.embed_concat
-import spec_decode.ops.layers.order_by_expert
-import spec_decode.ops.layers.rotate
-import spec_decode.ops.layers.rotate_and_write_kv
-import spec_decode.ops.layers.route_tokens
-import spec_decode.ops.layers.swiglu
-import spec_decode.ops.rounds.keep_last
-import spec_decode.ops.rounds.shift_tokens
-import spec_decode.ops.sampling.sample_draft  # noqa: F401
+import spec_decode.drafter.kernels.gather_last_hidden
+import spec_decode.drafter.kernels.shift_tokens
+import spec_decode.models.kernels.add_rms_norm
+import spec_decode.models.kernels.combine_experts
+import spec_decode.models.kernels.embed_concat
+import spec_decode.models.kernels.order_by_expert
+import spec_decode.models.kernels.route_tokens
+import spec_decode.models.kernels.swiglu
+import spec_decode.sampling.draft  # noqa: F401
 from builders import BatchBuffers
 from tests.factories import make_cache, make_spec, make_tables
 
@@ -146,7 +143,7 @@ OPS = {
     "spec_decode::combine_experts": combine_experts_args,
     "spec_decode::embed_concat": embed_concat_args,
     "spec_decode::shift_tokens": shift_tokens_args,
-    "spec_decode::keep_last": keep_last_args,
+    "spec_decode::gather_last_hidden": keep_last_args,
 }
 
 

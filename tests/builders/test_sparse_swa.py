@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from builders import AdvanceLevel, AttentionKind, BatchBuffers, BatchError, GraphSupport, advance_shared_state
-from builders.sparse_swa import SparseSwaBuilder
+from builders.sparse_window import SparseSwaBuilder
 from spec_decode.graphs import runtime_for
 from tests.factories import CPU, make_spec, make_tables
 

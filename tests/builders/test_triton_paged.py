@@ -8,7 +8,7 @@ from tests.factories import CPU, make_spec
 
 @pytest.fixture(autouse=True)
 def _an_h200(monkeypatch):
-    monkeypatch.setattr(triton_paged, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(triton_paged, "num_sms", lambda device: 132)
 
 
 @pytest.mark.parametrize(

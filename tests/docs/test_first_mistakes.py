@@ -12,7 +12,7 @@ import torch
 
 from attn_backends import AttentionBackend
 from spec_decode.conformance import check_backend
-from spec_decode.report import FAILURES, Outcome
+from spec_decode.conformance.report import FAILURES, Outcome
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "window_pages"))

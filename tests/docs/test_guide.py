@@ -12,10 +12,10 @@ from pathlib import Path
 import click
 import pytest
 
-from spec_decode.cli import main
+from spec_decode.cli.main import main
+from spec_decode.conformance.report import FAILURES, Outcome
+from spec_decode.drafter.plan import Strategy
 from spec_decode.matrix import Word
-from spec_decode.report import FAILURES, Outcome
-from spec_decode.strategy import Strategy
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]

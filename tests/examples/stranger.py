@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SCRIPTS = {
-    "attn-backends": "from spec_decode.cli import main; sys.exit(main())",
+    "attn-backends": "from spec_decode.cli.main import main; sys.exit(main())",
     "pytest": "import pytest; sys.exit(pytest.main())",
     "pip": "from pip._internal.cli.main import main; sys.exit(main())",
 }

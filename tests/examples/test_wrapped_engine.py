@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_decode.report import Outcome, Report, Result
+from spec_decode.conformance.report import Outcome, Report, Result
 from tests.examples.stranger import Stranger
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "wrapped_engine"

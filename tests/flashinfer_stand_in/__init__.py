@@ -18,7 +18,7 @@ from tests.flashinfer_stand_in.wrappers import BatchDecodeWithPagedKVCacheWrappe
 from tests.flashinfer_stand_in.xqa import trtllm_batch_decode_with_kv_cache
 
 NAMES = ("flashinfer", "flashinfer_tensor_cores", "flashinfer_cuda_cores", "flashinfer_xqa")
-_IMPORT_IT = ("builders.flashinfer", "builders.flashinfer_wrappers", "attn_backends.flashinfer")
+_IMPORT_IT = ("builders.flashinfer.builder", "builders.flashinfer.wrappers", "attn_backends.flashinfer")
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def installed(partials: int = 1 << 13) -> Iterator[None]:
     )
     vars(decode).update(trtllm_batch_decode_with_kv_cache=trtllm_batch_decode_with_kv_cache)
     with _modules({"flashinfer": package, "flashinfer.decode": decode}):
-        vars(import_module("builders.flashinfer_wrappers"))["_PARTIALS"] = partials
+        vars(import_module("builders.flashinfer.wrappers"))["_PARTIALS"] = partials
         yield
 
 

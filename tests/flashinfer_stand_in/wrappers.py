@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from builders.paged_views import multiprocessors
+from builders.paged import num_sms
 from tests.builders.flashinfer_host_planner import HostPlan, plan_cuda_cores, plan_tensor_cores
 from tests.flashinfer_stand_in.kernels import attend
 from tests.flashinfer_stand_in.planning import plan_once, write_plan
@@ -103,7 +103,7 @@ class _Wrapper:
         self._paged_kv_indices_buf[: len(indices)].copy_(indices)
 
     def _host_plan(self, pages: list[int], query_lens: list[int] | None, window_left: int, **sizes: int) -> HostPlan:
-        sms = multiprocessors(self.device)
+        sms = num_sms(self.device)
         if query_lens is None:
             if (group := sizes["num_q_heads"] // sizes["num_kv_heads"]) not in (1, 2, 3, 4, 8):
                 raise RuntimeError(f"Unsupported group_size: {group}")

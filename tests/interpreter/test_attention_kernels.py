@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from attn_backends import KVCache
-from attn_backends.ops.paged_attention import paged_attention
-from attn_backends.ops.write_kv import write_kv
+from attn_backends.kernels.paged_attention import paged_attention
+from attn_backends.kernels.write_kv import write_kv
 from builders import BatchBuffers
-from builders._triton import torch_implementations
+from builders.kernels.triton_runtime import torch_implementations
 from tests.factories import make_cache, make_spec, make_tables
 
 PLAIN = make_spec(head_dim=64)

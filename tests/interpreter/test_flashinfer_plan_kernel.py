@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from builders._triton import torch_implementations
+from builders.kernels.triton_runtime import torch_implementations
 from tests.builders.flashinfer_host_planner import Case
 
 CASES = {

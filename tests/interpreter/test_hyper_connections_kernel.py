@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from spec_decode.ops.layers.hyper_connections import collapse_streams, read_streams, write_streams
+from spec_decode.models.kernels.hyper_connections import collapse_streams, read_streams, write_streams
 from tests.spec_decode.hyper_oracle import EPS, assert_rounded, exact_collapse, exact_read, exact_write, make_case
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

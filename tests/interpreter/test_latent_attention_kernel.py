@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from attn_backends.ops.latent_attention import _launch, latent_attention
+from attn_backends.kernels.latent_attention import _launch, latent_attention
 from builders import BatchBuffers
-from builders._triton import torch_implementations
+from builders.kernels.triton_runtime import torch_implementations
 from tests.factories import make_tables
 
 BATCHES = {

@@ -1,13 +1,13 @@
 import pytest
 import torch
 
-from attn_backends.ops.latent_rotary import inverse_rotary, prepare_query
-from attn_backends.ops.packed_latent import page_bytes
-from attn_backends.ops.write_latent import LatentNorm, write_latent
+from attn_backends.kernels.latent_rotary import inverse_rotary, prepare_query
+from attn_backends.kernels.packed_latent import page_bytes
+from attn_backends.kernels.write_latent import KvANormRope, write_latent
 from builders import AttentionKind, BatchBuffers
-from builders._triton import torch_implementations
 from builders.compressed import compressed_window, translate_topk
-from builders.sparse_swa import SparseSwaBuilder
+from builders.kernels.triton_runtime import torch_implementations
+from builders.sparse_window import SparseSwaBuilder
 from tests.attn_backends.test_write_latent import hard_latents
 from tests.factories import CPU, make_spec, make_tables
 
@@ -34,7 +34,7 @@ def both_ways(call):
 
 def make_norm(dim, rotary, tokens=4):
     positions = torch.arange(tokens) * 9
-    return LatentNorm(weight=noise(dim, seed=1), eps=1e-6, positions=positions, table=noise(40, rotary, seed=2).cos())
+    return KvANormRope(weight=noise(dim, seed=1), eps=1e-6, positions=positions, table=noise(40, rotary, seed=2).cos())
 
 
 def written(latent, cache, slots=SLOTS, **options):

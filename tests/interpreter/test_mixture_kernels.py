@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from builders._triton import torch_implementations
+from builders.kernels.triton_runtime import torch_implementations
+from spec_decode.models.kernels import order_by_expert as ordering
+from spec_decode.models.kernels import route_tokens as routes
+from spec_decode.models.kernels.combine_experts import combine_experts
+from spec_decode.models.kernels.order_by_expert import order_by_expert
 from spec_decode.models.published.moe import Experts, FeedForward, MixtureOfExperts, Routing
-from spec_decode.ops.layers import order_by_expert as ordering
-from spec_decode.ops.layers import route_tokens as routes
-from spec_decode.ops.layers.combine_experts import combine_experts
-from spec_decode.ops.layers.order_by_expert import order_by_expert
 from tests.spec_decode.mixture_oracle import (
     ORDERS,
     ROUTINGS,

@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from builders._triton import torch_implementations
-from spec_decode.ops.layers.add_rms_norm import add_rms_norm
-from spec_decode.ops.layers.embed_concat import embed_concat
-from spec_decode.ops.layers.rotate import Rotation, rotate
-from spec_decode.ops.layers.swiglu import swiglu
+from attn_backends.kernels.rope import Rotation, rotate
+from builders.kernels.triton_runtime import torch_implementations
+from spec_decode.models.kernels.add_rms_norm import add_rms_norm
+from spec_decode.models.kernels.embed_concat import embed_concat
+from spec_decode.models.kernels.swiglu import swiglu
 
 DTYPES = [torch.float32, torch.float16]
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-6}, torch.float16: {"rtol": 2e-3, "atol": 1e-3}}

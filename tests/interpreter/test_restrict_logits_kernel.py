@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from builders._triton import torch_implementations
-from spec_decode.ops.sampling import restrict_logits as kernel
-from spec_decode.ops.sampling.restrict_logits import restrict_logits
+from builders.kernels.triton_runtime import torch_implementations
+from spec_decode.sampling.kernels import restrict_logits as kernel
+from spec_decode.sampling.kernels.restrict_logits import restrict_logits
 
 INF = float("inf")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from attn_backends import KVCache
-from attn_backends.ops.write_kv import write_kv
-from builders._triton import torch_implementations
-from spec_decode.ops.layers.rotate import Rotation, rotate
-from spec_decode.ops.layers.rotate_and_write_kv import rotate_and_write_kv
+from attn_backends.kernels.rope import Rotation, rotate
+from attn_backends.kernels.rope_and_write_kv import rotate_and_write_kv
+from attn_backends.kernels.write_kv import write_kv
+from builders.kernels.triton_runtime import torch_implementations
 from tests.factories import make_cache, make_spec
 
 TOKENS, MAX_POSITIONS = 4, 40

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from builders._triton import torch_implementations
-from spec_decode.ops.sampling.sample_draft import StopRule, sample_draft
+from builders.kernels.triton_runtime import torch_implementations
+from spec_decode.sampling.draft import StopRule, sample_draft
 
 
 def drafted(
@@ -15,7 +15,7 @@ def drafted(
     out = torch.full((rows + 1, 3), 7), torch.full((rows + 1, 3, width), 7.0), torch.full((rows + 1,), 7)
     seq_lens = torch.tensor(live or [5] * rows, dtype=torch.int32)
     stop = StopRule.allocate(rows, 3, logits.device, min_confidence=confidence)
-    stop.going.fill_(7)
+    stop.continue_flag.fill_(7)
     if lengths is not None:
         stop.draft_lens.copy_(torch.tensor(lengths))
     sample_draft(
@@ -32,7 +32,7 @@ def drafted(
         token_map=token_map,
         feed_back=feed_back,
     )
-    return *out, seq_lens, stop.going
+    return *out, seq_lens, stop.continue_flag
 
 
 def both_ways(*args, **options):

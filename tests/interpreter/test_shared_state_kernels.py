@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import advance_shared_state, begin_decode, begin_extend
-from builders._triton import torch_implementations
+from builders.kernels.triton_runtime import torch_implementations
 from tests.factories import Shared, shared_states, state_of
 
 FEW = settings(max_examples=30)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from spec_decode.ops.layers.skinny_linear import MAX_ROWS, norm_linear
-from spec_decode.ops.layers.skinny_tiling import Tiling
+from spec_decode.models.kernels.skinny_linear import MAX_ROWS, norm_linear
+from spec_decode.models.kernels.skinny_tiling import Tiling
 from tests.spec_decode.skinny_oracle import FORMS, assert_within_budget, make_inputs
 
 TILE = Tiling(block_n=4, block_k=16, num_warps=4)

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from attn_backends.ops import sparse_attention
+from attn_backends.kernels import sparse_attention
 from tests.attn_backends.test_sparse_attention import BF16, FP16, PACKED, Asked
 
 FORMS = {"plain": {"dtype": BF16, "dim": 512}, "packed": PACKED}

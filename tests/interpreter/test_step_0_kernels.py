@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from builders._triton import torch_implementations
-from spec_decode.ops.rounds.keep_last import keep_last
-from spec_decode.ops.rounds.shift_tokens import shift_tokens
+from builders.kernels.triton_runtime import torch_implementations
+from spec_decode.drafter.kernels.gather_last_hidden import gather_last_hidden
+from spec_decode.drafter.kernels.shift_tokens import shift_tokens
 
 WILD = torch.tensor([2, 0, -(2**31), 2**31 - 1, 1, -1], dtype=torch.int32)
 NAN = float("nan")
@@ -37,7 +37,7 @@ def kept(hidden, accepted, query_len, dtype):
     """What is kept, with a row of NaN behind it that nothing may write to."""
     rows = hidden.shape[0] // query_len
     buffer = torch.full((rows + 1, hidden.shape[1]), NAN, dtype=dtype)
-    keep_last(hidden, accepted, query_len, buffer[:rows])
+    gather_last_hidden(hidden, accepted, query_len, buffer[:rows])
     assert buffer[rows].isnan().all()
     return buffer[:rows]
 

@@ -5,20 +5,20 @@ import math
 import pytest
 import torch
 
-from builders._triton import torch_implementations
-from spec_decode.ops.rounds.begin_pass import begin_pass
-from spec_decode.ops.rounds.settle_pass import NextRound, Texts, settle_pass
-from spec_decode.ops.sampling.draw_tokens import draw_tokens
-from spec_decode.ops.sampling.process_logits import process_logits
-from spec_decode.ops.verify.draft_round import DraftRound
-from spec_decode.ops.verify.hash_seeds import hash_seeds
-from spec_decode.ops.verify.judge_as_block import judge_as_block
-from spec_decode.ops.verify.judge_by_rejection import judge_by_rejection
-from spec_decode.ops.verify.keep_count import keep_count
-from spec_decode.sampling import Sampling
+from builders.kernels.triton_runtime import torch_implementations
+from spec_decode.engine.kernels.prepare_inputs import prepare_inputs
+from spec_decode.engine.kernels.update_requests import NextRound, Texts, update_requests
+from spec_decode.sampling.kernels.draw_tokens import draw_tokens
+from spec_decode.sampling.kernels.process_logits import process_logits
+from spec_decode.sampling.parameters import Sampling
 from spec_decode.verification import verifier
+from spec_decode.verification.kernels.block_verify import block_verify
+from spec_decode.verification.kernels.draft_round import DraftRound
+from spec_decode.verification.kernels.hash_seeds import hash_seeds
+from spec_decode.verification.kernels.rejection_sample import rejection_sample
+from spec_decode.verification.kernels.synthetic_accept import synthetic_accept
 
-JUDGES = {"rejection": judge_by_rejection, "block": judge_as_block}
+JUDGES = {"rejection": rejection_sample, "block": block_verify}
 ROWS = 10
 SHAPES = [(1, 9), (2, 2), (3, 9), (5, 37), (1, 1100), (3, 1600)]
 
@@ -70,7 +70,7 @@ def make_round(steps, vocab, seed=0, likeness=0.5, ends=True):
         temperature=(torch.rand(ROWS, generator=generator(seed + 3)) * 2 - 0.5).clamp(min=0),
         seeds=whole(-(2**63), 2**63 - 1, ROWS, seed + 4),
         coin_seeds=whole(-(2**63), 2**63 - 1, ROWS, seed + 5),
-        first_positions=whole(0, 2**20, ROWS, seed + 6),
+        draft_positions=whole(0, 2**20, ROWS, seed + 6),
     )
 
 
@@ -141,7 +141,7 @@ def test_where_nothing_is_left_of_p_it_is_drawn_from_itself(judge):
     )
     accepted, next_tokens = judge(round_)
     plain = draw_tokens(
-        p[:, 0], temperature=torch.ones(ROWS), seeds=round_.seeds, positions=round_.first_positions
+        p[:, 0], temperature=torch.ones(ROWS), seeds=round_.seeds, positions=round_.draft_positions
     )  # fmt: skip
     assert accepted.eq(0).all() and torch.equal(next_tokens, plain)
 
@@ -166,7 +166,7 @@ def test_behind_a_draft_that_ended_the_token_is_plain_decodings(judge, drafted):
     )  # fmt: skip
     accepted, next_tokens = judge(round_)
     plain = draw_tokens(
-        p[:, drafted], temperature=torch.ones(ROWS), seeds=round_.seeds, positions=round_.first_positions + drafted
+        p[:, drafted], temperature=torch.ones(ROWS), seeds=round_.seeds, positions=round_.draft_positions + drafted
     )
     assert accepted.eq(drafted).all() and torch.equal(next_tokens, plain) and plain.eq(2).any()
 
@@ -199,7 +199,7 @@ def test_a_whole_verifier_with_restrictions(name, dtype):
     def call():
         verdict = verifier(name, num_speculative_tokens=2).verify(
             round_.processed.to(dtype), round_.draft_tokens, round_.draft_logits, sampling=sampling,
-            first_positions=round_.first_positions,
+            draft_positions=round_.draft_positions,
         )  # fmt: skip
         return verdict.accepted, verdict.next_tokens
 
@@ -236,7 +236,7 @@ def test_kept_counts(steps, mean):
     drafts = torch.zeros(40, steps, dtype=torch.int64)
     drafts[::4, -1] = -1
     seeds, positions = whole(-(2**63), 2**63 - 1, 40, 1), whole(0, 2**40, 40, 2)
-    assert same(*both_ways(lambda: keep_count(drafts, seeds=seeds, first_positions=positions, mean=mean)))
+    assert same(*both_ways(lambda: synthetic_accept(drafts, seeds=seeds, draft_positions=positions, mean=mean)))
 
 
 @pytest.mark.parametrize("rows", [1, 300])
@@ -249,13 +249,13 @@ def test_hashed_seeds(rows):
 def test_what_a_pass_begins_with(steps):
     lens, last = torch.tensor([0, 1, 7, 900]), torch.tensor([0, 5, 6, 7])
     drafts = whole(-2, 9, 4 * (steps + 1), 0).view(4, steps + 1)[:, :steps]
-    assert same(*both_ways(lambda: begin_pass(lens, last, drafts)))
+    assert same(*both_ways(lambda: prepare_inputs(lens, last, drafts)))
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
-@pytest.mark.parametrize("first_position", [0, 1])
+@pytest.mark.parametrize("position_offset", [0, 1])
 @pytest.mark.parametrize("telling", [True, False])
-def test_what_a_pass_leaves(telling, first_position, steps):
+def test_what_a_pass_leaves(telling, position_offset, steps):
     def settled():
         lens = torch.tensor([0, 1, 7, 900, 20, 7])
         texts = Texts(
@@ -266,9 +266,9 @@ def test_what_a_pass_leaves(telling, first_position, steps):
             torch.full((7,), 7), torch.full((7,), 7, dtype=torch.int32),
         )  # fmt: skip
         drafts = whole(-1, 9, 6 * (steps + 1), 3).view(6, steps + 1)
-        settle_pass(
+        update_requests(
             whole(0, steps + 1, 6, 1), whole(0, 99, 6, 2), drafts.clamp(min=0), drafts[:, 1:], texts,
-            NextRound(*(x[:6] for x in told)) if telling else None, first_position=first_position,
+            NextRound(*(x[:6] for x in told)) if telling else None, position_offset=position_offset,
         )  # fmt: skip
         return *texts, *told
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attn_backends.torch_reference import TorchReference
-from spec_decode.strategy import GraphMode
+from spec_decode.drafter.plan import GraphMode
 
 pytest.importorskip("transformers").logging.set_verbosity_error()
 
@@ -70,7 +70,7 @@ def test_even_in_bfloat16_a_little_wrong_is_over_the_budget(broken):
 
 
 def test_a_draft_that_attends_at_wrong_positions_is_not_ok(monkeypatch):
-    monkeypatch.setattr(script.TargetAsDraft, "first_position", 0)
+    monkeypatch.setattr(script.TargetAsDraft, "position_offset", 0)
 
     row = script.speculation_row(subject(torch.float32), TorchReference(), GraphMode.NONE)
 

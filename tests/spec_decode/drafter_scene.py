@@ -8,9 +8,9 @@ from torch import nn
 from attn_backends import get
 from builders import RequestTables
 from spec_decode.drafter import Drafter, VerifiedTokens
-from spec_decode.kv_groups import make_group
+from spec_decode.drafter.kv_groups import make_group
+from spec_decode.drafter.plan import Strategy
 from spec_decode.models import DraftModel
-from spec_decode.strategy import Strategy
 from tests.factories import CPU, make_config, make_spec, owned_pages
 from tests.foreseen import Foreseen
 from tests.spec_decode.drafter_backends import DecodeOnly, Strong, Uncapturable, Weak

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from scipy import stats
 
-from spec_decode.ops.sampling.sample_draft import sample_draft
-from spec_decode.sampling import Sampling
+from spec_decode.sampling.draft import sample_draft
+from spec_decode.sampling.parameters import Sampling
 from spec_decode.verification import sample_target
 
 COUNT = 100_000
@@ -35,7 +35,7 @@ def judged(verifier, target_logits, draft_tokens, *, draft_logits=None, first=FI
         draft_logits = torch.zeros(rows, columns, target_logits.shape[-1])
     return verifier.verify(
         target_logits, draft_tokens, draft_logits, sampling=sampling_of(rows, **sampling),
-        first_positions=torch.as_tensor(first).expand(rows),
+        draft_positions=torch.as_tensor(first).expand(rows),
     )  # fmt: skip
 
 

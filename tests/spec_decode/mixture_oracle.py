@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from spec_decode.ops.layers.route_tokens import route_tokens
+from spec_decode.models.kernels.route_tokens import route_tokens
 
 SCORE = {
     "sigmoid": lambda x: 1 / (1 + math.exp(-x)),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch.nn import functional as F
 
-from spec_decode.ops.layers.skinny_linear import embed_linear, launch, norm_linear, skinny_linear, wide_linear
+from spec_decode.models.kernels.skinny_linear import embed_linear, launch, norm_linear, skinny_linear, wide_linear
 
 EPS = 1e-6
 VOCAB = 11

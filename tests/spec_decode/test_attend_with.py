@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from attn_backends.kernels.rope import Rotation, rotated
+from attn_backends.kernels.rope_and_write_kv import rotate_and_write_kv
 from attn_backends.torch_reference import TorchReference
 from builders import BatchError
-from spec_decode import kv_groups
-from spec_decode.kv_groups import KVGroup, attend_with
-from spec_decode.ops.layers.rotate import Rotation, rotated
-from spec_decode.ops.layers.rotate_and_write_kv import rotate_and_write_kv
-from spec_decode.phase import attend_in_pieces
+from spec_decode.drafter import kv_groups
+from spec_decode.drafter.kv_groups import KVGroup, attend_with
+from spec_decode.drafter.step_buffers import attend_in_pieces
 from tests.factories import make_cache, make_spec
 
 SPEC = make_spec()

@@ -8,14 +8,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_backends import get
-from attn_backends.ops.packed_latent import unpack
+from attn_backends.kernels.packed_latent import unpack
 from builders import AdvanceLevel, BatchError, advance_shared_state
 from spec_decode import bench as benches
-from spec_decode.bench import advance_cases, decode_cases, measure, peers, round_cases, scene
-from spec_decode.bench.decode_cases import Contest, by_backend, contest_rows
-from spec_decode.bench.rows import Bench, Limit, held_to, serving
-from spec_decode.bench.scene import DecodeScene
-from spec_decode.bench.specs import GQA, MLA, PACKED
+from spec_decode.tools.bench import advance_cases, decode_cases, measure, peers, round_cases, scene
+from spec_decode.tools.bench.decode_cases import Contest, by_backend, contest_rows
+from spec_decode.tools.bench.rows import Bench, Limit, held_to, serving
+from spec_decode.tools.bench.scene import DecodeScene
+from spec_decode.tools.bench.specs import GQA, MLA, PACKED
 from tests.factories import CPU, make_spec
 from tests.spec_decode import fake_flashinfer
 
@@ -52,13 +52,13 @@ def timed(monkeypatch):
 @pytest.fixture
 def flashinfer(monkeypatch):
     """The stand-in, and what is built on it, gone again afterwards."""
-    ours = ("builders.flashinfer", "builders.flashinfer_wrappers", "attn_backends.flashinfer")
-    names = (*ours, "spec_decode.bench.flashinfer_plans")
+    ours = ("builders.flashinfer.builder", "builders.flashinfer.wrappers", "attn_backends.flashinfer")
+    names = (*ours, "spec_decode.tools.bench.flashinfer_plans")
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     for name, module in fake_flashinfer.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    from spec_decode.bench import flashinfer_plans
+    from spec_decode.tools.bench import flashinfer_plans
 
     yield flashinfer_plans
     for name in names:
@@ -294,7 +294,7 @@ def test_a_plan_a_step_is_no_claim_to_advance_in_the_graph(flashinfer):
 
 
 def test_host_time_of_a_plan_a_step_is_held_against_the_loop(bench, monkeypatch):
-    plans = ModuleType("spec_decode.bench.flashinfer_plans")
+    plans = ModuleType("spec_decode.tools.bench.flashinfer_plans")
     plans.FlashInferHorizon = plans.FlashInferPerStep = lambda: SimpleNamespace(name="planned")
     monkeypatch.setitem(sys.modules, plans.__name__, plans)
     monkeypatch.setattr(

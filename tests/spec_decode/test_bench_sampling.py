@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from spec_decode import bench as benches
-from spec_decode.bench import measure, sampling_cases
-from spec_decode.bench.rows import Bench
-from spec_decode.bench.sampling_cases import CONTESTS, contest_rows, sampling_rows, threshold
-from spec_decode.bench.sampling_ways import KINDS, Contender, SamplingScene, our_logits, our_target
-from spec_decode.sampling import SamplingParams
+from spec_decode.sampling.parameters import SamplingParams
+from spec_decode.tools.bench import measure, sampling_cases
+from spec_decode.tools.bench.rows import Bench
+from spec_decode.tools.bench.sampling_cases import CONTESTS, contest_rows, sampling_rows, threshold
+from spec_decode.tools.bench.sampling_ways import KINDS, Contender, SamplingScene, our_logits, our_target
 from tests.factories import CPU
 from tests.spec_decode import fake_flashinfer_sampling
 

@@ -17,7 +17,7 @@ DRAFTS = list(itertools.product(range(VOCAB), repeat=STEPS))
 SEEDS = 2000
 
 
-class World:
+class PagedFixture:
     """A target and a draft over a tiny vocabulary: logits and distributions by context, a tuple of tokens."""
 
     def __init__(self, temperature, likeness, seed, **restriction):
@@ -83,14 +83,14 @@ class World:
 
 
 WORLDS = {
-    f"temperature {temperature}, likeness {likeness}": World(temperature, likeness, seed)
+    f"temperature {temperature}, likeness {likeness}": PagedFixture(temperature, likeness, seed)
     for seed, (temperature, likeness) in enumerate(itertools.product((0.6, 1.0, 1.7), (0.0, 0.5, 0.9)))
 }
 each_world = pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS)
 RESTRICTED = {
-    "top_k": World(1.0, 0.5, 10, top_k=2),
-    "top_p": World(1.7, 0.5, 11, top_p=0.8),
-    "top_k and top_p": World(0.6, 0.0, 12, top_k=2, top_p=0.9),
+    "top_k": PagedFixture(1.0, 0.5, 10, top_k=2),
+    "top_p": PagedFixture(1.7, 0.5, 11, top_p=0.8),
+    "top_k and top_p": PagedFixture(0.6, 0.0, 12, top_k=2, top_p=0.9),
 }
 
 
@@ -201,7 +201,7 @@ def test_a_text_of_many_rounds_is_distributed_as_the_targets(name):
 
 
 class StaleCoins(BlockVerification):
-    def draft_seeds(self, seeds, first_positions):
+    def draft_seeds(self, seeds, draft_positions):
         return seeds
 
 

@@ -13,7 +13,7 @@ from attn_backends.torch_reference import TorchReference
 from builders import ReferenceBuilder, ReferenceMetadata
 from spec_decode.conformance import KnownFailure, check_backend, iter_checks, parametrize_with_checks
 from spec_decode.conformance.cases import Case
-from spec_decode.report import FAMILIES, Outcome
+from spec_decode.conformance.report import FAMILIES, Outcome
 from tests.mutants import derived, with_builder
 
 CPU = torch.device("cpu")

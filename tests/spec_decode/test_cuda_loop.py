@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from spec_decode.graphs import CaptureError, cuda_loop, loop_obstacle
+from spec_decode.graphs import CaptureError, cuda_loop, loop_unsupported_reason
 from tests.factories import CPU
 
 
@@ -43,22 +43,22 @@ def installed(monkeypatch):
 
 def test_with_bindings_and_driver_nothing_stands_in_the_way(installed):
     installed()
-    assert loop_obstacle(torch.device("cuda")) is None
+    assert loop_unsupported_reason(torch.device("cuda")) is None
 
 
 def test_missing_bindings_are_named_with_what_brings_them(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    assert "pip install 'cuda-python>=13'" in loop_obstacle(torch.device("cuda"))
+    assert "pip install 'cuda-python>=13'" in loop_unsupported_reason(torch.device("cuda"))
 
 
 def test_older_bindings_are_named_with_their_version(installed):
     installed(version="12.9.2")
-    assert "cuda.bindings 13 or later, found 12.9.2" in loop_obstacle(torch.device("cuda"))
+    assert "cuda.bindings 13 or later, found 12.9.2" in loop_unsupported_reason(torch.device("cuda"))
 
 
 def test_an_older_driver_is_named_with_what_it_serves(installed):
     installed(driver=12080)
-    assert "needs a driver for CUDA 13.0, the one here serves 12.8" in loop_obstacle(torch.device("cuda"))
+    assert "needs a driver for CUDA 13.0, the one here serves 12.8" in loop_unsupported_reason(torch.device("cuda"))
 
 
 def test_bindings_that_do_not_find_their_library_say_so(installed):
@@ -66,7 +66,7 @@ def test_bindings_that_do_not_find_their_library_say_so(installed):
         raise RuntimeError("no libnvrtc")
 
     installed(nvrtc=nvrtc)
-    assert "no libnvrtc" in loop_obstacle(torch.device("cuda"))
+    assert "no libnvrtc" in loop_unsupported_reason(torch.device("cuda"))
 
 
 def test_a_loop_is_refused_in_the_same_words(installed):
@@ -76,4 +76,4 @@ def test_a_loop_is_refused_in_the_same_words(installed):
 
 
 def test_the_emulator_needs_nothing():
-    assert loop_obstacle(CPU) is None
+    assert loop_unsupported_reason(CPU) is None

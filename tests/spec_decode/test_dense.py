@@ -5,8 +5,8 @@ import torch
 
 from attn_backends import get
 from spec_decode.dense import run_target, write
+from spec_decode.drafter.plan import GraphMode
 from spec_decode.engine import Engine, Request
-from spec_decode.strategy import GraphMode
 from spec_decode.training import Recipe, draft_loss
 from tests.factories import make_config, make_latent_config, make_pair
 

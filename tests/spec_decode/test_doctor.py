@@ -13,9 +13,9 @@ import torch
 from attn_backends import registry
 from attn_backends.fa3_providers import PROVIDER_VARIABLE
 from attn_backends.torch_reference import TorchReference
-from spec_decode import doctor
-from spec_decode.doctor import Finding, State, examine
 from spec_decode.graphs.emulator import EmulatedRuntime
+from spec_decode.tools import doctor
+from spec_decode.tools.doctor import Finding, State, examine
 
 CPU = torch.device("cpu")
 
@@ -68,7 +68,7 @@ def test_a_capture_that_executes_has_failed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_stands_in_the_way_of_a_loop_is_told_and_no_loop_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "loop_obstacle", lambda device: "it needs the package cuda.bindings")
+    monkeypatch.setattr(doctor, "loop_unsupported_reason", lambda device: "it needs the package cuda.bindings")
     monkeypatch.setattr(EmulatedRuntime, "capture_loop", lambda *_: pytest.fail("a loop was captured"))
     found = findings("graphs")["device loop"]
     assert (found.state, found.words) == (State.ABSENT, "it needs the package cuda.bindings")

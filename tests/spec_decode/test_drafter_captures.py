@@ -3,7 +3,7 @@ import torch
 
 from attn_backends import get
 from spec_decode.drafter import default_capture_sizes
-from spec_decode.strategy import Strategy
+from spec_decode.drafter.plan import Strategy
 from tests.spec_decode.drafter_backends import Bound
 from tests.spec_decode.drafter_scene import CAPTURING, CONTEXTS, MAX_SEQ_LEN, Scene, assert_same, decode_only, strong
 

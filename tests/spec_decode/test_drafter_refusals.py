@@ -5,7 +5,7 @@ import torch
 
 from builders import BatchError
 from spec_decode.drafter import Drafter
-from spec_decode.strategy import Strategy, StrategyError
+from spec_decode.drafter.plan import Strategy, StrategyError
 from tests.spec_decode.drafter_scene import MAX_SEQ_LEN, K, strong
 
 

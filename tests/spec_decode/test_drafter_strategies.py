@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from attn_backends import get
-from spec_decode.strategy import GraphMode, Strategy, StrategyError, Upkeep
+from spec_decode.drafter.plan import GraphMode, MetadataUpdate, Strategy, StrategyError
 from tests.foreseen import ForeseenBuilder
 from tests.spec_decode.drafter_backends import (
     Planned,
@@ -31,7 +31,10 @@ from tests.spec_decode.drafter_scene import (
 def test_a_weak_group_is_rebuilt_and_the_strong_one_is_not():
     plan = mixed().drafter.plan
     assert plan.strategy is Strategy.PER_STEP
-    assert [(g.upkeep, g.waits) for g in plan.groups] == [(Upkeep.IN_GRAPH, False), (Upkeep.REBUILT, True)]
+    assert [(g.upkeep, g.waits) for g in plan.groups] == [
+        (MetadataUpdate.IN_GRAPH, False),
+        (MetadataUpdate.REBUILT, True),
+    ]
 
 
 def test_a_round_builds_the_weak_group_once_a_step_and_the_strong_one_never():
@@ -58,7 +61,10 @@ def test_a_forced_full_loop_with_a_weak_group_raises_with_its_reason():
 def test_a_group_that_the_host_can_foresee_leaves_the_full_loop_possible():
     plan = foreseen().drafter.plan
     assert plan.strategy is Strategy.FULL_LOOP
-    assert [(g.upkeep, g.waits) for g in plan.groups] == [(Upkeep.IN_GRAPH, False), (Upkeep.AHEAD, True)]
+    assert [(g.upkeep, g.waits) for g in plan.groups] == [
+        (MetadataUpdate.IN_GRAPH, False),
+        (MetadataUpdate.AHEAD, True),
+    ]
 
 
 def test_a_round_plans_every_later_step_of_such_a_group_before_the_loop():

@@ -179,7 +179,7 @@ def test_a_custom_op_is_recorded_as_one_operation():
 
 
 def test_a_custom_op_that_reads_its_own_tensors_on_the_cpu_is_no_host_read():
-    from attn_backends.ops.paged_attention import paged_attention
+    from attn_backends.kernels.paged_attention import paged_attention
 
     cache, out = torch.ones(2, 4, 1, 64), torch.zeros(1, 1, 64)
     ints = [torch.tensor(v, dtype=torch.int32) for v in ([[0, 1]], [0], [0, 1])]
@@ -379,7 +379,7 @@ def test_a_call_between_pieces_sees_what_the_piece_before_it_wrote_and_feeds_the
         seen.append(t.tolist())
         return t * 10
 
-    graph = pieces(lambda call_outside: y.copy_(call_outside(outside, x + 1) + 5))
+    graph = pieces(lambda split_op: y.copy_(split_op(outside, x + 1) + 5))
     seen.clear()
     for value in (3.0, 7.0):
         x.fill_(value)
@@ -389,7 +389,7 @@ def test_a_call_between_pieces_sees_what_the_piece_before_it_wrote_and_feeds_the
 
 def test_python_values_are_frozen_in_the_pieces_and_read_anew_between_them():
     x, host = torch.zeros(1), {"n": 1}
-    graph = pieces(lambda call_outside: x.copy_(call_outside(lambda t: t + host["n"], x) * host["n"]))
+    graph = pieces(lambda split_op: x.copy_(split_op(lambda t: t + host["n"], x) * host["n"]))
     host["n"] = 5
     graph.replay()
     assert x.tolist() == [5]
@@ -398,9 +398,9 @@ def test_python_values_are_frozen_in_the_pieces_and_read_anew_between_them():
 def test_a_capture_in_pieces_leaves_memory_as_it_was_and_its_results_poisoned():
     x, held = torch.zeros(2), {}
 
-    def run(call_outside):
+    def run(split_op):
         x.add_(1)
-        held["outside"] = call_outside(lambda t: t + 1, x)
+        held["outside"] = split_op(lambda t: t + 1, x)
         held["inside"] = held["outside"] + 1
 
     graph = pieces(run)
@@ -411,15 +411,15 @@ def test_a_capture_in_pieces_leaves_memory_as_it_was_and_its_results_poisoned():
 
 def test_a_host_read_is_refused_in_a_piece_and_allowed_between_them():
     x = torch.ones(2)
-    pieces(lambda call_outside: call_outside(lambda t: t * t.sum().item(), x)).replay()
-    for run in (lambda call_outside: x.sum().item(), lambda call_outside: call_outside(torch.neg, x).sum().item()):
+    pieces(lambda split_op: split_op(lambda t: t * t.sum().item(), x)).replay()
+    for run in (lambda split_op: x.sum().item(), lambda split_op: split_op(torch.neg, x).sum().item()):
         with pytest.raises(CaptureError):
             pieces(run)
 
 
 def test_a_run_without_a_call_outside_is_one_piece():
     x = torch.zeros(1)
-    graph = pieces(lambda call_outside: x.add_(1))
+    graph = pieces(lambda split_op: x.add_(1))
     graph.replay()
     assert x.tolist() == [1] and graph.num_nodes == 1
 

@@ -6,10 +6,10 @@ import torch
 from attn_backends import get
 from builders import BatchError
 from spec_decode.dense import causal_attend, run_target, speculate
+from spec_decode.drafter.plan import GraphMode, Strategy
 from spec_decode.engine import Engine, Request
 from spec_decode.engine import engine as module
-from spec_decode.strategy import GraphMode, Strategy
-from spec_decode.text import encode
+from spec_decode.models.text import encode
 from spec_decode.verification import BlockVerification
 from tests.factories import make_config, make_pair
 
@@ -155,13 +155,13 @@ class Watched(BlockVerification):
     def __init__(self):
         self.drafted, self.judged = [], []
 
-    def verify(self, *args, first_positions, **options):
-        self.judged.extend(first_positions.tolist())
-        return super().verify(*args, first_positions=first_positions, **options)
+    def verify(self, *args, draft_positions, **options):
+        self.judged.extend(draft_positions.tolist())
+        return super().verify(*args, draft_positions=draft_positions, **options)
 
-    def draft_seeds(self, seeds, first_positions):
-        self.drafted.extend(first_positions.tolist())
-        return super().draft_seeds(seeds, first_positions)
+    def draft_seeds(self, seeds, draft_positions):
+        self.drafted.extend(draft_positions.tolist())
+        return super().draft_seeds(seeds, draft_positions)
 
 
 def test_verification_is_told_where_each_draft_token_stands(monkeypatch):

@@ -11,9 +11,9 @@ from attn_backends import get
 from attn_backends.torch_reference import TorchReference
 from builders import BatchError, GraphSupport, ReferenceBuilder
 from spec_decode.dense import causal_attend, positions_of
+from spec_decode.drafter.plan import GraphMode
 from spec_decode.engine import Engine, Finish, Request
 from spec_decode.models import DraftModel, LayerGroup, LlamaTarget
-from spec_decode.strategy import GraphMode
 from tests.factories import make_config, make_pair
 
 PAIR = make_pair()
@@ -329,7 +329,7 @@ class TwoGroups(LlamaTarget):
 class SameModel(DraftModel):
     """A draft that is the target itself, and so is right whenever its positions and its cache are."""
 
-    first_position = 1
+    position_offset = 1
 
     def __init__(self, target):
         super().__init__()

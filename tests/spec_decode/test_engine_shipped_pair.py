@@ -5,10 +5,10 @@ from functools import cache
 import pytest
 
 from attn_backends import get
+from spec_decode.drafter.plan import GraphMode
 from spec_decode.engine import Engine, Request
 from spec_decode.models import SHIPPED_PAIR, load_pair
-from spec_decode.strategy import GraphMode
-from spec_decode.text import encode, held_out_prompts
+from spec_decode.models.text import encode, held_out_prompts
 
 
 @cache

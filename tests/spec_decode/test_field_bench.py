@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spec_decode.bench import field_cases
-from spec_decode.bench.field_cases import field_rows, weight_bytes
-from spec_decode.bench.random_drafts import RANDOM_DRAFTS, RandomDraft
-from spec_decode.bench.rounds import Round
-from spec_decode.bench.rows import Bench
-from spec_decode.strategy import Strategy
+from spec_decode.drafter.plan import Strategy
+from spec_decode.tools.bench import field_cases
+from spec_decode.tools.bench.field_cases import field_rows, weight_bytes
+from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS, RandomDraft
+from spec_decode.tools.bench.rounds import Round
+from spec_decode.tools.bench.rows import Bench
 from tests.factories import CPU
 
 TINY = {

@@ -14,8 +14,8 @@ import torch
 
 from attn_backends import get
 from builders import RequestTables
+from spec_decode.drafter.kv_groups import KVGroup, attend_with, build_ragged, make_group
 from spec_decode.graphs import runtime_for
-from spec_decode.kv_groups import KVGroup, attend_with, build_ragged, make_group
 from spec_decode.models import CheckpointError, TargetStates
 from tests.factories import CPU, make_tables
 

@@ -10,10 +10,10 @@ from attn_backends.torch_reference import TorchReference
 from builders import AttentionKind
 from spec_decode.conformance.check import CheckFailure, Subject, expand
 from spec_decode.dense import causal_attend, positions_of, run_target, speculate, unrolled_attend
+from spec_decode.drafter.plan import GraphMode, Strategy
 from spec_decode.engine import Engine, Request
 from spec_decode.models import LatentConfig, LlamaTarget
-from spec_decode.strategy import GraphMode, Strategy
-from spec_decode.text import encode
+from spec_decode.models.text import encode
 from spec_decode.training import Recipe, draft_loss
 from tests.factories import CPU, make_config, make_latent_config, make_pair
 

@@ -7,17 +7,17 @@ import torch
 
 from attn_backends import get
 from builders import BatchError, RequestTables
-from spec_decode.kv_groups import make_group
-from spec_decode.measured import MARGIN, StrategyCache, fastest_strategy
+from spec_decode.drafter.autotune import MARGIN, StrategyCache, fastest_strategy
+from spec_decode.drafter.kv_groups import make_group
+from spec_decode.drafter.plan import GraphMode, Strategy
 from spec_decode.models import EagleDraft, LlamaTarget
-from spec_decode.strategy import GraphMode, Strategy
 from tests.factories import CPU, make_config
 
 CONFIG = make_config(vocab_size=32, hidden_size=16, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=64)
 K = 3
 
 
-class World:
+class PagedFixture:
     """A tiny draft over a small pool, and a clock whose times are given."""
 
     def __init__(self, folder, *, num_pages=12, max_reqs=2):
@@ -50,7 +50,7 @@ def times(full=100.0, device=100.0, per_step=100.0):
 
 @pytest.fixture
 def world(tmp_path):
-    return World(tmp_path)
+    return PagedFixture(tmp_path)
 
 
 def test_the_fastest_strategy_is_chosen(world):
@@ -111,13 +111,13 @@ def test_without_graphs_there_is_nothing_to_measure_or_keep(world):
 
 
 def test_a_small_pool_measures_with_fewer_requests(tmp_path):
-    world = World(tmp_path, num_pages=4)
+    world = PagedFixture(tmp_path, num_pages=4)
     world.measure(times())
     assert {live for _, live, _ in world.seen} == {1}
 
 
 def test_a_pool_without_room_for_a_round_is_refused(tmp_path):
-    world = World(tmp_path, num_pages=2)
+    world = PagedFixture(tmp_path, num_pages=2)
     with pytest.raises(BatchError, match="room for a request of 9 tokens"):
         world.measure(times())
 
@@ -129,7 +129,7 @@ def test_wall_time_is_measured_where_no_clock_is_given(world):
 
 def test_a_folder_that_cannot_be_written_is_warned_of_and_the_measurement_is_used(tmp_path):
     (tmp_path / "file").touch()
-    world = World(tmp_path / "file" / "strategies")
+    world = PagedFixture(tmp_path / "file" / "strategies")
     with pytest.warns(RuntimeWarning, match=r"file/strategies is not.*device_loop is used.*ATTN_BACKENDS_CACHE"):
         found = world.measure(times(device=50.0))
     assert found.strategy is Strategy.DEVICE_LOOP and world.tables.num_live == 0

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders.errors import BatchError
-from spec_decode.ops.layers.combine_experts import combine_experts
-from spec_decode.ops.layers.order_by_expert import order_by_expert
+from spec_decode.models.kernels.combine_experts import combine_experts
+from spec_decode.models.kernels.order_by_expert import order_by_expert
 from tests.spec_decode.mixture_oracle import (
     ORDERS,
     ROUTINGS,

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from spec_decode.ops.sampling import noise
+from spec_decode.sampling import noise
 
 N = 100_000
 STREAMS = {"draft": noise.DRAFT, "accept": noise.ACCEPT, "target": noise.TARGET}

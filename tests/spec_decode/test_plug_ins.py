@@ -11,9 +11,9 @@ import pytest
 
 from attn_backends import BrokenBackend, get, registry
 from attn_backends.torch_reference import TorchReference
-from spec_decode import plug_ins
-from spec_decode.apart import Limit
-from spec_decode.plug_ins import try_plug_ins
+from spec_decode.testing.process_isolation import Limit
+from spec_decode.tools import plug_ins
+from spec_decode.tools.plug_ins import try_plug_ins
 
 LOADER = """
 import json, os, signal, sys, time

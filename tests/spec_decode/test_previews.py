@@ -14,7 +14,7 @@ from attn_backends.torch_reference import TorchReference
 from builders import CONTRACT_VERSION
 from spec_decode.conformance import KnownFailure, check_backend, parametrize_with_checks
 from spec_decode.conformance import check as kit
-from spec_decode.report import Outcome, Report
+from spec_decode.conformance.report import Outcome, Report
 
 CPU = torch.device("cpu")
 

@@ -10,11 +10,11 @@ import torch
 from torch.nn import functional as F
 
 from attn_backends import get
+from attn_backends.kernels.rope import Rotation, rotate_both
+from spec_decode.drafter.plan import GraphMode, Strategy
 from spec_decode.engine import Engine, Generation, Request
 from spec_decode.models import SHIPPED_PAIR, EagleDraft, LlamaTarget, load_pair
-from spec_decode.ops.layers.rotate import Rotation, rotate_both
-from spec_decode.strategy import GraphMode, Strategy
-from spec_decode.text import encode, held_out_prompts
+from spec_decode.models.text import encode, held_out_prompts
 
 PROMPTS = 50
 GREEDY_PROMPTS = 20

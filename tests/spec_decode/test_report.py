@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from spec_decode.report import (
+from spec_decode.conformance.report import (
     ConformanceFailure,
     Environment,
     Outcome,

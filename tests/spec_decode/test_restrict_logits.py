@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import BatchError
-from spec_decode.ops.sampling.restrict_logits import restrict_logits
+from spec_decode.sampling.kernels.restrict_logits import restrict_logits
 from tests.spec_decode.judging import law
 
 INF = float("inf")

@@ -4,8 +4,8 @@ import torch
 from scipy import stats
 
 from builders import BatchError
-from spec_decode.ops.sampling import noise
-from spec_decode.ops.sampling.sample_draft import NO_TOKEN, StopRule, logits_of_a_program, sample_draft
+from spec_decode.sampling import noise
+from spec_decode.sampling.draft import NO_TOKEN, StopRule, logits_of_a_program, sample_draft
 
 
 class Drafted:
@@ -22,7 +22,7 @@ class Drafted:
         self.next_ids = torch.full((rows + 1,), 7)
         self.seq_lens = torch.full((rows,), 5, dtype=torch.int32) if seq_lens is None else seq_lens
         self.stop = StopRule.allocate(rows, columns, logits.device, min_confidence=confidence)
-        self.stop.going.fill_(7)
+        self.stop.continue_flag.fill_(7)
         if lengths is not None:
             self.stop.draft_lens.copy_(torch.tensor(lengths))
         if num_tokens is not None:
@@ -91,24 +91,24 @@ def test_a_row_proposes_as_many_tokens_as_it_was_given():
 
 def test_a_row_that_filed_its_last_token_is_inert_and_the_others_keep_their_length():
     drafted = Drafted(random_logits(4, 50), 1.0, column=1, lengths=[1, 2, 3, 9])
-    assert drafted.seq_lens.tolist() == [0, 0, 5, 5] and drafted.stop.going.tolist() == [1]
+    assert drafted.seq_lens.tolist() == [0, 0, 5, 5] and drafted.stop.continue_flag.tolist() == [1]
 
 
 def test_the_last_column_ends_every_row():
     drafted = Drafted(random_logits(2, 50), 1.0, column=2, lengths=[9, 3], num_tokens=9)
     assert (drafted.tokens[:2, 2] >= 0).all()
-    assert drafted.seq_lens.tolist() == [0, 0] and drafted.stop.going.tolist() == [0]
+    assert drafted.seq_lens.tolist() == [0, 0] and drafted.stop.continue_flag.tolist() == [0]
 
 
 def test_the_rounds_number_of_tokens_bounds_every_row():
     drafted = Drafted(random_logits(3, 50), 1.0, column=1, lengths=[3, 1, 3], num_tokens=2)
     assert (drafted.tokens[:3, 1] >= 0).tolist() == [True, False, True]
-    assert drafted.seq_lens.tolist() == [0, 0, 0] and drafted.stop.going.tolist() == [0]
+    assert drafted.seq_lens.tolist() == [0, 0, 0] and drafted.stop.continue_flag.tolist() == [0]
 
 
 def test_padding_never_keeps_a_loop_going():
     drafted = Drafted(random_logits(2, 50), 1.0, column=0, seq_lens=torch.zeros(2, dtype=torch.int32))
-    assert drafted.stop.going.tolist() == [0]
+    assert drafted.stop.continue_flag.tolist() == [0]
 
 
 CONFIDENT = torch.tensor([[0.9, 0.05, 0.05], [0.4, 0.35, 0.25]]).log()

@@ -5,12 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attn_backends.kernels.rope import rotate_both
 from builders.errors import BatchError
-from spec_decode.models.latent import LatentDecoderLayer
-from spec_decode.models.layers import DecoderLayer, Rotary
-from spec_decode.ops.layers import skinny_linear as module
-from spec_decode.ops.layers.rotate import rotate_both
-from spec_decode.ops.layers.skinny_linear import (
+from spec_decode.models.kernels import skinny_linear as module
+from spec_decode.models.kernels.skinny_linear import (
     MAX_ROWS,
     embed_linear,
     is_skinny,
@@ -18,7 +16,9 @@ from spec_decode.ops.layers.skinny_linear import (
     skinny_linear,
     wide_linear,
 )
-from spec_decode.ops.layers.skinny_tiling import MAX_SUMS, MIN_PROGRAMS, Tiling, power_of_two, tile_of, tiling
+from spec_decode.models.kernels.skinny_tiling import MAX_SUMS, MIN_PROGRAMS, Tiling, power_of_two, tile_of, tiling
+from spec_decode.models.latent import LatentDecoderLayer
+from spec_decode.models.layers import DecoderLayer, Rotary
 from tests.factories import make_config, make_latent_config
 from tests.spec_decode.skinny_oracle import EPS, FORMS, assert_within_budget, make_inputs
 

@@ -6,7 +6,7 @@ import pytest
 
 from spec_decode.conformance.cases import Batch
 from spec_decode.conformance.check import CheckFailure, Evidence
-from spec_decode.conformance.smallest import on_smallest
+from spec_decode.testing.shrink import on_smallest
 
 MANY = Batch((1, 1, 1), (40, 3, 17), 5)
 

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from attn_backends import register, unregister
 from attn_backends.torch_reference import TorchReference
 from builders import AdvanceLevel, AdvanceSupport, BatchError, ReferenceBuilder
+from spec_decode.conformance.report import Outcome
 from spec_decode.drafter import Drafts
-from spec_decode.report import Outcome
-from spec_decode.soak import Memory, Options, SoakResult, soak, soak_backend
-from spec_decode.soak.memory import RESIDENT_GROWTH, growth
-from spec_decode.soak.schedule import Round, Schedule, Setting, drafts_within
-from spec_decode.soak.sides import Side
-from spec_decode.strategy import Strategy
+from spec_decode.drafter.plan import Strategy
+from spec_decode.testing.memory import RESIDENT_GROWTH, growth
+from spec_decode.tools.soak import Memory, Options, SoakResult, soak, soak_backend
+from spec_decode.tools.soak.schedule import Round, Schedule, Setting, drafts_within
+from spec_decode.tools.soak.sides import Side
 from tests.mutants import MUTANTS, freeze, with_builder, with_forward
 
 CPU = torch.device("cpu")
@@ -152,7 +152,9 @@ def test_a_flag_that_both_drafters_raise_wrongly_is_caught(monkeypatch: pytest.M
 
 
 def test_tokens_that_both_drafters_leave_out_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spec_decode.soak.schedule.drafts_within", lambda *args: max(0, drafts_within(*args) - 1) or 1)
+    monkeypatch.setattr(
+        "spec_decode.tools.soak.schedule.drafts_within", lambda *args: max(0, drafts_within(*args) - 1) or 1
+    )
     failure = broken(soak_backend("torch_reference", CPU, SHORTER))
 
     assert failure.what == "token" and "room for" in failure.detail

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import BatchError
-from spec_decode.ops.rounds.keep_last import keep_last
-from spec_decode.ops.rounds.shift_tokens import shift_tokens
+from spec_decode.drafter.kernels.gather_last_hidden import gather_last_hidden
+from spec_decode.drafter.kernels.shift_tokens import shift_tokens
 
 WILD = st.one_of(st.integers(-3, 8), st.sampled_from([-(2**31), 2**31 - 1]))
 
@@ -38,14 +38,14 @@ def test_the_state_of_each_last_kept_token_is_handed_on(query_len, rows, data):
     accepted = data.draw(st.lists(WILD, min_size=rows + 1, max_size=rows + 1))
     hidden = torch.arange(rows * query_len * 3).view(-1, 3).float()
     kept = torch.full((rows, 3), -1.0)
-    keep_last(hidden, int32(accepted), query_len, kept)
+    gather_last_hidden(hidden, int32(accepted), query_len, kept)
     rows_kept = [row * query_len + nearest(accepted[row], query_len) for row in range(rows)]
     assert kept.tolist() == [[3.0 * at, 3.0 * at + 1, 3.0 * at + 2] for at in rows_kept]
 
 
 def test_a_state_is_handed_on_in_the_dtype_of_its_buffer():
     kept = torch.zeros(1, 2, dtype=torch.bfloat16)
-    keep_last(torch.tensor([[0.5, 1.0], [2.0, 1.005]]), int32([1]), 2, kept)
+    gather_last_hidden(torch.tensor([[0.5, 1.0], [2.0, 1.005]]), int32([1]), 2, kept)
     assert torch.equal(kept, torch.tensor([[2.0, 1.005]]).bfloat16())
 
 
@@ -53,5 +53,5 @@ def test_a_state_is_handed_on_in_the_dtype_of_its_buffer():
 def test_states_of_another_shape_are_refused_with_nothing_written(shape):
     kept = torch.full((2, 3), 7.0)
     with pytest.raises(BatchError, match=r"need states \[6, 3\], got \["):
-        keep_last(torch.zeros(shape), int32([0, 0]), 3, kept)
+        gather_last_hidden(torch.zeros(shape), int32([0, 0]), 3, kept)
     assert (kept == 7).all()

@@ -1,7 +1,7 @@
 import pytest
 
 from builders import AdvanceLevel, AdvanceSupport, GraphSupport, HostLengths
-from spec_decode.strategy import GraphMode, GroupFacts, Strategy, StrategyError, choose
+from spec_decode.drafter.plan import GraphMode, GroupFacts, Strategy, StrategyError, choose
 
 FULL, NONE = GraphMode.FULL, GraphMode.NONE
 
@@ -35,7 +35,7 @@ CHOSEN = {
 @pytest.mark.parametrize(("groups", "mode", "strategy", "weak"), CHOSEN.values(), ids=CHOSEN)
 def test_the_cheapest_strategy_that_every_group_can_run_is_chosen(groups, mode, strategy, weak):
     plan = choose(groups, 4, mode)
-    assert (plan.strategy, list(plan.weak_groups)) == (strategy, weak)
+    assert (plan.strategy, list(plan.rebuild_groups)) == (strategy, weak)
 
 
 @pytest.mark.parametrize(("groups", "mode", "strategy", "weak"), CHOSEN.values(), ids=CHOSEN)
@@ -92,14 +92,14 @@ def test_a_step_in_pieces_is_run_where_it_is_asked_for():
 
 
 def test_a_device_that_cannot_capture_a_loop_says_so():
-    reasons = dict(choose([STRONG], 4, FULL, loop_obstacle="the driver is too old").not_chosen)
+    reasons = dict(choose([STRONG], 4, FULL, loop_unsupported_reason="the driver is too old").not_chosen)
     assert reasons[Strategy.DEVICE_LOOP] == "the driver is too old"
     with pytest.raises(StrategyError, match="device_loop was asked for and cannot be run: the driver is too old"):
-        choose([STRONG], 4, FULL, forced=Strategy.DEVICE_LOOP, loop_obstacle="the driver is too old")
+        choose([STRONG], 4, FULL, forced=Strategy.DEVICE_LOOP, loop_unsupported_reason="the driver is too old")
 
 
 def test_a_device_that_cannot_capture_a_loop_runs_the_full_loop():
-    assert choose([STRONG], 4, FULL, loop_obstacle="x").strategy is Strategy.FULL_LOOP
+    assert choose([STRONG], 4, FULL, loop_unsupported_reason="x").strategy is Strategy.FULL_LOOP
 
 
 def test_the_device_loop_runs_only_where_it_is_asked_for():
@@ -115,7 +115,7 @@ def test_every_mode_with_graphs_leaves_the_choice_to_the_drafts_groups(mode):
 
 def test_only_the_attention_that_no_graph_holds_runs_between_the_pieces():
     plan = choose([STRONG, NEVER, WEAK], 4, FULL)
-    assert (plan.outside_groups, plan.weak_groups) == ((1,), (2,))
+    assert (plan.uncaptured_groups, plan.rebuild_groups) == ((1,), (2,))
     assert (
         "group never (never_kernels): advanced in the graph, attention between the graphs' pieces"
         in (plan.explain()[-2])
@@ -181,11 +181,11 @@ def test_groups_keep_their_order():
 
 def test_a_group_that_the_host_can_foresee_is_planned_ahead_of_the_full_loop():
     plan = choose([STRONG, PLANNED], 4, FULL)
-    assert plan.planned_groups == (1,)
+    assert plan.preplanned_groups == (1,)
     assert plan.explain()[-1] == (
         "group planned (planned_kernels): planned ahead for every step of a round; planned has its reason"
     )
 
 
 def test_outside_the_full_loop_nothing_is_planned_ahead():
-    assert choose([PLANNED], 4, FULL, forced=Strategy.PER_STEP).planned_groups == ()
+    assert choose([PLANNED], 4, FULL, forced=Strategy.PER_STEP).preplanned_groups == ()

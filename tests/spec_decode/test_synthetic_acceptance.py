@@ -38,7 +38,7 @@ def test_the_mean_over_the_rounds_of_a_request_is_the_asked_one(mean):
     logits = torch.zeros(COUNT, STEPS + 1, VOCAB)
     verdict = synthetic(mean).verify(
         logits, torch.zeros(COUNT, STEPS, dtype=torch.int64), logits[:, 1:],
-        sampling=sampling_of(COUNT, seeds=torch.full((COUNT,), 7)), first_positions=torch.arange(COUNT),
+        sampling=sampling_of(COUNT, seeds=torch.full((COUNT,), 7)), draft_positions=torch.arange(COUNT),
     )  # fmt: skip
     assert is_the_mean(verdict.accepted, mean)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spec_decode.text import BOS, corpus, decode, encode, held_out_prompts, paragraphs
+from spec_decode.models.text import BOS, corpus, decode, encode, held_out_prompts, paragraphs
 
 
 @pytest.mark.parametrize("text", ["", "def f(x):\n    return x\n", "“naïve” → ≥ 1"])

@@ -7,12 +7,12 @@ import torch
 from attn_backends import get
 from builders import BatchError
 from spec_decode import bench as benches
-from spec_decode.bench import throughput_cases
-from spec_decode.bench.random_drafts import RANDOM_DRAFTS, _llama
-from spec_decode.bench.rows import Bench
-from spec_decode.bench.throughput_cases import LLAMA3_8B, ThroughputCase, rates_of, throughput_rows
+from spec_decode.drafter.plan import GraphMode, Strategy
 from spec_decode.engine import Engine
-from spec_decode.strategy import GraphMode, Strategy
+from spec_decode.tools.bench import throughput_cases
+from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS, _llama
+from spec_decode.tools.bench.rows import Bench
+from spec_decode.tools.bench.throughput_cases import LLAMA3_8B, ThroughputCase, rates_of, throughput_rows
 from tests.factories import CPU, make_config, make_pair
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

@@ -2,7 +2,7 @@ import pytest
 import torch
 from scipy import stats
 
-from spec_decode.sampling import Sampling, SamplingParams
+from spec_decode.sampling.parameters import Sampling, SamplingParams
 from spec_decode.verification import sample_target, verifier
 from tests.spec_decode.judging import COUNT, FIRST, draft_of, judged, p_value, peaked, sampling_of, two_tokens
 
@@ -43,7 +43,7 @@ def test_temperatures_are_each_rows_own(lossless):
     tokens = torch.full((400, 1), 3)
     params = [SamplingParams(temperature=float(row % 2), seed=row) for row in range(400)]
     verdict = lossless.verify(
-        logits, tokens, logits[:, :1] * 5, sampling=Sampling.of(params, "cpu"), first_positions=torch.full((400,), 9)
+        logits, tokens, logits[:, :1] * 5, sampling=Sampling.of(params, "cpu"), draft_positions=torch.full((400,), 9)
     )
     assert verdict.accepted[::2].eq(1).all() and 0 < verdict.accepted[1::2].sum() < 200
 

@@ -3,7 +3,7 @@ import torch
 
 from builders import BatchError
 from spec_decode.graphs import runtime_for
-from spec_decode.sampling import Sampling
+from spec_decode.sampling.parameters import Sampling
 from spec_decode.verification import BlockVerification, RejectionSampling, SyntheticAcceptance, verifier
 
 ROWS, STEPS, VOCAB = 64, 3, 9
@@ -53,14 +53,14 @@ def inputs(seed):
         "top_k": torch.randint(-VOCAB, VOCAB, (ROWS,), generator=generator, dtype=torch.int32).clamp(min=0),
         "top_p": torch.rand(ROWS, generator=generator).mul(2).clamp(0.01, 1),
         "seeds": torch.randint(-(2**62), 2**62, (ROWS,), generator=generator),
-        "first_positions": torch.randint(0, 2**20, (ROWS,), generator=generator),
+        "draft_positions": torch.randint(0, 2**20, (ROWS,), generator=generator),
     }
 
 
 def verdict_of(how, batch):
     sampling = Sampling(**{field: batch[field] for field in ("temperature", "top_k", "top_p", "seeds")})
     logits = {name: batch[name] for name in ("target_logits", "draft_tokens", "draft_logits")}
-    return how.verify(**logits, sampling=sampling, first_positions=batch["first_positions"])
+    return how.verify(**logits, sampling=sampling, draft_positions=batch["draft_positions"])
 
 
 def pair(verdict):
@@ -73,7 +73,7 @@ def test_a_captured_verdict_replays_over_other_batches(name):
     out = []
 
     def judge():
-        out.append((verdict_of(how, held), how.draft_seeds(held["seeds"], held["first_positions"])))
+        out.append((verdict_of(how, held), how.draft_seeds(held["seeds"], held["draft_positions"])))
 
     graph = runtime_for(torch.device("cpu")).capture(judge)
     for seed in (1, 2, 3):
@@ -82,7 +82,7 @@ def test_a_captured_verdict_replays_over_other_batches(name):
         graph.replay()
         verdict, draft_seeds = out[0]
         assert pair(verdict) == pair(verdict_of(how, inputs(seed)))
-        assert torch.equal(draft_seeds, how.draft_seeds(held["seeds"], held["first_positions"]))
+        assert torch.equal(draft_seeds, how.draft_seeds(held["seeds"], held["draft_positions"]))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,15 +10,15 @@ import torch
 from attn_backends import AttentionBackend, get
 from builders import AdvanceLevel, AdvanceSupport, AttentionSpec, BatchError, GraphSupport, ReferenceBuilder
 from spec_decode.conformance.check import Subject, Unsupported
-from spec_decode.conformance.world import bits
 from spec_decode.drafter import Drafter
+from spec_decode.drafter.plan import Strategy
 from spec_decode.graphs import CaptureError
-from spec_decode.soak.schedule import Round, Schedule
-from spec_decode.soak.sides import Side
-from spec_decode.soak.stage import Stage
-from spec_decode.soak.watched import watch_backend
-from spec_decode.strategy import Strategy
-from spec_decode.watch import MetadataDrift, MetadataWatch
+from spec_decode.testing.paged_fixture import bits
+from spec_decode.tools.metadata_validator import MetadataDrift, MetadataValidator
+from spec_decode.tools.soak.schedule import Round, Schedule
+from spec_decode.tools.soak.sides import Side
+from spec_decode.tools.soak.stage import Stage
+from spec_decode.tools.soak.watched import watch_backend
 from tests.foreseen import Foreseen
 from tests.mutants import MUTANTS, ONE_PAGE_SIZE, Mutant, freeze, with_builder
 
@@ -163,7 +163,7 @@ def test_the_field_that_is_not_refreshed_is_named_with_where_and_what(backend: s
 
 def test_a_later_step_that_drifts_is_named_by_its_step() -> None:
     side, rounds = side_of(get("torch_reference"))
-    watch = MetadataWatch(side.drafter)
+    watch = MetadataValidator(side.drafter)
     side.draft(*rounds[0], watch.propose)
     _, last = side.drafter.in_use().values()
     last.metadata[0].kv_end.add_(1)
@@ -174,7 +174,7 @@ def test_a_later_step_that_drifts_is_named_by_its_step() -> None:
 
 def test_metadata_that_moved_since_the_first_look_is_named() -> None:
     side, rounds = side_of(get("torch_reference"))
-    watch = MetadataWatch(side.drafter)
+    watch = MetadataValidator(side.drafter)
     side.draft(*rounds[0], watch.propose)
     metadata = side.drafter.in_use()[0].metadata[0]
     object.__setattr__(metadata, "kv_end", metadata.kv_end.clone())
@@ -184,7 +184,7 @@ def test_metadata_that_moved_since_the_first_look_is_named() -> None:
 
 def test_a_look_changes_nothing() -> None:
     side, rounds = side_of(get("torch_reference"))
-    watch = MetadataWatch(side.drafter)
+    watch = MetadataValidator(side.drafter)
     for round_ in rounds:
         side.draft(*round_)
         before = {key: tensor.clone() for key, tensor in tensors_reached(side.drafter).items()}
@@ -200,7 +200,7 @@ def test_a_look_changes_nothing() -> None:
 def test_watched_rounds_draft_the_same_tokens() -> None:
     plain, rounds = side_of(get("torch_reference"))
     seen, _ = side_of(get("torch_reference"))
-    watch = MetadataWatch(seen.drafter)
+    watch = MetadataValidator(seen.drafter)
     for round_ in rounds:
         expected = plain.draft(*round_).tokens.clone()
         assert torch.equal(seen.draft(*round_, watch.propose).tokens, expected)
@@ -208,7 +208,7 @@ def test_watched_rounds_draft_the_same_tokens() -> None:
 
 def test_only_every_nth_round_is_looked_at_and_its_time_is_measured() -> None:
     side, rounds = side_of(get("torch_reference"))
-    watch = MetadataWatch(side.drafter, every=3)
+    watch = MetadataValidator(side.drafter, every=3)
     for round_ in rounds:
         side.draft(*round_, watch.propose)
     assert (watch.rounds, watch.looks) == (ROUNDS, ROUNDS // 3)
@@ -217,7 +217,7 @@ def test_only_every_nth_round_is_looked_at_and_its_time_is_measured() -> None:
 
 def test_a_round_of_one_token_has_only_step_0_to_look_at() -> None:
     side, rounds = side_of(get("torch_reference"), Strategy.DEVICE_LOOP)
-    watch = MetadataWatch(side.drafter)
+    watch = MetadataValidator(side.drafter)
     side.draft(*rounds[0], lambda verified: watch.propose(verified, 1))
     assert [*side.drafter.in_use()] == [0] and watch.looks == 1
 
@@ -225,4 +225,4 @@ def test_a_round_of_one_token_has_only_step_0_to_look_at() -> None:
 def test_a_watch_of_no_round_is_refused() -> None:
     drafter: Drafter = side_of(get("torch_reference"))[0].drafter
     with pytest.raises(BatchError, match="looks at every N-th round, N from 1 on, got 0"):
-        MetadataWatch(drafter, every=0)
+        MetadataValidator(drafter, every=0)

@@ -26,7 +26,7 @@ class CausalDraft(PublishedDraft):
     feature_size is the target's, so that every target's features can be handed to it.
     """
 
-    first_position: ClassVar[int] = 1
+    position_offset: ClassVar[int] = 1
 
     def __init__(self, config: DecoderConfig, extras: Extras, feature_size: int) -> None:
         super().__init__(config)

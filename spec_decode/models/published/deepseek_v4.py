@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from attn_backends.ops.latent_rotary import inverse_rotary, prepare_query
-from attn_backends.ops.write_latent import LatentNorm
+from attn_backends.kernels.latent_rotary import inverse_rotary, prepare_query
+from attn_backends.kernels.write_latent import KvANormRope
 from builders import AttentionKind, AttentionSpec
 from spec_decode.models.base import Attend, LayerGroup, TargetModel
 from spec_decode.models.checkpoint import CheckpointError
+from spec_decode.models.kernels.skinny_linear import linear
 from spec_decode.models.published.draft import check_features, check_shared
 from spec_decode.models.published.feed_forward import MixtureShape, Names, read_mixture, read_mixture_shape
 from spec_decode.models.published.fields import Fields
@@ -27,7 +28,6 @@ from spec_decode.models.published.prediction import PredictionDraft, check_publi
 from spec_decode.models.published.scoped_weights import ScopedWeights, frozen
 from spec_decode.models.published.store import TensorStore
 from spec_decode.models.published.yarn import Rope
-from spec_decode.ops.layers.skinny_linear import linear
 
 ARCHITECTURES = ("DeepseekV4ForCausalLM",)
 
@@ -188,7 +188,7 @@ class WindowAttention(nn.Module):
         query, latent = linear(x, self.project_in).split([shape.q_rank, shape.head_dim], -1)
         query = linear(self.q_norm(query)[1], self.q_up).unflatten(-1, (shape.heads, -1))
         query = prepare_query(query, positions, self.table, eps=shape.eps)
-        norm = LatentNorm(weight=self.kv_norm.weight, eps=shape.eps, positions=positions, table=self.table)
+        norm = KvANormRope(weight=self.kv_norm.weight, eps=shape.eps, positions=positions, table=self.table)
         latent = latent[:, None]
         out = attend(layer, query, latent, latent, norm=norm, sinks=self.sinks)
         groups = inverse_rotary(out, positions, self.table).view(x.shape[0], shape.groups, -1)

@@ -7,6 +7,8 @@ from torch import nn
 
 from spec_decode.models.base import Attend, TargetModel
 from spec_decode.models.config import ModelConfig
+from spec_decode.models.kernels.embed_concat import embed_concat
+from spec_decode.models.kernels.skinny_linear import embed_linear, is_skinny
 from spec_decode.models.layers import ResidualStream, Rotary
 from spec_decode.models.published.decoder import DecoderConfig, read_decoder
 from spec_decode.models.published.draft import (
@@ -20,8 +22,6 @@ from spec_decode.models.published.layers import Extras, PublishedLayer
 from spec_decode.models.published.parameters import fill, layer_parameters, prefixed
 from spec_decode.models.published.scoped_weights import ScopedWeights
 from spec_decode.models.published.store import TensorStore
-from spec_decode.ops.layers.embed_concat import embed_concat
-from spec_decode.ops.layers.skinny_linear import embed_linear, is_skinny
 
 
 class NoNorm(nn.Module):

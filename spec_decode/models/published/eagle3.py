@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from spec_decode.models.base import Attend, TargetModel
 from spec_decode.models.checkpoint import CheckpointError
 from spec_decode.models.config import ModelConfig
+from spec_decode.models.kernels.skinny_linear import is_skinny, norm_linear
 from spec_decode.models.layers import ResidualStream, RMSNorm, Rotary
 from spec_decode.models.published.decoder import DecoderConfig, read_decoder
 from spec_decode.models.published.draft import (
@@ -25,7 +26,6 @@ from spec_decode.models.published.parameters import fill, layer_parameters, pref
 from spec_decode.models.published.scoped_weights import ScopedWeights
 from spec_decode.models.published.store import TensorStore
 from spec_decode.models.published.token_map import read_token_map
-from spec_decode.ops.layers.skinny_linear import is_skinny, norm_linear
 
 FEATURE_LAYERS = 3
 """How many of the target's layers a draft reads."""

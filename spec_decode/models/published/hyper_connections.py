@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from spec_decode.models.kernels.hyper_connections import collapse_streams, read_streams, write_streams
+from spec_decode.models.kernels.skinny_linear import wide_linear
 from spec_decode.models.published.scoped_weights import frozen
-from spec_decode.ops.layers.hyper_connections import collapse_streams, read_streams, write_streams
-from spec_decode.ops.layers.skinny_linear import wide_linear
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

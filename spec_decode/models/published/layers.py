@@ -13,9 +13,9 @@ from torch import nn
 
 from spec_decode.models.base import Attend
 from spec_decode.models.config import ModelConfig
+from spec_decode.models.kernels.skinny_linear import skinny_linear
 from spec_decode.models.layers import DecoderLayer, ResidualStream, RMSNorm, Rotary
 from spec_decode.models.published.store import TensorStore
-from spec_decode.ops.layers.skinny_linear import skinny_linear
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

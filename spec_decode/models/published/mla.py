@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from attn_backends.ops.latent_rotary import inverse_rotary
+from attn_backends.kernels.latent_rotary import inverse_rotary
 from builders import AttentionKind, AttentionSpec
 from spec_decode.models.base import Attend
+from spec_decode.models.kernels.skinny_linear import linear
 from spec_decode.models.published.scoped_weights import ScopedWeights, frozen
 from spec_decode.models.published.yarn import Rope
-from spec_decode.ops.layers.skinny_linear import linear
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

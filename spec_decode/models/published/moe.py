@@ -11,13 +11,13 @@ from typing import get_args
 import torch
 from torch import nn
 
+from spec_decode.models.kernels.combine_experts import combine_experts
+from spec_decode.models.kernels.order_by_expert import order_by_expert
+from spec_decode.models.kernels.route_tokens import Scoring, route_tokens
+from spec_decode.models.kernels.skinny_linear import linear, wide_linear
+from spec_decode.models.kernels.swiglu import swiglu
 from spec_decode.models.published.grouped_linear import grouped_linear
 from spec_decode.models.published.scoped_weights import frozen
-from spec_decode.ops.layers.combine_experts import combine_experts
-from spec_decode.ops.layers.order_by_expert import order_by_expert
-from spec_decode.ops.layers.route_tokens import Scoring, route_tokens
-from spec_decode.ops.layers.skinny_linear import linear, wide_linear
-from spec_decode.ops.layers.swiglu import swiglu
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

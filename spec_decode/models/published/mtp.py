@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from spec_decode.models.base import Attend, LayerGroup, TargetModel
+from spec_decode.models.kernels.skinny_linear import linear
 from spec_decode.models.published.draft import check_features, check_shared
 from spec_decode.models.published.feed_forward import (
     MixtureShape,
@@ -26,7 +27,6 @@ from spec_decode.models.published.prediction import PredictionDraft, check_publi
 from spec_decode.models.published.scoped_weights import ScopedWeights
 from spec_decode.models.published.store import TensorStore
 from spec_decode.models.published.yarn import read_rope
-from spec_decode.ops.layers.skinny_linear import linear
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 

@@ -7,10 +7,10 @@ from torch.nn import functional as F
 
 from spec_decode.models.base import DraftModel, TargetModel
 from spec_decode.models.checkpoint import CheckpointError
+from spec_decode.models.kernels.skinny_linear import linear
 from spec_decode.models.published.draft import check_embedding, target_embedding
 from spec_decode.models.published.fields import Fields
 from spec_decode.models.published.scoped_weights import ScopedWeights
-from spec_decode.ops.layers.skinny_linear import linear
 
 
 class PredictionDraft(DraftModel):

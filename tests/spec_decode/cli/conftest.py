@@ -10,10 +10,10 @@ from click.testing import CliRunner
 from attn_backends import registry
 from attn_backends.torch_reference import TorchReference
 from builders import AdvanceLevel, AdvanceSupport, ReferenceBuilder
-from spec_decode.cli import main
+from spec_decode.cli.main import main
+from spec_decode.conformance.report import Outcome, Report, Result
 from spec_decode.environment import environment
 from spec_decode.models import EagleDraft, LatentConfig, LlamaTarget, ModelConfig, save_draft, save_pair
-from spec_decode.report import Outcome, Report, Result
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ def timings(monkeypatch):
         return SimpleNamespace(rows=[row], missing=fake.missing, stopped=fake.stopped)
 
     module = SimpleNamespace(run=timed, CASES={"round": "one round", "step": "one step"})
-    monkeypatch.setitem(sys.modules, "spec_decode.bench", module)
+    monkeypatch.setitem(sys.modules, "spec_decode.tools.bench", module)
     return fake
 
 
@@ -68,13 +68,13 @@ def test_bench_refuses_to_time_a_gpu_on_a_cpu(case, refused):
 
 
 def test_a_bench_that_is_cut_off_leaves_the_rows_it_has(timings, tmp_path, run, monkeypatch):
-    from spec_decode.commands import bench
+    from spec_decode.cli import bench
 
     def cut_off(*, on_row, **_):
         on_row({"case": "round"})
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench, "_SECONDS_BETWEEN_WRITES", 0.0)
-    monkeypatch.setattr(sys.modules["spec_decode.bench"], "run", cut_off)
+    monkeypatch.setattr(sys.modules["spec_decode.tools.bench"], "run", cut_off)
     run("bench", "--device", "cpu", "--json", "rows.json")
     assert json.loads((tmp_path / "rows.json").read_text()) == [{"case": "round"}]

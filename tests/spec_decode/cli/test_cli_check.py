@@ -1,7 +1,7 @@
 import pytest
 
 from attn_backends import registry
-from spec_decode.report import Report
+from spec_decode.conformance.report import Report
 
 
 def test_check_prints_the_summary_and_interprets_kernels_on_the_cpu(checks, run):

@@ -1,7 +1,7 @@
 import pytest
 
-from spec_decode.commands import comparison
-from spec_decode.strategy import Strategy
+from spec_decode.cli import comparison
+from spec_decode.drafter.plan import Strategy
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 import json
 
-from spec_decode import doctor
-from spec_decode.doctor import Finding, State
+from spec_decode.tools import doctor
+from spec_decode.tools.doctor import Finding, State
 from tests.mutants import MUTANTS
 
 

@@ -3,8 +3,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from spec_decode.conformance.report import EVERYTHING, Claim, Outcome, Report, Result
 from spec_decode.environment import environment
-from spec_decode.report import EVERYTHING, Claim, Outcome, Report, Result
 from tests.spec_decode.cli.conftest import CPU
 
 
@@ -28,7 +28,7 @@ def apart(monkeypatch):
             backend=name, version="1", env=environment(CPU), command=ask["command"], claims=elsewhere, results=(result,)
         )
 
-    monkeypatch.setattr("spec_decode.commands.matrix_run.check_apart", check_apart)
+    monkeypatch.setattr("spec_decode.cli.matrix_run.check_apart", check_apart)
     return fake
 
 

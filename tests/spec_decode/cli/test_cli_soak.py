@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-import spec_decode.soak
-from spec_decode.report import Outcome
-from spec_decode.soak import SoakReport
+import spec_decode.tools.soak
+from spec_decode.conformance.report import Outcome
+from spec_decode.tools.soak import SoakReport
 from tests.mutants import MUTANTS
 
 SHORT = ("--rounds", 12, "--max-reqs", 2, "-k", 2, "--device", "cpu")
@@ -29,8 +29,8 @@ def interrupted(monkeypatch):
         calls.append(names)
         raise KeyboardInterrupt
 
-    real = {name: getattr(spec_decode.soak, name) for name in ("Options", "command_line")}
-    monkeypatch.setitem(sys.modules, "spec_decode.soak", SimpleNamespace(soak=soak, **real))
+    real = {name: getattr(spec_decode.tools.soak, name) for name in ("Options", "command_line")}
+    monkeypatch.setitem(sys.modules, "spec_decode.tools.soak", SimpleNamespace(soak=soak, **real))
     return calls
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from spec_decode.conformance.report import Claim, Environment, Outcome, Report, Result
 from spec_decode.matrix.sources import Agreement, Timing
-from spec_decode.report import Claim, Environment, Outcome, Report, Result
 
 ENV = {
     "device": "NVIDIA H200",

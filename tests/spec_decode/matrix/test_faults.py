@@ -18,13 +18,13 @@ from click.testing import CliRunner, Result
 
 from attn_backends import BrokenBackend, get, names, registry
 from attn_backends.torch_reference import TorchReference
-from spec_decode import plug_ins
-from spec_decode.cli import main
-from spec_decode.commands.matrix_run import MatrixRun
+from spec_decode.cli.main import main
+from spec_decode.cli.matrix_run import MatrixRun
 from spec_decode.conformance import check_backend, isolation
 from spec_decode.conformance.isolation import Limits
+from spec_decode.conformance.report import Outcome, Report, environment
 from spec_decode.matrix import Matrix, Word, build_matrix, to_markdown
-from spec_decode.report import Outcome, Report, environment
+from spec_decode.tools import plug_ins
 
 CPU = torch.device("cpu")
 TAG = "feature:sinks"

@@ -7,7 +7,7 @@ import msgspec
 import torch
 
 from spec_decode.conformance.isolation import Limits, check_apart
-from spec_decode.report import EVERYTHING
+from spec_decode.conformance.report import EVERYTHING
 from tests.spec_decode.matrix.evidence import env, report, result
 
 PLAN = report(*(result("not_run", case=str(n)) for n in range(4)), version="7").document()

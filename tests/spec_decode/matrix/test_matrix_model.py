@@ -3,9 +3,9 @@ import math
 import msgspec
 import pytest
 
+from spec_decode.conformance.report import EVERYTHING
 from spec_decode.matrix import Claim, Matrix, Word, build_matrix, to_json
 from spec_decode.matrix.plots import WIDTH, plot
-from spec_decode.report import EVERYTHING
 from tests.spec_decode.matrix.evidence import TAG, agreement, report, result, timing
 
 OLD, NEW = "2026-01-01T00:00:00+00:00", "2026-02-01T00:00:00+00:00"

@@ -145,7 +145,7 @@ def test_every_page_names_the_level_of_a_claim(render):
 @pytest.mark.parametrize("render", [to_html, to_markdown])
 def test_a_converted_report_is_said_to_be_one(render):
     document = {**report(result("pass")).document(), "converted_from": "attn-report/1"}
-    from spec_decode.report import Report
+    from spec_decode.conformance.report import Report
 
     assert "converted from attn-report/1" in render(build_matrix([Report.of(document, "here")]))
 

@@ -4,9 +4,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from spec_decode.conformance.report import Report, ReportError
 from spec_decode.matrix import Sources
 from spec_decode.matrix.schemas import schemas
-from spec_decode.report import Report, ReportError
 from tests.spec_decode.matrix.evidence import agreement, report, result, timing
 
 ROOT = Path(__file__).parents[3]

@@ -11,10 +11,10 @@ from builders import AdvanceLevel, AdvanceSupport, AttentionSpec, ReferenceBuild
 from spec_decode.conformance.cases import DECODE, RAGGED, VERIFY, Case
 from spec_decode.conformance.check import Check, Subject, Unsupported
 from spec_decode.conformance.claims import claims_of
+from spec_decode.conformance.report import EVERYTHING, Outcome
 from spec_decode.conformance.runner import check_backend, plan
 from spec_decode.conformance.tags import tags_of
-from spec_decode.report import EVERYTHING, Outcome
-from spec_decode.strategy import Strategy
+from spec_decode.drafter.plan import Strategy
 
 CPU = torch.device("cpu")
 SPEC = AttentionSpec(num_q_heads=4, num_kv_heads=4, head_dim=64, page_size=16)

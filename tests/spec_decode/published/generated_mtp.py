@@ -12,7 +12,7 @@ from torch import nn
 from attn_backends import get
 from builders import RequestTables
 from spec_decode.drafter import Drafter, VerifiedTokens
-from spec_decode.kv_groups import attend_with, build_ragged, make_group
+from spec_decode.drafter.kv_groups import attend_with, build_ragged, make_group
 from spec_decode.models import TargetModel, TargetStates
 from tests.factories import CPU, owned_pages
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from attn_backends import Accepted, get
+from spec_decode.drafter.plan import Strategy
 from spec_decode.models import CheckpointError
 from spec_decode.models.published import TensorStore, deepseek_v4, load_draft
 from spec_decode.models.published.fields import Fields
-from spec_decode.strategy import Strategy
 from tests.factories import CPU
 from tests.spec_decode.published.generated_mtp import (
     HIDDEN,

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from builders.errors import BatchError
+from spec_decode.models.kernels.hyper_connections import collapse_streams, read_streams, write_streams
 from spec_decode.models.published.hyper_connections import HyperConnection, HyperHead, HyperShape
-from spec_decode.ops.layers.hyper_connections import collapse_streams, read_streams, write_streams
 from tests.spec_decode.hyper_oracle import EPS, assert_rounded, exact_collapse, exact_read, exact_write, make_case
 
 SHAPE = HyperShape(streams=4, hidden=8, iterations=20, eps=1e-6, norm_eps=1e-6)

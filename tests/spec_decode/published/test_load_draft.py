@@ -101,7 +101,7 @@ def test_a_draft_is_ready_to_run(tmp_path, kind):
 
 def test_the_sizes_that_the_drafter_asks_for(tmp_path):
     sizes = {
-        kind: (draft.vocab_size, draft.hidden_size, draft.feature_size, draft.first_position, draft.max_positions)
+        kind: (draft.vocab_size, draft.hidden_size, draft.feature_size, draft.position_offset, draft.max_positions)
         for kind in MAKERS
         for draft in [load(tmp_path / kind, kind)]
     }

@@ -7,11 +7,11 @@ import torch
 
 from attn_backends import Accepted, get
 from builders import AttentionKind
+from spec_decode.drafter.plan import Strategy
 from spec_decode.models import CheckpointError
 from spec_decode.models.published import TensorStore, load_draft, mtp
 from spec_decode.models.published.fields import Fields
 from spec_decode.models.published.yarn import read_rope
-from spec_decode.strategy import Strategy
 from tests.factories import CPU
 from tests.spec_decode.published.generated_mtp import (
     GLM_CONFIG,

@@ -9,9 +9,9 @@ import torch
 from attn_backends import get
 from builders import RequestTables
 from spec_decode.drafter import Drafter, VerifiedTokens
-from spec_decode.kv_groups import make_group
+from spec_decode.drafter.kv_groups import make_group
+from spec_decode.drafter.plan import Strategy
 from spec_decode.models.published import load_draft
-from spec_decode.strategy import Strategy
 from tests.factories import CPU, owned_pages
 from tests.spec_decode.published import oracle
 from tests.spec_decode.published.generated import (

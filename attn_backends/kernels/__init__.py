@@ -1,0 +1,1 @@
+"""Attention, cache writes and rotary embedding as operations."""

@@ -1,0 +1,224 @@
+"""Causal attention over a paged cache of latents (multi-head latent attention, absorbed form), split over KV tokens.
+
+The absorbed form of the DeepSeek-V2 paper (arXiv:2405.04434, section 2.1): the up-projections of keys and values are
+folded into the query and the output, and what remains is attention of all heads over a single KV head.
+
+Shape legend: T query tokens, R requests, H heads, D = V + P latent dim, V value dim, P rotary dims, S splits,
+M rows of a tile (query token x head), N KV tokens of a block.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from attn_backends.kernels.latent_attention_kernels import latent_attention_kernel
+from attn_backends.kernels.paged_attention_kernels import merge_kernel
+from builders.errors import require
+from builders.kernels.op import define_op
+from builders.kernels.triton_runtime import dependent_launch, triton
+
+_DIMS = frozenset({16, 32, 64, 128, 256, 512})
+_SHARED_MEMORY = 227 * 1024
+"""Bytes of shared memory that a program may have on Hopper."""
+
+
+def latent_attention(
+    query: torch.Tensor,
+    latent_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    *,
+    max_query_len: int,
+    num_splits: int,
+    value_dim: int,
+    scale: float,
+) -> torch.Tensor:
+    """softmax(scale * q . latent) @ latent[:V] for query [T, H, D], causal; returns [T, H, value_dim] in query's dtype.
+
+    latent_cache [pages, page_size, D] of query's dtype (bf16, fp16, fp32), strided in all but the last dim. Request r's
+    queries are rows query_start_loc[r] .. query_start_loc[r + 1] - 1 (int32 [R + 1]), the last of them at position
+    seq_lens[r] - 1 (int32 [R]). block_table int32 [R, max_pages] is read only below seq_lens. Rows of a request with
+    seq_len 0 come out as 0. max_query_len and num_splits size the launch: both are capture constants.
+
+    Raises BatchError unless value_dim and D - value_dim are powers of two from 16 to 512, and for a cache of another
+    width or dtype, or with a strided last dim.
+    """
+    _check(query, latent_cache, value_dim)
+    out: torch.Tensor = _latent_attention_op(
+        query,
+        latent_cache,
+        block_table,
+        seq_lens,
+        query_start_loc,
+        max_query_len,
+        num_splits,
+        value_dim,
+        scale,
+    )
+    return out
+
+
+def _check(query: torch.Tensor, latent_cache: torch.Tensor, value_dim: int) -> None:
+    dim = query.shape[2]
+    require(
+        {value_dim, dim - value_dim} <= _DIMS,
+        f"latent attention needs value dims and rotary dims that are powers of two from 16 to 512, got {value_dim} and "
+        f"{dim - value_dim} of {dim}; the kernel's tiles would not cover them, so nothing was run. Pad the latents.",
+    )
+    require(
+        latent_cache.dtype == query.dtype and latent_cache.shape[2] == dim and latent_cache.stride(2) == 1,
+        f"the latent cache must be {query.dtype} [pages, page_size, {dim}] with a contiguous last dim, got "
+        f"{latent_cache.dtype} {list(latent_cache.shape)} with strides {list(latent_cache.stride())}; the kernel would "
+        "read other numbers, so nothing was run. Convert the cache or the query.",
+    )
+
+
+def _latent_attention(
+    query: torch.Tensor,
+    latent_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    max_query_len: int,
+    num_splits: int,
+    value_dim: int,
+    scale: float,
+) -> torch.Tensor:
+    out = query.new_zeros(*query.shape[:2], value_dim)
+    starts, lens = query_start_loc.tolist(), seq_lens.tolist()
+    for request, length in enumerate(lens):
+        first, last = starts[request], starts[request + 1]
+        if length and last > first:
+            pages = block_table[request, : -(-length // latent_cache.shape[1])].long()
+            latents = latent_cache[pages].flatten(0, 1)[:length].float()
+            out[first:last] = _attend_one(query[first:last].float(), latents, value_dim, scale).to(query.dtype)
+    return out
+
+
+def _attend_one(query: torch.Tensor, latents: torch.Tensor, value_dim: int, scale: float) -> torch.Tensor:
+    """query fp32 [q, H, D], latents fp32 [length, D]; fp32 [q, H, V]."""
+    count, length = query.shape[0], latents.shape[0]
+    scores = torch.matmul(query, latents.T) * scale
+    position = torch.arange(length - count, length)[:, None, None]
+    hidden = torch.arange(length) > position
+    return torch.matmul(scores.masked_fill(hidden, -math.inf).softmax(-1), latents[:, :value_dim])
+
+
+def _shape(
+    query: torch.Tensor,
+    latent_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    max_query_len: int,
+    num_splits: int,
+    value_dim: int,
+    scale: float,
+) -> torch.Tensor:
+    return query.new_empty(*query.shape[:2], value_dim)
+
+
+def _launch(
+    query: torch.Tensor,
+    latent_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    max_query_len: int,
+    num_splits: int,
+    value_dim: int,
+    scale: float,
+    config: dict[str, int] | None = None,
+) -> torch.Tensor:
+    """The op on CUDA. config: what _tile_config would choose, for a script that tunes it."""
+    tokens, heads, dim = query.shape
+    query = query if query.stride(2) == 1 else query.contiguous()
+    interpreted = query.device.type == "cpu"
+    # The interpreter truncates fp32 to bf16 where the hardware rounds: let torch do that conversion.
+    out_dtype = torch.float32 if interpreted else query.dtype
+    out = torch.empty(tokens, heads, value_dim, dtype=out_dtype, device=query.device)
+    split = num_splits > 1
+    partial = torch.empty(num_splits, tokens, heads, value_dim, device=query.device) if split else out
+    lse = torch.empty(num_splits, tokens, heads, device=query.device) if split else out
+    config = config or _tile_config(max_query_len * heads, dim, query.element_size())
+    tiles = triton.cdiv(max_query_len * heads, config["BLOCK_M"])
+    latent_attention_kernel[(seq_lens.shape[0] * tiles, num_splits)](
+        query,
+        latent_cache,
+        partial,
+        lse,
+        block_table,
+        seq_lens,
+        query_start_loc,
+        scale,
+        tiles,
+        tokens,
+        *query.stride()[:2],
+        *latent_cache.stride()[:2],
+        block_table.stride(0),
+        HEADS=heads,
+        PAGE_SIZE=latent_cache.shape[1],
+        VALUE_DIM=value_dim,
+        ROTARY_DIM=dim - value_dim,
+        SPLITS=num_splits,
+        FP32_DOT=interpreted,
+        **config,
+        **dependent_launch(query.device),
+    )
+    if split:
+        merge_kernel[(tokens, heads)](
+            partial,
+            lse,
+            None,
+            out,
+            tokens,
+            HEADS=heads,
+            VALUE_DIM=value_dim,
+            BLOCK_E=value_dim,
+            SPLITS=num_splits,
+            BLOCK_S=triton.next_power_of_2(num_splits),
+            SINKS=False,
+            num_warps=_merge_warps(num_splits, value_dim),
+            **dependent_launch(query.device),
+        )
+    return out.to(query.dtype)
+
+
+def _tile_config(rows: int, dim: int, element_size: int) -> dict[str, int]:
+    """Tile, warps and pipeline stages for this many rows a request: the largest block that fits the shared memory.
+
+    Measured on an H200. Up to 16 rows the loads set the pace. More rows than 32 fill the 64 that two warpgroups work
+    on; their registers hold no more than 64 rows of the accumulator.
+    """
+    if element_size == 4:
+        block_m, block_n, warps, stages = 16, 16, 8, 2
+    elif rows <= 16:
+        block_m, block_n, warps, stages = 16, 64, 4, 3
+    elif rows <= 32:
+        block_m, block_n, warps, stages = 32, 64, 8, 3
+    else:
+        block_m, block_n, warps, stages = 64, 64, 8, 2
+    # Triton keeps a buffer a stage for wgmma, which starts at 64 rows, and one less for mma.
+    buffers = stages if block_m == 64 else stages - 1
+    while (block_m * (dim + block_n) + buffers * block_n * dim) * element_size > _SHARED_MEMORY:
+        block_n //= 2
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
+
+
+def _merge_warps(num_splits: int, value_dim: int) -> int:
+    """Warps that hold the partial outputs of a row in at most 64 registers a thread, as far as 16 warps go."""
+    wanted: int = triton.next_power_of_2(num_splits) * value_dim // (32 * 64)
+    return max(1, min(wanted, 16))
+
+
+_latent_attention_op = define_op(
+    "attn_backends::latent_attention",
+    "(Tensor query, Tensor latent_cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc, "
+    "int max_query_len, int num_splits, int value_dim, float scale) -> Tensor",
+    cpu=_latent_attention,
+    cuda=_launch,
+    fake=_shape,
+)

@@ -1,0 +1,185 @@
+"""The Triton kernels of paged attention; paged_attention.py holds their contract and the shape legend."""
+
+from __future__ import annotations
+
+from builders.kernels.triton_runtime import await_previous, tl, triton
+
+
+@triton.jit
+def attention_kernel(
+    query,
+    key_cache,
+    value_cache,
+    out,
+    lse,
+    sinks,
+    block_table,
+    seq_lens,
+    query_start_loc,
+    scale,
+    soft_cap,
+    tiles,
+    tokens,
+    q_token_stride,
+    q_head_stride,
+    k_page_stride,
+    k_token_stride,
+    k_head_stride,
+    v_page_stride,
+    v_token_stride,
+    v_head_stride,
+    table_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    FP32_DOT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    await_previous(PDL)
+    request = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    first = tl.load(query_start_loc + request)
+    query_len = tl.load(query_start_loc + request + 1) - first
+    # Behind the branch it would wait for the loads above.
+    seq_len = tl.load(seq_lens + request)
+    if tile * BLOCK_M >= query_len * GROUP:
+        return
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_row = row < query_len * GROUP
+    token = (first + row // GROUP).to(tl.int64)
+    head = kv_head * GROUP + row % GROUP
+    position = seq_len - query_len + row // GROUP
+    dim = tl.arange(0, BLOCK_D)
+    edim = tl.arange(0, BLOCK_E)
+
+    # A padding row has no keys: its range is empty and its output is 0.
+    last_row = tl.minimum(tile * BLOCK_M + BLOCK_M, query_len * GROUP) - 1
+    end = tl.where(seq_len > 0, seq_len - query_len + last_row // GROUP + 1, 0)
+    start = 0
+    if WINDOW > 0:
+        start = tl.maximum(seq_len - query_len + (tile * BLOCK_M) // GROUP - WINDOW + 1, 0)
+    first_block = start // BLOCK_N
+    blocks = tl.cdiv(end, BLOCK_N) - first_block
+    share = tl.cdiv(blocks, SPLITS)
+    lo = first_block + split * share
+    hi = tl.minimum(lo + share, first_block + blocks)
+
+    q = tl.load(
+        query + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :],
+        mask=in_row[:, None] & (dim[None, :] < DIM),
+        other=0.0,
+    )
+    if FP32_DOT:
+        q = q.to(tl.float32)
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+    table = block_table + request.to(tl.int64) * table_stride
+    for block in range(lo, hi):
+        kv = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        owned = kv < end
+        page = tl.load(table + kv // PAGE_SIZE, mask=owned, other=0).to(tl.int64)
+        k = tl.load(
+            key_cache
+            + (page * k_page_stride + (kv % PAGE_SIZE) * k_token_stride + kv_head * k_head_stride)[None, :]
+            + dim[:, None],
+            mask=owned[None, :] & (dim[:, None] < DIM),
+            other=0.0,
+        )
+        v = tl.load(
+            value_cache
+            + (page * v_page_stride + (kv % PAGE_SIZE) * v_token_stride + kv_head * v_head_stride)[:, None]
+            + edim[None, :],
+            mask=owned[:, None] & (edim[None, :] < VALUE_DIM),
+            other=0.0,
+        )
+        if FP32_DOT:
+            k = k.to(tl.float32)
+            v = v.to(tl.float32)
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        if SOFT_CAP:
+            ratio = tl.exp2(-2.8853900817779268 * tl.abs(scores / soft_cap))
+            scores = soft_cap * tl.where(scores >= 0, 1.0, -1.0) * (1.0 - ratio) / (1.0 + ratio)
+        scores = scores * 1.4426950408889634
+        seen = kv[None, :] <= position[:, None]
+        if WINDOW > 0:
+            seen = seen & (kv[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        safe_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(scores - safe_peak[:, None])
+        fade = tl.exp2(peak - safe_peak)
+        total = total * fade + tl.sum(weights, 1)
+        acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        peak = new_peak
+
+    if SINKS:
+        sink = tl.load(sinks + head, mask=in_row, other=0.0) * 1.4426950408889634
+        new_peak = tl.maximum(peak, sink)
+        fade = tl.exp2(peak - new_peak)
+        total = total * fade + tl.exp2(sink - new_peak)
+        acc = acc * fade[:, None]
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    at = (split.to(tl.int64) * tokens + token) * HEADS + head
+    tl.store(
+        out + at[:, None] * VALUE_DIM + edim[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=in_row[:, None] & (edim[None, :] < VALUE_DIM),
+    )
+    if SPLITS > 1:
+        tl.store(lse + at, tl.where(total > 0, peak + tl.log2(total), float("-inf")), mask=in_row)
+
+
+@triton.jit
+def merge_kernel(
+    partial,
+    lse,
+    sinks,
+    out,
+    tokens,
+    HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    SINKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    await_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    split = tl.arange(0, BLOCK_S)
+    edim = tl.arange(0, BLOCK_E)
+    at = (split.to(tl.int64) * tokens + token) * HEADS + head
+    part = tl.load(lse + at, mask=split < SPLITS, other=float("-inf"))
+    # Not masked by what the load above brings, so that both are under way at once.
+    rows = tl.load(
+        partial + at[:, None] * VALUE_DIM + edim[None, :],
+        mask=(split < SPLITS)[:, None] & (edim[None, :] < VALUE_DIM),
+        other=0.0,
+    )
+    peak = tl.max(part, 0)
+    if SINKS:
+        sink = tl.load(sinks + head) * 1.4426950408889634
+        peak = tl.maximum(peak, sink)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    weight = tl.exp2(part - peak)
+    total = tl.sum(weight, 0)
+    if SINKS:
+        total += tl.exp2(sink - peak)
+    rows = tl.where((part > float("-inf"))[:, None], rows, 0.0)
+    merged = tl.sum(rows * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    to = out + (token * HEADS + head) * VALUE_DIM + edim
+    tl.store(to, merged.to(out.dtype.element_ty), mask=edim < VALUE_DIM)

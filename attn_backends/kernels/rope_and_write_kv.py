@@ -1,0 +1,171 @@
+"""Rotary embedding of queries and keys, and the keys' and values' way into the paged cache, as one kernel."""
+
+from __future__ import annotations
+
+import torch
+
+from attn_backends.kernels.rope import Rotation, angles_of, rotated, turned
+from attn_backends.kernels.write_kv import check_new_kv, quantised, store_kv
+from builders.errors import require, require_tensor
+from builders.kernels.op import define_op
+from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+
+
+def rotate_and_write_kv(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rotation: Rotation,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """`rotate` query [num_tokens, num_q_heads, D], in place, and a copy of key; `write_kv` that copy and value.
+
+    The numbers are those of these ops. Heads may be views of one packed projection; their dims are contiguous.
+    Raises BatchError for tensors that a kernel would misread, with nothing changed.
+    """
+    tokens, _, dim = key.shape
+    check_new_kv(key, value, key_cache, value_cache, slot_mapping.shape[0])
+    device = key.device
+    require_tensor("query", query, shape=(tokens, None, dim), dtype=key.dtype, device=device)
+    require_tensor("positions", rotation.positions, shape=(tokens,), dtype=torch.int64, device=device)
+    require_tensor("the rotary table", rotation.table, shape=(None, dim), dtype=torch.float32, device=device)
+    contiguous = query.stride(2) == key.stride(2) == value.stride(2) == 1 and rotation.table.is_contiguous()
+    if not contiguous or query.shape[1] % key.shape[1]:
+        require(
+            False,
+            f"query heads must be a multiple of {key.shape[1]} and every head's dims adjacent, got {query.shape[1]} "
+            f"and strides {query.stride()}, {key.stride()}, {value.stride()}, table {rotation.table.stride()}; a "
+            "kernel would read other elements, so nothing was run. Keep the head dim innermost.",
+        )
+    _op(query, key, value, rotation.positions, rotation.table, key_cache, value_cache, slot_mapping)
+
+
+def _rotate_and_write_kv(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    query.copy_(rotated(query, positions, table))
+    store_kv(rotated(key, positions, table), value, key_cache, value_cache, slot_mapping)
+
+
+def _launch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    quantise = key.dtype != key_cache.dtype
+    if quantise and key.device.type == "cpu":
+        # Triton's interpreter does not round to e4m3 as the hardware does.
+        return _rotate_and_write_kv(query, key, value, positions, table, key_cache, value_cache, slot_mapping)
+    tokens, heads, dim = key.shape
+    group, value_dim = query.shape[1] // heads, value.shape[2]
+    _rotate_and_write_kv_kernel[(tokens, heads)](
+        query,
+        key,
+        value,
+        positions,
+        table,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        *query.stride()[:2],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        GROUP=group,
+        PAGE_SIZE=key_cache.shape[1],
+        HALF=dim // 2,
+        VALUE_DIM=value_dim,
+        BLOCK_G=triton.next_power_of_2(group),
+        BLOCK_D=triton.next_power_of_2(dim // 2),
+        BLOCK_E=triton.next_power_of_2(value_dim),
+        QUANTISE=quantise,
+        num_warps=1 if group * dim <= 1024 else 4,
+        **dependent_launch(key.device),
+    )
+
+
+@triton.jit
+def _rotate_and_write_kv_kernel(
+    query,
+    key,
+    value,
+    positions,
+    table,
+    key_cache,
+    value_cache,
+    slot_mapping,
+    query_token_stride,
+    query_head_stride,
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    kc_page_stride,
+    kc_token_stride,
+    kc_head_stride,
+    vc_page_stride,
+    vc_token_stride,
+    vc_head_stride,
+    GROUP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    QUANTISE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program has one token and KV head, and the query heads of its group."""
+    await_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    slot = tl.load(slot_mapping + token)
+    member = tl.arange(0, BLOCK_G)[:, None]
+    dim = tl.arange(0, BLOCK_D)[None, :]
+    edim = tl.arange(0, BLOCK_E)
+    in_half = dim < HALF
+    in_group = in_half & (member < GROUP)
+    cos, sin = angles_of(table, tl.load(positions + token), dim, HALF)
+    query_at = query + token * query_token_stride + (head * GROUP + member) * query_head_stride + dim
+    query_first, query_second = turned(query_at, in_group, cos, sin, HALF)
+    key_at = key + token * key_token_stride + head * key_head_stride + dim
+    key_first, key_second = turned(key_at, in_half, cos, sin, HALF)
+    in_value = edim < VALUE_DIM
+    new_value = tl.load(value + token * value_token_stride + head * value_head_stride + edim, mask=in_value)
+    if QUANTISE:
+        key_first, key_second = quantised(key_first, key_cache), quantised(key_second, key_cache)
+        new_value = quantised(new_value, value_cache)
+    tl.store(query_at, query_first, mask=in_group)
+    tl.store(query_at + HALF, query_second, mask=in_group)
+    page = slot // PAGE_SIZE
+    offset = slot % PAGE_SIZE
+    kept = key_cache + page * kc_page_stride + offset * kc_token_stride + head * kc_head_stride + dim
+    tl.store(kept, key_first, mask=in_half & (slot >= 0))
+    tl.store(kept + HALF, key_second, mask=in_half & (slot >= 0))
+    kept = value_cache + page * vc_page_stride + offset * vc_token_stride + head * vc_head_stride + edim
+    tl.store(kept, new_value, mask=in_value & (slot >= 0))
+
+
+_op = define_op(
+    "spec_decode::rotate_and_write_kv",
+    "(Tensor(a!) query, Tensor key, Tensor value, Tensor positions, Tensor table, Tensor(b!) key_cache, "
+    "Tensor(c!) value_cache, Tensor slot_mapping) -> ()",
+    cpu=_rotate_and_write_kv,
+    cuda=_launch,
+)

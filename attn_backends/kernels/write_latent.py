@@ -1,0 +1,246 @@
+"""Store new latents in the paged cache: norm, rotary, quantisation and the write as one kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attn_backends.kernels import packed_latent
+from attn_backends.kernels.latent_rotary import check_rotary, rounded, turn_tail, turned
+from builders.errors import require, require_tensor
+from builders.kernels.op import define_op
+from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KvANormRope:
+    """What turns a projection's latent into the one that is cached.
+
+    weight [D], positions int64 [num_tokens], table fp32 [max_positions, rotary dims] of cos | sin: see latent_rotary.
+    """
+
+    weight: torch.Tensor
+    eps: float
+    positions: torch.Tensor
+    table: torch.Tensor
+
+
+def write_latent(
+    latent: torch.Tensor,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    page_size: int | None = None,
+    norm: KvANormRope | None = None,
+) -> None:
+    """cache[slot // page_size, slot % page_size] = latent, for every token whose slot is not -1.
+
+    latent [num_tokens, D], slot_mapping int64 [num_tokens]. cache [pages, page_size, D] or [pages, page_size, 1, D] in
+    latent's dtype, with any strides but a contiguous last dim; or packed fp8 (see packed_latent), which takes bfloat16
+    latents of its own D: uint8 [pages, page_size, 1, TOKEN_BYTES] with a page's bytes adjacent, or
+    [pages, page_bytes(page_size)] and page_size, since that shape does not say it.
+
+    With norm: what is stored is latent / rms(latent) over D * weight, its last dims turned to the positions; computed
+    in fp32, rounded to latent's dtype once, before any quantisation. Raises BatchError, with nothing written, for
+    tensors that a kernel would misread.
+    """
+    tokens, dim = latent.shape
+    if cache.dim() == 4 and cache.shape[2] == 1:
+        cache = cache.squeeze(2)
+    if cache.dtype == torch.uint8:
+        cache, page_size = _packed_pages(latent, cache, page_size)
+    else:
+        shape = (None, page_size, dim)
+        require_tensor("the latent cache", cache, shape=shape, dtype=latent.dtype, device=latent.device)
+        page_size = cache.shape[1]
+    require(
+        cache.stride(-1) == 1,
+        f"the last dim of a latent cache must be contiguous, got strides {list(cache.stride())}; a row would land "
+        "across others, so nothing was written. Allocate the cache with its dims last.",
+    )
+    require_tensor("slot_mapping", slot_mapping, shape=(tokens,), dtype=torch.int64, device=cache.device)
+    if norm is None:
+        _write_latent_op(latent, cache, slot_mapping, page_size, None, None, None, 0.0)
+        return
+    require_tensor("norm.weight", norm.weight, shape=(dim,), dtype=norm.weight.dtype, device=cache.device)
+    check_rotary(latent, norm.positions, norm.table)
+    _write_latent_op(latent, cache, slot_mapping, page_size, norm.weight, norm.positions, norm.table, norm.eps)
+
+
+def _packed_pages(latent: torch.Tensor, cache: torch.Tensor, page_size: int | None) -> tuple[torch.Tensor, int]:
+    """The cache as [pages, bytes of a page], and its page size."""
+    shape = (latent.shape[0], packed_latent.LATENT)
+    require_tensor("latent", latent, shape=shape, dtype=torch.bfloat16, device=cache.device)
+    if cache.dim() == 3:
+        page_size = cache.shape[1]
+        adjacent = cache.shape[2] == packed_latent.TOKEN_BYTES and (page_size == 1 or cache.stride(1) == cache.shape[2])
+    else:
+        adjacent = page_size is not None and cache.shape[1:] == (packed_latent.page_bytes(page_size),)
+    require(
+        adjacent and page_size is not None,
+        f"a packed cache is [pages, page_size, 1, {packed_latent.TOKEN_BYTES}] with a page's bytes adjacent, or "
+        f"[pages, page_bytes(page_size)] and page_size, got {list(cache.shape)} with strides {list(cache.stride())} "
+        f"and page_size {page_size}; its tokens could lie anywhere, so nothing was written. Allocate either form.",
+    )
+    assert page_size is not None
+    return cache.view(cache.shape[0], -1), page_size
+
+
+def _write_latent(
+    latent: torch.Tensor,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    page_size: int,
+    weight: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    table: torch.Tensor | None,
+    eps: float,
+) -> None:
+    written = slot_mapping >= 0
+    slots, latent = slot_mapping[written], latent[written]
+    if weight is not None and positions is not None and table is not None:
+        wide = latent.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
+        latent = turned(wide, positions[written], table).to(latent.dtype)
+    if cache.dtype == torch.uint8:
+        packed_latent.pack(latent, cache, slots, page_size)
+    else:
+        cache[slots // page_size, slots % page_size] = latent
+
+
+def _launch(
+    latent: torch.Tensor,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    page_size: int,
+    weight: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    table: torch.Tensor | None,
+    eps: float,
+) -> None:
+    tokens, dim = latent.shape
+    latent = latent if latent.stride(1) == 1 else latent.contiguous()
+    packed = cache.dtype == torch.uint8
+    _write_latent_kernel[(tokens,)](
+        latent,
+        cache,
+        slot_mapping,
+        weight,
+        positions,
+        table,
+        latent.stride(0),
+        cache.stride(0),
+        0 if packed else cache.stride(1),
+        eps,
+        PAGE_SIZE=page_size,
+        DIM=dim,
+        ROTARY=0 if table is None else table.shape[1],
+        BLOCK=triton.next_power_of_2(dim),
+        NORM=weight is not None,
+        PACKED=packed,
+        TILE=packed_latent.TILE,
+        TILES=packed_latent.TILES,
+        DATA_BYTES=packed_latent.DATA_BYTES,
+        SCALE_BYTES=packed_latent.SCALE_BYTES,
+        num_warps=4,
+        **dependent_launch(latent.device),
+    )
+
+
+@triton.jit
+def _write_latent_kernel(
+    latent,
+    cache,
+    slot_mapping,
+    weight,
+    positions,
+    table,
+    latent_stride,
+    page_stride,
+    token_stride,
+    eps,
+    PAGE_SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    PACKED: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    DATA_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    await_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if slot >= 0:
+        dim = tl.arange(0, BLOCK)[None, :]
+        row = tl.load(latent + token * latent_stride + dim, mask=dim < DIM, other=0.0)
+        if NORM:
+            wide = row.to(tl.float32)
+            wide = wide * tl.rsqrt(tl.sum(wide * wide, 1) / DIM + eps)[:, None]
+            wide = wide * tl.load(weight + dim, mask=dim < DIM, other=0.0).to(tl.float32)
+            angles = table + tl.load(positions + token) * ROTARY
+            row = rounded(turn_tail(wide, angles, DIM, ROTARY, False, 1, BLOCK), latent.dtype.element_ty)
+        page = cache + (slot // PAGE_SIZE) * page_stride
+        offset = slot % PAGE_SIZE
+        if PACKED:
+            _store_packed(row, page, offset, PAGE_SIZE, TILE, TILES, DATA_BYTES, SCALE_BYTES)
+        else:
+            tl.store(page + offset * token_stride + dim, row, mask=dim < DIM)
+
+
+@triton.jit
+def _store_packed(
+    row,
+    page,
+    offset,
+    PAGE_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    DATA_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+):
+    """A row of TILES + 1 tiles, the last of them rotary, to its offset in a packed page by packed_latent's rule."""
+    tiles = tl.reshape(row, (TILES + 1, TILE))
+    tile = tl.arange(0, TILES + 1)
+    column = tl.arange(0, TILE)[None, :]
+    wide = tiles.to(tl.float32)
+    magnitude = wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    # From the bits of 1e-4 to those of infinity: a NaN, whose bits lie above, must not carry into the sign.
+    peak = tl.minimum(tl.maximum(tl.max(magnitude, 1), 0x38D1B717), 0x7F800000)
+    exponent = ((peak + 0x1FFFFF) >> 23) - 8
+    inverse_scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    data = page + offset * DATA_BYTES
+    at = tile[:, None] * TILE + column
+    tl.store(data + at, _e4m3(wide * inverse_scale[:, None]), mask=tile[:, None] < TILES)
+    tail = (data + TILES * TILE).to(tl.pointer_type(tl.bfloat16))
+    tl.store(tail + at - TILES * TILE, tiles, mask=tile[:, None] == TILES)
+    scales = page + PAGE_SIZE * DATA_BYTES + offset * SCALE_BYTES
+    tl.store(scales + tile, tl.where(tile < TILES, exponent, 0).to(tl.uint8))
+
+
+@triton.jit
+def _e4m3(x):
+    """The e4m3 byte of x (fp32), at most 448, to nearest even; the interpreter's own conversion rounds ties up.
+
+    Below 2^-6 steps are 2^-9, the last place of a float at 2^14: that addition rounds. Above, 20 bits are rounded off
+    and the exponent's bias goes from 127 to 7.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    size = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)
+    small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    large = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+    code = tl.where(size < 0x3C800000, small, large)
+    return (tl.where(x == x, code, 0x7F) | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+_write_latent_op = define_op(
+    "attn_backends::write_latent",
+    "(Tensor latent, Tensor(a!) cache, Tensor slot_mapping, int page_size, Tensor? weight, Tensor? positions, "
+    "Tensor? table, float eps) -> ()",
+    cpu=_write_latent,
+    cuda=_launch,
+)

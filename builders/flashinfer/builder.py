@@ -1,0 +1,186 @@
+"""Metadata of FlashInfer: wrappers whose split plan is recomputed on the device, and the views that XQA reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, ClassVar
+
+import torch
+
+from builders.batch import AttentionBatch
+from builders.contract import AdvanceLevel, AdvanceSupport, CaptureConstants, GraphSupport, MetadataBuilder
+from builders.errors import require
+from builders.flashinfer.layout import PlanLayout
+from builders.flashinfer.plan import replan
+from builders.flashinfer.wrappers import FlashInferWrappers
+from builders.spec import AttentionSpec
+
+
+class Kernel(str, Enum):
+    """FlashInfer's ways of attending to a batch with one query token a request, and to any other batch."""
+
+    TENSOR_CORES = "tensor_cores"
+    CUDA_CORES = "cuda_cores"
+    XQA = "xqa"
+    EXTEND = "extend"
+    """The prefill wrapper over query lengths that all rows share."""
+    RAGGED = "ragged"
+    """The prefill wrapper planned on the host, for one batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """The kernel, and what it was planned with: a wrapper, or XQA's workspace."""
+
+    kernel: Kernel
+    num_reqs: int
+    query_len: int
+    wrapper: Any = field(default=None, compare=False, repr=False)
+    workspace: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    layout: PlanLayout | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlashInferMetadata:
+    """query_start_loc int32 [num_reqs + 1], seq_lens int32 [num_reqs], block_table int32 [num_reqs, max_pages],
+    slot_mapping int64 [num_tokens]: views of the batch. last_page_len int32 [num_reqs] and plan uint8 [n]: the
+    launch's persistent buffers (the plan as FlashInfer lays it out); both are empty where a kernel has no plan.
+    """
+
+    num_reqs: int
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    launch: Launch
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    last_page_len: torch.Tensor
+    plan: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    launch: Launch
+    last_page_len: torch.Tensor
+    plan: torch.Tensor
+
+
+class FlashInferBuilder(MetadataBuilder[FlashInferMetadata]):
+    """Plans a batch shape once on the host, for any lengths; every build and advance replans it on the device.
+
+    A batch whose query lengths differ is planned on the host for its own lengths, which waits for the device.
+    """
+
+    graph_support = GraphSupport.UNIFORM_BATCH
+    step_fields: ClassVar[tuple[str, ...]] = ("seq_lens", "slot_mapping", "last_page_len", "plan")
+    decode_kernel: ClassVar[Kernel | None] = None
+    """The kernel of single-token batches; None chooses by the spec, see choose_kernel."""
+
+    def __init__(
+        self, spec: AttentionSpec, device: torch.device, *, max_reqs: int, max_tokens: int, max_seq_len: int
+    ) -> None:
+        super().__init__(spec, device, max_reqs=max_reqs, max_tokens=max_tokens, max_seq_len=max_seq_len)
+        self._planned: dict[tuple[int, int, int, int], _Planned] = {}
+        self._wrappers = FlashInferWrappers(spec, device)
+
+    @classmethod
+    def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
+        kernel, why = (cls.decode_kernel, "asked for") if cls.decode_kernel else choose_kernel(spec)
+        how = "reads lengths and pages itself" if kernel is Kernel.XQA else "its split plan is recomputed on the device"
+        return AdvanceSupport(AdvanceLevel.IN_GRAPH, f"{kernel.value} ({why}): {how}")
+
+    def build(self, batch: AttentionBatch, *, horizon: int = 0) -> FlashInferMetadata:
+        self.check_horizon(batch, horizon)
+        planned = self._shape(batch) if batch.uniform else self._ragged(batch)
+        metadata = FlashInferMetadata(
+            num_reqs=batch.num_reqs,
+            num_tokens=batch.num_tokens,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.block_table.shape[1] * self.spec.page_size,
+            launch=planned.launch,
+            query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            block_table=batch.block_table,
+            slot_mapping=batch.slot_mapping,
+            last_page_len=planned.last_page_len,
+            plan=planned.plan,
+        )
+        if batch.uniform:
+            self.advance(metadata)
+        return metadata
+
+    def advance(self, metadata: FlashInferMetadata) -> None:
+        require(
+            metadata.launch.kernel is not Kernel.RAGGED,
+            f"only a batch of one query length advances, this one has up to {metadata.max_query_len} tokens a row in "
+            f"{metadata.num_tokens} of {metadata.num_reqs} rows; its plan would be of other lengths. Build it anew.",
+        )
+        if (layout := metadata.launch.layout) is not None:
+            width = metadata.block_table.shape[1]
+            replan(metadata.seq_lens, metadata.last_page_len, metadata.plan, layout, table_width=width)
+
+    def capture_constants(self, metadata: FlashInferMetadata) -> CaptureConstants:
+        return CaptureConstants(
+            max_reqs=metadata.num_reqs, max_query_len=metadata.max_query_len, max_seq_len=metadata.max_seq_len
+        )
+
+    def _shape(self, batch: AttentionBatch) -> _Planned:
+        """What serves every batch of this shape over this block table."""
+        require(
+            batch.block_table.is_contiguous(),
+            f"FlashInfer reads the block table as one list of pages, got strides {batch.block_table.stride()}; a copy "
+            "would not follow its changes. Pass rows of one table, all of their columns.",
+        )
+        key = (*batch.block_table.shape, batch.max_query_len, batch.block_table.data_ptr())
+        if key not in self._planned:
+            self._planned[key] = self._plan_shape(batch)
+        return self._planned[key]
+
+    def _plan_shape(self, batch: AttentionBatch) -> _Planned:
+        kernel = Kernel.EXTEND if batch.max_query_len > 1 else self.decode_kernel or choose_kernel(self.spec)[0]
+        launch = Launch(kernel=kernel, num_reqs=batch.num_reqs, query_len=batch.max_query_len)
+        if kernel is Kernel.XQA:
+            return self._unplanned(replace(launch, workspace=self._wrappers.counters()))
+        if kernel is Kernel.EXTEND:
+            made = self._wrappers.extend(batch)
+        else:
+            made = self._wrappers.decode(batch, tensor_cores=kernel is Kernel.TENSOR_CORES)
+        return _Planned(replace(launch, wrapper=made.wrapper, layout=made.layout), made.last_page_len, made.plan)
+
+    def _ragged(self, batch: AttentionBatch) -> _Planned:
+        launch = Launch(kernel=Kernel.RAGGED, num_reqs=batch.num_reqs, query_len=batch.max_query_len)
+        return self._unplanned(replace(launch, wrapper=self._wrappers.ragged(batch)))
+
+    def _unplanned(self, launch: Launch) -> _Planned:
+        none = torch.empty(0, dtype=torch.int32, device=self.device)
+        return _Planned(launch, none, none.view(torch.uint8))
+
+
+def choose_kernel(spec: AttentionSpec) -> tuple[Kernel, str]:
+    """The decode kernel that serves a spec best, and why."""
+    if spec.group_size == 1 and spec.sliding_window is None:
+        return Kernel.CUDA_CORES, "no two query heads share keys for a tensor core to multiply"
+    if spec.group_size == 1:
+        return Kernel.TENSOR_CORES, "the kernel on CUDA cores reads all tokens, not the window alone"
+    return Kernel.TENSOR_CORES, "query heads share keys"
+
+
+class TensorCoreBuilder(FlashInferBuilder):
+    """Decodes by the FA2 kernel whatever the spec."""
+
+    decode_kernel = Kernel.TENSOR_CORES
+
+
+class CudaCoreBuilder(FlashInferBuilder):
+    """Decodes on CUDA cores whatever the spec."""
+
+    decode_kernel = Kernel.CUDA_CORES
+
+
+class XqaBuilder(FlashInferBuilder):
+    """Decodes by XQA, which needs no plan."""
+
+    decode_kernel = Kernel.XQA

@@ -1,0 +1,257 @@
+"""FlashInfer's split plan, recomputed on the device: which CTA attends to which tokens, from the lengths as they stand.
+
+In CUDA-graph mode FlashInfer's wrappers read their plan from an int workspace. Its offsets and the grid follow from the
+batch size and the heads alone, only the contents depend on the lengths: one plan() on any lengths fixes the layout, and
+`replan` then writes what plan() would write for the lengths on the device. The rules are those of DecodePlan and
+PrefillPlan in include/flashinfer/attention/scheduler.cuh of FlashInfer 0.6.12, unchanged in 0.7.2.
+
+The words here: a *unit* is one query tile of one request; a *chunk* is the run of KV pages that one CTA takes of it, of
+one size for all; a *tile* is a chunk of a unit, one CTA of the grid's first axis.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, fields
+
+import torch
+
+from builders.errors import require, require_tensor
+from builders.flashinfer.layout import PlanLayout
+from builders.kernels.op import define_op
+from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+
+
+def replan(
+    seq_lens: torch.Tensor,
+    last_page_len: torch.Tensor,
+    workspace: torch.Tensor,
+    layout: PlanLayout,
+    *,
+    table_width: int,
+) -> None:
+    """Make a wrapper's plan and last_page_len those of `seq_lens`, in place; graph-safe, one kernel.
+
+    seq_lens       int32 [num_reqs]   KV tokens of each request; 0 in padding rows, which get one tile without tokens
+    last_page_len  int32 [num_reqs]   the wrapper's buffer
+    workspace      uint8 [n]          the wrapper's int workspace
+    table_width    pages of a row where kv_indptr is arange(num_reqs + 1) * table_width: the flattened block table
+
+    last_page_len becomes seq_len - (table_width - 1) * page_size, mostly negative: FlashInfer adds the row's other
+    pages back in uint32, which leaves seq_len. A tile starts below its request's seq_len, except the tile of an empty
+    row and, with a sliding window, one that FlashInfer clamps: the CUDA-core kernel never ends on any other.
+    Plan and kernel must not overlap: order this before run(), and a plain kernel in between where run() uses PDL.
+    """
+    num_reqs = layout.num_reqs
+    for name, tensor in (("seq_lens", seq_lens), ("last_page_len", last_page_len)):
+        require_tensor(name, tensor, shape=(num_reqs,), dtype=torch.int32, device=seq_lens.device)
+    require_tensor("int workspace", workspace, shape=(None,), dtype=torch.uint8, device=seq_lens.device)
+    require(
+        workspace.shape[0] >= layout.num_bytes and workspace.shape[0] % 4 == 0,
+        f"this plan takes {layout.num_bytes} bytes of a workspace of whole int32 elements, got {workspace.shape[0]} "
+        "bytes; nothing was written. Pass the int workspace of the wrapper that made the plan.",
+    )
+    if not layout.split:
+        torch.sub(seq_lens, (table_width - 1) * layout.page_size, out=last_page_len)
+        return
+    _replan_op(seq_lens, last_page_len, workspace, table_width, [int(value) for value in astuple(layout)])
+
+
+def read_plan(workspace: torch.Tensor, layout: PlanLayout) -> dict[str, list[int]]:
+    """The plan in an int workspace as lists by array name, without what padding tiles hold; waits for the device."""
+    host = workspace.cpu()
+    ints = host.view(torch.int32)
+    plan = {name: ints[offset : offset + length].tolist() for name, (offset, length) in layout.arrays.items()}
+    if not layout.split:
+        return plan
+    mask = host[layout.block_valid_mask :][: layout.padded_tiles].tolist()
+    tiles = sum(mask)
+    trimmed = {name: values[:tiles] if name.endswith("indices") else values for name, values in plan.items()}
+    return {**trimmed, "block_valid_mask": mask}
+
+
+def _replan(
+    seq_lens: torch.Tensor, last_page_len: torch.Tensor, workspace: torch.Tensor, table_width: int, packed: list[int]
+) -> None:
+    layout = _unpacked(packed)
+    last_page_len.copy_(seq_lens - (table_width - 1) * layout.page_size)
+    # An empty row counts as a page. FlashInfer's CUDA-core planner gives it a tile but leaves it out of the search for
+    # the chunk, and among many of them it writes past its grid.
+    pages = (-(-seq_lens // layout.page_size)).clamp(1, layout.window_pages)
+    chunk = _smallest_chunk(pages, layout.min_chunk_pages, layout.tile_budget // layout.query_tiles)
+    chunks = -(-pages // chunk)
+    of_unit = chunks.repeat_interleave(layout.query_tiles)
+    unit = torch.arange(len(of_unit)).repeat_interleave(of_unit)
+    kv_tile = torch.arange(len(unit)) - (of_unit.cumsum(0) - of_unit)[unit]
+    plan = {
+        "request_indices": unit // layout.query_tiles,
+        "qo_tile_indices": unit % layout.query_tiles,
+        "kv_tile_indices": kv_tile,
+        "o_indptr": _from_zero(chunks * layout.query_len),
+        "merge_indptr": _from_zero(chunks.repeat_interleave(layout.query_len)),
+        "kv_chunk_size": torch.tensor([chunk * layout.page_size]),
+    }
+    ints = workspace.view(torch.int32)
+    for name, (offset, length) in layout.arrays.items():
+        ints[offset : offset + length] = torch.nn.functional.pad(plan[name], (0, length - len(plan[name])))
+    mask = torch.arange(layout.padded_tiles) < len(unit)
+    workspace[layout.block_valid_mask : layout.block_valid_mask + layout.padded_tiles] = mask
+
+
+def _unpacked(packed: list[int]) -> PlanLayout:
+    return PlanLayout(**dict(zip((field.name for field in fields(PlanLayout)), packed, strict=True)))  # type: ignore[arg-type]
+
+
+def _smallest_chunk(pages: torch.Tensor, min_chunk: int, budget: int) -> int:
+    """The smallest chunk from min_chunk on that cuts `pages` into at most `budget` pieces; at most the longest."""
+    low, high = min_chunk, int(pages.max())
+    while low < high:
+        middle = (low + high) // 2
+        if int((-(-pages // middle)).sum()) > budget:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def _from_zero(counts: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+
+
+def _launch(
+    seq_lens: torch.Tensor, last_page_len: torch.Tensor, workspace: torch.Tensor, table_width: int, packed: list[int]
+) -> None:
+    layout = _unpacked(packed)
+    units = layout.num_reqs * layout.query_tiles
+    # One tile more than the grid has: where units that do not exist are counted.
+    block_tiles = triton.next_power_of_2(layout.padded_tiles + 1)
+    block_units = triton.next_power_of_2(units)
+    largest = max(block_tiles, block_units)
+    warps = 1 if largest <= 256 else 4 if largest <= 1024 else 8
+    _replan_kernel[(1,)](
+        seq_lens,
+        last_page_len,
+        workspace.view(torch.int32),
+        workspace,
+        units,
+        (table_width - 1) * layout.page_size,
+        layout.min_chunk_pages,
+        layout.window_pages,
+        layout.padded_tiles,
+        layout.tile_budget,
+        layout.request_indices,
+        layout.qo_tile_indices,
+        layout.kv_tile_indices,
+        layout.o_indptr,
+        layout.merge_indptr,
+        layout.kv_chunk_size,
+        layout.block_valid_mask,
+        PAGE_SIZE=layout.page_size,
+        QUERY_LEN=layout.query_len,
+        QUERY_TILES=layout.query_tiles,
+        TENSOR_CORES=layout.tensor_cores,
+        BLOCK_U=max(32 * warps, block_units),
+        BLOCK_T=max(32 * warps, block_tiles),
+        num_warps=warps,
+        **dependent_launch(seq_lens.device),
+    )
+
+
+# Specialised on none of these: the offsets differ by batch size, and a kernel for each would be compiled.
+@triton.jit(
+    do_not_specialize=[
+        "units",
+        "row_start",
+        "min_chunk",
+        "window_pages",
+        "padded_tiles",
+        "tile_budget",
+        "request_indices",
+        "qo_tile_indices",
+        "kv_tile_indices",
+        "o_indptr",
+        "merge_indptr",
+        "kv_chunk_size",
+        "block_valid_mask",
+    ]
+)
+def _replan_kernel(
+    seq_lens,
+    last_page_len,
+    plan,
+    plan_bytes,
+    units,
+    row_start,
+    min_chunk,
+    window_pages,
+    padded_tiles,
+    tile_budget,
+    request_indices,
+    qo_tile_indices,
+    kv_tile_indices,
+    o_indptr,
+    merge_indptr,
+    kv_chunk_size,
+    block_valid_mask,
+    PAGE_SIZE: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    QUERY_TILES: tl.constexpr,
+    TENSOR_CORES: tl.constexpr,
+    BLOCK_U: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    await_previous(PDL)
+    unit = tl.arange(0, BLOCK_U)
+    inside = unit < units
+    request = unit // QUERY_TILES
+    leads = inside & (unit % QUERY_TILES == 0)
+    seq_len = tl.load(seq_lens + request, mask=inside, other=0)
+    tl.store(last_page_len + request, seq_len - row_start, mask=leads)
+    pages = tl.minimum(tl.maximum(tl.cdiv(seq_len, PAGE_SIZE), 1), window_pages)
+    pages = tl.where(inside, pages, 0)
+    longest = tl.max(pages, 0)
+    total = tl.sum(pages, 0)
+
+    # A chunk of c pages makes between total / c and (total - units) / c + units tiles: between the bounds that this
+    # sets few sizes are left to try. Where even whole requests are too many tiles, nothing is cut.
+    spare = tile_budget - units
+    low = tl.maximum(tl.where(spare < 0, longest, tl.cdiv(total, tile_budget)), min_chunk)
+    high = tl.where(spare > 0, tl.minimum(tl.cdiv(total - units, tl.maximum(spare, 1)), longest), longest)
+    while low < high:
+        middle = (low + high) // 2
+        fits = tl.sum(tl.cdiv(pages, middle), 0) <= tile_budget
+        low = tl.where(fits, low, middle + 1)
+        high = tl.where(fits, middle, high)
+    tl.store(plan + kv_chunk_size, low * PAGE_SIZE)
+
+    chunks = tl.cdiv(pages, low)
+    end = tl.cumsum(chunks, 0)
+    start = end - chunks
+    row = start // QUERY_TILES * QUERY_LEN
+    tl.store(plan + o_indptr, 0)
+    tl.store(plan + o_indptr + 1 + request, row + QUERY_LEN * chunks, mask=leads)
+    if TENSOR_CORES:
+        tl.store(plan + merge_indptr, 0)
+        for token in range(QUERY_LEN):
+            to = plan + merge_indptr + 1 + request * QUERY_LEN + token
+            tl.store(to, row + (token + 1) * chunks, mask=leads)
+
+    tile = tl.arange(0, BLOCK_T)
+    valid = tile < tl.sum(chunks, 0)
+    begins = tl.histogram(tl.where(inside, start, BLOCK_T - 1), BLOCK_T)
+    owner = tl.where(valid, tl.cumsum(begins, 0) - 1, 0)
+    kv_tile = tl.where(valid, tile - tl.gather(start, owner, 0), 0)
+    in_grid = tile < padded_tiles
+    tl.store(plan + request_indices + tile, owner // QUERY_TILES, mask=in_grid)
+    tl.store(plan + kv_tile_indices + tile, kv_tile, mask=in_grid)
+    if TENSOR_CORES:
+        tl.store(plan + qo_tile_indices + tile, owner % QUERY_TILES, mask=in_grid)
+    tl.store(plan_bytes + block_valid_mask + tile, valid.to(tl.uint8), mask=in_grid)
+
+
+_replan_op = define_op(
+    "builders::flashinfer_replan",
+    "(Tensor seq_lens, Tensor(a!) last_page_len, Tensor(b!) workspace, int table_width, int[] layout) -> ()",
+    cpu=_replan,
+    cuda=_launch,
+)

@@ -1,0 +1,80 @@
+"""Metadata of FlashMLA over window lists: the lists, and the schedule of a batch shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from builders.batch import AttentionBatch
+from builders.contract import AdvanceLevel, AdvanceSupport
+from builders.sparse_window import SparseSwaBuilder, SparseSwaMetadata
+from builders.spec import AttentionSpec
+
+_TOKEN_BYTES = 584
+"""Of a packed latent: see attn_backends.kernels.packed_latent."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlashMlaSchedule:
+    """How FlashMLA spreads the tokens of a batch over the device. Made by its first call, from shapes alone."""
+
+    num_tokens: int
+    made: Any = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlashMlaMetadata(SparseSwaMetadata):
+    """Window lists padded with -1, and the schedule for lists of full width: theirs does not depend on lengths."""
+
+    schedule: FlashMlaSchedule
+
+
+class FlashMlaSparseBuilder(SparseSwaBuilder):
+    """Lists windows; leaves their lengths out of what the kernel is told, so that one schedule holds for every step.
+
+    A schedule made for lengths would be wrong as soon as one passes a multiple of 64.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, device: torch.device, *, max_reqs: int, max_tokens: int, max_seq_len: int
+    ) -> None:
+        super().__init__(spec, device, max_reqs=max_reqs, max_tokens=max_tokens, max_seq_len=max_seq_len)
+        self._schedules: dict[int, FlashMlaSchedule] = {}
+
+    @classmethod
+    def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
+        return AdvanceSupport(AdvanceLevel.IN_GRAPH, "window lists are recomputed by one kernel; the schedule stays")
+
+    def build(self, batch: AttentionBatch, *, horizon: int = 0) -> FlashMlaMetadata:
+        lists = super().build(batch, horizon=horizon)
+        if batch.num_tokens not in self._schedules:
+            made = self._make_schedule(batch.num_tokens)
+            self._schedules[batch.num_tokens] = FlashMlaSchedule(batch.num_tokens, made)
+        return FlashMlaMetadata(
+            **{each.name: getattr(lists, each.name) for each in fields(lists)},
+            schedule=self._schedules[batch.num_tokens],
+        )
+
+    def _make_schedule(self, num_tokens: int) -> Any:
+        """Let the kernel make it now, on empty lists: what it makes during a capture would belong to the graph."""
+        from vllm.third_party.flashmla import flash_mla_interface as flashmla  # type: ignore[import-not-found]
+
+        schedule, _ = flashmla.get_mla_metadata()
+        if not self.spec.packed:
+            return schedule
+        shape = (num_tokens, 1, self.spec.num_q_heads, self.spec.head_dim)
+        width = self._indices.shape[1]
+        page = torch.zeros(1, self.spec.page_size, 1, _TOKEN_BYTES, dtype=torch.uint8, device=self.device)
+        flashmla.flash_mla_with_kvcache(
+            q=torch.zeros(shape, dtype=self.spec.dtype, device=self.device),
+            k_cache=page,
+            block_table=None,
+            cache_seqlens=None,
+            head_dim_v=self.spec.head_dim,
+            tile_scheduler_metadata=schedule,
+            is_fp8_kvcache=True,
+            indices=torch.full((num_tokens, 1, width), -1, dtype=torch.int32, device=self.device),
+        )
+        return schedule

@@ -1,0 +1,1 @@
+"""Operations on the shared state of a batch, and how an operation is defined and launched."""

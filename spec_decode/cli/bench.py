@@ -1,0 +1,94 @@
+"""`attn-backends bench`: timings; they inform and never gate."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from spec_decode.cli.common import UserError, device_option, resolve_device, say, stdout, write
+
+_SECONDS_BETWEEN_WRITES = 5.0
+
+
+@click.command()
+@click.argument("cases", nargs=-1, metavar="[CASE...]")
+@device_option
+@click.option("--json", "target", metavar="PATH", help="Write the rows to a file, or - for standard output.")
+@click.option("--list", "only_list", is_flag=True, help="List the cases and stop.")
+def bench(cases: tuple[str, ...], device: str | None, target: str | None, only_list: bool) -> None:
+    """Time the drafter and its parts.
+
+    Without a CASE, all of them. Exit status 1 if one began and failed.
+    """
+    from spec_decode.conformance.report import json_bytes
+    from spec_decode.tools.bench import CASES, run
+
+    where, console = resolve_device(device), stdout()
+    if only_list:
+        _print_rows(console, [{"case": name, "what": what} for name, what in CASES.items()])
+        return
+    if strangers := [case for case in cases if case not in CASES]:
+        raise UserError(
+            f"a case must be one of {', '.join(CASES)}, got {', '.join(strangers)}; nothing was timed. Fix the name."
+        )
+    command = shlex.join(["attn-backends", "bench", *cases, "--device", str(where)])
+    keep = _keeping(target)
+    with console.status("timing") as status:
+
+        def on_row(row: dict[str, Any]) -> None:
+            status.update(f"timed {row['case']}")
+            keep(row)
+
+        timings = run(device=where, cases=cases or None, on_row=on_row, command=command)
+    if target != "-":
+        _print_rows(console, [_short(row) for row in timings.rows])
+        for line in timings.missing:
+            say(console, f"not timed: {line}")
+    if target is not None:
+        write(target, json_bytes(timings.rows).decode())
+    if timings.stopped:
+        raise SystemExit(1)
+
+
+def _keeping(target: str | None) -> Callable[[dict[str, Any]], None]:
+    """What writes the rows so far to the target, if that is a file: a run takes minutes, and may be cut off."""
+    from spec_decode.conformance.report import json_bytes
+
+    rows: list[dict[str, Any]] = []
+    written = time.monotonic()
+
+    def keep(row: dict[str, Any]) -> None:
+        nonlocal written
+        rows.append(row)
+        if target is not None and target != "-" and time.monotonic() - written >= _SECONDS_BETWEEN_WRITES:
+            write(target, json_bytes(rows).decode())
+            written = time.monotonic()
+
+    return keep
+
+
+def _print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
+    columns = list(dict.fromkeys(column for row in rows for column in row if row[column] is not None))
+    table = Table()
+    for column in columns:
+        table.add_column(column.replace("_", " "), overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(_text(row.get(column))) for column in columns))
+    console.print(table)
+
+
+def _short(row: dict[str, Any]) -> dict[str, Any]:
+    """A row for reading: medians, and no provenance; the JSON has it all."""
+    shown = {name: value for name, value in row.items() if name not in ("schema", "env", "command", "missing")}
+    return {name: value["p50"] if isinstance(value, dict) else value for name, value in shown.items()}
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,108 @@
+"""`attn-backends list`: what is registered, what it claims, and whether it runs here."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from spec_decode.cli.common import device_option, resolve_device, say, stdout
+
+if TYPE_CHECKING:
+    import torch
+
+    from attn_backends import AttentionBackend
+    from builders import AttentionSpec
+
+_WIDTH = 10
+
+
+@click.command("list")
+@device_option
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
+def list_backends(device: str | None, as_json: bool) -> None:
+    """List every registered backend.
+
+    What it claims, and whether it runs here and if not, why. The question asked is 32 query and 8 KV heads
+    of dim 128, pages of 16 tokens, bfloat16. A package whose backend ends or holds up the process that loads or
+    asks it is named, and costs no other its lines.
+    """
+    from attn_backends import registry
+    from spec_decode.tools.plug_ins import ASKED, try_plug_ins
+
+    where = resolve_device(device, present=False)
+    try_plug_ins()
+    entries = [describe(name, ASKED, where) for name in registry.names()]
+    if as_json:
+        click.echo(json.dumps({"spec": ASKED.describe(), "device": str(where), "backends": entries}, indent=2))
+    else:
+        print_backends(stdout(), entries, f"{ASKED.describe()} on {where}")
+
+
+def describe(name: str, spec: AttentionSpec, device: torch.device) -> dict[str, Any]:
+    """One backend as plain data. One that does not load has a name and reasons only; "unreadable" is there where its
+    claims are not, and says why.
+    """
+    from attn_backends import BrokenBackend, Rejected, registry
+
+    verdict = registry.explain(name, spec, device)
+    entry: dict[str, Any] = {
+        "name": name,
+        "accepted": bool(verdict),
+        "reasons": list(map(str, verdict.reasons)) if isinstance(verdict, Rejected) else [],
+    }
+    try:
+        return {**entry, **_claims(registry.get(name), spec, device)}
+    except BrokenBackend:
+        return entry
+    except (Exception, SystemExit) as error:  # a plug-in may claim anything; it must not cost the others their lines
+        return {**entry, "unreadable": f"{type(error).__name__}: {error}"}
+
+
+def _claims(backend: AttentionBackend, spec: AttentionSpec, device: torch.device) -> dict[str, Any]:
+    able, advance = backend.capabilities, backend.builder.advance_support(spec, device)
+    return {
+        "version": str(backend.version),
+        "graphs": backend.builder.graph_support.name,
+        "advance": {"level": advance.level.name, "reason": str(advance.reason)},
+        "kinds": [kind.value for kind in able.kinds],
+        "features": sorted(feature.value for feature in able.features),
+        "needs": sorted(feature.value for feature in able.required),
+        "dtypes": [str(dtype).removeprefix("torch.") for dtype in able.dtypes],
+        "kv_dtypes": [str(dtype).removeprefix("torch.") for dtype in (*able.dtypes, *able.kv_dtypes)],
+        "page_sizes": str(able.page_sizes),
+        "head_dims": str(able.head_dims),
+    }
+
+
+def print_backends(console: Console, entries: list[dict[str, Any]], question: str) -> None:
+    """One block per backend; `question` is what each one accepts or rejects."""
+    say(console, f"asked for: {question}")
+    for entry in entries:
+        say(console, "")
+        verdict, style = ("accepted", "green") if entry["accepted"] else ("rejected", "bold red")
+        version = f" {entry['version']}" if "version" in entry else ""
+        say(console, f"{entry['name']}{version}: {verdict}", style)
+        for label, text in _lines(entry):
+            say(console, f"  {label:<{_WIDTH}}  {text}")
+
+
+def _lines(entry: dict[str, Any]) -> list[tuple[str, str]]:
+    lines = [("because", reason) for reason in entry["reasons"]]
+    if "unreadable" in entry:
+        lines.append(("claims", f"cannot be read: {entry['unreadable']}"))
+    if "version" in entry:
+        lines += [
+            ("graphs", entry["graphs"]),
+            ("advance", f"{entry['advance']['level']}: {entry['advance']['reason']}"),
+            ("kinds", ", ".join(entry["kinds"])),
+            ("features", ", ".join(entry["features"]) or "none"),
+            ("needs", ", ".join(entry["needs"]) or "none of them"),
+            ("dtypes", ", ".join(entry["dtypes"])),
+            ("kv dtypes", ", ".join(entry["kv_dtypes"])),
+            ("page sizes", entry["page_sizes"]),
+            ("head dims", entry["head_dims"]),
+        ]
+    return lines

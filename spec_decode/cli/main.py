@@ -1,0 +1,50 @@
+"""The command line `attn-backends`. Each verb imports what it needs when it runs, so that help is quick."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from spec_decode.cli.bench import bench
+from spec_decode.cli.check import check
+from spec_decode.cli.common import UserError, expected_errors
+from spec_decode.cli.demo import demo
+from spec_decode.cli.doctor import doctor
+from spec_decode.cli.draft import draft
+from spec_decode.cli.list import list_backends
+from spec_decode.cli.matrix import matrix
+from spec_decode.cli.soak import soak
+
+
+class _Verbs(click.Group):
+    """Turns what a user can cause into one line and exit status 2, and Ctrl-C into 130; the rest is a bug."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(130)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            if isinstance(error, expected_errors()):
+                raise UserError(str(error)) from error
+            raise
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="attn-backends")
+def main() -> None:
+    """Attention backends whose metadata advances in place, their checks, and a drafter that uses them."""
+    if sys.prefix != sys.base_prefix:
+        # Compiled kernels belong to the environment that made them, not to the home folder.
+        os.environ.setdefault("TRITON_CACHE_DIR", str(Path(sys.prefix) / "cache" / "triton"))
+
+
+for _verb in (demo, list_backends, check, draft, matrix, bench, soak, doctor):
+    main.add_command(_verb)

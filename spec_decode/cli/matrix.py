@@ -1,0 +1,184 @@
+"""`attn-backends matrix`: the compatibility matrix, from reports or from a fresh run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from spec_decode.cli.common import (
+    UserError,
+    device_option,
+    interpret_kernels_on,
+    resolve_device,
+    say,
+    stdout,
+    write,
+)
+
+if TYPE_CHECKING:
+    from spec_decode.conformance.isolation import Limits
+    from spec_decode.matrix import Matrix, Sources
+
+REPORTS = Path("reports")
+PUBLISHED = {"markdown": "docs/compatibility.md", "html": "docs/compatibility.html"}
+
+
+@click.command()
+@click.argument("paths", nargs=-1, metavar="[PATH...]", type=click.Path(path_type=Path))
+@click.option("--run", "names", multiple=True, metavar="NAME", help="Check NAME afresh and show it; repeatable.")
+@device_option
+@click.option("--tag", "tags", multiple=True, metavar="PATTERN", help="Only columns like this; repeatable.")
+@click.option("--into", metavar="DIR", type=click.Path(path_type=Path), help="Keep the reports of --run in a folder.")
+@click.option("--resume", is_flag=True, help="Do not check again what an interrupted --run --into has finished.")
+@click.option("--check-limit", metavar="SECONDS", default=600.0, show_default=True, help="Longest that one check runs.")
+@click.option("--limit", metavar="SECONDS", default=7200.0, show_default=True, help="Longest that one backend runs.")
+@click.option("--markdown", metavar="PATH", help="Write Markdown to a file, or - for standard output.")
+@click.option("--html", metavar="PATH", help="Write one self-contained page to a file, or - for standard output.")
+@click.option("--json", "as_json", metavar="PATH", help="Write JSON to a file, or - for standard output.")
+@click.option("--installed", is_flag=True, help="Mark rows of other versions than those installed here as stale.")
+@click.option("--check", "only_check", is_flag=True, help="Write nothing; fail where a page is not what it would be.")
+def matrix(
+    paths: tuple[Path, ...],
+    names: tuple[str, ...],
+    device: str | None,
+    tags: tuple[str, ...],
+    into: Path | None,
+    resume: bool,
+    check_limit: float,
+    limit: float,
+    markdown: str | None,
+    html: str | None,
+    as_json: str | None,
+    installed: bool,
+    only_check: bool,
+) -> None:
+    """Show what each backend claims and was seen to do.
+
+    PATH is a report of checks, draft pairs or timings; a folder stands for those below it. Without a PATH and without
+    --run, reports/ is shown. With --run each backend, or `available`, or `all`, is checked in a process of its own: one
+    that crashes or hangs is named, and costs no other its results. --check compares the pages named, or else
+    docs/compatibility.md and .html, with what the reports say now.
+    """
+    _require_sense(names, into, resume, only_check)
+    targets = {"markdown": markdown, "html": html, "json": as_json}
+    if only_check and not any(targets.values()):
+        targets.update(PUBLISHED)
+    from spec_decode.matrix import Sources, build_matrix
+
+    # A fresh run is shown by itself; without one, paths that hold nothing are an error.
+    sources = _read(paths or (REPORTS,)) if paths or not names else Sources()
+    finished = True
+    if names:
+        finished = _run(sources, names, device, tags, into if into else None, resume, _limits(check_limit, limit))
+    result = build_matrix(
+        sources.reports,
+        sources.agreements,
+        sources.timings,
+        tags=tags,
+        current=_installed(sources) if installed else None,
+    )
+    if only_check:
+        _require_published(result, targets, paths or (REPORTS,))
+        return
+    _show(result, targets)
+    if not finished:
+        raise SystemExit(1)
+
+
+def _require_sense(names: tuple[str, ...], into: Path | None, resume: bool, only_check: bool) -> None:
+    if (into or resume) and not names:
+        raise UserError("--into and --resume are about a run, no --run was given; nothing was done. Name backends.")
+    if resume and not into:
+        raise UserError("--resume needs the folder of the interrupted run, got no --into; nothing was run. Name it.")
+    if names and only_check:
+        raise UserError("--check compares pages with kept reports, got --run too; nothing was run. Use one of them.")
+
+
+def _read(paths: tuple[Path, ...]) -> Sources:
+    from spec_decode.matrix import Sources
+    from spec_decode.matrix.sources import PATTERNS, files_below
+
+    there = [path for path in paths if path != REPORTS or path.exists()]
+    if not files_below(there):
+        raise UserError(
+            f"a matrix needs reports, found no {' or '.join(PATTERNS)} below {', '.join(map(str, paths))}; nothing was "
+            "shown. Name reports, or use --run available for fresh ones."
+        )
+    return Sources.read(there)
+
+
+def _limits(check: float, backend: float) -> Limits:
+    from spec_decode.conformance.isolation import Limits
+
+    if not (check > 0 and backend > 0):
+        raise UserError(
+            f"a limit must be a positive number of seconds, got {check:g} and {backend:g}; nothing was run. Fix it."
+        )
+    return Limits(check=check, backend=backend)
+
+
+def _run(
+    sources: Sources,
+    names: tuple[str, ...],
+    device: str | None,
+    tags: tuple[str, ...],
+    into: Path | None,
+    resume: bool,
+    limits: Limits,
+) -> bool:
+    """Check the backends and add their reports; whether each of them is clean."""
+    where = resolve_device(device)
+    interpret_kernels_on(where)
+    from spec_decode.cli.matrix_run import MatrixRun
+
+    reports = MatrixRun(device=where, tags=tags, into=into, resume=resume, limits=limits).of(names)
+    sources.reports.extend(reports)
+    return all(report.ok for report in reports)
+
+
+def _installed(sources: Sources) -> dict[str, str]:
+    """The versions of the backends that load here."""
+    from attn_backends import BackendError, registry
+
+    found = {}
+    for name in {report.backend for report in sources.reports}:
+        try:
+            found[name] = str(registry.get(name).version)
+        except BackendError:
+            continue
+    return found
+
+
+def _writers() -> dict[str, Callable[[Matrix], str]]:
+    from spec_decode.matrix import to_html, to_json, to_markdown
+
+    return {"markdown": to_markdown, "html": to_html, "json": lambda matrix: to_json(matrix).decode()}
+
+
+def _show(result: Matrix, targets: dict[str, str | None]) -> None:
+    from spec_decode.matrix import to_table
+
+    if "-" not in targets.values():
+        stdout().print(to_table(result))
+    for name, render in _writers().items():
+        if (target := targets[name]) is not None:
+            write(target, render(result))
+
+
+def _require_published(result: Matrix, targets: dict[str, str | None], paths: tuple[Path, ...]) -> None:
+    writers = _writers()
+    drifted = {}
+    for name, target in targets.items():
+        if target is None:
+            continue
+        found = Path(target).read_text(encoding="utf-8") if Path(target).is_file() else None
+        if found != writers[name](result):
+            drifted[name] = target
+    if drifted:
+        renew = " ".join(["attn-backends matrix", *map(str, paths), *(f"--{n} {t}" for n, t in drifted.items())])
+        click.echo(f"{', '.join(drifted.values())} must say what the reports say, and do not. Renew with: {renew}")
+        raise SystemExit(1)
+    say(stdout(), f"{', '.join(filter(None, targets.values()))}: what the reports say")

@@ -1,0 +1,115 @@
+"""A run of `attn-backends matrix`: backend after backend, each in a process of its own, with its progress shown."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import torch
+from rich.console import Console
+
+from attn_backends import registry
+from spec_decode.cli.common import chosen_names, say, writing
+from spec_decode.conformance.isolation import Limits, check_apart
+from spec_decode.conformance.report import (
+    EVERYTHING,
+    FAILURES,
+    Environment,
+    Outcome,
+    Report,
+    ReportError,
+    Result,
+    environment,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MatrixRun:
+    """What to run and where the reports go. resume: keep those that a run like this one has finished there."""
+
+    device: torch.device
+    limits: Limits
+    tags: tuple[str, ...] = ()
+    into: Path | None = None
+    resume: bool = False
+
+    def of(self, asked: Sequence[str]) -> list[Report]:
+        """The reports of these backends; `available` stands for every one that is made for the device.
+
+        No backend is loaded in this process. An interrupt keeps the reports of those that are finished, and no part of
+        the one in flight.
+        """
+        console = Console(stderr=True, highlight=False)
+        named = chosen_names([name for name in asked if name != "available"], self.device)
+        others = [name for name in registry.names() if name not in named] if "available" in asked else []
+        env = environment(self.device)
+        found: list[Report] = []
+        for number, name in enumerate(every := [*named, *others], 1):
+            try:
+                report = self._finished(name, env) or self._check(console, f"{number}/{len(every)} {name}", name, env)
+            except KeyboardInterrupt:
+                self._interrupted(name, len(found))
+                raise SystemExit(130) from None
+            if name in others and (why := _not_made_for_this(report)):
+                say(console, f"{name}: not available: {why}", "dim")
+                continue
+            self._keep(report)
+            say(console, report.summary(), "green" if report.ok else "bold red")
+            found.append(report)
+        return found
+
+    def _command(self, name: str) -> str:
+        words = ["attn-backends", "matrix", "--run", name, "--device", str(self.device)]
+        return shlex.join([*words, *(word for tag in self.tags for word in ("--tag", tag))])
+
+    def _path(self, name: str) -> Path | None:
+        return self.into and self.into / f"check-{name}.json"
+
+    def _check(self, console: Console, title: str, name: str, env: Environment) -> Report:
+        seen = {"checks": 0, "failures": 0}
+        with console.status(f"{title}: loading") as status:
+
+            def on_result(result: Result) -> None:
+                seen["checks"] += 1
+                seen["failures"] += result.outcome in FAILURES
+                status.update(f"{title}: {seen['checks']} checks, {seen['failures']} failed; last {result.check}")
+
+            ask = {"device": str(self.device), "tags": list(self.tags), "command": self._command(name)}
+            return check_apart(name, env=env, ask=ask, limits=self.limits, on_result=on_result)
+
+    def _finished(self, name: str, env: Environment) -> Report | None:
+        """The kept report of an earlier run on the same machine, software and commit, if it ran to its end."""
+        path = self._path(name)
+        if not self.resume or path is None or not path.is_file():
+            return None
+        try:
+            report = Report.load(path)
+        except ReportError:
+            return None
+        same = all(
+            getattr(report.env, field) == getattr(env, field) for field in env.__struct_fields__ if field != "date"
+        )
+        whole = not report.counts[Outcome.NOT_RUN]
+        return report if same and whole and report.command == self._command(name) else None
+
+    def _keep(self, report: Report) -> None:
+        if path := self._path(report.backend):
+            with writing(path):
+                report.save(path)
+
+    def _interrupted(self, name: str, finished: int) -> None:
+        kept = (
+            f"{finished} finished reports are in {self.into}; go on with --resume" if self.into else "nothing was kept"
+        )
+        click.echo(f"interrupted in {name}: {kept}", err=True)
+
+
+def _not_made_for_this(report: Report) -> str:
+    """Why a backend is none for this machine; empty when it is one."""
+    if report.counts[Outcome.UNAVAILABLE] == len(report.results):
+        return report.results[0].reason
+    claim = report.claims.get(EVERYTHING)
+    return claim.words if claim is not None and not claim.claimed else ""

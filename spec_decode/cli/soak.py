@@ -1,0 +1,97 @@
+"""`attn-backends soak`: thousands of rounds while requests come and go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from spec_decode.cli.common import (
+    UserError,
+    chosen_names,
+    device_option,
+    resolve_device,
+    say,
+    stdout,
+    write,
+    writing,
+)
+
+if TYPE_CHECKING:
+    from spec_decode.tools.soak import SoakResult
+
+
+@click.command()
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@click.option("--rounds", default=20_000, show_default=True)
+@click.option("--max-reqs", default=8, show_default=True, help="Requests in a round at most.")
+@click.option("-k", "steps", default=4, show_default=True, help="Draft tokens a round.")
+@click.option("--seed", default=0, show_default=True, help="Of everything that is random.")
+@device_option
+@click.option("--json", "target", metavar="FILE", help="Write the report to a file, or - for standard output.")
+def soak(
+    names: tuple[str, ...],
+    rounds: int,
+    max_reqs: int,
+    steps: int,
+    seed: int,
+    device: str | None,
+    target: str | None,
+) -> None:
+    """Draft for a long time while requests join, leave and run into their limits.
+
+    NAME is a registered backend, `available` (each made for the device) or `all`. A small random draft model runs
+    the cheapest way the backend allows; now and then eager drafting repeats a round, and every bit must be the same.
+    Memory may not grow. Exit status 1 if a backend fails.
+    """
+    where = resolve_device(device)
+    from spec_decode.conformance.report import Outcome
+    from spec_decode.tools.soak import Options, command_line
+    from spec_decode.tools.soak import soak as run
+
+    options = Options(rounds=rounds, max_reqs=max_reqs, steps=steps, seed=seed)
+    chosen = chosen_names(names, where)
+    if not chosen:
+        raise UserError(f"a soak needs a backend, none is available on {where}; nothing was run. Name one.")
+    _require_file(target)
+    console = stdout()
+
+    def on_result(result: SoakResult) -> None:
+        if target != "-":
+            passed = result.outcome is Outcome.PASS
+            say(console, result.summary(), "green" if passed else "bold red")
+            if not passed:
+                say(console, f"    {result.repro}")
+
+    try:
+        with console.status("starting") as status:
+            report = run(
+                chosen,
+                device=where,
+                options=options,
+                on_progress=lambda result: status.update(_progress(result, rounds)),
+                on_result=on_result,
+                command=command_line(chosen, where, options),
+            )
+    except KeyboardInterrupt:
+        click.echo("interrupted: no report was written", err=True)
+        raise SystemExit(130) from None
+    if target is not None:
+        write(target, report.to_json().decode())
+    if not report.ok:
+        raise SystemExit(1)
+
+
+def _progress(result: SoakResult, rounds: int) -> str:
+    return f"{result.backend}: {result.rounds} of {rounds} rounds, {result.compared} compared with eager"
+
+
+def _require_file(target: str | None) -> None:
+    """Refuse a path that cannot be written before anything runs."""
+    if target is None or target == "-":
+        return
+    if Path(target).is_dir():
+        raise UserError(f"--json names the file of the report, {target} is a folder; nothing was run. Name a file.")
+    with writing(Path(target)):
+        pass

@@ -1,0 +1,228 @@
+"""The fastest strategy of a drafter at its shape, measured on this machine once and kept with its provenance.
+
+What is fastest depends on the host, the device and the model's size, and no rule knows it: an unrolled loop saves the
+host work and takes graph memory, a loop on the device takes the least of both and costs the device a little at every
+step. Whoever wants another names it; a measurement only decides where nobody did.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from builders import RequestTables
+from builders.errors import require
+from spec_decode.conformance.report import json_bytes
+from spec_decode.drafter import Drafter
+from spec_decode.drafter.kv_groups import KVGroup
+from spec_decode.drafter.plan import GraphMode, Strategy, StrategyError, choose
+from spec_decode.environment import Environment, environment
+from spec_decode.files import write_whole
+from spec_decode.graphs import loop_unsupported_reason
+from spec_decode.models import DraftModel
+
+SCHEMA = "attn-strategy/1"
+CANDIDATES = (Strategy.FULL_LOOP, Strategy.DEVICE_LOOP, Strategy.PER_STEP)
+"""What is measured, the rule's own choice first: it stays where another is no faster."""
+MARGIN = 0.02
+"""A share of the time that another strategy must win, so that noise changes nothing."""
+
+_WARM_UP, _REPEATS = 3, 15
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was measured, and where. shape: all that the result holds for. wall_us: median microseconds of a round from
+    call to the device being done, by strategy; not_measured: why another was not.
+    """
+
+    schema: str = SCHEMA
+    shape: dict[str, str]
+    strategy: Strategy
+    wall_us: dict[str, float]
+    not_measured: dict[str, str]
+    env: Environment
+
+    def explain(self) -> str:
+        """One line."""
+        times = ", ".join(f"{name} {us:.0f} us" for name, us in self.wall_us.items())
+        return f"{self.strategy.value}: fastest of {times} a round, measured {self.env.date} on {self.env.device}"
+
+
+class StrategyCache:
+    """Measurements on disk, a file each. A file that cannot be read is as none: it is measured again."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """folder: None takes ATTN_BACKENDS_CACHE, else attn-backends in the user's cache folder."""
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attn-backends"
+        self.folder = folder or Path(os.environ.get("ATTN_BACKENDS_CACHE") or home) / "strategies"
+
+    def get(self, shape: dict[str, str]) -> Measurement | None:
+        """The measurement of that very shape, if there is one."""
+        try:
+            found = msgspec.json.decode(self._path(shape).read_bytes(), type=Measurement)
+        except (OSError, msgspec.MsgspecError):
+            return None
+        return found if found.schema == SCHEMA and found.shape == shape else None
+
+    def put(self, measurement: Measurement) -> None:
+        """Keep it, in the place of an earlier one; another process sees the old file or the new, never a part.
+
+        Where the folder cannot be written it is not kept, with a RuntimeWarning: it is right all the same.
+        """
+        try:
+            write_whole(self._path(measurement.shape), json_bytes(measurement))
+        except OSError as error:
+            warnings.warn(
+                f"a measured strategy is kept in a folder that can be written, {self.folder} is not: {error}; "
+                f"{measurement.strategy.value} is used all the same, and the next start measures again, which takes "
+                "seconds. Make the folder writable, name another in ATTN_BACKENDS_CACHE, or name a strategy.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _path(self, shape: dict[str, str]) -> Path:
+        key = hashlib.sha256(msgspec.json.encode(shape, order="sorted")).hexdigest()[:24]
+        return self.folder / f"{key}.json"
+
+
+def fastest_strategy(
+    model: DraftModel,
+    groups: Sequence[KVGroup],
+    tables: RequestTables,
+    *,
+    num_speculative_tokens: int,
+    graph_mode: GraphMode = GraphMode.FULL,
+    cache: StrategyCache | None = None,
+    clock: Callable[[Drafter], float] | None = None,
+) -> Measurement:
+    """The strategy to draft with at these tables' size, from the cache or measured now, which takes seconds.
+
+    To be called before any request: rounds of dummy requests are run over the groups' caches, and the tables are empty
+    behind it. clock: microseconds of a round of a drafter whose tables are loaded; None measures wall time. Raises
+    BatchError where the caches have no room for a dummy.
+    """
+    device, cache = tables.device, cache or StrategyCache()
+    able, refused = _candidates(groups, num_speculative_tokens, graph_mode, device)
+    shape = _shape(model, groups, tables, num_speculative_tokens, graph_mode)
+    if (known := cache.get(shape)) is not None and known.strategy in able:
+        return known
+    times: dict[str, float] = {}
+    if len(able) > 1:
+        _load_dummies(groups, tables, num_speculative_tokens)
+        for strategy in able:
+            drafter = Drafter(
+                model,
+                groups,
+                tables,
+                num_speculative_tokens=num_speculative_tokens,
+                graph_mode=graph_mode,
+                strategy=strategy,
+                capture_sizes=[tables.num_live],
+            )
+            times[strategy.value] = round((clock or _wall_us)(drafter), 2)
+            drafter.graphs.release()
+        tables.load([[] for _ in groups], [])
+    measurement = Measurement(
+        shape=shape,
+        strategy=_best(able, times),
+        wall_us=times,
+        not_measured=refused,
+        env=environment(device),
+    )
+    if times:
+        cache.put(measurement)
+    return measurement
+
+
+def _candidates(
+    groups: Sequence[KVGroup], num_speculative_tokens: int, graph_mode: GraphMode, device: torch.device
+) -> tuple[list[Strategy], dict[str, str]]:
+    """What these groups can run, the rule's choice first; and why the others are not."""
+    facts, obstacle = [group.facts(device) for group in groups], loop_unsupported_reason(device)
+
+    def plan(forced: Strategy | None) -> Strategy:
+        return choose(
+            facts, num_speculative_tokens, graph_mode, forced=forced, loop_unsupported_reason=obstacle
+        ).strategy
+
+    able, refused = [plan(None)], {}
+    for strategy in CANDIDATES:
+        try:
+            able.append(plan(strategy))
+        except StrategyError as error:
+            refused[strategy.value] = str(error)
+    return list(dict.fromkeys(able)), refused
+
+
+def _best(able: Sequence[Strategy], times: dict[str, float]) -> Strategy:
+    if not times:
+        return able[0]
+    best = min(able, key=lambda strategy: times[strategy.value])
+    return best if times[best.value] < (1 - MARGIN) * times[able[0].value] else able[0]
+
+
+def _shape(
+    model: DraftModel,
+    groups: Sequence[KVGroup],
+    tables: RequestTables,
+    num_speculative_tokens: int,
+    graph_mode: GraphMode,
+) -> dict[str, str]:
+    """All that the times depend on, in words."""
+    where = environment(tables.device)
+    return {
+        "model": f"{type(model).__name__}, {sum(parameter.numel() for parameter in model.parameters())} parameters",
+        "groups": "; ".join(f"{g.backend.name} {g.backend.version} [{g.spec.describe()}]" for g in groups),
+        "num_reqs": str(tables.max_reqs),
+        "num_speculative_tokens": str(num_speculative_tokens),
+        "max_seq_len": str(tables.max_seq_len),
+        "graph_mode": graph_mode.value,
+        "device": where.device,
+        "driver": str(where.driver),
+        "torch": where.torch,
+        "triton": where.triton,
+    }
+
+
+def _load_dummies(groups: Sequence[KVGroup], tables: RequestTables, num_speculative_tokens: int) -> None:
+    """As many requests as rows and pages allow, each with pages of its own."""
+    sizes, counts = tables.page_sizes_host, [group.num_pages for group in groups]
+    least = 2 * num_speculative_tokens + 3
+    rows = min(tables.max_reqs, *(count // -(-least // size) for size, count in zip(sizes, counts, strict=True)))
+    require(
+        rows > 0,
+        f"measuring a round takes room for a request of {least} tokens in every KV group, the groups have {counts} "
+        f"pages of {list(sizes)} tokens; nothing was measured. Allocate more pages, or name a strategy.",
+    )
+    limit = min(tables.max_seq_len, *(count // rows * size for size, count in zip(sizes, counts, strict=True)))
+    pages = []
+    for size, count in zip(sizes, counts, strict=True):
+        each, held = count // rows, -(-limit // size)
+        pages.append([list(range(row * each, row * each + held)) for row in range(rows)])
+    tables.load(pages, [limit] * rows)
+
+
+def _wall_us(drafter: Drafter) -> float:
+    tables, room = drafter.tables, 2 * drafter.num_speculative_tokens + 2
+    drafter.inputs.context_lens.fill_(max(1, tables.longest - room))
+    samples = []
+    for _ in range(_WARM_UP + _REPEATS):
+        _settle(tables.device)
+        start = time.perf_counter()
+        drafter.propose()
+        _settle(tables.device)
+        samples.append((time.perf_counter() - start) * 1e6)
+    drafter.inputs.context_lens.zero_()
+    return float(torch.tensor(samples[_WARM_UP:]).median())
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,1 @@
+"""Operations around step 0."""

@@ -1,0 +1,1 @@
+"""Operations before and after the target's forward."""

@@ -1,0 +1,216 @@
+"""What a block reads from hyper-connections and writes to them (mHC, arXiv:2512.24880): a kernel for each.
+
+Legend: T tokens, S streams, H hidden size. All work of a token happens in fp32 between the loads and the store.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from builders.errors import require
+from builders.kernels.op import define_op
+from builders.kernels.triton_runtime import dependent_launch, triton
+from spec_decode.models.kernels.hyper_connections_kernels import read_streams_kernel, write_streams_kernel
+
+_BLOCK_H = 1024
+"""Columns of a program: a load of 16 bytes for each thread of 4 warps."""
+
+
+def read_streams(
+    streams: torch.Tensor, mixes: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, iterations: int, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A block's input [T, H] in the streams' dtype, and what `write_streams` takes: fp32 [T, S] and fp32 [T, S, S].
+
+    streams [T, S, H]; mixes [T, S (2 + S)], scale [3] and base [S (2 + S)] fp32. With m0, m1 and m2 the parts of mixes,
+    of S, S and S x S numbers, times their scale plus base: the input is the sum of the streams by sigmoid(m0) + eps,
+    and the others are 2 sigmoid(m1) and sinkhorn(m2). Sinkhorn: the softmax of each row plus eps, then columns and rows
+    in turn divided by their sum plus eps, `iterations` times (at least 1) the columns and once less the rows.
+
+    Raises BatchError for sizes or dtypes that do not fit, with nothing run.
+    """
+    require(
+        iterations >= 1,
+        f"hyper-connections normalise at least 1 time, got iterations={iterations}; nothing was run. Use "
+        "collapse_streams where nothing is written back.",
+    )
+    tokens, count, _ = _sizes(streams)
+    width = count * (2 + count)
+    _check(
+        streams,
+        mixes=(mixes, torch.float32, [tokens, width]),
+        scale=(scale, torch.float32, [3]),
+        base=(base, torch.float32, [width]),
+    )
+    x, write, carry = _read_op(streams, mixes, scale, base, iterations, eps)
+    return x, write, carry
+
+
+def collapse_streams(
+    streams: torch.Tensor, mixes: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, eps: float
+) -> torch.Tensor:
+    """The sum of streams [T, S, H] by sigmoid(mixes * scale + base) + eps; [T, H] in the streams' dtype.
+
+    mixes [T, S], scale [1] and base [S] fp32. Raises as `read_streams` does.
+    """
+    tokens, count, _ = _sizes(streams)
+    _check(
+        streams,
+        mixes=(mixes, torch.float32, [tokens, count]),
+        scale=(scale, torch.float32, [1]),
+        base=(base, torch.float32, [count]),
+    )
+    x: torch.Tensor = _read_op(streams, mixes, scale, base, 0, eps)[0]
+    return x
+
+
+def write_streams(
+    streams: torch.Tensor, output: torch.Tensor, write: torch.Tensor, carry: torch.Tensor
+) -> torch.Tensor:
+    """The streams behind a block, [T, S, H]: write[s] * output + the sum over r of carry[r, s] * streams[r].
+
+    streams [T, S, H] and output [T, H] of one dtype, write [T, S] and carry [T, S, S] fp32. The sum runs from the first
+    stream to the last. Raises as `read_streams` does.
+    """
+    tokens, count, hidden = _sizes(streams)
+    _check(
+        streams,
+        output=(output, streams.dtype, [tokens, hidden]),
+        write=(write, torch.float32, [tokens, count]),
+        carry=(carry, torch.float32, [tokens, count, count]),
+    )
+    out: torch.Tensor = _write_op(streams, output, write, carry)
+    return out
+
+
+def _sizes(streams: torch.Tensor) -> tuple[int, int, int]:
+    shape = list(streams.shape)
+    require(
+        len(shape) == 3,
+        f"hyper-connections take streams [T, S, H], got {shape}; nothing was run. Unflatten the streams of a token.",
+    )
+    return shape[0], shape[1], shape[2]
+
+
+def _check(streams: torch.Tensor, **needed: tuple[torch.Tensor, torch.dtype, list[int]]) -> None:
+    wrong = [
+        f"{name} {dtype} {shape}, got {tensor.dtype} {list(tensor.shape)}"
+        for name, (tensor, dtype, shape) in needed.items()
+        if tensor.dtype != dtype or list(tensor.shape) != shape
+    ]
+    require(
+        not wrong,
+        f"hyper-connections of streams {streams.dtype} {list(streams.shape)} need {' and '.join(wrong)}; nothing was "
+        "run. Pass what fits these streams.",
+    )
+
+
+def _read(
+    streams: torch.Tensor, mixes: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, iterations: int, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The input, and write and carry: empty where there are no iterations."""
+    count = streams.shape[1]
+    if iterations == 0:
+        return _mixed(streams, mixes * scale + base, eps), mixes.new_empty(0), mixes.new_empty(0)
+    sizes = [count, count, count * count]
+    parts = zip(mixes.split(sizes, -1), scale, base.split(sizes), strict=True)
+    read, write, carry = (part * factor + offset for part, factor, offset in parts)
+    carry = _sinkhorn(carry.unflatten(-1, (count, count)), iterations, eps)
+    return _mixed(streams, read, eps), 2 * write.sigmoid(), carry
+
+
+def _mixed(streams: torch.Tensor, logits: torch.Tensor, eps: float) -> torch.Tensor:
+    shares = logits.sigmoid() + eps
+    return torch.bmm(shares[:, None], streams.float())[:, 0].to(streams.dtype)
+
+
+def _sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
+    carry = logits.softmax(-1) + eps
+    carry = carry / (carry.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        carry = carry / (carry.sum(-1, keepdim=True) + eps)
+        carry = carry / (carry.sum(-2, keepdim=True) + eps)
+    return carry.contiguous()
+
+
+def _read_outputs(
+    streams: torch.Tensor, mixes: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, iterations: int, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens, count, hidden = streams.shape
+    x = streams.new_empty(tokens, hidden)
+    if iterations == 0:
+        return x, mixes.new_empty(0), mixes.new_empty(0)
+    return x, mixes.new_empty(tokens, count), mixes.new_empty(tokens, count, count)
+
+
+def _launch_read(
+    streams: torch.Tensor, mixes: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, iterations: int, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens, count, hidden = streams.shape
+    x, write, carry = _read_outputs(streams, mixes, scale, base, iterations, eps)
+    stored = _stored_as(x)
+    blocks = triton.cdiv(hidden, _BLOCK_H)
+    read_streams_kernel[(tokens, blocks + (iterations > 0))](
+        streams.contiguous(),
+        mixes.contiguous(),
+        scale.contiguous(),
+        base.contiguous(),
+        stored,
+        write,
+        carry,
+        eps,
+        S=count,
+        H=hidden,
+        WIDTH=mixes.shape[1],
+        ITERATIONS=iterations,
+        BLOCKS=blocks,
+        BLOCK_S=triton.next_power_of_2(count),
+        BLOCK_H=_BLOCK_H,
+        **dependent_launch(streams.device),
+    )
+    return stored.to(x.dtype), write, carry
+
+
+def _write(streams: torch.Tensor, output: torch.Tensor, write: torch.Tensor, carry: torch.Tensor) -> torch.Tensor:
+    added = write[..., None] * output.float()[:, None]
+    return torch.baddbmm(added, carry.mT, streams.float()).to(streams.dtype)
+
+
+def _launch_write(
+    streams: torch.Tensor, output: torch.Tensor, write: torch.Tensor, carry: torch.Tensor
+) -> torch.Tensor:
+    tokens, count, hidden = streams.shape
+    stored = _stored_as(streams.new_empty(streams.shape))
+    write_streams_kernel[(tokens, triton.cdiv(hidden, _BLOCK_H))](
+        streams.contiguous(),
+        output.contiguous(),
+        write.contiguous(),
+        carry.contiguous(),
+        stored,
+        S=count,
+        H=hidden,
+        BLOCK_S=triton.next_power_of_2(count),
+        BLOCK_H=_BLOCK_H,
+        **dependent_launch(streams.device),
+    )
+    return stored.to(streams.dtype)
+
+
+def _stored_as(out: torch.Tensor) -> torch.Tensor:
+    # The interpreter truncates fp32 to bf16 where the hardware rounds: let torch do that conversion.
+    return out.float() if out.device.type == "cpu" else out
+
+
+_read_op = define_op(
+    "spec_decode::read_streams",
+    "(Tensor streams, Tensor mixes, Tensor scale, Tensor base, int iterations, float eps) -> (Tensor, Tensor, Tensor)",
+    cpu=_read,
+    cuda=_launch_read,
+    fake=_read_outputs,
+)
+_write_op = define_op(
+    "spec_decode::write_streams",
+    "(Tensor streams, Tensor output, Tensor write, Tensor carry) -> Tensor",
+    cpu=_write,
+    cuda=_launch_write,
+    fake=lambda streams, output, write, carry: streams.new_empty(streams.shape),
+)

@@ -1,0 +1,231 @@
+"""Which experts of a mixture each token takes, and their weights, from the router's logits: one kernel.
+
+Legend: T tokens, E experts in G groups of equal size, k experts of a token.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch.nn import functional as F
+
+from builders.errors import require_tensor
+from builders.kernels.op import define_op
+from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+
+Scoring = Literal["sigmoid", "softmax", "sqrtsoftplus"]
+
+MAX_EXPERTS = 4096
+"""Experts that one program holds in registers, with group count and group size each rounded up to a power of two.
+Torch routes among more."""
+
+
+def route_tokens(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    *,
+    top_k: int,
+    scoring: Scoring,
+    groups: int,
+    top_groups: int,
+    normalised: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits fp32 [T, E] and bias fp32 [E]; weights fp32 [T, k] and experts int64 [T, k], best first.
+
+    The rest is as a `Routing` has and checks it. Of experts whose score plus bias is equal, and of equal groups, the
+    lowest index wins; NaN counts as best. So a row of NaN has NaN weights, and its experts too lie in 0..E-1.
+    Raises BatchError for tensors of another shape, dtype or device, with nothing run.
+    """
+    require_tensor("logits", logits, shape=(None, None), dtype=torch.float32, device=logits.device)
+    require_tensor("bias", bias, shape=logits.shape[1:], dtype=torch.float32, device=logits.device)
+    weights, experts = _op(
+        logits.contiguous(), bias.contiguous(), top_k, scoring, groups, top_groups, normalised, scale
+    )
+    return weights, experts
+
+
+def _formula(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    scoring: str,
+    groups: int,
+    top_groups: int,
+    normalised: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = _scores(logits, scoring)
+    experts = _best(_among_best_groups(scores + bias, groups, top_groups), top_k)
+    weights = scores.gather(1, experts)
+    if normalised:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * scale, experts
+
+
+def _scores(logits: torch.Tensor, scoring: str) -> torch.Tensor:
+    if scoring == "sigmoid":
+        return logits.sigmoid()
+    if scoring == "softmax":
+        return logits.softmax(-1)
+    return F.softplus(logits).sqrt()
+
+
+def _best(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices of the largest values; topk would leave open which of equal ones."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
+
+
+def _among_best_groups(choice: torch.Tensor, groups: int, top_groups: int) -> torch.Tensor:
+    """-inf outside each token's best groups; a group is as good as its two best experts together."""
+    if groups == 1:
+        return choice
+    grouped = choice.unflatten(-1, (groups, -1))
+    best = _best(grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1), top_groups)
+    taken = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=choice.device).scatter(1, best, True)
+    allowed: torch.Tensor = grouped.masked_fill(~taken[..., None], float("-inf")).flatten(1)
+    return allowed
+
+
+def _launch(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    scoring: str,
+    groups: int,
+    top_groups: int,
+    normalised: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    size = logits.shape[1] // groups
+    block_g, block_s = triton.next_power_of_2(groups), triton.next_power_of_2(size)
+    if block_g * block_s > MAX_EXPERTS:
+        return _formula(logits, bias, top_k, scoring, groups, top_groups, normalised, scale)
+    weights, experts = _fake(logits, bias, top_k, scoring, groups, top_groups, normalised, scale)
+    _route_kernel[(logits.shape[0],)](
+        logits,
+        bias,
+        weights,
+        experts,
+        scale,
+        TOP_K=top_k,
+        SCORING=scoring,
+        GROUPS=groups,
+        SIZE=size,
+        TOP_GROUPS=top_groups,
+        NORMALISED=normalised,
+        BLOCK_G=block_g,
+        BLOCK_S=block_s,
+        num_warps=1 if block_g * block_s <= 512 else 4,
+        **dependent_launch(logits.device),
+    )
+    return weights, experts
+
+
+def _fake(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    scoring: str,
+    groups: int,
+    top_groups: int,
+    normalised: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = logits.shape[0]
+    return logits.new_empty(tokens, top_k), logits.new_empty(tokens, top_k, dtype=torch.int64)
+
+
+@triton.jit
+def _route_kernel(
+    logits,
+    bias,
+    weights,
+    experts,
+    scale,
+    TOP_K: tl.constexpr,
+    SCORING: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    await_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, BLOCK_G)
+    member = tl.arange(0, BLOCK_S)
+    inside = (group < GROUPS)[:, None] & (member < SIZE)[None, :]
+    # Padding takes a name that no expert has: what its place would give is one of the next group's.
+    expert = tl.where(inside, group[:, None] * SIZE + member[None, :], GROUPS * SIZE)
+    row = tl.load(logits + token * GROUPS * SIZE + expert, mask=inside, other=float("-inf"))
+    scores = _triton_scores(row, SCORING)
+    choice = _nan_as_best(scores + tl.load(bias + expert, mask=inside, other=0.0))
+    if GROUPS > 1:
+        taken = _best_groups(tl.where(inside, choice, float("-inf")), group, GROUPS, SIZE, TOP_GROUPS)
+        choice = tl.where(taken[:, None], choice, float("-inf"))
+
+    rank = tl.full([BLOCK_G, BLOCK_S], TOP_K, tl.int32)
+    for place in range(TOP_K):
+        rank = tl.where(expert == _first_best(choice, inside & (rank == TOP_K), expert), place, rank)
+    chosen = rank < TOP_K
+    if NORMALISED:
+        scores = scores / (tl.sum(tl.where(chosen, scores, 0.0)) + 1e-20)
+    tl.store(weights + token * TOP_K + rank, scores * scale, mask=chosen)
+    tl.store(experts + token * TOP_K + rank, expert.to(tl.int64), mask=chosen)
+
+
+@triton.jit
+def _triton_scores(logits, SCORING: tl.constexpr):
+    if SCORING == "sigmoid":
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    elif SCORING == "softmax":
+        powers = tl.exp(logits - tl.max(logits))
+        scores = powers / tl.sum(powers)
+    else:
+        # log(1 + p) from the rounded sum s: log(s) p / (s - 1) is accurate where log(s) alone has lost p's digits.
+        power = tl.exp(-tl.abs(logits))
+        above = 1.0 + power
+        grown = above - 1.0
+        log = tl.where(grown == 0.0, power, tl.log(above) * power / tl.where(grown == 0.0, 1.0, grown))
+        scores = tl.sqrt(tl.where(logits > 0.0, logits, 0.0) + log)
+    return scores
+
+
+@triton.jit
+def _best_groups(choice, group, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr):
+    """Whether each group is among a token's best; choice [groups, members] is -inf for padding."""
+    worth = tl.max(choice, 1)
+    if SIZE > 1:
+        member = tl.arange(0, choice.shape[1])
+        others = tl.where(member[None, :] == tl.argmax(choice, 1)[:, None], float("-inf"), choice)
+        worth = _nan_as_best(worth + tl.max(others, 1))
+    taken = group < 0
+    for _ in range(TOP_GROUPS):
+        taken |= group == _first_best(worth, (group < GROUPS) & ~taken, group)
+    return taken
+
+
+@triton.jit
+def _nan_as_best(values):
+    return tl.where(values == values, values, float("inf"))
+
+
+@triton.jit
+def _first_best(values, left, index):
+    """The least index among the largest of the values that are left; none of them is NaN."""
+    best = tl.max(tl.where(left, values, float("-inf")))
+    return tl.min(tl.where(left & (values == best), index, 2147483647))
+
+
+_op = define_op(
+    "spec_decode::route_tokens",
+    "(Tensor logits, Tensor bias, int top_k, str scoring, int groups, int top_groups, bool normalised, float scale) "
+    "-> (Tensor, Tensor)",
+    cpu=_formula,
+    cuda=_launch,
+    fake=_fake,
+)

@@ -1,0 +1,252 @@
+"""Linear layers over few rows, with what comes before and after them: one kernel each, bound by reading the weight.
+
+Legend: T rows, K inputs, N outputs. All work of a row happens in fp32 between the loads and the store.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from builders.errors import require
+from builders.kernels.op import define_op
+from builders.kernels.triton_runtime import dependent_launch, triton
+from spec_decode.models.kernels.skinny_linear_kernels import matvec_kernel
+from spec_decode.models.kernels.skinny_tiling import Tiling, power_of_two, tile_of
+
+MAX_ROWS = 4
+"""Above it these kernels run out of registers."""
+
+_ANY_WEIGHT = 2
+"""Rows up to which every weight pays; for more, reading it no longer hides the multiplications of a large one."""
+
+_SMALL_WEIGHT = 16 << 20
+"""Bytes of a weight that pays up to MAX_ROWS: the launches saved by folding outweigh its multiplications."""
+
+_KEPT_IN_CACHE = 32 << 20
+"""Bytes of a weight above which no L2 cache would hold it until the next step: it is read to be dropped first."""
+
+
+def is_skinny(x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False) -> bool:
+    """Whether the rows x [T, K] go through these kernels, where a model's largest weight is `weight`: from 1 to
+    MAX_ROWS, few enough for it to pay (measured on an H200), no gradient, no autocast. gated: asked of the gate itself,
+    whose two products a row pay for fewer of them.
+
+    It reads host values alone, the same for every replay of a graph. Everywhere else torch's linear layers run.
+    """
+    return (
+        x.dim() == 2
+        and 0 < x.shape[0] <= (MAX_ROWS if weight.nbytes <= _SMALL_WEIGHT and not gated else _ANY_WEIGHT)
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(x.device.type)
+    )
+
+
+def skinny_linear(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ weight^T, plus residual [T, N] where there is one; x [T, K], weight [N, K] contiguous, of one dtype; [T, N].
+
+    Raises BatchError for more than MAX_ROWS rows and for shapes or dtypes that do not fit, with nothing run.
+    """
+    _check(x, weight, x.shape[1], weight.shape[0], residual=residual)
+    out: torch.Tensor = _op(x, weight, None, None, None, None, None, residual, False)[1]
+    return out
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x @ weight^T for any number of rows: by these kernels where they pay, else by torch's."""
+    return skinny_linear(x, weight) if is_skinny(x, weight) and weight.is_contiguous() else F.linear(x, weight)
+
+
+def norm_linear(
+    x: torch.Tensor,
+    delta: torch.Tensor | None,
+    norm: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    *,
+    gated: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x + delta (x where there is none), [T, K], and its RMS norm by `norm` [K] and eps, @ weight^T.
+
+    gated: weight [2 N, K] holds gate above up, and the second result is silu(gate) * up; else it is [N, K]. The result
+    is [T, N]. x + delta is rounded to x's dtype, its norm is not. Raises as `skinny_linear` does.
+    """
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    _check(x, weight, x.shape[1], outputs, delta=delta, norm=norm)
+    total, out = _op(x, weight, None, None, delta, norm, eps, None, gated)
+    return (x if delta is None else total), out
+
+
+def embed_linear(
+    token_ids: torch.Tensor, embedding: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    """(embedding[token_ids] | hidden) @ weight^T, [T, N].
+
+    token_ids int64 [T], embedding [V, H], hidden [T, H], weight [N, 2 H]. Raises as `skinny_linear` does.
+    """
+    _check(hidden, weight, 2 * hidden.shape[1], weight.shape[0], embedding=embedding, token_ids=token_ids)
+    out: torch.Tensor = _op(hidden, weight, token_ids, embedding, None, None, None, None, False)[1]
+    return out
+
+
+def wide_linear(x: torch.Tensor, weight: torch.Tensor, *, norm_eps: float | None = None) -> torch.Tensor:
+    """x @ weight^T in fp32 whatever x has: x [T, K] of any float dtype, weight fp32 [N, K]; fp32 [T, N].
+
+    For a router, whose almost equal scores would change places with the rounding of a narrower product, and for the
+    shares of hyper-connections. norm_eps: x is first divided by its root mean square, the mean plus norm_eps. Any
+    number of rows, few of them by the kernel. Raises BatchError for shapes or dtypes that do not fit, with nothing run.
+    """
+    require(
+        x.dim() == 2 and x.is_floating_point() and weight.dtype == torch.float32 and weight.shape[1:] == x.shape[1:],
+        f"a wide linear takes floats x [T, K] and a weight float32 [N, K], got x {x.dtype} {list(x.shape)} and weight "
+        f"{weight.dtype} {list(weight.shape)}; nothing was run. Keep the weight in float32.",
+    )
+    few = is_skinny(x, weight) and weight.is_contiguous() and x.stride(1) == 1
+    with torch.autocast(x.device.type, enabled=False):
+        out: torch.Tensor = (_op if few else _formula)(x, weight, None, None, None, None, norm_eps, None, False)[1]
+    return out
+
+
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    inputs: int,
+    outputs: int,
+    *,
+    token_ids: torch.Tensor | None = None,
+    embedding: torch.Tensor | None = None,
+    delta: torch.Tensor | None = None,
+    norm: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> None:
+    rows = x.shape[0]
+    require(
+        0 < rows <= MAX_ROWS,
+        f"a skinny linear takes 1 to {MAX_ROWS} rows, got {rows}; nothing was run. Ask is_skinny, and use torch's "
+        "linear where it says no.",
+    )
+    fits = (
+        weight.shape[1] == inputs
+        and weight.is_contiguous()
+        and weight.dtype == x.dtype
+        and x.stride(1) == 1
+        and (token_ids is None or (token_ids.shape == (rows,) and token_ids.dtype == torch.int64))
+        and (embedding is None or _like(embedding, x, embedding.shape[0], x.shape[1]))
+        and (delta is None or _like(delta, x, rows, inputs))
+        and (norm is None or norm.shape == (inputs,))
+        and (residual is None or _like(residual, x, rows, outputs))
+    )
+    if not fits:
+        named = {"x": x, "weight": weight, "token_ids": token_ids, "embedding": embedding, "delta": delta}
+        named |= {"norm": norm, "residual": residual}
+        found = ", ".join(f"{k} {v.dtype} {list(v.shape)}" for k, v in named.items() if v is not None)
+        require(
+            False,
+            f"a skinny linear of {inputs} inputs and {outputs} outputs needs contiguous tensors of one dtype and of "
+            f"these sizes, got {found}; nothing was run. See its docstring for the shapes.",
+        )
+
+
+def _like(tensor: torch.Tensor, x: torch.Tensor, *shape: int) -> bool:
+    return tensor.shape == shape and tensor.dtype == x.dtype and tensor.is_contiguous()
+
+
+def _formula(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    token_ids: torch.Tensor | None,
+    embedding: torch.Tensor | None,
+    delta: torch.Tensor | None,
+    norm: torch.Tensor | None,
+    eps: float | None,
+    residual: torch.Tensor | None,
+    gated: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x + delta (empty where there is no delta), and the result in the weight's dtype; eps None: without a norm."""
+    if token_ids is not None and embedding is not None:
+        x = torch.cat([F.embedding(token_ids, embedding), x], -1)
+    total = x.new_empty(0) if delta is None else x + delta
+    wide = (x if delta is None else total).float()
+    if eps is not None:
+        wide = F.rms_norm(wide, wide.shape[1:], None if norm is None else norm.float(), eps)
+    out = F.linear(wide, weight.float())
+    if gated:
+        gate, up = out.chunk(2, -1)
+        out = F.silu(gate) * up
+    if residual is not None:
+        out = residual.float() + out
+    return total, out.to(weight.dtype)
+
+
+def launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    token_ids: torch.Tensor | None,
+    embedding: torch.Tensor | None,
+    delta: torch.Tensor | None,
+    norm: torch.Tensor | None,
+    eps: float | None,
+    residual: torch.Tensor | None,
+    gated: bool,
+    tile: Tiling | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the kernel over checked tensors, cut as `tile` says (None: as tile_of does)."""
+    rows, (height, inputs) = x.shape[0], weight.shape
+    outputs = height // 2 if gated else height
+    tile = tile or tile_of(rows, outputs, inputs, gated=gated, itemsize=weight.element_size())
+    interpreted = x.device.type == "cpu"
+    total = x.new_empty(0) if delta is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    # The interpreter truncates fp32 to bf16 where the hardware rounds: let torch do that conversion.
+    out = torch.empty(rows, outputs, dtype=torch.float32 if interpreted else weight.dtype, device=x.device)
+    matvec_kernel[(triton.cdiv(outputs, tile.block_n),)](
+        x,
+        token_ids,
+        embedding,
+        delta,
+        norm,
+        weight,
+        residual,
+        total,
+        out,
+        rows,
+        0 if embedding is None else embedding.shape[0],
+        x.stride(0),
+        eps,
+        N=outputs,
+        K=inputs,
+        GATED=gated,
+        EVICTION="evict_first" if weight.nbytes > _KEPT_IN_CACHE else "",
+        BLOCK_T=power_of_two(rows),
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        STAGES=tile.stages,
+        num_warps=tile.num_warps,
+        **dependent_launch(x.device),
+    )
+    return total, out.to(weight.dtype)
+
+
+def _fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    token_ids: torch.Tensor | None,
+    embedding: torch.Tensor | None,
+    delta: torch.Tensor | None,
+    norm: torch.Tensor | None,
+    eps: float | None,
+    residual: torch.Tensor | None,
+    gated: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    total = x.new_empty(0) if delta is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    return total, weight.new_empty(x.shape[0], outputs)
+
+
+_op = define_op(
+    "spec_decode::skinny_linear",
+    "(Tensor x, Tensor weight, Tensor? token_ids, Tensor? embedding, Tensor? delta, Tensor? norm, float? eps, "
+    "Tensor? residual, bool gated) -> (Tensor, Tensor)",
+    cpu=_formula,
+    cuda=launch,
+    fake=_fake,
+)

@@ -1,1 +1,0 @@
-"""What a draft layer is made of: norms, rotations, linear layers of few rows, mixtures, hyper-connections."""

@@ -1,1 +1,0 @@
-"""Tokens out of logits: noise, temperature, restrictions, draws."""

@@ -1,1 +1,0 @@
-"""What of a draft is kept: by exact match, by rejection, as a block."""

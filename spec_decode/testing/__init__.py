@@ -1,0 +1,1 @@
+"""What checks, tools and tests share: oracles, fixtures, process isolation."""

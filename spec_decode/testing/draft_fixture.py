@@ -1,0 +1,141 @@
+"""A small random draft model on the backend under check, and requests for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from builders import AttentionKind, AttentionSpec, RequestTables
+from spec_decode.conformance.cases import base_spec, demand
+from spec_decode.conformance.check import Subject
+from spec_decode.drafter.kv_groups import KVGroup, make_group
+from spec_decode.models import EagleDraft, LatentConfig, LlamaTarget, ModelConfig
+
+MAX_SEQ_LEN = 96
+VOCAB = 40
+_WINDOW = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A model on the backend with n requests; everything random is drawn from fixed seeds."""
+
+    subject: Subject
+    spec: AttentionSpec
+    model: EagleDraft
+    num_reqs: int
+    steps: int
+
+    @property
+    def pages(self) -> list[list[int]]:
+        each = -(-MAX_SEQ_LEN // self.spec.page_size)
+        order = torch.randperm(self.num_reqs * each, generator=torch.Generator().manual_seed(self.num_reqs)).tolist()
+        return [order[r * each : (r + 1) * each] for r in range(self.num_reqs)]
+
+    def contexts(self) -> list[int]:
+        """KV tokens before the first round: at page edges, around the window, and near the limit."""
+        size, window = self.spec.page_size, self.spec.sliding_window or 8
+        edges = [
+            size - 1,
+            window - 1,
+            0,
+            2 * size,
+            window,
+            MAX_SEQ_LEN - 2 * self.steps - 3,
+            size,
+            window + 1,
+            5,
+        ]
+        return [max(0, edges[r % len(edges)]) + (r // len(edges)) for r in range(self.num_reqs)]
+
+    def limits(self) -> list[int]:
+        """Every third request runs into its limit on the way."""
+        return [
+            min(MAX_SEQ_LEN, context + 2 * self.steps + 2) if r % 3 == 2 else MAX_SEQ_LEN
+            for r, context in enumerate(self.contexts())
+        ]
+
+    def group(self) -> KVGroup:
+        """A fresh cache, filled with the same noise each time: the logical context of every request."""
+        return noisy_group(self.subject, self.spec, sum(len(row) for row in self.pages))
+
+    def tables(self) -> RequestTables:
+        return RequestTables(
+            page_sizes=[self.spec.page_size],
+            num_pages=[sum(len(row) for row in self.pages)],
+            max_reqs=self.num_reqs,
+            max_seq_len=MAX_SEQ_LEN,
+            device=self.subject.device,
+        )
+
+
+def make_scene(subject: Subject, num_reqs: int, steps: int) -> Scene:
+    """The scene with a model of the backend's draft spec."""
+    spec = draft_spec(subject)
+    return Scene(subject, spec, draft_model(spec, subject.device), num_reqs, steps)
+
+
+def draft_spec(subject: Subject, *, window: int = _WINDOW, page_size: int | None = None) -> AttentionSpec:
+    """The base spec with a window that the contexts outgrow, and with sinks in a latent layer, where it has them.
+
+    page_size: None for the base spec's own; Unsupported where the backend refuses it.
+    """
+    base = base_spec(subject)
+    if page_size is not None:
+        base = replace(base, page_size=page_size)
+        demand(subject.backend, base, subject.device)
+    windowed = replace(base, sliding_window=window)
+    latent = base.kind is AttentionKind.MLA
+    with_sinks = [replace(spec, sinks=True) for spec in (windowed, base) if latent]
+    return next(spec for spec in (*with_sinks, windowed, base) if subject.backend.supports(spec, subject.device))
+
+
+def draft_model(spec: AttentionSpec, device: torch.device, *, max_seq_len: int = MAX_SEQ_LEN) -> EagleDraft:
+    """A draft of one layer with that attention for requests of max_seq_len tokens; its weights are always the same."""
+    config = ModelConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=1,
+        num_q_heads=spec.num_q_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        max_positions=max_seq_len + 32,
+        sliding_window=spec.sliding_window,
+        latent=_latent_of(spec),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        target = target_of(config)
+        draft = EagleDraft(config, target)
+        for parameter in (*target.parameters(), *draft.parameters()):
+            parameter.requires_grad_(False).mul_(2.0)
+        for name, parameter in draft.named_parameters():
+            if name.endswith("sinks"):
+                parameter.normal_()
+    for model in (target, draft):
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(spec.dtype)
+        model.to(device)
+    return draft
+
+
+def target_of(config: ModelConfig) -> LlamaTarget:
+    """A target for the draft to share the ends of; it has no layers, since none is run."""
+    return LlamaTarget(replace(config, num_layers=0, latent=None))
+
+
+def noisy_group(subject: Subject, spec: AttentionSpec, num_pages: int) -> KVGroup:
+    """A group of one layer whose fresh cache holds noise, the same each time."""
+    group = make_group("draft", subject.backend, spec, [0], num_pages=num_pages, device=subject.device)
+    generator = torch.Generator().manual_seed(7)
+    for cache in (group.caches[0].key, group.caches[0].value):
+        cache.copy_(torch.randn(cache.shape, generator=generator).to(cache.dtype))
+    return group
+
+
+def _latent_of(spec: AttentionSpec) -> LatentConfig | None:
+    if spec.kind is not AttentionKind.MLA:
+        return None
+    return LatentConfig(rope_dim=16, q_rank=32, out_rank=32, value_dim=spec.value_dim, sinks=spec.sinks)

@@ -1,0 +1,1 @@
+"""Bench, soak, doctor and the metadata validator."""

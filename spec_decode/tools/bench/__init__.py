@@ -1,0 +1,102 @@
+"""Timings as rows of JSON. They inform and never gate: no test is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+import torch
+
+from builders import BatchError
+from spec_decode.environment import environment
+from spec_decode.tools.bench.advance_cases import advance_rows, step_rows
+from spec_decode.tools.bench.decode_cases import flashinfer_rows, mla_rows, paged_rows, sparse_rows
+from spec_decode.tools.bench.drafter_cases import DRAFTERS, drafter_rows
+from spec_decode.tools.bench.field_cases import field_rows
+from spec_decode.tools.bench.measure import copy_bandwidth
+from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS
+from spec_decode.tools.bench.round_cases import round_rows
+from spec_decode.tools.bench.rows import Bench, Row, complete
+from spec_decode.tools.bench.sampling_cases import sampling_rows
+from spec_decode.tools.bench.throughput_cases import throughput_rows
+
+SCHEMA = "attn-bench/1"
+
+_ROWS: dict[str, tuple[str, Callable[[Bench], Iterator[Row]]]] = {
+    "advance": ("GPU time of the fused advance of all KV groups, and of each backend's own", advance_rows),
+    "step": ("FlashInfer's advance and attention, planned on the device and on the host", step_rows),
+    "sparse-decode": ("sparse_swa_mla beside FlashMLA", sparse_rows),
+    "mla-decode": ("triton_mla beside FlashInfer's latent attention", mla_rows),
+    "paged-decode": ("triton_paged beside FlashAttention-3 and FlashInfer", paged_rows),
+    "flashinfer-decode": ("flashinfer's choice beside each kernel it has", flashinfer_rows),
+    "sampling": ("top-k, top-p, draws and argmax beside FlashInfer's sampling and torch", sampling_rows),
+    "round": ("full-loop rounds of every backend, host and GPU time", round_rows),
+    **{name: (case.description, partial(drafter_rows, name=name)) for name, case in DRAFTERS.items()},
+    **{name: (case.description, partial(field_rows, name=name)) for name, case in RANDOM_DRAFTS.items()},
+    "throughput": ("output tokens a second of the whole engine, step 0 in a graph or not", throughput_rows),
+}
+_KERNELS = ("sparse-decode", "mla-decode", "paged-decode", "flashinfer-decode")
+SUITES = {"backends": ("advance", "step", *_KERNELS, "round"), "drafter": (*RANDOM_DRAFTS, "throughput")}
+"""Names for several cases at once."""
+CASES = {
+    **{name: description for name, (description, _) in _ROWS.items()},
+    **{name: f"all of {', '.join(cases)}" for name, cases in SUITES.items()},
+}
+CPU_CASES = ("sampling", "round", "drafter-tiny")
+"""Cases that a machine without a GPU can run; their gpu_us is null."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """The rows of a run, of the schema attn-bench/1; what has none, and why; and which of that began and failed."""
+
+    rows: list[Row]
+    missing: list[str]
+    stopped: list[str]
+
+
+def run(
+    *,
+    device: torch.device,
+    cases: Sequence[str] | None = None,
+    on_row: Callable[[Row], None] | None = None,
+    command: str = "",
+) -> Timings:
+    """Time the cases and suites, or all that there are; of a suite, what needs a GPU is noted where there is none.
+
+    Raises BatchError for a case that needs a CUDA device and was named, on a machine without one, and where nothing
+    at all could be timed.
+    """
+    on_cuda = device.type == "cuda"
+    stuck = [] if on_cuda else [case for case in cases or () if case not in (*CPU_CASES, *SUITES)]
+    if stuck:
+        raise BatchError(
+            f"the cases {', '.join(stuck)} time a CUDA device and this run is on {device.type}; nothing was timed. Run "
+            f"{', '.join(CPU_CASES)}, or use a machine with a GPU."
+        )
+    bench = Bench(device, copy_bandwidth() if on_cuda else None)
+    env = msgspec.to_builtins(environment(device))
+    env["copy_bytes_per_us"] = bench.bandwidth and round(bench.bandwidth)
+    shared = {"env": env, "command": command, "missing": bench.missing}
+    found: list[Row] = []
+    for case in _expanded(cases):
+        if not on_cuda and case not in CPU_CASES:
+            bench.miss(case, f"times a CUDA device and this run is on {device.type}")
+            continue
+        with bench.noting(case):
+            for row in _ROWS[case][1](bench):
+                found.append({"schema": SCHEMA, **complete(row), **shared})
+                if on_row:
+                    on_row(found[-1])
+    if not found:
+        raise BatchError(
+            f"nothing could be timed: {'; '.join(bench.missing)}. Install what is missing, or name others."
+        )
+    return Timings(found, bench.missing, bench.stopped)
+
+
+def _expanded(cases: Sequence[str] | None) -> list[str]:
+    """Single cases, each once."""
+    return list(dict.fromkeys(case for name in cases or _ROWS for case in SUITES.get(name, (name,))))

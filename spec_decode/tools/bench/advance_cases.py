@@ -1,0 +1,147 @@
+"""What it takes to move metadata one token forward: the shared kernel, each backend's own, and the step behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import torch
+
+from attn_backends import AttentionBackend, KVCache, get
+from builders import AttentionSpec, BatchBuffers, RequestTables, advance_shared_state
+from spec_decode.tools.bench.measure import kernels_in, time_call, time_kernels
+from spec_decode.tools.bench.rows import Bench, Limit, Row, held_to, serving
+from spec_decode.tools.bench.scene import DecodeScene, time_attention
+from spec_decode.tools.bench.specs import GQA, MLA, PACKED, SPARSE
+
+_PAGE = 16
+_NUM_REQS = (1, 32)
+_CONTEXT = 1024
+_HORIZON = 7
+_ONE_KERNEL = Limit("kernels_per_step", 1)
+_ADVANCE = Limit("gpu_us", 3)
+_REPLAN = Limit("gpu_us", 4)
+
+
+def advance_rows(bench: Bench) -> Iterator[Row]:
+    """GPU time of one advance and the kernels it launches; a builder of views launches none."""
+    yield from _shared_rows(bench)
+    for backend, spec in serving(bench, "advance", (GQA, MLA, SPARSE, PACKED)):
+        with bench.noting(f"advance/{backend.name}", at=f"[{spec.describe()}]"):
+            for num_reqs in _NUM_REQS:
+                yield _builder_row(bench, backend, spec, num_reqs)
+    with bench.noting("advance/flashinfer-horizon"):
+        for num_reqs in _NUM_REQS:
+            yield _horizon_row(bench, num_reqs)
+
+
+def step_rows(bench: Bench) -> Iterator[Row]:
+    """FlashInfer's advance and attention together, planned on the device in each step and on the host once a round."""
+    for name in ("flashinfer", "flashinfer-horizon"):
+        with bench.noting(f"step/{name}"):
+            backend = get(name) if name == "flashinfer" else _horizon_backend()
+            for num_reqs, context in product(_NUM_REQS, (1024, 8192)):
+                yield _step_row(bench, backend, num_reqs, context)
+
+
+def _shared_rows(bench: Bench) -> Iterator[Row]:
+    for num_groups in (1, 4):
+        for num_reqs in (1, 32, 256):
+            tables = RequestTables(
+                page_sizes=[_PAGE] * num_groups,
+                num_pages=[num_reqs * 64] * num_groups,
+                max_reqs=num_reqs,
+                max_seq_len=1024,
+                device=bench.device,
+            )
+            pages = [list(range(r * 64, r * 64 + 64)) for r in range(num_reqs)]
+            tables.load([pages] * num_groups, [1024] * num_reqs)
+            buffers = BatchBuffers(tables, max_tokens=num_reqs)
+            buffers.load([1] * num_reqs, [300] * num_reqs)
+            row = {
+                "case": f"advance/{num_groups}-groups",
+                "backend": "shared",
+                "num_reqs": num_reqs,
+                "context": 300,
+                "gpu_us": time_kernels(_advance_of(buffers, num_reqs)),
+                "kernels_per_step": 1,
+            }
+            yield held_to(row, _ADVANCE)
+
+
+def _advance_of(buffers: BatchBuffers, num_reqs: int) -> Callable[[], None]:
+    return lambda: advance_shared_state(buffers, num_reqs)
+
+
+def _builder_row(bench: Bench, backend: AttentionBackend, spec: AttentionSpec, num_reqs: int) -> Row:
+    scene = DecodeScene(spec, num_reqs, _CONTEXT, bench.device, horizon=_HORIZON)
+    builder = scene.builder(backend)
+    metadata = builder.build(scene.batch)
+
+    def advance() -> None:
+        builder.advance(metadata)
+
+    advance()
+    kernels = kernels_in(advance)
+    row = {
+        **_labels("advance", backend, scene),
+        "gpu_us": time_kernels(advance) if kernels else None,
+        "kernels_per_step": kernels,
+    }
+    if backend.name == "torch_reference":  # the specification is written to be read
+        return row
+    if not kernels:
+        return held_to(row, _ONE_KERNEL)
+    return held_to(row, _ONE_KERNEL, _REPLAN if backend.name.startswith("flashinfer") else _ADVANCE)
+
+
+def _horizon_row(bench: Bench, num_reqs: int) -> Row:
+    """What a step takes on the device, and what one plan() takes on the host."""
+    from spec_decode.tools.bench.flashinfer_plans import FlashInferHorizon, HorizonBuilder
+
+    scene = DecodeScene(GQA, num_reqs, _CONTEXT, bench.device, horizon=_HORIZON)
+    builder = scene.builder(FlashInferHorizon())
+    assert isinstance(builder, HorizonBuilder)
+    metadata = builder.build(scene.batch)
+    row = {
+        **_labels("advance", FlashInferHorizon(), scene),
+        "gpu_us": time_kernels(lambda: builder.advance(metadata)),
+        "host_us": time_call(lambda: builder.plan(metadata), bench.device).host_us,
+        "kernels_per_step": kernels_in(lambda: builder.advance(metadata)),
+    }
+    return held_to(row, _ONE_KERNEL, _ADVANCE)
+
+
+def _horizon_backend() -> AttentionBackend:
+    from spec_decode.tools.bench.flashinfer_plans import FlashInferHorizon
+
+    return FlashInferHorizon()
+
+
+def _step_row(bench: Bench, backend: AttentionBackend, num_reqs: int, context: int) -> Row:
+    scene = DecodeScene(GQA, num_reqs, context, bench.device, horizon=_HORIZON)
+    builder = scene.builder(backend)
+    metadata = builder.build(scene.batch)
+
+    def step(cache: KVCache) -> torch.Tensor:
+        builder.advance(metadata)
+        return backend.forward(scene.query, cache, metadata, spec=GQA)
+
+    caches = scene.cold_caches(backend)
+    step(caches[0])
+    return {
+        **_labels("step", backend, scene),
+        "gpu_us": time_attention(step, caches),
+        "kernels_per_step": kernels_in(lambda: step(caches[0])),
+        "floor_us": bench.floor_us(scene.kv_bytes),
+    }
+
+
+def _labels(case: str, backend: AttentionBackend, scene: DecodeScene) -> Row:
+    return {
+        "case": f"{case}/{backend.name}",
+        "backend": backend.name,
+        "spec": scene.spec.describe(),
+        "num_reqs": scene.num_reqs,
+        "context": scene.context,
+    }

@@ -1,0 +1,148 @@
+"""Rounds of the drafts that the field runs, every strategy side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from attn_backends import get
+from spec_decode.drafter.plan import Strategy
+from spec_decode.models import DraftModel
+from spec_decode.models.published.deepseek_v4 import DeepseekV4Prediction
+from spec_decode.models.published.moe import MixtureOfExperts
+from spec_decode.tools.bench.drafter_cases import Rebuilt
+from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS, RandomDraft
+from spec_decode.tools.bench.rounds import STEPS, WHOLE, Round, Setting, make_scene, time_round
+from spec_decode.tools.bench.rows import Bench, Limit, Row, held_to
+
+_CONTEXT = 1024
+_NUM_REQS = (1, 4, 16, 32)
+_STEPS = (3, 7)
+_FLOOR = {
+    ("llama3-8b-eagle", 1): Limit("floor_ratio", 1.12),
+    ("eagle-1024", 1): Limit("floor_ratio", 2.0),
+}
+"""What a round may take of the time to move its bytes once, by draft and number of requests."""
+_LOOP = Limit("loop_us", 4)
+"""GPU time that a step of the device loop may take over one of the full loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A round, and which of its parts are timed."""
+
+    run: Round
+    parts: tuple[str, ...]
+
+
+def field_rows(bench: Bench, name: str) -> Iterator[Row]:
+    """Rows of one of RANDOM_DRAFTS."""
+    case = RANDOM_DRAFTS[name]
+    with bench.noting(name):
+        model = case.make(bench.device)
+        setting = _setting(case, model)
+        with bench.noting(name, at="graphs for K 1 to 8"):
+            yield from _set_rows(bench, name, setting, model)
+        unrolled: dict[tuple[int, int], float] = {}
+        for plan in _plans(case):
+            run, names = plan.run, {part: f"{name}/{part}" for part in plan.parts}
+            at = f"{run.backend.name}, {run.strategy.value}, K {run.steps}, {run.num_reqs} requests"
+            with bench.noting(name, at=at):
+                for row in time_round(bench, setting, model, run, names):
+                    yield _held(name, run, row, unrolled)
+
+
+def _held(name: str, run: Round, row: Row, unrolled: dict[tuple[int, int], float]) -> Row:
+    """The row held to what its shape and strategy are asked for; unrolled: GPU time of full loops' later steps."""
+    limit = _FLOOR.get((name, run.num_reqs))
+    if limit and run.strategy is Strategy.FULL_LOOP and row["case"].endswith(WHOLE):
+        return held_to(row, limit)
+    shape, gpu_us = (run.steps, run.num_reqs), row["gpu_us"]
+    if gpu_us is None or not row["case"].endswith(STEPS):
+        return row
+    if run.strategy is Strategy.FULL_LOOP:
+        unrolled[shape] = gpu_us["p50"]
+    elif run.strategy is Strategy.DEVICE_LOOP and shape in unrolled:
+        row["loop_us"] = round((gpu_us["p50"] - unrolled[shape]) / (run.steps - 1), 2)
+        return held_to(row, _LOOP)
+    return row
+
+
+def _set_rows(bench: Bench, name: str, setting: Setting, model: DraftModel) -> Iterator[Row]:
+    """What it takes to serve every K of 1 to 8: a full loop captured for each, or one device loop for all.
+
+    With their graphs of step 0, whose memory the loops use again.
+    """
+    backend, taken = get(RANDOM_DRAFTS[name].backends[0]), {}
+    # The first loop of a process compiles the kernel that sets its condition.
+    make_scene(setting, model, Round(backend, Strategy.DEVICE_LOOP, 2, 1), bench.device)[0].capture()
+    for strategy, counts in ((Strategy.FULL_LOOP, range(2, 9)), (Strategy.DEVICE_LOOP, (8,))):
+        graphs = []
+        for steps in counts:
+            drafter, _ = make_scene(setting, model, Round(backend, strategy, steps, 1), bench.device)
+            drafter.capture()
+            graphs += drafter.graphs.reports
+        taken[strategy] = sum(graph.seconds for graph in graphs), sum(graph.bytes for graph in graphs)
+        seconds, num_bytes = taken[strategy]
+        row: Row = {
+            "case": f"{name}/graphs for K 1 to 8",
+            "backend": backend.name,
+            "spec": setting.spec.describe(),
+            "strategy": strategy.value,
+            "num_reqs": 1,
+            "context": setting.context,
+            "capture_seconds": round(seconds, 4),
+            "graph_bytes": num_bytes,
+        }
+        if strategy is Strategy.DEVICE_LOOP:
+            unrolled_seconds, unrolled_bytes = taken[Strategy.FULL_LOOP]
+            row["capture_ratio"] = round(seconds / unrolled_seconds, 3)
+            row["bytes_ratio"] = round(num_bytes / unrolled_bytes, 3) if unrolled_bytes else None
+            row = held_to(row, Limit("capture_ratio", 0.334), Limit("bytes_ratio", 0.334))
+        yield row
+
+
+def _setting(case: RandomDraft, model: DraftModel) -> Setting:
+    (group,) = model.layer_groups(case.page_size)
+    return Setting(spec=group.spec, context=_CONTEXT, weight_bytes=lambda num_reqs: weight_bytes(model, num_reqs))
+
+
+def _plans(case: RandomDraft) -> Iterator[_Plan]:
+    first, *others = [get(name) for name in case.backends]
+    for steps, num_reqs in product(_STEPS, _NUM_REQS):
+        for strategy in (Strategy.FULL_LOOP, Strategy.DEVICE_LOOP):
+            yield _Plan(Round(first, strategy, steps, num_reqs), (WHOLE, STEPS))
+        yield _Plan(Round(first, Strategy.FULL_LOOP, steps, num_reqs, 1.0), (WHOLE,))
+    for num_reqs in dict.fromkeys((_NUM_REQS[0], _NUM_REQS[-1])):
+        yield _Plan(Round(first, Strategy.PER_STEP, _STEPS[-1], num_reqs), (WHOLE,))
+        yield _Plan(Round(first, Strategy.EAGER, _STEPS[-1], num_reqs), (WHOLE,))
+        if first.name == "triton_paged":
+            yield _Plan(Round(Rebuilt(), Strategy.PER_STEP, _STEPS[-1], num_reqs), (WHOLE,))
+        for backend in others:
+            yield _Plan(Round(backend, Strategy.FULL_LOOP, _STEPS[-1], num_reqs), (WHOLE,))
+
+
+def weight_bytes(model: DraftModel, num_reqs: int) -> float:
+    """Weights that a later step of so many requests reads: no embedding, nothing that step 0 alone uses, and of a
+    mixture's experts as many as its tokens take if each takes any with equal chance.
+    """
+    unread = ("embed", "fc.") if type(model).combine is not DraftModel.combine else ("embed",)
+    read = {
+        name: float(p.numel() * p.element_size()) for name, p in model.named_parameters() if not name.startswith(unread)
+    }
+    shares = {
+        f"{name}.experts.": 1 - (1 - module.routing.top_k / module.routing.num_experts) ** num_reqs
+        for name, module in model.named_modules()
+        if isinstance(module, MixtureOfExperts)
+    }
+    for name in read:
+        read[name] *= next((share for prefix, share in shares.items() if name.startswith(prefix)), 1.0)
+    if not any(name.startswith(("lm_head", "head.")) or name == "head" for name in read):
+        read["the target's head"] = model.vocab_size * _head_width(model) * next(model.parameters()).element_size()
+    return sum(read.values())
+
+
+def _head_width(model: DraftModel) -> int:
+    """Columns of the output projection: those of the target's hidden state, of which a draft's may hold several."""
+    return model.hidden_size // (model.shape.hyper.streams if isinstance(model, DeepseekV4Prediction) else 1)

@@ -1,0 +1,103 @@
+"""A batch of single-token rows over shuffled pages, and attention over it by any backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from attn_backends import AttentionBackend, KVCache
+from attn_backends.kernels.packed_latent import TOKEN_BYTES
+from builders import AttentionKind, AttentionSpec, BatchBuffers, MetadataBuilder, RequestTables
+from spec_decode.tools.bench.measure import Quantiles, time_kernels
+
+Attend = Callable[[KVCache], torch.Tensor]
+"""Attention of a scene's query over one of its caches."""
+
+_COLD_BYTES = 256 << 20
+"""Caches of this size in turn: what is timed is memory then, and not the L2 cache."""
+
+
+class DecodeScene:
+    """num_reqs rows that ask one token each at position context - 1; their pages reach `horizon` tokens further."""
+
+    def __init__(
+        self, spec: AttentionSpec, num_reqs: int, context: int, device: torch.device, *, horizon: int = 0
+    ) -> None:
+        self.spec, self.num_reqs, self.context, self.device = spec, num_reqs, context, device
+        limit = context + horizon
+        each = -(-limit // spec.page_size)
+        self.num_pages = num_reqs * each
+        self.tables = RequestTables(
+            page_sizes=[spec.page_size],
+            num_pages=[self.num_pages],
+            max_reqs=num_reqs,
+            max_seq_len=limit,
+            device=device,
+        )
+        order = torch.randperm(self.num_pages, generator=torch.Generator().manual_seed(0)).view(num_reqs, each)
+        self.tables.load([order.tolist()], [limit] * num_reqs)
+        self.buffers = BatchBuffers(self.tables, max_tokens=num_reqs)
+        self.buffers.load([1] * num_reqs, [context] * num_reqs)
+        self.batch = self.buffers.view(0, num_reqs=num_reqs, num_tokens=num_reqs, max_query_len=1)
+        self.query = torch.randn(num_reqs, spec.num_q_heads, spec.head_dim, device=device).to(spec.dtype)
+        self.sinks = torch.randn(spec.num_q_heads, device=device) if spec.sinks else None
+
+    @property
+    def kv_bytes(self) -> int:
+        """What attention reads of a cache at least."""
+        seen = min(self.context, self.spec.sliding_window or self.context)
+        return self.num_reqs * seen * token_bytes(self.spec)
+
+    def builder(self, backend: AttentionBackend) -> MetadataBuilder[Any]:
+        """A builder of the backend for this batch."""
+        return backend.builder(
+            self.spec,
+            self.device,
+            max_reqs=self.num_reqs,
+            max_tokens=self.num_reqs,
+            max_seq_len=self.tables.max_seq_len,
+        )
+
+    def attend_by(self, backend: AttentionBackend) -> Attend:
+        """The backend's attention, with metadata built for the batch as it stands."""
+        metadata = self.builder(backend).build(self.batch)
+        return lambda cache: backend.forward(self.query, cache, metadata, spec=self.spec, sinks=self.sinks)
+
+    def warm_cache(self, backend: AttentionBackend) -> list[KVCache]:
+        """One cache of the backend's layout: what attention reads stays in L2 from call to call."""
+        return [self._filled(backend)]
+
+    def cold_caches(self, backend: AttentionBackend) -> list[KVCache]:
+        """As many as it takes for none to be in L2 when its turn comes again."""
+        return [self._filled(backend) for _ in range(max(1, -(-_COLD_BYTES // self.kv_bytes)))]
+
+    def _filled(self, backend: AttentionBackend) -> KVCache:
+        spec = self.spec
+        cache = backend.allocate_kv(spec, self.num_pages, self.device)
+        if not spec.packed:
+            cache.key.normal_()
+            if not cache.latent:
+                cache.value.normal_()
+            return cache
+        slots = torch.arange(self.num_pages * spec.page_size, device=self.device)
+        latents = torch.randn(len(slots), 1, spec.head_dim, device=self.device).to(spec.new_kv_dtype)
+        backend.write_kv(latents, latents, cache, SimpleNamespace(slot_mapping=slots))
+        return cache
+
+
+def token_bytes(spec: AttentionSpec) -> int:
+    """Bytes of the cache that one token takes."""
+    if spec.packed:
+        return TOKEN_BYTES
+    values = 0 if spec.kind is AttentionKind.MLA else spec.out_dim
+    return spec.num_kv_heads * (spec.head_dim + values) * spec.cache_dtype.itemsize
+
+
+def time_attention(attend: Attend, caches: list[KVCache]) -> Quantiles:
+    """GPU microseconds of attention over one of the caches, each in its turn."""
+    calls = max(2, min(50, 256 // len(caches)))
+    gpu = time_kernels(lambda: [attend(cache) for cache in caches], calls=calls)
+    return {name: round(value / len(caches), 3) for name, value in gpu.items()}

@@ -1,0 +1,252 @@
+"""Output throughput of the whole engine: Llama-3-8B's shape with its EAGLE draft, random weights, set acceptance.
+
+All requests of a row are submitted at once, and rates are taken while every one of them decodes: from when each has
+`settling` tokens, so that prompts and first launches are behind them, until the first has all its `output`. What random
+weights say is arbitrary, so nothing stops a text early, and synthetic acceptance sets how many drafts are kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, product
+
+import torch
+
+from attn_backends import Accepted, AttentionBackend, registry
+from spec_decode.drafter.plan import Strategy
+from spec_decode.engine import Engine, EngineStats, Request
+from spec_decode.models import DraftModel, LlamaTarget
+from spec_decode.models.layers import Rotary
+from spec_decode.models.published.decoder import read_decoder
+from spec_decode.models.published.fields import Fields
+from spec_decode.models.published.parameters import fill
+from spec_decode.tools.bench.measure import Quantiles, quantiles
+from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS, RandomDraft, RandomStore
+from spec_decode.tools.bench.rows import Bench, Limit, Row, held_to
+
+NAME = "throughput"
+_PREFILL_TOKENS = 8192
+"""Tokens of prompts that a round prefills: large batches are read within a few rounds, in memory that stays bounded."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decoding:
+    """How an engine decodes. accepted: draft tokens kept a round, in the mean; num_speculative_tokens 0: plainly."""
+
+    num_speculative_tokens: int
+    accepted: float = 0.0
+    extend_in_graph: bool = True
+
+
+_EXTEND_ON = Decoding(num_speculative_tokens=2, accepted=1.0)
+_EXTEND_OFF = replace(_EXTEND_ON, extend_in_graph=False)
+"""SGLang #6606 drafts 2 tokens a round, the first by step 0, and names no acceptance: half of them here. The number
+divides out of the gain, which is a ratio of times of a round."""
+_PLAIN = Decoding(num_speculative_tokens=0)
+_SPECULATIVE = Decoding(num_speculative_tokens=4, accepted=2.5)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThroughputCase:
+    """A draft over a whole target of its shape, and the requests to time.
+
+    backends: the target's, the last where no other serves. prompt, output: tokens of each request. settling: of the
+    output, those before the clock starts. gains: percent that the graph of step 0 must bring, by number of requests.
+    """
+
+    draft: RandomDraft
+    num_layers: int
+    dtype: torch.dtype
+    backends: tuple[str, ...]
+    num_reqs: tuple[int, ...]
+    prompt: int
+    output: int
+    settling: int
+    gains: Mapping[int, float] = field(default_factory=dict)
+
+    def models(self, device: torch.device) -> tuple[LlamaTarget, DraftModel]:
+        """Target and draft with random weights, made on the device in their dtype."""
+        fields = Fields(self.draft.config, "the draft's config")
+        config = replace(read_decoder(fields).model, num_layers=self.num_layers)
+        with torch.device("meta"):
+            target = LlamaTarget(config)
+        target.rotary = Rotary(config)
+        weights = RandomStore({}, [], device)
+        state = {name: weights.take(name, tuple(p.shape), self.dtype) for name, p in target.named_parameters()}
+        target = fill(target, state, device)
+        store = RandomStore(self.draft.config, list(self.draft.names), device)
+        return target, self.draft.kind.load(store, target, dtype=self.dtype, device=device)
+
+    def requests(self, count: int) -> list[Request]:
+        """Prompts of random tokens, greedy, with a seed each: requests of one seed would keep the same drafts."""
+        generator = torch.Generator().manual_seed(0)
+        prompts = torch.randint(0, self.draft.config["vocab_size"], (count, self.prompt), generator=generator).tolist()
+        return [Request(prompt=p, max_new_tokens=self.output, seed=seed) for seed, p in enumerate(prompts)]
+
+
+LLAMA3_8B = ThroughputCase(
+    draft=RANDOM_DRAFTS["llama3-8b-eagle"],
+    num_layers=32,
+    dtype=torch.bfloat16,
+    backends=("flash_attn3", "triton_paged"),
+    num_reqs=(1, 4, 16, 32),
+    prompt=1000,
+    output=256,
+    settling=32,
+    gains={1: 4.9, 4: 4.2, 16: 6.2, 32: 3.7},
+)
+"""The output is a quarter of the published runs' 1000 tokens: every round of it is alike, and GPU time is short."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What was seen while all requests decoded. round_us: from one step of the engine to the next; propose_us: host
+    time of the drafter in it."""
+
+    tokens: int
+    seconds: float
+    accepted: float
+    round_us: Quantiles
+    propose_us: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all requests together."""
+        return self.tokens / self.seconds
+
+
+def throughput_rows(bench: Bench, case: ThroughputCase = LLAMA3_8B) -> Iterator[Row]:
+    """The graph of step 0 on against off, then speculation against plain decoding."""
+    with bench.noting(NAME):
+        target, draft = case.models(bench.device)
+        backend = _backend(bench, case, target)
+        timed = _Timed(case, target, draft, backend)
+        for what, rows in (("extend-graph", _extend_rows), ("speculation", _speculation_rows)):
+            with bench.noting(f"{NAME}/{what}"):
+                yield from rows(timed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """A case with its models, and the backend that the target got."""
+
+    case: ThroughputCase
+    target: LlamaTarget
+    draft: DraftModel
+    backend: AttentionBackend
+
+    def engine(self, decoding: Decoding) -> Engine:
+        """An engine for the most requests of the case: its graphs serve the smaller batches too."""
+        case, plain = self.case, decoding.num_speculative_tokens == 0
+        return Engine(
+            self.target,
+            None if plain else self.draft,
+            self.backend,
+            draft_backend=registry.get(case.draft.backends[0]),
+            num_speculative_tokens=decoding.num_speculative_tokens,
+            max_reqs=max(case.num_reqs),
+            max_seq_len=case.prompt + case.output,
+            page_size=case.draft.page_size,
+            max_prefill_tokens=_PREFILL_TOKENS,
+            strategy=Strategy.FULL_LOOP,
+            verification=f"synthetic:{decoding.accepted}",
+            extend_in_graph=decoding.extend_in_graph,
+        )
+
+    def row(self, part: str, decoding: Decoding, num_reqs: int, host_waits: bool, rates: Rates) -> Row:
+        """A row; per_user is tokens a second of one request."""
+        case, plain = self.case, decoding.num_speculative_tokens == 0
+        (group,) = self.target.layer_groups(case.draft.page_size)
+        return {
+            "case": f"{NAME}/{part}",
+            "backend": self.backend.name,
+            "draft_backend": None if plain else case.draft.backends[0],
+            "spec": group.spec.describe(),
+            "strategy": None if plain else Strategy.FULL_LOOP.value,
+            "num_reqs": num_reqs,
+            "num_speculative_tokens": decoding.num_speculative_tokens,
+            "context": case.prompt,
+            "output_tokens": case.output,
+            "timed_tokens": rates.tokens,
+            "extend_in_graph": None if plain else decoding.extend_in_graph,
+            "host_waits": host_waits,
+            "accepted": None if plain else round(rates.accepted, 3),
+            "wall_us": rates.round_us,
+            "propose_us": None if plain else round(rates.propose_us, 1),
+            "tokens_per_second": round(rates.tokens_per_second, 2),
+            "per_user": round(rates.tokens_per_second / num_reqs, 2),
+        }
+
+
+def _extend_rows(timed: _Timed) -> Iterator[Row]:
+    """With the engine's host a round ahead of the device, and with one that waits for every round: the published gains
+    are of an engine whose host waited, and work of a host that is ahead costs no time."""
+    case, off, on = timed.case, timed.engine(_EXTEND_OFF), timed.engine(_EXTEND_ON)
+    for num_reqs, host_waits in product(case.num_reqs, (False, True)):
+        requests = case.requests(num_reqs)
+        without, within = (rates_of(engine, requests, case.settling, host_waits) for engine in (off, on))
+        yield timed.row("extend-graph", _EXTEND_OFF, num_reqs, host_waits, without)
+        gain = 100 * (within.tokens_per_second / without.tokens_per_second - 1)
+        row = timed.row("extend-graph", _EXTEND_ON, num_reqs, host_waits, within)
+        limits = [Limit("gain_percent", case.gains[num_reqs], at_least=True)] if num_reqs in case.gains else []
+        yield held_to({**row, "gain_percent": round(gain, 2)}, *limits)
+
+
+def _speculation_rows(timed: _Timed) -> Iterator[Row]:
+    case, plain, speculative = timed.case, timed.engine(_PLAIN), timed.engine(_SPECULATIVE)
+    for num_reqs in case.num_reqs:
+        requests = case.requests(num_reqs)
+        slow, fast = (rates_of(engine, requests, case.settling, False) for engine in (plain, speculative))
+        yield timed.row("speculation", _PLAIN, num_reqs, False, slow)
+        ratio = fast.tokens_per_second / slow.tokens_per_second
+        yield {**timed.row("speculation", _SPECULATIVE, num_reqs, False, fast), "plain_ratio": round(ratio, 3)}
+
+
+def rates_of(engine: Engine, requests: Sequence[Request], settling: int, host_waits: bool) -> Rates:
+    """Rates of the requests side by side in an engine that has no others, and none of these afterwards.
+
+    settling: tokens that each must have before the clock starts; fewer than any request's. host_waits: for the device,
+    after every step.
+    """
+    device = next(engine.target.model.parameters()).device
+
+    def step() -> None:
+        engine.step()
+        if host_waits and device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    handles = [engine.submit(request) for request in requests]
+    while any(len(handle.generation.token_ids) < settling for handle in handles):
+        step()
+    engine.stats = EngineStats()
+    times = [time.perf_counter()]
+    while not any(handle.done for handle in handles):
+        step()
+        times.append(time.perf_counter())
+    stats, rounds = engine.stats, [1e6 * (end - start) for start, end in pairwise(times)]
+    rates = Rates(
+        tokens=stats.new_tokens,
+        seconds=times[-1] - times[0],
+        accepted=stats.mean_accepted,
+        round_us=quantiles(rounds),
+        propose_us=stats.host_us_a_round,
+    )
+    for handle in handles:
+        engine.cancel(handle)
+    while engine.step():
+        pass
+    return rates
+
+
+def _backend(bench: Bench, case: ThroughputCase, target: LlamaTarget) -> AttentionBackend:
+    """The first of the case's backends that serves the target here, with a note on those before it."""
+    (group,) = target.layer_groups(case.draft.page_size)
+    *preferred, last = case.backends
+    for name in preferred:
+        verdict = registry.explain(name, group.spec, bench.device)
+        if isinstance(verdict, Accepted):
+            return registry.get(name)
+        bench.miss(f"{NAME}/{name}", "; ".join(verdict.reasons))
+    return registry.get(last)

@@ -1,0 +1,229 @@
+"""What a machine has for drafting, and what stands in the way: each answer with its reason, none an exception."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from attn_backends import Accepted, AttentionBackend, BrokenBackend, registry
+from attn_backends.fa3_providers import PROVIDER_VARIABLE, PROVIDERS, BrokenProvider, load_provider
+from attn_backends.registry import PlugIn
+from builders import CONTRACT_VERSION, AttentionKind, AttentionSpec
+from spec_decode.environment import environment
+from spec_decode.graphs import loop_unsupported_reason, runtime_for
+from spec_decode.tools.plug_ins import ASKED, try_plug_ins
+from spec_decode.tools.soak.watched import watch_backend
+
+_PACKAGES = (
+    "attn-backends",
+    "torch",
+    "triton",
+    "flashinfer-python",
+    "flash-attn-3",
+    "vllm",
+    "sgl-kernel",
+    "flash-mla",
+    "transformers",
+    "cuda-python",
+)
+"""Whatever may bring a kernel, a model or a graph's node."""
+
+_SPECS = {
+    "decode of a common 8B model": ASKED,
+    "dense latent attention": AttentionSpec(
+        num_q_heads=16, num_kv_heads=1, head_dim=576, value_dim=512, page_size=64, kind=AttentionKind.MLA
+    ),
+    "sparse sliding-window latent attention": AttentionSpec(
+        num_q_heads=64,
+        num_kv_heads=1,
+        head_dim=512,
+        page_size=64,
+        sliding_window=128,
+        sinks=True,
+        kind=AttentionKind.MLA,
+    ),
+}
+
+
+class State(str, Enum):
+    """How a finding stands."""
+
+    FINE = "fine"
+    ABSENT = "absent"
+    """Not here; nothing is wrong with what is."""
+    REFUSED = "refused"
+    """Here, and it serves none of what was asked."""
+    FAILED = "failed"
+    """Here, and it does not work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One answer: of which topic, about what, how it stands and in which words."""
+
+    topic: str
+    subject: str
+    state: State
+    words: str
+
+
+def examine(device: torch.device) -> Iterator[Finding]:
+    """Everything found out about drafting on that device, topic by topic."""
+    yield from _machine(device)
+    yield from _packages()
+    yield from _graphs(device)
+    yield from _fa3_providers()
+    try_plug_ins()
+    yield from _backends(device)
+    yield from _plug_ins()
+
+
+def under_watch(
+    backend: AttentionBackend, device: torch.device, *, rounds: int, every: int, page_size: int | None = None
+) -> Finding:
+    """How so many rounds with a backend go, looked at every N-th time: see `spec_decode.tools.metadata_validator`."""
+
+    def watch() -> str:
+        return watch_backend(backend, device, rounds=rounds, every=every, page_size=page_size).describe()
+
+    return _tried("watch", backend.name, watch)
+
+
+def _machine(device: torch.device) -> Iterator[Finding]:
+    where = environment(device)
+    for subject in ("device", "driver", "cuda", "torch", "triton", "python", "platform", "commit"):
+        words = getattr(where, subject)
+        unknown = words is None or str(words).startswith("unknown")
+        yield Finding("machine", subject, State.ABSENT if unknown else State.FINE, str(words or "none"))
+    yield Finding("machine", "contract", State.FINE, ".".join(map(str, CONTRACT_VERSION)))
+    if device.type == "cuda":
+        yield _tried("machine", "compute capability", lambda: "{}.{}".format(*torch.cuda.get_device_capability(device)))
+        yield _tried("machine", "memory", lambda: _memory(device))
+
+
+def _memory(device: torch.device) -> str:
+    free, total = torch.cuda.mem_get_info(device)
+    return f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+
+
+def _packages() -> Iterator[Finding]:
+    for name in _PACKAGES:
+        try:
+            yield Finding("packages", name, State.FINE, version(name))
+        except PackageNotFoundError:
+            yield Finding("packages", name, State.ABSENT, "not installed")
+
+
+def _graphs(device: torch.device) -> Iterator[Finding]:
+    yield _tried("graphs", "capture and replay", lambda: _captures(device))
+    if obstacle := loop_unsupported_reason(device):
+        yield Finding("graphs", "device loop", State.ABSENT, obstacle)
+    else:
+        yield _tried("graphs", "device loop", lambda: _loops(device))
+
+
+def _captures(device: torch.device) -> str:
+    runtime, cell = runtime_for(device), torch.zeros(1, dtype=torch.int64, device=device)
+    before = runtime.memory_used()
+    graph = runtime.capture(lambda: cell.add_(1))
+    used = runtime.memory_used() - before
+    if (untouched := int(cell)) != 0:
+        raise RuntimeError(f"a capture must not execute, it left {untouched} in a cell that held 0")
+    graph.replay()
+    graph.replay()
+    if (found := int(cell)) != 2:
+        raise RuntimeError(f"two replays of an addition must give 2, got {found}")
+    return f"works ({_kind(device)}), a capture of one node takes {used / 2**20:.1f} MiB"
+
+
+def _loops(device: torch.device) -> str:
+    """Count to 3 in a loop that the device ends itself."""
+    runtime = runtime_for(device)
+    cell, continue_flag = (torch.full((1,), start, dtype=torch.int32, device=device) for start in (0, 1))
+
+    def body() -> None:
+        cell.add_(1)
+        continue_flag.copy_(cell < 3)
+
+    before = runtime.memory_used()
+    graph = runtime.capture_loop(body, continue_flag, 3)
+    used = runtime.memory_used() - before
+    graph.replay()
+    if (found := int(cell)) != 3:
+        raise RuntimeError(f"a loop that ends at 3 must end there, it ended at {found}")
+    return f"works ({_kind(device)}), a capture of its body takes {used / 2**20:.1f} MiB"
+
+
+def _kind(device: torch.device) -> str:
+    return "a CUDA graph" if device.type == "cuda" else "emulated on the CPU"
+
+
+def _fa3_providers() -> Iterator[Finding]:
+    """Every package that may bring FlashAttention-3, the one in use among them."""
+    asked = os.environ.get(PROVIDER_VARIABLE)
+    chosen = False
+    for kind in PROVIDERS:
+        try:
+            provider = load_provider(kind)
+        except BrokenProvider as error:
+            yield Finding("FlashAttention-3", kind.name, State.FAILED, str(error))
+            continue
+        if provider is None:
+            yield Finding("FlashAttention-3", kind.name, State.ABSENT, f"no module {kind.module}: {kind.remedy}")
+            continue
+        mine = asked == kind.name if asked else not chosen
+        chosen = chosen or mine
+        yield Finding("FlashAttention-3", kind.name, State.FINE, f"{provider.version}{', in use' if mine else ''}")
+
+
+def _backends(device: torch.device) -> Iterator[Finding]:
+    for name in registry.names():
+        try:
+            backend = registry.get(name)
+        except BrokenBackend as error:
+            absent = isinstance(error.__cause__, ImportError)
+            yield Finding("backends", name, State.ABSENT if absent else State.FAILED, str(error))
+        else:
+            yield _asked(name, backend, device)
+
+
+def _asked(name: str, backend: AttentionBackend, device: torch.device) -> Finding:
+    try:
+        return _answer(name, backend, device)
+    except (Exception, SystemExit) as error:  # a plug-in may fail in any way when it is asked
+        return Finding("backends", name, State.FAILED, f"{type(error).__name__}: {error}")
+
+
+def _answer(name: str, backend: AttentionBackend, device: torch.device) -> Finding:
+    verdicts = {asked: backend.supports(spec, device) for asked, spec in _SPECS.items()}
+    served = [asked for asked, verdict in verdicts.items() if isinstance(verdict, Accepted)]
+    reasons = {why for verdict in verdicts.values() if not isinstance(verdict, Accepted) for why in verdict.reasons}
+    words = f"{backend.version}: {'; '.join(served) or '; '.join(sorted(reasons))}"
+    return Finding("backends", name, State.FINE if served else State.REFUSED, words)
+
+
+def _plug_ins() -> Iterator[Finding]:
+    for plug_in in registry.plug_ins():
+        if registry.registered_here(plug_in.name):
+            words = f"{plug_in.package}: not used, a call has registered another backend under its name"
+            yield Finding("plug-ins", plug_in.name, State.REFUSED, words)
+        else:
+            yield _tried("plug-ins", plug_in.name, partial(_class_of, plug_in))
+
+
+def _class_of(plug_in: PlugIn) -> str:
+    backend = registry.get(plug_in.name)
+    return f"{plug_in.package}: {type(backend).__module__}.{type(backend).__qualname__} {backend.version}"
+
+
+def _tried(topic: str, subject: str, ask: Callable[[], str]) -> Finding:
+    try:
+        return Finding(topic, subject, State.FINE, ask())
+    except (Exception, SystemExit) as error:  # a diagnosis must survive whatever it looks at
+        return Finding(topic, subject, State.FAILED, f"{type(error).__name__}: {error}")

@@ -1,0 +1,234 @@
+"""A watch over a running drafter: is what its kernels read still what a fresh build of the batch would be?
+
+What a graph replays can go stale without a sign but a lower acceptance rate. After every N-th round a look compares,
+for step 0 and for the last step of the round:
+
+    fields      each group's metadata, in place, with that of a fresh builder for the same shared state
+    addresses   with those of the first look: a graph would go on with the old ones
+    attention   one call a group over the caches, with random queries, with the oracle over each request's prefix
+
+Nothing of the drafter is written to: builders get a copy of the shared state, and attention only reads. A look waits
+for the device, and the oracle computes on the host in fp64 what the device did: from milliseconds for short requests to
+seconds for long ones (`milliseconds` has the sum). It belongs into a search for a fault, or into one round of many.
+
+Groups that are built anew before they are used (all, in the eager strategy): only their attention is compared.
+A plan ahead may hold tokens that a request did not get: there, rows that stopped on the way are left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from attn_backends import KVCache
+from builders import AttentionBatch, HostLengths
+from builders.errors import require
+from spec_decode.conformance.builder_checks import describe, expect_same_fields
+from spec_decode.conformance.check import CheckFailure, expect
+from spec_decode.conformance.contract_checks import tensors_of
+from spec_decode.conformance.poison_checks import poisoned_allocations
+from spec_decode.drafter import Drafter, Drafts, InUse, VerifiedTokens
+from spec_decode.drafter.kv_groups import KVGroup
+from spec_decode.testing.layouts import layout_of
+from spec_decode.testing.paged_fixture import judge
+
+
+class MetadataDrift(RuntimeError):
+    """What a running drafter's kernels read is not what the batch is. round: from 1; step: 0 or the round's last."""
+
+    def __init__(self, round_: int, step: int, group: str, failure: CheckFailure) -> None:
+        super().__init__(
+            f"what kernels read must mean the batch; round {round_}, step {step}, group {group}: {failure}. Drafts "
+            "from there on may be wrong without another sign. `attn-backends check` names the rule that is broken."
+        )
+        self.round, self.step, self.group = round_, step, group
+        self.contract, self.expected, self.got = failure.contract, failure.expected, failure.got
+
+
+class MetadataValidator:
+    """Calls the drafter's rounds and looks at every N-th. rounds, looks: so many so far; milliseconds: of all looks."""
+
+    def __init__(self, drafter: Drafter, *, every: int = 1) -> None:
+        require(
+            every >= 1,
+            f"a watch looks at every N-th round, N from 1 on, got {every}; nothing is watched. Pass 1 to see them all.",
+        )
+        self.drafter = drafter
+        self.every = every
+        self.rounds = self.looks = 0
+        self.milliseconds = 0.0
+        self._random = torch.Generator().manual_seed(0)
+        self._addresses: dict[tuple[int, int, int], dict[str, tuple[Any, ...]]] = {}
+
+    def propose(self, verified: VerifiedTokens | None = None, num_tokens: int | None = None) -> Drafts:
+        """`Drafter.propose`, with a look behind every N-th. Raises MetadataDrift for the first thing that is wrong."""
+        drafts = self.drafter.propose(verified, num_tokens)
+        self.rounds += 1
+        if self.rounds % self.every == 0:
+            self.look()
+        return drafts
+
+    @torch.no_grad()
+    def look(self) -> None:
+        """Look at the last round now: after a `propose`, and before the tables change. Raises MetadataDrift."""
+        start = time.perf_counter()
+        try:
+            for step, used in self.drafter.in_use().items():
+                self._look_at(step, used)
+        finally:
+            self.milliseconds += 1000 * (time.perf_counter() - start)
+        self.looks += 1
+
+    def _look_at(self, step: int, used: InUse) -> None:
+        for index, group in enumerate(self.drafter.groups):
+            try:
+                self._look_at_group(index, used, step)
+            except CheckFailure as failure:
+                raise MetadataDrift(self.rounds, step, group.name, failure) from failure
+
+    def _look_at_group(self, index: int, used: InUse, step: int) -> None:
+        group, found = self.drafter.groups[index], used.metadata[index]
+        self._expect_addresses((used.phase.query_len, index, used.size), found)
+        seq_lens = _seq_lens_of_last_step(used) if step else used.phase.batch.seq_lens[: used.size].clone()
+        live = _view(used, index, group, seq_lens)
+        copy = _copied(live, seq_lens)
+        found = _over_copy(found, live, copy)
+        plan = self.drafter.plan
+        if index not in (*plan.rebuild_groups, *plan.preplanned_groups):
+            _expect_fields(used, group, found, copy, max(0, used.phase.horizon - step))
+        planned = step > 0 and index in plan.preplanned_groups
+        self._expect_attention(used, group, found, copy, idle_rows_too=not planned)
+
+    def _expect_addresses(self, key: tuple[int, int, int], found: Any) -> None:
+        now = {name: describe(tensor) for name, tensor in tensors_of(found).items()}
+        first = self._addresses.setdefault(key, now)
+        moved = sorted(name for name in first if first[name] != now[name])
+        expect(
+            not moved,
+            contract=f"metadata stays at its addresses: field {', '.join(moved)}",
+            expected="the addresses of the first look",
+            got="others",
+        )
+
+    def _expect_attention(
+        self, used: InUse, group: KVGroup, found: Any, batch: AttentionBatch, *, idle_rows_too: bool
+    ) -> None:
+        """One call over the first layer's cache as it is now, every allocation poisoned on the way."""
+        spec, device = group.spec, self.drafter.tables.device
+        shape = (batch.num_tokens, spec.num_q_heads, spec.head_dim)
+        queries = torch.randn(shape, generator=self._random).to(spec.dtype)
+        sinks = torch.randn(spec.num_q_heads, generator=self._random) if spec.sinks else None
+        cache = next(iter(group.caches.values()))
+        moved = queries.to(device), None if sinks is None else sinks.to(device)
+        with poisoned_allocations():
+            out = group.backend.forward(moved[0], cache, found, spec=spec, sinks=moved[1])
+        out = out.cpu().unflatten(0, (used.size, -1))
+        lens = batch.seq_lens.tolist()
+        rows = [row for row, length in enumerate(lens) if length]
+        idle = [row for row, length in enumerate(lens) if not length]
+        expect(
+            not idle_rows_too or bool((out[idle] == 0).all()),
+            contract="rows without a request attend to nothing",
+            expected="output 0",
+            got=f"up to {out[idle].abs().max().item() if idle else 0.0:.2e}",
+        )
+        if rows:
+            prefixes = [_prefix(group, cache, batch.block_table[row], lens[row]) for row in rows]
+            asked = queries.unflatten(0, (used.size, -1))
+            judge(
+                group.backend.capabilities,
+                spec,
+                out[rows].flatten(0, 1),
+                [asked[row] for row in rows],
+                [key for key, _ in prefixes],
+                [value for _, value in prefixes],
+                [lens[row] for row in rows],
+                sinks,
+                contract="attention over the present caches",
+            )
+
+
+def _expect_fields(used: InUse, group: KVGroup, found: Any, batch: AttentionBatch, horizon: int) -> None:
+    tables = used.phase.batch.tables
+    builder = group.make_builder(
+        tables.device, max_reqs=tables.max_reqs, max_tokens=used.phase.batch.max_tokens, max_seq_len=tables.max_seq_len
+    )
+    before = {name: tensor.clone() for name, tensor in tensors_of(batch).items()}
+    fresh = builder.build(batch, horizon=horizon)
+    written = [name for name, tensor in tensors_of(batch).items() if not torch.equal(tensor, before[name])]
+    expect(not written, contract="build() is pure towards its input", expected="no change", got=f"{written} changed")
+    expect_same_fields(found, fresh, "in place")
+
+
+def _seq_lens_of_last_step(used: InUse) -> torch.Tensor:
+    """int32 [size] on the device: the lengths that the last step attended over.
+
+    Sampling its token makes a row that has drafted all of its own inert, so seq_lens do not tell any more. The advance
+    before it gave a slot to each row that took part, with its position.
+    """
+    batch, size = used.phase.batch, used.size
+    return torch.where(batch.slot_mappings[0, :size] >= 0, batch.positions[:size] + 1, 0).int()
+
+
+def _view(used: InUse, index: int, group: KVGroup, seq_lens: torch.Tensor) -> AttentionBatch:
+    """What the group's builder sees of the phase, with the host's lengths that it asks for."""
+    phase, size = used.phase, used.size
+    lengths, kind = None, group.backend.builder.host_lengths
+    if kind is HostLengths.EXACT:
+        lengths = seq_lens.tolist()
+    elif kind is HostLengths.UPPER_BOUND:
+        limits = phase.batch.tables.limits_host
+        lengths = [*limits, *(0,) * (size - len(limits))]
+    return phase.batch.view(
+        index,
+        num_reqs=size,
+        num_tokens=size * phase.query_len,
+        max_query_len=phase.query_len,
+        host_seq_lens=lengths,
+        host_seq_lens_exact=kind is HostLengths.EXACT,
+    )
+
+
+def _copied(live: AttentionBatch, seq_lens: torch.Tensor) -> AttentionBatch:
+    """The same batch in memory of its own, with these lengths."""
+    fields: dict[str, Any] = {name: tensor.clone() for name, tensor in tensors_of(live).items()}
+    return replace(live, **{**fields, "seq_lens": seq_lens})
+
+
+def _over_copy(found: Any, live: AttentionBatch, copy: AttentionBatch) -> Any:
+    """The metadata as it is, in memory of its own: what it takes from the live batch, it takes from the copy."""
+    shared, copied = tensors_of(live), tensors_of(copy)
+    fields = {}
+    for name, tensor in tensors_of(found).items():
+        source = next((key for key, other in shared.items() if _same_memory(tensor, other)), None)
+        seen = None if source is None else _same_view(tensor, shared[source], copied[source])
+        fields[name] = tensor.clone() if seen is None else seen
+    return replace(found, **fields)
+
+
+def _same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _same_view(tensor: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
+    """The view of target that tensor is of source; None where it sees more than source, or another type."""
+    begin = tensor.storage_offset() - source.storage_offset()
+    last = begin + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    inside = begin >= 0 and last < target.numel() and source.stride() == target.stride()
+    if not inside or tensor.dtype != target.dtype:
+        return None
+    return target.as_strided(tensor.shape, tensor.stride(), target.storage_offset() + begin)
+
+
+def _prefix(group: KVGroup, cache: KVCache, table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values of a request's first tokens, by the page table's own arithmetic, on the CPU."""
+    size = group.spec.page_size
+    pages = table[: -(-length // size)].long()
+    own, layout = KVCache(cache.key[pages].cpu(), cache.value[pages].cpu()), layout_of(group.spec)
+    taken: Sequence[tuple[torch.Tensor, torch.Tensor]] = [layout.take(own, *divmod(p, size)) for p in range(length)]
+    key, value = (torch.stack([pair[part] for pair in taken]) for part in (0, 1))
+    return key, value

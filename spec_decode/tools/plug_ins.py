@@ -1,0 +1,92 @@
+"""Other packages' backends, loaded and asked in a process of their own before this one does: one may end its process.
+
+The other side is python -m spec_decode.tools.plug_ins FD {"names": [...]}, which says each name before it loads it and asks
+what it supports.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import torch
+
+from attn_backends import AttentionBackend, BackendError, registry
+from builders import AttentionSpec
+from spec_decode.testing.process_isolation import Limit, Stopped, started
+
+_EACH = Limit(60.0, "a package to load and say what it supports")
+_ALL = Limit(math.inf, "all of them")
+_CHILD = (sys.executable, "-m", "spec_decode.tools.plug_ins")
+ASKED = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=16)
+"""What every backend is asked about first: the shape of a common 8B model."""
+_tried: dict[str, str] = {}
+"""Why a plug-in was refused, by name; empty for one that was not."""
+
+
+def try_plug_ins(child: Sequence[str] = _CHILD, each: Limit = _EACH) -> dict[str, str]:
+    """Have the registry refuse, from here on, the plug-ins that end or hold up the process that loads and asks them.
+
+    Returns why, by name. One process loads all that were not tried before, and another one what is left whenever one
+    ends it, so that what this process may load has been loaded together. Without plug-ins nothing is started.
+    """
+    packages = {plug_in.name: plug_in.package for plug_in in registry.plug_ins()}
+    names = [name for name in packages if name not in _tried and not _had(name)]
+    while names and (ended := _load_apart(names, child, each)):
+        culprits, how = ended
+        for name in culprits:
+            _tried[name] = (
+                f"backend {name!r} of package {packages[name]} must leave the process alive that loads it and asks "
+                f"what it supports: {how}; it was not loaded here. Repair the package or uninstall it."
+            )
+            registry.refuse(name, _tried[name])
+        names = [name for name in names if name not in culprits]
+    _tried.update(dict.fromkeys(names, ""))
+    return {name: _tried[name] for name in packages if _tried.get(name)}
+
+
+def _had(name: str) -> bool:
+    return registry.is_loaded(name) or registry.registered_here(name)
+
+
+def _load_apart(names: Sequence[str], child: Sequence[str], each: Limit) -> tuple[Sequence[str], str] | None:
+    """None if a process has loaded them all; else the one it was at, or all where it told none, and how it ended."""
+    at = names
+    with started(child, {"names": names}) as process:
+        try:
+            for message in process.messages(each, _ALL):
+                if "loading" not in message:
+                    return None
+                at = [message["loading"]]
+            raise Stopped(f"the process ended with {process.status() or 'exit status 0'}")
+        except Stopped as stop:
+            return at, f"{stop}{process.last_words()}"
+
+
+def _load(writer: int, names: Sequence[str]) -> None:
+    for name in names:
+        _say(writer, {"loading": name})
+        with suppress(BackendError):
+            _ask(registry.get(name))
+    _say(writer, {"finished": True})
+
+
+def _ask(backend: AttentionBackend) -> None:
+    """Ask what `list` asks. What merely fails does so again there, and is told there."""
+    for device in map(torch.device, ("cpu", "cuda")):
+        for question in (backend.supports, backend.builder.advance_support):
+            with suppress(Exception, SystemExit):
+                question(ASKED, device)
+
+
+def _say(writer: int, message: dict[str, Any]) -> None:
+    os.write(writer, msgspec.json.encode(message) + b"\n")
+
+
+if __name__ == "__main__":
+    _load(int(sys.argv[1]), msgspec.json.decode(sys.argv[2])["names"])

@@ -1,0 +1,57 @@
+"""The rounds' inputs, put on the device for many rounds at once so that a round costs the host next to nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+
+import torch
+
+from spec_decode.drafter import VerifiedTokens
+from spec_decode.models import ModelConfig
+from spec_decode.tools.soak.schedule import Round
+
+CHUNK = 128
+"""Rounds loaded at a time."""
+
+_OF_ROWS = {
+    "context_lens": ("context", torch.int32),
+    "accepted": ("accepted", torch.int32),
+    "temperature": ("temperature", torch.float32),
+    "seeds": ("seed", torch.int64),
+}
+"""What a schedule decides: the input, the field of a row that it comes from, its dtype."""
+
+
+class Inputs:
+    """Buffers for CHUNK rounds, allocated once: memory that moves would look like a leak."""
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, max_reqs: int, steps: int, seed: int
+    ) -> None:
+        self._vocab = config.vocab_size
+        self._random = torch.Generator().manual_seed(seed)
+        rows = (CHUNK, max_reqs)
+        self._buffers = {
+            "token_ids": torch.zeros(*rows, steps + 1, dtype=torch.int64, device=device),
+            "features": torch.zeros(*rows, steps + 1, config.hidden_size, dtype=dtype, device=device),
+            "next_tokens": torch.zeros(rows, dtype=torch.int64, device=device),
+            **{name: torch.zeros(rows, dtype=kind, device=device) for name, (_, kind) in _OF_ROWS.items()},
+        }
+
+    def load(self, rounds: Sequence[Round]) -> None:
+        """Replace the content: what the schedule decided for up to CHUNK rounds, and noise for all else."""
+        for name in ("token_ids", "next_tokens"):
+            buffer = self._buffers[name]
+            buffer.copy_(torch.randint(0, self._vocab, buffer.shape, generator=self._random))
+        hidden = self._buffers["features"]
+        hidden.copy_(torch.randn(hidden.shape, generator=self._random))
+        for name, (field, dtype) in _OF_ROWS.items():
+            buffer, get = self._buffers[name], attrgetter(field)
+            pad = [0] * buffer.shape[1]
+            rows = [[*map(get, round_.rows), *pad][: len(pad)] for round_ in rounds]
+            buffer[: len(rounds)].copy_(torch.tensor(rows, dtype=dtype))
+
+    def of(self, place: int, live: int) -> VerifiedTokens:
+        """What the place-th loaded round starts from, for its live rows."""
+        return VerifiedTokens(**{name: buffer[place, :live] for name, buffer in self._buffers.items()})

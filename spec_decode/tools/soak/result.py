@@ -1,0 +1,146 @@
+"""What a soak was asked to do, what it saw, and the report of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from builders.errors import require
+from spec_decode.conformance.report import Environment, Outcome, json_bytes
+
+SCHEMA = "attn-soak/1"
+_MOST_REQS = 256
+_SEEDS = 2**62
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """How long, over how many requests at most, with K = steps draft tokens a round. Raises BatchError for nonsense."""
+
+    rounds: int = 20_000
+    max_reqs: int = 8
+    steps: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(
+            1 <= self.max_reqs <= _MOST_REQS,
+            f"a soak drafts for 1 to {_MOST_REQS} requests at once, got {self.max_reqs}; nothing was run. Choose a "
+            "number between.",
+        )
+        require(
+            self.steps >= 1,
+            f"a soak drafts at least 1 token a round, got K = {self.steps}; nothing was run. Raise K.",
+        )
+        require(
+            self.rounds >= self.fewest_rounds,
+            f"a soak of up to {self.max_reqs} requests needs at least {self.fewest_rounds} rounds, got {self.rounds}: "
+            "a warm-up of every captured batch size, and as many to see that memory stays. Nothing was run; run more.",
+        )
+        require(
+            0 <= self.seed < _SEEDS,
+            f"a seed must be 0 to 2**62 - 1, got {self.seed}; nothing was run. Choose another.",
+        )
+
+    @property
+    def fewest_rounds(self) -> int:
+        return 2 * self.max_reqs.bit_length() + 2
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What ended a soak, and for which request, where one can be named."""
+
+    round: int
+    """From 0, which set-up belongs to. A kernel that crashes shows at the next wait, at most a round later."""
+    what: str
+    """token, logit, nan, cache, flag, memory or exception."""
+    detail: str
+    row: int | None = None
+    request: int | None = None
+
+    def describe(self, seed: int) -> str:
+        """One line."""
+        where = "" if self.row is None else f", row {self.row} (request {self.request})"
+        return f"{self.what} in round {self.round}{where}, seed {seed}: {self.detail}"
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bytes after the warm-up and at the end. On a CUDA device allocated may not change; resident may grow a little.
+
+    allocated, reserved: torch's allocator, null on the CPU; reserved_most is the most it ever held. resident: this
+    process on the host, null where the system does not say.
+    """
+
+    allocated_warm: int | None
+    allocated_end: int | None
+    reserved_most: int | None
+    resident_warm: int | None
+    resident_end: int | None
+    resident_growth_allowed: int
+
+
+class SoakResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One backend's soak; its counts are of the rounds that ended well."""
+
+    backend: str
+    version: str
+    outcome: Outcome
+    reason: str = ""
+    failure: Failure | None = None
+    repro: str
+    spec: str = ""
+    strategy: str = ""
+    max_seq_len: int = 0
+    rounds: int = 0
+    warm_up: int = 0
+    compared: int = 0
+    joins: int = 0
+    leaves: int = 0
+    limit_hits: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    memory: Memory | None = None
+
+    def summary(self) -> str:
+        """One line."""
+        if self.outcome is not Outcome.PASS:
+            return f"{self.backend}: {self.outcome.value} after {self.rounds} rounds: {self.reason}"
+        return (
+            f"{self.backend}: pass, {self.rounds} rounds ({self.strategy}) in {self.seconds:.1f} s, {self.compared} "
+            f"compared with eager; {self.joins} joins, {self.leaves} leaves, {self.limit_hits} at the limit, "
+            f"{self.tokens} tokens; {self._memory_in_words()}"
+        )
+
+    def _memory_in_words(self) -> str:
+        if (memory := self.memory) is None:
+            return "memory not measured"
+        words = []
+        if memory.allocated_end is not None and memory.reserved_most is not None:
+            words.append(f"{_mib(memory.allocated_end)} allocated throughout, {_mib(memory.reserved_most)} reserved")
+        if memory.resident_warm is not None and memory.resident_end is not None:
+            words.append(f"resident set {_mib(memory.resident_end - memory.resident_warm, '+')}")
+        return ", ".join(words)
+
+
+class SoakReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The soak of every backend asked for, on one device."""
+
+    schema: str = SCHEMA
+    env: Environment
+    command: str
+    options: Options
+    results: tuple[SoakResult, ...]
+
+    @property
+    def ok(self) -> bool:
+        """At least one soak, and every one passed."""
+        return bool(self.results) and all(result.outcome is Outcome.PASS for result in self.results)
+
+    def to_json(self) -> bytes:
+        """Indented, in a stable order."""
+        return json_bytes(self)
+
+
+def _mib(count: int, sign: str = "") -> str:
+    return f"{count / 2**20:{sign}.1f} MiB"

@@ -1,0 +1,198 @@
+"""Soak one backend, or several one after the other in this process."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+
+from attn_backends import AttentionBackend, BackendError, registry
+from builders.errors import require
+from builders.kernels.triton_runtime import torch_implementations
+from spec_decode.conformance.check import Subject, Unsupported
+from spec_decode.conformance.report import Outcome
+from spec_decode.drafter import VerifiedTokens
+from spec_decode.drafter.plan import Strategy
+from spec_decode.environment import environment
+from spec_decode.testing import memory
+from spec_decode.tools.soak.inputs import CHUNK
+from spec_decode.tools.soak.result import Failure, Options, SoakReport, SoakResult
+from spec_decode.tools.soak.schedule import Round, Schedule
+from spec_decode.tools.soak.sides import difference
+from spec_decode.tools.soak.stage import MAX_SEQ_LEN, Stage
+
+_COMPARE_EVERY = 100
+_WARM_UP = 500
+
+OnResult = Callable[[SoakResult], None]
+
+
+def soak(
+    names: Sequence[str],
+    *,
+    device: torch.device,
+    options: Options,
+    on_progress: OnResult | None = None,
+    on_result: OnResult | None = None,
+    command: str = "",
+) -> SoakReport:
+    """Soak registered backends; never raises for one that fails.
+
+    on_progress is given the counts so far, now and then. After a backend that made a CUDA device unusable for this
+    process the others are not_run. Raises BatchError, with nothing run, for more steps than a request has room for.
+    """
+    _require_room(options, device)
+    # Asked first: a device may not answer any more when all is over.
+    env = environment(device)
+    results: list[SoakResult] = []
+    for name in names:
+        results.append(_lost(name, device, options) or soak_backend(name, device, options, on_progress))
+        if on_result:
+            on_result(results[-1])
+    return SoakReport(env=env, command=command, options=options, results=tuple(results))
+
+
+def soak_backend(
+    backend: str | AttentionBackend, device: torch.device, options: Options, on_progress: OnResult | None = None
+) -> SoakResult:
+    """Run options.rounds rounds in the strategy with the least host work; the first thing that is wrong ends them."""
+    _require_room(options, device)
+    run = _Run(backend if isinstance(backend, str) else backend.name, device, options)
+    try:
+        # On the CPU an interpreted kernel would take a second a round; the conformance checks judge the kernels.
+        with torch.no_grad(), torch_implementations():
+            failure = run.go(registry.get(backend) if isinstance(backend, str) else backend, on_progress)
+    except BackendError as error:
+        return run.result(Outcome.UNAVAILABLE, reason=str(error))
+    except Unsupported as refusal:
+        return run.result(Outcome.UNSUPPORTED, reason=str(refusal))
+    except Exception as error:  # a backend may fail in any way, and must not cost the others their soak
+        return run.failed(Outcome.ERROR, run.failure("exception", f"{type(error).__name__}: {error}"))
+    return run.failed(Outcome.FAIL, failure) if failure else run.result(Outcome.PASS)
+
+
+class _Run:
+    """One backend's soak, and what it has counted so far."""
+
+    def __init__(self, name: str, device: torch.device, options: Options) -> None:
+        self.name, self.device, self.options = name, device, options
+        self.counts: Counter[str] = Counter()
+        self.facts: dict[str, Any] = {"version": "unknown"}
+        self.start = time.perf_counter()
+
+    def go(self, backend: AttentionBackend, on_progress: OnResult | None) -> Failure | None:
+        """Everything, set-up included."""
+        memory.forget_peaks(self.device)
+        self._set_up(Subject(backend, self.device))
+        self.start = time.perf_counter()
+        options = self.options
+        for begin in range(0, options.rounds, CHUNK):
+            rounds = list(islice(self.schedule, min(CHUNK, options.rounds - begin)))
+            self.inputs.load(rounds)
+            for place, round_ in enumerate(rounds):
+                if failure := self._round(round_, self.inputs.of(place, len(round_.rows))):
+                    return failure
+            if on_progress:
+                on_progress(self.result(Outcome.NOT_RUN))
+        return self._memory_failure()
+
+    def _set_up(self, subject: Subject) -> None:
+        options = self.options
+        stage = Stage.of(subject, max_reqs=options.max_reqs, steps=options.steps)
+        self.facts |= {
+            "version": str(subject.backend.version),
+            "spec": stage.spec.describe(),
+            "max_seq_len": stage.setting.max_seq_len,
+        }
+        self.tested, self.eager = stage.side(None), stage.side(Strategy.EAGER)
+        self.tested.drafter.capture()
+        self.warm_up = min(_WARM_UP, options.rounds // 2)
+        self.facts |= {"strategy": self.tested.drafter.plan.strategy.value, "warm_up": self.warm_up}
+        self.schedule = Schedule(
+            stage.setting,
+            # Whatever a batch size makes its first user allocate or compile belongs to the warm-up, eager's too.
+            first=self.tested.drafter.graphs.sizes,
+            compare_every=min(_COMPARE_EVERY, max(1, options.rounds // 10)),
+            seed=options.seed,
+        )
+        self.inputs = stage.inputs(options.seed)
+
+    def _round(self, round_: Round, verified: VerifiedTokens) -> Failure | None:
+        if round_.compared:
+            self.eager.copy_cache(self.tested)
+        drafts = self.tested.draft(round_, verified)
+        if round_.compared:
+            expected = self.eager.draft(round_, verified)
+            if failure := difference(round_, self.tested, drafts, self.eager, expected):
+                return failure
+        self._count(round_)
+        if self.counts["rounds"] == self.warm_up:
+            self.warm = memory.read(self.device)
+        return None
+
+    def _count(self, round_: Round) -> None:
+        self.counts.update(
+            rounds=1,
+            compared=int(round_.compared),
+            joins=round_.joined,
+            leaves=round_.left,
+            limit_hits=round_.at_limit,
+            tokens=sum(row.drafts for row in round_.rows),
+        )
+
+    def _memory_failure(self) -> Failure | None:
+        found = memory.compare(self.device, self.warm, memory.read(self.device))
+        self.facts["memory"] = found
+        grown = memory.growth(found)
+        return self.failure("memory", grown) if grown else None
+
+    def failure(self, what: str, detail: str) -> Failure:
+        """A failure where the soak stands."""
+        return Failure(round=self.counts["rounds"], what=what, detail=detail)
+
+    def failed(self, outcome: Outcome, failure: Failure) -> SoakResult:
+        return self.result(outcome, reason=failure.describe(self.options.seed), failure=failure)
+
+    def result(self, outcome: Outcome, *, reason: str = "", failure: Failure | None = None) -> SoakResult:
+        """The counts as they stand. outcome: not_run while it is still open."""
+        return SoakResult(
+            backend=self.name,
+            outcome=outcome,
+            reason=reason,
+            failure=failure,
+            repro=command_line([self.name], self.device, self.options),
+            seconds=round(time.perf_counter() - self.start, 3),
+            **{**self.facts, **self.counts},
+        )
+
+
+def command_line(names: Sequence[str], device: torch.device, options: Options) -> str:
+    """The command that does the same again: nothing in a soak depends on anything else."""
+    numbers = {"--rounds": options.rounds, "--max-reqs": options.max_reqs, "-k": options.steps, "--seed": options.seed}
+    words = [word for flag, number in numbers.items() for word in (flag, str(number))]
+    return shlex.join(["attn-backends", "soak", *names, *words, "--device", str(device)])
+
+
+def _require_room(options: Options, device: torch.device) -> None:
+    longest = MAX_SEQ_LEN[device.type]
+    require(
+        2 * (options.steps + 1) <= longest,
+        f"a round takes 1 + K tokens and the requests of a soak on {device.type} hold {longest}, got K = "
+        f"{options.steps}; fewer than two rounds would fit a request, so nothing was run. Lower K.",
+    )
+
+
+def _lost(name: str, device: torch.device, options: Options) -> SoakResult | None:
+    """The result of a backend whose turn comes after a fatal error; None while the device still answers."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception as error:  # whatever it is, it will be the same for every later call
+        reason = f"an earlier backend left this process no usable device: {type(error).__name__}: {error}"
+        return _Run(name, device, options).result(Outcome.NOT_RUN, reason=reason)
+    return None

@@ -1,0 +1,79 @@
+"""Rounds of a soak's schedule with a drafter under watch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attn_backends import AttentionBackend
+from builders.kernels.triton_runtime import torch_implementations
+from spec_decode.conformance.check import Subject
+from spec_decode.drafter.plan import Strategy
+from spec_decode.tools.metadata_validator import MetadataValidator
+from spec_decode.tools.soak.inputs import CHUNK
+from spec_decode.tools.soak.schedule import Schedule
+from spec_decode.tools.soak.stage import Stage
+
+MAX_REQS, STEPS = 8, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What went by without a drift. milliseconds: of a look, in the mean."""
+
+    backend: str
+    strategy: str
+    rounds: int
+    looks: int
+    joins: int
+    leaves: int
+    milliseconds: float
+
+    def describe(self) -> str:
+        """One line."""
+        return (
+            f"{self.rounds} rounds ({self.strategy}), {self.joins} joins, {self.leaves} leaves; {self.looks} looks "
+            f"without a drift, {self.milliseconds:.1f} ms each"
+        )
+
+
+def watch_backend(
+    backend: AttentionBackend,
+    device: torch.device,
+    *,
+    rounds: int = 100,
+    every: int = 1,
+    strategy: Strategy | None = None,
+    page_size: int | None = None,
+    seed: int = 0,
+) -> Watched:
+    """Draft with a small random model while requests join and leave, looking at every N-th round.
+
+    strategy: None takes the one with the least host work that the backend allows. page_size: None takes the kit's.
+    Raises MetadataDrift for the first thing that is wrong, Unsupported where the backend refuses every spec of the kit
+    or the page size, and whatever the drafter raises.
+    """
+    # On the CPU an interpreted kernel would take a second a round; the conformance checks judge the kernels.
+    with torch.no_grad(), torch_implementations():
+        stage = Stage.of(Subject(backend, device), max_reqs=MAX_REQS, steps=STEPS, page_size=page_size)
+        side, inputs = stage.side(strategy), stage.inputs(seed)
+        watch = MetadataValidator(side.drafter, every=every)
+        schedule = Schedule(stage.setting, first=side.drafter.graphs.sizes, compare_every=max(2, rounds), seed=seed)
+        joins = leaves = 0
+        for index in range(rounds):
+            if (place := index % CHUNK) == 0:
+                played = [next(schedule) for _ in range(min(CHUNK, rounds - index))]
+                inputs.load(played)
+            round_ = played[place]
+            joins, leaves = joins + round_.joined, leaves + round_.left
+            side.draft(round_, inputs.of(place, len(round_.rows)), watch.propose)
+    return Watched(
+        backend=backend.name,
+        strategy=side.drafter.plan.strategy.value,
+        rounds=rounds,
+        looks=watch.looks,
+        joins=joins,
+        leaves=leaves,
+        milliseconds=watch.milliseconds / max(1, watch.looks),
+    )
