@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import builders
+import builders.flashinfer
 from attn_backends import KVCache, Rejected, explain
 from builders import BatchError
 from spec_decode.conformance import check_backend
@@ -175,7 +175,7 @@ def test_the_stand_in_leaves_no_trace():
     names = ("flashinfer", "flashinfer.decode", "builders.flashinfer.builder", "attn_backends.flashinfer")
 
     def seen():
-        return [sys.modules.get(name) for name in names] + [vars(builders).get("flashinfer")]
+        return [sys.modules.get(name) for name in names] + [vars(builders.flashinfer).get("builder")]
 
     before = seen()
     with installed():

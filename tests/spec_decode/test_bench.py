@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attn_backends import get
 from attn_backends.kernels.packed_latent import unpack
 from builders import AdvanceLevel, BatchError, advance_shared_state
-from spec_decode import bench as benches
+from spec_decode.tools import bench as benches
 from spec_decode.tools.bench import advance_cases, decode_cases, measure, peers, round_cases, scene
 from spec_decode.tools.bench.decode_cases import Contest, by_backend, contest_rows
 from spec_decode.tools.bench.rows import Bench, Limit, held_to, serving

@@ -5,8 +5,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from spec_decode import bench as benches
 from spec_decode.sampling.parameters import SamplingParams
+from spec_decode.tools import bench as benches
 from spec_decode.tools.bench import measure, sampling_cases
 from spec_decode.tools.bench.rows import Bench
 from spec_decode.tools.bench.sampling_cases import CONTESTS, contest_rows, sampling_rows, threshold

@@ -6,9 +6,9 @@ import torch
 
 from attn_backends import get
 from builders import BatchError
-from spec_decode import bench as benches
 from spec_decode.drafter.plan import GraphMode, Strategy
 from spec_decode.engine import Engine
+from spec_decode.tools import bench as benches
 from spec_decode.tools.bench import throughput_cases
 from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS, _llama
 from spec_decode.tools.bench.rows import Bench
