@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from builders.errors import require
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from builders.sparse_window import live_row, live_rows, load_slots, slots_of
 
@@ -204,14 +204,14 @@ def _translate_topk_kernel(
     tl.store(slots + token * width + lane, found, mask=lane < width)
 
 
-_compressed_window_op = define_op(
+_compressed_window_op = define_op_by_schema(
     "builders::compressed_window",
     "(Tensor(a!) indices, Tensor(b!) lens, Tensor positions, Tensor seq_lens, Tensor query_start_loc, "
     "Tensor block_table, int ratio, int page_size) -> ()",
     cpu=_compressed_window,
     cuda=_launch_window,
 )
-_translate_topk_op = define_op(
+_translate_topk_op = define_op_by_schema(
     "builders::translate_topk",
     "(Tensor topk, Tensor seq_lens, Tensor query_start_loc, Tensor block_table, int page_size) -> Tensor",
     cpu=_translate_topk,

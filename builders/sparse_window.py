@@ -12,7 +12,7 @@ import torch
 from builders.batch import NO_SLOT, AttentionBatch
 from builders.contract import AdvanceLevel, AdvanceSupport, CaptureConstants, GraphSupport, MetadataBuilder
 from builders.errors import require
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from builders.spec import AttentionSpec
 
@@ -234,7 +234,7 @@ def _swa_window_kernel(
     tl.store(is_valid + token, live)
 
 
-_swa_window_op = define_op(
+_swa_window_op = define_op_by_schema(
     "builders::swa_window",
     "(Tensor(a!) window_indices, Tensor(b!) window_lens, Tensor(c!) is_valid, Tensor positions, Tensor seq_lens, "
     "Tensor query_start_loc, Tensor block_table, int window, int page_size) -> ()",

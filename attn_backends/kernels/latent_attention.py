@@ -16,7 +16,7 @@ import torch
 from attn_backends.kernels.latent_attention_kernels import latent_attention_kernel
 from attn_backends.kernels.paged_attention_kernels import merge_kernel
 from builders.errors import require
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import dependent_launch, triton
 
 _DIMS = frozenset({16, 32, 64, 128, 256, 512})
@@ -214,7 +214,7 @@ def _merge_warps(num_splits: int, value_dim: int) -> int:
     return max(1, min(wanted, 16))
 
 
-_latent_attention_op = define_op(
+_latent_attention_op = define_op_by_schema(
     "attn_backends::latent_attention",
     "(Tensor query, Tensor latent_cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc, "
     "int max_query_len, int num_splits, int value_dim, float scale) -> Tensor",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from builders.errors import require, require_tensor
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 _TILE = 2048
@@ -226,14 +226,14 @@ def _inverse_rotary_kernel(
     tl.store(at, rounded(rows, out.dtype.element_ty), mask=inside)
 
 
-_prepare_query_op = define_op(
+_prepare_query_op = define_op_by_schema(
     "attn_backends::prepare_query",
     "(Tensor query, Tensor positions, Tensor table, float eps) -> Tensor",
     cpu=_prepare_query,
     cuda=_launch_prepare,
     fake=lambda query, positions, table, eps: query.new_empty(query.shape),
 )
-_inverse_rotary_op = define_op(
+_inverse_rotary_op = define_op_by_schema(
     "attn_backends::inverse_rotary",
     "(Tensor(a!) out, Tensor positions, Tensor table) -> ()",
     cpu=_inverse_rotary,

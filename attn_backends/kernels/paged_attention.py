@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from attn_backends.kernels.paged_attention_kernels import attention_kernel, merge_kernel
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import dependent_launch, triton
 from builders.paged import num_sms
 
@@ -242,7 +242,7 @@ def tile_of(*, row_bytes: int, tokens: int, alone: bool, block_m: int) -> Tile:
     return Tile(block_n, 8 if alone and block_m == 16 else 4, stages)
 
 
-_paged_attention_op = define_op(
+_paged_attention_op = define_op_by_schema(
     "attn_backends::paged_attention",
     "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc, "
     "int max_query_len, int max_seq_len, int num_splits, float scale, int sliding_window, float soft_cap, "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -99,7 +99,7 @@ def turned(at, inside, cos, sin, HALF: tl.constexpr):
     return (a * cos - b * sin).to(first.dtype), (b * cos + a * sin).to(first.dtype)
 
 
-_rotate_op = define_op(
+_rotate_op = define_op_by_schema(
     "spec_decode::rotate",
     "(Tensor(a!) x, Tensor positions, Tensor table) -> ()",
     cpu=_rotate,

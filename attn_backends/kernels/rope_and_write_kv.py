@@ -7,7 +7,7 @@ import torch
 from attn_backends.kernels.rope import Rotation, angles_of, rotated, turned
 from attn_backends.kernels.write_kv import check_new_kv, quantised, store_kv
 from builders.errors import require, require_tensor
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -162,7 +162,7 @@ def _rotate_and_write_kv_kernel(
     tl.store(kept, new_value, mask=in_value & (slot >= 0))
 
 
-_op = define_op(
+_op = define_op_by_schema(
     "spec_decode::rotate_and_write_kv",
     "(Tensor(a!) query, Tensor key, Tensor value, Tensor positions, Tensor table, Tensor(b!) key_cache, "
     "Tensor(c!) value_cache, Tensor slot_mapping) -> ()",

@@ -14,7 +14,7 @@ import torch
 from attn_backends.kernels import packed_latent
 from attn_backends.kernels.sparse_attention_kernels import sparse_attention_kernel
 from builders.errors import require, require_tensor
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import dependent_launch, triton
 
 DIMS = (64, 128, 256, 512)
@@ -229,7 +229,7 @@ def _tile_config(tokens: int, heads: int, element_size: int, only_width: int | N
     return {"BLOCK_M": 64, "BLOCK_N": 128, "TOKENS_FIRST": False, "num_warps": 8, "num_stages": 1}
 
 
-_sparse_attention_op = define_op(
+_sparse_attention_op = define_op_by_schema(
     "attn_backends::sparse_attention",
     "(Tensor query, Tensor cache, Tensor indices, Tensor lens, int page_size, Tensor? extra_cache, "
     "Tensor? extra_indices, Tensor? extra_lens, int extra_page_size, float scale, Tensor? sinks) -> Tensor",

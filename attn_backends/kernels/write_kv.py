@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from builders.errors import require_tensor
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 _E4M3_MAX = 448.0
@@ -147,7 +147,7 @@ def quantised(new, cache):
     return tl.clamp(new.to(tl.float32), -448.0, 448.0).to(cache.dtype.element_ty)
 
 
-_write_kv_op = define_op(
+_write_kv_op = define_op_by_schema(
     "attn_backends::write_kv",
     "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping) -> ()",
     cpu=store_kv,

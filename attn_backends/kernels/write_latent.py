@@ -9,7 +9,7 @@ import torch
 from attn_backends.kernels import packed_latent
 from attn_backends.kernels.latent_rotary import check_rotary, rounded, turn_tail, turned
 from builders.errors import require, require_tensor
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -237,7 +237,7 @@ def _e4m3(x):
     return (tl.where(x == x, code, 0x7F) | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
-_write_latent_op = define_op(
+_write_latent_op = define_op_by_schema(
     "attn_backends::write_latent",
     "(Tensor latent, Tensor(a!) cache, Tensor slot_mapping, int page_size, Tensor? weight, Tensor? positions, "
     "Tensor? table, float eps) -> ()",

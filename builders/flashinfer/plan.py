@@ -17,7 +17,7 @@ import torch
 
 from builders.errors import require, require_tensor
 from builders.flashinfer.layout import PlanLayout
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -249,7 +249,7 @@ def _replan_kernel(
     tl.store(plan_bytes + block_valid_mask + tile, valid.to(tl.uint8), mask=in_grid)
 
 
-_replan_op = define_op(
+_replan_op = define_op_by_schema(
     "builders::flashinfer_replan",
     "(Tensor seq_lens, Tensor(a!) last_page_len, Tensor(b!) workspace, int table_width, int[] layout) -> ()",
     cpu=_replan,

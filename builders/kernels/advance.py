@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from builders.batch import NO_SLOT, BatchBuffers
@@ -32,63 +34,42 @@ def advance_shared_state(batch: BatchBuffers, num_reqs: int) -> None:
     )
 
 
-def _advance(
-    seq_lens: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mappings: torch.Tensor,
-    step: torch.Tensor,
-    overflow: torch.Tensor,
-    block_tables: torch.Tensor,
-    page_sizes: torch.Tensor,
-    token_limits: torch.Tensor,
-) -> None:
-    num_reqs = seq_lens.shape[0]
-    live = seq_lens > 0
-    position = seq_lens.long()
-    sizes = page_sizes.long()[:, None]
-    column = position[None] // sizes
-    in_table = column < block_tables.shape[2]
-    page = block_tables[:, :num_reqs].long().gather(2, (column * in_table)[..., None])[..., 0]
-    moves = live & (seq_lens < token_limits[:num_reqs]) & (in_table & (page >= 0)).all(0)
-    slot_mappings.copy_(torch.where(moves, page * sizes + position % sizes, NO_SLOT))
-    positions.copy_(torch.where(moves, position, positions))
-    seq_lens.copy_(torch.where(moves, seq_lens + 1, 0))
-    overflow[:num_reqs] |= (live & ~moves).int()
-    step.add_(1)
+class AdvanceDecode(NamedTuple):
+    """seq_lens int32 [R], positions int64 [R], slot_mappings int64 [G, R], step int64 [1]; the others as RequestTables
+    has them, of at least R rows."""
 
+    seq_lens: torch.Tensor
+    positions: torch.Tensor
+    slot_mappings: torch.Tensor
+    step: torch.Tensor
+    overflow: torch.Tensor
+    block_tables: torch.Tensor
+    page_sizes: torch.Tensor
+    token_limits: torch.Tensor
 
-def _launch(
-    seq_lens: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mappings: torch.Tensor,
-    step: torch.Tensor,
-    overflow: torch.Tensor,
-    block_tables: torch.Tensor,
-    page_sizes: torch.Tensor,
-    token_limits: torch.Tensor,
-) -> None:
-    num_reqs, groups = seq_lens.shape[0], block_tables.shape[0]
-    block = min(_BLOCK, triton.next_power_of_2(num_reqs))
-    _advance_kernel[(triton.cdiv(num_reqs, block),)](
-        seq_lens,
-        positions,
-        slot_mappings,
-        step,
-        overflow,
-        block_tables,
-        page_sizes,
-        token_limits,
-        num_reqs,
-        block_tables.shape[2],
-        slot_mappings.stride(0),
-        block_tables.stride(0),
-        block_tables.stride(1),
-        GROUPS=groups,
-        BLOCK_G=triton.next_power_of_2(groups),
-        BLOCK=block,
-        num_warps=1,
-        **dependent_launch(seq_lens.device),
-    )
+    def reference(self) -> None:
+        num_reqs = self.seq_lens.shape[0]
+        live = self.seq_lens > 0
+        position = self.seq_lens.long()
+        sizes = self.page_sizes.long()[:, None]
+        column = position[None] // sizes
+        in_table = column < self.block_tables.shape[2]
+        page = self.block_tables[:, :num_reqs].long().gather(2, (column * in_table)[..., None])[..., 0]
+        moves = live & (self.seq_lens < self.token_limits[:num_reqs]) & (in_table & (page >= 0)).all(0)
+        self.slot_mappings.copy_(torch.where(moves, page * sizes + position % sizes, NO_SLOT))
+        self.positions.copy_(torch.where(moves, position, self.positions))
+        self.seq_lens.copy_(torch.where(moves, self.seq_lens + 1, 0))
+        self.overflow[:num_reqs] |= (live & ~moves).int()
+        self.step.add_(1)
+
+    def launch(self) -> None:
+        num_reqs, (groups, _, max_pages) = self.seq_lens.shape[0], self.block_tables.shape
+        block = min(_BLOCK, triton.next_power_of_2(num_reqs))
+        _advance_kernel[(triton.cdiv(num_reqs, block),)](
+            *self, num_reqs, max_pages, self.slot_mappings.stride(0), *self.block_tables.stride()[:2],
+            GROUPS=groups, BLOCK_G=triton.next_power_of_2(groups), BLOCK=block,
+            num_warps=1, **dependent_launch(self.seq_lens.device),
+        )  # fmt: skip
 
 
 @triton.jit
@@ -141,8 +122,6 @@ def _advance_kernel(
 
 _advance_decode = define_op(
     "builders::advance_decode",
-    "(Tensor(a!) seq_lens, Tensor(b!) positions, Tensor(c!) slot_mappings, Tensor(d!) step, Tensor(e!) overflow, "
-    "Tensor block_tables, Tensor page_sizes, Tensor token_limits) -> ()",
-    cpu=_advance,
-    cuda=_launch,
+    AdvanceDecode,
+    mutates=("seq_lens", "positions", "slot_mappings", "step", "overflow"),
 )

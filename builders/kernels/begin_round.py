@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from builders.batch import NO_SLOT, BatchBuffers
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -226,7 +226,7 @@ def _begin_decode_kernel(
         tl.store(step, tl.full((), 0, tl.int64))
 
 
-_begin_extend_op = define_op(
+_begin_extend_op = define_op_by_schema(
     "builders::begin_extend",
     "(Tensor(a!) seq_lens, Tensor(b!) positions, Tensor(c!) slot_mappings, Tensor(d!) overflow, Tensor context_lens, "
     "Tensor block_tables, Tensor page_sizes, Tensor token_limits, int query_len) -> ()",
@@ -234,7 +234,7 @@ _begin_extend_op = define_op(
     cuda=_launch_begin_extend,
 )
 
-_begin_decode_op = define_op(
+_begin_decode_op = define_op_by_schema(
     "builders::begin_decode",
     "(Tensor(a!) seq_lens, Tensor(b!) positions, Tensor(c!) slot_mappings, Tensor(d!) step, Tensor extend_seq_lens, "
     "Tensor accepted, int query_len) -> ()",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from builders.errors import require_tensor
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import dependent_launch, triton
 from spec_decode.sampling import noise
 from spec_decode.sampling.kernels.sample_draft_kernels import block_argmax_kernel, file_token_kernel
@@ -249,7 +249,7 @@ def logits_of_a_program(vocab: int) -> int:
     return block
 
 
-_sample_op = define_op(
+_sample_op = define_op_by_schema(
     "spec_decode::sample_draft",
     "(Tensor logits, Tensor temperature, Tensor seeds, Tensor positions, Tensor(a!) seq_lens, Tensor step, "
     "Tensor(b!) draft_tokens, Tensor(c!) draft_logits, Tensor(d!) next_ids, Tensor draft_lens, Tensor num_tokens, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from builders.errors import require
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -58,7 +58,7 @@ def _gather_last_hidden_kernel(
     tl.store(kept + row * width + column, state, mask=inside)
 
 
-_gather_last_hidden_op = define_op(
+_gather_last_hidden_op = define_op_by_schema(
     "spec_decode::gather_last_hidden",
     "(Tensor hidden, Tensor accepted, int query_len, Tensor(a!) kept) -> ()",
     cpu=_gather_last_hidden,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -60,7 +60,7 @@ def _fake(token_ids: torch.Tensor, next_tokens: torch.Tensor, accepted: torch.Te
     return token_ids.new_empty(token_ids.numel())
 
 
-_shift_tokens_op = define_op(
+_shift_tokens_op = define_op_by_schema(
     "spec_decode::shift_tokens",
     "(Tensor token_ids, Tensor next_tokens, Tensor accepted) -> Tensor",
     cpu=_shift_tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from builders.errors import require_tensor
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -76,7 +76,7 @@ def _prepare_inputs_kernel(
     tl.store(token_ids + row * query_len + place, tl.where(place > 0, tl.maximum(draft, 0), last), mask=inside)
 
 
-_op = define_op(
+_op = define_op_by_schema(
     "spec_decode::prepare_inputs",
     "(Tensor lens, Tensor last_tokens, Tensor drafts) -> (Tensor, Tensor)",
     cpu=_formula,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from builders.errors import require_tensor
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -189,7 +189,7 @@ def _update_requests_kernel(
     tl.store(lens + row, grown)
 
 
-_op = define_op(
+_op = define_op_by_schema(
     "spec_decode::update_requests",
     "(Tensor accepted, Tensor next_tokens, Tensor token_ids, Tensor drafts, Tensor(a!) lens, Tensor max_lens, "
     "Tensor(b!) last_tokens, Tensor(c!) news, Tensor(d!)[] next_round, int position_offset) -> ()",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -80,7 +80,7 @@ def _add_rms_norm_kernel(
     tl.store(normed + token * width + column, (wide * scale * factor).to(normed.dtype.element_ty), mask=inside)
 
 
-_add_rms_norm_op = define_op(
+_add_rms_norm_op = define_op_by_schema(
     "spec_decode::add_rms_norm",
     "(Tensor x, Tensor? delta, Tensor weight, float eps) -> (Tensor, Tensor)",
     cpu=_formula,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from builders.errors import require, require_tensor
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 _BLOCK = 512
@@ -78,7 +78,7 @@ def _combine_kernel(
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-_op = define_op(
+_op = define_op_by_schema(
     "spec_decode::combine_experts",
     "(Tensor rows, Tensor weights, Tensor places, Tensor? shared) -> Tensor",
     cpu=_formula,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -55,7 +55,7 @@ def _embed_concat_kernel(
     tl.store(out + token * 2 * width + width + column, state, mask=inside)
 
 
-_embed_concat_op = define_op(
+_embed_concat_op = define_op_by_schema(
     "spec_decode::embed_concat",
     "(Tensor token_ids, Tensor embedding, Tensor hidden) -> Tensor",
     cpu=_formula,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from builders.errors import require
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import dependent_launch, triton
 from spec_decode.models.kernels.hyper_connections_kernels import read_streams_kernel, write_streams_kernel
 
@@ -200,14 +200,14 @@ def _stored_as(out: torch.Tensor) -> torch.Tensor:
     return out.float() if out.device.type == "cpu" else out
 
 
-_read_op = define_op(
+_read_op = define_op_by_schema(
     "spec_decode::read_streams",
     "(Tensor streams, Tensor mixes, Tensor scale, Tensor base, int iterations, float eps) -> (Tensor, Tensor, Tensor)",
     cpu=_read,
     cuda=_launch_read,
     fake=_read_outputs,
 )
-_write_op = define_op(
+_write_op = define_op_by_schema(
     "spec_decode::write_streams",
     "(Tensor streams, Tensor output, Tensor write, Tensor carry) -> Tensor",
     cpu=_write,

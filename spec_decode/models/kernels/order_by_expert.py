@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from builders.errors import require, require_tensor
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 MAX_ROWS = 4096
@@ -116,7 +116,7 @@ def _order_kernel(
     tl.store(ends + (query - rows), before, mask=is_end)
 
 
-_op = define_op(
+_op = define_op_by_schema(
     "spec_decode::order_by_expert",
     "(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor)",
     cpu=_formula,

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from builders.errors import require_tensor
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 Scoring = Literal["sigmoid", "softmax", "sqrtsoftplus"]
@@ -221,7 +221,7 @@ def _first_best(values, left, index):
     return tl.min(tl.where(left & (values == best), index, 2147483647))
 
 
-_op = define_op(
+_op = define_op_by_schema(
     "spec_decode::route_tokens",
     "(Tensor logits, Tensor bias, int top_k, str scoring, int groups, int top_groups, bool normalised, float scale) "
     "-> (Tensor, Tensor)",

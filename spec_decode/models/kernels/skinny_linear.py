@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from builders.errors import require
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import dependent_launch, triton
 from spec_decode.models.kernels.skinny_linear_kernels import matvec_kernel
 from spec_decode.models.kernels.skinny_tiling import Tiling, power_of_two, tile_of
@@ -242,7 +242,7 @@ def _fake(
     return total, weight.new_empty(x.shape[0], outputs)
 
 
-_op = define_op(
+_op = define_op_by_schema(
     "spec_decode::skinny_linear",
     "(Tensor x, Tensor weight, Tensor? token_ids, Tensor? embedding, Tensor? delta, Tensor? norm, float? eps, "
     "Tensor? residual, bool gated) -> (Tensor, Tensor)",

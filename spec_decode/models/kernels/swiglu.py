@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 _BLOCK = 1024
@@ -52,7 +52,7 @@ def _swiglu_kernel(gate_up, out, width, stride, limit, BLOCK: tl.constexpr, PDL:
     tl.store(out + token * width + column, result.to(out.dtype.element_ty), mask=inside)
 
 
-_swiglu_op = define_op(
+_swiglu_op = define_op_by_schema(
     "spec_decode::swiglu",
     "(Tensor gate_up, float? limit) -> Tensor",
     cpu=_formula,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from builders.errors import require_tensor
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling import noise
 from spec_decode.sampling.draft import logits_of_a_program
@@ -208,7 +208,7 @@ def _take_token_kernel(
     tl.store(tokens + row, tl.minimum(first, vocab - 1).to(tl.int64))
 
 
-_draw_op = define_op(
+_draw_op = define_op_by_schema(
     "spec_decode::draw_tokens",
     "(Tensor processed, Tensor temperature, Tensor seeds, Tensor positions) -> Tensor",
     cpu=draw_formula,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from builders.errors import require_tensor
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling.draft import logits_of_a_program
 
@@ -86,7 +86,7 @@ def _process_kernel(
     tl.store(out + line * vocab + token, x, mask=inside)
 
 
-_process_op = define_op(
+_process_op = define_op_by_schema(
     "spec_decode::process_logits",
     "(Tensor logits, Tensor temperature, Tensor? column) -> Tensor",
     cpu=_formula,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from builders.errors import require, require_tensor
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import dependent_launch, triton
 from spec_decode.sampling.kernels.restrict_logits_kernels import (
     cut_kernel,
@@ -148,7 +148,7 @@ def _launch(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> N
     cut_kernel[by_part](*row, s.thresholds, *size, **walk, **dependent_launch(device))
 
 
-_restrict_op = define_op(
+_restrict_op = define_op_by_schema(
     "spec_decode::restrict_logits",
     "(Tensor(a!) logits, Tensor top_k, Tensor top_p) -> ()",
     cpu=_restrict,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling import noise
 from spec_decode.sampling.draft import logits_of_a_program
@@ -256,4 +256,4 @@ def _stand_kernel(
         tl.store(weight + row, tl.where(kept < length, of_kept, 0.0))
 
 
-_op = define_op("spec_decode::block_verify", SCHEMA, cpu=_formula, cuda=_launch, fake=fake_verify_output)
+_op = define_op_by_schema("spec_decode::block_verify", SCHEMA, cpu=_formula, cuda=_launch, fake=fake_verify_output)

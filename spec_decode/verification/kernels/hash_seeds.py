@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from builders.errors import require_tensor
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling import noise
 from spec_decode.sampling.noise import triton_key
@@ -52,7 +52,7 @@ def _hash_kernel(seeds, positions, hashed, count, STREAM: tl.constexpr, BLOCK: t
     tl.store(hashed + row, triton_key(seed, position, STREAM).to(tl.int64), mask=inside)
 
 
-_op = define_op(
+_op = define_op_by_schema(
     "spec_decode::hash_seeds",
     "(Tensor seeds, Tensor positions) -> Tensor",
     cpu=_formula,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling import noise
 from spec_decode.sampling.kernels.draw_tokens import Refusal, launch_draw
@@ -108,4 +108,4 @@ def _reject_kernel(
     tl.store(weight + row, tl.where(kept < length, 1.0, 0.0))
 
 
-_op = define_op("spec_decode::rejection_sample", SCHEMA, cpu=_formula, cuda=_launch, fake=fake_verify_output)
+_op = define_op_by_schema("spec_decode::rejection_sample", SCHEMA, cpu=_formula, cuda=_launch, fake=fake_verify_output)

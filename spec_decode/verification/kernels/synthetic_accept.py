@@ -7,7 +7,7 @@ import math
 import torch
 
 from builders.errors import require_tensor
-from builders.kernels.op import define_op
+from builders.kernels.op_by_schema import define_op_by_schema
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling import noise
 from spec_decode.verification.kernels.draft_round import coin_of, leading, read_draft
@@ -86,7 +86,7 @@ def _synthetic_accept_kernel(
     tl.store(positions + row, position + kept)
 
 
-_op = define_op(
+_op = define_op_by_schema(
     "spec_decode::synthetic_accept",
     "(Tensor draft_tokens, Tensor seeds, Tensor draft_positions, float mean) -> (Tensor, Tensor)",
     cpu=_formula,
