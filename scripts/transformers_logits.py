@@ -229,7 +229,7 @@ class TargetAsDraft(DraftModel):
         super().__init__()
         self.target = target
         self.vocab_size, self.max_positions = target.vocab_size, target.max_positions
-        self.hidden_size = self.feature_size = target.hidden_size
+        self.hidden_size = self.target_states_size = target.hidden_size
 
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
         """The target's."""

@@ -11,7 +11,7 @@ import torch
 
 from spec_decode.cli.common import UserError
 from spec_decode.models.base import DraftModel
-from spec_decode.models.published import feature_layers, load_draft
+from spec_decode.models.published import aux_hidden_state_layers, load_draft
 
 if TYPE_CHECKING:
     from spec_decode.models.hf_target import TransformersTarget
@@ -76,7 +76,7 @@ def load_real_pair(
         _check_same_tokens(tokenizer, load_tokenizer(draft), target, draft)
     model = load_model(target, dtype=dtype, device=device)
     wrapped = TransformersTarget(
-        model, feature_layers=feature_layers(draft, model.config.get_text_config().num_hidden_layers)
+        model, aux_hidden_state_layers=aux_hidden_state_layers(draft, model.config.get_text_config().num_hidden_layers)
     )
     if len(tokenizer) > wrapped.vocab_size:
         raise UserError(

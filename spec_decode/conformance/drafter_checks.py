@@ -32,7 +32,7 @@ def _verified(scene: Scene, contexts: list[int], temperature: float, round_: int
     n, width, hidden = len(contexts), scene.steps + 1, scene.model.config.hidden_size
     tensors = {
         "token_ids": torch.randint(0, VOCAB, (n, width), generator=generator),
-        "features": torch.randn(n, width, hidden, generator=generator).to(scene.spec.dtype),
+        "target_hidden_states": torch.randn(n, width, hidden, generator=generator).to(scene.spec.dtype),
         "context_lens": torch.tensor(contexts, dtype=torch.int32),
         "accepted": torch.randint(0, width, (n,), generator=generator, dtype=torch.int32),
         "next_tokens": torch.randint(0, VOCAB, (n,), generator=generator),
@@ -281,7 +281,7 @@ def _dense_logits(
         attention = _DenseAttention(scene.spec, key, value, dtype)
         accepted = int(verified.accepted[request])
         ids = [*verified.token_ids[request].tolist()[1 : accepted + 1], int(verified.next_tokens[request])]
-        hidden = verified.features[request, : accepted + 1].cpu().to(dtype)
+        hidden = verified.target_hidden_states[request, : accepted + 1].cpu().to(dtype)
         logits = []
         for step in range(scene.steps):
             start = attention.key.shape[0]

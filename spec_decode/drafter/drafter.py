@@ -229,16 +229,16 @@ class Drafter:
         query_lens: Sequence[int],
         seq_lens: Sequence[int],
         token_ids: torch.Tensor,
-        features: torch.Tensor,
+        target_hidden_states: torch.Tensor,
     ) -> None:
         """Write the draft KV of prompts or parts of them, without drafting; eager, for any lengths.
 
         tables: these requests alone, over the same caches. Request r has query_lens[r] flat tokens, the last of
         seq_lens[r] in its cache then; token_ids int64 [T] are the tokens one *behind* each position (at it, where the
-        model's position_offset is 1), features [T, F] the target's at the token before.
+        model's position_offset is 1), target_hidden_states [T, F] the target's at the token before.
         """
         batch, metadata = build_ragged(self.groups, tables, query_lens, seq_lens)
-        hidden = self.model.combine(features.to(self.inputs.features.dtype))
+        hidden = self.model.combine(target_hidden_states.to(self.inputs.target_hidden_states.dtype))
         self.model.forward(token_ids, hidden, batch.positions, attend_with(self.groups, metadata))
 
     def capture(self, *, progress: bool = False) -> None:

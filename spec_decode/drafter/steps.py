@@ -23,7 +23,7 @@ class VerifiedTokens:
     """What a round starts from, for n live requests in the order of the tables; all on the drafter's device.
 
     token_ids      int64 [n, 1 + K]      the tokens the target just ran over
-    features       [n, 1 + K, F]         what the draft reads of the target there
+    target_hidden_states [n, 1 + K, F]   what the draft reads of the target there
     context_lens   int32 [n]             draft KV tokens committed before them: the position of the first
     accepted       int32 [n]             how many of the K draft tokens were kept, 0 to K
     next_tokens    int64 [n]             the target's own token behind the last kept one
@@ -34,7 +34,7 @@ class VerifiedTokens:
     """
 
     token_ids: torch.Tensor
-    features: torch.Tensor
+    target_hidden_states: torch.Tensor
     context_lens: torch.Tensor
     accepted: torch.Tensor
     next_tokens: torch.Tensor
@@ -81,7 +81,7 @@ class DraftSteps:
         self.stop = StopRule.allocate(reqs, steps, self.tables.device, min_confidence=min_confidence)
         self.inputs = VerifiedTokens(
             token_ids=zeros(reqs, 1 + steps, dtype=torch.int64),
-            features=zeros(reqs, 1 + steps, model.feature_size, dtype=hidden_dtype),
+            target_hidden_states=zeros(reqs, 1 + steps, model.target_states_size, dtype=hidden_dtype),
             context_lens=zeros(reqs, dtype=torch.int32),
             accepted=zeros(reqs, dtype=torch.int32),
             next_tokens=zeros(reqs, dtype=torch.int64),
@@ -118,7 +118,7 @@ class DraftSteps:
         inputs, query_len = self.inputs, self.extend.query_len
         hidden = self.model.forward(
             shift_tokens(inputs.token_ids[:size], inputs.next_tokens, inputs.accepted),
-            self.model.combine(inputs.features[:size].flatten(0, 1)),
+            self.model.combine(inputs.target_hidden_states[:size].flatten(0, 1)),
             self.extend.batch.positions[: size * query_len],
             attend_with(self.groups, self.extend.metadata),
         )

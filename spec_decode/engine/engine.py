@@ -299,7 +299,7 @@ class Engine:
         self._rows.seat([job.handle.request for job in running], stay)
         if joined:
             new = prefilled.of(joined)
-            self._rows.join(len(stay), [job.context for job in joined], new.tokens, new.features)
+            self._rows.join(len(stay), [job.context for job in joined], new.tokens, new.target_hidden_states)
         self._seated, self._pages_in_tables = list(running), [len(job.pages) for job in running]
 
     def _grow_tables(self) -> None:

@@ -49,12 +49,13 @@ class Limits:
             f"{steps} speculative tokens need a draft model, got none; nothing was allocated. Pass one, or 0 tokens.",
         )
         assert draft is not None
+        size, draft_size = target.target_states_size, draft.target_states_size
         require(
             draft.vocab_size == target.vocab_size
-            and draft.feature_size == target.feature_size
+            and draft_size == size
             and self.max_seq_len + steps < draft.max_positions,
-            f"a draft must have the target's {target.vocab_size} tokens, read its {target.feature_size} features and "
-            f"reach {self.max_seq_len + steps} positions, got {draft.vocab_size}, {draft.feature_size} and "
+            f"a draft must have the target's {target.vocab_size} tokens, read its hidden states of size {size} and "
+            f"reach {self.max_seq_len + steps} positions, got {draft.vocab_size}, {draft_size} and "
             f"{draft.max_positions}; nothing was allocated. Choose a draft made for this target.",
         )
 

@@ -17,17 +17,17 @@ from spec_decode.verification import sample_target
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """Jobs whose context is in the caches; tokens int64 [n]: the one behind it; features [n, F]: the target's at its
-    end."""
+    """Jobs whose context is in the caches; tokens int64 [n]: the one behind it; target_hidden_states [n, F]: at
+    its end."""
 
     jobs: list[Job]
     tokens: torch.Tensor
-    features: torch.Tensor
+    target_hidden_states: torch.Tensor
 
     def of(self, jobs: Sequence[Job]) -> Prefilled:
         """Of these jobs only."""
         index = torch.tensor([self.jobs.index(job) for job in jobs], device=self.tokens.device)
-        return Prefilled(list(jobs), self.tokens[index], self.features[index])
+        return Prefilled(list(jobs), self.tokens[index], self.target_hidden_states[index])
 
 
 class Prefill:
@@ -49,15 +49,15 @@ class Prefill:
         ids = [token for chunk, text in zip(chunks, texts, strict=True) for token in text[chunk.start : chunk.end]]
         _load(self._tables, chunks)
         states = self._target.prefill(self._tables, counts, [chunk.end for chunk in chunks], self._tensor(ids))
-        features = states.features.split(counts)
+        target_hidden_states = states.target_hidden_states.split(counts)
         if self._drafter:
-            self._draft(self._drafter, chunks, texts, features)
+            self._draft(self._drafter, chunks, texts, target_hidden_states)
         ends = [(i, chunk) for i, chunk in enumerate(chunks) if chunk.last]
         hidden = states.hidden.split(counts)
         return Prefilled(
             [chunk.job for _, chunk in ends],
             self._next_tokens(ends, texts, [hidden[i][-1] for i, _ in ends]),
-            torch.stack([features[i][-1] for i, _ in ends]) if ends else states.features[:0],
+            torch.stack([target_hidden_states[i][-1] for i, _ in ends]) if ends else states.target_hidden_states[:0],
         )
 
     def _next_tokens(
@@ -78,16 +78,16 @@ class Prefill:
         drafter: Drafter,
         chunks: Sequence[Chunk],
         texts: Sequence[list[int]],
-        features: Sequence[torch.Tensor],
+        target_hidden_states: Sequence[torch.Tensor],
     ) -> None:
-        """The draft reads token p + 1 with the features at p, at position p + position_offset.
+        """The draft reads token p + 1 with the target's hidden state at p, at position p + position_offset.
 
-        The last token's features wait for the token behind it, which the first round brings. A draft whose positions
-        start at 1 reads the first token at position 0, with no features.
+        The last token's hidden state waits for the token after it, which the first round brings. A draft whose
+        positions start at 1 reads the first token at position 0, with a hidden state of zeros.
         """
         shift = drafter.model.position_offset
         rows, ids, parts = [], [], []
-        for chunk, text, states in zip(chunks, texts, features, strict=True):
+        for chunk, text, states in zip(chunks, texts, target_hidden_states, strict=True):
             start, end = chunk.start or -shift, min(chunk.end, chunk.job.context - 1)
             if start < end:
                 rows.append(Chunk(chunk.job, start + shift, end + shift))

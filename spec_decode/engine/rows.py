@@ -1,6 +1,6 @@
 """What the device knows of the running requests, and how a pass of the target moves it on.
 
-Legend: R rows, K draft tokens, V vocabulary, F features. Everything here stays at its address; `inputs`
+Legend: R rows, K draft tokens, V vocabulary, F target states' size. Everything here stays at its address; `inputs`
 and `settle` run inside the target's graph.
 """
 
@@ -45,14 +45,14 @@ class Rows:
         [size, 1 + K]."""
         return prepare_inputs(self.lens[:size], self.last_tokens[:size], self._drafts(size))
 
-    def settle(self, token_ids: torch.Tensor, logits: torch.Tensor, features: torch.Tensor) -> None:
+    def settle(self, token_ids: torch.Tensor, logits: torch.Tensor, target_hidden_states: torch.Tensor) -> None:
         """Judge the drafts by the target's logits [size, 1 + K, V], lengthen the texts, and tell drafter and host.
 
-        token_ids int64 [size, 1 + K] are the pass's, features [size, 1 + K, F] the target's for the drafter. A text
+        token_ids int64 [size, 1 + K] are the pass's, target_hidden_states [size, 1 + K, F] for the drafter. A text
         that is complete stays as long as it is.
         """
         rows = slice(0, len(token_ids))
-        self._move_on(rows, token_ids, features, self._judge(logits, self.lens[rows]))
+        self._move_on(rows, token_ids, target_hidden_states, self._judge(logits, self.lens[rows]))
 
     def _drafts(self, size: int) -> torch.Tensor:
         """Draft tokens int64 [size, K], -1 from where a row proposes none."""
@@ -69,7 +69,9 @@ class Rows:
             logits, drafts.tokens[:size], drafts.logits[:size], sampling=sampling, draft_positions=lens
         )
 
-    def _move_on(self, rows: slice, token_ids: torch.Tensor, features: torch.Tensor, verdict: VerifyOutput) -> None:
+    def _move_on(
+        self, rows: slice, token_ids: torch.Tensor, target_hidden_states: torch.Tensor, verdict: VerifyOutput
+    ) -> None:
         """Lengthen the texts, and let the drafter's next round start from this pass over token_ids."""
         drafter, drafts = self._drafter, self._drafts(rows.stop)[rows]
         texts = Texts(self.lens[rows], self.max_lens[rows], self.last_tokens[rows], self.news[rows])
@@ -82,7 +84,7 @@ class Rows:
         update_requests(
             verdict.accepted, verdict.next_tokens, token_ids, drafts, texts, next_round, position_offset=first
         )
-        inputs.features[rows].copy_(features)
+        inputs.target_hidden_states[rows].copy_(target_hidden_states)
         inputs.seeds[rows].copy_(self._verifier.draft_seeds(self.sampling.seeds[rows], self.lens[rows]))
 
     def seat(self, requests: Sequence[Request], stay: Sequence[int]) -> None:
@@ -103,13 +105,16 @@ class Rows:
         if self._drafter:
             self._drafter.inputs.temperature.copy_(self.sampling.temperature)
 
-    def join(self, first: int, lens: Sequence[int], tokens: torch.Tensor, features: torch.Tensor) -> None:
+    def join(self, first: int, lens: Sequence[int], tokens: torch.Tensor, target_hidden_states: torch.Tensor) -> None:
         """Fill the newcomers' rows, from row `first` on, as if a pass had just kept no draft.
 
-        lens: tokens in the target's cache; tokens int64 [n]: the one behind them; features [n, F]: of the last one.
+        lens: tokens in the target's cache; tokens int64 [n]: the one behind them; target_hidden_states [n, F]: there.
         """
         rows = slice(first, first + len(lens))
         self.lens[rows].copy_(torch.tensor(lens, dtype=torch.int64, device=self.lens.device))
-        # Behind the first token of such a pass, nothing is read: neither its id nor its features.
-        ids, wide = tokens[:, None].expand(-1, self._steps + 1), features[:, None].expand(-1, self._steps + 1, -1)
+        # Behind the first token of such a pass, nothing is read: neither its id nor its hidden state.
+        ids, wide = (
+            tokens[:, None].expand(-1, self._steps + 1),
+            target_hidden_states[:, None].expand(-1, self._steps + 1, -1),
+        )
         self._move_on(rows, ids, wide, VerifyOutput(torch.zeros_like(tokens), tokens))

@@ -26,8 +26,8 @@ class PassState(Protocol):
         """int32 [size]: tokens in the cache before the pass; and its token ids, int64 [size, query_len]."""
         ...
 
-    def settle(self, token_ids: torch.Tensor, logits: torch.Tensor, features: torch.Tensor) -> None:
-        """token_ids int64 [size, query_len], logits [..., V], features [..., F]; padding rows hold anything finite."""
+    def settle(self, token_ids: torch.Tensor, logits: torch.Tensor, target_hidden_states: torch.Tensor) -> None:
+        """token_ids int64 [size, query_len], logits [..., V], states [..., F]; padding rows hold anything finite."""
         ...
 
 
@@ -121,7 +121,7 @@ class TargetRunner:
     def _forward(self, token_ids: torch.Tensor, attend: Attend) -> None:
         states = self.model(token_ids.flatten(), self._phase.batch.positions[: token_ids.numel()], attend)
         logits, shape = self.model.logits(states.hidden), token_ids.shape
-        self._state.settle(token_ids, logits.unflatten(0, shape), states.features.unflatten(0, shape))
+        self._state.settle(token_ids, logits.unflatten(0, shape), states.target_hidden_states.unflatten(0, shape))
 
 
 def _outside(groups: Sequence[KVGroup], query_len: int, graph_mode: GraphMode) -> list[int]:

@@ -49,10 +49,10 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class TargetStates:
-    """hidden [T, H]: what `logits` reads. features [T, F]: what a draft reads of the target."""
+    """hidden [T, H]: what `logits` reads. target_hidden_states [T, F]: what a draft reads of the target."""
 
     hidden: torch.Tensor
-    features: torch.Tensor
+    target_hidden_states: torch.Tensor
 
 
 class _Model(nn.Module, ABC):
@@ -60,7 +60,7 @@ class _Model(nn.Module, ABC):
 
     vocab_size: int
     hidden_size: int
-    feature_size: int
+    target_states_size: int
     max_positions: int
 
     @abstractmethod
@@ -71,7 +71,7 @@ class _Model(nn.Module, ABC):
 class TargetModel(_Model):
     """A causal language model over flat tokens.
 
-    vocab_size; hidden_size H; max_positions; feature_size F: dims of the features that a draft reads.
+    vocab_size; hidden_size H; max_positions; target_states_size F: dims of the states that a draft reads.
     """
 
     @abstractmethod
@@ -86,8 +86,8 @@ class TargetModel(_Model):
 class DraftModel(_Model):
     """One step of drafting over flat tokens.
 
-    vocab_size is the target's; hidden_size H: dims of the states handed from step to step; feature_size F: dims of the
-    target's features that step 0 reads.
+    vocab_size is the target's; hidden_size H: dims of the states handed from step to step; target_states_size F: dims
+    of the target's states that step 0 reads.
     """
 
     position_offset: ClassVar[int] = 0
@@ -97,9 +97,9 @@ class DraftModel(_Model):
     token_map: torch.Tensor | None = None
     """int64 [own vocabulary]: the target's id of each token that `logits` scores; None: the target's vocabulary."""
 
-    def combine(self, features: torch.Tensor) -> torch.Tensor:
-        """The states [T, H] that step 0 starts from, made of features [T, F]; the features themselves, if F is H."""
-        return features
+    def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
+        """The states [T, H] that step 0 starts from, made of the target's [T, F]; those themselves, if F is H."""
+        return target_hidden_states
 
     @abstractmethod
     def forward(

@@ -24,7 +24,7 @@ class EagleDraft(DraftModel):
         super().__init__()
         self.config = config
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
-        self.hidden_size = self.feature_size = config.hidden_size
+        self.hidden_size = self.target_states_size = config.hidden_size
         self.fuse = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         layer = DecoderLayer if config.latent is None else LatentDecoderLayer
         self.layer = layer(config, 0)

@@ -32,10 +32,10 @@ class TransformersTarget(TargetModel):
     work alone, so that it can be captured, except where the library loops over experts (its `eager` experts).
     """
 
-    def __init__(self, model: PreTrainedModel, *, feature_layers: Sequence[int] | None = None) -> None:
-        """feature_layers: the layers whose incoming residual states, side by side in this order, are the features
-        (EAGLE-3 reads 2, n // 2 and n - 3 of n layers; n stands for what leaves the last one, before the final norm);
-        None: the hidden states after the final norm are.
+    def __init__(self, model: PreTrainedModel, *, aux_hidden_state_layers: Sequence[int] | None = None) -> None:
+        """aux_hidden_state_layers: the layers whose incoming residual states, side by side in this order, are the
+        target_hidden_states (EAGLE-3 reads 2, n // 2 and n - 3 of n layers; n stands for what leaves the last one,
+        before the final norm). None: the hidden states after the final norm are.
 
         Raises UnservedModel where the model has anything that `transformers`' attention interface does not hand over.
         """
@@ -47,16 +47,18 @@ class TransformersTarget(TargetModel):
         self.vocab_size = self.lm_head.out_features
         self.hidden_size = self.config.hidden_size
         self.max_positions = self.config.max_position_embeddings
-        self.feature_layers = None if feature_layers is None else tuple(feature_layers)
-        self._check_feature_layers()
-        self.feature_size = self.hidden_size * (1 if self.feature_layers is None else len(self.feature_layers))
+        self.aux_hidden_state_layers = None if aux_hidden_state_layers is None else tuple(aux_hidden_state_layers)
+        self._check_aux_hidden_state_layers()
+        self.target_states_size = self.hidden_size * (
+            1 if self.aux_hidden_state_layers is None else len(self.aux_hidden_state_layers)
+        )
         self._layers: dict[int, LayerAttention] = {}
         model.set_attn_implementation(ATTENTION_NAME)
         if self.config._attn_implementation != ATTENTION_NAME:
             raise unserved(f"{type(model).__name__} computes its attention itself, not through the library's interface")
         self._probe()
-        if self.feature_layers is not None:
-            set_hooks(self._decoder, self.num_layers, self.feature_layers)
+        if self.aux_hidden_state_layers is not None:
+            set_hooks(self._decoder, self.num_layers, self.aux_hidden_state_layers)
 
     @property
     def embed(self) -> nn.Embedding:
@@ -104,9 +106,9 @@ class TransformersTarget(TargetModel):
         with serving(serve), catching() as states:
             out = self._decoder(**self._inputs(token_ids, positions))
         hidden: torch.Tensor = out.last_hidden_state[0]
-        if self.feature_layers is None:
+        if self.aux_hidden_state_layers is None:
             return TargetStates(hidden, hidden)
-        return TargetStates(hidden, torch.cat([states[layer][0] for layer in self.feature_layers], -1))
+        return TargetStates(hidden, torch.cat([states[layer][0] for layer in self.aux_hidden_state_layers], -1))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, H]; logits [T, V], scaled and capped as the model's config says."""
@@ -176,13 +178,13 @@ class TransformersTarget(TargetModel):
                 f"{theirs.abs().max():.4g}, where those give {list(ours.shape)} up to {ours.abs().max():.4g}"
             )
 
-    def _check_feature_layers(self) -> None:
-        wrong = [layer for layer in self.feature_layers or () if not 0 <= layer <= self.num_layers]
-        if wrong or self.feature_layers == ():
+    def _check_aux_hidden_state_layers(self) -> None:
+        wrong = [layer for layer in self.aux_hidden_state_layers or () if not 0 <= layer <= self.num_layers]
+        if wrong or self.aux_hidden_state_layers == ():
             raise ValueError(
-                f"feature_layers must be one or more of 0 to {self.num_layers}, got {self.feature_layers}; the draft "
-                "would read states that do not exist, so no target was made. Use the layers that the draft was trained "
-                "with."
+                f"aux_hidden_state_layers must be one or more of 0 to {self.num_layers}, got "
+                f"{self.aux_hidden_state_layers}; the draft would read states that do not exist, so no target was "
+                "made. Use the layers that the draft was trained with."
             )
 
 

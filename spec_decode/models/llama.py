@@ -23,7 +23,7 @@ class LlamaTarget(TargetModel):
             )
         self.config = config
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
-        self.hidden_size = self.feature_size = config.hidden_size
+        self.hidden_size = self.target_states_size = config.hidden_size
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)

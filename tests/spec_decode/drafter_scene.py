@@ -43,7 +43,7 @@ class TwoLayerDraft(DraftModel):
         super().__init__()
         self.config = config
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
-        self.hidden_size = self.feature_size = config.hidden_size
+        self.hidden_size = self.target_states_size = config.hidden_size
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.place = nn.Embedding(config.max_positions, config.hidden_size)
         self.fuse = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
@@ -105,7 +105,7 @@ class Scene:
         n, width = len(contexts), self.steps + 1
         whole = VerifiedTokens(
             token_ids=torch.randint(0, CONFIG.vocab_size, (n, width), generator=generator),
-            features=torch.randn(n, width, CONFIG.hidden_size, generator=generator),
+            target_hidden_states=torch.randn(n, width, CONFIG.hidden_size, generator=generator),
             context_lens=torch.tensor(contexts, dtype=torch.int32),
             accepted=torch.randint(0, width, (n,), generator=generator, dtype=torch.int32),
             next_tokens=torch.randint(0, CONFIG.vocab_size, (n,), generator=generator),

@@ -35,7 +35,7 @@ def dense_drafts(scene, verified, committed):
     for request, (ids, hidden) in enumerate(committed):
         accepted = int(verified.accepted[request])
         ids += [*verified.token_ids[request, 1 : accepted + 1].tolist(), int(verified.next_tokens[request])]
-        hidden += list(verified.features[request, : accepted + 1])
+        hidden += list(verified.target_hidden_states[request, : accepted + 1])
         drafted, states, logits = list(ids), list(hidden), []
         for _ in range(scene.steps):
             positions = torch.arange(len(drafted))
@@ -92,9 +92,9 @@ def test_fewer_steps_draft_the_same_first_tokens():
     def first(steps):
         scene = strong(steps=steps, strategy=Strategy.EAGER)
         verified = replace(scene.verified(), accepted=torch.zeros(3, dtype=torch.int32))
-        hidden, ids = verified.features.clone(), verified.token_ids.clone()
+        hidden, ids = verified.target_hidden_states.clone(), verified.token_ids.clone()
         hidden[:], ids[:] = 0.5, 3
-        same = replace(verified, features=hidden, token_ids=ids, next_tokens=torch.tensor([1, 2, 3]))
+        same = replace(verified, target_hidden_states=hidden, token_ids=ids, next_tokens=torch.tensor([1, 2, 3]))
         return scene.drafter.propose(same).tokens[:, :2].tolist()
 
     assert first(2) == first(5)

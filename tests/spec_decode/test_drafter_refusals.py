@@ -18,8 +18,8 @@ def changed(**changes):
 REFUSED = {
     "one row too few": ({"accepted": lambda x: x[:2]}, r"accepted must be torch\.int32 \[3\].*got torch\.int32 \[2\]"),
     "one column too few": ({"token_ids": lambda x: x[:, 1:]}, r"token_ids must be .*\[3, 5\].*\[3, 4\]"),
-    "another hidden size": ({"features": lambda x: x[..., :32]}, r"features must be .*\[3, 5, 64\]"),
-    "another float": ({"features": lambda x: x.bfloat16()}, r"must be torch\.float32.*got torch\.bfloat16"),
+    "another hidden size": ({"target_hidden_states": lambda x: x[..., :32]}, r"hidden_states must be .*\[3, 5, 64\]"),
+    "another float": ({"target_hidden_states": lambda x: x.bfloat16()}, r"must be torch\.float32.*got torch\.bfloat16"),
     "another integer": ({"context_lens": lambda x: x.long()}, r"must be torch\.int32 .*got torch\.int64"),
     "another device": ({"seeds": lambda x: x.to("meta")}, "on cpu, got .* on meta"),
 }  # fmt: skip

@@ -335,7 +335,7 @@ class SameModel(DraftModel):
         super().__init__()
         self.target = target
         self.vocab_size, self.max_positions = target.vocab_size, target.max_positions
-        self.hidden_size = self.feature_size = target.hidden_size
+        self.hidden_size = self.target_states_size = target.hidden_size
 
     def layer_groups(self, page_size):
         return self.target.layer_groups(page_size)

@@ -236,38 +236,40 @@ def test_speculated_greedy_text_is_the_librarys_own(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
 @torch.no_grad()
-def test_features_are_the_residual_states_that_enter_the_named_layers(kind: str) -> None:
-    model = TransformersTarget(copy.deepcopy(eager(kind)), feature_layers=(2, 0, 1))
+def test_target_hidden_states_are_the_residual_states_that_enter_the_named_layers(kind: str) -> None:
+    model = TransformersTarget(copy.deepcopy(eager(kind)), aux_hidden_state_layers=(2, 0, 1))
     whole = eager(kind)(TEXTS[:1], output_hidden_states=True).hidden_states
 
-    features = dense(model, TEXTS[0]).features
+    target_hidden_states = dense(model, TEXTS[0]).target_hidden_states
 
-    assert model.feature_size == 96 and features.shape == (24, 96)
-    torch.testing.assert_close(features, torch.cat([whole[i][0] for i in (2, 0, 1)], -1), atol=1e-4, rtol=1e-4)
+    assert model.target_states_size == 96 and target_hidden_states.shape == (24, 96)
+    torch.testing.assert_close(
+        target_hidden_states, torch.cat([whole[i][0] for i in (2, 0, 1)], -1), atol=1e-4, rtol=1e-4
+    )
 
 
 @torch.no_grad()
-def test_the_feature_behind_the_last_layer_is_not_yet_normed() -> None:
-    model = TransformersTarget(copy.deepcopy(eager("llama")), feature_layers=[4])
+def test_the_state_after_the_last_layer_is_not_yet_normed() -> None:
+    model = TransformersTarget(copy.deepcopy(eager("llama")), aux_hidden_state_layers=[4])
 
     states = dense(model, TEXTS[0])
 
-    assert not torch.allclose(states.features, states.hidden)
-    torch.testing.assert_close(model.model.model.norm(states.features), states.hidden)
+    assert not torch.allclose(states.target_hidden_states, states.hidden)
+    torch.testing.assert_close(model.model.model.norm(states.target_hidden_states), states.hidden)
 
 
 @torch.no_grad()
-def test_without_feature_layers_the_features_are_the_final_states() -> None:
+def test_without_aux_layers_the_target_hidden_states_are_the_final_states() -> None:
     states = dense(target("llama"), TEXTS[0])
 
-    assert states.features is states.hidden and target("llama").feature_size == 32
+    assert states.target_hidden_states is states.hidden and target("llama").target_states_size == 32
     torch.testing.assert_close(states.hidden, eager("llama").model(TEXTS[:1]).last_hidden_state[0])
 
 
 @pytest.mark.parametrize("layers", [(), (5,), (-1, 2)])
-def test_feature_layers_that_the_model_lacks_are_refused(layers: tuple[int, ...]) -> None:
+def test_aux_layers_that_the_model_lacks_are_refused(layers: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"0 to 4, got \("):
-        TransformersTarget(copy.deepcopy(eager("llama")), feature_layers=layers)
+        TransformersTarget(copy.deepcopy(eager("llama")), aux_hidden_state_layers=layers)
 
 
 def dense(model: TransformersTarget, tokens: torch.Tensor) -> TargetStates:

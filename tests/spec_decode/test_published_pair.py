@@ -132,9 +132,9 @@ def test_the_target_hands_out_the_states_that_the_draft_reads(
 ) -> None:
     write_model(folders[0], num_hidden_layers=6)
     # Only which layers are asked for: the draft itself has its own tests.
-    monkeypatch.setattr("spec_decode.cli.real_pair.feature_layers", lambda folder, n: (2, n // 2, n - 3))
+    monkeypatch.setattr("spec_decode.cli.real_pair.aux_hidden_state_layers", lambda folder, n: (2, n // 2, n - 3))
 
-    assert load(folders).target.feature_layers == (2, 3, 3)
+    assert load(folders).target.aux_hidden_state_layers == (2, 3, 3)
 
 
 def test_a_draft_of_another_vocabulary_is_refused(folders: tuple[Path, Path]) -> None:

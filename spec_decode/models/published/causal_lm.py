@@ -23,23 +23,23 @@ ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "
 class CausalDraft(PublishedDraft):
     """At position p: the token at p gives a state that predicts the token at p + 1. It reads nothing of the target.
 
-    feature_size is the target's, so that every target's features can be handed to it.
+    target_states_size is the target's, so that every target's hidden states can be handed to it.
     """
 
     position_offset: ClassVar[int] = 1
 
-    def __init__(self, config: DecoderConfig, extras: Extras, feature_size: int) -> None:
+    def __init__(self, config: DecoderConfig, extras: Extras, target_states_size: int) -> None:
         super().__init__(config)
         model = config.model
-        self.feature_size = feature_size
+        self.target_states_size = target_states_size
         self.embed = nn.Embedding(model.vocab_size, model.hidden_size)
         self.layers = nn.ModuleList(PublishedLayer(model, layer, extras) for layer in range(model.num_layers))
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
 
-    def combine(self, features: torch.Tensor) -> torch.Tensor:
-        """The features, which `forward` does not read."""
-        return features
+    def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
+        """The target's hidden states, which `forward` does not read."""
+        return target_hidden_states
 
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
@@ -82,7 +82,7 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
         state |= prefixed(prefix, layer_parameters(weights.under(prefix), model, extras))
     store.refuse_unused(ignorable=["lm_head.weight"] if tied else [])
     with torch.device("meta"):
-        draft = CausalDraft(config, extras, target.feature_size)
+        draft = CausalDraft(config, extras, target.target_states_size)
     return fill(draft, state, device)
 
 

@@ -20,7 +20,7 @@ from builders import AttentionKind, AttentionSpec
 from spec_decode.models.base import Attend, LayerGroup, TargetModel
 from spec_decode.models.checkpoint import CheckpointError
 from spec_decode.models.kernels.skinny_linear import linear
-from spec_decode.models.published.draft import check_features, check_shared
+from spec_decode.models.published.draft import check_shared, check_target_hidden_states
 from spec_decode.models.published.feed_forward import MixtureShape, Names, read_mixture, read_mixture_shape
 from spec_decode.models.published.fields import Fields
 from spec_decode.models.published.hyper_connections import HyperConnection, HyperHead, HyperShape
@@ -89,8 +89,8 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     shape = read_shape(config)
     check_shared(store, "vocab_size", shape.vocab_size, target.vocab_size)
     check_shared(store, "hidden_size", shape.hidden, target.hidden_size)
-    remedy = "Make the target with the residual streams behind its last layer as features."
-    check_features(store, shape.hyper.streams * shape.hidden, target, remedy)
+    remedy = "Make the target with the residual streams behind its last layer as target_hidden_states."
+    check_target_hidden_states(store, shape.hyper.streams * shape.hidden, target, remedy)
     weights = ScopedWeights(store, "mtp.0.", dtype, device)
     draft = DeepseekV4Prediction(shape, weights, target)
     weights.refuse_unused()
@@ -199,8 +199,8 @@ class WindowAttention(nn.Module):
 class DeepseekV4Prediction(PredictionDraft):
     """At position p: the token at p + 1 and the residual at p give a residual that predicts the token at p + 2.
 
-    A state is all streams of a token, [S H]: as features, those behind the target's last layer, before its own head
-    collapses them.
+    A state is all streams of a token, [S H]: as target_hidden_states, those after the target's last layer, before its
+    own head collapses them.
     """
 
     def __init__(self, shape: V4Shape, weights: ScopedWeights, target: TargetModel) -> None:
@@ -209,7 +209,7 @@ class DeepseekV4Prediction(PredictionDraft):
             weights, target, vocab=shape.vocab_size, hidden=hidden, embedding="embed.weight", head="head.weight"
         )
         self.shape, self.max_positions = shape, shape.max_positions
-        self.hidden_size = self.feature_size = shape.hyper.streams * hidden
+        self.hidden_size = self.target_states_size = shape.hyper.streams * hidden
         self.embedding_norm = weights.norm("enorm.weight", hidden, eps)
         self.state_norm = weights.norm("hnorm.weight", hidden, eps)
         self.from_embedding = weights.parameter("e_proj.weight", hidden, hidden)

@@ -1,4 +1,4 @@
-"""What all drafts of published checkpoints share, and what those that read the target's features do."""
+"""What all drafts of published checkpoints share, and what those that read the target's hidden states do."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class PublishedDraft(DraftModel):
         return self.config.layer_groups(page_size, next(self.parameters()).dtype)
 
 
-class FeatureDraft(PublishedDraft):
-    """A draft that reads the target's features, and uses the target's embedding where it brings none of its own."""
+class HiddenStatesDraft(PublishedDraft):
+    """A draft that reads the target's hidden states, and uses the target's embedding if it brings none of its own."""
 
     def __init__(self, config: DecoderConfig, target: TargetModel, *, own_embedding: bool) -> None:
         super().__init__(config)
@@ -71,12 +71,12 @@ def check_shared(store: TensorStore, name: str, ours: int, theirs: int) -> None:
         )
 
 
-def check_features(store: TensorStore, wanted: int, target: TargetModel, remedy: str) -> None:
-    """Refuse a target that hands out other features than the draft reads."""
-    if target.feature_size != wanted:
+def check_target_hidden_states(store: TensorStore, wanted: int, target: TargetModel, remedy: str) -> None:
+    """Refuse a target that returns hidden states of another size than the draft reads."""
+    if target.target_states_size != wanted:
         raise CheckpointError(
-            f"the draft in {store.folder} reads {wanted} features a token, this target hands out "
-            f"{target.feature_size}; nothing was loaded. {remedy}"
+            f"the draft in {store.folder} reads target hidden states of size {wanted}, this target returns "
+            f"{target.target_states_size}; nothing was loaded. {remedy}"
         )
 
 

@@ -12,10 +12,10 @@ from spec_decode.models.kernels.skinny_linear import embed_linear, is_skinny
 from spec_decode.models.layers import ResidualStream, Rotary
 from spec_decode.models.published.decoder import DecoderConfig, read_decoder
 from spec_decode.models.published.draft import (
-    FeatureDraft,
+    HiddenStatesDraft,
     check_embedding,
-    check_features,
     check_shared,
+    check_target_hidden_states,
     decoder_fields,
 )
 from spec_decode.models.published.layers import Extras, PublishedLayer
@@ -45,7 +45,7 @@ class UnnormedLayer(PublishedLayer):
         return self.folded_attention_over(x, x, positions, rotary, attend)
 
 
-class PublishedEagle(FeatureDraft):
+class PublishedEagle(HiddenStatesDraft):
     """At position p: the token at p + 1 and the hidden state at p give a hidden state that predicts the token at p + 2.
 
     The output projection is the target's. Positions go as far as the target's: rotary angles need no training, and a
@@ -62,7 +62,7 @@ class PublishedEagle(FeatureDraft):
         own_embedding: bool,
     ) -> None:
         super().__init__(config, target, own_embedding=own_embedding)
-        self.feature_size = self.hidden_size
+        self.target_states_size = self.hidden_size
         self.fc = nn.Linear(2 * self.hidden_size, self.hidden_size, bias=fc_bias)
         kinds = [UnnormedLayer, *[PublishedLayer] * (len(extras) - 1)]
         self.layers = nn.ModuleList(
@@ -100,7 +100,9 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     model, names = config.model, store.names()
     check_shared(store, "vocab_size", model.vocab_size, target.vocab_size)
     check_shared(store, "hidden_size", model.hidden_size, target.hidden_size)
-    check_features(store, model.hidden_size, target, "Make the target with its last hidden states as features.")
+    check_target_hidden_states(
+        store, model.hidden_size, target, "Make the target with its last hidden states as target_hidden_states."
+    )
     fc_bias, own_embedding = "fc.bias" in names, "embed_tokens.weight" in names
     if not own_embedding:
         check_embedding(store, target, dtype)

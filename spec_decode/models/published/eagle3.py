@@ -14,10 +14,10 @@ from spec_decode.models.kernels.skinny_linear import is_skinny, norm_linear
 from spec_decode.models.layers import ResidualStream, RMSNorm, Rotary
 from spec_decode.models.published.decoder import DecoderConfig, read_decoder
 from spec_decode.models.published.draft import (
-    FeatureDraft,
+    HiddenStatesDraft,
     check_embedding,
-    check_features,
     check_shared,
+    check_target_hidden_states,
     decoder_fields,
 )
 from spec_decode.models.published.fields import Fields
@@ -27,7 +27,7 @@ from spec_decode.models.published.scoped_weights import ScopedWeights
 from spec_decode.models.published.store import TensorStore
 from spec_decode.models.published.token_map import read_token_map
 
-FEATURE_LAYERS = 3
+NUM_AUX_LAYERS = 3
 """How many of the target's layers a draft reads."""
 
 
@@ -56,7 +56,7 @@ class FirstLayer(PublishedLayer):
         return self.feed_forward(x, delta)
 
 
-class Eagle3(FeatureDraft):
+class Eagle3(HiddenStatesDraft):
     """At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2.
 
     Positions go as far as the target's: rotary angles need no training, and a wrong guess costs a round's time, not its
@@ -71,26 +71,28 @@ class Eagle3(FeatureDraft):
         token_map: torch.Tensor | None,
         *,
         draft_vocab: int,
-        normed_features: bool,
+        norm_target_hidden_states: bool,
         normed_residual: bool,
         own_embedding: bool,
     ) -> None:
-        """normed_features: the states of the target's layers, side by side, pass one norm before they are combined."""
+        """norm_target_hidden_states: the states of the target's layers, side by side, are normed before fc."""
         super().__init__(config, target, own_embedding=own_embedding)
         model = config.model
         self.token_map = token_map
-        self.feature_size = FEATURE_LAYERS * target.hidden_size
-        self.input_norm = RMSNorm(self.feature_size, model.norm_eps) if normed_features else None
-        self.fc = nn.Linear(self.feature_size, model.hidden_size, bias=False)
+        self.target_states_size = NUM_AUX_LAYERS * target.hidden_size
+        self.input_norm = RMSNorm(self.target_states_size, model.norm_eps) if norm_target_hidden_states else None
+        self.fc = nn.Linear(self.target_states_size, model.hidden_size, bias=False)
         first = FirstLayer(model, extras[0], normed_residual=normed_residual)
         others = [PublishedLayer(model, layer, extra) for layer, extra in enumerate(extras) if layer]
         self.layers = nn.ModuleList([first, *others])
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.lm_head = nn.Linear(model.hidden_size, draft_vocab, bias=False)
 
-    def combine(self, features: torch.Tensor) -> torch.Tensor:
-        """features [T, 3 * the target's hidden size]; states [T, H]."""
-        states: torch.Tensor = self.fc(features if self.input_norm is None else self.input_norm(features)[1])
+    def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
+        """target_hidden_states [T, 3 * the target's hidden size]; states [T, H]."""
+        if self.input_norm is not None:
+            target_hidden_states = self.input_norm(target_hidden_states)[1]
+        states: torch.Tensor = self.fc(target_hidden_states)
         return states
 
     def forward(
@@ -118,7 +120,7 @@ def serves(store: TensorStore) -> bool:
     return not store.names().isdisjoint({"d2t", "midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"})
 
 
-def feature_layers(store: TensorStore, num_target_layers: int) -> tuple[int, ...]:
+def aux_hidden_state_layers(store: TensorStore, num_target_layers: int) -> tuple[int, ...]:
     """The states of the target that the draft reads, by the layers they enter: 0 to n of n, where n leaves the last.
 
     Checkpoints follow two conventions under one name, eagle_aux_hidden_state_layer_ids. SGLang and NVIDIA's trainer
@@ -131,18 +133,18 @@ def feature_layers(store: TensorStore, num_target_layers: int) -> tuple[int, ...
     name = "eagle_aux_hidden_state_layer_ids"
     section = _aux_section(store, name)
     listed = section.get(name, list, [2, num_target_layers // 2, num_target_layers - 3])
-    numbers = len(listed) == FEATURE_LAYERS and all(type(layer) is int for layer in listed)
+    numbers = len(listed) == NUM_AUX_LAYERS and all(type(layer) is int for layer in listed)
     states = [layer + (listed[0] == 1) for layer in listed] if numbers else []
     if not states or not all(0 <= state <= num_target_layers for state in states):
         raise CheckpointError(
-            f"{name} in {section.place} must be {FEATURE_LAYERS} of the target's {num_target_layers} layers, got "
+            f"{name} in {section.place} must be {NUM_AUX_LAYERS} of the target's {num_target_layers} layers, got "
             f"{listed}; nothing was loaded. Use a draft trained on this target."
         )
     return tuple(states)
 
 
 def _aux_section(store: TensorStore, name: str) -> Fields:
-    """Where config.json says a field about the features: at its top, or in NVIDIA's eagle_config."""
+    """Where config.json says a field about the auxiliary hidden states: at its top, or in NVIDIA's eagle_config."""
     config = Fields(store.config, str(store.folder / "config.json"))
     return config if config.values.get(name) else config.section("eagle_config")
 
@@ -167,7 +169,7 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
             extras,
             None if token_map is None else token_map.to(device),
             draft_vocab=draft_vocab,
-            normed_features=_aux_section(store, "norm_before_fc").get("norm_before_fc", bool, False),
+            norm_target_hidden_states=_aux_section(store, "norm_before_fc").get("norm_before_fc", bool, False),
             normed_residual=whole.get("norm_before_residual", bool, False),
             own_embedding=own_embedding,
         )
@@ -187,13 +189,13 @@ def _state(
 ) -> dict[str, torch.Tensor]:
     hidden = model.hidden_size
     state = {
-        "fc.weight": weights.take("fc.weight", hidden, draft.feature_size),
+        "fc.weight": weights.take("fc.weight", hidden, draft.target_states_size),
         "norm.weight": weights.take("norm.weight", hidden),
         "lm_head.weight": weights.take("lm_head.weight", draft.lm_head.out_features, hidden),
         "layers.0.hidden_norm.weight": weights.take(f"{prefixes[0]}hidden_norm.weight", hidden),
     }
     if draft.input_norm is not None:
-        state["input_norm.weight"] = weights.take("input_norm.weight", draft.feature_size)
+        state["input_norm.weight"] = weights.take("input_norm.weight", draft.target_states_size)
     if own_embedding:
         state["embed.weight"] = weights.take("embed_tokens.weight", model.vocab_size, hidden)
     for layer, (prefix, extra) in enumerate(zip(prefixes, extras, strict=True)):
@@ -229,11 +231,11 @@ def _check_target(
     check_shared(store, "vocab_size", model.vocab_size, target.vocab_size)
     target_hidden = config.get("target_hidden_size", int, model.hidden_size)
     check_shared(store, "hidden_size", target_hidden, target.hidden_size)
-    check_features(
+    check_target_hidden_states(
         store,
-        FEATURE_LAYERS * target_hidden,
+        NUM_AUX_LAYERS * target_hidden,
         target,
-        f"Make the target with the states of {FEATURE_LAYERS} layers as features (feature_layers says which).",
+        f"Make the target with the states of {NUM_AUX_LAYERS} layers: aux_hidden_state_layers says which.",
     )
     if not own_embedding:
         name = "hidden_size (for want of an embedding of its own)"

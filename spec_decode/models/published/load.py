@@ -63,10 +63,10 @@ def load_draft(
     return kind.load(store, target, dtype=dtype, device=torch.device(device))
 
 
-def feature_layers(folder: Path, num_target_layers: int) -> tuple[int, ...] | None:
-    """The target's layers whose incoming states are the features that the draft in `folder` reads, side by side.
+def aux_hidden_state_layers(folder: Path, num_target_layers: int) -> tuple[int, ...] | None:
+    """The target's layers whose incoming states the draft in `folder` reads, side by side: its auxiliary hidden states.
 
     None: it reads the target's last hidden states, or nothing. Raises CheckpointError.
     """
     store = TensorStore.open(folder)
-    return eagle3.feature_layers(store, num_target_layers) if eagle3.serves(store) else None
+    return eagle3.aux_hidden_state_layers(store, num_target_layers) if eagle3.serves(store) else None

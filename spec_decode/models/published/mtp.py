@@ -13,7 +13,7 @@ import torch
 
 from spec_decode.models.base import Attend, LayerGroup, TargetModel
 from spec_decode.models.kernels.skinny_linear import linear
-from spec_decode.models.published.draft import check_features, check_shared
+from spec_decode.models.published.draft import check_shared, check_target_hidden_states
 from spec_decode.models.published.feed_forward import (
     MixtureShape,
     Names,
@@ -63,7 +63,9 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     shape = read_shape(config)
     check_shared(store, "vocab_size", shape.vocab_size, target.vocab_size)
     check_shared(store, "hidden_size", shape.hidden, target.hidden_size)
-    check_features(store, shape.hidden, target, "Make the target with its last hidden states as features.")
+    check_target_hidden_states(
+        store, shape.hidden, target, "Make the target with its last hidden states as target_hidden_states."
+    )
     weights = ScopedWeights(store, f"model.layers.{shape.layer}.", dtype, device)
     draft = MultiTokenPrediction(shape, weights, target)
     weights.refuse_unused()
@@ -106,7 +108,7 @@ def _read_feed_forward_shape(config: Fields, layer: int, hidden: int) -> Mixture
 class MultiTokenPrediction(PredictionDraft):
     """At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2.
 
-    The target's features are its states behind its final norm. The state handed on is the residual before the head's
+    The target's hidden states are those behind its final norm. The state handed on is the residual before the head's
     norm, which `logits` applies.
     """
 
@@ -121,7 +123,7 @@ class MultiTokenPrediction(PredictionDraft):
             head="shared_head.head.weight",
         )
         self.shape, self.max_positions = shape, shape.max_positions
-        self.hidden_size = self.feature_size = hidden
+        self.hidden_size = self.target_states_size = hidden
         self.embedding_norm = weights.norm("enorm.weight", hidden, eps)
         self.state_norm = weights.norm("hnorm.weight", hidden, eps)
         self.fuse = weights.parameter("eh_proj.weight", hidden, 2 * hidden)

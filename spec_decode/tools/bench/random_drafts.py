@@ -40,9 +40,10 @@ class RandomStore(TensorStore):
 class Head(TargetModel):
     """What a draft uses of its target: embedding and output projection."""
 
-    def __init__(self, vocab: int, hidden: int, features: int, positions: int, dtype: torch.dtype) -> None:
+    def __init__(self, vocab: int, hidden: int, target_size: int, positions: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.vocab_size, self.hidden_size, self.feature_size, self.max_positions = vocab, hidden, features, positions
+        self.vocab_size, self.hidden_size, self.max_positions = vocab, hidden, positions
+        self.target_states_size = target_size
         self.embed = nn.Embedding(vocab, hidden, dtype=dtype)
         self.lm_head = nn.Linear(hidden, vocab, bias=False, dtype=dtype)
         self.requires_grad_(False)
@@ -63,13 +64,13 @@ class Head(TargetModel):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomDraft:
-    """A published draft's shape. config: as in its config.json. features: hidden sizes that it reads of a token."""
+    """A published draft's shape. config: as in its config.json. num_target_states: hidden states a token."""
 
     description: str
     kind: Any
     config: dict[str, Any]
     names: tuple[str, ...] = ()
-    features: int = 1
+    num_target_states: int = 1
     page_size: int = 16
     backends: tuple[str, ...]
     """Those to draft with; the first is timed in every strategy."""
@@ -78,7 +79,7 @@ class RandomDraft:
         """The draft over a target of embedding and head alone."""
         vocab, hidden = self.config["vocab_size"], self.config["hidden_size"]
         with torch.device(device):
-            target = Head(vocab, hidden, self.features * hidden, self.config["max_position_embeddings"], dtype)
+            target = Head(vocab, hidden, self.num_target_states * hidden, self.config["max_position_embeddings"], dtype)
         for parameter in target.parameters():
             parameter.normal_(0, _SPREAD)
         store = RandomStore(self.config, list(self.names), device)
@@ -123,7 +124,7 @@ RANDOM_DRAFTS = {
         kind=eagle3,
         config={**_llama(4096, 12288, 32, 8, 128, 151936), "draft_vocab_size": 32000},
         names=_EAGLE3,
-        features=3,
+        num_target_states=3,
         backends=_GQA,
     ),
     "gpt-oss-20b-eagle3": RandomDraft(
@@ -131,7 +132,7 @@ RANDOM_DRAFTS = {
         kind=eagle3,
         config={**_llama(2880, 17280, 64, 8, 64, 201088), "draft_vocab_size": 64000},
         names=_EAGLE3,
-        features=3,
+        num_target_states=3,
         backends=_GQA,
     ),
     "glm-4.7-flash-mtp": RandomDraft(
@@ -194,7 +195,7 @@ RANDOM_DRAFTS = {
             "rope_theta": 10000.0,
             "max_position_embeddings": 4096,
         },
-        features=4,
+        num_target_states=4,
         page_size=64,
         backends=("sparse_swa_mla", "flashmla_sparse"),
     ),

@@ -169,10 +169,10 @@ def _verified(setting: Setting, model: DraftModel, run: Round, device: torch.dev
     def tokens(*shape: int) -> torch.Tensor:
         return torch.randint(0, model.vocab_size, shape, device=device, generator=generator)
 
-    features = torch.randn(rows, width, model.feature_size, device=device, generator=generator)
+    target_hidden_states = torch.randn(rows, width, model.target_states_size, device=device, generator=generator)
     return VerifiedTokens(
         token_ids=tokens(rows, width),
-        features=features.to(setting.spec.dtype),
+        target_hidden_states=target_hidden_states.to(setting.spec.dtype),
         context_lens=torch.full((rows,), setting.context, dtype=torch.int32, device=device),
         accepted=torch.full((rows,), run.steps // 2, dtype=torch.int32, device=device),
         next_tokens=tokens(rows),

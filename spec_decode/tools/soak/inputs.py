@@ -34,7 +34,7 @@ class Inputs:
         rows = (CHUNK, max_reqs)
         self._buffers = {
             "token_ids": torch.zeros(*rows, steps + 1, dtype=torch.int64, device=device),
-            "features": torch.zeros(*rows, steps + 1, config.hidden_size, dtype=dtype, device=device),
+            "target_hidden_states": torch.zeros(*rows, steps + 1, config.hidden_size, dtype=dtype, device=device),
             "next_tokens": torch.zeros(rows, dtype=torch.int64, device=device),
             **{name: torch.zeros(rows, dtype=kind, device=device) for name, (_, kind) in _OF_ROWS.items()},
         }
@@ -44,7 +44,7 @@ class Inputs:
         for name in ("token_ids", "next_tokens"):
             buffer = self._buffers[name]
             buffer.copy_(torch.randint(0, self._vocab, buffer.shape, generator=self._random))
-        hidden = self._buffers["features"]
+        hidden = self._buffers["target_hidden_states"]
         hidden.copy_(torch.randn(hidden.shape, generator=self._random))
         for name, (field, dtype) in _OF_ROWS.items():
             buffer, get = self._buffers[name], attrgetter(field)

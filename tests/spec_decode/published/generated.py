@@ -25,13 +25,13 @@ class StubTarget(TargetModel):
         *,
         vocab_size: int = VOCAB,
         hidden_size: int = HIDDEN,
-        feature_size: int | None = None,
+        target_states_size: int | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(99)
         self.vocab_size, self.hidden_size, self.max_positions = vocab_size, hidden_size, TARGET_POSITIONS
-        self.feature_size = feature_size or hidden_size
+        self.target_states_size = target_states_size or hidden_size
         self.embed = nn.Embedding(vocab_size, hidden_size, dtype=dtype)
         self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False, dtype=dtype)
         for parameter in self.parameters():

@@ -208,10 +208,10 @@ def write(folder, config, tensors):
 class StubTarget(TargetModel):
     """What a draft sees of a target: its sizes, embedding and head."""
 
-    def __init__(self, *, vocab_size=VOCAB, hidden_size=HIDDEN, feature_size=HIDDEN):
+    def __init__(self, *, vocab_size=VOCAB, hidden_size=HIDDEN, target_states_size=HIDDEN):
         super().__init__()
         generator = torch.Generator().manual_seed(7)
-        self.vocab_size, self.hidden_size, self.feature_size = vocab_size, hidden_size, feature_size
+        self.vocab_size, self.hidden_size, self.target_states_size = vocab_size, hidden_size, target_states_size
         self.max_positions = 96
         self.embed = nn.Embedding(vocab_size, hidden_size)
         self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
@@ -254,8 +254,8 @@ class Scene:
         """A prefill and two rounds; tokens and logits of each."""
         drafter = Drafter(self.model, self.groups, self.tables, num_speculative_tokens=K, strategy=strategy)
         generator = torch.Generator().manual_seed(1)
-        width, features, contexts = K + 1, self.model.feature_size, list(self.CONTEXTS)
-        self.committed = [random_text(generator, n, features) for n in contexts]
+        width, size, contexts = K + 1, self.model.target_states_size, list(self.CONTEXTS)
+        self.committed = [random_text(generator, n, size) for n in contexts]
         drafter.prefill(
             self.tables, contexts, contexts, *(torch.cat(part) for part in zip(*self.committed, strict=True))
         )
@@ -263,7 +263,7 @@ class Scene:
         for round_ in range(2):
             verified = VerifiedTokens(
                 token_ids=torch.randint(0, VOCAB, (2, width), generator=generator),
-                features=torch.randn(2, width, features, generator=generator).to(self.groups[0].spec.dtype),
+                target_hidden_states=torch.randn(2, width, size, generator=generator).to(self.groups[0].spec.dtype),
                 context_lens=torch.tensor(contexts, dtype=torch.int32),
                 accepted=torch.tensor([[1, 3], [0, 2]][round_], dtype=torch.int32),
                 next_tokens=torch.randint(0, VOCAB, (2,), generator=generator),
@@ -284,7 +284,7 @@ class Scene:
             for row, (ids, hidden) in enumerate(committed):
                 kept = int(verified.accepted[row])
                 new = torch.cat([verified.token_ids[row, 1 : kept + 1], verified.next_tokens[row : row + 1]])
-                ids, hidden = torch.cat([ids, new]), torch.cat([hidden, verified.features[row, : kept + 1]])
+                ids, hidden = torch.cat([ids, new]), torch.cat([hidden, verified.target_hidden_states[row, : kept + 1]])
                 committed[row] = (ids, hidden)
                 drafted = []
                 for _ in range(K):
@@ -297,6 +297,6 @@ class Scene:
         return found
 
 
-def random_text(generator, length, features):
+def random_text(generator, length, size):
     ids = torch.randint(0, VOCAB, (length,), generator=generator)
-    return ids, torch.randn(length, features, generator=generator)
+    return ids, torch.randn(length, size, generator=generator)

@@ -95,8 +95,8 @@ class Eagle:
         self.embedding = target.embed.weight.to(dtype) if own is None else own
         self.head = target.lm_head.weight.to(dtype)
 
-    def combine(self, features: torch.Tensor) -> torch.Tensor:
-        return features
+    def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
+        return target_hidden_states
 
     def states(self, ids: list[int], hidden: torch.Tensor) -> torch.Tensor:
         x = self.decoder.linear("fc", torch.cat([self.embedding[ids], hidden], -1))
@@ -122,9 +122,10 @@ class Eagle3:
         self.d2t = checkpoint.tensors.get("d2t")
         self.first = "midlayer." if "midlayer.hidden_norm.weight" in tensors else "layers.0."
 
-    def combine(self, features: torch.Tensor) -> torch.Tensor:
-        normed = "input_norm.weight" in self.decoder.tensors
-        return self.decoder.linear("fc", self.decoder.norm("input_norm", features) if normed else features)
+    def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
+        if "input_norm.weight" in self.decoder.tensors:
+            target_hidden_states = self.decoder.norm("input_norm", target_hidden_states)
+        return self.decoder.linear("fc", target_hidden_states)
 
     def states(self, ids: list[int], hidden: torch.Tensor) -> torch.Tensor:
         decoder, first = self.decoder, self.first
@@ -153,8 +154,8 @@ class Causal:
     ) -> None:
         self.decoder, self.windows = Decoder(checkpoint, dtype), windows
 
-    def combine(self, features: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(len(features), self.decoder.config["hidden_size"])
+    def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(target_hidden_states), self.decoder.config["hidden_size"])
 
     def states(self, ids: list[int], hidden: torch.Tensor) -> torch.Tensor:
         x = self.decoder.tensors["model.embed_tokens.weight"][ids]
@@ -169,10 +170,10 @@ class Causal:
 
 
 def greedy(
-    model: Eagle | Eagle3 | Causal, ids: list[int], features: torch.Tensor, steps: int
+    model: Eagle | Eagle3 | Causal, ids: list[int], target_hidden_states: torch.Tensor, steps: int
 ) -> tuple[list[int], torch.Tensor]:
-    """The next tokens behind the input tokens, whose features are [n, F], and the scores [steps, V] of each."""
-    ids, hidden = list(ids), model.combine(features.to(model.decoder.dtype))
+    """The next tokens behind the input tokens, whose target states are [n, F], and the scores [steps, V] of each."""
+    ids, hidden = list(ids), model.combine(target_hidden_states.to(model.decoder.dtype))
     scores = []
     for _ in range(steps):
         last = model.states(ids, hidden)[-1]

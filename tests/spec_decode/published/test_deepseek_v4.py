@@ -36,7 +36,7 @@ def load(folder, target, dtype=torch.float32):
 @pytest.fixture(params=FORMS.values(), ids=FORMS)
 def form(request, tmp_path):
     config, tensors = request.param, v4_tensors(request.param)
-    target = StubTarget(feature_size=config["hc_mult"] * HIDDEN)
+    target = StubTarget(target_states_size=config["hc_mult"] * HIDDEN)
     return load(write(tmp_path, config, tensors), target), Oracle(config, tensors, target)
 
 
@@ -47,7 +47,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def target():
-    return StubTarget(feature_size=WIDTH)
+    return StubTarget(target_states_size=WIDTH)
 
 
 class Oracle:
@@ -181,7 +181,7 @@ def test_sizes_as_published_give_the_published_attention():
 
 
 def test_a_bf16_draft_keeps_sinks_router_and_connections_in_fp32(folder):
-    model = load(folder, StubTarget(feature_size=WIDTH).bfloat16(), torch.bfloat16)
+    model = load(folder, StubTarget(target_states_size=WIDTH).bfloat16(), torch.bfloat16)
     wide = {name.split(".")[0] for name, p in model.named_parameters() if p.dtype == torch.float32}
     assert wide == {"attention_connection", "attention", "mlp_connection", "mlp", "collapse"}
     assert {name for name, p in model.attention.named_parameters() if p.dtype == torch.float32} == {"sinks"}
@@ -228,5 +228,5 @@ def test_a_tensor_of_the_layer_that_has_no_place_is_refused(tmp_path, target):
 
 
 def test_a_target_that_hands_out_one_stream_is_refused(folder):
-    with pytest.raises(CheckpointError, match=r"128 features a token, this target hands out 32.*residual streams"):
+    with pytest.raises(CheckpointError, match=r"size 128, this target returns 32.*residual streams"):
         load(folder, StubTarget())

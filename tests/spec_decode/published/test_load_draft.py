@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from spec_decode.models import CheckpointError
-from spec_decode.models.published import feature_layers, load_draft
+from spec_decode.models.published import aux_hidden_state_layers, load_draft
 from spec_decode.models.published.causal_lm import CausalDraft
 from spec_decode.models.published.eagle import PublishedEagle
 from spec_decode.models.published.eagle3 import Eagle3
@@ -25,7 +25,7 @@ KINDS = {"eagle": PublishedEagle, "eagle3": Eagle3, "causal": CausalDraft}
 
 
 def target_for(kind, **changes):
-    return StubTarget(**{"feature_size": 3 * HIDDEN if kind == "eagle3" else HIDDEN, **changes})
+    return StubTarget(**{"target_states_size": 3 * HIDDEN if kind == "eagle3" else HIDDEN, **changes})
 
 
 def load(folder, kind, checkpoint=None, **options):
@@ -101,7 +101,13 @@ def test_a_draft_is_ready_to_run(tmp_path, kind):
 
 def test_the_sizes_that_the_drafter_asks_for(tmp_path):
     sizes = {
-        kind: (draft.vocab_size, draft.hidden_size, draft.feature_size, draft.position_offset, draft.max_positions)
+        kind: (
+            draft.vocab_size,
+            draft.hidden_size,
+            draft.target_states_size,
+            draft.position_offset,
+            draft.max_positions,
+        )
         for kind in MAKERS
         for draft in [load(tmp_path / kind, kind)]
     }
@@ -153,16 +159,16 @@ def test_layers_of_one_window_share_a_group(tmp_path):
 
 
 def layers_of(folder, layers=36, **fields):
-    return feature_layers(make_eagle3(**fields).write(folder), layers)
+    return aux_hidden_state_layers(make_eagle3(**fields).write(folder), layers)
 
 
-def test_without_a_list_the_feature_layers_are_those_of_eagle3s_training(tmp_path):
+def test_without_a_list_the_aux_layers_are_those_of_eagle3s_training(tmp_path):
     assert layers_of(tmp_path) == (2, 18, 33)
 
 
-def test_only_an_eagle3_has_feature_layers(tmp_path):
+def test_only_an_eagle3_has_aux_layers(tmp_path):
     for name, checkpoint in {"eagle": make_eagle(), "causal": make_causal()}.items():
-        assert feature_layers(checkpoint.write(tmp_path / name), 36) is None
+        assert aux_hidden_state_layers(checkpoint.write(tmp_path / name), 36) is None
 
 
 @pytest.mark.parametrize(
@@ -187,7 +193,7 @@ def test_the_list_may_lie_in_nvidias_section(tmp_path):
 
 
 @pytest.mark.parametrize("layers", [[1, 2], [1, 2, 36], [2, 3, 37], [-1, 2, 3], [2, 3, "4"], [True, 2, 3]])
-def test_feature_layers_that_the_target_does_not_have_are_refused(tmp_path, layers):
+def test_aux_layers_that_the_target_does_not_have_are_refused(tmp_path, layers):
     with pytest.raises(CheckpointError, match="must be 3 of the target's 36 layers"):
         layers_of(tmp_path, eagle_aux_hidden_state_layer_ids=layers)
 
@@ -216,14 +222,14 @@ def test_a_draft_of_another_hidden_size_is_refused_with_both_numbers(tmp_path, k
 
 def test_a_draft_of_another_width_needs_an_embedding_of_its_own(tmp_path):
     checkpoint = as_speculators(make_eagle3(target_hidden=48), target_hidden_size=48)
-    message = refusal(tmp_path, "eagle3", checkpoint, target=StubTarget(hidden_size=48, feature_size=144))
+    message = refusal(tmp_path, "eagle3", checkpoint, target=StubTarget(hidden_size=48, target_states_size=144))
     assert f"embedding of its own), {tmp_path} has {HIDDEN} and the target 48" in message
 
 
 @pytest.mark.parametrize(("kind", "wanted", "found"), [("eagle", 32, 96), ("eagle3", 96, 32)])
-def test_a_target_that_hands_out_other_features_is_refused_with_both_numbers(tmp_path, kind, wanted, found):
-    message = refusal(tmp_path, kind, target=target_for(kind, feature_size=found))
-    assert f"reads {wanted} features a token, this target hands out {found}" in message
+def test_a_target_with_hidden_states_of_another_size_is_refused_with_both_numbers(tmp_path, kind, wanted, found):
+    message = refusal(tmp_path, kind, target=target_for(kind, target_states_size=found))
+    assert f"reads target hidden states of size {wanted}, this target returns {found}" in message
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])

@@ -268,6 +268,6 @@ def test_a_tensor_of_the_layer_that_has_no_place_is_refused(tmp_path):
         load(write(tmp_path, V3_CONFIG, tensors))
 
 
-def test_a_target_with_other_features_is_refused(folder):
-    with pytest.raises(CheckpointError, match="32 features a token, this target hands out 96"):
-        load(folder, StubTarget(feature_size=96))
+def test_a_target_with_hidden_states_of_another_size_is_refused(folder):
+    with pytest.raises(CheckpointError, match="size 32, this target returns 96"):
+        load(folder, StubTarget(target_states_size=96))

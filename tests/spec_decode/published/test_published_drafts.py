@@ -46,7 +46,7 @@ class Case:
     windows: list[int | None] = field(default_factory=lambda: [None])
 
 
-THREE_STATES = {"feature_size": 3 * HIDDEN}
+THREE_STATES = {"target_states_size": 3 * HIDDEN}
 CASES = {
     "eagle": Case(make_eagle(), oracle.Eagle),
     "eagle_with_all_that_is_optional": Case(make_eagle(fc_bias=True, own_embedding=True), oracle.Eagle),
@@ -73,7 +73,7 @@ CASES = {
             target_hidden_size=48,
         ),
         oracle.Eagle3,
-        {"feature_size": 144, "hidden_size": 48},
+        {"target_states_size": 144, "hidden_size": 48},
     ),
     "llama": Case(make_causal(rope_scaling=LLAMA3), oracle.Causal, windows=[None] * 2),
     "llama_tied_and_biased": Case(
@@ -115,10 +115,12 @@ class Scene:
                 cache.value.fill_(torch.nan)
         generator = torch.Generator().manual_seed(5)
         self.prompts = [torch.randint(0, VOCAB, (n,), generator=generator) for n in CONTEXTS]
-        self.features = [torch.randn(n, self.target.feature_size, generator=generator) for n in CONTEXTS]
+        self.target_hidden_states = [
+            torch.randn(n, self.target.target_states_size, generator=generator) for n in CONTEXTS
+        ]
         self.verified = VerifiedTokens(
             token_ids=torch.randint(0, VOCAB, (reqs, K + 1), generator=generator),
-            features=torch.randn(reqs, K + 1, self.target.feature_size, generator=generator),
+            target_hidden_states=torch.randn(reqs, K + 1, self.target.target_states_size, generator=generator),
             context_lens=torch.tensor(CONTEXTS, dtype=torch.int32),
             accepted=torch.tensor(ACCEPTED, dtype=torch.int32),
             next_tokens=torch.randint(0, VOCAB, (reqs,), generator=generator),
@@ -143,16 +145,18 @@ class Scene:
     def drafts(self):
         tables = self.make_tables(len(self.groups))
         tables.load(self.pages, [MAX_SEQ_LEN] * len(CONTEXTS))
-        self.drafter.prefill(tables, CONTEXTS, CONTEXTS, torch.cat(self.prompts), torch.cat(self.features))
+        self.drafter.prefill(tables, CONTEXTS, CONTEXTS, torch.cat(self.prompts), torch.cat(self.target_hidden_states))
         return self.drafter.propose(self.verified)
 
     def inputs(self, request):
-        """A request's input tokens up to the last kept one's, and their features."""
+        """A request's input tokens up to the last kept one's, and their target hidden states."""
         kept = ACCEPTED[request]
         verified = self.verified
         ids = [*verified.token_ids[request, 1 : kept + 1].tolist(), int(verified.next_tokens[request])]
-        features = torch.cat([self.features[request], verified.features[request, : kept + 1]])
-        return [*self.prompts[request].tolist(), *ids], features
+        target_hidden_states = torch.cat(
+            [self.target_hidden_states[request], verified.target_hidden_states[request, : kept + 1]]
+        )
+        return [*self.prompts[request].tolist(), *ids], target_hidden_states
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
