@@ -13,7 +13,7 @@ from attn_backends.kernels.write_latent import KvANormRope
 from builders import AttentionSpec
 from builders.kernels.triton_runtime import torch_implementations
 from spec_decode.conformance.check import Evidence, Subject, Unsupported, check, expect
-from spec_decode.drafter import Drafter, VerifiedTokens
+from spec_decode.drafter import Drafter, DrafterConfig, VerifiedTokens
 from spec_decode.drafter.kv_groups import KVGroup
 from spec_decode.drafter.plan import Strategy, StrategyError
 from spec_decode.models import EagleDraft
@@ -62,15 +62,13 @@ def _draft(
 ) -> _Run:
     """Two rounds; in the second one request has left and the others sit in other rows. draft_lens: of each request."""
     group, tables = scene.group(), scene.tables()
-    drafter = Drafter(
-        scene.model,
-        [group],
-        tables,
+    config = DrafterConfig(
         num_speculative_tokens=scene.steps,
         strategy=strategy,
         capture_sizes=[scene.num_reqs],
         min_confidence=min_confidence,
     )
+    drafter = Drafter(scene.model, [group], tables, config)
     lengths = None if draft_lens is None else torch.tensor(draft_lens, dtype=torch.int32, device=tables.device)
     contexts, limits, pages = scene.contexts(), scene.limits(), scene.pages
     run = _Run([], [], (group.caches[0].key, group.caches[0].value), tables.overflow)
@@ -213,7 +211,7 @@ def steps_attend_to_the_logical_prefix(subject: Subject, case: tuple[int, int]) 
         scene = make_scene(subject, num_reqs, steps)
         group, tables = scene.group(), scene.tables()
         context = _context_of(scene, group)
-        drafter = Drafter(scene.model, [group], tables, num_speculative_tokens=steps)
+        drafter = Drafter(scene.model, [group], tables, DrafterConfig(num_speculative_tokens=steps))
         tables.load([scene.pages], [MAX_SEQ_LEN] * num_reqs)
         verified = _verified(scene, scene.contexts(), 0.0, 0)
         drafts = drafter.propose(verified)
@@ -316,8 +314,9 @@ def a_round_never_waits(subject: Subject, case: Strategy | None) -> None:
         raise Unsupported("the CPU has nothing to wait for; the emulator refuses host reads instead")
     scene = make_scene(subject, 3, 4)
     tables = scene.tables()
+    config = DrafterConfig(num_speculative_tokens=4, strategy=case)
     try:
-        drafter = Drafter(scene.model, [scene.group()], tables, num_speculative_tokens=4, strategy=case)
+        drafter = Drafter(scene.model, [scene.group()], tables, config)
     except StrategyError as error:
         raise Unsupported(str(error)) from error
     tables.load([scene.pages], [MAX_SEQ_LEN] * 3)

@@ -20,9 +20,9 @@ import torch
 from builders import RequestTables
 from builders.errors import require
 from spec_decode.conformance.report import json_bytes
-from spec_decode.drafter import Drafter
+from spec_decode.drafter import Drafter, DrafterConfig
 from spec_decode.drafter.kv_groups import KVGroup
-from spec_decode.drafter.plan import GraphMode, Strategy, StrategyError, choose
+from spec_decode.drafter.plan import Strategy, StrategyError, choose
 from spec_decode.environment import Environment, environment
 from spec_decode.files import write_whole
 from spec_decode.graphs import loop_unsupported_reason
@@ -92,40 +92,38 @@ class StrategyCache:
         return self.folder / f"{key}.json"
 
 
-def fastest_strategy(
+def autotune_strategy(
     model: DraftModel,
     groups: Sequence[KVGroup],
     tables: RequestTables,
+    config: DrafterConfig,
     *,
-    num_speculative_tokens: int,
-    graph_mode: GraphMode = GraphMode.FULL,
     cache: StrategyCache | None = None,
     clock: Callable[[Drafter], float] | None = None,
 ) -> Measurement:
     """The strategy to draft with at these tables' size, from the cache or measured now, which takes seconds.
 
+    config: its number of tokens and graph mode count; every other setting is the default while a round is measured.
     To be called before any request: rounds of dummy requests are run over the groups' caches, and the tables are empty
     behind it. clock: microseconds of a round of a drafter whose tables are loaded; None measures wall time. Raises
     BatchError where the caches have no room for a dummy.
     """
     device, cache = tables.device, cache or StrategyCache()
-    able, refused = _candidates(groups, num_speculative_tokens, graph_mode, device)
-    shape = _shape(model, groups, tables, num_speculative_tokens, graph_mode)
+    able, refused = _candidates(groups, config, device)
+    shape = _shape(model, groups, tables, config)
     if (known := cache.get(shape)) is not None and known.strategy in able:
         return known
     times: dict[str, float] = {}
     if len(able) > 1:
-        _load_dummies(groups, tables, num_speculative_tokens)
+        _load_dummies(groups, tables, config.num_speculative_tokens)
         for strategy in able:
-            drafter = Drafter(
-                model,
-                groups,
-                tables,
-                num_speculative_tokens=num_speculative_tokens,
-                graph_mode=graph_mode,
+            measured = DrafterConfig(
+                num_speculative_tokens=config.num_speculative_tokens,
+                graph_mode=config.graph_mode,
                 strategy=strategy,
                 capture_sizes=[tables.num_live],
             )
+            drafter = Drafter(model, groups, tables, measured)
             times[strategy.value] = round((clock or _wall_us)(drafter), 2)
             drafter.graphs.release()
         tables.load([[] for _ in groups], [])
@@ -142,14 +140,14 @@ def fastest_strategy(
 
 
 def _candidates(
-    groups: Sequence[KVGroup], num_speculative_tokens: int, graph_mode: GraphMode, device: torch.device
+    groups: Sequence[KVGroup], config: DrafterConfig, device: torch.device
 ) -> tuple[list[Strategy], dict[str, str]]:
     """What these groups can run, the rule's choice first; and why the others are not."""
     facts, obstacle = [group.facts(device) for group in groups], loop_unsupported_reason(device)
 
     def plan(forced: Strategy | None) -> Strategy:
         return choose(
-            facts, num_speculative_tokens, graph_mode, forced=forced, loop_unsupported_reason=obstacle
+            facts, config.num_speculative_tokens, config.graph_mode, forced=forced, loop_unsupported_reason=obstacle
         ).strategy
 
     able, refused = [plan(None)], {}
@@ -172,8 +170,7 @@ def _shape(
     model: DraftModel,
     groups: Sequence[KVGroup],
     tables: RequestTables,
-    num_speculative_tokens: int,
-    graph_mode: GraphMode,
+    config: DrafterConfig,
 ) -> dict[str, str]:
     """All that the times depend on, in words."""
     where = environment(tables.device)
@@ -181,9 +178,9 @@ def _shape(
         "model": f"{type(model).__name__}, {sum(parameter.numel() for parameter in model.parameters())} parameters",
         "groups": "; ".join(f"{g.backend.name} {g.backend.version} [{g.spec.describe()}]" for g in groups),
         "num_reqs": str(tables.max_reqs),
-        "num_speculative_tokens": str(num_speculative_tokens),
+        "num_speculative_tokens": str(config.num_speculative_tokens),
         "max_seq_len": str(tables.max_seq_len),
-        "graph_mode": graph_mode.value,
+        "graph_mode": config.graph_mode.value,
         "device": where.device,
         "driver": str(where.driver),
         "torch": where.torch,

@@ -11,8 +11,9 @@ import torch
 from builders import RequestTables, advance_shared_state
 from builders.errors import require
 from spec_decode.drafter.captures import EXTEND, LOOP, STEP, DraftCaptures
+from spec_decode.drafter.config import DrafterConfig
 from spec_decode.drafter.kv_groups import KVGroup, attend_with, build_ragged
-from spec_decode.drafter.plan import DraftPlan, GraphMode, Strategy, choose
+from spec_decode.drafter.plan import DraftPlan, Strategy, choose
 from spec_decode.drafter.step_buffers import StepBuffers
 from spec_decode.drafter.steps import DraftSteps, VerifiedTokens
 from spec_decode.graphs import loop_unsupported_reason
@@ -51,36 +52,19 @@ class Drafter:
         model: DraftModel,
         groups: Sequence[KVGroup],
         tables: RequestTables,
-        *,
-        num_speculative_tokens: int,
-        graph_mode: GraphMode = GraphMode.FULL,
-        strategy: Strategy | None = None,
-        capture_sizes: Sequence[int] | None = None,
-        min_confidence: float = 0.0,
-        graph_memory_limit: int | None = None,
-        extend_in_graph: bool = True,
+        config: DrafterConfig,
     ) -> None:
-        """min_confidence: a request stops behind a token that the draft gives a lower probability, at the request's
-        temperature. graph_memory_limit: bytes for the graphs; sizes that would not fit are left out. extend_in_graph:
-        False runs step 0 eagerly while later steps stay as the plan has them, to compare with; the tokens are the same.
-
-        Raises StrategyError for a K below 1 or a forced strategy that a group cannot run, before any allocation.
-        """
-        device = tables.device
+        """Raises StrategyError for a K below 1 or a forced strategy that a group cannot run, before any allocation."""
+        device, num_speculative_tokens = tables.device, config.num_speculative_tokens
         self.plan: DraftPlan = choose(
             [group.facts(device) for group in groups],
             num_speculative_tokens,
-            graph_mode,
-            forced=strategy,
+            config.graph_mode,
+            forced=config.strategy,
             loop_unsupported_reason=loop_unsupported_reason(device),
         )
-        sizes = list(capture_sizes or default_capture_sizes(tables.max_reqs))
+        sizes = list(config.capture_sizes or default_capture_sizes(tables.max_reqs))
         _check_shapes(groups, tables, num_speculative_tokens, sizes)
-        require(
-            0.0 <= min_confidence < 1.0,
-            f"a least confidence is a probability below 1, got {min_confidence}; every draft would end at its first "
-            "token. Pass 0 to draft on whatever the confidence.",
-        )
         self.model = model
         self.groups = tuple(groups)
         self.tables = tables
@@ -91,10 +75,14 @@ class Drafter:
             tables,
             num_speculative_tokens=num_speculative_tokens,
             planned=self.plan.preplanned_groups,
-            min_confidence=min_confidence,
+            min_confidence=config.min_confidence,
         )
         self._captures = DraftCaptures(
-            self._steps, self.plan, sizes, memory_limit=graph_memory_limit, extend_in_graph=extend_in_graph
+            self._steps,
+            self.plan,
+            sizes,
+            memory_limit=config.graph_memory_limit,
+            extend_in_graph=config.extend_in_graph,
         )
         self.inputs = self._steps.inputs
         self.graphs = self._captures.graphs

@@ -30,8 +30,8 @@ import torch
 
 from builders import RequestTables
 from builders.errors import require
-from spec_decode.drafter import Drafter
-from spec_decode.drafter.autotune import Measurement, fastest_strategy
+from spec_decode.drafter import Drafter, DrafterConfig
+from spec_decode.drafter.autotune import Measurement, autotune_strategy
 from spec_decode.drafter.kv_groups import KVGroup
 from spec_decode.drafter.plan import DraftPlan, GraphMode, Strategy
 from spec_decode.engine.groups import BackendChoice, make_groups
@@ -107,19 +107,7 @@ class Engine:
             groups = self._groups("draft", draft, draft_backend or backend)
             self._tables.append(self._new_tables(groups))
             prefill_tables.append(self._new_tables(groups))
-            if strategy is None and self._device.type == "cuda":  # an emulated graph has no speed to measure
-                self.measured = fastest_strategy(
-                    draft,
-                    groups,
-                    self._tables[1],
-                    num_speculative_tokens=num_speculative_tokens,
-                    graph_mode=graph_mode,
-                )
-                strategy = self.measured.strategy
-            self.drafter = Drafter(
-                draft,
-                groups,
-                self._tables[1],
+            config = DrafterConfig(
                 num_speculative_tokens=num_speculative_tokens,
                 graph_mode=graph_mode,
                 strategy=strategy,
@@ -127,6 +115,10 @@ class Engine:
                 graph_memory_limit=graph_memory_limit,
                 extend_in_graph=extend_in_graph,
             )
+            if strategy is None and self._device.type == "cuda":  # an emulated graph has no speed to measure
+                self.measured = autotune_strategy(draft, groups, self._tables[1], config)
+                config = replace(config, strategy=self.measured.strategy)
+            self.drafter = Drafter(draft, groups, self._tables[1], config)
         self._rows = Rows(max_reqs, self._device, judge, self.drafter)
         self.target = TargetRunner(
             target,

@@ -7,7 +7,7 @@ from torch import nn
 
 from attn_backends import get
 from builders import RequestTables
-from spec_decode.drafter import Drafter, VerifiedTokens
+from spec_decode.drafter import Drafter, DrafterConfig, VerifiedTokens
 from spec_decode.drafter.kv_groups import make_group
 from spec_decode.drafter.plan import Strategy
 from spec_decode.models import DraftModel
@@ -90,7 +90,8 @@ class Scene:
         self.limits = list(limits)
         self.load(range(len(limits)))
         self.steps = steps
-        self.drafter = Drafter(self.model, self.groups, self.tables, num_speculative_tokens=steps, **options)
+        config = DrafterConfig(num_speculative_tokens=steps, **options)
+        self.drafter = Drafter(self.model, self.groups, self.tables, config)
 
     def caches(self):
         return [

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from builders import BatchError
-from spec_decode.drafter import Drafter
+from spec_decode.drafter import Drafter, DrafterConfig
 from spec_decode.drafter.plan import Strategy, StrategyError
 from tests.spec_decode.drafter_scene import MAX_SEQ_LEN, K, strong
 
@@ -63,7 +63,7 @@ def test_a_capture_size_beyond_the_tables_rows_is_refused_in_words(strategy):
 def test_tables_of_other_page_sizes_than_the_groups_are_refused():
     scene = strong()
     with pytest.raises(BatchError, match=r"page sizes \[4, 8\] against the tables' \[8, 4\]"):
-        Drafter(scene.model, scene.groups[::-1], scene.tables, num_speculative_tokens=K)
+        Drafter(scene.model, scene.groups[::-1], scene.tables, DrafterConfig(num_speculative_tokens=K))
 
 
 def test_a_drafter_of_no_tokens_is_refused():

@@ -7,7 +7,8 @@ import torch
 
 from attn_backends import get
 from builders import BatchError, RequestTables
-from spec_decode.drafter.autotune import MARGIN, StrategyCache, fastest_strategy
+from spec_decode.drafter import DrafterConfig
+from spec_decode.drafter.autotune import MARGIN, StrategyCache, autotune_strategy
 from spec_decode.drafter.kv_groups import make_group
 from spec_decode.drafter.plan import GraphMode, Strategy
 from spec_decode.models import EagleDraft, LlamaTarget
@@ -39,8 +40,13 @@ class PagedFixture:
             return times[drafter.plan.strategy]
 
         options.setdefault("num_speculative_tokens", K)
-        return fastest_strategy(
-            self.model, [self.group], self.tables, cache=self.cache, clock=times and clock, **options
+        return autotune_strategy(
+            self.model,
+            [self.group],
+            self.tables,
+            DrafterConfig(**options),
+            cache=self.cache,
+            clock=times and clock,
         )
 
 

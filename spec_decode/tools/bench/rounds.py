@@ -9,7 +9,7 @@ import torch
 
 from attn_backends import AttentionBackend
 from builders import AttentionSpec, RequestTables
-from spec_decode.drafter import Drafter, VerifiedTokens
+from spec_decode.drafter import Drafter, DrafterConfig, VerifiedTokens
 from spec_decode.drafter.kv_groups import make_group
 from spec_decode.drafter.plan import Strategy
 from spec_decode.models import DraftModel, EagleDraft, LlamaTarget, ModelConfig
@@ -150,15 +150,8 @@ def make_scene(setting: Setting, model: DraftModel, run: Round, device: torch.de
     )
     order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(0)).view(run.num_reqs, each)
     tables.load([order.tolist()], [limit] * run.num_reqs)
-    drafter = Drafter(
-        model,
-        [group],
-        tables,
-        num_speculative_tokens=run.steps,
-        strategy=run.strategy,
-        capture_sizes=[run.num_reqs],
-    )
-    return drafter, _verified(setting, model, run, device)
+    config = DrafterConfig(num_speculative_tokens=run.steps, strategy=run.strategy, capture_sizes=[run.num_reqs])
+    return Drafter(model, [group], tables, config), _verified(setting, model, run, device)
 
 
 def _verified(setting: Setting, model: DraftModel, run: Round, device: torch.device) -> VerifiedTokens:

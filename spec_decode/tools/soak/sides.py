@@ -9,7 +9,7 @@ import torch
 
 from builders import AttentionSpec, RequestTables
 from spec_decode.conformance.check import Subject
-from spec_decode.drafter import Drafter, Drafts, VerifiedTokens
+from spec_decode.drafter import Drafter, DrafterConfig, Drafts, VerifiedTokens
 from spec_decode.drafter.kv_groups import KVGroup
 from spec_decode.drafter.plan import Strategy
 from spec_decode.models import DraftModel
@@ -41,7 +41,8 @@ class Side:
             max_seq_len=setting.max_seq_len,
             device=subject.device,
         )
-        drafter = Drafter(model, [group], tables, num_speculative_tokens=setting.steps, strategy=strategy)
+        config = DrafterConfig(num_speculative_tokens=setting.steps, strategy=strategy)
+        drafter = Drafter(model, [group], tables, config)
         return cls(drafter, group)
 
     @property

@@ -11,7 +11,7 @@ from torch import nn
 
 from attn_backends import get
 from builders import RequestTables
-from spec_decode.drafter import Drafter, VerifiedTokens
+from spec_decode.drafter import Drafter, DrafterConfig, VerifiedTokens
 from spec_decode.drafter.kv_groups import attend_with, build_ragged, make_group
 from spec_decode.models import TargetModel, TargetStates
 from tests.factories import CPU, owned_pages
@@ -252,7 +252,8 @@ class Scene:
 
     def drafts(self, strategy, temperature=0.0):
         """A prefill and two rounds; tokens and logits of each."""
-        drafter = Drafter(self.model, self.groups, self.tables, num_speculative_tokens=K, strategy=strategy)
+        config = DrafterConfig(num_speculative_tokens=K, strategy=strategy)
+        drafter = Drafter(self.model, self.groups, self.tables, config)
         generator = torch.Generator().manual_seed(1)
         width, size, contexts = K + 1, self.model.target_states_size, list(self.CONTEXTS)
         self.committed = [random_text(generator, n, size) for n in contexts]

@@ -8,7 +8,7 @@ import torch
 
 from attn_backends import get
 from builders import RequestTables
-from spec_decode.drafter import Drafter, VerifiedTokens
+from spec_decode.drafter import Drafter, DrafterConfig, VerifiedTokens
 from spec_decode.drafter.kv_groups import make_group
 from spec_decode.drafter.plan import Strategy
 from spec_decode.models.published import load_draft
@@ -128,9 +128,8 @@ class Scene:
             seeds=torch.arange(reqs),
         )
         self.tables.load(self.pages, [MAX_SEQ_LEN] * reqs)
-        self.drafter = Drafter(
-            self.model, self.groups, self.tables, num_speculative_tokens=K, strategy=strategy, capture_sizes=[3]
-        )
+        config = DrafterConfig(num_speculative_tokens=K, strategy=strategy, capture_sizes=[3])
+        self.drafter = Drafter(self.model, self.groups, self.tables, config)
 
     def make_tables(self, groups):
         reqs = len(CONTEXTS)
