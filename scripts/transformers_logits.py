@@ -39,7 +39,7 @@ from spec_decode.engine import Engine, Request
 from spec_decode.engine.groups import make_groups
 from spec_decode.graphs import loop_unsupported_reason
 from spec_decode.models import Attend, DraftModel, EagleDraft, LayerGroup, ModelConfig
-from spec_decode.models.hf_target import TransformersTarget
+from spec_decode.models.hf.target import TransformersTarget
 
 SCHEMA = "attn-transformers-logits/1"
 PAGE, VOCAB, LENGTH, WINDOW, DRAFT_TOKENS, NEW_TOKENS = 16, 256, 96, 24, 3, 24

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from attn_backends.kernels.rope import Rotation, rotate_both
 from attn_backends.kernels.write_latent import KvANormRope
 from spec_decode.models import Attend, EagleDraft, LlamaTarget
-from spec_decode.models.latent import as_cached
+from spec_decode.models.layers.latent_attention import as_cached
 from spec_decode.models.text import decode, encode
 
 

@@ -29,7 +29,7 @@ from spec_decode.models import (
     save_draft,
     save_pair,
 )
-from spec_decode.models.checkpoint import STORED_DTYPE
+from spec_decode.models.pair import STORED_DTYPE
 from spec_decode.models.text import BOS, SPLIT_RULE, Corpus, corpus, encode, held_out_prompts
 
 TARGET = ModelConfig(

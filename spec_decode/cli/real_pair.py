@@ -11,10 +11,10 @@ import torch
 
 from spec_decode.cli.common import UserError
 from spec_decode.models.base import DraftModel
-from spec_decode.models.published import aux_hidden_state_layers, load_draft
+from spec_decode.models.load import aux_hidden_state_layers, load_draft
 
 if TYPE_CHECKING:
-    from spec_decode.models.hf_target import TransformersTarget
+    from spec_decode.models.hf.target import TransformersTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ def load_real_pair(
     Raises CheckpointError for what is amiss in a folder, or between the two, and UserError without `transformers`.
     """
     try:
-        from spec_decode.models.hf_folder import load_model, load_tokenizer
-        from spec_decode.models.hf_target import TransformersTarget
+        from spec_decode.models.hf.folder import load_model, load_tokenizer
+        from spec_decode.models.hf.target import TransformersTarget
     except ImportError as error:
         raise UserError(str(error)) from error
     tokenizer = load_tokenizer(target)

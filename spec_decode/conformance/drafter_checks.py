@@ -17,7 +17,7 @@ from spec_decode.drafter import Drafter, DrafterConfig, VerifiedTokens
 from spec_decode.drafter.kv_groups import KVGroup
 from spec_decode.drafter.plan import Strategy, StrategyError
 from spec_decode.models import EagleDraft
-from spec_decode.models.latent import as_cached
+from spec_decode.models.layers.latent_attention import as_cached
 from spec_decode.sampling.draft import NO_TOKEN
 from spec_decode.testing import oracle
 from spec_decode.testing.draft_fixture import MAX_SEQ_LEN, VOCAB, Scene, make_scene, target_of

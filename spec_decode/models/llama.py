@@ -8,7 +8,9 @@ from torch import nn
 from spec_decode.models.base import Attend, LayerGroup, TargetModel, TargetStates
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.kernels.skinny_linear import linear
-from spec_decode.models.layers import DecoderLayer, RMSNorm, Rotary
+from spec_decode.models.layers.decoder_layer import DecoderLayer
+from spec_decode.models.layers.rms_norm import RMSNorm
+from spec_decode.models.layers.rope import Rotary
 
 
 class LlamaTarget(TargetModel):

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from spec_decode.models.kernels.hyper_connections import collapse_streams, read_streams, write_streams
-from tests.spec_decode.hyper_oracle import EPS, assert_rounded, exact_collapse, exact_read, exact_write, make_case
+from tests.spec_decode.models.kernels.hyper_oracle import (
+    EPS,
+    assert_rounded,
+    exact_collapse,
+    exact_read,
+    exact_write,
+    make_case,
+)
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HIDDEN = [1, 50, 1024, 1100]

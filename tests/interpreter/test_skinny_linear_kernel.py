@@ -5,7 +5,7 @@ import torch
 
 from spec_decode.models.kernels.skinny_linear import MAX_ROWS, norm_linear
 from spec_decode.models.kernels.skinny_tiling import Tiling
-from tests.spec_decode.skinny_oracle import FORMS, assert_within_budget, make_inputs
+from tests.spec_decode.models.kernels.skinny_oracle import FORMS, assert_within_budget, make_inputs
 
 TILE = Tiling(block_n=4, block_k=16, num_warps=4)
 

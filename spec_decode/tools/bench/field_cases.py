@@ -9,8 +9,8 @@ from itertools import product
 from attn_backends import get
 from spec_decode.drafter.plan import Strategy
 from spec_decode.models import DraftModel
-from spec_decode.models.published.deepseek_v4 import DeepseekV4Prediction
-from spec_decode.models.published.moe import MixtureOfExperts
+from spec_decode.models.deepseek_v4 import DeepseekV4Prediction
+from spec_decode.models.layers.moe import MixtureOfExperts
 from spec_decode.tools.bench.drafter_cases import Rebuilt
 from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS, RandomDraft
 from spec_decode.tools.bench.rounds import STEPS, WHOLE, Round, Setting, make_scene, time_round

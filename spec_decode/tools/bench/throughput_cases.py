@@ -18,10 +18,10 @@ from attn_backends import Accepted, AttentionBackend, registry
 from spec_decode.drafter.plan import Strategy
 from spec_decode.engine import Engine, EngineStats, Request
 from spec_decode.models import DraftModel, LlamaTarget
-from spec_decode.models.layers import Rotary
-from spec_decode.models.published.decoder import read_decoder
-from spec_decode.models.published.fields import Fields
-from spec_decode.models.published.parameters import fill
+from spec_decode.models.layers.rope import Rotary
+from spec_decode.models.decoder_config import read_decoder
+from spec_decode.models.checkpoints.config_reader import ConfigReader
+from spec_decode.models.decoder_weights import fill
 from spec_decode.tools.bench.measure import Quantiles, quantiles
 from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS, RandomDraft, RandomStore
 from spec_decode.tools.bench.rows import Bench, Limit, Row, held_to
@@ -68,7 +68,7 @@ class ThroughputCase:
 
     def models(self, device: torch.device) -> tuple[LlamaTarget, DraftModel]:
         """Target and draft with random weights, made on the device in their dtype."""
-        fields = Fields(self.draft.config, "the draft's config")
+        fields = ConfigReader(self.draft.config, "the draft's config")
         config = replace(read_decoder(fields).model, num_layers=self.num_layers)
         with torch.device("meta"):
             target = LlamaTarget(config)

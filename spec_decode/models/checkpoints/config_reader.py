@@ -1,0 +1,55 @@
+"""Typed reading of config.json, where every field is optional to its writer and a null means that it is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
+
+from spec_decode.models.checkpoints.errors import CheckpointError
+
+T = TypeVar("T", int, float, bool, str, "list[Any]", "dict[str, Any]")
+
+_WORDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
+
+
+class ConfigReader:
+    """The fields of one JSON object."""
+
+    def __init__(self, values: Mapping[str, Any], place: str) -> None:
+        """place: what messages call the object."""
+        self.values, self.place = values, place
+
+    def get(self, name: str, kind: type[T], default: T | None = None) -> T:
+        """A field of that kind; raises CheckpointError where it is of another, or left out without a default."""
+        value = self.values.get(name, default)
+        value = default if value is None else value
+        if value is None:
+            raise CheckpointError(
+                f"{self.place} must say {name}, {_WORDS[kind]}, and does not; nothing was loaded. Restore the file."
+            )
+        return _checked(value, kind, f"{name} in {self.place}")
+
+    def optional(self, name: str, kind: type[T]) -> T | None:
+        """A field of that kind, None where it is left out."""
+        return None if self.values.get(name) is None else self.get(name, kind)
+
+    def section(self, name: str) -> ConfigReader:
+        """The fields of an object inside this one; none where it is left out."""
+        inner: dict[str, Any] = self.get(name, cast(Any, dict), {})
+        return ConfigReader(inner, f"{name} in {self.place}")
+
+
+def _checked(value: Any, kind: type[T], name: str) -> T:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    # JSON's true is an int to Python.
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise CheckpointError(f"{name} must be {_WORDS[kind]}, got {value!r}; nothing was loaded. Restore the file.")
+    return value

@@ -1,0 +1,193 @@
+"""A checkpoint folder as models are published: config.json, and weights in one file or in shards behind an index."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from spec_decode.models.checkpoints.errors import CheckpointError
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+"""Where weights are looked for; the first that exists is the one that is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    names: frozenset[str]
+    read: Callable[[str], torch.Tensor]
+
+
+class TensorStore:
+    """Tensors by name, read from disk when they are taken, and config.json as a dict.
+
+    Everything amiss is a CheckpointError that names the file and the tensor.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+
+    def __init__(self, folder: Path, config: dict[str, Any], files: dict[str, Path]) -> None:
+        """files: the file of each tensor."""
+        self.folder, self.config = folder, config
+        self._files = files
+        self._shards: dict[Path, _Shard] = {}
+        self._taken: set[str] = set()
+
+    @classmethod
+    def open(cls, folder: Path) -> TensorStore:
+        """Read config.json and the tensors' names, not yet the tensors."""
+        config = _read_object(folder / "config.json", "Name the folder of a checkpoint.")
+        weights = next((path for name in WEIGHTS if (path := folder / name).is_file()), None)
+        if weights is None:
+            raise CheckpointError(
+                f"a checkpoint has its weights in {', '.join(WEIGHTS[:-1])} or {WEIGHTS[-1]}, {folder} holds none of "
+                "them; nothing was loaded. Complete the download."
+            )
+        if weights.suffix == ".json":
+            return cls(folder, config, _indexed(weights))
+        store = cls(folder, config, {})
+        store._files = dict.fromkeys(store._shard(weights).names, weights)
+        return store
+
+    def names(self) -> frozenset[str]:
+        """Every tensor of the checkpoint."""
+        return frozenset(self._files)
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A copy of one tensor, which must have that shape, on the CPU; dtype None keeps the dtype it is stored in.
+
+        Integers, floats of 8 bits and wider floats are not cast to one another.
+        """
+        found = self._read(name)
+        if tuple(found.shape) != shape:
+            raise CheckpointError(
+                f"{name} in {self._files[name]} must be {list(shape)}, got {list(found.shape)}; nothing was loaded. "
+                "Use weights and a config.json of one model."
+            )
+        if dtype is not None and (wanted := _kind(dtype)) != _kind(found.dtype):
+            raise CheckpointError(
+                f"{name} in {self._files[name]} must be stored as {wanted}, got {found.dtype}; without the scales of a "
+                "quantised checkpoint its numbers mean nothing, so nothing was loaded. Use an unquantised checkpoint."
+            )
+        self._taken.add(name)
+        # Copied: a file that is mapped would still be read, and could still change, while the model runs.
+        return found.to(dtype or found.dtype, copy=True)
+
+    def unused(self) -> list[str]:
+        """The tensors that nobody took, sorted."""
+        return sorted(self._files.keys() - self._taken)
+
+    def refuse_unused(self, ignorable: Iterable[str] = (), *, under: str = "") -> None:
+        """Raise CheckpointError for tensors under a prefix that nobody took, but for ignorable names, and for the
+        rotary tables that old checkpoints keep in every layer."""
+        extra = [name for name in self.unused() if name.startswith(under) and not name.endswith("rotary_emb.inv_freq")]
+        if extra := sorted({*extra} - {*ignorable}):
+            raise CheckpointError(
+                f"{self.folder} holds {len(extra)} tensors{f' under {under}' if under else ''} that this model has no "
+                f"place for: {', '.join(extra[:8])}"
+                f"{', ...' if len(extra) > 8 else ''}; without them it would compute something else, so nothing was "
+                "loaded. Check that config.json describes these weights."
+            )
+
+    def _read(self, name: str) -> torch.Tensor:
+        if name not in self._files:
+            raise CheckpointError(
+                f"{self.folder} must hold a tensor {name}, its {len(self._files)} tensors do not include it; nothing "
+                "was loaded. Use weights and a config.json of one model."
+            )
+        path = self._files[name]
+        shard = self._shard(path)
+        if name not in shard.names:
+            raise CheckpointError(
+                f"the index of {self.folder} places {name} in {path.name}, which does not hold it; nothing was loaded. "
+                "Download the index and its shards anew."
+            )
+        try:
+            return shard.read(name)
+        except SafetensorError as error:
+            raise _unreadable(path, error) from error
+
+    def _shard(self, path: Path) -> _Shard:
+        if path not in self._shards:
+            self._shards[path] = _open_bin(path) if path.suffix == ".bin" else _open_safetensors(path)
+        return self._shards[path]
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if not dtype.is_floating_point:
+        return "integers"
+    return "floats of 16 bits or more" if dtype.itemsize >= 2 else "floats of 8 bits"
+
+
+def _read_object(path: Path, remedy: str) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(
+            f"a checkpoint needs {path}, which cannot be read: {error.strerror}; nothing was loaded. {remedy}"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} must hold JSON: {error}; nothing was loaded. Restore the file.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"{path} must hold a JSON object, got {type(value).__name__}; nothing was loaded. Restore the file."
+        )
+    return value
+
+
+def _indexed(index: Path) -> dict[str, Path]:
+    """The file of each tensor, by an index of shards that are all there."""
+    places = _read_object(index, "Restore the file.").get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
+        raise CheckpointError(
+            f"{index} must hold a weight_map from tensor names to file names, got {type(places).__name__}; nothing was "
+            "loaded. Restore the file."
+        )
+    shards = sorted(set(places.values()))
+    if outside := [shard for shard in shards if Path(shard).name != shard]:
+        raise CheckpointError(
+            f"{index} must name files beside it, got {outside[0]!r}; nothing was loaded. Restore the file."
+        )
+    if missing := [shard for shard in shards if not (index.parent / shard).is_file()]:
+        raise CheckpointError(
+            f"{index} names {len(shards)} files, {len(missing)} of them missing: {', '.join(missing[:8])}; nothing was "
+            "loaded. Complete the download."
+        )
+    return {name: index.parent / place for name, place in places.items()}
+
+
+def _open_safetensors(path: Path) -> _Shard:
+    try:
+        handle = safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path, error) from error
+    return _Shard(frozenset(handle.keys()), handle.get_tensor)
+
+
+def _open_bin(path: Path) -> _Shard:
+    try:
+        # Files older than the zip format cannot be mapped.
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # a corrupt pickle raises whatever its bytes happen to spell
+        raise _unreadable(path, error) from error
+    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise CheckpointError(
+            f"{path} must hold tensors by name, got {type(state).__name__} with other values; nothing was loaded. "
+            "Store a state_dict."
+        )
+    return _Shard(frozenset(state), state.__getitem__)
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    kind = "a PyTorch state" if path.suffix == ".bin" else "safetensors"
+    return CheckpointError(
+        f"{path} cannot be read as {kind}: {error}; it is truncated or corrupt, and nothing was loaded. Restore the "
+        "file."
+    )

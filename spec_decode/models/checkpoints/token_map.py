@@ -1,0 +1,49 @@
+"""The reduced vocabulary of a draft: which token of the target each of its own stands for."""
+
+from __future__ import annotations
+
+import torch
+
+from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.checkpoints.store import TensorStore
+
+
+def read_token_map(store: TensorStore, draft_vocab: int, target_vocab: int) -> torch.Tensor | None:
+    """int64 [draft_vocab], distinct ids of the target, ascending or not; None where both vocabularies are the same.
+
+    d2t holds each token's distance to its id in the target. t2d, where there is one, marks the ids that are reached.
+    """
+    if draft_vocab == target_vocab and "d2t" not in store.names():
+        return None
+    ids = store.take("d2t", (draft_vocab,), torch.int64) + torch.arange(draft_vocab)
+    problems = _problems(ids, target_vocab)
+    if not problems and "t2d" in store.names():
+        problems = _disagreements(ids, store.take("t2d", (target_vocab,), torch.bool))
+    if problems:
+        raise CheckpointError(
+            f"d2t in {store.folder} must map {draft_vocab} tokens to as many of the target's {target_vocab}: "
+            f"{'; '.join(problems)}; the draft would propose other tokens than it means, so nothing was loaded. "
+            "Restore the checkpoint."
+        )
+    return ids
+
+
+def _problems(ids: torch.Tensor, target_vocab: int) -> list[str]:
+    outside = (ids < 0) | (ids >= target_vocab)
+    if count := int(outside.sum()):
+        first = int(outside.nonzero()[0])
+        return [f"{count} map outside the target's vocabulary, the first is {first} to {int(ids[first])}"]
+    times = torch.bincount(ids, minlength=target_vocab)
+    if count := int((times > 1).sum()):
+        first = int((times > 1).nonzero()[0])
+        return [f"{count} of the target's are mapped to several times, the first is {first}, {int(times[first])} times"]
+    return []
+
+
+def _disagreements(ids: torch.Tensor, marked: torch.Tensor) -> list[str]:
+    if (count := int(marked.sum())) != len(ids):
+        return [f"t2d marks {count} tokens, not {len(ids)}"]
+    unmarked = ids[~marked[ids]]
+    if len(unmarked):
+        return [f"t2d does not mark {len(unmarked)} that d2t maps to, the first is {int(unmarked[0])}"]
+    return []

@@ -1,0 +1,88 @@
+"""What a published config.json says of Llama-style decoder layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from spec_decode.models.base import LayerGroup
+from spec_decode.models.checkpoints.config_reader import ConfigReader
+from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.config import ModelConfig
+from spec_decode.models.layers.rope import Scaling, read_rope
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderConfig:
+    """What config.json says of the layers."""
+
+    model: ModelConfig
+    scaling: Scaling | None
+    windows: tuple[int | None, ...]
+    """The sliding window of each layer, None for none."""
+
+    def layer_groups(self, page_size: int, dtype: torch.dtype) -> list[LayerGroup]:
+        """A group for each window that layers have, in the order of their first layers."""
+        groups = []
+        for window in dict.fromkeys(self.windows):
+            spec = replace(self.model, sliding_window=window).attention_spec(page_size, dtype)
+            layers = tuple(layer for layer, found in enumerate(self.windows) if found == window)
+            groups.append(LayerGroup(name="layers" if window is None else f"window{window}", spec=spec, layers=layers))
+        return groups
+
+
+def read_decoder(config: ConfigReader, *, max_positions: int | None = None) -> DecoderConfig:
+    """The config of Llama-style layers; max_positions None takes the config's. Raises CheckpointError."""
+    for name, wanted in (("hidden_act", "silu"), ("mlp_bias", False)):
+        if (found := config.values.get(name, wanted)) not in (wanted, None):
+            raise CheckpointError(
+                f"{name} in {config.place} must be {wanted!r}, got {found!r}, which this model does not compute; "
+                "nothing was loaded. Use another checkpoint."
+            )
+    theta, scaling = read_rope(config)
+    hidden, heads = config.get("hidden_size", int), config.get("num_attention_heads", int)
+    try:
+        model = ModelConfig(
+            vocab_size=config.get("vocab_size", int),
+            hidden_size=hidden,
+            intermediate_size=config.get("intermediate_size", int),
+            num_layers=config.get("num_hidden_layers", int),
+            num_q_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads", int, heads),
+            head_dim=config.get("head_dim", int, hidden // max(heads, 1)),
+            max_positions=max_positions or config.get("max_position_embeddings", int, 2048),
+            rope_theta=theta,
+            norm_eps=config.get("rms_norm_eps", float, 1e-6),
+        )
+        decoder = DecoderConfig(model=model, scaling=scaling, windows=_windows(config, model.num_layers))
+        # Made once here, so that a config that no attention could have is refused as one.
+        if not decoder.layer_groups(1, torch.float32):
+            raise ValueError(f"num_hidden_layers must be at least 1, got {model.num_layers}")
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(
+            f"{config.place} describes no decoder: {error}; nothing was loaded. Restore the file."
+        ) from error
+    return decoder
+
+
+def _windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
+    window = config.optional("sliding_window", int)
+    if not config.get("use_sliding_window", bool, window is not None):
+        return (None,) * num_layers
+    if window is None:
+        config.get("sliding_window", int)
+    kinds = config.get("layer_types", list, [])
+    if not kinds:
+        # Qwen's configs say from which layer on there is a window.
+        first = config.get("max_window_layers", int, 0)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    places = {"sliding_attention": window, "full_attention": None}
+    if len(kinds) != num_layers or not set(kinds) <= places.keys():
+        raise CheckpointError(
+            f"layer_types in {config.place} must name {' or '.join(places)} for each of {num_layers} layers, got "
+            f"{kinds}; nothing was loaded. Restore the file."
+        )
+    return tuple(places[kind] for kind in kinds)

@@ -1,0 +1,89 @@
+"""What all drafts of published checkpoints share, and what those that read the target's hidden states do."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+
+from spec_decode.models.base import DraftModel, LayerGroup, TargetModel
+from spec_decode.models.checkpoints.config_reader import ConfigReader
+from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.decoder_config import DecoderConfig
+from spec_decode.models.layers.rope import ScaledRotary
+
+
+class PublishedDraft(DraftModel):
+    """A stack of decoder layers; made on the meta device, its parameters are given by `fill`."""
+
+    layers: nn.ModuleList
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.vocab_size, self.hidden_size = config.model.vocab_size, config.model.hidden_size
+        self.max_positions = config.model.max_positions
+        with torch.device("cpu"):
+            self.rotary = ScaledRotary(config.model, config.scaling)
+
+    def layer_groups(self, page_size: int) -> list[LayerGroup]:
+        """A group for each sliding window that layers have."""
+        return self.config.layer_groups(page_size, next(self.parameters()).dtype)
+
+
+class HiddenStatesDraft(PublishedDraft):
+    """A draft that reads the target's hidden states, and uses the target's embedding if it brings none of its own."""
+
+    def __init__(self, config: DecoderConfig, target: TargetModel, *, own_embedding: bool) -> None:
+        super().__init__(config)
+        self.embed = nn.Embedding(self.vocab_size, self.hidden_size) if own_embedding else None
+        # A tuple hides the target's modules from this module's own parameters.
+        self._target = (target,)
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """[V, H]."""
+        return target_embedding(self._target[0]) if self.embed is None else self.embed.weight
+
+
+def target_embedding(target: TargetModel) -> torch.Tensor:
+    """The target's token embedding [V, H]."""
+    return cast(nn.Embedding, target.embed).weight
+
+
+def decoder_fields(store: TensorStore) -> ConfigReader:
+    """The part of config.json that describes the layers: its own fields, or those of an object inside it."""
+    fields = ConfigReader(store.config, str(store.folder / "config.json"))
+    for name in ("transformer_layer_config", "model"):  # speculators, vLLM's EAGLE
+        if isinstance(store.config.get(name), dict):
+            return fields.section(name)
+    return fields
+
+
+def check_shared(store: TensorStore, name: str, ours: int, theirs: int) -> None:
+    """Refuse a draft whose `name` is not the target's."""
+    if ours != theirs:
+        raise CheckpointError(
+            f"a draft shares its target's {name}, {store.folder} has {ours} and the target {theirs}; what one hands to "
+            "the other would mean nothing, so nothing was loaded. Use a draft trained on this target."
+        )
+
+
+def check_target_hidden_states(store: TensorStore, wanted: int, target: TargetModel, remedy: str) -> None:
+    """Refuse a target that returns hidden states of another size than the draft reads."""
+    if target.target_states_size != wanted:
+        raise CheckpointError(
+            f"the draft in {store.folder} reads target hidden states of size {wanted}, this target returns "
+            f"{target.target_states_size}; nothing was loaded. {remedy}"
+        )
+
+
+def check_embedding(store: TensorStore, target: TargetModel, dtype: torch.dtype) -> None:
+    """Refuse another dtype than the target's for a draft that uses its embedding."""
+    if (theirs := target_embedding(target).dtype) != dtype:
+        raise CheckpointError(
+            f"the draft in {store.folder} uses its target's embedding, in {theirs}, and was asked for in {dtype}; "
+            "nothing was loaded. Ask for the target's dtype."
+        )

@@ -1,0 +1,245 @@
+"""EAGLE-3 (Li et al., 2025) as published, by its authors' names or those of `speculators`: states of three of the
+target's layers, and a vocabulary of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from spec_decode.models.base import Attend, TargetModel
+from spec_decode.models.checkpoints.config_reader import ConfigReader
+from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
+from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.checkpoints.token_map import read_token_map
+from spec_decode.models.config import ModelConfig
+from spec_decode.models.decoder_config import DecoderConfig, read_decoder
+from spec_decode.models.decoder_weights import fill, layer_parameters, prefixed
+from spec_decode.models.draft import (
+    HiddenStatesDraft,
+    check_embedding,
+    check_shared,
+    check_target_hidden_states,
+    decoder_fields,
+)
+from spec_decode.models.kernels.skinny_linear import is_skinny, norm_linear
+from spec_decode.models.layers.decoder_layer import ResidualStream
+from spec_decode.models.layers.layer_options import LayerOptions, PublishedLayer
+from spec_decode.models.layers.rms_norm import RMSNorm
+from spec_decode.models.layers.rope import Rotary
+
+NUM_AUX_LAYERS = 3
+"""How many of the target's layers a draft reads."""
+
+
+class FirstLayer(PublishedLayer):
+    """A decoder layer whose attention reads embedding and hidden state side by side, each with a norm of its own."""
+
+    def __init__(self, config: ModelConfig, extras: LayerOptions, *, normed_residual: bool) -> None:
+        """normed_residual: the residual starts from the normed hidden state, not the hidden state."""
+        super().__init__(config, 0, extras)
+        self.qkv = nn.Linear(2 * config.hidden_size, self.qkv.out_features, bias=extras.qkv_bias)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.normed_residual = normed_residual
+
+    def fuse(
+        self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, rotary: Rotary, attend: Attend
+    ) -> ResidualStream:
+        """embedded and hidden [T, H]; the residual and the delta yet to be added to it."""
+        normed = self.hidden_norm(hidden)[1]
+        joined = torch.cat([self.attn_norm(embedded)[1], normed], -1)
+        x = normed if self.normed_residual else hidden
+        delta: torch.Tensor | None
+        if is_skinny(x, self.gate_up.weight):
+            x, delta = self.folded_attention_over(joined, x, positions, rotary, attend)
+        else:
+            delta = self.attention(joined, positions, rotary, attend)
+        return self.feed_forward(x, delta)
+
+
+class Eagle3(HiddenStatesDraft):
+    """At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2.
+
+    Positions go as far as the target's: rotary angles need no training, and a wrong guess costs a round's time, not its
+    text.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        target: TargetModel,
+        extras: list[LayerOptions],
+        token_map: torch.Tensor | None,
+        *,
+        draft_vocab: int,
+        norm_target_hidden_states: bool,
+        normed_residual: bool,
+        own_embedding: bool,
+    ) -> None:
+        """norm_target_hidden_states: the states of the target's layers, side by side, are normed before fc."""
+        super().__init__(config, target, own_embedding=own_embedding)
+        model = config.model
+        self.token_map = token_map
+        self.target_states_size = NUM_AUX_LAYERS * target.hidden_size
+        self.input_norm = RMSNorm(self.target_states_size, model.norm_eps) if norm_target_hidden_states else None
+        self.fc = nn.Linear(self.target_states_size, model.hidden_size, bias=False)
+        first = FirstLayer(model, extras[0], normed_residual=normed_residual)
+        others = [PublishedLayer(model, layer, extra) for layer, extra in enumerate(extras) if layer]
+        self.layers = nn.ModuleList([first, *others])
+        self.norm = RMSNorm(model.hidden_size, model.norm_eps)
+        self.lm_head = nn.Linear(model.hidden_size, draft_vocab, bias=False)
+
+    def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
+        """target_hidden_states [T, 3 * the target's hidden size]; states [T, H]."""
+        if self.input_norm is not None:
+            target_hidden_states = self.input_norm(target_hidden_states)[1]
+        states: torch.Tensor = self.fc(target_hidden_states)
+        return states
+
+    def forward(
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """token_ids, positions int64 [T], hidden [T, H]; states [T, H] before the last norm."""
+        first, *others = self.layers
+        assert isinstance(first, FirstLayer)
+        embedded = F.embedding(token_ids, self.embedding)
+        x, delta = first.fuse(embedded, hidden, positions, self.rotary, attend)
+        for layer in others:
+            x, delta = layer(x, delta, positions, self.rotary, attend)
+        return x if delta is None else x + delta
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [T, H]; logits [T, draft vocabulary]."""
+        if is_skinny(hidden, self.lm_head.weight):
+            return norm_linear(hidden, None, self.norm.weight, self.norm.eps, self.lm_head.weight)[1]
+        out: torch.Tensor = self.lm_head(self.norm(hidden)[1])
+        return out
+
+
+def serves(store: TensorStore) -> bool:
+    """Whether the checkpoint has EAGLE-3's names."""
+    return not store.names().isdisjoint({"d2t", "midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"})
+
+
+def aux_hidden_state_layers(store: TensorStore, num_target_layers: int) -> tuple[int, ...]:
+    """The states of the target that the draft reads, by the layers they enter: 0 to n of n, where n leaves the last.
+
+    Checkpoints follow two conventions under one name, eagle_aux_hidden_state_layer_ids. SGLang and NVIDIA's trainer
+    count layers whose *output* is read: their lists begin with 1, and layer i's output enters layer i + 1. Others,
+    vLLM's and `speculators`' among them, name the layers that the states enter, and begin with 2: they are used as they
+    stand, and so is any other list. Without a list, EAGLE-3's own training: 2, n // 2 and n - 3.
+
+    Raises CheckpointError for states that the target does not have.
+    """
+    name = "eagle_aux_hidden_state_layer_ids"
+    section = _aux_section(store, name)
+    listed = section.get(name, list, [2, num_target_layers // 2, num_target_layers - 3])
+    numbers = len(listed) == NUM_AUX_LAYERS and all(type(layer) is int for layer in listed)
+    states = [layer + (listed[0] == 1) for layer in listed] if numbers else []
+    if not states or not all(0 <= state <= num_target_layers for state in states):
+        raise CheckpointError(
+            f"{name} in {section.place} must be {NUM_AUX_LAYERS} of the target's {num_target_layers} layers, got "
+            f"{listed}; nothing was loaded. Use a draft trained on this target."
+        )
+    return tuple(states)
+
+
+def _aux_section(store: TensorStore, name: str) -> ConfigReader:
+    """Where config.json says a field about the auxiliary hidden states: at its top, or in NVIDIA's eagle_config."""
+    config = ConfigReader(store.config, str(store.folder / "config.json"))
+    return config if config.values.get(name) else config.section("eagle_config")
+
+
+def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> Eagle3:
+    """The draft, ready to run. Raises CheckpointError."""
+    whole = ConfigReader(store.config, str(store.folder / "config.json"))
+    fields = decoder_fields(store)
+    config = read_decoder(fields, max_positions=target.max_positions)
+    model = config.model
+    own_embedding = "embed_tokens.weight" in store.names()
+    _check_target(store, model, target, whole, dtype=dtype, own_embedding=own_embedding)
+    _refuse_normed_output(whole)
+    draft_vocab = whole.get("draft_vocab_size", int, model.vocab_size)
+    token_map = read_token_map(store, draft_vocab, target.vocab_size)
+    prefixes = _prefixes(store, model.num_layers)
+    extras = [LayerOptions.found(store, prefix) for prefix in prefixes]
+    with torch.device("meta"):
+        draft = Eagle3(
+            config,
+            target,
+            extras,
+            None if token_map is None else token_map.to(device),
+            draft_vocab=draft_vocab,
+            norm_target_hidden_states=_aux_section(store, "norm_before_fc").get("norm_before_fc", bool, False),
+            normed_residual=whole.get("norm_before_residual", bool, False),
+            own_embedding=own_embedding,
+        )
+    weights = ScopedWeights(store, "", dtype, device)
+    state = _state(weights, model, prefixes, extras, own_embedding, draft)
+    store.refuse_unused()
+    return fill(draft, state, device)
+
+
+def _state(
+    weights: ScopedWeights,
+    model: ModelConfig,
+    prefixes: list[str],
+    extras: list[LayerOptions],
+    own_embedding: bool,
+    draft: Eagle3,
+) -> dict[str, torch.Tensor]:
+    hidden = model.hidden_size
+    state = {
+        "fc.weight": weights.take("fc.weight", hidden, draft.target_states_size),
+        "norm.weight": weights.take("norm.weight", hidden),
+        "lm_head.weight": weights.take("lm_head.weight", draft.lm_head.out_features, hidden),
+        "layers.0.hidden_norm.weight": weights.take(f"{prefixes[0]}hidden_norm.weight", hidden),
+    }
+    if draft.input_norm is not None:
+        state["input_norm.weight"] = weights.take("input_norm.weight", draft.target_states_size)
+    if own_embedding:
+        state["embed.weight"] = weights.take("embed_tokens.weight", model.vocab_size, hidden)
+    for layer, (prefix, extra) in enumerate(zip(prefixes, extras, strict=True)):
+        inputs = hidden if layer else 2 * hidden
+        state |= prefixed(f"layers.{layer}.", layer_parameters(weights.under(prefix), model, extra, inputs=inputs))
+    return state
+
+
+def _refuse_normed_output(config: ConfigReader) -> None:
+    """A draft that feeds its normed states back has the tensors of one that does not: only the config tells."""
+    if config.get("norm_output", bool, False):
+        raise CheckpointError(
+            f"norm_output in {config.place} must be false: this model feeds states back unnormed, and every "
+            "token behind the first would be drafted from others; nothing was loaded. Use a draft trained without it."
+        )
+
+
+def _prefixes(store: TensorStore, num_layers: int) -> list[str]:
+    """What the tensors of each layer begin with; its authors call the first one midlayer."""
+    named = any(name.startswith("midlayer.") for name in store.names())
+    return ["midlayer." if named and layer == 0 else f"layers.{layer}." for layer in range(num_layers)]
+
+
+def _check_target(
+    store: TensorStore,
+    model: ModelConfig,
+    target: TargetModel,
+    config: ConfigReader,
+    *,
+    dtype: torch.dtype,
+    own_embedding: bool,
+) -> None:
+    check_shared(store, "vocab_size", model.vocab_size, target.vocab_size)
+    target_hidden = config.get("target_hidden_size", int, model.hidden_size)
+    check_shared(store, "hidden_size", target_hidden, target.hidden_size)
+    check_target_hidden_states(
+        store,
+        NUM_AUX_LAYERS * target_hidden,
+        target,
+        f"Make the target with the states of {NUM_AUX_LAYERS} layers: aux_hidden_state_layers says which.",
+    )
+    if not own_embedding:
+        name = "hidden_size (for want of an embedding of its own)"
+        check_shared(store, name, model.hidden_size, target.hidden_size)
+        check_embedding(store, target, dtype)

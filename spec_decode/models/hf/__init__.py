@@ -1,0 +1,1 @@
+"""A target that is a model of the library `transformers`."""

@@ -1,0 +1,179 @@
+"""An attention function for `transformers` that hands every layer's attention to whoever runs the model.
+
+Legend: T flat tokens, D head dim, E value dim; the library's own layout is [1, heads, T, dim].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from builders import AttentionSpec
+from spec_decode.models.checkpoints.errors import CheckpointError
+
+try:
+    from transformers import AttentionInterface
+except ImportError as error:
+    raise ImportError(
+        f"a target of the library transformers needs that package, which cannot be imported: {error}; nothing was "
+        "loaded. Install attn-backends[transformers]."
+    ) from error
+
+ATTENTION_NAME = "attn_backends_paged"
+"""What the function is registered as. The library makes no masks for a name that it knows none for."""
+
+_MEANINGLESS_HERE = frozenset({
+    "cache_position", "logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits",
+    "position_ids", "return_dict", "use_cache",
+})  # fmt: skip
+"""What models pass through to their attention without asking for other attention by it."""
+
+
+class UnservedModel(CheckpointError):
+    """A model whose attention or logits this library cannot compute; the message names the layer and the reason."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerAttention:
+    """The attention that a layer asks for when it runs; fields as in AttentionSpec."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+    sinks: bool
+
+    def spec(self, page_size: int) -> AttentionSpec:
+        """The same over pages of page_size tokens."""
+        return AttentionSpec(
+            page_size=page_size,
+            num_q_heads=self.num_q_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            value_dim=self.value_dim,
+            dtype=self.dtype,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
+            sinks=self.sinks,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCall:
+    """One layer's call for attention: query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, E], sinks fp32 [Hq] or None."""
+
+    layer: int
+    asked: LayerAttention
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    sinks: torch.Tensor | None
+
+
+Serve = Callable[[LayerCall], torch.Tensor]
+"""Computes [T, Hq, E]."""
+
+_SERVE: ContextVar[Serve] = ContextVar("serve")
+
+
+@contextmanager
+def serving(serve: Serve) -> Iterator[None]:
+    """Within it, in this thread, layers of models set to ATTENTION_NAME get their attention from `serve`."""
+    token = _SERVE.set(serve)
+    try:
+        yield
+    finally:
+        _SERVE.reset(token)
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """The library's call for one layer; returns [1, T, Hq, E] and no weights."""
+    serve = _SERVE.get(None)
+    if serve is None:
+        raise UnservedModel(
+            "a model that was made a target gets its attention from the target's forward, and was called by itself; "
+            "nothing was computed. Call the target, or load the model again for other uses."
+        )
+    window, soft_cap, sinks = (others.pop(name, None) for name in ("sliding_window", "softcap", "s_aux"))
+    _refuse_other_attention(module, query, attention_mask, scaling, dropout, others)
+    assert scaling is not None
+    asked = LayerAttention(
+        num_q_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_dim=query.shape[3],
+        value_dim=value.shape[3],
+        dtype=query.dtype,
+        scale=float(scaling),
+        sliding_window=window,
+        soft_cap=soft_cap,
+        sinks=sinks is not None,
+    )
+    call = LayerCall(
+        layer=module.layer_idx,  # type: ignore[arg-type]
+        asked=asked,
+        query=query[0].transpose(0, 1),
+        key=key[0].transpose(0, 1),
+        value=value[0].transpose(0, 1),
+        sinks=None if sinks is None else sinks.float(),
+    )
+    return serve(call)[None], None
+
+
+def _refuse_other_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    others: dict[str, Any],
+) -> None:
+    problems = []
+    if not isinstance(getattr(module, "layer_idx", None), int):
+        problems.append(f"has no number: layer_idx is {getattr(module, 'layer_idx', None)!r}")
+    if query.shape[0] != 1:
+        problems.append(f"splits the tokens into {query.shape[0]} rows")
+    if attention_mask is not None:
+        problems.append("adds a mask or bias of its own to the scores")
+    if not isinstance(scaling, float | int):
+        problems.append(f"names no number to scale the scores with, got {scaling!r}")
+    if dropout:
+        problems.append(f"drops weights at random ({dropout:g})")
+    if not (getattr(module, "is_causal", True) and others.pop("is_causal", None) in (None, True)):
+        problems.append("lets tokens see what comes after them")
+    if getattr(module, "is_kv_shared_layer", False):
+        problems.append("reads keys and values of another layer")
+    known = _MEANINGLESS_HERE
+    problems += [f"asks for {name}" for name in sorted(others) if others[name] is not None and name not in known]
+    if problems:
+        raise unserved(f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__}) {'; it '.join(problems)}")
+
+
+def unserved(reason: str) -> UnservedModel:
+    """The error for a model that is not what a target must be: `reason` says which part, and what it does."""
+    return UnservedModel(
+        "a target needs layers of causal softmax attention over its own keys and values, and nothing else that mixes "
+        f"tokens: {reason}. Its text would be another model's, so it was refused. Use another model."
+    )
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention)

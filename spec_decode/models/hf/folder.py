@@ -1,0 +1,61 @@
+"""A `transformers` model and its tokenizer from a local folder; nothing is ever fetched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from spec_decode.models.checkpoints.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
+    """The causal language model in a folder (config.json; weights in safetensors or .bin), through the host's memory.
+
+    Raises CheckpointError for a folder without a whole model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    _require_file(folder, "config.json")
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # the library's own, its dependencies', and whatever a model's code raises
+        raise CheckpointError(
+            f"{folder} must hold a causal language model that the installed transformers knows, it says: {error}; "
+            "nothing was loaded. Restore the folder, or update transformers."
+        ) from error
+    if missing := sorted(found["missing_keys"]):
+        raise CheckpointError(
+            f"the weights in {folder} lack {len(missing)} of the model's tensors: {', '.join(missing[:8])}"
+            f"{', ...' if len(missing) > 8 else ''}; those would be random, so nothing was loaded. Complete the "
+            "download."
+        )
+    return model.to(device)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer in a folder. Raises CheckpointError where there is none."""
+    from transformers import AutoTokenizer
+
+    _require_file(folder, "tokenizer_config.json")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # as above: there is no one class of them
+        raise CheckpointError(
+            f"the tokenizer in {folder} cannot be read: {error}; texts cannot become tokens, so nothing was loaded. "
+            "Restore the tokenizer's files."
+        ) from error
+
+
+def _require_file(folder: Path, file: str) -> None:
+    if not (folder / file).is_file():
+        found = "there is no such folder" if not folder.is_dir() else "the folder does not hold it"
+        raise CheckpointError(
+            f"{folder / file} is needed, {found}; nothing was loaded. Name the folder of a downloaded model."
+        )

@@ -1,0 +1,225 @@
+"""A target that is any causal language model of the library `transformers`, run over our paged attention.
+
+Legend: T flat tokens, H hidden size, V vocabulary. The library runs them as one row of T tokens with explicit
+positions, without its cache and without its masks: which tokens see which is the attention's business alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from spec_decode.models.base import Attend, LayerGroup, TargetModel, TargetStates
+from spec_decode.models.hf.attention import ATTENTION_NAME, LayerAttention, LayerCall, serving, unserved
+from spec_decode.models.hf.hidden_states import catching, set_hooks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_PROBE_TOKENS = 2
+_SERVED_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+class TransformersTarget(TargetModel):
+    """A causal language model of `transformers`, in eval mode on one device.
+
+    The model belongs to the target from then on: its attention is set to ours, and called by itself it refuses. What
+    each layer's attention is, the layer itself says in a forward over two tokens, at construction. A forward is device
+    work alone, so that it can be captured, except where the library loops over experts (its `eager` experts).
+    """
+
+    def __init__(self, model: PreTrainedModel, *, aux_hidden_state_layers: Sequence[int] | None = None) -> None:
+        """aux_hidden_state_layers: the layers whose incoming residual states, side by side in this order, are the
+        target_hidden_states (EAGLE-3 reads 2, n // 2 and n - 3 of n layers; n stands for what leaves the last one,
+        before the final norm). None: the hidden states after the final norm are.
+
+        Raises UnservedModel where the model has anything that `transformers`' attention interface does not hand over.
+        """
+        super().__init__()
+        self.model = model.eval().requires_grad_(False)
+        self.config: Any = model.config.get_text_config()
+        _refuse_other_architectures(model, self.config)
+        self._accepts = inspect.signature(type(self._decoder).forward).parameters.keys()
+        self.vocab_size = self.lm_head.out_features
+        self.hidden_size = self.config.hidden_size
+        self.max_positions = self.config.max_position_embeddings
+        self.aux_hidden_state_layers = None if aux_hidden_state_layers is None else tuple(aux_hidden_state_layers)
+        self._check_aux_hidden_state_layers()
+        self.target_states_size = self.hidden_size * (
+            1 if self.aux_hidden_state_layers is None else len(self.aux_hidden_state_layers)
+        )
+        self._layers: dict[int, LayerAttention] = {}
+        model.set_attn_implementation(ATTENTION_NAME)
+        if self.config._attn_implementation != ATTENTION_NAME:
+            raise unserved(f"{type(model).__name__} computes its attention itself, not through the library's interface")
+        self._probe()
+        if self.aux_hidden_state_layers is not None:
+            set_hooks(self._decoder, self.num_layers, self.aux_hidden_state_layers)
+
+    @property
+    def embed(self) -> nn.Embedding:
+        """The embedding of tokens; weight [V, H]."""
+        embed: nn.Embedding = self.model.get_input_embeddings()
+        return embed
+
+    @property
+    def lm_head(self) -> nn.Linear:
+        """The output projection; weight [V, H]."""
+        lm_head: nn.Linear = self.model.get_output_embeddings()
+        return lm_head
+
+    @property
+    def _decoder(self) -> nn.Module:
+        return _decoder_of(self.model)
+
+    @property
+    def num_layers(self) -> int:
+        count: int = self.config.num_hidden_layers
+        return count
+
+    def layer_groups(self, page_size: int) -> list[LayerGroup]:
+        """A group for every kind of attention that a layer has, named `full` or `sliding`; a number tells others of
+        the same name apart."""
+        by_kind: dict[LayerAttention, list[int]] = {}
+        for layer in sorted(self._layers):
+            by_kind.setdefault(self._layers[layer], []).append(layer)
+        groups: list[LayerGroup] = []
+        for asked, layers in by_kind.items():
+            name = "full" if asked.sliding_window is None else "sliding"
+            same = sum(group.name.split("_")[0] == name for group in groups)
+            name = f"{name}_{same + 1}" if same else name
+            groups.append(LayerGroup(name=name, spec=asked.spec(page_size), layers=tuple(layers)))
+        return groups
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> TargetStates:
+        """token_ids and positions int64 [T]; hidden are the states after the final norm."""
+
+        def serve(call: LayerCall) -> torch.Tensor:
+            if call.asked != (made_for := self._layers.get(call.layer)):
+                raise unserved(f"layer {call.layer} asks for {call.asked}, while the target was made for {made_for}")
+            return attend(call.layer, call.query, call.key, call.value, sinks=call.sinks)
+
+        with serving(serve), catching() as states:
+            out = self._decoder(**self._inputs(token_ids, positions))
+        hidden: torch.Tensor = out.last_hidden_state[0]
+        if self.aux_hidden_state_layers is None:
+            return TargetStates(hidden, hidden)
+        return TargetStates(hidden, torch.cat([states[layer][0] for layer in self.aux_hidden_state_layers], -1))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [T, H]; logits [T, V], scaled and capped as the model's config says."""
+        logits: torch.Tensor = self.lm_head(hidden)
+        # Cohere multiplies, Granite divides, Gemma caps.
+        if scale := getattr(self.config, "logit_scale", None):
+            logits = logits * scale
+        if divisor := getattr(self.config, "logits_scaling", None):
+            logits = logits / divisor
+        if cap := getattr(self.config, "final_logit_softcapping", None):
+            logits = cap * torch.tanh(logits / cap)
+        return logits
+
+    def _inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
+        inputs = {
+            "input_ids": token_ids[None],
+            "position_ids": positions[None],
+            "use_cache": False,
+            "return_dict": True,
+        }
+        if "cache_position" in self._accepts:
+            # Where a model derives anything from it, it would otherwise count from 0.
+            inputs["cache_position"] = positions
+        return inputs
+
+    @torch.no_grad()
+    def _probe(self) -> None:
+        """Run two tokens, note what each layer asks for, and compare our logits with the model's own."""
+        calls: dict[int, list[LayerAttention]] = {}
+        states: list[torch.Tensor] = []
+
+        def note(call: LayerCall) -> torch.Tensor:
+            calls.setdefault(call.layer, []).append(call.asked)
+            return call.value.repeat_interleave(call.asked.num_q_heads // call.asked.num_kv_heads, 1)
+
+        tokens = torch.arange(_PROBE_TOKENS, device=self.embed.weight.device)
+        handle = self._decoder.register_forward_hook(lambda _, __, out: states.append(out.last_hidden_state[0]))
+        try:
+            with serving(note):
+                theirs = self.model(**self._inputs(tokens, tokens)).logits[0]
+        finally:
+            handle.remove()
+        if not states:
+            raise unserved(f"{type(self.model).__name__} goes around its decoder, {type(self._decoder).__name__}")
+        self._check_layers(calls)
+        self._layers = {layer: asked for layer, (asked,) in calls.items()}
+        self._check_logits(states[0], theirs)
+
+    def _check_layers(self, calls: dict[int, list[LayerAttention]]) -> None:
+        types = dict(enumerate(getattr(self.config, "layer_types", None) or ()))
+        for layer in sorted(calls.keys() | set(range(self.num_layers))):
+            asked = calls.get(layer, [])
+            if len(asked) != 1:
+                raise unserved(f"layer {layer} asked for attention {len(asked)} times in a forward, not once")
+            kind, window = types.get(layer), asked[0].sliding_window
+            if kind and (kind == "sliding_attention") != (window is not None):
+                raise unserved(f"layer {layer} is of type {kind}, yet asks for a window of {window} tokens")
+
+    def _check_logits(self, hidden: torch.Tensor, theirs: torch.Tensor) -> None:
+        ours, theirs = self.logits(hidden).float(), theirs.float()
+        # Wide enough for the roundings of bf16 in another matrix shape, narrow enough for a factor or cap left out.
+        close = ours.shape == theirs.shape and bool((ours - theirs).abs().max() <= 0.03 * theirs.abs().max())
+        if not close:
+            raise unserved(
+                f"{type(self.model).__name__} makes its logits of the last states in a way other than by an output "
+                f"projection with logit_scale, logits_scaling or final_logit_softcapping: {list(theirs.shape)} up to "
+                f"{theirs.abs().max():.4g}, where those give {list(ours.shape)} up to {ours.abs().max():.4g}"
+            )
+
+    def _check_aux_hidden_state_layers(self) -> None:
+        wrong = [layer for layer in self.aux_hidden_state_layers or () if not 0 <= layer <= self.num_layers]
+        if wrong or self.aux_hidden_state_layers == ():
+            raise ValueError(
+                f"aux_hidden_state_layers must be one or more of 0 to {self.num_layers}, got "
+                f"{self.aux_hidden_state_layers}; the draft would read states that do not exist, so no target was "
+                "made. Use the layers that the draft was trained with."
+            )
+
+
+def _decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The layers with embedding and final norm; the model itself where it names none."""
+    # Some models, in older versions of the library, name themselves; their base is it then.
+    decoder: nn.Module = model.base_model if model.get_decoder() is model else model.get_decoder()
+    return decoder
+
+
+def _refuse_other_architectures(model: PreTrainedModel, config: Any) -> None:
+    """What no layer's call for attention would show."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise unserved(f"{name} is an encoder and a decoder")
+    if getattr(model, "_is_stateful", False):
+        raise unserved(f"{name} has recurrent or convolutional layers, whose state it keeps itself")
+    for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if kind not in _SERVED_LAYER_TYPES:
+            raise unserved(f"layer {layer} of {name} is of type {kind}, not {' or '.join(_SERVED_LAYER_TYPES)}")
+    if not isinstance(model.get_output_embeddings(), nn.Linear):
+        raise unserved(f"{name} has no output projection to a vocabulary")
+    if not isinstance(getattr(config, "max_position_embeddings", None), int):
+        raise unserved(f"the config of {name} has no max_position_embeddings")
+    if (decoder := _decoder_of(model)) is model:
+        raise unserved(f"{name} does not keep its layers apart from its output projection")
+    if "position_ids" not in inspect.signature(type(decoder).forward).parameters:
+        raise unserved(f"{name} takes no position_ids: it finds the tokens' positions itself")
+    if len(devices := {parameter.device for parameter in model.parameters()}) != 1 or "meta" in str(devices):
+        raise unserved(f"the parameters of {name} lie on {', '.join(sorted(map(str, devices)))}, not on one device")
+    for path, module in model.named_modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if kind == "longrope" or "dynamic" in (kind or ""):
+                raise unserved(
+                    f"{path} turns keys by angles that depend on the longest text of the batch (rope type {kind}), so "
+                    "that keys stored before would no longer fit"
+                )

@@ -1,0 +1,1 @@
+"""What models are made of: decoder layers, attention, feed-forward, rotary embedding."""

@@ -1,0 +1,96 @@
+"""Dense multi-head latent attention in absorbed form (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+Legend: T tokens, H hidden size, h heads, N dims of a head that are not rotated, P rotated dims, R dims of a latent,
+V dims of a value head. A head's key is the latent's up-projection beside P rotated dims that all heads share. Folding
+the up-projections into the query and the output leaves attention of all heads over one key: latent | rotated dims.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from attn_backends.kernels.latent_rotary import inverse_rotary
+from builders import AttentionKind, AttentionSpec
+from spec_decode.models.base import Attend
+from spec_decode.models.checkpoints.scoped_weights import ScopedWeights, frozen
+from spec_decode.models.kernels.skinny_linear import linear
+from spec_decode.models.layers.yarn import Rope
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MlaShape:
+    """Sizes of one attention layer."""
+
+    hidden: int
+    heads: int
+    q_rank: int | None
+    """None: queries do not pass through a low rank."""
+    kv_rank: int
+    nope_dim: int
+    value_dim: int
+    rope: Rope
+    eps: float
+
+    @property
+    def query_dim(self) -> int:
+        """Dims of a head's query before it is absorbed: N + P."""
+        return self.nope_dim + self.rope.dims
+
+    def spec(self, page_size: int, dtype: torch.dtype) -> AttentionSpec:
+        """The absorbed attention. Its scale is that of the heads it stands for."""
+        factor = 1.0 if self.rope.yarn is None else self.rope.yarn.softmax_factor
+        return AttentionSpec(
+            num_q_heads=self.heads,
+            num_kv_heads=1,
+            head_dim=self.kv_rank + self.rope.dims,
+            value_dim=self.kv_rank,
+            page_size=page_size,
+            dtype=dtype,
+            scale=self.query_dim**-0.5 * factor,
+            kind=AttentionKind.MLA,
+        )
+
+
+class LatentAttention(nn.Module):
+    """One layer, from tensors named as DeepSeek-V3 names them."""
+
+    back: torch.Tensor
+
+    def __init__(self, shape: MlaShape, weights: ScopedWeights, max_positions: int) -> None:
+        super().__init__()
+        self.shape = shape
+        latent = shape.kv_rank + shape.rope.dims
+        first = "q_proj" if shape.q_rank is None else "q_a_proj"
+        self.queries = shape.heads * shape.query_dim if shape.q_rank is None else shape.q_rank
+        names = [f"{first}.weight", "kv_a_proj_with_mqa.weight"]
+        self.project_in = weights.stacked(names, [self.queries, latent], shape.hidden)
+        self.q_norm = self.q_up = None
+        if shape.q_rank is not None:
+            self.q_norm = weights.norm("q_a_layernorm.weight", shape.q_rank, shape.eps)
+            self.q_up = weights.parameter("q_b_proj.weight", shape.heads * shape.query_dim, shape.q_rank)
+        self.kv_norm = weights.norm("kv_a_layernorm.weight", shape.kv_rank, shape.eps)
+        ups = weights.take("kv_b_proj.weight", shape.heads * (shape.nope_dim + shape.value_dim), shape.kv_rank)
+        key_up, value_up = ups.unflatten(0, (shape.heads, -1)).split([shape.nope_dim, shape.value_dim], 1)
+        self.key_up, self.value_up = frozen(key_up.contiguous()), frozen(value_up.contiguous())
+        self.out = weights.parameter("o_proj.weight", shape.hidden, shape.heads * shape.value_dim)
+        cos, sin = shape.rope.table(max_positions).to(weights.device).chunk(2, -1)
+        # Angles of the other sign: turning back by them turns forward, in place and without a norm.
+        self.register_buffer("back", torch.cat([cos, -sin], -1), persistent=False)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, layer: int, attend: Attend) -> torch.Tensor:
+        """x [T, H] normed, positions int64 [T]; the residual's delta [T, H]."""
+        shape = self.shape
+        query, latent = linear(x, self.project_in).split([self.queries, shape.kv_rank + shape.rope.dims], -1)
+        if self.q_norm is not None and self.q_up is not None:
+            query = linear(self.q_norm(query)[1], self.q_up)
+        nope, rotated = query.unflatten(-1, (shape.heads, -1)).split([shape.nope_dim, shape.rope.dims], -1)
+        absorbed = torch.bmm(nope.transpose(0, 1), self.key_up).transpose(0, 1)
+        query = inverse_rotary(torch.cat([absorbed, rotated], -1), positions, self.back)
+        latent, shared = latent.split([shape.kv_rank, shape.rope.dims], -1)
+        key = inverse_rotary(torch.cat([self.kv_norm(latent)[1], shared], -1)[:, None], positions, self.back)
+        out = attend(layer, query, key, key[..., : shape.kv_rank])
+        values = torch.bmm(out.transpose(0, 1), self.value_up.mT).transpose(0, 1)
+        return linear(values.flatten(1), self.out)

@@ -1,0 +1,21 @@
+"""The RMS norm, which adds the residual's delta first."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from spec_decode.models.kernels.add_rms_norm import add_rms_norm
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, in fp32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + delta (x where there is none) and its norm, both [T, size]."""
+        return add_rms_norm(x, delta, self.weight, self.eps)

@@ -1,0 +1,156 @@
+"""Multi-token prediction as DeepSeek-V3 and GLM-4.7-Flash publish it (arXiv:2412.19437, section 2.2).
+
+The layer behind the target's last, in the target's own checkpoint: one decoder layer with dense latent attention over
+the embedding of the token at p + 1 beside the target's state at p.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from spec_decode.models.base import Attend, LayerGroup, TargetModel
+from spec_decode.models.checkpoints.config_reader import ConfigReader
+from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
+from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.draft import check_shared, check_target_hidden_states
+from spec_decode.models.kernels.skinny_linear import linear
+from spec_decode.models.layers.feed_forward import (
+    MixtureShape,
+    Names,
+    read_dense,
+    read_mixture,
+    read_mixture_shape,
+)
+from spec_decode.models.layers.mla_attention import LatentAttention, MlaShape
+from spec_decode.models.layers.yarn import read_rope
+from spec_decode.models.mtp_draft import PredictionDraft, check_published_form
+
+ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
+
+_NAMES = Names(gate="gate_proj", up="up_proj", down="down_proj", router_bias="gate.e_score_correction_bias")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MtpShape:
+    """What config.json says of the draft's layer."""
+
+    layer: int
+    """Its index in the checkpoint: the number of the target's own layers."""
+    vocab_size: int
+    hidden: int
+    max_positions: int
+    eps: float
+    attention: MlaShape
+    feed_forward: MixtureShape | int
+    """A mixture, or the intermediate size of a dense block."""
+
+
+def serves(config: dict[str, Any]) -> bool:
+    """Whether `load` reads checkpoints with this config.json."""
+    return any(name in ARCHITECTURES for name in config.get("architectures") or ())
+
+
+def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> MultiTokenPrediction:
+    """The draft in a target's checkpoint, or in one that holds nothing else.
+
+    Of several such layers the first is taken, and used at every step. Where it has no embedding or head of its own, it
+    shares the target's `embed.weight` and `logits`. Raises CheckpointError for anything amiss.
+    """
+    config = ConfigReader(store.config, str(store.folder / "config.json"))
+    shape = read_shape(config)
+    check_shared(store, "vocab_size", shape.vocab_size, target.vocab_size)
+    check_shared(store, "hidden_size", shape.hidden, target.hidden_size)
+    check_target_hidden_states(
+        store, shape.hidden, target, "Make the target with its last hidden states as target_hidden_states."
+    )
+    weights = ScopedWeights(store, f"model.layers.{shape.layer}.", dtype, device)
+    draft = MultiTokenPrediction(shape, weights, target)
+    weights.refuse_unused()
+    return draft
+
+
+def read_shape(config: ConfigReader) -> MtpShape:
+    """Raises CheckpointError for a config that no such layer could have, or that is stored otherwise."""
+    check_published_form(config)
+    layer, hidden = config.get("num_hidden_layers", int), config.get("hidden_size", int)
+    eps = config.get("rms_norm_eps", float)
+    return MtpShape(
+        layer=layer,
+        vocab_size=config.get("vocab_size", int),
+        hidden=hidden,
+        max_positions=config.get("max_position_embeddings", int),
+        eps=eps,
+        attention=MlaShape(
+            hidden=hidden,
+            heads=config.get("num_attention_heads", int),
+            q_rank=config.optional("q_lora_rank", int),
+            kv_rank=config.get("kv_lora_rank", int),
+            nope_dim=config.get("qk_nope_head_dim", int),
+            value_dim=config.get("v_head_dim", int),
+            rope=read_rope(config, config.get("qk_rope_head_dim", int)),
+            eps=eps,
+        ),
+        feed_forward=_read_feed_forward_shape(config, layer, hidden),
+    )
+
+
+def _read_feed_forward_shape(config: ConfigReader, layer: int, hidden: int) -> MixtureShape | int:
+    routed = config.optional("n_routed_experts", int) is not None
+    first, every = config.get("first_k_dense_replace", int, 0), config.get("moe_layer_freq", int, 1)
+    if routed and layer >= first and layer % max(every, 1) == 0:
+        return read_mixture_shape(config, hidden, scoring="sigmoid")
+    return config.get("intermediate_size", int)
+
+
+class MultiTokenPrediction(PredictionDraft):
+    """At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2.
+
+    The target's hidden states are those behind its final norm. The state handed on is the residual before the head's
+    norm, which `logits` applies.
+    """
+
+    def __init__(self, shape: MtpShape, weights: ScopedWeights, target: TargetModel) -> None:
+        hidden, eps = shape.hidden, shape.eps
+        super().__init__(
+            weights,
+            target,
+            vocab=shape.vocab_size,
+            hidden=hidden,
+            embedding="embed_tokens.weight",
+            head="shared_head.head.weight",
+        )
+        self.shape, self.max_positions = shape, shape.max_positions
+        self.hidden_size = self.target_states_size = hidden
+        self.embedding_norm = weights.norm("enorm.weight", hidden, eps)
+        self.state_norm = weights.norm("hnorm.weight", hidden, eps)
+        self.fuse = weights.parameter("eh_proj.weight", hidden, 2 * hidden)
+        self.attention_norm = weights.norm("input_layernorm.weight", hidden, eps)
+        self.attention = LatentAttention(shape.attention, weights.under("self_attn."), shape.max_positions)
+        self.mlp_norm = weights.norm("post_attention_layernorm.weight", hidden, eps)
+        mlp, kind = weights.under("mlp."), shape.feed_forward
+        self.mlp = (
+            read_dense(mlp, _NAMES, hidden, kind, None) if isinstance(kind, int) else read_mixture(kind, mlp, _NAMES)
+        )
+        self.head_norm = weights.norm("shared_head.norm.weight", hidden, eps)
+
+    def layer_groups(self, page_size: int) -> list[LayerGroup]:
+        """The one layer."""
+        return [LayerGroup(name="mtp", spec=self.shape.attention.spec(page_size, self.fuse.dtype), layers=(0,))]
+
+    def forward(
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """token_ids, positions int64 [T], hidden [T, H]; states [T, H]."""
+        embedded = self.embedding_norm(self.embedded(token_ids))[1]
+        x = linear(torch.cat([embedded, self.state_norm(hidden)[1]], -1), self.fuse)
+        x, normed = self.attention_norm(x)
+        x, normed = self.mlp_norm(x, self.attention(normed, positions, 0, attend))
+        state: torch.Tensor = x + self.mlp(normed)
+        return state
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [T, H]; logits [T, vocab_size]."""
+        return self.projected(self.head_norm(hidden)[1])

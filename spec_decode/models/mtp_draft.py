@@ -1,0 +1,60 @@
+"""What drafts that predict a token more, from a layer trained with the target, have in common."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from spec_decode.models.base import DraftModel, TargetModel
+from spec_decode.models.checkpoints.config_reader import ConfigReader
+from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
+from spec_decode.models.draft import check_embedding, target_embedding
+from spec_decode.models.kernels.skinny_linear import linear
+
+
+class PredictionDraft(DraftModel):
+    """A draft of one layer, which uses its target's embedding and head where the checkpoint has none for it."""
+
+    def __init__(
+        self, weights: ScopedWeights, target: TargetModel, *, vocab: int, hidden: int, embedding: str, head: str
+    ) -> None:
+        """embedding and head: the names of the layer's own [vocab, hidden] matrices, where there are any."""
+        super().__init__()
+        self.vocab_size = vocab
+        self.embed = weights.parameter(embedding, vocab, hidden) if weights.has(embedding) else None
+        self.head = weights.parameter(head, vocab, hidden) if weights.has(head) else None
+        if self.embed is None:
+            check_embedding(weights.store, target, weights.dtype)
+        # A tuple hides the target's modules from this module's own parameters.
+        self._target = (target,)
+
+    def embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids int64 [T]; [T, H]."""
+        return F.embedding(token_ids, target_embedding(self._target[0]) if self.embed is None else self.embed)
+
+    def projected(self, normed: torch.Tensor) -> torch.Tensor:
+        """Normed states [T, H]; logits [T, vocab_size]."""
+        return self._target[0].logits(normed) if self.head is None else linear(normed, self.head)
+
+
+def check_published_form(config: ConfigReader) -> None:
+    """Refuse a checkpoint without such a layer, a quantised one, and one with other activations."""
+    if config.get("num_nextn_predict_layers", int, 0) < 1:
+        raise CheckpointError(
+            f"num_nextn_predict_layers in {config.place} must be at least 1, got "
+            f"{config.values.get('num_nextn_predict_layers')}; the checkpoint has no layer that drafts, so nothing was "
+            "loaded. Use one that was published with it."
+        )
+    if quantised := config.section("quantization_config").values:
+        raise CheckpointError(
+            f"{config.place} must have no quantization_config, got quant_method {quantised.get('quant_method')!r}: "
+            "such weights mean nothing without their scales, which are not read; nothing was loaded. Convert the "
+            "checkpoint to bf16."
+        )
+    for name, wanted in (("hidden_act", "silu"), ("attention_bias", False)):
+        if (found := config.values.get(name, wanted)) not in (wanted, None):
+            raise CheckpointError(
+                f"{name} in {config.place} must be {wanted!r}, got {found!r}, which this draft does not compute; "
+                "nothing was loaded. Use another checkpoint."
+            )

@@ -1,0 +1,186 @@
+"""`draft --target DIR --draft DIR`: models, tokenizer and requests out of folders as they are published."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from spec_decode.cli.common import UserError
+from spec_decode.cli.main import main
+from spec_decode.models import CheckpointError
+from tests.factories import CPU
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+transformers.logging.set_verbosity_error()
+
+from spec_decode.cli.real_pair import RealPair, load_real_pair  # noqa: E402
+
+WORDS = ["<end>", "<turn>", "the", "cat", "sat"]
+TEMPLATE = "{% for m in messages %}<turn> {{ m.content }}{% endfor %}{% if add_generation_prompt %} <turn>{% endif %}"
+
+
+def write_model(folder: Path, **changes: Any) -> None:
+    fields = {
+        "vocab_size": 8,
+        "hidden_size": 32,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+        "bos_token_id": None,
+        "eos_token_id": 7,
+    }
+    config = transformers.LlamaConfig(**{**fields, **changes})
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def write_tokenizer(folder: Path, words: list[str] = WORDS, template: str | None = TEMPLATE) -> None:
+    model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="the")
+    inner = tokenizers.Tokenizer(model)
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    whole = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
+    whole.chat_template = template
+    whole.save_pretrained(folder)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    """A target with a tokenizer, and a small language model as its draft."""
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    write_model(target)
+    write_tokenizer(target)
+    write_model(draft)
+    return target, draft
+
+
+def load(folders: tuple[Path, Path], *, chat: bool = False) -> RealPair:
+    return load_real_pair(*folders, dtype=torch.float32, device=CPU, chat=chat)
+
+
+def test_a_pair_is_loaded_from_its_folders(folders: tuple[Path, Path]) -> None:
+    pair = load(folders)
+
+    assert (pair.target.vocab_size, pair.draft.vocab_size, pair.draft.position_offset) == (8, 8, 1)
+
+
+def test_text_goes_through_the_targets_tokenizer_and_back(folders: tuple[Path, Path]) -> None:
+    pair = load(folders)
+
+    assert pair.encode("the cat sat") == [2, 3, 4]
+    assert pair.decode([2, 3, 0]) == "the cat"
+
+
+def test_a_text_stops_at_every_end_that_model_or_tokenizer_names(folders: tuple[Path, Path]) -> None:
+    assert load(folders).stop_ids == {0, 7}
+
+
+def test_a_chat_follows_the_models_template(folders: tuple[Path, Path]) -> None:
+    assert load(folders, chat=True).encode("cat") == [1, 3, 1]
+
+
+def test_a_chat_without_a_template_is_refused(folders: tuple[Path, Path]) -> None:
+    write_tokenizer(folders[0], template=None)
+    (folders[0] / "chat_template.jinja").unlink()
+
+    with pytest.raises(UserError, match="needs a chat template"):
+        load(folders, chat=True)
+
+
+def test_a_prompt_without_tokens_is_refused(folders: tuple[Path, Path]) -> None:
+    with pytest.raises(UserError, match=r"must have a token"):
+        load(folders).encode("")
+
+
+def test_a_target_without_a_tokenizer_is_refused(folders: tuple[Path, Path]) -> None:
+    (folders[0] / "tokenizer_config.json").unlink()
+
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is needed"):
+        load(folders)
+
+
+def test_a_tokenizer_wider_than_the_model_is_refused(folders: tuple[Path, Path]) -> None:
+    write_tokenizer(folders[0], [*WORDS, "a", "b", "c", "d"])
+
+    with pytest.raises(UserError, match="has 9 tokens, the model beside it knows 8"):
+        load(folders)
+
+
+def test_a_draft_that_numbers_tokens_otherwise_is_refused(folders: tuple[Path, Path]) -> None:
+    write_tokenizer(folders[1], ["<end>", "<turn>", "cat", "the", "sat"])
+
+    with pytest.raises(UserError, match=r"2 of 5 differ: 'the' is 2 in .* and 3 in "):
+        load(folders)
+
+
+def test_a_draft_with_the_targets_tokenizer_is_taken(folders: tuple[Path, Path]) -> None:
+    write_tokenizer(folders[1])
+
+    assert load(folders).draft.vocab_size == 8
+
+
+def test_the_target_hands_out_the_states_that_the_draft_reads(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(folders[0], num_hidden_layers=6)
+    # Only which layers are asked for: the draft itself has its own tests.
+    monkeypatch.setattr("spec_decode.cli.real_pair.aux_hidden_state_layers", lambda folder, n: (2, n // 2, n - 3))
+
+    assert load(folders).target.aux_hidden_state_layers == (2, 3, 3)
+
+
+def test_a_draft_of_another_vocabulary_is_refused(folders: tuple[Path, Path]) -> None:
+    write_model(folders[1], vocab_size=9)
+
+    with pytest.raises(CheckpointError, match=r"9 .*8|8 .*9"):
+        load(folders)
+
+
+def test_without_the_library_the_package_to_install_is_named(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("hf.attention", "hf.target"):
+        monkeypatch.delitem(sys.modules, f"spec_decode.models.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+
+    with pytest.raises(UserError, match=r"Install attn-backends\[transformers\]"):
+        load(folders)
+
+
+def test_a_broken_config_is_the_librarys_complaint(folders: tuple[Path, Path]) -> None:
+    (folders[0] / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
+
+    with pytest.raises(CheckpointError, match="no_such_model"):
+        load(folders)
+
+
+def test_the_command_line_drafts_with_published_folders(folders: tuple[Path, Path]) -> None:
+    words = ["draft", "the cat", "--target", str(folders[0]), "--draft", str(folders[1]), "--device", "cpu"]
+    result = CliRunner().invoke(main, [*words, "--max-new-tokens", "6", "-k", "2", "--top-k", "3", "--explain"])
+
+    assert result.exit_code == 0, result.output
+    for part in ("continued:", "strategy full_loop", "target [2/1 heads, dim 16", "of 2 draft tokens"):
+        assert part in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--chat"], "no --target was given"),
+        (["--target", "x", "--pair", "y"], "each name a target"),
+        (["--target", "/nowhere", "--draft", "/nowhere"], "/nowhere"),
+    ],
+    ids=["chat without target", "two targets", "no such folder"],
+)
+def test_the_command_line_refuses_what_names_no_pair(words: list[str], told: str) -> None:
+    result = CliRunner().invoke(main, ["draft", "x", "--device", "cpu", *words])
+
+    assert result.exit_code == 2 and told in result.output

@@ -1,0 +1,454 @@
+"""Models of `transformers` over paged attention: the library's own eager attention over whole texts is the judge."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends import get
+from builders import RequestTables
+from spec_decode.drafter.kv_groups import KVGroup, attend_with, build_ragged, make_group
+from spec_decode.graphs import runtime_for
+from spec_decode.models import CheckpointError, TargetStates
+from tests.factories import CPU, make_tables
+
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+
+from spec_decode.models.hf.attention import UnservedModel  # noqa: E402
+from spec_decode.models.hf.folder import load_model, load_tokenizer  # noqa: E402
+from spec_decode.models.hf.target import TransformersTarget  # noqa: E402
+
+TEXTS = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(5))
+WINDOW = 6
+CAP = 2.0
+PAGE = 4
+BACKENDS = ("torch_reference", "triton_paged")
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 128,
+    # Large, so that attention is sharp and a wrong mask, scale or sink shows.
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "gpt_oss": ("GptOssConfig", {"sliding_window": WINDOW, **MOE}),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "sliding_window": WINDOW,
+            "attn_logit_softcapping": CAP,
+            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 24,
+        },
+    ),
+}
+
+
+def make_model(kind: str, **changes: Any) -> Any:
+    """A random fp32 model with the library's eager attention."""
+    name, fields = KINDS.get(kind, (kind, {}))
+    config = getattr(transformers, name)(**{**SIZES, **fields, **changes})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+@cache
+def eager(kind: str) -> Any:
+    return make_model(kind)
+
+
+@cache
+def target(kind: str) -> TransformersTarget:
+    return TransformersTarget(copy.deepcopy(eager(kind)))
+
+
+@cache
+@torch.no_grad()
+def judged(kind: str, double: bool = True) -> torch.Tensor:
+    """The library's logits [2, 24, V] of both texts, in fp64 as far as it computes in it, or in fp32."""
+    model = copy.deepcopy(eager(kind)).double() if double else eager(kind)
+    if double and hasattr(model, "set_experts_implementation"):
+        # A grouped matrix product knows no fp64; the library's loop over experts does.
+        model.set_experts_implementation("eager")
+    return model(TEXTS).logits.double()
+
+
+def budget(kind: str) -> float:
+    """Twice what the library's own fp32 is off by, and a band for the roundings of other matrix shapes."""
+    peak = float(judged(kind).abs().max())
+    return 2 * float((judged(kind, False) - judged(kind)).abs().max()) + 64 * torch.finfo(torch.float32).eps * peak
+
+
+class Runner:
+    """A target over two requests' pages."""
+
+    def __init__(self, model: TransformersTarget, backend: str) -> None:
+        self.model = model
+        described = model.layer_groups(PAGE)
+        self.tables: RequestTables = make_tables([64, 64], page_sizes=[PAGE] * len(described))
+        count = 2 * 64 // PAGE
+        self.groups: list[KVGroup] = [
+            make_group(group.name, get(backend), group.spec, group.layers, num_pages=count, device=CPU)
+            for group in described
+        ]
+
+    @torch.no_grad()
+    def logits(self, rows: Sequence[torch.Tensor], seq_lens: Sequence[int]) -> list[torch.Tensor]:
+        """Logits of each request's last tokens `rows[r]`, the last of them at position seq_lens[r] - 1."""
+        lens = [len(row) for row in rows]
+        batch, metadata = build_ragged(self.groups, self.tables, lens, seq_lens)
+        states = self.model(torch.cat(list(rows)), batch.positions, attend_with(self.groups, metadata))
+        return list(self.model.logits(states.hidden).split(lens))
+
+
+PREFILL, DECODE, VERIFY = [(9, 16)], [(1, 1)] * 4, [(5, 5)] * 2
+SCHEDULES = {
+    "prefill": PREFILL,
+    "chunked_prefill": [(3, 7), (8, 1), (2, 9)],
+    "decode": [*PREFILL, *DECODE],
+    "verify": [(5, 9), *VERIFY],
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_the_librarys_eager_attention(kind: str, backend: str, schedule: str) -> None:
+    runner, done = Runner(target(kind), backend), [0, 0]
+
+    for lens in SCHEDULES[schedule]:
+        ends = [start + length for start, length in zip(done, lens, strict=True)]
+        rows = [TEXTS[r, done[r] : ends[r]] for r in range(2)]
+        for r, logits in enumerate(runner.logits(rows, ends)):
+            error = (logits.double() - judged(kind)[r, done[r] : ends[r]]).abs().max()
+            assert float(error) <= budget(kind), (r, ends)
+        done = ends
+
+
+def test_budget_is_far_below_what_a_forgotten_window_or_sink_would_change() -> None:
+    for field, value in (("sliding_window", 128), ("layer_types", ["full_attention"] * 4)):
+        model = make_model("gpt_oss", **{field: value})
+        with torch.no_grad():
+            off = (model(TEXTS).logits - judged("gpt_oss")).abs().max()
+        assert off > 1000 * budget("gpt_oss"), field
+    model = copy.deepcopy(eager("gpt_oss"))
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data.fill_(-1e4)
+    with torch.no_grad():
+        assert (model(TEXTS).logits - judged("gpt_oss")).abs().max() > 1000 * budget("gpt_oss")
+
+
+def test_layers_of_one_kind_of_attention_share_a_group() -> None:
+    assert {kind: [(g.name, g.layers) for g in target(kind).layer_groups(PAGE)] for kind in ("llama", "gpt_oss")} == {
+        "llama": [("full", (0, 1, 2, 3))],
+        "gpt_oss": [("sliding", (0, 2)), ("full", (1, 3))],
+    }
+
+
+def test_groups_carry_what_their_layers_ask_for() -> None:
+    oss = {group.name: group.spec for group in target("gpt_oss").layer_groups(PAGE)}
+    gemma = target("gemma2").layer_groups(PAGE)[0].spec
+
+    assert (oss["sliding"].sliding_window, oss["full"].sliding_window) == (WINDOW, None)
+    assert oss["full"].sinks and oss["full"].page_size == PAGE and oss["full"].softmax_scale == 64**-0.5
+    assert (gemma.soft_cap, gemma.softmax_scale, gemma.sinks) == (CAP, 24**-0.5, False)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+@torch.no_grad()
+def test_in_bfloat16_it_is_as_close_as_the_librarys_own_attention(kind: str) -> None:
+    model = copy.deepcopy(eager(kind)).bfloat16()
+    own = (model(TEXTS).logits.double() - judged(kind)).abs().mean()
+    runner = Runner(TransformersTarget(model), "triton_paged")
+
+    found = torch.stack(runner.logits(list(TEXTS), [24, 24]))
+
+    assert runner.groups[0].spec.dtype is torch.bfloat16
+    assert float((found.double() - judged(kind)).abs().mean()) <= 2 * float(own)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+@torch.no_grad()
+def test_a_captured_forward_replays_over_other_tokens(kind: str) -> None:
+    if kind == "gpt_oss" and not hasattr(eager(kind), "set_experts_implementation"):
+        pytest.skip("before its version 5 the library loops over experts on the CPU, and reads the host to do so")
+    runner = Runner(target(kind), "triton_paged")
+    runner.logits([TEXTS[0, :9], TEXTS[1, :9]], [9, 9])
+    batch, metadata = build_ragged(runner.groups, runner.tables, [3, 3], [12, 12])
+    tokens = torch.zeros(6, dtype=torch.int64)
+    out = torch.zeros(6, 64)
+
+    def forward() -> None:
+        states = runner.model(tokens, batch.positions, attend_with(runner.groups, metadata))
+        out.copy_(runner.model.logits(states.hidden))
+
+    graph = runtime_for(CPU).capture(forward)
+    tokens.copy_(TEXTS[:, 9:12].flatten())
+    graph.replay()
+
+    assert float((out.view(2, 3, 64) - judged(kind)[:, 9:12]).abs().max()) <= budget(kind)
+
+
+def speculate(runner: Runner, prompt: list[int], plain: list[int], count: int) -> list[int]:
+    """Greedy text behind a prompt, from drafts whose first 0, 1, ... count tokens in turn are the plain text's."""
+    idle = TEXTS[1, :1]
+    text = [*prompt, int(runner.logits([torch.tensor(prompt), idle], [len(prompt), 1])[0][-1].argmax())]
+    for turn in range(len(plain)):
+        if len(text) >= len(prompt) + len(plain):
+            break
+        ahead = [*plain, *[0] * count][len(text) - len(prompt) :][:count]
+        draft = [token if i < turn % (count + 1) else (token + 1) % 64 for i, token in enumerate(ahead)]
+        rows = torch.tensor([text[-1], *draft])
+        found = runner.logits([rows, idle], [len(text) + count, 1])[0].argmax(-1).tolist()
+        kept = next((i for i in range(count) if found[i] != draft[i]), count)
+        text += [*draft[:kept], found[kept]]
+    return text[len(prompt) :][: len(plain)]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+def test_speculated_greedy_text_is_the_librarys_own(kind: str) -> None:
+    prompt = TEXTS[0, :7].tolist()
+    generated = eager(kind).generate(TEXTS[:1, :7], max_new_tokens=20, do_sample=False)[0, 7:].tolist()
+
+    assert speculate(Runner(target(kind), "triton_paged"), prompt, generated, 3) == generated
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+@torch.no_grad()
+def test_target_hidden_states_are_the_residual_states_that_enter_the_named_layers(kind: str) -> None:
+    model = TransformersTarget(copy.deepcopy(eager(kind)), aux_hidden_state_layers=(2, 0, 1))
+    whole = eager(kind)(TEXTS[:1], output_hidden_states=True).hidden_states
+
+    target_hidden_states = dense(model, TEXTS[0]).target_hidden_states
+
+    assert model.target_states_size == 96 and target_hidden_states.shape == (24, 96)
+    torch.testing.assert_close(
+        target_hidden_states, torch.cat([whole[i][0] for i in (2, 0, 1)], -1), atol=1e-4, rtol=1e-4
+    )
+
+
+@torch.no_grad()
+def test_the_state_after_the_last_layer_is_not_yet_normed() -> None:
+    model = TransformersTarget(copy.deepcopy(eager("llama")), aux_hidden_state_layers=[4])
+
+    states = dense(model, TEXTS[0])
+
+    assert not torch.allclose(states.target_hidden_states, states.hidden)
+    torch.testing.assert_close(model.model.model.norm(states.target_hidden_states), states.hidden)
+
+
+@torch.no_grad()
+def test_without_aux_layers_the_target_hidden_states_are_the_final_states() -> None:
+    states = dense(target("llama"), TEXTS[0])
+
+    assert states.target_hidden_states is states.hidden and target("llama").target_states_size == 32
+    torch.testing.assert_close(states.hidden, eager("llama").model(TEXTS[:1]).last_hidden_state[0])
+
+
+@pytest.mark.parametrize("layers", [(), (5,), (-1, 2)])
+def test_aux_layers_that_the_model_lacks_are_refused(layers: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"0 to 4, got \("):
+        TransformersTarget(copy.deepcopy(eager("llama")), aux_hidden_state_layers=layers)
+
+
+def dense(model: TransformersTarget, tokens: torch.Tensor) -> TargetStates:
+    """A forward over one whole text, without pages."""
+    runner = Runner(model, "torch_reference")
+    batch, metadata = build_ragged(runner.groups, runner.tables, [len(tokens)], [len(tokens)])
+    states: TargetStates = model(tokens, batch.positions, attend_with(runner.groups, metadata))
+    return states
+
+
+def test_a_failing_attention_leaves_no_trace() -> None:
+    def broken(*_: Any, **__: Any) -> torch.Tensor:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        target("llama")(TEXTS[0], torch.arange(24), broken)
+
+    with pytest.raises(UnservedModel, match="called by itself"):
+        target("llama").model(TEXTS[:1])
+
+
+@torch.no_grad()
+def test_a_forward_within_a_forward_keeps_its_own_attention() -> None:
+    model, others = target("llama"), dense(target("llama"), TEXTS[1]).hidden
+    runner = Runner(model, "torch_reference")
+    batch, metadata = build_ragged(runner.groups, runner.tables, [24], [24])
+    outer, inner = attend_with(runner.groups, metadata), []
+
+    def attend(layer: int, *parts: torch.Tensor, **named: Any) -> torch.Tensor:
+        inner.append(dense(model, TEXTS[1]).hidden)
+        return outer(layer, *parts, **named)
+
+    hidden = model(TEXTS[0], batch.positions, attend).hidden
+
+    torch.testing.assert_close(model.logits(hidden).double(), judged("llama")[0], atol=budget("llama"), rtol=0)
+    assert len(inner) == 4 and all(torch.equal(found, others) for found in inner)
+
+
+def test_an_attention_that_changes_after_the_target_was_made_is_refused() -> None:
+    model = TransformersTarget(copy.deepcopy(eager("llama")))
+    model.model.model.layers[2].self_attn.scaling = 0.5
+
+    with pytest.raises(UnservedModel, match=r"layer 2 asks for .*scale=0\.5.* while the target was made for"):
+        dense(model, TEXTS[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "reason"),
+    [
+        ("BloomConfig", {}, "BloomForCausalLM takes no position_ids"),
+        ("MambaConfig", {}, "MambaForCausalLM has recurrent or convolutional layers"),
+        ("MiniMaxConfig", {}, "layer 1 of MiniMaxForCausalLM is of type linear_attention"),
+        (
+            "LlamaConfig",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            r"rotary_emb .*\(rope type dynamic\)",
+        ),
+    ],
+)
+def test_a_model_with_other_parts_is_refused_with_the_part_and_the_reason(
+    kind: str, fields: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UnservedModel, match=reason):
+        TransformersTarget(make_model(kind, **fields))
+
+
+def test_logits_that_are_more_than_an_output_projection_are_refused() -> None:
+    model = copy.deepcopy(eager("llama"))
+
+    def sharpen(_: Any, __: Any, out: Any) -> Any:
+        out.logits = out.logits * 1.1
+        return out
+
+    model.register_forward_hook(sharpen)
+
+    with pytest.raises(UnservedModel, match="LlamaForCausalLM makes its logits of the last states in a way other"):
+        TransformersTarget(model)
+
+
+def test_an_encoder_and_a_decoder_are_refused() -> None:
+    config = transformers.T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+
+    with pytest.raises(UnservedModel, match="T5ForConditionalGeneration is an encoder and a decoder"):
+        TransformersTarget(transformers.T5ForConditionalGeneration(config))
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"attention_mask": torch.zeros(1, 1, 2, 2)}, "adds a mask or bias"),
+        ({"position_bias": torch.zeros(1)}, "asks for position_bias"),
+        ({"scaling": None}, "names no number to scale"),
+        ({"is_causal": False}, "lets tokens see what comes after them"),
+        ({"dropout": 0.1}, "drops weights at random"),
+    ],
+)
+def test_a_layer_that_asks_for_other_attention_is_refused_by_its_number(asked: dict[str, Any], reason: str) -> None:
+    model = copy.deepcopy(eager("llama"))
+    # What a layer of another architecture would hand to the library's attention function.
+    attention = model.model.layers[1].self_attn
+    inner = attention.forward
+
+    def forward(**given: Any) -> Any:
+        interface = transformers.AttentionInterface()["attn_backends_paged"]
+        part = torch.zeros(1, 4, 2, 64)
+        interface(attention, part, part, part, **{"attention_mask": None, "scaling": 1.0, **asked})
+        return inner(**given)
+
+    attention.forward = forward
+
+    with pytest.raises(UnservedModel, match=f"layer 1 \\(LlamaAttention\\) {reason}"):
+        TransformersTarget(model)
+
+
+def test_a_layer_that_attends_twice_is_refused() -> None:
+    model = copy.deepcopy(eager("llama"))
+    model.model.layers[3].self_attn.layer_idx = 2
+
+    with pytest.raises(UnservedModel, match=r"layer 2 asked for attention 2 times"):
+        TransformersTarget(model)
+
+
+def test_a_layer_that_never_attends_is_refused() -> None:
+    model = copy.deepcopy(eager("llama"))
+    model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+
+    with pytest.raises(UnservedModel, match=r"layer 1 asked for attention 0 times"):
+        TransformersTarget(model)
+
+
+def test_a_window_that_the_config_does_not_know_is_refused() -> None:
+    model = copy.deepcopy(eager("gpt_oss"))
+    model.model.layers[0].self_attn.sliding_window = None
+
+    with pytest.raises(UnservedModel, match=r"layer 0 is of type sliding_attention, yet .* None"):
+        TransformersTarget(model)
+
+
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
+def test_a_saved_model_loads_as_it_was(tmp_path: Path, safe: bool) -> None:
+    model = eager("llama")
+    model.save_pretrained(tmp_path)
+    if not safe:
+        (tmp_path / "model.safetensors").unlink()
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+
+    loaded = TransformersTarget(load_model(tmp_path, dtype=torch.float32))
+
+    with torch.no_grad():
+        assert torch.equal(dense(loaded, TEXTS[0]).hidden, dense(target("llama"), TEXTS[0]).hidden)
+    assert loaded.embed.weight.shape == (64, 32) and (loaded.vocab_size, loaded.max_positions) == (64, 128)
+
+
+def test_missing_weights_are_refused_by_name(tmp_path: Path) -> None:
+    model = eager("llama")
+    state = model.state_dict()
+    del state["model.layers.1.mlp.up_proj.weight"]
+    model.save_pretrained(tmp_path, state_dict=state)
+
+    with pytest.raises(CheckpointError, match=r"lack 1 of the model's tensors: model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(tmp_path, dtype=torch.float32)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    eager("llama").config.save_pretrained(tmp_path)
+
+    with pytest.raises(CheckpointError, match="must hold a causal language model"):
+        load_model(tmp_path, dtype=torch.float32)
+
+
+def test_an_architecture_that_the_library_does_not_know_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
+
+    with pytest.raises(CheckpointError, match="no_such_model"):
+        load_model(tmp_path, dtype=torch.float32)
+
+
+def test_a_folder_that_is_not_there_is_refused_without_a_download(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        load_model(tmp_path / "gone", dtype=torch.float32)
+    with pytest.raises(CheckpointError, match="the folder does not hold it"):
+        load_tokenizer(tmp_path)

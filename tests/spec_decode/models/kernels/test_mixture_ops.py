@@ -1,0 +1,80 @@
+"""The ops around a mixture's matrices on the CPU: the torch implementations, and what is refused."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from builders.errors import BatchError
+from spec_decode.models.kernels.combine_experts import combine_experts
+from spec_decode.models.kernels.order_by_expert import order_by_expert
+from tests.spec_decode.models.kernels.mixture_oracle import (
+    ORDERS,
+    ROUTINGS,
+    assert_ordered,
+    assert_routed,
+    combine_inputs,
+    combined,
+    noise,
+    route,
+)
+
+
+@pytest.mark.parametrize(("experts", "routing"), ROUTINGS.values(), ids=ROUTINGS)
+def test_tokens_take_the_best_experts_of_the_best_groups(experts, routing):
+    assert_routed(noise(9, experts), noise(experts, seed=1) / 2, **routing)
+
+
+def test_of_equal_experts_and_groups_the_first_are_taken():
+    _, experts = route(torch.zeros(2, 64), torch.zeros(64), groups=8, top_groups=2, top_k=10)
+    assert experts.tolist() == [list(range(10))] * 2
+
+
+def test_a_token_of_nan_takes_experts_that_exist():
+    _, experts = route(torch.full((1, 12), torch.nan), torch.zeros(12), groups=4, top_groups=2)
+    assert set(experts[0].tolist()) <= set(range(12))
+
+
+@pytest.mark.parametrize(("experts", "count"), ORDERS.values(), ids=ORDERS)
+def test_rows_lie_by_expert_and_then_as_they_came(experts, count):
+    assert_ordered(order_by_expert(torch.tensor(experts), count), experts, count)
+
+
+@given(st.data())
+def test_any_choices_are_ordered(data):
+    count, top_k = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 4))
+    choices = st.lists(st.integers(0, count - 1), min_size=top_k, max_size=top_k)
+    experts = data.draw(st.lists(choices, min_size=1, max_size=12))
+    assert_ordered(order_by_expert(torch.tensor(experts), count), experts, count)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_experts_give_is_summed_up_and_rounded_once(dtype, shared):
+    inputs = combine_inputs(5, 3, 70, dtype, shared=shared)
+    assert torch.equal(combine_experts(*inputs), combined(*inputs))
+
+
+REFUSED = {
+    "logits must be torch.float32": lambda: route(noise(2, 8).half(), torch.zeros(8)),
+    "bias must be torch.float32 [8]": lambda: route(noise(2, 8), torch.zeros(7)),
+    "experts must be torch.int64": lambda: order_by_expert(torch.zeros(2, 3, dtype=torch.int32), 4),
+    "got 0 for each of 4": lambda: order_by_expert(torch.zeros(2, 0, dtype=torch.int64), 4),
+    "weights must be torch.float32": lambda: combine(weights=torch.ones(2, 3).half()),
+    "places must be torch.int64 [2, 3]": lambda: combine(places=torch.zeros(3, 2, dtype=torch.int64)),
+    "rows must be torch.float32 [6, None]": lambda: combine(rows=torch.ones(5, 4)),
+    "rows of experts must be of a floating dtype": lambda: combine(rows=torch.ones(6, 4, dtype=torch.int32)),
+    "shared must be torch.float32 [2, 4]": lambda: combine(shared=torch.ones(2, 4).half()),
+}
+
+
+def combine(**changes):
+    rows, weights, places, shared = combine_inputs(2, 3, 4, torch.float32, shared=True)
+    return combine_experts(**{"rows": rows, "weights": weights, "places": places, "shared": shared, **changes})
+
+
+@pytest.mark.parametrize(("message", "call"), REFUSED.items(), ids=REFUSED)
+def test_tensors_that_do_not_fit_are_refused(message, call):
+    with pytest.raises(BatchError) as refusal:
+        call()
+    assert message in str(refusal.value)

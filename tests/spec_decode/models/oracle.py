@@ -1,0 +1,183 @@
+"""The published models in plain torch: whole sequences, dense causal attention, tensors by their published names.
+
+In fp64 for what is right, in fp32 for the error that rounding alone makes.
+
+Legend: n positions, H hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from tests.spec_decode.models.generated import Generated, StubTarget
+
+
+class Decoder:
+    """Functions of the published tensors of one checkpoint."""
+
+    def __init__(self, checkpoint: Generated, dtype: torch.dtype) -> None:
+        whole = checkpoint.config
+        self.whole, self.dtype = whole, dtype
+        self.config: dict[str, Any] = whole.get("transformer_layer_config", whole)
+        self.tensors = {name: tensor.to(dtype) for name, tensor in checkpoint.tensors.items()}
+
+    def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        out = x @ self.tensors[f"{name}.weight"].T
+        return out + self.tensors[f"{name}.bias"] if f"{name}.bias" in self.tensors else out
+
+    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        mean = (x**2).mean(-1, keepdim=True)
+        return x / (mean + self.config["rms_norm_eps"]).sqrt() * self.tensors[f"{name}.weight"]
+
+    def layer(self, prefix: str, inputs: torch.Tensor, residual: torch.Tensor, window: int | None) -> torch.Tensor:
+        x = residual + self.attention(f"{prefix}self_attn.", inputs, window)
+        normed = self.norm(f"{prefix}post_attention_layernorm", x)
+        gate, up = (self.linear(f"{prefix}mlp.{part}_proj", normed) for part in ("gate", "up"))
+        return x + self.linear(f"{prefix}mlp.down_proj", gate * gate.sigmoid() * up)
+
+    def attention(self, prefix: str, inputs: torch.Tensor, window: int | None) -> torch.Tensor:
+        n, heads = len(inputs), self.config["num_attention_heads"]
+        kv_heads = self.config["num_key_value_heads"]
+        query = self.linear(f"{prefix}q_proj", inputs).view(n, heads, -1)
+        key = self.linear(f"{prefix}k_proj", inputs).view(n, kv_heads, -1)
+        value = self.linear(f"{prefix}v_proj", inputs).view(n, kv_heads, -1)
+        if f"{prefix}q_norm.weight" in self.tensors:
+            query, key = self.norm(f"{prefix}q_norm", query), self.norm(f"{prefix}k_norm", key)
+        query, key = self.rotated(query), self.rotated(key)
+        out = torch.empty_like(query)
+        for head in range(heads):
+            shared = head // (heads // kv_heads)
+            scores = query[:, head] @ key[:, shared].T * query.shape[-1] ** -0.5
+            distance = torch.arange(n)[:, None] - torch.arange(n)[None]
+            unseen = (distance < 0) | (distance >= (window or n))
+            out[:, head] = scores.masked_fill(unseen, -math.inf).softmax(-1) @ value[:, shared]
+        return self.linear(f"{prefix}o_proj", out.flatten(1))
+
+    def rotated(self, x: torch.Tensor) -> torch.Tensor:
+        """x [n, heads, D]: dims i and i + D / 2 are the parts of a complex number, turned by its position's angle."""
+        real, imaginary = x.chunk(2, -1)
+        frequencies = torch.tensor(self.frequencies(x.shape[-1]), dtype=torch.float64)
+        angles = (torch.arange(len(x))[:, None] * frequencies[None]).to(x.dtype)
+        turned = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angles), angles)[:, None]
+        return torch.cat([turned.real, turned.imag], -1)
+
+    def frequencies(self, dim: int) -> list[float]:
+        rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        theta = rope.get("rope_theta") or self.config["rope_theta"]
+        plain = [theta ** (-2 * i / dim) for i in range(dim // 2)]
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind == "linear":
+            return [frequency / rope["factor"] for frequency in plain]
+        return [llama3(frequency, rope) for frequency in plain] if kind == "llama3" else plain
+
+
+def llama3(frequency: float, rope: dict[str, Any]) -> float:
+    length, factor = 2 * math.pi / frequency, rope["factor"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    original = rope["original_max_position_embeddings"]
+    if length < original / high:
+        return frequency
+    if length > original / low:
+        return frequency / factor
+    smooth = (original / length - low) / (high - low)
+    return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+class Eagle:
+    def __init__(
+        self, checkpoint: Generated, target: StubTarget, windows: list[int | None], dtype: torch.dtype
+    ) -> None:
+        self.decoder, self.windows = Decoder(checkpoint, dtype), windows
+        own = self.decoder.tensors.get("embed_tokens.weight")
+        self.embedding = target.embed.weight.to(dtype) if own is None else own
+        self.head = target.lm_head.weight.to(dtype)
+
+    def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
+        return target_hidden_states
+
+    def states(self, ids: list[int], hidden: torch.Tensor) -> torch.Tensor:
+        x = self.decoder.linear("fc", torch.cat([self.embedding[ids], hidden], -1))
+        for layer, window in enumerate(self.windows):
+            prefix = f"layers.{layer}."
+            inputs = self.decoder.norm(f"{prefix}input_layernorm", x) if layer else x
+            x = self.decoder.layer(prefix, inputs, x, window)
+        return x
+
+    def scores(self, state: torch.Tensor) -> torch.Tensor:
+        return self.head @ state
+
+
+class Eagle3:
+    def __init__(
+        self, checkpoint: Generated, target: StubTarget, windows: list[int | None], dtype: torch.dtype
+    ) -> None:
+        self.decoder, self.windows = Decoder(checkpoint, dtype), windows
+        tensors = self.decoder.tensors
+        own = tensors.get("embed_tokens.weight")
+        self.embedding = target.embed.weight.to(dtype) if own is None else own
+        self.vocab_size = target.vocab_size
+        self.d2t = checkpoint.tensors.get("d2t")
+        self.first = "midlayer." if "midlayer.hidden_norm.weight" in tensors else "layers.0."
+
+    def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
+        if "input_norm.weight" in self.decoder.tensors:
+            target_hidden_states = self.decoder.norm("input_norm", target_hidden_states)
+        return self.decoder.linear("fc", target_hidden_states)
+
+    def states(self, ids: list[int], hidden: torch.Tensor) -> torch.Tensor:
+        decoder, first = self.decoder, self.first
+        normed = decoder.norm(f"{first}hidden_norm", hidden)
+        inputs = torch.cat([decoder.norm(f"{first}input_layernorm", self.embedding[ids]), normed], -1)
+        residual = normed if decoder.whole.get("norm_before_residual") else hidden
+        x = decoder.layer(first, inputs, residual, self.windows[0])
+        for layer, window in enumerate(self.windows[1:], 1):
+            prefix = f"layers.{layer}."
+            x = decoder.layer(prefix, decoder.norm(f"{prefix}input_layernorm", x), x, window)
+        return x
+
+    def scores(self, state: torch.Tensor) -> torch.Tensor:
+        own = self.decoder.linear("lm_head", self.decoder.norm("norm", state))
+        if self.d2t is None:
+            return own
+        scores = torch.full((self.vocab_size,), -math.inf, dtype=self.decoder.dtype)
+        for index, offset in enumerate(self.d2t.tolist()):
+            scores[index + offset] = own[index]
+        return scores
+
+
+class Causal:
+    def __init__(
+        self, checkpoint: Generated, target: StubTarget, windows: list[int | None], dtype: torch.dtype
+    ) -> None:
+        self.decoder, self.windows = Decoder(checkpoint, dtype), windows
+
+    def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(target_hidden_states), self.decoder.config["hidden_size"])
+
+    def states(self, ids: list[int], hidden: torch.Tensor) -> torch.Tensor:
+        x = self.decoder.tensors["model.embed_tokens.weight"][ids]
+        for layer, window in enumerate(self.windows):
+            prefix = f"model.layers.{layer}."
+            x = self.decoder.layer(prefix, self.decoder.norm(f"{prefix}input_layernorm", x), x, window)
+        return x
+
+    def scores(self, state: torch.Tensor) -> torch.Tensor:
+        head = "model.embed_tokens" if self.decoder.config.get("tie_word_embeddings") else "lm_head"
+        return self.decoder.linear(head, self.decoder.norm("model.norm", state))
+
+
+def greedy(
+    model: Eagle | Eagle3 | Causal, ids: list[int], target_hidden_states: torch.Tensor, steps: int
+) -> tuple[list[int], torch.Tensor]:
+    """The next tokens behind the input tokens, whose target states are [n, F], and the scores [steps, V] of each."""
+    ids, hidden = list(ids), model.combine(target_hidden_states.to(model.decoder.dtype))
+    scores = []
+    for _ in range(steps):
+        last = model.states(ids, hidden)[-1]
+        scores.append(model.scores(last))
+        ids.append(int(scores[-1].argmax()))
+        hidden = torch.cat([hidden, last[None].to(hidden.dtype)])
+    return ids[-steps:], torch.stack(scores)

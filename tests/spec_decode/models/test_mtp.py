@@ -1,0 +1,274 @@
+"""DeepSeek-V3's and GLM-4.7-Flash's multi-token prediction against attention with explicit keys and values, in fp64."""
+
+import math
+
+import pytest
+import torch
+
+from attn_backends import Accepted, get
+from builders import AttentionKind
+from spec_decode.drafter.plan import Strategy
+from spec_decode.models import CheckpointError, mtp
+from spec_decode.models.checkpoints.config_reader import ConfigReader
+from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.layers.yarn import read_rope
+from spec_decode.models.load import load_draft
+from tests.factories import CPU
+from tests.spec_decode.models.generated_mtp import (
+    GLM_CONFIG,
+    HIDDEN,
+    LAYER,
+    V3_CONFIG,
+    VOCAB,
+    Scene,
+    StubTarget,
+    random_text,
+    v3_tensors,
+    write,
+)
+from tests.spec_decode.models.plain import gated, in_fp64, mixture, rms, turn
+
+PREFIX = f"model.layers.{LAYER}."
+FORMS = {
+    "deepseek_v3": (V3_CONFIG, False),
+    "glm_flash": (GLM_CONFIG, False),
+    "embedding_and_head_of_the_target": (GLM_CONFIG, True),
+    "no_rank_of_queries": ({**V3_CONFIG, "q_lora_rank": None}, False),
+    "dense_feed_forward": ({**GLM_CONFIG, "n_routed_experts": None}, False),
+}
+TARGET = StubTarget()
+
+
+def load(folder, target=TARGET, dtype=torch.float32):
+    return mtp.load(TensorStore.open(folder), target, dtype=dtype, device=CPU)
+
+
+@pytest.fixture(params=FORMS.values(), ids=FORMS)
+def form(request, tmp_path):
+    config, shared = request.param
+    tensors = v3_tensors(config, shared=shared)
+    return load(write(tmp_path, config, tensors)), Oracle(config, tensors)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write(tmp_path, V3_CONFIG, v3_tensors(V3_CONFIG))
+
+
+class Oracle:
+    """The whole draft by its definition: a key and a value for every head, over a whole text."""
+
+    def __init__(self, config, tensors):
+        self.config, self.weight, self.eps = config, in_fp64(tensors, PREFIX), config["rms_norm_eps"]
+
+    def normed(self, x, name):
+        return rms(x, self.eps) * self.weight[f"{name}.weight"]
+
+    def angles(self, count):
+        """Angles [count, pairs], and the factor on the attention's scale. Rotated dims have a factor of their own."""
+        config, pairs = self.config, self.config["qk_rope_head_dim"] // 2
+        if "rope_scaling" not in config:
+            frequency = config["rope_parameters"]["rope_theta"] ** (-torch.arange(pairs).double() / pairs)
+            return torch.arange(count).double()[:, None] * frequency, 1.0, 1.0
+        yarn, theta, frequency = config["rope_scaling"], config["rope_theta"], []
+        ends = [
+            pairs * math.log(yarn["original_max_position_embeddings"] / (turns * 2 * math.pi)) / math.log(theta)
+            for turns in (yarn["beta_fast"], yarn["beta_slow"])
+        ]
+        low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), 2 * pairs - 1)
+        for pair in range(pairs):
+            slowed = min(max((pair - low) / (high - low), 0), 1)
+            plain = theta ** (-pair / pairs)
+            frequency.append(plain / yarn["factor"] * slowed + plain * (1 - slowed))
+        size = {name: 0.1 * yarn[name] * math.log(yarn["factor"]) + 1 for name in ("mscale", "mscale_all_dim")}
+        angles = torch.arange(count).double()[:, None] * torch.tensor(frequency).double()
+        return angles, size["mscale_all_dim"] ** 2, size["mscale"] / size["mscale_all_dim"]
+
+    def attention(self, x):
+        config, weight = self.config, self.weight
+        heads, nope, rank = config["num_attention_heads"], config["qk_nope_head_dim"], config["kv_lora_rank"]
+        angles, factor, amplitude = self.angles(len(x))
+        if config["q_lora_rank"] is None:
+            query = x @ weight["self_attn.q_proj.weight"].T
+        else:
+            narrow = self.normed(x @ weight["self_attn.q_a_proj.weight"].T, "self_attn.q_a_layernorm")
+            query = narrow @ weight["self_attn.q_b_proj.weight"].T
+        query = query.view(len(x), heads, -1)
+        query = torch.cat([query[..., :nope], turn(query[..., nope:], angles) * amplitude], -1)
+        latent = x @ weight["self_attn.kv_a_proj_with_mqa.weight"].T
+        shared = turn(latent[:, rank:], angles) * amplitude
+        up = self.normed(latent[:, :rank], "self_attn.kv_a_layernorm") @ weight["self_attn.kv_b_proj.weight"].T
+        up = up.view(len(x), heads, -1)
+        out = torch.zeros(len(x), heads, config["v_head_dim"]).double()
+        for token in range(len(x)):
+            for head in range(heads):
+                key = torch.cat([up[: token + 1, head, :nope], shared[: token + 1]], -1)
+                scores = key @ query[token, head] * key.shape[1] ** -0.5 * factor
+                out[token, head] = scores.softmax(0) @ up[: token + 1, head, nope:]
+        return out.flatten(1) @ weight["self_attn.o_proj.weight"].T
+
+    def feed_forward(self, x):
+        weight, names = in_fp64(self.weight, "mlp."), ("gate_proj", "up_proj", "down_proj")
+        if self.config.get("n_routed_experts") is None:
+            return torch.stack([gated(row, weight, "", names) for row in x])
+        return mixture(x, self.config, weight, names, "gate.e_score_correction_bias")
+
+    def states(self, ids, hidden):
+        table = self.weight.get("embed_tokens.weight", TARGET.embed.weight.double())
+        both = [self.normed(table[ids], "enorm"), self.normed(hidden.double(), "hnorm")]
+        x = torch.cat(both, -1) @ self.weight["eh_proj.weight"].T
+        x = x + self.attention(self.normed(x, "input_layernorm"))
+        return x + self.feed_forward(self.normed(x, "post_attention_layernorm"))
+
+    def logits(self, states):
+        head = self.weight.get("shared_head.head.weight", TARGET.lm_head.weight.double())
+        return self.normed(states.double(), "shared_head.norm") @ head.T
+
+
+def close(found, wanted):
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-4, atol=2e-5)
+
+
+def test_prefill_and_continuation_say_what_the_whole_text_says(form):
+    model, oracle = form
+    scene, generator = Scene(model), torch.Generator().manual_seed(0)
+    texts = [random_text(generator, 11, HIDDEN), random_text(generator, 7, HIDDEN)]
+    whole = [oracle.states(*text) for text in texts]
+    pieces = [([6, 5], [6, 5], [slice(0, 6), slice(0, 5)]), ([5, 2], [11, 7], [slice(6, 11), slice(5, 7)])]
+    for query_lens, seq_lens, parts in pieces:
+        ids, hidden = (
+            torch.cat([text[which][part] for text, part in zip(texts, parts, strict=True)]) for which in (0, 1)
+        )
+        wanted = torch.cat([states[part] for states, part in zip(whole, parts, strict=True)])
+        found = scene.run(query_lens, seq_lens, ids, hidden)
+        close(found, wanted)
+        close(model.logits(found), oracle.logits(wanted))
+
+
+def test_the_drafter_drafts_what_the_draft_without_a_cache_drafts(form):
+    model, oracle = form
+    scene = Scene(model)
+    found = scene.drafts(Strategy.EAGER)
+    for (tokens, logits), (wanted, wanted_logits) in zip(
+        found, scene.dense_drafts(oracle.states, oracle.logits), strict=True
+    ):
+        assert tokens.tolist() == wanted
+        close(logits, wanted_logits)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("strategy", [Strategy.DEVICE_LOOP, Strategy.FULL_LOOP, Strategy.PER_STEP])
+def test_every_strategy_that_captures_the_step_drafts_what_eager_drafts(folder, strategy, temperature):
+    model = load(folder)
+    expected = Scene(model).drafts(Strategy.EAGER, temperature)
+    for (tokens, logits), (wanted, wanted_logits) in zip(
+        Scene(model).drafts(strategy, temperature), expected, strict=True
+    ):
+        assert tokens.tolist() == wanted.tolist() and torch.equal(logits, wanted_logits)
+
+
+def test_the_latent_kernels_take_the_layers_attention_and_agree_with_the_reference(folder):
+    model = load(folder)
+    spec = model.layer_groups(16)[0].spec
+    assert (spec.kind, spec.head_dim, spec.out_dim) == (AttentionKind.MLA, 48, 32)
+    assert isinstance(get("triton_mla").supports(spec, CPU), Accepted)
+    for (tokens, logits), (wanted, wanted_logits) in zip(
+        Scene(model, "triton_mla").drafts(None), Scene(model).drafts(None), strict=True
+    ):
+        assert tokens.tolist() == wanted.tolist()
+        close(logits, wanted_logits.double())
+
+
+def test_sizes_as_published_give_the_published_attention():
+    config = {**GLM_CONFIG, "num_attention_heads": 20, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+              "qk_nope_head_dim": 192, "v_head_dim": 256, "max_position_embeddings": 202752}  # fmt: skip
+    spec = mtp.read_shape(ConfigReader(config, "config.json")).attention.spec(64, torch.bfloat16)
+    assert (spec.num_q_heads, spec.head_dim, spec.out_dim, spec.softmax_scale) == (20, 576, 512, 256**-0.5)
+    assert isinstance(get("triton_mla").supports(spec, CPU), Accepted)
+
+
+def test_deepseeks_own_scaling_leaves_rotated_dims_their_size_and_raises_the_scale():
+    scaling = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+               "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
+    rope = read_rope(ConfigReader({"rope_theta": 10000, "rope_scaling": scaling}, "config.json"), 64)
+    assert rope.yarn.amplitude == 1.0 and rope.yarn.softmax_factor == pytest.approx(1.3688879454**2)
+    # The first ten pairs turn often enough in 4096 tokens to stay, those from the 23rd on are stretched whole.
+    ratio = torch.atan2(rope.table(2)[1, 32:], rope.table(2)[1, :32]).double() / 10000 ** (-torch.arange(32) / 32)
+    torch.testing.assert_close(ratio[:11], torch.ones(11).double(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(ratio[23:], torch.full((9,), 1 / 40).double(), rtol=1e-3, atol=0)
+
+
+def test_a_bf16_draft_keeps_its_router_in_fp32(folder):
+    target = StubTarget().bfloat16()
+    model = load(folder, target, torch.bfloat16)
+    wide = {name for name, parameter in model.named_parameters() if parameter.dtype == torch.float32}
+    assert wide == {"mlp.router", "mlp.bias"} and model.layer_groups(4)[0].spec.dtype == torch.bfloat16
+    tokens = Scene(model).drafts(None)[0][0]
+    assert tokens.min() >= 0
+
+
+def test_the_target_is_no_part_of_the_draft(tmp_path):
+    model = load(write(tmp_path, V3_CONFIG, v3_tensors(V3_CONFIG, shared=True)))
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    assert own.isdisjoint(parameter.data_ptr() for parameter in TARGET.parameters())
+
+
+def test_a_folder_says_which_draft_it_holds(folder):
+    assert isinstance(load_draft(folder, TARGET, dtype=torch.float32), mtp.MultiTokenPrediction)
+
+
+def test_only_the_checkpoints_of_the_family_are_served():
+    assert mtp.serves(V3_CONFIG) and mtp.serves(GLM_CONFIG)
+    assert not mtp.serves({"architectures": ["LlamaForCausalLM"]}) and not mtp.serves({})
+
+
+CONFIG_PROBLEMS = {
+    "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "no quantization_config, got quant_method 'fp8'"),
+    "no_such_layer": ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers .* at least 1, got 0"),
+    "missing_field": ({"kv_lora_rank": None}, "must say kv_lora_rank"),
+    "wrong_type": ({"num_attention_heads": "many"}, "num_attention_heads .* got 'many'"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act .* must be 'silu', got 'gelu'"),
+    "bias": ({"attention_bias": True}, "attention_bias .* must be False, got True"),
+    "vocabulary": ({"vocab_size": VOCAB + 1}, f"vocab_size.* {VOCAB + 1} .*{VOCAB}"),
+    "width": ({"hidden_size": HIDDEN + 2}, f"hidden_size.* {HIDDEN + 2} .*{HIDDEN}"),
+    "rope_type": ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "default or yarn, got 'dynamic'"),
+    "yarn_factor": (
+        {"rope_scaling": {"type": "yarn", "factor": 0.5, "original_max_position_embeddings": 8}},
+        "at least 1, .* 0.5 and 8",
+    ),
+    "scoring": ({"scoring_func": "tanh"}, "sigmoid, softmax, sqrtsoftplus, got 'tanh'"),
+    "groups": ({"n_group": 3}, "8 experts in 3 groups"),
+    "too_many_experts": ({"num_experts_per_tok": 5}, "1 to 4 of the experts that it may choose from, got 5"),
+    "odd_rotary": ({"qk_rope_head_dim": 15}, "even number of dims, .* qk_rope_head_dim 15"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), CONFIG_PROBLEMS.values(), ids=CONFIG_PROBLEMS)
+def test_a_config_that_cannot_be_served_is_refused(tmp_path, changes, message):
+    folder = write(tmp_path, {**V3_CONFIG, **changes}, v3_tensors(V3_CONFIG))
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+    tensors = v3_tensors(V3_CONFIG)
+    del tensors[f"{PREFIX}mlp.experts.5.up_proj.weight"]
+    with pytest.raises(CheckpointError, match=r"layers\.2\.mlp\.experts\.5\.up_proj\.weight"):
+        load(write(tmp_path, V3_CONFIG, tensors))
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path):
+    tensors = v3_tensors(V3_CONFIG) | {f"{PREFIX}enorm.weight": torch.ones(HIDDEN + 1)}
+    with pytest.raises(CheckpointError, match=r"enorm\.weight .* must be \[32\], got \[33\]"):
+        load(write(tmp_path, V3_CONFIG, tensors))
+
+
+def test_a_tensor_of_the_layer_that_has_no_place_is_refused(tmp_path):
+    tensors = v3_tensors(V3_CONFIG) | {f"{PREFIX}self_attn.indexer.wk.weight": torch.ones(2)}
+    with pytest.raises(CheckpointError, match=r"1 tensors under model\.layers\.2\. .*indexer\.wk"):
+        load(write(tmp_path, V3_CONFIG, tensors))
+
+
+def test_a_target_with_hidden_states_of_another_size_is_refused(folder):
+    with pytest.raises(CheckpointError, match="size 32, this target returns 96"):
+        load(folder, StubTarget(target_states_size=96))

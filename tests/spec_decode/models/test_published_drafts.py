@@ -1,0 +1,177 @@
+"""Every published kind of draft, driven by the drafter over paged caches, against dense attention over whole texts."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends import get
+from builders import RequestTables
+from spec_decode.drafter import Drafter, DrafterConfig, VerifiedTokens
+from spec_decode.drafter.kv_groups import make_group
+from spec_decode.drafter.plan import Strategy
+from spec_decode.models.load import load_draft
+from tests.factories import CPU, owned_pages
+from tests.spec_decode.models import oracle
+from tests.spec_decode.models.generated import (
+    HIDDEN,
+    VOCAB,
+    Generated,
+    StubTarget,
+    as_speculators,
+    make_causal,
+    make_eagle,
+    make_eagle3,
+)
+
+K, PAGE, MAX_SEQ_LEN = 4, 4, 48
+CONTEXTS, ACCEPTED = [1, 9, 25], [K, 0, 2]
+STRATEGIES = [Strategy.EAGER, Strategy.PER_STEP, Strategy.FULL_LOOP, Strategy.DEVICE_LOOP]
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@dataclass
+class Case:
+    checkpoint: Generated
+    oracle: Any
+    target: dict[str, Any] = field(default_factory=dict)
+    windows: list[int | None] = field(default_factory=lambda: [None])
+
+
+THREE_STATES = {"target_states_size": 3 * HIDDEN}
+CASES = {
+    "eagle": Case(make_eagle(), oracle.Eagle),
+    "eagle_with_all_that_is_optional": Case(make_eagle(fc_bias=True, own_embedding=True), oracle.Eagle),
+    "eagle_of_two_layers": Case(make_eagle(num_hidden_layers=2, qkv_bias=True), oracle.Eagle, windows=[None] * 2),
+    "eagle_multi_head_wide_heads": Case(make_eagle(num_key_value_heads=4, head_dim=16), oracle.Eagle),
+    "eagle3": Case(make_eagle3(rope_scaling=LLAMA3), oracle.Eagle3, THREE_STATES),
+    "eagle3_of_the_targets_vocabulary": Case(make_eagle3(draft_vocab=None), oracle.Eagle3, THREE_STATES),
+    "eagle3_with_a_norm_before_fc": Case(make_eagle3(norm_before_fc=True), oracle.Eagle3, THREE_STATES),
+    "eagle3_with_nvidias_norm_before_fc": Case(
+        make_eagle3(eagle_config={"norm_before_fc": True}), oracle.Eagle3, THREE_STATES
+    ),
+    "eagle3_of_two_layers": Case(
+        make_eagle3(num_hidden_layers=2, qkv_bias=True), oracle.Eagle3, THREE_STATES, windows=[None] * 2
+    ),
+    "eagle3_by_speculators": Case(
+        as_speculators(
+            make_eagle3(
+                first="layers.0.",
+                own_embedding=True,
+                target_hidden=48,
+                rope_parameters={"rope_type": "default", "rope_theta": 300.0},
+            ),
+            norm_before_residual=True,
+            target_hidden_size=48,
+        ),
+        oracle.Eagle3,
+        {"target_states_size": 144, "hidden_size": 48},
+    ),
+    "llama": Case(make_causal(rope_scaling=LLAMA3), oracle.Causal, windows=[None] * 2),
+    "llama_tied_and_biased": Case(
+        make_causal(tie_word_embeddings=True, attention_bias=True, rope_scaling={"type": "linear", "factor": 4}),
+        oracle.Causal,
+        windows=[None] * 2,
+    ),
+    "mistral": Case(make_causal("MistralForCausalLM", sliding_window=7), oracle.Causal, windows=[7] * 2),
+    "qwen2": Case(
+        make_causal("Qwen2ForCausalLM", sliding_window=7, use_sliding_window=False), oracle.Causal, windows=[None] * 2
+    ),
+    "qwen3": Case(make_causal("Qwen3ForCausalLM", head_dim=12), oracle.Causal, windows=[None] * 2),
+    "qwen3_with_a_window_in_its_second_layer": Case(
+        make_causal("Qwen3ForCausalLM", sliding_window=6, use_sliding_window=True, max_window_layers=1),
+        oracle.Causal,
+        windows=[None, 6],
+    ),
+}
+
+
+class Scene:
+    """Three requests with a prefilled context each, and a round behind it."""
+
+    def __init__(self, case, folder, strategy):
+        self.target = StubTarget(**case.target)
+        self.model = load_draft(case.checkpoint.write(folder), self.target, dtype=torch.float32)
+        layer_groups, reqs = self.model.layer_groups(PAGE), len(CONTEXTS)
+        each = MAX_SEQ_LEN // PAGE
+        self.tables = self.make_tables(len(layer_groups))
+        self.pages = [owned_pages(reqs, each, reqs * each, seed) for seed in range(len(layer_groups))]
+        self.groups = [
+            make_group(g.name, get("torch_reference"), g.spec, g.layers, num_pages=reqs * each, device=CPU)
+            for g in layer_groups
+        ]
+        for group in self.groups:
+            for cache in group.caches.values():
+                # So that a slot that is read before it was written shows.
+                cache.key.fill_(torch.nan)
+                cache.value.fill_(torch.nan)
+        generator = torch.Generator().manual_seed(5)
+        self.prompts = [torch.randint(0, VOCAB, (n,), generator=generator) for n in CONTEXTS]
+        self.target_hidden_states = [
+            torch.randn(n, self.target.target_states_size, generator=generator) for n in CONTEXTS
+        ]
+        self.verified = VerifiedTokens(
+            token_ids=torch.randint(0, VOCAB, (reqs, K + 1), generator=generator),
+            target_hidden_states=torch.randn(reqs, K + 1, self.target.target_states_size, generator=generator),
+            context_lens=torch.tensor(CONTEXTS, dtype=torch.int32),
+            accepted=torch.tensor(ACCEPTED, dtype=torch.int32),
+            next_tokens=torch.randint(0, VOCAB, (reqs,), generator=generator),
+            temperature=torch.zeros(reqs),
+            seeds=torch.arange(reqs),
+        )
+        self.tables.load(self.pages, [MAX_SEQ_LEN] * reqs)
+        config = DrafterConfig(num_speculative_tokens=K, strategy=strategy, capture_sizes=[3])
+        self.drafter = Drafter(self.model, self.groups, self.tables, config)
+
+    def make_tables(self, groups):
+        reqs = len(CONTEXTS)
+        return RequestTables(
+            page_sizes=[PAGE] * groups,
+            num_pages=[reqs * MAX_SEQ_LEN // PAGE] * groups,
+            max_reqs=reqs,
+            max_seq_len=MAX_SEQ_LEN,
+            device=CPU,
+        )
+
+    def drafts(self):
+        tables = self.make_tables(len(self.groups))
+        tables.load(self.pages, [MAX_SEQ_LEN] * len(CONTEXTS))
+        self.drafter.prefill(tables, CONTEXTS, CONTEXTS, torch.cat(self.prompts), torch.cat(self.target_hidden_states))
+        return self.drafter.propose(self.verified)
+
+    def inputs(self, request):
+        """A request's input tokens up to the last kept one's, and their target hidden states."""
+        kept = ACCEPTED[request]
+        verified = self.verified
+        ids = [*verified.token_ids[request, 1 : kept + 1].tolist(), int(verified.next_tokens[request])]
+        target_hidden_states = torch.cat(
+            [self.target_hidden_states[request], verified.target_hidden_states[request, : kept + 1]]
+        )
+        return [*self.prompts[request].tolist(), *ids], target_hidden_states
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", CASES)
+def test_a_draft_over_pages_is_the_published_model_over_whole_texts(name, strategy, tmp_path):
+    case = CASES[name]
+    scene = Scene(case, tmp_path, strategy)
+    exact, rounded = (
+        case.oracle(case.checkpoint, scene.target, case.windows, dtype) for dtype in (torch.float64, torch.float32)
+    )
+    drafts = scene.drafts()
+    for request in range(len(CONTEXTS)):
+        tokens, scores = oracle.greedy(exact, *scene.inputs(request), K)
+        _, wide = oracle.greedy(rounded, *scene.inputs(request), K)
+        finite = scores.isfinite()
+        budget = 4 * (wide - scores)[finite].abs().max() + 1e-5
+        assert drafts.tokens[request].tolist() == tokens, f"request {request}"
+        assert drafts.logits[request].isfinite().equal(finite)
+        assert (drafts.logits[request] - scores)[finite].abs().max() < budget, f"request {request}"
