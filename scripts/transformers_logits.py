@@ -33,10 +33,9 @@ import transformers
 from attn_backends import AttentionBackend, registry
 from builders import RequestTables
 from scripts.provenance import provenance
-from spec_decode.drafter.kv_groups import attend_with, build_ragged, make_group
+from spec_decode.drafter.kv_groups import attend_with, build_ragged, make_group, make_groups
 from spec_decode.drafter.plan import GraphMode, Strategy, choose
 from spec_decode.engine import Engine, Request
-from spec_decode.engine.groups import make_groups
 from spec_decode.graphs import loop_unsupported_reason
 from spec_decode.models import Attend, DraftModel, EagleDraft, LayerGroup, ModelConfig
 from spec_decode.models.hf.target import TransformersTarget

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from spec_decode.cli.drafting import PAGE_SIZE, Backends, Outcome, Pair, device_of, generate
+from spec_decode.drafter.kv_groups import make_groups
 from spec_decode.drafter.plan import DraftPlan, GraphMode, Strategy, StrategyError, choose
 from spec_decode.engine import Generation, Request
-from spec_decode.engine.groups import make_groups
 from spec_decode.graphs import loop_unsupported_reason
 from spec_decode.models.text import encode, held_out_prompts
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -13,8 +13,12 @@ from attn_backends.kernels.rope import Rotation, rotate_both
 from attn_backends.kernels.rope_and_write_kv import rotate_and_write_kv
 from attn_backends.kernels.write_latent import KvANormRope
 from builders import AttentionSpec, BatchBuffers, MetadataBuilder, RequestTables
+from builders.errors import require
 from spec_decode.drafter.plan import GroupFacts
-from spec_decode.models.base import Attend
+from spec_decode.models.base import Attend, DraftModel, LayerGroup, TargetModel
+
+BackendChoice: TypeAlias = AttentionBackend | Mapping[str, AttentionBackend] | Callable[[LayerGroup], AttentionBackend]
+"""One backend for all of a model's groups, one for each group's name, or a function that chooses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +77,46 @@ def make_group(
         cache.key.zero_()
         cache.value.zero_()
     return KVGroup(name=name, backend=backend, spec=spec, caches=caches)
+
+
+def make_groups(
+    name: str,
+    model: TargetModel | DraftModel,
+    choice: BackendChoice,
+    page_size: int,
+    num_pages: int,
+    device: torch.device,
+) -> list[KVGroup]:
+    """Groups with caches of num_pages pages, in the model's order, called `name`, and by their own names if several.
+
+    Raises BatchError for a mapping without one of the groups, and NoBackend for a backend that refuses one.
+    """
+    layer_groups = model.layer_groups(page_size)
+    backends = [_backend(name, group, choice) for group in layer_groups]
+    return [
+        make_group(
+            name if len(layer_groups) == 1 else f"{name} {group.name}",
+            backend,
+            group.spec,
+            group.layers,
+            num_pages=num_pages,
+            device=device,
+        )
+        for group, backend in zip(layer_groups, backends, strict=True)
+    ]
+
+
+def _backend(name: str, group: LayerGroup, choice: BackendChoice) -> AttentionBackend:
+    if isinstance(choice, AttentionBackend):
+        return choice
+    if not isinstance(choice, Mapping):
+        return choice(group)
+    require(
+        group.name in choice,
+        f"every KV group of the {name} needs a backend, {group.name!r} has none among {sorted(choice)}; nothing was "
+        "allocated. Add it, or pass one backend for all.",
+    )
+    return choice[group.name]
 
 
 def attend_with(groups: Sequence[KVGroup], metadata: Sequence[Any]) -> Attend:

@@ -1,7 +1,7 @@
 """An engine that serves many requests at once: see spec_decode.engine.engine for how a round goes."""
 
+from spec_decode.drafter.kv_groups import BackendChoice
 from spec_decode.engine.engine import Engine
-from spec_decode.engine.groups import BackendChoice
 from spec_decode.engine.request import Finish, Generation, Handle, Request
 from spec_decode.engine.stats import EngineStats
 
