@@ -86,7 +86,12 @@ def _print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
 
 def _short(row: dict[str, Any]) -> dict[str, Any]:
     """A row for reading: medians, and no provenance; the JSON has it all."""
-    shown = {name: value for name, value in row.items() if name not in ("schema", "env", "command", "missing")}
+    from spec_decode.tools.bench import verdict
+
+    limits, met = verdict(row)
+    shown = {**row, "peer": row.get("peer") or None, "limits": limits or None, "met": met}
+    for name in ("schema", "env", "command", "missing"):
+        shown.pop(name, None)
     return {name: value["p50"] if isinstance(value, dict) else value for name, value in shown.items()}
 
 

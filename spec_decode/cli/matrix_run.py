@@ -112,4 +112,4 @@ def _not_made_for_this(report: Report) -> str:
     if report.counts[Outcome.UNAVAILABLE] == len(report.results):
         return report.results[0].reason
     claim = report.claims.get(EVERYTHING)
-    return claim.words if claim is not None and not claim.claimed else ""
+    return claim.reason if claim is not None and not claim.claimed else ""

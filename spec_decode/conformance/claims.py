@@ -36,7 +36,7 @@ def claims_of(subject: Subject, tags: Iterable[str]) -> dict[str, Claim]:
     try:
         base_spec(subject)
     except Unsupported as refusal:
-        return {EVERYTHING: Claim(claimed=False, words=str(refusal))}
+        return {EVERYTHING: Claim(claimed=False, reason=str(refusal))}
     except Exception as error:  # a plug-in's record may hold anything
         return {EVERYTHING: _unreadable(error)}
     wanted = dict.fromkeys([*_ALWAYS, *tags])
@@ -54,7 +54,7 @@ def _claim(subject: Subject, tag: str) -> Claim:
 
 
 def _unreadable(error: Exception) -> Claim:
-    return Claim(claimed=False, words=f"the claim cannot be read: {type(error).__name__}: {error}")
+    return Claim(claimed=False, reason=f"the claim cannot be read: {type(error).__name__}: {error}")
 
 
 def _graph(subject: Subject, value: str) -> Claim:
@@ -63,7 +63,7 @@ def _graph(subject: Subject, value: str) -> Claim:
         level = GraphSupport(builder.graph_support)
         return Claim(claimed=level > GraphSupport.NEVER, level=level_words(level))
     support = builder.advance_support(base_spec(subject), subject.device)
-    return Claim(claimed=support.level > AdvanceLevel.REBUILD, level=level_words(support.level), words=support.reason)
+    return Claim(claimed=support.level > AdvanceLevel.REBUILD, level=level_words(support.level), reason=support.reason)
 
 
 def level_words(level: GraphSupport | AdvanceLevel) -> str:
@@ -73,7 +73,7 @@ def level_words(level: GraphSupport | AdvanceLevel) -> str:
 
 def _strategy(subject: Subject, value: str) -> Claim:
     obstacle = strategy_obstacle(subject, Strategy(value))
-    return Claim(claimed=not obstacle, words=obstacle)
+    return Claim(claimed=not obstacle, reason=obstacle)
 
 
 def _dtype(subject: Subject, value: str) -> Claim:
@@ -86,18 +86,18 @@ def _kv(subject: Subject, value: str) -> Claim:
         return Claim(claimed=able.mixed_kv_dtypes)
     return Claim(
         claimed=getattr(torch, value) in able.kv_dtypes,
-        words="queries and weights are rounded to it too" if able.quantises_queries else "",
+        reason="queries and weights are rounded to it too" if able.quantises_queries else "",
     )
 
 
 def _page(subject: Subject, value: str) -> Claim:
     sizes = subject.backend.capabilities.page_sizes
-    return Claim(claimed=int(value) in sizes, words=f"page size {sizes}")
+    return Claim(claimed=int(value) in sizes, reason=f"page size {sizes}")
 
 
 def _dim(subject: Subject, value: str) -> Claim:
     sizes = subject.backend.capabilities.head_dims
-    return Claim(claimed=int(value) in sizes, words=f"head dim {sizes}")
+    return Claim(claimed=int(value) in sizes, reason=f"head dim {sizes}")
 
 
 def _feature(subject: Subject, value: str) -> Claim:
@@ -107,7 +107,7 @@ def _feature(subject: Subject, value: str) -> Claim:
     if value == "sparse":
         return Claim(claimed=able.extra_lists)
     feature = Feature(value)
-    return Claim(claimed=feature in able.features, words="a spec must ask for it" if feature in able.required else "")
+    return Claim(claimed=feature in able.features, reason="a spec must ask for it" if feature in able.required else "")
 
 
 _READERS: dict[str, Callable[[Subject, str], Claim]] = {

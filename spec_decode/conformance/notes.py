@@ -21,7 +21,7 @@ def notes_on(
 def _advance(claims: Mapping[str, Claim]) -> Iterator[str]:
     claim = claims.get("graph:advance")
     if claim is not None and claim.level not in ("", level_words(AdvanceLevel.IN_GRAPH)):
-        yield f"advance is {claim.level.upper()}: {claim.words}; what an advance in a graph promises was not tried"
+        yield f"advance is {claim.level.upper()}: {claim.reason}; what an advance in a graph promises was not tried"
 
 
 def _idle(subject: Subject, checks: Sequence[Check], known_failures: Sequence[KnownFailure]) -> Iterator[str]:

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import msgspec
 
-from spec_decode.conformance.report_v1 import SCHEMA_1, from_version_1
 from spec_decode.environment import Environment, environment
 from spec_decode.files import write_whole
 
@@ -32,7 +31,7 @@ __all__ = [
     "read_json",
 ]
 
-SCHEMA = "attn-report/2"
+SCHEMA = "attn-report/3"
 EVERYTHING = "*"
 """The tag of what holds for every column that has nothing of its own."""
 FAMILIES = ("contract", "builder", "numerics", "refusal", "poison", "graph", "drafter")
@@ -73,13 +72,13 @@ FAILURES = frozenset({Outcome.FAIL, Outcome.XPASS, Outcome.ERROR})
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a backend says of itself for one column. level: how much of it, where there are degrees. words: the claim
-    itself, or why it is made or not.
+    """What a backend says of itself for one column. level: how much of it, where there are degrees. reason: why it
+    claims this or not, or its own statement.
     """
 
     claimed: bool
     level: str = ""
-    words: str = ""
+    reason: str = ""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,8 +105,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every result of one backend on one device, and what the backend claimed there.
 
-    contract: the contract version it was built for. claims: by tag; empty where they were not recorded.
-    converted_from: the schema of the file, where that was an older one.
+    contract: the contract version it was built for. claims: by tag; empty where the backend did not load.
     """
 
     schema: str = SCHEMA
@@ -117,7 +115,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     env: Environment
     command: str
     claims: dict[str, Claim] = {}
-    converted_from: str = ""
     results: tuple[Result, ...]
 
     @property
@@ -173,23 +170,18 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @classmethod
     def of(cls, document: Any, where: str) -> Report:
-        """The report in a document; ReportError, naming where it is from, when it is anything else.
-
-        One of schema attn-report/1 is converted: see `spec_decode.conformance.report_v1` for what it can and cannot say.
-        """
+        """The report in a document. Raises ReportError, which says where the document is from, for anything else."""
         schema = document.get("schema") if isinstance(document, dict) else None
-        if schema == SCHEMA_1:
-            document = from_version_1(document)
-        elif schema != SCHEMA:
+        if schema != SCHEMA:
             raise ReportError(
-                f"a report must have schema {SCHEMA!r}, {where} has {schema!r}; it was not loaded. {SCHEMA_1!r} is "
-                "converted by itself; read any other with the version that wrote it, or run the checks again."
+                f"a report must have schema {SCHEMA!r}, {where} has {schema!r}; it was not loaded. Run the checks again, "
+                "or read it with the version that wrote it."
             )
         try:
             return msgspec.convert(_with_numbers(document), cls)
         except msgspec.ValidationError as error:
             raise ReportError(
-                f"a report must follow {schema}, {where} does not: {error}; it was not loaded. Outcomes are "
+                f"a report must follow {SCHEMA}, {where} does not: {error}; it was not loaded. Outcomes are "
                 f"{', '.join(outcome.value for outcome in Outcome)}. Run the checks again."
             ) from error
 

@@ -1,4 +1,4 @@
-"""One cell of the compatibility matrix: claim and evidence, kept apart, and the word they earn."""
+"""One cell of the compatibility matrix: claim and evidence, kept apart, and their status."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ import msgspec
 from spec_decode.conformance.report import FAILURES, Claim, Number, Outcome, Result
 
 
-class Word(str, Enum):
-    """The one word of a cell."""
+class Status(str, Enum):
+    """What claim and checks of a cell come to together; each member has its mark and its meaning."""
 
-    VERIFIED = "verified"
-    """Claimed, and every check of its contract that covers it passed."""
-    CLAIMED = "claimed"
-    """Claimed, and no check that covers it ran."""
-    REFUSED = "refused"
-    """Not claimed, and the checks saw the refusal."""
-    BROKEN = "broken"
-    """At least one check that covers it failed."""
-    PARTIAL = "partial"
-    """Passes, beside known failures or checks that did not run."""
-    UNCLAIMED = "unclaimed"
-    """Passes, and is not claimed."""
-    UNKNOWN = "unknown"
-    """Nothing is known: not claimed and not checked, or the checks could not run."""
+    VERIFIED = "verified", "✓", "claimed, and every check that covers it passed"
+    CLAIMED = "claimed", "?", "claimed, and no check that covers it ran"
+    REFUSED = "refused", "–", "not claimed, and refused with a reason when asked"
+    BROKEN = "broken", "✗", "at least one check that covers it failed"
+    PARTIAL = "partial", "~", "passes, beside known failures or checks that could not run"
+    UNCLAIMED = "unclaimed", "+", "passes, and is not claimed"
+    UNKNOWN = "unknown", "·", "not claimed and not checked, or the checks could not run"
+
+    mark: str
+    meaning: str
+
+    def __new__(cls, value: str, mark: str, meaning: str) -> Status:
+        status = str.__new__(cls, value)
+        status._value_, status.mark, status.meaning = value, mark, meaning
+        return status
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,7 +41,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     count: int
 
 
-class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RunEvidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one run saw of one column.
 
     run: index into the matrix's runs. passed of total: checks that ran and are neither refusals nor failed previews;
@@ -49,7 +50,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     run: int
-    word: Word
+    status: Status
     passed: int | None = None
     total: int | None = None
     refused: int = 0
@@ -58,42 +59,42 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def text(self) -> str:
-        """The word, the count and the worst error."""
+        """The status, the count and the worst error."""
         count = f" {self.passed}/{self.total}" if self.total else ""
         worst = f" {self.worst:.2g}x" if self.worst is not None else ""
-        return f"{self.word.value}{count}{worst}"
+        return f"{self.status.value}{count}{worst}"
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Claim and evidence of one column. evidence: one entry a run that has any, newest first; never an average.
 
-    word: the newest run's; without a run, the claim's. claim: None where no report recorded any. conflict: whether
+    status: of the newest run; without a run, by the claim. claim: None where no report recorded one. conflict: whether
     runs of the same version on the same device disagree. repro: the command that checks this column again.
     """
 
-    word: Word
+    status: Status
     claim: Claim | None = None
-    evidence: tuple[Evidence, ...] = ()
+    evidence: tuple[RunEvidence, ...] = ()
     conflict: bool = False
     repro: str = ""
 
     @classmethod
-    def of(cls, claim: Claim | None, evidence: Sequence[Evidence], repro: str = "") -> Cell:
+    def of(cls, claim: Claim | None, evidence: Sequence[RunEvidence], repro: str = "") -> Cell:
         """The cell that this claim and this evidence, newest first, make."""
         claimed = claim is not None and claim.claimed
         return cls(
-            word=evidence[0].word if evidence else Word.CLAIMED if claimed else Word.UNKNOWN,
+            status=evidence[0].status if evidence else Status.CLAIMED if claimed else Status.UNKNOWN,
             claim=claim,
             evidence=tuple(evidence),
-            conflict=len({found.word for found in evidence}) > 1,
+            conflict=len({found.status for found in evidence}) > 1,
             repro=repro,
         )
 
     @property
     def text(self) -> str:
         """What the newest run saw, what older ones saw where that differs, and the level claimed."""
-        seen = self.evidence[:1] + tuple(old for old in self.evidence[1:] if old.word is not self.word)
-        texts = dict.fromkeys(evidence.text for evidence in seen) or [self.word.value]
+        seen = self.evidence[:1] + tuple(old for old in self.evidence[1:] if old.status is not self.status)
+        texts = dict.fromkeys(evidence.text for evidence in seen) or [self.status.value]
         return "; earlier ".join(texts) + (f" ({self.level})" if self.level else "")
 
     @property
@@ -102,19 +103,19 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.claim.level if self.claim is not None else ""
 
 
-def evidence_of(results: Sequence[Result], claim: Claim | None = None, run: int = 0) -> Evidence:
+def evidence_of(results: Sequence[Result], claim: Claim | None = None, run: int = 0) -> RunEvidence:
     """The evidence of one run's results in one column; there is at least one result."""
     outcomes = [result.outcome for result in results]
     refused = outcomes.count(Outcome.UNSUPPORTED)
-    word = _word(set(outcomes), claim)
-    if word in (Word.UNKNOWN, Word.CLAIMED, Word.REFUSED):
+    status = _status(set(outcomes), claim)
+    if status in (Status.UNKNOWN, Status.CLAIMED, Status.REFUSED):
         # A case that asks for several things is refused for all of them: the shortest reason is the most telling.
         notes = sorted(_notes(results), key=lambda note: len(note.reason))
-        return Evidence(run=run, word=word, refused=refused, notes=tuple(notes))
+        return RunEvidence(run=run, status=status, refused=refused, notes=tuple(notes))
     errors = [r.evidence["error_over_budget"] for r in results if "error_over_budget" in r.evidence]
-    return Evidence(
+    return RunEvidence(
         run=run,
-        word=word,
+        status=status,
         passed=outcomes.count(Outcome.PASS),
         total=len(outcomes) - refused - outcomes.count(Outcome.PREVIEW),
         refused=refused,
@@ -124,17 +125,17 @@ def evidence_of(results: Sequence[Result], claim: Claim | None = None, run: int 
     )
 
 
-def _word(seen: set[Outcome], claim: Claim | None) -> Word:
+def _status(seen: set[Outcome], claim: Claim | None) -> Status:
     claimed = claim is not None and claim.claimed
     if seen & FAILURES or (Outcome.XFAIL in seen and Outcome.PASS not in seen):
-        return Word.BROKEN
+        return Status.BROKEN
     if Outcome.PASS in seen:
         if claim is not None and not claimed:
-            return Word.UNCLAIMED
-        return Word.VERIFIED if seen <= {Outcome.PASS, Outcome.UNSUPPORTED, Outcome.PREVIEW} else Word.PARTIAL
+            return Status.UNCLAIMED
+        return Status.VERIFIED if seen <= {Outcome.PASS, Outcome.UNSUPPORTED, Outcome.PREVIEW} else Status.PARTIAL
     if claimed:
-        return Word.CLAIMED
-    return Word.REFUSED if seen == {Outcome.UNSUPPORTED} else Word.UNKNOWN
+        return Status.CLAIMED
+    return Status.REFUSED if seen == {Outcome.UNSUPPORTED} else Status.UNKNOWN
 
 
 def _notes(results: Sequence[Result]) -> tuple[Note, ...]:

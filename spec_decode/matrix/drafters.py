@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from spec_decode.matrix.cells import Word
+from spec_decode.matrix.cells import Status
 from spec_decode.matrix.provenance import Runs
 from spec_decode.matrix.sources import Agreement, AgreementRow, Quantiles, Timing
 
@@ -40,7 +40,7 @@ class DraftCell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """One strategy. run: where the parity is from."""
 
     strategy: str
-    word: Word
+    status: Status
     parity: tuple[Parity, ...]
     refusal: str
     host: tuple[HostTime, ...]
@@ -90,7 +90,7 @@ def _cell(rows: Sequence[AgreementRow], run: int, host: tuple[HostTime, ...]) ->
     parity = tuple(_parity(by_shape[shape]) for shape in sorted(by_shape))
     return DraftCell(
         strategy=rows[0].strategy,
-        word=_word(parity),
+        status=_status(parity),
         parity=parity,
         refusal=next((row.refusal for row in rows if row.refusal), ""),
         host=host,
@@ -111,12 +111,12 @@ def _parity(rows: Sequence[AgreementRow]) -> Parity:
     )
 
 
-def _word(parity: Sequence[Parity]) -> Word:
+def _status(parity: Sequence[Parity]) -> Status:
     if any(found.unlike_eager for found in parity):
-        return Word.BROKEN
+        return Status.BROKEN
     if not parity:
-        return Word.REFUSED
-    return Word.VERIFIED if any(found.prompts for found in parity) else Word.UNKNOWN
+        return Status.REFUSED
+    return Status.VERIFIED if any(found.prompts for found in parity) else Status.UNKNOWN
 
 
 def _host_times(
@@ -135,6 +135,6 @@ def _host_times(
         if (timing.env.device, timing.backend, timing.strategy) == (device, backend, strategy)
         and timing.host_us is not None
         and timing.num_speculative_tokens is not None
-        and (timing.case == f"round/{backend}" or timing.case.endswith("/round"))
+        and (timing.case == "round" or timing.case.endswith("/round"))
     ]
     return tuple(sorted(found, key=lambda host: (host.run, host.num_speculative_tokens, host.num_reqs)))

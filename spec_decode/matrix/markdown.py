@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from spec_decode.matrix.cells import Word
-from spec_decode.matrix.model import Matrix, Row
-from spec_decode.matrix.numbered import Notes, draft_lines, grouped, time_text, verdict_text
+from spec_decode.matrix.cells import Status
+from spec_decode.matrix.model import Matrix, MatrixRow
+from spec_decode.matrix.numbered import HOW_TO_READ, Notes, draft_lines, grouped, time_text, verdict_text
 from spec_decode.matrix.speed import Bar
 from spec_decode.matrix.text import markdown, markdown_code, note_text
-from spec_decode.matrix.words import HOW_TO_READ, MEANINGS
 
 _PROVENANCE = ("run", "what", "device", "driver", "CUDA", "torch", "triton", "python", "platform", "commit", "date")
 
@@ -40,10 +39,10 @@ def to_markdown(matrix: Matrix) -> str:
 
 
 def _legend() -> str:
-    return _table(["word", "meaning"], [[word.value, MEANINGS[word]] for word in Word])
+    return _table(["status", "meaning"], [[status.value, status.meaning] for status in Status])
 
 
-def _who(row: Row) -> list[str]:
+def _who(row: MatrixRow) -> list[str]:
     runs = ", ".join(f"run {run + 1}" for run in row.runs)
     return [row.title + (" (stale)" if row.stale else ""), f"{row.device} ({runs})"]
 
@@ -55,7 +54,7 @@ def _drafters(matrix: Matrix) -> list[str]:
     for row in matrix.drafters:
         by_strategy = {cell.strategy: cell for cell in row.cells}
         cells = [
-            "\n".join([cell.word.value, *draft_lines(cell)]) if (cell := by_strategy.get(strategy)) else "unknown"
+            "\n".join([cell.status.value, *draft_lines(cell)]) if (cell := by_strategy.get(strategy)) else "unknown"
             for strategy in matrix.strategies
         ]
         run = f"run {row.cells[0].run + 1}"
@@ -92,9 +91,8 @@ def _provenance(matrix: Matrix) -> str:
     rows = []
     for number, run in enumerate(matrix.runs, 1):
         env = run.env
-        old = f"\nconverted from {run.converted_from}" if run.converted_from else ""
         software = [env.driver or "none", env.cuda or "none", env.torch, env.triton, env.python, env.platform]
-        rows.append([str(number), run.subject + old, env.device, *software, run.commit, env.date])
+        rows.append([str(number), run.subject, env.device, *software, run.commit, env.date])
     commands = [f"{number}. {markdown_code(run.command)}" for number, run in enumerate(matrix.runs, 1) if run.command]
     return "\n\n".join(
         [_table(_PROVENANCE, rows), *(["The commands of these runs:", "\n".join(commands)] if commands else [])]

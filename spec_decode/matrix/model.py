@@ -16,10 +16,10 @@ from spec_decode.matrix.provenance import Run, Runs
 from spec_decode.matrix.sources import Agreement, Timing
 from spec_decode.matrix.speed import Section, speed_sections
 
-SCHEMA = "attn-matrix/2"
+SCHEMA = "attn-matrix/3"
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MatrixRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One version of a backend on one device.
 
     runs: indices of its reports, newest first. stale: why the row may no longer hold. cells: as the columns.
@@ -42,7 +42,7 @@ class Matrix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     schema: str = SCHEMA
     columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[MatrixRow, ...]
     strategies: tuple[str, ...]
     drafters: tuple[DraftRow, ...]
     speed: tuple[Section, ...]
@@ -99,12 +99,12 @@ def _row(
     columns: Sequence[Column],
     runs: Runs,
     stale: tuple[str, ...],
-) -> Row:
+) -> MatrixRow:
     device, backend, version = key
     numbers = [runs.of_report(report) for report in reports]
     by_tag = [_by_tag(report.results) for report in reports]
     where = "cpu" if reports[0].env.cuda is None else "cuda"
-    return Row(
+    return MatrixRow(
         backend=backend,
         version=version,
         device=device,

@@ -1,17 +1,23 @@
-"""What the terminal's page and the Markdown share: columns in groups, reasons by number, timings as lines."""
+"""What the pages share: how to read them, columns in groups, reasons by number, timings as lines."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
 
-from spec_decode.matrix.cells import Cell, Note, Word
+from spec_decode.matrix.cells import Cell, Note, Status
 from spec_decode.matrix.columns import Column
 from spec_decode.matrix.drafters import DraftCell
 from spec_decode.matrix.speed import Bar
 
-_UNTOLD = frozenset({Word.REFUSED, Word.UNKNOWN, Word.CLAIMED})
-"""Where nothing but refusals is to be told, one reason is enough."""
+HOW_TO_READ = (
+    "What each backend claims, and what was seen when it was checked. A count such as 72/72 is checks passed of those "
+    "that ran, refusals left out; 0.4x says that the worst error was 0.4 of its budget, which is twice the error of a "
+    "low-precision reference. Runs are never averaged: where runs of one version on one device disagree, the newest "
+    "comes first and the others are named."
+)
+_REFUSALS_ONLY = frozenset({Status.REFUSED, Status.UNKNOWN, Status.CLAIMED})
+"""Cells whose notes are refusals at most: one reason is enough."""
 
 
 class Notes:
@@ -28,7 +34,9 @@ class Notes:
     def marks(self, cell: Cell) -> list[str]:
         """The numbers of a cell's reasons, as marks: of all that went wrong, or of the first refusal."""
         notes = [
-            note for evidence in cell.evidence for note in evidence.notes[: 1 if evidence.word in _UNTOLD else None]
+            note
+            for evidence in cell.evidence
+            for note in evidence.notes[: 1 if evidence.status in _REFUSALS_ONLY else None]
         ]
         return list(dict.fromkeys(f"^{self._number(note)}" for note in notes))
 
@@ -44,7 +52,7 @@ def grouped(columns: Sequence[Column]) -> list[tuple[str, list[int]]]:
 
 
 def draft_lines(cell: DraftCell) -> list[str]:
-    """A drafter's cell in words: parity and kept tokens by shape, the first host time, or the refusal."""
+    """The lines of a drafter's cell: parity and kept tokens by shape, the first host time, or the refusal."""
     lines = [
         f"K {found.num_speculative_tokens}, T {found.temperature:g}: "
         f"{found.unlike_eager} of {found.prompts} prompts unlike eager"
@@ -68,7 +76,8 @@ def time_text(bar: Bar) -> str:
 
 
 def verdict_text(bar: Bar) -> str:
-    """The limits, and whether they are kept."""
-    if not bar.bound:
+    """The limits, and whether they are met."""
+    if not bar.limits:
         return ""
-    return f"{bar.bound}: {'met' if bar.met else 'not judged' if bar.met is None else 'missed'}"
+    limits = " and ".join(limit.text for limit in bar.limits)
+    return f"{limits}: {'met' if bar.met else 'not judged' if bar.met is None else 'missed'}"

@@ -12,13 +12,12 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from spec_decode.matrix.cells import Word
+from spec_decode.matrix.cells import Status
 from spec_decode.matrix.model import Matrix
-from spec_decode.matrix.numbered import grouped, time_text, verdict_text
+from spec_decode.matrix.numbered import HOW_TO_READ, grouped, time_text, verdict_text
 from spec_decode.matrix.plots import WIDTH, plot
 from spec_decode.matrix.speed import TITLES
 from spec_decode.matrix.text import plain
-from spec_decode.matrix.words import GLYPHS, HOW_TO_READ, MEANINGS
 
 _FOLDER = Path(__file__).parent / "templates"
 
@@ -33,9 +32,7 @@ def to_html(matrix: Matrix) -> str:
         starts={indices[0] for _, indices in grouped(matrix.columns)},
         devices=[(device, list(rows)) for device, rows in groupby(matrix.rows, key=lambda row: row.device)],
         backends=sorted({row.backend for row in matrix.rows}),
-        words=list(Word),
-        glyphs=GLYPHS,
-        meanings=MEANINGS,
+        statuses=list(Status),
         how_to_read=HOW_TO_READ,
         opened={next((i for i, s in enumerate(matrix.speed) if s.title == title), None) for title in TITLES.values()},
         plot=plot,

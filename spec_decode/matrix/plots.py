@@ -39,12 +39,12 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plot(msgspec.Struct, frozen=True, kw_only=True):
-    """A drawn panel. words: the same for those who do not see it."""
+    """A drawn panel. description: the same as text."""
 
     title: str
     height: float
     marks: tuple[Mark, ...]
-    words: str
+    description: str
 
 
 def plot(panel: Panel, quantity: str) -> Plot:
@@ -54,7 +54,7 @@ def plot(panel: Panel, quantity: str) -> Plot:
         title=panel.title,
         height=ROW * len(panel.bars),
         marks=tuple(_mark(bar, ROW * n, scale) for n, bar in enumerate(panel.bars)),
-        words=f"{panel.title}, {quantity}: {'; '.join(map(_words, panel.bars))}",
+        description=f"{panel.title}, {quantity}: {'; '.join(map(_description, panel.bars))}",
     )
 
 
@@ -94,6 +94,6 @@ def _short(us: float) -> str:
     return f"{us:,.0f}" if us >= 100 else f"{us:.1f}" if us >= 10 else f"{us:.2f}"
 
 
-def _words(bar: Bar) -> str:
+def _description(bar: Bar) -> str:
     floor = f", floor {bar.floor:.4g}" if bar.floor is not None else ""
     return f"{bar.label}{' (peer)' if bar.peer else ''} {time_text(bar)}{floor} {verdict_text(bar)}".strip()

@@ -9,15 +9,11 @@ from spec_decode.environment import Environment
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One run of a tool: what it looked at, where, when, and how to repeat it.
-
-    converted_from: the older schema of its file, which did not record everything.
-    """
+    """One run of a tool: what it looked at, where, when, and how to repeat it."""
 
     subject: str
     env: Environment
     command: str
-    converted_from: str = ""
 
     @property
     def commit(self) -> str:
@@ -37,9 +33,9 @@ class Runs:
     def all(self) -> tuple[Run, ...]:
         return tuple(self._numbers)
 
-    def number(self, subject: str, env: Environment, command: str, converted_from: str = "") -> int:
-        run = Run(subject=subject, env=env, command=command, converted_from=converted_from)
+    def number(self, subject: str, env: Environment, command: str) -> int:
+        run = Run(subject=subject, env=env, command=command)
         return self._numbers.setdefault(run, len(self._numbers))
 
     def of_report(self, report: Report) -> int:
-        return self.number(f"{report.backend}@{report.version}", report.env, report.command, report.converted_from)
+        return self.number(f"{report.backend}@{report.version}", report.env, report.command)

@@ -10,13 +10,12 @@ from typing import Any
 import msgspec
 
 from spec_decode.conformance.report import SCHEMA, Report, ReportError, read_json
-from spec_decode.conformance.report_v1 import SCHEMA_1
 from spec_decode.environment import Environment
 
 PATTERNS = ("check-*.json", "pair-agreement*.json", "bench-*.json")
 """Names of the files that a folder is searched for."""
 AGREEMENT_SCHEMA = "attn-pair-agreement/2"
-TIMING_SCHEMA = "attn-bench/1"
+TIMING_SCHEMA = "attn-bench/2"
 
 
 class AgreementRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,13 +66,30 @@ class TimingEnvironment(Environment, frozen=True, kw_only=True):
         return Environment(**{name: getattr(self, name) for name in Environment.__struct_fields__})
 
 
+class TimingLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A bound on a column of a timing. met: None where the column was not measured."""
+
+    column: str
+    bound: float
+    at_least: bool = False
+    met: bool | None = None
+
+    @property
+    def text(self) -> str:
+        return f"{self.column} {'>=' if self.at_least else '<='} {self.bound:g}"
+
+
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
     """A row of `attn-backends bench`. A case may add columns of its own, which are not read here."""
 
     schema: str = TIMING_SCHEMA
     case: str
     backend: str
+    peer: bool = False
+    """Whether this is another project's own kernel."""
     spec: str | None = None
+    num_groups: int | None = None
+    """KV groups that one launch advances, where their number is what is compared."""
     strategy: str | None = None
     num_reqs: int
     num_speculative_tokens: int | None = None
@@ -83,8 +99,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     wall_us: Quantiles | None = None
     kernels_per_step: float | None = None
     floor_us: float | None = None
-    limit: str | None = None
-    met: bool | None = None
+    limits: tuple[TimingLimit, ...] = ()
     accepted: float | None = None
     """Of a whole engine: draft tokens kept a round."""
     per_user: float | None = None
@@ -128,13 +143,13 @@ class Sources:
             self.agreements.append(_follow(document, Agreement, where))
         elif schema == TIMING_SCHEMA:
             self.timings.extend(_follow(document, list[Timing], where))
-        elif schema.startswith("attn-report/"):
+        elif schema == SCHEMA:
             self.reports.append(Report.of(document, where))
         else:
             raise ReportError(
-                f"the matrix is made from schemas {SCHEMA}, {SCHEMA_1}, {AGREEMENT_SCHEMA} and {TIMING_SCHEMA}, "
-                f"{where} has {schema or None!r}; nothing was shown. Leave the file out, or read it with the version "
-                "that wrote it."
+                f"the matrix is made from schemas {SCHEMA}, {AGREEMENT_SCHEMA} and {TIMING_SCHEMA}, {where} has "
+                f"{schema or None!r}; nothing was shown. Make the report again, leave the file out, or read it with "
+                "the version that wrote it."
             )
 
 

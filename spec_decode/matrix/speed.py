@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 import msgspec
 
 from spec_decode.matrix.provenance import Runs
-from spec_decode.matrix.sources import Quantiles, Timing
-
-_PEER = " (peer)"
+from spec_decode.matrix.sources import Quantiles, Timing, TimingLimit
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One timing. us: None where nothing is launched. limit, floor: microseconds, where the timing has them.
 
-    bound: the limits in words, and met: whether they are kept.
+    limits: those on this quantity and on columns that are not drawn.
     """
 
     label: str
@@ -25,9 +22,14 @@ class Bar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     us: Quantiles | None
     floor: float | None
     limit: float | None
-    bound: str
-    met: bool | None
+    limits: tuple[TimingLimit, ...]
     run: int
+
+    @property
+    def met(self) -> bool | None:
+        """Whether all limits are met; None while one of them is open, or where there are none."""
+        found = {limit.met for limit in self.limits}
+        return None if not found else False if False in found else None if None in found else True
 
 
 class Panel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,8 +71,8 @@ TITLES = {
     "step": "One step: advance, write, attend",
     "round": "A whole draft round",
     "round/steps": "Steps 1 to K-1 of a draft round",
-    **{f"{name}/round": f"A whole draft round of {words}" for name, words in _DRAFTS.items()},
-    **{f"{name}/steps": f"Steps 1 to K-1 of {words}" for name, words in _DRAFTS.items()},
+    **{f"{name}/round": f"A whole draft round of {draft}" for name, draft in _DRAFTS.items()},
+    **{f"{name}/steps": f"Steps 1 to K-1 of {draft}" for name, draft in _DRAFTS.items()},
     "throughput/speculation": "A whole engine: speculation beside plain decoding",
     "throughput/extend-graph": "A whole engine: step 0 of the draft in a graph, or launched",
     "sampling/top-k": "Logits restricted to top-k, beside FlashInfer's sampling",
@@ -81,7 +83,7 @@ TITLES = {
     "sampling/draw a restricted target token": "The same with top-k and top-p, beside FlashInfer's sampling",
     "sampling/argmax": "The most likely token, beside torch",
 }
-"""By case, its backend left out; other cases go by their own name. Also the order of the sections."""
+"""By case; other cases go by their own name. Also the order of the sections."""
 
 
 def speed_sections(timings: Sequence[Timing], runs: Runs) -> tuple[Section, ...]:
@@ -89,15 +91,10 @@ def speed_sections(timings: Sequence[Timing], runs: Runs) -> tuple[Section, ...]
     groups: dict[tuple[str, str, str, str], list[Timing]] = {}
     for timing in sorted(timings, key=lambda timing: timing.env.date, reverse=True):
         for quantity in _quantities(timing):
-            groups.setdefault((_subject(timing), timing.env.device, quantity, _own_spec(timing)), []).append(timing)
+            groups.setdefault((timing.case, timing.env.device, quantity, _own_spec(timing)), []).append(timing)
     order = list(TITLES)
     ranked = sorted(groups.items(), key=lambda item: order.index(item[0][0]) if item[0][0] in order else len(order))
     return tuple(_section(*key, found, runs) for key, found in ranked)
-
-
-def _subject(timing: Timing) -> str:
-    """The case without the backend that it may name."""
-    return "/".join(part for part in timing.case.split("/") if part != timing.backend and not part.endswith("-groups"))
 
 
 def _shape_spec(timing: Timing) -> str:
@@ -118,7 +115,7 @@ def _quantities(timing: Timing) -> list[str]:
     return found if timing.strategy is not None else ["gpu_us"] if timing.gpu_us or timing.kernels_per_step == 0 else []
 
 
-def _section(subject: str, device: str, quantity: str, spec: str, timings: Sequence[Timing], runs: Runs) -> Section:
+def _section(case: str, device: str, quantity: str, spec: str, timings: Sequence[Timing], runs: Runs) -> Section:
     shapes: dict[tuple[int, int, int, str], list[Timing]] = {}
     for timing in timings:
         # Engines that draft different numbers of tokens are compared; rounds of different lengths are not.
@@ -126,7 +123,7 @@ def _section(subject: str, device: str, quantity: str, spec: str, timings: Seque
         shape = (tokens, timing.num_reqs, timing.context or 0, _shape_spec(timing))
         shapes.setdefault(shape, []).append(timing)
     return Section(
-        title=TITLES.get(subject, subject),
+        title=TITLES.get(case, case),
         spec=spec,
         device=device,
         quantity=_QUANTITIES[quantity],
@@ -145,45 +142,40 @@ def _shape(tokens: int, num_reqs: int, context: int, spec: str) -> str:
 
 
 def _bars(timings: Sequence[Timing], quantity: str, runs: Runs) -> tuple[Bar, ...]:
-    labels = _labels(timings)
-    return tuple(
-        Bar(
-            label=label,
-            spec="" if _shape_spec(timing) else timing.spec or "",
-            peer=timing.backend.endswith(_PEER),
-            us=getattr(timing, quantity),
-            floor=timing.floor_us if quantity == "gpu_us" else None,
-            limit=_limit(timing.limit or "", quantity),
-            bound=bound,
-            met=met,
-            run=runs.number("bench", timing.env.plain, timing.command),
-        )
-        for timing, label in zip(timings, labels, strict=True)
-        for bound, met in [_verdict(timing, quantity)]
+    return tuple(_bar(timing, label, quantity, runs) for timing, label in zip(timings, _labels(timings), strict=True))
+
+
+def _bar(timing: Timing, label: str, quantity: str, runs: Runs) -> Bar:
+    limits = tuple(limit for limit in timing.limits if limit.column == quantity or limit.column not in _QUANTITIES)
+    most = [limit.bound for limit in limits if limit.column == quantity and not limit.at_least]
+    return Bar(
+        label=label,
+        spec="" if _shape_spec(timing) else timing.spec or "",
+        peer=timing.peer,
+        us=getattr(timing, quantity),
+        floor=timing.floor_us if quantity == "gpu_us" else None,
+        limit=min(most, default=None),
+        limits=limits,
+        run=runs.number("bench", timing.env.plain, timing.command),
     )
-
-
-def _verdict(timing: Timing, quantity: str) -> tuple[str, bool | None]:
-    """The limits that are not on another drawn quantity, and whether they are kept, as far as the row can tell."""
-    limits = timing.limit.split(" and ") if timing.limit else []
-    mine = [words for words in limits if not any(other in words for other in _QUANTITIES if other != quantity)]
-    known = timing.met or mine == limits
-    return " and ".join(mine), timing.met if mine and known else None
 
 
 def _labels(timings: Sequence[Timing]) -> list[str]:
     """Each timing's backend, with what sets it apart from the panel's others of the same backend."""
     labels = []
     for timing in timings:
-        twins = [other for other in timings if other.backend == timing.backend]
-        strategies, cases = ({getattr(twin, name) for twin in twins} for name in ("strategy", "case"))
-        apart = [timing.strategy or ""] if len(strategies) > 1 and timing.token_us is None else []
-        apart += _engine(timing)
-        apart += [timing.case.split("/")[-1]] if len(cases) > 1 else []
-        apart += [_spec_apart(timing, twins)]
-        newest = max(twin.env.date for twin in twins if _same(timing, twin))
-        apart += ["(older)"] if timing.env.date < newest else []
-        labels.append(" ".join([timing.backend.removesuffix(_PEER), *filter(None, apart)]))
+        twins = [other for other in timings if (other.backend, other.peer) == (timing.backend, timing.peer)]
+        several = len({twin.strategy for twin in twins}) > 1 and timing.token_us is None
+        newest = max(twin.env.date for twin in twins if _identity(timing) == _identity(twin))
+        parts = [
+            timing.backend,
+            (timing.strategy or "") if several else "",
+            *_engine(timing),
+            f"{timing.num_groups}-groups" if timing.num_groups else "",
+            _differing_spec(timing, twins),
+            "(older)" if timing.env.date < newest else "",
+        ]
+        labels.append(" ".join(filter(None, parts)))
     return labels
 
 
@@ -199,21 +191,12 @@ def _engine(timing: Timing) -> list[str]:
     return [", ".join(found)]
 
 
-def _same(one: Timing, other: Timing) -> bool:
-    return _identity(one) == _identity(other)
-
-
 def _identity(timing: Timing) -> tuple[object, ...]:
-    return (timing.case, timing.backend, timing.spec, timing.strategy, *_engine(timing))
+    return timing.case, timing.backend, timing.spec, timing.strategy, timing.num_groups, *_engine(timing)
 
 
-def _spec_apart(timing: Timing, twins: Sequence[Timing]) -> str:
+def _differing_spec(timing: Timing, twins: Sequence[Timing]) -> str:
     """The parts of its spec that not all of its twins have."""
     specs = [set((twin.spec or "").split(", ")) for twin in twins]
     common = set.intersection(*specs)
     return ", ".join(part for part in (timing.spec or "").split(", ") if part not in common)
-
-
-def _limit(words: str, quantity: str) -> float | None:
-    found = re.search(rf"\b{quantity} <= ([0-9.]+)", words)
-    return float(found[1]) if found else None

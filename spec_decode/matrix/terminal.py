@@ -1,4 +1,4 @@
-"""The matrix for a terminal. Words carry the meaning, colour repeats it."""
+"""The matrix for a terminal. The text carries the meaning, colour repeats it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from spec_decode.matrix.cells import Cell, Word
+from spec_decode.matrix.cells import Cell, Status
 from spec_decode.matrix.drafters import DraftCell
-from spec_decode.matrix.model import Matrix, Row
+from spec_decode.matrix.model import Matrix, MatrixRow
 from spec_decode.matrix.numbered import Notes, draft_lines, grouped
 from spec_decode.matrix.text import note_text, plain, plain_lines
 
 _STYLES = {
-    Word.VERIFIED: "green",
-    Word.BROKEN: "bold red",
-    Word.PARTIAL: "yellow",
-    Word.UNCLAIMED: "cyan",
-    Word.UNKNOWN: "dim",
+    Status.VERIFIED: "green",
+    Status.BROKEN: "bold red",
+    Status.PARTIAL: "yellow",
+    Status.UNCLAIMED: "cyan",
+    Status.UNKNOWN: "dim",
 }
 
 
@@ -51,13 +51,13 @@ def _group(matrix: Matrix, title: str, at: Sequence[int], notes: Notes) -> Table
     return table
 
 
-def _who(row: Row) -> Text:
+def _who(row: MatrixRow) -> Text:
     stale = " (stale)" if row.stale else ""
     return Text(f"{plain(row.title)}{stale}\n{plain(row.device)}", style="dim" if row.stale else "")
 
 
 def _cell(cell: Cell, notes: Notes) -> Text:
-    return Text(" ".join([plain(cell.text), *notes.marks(cell)]), style=_STYLES.get(cell.word, ""))
+    return Text(" ".join([plain(cell.text), *notes.marks(cell)]), style=_STYLES.get(cell.status, ""))
 
 
 def _drafters(matrix: Matrix) -> Table:
@@ -74,8 +74,8 @@ def _drafters(matrix: Matrix) -> Table:
 def _draft_cell(cell: DraftCell | None) -> Text:
     if cell is None:
         return Text("unknown", style="dim")
-    lines = [cell.word.value, *(plain(line) for line in draft_lines(cell))]
-    return Text("\n".join(lines), style=_STYLES.get(cell.word, ""))
+    lines = [cell.status.value, *(plain(line) for line in draft_lines(cell))]
+    return Text("\n".join(lines), style=_STYLES.get(cell.status, ""))
 
 
 def _reasons(notes: Notes) -> RenderableType:

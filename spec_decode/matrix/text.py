@@ -1,4 +1,4 @@
-"""Text from a report as a person may safely see it: words of strangers, in terminals, Markdown and HTML."""
+"""Text of unknown origin made safe to show in terminals, Markdown and HTML."""
 
 from __future__ import annotations
 
@@ -42,6 +42,6 @@ def markdown_code(text: str) -> str:
 
 
 def note_text(note: Note) -> str:
-    """A note in words: what happened, where first, how often, and why."""
+    """A note as text: what happened, where first, how often, and why."""
     more = f" and {note.count - 1} more" if note.count > 1 else ""
     return f"{note.outcome}: {note.check}[{note.case}]{more}: {note.reason}"

@@ -15,7 +15,8 @@ import pytest
 from spec_decode.cli.main import main
 from spec_decode.conformance.report import FAILURES, Outcome
 from spec_decode.drafter.plan import Strategy
-from spec_decode.matrix import Word
+from spec_decode.matrix import Status
+from tests.stale_reports import NEEDS_NEW_REPORTS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
@@ -41,7 +42,10 @@ def shows(wanted: str, found: str) -> bool:
     return re.fullmatch(".*".join(map(re.escape, wanted.split("..."))), found) is not None
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+_RUN = [pytest.param(page, id=page.stem, marks=[NEEDS_NEW_REPORTS] * (page.stem == "matrix")) for page in PAGES]
+
+
+@pytest.mark.parametrize("page", _RUN)
 def test_the_python_of_a_page_runs_and_says_what_the_page_shows(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     names: dict[str, object] = {"__name__": page.stem}
@@ -75,13 +79,13 @@ def test_an_output_must_be_whole() -> None:
     assert not shows("", "anything\n")
 
 
-def test_the_page_on_the_matrix_has_every_word_and_outcome() -> None:
-    assert {word.value for word in Word} | {outcome.value for outcome in Outcome} == first_cells("guide/matrix.md")
+def test_the_page_on_the_matrix_has_every_status_and_outcome() -> None:
+    assert {status.value for status in Status} | {outcome.value for outcome in Outcome} == first_cells("guide/matrix.md")
 
 
 def test_the_page_on_the_matrix_says_which_outcomes_fail_a_report() -> None:
     page = (ROOT / "docs" / "guide" / "matrix.md").read_text(encoding="utf-8")
-    said = set(re.findall(r"^\| `(\w+)` \|.*\| yes \|$", page, re.MULTILINE)) - {word.value for word in Word}
+    said = set(re.findall(r"^\| `(\w+)` \|.*\| yes \|$", page, re.MULTILINE)) - {status.value for status in Status}
     assert said == {outcome.value for outcome in (*FAILURES, Outcome.NOT_RUN)}
 
 

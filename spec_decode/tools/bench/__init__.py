@@ -18,13 +18,15 @@ from spec_decode.tools.bench.field_cases import field_rows
 from spec_decode.tools.bench.measure import copy_bandwidth
 from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS
 from spec_decode.tools.bench.round_cases import round_rows
-from spec_decode.tools.bench.rows import Bench, Row, complete
+from spec_decode.tools.bench.rows import Bench, BenchRow, complete, verdict
 from spec_decode.tools.bench.sampling_cases import sampling_rows
 from spec_decode.tools.bench.throughput_cases import throughput_rows
 
-SCHEMA = "attn-bench/1"
+__all__ = ["CASES", "CPU_CASES", "SCHEMA", "SUITES", "Timings", "run", "verdict"]
 
-_ROWS: dict[str, tuple[str, Callable[[Bench], Iterator[Row]]]] = {
+SCHEMA = "attn-bench/2"
+
+_ROWS: dict[str, tuple[str, Callable[[Bench], Iterator[BenchRow]]]] = {
     "advance": ("GPU time of the fused advance of all KV groups, and of each backend's own", advance_rows),
     "step": ("FlashInfer's advance and attention, planned on the device and on the host", step_rows),
     "sparse-decode": ("sparse_swa_mla beside FlashMLA", sparse_rows),
@@ -50,9 +52,9 @@ CPU_CASES = ("sampling", "round", "drafter-tiny")
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """The rows of a run, of the schema attn-bench/1; what has none, and why; and which of that began and failed."""
+    """The rows of a run, of the schema attn-bench/2; what has none, and why; and which of that began and failed."""
 
-    rows: list[Row]
+    rows: list[BenchRow]
     missing: list[str]
     stopped: list[str]
 
@@ -61,7 +63,7 @@ def run(
     *,
     device: torch.device,
     cases: Sequence[str] | None = None,
-    on_row: Callable[[Row], None] | None = None,
+    on_row: Callable[[BenchRow], None] | None = None,
     command: str = "",
 ) -> Timings:
     """Time the cases and suites, or all that there are; of a suite, what needs a GPU is noted where there is none.
@@ -80,7 +82,7 @@ def run(
     env = msgspec.to_builtins(environment(device))
     env["copy_bytes_per_us"] = bench.bandwidth and round(bench.bandwidth)
     shared = {"env": env, "command": command, "missing": bench.missing}
-    found: list[Row] = []
+    found: list[BenchRow] = []
     for case in _expanded(cases):
         if not on_cuda and case not in CPU_CASES:
             bench.miss(case, f"times a CUDA device and this run is on {device.type}")

@@ -10,7 +10,7 @@ import torch
 from attn_backends import AttentionBackend, KVCache, get
 from builders import AttentionSpec, BatchBuffers, RequestTables, advance_shared_state
 from spec_decode.tools.bench.measure import kernels_in, time_call, time_kernels
-from spec_decode.tools.bench.rows import Bench, Limit, Row, held_to, serving
+from spec_decode.tools.bench.rows import Bench, BenchLimit, BenchRow, held_to, serving
 from spec_decode.tools.bench.scene import DecodeScene, time_attention
 from spec_decode.tools.bench.specs import GQA, MLA, PACKED, SPARSE
 
@@ -18,12 +18,12 @@ _PAGE = 16
 _NUM_REQS = (1, 32)
 _CONTEXT = 1024
 _HORIZON = 7
-_ONE_KERNEL = Limit("kernels_per_step", 1)
-_ADVANCE = Limit("gpu_us", 3)
-_REPLAN = Limit("gpu_us", 4)
+_ONE_KERNEL = BenchLimit("kernels_per_step", 1)
+_ADVANCE = BenchLimit("gpu_us", 3)
+_REPLAN = BenchLimit("gpu_us", 4)
 
 
-def advance_rows(bench: Bench) -> Iterator[Row]:
+def advance_rows(bench: Bench) -> Iterator[BenchRow]:
     """GPU time of one advance and the kernels it launches; a builder of views launches none."""
     yield from _shared_rows(bench)
     for backend, spec in serving(bench, "advance", (GQA, MLA, SPARSE, PACKED)):
@@ -35,7 +35,7 @@ def advance_rows(bench: Bench) -> Iterator[Row]:
             yield _horizon_row(bench, num_reqs)
 
 
-def step_rows(bench: Bench) -> Iterator[Row]:
+def step_rows(bench: Bench) -> Iterator[BenchRow]:
     """FlashInfer's advance and attention together, planned on the device in each step and on the host once a round."""
     for name in ("flashinfer", "flashinfer-horizon"):
         with bench.noting(f"step/{name}"):
@@ -44,7 +44,7 @@ def step_rows(bench: Bench) -> Iterator[Row]:
                 yield _step_row(bench, backend, num_reqs, context)
 
 
-def _shared_rows(bench: Bench) -> Iterator[Row]:
+def _shared_rows(bench: Bench) -> Iterator[BenchRow]:
     for num_groups in (1, 4):
         for num_reqs in (1, 32, 256):
             tables = RequestTables(
@@ -59,8 +59,9 @@ def _shared_rows(bench: Bench) -> Iterator[Row]:
             buffers = BatchBuffers(tables, max_tokens=num_reqs)
             buffers.load([1] * num_reqs, [300] * num_reqs)
             row = {
-                "case": f"advance/{num_groups}-groups",
+                "case": "advance",
                 "backend": "shared",
+                "num_groups": num_groups,
                 "num_reqs": num_reqs,
                 "context": 300,
                 "gpu_us": time_kernels(_advance_of(buffers, num_reqs)),
@@ -73,7 +74,7 @@ def _advance_of(buffers: BatchBuffers, num_reqs: int) -> Callable[[], None]:
     return lambda: advance_shared_state(buffers, num_reqs)
 
 
-def _builder_row(bench: Bench, backend: AttentionBackend, spec: AttentionSpec, num_reqs: int) -> Row:
+def _builder_row(bench: Bench, backend: AttentionBackend, spec: AttentionSpec, num_reqs: int) -> BenchRow:
     scene = DecodeScene(spec, num_reqs, _CONTEXT, bench.device, horizon=_HORIZON)
     builder = scene.builder(backend)
     metadata = builder.build(scene.batch)
@@ -95,7 +96,7 @@ def _builder_row(bench: Bench, backend: AttentionBackend, spec: AttentionSpec, n
     return held_to(row, _ONE_KERNEL, _REPLAN if backend.name.startswith("flashinfer") else _ADVANCE)
 
 
-def _horizon_row(bench: Bench, num_reqs: int) -> Row:
+def _horizon_row(bench: Bench, num_reqs: int) -> BenchRow:
     """What a step takes on the device, and what one plan() takes on the host."""
     from spec_decode.tools.bench.flashinfer_plans import FlashInferHorizon, HorizonBuilder
 
@@ -118,7 +119,7 @@ def _horizon_backend() -> AttentionBackend:
     return FlashInferHorizon()
 
 
-def _step_row(bench: Bench, backend: AttentionBackend, num_reqs: int, context: int) -> Row:
+def _step_row(bench: Bench, backend: AttentionBackend, num_reqs: int, context: int) -> BenchRow:
     scene = DecodeScene(GQA, num_reqs, context, bench.device, horizon=_HORIZON)
     builder = scene.builder(backend)
     metadata = builder.build(scene.batch)
@@ -137,9 +138,9 @@ def _step_row(bench: Bench, backend: AttentionBackend, num_reqs: int, context: i
     }
 
 
-def _labels(case: str, backend: AttentionBackend, scene: DecodeScene) -> Row:
+def _labels(case: str, backend: AttentionBackend, scene: DecodeScene) -> BenchRow:
     return {
-        "case": f"{case}/{backend.name}",
+        "case": case,
         "backend": backend.name,
         "spec": scene.spec.describe(),
         "num_reqs": scene.num_reqs,

@@ -10,7 +10,7 @@ from attn_backends import NoBackend, Rejected, get
 from builders import AttentionSpec
 from spec_decode.tools.bench.measure import Quantiles
 from spec_decode.tools.bench.peers import flashinfer_decode, flashinfer_mla
-from spec_decode.tools.bench.rows import Bench, Limit, Row, held_to
+from spec_decode.tools.bench.rows import Bench, BenchLimit, BenchRow, held_to
 from spec_decode.tools.bench.scene import Attend, DecodeScene, time_attention
 from spec_decode.tools.bench.specs import GQA, MLA, PACKED, SPARSE
 
@@ -61,33 +61,35 @@ _SPARSE = Contest(case="sparse-decode", backend="sparse_swa_mla", peers=_FLASH_M
 _PACKED = replace(_SPARSE, most=0.8)
 
 
-def paged_rows(bench: Bench) -> Iterator[Row]:
+def paged_rows(bench: Bench) -> Iterator[BenchRow]:
     """triton_paged beside FlashAttention-3 and FlashInfer on tensor cores."""
     for num_reqs, context in product((1, 32), (1024, 8192)):
         yield from contest_rows(bench, _PAGED, GQA, num_reqs, context)
 
 
-def flashinfer_rows(bench: Bench) -> Iterator[Row]:
+def flashinfer_rows(bench: Bench) -> Iterator[BenchRow]:
     """The kernel that flashinfer chooses beside each that it may choose, by query heads a KV head."""
     for group, num_reqs, context in product((1, 2, 4), (1, 32), (1024, 8192)):
         spec = replace(GQA, num_q_heads=group * GQA.num_kv_heads)
         yield from contest_rows(bench, _CORES, spec, num_reqs, context)
 
 
-def mla_rows(bench: Bench) -> Iterator[Row]:
+def mla_rows(bench: Bench) -> Iterator[BenchRow]:
     """triton_mla beside FlashInfer's latent attention."""
     for heads, num_reqs, context in product((16, 128), (1, 32), (1024, 8192)):
         yield from contest_rows(bench, _MLA, replace(MLA, num_q_heads=heads), num_reqs, context)
 
 
-def sparse_rows(bench: Bench) -> Iterator[Row]:
+def sparse_rows(bench: Bench) -> Iterator[BenchRow]:
     """sparse_swa_mla beside FlashMLA, over packed fp8 and over bf16."""
     for spec, contest in ((PACKED, _PACKED), (SPARSE, _SPARSE)):
         for heads, num_reqs in product((64, 128), (1, 8, 32, 128)):
             yield from contest_rows(bench, contest, replace(spec, num_q_heads=heads), num_reqs, 1024)
 
 
-def contest_rows(bench: Bench, contest: Contest, spec: AttentionSpec, num_reqs: int, context: int) -> Iterator[Row]:
+def contest_rows(
+    bench: Bench, contest: Contest, spec: AttentionSpec, num_reqs: int, context: int
+) -> Iterator[BenchRow]:
     """A row of the backend, with its time over the best peer's, and one of each peer that is there."""
     at = f"[{spec.describe()}], {num_reqs} x {context}"
     with bench.noting(f"{contest.case}: {contest.backend}", at=at):
@@ -101,16 +103,16 @@ def contest_rows(bench: Bench, contest: Contest, spec: AttentionSpec, num_reqs: 
             with bench.noting(f"{contest.case}: {name} (peer)", at=at):
                 attend = way(scene)
                 difference = (attend(caches[0]).float() - expected).norm() / expected.norm()
-                row = _row(bench, contest, scene, f"{name} (peer)", time_attention(attend, caches))
-                peers.append({**row, "peer_difference": round(float(difference), 5)})
+                row = _row(bench, contest, scene, name, time_attention(attend, caches))
+                peers.append({**row, "peer": True, "peer_difference": round(float(difference), 5)})
         best = min((peer["gpu_us"]["p50"] for peer in peers), default=None)
         row = _row(bench, contest, scene, contest.backend, ours)
         row["peer_ratio"] = best and round(ours["p50"] / best, 3)
-        yield held_to(row, Limit("peer_ratio", contest.most))
+        yield held_to(row, BenchLimit("peer_ratio", contest.most))
         yield from peers
 
 
-def _row(bench: Bench, contest: Contest, scene: DecodeScene, name: str, gpu_us: Quantiles) -> Row:
+def _row(bench: Bench, contest: Contest, scene: DecodeScene, name: str, gpu_us: Quantiles) -> BenchRow:
     floor = bench.floor_us(scene.kv_bytes) if contest.cold else None
     return {
         "case": contest.case,

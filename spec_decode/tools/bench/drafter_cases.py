@@ -12,7 +12,7 @@ from builders import AttentionBatch, PagedMetadata, TritonPagedBuilder
 from spec_decode.drafter.plan import Strategy
 from spec_decode.models import ModelConfig
 from spec_decode.tools.bench.rounds import COPIES, STEPS, WHOLE, DrafterCase, Round, make_model, time_round
-from spec_decode.tools.bench.rows import Bench, Row
+from spec_decode.tools.bench.rows import Bench, BenchRow
 
 
 def _config(hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, vocab: int) -> ModelConfig:
@@ -70,7 +70,7 @@ class Rebuilt(TritonPaged):
     builder = RebuiltBuilder
 
 
-def drafter_rows(bench: Bench, name: str) -> Iterator[Row]:
+def drafter_rows(bench: Bench, name: str) -> Iterator[BenchRow]:
     """Every part of a round, for each strategy and shape of the case."""
     case = DRAFTERS[name]
     model = make_model(case, bench.device)

@@ -14,17 +14,17 @@ from spec_decode.models.layers.moe import MixtureOfExperts
 from spec_decode.tools.bench.drafter_cases import Rebuilt
 from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS, RandomDraft
 from spec_decode.tools.bench.rounds import STEPS, WHOLE, Round, Setting, make_scene, time_round
-from spec_decode.tools.bench.rows import Bench, Limit, Row, held_to
+from spec_decode.tools.bench.rows import Bench, BenchLimit, BenchRow, held_to
 
 _CONTEXT = 1024
 _NUM_REQS = (1, 4, 16, 32)
 _STEPS = (3, 7)
 _FLOOR = {
-    ("llama3-8b-eagle", 1): Limit("floor_ratio", 1.12),
-    ("eagle-1024", 1): Limit("floor_ratio", 2.0),
+    ("llama3-8b-eagle", 1): BenchLimit("floor_ratio", 1.12),
+    ("eagle-1024", 1): BenchLimit("floor_ratio", 2.0),
 }
 """What a round may take of the time to move its bytes once, by draft and number of requests."""
-_LOOP = Limit("loop_us", 4)
+_LOOP = BenchLimit("loop_us", 4)
 """GPU time that a step of the device loop may take over one of the full loop."""
 
 
@@ -36,7 +36,7 @@ class _Plan:
     parts: tuple[str, ...]
 
 
-def field_rows(bench: Bench, name: str) -> Iterator[Row]:
+def field_rows(bench: Bench, name: str) -> Iterator[BenchRow]:
     """Rows of one of RANDOM_DRAFTS."""
     case = RANDOM_DRAFTS[name]
     with bench.noting(name):
@@ -53,7 +53,7 @@ def field_rows(bench: Bench, name: str) -> Iterator[Row]:
                     yield _held(name, run, row, unrolled)
 
 
-def _held(name: str, run: Round, row: Row, unrolled: dict[tuple[int, int], float]) -> Row:
+def _held(name: str, run: Round, row: BenchRow, unrolled: dict[tuple[int, int], float]) -> BenchRow:
     """The row held to what its shape and strategy are asked for; unrolled: GPU time of full loops' later steps."""
     limit = _FLOOR.get((name, run.num_reqs))
     if limit and run.strategy is Strategy.FULL_LOOP and row["case"].endswith(WHOLE):
@@ -69,7 +69,7 @@ def _held(name: str, run: Round, row: Row, unrolled: dict[tuple[int, int], float
     return row
 
 
-def _set_rows(bench: Bench, name: str, setting: Setting, model: DraftModel) -> Iterator[Row]:
+def _set_rows(bench: Bench, name: str, setting: Setting, model: DraftModel) -> Iterator[BenchRow]:
     """What it takes to serve every K of 1 to 8: a full loop captured for each, or one device loop for all.
 
     With their graphs of step 0, whose memory the loops use again.
@@ -85,7 +85,7 @@ def _set_rows(bench: Bench, name: str, setting: Setting, model: DraftModel) -> I
             graphs += drafter.graphs.reports
         taken[strategy] = sum(graph.seconds for graph in graphs), sum(graph.bytes for graph in graphs)
         seconds, num_bytes = taken[strategy]
-        row: Row = {
+        row: BenchRow = {
             "case": f"{name}/graphs for K 1 to 8",
             "backend": backend.name,
             "spec": setting.spec.describe(),
@@ -99,7 +99,7 @@ def _set_rows(bench: Bench, name: str, setting: Setting, model: DraftModel) -> I
             unrolled_seconds, unrolled_bytes = taken[Strategy.FULL_LOOP]
             row["capture_ratio"] = round(seconds / unrolled_seconds, 3)
             row["bytes_ratio"] = round(num_bytes / unrolled_bytes, 3) if unrolled_bytes else None
-            row = held_to(row, Limit("capture_ratio", 0.334), Limit("bytes_ratio", 0.334))
+            row = held_to(row, BenchLimit("capture_ratio", 0.334), BenchLimit("bytes_ratio", 0.334))
         yield row
 
 

@@ -12,7 +12,7 @@ from spec_decode.drafter.plan import Strategy
 from spec_decode.models import EagleDraft, LatentConfig
 from spec_decode.tools.bench.drafter_cases import DRAFTERS
 from spec_decode.tools.bench.rounds import STEPS, WHOLE, DrafterCase, Round, make_model, time_round
-from spec_decode.tools.bench.rows import Bench, Limit, Row, held_to, serving
+from spec_decode.tools.bench.rows import Bench, BenchLimit, BenchRow, held_to, serving
 
 _SHAPE, _TINY = DRAFTERS["drafter-1024"], replace(DRAFTERS["drafter-tiny"], num_reqs=(1,))
 
@@ -38,14 +38,14 @@ _CASES_ON_CPU = (
     _latent(_TINY, 4, LatentConfig(rope_dim=16, q_rank=16, out_rank=16), dim=64, window=16),
 )
 
-_HOST = {WHOLE: Limit("host_us", 80), STEPS: Limit("host_us", 40)}
-_TEN_TIMES = Limit("host_ratio", 10, at_least=True)
+_HOST = {WHOLE: BenchLimit("host_us", 80), STEPS: BenchLimit("host_us", 40)}
+_TEN_TIMES = BenchLimit("host_ratio", 10, at_least=True)
 
 _Loops = dict[tuple[str, int, int], float]
 """Host time of FlashInfer's full loop by part, K and number of requests."""
 
 
-def round_rows(bench: Bench) -> Iterator[Row]:
+def round_rows(bench: Bench) -> Iterator[BenchRow]:
     """The whole round with its inputs in place, and its later steps alone.
 
     The specification runs no latent draft: it gathers all of a context for every token.
@@ -65,14 +65,14 @@ def round_rows(bench: Bench) -> Iterator[Row]:
             yield from _host_plan_rows(bench, case, model, loops)
 
 
-def _loop_rows(bench: Bench, case: DrafterCase, model: EagleDraft, run: Round, loops: _Loops) -> Iterator[Row]:
+def _loop_rows(bench: Bench, case: DrafterCase, model: EagleDraft, run: Round, loops: _Loops) -> Iterator[BenchRow]:
     for part, row in _parts(bench, case, model, run):
         if run.backend.name == "flashinfer":
             loops[part, run.steps, run.num_reqs] = row["host_us"]["p50"]
         yield held_to(row, _HOST[part]) if bench.on_cuda else row
 
 
-def _host_plan_rows(bench: Bench, case: DrafterCase, model: EagleDraft, loops: _Loops) -> Iterator[Row]:
+def _host_plan_rows(bench: Bench, case: DrafterCase, model: EagleDraft, loops: _Loops) -> Iterator[BenchRow]:
     """FlashInfer planned by itself, once a round and at every step; host_ratio: its host time over the loop's."""
     with bench.noting("round/flashinfer, planned on the host"):
         from spec_decode.tools.bench.flashinfer_plans import FlashInferHorizon, FlashInferPerStep
@@ -87,9 +87,9 @@ def _host_plan_rows(bench: Bench, case: DrafterCase, model: EagleDraft, loops: _
                 yield held_to(row, _TEN_TIMES) if part == STEPS else row
 
 
-def _parts(bench: Bench, case: DrafterCase, model: EagleDraft, run: Round) -> Iterator[tuple[str, Row]]:
+def _parts(bench: Bench, case: DrafterCase, model: EagleDraft, run: Round) -> Iterator[tuple[str, BenchRow]]:
     name = f"round/{run.backend.name}"
-    names = {WHOLE: name, STEPS: f"{name}/steps"}
+    names = {WHOLE: "round", STEPS: "round/steps"}
     at = f"[{case.spec.describe()}], K {run.steps}, {run.num_reqs} requests"
     with bench.noting(name, at=at):
         yield from zip(names, time_round(bench, case.setting(), model, run, names), strict=True)

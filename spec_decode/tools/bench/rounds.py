@@ -14,7 +14,7 @@ from spec_decode.drafter.kv_groups import make_group
 from spec_decode.drafter.plan import Strategy
 from spec_decode.models import DraftModel, EagleDraft, LlamaTarget, ModelConfig
 from spec_decode.tools.bench.measure import kernels_in, time_call
-from spec_decode.tools.bench.rows import Bench, Row
+from spec_decode.tools.bench.rows import Bench, BenchRow
 from spec_decode.tools.bench.scene import token_bytes
 
 
@@ -88,7 +88,7 @@ def make_model(case: DrafterCase, device: torch.device) -> EagleDraft:
 @torch.no_grad()
 def time_round(
     bench: Bench, setting: Setting, model: DraftModel, run: Round, names: Mapping[str, str], **columns: object
-) -> Iterator[Row]:
+) -> Iterator[BenchRow]:
     """A row for each part that `names` gives a case name to, each with `columns` and with what its graphs took."""
     drafter, verified = make_scene(setting, model, run, bench.device)
 

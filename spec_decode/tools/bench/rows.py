@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -13,11 +13,12 @@ import torch
 from attn_backends import AttentionBackend, BackendError, Rejected, registry
 from builders import AdvanceLevel, AttentionSpec
 
-Row = dict[str, Any]
+BenchRow = dict[str, Any]
 
 COLUMNS = (
     "case",
     "backend",
+    "peer",
     "spec",
     "strategy",
     "num_reqs",
@@ -28,8 +29,7 @@ COLUMNS = (
     "gpu_us",
     "kernels_per_step",
     "floor_us",
-    "limit",
-    "met",
+    "limits",
 )
 """Of every row; what a case does not measure is null. A case may add its own."""
 
@@ -83,18 +83,15 @@ class Bench:
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class BenchLimit:
     """A bound on a column, on its median where that has quantiles."""
 
     column: str
     bound: float
     at_least: bool = False
 
-    def __str__(self) -> str:
-        return f"{self.column} {'>=' if self.at_least else '<='} {self.bound:g}"
-
-    def met_by(self, row: Row) -> bool | None:
-        """Whether the row keeps it; None where the column was not measured."""
+    def met_by(self, row: BenchRow) -> bool | None:
+        """Whether the row meets it; None where the column was not measured."""
         found = row.get(self.column)
         value = found["p50"] if isinstance(found, dict) else found
         if value is None:
@@ -102,18 +99,22 @@ class Limit:
         return bool(value >= self.bound if self.at_least else value <= self.bound)
 
 
-def held_to(row: Row, *limits: Limit) -> Row:
-    """The row with its limits in words and whether all are met: None while one of them could not be judged."""
-    if not limits:
-        return row
-    verdicts = [limit.met_by(row) for limit in limits]
-    met = False if False in verdicts else None if None in verdicts else True
-    return {**row, "limit": " and ".join(map(str, limits)), "met": met}
+def held_to(row: BenchRow, *limits: BenchLimit) -> BenchRow:
+    """The row with its limits, each with whether the row meets it."""
+    return {**row, "limits": [{**asdict(limit), "met": limit.met_by(row)} for limit in limits]}
 
 
-def complete(row: Row) -> Row:
+def verdict(row: BenchRow) -> tuple[str, bool | None]:
+    """The row's limits as text, and whether all are met: None while one could not be judged, or without limits."""
+    limits = row.get("limits", ())
+    met = [limit["met"] for limit in limits]
+    texts = [f"{each['column']} {'>=' if each['at_least'] else '<='} {each['bound']:g}" for each in limits]
+    return " and ".join(texts), False if False in met else None if None in met or not met else True
+
+
+def complete(row: BenchRow) -> BenchRow:
     """The row with every column."""
-    return {**dict.fromkeys(COLUMNS), **row}
+    return {**dict.fromkeys(COLUMNS), "peer": False, "limits": [], **row}
 
 
 def serving(

@@ -14,7 +14,7 @@ import torch
 
 from spec_decode.sampling.parameters import SamplingParams
 from spec_decode.tools.bench.measure import time_call, time_kernels
-from spec_decode.tools.bench.rows import Bench, Row
+from spec_decode.tools.bench.rows import Bench, BenchRow
 from spec_decode.tools.bench.sampling_ways import (
     Contender,
     SamplingScene,
@@ -207,7 +207,7 @@ CONTESTS = (
 )
 
 
-def sampling_rows(bench: Bench) -> Iterator[Row]:
+def sampling_rows(bench: Bench) -> Iterator[BenchRow]:
     """Every contest at every vocabulary, number of rows and kind of logits."""
     vocabularies, counts = _SHAPES if bench.on_cuda else _SHAPES_ON_CPU
     for contest in CONTESTS:
@@ -215,13 +215,13 @@ def sampling_rows(bench: Bench) -> Iterator[Row]:
             yield from contest_rows(bench, contest, kind, rows, vocab)
 
 
-def contest_rows(bench: Bench, contest: SamplingContest, kind: str, rows: int, vocab: int) -> Iterator[Row]:
+def contest_rows(bench: Bench, contest: SamplingContest, kind: str, rows: int, vocab: int) -> Iterator[BenchRow]:
     """A row of ours, with its time over the best peer's, and one of each peer that is there and right."""
     scene = SamplingScene.make(kind, rows, vocab, contest.params, bench.device)
     judge = contest.judge(scene)
     name, way = contest.ours
     ours = _timed(bench, contest, scene, judge, name, way)
-    timed = (_timed(bench, contest, scene, judge, f"{each} (peer)", peer) for each, peer in contest.peers.items())
+    timed = (_timed(bench, contest, scene, judge, each, peer, peer=True) for each, peer in contest.peers.items())
     peers = [row for row in timed if row]
     if ours:
         best = min((_median(row) for row in peers), default=None)
@@ -230,11 +230,18 @@ def contest_rows(bench: Bench, contest: SamplingContest, kind: str, rows: int, v
 
 
 def _timed(
-    bench: Bench, contest: SamplingContest, scene: SamplingScene, judge: Judge, name: str, way: Way
-) -> Row | None:
+    bench: Bench,
+    contest: SamplingContest,
+    scene: SamplingScene,
+    judge: Judge,
+    name: str,
+    way: Way,
+    *,
+    peer: bool = False,
+) -> BenchRow | None:
     rows, vocab = scene.logits.shape
     spec = f"vocabulary {vocab}, {scene.kind} logits"
-    what, at = f"{NAME}/{contest.case}: {name}", f"{rows} rows of {spec}"
+    what, at = f"{NAME}/{contest.case}: {name}{' (peer)' * peer}", f"{rows} rows of {spec}"
     with bench.noting(what, at=at):
         contender = way(scene)
         if wrong := judge(contender.call()):
@@ -243,6 +250,7 @@ def _timed(
         return {
             "case": f"{NAME}/{contest.case}",
             "backend": name,
+            "peer": peer,
             "spec": spec,
             "num_reqs": rows,
             "vocabulary": vocab,
@@ -259,7 +267,7 @@ def _same_token(way: Way, scene: SamplingScene) -> bool:
     return bool((tokens == tokens[0]).all())
 
 
-def _times(bench: Bench, contender: Contender, *, large: bool) -> Row:
+def _times(bench: Bench, contender: Contender, *, large: bool) -> BenchRow:
     """gpu_us of the call without its preparation, from graphs; without a GPU, wall_us."""
     prepare = contender.prepare or (lambda: None)
     if not bench.on_cuda:
@@ -270,6 +278,6 @@ def _times(bench: Bench, contender: Contender, *, large: bool) -> Row:
     return {"gpu_us": {name: round(value - before, 3) for name, value in whole.items()}}
 
 
-def _median(row: Row) -> float:
+def _median(row: BenchRow) -> float:
     median: float = row["gpu_us" if "gpu_us" in row else "wall_us"]["p50"]
     return median

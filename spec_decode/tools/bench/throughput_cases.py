@@ -24,7 +24,7 @@ from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.decoder_weights import fill
 from spec_decode.tools.bench.measure import Quantiles, quantiles
 from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS, RandomDraft, RandomStore
-from spec_decode.tools.bench.rows import Bench, Limit, Row, held_to
+from spec_decode.tools.bench.rows import Bench, BenchLimit, BenchRow, held_to
 
 NAME = "throughput"
 _PREFILL_TOKENS = 8192
@@ -117,7 +117,7 @@ class Rates:
         return self.tokens / self.seconds
 
 
-def throughput_rows(bench: Bench, case: ThroughputCase = LLAMA3_8B) -> Iterator[Row]:
+def throughput_rows(bench: Bench, case: ThroughputCase = LLAMA3_8B) -> Iterator[BenchRow]:
     """The graph of step 0 on against off, then speculation against plain decoding."""
     with bench.noting(NAME):
         target, draft = case.models(bench.device)
@@ -155,7 +155,7 @@ class _Timed:
             extend_in_graph=decoding.extend_in_graph,
         )
 
-    def row(self, part: str, decoding: Decoding, num_reqs: int, host_waits: bool, rates: Rates) -> Row:
+    def row(self, part: str, decoding: Decoding, num_reqs: int, host_waits: bool, rates: Rates) -> BenchRow:
         """A row; per_user is tokens a second of one request."""
         case, plain = self.case, decoding.num_speculative_tokens == 0
         (group,) = self.target.layer_groups(case.draft.page_size)
@@ -180,7 +180,7 @@ class _Timed:
         }
 
 
-def _extend_rows(timed: _Timed) -> Iterator[Row]:
+def _extend_rows(timed: _Timed) -> Iterator[BenchRow]:
     """With the engine's host a round ahead of the device, and with one that waits for every round: the published gains
     are of an engine whose host waited, and work of a host that is ahead costs no time."""
     case, off, on = timed.case, timed.engine(_EXTEND_OFF), timed.engine(_EXTEND_ON)
@@ -190,11 +190,11 @@ def _extend_rows(timed: _Timed) -> Iterator[Row]:
         yield timed.row("extend-graph", _EXTEND_OFF, num_reqs, host_waits, without)
         gain = 100 * (within.tokens_per_second / without.tokens_per_second - 1)
         row = timed.row("extend-graph", _EXTEND_ON, num_reqs, host_waits, within)
-        limits = [Limit("gain_percent", case.gains[num_reqs], at_least=True)] if num_reqs in case.gains else []
+        limits = [BenchLimit("gain_percent", case.gains[num_reqs], at_least=True)] if num_reqs in case.gains else []
         yield held_to({**row, "gain_percent": round(gain, 2)}, *limits)
 
 
-def _speculation_rows(timed: _Timed) -> Iterator[Row]:
+def _speculation_rows(timed: _Timed) -> Iterator[BenchRow]:
     case, plain, speculative = timed.case, timed.engine(_PLAIN), timed.engine(_SPECULATIVE)
     for num_reqs in case.num_reqs:
         requests = case.requests(num_reqs)

@@ -4,6 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from spec_decode.cli.bench import _short
+from spec_decode.tools.bench.rows import verdict
+
 
 @pytest.fixture
 def timings(monkeypatch):
@@ -17,7 +20,7 @@ def timings(monkeypatch):
         on_row(row)
         return SimpleNamespace(rows=[row], missing=fake.missing, stopped=fake.stopped)
 
-    module = SimpleNamespace(run=timed, CASES={"round": "one round", "step": "one step"})
+    module = SimpleNamespace(run=timed, CASES={"round": "one round", "step": "one step"}, verdict=verdict)
     monkeypatch.setitem(sys.modules, "spec_decode.tools.bench", module)
     return fake
 
@@ -28,6 +31,12 @@ def test_bench_prints_a_table_and_writes_rows(timings, tmp_path, run):
     [row] = json.loads((tmp_path / "out" / "rows.json").read_text())
     assert (row["case"], row["host_us"]["p50"]) == ("round", 12.3456)
     assert timings.calls == [(("round",), "attn-backends bench round --device cpu")]
+
+
+def test_bench_shows_each_limit_with_its_verdict():
+    limits = [{"column": "host_us", "bound": 80.0, "at_least": False, "met": True}]
+    shown = _short({"case": "round", "peer": True, "limits": limits, "env": {}})
+    assert (shown["limits"], shown["met"], shown["peer"]) == ("host_us <= 80", True, True) and "env" not in shown
 
 
 def test_bench_shows_no_column_that_nothing_was_measured_for(timings, run):

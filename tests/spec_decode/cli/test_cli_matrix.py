@@ -18,7 +18,7 @@ def apart(monkeypatch):
         outcome = fake.outcome.get(name, "pass")
         if outcome == "interrupt":
             raise KeyboardInterrupt
-        elsewhere = {EVERYTHING: Claim(claimed=False, words="runs on cuda")} if outcome == "unsupported" else {}
+        elsewhere = {EVERYTHING: Claim(claimed=False, reason="runs on cuda")} if outcome == "unsupported" else {}
         result = Result(
             check="graph.replay", family="graph", case="decode", outcome=Outcome(outcome), tags=("graph:capture",),
             reason="for the test",
@@ -53,7 +53,7 @@ def test_matrix_takes_files_and_folders(tagged, run):
 def test_matrix_on_standard_output_is_nothing_else(tagged, run):
     assert run("matrix", "--markdown", "-").stdout.startswith("# Compatibility")
     assert run("matrix", "--html", "-").stdout.startswith("<!doctype html>")
-    assert json.loads(run("matrix", "--json", "-").stdout)["schema"] == "attn-matrix/2"
+    assert json.loads(run("matrix", "--json", "-").stdout)["schema"] == "attn-matrix/3"
 
 
 def test_matrix_writes_files(tagged, tmp_path, run):

@@ -49,9 +49,13 @@ def agreement(**fields) -> Agreement:
     return msgspec.convert(document, Agreement)
 
 
+def limit(column: str, bound: float, met: bool | None) -> dict[str, object]:
+    return {"column": column, "bound": bound, "at_least": False, "met": met}
+
+
 def timing(**fields) -> Timing:
     row = {
-        "schema": "attn-bench/1", "case": "paged-decode", "backend": "k", "spec": "32/8 heads, dim 128",
+        "schema": "attn-bench/2", "case": "paged-decode", "backend": "k", "spec": "32/8 heads, dim 128",
         "num_reqs": 1, "context": 1024, "gpu_us": {"p20": 9.0, "p50": 10.0, "p80": 12.0}, "floor_us": 5.0,
         "env": {**ENV, "copy_bytes_per_us": 4.0}, "command": "bench",
     }  # fmt: skip

@@ -23,7 +23,7 @@ from spec_decode.cli.matrix_run import MatrixRun
 from spec_decode.conformance import check_backend, isolation
 from spec_decode.conformance.isolation import Limits
 from spec_decode.conformance.report import Outcome, Report, environment
-from spec_decode.matrix import Matrix, Word, build_matrix, to_markdown
+from spec_decode.matrix import Matrix, Status, build_matrix, to_markdown
 from spec_decode.tools import plug_ins
 
 CPU = torch.device("cpu")
@@ -133,9 +133,9 @@ def say(*words: str) -> Result:
     return CliRunner().invoke(main, [*words, "--device", "cpu"])
 
 
-def word_of(matrix: Matrix, backend: str, tag: str = TAG) -> Word:
+def word_of(matrix: Matrix, backend: str, tag: str = TAG) -> Status:
     column = [column.tag for column in matrix.columns].index(tag)
-    return next(row for row in matrix.rows if row.backend == backend).cells[column].word
+    return next(row for row in matrix.rows if row.backend == backend).cells[column].status
 
 
 def refusal(name: str) -> str:
@@ -249,7 +249,7 @@ def test_the_matrix_shows_no_evidence_for_a_plug_in_that_does_not_load_but_the_r
     names = ("quits_at_import", "rival", "healthy")
     matrix = build_matrix([check_backend(name, device=CPU, checks=[BRIEF]) for name in names])
     words = [word_of(matrix, name, "contract:declared") for name in names]
-    assert words == [Word.UNKNOWN, Word.UNKNOWN, Word.VERIFIED]
+    assert words == [Status.UNKNOWN, Status.UNKNOWN, Status.VERIFIED]
     assert "licence expired" in to_markdown(matrix)
 
 
@@ -276,4 +276,4 @@ def test_a_backend_that_is_checked_after_a_crash_is_whole(together: list[Report]
 def test_the_matrix_shows_a_crash_and_a_hang_as_broken_beside_what_is_verified(together: list[Report]) -> None:
     matrix = build_matrix(together)
     words = [word_of(matrix, report.backend) for report in together]
-    assert words == [Word.BROKEN, Word.VERIFIED, Word.BROKEN]
+    assert words == [Status.BROKEN, Status.VERIFIED, Status.BROKEN]

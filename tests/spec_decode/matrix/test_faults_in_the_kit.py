@@ -17,7 +17,7 @@ from attn_backends.torch_reference import TorchReference
 from builders import CONTRACT_VERSION, AttentionKind, AttentionSpec, ReferenceBuilder, ReferenceMetadata
 from spec_decode.conformance import check_backend, runner
 from spec_decode.conformance.report import Environment, Outcome, Report, Result, environment
-from spec_decode.matrix import Matrix, Word, build_matrix
+from spec_decode.matrix import Matrix, Status, build_matrix
 
 CPU = torch.device("cpu")
 KEEPS_NOTHING = "builder.rounds_keep_no_memory"
@@ -109,8 +109,8 @@ def test_a_leak_in_a_backend_of_today_is_a_preview_that_names_it() -> None:
 
 def test_a_leak_is_broken_in_the_matrix_and_the_backend_beside_it_verified(leaker: Report, bounded: Report) -> None:
     matrix = build_matrix([leaker, bounded])
-    assert word(matrix, "leaker", "mode:decode") is Word.BROKEN
-    assert word(matrix, "bounded", "mode:decode") is Word.VERIFIED
+    assert word(matrix, "leaker", "mode:decode") is Status.BROKEN
+    assert word(matrix, "bounded", "mode:decode") is Status.VERIFIED
 
 
 @pytest.fixture
@@ -238,9 +238,9 @@ def matrix(liar: Report) -> Matrix:
     return build_matrix([liar, told(TorchReference())])
 
 
-def word(matrix: Matrix, backend: str, tag: str) -> Word:
+def word(matrix: Matrix, backend: str, tag: str) -> Status:
     column = [column.tag for column in matrix.columns].index(tag)
-    return next(row for row in matrix.rows if row.backend == backend).cells[column].word
+    return next(row for row in matrix.rows if row.backend == backend).cells[column].status
 
 
 def test_the_liar_claims_every_feature_dtype_and_the_best_of_levels(liar: Report) -> None:
@@ -253,12 +253,12 @@ def test_the_liar_claims_every_feature_dtype_and_the_best_of_levels(liar: Report
 def test_a_false_claim_fails_with_a_reason_and_is_broken_in_the_matrix(tag: str, liar: Report, matrix: Matrix) -> None:
     (found,) = [result for result in liar.results if (result.check, result.case) == LIES[tag]]
     assert found.outcome is Outcome.FAIL and found.reason.startswith("contract: ") and "; got: " in found.reason
-    assert tag in found.tags and word(matrix, "liar", tag) is Word.BROKEN
+    assert tag in found.tags and word(matrix, "liar", tag) is Status.BROKEN
 
 
 @pytest.mark.parametrize("tag", LIES)
 def test_the_same_claim_where_it_is_true_stays_verified_beside_the_liar(tag: str, matrix: Matrix) -> None:
-    assert word(matrix, "torch_reference", tag) is Word.VERIFIED
+    assert word(matrix, "torch_reference", tag) is Status.VERIFIED
 
 
 @pytest.fixture
@@ -310,7 +310,7 @@ def test_a_backend_that_cannot_be_asked_has_a_whole_report_of_errors(
     report = check_backend(declared(**attributes), device=CPU, families=["contract"])
     assert not report.ok and not report.counts[Outcome.NOT_RUN] and report.counts[Outcome.ERROR]
     assert all(result.reason for result in report.results if result.outcome is Outcome.ERROR)
-    assert any("cannot be read: " in claim.words for claim in report.claims.values())
+    assert any("cannot be read: " in claim.reason for claim in report.claims.values())
 
 
 def test_a_backend_that_fails_when_asked_about_a_spec_is_rejected_in_words(declared: Callable[..., str]) -> None:

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from spec_decode.matrix import build_matrix, to_html
-from tests.spec_decode.matrix.evidence import agreement, report, result, timing
+from tests.spec_decode.matrix.evidence import agreement, limit, report, result, timing
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
 axe_core = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
@@ -30,8 +30,8 @@ def page_file(tmp_path_factory):
             ("beta", "GPU one", "1", "2026-01-01"), ("beta", "CPU two", "1", "2026-01-01"),
         ]
     ]  # fmt: skip
-    limit = {"limit": "gpu_us <= 8", "met": False}
-    timings = [timing(), timing(backend="p (peer)", **limit), timing(num_reqs=32, **limit)]
+    missed = {"limits": [limit("gpu_us", 8, False)]}
+    timings = [timing(), timing(backend="p", peer=True, **missed), timing(num_reqs=32, **missed)]
     path = tmp_path_factory.mktemp("page") / "compatibility.html"
     path.write_text(to_html(build_matrix(reports, [agreement()], timings)), encoding="utf-8")
     return path

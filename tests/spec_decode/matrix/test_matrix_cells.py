@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from spec_decode.matrix import Claim, Word, evidence_of
+from spec_decode.matrix import Claim, Status, evidence_of
 from spec_decode.matrix.cells import Cell
 from tests.spec_decode.matrix.evidence import result
 
@@ -16,57 +16,57 @@ def seen(*outcomes: str, claim: Claim | None = YES):
 @pytest.mark.parametrize("bad", ["fail", "xpass", "error"])
 @pytest.mark.parametrize("claim", [YES, NO, None])
 def test_one_failure_breaks_whatever_is_claimed(bad, claim):
-    assert seen("pass", "pass", bad, claim=claim).word is Word.BROKEN
+    assert seen("pass", "pass", bad, claim=claim).status is Status.BROKEN
 
 
 def test_only_passes_verify_a_claim():
-    assert seen("pass", "pass").word is Word.VERIFIED
+    assert seen("pass", "pass").status is Status.VERIFIED
 
 
 def test_refused_cases_beside_passes_leave_it_verified():
-    assert seen("pass", "unsupported").word is Word.VERIFIED
+    assert seen("pass", "unsupported").status is Status.VERIFIED
 
 
 def test_a_failed_preview_beside_passes_leaves_it_verified_with_a_note():
     found = seen("pass", "preview", "unsupported")
-    assert (found.word, found.passed, found.total) == (Word.VERIFIED, 1, 1)
+    assert (found.status, found.passed, found.total) == (Status.VERIFIED, 1, 1)
     assert [note.outcome for note in found.notes] == ["preview"]
 
 
-@pytest.mark.parametrize(("claim", "word"), [(YES, Word.CLAIMED), (NO, Word.UNKNOWN), (None, Word.UNKNOWN)])
+@pytest.mark.parametrize(("claim", "word"), [(YES, Status.CLAIMED), (NO, Status.UNKNOWN), (None, Status.UNKNOWN)])
 def test_a_failed_preview_alone_proves_nothing(claim, word):
-    assert seen("preview", claim=claim).word is word
+    assert seen("preview", claim=claim).status is word
 
 
 @pytest.mark.parametrize("missing", ["xfail", "not_run", "unavailable"])
 def test_passes_with_something_missing_are_partial(missing):
-    assert seen("pass", missing).word is Word.PARTIAL
+    assert seen("pass", missing).status is Status.PARTIAL
 
 
 def test_known_failures_without_a_pass_are_broken():
-    assert seen("xfail", "xfail").word is Word.BROKEN
+    assert seen("xfail", "xfail").status is Status.BROKEN
 
 
 def test_refusals_of_what_is_not_claimed_are_refused():
-    assert seen("unsupported", "unsupported", claim=NO).word is Word.REFUSED
+    assert seen("unsupported", "unsupported", claim=NO).status is Status.REFUSED
 
 
 def test_refusals_where_no_claim_was_recorded_are_refused():
-    assert seen("unsupported", claim=None).word is Word.REFUSED
+    assert seen("unsupported", claim=None).status is Status.REFUSED
 
 
 def test_refusals_of_what_is_claimed_leave_it_a_claim():
-    assert seen("unsupported").word is Word.CLAIMED
+    assert seen("unsupported").status is Status.CLAIMED
 
 
 @pytest.mark.parametrize("outcomes", [("not_run",), ("unavailable",), ("unavailable", "unsupported")])
 def test_where_nothing_ran_nothing_is_known_and_there_is_no_number(outcomes):
     found = seen(*outcomes, claim=NO)
-    assert found.word is Word.UNKNOWN and found.text == "unknown"
+    assert found.status is Status.UNKNOWN and found.text == "unknown"
 
 
 def test_passes_of_what_is_not_claimed_are_unclaimed():
-    assert seen("pass", claim=NO).word is Word.UNCLAIMED
+    assert seen("pass", claim=NO).status is Status.UNCLAIMED
 
 
 def test_the_count_leaves_refused_cases_out():
@@ -108,12 +108,12 @@ def test_a_claim_without_a_run_is_claimed_with_its_level():
 
 
 def test_no_claim_and_no_run_is_unknown():
-    assert Cell.of(None, []).word is Word.UNKNOWN and Cell.of(NO, []).word is Word.UNKNOWN
+    assert Cell.of(None, []).status is Status.UNKNOWN and Cell.of(NO, []).status is Status.UNKNOWN
 
 
 def test_runs_that_disagree_are_both_told_newest_first():
     cell = Cell.of(YES, [seen("pass"), seen("fail"), seen("pass", "pass")])
-    assert cell.conflict and cell.word is Word.VERIFIED
+    assert cell.conflict and cell.status is Status.VERIFIED
     assert cell.text == "verified 1/1; earlier broken 0/1"
 
 

@@ -4,15 +4,15 @@ import msgspec
 import pytest
 
 from spec_decode.conformance.report import EVERYTHING
-from spec_decode.matrix import Claim, Matrix, Word, build_matrix, to_json
+from spec_decode.matrix import Claim, Matrix, Status, build_matrix, to_json
 from spec_decode.matrix.plots import WIDTH, plot
-from tests.spec_decode.matrix.evidence import TAG, agreement, report, result, timing
+from tests.spec_decode.matrix.evidence import TAG, agreement, limit, report, result, timing
 
 OLD, NEW = "2026-01-01T00:00:00+00:00", "2026-02-01T00:00:00+00:00"
 
 
-def words(matrix: Matrix) -> list[list[str]]:
-    return [[cell.word.value for cell in row.cells] for row in matrix.rows]
+def statuses(matrix: Matrix) -> list[list[str]]:
+    return [[cell.status.value for cell in row.cells] for row in matrix.rows]
 
 
 def test_columns_come_in_groups_and_numbers_in_their_order():
@@ -29,7 +29,7 @@ def test_a_tag_that_nobody_knows_gets_a_column_of_its_own_at_the_end():
 
 
 def test_a_claim_makes_a_column_without_a_check():
-    assert words(build_matrix([report(claims={"page:64": True})])) == [["claimed"]]
+    assert statuses(build_matrix([report(claims={"page:64": True})])) == [["claimed"]]
 
 
 def test_only_the_columns_asked_for_are_made():
@@ -38,7 +38,7 @@ def test_only_the_columns_asked_for_are_made():
 
 
 def test_a_result_counts_in_every_column_that_it_is_tagged_with():
-    assert words(build_matrix([report(result("fail", "page:4", "dim:64"), result("pass", "page:4"))])) == [
+    assert statuses(build_matrix([report(result("fail", "page:4", "dim:64"), result("pass", "page:4"))])) == [
         ["broken", "broken"]
     ]
 
@@ -47,24 +47,24 @@ def test_a_result_without_a_tag_counts_for_its_family():
     untagged = msgspec.structs.replace(result("fail"), tags=())
     matrix = build_matrix([report(untagged, result("pass"))])
     assert [column.tag for column in matrix.columns] == [TAG, "family:numerics"]
-    assert words(matrix) == [["verified", "broken"]]
+    assert statuses(matrix) == [["verified", "broken"]]
 
 
 def test_what_holds_for_everything_fills_only_what_has_nothing_of_its_own():
     whole = result("unavailable", EVERYTHING, reason="no package")
     matrix = build_matrix([report(result("pass", "page:4"), result("pass", "dim:64"), backend="a"), report(whole)])
-    assert words(matrix)[1] == ["unknown", "unknown"]
+    assert statuses(matrix)[1] == ["unknown", "unknown"]
     assert matrix.rows[1].cells[0].evidence[0].notes[0].reason == "no package"
     both = build_matrix([report(result("pass", "page:4"), whole, claims={"page:4": True, "dim:64": False})])
-    assert words(both) == [["verified", "unknown"]]
+    assert statuses(both) == [["verified", "unknown"]]
 
 
 def test_a_backend_that_claims_nothing_on_a_device_claims_no_column():
-    nothing = Claim(claimed=False, words="runs on cuda, not on cpu")
+    nothing = Claim(claimed=False, reason="runs on cuda, not on cpu")
     row = build_matrix(
         [report(result("unsupported", EVERYTHING), claims={EVERYTHING: nothing}), report(result("pass"), backend="a")]
     ).rows[1]
-    assert row.cells[0].word is Word.REFUSED and row.cells[0].claim == nothing
+    assert row.cells[0].status is Status.REFUSED and row.cells[0].claim == nothing
 
 
 def test_the_version_checked_last_stands_first():
@@ -93,7 +93,7 @@ def test_a_newer_partial_run_leaves_the_other_columns_to_the_older_one():
     older = report(result("pass", "page:4"), result("pass", "dim:64"), date=OLD)
     newer = report(result("fail", "page:4"), date=NEW)
     matrix = build_matrix([older, newer])
-    assert words(matrix) == [["broken", "verified"]]
+    assert statuses(matrix) == [["broken", "verified"]]
     assert matrix.runs[matrix.rows[0].cells[1].evidence[0].run].env.date == OLD
 
 
@@ -128,10 +128,10 @@ def test_evidence_for_another_contract_is_stale():
     assert "against contract 0.9" in build_matrix([report(contract="0.9")]).rows[0].stale[0]
 
 
-def test_the_json_carries_a_nan_by_name_and_the_word_of_each_cell():
+def test_the_json_carries_a_nan_by_name_and_the_status_of_each_cell():
     data = to_json(build_matrix([report(result("fail", evidence={"error_over_budget": math.nan}))]))
     cell = msgspec.json.decode(data)["rows"][0]["cells"][0]
-    assert (cell["word"], cell["evidence"][0]["worst"]) == ("broken", "nan")
+    assert (cell["status"], cell["evidence"][0]["worst"]) == ("broken", "nan")
 
 
 def test_no_reports_make_a_matrix_without_rows():
@@ -140,20 +140,18 @@ def test_no_reports_make_a_matrix_without_rows():
 
 def test_a_draft_that_leaves_eager_drafting_is_broken():
     (row,) = build_matrix([], [agreement(unlike_eager=1)]).drafters
-    assert row.cells[0].word is Word.BROKEN
+    assert row.cells[0].status is Status.BROKEN
 
 
-def test_a_refused_strategy_is_refused_with_its_words():
+def test_a_refused_strategy_is_refused_with_its_reason():
     (row,) = build_matrix([], [agreement(refusal="needs a graph", accepted=None)]).drafters
-    assert row.cells[0].word is Word.REFUSED and row.cells[0].refusal == "needs a graph"
+    assert row.cells[0].status is Status.REFUSED and row.cells[0].refusal == "needs a graph"
 
 
-@pytest.mark.parametrize(
-    "other", [{"backend": "x"}, {"strategy": "eager"}, {"case": "round/k/steps"}, {"host_us": None}]
-)
+@pytest.mark.parametrize("other", [{"backend": "x"}, {"strategy": "eager"}, {"case": "round/steps"}, {"host_us": None}])
 def test_host_time_is_that_of_whole_rounds_of_the_same_backend_and_strategy(other):
     host = {"p20": 1.0, "p50": 2.0, "p80": 3.0}
-    whole = {"case": "round/k", "strategy": "full_loop", "num_speculative_tokens": 4, "host_us": host}
+    whole = {"case": "round", "strategy": "full_loop", "num_speculative_tokens": 4, "host_us": host}
     (row,) = build_matrix([], [agreement()], [timing(**whole), timing(**{**whole, **other})]).drafters
     assert [time.us.p50 for time in row.cells[0].host] == [2.0]
 
@@ -163,7 +161,7 @@ def test_runs_of_pairs_stay_apart():
 
 
 def test_one_panel_holds_what_was_timed_at_one_shape():
-    rows = [timing(), timing(backend="p (peer)"), timing(num_reqs=32), timing(spec="16/1 heads, mla")]
+    rows = [timing(), timing(backend="p", peer=True), timing(num_reqs=32), timing(spec="16/1 heads, mla")]
     sections = build_matrix([], (), rows).speed
     assert [[len(panel.bars) for panel in section.panels] for section in sections] == [[2, 1], [1]]
     assert [(bar.label, bar.peer) for bar in sections[0].panels[0].bars] == [("k", False), ("p", True)]
@@ -173,7 +171,7 @@ def test_what_is_sampled_from_is_part_of_the_shape():
     flat, peaked = (
         {"case": "sampling/top-k", "context": None, "spec": f"{kind} logits"} for kind in ("flat", "peaked")
     )
-    rows = [timing(**flat), timing(**flat, backend="p (peer)"), timing(**peaked)]
+    rows = [timing(**flat), timing(**flat, backend="p", peer=True), timing(**peaked)]
     (section,) = build_matrix([], (), rows).speed
     assert [(panel.title, [(bar.label, bar.spec) for bar in panel.bars]) for panel in section.panels] == [
         ("1 request, flat logits", [("k", ""), ("p", "")]), ("1 request, peaked logits", [("k", "")]),
@@ -181,19 +179,35 @@ def test_what_is_sampled_from_is_part_of_the_shape():
 
 
 def test_a_limit_is_drawn_only_on_what_it_limits():
-    limited = timing(limit="kernels_per_step <= 1 and gpu_us <= 3", met=True)
-    ratio = timing(limit="peer_ratio <= 1.15", met=False, num_reqs=2)
+    limited = timing(limits=[limit("kernels_per_step", 1, True), limit("gpu_us", 3, True)])
+    ratio = timing(limits=[limit("peer_ratio", 1.15, False)], num_reqs=2)
     bars = [panel.bars[0] for panel in build_matrix([], (), [limited, ratio]).speed[0].panels]
     assert [(bar.limit, bar.met) for bar in bars] == [(3.0, True), (None, False)]
 
 
 def test_a_limit_on_the_host_is_no_verdict_on_the_gpu():
     host = {"p20": 90.0, "p50": 90.0, "p80": 90.0}
-    row = timing(case="round/k", strategy="full_loop", host_us=host, limit="host_us <= 80", met=False)
+    row = timing(case="round", strategy="full_loop", host_us=host, limits=[limit("host_us", 80, False)])
     sections = build_matrix([], (), [row]).speed
     assert [(section.quantity[:3], section.panels[0].bars[0].met) for section in sections] == [
         ("GPU", None), ("hos", False),
     ]  # fmt: skip
+
+
+def test_a_limit_on_something_else_that_is_drawn_decides_nothing_here():
+    row = timing(case="round", strategy="full_loop", limits=[limit("host_us", 80, False), limit("gpu_us", 20, True)])
+    (bar,) = build_matrix([], (), [row]).speed[0].panels[0].bars
+    assert (bar.limit, bar.met, [found.text for found in bar.limits]) == (20.0, True, ["gpu_us <= 20"])
+
+
+def test_of_two_limits_one_that_is_open_leaves_the_bar_open():
+    (bar,) = (
+        build_matrix([], (), [timing(limits=[limit("gpu_us", 20, True), limit("loop_us", 4, None)])])
+        .speed[0]
+        .panels[0]
+        .bars
+    )
+    assert bar.met is None
 
 
 def test_a_bar_far_beyond_the_others_does_not_set_the_scale():
@@ -206,7 +220,7 @@ def test_a_bar_far_beyond_the_others_does_not_set_the_scale():
 
 
 def test_bars_of_one_backend_are_told_apart_by_their_specs():
-    rows = [timing(case="round/k", strategy="full_loop", spec=f"32/8 heads{kv}") for kv in ("", ", kv fp8")]
+    rows = [timing(case="round", strategy="full_loop", spec=f"32/8 heads{kv}") for kv in ("", ", kv fp8")]
     assert [bar.label for bar in build_matrix([], (), rows).speed[0].panels[0].bars] == ["k", "k kv fp8"]
 
 

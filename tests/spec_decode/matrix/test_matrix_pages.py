@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from spec_decode.matrix import Claim, build_matrix, to_html, to_markdown, to_table
-from tests.spec_decode.matrix.evidence import agreement, report, result, timing
+from tests.spec_decode.matrix.evidence import agreement, limit, report, result, timing
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)> \"'&`|*_\x1b[2J\u202e"
 VOID = {"meta", "br", "link", "img", "input"}
@@ -46,11 +46,11 @@ def drawn(matrix, width: int = 300) -> str:
 
 def hostile():
     bad = result("fail", reason=HOSTILE, check=HOSTILE, case=HOSTILE, repro=HOSTILE)
-    claims = {"mode:decode": Claim(claimed=True, level=HOSTILE, words=HOSTILE), f"axis:{HOSTILE}": True}
+    claims = {"mode:decode": Claim(claimed=True, level=HOSTILE, reason=HOSTILE), f"axis:{HOSTILE}": True}
     places = dict.fromkeys(("torch", "platform", "driver", "commit", "date", "device", "triton"), HOSTILE)
     reports = [report(bad, backend=HOSTILE, version=version, claims=claims, **places) for version in (HOSTILE, "2")]
     pair = agreement(draft=HOSTILE, backend=HOSTILE, dtype=HOSTILE, strategy=HOSTILE, refusal=HOSTILE)
-    speed = timing(case=HOSTILE, backend=HOSTILE, spec=HOSTILE, limit=HOSTILE)
+    speed = timing(case=HOSTILE, backend=HOSTILE, spec=HOSTILE, limits=[limit(HOSTILE, 1, None)])
     return build_matrix(reports, [pair], [speed], current={HOSTILE: HOSTILE})
 
 
@@ -142,15 +142,7 @@ def test_every_page_names_the_level_of_a_claim(render):
     assert "in graph" in render(build_matrix([report(result("pass", "graph:advance"), claims=claims)]))
 
 
-@pytest.mark.parametrize("render", [to_html, to_markdown])
-def test_a_converted_report_is_said_to_be_one(render):
-    document = {**report(result("pass")).document(), "converted_from": "attn-report/1"}
-    from spec_decode.conformance.report import Report
-
-    assert "converted from attn-report/1" in render(build_matrix([Report.of(document, "here")]))
-
-
-def test_the_terminal_page_carries_its_meaning_in_ascii_words():
+def test_the_terminal_page_carries_its_meaning_in_ascii_text():
     text = drawn(build_matrix([report(result("pass"), result("xfail", reason="[red]#12[/red]"))]))
     assert "partial 1/2 ^1" in text and "^1 xfail: numerics.right[decode]: [red]#12[/red]" in text
     assert text.isascii()
@@ -163,14 +155,14 @@ def test_every_page_can_be_made_of_nothing(render):
 
 @pytest.mark.parametrize("render", [to_html, to_markdown])
 def test_timings_are_shown_with_range_floor_and_verdict(render):
-    text = render(build_matrix([], (), [timing(limit="gpu_us <= 3", met=False)]))
+    text = render(build_matrix([], (), [timing(limits=[limit("gpu_us", 3, False)])]))
     assert "10 [9 to 12]" in text.replace("\\", "") and "gpu_us &lt;= 3: missed" in text
 
 
-def test_a_plot_says_in_words_what_it_draws():
-    page = Page(to_html(build_matrix([], (), [timing(), timing(backend="p (peer)")])))
-    (words,) = [attributes["aria-label"] for tag, attributes in page.elements if attributes.get("role") == "img"]
-    assert words == (
+def test_a_plot_says_as_text_what_it_draws():
+    page = Page(to_html(build_matrix([], (), [timing(), timing(backend="p", peer=True)])))
+    (label,) = [attributes["aria-label"] for tag, attributes in page.elements if attributes.get("role") == "img"]
+    assert label == (
         "1 request, 1,024 tokens each, GPU time, µs: k 10 [9 to 12], floor 5; p (peer) 10 [9 to 12], floor 5"
     )
 

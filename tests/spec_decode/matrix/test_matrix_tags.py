@@ -138,12 +138,12 @@ def test_claims_are_those_of_the_record_and_the_builder(tag, yes, no):
 
 def test_the_claim_to_advance_has_its_level_and_its_reason():
     claim = claims(Weak())["graph:advance"]
-    assert (claim.level, claim.words) == ("rebuild", "for the test")
+    assert (claim.level, claim.reason) == ("rebuild", "for the test")
 
 
 def test_a_backend_for_another_device_claims_nothing_and_says_why():
     found = claims(Elsewhere(), "page:64")
-    assert list(found) == [EVERYTHING] and not found[EVERYTHING].claimed and "not on cpu" in found[EVERYTHING].words
+    assert list(found) == [EVERYTHING] and not found[EVERYTHING].claimed and "not on cpu" in found[EVERYTHING].reason
 
 
 def test_a_claim_that_cannot_be_read_is_none_and_says_so():
@@ -154,4 +154,4 @@ def test_a_claim_that_cannot_be_read_is_none_and_says_so():
         builder = Odd
 
     claim = claims(OddBackend())["graph:capture"]
-    assert not claim.claimed and "cannot be read: ValueError" in claim.words
+    assert not claim.claimed and "cannot be read: ValueError" in claim.reason
