@@ -5,5 +5,7 @@ import pytest
 from spec_decode.conformance.report import ReportError
 
 NEEDS_NEW_REPORTS = pytest.mark.xfail(
-    raises=ReportError, strict=True, reason="the committed reports are of older schemas: make them again, drop this mark"
+    raises=ReportError,
+    strict=True,
+    reason="the committed reports are of older schemas: make them again, drop this mark",
 )

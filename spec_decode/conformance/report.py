@@ -174,8 +174,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         schema = document.get("schema") if isinstance(document, dict) else None
         if schema != SCHEMA:
             raise ReportError(
-                f"a report must have schema {SCHEMA!r}, {where} has {schema!r}; it was not loaded. Run the checks again, "
-                "or read it with the version that wrote it."
+                f"a report must have schema {SCHEMA!r}, {where} has {schema!r}; it was not loaded. Run the checks "
+                "again, or read it with the version that wrote it."
             )
         try:
             return msgspec.convert(_with_numbers(document), cls)

@@ -1,7 +1,7 @@
 """Other packages' backends, loaded and asked in a process of their own before this one does: one may end its process.
 
-The other side is python -m spec_decode.tools.plug_ins FD {"names": [...]}, which says each name before it loads it and asks
-what it supports.
+The other side is python -m spec_decode.tools.plug_ins FD {"names": [...]}, which says each name before it loads it and
+asks what it supports.
 """
 
 from __future__ import annotations

@@ -80,7 +80,9 @@ def test_an_output_must_be_whole() -> None:
 
 
 def test_the_page_on_the_matrix_has_every_status_and_outcome() -> None:
-    assert {status.value for status in Status} | {outcome.value for outcome in Outcome} == first_cells("guide/matrix.md")
+    assert {status.value for status in Status} | {outcome.value for outcome in Outcome} == first_cells(
+        "guide/matrix.md"
+    )
 
 
 def test_the_page_on_the_matrix_says_which_outcomes_fail_a_report() -> None:

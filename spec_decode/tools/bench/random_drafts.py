@@ -9,10 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from spec_decode.models import Attend, DraftModel, LayerGroup, TargetModel, TargetStates
-from spec_decode.models.kernels.skinny_linear import linear
-from spec_decode.models import deepseek_v4, eagle, eagle3, mtp
+from spec_decode.models import (
+    Attend,
+    DraftModel,
+    LayerGroup,
+    TargetModel,
+    TargetStates,
+    deepseek_v4,
+    eagle,
+    eagle3,
+    mtp,
+)
 from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.kernels.skinny_linear import linear
 
 _ATTENTION = [f"self_attn.{part}_proj.weight" for part in "qkvo"]
 _MLP = [f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")]

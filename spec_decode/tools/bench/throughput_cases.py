@@ -18,10 +18,10 @@ from attn_backends import Accepted, AttentionBackend, registry
 from spec_decode.drafter.plan import Strategy
 from spec_decode.engine import Engine, EngineStats, Request
 from spec_decode.models import DraftModel, LlamaTarget
-from spec_decode.models.layers.rope import Rotary
-from spec_decode.models.decoder_config import read_decoder
 from spec_decode.models.checkpoints.config_reader import ConfigReader
+from spec_decode.models.decoder_config import read_decoder
 from spec_decode.models.decoder_weights import fill
+from spec_decode.models.layers.rope import Rotary
 from spec_decode.tools.bench.measure import Quantiles, quantiles
 from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS, RandomDraft, RandomStore
 from spec_decode.tools.bench.rows import Bench, BenchLimit, BenchRow, held_to
