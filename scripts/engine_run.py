@@ -29,7 +29,7 @@ from spec_decode.cli.drafting import BytesPair, load_bytes_pair
 from spec_decode.drafter.plan import GraphMode, Strategy
 from spec_decode.engine import Engine, Finish, Generation, Handle, Request
 from spec_decode.models import SHIPPED_PAIR
-from spec_decode.models.text import corpus
+from spec_decode.models.held_out_text import held_out_documents
 
 SCHEMA = "attn-engine-run/1"
 VERIFIERS = ("rejection", "block")
@@ -80,7 +80,7 @@ class Sample:
 def make_requests(count: int, rng: random.Random) -> list[Request]:
     """Stretches of held-out text to continue, of every kind of sampling, each fourth with stop tokens. Prompts are more
     often short and texts more often long: what grows most runs out of pages."""
-    text = "\n".join(corpus().held_out).encode()
+    text = "\n".join(held_out_documents()).encode()
 
     def prompt() -> bytes:
         start = rng.randrange(len(text) - PROMPT[1])

@@ -27,7 +27,8 @@ from spec_decode.cli.drafting import PAGE_SIZE, Backends, BytesPair, choose_back
 from spec_decode.drafter.plan import GraphMode, Strategy, StrategyError
 from spec_decode.engine import Engine, Request
 from spec_decode.models import SHIPPED_PAIR, draft_names
-from spec_decode.models.text import encode, held_out_prompts
+from spec_decode.models.byte_tokenizer import encode
+from spec_decode.models.held_out_text import held_out_prompts
 
 SCHEMA = "attn-pair-agreement/2"
 TEMPERATURES = (0.0, 1.0)

@@ -12,7 +12,8 @@ from spec_decode.drafter.kv_groups import make_groups
 from spec_decode.drafter.plan import DraftPlan, GraphMode, Strategy, StrategyError, choose
 from spec_decode.engine import Generation, Request
 from spec_decode.graphs import loop_unsupported_reason
-from spec_decode.models.text import encode, held_out_prompts
+from spec_decode.models.byte_tokenizer import encode
+from spec_decode.models.held_out_text import held_out_prompts
 
 PROMPTS, PROMPT_BYTES, NEW_TOKENS, DRAFT_TOKENS = 6, 64, 96, 4
 

@@ -103,7 +103,7 @@ def _compare(console: Console, pair: BytesPair) -> list[Comparison]:
 def _show_a_text(console: Console, comparisons: list[Comparison]) -> None:
     from spec_decode.cli.comparison import demo_requests
     from spec_decode.cli.drafting import printable
-    from spec_decode.models.text import decode
+    from spec_decode.models.byte_tokenizer import decode
 
     for comparison in comparisons[:1]:
         say(console, "prompt:", "bold")

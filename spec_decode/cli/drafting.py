@@ -15,7 +15,7 @@ from spec_decode.cli.common import UserError
 from spec_decode.drafter.plan import DraftPlan, Strategy
 from spec_decode.engine import Engine, EngineStats, Generation, Request
 from spec_decode.models import DraftModel, EagleDraft, LayerGroup, LlamaTarget, TargetModel, load_pair
-from spec_decode.models.text import BOS, decode, encode
+from spec_decode.models.byte_tokenizer import BOS, decode, encode
 
 PAGE_SIZE = 16
 _BYTES = 256

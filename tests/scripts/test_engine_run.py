@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from train_pair.attention import run_target
 
 from attn_backends import NoBackend, get
 from scripts import engine_run
-from spec_decode.dense import run_target
 from spec_decode.engine import Finish, Generation, Handle, Request
 
 CPU = torch.device("cpu")

@@ -2,14 +2,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from train_pair.attention import causal_attend, run_target
+from train_pair.generation import speculate
 
 from attn_backends import get
 from builders import BatchError
-from spec_decode.dense import causal_attend, run_target, speculate
 from spec_decode.drafter.plan import GraphMode, Strategy
 from spec_decode.engine import Engine, Request
 from spec_decode.engine import engine as module
-from spec_decode.models.text import encode
+from spec_decode.models.byte_tokenizer import encode
 from spec_decode.verification import BlockVerification
 from tests.factories import make_config, make_pair
 

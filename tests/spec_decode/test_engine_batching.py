@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 import torch
+from train_pair.attention import causal_attend, positions_of
 
 from attn_backends import get
 from attn_backends.torch_reference import TorchReference
 from builders import BatchError, GraphSupport, ReferenceBuilder
-from spec_decode.dense import causal_attend, positions_of
 from spec_decode.drafter.plan import GraphMode
 from spec_decode.engine import Engine, Finish, Request
 from spec_decode.models import DraftModel, LayerGroup, LlamaTarget

@@ -8,7 +8,8 @@ from attn_backends import get
 from spec_decode.drafter.plan import GraphMode
 from spec_decode.engine import Engine, Request
 from spec_decode.models import SHIPPED_PAIR, load_pair
-from spec_decode.models.text import encode, held_out_prompts
+from spec_decode.models.byte_tokenizer import encode
+from spec_decode.models.held_out_text import held_out_prompts
 
 
 @cache

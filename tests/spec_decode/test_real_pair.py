@@ -14,7 +14,8 @@ from attn_backends.kernels.rope import Rotation, rotate_both
 from spec_decode.drafter.plan import GraphMode, Strategy
 from spec_decode.engine import Engine, Generation, Request
 from spec_decode.models import SHIPPED_PAIR, EagleDraft, LlamaTarget, load_pair
-from spec_decode.models.text import encode, held_out_prompts
+from spec_decode.models.byte_tokenizer import encode
+from spec_decode.models.held_out_text import held_out_prompts
 
 PROMPTS = 50
 GREEDY_PROMPTS = 20

@@ -4,17 +4,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from train_pair.attention import causal_attend, positions_of, run_target, unrolled_attend
+from train_pair.generation import speculate
+from train_pair.losses import draft_loss
+from train_pair.recipe import Recipe
 
 from attn_backends import Feature, NoBackend, get
 from attn_backends.torch_reference import TorchReference
 from builders import AttentionKind
 from spec_decode.conformance.check import CheckFailure, Subject, expand
-from spec_decode.dense import causal_attend, positions_of, run_target, speculate, unrolled_attend
 from spec_decode.drafter.plan import GraphMode, Strategy
 from spec_decode.engine import Engine, Request
 from spec_decode.models import LatentConfig, LlamaTarget
-from spec_decode.models.text import encode
-from spec_decode.training import Recipe, draft_loss
+from spec_decode.models.byte_tokenizer import encode
 from tests.factories import CPU, make_config, make_latent_config, make_pair
 
 REFERENCE = get("torch_reference")

@@ -1,7 +1,7 @@
-"""How the shipped pair is trained, and further drafts of its target. Legend: B sequences, L positions of a window.
+"""The training runs.
 
-The target learns real bytes. A draft learns the distribution of the frozen target, on real text and on text
-the target wrote, over unrolled steps that feed it its own states (EAGLE-3, Li et al., 2025, section 3).
+The target learns the next byte of real text. A draft learns the distribution of the frozen target, on real text and on
+text that the target wrote, over unrolled steps that feed it its own states (EAGLE-3, Li et al., 2025, section 3).
 """
 
 from __future__ import annotations
@@ -11,115 +11,23 @@ import math
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from spec_decode.dense import positions_of, run_target, speculate, unrolled_attend, write
-from spec_decode.models import (
-    EagleDraft,
-    LatentConfig,
-    LlamaTarget,
-    ModelConfig,
-    load_target,
-    save_draft,
-    save_pair,
-)
+from spec_decode.models import EagleDraft, LlamaTarget, ModelConfig, load_target, save_draft, save_pair
 from spec_decode.models.pair import STORED_DTYPE
-from spec_decode.models.text import BOS, SPLIT_RULE, Corpus, corpus, encode, held_out_prompts
-
-TARGET = ModelConfig(
-    vocab_size=256, hidden_size=256, intermediate_size=688, num_layers=4,
-    num_q_heads=4, num_kv_heads=2, head_dim=64, max_positions=2048,
-)  # fmt: skip
-DRAFT = replace(TARGET, num_layers=1)
-FURTHER_DRAFTS = {
-    # The dims and the window of DeepSeek-V4's layers: kernels made for those serve it.
-    "latent_draft": replace(
-        DRAFT, num_kv_heads=1, head_dim=512, sliding_window=128,
-        latent=LatentConfig(rope_dim=64, q_rank=128, out_rank=128),
-    ),
-}  # fmt: skip
-"""Drafts of the shipped target that are trained without it changing, by name."""
+from spec_decode.models.held_out_text import held_out_prompts
+from train_pair.corpus import SPLIT_RULE, Corpus, corpus
+from train_pair.generation import speculate, write
+from train_pair.losses import Windows, draft_loss, target_loss
+from train_pair.recipe import DRAFT, FURTHER_DRAFTS, TARGET, Recipe
 
 _Curve = list[tuple[int, float]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """The hyperparameters of a run."""
-
-    seed: int = 0
-    target_steps: int = 1000
-    draft_steps: int = 5000
-    batch: int = 32
-    window: int = 512
-    target_lr: float = 1.5e-3
-    target_decay: float = 1.0
-    byte_noise: float = 0.2
-    draft_lr: float = 1.5e-3
-    draft_decay: float = 0.05
-    written: int = 4096
-    unroll: int = 4
-    step_weight: float = 0.9
-    hidden_weight: float = 0.1
-    prompts: int = 32
-    rounds: int = 32
-
-
-class Windows:
-    """Text on the device, from which windows are drawn without a host wait."""
-
-    def __init__(self, documents: list[str], device: torch.device) -> None:
-        self.bytes = torch.tensor([token for text in documents for token in encode(text)], device=device)
-
-    def draw(self, count: int, length: int) -> torch.Tensor:
-        """Random windows int64 [count, length]."""
-        starts = torch.randint(self.bytes.numel() - length, (count,), device=self.bytes.device)
-        return self._cut(starts, length)
-
-    def every(self, stride: int, length: int) -> torch.Tensor:
-        """The windows that start at each multiple of stride."""
-        starts = torch.arange(0, self.bytes.numel() - length, stride, device=self.bytes.device)
-        return self._cut(starts, length)
-
-    def _cut(self, starts: torch.Tensor, length: int) -> torch.Tensor:
-        windows = self.bytes[starts[:, None] + torch.arange(length, device=starts.device)]
-        # An encoded prompt begins with BOS wherever in a document it was cut.
-        windows[:, 0] = BOS
-        return windows
-
-
-def target_loss(target: LlamaTarget, tokens: torch.Tensor, noise: float = 0.0) -> torch.Tensor:
-    """Cross-entropy of the next byte; each sequence reads wrong bytes at a rate drawn from [0, noise]."""
-    rate = noise * torch.rand_like(tokens[:, :1], dtype=torch.float32)
-    wrong = torch.rand_like(tokens, dtype=torch.float32) < rate
-    read = torch.where(wrong, tokens.flip(0, 1), tokens)
-    logits = target.logits(run_target(target, read[:, :-1]))
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def draft_loss(draft: EagleDraft, target: LlamaTarget, tokens: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """Distance from the target's distribution (KL) and states over unrolled steps; tokens [B, L + 1]."""
-    with torch.no_grad():
-        hidden = run_target(target, tokens)
-        wanted = target.logits(hidden).float().log_softmax(-1)
-    inputs = tokens[:, 1:]
-    attend, positions = unrolled_attend(inputs, draft.config.sliding_window), positions_of(inputs)
-    state, loss = hidden[:, :-1], torch.zeros((), device=tokens.device)
-    for step in range(recipe.unroll):
-        out = draft(inputs.flatten(), state.flatten(0, 1), positions, attend).view(*inputs.shape, -1)
-        # The first `step` positions have no draft state before them.
-        ours, theirs = out[:, step:], hidden[:, 1 + step :]
-        found = draft.logits(ours).float().log_softmax(-1).flatten(0, 1)
-        kl = F.kl_div(found, wanted[:, 1 + step :].flatten(0, 1), log_target=True, reduction="batchmean")
-        loss = loss + recipe.step_weight**step * (kl + recipe.hidden_weight * F.smooth_l1_loss(ours, theirs))
-        state = F.pad(out[:, :-1], (0, 0, 1, 0))
-    return loss
+"""Held-out loss by step."""
 
 
 def train_pair(out: Path, recipe: Recipe, device: torch.device, origin: dict[str, Any]) -> dict[str, Any]:
@@ -133,13 +41,13 @@ def train_pair(out: Path, recipe: Recipe, device: torch.device, origin: dict[str
 
 
 def train_draft(out: Path, name: str, recipe: Recipe, device: torch.device, origin: dict[str, Any]) -> dict[str, Any]:
-    """Train a draft of FURTHER_DRAFTS on the target in `out`, save it beside it, and return its record."""
+    """Train a draft of FURTHER_DRAFTS on the target in `out`, save it beside the target, and return its record."""
     target = load_target(out, device=device)
     run = _Run(recipe, device)
     draft, curve = run.draft(target, FURTHER_DRAFTS[name])
     record = {**origin, **run.record(target, draft, {"draft_curve": curve})}
-    for setting in ("target_steps", "target_lr", "target_decay", "byte_noise"):
-        del record["recipe"][setting]
+    for key in ("target_steps", "target_lr", "target_decay", "byte_noise"):
+        del record["recipe"][key]
     save_draft(out, name, draft, record)
     return record
 
@@ -153,7 +61,7 @@ class _Run:
         self.recipe, self.device = recipe, device
         self.text, self.length = corpus(), recipe.window + 1
         self.train, held_out = Windows(self.text.train, device), Windows(self.text.held_out, device)
-        self.sides = {
+        self.measured_on = {
             "train": self.train.every(12 * self.length, self.length),
             "held_out": held_out.every(self.length, self.length),
         }
@@ -164,7 +72,7 @@ class _Run:
         return target, _fit(
             target, recipe.target_steps, recipe.target_lr, recipe.target_decay,
             lambda: target_loss(target, self.train.draw(recipe.batch, self.length), recipe.byte_noise),
-            lambda: target_loss(target, self.sides["held_out"]),
+            lambda: target_loss(target, self.measured_on["held_out"]),
         )  # fmt: skip
 
     def draft(self, target: LlamaTarget, config: ModelConfig) -> tuple[EagleDraft, _Curve]:
@@ -174,19 +82,19 @@ class _Run:
         return draft, _fit(
             draft, recipe.draft_steps, recipe.draft_lr, recipe.draft_decay,
             lambda: draft_loss(draft, target, batches(), recipe),
-            lambda: draft_loss(draft, target, self.sides["held_out"], recipe),
+            lambda: draft_loss(draft, target, self.measured_on["held_out"], recipe),
         )  # fmt: skip
 
     def record(self, target: LlamaTarget, draft: EagleDraft, curves: dict[str, _Curve]) -> dict[str, Any]:
         """How it was done and what came out."""
         recipe, losses = self.recipe, {}
         with torch.no_grad(), _autocast(self.device):
-            for side, tokens in self.sides.items():
-                losses[f"target_{side}"] = target_loss(target, tokens).item()
-                losses[f"draft_{side}"] = draft_loss(draft, target, tokens, recipe).item()
+            for text, tokens in self.measured_on.items():
+                losses[f"target_{text}"] = target_loss(target, tokens).item()
+                losses[f"draft_{text}"] = draft_loss(draft, target, tokens, recipe).item()
         accepted, texts = speculate(target, draft, held_out_prompts(recipe.prompts, 96), recipe.rounds, 4)
         return {
-            **_setting(self.text, self.device),
+            **_provenance(self.text, self.device),
             "recipe": asdict(recipe),
             "losses": losses,
             "accepted_of_4_per_round": accepted,
@@ -197,7 +105,7 @@ class _Run:
 
 
 def _mixed_batches(target: LlamaTarget, train: Windows, recipe: Recipe) -> Callable[[], torch.Tensor]:
-    """Batches for the draft: half real text, half of what the target makes of its beginnings."""
+    """Batches for the draft: half real text, half what the target writes after the beginning of real text."""
     device, length, real = train.bytes.device, recipe.window + 1, recipe.batch // 2
     count = min(recipe.written, recipe.batch * recipe.draft_steps)
     with _autocast(device):
@@ -215,7 +123,7 @@ def _fit(
     model: nn.Module, steps: int, lr: float, decay: float,
     batch_loss: Callable[[], torch.Tensor], held_out_loss: Callable[[], torch.Tensor],
 ) -> _Curve:  # fmt: skip
-    """Held-out loss over the steps; the model ends frozen where it was lowest, rounded as it is stored."""
+    """Train, and return the curve. The model ends frozen where held-out loss was lowest, rounded as it is stored."""
     weights = list(model.parameters())
     device, curve, best = weights[0].device, [], {}
     groups = [
@@ -254,7 +162,7 @@ def _autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
-def _setting(text: Corpus, device: torch.device) -> dict[str, Any]:
+def _provenance(text: Corpus, device: torch.device) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,

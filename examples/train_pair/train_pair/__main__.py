@@ -1,4 +1,4 @@
-"""Train the byte-level pair that travels with the package, or with --draft one more draft of its target."""
+"""Train the byte-level pair that ships with the package, or with --draft one more draft of its target."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ import shlex
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
 
 from spec_decode.environment import environment
-from spec_decode.training import FURTHER_DRAFTS, Recipe, train_draft, train_pair
-
-ROOT = Path(__file__).resolve().parent.parent
+from spec_decode.models import SHIPPED_PAIR
+from train_pair.recipe import FURTHER_DRAFTS, Recipe
+from train_pair.training import train_draft, train_pair
 
 
 def main() -> None:
     """Parse the flags, train, save, and print what came out."""
     recipe = Recipe()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "spec_decode" / "pairs" / "pydoc")
+    parser = argparse.ArgumentParser(prog="python -m train_pair", description=__doc__)
+    parser.add_argument("--out", type=Path, default=SHIPPED_PAIR)
     parser.add_argument("--draft", choices=FURTHER_DRAFTS, help="train this draft of the target in --out")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     for name in ("seed", "target_steps", "draft_steps", "batch"):
@@ -30,7 +28,8 @@ def main() -> None:
     out, device, draft = flags.pop("out"), flags.pop("device"), flags.pop("draft")
     if draft and flags["target_steps"] != recipe.target_steps:
         parser.error("--draft takes the target in --out as it is: leave --target-steps out")
-    origin = {"command": shlex.join(["python", *sys.argv]), "commit": environment(device).commit}
+    command = ["python", "-m", "train_pair", *sys.argv[1:]]
+    origin = {"command": shlex.join(command), "commit": environment(device).commit}
     if draft:
         record = train_draft(out, draft, Recipe(**flags), device, origin)
     else:

@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
+from train_pair.losses import Windows
+from train_pair.recipe import FURTHER_DRAFTS, TARGET, Recipe
+from train_pair.training import train_draft
 
-from spec_decode import training
 from spec_decode.models import CheckpointError, draft_names, load_pair, save_pair
-from spec_decode.training import FURTHER_DRAFTS, TARGET, Recipe, train_draft
 from tests.factories import CPU, make_config, make_latent_config, make_pair
 
 RECIPE = Recipe(draft_steps=12, batch=4, window=16, unroll=2, written=8, prompts=2, rounds=2)
@@ -19,7 +20,7 @@ def folder(tmp_path, monkeypatch):
     save_pair(tmp_path, *make_pair(make_config(vocab_size=256, max_positions=256)), {"steps": 3})
     config = make_latent_config(vocab_size=256, max_positions=256)
     monkeypatch.setitem(FURTHER_DRAFTS, "latent_draft", config)
-    monkeypatch.setattr(training.Windows, "every", lambda self, stride, length: self.draw(6, length))
+    monkeypatch.setattr(Windows, "every", lambda self, stride, length: self.draw(6, length))
     return tmp_path
 
 

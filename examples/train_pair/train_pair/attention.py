@@ -1,4 +1,4 @@
-"""A pair run without a paged cache, to train and measure it. Legend: B sequences, L positions, H hidden."""
+"""Attention over whole sequences, without a paged cache. Legend: B sequences, L positions, H hidden, D head dim."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from torch.nn import functional as F
 
 from attn_backends.kernels.rope import Rotation, rotate_both
 from attn_backends.kernels.write_latent import KvANormRope
-from spec_decode.models import Attend, EagleDraft, LlamaTarget
+from spec_decode.models import Attend, LlamaTarget
 from spec_decode.models.layers.latent_attention import as_cached
-from spec_decode.models.text import decode, encode
 
 
 def positions_of(tokens: torch.Tensor) -> torch.Tensor:
@@ -82,92 +81,6 @@ def unrolled_attend(inputs: torch.Tensor, window: int | None = None) -> Attend:
         return out.transpose(1, 2).flatten(0, 1)
 
     return attend
-
-
-@torch.no_grad()
-def write(target: LlamaTarget, prompts: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Prompts [B, P] continued to [B, length] by the target, half of the 32-byte stretches greedily."""
-    config, count = target.config, prompts.shape[0]
-    window = config.sliding_window or length
-    shape = (config.num_layers, 2, count, config.num_kv_heads, length, config.head_dim)
-    cache = torch.zeros(shape, dtype=dtype, device=prompts.device)
-    heat = (torch.rand(length // 32 + 1, count, 1, device=prompts.device) * 2 - 1).clamp(min=0)
-    tokens = F.pad(prompts, (0, length - prompts.shape[1]))
-
-    # A target's layers have neither latents nor sinks.
-    def attend(
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        norm: KvANormRope | None = None,
-        sinks: torch.Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> torch.Tensor:
-        query, key = rotate_both(query, key, rotation)
-        cache[layer, 0, :, :, at], cache[layer, 1, :, :, at] = key, value
-        keys, values = cache[layer, :, :, :, max(0, at + 1 - window) : at + 1]
-        out = F.scaled_dot_product_attention(query[:, :, None].to(dtype), keys, values, enable_gqa=True)
-        return out[:, :, 0].to(query.dtype)
-
-    for at in range(length - 1):
-        hidden = target(tokens[:, at], torch.full_like(tokens[:, at], at), attend).hidden
-        if at + 1 >= prompts.shape[1]:
-            logits = target.logits(hidden).float()
-            gumbel = -torch.empty_like(logits).exponential_().log()
-            tokens[:, at + 1] = (logits + heat[at // 32] * gumbel).argmax(-1)
-    return tokens
-
-
-@torch.no_grad()
-def speculate(
-    target: LlamaTarget, draft: EagleDraft, prompts: list[str], rounds: int, drafted: int
-) -> tuple[float, list[str]]:
-    """Greedy speculative decoding: the mean number of accepted draft tokens a round, and the texts.
-
-    Prompts have one length. Every position is recomputed each time: attention is causal, so whatever lies
-    beyond a sequence's end is harmless.
-    """
-    device = target.lm_head.weight.device
-    start = torch.tensor([encode(prompt) for prompt in prompts], device=device)
-    rows = torch.arange(len(prompts), device=device)[:, None]
-    ahead = torch.arange(drafted + 1, device=device)
-    tokens = F.pad(start, (0, (rounds + 1) * (drafted + 1)))
-    # The newest committed token of each sequence; its hidden state is not known yet.
-    last = torch.full_like(rows, start.shape[1])
-    hidden = run_target(target, tokens)
-    tokens[rows, last] = target.logits(hidden[rows, last - 1]).argmax(-1)
-    total = torch.zeros((), device=device)
-    for _ in range(rounds):
-        _propose(draft, tokens, hidden.clone(), rows, last, drafted)
-        hidden = run_target(target, tokens)
-        choice = target.logits(hidden[rows, last + ahead]).argmax(-1)
-        agrees = tokens[rows, last + 1 + ahead[:-1]] == choice[:, :-1]
-        accepted = agrees.long().cumprod(1).sum(1, keepdim=True)
-        total += accepted.sum()
-        last = last + accepted + 1
-        tokens[rows, last] = choice.gather(1, accepted)
-    ends = last.flatten().tolist()
-    texts = [decode(row[: end + 1]) for row, end in zip(tokens.tolist(), ends, strict=True)]
-    return total.item() / (rounds * len(prompts)), texts
-
-
-def _propose(
-    draft: EagleDraft,
-    tokens: torch.Tensor,
-    states: torch.Tensor,
-    rows: torch.Tensor,
-    last: torch.Tensor,
-    drafted: int,
-) -> None:
-    """Write the draft's tokens after `last`; `states` [B, L, H] are the target's, the draft's from `last`."""
-    attend, positions = causal_attend(tokens.shape[0], draft.config.sliding_window), positions_of(tokens)
-    for step in range(drafted):
-        inputs = tokens.roll(-1, 1).flatten()
-        out = draft(inputs, states.flatten(0, 1), positions, attend).view_as(states)
-        states[rows, last + step] = out[rows, last + step - 1]
-        tokens[rows, last + step + 1] = draft.logits(states[rows, last + step]).argmax(-1)
 
 
 def _attention(

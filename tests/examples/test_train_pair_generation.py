@@ -1,13 +1,15 @@
-"""A pair without a paged cache, held against the engine that has one."""
+"""A pair run without a paged cache says what the engine says, which has one."""
 
 import pytest
 import torch
+from train_pair.attention import run_target
+from train_pair.generation import write
+from train_pair.losses import draft_loss
+from train_pair.recipe import Recipe
 
 from attn_backends import get
-from spec_decode.dense import run_target, write
 from spec_decode.drafter.plan import GraphMode
 from spec_decode.engine import Engine, Request
-from spec_decode.training import Recipe, draft_loss
 from tests.factories import make_config, make_latent_config, make_pair
 
 PROMPTS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])

@@ -1,0 +1,68 @@
+"""Batches of text and the losses on them. Legend: B sequences, L positions."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from spec_decode.models import EagleDraft, LlamaTarget
+from spec_decode.models.byte_tokenizer import BOS, encode
+from train_pair.attention import positions_of, run_target, unrolled_attend
+from train_pair.recipe import Recipe
+
+
+class Windows:
+    """Text on the device. Windows are drawn from it without waiting for the host."""
+
+    def __init__(self, documents: list[str], device: torch.device) -> None:
+        self.bytes = torch.tensor([token for text in documents for token in encode(text)], device=device)
+
+    def draw(self, count: int, length: int) -> torch.Tensor:
+        """Random windows, int64 [count, length]."""
+        starts = torch.randint(self.bytes.numel() - length, (count,), device=self.bytes.device)
+        return self._cut(starts, length)
+
+    def every(self, stride: int, length: int) -> torch.Tensor:
+        """The windows that start at each multiple of stride, int64 [windows, length]."""
+        starts = torch.arange(0, self.bytes.numel() - length, stride, device=self.bytes.device)
+        return self._cut(starts, length)
+
+    def _cut(self, starts: torch.Tensor, length: int) -> torch.Tensor:
+        windows = self.bytes[starts[:, None] + torch.arange(length, device=starts.device)]
+        # An encoded prompt begins with BOS wherever in a document it was cut.
+        windows[:, 0] = BOS
+        return windows
+
+
+def target_loss(target: LlamaTarget, tokens: torch.Tensor, noise: float = 0.0) -> torch.Tensor:
+    """Cross-entropy of the next byte, fp32 []. tokens int64 [B, L + 1].
+
+    Each sequence reads wrong bytes at a rate drawn from [0, noise].
+    """
+    rate = noise * torch.rand_like(tokens[:, :1], dtype=torch.float32)
+    wrong = torch.rand_like(tokens, dtype=torch.float32) < rate
+    read = torch.where(wrong, tokens.flip(0, 1), tokens)
+    logits = target.logits(run_target(target, read[:, :-1]))
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def draft_loss(draft: EagleDraft, target: LlamaTarget, tokens: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """Distance from the target's distribution (KL) and hidden states over unrolled steps, fp32 [].
+
+    tokens int64 [B, L + 1].
+    """
+    with torch.no_grad():
+        hidden = run_target(target, tokens)
+        wanted = target.logits(hidden).float().log_softmax(-1)
+    inputs = tokens[:, 1:]
+    attend, positions = unrolled_attend(inputs, draft.config.sliding_window), positions_of(inputs)
+    state, loss = hidden[:, :-1], torch.zeros((), device=tokens.device)
+    for step in range(recipe.unroll):
+        out = draft(inputs.flatten(), state.flatten(0, 1), positions, attend).view(*inputs.shape, -1)
+        # The first `step` positions have no draft state before them.
+        ours, theirs = out[:, step:], hidden[:, 1 + step :]
+        found = draft.logits(ours).float().log_softmax(-1).flatten(0, 1)
+        kl = F.kl_div(found, wanted[:, 1 + step :].flatten(0, 1), log_target=True, reduction="batchmean")
+        loss = loss + recipe.step_weight**step * (kl + recipe.hidden_weight * F.smooth_l1_loss(ours, theirs))
+        state = F.pad(out[:, :-1], (0, 0, 1, 0))
+    return loss

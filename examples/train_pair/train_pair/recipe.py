@@ -1,0 +1,43 @@
+"""What is trained, and with which hyperparameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from spec_decode.models import LatentConfig, ModelConfig
+
+TARGET = ModelConfig(
+    vocab_size=256, hidden_size=256, intermediate_size=688, num_layers=4,
+    num_q_heads=4, num_kv_heads=2, head_dim=64, max_positions=2048,
+)  # fmt: skip
+DRAFT = replace(TARGET, num_layers=1)
+FURTHER_DRAFTS = {
+    # The dims and the window of DeepSeek-V4's layers, so that kernels made for those serve it.
+    "latent_draft": replace(
+        DRAFT, num_kv_heads=1, head_dim=512, sliding_window=128,
+        latent=LatentConfig(rope_dim=64, q_rank=128, out_rank=128),
+    ),
+}  # fmt: skip
+"""Further drafts of the shipped target, by name. Training one leaves the target as it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The hyperparameters of a run."""
+
+    seed: int = 0
+    target_steps: int = 1000
+    draft_steps: int = 5000
+    batch: int = 32
+    window: int = 512
+    target_lr: float = 1.5e-3
+    target_decay: float = 1.0
+    byte_noise: float = 0.2
+    draft_lr: float = 1.5e-3
+    draft_decay: float = 0.05
+    written: int = 4096
+    unroll: int = 4
+    step_weight: float = 0.9
+    hidden_weight: float = 0.1
+    prompts: int = 32
+    rounds: int = 32
