@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from spec_decode.models import EagleDraft, LlamaTarget, ModelConfig, load_target, save_draft, save_pair
-from spec_decode.models.pair import STORED_DTYPE
 from spec_decode.models.held_out_text import held_out_prompts
+from spec_decode.models.pair import STORED_DTYPE
 from train_pair.corpus import SPLIT_RULE, Corpus, corpus
 from train_pair.generation import speculate, write
 from train_pair.losses import Windows, draft_loss, target_loss
