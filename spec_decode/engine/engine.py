@@ -318,7 +318,7 @@ class Engine:
         for job in self._seated:
             job.shortest += 1
             job.longest += 1 + self._limits.num_speculative_tokens
-        news = self._rows.news[: len(self._seated)]
+        news = self._rows.outputs[: len(self._seated)]
         self._news.append(_News(self._seated, AsyncOutput(news), first=False))
 
     def _hear(self) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from spec_decode.drafter import Drafter
 from spec_decode.engine.kernels.prepare_inputs import prepare_inputs
-from spec_decode.engine.kernels.update_requests import NextRound, Texts, update_requests
+from spec_decode.engine.kernels.update_requests import DraftInputs, RequestTensors, update_requests
 from spec_decode.engine.request import Request
 from spec_decode.sampling.parameters import Sampling
 from spec_decode.verification import Verifier, VerifyOutput, sample_target
@@ -26,7 +26,7 @@ class Rows:
     max_lens     int64 [R]       where the text ends; padding rows are 0, so that they never grow
     last_tokens  int64 [R]
     sampling     R rows
-    news         int64 [R, 2 + K]   of the last pass: draft tokens kept, these tokens, and the target's own behind them
+    outputs      int64 [R, 2 + K]   of the last step: draft tokens kept, these tokens, and the target's own after them
     """
 
     def __init__(self, max_reqs: int, device: torch.device, verifier: Verifier, drafter: Drafter | None) -> None:
@@ -38,7 +38,7 @@ class Rows:
         self._steps = drafter.num_speculative_tokens if drafter else 0
         self.lens, self.max_lens, self.last_tokens = zeros(max_reqs), zeros(max_reqs), zeros(max_reqs)
         self.sampling = Sampling.allocate(max_reqs, device)
-        self.news = zeros(max_reqs, 2 + self._steps)
+        self.outputs = zeros(max_reqs, 2 + self._steps)
 
     def inputs(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens in the target's cache, int32 [size]; and the last token with the draft's behind it, int64
@@ -56,7 +56,7 @@ class Rows:
 
     def _drafts(self, size: int) -> torch.Tensor:
         """Draft tokens int64 [size, K], -1 from where a row proposes none."""
-        return self._drafter.drafts.tokens[:size] if self._drafter else self.news[:size, :0]
+        return self._drafter.drafts.tokens[:size] if self._drafter else self.outputs[:size, :0]
 
     def _judge(self, logits: torch.Tensor, lens: torch.Tensor) -> VerifyOutput:
         size = len(lens)
@@ -74,12 +74,12 @@ class Rows:
     ) -> None:
         """Lengthen the texts, and let the drafter's next round start from this pass over token_ids."""
         drafter, drafts = self._drafter, self._drafts(rows.stop)[rows]
-        texts = Texts(self.lens[rows], self.max_lens[rows], self.last_tokens[rows], self.news[rows])
+        texts = RequestTensors(self.lens[rows], self.max_lens[rows], self.last_tokens[rows], self.outputs[rows])
         if drafter is None:
             update_requests(verdict.accepted, verdict.next_tokens, token_ids, drafts, texts, None)
             return
         inputs = drafter.inputs
-        next_round = NextRound(*(getattr(inputs, name)[rows] for name in NextRound._fields))
+        next_round = DraftInputs(*(getattr(inputs, name)[rows] for name in DraftInputs._fields))
         first = drafter.model.position_offset
         update_requests(
             verdict.accepted, verdict.next_tokens, token_ids, drafts, texts, next_round, position_offset=first

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from builders.kernels.triton_runtime import torch_implementations
-from spec_decode.engine.kernels.prepare_inputs import prepare_inputs
-from spec_decode.engine.kernels.update_requests import NextRound, Texts, update_requests
 from spec_decode.sampling.kernels.draw_tokens import draw_tokens
 from spec_decode.sampling.kernels.process_logits import process_logits
 from spec_decode.sampling.parameters import Sampling
@@ -243,33 +241,3 @@ def test_kept_counts(steps, mean):
 def test_hashed_seeds(rows):
     seeds, positions = whole(-(2**63), 2**63 - 1, rows, 1), whole(0, 2**40, rows, 2)
     assert same(*both_ways(lambda: (hash_seeds(seeds, positions),)))
-
-
-@pytest.mark.parametrize("steps", [0, 1, 2, 5])
-def test_what_a_pass_begins_with(steps):
-    lens, last = torch.tensor([0, 1, 7, 900]), torch.tensor([0, 5, 6, 7])
-    drafts = whole(-2, 9, 4 * (steps + 1), 0).view(4, steps + 1)[:, :steps]
-    assert same(*both_ways(lambda: prepare_inputs(lens, last, drafts)))
-
-
-@pytest.mark.parametrize("steps", [0, 1, 2, 5])
-@pytest.mark.parametrize("position_offset", [0, 1])
-@pytest.mark.parametrize("telling", [True, False])
-def test_what_a_pass_leaves(telling, position_offset, steps):
-    def settled():
-        lens = torch.tensor([0, 1, 7, 900, 20, 7])
-        texts = Texts(
-            lens, torch.tensor([0, 30, 9, 901, 24, 7]), torch.full((6,), 7), torch.full((7, 2 + steps), 7)[:6]
-        )
-        told = NextRound(
-            torch.full((7, 1 + steps), 7), *(torch.full((7,), 7, dtype=t) for t in (torch.int32, torch.int32)),
-            torch.full((7,), 7), torch.full((7,), 7, dtype=torch.int32),
-        )  # fmt: skip
-        drafts = whole(-1, 9, 6 * (steps + 1), 3).view(6, steps + 1)
-        update_requests(
-            whole(0, steps + 1, 6, 1), whole(0, 99, 6, 2), drafts.clamp(min=0), drafts[:, 1:], texts,
-            NextRound(*(x[:6] for x in told)) if telling else None, position_offset=position_offset,
-        )  # fmt: skip
-        return *texts, *told
-
-    assert same(*both_ways(settled))

@@ -1,1 +1,1 @@
-"""Operations before and after the target's forward."""
+"""Ops before and after the target's forward."""
