@@ -87,8 +87,6 @@ class Capabilities:
     """Whether, over a cache of a narrower dtype, queries and weights are rounded to it too."""
     mixed_kv_dtypes: bool = False
     """Whether the KV cache may have another of `dtypes` than the queries."""
-    extra_lists: bool = False
-    """Whether forward takes `extra`: lists of entries in a second, compressed cache, in the same softmax."""
     compute_capability: tuple[int, int] = (8, 0)
     """The least a CUDA device needs."""
     one_major_version: bool = False

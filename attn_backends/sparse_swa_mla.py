@@ -6,8 +6,8 @@ import torch
 
 from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, Sizes
-from attn_backends.kernels.sparse_attention import IndexedCache, sparse_attention
-from builders import AttentionKind, AttentionSpec, SparseSwaBuilder, SparseSwaMetadata
+from attn_backends.kernels.sparse_attention import sparse_attention
+from builders import AttentionKind, AttentionSpec, SparseWindowBuilder, SparseWindowMetadata
 from builders.kernels.triton_runtime import TRITON_VERSION, lacks_triton
 
 
@@ -20,7 +20,7 @@ class SparseSwaMla(AttentionBackend):
     name = "sparse_swa_mla"
     version = TRITON_VERSION
     contract_version = (1, 0)
-    builder = SparseSwaBuilder
+    builder = SparseWindowBuilder
     capabilities = Capabilities(
         devices=("cpu", "cuda"),
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
@@ -30,7 +30,6 @@ class SparseSwaMla(AttentionBackend):
         features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW, Feature.SINKS}),
         required=frozenset({Feature.SLIDING_WINDOW}),
         kinds=(AttentionKind.MLA,),
-        extra_lists=True,
     )
 
     def further_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
@@ -40,15 +39,18 @@ class SparseSwaMla(AttentionBackend):
         self,
         query: torch.Tensor,
         cache: KVCache,
-        metadata: SparseSwaMetadata,
+        metadata: SparseWindowMetadata,
         *,
         spec: AttentionSpec,
         sinks: torch.Tensor | None = None,
-        extra: IndexedCache | None = None,
     ) -> torch.Tensor:
-        """See AttentionBackend. extra: entries of a second, compressed cache in the same softmax (the C4A and C128A
-        layers), listed by builders.compressed.
-        """
         check_forward_inputs(query, cache, metadata, spec, sinks)
-        window = IndexedCache(cache.latents, metadata.window_indices, metadata.window_lens, spec.page_size)
-        return sparse_attention(query, window, scale=spec.softmax_scale, sinks=sinks, extra=extra)
+        return sparse_attention(
+            query,
+            cache.latents,
+            metadata.window_indices,
+            metadata.window_lens,
+            page_size=spec.page_size,
+            scale=spec.softmax_scale,
+            sinks=sinks,
+        )

@@ -11,16 +11,14 @@ from builders.contract import (
     MetadataBuilder,
 )
 from builders.errors import BatchError
-from builders.flash_attn3 import FlashAttn3Builder
 from builders.kernels.advance import advance_shared_state
 from builders.kernels.begin_round import begin_decode, begin_extend
-from builders.paged import PagedMetadata, PagedViewBuilder
+from builders.metadata import BatchMetadata, BatchMetadataBuilder
+from builders.paged import FlashAttn3Builder, PagedMetadata, PagedViewBuilder, TritonMlaBuilder, TritonPagedBuilder
 from builders.reference import ReferenceBuilder, ReferenceMetadata
-from builders.sparse_window import SparseSwaBuilder, SparseSwaMetadata
+from builders.sparse_window import SparseWindowBuilder, SparseWindowMetadata
 from builders.spec import AttentionKind, AttentionSpec, SpecError
 from builders.tables import RequestTables
-from builders.triton_mla import TritonMlaBuilder
-from builders.triton_paged import TritonPagedBuilder
 
 __all__ = [
     "CONTRACT_VERSION",
@@ -32,6 +30,8 @@ __all__ = [
     "AttentionSpec",
     "BatchBuffers",
     "BatchError",
+    "BatchMetadata",
+    "BatchMetadataBuilder",
     "CaptureConstants",
     "FlashAttn3Builder",
     "GraphSupport",
@@ -42,8 +42,8 @@ __all__ = [
     "ReferenceBuilder",
     "ReferenceMetadata",
     "RequestTables",
-    "SparseSwaBuilder",
-    "SparseSwaMetadata",
+    "SparseWindowBuilder",
+    "SparseWindowMetadata",
     "SpecError",
     "TritonMlaBuilder",
     "TritonPagedBuilder",

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from builders.batch import AttentionBatch
 from builders.contract import AdvanceLevel, AdvanceSupport
-from builders.sparse_window import SparseSwaBuilder, SparseSwaMetadata
+from builders.sparse_window import SparseWindowBuilder, SparseWindowMetadata
 from builders.spec import AttentionSpec
 
 _TOKEN_BYTES = 584
-"""Of a packed latent: see attn_backends.kernels.packed_latent."""
+"""Of a token in the fp8_ds_mla format: see attn_backends.kernels.fp8_ds_mla."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +25,13 @@ class FlashMlaSchedule:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FlashMlaMetadata(SparseSwaMetadata):
+class FlashMlaMetadata(SparseWindowMetadata):
     """Window lists padded with -1, and the schedule for lists of full width: theirs does not depend on lengths."""
 
     schedule: FlashMlaSchedule
 
 
-class FlashMlaSparseBuilder(SparseSwaBuilder):
+class FlashMlaSparseBuilder(SparseWindowBuilder):
     """Lists windows; leaves their lengths out of what the kernel is told, so that one schedule holds for every step.
 
     A schedule made for lengths would be wrong as soon as one passes a multiple of 64.
@@ -47,25 +47,20 @@ class FlashMlaSparseBuilder(SparseSwaBuilder):
     def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
         return AdvanceSupport(AdvanceLevel.IN_GRAPH, "window lists are recomputed by one kernel; the schedule stays")
 
-    def build(self, batch: AttentionBatch, *, horizon: int = 0) -> FlashMlaMetadata:
-        lists = super().build(batch, horizon=horizon)
+    def metadata_of(self, batch: AttentionBatch) -> FlashMlaMetadata:
         if batch.num_tokens not in self._schedules:
             made = self._make_schedule(batch.num_tokens)
             self._schedules[batch.num_tokens] = FlashMlaSchedule(batch.num_tokens, made)
-        return FlashMlaMetadata(
-            **{each.name: getattr(lists, each.name) for each in fields(lists)},
-            schedule=self._schedules[batch.num_tokens],
-        )
+        return FlashMlaMetadata(**self.batch_fields(batch), schedule=self._schedules[batch.num_tokens])
 
     def _make_schedule(self, num_tokens: int) -> Any:
-        """Let the kernel make it now, on empty lists: what it makes during a capture would belong to the graph."""
+        """Let the kernel make it now, on empty lists: one made during a capture would belong to the graph."""
         from vllm.third_party.flashmla import flash_mla_interface as flashmla  # type: ignore[import-not-found]
 
         schedule, _ = flashmla.get_mla_metadata()
         if not self.spec.packed:
             return schedule
         shape = (num_tokens, 1, self.spec.num_q_heads, self.spec.head_dim)
-        width = self._indices.shape[1]
         page = torch.zeros(1, self.spec.page_size, 1, _TOKEN_BYTES, dtype=torch.uint8, device=self.device)
         flashmla.flash_mla_with_kvcache(
             q=torch.zeros(shape, dtype=self.spec.dtype, device=self.device),
@@ -75,6 +70,6 @@ class FlashMlaSparseBuilder(SparseSwaBuilder):
             head_dim_v=self.spec.head_dim,
             tile_scheduler_metadata=schedule,
             is_fp8_kvcache=True,
-            indices=torch.full((num_tokens, 1, width), -1, dtype=torch.int32, device=self.device),
+            indices=torch.full((num_tokens, 1, self.width), -1, dtype=torch.int32, device=self.device),
         )
         return schedule

@@ -7,41 +7,30 @@ from dataclasses import dataclass
 import torch
 
 from builders.batch import AttentionBatch
-from builders.contract import (
-    AdvanceLevel,
-    AdvanceSupport,
-    CaptureConstants,
-    GraphSupport,
-    MetadataBuilder,
-)
+from builders.contract import AdvanceLevel, AdvanceSupport, GraphSupport
+from builders.metadata import BatchMetadata, BatchMetadataBuilder
 from builders.spec import AttentionSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReferenceMetadata:
+class ReferenceMetadata(BatchMetadata):
     """Query token t belongs to request token_to_req[t] and sees its KV tokens kv_start[t] .. kv_end[t] - 1.
 
-    query_start_loc int32 [num_reqs + 1], seq_lens int32 [num_reqs], positions int64 [num_tokens],
-    block_table int32 [num_reqs, max_pages], slot_mapping int64 [num_tokens]: views of the batch.
-    token_to_req int64, kv_start int32, kv_end int32, each [num_tokens]: the builder's persistent buffers; a padding
-    token sees the empty range 0 .. -1.
+    positions     int64 [num_tokens]   a view of the batch
+    token_to_req  int64 [num_tokens]
+    kv_start      int32 [num_tokens]
+    kv_end        int32 [num_tokens]   a padding token sees the empty range 0 .. -1
+
+    The last three are the builder's persistent buffers.
     """
 
-    num_reqs: int
-    num_tokens: int
-    max_query_len: int
-    max_seq_len: int
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
     positions: torch.Tensor
-    block_table: torch.Tensor
-    slot_mapping: torch.Tensor
     token_to_req: torch.Tensor
     kv_start: torch.Tensor
     kv_end: torch.Tensor
 
 
-class ReferenceBuilder(MetadataBuilder[ReferenceMetadata]):
+class ReferenceBuilder(BatchMetadataBuilder[ReferenceMetadata]):
     """Derives every token's visible range with plain torch."""
 
     graph_support = GraphSupport.ALWAYS
@@ -62,15 +51,8 @@ class ReferenceBuilder(MetadataBuilder[ReferenceMetadata]):
     def build(self, batch: AttentionBatch, *, horizon: int = 0) -> ReferenceMetadata:
         self.check_horizon(batch, horizon)
         metadata = ReferenceMetadata(
-            num_reqs=batch.num_reqs,
-            num_tokens=batch.num_tokens,
-            max_query_len=batch.max_query_len,
-            max_seq_len=batch.max_seq_len,
-            query_start_loc=batch.query_start_loc,
-            seq_lens=batch.seq_lens,
+            **self.batch_fields(batch),
             positions=batch.positions,
-            block_table=batch.block_table,
-            slot_mapping=batch.slot_mapping,
             token_to_req=self._token_to_req[: batch.num_tokens],
             kv_start=self._kv_start[: batch.num_tokens],
             kv_end=self._kv_end[: batch.num_tokens],
@@ -88,10 +70,3 @@ class ReferenceBuilder(MetadataBuilder[ReferenceMetadata]):
         metadata.kv_end.copy_(end)
         window = self.spec.sliding_window
         metadata.kv_start.copy_(torch.zeros_like(end) if window is None else (end - window).clamp_(min=0))
-
-    def capture_constants(self, metadata: ReferenceMetadata) -> CaptureConstants:
-        return CaptureConstants(
-            max_reqs=metadata.num_reqs,
-            max_query_len=metadata.max_query_len,
-            max_seq_len=metadata.max_seq_len,
-        )

@@ -17,40 +17,12 @@ SCALE_BYTES = tl.constexpr(packed_latent.SCALE_BYTES)
 
 @triton.jit
 def sparse_attention_kernel(
-    query,
-    out,
-    sinks,
-    cache,
-    indices,
-    lens,
-    extra_cache,
-    extra_indices,
-    extra_lens,
-    scale,
-    width,
-    extra_width,
-    q_token_stride,
-    q_head_stride,
-    list_stride,
-    extra_list_stride,
-    page_stride,
-    extra_page_stride,
+    query, cache, indices, lens, sinks, out, scale, width, q_token_stride, q_head_stride, list_stride, page_stride,
     token_stride,
-    extra_token_stride,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    EXTRA_PAGE_SIZE: tl.constexpr,
-    PACKED: tl.constexpr,
-    SINKS: tl.constexpr,
-    EXTRA: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,
-    TOKENS_FIRST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FP32_DOT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PACKED: tl.constexpr, SINKS: tl.constexpr,
+    ONE_BLOCK: tl.constexpr, TOKENS_FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FP32_DOT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -76,7 +48,7 @@ def sparse_attention_kernel(
             cache, indices, 0, length, width, page_stride, token_stride, DIM, PAGE_SIZE, PACKED, BLOCK_N, FP32_DOT
         )
         if TOKENS_FIRST:
-            # A loop of at most one round: a dot's first operand stays in shared memory if a loop carries it, and is
+            # A loop of at most one iteration: a dot's first operand stays in shared memory if a loop carries it, and is
             # copied to registers, which run out, if it was just computed.
             for _ in tl.range(0, tl.minimum(length, 1)):
                 peak, total, _, acc = _attend(q, k, listed, length > 0, scale, peak, total, True)
@@ -84,48 +56,16 @@ def sparse_attention_kernel(
         else:
             peak, total, _, acc = _attend(q, k, listed, length > 0, scale, peak, total, False)
     else:
-        peak, total, acc = _attend_list(
-            q, scale, peak, total, acc, cache, indices, length, width, page_stride, token_stride,
-            DIM, PAGE_SIZE, PACKED, BLOCK_N, FP32_DOT,
-        )  # fmt: skip
-    if EXTRA:
-        peak, total, acc = _attend_list(
-            q, scale, peak, total, acc, extra_cache, extra_indices + token * extra_list_stride,
-            tl.load(extra_lens + token), extra_width, extra_page_stride, extra_token_stride,
-            DIM, EXTRA_PAGE_SIZE, PACKED, BLOCK_N, FP32_DOT,
-        )  # fmt: skip
+        for start in tl.range(0, length, BLOCK_N):
+            k, listed = _block(
+                cache, indices, start, length, width, page_stride, token_stride, DIM, PAGE_SIZE, PACKED, BLOCK_N,
+                FP32_DOT,
+            )  # fmt: skip
+            peak, total, fade, update = _attend(q, k, listed, length > 0, scale, peak, total, False)
+            acc = acc * fade[:, None] + update
     acc = acc * (1.0 / total)[:, None]
     at = out + (token * HEADS + head)[:, None] * DIM + dim[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=in_head[:, None])
-
-
-@triton.jit
-def _attend_list(
-    q,
-    scale,
-    peak,
-    total,
-    acc,
-    cache,
-    indices,
-    length,
-    width,
-    page_stride,
-    token_stride,
-    DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    PACKED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FP32_DOT: tl.constexpr,
-):
-    """The running softmax (peak, total, acc) with a list of any length in it."""
-    for start in tl.range(0, length, BLOCK_N):
-        k, listed = _block(
-            cache, indices, start, length, width, page_stride, token_stride, DIM, PAGE_SIZE, PACKED, BLOCK_N, FP32_DOT
-        )
-        peak, total, fade, update = _attend(q, k, listed, length > 0, scale, peak, total, False)
-        acc = acc * fade[:, None] + update
-    return peak, total, acc
 
 
 @triton.jit
@@ -159,19 +99,9 @@ def _attend(q, k, listed, live, scale, peak, total, TOKENS_FIRST: tl.constexpr):
 
 @triton.jit
 def _block(
-    cache,
-    indices,
-    start,
-    length,
-    width,
-    page_stride,
-    token_stride,
-    DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    PACKED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FP32_DOT: tl.constexpr,
-):
+    cache, indices, start, length, width, page_stride, token_stride,
+    DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PACKED: tl.constexpr, BLOCK_N: tl.constexpr, FP32_DOT: tl.constexpr,
+):  # fmt: skip
     """The latents [N, D] of a list's entries from `start` on, 0 where nothing is listed, and which are listed [N]."""
     entry = start + tl.arange(0, BLOCK_N)
     # Masked by the width alone, so that the slots need not wait for the length.

@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import torch
 
 from builders.batch import AttentionBatch
-from builders.contract import AdvanceLevel, AdvanceSupport, CaptureConstants, GraphSupport, MetadataBuilder
+from builders.contract import AdvanceLevel, AdvanceSupport, GraphSupport
 from builders.errors import require
 from builders.flashinfer.layout import PlanLayout
 from builders.flashinfer.plan import replan
 from builders.flashinfer.wrappers import FlashInferWrappers
+from builders.metadata import BatchMetadata, BatchMetadataBuilder
 from builders.spec import AttentionSpec
 
 
@@ -42,21 +43,14 @@ class Launch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FlashInferMetadata:
-    """query_start_loc int32 [num_reqs + 1], seq_lens int32 [num_reqs], block_table int32 [num_reqs, max_pages],
-    slot_mapping int64 [num_tokens]: views of the batch. last_page_len int32 [num_reqs] and plan uint8 [n]: the
-    launch's persistent buffers (the plan as FlashInfer lays it out); both are empty where a kernel has no plan.
+class FlashInferMetadata(BatchMetadata):
+    """The launch, and its persistent buffers, which are empty where the kernel has no plan.
+
+    last_page_len  int32 [num_reqs]
+    plan           uint8 [n]          as FlashInfer lays it out
     """
 
-    num_reqs: int
-    num_tokens: int
-    max_query_len: int
-    max_seq_len: int
     launch: Launch
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
-    slot_mapping: torch.Tensor
     last_page_len: torch.Tensor
     plan: torch.Tensor
 
@@ -68,7 +62,7 @@ class _Planned:
     plan: torch.Tensor
 
 
-class FlashInferBuilder(MetadataBuilder[FlashInferMetadata]):
+class FlashInferBuilder(BatchMetadataBuilder[FlashInferMetadata]):
     """Plans a batch shape once on the host, for any lengths; every build and advance replans it on the device.
 
     A batch whose query lengths differ is planned on the host for its own lengths, which waits for the device.
@@ -96,15 +90,8 @@ class FlashInferBuilder(MetadataBuilder[FlashInferMetadata]):
         self.check_horizon(batch, horizon)
         planned = self._shape(batch) if batch.uniform else self._ragged(batch)
         metadata = FlashInferMetadata(
-            num_reqs=batch.num_reqs,
-            num_tokens=batch.num_tokens,
-            max_query_len=batch.max_query_len,
-            max_seq_len=batch.block_table.shape[1] * self.spec.page_size,
+            **self.batch_fields(batch),
             launch=planned.launch,
-            query_start_loc=batch.query_start_loc,
-            seq_lens=batch.seq_lens,
-            block_table=batch.block_table,
-            slot_mapping=batch.slot_mapping,
             last_page_len=planned.last_page_len,
             plan=planned.plan,
         )
@@ -122,10 +109,9 @@ class FlashInferBuilder(MetadataBuilder[FlashInferMetadata]):
             width = metadata.block_table.shape[1]
             replan(metadata.seq_lens, metadata.last_page_len, metadata.plan, layout, table_width=width)
 
-    def capture_constants(self, metadata: FlashInferMetadata) -> CaptureConstants:
-        return CaptureConstants(
-            max_reqs=metadata.num_reqs, max_query_len=metadata.max_query_len, max_seq_len=metadata.max_seq_len
-        )
+    def length_bound(self, batch: AttentionBatch) -> int:
+        """The tokens of a row of the block table: a plan fits them all."""
+        return batch.block_table.shape[1] * self.spec.page_size
 
     def _shape(self, batch: AttentionBatch) -> _Planned:
         """What serves every batch of this shape over this block table."""

@@ -11,13 +11,15 @@ one size for all; a *tile* is a chunk of a unit, one CTA of the grid's first axi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple, fields
+from typing import NamedTuple
 
 import torch
 
 from builders.errors import require, require_tensor
 from builders.flashinfer.layout import PlanLayout
-from builders.kernels.op_by_schema import define_op_by_schema
+from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
@@ -40,6 +42,7 @@ def replan(
     pages back in uint32, which leaves seq_len. A tile starts below its request's seq_len, except the tile of an empty
     row and, with a sliding window, one that FlashInfer clamps: the CUDA-core kernel never ends on any other.
     Plan and kernel must not overlap: order this before run(), and a plain kernel in between where run() uses PDL.
+    Raises BatchError, with nothing written, for tensors or a workspace that do not fit the layout.
     """
     num_reqs = layout.num_reqs
     for name, tensor in (("seq_lens", seq_lens), ("last_page_len", last_page_len)):
@@ -53,7 +56,7 @@ def replan(
     if not layout.split:
         torch.sub(seq_lens, (table_width - 1) * layout.page_size, out=last_page_len)
         return
-    _replan_op(seq_lens, last_page_len, workspace, table_width, [int(value) for value in astuple(layout)])
+    _replan(seq_lens, last_page_len, workspace, table_width, [int(value) for value in astuple(layout)])
 
 
 def read_plan(workspace: torch.Tensor, layout: PlanLayout) -> dict[str, list[int]]:
@@ -69,36 +72,62 @@ def read_plan(workspace: torch.Tensor, layout: PlanLayout) -> dict[str, list[int
     return {**trimmed, "block_valid_mask": mask}
 
 
-def _replan(
-    seq_lens: torch.Tensor, last_page_len: torch.Tensor, workspace: torch.Tensor, table_width: int, packed: list[int]
-) -> None:
-    layout = _unpacked(packed)
-    last_page_len.copy_(seq_lens - (table_width - 1) * layout.page_size)
-    # An empty row counts as a page. FlashInfer's CUDA-core planner gives it a tile but leaves it out of the search for
-    # the chunk, and among many of them it writes past its grid.
-    pages = (-(-seq_lens // layout.page_size)).clamp(1, layout.window_pages)
-    chunk = _smallest_chunk(pages, layout.min_chunk_pages, layout.tile_budget // layout.query_tiles)
-    chunks = -(-pages // chunk)
-    of_unit = chunks.repeat_interleave(layout.query_tiles)
-    unit = torch.arange(len(of_unit)).repeat_interleave(of_unit)
-    kv_tile = torch.arange(len(unit)) - (of_unit.cumsum(0) - of_unit)[unit]
-    plan = {
-        "request_indices": unit // layout.query_tiles,
-        "qo_tile_indices": unit % layout.query_tiles,
-        "kv_tile_indices": kv_tile,
-        "o_indptr": _from_zero(chunks * layout.query_len),
-        "merge_indptr": _from_zero(chunks.repeat_interleave(layout.query_len)),
-        "kv_chunk_size": torch.tensor([chunk * layout.page_size]),
-    }
-    ints = workspace.view(torch.int32)
-    for name, (offset, length) in layout.arrays.items():
-        ints[offset : offset + length] = torch.nn.functional.pad(plan[name], (0, length - len(plan[name])))
-    mask = torch.arange(layout.padded_tiles) < len(unit)
-    workspace[layout.block_valid_mask : layout.block_valid_mask + layout.padded_tiles] = mask
+class Replan(NamedTuple):
+    """seq_lens, last_page_len and workspace as `replan` has them. layout: the values of a PlanLayout, in its order."""
+
+    seq_lens: torch.Tensor
+    last_page_len: torch.Tensor
+    workspace: torch.Tensor
+    table_width: int
+    layout: Sequence[int]
+
+    def reference(self) -> None:
+        layout = _plan_layout(self.layout)
+        self.last_page_len.copy_(self.seq_lens - (self.table_width - 1) * layout.page_size)
+        # An empty row counts as a page. FlashInfer's CUDA-core planner gives it a tile but leaves it out of the search
+        # for the chunk, and among many of them it writes past its grid.
+        pages = (-(-self.seq_lens // layout.page_size)).clamp(1, layout.window_pages)
+        chunk = _smallest_chunk(pages, layout.min_chunk_pages, layout.tile_budget // layout.query_tiles)
+        chunks = -(-pages // chunk)
+        of_unit = chunks.repeat_interleave(layout.query_tiles)
+        unit = torch.arange(len(of_unit)).repeat_interleave(of_unit)
+        kv_tile = torch.arange(len(unit)) - (of_unit.cumsum(0) - of_unit)[unit]
+        plan = {
+            "request_indices": unit // layout.query_tiles,
+            "qo_tile_indices": unit % layout.query_tiles,
+            "kv_tile_indices": kv_tile,
+            "o_indptr": _from_zero(chunks * layout.query_len),
+            "merge_indptr": _from_zero(chunks.repeat_interleave(layout.query_len)),
+            "kv_chunk_size": torch.tensor([chunk * layout.page_size]),
+        }
+        ints = self.workspace.view(torch.int32)
+        for name, (offset, length) in layout.arrays.items():
+            ints[offset : offset + length] = torch.nn.functional.pad(plan[name], (0, length - len(plan[name])))
+        mask = torch.arange(layout.padded_tiles) < len(unit)
+        self.workspace[layout.block_valid_mask :][: layout.padded_tiles] = mask
+
+    def launch(self) -> None:
+        layout = _plan_layout(self.layout)
+        units = layout.num_reqs * layout.query_tiles
+        # One tile more than the grid has: where units that do not exist are counted.
+        block_tiles = triton.next_power_of_2(layout.padded_tiles + 1)
+        block_units = triton.next_power_of_2(units)
+        largest = max(block_tiles, block_units)
+        warps = 1 if largest <= 256 else 4 if largest <= 1024 else 8
+        _replan_kernel[(1,)](
+            *self[:3], self.workspace.view(torch.int32), units, (self.table_width - 1) * layout.page_size,
+            layout.min_chunk_pages, layout.window_pages, layout.padded_tiles, layout.tile_budget,
+            layout.request_indices, layout.qo_tile_indices, layout.kv_tile_indices, layout.o_indptr,
+            layout.merge_indptr, layout.kv_chunk_size, layout.block_valid_mask,
+            PAGE_SIZE=layout.page_size, QUERY_LEN=layout.query_len, QUERY_TILES=layout.query_tiles,
+            TENSOR_CORES=layout.tensor_cores,
+            BLOCK_U=max(32 * warps, block_units), BLOCK_T=max(32 * warps, block_tiles),
+            num_warps=warps, **dependent_launch(self.seq_lens.device),
+        )  # fmt: skip
 
 
-def _unpacked(packed: list[int]) -> PlanLayout:
-    return PlanLayout(**dict(zip((field.name for field in fields(PlanLayout)), packed, strict=True)))  # type: ignore[arg-type]
+def _plan_layout(values: Sequence[int]) -> PlanLayout:
+    return PlanLayout(**dict(zip((field.name for field in fields(PlanLayout)), values, strict=True)))  # type: ignore[arg-type]
 
 
 def _smallest_chunk(pages: torch.Tensor, min_chunk: int, budget: int) -> int:
@@ -115,45 +144,6 @@ def _smallest_chunk(pages: torch.Tensor, min_chunk: int, budget: int) -> int:
 
 def _from_zero(counts: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-
-
-def _launch(
-    seq_lens: torch.Tensor, last_page_len: torch.Tensor, workspace: torch.Tensor, table_width: int, packed: list[int]
-) -> None:
-    layout = _unpacked(packed)
-    units = layout.num_reqs * layout.query_tiles
-    # One tile more than the grid has: where units that do not exist are counted.
-    block_tiles = triton.next_power_of_2(layout.padded_tiles + 1)
-    block_units = triton.next_power_of_2(units)
-    largest = max(block_tiles, block_units)
-    warps = 1 if largest <= 256 else 4 if largest <= 1024 else 8
-    _replan_kernel[(1,)](
-        seq_lens,
-        last_page_len,
-        workspace.view(torch.int32),
-        workspace,
-        units,
-        (table_width - 1) * layout.page_size,
-        layout.min_chunk_pages,
-        layout.window_pages,
-        layout.padded_tiles,
-        layout.tile_budget,
-        layout.request_indices,
-        layout.qo_tile_indices,
-        layout.kv_tile_indices,
-        layout.o_indptr,
-        layout.merge_indptr,
-        layout.kv_chunk_size,
-        layout.block_valid_mask,
-        PAGE_SIZE=layout.page_size,
-        QUERY_LEN=layout.query_len,
-        QUERY_TILES=layout.query_tiles,
-        TENSOR_CORES=layout.tensor_cores,
-        BLOCK_U=max(32 * warps, block_units),
-        BLOCK_T=max(32 * warps, block_tiles),
-        num_warps=warps,
-        **dependent_launch(seq_lens.device),
-    )
 
 
 # Specialised on none of these: the offsets differ by batch size, and a kernel for each would be compiled.
@@ -175,31 +165,11 @@ def _launch(
     ]
 )
 def _replan_kernel(
-    seq_lens,
-    last_page_len,
-    plan,
-    plan_bytes,
-    units,
-    row_start,
-    min_chunk,
-    window_pages,
-    padded_tiles,
-    tile_budget,
-    request_indices,
-    qo_tile_indices,
-    kv_tile_indices,
-    o_indptr,
-    merge_indptr,
-    kv_chunk_size,
-    block_valid_mask,
-    PAGE_SIZE: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
-    QUERY_TILES: tl.constexpr,
-    TENSOR_CORES: tl.constexpr,
-    BLOCK_U: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    seq_lens, last_page_len, plan_bytes, plan, units, row_start, min_chunk, window_pages, padded_tiles, tile_budget,
+    request_indices, qo_tile_indices, kv_tile_indices, o_indptr, merge_indptr, kv_chunk_size, block_valid_mask,
+    PAGE_SIZE: tl.constexpr, QUERY_LEN: tl.constexpr, QUERY_TILES: tl.constexpr, TENSOR_CORES: tl.constexpr,
+    BLOCK_U: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     await_previous(PDL)
     unit = tl.arange(0, BLOCK_U)
     inside = unit < units
@@ -249,9 +219,4 @@ def _replan_kernel(
     tl.store(plan_bytes + block_valid_mask + tile, valid.to(tl.uint8), mask=in_grid)
 
 
-_replan_op = define_op_by_schema(
-    "builders::flashinfer_replan",
-    "(Tensor seq_lens, Tensor(a!) last_page_len, Tensor(b!) workspace, int table_width, int[] layout) -> ()",
-    cpu=_replan,
-    cuda=_launch,
-)
+_replan = define_op("builders::flashinfer_replan", Replan, mutates=("last_page_len", "workspace"))

@@ -74,24 +74,10 @@ class AdvanceDecode(NamedTuple):
 
 @triton.jit
 def _advance_kernel(
-    seq_lens,
-    positions,
-    slot_mappings,
-    step,
-    overflow,
-    block_tables,
-    page_sizes,
-    token_limits,
-    num_reqs,
-    max_pages,
-    slots_stride,
-    table_stride,
-    row_stride,
-    GROUPS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    seq_lens, positions, slot_mappings, step, overflow, block_tables, page_sizes, token_limits, num_reqs, max_pages,
+    slots_stride, table_stride, row_stride,
+    GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     await_previous(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     group = tl.arange(0, BLOCK_G)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from builders.batch import NO_SLOT, BatchBuffers
-from builders.kernels.op_by_schema import define_op_by_schema
+from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
 def begin_extend(batch: BatchBuffers, context_lens: torch.Tensor, num_reqs: int, query_len: int) -> None:
-    """Set a uniform batch: row r asks query_len tokens behind its context_lens[r] (int32) KV tokens. One kernel.
+    """Set a uniform batch of query_len tokens a row, after the context_lens[r] KV tokens of row r. One kernel.
+
+    context_lens   int32 [num_reqs]   tokens in the cache; not before the first position that the row may write, which
+                                      only the device knows and nothing here can check
 
     A row with token limit 0 is padding. A live row whose tokens do not all fit under its limit, or lack a page in some
-    group, raises tables.overflow. Both are inert: seq_lens 0, positions 0, slots -1. context_lens must not lie before
-    the first position the row may write: only the device knows it, so nothing here can check that.
+    group, raises tables.overflow. Both are inert: seq_lens 0, positions 0, slots -1.
     """
     tables = batch.tables
-    _begin_extend_op(
+    _begin_extend(
         batch.seq_lens[:num_reqs],
         batch.positions[: num_reqs * query_len],
         batch.slot_mappings[:, : num_reqs * query_len],
@@ -33,13 +37,15 @@ def begin_extend(batch: BatchBuffers, context_lens: torch.Tensor, num_reqs: int,
 def begin_decode(
     batch: BatchBuffers, extend_seq_lens: torch.Tensor, accepted: torch.Tensor, num_reqs: int, query_len: int
 ) -> None:
-    """Set the state the first advance starts from, behind a uniform batch of query_len tokens a row. One kernel.
+    """Set the state that the first advance starts from, after a uniform batch of query_len tokens a row. One kernel.
 
-    Row r keeps the tokens up to the accepted[r]-th (int32) of its query: seq_lens = extend_seq_lens[r] - query_len +
-    accepted[r] + 1. A count outside 0 to query_len - 1, which only the device could know of, counts as the nearest of
-    these. A row with extend_seq_lens 0 stays inert. step becomes 0, slots -1: nothing is being written yet.
+    extend_seq_lens   int32 [num_reqs]   seq_lens of that batch; a row with 0 stays inert
+    accepted          int32 [num_reqs]   row r keeps the tokens of its query up to this one; a count outside 0 to
+                                         query_len - 1, which only the device knows, is clamped
+
+    seq_lens becomes extend_seq_lens - query_len + accepted + 1, step becomes 0 and slots -1: nothing is written yet.
     """
-    _begin_decode_op(
+    _begin_decode(
         batch.seq_lens[:num_reqs],
         batch.positions[:num_reqs],
         batch.slot_mappings[:, :num_reqs],
@@ -50,82 +56,49 @@ def begin_decode(
     )
 
 
-def _begin_extend(
-    seq_lens: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mappings: torch.Tensor,
-    overflow: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    page_sizes: torch.Tensor,
-    token_limits: torch.Tensor,
-    query_len: int,
-) -> None:
-    num_reqs = seq_lens.shape[0]
-    limits = token_limits[:num_reqs].long()
-    token = context_lens[:num_reqs].long()[:, None] + torch.arange(query_len)
-    sizes = page_sizes.long()[:, None, None]
-    column = token[None] // sizes
-    in_table = column < block_tables.shape[2]
-    page = block_tables[:, :num_reqs].long().gather(2, column * in_table)
-    fits = (limits > 0) & (token[:, -1] < limits) & (in_table & (page >= 0)).all(0).all(1)
-    slot_mappings.copy_(torch.where(fits[:, None], page * sizes + token % sizes, NO_SLOT).flatten(1))
-    positions.copy_(torch.where(fits[:, None], token, 0).flatten())
-    seq_lens.copy_(torch.where(fits, token[:, -1] + 1, 0))
-    overflow[:num_reqs] |= ((limits > 0) & ~fits).int()
+class BeginExtend(NamedTuple):
+    """seq_lens int32 [R], positions int64 [R * query_len], slot_mappings int64 [G, R * query_len], context_lens int32
+    of at least R rows; the others as RequestTables has them, of at least R rows."""
 
+    seq_lens: torch.Tensor
+    positions: torch.Tensor
+    slot_mappings: torch.Tensor
+    overflow: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    page_sizes: torch.Tensor
+    token_limits: torch.Tensor
+    query_len: int
 
-def _launch_begin_extend(
-    seq_lens: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mappings: torch.Tensor,
-    overflow: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    page_sizes: torch.Tensor,
-    token_limits: torch.Tensor,
-    query_len: int,
-) -> None:
-    _begin_extend_kernel[(seq_lens.shape[0],)](
-        seq_lens,
-        positions,
-        slot_mappings,
-        overflow,
-        context_lens,
-        block_tables,
-        page_sizes,
-        token_limits,
-        query_len,
-        block_tables.shape[2],
-        slot_mappings.stride(0),
-        block_tables.stride(0),
-        block_tables.stride(1),
-        GROUPS=block_tables.shape[0],
-        BLOCK=triton.next_power_of_2(query_len),
-        num_warps=1,
-        **dependent_launch(seq_lens.device),
-    )
+    def reference(self) -> None:
+        num_reqs = self.seq_lens.shape[0]
+        limits = self.token_limits[:num_reqs].long()
+        token = self.context_lens[:num_reqs].long()[:, None] + torch.arange(self.query_len)
+        sizes = self.page_sizes.long()[:, None, None]
+        column = token[None] // sizes
+        in_table = column < self.block_tables.shape[2]
+        page = self.block_tables[:, :num_reqs].long().gather(2, column * in_table)
+        fits = (limits > 0) & (token[:, -1] < limits) & (in_table & (page >= 0)).all(0).all(1)
+        self.slot_mappings.copy_(torch.where(fits[:, None], page * sizes + token % sizes, NO_SLOT).flatten(1))
+        self.positions.copy_(torch.where(fits[:, None], token, 0).flatten())
+        self.seq_lens.copy_(torch.where(fits, token[:, -1] + 1, 0))
+        self.overflow[:num_reqs] |= ((limits > 0) & ~fits).int()
+
+    def launch(self) -> None:
+        groups, _, max_pages = self.block_tables.shape
+        _begin_extend_kernel[(self.seq_lens.shape[0],)](
+            *self, max_pages, self.slot_mappings.stride(0), *self.block_tables.stride()[:2],
+            GROUPS=groups, BLOCK=triton.next_power_of_2(self.query_len),
+            num_warps=1, **dependent_launch(self.seq_lens.device),
+        )  # fmt: skip
 
 
 @triton.jit
 def _begin_extend_kernel(
-    seq_lens,
-    positions,
-    slot_mappings,
-    overflow,
-    context_lens,
-    block_tables,
-    page_sizes,
-    token_limits,
-    query_len,
-    max_pages,
-    slots_stride,
-    table_stride,
-    row_stride,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    seq_lens, positions, slot_mappings, overflow, context_lens, block_tables, page_sizes, token_limits, query_len,
+    max_pages, slots_stride, table_stride, row_stride,
+    GROUPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     await_previous(PDL)
     row = tl.program_id(0)
     query = tl.arange(0, BLOCK)
@@ -150,67 +123,41 @@ def _begin_extend_kernel(
         tl.store(overflow + row, 1)
 
 
-def _begin_decode(
-    seq_lens: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mappings: torch.Tensor,
-    step: torch.Tensor,
-    extend_seq_lens: torch.Tensor,
-    accepted: torch.Tensor,
-    query_len: int,
-) -> None:
-    num_reqs = seq_lens.shape[0]
-    live = extend_seq_lens[:num_reqs] > 0
-    position = extend_seq_lens[:num_reqs] - query_len + accepted[:num_reqs].clamp(0, query_len - 1)
-    seq_lens.copy_(torch.where(live, position + 1, 0))
-    positions.copy_(torch.where(live, position, 0))
-    slot_mappings.fill_(NO_SLOT)
-    step.zero_()
+class BeginDecode(NamedTuple):
+    """seq_lens int32 [R], positions int64 [R], slot_mappings int64 [G, R], step int64 [1]; extend_seq_lens and accepted
+    int32 of at least R rows."""
 
+    seq_lens: torch.Tensor
+    positions: torch.Tensor
+    slot_mappings: torch.Tensor
+    step: torch.Tensor
+    extend_seq_lens: torch.Tensor
+    accepted: torch.Tensor
+    query_len: int
 
-def _launch_begin_decode(
-    seq_lens: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mappings: torch.Tensor,
-    step: torch.Tensor,
-    extend_seq_lens: torch.Tensor,
-    accepted: torch.Tensor,
-    query_len: int,
-) -> None:
-    num_reqs = seq_lens.shape[0]
-    block = 128
-    _begin_decode_kernel[(triton.cdiv(num_reqs, block),)](
-        seq_lens,
-        positions,
-        slot_mappings,
-        step,
-        extend_seq_lens,
-        accepted,
-        query_len,
-        num_reqs,
-        slot_mappings.stride(0),
-        GROUPS=slot_mappings.shape[0],
-        BLOCK=block,
-        num_warps=1,
-        **dependent_launch(seq_lens.device),
-    )
+    def reference(self) -> None:
+        num_reqs = self.seq_lens.shape[0]
+        extended = self.extend_seq_lens[:num_reqs]
+        live = extended > 0
+        position = extended - self.query_len + self.accepted[:num_reqs].clamp(0, self.query_len - 1)
+        self.seq_lens.copy_(torch.where(live, position + 1, 0))
+        self.positions.copy_(torch.where(live, position, 0))
+        self.slot_mappings.fill_(NO_SLOT)
+        self.step.zero_()
+
+    def launch(self) -> None:
+        num_reqs, block = self.seq_lens.shape[0], 128
+        _begin_decode_kernel[(triton.cdiv(num_reqs, block),)](
+            *self, num_reqs, self.slot_mappings.stride(0), GROUPS=self.slot_mappings.shape[0], BLOCK=block,
+            num_warps=1, **dependent_launch(self.seq_lens.device),
+        )  # fmt: skip
 
 
 @triton.jit
 def _begin_decode_kernel(
-    seq_lens,
-    positions,
-    slot_mappings,
-    step,
-    extend_seq_lens,
-    accepted,
-    query_len,
-    num_reqs,
-    slots_stride,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    seq_lens, positions, slot_mappings, step, extend_seq_lens, accepted, query_len, num_reqs, slots_stride,
+    GROUPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     await_previous(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_reqs
@@ -226,18 +173,9 @@ def _begin_decode_kernel(
         tl.store(step, tl.full((), 0, tl.int64))
 
 
-_begin_extend_op = define_op_by_schema(
-    "builders::begin_extend",
-    "(Tensor(a!) seq_lens, Tensor(b!) positions, Tensor(c!) slot_mappings, Tensor(d!) overflow, Tensor context_lens, "
-    "Tensor block_tables, Tensor page_sizes, Tensor token_limits, int query_len) -> ()",
-    cpu=_begin_extend,
-    cuda=_launch_begin_extend,
+_begin_extend = define_op(
+    "builders::begin_extend", BeginExtend, mutates=("seq_lens", "positions", "slot_mappings", "overflow")
 )
-
-_begin_decode_op = define_op_by_schema(
-    "builders::begin_decode",
-    "(Tensor(a!) seq_lens, Tensor(b!) positions, Tensor(c!) slot_mappings, Tensor(d!) step, Tensor extend_seq_lens, "
-    "Tensor accepted, int query_len) -> ()",
-    cpu=_begin_decode,
-    cuda=_launch_begin_decode,
+_begin_decode = define_op(
+    "builders::begin_decode", BeginDecode, mutates=("seq_lens", "positions", "slot_mappings", "step")
 )

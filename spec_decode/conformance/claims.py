@@ -22,7 +22,7 @@ _ALWAYS = (
     *(f"page:{size}" for size in tested_values("page_size")),
     *(f"dim:{dim}" for dim in tested_values("head_dim")),
     *(f"feature:{feature.value}" for feature in Feature),
-    *("feature:mla", "feature:sparse"),
+    "feature:mla",
 )
 """Claimed or denied by every backend, whichever checks it gets."""
 
@@ -104,8 +104,6 @@ def _feature(subject: Subject, value: str) -> Claim:
     able = subject.backend.capabilities
     if value == "mla":
         return Claim(claimed=AttentionKind.MLA in able.kinds)
-    if value == "sparse":
-        return Claim(claimed=able.extra_lists)
     feature = Feature(value)
     return Claim(claimed=feature in able.features, reason="a spec must ask for it" if feature in able.required else "")
 

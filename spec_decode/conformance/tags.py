@@ -43,8 +43,6 @@ def _of_name(name: str) -> Iterator[str]:
         yield "graph:capture"
     if name.startswith((*_ADVANCE, "graph.")):
         yield "graph:advance"
-    if name == "numerics.extra_lists_join_the_softmax":
-        yield "feature:sparse"
 
 
 def _of_spec(spec: AttentionSpec) -> Iterator[str]:

@@ -404,3 +404,11 @@ def test_the_list_shows_whose_kernels_were_chosen(load):
     load("sgl")
     shown = CliRunner().invoke(main, ["list", "--device", "cpu"]).output
     assert "flash_attn3 sglang-kernel of unknown version: rejected" in shown
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without the kernels hears")
+def test_without_the_kernels_it_is_refused_with_the_extra_that_brings_them():
+    verdict = explain("flash_attn3", make_spec(), CPU)
+
+    assert isinstance(verdict, Rejected)
+    assert "attn-backends[flash-attn]" in verdict.reasons[0]

@@ -1,5 +1,4 @@
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +7,6 @@ from hypothesis import strategies as st
 
 from attn_backends.kernels import packed_latent, sparse_attention
 from attn_backends.kernels.packed_latent import page_bytes
-from attn_backends.kernels.sparse_attention import IndexedCache
 from builders.errors import BatchError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -35,18 +33,16 @@ def latent(cache, slot, page_size):
 class Asked:
     """A call of the op over lists of random slots; every slot that is not listed, and every entry behind, is poison."""
 
-    def __init__(
-        self, lists=((5, 3, 0),), *, dtype=FP32, dim=64, heads=3, packed=False, page_sizes=(4, 3), sinks=True, seed=1
-    ):
+    def __init__(self, lens=(5, 3, 0), *, dtype=FP32, dim=64, heads=3, packed=False, page_size=4, sinks=True, seed=1):
         self.rng = torch.Generator().manual_seed(seed)
-        tokens = len(lists[0])
+        tokens = len(lens)
         self.query = torch.randn(tokens, heads, dim, generator=self.rng).to(dtype)
         self.sinks = torch.randn(heads, generator=self.rng) if sinks else None
         self.scale = 3 * dim**-0.5
-        caches = [self.listed(lens, page_size, packed) for lens, page_size in zip(lists, page_sizes, strict=False)]
-        self.main, self.extra = caches[0], caches[1] if len(caches) > 1 else None
+        self.page_size, self.lens = page_size, torch.tensor(lens, dtype=torch.int32)
+        self.fill(lens, page_size, packed)
 
-    def listed(self, lens, page_size, packed):
+    def fill(self, lens, page_size, packed):
         tokens, dim, width = len(lens), self.query.shape[2], max(lens) + 2
         pages = -(-tokens * width // page_size) + 1
         slots = torch.randperm(pages * page_size, generator=self.rng)[: tokens * width].view(tokens, width)
@@ -62,20 +58,18 @@ class Asked:
             used = slots[live] >= 0
             cache.view(-1, dim)[slots[live][used]] = values[used]
         slots[~live] = 2**31 - 1
-        return IndexedCache(cache, slots.int(), torch.tensor(lens, dtype=torch.int32), page_size)
+        self.cache, self.indices = cache, slots.int()
 
     def run(self, **change):
-        args = {"query": self.query, "main": self.main, "sinks": self.sinks, "extra": self.extra, **change}
-        return sparse_attention.sparse_attention(args.pop("query"), args.pop("main"), scale=self.scale, **args)
+        names = "query", "cache", "indices", "lens", "page_size", "scale", "sinks"
+        return sparse_attention.sparse_attention(**({name: getattr(self, name) for name in names} | change))
 
     def truth(self):
         return torch.stack([self._token(token) for token in range(self.query.shape[0])])
 
     def _token(self, token):
-        latents = []
-        for listed in (self.main, self.extra) if self.extra else (self.main,):
-            slots = listed.indices[token, : listed.lens[token]].tolist()
-            latents += [latent(listed.cache, slot, listed.page_size) for slot in slots if slot >= 0]
+        slots = self.indices[token, : self.lens[token]].tolist()
+        latents = [latent(self.cache, slot, self.page_size) for slot in slots if slot >= 0]
         query = self.query[token].double()
         if not latents:
             return torch.zeros_like(query)
@@ -96,12 +90,10 @@ CASES = {
     "float16": {"dtype": FP16, "dim": 256},
     "no sinks": {"sinks": False},
     "one head": {"heads": 1, "dim": 128},
-    "two lists": {"lists": ((5, 3, 0, 0), (2, 0, 6, 0))},
-    "two lists of one-token pages": {"lists": ((5, 3, 0), (2, 0, 6)), "page_sizes": (1, 1)},
+    "one-token pages": {"page_size": 1},
     "packed": PACKED,
     "packed, no sinks": {**PACKED, "sinks": False},
-    "packed, two lists": {**PACKED, "lists": ((5, 3, 0, 0), (2, 0, 6, 0))},
-    "packed, pages with padding": {**PACKED, "page_sizes": (73,)},
+    "packed, pages with padding": {**PACKED, "page_size": 73},
 }
 
 
@@ -110,27 +102,17 @@ def test_attention_over_lists_is_attention_over_the_listed_latents(case):
     Asked(**case).check()
 
 
-@pytest.mark.parametrize("form", [{}, PACKED], ids=["plain", "packed"])
-def test_a_list_cut_in_two_is_the_same_list(form):
-    asked = Asked(((6, 4),), **form)
-    whole = asked.run()
-    main, extra = (replace(asked.main, indices=part) for part in (asked.main.indices[:, :3], asked.main.indices[:, 3:]))
-    main = replace(main, lens=asked.main.lens.clamp_max(3))
-    extra = replace(extra, lens=asked.main.lens - main.lens)
-    torch.testing.assert_close(asked.run(main=main, extra=extra), whole, rtol=1e-2, atol=1e-5)
-
-
 @pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
 def test_an_empty_list_comes_out_as_zero_whatever_the_query_holds(sinks):
-    asked = Asked(((0, 4),), sinks=sinks)
+    asked = Asked((0, 4), sinks=sinks)
     asked.query[0] = math.nan
     out = asked.run()
     assert out[0].eq(0).all() and out[1].ne(0).any()
 
 
 def test_a_list_of_skipped_entries_comes_out_as_zero():
-    asked = Asked(((3, 4),))
-    asked.main.indices[0, :3] = -1
+    asked = Asked((3, 4))
+    asked.indices[0, :3] = -1
     assert asked.run()[0].eq(0).all()
 
 
@@ -140,25 +122,24 @@ def test_a_sink_of_minus_infinity_is_no_sink():
 
 
 def test_a_slot_listed_twice_counts_twice():
-    asked = Asked(((2,),), sinks=False)
-    asked.main.indices[0, :2] = int(asked.main.indices[0, :2].max())
+    asked = Asked((2,), sinks=False)
+    asked.indices[0, :2] = int(asked.indices[0, :2].max())
     asked.check()
 
 
 @pytest.mark.parametrize("form", [{}, PACKED], ids=["plain", "packed"])
 def test_a_cache_may_be_a_view_of_more(form):
     asked = Asked(**form)
-    more = torch.stack([asked.main.cache, asked.main.cache.flip(0)], 1)
-    assert torch.equal(asked.run(main=replace(asked.main, cache=more[:, 0])), asked.run())
+    more = torch.stack([asked.cache, asked.cache.flip(0)], 1)
+    assert torch.equal(asked.run(cache=more[:, 0]), asked.run())
 
 
 def test_the_op_says_what_it_does():
-    asked = Asked(((5, 3), (2, 6)))
-    main, extra = asked.main, asked.extra
-    args = (asked.query, main.cache, main.indices, main.lens, 4, extra.cache, extra.indices, extra.lens, 3, 0.5)
+    asked = Asked((5, 3))
+    args = asked.query, asked.cache, asked.indices, asked.lens
     op = torch.ops.attn_backends.sparse_attention.default
     for sinks in (asked.sinks, None):
-        torch.library.opcheck(op, (*args, sinks), test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(op, (*args, sinks, 4, 0.5), test_utils=("test_schema", "test_faketensor"))
 
 
 def refusal(asked=None, **change):
@@ -173,73 +154,61 @@ def test_a_latent_dim_that_no_tile_fits_is_refused():
 
 
 def test_a_cache_of_another_dtype_is_refused():
-    message = refusal(main=lambda asked: replace(asked.main, cache=asked.main.cache.half()))
-    assert "main.cache must be torch.float32 [None, 4, 64]" in message
+    message = refusal(cache=lambda asked: asked.cache.half())
+    assert "the latent cache must be torch.float32 [None, 4, 64]" in message
 
 
 def test_a_cache_of_another_page_size_is_refused():
-    assert "main.cache must be torch.float32 [None, 2, 64]" in refusal(
-        main=lambda asked: replace(asked.main, page_size=2)
-    )
+    assert "the latent cache must be torch.float32 [None, 2, 64]" in refusal(page_size=lambda asked: 2)
 
 
 def test_a_packed_cache_with_pages_of_other_bytes_is_refused():
-    message = refusal(Asked(**PACKED), main=lambda asked: replace(asked.main, page_size=5))
-    assert f"main.cache must be torch.uint8 [None, {page_bytes(5)}]" in message
+    message = refusal(Asked(**PACKED), page_size=lambda asked: 5)
+    assert f"the latent cache must be torch.uint8 [None, {page_bytes(5)}]" in message
 
 
 def test_a_packed_cache_for_a_query_of_another_dtype_is_refused():
     message = refusal(Asked(**PACKED), query=lambda asked: asked.query.half())
-    assert "a packed cache serves bfloat16 queries of dim 512, got torch.float16 of dim 512 for main" in message
-
-
-def test_two_caches_of_different_forms_are_refused():
-    plain = Asked(dtype=BF16, dim=512)
-    assert "got packed=True for main and packed=False for extra" in refusal(
-        Asked(**PACKED), extra=lambda asked: plain.main
-    )
+    assert "an fp8_ds_mla cache serves bfloat16 queries of dim 512, got torch.float16 of dim 512;" in message
 
 
 def test_a_cache_whose_latents_are_strided_is_refused():
-    strided = refusal(main=lambda asked: replace(asked.main, cache=asked.main.cache.repeat(1, 1, 2)[..., ::2]))
-    assert "main.cache must be contiguous in its last dim" in strided
+    strided = refusal(cache=lambda asked: asked.cache.repeat(1, 1, 2)[..., ::2])
+    assert "the latent cache must be contiguous in its last dim" in strided
 
 
 def test_packed_pages_that_start_anywhere_are_refused():
     def shifted(asked):
-        pages, size = asked.main.cache.shape
-        return replace(asked.main, cache=torch.zeros(pages, size + 8, dtype=torch.uint8)[:, :size])
+        pages, size = asked.cache.shape
+        return torch.zeros(pages, size + 8, dtype=torch.uint8)[:, :size]
 
-    assert "must start at a multiple of 16 bytes" in refusal(Asked(**PACKED), main=shifted)
+    assert "must start at a multiple of 16 bytes" in refusal(Asked(**PACKED), cache=shifted)
 
 
 def test_indices_of_another_dtype_are_refused():
-    message = refusal(main=lambda asked: replace(asked.main, indices=asked.main.indices.long()))
-    assert "main.indices must be torch.int32 [3, None]" in message
+    message = refusal(indices=lambda asked: asked.indices.long())
+    assert "indices must be torch.int32 [3, None]" in message
 
 
 def test_lens_of_another_length_are_refused():
-    message = refusal(main=lambda asked: replace(asked.main, lens=asked.main.lens[:2]))
-    assert "main.lens must be torch.int32 [3]" in message
+    message = refusal(lens=lambda asked: asked.lens[:2])
+    assert "lens must be torch.int32 [3]" in message
 
 
 def test_lists_with_gaps_between_entries_are_refused():
-    message = refusal(main=lambda asked: replace(asked.main, indices=asked.main.indices[:, ::2]))
-    assert "the lists of main must be contiguous along a row" in message
+    message = refusal(indices=lambda asked: asked.indices[:, ::2])
+    assert "indices must be contiguous along a row" in message
 
 
 def test_sinks_of_another_dtype_are_refused():
     assert "sinks must be torch.float32 [3]" in refusal(sinks=lambda asked: asked.sinks.half())
 
 
-WIDTHS = st.one_of(st.none(), st.integers(1, 5000))
-
-
-@given(st.integers(1, 5000), st.integers(1, 256), st.sampled_from([2, 4]), WIDTHS)
-def test_a_tile_fits_its_lists_and_the_tensor_cores(tokens, heads, element_size, only_width):
-    tile = sparse_attention._tile_config(tokens, heads, element_size, only_width)
+@given(st.integers(1, 5000), st.integers(1, 256), st.sampled_from([2, 4]), st.integers(1, 5000))
+def test_a_tile_fits_its_lists_and_the_tensor_cores(tokens, heads, element_size, width):
+    tile = sparse_attention.tile_config(tokens, heads, element_size, width)
     if tile["TOKENS_FIRST"]:
-        assert only_width is not None and only_width <= tile["BLOCK_N"]
+        assert width <= tile["BLOCK_N"]
     rows = tile["BLOCK_N" if tile["TOKENS_FIRST"] else "BLOCK_M"]
     assert rows >= 64 or element_size == 4
     assert (tile["BLOCK_M"] + tile["BLOCK_N"]) * 512 * element_size <= 200 * 1024

@@ -18,8 +18,8 @@ KERNELS = {
     "_gather_last_hidden_kernel", "_process_kernel", "_block_draw_kernel", "_take_token_kernel", "_tops_kernel",
     "_reject_kernel", "_weigh_kernel", "_excess_kernel", "_stand_kernel", "_synthetic_accept_kernel", "_hash_kernel",
     "_prepare_inputs_kernel", "_update_requests_kernel", "latent_attention_kernel", "sparse_attention_kernel",
-    "_prepare_query_kernel", "_inverse_rotary_kernel", "_write_latent_kernel", "_swa_window_kernel",
-    "_compressed_window_kernel", "_translate_topk_kernel", "_replan_kernel", "_route_kernel", "_order_kernel",
+    "_prepare_query_kernel", "_inverse_rotary_kernel", "_write_latent_kernel", "_list_window_slots_kernel",
+    "_replan_kernel", "_route_kernel", "_order_kernel",
     "_combine_kernel", "read_streams_kernel", "write_streams_kernel", "extent_kernel", "weigh_kernel", "gather_kernel",
     "rank_kernel", "share_kernel", "cut_kernel",
 }  # fmt: skip

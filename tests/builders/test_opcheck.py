@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+import attn_backends.kernels.paged_attention
 import spec_decode.drafter.kernels.gather_last_hidden
 import spec_decode.drafter.kernels.shift_tokens
 import spec_decode.models.kernels.add_rms_norm

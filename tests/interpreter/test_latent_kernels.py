@@ -5,9 +5,8 @@ from attn_backends.kernels.latent_rotary import inverse_rotary, prepare_query
 from attn_backends.kernels.packed_latent import page_bytes
 from attn_backends.kernels.write_latent import KvANormRope, write_latent
 from builders import AttentionKind, BatchBuffers
-from builders.compressed import compressed_window, translate_topk
 from builders.kernels.triton_runtime import torch_implementations
-from builders.sparse_window import SparseSwaBuilder
+from builders.sparse_window import SparseWindowBuilder
 from tests.attn_backends.test_write_latent import hard_latents
 from tests.factories import CPU, make_spec, make_tables
 
@@ -140,7 +139,7 @@ BATCHES = {
 
 @pytest.mark.parametrize(("window", "page_size"), [(1, 16), (17, 1), (300, 16)])
 @pytest.mark.parametrize(("query_lens", "seq_lens", "rows"), BATCHES.values(), ids=BATCHES)
-def test_swa_window(query_lens, seq_lens, rows, window, page_size):
+def test_list_window_slots(query_lens, seq_lens, rows, window, page_size):
     tables = make_tables([192] * len(seq_lens), page_sizes=(page_size,), max_reqs=rows, max_seq_len=192)
     buffers = BatchBuffers(tables, max_tokens=64)
     _, num_tokens = buffers.load(query_lens, seq_lens, pad_reqs=rows)
@@ -149,38 +148,8 @@ def test_swa_window(query_lens, seq_lens, rows, window, page_size):
     spec = make_spec(num_kv_heads=1, page_size=page_size, sliding_window=window, kind=AttentionKind.MLA)
 
     def lists():
-        built = SparseSwaBuilder(spec, CPU, max_reqs=rows, max_tokens=64, max_seq_len=192).build(view)
+        built = SparseWindowBuilder(spec, CPU, max_reqs=rows, max_tokens=64, max_seq_len=192).build(view)
         return built.window_indices, built.window_lens, built.is_valid
 
     for by_kernel, by_torch in zip(*both_ways(lists), strict=True):
         assert torch.equal(by_kernel, by_torch) and by_kernel.any()
-
-
-STARTS, SEQ_LENS = torch.tensor([0, 1, 4, 6]).int(), torch.tensor([150, 40, 0]).int()
-"""A decode, three queries, a row that became inert, and two tokens of no request."""
-POSITIONS = torch.tensor([149, 37, 38, 39, 9, 9, 9, 9])
-
-
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize(("ratio", "width"), [(1, 1100), (4, 40), (128, 3)])
-def test_compressed_window(ratio, width, page_size):
-    table = torch.randperm(3 * 160, generator=torch.Generator().manual_seed(0)).int().view(3, 160)
-
-    def lists():
-        indices, lens = torch.full((8, width), 77).int(), torch.full((8,), 77).int()
-        compressed_window(
-            indices, lens, POSITIONS, SEQ_LENS, STARTS, table, ratio=ratio, page_size=page_size, max_seq_len=160
-        )
-        return indices, lens
-
-    for by_kernel, by_torch in zip(*both_ways(lists), strict=True):
-        assert torch.equal(by_kernel, by_torch) and by_kernel.any()
-
-
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("width", [5, 1100])
-def test_translate_topk(width, page_size):
-    table = torch.randperm(3 * 40, generator=torch.Generator().manual_seed(0)).int().view(3, 40)
-    topk = torch.randint(-1, 40, (8, 2 * width), generator=torch.Generator().manual_seed(1)).int()[:, ::2]
-    by_kernel, by_torch = both_ways(lambda: translate_topk(topk, SEQ_LENS, STARTS, table, page_size=page_size))
-    assert torch.equal(by_kernel, by_torch) and by_kernel.ge(0).any()

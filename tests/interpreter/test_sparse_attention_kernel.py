@@ -7,43 +7,40 @@ from attn_backends.kernels import sparse_attention
 from tests.attn_backends.test_sparse_attention import BF16, FP16, PACKED, Asked
 
 FORMS = {"plain": {"dtype": BF16, "dim": 512}, "packed": PACKED}
-LISTS = {
-    "one list": {"lists": ((20, 3, 0, 1, 17),)},
-    "two lists": {"lists": ((20, 3, 0, 0, 17), (0, 40, 6, 0, 16))},
-}
+LISTS = {"short lists": (20, 3, 0, 1, 17), "longer lists": (0, 40, 6, 0, 16)}
 
 
 def force(monkeypatch, block_m, block_n, tokens_first):
     tile = {"BLOCK_M": block_m, "BLOCK_N": block_n, "TOKENS_FIRST": tokens_first, "num_warps": 8, "num_stages": 1}
-    monkeypatch.setattr(sparse_attention, "_tile_config", lambda *args: tile)
+    monkeypatch.setattr(sparse_attention, "tile_config", lambda *args: tile)
 
 
 @pytest.mark.parametrize("lists", LISTS.values(), ids=LISTS)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_the_tile_that_is_chosen(form, lists):
-    Asked(**form, **lists, heads=20).check()
+    Asked(lists, **form, heads=20).check()
 
 
 @pytest.mark.parametrize("tokens_first", [True, False], ids=["tokens first", "heads first"])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_list_in_one_block(monkeypatch, form, tokens_first):
     force(monkeypatch, 16, 32, tokens_first)
-    Asked(**form, **LISTS["one list"], heads=20).check()
+    Asked(LISTS["short lists"], **form, heads=20).check()
 
 
 @pytest.mark.parametrize("lists", LISTS.values(), ids=LISTS)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_lists_of_many_blocks(monkeypatch, form, lists):
     force(monkeypatch, 16, 8, False)
-    Asked(**form, **lists, heads=3).check()
+    Asked(lists, **form, heads=3).check()
 
 
 CASES = {
     "float32": {},
     "float16": {"dtype": FP16, "dim": 128},
     "no sinks": {"sinks": False},
-    "one-token pages": {"page_sizes": (1,)},
-    "packed pages with padding": {**PACKED, "page_sizes": (73,)},
+    "one-token pages": {"page_size": 1},
+    "packed pages with padding": {**PACKED, "page_size": 73},
 }
 
 
@@ -56,9 +53,9 @@ def test_other_shapes_and_dtypes(case):
 @pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
 def test_an_empty_list_comes_out_as_zero_whatever_the_query_holds(monkeypatch, tokens_first, sinks):
     force(monkeypatch, 16, 16, tokens_first)
-    asked = Asked(((0, 4, 3),), sinks=sinks)
+    asked = Asked((0, 4, 3), sinks=sinks)
     asked.query[0] = asked.query[2] = math.nan
-    asked.main.indices[2, :3] = -1
+    asked.indices[2, :3] = -1
     out = asked.run()
     assert out[0].eq(0).all() and out[2].eq(0).all() and out[1].ne(0).any()
 
@@ -69,12 +66,9 @@ def test_a_sink_of_minus_infinity_is_no_sink():
 
 
 def test_strided_views_of_query_cache_and_lists():
-    asked = Asked(**FORMS["plain"], **LISTS["two lists"])
+    asked = Asked(LISTS["longer lists"], **FORMS["plain"])
     plain = asked.run()
     asked.query = torch.cat([asked.query, asked.query], 1)[:, :3]
-    for listed in (asked.main, asked.extra):
-        object.__setattr__(listed, "cache", torch.cat([listed.cache, listed.cache], 2)[..., :512])
-        object.__setattr__(
-            listed, "indices", torch.cat([listed.indices, listed.indices], 1)[:, : listed.indices.shape[1]]
-        )
+    asked.cache = torch.cat([asked.cache, asked.cache], 2)[..., :512]
+    asked.indices = torch.cat([asked.indices, asked.indices], 1)[:, : asked.indices.shape[1]]
     assert torch.equal(asked.run(), plain)

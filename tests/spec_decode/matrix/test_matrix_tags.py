@@ -80,7 +80,7 @@ def test_a_spec_is_tagged_by_what_it_asks_for(changes, tag):
     ("name", "tag"),
     [
         ("poison.x", "contract:memory"), ("graph.x", "graph:capture"), ("graph.x", "graph:advance"),
-        ("builder.advance_x", "graph:advance"), ("numerics.extra_lists_join_the_softmax", "feature:sparse"),
+        ("builder.advance_x", "graph:advance"),
     ],
 )  # fmt: skip
 def test_a_check_is_tagged_by_its_name_beside_its_case(name, tag):

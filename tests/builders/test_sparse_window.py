@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from builders import AdvanceLevel, AttentionKind, BatchBuffers, BatchError, GraphSupport, advance_shared_state
-from builders.sparse_window import SparseSwaBuilder
+from builders.sparse_window import SparseWindowBuilder
 from spec_decode.graphs import runtime_for
 from tests.factories import CPU, make_spec, make_tables
 
@@ -44,7 +44,7 @@ class Asked:
 
     def builder(self):
         spec = make_spec(num_kv_heads=1, page_size=self.page_size, sliding_window=self.window, kind=AttentionKind.MLA)
-        return SparseSwaBuilder(spec, CPU, max_reqs=8, max_tokens=64, max_seq_len=MAX_SEQ_LEN)
+        return SparseWindowBuilder(spec, CPU, max_reqs=8, max_tokens=64, max_seq_len=MAX_SEQ_LEN)
 
     def advance(self):
         advance_shared_state(self.buffers, self.view.num_reqs)
@@ -190,7 +190,7 @@ def test_exactly_the_step_fields_follow_the_position():
     after = asked.builder().build(asked.view)
     changed = {name for name, value in before.items() if not torch.equal(value, getattr(after, name))}
     # No request stops within a step.
-    assert changed == set(SparseSwaBuilder.step_fields) - {"is_valid"}
+    assert changed == set(SparseWindowBuilder.step_fields) - {"is_valid"}
 
 
 @pytest.mark.parametrize(("window", "width"), [(1, 128), (128, 128), (129, 256)])
@@ -206,19 +206,19 @@ def test_the_capture_constants_are_the_batch_s_bounds():
 
 
 def test_the_claims_are_those_of_a_backend_that_drafts_in_one_graph():
-    support = SparseSwaBuilder.advance_support(make_spec(sliding_window=17), CPU)
-    assert SparseSwaBuilder.graph_support is GraphSupport.ALWAYS
+    support = SparseWindowBuilder.advance_support(make_spec(sliding_window=17), CPU)
+    assert SparseWindowBuilder.graph_support is GraphSupport.ALWAYS
     assert support.level is AdvanceLevel.IN_GRAPH and "one kernel" in support.reason
 
 
 def test_a_spec_without_a_window_is_refused():
     with pytest.raises(BatchError, match="a list of slots needs a sliding window, got sliding_window=None"):
-        SparseSwaBuilder(make_spec(), CPU, max_reqs=8, max_tokens=64, max_seq_len=MAX_SEQ_LEN)
+        SparseWindowBuilder(make_spec(), CPU, max_reqs=8, max_tokens=64, max_seq_len=MAX_SEQ_LEN)
 
 
 def test_the_op_writes_what_its_schema_says():
     metadata = (asked := Asked("ragged")).builder().build(asked.view)
     inputs = (metadata.positions, metadata.seq_lens, metadata.query_start_loc, metadata.block_table)
     args = (*(getattr(metadata, name) for name in FIELDS), *inputs, 17, 16)
-    op = torch.ops.builders.swa_window.default
+    op = torch.ops.builders.list_window_slots.default
     torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))

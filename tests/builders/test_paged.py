@@ -2,13 +2,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from builders import TritonPagedBuilder, triton_paged
+from attn_backends.triton_paged import TritonPaged
+from builders import FlashAttn3Builder, TritonPagedBuilder, paged
+from spec_decode.conformance import check_backend
 from tests.factories import CPU, make_spec
 
 
-@pytest.fixture(autouse=True)
-def _an_h200(monkeypatch):
-    monkeypatch.setattr(triton_paged, "num_sms", lambda device: 132)
+@pytest.fixture
+def an_h200(monkeypatch):
+    monkeypatch.setattr(paged, "num_sms", lambda device: 132)
 
 
 @pytest.mark.parametrize(
@@ -24,6 +26,7 @@ def _an_h200(monkeypatch):
         pytest.param(256, 8, 1, 1024, 1, id="at least one"),
     ],
 )
+@pytest.mark.usefixtures("an_h200")
 def test_splits_fill_a_device(num_reqs, kv_heads, query_len, max_seq_len, splits):
     builder = TritonPagedBuilder(
         make_spec(num_q_heads=4 * kv_heads, num_kv_heads=kv_heads),
@@ -34,3 +37,19 @@ def test_splits_fill_a_device(num_reqs, kv_heads, query_len, max_seq_len, splits
     )
     batch = SimpleNamespace(num_reqs=num_reqs, max_query_len=query_len, max_seq_len=max_seq_len)
     assert builder.splits(batch) == splits
+
+
+class StandIn(TritonPaged):
+    """FlashAttention-3's builder without its kernels: any paged attention over the same metadata serves to judge it."""
+
+    name = "flash_attn3_stand_in"
+    builder = FlashAttn3Builder
+
+
+@pytest.mark.parametrize("family", ["contract", "builder", "graph"])
+def test_flash_attn3s_builder_passes_the_kit_over_a_stand_in_kernel(family):
+    check_backend(StandIn(), device=CPU, families=[family]).raise_if_failed()
+
+
+def test_whole_rounds_of_flash_attn3s_builder_agree_over_a_stand_in_kernel():
+    check_backend(StandIn(), device=CPU, checks=["drafter.strategies_agree*k[47]-n[37]*"]).raise_if_failed()

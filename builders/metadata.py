@@ -1,0 +1,61 @@
+"""What the metadata of every backend here holds of its batch, and the base of the builders that make it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from builders.batch import AttentionBatch
+from builders.contract import CaptureConstants, MetadataBuilder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchMetadata:
+    """Host constants of a batch, and views of its shared state.
+
+    query_start_loc  int32 [num_reqs + 1]
+    seq_lens         int32 [num_reqs]
+    block_table      int32 [num_reqs, max_pages]
+    slot_mapping     int64 [num_tokens]
+    """
+
+    num_reqs: int
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    """A bound on seq_lens, not a length."""
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+B = TypeVar("B", bound=BatchMetadata)
+
+
+class BatchMetadataBuilder(MetadataBuilder[B]):
+    """A builder whose graphs bake in nothing but the host constants of `BatchMetadata`."""
+
+    def capture_constants(self, metadata: B) -> CaptureConstants:
+        return CaptureConstants(
+            max_reqs=metadata.num_reqs, max_query_len=metadata.max_query_len, max_seq_len=metadata.max_seq_len
+        )
+
+    def batch_fields(self, batch: AttentionBatch) -> dict[str, Any]:
+        """The fields of `BatchMetadata`, by name."""
+        return {
+            "num_reqs": batch.num_reqs,
+            "num_tokens": batch.num_tokens,
+            "max_query_len": batch.max_query_len,
+            "max_seq_len": self.length_bound(batch),
+            "query_start_loc": batch.query_start_loc,
+            "seq_lens": batch.seq_lens,
+            "block_table": batch.block_table,
+            "slot_mapping": batch.slot_mapping,
+        }
+
+    def length_bound(self, batch: AttentionBatch) -> int:
+        """The bound on seq_lens that the kernels are given."""
+        return batch.max_seq_len
