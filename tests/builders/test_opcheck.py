@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-import attn_backends.kernels.paged_attention
+import attn_backends.kernels.paged_attention  # noqa: F401
 import spec_decode.drafter.kernels.gather_last_hidden
 import spec_decode.drafter.kernels.shift_tokens
 import spec_decode.models.kernels.add_rms_norm
