@@ -24,7 +24,7 @@ import torch
 from torch.nn import functional as F
 
 from spec_decode.models import ModelConfig
-from spec_decode.models.kernels import skinny_linear as skinny
+from spec_decode.models.kernels.skinny_linear import SkinnyLinear
 from spec_decode.models.kernels.skinny_tiling import MAX_SUMS, Tiling, power_of_two, tile_of
 from spec_decode.tools.bench.drafter_cases import DRAFTERS
 from spec_decode.tools.bench.measure import copy_bandwidth, time_kernels
@@ -101,9 +101,10 @@ class Operands:
         """The kernel, over the next copy or a given one."""
         weight = self.weights[(next(self._turn) if copy is None else copy) % self.copies]
         eps = EPS if self.layer.norm else None
-        return skinny.launch(
-            self.x, weight, self.ids, self.embedding, None, self.norm, eps, self.residual, self.layer.gated, tile
-        )[1]
+        arguments = SkinnyLinear(
+            self.x, weight, self.ids, self.embedding, None, self.norm, self.residual, eps, self.layer.gated
+        )
+        return arguments.launch(tile)[1]
 
     def by_torch(self) -> torch.Tensor:
         """The linear layer alone, over the next copy."""

@@ -1,64 +1,61 @@
-"""A norm, and the residual addition before it, as one kernel."""
+"""RMS norm and the residual addition before it, in one kernel."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
-from builders.kernels.op_by_schema import define_op_by_schema
+from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
 def add_rms_norm(
     x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """sum = x + delta (x itself where there is none), and sum / rms(sum) * weight computed in fp32.
+    """The sum x + delta (x itself where there is no delta), and sum / rms(sum) * weight, computed in fp32.
 
-    x [..., H], delta as x and contiguous, weight [H].
+    x       float [..., H]
+    delta   as x and contiguous, or None
+    weight  float [H]
+
+    Both results have the shape and dtype of x.
     """
     if x.requires_grad or weight.requires_grad or (delta is not None and delta.requires_grad):
-        total, normed = _formula(x, delta, weight, eps)
+        total, normed = AddRmsNorm(x, delta, weight, eps).reference()
     else:
-        total, normed = _add_rms_norm_op(x, delta, weight, eps)
+        total, normed = _add_rms_norm(x, delta, weight, eps)
     return (x if delta is None else total), normed
 
 
-def _formula(
-    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + delta (empty where there is no delta), and the norm."""
-    total = x.new_empty(0) if delta is None else x + delta
-    return total, F.rms_norm(x if delta is None else total, weight.shape, weight, eps)
+class AddRmsNorm(NamedTuple):
+    """As `add_rms_norm` has them. The first result is empty where there is no delta: an op may not return its input."""
 
+    x: torch.Tensor
+    delta: torch.Tensor | None
+    weight: torch.Tensor
+    eps: float
 
-def _launch(
-    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    total, normed = _fake(x, delta, weight, eps)
-    width = x.shape[-1]
-    rows = x.reshape(-1, width)
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    block = triton.next_power_of_2(width)
-    _add_rms_norm_kernel[(rows.shape[0],)](
-        rows,
-        delta,
-        weight,
-        total,
-        normed,
-        width,
-        rows.stride(0),
-        eps,
-        BLOCK=block,
-        num_warps=1 if block <= 256 else 4 if block <= 2048 else 8,
-        **dependent_launch(x.device),
-    )
-    return total, normed
+    def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
+        total = self.x.new_empty(0) if self.delta is None else self.x + self.delta
+        x = self.x if self.delta is None else total
+        return total, F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
+    def fake(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x.new_empty(0 if self.delta is None else self.x.shape), self.x.new_empty(self.x.shape)
 
-def _fake(
-    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(0 if delta is None else x.shape), x.new_empty(x.shape)
+    def launch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        total, normed = self.fake()
+        width = self.x.shape[-1]
+        rows = self.x.reshape(-1, width)
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        block = triton.next_power_of_2(width)
+        _add_rms_norm_kernel[(rows.shape[0],)](
+            rows, self.delta, self.weight, total, normed, width, rows.stride(0), self.eps,
+            BLOCK=block, num_warps=1 if block <= 256 else 4 if block <= 2048 else 8, **dependent_launch(self.x.device),
+        )  # fmt: skip
+        return total, normed
 
 
 @triton.jit
@@ -80,10 +77,4 @@ def _add_rms_norm_kernel(
     tl.store(normed + token * width + column, (wide * scale * factor).to(normed.dtype.element_ty), mask=inside)
 
 
-_add_rms_norm_op = define_op_by_schema(
-    "spec_decode::add_rms_norm",
-    "(Tensor x, Tensor? delta, Tensor weight, float eps) -> (Tensor, Tensor)",
-    cpu=_formula,
-    cuda=_launch,
-    fake=_fake,
-)
+_add_rms_norm = define_op("spec_decode::add_rms_norm", AddRmsNorm)

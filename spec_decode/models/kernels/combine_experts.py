@@ -1,14 +1,16 @@
-"""What a token's experts give, weighed and added up, beside the shared expert: one kernel.
+"""The weighted sum of a token's experts, beside the shared expert, in one kernel.
 
 Legend: T tokens, H hidden size, k experts of a token.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from builders.errors import require, require_tensor
-from builders.kernels.op_by_schema import define_op_by_schema
+from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 _BLOCK = 512
@@ -17,10 +19,15 @@ _BLOCK = 512
 def combine_experts(
     rows: torch.Tensor, weights: torch.Tensor, places: torch.Tensor, shared: torch.Tensor | None
 ) -> torch.Tensor:
-    """The sum over j of weights[t, j] * rows[places[t, j]], then plus shared[t] where there is one, in fp32; [T, H].
+    """The sum over j of weights[t, j] * rows[places[t, j]], plus shared[t] where there is one; [T, H].
 
-    rows [T k, H], weights fp32 [T, k], places int64 [T, k] in 0..T k - 1, shared as rows [T, H]. The result is rounded
-    once, to the dtype of rows. Raises BatchError for tensors of another shape, dtype or device, with nothing run.
+    rows     float [T k, H]
+    weights  fp32 [T, k]
+    places   int64 [T, k], in 0..T k - 1
+    shared   as rows, [T, H], or None
+
+    Computed in fp32 and rounded once, to the dtype of rows. Raises BatchError for tensors of another shape, dtype or
+    device, with nothing run.
     """
     device, (tokens, top_k) = rows.device, weights.shape
     require_tensor("weights", weights, shape=(None, None), dtype=torch.float32, device=device)
@@ -33,30 +40,36 @@ def combine_experts(
     if shared is not None:
         require_tensor("shared", shared, shape=(tokens, rows.shape[1]), dtype=rows.dtype, device=device)
         shared = shared.contiguous()
-    out: torch.Tensor = _op(rows.contiguous(), weights.contiguous(), places.contiguous(), shared)
+    out: torch.Tensor = _combine_experts(rows.contiguous(), weights.contiguous(), places.contiguous(), shared)
     return out
 
 
-def _formula(
-    rows: torch.Tensor, weights: torch.Tensor, places: torch.Tensor, shared: torch.Tensor | None
-) -> torch.Tensor:
-    out = torch.bmm(weights[:, None], rows[places].float())[:, 0]
-    if shared is not None:
-        out = out + shared
-    return out.to(rows.dtype)
+class CombineExperts(NamedTuple):
+    """As `combine_experts` has them, contiguous."""
 
+    rows: torch.Tensor
+    weights: torch.Tensor
+    places: torch.Tensor
+    shared: torch.Tensor | None
 
-def _launch(
-    rows: torch.Tensor, weights: torch.Tensor, places: torch.Tensor, shared: torch.Tensor | None
-) -> torch.Tensor:
-    (tokens, top_k), width = weights.shape, rows.shape[1]
-    # The interpreter truncates fp32 to bf16 where the hardware rounds: let torch do that conversion.
-    dtype = torch.float32 if rows.device.type == "cpu" else rows.dtype
-    out = torch.empty(tokens, width, dtype=dtype, device=rows.device)
-    _combine_kernel[(tokens, triton.cdiv(width, _BLOCK))](
-        rows, weights, places, shared, out, width, TOP_K=top_k, BLOCK=_BLOCK, **dependent_launch(rows.device)
-    )
-    return out.to(rows.dtype)
+    def reference(self) -> torch.Tensor:
+        out = torch.bmm(self.weights[:, None], self.rows[self.places].float())[:, 0]
+        if self.shared is not None:
+            out = out + self.shared
+        return out.to(self.rows.dtype)
+
+    def fake(self) -> torch.Tensor:
+        return self.rows.new_empty(self.weights.shape[0], self.rows.shape[1])
+
+    def launch(self) -> torch.Tensor:
+        (tokens, top_k), width = self.weights.shape, self.rows.shape[1]
+        # The interpreter truncates fp32 to bf16 where the hardware rounds: let torch do that conversion.
+        dtype = torch.float32 if self.rows.device.type == "cpu" else self.rows.dtype
+        out = torch.empty(tokens, width, dtype=dtype, device=self.rows.device)
+        _combine_kernel[(tokens, triton.cdiv(width, _BLOCK))](
+            *self, out, width, TOP_K=top_k, BLOCK=_BLOCK, **dependent_launch(out.device)
+        )
+        return out.to(self.rows.dtype)
 
 
 @triton.jit
@@ -78,10 +91,4 @@ def _combine_kernel(
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-_op = define_op_by_schema(
-    "spec_decode::combine_experts",
-    "(Tensor rows, Tensor weights, Tensor places, Tensor? shared) -> Tensor",
-    cpu=_formula,
-    cuda=_launch,
-    fake=lambda rows, weights, places, shared: rows.new_empty(weights.shape[0], rows.shape[1]),
-)
+_combine_experts = define_op("spec_decode::combine_experts", CombineExperts)

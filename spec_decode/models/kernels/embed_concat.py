@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from builders.kernels.op_by_schema import define_op_by_schema
+from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
 def embed_concat(token_ids: torch.Tensor, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """embedding[token_ids] | hidden: token_ids int64 [T], embedding [V, H], hidden [T, H], of one dtype; [T, 2 H]."""
+    """embedding[token_ids] | hidden, [T, 2 H] in their dtype.
+
+    token_ids  int64 [T]
+    embedding  float [V, H]
+    hidden     as embedding, [T, H]
+    """
     if hidden.requires_grad or embedding.requires_grad:
-        return _formula(token_ids, embedding, hidden)
-    out: torch.Tensor = _embed_concat_op(token_ids, embedding, hidden)
+        return EmbedConcat(token_ids, embedding, hidden).reference()
+    out: torch.Tensor = _embed_concat(token_ids, embedding, hidden)
     return out
 
 
-def _formula(token_ids: torch.Tensor, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    return torch.cat([torch.nn.functional.embedding(token_ids, embedding), hidden], -1)
+class EmbedConcat(NamedTuple):
+    """As `embed_concat` has them."""
 
+    token_ids: torch.Tensor
+    embedding: torch.Tensor
+    hidden: torch.Tensor
 
-def _launch(token_ids: torch.Tensor, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    tokens, width = hidden.shape
-    out = torch.empty(tokens, 2 * width, dtype=hidden.dtype, device=hidden.device)
-    block = min(1024, triton.next_power_of_2(width))
-    _embed_concat_kernel[(tokens, triton.cdiv(width, block))](
-        token_ids,
-        embedding,
-        hidden,
-        out,
-        embedding.shape[0],
-        width,
-        hidden.stride(0),
-        BLOCK=block,
-        **dependent_launch(hidden.device),
-    )
-    return out
+    def reference(self) -> torch.Tensor:
+        return torch.cat([torch.nn.functional.embedding(self.token_ids, self.embedding), self.hidden], -1)
+
+    def fake(self) -> torch.Tensor:
+        return self.hidden.new_empty(self.hidden.shape[0], 2 * self.hidden.shape[1])
+
+    def launch(self) -> torch.Tensor:
+        out, (tokens, width) = self.fake(), self.hidden.shape
+        block = min(1024, triton.next_power_of_2(width))
+        _embed_concat_kernel[(tokens, triton.cdiv(width, block))](
+            *self, out, self.embedding.shape[0], width, self.hidden.stride(0),
+            BLOCK=block, **dependent_launch(out.device),
+        )  # fmt: skip
+        return out
 
 
 @triton.jit
@@ -55,10 +63,4 @@ def _embed_concat_kernel(
     tl.store(out + token * 2 * width + width + column, state, mask=inside)
 
 
-_embed_concat_op = define_op_by_schema(
-    "spec_decode::embed_concat",
-    "(Tensor token_ids, Tensor embedding, Tensor hidden) -> Tensor",
-    cpu=_formula,
-    cuda=_launch,
-    fake=lambda token_ids, embedding, hidden: hidden.new_empty(hidden.shape[0], 2 * hidden.shape[1]),
-)
+_embed_concat = define_op("spec_decode::embed_concat", EmbedConcat)

@@ -5,10 +5,12 @@ Legend: T tokens, S streams, H hidden size. All work of a token happens in fp32 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from builders.errors import require
-from builders.kernels.op_by_schema import define_op_by_schema
+from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import dependent_launch, triton
 from spec_decode.models.kernels.hyper_connections_kernels import read_streams_kernel, write_streams_kernel
 
@@ -41,7 +43,7 @@ def read_streams(
         scale=(scale, torch.float32, [3]),
         base=(base, torch.float32, [width]),
     )
-    x, write, carry = _read_op(streams, mixes, scale, base, iterations, eps)
+    x, write, carry = _read_streams(streams, mixes, scale, base, iterations, eps)
     return x, write, carry
 
 
@@ -59,7 +61,7 @@ def collapse_streams(
         scale=(scale, torch.float32, [1]),
         base=(base, torch.float32, [count]),
     )
-    x: torch.Tensor = _read_op(streams, mixes, scale, base, 0, eps)[0]
+    x: torch.Tensor = _read_streams(streams, mixes, scale, base, 0, eps)[0]
     return x
 
 
@@ -78,7 +80,7 @@ def write_streams(
         write=(write, torch.float32, [tokens, count]),
         carry=(carry, torch.float32, [tokens, count, count]),
     )
-    out: torch.Tensor = _write_op(streams, output, write, carry)
+    out: torch.Tensor = _write_streams(streams, output, write, carry)
     return out
 
 
@@ -104,18 +106,71 @@ def _check(streams: torch.Tensor, **needed: tuple[torch.Tensor, torch.dtype, lis
     )
 
 
-def _read(
-    streams: torch.Tensor, mixes: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, iterations: int, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The input, and write and carry: empty where there are no iterations."""
-    count = streams.shape[1]
-    if iterations == 0:
-        return _mixed(streams, mixes * scale + base, eps), mixes.new_empty(0), mixes.new_empty(0)
-    sizes = [count, count, count * count]
-    parts = zip(mixes.split(sizes, -1), scale, base.split(sizes), strict=True)
-    read, write, carry = (part * factor + offset for part, factor, offset in parts)
-    carry = _sinkhorn(carry.unflatten(-1, (count, count)), iterations, eps)
-    return _mixed(streams, read, eps), 2 * write.sigmoid(), carry
+class ReadStreams(NamedTuple):
+    """As `read_streams` has them; iterations 0: as `collapse_streams` does, where write and carry are empty."""
+
+    streams: torch.Tensor
+    mixes: torch.Tensor
+    scale: torch.Tensor
+    base: torch.Tensor
+    iterations: int
+    eps: float
+
+    def reference(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        streams, mixes, scale, base, iterations, eps = self
+        count = streams.shape[1]
+        if iterations == 0:
+            return _mixed(streams, mixes * scale + base, eps), mixes.new_empty(0), mixes.new_empty(0)
+        sizes = [count, count, count * count]
+        parts = zip(mixes.split(sizes, -1), scale, base.split(sizes), strict=True)
+        read, write, carry = (part * factor + offset for part, factor, offset in parts)
+        carry = _sinkhorn(carry.unflatten(-1, (count, count)), iterations, eps)
+        return _mixed(streams, read, eps), 2 * write.sigmoid(), carry
+
+    def fake(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        tokens, count, hidden = self.streams.shape
+        x, mixes = self.streams.new_empty(tokens, hidden), self.mixes
+        if self.iterations == 0:
+            return x, mixes.new_empty(0), mixes.new_empty(0)
+        return x, mixes.new_empty(tokens, count), mixes.new_empty(tokens, count, count)
+
+    def launch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        tokens, count, hidden = self.streams.shape
+        x, write, carry = self.fake()
+        stored = _stored_as(x)
+        blocks = triton.cdiv(hidden, _BLOCK_H)
+        read_streams_kernel[(tokens, blocks + (self.iterations > 0))](
+            self.streams.contiguous(), self.mixes.contiguous(), self.scale.contiguous(), self.base.contiguous(),
+            stored, write, carry, self.eps, S=count, H=hidden, WIDTH=self.mixes.shape[1], ITERATIONS=self.iterations,
+            BLOCKS=blocks, BLOCK_S=triton.next_power_of_2(count), BLOCK_H=_BLOCK_H, **dependent_launch(x.device),
+        )  # fmt: skip
+        return stored.to(x.dtype), write, carry
+
+
+class WriteStreams(NamedTuple):
+    """As `write_streams` has them."""
+
+    streams: torch.Tensor
+    output: torch.Tensor
+    write: torch.Tensor
+    carry: torch.Tensor
+
+    def reference(self) -> torch.Tensor:
+        added = self.write[..., None] * self.output.float()[:, None]
+        return torch.baddbmm(added, self.carry.mT, self.streams.float()).to(self.streams.dtype)
+
+    def fake(self) -> torch.Tensor:
+        return self.streams.new_empty(self.streams.shape)
+
+    def launch(self) -> torch.Tensor:
+        tokens, count, hidden = self.streams.shape
+        stored = _stored_as(self.fake())
+        write_streams_kernel[(tokens, triton.cdiv(hidden, _BLOCK_H))](
+            self.streams.contiguous(), self.output.contiguous(), self.write.contiguous(), self.carry.contiguous(),
+            stored, S=count, H=hidden, BLOCK_S=triton.next_power_of_2(count), BLOCK_H=_BLOCK_H,
+            **dependent_launch(stored.device),
+        )  # fmt: skip
+        return stored.to(self.streams.dtype)
 
 
 def _mixed(streams: torch.Tensor, logits: torch.Tensor, eps: float) -> torch.Tensor:
@@ -132,85 +187,10 @@ def _sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor
     return carry.contiguous()
 
 
-def _read_outputs(
-    streams: torch.Tensor, mixes: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, iterations: int, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tokens, count, hidden = streams.shape
-    x = streams.new_empty(tokens, hidden)
-    if iterations == 0:
-        return x, mixes.new_empty(0), mixes.new_empty(0)
-    return x, mixes.new_empty(tokens, count), mixes.new_empty(tokens, count, count)
-
-
-def _launch_read(
-    streams: torch.Tensor, mixes: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, iterations: int, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tokens, count, hidden = streams.shape
-    x, write, carry = _read_outputs(streams, mixes, scale, base, iterations, eps)
-    stored = _stored_as(x)
-    blocks = triton.cdiv(hidden, _BLOCK_H)
-    read_streams_kernel[(tokens, blocks + (iterations > 0))](
-        streams.contiguous(),
-        mixes.contiguous(),
-        scale.contiguous(),
-        base.contiguous(),
-        stored,
-        write,
-        carry,
-        eps,
-        S=count,
-        H=hidden,
-        WIDTH=mixes.shape[1],
-        ITERATIONS=iterations,
-        BLOCKS=blocks,
-        BLOCK_S=triton.next_power_of_2(count),
-        BLOCK_H=_BLOCK_H,
-        **dependent_launch(streams.device),
-    )
-    return stored.to(x.dtype), write, carry
-
-
-def _write(streams: torch.Tensor, output: torch.Tensor, write: torch.Tensor, carry: torch.Tensor) -> torch.Tensor:
-    added = write[..., None] * output.float()[:, None]
-    return torch.baddbmm(added, carry.mT, streams.float()).to(streams.dtype)
-
-
-def _launch_write(
-    streams: torch.Tensor, output: torch.Tensor, write: torch.Tensor, carry: torch.Tensor
-) -> torch.Tensor:
-    tokens, count, hidden = streams.shape
-    stored = _stored_as(streams.new_empty(streams.shape))
-    write_streams_kernel[(tokens, triton.cdiv(hidden, _BLOCK_H))](
-        streams.contiguous(),
-        output.contiguous(),
-        write.contiguous(),
-        carry.contiguous(),
-        stored,
-        S=count,
-        H=hidden,
-        BLOCK_S=triton.next_power_of_2(count),
-        BLOCK_H=_BLOCK_H,
-        **dependent_launch(streams.device),
-    )
-    return stored.to(streams.dtype)
-
-
 def _stored_as(out: torch.Tensor) -> torch.Tensor:
     # The interpreter truncates fp32 to bf16 where the hardware rounds: let torch do that conversion.
     return out.float() if out.device.type == "cpu" else out
 
 
-_read_op = define_op_by_schema(
-    "spec_decode::read_streams",
-    "(Tensor streams, Tensor mixes, Tensor scale, Tensor base, int iterations, float eps) -> (Tensor, Tensor, Tensor)",
-    cpu=_read,
-    cuda=_launch_read,
-    fake=_read_outputs,
-)
-_write_op = define_op_by_schema(
-    "spec_decode::write_streams",
-    "(Tensor streams, Tensor output, Tensor write, Tensor carry) -> Tensor",
-    cpu=_write,
-    cuda=_launch_write,
-    fake=lambda streams, output, write, carry: streams.new_empty(streams.shape),
-)
+_read_streams = define_op("spec_decode::read_streams", ReadStreams)
+_write_streams = define_op("spec_decode::write_streams", WriteStreams)

@@ -11,23 +11,9 @@ from builders.kernels.triton_runtime import await_previous, tl, triton
 
 @triton.jit
 def read_streams_kernel(
-    streams,
-    mixes,
-    scale,
-    base,
-    x,
-    write,
-    carry,
-    eps,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ITERATIONS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    streams, mixes, scale, base, x, write, carry, eps, S: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr,
+    ITERATIONS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """x [T, H] from streams [T, S, H] and mixes [T, WIDTH]; with ITERATIONS write [T, S] and carry [T, S, S] too."""
     await_previous(PDL)
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -77,17 +63,9 @@ def _sigmoid(logits):
 
 @triton.jit
 def write_streams_kernel(
-    streams,
-    output,
-    write,
-    carry,
-    out,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    streams, output, write, carry, out,
+    S: tl.constexpr, H: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """out [T, S, H] from streams [T, S, H], output [T, H], write [T, S] and carry [T, S, S]."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)

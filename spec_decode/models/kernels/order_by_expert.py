@@ -1,4 +1,4 @@
-"""The rows of a mixture's tokens sorted by expert: a stable sort of small integers, as one kernel that counts.
+"""The rows of a mixture's tokens sorted by expert: a stable sort of small integers, in one kernel that counts.
 
 Legend: T tokens, E experts, k experts of a token. Row t k + j is token t's j-th choice.
 """
@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 
 from builders.errors import require, require_tensor
-from builders.kernels.op_by_schema import define_op_by_schema
+from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 MAX_ROWS = 4096
-"""Rows up to which every row is compared with every other: work of their square, but no pass waits for another. Torch
-sorts more."""
+"""Up to so many rows, each is compared with every other: quadratic work, but no pass waits for another. Torch sorts
+more."""
 
 _BLOCK = 32
 _CHUNK = 128
@@ -46,58 +46,44 @@ def order_by_expert(experts: torch.Tensor, num_experts: int) -> Order:
         f"tokens need experts to be ordered by, got {experts.shape[1]} for each of {num_experts}; nothing was run. Ask "
         "for at least one of at least one.",
     )
-    return Order(*_op(experts.contiguous(), num_experts))
+    return Order(*_order_by_expert(experts.contiguous(), num_experts))
 
 
-def _formula(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    chosen, rows = experts.flatten().sort(stable=True)
-    places = torch.empty_like(rows).scatter_(0, rows, torch.arange(rows.shape[0], device=rows.device))
-    every = torch.arange(num_experts, device=experts.device)
-    ends = torch.searchsorted(chosen, every, right=True, out_int32=True)
-    return rows // experts.shape[1], places.view_as(experts), ends
+class OrderByExpert(NamedTuple):
+    """experts int64 [T, k], contiguous; returns what an `Order` holds."""
 
+    experts: torch.Tensor
+    num_experts: int
 
-def _launch(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = experts.numel()
-    if rows > MAX_ROWS:
-        return _formula(experts, num_experts)
-    tokens, places, ends = _fake(experts, num_experts)
-    _order_kernel[(triton.cdiv(rows + num_experts, _BLOCK),)](
-        experts,
-        tokens,
-        places,
-        ends,
-        rows,
-        num_experts,
-        TOP_K=experts.shape[1],
-        BLOCK=_BLOCK,
-        CHUNK=min(_CHUNK, triton.next_power_of_2(max(rows, 1))),
-        **dependent_launch(experts.device),
-    )
-    return tokens, places, ends
+    def reference(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        chosen, rows = self.experts.flatten().sort(stable=True)
+        places = torch.empty_like(rows).scatter_(0, rows, torch.arange(rows.shape[0], device=rows.device))
+        every = torch.arange(self.num_experts, device=rows.device)
+        ends = torch.searchsorted(chosen, every, right=True, out_int32=True)
+        return rows // self.experts.shape[1], places.view_as(self.experts), ends
 
+    def fake(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        experts = self.experts
+        ends = experts.new_empty(self.num_experts, dtype=torch.int32)
+        return experts.new_empty(experts.numel()), experts.new_empty(experts.shape), ends
 
-def _fake(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return (
-        experts.new_empty(experts.numel()),
-        experts.new_empty(experts.shape),
-        experts.new_empty(num_experts, dtype=torch.int32),
-    )
+    def launch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows = self.experts.numel()
+        if rows > MAX_ROWS:
+            return self.reference()
+        tokens, places, ends = self.fake()
+        _order_kernel[(triton.cdiv(rows + self.num_experts, _BLOCK),)](
+            self.experts, tokens, places, ends, rows, self.num_experts, TOP_K=self.experts.shape[1],
+            BLOCK=_BLOCK, CHUNK=min(_CHUNK, triton.next_power_of_2(max(rows, 1))), **dependent_launch(tokens.device),
+        )  # fmt: skip
+        return tokens, places, ends
 
 
 @triton.jit
 def _order_kernel(
-    experts,
-    tokens,
-    places,
-    ends,
-    rows,
-    num_experts,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    experts, tokens, places, ends, rows, num_experts,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Where something belongs is the number of rows that come before it, be it a row or the end of an expert."""
     await_previous(PDL)
     # Keys number rows by expert, then by row, and no two are alike; an expert ends below the next one's least key.
@@ -116,10 +102,4 @@ def _order_kernel(
     tl.store(ends + (query - rows), before, mask=is_end)
 
 
-_op = define_op_by_schema(
-    "spec_decode::order_by_expert",
-    "(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor)",
-    cpu=_formula,
-    cuda=_launch,
-    fake=_fake,
-)
+_order_by_expert = define_op("spec_decode::order_by_expert", OrderByExpert)

@@ -1,17 +1,17 @@
-"""Which experts of a mixture each token takes, and their weights, from the router's logits: one kernel.
+"""Which experts of a mixture each token takes, and their weights, from the router's logits, in one kernel.
 
 Legend: T tokens, E experts in G groups of equal size, k experts of a token.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
 from builders.errors import require_tensor
-from builders.kernels.op_by_schema import define_op_by_schema
+from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 Scoring = Literal["sigmoid", "softmax", "sqrtsoftplus"]
@@ -32,7 +32,10 @@ def route_tokens(
     normalised: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits fp32 [T, E] and bias fp32 [E]; weights fp32 [T, k] and experts int64 [T, k], best first.
+    """Weights fp32 [T, k] and experts int64 [T, k], best first.
+
+    logits  fp32 [T, E]
+    bias    fp32 [E]
 
     The rest is as a `Routing` has and checks it. Of experts whose score plus bias is equal, and of equal groups, the
     lowest index wins; NaN counts as best. So a row of NaN has NaN weights, and its experts too lie in 0..E-1.
@@ -40,28 +43,52 @@ def route_tokens(
     """
     require_tensor("logits", logits, shape=(None, None), dtype=torch.float32, device=logits.device)
     require_tensor("bias", bias, shape=logits.shape[1:], dtype=torch.float32, device=logits.device)
-    weights, experts = _op(
+    weights, experts = _route_tokens(
         logits.contiguous(), bias.contiguous(), top_k, scoring, groups, top_groups, normalised, scale
     )
     return weights, experts
 
 
-def _formula(
-    logits: torch.Tensor,
-    bias: torch.Tensor,
-    top_k: int,
-    scoring: str,
-    groups: int,
-    top_groups: int,
-    normalised: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    scores = _scores(logits, scoring)
-    experts = _best(_among_best_groups(scores + bias, groups, top_groups), top_k)
-    weights = scores.gather(1, experts)
-    if normalised:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * scale, experts
+class RouteTokens(NamedTuple):
+    """logits fp32 [T, E] and bias fp32 [E], contiguous; the rest is as a `Routing` has and checks it.
+
+    Returns weights fp32 [T, k] and experts int64 [T, k].
+    """
+
+    logits: torch.Tensor
+    bias: torch.Tensor
+    top_k: int
+    scoring: str
+    groups: int
+    top_groups: int
+    normalised: bool
+    scale: float
+
+    def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = _scores(self.logits, self.scoring)
+        experts = _best(_among_best_groups(scores + self.bias, self.groups, self.top_groups), self.top_k)
+        weights = scores.gather(1, experts)
+        if self.normalised:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * self.scale, experts
+
+    def fake(self) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (self.logits.shape[0], self.top_k)
+        return self.logits.new_empty(shape), self.logits.new_empty(shape, dtype=torch.int64)
+
+    def launch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        size = self.logits.shape[1] // self.groups
+        block_g, block_s = triton.next_power_of_2(self.groups), triton.next_power_of_2(size)
+        if block_g * block_s > MAX_EXPERTS:
+            return self.reference()
+        weights, experts = self.fake()
+        _route_kernel[(self.logits.shape[0],)](
+            self.logits, self.bias, weights, experts, self.scale, TOP_K=self.top_k, SCORING=self.scoring,
+            GROUPS=self.groups, SIZE=size, TOP_GROUPS=self.top_groups, NORMALISED=self.normalised,
+            BLOCK_G=block_g, BLOCK_S=block_s, num_warps=1 if block_g * block_s <= 512 else 4,
+            **dependent_launch(weights.device),
+        )  # fmt: skip
+        return weights, experts
 
 
 def _scores(logits: torch.Tensor, scoring: str) -> torch.Tensor:
@@ -88,72 +115,12 @@ def _among_best_groups(choice: torch.Tensor, groups: int, top_groups: int) -> to
     return allowed
 
 
-def _launch(
-    logits: torch.Tensor,
-    bias: torch.Tensor,
-    top_k: int,
-    scoring: str,
-    groups: int,
-    top_groups: int,
-    normalised: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    size = logits.shape[1] // groups
-    block_g, block_s = triton.next_power_of_2(groups), triton.next_power_of_2(size)
-    if block_g * block_s > MAX_EXPERTS:
-        return _formula(logits, bias, top_k, scoring, groups, top_groups, normalised, scale)
-    weights, experts = _fake(logits, bias, top_k, scoring, groups, top_groups, normalised, scale)
-    _route_kernel[(logits.shape[0],)](
-        logits,
-        bias,
-        weights,
-        experts,
-        scale,
-        TOP_K=top_k,
-        SCORING=scoring,
-        GROUPS=groups,
-        SIZE=size,
-        TOP_GROUPS=top_groups,
-        NORMALISED=normalised,
-        BLOCK_G=block_g,
-        BLOCK_S=block_s,
-        num_warps=1 if block_g * block_s <= 512 else 4,
-        **dependent_launch(logits.device),
-    )
-    return weights, experts
-
-
-def _fake(
-    logits: torch.Tensor,
-    bias: torch.Tensor,
-    top_k: int,
-    scoring: str,
-    groups: int,
-    top_groups: int,
-    normalised: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = logits.shape[0]
-    return logits.new_empty(tokens, top_k), logits.new_empty(tokens, top_k, dtype=torch.int64)
-
-
 @triton.jit
 def _route_kernel(
-    logits,
-    bias,
-    weights,
-    experts,
-    scale,
-    TOP_K: tl.constexpr,
-    SCORING: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    NORMALISED: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, bias, weights, experts, scale, TOP_K: tl.constexpr, SCORING: tl.constexpr, GROUPS: tl.constexpr,
+    SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, NORMALISED: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, BLOCK_G)
@@ -221,11 +188,4 @@ def _first_best(values, left, index):
     return tl.min(tl.where(left & (values == best), index, 2147483647))
 
 
-_op = define_op_by_schema(
-    "spec_decode::route_tokens",
-    "(Tensor logits, Tensor bias, int top_k, str scoring, int groups, int top_groups, bool normalised, float scale) "
-    "-> (Tensor, Tensor)",
-    cpu=_formula,
-    cuda=_launch,
-    fake=_fake,
-)
+_route_tokens = define_op("spec_decode::route_tokens", RouteTokens)

@@ -5,11 +5,13 @@ Legend: T rows, K inputs, N outputs. All work of a row happens in fp32 between t
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch.nn import functional as F
 
 from builders.errors import require
-from builders.kernels.op_by_schema import define_op_by_schema
+from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import dependent_launch, triton
 from spec_decode.models.kernels.skinny_linear_kernels import matvec_kernel
 from spec_decode.models.kernels.skinny_tiling import Tiling, power_of_two, tile_of
@@ -48,7 +50,7 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor 
     Raises BatchError for more than MAX_ROWS rows and for shapes or dtypes that do not fit, with nothing run.
     """
     _check(x, weight, x.shape[1], weight.shape[0], residual=residual)
-    out: torch.Tensor = _op(x, weight, None, None, None, None, None, residual, False)[1]
+    out: torch.Tensor = _skinny_linear(x, weight, None, None, None, None, residual, None, False)[1]
     return out
 
 
@@ -73,7 +75,7 @@ def norm_linear(
     """
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     _check(x, weight, x.shape[1], outputs, delta=delta, norm=norm)
-    total, out = _op(x, weight, None, None, delta, norm, eps, None, gated)
+    total, out = _skinny_linear(x, weight, None, None, delta, norm, None, eps, gated)
     return (x if delta is None else total), out
 
 
@@ -85,7 +87,7 @@ def embed_linear(
     token_ids int64 [T], embedding [V, H], hidden [T, H], weight [N, 2 H]. Raises as `skinny_linear` does.
     """
     _check(hidden, weight, 2 * hidden.shape[1], weight.shape[0], embedding=embedding, token_ids=token_ids)
-    out: torch.Tensor = _op(hidden, weight, token_ids, embedding, None, None, None, None, False)[1]
+    out: torch.Tensor = _skinny_linear(hidden, weight, token_ids, embedding, None, None, None, None, False)[1]
     return out
 
 
@@ -101,9 +103,10 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor, *, norm_eps: float | None
         f"a wide linear takes floats x [T, K] and a weight float32 [N, K], got x {x.dtype} {list(x.shape)} and weight "
         f"{weight.dtype} {list(weight.shape)}; nothing was run. Keep the weight in float32.",
     )
+    arguments = SkinnyLinear(x, weight, None, None, None, None, None, norm_eps, False)
     few = is_skinny(x, weight) and weight.is_contiguous() and x.stride(1) == 1
     with torch.autocast(x.device.type, enabled=False):
-        out: torch.Tensor = (_op if few else _formula)(x, weight, None, None, None, None, norm_eps, None, False)[1]
+        out: torch.Tensor = (_skinny_linear(*arguments) if few else arguments.reference())[1]
     return out
 
 
@@ -151,102 +154,76 @@ def _like(tensor: torch.Tensor, x: torch.Tensor, *shape: int) -> bool:
     return tensor.shape == shape and tensor.dtype == x.dtype and tensor.is_contiguous()
 
 
-def _formula(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    token_ids: torch.Tensor | None,
-    embedding: torch.Tensor | None,
-    delta: torch.Tensor | None,
-    norm: torch.Tensor | None,
-    eps: float | None,
-    residual: torch.Tensor | None,
-    gated: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + delta (empty where there is no delta), and the result in the weight's dtype; eps None: without a norm."""
-    if token_ids is not None and embedding is not None:
-        x = torch.cat([F.embedding(token_ids, embedding), x], -1)
-    total = x.new_empty(0) if delta is None else x + delta
-    wide = (x if delta is None else total).float()
-    if eps is not None:
-        wide = F.rms_norm(wide, wide.shape[1:], None if norm is None else norm.float(), eps)
-    out = F.linear(wide, weight.float())
-    if gated:
-        gate, up = out.chunk(2, -1)
-        out = F.silu(gate) * up
-    if residual is not None:
-        out = residual.float() + out
-    return total, out.to(weight.dtype)
+class SkinnyLinear(NamedTuple):
+    """Rows x with what comes before and after their product with a weight; None for what a form does without.
+
+    x          float [T, K], or [T, K / 2] beside an embedding; adjacent along K
+    weight     float [N, K], with a gate [2 N, K]
+    token_ids  int64 [T], with an embedding
+    embedding  as x, [V, K / 2]: that of each row's token comes before x
+    delta      as x, contiguous: is added to x
+    norm       float [K]: the weight of the RMS norm
+    residual   as x, [T, N]: is added to the product
+    eps        of the RMS norm; None: no norm
+    gated      the product is a gate above up, and becomes silu(gate) * up
+
+    Returns x + delta (empty without a delta) and the result [T, N] in the weight's dtype.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    token_ids: torch.Tensor | None
+    embedding: torch.Tensor | None
+    delta: torch.Tensor | None
+    norm: torch.Tensor | None
+    residual: torch.Tensor | None
+    eps: float | None
+    gated: bool
+
+    @property
+    def outputs(self) -> int:
+        return self.weight.shape[0] // 2 if self.gated else self.weight.shape[0]
+
+    def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.x
+        if self.token_ids is not None and self.embedding is not None:
+            x = torch.cat([F.embedding(self.token_ids, self.embedding), x], -1)
+        total = x.new_empty(0) if self.delta is None else x + self.delta
+        wide = (x if self.delta is None else total).float()
+        if self.eps is not None:
+            wide = F.rms_norm(wide, wide.shape[1:], None if self.norm is None else self.norm.float(), self.eps)
+        out = F.linear(wide, self.weight.float())
+        if self.gated:
+            gate, up = out.chunk(2, -1)
+            out = F.silu(gate) * up
+        if self.residual is not None:
+            out = self.residual.float() + out
+        return total, out.to(self.weight.dtype)
+
+    def fake(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._total(), self.weight.new_empty(self.x.shape[0], self.outputs)
+
+    def launch(self, tile: Tiling | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """tile: how the kernel is cut; None: as `tile_of` does."""
+        x, weight, total, rows, inputs = self.x, self.weight, self._total(), self.x.shape[0], self.weight.shape[1]
+        outputs = self.outputs
+        tile = tile or tile_of(rows, outputs, inputs, gated=self.gated, itemsize=weight.element_size())
+        # The interpreter truncates fp32 to bf16 where the hardware rounds: let torch do that conversion.
+        dtype = torch.float32 if x.device.type == "cpu" else weight.dtype
+        out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
+        matvec_kernel[(triton.cdiv(outputs, tile.block_n),)](
+            *self[:7], total, out, rows, 0 if self.embedding is None else self.embedding.shape[0], x.stride(0),
+            self.eps, N=outputs, K=inputs, GATED=self.gated,
+            EVICTION="evict_first" if weight.nbytes > _KEPT_IN_CACHE else "", BLOCK_T=power_of_two(rows),
+            BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages, num_warps=tile.num_warps,
+            **dependent_launch(x.device),
+        )  # fmt: skip
+        return total, out.to(weight.dtype)
+
+    def _total(self) -> torch.Tensor:
+        if self.delta is None:
+            return self.x.new_empty(0)
+        return torch.empty_like(self.x, memory_format=torch.contiguous_format)
 
 
-def launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    token_ids: torch.Tensor | None,
-    embedding: torch.Tensor | None,
-    delta: torch.Tensor | None,
-    norm: torch.Tensor | None,
-    eps: float | None,
-    residual: torch.Tensor | None,
-    gated: bool,
-    tile: Tiling | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the kernel over checked tensors, cut as `tile` says (None: as tile_of does)."""
-    rows, (height, inputs) = x.shape[0], weight.shape
-    outputs = height // 2 if gated else height
-    tile = tile or tile_of(rows, outputs, inputs, gated=gated, itemsize=weight.element_size())
-    interpreted = x.device.type == "cpu"
-    total = x.new_empty(0) if delta is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-    # The interpreter truncates fp32 to bf16 where the hardware rounds: let torch do that conversion.
-    out = torch.empty(rows, outputs, dtype=torch.float32 if interpreted else weight.dtype, device=x.device)
-    matvec_kernel[(triton.cdiv(outputs, tile.block_n),)](
-        x,
-        token_ids,
-        embedding,
-        delta,
-        norm,
-        weight,
-        residual,
-        total,
-        out,
-        rows,
-        0 if embedding is None else embedding.shape[0],
-        x.stride(0),
-        eps,
-        N=outputs,
-        K=inputs,
-        GATED=gated,
-        EVICTION="evict_first" if weight.nbytes > _KEPT_IN_CACHE else "",
-        BLOCK_T=power_of_two(rows),
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        STAGES=tile.stages,
-        num_warps=tile.num_warps,
-        **dependent_launch(x.device),
-    )
-    return total, out.to(weight.dtype)
-
-
-def _fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    token_ids: torch.Tensor | None,
-    embedding: torch.Tensor | None,
-    delta: torch.Tensor | None,
-    norm: torch.Tensor | None,
-    eps: float | None,
-    residual: torch.Tensor | None,
-    gated: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    total = x.new_empty(0) if delta is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-    return total, weight.new_empty(x.shape[0], outputs)
-
-
-_op = define_op_by_schema(
-    "spec_decode::skinny_linear",
-    "(Tensor x, Tensor weight, Tensor? token_ids, Tensor? embedding, Tensor? delta, Tensor? norm, float? eps, "
-    "Tensor? residual, bool gated) -> (Tensor, Tensor)",
-    cpu=_formula,
-    cuda=launch,
-    fake=_fake,
-)
+_skinny_linear = define_op("spec_decode::skinny_linear", SkinnyLinear)

@@ -11,29 +11,10 @@ from builders.kernels.triton_runtime import await_previous, tl, triton
 
 @triton.jit
 def matvec_kernel(
-    x,
-    token_ids,
-    embedding,
-    delta,
-    norm,
-    weight,
-    residual,
-    total,
-    out,
-    rows,
-    vocab,
-    x_stride,
-    eps,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GATED: tl.constexpr,
-    EVICTION: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, weight, token_ids, embedding, delta, norm, residual, total, out, rows, vocab, x_stride, eps,
+    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, EVICTION: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Products in fp32, summed over K at the end: for so few rows that a tensor core would run nearly empty."""
     await_previous(PDL)
     # Every tile has three axes, T, N and K, so that no load needs another layout than the products.

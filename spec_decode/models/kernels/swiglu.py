@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch.nn import functional as F
 
-from builders.kernels.op_by_schema import define_op_by_schema
+from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 _BLOCK = 1024
 
 
 def swiglu(gate_up: torch.Tensor, limit: float | None = None) -> torch.Tensor:
-    """silu(gate) * up for gate_up [T, 2 * I], gate first; [T, I].
+    """silu(gate) * up, computed in fp32 and rounded once; [T, I].
 
-    With a limit, silu(min(gate, limit)) * clamp(up, -limit, limit). All of it in fp32, rounded once.
+    gate_up  float [T, 2 I], gate first
+    limit    with it, silu(min(gate, limit)) * clamp(up, -limit, limit)
     """
-    out: torch.Tensor = _formula(gate_up, limit) if gate_up.requires_grad else _swiglu_op(gate_up, limit)
+    out: torch.Tensor = SwiGLU(gate_up, limit).reference() if gate_up.requires_grad else _swiglu(gate_up, limit)
     return out
 
 
-def _formula(gate_up: torch.Tensor, limit: float | None) -> torch.Tensor:
-    gate, up = gate_up.float().chunk(2, -1)
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (F.silu(gate) * up).to(gate_up.dtype)
+class SwiGLU(NamedTuple):
+    """As `swiglu` has them."""
 
+    gate_up: torch.Tensor
+    limit: float | None
 
-def _launch(gate_up: torch.Tensor, limit: float | None) -> torch.Tensor:
-    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
-    _swiglu_kernel[(tokens, triton.cdiv(width, _BLOCK))](
-        gate_up, out, width, gate_up.stride(0), limit, BLOCK=_BLOCK, **dependent_launch(gate_up.device)
-    )
-    return out
+    def reference(self) -> torch.Tensor:
+        gate, up = self.gate_up.float().chunk(2, -1)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (F.silu(gate) * up).to(self.gate_up.dtype)
+
+    def fake(self) -> torch.Tensor:
+        return self.gate_up.new_empty(self.gate_up.shape[0], self.gate_up.shape[1] // 2)
+
+    def launch(self) -> torch.Tensor:
+        out = self.fake()
+        tokens, width = out.shape
+        _swiglu_kernel[(tokens, triton.cdiv(width, _BLOCK))](
+            self.gate_up, out, width, self.gate_up.stride(0), self.limit,
+            BLOCK=_BLOCK, **dependent_launch(out.device),
+        )  # fmt: skip
+        return out
 
 
 @triton.jit
@@ -52,10 +64,4 @@ def _swiglu_kernel(gate_up, out, width, stride, limit, BLOCK: tl.constexpr, PDL:
     tl.store(out + token * width + column, result.to(out.dtype.element_ty), mask=inside)
 
 
-_swiglu_op = define_op_by_schema(
-    "spec_decode::swiglu",
-    "(Tensor gate_up, float? limit) -> Tensor",
-    cpu=_formula,
-    cuda=_launch,
-    fake=lambda gate_up, limit: gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2),
-)
+_swiglu = define_op("spec_decode::swiglu", SwiGLU)

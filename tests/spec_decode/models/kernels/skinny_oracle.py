@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch.nn import functional as F
 
-from spec_decode.models.kernels.skinny_linear import embed_linear, launch, norm_linear, skinny_linear, wide_linear
+from spec_decode.models.kernels.skinny_linear import SkinnyLinear, embed_linear, norm_linear, skinny_linear, wide_linear
 
 EPS = 1e-6
 VOCAB = 11
@@ -41,10 +41,14 @@ class Inputs:
 
     def launched(self, tile):
         """The result by the kernel, cut as tile says."""
-        return launch(
-            self.x, self.weight, self.token_ids, self.embedding, self.delta, self.norm, self.eps, self.residual,
-            self.gated, tile,
-        )[1]  # fmt: skip
+        return self.arguments().launch(tile)[1]
+
+    def arguments(self):
+        """The op's own."""
+        return SkinnyLinear(
+            self.x, self.weight, self.token_ids, self.embedding, self.delta, self.norm, self.residual, self.eps,
+            self.gated,
+        )  # fmt: skip
 
     def exact(self):
         """The result in float64; x + delta is rounded to its dtype as the residual stream is."""

@@ -10,6 +10,7 @@ from builders.errors import BatchError
 from spec_decode.models.kernels import skinny_linear as module
 from spec_decode.models.kernels.skinny_linear import (
     MAX_ROWS,
+    SkinnyLinear,
     embed_linear,
     is_skinny,
     norm_linear,
@@ -48,11 +49,7 @@ def test_without_a_delta_x_itself_is_the_residual():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_op_writes_nothing_and_its_fake_matches(form):
-    inputs = make_inputs(form, 3, 20, 50)
-    arguments = (
-        inputs.x, inputs.weight, inputs.token_ids, inputs.embedding, inputs.delta, inputs.norm, inputs.eps,
-        inputs.residual, inputs.gated,
-    )  # fmt: skip
+    arguments = tuple(make_inputs(form, 3, 20, 50).arguments())
     op = torch.ops.spec_decode.skinny_linear.default
     torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
 
@@ -169,10 +166,10 @@ def test_a_wide_linear_of_many_rows(form, dtype):
 def test_the_kernel_takes_a_wide_linear_of_few_rows_that_it_can_read(change, monkeypatch):
     def kernel(*arguments):
         calls.append(arguments)
-        return formula(*arguments)
+        return SkinnyLinear(*arguments).reference()
 
-    calls, formula = [], module._formula
-    monkeypatch.setattr(module, "_op", kernel)
+    calls = []
+    monkeypatch.setattr(module, "_skinny_linear", kernel)
     inputs = make_inputs("wide_norm", change.get("rows", 2), 24, 50, torch.bfloat16)
     if "strided" in change:
         inputs.x = inputs.x.repeat_interleave(2, 1)[:, ::2]
