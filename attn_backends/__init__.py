@@ -1,7 +1,8 @@
 """Middle floor: attention backends, what each can serve, and how one is chosen."""
 
 from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
-from attn_backends.capabilities import Accepted, Capabilities, Feature, Rejected, Sizes
+from attn_backends.capabilities import Accepted, Capabilities, Feature, FusedWrite, Rejected, Sizes
+from attn_backends.fused_writes import FusedLatentWrite, FusedRopeWrite
 from attn_backends.registry import (
     BackendError,
     BrokenBackend,
@@ -23,6 +24,9 @@ __all__ = [
     "Capabilities",
     "DuplicateBackend",
     "Feature",
+    "FusedLatentWrite",
+    "FusedRopeWrite",
+    "FusedWrite",
     "KVCache",
     "NoBackend",
     "Rejected",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from attn_backends.capabilities import Accepted, Capabilities, Rejected
 from attn_backends.kernels.packed_latent import TOKEN_BYTES, page_bytes
 from attn_backends.kernels.write_kv import write_kv
-from attn_backends.kernels.write_latent import KvANormRope, write_latent
+from attn_backends.kernels.write_latent import write_latent
 from builders import CONTRACT_VERSION, AttentionKind, AttentionSpec, BatchError, MetadataBuilder
 from builders.errors import require, require_tensor
 
@@ -59,6 +59,12 @@ class AttentionBackend(ABC):
     version: ClassVar[str] = "0"
     """Version of the kernels, for provenance."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A subclass that overrides `write_kv` has no fused write unless it states its capabilities again."""
+        super().__init_subclass__(**kwargs)
+        if "write_kv" in cls.__dict__ and "capabilities" not in cls.__dict__ and hasattr(cls, "capabilities"):
+            cls.capabilities = replace(cls.capabilities, fused_writes=frozenset())
+
     def supports(self, spec: AttentionSpec, device: torch.device) -> Accepted | Rejected:
         """Whether the spec runs on the device: accepted, or rejected with every reason."""
         reasons = self.capabilities.reasons_against(spec, device) + self.further_reasons(spec, device)
@@ -79,9 +85,12 @@ class AttentionBackend(ABC):
         return KVCache(key, torch.empty(*shape, spec.out_dim, dtype=spec.cache_dtype, device=device))
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, metadata: Any) -> None:
-        """Store key [num_tokens, num_kv_heads, head_dim] and value [..., value_dim] at metadata.slot_mapping.
+        """Store new keys and values at metadata.slot_mapping, both in spec.new_kv_dtype.
 
-        Both in spec.new_kv_dtype. Where the cache holds one latent a token, the key is all of it.
+        key    [num_tokens, num_kv_heads, head_dim]; where the cache holds one latent a token, the key is all of it
+        value  [num_tokens, num_kv_heads, value_dim]
+
+        Raises BatchError, with nothing written, for tensors of another shape, dtype or device.
         """
         if cache.latent:
             require(
@@ -89,16 +98,9 @@ class AttentionBackend(ABC):
                 f"a cache of latents takes one a token, got keys {list(key.shape)}; the others would be lost, so "
                 "nothing was written. Pass keys [num_tokens, 1, head_dim].",
             )
-            self._store(key[:, 0], cache, metadata)
+            write_latent(key[:, 0], cache.latents, metadata.slot_mapping, page_size=cache.key.shape[1])
         else:
             write_kv(key, value, cache.key, cache.value, metadata.slot_mapping)
-
-    def write_latent(self, latent: torch.Tensor, norm: KvANormRope, cache: KVCache, metadata: Any) -> None:
-        """Norm and rotate raw latents [num_tokens, head_dim] and store them, where the cache holds latents."""
-        self._store(latent, cache, metadata, norm)
-
-    def _store(self, latent: torch.Tensor, cache: KVCache, metadata: Any, norm: KvANormRope | None = None) -> None:
-        write_latent(latent, cache.latents, metadata.slot_mapping, page_size=cache.key.shape[1], norm=norm)
 
     @abstractmethod
     def forward(

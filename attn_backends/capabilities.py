@@ -22,6 +22,15 @@ class Feature(str, Enum):
     """A value dim that differs from the head dim."""
 
 
+class FusedWrite(str, Enum):
+    """What a backend can do in the same kernel as the cache write; `attn_backends.fused_writes` has the methods."""
+
+    ROPE = "rope"
+    """Rotate queries and keys: `FusedRopeWrite`."""
+    KV_A_NORM_ROPE = "kv_a_norm_rope"
+    """Norm and rotate a latent: `FusedLatentWrite`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
     """A set of sizes: minimum..maximum, optionally only powers of two or multiples."""
@@ -87,6 +96,8 @@ class Capabilities:
     """Whether, over a cache of a narrower dtype, queries and weights are rounded to it too."""
     mixed_kv_dtypes: bool = False
     """Whether the KV cache may have another of `dtypes` than the queries."""
+    fused_writes: frozenset[FusedWrite] = frozenset()
+    """Work before a cache write that its kernel does too."""
     compute_capability: tuple[int, int] = (8, 0)
     """The least a CUDA device needs."""
     one_major_version: bool = False

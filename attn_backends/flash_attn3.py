@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
-from attn_backends.capabilities import Capabilities, Feature, Sizes
+from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fa3_providers import find_provider
+from attn_backends.fused_writes import FusedRopeWrite
 from builders import AttentionSpec, FlashAttn3Builder, PagedMetadata
 
 PROVIDER = find_provider()
@@ -14,7 +15,7 @@ PROVIDER = find_provider()
 _SINK_HEADS = 64
 
 
-class FlashAttn3(AttentionBackend):
+class FlashAttn3(FusedRopeWrite, AttentionBackend):
     """Paged decode and extend by PROVIDER: split-KV decode, and the features that its kernels have.
 
     The kernels take sinks in bf16 only: they are rounded to it, in the graph too. Over a cache of e4m3 they multiply
@@ -34,6 +35,7 @@ class FlashAttn3(AttentionBackend):
         value_dims=Sizes(minimum=16, maximum=512, multiple_of=8) if Feature.VALUE_DIM in PROVIDER.features else None,
         page_sizes=PROVIDER.page_sizes,
         features=PROVIDER.features,
+        fused_writes=frozenset({FusedWrite.ROPE}),
         compute_capability=(9, 0),
         one_major_version=True,
     )

@@ -7,7 +7,8 @@ from flashinfer import __version__ as _version  # type: ignore[import-not-found]
 from flashinfer.decode import trtllm_batch_decode_with_kv_cache  # type: ignore[import-not-found]
 
 from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
-from attn_backends.capabilities import Capabilities, Feature, Sizes
+from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
+from attn_backends.fused_writes import FusedRopeWrite
 from builders import AttentionSpec
 from builders.errors import require
 from builders.flashinfer.builder import (
@@ -25,6 +26,7 @@ _NATIVE = Capabilities(
     head_dims=Sizes(minimum=64, maximum=256, power_of_two=True),
     page_sizes=Sizes(),
     features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW, Feature.SOFT_CAP}),
+    fused_writes=frozenset({FusedWrite.ROPE}),
 )
 
 _ALIGNMENT = 16
@@ -33,7 +35,7 @@ _CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)
 """Those that FlashInfer compiles the kernel for."""
 
 
-class FlashInfer(AttentionBackend):
+class FlashInfer(FusedRopeWrite, AttentionBackend):
     """Decodes by the kernel that serves the spec best; extends by the prefill wrapper.
 
     run() is told not to overlap its prologue with the kernel before it (PDL): both kernels read their plan before they
@@ -101,6 +103,7 @@ class FlashInferXqa(FlashInfer):
         head_dims=Sizes(minimum=64, maximum=256, power_of_two=True),
         page_sizes=Sizes(minimum=16, maximum=128, power_of_two=True),
         features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW}),
+        fused_writes=frozenset({FusedWrite.ROPE}),
         compute_capability=(9, 0),
     )
 

@@ -6,15 +6,16 @@ import torch
 from vllm.third_party.flashmla import flash_mla_interface as flashmla  # type: ignore[import-not-found]
 
 from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
-from attn_backends.capabilities import Capabilities, Feature, Sizes
+from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fa3_providers import package_version
+from attn_backends.fused_writes import FusedLatentWrite
 from builders import AttentionKind, AttentionSpec
 from builders.flashmla import FlashMlaMetadata, FlashMlaSparseBuilder
 
 _HEADS = (64, 128)
 
 
-class FlashMlaSparse(AttentionBackend):
+class FlashMlaSparse(FusedLatentWrite, AttentionBackend):
     """Packed fp8 by the decode kernel, every token a request of its own; bf16 by the prefill kernel."""
 
     name = "flashmla_sparse"
@@ -28,6 +29,7 @@ class FlashMlaSparse(AttentionBackend):
         head_dims=Sizes(minimum=512, maximum=512),
         page_sizes=Sizes(),
         features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW, Feature.SINKS}),
+        fused_writes=frozenset({FusedWrite.KV_A_NORM_ROPE}),
         required=frozenset({Feature.SLIDING_WINDOW}),
         kinds=(AttentionKind.MLA,),
         compute_capability=(9, 0),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
-from attn_backends.capabilities import Capabilities, Feature, Sizes
+from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
+from attn_backends.fused_writes import FusedLatentWrite
 from attn_backends.kernels.sparse_attention import sparse_attention
 from builders import AttentionKind, AttentionSpec, SparseWindowBuilder, SparseWindowMetadata
 from builders.kernels.triton_runtime import TRITON_VERSION, lacks_triton
 
 
-class SparseSwaMla(AttentionBackend):
+class SparseSwaMla(FusedLatentWrite, AttentionBackend):
     """One latent per token, key and value in all of its dims, plain or packed in fp8.
 
     On CUDA the Triton kernels; on the CPU their torch implementation, or the kernels in Triton's interpreter.
@@ -28,6 +29,7 @@ class SparseSwaMla(AttentionBackend):
         head_dims=Sizes(minimum=64, maximum=512, power_of_two=True),
         page_sizes=Sizes(),
         features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW, Feature.SINKS}),
+        fused_writes=frozenset({FusedWrite.KV_A_NORM_ROPE}),
         required=frozenset({Feature.SLIDING_WINDOW}),
         kinds=(AttentionKind.MLA,),
     )

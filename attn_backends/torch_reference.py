@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
-from attn_backends.capabilities import Capabilities, Feature, Sizes
+from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
+from attn_backends.fused_writes import FusedLatentWrite, FusedRopeWrite
 from attn_backends.kernels.packed_latent import unpack
 from builders import AttentionKind, AttentionSpec, ReferenceBuilder, ReferenceMetadata
 
@@ -13,7 +14,7 @@ _GATHERED_ELEMENTS = 1 << 24
 """Key elements gathered at a time, so that a long prefill does not need all of tokens x context at once."""
 
 
-class TorchReference(AttentionBackend):
+class TorchReference(FusedLatentWrite, FusedRopeWrite, AttentionBackend):
     """Gathers each query token's keys by its metadata and computes softmax(q k^T) v in fp32."""
 
     name = "torch_reference"
@@ -26,6 +27,7 @@ class TorchReference(AttentionBackend):
         head_dims=Sizes(),
         page_sizes=Sizes(),
         features=frozenset(Feature),
+        fused_writes=frozenset(FusedWrite),
         kinds=tuple(AttentionKind),
         kv_dtypes=(torch.float8_e4m3fn,),
         mixed_kv_dtypes=True,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
-from attn_backends.capabilities import Capabilities, Feature, Sizes
+from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
+from attn_backends.fused_writes import FusedLatentWrite
 from attn_backends.kernels.latent_attention import latent_attention
 from builders import AttentionKind, AttentionSpec, PagedMetadata, TritonMlaBuilder
 from builders.kernels.triton_runtime import TRITON_VERSION, lacks_triton
 
 
-class TritonMla(AttentionBackend):
+class TritonMla(FusedLatentWrite, AttentionBackend):
     """DeepSeek-V3's and GLM-4.7-Flash's attention in absorbed form, for dims like 512 + 64.
 
     On CUDA the Triton kernels; on the CPU their torch implementation, or the kernels in Triton's interpreter.
@@ -28,6 +29,7 @@ class TritonMla(AttentionBackend):
         value_dims=Sizes(minimum=16, maximum=512, power_of_two=True),
         page_sizes=Sizes(),
         features=frozenset({Feature.GQA, Feature.VALUE_DIM}),
+        fused_writes=frozenset({FusedWrite.KV_A_NORM_ROPE}),
         required=frozenset({Feature.VALUE_DIM}),
         kinds=(AttentionKind.MLA,),
     )

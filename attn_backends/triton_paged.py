@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
-from attn_backends.capabilities import Capabilities, Feature, Sizes
+from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
+from attn_backends.fused_writes import FusedRopeWrite
 from attn_backends.kernels.paged_attention import paged_attention
 from builders import AttentionSpec, PagedMetadata, TritonPagedBuilder
 from builders.kernels.triton_runtime import TRITON_VERSION, lacks_triton
 
 
-class TritonPaged(AttentionBackend):
+class TritonPaged(FusedRopeWrite, AttentionBackend):
     """On CUDA the Triton kernels; on the CPU their torch implementation, or the kernels in Triton's interpreter."""
 
     name = "triton_paged"
@@ -24,6 +25,7 @@ class TritonPaged(AttentionBackend):
         head_dims=Sizes(minimum=64, maximum=256, multiple_of=8),
         page_sizes=Sizes(power_of_two=True),
         features=frozenset(Feature),
+        fused_writes=frozenset({FusedWrite.ROPE}),
     )
 
     def further_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:

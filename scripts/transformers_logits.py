@@ -33,11 +33,12 @@ import transformers
 from attn_backends import AttentionBackend, registry
 from builders import RequestTables
 from scripts.provenance import provenance
-from spec_decode.drafter.kv_groups import attend_with, build_ragged, make_group, make_groups
+from spec_decode.drafter.attention import PagedAttention
+from spec_decode.drafter.kv_groups import build_ragged, make_group, make_groups
 from spec_decode.drafter.plan import GraphMode, Strategy, choose
 from spec_decode.engine import Engine, Request
 from spec_decode.graphs import loop_unsupported_reason
-from spec_decode.models import Attend, DraftModel, EagleDraft, LayerGroup, ModelConfig
+from spec_decode.models import Attention, DraftModel, EagleDraft, LayerGroup, ModelConfig
 from spec_decode.models.hf.target import TransformersTarget
 
 SCHEMA = "attn-transformers-logits/1"
@@ -176,7 +177,7 @@ class Paged:
         ends = list(zip(starts, self._done, strict=True))
         texts, target = self._subject.texts, self._subject.target
         tokens = torch.cat([texts[r, start:end] for r, (start, end) in enumerate(ends)])
-        logits = target.logits(target(tokens, batch.positions, attend_with(self._groups, metadata)).hidden)
+        logits = target.logits(target(tokens, batch.positions, PagedAttention(self._groups, metadata)).hidden)
         wanted = torch.cat([self._subject.judged[r, start:end] for r, (start, end) in enumerate(ends)])
         return worst(logits.double() - wanted)
 
@@ -235,10 +236,10 @@ class TargetAsDraft(DraftModel):
         return self.target.layer_groups(page_size)
 
     def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
         """The target's states; those handed over are not read."""
-        states: torch.Tensor = self.target(token_ids, positions, attend).hidden
+        states: torch.Tensor = self.target(token_ids, positions, attention).hidden
         return states
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

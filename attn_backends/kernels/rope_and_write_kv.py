@@ -1,136 +1,94 @@
-"""Rotary embedding of queries and keys, and the keys' and values' way into the paged cache, as one kernel."""
+"""Rotary embedding of queries and keys, and the write of keys and values to the paged cache, in one kernel."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from attn_backends.kernels.rope import Rotation, angles_of, rotated, turned
+from attn_backends.kernels.rope import Rope, angles_of, rope_formula, rotated_pairs
 from attn_backends.kernels.write_kv import check_new_kv, quantised, store_kv
 from builders.errors import require, require_tensor
-from builders.kernels.op_by_schema import define_op_by_schema
+from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
-def rotate_and_write_kv(
+def rope_and_write_kv(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    rotation: Rotation,
+    rope: Rope,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """`rotate` query [num_tokens, num_q_heads, D], in place, and a copy of key; `write_kv` that copy and value.
+    """`apply_rope` to query in place and to a copy of key; `write_kv` that copy and value. The numbers are the same.
 
-    The numbers are those of these ops. Heads may be views of one packed projection; their dims are contiguous.
-    Raises BatchError for tensors that a kernel would misread, with nothing changed.
+    query         [num_tokens, num_q_heads, D]
+    key           [num_tokens, num_kv_heads, D]; key and value may be views of one packed projection
+    value         [num_tokens, num_kv_heads, value_dim]
+    key_cache, value_cache, slot_mapping: see `write_kv`
+
+    Raises BatchError, with nothing changed, for tensors that a kernel would misread.
     """
     tokens, _, dim = key.shape
     check_new_kv(key, value, key_cache, value_cache, slot_mapping.shape[0])
     device = key.device
     require_tensor("query", query, shape=(tokens, None, dim), dtype=key.dtype, device=device)
-    require_tensor("positions", rotation.positions, shape=(tokens,), dtype=torch.int64, device=device)
-    require_tensor("the rotary table", rotation.table, shape=(None, dim), dtype=torch.float32, device=device)
-    contiguous = query.stride(2) == key.stride(2) == value.stride(2) == 1 and rotation.table.is_contiguous()
+    require_tensor("positions", rope.positions, shape=(tokens,), dtype=torch.int64, device=device)
+    require_tensor("the rotary table", rope.table, shape=(None, dim), dtype=torch.float32, device=device)
+    contiguous = query.stride(2) == key.stride(2) == value.stride(2) == 1 and rope.table.is_contiguous()
     if not contiguous or query.shape[1] % key.shape[1]:
         require(
             False,
             f"query heads must be a multiple of {key.shape[1]} and every head's dims adjacent, got {query.shape[1]} "
-            f"and strides {query.stride()}, {key.stride()}, {value.stride()}, table {rotation.table.stride()}; a "
+            f"and strides {query.stride()}, {key.stride()}, {value.stride()}, table {rope.table.stride()}; a "
             "kernel would read other elements, so nothing was run. Keep the head dim innermost.",
         )
-    _op(query, key, value, rotation.positions, rotation.table, key_cache, value_cache, slot_mapping)
+    _op(query, key, value, *rope, key_cache, value_cache, slot_mapping)
 
 
-def _rotate_and_write_kv(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions: torch.Tensor,
-    table: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
-    query.copy_(rotated(query, positions, table))
-    store_kv(rotated(key, positions, table), value, key_cache, value_cache, slot_mapping)
+class _RopeAndWriteKV(NamedTuple):
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    positions: torch.Tensor
+    table: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    slot_mapping: torch.Tensor
 
+    def reference(self) -> None:
+        rope = Rope(self.positions, self.table)
+        self.query.copy_(rope_formula(self.query, rope))
+        store_kv(rope_formula(self.key, rope), self.value, self.key_cache, self.value_cache, self.slot_mapping)
 
-def _launch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions: torch.Tensor,
-    table: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
-    quantise = key.dtype != key_cache.dtype
-    if quantise and key.device.type == "cpu":
-        # Triton's interpreter does not round to e4m3 as the hardware does.
-        return _rotate_and_write_kv(query, key, value, positions, table, key_cache, value_cache, slot_mapping)
-    tokens, heads, dim = key.shape
-    group, value_dim = query.shape[1] // heads, value.shape[2]
-    _rotate_and_write_kv_kernel[(tokens, heads)](
-        query,
-        key,
-        value,
-        positions,
-        table,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        *query.stride()[:2],
-        *key.stride()[:2],
-        *value.stride()[:2],
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        GROUP=group,
-        PAGE_SIZE=key_cache.shape[1],
-        HALF=dim // 2,
-        VALUE_DIM=value_dim,
-        BLOCK_G=triton.next_power_of_2(group),
-        BLOCK_D=triton.next_power_of_2(dim // 2),
-        BLOCK_E=triton.next_power_of_2(value_dim),
-        QUANTISE=quantise,
-        num_warps=1 if group * dim <= 1024 else 4,
-        **dependent_launch(key.device),
-    )
+    def launch(self) -> None:
+        query, key, value, key_cache, value_cache = self.query, self.key, self.value, self.key_cache, self.value_cache
+        quantise = key.dtype != key_cache.dtype
+        if quantise and key.device.type == "cpu":
+            # Triton's interpreter does not round to e4m3 as the hardware does.
+            return self.reference()
+        tokens, heads, dim = key.shape
+        group, value_dim = query.shape[1] // heads, value.shape[2]
+        _rope_and_write_kv_kernel[(tokens, heads)](
+            *self, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
+            *key_cache.stride()[:3], *value_cache.stride()[:3],
+            GROUP=group, PAGE_SIZE=key_cache.shape[1], HALF=dim // 2, VALUE_DIM=value_dim,
+            BLOCK_G=triton.next_power_of_2(group), BLOCK_D=triton.next_power_of_2(dim // 2),
+            BLOCK_E=triton.next_power_of_2(value_dim), QUANTISE=quantise,
+            num_warps=1 if group * dim <= 1024 else 4, **dependent_launch(key.device),
+        )  # fmt: skip
 
 
 @triton.jit
-def _rotate_and_write_kv_kernel(
-    query,
-    key,
-    value,
-    positions,
-    table,
-    key_cache,
-    value_cache,
-    slot_mapping,
-    query_token_stride,
-    query_head_stride,
-    key_token_stride,
-    key_head_stride,
-    value_token_stride,
-    value_head_stride,
-    kc_page_stride,
-    kc_token_stride,
-    kc_head_stride,
-    vc_page_stride,
-    vc_token_stride,
-    vc_head_stride,
-    GROUP: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HALF: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    QUANTISE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _rope_and_write_kv_kernel(
+    query, key, value, positions, table, key_cache, value_cache, slot_mapping,
+    query_token_stride, query_head_stride, key_token_stride, key_head_stride, value_token_stride, value_head_stride,
+    kc_page_stride, kc_token_stride, kc_head_stride, vc_page_stride, vc_token_stride, vc_head_stride,
+    GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HALF: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, QUANTISE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """A program has one token and KV head, and the query heads of its group."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -143,9 +101,9 @@ def _rotate_and_write_kv_kernel(
     in_group = in_half & (member < GROUP)
     cos, sin = angles_of(table, tl.load(positions + token), dim, HALF)
     query_at = query + token * query_token_stride + (head * GROUP + member) * query_head_stride + dim
-    query_first, query_second = turned(query_at, in_group, cos, sin, HALF)
+    query_first, query_second = rotated_pairs(query_at, in_group, cos, sin, HALF)
     key_at = key + token * key_token_stride + head * key_head_stride + dim
-    key_first, key_second = turned(key_at, in_half, cos, sin, HALF)
+    key_first, key_second = rotated_pairs(key_at, in_half, cos, sin, HALF)
     in_value = edim < VALUE_DIM
     new_value = tl.load(value + token * value_token_stride + head * value_head_stride + edim, mask=in_value)
     if QUANTISE:
@@ -162,10 +120,4 @@ def _rotate_and_write_kv_kernel(
     tl.store(kept, new_value, mask=in_value & (slot >= 0))
 
 
-_op = define_op_by_schema(
-    "spec_decode::rotate_and_write_kv",
-    "(Tensor(a!) query, Tensor key, Tensor value, Tensor positions, Tensor table, Tensor(b!) key_cache, "
-    "Tensor(c!) value_cache, Tensor slot_mapping) -> ()",
-    cpu=_rotate_and_write_kv,
-    cuda=_launch,
-)
+_op = define_op("attn_backends::rope_and_write_kv", _RopeAndWriteKV, mutates=("query", "key_cache", "value_cache"))

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from attn_backends.kernels import packed_latent
 from attn_backends.kernels.latent_rotary import check_rotary, rounded, turn_tail, turned
 from builders.errors import require, require_tensor
-from builders.kernels.op_by_schema import define_op_by_schema
+from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvANormRope:
-    """What turns a projection's latent into the one that is cached.
+    """The norm and rotation that turn a latent as projected (kv_a) into the one that is cached.
 
-    weight [D], positions int64 [num_tokens], table fp32 [max_positions, rotary dims] of cos | sin: see latent_rotary.
+    weight     [D]
+    positions  int64 [num_tokens]
+    table      fp32 [max_positions, rotary dims] of cos | sin: see latent_rotary
     """
 
     weight: torch.Tensor
     eps: float
     positions: torch.Tensor
     table: torch.Tensor
+
+    def apply(self, latent: torch.Tensor) -> torch.Tensor:
+        """latent [num_tokens, ..., D] normed and rotated in fp32, rounded to its dtype once; differentiable."""
+        wide = latent.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight.float()
+        return turned(wide, self.positions, self.table).to(latent.dtype)
 
 
 def write_latent(
@@ -32,18 +41,19 @@ def write_latent(
     slot_mapping: torch.Tensor,
     *,
     page_size: int | None = None,
-    norm: KvANormRope | None = None,
+    norm_rope: KvANormRope | None = None,
 ) -> None:
     """cache[slot // page_size, slot % page_size] = latent, for every token whose slot is not -1.
 
-    latent [num_tokens, D], slot_mapping int64 [num_tokens]. cache [pages, page_size, D] or [pages, page_size, 1, D] in
-    latent's dtype, with any strides but a contiguous last dim; or packed fp8 (see packed_latent), which takes bfloat16
-    latents of its own D: uint8 [pages, page_size, 1, TOKEN_BYTES] with a page's bytes adjacent, or
-    [pages, page_bytes(page_size)] and page_size, since that shape does not say it.
+    latent        [num_tokens, D]
+    cache         [pages, page_size, D] or [pages, page_size, 1, D] in latent's dtype, with any strides but a contiguous
+                  last dim; or packed fp8 (see packed_latent), which takes bfloat16 latents of its own D: uint8 [pages,
+                  page_size, 1, TOKEN_BYTES] with a page's bytes adjacent, or [pages, page_bytes(page_size)] and
+                  page_size, since that shape does not say it
+    slot_mapping  int64 [num_tokens]
+    norm_rope     what is stored is norm_rope.apply(latent), rounded once, before any quantisation
 
-    With norm: what is stored is latent / rms(latent) over D * weight, its last dims turned to the positions; computed
-    in fp32, rounded to latent's dtype once, before any quantisation. Raises BatchError, with nothing written, for
-    tensors that a kernel would misread.
+    Raises BatchError, with nothing written, for tensors that a kernel would misread.
     """
     tokens, dim = latent.shape
     if cache.dim() == 4 and cache.shape[2] == 1:
@@ -60,12 +70,13 @@ def write_latent(
         "across others, so nothing was written. Allocate the cache with its dims last.",
     )
     require_tensor("slot_mapping", slot_mapping, shape=(tokens,), dtype=torch.int64, device=cache.device)
-    if norm is None:
-        _write_latent_op(latent, cache, slot_mapping, page_size, None, None, None, 0.0)
+    if norm_rope is None:
+        _write_latent_op(latent, cache, slot_mapping, None, None, None, page_size, 0.0)
         return
-    require_tensor("norm.weight", norm.weight, shape=(dim,), dtype=norm.weight.dtype, device=cache.device)
-    check_rotary(latent, norm.positions, norm.table)
-    _write_latent_op(latent, cache, slot_mapping, page_size, norm.weight, norm.positions, norm.table, norm.eps)
+    weight, positions, table = norm_rope.weight, norm_rope.positions, norm_rope.table
+    require_tensor("norm_rope.weight", weight, shape=(dim,), dtype=weight.dtype, device=cache.device)
+    check_rotary(latent, positions, table)
+    _write_latent_op(latent, cache, slot_mapping, weight, positions, table, page_size, norm_rope.eps)
 
 
 def _packed_pages(latent: torch.Tensor, cache: torch.Tensor, page_size: int | None) -> tuple[torch.Tensor, int]:
@@ -87,91 +98,47 @@ def _packed_pages(latent: torch.Tensor, cache: torch.Tensor, page_size: int | No
     return cache.view(cache.shape[0], -1), page_size
 
 
-def _write_latent(
-    latent: torch.Tensor,
-    cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    page_size: int,
-    weight: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    table: torch.Tensor | None,
-    eps: float,
-) -> None:
-    written = slot_mapping >= 0
-    slots, latent = slot_mapping[written], latent[written]
-    if weight is not None and positions is not None and table is not None:
-        wide = latent.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
-        latent = turned(wide, positions[written], table).to(latent.dtype)
-    if cache.dtype == torch.uint8:
-        packed_latent.pack(latent, cache, slots, page_size)
-    else:
-        cache[slots // page_size, slots % page_size] = latent
+class _WriteLatent(NamedTuple):
+    latent: torch.Tensor
+    cache: torch.Tensor
+    slot_mapping: torch.Tensor
+    weight: torch.Tensor | None
+    positions: torch.Tensor | None
+    table: torch.Tensor | None
+    page_size: int
+    eps: float
 
+    def reference(self) -> None:
+        written, cache, page_size = self.slot_mapping >= 0, self.cache, self.page_size
+        slots, latent = self.slot_mapping[written], self.latent[written]
+        if self.weight is not None and self.positions is not None and self.table is not None:
+            positions = self.positions[written]
+            latent = KvANormRope(weight=self.weight, eps=self.eps, positions=positions, table=self.table).apply(latent)
+        if cache.dtype == torch.uint8:
+            packed_latent.pack(latent, cache, slots, page_size)
+        else:
+            cache[slots // page_size, slots % page_size] = latent
 
-def _launch(
-    latent: torch.Tensor,
-    cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    page_size: int,
-    weight: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    table: torch.Tensor | None,
-    eps: float,
-) -> None:
-    tokens, dim = latent.shape
-    latent = latent if latent.stride(1) == 1 else latent.contiguous()
-    packed = cache.dtype == torch.uint8
-    _write_latent_kernel[(tokens,)](
-        latent,
-        cache,
-        slot_mapping,
-        weight,
-        positions,
-        table,
-        latent.stride(0),
-        cache.stride(0),
-        0 if packed else cache.stride(1),
-        eps,
-        PAGE_SIZE=page_size,
-        DIM=dim,
-        ROTARY=0 if table is None else table.shape[1],
-        BLOCK=triton.next_power_of_2(dim),
-        NORM=weight is not None,
-        PACKED=packed,
-        TILE=packed_latent.TILE,
-        TILES=packed_latent.TILES,
-        DATA_BYTES=packed_latent.DATA_BYTES,
-        SCALE_BYTES=packed_latent.SCALE_BYTES,
-        num_warps=4,
-        **dependent_launch(latent.device),
-    )
+    def launch(self) -> None:
+        tokens, dim = self.latent.shape
+        latent = self.latent if self.latent.stride(1) == 1 else self.latent.contiguous()
+        packed = self.cache.dtype == torch.uint8
+        _write_latent_kernel[(tokens,)](
+            latent, *self[1:6], latent.stride(0), self.cache.stride(0), 0 if packed else self.cache.stride(1), self.eps,
+            PAGE_SIZE=self.page_size, DIM=dim, ROTARY=0 if self.table is None else self.table.shape[1],
+            BLOCK=triton.next_power_of_2(dim), NORM=self.weight is not None, PACKED=packed, TILE=packed_latent.TILE,
+            TILES=packed_latent.TILES, DATA_BYTES=packed_latent.DATA_BYTES, SCALE_BYTES=packed_latent.SCALE_BYTES,
+            num_warps=4, **dependent_launch(latent.device),
+        )  # fmt: skip
 
 
 @triton.jit
 def _write_latent_kernel(
-    latent,
-    cache,
-    slot_mapping,
-    weight,
-    positions,
-    table,
-    latent_stride,
-    page_stride,
-    token_stride,
-    eps,
-    PAGE_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    ROTARY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NORM: tl.constexpr,
-    PACKED: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    DATA_BYTES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    latent, cache, slot_mapping, weight, positions, table, latent_stride, page_stride, token_stride, eps,
+    PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+    PACKED: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, DATA_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
@@ -237,10 +204,4 @@ def _e4m3(x):
     return (tl.where(x == x, code, 0x7F) | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
-_write_latent_op = define_op_by_schema(
-    "attn_backends::write_latent",
-    "(Tensor latent, Tensor(a!) cache, Tensor slot_mapping, int page_size, Tensor? weight, Tensor? positions, "
-    "Tensor? table, float eps) -> ()",
-    cpu=_write_latent,
-    cuda=_launch,
-)
+_write_latent_op = define_op("attn_backends::write_latent", _WriteLatent, mutates=("cache",))

@@ -8,16 +8,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attn_backends.kernels.rope import Rotation, rotate_both
-from attn_backends.kernels.write_latent import KvANormRope
 from builders import AttentionSpec
 from builders.kernels.triton_runtime import torch_implementations
 from spec_decode.conformance.check import Evidence, Subject, Unsupported, check, expect
 from spec_decode.drafter import Drafter, DrafterConfig, VerifiedTokens
 from spec_decode.drafter.kv_groups import KVGroup
 from spec_decode.drafter.plan import Strategy, StrategyError
-from spec_decode.models import EagleDraft
-from spec_decode.models.layers.latent_attention import as_cached
+from spec_decode.models import AttentionInputs, EagleDraft
 from spec_decode.sampling.draft import NO_TOKEN
 from spec_decode.testing import oracle
 from spec_decode.testing.draft_fixture import MAX_SEQ_LEN, VOCAB, Scene, make_scene, target_of
@@ -247,22 +244,13 @@ class _DenseAttention:
         self.spec, self.dtype = spec, dtype
         self.key, self.value = key.to(dtype), value.to(dtype)
 
-    def __call__(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        norm: KvANormRope | None = None,
-        sinks: torch.Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> torch.Tensor:
-        query, key = rotate_both(query, key, rotation)
-        key, value = as_cached(key, value, norm)
+    def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
+        query, key, value = inputs.normed_and_rotated()
         self.key, self.value = torch.cat([self.key, key]), torch.cat([self.value, value])
         length = self.key.shape[0]
-        return oracle.attention(self.spec, [query], [self.key], [self.value], [length], sinks, dtype=self.dtype)[0]
+        return oracle.attention(self.spec, [query], [self.key], [self.value], [length], inputs.sinks, dtype=self.dtype)[
+            0
+        ]
 
 
 def _dense_logits(

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from builders import CaptureConstants, GraphSupport, advance_shared_state
-from spec_decode.drafter.kv_groups import attend_with
+from spec_decode.drafter.attention import PagedAttention, SplitAttention
 from spec_decode.drafter.plan import DraftPlan, MetadataUpdate, Strategy
-from spec_decode.drafter.step_buffers import StepBuffers, attend_in_pieces
+from spec_decode.drafter.step_buffers import StepBuffers
 from spec_decode.drafter.steps import DraftSteps
 from spec_decode.graphs import Capturable, GraphKey, GraphManager, SplitOp
-from spec_decode.models.base import Attend
+from spec_decode.models.attention import Attention
 
 EXTEND, LOOP, STEP = "extend", "loop", "step"
 """Kinds of graphs: step 0 (query length 1 + K), all later steps at once, one later step (query length 1)."""
@@ -104,7 +104,7 @@ class DraftCaptures:
             for step in range(1, steps.num_speculative_tokens):
                 advance_shared_state(decode.batch, size)
                 decode.advance(self._advanced)
-                hidden = steps.step_forward(size, hidden, attend_with(steps.groups, decode.at_step(step)))
+                hidden = steps.step_forward(size, hidden, PagedAttention(steps.groups, decode.at_step(step)))
 
         return Capturable(run, self._prepare(decode, size))
 
@@ -113,7 +113,7 @@ class DraftCaptures:
 
         def body() -> None:
             advance_shared_state(decode.batch, size)
-            self._one_step(size, attend_with(steps.groups, decode.metadata))
+            self._one_step(size, PagedAttention(steps.groups, decode.metadata))
 
         return Capturable(
             body,
@@ -126,14 +126,20 @@ class DraftCaptures:
     def _step(self, size: int) -> Capturable:
         steps, decode = self._steps, self._steps.decode
         constants = self._prepare(decode, size)
-        return Capturable(lambda: self._one_step(size, attend_with(steps.groups, decode.metadata)), constants)
+        return Capturable(lambda: self._one_step(size, PagedAttention(steps.groups, decode.metadata)), constants)
 
     def _pieces(self, size: int) -> Capturable:
         steps, plan = self._steps, self._plan
 
         def run(split_op: SplitOp) -> None:
-            attend = attend_in_pieces(steps.groups, steps.decode, plan.uncaptured_groups, plan.rebuild_groups, split_op)
-            self._one_step(size, attend)
+            attention = SplitAttention(
+                steps.groups,
+                steps.decode.metadata,
+                uncaptured=plan.uncaptured_groups,
+                rebuilt=plan.rebuild_groups,
+                split_op=split_op,
+            )
+            self._one_step(size, attention)
 
         return Capturable(
             lambda: run(lambda fn, /, *inputs: fn(*inputs)),
@@ -141,6 +147,6 @@ class DraftCaptures:
             lambda runtime, _: runtime.capture_pieces(run),
         )
 
-    def _one_step(self, size: int, attend: Attend) -> None:
+    def _one_step(self, size: int, attention: Attention) -> None:
         self._steps.decode.advance(self._advanced)
-        self._steps.step_in_place(size, attend)
+        self._steps.step_in_place(size, attention)

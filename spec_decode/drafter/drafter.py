@@ -10,9 +10,10 @@ import torch
 
 from builders import RequestTables, advance_shared_state
 from builders.errors import require
+from spec_decode.drafter.attention import PagedAttention
 from spec_decode.drafter.captures import EXTEND, LOOP, STEP, DraftCaptures
 from spec_decode.drafter.config import DrafterConfig
-from spec_decode.drafter.kv_groups import KVGroup, attend_with, build_ragged
+from spec_decode.drafter.kv_groups import KVGroup, build_ragged
 from spec_decode.drafter.plan import DraftPlan, Strategy, choose
 from spec_decode.drafter.step_buffers import StepBuffers
 from spec_decode.drafter.steps import DraftSteps, VerifiedTokens
@@ -193,7 +194,7 @@ class Drafter:
         for _ in range(count):
             advance_shared_state(decode.batch, size)
             decode.rebuild(size, range(len(self.groups)))
-            self._steps.step_in_place(size, attend_with(self.groups, decode.metadata))
+            self._steps.step_in_place(size, PagedAttention(self.groups, decode.metadata))
 
     def _ask(self, num_tokens: int, verified: VerifiedTokens | None) -> None:
         """Tell the device how many tokens the round wants, where the last one wanted another number."""
@@ -227,7 +228,7 @@ class Drafter:
         """
         batch, metadata = build_ragged(self.groups, tables, query_lens, seq_lens)
         hidden = self.model.combine(target_hidden_states.to(self.inputs.target_hidden_states.dtype))
-        self.model.forward(token_ids, hidden, batch.positions, attend_with(self.groups, metadata))
+        self.model.forward(token_ids, hidden, batch.positions, PagedAttention(self.groups, metadata))
 
     def capture(self, *, progress: bool = False) -> None:
         """Capture the graphs that the plan needs, on padding rows alone: nothing of a live request is touched.

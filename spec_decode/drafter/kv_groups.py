@@ -9,13 +9,10 @@ from typing import Any, TypeAlias
 import torch
 
 from attn_backends import AttentionBackend, KVCache, NoBackend, Rejected
-from attn_backends.kernels.rope import Rotation, rotate_both
-from attn_backends.kernels.rope_and_write_kv import rotate_and_write_kv
-from attn_backends.kernels.write_latent import KvANormRope
 from builders import AttentionSpec, BatchBuffers, MetadataBuilder, RequestTables
 from builders.errors import require
 from spec_decode.drafter.plan import GroupFacts
-from spec_decode.models.base import Attend, DraftModel, LayerGroup, TargetModel
+from spec_decode.models.base import DraftModel, LayerGroup, TargetModel
 
 BackendChoice: TypeAlias = AttentionBackend | Mapping[str, AttentionBackend] | Callable[[LayerGroup], AttentionBackend]
 """One backend for all of a model's groups, one for each group's name, or a function that chooses."""
@@ -117,56 +114,6 @@ def _backend(name: str, group: LayerGroup, choice: BackendChoice) -> AttentionBa
         "allocated. Add it, or pass one backend for all.",
     )
     return choice[group.name]
-
-
-def attend_with(groups: Sequence[KVGroup], metadata: Sequence[Any]) -> Attend:
-    """The attention that a model calls, over these groups with this metadata (one per group)."""
-    by_layer = {layer: index for index, group in enumerate(groups) for layer in group.caches}
-
-    def attend(
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        norm: KvANormRope | None = None,
-        sinks: torch.Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> torch.Tensor:
-        index = by_layer[layer]
-        group, cache = groups[index], groups[index].caches[layer]
-        if norm is None:
-            query = _store(group, cache, metadata[index], query, key, value, rotation)
-        else:
-            assert rotation is None, "a latent is turned as it is normed: see Attend"
-            group.backend.write_latent(key[:, 0].to(group.spec.new_kv_dtype), norm, cache, metadata[index])
-        return group.backend.forward(query, cache, metadata[index], spec=group.spec, sinks=sinks)
-
-    return attend
-
-
-def _store(
-    group: KVGroup,
-    cache: KVCache,
-    metadata: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rotation: Rotation | None,
-) -> torch.Tensor:
-    """Turn query and key, if there is a rotation, and store key and value; returns the query.
-
-    As one kernel where storing is what the base class does with keys as they come; a backend that stores in a way of
-    its own gets them turned.
-    """
-    dtype, write_kv = group.spec.new_kv_dtype, group.backend.write_kv
-    as_the_base_class = getattr(write_kv, "__func__", None) is AttentionBackend.write_kv and not cache.latent
-    if rotation is not None and as_the_base_class and key.dtype == dtype and not query.requires_grad:
-        rotate_and_write_kv(query, key, value, rotation, cache.key, cache.value, metadata.slot_mapping)
-        return query
-    query, key = rotate_both(query, key, rotation)
-    write_kv(key.to(dtype), value.to(dtype), cache, metadata)
-    return query
 
 
 def build_ragged(

@@ -6,14 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from attn_backends.kernels.rope import Rotation
-from attn_backends.kernels.write_latent import KvANormRope
 from builders import AttentionBatch, BatchBuffers, CaptureConstants, HostLengths, MetadataBuilder, RequestTables
-from spec_decode.drafter.kv_groups import KVGroup, attend_with
-from spec_decode.graphs import SplitOp
-from spec_decode.models.base import Attend
+from spec_decode.drafter.kv_groups import KVGroup
 
 
 class StepBuffers:
@@ -109,42 +103,3 @@ class StepBuffers:
             host_seq_lens=lengths,
             host_seq_lens_exact=exact,
         )
-
-
-def attend_in_pieces(
-    groups: Sequence[KVGroup],
-    phase: StepBuffers,
-    outside: Sequence[int],
-    rebuilt: Sequence[int],
-    split_op: SplitOp,
-) -> Attend:
-    """The attention of a step that is captured in pieces: that of the groups `outside` is called between them.
-
-    Such a call takes the metadata of this capture, which the graph advances, but for groups that are `rebuilt` between
-    replays: theirs is the phase's as it stands by then. Rotation and store belong to the call, so that the same kernels
-    do them in every strategy: another one may round a bfloat16 key the other way.
-    """
-    captured = list(phase.metadata)
-    inside = attend_with(groups, captured)
-    layers = {layer for index in outside for layer in groups[index].caches}
-
-    def attend(
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        norm: KvANormRope | None = None,
-        sinks: torch.Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> torch.Tensor:
-        if layer not in layers:
-            return inside(layer, query, key, value, norm=norm, sinks=sinks, rotation=rotation)
-
-        def eagerly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            now = [phase.metadata[i] if i in rebuilt else metadata for i, metadata in enumerate(captured)]
-            return attend_with(groups, now)(layer, query, key, value, norm=norm, sinks=sinks, rotation=rotation)
-
-        return split_op(eagerly, query, key, value)
-
-    return attend

@@ -9,12 +9,13 @@ import torch
 
 from builders import RequestTables, begin_decode, begin_extend
 from builders.errors import require_tensor
+from spec_decode.drafter.attention import PagedAttention
 from spec_decode.drafter.kernels.gather_last_hidden import gather_last_hidden
 from spec_decode.drafter.kernels.shift_tokens import shift_tokens
-from spec_decode.drafter.kv_groups import KVGroup, attend_with
+from spec_decode.drafter.kv_groups import KVGroup
 from spec_decode.drafter.step_buffers import StepBuffers
 from spec_decode.models import DraftModel
-from spec_decode.models.base import Attend
+from spec_decode.models.attention import Attention
 from spec_decode.sampling.draft import StopRule, sample_draft
 
 
@@ -120,24 +121,24 @@ class DraftSteps:
             shift_tokens(inputs.token_ids[:size], inputs.next_tokens, inputs.accepted),
             self.model.combine(inputs.target_hidden_states[:size].flatten(0, 1)),
             self.extend.batch.positions[: size * query_len],
-            attend_with(self.groups, self.extend.metadata),
+            PagedAttention(self.groups, self.extend.metadata),
         )
         begin_decode(self.decode.batch, self.extend.batch.seq_lens, inputs.accepted, size, query_len)
         gather_last_hidden(hidden, inputs.accepted, query_len, self.hidden[:size])
         self._sample(size, self.hidden[:size])
 
-    def step_forward(self, size: int, hidden: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def step_forward(self, size: int, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
         """A single-token step from the last one's hidden states; returns its own."""
-        hidden = self._forward(size, hidden, attend)
+        hidden = self._forward(size, hidden, attention)
         self._sample(size, hidden)
         return hidden
 
-    def step_in_place(self, size: int, attend: Attend) -> None:
+    def step_in_place(self, size: int, attention: Attention) -> None:
         """A single-token step that leaves its hidden states where the next one, the same work, finds them."""
-        self._sample(size, self._forward(size, self.hidden[:size], attend), self.hidden)
+        self._sample(size, self._forward(size, self.hidden[:size], attention), self.hidden)
 
-    def _forward(self, size: int, hidden: torch.Tensor, attend: Attend) -> torch.Tensor:
-        return self.model.forward(self._ids[:size], hidden, self.decode.batch.positions[:size], attend)
+    def _forward(self, size: int, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
+        return self.model.forward(self._ids[:size], hidden, self.decode.batch.positions[:size], attention)
 
     def _sample(self, size: int, hidden: torch.Tensor, next_hidden: torch.Tensor | None = None) -> None:
         batch = self.decode.batch

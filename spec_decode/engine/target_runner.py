@@ -9,11 +9,12 @@ import torch
 
 from builders import AdvanceLevel, CaptureConstants, GraphSupport, RequestTables, begin_extend
 from spec_decode.drafter import default_capture_sizes
-from spec_decode.drafter.kv_groups import KVGroup, attend_with, build_ragged
+from spec_decode.drafter.attention import PagedAttention, SplitAttention
+from spec_decode.drafter.kv_groups import KVGroup, build_ragged
 from spec_decode.drafter.plan import GraphMode
-from spec_decode.drafter.step_buffers import StepBuffers, attend_in_pieces
+from spec_decode.drafter.step_buffers import StepBuffers
 from spec_decode.graphs import Capturable, GraphKey, GraphManager, SplitOp
-from spec_decode.models import Attend, TargetModel, TargetStates
+from spec_decode.models import Attention, TargetModel, TargetStates
 
 PASS = "target"
 """The kind of the target's graphs."""
@@ -78,7 +79,7 @@ class TargetRunner:
         tables: other requests than those of the uniform pass, over the same caches.
         """
         batch, metadata = build_ragged(self.groups, tables, query_lens, seq_lens)
-        states: TargetStates = self.model(token_ids, batch.positions, attend_with(self.groups, metadata))
+        states: TargetStates = self.model(token_ids, batch.positions, PagedAttention(self.groups, metadata))
         return states
 
     @torch.no_grad()
@@ -90,7 +91,7 @@ class TargetRunner:
             token_ids = self._begin(size)
             self._phase.rebuild(size, self._built)
         if self._eager:
-            self._forward(token_ids, attend_with(self.groups, self._phase.metadata))
+            self._forward(token_ids, PagedAttention(self.groups, self._phase.metadata))
         else:
             needed = CaptureConstants(max_reqs=size, max_query_len=self._query_len, max_seq_len=self.tables.longest)
             self.graphs.replay(GraphKey(PASS, size), needed)
@@ -107,7 +108,10 @@ class TargetRunner:
         def run(split_op: SplitOp = _call) -> None:
             token_ids = self._begin(size)
             self._phase.advance(self._strong)
-            self._forward(token_ids, attend_in_pieces(self.groups, self._phase, self.outside, self._built, split_op))
+            attention = SplitAttention(
+                self.groups, self._phase.metadata, uncaptured=self.outside, rebuilt=self._built, split_op=split_op
+            )
+            self._forward(token_ids, attention)
 
         if not self.outside:
             return Capturable(run, self._phase.constants())
@@ -118,8 +122,8 @@ class TargetRunner:
         begin_extend(self._phase.batch, context_lens, size, self._query_len)
         return token_ids
 
-    def _forward(self, token_ids: torch.Tensor, attend: Attend) -> None:
-        states = self.model(token_ids.flatten(), self._phase.batch.positions[: token_ids.numel()], attend)
+    def _forward(self, token_ids: torch.Tensor, attention: Attention) -> None:
+        states = self.model(token_ids.flatten(), self._phase.batch.positions[: token_ids.numel()], attention)
         logits, shape = self.model.logits(states.hidden), token_ids.shape
         self._state.settle(token_ids, logits.unflatten(0, shape), states.target_hidden_states.unflatten(0, shape))
 

@@ -1,6 +1,7 @@
 """A Llama-style target and its EAGLE drafts, small enough to ship, and how a pair is stored."""
 
-from spec_decode.models.base import Attend, DraftModel, LayerGroup, TargetModel, TargetStates
+from spec_decode.models.attention import Attention, AttentionInputs
+from spec_decode.models.base import DraftModel, LayerGroup, TargetModel, TargetStates
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.config import LatentConfig, ModelConfig
 from spec_decode.models.eagle import EagleDraft
@@ -16,7 +17,8 @@ from spec_decode.models.pair import (
 
 __all__ = [
     "SHIPPED_PAIR",
-    "Attend",
+    "Attention",
+    "AttentionInputs",
     "CheckpointError",
     "DraftModel",
     "EagleDraft",

@@ -1,41 +1,16 @@
-"""What the drafter and the engine need of a model, and how a model asks for attention. Legend: T flat tokens."""
+"""What the drafter and the engine need of a model. Legend: T flat tokens."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import nn
 
-from attn_backends.kernels.rope import Rotation
-from attn_backends.kernels.write_latent import KvANormRope
 from builders import AttentionSpec
-
-
-class Attend(Protocol):
-    """How a model asks for attention; it knows nothing of caches or metadata.
-
-    query [T, num_q_heads, head_dim], key and value [T, num_kv_heads, head_dim or value_dim] of layer `layer`. Stores
-    key and value, attends, and returns [T, num_q_heads, value_dim].
-    norm: the key is a latent as projected, and is normed and rotated with this as it is stored.
-    sinks: fp32 [num_q_heads].
-    rotation: query and key are turned by it first, for which they may be written over; without it they come turned.
-    Never beside norm, whose latent has a rotation of its own.
-    """
-
-    def __call__(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        norm: KvANormRope | None = None,
-        sinks: torch.Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> torch.Tensor: ...
+from spec_decode.models.attention import Attention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +50,7 @@ class TargetModel(_Model):
     """
 
     @abstractmethod
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> TargetStates:
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> TargetStates:
         """token_ids and positions int64 [T]."""
 
     @abstractmethod
@@ -103,7 +78,7 @@ class DraftModel(_Model):
 
     @abstractmethod
     def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
         """States [T, H] that predict the token after token_ids int64 [T], from them and the states before them."""
 

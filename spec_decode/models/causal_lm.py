@@ -7,7 +7,8 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from spec_decode.models.base import Attend, TargetModel
+from spec_decode.models.attention import Attention
+from spec_decode.models.base import TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.checkpoints.store import TensorStore
@@ -42,12 +43,12 @@ class CausalDraft(PublishedDraft):
         return target_hidden_states
 
     def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
         """token_ids, positions int64 [T]; normed states [T, H]. hidden is not read."""
         x, delta = self.embed(token_ids), None
         for layer in self.layers:
-            x, delta = layer(x, delta, positions, self.rotary, attend)
+            x, delta = layer(x, delta, positions, self.rotary, attention)
         states: torch.Tensor = self.norm(x, delta)[1]
         return states
 

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from attn_backends.kernels.latent_rotary import inverse_rotary, prepare_query
 from attn_backends.kernels.write_latent import KvANormRope
 from builders import AttentionKind, AttentionSpec
-from spec_decode.models.base import Attend, LayerGroup, TargetModel
+from spec_decode.models.attention import Attention, AttentionInputs
+from spec_decode.models.base import LayerGroup, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights, frozen
@@ -182,7 +183,7 @@ class WindowAttention(nn.Module):
         self.out_up = weights.parameter("wo_b.weight", shape.hidden, shape.groups * shape.out_rank)
         self.register_buffer("table", shape.rope.table(max_positions).to(weights.device), persistent=False)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, layer: int, attend: Attend) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, layer: int, attention: Attention) -> torch.Tensor:
         """x [T, H] normed, positions int64 [T]; [T, H]."""
         shape = self.shape
         query, latent = linear(x, self.project_in).split([shape.q_rank, shape.head_dim], -1)
@@ -190,7 +191,7 @@ class WindowAttention(nn.Module):
         query = prepare_query(query, positions, self.table, eps=shape.eps)
         norm = KvANormRope(weight=self.kv_norm.weight, eps=shape.eps, positions=positions, table=self.table)
         latent = latent[:, None]
-        out = attend(layer, query, latent, latent, norm=norm, sinks=self.sinks)
+        out = attention(AttentionInputs(layer, query, latent, latent, kv_a_norm_rope=norm, sinks=self.sinks))
         groups = inverse_rotary(out, positions, self.table).view(x.shape[0], shape.groups, -1)
         narrow = torch.bmm(groups.transpose(0, 1), self.out_down.mT).transpose(0, 1)
         return linear(narrow.flatten(1), self.out_up)
@@ -229,7 +230,7 @@ class DeepseekV4Prediction(PredictionDraft):
         return [LayerGroup(name="mtp", spec=spec, layers=(0,))]
 
     def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
         """token_ids, positions int64 [T], hidden [T, S H]; states [T, S H]."""
         embedded = self.embedding_norm(self.embedded(token_ids))[1]
@@ -238,7 +239,7 @@ class DeepseekV4Prediction(PredictionDraft):
         streams = streams + linear(embedded, self.from_embedding)[:, None]
 
         x, *into = self.attention_connection.read(streams)
-        x = self.attention(self.attention_norm(x)[1], positions, 0, attend)
+        x = self.attention(self.attention_norm(x)[1], positions, 0, attention)
         streams = self.attention_connection.write(streams, x, *into)
 
         x, *into = self.mlp_connection.read(streams)

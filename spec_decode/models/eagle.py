@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from spec_decode.models.base import Attend, DraftModel, LayerGroup, TargetModel
+from spec_decode.models.attention import Attention
+from spec_decode.models.base import DraftModel, LayerGroup, TargetModel
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.config import ModelConfig
@@ -55,7 +56,7 @@ class EagleDraft(DraftModel):
         return self.config.layer_groups(page_size, self.fuse.weight.dtype)
 
     def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
         """token_ids, positions int64 [T], hidden [T, H]; normed hidden states [T, H]."""
         table = self._shared[0].weight
@@ -63,7 +64,7 @@ class EagleDraft(DraftModel):
             x = embed_linear(token_ids, table, hidden, self.fuse.weight)
         else:
             x = self.fuse(embed_concat(token_ids, table, hidden))
-        x, delta = self.layer(x, None, positions, self.rotary, attend)
+        x, delta = self.layer(x, None, positions, self.rotary, attention)
         hidden_states: torch.Tensor = self.norm(x, delta)[1]
         return hidden_states
 
@@ -88,9 +89,9 @@ class UnnormedLayer(PublishedLayer):
         self.add_module("attn_norm", NoNorm())
 
     def folded_attention(
-        self, x: torch.Tensor, delta: torch.Tensor | None, positions: torch.Tensor, rotary: Rotary, attend: Attend
+        self, x: torch.Tensor, delta: torch.Tensor | None, positions: torch.Tensor, rotary: Rotary, attention: Attention
     ) -> ResidualStream:
-        return self.folded_attention_over(x, x, positions, rotary, attend)
+        return self.folded_attention_over(x, x, positions, rotary, attention)
 
 
 class PublishedEagle(HiddenStatesDraft):
@@ -118,12 +119,12 @@ class PublishedEagle(HiddenStatesDraft):
         )
 
     def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
         """token_ids, positions int64 [T], hidden [T, H]; hidden states [T, H]."""
         x, delta = self._fused(token_ids, hidden), None
         for layer in self.layers:
-            x, delta = layer(x, delta, positions, self.rotary, attend)
+            x, delta = layer(x, delta, positions, self.rotary, attention)
         return x if delta is None else x + delta
 
     def _fused(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

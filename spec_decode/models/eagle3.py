@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spec_decode.models.base import Attend, TargetModel
+from spec_decode.models.attention import Attention
+from spec_decode.models.base import TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
@@ -44,7 +45,12 @@ class FirstLayer(PublishedLayer):
         self.normed_residual = normed_residual
 
     def fuse(
-        self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, rotary: Rotary, attend: Attend
+        self,
+        embedded: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        rotary: Rotary,
+        attention: Attention,
     ) -> ResidualStream:
         """embedded and hidden [T, H]; the residual and the delta yet to be added to it."""
         normed = self.hidden_norm(hidden)[1]
@@ -52,9 +58,9 @@ class FirstLayer(PublishedLayer):
         x = normed if self.normed_residual else hidden
         delta: torch.Tensor | None
         if is_skinny(x, self.gate_up.weight):
-            x, delta = self.folded_attention_over(joined, x, positions, rotary, attend)
+            x, delta = self.folded_attention_over(joined, x, positions, rotary, attention)
         else:
-            delta = self.attention(joined, positions, rotary, attend)
+            delta = self.attention(joined, positions, rotary, attention)
         return self.feed_forward(x, delta)
 
 
@@ -98,15 +104,15 @@ class Eagle3(HiddenStatesDraft):
         return states
 
     def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
         """token_ids, positions int64 [T], hidden [T, H]; states [T, H] before the last norm."""
         first, *others = self.layers
         assert isinstance(first, FirstLayer)
         embedded = F.embedding(token_ids, self.embedding)
-        x, delta = first.fuse(embedded, hidden, positions, self.rotary, attend)
+        x, delta = first.fuse(embedded, hidden, positions, self.rotary, attention)
         for layer in others:
-            x, delta = layer(x, delta, positions, self.rotary, attend)
+            x, delta = layer(x, delta, positions, self.rotary, attention)
         return x if delta is None else x + delta
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

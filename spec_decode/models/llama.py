@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from spec_decode.models.base import Attend, LayerGroup, TargetModel, TargetStates
+from spec_decode.models.attention import Attention
+from spec_decode.models.base import LayerGroup, TargetModel, TargetStates
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.kernels.skinny_linear import linear
 from spec_decode.models.layers.decoder_layer import DecoderLayer
@@ -36,11 +37,11 @@ class LlamaTarget(TargetModel):
         """One group: all layers are alike."""
         return self.config.layer_groups(page_size, self.embed.weight.dtype)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> TargetStates:
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> TargetStates:
         """token_ids and positions int64 [T]; a draft reads the normed hidden states too."""
         x, delta = self.embed(token_ids), None
         for layer in self.layers:
-            x, delta = layer(x, delta, positions, self.rotary, attend)
+            x, delta = layer(x, delta, positions, self.rotary, attention)
         hidden: torch.Tensor = self.norm(x, delta)[1]
         return TargetStates(hidden, hidden)
 

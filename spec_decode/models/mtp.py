@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from spec_decode.models.base import Attend, LayerGroup, TargetModel
+from spec_decode.models.attention import Attention
+from spec_decode.models.base import LayerGroup, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.checkpoints.store import TensorStore
@@ -141,13 +142,13 @@ class MultiTokenPrediction(PredictionDraft):
         return [LayerGroup(name="mtp", spec=self.shape.attention.spec(page_size, self.fuse.dtype), layers=(0,))]
 
     def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
         """token_ids, positions int64 [T], hidden [T, H]; states [T, H]."""
         embedded = self.embedding_norm(self.embedded(token_ids))[1]
         x = linear(torch.cat([embedded, self.state_norm(hidden)[1]], -1), self.fuse)
         x, normed = self.attention_norm(x)
-        x, normed = self.mlp_norm(x, self.attention(normed, positions, 0, attend))
+        x, normed = self.mlp_norm(x, self.attention(normed, positions, 0, attention))
         state: torch.Tensor = x + self.mlp(normed)
         return state
 

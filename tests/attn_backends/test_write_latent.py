@@ -137,7 +137,7 @@ def test_new_latents_may_be_views_of_a_projection():
 def test_a_normed_latent_is_what_the_formula_gives_in_fp64(dim, rotary, dtype):
     latent, norm = noise(4, dim, dtype=dtype) * 3, make_norm(dim, rotary, [0, 39, 7, 11], dtype)
     cache = torch.zeros(2, 4, dim, dtype=dtype)
-    write_latent(latent, cache, torch.tensor([0, 1, 2, 5]), norm=norm)
+    write_latent(latent, cache, torch.tensor([0, 1, 2, 5]), norm_rope=norm)
     torch.testing.assert_close(cache.flatten(0, 1)[[0, 1, 2, 5]].double(), normed(latent, norm), **CLOSE[dtype])
 
 
@@ -145,7 +145,7 @@ def test_a_normed_latent_is_rounded_once():
     latent = noise(64, 512)
     norm = make_norm(512, 64, list(range(32)) * 2)
     cache = torch.zeros(1, 64, 512, dtype=torch.bfloat16)
-    write_latent(latent, cache, torch.arange(64), norm=norm)
+    write_latent(latent, cache, torch.arange(64), norm_rope=norm)
     agree = cache[0] == normed(latent, norm).bfloat16()
     assert agree.double().mean() > 0.999
 
@@ -154,8 +154,8 @@ def test_a_token_without_a_slot_may_hold_any_position_and_content():
     latent, norm = noise(3, 64), make_norm(64, 16, [3, 10**12, 5])
     latent[1] = math.nan
     caches = torch.zeros(2, 1, 4, 64, dtype=torch.bfloat16)
-    write_latent(latent, caches[0], torch.tensor([0, -1, 2]), norm=norm)
-    write_latent(latent[[0, 2]], caches[1], torch.tensor([0, 2]), norm=make_norm(64, 16, [3, 5]))
+    write_latent(latent, caches[0], torch.tensor([0, -1, 2]), norm_rope=norm)
+    write_latent(latent[[0, 2]], caches[1], torch.tensor([0, 2]), norm_rope=make_norm(64, 16, [3, 5]))
     assert torch.equal(caches[0], caches[1]) and caches.isfinite().all()
 
 
@@ -183,9 +183,9 @@ def test_a_normed_latent_is_packed_from_its_rounded_row():
     norm = make_norm(512, 64, [0, 39, 7, 11])
     rows = torch.zeros(1, 64, 512, dtype=torch.bfloat16)
     packed = torch.zeros(1, page_bytes(64), dtype=torch.uint8)
-    write_latent(latent, rows, torch.tensor(slots), norm=norm)
+    write_latent(latent, rows, torch.tensor(slots), norm_rope=norm)
     expected = packed_by_hand(rows[0, slots], packed, slots, 64)
-    write_latent(latent, packed, torch.tensor(slots), page_size=64, norm=norm)
+    write_latent(latent, packed, torch.tensor(slots), page_size=64, norm_rope=norm)
     assert torch.equal(packed, expected)
 
 
@@ -211,9 +211,9 @@ REFUSED = {
     ),
     "too few slots": (PLAIN, {"slots": torch.tensor([0])}, r"slot_mapping must be torch.int64 \[2\]"),
     "slots of another dtype": (PLAIN, {"slots": torch.tensor([0, 1]).int()}, "slot_mapping must be torch.int64"),
-    "too few positions": (PLAIN, {"norm": make_norm(64, 16, [0])}, "positions must be"),
-    "a weight of another dim": (PLAIN, {"norm": make_norm(80, 16, [0, 1])}, r"norm.weight must be .* \[64\]"),
-    "more rotary dims than dims": (PLAIN, {"norm": KvANormRope(
+    "too few positions": (PLAIN, {"norm_rope": make_norm(64, 16, [0])}, "positions must be"),
+    "a weight of another dim": (PLAIN, {"norm_rope": make_norm(80, 16, [0, 1])}, r"norm_rope.weight must be .* \[64\]"),
+    "more rotary dims than dims": (PLAIN, {"norm_rope": KvANormRope(
         weight=noise(64), eps=0.0, positions=torch.tensor([0, 1]), table=torch.zeros(8, 80))}, "rotary table"),
     "packed without a page size": (BYTES, {}, "page_size None"),
     "packed with another page size": (BYTES, {"page_size": 8}, "its tokens could lie anywhere"),
@@ -236,6 +236,6 @@ def test_a_tensor_that_a_kernel_would_misread_is_refused_with_nothing_written(ba
 def test_the_op_writes_what_its_schema_says(packed):
     cache = torch.zeros(2, page_bytes(4), dtype=torch.uint8) if packed else torch.zeros(2, 4, 512).bfloat16()
     norm = make_norm(512, 64, [3, 0, 7])
-    args = noise(3, 512), cache, torch.tensor([2, -1, 7]), 4, norm.weight, norm.positions, norm.table, norm.eps
+    args = noise(3, 512), cache, torch.tensor([2, -1, 7]), norm.weight, norm.positions, norm.table, 4, norm.eps
     op = torch.ops.attn_backends.write_latent.default
     torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))

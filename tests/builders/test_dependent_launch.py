@@ -12,7 +12,7 @@ from builders.kernels.triton_runtime import HAVE_TRITON, PDL_VARIABLE, dependent
 ROOT = Path(__file__).parents[2]
 SOURCES = [path for folder in ("builders", "attn_backends", "spec_decode") for path in (ROOT / folder).rglob("*.py")]
 KERNELS = {
-    "_advance_kernel", "matvec_kernel", "_rotate_kernel", "_rotate_and_write_kv_kernel", "_write_kv_kernel",
+    "_advance_kernel", "matvec_kernel", "_rope_kernel", "_rope_and_write_kv_kernel", "_write_kv_kernel",
     "attention_kernel", "merge_kernel", "block_argmax_kernel", "file_token_kernel", "_add_rms_norm_kernel",
     "_swiglu_kernel", "_embed_concat_kernel", "_begin_extend_kernel", "_begin_decode_kernel", "_shift_tokens_kernel",
     "_gather_last_hidden_kernel", "_process_kernel", "_block_draw_kernel", "_take_token_kernel", "_tops_kernel",

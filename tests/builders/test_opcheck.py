@@ -83,11 +83,11 @@ def sample_draft_args():
     )  # fmt: skip
 
 
-def rotate_args():
+def rope_args():
     return (torch.randn(3, 5, 16), torch.tensor([0, 7, 2]), torch.randn(8, 16))
 
 
-def rotate_and_write_kv_args():
+def rope_and_write_kv_args():
     key, value, *cache, slots = write_kv_args()
     return (torch.randn(3, 4, 16), key, value, torch.tensor([0, 7, 2]), torch.randn(8, 16), *cache, slots)
 
@@ -135,8 +135,8 @@ OPS = {
     "attn_backends::write_kv": write_kv_args,
     "attn_backends::paged_attention": paged_attention_args,
     "spec_decode::sample_draft": sample_draft_args,
-    "spec_decode::rotate": rotate_args,
-    "spec_decode::rotate_and_write_kv": rotate_and_write_kv_args,
+    "attn_backends::rope": rope_args,
+    "attn_backends::rope_and_write_kv": rope_and_write_kv_args,
     "spec_decode::add_rms_norm": add_rms_norm_args,
     "spec_decode::swiglu": swiglu_args,
     "spec_decode::route_tokens": route_tokens_args,

@@ -54,7 +54,7 @@ def test_write_latent(dim, dtype):
 @pytest.mark.parametrize(("dim", "rotary"), [(64, 64), (80, 6), (512, 64), (576, 64)])
 def test_write_latent_with_norm(dim, rotary, dtype):
     latent, cache = noise(4, dim, dtype=dtype), torch.zeros(5, 4, dim, dtype=dtype)
-    by_kernel, by_torch = both_ways(lambda: written(latent, cache, norm=make_norm(dim, rotary)))
+    by_kernel, by_torch = both_ways(lambda: written(latent, cache, norm_rope=make_norm(dim, rotary)))
     torch.testing.assert_close(by_kernel, by_torch, **CLOSE[dtype])
     assert by_kernel.any(-1).sum() == 3
 
@@ -87,15 +87,15 @@ def test_write_packed_latent_bit_by_bit(latent, page_size):
 def test_write_packed_latent_with_norm_packs_the_row_that_the_kernel_rounded():
     latent, norm = noise(4, 512, dtype=torch.bfloat16), make_norm(512, 64)
     empty, rows = torch.zeros(2, page_bytes(16), dtype=torch.uint8), torch.zeros(2, 16, 512, dtype=torch.bfloat16)
-    by_kernel = written(latent, empty, page_size=16, norm=norm)
-    rows = written(latent, rows, norm=norm).flatten(0, 1)
+    by_kernel = written(latent, empty, page_size=16, norm_rope=norm)
+    rows = written(latent, rows, norm_rope=norm).flatten(0, 1)
     with torch_implementations():
         assert torch.equal(by_kernel, written(rows[SLOTS.clamp(min=0)], empty, page_size=16))
 
 
 def test_write_packed_latent_with_norm_keeps_the_sign_of_a_zero():
     latent, empty = torch.full((4, 512), -0.0).bfloat16(), torch.zeros(2, page_bytes(16), dtype=torch.uint8)
-    by_kernel, by_torch = both_ways(lambda: written(latent, empty, page_size=16, norm=make_norm(512, 64)))
+    by_kernel, by_torch = both_ways(lambda: written(latent, empty, page_size=16, norm_rope=make_norm(512, 64)))
     assert torch.equal(by_kernel, by_torch) and by_kernel.eq(0x80).any()
 
 

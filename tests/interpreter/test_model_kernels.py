@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from attn_backends.kernels.rope import Rotation, rotate
+from attn_backends.kernels.rope import Rope, apply_rope
 from builders.kernels.triton_runtime import torch_implementations
 from spec_decode.models.kernels.add_rms_norm import add_rms_norm
 from spec_decode.models.kernels.embed_concat import embed_concat
@@ -24,16 +24,16 @@ def assert_both_ways_agree(call, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "dim"), [(3, 16), (1, 2), (6, 80)])
 def test_rotate(heads, dim, dtype):
-    rotation = Rotation(torch.tensor([0, 31, 7]), noise(32, dim).cos())
-    assert_both_ways_agree(lambda: rotate(noise(3, heads, dim, dtype=dtype), rotation), dtype)
+    rope = Rope(torch.tensor([0, 31, 7]), noise(32, dim).cos())
+    assert_both_ways_agree(lambda: apply_rope(noise(3, heads, dim, dtype=dtype), rope), dtype)
 
 
 def test_rotate_of_some_heads_of_a_projection_leaves_the_others_alone():
-    rotation, packed = Rotation(torch.tensor([0, 31, 7]), noise(32, 16).cos()), noise(3, 9, 16)
+    rope, packed = Rope(torch.tensor([0, 31, 7]), noise(32, 16).cos()), noise(3, 9, 16)
 
     def rotate_some():
         whole = packed.clone()
-        rotate(whole[:, 2:6], rotation)
+        apply_rope(whole[:, 2:6], rope)
         return whole
 
     assert_both_ways_agree(rotate_some, torch.float32)

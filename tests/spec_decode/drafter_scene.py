@@ -10,7 +10,7 @@ from builders import RequestTables
 from spec_decode.drafter import Drafter, DrafterConfig, VerifiedTokens
 from spec_decode.drafter.kv_groups import make_group
 from spec_decode.drafter.plan import Strategy
-from spec_decode.models import DraftModel
+from spec_decode.models import AttentionInputs, DraftModel
 from tests.factories import CPU, make_config, make_spec, owned_pages
 from tests.foreseen import Foreseen
 from tests.spec_decode.drafter_backends import DecodeOnly, Strong, Uncapturable, Weak
@@ -33,7 +33,7 @@ class Layer(nn.Module):
 
     def forward(self, layer, x, attend):
         packed = self.qkv(x).unflatten(1, (sum(self.heads), -1))
-        return x + self.out(attend(layer, *packed.split(self.heads, 1)).flatten(1))
+        return x + self.out(attend(AttentionInputs(layer, *packed.split(self.heads, 1))).flatten(1))
 
 
 class TwoLayerDraft(DraftModel):

@@ -23,8 +23,9 @@ def dense_drafts(scene, verified, committed):
     committed: each request's (token ids, hidden states) of earlier rounds; this round's are added to it.
     """
 
-    def attend(layer, query, key, value):
-        spec = scene.groups[layer].spec
+    def attend(inputs):
+        spec = scene.groups[inputs.layer].spec
+        query, key, value = inputs.normed_and_rotated()
         lag = torch.arange(len(query))[:, None] - torch.arange(len(query))
         seen = (lag >= 0) & (lag < (spec.sliding_window or len(query)))
         key, value = (x.repeat_interleave(spec.group_size, 1) for x in (key, value))

@@ -356,8 +356,8 @@ def dense_text(target, request):
     """Greedy continuation of a target with two groups by attention over the whole text each time."""
     tokens = torch.tensor([list(request.prompt)])
 
-    def attend(layer, *args, **options):
-        return causal_attend(1, layer_windows(layer))(layer, *args, **options)
+    def attend(inputs):
+        return causal_attend(1, layer_windows(inputs.layer))(inputs)
 
     for _ in range(request.max_new_tokens):
         hidden = target(tokens.flatten(), positions_of(tokens), attend).hidden

@@ -10,10 +10,9 @@ import torch
 from torch.nn import functional as F
 
 from attn_backends import get
-from attn_backends.kernels.rope import Rotation, rotate_both
 from spec_decode.drafter.plan import GraphMode, Strategy
 from spec_decode.engine import Engine, Generation, Request
-from spec_decode.models import SHIPPED_PAIR, EagleDraft, LlamaTarget, load_pair
+from spec_decode.models import SHIPPED_PAIR, AttentionInputs, EagleDraft, LlamaTarget, load_pair
 from spec_decode.models.byte_tokenizer import encode
 from spec_decode.models.held_out_text import held_out_prompts
 
@@ -67,11 +66,8 @@ def plain() -> list[list[int]]:
 def logits_behind(prefix: Sequence[int]) -> torch.Tensor:
     """The target's logits behind a prefix, by dense attention: no cache, no backend."""
 
-    def attend(
-        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, rotation: Rotation
-    ) -> torch.Tensor:
-        query, key = rotate_both(query, key, rotation)
-        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    def attend(inputs: AttentionInputs) -> torch.Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in inputs.normed_and_rotated())
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out[0].transpose(0, 1)
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from attn_backends.kernels.rope import Rotation, rotate_both
-from attn_backends.kernels.write_latent import KvANormRope
-from spec_decode.models import Attend, LlamaTarget
-from spec_decode.models.layers.latent_attention import as_cached
+from spec_decode.models import Attention, AttentionInputs, LlamaTarget
 
 
 def positions_of(tokens: torch.Tensor) -> torch.Tensor:
@@ -23,61 +20,41 @@ def run_target(target: LlamaTarget, tokens: torch.Tensor) -> torch.Tensor:
     return hidden.view(*tokens.shape, -1)
 
 
-def causal_attend(batch: int, window: int | None = None) -> Attend:
+def causal_attend(batch: int, window: int | None = None) -> Attention:
     """Attention over whole sequences. window: the positions a query sees, its own included; None for all before it."""
 
-    def attend(
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        norm: KvANormRope | None = None,
-        sinks: torch.Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> torch.Tensor:
-        query, key = rotate_both(query, key, rotation)
-        key, value = as_cached(key, value, norm)
+    def attend(inputs: AttentionInputs) -> torch.Tensor:
+        query, key, value = inputs.normed_and_rotated()
         query, key, value = (_heads_first(batch, x) for x in (query, key, value))
-        if window is None and sinks is None:
+        if window is None and inputs.sinks is None:
             out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         else:
             lag = _lag(query.shape[2], query.device)
-            out = _attention(query, key, value, (lag >= 0) & _within(lag, window), sinks)
+            out = _attention(query, key, value, (lag >= 0) & _within(lag, window), inputs.sinks)
         return out.transpose(1, 2).flatten(0, 1)
 
     return attend
 
 
-def unrolled_attend(inputs: torch.Tensor, window: int | None = None) -> Attend:
-    """Attention of a draft that is called once a step over the same inputs [B, L].
+def unrolled_attend(tokens: torch.Tensor, window: int | None = None) -> Attention:
+    """Attention of a draft that is called once a step over the same tokens [B, L].
 
     The query of step k sees what it would at inference: keys made from the target's states up to k positions
     back, and after those one key of each later step, its own last; of these only what lies within its window.
     """
-    lag = _lag(inputs.shape[1], inputs.device)
+    lag = _lag(tokens.shape[1], tokens.device)
     keys: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
 
-    def attend(
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        norm: KvANormRope | None = None,
-        sinks: torch.Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> torch.Tensor:
+    def attend(inputs: AttentionInputs) -> torch.Tensor:
         step = len(keys)
-        query, key = rotate_both(query, key, rotation)
-        key, value = as_cached(key, value, norm)
-        keys.append(_heads_first(inputs.shape[0], key))
-        values.append(_heads_first(inputs.shape[0], value))
+        query, key, value = inputs.normed_and_rotated()
+        keys.append(_heads_first(tokens.shape[0], key))
+        values.append(_heads_first(tokens.shape[0], value))
         blocks = [lag >= step, *(lag == step - own for own in range(1, step + 1))]
         seen = torch.cat([block & _within(lag, window) for block in blocks], 1)
-        query = _heads_first(inputs.shape[0], query)
-        out = _attention(query, torch.cat(keys, 2), torch.cat(values, 2), seen, sinks)
+        query = _heads_first(tokens.shape[0], query)
+        out = _attention(query, torch.cat(keys, 2), torch.cat(values, 2), seen, inputs.sinks)
         return out.transpose(1, 2).flatten(0, 1)
 
     return attend

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from attn_backends.kernels.rope import Rotation, rotate_both
-from attn_backends.kernels.write_latent import KvANormRope
-from spec_decode.models import EagleDraft, LlamaTarget
+from spec_decode.models import AttentionInputs, EagleDraft, LlamaTarget
 from spec_decode.models.byte_tokenizer import decode, encode
 from train_pair.attention import causal_attend, positions_of, run_target
 
@@ -23,19 +21,10 @@ def write(target: LlamaTarget, prompts: torch.Tensor, length: int, dtype: torch.
     tokens = F.pad(prompts, (0, length - prompts.shape[1]))
 
     # A target's layers have neither latents nor sinks.
-    def attend(
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        norm: KvANormRope | None = None,
-        sinks: torch.Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> torch.Tensor:
-        query, key = rotate_both(query, key, rotation)
-        cache[layer, 0, :, :, at], cache[layer, 1, :, :, at] = key, value
-        keys, values = cache[layer, :, :, :, max(0, at + 1 - window) : at + 1]
+    def attend(inputs: AttentionInputs) -> torch.Tensor:
+        query, key, value = inputs.normed_and_rotated()
+        cache[inputs.layer, 0, :, :, at], cache[inputs.layer, 1, :, :, at] = key, value
+        keys, values = cache[inputs.layer, :, :, :, max(0, at + 1 - window) : at + 1]
         out = F.scaled_dot_product_attention(query[:, :, None].to(dtype), keys, values, enable_gqa=True)
         return out[:, :, 0].to(query.dtype)
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from spec_decode.models.base import Attend, LayerGroup, TargetModel, TargetStates
+from spec_decode.models.attention import Attention, AttentionInputs
+from spec_decode.models.base import LayerGroup, TargetModel, TargetStates
 from spec_decode.models.hf.attention import ATTENTION_NAME, LayerAttention, LayerCall, serving, unserved
 from spec_decode.models.hf.hidden_states import catching, set_hooks
 
@@ -95,13 +96,13 @@ class TransformersTarget(TargetModel):
             groups.append(LayerGroup(name=name, spec=asked.spec(page_size), layers=tuple(layers)))
         return groups
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> TargetStates:
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> TargetStates:
         """token_ids and positions int64 [T]; hidden are the states after the final norm."""
 
         def serve(call: LayerCall) -> torch.Tensor:
             if call.asked != (made_for := self._layers.get(call.layer)):
                 raise unserved(f"layer {call.layer} asks for {call.asked}, while the target was made for {made_for}")
-            return attend(call.layer, call.query, call.key, call.value, sinks=call.sinks)
+            return attention(AttentionInputs(call.layer, call.query, call.key, call.value, sinks=call.sinks))
 
         with serving(serve), catching() as states:
             out = self._decoder(**self._inputs(token_ids, positions))

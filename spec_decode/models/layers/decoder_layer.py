@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import nn
 
-from spec_decode.models.base import Attend
+from spec_decode.models.attention import Attention, AttentionInputs
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.kernels.skinny_linear import is_skinny, norm_linear, skinny_linear
 from spec_decode.models.kernels.swiglu import swiglu
@@ -38,18 +38,18 @@ class ResidualLayer(nn.Module, ABC):
         """Create what `attention` needs."""
 
     @abstractmethod
-    def attention(self, x: torch.Tensor, positions: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
+    def attention(self, x: torch.Tensor, positions: torch.Tensor, rotary: Rotary, attention: Attention) -> torch.Tensor:
         """What attention makes of normed hidden states x [T, H] at positions int64 [T]: the residual's delta [T, H]."""
 
     def forward(
-        self, x: torch.Tensor, delta: torch.Tensor | None, positions: torch.Tensor, rotary: Rotary, attend: Attend
+        self, x: torch.Tensor, delta: torch.Tensor | None, positions: torch.Tensor, rotary: Rotary, attention: Attention
     ) -> ResidualStream:
         """x and the delta yet to be added to it, [T, H], at positions int64 [T]; the same pair behind the layer."""
         if is_skinny(x, self.gate_up.weight):
-            x, delta = self.folded_attention(x, delta, positions, rotary, attend)
+            x, delta = self.folded_attention(x, delta, positions, rotary, attention)
         else:
             x, normed = self.attn_norm(x, delta)
-            delta = self.attention(normed, positions, rotary, attend)
+            delta = self.attention(normed, positions, rotary, attention)
         return self.feed_forward(x, delta)
 
     def feed_forward(self, x: torch.Tensor, delta: torch.Tensor | None) -> ResidualStream:
@@ -68,11 +68,11 @@ class ResidualLayer(nn.Module, ABC):
         return x, swiglu(self.gate_up(normed))
 
     def folded_attention(
-        self, x: torch.Tensor, delta: torch.Tensor | None, positions: torch.Tensor, rotary: Rotary, attend: Attend
+        self, x: torch.Tensor, delta: torch.Tensor | None, positions: torch.Tensor, rotary: Rotary, attention: Attention
     ) -> ResidualStream:
         """The first half of `forward`, for x that `is_skinny`; a subclass may fold its linear layers too."""
         x, normed = self.attn_norm(x, delta)
-        return x, self.attention(normed, positions, rotary, attend)
+        return x, self.attention(normed, positions, rotary, attention)
 
 
 class DecoderLayer(ResidualLayer):
@@ -84,19 +84,21 @@ class DecoderLayer(ResidualLayer):
         self.qkv = nn.Linear(config.hidden_size, sum(self.heads) * config.head_dim, bias=False)
         self.out = nn.Linear(config.num_q_heads * config.head_dim, config.hidden_size, bias=False)
 
-    def attention(self, x: torch.Tensor, positions: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
-        delta: torch.Tensor = self.out(self._attended(self.qkv(x), positions, rotary, attend))
+    def attention(self, x: torch.Tensor, positions: torch.Tensor, rotary: Rotary, attention: Attention) -> torch.Tensor:
+        delta: torch.Tensor = self.out(self._attended(self.qkv(x), positions, rotary, attention))
         return delta
 
     def folded_attention(
-        self, x: torch.Tensor, delta: torch.Tensor | None, positions: torch.Tensor, rotary: Rotary, attend: Attend
+        self, x: torch.Tensor, delta: torch.Tensor | None, positions: torch.Tensor, rotary: Rotary, attention: Attention
     ) -> ResidualStream:
         x, packed = norm_linear(x, delta, self.attn_norm.weight, self.attn_norm.eps, self.qkv.weight)
-        attended = self._attended(packed, positions, rotary, attend)
+        attended = self._attended(packed, positions, rotary, attention)
         return skinny_linear(attended, self.out.weight, residual=x), None
 
-    def _attended(self, packed: torch.Tensor, positions: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
+    def _attended(
+        self, packed: torch.Tensor, positions: torch.Tensor, rotary: Rotary, attention: Attention
+    ) -> torch.Tensor:
         """What the heads attend to, [T, heads * D], for packed [T, (heads + 2 KV heads) * D] queries, keys, values."""
         packed = packed.view(packed.shape[0], sum(self.heads), self.head_dim)
         query, key, value = packed.split(self.heads, 1)
-        return attend(self.layer, query, key, value, rotation=rotary(positions)).flatten(1)
+        return attention(AttentionInputs(self.layer, query, key, value, rope=rotary(positions))).flatten(1)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from attn_backends.kernels.latent_rotary import inverse_rotary, prepare_query, turned
+from attn_backends.kernels.latent_rotary import inverse_rotary, prepare_query
 from attn_backends.kernels.write_latent import KvANormRope
-from spec_decode.models.base import Attend
+from spec_decode.models.attention import Attention, AttentionInputs
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.layers.decoder_layer import ResidualLayer
 from spec_decode.models.layers.rms_norm import RMSNorm
@@ -37,26 +36,15 @@ class LatentDecoderLayer(ResidualLayer):
         self.out_a = nn.Linear(heads * config.value_dim, out_rank, bias=False)
         self.out_b = nn.Linear(out_rank, hidden, bias=False)
 
-    def attention(self, x: torch.Tensor, positions: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
+    def attention(self, x: torch.Tensor, positions: torch.Tensor, rotary: Rotary, attention: Attention) -> torch.Tensor:
         query = self.q_b(self.q_norm(self.q_a(x))[1]).view(-1, self.heads, self.head_dim)
         query = prepare_query(query, positions, rotary.table, eps=self.q_norm.eps)
         latent = self.kv(x)[:, None]
         norm = KvANormRope(weight=self.kv_norm.weight, eps=self.kv_norm.eps, positions=positions, table=rotary.table)
         sinks = None if self.sinks is None else self.sinks.float()
-        out = attend(self.layer, query, latent, latent[..., : self.value_dim], norm=norm, sinks=sinks)
+        value = latent[..., : self.value_dim]
+        out = attention(AttentionInputs(self.layer, query, latent, value, kv_a_norm_rope=norm, sinks=sinks))
         if self.value_dim == self.head_dim:
             out = inverse_rotary(out, positions, rotary.table)
         delta: torch.Tensor = self.out_b(self.out_a(out.flatten(1)))
         return delta
-
-
-def as_cached(key: torch.Tensor, value: torch.Tensor, norm: KvANormRope | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Key and value [T, heads, D or E] of an `Attend` as a cache would hold them, where there is none; differentiable.
-
-    With norm they are a raw latent, normed and rotated here by the formula of `write_latent`.
-    """
-    if norm is None:
-        return key, value
-    wide = F.rms_norm(key.float(), norm.weight.shape, norm.weight.float(), norm.eps)
-    latent = turned(wide, norm.positions, norm.table).to(key.dtype)
-    return latent, latent[..., : value.shape[-1]]

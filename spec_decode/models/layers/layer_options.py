@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from spec_decode.models.base import Attend
+from spec_decode.models.attention import Attention
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.kernels.skinny_linear import skinny_linear
@@ -53,27 +53,27 @@ class PublishedLayer(DecoderLayer):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if extras.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if extras.qk_norm else None
 
-    def attention(self, x: torch.Tensor, positions: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
+    def attention(self, x: torch.Tensor, positions: torch.Tensor, rotary: Rotary, attention: Attention) -> torch.Tensor:
         packed = self.qkv(x)
         if self.q_norm is not None and self.k_norm is not None:
             query, key, value = packed.view(x.shape[0], -1, self.head_dim).split(self.heads, 1)
             packed = torch.cat([self.q_norm(query)[1], self.k_norm(key)[1], value], 1)
-        delta: torch.Tensor = self.out(self._attended(packed, positions, rotary, attend))
+        delta: torch.Tensor = self.out(self._attended(packed, positions, rotary, attention))
         return delta
 
     def folded_attention(
-        self, x: torch.Tensor, delta: torch.Tensor | None, positions: torch.Tensor, rotary: Rotary, attend: Attend
+        self, x: torch.Tensor, delta: torch.Tensor | None, positions: torch.Tensor, rotary: Rotary, attention: Attention
     ) -> ResidualStream:
         if self.plain:
-            return super().folded_attention(x, delta, positions, rotary, attend)
+            return super().folded_attention(x, delta, positions, rotary, attention)
         x, normed = self.attn_norm(x, delta)
-        return x, self.attention(normed, positions, rotary, attend)
+        return x, self.attention(normed, positions, rotary, attention)
 
     def folded_attention_over(
-        self, inputs: torch.Tensor, x: torch.Tensor, positions: torch.Tensor, rotary: Rotary, attend: Attend
+        self, inputs: torch.Tensor, x: torch.Tensor, positions: torch.Tensor, rotary: Rotary, attention: Attention
     ) -> ResidualStream:
         """As `folded_attention`, with x as the residual and what queries, keys and values are made of as it is."""
         if not self.plain:
-            return x, self.attention(inputs, positions, rotary, attend)
-        attended = self._attended(skinny_linear(inputs, self.qkv.weight), positions, rotary, attend)
+            return x, self.attention(inputs, positions, rotary, attention)
+        attended = self._attended(skinny_linear(inputs, self.qkv.weight), positions, rotary, attention)
         return skinny_linear(attended, self.out.weight, residual=x), None

@@ -14,7 +14,7 @@ from torch import nn
 
 from attn_backends.kernels.latent_rotary import inverse_rotary
 from builders import AttentionKind, AttentionSpec
-from spec_decode.models.base import Attend
+from spec_decode.models.attention import Attention, AttentionInputs
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights, frozen
 from spec_decode.models.kernels.skinny_linear import linear
 from spec_decode.models.layers.yarn import Rope
@@ -80,7 +80,7 @@ class LatentAttention(nn.Module):
         # Angles of the other sign: turning back by them turns forward, in place and without a norm.
         self.register_buffer("back", torch.cat([cos, -sin], -1), persistent=False)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, layer: int, attend: Attend) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, layer: int, attention: Attention) -> torch.Tensor:
         """x [T, H] normed, positions int64 [T]; the residual's delta [T, H]."""
         shape = self.shape
         query, latent = linear(x, self.project_in).split([self.queries, shape.kv_rank + shape.rope.dims], -1)
@@ -91,6 +91,6 @@ class LatentAttention(nn.Module):
         query = inverse_rotary(torch.cat([absorbed, rotated], -1), positions, self.back)
         latent, shared = latent.split([shape.kv_rank, shape.rope.dims], -1)
         key = inverse_rotary(torch.cat([self.kv_norm(latent)[1], shared], -1)[:, None], positions, self.back)
-        out = attend(layer, query, key, key[..., : shape.kv_rank])
+        out = attention(AttentionInputs(layer, query, key, key[..., : shape.kv_rank]))
         values = torch.bmm(out.transpose(0, 1), self.value_up.mT).transpose(0, 1)
         return linear(values.flatten(1), self.out)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from attn_backends.kernels.rope import Rotation
+from attn_backends.kernels.rope import Rope
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.config import ModelConfig
@@ -57,9 +57,9 @@ class Rotary(nn.Module):
         table = torch.cat([angle.cos(), angle.sin()], -1).float()
         self.register_buffer("table", table, persistent=False)
 
-    def forward(self, positions: torch.Tensor) -> Rotation:
+    def forward(self, positions: torch.Tensor) -> Rope:
         """The rotation of heads of rotary_dim dims to positions int64 [T]."""
-        return Rotation(positions, self.table)
+        return Rope(positions, self.table)
 
 
 class ScaledRotary(Rotary):

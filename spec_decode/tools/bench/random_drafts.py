@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from spec_decode.models import (
-    Attend,
+    Attention,
     DraftModel,
     LayerGroup,
     TargetModel,
@@ -61,7 +61,7 @@ class Head(TargetModel):
         """None: there are no layers."""
         return []
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> TargetStates:
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> TargetStates:
         """The embedding, in the place of all layers."""
         states = self.embed(token_ids)
         return TargetStates(states, states)

@@ -12,7 +12,8 @@ from torch import nn
 from attn_backends import get
 from builders import RequestTables
 from spec_decode.drafter import Drafter, DrafterConfig, VerifiedTokens
-from spec_decode.drafter.kv_groups import attend_with, build_ragged, make_group
+from spec_decode.drafter.attention import PagedAttention
+from spec_decode.drafter.kv_groups import build_ragged, make_group
 from spec_decode.models import TargetModel, TargetStates
 from tests.factories import CPU, owned_pages
 
@@ -248,7 +249,7 @@ class Scene:
         """States of the last query_lens[r] of seq_lens[r] tokens of each request."""
         batch, metadata = build_ragged(self.groups, self.tables, query_lens, seq_lens)
         with torch.no_grad():
-            return self.model(ids, hidden, batch.positions, attend_with(self.groups, metadata))
+            return self.model(ids, hidden, batch.positions, PagedAttention(self.groups, metadata))
 
     def drafts(self, strategy, temperature=0.0):
         """A prefill and two rounds; tokens and logits of each."""

@@ -320,7 +320,7 @@ def test_the_drafter_checks_kill_a_backend_that_attends_otherwise(forward):
 
 def test_the_drafter_checks_kill_a_backend_that_stores_raw_latents():
     backend = latent_only()
-    type(backend).write_latent = lambda self, latent, norm, cache, metadata: self.write_kv(
+    type(backend).norm_rope_and_write_latent = lambda self, latent, norm_rope, cache, metadata: self.write_kv(
         latent[:, None], latent[:, None], cache, metadata
     )
     [check] = drafter_checks(backend, PREFIX)

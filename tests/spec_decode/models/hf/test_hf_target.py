@@ -14,9 +14,10 @@ import torch
 
 from attn_backends import get
 from builders import RequestTables
-from spec_decode.drafter.kv_groups import KVGroup, attend_with, build_ragged, make_group
+from spec_decode.drafter.attention import PagedAttention
+from spec_decode.drafter.kv_groups import KVGroup, build_ragged, make_group
 from spec_decode.graphs import runtime_for
-from spec_decode.models import CheckpointError, TargetStates
+from spec_decode.models import AttentionInputs, CheckpointError, TargetStates
 from tests.factories import CPU, make_tables
 
 transformers = pytest.importorskip("transformers")
@@ -118,7 +119,7 @@ class Runner:
         """Logits of each request's last tokens `rows[r]`, the last of them at position seq_lens[r] - 1."""
         lens = [len(row) for row in rows]
         batch, metadata = build_ragged(self.groups, self.tables, lens, seq_lens)
-        states = self.model(torch.cat(list(rows)), batch.positions, attend_with(self.groups, metadata))
+        states = self.model(torch.cat(list(rows)), batch.positions, PagedAttention(self.groups, metadata))
         return list(self.model.logits(states.hidden).split(lens))
 
 
@@ -200,7 +201,7 @@ def test_a_captured_forward_replays_over_other_tokens(kind: str) -> None:
     out = torch.zeros(6, 64)
 
     def forward() -> None:
-        states = runner.model(tokens, batch.positions, attend_with(runner.groups, metadata))
+        states = runner.model(tokens, batch.positions, PagedAttention(runner.groups, metadata))
         out.copy_(runner.model.logits(states.hidden))
 
     graph = runtime_for(CPU).capture(forward)
@@ -276,7 +277,7 @@ def dense(model: TransformersTarget, tokens: torch.Tensor) -> TargetStates:
     """A forward over one whole text, without pages."""
     runner = Runner(model, "torch_reference")
     batch, metadata = build_ragged(runner.groups, runner.tables, [len(tokens)], [len(tokens)])
-    states: TargetStates = model(tokens, batch.positions, attend_with(runner.groups, metadata))
+    states: TargetStates = model(tokens, batch.positions, PagedAttention(runner.groups, metadata))
     return states
 
 
@@ -296,11 +297,11 @@ def test_a_forward_within_a_forward_keeps_its_own_attention() -> None:
     model, others = target("llama"), dense(target("llama"), TEXTS[1]).hidden
     runner = Runner(model, "torch_reference")
     batch, metadata = build_ragged(runner.groups, runner.tables, [24], [24])
-    outer, inner = attend_with(runner.groups, metadata), []
+    outer, inner = PagedAttention(runner.groups, metadata), []
 
-    def attend(layer: int, *parts: torch.Tensor, **named: Any) -> torch.Tensor:
+    def attend(inputs: AttentionInputs) -> torch.Tensor:
         inner.append(dense(model, TEXTS[1]).hidden)
-        return outer(layer, *parts, **named)
+        return outer(inputs)
 
     hidden = model(TEXTS[0], batch.positions, attend).hidden
 

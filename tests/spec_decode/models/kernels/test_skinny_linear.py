@@ -5,7 +5,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_backends.kernels.rope import rotate_both
 from builders.errors import BatchError
 from spec_decode.models.kernels import skinny_linear as module
 from spec_decode.models.kernels.skinny_linear import (
@@ -276,9 +275,10 @@ def test_a_few_outputs_load_all_of_their_inputs_at_once_or_what_registers_hold(r
     assert tile_of(rows, outputs, inputs, itemsize=4) == tile
 
 
-def averaging(layer, query, key, value, *, norm=None, sinks=None, rotation=None):
+def averaging(inputs):
     """No attention to speak of, but each of its inputs matters."""
-    query, key = rotate_both(query, key, rotation)
+    norm, value = inputs.kv_a_norm_rope, inputs.value
+    query, key, _ = inputs._replace(kv_a_norm_rope=None).normed_and_rotated()
     keys = key if norm is None else key * norm.weight
     out = query + keys.mean(1, keepdim=True)
     out[..., : value.shape[-1]] += value.mean(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Rotation and the KV write as one kernel, against rotation in float64 and a write of its own."""
+"""Rope and the KV write as one kernel, against rotation in float64 and a write of its own."""
 
 from dataclasses import replace
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attn_backends import KVCache
-from attn_backends.kernels.rope import Rotation, rotate
-from attn_backends.kernels.rope_and_write_kv import rotate_and_write_kv
+from attn_backends.kernels.rope import Rope, apply_rope
+from attn_backends.kernels.rope_and_write_kv import rope_and_write_kv
 from attn_backends.kernels.write_kv import write_kv
 from builders.kernels.triton_runtime import torch_implementations
 from tests.factories import make_cache, make_spec
@@ -17,9 +17,9 @@ SLOTS = torch.tensor([7, -1, 19, 0])
 POSITIONS = torch.tensor([3, 39, 0, 17])
 
 
-def rotation_of(dim):
+def rope_of(dim):
     angle = torch.arange(MAX_POSITIONS)[:, None] * 100.0 ** -(torch.arange(dim // 2) / (dim // 2))
-    return Rotation(POSITIONS, torch.cat([angle.cos(), angle.sin()], -1))
+    return Rope(POSITIONS, torch.cat([angle.cos(), angle.sin()], -1))
 
 
 def packed_of(spec):
@@ -33,8 +33,8 @@ def packed_of(spec):
 
 def turned(x):
     """x by the plane rotations themselves, as complex numbers in float64."""
-    rotation = rotation_of(x.shape[-1])
-    cos, sin = rotation.table[POSITIONS].double().chunk(2, -1)
+    rope = rope_of(x.shape[-1])
+    cos, sin = rope.table[POSITIONS].double().chunk(2, -1)
     first, second = x.double().chunk(2, -1)
     product = torch.complex(first, second) * torch.complex(cos, sin)[:, None]
     return torch.cat([product.real, product.imag], -1)
@@ -56,7 +56,7 @@ def test_queries_are_turned_in_place_and_turned_keys_and_values_stored(sizes, dt
     before, projected = KVCache(cache.key.clone(), cache.value.clone()), whole.clone()
     queries, keys = turned(query), turned(key)
 
-    rotate_and_write_kv(query, key, value, rotation_of(spec.head_dim), cache.key, cache.value, SLOTS)
+    rope_and_write_kv(query, key, value, rope_of(spec.head_dim), cache.key, cache.value, SLOTS)
 
     close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 2 * torch.finfo(dtype).eps}
     written = SLOTS >= 0
@@ -80,12 +80,12 @@ def test_the_numbers_are_those_of_the_two_ops(by_torch, kv_dtype):
         cache.key.zero_()
         cache.value.zero_()
     (_, (query, key, value)), (_, (other, other_key, _)) = packed_of(spec), packed_of(spec)
-    rotation = rotation_of(spec.head_dim)
+    rope = rope_of(spec.head_dim)
 
     def both():
-        rotate_and_write_kv(query, key, value, rotation, caches[0].key, caches[0].value, SLOTS)
-        write_kv(rotate(other_key, rotation), value, caches[1].key, caches[1].value, SLOTS)
-        rotate(other, rotation)
+        rope_and_write_kv(query, key, value, rope, caches[0].key, caches[0].value, SLOTS)
+        write_kv(apply_rope(other_key, rope), value, caches[1].key, caches[1].value, SLOTS)
+        apply_rope(other, rope)
 
     if by_torch:
         with torch_implementations():
@@ -105,8 +105,8 @@ def test_a_value_dim_of_its_own_and_strided_caches():
     caches = packed[..., :16], packed[..., 17:57]
     wanted = make_cache(spec, 5)
 
-    rotate_and_write_kv(torch.randn(TOKENS, 4, 16), key, value, rotation_of(16), *caches, SLOTS)
-    write_kv(rotate(key, rotation_of(16)), value, wanted.key, wanted.value, SLOTS)
+    rope_and_write_kv(torch.randn(TOKENS, 4, 16), key, value, rope_of(16), *caches, SLOTS)
+    write_kv(apply_rope(key, rope_of(16)), value, wanted.key, wanted.value, SLOTS)
 
     for slot in SLOTS[SLOTS >= 0]:
         at = slot // 4, slot % 4

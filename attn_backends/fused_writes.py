@@ -1,0 +1,40 @@
+"""Cache writes fused with what precedes them in a layer: a backend declares which it has, and inherits them from here.
+
+A backend without one still serves such layers: its caller runs the steps one by one and then `write_kv`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attn_backends.base import KVCache
+from attn_backends.kernels.rope import Rope
+from attn_backends.kernels.rope_and_write_kv import rope_and_write_kv
+from attn_backends.kernels.write_latent import KvANormRope, write_latent
+
+
+class FusedRopeWrite:
+    """The write of `FusedWrite.ROPE`."""
+
+    def rope_and_write_kv(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rope: Rope, cache: KVCache, metadata: Any
+    ) -> None:
+        """Rotate query in place, and store the rope_formula key and the value at metadata.slot_mapping, in one kernel.
+
+        query  [num_tokens, num_q_heads, head_dim]
+        key    [num_tokens, num_kv_heads, head_dim], value [..., value_dim], in spec.new_kv_dtype
+        """
+        rope_and_write_kv(query, key, value, rope, cache.key, cache.value, metadata.slot_mapping)
+
+
+class FusedLatentWrite:
+    """The write of `FusedWrite.KV_A_NORM_ROPE`."""
+
+    def norm_rope_and_write_latent(
+        self, latent: torch.Tensor, norm_rope: KvANormRope, cache: KVCache, metadata: Any
+    ) -> None:
+        """Norm and apply_rope latent [num_tokens, head_dim], in spec.new_kv_dtype, and store it, in one kernel."""
+        page_size = cache.key.shape[1]
+        write_latent(latent, cache.latents, metadata.slot_mapping, page_size=page_size, norm_rope=norm_rope)

@@ -1,0 +1,85 @@
+"""The attention of a model over the paged caches of its KV groups, whole or split around what no graph can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from attn_backends.capabilities import FusedWrite
+from builders import AttentionKind
+from spec_decode.drafter.kv_groups import KVGroup
+from spec_decode.graphs import SplitOp
+from spec_decode.models.attention import AttentionInputs
+
+
+class PagedAttention:
+    """Writes the new keys and values of a layer to its cache, and attends over it."""
+
+    def __init__(self, groups: Sequence[KVGroup], metadata: Sequence[Any]) -> None:
+        """metadata: one per group, read at each call."""
+        self._groups = groups
+        self._metadata = metadata
+        self._group_of = {layer: index for index, group in enumerate(groups) for layer in group.caches}
+
+    def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
+        """See `Attention`. Raises BatchError, with nothing run, for tensors that a kernel would misread."""
+        index = self._group_of[inputs.layer]
+        group, metadata = self._groups[index], self._metadata[index]
+        query = _write(group, metadata, inputs)
+        cache = group.caches[inputs.layer]
+        return group.backend.forward(query, cache, metadata, spec=group.spec, sinks=inputs.sinks)
+
+
+class SplitAttention:
+    """`PagedAttention` of a step that is captured in pieces: uncaptured groups run eagerly between the pieces.
+
+    An eager call uses the metadata of this capture, which the graph advances; that of a rebuild group is what the step
+    buffers hold by then. Rotation and write belong to the eager call, so that the same kernels run in every strategy:
+    another kernel may round a bfloat16 key the other way.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[KVGroup],
+        metadata: Sequence[Any],
+        *,
+        uncaptured: Collection[int],
+        rebuilt: Collection[int],
+        split_op: SplitOp,
+    ) -> None:
+        """metadata: the step buffers' own list. uncaptured, rebuilt: indices of groups."""
+        self._groups, self._current, self._captured = groups, metadata, list(metadata)
+        self._rebuilt, self._split_op = rebuilt, split_op
+        self._uncaptured_layers = {layer for index in uncaptured for layer in groups[index].caches}
+        self._inside = PagedAttention(groups, self._captured)
+
+    def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
+        """See `Attention`."""
+        if inputs.layer not in self._uncaptured_layers:
+            return self._inside(inputs)
+
+        def eager(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            now = [self._current[i] if i in self._rebuilt else held for i, held in enumerate(self._captured)]
+            return PagedAttention(self._groups, now)(inputs._replace(query=query, key=key, value=value))
+
+        return self._split_op(eager, inputs.query, inputs.key, inputs.value)
+
+
+def _write(group: KVGroup, metadata: Any, inputs: AttentionInputs) -> torch.Tensor:
+    """Write a layer's keys and values, in as few kernels as the backend declares; returns the rotated query."""
+    backend: Any = group.backend
+    fused = backend.capabilities.fused_writes
+    cache, dtype = group.caches[inputs.layer], group.spec.new_kv_dtype
+    query, key, value = inputs.query, inputs.key, inputs.value
+    if inputs.kv_a_norm_rope is not None and FusedWrite.KV_A_NORM_ROPE in fused:
+        backend.norm_rope_and_write_latent(key[:, 0].to(dtype), inputs.kv_a_norm_rope, cache, metadata)
+        return query
+    of_one_dtype = key.dtype == dtype and group.spec.kind is AttentionKind.MHA
+    if inputs.rope is not None and FusedWrite.ROPE in fused and of_one_dtype:
+        backend.rope_and_write_kv(query, key, value, inputs.rope, cache, metadata)
+        return query
+    query, key, value = inputs.normed_and_rotated()
+    backend.write_kv(key.to(dtype), value.to(dtype), cache, metadata)
+    return query

@@ -1,0 +1,49 @@
+"""How a model asks for attention: one record in, one call."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from attn_backends.kernels.rope import Rope, apply_rope
+from attn_backends.kernels.write_latent import KvANormRope
+
+
+class AttentionInputs(NamedTuple):
+    """What one layer asks of attention for T flat tokens. The layer knows nothing of caches or metadata.
+
+    layer          index of the layer in its model
+    query          [T, num_q_heads, head_dim]
+    key            [T, num_kv_heads, head_dim]
+    value          [T, num_kv_heads, value_dim]
+    rope           rotates query and key first, for which they may be overwritten; None: they come rope_formula
+    kv_a_norm_rope the key is a latent as projected, which is normed and rope_formula on its way into the cache; never beside
+                   rope
+    sinks          fp32 [num_q_heads], or None
+    """
+
+    layer: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    rope: Rope | None = None
+    kv_a_norm_rope: KvANormRope | None = None
+    sinks: torch.Tensor | None = None
+
+    def normed_and_rotated(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value as attention reads them, for implementations that fuse nothing; differentiable."""
+        if self.rope is not None:
+            return apply_rope(self.query, self.rope), apply_rope(self.key, self.rope), self.value
+        if self.kv_a_norm_rope is None:
+            return self.query, self.key, self.value
+        latent = self.kv_a_norm_rope.apply(self.key)
+        return self.query, latent, latent[..., : self.value.shape[-1]]
+
+
+class Attention(Protocol):
+    """Stores key and value, and attends."""
+
+    def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
+        """[T, num_q_heads, value_dim]."""
+        ...

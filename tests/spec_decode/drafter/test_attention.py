@@ -1,0 +1,150 @@
+"""How paged attention rotates queries and keys on their way into the cache."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attn_backends import FusedWrite
+from attn_backends.kernels.rope import Rope, rope_formula
+from attn_backends.kernels.rope_and_write_kv import rope_and_write_kv
+from attn_backends.torch_reference import TorchReference
+from builders import BatchError
+from spec_decode.drafter.attention import PagedAttention, SplitAttention
+from spec_decode.drafter.kv_groups import KVGroup
+from spec_decode.models import AttentionInputs
+from tests.factories import make_cache, make_spec
+
+SPEC = make_spec()
+SLOTS = torch.tensor([3, -1, 9])
+ROPE = Rope(torch.tensor([2, 5, 0]), torch.randn(8, 16))
+METADATA = [SimpleNamespace(slot_mapping=SLOTS)]
+
+
+class Storing(TorchReference):
+    """Attends to nothing: the output is the query. Counts its fused writes and keeps the keys of the others."""
+
+    def __init__(self):
+        self.fused, self.given = 0, None
+
+    def forward(self, query, cache, metadata, *, spec, sinks=None):
+        return query
+
+    def rope_and_write_kv(self, *args):
+        self.fused += 1
+        super().rope_and_write_kv(*args)
+
+
+class Unfused(Storing):
+    capabilities = replace(TorchReference.capabilities, fused_writes=frozenset())
+
+    def write_kv(self, key, value, cache, metadata):
+        self.given = key.clone()
+        super().write_kv(key, value, cache, metadata)
+
+
+class Overriding(Storing):
+    """States no capabilities of its own."""
+
+    def write_kv(self, key, value, cache, metadata):
+        self.given = key.clone()
+        super().write_kv(key, value, cache, metadata)
+
+
+def attended(backend, dtype=torch.float32):
+    """(rotated query, cache, query and key as projected) of one call."""
+    cache = make_cache(SPEC, 5)
+    group = KVGroup(name="layers", backend=backend, spec=SPEC, caches={0: cache})
+    query, key, value = torch.randn(3, 8, 16, dtype=dtype).split([4, 2, 2], 1)
+    as_projected = query.clone(), key.clone()
+    out = PagedAttention([group], METADATA)(AttentionInputs(0, query, key, value, rope=ROPE))
+    return out, cache, *as_projected
+
+
+def assert_rotated(out, cache, query, key):
+    torch.testing.assert_close(out, rope_formula(query, ROPE))
+    keys = rope_formula(key, ROPE).to(SPEC.dtype)
+    assert torch.equal(cache.key[0, 3], keys[0]) and torch.equal(cache.key[2, 1], keys[2])
+
+
+def test_a_backend_that_declares_the_fused_write_takes_the_one_kernel():
+    backend = Storing()
+    assert_rotated(*attended(backend))
+    assert backend.fused == 1
+
+
+def test_a_backend_that_declares_none_gets_rotated_keys():
+    backend = Unfused()
+    out, cache, query, key = attended(backend)
+    assert_rotated(out, cache, query, key)
+    torch.testing.assert_close(backend.given, rope_formula(key, ROPE))
+    assert backend.fused == 0
+
+
+def test_a_subclass_that_overrides_the_write_loses_the_fused_ones_that_it_inherits():
+    backend = Overriding()
+    assert TorchReference.capabilities.fused_writes == frozenset(FusedWrite)
+    assert backend.capabilities.fused_writes == frozenset()
+    _, _, _, key = attended(backend)
+    torch.testing.assert_close(backend.given, rope_formula(key, ROPE))
+
+
+def test_keys_of_another_dtype_than_the_cache_are_rotated_in_their_own():
+    backend = Storing()
+    assert_rotated(*attended(backend, torch.float64))
+    assert backend.fused == 0
+
+
+GOOD = {
+    "query": torch.zeros(3, 4, 16),
+    "key": torch.zeros(3, 2, 16),
+    "value": torch.zeros(3, 2, 16),
+    "rope": ROPE,
+    "slot_mapping": SLOTS,
+}
+REFUSED = {
+    "another dtype": ({"query": torch.zeros(3, 4, 16).half()}, "query must be torch.float32"),
+    "no multiple": ({"query": torch.zeros(3, 3, 16)}, "multiple of 2.*got 3"),
+    "strided dims": ({"query": torch.zeros(3, 16, 4).mT}, "every head's dims adjacent"),
+    "fewer keys": ({"key": torch.zeros(2, 2, 16)}, "key must be"),
+    "positions of another dtype": (
+        {"rope": Rope(ROPE.positions.int(), ROPE.table)},
+        "positions must be torch.int64",
+    ),
+    "fewer positions": ({"rope": Rope(ROPE.positions[:2], ROPE.table)}, "positions must be"),
+    "a narrower table": ({"rope": Rope(ROPE.positions, torch.zeros(8, 8))}, "the rotary table must be"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+def test_tensors_that_a_kernel_would_misread_are_refused_with_nothing_written(change, message):
+    cache, before = make_cache(SPEC, 5), make_cache(SPEC, 5)
+    with pytest.raises(BatchError, match=message):
+        rope_and_write_kv(**{**GOOD, **change}, key_cache=cache.key, value_cache=cache.value)
+    assert torch.equal(cache.key, before.key) and torch.equal(cache.value, before.value)
+
+
+def test_a_call_between_pieces_of_a_graph_rotates_and_writes_as_every_other_does():
+    cache, backend = make_cache(SPEC, 5), Storing()
+    group = KVGroup(name="layers", backend=backend, spec=SPEC, caches={0: cache})
+    query, key, value = torch.randn(3, 8, 16).split([4, 2, 2], 1)
+    projected = (query.clone(), key.clone())
+    attention = SplitAttention([group], METADATA, uncaptured=[0], rebuilt=[], split_op=lambda fn, *inputs: fn(*inputs))
+    assert_rotated(attention(AttentionInputs(0, query, key, value, rope=ROPE)), cache, *projected)
+    assert backend.fused == 1
+
+
+def test_between_pieces_a_rebuilt_group_is_read_as_it_is_by_then_and_another_as_it_was_captured():
+    caches = [make_cache(SPEC, 5), make_cache(SPEC, 5)]
+    groups = [KVGroup(name=f"{i}", backend=Storing(), spec=SPEC, caches={i: cache}) for i, cache in enumerate(caches)]
+    metadata = [SimpleNamespace(slot_mapping=SLOTS), SimpleNamespace(slot_mapping=SLOTS)]
+    attention = SplitAttention(
+        groups, metadata, uncaptured=[0, 1], rebuilt=[1], split_op=lambda fn, *inputs: fn(*inputs)
+    )
+    before = [cache.key.clone() for cache in caches]
+    metadata[:] = [SimpleNamespace(slot_mapping=torch.tensor([-1, -1, -1]))] * 2
+    for layer in (0, 1):
+        attention(AttentionInputs(layer, *torch.randn(3, 8, 16).split([4, 2, 2], 1)))
+    changed = [not torch.equal(cache.key, was) for cache, was in zip(caches, before, strict=True)]
+    assert changed == [True, False]
