@@ -49,18 +49,19 @@ class TritonPaged(FusedRopeWrite, AttentionBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
-        return paged_attention(
+        out: torch.Tensor = paged_attention(
             query,
             cache.key,
             cache.value,
             metadata.block_table,
             metadata.seq_lens,
             metadata.query_start_loc,
-            max_query_len=metadata.max_query_len,
-            max_seq_len=metadata.max_seq_len,
-            num_splits=metadata.num_splits,
-            scale=spec.softmax_scale,
-            sliding_window=spec.sliding_window,
-            soft_cap=spec.soft_cap,
-            sinks=sinks,
+            sinks,
+            metadata.max_query_len,
+            metadata.max_seq_len,
+            metadata.num_splits,
+            spec.softmax_scale,
+            spec.sliding_window,
+            spec.soft_cap,
         )
+        return out

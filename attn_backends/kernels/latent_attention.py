@@ -10,13 +10,14 @@ M rows of a tile (query token x head), N KV tokens of a block.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
 from attn_backends.kernels.latent_attention_kernels import latent_attention_kernel
 from attn_backends.kernels.paged_attention_kernels import merge_kernel
 from builders.errors import require
-from builders.kernels.op_by_schema import define_op_by_schema
+from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import dependent_launch, triton
 
 _DIMS = frozenset({16, 32, 64, 128, 256, 512})
@@ -36,27 +37,21 @@ def latent_attention(
     value_dim: int,
     scale: float,
 ) -> torch.Tensor:
-    """softmax(scale * q . latent) @ latent[:V] for query [T, H, D], causal; returns [T, H, value_dim] in query's dtype.
+    """softmax(scale * q . latent) @ latent[:V], causal; returns [T, H, value_dim] in query's dtype.
 
-    latent_cache [pages, page_size, D] of query's dtype (bf16, fp16, fp32), strided in all but the last dim. Request r's
-    queries are rows query_start_loc[r] .. query_start_loc[r + 1] - 1 (int32 [R + 1]), the last of them at position
-    seq_lens[r] - 1 (int32 [R]). block_table int32 [R, max_pages] is read only below seq_lens. Rows of a request with
-    seq_len 0 come out as 0. max_query_len and num_splits size the launch: both are capture constants.
+    query            [T, H, D] of bf16, fp16 or fp32
+    latent_cache     [pages, page_size, D] of query's dtype, strided in all but the last dim
+    block_table      int32 [R, max_pages], read only below seq_lens
+    seq_lens         int32 [R]; the last query of request r is at position seq_lens[r] - 1; 0 gives rows of 0
+    query_start_loc  int32 [R + 1]; request r's queries are rows query_start_loc[r] .. query_start_loc[r + 1] - 1
+    max_query_len    a capture constant, which sizes the launch; so is num_splits
 
     Raises BatchError unless value_dim and D - value_dim are powers of two from 16 to 512, and for a cache of another
     width or dtype, or with a strided last dim.
     """
     _check(query, latent_cache, value_dim)
-    out: torch.Tensor = _latent_attention_op(
-        query,
-        latent_cache,
-        block_table,
-        seq_lens,
-        query_start_loc,
-        max_query_len,
-        num_splits,
-        value_dim,
-        scale,
+    out: torch.Tensor = _latent_attention(
+        query, latent_cache, block_table, seq_lens, query_start_loc, max_query_len, num_splits, value_dim, scale
     )
     return out
 
@@ -76,118 +71,71 @@ def _check(query: torch.Tensor, latent_cache: torch.Tensor, value_dim: int) -> N
     )
 
 
-def _latent_attention(
-    query: torch.Tensor,
-    latent_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    max_query_len: int,
-    num_splits: int,
-    value_dim: int,
-    scale: float,
-) -> torch.Tensor:
-    out = query.new_zeros(*query.shape[:2], value_dim)
-    starts, lens = query_start_loc.tolist(), seq_lens.tolist()
-    for request, length in enumerate(lens):
-        first, last = starts[request], starts[request + 1]
-        if length and last > first:
-            pages = block_table[request, : -(-length // latent_cache.shape[1])].long()
-            latents = latent_cache[pages].flatten(0, 1)[:length].float()
-            out[first:last] = _attend_one(query[first:last].float(), latents, value_dim, scale).to(query.dtype)
-    return out
+class LatentAttentionArguments(NamedTuple):
+    """As `latent_attention` has them."""
+
+    query: torch.Tensor
+    latent_cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    max_query_len: int
+    num_splits: int
+    value_dim: int
+    scale: float
+
+    def reference(self) -> torch.Tensor:
+        out = self.fake().zero_()
+        starts, lens = self.query_start_loc.tolist(), self.seq_lens.tolist()
+        for request, length in enumerate(lens):
+            first, last = starts[request], starts[request + 1]
+            if length and last > first:
+                pages = self.block_table[request, : -(-length // self.latent_cache.shape[1])].long()
+                latents = self.latent_cache[pages].flatten(0, 1)[:length].float()
+                out[first:last] = self._attend_one(self.query[first:last].float(), latents).to(out.dtype)
+        return out
+
+    def _attend_one(self, query: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+        """query fp32 [q, H, D], latents fp32 [length, D]; fp32 [q, H, V]."""
+        count, length = query.shape[0], latents.shape[0]
+        scores = torch.matmul(query, latents.T) * self.scale
+        position = torch.arange(length - count, length)[:, None, None]
+        hidden = torch.arange(length) > position
+        return torch.matmul(scores.masked_fill(hidden, -math.inf).softmax(-1), latents[:, : self.value_dim])
+
+    def fake(self) -> torch.Tensor:
+        return self.query.new_empty(*self.query.shape[:2], self.value_dim)
+
+    def launch(self, config: dict[str, int] | None = None) -> torch.Tensor:
+        """config: what tile_config would choose, for a script that tunes it."""
+        query, splits, value_dim = self.query, self.num_splits, self.value_dim
+        query = query if query.stride(2) == 1 else query.contiguous()
+        tokens, heads, dim = query.shape
+        interpreted = query.device.type == "cpu"
+        # The interpreter truncates fp32 to bf16 where the hardware rounds: let torch do that conversion.
+        out_dtype = torch.float32 if interpreted else query.dtype
+        out = torch.empty(tokens, heads, value_dim, dtype=out_dtype, device=query.device)
+        split = splits > 1
+        partial = torch.empty(splits, tokens, heads, value_dim, device=query.device) if split else out
+        lse = torch.empty(splits, tokens, heads, device=query.device) if split else out
+        config = config or tile_config(self.max_query_len * heads, dim, query.element_size())
+        tiles = triton.cdiv(self.max_query_len * heads, config["BLOCK_M"])
+        latent_attention_kernel[(self.seq_lens.shape[0] * tiles, splits)](
+            query, *self[1:5], partial, lse, self.scale, tiles, tokens,
+            *query.stride()[:2], *self.latent_cache.stride()[:2], self.block_table.stride(0),
+            HEADS=heads, PAGE_SIZE=self.latent_cache.shape[1], VALUE_DIM=value_dim, ROTARY_DIM=dim - value_dim,
+            SPLITS=splits, FP32_DOT=interpreted, **config, **dependent_launch(query.device),
+        )  # fmt: skip
+        if split:
+            merge_kernel[(tokens, heads)](
+                partial, lse, None, out, tokens, HEADS=heads, VALUE_DIM=value_dim, BLOCK_E=value_dim, SPLITS=splits,
+                BLOCK_S=triton.next_power_of_2(splits), SINKS=False,
+                num_warps=merge_warps(splits, value_dim), **dependent_launch(query.device),
+            )  # fmt: skip
+        return out.to(query.dtype)
 
 
-def _attend_one(query: torch.Tensor, latents: torch.Tensor, value_dim: int, scale: float) -> torch.Tensor:
-    """query fp32 [q, H, D], latents fp32 [length, D]; fp32 [q, H, V]."""
-    count, length = query.shape[0], latents.shape[0]
-    scores = torch.matmul(query, latents.T) * scale
-    position = torch.arange(length - count, length)[:, None, None]
-    hidden = torch.arange(length) > position
-    return torch.matmul(scores.masked_fill(hidden, -math.inf).softmax(-1), latents[:, :value_dim])
-
-
-def _shape(
-    query: torch.Tensor,
-    latent_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    max_query_len: int,
-    num_splits: int,
-    value_dim: int,
-    scale: float,
-) -> torch.Tensor:
-    return query.new_empty(*query.shape[:2], value_dim)
-
-
-def _launch(
-    query: torch.Tensor,
-    latent_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    max_query_len: int,
-    num_splits: int,
-    value_dim: int,
-    scale: float,
-    config: dict[str, int] | None = None,
-) -> torch.Tensor:
-    """The op on CUDA. config: what _tile_config would choose, for a script that tunes it."""
-    tokens, heads, dim = query.shape
-    query = query if query.stride(2) == 1 else query.contiguous()
-    interpreted = query.device.type == "cpu"
-    # The interpreter truncates fp32 to bf16 where the hardware rounds: let torch do that conversion.
-    out_dtype = torch.float32 if interpreted else query.dtype
-    out = torch.empty(tokens, heads, value_dim, dtype=out_dtype, device=query.device)
-    split = num_splits > 1
-    partial = torch.empty(num_splits, tokens, heads, value_dim, device=query.device) if split else out
-    lse = torch.empty(num_splits, tokens, heads, device=query.device) if split else out
-    config = config or _tile_config(max_query_len * heads, dim, query.element_size())
-    tiles = triton.cdiv(max_query_len * heads, config["BLOCK_M"])
-    latent_attention_kernel[(seq_lens.shape[0] * tiles, num_splits)](
-        query,
-        latent_cache,
-        partial,
-        lse,
-        block_table,
-        seq_lens,
-        query_start_loc,
-        scale,
-        tiles,
-        tokens,
-        *query.stride()[:2],
-        *latent_cache.stride()[:2],
-        block_table.stride(0),
-        HEADS=heads,
-        PAGE_SIZE=latent_cache.shape[1],
-        VALUE_DIM=value_dim,
-        ROTARY_DIM=dim - value_dim,
-        SPLITS=num_splits,
-        FP32_DOT=interpreted,
-        **config,
-        **dependent_launch(query.device),
-    )
-    if split:
-        merge_kernel[(tokens, heads)](
-            partial,
-            lse,
-            None,
-            out,
-            tokens,
-            HEADS=heads,
-            VALUE_DIM=value_dim,
-            BLOCK_E=value_dim,
-            SPLITS=num_splits,
-            BLOCK_S=triton.next_power_of_2(num_splits),
-            SINKS=False,
-            num_warps=_merge_warps(num_splits, value_dim),
-            **dependent_launch(query.device),
-        )
-    return out.to(query.dtype)
-
-
-def _tile_config(rows: int, dim: int, element_size: int) -> dict[str, int]:
+def tile_config(rows: int, dim: int, element_size: int) -> dict[str, int]:
     """Tile, warps and pipeline stages for this many rows a request: the largest block that fits the shared memory.
 
     Measured on an H200. Up to 16 rows the loads set the pace. More rows than 32 fill the 64 that two warpgroups work
@@ -208,17 +156,10 @@ def _tile_config(rows: int, dim: int, element_size: int) -> dict[str, int]:
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
 
 
-def _merge_warps(num_splits: int, value_dim: int) -> int:
+def merge_warps(num_splits: int, value_dim: int) -> int:
     """Warps that hold the partial outputs of a row in at most 64 registers a thread, as far as 16 warps go."""
     wanted: int = triton.next_power_of_2(num_splits) * value_dim // (32 * 64)
     return max(1, min(wanted, 16))
 
 
-_latent_attention_op = define_op_by_schema(
-    "attn_backends::latent_attention",
-    "(Tensor query, Tensor latent_cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc, "
-    "int max_query_len, int num_splits, int value_dim, float scale) -> Tensor",
-    cpu=_latent_attention,
-    cuda=_launch,
-    fake=_shape,
-)
+_latent_attention = define_op("attn_backends::latent_attention", LatentAttentionArguments)

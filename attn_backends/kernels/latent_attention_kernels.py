@@ -7,31 +7,11 @@ from builders.kernels.triton_runtime import await_previous, tl, triton
 
 @triton.jit
 def latent_attention_kernel(
-    query,
-    latent_cache,
-    out,
-    lse,
-    block_table,
-    seq_lens,
-    query_start_loc,
-    scale,
-    tiles,
-    tokens,
-    q_token_stride,
-    q_head_stride,
-    page_stride,
-    token_stride,
-    table_stride,
-    HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    FP32_DOT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    query, latent_cache, block_table, seq_lens, query_start_loc, out, lse, scale, tiles, tokens,
+    q_token_stride, q_head_stride, page_stride, token_stride, table_stride,
+    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, FP32_DOT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     await_previous(PDL)
     # Tiles of one request are neighbours: they run at the same time and share its latents in the L2 cache.
     request = tl.program_id(0) // tiles
@@ -106,12 +86,12 @@ def latent_attention_kernel(
         acc = tl.dot(weights.to(value.dtype), value, acc * fade[:, None], input_precision="ieee")
         peak = new_peak
 
-    mass = tl.sum(total, 1)
-    acc = acc / tl.where(mass > 0, mass, 1.0)[:, None]
+    sum_exp = tl.sum(total, 1)
+    acc = acc / tl.where(sum_exp > 0, sum_exp, 1.0)[:, None]
     to = out + at[:, None] * VALUE_DIM + value_dim[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=in_row[:, None])
     if SPLITS > 1:
-        tl.store(lse + at, tl.where(mass > 0, peak + tl.log2(mass), float("-inf")), mask=in_row)
+        tl.store(lse + at, tl.where(sum_exp > 0, peak + tl.log2(sum_exp), float("-inf")), mask=in_row)
 
 
 @triton.jit

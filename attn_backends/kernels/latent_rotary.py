@@ -6,10 +6,12 @@ angles; pair i is dims D - R + 2i and D - R + 2i + 1.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from builders.errors import require, require_tensor
-from builders.kernels.op_by_schema import define_op_by_schema
+from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 _TILE = 2048
@@ -17,33 +19,41 @@ _TILE = 2048
 
 
 def prepare_query(query: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, *, eps: float) -> torch.Tensor:
-    """query [T, H, D] / rms(query) over D, its last R dims turned to positions int64 [T]; in fp32, rounded at the end.
+    """Norm every head of a query, query / rms(query) over D, and rotate its last R dims to its position.
 
-    A new contiguous tensor in query's dtype. One kernel, or the differentiable formula where query asks for a gradient.
-    Raises BatchError for positions or a table that a kernel would misread.
+    query      [T, H, D], contiguous in its last dim
+    positions  int64 [T]
+    table      fp32 [max_positions, R]
+
+    Returns a new contiguous [T, H, D] in query's dtype, computed in fp32 and rounded once. One kernel, or the
+    differentiable formula where query asks for a gradient. Raises BatchError for tensors that a kernel would misread.
     """
     _check(query, positions, table)
     if query.requires_grad:
         return _prepared(query, positions, table, eps)
-    prepared: torch.Tensor = _prepare_query_op(query, positions, table, eps)
+    prepared: torch.Tensor = _prepare_query(query, positions, table, eps)
     return prepared
 
 
 def inverse_rotary(out: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Turn the last R dims of out [T, H, D] back from positions int64 [T]; returns the turned tensor.
+    """Rotate the last R dims of an output back from its positions; returns the rotated tensor.
 
-    In place and without touching the other dims, unless out asks for a gradient. fp32, rounded to out's dtype.
-    Raises BatchError for positions or a table that a kernel would misread.
+    out        [T, H, D], contiguous in its last dim; written in place, unless it asks for a gradient
+    positions  int64 [T]
+    table      fp32 [max_positions, R]
+
+    In fp32, rounded to out's dtype; the other dims stay as they are. Raises BatchError for tensors that a kernel would
+    misread.
     """
     _check(out, positions, table)
     if out.requires_grad:
         return turned(out.float(), positions, table, inverse=True).to(out.dtype)
-    _inverse_rotary_op(out, positions, table)
+    _inverse_rotary(out, positions, table)
     return out
 
 
 def turned(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, *, inverse: bool = False) -> torch.Tensor:
-    """The formula: the last R dims of x [T, ..., D] turned by the angles of positions [T], or back by them."""
+    """The formula: the last R dims of x [T, ..., D] rotated by the angles of positions int64 [T], or back by them."""
     rotary = table.shape[1]
     cos, sin = table[positions].view(-1, *[1] * (x.dim() - 2), rotary).chunk(2, -1)
     sin = -sin if inverse else sin
@@ -80,56 +90,52 @@ def _prepared(query: torch.Tensor, positions: torch.Tensor, table: torch.Tensor,
     return turned(wide, positions, table).to(query.dtype)
 
 
-def _prepare_query(query: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, eps: float) -> torch.Tensor:
-    return _prepared(query, positions, table, eps).contiguous()
+class PrepareQuery(NamedTuple):
+    """As `prepare_query` has them."""
+
+    query: torch.Tensor
+    positions: torch.Tensor
+    table: torch.Tensor
+    eps: float
+
+    def reference(self) -> torch.Tensor:
+        return _prepared(*self).contiguous()
+
+    def fake(self) -> torch.Tensor:
+        return self.query.new_empty(self.query.shape)
+
+    def launch(self) -> torch.Tensor:
+        tokens, heads, dim = self.query.shape
+        out = self.query.new_empty(self.query.shape)
+        block_d = triton.next_power_of_2(dim)
+        block_h = _heads_a_program(heads, block_d)
+        _prepare_query_kernel[(tokens, triton.cdiv(heads, block_h))](
+            *self[:3], out, *self.query.stride()[:2], self.eps,
+            HEADS=heads, DIM=dim, ROTARY=self.table.shape[1], BLOCK_H=block_h, BLOCK_D=block_d,
+            num_warps=4, **dependent_launch(out.device),
+        )  # fmt: skip
+        return out
 
 
-def _inverse_rotary(out: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> None:
-    tail = out[..., -table.shape[1] :]
-    tail.copy_(turned(tail.float(), positions, table, inverse=True))
+class InverseRotary(NamedTuple):
+    """As `inverse_rotary` has them."""
 
+    out: torch.Tensor
+    positions: torch.Tensor
+    table: torch.Tensor
 
-def _launch_prepare(query: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, eps: float) -> torch.Tensor:
-    tokens, heads, dim = query.shape
-    out = query.new_empty(query.shape)
-    block_d = triton.next_power_of_2(dim)
-    block_h = _heads_a_program(heads, block_d)
-    _prepare_query_kernel[(tokens, triton.cdiv(heads, block_h))](
-        query,
-        positions,
-        table,
-        out,
-        *query.stride()[:2],
-        eps,
-        HEADS=heads,
-        DIM=dim,
-        ROTARY=table.shape[1],
-        BLOCK_H=block_h,
-        BLOCK_D=block_d,
-        num_warps=4,
-        **dependent_launch(query.device),
-    )
-    return out
+    def reference(self) -> None:
+        tail = self.out[..., -self.table.shape[1] :]
+        tail.copy_(turned(tail.float(), self.positions, self.table, inverse=True))
 
-
-def _launch_inverse(out: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> None:
-    tokens, heads, dim = out.shape
-    rotary = table.shape[1]
-    block_r = triton.next_power_of_2(rotary)
-    block_h = _heads_a_program(heads, block_r)
-    _inverse_rotary_kernel[(tokens, triton.cdiv(heads, block_h))](
-        out,
-        positions,
-        table,
-        *out.stride()[:2],
-        HEADS=heads,
-        SKIPPED=dim - rotary,
-        ROTARY=rotary,
-        BLOCK_H=block_h,
-        BLOCK_R=block_r,
-        num_warps=4,
-        **dependent_launch(out.device),
-    )
+    def launch(self) -> None:
+        (tokens, heads, dim), rotary = self.out.shape, self.table.shape[1]
+        block_r = triton.next_power_of_2(rotary)
+        block_h = _heads_a_program(heads, block_r)
+        _inverse_rotary_kernel[(tokens, triton.cdiv(heads, block_h))](
+            *self, *self.out.stride()[:2], HEADS=heads, SKIPPED=dim - rotary, ROTARY=rotary, BLOCK_H=block_h,
+            BLOCK_R=block_r, num_warps=4, **dependent_launch(self.out.device),
+        )  # fmt: skip
 
 
 def _heads_a_program(heads: int, block: int) -> int:
@@ -138,14 +144,9 @@ def _heads_a_program(heads: int, block: int) -> int:
 
 @triton.jit
 def turn_tail(
-    rows,
-    angles,
-    DIM: tl.constexpr,
-    ROTARY: tl.constexpr,
-    INVERSE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    rows, angles,
+    DIM: tl.constexpr, ROTARY: tl.constexpr, INVERSE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """rows fp32 [ROWS, BLOCK], of which DIM columns count, the last ROTARY of them turned by cos | sin at angles."""
     pair = tl.arange(0, BLOCK // 2)
     angle = pair - (DIM - ROTARY) // 2
@@ -174,20 +175,10 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def _prepare_query_kernel(
-    query,
-    positions,
-    table,
-    out,
-    token_stride,
-    head_stride,
-    eps,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    ROTARY: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    query, positions, table, out, token_stride, head_stride, eps,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
@@ -202,18 +193,10 @@ def _prepare_query_kernel(
 
 @triton.jit
 def _inverse_rotary_kernel(
-    out,
-    positions,
-    table,
-    token_stride,
-    head_stride,
-    HEADS: tl.constexpr,
-    SKIPPED: tl.constexpr,
-    ROTARY: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    out, positions, table, token_stride, head_stride,
+    HEADS: tl.constexpr, SKIPPED: tl.constexpr, ROTARY: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
@@ -226,16 +209,5 @@ def _inverse_rotary_kernel(
     tl.store(at, rounded(rows, out.dtype.element_ty), mask=inside)
 
 
-_prepare_query_op = define_op_by_schema(
-    "attn_backends::prepare_query",
-    "(Tensor query, Tensor positions, Tensor table, float eps) -> Tensor",
-    cpu=_prepare_query,
-    cuda=_launch_prepare,
-    fake=lambda query, positions, table, eps: query.new_empty(query.shape),
-)
-_inverse_rotary_op = define_op_by_schema(
-    "attn_backends::inverse_rotary",
-    "(Tensor(a!) out, Tensor positions, Tensor table) -> ()",
-    cpu=_inverse_rotary,
-    cuda=_launch_inverse,
-)
+_prepare_query = define_op("attn_backends::prepare_query", PrepareQuery)
+_inverse_rotary = define_op("attn_backends::inverse_rotary", InverseRotary, mutates=("out",))

@@ -7,44 +7,13 @@ from builders.kernels.triton_runtime import await_previous, tl, triton
 
 @triton.jit
 def attention_kernel(
-    query,
-    key_cache,
-    value_cache,
-    out,
-    lse,
-    sinks,
-    block_table,
-    seq_lens,
-    query_start_loc,
-    scale,
-    soft_cap,
-    tiles,
-    tokens,
-    q_token_stride,
-    q_head_stride,
-    k_page_stride,
-    k_token_stride,
-    k_head_stride,
-    v_page_stride,
-    v_token_stride,
-    v_head_stride,
-    table_stride,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    FP32_DOT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    query, key_cache, value_cache, block_table, seq_lens, query_start_loc, sinks, out, lse, scale, soft_cap, tiles,
+    tokens, q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride, v_page_stride, v_token_stride,
+    v_head_stride, table_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, FP32_DOT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     await_previous(PDL)
     request = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
@@ -52,7 +21,7 @@ def attention_kernel(
     split = tl.program_id(2)
     first = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - first
-    # Behind the branch it would wait for the loads above.
+    # After the branch it would wait for the loads above.
     seq_len = tl.load(seq_lens + request)
     if tile * BLOCK_M >= query_len * GROUP:
         return
@@ -144,19 +113,10 @@ def attention_kernel(
 
 @triton.jit
 def merge_kernel(
-    partial,
-    lse,
-    sinks,
-    out,
-    tokens,
-    HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    SINKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    partial, lse, sinks, out, tokens,
+    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_E: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+    SINKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)

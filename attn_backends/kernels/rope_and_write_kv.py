@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from attn_backends.kernels.rope import Rope, angles_of, rope_formula, rotated_pairs
-from attn_backends.kernels.write_kv import check_new_kv, quantised, store_kv
+from attn_backends.kernels.write_kv import WriteKV, check_new_kv, quantised
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
@@ -61,7 +61,8 @@ class _RopeAndWriteKV(NamedTuple):
     def reference(self) -> None:
         rope = Rope(self.positions, self.table)
         self.query.copy_(rope_formula(self.query, rope))
-        store_kv(rope_formula(self.key, rope), self.value, self.key_cache, self.value_cache, self.slot_mapping)
+        key = rope_formula(self.key, rope)
+        WriteKV(key, self.value, self.key_cache, self.value_cache, self.slot_mapping).reference()
 
     def launch(self) -> None:
         query, key, value, key_cache, value_cache = self.query, self.key, self.value, self.key_cache, self.value_cache

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from builders.errors import require_tensor
-from builders.kernels.op_by_schema import define_op_by_schema
+from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 _E4M3_MAX = 448.0
@@ -21,18 +23,23 @@ def write_kv(
 ) -> None:
     """cache[slot // page_size, slot % page_size] = new, for every token whose slot is not -1.
 
-    key [num_tokens, heads, dim], value [num_tokens, heads, value_dim], caches [pages, page_size, heads, dim] with
-    separate strides, slot_mapping int64 [num_tokens]. Into a cache of e4m3 go wider keys and values, clamped to its
-    range and rounded to nearest, unscaled; otherwise they have the cache's dtype.
+    key           [num_tokens, heads, dim]
+    value         [num_tokens, heads, value_dim]
+    key_cache     [pages, page_size, heads, dim], with strides of its own
+    value_cache   [pages, page_size, heads, value_dim], likewise
+    slot_mapping  int64 [num_tokens]
+
+    Keys and values have the cache's dtype. Into a cache of e4m3 they may be wider: they are clamped to its range and
+    rounded to nearest, unscaled. Raises BatchError for keys or values that do not fit.
     """
     check_new_kv(key, value, key_cache, value_cache, slot_mapping.shape[0])
-    _write_kv_op(key, value, key_cache, value_cache, slot_mapping)
+    _write_kv(key, value, key_cache, value_cache, slot_mapping)
 
 
 def check_new_kv(
     key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, num_tokens: int
 ) -> None:
-    """Refuse keys and values of num_tokens tokens that do not fit the caches as `write_kv` says."""
+    """Raise BatchError for keys and values of num_tokens tokens that do not fit the caches as `write_kv` says."""
     _, _, heads, dim = key_cache.shape
     quantise = key_cache.dtype is torch.float8_e4m3fn and key.dtype in _QUANTISED
     dtype = key.dtype if quantise else key_cache.dtype
@@ -41,84 +48,48 @@ def check_new_kv(
     require_tensor("value", value, shape=shape, dtype=dtype, device=value_cache.device)
 
 
-def store_kv(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
-    """The torch implementation."""
-    page_size = key_cache.shape[1]
-    written = slot_mapping >= 0
-    slots = slot_mapping[written]
-    if key.dtype != key_cache.dtype:
-        key, value = (new.float().clamp(-_E4M3_MAX, _E4M3_MAX).to(key_cache.dtype) for new in (key, value))
-    key_cache[slots // page_size, slots % page_size] = key[written]
-    value_cache[slots // page_size, slots % page_size] = value[written]
+class WriteKV(NamedTuple):
+    """As `write_kv` has them."""
 
+    key: torch.Tensor
+    value: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    slot_mapping: torch.Tensor
 
-def _launch(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
-    quantise = key.dtype != key_cache.dtype
-    if quantise and key.device.type == "cpu":
-        # Triton's interpreter does not round to e4m3 as the hardware does.
-        return store_kv(key, value, key_cache, value_cache, slot_mapping)
-    _, page_size, heads, dim = key_cache.shape
-    value_dim = value_cache.shape[3]
-    _write_kv_kernel[(slot_mapping.shape[0],)](
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        *key.stride()[:2],
-        *value.stride()[:2],
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        PAGE_SIZE=page_size,
-        HEADS=heads,
-        DIM=dim,
-        VALUE_DIM=value_dim,
-        BLOCK_H=triton.next_power_of_2(heads),
-        BLOCK_D=triton.next_power_of_2(max(dim, value_dim)),
-        QUANTISE=quantise,
-        num_warps=1 if heads * dim <= 512 else 4,
-        **dependent_launch(slot_mapping.device),
-    )
+    def reference(self) -> None:
+        key, value, key_cache, value_cache, slot_mapping = self
+        page_size = key_cache.shape[1]
+        written = slot_mapping >= 0
+        slots = slot_mapping[written]
+        if key.dtype != key_cache.dtype:
+            key, value = (new.float().clamp(-_E4M3_MAX, _E4M3_MAX).to(key_cache.dtype) for new in (key, value))
+        key_cache[slots // page_size, slots % page_size] = key[written]
+        value_cache[slots // page_size, slots % page_size] = value[written]
+
+    def launch(self) -> None:
+        key, value, key_cache, value_cache, slot_mapping = self
+        quantise = key.dtype != key_cache.dtype
+        if quantise and key.device.type == "cpu":
+            # Triton's interpreter does not round to e4m3 as the hardware does.
+            return self.reference()
+        _, page_size, heads, dim = key_cache.shape
+        value_dim = value_cache.shape[3]
+        _write_kv_kernel[(slot_mapping.shape[0],)](
+            *self, *key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
+            PAGE_SIZE=page_size, HEADS=heads, DIM=dim, VALUE_DIM=value_dim, BLOCK_H=triton.next_power_of_2(heads),
+            BLOCK_D=triton.next_power_of_2(max(dim, value_dim)), QUANTISE=quantise,
+            num_warps=1 if heads * dim <= 512 else 4, **dependent_launch(key.device),
+        )  # fmt: skip
 
 
 @triton.jit
 def _write_kv_kernel(
-    key,
-    value,
-    key_cache,
-    value_cache,
-    slot_mapping,
-    key_token_stride,
-    key_head_stride,
-    value_token_stride,
-    value_head_stride,
-    kc_page_stride,
-    kc_token_stride,
-    kc_head_stride,
-    vc_page_stride,
-    vc_token_stride,
-    vc_head_stride,
-    PAGE_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    QUANTISE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    key, value, key_cache, value_cache, slot_mapping, key_token_stride, key_head_stride, value_token_stride,
+    value_head_stride, kc_page_stride, kc_token_stride, kc_head_stride, vc_page_stride, vc_token_stride, vc_head_stride,
+    PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr, QUANTISE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
@@ -147,9 +118,4 @@ def quantised(new, cache):
     return tl.clamp(new.to(tl.float32), -448.0, 448.0).to(cache.dtype.element_ty)
 
 
-_write_kv_op = define_op_by_schema(
-    "attn_backends::write_kv",
-    "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping) -> ()",
-    cpu=store_kv,
-    cuda=_launch,
-)
+_write_kv = define_op("attn_backends::write_kv", WriteKV, mutates=("key_cache", "value_cache"))

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_backends.kernels.latent_attention import _merge_warps, _tile_config, latent_attention
+from attn_backends.kernels.latent_attention import latent_attention, merge_warps, tile_config
 from builders import BatchBuffers, BatchError
 from tests.factories import make_tables
 
@@ -160,7 +160,7 @@ DIMS = st.sampled_from([16, 32, 64, 128, 256, 512])
 @given(rows=st.integers(1, 4096), value_dim=DIMS, rotary_dim=DIMS, element_size=st.sampled_from([2, 4]))
 def test_a_tile_of_any_width_fits_a_hopper_multiprocessor(rows, value_dim, rotary_dim, element_size):
     dim = value_dim + rotary_dim
-    config = _tile_config(rows, dim, element_size)
+    config = tile_config(rows, dim, element_size)
     query, weights = config["BLOCK_M"] * dim, config["BLOCK_M"] * config["BLOCK_N"]
     # Triton keeps one buffer a stage for wgmma, which takes 64 rows or more, and one less for mma.
     latents = config["BLOCK_N"] * dim * (config["num_stages"] - (config["BLOCK_M"] < 64))
@@ -169,11 +169,11 @@ def test_a_tile_of_any_width_fits_a_hopper_multiprocessor(rows, value_dim, rotar
 
 
 def test_latents_of_deepseek_v3_get_the_largest_tile():
-    assert _tile_config(128, 576, 2) == {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
+    assert tile_config(128, 576, 2) == {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
 
 
 @given(splits=st.integers(2, 64), value_dim=st.sampled_from([16, 128, 512]))
 def test_the_merge_holds_a_rows_parts_in_registers(splits, value_dim):
-    warps = _merge_warps(splits, value_dim)
+    warps = merge_warps(splits, value_dim)
     assert warps in (1, 2, 4, 8, 16)
     assert splits * value_dim <= warps * 32 * 64

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from attn_backends.kernels.latent_attention import _launch, latent_attention
+from attn_backends.kernels.latent_attention import LatentAttentionArguments, latent_attention
 from builders import BatchBuffers
 from builders.kernels.triton_runtime import torch_implementations
 from tests.factories import make_tables
@@ -59,7 +59,7 @@ TILES = {
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 def test_latent_attention_in_every_tile(tile, page_size):
     args = inputs(BATCHES["verify"], page_size=page_size)
-    by_kernel = _launch(*args, 2, 32, 0.2, config=tile)
+    by_kernel = LatentAttentionArguments(*args, 2, 32, 0.2).launch(tile)
     with torch_implementations():
         torch.testing.assert_close(by_kernel, attention(*args), rtol=1e-4, atol=1e-5)
 
