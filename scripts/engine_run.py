@@ -25,7 +25,7 @@ import torch
 
 from attn_backends import AttentionBackend, NoBackend, registry
 from scripts.provenance import provenance
-from spec_decode.cli.drafting import BytesPair, load_bytes_pair
+from spec_decode.cli.byte_pair import BytePair, load_byte_pair
 from spec_decode.drafter.plan import GraphMode, Strategy
 from spec_decode.engine import Engine, Finish, Generation, Handle, Request
 from spec_decode.models import SHIPPED_PAIR
@@ -113,11 +113,11 @@ class Setting:
     def pages(self) -> int:
         return POOL // self.page_size
 
-    def load_pair(self) -> BytesPair:
+    def load_pair(self) -> BytePair:
         """The shipped pair, loaded anew."""
-        return load_bytes_pair(SHIPPED_PAIR, self.dtype, self.device)
+        return load_byte_pair(SHIPPED_PAIR, self.dtype, self.device)
 
-    def make_engine(self, pair: BytesPair, verification: str, **options: Any) -> Engine:
+    def make_engine(self, pair: BytePair, verification: str, **options: Any) -> Engine:
         """An engine for such requests."""
         return Engine(
             pair.target,
@@ -132,7 +132,7 @@ class Setting:
 
 
 def run_crowd(
-    setting: Setting, pair: BytesPair, verification: str, requests: Sequence[Request], rng: random.Random
+    setting: Setting, pair: BytePair, verification: str, requests: Sequence[Request], rng: random.Random
 ) -> Crowd:
     """Serve the requests, which join at random, until nothing is left."""
     options = {"max_reqs": MAX_REQS, "num_pages": setting.pages, "max_prefill_tokens": 256}
@@ -282,7 +282,7 @@ def dtype_for(name: str, page_size: int, device: torch.device) -> torch.dtype:
     """float32 where the backend serves the pair in it, else bfloat16. Raises NoBackend where it serves neither."""
     reasons: list[str] = []
     for dtype in NOISE:
-        pair = load_bytes_pair(SHIPPED_PAIR, dtype, torch.device("cpu"))
+        pair = load_byte_pair(SHIPPED_PAIR, dtype, torch.device("cpu"))
         groups = [*pair.target.layer_groups(page_size), *pair.draft.layer_groups(page_size)]
         verdicts = [registry.explain(name, group.spec, device) for group in groups]
         if all(verdicts):

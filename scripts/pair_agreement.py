@@ -23,7 +23,8 @@ import torch
 
 from attn_backends import registry
 from scripts.provenance import provenance
-from spec_decode.cli.drafting import PAGE_SIZE, Backends, BytesPair, choose_backends, load_bytes_pair
+from spec_decode.cli.byte_pair import PAGE_SIZE, BytePair, load_byte_pair
+from spec_decode.cli.generate import Backends, choose_backends
 from spec_decode.drafter.plan import GraphMode, Strategy, StrategyError
 from spec_decode.engine import Engine, Request
 from spec_decode.models import SHIPPED_PAIR, draft_names
@@ -40,7 +41,7 @@ Said = list[tuple[list[int], list[int]]]
 
 
 def run(
-    pair: BytesPair,
+    pair: BytePair,
     backends: Backends,
     count: int,
     temperature: float,
@@ -68,7 +69,7 @@ def run(
     return said, engine.stats.mean_accepted
 
 
-def compare(pair: BytesPair, backends: Backends) -> Iterator[dict[str, Any]]:
+def compare(pair: BytePair, backends: Backends) -> Iterator[dict[str, Any]]:
     """A row for each number of draft tokens, temperature, graph mode and strategy."""
     for count, temperature in product(DRAFT_TOKENS, TEMPERATURES):
         plain, _ = run(pair, backends, 0, temperature)
@@ -97,7 +98,7 @@ def agreement(job: tuple[str, str, str]) -> list[dict[str, Any]]:
     draft, name, where = job
     device = torch.device(where)
     for dtype in (torch.float32, torch.bfloat16):
-        pair = load_bytes_pair(SHIPPED_PAIR, dtype, device, draft=draft)
+        pair = load_byte_pair(SHIPPED_PAIR, dtype, device, draft=draft)
         if registry.explain(name, pair.draft_spec, device):
             serves_both = registry.explain(name, pair.target_spec, device)
             backends = choose_backends(pair, name if serves_both else None, name)

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spec_decode.cli.common import UserError, device_option, resolve_device, say, stdout, write
+from spec_decode.cli.options import device_option, resolve_device
+from spec_decode.cli.output import UserError, say, stdout, write
 
 _SECONDS_BETWEEN_WRITES = 5.0
 
@@ -34,12 +35,12 @@ def bench(cases: tuple[str, ...], device: str | None, target: str | None, only_l
     if only_list:
         _print_rows(console, [{"case": name, "what": what} for name, what in CASES.items()])
         return
-    if strangers := [case for case in cases if case not in CASES]:
+    if unknown := [case for case in cases if case not in CASES]:
         raise UserError(
-            f"a case must be one of {', '.join(CASES)}, got {', '.join(strangers)}; nothing was timed. Fix the name."
+            f"a case must be one of {', '.join(CASES)}, got {', '.join(unknown)}; nothing was timed. Fix the name."
         )
     command = shlex.join(["attn-backends", "bench", *cases, "--device", str(where)])
-    keep = _keeping(target)
+    keep = _writer_of_rows(target)
     with console.status("timing") as status:
 
         def on_row(row: dict[str, Any]) -> None:
@@ -57,8 +58,8 @@ def bench(cases: tuple[str, ...], device: str | None, target: str | None, only_l
         raise SystemExit(1)
 
 
-def _keeping(target: str | None) -> Callable[[dict[str, Any]], None]:
-    """What writes the rows so far to the target, if that is a file: a run takes minutes, and may be cut off."""
+def _writer_of_rows(target: str | None) -> Callable[[dict[str, Any]], None]:
+    """Writes the rows so far to the target, if that is a file: a run takes minutes and may be cut off."""
     from spec_decode.conformance.report import json_bytes
 
     rows: list[dict[str, Any]] = []

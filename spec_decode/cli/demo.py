@@ -8,22 +8,17 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
-from spec_decode.cli.check import run_checks
-from spec_decode.cli.common import (
-    available_names,
-    device_option,
-    resolve_device,
-    say,
-    stdout,
-)
+from spec_decode.cli.check import CheckRun
 from spec_decode.cli.list import describe, print_backends
 from spec_decode.cli.matrix import REPORTS
+from spec_decode.cli.options import available_names, device_option, resolve_device
+from spec_decode.cli.output import say, stdout
 
 if TYPE_CHECKING:
     import torch
 
-    from spec_decode.cli.comparison import Comparison
-    from spec_decode.cli.drafting import BytesPair
+    from spec_decode.cli.byte_pair import BytePair
+    from spec_decode.cli.strategy_comparison import Comparison
 
 _QUICK_FAMILIES = ("contract", "builder")
 
@@ -60,14 +55,14 @@ def _draft(console: Console, device: torch.device, folder: Path | None) -> dict[
     """Compare what serves each of the pair's drafts; comparisons by draft."""
     import torch
 
-    from spec_decode.cli.comparison import DRAFT_TOKENS, PROMPTS, to_table
-    from spec_decode.cli.drafting import load_bytes_pair
+    from spec_decode.cli.byte_pair import load_byte_pair
+    from spec_decode.cli.strategy_comparison import DRAFT_TOKENS, PROMPTS, to_table
     from spec_decode.models import SHIPPED_PAIR, draft_names
 
     folder, found = folder or SHIPPED_PAIR, {}
     _heading(console, f"2. Drafting {DRAFT_TOKENS} tokens a round for {PROMPTS} prompts, greedily, in float32")
     for name in draft_names(folder):
-        pair = load_bytes_pair(folder, torch.float32, device, draft=name)
+        pair = load_byte_pair(folder, torch.float32, device, draft=name)
         found[name] = _compare(console, pair)
         if name == "draft":
             _show_a_text(console, found[name])
@@ -83,11 +78,12 @@ def _draft(console: Console, device: torch.device, folder: Path | None) -> dict[
     return found
 
 
-def _compare(console: Console, pair: BytesPair) -> list[Comparison]:
+def _compare(console: Console, pair: BytePair) -> list[Comparison]:
     """Every backend that serves the draft; it serves the target too where it can."""
     from attn_backends import registry
-    from spec_decode.cli.comparison import compare, demo_requests
-    from spec_decode.cli.drafting import choose_backends, device_of
+    from spec_decode.cli.byte_pair import device_of
+    from spec_decode.cli.generate import choose_backends
+    from spec_decode.cli.strategy_comparison import compare, demo_requests
 
     comparisons, device = [], device_of(pair)
     for name in registry.names():
@@ -101,8 +97,8 @@ def _compare(console: Console, pair: BytesPair) -> list[Comparison]:
 
 
 def _show_a_text(console: Console, comparisons: list[Comparison]) -> None:
-    from spec_decode.cli.comparison import demo_requests
-    from spec_decode.cli.drafting import printable
+    from spec_decode.cli.output import printable
+    from spec_decode.cli.strategy_comparison import demo_requests
     from spec_decode.models.byte_tokenizer import decode
 
     for comparison in comparisons[:1]:
@@ -132,7 +128,8 @@ def _matrix(console: Console, device: torch.device) -> bool:
         return True
     families = " and ".join(_QUICK_FAMILIES)
     say(console, f"no reports below {REPORTS}/: running the {families} checks; `attn-backends check` runs all")
-    fresh = [run_checks(console, name, device, _QUICK_FAMILIES) for name in available_names(device)]
+    run = CheckRun(console, device, _QUICK_FAMILIES)
+    fresh = [run.here(name) for name in available_names(device)]
     console.print(to_table(build_matrix(fresh)))
     return all(report.ok for report in fresh)
 

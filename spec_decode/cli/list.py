@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from spec_decode.cli.common import device_option, resolve_device, say, stdout
+from spec_decode.cli.options import device_option, resolve_device
+from spec_decode.cli.output import say, stdout
 
 if TYPE_CHECKING:
     import torch

@@ -11,13 +11,24 @@ import click
 
 from spec_decode.cli.bench import bench
 from spec_decode.cli.check import check
-from spec_decode.cli.common import UserError, expected_errors
 from spec_decode.cli.demo import demo
 from spec_decode.cli.doctor import doctor
 from spec_decode.cli.draft import draft
 from spec_decode.cli.list import list_backends
 from spec_decode.cli.matrix import matrix
+from spec_decode.cli.output import UserError
 from spec_decode.cli.soak import soak
+
+
+def _user_errors() -> tuple[type[Exception], ...]:
+    """The library's exceptions that user input can cause."""
+    from attn_backends import BackendError
+    from builders import BatchError, SpecError
+    from spec_decode.conformance.report import ReportError
+    from spec_decode.drafter.plan import StrategyError
+    from spec_decode.models import CheckpointError
+
+    return BackendError, BatchError, SpecError, CheckpointError, ReportError, StrategyError
 
 
 class _Verbs(click.Group):
@@ -32,7 +43,7 @@ class _Verbs(click.Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
-            if isinstance(error, expected_errors()):
+            if isinstance(error, _user_errors()):
                 raise UserError(str(error)) from error
             raise
 

@@ -3,27 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from spec_decode.cli.common import (
-    UserError,
-    device_option,
-    interpret_kernels_on,
-    resolve_device,
-    say,
-    stdout,
-    write,
-)
+from spec_decode.cli.options import device_option, interpret_kernels_on, options_as, resolve_device
+from spec_decode.cli.output import UserError, say, stdout, write
 
 if TYPE_CHECKING:
-    from spec_decode.conformance.isolation import Limits
+    from spec_decode.conformance.report import Report
     from spec_decode.matrix import Matrix, Sources
 
 REPORTS = Path("reports")
 PUBLISHED = {"markdown": "docs/compatibility.md", "html": "docs/compatibility.html"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Options:
+    """The options of `matrix`, as the user gave them."""
+
+    paths: tuple[Path, ...]
+    names: tuple[str, ...]
+    device: str | None
+    tags: tuple[str, ...]
+    into: Path | None
+    resume: bool
+    check_limit: float
+    limit: float
+    markdown: str | None
+    html: str | None
+    as_json: str | None
+    installed: bool
+    only_check: bool
+
+    def targets(self) -> dict[str, str | None]:
+        """Where each format goes; with --check alone, the published pages."""
+        named = {"markdown": self.markdown, "html": self.html, "json": self.as_json}
+        return {**named, **PUBLISHED} if self.only_check and not any(named.values()) else named
+
+    def require_sense(self) -> None:
+        """Raise UserError for options that contradict one another."""
+        if (self.into or self.resume) and not self.names:
+            raise UserError("--into and --resume are about a run, no --run was given; nothing was done. Name backends.")
+        if self.resume and not self.into:
+            raise UserError(
+                "--resume needs the folder of the interrupted run, got no --into; nothing was run. Name it."
+            )
+        if self.names and self.only_check:
+            raise UserError("--check compares pages with kept reports, got --run too; nothing was run. Use one.")
+        if not (self.check_limit > 0 and self.limit > 0):
+            raise UserError(
+                f"a limit must be a positive number of seconds, got {self.check_limit:g} and {self.limit:g}; nothing "
+                "was run. Fix it."
+            )
 
 
 @click.command()
@@ -40,61 +74,35 @@ PUBLISHED = {"markdown": "docs/compatibility.md", "html": "docs/compatibility.ht
 @click.option("--json", "as_json", metavar="PATH", help="Write JSON to a file, or - for standard output.")
 @click.option("--installed", is_flag=True, help="Mark rows of other versions than those installed here as stale.")
 @click.option("--check", "only_check", is_flag=True, help="Write nothing; fail where a page is not what it would be.")
-def matrix(
-    paths: tuple[Path, ...],
-    names: tuple[str, ...],
-    device: str | None,
-    tags: tuple[str, ...],
-    into: Path | None,
-    resume: bool,
-    check_limit: float,
-    limit: float,
-    markdown: str | None,
-    html: str | None,
-    as_json: str | None,
-    installed: bool,
-    only_check: bool,
-) -> None:
+@options_as(_Options)
+def matrix(options: _Options) -> None:
     """Show what each backend claims and was seen to do.
 
     PATH is a report of checks, draft pairs or timings; a folder stands for those below it. Without a PATH and without
-    --run, reports/ is shown. With --run each backend, or `available`, or `all`, is checked in a process of its own: one
-    that crashes or hangs is named, and costs no other its results. --check compares the pages named, or else
+    --run, reports/ is shown. With --run each backend, or `available`, or `all`, is checked in a subprocess: one that
+    crashes or hangs is named, and costs no other its results. --check compares the pages named, or else
     docs/compatibility.md and .html, with what the reports say now.
     """
-    _require_sense(names, into, resume, only_check)
-    targets = {"markdown": markdown, "html": html, "json": as_json}
-    if only_check and not any(targets.values()):
-        targets.update(PUBLISHED)
+    options.require_sense()
     from spec_decode.matrix import Sources, build_matrix
 
     # A fresh run is shown by itself; without one, paths that hold nothing are an error.
-    sources = _read(paths or (REPORTS,)) if paths or not names else Sources()
-    finished = True
-    if names:
-        finished = _run(sources, names, device, tags, into if into else None, resume, _limits(check_limit, limit))
+    sources = Sources() if options.names and not options.paths else _read(options.paths or (REPORTS,))
+    fresh = _run(options) if options.names else []
+    sources.reports.extend(fresh)
     result = build_matrix(
         sources.reports,
         sources.agreements,
         sources.timings,
-        tags=tags,
-        current=_installed(sources) if installed else None,
+        tags=options.tags,
+        current=_installed(sources) if options.installed else None,
     )
-    if only_check:
-        _require_published(result, targets, paths or (REPORTS,))
+    if options.only_check:
+        _require_published(result, options.targets(), options.paths or (REPORTS,))
         return
-    _show(result, targets)
-    if not finished:
+    _show(result, options.targets())
+    if not all(report.ok for report in fresh):
         raise SystemExit(1)
-
-
-def _require_sense(names: tuple[str, ...], into: Path | None, resume: bool, only_check: bool) -> None:
-    if (into or resume) and not names:
-        raise UserError("--into and --resume are about a run, no --run was given; nothing was done. Name backends.")
-    if resume and not into:
-        raise UserError("--resume needs the folder of the interrupted run, got no --into; nothing was run. Name it.")
-    if names and only_check:
-        raise UserError("--check compares pages with kept reports, got --run too; nothing was run. Use one of them.")
 
 
 def _read(paths: tuple[Path, ...]) -> Sources:
@@ -110,33 +118,16 @@ def _read(paths: tuple[Path, ...]) -> Sources:
     return Sources.read(there)
 
 
-def _limits(check: float, backend: float) -> Limits:
+def _run(options: _Options) -> list[Report]:
+    """The reports of a fresh check of each backend named."""
+    device = resolve_device(options.device)
+    interpret_kernels_on(device)
+    from spec_decode.cli.matrix_run import MatrixRun
     from spec_decode.conformance.isolation import Limits
 
-    if not (check > 0 and backend > 0):
-        raise UserError(
-            f"a limit must be a positive number of seconds, got {check:g} and {backend:g}; nothing was run. Fix it."
-        )
-    return Limits(check=check, backend=backend)
-
-
-def _run(
-    sources: Sources,
-    names: tuple[str, ...],
-    device: str | None,
-    tags: tuple[str, ...],
-    into: Path | None,
-    resume: bool,
-    limits: Limits,
-) -> bool:
-    """Check the backends and add their reports; whether each of them is clean."""
-    where = resolve_device(device)
-    interpret_kernels_on(where)
-    from spec_decode.cli.matrix_run import MatrixRun
-
-    reports = MatrixRun(device=where, tags=tags, into=into, resume=resume, limits=limits).of(names)
-    sources.reports.extend(reports)
-    return all(report.ok for report in reports)
+    limits = Limits(check=options.check_limit, backend=options.limit)
+    run = MatrixRun(device=device, tags=options.tags, into=options.into, resume=options.resume, limits=limits)
+    return run.of(options.names)
 
 
 def _installed(sources: Sources) -> dict[str, str]:

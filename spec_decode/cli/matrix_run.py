@@ -1,4 +1,4 @@
-"""A run of `attn-backends matrix`: backend after backend, each in a process of its own, with its progress shown."""
+"""A run of `attn-backends matrix`: backend after backend, each in a subprocess, with its progress shown."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
+import msgspec
 import torch
 from rich.console import Console
 
 from attn_backends import registry
-from spec_decode.cli.common import chosen_names, say, writing
+from spec_decode.cli.options import chosen_names
+from spec_decode.cli.output import say, writing
 from spec_decode.conformance.isolation import Limits, check_apart
 from spec_decode.conformance.report import (
     EVERYTHING,
@@ -62,8 +64,8 @@ class MatrixRun:
         return found
 
     def _command(self, name: str) -> str:
-        words = ["attn-backends", "matrix", "--run", name, "--device", str(self.device)]
-        return shlex.join([*words, *(word for tag in self.tags for word in ("--tag", tag))])
+        tags = [part for tag in self.tags for part in ("--tag", tag)]
+        return shlex.join(["attn-backends", "matrix", "--run", name, "--device", str(self.device), *tags])
 
     def _path(self, name: str) -> Path | None:
         return self.into and self.into / f"check-{name}.json"
@@ -89,9 +91,7 @@ class MatrixRun:
             report = Report.load(path)
         except ReportError:
             return None
-        same = all(
-            getattr(report.env, field) == getattr(env, field) for field in env.__struct_fields__ if field != "date"
-        )
+        same = msgspec.structs.replace(report.env, date=env.date) == env
         whole = not report.counts[Outcome.NOT_RUN]
         return report if same and whole and report.command == self._command(name) else None
 
@@ -108,7 +108,7 @@ class MatrixRun:
 
 
 def _not_made_for_this(report: Report) -> str:
-    """Why a backend is none for this machine; empty when it is one."""
+    """Why a backend is not made for this machine; empty when it is."""
     if report.counts[Outcome.UNAVAILABLE] == len(report.results):
         return report.results[0].reason
     claim = report.claims.get(EVERYTHING)

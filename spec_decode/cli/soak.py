@@ -7,16 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from spec_decode.cli.common import (
-    UserError,
-    chosen_names,
-    device_option,
-    resolve_device,
-    say,
-    stdout,
-    write,
-    writing,
-)
+from spec_decode.cli.options import chosen_names, device_option, resolve_device
+from spec_decode.cli.output import UserError, say, stdout, write, writing
 
 if TYPE_CHECKING:
     from spec_decode.tools.soak import SoakResult

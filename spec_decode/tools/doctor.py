@@ -1,4 +1,4 @@
-"""What a machine has for drafting, and what stands in the way: each answer with its reason, none an exception."""
+"""What a machine has for drafting, and what is missing or fails: each answer with its reason, none an exception."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from builders import CONTRACT_VERSION, AttentionKind, AttentionSpec
 from spec_decode.environment import environment
 from spec_decode.graphs import loop_unsupported_reason, runtime_for
 from spec_decode.tools.plug_ins import ASKED, try_plug_ins
-from spec_decode.tools.soak.watched import watch_backend
+from spec_decode.tools.soak.validated_rounds import validate_rounds
 
 _PACKAGES = (
     "attn-backends",
@@ -51,10 +51,10 @@ _SPECS = {
 }
 
 
-class State(str, Enum):
-    """How a finding stands."""
+class FindingStatus(str, Enum):
+    """What a finding means for drafting."""
 
-    FINE = "fine"
+    OK = "ok"
     ABSENT = "absent"
     """Not here; nothing is wrong with what is."""
     REFUSED = "refused"
@@ -65,12 +65,12 @@ class State(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One answer: of which topic, about what, how it stands and in which words."""
+    """One answer. detail: a version or what was seen, or the reason where the status is not OK."""
 
     topic: str
     subject: str
-    state: State
-    words: str
+    status: FindingStatus
+    detail: str
 
 
 def examine(device: torch.device) -> Iterator[Finding]:
@@ -84,24 +84,24 @@ def examine(device: torch.device) -> Iterator[Finding]:
     yield from _plug_ins()
 
 
-def under_watch(
+def validate_metadata(
     backend: AttentionBackend, device: torch.device, *, rounds: int, every: int, page_size: int | None = None
 ) -> Finding:
-    """How so many rounds with a backend go, looked at every N-th time: see `spec_decode.tools.metadata_validator`."""
+    """How drafting with a backend goes with every N-th round validated: see `spec_decode.tools.metadata_validator`."""
 
-    def watch() -> str:
-        return watch_backend(backend, device, rounds=rounds, every=every, page_size=page_size).describe()
+    def validate() -> str:
+        return validate_rounds(backend, device, rounds=rounds, every=every, page_size=page_size).describe()
 
-    return _tried("watch", backend.name, watch)
+    return _tried("metadata", backend.name, validate)
 
 
 def _machine(device: torch.device) -> Iterator[Finding]:
     where = environment(device)
     for subject in ("device", "driver", "cuda", "torch", "triton", "python", "platform", "commit"):
-        words = getattr(where, subject)
-        unknown = words is None or str(words).startswith("unknown")
-        yield Finding("machine", subject, State.ABSENT if unknown else State.FINE, str(words or "none"))
-    yield Finding("machine", "contract", State.FINE, ".".join(map(str, CONTRACT_VERSION)))
+        detail = getattr(where, subject)
+        unknown = detail is None or str(detail).startswith("unknown")
+        yield Finding("machine", subject, FindingStatus.ABSENT if unknown else FindingStatus.OK, str(detail or "none"))
+    yield Finding("machine", "contract", FindingStatus.OK, ".".join(map(str, CONTRACT_VERSION)))
     if device.type == "cuda":
         yield _tried("machine", "compute capability", lambda: "{}.{}".format(*torch.cuda.get_device_capability(device)))
         yield _tried("machine", "memory", lambda: _memory(device))
@@ -115,15 +115,15 @@ def _memory(device: torch.device) -> str:
 def _packages() -> Iterator[Finding]:
     for name in _PACKAGES:
         try:
-            yield Finding("packages", name, State.FINE, version(name))
+            yield Finding("packages", name, FindingStatus.OK, version(name))
         except PackageNotFoundError:
-            yield Finding("packages", name, State.ABSENT, "not installed")
+            yield Finding("packages", name, FindingStatus.ABSENT, "not installed")
 
 
 def _graphs(device: torch.device) -> Iterator[Finding]:
     yield _tried("graphs", "capture and replay", lambda: _captures(device))
-    if obstacle := loop_unsupported_reason(device):
-        yield Finding("graphs", "device loop", State.ABSENT, obstacle)
+    if reason := loop_unsupported_reason(device):
+        yield Finding("graphs", "device loop", FindingStatus.ABSENT, reason)
     else:
         yield _tried("graphs", "device loop", lambda: _loops(device))
 
@@ -172,14 +172,18 @@ def _fa3_providers() -> Iterator[Finding]:
         try:
             provider = load_provider(kind)
         except BrokenProvider as error:
-            yield Finding("FlashAttention-3", kind.name, State.FAILED, str(error))
+            yield Finding("FlashAttention-3", kind.name, FindingStatus.FAILED, str(error))
             continue
         if provider is None:
-            yield Finding("FlashAttention-3", kind.name, State.ABSENT, f"no module {kind.module}: {kind.remedy}")
+            yield Finding(
+                "FlashAttention-3", kind.name, FindingStatus.ABSENT, f"no module {kind.module}: {kind.remedy}"
+            )
             continue
         mine = asked == kind.name if asked else not chosen
         chosen = chosen or mine
-        yield Finding("FlashAttention-3", kind.name, State.FINE, f"{provider.version}{', in use' if mine else ''}")
+        yield Finding(
+            "FlashAttention-3", kind.name, FindingStatus.OK, f"{provider.version}{', in use' if mine else ''}"
+        )
 
 
 def _backends(device: torch.device) -> Iterator[Finding]:
@@ -188,7 +192,7 @@ def _backends(device: torch.device) -> Iterator[Finding]:
             backend = registry.get(name)
         except BrokenBackend as error:
             absent = isinstance(error.__cause__, ImportError)
-            yield Finding("backends", name, State.ABSENT if absent else State.FAILED, str(error))
+            yield Finding("backends", name, FindingStatus.ABSENT if absent else FindingStatus.FAILED, str(error))
         else:
             yield _asked(name, backend, device)
 
@@ -197,22 +201,22 @@ def _asked(name: str, backend: AttentionBackend, device: torch.device) -> Findin
     try:
         return _answer(name, backend, device)
     except (Exception, SystemExit) as error:  # a plug-in may fail in any way when it is asked
-        return Finding("backends", name, State.FAILED, f"{type(error).__name__}: {error}")
+        return Finding("backends", name, FindingStatus.FAILED, f"{type(error).__name__}: {error}")
 
 
 def _answer(name: str, backend: AttentionBackend, device: torch.device) -> Finding:
     verdicts = {asked: backend.supports(spec, device) for asked, spec in _SPECS.items()}
     served = [asked for asked, verdict in verdicts.items() if isinstance(verdict, Accepted)]
     reasons = {why for verdict in verdicts.values() if not isinstance(verdict, Accepted) for why in verdict.reasons}
-    words = f"{backend.version}: {'; '.join(served) or '; '.join(sorted(reasons))}"
-    return Finding("backends", name, State.FINE if served else State.REFUSED, words)
+    detail = f"{backend.version}: {'; '.join(served) or '; '.join(sorted(reasons))}"
+    return Finding("backends", name, FindingStatus.OK if served else FindingStatus.REFUSED, detail)
 
 
 def _plug_ins() -> Iterator[Finding]:
     for plug_in in registry.plug_ins():
         if registry.registered_here(plug_in.name):
-            words = f"{plug_in.package}: not used, a call has registered another backend under its name"
-            yield Finding("plug-ins", plug_in.name, State.REFUSED, words)
+            detail = f"{plug_in.package}: not used, a call has registered another backend under its name"
+            yield Finding("plug-ins", plug_in.name, FindingStatus.REFUSED, detail)
         else:
             yield _tried("plug-ins", plug_in.name, partial(_class_of, plug_in))
 
@@ -224,6 +228,6 @@ def _class_of(plug_in: PlugIn) -> str:
 
 def _tried(topic: str, subject: str, ask: Callable[[], str]) -> Finding:
     try:
-        return Finding(topic, subject, State.FINE, ask())
+        return Finding(topic, subject, FindingStatus.OK, ask())
     except (Exception, SystemExit) as error:  # a diagnosis must survive whatever it looks at
-        return Finding(topic, subject, State.FAILED, f"{type(error).__name__}: {error}")
+        return Finding(topic, subject, FindingStatus.FAILED, f"{type(error).__name__}: {error}")

@@ -18,7 +18,7 @@ from spec_decode.tools.metadata_validator import MetadataDrift, MetadataValidato
 from spec_decode.tools.soak.schedule import Round, Schedule
 from spec_decode.tools.soak.sides import Side
 from spec_decode.tools.soak.stage import Stage
-from spec_decode.tools.soak.watched import watch_backend
+from spec_decode.tools.soak.validated_rounds import validate_rounds
 from tests.foreseen import Foreseen
 from tests.mutants import MUTANTS, ONE_PAGE_SIZE, Mutant, freeze, with_builder
 
@@ -89,25 +89,25 @@ def no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mutant", SHOWN, ids=lambda mutant: mutant.name)
 def test_a_mutant_in_a_running_drafter_is_caught(mutant: Mutant) -> None:
     with pytest.raises(MetadataDrift):
-        watch_backend(mutant.backend, CPU, rounds=ROUNDS)
+        validate_rounds(mutant.backend, CPU, rounds=ROUNDS)
 
 
 def test_a_mutant_that_is_right_for_one_page_size_is_caught_on_another() -> None:
-    assert watch_backend(ONE_PAGE_SIZE.backend, CPU, rounds=ROUNDS).looks == ROUNDS
+    assert validate_rounds(ONE_PAGE_SIZE.backend, CPU, rounds=ROUNDS).looks == ROUNDS
     with pytest.raises(MetadataDrift, match="page_counts"):
-        watch_backend(ONE_PAGE_SIZE.backend, CPU, rounds=ROUNDS, page_size=8)
+        validate_rounds(ONE_PAGE_SIZE.backend, CPU, rounds=ROUNDS, page_size=8)
 
 
 def test_a_page_size_that_a_backend_refuses_is_not_watched() -> None:
     with pytest.raises(Unsupported, match="page"):
-        watch_backend(get("triton_paged"), CPU, rounds=1, page_size=12)
+        validate_rounds(get("triton_paged"), CPU, rounds=1, page_size=12)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_mutant_that_cannot_be_captured_is_refused_by_the_drafter(name: str) -> None:
     (mutant,) = (mutant for mutant in MUTANTS if mutant.name == name)
     with pytest.raises(REFUSED[name]):
-        watch_backend(mutant.backend, CPU, rounds=1)
+        validate_rounds(mutant.backend, CPU, rounds=1)
 
 
 @pytest.mark.parametrize("name", NOT_SHOWN)
@@ -126,13 +126,13 @@ def test_every_mutant_is_accounted_for() -> None:
 
 @pytest.mark.parametrize("strategy", [strategy for strategy in Strategy if strategy is not Strategy.PIECEWISE])
 def test_a_right_backend_never_drifts_whichever_the_strategy(strategy: Strategy) -> None:
-    watched = watch_backend(get("torch_reference"), CPU, rounds=ROUNDS, strategy=strategy)
+    watched = validate_rounds(get("torch_reference"), CPU, rounds=ROUNDS, strategy=strategy)
     assert watched.strategy == strategy.value and watched.looks == ROUNDS and watched.leaves > 0
 
 
 @pytest.mark.parametrize("name", ["triton_paged", "triton_mla", "sparse_swa_mla"])
 def test_the_backends_of_the_project_never_drift(name: str) -> None:
-    assert watch_backend(get(name), CPU, rounds=ROUNDS).looks == ROUNDS
+    assert validate_rounds(get(name), CPU, rounds=ROUNDS).looks == ROUNDS
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_the_backends_of_the_project_never_drift(name: str) -> None:
     [(Foreseen(), "full_loop"), (with_builder(Rebuilt), "per_step"), (with_builder(Uncapturable), "piecewise")],
 )
 def test_a_group_that_does_not_advance_in_place_is_watched_too(backend: AttentionBackend, strategy: str) -> None:
-    watched = watch_backend(backend, CPU, rounds=ROUNDS)
+    watched = validate_rounds(backend, CPU, rounds=ROUNDS)
     assert (watched.strategy, watched.looks) == (strategy, ROUNDS)
 
 
@@ -148,7 +148,7 @@ def test_a_kernel_that_is_wrong_is_caught_though_its_group_does_not_advance_in_p
     (mutant,) = (mutant for mutant in MUTANTS if mutant.name == "gqa_interleaved")
     wrong = type("Wrong", (type(mutant.backend),), {"builder": Rebuilt})()
     with pytest.raises(MetadataDrift, match="attention over the present caches"):
-        watch_backend(wrong, CPU, rounds=ROUNDS)
+        validate_rounds(wrong, CPU, rounds=ROUNDS)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_kernel_that_is_wrong_is_caught_though_its_group_does_not_advance_in_p
 )
 def test_the_field_that_is_not_refreshed_is_named_with_where_and_what(backend: str, field: str) -> None:
     with pytest.raises(MetadataDrift, match=rf"field {field} .*expected: {field}\[.*got: ") as drift:
-        watch_backend(freeze(backend, field), CPU, rounds=ROUNDS)
+        validate_rounds(freeze(backend, field), CPU, rounds=ROUNDS)
     assert (drift.value.round, drift.value.step, drift.value.group) == (1, 0, "draft")
 
 

@@ -82,10 +82,10 @@ def plug_in():
 
 @pytest.fixture
 def checks(monkeypatch):
-    """A stand-in for the conformance kit; `outcomes` are what it finds, `calls` how it was asked, `apart` which of
-    them were to run in a process of their own.
+    """A stand-in for the conformance kit; `outcomes` are what it finds, `calls` how it was asked, `isolated` which of
+    them were to run in a subprocess.
     """
-    fake = SimpleNamespace(outcomes=["pass"], calls=[], apart=[])
+    fake = SimpleNamespace(outcomes=["pass"], calls=[], isolated=[])
 
     def check_backend(name, **asked):
         fake.calls.append((name, asked, os.environ.get("TRITON_INTERPRET")))
@@ -104,7 +104,7 @@ def checks(monkeypatch):
         return Report(backend=name, version="1", env=environment(CPU), command=asked["command"], results=results)
 
     def check_apart(name, *, ask, env, **told):
-        fake.apart.append(name)
+        fake.isolated.append(name)
         return check_backend(name, **ask, **told)
 
     monkeypatch.setitem(sys.modules, "spec_decode.conformance", SimpleNamespace(check_backend=check_backend))

@@ -15,7 +15,7 @@ NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine 
 def test_help_imports_no_torch_and_finding_the_device_no_triton():
     script = (
         "import sys, spec_decode.cli.main; assert 'torch' not in sys.modules\n"
-        "from spec_decode.cli.common import resolve_device; resolve_device('cpu')\n"
+        "from spec_decode.cli.options import resolve_device; resolve_device('cpu')\n"
         "assert not {'triton', 'builders'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

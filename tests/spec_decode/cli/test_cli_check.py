@@ -51,29 +51,29 @@ def test_a_broken_backend_costs_the_others_nothing(checks, plug_in, run):
 
 def test_one_backend_runs_in_this_process_where_a_debugger_works(checks, run):
     run("check", "torch_reference", "--device", "cpu")
-    assert checks.calls and not checks.apart
+    assert checks.calls and not checks.isolated
 
 
-def test_each_of_several_runs_in_a_process_of_its_own(checks, run):
+def test_each_of_several_runs_in_a_subprocess(checks, run):
     run("check", "torch_reference", "triton_paged", "--device", "cpu", "--family", "graph", "--only", "graph.*")
-    assert checks.apart == ["torch_reference", "triton_paged"]
+    assert checks.isolated == ["torch_reference", "triton_paged"]
     _, asked, _ = checks.calls[1]
     assert (asked["device"], asked["families"], asked["checks"]) == ("cpu", ["graph"], ["graph.*"])
     assert asked["command"] == "attn-backends check triton_paged --device cpu --family graph --only 'graph.*'"
 
 
-def test_one_backend_runs_in_a_process_of_its_own_when_asked_to(checks, run):
-    assert run("check", "torch_reference", "--device", "cpu", "--apart").exit_code == 0
-    assert checks.apart == ["torch_reference"]
+def test_one_backend_runs_in_a_subprocess_when_asked_to(checks, run):
+    assert run("check", "torch_reference", "--device", "cpu", "--isolate").exit_code == 0
+    assert checks.isolated == ["torch_reference"]
 
 
 def test_what_was_registered_by_a_call_runs_in_this_process_among_several(checks, weak, run):
     assert run("check", "weak", "torch_reference", "--device", "cpu").exit_code == 0
-    assert [name for name, *_ in checks.calls] == ["weak", "torch_reference"] and checks.apart == ["torch_reference"]
+    assert [name for name, *_ in checks.calls] == ["weak", "torch_reference"] and checks.isolated == ["torch_reference"]
 
 
-def test_what_was_registered_by_a_call_cannot_be_asked_for_apart(checks, weak, refused):
-    line = refused("check", "weak", "torch_reference", "--device", "cpu", "--apart")
+def test_what_was_registered_by_a_call_cannot_be_isolated(checks, weak, refused):
+    line = refused("check", "weak", "torch_reference", "--device", "cpu", "--isolate")
     assert "weak were registered by a call" in line and not checks.calls
 
 

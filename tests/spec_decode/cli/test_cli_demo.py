@@ -1,6 +1,6 @@
 import pytest
 
-from spec_decode.cli import comparison
+from spec_decode.cli import strategy_comparison as comparison
 from spec_decode.drafter.plan import Strategy
 
 
@@ -35,10 +35,10 @@ def test_demo_prefers_reports_that_are_there(pair, reports, checks, short_demo, 
 
 
 def test_demo_fails_if_one_strategy_differs(pair, checks, short_demo, monkeypatch, run):
-    honest = comparison.generate
+    untampered = comparison.generate
 
     def tampered(models, backends, requests, count, strategy=None):
-        outcome = honest(models, backends, requests, count, strategy)
+        outcome = untampered(models, backends, requests, count, strategy)
         if strategy is Strategy.FULL_LOOP:
             outcome.generations[0].token_ids[-1] ^= 1
         return outcome

@@ -1,7 +1,7 @@
 import json
 
 from spec_decode.tools import doctor
-from spec_decode.tools.doctor import Finding, State
+from spec_decode.tools.doctor import Finding, FindingStatus
 from tests.mutants import MUTANTS
 
 
@@ -15,12 +15,12 @@ def test_doctor_tells_every_topic_once_and_ends_well(run):
 
 def test_doctor_as_json_is_the_findings(run):
     found = json.loads(run("doctor", "--device", "cpu", "--json").stdout)
-    assert {"topic", "subject", "state", "words"} == set(found[0])
+    assert {"topic", "subject", "status", "detail"} == set(found[0])
     assert {"machine", "graphs", "backends"} <= {entry["topic"] for entry in found}
 
 
-def test_a_watch_is_one_more_topic_with_its_cost(run):
-    result = run("doctor", "--device", "cpu", "--watch", "torch_reference", "--rounds", "4", "--every", "2")
+def test_validated_metadata_is_one_more_topic_with_its_cost(run):
+    result = run("doctor", "--device", "cpu", "--validate-metadata", "torch_reference", "--rounds", "4", "--every", "2")
     assert result.exit_code == 0, result.output
     (line,) = (line for line in result.output.splitlines() if "looks without a drift" in line)
     assert "4 rounds (full_loop)" in line and "2 looks" in line and "ms each" in line
@@ -29,17 +29,17 @@ def test_a_watch_is_one_more_topic_with_its_cost(run):
 def test_a_drift_is_named_and_told_in_the_exit_status(run, plug_in):
     mutant = next(mutant for mutant in MUTANTS if mutant.name == "stale_seq_lens")
     plug_in("stale", lambda: mutant.backend)
-    result = run("doctor", "--device", "cpu", "--watch", "stale", "--rounds", "4")
+    result = run("doctor", "--device", "cpu", "--validate-metadata", "stale", "--rounds", "4")
     assert result.exit_code == 1
     assert "round 1, step 0, group draft" in result.output and "field kv_end" in result.output
 
 
-def test_a_backend_to_watch_that_is_unknown_is_refused_before_anything_runs(refused):
-    assert "nonesuch" in refused("doctor", "--device", "cpu", "--watch", "nonesuch")
+def test_a_backend_to_validate_that_is_unknown_is_refused_before_anything_runs(refused):
+    assert "nonesuch" in refused("doctor", "--device", "cpu", "--validate-metadata", "nonesuch")
 
 
 def test_something_that_does_not_work_is_told_in_the_exit_status(run, monkeypatch):
-    found = [Finding("graphs", "device loop", State.FAILED, "RuntimeError: it ended at 1")]
+    found = [Finding("graphs", "device loop", FindingStatus.FAILED, "RuntimeError: it ended at 1")]
     monkeypatch.setattr(doctor, "examine", lambda device: iter(found))
     result = run("doctor", "--device", "cpu")
     assert result.exit_code == 1 and "it ended at 1" in result.output

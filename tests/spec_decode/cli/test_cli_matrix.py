@@ -9,7 +9,7 @@ from tests.spec_decode.cli.conftest import CPU
 
 
 @pytest.fixture
-def apart(monkeypatch):
+def subprocesses(monkeypatch):
     """A stand-in for the processes that check a backend; `outcome` is what each finds, `calls` who was asked for."""
     fake = SimpleNamespace(outcome={}, calls=[])
 
@@ -33,10 +33,10 @@ def apart(monkeypatch):
 
 
 @pytest.fixture
-def tagged(apart, tmp_path, run):
+def tagged(subprocesses, tmp_path, run):
     """The report of a run, in reports/."""
     run("matrix", "--run", "torch_reference", "--device", "cpu", "--into", tmp_path / "reports" / "cpu")
-    apart.calls.clear()
+    subprocesses.calls.clear()
     return tmp_path / "reports" / "cpu" / "check-torch_reference.json"
 
 
@@ -92,60 +92,60 @@ def test_matrix_refuses_a_missing_report(refused):
         ("--run", "nobody"),
     ],
 )  # fmt: skip
-def test_matrix_refuses_options_that_make_no_sense_together(words, apart, refused):
-    assert refused("matrix", *words) and not apart.calls
+def test_matrix_refuses_options_that_make_no_sense_together(words, subprocesses, refused):
+    assert refused("matrix", *words) and not subprocesses.calls
 
 
-def test_a_fresh_run_is_shown_and_not_kept(apart, run, tmp_path):
+def test_a_fresh_run_is_shown_and_not_kept(subprocesses, run, tmp_path):
     result = run("matrix", "--run", "torch_reference", "--device", "cpu", "--tag", "graph:*")
     assert result.exit_code == 0 and "verified 1/1" in result.output
-    assert [(name, ask["tags"]) for name, ask, _ in apart.calls] == [("torch_reference", ["graph:*"])]
+    assert [(name, ask["tags"]) for name, ask, _ in subprocesses.calls] == [("torch_reference", ["graph:*"])]
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_hands_its_limits_on(apart, run):
+def test_a_run_hands_its_limits_on(subprocesses, run):
     run("matrix", "--run", "torch_reference", "--device", "cpu", "--check-limit", "3", "--limit", "9")
-    limits = apart.calls[0][2]
+    limits = subprocesses.calls[0][2]
     assert (limits.check, limits.backend) == (3.0, 9.0)
 
 
-def test_a_backend_that_fails_takes_no_other_with_it_and_fails_the_run(apart, run, tmp_path):
-    apart.outcome["triton_paged"] = "error"
+def test_a_backend_that_fails_takes_no_other_with_it_and_fails_the_run(subprocesses, run, tmp_path):
+    subprocesses.outcome["triton_paged"] = "error"
     names = ("--run", "triton_paged", "--run", "torch_reference")
     result = run("matrix", *names, "--device", "cpu", "--into", "out")
     assert result.exit_code == 1 and "broken 0/1" in result.output and "verified 1/1" in result.output
     assert len(list((tmp_path / "out").iterdir())) == 2
 
 
-def test_available_leaves_out_what_is_absent_or_made_for_another_device(apart, run):
-    apart.outcome |= {"flashinfer": "unavailable", "flash_attn3": "unsupported"}
+def test_available_leaves_out_what_is_absent_or_made_for_another_device(subprocesses, run):
+    subprocesses.outcome |= {"flashinfer": "unavailable", "flash_attn3": "unsupported"}
     result = run("matrix", "--run", "available", "--device", "cpu")
     assert "flashinfer: not available: for the test" in result.stderr
     assert "flash_attn3: not available: runs on cuda" in result.stderr
     assert "flash_attn3@" not in result.stdout and "triton_paged@1" in result.stdout
 
 
-def test_what_is_named_is_shown_even_if_it_is_absent(apart, run):
-    apart.outcome["flashinfer"] = "unavailable"
+def test_what_is_named_is_shown_even_if_it_is_absent(subprocesses, run):
+    subprocesses.outcome["flashinfer"] = "unavailable"
     result = run("matrix", "--run", "flashinfer", "--run", "available", "--device", "cpu")
     assert "flashinfer@1" in result.stdout and result.exit_code == 1
 
 
-def test_an_interrupted_run_keeps_what_is_finished_and_is_resumed_behind_it(apart, run, tmp_path):
+def test_an_interrupted_run_keeps_what_is_finished_and_is_resumed_behind_it(subprocesses, run, tmp_path):
     words = ("matrix", "--run", "torch_reference", "--run", "triton_paged", "--device", "cpu", "--into", "out")
-    apart.outcome["triton_paged"] = "interrupt"
+    subprocesses.outcome["triton_paged"] = "interrupt"
     stopped = run(*words)
     assert stopped.exit_code == 130 and "1 finished reports are in out; go on with --resume" in stopped.stderr
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["check-torch_reference.json"]
-    apart.outcome.clear()
-    apart.calls.clear()
+    subprocesses.outcome.clear()
+    subprocesses.calls.clear()
     result = run(*words, "--resume")
-    assert [name for name, _, _ in apart.calls] == ["triton_paged"]
+    assert [name for name, _, _ in subprocesses.calls] == ["triton_paged"]
     assert result.exit_code == 0 and "torch_reference@1" in result.output and "triton_paged@1" in result.output
 
 
 @pytest.mark.parametrize("change", [{"command": "other"}, {"env": "commit"}, {"results": "not_run"}, {"schema": "x/1"}])
-def test_resume_checks_again_what_another_run_left_or_left_unfinished(tagged, apart, run, change):
+def test_resume_checks_again_what_another_run_left_or_left_unfinished(tagged, subprocesses, run, change):
     document = json.loads(tagged.read_text())
     if "env" in change:
         document["env"]["commit"] = "other"
@@ -155,12 +155,12 @@ def test_resume_checks_again_what_another_run_left_or_left_unfinished(tagged, ap
         document |= change
     tagged.write_text(json.dumps(document))
     run("matrix", "--run", "torch_reference", "--device", "cpu", "--into", tagged.parent, "--resume")
-    assert len(apart.calls) == 1
+    assert len(subprocesses.calls) == 1
 
 
-def test_resume_keeps_an_unchanged_report(tagged, apart, run):
+def test_resume_keeps_an_unchanged_report(tagged, subprocesses, run):
     run("matrix", "--run", "torch_reference", "--device", "cpu", "--into", tagged.parent, "--resume")
-    assert not apart.calls
+    assert not subprocesses.calls
 
 
 def test_check_passes_on_pages_that_say_what_the_reports_say(tagged, run):

@@ -11,8 +11,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from spec_decode.cli.common import UserError
 from spec_decode.cli.main import main
+from spec_decode.cli.output import UserError
 from spec_decode.models import CheckpointError
 from tests.factories import CPU
 
@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 transformers.logging.set_verbosity_error()
 
-from spec_decode.cli.real_pair import RealPair, load_real_pair  # noqa: E402
+from spec_decode.cli.published_pair import PublishedPair, load_published_pair  # noqa: E402
 
 WORDS = ["<end>", "<turn>", "the", "cat", "sat"]
 TEMPLATE = "{% for m in messages %}<turn> {{ m.content }}{% endfor %}{% if add_generation_prompt %} <turn>{% endif %}"
@@ -62,8 +62,8 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     return target, draft
 
 
-def load(folders: tuple[Path, Path], *, chat: bool = False) -> RealPair:
-    return load_real_pair(*folders, dtype=torch.float32, device=CPU, chat=chat)
+def load(folders: tuple[Path, Path], *, chat: bool = False) -> PublishedPair:
+    return load_published_pair(*folders, dtype=torch.float32, device=CPU, chat=chat)
 
 
 def test_a_pair_is_loaded_from_its_folders(folders: tuple[Path, Path]) -> None:
@@ -132,7 +132,7 @@ def test_the_target_hands_out_the_states_that_the_draft_reads(
 ) -> None:
     write_model(folders[0], num_hidden_layers=6)
     # Only which layers are asked for: the draft itself has its own tests.
-    monkeypatch.setattr("spec_decode.cli.real_pair.aux_hidden_state_layers", lambda folder, n: (2, n // 2, n - 3))
+    monkeypatch.setattr("spec_decode.cli.published_pair.aux_hidden_state_layers", lambda folder, n: (2, n // 2, n - 3))
 
     assert load(folders).target.aux_hidden_state_layers == (2, 3, 3)
 

@@ -207,19 +207,19 @@ def test_list_names_every_refusal_and_goes_on() -> None:
 def test_doctor_names_every_refusal_and_goes_on() -> None:
     findings = json.loads(say("doctor", "--json").stdout)
     backends = {finding["subject"]: finding for finding in findings if finding["topic"] == "backends"}
-    assert backends["healthy"]["state"] == backends["torch_reference"]["state"] == "fine"
+    assert backends["healthy"]["status"] == backends["torch_reference"]["status"] == "fine"
     for name in ("quits_at_import", "takes_ours_by_call", "faulty-torch_reference:torch_reference", "rival"):
-        assert "a backend name must be free" in backends[name]["words"] or "licence" in backends[name]["words"]
+        assert "a backend name must be free" in backends[name]["detail"] or "licence" in backends[name]["detail"]
     for name in ("crashes_at_import", "crashes_when_asked"):
-        assert backends[name]["state"] == "failed" and "SIGABRT" in backends[name]["words"]
+        assert backends[name]["status"] == "failed" and "SIGABRT" in backends[name]["detail"]
 
 
 def test_doctor_tells_each_plug_in_under_the_name_that_it_is_had_by() -> None:
     found = {f["subject"]: f for f in json.loads(say("doctor", "--json").stdout) if f["topic"] == "plug-ins"}
-    assert found["healthy"]["words"] == "faulty-healthy: faulty_healthy.Backend 7"
-    assert found["rivals-a:rival"]["words"] == "rivals-a: rivals_a.Backend 7"
-    assert "torch_reference" not in found and found["faulty-torch_reference:torch_reference"]["state"] == "failed"
-    assert found["crashes_at_import"]["state"] == "failed"
+    assert found["healthy"]["detail"] == "faulty-healthy: faulty_healthy.Backend 7"
+    assert found["rivals-a:rival"]["detail"] == "rivals-a: rivals_a.Backend 7"
+    assert "torch_reference" not in found and found["faulty-torch_reference:torch_reference"]["status"] == "failed"
+    assert found["crashes_at_import"]["status"] == "failed"
 
 
 def test_check_names_a_crash_and_goes_on(tmp_path: Path) -> None:

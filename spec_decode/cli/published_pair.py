@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spec_decode.cli.common import UserError
+from spec_decode.cli.output import UserError
 from spec_decode.models.base import DraftModel
 from spec_decode.models.load import aux_hidden_state_layers, load_draft
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class RealPair:
+class PublishedPair:
     """Models on one device. tokenizer: the library's, of the target's folder. chat: prompts open conversations."""
 
     target: TransformersTarget
@@ -54,9 +54,9 @@ class RealPair:
         return text
 
 
-def load_real_pair(
+def load_published_pair(
     target: Path, draft: Path, *, dtype: torch.dtype, device: torch.device, chat: bool = False
-) -> RealPair:
+) -> PublishedPair:
     """Load both folders. The target hands out the states that the draft says it reads.
 
     Raises CheckpointError for what is amiss in a folder, or between the two, and UserError without `transformers`.
@@ -83,7 +83,7 @@ def load_real_pair(
             f"the tokenizer in {target} has {len(tokenizer)} tokens, the model beside it knows {wrapped.vocab_size}; "
             "some texts could not be read, so nothing was run. Use the tokenizer that the model was trained with."
         )
-    return RealPair(wrapped, load_draft(draft, wrapped, dtype=dtype, device=device), tokenizer, chat)
+    return PublishedPair(wrapped, load_draft(draft, wrapped, dtype=dtype, device=device), tokenizer, chat)
 
 
 def _check_same_tokens(ours: Any, drafts: Any, target: Path, draft: Path) -> None:

@@ -15,7 +15,7 @@ from attn_backends.fa3_providers import PROVIDER_VARIABLE
 from attn_backends.torch_reference import TorchReference
 from spec_decode.graphs.emulator import EmulatedRuntime
 from spec_decode.tools import doctor
-from spec_decode.tools.doctor import Finding, State, examine
+from spec_decode.tools.doctor import Finding, FindingStatus, examine
 
 CPU = torch.device("cpu")
 
@@ -43,13 +43,15 @@ def fa3_module(name: str) -> dict[str, ModuleType]:
 
 
 def test_a_healthy_machine_has_nothing_failed() -> None:
-    assert [finding for finding in examine(CPU) if finding.state is State.FAILED] == []
+    assert [finding for finding in examine(CPU) if finding.status is FindingStatus.FAILED] == []
 
 
 def test_a_capture_and_a_loop_are_tried_and_their_memory_told() -> None:
     found = findings("graphs")
     assert found.keys() == {"capture and replay", "device loop"}
-    assert all(f.state is State.FINE and "emulated on the CPU" in f.words and "MiB" in f.words for f in found.values())
+    assert all(
+        f.status is FindingStatus.OK and "emulated on the CPU" in f.detail and "MiB" in f.detail for f in found.values()
+    )
 
 
 def test_a_loop_that_runs_another_number_of_times_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,27 +60,27 @@ def test_a_loop_that_runs_another_number_of_times_has_failed(monkeypatch: pytest
 
     monkeypatch.setattr(EmulatedRuntime, "capture_loop", once)
     found = findings("graphs")["device loop"]
-    assert found.state is State.FAILED and "it ended at 1" in found.words
+    assert found.status is FindingStatus.FAILED and "it ended at 1" in found.detail
 
 
 def test_a_capture_that_executes_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EmulatedRuntime, "capture", lambda self, fn: SimpleNamespace(replay=fn, run=fn()))
     found = findings("graphs")["capture and replay"]
-    assert found.state is State.FAILED and "it left 1 in a cell that held 0" in found.words
+    assert found.status is FindingStatus.FAILED and "it left 1 in a cell that held 0" in found.detail
 
 
 def test_what_stands_in_the_way_of_a_loop_is_told_and_no_loop_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "loop_unsupported_reason", lambda device: "it needs the package cuda.bindings")
     monkeypatch.setattr(EmulatedRuntime, "capture_loop", lambda *_: pytest.fail("a loop was captured"))
     found = findings("graphs")["device loop"]
-    assert (found.state, found.words) == (State.ABSENT, "it needs the package cuda.bindings")
+    assert (found.status, found.detail) == (FindingStatus.ABSENT, "it needs the package cuda.bindings")
 
 
 def test_each_absent_provider_of_flash_attention_3_comes_with_what_brings_it() -> None:
     found = providers()
     assert found.keys() == {"upstream", "vllm", "sgl"}
-    assert {finding.state for finding in found.values()} == {State.ABSENT}
-    assert "attn-backends[flash-attn]" in found["vllm"].words and "sglang-kernel" in found["sgl"].words
+    assert {finding.status for finding in found.values()} == {FindingStatus.ABSENT}
+    assert "attn-backends[flash-attn]" in found["vllm"].detail and "sglang-kernel" in found["sgl"].detail
 
 
 @pytest.mark.parametrize(("asked", "used"), [("", True), ("sgl", True), ("vllm", False)])
@@ -89,22 +91,22 @@ def test_a_provider_that_is_here_says_whether_it_is_used(
     for name, module in fa3_module("flash_attn_with_kvcache").items():
         monkeypatch.setitem(sys.modules, name, module)
     found = providers()["sgl"]
-    assert found.state is State.FINE and found.words.endswith(", in use") is used
+    assert found.status is FindingStatus.OK and found.detail.endswith(", in use") is used
 
 
-def test_a_provider_that_is_here_and_of_no_use_has_failed_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_provider_that_is_here_and_of_no_use_has_failed_with_its_own_message(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in fa3_module("another_entry").items():
         monkeypatch.setitem(sys.modules, name, module)
     found = providers()["sgl"]
-    assert found.state is State.FAILED and "it has no flash_attn_with_kvcache" in found.words
+    assert found.status is FindingStatus.FAILED and "it has no flash_attn_with_kvcache" in found.detail
 
 
 def test_every_backend_is_told_with_what_it_serves_or_why_it_does_not() -> None:
     found = findings("backends")
     assert found.keys() == set(registry.names())
-    assert found["torch_reference"].state is State.FINE
-    assert "decode of a common 8B model" in found["torch_reference"].words
-    assert found["flash_attn3"].state is State.ABSENT
+    assert found["torch_reference"].status is FindingStatus.OK
+    assert "decode of a common 8B model" in found["torch_reference"].detail
+    assert found["flash_attn3"].status is FindingStatus.ABSENT
 
 
 @pytest.fixture
@@ -118,7 +120,7 @@ def fail(*asked: object) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("supports", "words"),
+    ("supports", "detail"),
     [
         (fail, "KeyError: 'no table'"),
         (lambda *asked: None, "AttributeError"),
@@ -126,10 +128,12 @@ def fail(*asked: object) -> Any:
     ],
     ids=["raises", "no answer", "leaves"],
 )
-def test_a_backend_that_cannot_be_asked_has_failed_by_name(supports: Any, words: str, registry_as_it_was: None) -> None:
+def test_a_backend_that_cannot_be_asked_has_failed_by_name(
+    supports: Any, detail: str, registry_as_it_was: None
+) -> None:
     registry.register("odd", type("Odd", (TorchReference,), {"supports": supports}))
     found = findings("backends")
-    assert found["odd"].state is State.FAILED and words in found["odd"].words
+    assert found["odd"].status is FindingStatus.FAILED and detail in found["odd"].detail
     assert found.keys() == set(registry.names())
 
 
@@ -139,27 +143,29 @@ def test_a_backend_whose_package_is_absent_is_absent_and_one_that_does_not_load_
     registry.register("absent", "a_package_that_is_not_here:Backend")
     registry.register("failing", fail)
     found = findings("backends")
-    assert (found["absent"].state, found["failing"].state) == (State.ABSENT, State.FAILED)
+    assert (found["absent"].status, found["failing"].status) == (FindingStatus.ABSENT, FindingStatus.FAILED)
 
 
 @pytest.fixture
 def declared(registry_as_it_was: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package declares `torch_reference` and `mine`, both ours in truth; nothing is loaded apart for it."""
+    """A package declares `torch_reference` and `mine`, both ours in truth; nothing is loaded in a subprocess for it."""
     value = "attn_backends.torch_reference:TorchReference"
     points = [EntryPoint(name, value, "attn_backends") for name in ("torch_reference", "mine")]
     monkeypatch.setattr(registry, "entry_points", lambda group: points)
     monkeypatch.setattr(doctor, "try_plug_ins", dict)
 
 
-def test_a_plug_in_that_declares_a_name_of_ours_is_not_shown_as_fine_with_our_class(declared: None) -> None:
+def test_a_plug_in_that_declares_a_name_of_ours_is_not_shown_as_ok_with_our_class(declared: None) -> None:
     found = findings("plug-ins")
     assert found.keys() == {"unknown:torch_reference", "mine"}
     shadow = found["unknown:torch_reference"]
-    assert shadow.state is State.FAILED and "'torch_reference', which is built in" in shadow.words
-    assert found["mine"].state is State.FINE and "torch_reference.TorchReference" in found["mine"].words
+    assert shadow.status is FindingStatus.FAILED and "'torch_reference', which is built in" in shadow.detail
+    assert found["mine"].status is FindingStatus.OK and "torch_reference.TorchReference" in found["mine"].detail
 
 
 def test_a_plug_in_whose_name_a_call_has_taken_is_told_as_not_used(declared: None) -> None:
     registry.register("mine", TorchReference, replace=True)
     found = findings("plug-ins")["mine"]
-    assert found.state is State.REFUSED and "a call has registered another backend under its name" in found.words
+    assert (
+        found.status is FindingStatus.REFUSED and "a call has registered another backend under its name" in found.detail
+    )

@@ -1,4 +1,4 @@
-"""One backend drafting in every strategy, held against eager drafting and against plain decoding."""
+"""One backend drafting in every strategy, compared with eager drafting and with plain decoding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from spec_decode.cli.drafting import PAGE_SIZE, Backends, Outcome, Pair, device_of, generate
+from spec_decode.cli.byte_pair import PAGE_SIZE, Pair, device_of
+from spec_decode.cli.generate import Backends, GenerateResult, generate
 from spec_decode.drafter.kv_groups import make_groups
 from spec_decode.drafter.plan import DraftPlan, GraphMode, Strategy, StrategyError, choose
 from spec_decode.engine import Generation, Request
@@ -19,24 +20,23 @@ PROMPTS, PROMPT_BYTES, NEW_TOKENS, DRAFT_TOKENS = 6, 64, 96, 4
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One strategy: its run, or why there is none, and the number of prompts that came out differently."""
+class StrategyResult:
+    """One strategy: its run, None where the backend cannot run it, and how many prompts came out differently."""
 
     strategy: Strategy
-    outcome: Outcome | None
-    refusal: str = ""
+    run: GenerateResult | None
     unlike_eager: int = 0
     unlike_plain: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A draft's backend and its rows, from least host work to most. chosen: the plan it gets when none is forced."""
+    """A draft's backend and a row for each strategy. chosen: the plan it gets when no strategy is forced."""
 
     backend: str
-    plain: Outcome
+    plain: GenerateResult
     chosen: DraftPlan
-    rows: list[Row]
+    rows: list[StrategyResult]
 
     @property
     def differs(self) -> bool:
@@ -50,35 +50,37 @@ def demo_requests() -> list[Request]:
 
 
 def compare(pair: Pair, backends: Backends, requests: Sequence[Request], on_run: Callable[[str], None]) -> Comparison:
-    """Run the backends plainly and in every strategy. A strategy they cannot run is a row with the reason."""
+    """Run the backends plainly and in every strategy that they can run."""
     name = backends.names(backends.draft)
     on_run(f"{name}: plain decoding")
     plain = generate(pair, backends, requests, 0)
-    outcomes: dict[Strategy, Outcome | str] = {}
+    runs: dict[Strategy, GenerateResult | None] = {}
     for strategy in Strategy:
         on_run(f"{name}: {strategy.value}")
         try:
-            outcomes[strategy] = generate(pair, backends, requests, DRAFT_TOKENS, strategy)
-        except StrategyError as error:
-            outcomes[strategy] = str(error)
-    eager = outcomes[Strategy.EAGER]
-    assert isinstance(eager, Outcome)
-    rows = [_row(strategy, outcome, eager, plain) for strategy, outcome in outcomes.items()]
+            runs[strategy] = generate(pair, backends, requests, DRAFT_TOKENS, strategy)
+        except StrategyError:
+            runs[strategy] = None
+    eager = runs[Strategy.EAGER]
+    assert eager is not None
+    rows = [_compared(strategy, run, eager, plain) for strategy, run in runs.items()]
     return Comparison(name, plain, _chosen_plan(pair, backends), rows)
 
 
-def _row(strategy: Strategy, outcome: Outcome | str, eager: Outcome, plain: Outcome) -> Row:
-    if isinstance(outcome, str):
-        return Row(strategy, None, outcome)
-    return Row(
+def _compared(
+    strategy: Strategy, run: GenerateResult | None, eager: GenerateResult, plain: GenerateResult
+) -> StrategyResult:
+    if run is None:
+        return StrategyResult(strategy, None)
+    return StrategyResult(
         strategy,
-        outcome,
-        unlike_eager=_differing(outcome, eager, lambda g: (g.token_ids, g.accepted)),
-        unlike_plain=_differing(outcome, plain, lambda g: g.token_ids),
+        run,
+        unlike_eager=_differing(run, eager, lambda g: (g.token_ids, g.accepted)),
+        unlike_plain=_differing(run, plain, lambda g: g.token_ids),
     )
 
 
-def _differing(ours: Outcome, theirs: Outcome, what: Callable[[Generation], object]) -> int:
+def _differing(ours: GenerateResult, theirs: GenerateResult, what: Callable[[Generation], object]) -> int:
     pairs = zip(ours.generations, theirs.generations, strict=True)
     return sum(what(one) != what(other) for one, other in pairs)
 
@@ -103,10 +105,10 @@ def to_table(comparisons: Sequence[Comparison], prompts: int) -> Table:
     return table
 
 
-def _cells(row: Row, prompts: int) -> list[str]:
-    if row.outcome is None:
+def _cells(row: StrategyResult, prompts: int) -> list[str]:
+    if row.run is None:
         return ["-", "-", "-", "cannot run", "see part 3"]
-    stats = row.outcome.stats
+    stats = row.run.stats
     return [
         f"{stats.mean_accepted:.2f}",
         str(stats.rounds),

@@ -1,4 +1,4 @@
-"""Rounds of a soak's schedule with a drafter under watch."""
+"""Rounds of a soak's schedule with a drafter whose metadata is validated."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MAX_REQS, STEPS = 8, 4
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
-    """What went by without a drift. milliseconds: of a look, in the mean."""
+class ValidatedRounds:
+    """What ran without a drift. looks: rounds validated; milliseconds: of one of them, on average."""
 
     backend: str
     strategy: str
@@ -38,7 +38,7 @@ class Watched:
         )
 
 
-def watch_backend(
+def validate_rounds(
     backend: AttentionBackend,
     device: torch.device,
     *,
@@ -47,8 +47,8 @@ def watch_backend(
     strategy: Strategy | None = None,
     page_size: int | None = None,
     seed: int = 0,
-) -> Watched:
-    """Draft with a small random model while requests join and leave, looking at every N-th round.
+) -> ValidatedRounds:
+    """Draft with a small random model while requests join and leave, and validate every N-th round.
 
     strategy: None takes the one with the least host work that the backend allows. page_size: None takes the kit's.
     Raises MetadataDrift for the first thing that is wrong, Unsupported where the backend refuses every spec of the kit
@@ -58,7 +58,7 @@ def watch_backend(
     with torch.no_grad(), torch_implementations():
         stage = Stage.of(Subject(backend, device), max_reqs=MAX_REQS, steps=STEPS, page_size=page_size)
         side, inputs = stage.side(strategy), stage.inputs(seed)
-        watch = MetadataValidator(side.drafter, every=every)
+        validator = MetadataValidator(side.drafter, every=every)
         schedule = Schedule(stage.setting, first=side.drafter.graphs.sizes, compare_every=max(2, rounds), seed=seed)
         joins = leaves = 0
         for index in range(rounds):
@@ -67,13 +67,13 @@ def watch_backend(
                 inputs.load(played)
             round_ = played[place]
             joins, leaves = joins + round_.joined, leaves + round_.left
-            side.draft(round_, inputs.of(place, len(round_.rows)), watch.propose)
-    return Watched(
+            side.draft(round_, inputs.of(place, len(round_.rows)), validator.propose)
+    return ValidatedRounds(
         backend=backend.name,
         strategy=side.drafter.plan.strategy.value,
         rounds=rounds,
-        looks=watch.looks,
+        looks=validator.looks,
         joins=joins,
         leaves=leaves,
-        milliseconds=watch.milliseconds / max(1, watch.looks),
+        milliseconds=validator.milliseconds / max(1, validator.looks),
     )

@@ -1,0 +1,90 @@
+"""Generation by a pair: its backends, an engine whose graphs are captured first, and what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attn_backends import AttentionBackend, NoBackend, select
+from spec_decode.cli.byte_pair import PAGE_SIZE, Pair, device_of
+from spec_decode.drafter.plan import DraftPlan, Strategy
+from spec_decode.engine import Engine, EngineStats, Generation, Request
+from spec_decode.models import LayerGroup
+
+_MAX_REQS = 8
+_WARM_UP_TOKENS = 2
+"""The prefill gives the first, a round the second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backends:
+    """Who serves the attention of target and draft, by layer group."""
+
+    target: dict[str, AttentionBackend]
+    draft: dict[str, AttentionBackend]
+
+    @staticmethod
+    def names(chosen: dict[str, AttentionBackend]) -> str:
+        """Each name once, in the order of the groups."""
+        return ", ".join(dict.fromkeys(backend.name for backend in chosen.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """What a run produced; plan is None for plain decoding."""
+
+    generations: list[Generation]
+    stats: EngineStats
+    plan: DraftPlan | None
+
+
+def choose_backends(
+    pair: Pair, backend: str | None = None, draft_backend: str | None = None, *, page_size: int = PAGE_SIZE
+) -> Backends:
+    """For each group the first backend that serves it, or the one asked for, the draft's too unless it has its own.
+
+    Raises BackendError where one that was asked for cannot serve; none is taken in its place.
+    """
+    device, asked = device_of(pair), draft_backend or backend
+    target = _chosen(pair.target.layer_groups(page_size), device, backend)
+    try:
+        draft = _chosen(pair.draft.layer_groups(page_size), device, asked)
+    except NoBackend as refusal:
+        if asked == draft_backend:
+            raise
+        raise NoBackend(f"{refusal} This is the draft's attention: name its backend with --draft-backend.") from refusal
+    return Backends(target, draft)
+
+
+def _chosen(groups: Sequence[LayerGroup], device: torch.device, asked: str | None) -> dict[str, AttentionBackend]:
+    return {group.name: select(group.spec, device, [asked] if asked else []).backend for group in groups}
+
+
+def generate(
+    pair: Pair,
+    backends: Backends,
+    requests: Sequence[Request],
+    num_speculative_tokens: int,
+    strategy: Strategy | None = None,
+    verification: str = "rejection",
+    page_size: int = PAGE_SIZE,
+) -> GenerateResult:
+    """Continue the requests. Graphs are captured and kernels compiled before: the stats time neither."""
+    longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
+    engine = Engine(
+        pair.target,
+        pair.draft,
+        backends.target,
+        num_speculative_tokens=num_speculative_tokens,
+        max_reqs=min(len(requests), _MAX_REQS),
+        max_seq_len=max(longest, 1 + _WARM_UP_TOKENS),
+        page_size=page_size,
+        strategy=strategy,
+        draft_backend=backends.draft,
+        verification=verification,
+    )
+    engine.capture()
+    engine.generate([Request(prompt=requests[0].prompt[:1], max_new_tokens=_WARM_UP_TOKENS)])
+    return GenerateResult(engine.generate(requests), engine.stats, engine.plan)

@@ -1,0 +1,127 @@
+"""Options and arguments that several verbs have: devices, backend names, strategies. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from spec_decode.cli.output import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from attn_backends import Capabilities
+
+F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R")
+
+
+def options_as(record: Callable[..., R]) -> Callable[[Callable[[R], None]], Callable[..., None]]:
+    """A decorator that hands a command its options as one record."""
+
+    def decorate(command: Callable[[R], None]) -> Callable[..., None]:
+        @wraps(command)
+        def with_record(**values: Any) -> None:
+            command(record(**values))
+
+        return with_record
+
+    return decorate
+
+
+class StrategyChoice(click.Choice[str]):
+    """`auto` or the name of a strategy. The names are read when they are needed: the enum's module imports torch."""
+
+    def __init__(self) -> None:
+        self.case_sensitive = True
+
+    @property
+    def choices(self) -> tuple[str, ...]:  # type: ignore[override]
+        from spec_decode.drafter.plan import Strategy
+
+        return ("auto", *(strategy.value for strategy in Strategy))
+
+
+def device_option(command: F) -> F:
+    """--device, for `resolve_device`."""
+    text = "cpu, cuda or cuda:N; without it cuda where there is one, else cpu."
+    return click.option("--device", metavar="DEVICE", help=text)(command)
+
+
+def resolve_device(name: str | None, *, present: bool = True) -> torch.device:
+    """The device of that name. present: raise UserError for one that this machine has not, as for any other name.
+
+    Must stay free of imports from `builders` and `attn_backends`: see `interpret_kernels_on`.
+    """
+    import torch
+
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"a device must be cpu, cuda or cuda:N, got {name!r}; nothing was run. Fix --device.")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if present and device.type == "cuda" and (device.index or 0) >= count:
+        raise UserError(
+            f"device {device} was asked for, this machine has {count} CUDA devices; nothing was run. Use "
+            "another --device; everything runs on cpu."
+        )
+    return device
+
+
+def interpret_kernels_on(device: torch.device) -> None:
+    """On the CPU, have Triton interpret its kernels, so that these are checked and not their torch implementation.
+
+    Triton reads the variable when a kernel is defined: call this before anything imports Triton.
+    """
+    if device.type == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+def chosen_names(asked: Sequence[str], device: torch.device) -> list[str]:
+    """Backend names, each once; `all` and `available` stand for several. Raises UnknownBackend for an unknown one."""
+    from attn_backends import UnknownBackend, registry
+
+    chosen: dict[str, None] = {}
+    for name in asked:
+        if name == "available":
+            chosen |= dict.fromkeys(available_names(device))
+        else:
+            chosen |= dict.fromkeys(registry.names() if name == "all" else [name])
+    known = registry.names()
+    for name in chosen:
+        if name not in known:
+            raise UnknownBackend(
+                f"a backend must be one of {', '.join(known)}, or all, or available, got {name!r}; nothing "
+                "was run. Fix the name, or install the package that registers it."
+            )
+    return list(chosen)
+
+
+def available_names(device: torch.device) -> list[str]:
+    """The backends that load and are made for the device, whichever specs they serve."""
+    from attn_backends import BrokenBackend, registry
+    from spec_decode.tools.plug_ins import try_plug_ins
+
+    try_plug_ins()
+    found = []
+    for name in registry.names():
+        try:
+            if _made_for(registry.get(name).capabilities, device):
+                found.append(name)
+        except BrokenBackend:
+            continue
+    return found
+
+
+def _made_for(able: Capabilities, device: torch.device) -> bool:
+    import torch
+
+    if device.type not in able.devices:
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= able.compute_capability
