@@ -1,50 +1,211 @@
-"""Imports run downwards only: no floor knows what lies above it, nor the tests and examples."""
+"""Uses point one way: between floors, between rooms of spec_decode, and inside every folder. So they stand in the
+sources, and so they still stand once everything is loaded.
+"""
 
-import ast
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-FLOORS = ["builders", "attn_backends", "spec_decode"]
-"""From the ground up."""
-OUTSIDE = ["tests", "examples", "scripts"]
+from tests.import_graph import FLOORS, ROOT, Uses, circles, imported, loaded_uses, module_files, source_uses
+
+OUTSIDE = ["tests", "examples", "scripts", "train_pair"]
+ROOMS = [
+    "__init__", "files", "environment",
+    "graphs", "sampling", "verification", "models", "drafter", "engine",
+    "testing", "conformance", "tools", "matrix", "cli", "__main__",
+]  # fmt: skip
+"""What may stand in the root of spec_decode. A room uses only those before it."""
+SERVING = ("graphs", "sampling", "verification", "models", "drafter", "drafter.autotune", "engine")
+PRODUCTION = [
+    pytest.param(SERVING, id="serving", marks=pytest.mark.xfail(strict=True)),
+    pytest.param(("tools.metadata_validator",), id="validating", marks=pytest.mark.xfail(strict=True)),
+]
+"""What serves requests, and what may look on while it does."""
+LIMIT = 5
+"""Modules in the root of spec_decode, at most."""
+
+KNOWN_UPWARDS = {
+    ("spec_decode.drafter.autotune", "spec_decode.conformance.report"),
+    ("spec_decode.testing.draft_fixture", "spec_decode.conformance.cases"),
+    ("spec_decode.testing.draft_fixture", "spec_decode.conformance.check"),
+    ("spec_decode.testing.memory", "spec_decode.tools.soak.result"),
+    ("spec_decode.testing.paged_fixture", "spec_decode.conformance.cases"),
+    ("spec_decode.testing.paged_fixture", "spec_decode.conformance.check"),
+    ("spec_decode.testing.shrink", "spec_decode.conformance.cases"),
+    ("spec_decode.testing.shrink", "spec_decode.conformance.check"),
+}
+"""Must become empty: what is no longer so is taken out."""
+KNOWN_CIRCLES = [
+    [
+        "spec_decode.conformance",
+        "spec_decode.drafter",
+        "spec_decode.engine",
+        "spec_decode.testing",
+        "spec_decode.tools",
+    ],
+    ["spec_decode.models.checkpoints", "spec_decode.models.layers"],
+    ["spec_decode.sampling.draft", "spec_decode.sampling.kernels"],
+]
+"""Must become empty, too."""
 
 
-def imports(source: str) -> set[str]:
-    """The packages that a module imports, wherever in it: inside functions and for types alone, too."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            found.add((node.module or "").split(".")[0])
-    return found
+def room_of(module: str) -> str:
+    return module.split(".")[1] if module.startswith("spec_decode.") else ""
+
+
+def upwards(uses: Uses) -> set[tuple[str, str]]:
+    """Uses of a room by one that stands before it."""
+    pairs = [(module, use) for module, used in uses.items() for use in used if room_of(module) and room_of(use)]
+    return {(module, use) for module, use in pairs if ROOMS.index(room_of(module)) < ROOMS.index(room_of(use))}
+
+
+@pytest.fixture(scope="module")
+def sources() -> Uses:
+    return source_uses(module_files())
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Uses:
+    """Another process loads everything: in this one the tests have put their own things into modules."""
+    command = [sys.executable, "-m", "tests.import_graph"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    return {module: set(used) for module, used in json.loads(done.stdout).items()}
 
 
 @pytest.mark.parametrize("floor", FLOORS)
 def test_a_floor_imports_nothing_from_above(floor: str) -> None:
     above = {*FLOORS[FLOORS.index(floor) + 1 :], *OUTSIDE}
-    upwards = [
-        f"{path.relative_to(ROOT)} imports {name}"
-        for path in sorted((ROOT / floor).rglob("*.py"))
-        for name in sorted(imports(path.read_text(encoding="utf-8")) & above)
+    found = [
+        f"{module} imports {name}"
+        for module, path in module_files(floors=[floor]).items()
+        for name in sorted(imported(path.read_text(encoding="utf-8"), module))
+        if name.split(".")[0] in above
     ]
-    assert not upwards
+    assert not found
+
+
+def test_a_loaded_floor_holds_nothing_from_above(loaded: Uses) -> None:
+    floor = {name: height for height, name in enumerate(FLOORS)}
+    found = [
+        (module, use)
+        for module, used in loaded.items()
+        for use in used
+        if floor[module.split(".")[0]] < floor[use.split(".")[0]]
+    ]
+    assert not found
+
+
+def test_the_root_of_spec_decode_holds_its_rooms_and_few_modules() -> None:
+    folder = ROOT / "spec_decode"
+    modules = [path.stem for path in folder.glob("*.py")]
+    rooms = [path.parent.name for path in folder.glob("*/__init__.py")]
+    assert {*modules, *rooms} == set(ROOMS)
+    assert len(modules) <= LIMIT
+
+
+@pytest.mark.parametrize("kind", ["sources", "loaded"])
+def test_a_room_uses_only_those_before_it(kind: str, request: pytest.FixtureRequest) -> None:
+    assert upwards(request.getfixturevalue(kind)) <= KNOWN_UPWARDS
+
+
+@pytest.mark.parametrize("kind", ["sources", "loaded"])
+def test_no_files_or_folders_use_one_another_in_a_circle(kind: str, request: pytest.FixtureRequest) -> None:
+    assert [circle for circle in circles(request.getfixturevalue(kind)) if circle not in KNOWN_CIRCLES] == []
+
+
+def test_most_modules_were_loaded(loaded: Uses) -> None:
+    """Those that were not are commands, or need a package that is not installed here."""
+    assert len(loaded) > 0.9 * len(module_files())
+
+
+@pytest.mark.parametrize("names", PRODUCTION)
+def test_what_runs_in_production_loads_no_checks(names: tuple[str, ...]) -> None:
+    load = "".join(f"import spec_decode.{name}\n" for name in names)
+    code = f"import sys\n{load}print(*(name for name in sys.modules if name.startswith('spec_decode.conformance')))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    assert not done.stdout.split()
+
+
+def test_what_is_known_to_point_upwards_or_in_circles_still_does(sources: Uses) -> None:
+    assert upwards(sources) >= KNOWN_UPWARDS
+    assert all(circle in circles(sources) for circle in KNOWN_CIRCLES)
 
 
 @pytest.mark.parametrize(
     "line",
     [
         "import spec_decode.conformance.report",
-        "from spec_decode import report",
-        "def late():\n    from spec_decode.drafter import Drafter",
-        "if TYPE_CHECKING:\n    import torch, spec_decode",
+        "from spec_decode.conformance import report",
+        "from . import report",
+        "from ..conformance.report import Report",
+        "def late():\n    from spec_decode.conformance.report import Report",
+        "if TYPE_CHECKING:\n    import torch, spec_decode.conformance.report",
     ],
 )
 def test_every_way_to_import_is_seen(line: str) -> None:
-    assert "spec_decode" in imports(line)
+    known = "spec_decode.conformance.report"
+    assert imported(line, "spec_decode.conformance.check", [known]) & {known}
 
 
 def test_a_name_in_a_text_is_no_import() -> None:
-    assert imports('"""See spec_decode.drafter.drafter."""\nname = "spec_decode"') == set()
+    assert imported('"""See spec_decode.drafter.drafter."""\nname = "spec_decode"') == set()
+
+
+def test_a_package_is_used_where_a_name_of_it_is_imported(tmp_path: Path) -> None:
+    files = make_modules(tmp_path, one="from spec_decode.two import Name", **{"two/__init__": ""})
+    assert source_uses(files)["spec_decode.one"] == {"spec_decode.two.__init__"}
+
+
+def test_a_use_of_a_later_room_is_found() -> None:
+    assert upwards({"spec_decode.graphs.manager": {"spec_decode.cli.main", "spec_decode.files", "builders.spec"}}) == {
+        ("spec_decode.graphs.manager", "spec_decode.cli.main")
+    }
+
+
+def test_circles_are_found_between_rooms_between_files_and_with_a_package_itself() -> None:
+    uses = {
+        "spec_decode.a.one": {"spec_decode.b.one"},
+        "spec_decode.b.two": {"spec_decode.c"},
+        "spec_decode.c": {"spec_decode.a.two"},
+        "spec_decode.d.one": {"spec_decode.d.__init__"},
+        "spec_decode.d.__init__": {"spec_decode.d.one", "spec_decode.a.one"},
+    }
+    assert circles(uses) == [
+        ["spec_decode.a", "spec_decode.b", "spec_decode.c"],
+        ["spec_decode.d.__init__", "spec_decode.d.one"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        "import spec_decode_mutant.low\nspec_decode_mutant.low.HOOKS.append(lambda: 0)",
+        "from spec_decode_mutant.low import HOOKS\nclass Hook: ...\nHOOKS.append(Hook)",
+        "from spec_decode_mutant import low\ndef run(self): ...\nlow.Base.run = run",
+        "import sys\nfrom spec_decode_mutant import low\nlow.module = sys.modules[__name__]",
+    ],
+)
+def test_what_one_module_puts_into_another_is_found_after_loading(
+    later: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = make_modules(tmp_path, "spec_decode_mutant", low="HOOKS = []\nclass Base: ...", high=later)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        assert source_uses(files)["spec_decode_mutant.low"] == set()
+        assert loaded_uses(files)["spec_decode_mutant.low"] == {"spec_decode_mutant.high"}
+    finally:
+        for name in [name for name in sys.modules if name.startswith("spec_decode_mutant")]:
+            del sys.modules[name]
+
+
+def make_modules(root: Path, package: str = "spec_decode", **sources: str) -> dict[str, Path]:
+    for name, source in {"__init__": "", **sources}.items():
+        path = root / package / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return module_files(root, [package])

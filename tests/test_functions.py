@@ -1,0 +1,239 @@
+"""Functions stay short, take few parameters, and say what they raise."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.import_graph import module_files
+
+MAX_LINES, MAX_PARAMETERS = 80, 8
+RAISERS = {"require": "BatchError", "require_tensor": "BatchError", "expect": "CheckFailure"}
+"""What these functions raise for the one that calls them."""
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function with what stands around it. public: it can be called from other modules."""
+
+    name: str
+    node: Definition
+    public: bool
+    class_docstring: str = ""
+
+    @property
+    def decorators(self) -> str:
+        return " ".join(ast.unparse(decorator) for decorator in self.node.decorator_list)
+
+    @property
+    def is_kernel(self) -> bool:
+        return "triton.jit" in self.decorators
+
+    @property
+    def is_command(self) -> bool:
+        """Its docstring is shown to users of the command line."""
+        return "click.command" in self.decorators
+
+    @property
+    def is_check(self) -> bool:
+        """It raises where the contract is broken, as every check does."""
+        return self.decorators.startswith("check(")
+
+    @property
+    def launches(self) -> bool:
+        """Whether it calls a kernel on a grid, with all the kernel's arguments."""
+        calls = [node for node in ast.walk(self.node) if isinstance(node, ast.Call)]
+        return any(isinstance(call.func, ast.Subscript) for call in calls)
+
+    @property
+    def docstring(self) -> str:
+        own = ast.get_docstring(self.node) or ""
+        return f"{own} {self.class_docstring}" if self.node.name == "__init__" else own
+
+
+def functions(source: str, module: str = "") -> Iterator[Function]:
+    """Every function of a source, those inside of classes and functions too."""
+    yield from _functions(ast.parse(source), module, True, "")
+
+
+def _functions(parent: ast.AST, prefix: str, public: bool, class_docstring: str) -> Iterator[Function]:
+    for node in ast.iter_child_nodes(parent):
+        if isinstance(node, ast.ClassDef):
+            inside = public and not node.name.startswith("_")
+            yield from _functions(node, f"{prefix}.{node.name}", inside, ast.get_docstring(node) or "")
+        elif isinstance(node, Definition):
+            seen = public and (node.name == "__init__" or not node.name.startswith("_"))
+            yield Function(f"{prefix}.{node.name}", node, seen, class_docstring)
+            yield from _functions(node, f"{prefix}.{node.name}", False, "")
+        else:
+            yield from _functions(node, prefix, public, class_docstring)
+
+
+def too_long(function: Function) -> str:
+    """Why a function is too long, or nothing."""
+    lines = (function.node.end_lineno or 0) - function.node.lineno + 1
+    return f"{lines} lines" if lines > MAX_LINES and not function.is_kernel else ""
+
+
+def too_wide(function: Function) -> str:
+    """Why a function has too many parameters, or nothing."""
+    arguments = function.node.args
+    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    count = len(names) - (names[:1] in (["self"], ["cls"]))
+    return f"{count} parameters" if count > MAX_PARAMETERS and not (function.is_kernel or function.launches) else ""
+
+
+def silent(function: Function) -> str:
+    """Which errors a public function raises on its own and does not name in its docstring."""
+    if not function.public or function.is_command or function.is_check:
+        return ""
+    missing = sorted({error for error in _raised(function.node) if error not in function.docstring})
+    return f"does not say that it raises {', '.join(missing)}" if missing else ""
+
+
+def _raised(node: ast.AST) -> Iterator[str]:
+    """Classes of errors raised here, but for those inside of inner functions."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Definition | ast.Lambda | ast.ClassDef):
+            continue
+        if isinstance(child, ast.Raise) and child.exc is not None:
+            error = child.exc.func if isinstance(child.exc, ast.Call) else child.exc
+            name = ast.unparse(error).rpartition(".")[2]
+            # A lower-case name is an error that came from elsewhere.
+            if name[:1].isupper():
+                yield name
+        elif isinstance(child, ast.Call) and isinstance(child.func, ast.Name) and child.func.id in RAISERS:
+            yield RAISERS[child.func.id]
+        yield from _raised(child)
+
+
+def found(rule: Callable[[Function], str]) -> dict[str, str]:
+    return {
+        function.name: why
+        for module, path in module_files().items()
+        for function in functions(path.read_text(encoding="utf-8"), module.removesuffix(".__init__"))
+        if (why := rule(function))
+    }
+
+
+KNOWN_LONG = {
+    "spec_decode.engine.engine.Engine.__init__",
+    "spec_decode.sampling.draft._launch",
+}
+KNOWN_WIDE = {
+    "attn_backends.kernels.latent_attention.latent_attention",
+    "spec_decode.conformance.runner.check_backend",
+    "spec_decode.engine.engine.Engine.__init__",
+    "spec_decode.models.kernels.skinny_linear._check",
+    "spec_decode.sampling.draft._sample",
+    "spec_decode.sampling.draft.sample_draft",
+    "spec_decode.testing.paged_fixture.judge",
+}
+KNOWN_SILENT = {
+    "attn_backends.base.check_forward_inputs",
+    "attn_backends.fa3_providers.Provider.attend",
+    "attn_backends.fa3_providers.Upstream.__init__",
+    "attn_backends.fa3_providers.Vllm.__init__",
+    "attn_backends.flashinfer.FlashInfer.forward",
+    "builders.contract.MetadataBuilder.check_horizon",
+    "builders.errors.require_tensor",
+    "builders.flashinfer.builder.FlashInferBuilder.advance",
+    "builders.kernels.triton_runtime.dependent_launch",
+    "builders.tables.RequestTables.__init__",
+    "spec_decode.cli.generate.choose_backends",
+    "spec_decode.cli.matrix_run.MatrixRun.of",
+    "spec_decode.conformance.builder_checks.expect_same_addresses",
+    "spec_decode.conformance.builder_checks.expect_same_fields",
+    "spec_decode.conformance.cases.base_spec",
+    "spec_decode.engine.engine.Engine.step",
+    "spec_decode.engine.pages.PagePool.__init__",
+    "spec_decode.graphs.emulator.EmulatedLoop.replay",
+    "spec_decode.graphs.manager.GraphManager.__init__",
+    "spec_decode.models.checkpoints.store.TensorStore.open",
+    "spec_decode.models.checkpoints.store.TensorStore.take",
+    "spec_decode.models.checkpoints.token_map.read_token_map",
+    "spec_decode.models.decoder_config.read_decoder",
+    "spec_decode.models.draft.check_embedding",
+    "spec_decode.models.draft.check_shared",
+    "spec_decode.models.draft.check_target_hidden_states",
+    "spec_decode.models.layers.rope.read_rope",
+    "spec_decode.models.layers.yarn.read_rope",
+    "spec_decode.models.llama.LlamaTarget.__init__",
+    "spec_decode.models.mtp_draft.check_published_form",
+    "spec_decode.sampling.draft.sample_draft",
+    "spec_decode.testing.paged_fixture.judge",
+    "spec_decode.testing.shrink.on_smallest",
+    "spec_decode.tools.metadata_validator.MetadataValidator.__init__",
+}
+RULES = [
+    pytest.param(too_long, KNOWN_LONG, id="long"),
+    pytest.param(too_wide, KNOWN_WIDE, id="wide"),
+    pytest.param(silent, KNOWN_SILENT, id="silent"),
+]
+"""Each with the functions that are known to break it: a list that must become empty."""
+
+
+@pytest.mark.parametrize(("rule", "known"), RULES)
+def test_functions_keep_the_rule(rule: Callable[[Function], str], known: set[str]) -> None:
+    assert {name: why for name, why in found(rule).items() if name not in known} == {}
+
+
+@pytest.mark.parametrize(("rule", "known"), RULES)
+def test_what_is_known_to_break_a_rule_still_does(rule: Callable[[Function], str], known: set[str]) -> None:
+    assert known - found(rule).keys() == set()
+
+
+def broken(rule: Callable[[Function], str], source: str) -> list[str]:
+    return [function.name for function in functions(source) if rule(function)]
+
+
+BODY = "\n".join(["    pass"] * MAX_LINES)
+PARAMETERS = ", ".join(f"p{i}" for i in range(MAX_PARAMETERS))
+
+
+def test_a_long_function_is_found_unless_it_is_a_kernel() -> None:
+    assert broken(too_long, f"def f():\n{BODY}") == [".f"]
+    assert broken(too_long, f"@triton.jit\ndef f():\n{BODY}") == []
+    assert broken(too_long, f"def f():\n{BODY[9:]}") == []
+
+
+def test_a_wide_function_is_found_unless_it_is_or_launches_a_kernel() -> None:
+    assert broken(too_wide, f"def f({PARAMETERS}, *, more): ...") == [".f"]
+    assert broken(too_wide, f"class C:\n    def f(self, {PARAMETERS}): ...") == []
+    assert broken(too_wide, f"@triton.jit\ndef f({PARAMETERS}, more): ...") == []
+    assert broken(too_wide, f"def f({PARAMETERS}, more):\n    kernel[grid](more)") == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f():\n    raise ValueError('no')",
+        "def f():\n    '''Raises.'''\n    if x:\n        raise errors.ValueError",
+        "class C:\n    '''A class.'''\n    def __init__(self):\n        raise ValueError('no')",
+        "if x:\n    def f():\n        require(x, 'no')",
+    ],
+)
+def test_an_error_that_is_not_named_is_found(source: str) -> None:
+    assert len(broken(silent, source)) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f():\n    '''Raises ValueError.'''\n    raise ValueError('no')",
+        "class C:\n    '''Raises ValueError.'''\n    def __init__(self):\n        raise ValueError('no')",
+        "def f():\n    '''Raises BatchError.'''\n    require(x, 'no')",
+        "def f():\n    try: ...\n    except ValueError as error:\n        raise error",
+        "def f():\n    def g():\n        raise ValueError('no')",
+        "def _f():\n    raise ValueError('no')",
+        "@check('family.name')\ndef f():\n    raise CheckFailure('no')",
+        "@click.command()\ndef f():\n    raise SystemExit(1)",
+    ],
+)
+def test_a_function_that_names_its_errors_or_is_private_is_left_alone(source: str) -> None:
+    assert broken(silent, source) == []
