@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from attn_backends.capabilities import Accepted, Capabilities, Rejected
-from attn_backends.kernels.packed_latent import TOKEN_BYTES, page_bytes
+from attn_backends.kernels.fp8_ds_mla import TOKEN_BYTES, page_bytes
 from attn_backends.kernels.write_kv import write_kv
 from attn_backends.kernels.write_latent import write_latent
 from builders import CONTRACT_VERSION, AttentionKind, AttentionSpec, BatchError, MetadataBuilder
@@ -19,10 +19,10 @@ from builders.errors import require, require_tensor
 @dataclass(frozen=True, slots=True)
 class KVCache:
     """Keys [num_pages, page_size, num_kv_heads, head_dim] and values [..., value_dim]: views with any strides whose
-    last dim is contiguous. How they are packed is the allocator's business; an adapter never copies them.
+    last dim is contiguous. How they are laid out is the allocator's business; an adapter never copies them.
 
-    Where keys and values are one latent, the values are a view of the keys. A packed cache (scales beside quantised
-    values) is bytes, uint8 [num_pages, page_size, 1, bytes a token], in both, with a page's bytes adjacent.
+    Where keys and values are one latent, the values are a view of the keys. An fp8_ds_mla cache
+    is bytes, uint8 [num_pages, page_size, 1, bytes a token], in both, with a page's bytes adjacent.
     """
 
     key: torch.Tensor
@@ -39,7 +39,7 @@ class KVCache:
 
     @property
     def latents(self) -> torch.Tensor:
-        """The latents [num_pages, page_size, head_dim], or, packed, each page's bytes [num_pages, page_bytes]."""
+        """The latents [num_pages, page_size, head_dim], or in fp8_ds_mla each page's bytes [num_pages, page_bytes]."""
         if self.key.dtype is torch.uint8:
             page_bytes = self.key.stride(0)
             return self.key.as_strided((self.num_pages, page_bytes), (page_bytes, 1))
@@ -67,17 +67,17 @@ class AttentionBackend(ABC):
 
     def supports(self, spec: AttentionSpec, device: torch.device) -> Accepted | Rejected:
         """Whether the spec runs on the device: accepted, or rejected with every reason."""
-        reasons = self.capabilities.reasons_against(spec, device) + self.further_reasons(spec, device)
+        reasons = self.capabilities.unsupported_reasons(spec, device) + self.unsupported_reasons(spec, device)
         return Rejected(tuple(reasons)) if reasons else Accepted()
 
-    def further_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
+    def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
         """Reasons that the capability record cannot express."""
         return []
 
     def allocate_kv(self, spec: AttentionSpec, num_pages: int, device: torch.device) -> KVCache:
         """An uninitialised cache in the layout this backend likes best."""
-        if spec.packed:
-            return _packed_cache(spec.page_size, num_pages, device)
+        if spec.fp8_ds_mla:
+            return _fp8_ds_mla_cache(spec.page_size, num_pages, device)
         shape = (num_pages, spec.page_size, spec.num_kv_heads)
         key = torch.empty(*shape, spec.head_dim, dtype=spec.cache_dtype, device=device)
         if spec.kind is AttentionKind.MLA:
@@ -119,7 +119,7 @@ class AttentionBackend(ABC):
         """
 
 
-def _packed_cache(page_size: int, num_pages: int, device: torch.device) -> KVCache:
+def _fp8_ds_mla_cache(page_size: int, num_pages: int, device: torch.device) -> KVCache:
     size = page_bytes(page_size)
     pages = torch.empty(num_pages, size, dtype=torch.uint8, device=device)
     tokens = pages.as_strided((num_pages, page_size, 1, TOKEN_BYTES), (size, TOKEN_BYTES, TOKEN_BYTES, 1))
@@ -138,16 +138,16 @@ def check_forward_inputs(
         dtype=spec.dtype,
         device=device,
     )
-    packed = spec.packed
+    fp8 = spec.fp8_ds_mla
     for name, tensor, dim in (
-        ("key cache", cache.key, TOKEN_BYTES if packed else spec.head_dim),
-        ("value cache", cache.value, TOKEN_BYTES if packed else spec.out_dim),
+        ("key cache", cache.key, TOKEN_BYTES if fp8 else spec.head_dim),
+        ("value cache", cache.value, TOKEN_BYTES if fp8 else spec.out_dim),
     ):
         require_tensor(
             name,
             tensor,
             shape=(None, spec.page_size, spec.num_kv_heads, dim),
-            dtype=torch.uint8 if packed else spec.cache_dtype,
+            dtype=torch.uint8 if fp8 else spec.cache_dtype,
             device=device,
         )
         if tensor.stride(-1) != 1:

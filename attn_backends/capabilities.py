@@ -7,7 +7,7 @@ from enum import Enum
 
 import torch
 
-from attn_backends.kernels.packed_latent import LATENT
+from attn_backends.kernels.fp8_ds_mla import LATENT
 from builders import AttentionKind, AttentionSpec
 
 
@@ -103,11 +103,11 @@ class Capabilities:
     one_major_version: bool = False
     """Whether its kernels are compiled for that major version alone."""
 
-    def reasons_against(self, spec: AttentionSpec, device: torch.device) -> list[str]:
+    def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
         """Why this spec cannot run on this device; empty when it can."""
-        return [*self._against_device(device), *self._against_shape(spec), *self._against_features(spec)]
+        return [*self._device_reasons(device), *self._shape_reasons(spec), *self._feature_reasons(spec)]
 
-    def _against_device(self, device: torch.device) -> list[str]:
+    def _device_reasons(self, device: torch.device) -> list[str]:
         if device.type not in self.devices:
             return [f"runs on {' and '.join(self.devices)}, not on {device.type}"]
         if device.type == "cuda":
@@ -120,7 +120,7 @@ class Capabilities:
                 return [f"runs on compute capability {self.compute_capability[0]} alone, the device has {found}"]
         return []
 
-    def _against_shape(self, spec: AttentionSpec) -> list[str]:
+    def _shape_reasons(self, spec: AttentionSpec) -> list[str]:
         reasons = []
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
         if spec.dtype not in self.dtypes:
@@ -138,10 +138,10 @@ class Capabilities:
             )
             if dim not in sizes
         ]
-        if spec.packed and (spec.head_dim, spec.out_dim, spec.dtype) != (LATENT, LATENT, torch.bfloat16):
+        if spec.fp8_ds_mla and (spec.head_dim, spec.out_dim, spec.dtype) != (LATENT, LATENT, torch.bfloat16):
             reasons.append(
-                f"packed latents have {LATENT} dims, all of them the value, and bfloat16 queries, got {spec.head_dim} "
-                f"and {spec.out_dim} dims and {spec.dtype}"
+                f"fp8_ds_mla latents have {LATENT} dims, all of them the value, and bfloat16 queries, got "
+                f"{spec.head_dim} and {spec.out_dim} dims and {spec.dtype}"
             )
         if spec.page_size not in self.page_sizes:
             reasons.append(f"page_size must be {self.page_sizes}, got {spec.page_size}")
@@ -149,7 +149,7 @@ class Capabilities:
             reasons.append(f"serves {', '.join(k.value for k in self.kinds)}, not {spec.kind.value}")
         return reasons
 
-    def _against_features(self, spec: AttentionSpec) -> list[str]:
+    def _feature_reasons(self, spec: AttentionSpec) -> list[str]:
         asked = features_of(spec)
         missing = [f"has no {feature.value}" for feature in asked if feature not in self.features]
         return missing + [f"must be asked for {feature.value}" for feature in self.required if feature not in asked]

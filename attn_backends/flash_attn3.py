@@ -40,12 +40,12 @@ class FlashAttn3(FusedRopeWrite, AttentionBackend):
         one_major_version=True,
     )
 
-    def further_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
-        reasons = _against_sinks(spec) if Feature.SINKS in self.capabilities.features else []
+    def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
+        reasons = _sinks_reasons(spec) if Feature.SINKS in self.capabilities.features else []
         if spec.cache_dtype.itemsize == 1:
-            reasons += _against_fp8(spec)
+            reasons += _fp8_reasons(spec)
         if Feature.VALUE_DIM in self.capabilities.features:
-            reasons += _against_dims(spec.head_dim, spec.out_dim)
+            reasons += _dims_reasons(spec.head_dim, spec.out_dim)
         return reasons
 
     def forward(
@@ -63,7 +63,7 @@ class FlashAttn3(FusedRopeWrite, AttentionBackend):
         return PROVIDER.attend(query, cache, metadata, spec, sinks=sinks)
 
 
-def _against_sinks(spec: AttentionSpec) -> list[str]:
+def _sinks_reasons(spec: AttentionSpec) -> list[str]:
     """The limits that vLLM's build checks; the others are held to them too."""
     if not spec.sinks:
         return []
@@ -75,7 +75,7 @@ def _against_sinks(spec: AttentionSpec) -> list[str]:
     return reasons
 
 
-def _against_fp8(spec: AttentionSpec) -> list[str]:
+def _fp8_reasons(spec: AttentionSpec) -> list[str]:
     """What was tried of it."""
     if spec.dtype is torch.bfloat16 and spec.head_dim in (64, 128, 256) and spec.out_dim == spec.head_dim:
         return []
@@ -85,7 +85,7 @@ def _against_fp8(spec: AttentionSpec) -> list[str]:
     ]
 
 
-def _against_dims(head_dim: int, value_dim: int) -> list[str]:
+def _dims_reasons(head_dim: int, value_dim: int) -> list[str]:
     """Kernels of two dims are compiled for 64 with 256 or 512, and for 192 with 128; smaller ones are padded to them.
 
     Seen wrong on an H200: value_dim 64 with head_dim 32, and, over pages of 128, 96 to 192 with head_dim 64.

@@ -86,7 +86,7 @@ class FlashInferCudaCores(FlashInfer):
     name = "flashinfer_cuda_cores"
     builder = CudaCoreBuilder
 
-    def further_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
+    def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
         if spec.group_size in _CUDA_CORE_GROUPS:
             return []
         return [f"query heads a KV head must be one of {_CUDA_CORE_GROUPS}, got {spec.group_size}"]

@@ -16,7 +16,7 @@ _HEADS = (64, 128)
 
 
 class FlashMlaSparse(FusedLatentWrite, AttentionBackend):
-    """Packed fp8 by the decode kernel, every token a request of its own; bf16 by the prefill kernel."""
+    """fp8_ds_mla by the decode kernel, every token a request of its own; bf16 by the prefill kernel."""
 
     name = "flashmla_sparse"
     version = package_version("vllm")
@@ -36,7 +36,7 @@ class FlashMlaSparse(FusedLatentWrite, AttentionBackend):
         one_major_version=True,
     )
 
-    def further_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
+    def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
         return [] if spec.num_q_heads in _HEADS else [f"num_q_heads must be 64 or 128, got {spec.num_q_heads}"]
 
     def forward(
@@ -50,7 +50,7 @@ class FlashMlaSparse(FusedLatentWrite, AttentionBackend):
     ) -> torch.Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
         query, indices = query.contiguous(), metadata.window_indices[:, None]
-        if not spec.packed:
+        if not spec.fp8_ds_mla:
             flat = cache.key.view(-1, 1, spec.head_dim)
             out: torch.Tensor = flashmla.flash_mla_sparse_fwd(
                 query, flat, indices, spec.softmax_scale, d_v=spec.head_dim, attn_sink=sinks

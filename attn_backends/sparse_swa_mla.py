@@ -9,11 +9,11 @@ from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fused_writes import FusedLatentWrite
 from attn_backends.kernels.sparse_attention import sparse_attention
 from builders import AttentionKind, AttentionSpec, SparseWindowBuilder, SparseWindowMetadata
-from builders.kernels.triton_runtime import TRITON_VERSION, lacks_triton
+from builders.kernels.triton_runtime import TRITON_VERSION, triton_unsupported_reasons
 
 
 class SparseSwaMla(FusedLatentWrite, AttentionBackend):
-    """One latent per token, key and value in all of its dims, plain or packed in fp8.
+    """One latent per token, key and value in all of its dims, in query's dtype or fp8_ds_mla.
 
     On CUDA the Triton kernels; on the CPU their torch implementation, or the kernels in Triton's interpreter.
     """
@@ -34,8 +34,8 @@ class SparseSwaMla(FusedLatentWrite, AttentionBackend):
         kinds=(AttentionKind.MLA,),
     )
 
-    def further_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
-        return lacks_triton(device.type)
+    def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
+        return triton_unsupported_reasons(device.type)
 
     def forward(
         self,

@@ -7,7 +7,7 @@ import torch
 from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fused_writes import FusedLatentWrite, FusedRopeWrite
-from attn_backends.kernels.packed_latent import unpack
+from attn_backends.kernels.fp8_ds_mla import gather_and_dequantise
 from builders import AttentionKind, AttentionSpec, ReferenceBuilder, ReferenceMetadata
 
 _GATHERED_ELEMENTS = 1 << 24
@@ -103,7 +103,7 @@ def _gather(cache: KVCache, part: torch.Tensor, slot: torch.Tensor, seen: torch.
     """Keys or values [pages, size, H, D] at slot [T, L]; fp32 [T, L, H, D], exactly 0 where not seen."""
     size = part.shape[1]
     if part.dtype is torch.uint8:
-        rows = unpack(cache.latents, slot.flatten(), size).view(*slot.shape, 1, -1).float()
+        rows = gather_and_dequantise(cache.latents, slot.flatten(), size).view(*slot.shape, 1, -1).float()
     else:
         rows = part[slot // size, slot % size].float()
     return torch.where(seen[..., None, None], rows, 0.0)

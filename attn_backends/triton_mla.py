@@ -9,7 +9,7 @@ from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fused_writes import FusedLatentWrite
 from attn_backends.kernels.latent_attention import latent_attention
 from builders import AttentionKind, AttentionSpec, PagedMetadata, TritonMlaBuilder
-from builders.kernels.triton_runtime import TRITON_VERSION, lacks_triton
+from builders.kernels.triton_runtime import TRITON_VERSION, triton_unsupported_reasons
 
 
 class TritonMla(FusedLatentWrite, AttentionBackend):
@@ -34,12 +34,12 @@ class TritonMla(FusedLatentWrite, AttentionBackend):
         kinds=(AttentionKind.MLA,),
     )
 
-    def further_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
+    def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
         reasons = []
         rotary = spec.head_dim - spec.out_dim
         if rotary and (rotary < 16 or rotary & (rotary - 1)):
             reasons.append(f"the dims beside the value's must be a power of two from 16 on, got {rotary}")
-        return reasons + lacks_triton(device.type)
+        return reasons + triton_unsupported_reasons(device.type)
 
     def forward(
         self,

@@ -9,7 +9,7 @@ from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fused_writes import FusedRopeWrite
 from attn_backends.kernels.paged_attention import paged_attention
 from builders import AttentionSpec, PagedMetadata, TritonPagedBuilder
-from builders.kernels.triton_runtime import TRITON_VERSION, lacks_triton
+from builders.kernels.triton_runtime import TRITON_VERSION, triton_unsupported_reasons
 
 
 class TritonPaged(FusedRopeWrite, AttentionBackend):
@@ -28,16 +28,16 @@ class TritonPaged(FusedRopeWrite, AttentionBackend):
         fused_writes=frozenset({FusedWrite.ROPE}),
     )
 
-    def further_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
-        return lacks_triton(device.type)
+    def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
+        return triton_unsupported_reasons(device.type)
 
     def allocate_kv(self, spec: AttentionSpec, num_pages: int, device: torch.device) -> KVCache:
         """A page's keys and values side by side, so that one request's reads stay near each other."""
         if spec.out_dim != spec.head_dim:
             return super().allocate_kv(spec, num_pages, device)
         shape = (num_pages, 2, spec.page_size, spec.num_kv_heads, spec.head_dim)
-        packed = torch.empty(shape, dtype=spec.cache_dtype, device=device)
-        return KVCache(packed[:, 0], packed[:, 1])
+        pages = torch.empty(shape, dtype=spec.cache_dtype, device=device)
+        return KVCache(pages[:, 0], pages[:, 1])
 
     def forward(
         self,

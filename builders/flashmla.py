@@ -58,7 +58,7 @@ class FlashMlaSparseBuilder(SparseWindowBuilder):
         from vllm.third_party.flashmla import flash_mla_interface as flashmla  # type: ignore[import-not-found]
 
         schedule, _ = flashmla.get_mla_metadata()
-        if not self.spec.packed:
+        if not self.spec.fp8_ds_mla:
             return schedule
         shape = (num_tokens, 1, self.spec.num_q_heads, self.spec.head_dim)
         page = torch.zeros(1, self.spec.page_size, 1, _TOKEN_BYTES, dtype=torch.uint8, device=self.device)

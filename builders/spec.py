@@ -103,8 +103,8 @@ class AttentionSpec:
         return self.kv_dtype
 
     @property
-    def packed(self) -> bool:
-        """Whether the cache holds latents quantised to fp8 with their scales, in DeepSeek-V4's packed pages."""
+    def fp8_ds_mla(self) -> bool:
+        """Whether the cache holds latents in the fp8_ds_mla format: quantised to fp8, with their scales."""
         return self.kind is AttentionKind.MLA and self.cache_dtype is torch.float8_e4m3fn
 
     @property

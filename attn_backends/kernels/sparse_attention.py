@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from attn_backends.kernels import packed_latent
+from attn_backends.kernels import fp8_ds_mla
 from attn_backends.kernels.sparse_attention_kernels import sparse_attention_kernel
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
@@ -57,20 +57,20 @@ def sparse_attention(
 
 
 def _check_cache(query: torch.Tensor, cache: torch.Tensor, page_size: int) -> None:
-    dim, packed = query.shape[2], cache.dtype == torch.uint8
-    if packed:
+    dim, fp8 = query.shape[2], cache.dtype == torch.uint8
+    if fp8:
         require(
-            dim == packed_latent.LATENT and query.dtype == torch.bfloat16,
-            f"an fp8_ds_mla cache serves bfloat16 queries of dim {packed_latent.LATENT}, got {query.dtype} of dim {dim}"
+            dim == fp8_ds_mla.LATENT and query.dtype == torch.bfloat16,
+            f"an fp8_ds_mla cache serves bfloat16 queries of dim {fp8_ds_mla.LATENT}, got {query.dtype} of dim {dim}"
             "; its bytes mean nothing else, so nothing was run. Convert the query or use a cache of its dtype.",
         )
-        shape: tuple[int | None, ...] = (None, packed_latent.page_bytes(page_size))
+        shape: tuple[int | None, ...] = (None, fp8_ds_mla.page_bytes(page_size))
         require_tensor("the latent cache", cache, shape=shape, dtype=torch.uint8, device=query.device)
     else:
         shape = (None, page_size, dim)
         require_tensor("the latent cache", cache, shape=shape, dtype=query.dtype, device=query.device)
     require(
-        cache.stride(-1) == 1 and not (packed and cache.stride(0) % 16),
+        cache.stride(-1) == 1 and not (fp8 and cache.stride(0) % 16),
         "the latent cache must be contiguous in its last dim, and an fp8_ds_mla page must start at a multiple of 16 "
         f"bytes, got strides {cache.stride()}; the kernel would read other bytes, so nothing was run. Lay the cache "
         "out again.",
@@ -115,7 +115,7 @@ class SparseAttentionArguments(NamedTuple):
         listed = (torch.arange(indices.shape[1]) < self.lens[:, None]) & (indices >= 0)
         if cache.dtype == torch.uint8:
             slots = torch.where(listed, indices, -1).flatten()
-            return packed_latent.unpack(cache, slots, page_size).float().unflatten(0, indices.shape), listed
+            return fp8_ds_mla.gather_and_dequantise(cache, slots, page_size).float().unflatten(0, indices.shape), listed
         slots = torch.where(listed, indices, 0).long()
         latents = cache[slots // page_size, slots % page_size].float()
         return latents.masked_fill(~listed[..., None], 0.0), listed
@@ -134,7 +134,7 @@ class SparseAttentionArguments(NamedTuple):
         sparse_attention_kernel[(tokens, triton.cdiv(heads, config["BLOCK_M"]))](
             query, *self[1:5], out, self.scale * math.log2(math.e), width,
             *query.stride()[:2], self.indices.stride(0), cache.stride(0), cache.stride(-2),
-            HEADS=heads, DIM=dim, PAGE_SIZE=self.page_size, PACKED=cache.dtype == torch.uint8,
+            HEADS=heads, DIM=dim, PAGE_SIZE=self.page_size, FP8_DS_MLA=cache.dtype == torch.uint8,
             SINKS=self.sinks is not None, ONE_BLOCK=width <= config["BLOCK_N"], FP32_DOT=interpreted,
             **config, **dependent_launch(query.device),
         )  # fmt: skip

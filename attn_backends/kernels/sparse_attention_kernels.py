@@ -6,20 +6,20 @@ whose loads are all in flight at once and whose latents go to shared memory once
 
 from __future__ import annotations
 
-from attn_backends.kernels import packed_latent
+from attn_backends.kernels import fp8_ds_mla
 from builders.kernels.triton_runtime import await_previous, tl, triton
 
-NOPE = tl.constexpr(packed_latent.NOPE)
-TILE = tl.constexpr(packed_latent.TILE)
-DATA_BYTES = tl.constexpr(packed_latent.DATA_BYTES)
-SCALE_BYTES = tl.constexpr(packed_latent.SCALE_BYTES)
+NOPE = tl.constexpr(fp8_ds_mla.NOPE)
+TILE = tl.constexpr(fp8_ds_mla.TILE)
+DATA_BYTES = tl.constexpr(fp8_ds_mla.DATA_BYTES)
+SCALE_BYTES = tl.constexpr(fp8_ds_mla.SCALE_BYTES)
 
 
 @triton.jit
 def sparse_attention_kernel(
     query, cache, indices, lens, sinks, out, scale, width, q_token_stride, q_head_stride, list_stride, page_stride,
     token_stride,
-    HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PACKED: tl.constexpr, SINKS: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, FP8_DS_MLA: tl.constexpr, SINKS: tl.constexpr,
     ONE_BLOCK: tl.constexpr, TOKENS_FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     FP32_DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -45,7 +45,7 @@ def sparse_attention_kernel(
     indices += token * list_stride
     if ONE_BLOCK:
         k, listed = _block(
-            cache, indices, 0, length, width, page_stride, token_stride, DIM, PAGE_SIZE, PACKED, BLOCK_N, FP32_DOT
+            cache, indices, 0, length, width, page_stride, token_stride, DIM, PAGE_SIZE, FP8_DS_MLA, BLOCK_N, FP32_DOT
         )
         if TOKENS_FIRST:
             # A loop of at most one iteration: a dot's first operand stays in shared memory if a loop carries it, and is
@@ -58,7 +58,7 @@ def sparse_attention_kernel(
     else:
         for start in tl.range(0, length, BLOCK_N):
             k, listed = _block(
-                cache, indices, start, length, width, page_stride, token_stride, DIM, PAGE_SIZE, PACKED, BLOCK_N,
+                cache, indices, start, length, width, page_stride, token_stride, DIM, PAGE_SIZE, FP8_DS_MLA, BLOCK_N,
                 FP32_DOT,
             )  # fmt: skip
             peak, total, fade, update = _attend(q, k, listed, length > 0, scale, peak, total, False)
@@ -100,7 +100,7 @@ def _attend(q, k, listed, live, scale, peak, total, TOKENS_FIRST: tl.constexpr):
 @triton.jit
 def _block(
     cache, indices, start, length, width, page_stride, token_stride,
-    DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PACKED: tl.constexpr, BLOCK_N: tl.constexpr, FP32_DOT: tl.constexpr,
+    DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, FP8_DS_MLA: tl.constexpr, BLOCK_N: tl.constexpr, FP32_DOT: tl.constexpr,
 ):  # fmt: skip
     """The latents [N, D] of a list's entries from `start` on, 0 where nothing is listed, and which are listed [N]."""
     entry = start + tl.arange(0, BLOCK_N)
@@ -110,8 +110,8 @@ def _block(
     slot = slot.to(tl.uint32)  # an unsigned division by a power of two is a shift
     page = cache + (slot // PAGE_SIZE).to(tl.int64) * page_stride
     offset = (slot % PAGE_SIZE).to(tl.int64)
-    if PACKED:
-        k = _packed_latents(page, offset, listed, PAGE_SIZE, BLOCK_N)
+    if FP8_DS_MLA:
+        k = _fp8_ds_mla_latents(page, offset, listed, PAGE_SIZE, BLOCK_N)
     else:
         # In tiles, so that a thread holds many tiles of few rows and computes few addresses.
         tile = (page + offset * token_stride)[:, None] + (tl.arange(0, DIM // TILE) * TILE)[None, :]
@@ -123,8 +123,8 @@ def _block(
 
 
 @triton.jit
-def _packed_latents(page, offset, listed, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Latents bfloat16 [N, LATENT] from the packed form: tiles of e4m3, each times a power of two, then one of bf16."""
+def _fp8_ds_mla_latents(page, offset, listed, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Latents bfloat16 [N, LATENT] from fp8_ds_mla: tiles of e4m3, each times a power of two, then one of bf16."""
     tile = tl.arange(0, 8)
     lane = tl.arange(0, TILE)
     rotated = (tile * TILE >= NOPE)[None, :, None]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from attn_backends.kernels import packed_latent
+from attn_backends.kernels import fp8_ds_mla
 from attn_backends.kernels.latent_rotary import check_rotary, rounded, turn_tail, turned
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
@@ -47,7 +47,7 @@ def write_latent(
 
     latent        [num_tokens, D]
     cache         [pages, page_size, D] or [pages, page_size, 1, D] in latent's dtype, with any strides but a contiguous
-                  last dim; or packed fp8 (see packed_latent), which takes bfloat16 latents of its own D: uint8 [pages,
+                  last dim; or fp8_ds_mla, which takes bfloat16 latents of its own D: uint8 [pages,
                   page_size, 1, TOKEN_BYTES] with a page's bytes adjacent, or [pages, page_bytes(page_size)] and
                   page_size, since that shape does not say it
     slot_mapping  int64 [num_tokens]
@@ -59,7 +59,7 @@ def write_latent(
     if cache.dim() == 4 and cache.shape[2] == 1:
         cache = cache.squeeze(2)
     if cache.dtype == torch.uint8:
-        cache, page_size = _packed_pages(latent, cache, page_size)
+        cache, page_size = _fp8_ds_mla_pages(latent, cache, page_size)
     else:
         shape = (None, page_size, dim)
         require_tensor("the latent cache", cache, shape=shape, dtype=latent.dtype, device=latent.device)
@@ -79,18 +79,18 @@ def write_latent(
     _write_latent_op(latent, cache, slot_mapping, weight, positions, table, page_size, norm_rope.eps)
 
 
-def _packed_pages(latent: torch.Tensor, cache: torch.Tensor, page_size: int | None) -> tuple[torch.Tensor, int]:
+def _fp8_ds_mla_pages(latent: torch.Tensor, cache: torch.Tensor, page_size: int | None) -> tuple[torch.Tensor, int]:
     """The cache as [pages, bytes of a page], and its page size."""
-    shape = (latent.shape[0], packed_latent.LATENT)
+    shape = (latent.shape[0], fp8_ds_mla.LATENT)
     require_tensor("latent", latent, shape=shape, dtype=torch.bfloat16, device=cache.device)
     if cache.dim() == 3:
         page_size = cache.shape[1]
-        adjacent = cache.shape[2] == packed_latent.TOKEN_BYTES and (page_size == 1 or cache.stride(1) == cache.shape[2])
+        adjacent = cache.shape[2] == fp8_ds_mla.TOKEN_BYTES and (page_size == 1 or cache.stride(1) == cache.shape[2])
     else:
-        adjacent = page_size is not None and cache.shape[1:] == (packed_latent.page_bytes(page_size),)
+        adjacent = page_size is not None and cache.shape[1:] == (fp8_ds_mla.page_bytes(page_size),)
     require(
         adjacent and page_size is not None,
-        f"a packed cache is [pages, page_size, 1, {packed_latent.TOKEN_BYTES}] with a page's bytes adjacent, or "
+        f"an fp8_ds_mla cache is [pages, page_size, 1, {fp8_ds_mla.TOKEN_BYTES}] with a page's bytes adjacent, or "
         f"[pages, page_bytes(page_size)] and page_size, got {list(cache.shape)} with strides {list(cache.stride())} "
         f"and page_size {page_size}; its tokens could lie anywhere, so nothing was written. Allocate either form.",
     )
@@ -115,19 +115,19 @@ class _WriteLatent(NamedTuple):
             positions = self.positions[written]
             latent = KvANormRope(weight=self.weight, eps=self.eps, positions=positions, table=self.table).apply(latent)
         if cache.dtype == torch.uint8:
-            packed_latent.pack(latent, cache, slots, page_size)
+            fp8_ds_mla.quantise_and_insert(latent, cache, slots, page_size)
         else:
             cache[slots // page_size, slots % page_size] = latent
 
     def launch(self) -> None:
         tokens, dim = self.latent.shape
         latent = self.latent if self.latent.stride(1) == 1 else self.latent.contiguous()
-        packed = self.cache.dtype == torch.uint8
+        fp8 = self.cache.dtype == torch.uint8
         _write_latent_kernel[(tokens,)](
-            latent, *self[1:6], latent.stride(0), self.cache.stride(0), 0 if packed else self.cache.stride(1), self.eps,
+            latent, *self[1:6], latent.stride(0), self.cache.stride(0), 0 if fp8 else self.cache.stride(1), self.eps,
             PAGE_SIZE=self.page_size, DIM=dim, ROTARY=0 if self.table is None else self.table.shape[1],
-            BLOCK=triton.next_power_of_2(dim), NORM=self.weight is not None, PACKED=packed, TILE=packed_latent.TILE,
-            TILES=packed_latent.TILES, DATA_BYTES=packed_latent.DATA_BYTES, SCALE_BYTES=packed_latent.SCALE_BYTES,
+            BLOCK=triton.next_power_of_2(dim), NORM=self.weight is not None, FP8_DS_MLA=fp8, TILE=fp8_ds_mla.TILE,
+            TILES=fp8_ds_mla.TILES, DATA_BYTES=fp8_ds_mla.DATA_BYTES, SCALE_BYTES=fp8_ds_mla.SCALE_BYTES,
             num_warps=4, **dependent_launch(latent.device),
         )  # fmt: skip
 
@@ -136,7 +136,7 @@ class _WriteLatent(NamedTuple):
 def _write_latent_kernel(
     latent, cache, slot_mapping, weight, positions, table, latent_stride, page_stride, token_stride, eps,
     PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
-    PACKED: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, DATA_BYTES: tl.constexpr,
+    FP8_DS_MLA: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, DATA_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_previous(PDL)
@@ -153,14 +153,14 @@ def _write_latent_kernel(
             row = rounded(turn_tail(wide, angles, DIM, ROTARY, False, 1, BLOCK), latent.dtype.element_ty)
         page = cache + (slot // PAGE_SIZE) * page_stride
         offset = slot % PAGE_SIZE
-        if PACKED:
-            _store_packed(row, page, offset, PAGE_SIZE, TILE, TILES, DATA_BYTES, SCALE_BYTES)
+        if FP8_DS_MLA:
+            _store_fp8_ds_mla(row, page, offset, PAGE_SIZE, TILE, TILES, DATA_BYTES, SCALE_BYTES)
         else:
             tl.store(page + offset * token_stride + dim, row, mask=dim < DIM)
 
 
 @triton.jit
-def _store_packed(
+def _store_fp8_ds_mla(
     row,
     page,
     offset,
@@ -170,7 +170,7 @@ def _store_packed(
     DATA_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
 ):
-    """A row of TILES + 1 tiles, the last of them rotary, to its offset in a packed page by packed_latent's rule."""
+    """A row of TILES + 1 tiles, the last of them rotary, to its offset in a page, by the rule of fp8_ds_mla.py."""
     tiles = tl.reshape(row, (TILES + 1, TILE))
     tile = tl.arange(0, TILES + 1)
     column = tl.arange(0, TILE)[None, :]

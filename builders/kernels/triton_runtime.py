@@ -34,7 +34,7 @@ except ImportError:  # platforms without Triton wheels run the torch implementat
 TRITON_VERSION: str = getattr(triton, "__version__", "absent") if HAVE_TRITON else "absent"
 
 
-def lacks_triton(device_type: str) -> list[str]:
+def triton_unsupported_reasons(device_type: str) -> list[str]:
     """Why our kernels cannot run on such a device; empty when they can."""
     if device_type == "cuda" and not HAVE_TRITON:
         return ["needs the package triton, which is not installed: pip install triton"]
@@ -113,8 +113,8 @@ __all__ = [
     "await_previous",
     "dependent_launch",
     "interpreting",
-    "lacks_triton",
     "tl",
     "torch_implementations",
     "triton",
+    "triton_unsupported_reasons",
 ]

@@ -91,4 +91,4 @@ class PackedLatents:
 
 def layout_of(spec: AttentionSpec) -> Layout:
     """The layout of a spec's cache."""
-    return PackedLatents() if spec.packed else Numbers(spec.cache_dtype)
+    return PackedLatents() if spec.fp8_ds_mla else Numbers(spec.cache_dtype)

@@ -42,32 +42,32 @@ def test_sizes_hold_what_their_four_rules_say(size, minimum, maximum, multiple, 
 
 
 def test_a_spec_inside_the_record_has_no_reason_against_it():
-    assert NARROW.reasons_against(make_spec(), CPU) == []
+    assert NARROW.unsupported_reasons(make_spec(), CPU) == []
 
 
 @pytest.mark.parametrize(("changes", "reason"), AGAINST.values(), ids=AGAINST)
 def test_each_part_outside_the_record_has_its_reason(changes, reason):
-    assert any(reason in found for found in NARROW.reasons_against(make_spec(**changes), CPU))
+    assert any(reason in found for found in NARROW.unsupported_reasons(make_spec(**changes), CPU))
 
 
 def test_every_reason_is_given_at_once():
     spec = make_spec(head_dim=12, page_size=12, sliding_window=4, soft_cap=2.0, sinks=True)
-    assert len(NARROW.reasons_against(spec, CPU)) == 6  # the value dim follows the head dim
+    assert len(NARROW.unsupported_reasons(spec, CPU)) == 6  # the value dim follows the head dim
 
 
 def test_mixed_dtypes_are_taken_where_the_record_says_so():
     mixed = replace(NARROW, mixed_kv_dtypes=True)
-    assert mixed.reasons_against(make_spec(kv_dtype=torch.bfloat16), CPU) == []
+    assert mixed.unsupported_reasons(make_spec(kv_dtype=torch.bfloat16), CPU) == []
 
 
 def test_a_device_outside_the_record_is_named_with_those_inside():
-    assert NARROW.reasons_against(make_spec(), torch.device("cuda")) == ["runs on cpu, not on cuda"]
+    assert NARROW.unsupported_reasons(make_spec(), torch.device("cuda")) == ["runs on cpu, not on cuda"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_cuda_device_that_is_not_there_is_a_reason():
     anywhere = replace(NARROW, devices=("cpu", "cuda"))
-    assert anywhere.reasons_against(make_spec(), torch.device("cuda")) == [
+    assert anywhere.unsupported_reasons(make_spec(), torch.device("cuda")) == [
         "needs a CUDA device and this machine has none"
     ]
 
@@ -75,7 +75,7 @@ def test_a_cuda_device_that_is_not_there_is_a_reason():
 def test_a_cuda_device_that_is_too_old_is_named_with_both_capabilities(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    reasons = replace(NARROW, devices=("cuda",)).reasons_against(make_spec(), torch.device("cuda"))
+    reasons = replace(NARROW, devices=("cuda",)).unsupported_reasons(make_spec(), torch.device("cuda"))
     assert reasons == ["needs compute capability (8, 0), the device has (7, 5)"]
 
 
@@ -90,7 +90,7 @@ def test_a_spec_asks_for_every_feature_it_uses():
 
 def test_further_reasons_come_behind_the_records():
     class Picky(type(get("torch_reference"))):
-        def further_reasons(self, spec, device):
+        def unsupported_reasons(self, spec, device):
             return ["does not like Mondays"]
 
     verdict = Picky().supports(make_spec(dtype=torch.float64), CPU)

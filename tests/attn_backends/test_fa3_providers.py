@@ -335,7 +335,7 @@ def hopper_spec(**changes):
 
 
 def reasons(backend, spec):
-    return "; ".join(backend.further_reasons(spec, CPU) + backend.capabilities.reasons_against(spec, CPU))
+    return "; ".join(backend.unsupported_reasons(spec, CPU) + backend.capabilities.unsupported_reasons(spec, CPU))
 
 
 def test_the_backend_claims_what_its_provider_has(load):

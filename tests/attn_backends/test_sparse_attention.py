@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_backends.kernels import packed_latent, sparse_attention
-from attn_backends.kernels.packed_latent import page_bytes
+from attn_backends.kernels import fp8_ds_mla, sparse_attention
+from attn_backends.kernels.fp8_ds_mla import page_bytes
 from builders.errors import BatchError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -33,16 +33,16 @@ def latent(cache, slot, page_size):
 class Asked:
     """A call of the op over lists of random slots; every slot that is not listed, and every entry behind, is poison."""
 
-    def __init__(self, lens=(5, 3, 0), *, dtype=FP32, dim=64, heads=3, packed=False, page_size=4, sinks=True, seed=1):
+    def __init__(self, lens=(5, 3, 0), *, dtype=FP32, dim=64, heads=3, fp8=False, page_size=4, sinks=True, seed=1):
         self.rng = torch.Generator().manual_seed(seed)
         tokens = len(lens)
         self.query = torch.randn(tokens, heads, dim, generator=self.rng).to(dtype)
         self.sinks = torch.randn(heads, generator=self.rng) if sinks else None
         self.scale = 3 * dim**-0.5
         self.page_size, self.lens = page_size, torch.tensor(lens, dtype=torch.int32)
-        self.fill(lens, page_size, packed)
+        self.fill(lens, page_size, fp8)
 
-    def fill(self, lens, page_size, packed):
+    def fill(self, lens, page_size, fp8):
         tokens, dim, width = len(lens), self.query.shape[2], max(lens) + 2
         pages = -(-tokens * width // page_size) + 1
         slots = torch.randperm(pages * page_size, generator=self.rng)[: tokens * width].view(tokens, width)
@@ -50,9 +50,9 @@ class Asked:
         live = entry < torch.tensor(lens)[:, None]
         slots[live & (torch.rand(tokens, width, generator=self.rng) < 0.2)] = -1
         values = torch.randn(int(live.sum()), dim, generator=self.rng).to(self.query.dtype)
-        if packed:
+        if fp8:
             cache = torch.full((pages, page_bytes(page_size)), 0xFF, dtype=torch.uint8)
-            packed_latent.pack(values, cache, slots[live], page_size)
+            fp8_ds_mla.quantise_and_insert(values, cache, slots[live], page_size)
         else:
             cache = torch.full((pages, page_size, dim), math.nan, dtype=self.query.dtype)
             used = slots[live] >= 0
@@ -83,7 +83,7 @@ class Asked:
         torch.testing.assert_close(self.run().double(), self.truth(), rtol=rounding, atol=1e-5)
 
 
-PACKED = {"dtype": BF16, "dim": 512, "packed": True}
+FP8 = {"dtype": BF16, "dim": 512, "fp8": True}
 CASES = {
     "float32": {},
     "bfloat16": {"dtype": BF16, "dim": 512},
@@ -91,9 +91,9 @@ CASES = {
     "no sinks": {"sinks": False},
     "one head": {"heads": 1, "dim": 128},
     "one-token pages": {"page_size": 1},
-    "packed": PACKED,
-    "packed, no sinks": {**PACKED, "sinks": False},
-    "packed, pages with padding": {**PACKED, "page_size": 73},
+    "fp8_ds_mla": FP8,
+    "fp8_ds_mla, no sinks": {**FP8, "sinks": False},
+    "fp8_ds_mla, pages with padding": {**FP8, "page_size": 73},
 }
 
 
@@ -127,7 +127,7 @@ def test_a_slot_listed_twice_counts_twice():
     asked.check()
 
 
-@pytest.mark.parametrize("form", [{}, PACKED], ids=["plain", "packed"])
+@pytest.mark.parametrize("form", [{}, FP8], ids=["plain", "fp8_ds_mla"])
 def test_a_cache_may_be_a_view_of_more(form):
     asked = Asked(**form)
     more = torch.stack([asked.cache, asked.cache.flip(0)], 1)
@@ -162,13 +162,13 @@ def test_a_cache_of_another_page_size_is_refused():
     assert "the latent cache must be torch.float32 [None, 2, 64]" in refusal(page_size=lambda asked: 2)
 
 
-def test_a_packed_cache_with_pages_of_other_bytes_is_refused():
-    message = refusal(Asked(**PACKED), page_size=lambda asked: 5)
+def test_an_fp8_ds_mla_cache_with_pages_of_other_bytes_is_refused():
+    message = refusal(Asked(**FP8), page_size=lambda asked: 5)
     assert f"the latent cache must be torch.uint8 [None, {page_bytes(5)}]" in message
 
 
-def test_a_packed_cache_for_a_query_of_another_dtype_is_refused():
-    message = refusal(Asked(**PACKED), query=lambda asked: asked.query.half())
+def test_an_fp8_ds_mla_cache_for_a_query_of_another_dtype_is_refused():
+    message = refusal(Asked(**FP8), query=lambda asked: asked.query.half())
     assert "an fp8_ds_mla cache serves bfloat16 queries of dim 512, got torch.float16 of dim 512;" in message
 
 
@@ -177,12 +177,12 @@ def test_a_cache_whose_latents_are_strided_is_refused():
     assert "the latent cache must be contiguous in its last dim" in strided
 
 
-def test_packed_pages_that_start_anywhere_are_refused():
+def test_fp8_ds_mla_pages_that_start_anywhere_are_refused():
     def shifted(asked):
         pages, size = asked.cache.shape
         return torch.zeros(pages, size + 8, dtype=torch.uint8)[:, :size]
 
-    assert "must start at a multiple of 16 bytes" in refusal(Asked(**PACKED), cache=shifted)
+    assert "must start at a multiple of 16 bytes" in refusal(Asked(**FP8), cache=shifted)
 
 
 def test_indices_of_another_dtype_are_refused():
@@ -218,11 +218,11 @@ def test_page_bytes_are_whole_multiples_of_a_tokens_data():
     assert [page_bytes(size) for size in (1, 64, 72, 73, 256)] == [1152, 37440, 42048, 43200, 149760]
 
 
-def test_a_packed_token_lies_where_the_layout_says():
+def test_a_quantised_token_lies_where_the_layout_says():
     latents = torch.randn(2, 512).to(BF16)
     latents[1, 64:128] = 0
     cache = torch.full((2, page_bytes(4)), 7, dtype=torch.uint8)
-    packed_latent.pack(latents, cache, torch.tensor([-1, 6]), 4)
+    fp8_ds_mla.quantise_and_insert(latents, cache, torch.tensor([-1, 6]), 4)
     page = cache[1]
     data, scales = page[2 * 576 : 3 * 576], page[4 * 576 + 2 * 8 :][:8]
     assert torch.equal(data[448:].view(BF16), latents[1, 448:])
@@ -232,37 +232,37 @@ def test_a_packed_token_lies_where_the_layout_says():
     assert page[untouched].eq(7).all() and cache[0].eq(7).all()
 
 
-def test_a_packed_latent_is_near_the_original_and_exact_where_it_is_rotated():
+def test_a_quantised_latent_is_near_the_original_and_exact_where_it_is_rotated():
     size = torch.exp(4 * torch.randn(50, 1, generator=torch.Generator().manual_seed(2)))
     latents = (size * torch.randn(50, 512, generator=torch.Generator().manual_seed(3))).to(BF16)
     cache, slots = torch.full((8, page_bytes(7)), 0xFF, dtype=torch.uint8), torch.randperm(56)[:50]
-    packed_latent.pack(latents, cache, slots, 7)
-    unpacked = packed_latent.unpack(cache, slots, 7)
-    assert torch.equal(unpacked[:, 448:], latents[:, 448:])
-    original, found = (x[:, :448].double().unflatten(1, (7, 64)) for x in (latents, unpacked))
+    fp8_ds_mla.quantise_and_insert(latents, cache, slots, 7)
+    dequantised = fp8_ds_mla.gather_and_dequantise(cache, slots, 7)
+    assert torch.equal(dequantised[:, 448:], latents[:, 448:])
+    original, found = (x[:, :448].double().unflatten(1, (7, 64)) for x in (latents, dequantised))
     # Three mantissa bits; below 2^-6 of what e4m3 counts in, steps of 2^-9 of it.
     unit = 2.0 ** torch.ceil(torch.log2(original.abs().amax(-1, keepdim=True) / 448))
     assert ((original - found).abs() <= torch.maximum(original.abs() / 16, unit * 2**-10)).all()
 
 
-def test_every_packed_code_is_unpacked_to_its_value():
+def test_every_fp8_code_is_dequantised_to_its_value():
     cache = torch.randint(0, 256, (6, page_bytes(3)), dtype=torch.uint8, generator=torch.Generator().manual_seed(4))
     cache[:, 3 * 576 :] = cache[:, 3 * 576 :] % 100 + 77
-    unpacked = packed_latent.unpack(cache, torch.arange(18), 3)
+    dequantised = fp8_ds_mla.gather_and_dequantise(cache, torch.arange(18), 3)
     expected = torch.stack([latent(cache, slot, 3) for slot in range(18)])
-    torch.testing.assert_close(unpacked.double(), expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(dequantised.double(), expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_no_slot_unpacks_to_zero():
+def test_no_slot_gathers_zero():
     cache = torch.full((2, page_bytes(3)), 0xFF, dtype=torch.uint8)
-    assert packed_latent.unpack(cache, torch.tensor([-1, -1]), 3).eq(0).all()
+    assert fp8_ds_mla.gather_and_dequantise(cache, torch.tensor([-1, -1]), 3).eq(0).all()
 
 
 @given(st.floats(0, 2.0**100, width=32))
 def test_a_tiles_power_of_two_is_the_smallest_that_holds_it(largest):
     latents = torch.full((1, 512), largest).to(BF16)
     cache = torch.zeros(1, page_bytes(1), dtype=torch.uint8)
-    packed_latent.pack(latents, cache, torch.tensor([0]), 1)
+    fp8_ds_mla.quantise_and_insert(latents, cache, torch.tensor([0]), 1)
     held = max(float(latents[0, 0]), 1e-4)
     power = 2.0 ** (float(cache[0, 576]) - 127)
     assert 448 * power / 2 < held <= 448 * power

@@ -1,4 +1,4 @@
-"""Latents as they lie in the cache: rows anywhere, normed and turned, and packed, bit by bit."""
+"""Latents as they lie in the cache: rows anywhere, normed and rotated, and in fp8_ds_mla, bit by bit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import struct
 import pytest
 import torch
 
-from attn_backends.kernels.packed_latent import page_bytes, unpack
+from attn_backends.kernels.fp8_ds_mla import gather_and_dequantise, page_bytes
 from attn_backends.kernels.write_latent import KvANormRope, write_latent
 from builders import BatchError
 
@@ -47,7 +47,7 @@ def normed(latent, norm):
     return torch.tensor(rows, dtype=torch.float64)
 
 
-# The packed form once more, from its description alone: a token's bytes in plain Python.
+# The fp8_ds_mla format once more, from its description alone: a token's bytes in plain Python.
 
 E4M3 = [(code & 7) / 512 if code < 8 else (1 + (code & 7) / 8) * 2.0 ** ((code >> 3) - 7) for code in range(127)]
 """The values of the codes 0 .. 126; code 127 is NaN."""
@@ -74,7 +74,7 @@ def token_bytes(row):
     return data, [*scales, 0]
 
 
-def packed_by_hand(latent, cache, slots, page_size):
+def quantised_by_hand(latent, cache, slots, page_size):
     pages = cache.tolist()
     for row, slot in zip(latent.double().tolist(), slots, strict=True):
         if slot >= 0:
@@ -160,16 +160,16 @@ def test_a_token_without_a_slot_may_hold_any_position_and_content():
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_packed_latents_are_those_packed_by_hand_bit_by_bit(page_size):
+def test_fp8_ds_mla_latents_are_those_quantised_by_hand_bit_by_bit(page_size):
     latent = hard_latents()
     slots = [-1 if token % 6 == 5 else 3 * token + 1 for token in range(len(latent))]
     cache = torch.full((max(slots) // page_size + 2, page_bytes(page_size)), 0xAB, dtype=torch.uint8)
-    expected = packed_by_hand(latent, cache, slots, page_size)
+    expected = quantised_by_hand(latent, cache, slots, page_size)
     write_latent(latent, cache, torch.tensor(slots), page_size=page_size)
     assert torch.equal(cache, expected)
 
 
-def test_a_packed_cache_may_be_seen_token_by_token():
+def test_an_fp8_ds_mla_cache_may_be_seen_token_by_token():
     latent, slots = hard_latents(), torch.arange(15) + 9
     plain, seen = (torch.zeros(2, page_bytes(16), dtype=torch.uint8) for _ in range(2))
     write_latent(latent, plain, slots, page_size=16)
@@ -178,24 +178,24 @@ def test_a_packed_cache_may_be_seen_token_by_token():
     assert torch.equal(seen, plain) and plain.any()
 
 
-def test_a_normed_latent_is_packed_from_its_rounded_row():
+def test_a_normed_latent_is_quantised_from_its_rounded_row():
     latent, slots = noise(4, 512), [5, 0, 63, 17]
     norm = make_norm(512, 64, [0, 39, 7, 11])
     rows = torch.zeros(1, 64, 512, dtype=torch.bfloat16)
-    packed = torch.zeros(1, page_bytes(64), dtype=torch.uint8)
+    pages = torch.zeros(1, page_bytes(64), dtype=torch.uint8)
     write_latent(latent, rows, torch.tensor(slots), norm_rope=norm)
-    expected = packed_by_hand(rows[0, slots], packed, slots, 64)
-    write_latent(latent, packed, torch.tensor(slots), page_size=64, norm_rope=norm)
-    assert torch.equal(packed, expected)
+    expected = quantised_by_hand(rows[0, slots], pages, slots, 64)
+    write_latent(latent, pages, torch.tensor(slots), page_size=64, norm_rope=norm)
+    assert torch.equal(pages, expected)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_is_none_in_a_packed_cache_either(bad):
+def test_what_is_no_number_is_none_in_an_fp8_ds_mla_cache_either(bad):
     latent = noise(1, 512)
     latent[0, 70] = bad
     cache = torch.zeros(1, page_bytes(4), dtype=torch.uint8)
     write_latent(latent, cache, torch.tensor([2]), page_size=4)
-    found = unpack(cache, torch.tensor([2]), 4)[0, 70]
+    found = gather_and_dequantise(cache, torch.tensor([2]), 4)[0, 70]
     assert found.isnan() if math.isnan(bad) else found == bad
 
 
@@ -215,11 +215,11 @@ REFUSED = {
     "a weight of another dim": (PLAIN, {"norm_rope": make_norm(80, 16, [0, 1])}, r"norm_rope.weight must be .* \[64\]"),
     "more rotary dims than dims": (PLAIN, {"norm_rope": KvANormRope(
         weight=noise(64), eps=0.0, positions=torch.tensor([0, 1]), table=torch.zeros(8, 80))}, "rotary table"),
-    "packed without a page size": (BYTES, {}, "page_size None"),
-    "packed with another page size": (BYTES, {"page_size": 8}, "its tokens could lie anywhere"),
-    "packed from another dim": (BYTES, {"page_size": 4, "latent": noise(2, 576)}, r"\[2, 512\]"),
-    "packed from fp32": (BYTES, {"page_size": 4, "latent": noise(2, 512).float()}, "latent must be torch.bfloat16"),
-    "packed tokens apart": (BYTES, {"cache": torch.zeros(5, 4, 1, 600, dtype=torch.uint8)[..., :584]}, "adjacent"),
+    "fp8_ds_mla without a page size": (BYTES, {}, "page_size None"),
+    "fp8_ds_mla with another page size": (BYTES, {"page_size": 8}, "its tokens could lie anywhere"),
+    "fp8_ds_mla from another dim": (BYTES, {"page_size": 4, "latent": noise(2, 576)}, r"\[2, 512\]"),
+    "fp8_ds_mla from fp32": (BYTES, {"page_size": 4, "latent": noise(2, 512).float()}, "latent must be torch.bfloat16"),
+    "fp8_ds_mla tokens apart": (BYTES, {"cache": torch.zeros(5, 4, 1, 600, dtype=torch.uint8)[..., :584]}, "adjacent"),
 }  # fmt: skip
 
 
@@ -232,9 +232,9 @@ def test_a_tensor_that_a_kernel_would_misread_is_refused_with_nothing_written(ba
     assert not cache.any()
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_the_op_writes_what_its_schema_says(packed):
-    cache = torch.zeros(2, page_bytes(4), dtype=torch.uint8) if packed else torch.zeros(2, 4, 512).bfloat16()
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_op_writes_what_its_schema_says(fp8):
+    cache = torch.zeros(2, page_bytes(4), dtype=torch.uint8) if fp8 else torch.zeros(2, 4, 512).bfloat16()
     norm = make_norm(512, 64, [3, 0, 7])
     args = noise(3, 512), cache, torch.tensor([2, -1, 7]), norm.weight, norm.positions, norm.table, 4, norm.eps
     op = torch.ops.attn_backends.write_latent.default

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from attn_backends.kernels.fp8_ds_mla import page_bytes
 from attn_backends.kernels.latent_rotary import inverse_rotary, prepare_query
-from attn_backends.kernels.packed_latent import page_bytes
 from attn_backends.kernels.write_latent import KvANormRope, write_latent
 from builders import AttentionKind, BatchBuffers
 from builders.kernels.triton_runtime import torch_implementations
@@ -77,14 +77,14 @@ LATENTS = {"hard": hard_latents(), "any bits": any_bfloat16(12), "one exponent a
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("latent", LATENTS.values(), ids=LATENTS)
-def test_write_packed_latent_bit_by_bit(latent, page_size):
+def test_write_fp8_ds_mla_latent_bit_by_bit(latent, page_size):
     slots = torch.arange(len(latent)) * 2 + 1
     cache = torch.full((len(latent) * 2 // page_size + 1, page_bytes(page_size)), 0xAB, dtype=torch.uint8)
     by_kernel, by_torch = both_ways(lambda: written(latent, cache, slots, page_size=page_size))
     assert torch.equal(by_kernel, by_torch) and not torch.equal(by_kernel, cache)
 
 
-def test_write_packed_latent_with_norm_packs_the_row_that_the_kernel_rounded():
+def test_write_fp8_ds_mla_latent_with_norm_quantises_the_row_that_the_kernel_rounded():
     latent, norm = noise(4, 512, dtype=torch.bfloat16), make_norm(512, 64)
     empty, rows = torch.zeros(2, page_bytes(16), dtype=torch.uint8), torch.zeros(2, 16, 512, dtype=torch.bfloat16)
     by_kernel = written(latent, empty, page_size=16, norm_rope=norm)
@@ -93,7 +93,7 @@ def test_write_packed_latent_with_norm_packs_the_row_that_the_kernel_rounded():
         assert torch.equal(by_kernel, written(rows[SLOTS.clamp(min=0)], empty, page_size=16))
 
 
-def test_write_packed_latent_with_norm_keeps_the_sign_of_a_zero():
+def test_write_fp8_ds_mla_latent_with_norm_keeps_the_sign_of_a_zero():
     latent, empty = torch.full((4, 512), -0.0).bfloat16(), torch.zeros(2, page_bytes(16), dtype=torch.uint8)
     by_kernel, by_torch = both_ways(lambda: written(latent, empty, page_size=16, norm_rope=make_norm(512, 64)))
     assert torch.equal(by_kernel, by_torch) and by_kernel.eq(0x80).any()

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from attn_backends.kernels import sparse_attention
-from tests.attn_backends.test_sparse_attention import BF16, FP16, PACKED, Asked
+from tests.attn_backends.test_sparse_attention import BF16, FP8, FP16, Asked
 
-FORMS = {"plain": {"dtype": BF16, "dim": 512}, "packed": PACKED}
+FORMS = {"plain": {"dtype": BF16, "dim": 512}, "fp8_ds_mla": FP8}
 LISTS = {"short lists": (20, 3, 0, 1, 17), "longer lists": (0, 40, 6, 0, 16)}
 
 
@@ -40,7 +40,7 @@ CASES = {
     "float16": {"dtype": FP16, "dim": 128},
     "no sinks": {"sinks": False},
     "one-token pages": {"page_size": 1},
-    "packed pages with padding": {**PACKED, "page_size": 73},
+    "fp8_ds_mla pages with padding": {**FP8, "page_size": 73},
 }
 
 

@@ -131,7 +131,7 @@ def test_a_known_failure_whose_check_was_not_asked_for_is_none_that_covers_nothi
 
 
 def test_a_backend_that_serves_nothing_here_has_no_case_names_to_miss() -> None:
-    refusing = type("Refusing", (TorchReference,), {"further_reasons": lambda self, spec, device: ["not here"]})
+    refusing = type("Refusing", (TorchReference,), {"unsupported_reasons": lambda self, spec, device: ["not here"]})
     known = [KnownFailure(check="builder.padding_stays_inert", case="base-*", reason="later", issue="#7")]
 
     assert notes(refusing(), known=known) == []

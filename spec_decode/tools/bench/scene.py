@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from attn_backends import AttentionBackend, KVCache
-from attn_backends.kernels.packed_latent import TOKEN_BYTES
+from attn_backends.kernels.fp8_ds_mla import TOKEN_BYTES
 from builders import AttentionKind, AttentionSpec, BatchBuffers, MetadataBuilder, RequestTables
 from spec_decode.tools.bench.measure import Quantiles, time_kernels
 
@@ -77,7 +77,7 @@ class DecodeScene:
     def _filled(self, backend: AttentionBackend) -> KVCache:
         spec = self.spec
         cache = backend.allocate_kv(spec, self.num_pages, self.device)
-        if not spec.packed:
+        if not spec.fp8_ds_mla:
             cache.key.normal_()
             if not cache.latent:
                 cache.value.normal_()
@@ -90,7 +90,7 @@ class DecodeScene:
 
 def token_bytes(spec: AttentionSpec) -> int:
     """Bytes of the cache that one token takes."""
-    if spec.packed:
+    if spec.fp8_ds_mla:
         return TOKEN_BYTES
     values = 0 if spec.kind is AttentionKind.MLA else spec.out_dim
     return spec.num_kv_heads * (spec.head_dim + values) * spec.cache_dtype.itemsize

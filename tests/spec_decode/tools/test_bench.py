@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_backends import get
-from attn_backends.kernels.packed_latent import unpack
+from attn_backends.kernels.fp8_ds_mla import gather_and_dequantise
 from builders import AdvanceLevel, BatchError, advance_shared_state
 from spec_decode.tools import bench as benches
 from spec_decode.tools.bench import advance_cases, decode_cases, measure, peers, round_cases, scene
@@ -161,7 +161,9 @@ def test_a_contest_without_its_backend_is_noted(bench, timed):
 def test_a_packed_cache_is_filled_by_its_own_write():
     world = DecodeScene(PACKED, 2, 64, CPU)
     [cache] = world.warm_cache(get("torch_reference"))
-    latents = unpack(cache.latents, torch.arange(world.num_pages * PACKED.page_size), PACKED.page_size).float()
+    latents = gather_and_dequantise(
+        cache.latents, torch.arange(world.num_pages * PACKED.page_size), PACKED.page_size
+    ).float()
     assert 0.9 < latents.std() < 1.1
 
 

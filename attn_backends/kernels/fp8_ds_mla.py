@@ -1,4 +1,4 @@
-"""The packed fp8 form of a latent cache (DeepSeek-V4's): its layout, and both directions in plain torch.
+"""The fp8_ds_mla format of a latent cache (DeepSeek-V4's): its layout, and both directions in plain torch.
 
 A page is a row of bytes of a uint8 cache [pages, page_bytes(page_size)]:
 
@@ -7,7 +7,7 @@ A page is a row of bytes of a uint8 cache [pages, page_bytes(page_size)]:
     padding                     up to a multiple of DATA_BYTES
 
 A value is e4m3 x 2^(exponent byte - 127). The exponent is the smallest that brings a tile's largest magnitude to at
-most 448, e4m3's largest; a power of two costs no precision, so the unpacked value is exact in bfloat16.
+most 448, e4m3's largest; a power of two costs no precision, so the dequantised value is exact in bfloat16.
 """
 
 from __future__ import annotations
@@ -30,8 +30,13 @@ def page_bytes(page_size: int) -> int:
     return -(-page_size * TOKEN_BYTES // DATA_BYTES) * DATA_BYTES
 
 
-def pack(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, page_size: int) -> None:
-    """Write latent bfloat16 [T, LATENT] to the slots [T] (page * page_size + offset; -1 writes nothing) of a cache."""
+def quantise_and_insert(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, page_size: int) -> None:
+    """Write latents to slots of a cache, in place.
+
+    latent  bfloat16 [T, LATENT]
+    cache   uint8 [pages, page_bytes(page_size)]
+    slots   int64 or int32 [T], page * page_size + offset; -1 writes nothing
+    """
     written = slots >= 0
     slots, latent = slots[written].long(), latent[written]
     tiles = latent[:, :NOPE].float().unflatten(1, (TILES, TILE))
@@ -43,8 +48,12 @@ def pack(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, page_si
     scales[at] = torch.nn.functional.pad(exponents, (0, SCALE_BYTES - TILES))
 
 
-def unpack(cache: torch.Tensor, slots: torch.Tensor, page_size: int) -> torch.Tensor:
-    """The latents in the slots [T] of a cache, bfloat16 [T, LATENT]; 0 for a slot of -1."""
+def gather_and_dequantise(cache: torch.Tensor, slots: torch.Tensor, page_size: int) -> torch.Tensor:
+    """The latents in slots of a cache, bfloat16 [T, LATENT]; 0 for a slot of -1.
+
+    cache  uint8 [pages, page_bytes(page_size)]
+    slots  int64 or int32 [T]
+    """
     owned = slots >= 0
     slots = torch.where(owned, slots, 0).long()
     data, scales = (region[slots // page_size, slots % page_size] for region in _regions(cache, page_size))
