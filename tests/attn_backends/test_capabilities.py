@@ -88,7 +88,7 @@ def test_a_spec_asks_for_every_feature_it_uses():
     assert set(features_of(spec)) == set(Feature)
 
 
-def test_further_reasons_come_behind_the_records():
+def test_a_backends_own_reasons_come_after_the_records():
     class Picky(type(get("torch_reference"))):
         def unsupported_reasons(self, spec, device):
             return ["does not like Mondays"]
