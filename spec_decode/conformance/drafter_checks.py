@@ -15,7 +15,7 @@ from spec_decode.drafter import Drafter, DrafterConfig, VerifiedTokens
 from spec_decode.drafter.kv_groups import KVGroup
 from spec_decode.drafter.plan import Strategy, StrategyError
 from spec_decode.models import AttentionInputs, EagleDraft
-from spec_decode.sampling.draft import NO_TOKEN
+from spec_decode.sampling.draft_sampler import NO_TOKEN
 from spec_decode.testing import oracle
 from spec_decode.testing.draft_fixture import MAX_SEQ_LEN, VOCAB, Scene, make_scene, target_of
 

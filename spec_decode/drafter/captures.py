@@ -119,7 +119,7 @@ class DraftCaptures:
             body,
             self._prepare(decode, size),
             lambda runtime, body: runtime.capture_loop(
-                body, steps.stop.continue_flag, steps.num_speculative_tokens - 1
+                body, steps.sampler.continue_flag, steps.num_speculative_tokens - 1
             ),
         )
 

@@ -98,7 +98,7 @@ class Drafter:
     @property
     def drafts(self) -> Drafts:
         """What the last round proposed, in the drafter's own buffers of all rows and K columns."""
-        return Drafts(self._steps.draft_tokens, self._steps.draft_logits)
+        return Drafts(self._steps.sampler.draft_tokens, self._steps.sampler.draft_logits)
 
     def in_use(self) -> dict[int, InUse]:
         """What step 0 and the last step of the last round read, by the step; the tables must be as they were.
@@ -151,8 +151,8 @@ class Drafter:
         self.run_extend(size)
         if wanted > 1:
             self.run_steps(size, wanted)
-        steps = self._steps
-        return Drafts(steps.draft_tokens[:live, :wanted], steps.draft_logits[:live, :wanted])
+        drafts = self.drafts
+        return Drafts(drafts.tokens[:live, :wanted], drafts.logits[:live, :wanted])
 
     def run_extend(self, size: int) -> None:
         """Run step 0 of `size` padded rows over the round's inputs."""
@@ -200,9 +200,9 @@ class Drafter:
         """Tell the device how many tokens the round wants, where the last one wanted another number."""
         asked, each_its_own = self._asked
         if asked != num_tokens:
-            self._steps.stop.num_tokens.fill_(num_tokens)
+            self._steps.sampler.num_tokens.fill_(num_tokens)
         if verified is not None and verified.draft_lens is None and each_its_own:
-            self._steps.stop.draft_lens.fill_(self.num_speculative_tokens)
+            self._steps.sampler.draft_lens.fill_(self.num_speculative_tokens)
         self._asked = (num_tokens, verified is None or verified.draft_lens is not None)
 
     def _padded(self, live: int) -> int:

@@ -16,7 +16,7 @@ from spec_decode.drafter.kv_groups import KVGroup
 from spec_decode.drafter.step_buffers import StepBuffers
 from spec_decode.models import DraftModel
 from spec_decode.models.attention import Attention
-from spec_decode.sampling.draft import StopRule, sample_draft
+from spec_decode.sampling import DraftSampler
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,11 +47,9 @@ class VerifiedTokens:
 class DraftSteps:
     """Step 0 and a later step of a draft model, with a phase each: the same kernels whether eager or captured.
 
-    inputs         VerifiedTokens, of all rows R of the tables
-    stop           StopRule, which says how many tokens each row proposes
-    hidden         [R, hidden]          what a later step starts from
-    draft_tokens   int64 [R, K]         a column a step
-    draft_logits   fp32 [R, K, V]       the processed logits that each was drawn from
+    inputs     VerifiedTokens, of all rows R of the tables
+    sampler    DraftSampler, which holds the draft tokens and logits
+    hidden     [R, hidden], what a later step starts from
     """
 
     def __init__(
@@ -69,34 +67,37 @@ class DraftSteps:
         self.groups = tuple(groups)
         self.tables = tables
         self.num_speculative_tokens = num_speculative_tokens
-        self._allocate(groups[0].spec.dtype, min_confidence)
         self.extend = StepBuffers(groups, tables, query_len=num_speculative_tokens + 1, horizon=0)
         self.decode = StepBuffers(groups, tables, query_len=1, horizon=num_speculative_tokens - 1, planned=planned)
+        batch = self.decode.batch
+        self.sampler = DraftSampler(
+            batch.seq_lens,
+            batch.positions,
+            batch.step,
+            num_speculative_tokens=num_speculative_tokens,
+            vocab_size=model.vocab_size,
+            token_map=model.token_map,
+            min_confidence=min_confidence,
+        )
+        self._allocate(groups[0].spec.dtype)
 
-    def _allocate(self, hidden_dtype: torch.dtype, min_confidence: float) -> None:
+    def _allocate(self, hidden_dtype: torch.dtype) -> None:
         reqs, steps, model = self.tables.max_reqs, self.num_speculative_tokens, self.model
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=self.tables.device)
 
-        self.stop = StopRule.allocate(reqs, steps, self.tables.device, min_confidence=min_confidence)
         self.inputs = VerifiedTokens(
             token_ids=zeros(reqs, 1 + steps, dtype=torch.int64),
             target_hidden_states=zeros(reqs, 1 + steps, model.target_states_size, dtype=hidden_dtype),
             context_lens=zeros(reqs, dtype=torch.int32),
             accepted=zeros(reqs, dtype=torch.int32),
             next_tokens=zeros(reqs, dtype=torch.int64),
-            temperature=zeros(reqs, dtype=torch.float32),
-            seeds=zeros(reqs, dtype=torch.int64),
-            draft_lens=self.stop.draft_lens,
+            temperature=self.sampler.temperature,
+            seeds=self.sampler.seeds,
+            draft_lens=self.sampler.draft_lens,
         )
-        self._ids = zeros(reqs, dtype=torch.int64)
         self.hidden = zeros(reqs, model.hidden_size, dtype=hidden_dtype)
-        self.draft_tokens = zeros(reqs, steps, dtype=torch.int64)
-        self.draft_logits = zeros(reqs, steps, model.vocab_size, dtype=torch.float32)
-        if model.token_map is not None:
-            # The columns of tokens that the draft does not have are never written again.
-            self.draft_logits.fill_(float("-inf"))
 
     def take(self, verified: VerifiedTokens, live: int) -> None:
         """Check every tensor of `live` requests, then copy them all to the inputs; BatchError, with nothing copied."""
@@ -125,34 +126,18 @@ class DraftSteps:
         )
         begin_decode(self.decode.batch, self.extend.batch.seq_lens, inputs.accepted, size, query_len)
         gather_last_hidden(hidden, inputs.accepted, query_len, self.hidden[:size])
-        self._sample(size, self.hidden[:size])
+        self.sampler(self.model.logits(self.hidden[:size]))
 
     def step_forward(self, size: int, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
         """A single-token step from the last one's hidden states; returns its own."""
         hidden = self._forward(size, hidden, attention)
-        self._sample(size, hidden)
+        self.sampler(self.model.logits(hidden))
         return hidden
 
     def step_in_place(self, size: int, attention: Attention) -> None:
         """A single-token step that leaves its hidden states where the next one, the same work, finds them."""
-        self._sample(size, self._forward(size, self.hidden[:size], attention), self.hidden)
+        hidden = self._forward(size, self.hidden[:size], attention)
+        self.sampler(self.model.logits(hidden), hidden, self.hidden)
 
     def _forward(self, size: int, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
-        return self.model.forward(self._ids[:size], hidden, self.decode.batch.positions[:size], attention)
-
-    def _sample(self, size: int, hidden: torch.Tensor, next_hidden: torch.Tensor | None = None) -> None:
-        batch = self.decode.batch
-        sample_draft(
-            self.model.logits(hidden),
-            temperature=self.inputs.temperature,
-            seeds=self.inputs.seeds,
-            positions=batch.positions,
-            seq_lens=batch.seq_lens,
-            step=batch.step,
-            draft_tokens=self.draft_tokens,
-            draft_logits=self.draft_logits,
-            next_ids=self._ids,
-            stop=self.stop,
-            token_map=self.model.token_map,
-            feed_back=None if next_hidden is None else (hidden, next_hidden),
-        )
+        return self.model.forward(self.sampler.next_ids[:size], hidden, self.decode.batch.positions[:size], attention)

@@ -11,8 +11,7 @@ from builders import RequestTables
 from spec_decode.drafter import Drafter
 from spec_decode.engine.scheduler import Chunk, Job
 from spec_decode.engine.target_runner import TargetRunner
-from spec_decode.sampling.parameters import Sampling
-from spec_decode.verification import sample_target
+from spec_decode.sampling import Sampling, sample_target
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from spec_decode.drafter import Drafter
 from spec_decode.engine.kernels.prepare_inputs import prepare_inputs
 from spec_decode.engine.kernels.update_requests import DraftInputs, RequestTensors, update_requests
 from spec_decode.engine.request import Request
-from spec_decode.sampling.parameters import Sampling
-from spec_decode.verification import Verifier, VerifyOutput, sample_target
+from spec_decode.sampling import Sampling, sample_target
+from spec_decode.verification import Verifier, VerifyOutput
 
 
 class Rows:

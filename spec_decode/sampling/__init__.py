@@ -1,1 +1,7 @@
 """How tokens are sampled: parameters, noise, the draft's and the target's samplers."""
+
+from spec_decode.sampling.draft_sampler import DraftSampler
+from spec_decode.sampling.parameters import Sampling, SamplingParams
+from spec_decode.sampling.target_sampler import sample_target
+
+__all__ = ["DraftSampler", "Sampling", "SamplingParams", "sample_target"]

@@ -1,7 +1,7 @@
 """Stateless noise: a hash of (seed, position, token, stream), the same in every strategy, batch order and backend.
 
-The mixer is MurmurHash3's 32-bit finaliser (Appleby, public domain). Each stream is independent of the others, so that
-the draft's sampling noise tells nothing about the target's.
+The mixer is MurmurHash3's 32-bit finaliser (Appleby, public domain). The streams are independent: the draft's sampling
+noise tells nothing about the target's.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ _MASK = 0xFFFFFFFF
 
 
 def key(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
-    """One key per row from seeds int64 [R] and the positions int64 [R] of the tokens to be sampled; int64 [R]."""
+    """One key int64 [R] per row, from seeds int64 [R] and the positions int64 [R] of the tokens to be sampled."""
     mixed = _mix((seeds & _MASK) ^ stream)
     mixed = _mix(mixed ^ ((seeds >> 32) & _MASK))
     return _mix(mixed ^ (positions & _MASK))
 
 
 def uniform(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """fp32 in (0, 1), never an end, for keys and tokens int64 that broadcast."""
+    """Uniform fp32 noise in the open interval (0, 1), for keys and tokens int64 that broadcast."""
     hashed = _mix((_mix(keys ^ tokens) + keys) & _MASK)
     return ((hashed >> 9).float() + 0.5) * 2.0**-23
 
 
 def gumbel(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise: argmax(logits + noise) samples from softmax(logits)."""
+    """Standard Gumbel noise fp32, for keys and tokens int64 that broadcast: argmax(logits + noise) samples from
+    softmax(logits)."""
     return -torch.log(-torch.log(uniform(keys, tokens)))
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
 from builders.errors import require
 
 MIN_TEMPERATURE = 1e-3
-"""Below it, logits over the temperature leave fp32; greedy decoding is temperature 0."""
+"""A lower one would make logits / temperature overflow fp32; greedy decoding is temperature 0."""
 
 _MAX_TEMPERATURE = torch.finfo(torch.float32).max
 _MAX_TOP_K = torch.iinfo(torch.int32).max
@@ -20,10 +20,11 @@ _MAX_TOP_K = torch.iinfo(torch.int32).max
 class SamplingParams:
     """How one request is sampled. Raises BatchError for a value outside the ranges below.
 
-    temperature: 0 is greedy, which leaves nothing to top_k and top_p; otherwise at least MIN_TEMPERATURE.
-    top_k: only tokens whose logit is among the k largest; 0 keeps the whole vocabulary.
-    top_p: of those, the fewest most probable that hold this share of their probability, in (0, 1]; 1 keeps all.
-    seed: 64 bits, signed. Same seed, same text, whatever else is in the batch.
+    - temperature  0 is greedy, and top_k and top_p change nothing; otherwise at least MIN_TEMPERATURE
+    - top_k        keeps tokens whose logit is among the k largest; 0 keeps the whole vocabulary
+    - top_p        keeps, of those, the fewest most probable that hold this share of their probability, in (0, 1]; 1
+                   keeps all
+    - seed         64 bits, signed. Same seed, same text, whatever else is in the batch
     """
 
     temperature: float = 0.0
@@ -56,10 +57,12 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """Sampling parameters on the device, R rows; what a captured verification reads, so the tensors stay in place.
+    """Sampling parameters of R rows on the device. Captured verification reads the tensors, so they stay in place.
 
-    temperature fp32 [R], 0 is greedy; top_k int32 [R], 0 keeps the whole vocabulary; top_p fp32 [R] in (0, 1], 1 keeps
-    everything; seeds int64 [R]. A padding row is greedy.
+    - temperature  fp32 [R]; 0 is greedy, padding rows are
+    - top_k        int32 [R]; 0 keeps the whole vocabulary
+    - top_p        fp32 [R], in (0, 1]; 1 keeps everything
+    - seeds        int64 [R]
     """
 
     temperature: torch.Tensor
@@ -96,20 +99,20 @@ class Sampling:
             "more rows or run the rest in another batch.",
         )
         padded = [*params, *[SamplingParams()] * (rows - len(params))]
-        host = {
-            "temperature": [each.temperature for each in padded],
-            # A greedy row would pay for a search that cannot change its argmax.
-            "top_k": [each.top_k if each.temperature else 0 for each in padded],
-            "top_p": [each.top_p if each.temperature else 1.0 for each in padded],
-            "seeds": [each.seed for each in padded],
-        }
-        for name, values in host.items():
-            field = getattr(self, name)
-            field.copy_(torch.tensor(values, dtype=field.dtype))
+        self.temperature.copy_(torch.tensor([each.temperature for each in padded], dtype=torch.float32))
+        # Restricting a greedy row would cost a search that cannot change its argmax.
+        self.top_k.copy_(torch.tensor([each.top_k if each.temperature else 0 for each in padded], dtype=torch.int32))
+        self.top_p.copy_(torch.tensor([each.top_p if each.temperature else 1.0 for each in padded]))
+        self.seeds.copy_(torch.tensor([each.seed for each in padded], dtype=torch.int64))
 
     def head(self, rows: int) -> Sampling:
         """Views of the first rows."""
-        return Sampling(**{field.name: getattr(self, field.name)[:rows] for field in fields(self)})
+        return Sampling(
+            temperature=self.temperature[:rows],
+            top_k=self.top_k[:rows],
+            top_p=self.top_p[:rows],
+            seeds=self.seeds[:rows],
+        )
 
 
 def _is_integer(value: object) -> bool:

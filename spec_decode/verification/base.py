@@ -12,14 +12,18 @@ from spec_decode.sampling.parameters import Sampling
 
 @dataclass(frozen=True, slots=True)
 class VerifyOutput:
-    """accepted int64 [R]: draft tokens kept; next_tokens int64 [R]: the target's own token behind them."""
+    """What a verifier returns for R rows.
+
+    - accepted     int64 [R], draft tokens accepted
+    - next_tokens  int64 [R], the target's own token after them
+    """
 
     accepted: torch.Tensor
     next_tokens: torch.Tensor
 
 
 class Verifier(Protocol):
-    """Judges a round's draft. Stateless: the same inputs give the same verdict, in any batch order and in a graph."""
+    """Verifies a round's drafts. Stateless: the same inputs give the same output, in any batch order and in a graph."""
 
     def verify(
         self,
@@ -30,19 +34,29 @@ class Verifier(Protocol):
         sampling: Sampling,
         draft_positions: torch.Tensor,
     ) -> VerifyOutput:
-        """How much of each row's draft stays, and the token behind it. Device work only, fixed shapes, no host read.
+        """How many draft tokens of each row are accepted, and the token after them.
 
-        target_logits [R, 1 + K, V] any float: column i holds the logits of the token behind draft token i - 1.
-        draft_tokens int64 [R, K], -1 where nothing was proposed: the draft ends there, and what stands behind is not
-        read. Where a draft ends must not depend on the token that is withheld. draft_logits fp32 [R, K, V]: the
-        processed logits they were drawn from, whatever else the draft did to them; -inf where it could not draw.
-        sampling: R rows. draft_positions int64 [R]: position of draft token 0.
+        Device work only, fixed shapes, no host read.
 
-        A row's text has the target's distribution after temperature, then top_k, then top_p. top_k and top_p do not
-        restrict the draft's: a verdict is exact only if q is the law that the draft was drawn from.
+        - target_logits    [R, 1 + K, V] any float; column i holds the logits of the token after draft token i - 1
+        - draft_tokens     int64 [R, K]; the first -1 ends a row's draft, and nothing after it is read. Where a draft
+                           ends must not depend on the token that is withheld
+        - draft_logits     fp32 [R, K, V], the processed logits that the draft tokens were drawn from, whatever else the
+                           draft did to them; -inf where it could not draw
+        - sampling         R rows
+        - draft_positions  int64 [R], absolute position of draft token 0
+
+        The accepted text has the target's distribution after temperature, then top_k, then top_p. These two do not
+        restrict the draft's: verification is exact only if draft_logits are what the draft was drawn from.
+
+        Raises BatchError for tensors of another shape, dtype or device.
         """
         ...
 
     def draft_seeds(self, seeds: torch.Tensor, draft_positions: torch.Tensor) -> torch.Tensor:
-        """The seeds int64 [R] to draw this round's draft with, from the requests' own and the round's positions."""
+        """The seeds int64 [R] to draw this round's draft with.
+
+        - seeds            int64 [R], the requests' own
+        - draft_positions  int64 [R], absolute position of draft token 0
+        """
         ...

@@ -6,9 +6,9 @@ import math
 
 from builders.errors import require
 from spec_decode.verification.base import Verifier
-from spec_decode.verification.block import BlockVerification
-from spec_decode.verification.rejection import RejectionSampling
-from spec_decode.verification.synthetic import SyntheticAcceptance
+from spec_decode.verification.block_verification import BlockVerification
+from spec_decode.verification.rejection_sampling import RejectionSampling
+from spec_decode.verification.synthetic_acceptance import SyntheticAcceptance
 
 _SYNTHETIC = "synthetic:"
 _BY_NAME: dict[str, type[RejectionSampling] | type[BlockVerification]] = {
@@ -27,7 +27,7 @@ def verifier(name: str = "rejection", *, num_speculative_tokens: int) -> Verifie
     known = ", ".join([*_BY_NAME, f"{_SYNTHETIC}MEAN"])
     require(
         name in _BY_NAME,
-        f"a verifier must be one of {known}, got {name!r}; without one no draft can be judged. Choose a listed name.",
+        f"a verifier must be one of {known}, got {name!r}; without one no draft can be verified. Choose a listed name.",
     )
     return _BY_NAME[name]()
 
@@ -40,6 +40,6 @@ def _mean(name: str, limit: int) -> float:
     require(
         0 <= mean <= limit,
         f"the mean of synthetic acceptance must be a number from 0 to {limit}, the speculative tokens of a round, got "
-        f"{name!r}; no draft could keep that many. Write it as {_SYNTHETIC}{limit / 2:g}, or draft more tokens.",
+        f"{name!r}; no draft has that many to accept. Write it as {_SYNTHETIC}{limit / 2:g}, or draft more tokens.",
     )
     return mean

@@ -1,1 +1,1 @@
-"""Operations of sampling."""
+"""Sampling ops and their kernels."""

@@ -1,4 +1,4 @@
-"""Top-k and top-p: take the tokens that may not be sampled out of rows of logits."""
+"""Top-k and top-p: set to -inf the logits of tokens that may not be sampled."""
 
 from __future__ import annotations
 
@@ -7,44 +7,45 @@ from typing import NamedTuple
 import torch
 
 from builders.errors import require, require_tensor
-from builders.kernels.op_by_schema import define_op_by_schema
+from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import dependent_launch, triton
 from spec_decode.sampling.kernels.restrict_logits_kernels import (
-    cut_kernel,
-    extent_kernel,
-    gather_kernel,
-    rank_kernel,
-    share_kernel,
-    weigh_kernel,
+    count_bins_kernel,
+    find_range_kernel,
+    gather_bin_kernel,
+    mask_logits_kernel,
+    top_k_threshold_kernel,
+    top_p_threshold_kernel,
 )
 
 _PART = 4096
-"""Logits of a row that one program takes: few enough that one row alone keeps many num_sms busy."""
+"""Logits of a row that one program takes: few enough that a single row keeps many SMs busy."""
 
 _BINS = 32
-"""Sections of a row's range that are counted at once: a thread holds a count and a mass for each in registers."""
+"""Sections of a row's range that are counted at once: a thread holds a count and a sum for each in registers."""
 
 _LANES = 128
-"""Threads of a program that weighs. Their sums are added up in the end, which costs as much as a few dozen logits."""
+"""Threads of a program that counts. Adding up their sums at the end costs as much as a few dozen logits."""
 
 _CAPACITY = 16384
-"""Logits of one bin that are copied out to be searched; where they are more, the search walks over the row."""
+"""Logits of one bin that are copied out to be searched; if it holds more, the search reads the whole row."""
 
 _BLOCK = 1024
-"""Logits that a search takes at once, and a quarter of what it keeps in registers."""
+"""Logits that a search reads at once, and a quarter of what it keeps in registers."""
 
 
 def restrict_logits(logits: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.Tensor) -> None:
-    """Writes -inf, in place, where a token is outside its row's top_k, or outside top_p of what top_k left.
+    """Write -inf, in place, where a token is outside its row's top_k, or outside top_p of what top_k left.
 
-    logits fp32 [R * G, V], contiguous and already divided by the temperature: G rows in turn for each of top_k int32
-    [R] (0 or V and more: off) and top_p fp32 [R] (1 and more: off). A row with both off is not read.
+    - logits  fp32 [R * G, V], contiguous, already divided by the temperature; G rows in turn for each request
+    - top_k   int32 [R]; off where it is 0, or V and more
+    - top_p   fp32 [R]; off where it is 1 and more
 
-    top_k keeps what is at least the k-th largest logit; top_p then keeps the fewest most probable tokens that hold at
-    least that share of what top_k left (Holtzman et al., 2020, section 3.1). Tokens of equal logits stay or go
-    together, so that the outcome depends on no order: a tie at the threshold keeps more than k tokens, or than the
-    fewest. The most probable token always stays. At top_p's threshold a share is a sum in fp64 on the CPU and in fp32
-    on CUDA, there in an order of its own, the same in every run.
+    A row with both off is not read. top_k keeps logits of at least the k-th largest; top_p then keeps the fewest most
+    probable tokens that hold at least that share of what top_k left (Holtzman et al., 2020, section 3.1). Tokens of
+    equal logits stay or go together, so the result depends on no order: a tie at the threshold keeps more than k
+    tokens, or than the fewest. The most probable token always stays. At top_p's threshold a share is a sum in fp64 on
+    the CPU and in fp32 on CUDA, there in an order of its own, the same in every run.
 
     Raises BatchError, with nothing written, for tensors of another shape, dtype, device or layout.
     """
@@ -58,43 +59,77 @@ def restrict_logits(logits: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.T
         f"strides {logits.stride()}; rows would be cut by another request's top_k and top_p, so nothing was written. "
         "Pass [requests * tokens, vocabulary].",
     )
-    _restrict_op(logits, top_k, top_p)
+    _restrict_logits(logits, top_k, top_p)
 
 
-def _restrict(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> None:
-    vocab, group = logits.shape[1], len(logits) // len(top_k)
-    k = top_k.long().repeat_interleave(group)[:, None]
-    p = top_p.repeat_interleave(group)[:, None]
-    k = torch.where(k > 0, k, vocab).clamp(max=vocab)
-    ranked = logits.double().sort(-1, descending=True).values
-    kth = ranked.gather(1, k - 1)
-    share = ranked.masked_fill(ranked < kth, -torch.inf).softmax(-1).cumsum(-1)
-    last = (share < p).sum(-1, keepdim=True).clamp(max=vocab - 1)
-    threshold = torch.where(p < 1, torch.maximum(kth, ranked.gather(1, last)), kth)
-    logits.masked_fill_(logits < threshold, -torch.inf)
+class RestrictLogits(NamedTuple):
+    """The arguments of the op; restrict_logits documents them."""
+
+    logits: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+
+    def reference(self) -> None:
+        vocab, group = self.logits.shape[1], len(self.logits) // len(self.top_k)
+        k = self.top_k.long().repeat_interleave(group)[:, None]
+        p = self.top_p.repeat_interleave(group)[:, None]
+        k = torch.where(k > 0, k, vocab).clamp(max=vocab)
+        ranked = self.logits.double().sort(-1, descending=True).values
+        kth = ranked.gather(1, k - 1)
+        share = ranked.masked_fill(ranked < kth, -torch.inf).softmax(-1).cumsum(-1)
+        last = (share < p).sum(-1, keepdim=True).clamp(max=vocab - 1)
+        threshold = torch.where(p < 1, torch.maximum(kth, ranked.gather(1, last)), kth)
+        self.logits.masked_fill_(self.logits < threshold, -torch.inf)
+
+    def launch(self) -> None:
+        (rows, vocab), device = self.logits.shape, self.logits.device
+        part = min(_PART, triton.next_power_of_2(vocab))
+        lanes = min(_LANES, part)
+        parts = triton.cdiv(vocab, part)
+        block = min(_BLOCK, part)
+        capacity = min(_CAPACITY, vocab)
+        table = {"BINS": _BINS, "PARTS": triton.next_power_of_2(parts)}
+        walk = {"PART": part, "num_warps": max(1, min(8, part // 128))}
+        count = {**table, "PART": part, "LANES": lanes, "num_warps": max(1, lanes // 32)}
+        gather = {**table, "CAPACITY": capacity, **walk}
+        search = {**table, "CAPACITY": capacity, "BLOCK": block, "num_warps": max(1, block // 128)}
+
+        size = (vocab, rows // len(self.top_k))
+        s = _Scratch.allocate(rows, parts, capacity, device)
+        bins = s.edges, s.maxima, s.counts, s.sums
+        bin_members = s.edges, s.counts, s.bins, s.members
+        found = s.bins, s.members, s.thresholds, s.targets
+        by_part, by_row = (rows, parts), (rows,)
+        find_range_kernel[by_part](*self, s.part_min, s.part_max, *size, **walk, **dependent_launch(device))
+        count_bins_kernel[by_part](*self, s.part_min, s.part_max, *bins, *size, **count, **dependent_launch(device))
+        gather_bin_kernel[by_part](*self, *bin_members, *size, TOP_P=False, **gather, **dependent_launch(device))
+        top_k_threshold_kernel[by_row](*self, *bins, *found, *size, parts, **search, **dependent_launch(device))
+        gather_bin_kernel[by_part](*self, *bin_members, *size, TOP_P=True, **gather, **dependent_launch(device))
+        top_p_threshold_kernel[by_row](*self, *bins[:3], *found, *size, parts, **search, **dependent_launch(device))
+        mask_logits_kernel[by_part](*self, s.thresholds, *size, **walk, **dependent_launch(device))
 
 
 class _Scratch(NamedTuple):
-    """What the kernels hand on, of R rows in P parts, and B bins; of a row that is not restricted it is never written.
+    """What the kernels hand on, of R rows in P parts, and B bins; never written for a row without a restriction.
 
-    least       fp32 [R, P]      a part's least logit that is no mask, else inf
-    largest     fp32 [R, P]      a part's largest logit
-    edges       fp32 [R, B]      the least that a bin takes in; a bin ends where the next one begins, the last nowhere
-    peaks       fp32 [R]         the largest logit
-    counts      int32 [R, B, P]  how many logits of a part are not below a bin's edge
-    masses      fp32 [R, B, P]   their mass, where top_p is on
-    bins        int32 [R]        the bin of top_k's threshold, then that of top_p's
-    members     fp32 [R, C]      the first C of that bin's logits
-    thresholds  fp32 [R]         top_k's, then the larger of both
-    targets     fp32 [R]         the mass that the members of top_p's bin which stay have to reach
+    - part_min    fp32 [R, P]      the least logit of a part that is not a mask, else inf
+    - part_max    fp32 [R, P]      the largest logit of a part
+    - edges       fp32 [R, B]      the least logit of a bin, which ends where the next begins; the last has no end
+    - maxima      fp32 [R]         the largest logit
+    - counts      int32 [R, B, P]  how many logits of a part are not below a bin's edge
+    - sums        fp32 [R, B, P]   their sum of exponentials, where top_p is on
+    - bins        int32 [R]        the bin of top_k's threshold, then that of top_p's
+    - members     fp32 [R, C]      the first C of that bin's logits
+    - thresholds  fp32 [R]         top_k's, then the larger of both
+    - targets     fp32 [R]         the sum of exponentials that the kept members of top_p's bin have to reach
     """
 
-    least: torch.Tensor
-    largest: torch.Tensor
+    part_min: torch.Tensor
+    part_max: torch.Tensor
     edges: torch.Tensor
-    peaks: torch.Tensor
+    maxima: torch.Tensor
     counts: torch.Tensor
-    masses: torch.Tensor
+    sums: torch.Tensor
     bins: torch.Tensor
     members: torch.Tensor
     thresholds: torch.Tensor
@@ -106,12 +141,12 @@ class _Scratch(NamedTuple):
             return torch.empty(shape, dtype=dtype, device=device)
 
         return cls(
-            least=empty(rows, parts),
-            largest=empty(rows, parts),
+            part_min=empty(rows, parts),
+            part_max=empty(rows, parts),
             edges=empty(rows, _BINS),
-            peaks=empty(rows),
+            maxima=empty(rows),
             counts=empty(rows, _BINS, parts, dtype=torch.int32),
-            masses=empty(rows, _BINS, parts),
+            sums=empty(rows, _BINS, parts),
             bins=empty(rows, dtype=torch.int32),
             members=empty(rows, capacity),
             thresholds=empty(rows),
@@ -119,38 +154,4 @@ class _Scratch(NamedTuple):
         )
 
 
-def _launch(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> None:
-    rows, vocab = logits.shape
-    part = min(_PART, triton.next_power_of_2(vocab))
-    lanes = min(_LANES, part)
-    parts = triton.cdiv(vocab, part)
-    block = min(_BLOCK, part)
-    capacity = min(_CAPACITY, vocab)
-    table = {"BINS": _BINS, "PARTS": triton.next_power_of_2(parts)}
-    walk = {"PART": part, "num_warps": max(1, min(8, part // 128))}
-    weigh = {**table, "PART": part, "LANES": lanes, "num_warps": max(1, lanes // 32)}
-    gather = {**table, "CAPACITY": capacity, **walk}
-    search = {**table, "CAPACITY": capacity, "BLOCK": block, "num_warps": max(1, block // 128)}
-
-    row, size = (logits, top_k, top_p), (vocab, rows // len(top_k))
-    s = _Scratch.allocate(rows, parts, capacity, logits.device)
-    totals = s.edges, s.peaks, s.counts, s.masses
-    bin_of_row = s.edges, s.counts, s.bins, s.members
-    outcome = s.bins, s.members, s.thresholds, s.targets
-    by_part, by_row = (rows, parts), (rows,)
-    device = logits.device
-    extent_kernel[by_part](*row, s.least, s.largest, *size, **walk, **dependent_launch(device))
-    weigh_kernel[by_part](*row, s.least, s.largest, *totals, *size, **weigh, **dependent_launch(device))
-    gather_kernel[by_part](*row, *bin_of_row, *size, SHARES=False, **gather, **dependent_launch(device))
-    rank_kernel[by_row](*row, *totals, *outcome, *size, parts, **search, **dependent_launch(device))
-    gather_kernel[by_part](*row, *bin_of_row, *size, SHARES=True, **gather, **dependent_launch(device))
-    share_kernel[by_row](*row, *totals[:3], *outcome, *size, parts, **search, **dependent_launch(device))
-    cut_kernel[by_part](*row, s.thresholds, *size, **walk, **dependent_launch(device))
-
-
-_restrict_op = define_op_by_schema(
-    "spec_decode::restrict_logits",
-    "(Tensor(a!) logits, Tensor top_k, Tensor top_p) -> ()",
-    cpu=_restrict,
-    cuda=_launch,
-)
+_restrict_logits = define_op("spec_decode::restrict_logits", RestrictLogits, mutates=("logits",))

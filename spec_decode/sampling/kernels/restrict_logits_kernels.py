@@ -1,8 +1,8 @@
-"""The Triton kernels of restrict_logits; restrict_logits.py holds its contract, and describes what they share.
+"""The Triton kernels of restrict_logits; restrict_logits.py holds its contract, and describes their scratch memory.
 
-Two thresholds are searched for, top_k's by counting and top_p's by mass, where a logit x weighs exp(x - the row's
-largest). A bin holds the logits from its edge to the next bin's. What a bin's members are is decided by comparing
-logits with edges that were stored once: computed again, they could be rounded in another way.
+They search for two thresholds: top_k's by counting logits, top_p's by summing exp(x - the row's largest logit). A bin
+holds the logits from its edge to the next bin's. Bin membership is decided by comparing logits with edges that were
+stored once: an edge computed again could be rounded differently.
 """
 
 from __future__ import annotations
@@ -15,128 +15,95 @@ _LEAST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
-def extent_kernel(logits, top_k, top_p, least, largest, vocab, group, PART: tl.constexpr, PDL: tl.constexpr):
-    """The least logit of a part that is no mask, else inf, and its largest one, else -inf."""
+def find_range_kernel(
+    logits, top_k, top_p, part_min, part_max, vocab, group, PART: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """The least logit of a part that is not a mask, else inf, and its largest, else -inf."""
     await_previous(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, _, few, share = _restriction(top_k, top_p, row, group, vocab)
-    if few | share:
+    _, _, has_top_k, has_top_p = _restriction(top_k, top_p, row, group, vocab)
+    if has_top_k | has_top_p:
         x = _load(logits, row, part * PART + tl.arange(0, PART), vocab)
         at = row * tl.num_programs(1) + part
-        # A mask that is no -inf is never worth a bin: the lowest one takes it in.
-        tl.store(least + at, tl.min(tl.where(x > _MASK, x, float("inf")), 0))
-        tl.store(largest + at, tl.max(tl.where(x > float("-inf"), x, float("-inf")), 0))
+        # A mask other than -inf is not worth a bin: the lowest bin takes it in.
+        tl.store(part_min + at, tl.min(tl.where(x > _MASK, x, float("inf")), 0))
+        tl.store(part_max + at, tl.max(tl.where(x > float("-inf"), x, float("-inf")), 0))
 
 
 @triton.jit
-def weigh_kernel(
-    logits,
-    top_k,
-    top_p,
-    least,
-    largest,
-    edges,
-    peaks,
-    counts,
-    masses,
-    vocab,
-    group,
-    PART: tl.constexpr,
-    LANES: tl.constexpr,
-    BINS: tl.constexpr,
-    PARTS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """How many logits of a part are not below each edge, and for top_p their mass."""
+def count_bins_kernel(
+    logits, top_k, top_p, part_min, part_max, edges, maxima, counts, sums, vocab, group,
+    PART: tl.constexpr, LANES: tl.constexpr, BINS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """How many logits of a part are not below each edge, and for top_p their sum of exponentials."""
     await_previous(PDL)
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    _, p, few, share = _restriction(top_k, top_p, row, group, vocab)
-    if few | share:
+    _, p, has_top_k, has_top_p = _restriction(top_k, top_p, row, group, vocab)
+    if has_top_k | has_top_p:
         every = tl.arange(0, PARTS)
-        peak = tl.max(tl.load(largest + row * parts + every, mask=every < parts, other=float("-inf")), 0)
-        low = tl.min(tl.load(least + row * parts + every, mask=every < parts, other=float("inf")), 0)
-        if share & (not few):
-            # All that lies lower weighs less than 1 - p of the largest logit alone.
-            low = tl.maximum(low, peak - tl.log(vocab / (1.0 - p)))
-        low = tl.minimum(low, peak)
+        largest = tl.max(tl.load(part_max + row * parts + every, mask=every < parts, other=float("-inf")), 0)
+        low = tl.min(tl.load(part_min + row * parts + every, mask=every < parts, other=float("inf")), 0)
+        if has_top_p & (not has_top_k):
+            # All logits below this together weigh less than 1 - p of the largest logit alone.
+            low = tl.maximum(low, largest - tl.log(vocab / (1.0 - p)))
+        low = tl.minimum(low, largest)
         bin = tl.arange(0, BINS)
-        edge = tl.where(bin > 0, low + (peak - low) * (bin * (1.0 / BINS)), _LEAST)
+        edge = tl.where(bin > 0, low + (largest - low) * (bin * (1.0 / BINS)), _LEAST)
         if part == 0:
             tl.store(edges + row * BINS + bin, edge)
-            tl.store(peaks + row, peak)
+            tl.store(maxima + row, largest)
         at = (row * BINS + bin) * parts + part
-        if share:
-            count, mass = _weigh_part(logits, row, part, vocab, edge, peak, True, PART, LANES, BINS)
-            tl.store(masses + at, mass)
+        if has_top_p:
+            count, sum_exp = _count_part(logits, row, part, vocab, edge, largest, True, PART, LANES, BINS)
+            tl.store(sums + at, sum_exp)
         else:
-            count, mass = _weigh_part(logits, row, part, vocab, edge, peak, False, PART, LANES, BINS)
+            count, sum_exp = _count_part(logits, row, part, vocab, edge, largest, False, PART, LANES, BINS)
         tl.store(counts + at, count)
 
 
 @triton.jit
-def _weigh_part(
-    logits,
-    row,
-    part,
-    vocab,
-    edge,
-    peak,
-    SHARES: tl.constexpr,
-    PART: tl.constexpr,
-    LANES: tl.constexpr,
-    BINS: tl.constexpr,
-):
-    """Every thread weighs its own logits against all edges: no sum crosses threads before the end."""
+def _count_part(
+    logits, row, part, vocab, edge, largest,
+    SUM_EXP: tl.constexpr, PART: tl.constexpr, LANES: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """Every thread compares its own logits with all edges: no sum crosses threads before the end."""
     count = tl.zeros((BINS, LANES), tl.float32)
-    mass = tl.zeros((BINS, LANES), tl.float32)
+    sum_exp = tl.zeros((BINS, LANES), tl.float32)
     for start in tl.range(part * PART, tl.minimum((part + 1) * PART, vocab), LANES, loop_unroll_factor=4):
         x = _load(logits, row, start + tl.arange(0, LANES), vocab)
-        # Factors, not conditions: 32 of those would not find room in a thread's predicates.
+        # Factors, not conditions: 32 conditions would not fit in a thread's predicates.
         reached = (x[None, :] >= edge[:, None]).to(tl.float32)
         count += reached
-        if SHARES:
-            mass += reached * tl.exp(x - peak)[None, :]
-    return tl.sum(count, 1).to(tl.int32), tl.sum(mass, 1)
+        if SUM_EXP:
+            sum_exp += reached * tl.exp(x - largest)[None, :]
+    return tl.sum(count, 1).to(tl.int32), tl.sum(sum_exp, 1)
 
 
 @triton.jit
-def gather_kernel(
-    logits,
-    top_k,
-    top_p,
-    edges,
-    counts,
-    bins,
-    members,
-    vocab,
-    group,
-    SHARES: tl.constexpr,
-    PART: tl.constexpr,
-    BINS: tl.constexpr,
-    PARTS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The members of the bin that holds a threshold, in the order of their tokens, as many as there is room for.
+def gather_bin_kernel(
+    logits, top_k, top_p, edges, counts, bins, members, vocab, group, TOP_P: tl.constexpr,
+    PART: tl.constexpr, BINS: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Copy out the members of the bin that holds a threshold, in the order of their tokens, up to CAPACITY.
 
-    With SHARES the bin was chosen for top_p; else the k-th largest logit's is chosen here.
+    With TOP_P the bin was chosen before; else the k-th largest logit's is chosen here.
     """
     await_previous(PDL)
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    k, _, few, share = _restriction(top_k, top_p, row, group, vocab)
-    wanted = share if SHARES else few
+    k, _, has_top_k, has_top_p = _restriction(top_k, top_p, row, group, vocab)
+    wanted = has_top_p if TOP_P else has_top_k
     if wanted:
-        if SHARES:
+        if TOP_P:
             bin = tl.load(bins + row)
         else:
-            bin = _last_that_holds(_totals(counts, row, parts, BINS, PARTS), k)
+            bin = _last_bin_reaching(_totals(counts, row, parts, BINS, PARTS), k)
             if part == 0:
                 tl.store(bins + row, bin)
-        held = _held(counts, row, bin, part, parts, BINS)
-        if held > 0:
+        number = _members_of_part(counts, row, bin, part, parts, BINS)
+        if number > 0:
             lower, upper = _bounds(edges, row, bin, BINS)
             every = tl.arange(0, PARTS)
-            before = tl.sum(tl.where(every < part, _held(counts, row, bin, every, parts, BINS), 0), 0)
+            before = tl.sum(tl.where(every < part, _members_of_part(counts, row, bin, every, parts, BINS), 0), 0)
             x = _load(logits, row, part * PART + tl.arange(0, PART), vocab)
             inside = (x >= lower) & (x < upper)
             place = before + tl.cumsum(inside.to(tl.int32), 0) - 1
@@ -144,100 +111,67 @@ def gather_kernel(
 
 
 @triton.jit
-def rank_kernel(
-    logits,
-    top_k,
-    top_p,
-    edges,
-    peaks,
-    counts,
-    masses,
-    bins,
-    members,
-    thresholds,
-    targets,
-    vocab,
-    group,
-    parts,
-    BINS: tl.constexpr,
-    PARTS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """top_k's threshold; and for top_p the bin of its own, and the mass that this bin has to add to those above it."""
+def top_k_threshold_kernel(
+    logits, top_k, top_p, edges, maxima, counts, sums, bins, members, thresholds, targets, vocab, group, parts,
+    BINS: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """top_k's threshold; for top_p, its bin and the sum of exponentials which that bin has to add to those above."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    k, p, few, share = _restriction(top_k, top_p, row, group, vocab)
-    if few | share:
-        peak = tl.load(peaks + row)
-        mass = tl.zeros((BINS,), tl.float32)
-        if share:
-            mass = _totals(masses, row, parts, BINS, PARTS)
+    k, p, has_top_k, has_top_p = _restriction(top_k, top_p, row, group, vocab)
+    if has_top_k | has_top_p:
+        largest = tl.load(maxima + row)
+        sum_exp = tl.zeros((BINS,), tl.float32)
+        if has_top_p:
+            sum_exp = _totals(sums, row, parts, BINS, PARTS)
         threshold = float("-inf")
-        stays = _at(mass, 0)
+        kept = _at(sum_exp, 0)
         bin = 0
-        if few:
+        if has_top_k:
             bin = tl.load(bins + row)
             lower, upper = _bounds(edges, row, bin, BINS)
             count = _totals(counts, row, parts, BINS, PARTS)
             above = _at(count, bin + 1)
             x, length = _members(logits, row, vocab, members, _at(count, bin) - above, CAPACITY)
-            threshold = search(x, length, lower, upper, (k - above).to(tl.float32), peak, False, BLOCK)
-            if share:
-                stays, _, _ = walk(x, length, threshold, threshold, upper, upper, peak, True, BLOCK)
-                stays += _at(mass, bin + 1)
+            threshold = search(x, length, lower, upper, (k - above).to(tl.float32), largest, False, BLOCK)
+            if has_top_p:
+                kept, _, _ = walk(x, length, threshold, threshold, upper, upper, largest, True, BLOCK)
+                kept += _at(sum_exp, bin + 1)
         tl.store(thresholds + row, threshold)
-        if share:
-            target = p * stays
-            bin = _last_that_holds(mass, target)
+        if has_top_p:
+            target = p * kept
+            bin = _last_bin_reaching(sum_exp, target)
             tl.store(bins + row, bin)
-            tl.store(targets + row, target - _at(mass, bin + 1))
+            tl.store(targets + row, target - _at(sum_exp, bin + 1))
 
 
 @triton.jit
-def share_kernel(
-    logits,
-    top_k,
-    top_p,
-    edges,
-    peaks,
-    counts,
-    bins,
-    members,
-    thresholds,
-    targets,
-    vocab,
-    group,
-    parts,
-    BINS: tl.constexpr,
-    PARTS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def top_p_threshold_kernel(
+    logits, top_k, top_p, edges, maxima, counts, bins, members, thresholds, targets, vocab, group, parts,
+    BINS: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """top_p's threshold, which is not below top_k's."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    _, _, _, share = _restriction(top_k, top_p, row, group, vocab)
-    if share:
+    _, _, _, has_top_p = _restriction(top_k, top_p, row, group, vocab)
+    if has_top_p:
         bin = tl.load(bins + row)
         lower, upper = _bounds(edges, row, bin, BINS)
-        # Also if rounding made of the sums that more should stay than top_k left: then the search ends where it starts.
+        # Rounded sums may ask for more than top_k kept: then the search ends where it starts.
         lower = tl.maximum(lower, tl.load(thresholds + row))
         count = _totals(counts, row, parts, BINS, PARTS)
         x, length = _members(logits, row, vocab, members, _at(count, bin) - _at(count, bin + 1), CAPACITY)
-        target, peak = tl.load(targets + row), tl.load(peaks + row)
-        tl.store(thresholds + row, search(x, length, lower, upper, target, peak, True, BLOCK))
+        target, largest = tl.load(targets + row), tl.load(maxima + row)
+        tl.store(thresholds + row, search(x, length, lower, upper, target, largest, True, BLOCK))
 
 
 @triton.jit
-def cut_kernel(logits, top_k, top_p, thresholds, vocab, group, PART: tl.constexpr, PDL: tl.constexpr):
+def mask_logits_kernel(logits, top_k, top_p, thresholds, vocab, group, PART: tl.constexpr, PDL: tl.constexpr):
     """-inf for a part's logits below the row's threshold."""
     await_previous(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, _, few, share = _restriction(top_k, top_p, row, group, vocab)
-    if few | share:
+    _, _, has_top_k, has_top_p = _restriction(top_k, top_p, row, group, vocab)
+    if has_top_k | has_top_p:
         token = part * PART + tl.arange(0, PART)
         x = _load(logits, row, token, vocab)
         below = (token < vocab) & (x < tl.load(thresholds + row))
@@ -254,20 +188,20 @@ def _restriction(top_k, top_p, row, group, vocab):
 
 @triton.jit
 def _load(logits, row, token, vocab):
-    """A row's logits at tokens, -inf behind its end."""
+    """A row's logits at tokens, -inf after its end."""
     return tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf"))
 
 
 @triton.jit
-def _totals(weights, row, parts, BINS: tl.constexpr, PARTS: tl.constexpr):
-    """What a row has from each edge on, [BINS], of its parts' counts or masses."""
+def _totals(values, row, parts, BINS: tl.constexpr, PARTS: tl.constexpr):
+    """A row's totals from each edge on, [BINS], of its parts' counts or sums."""
     bin = tl.arange(0, BINS)[:, None]
     part = tl.arange(0, PARTS)[None, :]
-    return tl.sum(tl.load(weights + (row * BINS + bin) * parts + part, mask=part < parts, other=0), 1)
+    return tl.sum(tl.load(values + (row * BINS + bin) * parts + part, mask=part < parts, other=0), 1)
 
 
 @triton.jit
-def _held(counts, row, bin, part, parts, BINS: tl.constexpr):
+def _members_of_part(counts, row, bin, part, parts, BINS: tl.constexpr):
     """How many members of a bin a part has."""
     at = counts + (row * BINS + bin) * parts + part
     reached = tl.load(at, mask=part < parts, other=0)
@@ -276,26 +210,26 @@ def _held(counts, row, bin, part, parts, BINS: tl.constexpr):
 
 @triton.jit
 def _at(totals, bin):
-    """The total from a bin's edge on; of the one behind the last, 0."""
+    """The total from a bin's edge on; 0 after the last bin."""
     return tl.sum(tl.where(tl.arange(0, totals.shape[0]) == bin, totals, 0), 0)
 
 
 @triton.jit
-def _last_that_holds(totals, target):
-    """The last bin from whose edge on a row has `target`, or the first if none has."""
+def _last_bin_reaching(totals, target):
+    """The last bin from whose edge on the total reaches `target`, or the first if none does."""
     return tl.maximum(tl.sum((totals >= target).to(tl.int32), 0) - 1, 0)
 
 
 @triton.jit
 def _bounds(edges, row, bin, BINS: tl.constexpr):
-    """The least that a bin takes in, and the least that it does not."""
+    """A bin's own edge, and the next bin's."""
     edge = edges + row * BINS + bin
     return tl.load(edge), tl.load(edge + 1, mask=bin + 1 < BINS, other=float("inf"))
 
 
 @triton.jit
 def _members(logits, row, vocab, members, number, CAPACITY: tl.constexpr):
-    """Where to find a bin's members, and how many logits to look at: the row itself where there are too many."""
+    """Where to find a bin's members, and how many logits to read: the row itself if they exceed CAPACITY."""
     x = members + row * CAPACITY
     if number > CAPACITY:
         x = logits + row * vocab

@@ -1,6 +1,6 @@
-"""A threshold among logits in memory, for the kernels of restrict_logits: by counting, or by mass.
+"""Search for a threshold among logits in memory, for the kernels of restrict_logits.
 
-With SHARES a logit x weighs exp(x - peak), where peak is the row's largest; else 1.
+With SUM_EXP a logit x weighs exp(x - largest), where largest is the row's largest logit; else it weighs 1.
 """
 
 from __future__ import annotations
@@ -9,50 +9,51 @@ from builders.kernels.triton_runtime import tl, triton
 
 
 @triton.jit
-def search(x, length, lower, upper, target, peak, SHARES: tl.constexpr, BLOCK: tl.constexpr):
-    """A threshold from lower on that keeps as few logits of a bin, which ends at upper, as weigh `target`; lower if
-    all from there on do not, or if lower lies behind the bin.
+def search(x, length, lower, upper, target, largest, SUM_EXP: tl.constexpr, BLOCK: tl.constexpr):
+    """The highest threshold, from lower on, such that a bin's logits at or above it weigh at least `target`.
 
-    Bisection of the floats between, which ends after 32 steps at most, whatever the logits are. A walk over memory
-    takes as long as many steps over registers, so it also keeps what lies between the ends, and once nothing of that
-    was lost, the search goes on among what was kept.
+    The bin ends at upper. Returns lower if its logits from lower on weigh less, or if lower is after the bin.
+
+    This bisects the floats in between, in 32 steps at most, whatever the logits are. A walk over memory takes as long
+    as many steps over registers. So a walk also keeps the logits between the bounds, and once all of them fit, the
+    search continues among those that were kept.
     """
-    floor = _rank(lower)
-    top = tl.minimum(_rank(upper), _rank(peak) + 1)
-    pivot = _middle(floor, top)
+    low = _rank(lower)
+    high = tl.minimum(_rank(upper), _rank(largest) + 1)
+    pivot = _middle(low, high)
     kept = tl.full((4 * BLOCK,), float("-inf"), tl.float32)
     lost = 1
     above = 0.0
-    heavier = 0.0  # what weighs more than all that was kept: `above` as it was in that walk
-    while (pivot > floor) & (lost > 0):
-        heavier = above
-        weight, kept, lost = walk(x, length, _float(pivot), _float(floor), _float(top), upper, peak, SHARES, BLOCK)
+    base = 0.0  # the weight of all logits above those kept: `above` as it was in that walk
+    while (pivot > low) & (lost > 0):
+        base = above
+        weight, kept, lost = walk(x, length, _float(pivot), _float(low), _float(high), upper, largest, SUM_EXP, BLOCK)
         above = tl.where(weight >= target, above, weight)
-        floor, top = _narrowed(floor, top, pivot, weight, target)
-        pivot = _middle(floor, top)
-    while pivot > floor:
-        weight = heavier + tl.sum(_weight(kept, kept >= _float(pivot), peak, SHARES), 0)
-        floor, top = _narrowed(floor, top, pivot, weight, target)
-        pivot = _middle(floor, top)
-    return _float(floor)
+        low, high = _narrowed(low, high, pivot, weight, target)
+        pivot = _middle(low, high)
+    while pivot > low:
+        weight = base + tl.sum(_weight(kept, kept >= _float(pivot), largest, SUM_EXP), 0)
+        low, high = _narrowed(low, high, pivot, weight, target)
+        pivot = _middle(low, high)
+    return _float(low)
 
 
 @triton.jit
-def _narrowed(floor, top, pivot, weight, target):
-    """Ends such that what is not below floor weighs enough, and what is not below top too little, or just enough.
+def _narrowed(low, high, pivot, weight, target):
+    """Bounds such that logits from low on weigh enough, and logits from high on too little, or just enough.
 
-    The pivot becomes one of them whatever the weights are, NaN included, so that every search ends.
+    The pivot becomes one of them whatever the weights are, NaN included, so every search ends.
     """
-    return tl.where(weight >= target, pivot, floor), tl.where(weight > target, top, pivot)
+    return tl.where(weight >= target, pivot, low), tl.where(weight > target, high, pivot)
 
 
 @triton.jit
-def walk(x, length, pivot, floor, top, upper, peak, SHARES: tl.constexpr, BLOCK: tl.constexpr):
-    """The weight of what lies from pivot to below upper; and what lies above floor and below top, fp32 [4 * BLOCK],
-    the rest -inf, with 1 if some found no place there, else 0.
+def walk(x, length, pivot, low, high, upper, largest, SUM_EXP: tl.constexpr, BLOCK: tl.constexpr):
+    """The weight of the logits from pivot to below upper; the logits above low and below high, fp32 [4 * BLOCK], the
+    rest -inf; and 1 if some of those did not fit, else 0.
 
-    A lane has place for the last four that it meets. Weights are added in an order that does not depend on the pivot,
-    so that a smaller set never weighs more: counts below 2**24 are exact in fp32.
+    A lane holds the last four that it meets. Weights are added in an order that does not depend on the pivot, so a
+    smaller set never weighs more: counts below 2**24 are exact in fp32.
     """
     lane = tl.arange(0, BLOCK)
     weight = tl.zeros((BLOCK,), tl.float32)
@@ -60,8 +61,8 @@ def walk(x, length, pivot, floor, top, upper, peak, SHARES: tl.constexpr, BLOCK:
     first, second, third, fourth, lost = nothing, nothing, nothing, nothing, nothing
     for start in tl.range(0, length, BLOCK, loop_unroll_factor=2):
         value = tl.load(x + start + lane, mask=start + lane < length, other=float("-inf"))
-        weight += _weight(value, (value >= pivot) & (value < upper), peak, SHARES)
-        inside = (value > floor) & (value < top)
+        weight += _weight(value, (value >= pivot) & (value < upper), largest, SUM_EXP)
+        inside = (value > low) & (value < high)
         lost = tl.where(inside, tl.maximum(lost, fourth), lost)
         fourth = tl.where(inside, third, fourth)
         third = tl.where(inside, second, third)
@@ -72,8 +73,8 @@ def walk(x, length, pivot, floor, top, upper, peak, SHARES: tl.constexpr, BLOCK:
 
 
 @triton.jit
-def _weight(value, taken, peak, SHARES: tl.constexpr):
-    return tl.where(taken, tl.exp(value - peak) if SHARES else 1.0, 0.0)
+def _weight(value, counted, largest, SUM_EXP: tl.constexpr):
+    return tl.where(counted, tl.exp(value - largest) if SUM_EXP else 1.0, 0.0)
 
 
 @triton.jit
@@ -89,6 +90,6 @@ def _float(rank):
 
 
 @triton.jit
-def _middle(floor, top):
-    """Rounded down, and no overflow: floor itself where nothing lies between."""
-    return (floor & top) + ((floor ^ top) >> 1)
+def _middle(low, high):
+    """Rounded down, without overflow: low itself where nothing lies between."""
+    return (low & high) + ((low ^ high) >> 1)

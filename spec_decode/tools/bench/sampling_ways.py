@@ -21,10 +21,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from spec_decode.sampling.draft import StopRule, sample_draft
+from spec_decode.sampling import DraftSampler, Sampling, SamplingParams, sample_target
 from spec_decode.sampling.kernels.restrict_logits import restrict_logits
-from spec_decode.sampling.parameters import Sampling, SamplingParams
-from spec_decode.verification import sample_target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,30 +101,21 @@ def our_probs(scene: SamplingScene) -> Contender:
 
 
 def our_draft(scene: SamplingScene) -> Contender:
-    """A drafter's tokens int64 [R]. It also files them, and the logits for the verifier."""
-    rows, vocab = scene.logits.shape
-    device, columns = scene.logits.device, 2
-    tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-    filed = torch.zeros(rows, columns, dtype=torch.int64, device=device)
-    cache = torch.zeros(rows, columns, vocab, device=device)
-    step = torch.zeros(1, dtype=torch.int64, device=device)
-    seq_lens = torch.ones(rows, dtype=torch.int32, device=device)
-    stop = StopRule.allocate(rows, columns, device)
+    """A drafter's tokens int64 [R]. It also stores them, and the logits for the verifier."""
+    (rows, vocab), device = scene.logits.shape, scene.logits.device
+    sampler = DraftSampler(
+        torch.ones(rows, dtype=torch.int32, device=device),
+        scene.positions,
+        torch.zeros(1, dtype=torch.int64, device=device),
+        num_speculative_tokens=2,
+        vocab_size=vocab,
+    )
+    sampler.temperature.copy_(scene.sampling.temperature)
+    sampler.seeds.copy_(scene.sampling.seeds)
 
     def call() -> torch.Tensor:
-        sample_draft(
-            scene.logits,
-            temperature=scene.sampling.temperature,
-            seeds=scene.sampling.seeds,
-            positions=scene.positions,
-            seq_lens=seq_lens,
-            step=step,
-            draft_tokens=filed,
-            draft_logits=cache,
-            next_ids=tokens,
-            stop=stop,
-        )
-        return tokens
+        sampler(scene.logits)
+        return sampler.next_ids
 
     return Contender(call)
 

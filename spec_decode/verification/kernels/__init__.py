@@ -1,1 +1,1 @@
-"""Operations of verification."""
+"""Verification ops and their kernels."""

@@ -1,0 +1,104 @@
+"""The draft's sampler: one token per row and step, written to buffers that a captured step can read."""
+
+from __future__ import annotations
+
+import torch
+
+from builders.errors import require_tensor
+from spec_decode.sampling.kernels.sample_draft import NO_TOKEN, sample_draft
+
+
+class DraftSampler:
+    """Samples each step's draft tokens, and decides which rows draft another.
+
+    Greedy where temperature is 0, else Gumbel-max sampling from softmax(logits / temperature). All buffers keep their
+    addresses. R rows, K speculative tokens, V tokens of the target.
+
+    Inputs, read at every step; the caller fills them:
+
+    - temperature     fp32 [R]         0 is greedy
+    - seeds           int64 [R]
+    - draft_lens      int32 [R]        tokens that a row proposes this round; below 1 none, above K as many as K
+    - num_tokens      int32 [1]        the most that any row proposes this round
+    - min_confidence  fp32 [1]         a row stops after a token whose probability under softmax of the processed
+                                       logits is lower; 0 stops no row, and costs nothing
+
+    Outputs:
+
+    - draft_tokens    int64 [R, K]     column `step` gets the token. Column 0 begins a round: it sets the others to
+                                       NO_TOKEN
+    - draft_logits    fp32 [R, K, V]   column `step` gets the processed logits: divided by a positive temperature
+    - next_ids        int64 [R]        the token as the next step's input
+    - continue_flag   int32 [1]        1 if some row drafts another token, else 0
+
+    A row that proposed its last token gets seq_len 0, without an overflow, and is inert from there on. A row of seq_len
+    0, or with no token left to propose, gets NO_TOKEN, and 0 as its next input. A step after column K - 1 writes to no
+    column.
+    """
+
+    def __init__(
+        self,
+        seq_lens: torch.Tensor,
+        positions: torch.Tensor,
+        step: torch.Tensor,
+        *,
+        num_speculative_tokens: int,
+        vocab_size: int,
+        token_map: torch.Tensor | None = None,
+        min_confidence: float = 0.0,
+    ) -> None:
+        """The first three belong to the batch of the steps, and are read, seq_lens written too, where they are.
+
+        - seq_lens   int32 [R]
+        - positions  int64 [>= R]   of the draft's inputs
+        - step       int64 [1]      the column to write
+        - token_map  int64 [V of the draft]: the target's id of each token that the draft's logits score. Tokens stored
+          and fed back are target ids. The columns of draft_logits that the map does not name stay -inf. Noise goes by
+          target id: the draw is that of the whole vocabulary with -inf for the tokens which the draft lacks, except
+          that among equal logits the first in the draft's order wins.
+
+        Raises BatchError for a token_map of another shape, dtype or device.
+        """
+        rows, columns, device = len(seq_lens), num_speculative_tokens, seq_lens.device
+        if token_map is not None:
+            require_tensor("token_map", token_map, shape=(None,), dtype=torch.int64, device=device)
+        self._draft_vocab = vocab_size if token_map is None else len(token_map)
+        self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.draft_lens = torch.full((rows,), columns, dtype=torch.int32, device=device)
+        self.num_tokens = torch.full((1,), columns, dtype=torch.int32, device=device)
+        self.min_confidence = torch.full((1,), min_confidence, dtype=torch.float32, device=device)
+        self.draft_tokens = torch.zeros(rows, columns, dtype=torch.int64, device=device)
+        self.draft_logits = torch.zeros(rows, columns, vocab_size, dtype=torch.float32, device=device)
+        if token_map is not None:
+            self.draft_logits.fill_(float("-inf"))
+        self.next_ids = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.continue_flag = torch.zeros(1, dtype=torch.int32, device=device)
+        # The op's arguments between logits and hidden states, put together once: this runs at every step.
+        self._buffers = (
+            self.temperature, self.seeds, positions, seq_lens, step, self.draft_tokens, self.draft_logits,
+            self.next_ids, self.draft_lens, self.num_tokens, self.min_confidence, self.continue_flag, token_map,
+        )  # fmt: skip
+
+    def __call__(
+        self, logits: torch.Tensor, hidden: torch.Tensor | None = None, next_hidden: torch.Tensor | None = None
+    ) -> None:
+        """Sample the first rows' tokens, in place; device work only.
+
+        - logits       [rows, V of the draft] any float, rows up to R
+        - hidden       [rows, H] the step's hidden states
+        - next_hidden  [>= rows, H] of the same dtype, where the next step reads them. None copies nothing; a kernel for
+          this copy alone would cost a loop on the device 2 us at every step
+
+        Raises BatchError, with nothing run, for tensors of another shape, dtype or device.
+        """
+        rows, device = len(logits), self.next_ids.device
+        require_tensor("logits", logits, shape=(rows, self._draft_vocab), dtype=logits.dtype, device=device)
+        if hidden is not None and next_hidden is not None:
+            next_hidden = next_hidden[:rows]
+            for name, tensor in {"hidden": hidden, "next_hidden": next_hidden}.items():
+                require_tensor(name, tensor, shape=(rows, hidden.shape[1]), dtype=hidden.dtype, device=device)
+        sample_draft(logits, *self._buffers, hidden, next_hidden)
+
+
+__all__ = ["NO_TOKEN", "DraftSampler"]

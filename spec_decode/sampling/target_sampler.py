@@ -1,0 +1,49 @@
+"""The target's sampler: its processed logits, and a token drawn from them."""
+
+from __future__ import annotations
+
+import torch
+
+from spec_decode.sampling.kernels.draw_tokens import draw_tokens
+from spec_decode.sampling.kernels.process_logits import process_logits
+from spec_decode.sampling.kernels.restrict_logits import restrict_logits
+from spec_decode.sampling.parameters import Sampling
+
+
+def sample_target(logits: torch.Tensor, *, sampling: Sampling, positions: torch.Tensor) -> torch.Tensor:
+    """The sampler of plain decoding: one token int64 [R] per row.
+
+    - logits     [R, V] any float
+    - sampling   R rows
+    - positions  int64 [R], the absolute positions of the tokens
+
+    Raises BatchError for tensors of another shape, dtype or device.
+    """
+    return draw_target_tokens(process_target_logits(logits[:, None], sampling), sampling, positions)
+
+
+def process_target_logits(logits: torch.Tensor, sampling: Sampling, column: torch.Tensor | None = None) -> torch.Tensor:
+    """Logits over the temperature, -inf outside top_k and top_p; fp32 [R, G, V], or [R, 1, V] of one column.
+
+    - logits    [R, G, V] any float
+    - sampling  R rows
+    - column    int64 [R], 0 to G - 1: process only this column of each row; None processes all
+
+    A restriction never removes a row's largest logits, so greedy rows sample the same tokens with one.
+    Raises BatchError for tensors of another shape, dtype or device.
+    """
+    out = process_logits(logits, sampling.temperature, column)
+    restrict_logits(out.flatten(0, 1), top_k=sampling.top_k, top_p=sampling.top_p)
+    return out
+
+
+def draw_target_tokens(processed: torch.Tensor, sampling: Sampling, positions: torch.Tensor) -> torch.Tensor:
+    """One token int64 [R] per row.
+
+    - processed  fp32 [R, 1, V], processed logits
+    - sampling   R rows
+    - positions  int64 [R], the absolute positions of the tokens
+
+    Raises BatchError for tensors of another shape, dtype or device.
+    """
+    return draw_tokens(processed[:, 0], temperature=sampling.temperature, seeds=sampling.seeds, positions=positions)

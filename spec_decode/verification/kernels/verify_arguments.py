@@ -1,0 +1,53 @@
+"""The arguments of an op that verifies drafts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from builders.errors import require_tensor
+
+
+class VerifyArguments(NamedTuple):
+    """What decides how many draft tokens are accepted, int64 [R], and which token follows them, int64 [R].
+
+    R rows, K draft tokens, V vocabulary, p the target's distributions, q the draft's:
+
+    - processed        fp32 [R, 1 + K, V], p's logits after temperature, top_k and top_p
+    - draft_tokens     int64 [R, K]; the first -1 ends a row's draft, and nothing after it is read
+    - draft_logits     fp32 [R, K, V] of any strides, q's processed logits
+    - temperature      fp32 [R]; 0 is greedy
+    - seeds            int64 [R], of the target's draws
+    - accept_seeds     int64 [R], of the uniforms that decide what is accepted
+    - draft_positions  int64 [R], absolute position of draft token 0
+    """
+
+    processed: torch.Tensor
+    draft_tokens: torch.Tensor
+    draft_logits: torch.Tensor
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+    accept_seeds: torch.Tensor
+    draft_positions: torch.Tensor
+
+    def checked(self) -> VerifyArguments:
+        """These, contiguous as kernels read them, except draft_logits, which are large and stay where they are.
+
+        Raises BatchError for tensors of another shape, dtype or device.
+        """
+        rows, columns = self.draft_tokens.shape
+        vocab, device = self.processed.shape[-1], self.processed.device
+        expected: tuple[tuple[tuple[int, ...], torch.dtype], ...] = (
+            ((rows, columns + 1, vocab), torch.float32),
+            ((rows, columns), torch.int64),
+            ((rows, columns, vocab), torch.float32),
+            ((rows,), torch.float32),
+            *[((rows,), torch.int64)] * 3,
+        )
+        for name, tensor, (shape, dtype) in zip(self._fields, self, expected, strict=True):
+            require_tensor(name, tensor, shape=shape, dtype=dtype, device=device)
+        return self._make(tensor if tensor is self.draft_logits else tensor.contiguous() for tensor in self)
+
+    def fake(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty_like(self.draft_positions), torch.empty_like(self.draft_positions)

@@ -1,0 +1,48 @@
+"""Synthetic acceptance: a set mean accepted length, for benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from spec_decode.sampling.parameters import Sampling
+from spec_decode.sampling.target_sampler import draw_target_tokens, process_target_logits
+from spec_decode.verification.base import VerifyOutput
+from spec_decode.verification.kernels.synthetic_accept import synthetic_accept
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticAcceptance:
+    """Accepts `mean` draft tokens on average over requests and rounds, whatever they are: the text is not the target's.
+
+    A row accepts floor(mean) tokens, and one more with probability mean - floor(mean): the simplest distribution with
+    this mean (exact up to the uniform's grain of 2**-23), and the one of least spread. It accepts no more than was
+    proposed, so drafts that end early lower the mean. Requests of one seed at one position accept the same number: give
+    them seeds of their own.
+    """
+
+    mean: float
+
+    def verify(
+        self,
+        target_logits: torch.Tensor,
+        draft_tokens: torch.Tensor,
+        draft_logits: torch.Tensor,
+        *,
+        sampling: Sampling,
+        draft_positions: torch.Tensor,
+    ) -> VerifyOutput:
+        """See Verifier.verify for shapes. draft_logits are not read; the next token is the one plain decoding draws.
+
+        Raises BatchError for tensors of another shape, dtype or device.
+        """
+        accepted, positions = synthetic_accept(
+            draft_tokens, seeds=sampling.seeds, draft_positions=draft_positions, mean=self.mean
+        )
+        processed = process_target_logits(target_logits, sampling, accepted)
+        return VerifyOutput(accepted, draw_target_tokens(processed, sampling, positions))
+
+    def draft_seeds(self, seeds: torch.Tensor, draft_positions: torch.Tensor) -> torch.Tensor:
+        """The requests' own: acceptance does not depend on a token."""
+        return seeds
