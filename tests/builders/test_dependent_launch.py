@@ -13,15 +13,15 @@ ROOT = Path(__file__).parents[2]
 SOURCES = [path for folder in ("builders", "attn_backends", "spec_decode") for path in (ROOT / folder).rglob("*.py")]
 KERNELS = {
     "_advance_kernel", "matvec_kernel", "_rope_kernel", "_rope_and_write_kv_kernel", "_write_kv_kernel",
-    "attention_kernel", "merge_kernel", "block_argmax_kernel", "file_token_kernel", "_add_rms_norm_kernel",
+    "attention_kernel", "merge_kernel", "_block_argmax_kernel", "_store_token_kernel", "_add_rms_norm_kernel",
     "_swiglu_kernel", "_embed_concat_kernel", "_begin_extend_kernel", "_begin_decode_kernel", "_shift_tokens_kernel",
-    "_gather_last_hidden_kernel", "_process_kernel", "_block_draw_kernel", "_take_token_kernel", "_tops_kernel",
-    "_reject_kernel", "_weigh_kernel", "_excess_kernel", "_stand_kernel", "_synthetic_accept_kernel", "_hash_kernel",
-    "_prepare_inputs_kernel", "_update_requests_kernel", "latent_attention_kernel", "sparse_attention_kernel",
-    "_prepare_query_kernel", "_inverse_rotary_kernel", "_write_latent_kernel", "_list_window_slots_kernel",
-    "_replan_kernel", "_route_kernel", "_order_kernel",
-    "_combine_kernel", "read_streams_kernel", "write_streams_kernel", "extent_kernel", "weigh_kernel", "gather_kernel",
-    "rank_kernel", "share_kernel", "cut_kernel",
+    "_gather_last_hidden_kernel", "_process_kernel", "_block_draw_kernel", "_store_draw_kernel", "_partial_max_kernel",
+    "_rejection_sample_kernel", "_prefix_weights_kernel", "_residual_sums_kernel", "_accept_prefix_kernel",
+    "_synthetic_accept_kernel", "_hash_kernel", "_prepare_inputs_kernel", "_update_requests_kernel",
+    "latent_attention_kernel", "sparse_attention_kernel", "_prepare_query_kernel", "_inverse_rotary_kernel",
+    "_write_latent_kernel", "_list_window_slots_kernel", "_replan_kernel", "_route_kernel", "_order_kernel",
+    "_combine_kernel", "read_streams_kernel", "write_streams_kernel", "find_range_kernel", "count_bins_kernel",
+    "gather_bin_kernel", "top_k_threshold_kernel", "top_p_threshold_kernel", "mask_logits_kernel",
 }  # fmt: skip
 CHOSEN = {"PDL": True, "launch_pdl": True}
 

@@ -10,7 +10,7 @@ import spec_decode.models.kernels.embed_concat
 import spec_decode.models.kernels.order_by_expert
 import spec_decode.models.kernels.route_tokens
 import spec_decode.models.kernels.swiglu
-import spec_decode.sampling.draft  # noqa: F401
+import spec_decode.sampling.draft_sampler  # noqa: F401
 from builders import BatchBuffers
 from tests.factories import make_cache, make_spec, make_tables
 

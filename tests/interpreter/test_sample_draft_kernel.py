@@ -2,37 +2,32 @@ import pytest
 import torch
 
 from builders.kernels.triton_runtime import torch_implementations
-from spec_decode.sampling.draft import StopRule, sample_draft
+from spec_decode.sampling import DraftSampler
 
 
 def drafted(
-    logits, temperature, *, column=1, live=None, seed=0, lengths=None, confidence=0.0, token_map=None, feed_back=None
-):
-    """(tokens, processed logits, next inputs, lengths, going) of one call on buffers that held 7s."""
+    logits, temperature, *, column=1, live=None, seed=0, lengths=None, confidence=0.0, token_map=None,
+    hidden=None, next_hidden=None,
+):  # fmt: skip
+    """(tokens, processed logits, next inputs, lengths, continue flag) of one call on buffers that held 7s."""
     rows, vocab = logits.shape
     generator = torch.Generator().manual_seed(seed)
-    width = vocab if token_map is None else int(token_map.max()) + 2
-    out = torch.full((rows + 1, 3), 7), torch.full((rows + 1, 3, width), 7.0), torch.full((rows + 1,), 7)
-    seq_lens = torch.tensor(live or [5] * rows, dtype=torch.int32)
-    stop = StopRule.allocate(rows, 3, logits.device, min_confidence=confidence)
-    stop.continue_flag.fill_(7)
+    seq_lens = torch.tensor([*(live or [5] * rows), 5], dtype=torch.int32)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
+    sampler = DraftSampler(
+        seq_lens, torch.randint(0, 2**20, (rows,), generator=generator), torch.tensor([column]),
+        num_speculative_tokens=3, vocab_size=vocab if token_map is None else int(token_map.max()) + 2,
+        token_map=token_map, min_confidence=confidence,
+    )  # fmt: skip
+    outputs = sampler.draft_tokens, sampler.draft_logits, sampler.next_ids, seq_lens, sampler.continue_flag
+    for output in (*outputs[:3], sampler.continue_flag):
+        output.fill_(7)
+    sampler.temperature[:rows] = torch.tensor(temperature)
+    sampler.seeds[:rows] = seeds
     if lengths is not None:
-        stop.draft_lens.copy_(torch.tensor(lengths))
-    sample_draft(
-        logits,
-        temperature=torch.tensor(temperature),
-        seeds=torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator),
-        positions=torch.randint(0, 2**20, (rows,), generator=generator),
-        seq_lens=seq_lens,
-        step=torch.tensor([column]),
-        draft_tokens=out[0],
-        draft_logits=out[1],
-        next_ids=out[2],
-        stop=stop,
-        token_map=token_map,
-        feed_back=feed_back,
-    )
-    return *out, seq_lens, stop.continue_flag
+        sampler.draft_lens[:rows] = torch.tensor(lengths)
+    sampler(logits, hidden, next_hidden)
+    return outputs
 
 
 def both_ways(*args, **options):
@@ -93,14 +88,14 @@ def test_rows_that_stop_at_lengths_of_their_own(column):
 
 
 @pytest.mark.parametrize("vocab", [7, 9001])
-def test_rows_that_stop_for_want_of_confidence(vocab):
+def test_rows_that_stop_for_low_confidence(vocab):
     logits = noise(6, vocab)
     logits[::2, 3] += 12
     logits[1::2] *= 0.1
     logits[1, 4096:] = float("-inf")
     by_kernel, by_torch = both_ways(logits, [0.0, 0.7, 1.0, 0.0, 1.9, 1.0], confidence=0.5)
     assert same(by_kernel, by_torch)
-    assert 0 < int((by_kernel[3] > 0).sum()) < 6
+    assert 0 < int((by_kernel[3][:6] > 0).sum()) < 6
 
 
 @pytest.mark.parametrize("vocab", [5, 5000])
@@ -118,8 +113,8 @@ def test_logits_that_are_no_numbers_give_a_token_of_the_vocabulary():
 
 @pytest.mark.parametrize("vocab", [40, 4096])
 @pytest.mark.parametrize("width", [1, 24, 1000])
-def test_hidden_states_are_fed_back_to_the_rows_of_the_batch_alone(vocab, width):
+def test_hidden_states_are_copied_to_the_rows_of_the_batch_alone(vocab, width):
     hidden = torch.randn(3, 2 * width)[:, :width]
-    fed = torch.full((4, width), 7.0)
-    drafted(noise(3, vocab), [0.0, 1.0, 0.0], feed_back=(hidden, fed))
-    assert torch.equal(fed[:3], hidden) and torch.equal(fed[3], torch.full((width,), 7.0))
+    next_hidden = torch.full((4, width), 7.0)
+    drafted(noise(3, vocab), [0.0, 1.0, 0.0], hidden=hidden, next_hidden=next_hidden)
+    assert torch.equal(next_hidden[:3], hidden) and torch.equal(next_hidden[3], torch.full((width,), 7.0))

@@ -47,7 +47,7 @@ class VerifyArguments(NamedTuple):
         )
         for name, tensor, (shape, dtype) in zip(self._fields, self, expected, strict=True):
             require_tensor(name, tensor, shape=shape, dtype=dtype, device=device)
-        return self._make(tensor if tensor is self.draft_logits else tensor.contiguous() for tensor in self)
+        return VerifyArguments(*(x if x is self.draft_logits else x.contiguous() for x in self))
 
     def fake(self) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.empty_like(self.draft_positions), torch.empty_like(self.draft_positions)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from builders import BatchError
-from spec_decode.sampling.parameters import Sampling, SamplingParams
+from spec_decode.sampling import Sampling, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 REFUSED = [

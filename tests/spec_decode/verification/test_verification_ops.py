@@ -7,10 +7,10 @@ from builders import BatchError
 from spec_decode.sampling.kernels.draw_tokens import draw_tokens
 from spec_decode.sampling.kernels.process_logits import process_logits
 from spec_decode.verification.kernels.block_verify import block_verify
-from spec_decode.verification.kernels.draft_round import DraftRound
 from spec_decode.verification.kernels.hash_seeds import hash_seeds
 from spec_decode.verification.kernels.rejection_sample import rejection_sample
 from spec_decode.verification.kernels.synthetic_accept import synthetic_accept
+from spec_decode.verification.kernels.verify_arguments import VerifyArguments
 
 OPS, INT32 = torch.ops.spec_decode, torch.int32
 ROWS, STEPS, VOCAB = 3, 2, 7
@@ -20,21 +20,21 @@ def zeros(*shape, dtype=torch.int64):
     return torch.zeros(*shape, dtype=dtype)
 
 
-def draft_round(**changed):
+def verify_arguments(**changed):
     fields = {
         "processed": torch.randn(ROWS, STEPS + 1, VOCAB), "draft_tokens": zeros(ROWS, STEPS),
         "draft_logits": torch.randn(ROWS, STEPS, VOCAB), "temperature": torch.ones(ROWS), "seeds": zeros(ROWS),
-        "coin_seeds": zeros(ROWS), "draft_positions": zeros(ROWS),
+        "accept_seeds": zeros(ROWS), "draft_positions": zeros(ROWS),
     }  # fmt: skip
-    return DraftRound(**fields | changed)
+    return VerifyArguments(**fields | changed)
 
 
 CALLS = {
     "process_logits": (torch.randn(ROWS, STEPS, VOCAB), torch.ones(ROWS), None),
     "process_logits of a column": (torch.randn(ROWS, STEPS, VOCAB), torch.ones(ROWS), zeros(ROWS)),
     "draw_tokens": (torch.randn(ROWS, VOCAB), torch.ones(ROWS), zeros(ROWS), zeros(ROWS)),
-    "rejection_sample": draft_round().arguments(),
-    "block_verify": draft_round().arguments(),
+    "rejection_sample": verify_arguments().checked(),
+    "block_verify": verify_arguments().checked(),
     "synthetic_accept": (zeros(ROWS, STEPS), zeros(ROWS), zeros(ROWS), 1.5),
     "hash_seeds": (zeros(ROWS), zeros(ROWS)),
 }
@@ -52,21 +52,21 @@ WRONG = {
     "draft_logits": torch.zeros(ROWS, STEPS, VOCAB, dtype=torch.bfloat16),
     "temperature": torch.ones(ROWS + 1),
     "seeds": torch.zeros(ROWS),
-    "coin_seeds": zeros(1),
+    "accept_seeds": zeros(1),
     "draft_positions": zeros(ROWS, 1),
 }
 
 
-@pytest.mark.parametrize("judge", [rejection_sample, block_verify])
+@pytest.mark.parametrize("op", [rejection_sample, block_verify])
 @pytest.mark.parametrize(("name", "tensor"), WRONG.items(), ids=WRONG)
-def test_a_round_of_wrong_tensors_is_refused_by_name(judge, name, tensor):
+def test_arguments_of_wrong_tensors_are_refused_by_name(op, name, tensor):
     with pytest.raises(BatchError, match=f"^{name} must be "):
-        judge(draft_round(**{name: tensor}))
+        op(verify_arguments(**{name: tensor}))
 
 
-def test_logits_that_lie_elsewhere_are_refused():
+def test_logits_on_another_device_are_refused():
     with pytest.raises(BatchError, match=r"draft_logits must be .* on cpu, got .* on meta"):
-        rejection_sample(draft_round(draft_logits=torch.zeros(ROWS, STEPS, VOCAB, device="meta")))
+        rejection_sample(verify_arguments(draft_logits=torch.zeros(ROWS, STEPS, VOCAB, device="meta")))
 
 
 REFUSED = {

@@ -3,7 +3,7 @@ import torch
 
 from builders import BatchError
 from spec_decode.graphs import runtime_for
-from spec_decode.sampling.parameters import Sampling
+from spec_decode.sampling import Sampling
 from spec_decode.verification import BlockVerification, RejectionSampling, SyntheticAcceptance, verifier
 
 ROWS, STEPS, VOCAB = 64, 3, 9
@@ -39,7 +39,7 @@ def test_a_mean_that_no_draft_can_have_is_refused_with_the_limit(mean):
 
 
 def inputs(seed):
-    """A batch of greedy, hot and restricted rows, drafts whole, cut short and empty."""
+    """A batch of greedy, random and restricted rows, drafts whole, cut short and empty."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(ROWS, STEPS + 1, VOCAB, generator=generator) * 2
     draft_logits = logits[:, :STEPS] + torch.randn(ROWS, STEPS, VOCAB, generator=generator) / 2
@@ -57,50 +57,50 @@ def inputs(seed):
     }
 
 
-def verdict_of(how, batch):
+def output_of(how, batch):
     sampling = Sampling(**{field: batch[field] for field in ("temperature", "top_k", "top_p", "seeds")})
     logits = {name: batch[name] for name in ("target_logits", "draft_tokens", "draft_logits")}
     return how.verify(**logits, sampling=sampling, draft_positions=batch["draft_positions"])
 
 
-def pair(verdict):
-    return verdict.accepted.tolist(), verdict.next_tokens.tolist()
+def pair(output):
+    return output.accepted.tolist(), output.next_tokens.tolist()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_captured_verdict_replays_over_other_batches(name):
+def test_captured_verification_replays_over_other_batches(name):
     how, held = verifier(name, num_speculative_tokens=STEPS), inputs(0)
     out = []
 
-    def judge():
-        out.append((verdict_of(how, held), how.draft_seeds(held["seeds"], held["draft_positions"])))
+    def verify():
+        out.append((output_of(how, held), how.draft_seeds(held["seeds"], held["draft_positions"])))
 
-    graph = runtime_for(torch.device("cpu")).capture(judge)
+    graph = runtime_for(torch.device("cpu")).capture(verify)
     for seed in (1, 2, 3):
         for buffer, fresh in zip(held.values(), inputs(seed).values(), strict=True):
             buffer.copy_(fresh)
         graph.replay()
-        verdict, draft_seeds = out[0]
-        assert pair(verdict) == pair(verdict_of(how, inputs(seed)))
+        output, draft_seeds = out[0]
+        assert pair(output) == pair(output_of(how, inputs(seed)))
         assert torch.equal(draft_seeds, how.draft_seeds(held["seeds"], held["draft_positions"]))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_verdict_does_not_depend_on_the_batch_order(name):
+def test_the_output_does_not_depend_on_the_batch_order(name):
     how, batch = verifier(name, num_speculative_tokens=STEPS), inputs(5)
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))
-    there, here = verdict_of(how, batch), verdict_of(how, {key: x[order] for key, x in batch.items()})
+    there, here = output_of(how, batch), output_of(how, {key: x[order] for key, x in batch.items()})
     assert torch.equal(here.accepted, there.accepted[order]) and torch.equal(here.next_tokens, there.next_tokens[order])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_draft_of_one_token_is_judged(name):
+def test_a_draft_of_one_token_is_verified(name):
     batch = inputs(6)
     batch |= {key: batch[key][:, :1] for key in ("draft_tokens", "draft_logits")}
     batch["target_logits"] = batch["target_logits"][:, :2]
-    verdict = verdict_of(verifier(name, num_speculative_tokens=STEPS), batch)
-    assert verdict.accepted.unique().tolist() == [0, 1]
-    assert ((verdict.next_tokens >= 0) & (verdict.next_tokens < VOCAB)).all()
+    output = output_of(verifier(name, num_speculative_tokens=STEPS), batch)
+    assert output.accepted.unique().tolist() == [0, 1]
+    assert ((output.next_tokens >= 0) & (output.next_tokens < VOCAB)).all()
 
 
 def test_rejection_draws_every_round_with_the_requests_own_seeds():

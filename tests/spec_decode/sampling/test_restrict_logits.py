@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from builders import BatchError
 from spec_decode.sampling.kernels.restrict_logits import restrict_logits
-from tests.spec_decode.judging import law
+from tests.spec_decode.verification.verify_helpers import law
 
 INF = float("inf")
 

@@ -4,43 +4,36 @@ import torch
 from scipy import stats
 
 from builders import BatchError
-from spec_decode.sampling import noise
-from spec_decode.sampling.draft import NO_TOKEN, StopRule, logits_of_a_program, sample_draft
+from spec_decode.sampling import DraftSampler, noise
+from spec_decode.sampling.draft_sampler import NO_TOKEN
 
 
 class Drafted:
-    """One call on buffers that held 7s, with room for more rows and columns than it writes."""
+    """One call on buffers that held 7s, with room for one row more than it writes."""
 
     def __init__(
         self, logits, temperature, *, seeds=None, positions=None, seq_lens=None, column=1, columns=3,
-        lengths=None, num_tokens=None, confidence=0.0, token_map=None, vocab=None,
-        feed_back=None,
+        lengths=None, num_tokens=None, confidence=0.0, token_map=None, vocab=None, hidden=None, next_hidden=None,
     ):  # fmt: skip
         rows = logits.shape[0]
-        self.tokens = torch.full((rows + 1, columns), 7)
-        self.logits = torch.full((rows + 1, columns, vocab or logits.shape[1]), 7.0)
-        self.next_ids = torch.full((rows + 1,), 7)
-        self.seq_lens = torch.full((rows,), 5, dtype=torch.int32) if seq_lens is None else seq_lens
-        self.stop = StopRule.allocate(rows, columns, logits.device, min_confidence=confidence)
-        self.stop.continue_flag.fill_(7)
+        buffer = torch.full((rows + 1,), 5, dtype=torch.int32)
+        self.seq_lens = buffer[:rows]
+        if seq_lens is not None:
+            self.seq_lens.copy_(torch.tensor(seq_lens))
+        self.sampler = sampler = DraftSampler(
+            buffer, torch.full((rows,), 10) if positions is None else positions, torch.tensor([column]),
+            num_speculative_tokens=columns, vocab_size=vocab or logits.shape[1], token_map=token_map,
+            min_confidence=confidence,
+        )  # fmt: skip
+        self.tokens, self.logits = sampler.draft_tokens.fill_(7), sampler.draft_logits.fill_(7)
+        self.next_ids, self.continue_flag = sampler.next_ids.fill_(7), sampler.continue_flag.fill_(7)
+        sampler.temperature[:rows] = torch.as_tensor(temperature)
+        sampler.seeds[:rows] = torch.arange(rows) if seeds is None else seeds
         if lengths is not None:
-            self.stop.draft_lens.copy_(torch.tensor(lengths))
+            sampler.draft_lens[:rows] = torch.tensor(lengths)
         if num_tokens is not None:
-            self.stop.num_tokens.fill_(num_tokens)
-        sample_draft(
-            logits,
-            temperature=torch.as_tensor(temperature, dtype=torch.float32).expand(rows),
-            seeds=torch.arange(rows) if seeds is None else seeds,
-            positions=torch.full((rows,), 10) if positions is None else positions,
-            seq_lens=self.seq_lens,
-            step=torch.tensor([column]),
-            draft_tokens=self.tokens,
-            draft_logits=self.logits,
-            next_ids=self.next_ids,
-            stop=self.stop,
-            token_map=token_map,
-            feed_back=feed_back,
-        )
+            sampler.num_tokens.fill_(num_tokens)
+        sampler(logits, hidden, next_hidden)
 
 
 def random_logits(rows, vocab, seed=0):
@@ -65,7 +58,7 @@ def test_temperatures_are_each_rows_own():
 
 
 def test_a_row_that_cannot_advance_gets_no_token_and_a_harmless_next_input():
-    drafted = Drafted(random_logits(3, 50), 1.0, seq_lens=torch.tensor([4, 0, 9], dtype=torch.int32))
+    drafted = Drafted(random_logits(3, 50), 1.0, seq_lens=[4, 0, 9])
     assert drafted.tokens[1, 1] == NO_TOKEN and drafted.next_ids[1] == 0
     assert (drafted.tokens[[0, 2], 1] >= 0).all()
 
@@ -89,39 +82,39 @@ def test_a_row_proposes_as_many_tokens_as_it_was_given():
     assert drafted.next_ids[:2].tolist() == [0, 0]
 
 
-def test_a_row_that_filed_its_last_token_is_inert_and_the_others_keep_their_length():
+def test_a_row_that_proposed_its_last_token_is_inert_and_the_others_keep_their_length():
     drafted = Drafted(random_logits(4, 50), 1.0, column=1, lengths=[1, 2, 3, 9])
-    assert drafted.seq_lens.tolist() == [0, 0, 5, 5] and drafted.stop.continue_flag.tolist() == [1]
+    assert drafted.seq_lens.tolist() == [0, 0, 5, 5] and drafted.continue_flag.tolist() == [1]
 
 
 def test_the_last_column_ends_every_row():
     drafted = Drafted(random_logits(2, 50), 1.0, column=2, lengths=[9, 3], num_tokens=9)
     assert (drafted.tokens[:2, 2] >= 0).all()
-    assert drafted.seq_lens.tolist() == [0, 0] and drafted.stop.continue_flag.tolist() == [0]
+    assert drafted.seq_lens.tolist() == [0, 0] and drafted.continue_flag.tolist() == [0]
 
 
 def test_the_rounds_number_of_tokens_bounds_every_row():
     drafted = Drafted(random_logits(3, 50), 1.0, column=1, lengths=[3, 1, 3], num_tokens=2)
     assert (drafted.tokens[:3, 1] >= 0).tolist() == [True, False, True]
-    assert drafted.seq_lens.tolist() == [0, 0, 0] and drafted.stop.continue_flag.tolist() == [0]
+    assert drafted.seq_lens.tolist() == [0, 0, 0] and drafted.continue_flag.tolist() == [0]
 
 
-def test_padding_never_keeps_a_loop_going():
-    drafted = Drafted(random_logits(2, 50), 1.0, column=0, seq_lens=torch.zeros(2, dtype=torch.int32))
-    assert drafted.stop.continue_flag.tolist() == [0]
+def test_padding_never_sets_the_continue_flag():
+    drafted = Drafted(random_logits(2, 50), 1.0, column=0, seq_lens=[0, 0])
+    assert drafted.continue_flag.tolist() == [0]
 
 
 CONFIDENT = torch.tensor([[0.9, 0.05, 0.05], [0.4, 0.35, 0.25]]).log()
 
 
-def test_a_row_stops_behind_a_token_that_the_draft_doubts():
+def test_a_row_stops_after_a_token_of_low_confidence():
     drafted = Drafted(CONFIDENT, 0.0, confidence=0.5)
     assert drafted.tokens[:2, 1].tolist() == [0, 0] and drafted.seq_lens.tolist() == [5, 0]
 
 
-def test_confidence_is_judged_under_the_rows_temperature():
-    cold, hot = (Drafted(CONFIDENT[1:] * 8, t, confidence=0.5) for t in (1.0, 20.0))
-    assert (cold.seq_lens.tolist(), hot.seq_lens.tolist()) == ([5], [0])
+def test_confidence_is_that_of_the_rows_temperature():
+    low, high = (Drafted(CONFIDENT[1:] * 8, t, confidence=0.5) for t in (1.0, 20.0))
+    assert (low.seq_lens.tolist(), high.seq_lens.tolist()) == ([5], [0])
 
 
 def test_confidence_is_that_of_the_token_drawn():
@@ -131,7 +124,7 @@ def test_confidence_is_that_of_the_token_drawn():
     assert 0 < int((drafted.seq_lens > 0).sum()) < rows
 
 
-def test_without_a_least_confidence_no_row_is_doubted():
+def test_without_a_minimum_confidence_no_row_stops():
     assert Drafted(torch.zeros(1, 5000), 0.0).seq_lens.tolist() == [5]
 
 
@@ -150,17 +143,32 @@ def test_a_smaller_vocabulary_draws_what_the_whole_one_draws_without_the_other_t
 
 def test_processed_logits_of_a_smaller_vocabulary_land_in_the_columns_that_the_map_names():
     logits = random_logits(2, 5)
-    filed = Drafted(logits, 0.5, token_map=MAP, vocab=32).logits[:2, 1]
+    cached = Drafted(logits, 0.5, token_map=MAP, vocab=32).logits[:2, 1]
     others = torch.ones(32, dtype=torch.bool).index_fill(0, MAP, False)
-    assert torch.equal(filed[:, MAP], logits / 0.5) and filed[:, others].eq(7).all()
+    assert torch.equal(cached[:, MAP], logits / 0.5) and cached[:, others].eq(7).all()
 
 
 def test_a_map_of_another_length_than_the_logits_is_refused():
-    with pytest.raises(BatchError, match=r"token_map must be torch\.int64 \[4\]"):
+    with pytest.raises(BatchError, match=r"logits must be torch\.float32 \[1, 5\] .*, got torch\.float32 \[1, 4\]"):
         Drafted(random_logits(1, 4), 0.0, token_map=MAP, vocab=32)
 
 
-def test_a_step_behind_the_last_column_writes_no_column():
+def test_a_map_of_another_dtype_is_refused():
+    with pytest.raises(BatchError, match=r"token_map must be torch\.int64"):
+        Drafted(random_logits(1, 5), 0.0, token_map=MAP.int(), vocab=32)
+
+
+def test_columns_that_the_map_does_not_name_start_at_minus_infinity():
+    sampler = DraftSampler(
+        torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64),
+        num_speculative_tokens=2, vocab_size=32, token_map=MAP,
+    )  # fmt: skip
+    sampler(torch.zeros(1, 5))
+    expected = torch.full((32,), float("-inf")).index_fill(0, MAP, 0.0)
+    assert torch.equal(sampler.draft_logits[0, 0], expected)
+
+
+def test_a_step_after_the_last_column_writes_no_column():
     drafted = Drafted(random_logits(3, 50), 1.0, column=3)
     assert drafted.tokens.eq(7).all() and drafted.logits.eq(7).all()
 
@@ -223,26 +231,17 @@ def test_tokens_are_distributed_as_the_softmax(temperature, along):
     assert stats.chisquare(np.bincount(tokens.numpy(), minlength=12), expected).pvalue > 1e-4
 
 
-def test_a_logit_cache_of_another_vocabulary_is_refused():
-    ones = torch.ones(1, dtype=torch.int64)
-    with pytest.raises(BatchError, match="draft_logits must be"):
-        sample_draft(
-            torch.zeros(1, 5), temperature=torch.zeros(1), seeds=ones, positions=ones, seq_lens=ones.int(), step=ones,
-            draft_tokens=torch.zeros(1, 2, dtype=torch.int64), draft_logits=torch.zeros(1, 2, 6), next_ids=ones.clone(),
-        )  # fmt: skip
+def test_logits_of_another_vocabulary_are_refused():
+    with pytest.raises(BatchError, match=r"logits must be torch\.float32 \[1, 6\]"):
+        Drafted(torch.zeros(1, 5), 0.0, vocab=6)
 
 
 def test_hidden_states_of_another_width_than_the_next_steps_are_refused():
-    feed_back = torch.zeros(2, 8), torch.zeros(2, 9)
     with pytest.raises(BatchError, match="next_hidden must be"):
-        Drafted(random_logits(2, 12), 0.0, columns=2, feed_back=feed_back)
+        Drafted(random_logits(2, 12), 0.0, columns=2, hidden=torch.zeros(2, 8), next_hidden=torch.zeros(2, 9))
 
 
-@pytest.mark.parametrize("vocab", [32000, 32768, 50257, 128256, 151936, 201088, 262144])
-def test_one_row_of_a_large_vocabulary_is_shared_out_to_many_programs(vocab):
-    assert 62 <= vocab // logits_of_a_program(vocab) <= 128
-
-
-@pytest.mark.parametrize(("vocab", "block"), [(1, 1), (24, 32), (513, 512), (10**6, 4096)])
-def test_a_program_has_a_bounded_share_and_no_more_than_the_row(vocab, block):
-    assert logits_of_a_program(vocab) == block
+def test_hidden_states_are_copied_to_the_rows_of_the_batch():
+    hidden, next_hidden = torch.randn(2, 8), torch.full((3, 8), 7.0)
+    Drafted(random_logits(2, 12), 0.0, hidden=hidden, next_hidden=next_hidden)
+    assert torch.equal(next_hidden[:2], hidden) and next_hidden[2].eq(7).all()

@@ -1,4 +1,4 @@
-"""Drafts and verdicts in bulk, for the tests of the verifiers."""
+"""Drafts and verified rows in bulk, for the tests of the verifiers."""
 
 import math
 
@@ -6,9 +6,7 @@ import numpy as np
 import torch
 from scipy import stats
 
-from spec_decode.sampling.draft import sample_draft
-from spec_decode.sampling.parameters import Sampling
-from spec_decode.verification import sample_target
+from spec_decode.sampling import DraftSampler, Sampling, sample_target
 
 COUNT = 100_000
 FIRST = 30
@@ -28,7 +26,7 @@ def sampling_of(rows, temperature=0.0, *, top_k=0, top_p=1.0, seeds=None):
     )  # fmt: skip
 
 
-def judged(verifier, target_logits, draft_tokens, *, draft_logits=None, first=FIRST, **sampling):
+def verified(verifier, target_logits, draft_tokens, *, draft_logits=None, first=FIRST, **sampling):
     draft_tokens = torch.as_tensor(draft_tokens)
     rows, columns = draft_tokens.shape
     if draft_logits is None:
@@ -42,14 +40,14 @@ def judged(verifier, target_logits, draft_tokens, *, draft_logits=None, first=FI
 def draft_of(logits, temperature, position, seeds=None):
     """One draft token per row, drawn as the drafter draws the token of that absolute position."""
     rows, vocab = logits.shape
-    tokens = torch.zeros(rows, 1, dtype=torch.int64)
-    sample_draft(
-        logits, temperature=torch.full((rows,), temperature), seeds=torch.arange(rows) if seeds is None else seeds,
-        positions=torch.as_tensor(position).expand(rows) - 2, seq_lens=torch.ones(rows, dtype=torch.int32),
-        step=torch.zeros(1, dtype=torch.int64), draft_tokens=tokens, draft_logits=torch.zeros(rows, 1, vocab),
-        next_ids=torch.zeros(rows, dtype=torch.int64),
+    sampler = DraftSampler(
+        torch.ones(rows, dtype=torch.int32), torch.as_tensor(position).expand(rows) - 2, torch.tensor([0]),
+        num_speculative_tokens=1, vocab_size=vocab,
     )  # fmt: skip
-    return tokens[:, 0]
+    sampler.temperature.fill_(temperature)
+    sampler.seeds.copy_(torch.arange(rows) if seeds is None else seeds)
+    sampler(logits)
+    return sampler.draft_tokens[:, 0]
 
 
 def law(logits, temperature, top_k=0, top_p=1.0):
@@ -83,19 +81,19 @@ def two_tokens(verifier, vocab, temperature, likeness, seed, *, draft_vocab=None
     after = torch.randn(vocab, vocab, vocab, generator=generator)
     d0 = draft_of(q[0].expand(COUNT, -1), temperature, FIRST)
     d1 = draft_of(q[1][d0], temperature, FIRST + 1)
-    verdict = judged(
+    output = verified(
         verifier, torch.stack([p[0].expand(COUNT, -1), p[1][d0], after[d0, d1]], 1), torch.stack([d0, d1], 1),
         temperature=temperature, draft_logits=torch.stack([q[0].expand(COUNT, -1), q[1][d0]], 1) / temperature,
         **restriction,
     )  # fmt: skip
-    accepted, added = verdict.accepted, verdict.next_tokens
+    accepted, added = output.accepted, output.next_tokens
     first = torch.where(accepted > 0, d0, added)
     later = sample_target(
         p[1][first], sampling=sampling_of(COUNT, temperature, **restriction), positions=torch.full((COUNT,), FIRST + 1)
     )
     second = torch.where(accepted == 2, d1, torch.where(accepted == 1, added, later))
     exact = [law(x, temperature, **restriction) for x in (*p, after)]
-    return first, second, verdict, (d0, d1), exact
+    return first, second, output, (d0, d1), exact
 
 
 def p_value(tokens, probabilities, bins):
