@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from spec_decode.sampling.parameters import SamplingParams
+from spec_decode.sampling import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

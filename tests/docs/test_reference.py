@@ -17,7 +17,7 @@ PUBLIC = [
     "attn_backends",
     *(
         f"spec_decode.{name}"
-        for name in ("conformance", "engine", "graphs", "matrix", "models", "tools.soak", "verification")
+        for name in ("conformance", "engine", "graphs", "matrix", "models", "sampling", "tools.soak", "verification")
     ),
 ]
 

@@ -12,7 +12,7 @@ from itertools import product
 
 import torch
 
-from spec_decode.sampling.parameters import SamplingParams
+from spec_decode.sampling import SamplingParams
 from spec_decode.tools.bench.measure import time_call, time_kernels
 from spec_decode.tools.bench.rows import Bench, BenchRow
 from spec_decode.tools.bench.sampling_ways import (

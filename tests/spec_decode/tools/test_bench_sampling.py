@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from spec_decode.sampling.parameters import SamplingParams
+from spec_decode.sampling import SamplingParams
 from spec_decode.tools import bench as benches
 from spec_decode.tools.bench import measure, sampling_cases
 from spec_decode.tools.bench.rows import Bench
