@@ -49,7 +49,6 @@ KNOWN_CIRCLES = [
         "spec_decode.tools",
     ],
     ["spec_decode.models.checkpoints", "spec_decode.models.layers"],
-    ["spec_decode.sampling.draft", "spec_decode.sampling.kernels"],
 ]
 """Must become empty, too."""
 

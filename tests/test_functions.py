@@ -123,15 +123,12 @@ def found(rule: Callable[[Function], str]) -> dict[str, str]:
 
 KNOWN_LONG = {
     "spec_decode.engine.engine.Engine.__init__",
-    "spec_decode.sampling.draft._launch",
 }
 KNOWN_WIDE = {
     "attn_backends.kernels.latent_attention.latent_attention",
     "spec_decode.conformance.runner.check_backend",
     "spec_decode.engine.engine.Engine.__init__",
     "spec_decode.models.kernels.skinny_linear._check",
-    "spec_decode.sampling.draft._sample",
-    "spec_decode.sampling.draft.sample_draft",
     "spec_decode.testing.paged_fixture.judge",
 }
 KNOWN_SILENT = {
@@ -165,7 +162,6 @@ KNOWN_SILENT = {
     "spec_decode.models.layers.yarn.read_rope",
     "spec_decode.models.llama.LlamaTarget.__init__",
     "spec_decode.models.mtp_draft.check_published_form",
-    "spec_decode.sampling.draft.sample_draft",
     "spec_decode.testing.paged_fixture.judge",
     "spec_decode.testing.shrink.on_smallest",
     "spec_decode.tools.metadata_validator.MetadataValidator.__init__",
