@@ -224,8 +224,8 @@ def find_provider() -> Provider:
             return provider
     if asked:
         raise ImportError(
-            f"{PROVIDER_VARIABLE}={asked} asks for {named[asked].module}, which is not installed; nothing was chosen in "
-            f"its place. {named[asked].remedy}"
+            f"{PROVIDER_VARIABLE}={asked} asks for {named[asked].module}, which is not installed; nothing was chosen "
+            f"in its place. {named[asked].remedy}"
         )
     ways = "; ".join(f"{kind.name} (module {kind.module}): {kind.remedy}" for kind in PROVIDERS)
     raise ImportError(
