@@ -1,7 +1,7 @@
 """Restricting, drawing and argmax over a step's logits, beside FlashInfer's sampling and torch: same logits, same run.
 
-Rows are requests while drafting, and requests * (1 + K) while verifying. Before a method is timed, its result is compared
-with fp64: a kept set, and the probabilities of it, or a token. A wrong method has no row, and a note says why.
+Rows are requests while drafting, and requests * (1 + K) while verifying. Before a method is timed, its result is
+compared with fp64: a kept set, and the probabilities of it, or a token. A wrong method has no row, and a note says why.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CheckOutput = Callable[[SamplingFixture, torch.Tensor], str | None]
 
 @dataclass(frozen=True, slots=True)
 class SamplingComparison:
-    """A method of ours, by name, and those that produce the same. kinds: of logits; draws: a seed decides the tokens."""
+    """A method of ours, by name, and those that produce the same. kinds: of logits; draws: seeds decide the tokens."""
 
     case: str
     produces: str
