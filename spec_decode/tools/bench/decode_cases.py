@@ -32,7 +32,7 @@ def by_backend(name: str) -> Method:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerComparison:
-    """A backend of ours beside its peers. max_ratio: of its time to the best peer; cold: in caches that are not in L2."""
+    """A backend of ours beside its peers. max_ratio: of its time to the best peer; cold: caches are not in L2."""
 
     case: str
     backend: str
