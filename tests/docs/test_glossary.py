@@ -1,0 +1,159 @@
+"""The glossary's terms exist in the code, and words that were retired exist nowhere."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.import_graph import ROOT, module_files
+from tests.retired_words import files, retired
+
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+KNOWN = {
+    "docs/adding-a-backend.md",
+    "docs/guide/engine.md",
+    "docs/guide/strategies.md",
+    "docs/reference/engine.md",
+    "docs/reference/index.md",
+    "spec_decode/conformance/cases.py",
+    "spec_decode/conformance/check.py",
+    "spec_decode/conformance/claims.py",
+    "spec_decode/conformance/drafter_checks.py",
+    "spec_decode/conformance/numerics_checks.py",
+    "spec_decode/conformance/tags.py",
+    "spec_decode/drafter/autotune.py",
+    "spec_decode/drafter/captures.py",
+    "spec_decode/drafter/kv_groups.py",
+    "spec_decode/drafter/plan.py",
+    "spec_decode/engine/engine.py",
+    "spec_decode/engine/limits.py",
+    "spec_decode/engine/rows.py",
+    "spec_decode/engine/scheduler.py",
+    "spec_decode/engine/target_runner.py",
+    "spec_decode/graphs/cuda_loop.py",
+    "spec_decode/graphs/emulator.py",
+    "spec_decode/graphs/runtime.py",
+    "spec_decode/graphs/runtimes.py",
+    "spec_decode/matrix/columns.py",
+    "spec_decode/testing/draft_fixture.py",
+    "spec_decode/testing/error_location.py",
+    "spec_decode/testing/layouts.py",
+    "spec_decode/testing/oracle.py",
+    "spec_decode/testing/paged_fixture.py",
+    "spec_decode/testing/process_isolation.py",
+    "spec_decode/testing/shrink.py",
+    "spec_decode/tools/bench/advance_cases.py",
+    "spec_decode/tools/bench/decode_cases.py",
+    "spec_decode/tools/bench/peers.py",
+    "spec_decode/tools/bench/rounds.py",
+    "spec_decode/tools/bench/sampling_cases.py",
+    "spec_decode/tools/bench/sampling_ways.py",
+    "spec_decode/tools/bench/scene.py",
+    "spec_decode/tools/bench/specs.py",
+    "spec_decode/tools/soak/sides.py",
+    "spec_decode/tools/soak/stage.py",
+    "spec_decode/tools/soak/validated_rounds.py",
+    "tests/examples/test_wrapped_engine.py",
+    "tests/page_lists.py",
+    "tests/spec_decode/cli/conftest.py",
+    "tests/spec_decode/cli/test_cli_check.py",
+    "tests/spec_decode/cli/test_cli_demo.py",
+    "tests/spec_decode/cli/test_cli_draft.py",
+    "tests/spec_decode/drafter_backends.py",
+    "tests/spec_decode/drafter_scene.py",
+    "tests/spec_decode/matrix/test_matrix_tags.py",
+    "tests/spec_decode/models/generated_mtp.py",
+    "tests/spec_decode/models/test_deepseek_v4.py",
+    "tests/spec_decode/models/test_mtp.py",
+    "tests/spec_decode/models/test_published_drafts.py",
+    "tests/spec_decode/test_drafter.py",
+    "tests/spec_decode/test_drafter_captures.py",
+    "tests/spec_decode/test_drafter_lengths.py",
+    "tests/spec_decode/test_drafter_limits.py",
+    "tests/spec_decode/test_drafter_refusals.py",
+    "tests/spec_decode/test_drafter_strategies.py",
+    "tests/spec_decode/test_emulator.py",
+    "tests/spec_decode/test_engine.py",
+    "tests/spec_decode/test_graph_manager.py",
+    "tests/spec_decode/test_mutants.py",
+    "tests/spec_decode/test_strategy.py",
+    "tests/spec_decode/test_watch.py",
+    "tests/spec_decode/tools/test_bench.py",
+    "tests/spec_decode/tools/test_bench_sampling.py",
+    "tests/spec_decode/tools/test_doctor.py",
+    "tests/spec_decode/tools/test_soak.py",
+}
+"""Files with retired words: a list that must become empty."""
+
+
+def terms(page: str) -> list[tuple[str, list[str]]]:
+    """Each row's term, and the names it has in code."""
+    rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| ")]
+    return [(term.strip(), re.findall(r"`(\w+)`", code)) for term, code in rows if term.strip() != "term"]
+
+
+def defined(path: Path) -> set[str]:
+    """What a module defines: functions, classes, arguments and names that are assigned to."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    names |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    return names | {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
+def test_every_term_with_a_name_in_code_exists_there() -> None:
+    names = set().union(*(defined(path) for path in module_files().values()))
+    missing = [(term, name) for term, code in terms(GLOSSARY) for name in code if name not in names]
+    assert not missing
+
+
+def test_no_term_is_explained_twice() -> None:
+    explained = [term for term, _ in terms(GLOSSARY)]
+    assert len(explained) > 40
+    assert sorted(explained) == sorted(set(explained))
+
+
+def test_no_file_has_a_retired_word() -> None:
+    found = {name: words for name, text in files() if (words := retired(name, text)) and name not in KNOWN}
+    assert found == {}
+
+
+def test_what_is_known_to_have_retired_words_still_does() -> None:
+    assert KNOWN - {name for name, text in files() if retired(name, text)} == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("builders/a.py", "weak_groups = 1"),
+        ("builders/a.py", "class WeakGroup: ..."),
+        ("builders/a.py", "def f(*, keep_last): ..."),
+        ("builders/a.py", "self.upkeep = 1"),
+        ("builders/a.py", "f(scene=1)"),
+        ("builders/weak.py", ""),
+        ("builders/a.py", "# A weak\n# group."),
+        ("builders/a.py", '"""A Weak group."""'),
+        ("spec_decode/engine/a.py", "class Rows: ..."),
+        ("tests/spec_decode/engine/test_a.py", "def test_a_verdict_is_read_late(): ..."),
+        ("docs/a.md", "The target's pass"),
+        ("docs/a.md", "a verdict"),
+    ],
+)
+def test_a_retired_word_is_found(name: str, text: str) -> None:
+    assert retired(name, text.replace("\n# ", " "))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("builders/a.py", "import weakref\nweakref.ref(x)"),
+        ("builders/a.py", "class Rows: ..."),
+        ("builders/a.py", "path.join(a)\nF.one_hot(x)"),
+        ("attn_backends/a.py", "verdict = explain(spec)"),
+        ("docs/a.md", "pass it on, and join the others outside"),
+    ],
+)
+def test_other_uses_of_the_same_letters_are_left_alone(name: str, text: str) -> None:
+    assert not retired(name, text)
