@@ -21,7 +21,6 @@ from builders.errors import require
 
 PROVIDER_VARIABLE = "ATTN_BACKENDS_FA3_PROVIDER"
 
-_ALL = frozenset({Feature.GQA, Feature.SLIDING_WINDOW, Feature.SOFT_CAP, Feature.SINKS, Feature.VALUE_DIM})
 _UPSTREAM_PARTS = {
     Feature.SLIDING_WINDOW: {"LOCAL"},
     Feature.SOFT_CAP: {"SOFTCAP"},
@@ -30,14 +29,13 @@ _UPSTREAM_PARTS = {
 
 
 class BrokenProvider(RuntimeError):
-    """A provider that is installed and of no use; the message names it and gives its own words."""
+    """A provider that is installed and does not work; the message names it and gives its own words."""
 
 
 class Provider(ABC):
     """One package's FlashAttention-3: causal attention of ragged queries over a paged cache.
 
-    Made from the imported module. Raises BrokenProvider where that has no FlashAttention-3, or one that lacks an
-    argument that is needed here.
+    Raises BrokenProvider for a module without FlashAttention-3, or with one that lacks an argument needed here.
     """
 
     name: ClassVar[str]
@@ -53,10 +51,10 @@ class Provider(ABC):
 
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     head_dims: Sizes = Sizes(minimum=16, maximum=256, multiple_of=8)
-    # Pages that a tile of the kernel divides into are read whole, with what lies behind the last token: seen on an
-    # H200, from 128 on, NaN there reached the output of a prefill.
+    # Pages that a tile of the kernel divides into are read whole, with what lies after the last token: on an H200, from
+    # 128 on, NaN there reached the output of a prefill.
     page_sizes: Sizes = Sizes(maximum=64)
-    features: frozenset[Feature] = _ALL
+    features: frozenset[Feature] = frozenset(Feature)
 
     def __init__(self, module: ModuleType) -> None:
         attend: Callable[..., torch.Tensor] | None = getattr(module, self.entry, None)
@@ -83,9 +81,12 @@ class Provider(ABC):
         *,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of query [num_tokens, num_q_heads, head_dim]; [num_tokens, num_q_heads, value_dim].
+        """Attention over a paged cache; returns [num_tokens, num_q_heads, value_dim].
 
-        sinks: fp32 [num_q_heads], rounded to the bf16 that the kernels read.
+        query  [num_tokens, num_q_heads, head_dim]
+        sinks  fp32 [num_q_heads], rounded to the bf16 that the kernels read
+
+        Raises BatchError for sinks that the build does not take.
         """
         arguments = self._arguments(query, cache, metadata, spec)
         if sinks is not None:
@@ -101,7 +102,7 @@ class Provider(ABC):
             max_seqlen_q=metadata.max_query_len,
             softmax_scale=spec.softmax_scale,
             causal=True,
-            window_size=_window(spec),
+            window_size=(spec.window_left, -1 if spec.sliding_window is None else 0),
             softcap=spec.soft_cap or 0.0,
             num_splits=metadata.num_splits,
         )
@@ -212,36 +213,28 @@ def find_provider() -> Provider:
     Raises ImportError where it, or every one, is absent; BrokenProvider where it is installed and does not work,
     with no other tried in its place; ValueError for a name that is none.
     """
-    asked = os.environ.get(PROVIDER_VARIABLE)
-    if asked:
-        return _asked_for(asked)
-    for kind in PROVIDERS:
+    asked, named = os.environ.get(PROVIDER_VARIABLE), {kind.name: kind for kind in PROVIDERS}
+    if asked and asked not in named:
+        raise ValueError(
+            f"{PROVIDER_VARIABLE} must be one of {', '.join(named)}, got {asked!r}; nothing was chosen in its place. "
+            "Fix it, or leave it out to take the first that is installed"
+        )
+    for kind in (named[asked],) if asked else PROVIDERS:
         if (provider := load_provider(kind)) is not None:
             return provider
+    if asked:
+        raise ImportError(
+            f"{PROVIDER_VARIABLE}={asked} asks for {named[asked].module}, which is not installed; nothing was chosen "
+            f"in its place. {named[asked].remedy}"
+        )
     ways = "; ".join(f"{kind.name} (module {kind.module}): {kind.remedy}" for kind in PROVIDERS)
     raise ImportError(
         f"FlashAttention-3's kernels come with one of {len(PROVIDERS)} packages, none is installed. {ways}"
     )
 
 
-def _asked_for(name: str) -> Provider:
-    named = {kind.name: kind for kind in PROVIDERS}
-    if name not in named:
-        raise ValueError(
-            f"{PROVIDER_VARIABLE} must be one of {', '.join(named)}, got {name!r}; nothing was chosen in its place. "
-            "Fix it, or leave it out to take the first that is installed"
-        )
-    provider = load_provider(named[name])
-    if provider is None:
-        raise ImportError(
-            f"{PROVIDER_VARIABLE}={name} asks for {named[name].module}, which is not installed; nothing was chosen in "
-            f"its place. {named[name].remedy}"
-        )
-    return provider
-
-
 def load_provider(kind: type[Provider]) -> Provider | None:
-    """The provider, or None where its package is absent. Raises BrokenProvider where it is there and of no use."""
+    """The provider, or None where its package is absent. Raises BrokenProvider where it is there and does not work."""
     package = kind.module.partition(".")[0]
     try:
         import_module(package)
@@ -258,14 +251,10 @@ def load_provider(kind: type[Provider]) -> Provider | None:
 
 
 def _left_out() -> set[str]:
-    """The parts that upstream's build left out; builds without a record count as whole but for value dims."""
+    """The parts that upstream's build left out; a build without a record counts as complete except for value dims."""
     try:
         config = import_module("flash_attn_config").CONFIG
     except ModuleNotFoundError:
         return _UPSTREAM_PARTS[Feature.VALUE_DIM]
     flags: dict[str, bool] = config["build_flags"]
     return {name.partition("_DISABLE_")[2] for name, value in flags.items() if value and "_DISABLE_" in name}
-
-
-def _window(spec: AttentionSpec) -> tuple[int, int]:
-    return spec.window_left, -1 if spec.sliding_window is None else 0

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeGuard, TypeVar, cast
 
 import torch
 
@@ -36,35 +36,24 @@ class BrokenBackend(BackendError):
     """The backend is registered but does not load."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Registration:
+class _Registration(NamedTuple):
     factory: Factory | str
-    extra: str | None
+    extra: str | None = None
 
 
 _BUILT_IN = {
-    "torch_reference": "attn_backends.torch_reference:TorchReference",
-    "triton_paged": "attn_backends.triton_paged:TritonPaged",
-    "triton_mla": "attn_backends.triton_mla:TritonMla",
-    "sparse_swa_mla": "attn_backends.sparse_swa_mla:SparseSwaMla",
-    "flash_attn3": "attn_backends.flash_attn3:FlashAttn3",
-    "flashinfer": "attn_backends.flashinfer:FlashInfer",
-    "flashinfer_tensor_cores": "attn_backends.flashinfer:FlashInferTensorCores",
-    "flashinfer_cuda_cores": "attn_backends.flashinfer:FlashInferCudaCores",
-    "flashinfer_xqa": "attn_backends.flashinfer:FlashInferXqa",
-    "flashmla_sparse": "attn_backends.flashmla_sparse:FlashMlaSparse",
+    "torch_reference": _Registration("attn_backends.torch_reference:TorchReference"),
+    "triton_paged": _Registration("attn_backends.triton_paged:TritonPaged"),
+    "triton_mla": _Registration("attn_backends.triton_mla:TritonMla"),
+    "sparse_swa_mla": _Registration("attn_backends.sparse_swa_mla:SparseSwaMla"),
+    "flash_attn3": _Registration("attn_backends.flash_attn3:FlashAttn3", "flash-attn"),
+    "flashinfer": _Registration("attn_backends.flashinfer:FlashInfer", "flashinfer"),
+    "flashinfer_tensor_cores": _Registration("attn_backends.flashinfer:FlashInferTensorCores", "flashinfer"),
+    "flashinfer_cuda_cores": _Registration("attn_backends.flashinfer:FlashInferCudaCores", "flashinfer"),
+    "flashinfer_xqa": _Registration("attn_backends.flashinfer:FlashInferXqa", "flashinfer"),
+    "flashmla_sparse": _Registration("attn_backends.flashmla_sparse:FlashMlaSparse", "flash-attn"),
 }
-_EXTRAS = {
-    "flash_attn3": "flash-attn",
-    "flashinfer": "flashinfer",
-    "flashinfer_tensor_cores": "flashinfer",
-    "flashinfer_cuda_cores": "flashinfer",
-    "flashinfer_xqa": "flashinfer",
-    "flashmla_sparse": "flash-attn",
-}
-_registered: dict[str, _Registration] = {
-    name: _Registration(path, _EXTRAS.get(name)) for name, path in _BUILT_IN.items()
-}
+_registered = dict(_BUILT_IN)
 _loaded: dict[str, AttentionBackend] = {}
 _started_cuda: list[AttentionBackend] = []
 _refused: dict[str, str] = {}
@@ -72,7 +61,7 @@ _refused: dict[str, str] = {}
 
 @dataclass(frozen=True, slots=True)
 class PlugIn:
-    """A backend that another package declares: the name that it is had by, and its package."""
+    """A backend that another package declares: the name that `get` knows it by, and its package."""
 
     name: str
     package: str
@@ -81,8 +70,9 @@ class PlugIn:
 def register(name: str, factory: F | str, *, extra: str | None = None, replace: bool = False) -> F | str:
     """Register a backend under a name and return the factory.
 
-    factory: a class or function that makes the backend, or "package.module:attribute", imported on first use.
-    extra: the extra of this package, or the package, that brings what the backend imports; errors name it.
+    factory  a class or function that makes the backend, or "package.module:attribute", imported on first use
+    extra    the extra of this package, or the package, that brings what the backend imports; errors name it
+
     Raises DuplicateBackend, with nothing registered, for a taken name without replace=True.
     """
     if not replace and name in names():
@@ -98,7 +88,7 @@ def register(name: str, factory: F | str, *, extra: str | None = None, replace: 
 def unregister(name: str) -> None:
     """Forget a backend that was registered by call."""
     if name in _BUILT_IN:
-        _registered[name] = _Registration(_BUILT_IN[name], _EXTRAS.get(name))
+        _registered[name] = _BUILT_IN[name]
     else:
         _registered.pop(name, None)
     _loaded.pop(name, None)
@@ -107,8 +97,8 @@ def unregister(name: str) -> None:
 def names() -> list[str]:
     """Every known name: built in, registered by call, then declared by entry points.
 
-    A declared name that is built in stays ours, and its declaration is listed as "package:name" to be refused in words.
-    A name that several packages declare means none of them; each is had as "package:name".
+    A declared name that is built in stays ours; its declaration is listed as "package:name", and loading it is refused.
+    A name that several packages declare means none of them; `get` knows each as "package:name".
     """
     return [*_registered, *(name for name in _declared() if name not in _registered)]
 
@@ -128,7 +118,7 @@ def get(name: str) -> AttentionBackend:
 
 
 def plug_ins() -> list[PlugIn]:
-    """What other packages declare. One whose own name means ours, or none, is had as "package:name"."""
+    """What other packages declare. Where a name means ours, or that of several packages, it is "package:name"."""
     return [
         PlugIn(point.name if len(points) == 1 and name not in _BUILT_IN else _full_name(point), _package(point))
         for name, points in _points().items()
@@ -137,13 +127,13 @@ def plug_ins() -> list[PlugIn]:
 
 
 def is_loaded(name: str) -> bool:
-    """Whether `get` has had the backend before."""
+    """Whether `get` has loaded the backend before."""
     return name in _loaded
 
 
 def registered_here(name: str) -> bool:
     """Whether the name was registered by a call, so that another process does not have it."""
-    return name in _registered and _registered[name].factory != _BUILT_IN.get(name)
+    return name in _registered and _registered[name] is not _BUILT_IN.get(name)
 
 
 def refuse(name: str, why: str) -> None:
@@ -180,15 +170,15 @@ def _points() -> dict[str, list[EntryPoint]]:
 
 
 def _declared() -> dict[str, Factory]:
-    """What packages declare, by the names that it is had by."""
+    """What packages declare, by the names that `get` knows it by."""
     found: dict[str, Factory] = {}
     for name, points in _points().items():
         if name in _BUILT_IN:
-            found |= {_full_name(point): _taken(point) for point in points}
+            found |= {_full_name(point): _raising(_taken(point)) for point in points}
         elif len(points) == 1:
             found[name] = _loader(points[0])
         else:
-            found |= {name: _ambiguous(points), **{_full_name(point): _loader(point) for point in points}}
+            found |= {name: _raising(_ambiguous(points)), **{_full_name(point): _loader(point) for point in points}}
     return found
 
 
@@ -204,25 +194,26 @@ def _loader(point: EntryPoint) -> Factory:
     return lambda: cast("AttentionBackend", point.load()())
 
 
-def _taken(point: EntryPoint) -> Factory:
+def _raising(error: BackendError) -> Factory:
     def refuse() -> AttentionBackend:
-        raise DuplicateBackend(
-            f"a backend name must be free, package {_package(point)} declares {point.name!r}, which is built in; its "
-            "backend was not loaded, and the name means the built-in one. Rename its entry point."
-        )
+        raise error
 
     return refuse
 
 
-def _ambiguous(points: Sequence[EntryPoint]) -> Factory:
-    def refuse() -> AttentionBackend:
-        raise DuplicateBackend(
-            f"a backend name must be free, packages {' and '.join(map(_package, points))} all declare "
-            f"{points[0].name!r}; which one is meant is not known, so none was loaded. Ask for "
-            f"{' or '.join(map(_full_name, points))}, or uninstall all but one."
-        )
+def _taken(point: EntryPoint) -> BackendError:
+    return DuplicateBackend(
+        f"a backend name must be free, package {_package(point)} declares {point.name!r}, which is built in; its "
+        "backend was not loaded, and the name means the built-in one. Rename its entry point."
+    )
 
-    return refuse
+
+def _ambiguous(points: Sequence[EntryPoint]) -> BackendError:
+    return DuplicateBackend(
+        f"a backend name must be free, packages {' and '.join(map(_package, points))} all declare {points[0].name!r}; "
+        f"which one is meant is not known, so none was loaded. Ask for {' or '.join(map(_full_name, points))}, or "
+        "uninstall all but one."
+    )
 
 
 def _from_entry_point(name: str) -> _Registration:
@@ -234,7 +225,7 @@ def _from_entry_point(name: str) -> _Registration:
             f"a backend must be one of {', '.join(sorted(names()))}, got {name!r}; nothing was chosen in its place. "
             "Fix the name, or install the package that registers it."
         )
-    return _Registration(factory, None)
+    return _Registration(factory)
 
 
 def _make(name: str, registration: _Registration) -> AttentionBackend:
@@ -259,7 +250,11 @@ def _checked(name: str, backend: object) -> AttentionBackend:
             f"backend {name!r} must be an attn_backends.AttentionBackend, its factory made a "
             f"{type(backend).__name__}; it was not used. Return an instance of a subclass."
         )
-    _require_stated(name, backend)
+    if problems := [*_contract_problems(backend)]:
+        raise BrokenBackend(
+            f"backend {name!r} must state {'; '.join(problems)}; what it serves cannot be told, so it was not used. "
+            "Correct its class."
+        )
     if backend.contract_version[0] != CONTRACT_VERSION[0]:
         raise BrokenBackend(
             f"backend {name!r} was built for contract {backend.contract_version}, this is {CONTRACT_VERSION}; its "
@@ -268,20 +263,26 @@ def _checked(name: str, backend: object) -> AttentionBackend:
     return backend
 
 
-def _require_stated(name: str, backend: AttentionBackend) -> None:
-    """Refuse a backend that does not say what it serves, which builder it has or what it was built for."""
+def _contract_problems(backend: AttentionBackend) -> Iterator[str]:
+    """What a backend does not say of what it serves, its builder and its contract."""
     able, builder, version = (_stated(backend, at) for at in ("capabilities", "builder", "contract_version"))
-    wrong = _against_record(able)
+    if not isinstance(able, Capabilities):
+        yield f"capabilities, a Capabilities record, got {able!r}"
+    else:
+        devices, least = able.devices, able.compute_capability
+        if not (isinstance(devices, tuple) and all(isinstance(kind, str) for kind in devices)):
+            yield f"capabilities.devices, a tuple of names such as 'cpu', got {devices!r}"
+        if not _is_pair(least):
+            yield f"capabilities.compute_capability, two counts such as (8, 0), got {least!r}"
     if not (isinstance(builder, type) and issubclass(builder, MetadataBuilder)):
-        wrong.append(f"builder, a class of MetadataBuilder, got {builder!r}")
+        yield f"builder, a class of MetadataBuilder, got {builder!r}"
     # A negative number would come before every check there is, and make previews of them all.
-    if not (isinstance(version, tuple) and len(version) == 2 and all(isinstance(n, int) and n >= 0 for n in version)):
-        wrong.append(f"contract_version, two counts such as {CONTRACT_VERSION}, got {version!r}")
-    if wrong:
-        raise BrokenBackend(
-            f"backend {name!r} must state {'; '.join(wrong)}; what it serves cannot be told, so it was not used. "
-            "Correct its class."
-        )
+    if not (_is_pair(version) and min(version) >= 0):
+        yield f"contract_version, two counts such as {CONTRACT_VERSION}, got {version!r}"
+
+
+def _is_pair(value: object) -> TypeGuard[tuple[int, int]]:
+    return isinstance(value, tuple) and len(value) == 2 and all(isinstance(n, int) for n in value)
 
 
 def _stated(backend: AttentionBackend, attribute: str) -> object:
@@ -289,16 +290,3 @@ def _stated(backend: AttentionBackend, attribute: str) -> object:
         return getattr(backend, attribute, None)
     except Exception as error:  # a property of a plug-in may fail in any way; what it raised is shown as what it stated
         return error
-
-
-def _against_record(able: object) -> list[str]:
-    """What is wrong with the claims as far as they decide which machines a backend is made for."""
-    if not isinstance(able, Capabilities):
-        return [f"capabilities, a Capabilities record, got {able!r}"]
-    wrong = []
-    if not (isinstance(able.devices, tuple) and all(isinstance(kind, str) for kind in able.devices)):
-        wrong.append(f"capabilities.devices, a tuple of names such as 'cpu', got {able.devices!r}")
-    least = able.compute_capability
-    if not (isinstance(least, tuple) and len(least) == 2 and all(isinstance(n, int) for n in least)):
-        wrong.append(f"capabilities.compute_capability, two counts such as (8, 0), got {least!r}")
-    return wrong

@@ -54,7 +54,7 @@ def absent() -> Iterator[None]:
 
 def backend(name: str) -> AttentionBackend:
     """A backend over the stand-in, which runs on the CPU."""
-    module, _, attribute = registry._BUILT_IN[name].partition(":")
+    module, _, attribute = registry._BUILT_IN[name].factory.partition(":")
     base = getattr(import_module(module), attribute)
     capabilities = replace(base.capabilities, devices=("cpu",))
     made: AttentionBackend = type(base.__name__, (base,), {"capabilities": capabilities})()

@@ -12,10 +12,10 @@ import torch
 from builders import BatchError
 from spec_decode.environment import environment
 from spec_decode.tools.bench.advance_cases import advance_rows, step_rows
-from spec_decode.tools.bench.decode_cases import flashinfer_rows, mla_rows, paged_rows, sparse_rows
+from spec_decode.tools.bench.decode_cases import decode_rows
 from spec_decode.tools.bench.drafter_cases import DRAFTERS, drafter_rows
-from spec_decode.tools.bench.field_cases import field_rows
 from spec_decode.tools.bench.measure import copy_bandwidth
+from spec_decode.tools.bench.random_draft_cases import random_draft_rows
 from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS
 from spec_decode.tools.bench.round_cases import round_rows
 from spec_decode.tools.bench.rows import Bench, BenchRow, complete, verdict
@@ -26,21 +26,23 @@ __all__ = ["CASES", "CPU_CASES", "SCHEMA", "SUITES", "Timings", "run", "verdict"
 
 SCHEMA = "attn-bench/2"
 
+_DECODE = {
+    "sparse-decode": "sparse_swa_mla beside FlashMLA, over packed fp8 and over bf16",
+    "mla-decode": "triton_mla beside FlashInfer's latent attention",
+    "paged-decode": "triton_paged beside FlashAttention-3 and FlashInfer on tensor cores",
+    "flashinfer-decode": "flashinfer's choice beside each kernel it has, by query heads a KV head",
+}
 _ROWS: dict[str, tuple[str, Callable[[Bench], Iterator[BenchRow]]]] = {
     "advance": ("GPU time of the fused advance of all KV groups, and of each backend's own", advance_rows),
     "step": ("FlashInfer's advance and attention, planned on the device and on the host", step_rows),
-    "sparse-decode": ("sparse_swa_mla beside FlashMLA", sparse_rows),
-    "mla-decode": ("triton_mla beside FlashInfer's latent attention", mla_rows),
-    "paged-decode": ("triton_paged beside FlashAttention-3 and FlashInfer", paged_rows),
-    "flashinfer-decode": ("flashinfer's choice beside each kernel it has", flashinfer_rows),
+    **{case: (description, partial(decode_rows, case=case)) for case, description in _DECODE.items()},
     "sampling": ("top-k, top-p, draws and argmax beside FlashInfer's sampling and torch", sampling_rows),
     "round": ("full-loop rounds of every backend, host and GPU time", round_rows),
     **{name: (case.description, partial(drafter_rows, name=name)) for name, case in DRAFTERS.items()},
-    **{name: (case.description, partial(field_rows, name=name)) for name, case in RANDOM_DRAFTS.items()},
+    **{name: (case.description, partial(random_draft_rows, name=name)) for name, case in RANDOM_DRAFTS.items()},
     "throughput": ("output tokens a second of the whole engine, step 0 in a graph or not", throughput_rows),
 }
-_KERNELS = ("sparse-decode", "mla-decode", "paged-decode", "flashinfer-decode")
-SUITES = {"backends": ("advance", "step", *_KERNELS, "round"), "drafter": (*RANDOM_DRAFTS, "throughput")}
+SUITES = {"backends": ("advance", "step", *_DECODE, "round"), "drafter": (*RANDOM_DRAFTS, "throughput")}
 """Names for several cases at once."""
 CASES = {
     **{name: description for name, (description, _) in _ROWS.items()},

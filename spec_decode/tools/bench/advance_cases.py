@@ -9,9 +9,9 @@ import torch
 
 from attn_backends import AttentionBackend, KVCache, get
 from builders import AttentionSpec, BatchBuffers, RequestTables, advance_shared_state
+from spec_decode.tools.bench.decode_fixture import DecodeFixture, time_attention
 from spec_decode.tools.bench.measure import kernels_in, time_call, time_kernels
-from spec_decode.tools.bench.rows import Bench, BenchLimit, BenchRow, held_to, serving
-from spec_decode.tools.bench.scene import DecodeScene, time_attention
+from spec_decode.tools.bench.rows import Bench, BenchLimit, BenchRow, serving, with_limits
 from spec_decode.tools.bench.specs import GQA, MLA, PACKED, SPARSE
 
 _PAGE = 16
@@ -67,7 +67,7 @@ def _shared_rows(bench: Bench) -> Iterator[BenchRow]:
                 "gpu_us": time_kernels(_advance_of(buffers, num_reqs)),
                 "kernels_per_step": 1,
             }
-            yield held_to(row, _ADVANCE)
+            yield with_limits(row, _ADVANCE)
 
 
 def _advance_of(buffers: BatchBuffers, num_reqs: int) -> Callable[[], None]:
@@ -75,9 +75,9 @@ def _advance_of(buffers: BatchBuffers, num_reqs: int) -> Callable[[], None]:
 
 
 def _builder_row(bench: Bench, backend: AttentionBackend, spec: AttentionSpec, num_reqs: int) -> BenchRow:
-    scene = DecodeScene(spec, num_reqs, _CONTEXT, bench.device, horizon=_HORIZON)
-    builder = scene.builder(backend)
-    metadata = builder.build(scene.batch)
+    fixture = DecodeFixture(spec, num_reqs, _CONTEXT, bench.device, horizon=_HORIZON)
+    builder = fixture.builder(backend)
+    metadata = builder.build(fixture.batch)
 
     def advance() -> None:
         builder.advance(metadata)
@@ -85,32 +85,32 @@ def _builder_row(bench: Bench, backend: AttentionBackend, spec: AttentionSpec, n
     advance()
     kernels = kernels_in(advance)
     row = {
-        **_labels("advance", backend, scene),
+        **_labels("advance", backend, fixture),
         "gpu_us": time_kernels(advance) if kernels else None,
         "kernels_per_step": kernels,
     }
     if backend.name == "torch_reference":  # the specification is written to be read
         return row
     if not kernels:
-        return held_to(row, _ONE_KERNEL)
-    return held_to(row, _ONE_KERNEL, _REPLAN if backend.name.startswith("flashinfer") else _ADVANCE)
+        return with_limits(row, _ONE_KERNEL)
+    return with_limits(row, _ONE_KERNEL, _REPLAN if backend.name.startswith("flashinfer") else _ADVANCE)
 
 
 def _horizon_row(bench: Bench, num_reqs: int) -> BenchRow:
     """What a step takes on the device, and what one plan() takes on the host."""
     from spec_decode.tools.bench.flashinfer_plans import FlashInferHorizon, HorizonBuilder
 
-    scene = DecodeScene(GQA, num_reqs, _CONTEXT, bench.device, horizon=_HORIZON)
-    builder = scene.builder(FlashInferHorizon())
+    fixture = DecodeFixture(GQA, num_reqs, _CONTEXT, bench.device, horizon=_HORIZON)
+    builder = fixture.builder(FlashInferHorizon())
     assert isinstance(builder, HorizonBuilder)
-    metadata = builder.build(scene.batch)
+    metadata = builder.build(fixture.batch)
     row = {
-        **_labels("advance", FlashInferHorizon(), scene),
+        **_labels("advance", FlashInferHorizon(), fixture),
         "gpu_us": time_kernels(lambda: builder.advance(metadata)),
         "host_us": time_call(lambda: builder.plan(metadata), bench.device).host_us,
         "kernels_per_step": kernels_in(lambda: builder.advance(metadata)),
     }
-    return held_to(row, _ONE_KERNEL, _ADVANCE)
+    return with_limits(row, _ONE_KERNEL, _ADVANCE)
 
 
 def _horizon_backend() -> AttentionBackend:
@@ -120,29 +120,29 @@ def _horizon_backend() -> AttentionBackend:
 
 
 def _step_row(bench: Bench, backend: AttentionBackend, num_reqs: int, context: int) -> BenchRow:
-    scene = DecodeScene(GQA, num_reqs, context, bench.device, horizon=_HORIZON)
-    builder = scene.builder(backend)
-    metadata = builder.build(scene.batch)
+    fixture = DecodeFixture(GQA, num_reqs, context, bench.device, horizon=_HORIZON)
+    builder = fixture.builder(backend)
+    metadata = builder.build(fixture.batch)
 
     def step(cache: KVCache) -> torch.Tensor:
         builder.advance(metadata)
-        return backend.forward(scene.query, cache, metadata, spec=GQA)
+        return backend.forward(fixture.query, cache, metadata, spec=GQA)
 
-    caches = scene.cold_caches(backend)
+    caches = fixture.cold_caches(backend)
     step(caches[0])
     return {
-        **_labels("step", backend, scene),
+        **_labels("step", backend, fixture),
         "gpu_us": time_attention(step, caches),
         "kernels_per_step": kernels_in(lambda: step(caches[0])),
-        "floor_us": bench.floor_us(scene.kv_bytes),
+        "floor_us": bench.floor_us(fixture.kv_bytes),
     }
 
 
-def _labels(case: str, backend: AttentionBackend, scene: DecodeScene) -> BenchRow:
+def _labels(case: str, backend: AttentionBackend, fixture: DecodeFixture) -> BenchRow:
     return {
         "case": case,
         "backend": backend.name,
-        "spec": scene.spec.describe(),
-        "num_reqs": scene.num_reqs,
-        "context": scene.context,
+        "spec": fixture.spec.describe(),
+        "num_reqs": fixture.num_reqs,
+        "context": fixture.context,
     }

@@ -11,7 +11,7 @@ from attn_backends.triton_paged import TritonPaged
 from builders import AttentionBatch, PagedMetadata, TritonPagedBuilder
 from spec_decode.drafter.plan import Strategy
 from spec_decode.models import ModelConfig
-from spec_decode.tools.bench.rounds import COPIES, STEPS, WHOLE, DrafterCase, Round, make_model, time_round
+from spec_decode.tools.bench.rounds import COPIES, STEPS, WHOLE, DrafterCase, RoundConfig, make_model, time_round
 from spec_decode.tools.bench.rows import Bench, BenchRow
 
 
@@ -34,7 +34,7 @@ DRAFTERS = {
         config=_config(1024, 2816, 8, 2, 128, 32000),
         dtype=torch.bfloat16,
         num_reqs=(1, 32),
-        steps=(4, 7),
+        num_speculative_tokens=(4, 7),
         context=1024,
     ),
     "drafter-llama3-8b": DrafterCase(
@@ -42,7 +42,7 @@ DRAFTERS = {
         config=_config(4096, 14336, 32, 8, 128, 128256),
         dtype=torch.bfloat16,
         num_reqs=(1, 32),
-        steps=(4, 7),
+        num_speculative_tokens=(4, 7),
         context=1024,
     ),
     "drafter-tiny": DrafterCase(
@@ -50,7 +50,7 @@ DRAFTERS = {
         config=_config(64, 96, 4, 2, 64, 256),
         dtype=torch.float32,
         num_reqs=(1, 4),
-        steps=(4,),
+        num_speculative_tokens=(4,),
         context=64,
     ),
 }
@@ -75,11 +75,11 @@ def drafter_rows(bench: Bench, name: str) -> Iterator[BenchRow]:
     case = DRAFTERS[name]
     model = make_model(case, bench.device)
     names = {part: f"{name}/{part}" for part in (WHOLE, COPIES, STEPS)}
-    for steps, num_reqs in product(case.steps, case.num_reqs):
+    for k, num_reqs in product(case.num_speculative_tokens, case.num_reqs):
         for backend, strategy in (
             (TritonPaged(), Strategy.FULL_LOOP),
             (TritonPaged(), Strategy.PER_STEP),
             (Rebuilt(), Strategy.PER_STEP),
             (TritonPaged(), Strategy.EAGER),
         ):
-            yield from time_round(bench, case.setting(), model, Round(backend, strategy, steps, num_reqs), names)
+            yield from time_round(bench, case.shape(), model, RoundConfig(backend, strategy, k, num_reqs), names)

@@ -1,8 +1,8 @@
-"""FlashInfer with a plan made by itself on the host, to hold the plan that the device makes against.
+"""FlashInfer with a plan made by itself on the host, to compare with the plan that the device makes.
 
-The plan is for the block table's whole width, which a scene makes as wide as the horizon needs: FlashInfer's kernel on
-tensor cores is right for any lengths below those of its plan. No length is read from the device; an engine that plans
-for exact ones waits for the steps before on top.
+The plan is for the block table's whole width, which a fixture makes as wide as the horizon needs: FlashInfer's kernel
+on tensor cores is right for any lengths below those of its plan. No length is read from the device; an engine that
+plans for exact ones waits for the earlier steps as well.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ Quantiles = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class CallTimes:
     """Microseconds of one call: from call to return and from call to the device being done, which is idle before; and
     on the device, which is kept busy until all of the call is enqueued, so that no launch counts."""
 
@@ -37,7 +37,7 @@ def quantiles(samples: list[float]) -> Quantiles:
 
 def time_call(
     call: Callable[[], object], device: torch.device, *, prepare: Callable[[], object] = lambda: None
-) -> Timing:
+) -> CallTimes:
     """Time a call, after an untimed `prepare` each time."""
     for _ in range(_WARMUP):
         prepare()
@@ -55,7 +55,7 @@ def time_call(
             torch.cuda.synchronize(device)
         wall.append((time.perf_counter() - start) * 1e6)
     host_us = quantiles(host)
-    return Timing(host_us, quantiles(wall), _gpu_us(call, prepare, host_us["p80"]) if on_cuda else None)
+    return CallTimes(host_us, quantiles(wall), _gpu_us(call, prepare, host_us["p80"]) if on_cuda else None)
 
 
 def _gpu_us(call: Callable[[], object], prepare: Callable[[], object], host_us: float) -> Quantiles:

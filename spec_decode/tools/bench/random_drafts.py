@@ -1,4 +1,4 @@
-"""Drafts in the shapes that the field runs, read by their own loaders from checkpoints that hold random numbers."""
+"""Drafts in published shapes, read by their own loaders from checkpoints that hold random numbers."""
 
 from __future__ import annotations
 
@@ -98,20 +98,30 @@ class RandomDraft:
 
 def _llama(hidden: int, intermediate: int, heads: int, kv_heads: int, dim: int, vocab: int) -> dict[str, Any]:
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": 1,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": dim,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
+        "architectures": ["LlamaForCausalLM"], "vocab_size": vocab, "hidden_size": hidden,
+        "intermediate_size": intermediate, "num_hidden_layers": 1, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": dim, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
-    }
+    }  # fmt: skip
 
 
+_GLM_FLASH = {
+    "architectures": ["Glm4MoeLiteForCausalLM"], "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240,
+    "moe_intermediate_size": 1536, "num_hidden_layers": 47, "num_nextn_predict_layers": 1, "num_attention_heads": 20,
+    "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4, "routed_scaling_factor": 1.8,
+    "first_k_dense_replace": 1, "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64, "v_head_dim": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+_DEEPSEEK_V4 = {
+    "architectures": ["DeepseekV4ForCausalLM"], "vocab_size": 129280, "hidden_size": 4096,
+    "moe_intermediate_size": 2048, "num_hidden_layers": 43, "num_nextn_predict_layers": 1, "num_attention_heads": 64,
+    "num_key_value_heads": 1, "head_dim": 512, "qk_rope_head_dim": 64, "q_lora_rank": 1024, "o_lora_rank": 1024,
+    "o_groups": 8, "sliding_window": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 6,
+    "scoring_func": "sqrtsoftplus", "routed_scaling_factor": 1.5, "swiglu_limit": 10.0, "hc_mult": 4,
+    "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
 _EAGLE = ("fc.weight", "layers.0.post_attention_layernorm.weight", *(f"layers.0.{n}" for n in (*_ATTENTION, *_MLP)))
 _EAGLE3 = (
     *("fc.weight", "d2t", "norm.weight", "lm_head.weight"),
@@ -147,63 +157,14 @@ RANDOM_DRAFTS = {
     "glm-4.7-flash-mtp": RandomDraft(
         description="GLM-4.7-Flash's MTP layer: dense MLA, 64 experts of which a token takes 4",
         kind=mtp,
-        config={
-            "architectures": ["Glm4MoeLiteForCausalLM"],
-            "vocab_size": 154880,
-            "hidden_size": 2048,
-            "intermediate_size": 10240,
-            "moe_intermediate_size": 1536,
-            "num_hidden_layers": 47,
-            "num_nextn_predict_layers": 1,
-            "num_attention_heads": 20,
-            "n_routed_experts": 64,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 4,
-            "routed_scaling_factor": 1.8,
-            "first_k_dense_replace": 1,
-            "q_lora_rank": 768,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 192,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 256,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 10000.0,
-            "max_position_embeddings": 4096,
-        },
+        config=_GLM_FLASH,
         page_size=64,
         backends=("triton_mla",),
     ),
     "deepseek-v4-mtp": RandomDraft(
         description="DeepSeek-V4's MTP layer: sparse sliding-window MLA, 256 experts of which a token takes 6",
         kind=deepseek_v4,
-        config={
-            "architectures": ["DeepseekV4ForCausalLM"],
-            "vocab_size": 129280,
-            "hidden_size": 4096,
-            "moe_intermediate_size": 2048,
-            "num_hidden_layers": 43,
-            "num_nextn_predict_layers": 1,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 1,
-            "head_dim": 512,
-            "qk_rope_head_dim": 64,
-            "q_lora_rank": 1024,
-            "o_lora_rank": 1024,
-            "o_groups": 8,
-            "sliding_window": 128,
-            "n_routed_experts": 256,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 6,
-            "scoring_func": "sqrtsoftplus",
-            "routed_scaling_factor": 1.5,
-            "swiglu_limit": 10.0,
-            "hc_mult": 4,
-            "hc_sinkhorn_iters": 20,
-            "hc_eps": 1e-6,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "max_position_embeddings": 4096,
-        },
+        config=_DEEPSEEK_V4,
         num_target_states=4,
         page_size=64,
         backends=("sparse_swa_mla", "flashmla_sparse"),

@@ -11,8 +11,8 @@ import torch
 from spec_decode.drafter.plan import Strategy
 from spec_decode.models import EagleDraft, LatentConfig
 from spec_decode.tools.bench.drafter_cases import DRAFTERS
-from spec_decode.tools.bench.rounds import STEPS, WHOLE, DrafterCase, Round, make_model, time_round
-from spec_decode.tools.bench.rows import Bench, BenchLimit, BenchRow, held_to, serving
+from spec_decode.tools.bench.rounds import STEPS, WHOLE, DrafterCase, RoundConfig, make_model, time_round
+from spec_decode.tools.bench.rows import Bench, BenchLimit, BenchRow, serving, with_limits
 
 _SHAPE, _TINY = DRAFTERS["drafter-1024"], replace(DRAFTERS["drafter-tiny"], num_reqs=(1,))
 
@@ -58,18 +58,20 @@ def round_rows(bench: Bench) -> Iterator[BenchRow]:
         model = make_model(case, bench.device)
         backends = [backend for backend, spec in served if spec == case.spec]
         loops: _Loops = {}
-        for backend, steps, num_reqs in product(backends, case.steps, case.num_reqs):
+        for backend, k, num_reqs in product(backends, case.num_speculative_tokens, case.num_reqs):
             if backend.name != "torch_reference" or case.config.latent is None:
-                yield from _loop_rows(bench, case, model, Round(backend, Strategy.FULL_LOOP, steps, num_reqs), loops)
+                yield from _loop_rows(bench, case, model, RoundConfig(backend, Strategy.FULL_LOOP, k, num_reqs), loops)
         if case is _SHAPE:
             yield from _host_plan_rows(bench, case, model, loops)
 
 
-def _loop_rows(bench: Bench, case: DrafterCase, model: EagleDraft, run: Round, loops: _Loops) -> Iterator[BenchRow]:
+def _loop_rows(
+    bench: Bench, case: DrafterCase, model: EagleDraft, run: RoundConfig, loops: _Loops
+) -> Iterator[BenchRow]:
     for part, row in _parts(bench, case, model, run):
         if run.backend.name == "flashinfer":
-            loops[part, run.steps, run.num_reqs] = row["host_us"]["p50"]
-        yield held_to(row, _HOST[part]) if bench.on_cuda else row
+            loops[part, run.num_speculative_tokens, run.num_reqs] = row["host_us"]["p50"]
+        yield with_limits(row, _HOST[part]) if bench.on_cuda else row
 
 
 def _host_plan_rows(bench: Bench, case: DrafterCase, model: EagleDraft, loops: _Loops) -> Iterator[BenchRow]:
@@ -77,19 +79,19 @@ def _host_plan_rows(bench: Bench, case: DrafterCase, model: EagleDraft, loops: _
     with bench.noting("round/flashinfer, planned on the host"):
         from spec_decode.tools.bench.flashinfer_plans import FlashInferHorizon, FlashInferPerStep
 
-        for steps, num_reqs in product(case.steps, case.num_reqs):
-            once = Round(FlashInferHorizon(), Strategy.FULL_LOOP, steps, num_reqs)
+        for k, num_reqs in product(case.num_speculative_tokens, case.num_reqs):
+            once = RoundConfig(FlashInferHorizon(), Strategy.FULL_LOOP, k, num_reqs)
             yield from (row for _, row in _parts(bench, case, model, once))
-            each = Round(FlashInferPerStep(), Strategy.PER_STEP, steps, num_reqs)
+            each = RoundConfig(FlashInferPerStep(), Strategy.PER_STEP, k, num_reqs)
             for part, row in _parts(bench, case, model, each):
-                loop = loops.get((part, steps, num_reqs))
+                loop = loops.get((part, k, num_reqs))
                 row["host_ratio"] = loop and round(row["host_us"]["p50"] / loop, 2)
-                yield held_to(row, _TEN_TIMES) if part == STEPS else row
+                yield with_limits(row, _TEN_TIMES) if part == STEPS else row
 
 
-def _parts(bench: Bench, case: DrafterCase, model: EagleDraft, run: Round) -> Iterator[tuple[str, BenchRow]]:
+def _parts(bench: Bench, case: DrafterCase, model: EagleDraft, run: RoundConfig) -> Iterator[tuple[str, BenchRow]]:
     name = f"round/{run.backend.name}"
     names = {WHOLE: "round", STEPS: "round/steps"}
-    at = f"[{case.spec.describe()}], K {run.steps}, {run.num_reqs} requests"
+    at = f"[{case.spec.describe()}], K {run.num_speculative_tokens}, {run.num_reqs} requests"
     with bench.noting(name, at=at):
-        yield from zip(names, time_round(bench, case.setting(), model, run, names), strict=True)
+        yield from zip(names, time_round(bench, case.shape(), model, run, names), strict=True)

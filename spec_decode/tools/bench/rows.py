@@ -99,7 +99,7 @@ class BenchLimit:
         return bool(value >= self.bound if self.at_least else value <= self.bound)
 
 
-def held_to(row: BenchRow, *limits: BenchLimit) -> BenchRow:
+def with_limits(row: BenchRow, *limits: BenchLimit) -> BenchRow:
     """The row with its limits, each with whether the row meets it."""
     return {**row, "limits": [{**asdict(limit), "met": limit.met_by(row)} for limit in limits]}
 

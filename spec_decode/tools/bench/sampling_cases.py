@@ -1,13 +1,13 @@
 """Restricting, drawing and argmax over a step's logits, beside FlashInfer's sampling and torch: same logits, same run.
 
-Rows are requests while drafting, and requests * (1 + K) while verifying. Before anything is timed, its result is held
-against fp64: a kept set, and the probabilities of it, or a token. Who fails has no row, and a note says why.
+Rows are requests while drafting, and requests * (1 + K) while verifying. Before a method is timed, its result is
+compared with fp64: a kept set, and the probabilities of it, or a token. A wrong method has no row, and a note says why.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -15,10 +15,10 @@ import torch
 from spec_decode.sampling import SamplingParams
 from spec_decode.tools.bench.measure import time_call, time_kernels
 from spec_decode.tools.bench.rows import Bench, BenchRow
-from spec_decode.tools.bench.sampling_ways import (
-    Contender,
-    SamplingScene,
-    Way,
+from spec_decode.tools.bench.sampling_methods import (
+    Method,
+    SamplingFixture,
+    TimedCall,
     both_renorm,
     from_logits,
     from_probs,
@@ -42,22 +42,22 @@ _GRAIN = 1e-5
 _ALIKE = 8
 """Rows of one distribution and seed, over hundreds of tokens: not by chance do all draw the same."""
 _LARGE = 1 << 20
-"""Logits of a scene that takes so long that few calls are enough for a timing."""
+"""Logits of a fixture that takes so long that few calls are enough for a timing."""
 
-Judge = Callable[[torch.Tensor], str | None]
+CheckOutput = Callable[[SamplingFixture, torch.Tensor], str | None]
 """Why an output is wrong; None where it is right."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingContest:
-    """A way of ours, by name, and those that produce the same; draws: tokens that a seed decides."""
+@dataclass(frozen=True, slots=True)
+class SamplingComparison:
+    """A method of ours, by name, and those that produce the same. kinds: of logits; draws: seeds decide the tokens."""
 
     case: str
     produces: str
-    ours: tuple[str, Way]
-    peers: Mapping[str, Way]
+    ours: tuple[str, Method]
+    peers: Mapping[str, Method]
     params: SamplingParams
-    judge: Callable[[SamplingScene], Judge]
+    check: CheckOutput
     kinds: tuple[str, ...] = ("flat",)
     draws: bool = False
 
@@ -71,157 +71,93 @@ def threshold(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     return ranked.gather(1, last.clamp(max=ranked.shape[1] - 1))
 
 
-def judge_logits(scene: SamplingScene) -> Judge:
-    """Restricted logits: what stays is as it was, and everything else is -inf."""
-    belongs = _judge_kept(scene)
-
-    def judge(out: torch.Tensor) -> str | None:
-        kept = out > -torch.inf
-        if not torch.equal(out[kept], scene.logits[kept]):
-            return "a logit that stays has changed"
-        return belongs(kept)
-
-    return judge
+def check_logits(fixture: SamplingFixture, out: torch.Tensor) -> str | None:
+    """Restricted logits fp32 [R, V]: what stays is as it was, and everything else is -inf."""
+    kept = out > -torch.inf
+    if not torch.equal(out[kept], fixture.logits[kept]):
+        return "a logit that stays has changed"
+    return _check_kept(fixture, kept)
 
 
-def judge_probs(scene: SamplingScene) -> Judge:
-    """Probabilities: those of the tokens that stay among themselves, and 0 elsewhere."""
-    belongs, exact = _judge_kept(scene), scene.logits.double()
-
-    def judge(out: torch.Tensor) -> str | None:
-        kept = out > 0
-        error = float((out - exact.masked_fill(~kept, -torch.inf).softmax(-1)).abs().max())
-        if not error < _GRAIN:
-            return f"a probability is off by {error:.1e}, more than {_GRAIN:g}"
-        return belongs(kept)
-
-    return judge
+def check_probs(fixture: SamplingFixture, out: torch.Tensor) -> str | None:
+    """Probabilities fp32 [R, V]: those of the tokens that stay among themselves, and 0 elsewhere."""
+    kept = out > 0
+    exact = fixture.logits.double().masked_fill(~kept, -torch.inf).softmax(-1)
+    error = float((out - exact).abs().max())
+    if not error < _GRAIN:
+        return f"a probability is off by {error:.1e}, more than {_GRAIN:g}"
+    return _check_kept(fixture, kept)
 
 
-def judge_tokens(scene: SamplingScene) -> Judge:
-    """Drawn tokens: each is one that may be drawn."""
-    exact = scene.logits.double()
-    return _judge_among(exact >= threshold(exact, scene.params.top_k, scene.params.top_p + _GRAIN), "may not be drawn")
+def check_tokens(fixture: SamplingFixture, out: torch.Tensor) -> str | None:
+    """Drawn tokens [R]: each is one that may be drawn."""
+    exact, params = fixture.logits.double(), fixture.params
+    return _check_among(out, exact >= threshold(exact, params.top_k, params.top_p + _GRAIN), "may not be drawn")
 
 
-def judge_argmax(scene: SamplingScene) -> Judge:
-    """Greedy tokens: each has its row's largest logit."""
-    return _judge_among(scene.logits == scene.logits.amax(-1, keepdim=True), "are not the argmax")
+def check_argmax(fixture: SamplingFixture, out: torch.Tensor) -> str | None:
+    """Greedy tokens [R]: each has its row's largest logit."""
+    return _check_among(out, fixture.logits == fixture.logits.amax(-1, keepdim=True), "are not the argmax")
 
 
-def _judge_among(right: torch.Tensor, why: str) -> Judge:
-    def judge(out: torch.Tensor) -> str | None:
-        if not bool(((out >= 0) & (out < right.shape[1])).all()):
-            return "a token lies outside the vocabulary"
-        wrong = int((~right.gather(1, out.long()[:, None])).sum())
-        return f"{wrong} of {len(out)} tokens {why}" if wrong else None
-
-    return judge
+def _check_among(tokens: torch.Tensor, right: torch.Tensor, why: str) -> str | None:
+    if not bool(((tokens >= 0) & (tokens < right.shape[1])).all()):
+        return "a token lies outside the vocabulary"
+    wrong = int((~right.gather(1, tokens.long()[:, None])).sum())
+    return f"{wrong} of {len(tokens)} tokens {why}" if wrong else None
 
 
-def _judge_kept(scene: SamplingScene) -> Judge:
-    exact, top_k, top_p = scene.logits.double(), scene.params.top_k, scene.params.top_p
+def _check_kept(fixture: SamplingFixture, kept: torch.Tensor) -> str | None:
+    exact, top_k, top_p = fixture.logits.double(), fixture.params.top_k, fixture.params.top_p
     slack = _GRAIN if top_p < 1 else 0.0
     must, may = (threshold(exact, top_k, share) for share in (top_p - slack, top_p + slack))
-
-    def judge(kept: torch.Tensor) -> str | None:
-        wrong = (((exact >= must) & ~kept) | ((exact < may) & kept)).any(-1)
-        return f"keeps other tokens than fp64 does in {int(wrong.sum())} of {len(wrong)} rows" if wrong.any() else None
-
-    return judge
+    wrong = (((exact >= must) & ~kept) | ((exact < may) & kept)).any(-1)
+    return f"keeps other tokens than fp64 does in {int(wrong.sum())} of {len(wrong)} rows" if wrong.any() else None
 
 
 _BOTH = SamplingParams(temperature=1.0, top_k=50, top_p=0.9)
-_TOP_K = SamplingParams(temperature=1.0, top_k=50)
-_TOP_P = SamplingParams(temperature=1.0, top_p=0.9)
-_FREE = SamplingParams(temperature=1.0)
-_DRAWS: dict[str, Way] = {"sampling_from_logits": from_logits, "softmax, sampling_from_probs": from_probs}
+_TOP_K, _TOP_P = replace(_BOTH, top_p=1.0), replace(_BOTH, top_k=0)
+_FREE, _GREEDY = SamplingParams(temperature=1.0), SamplingParams()
 _KINDS = ("peaked", "flat")
+_LOGITS, _PROBS = ("restrict_logits", our_logits), ("restrict_logits, softmax", our_probs)
+_DRAFT, _TARGET = ("sample_draft", our_draft), ("sample_target", our_target)
+_DRAWS: dict[str, Method] = {"sampling_from_logits": from_logits, "softmax, sampling_from_probs": from_probs}
+_RESTRICTED_DRAW: dict[str, Method] = {"softmax, top_k_top_p_sampling_from_probs": from_restricted}
+_BOTH_RENORM: dict[str, Method] = {
+    "softmax, top_k_renorm_probs, top_p_renorm_probs": both_renorm,
+    "top_k_mask_logits, softmax, top_p_renorm_probs": mask_renorm,
+}
 
-CONTESTS = (
-    SamplingContest(
-        case="top-k",
-        produces="logits",
-        ours=("restrict_logits", our_logits),
-        peers={"top_k_mask_logits": top_k_mask},
-        params=_TOP_K,
-        judge=judge_logits,
-        kinds=_KINDS,
+COMPARISONS = (
+    SamplingComparison("top-k", "logits", _LOGITS, {"top_k_mask_logits": top_k_mask}, _TOP_K, check_logits, _KINDS),
+    SamplingComparison(
+        "top-p", "probabilities", _PROBS, {"softmax, top_p_renorm_probs": top_p_renorm}, _TOP_P, check_probs, _KINDS
     ),
-    SamplingContest(
-        case="top-p",
-        produces="probabilities",
-        ours=("restrict_logits, softmax", our_probs),
-        peers={"softmax, top_p_renorm_probs": top_p_renorm},
-        params=_TOP_P,
-        judge=judge_probs,
-        kinds=_KINDS,
+    SamplingComparison("top-k and top-p", "probabilities", _PROBS, _BOTH_RENORM, _BOTH, check_probs, _KINDS),
+    SamplingComparison("draw a draft token", "tokens", _DRAFT, _DRAWS, _FREE, check_tokens, draws=True),
+    SamplingComparison("draw a target token", "tokens", _TARGET, _DRAWS, _FREE, check_tokens, draws=True),
+    SamplingComparison(
+        "draw a restricted target token", "tokens", _TARGET, _RESTRICTED_DRAW, _BOTH, check_tokens, draws=True
     ),
-    SamplingContest(
-        case="top-k and top-p",
-        produces="probabilities",
-        ours=("restrict_logits, softmax", our_probs),
-        peers={
-            "softmax, top_k_renorm_probs, top_p_renorm_probs": both_renorm,
-            "top_k_mask_logits, softmax, top_p_renorm_probs": mask_renorm,
-        },
-        params=_BOTH,
-        judge=judge_probs,
-        kinds=_KINDS,
-    ),
-    SamplingContest(
-        case="draw a draft token",
-        produces="tokens",
-        ours=("sample_draft", our_draft),
-        peers=_DRAWS,
-        params=_FREE,
-        judge=judge_tokens,
-        draws=True,
-    ),
-    SamplingContest(
-        case="draw a target token",
-        produces="tokens",
-        ours=("sample_target", our_target),
-        peers=_DRAWS,
-        params=_FREE,
-        judge=judge_tokens,
-        draws=True,
-    ),
-    SamplingContest(
-        case="draw a restricted target token",
-        produces="tokens",
-        ours=("sample_target", our_target),
-        peers={"softmax, top_k_top_p_sampling_from_probs": from_restricted},
-        params=_BOTH,
-        judge=judge_tokens,
-        draws=True,
-    ),
-    SamplingContest(
-        case="argmax",
-        produces="tokens",
-        ours=("sample_draft", our_draft),
-        peers={"torch.argmax": torch_argmax},
-        params=SamplingParams(),
-        judge=judge_argmax,
-    ),
+    SamplingComparison("argmax", "tokens", _DRAFT, {"torch.argmax": torch_argmax}, _GREEDY, check_argmax),
 )
 
 
 def sampling_rows(bench: Bench) -> Iterator[BenchRow]:
-    """Every contest at every vocabulary, number of rows and kind of logits."""
+    """Every comparison at every vocabulary, number of rows and kind of logits."""
     vocabularies, counts = _SHAPES if bench.on_cuda else _SHAPES_ON_CPU
-    for contest in CONTESTS:
-        for vocab, rows, kind in product(vocabularies, counts, contest.kinds):
-            yield from contest_rows(bench, contest, kind, rows, vocab)
+    for comparison in COMPARISONS:
+        for vocab, rows, kind in product(vocabularies, counts, comparison.kinds):
+            yield from comparison_rows(bench, comparison, kind, rows, vocab)
 
 
-def contest_rows(bench: Bench, contest: SamplingContest, kind: str, rows: int, vocab: int) -> Iterator[BenchRow]:
+def comparison_rows(
+    bench: Bench, comparison: SamplingComparison, kind: str, rows: int, vocab: int
+) -> Iterator[BenchRow]:
     """A row of ours, with its time over the best peer's, and one of each peer that is there and right."""
-    scene = SamplingScene.make(kind, rows, vocab, contest.params, bench.device)
-    judge = contest.judge(scene)
-    name, way = contest.ours
-    ours = _timed(bench, contest, scene, judge, name, way)
-    timed = (_timed(bench, contest, scene, judge, each, peer, peer=True) for each, peer in contest.peers.items())
+    fixture = SamplingFixture.make(kind, rows, vocab, comparison.params, bench.device)
+    ours = _timed(bench, comparison, fixture, *comparison.ours)
+    timed = (_timed(bench, comparison, fixture, *peer, peer=True) for peer in comparison.peers.items())
     peers = [row for row in timed if row]
     if ours:
         best = min((_median(row) for row in peers), default=None)
@@ -231,50 +167,49 @@ def contest_rows(bench: Bench, contest: SamplingContest, kind: str, rows: int, v
 
 def _timed(
     bench: Bench,
-    contest: SamplingContest,
-    scene: SamplingScene,
-    judge: Judge,
+    comparison: SamplingComparison,
+    fixture: SamplingFixture,
     name: str,
-    way: Way,
+    method: Method,
     *,
     peer: bool = False,
 ) -> BenchRow | None:
-    rows, vocab = scene.logits.shape
-    spec = f"vocabulary {vocab}, {scene.kind} logits"
-    what, at = f"{NAME}/{contest.case}: {name}{' (peer)' * peer}", f"{rows} rows of {spec}"
+    rows, vocab = fixture.logits.shape
+    spec = f"vocabulary {vocab}, {fixture.kind} logits"
+    what, at = f"{NAME}/{comparison.case}: {name}{' (peer)' * peer}", f"{rows} rows of {spec}"
     with bench.noting(what, at=at):
-        contender = way(scene)
-        if wrong := judge(contender.call()):
+        timed = method(fixture)
+        if wrong := comparison.check(fixture, timed.call()):
             bench.miss(f"{what} at {at}", wrong)
             return None
         return {
-            "case": f"{NAME}/{contest.case}",
+            "case": f"{NAME}/{comparison.case}",
             "backend": name,
             "peer": peer,
             "spec": spec,
             "num_reqs": rows,
             "vocabulary": vocab,
-            "produces": contest.produces,
-            "same_seed_same_token": _same_token(way, scene) if contest.draws else None,
-            **_times(bench, contender, large=scene.logits.numel() >= _LARGE),
+            "produces": comparison.produces,
+            "same_seed_same_token": _same_token(method, fixture) if comparison.draws else None,
+            **_times(bench, timed, large=fixture.logits.numel() >= _LARGE),
         }
     return None
 
 
-def _same_token(way: Way, scene: SamplingScene) -> bool:
+def _same_token(method: Method, fixture: SamplingFixture) -> bool:
     """Whether a request's draw is the same in every row of a batch."""
-    tokens = way(scene.alike(_ALIKE)).call()
+    tokens = method(fixture.alike(_ALIKE)).call()
     return bool((tokens == tokens[0]).all())
 
 
-def _times(bench: Bench, contender: Contender, *, large: bool) -> BenchRow:
+def _times(bench: Bench, timed: TimedCall, *, large: bool) -> BenchRow:
     """gpu_us of the call without its preparation, from graphs; without a GPU, wall_us."""
-    prepare = contender.prepare or (lambda: None)
+    prepare = timed.prepare or (lambda: None)
     if not bench.on_cuda:
-        return {"wall_us": time_call(contender.call, bench.device, prepare=prepare).wall_us}
+        return {"wall_us": time_call(timed.call, bench.device, prepare=prepare).wall_us}
     calls = 4 if large else 20
-    whole = time_kernels(lambda: (prepare(), contender.call()), calls=calls)
-    before = time_kernels(prepare, calls=calls)["p50"] if contender.prepare else 0.0
+    whole = time_kernels(lambda: (prepare(), timed.call()), calls=calls)
+    before = time_kernels(prepare, calls=calls)["p50"] if timed.prepare else 0.0
     return {"gpu_us": {name: round(value - before, 3) for name, value in whole.items()}}
 
 

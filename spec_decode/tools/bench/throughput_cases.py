@@ -24,7 +24,7 @@ from spec_decode.models.decoder_weights import fill
 from spec_decode.models.layers.rope import Rotary
 from spec_decode.tools.bench.measure import Quantiles, quantiles
 from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS, RandomDraft, RandomStore
-from spec_decode.tools.bench.rows import Bench, BenchLimit, BenchRow, held_to
+from spec_decode.tools.bench.rows import Bench, BenchLimit, BenchRow, with_limits
 
 NAME = "throughput"
 _PREFILL_TOKENS = 8192
@@ -191,7 +191,7 @@ def _extend_rows(timed: _Timed) -> Iterator[BenchRow]:
         gain = 100 * (within.tokens_per_second / without.tokens_per_second - 1)
         row = timed.row("extend-graph", _EXTEND_ON, num_reqs, host_waits, within)
         limits = [BenchLimit("gain_percent", case.gains[num_reqs], at_least=True)] if num_reqs in case.gains else []
-        yield held_to({**row, "gain_percent": round(gain, 2)}, *limits)
+        yield with_limits({**row, "gain_percent": round(gain, 2)}, *limits)
 
 
 def _speculation_rows(timed: _Timed) -> Iterator[BenchRow]:

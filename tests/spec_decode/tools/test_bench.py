@@ -11,10 +11,10 @@ from attn_backends import get
 from attn_backends.kernels.fp8_ds_mla import gather_and_dequantise
 from builders import AdvanceLevel, BatchError, advance_shared_state
 from spec_decode.tools import bench as benches
-from spec_decode.tools.bench import advance_cases, decode_cases, measure, peers, round_cases, scene
-from spec_decode.tools.bench.decode_cases import Contest, by_backend, contest_rows
-from spec_decode.tools.bench.rows import Bench, BenchLimit, held_to, serving, verdict
-from spec_decode.tools.bench.scene import DecodeScene
+from spec_decode.tools.bench import advance_cases, decode_cases, decode_fixture, measure, peers, round_cases
+from spec_decode.tools.bench.decode_cases import PeerComparison, by_backend, comparison_rows
+from spec_decode.tools.bench.decode_fixture import DecodeFixture
+from spec_decode.tools.bench.rows import Bench, BenchLimit, serving, verdict, with_limits
 from spec_decode.tools.bench.specs import GQA, MLA, PACKED
 from tests.factories import CPU, make_spec
 from tests.spec_decode import fake_flashinfer
@@ -45,7 +45,7 @@ def timed(monkeypatch):
         return at(medians.pop(0))
 
     monkeypatch.setattr(decode_cases, "time_attention", time_attention)
-    monkeypatch.setattr(scene, "_COLD_BYTES", 1)
+    monkeypatch.setattr(decode_fixture, "_COLD_BYTES", 1)
     return medians
 
 
@@ -65,16 +65,16 @@ def flashinfer(monkeypatch):
         sys.modules.pop(name, None)
 
 
-def zeros(scene):
-    return lambda cache: torch.zeros(scene.num_reqs, scene.spec.num_q_heads, scene.spec.out_dim)
+def zeros(fixture):
+    return lambda cache: torch.zeros(fixture.num_reqs, fixture.spec.num_q_heads, fixture.spec.out_dim)
 
 
-def broken(scene):
+def broken(fixture):
     raise RuntimeError("no kernel image")
 
 
-def contest(**peers):
-    return Contest(case="contest", backend="triton_paged", peers=peers, most=1.5)
+def comparison(**peers):
+    return PeerComparison(case="comparison", backend="triton_paged", peers=peers, max_ratio=1.5)
 
 
 @pytest.mark.parametrize(
@@ -88,25 +88,25 @@ def contest(**peers):
     ],
 )
 def test_a_limit_holds_the_median_and_leaves_open_what_was_not_measured(row, met):
-    judged = held_to(row, BenchLimit("gpu_us", 3))
+    judged = with_limits(row, BenchLimit("gpu_us", 3))
     assert verdict(judged) == ("gpu_us <= 3", met)
 
 
 def test_a_limit_from_below():
-    judged = [held_to({"host_ratio": ratio}, BenchLimit("host_ratio", 10, at_least=True)) for ratio in (10, 9.9)]
+    judged = [with_limits({"host_ratio": ratio}, BenchLimit("host_ratio", 10, at_least=True)) for ratio in (10, 9.9)]
     assert [verdict(row) for row in judged] == [("host_ratio >= 10", True), ("host_ratio >= 10", False)]
 
 
 @pytest.mark.parametrize("row, met", [({"a": 1, "b": 2}, False), ({"a": 1}, None), ({"b": 2}, False)])
 def test_of_two_limits_one_that_is_broken_decides(row, met):
-    judged = held_to(row, BenchLimit("a", 1), BenchLimit("b", 1))
+    judged = with_limits(row, BenchLimit("a", 1), BenchLimit("b", 1))
     assert verdict(judged) == ("a <= 1 and b <= 1", met)
 
 
 def test_a_row_is_held_against_the_best_of_its_peers(bench, timed):
     timed += [3, 4, 2]
     peers = {"reference": by_backend("torch_reference"), "paged": by_backend("triton_paged")}
-    ours, *others = contest_rows(bench, contest(**peers), SPEC, 2, 40)
+    ours, *others = comparison_rows(bench, comparison(**peers), SPEC, 2, 40)
     assert (ours["backend"], ours["peer_ratio"], verdict(ours)[1]) == ("triton_paged", 1.5, True)
     assert [(row["backend"], row["peer"]) for row in others] == [("reference", True), ("paged", True)]
     assert all(row["peer_difference"] < 1e-5 for row in others) and not bench.missing
@@ -114,56 +114,58 @@ def test_a_row_is_held_against_the_best_of_its_peers(bench, timed):
 
 def test_the_floor_of_cold_caches_is_what_must_be_read(bench, timed):
     timed += [82]
-    [row] = contest_rows(bench, contest(), SPEC, 2, 40)
+    [row] = comparison_rows(bench, comparison(), SPEC, 2, 40)
     assert (row["floor_us"], row["share_of_bandwidth"]) == (2 * 40 * 2 * 2 * 64 * 4 / 1000, 0.9990)
 
 
 def test_warm_caches_have_no_floor(bench, timed):
     timed += [1]
-    [row] = contest_rows(bench, replace(contest(), cold=False), SPEC, 1, 16)
+    [row] = comparison_rows(bench, replace(comparison(), cold=False), SPEC, 1, 16)
     assert row["floor_us"] is None and row["share_of_bandwidth"] is None
 
 
 def test_a_peer_that_computes_something_else_is_seen(bench, timed):
     timed += [1, 1]
-    assert [row.get("peer_difference") for row in contest_rows(bench, contest(zeros=zeros), SPEC, 1, 16)] == [None, 1.0]
+    assert [row.get("peer_difference") for row in comparison_rows(bench, comparison(zeros=zeros), SPEC, 1, 16)] == [
+        None,
+        1.0,
+    ]
 
 
 @NO_PEERS
 def test_an_absent_peer_has_a_note_and_no_row(bench, timed):
     timed += [1]
-    [row] = contest_rows(bench, contest(flashmla=by_backend("flashmla_sparse")), SPEC, 1, 16)
+    [row] = comparison_rows(bench, comparison(flashmla=by_backend("flashmla_sparse")), SPEC, 1, 16)
     assert row["peer_ratio"] is None and verdict(row) == ("peer_ratio <= 1.5", None)
     [note] = bench.missing
-    assert note.startswith("contest: flashmla (peer): ") and "flash-attn" in note and not bench.stopped
+    assert note.startswith("comparison: flashmla (peer): ") and "flash-attn" in note and not bench.stopped
 
 
 def test_a_peer_that_refuses_the_spec_gives_its_reasons(bench, timed):
     timed += [1]
-    list(contest_rows(bench, contest(mla=by_backend("triton_mla")), SPEC, 1, 16))
+    list(comparison_rows(bench, comparison(mla=by_backend("triton_mla")), SPEC, 1, 16))
     assert "serves mla, not mha" in bench.missing[0]
 
 
 def test_a_peer_that_fails_costs_no_other_its_row(bench, timed):
     timed += [1, 2]
-    ours, peer = contest_rows(bench, contest(broken=broken, reference=by_backend("torch_reference")), SPEC, 1, 16)
+    ours, peer = comparison_rows(bench, comparison(broken=broken, reference=by_backend("torch_reference")), SPEC, 1, 16)
     assert (ours["peer_ratio"], peer["backend"]) == (0.5, "reference")
     [note] = bench.missing
-    assert note.startswith("contest: broken (peer) at [4/2 heads, dim 64") and ", 1 x 16: stopped by" in note
+    assert note.startswith("comparison: broken (peer) at [4/2 heads, dim 64") and ", 1 x 16: stopped by" in note
     assert note.endswith("RuntimeError: no kernel image") and bench.stopped == [note]
 
 
-def test_a_contest_without_its_backend_is_noted(bench, timed):
-    assert not list(contest_rows(bench, replace(contest(), backend="nonesuch"), SPEC, 1, 16))
-    assert bench.missing[0].startswith("contest: nonesuch: ")
+def test_a_comparison_without_its_backend_is_noted(bench, timed):
+    assert not list(comparison_rows(bench, replace(comparison(), backend="nonesuch"), SPEC, 1, 16))
+    assert bench.missing[0].startswith("comparison: nonesuch: ")
 
 
 def test_a_packed_cache_is_filled_by_its_own_write():
-    world = DecodeScene(PACKED, 2, 64, CPU)
-    [cache] = world.warm_cache(get("torch_reference"))
-    latents = gather_and_dequantise(
-        cache.latents, torch.arange(world.num_pages * PACKED.page_size), PACKED.page_size
-    ).float()
+    fixture = DecodeFixture(PACKED, 2, 64, CPU)
+    [cache] = fixture.warm_cache(get("torch_reference"))
+    slots = torch.arange(fixture.num_pages * PACKED.page_size)
+    latents = gather_and_dequantise(cache.latents, slots, PACKED.page_size).float()
     assert 0.9 < latents.std() < 1.1
 
 
@@ -230,59 +232,59 @@ def test_rows_of_flashinfer_are_noted_where_it_is_absent(bench):
 
 @pytest.mark.parametrize("context", [32, 41])
 def test_flashinfers_decode_is_planned_for_the_scene(flashinfer, context):
-    world = DecodeScene(replace(SPEC, dtype=torch.bfloat16, kv_dtype=None), 3, context, CPU)
-    [cache] = world.warm_cache(get("torch_reference"))
-    expected = world.attend_by(get("torch_reference"))(cache)
-    torch.testing.assert_close(peers.flashinfer_decode(world)(cache), expected, rtol=0.02, atol=0.02)
+    fixture = DecodeFixture(replace(SPEC, dtype=torch.bfloat16, kv_dtype=None), 3, context, CPU)
+    [cache] = fixture.warm_cache(get("torch_reference"))
+    expected = fixture.attention_by(get("torch_reference"))(cache)
+    torch.testing.assert_close(peers.flashinfer_decode(fixture)(cache), expected, rtol=0.02, atol=0.02)
 
 
 def test_flashinfers_latent_attention_is_planned_for_the_scene(flashinfer):
-    world = DecodeScene(replace(MLA, dtype=torch.float32, kv_dtype=None), 2, 100, CPU)
-    [cache] = world.warm_cache(get("torch_reference"))
-    expected = world.attend_by(get("torch_reference"))(cache)
-    torch.testing.assert_close(peers.flashinfer_mla(world)(cache), expected)
+    fixture = DecodeFixture(replace(MLA, dtype=torch.float32, kv_dtype=None), 2, 100, CPU)
+    [cache] = fixture.warm_cache(get("torch_reference"))
+    expected = fixture.attention_by(get("torch_reference"))(cache)
+    torch.testing.assert_close(peers.flashinfer_mla(fixture)(cache), expected)
 
 
 def planned(flashinfer, backend, num_reqs=2, context=250, horizon=7):
-    world = DecodeScene(replace(SPEC, dtype=torch.bfloat16, kv_dtype=None), num_reqs, context, CPU, horizon=horizon)
-    return world, backend, world.builder(backend)
+    fixture = DecodeFixture(replace(SPEC, dtype=torch.bfloat16, kv_dtype=None), num_reqs, context, CPU, horizon=horizon)
+    return fixture, backend, fixture.builder(backend)
 
 
 def test_a_plan_for_the_horizon_holds_while_only_last_page_len_moves(flashinfer):
-    world, backend, builder = planned(flashinfer, flashinfer.FlashInferHorizon())
-    metadata = builder.build(world.batch)
+    fixture, backend, builder = planned(flashinfer, flashinfer.FlashInferHorizon())
+    metadata = builder.build(fixture.batch)
     plan, plans = metadata.plan.clone(), len(metadata.launch.wrapper.plans)
-    [cache] = world.warm_cache(backend)
+    [cache] = fixture.warm_cache(backend)
     for _ in range(7):
-        advance_shared_state(world.buffers, world.num_reqs)
+        advance_shared_state(fixture.buffers, fixture.num_reqs)
         builder.advance(metadata)
-        expected = world.attend_by(get("torch_reference"))(cache)
-        out = backend.forward(world.query, cache, metadata, spec=world.spec)
+        expected = fixture.attention_by(get("torch_reference"))(cache)
+        out = backend.forward(fixture.query, cache, metadata, spec=fixture.spec)
         torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
     assert torch.equal(metadata.plan, plan) and len(metadata.launch.wrapper.plans) == plans
 
 
 def test_a_plan_for_the_start_alone_would_not_hold(flashinfer):
-    world, backend, builder = planned(flashinfer, flashinfer.FlashInferHorizon(), num_reqs=1, context=256)
-    metadata = builder.build(world.batch)
-    layout, [cache] = metadata.launch.layout, world.warm_cache(backend)
+    fixture, backend, builder = planned(flashinfer, flashinfer.FlashInferHorizon(), num_reqs=1, context=256)
+    metadata = builder.build(fixture.batch)
+    layout, [cache] = metadata.launch.layout, fixture.warm_cache(backend)
     metadata.plan[layout.block_valid_mask + 2 :][: layout.padded_tiles - 2] = 0
-    advance_shared_state(world.buffers, world.num_reqs)
+    advance_shared_state(fixture.buffers, fixture.num_reqs)
     builder.advance(metadata)
     out, expected = (
-        backend.forward(world.query, cache, metadata, spec=world.spec),
-        world.attend_by(get("torch_reference"))(cache),
+        backend.forward(fixture.query, cache, metadata, spec=fixture.spec),
+        fixture.attention_by(get("torch_reference"))(cache),
     )
     assert not torch.allclose(out, expected, rtol=0.02, atol=0.02)
 
 
 def test_every_build_plans_on_the_host_and_keeps_the_lengths_of_the_device(flashinfer):
-    world, _, builder = planned(flashinfer, flashinfer.FlashInferPerStep())
-    metadata = builder.build(world.batch)
+    fixture, _, builder = planned(flashinfer, flashinfer.FlashInferPerStep())
+    metadata = builder.build(fixture.batch)
     before = len(metadata.launch.wrapper.plans)
-    advance_shared_state(world.buffers, world.num_reqs)
-    builder.build(world.batch)
-    width = world.batch.block_table.shape[1]
+    advance_shared_state(fixture.buffers, fixture.num_reqs)
+    builder.build(fixture.batch)
+    width = fixture.batch.block_table.shape[1]
     assert metadata.launch.wrapper.plans[before:] == [([0, width, 2 * width], [16, 16])]
     assert metadata.last_page_len.tolist() == [251 - (width - 1) * 16] * 2
 
@@ -302,7 +304,7 @@ def test_host_time_of_a_plan_a_step_is_held_against_the_loop(bench, monkeypatch)
     monkeypatch.setattr(
         round_cases, "_parts", lambda *_: iter([(part, {"host_us": at(300)}) for part in ("round", "steps")])
     )
-    case = replace(round_cases._TINY, steps=(4,))
+    case = replace(round_cases._TINY, num_speculative_tokens=(4,))
     loops = {("round", 4, 1): 50.0, ("steps", 4, 1): 40.0}
     rows = list(round_cases._host_plan_rows(bench, case, None, loops))
     assert [(row.get("host_ratio"), verdict(row)[1]) for row in rows] == [(None, None)] * 2 + [
@@ -317,7 +319,7 @@ def on_cpu():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "_WARMUP", 0)
         patch.setattr(measure, "_REPEATS", 1)
-        cases = [replace(case, steps=(2,), context=20) for case in round_cases._CASES_ON_CPU]
+        cases = [replace(case, num_speculative_tokens=(2,), context=20) for case in round_cases._CASES_ON_CPU]
         patch.setattr(round_cases, "_CASES_ON_CPU", cases)
         return benches.run(device=CPU, cases=["backends"], command="bench backends")
 

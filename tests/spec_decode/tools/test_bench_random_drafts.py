@@ -1,4 +1,4 @@
-"""Rounds of the drafts that the field runs, at tiny sizes in the emulator."""
+"""Rounds of published drafts' shapes, at tiny sizes in the emulator."""
 
 from dataclasses import replace
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from spec_decode.drafter.plan import Strategy
-from spec_decode.tools.bench import field_cases
-from spec_decode.tools.bench.field_cases import field_rows, weight_bytes
+from spec_decode.tools.bench import random_draft_cases
+from spec_decode.tools.bench.random_draft_cases import random_draft_rows, weight_bytes
 from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS, RandomDraft
-from spec_decode.tools.bench.rounds import Round
+from spec_decode.tools.bench.rounds import RoundConfig
 from spec_decode.tools.bench.rows import Bench, verdict
 from tests.factories import CPU
 
@@ -45,15 +45,15 @@ def tiny(name):
 def small(monkeypatch):
     make = RandomDraft.make
     monkeypatch.setattr(RandomDraft, "make", lambda self, device: make(self, device, torch.float32))
-    monkeypatch.setattr(field_cases, "RANDOM_DRAFTS", {name: tiny(name) for name in RANDOM_DRAFTS})
-    for name, value in {"_CONTEXT": 12, "_NUM_REQS": (1,), "_STEPS": (2,)}.items():
-        monkeypatch.setattr(field_cases, name, value)
+    monkeypatch.setattr(random_draft_cases, "RANDOM_DRAFTS", {name: tiny(name) for name in RANDOM_DRAFTS})
+    for name, value in {"_CONTEXT": 12, "_NUM_REQS": (1,), "_K": (2,)}.items():
+        monkeypatch.setattr(random_draft_cases, name, value)
 
 
 @pytest.mark.parametrize("name", RANDOM_DRAFTS)
 def test_every_draft_is_timed_in_every_strategy(small, name):
     bench = Bench(CPU, None)
-    rows = list(field_rows(bench, name))
+    rows = list(random_draft_rows(bench, name))
     assert not bench.missing
     assert {row["strategy"] for row in rows if row["case"] == f"{name}/round"} == {
         "full_loop",
@@ -65,7 +65,7 @@ def test_every_draft_is_timed_in_every_strategy(small, name):
 
 
 def test_one_device_loop_is_held_against_the_full_loops_of_every_length(small):
-    rows = [row for row in field_rows(Bench(CPU, None), "eagle-1024") if "graphs" in row["case"]]
+    rows = [row for row in random_draft_rows(Bench(CPU, None), "eagle-1024") if "graphs" in row["case"]]
     assert [row["strategy"] for row in rows] == ["full_loop", "device_loop"]
     assert rows[1]["capture_ratio"] == pytest.approx(rows[1]["capture_seconds"] / rows[0]["capture_seconds"], rel=0.2)
     assert rows[1]["bytes_ratio"] < 1 and verdict(rows[1])[0] == "capture_ratio <= 0.334 and bytes_ratio <= 0.334"
@@ -76,8 +76,8 @@ def test_a_device_loop_is_charged_for_what_its_steps_take_over_the_unrolled_ones
         return {"case": "x/steps", "gpu_us": {"p50": us}}
 
     unrolled = {}
-    field_cases._held("x", Round(None, Strategy.FULL_LOOP, 7, 1), row(60.0), unrolled)
-    found = field_cases._held("x", Round(None, Strategy.DEVICE_LOOP, 7, 1), row(90.0), unrolled)
+    random_draft_cases._with_limits("x", RoundConfig(None, Strategy.FULL_LOOP, 7, 1), row(60.0), unrolled)
+    found = random_draft_cases._with_limits("x", RoundConfig(None, Strategy.DEVICE_LOOP, 7, 1), row(90.0), unrolled)
     assert found["loop_us"] == 5.0 and verdict(found)[1] is False
 
 

@@ -1,4 +1,4 @@
-"""Rounds of the drafts that the field runs, every strategy side by side."""
+"""Rounds of drafts in published shapes, every strategy side by side."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from spec_decode.models.deepseek_v4 import DeepseekV4Prediction
 from spec_decode.models.layers.moe import MixtureOfExperts
 from spec_decode.tools.bench.drafter_cases import Rebuilt
 from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS, RandomDraft
-from spec_decode.tools.bench.rounds import STEPS, WHOLE, Round, Setting, make_scene, time_round
-from spec_decode.tools.bench.rows import Bench, BenchLimit, BenchRow, held_to
+from spec_decode.tools.bench.rounds import STEPS, WHOLE, DraftShape, RoundConfig, make_drafter, time_round
+from spec_decode.tools.bench.rows import Bench, BenchLimit, BenchRow, with_limits
 
 _CONTEXT = 1024
 _NUM_REQS = (1, 4, 16, 32)
-_STEPS = (3, 7)
+_K = (3, 7)
 _FLOOR = {
     ("llama3-8b-eagle", 1): BenchLimit("floor_ratio", 1.12),
     ("eagle-1024", 1): BenchLimit("floor_ratio", 2.0),
@@ -29,58 +29,58 @@ _LOOP = BenchLimit("loop_us", 4)
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _TimedRound:
     """A round, and which of its parts are timed."""
 
-    run: Round
+    run: RoundConfig
     parts: tuple[str, ...]
 
 
-def field_rows(bench: Bench, name: str) -> Iterator[BenchRow]:
+def random_draft_rows(bench: Bench, name: str) -> Iterator[BenchRow]:
     """Rows of one of RANDOM_DRAFTS."""
     case = RANDOM_DRAFTS[name]
     with bench.noting(name):
         model = case.make(bench.device)
-        setting = _setting(case, model)
+        shape = _shape(case, model)
         with bench.noting(name, at="graphs for K 1 to 8"):
-            yield from _set_rows(bench, name, setting, model)
+            yield from _graph_set_rows(bench, name, shape, model)
         unrolled: dict[tuple[int, int], float] = {}
-        for plan in _plans(case):
-            run, names = plan.run, {part: f"{name}/{part}" for part in plan.parts}
-            at = f"{run.backend.name}, {run.strategy.value}, K {run.steps}, {run.num_reqs} requests"
+        for timed in _rounds(case):
+            run, names = timed.run, {part: f"{name}/{part}" for part in timed.parts}
+            at = f"{run.backend.name}, {run.strategy.value}, K {run.num_speculative_tokens}, {run.num_reqs} requests"
             with bench.noting(name, at=at):
-                for row in time_round(bench, setting, model, run, names):
-                    yield _held(name, run, row, unrolled)
+                for row in time_round(bench, shape, model, run, names):
+                    yield _with_limits(name, run, row, unrolled)
 
 
-def _held(name: str, run: Round, row: BenchRow, unrolled: dict[tuple[int, int], float]) -> BenchRow:
-    """The row held to what its shape and strategy are asked for; unrolled: GPU time of full loops' later steps."""
+def _with_limits(name: str, run: RoundConfig, row: BenchRow, unrolled: dict[tuple[int, int], float]) -> BenchRow:
+    """The row with the limits of its size and strategy. unrolled: GPU time of full loops' later steps."""
     limit = _FLOOR.get((name, run.num_reqs))
     if limit and run.strategy is Strategy.FULL_LOOP and row["case"].endswith(WHOLE):
-        return held_to(row, limit)
-    shape, gpu_us = (run.steps, run.num_reqs), row["gpu_us"]
+        return with_limits(row, limit)
+    shape, gpu_us = (run.num_speculative_tokens, run.num_reqs), row["gpu_us"]
     if gpu_us is None or not row["case"].endswith(STEPS):
         return row
     if run.strategy is Strategy.FULL_LOOP:
         unrolled[shape] = gpu_us["p50"]
     elif run.strategy is Strategy.DEVICE_LOOP and shape in unrolled:
-        row["loop_us"] = round((gpu_us["p50"] - unrolled[shape]) / (run.steps - 1), 2)
-        return held_to(row, _LOOP)
+        row["loop_us"] = round((gpu_us["p50"] - unrolled[shape]) / (run.num_speculative_tokens - 1), 2)
+        return with_limits(row, _LOOP)
     return row
 
 
-def _set_rows(bench: Bench, name: str, setting: Setting, model: DraftModel) -> Iterator[BenchRow]:
+def _graph_set_rows(bench: Bench, name: str, shape: DraftShape, model: DraftModel) -> Iterator[BenchRow]:
     """What it takes to serve every K of 1 to 8: a full loop captured for each, or one device loop for all.
 
     With their graphs of step 0, whose memory the loops use again.
     """
     backend, taken = get(RANDOM_DRAFTS[name].backends[0]), {}
     # The first loop of a process compiles the kernel that sets its condition.
-    make_scene(setting, model, Round(backend, Strategy.DEVICE_LOOP, 2, 1), bench.device)[0].capture()
+    make_drafter(shape, model, RoundConfig(backend, Strategy.DEVICE_LOOP, 2, 1), bench.device)[0].capture()
     for strategy, counts in ((Strategy.FULL_LOOP, range(2, 9)), (Strategy.DEVICE_LOOP, (8,))):
         graphs = []
-        for steps in counts:
-            drafter, _ = make_scene(setting, model, Round(backend, strategy, steps, 1), bench.device)
+        for k in counts:
+            drafter, _ = make_drafter(shape, model, RoundConfig(backend, strategy, k, 1), bench.device)
             drafter.capture()
             graphs += drafter.graphs.reports
         taken[strategy] = sum(graph.seconds for graph in graphs), sum(graph.bytes for graph in graphs)
@@ -88,10 +88,10 @@ def _set_rows(bench: Bench, name: str, setting: Setting, model: DraftModel) -> I
         row: BenchRow = {
             "case": f"{name}/graphs for K 1 to 8",
             "backend": backend.name,
-            "spec": setting.spec.describe(),
+            "spec": shape.spec.describe(),
             "strategy": strategy.value,
             "num_reqs": 1,
-            "context": setting.context,
+            "context": shape.context,
             "capture_seconds": round(seconds, 4),
             "graph_bytes": num_bytes,
         }
@@ -99,28 +99,28 @@ def _set_rows(bench: Bench, name: str, setting: Setting, model: DraftModel) -> I
             unrolled_seconds, unrolled_bytes = taken[Strategy.FULL_LOOP]
             row["capture_ratio"] = round(seconds / unrolled_seconds, 3)
             row["bytes_ratio"] = round(num_bytes / unrolled_bytes, 3) if unrolled_bytes else None
-            row = held_to(row, BenchLimit("capture_ratio", 0.334), BenchLimit("bytes_ratio", 0.334))
+            row = with_limits(row, BenchLimit("capture_ratio", 0.334), BenchLimit("bytes_ratio", 0.334))
         yield row
 
 
-def _setting(case: RandomDraft, model: DraftModel) -> Setting:
+def _shape(case: RandomDraft, model: DraftModel) -> DraftShape:
     (group,) = model.layer_groups(case.page_size)
-    return Setting(spec=group.spec, context=_CONTEXT, weight_bytes=lambda num_reqs: weight_bytes(model, num_reqs))
+    return DraftShape(spec=group.spec, context=_CONTEXT, weight_bytes=lambda num_reqs: weight_bytes(model, num_reqs))
 
 
-def _plans(case: RandomDraft) -> Iterator[_Plan]:
+def _rounds(case: RandomDraft) -> Iterator[_TimedRound]:
     first, *others = [get(name) for name in case.backends]
-    for steps, num_reqs in product(_STEPS, _NUM_REQS):
+    for k, num_reqs in product(_K, _NUM_REQS):
         for strategy in (Strategy.FULL_LOOP, Strategy.DEVICE_LOOP):
-            yield _Plan(Round(first, strategy, steps, num_reqs), (WHOLE, STEPS))
-        yield _Plan(Round(first, Strategy.FULL_LOOP, steps, num_reqs, 1.0), (WHOLE,))
+            yield _TimedRound(RoundConfig(first, strategy, k, num_reqs), (WHOLE, STEPS))
+        yield _TimedRound(RoundConfig(first, Strategy.FULL_LOOP, k, num_reqs, 1.0), (WHOLE,))
     for num_reqs in dict.fromkeys((_NUM_REQS[0], _NUM_REQS[-1])):
-        yield _Plan(Round(first, Strategy.PER_STEP, _STEPS[-1], num_reqs), (WHOLE,))
-        yield _Plan(Round(first, Strategy.EAGER, _STEPS[-1], num_reqs), (WHOLE,))
+        yield _TimedRound(RoundConfig(first, Strategy.PER_STEP, _K[-1], num_reqs), (WHOLE,))
+        yield _TimedRound(RoundConfig(first, Strategy.EAGER, _K[-1], num_reqs), (WHOLE,))
         if first.name == "triton_paged":
-            yield _Plan(Round(Rebuilt(), Strategy.PER_STEP, _STEPS[-1], num_reqs), (WHOLE,))
+            yield _TimedRound(RoundConfig(Rebuilt(), Strategy.PER_STEP, _K[-1], num_reqs), (WHOLE,))
         for backend in others:
-            yield _Plan(Round(backend, Strategy.FULL_LOOP, _STEPS[-1], num_reqs), (WHOLE,))
+            yield _TimedRound(RoundConfig(backend, Strategy.FULL_LOOP, _K[-1], num_reqs), (WHOLE,))
 
 
 def weight_bytes(model: DraftModel, num_reqs: int) -> float:

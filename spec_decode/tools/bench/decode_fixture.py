@@ -1,4 +1,4 @@
-"""A batch of single-token rows over shuffled pages, and attention over it by any backend."""
+"""A batch of one token per request over shuffled pages, and attention over it by any backend."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from attn_backends.kernels.fp8_ds_mla import TOKEN_BYTES
 from builders import AttentionKind, AttentionSpec, BatchBuffers, MetadataBuilder, RequestTables
 from spec_decode.tools.bench.measure import Quantiles, time_kernels
 
-Attend = Callable[[KVCache], torch.Tensor]
-"""Attention of a scene's query over one of its caches."""
+AttentionCall = Callable[[KVCache], torch.Tensor]
+"""Attention of a fixture's query over one of its caches."""
 
 _COLD_BYTES = 256 << 20
 """Caches of this size in turn: what is timed is memory then, and not the L2 cache."""
 
 
-class DecodeScene:
-    """num_reqs rows that ask one token each at position context - 1; their pages reach `horizon` tokens further."""
+def shuffled_tables(page_size: int, num_reqs: int, limit: int, device: torch.device) -> tuple[RequestTables, int]:
+    """Tables of requests of `limit` tokens each over pages in random order, and the number of pages."""
+    each = -(-limit // page_size)
+    num_pages = num_reqs * each
+    tables = RequestTables(
+        page_sizes=[page_size], num_pages=[num_pages], max_reqs=num_reqs, max_seq_len=limit, device=device
+    )
+    order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(0)).view(num_reqs, each)
+    tables.load([order.tolist()], [limit] * num_reqs)
+    return tables, num_pages
+
+
+class DecodeFixture:
+    """One query token at position context - 1 for each request; pages reach `horizon` tokens further."""
 
     def __init__(
         self, spec: AttentionSpec, num_reqs: int, context: int, device: torch.device, *, horizon: int = 0
     ) -> None:
         self.spec, self.num_reqs, self.context, self.device = spec, num_reqs, context, device
-        limit = context + horizon
-        each = -(-limit // spec.page_size)
-        self.num_pages = num_reqs * each
-        self.tables = RequestTables(
-            page_sizes=[spec.page_size],
-            num_pages=[self.num_pages],
-            max_reqs=num_reqs,
-            max_seq_len=limit,
-            device=device,
-        )
-        order = torch.randperm(self.num_pages, generator=torch.Generator().manual_seed(0)).view(num_reqs, each)
-        self.tables.load([order.tolist()], [limit] * num_reqs)
+        self.tables, self.num_pages = shuffled_tables(spec.page_size, num_reqs, context + horizon, device)
         self.buffers = BatchBuffers(self.tables, max_tokens=num_reqs)
         self.buffers.load([1] * num_reqs, [context] * num_reqs)
         self.batch = self.buffers.view(0, num_reqs=num_reqs, num_tokens=num_reqs, max_query_len=1)
@@ -61,7 +62,7 @@ class DecodeScene:
             max_seq_len=self.tables.max_seq_len,
         )
 
-    def attend_by(self, backend: AttentionBackend) -> Attend:
+    def attention_by(self, backend: AttentionBackend) -> AttentionCall:
         """The backend's attention, with metadata built for the batch as it stands."""
         metadata = self.builder(backend).build(self.batch)
         return lambda cache: backend.forward(self.query, cache, metadata, spec=self.spec, sinks=self.sinks)
@@ -96,7 +97,7 @@ def token_bytes(spec: AttentionSpec) -> int:
     return spec.num_kv_heads * (spec.head_dim + values) * spec.cache_dtype.itemsize
 
 
-def time_attention(attend: Attend, caches: list[KVCache]) -> Quantiles:
+def time_attention(attend: AttentionCall, caches: list[KVCache]) -> Quantiles:
     """GPU microseconds of attention over one of the caches, each in its turn."""
     calls = max(2, min(50, 256 // len(caches)))
     gpu = time_kernels(lambda: [attend(cache) for cache in caches], calls=calls)
