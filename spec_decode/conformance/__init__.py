@@ -1,6 +1,6 @@
 """The conformance kit: one generator of checks for any backend, and the faces over it. Needs no GPU and no pytest."""
 
-from spec_decode.conformance import (  # noqa: F401  the families define their checks on import, in this order
+from spec_decode.conformance import (  # noqa: F401  the families define their checks on import
     builder_checks,
     contract_checks,
     drafter_checks,
@@ -10,10 +10,11 @@ from spec_decode.conformance import (  # noqa: F401  the families define their c
     poison_checks,
     refusal_checks,
 )
-from spec_decode.conformance.check import Check, CheckFailure, Unavailable, Unsupported
+from spec_decode.conformance.check import Check
 from spec_decode.conformance.known_failures import KnownFailure
 from spec_decode.conformance.parametrize import parametrize_with_checks
 from spec_decode.conformance.runner import check_backend, iter_checks
+from spec_decode.testing.expectations import CheckFailure, Unavailable, Unsupported
 
 __all__ = [
     "Check",

@@ -1,83 +1,17 @@
-"""Named attention specs and batch shapes that the checks run on."""
+"""Named attention specs that the checks run on, each with named batch shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from itertools import product
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from attn_backends import AttentionBackend, Rejected
 from builders import AttentionKind, AttentionSpec
-from spec_decode.conformance.check import Subject, Unsupported
-
-PAGE = 16
-MAX_SEQ_LEN = 160
-"""Token limit of the checks' requests: enough for several pages, splits and windows, quick in an interpreter."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Query and sequence lengths per live request, and the padded number of rows."""
-
-    query_lens: tuple[int, ...]
-    seq_lens: tuple[int, ...]
-    rows: int
-
-    @property
-    def uniform(self) -> bool:
-        return len(set(self.query_lens)) == 1
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A spec with a batch shape."""
-
-    spec: AttentionSpec
-    batch: Batch
-
-
-DECODE = Batch((1, 1, 1, 1, 1), (1, 15, 16, 126, 142), 7)
-"""One token each, before page edges and the 128 tokens that some kernels split at, with two padding rows."""
-SINGLE = Batch((1,), (33,), 1)
-VERIFY = Batch((5, 5, 5), (5, 37, 150), 4)
-"""A uniform 1 + K, as step 0 and verification see it."""
-RAGGED = Batch((3, 1, 20, 7), (3, 64, 20, 100), 4)
-"""A prefill beside decodes."""
-
-
-def base_spec(subject: Subject) -> AttentionSpec:
-    """The plainest spec that the backend accepts: grouped and in fp32 where it has that."""
-    dtypes = sorted(subject.backend.capabilities.dtypes, key=lambda dtype: -torch.finfo(dtype).bits)
-    tried: list[str] = []
-    for kind, dtype in product(subject.backend.capabilities.kinds, dtypes):
-        for changes in _PLAIN[kind]:
-            spec = AttentionSpec(kind=kind, dtype=dtype, **changes)
-            verdict = subject.backend.supports(spec, subject.device)
-            if not isinstance(verdict, Rejected):
-                return spec
-            tried += verdict.reasons
-    raise Unsupported("; ".join(dict.fromkeys(tried)) or "claims no dtype, or no kind of attention")
-
-
-_PLAIN: dict[AttentionKind, list[dict[str, Any]]] = {
-    AttentionKind.MHA: [
-        {"num_q_heads": heads, "num_kv_heads": 2, "page_size": page, "head_dim": dim}
-        for heads, page, dim in product((4, 2), (PAGE, 64, 1), (64, 128))
-    ],
-    AttentionKind.MLA: [
-        {"num_q_heads": heads, "num_kv_heads": 1, "page_size": page, "sliding_window": window, **dims}
-        for dims, heads, page, window in product(
-            ({"head_dim": 80, "value_dim": 64}, {"head_dim": 128}, {"head_dim": 512}),
-            (4, 64),
-            (PAGE, 64, 1),
-            (None, 40),
-        )
-    ],
-}
-"""Specs to try, plainest first."""
+from spec_decode.conformance.check import Cases
+from spec_decode.testing.batches import Batch, Case
+from spec_decode.testing.subject import PLAIN_SPECS, Subject
 
 _V4: dict[str, Any] = {
     "head_dim": 512,
@@ -139,77 +73,65 @@ _VARIANTS: dict[AttentionKind, dict[str, dict[str, Any]]] = {
 
 def tested_values(field: str) -> list[int]:
     """The values of an int field of the spec that some variant of some kind has."""
-    every = [change for kind in AttentionKind for change in (*_PLAIN[kind], *_VARIANTS[kind].values())]
+    every = [change for kind in AttentionKind for change in (*PLAIN_SPECS[kind], *_VARIANTS[kind].values())]
     return sorted({change[field] for change in every if field in change})
 
 
-def spec_cases(batches: dict[str, Batch]) -> Any:
-    """A case generator: every spec variant with every batch. Refused variants stay in: the refusal is a result."""
+def spec_cases(batches: dict[str, Batch], variants: Collection[str] | None = None) -> Cases:
+    """A case generator: these variants, or all, with every batch. Refused ones stay in: the refusal is a result."""
 
     def generate(subject: Subject) -> Iterable[tuple[str, Case]]:
         for variant, spec in _specs(subject):
-            for name, batch in batches.items():
-                yield f"{variant}-{name}", Case(spec, batch)
+            if variants is None or variant in variants:
+                yield from _with_batches(variant, spec, batches)
 
     return generate
 
 
-_TELLING = ("base", "window", "deepseek_v3", "deepseek_v4_packed")
-
-
-def base_cases(batches: dict[str, Batch], variants: tuple[str, ...] = _TELLING) -> Any:
+def base_cases(batches: dict[str, Batch]) -> Cases:
     """A case generator: a few telling variants with every batch."""
-
-    def generate(subject: Subject) -> Iterable[tuple[str, Case]]:
-        return [
-            (f"{variant}-{name}", Case(spec, batch))
-            for variant, spec in _specs(subject)
-            if variant in variants
-            for name, batch in batches.items()
-        ]
-
-    return generate
+    return spec_cases(batches, ("base", "window", "deepseek_v3", "deepseek_v4_packed"))
 
 
 _PAGES = ("page_4", "page_64", "page_128")
 """Pages beside the plainest spec's, in order of size; each has an edge that DECODE's requests cross."""
 
 
-def page_cases(batches: dict[str, Batch]) -> Any:
+def page_cases(batches: dict[str, Batch]) -> Cases:
     """A case generator: the smallest and the largest of _PAGES that the backend serves, with every batch."""
 
     def generate(subject: Subject) -> Iterable[tuple[str, Case]]:
-        plain = base_spec(subject).page_size
+        plain = subject.base_spec().page_size
         served = [
             (variant, spec)
             for variant, spec in _specs(subject)
             if variant in _PAGES and spec.page_size != plain and subject.backend.supports(spec, subject.device)
         ]
         ends = dict([*served[:1], *served[-1:]])
-        return [
-            (f"{variant}-{name}", Case(spec, batch))
-            for variant, spec in ends.items()
-            for name, batch in batches.items()
-        ]
+        return [case for variant, spec in ends.items() for case in _with_batches(variant, spec, batches)]
 
     return generate
 
 
-def joined(*generators: Any) -> Any:
+def joined(*generators: Cases) -> Cases:
     """A case generator: the cases of each in turn."""
     return lambda subject: [case for generate in generators for case in generate(subject)]
 
 
 def _specs(subject: Subject) -> Iterable[tuple[str, AttentionSpec]]:
     """Every variant of the base spec, then those of the other kinds that the backend claims, named after the kind."""
-    base = base_spec(subject)
+    base = subject.base_spec()
     for variant, changes in _VARIANTS[base.kind].items():
         yield variant, _changed(base, changes)
     for kind in subject.backend.capabilities.kinds:
         if kind is not base.kind:
-            plain = AttentionSpec(kind=kind, dtype=base.dtype, **_PLAIN[kind][0])
+            plain = AttentionSpec(kind=kind, dtype=base.dtype, **PLAIN_SPECS[kind][0])
             for variant, changes in _VARIANTS[kind].items():
                 yield f"{kind.value}_{variant}", _changed(plain, changes)
+
+
+def _with_batches(variant: str, spec: AttentionSpec, batches: dict[str, Batch]) -> list[tuple[str, Case]]:
+    return [(f"{variant}-{name}", Case(spec, batch)) for name, batch in batches.items()]
 
 
 def _changed(spec: AttentionSpec, changes: dict[str, Any]) -> AttentionSpec:
@@ -218,10 +140,3 @@ def _changed(spec: AttentionSpec, changes: dict[str, Any]) -> AttentionSpec:
     if "head_dim" in changes:
         derived["value_dim"] = None
     return replace(spec, **{**derived, **changes})
-
-
-def demand(backend: AttentionBackend, spec: AttentionSpec, device: torch.device) -> None:
-    """Raise Unsupported with the backend's own reasons unless it accepts the spec."""
-    verdict = backend.supports(spec, device)
-    if isinstance(verdict, Rejected):
-        raise Unsupported("; ".join(verdict.reasons))

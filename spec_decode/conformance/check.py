@@ -6,63 +6,41 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from spec_decode.conformance.coverage import Coverage
+from spec_decode.conformance.report import EVERYTHING, FAMILIES
+from spec_decode.testing.expectations import Measurements
+from spec_decode.testing.subject import Subject
 
-from attn_backends import AttentionBackend
-
-Evidence = dict[str, float]
-
-
-class CheckFailure(AssertionError):
-    """The backend does not do what the contract says. smallest: the smallest case that shows it, if it was sought."""
-
-    def __init__(self, *, contract: str, expected: str, got: str, smallest: str = "") -> None:
-        shown = f"; smallest case: {smallest}" if smallest else ""
-        super().__init__(f"contract: {contract}; expected: {expected}; got: {got}{shown}")
-        self.contract, self.expected, self.got = contract, expected, got
-
-
-class Unsupported(Exception):
-    """The case is not claimed, and the backend refused it cleanly; the message is its reasons."""
-
-
-class Unavailable(Exception):
-    """The case needs something this machine has not."""
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What is being checked, and where."""
-
-    backend: AttentionBackend
-    device: torch.device
-    asked_as: str = ""
-    """The name that it was asked for by; empty where the backend itself was given."""
+Cases = Callable[[Subject], Iterable[tuple[str, Any]]]
+"""Yields (name, case) for a backend. Raises Unsupported where it refuses them all."""
+Body = Callable[[Subject, Any], Measurements | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A named check on a named case. Calling it returns evidence, or raises one of the exceptions above."""
+    """A named check on a named case. Calling it returns measurements.
+
+    It raises CheckFailure, Unsupported or Unavailable; anything else is an error of the backend or of the check.
+    """
 
     name: str
     """family.what_holds; stable across versions."""
+    family: str
     case: str
     contract: str
-    run: Callable[[], Evidence]
+    covers: tuple[str, ...]
+    """The columns of the matrix that its result is evidence for."""
+    run: Callable[[], Measurements]
     value: object = None
     """The case itself; the exception, where the backend refuses every case or none could be made."""
     preview: str = ""
     """Why failing it is no failure yet: it came with a later contract than the backend was built for. Else empty."""
 
     @property
-    def family(self) -> str:
-        return self.name.split(".")[0]
-
-    @property
     def id(self) -> str:
         return f"{self.name}[{self.case}]"
 
-    def __call__(self) -> Evidence:
+    def __call__(self) -> Measurements:
         return self.run()
 
 
@@ -70,11 +48,36 @@ class Check:
 class _Definition:
     name: str
     contract: str
-    cases: Callable[[Subject], Iterable[tuple[str, Any]]]
-    body: Callable[[Subject, Any], Evidence | None]
+    cases: Cases
+    covers: Coverage
+    body: Body
     since: tuple[int, int]
 
-    def preview(self, subject: Subject) -> str:
+    @property
+    def family(self) -> str:
+        return self.name.split(".")[0]
+
+    def expand(self, subject: Subject) -> list[Check]:
+        """The check on each of its cases; one that raises what was raised where no case could be made."""
+        try:
+            cases = list(self.cases(subject))
+        except Exception as error:  # Unsupported, or whatever a plug-in's record leads to; here it is the check's
+            return [self._check(subject, "any", (EVERYTHING,), error, _raising(error))]
+        return [self._check(subject, name, self.covers(subject, case), case, self.body) for name, case in cases]
+
+    def _check(self, subject: Subject, case: str, covers: Iterable[str], value: object, body: Body) -> Check:
+        return Check(
+            name=self.name,
+            family=self.family,
+            case=case,
+            contract=self.contract,
+            covers=tuple(dict.fromkeys(covers)),
+            run=lambda: body(subject, value) or {},
+            value=value,
+            preview=self._preview(subject),
+        )
+
+    def _preview(self, subject: Subject) -> str:
         built_for = subject.backend.contract_version
         if self.since <= built_for:
             return ""
@@ -86,56 +89,34 @@ _definitions: list[_Definition] = []
 
 
 def check(
-    name: str,
-    contract: str,
-    cases: Callable[[Subject], Iterable[tuple[str, Any]]] | None = None,
-    *,
-    since: tuple[int, int] = (1, 0),
-) -> Callable[[Callable[[Subject, Any], Evidence | None]], Callable[[Subject, Any], Evidence | None]]:
-    """Define a check: body(subject, case) for every (case name, case) that `cases` yields.
+    name: str, contract: str, cases: Cases | None = None, *, covers: Coverage, since: tuple[int, int] = (1, 0)
+) -> Callable[[Body], Body]:
+    """Define a check: body(subject, case) for every (case name, case) that `cases` yields; one case without it.
 
-    since: the contract version that it came with. For a backend built for an earlier one it is a preview: what passed
-    before passes still, and its author sees what the next version will ask.
+    covers: the columns that a result on a case is evidence for. since: the contract version that the check came with.
+    For a backend that was built for an earlier one it is a preview: what passed before still passes, and its author
+    sees what the next version will require.
     """
 
-    def define(body: Callable[[Subject, Any], Evidence | None]) -> Callable[[Subject, Any], Evidence | None]:
-        _definitions.append(_Definition(name, contract, cases or (lambda subject: [("any", None)]), body, since))
+    def define(body: Body) -> Body:
+        _definitions.append(_Definition(name, contract, cases or _one_case, covers, body, since))
         return body
 
     return define
 
 
 def expand(subject: Subject) -> list[Check]:
-    """Every check on every case for this backend and device, in the order of definition."""
-    return [check for definition in _definitions for check in _expand_one(definition, subject)]
+    """Every check on every case for this backend and device, family by family."""
+    ordered = sorted(_definitions, key=lambda definition: FAMILIES.index(definition.family))
+    return [check for definition in ordered for check in definition.expand(subject)]
 
 
-def _expand_one(definition: _Definition, subject: Subject) -> list[Check]:
-    preview = definition.preview(subject)
-    try:
-        cases = list(definition.cases(subject))
-    except Unsupported as refusal:
-        return [Check(definition.name, "any", definition.contract, _raise(refusal), refusal, preview)]
-    except Exception as error:  # a plug-in's record may hold anything; that no case could be made is the check's error
-        return [Check(definition.name, "any", definition.contract, _raise(error), error, preview)]
-    return [
-        Check(definition.name, name, definition.contract, _bind(definition, subject, case), case, preview)
-        for name, case in cases
-    ]
+def _one_case(subject: Subject) -> list[tuple[str, None]]:
+    return [("any", None)]
 
 
-def _raise(why: Exception) -> Callable[[], Evidence]:
-    def run() -> Evidence:
-        raise why
+def _raising(error: Exception) -> Body:
+    def body(subject: Subject, value: object) -> Measurements:
+        raise error
 
-    return run
-
-
-def _bind(definition: _Definition, subject: Subject, case: Any) -> Callable[[], Evidence]:
-    return lambda: definition.body(subject, case) or {}
-
-
-def expect(condition: bool, *, contract: str, expected: str, got: object) -> None:
-    """Raise CheckFailure unless condition holds."""
-    if not condition:
-        raise CheckFailure(contract=contract, expected=expected, got=str(got))
+    return body

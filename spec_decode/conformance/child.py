@@ -1,4 +1,4 @@
-"""The other side of `spec_decode.conformance.isolation`: python -m spec_decode.conformance.child NAME FD ASK."""
+"""The process that `spec_decode.conformance.isolation` starts: python -m ...child NAME FD REQUEST."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import msgspec
 import torch
 
 
-def main(name: str, writer: int, ask: dict[str, Any]) -> None:
+def main(name: str, writer: int, request: dict[str, Any]) -> None:
     """Plan and run the checks; the plan with its notes and each result become a line of JSON."""
     from spec_decode.conformance.runner import plan, run_check
 
-    planned = plan(name, **{**ask, "device": torch.device(ask["device"])})
-    _say(writer, {"report": planned.report.document(), "notes": planned.notes})
+    planned = plan(name, **{**request, "device": torch.device(request["device"])})
+    _send(writer, {"report": planned.report.document(), "notes": planned.notes})
     for check, result in zip(planned.checks, planned.report.results, strict=False):
         done = msgspec.structs.replace(planned.report, results=(run_check(check, result, planned.known_failures),))
-        _say(writer, {"result": done.document()["results"][0]})
+        _send(writer, {"result": done.document()["results"][0]})
 
 
-def _say(writer: int, message: dict[str, Any]) -> None:
+def _send(writer: int, message: dict[str, Any]) -> None:
     with os.fdopen(os.dup(writer), "wb") as pipe:
         pipe.write(msgspec.json.encode(message) + b"\n")
 

@@ -1,54 +1,47 @@
-"""What a backend says of itself, column by column, so that a report can be read where the backend is not installed."""
+"""What a backend claims, column by column, so that a report can be read where the backend is not installed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 
 from attn_backends import Feature
 from builders import AdvanceLevel, AttentionKind, GraphSupport
-from spec_decode.conformance.cases import base_spec, tested_values
-from spec_decode.conformance.check import Subject, Unsupported
+from spec_decode.conformance import coverage
+from spec_decode.conformance.cases import tested_values
 from spec_decode.conformance.report import EVERYTHING, Claim
-from spec_decode.conformance.tags import strategy_obstacle
+from spec_decode.conformance.strategies import unsupported_reason
 from spec_decode.drafter.plan import Strategy
-
-_ALWAYS = (
-    *("graph:capture", "graph:advance"),
-    *(f"strategy:{strategy.value}" for strategy in Strategy),
-    *(f"dtype:{name}" for name in ("float32", "float16", "bfloat16")),
-    *("kv:mixed", "kv:float8_e4m3fn"),
-    *(f"page:{size}" for size in tested_values("page_size")),
-    *(f"dim:{dim}" for dim in tested_values("head_dim")),
-    *(f"feature:{feature.value}" for feature in Feature),
-    "feature:mla",
-)
-"""Claimed or denied by every backend, whichever checks it gets."""
+from spec_decode.testing.expectations import Unsupported
+from spec_decode.testing.subject import Subject
 
 
-def claims_of(subject: Subject, tags: Iterable[str]) -> dict[str, Claim]:
-    """The claim for each of these tags, and for all that some backend is checked for.
+def claims_of(subject: Subject, columns: Iterable[str]) -> dict[str, Claim]:
+    """The claim for each of these columns, and for all that some backend is checked for.
 
     From the capability record, the builder's class and the drafter's own choice. A backend that refuses every spec on
     this device claims nothing there, with its reasons. A claim that cannot be read is none, and says so.
     """
     try:
-        base_spec(subject)
+        subject.base_spec()
     except Unsupported as refusal:
         return {EVERYTHING: Claim(claimed=False, reason=str(refusal))}
     except Exception as error:  # a plug-in's record may hold anything
         return {EVERYTHING: _unreadable(error)}
-    wanted = dict.fromkeys([*_ALWAYS, *tags])
-    wanted.pop(EVERYTHING, None)
-    return {tag: _claim(subject, tag) for tag in sorted(wanted)}
+    return {column: _claim(subject, column) for column in sorted({*_READERS, *columns} - {EVERYTHING})}
 
 
-def _claim(subject: Subject, tag: str) -> Claim:
-    axis, _, value = tag.partition(":")
-    read = _READERS.get(axis)
+def level_words(level: GraphSupport | AdvanceLevel) -> str:
+    """A level as reports name it."""
+    return level.name.lower().replace("_", " ")
+
+
+def _claim(subject: Subject, column: str) -> Claim:
+    read = _READERS.get(column)
     try:
-        return read(subject, value) if read else Claim(claimed=True)
+        return read(subject) if read else Claim(claimed=True)
     except Exception as error:  # a plug-in's record may hold anything
         return _unreadable(error)
 
@@ -57,64 +50,66 @@ def _unreadable(error: Exception) -> Claim:
     return Claim(claimed=False, reason=f"the claim cannot be read: {type(error).__name__}: {error}")
 
 
-def _graph(subject: Subject, value: str) -> Claim:
-    builder = subject.backend.builder
-    if value == "capture":
-        level = GraphSupport(builder.graph_support)
-        return Claim(claimed=level > GraphSupport.NEVER, level=level_words(level))
-    support = builder.advance_support(base_spec(subject), subject.device)
+def _capture(subject: Subject) -> Claim:
+    level = GraphSupport(subject.backend.builder.graph_support)
+    return Claim(claimed=level > GraphSupport.NEVER, level=level_words(level))
+
+
+def _advance(subject: Subject) -> Claim:
+    support = subject.backend.builder.advance_support(subject.base_spec(), subject.device)
     return Claim(claimed=support.level > AdvanceLevel.REBUILD, level=level_words(support.level), reason=support.reason)
 
 
-def level_words(level: GraphSupport | AdvanceLevel) -> str:
-    """A level as reports name it."""
-    return level.name.lower().replace("_", " ")
+def _strategy(strategy: Strategy, subject: Subject) -> Claim:
+    reason = unsupported_reason(subject, strategy)
+    return Claim(claimed=not reason, reason=reason)
 
 
-def _strategy(subject: Subject, value: str) -> Claim:
-    obstacle = strategy_obstacle(subject, Strategy(value))
-    return Claim(claimed=not obstacle, reason=obstacle)
+def _dtype(dtype: torch.dtype, subject: Subject) -> Claim:
+    return Claim(claimed=dtype in subject.backend.capabilities.dtypes)
 
 
-def _dtype(subject: Subject, value: str) -> Claim:
-    return Claim(claimed=getattr(torch, value) in subject.backend.capabilities.dtypes)
+def _mixed_kv(subject: Subject) -> Claim:
+    return Claim(claimed=subject.backend.capabilities.mixed_kv_dtypes)
 
 
-def _kv(subject: Subject, value: str) -> Claim:
+def _kv(dtype: torch.dtype, subject: Subject) -> Claim:
     able = subject.backend.capabilities
-    if value == "mixed":
-        return Claim(claimed=able.mixed_kv_dtypes)
-    return Claim(
-        claimed=getattr(torch, value) in able.kv_dtypes,
-        reason="queries and weights are rounded to it too" if able.quantises_queries else "",
-    )
+    rounded = "queries and weights are rounded to it too" if able.quantises_queries else ""
+    return Claim(claimed=dtype in able.kv_dtypes, reason=rounded)
 
 
-def _page(subject: Subject, value: str) -> Claim:
+def _page(size: int, subject: Subject) -> Claim:
     sizes = subject.backend.capabilities.page_sizes
-    return Claim(claimed=int(value) in sizes, reason=f"page size {sizes}")
+    return Claim(claimed=size in sizes, reason=f"page size {sizes}")
 
 
-def _dim(subject: Subject, value: str) -> Claim:
+def _dim(head_dim: int, subject: Subject) -> Claim:
     sizes = subject.backend.capabilities.head_dims
-    return Claim(claimed=int(value) in sizes, reason=f"head dim {sizes}")
+    return Claim(claimed=head_dim in sizes, reason=f"head dim {sizes}")
 
 
-def _feature(subject: Subject, value: str) -> Claim:
+def _mla(subject: Subject) -> Claim:
+    return Claim(claimed=AttentionKind.MLA in subject.backend.capabilities.kinds)
+
+
+def _feature(feature: Feature, subject: Subject) -> Claim:
     able = subject.backend.capabilities
-    if value == "mla":
-        return Claim(claimed=AttentionKind.MLA in able.kinds)
-    feature = Feature(value)
     return Claim(claimed=feature in able.features, reason="a spec must ask for it" if feature in able.required else "")
 
 
-_READERS: dict[str, Callable[[Subject, str], Claim]] = {
-    "graph": _graph,
-    "strategy": _strategy,
-    "dtype": _dtype,
-    "kv": _kv,
-    "page": _page,
-    "dim": _dim,
-    "feature": _feature,
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_READERS: dict[str, Callable[[Subject], Claim]] = {
+    coverage.CAPTURE: _capture,
+    coverage.ADVANCE: _advance,
+    **{coverage.strategy_column(strategy): partial(_strategy, strategy) for strategy in Strategy},
+    **{coverage.dtype_column(dtype): partial(_dtype, dtype) for dtype in _DTYPES},
+    coverage.MIXED_KV: _mixed_kv,
+    coverage.kv_column(torch.float8_e4m3fn): partial(_kv, torch.float8_e4m3fn),
+    **{coverage.page_column(size): partial(_page, size) for size in tested_values("page_size")},
+    **{coverage.dim_column(dim): partial(_dim, dim) for dim in tested_values("head_dim")},
+    **{coverage.feature_column(feature): partial(_feature, feature) for feature in Feature},
+    coverage.MLA: _mla,
 }
-"""By axis. Every other column is part of the contract, and whoever registers a backend claims it."""
+"""What every backend claims or denies, whichever checks it gets. Every other column is part of the contract: whoever
+registers a backend claims it."""

@@ -10,14 +10,19 @@ import torch
 
 from attn_backends import Accepted, AttentionBackend, Rejected, registry
 from builders import CONTRACT_VERSION, AdvanceLevel, AdvanceSupport, HostLengths, MetadataBuilder
-from spec_decode.conformance.cases import DECODE, Case, base_cases, base_spec
-from spec_decode.conformance.check import Evidence, Subject, check, expect
+from spec_decode.conformance.cases import spec_cases
+from spec_decode.conformance.check import check
+from spec_decode.conformance.coverage import DECLARED, only
+from spec_decode.testing.batches import DECODE, Case
+from spec_decode.testing.expectations import Measurements, expect
+from spec_decode.testing.metadata_fields import tensors_of
 from spec_decode.testing.paged_fixture import PagedFixture
+from spec_decode.testing.subject import Subject
 
-_BASE = base_cases({"decode": DECODE}, ("base",))
+_BASE = spec_cases({"decode": DECODE}, ("base",))
 
 
-@check("contract.version_matches", "a backend states the contract version it was built for")
+@check("contract.version_matches", "a backend states the contract version it was built for", covers=only(DECLARED))
 def version_matches(subject: Subject, case: None) -> None:
     expect(
         subject.backend.contract_version[0] == CONTRACT_VERSION[0],
@@ -35,9 +40,14 @@ def version_matches(subject: Subject, case: None) -> None:
     )
 
 
-@check("contract.name_is_the_registered_one", "a backend is called what it is registered as", since=(1, 1))
+@check(
+    "contract.name_is_the_registered_one",
+    "a backend is called what it is registered as",
+    covers=only(DECLARED),
+    since=(1, 1),
+)
 def name_is_the_registered_one(subject: Subject, case: None) -> None:
-    # Where several packages declare a name, each is had as "package:name".
+    # Where several packages declare a name, each is available as "package:name".
     registered = subject.asked_as.rpartition(":")[2] or subject.backend.name
     expect(
         subject.backend.name == registered,
@@ -47,8 +57,8 @@ def name_is_the_registered_one(subject: Subject, case: None) -> None:
     )
 
 
-@check("contract.capabilities_are_data", "capabilities are a record that a report can hold")
-def capabilities_are_data(subject: Subject, case: None) -> Evidence:
+@check("contract.capabilities_are_data", "capabilities are a record that a report can hold", covers=only(DECLARED))
+def capabilities_are_data(subject: Subject, case: None) -> Measurements:
     record = msgspec.to_builtins(dataclasses.asdict(subject.backend.capabilities), enc_hook=str)
     text = msgspec.json.encode(record)
     expect(
@@ -63,17 +73,18 @@ def capabilities_are_data(subject: Subject, case: None) -> Evidence:
 @check(
     "contract.supports_answers_with_reasons",
     "supports() returns Accepted, or Rejected with reasons; never a bool",
+    covers=only(DECLARED),
 )
 def supports_answers_with_reasons(subject: Subject, case: None) -> None:
-    spec = base_spec(subject)
-    verdict = subject.backend.supports(spec, subject.device)
-    expect(isinstance(verdict, Accepted), contract="supports()", expected="Accepted", got=verdict)
-    verdict = subject.backend.supports(spec, torch.device("meta"))
+    spec = subject.base_spec()
+    answer = subject.backend.supports(spec, subject.device)
+    expect(isinstance(answer, Accepted), contract="supports()", expected="Accepted", got=answer)
+    answer = subject.backend.supports(spec, torch.device("meta"))
     expect(
-        isinstance(verdict, Rejected) and all(verdict.reasons),
+        isinstance(answer, Rejected) and all(answer.reasons),
         contract="supports() refuses a device it cannot run on, with reasons",
         expected="Rejected(reasons)",
-        got=verdict,
+        got=answer,
     )
 
 
@@ -81,9 +92,11 @@ def supports_answers_with_reasons(subject: Subject, case: None) -> None:
     "contract.builder_declares_itself",
     "a builder declares graph and advance support, and its step fields",
     _BASE,
+    covers=only(DECLARED),
 )
 def builder_declares_itself(subject: Subject, case: Case) -> None:
-    support = subject.backend.builder.advance_support(case.spec, subject.device)
+    builder = subject.backend.builder
+    support = builder.advance_support(case.spec, subject.device)
     expect(
         isinstance(support, AdvanceSupport) and len(support.reason) > 0,
         contract="advance_support returns a level with its reason",
@@ -91,15 +104,13 @@ def builder_declares_itself(subject: Subject, case: Case) -> None:
         got=support,
     )
     expect(
-        support.level is not AdvanceLevel.PREPLANNED or subject.backend.builder.host_lengths is not HostLengths.NONE,
+        support.level is not AdvanceLevel.PREPLANNED or builder.host_lengths is not HostLengths.NONE,
         contract="a plan ahead is made from lengths that the host is told",
         expected="host_lengths UPPER_BOUND or EXACT",
-        got=subject.backend.builder.host_lengths,
+        got=builder.host_lengths,
     )
-    world = PagedFixture(subject, case.spec, case.batch.rows)
-    metadata = world.builder().build(world.view(world.load(case.batch), case.batch))
-    fields = {field.name for field in dataclasses.fields(metadata)}
-    missing = set(subject.backend.builder.step_fields) - fields
+    metadata = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch).metadata
+    missing = set(builder.step_fields) - {field.name for field in dataclasses.fields(metadata)}
     expect(not missing, contract="step_fields name metadata fields", expected="no others", got=missing)
 
 
@@ -107,10 +118,10 @@ def builder_declares_itself(subject: Subject, case: Case) -> None:
     "contract.metadata_is_frozen",
     "metadata is a frozen dataclass: its tensors change, its fields do not",
     _BASE,
+    covers=only(DECLARED),
 )
 def metadata_is_frozen(subject: Subject, case: Case) -> None:
-    world = PagedFixture(subject, case.spec, case.batch.rows)
-    metadata = world.builder().build(world.view(world.load(case.batch), case.batch))
+    metadata = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch).metadata
     params = getattr(metadata, "__dataclass_params__", None)
     expect(
         params is not None and params.frozen,
@@ -120,13 +131,12 @@ def metadata_is_frozen(subject: Subject, case: Case) -> None:
     )
 
 
-@check("contract.builders_share_no_state", "two builders can be used side by side", _BASE)
+@check("contract.builders_share_no_state", "two builders can be used side by side", _BASE, covers=only(DECLARED))
 def builders_share_no_state(subject: Subject, case: Case) -> None:
-    world = PagedFixture(subject, case.spec, case.batch.rows)
-    buffers = world.load(case.batch)
-    view = world.view(buffers, case.batch)
+    fixture = PagedFixture(subject, case.spec, case.batch.rows)
+    view = fixture.view(fixture.load(case.batch), case.batch)
     shared = {t.untyped_storage().data_ptr() for t in tensors_of(view).values()}
-    first, second = (tensors_of(world.builder().build(view)) for _ in range(2))
+    first, second = (tensors_of(fixture.builder().build(view)) for _ in range(2))
     own = {n for n, t in first.items() if t.numel() and t.untyped_storage().data_ptr() not in shared}
     aliased = {n for n in own if first[n].untyped_storage().data_ptr() == second[n].untyped_storage().data_ptr()}
     expect(
@@ -140,11 +150,12 @@ def builders_share_no_state(subject: Subject, case: Case) -> None:
 @check(
     "contract.overriding_build_drops_the_claim",
     "a subclass that overrides build() must state its advance again",
+    covers=only(DECLARED),
 )
 def overriding_build_drops_the_claim(subject: Subject, case: None) -> None:
     base: type[MetadataBuilder[Any]] = subject.backend.builder
     derived = type("Derived", (base,), {"build": lambda self, batch, *, horizon=0: None})
-    support = cast("type[MetadataBuilder[Any]]", derived).advance_support(base_spec(subject), subject.device)
+    support = cast("type[MetadataBuilder[Any]]", derived).advance_support(subject.base_spec(), subject.device)
     expect(
         support.level is AdvanceLevel.REBUILD,
         contract="an inherited claim does not cover another build()",
@@ -153,19 +164,27 @@ def overriding_build_drops_the_claim(subject: Subject, case: None) -> None:
     )
 
 
-@check("contract.cpu_use_touches_no_cuda", "using a backend on the CPU never initialises CUDA", _BASE)
+@check(
+    "contract.cpu_use_touches_no_cuda",
+    "using a backend on the CPU never initialises CUDA",
+    _BASE,
+    covers=only(DECLARED),
+)
 def cpu_use_touches_no_cuda(subject: Subject, case: Case) -> None:
-    if subject.device.type != "cpu":
-        return
     expect(
-        not torch.cuda.is_initialized(),
+        subject.device.type != "cpu" or not torch.cuda.is_initialized(),
         contract="no CUDA context without a CUDA device in use",
         expected="torch.cuda not initialised",
         got="initialised",
     )
 
 
-@check("contract.loading_touches_no_cuda", "a module is imported without initialising CUDA", since=(1, 1))
+@check(
+    "contract.loading_touches_no_cuda",
+    "a module is imported without initialising CUDA",
+    covers=only(DECLARED),
+    since=(1, 1),
+)
 def loading_touches_no_cuda(subject: Subject, case: None) -> None:
     expect(
         not registry.started_cuda(subject.backend),
@@ -173,21 +192,3 @@ def loading_touches_no_cuda(subject: Subject, case: None) -> None:
         expected="torch.cuda as it was; ask for devices in supports(), a builder or forward()",
         got="initialised while it was loaded",
     )
-
-
-def tensors_of(record: Any) -> dict[str, torch.Tensor]:
-    """The tensor fields of a dataclass."""
-    return {
-        field.name: value
-        for field in dataclasses.fields(record)
-        if isinstance(value := getattr(record, field.name), torch.Tensor)
-    }
-
-
-def host_fields_of(record: Any) -> dict[str, Any]:
-    """The other fields."""
-    return {
-        field.name: value
-        for field in dataclasses.fields(record)
-        if not isinstance(value := getattr(record, field.name), torch.Tensor)
-    }

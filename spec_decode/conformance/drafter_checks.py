@@ -10,38 +10,41 @@ import torch
 
 from builders import AttentionSpec
 from builders.kernels.triton_runtime import torch_implementations
-from spec_decode.conformance.check import Evidence, Subject, Unsupported, check, expect
+from spec_decode.conformance.check import check
+from spec_decode.conformance.coverage import every_strategy, one_strategy
 from spec_decode.drafter import Drafter, DrafterConfig, VerifiedTokens
 from spec_decode.drafter.kv_groups import KVGroup
 from spec_decode.drafter.plan import Strategy, StrategyError
 from spec_decode.models import AttentionInputs, EagleDraft
 from spec_decode.sampling.draft_sampler import NO_TOKEN
 from spec_decode.testing import oracle
-from spec_decode.testing.draft_fixture import MAX_SEQ_LEN, VOCAB, Scene, make_scene, target_of
+from spec_decode.testing.draft_fixture import MAX_SEQ_LEN, VOCAB, DraftFixture, target_of
+from spec_decode.testing.expectations import Measurements, Unsupported, expect
+from spec_decode.testing.subject import Subject
 
 _ROUNDS = 2
 STEP_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 BATCH_SIZES = (1, 2, 3, 7, 32)
 
 
-def _verified(scene: Scene, contexts: list[int], temperature: float, round_: int) -> VerifiedTokens:
+def _verified(fixture: DraftFixture, contexts: list[int], temperature: float, round_: int) -> VerifiedTokens:
     generator = torch.Generator().manual_seed(100 + round_)
-    n, width, hidden = len(contexts), scene.steps + 1, scene.model.config.hidden_size
+    n, width, hidden = len(contexts), fixture.num_speculative_tokens + 1, fixture.model.config.hidden_size
     tensors = {
         "token_ids": torch.randint(0, VOCAB, (n, width), generator=generator),
-        "target_hidden_states": torch.randn(n, width, hidden, generator=generator).to(scene.spec.dtype),
+        "target_hidden_states": torch.randn(n, width, hidden, generator=generator).to(fixture.spec.dtype),
         "context_lens": torch.tensor(contexts, dtype=torch.int32),
         "accepted": torch.randint(0, width, (n,), generator=generator, dtype=torch.int32),
         "next_tokens": torch.randint(0, VOCAB, (n,), generator=generator),
         "temperature": torch.full((n,), temperature),
         "seeds": torch.arange(n) * 7919 + 3,
     }
-    return VerifiedTokens(**{name: tensor.to(scene.subject.device) for name, tensor in tensors.items()})
+    return VerifiedTokens(**{name: tensor.to(fixture.subject.device) for name, tensor in tensors.items()})
 
 
 @dataclass(slots=True)
-class _Run:
-    """What two rounds left behind: tokens and logits of each, the cache, and the overflow flags."""
+class _DraftRun:
+    """The result of two rounds: tokens and logits of each, the cache, and the overflow flags."""
 
     tokens: list[torch.Tensor]
     logits: list[torch.Tensor]
@@ -50,28 +53,28 @@ class _Run:
 
 
 def _draft(
-    scene: Scene,
+    fixture: DraftFixture,
     strategy: Strategy,
     temperature: float,
     *,
     draft_lens: Sequence[int] | None = None,
     min_confidence: float = 0.0,
-) -> _Run:
+) -> _DraftRun:
     """Two rounds; in the second one request has left and the others sit in other rows. draft_lens: of each request."""
-    group, tables = scene.group(), scene.tables()
+    group, tables = fixture.group(), fixture.tables()
     config = DrafterConfig(
-        num_speculative_tokens=scene.steps,
+        num_speculative_tokens=fixture.num_speculative_tokens,
         strategy=strategy,
-        capture_sizes=[scene.num_reqs],
+        capture_sizes=[fixture.num_reqs],
         min_confidence=min_confidence,
     )
-    drafter = Drafter(scene.model, [group], tables, config)
+    drafter = Drafter(fixture.model, [group], tables, config)
     lengths = None if draft_lens is None else torch.tensor(draft_lens, dtype=torch.int32, device=tables.device)
-    contexts, limits, pages = scene.contexts(), scene.limits(), scene.pages
-    run = _Run([], [], (group.caches[0].key, group.caches[0].value), tables.overflow)
+    contexts, limits, pages = fixture.contexts(), fixture.limits(), fixture.pages
+    run = _DraftRun([], [], (group.caches[0].key, group.caches[0].value), tables.overflow)
     for round_ in range(_ROUNDS):
         tables.load([pages], limits)
-        verified = _verified(scene, contexts, temperature, round_)
+        verified = _verified(fixture, contexts, temperature, round_)
         if lengths is not None:
             verified = replace(verified, draft_lens=lengths[-len(contexts) :])
         drafts = drafter.propose(verified)
@@ -90,21 +93,22 @@ def _every_shape(subject: Subject) -> Iterable[tuple[str, tuple[int, int]]]:
 
 @check(
     "drafter.strategies_agree",
-    "tokens, cached logits, cache and flags are the same bits in every strategy as in eager, greedy and hot",
+    "tokens, cached logits, cache and flags are the same bits in every strategy as in eager, greedy and random",
     _every_shape,
+    covers=every_strategy,
 )
-def strategies_agree(subject: Subject, case: tuple[int, int]) -> Evidence:
+def strategies_agree(subject: Subject, case: tuple[int, int]) -> Measurements:
     steps, num_reqs = case
-    # The kernels are judged one by one elsewhere: whole rounds in the interpreter would take an hour.
+    # Other checks cover the kernels one by one: whole rounds in the interpreter would take an hour.
     with torch_implementations():
-        scene = make_scene(subject, num_reqs, steps)
-        compared = [_compare(scene, _draft(scene, Strategy.EAGER, t), t) for t in (0.0, 1.0)]
+        fixture = DraftFixture.make(subject, num_reqs, steps)
+        compared = [_compare(fixture, _draft(fixture, Strategy.EAGER, t), t) for t in (0.0, 1.0)]
     return {"runs_compared": float(sum(compared))}
 
 
 def _compare(
-    scene: Scene,
-    eager: _Run,
+    fixture: DraftFixture,
+    eager: _DraftRun,
     temperature: float,
     *,
     draft_lens: Sequence[int] | None = None,
@@ -116,7 +120,7 @@ def _compare(
         if strategy is Strategy.EAGER:
             continue
         try:
-            run = _draft(scene, strategy, temperature, draft_lens=draft_lens, min_confidence=min_confidence)
+            run = _draft(fixture, strategy, temperature, draft_lens=draft_lens, min_confidence=min_confidence)
         except StrategyError:
             continue
         _expect_same(run, eager, f"{strategy.value} at temperature {temperature:g}")
@@ -129,22 +133,23 @@ def _compare(
     "drafter.requests_stop_on_their_own",
     "with a length for each request, or a least confidence, every strategy drafts the start of the whole draft",
     lambda subject: [(f"k{k}-n{n}", (k, n)) for k, n in ((2, 3), (4, 3), (4, 7), (7, 2))],
+    covers=every_strategy,
 )
-def requests_stop_on_their_own(subject: Subject, case: tuple[int, int]) -> Evidence:
+def requests_stop_on_their_own(subject: Subject, case: tuple[int, int]) -> Measurements:
     steps, num_reqs = case
     lengths = [(3 * row + 2) % (steps + 1) for row in range(num_reqs)]
     compared = 0
     with torch_implementations():
-        scene = make_scene(subject, num_reqs, steps)
+        fixture = DraftFixture.make(subject, num_reqs, steps)
         for temperature in (0.0, 1.0):
-            whole = _draft(scene, Strategy.EAGER, temperature)
-            short = _draft(scene, Strategy.EAGER, temperature, draft_lens=lengths)
+            whole = _draft(fixture, Strategy.EAGER, temperature)
+            short = _draft(fixture, Strategy.EAGER, temperature, draft_lens=lengths)
             _expect_start(short.tokens[0], whole.tokens[0], torch.tensor(lengths), "a length each")
-            compared += _compare(scene, short, temperature, draft_lens=lengths)
+            compared += _compare(fixture, short, temperature, draft_lens=lengths)
             least, kept = _doubt(whole.tokens[0], whole.logits[0])
-            doubted = _draft(scene, Strategy.EAGER, temperature, min_confidence=least)
+            doubted = _draft(fixture, Strategy.EAGER, temperature, min_confidence=least)
             _expect_start(doubted.tokens[0], whole.tokens[0], kept, "a least confidence")
-            compared += _compare(scene, doubted, temperature, min_confidence=least)
+            compared += _compare(fixture, doubted, temperature, min_confidence=least)
     return {"runs_compared": float(compared)}
 
 
@@ -167,7 +172,7 @@ def _expect_start(short: torch.Tensor, whole: torch.Tensor, lengths: torch.Tenso
     )
 
 
-def _expect_same(run: _Run, eager: _Run, what: str) -> None:
+def _expect_same(run: _DraftRun, eager: _DraftRun, what: str) -> None:
     for round_, (a, b) in enumerate(zip(run.tokens, eager.tokens, strict=True)):
         expect(
             torch.equal(a, b),
@@ -201,22 +206,23 @@ def _first_column(a: torch.Tensor, b: torch.Tensor) -> int:
     "drafter.steps_attend_to_the_logical_prefix",
     "every step's logits are those of a dense computation over each request's logical tokens",
     lambda subject: [(f"k{k}-n{n}", (k, n)) for k, n in ((1, 3), (4, 3), (7, 2))],
+    covers=one_strategy,
 )
-def steps_attend_to_the_logical_prefix(subject: Subject, case: tuple[int, int]) -> Evidence:
+def steps_attend_to_the_logical_prefix(subject: Subject, case: tuple[int, int]) -> Measurements:
     steps, num_reqs = case
     with torch_implementations():
-        scene = make_scene(subject, num_reqs, steps)
-        group, tables = scene.group(), scene.tables()
-        context = _context_of(scene, group)
-        drafter = Drafter(scene.model, [group], tables, DrafterConfig(num_speculative_tokens=steps))
-        tables.load([scene.pages], [MAX_SEQ_LEN] * num_reqs)
-        verified = _verified(scene, scene.contexts(), 0.0, 0)
+        fixture = DraftFixture.make(subject, num_reqs, steps)
+        group, tables = fixture.group(), fixture.tables()
+        context = _context_of(fixture, group)
+        drafter = Drafter(fixture.model, [group], tables, DrafterConfig(num_speculative_tokens=steps))
+        tables.load([fixture.pages], [MAX_SEQ_LEN] * num_reqs)
+        verified = _verified(fixture, fixture.contexts(), 0.0, 0)
         drafts = drafter.propose(verified)
-        truth = _dense_logits(scene, context, verified, drafts.tokens.cpu(), torch.float64)
-        honest = _dense_logits(scene, context, verified, drafts.tokens.cpu(), scene.spec.dtype)
-    error = oracle.relative_error(drafts.logits.cpu(), truth)
+        reference = _dense_logits(fixture, context, verified, drafts.tokens.cpu(), torch.float64)
+        low_precision = _dense_logits(fixture, context, verified, drafts.tokens.cpu(), fixture.spec.dtype)
+    error = oracle.relative_error(drafts.logits.cpu(), reference)
     # A chain of steps feeds its own rounding back: two right orders of fp32 sums drift apart by more than one does.
-    budget = 8 * oracle.relative_error(honest, truth) + 256 * torch.finfo(torch.float32).eps
+    budget = 8 * oracle.relative_error(low_precision, reference) + 256 * torch.finfo(torch.float32).eps
     expect(
         error <= budget,
         contract="draft logits over the logical prefix",
@@ -226,11 +232,11 @@ def steps_attend_to_the_logical_prefix(subject: Subject, case: tuple[int, int]) 
     return {"error": error, "budget": budget, "error_over_budget": error / budget}
 
 
-def _context_of(scene: Scene, group: KVGroup) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _context_of(fixture: DraftFixture, group: KVGroup) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The keys and values each request starts with, read out of the cache by the page table's own arithmetic."""
-    size, cache = scene.spec.page_size, group.caches[0]
+    size, cache = fixture.spec.page_size, group.caches[0]
     contexts = []
-    for row, length in zip(scene.pages, scene.contexts(), strict=True):
+    for row, length in zip(fixture.pages, fixture.contexts(), strict=True):
         page = torch.tensor([row[p // size] for p in range(length)], dtype=torch.int64)
         offset = torch.arange(length) % size
         contexts.append((cache.key.cpu()[page, offset], cache.value.cpu()[page, offset]))
@@ -248,28 +254,27 @@ class _DenseAttention:
         query, key, value = inputs.normed_and_rotated()
         self.key, self.value = torch.cat([self.key, key]), torch.cat([self.value, value])
         length = self.key.shape[0]
-        return oracle.attention(self.spec, [query], [self.key], [self.value], [length], inputs.sinks, dtype=self.dtype)[
-            0
-        ]
+        batch = oracle.LogicalBatch([query], [self.key], [self.value], [length], inputs.sinks)
+        return oracle.attention(self.spec, batch, dtype=self.dtype)[0]
 
 
 def _dense_logits(
-    scene: Scene,
+    fixture: DraftFixture,
     context: list[tuple[torch.Tensor, torch.Tensor]],
     verified: VerifiedTokens,
     drafted: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Logits [n, K, V] of each step given the drafted tokens, one request at a time, with the oracle's attention."""
-    model = _dense_model(scene, dtype)
+    model = _dense_model(fixture, dtype)
     rows = []
     for request, (key, value) in enumerate(context):
-        attention = _DenseAttention(scene.spec, key, value, dtype)
+        attention = _DenseAttention(fixture.spec, key, value, dtype)
         accepted = int(verified.accepted[request])
         ids = [*verified.token_ids[request].tolist()[1 : accepted + 1], int(verified.next_tokens[request])]
         hidden = verified.target_hidden_states[request, : accepted + 1].cpu().to(dtype)
         logits = []
-        for step in range(scene.steps):
+        for step in range(fixture.num_speculative_tokens):
             start = attention.key.shape[0]
             positions = torch.arange(start, start + len(ids))
             hidden = model.forward(torch.tensor(ids), hidden, positions, attention)[-1:]
@@ -279,12 +284,12 @@ def _dense_logits(
     return torch.stack(rows).double()
 
 
-def _dense_model(scene: Scene, dtype: torch.dtype) -> EagleDraft:
-    """The scene's model on the CPU in another precision."""
-    target = target_of(scene.model.config)
-    model = EagleDraft(scene.model.config, target)
-    model.load_state_dict(scene.model.state_dict())
-    for mine, shared in zip((target.embed, target.lm_head), scene.model._shared, strict=True):
+def _dense_model(fixture: DraftFixture, dtype: torch.dtype) -> EagleDraft:
+    """The fixture's model on the CPU in another precision."""
+    target = target_of(fixture.model.config)
+    model = EagleDraft(fixture.model.config, target)
+    model.load_state_dict(fixture.model.state_dict())
+    for mine, shared in zip((target.embed, target.lm_head), fixture.model._shared, strict=True):
         mine.load_state_dict(shared.state_dict())
     for parameter in (*target.parameters(), *model.parameters()):
         parameter.requires_grad_(False)
@@ -295,20 +300,21 @@ def _dense_model(scene: Scene, dtype: torch.dtype) -> EagleDraft:
 @check(
     "drafter.a_round_never_waits",
     "a round of the strategy chosen, and of the device loop, enqueues device work only",
-    lambda s: [("k4-n3", None), ("k4-n3-device_loop", Strategy.DEVICE_LOOP)],
+    lambda subject: [("k4-n3", None), (f"k4-n3-{Strategy.DEVICE_LOOP.value}", Strategy.DEVICE_LOOP)],
+    covers=one_strategy,
 )
 def a_round_never_waits(subject: Subject, case: Strategy | None) -> None:
     if subject.device.type != "cuda":
         raise Unsupported("the CPU has nothing to wait for; the emulator refuses host reads instead")
-    scene = make_scene(subject, 3, 4)
-    tables = scene.tables()
+    fixture = DraftFixture.make(subject, 3, 4)
+    tables = fixture.tables()
     config = DrafterConfig(num_speculative_tokens=4, strategy=case)
     try:
-        drafter = Drafter(scene.model, [scene.group()], tables, config)
+        drafter = Drafter(fixture.model, [fixture.group()], tables, config)
     except StrategyError as error:
         raise Unsupported(str(error)) from error
-    tables.load([scene.pages], [MAX_SEQ_LEN] * 3)
-    verified = _verified(scene, scene.contexts(), 0.0, 0)
+    tables.load([fixture.pages], [MAX_SEQ_LEN] * 3)
+    verified = _verified(fixture, fixture.contexts(), 0.0, 0)
     drafter.propose(verified)
     with _syncs_are_errors():
         drafter.propose(verified)

@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 
-from builders import BatchBuffers, advance_shared_state, begin_extend
-from spec_decode.conformance.builder_checks import _advancing, worse
-from spec_decode.conformance.cases import DECODE, VERIFY, Batch, Case, base_cases, demand
-from spec_decode.conformance.check import Evidence, Subject, check, expect
-from spec_decode.graphs import Graph, runtime_for
+from builders import BatchBuffers, MetadataBuilder, advance_shared_state, begin_extend
+from spec_decode.conformance.cases import base_cases
+from spec_decode.conformance.check import check
+from spec_decode.conformance.coverage import ADVANCE, CAPTURE, with_case
+from spec_decode.graphs import runtime_for
+from spec_decode.testing.batches import DECODE, VERIFY, Batch, Case
+from spec_decode.testing.expectations import Measurements, expect, worse
 from spec_decode.testing.paged_fixture import PagedFixture
+from spec_decode.testing.subject import Subject
 
 _STEPS = 5
 _CASES = base_cases({"decode": DECODE})
@@ -22,89 +25,73 @@ _BATCHES = {
 }
 
 
-class _Loop:
-    """_STEPS advances with attention over persistent inputs, run eagerly or captured."""
+class _CapturedLoop:
+    """_STEPS advances with attention over persistent inputs, captured on padding rows and one short request."""
 
-    def __init__(self, world: PagedFixture, rows: int) -> None:
-        spec, device = world.spec, world.device
-        self.world, self.rows = world, rows
+    def __init__(self, fixture: PagedFixture, buffers: BatchBuffers, builder: MetadataBuilder[Any], rows: int) -> None:
+        spec, device = fixture.spec, fixture.device
+        self.fixture, self.buffers, self.builder, self.rows = fixture, buffers, builder, rows
         shape = (_STEPS, rows)
         self.query = torch.zeros(*shape, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
         self.key = torch.zeros(*shape, spec.num_kv_heads, spec.head_dim, dtype=spec.new_kv_dtype, device=device)
         self.value = torch.zeros(*shape, spec.num_kv_heads, spec.out_dim, dtype=spec.new_kv_dtype, device=device)
         self.out = torch.zeros(*shape, spec.num_q_heads, spec.out_dim, dtype=spec.dtype, device=device)
+        fixture.load_tables(1)
+        self._run(self._build())
+        metadata = self._build()
+        self.graph = runtime_for(device).capture(lambda: self._run(metadata))
 
-    def run(self, buffers: BatchBuffers, builder: Any, metadata: Any) -> None:
-        backend, world = self.world.subject.backend, self.world
+    def _build(self) -> Any:
+        dummy = Batch((1,), (1,), self.rows)
+        self.buffers.load(dummy.query_lens, dummy.seq_lens, pad_reqs=dummy.rows)
+        return self.builder.build(self.fixture.view(self.buffers, dummy), horizon=_STEPS)
+
+    def _run(self, metadata: Any) -> None:
+        fixture = self.fixture
         for step in range(_STEPS):
-            advance_shared_state(buffers, self.rows)
-            builder.advance(metadata)
-            backend.write_kv(self.key[step], self.value[step], world.cache, metadata)
-            out = backend.forward(self.query[step], world.cache, metadata, spec=world.spec, sinks=world.device_sinks)
-            self.out[step].copy_(out)
+            advance_shared_state(self.buffers, self.rows)
+            self.builder.advance(metadata)
+            fixture.subject.backend.write_kv(self.key[step], self.value[step], fixture.cache, metadata)
+            self.out[step].copy_(fixture.forward(self.query[step], metadata))
 
-    def fill(self, batch: Batch) -> list[list[torch.Tensor]]:
-        """Fresh inputs for the steps behind `batch`."""
+    def replay(self, batch: Batch, name: str) -> Measurements:
+        """Replay over another batch and compare every step with the oracle. Raises CheckFailure."""
+        fixture = self.fixture
+        fixture.replace_batch(self.buffers, batch)
+        for request, length in enumerate(batch.seq_lens):
+            fixture.put(request, range(length))
+        steps = [[n + step for n in batch.seq_lens] for step in range(1, _STEPS + 1)]
+        asked = [self._fill(step, batch, lens) for step, lens in enumerate(steps)]
         self.out.fill_(float("nan"))
-        asked = []
-        for step in range(_STEPS):
-            lens = [n + step + 1 for n in batch.seq_lens]
-            queries = self.world.queries(batch)
-            for target, source in zip(
-                (self.query, self.key, self.value),
-                self.world.inputs(batch, lens, queries, self.rows),
-                strict=True,
-            ):
-                target[step].copy_(source)
-            asked.append(queries)
-        return asked
+        self.graph.replay()
+        worst: Measurements = {}
+        for step, (lens, queries) in enumerate(zip(steps, asked, strict=True)):
+            contract = f"step {step + 1} of a replay over the batch '{name}'"
+            worst = worse(worst, fixture.assert_within_budget(self.out[step], lens, queries, contract=contract))
+        fixture.expect_cache(steps[-1], contract=f"writes of a replay over '{name}'")
+        return worst
 
-
-def _capture(world: PagedFixture, loop: _Loop, buffers: BatchBuffers, builder: Any, batch: Batch) -> Graph:
-    """Capture the loop on a batch of padding rows but for one short request."""
-    dummy = Batch((1,), (1,), batch.rows)
-    world.load_tables(1)
-    buffers.load(dummy.query_lens, dummy.seq_lens, pad_reqs=dummy.rows)
-    metadata = builder.build(world.view(buffers, dummy), horizon=_STEPS)
-    loop.run(buffers, builder, metadata)
-    buffers.load(dummy.query_lens, dummy.seq_lens, pad_reqs=dummy.rows)
-    metadata = builder.build(world.view(buffers, dummy), horizon=_STEPS)
-    return runtime_for(world.device).capture(lambda: loop.run(buffers, builder, metadata))
-
-
-def _replay_and_judge(
-    world: PagedFixture, loop: _Loop, buffers: BatchBuffers, graph: Graph, batch: Batch, name: str
-) -> Evidence:
-    world.poison()
-    world.load_tables(len(batch.seq_lens))
-    world.reload(buffers, batch)
-    for request, length in enumerate(batch.seq_lens):
-        world.put(request, range(length))
-    asked = loop.fill(batch)
-    graph.replay()
-    replayed = loop.out.clone()
-    worst: Evidence = {}
-    for step, queries in enumerate(asked):
-        lens = [n + step + 1 for n in batch.seq_lens]
-        contract = f"step {step + 1} of a replay over the batch '{name}'"
-        worst = worse(worst, world.judge(replayed[step], batch, lens, queries, contract=contract))
-    world.expect_cache([n + _STEPS for n in batch.seq_lens], contract=f"writes of a replay over '{name}'")
-    return worst
+    def _fill(self, step: int, batch: Batch, lens: list[int]) -> list[torch.Tensor]:
+        queries = self.fixture.queries(batch)
+        inputs = self.fixture.inputs(batch, lens, queries)
+        for target, source in zip((self.query, self.key, self.value), inputs, strict=True):
+            target[step].copy_(source)
+        return queries
 
 
 @check(
     "graph.loop_replays_over_other_batches",
     "one captured loop, replayed over batches of other lengths, smaller and larger, is right at every step",
     _CASES,
+    covers=with_case(CAPTURE, ADVANCE),
 )
-def loop_replays_over_other_batches(subject: Subject, case: Case) -> Evidence:
-    _advancing(subject, case)
-    world = PagedFixture(subject, case.spec, DECODE.rows)
-    buffers, builder, loop = world.load(case.batch), world.builder(), _Loop(world, DECODE.rows)
-    graph = _capture(world, loop, buffers, builder, case.batch)
-    worst: Evidence = {}
+def loop_replays_over_other_batches(subject: Subject, case: Case) -> Measurements:
+    subject.require_in_graph_advance(case.spec)
+    fixture = PagedFixture(subject, case.spec, DECODE.rows)
+    loop = _CapturedLoop(fixture, fixture.load(case.batch), fixture.builder(), DECODE.rows)
+    worst: Measurements = {}
     for name, batch in _BATCHES.items():
-        worst = worse(worst, _replay_and_judge(world, loop, buffers, graph, batch, name))
+        worst = worse(worst, loop.replay(batch, name))
     return worst
 
 
@@ -112,26 +99,25 @@ def loop_replays_over_other_batches(subject: Subject, case: Case) -> Evidence:
     "graph.replay_equals_eager",
     "a replay gives, bit for bit, what the same steps give with fresh builds",
     _CASES,
+    covers=with_case(CAPTURE, ADVANCE),
 )
 def replay_equals_eager(subject: Subject, case: Case) -> None:
-    _advancing(subject, case)
-    world = PagedFixture(subject, case.spec, DECODE.rows)
-    buffers, builder, loop = world.load(case.batch), world.builder(), _Loop(world, DECODE.rows)
-    graph = _capture(world, loop, buffers, builder, case.batch)
-    batch = _BATCHES["grown"]
-    _replay_and_judge(world, loop, buffers, graph, batch, "grown")
-    replayed = loop.out.clone()
-    world.reload(buffers, batch)
+    subject.require_in_graph_advance(case.spec)
+    fixture, batch = PagedFixture(subject, case.spec, DECODE.rows), _BATCHES["grown"]
+    buffers = fixture.load(case.batch)
+    loop = _CapturedLoop(fixture, buffers, fixture.builder(), DECODE.rows)
+    loop.replay(batch, "grown")
+    fixture.reload(buffers, batch)
     for step in range(_STEPS):
         advance_shared_state(buffers, batch.rows)
-        fresh = world.builder().build(world.view(buffers, batch, [n + step + 1 for n in batch.seq_lens]))
-        subject.backend.write_kv(loop.key[step], loop.value[step], world.cache, fresh)
-        out = subject.backend.forward(loop.query[step], world.cache, fresh, spec=world.spec, sinks=world.device_sinks)
+        fresh = fixture.builder().build(fixture.view(buffers, batch, [n + step + 1 for n in batch.seq_lens]))
+        subject.backend.write_kv(loop.key[step], loop.value[step], fixture.cache, fresh)
+        out = fixture.forward(loop.query[step], fresh)
         expect(
-            torch.equal(out, replayed[step]),
+            torch.equal(out, loop.out[step]),
             contract=f"step {step + 1} of the replay equals a fresh build's",
             expected="the same bits",
-            got=f"a difference of {(out - replayed[step]).abs().max().item():.2e}",
+            got=f"a difference of {(out - loop.out[step]).abs().max().item():.2e}",
         )
 
 
@@ -139,18 +125,17 @@ def replay_equals_eager(subject: Subject, case: Case) -> None:
     "graph.two_sizes_interleave",
     "graphs of two padded sizes over the same buffers do not disturb each other",
     _CASES,
+    covers=with_case(CAPTURE, ADVANCE),
 )
-def two_sizes_interleave(subject: Subject, case: Case) -> Evidence:
-    _advancing(subject, case)
-    world = PagedFixture(subject, case.spec, DECODE.rows)
-    buffers, builder = world.load(case.batch), world.builder()
+def two_sizes_interleave(subject: Subject, case: Case) -> Measurements:
+    subject.require_in_graph_advance(case.spec)
+    fixture = PagedFixture(subject, case.spec, DECODE.rows)
+    buffers, builder = fixture.load(case.batch), fixture.builder()
     small = Batch((1, 1), (16, 45), 2)
-    loops = {batch.rows: _Loop(world, batch.rows) for batch in (case.batch, small)}
-    graphs = {batch.rows: _capture(world, loops[batch.rows], buffers, builder, batch) for batch in (case.batch, small)}
-    worst: Evidence = {}
+    loops = {rows: _CapturedLoop(fixture, buffers, builder, rows) for rows in (DECODE.rows, small.rows)}
+    worst: Measurements = {}
     for batch in (small, _BATCHES["grown"], small, _BATCHES["shrunk"]):
-        found = _replay_and_judge(world, loops[batch.rows], buffers, graphs[batch.rows], batch, f"{batch.rows} rows")
-        worst = worse(worst, found)
+        worst = worse(worst, loops[batch.rows].replay(batch, f"{batch.rows} rows"))
     return worst
 
 
@@ -158,39 +143,36 @@ def two_sizes_interleave(subject: Subject, case: Case) -> Evidence:
     "graph.verify_replays_over_other_batches",
     "a captured uniform step of 1 + K tokens, as step 0 is, replayed over another batch is right",
     base_cases({"verify": VERIFY}),
+    covers=with_case(CAPTURE, ADVANCE),
 )
-def verify_replays_over_other_batches(subject: Subject, case: Case) -> Evidence:
-    demand(subject.backend, case.spec, subject.device)
-    _advancing(subject, case)
-    batch, world = case.batch, PagedFixture(subject, case.spec, case.batch.rows)
-    query_len, device = batch.query_lens[0], world.device
+def verify_replays_over_other_batches(subject: Subject, case: Case) -> Measurements:
+    subject.require_in_graph_advance(case.spec)
+    batch, fixture = case.batch, PagedFixture(subject, case.spec, case.batch.rows)
+    query_len, device = batch.query_lens[0], fixture.device
     dummy = Batch((query_len,), (query_len,), batch.rows)
-    buffers, builder = world.load(dummy), world.builder()
+    buffers, builder = fixture.load(dummy), fixture.builder()
     buffers.set_uniform(query_len)
     context = torch.zeros(batch.rows, dtype=torch.int32, device=device)
-    metadata = builder.build(world.view(buffers, dummy))
-    queries = world.queries(batch)
-    tokens = batch.rows * query_len
-    inputs = world.inputs(batch, batch.seq_lens, queries, tokens)
-    out = torch.zeros_like(inputs[0])[..., : case.spec.out_dim]
+    metadata = builder.build(fixture.view(buffers, dummy))
+    queries = fixture.queries(batch)
+    query, key, value = fixture.inputs(batch, batch.seq_lens, queries)
+    out = torch.zeros_like(query)[..., : case.spec.out_dim]
 
     def run() -> None:
         begin_extend(buffers, context, batch.rows, query_len)
         builder.advance(metadata)
-        subject.backend.write_kv(inputs[1], inputs[2], world.cache, metadata)
-        found = subject.backend.forward(inputs[0], world.cache, metadata, spec=world.spec, sinks=world.device_sinks)
-        out.copy_(found)
+        subject.backend.write_kv(key, value, fixture.cache, metadata)
+        out.copy_(fixture.forward(query, metadata))
 
-    world.tables.token_limits.zero_()
+    fixture.tables.token_limits.zero_()
     run()
     graph = runtime_for(device).capture(run)
-    world.poison()
-    world.load_tables(len(batch.seq_lens))
-    for request, length in enumerate(batch.seq_lens):
-        world.put(request, range(length - query_len))
-    context[: len(batch.seq_lens)] = torch.tensor(
-        [n - query_len for n in batch.seq_lens], dtype=torch.int32, device=device
-    )
+    fixture.poison()
+    fixture.load_tables(len(batch.seq_lens))
+    contexts = [n - query_len for n in batch.seq_lens]
+    for request, length in enumerate(contexts):
+        fixture.put(request, range(length))
+    context[: len(contexts)] = torch.tensor(contexts, dtype=torch.int32, device=device)
     graph.replay()
-    world.expect_cache(batch.seq_lens, contract="writes of a replayed uniform step")
-    return world.judge(out, batch, batch.seq_lens, queries, contract="a replayed uniform step")
+    fixture.expect_cache(batch.seq_lens, contract="writes of a replayed uniform step")
+    return fixture.assert_within_budget(out, batch.seq_lens, queries, contract="a replayed uniform step")

@@ -1,4 +1,4 @@
-"""Check a backend in a process of its own: what crashes or hangs there is named, and costs no other its results."""
+"""Check a backend in a process of its own: a crash or a hang there is named, and costs no other backend its results."""
 
 from __future__ import annotations
 
@@ -10,49 +10,50 @@ from typing import Any
 import msgspec
 
 from spec_decode.conformance.report import EVERYTHING, Environment, Outcome, Report, Result
-from spec_decode.testing.process_isolation import Limit, Stopped, started
+from spec_decode.testing.process_isolation import ProcessEnded, TimeLimit, start_isolated
 
 _CHILD = (sys.executable, "-m", "spec_decode.conformance.child")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class TimeLimits:
     """Seconds that one check and that all checks of a backend may take. Loading the backend counts as a check."""
 
     check: float = 600.0
     backend: float = 7200.0
 
 
-def check_apart(
+def check_isolated(
     name: str,
     *,
     env: Environment,
-    ask: dict[str, Any],
-    limits: Limits | None = None,
+    request: dict[str, Any],
+    limits: TimeLimits | None = None,
     on_result: Callable[[Result], None] | None = None,
     on_note: Callable[[str], None] | None = None,
     child: Sequence[str] = _CHILD,
 ) -> Report:
     """`check_backend` in another process; always a whole report.
 
-    ask: the keyword arguments of `spec_decode.conformance.runner.plan`, the device by name. If the process dies or
-    outlives a limit, the check in flight is an `error` that says so, and the ones behind it stay `not_run`. env: where
-    a process that dies before it says so ran.
+    request: the keyword arguments of `spec_decode.conformance.runner.plan`, the device by name. If the process dies or
+    outlives a limit, the check in flight is an `error` that says so, and those after it stay `not_run`. env: used until
+    the process reports its own.
     """
-    limits = limits or Limits()
-    progress = _Progress(name, env, str(ask.get("command", "")), on_result, on_note)
-    with started([*child, name], ask) as process:
+    limits = limits or TimeLimits()
+    check_limit, backend_limit = TimeLimit(limits.check, "a check"), TimeLimit(limits.backend, "a backend")
+    progress = _Progress(name, env, str(request.get("command", "")), on_result, on_note)
+    with start_isolated([*child, name], request) as process:
         try:
-            for message in process.messages(Limit(limits.check, "a check"), Limit(limits.backend, "a backend")):
+            for message in process.messages(check_limit, backend_limit):
                 progress.take(message)
             progress.require_whole(process.status())
-        except Stopped as stop:
-            progress.stop(f"{stop}{process.last_words()}")
+        except ProcessEnded as ended:
+            progress.stop(f"{ended}{process.printed_tail()}")
     return progress.report
 
 
 class _Progress:
-    """The report as far as the messages of the process tell it."""
+    """The report, as far as the messages of the process go."""
 
     def __init__(
         self,
@@ -99,12 +100,12 @@ class _Progress:
 
     def require_whole(self, status: str) -> None:
         if status or self._at < len(self._results):
-            raise Stopped(f"the process ended with {status or 'exit status 0'}")
+            raise ProcessEnded(f"the process ended with {status or 'exit status 0'}")
 
     def stop(self, why: str) -> None:
-        """Lay what happened on the check in flight, or on the last one when all were done."""
+        """Blame the check in flight, or the last one if all were done."""
         at = min(self._at, len(self._results) - 1)
-        behind = f"{self._results[at].check}[{self._results[at].case}] ended the process"
-        self._results[at + 1 :] = [msgspec.structs.replace(r, reason=behind) for r in self._results[at + 1 :]]
+        after = f"{self._results[at].check}[{self._results[at].case}] ended the process"
+        self._results[at + 1 :] = [msgspec.structs.replace(r, reason=after) for r in self._results[at + 1 :]]
         self._at = at
         self._record(msgspec.structs.replace(self._results[at], outcome=Outcome.ERROR, reason=why))

@@ -8,35 +8,39 @@ from dataclasses import dataclass
 
 import torch
 
-from builders import AdvanceLevel
-from spec_decode.conformance.cases import SINGLE, Case, base_cases, demand
-from spec_decode.conformance.check import CheckFailure, Evidence, Subject, check
+from builders import AdvanceLevel, advance_shared_state
+from spec_decode.conformance.cases import spec_cases
+from spec_decode.conformance.check import check
+from spec_decode.conformance.coverage import with_case
 from spec_decode.testing import memory
-from spec_decode.testing.paged_fixture import PagedFixture, advance
+from spec_decode.testing.batches import SINGLE, Case
+from spec_decode.testing.expectations import CheckFailure, Measurements
+from spec_decode.testing.paged_fixture import PagedFixture
+from spec_decode.testing.subject import Subject
 
 _WARM_UP = 4
 _ROUNDS = 16
-_RESIDENT_A_ROUND = 64 << 10
+_RESIDENT_PER_ROUND = 64 << 10
 """Bytes: the resident set moves by pages and by what an allocator hands out at once, up to 330 KiB in these rounds."""
 
 
 @dataclass(frozen=True, slots=True)
-class _InUse:
+class _MemoryInUse:
     """Tensors that Python can reach and the bytes of their storages, on every device; and what the process holds."""
 
     tensors: int
     tensor_bytes: int
-    system: memory.Reading
+    system: memory.MemoryReading
 
     @classmethod
-    def now(cls, device: torch.device) -> _InUse:
+    def now(cls, device: torch.device) -> _MemoryInUse:
         system = memory.read(device)
         # By the type itself: isinstance() asks a proxy for its __class__, and some answer with a warning.
         alive = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.layout is torch.strided]
         storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in alive}
         return cls(len(alive), sum(storages.values()), system)
 
-    def growth_since(self, before: _InUse) -> str:
+    def growth_since(self, before: _MemoryInUse) -> str:
         """What grew over _ROUNDS rounds, in words; empty if nothing did."""
         if self.tensors > before.tensors or self.tensor_bytes > before.tensor_bytes:
             return (
@@ -47,7 +51,7 @@ class _InUse:
         if allocated > 0:
             return f"{allocated} more bytes allocated on the device, in no tensor that Python knows"
         resident = (self.system.resident or 0) - (before.system.resident or 0)
-        if resident > _ROUNDS * _RESIDENT_A_ROUND:
+        if resident > _ROUNDS * _RESIDENT_PER_ROUND:
             return f"a resident set that is {resident} bytes larger, none of them in a tensor that Python knows"
         return ""
 
@@ -55,11 +59,11 @@ class _InUse:
 @check(
     "builder.rounds_keep_no_memory",
     "rounds that repeat leave as much memory in use as there was",
-    base_cases({"single": SINGLE}, ("base",)),
+    spec_cases({"single": SINGLE}, ("base",)),
+    covers=with_case(),
     since=(1, 1),
 )
-def rounds_keep_no_memory(subject: Subject, case: Case) -> Evidence:
-    demand(subject.backend, case.spec, subject.device)
+def rounds_keep_no_memory(subject: Subject, case: Case) -> Measurements:
     run = _round(subject, case)
     for _ in range(_WARM_UP):
         run()
@@ -69,31 +73,32 @@ def rounds_keep_no_memory(subject: Subject, case: Case) -> Evidence:
     raise CheckFailure(
         contract=f"{_ROUNDS} equal rounds of build, advance and forward leave memory as it was, after {_WARM_UP} to "
         f"warm up and {_ROUNDS} in which it grew too",
-        expected=f"no more tensors, and a resident set within {_RESIDENT_A_ROUND >> 10} KiB a round",
+        expected=f"no more tensors, and a resident set within {_RESIDENT_PER_ROUND >> 10} KiB a round",
         got=grown,
     )
 
 
 def _growth(device: torch.device, run: Callable[[], None]) -> str:
-    before = _InUse.now(device)
+    before = _MemoryInUse.now(device)
     for _ in range(_ROUNDS):
         run()
-    return _InUse.now(device).growth_since(before)
+    return _MemoryInUse.now(device).growth_since(before)
 
 
 def _round(subject: Subject, case: Case) -> Callable[[], None]:
     """A round over the same batch each time: build, advance where that is claimed, and attend."""
-    world = PagedFixture(subject, case.spec, case.batch.rows)
-    buffers, builder, batch = world.load(case.batch), world.builder(), case.batch
+    fixture, batch = PagedFixture(subject, case.spec, case.batch.rows), case.batch
+    buffers, builder = fixture.load(batch), fixture.builder()
     level = subject.backend.builder.advance_support(case.spec, subject.device).level
-    query, key, value = world.inputs(batch, batch.seq_lens, world.queries(batch), batch.rows)
+    query, key, value = fixture.inputs(batch, batch.seq_lens, fixture.queries(batch))
 
     def run() -> None:
         buffers.load(batch.query_lens, batch.seq_lens, pad_reqs=batch.rows)
-        metadata = builder.build(world.view(buffers, batch), horizon=1)
+        metadata = builder.build(fixture.view(buffers, batch), horizon=1)
         if level is AdvanceLevel.IN_GRAPH:
-            advance(world, buffers, batch, builder, metadata)
-        subject.backend.write_kv(key, value, world.cache, metadata)
-        subject.backend.forward(query, world.cache, metadata, spec=case.spec, sinks=world.device_sinks)
+            advance_shared_state(buffers, batch.rows)
+            builder.advance(metadata)
+        subject.backend.write_kv(key, value, fixture.cache, metadata)
+        fixture.forward(query, metadata)
 
     return run

@@ -1,14 +1,16 @@
-"""What whoever runs the checks should hear although no result says it: none of it is a verdict."""
+"""Notes for whoever runs the checks: facts that no result states and that are neither a pass nor a failure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
 from builders import CONTRACT_VERSION, AdvanceLevel
-from spec_decode.conformance.check import Check, Subject
+from spec_decode.conformance.check import Check
 from spec_decode.conformance.claims import level_words
+from spec_decode.conformance.coverage import ADVANCE
 from spec_decode.conformance.known_failures import KnownFailure
 from spec_decode.conformance.report import Claim
+from spec_decode.testing.subject import Subject
 
 
 def notes_on(
@@ -19,7 +21,7 @@ def notes_on(
 
 
 def _advance(claims: Mapping[str, Claim]) -> Iterator[str]:
-    claim = claims.get("graph:advance")
+    claim = claims.get(ADVANCE)
     if claim is not None and claim.level not in ("", level_words(AdvanceLevel.IN_GRAPH)):
         yield f"advance is {claim.level.upper()}: {claim.reason}; what an advance in a graph promises was not tried"
 

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from builders import AttentionSpec
-from spec_decode.conformance.cases import DECODE, RAGGED, SINGLE, VERIFY, Batch, Case, demand, spec_cases
-from spec_decode.conformance.check import Evidence, Subject, check
+from spec_decode.conformance.cases import spec_cases
+from spec_decode.conformance.check import check
+from spec_decode.conformance.coverage import with_case
+from spec_decode.testing.batches import DECODE, RAGGED, SINGLE, VERIFY, Batch, Case
+from spec_decode.testing.expectations import Measurements
 from spec_decode.testing.paged_fixture import PagedFixture
-from spec_decode.testing.shrink import on_smallest
-
+from spec_decode.testing.shrink import run_and_shrink
+from spec_decode.testing.subject import Subject
 
 @check(
     "numerics.attention_is_right",
-    "attention over the paged cache is attention over the logical prefix, within twice an honest kernel's error",
+    "attention over the paged cache is attention over the logical prefix, within twice a low-precision reference's "
+    "error",
     spec_cases({"decode": DECODE, "single": SINGLE, "verify": VERIFY, "ragged": RAGGED}),
+    covers=with_case(),
 )
-def attention_is_right(subject: Subject, case: Case) -> Evidence:
-    demand(subject.backend, case.spec, subject.device)
-    return on_smallest(lambda batch: _attend(subject, case.spec, batch), case.batch)
+def attention_is_right(subject: Subject, case: Case) -> Measurements:
+    subject.require_supported(case.spec)
 
+    def run(batch: Batch) -> Measurements:
+        built = PagedFixture(subject, case.spec, batch.rows).build(batch)
+        return built.expect_attention("attention", cache="write_kv stores each token in its slot and nothing else")
 
-def _attend(subject: Subject, spec: AttentionSpec, batch: Batch) -> Evidence:
-    world = PagedFixture(subject, spec, batch.rows)
-    view = world.view(world.load(batch), batch)
-    metadata = world.builder().build(view)
-    queries = world.queries(batch)
-    out = world.attend(metadata, batch, batch.seq_lens, queries, num_tokens=view.num_tokens)
-    world.expect_cache(batch.seq_lens, contract="write_kv stores each token in its slot and nothing else")
-    return world.judge(out, batch, batch.seq_lens, queries, contract="attention")
+    return run_and_shrink(run, case.batch)

@@ -11,6 +11,7 @@ from attn_backends import AttentionBackend, get
 from spec_decode.conformance.check import Check
 from spec_decode.conformance.known_failures import KnownFailure, known_failures_of
 from spec_decode.conformance.runner import iter_checks
+from spec_decode.testing.expectations import Unavailable, Unsupported
 
 
 def parametrize_with_checks(
@@ -42,8 +43,6 @@ def _expected(check: Check, known_failures: Sequence[KnownFailure]) -> list[Any]
 
 def _for_pytest(check: Check) -> Callable[[], None]:
     import pytest
-
-    from spec_decode.conformance.check import Unavailable, Unsupported
 
     def run() -> None:
         try:

@@ -9,14 +9,18 @@ import torch
 
 from attn_backends import Feature, Rejected
 from builders import AttentionKind, AttentionSpec, BatchError
-from spec_decode.conformance.cases import DECODE, Case, base_cases, base_spec
-from spec_decode.conformance.check import CheckFailure, Subject, check, expect
+from spec_decode.conformance.cases import spec_cases
+from spec_decode.conformance.check import check
+from spec_decode.conformance.coverage import REFUSALS, only
+from spec_decode.testing.batches import DECODE, Case
+from spec_decode.testing.expectations import CheckFailure, expect
 from spec_decode.testing.paged_fixture import PagedFixture
+from spec_decode.testing.subject import Subject
 
 
 def _unclaimed(subject: Subject) -> Iterable[tuple[str, AttentionSpec]]:
     """Specs outside the capability record, each wrong in one way."""
-    claims, base = subject.backend.capabilities, base_spec(subject)
+    claims, base = subject.backend.capabilities, subject.base_spec()
     yield "float64", replace(base, dtype=torch.float64, kv_dtype=torch.float64)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         if dtype not in claims.dtypes:
@@ -28,69 +32,78 @@ def _unclaimed(subject: Subject) -> Iterable[tuple[str, AttentionSpec]]:
         if dim not in claims.head_dims:
             yield f"dim_{dim}", replace(base, head_dim=dim, value_dim=dim)
     features = {
-        Feature.SLIDING_WINDOW: {"sliding_window": 8},
-        Feature.SOFT_CAP: {"soft_cap": 5.0},
-        Feature.SINKS: {"sinks": True},
-        Feature.VALUE_DIM: {"head_dim": 128, "value_dim": 64},
+        Feature.SLIDING_WINDOW: replace(base, sliding_window=8),
+        Feature.SOFT_CAP: replace(base, soft_cap=5.0),
+        Feature.SINKS: replace(base, sinks=True),
+        Feature.VALUE_DIM: replace(base, head_dim=128, value_dim=64),
     }
-    for feature, change in features.items():
-        if feature not in claims.features:
-            yield feature.value, replace(base, **change)  # type: ignore[arg-type]
-    for feature, lack in {Feature.SLIDING_WINDOW: {"sliding_window": None}, Feature.SINKS: {"sinks": False}}.items():
-        if feature in claims.required:
-            yield f"without_{feature.value}", replace(base, **lack)  # type: ignore[arg-type]
+    yield from ((feature.value, spec) for feature, spec in features.items() if feature not in claims.features)
+    without = {
+        Feature.SLIDING_WINDOW: replace(base, sliding_window=None),
+        Feature.SINKS: replace(base, sinks=False),
+    }
+    yield from ((f"without_{feature.value}", spec) for feature, spec in without.items() if feature in claims.required)
     for kind in AttentionKind:
         if kind not in claims.kinds:
             yield kind.value, replace(base, kind=kind, num_kv_heads=1)
 
 
-@check("refusal.unclaimed_is_refused", "a spec outside the capability record is refused with reasons", _unclaimed)
+@check(
+    "refusal.unclaimed_is_refused",
+    "a spec outside the capability record is refused with reasons",
+    _unclaimed,
+    covers=only(REFUSALS),
+)
 def unclaimed_is_refused(subject: Subject, spec: AttentionSpec) -> None:
-    verdict = subject.backend.supports(spec, subject.device)
+    answer = subject.backend.supports(spec, subject.device)
     expect(
-        isinstance(verdict, Rejected) and len(verdict.reasons) > 0 and all(len(r) > 8 for r in verdict.reasons),
+        isinstance(answer, Rejected) and len(answer.reasons) > 0 and all(len(r) > 8 for r in answer.reasons),
         contract="what is not claimed is refused in words",
         expected=f"Rejected(reasons) for [{spec.describe()}]",
-        got=verdict,
+        got=answer,
     )
 
 
-@check("refusal.all_reasons_at_once", "a spec that is wrong in several ways is refused with every reason")
+@check(
+    "refusal.all_reasons_at_once",
+    "a spec that is wrong in several ways is refused with every reason",
+    covers=only(REFUSALS),
+)
 def all_reasons_at_once(subject: Subject, case: None) -> None:
-    spec = replace(base_spec(subject), dtype=torch.float64, kv_dtype=torch.float64)
-    verdict = subject.backend.supports(spec, torch.device("meta"))
-    count = len(verdict.reasons) if isinstance(verdict, Rejected) else 0
-    expect(count >= 3, contract="all reasons at once", expected="device, dtype and kv_dtype named", got=verdict)
+    spec = replace(subject.base_spec(), dtype=torch.float64, kv_dtype=torch.float64)
+    answer = subject.backend.supports(spec, torch.device("meta"))
+    count = len(answer.reasons) if isinstance(answer, Rejected) else 0
+    expect(count >= 3, contract="all reasons at once", expected="device, dtype and kv_dtype named", got=answer)
 
 
 def _bad_inputs(subject: Subject) -> Iterable[tuple[str, Callable[[PagedFixture], dict[str, torch.Tensor]]]]:
-    yield "query_dtype", lambda w: {"query": _query(w).double()}
-    yield "query_shape", lambda w: {"query": _query(w)[:, :-1]}
-    yield "query_rows", lambda w: {"query": _query(w)[:-1]}
-    yield "cache_dtype", lambda w: {"query": _query(w), "key": w.cache.key.double()}
-    yield "cache_heads", lambda w: {"query": _query(w), "value": w.cache.value[:, :, :-1]}
-    yield "cache_stride", lambda w: {"query": _query(w), "key": torch.stack([w.cache.key] * 2, -1)[..., 0]}
-    yield "sinks_unasked", lambda w: {"query": _query(w), "sinks": torch.zeros(4, device=w.device)}
+    yield "query_dtype", lambda f: {"query": _query(f).double()}
+    yield "query_shape", lambda f: {"query": _query(f)[:, :-1]}
+    yield "query_rows", lambda f: {"query": _query(f)[:-1]}
+    yield "cache_dtype", lambda f: {"query": _query(f), "key": f.cache.key.double()}
+    yield "cache_heads", lambda f: {"query": _query(f), "value": f.cache.value[:, :, :-1]}
+    yield "cache_stride", lambda f: {"query": _query(f), "key": torch.stack([f.cache.key] * 2, -1)[..., 0]}
+    yield "sinks_unasked", lambda f: {"query": _query(f), "sinks": torch.zeros(4, device=f.device)}
 
 
-def _query(world: PagedFixture) -> torch.Tensor:
-    return torch.zeros(
-        DECODE.rows, world.spec.num_q_heads, world.spec.head_dim, dtype=world.spec.dtype, device=world.device
-    )
+def _query(fixture: PagedFixture) -> torch.Tensor:
+    spec = fixture.spec
+    return torch.zeros(DECODE.rows, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=fixture.device)
 
 
 @check(
     "refusal.bad_tensors_never_reach_a_kernel",
     "tensors of another shape, dtype or stride are refused",
     _bad_inputs,
+    covers=only(REFUSALS),
 )
 def bad_tensors_never_reach_a_kernel(subject: Subject, make: Callable[[PagedFixture], dict[str, torch.Tensor]]) -> None:
-    world = PagedFixture(subject, base_spec(subject), DECODE.rows)
-    metadata = world.builder().build(world.view(world.load(DECODE), DECODE))
-    inputs = make(world)
-    cache = type(world.cache)(inputs.get("key", world.cache.key), inputs.get("value", world.cache.value))
+    fixture = PagedFixture(subject, subject.base_spec(), DECODE.rows)
+    metadata = fixture.build(DECODE).metadata
+    inputs = make(fixture)
+    cache = type(fixture.cache)(inputs.get("key", fixture.cache.key), inputs.get("value", fixture.cache.value))
     try:
-        subject.backend.forward(inputs["query"], cache, metadata, spec=world.spec, sinks=inputs.get("sinks"))
+        subject.backend.forward(inputs["query"], cache, metadata, spec=fixture.spec, sinks=inputs.get("sinks"))
     except BatchError:
         return
     raise CheckFailure(
@@ -103,23 +116,18 @@ def bad_tensors_never_reach_a_kernel(subject: Subject, make: Callable[[PagedFixt
 @check(
     "refusal.bad_writes_never_reach_a_kernel",
     "keys and values of another shape or dtype are refused and the cache stays as it was",
-    base_cases({"decode": DECODE}, ("base",)),
+    spec_cases({"decode": DECODE}, ("base",)),
+    covers=only(REFUSALS),
 )
 def bad_writes_never_reach_a_kernel(subject: Subject, case: Case) -> None:
-    world = PagedFixture(subject, case.spec, DECODE.rows)
-    metadata = world.builder().build(world.view(world.load(DECODE), DECODE))
-    good = torch.zeros(
-        DECODE.rows,
-        case.spec.num_kv_heads,
-        case.spec.head_dim,
-        dtype=case.spec.new_kv_dtype,
-        device=world.device,
-    )
-    value = good[..., : case.spec.out_dim]
+    spec, fixture = case.spec, PagedFixture(subject, case.spec, DECODE.rows)
+    metadata = fixture.build(DECODE).metadata
+    good = torch.zeros(DECODE.rows, spec.num_kv_heads, spec.head_dim, dtype=spec.new_kv_dtype, device=fixture.device)
+    value = good[..., : spec.out_dim]
     for bad in (good.double(), good[:-1], torch.cat([good, good], 1), good[..., :-1]):
         try:
-            subject.backend.write_kv(bad, value, world.cache, metadata)
+            subject.backend.write_kv(bad, value, fixture.cache, metadata)
         except BatchError:
             continue
         raise CheckFailure(contract="bad input is refused", expected="BatchError", got=f"a write of {tuple(bad.shape)}")
-    world.expect_cache([n - 1 for n in DECODE.seq_lens], contract="a refused write changes nothing")
+    fixture.expect_cache([n - 1 for n in DECODE.seq_lens], contract="a refused write changes nothing")

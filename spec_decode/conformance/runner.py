@@ -12,18 +12,19 @@ import msgspec
 import torch
 
 from attn_backends import AttentionBackend, BrokenBackend, get
-from spec_decode.conformance.check import Check, CheckFailure, Subject, Unavailable, Unsupported, expand
+from spec_decode.conformance.check import Check, expand
 from spec_decode.conformance.claims import claims_of
 from spec_decode.conformance.known_failures import KnownFailure, known_failures_of
 from spec_decode.conformance.notes import notes_on
 from spec_decode.conformance.report import EVERYTHING, Outcome, Report, Result, environment
-from spec_decode.conformance.tags import tags_of
-from spec_decode.testing.error_location import raised_in
+from spec_decode.testing.error_location import error_location
+from spec_decode.testing.expectations import CheckFailure, Measurements, Unavailable, Unsupported
+from spec_decode.testing.subject import Subject
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is about to run: a report whose results are all `not_run`, and the check behind each of them.
+    """What is about to run: a report whose results are all `not_run`, and the check for each of them.
 
     A backend that does not load has no check, and one result that says so. notes: see `notes_on`.
     """
@@ -58,10 +59,10 @@ def check_backend(
 ) -> Report:
     """Run the checks and return the report; never raises for a check that fails.
 
-    families, checks, tags: run only these families, only check ids matching one of these patterns, only checks with a
-    tag that matches one of these. known_failures: None for those that the backend comes with. on_note: told, before the
-    first check, what the results alone would not say and what is no verdict. A backend that does not load gives a
-    report whose one result is `unavailable`, which is not ok.
+    families: run only these. checks: only ids that match one of these patterns. tags: only checks that cover a column
+    which matches one of these. known_failures: None for those that the backend comes with. on_note: called before the
+    first check with what no result states. A backend that does not load gives a report whose one result is
+    `unavailable`, which is not ok.
     """
     planned = plan(
         backend,
@@ -102,17 +103,16 @@ def plan(
         known = known_failures_of(subject.backend) if known_failures is None else tuple(known_failures)
     except BrokenBackend as error:
         return Plan(_report(name, device, command, _does_not_load(str(error))), ())
-    every = [(check, tags_of(subject, check)) for check in expand(subject)]
-    wanted = [(check, own) for check, own in every if _wanted(check, own, families, checks, tags)]
+    every = expand(subject)
+    wanted = [check for check in every if _wanted(check, families, checks, tags)]
     report = msgspec.structs.replace(
         _report(name, device, command),
         version=str(subject.backend.version),
         contract=".".join(map(str, subject.backend.contract_version)),
-        claims=claims_of(subject, [tag for _, own in every for tag in own]),
-        results=tuple(_not_run(check, own, name, device) for check, own in wanted),
+        claims=claims_of(subject, [column for check in every for column in check.covers]),
+        results=tuple(_not_run(check, name, device) for check in wanted),
     )
-    notes = notes_on(subject, report.claims, [check for check, _ in every], known)
-    return Plan(report, tuple(check for check, _ in wanted), known, notes)
+    return Plan(report, tuple(wanted), known, notes_on(subject, report.claims, every, known))
 
 
 def _report(name: str, device: torch.device, command: str, *results: Result) -> Report:
@@ -120,9 +120,9 @@ def _report(name: str, device: torch.device, command: str, *results: Result) -> 
 
 
 def run_check(check: Check, planned: Result, known_failures: Sequence[KnownFailure] = ()) -> Result:
-    """The planned result, filled in; an exception that is no verdict is an error."""
+    """The planned result, filled in. Any exception but those of a check is an error of the backend."""
     start = time.perf_counter()
-    evidence: dict[str, float] = {}
+    evidence: Measurements = {}
     reason = ""
     try:
         with torch.no_grad():
@@ -135,7 +135,7 @@ def run_check(check: Check, planned: Result, known_failures: Sequence[KnownFailu
     except Unavailable as lack:
         outcome, reason = Outcome.UNAVAILABLE, str(lack)
     except (Exception, SystemExit) as error:  # a backend may fail in any way; one check's must not end the run
-        outcome, reason = Outcome.ERROR, f"{type(error).__name__}: {error}{raised_in(error)}"
+        outcome, reason = Outcome.ERROR, f"{type(error).__name__}: {error}{error_location(error)}"
     known = next((entry for entry in known_failures if entry.covers(check)), None)
     if known and outcome in (Outcome.FAIL, Outcome.ERROR):
         outcome, reason = Outcome.XFAIL, f"{known.issue}: {known.reason} ({reason})"
@@ -158,14 +158,14 @@ def _does_not_load(reason: str) -> Result:
     )
 
 
-def _not_run(check: Check, tags: tuple[str, ...], backend: str, device: torch.device) -> Result:
+def _not_run(check: Check, backend: str, device: torch.device) -> Result:
     return Result(
         check=check.name,
         family=check.family,
         case=check.case,
         outcome=Outcome.NOT_RUN,
         repro=f"attn-backends check {backend} --device {device.type} --only '{check.name}*{check.case}*'",
-        tags=tags,
+        tags=check.covers,
     )
 
 
@@ -175,14 +175,10 @@ def _subject(backend: str | AttentionBackend, device: torch.device | None) -> Su
 
 
 def _wanted(
-    check: Check,
-    own: Sequence[str],
-    families: Sequence[str] | None,
-    checks: Sequence[str] | None,
-    tags: Sequence[str] | None,
+    check: Check, families: Sequence[str] | None, checks: Sequence[str] | None, tags: Sequence[str] | None
 ) -> bool:
     if families and check.family not in families:
         return False
-    if tags and not any(fnmatch(tag, pattern) for tag in own for pattern in tags):
+    if tags and not any(fnmatch(column, pattern) for column in check.covers for pattern in tags):
         return False
     return not checks or any(fnmatch(check.id, pattern) or fnmatch(check.name, pattern) for pattern in checks)

@@ -1,4 +1,4 @@
-"""A small random draft model on the backend under check, and requests for it."""
+"""The draft fixture: a small random draft model on the backend under test, and requests for it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from builders import AttentionKind, AttentionSpec, RequestTables
-from spec_decode.conformance.cases import base_spec, demand
-from spec_decode.conformance.check import Subject
 from spec_decode.drafter.kv_groups import KVGroup, make_group
 from spec_decode.models import EagleDraft, LatentConfig, LlamaTarget, ModelConfig
+from spec_decode.testing.subject import Subject
 
 MAX_SEQ_LEN = 96
 VOCAB = 40
@@ -18,17 +17,24 @@ _WINDOW = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class DraftFixture:
     """A model on the backend with n requests; everything random is drawn from fixed seeds."""
 
     subject: Subject
     spec: AttentionSpec
     model: EagleDraft
     num_reqs: int
-    steps: int
+    num_speculative_tokens: int
+
+    @classmethod
+    def make(cls, subject: Subject, num_reqs: int, num_speculative_tokens: int) -> DraftFixture:
+        """The fixture with a model of the backend's draft spec."""
+        spec = draft_spec(subject)
+        return cls(subject, spec, draft_model(spec, subject.device), num_reqs, num_speculative_tokens)
 
     @property
     def pages(self) -> list[list[int]]:
+        """The pages of each request, enough for MAX_SEQ_LEN tokens."""
         each = -(-MAX_SEQ_LEN // self.spec.page_size)
         order = torch.randperm(self.num_reqs * each, generator=torch.Generator().manual_seed(self.num_reqs)).tolist()
         return [order[r * each : (r + 1) * each] for r in range(self.num_reqs)]
@@ -36,23 +42,14 @@ class Scene:
     def contexts(self) -> list[int]:
         """KV tokens before the first round: at page edges, around the window, and near the limit."""
         size, window = self.spec.page_size, self.spec.sliding_window or 8
-        edges = [
-            size - 1,
-            window - 1,
-            0,
-            2 * size,
-            window,
-            MAX_SEQ_LEN - 2 * self.steps - 3,
-            size,
-            window + 1,
-            5,
-        ]
+        near_limit = MAX_SEQ_LEN - 2 * self.num_speculative_tokens - 3
+        edges = [size - 1, window - 1, 0, 2 * size, window, near_limit, size, window + 1, 5]
         return [max(0, edges[r % len(edges)]) + (r // len(edges)) for r in range(self.num_reqs)]
 
     def limits(self) -> list[int]:
-        """Every third request runs into its limit on the way."""
+        """The token limit of each request. Every third runs into it within two rounds."""
         return [
-            min(MAX_SEQ_LEN, context + 2 * self.steps + 2) if r % 3 == 2 else MAX_SEQ_LEN
+            min(MAX_SEQ_LEN, context + 2 * self.num_speculative_tokens + 2) if r % 3 == 2 else MAX_SEQ_LEN
             for r, context in enumerate(self.contexts())
         ]
 
@@ -61,6 +58,7 @@ class Scene:
         return noisy_group(self.subject, self.spec, sum(len(row) for row in self.pages))
 
     def tables(self) -> RequestTables:
+        """Tables for these requests, still empty."""
         return RequestTables(
             page_sizes=[self.spec.page_size],
             num_pages=[sum(len(row) for row in self.pages)],
@@ -70,21 +68,15 @@ class Scene:
         )
 
 
-def make_scene(subject: Subject, num_reqs: int, steps: int) -> Scene:
-    """The scene with a model of the backend's draft spec."""
-    spec = draft_spec(subject)
-    return Scene(subject, spec, draft_model(spec, subject.device), num_reqs, steps)
-
-
 def draft_spec(subject: Subject, *, window: int = _WINDOW, page_size: int | None = None) -> AttentionSpec:
     """The base spec with a window that the contexts outgrow, and with sinks in a latent layer, where it has them.
 
-    page_size: None for the base spec's own; Unsupported where the backend refuses it.
+    page_size: None for the base spec's own. Raises Unsupported where the backend refuses it.
     """
-    base = base_spec(subject)
+    base = subject.base_spec()
     if page_size is not None:
         base = replace(base, page_size=page_size)
-        demand(subject.backend, base, subject.device)
+        subject.require_supported(base)
     windowed = replace(base, sliding_window=window)
     latent = base.kind is AttentionKind.MLA
     with_sinks = [replace(spec, sinks=True) for spec in (windowed, base) if latent]
@@ -122,7 +114,7 @@ def draft_model(spec: AttentionSpec, device: torch.device, *, max_seq_len: int =
 
 
 def target_of(config: ModelConfig) -> LlamaTarget:
-    """A target for the draft to share the ends of; it has no layers, since none is run."""
+    """A target whose embedding and head the draft shares; it has no layers, because none is run."""
     return LlamaTarget(replace(config, num_layers=0, latent=None))
 
 

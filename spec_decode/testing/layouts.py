@@ -1,4 +1,4 @@
-"""How the kit itself puts tokens into a cache and finds them there, independent of any backend's kernels."""
+"""How the tests themselves put tokens into a cache and find them there, independent of any backend's kernels."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from builders import AttentionSpec
 
 
 class Layout(Protocol):
-    """Where a token's key and value lie in a cache, and what of them survives there."""
+    """Where a token's key and value lie in a cache, and what the cache keeps of them."""
 
     def representable(self, key: torch.Tensor) -> torch.Tensor:
-        """The nearest of key [..., D] that the cache can hold, as an honest write would store it."""
+        """The nearest of key [..., D] that the cache can hold, in the dtype of the key."""
         ...
 
     def poison(self, cache: KVCache) -> None:
@@ -22,15 +22,15 @@ class Layout(Protocol):
         ...
 
     def put(self, cache: KVCache, page: int, offset: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store one token, key [heads, D] and value [heads, E]."""
+        """Store one token: key [num_kv_heads, D] and value [num_kv_heads, E], in any dtype."""
         ...
 
     def take(self, cache: KVCache, page: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One token, on the CPU."""
+        """Key [num_kv_heads, D] and value [num_kv_heads, E] of one token, on the CPU."""
         ...
 
 
-class Numbers:
+class PlainLayout:
     """A cache of plain numbers in one dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -51,29 +51,29 @@ class Numbers:
         return cache.key[page, offset].cpu(), cache.value[page, offset].cpu()
 
 
-class PackedLatents:
-    """DeepSeek-V4's packed page, byte by byte: 448 e4m3 and 64 bf16 numbers a token, then 8 scale bytes a token."""
+class Fp8DsMlaLayout:
+    """A page of fp8_ds_mla, byte by byte: 448 e4m3 and 64 bf16 numbers a token, then 8 scale bytes a token."""
 
     def representable(self, key: torch.Tensor) -> torch.Tensor:
-        return self._unpacked(*self._packed(key.reshape(-1, 512))).view(key.shape).to(key.dtype)
+        return self._decode(*self._encode(key.reshape(-1, 512))).view(key.shape).to(key.dtype)
 
     def poison(self, cache: KVCache) -> None:
         cache.key.fill_(0xFF)
 
     def put(self, cache: KVCache, page: int, offset: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        for target, source in zip(self._bytes_of(cache, page, offset), self._packed(key.cpu()), strict=True):
+        for target, source in zip(self._bytes_of(cache, page, offset), self._encode(key.cpu()), strict=True):
             target.copy_(source[0])
 
     def take(self, cache: KVCache, page: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
-        latent = self._unpacked(*(part[None].cpu() for part in self._bytes_of(cache, page, offset)))
+        latent = self._decode(*(part[None].cpu() for part in self._bytes_of(cache, page, offset)))
         return latent, latent
 
     def _bytes_of(self, cache: KVCache, page: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
         row, scales = cache.key[page].view(-1), cache.key.shape[1] * 576 + offset * 8
         return row[offset * 576 : (offset + 1) * 576], row[scales : scales + 8]
 
-    def _packed(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The bytes [n, 576] and scales [n, 8] of latents [n, 512]."""
+    def _encode(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The bytes, uint8 [n, 576], and scales, uint8 [n, 8], of latents [n, 512]."""
         latent = latent.bfloat16()
         tiles = latent[:, :448].float().view(-1, 7, 64)
         # The least x with amax <= 448 * 2^x, where amax = m * 2^e and 448 = 0.875 * 2^9; amax counts as 1e-4 at least.
@@ -83,7 +83,8 @@ class PackedLatents:
         scales = torch.cat([power + 127, torch.zeros_like(power[:, :1])], 1).to(torch.uint8)
         return torch.cat([quantised.view(torch.uint8), latent[:, 448:].contiguous().view(torch.uint8)], 1), scales
 
-    def _unpacked(self, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def _decode(self, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Latents, bfloat16 [n, 512], of these bytes and scales."""
         tiles = data[:, :448].contiguous().view(torch.float8_e4m3fn).float().view(-1, 7, 64)
         nope = torch.ldexp(tiles, (scales[:, :7].int() - 127)[..., None]).flatten(1)
         return torch.cat([nope, data[:, 448:].contiguous().view(torch.bfloat16).float()], 1).bfloat16()
@@ -91,4 +92,4 @@ class PackedLatents:
 
 def layout_of(spec: AttentionSpec) -> Layout:
     """The layout of a spec's cache."""
-    return PackedLatents() if spec.fp8_ds_mla else Numbers(spec.cache_dtype)
+    return Fp8DsMlaLayout() if spec.fp8_ds_mla else PlainLayout(spec.cache_dtype)

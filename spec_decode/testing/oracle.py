@@ -1,34 +1,55 @@
-"""An independent oracle: attention over each request's logical KV prefix, never through a page, builder or backend."""
+"""The test oracle: attention over each request's logical KV prefix, independent of pages, builders and backends."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
+from attn_backends import Capabilities
 from builders import AttentionSpec
+from spec_decode.testing.expectations import Measurements, expect
+
+_SUM_ORDER_ERROR = 32 * torch.finfo(torch.float32).eps
+"""What two right kernels may differ by in the order of their fp32 sums, beyond the low-precision reference's error:
+that of a score of tens goes through the exponential."""
+
+
+class LogicalBatch(NamedTuple):
+    """Requests without a page table, all on the CPU.
+
+    queries:  [q, num_q_heads, head_dim] each, of its last q tokens
+    keys:     [>= seq_len, num_kv_heads, head_dim] each
+    values:   [>= seq_len, num_kv_heads, value_dim] each
+    seq_lens: tokens of each
+    sinks:    [num_q_heads], or None
+    """
+
+    queries: Sequence[torch.Tensor]
+    keys: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
+    seq_lens: Sequence[int]
+    sinks: torch.Tensor | None
 
 
 def attention(
     spec: AttentionSpec,
-    query: Sequence[torch.Tensor],
-    key: Sequence[torch.Tensor],
-    value: Sequence[torch.Tensor],
-    seq_lens: Sequence[int],
-    sinks: torch.Tensor | None,
+    batch: LogicalBatch,
     *,
     dtype: torch.dtype = torch.float64,
     operands: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
-    """Per request: query [q, Hq, D] are its last q of seq_lens[r] tokens; key and value [>= seq_len, Hkv, D or E].
+    """The output of each request, [q, num_q_heads, value_dim] in `dtype`.
 
-    Computed in `dtype`; float64 is the truth. In a lower precision, operands and weights are rounded to it and sums
-    are fp32, as an honest kernel of that precision does, to measure what error such a kernel may have. operands: the
-    dtype they are rounded to where it is another than that of the output.
+    float64 is the reference. In a lower precision, operands and weights are rounded to it and sums are fp32, as a
+    correct kernel of that precision does: its error is what such a kernel may have. operands: what they are rounded to
+    if that is not the dtype of the output.
     """
+    queries, keys, values, seq_lens, sinks = batch
     return [
-        _one(spec, q, k[:length], v[:length], sinks, dtype, operands or dtype)
-        for q, k, v, length in zip(query, key, value, seq_lens, strict=True)
+        _one(spec, query, key[:length], value[:length], sinks, dtype, operands or dtype)
+        for query, key, value, length in zip(queries, keys, values, seq_lens, strict=True)
     ]
 
 
@@ -62,8 +83,31 @@ def _one(
     return out.to(dtype)
 
 
-def relative_error(found: torch.Tensor, truth: torch.Tensor) -> float:
-    """The worst ||found - truth|| / ||truth|| over (token, head); NaN anywhere is infinite."""
-    difference = (found.double().cpu() - truth.double()).norm(dim=-1)
-    ratio = difference / truth.double().norm(dim=-1).clamp_min(1e-12)
+def relative_error(found: torch.Tensor, reference: torch.Tensor) -> float:
+    """The worst ||found - reference|| / ||reference|| over all but the last dim, of the same shape; NaN is infinite."""
+    difference = (found.double().cpu() - reference.double()).norm(dim=-1)
+    ratio = difference / reference.double().norm(dim=-1).clamp_min(1e-12)
     return float(torch.nan_to_num(ratio, nan=float("inf")).max()) if ratio.numel() else 0.0
+
+
+def assert_within_budget(
+    out: torch.Tensor, batch: LogicalBatch, spec: AttentionSpec, capabilities: Capabilities, *, contract: str
+) -> Measurements:
+    """Compare a backend's output with the fp64 reference. Raises CheckFailure beyond the budget.
+
+    out: [>= query tokens, num_q_heads, value_dim], in any dtype, on any device. The budget is twice the error of the
+    low-precision reference: what a correct kernel of this precision may have.
+    """
+    reference = torch.cat(attention(spec, batch))
+    quantised = capabilities.quantises_queries and spec.cache_dtype.itemsize == 1
+    operands = spec.cache_dtype if quantised else spec.dtype
+    low_precision = torch.cat(attention(spec, batch, dtype=spec.dtype, operands=operands))
+    budget = 2 * relative_error(low_precision, reference) + _SUM_ORDER_ERROR
+    error = relative_error(out[: reference.shape[0]], reference)
+    expect(
+        error <= budget,
+        contract=contract,
+        expected=f"attention over the logical prefix of {list(batch.seq_lens)} tokens within {budget:.2e}",
+        got=f"relative error {error:.2e} on [{spec.describe()}]",
+    )
+    return {"error": error, "budget": budget, "error_over_budget": error / budget}

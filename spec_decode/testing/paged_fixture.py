@@ -1,4 +1,4 @@
-"""A small paged world around one backend: requests with known keys and values, in a cache that is poison elsewhere."""
+"""The paged fixture: requests with known keys and values around one backend, in a cache that is poison elsewhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attn_backends import Capabilities, KVCache
+from attn_backends import KVCache
 from builders import (
     AttentionBatch,
     AttentionKind,
@@ -17,18 +17,16 @@ from builders import (
     advance_shared_state,
 )
 from builders.spec import AttentionSpec
-from spec_decode.conformance.cases import MAX_SEQ_LEN, Batch
-from spec_decode.conformance.check import Evidence, Subject, expect
 from spec_decode.testing import oracle
+from spec_decode.testing.batches import MAX_SEQ_LEN, Batch
+from spec_decode.testing.expectations import Measurements, expect
 from spec_decode.testing.layouts import layout_of
-
-_ROUNDING = 32 * torch.finfo(torch.float32).eps
-"""What two right kernels may differ by in the order of their fp32 sums, beyond the reference's own error: that of a
-score of tens goes through the exponential."""
+from spec_decode.testing.poison import bits
+from spec_decode.testing.subject import Subject
 
 
 class PagedFixture:
-    """Tables, a poisoned cache and the logical truth for up to `rows` requests of MAX_SEQ_LEN tokens each.
+    """Tables, a poisoned cache, and the logical keys and values of up to `rows` requests of MAX_SEQ_LEN tokens each.
 
     Every page is NaN until a token is put there, so a read outside a request's prefix shows in the output, and any
     write outside its slots shows in the cache.
@@ -43,6 +41,8 @@ class PagedFixture:
         seed: int = 0,
         limits: Sequence[int] | None = None,
     ) -> None:
+        """limits: tokens that each request may have. Raises Unsupported where the backend refuses the spec."""
+        subject.require_supported(spec)
         self.subject, self.spec, self.rows = subject, spec, rows
         self.device = subject.device
         self.generator = torch.Generator().manual_seed(seed)
@@ -86,14 +86,28 @@ class PagedFixture:
         self.reload(buffers, batch)
         return buffers
 
-    def load_tables(self, live: int) -> None:
-        self.tables.load([self.pages[:live]], self.limits[:live])
+    def load_tables(self, num_live: int) -> None:
+        """Give the first `num_live` requests their pages and limits."""
+        self.tables.load([self.pages[:num_live]], self.limits[:num_live])
 
     def reload(self, buffers: BatchBuffers, batch: Batch) -> None:
         """Put another batch into the same buffers."""
         buffers.load(batch.query_lens, batch.seq_lens, pad_reqs=batch.rows)
         for request, (query, length) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
             self.put(request, range(length - query))
+
+    def replace_batch(self, buffers: BatchBuffers, batch: Batch) -> None:
+        """Poison the cache, then put another batch with its tables into the same buffers."""
+        self.poison()
+        self.load_tables(len(batch.seq_lens))
+        self.reload(buffers, batch)
+
+    def reorder(self, order: Sequence[int]) -> None:
+        """Let the first requests be those of `order`, with their pages, keys and values."""
+        rest = slice(len(order), None)
+        self.pages = [self.pages[i] for i in order] + self.pages[rest]
+        self.key = [self.key[i] for i in order] + self.key[rest]
+        self.value = [self.value[i] for i in order] + self.value[rest]
 
     def put(self, request: int, positions: range) -> None:
         """Place logical tokens in the cache by the page table's own arithmetic."""
@@ -109,79 +123,85 @@ class PagedFixture:
         )
 
     def view(self, buffers: BatchBuffers, batch: Batch, seq_lens: Sequence[int] | None = None) -> AttentionBatch:
-        """What a builder sees. seq_lens: the lengths by now, where they moved on."""
+        """What a builder sees. seq_lens: the present lengths, if they are no longer the batch's."""
         lens = list(batch.seq_lens if seq_lens is None else seq_lens)
-        padded = batch.query_lens[0] * (batch.rows - len(lens)) if batch.uniform else 0
         return buffers.view(
             0,
             num_reqs=batch.rows,
-            num_tokens=sum(batch.query_lens) + padded,
+            num_tokens=batch.num_tokens,
             max_query_len=max(batch.query_lens),
             uniform=batch.uniform,
             host_seq_lens=lens + [0] * (batch.rows - len(lens)),
             host_seq_lens_exact=True,
         )
 
+    def build(self, batch: Batch, *, horizon: int = 0) -> BuiltBatch:
+        """Load the batch and build its metadata with a fresh builder."""
+        return BuiltBatch(self, batch, horizon=horizon)
+
     def queries(self, batch: Batch) -> list[torch.Tensor]:
-        """A fresh query per live request, [q, Hq, D]."""
+        """A fresh query of each live request, [q, num_q_heads, head_dim] in the spec's dtype, on the CPU."""
         shape = (self.spec.num_q_heads, self.spec.head_dim)
         return [torch.randn(q, *shape, generator=self.generator).to(self.spec.dtype) for q in batch.query_lens]
 
     def attend(
-        self,
-        metadata: Any,
-        batch: Batch,
-        seq_lens: Sequence[int],
-        queries: Sequence[torch.Tensor],
-        *,
-        num_tokens: int,
+        self, metadata: Any, batch: Batch, seq_lens: Sequence[int], queries: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Write the query tokens' KV through the backend and attend; the live tokens' output."""
-        query, key, value = self.inputs(batch, seq_lens, queries, num_tokens)
+        """Write the query tokens' KV through the backend and attend; output [num_tokens, num_q_heads, value_dim]."""
+        query, key, value = self.inputs(batch, seq_lens, queries)
         self.subject.backend.write_kv(key, value, self.cache, metadata)
+        return self.forward(query, metadata)
+
+    def forward(self, query: torch.Tensor, metadata: Any) -> torch.Tensor:
+        """The backend's attention of query [num_tokens, num_q_heads, head_dim] over the cache as it is."""
         return self.subject.backend.forward(query, self.cache, metadata, spec=self.spec, sinks=self.device_sinks)
 
     def inputs(
-        self, batch: Batch, seq_lens: Sequence[int], queries: Sequence[torch.Tensor], num_tokens: int
+        self, batch: Batch, seq_lens: Sequence[int], queries: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Flat query, key and value of the query tokens; padding tokens are loud, so that writing one shows."""
+        """Flat query, key and value [num_tokens, heads, dim] of the query tokens, on the device.
+
+        Padding tokens hold large numbers, so that writing one shows.
+        """
         ends = list(zip(batch.query_lens, seq_lens, strict=True))
         flat = [
             torch.cat([rows[r][length - q : length] for r, (q, length) in enumerate(ends)])
             for rows in (self.key, self.value)
         ]
-        query, key, value = (_padded(t, num_tokens).to(self.device) for t in (torch.cat(list(queries)), *flat))
-        # As a model hands it over: a view into the projection of queries, keys and values.
-        packed = torch.cat([query, torch.full_like(query[:, :1], float("nan"))], 1)
-        return packed[:, :-1], key, value
+        query, key, value = (_padded(t, batch.num_tokens).to(self.device) for t in (torch.cat(list(queries)), *flat))
+        # As a model passes it: a view into the projection of queries, keys and values.
+        qkv = torch.cat([query, torch.full_like(query[:, :1], float("nan"))], 1)
+        return qkv[:, :-1], key, value
 
-    def judge(
+    def assert_within_budget(
         self,
         out: torch.Tensor,
-        batch: Batch,
         seq_lens: Sequence[int],
         queries: Sequence[torch.Tensor],
         *,
         contract: str,
-    ) -> Evidence:
-        """Compare with the oracle, within twice the error of an honest kernel of this precision."""
-        live = len(seq_lens)
-        able, key, value = self.subject.backend.capabilities, self.key[:live], self.value[:live]
-        return judge(able, self.spec, out, queries, key, value, seq_lens, self.sinks, contract=contract)
+        first: int = 0,
+    ) -> Measurements:
+        """Compare out [>= query tokens, num_q_heads, value_dim] of the requests from `first` on with the oracle.
+
+        Raises CheckFailure where its error is more than twice that of a correct kernel of this precision.
+        """
+        live = slice(first, first + len(seq_lens))
+        batch = oracle.LogicalBatch(queries, self.key[live], self.value[live], seq_lens, self.sinks)
+        return oracle.assert_within_budget(out, batch, self.spec, self.subject.backend.capabilities, contract=contract)
 
     def expect_cache(self, lengths: Sequence[int], *, contract: str) -> None:
-        """The cache holds exactly the first lengths[r] tokens of each request, and poison everywhere else."""
+        """Raise CheckFailure unless the cache holds lengths[r] tokens of each request and poison elsewhere."""
         found = KVCache(bits(self.cache.key).clone(), bits(self.cache.value).clone())
         self.poison()
         for request, length in enumerate(lengths):
             self.put(request, range(length))
-        for name in ("key", "value"):
-            wrong = (bits(getattr(self.cache, name)) != getattr(found, name)).flatten(2).any(-1)
-            self._expect_no_slot(wrong, lengths, name, contract)
+        for name, expected, stored in (("key", self.cache.key, found.key), ("value", self.cache.value, found.value)):
+            wrong = (bits(expected) != stored).flatten(2).any(-1)
+            if wrong.any():
+                self._fail_at_slot(wrong, lengths, name, contract)
 
-    def _expect_no_slot(self, wrong: torch.Tensor, lengths: Sequence[int], name: str, contract: str) -> None:
-        if not wrong.any():
-            return
+    def _fail_at_slot(self, wrong: torch.Tensor, lengths: Sequence[int], name: str, contract: str) -> None:
         page, offset = (int(i) for i in wrong.nonzero()[0])
         owner = next((r for r, pages in enumerate(self.pages) if page in pages), None)
         where = f"slot {offset} of page {page} (request {owner})"
@@ -195,47 +215,56 @@ class PagedFixture:
         )
 
 
-def judge(
-    able: Capabilities,
-    spec: AttentionSpec,
-    out: torch.Tensor,
-    queries: Sequence[torch.Tensor],
-    key: Sequence[torch.Tensor],
-    value: Sequence[torch.Tensor],
-    seq_lens: Sequence[int],
-    sinks: torch.Tensor | None,
-    *,
-    contract: str,
-) -> Evidence:
-    """Compare out [>= tokens, Hq, E] with the oracle over these requests' queries, keys and values, all on the CPU.
+class BuiltBatch:
+    """A batch in a paged fixture with its shared state, a builder, its metadata, and the present lengths."""
 
-    The budget is twice the error of an honest kernel of this precision.
-    """
-    args = (spec, queries, key, value, seq_lens, sinks)
-    truth = torch.cat(oracle.attention(*args))
-    narrow = able.quantises_queries and spec.cache_dtype.itemsize == 1
-    operands = spec.cache_dtype if narrow else spec.dtype
-    honest = torch.cat(oracle.attention(*args, dtype=spec.dtype, operands=operands))
-    budget = 2 * oracle.relative_error(honest, truth) + _ROUNDING
-    error = oracle.relative_error(out[: truth.shape[0]], truth)
-    expect(
-        error <= budget,
-        contract=contract,
-        expected=f"attention over the logical prefix of {list(seq_lens)} tokens within {budget:.2e}",
-        got=f"relative error {error:.2e} on [{spec.describe()}]",
-    )
-    return {"error": error, "budget": budget, "error_over_budget": error / budget}
+    def __init__(self, fixture: PagedFixture, batch: Batch, *, horizon: int = 0) -> None:
+        self.fixture, self.batch = fixture, batch
+        self.seq_lens = list(batch.seq_lens)
+        self.buffers, self.builder = fixture.load(batch), fixture.builder()
+        self.metadata = self.builder.build(self.view(), horizon=horizon)
 
+    def view(self) -> AttentionBatch:
+        """What a builder sees now."""
+        return self.fixture.view(self.buffers, self.batch, self.seq_lens)
 
-def advance(world: PagedFixture, buffers: BatchBuffers, batch: Batch, builder: Any, metadata: Any) -> None:
-    """Move the shared state one token forward and refresh the metadata."""
-    advance_shared_state(buffers, batch.rows)
-    builder.advance(metadata)
+    def fresh(self, *, horizon: int = 0) -> Any:
+        """Metadata of a fresh builder for the present state."""
+        return self.fixture.builder().build(self.view(), horizon=horizon)
 
+    def move(self) -> None:
+        """Move the shared state one token forward."""
+        advance_shared_state(self.buffers, self.batch.rows)
+        self.seq_lens = [n + 1 for n in self.seq_lens]
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements as integers: a poisoned one equals itself."""
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    def advance(self) -> None:
+        """Move the shared state one token forward and refresh the metadata."""
+        self.move()
+        self.builder.advance(self.metadata)
+
+    def replace(self, batch: Batch) -> None:
+        """Put another batch of as many rows into the same buffers and refresh the metadata."""
+        self.fixture.replace_batch(self.buffers, batch)
+        self.batch, self.seq_lens = batch, list(batch.seq_lens)
+        self.builder.advance(self.metadata)
+
+    def attend(self, queries: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
+        """Write the query tokens and attend; output [num_tokens, num_q_heads, value_dim]. queries: fresh if None."""
+        asked = self.fixture.queries(self.batch) if queries is None else queries
+        return self.fixture.attend(self.metadata, self.batch, self.seq_lens, asked)
+
+    def expect_attention(self, contract: str, *, cache: str = "", metadata: Any = None) -> Measurements:
+        """Write the query tokens, attend, and compare with the oracle. Raises CheckFailure.
+
+        cache: the contract under which the cache must hold the requests' tokens and nothing else; empty to leave it
+        unseen. metadata: None for the batch's own.
+        """
+        queries = self.fixture.queries(self.batch)
+        used = self.metadata if metadata is None else metadata
+        out = self.fixture.attend(used, self.batch, self.seq_lens, queries)
+        if cache:
+            self.fixture.expect_cache(self.seq_lens, contract=cache)
+        return self.fixture.assert_within_budget(out, self.seq_lens, queries, contract=contract)
 
 
 def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:

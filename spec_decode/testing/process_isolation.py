@@ -1,4 +1,4 @@
-"""A command in a process of its own: what it says, how it ended, and that nothing it started outlives it."""
+"""Process isolation: run a command in a process of its own, read its messages, and end whatever it started."""
 
 from __future__ import annotations
 
@@ -15,38 +15,40 @@ from typing import IO, Any
 
 import msgspec
 
-_LAST_WORDS = 400
+_PRINTED_TAIL = 400
 """Characters of what the process printed, for the reason."""
 
 
-class Stopped(Exception):
+class ProcessEnded(Exception):
     """The process ended early, or was ended; the message says how."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
-    """Seconds that something may take, and what."""
+class TimeLimit:
+    """Seconds that something may take, and what that is."""
 
     seconds: float
     what: str
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
-    """A process that `started` has started."""
+class IsolatedProcess:
+    """A process that `start_isolated` has started."""
 
     process: subprocess.Popen[bytes]
     reader: int
     output: IO[bytes]
 
-    def messages(self, each: Limit, total: Limit) -> Iterator[dict[str, Any]]:
-        """One a line until the process closes the pipe. Stopped when a limit passes before the next one."""
+    def messages(self, each: TimeLimit, total: TimeLimit) -> Iterator[dict[str, Any]]:
+        """One per line until the process closes the pipe. Raises ProcessEnded when a limit passes before the next."""
         buffer, end = b"", time.monotonic() + total.seconds
         while True:
             left = end - time.monotonic()
             limit = each if each.seconds < left else total
             if not select.select([self.reader], [], [], max(0.0, min(each.seconds, left)))[0]:
-                raise Stopped(f"the process outlived the limit of {limit.seconds:g} s for {limit.what} and was ended")
+                raise ProcessEnded(
+                    f"the process outlived the limit of {limit.seconds:g} s for {limit.what} and was ended"
+                )
             chunk = os.read(self.reader, 1 << 16)
             if not chunk:
                 return
@@ -63,25 +65,30 @@ class Apart:
         except ValueError:
             return f"signal {-status}"
 
-    def last_words(self) -> str:
-        """The end of what it printed, to be put behind how it ended; empty where it printed nothing."""
+    def printed_tail(self) -> str:
+        """The end of what it printed, as text to append to how it ended; empty where it printed nothing."""
         self.output.seek(0)
-        words = " ".join(self.output.read().decode(errors="replace").split())
-        return f"; it printed: {words[-_LAST_WORDS:]}" if words else ""
+        printed = " ".join(self.output.read().decode(errors="replace").split())
+        return f"; it printed: {printed[-_PRINTED_TAIL:]}" if printed else ""
 
 
 @contextmanager
-def started(command: Sequence[str], ask: dict[str, Any]) -> Iterator[Apart]:
-    """Run a command, in a session of its own so that it can be ended with all that it starts, and end it.
+def start_isolated(command: Sequence[str], request: dict[str, Any]) -> Iterator[IsolatedProcess]:
+    """Run a command in a session of its own, and on leaving end it with everything that it started.
 
-    It gets two words more: the descriptor that it writes its messages to, each a line of JSON, and `ask` as JSON.
+    It gets two more arguments: the descriptor to write its messages to, each a line of JSON, and `request` as JSON.
     """
     with tempfile.TemporaryFile() as output:
         reader, writer = os.pipe()
-        words = [*command, str(writer), msgspec.json.encode(ask).decode()]
+        arguments = [*command, str(writer), msgspec.json.encode(request).decode()]
         try:
             process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=[writer], start_new_session=True
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[writer],
+                start_new_session=True,
             )
         except BaseException:
             os.close(reader)
@@ -89,7 +96,7 @@ def started(command: Sequence[str], ask: dict[str, Any]) -> Iterator[Apart]:
         finally:
             os.close(writer)
         try:
-            yield Apart(process, reader, output)
+            yield IsolatedProcess(process, reader, output)
         finally:
             os.close(reader)
             with suppress(ProcessLookupError):

@@ -1,0 +1,46 @@
+"""Batch shapes that checks and tests run on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from builders import AttentionSpec
+
+MAX_SEQ_LEN = 160
+"""Token limit of the checks' requests: enough for several pages, splits and windows, quick in an interpreter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Query and sequence lengths of each live request, and the padded number of rows."""
+
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    rows: int
+
+    @property
+    def uniform(self) -> bool:
+        return len(set(self.query_lens)) == 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens, those of padding rows included. Only a uniform batch has padding tokens."""
+        padding = self.query_lens[0] * (self.rows - len(self.query_lens)) if self.uniform else 0
+        return sum(self.query_lens) + padding
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A spec with a batch shape."""
+
+    spec: AttentionSpec
+    batch: Batch
+
+
+DECODE = Batch((1, 1, 1, 1, 1), (1, 15, 16, 126, 142), 7)
+"""One token each, before page edges and the 128 tokens that some kernels split at, with two padding rows."""
+SINGLE = Batch((1,), (33,), 1)
+VERIFY = Batch((5, 5, 5), (5, 37, 150), 4)
+"""A uniform 1 + K, as in step 0 and in verification."""
+RAGGED = Batch((3, 1, 20, 7), (3, 64, 20, 100), 4)
+"""A prefill beside decodes."""

@@ -1,0 +1,34 @@
+"""What a check can say: a failure in parts, a refusal, something missing on this machine, or what it measured."""
+
+from __future__ import annotations
+
+Measurements = dict[str, float]
+"""Measured numbers by name. "error_over_budget" is what the matrix shows."""
+
+
+class CheckFailure(AssertionError):
+    """The backend does not do what the contract says. shrunk: the smallest case that shows it, if one was searched."""
+
+    def __init__(self, *, contract: str, expected: str, got: str, shrunk: str = "") -> None:
+        shown = f"; smallest case: {shrunk}" if shrunk else ""
+        super().__init__(f"contract: {contract}; expected: {expected}; got: {got}{shown}")
+        self.contract, self.expected, self.got = contract, expected, got
+
+
+class Unsupported(Exception):
+    """The case is not claimed, and the backend refused it cleanly; the message is its reasons."""
+
+
+class Unavailable(Exception):
+    """The case needs something that this machine does not have."""
+
+
+def expect(condition: bool, *, contract: str, expected: str, got: object) -> None:
+    """Raise CheckFailure unless the condition holds."""
+    if not condition:
+        raise CheckFailure(contract=contract, expected=expected, got=str(got))
+
+
+def worse(a: Measurements, b: Measurements) -> Measurements:
+    """The measurements with the larger error relative to its budget."""
+    return b if b["error_over_budget"] >= a.get("error_over_budget", -1.0) else a

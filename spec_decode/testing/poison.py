@@ -1,0 +1,34 @@
+"""Poisoned memory: NaN wherever nothing was written, so that a read of it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+@contextmanager
+def poisoned_allocations() -> Iterator[None]:
+    """Inside, torch.empty and its variants return NaN, so that memory which is read before it is written shows."""
+
+    def poisoned(allocate: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensor: torch.Tensor = allocate(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+        return wrapper
+
+    with (
+        mock.patch.object(torch, "empty", poisoned(torch.empty)),
+        mock.patch.object(torch, "empty_like", poisoned(torch.empty_like)),
+        mock.patch.object(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty)),
+    ):
+        yield
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements as integers of the same width and shape: a poisoned one equals itself."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])

@@ -1,0 +1,71 @@
+"""The backend under test on a device, and the plainest spec that it accepts there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+
+from attn_backends import AttentionBackend, Rejected
+from builders import AdvanceLevel, AttentionKind, AttentionSpec
+from spec_decode.testing.expectations import Unsupported
+
+PAGE_SIZE = 16
+
+PLAIN_SPECS: dict[AttentionKind, list[dict[str, Any]]] = {
+    AttentionKind.MHA: [
+        {"num_q_heads": heads, "num_kv_heads": 2, "page_size": page, "head_dim": dim}
+        for heads, page, dim in product((4, 2), (PAGE_SIZE, 64, 1), (64, 128))
+    ],
+    AttentionKind.MLA: [
+        {"num_q_heads": heads, "num_kv_heads": 1, "page_size": page, "sliding_window": window, **dims}
+        for dims, heads, page, window in product(
+            ({"head_dim": 80, "value_dim": 64}, {"head_dim": 128}, {"head_dim": 512}),
+            (4, 64),
+            (PAGE_SIZE, 64, 1),
+            (None, 40),
+        )
+    ],
+}
+"""Fields of the specs to try for each kind, plainest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is tested, and where."""
+
+    backend: AttentionBackend
+    device: torch.device
+    asked_as: str = ""
+    """The name it was requested by; empty where the backend itself was given."""
+
+    def base_spec(self) -> AttentionSpec:
+        """The plainest spec that the backend accepts: grouped and in fp32 where it has that.
+
+        Raises Unsupported, with every reason it gave, where it refuses them all.
+        """
+        dtypes = sorted(self.backend.capabilities.dtypes, key=lambda dtype: -torch.finfo(dtype).bits)
+        reasons: list[str] = []
+        for kind, dtype in product(self.backend.capabilities.kinds, dtypes):
+            for fields in PLAIN_SPECS[kind]:
+                spec = AttentionSpec(kind=kind, dtype=dtype, **fields)
+                answer = self.backend.supports(spec, self.device)
+                if not isinstance(answer, Rejected):
+                    return spec
+                reasons += answer.reasons
+        raise Unsupported("; ".join(dict.fromkeys(reasons)) or "claims no dtype, or no kind of attention")
+
+    def require_supported(self, spec: AttentionSpec) -> None:
+        """Raise Unsupported, with the backend's own reasons, unless it accepts the spec."""
+        answer = self.backend.supports(spec, self.device)
+        if isinstance(answer, Rejected):
+            raise Unsupported("; ".join(answer.reasons))
+
+    def require_in_graph_advance(self, spec: AttentionSpec) -> None:
+        """Raise Unsupported unless the backend accepts the spec and claims to advance it inside a graph."""
+        self.require_supported(spec)
+        support = self.backend.builder.advance_support(spec, self.device)
+        if support.level is not AdvanceLevel.IN_GRAPH:
+            raise Unsupported(f"advance is {support.level.name}: {support.reason}")
