@@ -62,15 +62,15 @@ class CheckRun:
 
     def isolated(self, name: str, on_note: OnNote | None = None) -> Report:
         """The same in a process of its own, within the limits of `spec_decode.conformance.isolation`."""
-        from spec_decode.conformance.isolation import check_apart
+        from spec_decode.conformance.isolation import check_isolated
         from spec_decode.conformance.report import environment
 
-        ask = {"device": str(self.device), "families": list(self.families), "checks": list(self.checks)}
+        request = {"device": str(self.device), "families": list(self.families), "checks": list(self.checks)}
         with self.console.status(f"{name}: starting") as status:
-            return check_apart(
+            return check_isolated(
                 name,
                 env=environment(self.device),
-                ask={**ask, "command": self._command(name)},
+                request={**request, "command": self._command(name)},
                 on_result=self._printer(name, status.update),
                 on_note=on_note,
             )

@@ -123,9 +123,9 @@ def _run(options: _Options) -> list[Report]:
     device = resolve_device(options.device)
     interpret_kernels_on(device)
     from spec_decode.cli.matrix_run import MatrixRun
-    from spec_decode.conformance.isolation import Limits
+    from spec_decode.conformance.isolation import TimeLimits
 
-    limits = Limits(check=options.check_limit, backend=options.limit)
+    limits = TimeLimits(check=options.check_limit, backend=options.limit)
     run = MatrixRun(device=device, tags=options.tags, into=options.into, resume=options.resume, limits=limits)
     return run.of(options.names)
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from attn_backends import registry
 from spec_decode.cli.options import chosen_names
 from spec_decode.cli.output import say, writing
-from spec_decode.conformance.isolation import Limits, check_apart
+from spec_decode.conformance.isolation import TimeLimits, check_isolated
 from spec_decode.conformance.report import (
     EVERYTHING,
     FAILURES,
@@ -33,7 +33,7 @@ class MatrixRun:
     """What to run and where the reports go. resume: keep those that a run like this one has finished there."""
 
     device: torch.device
-    limits: Limits
+    limits: TimeLimits
     tags: tuple[str, ...] = ()
     into: Path | None = None
     resume: bool = False
@@ -79,8 +79,8 @@ class MatrixRun:
                 seen["failures"] += result.outcome in FAILURES
                 status.update(f"{title}: {seen['checks']} checks, {seen['failures']} failed; last {result.check}")
 
-            ask = {"device": str(self.device), "tags": list(self.tags), "command": self._command(name)}
-            return check_apart(name, env=env, ask=ask, limits=self.limits, on_result=on_result)
+            request = {"device": str(self.device), "tags": list(self.tags), "command": self._command(name)}
+            return check_isolated(name, env=env, request=request, limits=self.limits, on_result=on_result)
 
     def _finished(self, name: str, env: Environment) -> Report | None:
         """The kept report of an earlier run on the same machine, software and commit, if it ran to its end."""

@@ -11,6 +11,7 @@ from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.shrink import run_and_shrink
 from spec_decode.testing.subject import Subject
 
+
 @check(
     "numerics.attention_is_right",
     "attention over the paged cache is attention over the logical prefix, within twice a low-precision reference's "

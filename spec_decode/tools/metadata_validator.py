@@ -27,14 +27,19 @@ import torch
 from attn_backends import KVCache
 from builders import AttentionBatch, HostLengths
 from builders.errors import require
-from spec_decode.conformance.builder_checks import describe, expect_same_fields
-from spec_decode.conformance.check import CheckFailure, expect
-from spec_decode.conformance.contract_checks import tensors_of
-from spec_decode.conformance.poison_checks import poisoned_allocations
 from spec_decode.drafter import Drafter, Drafts, InUse, VerifiedTokens
 from spec_decode.drafter.kv_groups import KVGroup
+from spec_decode.testing.expectations import CheckFailure, expect
 from spec_decode.testing.layouts import layout_of
-from spec_decode.testing.paged_fixture import judge
+from spec_decode.testing.metadata_fields import (
+    changed_since,
+    copies_of,
+    expect_same_fields,
+    memory_layouts_of,
+    tensors_of,
+)
+from spec_decode.testing.oracle import LogicalBatch, assert_within_budget
+from spec_decode.testing.poison import poisoned_allocations
 
 
 class MetadataDrift(RuntimeError):
@@ -104,7 +109,7 @@ class MetadataValidator:
         self._expect_attention(used, group, found, copy, idle_rows_too=not planned)
 
     def _expect_addresses(self, key: tuple[int, int, int], found: Any) -> None:
-        now = {name: describe(tensor) for name, tensor in tensors_of(found).items()}
+        now = memory_layouts_of(found)
         first = self._addresses.setdefault(key, now)
         moved = sorted(name for name in first if first[name] != now[name])
         expect(
@@ -139,17 +144,15 @@ class MetadataValidator:
         if rows:
             prefixes = [_prefix(group, cache, batch.block_table[row], lens[row]) for row in rows]
             asked = queries.unflatten(0, (used.size, -1))
-            judge(
-                group.backend.capabilities,
-                spec,
-                out[rows].flatten(0, 1),
-                [asked[row] for row in rows],
-                [key for key, _ in prefixes],
-                [value for _, value in prefixes],
-                [lens[row] for row in rows],
-                sinks,
-                contract="attention over the present caches",
+            logical = LogicalBatch(
+                queries=[asked[row] for row in rows],
+                keys=[key for key, _ in prefixes],
+                values=[value for _, value in prefixes],
+                seq_lens=[lens[row] for row in rows],
+                sinks=sinks,
             )
+            attended, able = out[rows].flatten(0, 1), group.backend.capabilities
+            assert_within_budget(attended, logical, spec, able, contract="attention over the present caches")
 
 
 def _expect_fields(used: InUse, group: KVGroup, found: Any, batch: AttentionBatch, horizon: int) -> None:
@@ -157,9 +160,9 @@ def _expect_fields(used: InUse, group: KVGroup, found: Any, batch: AttentionBatc
     builder = group.make_builder(
         tables.device, max_reqs=tables.max_reqs, max_tokens=used.phase.batch.max_tokens, max_seq_len=tables.max_seq_len
     )
-    before = {name: tensor.clone() for name, tensor in tensors_of(batch).items()}
+    before = copies_of(batch)
     fresh = builder.build(batch, horizon=horizon)
-    written = [name for name, tensor in tensors_of(batch).items() if not torch.equal(tensor, before[name])]
+    written = changed_since(before, batch)
     expect(not written, contract="build() is pure towards its input", expected="no change", got=f"{written} changed")
     expect_same_fields(found, fresh, "in place")
 
@@ -195,8 +198,8 @@ def _view(used: InUse, index: int, group: KVGroup, seq_lens: torch.Tensor) -> At
 
 def _copied(live: AttentionBatch, seq_lens: torch.Tensor) -> AttentionBatch:
     """The same batch in memory of its own, with these lengths."""
-    fields: dict[str, Any] = {name: tensor.clone() for name, tensor in tensors_of(live).items()}
-    return replace(live, **{**fields, "seq_lens": seq_lens})
+    fields: dict[str, Any] = {**copies_of(live), "seq_lens": seq_lens}
+    return replace(live, **fields)
 
 
 def _over_copy(found: Any, live: AttentionBatch, copy: AttentionBatch) -> Any:

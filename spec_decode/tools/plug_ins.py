@@ -18,10 +18,10 @@ import torch
 
 from attn_backends import AttentionBackend, BackendError, registry
 from builders import AttentionSpec
-from spec_decode.testing.process_isolation import Limit, Stopped, started
+from spec_decode.testing.process_isolation import ProcessEnded, TimeLimit, start_isolated
 
-_EACH = Limit(60.0, "a package to load and say what it supports")
-_ALL = Limit(math.inf, "all of them")
+_EACH = TimeLimit(60.0, "a package to load and say what it supports")
+_ALL = TimeLimit(math.inf, "all of them")
 _CHILD = (sys.executable, "-m", "spec_decode.tools.plug_ins")
 ASKED = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=16)
 """What every backend is asked about first: the shape of a common 8B model."""
@@ -29,7 +29,7 @@ _tried: dict[str, str] = {}
 """Why a plug-in was refused, by name; empty for one that was not."""
 
 
-def try_plug_ins(child: Sequence[str] = _CHILD, each: Limit = _EACH) -> dict[str, str]:
+def try_plug_ins(child: Sequence[str] = _CHILD, each: TimeLimit = _EACH) -> dict[str, str]:
     """Have the registry refuse, from here on, the plug-ins that end or hold up the process that loads and asks them.
 
     Returns why, by name. One process loads all that were not tried before, and another one what is left whenever one
@@ -37,7 +37,7 @@ def try_plug_ins(child: Sequence[str] = _CHILD, each: Limit = _EACH) -> dict[str
     """
     packages = {plug_in.name: plug_in.package for plug_in in registry.plug_ins()}
     names = [name for name in packages if name not in _tried and not _had(name)]
-    while names and (ended := _load_apart(names, child, each)):
+    while names and (ended := _load_isolated(names, child, each)):
         culprits, how = ended
         for name in culprits:
             _tried[name] = (
@@ -54,18 +54,18 @@ def _had(name: str) -> bool:
     return registry.is_loaded(name) or registry.registered_here(name)
 
 
-def _load_apart(names: Sequence[str], child: Sequence[str], each: Limit) -> tuple[Sequence[str], str] | None:
+def _load_isolated(names: Sequence[str], child: Sequence[str], each: TimeLimit) -> tuple[Sequence[str], str] | None:
     """None if a process has loaded them all; else the one it was at, or all where it told none, and how it ended."""
     at = names
-    with started(child, {"names": names}) as process:
+    with start_isolated(child, {"names": names}) as process:
         try:
             for message in process.messages(each, _ALL):
                 if "loading" not in message:
                     return None
                 at = [message["loading"]]
-            raise Stopped(f"the process ended with {process.status() or 'exit status 0'}")
-        except Stopped as stop:
-            return at, f"{stop}{process.last_words()}"
+            raise ProcessEnded(f"the process ended with {process.status() or 'exit status 0'}")
+        except ProcessEnded as ended:
+            return at, f"{ended}{process.printed_tail()}"
 
 
 def _load(writer: int, names: Sequence[str]) -> None:

@@ -10,10 +10,10 @@ import builders.flashinfer
 from attn_backends import KVCache, Rejected, explain
 from builders import BatchError
 from spec_decode.conformance import check_backend
-from spec_decode.conformance.cases import DECODE, RAGGED, VERIFY, Batch, base_spec
-from spec_decode.conformance.check import Subject
 from spec_decode.conformance.report import Outcome
+from spec_decode.testing.batches import DECODE, RAGGED, VERIFY, Batch
 from spec_decode.testing.paged_fixture import PagedFixture
+from spec_decode.testing.subject import Subject
 from tests.factories import CPU, make_spec
 from tests.flashinfer_stand_in import NAMES, absent, backend, installed
 
@@ -27,22 +27,22 @@ def stand_in():
         yield
 
 
-def world_of(made, rows, **changes):
+def fixture_of(made, rows, **changes):
     subject = Subject(made, CPU)
-    return PagedFixture(subject, replace(base_spec(subject), scale=None, **changes), rows)
+    return PagedFixture(subject, replace(subject.base_spec(), scale=None, **changes), rows)
 
 
-def attend(world, batch):
+def attend(fixture, batch):
     """The output, and the queries it is of."""
-    view = world.view(world.load(batch), batch)
-    metadata, queries = world.builder().build(view), world.queries(batch)
-    return world.attend(metadata, batch, batch.seq_lens, queries, num_tokens=view.num_tokens), queries
+    view = fixture.view(fixture.load(batch), batch)
+    metadata, queries = fixture.builder().build(view), fixture.queries(batch)
+    return fixture.attend(metadata, batch, batch.seq_lens, queries), queries
 
 
-def judge(world, batch):
-    out, queries = attend(world, batch)
-    world.expect_cache(batch.seq_lens, contract="writes")
-    world.judge(out, batch, batch.seq_lens, queries, contract="attention")
+def assert_attends_right(fixture, batch):
+    out, queries = attend(fixture, batch)
+    fixture.expect_cache(batch.seq_lens, contract="writes")
+    fixture.assert_within_budget(out, batch.seq_lens, queries, contract="attention")
     return out
 
 
@@ -86,27 +86,27 @@ def test_steps_attend_to_the_logical_prefix(name):
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_an_extend_of_several_query_tiles_and_chunks_is_right(window):
-    world = world_of(backend("flashinfer"), 3, sliding_window=window, **MQA)
+    fixture = fixture_of(backend("flashinfer"), 3, sliding_window=window, **MQA)
 
-    judge(world, Batch((20, 20), (33, 160), 3))
+    assert_attends_right(fixture, Batch((20, 20), (33, 160), 3))
 
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_ragged_batch_of_several_chunks_and_an_empty_row_is_right(window):
-    world = world_of(backend("flashinfer"), 3, sliding_window=window, **MQA)
+    fixture = fixture_of(backend("flashinfer"), 3, sliding_window=window, **MQA)
 
-    judge(world, Batch((40, 1), (160, 150), 3))
+    assert_attends_right(fixture, Batch((40, 1), (160, 150), 3))
 
 
 @pytest.mark.parametrize("rows", [7, 9])
 def test_the_cuda_cores_are_right_with_splits_and_where_there_are_rows_enough_without(rows):
     made = backend("flashinfer_cuda_cores")
-    world = world_of(made, rows)
+    fixture = fixture_of(made, rows)
     batch = replace(DECODE, rows=rows)
-    launch = world.builder().build(world.view(world.load(batch), batch)).launch
+    launch = fixture.builder().build(fixture.view(fixture.load(batch), batch)).launch
 
     assert launch.layout.split == (rows == 7)
-    assert not judge(world, batch)[5:].any()
+    assert not assert_attends_right(fixture, batch)[5:].any()
 
 
 @pytest.mark.parametrize("batch", [DECODE, VERIFY, RAGGED], ids=["decode", "verify", "ragged"])
@@ -119,12 +119,12 @@ def test_keys_and_values_may_share_one_tensor(name, batch):
     made = backend(name)
     type(made).allocate_kv = allocate_kv
 
-    judge(world_of(made, batch.rows), batch)
+    assert_attends_right(fixture_of(made, batch.rows), batch)
 
 
 def built(name, batch=DECODE):
-    world = world_of(backend(name), batch.rows)
-    return world, world.builder().build(world.view(world.load(batch), batch))
+    fixture = fixture_of(backend(name), batch.rows)
+    return fixture, fixture.builder().build(fixture.view(fixture.load(batch), batch))
 
 
 def padded_dims(cache, by):
@@ -132,26 +132,26 @@ def padded_dims(cache, by):
     return KVCache(*(torch.cat([t, t[..., :by]], -1)[..., :-by] for t in (cache.key, cache.value)))
 
 
-def forward(world, metadata, cache):
-    query = torch.zeros(metadata.num_tokens, world.spec.num_q_heads, world.spec.head_dim, dtype=world.spec.dtype)
-    return world.subject.backend.forward(query, cache, metadata, spec=world.spec)
+def forward(fixture, metadata, cache):
+    query = torch.zeros(metadata.num_tokens, fixture.spec.num_q_heads, fixture.spec.head_dim, dtype=fixture.spec.dtype)
+    return fixture.subject.backend.forward(query, cache, metadata, spec=fixture.spec)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_keys_and_values_of_unlike_strides_are_refused(name):
-    world, metadata = built(name)
-    cache = KVCache(padded_dims(world.cache, 64).key, world.cache.value)
+    fixture, metadata = built(name)
+    cache = KVCache(padded_dims(fixture.cache, 64).key, fixture.cache.value)
 
     with pytest.raises(BatchError, match=r"same strides, .* Lay both out alike"):
-        forward(world, metadata, cache)
+        forward(fixture, metadata, cache)
 
 
 @pytest.mark.parametrize(("name", "by"), [("flashinfer", 4), ("flashinfer_cuda_cores", 4), ("flashinfer_xqa", 8)])
 def test_strides_that_the_kernels_cannot_follow_are_refused(name, by):
-    world, metadata = built(name)
+    fixture, metadata = built(name)
 
     with pytest.raises(BatchError):
-        forward(world, metadata, padded_dims(world.cache, by))
+        forward(fixture, metadata, padded_dims(fixture.cache, by))
 
 
 @pytest.mark.parametrize("name", NAMES)

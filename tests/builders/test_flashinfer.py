@@ -8,11 +8,12 @@ import torch
 
 from builders import AdvanceLevel, BatchError
 from spec_decode.conformance import check_backend
-from spec_decode.conformance.cases import RAGGED, VERIFY, Batch, base_spec
-from spec_decode.conformance.check import CheckFailure, Subject
 from spec_decode.conformance.report import Outcome
 from spec_decode.graphs import runtime_for
-from spec_decode.testing.paged_fixture import PagedFixture, advance
+from spec_decode.testing.batches import RAGGED, VERIFY, Batch
+from spec_decode.testing.expectations import CheckFailure
+from spec_decode.testing.paged_fixture import PagedFixture
+from spec_decode.testing.subject import Subject
 from tests.factories import CPU
 from tests.flashinfer_stand_in import NAMES, backend, installed
 from tests.flashinfer_stand_in.wrappers import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
@@ -40,21 +41,20 @@ def plans(monkeypatch):
     return made
 
 
-def world_of(made, rows, **changes):
+def fixture_of(made, rows, **changes):
     subject = Subject(made, CPU)
-    return PagedFixture(subject, replace(base_spec(subject), scale=None, **changes), rows)
+    return PagedFixture(subject, replace(subject.base_spec(), scale=None, **changes), rows)
 
 
-def build(world, batch, builder=None):
-    return (builder or world.builder()).build(world.view(world.load(batch), batch))
+def build(fixture, batch, builder=None):
+    return (builder or fixture.builder()).build(fixture.view(fixture.load(batch), batch))
 
 
-def judge(world, batch, metadata):
+def assert_attends_right(fixture, batch, metadata):
     """Attends to a batch that the metadata means by now."""
-    queries = world.queries(batch)
-    tokens = batch.rows * batch.query_lens[0] if batch.uniform else sum(batch.query_lens)
-    out = world.attend(metadata, batch, batch.seq_lens, queries, num_tokens=tokens)
-    world.judge(out, batch, batch.seq_lens, queries, contract="attention")
+    queries = fixture.queries(batch)
+    out = fixture.attend(metadata, batch, batch.seq_lens, queries)
+    fixture.assert_within_budget(out, batch.seq_lens, queries, contract="attention")
 
 
 def with_advance(name, advance):
@@ -121,103 +121,102 @@ def test_a_stale_advance_fails_the_checks_that_are_about_it(name, stale, killers
 @pytest.mark.parametrize("name", NAMES)
 def test_an_advance_into_another_chunk_means_a_rebuild_and_attends_right(name):
     batch = Batch((1, 1, 1), (126, 127, 14), 4)
-    world = world_of(backend(name), batch.rows)
-    buffers, builder = world.load(batch), world.builder()
-    metadata = builder.build(world.view(buffers, batch), horizon=4)
-    judge(world, batch, metadata)
+    fixture = fixture_of(backend(name), batch.rows)
+    built = fixture.build(batch, horizon=4)
+    metadata = built.metadata
+    assert_attends_right(fixture, batch, metadata)
     for step in range(1, 5):
-        advance(world, buffers, batch, builder, metadata)
-        now = replace(batch, seq_lens=tuple(n + step for n in batch.seq_lens))
-        fresh = world.builder().build(world.view(buffers, now))
+        built.advance()
+        fresh = built.fresh()
         assert torch.equal(metadata.plan, fresh.plan) and torch.equal(metadata.last_page_len, fresh.last_page_len)
-        judge(world, now, metadata)
+        now = replace(batch, seq_lens=tuple(n + step for n in batch.seq_lens))
+        assert_attends_right(fixture, now, metadata)
 
 
 @pytest.mark.parametrize("name", PLANNED)
 def test_a_plan_left_behind_at_the_end_of_a_chunk_drops_tokens(name):
     batch = Batch((1,), (128,), 1)
-    world = world_of(with_advance(name, lengths_alone), batch.rows)
-    buffers, builder = world.load(batch), world.builder()
-    metadata = builder.build(world.view(buffers, batch), horizon=1)
-    judge(world, batch, metadata)
-    advance(world, buffers, batch, builder, metadata)
+    fixture = fixture_of(with_advance(name, lengths_alone), batch.rows)
+    built = fixture.build(batch, horizon=1)
+    assert_attends_right(fixture, batch, built.metadata)
+    built.advance()
     with pytest.raises(CheckFailure, match="attention"):
-        judge(world, replace(batch, seq_lens=(129,)), metadata)
+        assert_attends_right(fixture, replace(batch, seq_lens=(129,)), built.metadata)
 
 
 def test_on_the_cuda_cores_a_plan_of_longer_requests_would_not_end():
-    world = world_of(with_advance("flashinfer_cuda_cores", lengths_alone), LONG.rows)
-    buffers, builder = world.load(LONG), world.builder()
-    metadata = builder.build(world.view(buffers, LONG))
-    world.reload(buffers, SHORT)
+    fixture = fixture_of(with_advance("flashinfer_cuda_cores", lengths_alone), LONG.rows)
+    buffers, builder = fixture.load(LONG), fixture.builder()
+    metadata = builder.build(fixture.view(buffers, LONG))
+    fixture.reload(buffers, SHORT)
     builder.advance(metadata)
     with pytest.raises(RuntimeError, match="would not end: a chunk of request 0 starts at 128 of 20 tokens"):
-        judge(world, SHORT, metadata)
+        assert_attends_right(fixture, SHORT, metadata)
 
 
 def test_a_plan_of_shorter_queries_puts_partial_outputs_elsewhere_on_the_tensor_cores():
     """The kernel counts the chunks of a token by the length on the device, the merge goes by the plan."""
     long, short = Batch((5, 5), (150, 140), 3), Batch((5, 5), (20, 30), 3)
-    world = world_of(with_advance("flashinfer_tensor_cores", lengths_alone), long.rows)
-    buffers, builder = world.load(long), world.builder()
-    metadata = builder.build(world.view(buffers, long))
-    world.reload(buffers, short)
+    fixture = fixture_of(with_advance("flashinfer_tensor_cores", lengths_alone), long.rows)
+    buffers, builder = fixture.load(long), fixture.builder()
+    metadata = builder.build(fixture.view(buffers, long))
+    fixture.reload(buffers, short)
     builder.advance(metadata)
     with pytest.raises(CheckFailure, match="attention"):
-        judge(world, short, metadata)
+        assert_attends_right(fixture, short, metadata)
 
 
 @pytest.mark.parametrize("after", [LONG, SHORT, ALONE], ids=["long", "short", "alone"])
 @pytest.mark.parametrize("before", [LONG, SHORT, ALONE], ids=["long", "short", "alone"])
 @pytest.mark.parametrize("name", NAMES)
 def test_an_advance_follows_any_lengths_to_any_others(name, before, after):
-    world = world_of(backend(name), before.rows)
-    buffers, builder = world.load(before), world.builder()
-    metadata = builder.build(world.view(buffers, before))
-    world.poison()
-    world.load_tables(len(after.seq_lens))
-    world.reload(buffers, after)
+    fixture = fixture_of(backend(name), before.rows)
+    buffers, builder = fixture.load(before), fixture.builder()
+    metadata = builder.build(fixture.view(buffers, before))
+    fixture.poison()
+    fixture.load_tables(len(after.seq_lens))
+    fixture.reload(buffers, after)
     builder.advance(metadata)
-    judge(world, after, metadata)
+    assert_attends_right(fixture, after, metadata)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_batch_shape_is_planned_once(name, plans):
-    world = world_of(backend(name), LONG.rows)
-    builder = world.builder()
-    buffers = world.load(LONG)
+    fixture = fixture_of(backend(name), LONG.rows)
+    builder = fixture.builder()
+    buffers = fixture.load(LONG)
     for batch in (LONG, SHORT, ALONE):
-        world.reload(buffers, batch)
-        builder.advance(builder.build(world.view(buffers, batch)))
+        fixture.reload(buffers, batch)
+        builder.advance(builder.build(fixture.view(buffers, batch)))
     of_decodes = 0 if name == "flashinfer_xqa" else 1
     assert len(plans) == of_decodes
 
     extend = Batch((4, 4), (40, 150), LONG.rows)
     for _ in range(2):
-        world.reload(buffers, extend)
-        builder.build(world.view(buffers, extend))
+        fixture.reload(buffers, extend)
+        builder.build(fixture.view(buffers, extend))
     assert len(plans) == of_decodes + 1
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_build_of_a_known_shape_reads_nothing_back(name):
-    world = world_of(backend(name), LONG.rows)
-    buffers, builder = world.load(LONG), world.builder()
-    builder.build(world.view(buffers, LONG))
-    runtime_for(CPU).capture(lambda: builder.build(world.view(buffers, LONG)))
+    fixture = fixture_of(backend(name), LONG.rows)
+    buffers, builder = fixture.load(LONG), fixture.builder()
+    builder.build(fixture.view(buffers, LONG))
+    runtime_for(CPU).capture(lambda: builder.build(fixture.view(buffers, LONG)))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_replay_plans_nothing(name, plans):
-    world = world_of(backend(name), LONG.rows)
-    buffers, builder = world.load(LONG), world.builder()
-    metadata = builder.build(world.view(buffers, LONG))
-    query, _, _ = world.inputs(LONG, LONG.seq_lens, world.queries(LONG), LONG.rows)
+    fixture = fixture_of(backend(name), LONG.rows)
+    buffers, builder = fixture.load(LONG), fixture.builder()
+    metadata = builder.build(fixture.view(buffers, LONG))
+    query, _, _ = fixture.inputs(LONG, LONG.seq_lens, fixture.queries(LONG))
     planned = len(plans)
 
     def step():
         builder.advance(metadata)
-        world.subject.backend.forward(query, world.cache, metadata, spec=world.spec)
+        fixture.subject.backend.forward(query, fixture.cache, metadata, spec=fixture.spec)
 
     graph = runtime_for(CPU).capture(step)
     graph.replay()
@@ -226,65 +225,65 @@ def test_a_replay_plans_nothing(name, plans):
 
 def test_shapes_of_one_builder_do_not_disturb_each_other():
     batches = [LONG, Batch((1,), (130,), 1), VERIFY]
-    world = world_of(backend("flashinfer"), 4)
-    builder, kept = world.builder(), []
+    fixture = fixture_of(backend("flashinfer"), 4)
+    builder, kept = fixture.builder(), []
     for batch in batches:
-        kept.append((batch, world.load(batch)))
-    metadata = [builder.build(world.view(buffers, batch)) for batch, buffers in kept]
+        kept.append((batch, fixture.load(batch)))
+    metadata = [builder.build(fixture.view(buffers, batch)) for batch, buffers in kept]
     for (batch, _), its in zip(kept, metadata, strict=True):
-        judge(world, batch, its)
+        assert_attends_right(fixture, batch, its)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_another_table_is_followed_where_it_lies(name):
-    world = world_of(backend(name), LONG.rows)
-    builder, view = world.builder(), world.view(world.load(LONG), LONG)
+    fixture = fixture_of(backend(name), LONG.rows)
+    builder, view = fixture.builder(), fixture.view(fixture.load(LONG), LONG)
     table = view.block_table.clone()
     builder.build(view)
     moved = builder.build(replace(view, block_table=table))
     view.block_table.fill_(-1)
-    judge(world, LONG, moved)
+    assert_attends_right(fixture, LONG, moved)
 
 
 def test_a_builder_of_xqa_serves_an_extend_and_then_decodes():
-    world = world_of(backend("flashinfer_xqa"), 4)
-    builder = world.builder()
-    judge(world, VERIFY, build(world, VERIFY, builder))
+    fixture = fixture_of(backend("flashinfer_xqa"), 4)
+    builder = fixture.builder()
+    assert_attends_right(fixture, VERIFY, build(fixture, VERIFY, builder))
     decode = replace(LONG, rows=4)
-    judge(world, decode, build(world, decode, builder))
+    assert_attends_right(fixture, decode, build(fixture, decode, builder))
 
 
 def test_a_ragged_batch_is_planned_for_its_own_lengths_every_time(plans):
-    world = world_of(backend("flashinfer"), RAGGED.rows)
-    builder = world.builder()
+    fixture = fixture_of(backend("flashinfer"), RAGGED.rows)
+    builder = fixture.builder()
     for batch in (RAGGED, replace(RAGGED, seq_lens=(150, 9, 30, 7))):
-        judge(world, batch, build(world, batch, builder))
+        assert_attends_right(fixture, batch, build(fixture, batch, builder))
     assert len(plans) == 2
 
 
 def test_a_ragged_batch_refuses_to_advance():
-    world = world_of(backend("flashinfer"), RAGGED.rows)
-    builder = world.builder()
-    metadata = build(world, RAGGED, builder)
+    fixture = fixture_of(backend("flashinfer"), RAGGED.rows)
+    builder = fixture.builder()
+    metadata = build(fixture, RAGGED, builder)
     with pytest.raises(BatchError, match=r"up to 20 tokens a row in 31 of 4 rows; .* Build it anew"):
         builder.advance(metadata)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_that_are_not_one_list_of_pages_are_refused(name):
-    world = world_of(backend(name), 2)
-    view = world.view(world.load(replace(SHORT, rows=2)), replace(SHORT, rows=2))
+    fixture = fixture_of(backend(name), 2)
+    view = fixture.view(fixture.load(replace(SHORT, rows=2)), replace(SHORT, rows=2))
     with pytest.raises(BatchError, match=r"one list of pages, got strides \(10, 1\)"):
-        world.builder().build(replace(view, block_table=view.block_table[:, :4]))
+        fixture.builder().build(replace(view, block_table=view.block_table[:, :4]))
 
 
 @pytest.mark.parametrize("name", PLANNED)
 def test_one_row_of_another_width_is_another_shape(name):
     batch = Batch((1,), (40,), 1)
-    world = world_of(backend(name), batch.rows)
-    builder, view = world.builder(), world.view(world.load(batch), batch)
+    fixture = fixture_of(backend(name), batch.rows)
+    builder, view = fixture.builder(), fixture.view(fixture.load(batch), batch)
     builder.build(view)
-    judge(world, batch, builder.build(replace(view, block_table=view.block_table[:, :4])))
+    assert_attends_right(fixture, batch, builder.build(replace(view, block_table=view.block_table[:, :4])))
 
 
 @pytest.mark.parametrize(
@@ -300,7 +299,7 @@ def test_one_row_of_another_width_is_another_shape(name):
 )
 def test_the_workspace_holds_the_partial_outputs(batch):
     with installed(partials=0):
-        build(world_of(backend("flashinfer"), batch.rows, num_q_heads=8, num_kv_heads=1), batch)
+        build(fixture_of(backend("flashinfer"), batch.rows, num_q_heads=8, num_kv_heads=1), batch)
 
 
 @pytest.mark.parametrize(
@@ -312,10 +311,10 @@ def test_the_workspace_holds_the_partial_outputs(batch):
     ],
 )
 def test_the_kernel_is_chosen_by_the_spec_and_says_why(changes, kernel, why):
-    world = world_of(backend("flashinfer"), 3, num_q_heads=8, **changes)
-    support = world.subject.backend.builder.advance_support(world.spec, CPU)
+    fixture = fixture_of(backend("flashinfer"), 3, num_q_heads=8, **changes)
+    support = fixture.subject.backend.builder.advance_support(fixture.spec, CPU)
 
-    assert build(world, LONG).launch.kernel == kernel
+    assert build(fixture, LONG).launch.kernel == kernel
     assert support.level is AdvanceLevel.IN_GRAPH
     assert support.reason.startswith(kernel) and why in support.reason
 
@@ -330,23 +329,23 @@ def test_the_kernel_is_chosen_by_the_spec_and_says_why(changes, kernel, why):
 )
 @pytest.mark.parametrize("num_kv_heads", [2, 8])
 def test_a_kernel_that_is_asked_for_is_taken_whatever_the_spec(name, kernel, how, num_kv_heads):
-    world = world_of(backend(name), 3, num_q_heads=8, num_kv_heads=num_kv_heads)
+    fixture = fixture_of(backend(name), 3, num_q_heads=8, num_kv_heads=num_kv_heads)
 
-    assert build(world, LONG).launch.kernel == kernel
-    assert world.subject.backend.builder.advance_support(world.spec, CPU).reason == f"{kernel} (asked for): {how}"
+    assert build(fixture, LONG).launch.kernel == kernel
+    assert fixture.subject.backend.builder.advance_support(fixture.spec, CPU).reason == f"{kernel} (asked for): {how}"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_extends_and_ragged_batches_take_the_prefill_wrapper(name):
-    world = world_of(backend(name), 4)
+    fixture = fixture_of(backend(name), 4)
 
-    assert build(world, VERIFY).launch.kernel == "extend"
-    assert build(world, RAGGED).launch.kernel == "ragged"
+    assert build(fixture, VERIFY).launch.kernel == "extend"
+    assert build(fixture, RAGGED).launch.kernel == "ragged"
 
 
 def test_a_graph_may_not_go_past_the_table():
-    world = world_of(backend("flashinfer"), 3)
-    builder = world.builder()
-    constants = builder.capture_constants(build(world, LONG, builder))
+    fixture = fixture_of(backend("flashinfer"), 3)
+    builder = fixture.builder()
+    constants = builder.capture_constants(build(fixture, LONG, builder))
 
     assert (constants.max_reqs, constants.max_query_len, constants.max_seq_len) == (3, 1, 160)

@@ -14,13 +14,15 @@ import torch
 from attn_backends import AttentionBackend, BackendError, registry
 from builders.errors import require
 from builders.kernels.triton_runtime import torch_implementations
-from spec_decode.conformance.check import Subject, Unsupported
 from spec_decode.conformance.report import Outcome
 from spec_decode.drafter import VerifiedTokens
 from spec_decode.drafter.plan import Strategy
 from spec_decode.environment import environment
-from spec_decode.testing import memory
+from spec_decode.testing.expectations import Unsupported
+from spec_decode.testing.memory import read, reset_peaks
+from spec_decode.testing.subject import Subject
 from spec_decode.tools.soak.inputs import CHUNK
+from spec_decode.tools.soak.memory import compare, growth
 from spec_decode.tools.soak.result import Failure, Options, SoakReport, SoakResult
 from spec_decode.tools.soak.schedule import Round, Schedule
 from spec_decode.tools.soak.sides import difference
@@ -87,7 +89,7 @@ class _Run:
 
     def go(self, backend: AttentionBackend, on_progress: OnResult | None) -> Failure | None:
         """Everything, set-up included."""
-        memory.forget_peaks(self.device)
+        reset_peaks(self.device)
         self._set_up(Subject(backend, self.device))
         self.start = time.perf_counter()
         options = self.options
@@ -132,7 +134,7 @@ class _Run:
                 return failure
         self._count(round_)
         if self.counts["rounds"] == self.warm_up:
-            self.warm = memory.read(self.device)
+            self.warm = read(self.device)
         return None
 
     def _count(self, round_: Round) -> None:
@@ -146,9 +148,9 @@ class _Run:
         )
 
     def _memory_failure(self) -> Failure | None:
-        found = memory.compare(self.device, self.warm, memory.read(self.device))
+        found = compare(self.device, self.warm, read(self.device))
         self.facts["memory"] = found
-        grown = memory.growth(found)
+        grown = growth(found)
         return self.failure("memory", grown) if grown else None
 
     def failure(self, what: str, detail: str) -> Failure:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from builders import AttentionSpec
-from spec_decode.conformance.check import Subject
 from spec_decode.drafter.plan import Strategy
 from spec_decode.models import EagleDraft
 from spec_decode.testing.draft_fixture import draft_model, draft_spec
+from spec_decode.testing.subject import Subject
 from spec_decode.tools.soak.inputs import Inputs
 from spec_decode.tools.soak.schedule import Setting
 from spec_decode.tools.soak.sides import Side

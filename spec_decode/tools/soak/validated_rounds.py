@@ -8,8 +8,8 @@ import torch
 
 from attn_backends import AttentionBackend
 from builders.kernels.triton_runtime import torch_implementations
-from spec_decode.conformance.check import Subject
 from spec_decode.drafter.plan import Strategy
+from spec_decode.testing.subject import Subject
 from spec_decode.tools.metadata_validator import MetadataValidator
 from spec_decode.tools.soak.inputs import CHUNK
 from spec_decode.tools.soak.schedule import Schedule

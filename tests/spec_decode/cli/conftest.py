@@ -103,12 +103,13 @@ def checks(monkeypatch):
             asked["on_result"](result)
         return Report(backend=name, version="1", env=environment(CPU), command=asked["command"], results=results)
 
-    def check_apart(name, *, ask, env, **told):
+    def check_isolated(name, *, request, env, **told):
         fake.isolated.append(name)
-        return check_backend(name, **ask, **told)
+        return check_backend(name, **request, **told)
 
     monkeypatch.setitem(sys.modules, "spec_decode.conformance", SimpleNamespace(check_backend=check_backend))
-    monkeypatch.setitem(sys.modules, "spec_decode.conformance.isolation", SimpleNamespace(check_apart=check_apart))
+    isolation = SimpleNamespace(check_isolated=check_isolated)
+    monkeypatch.setitem(sys.modules, "spec_decode.conformance.isolation", isolation)
     return fake
 
 

@@ -13,8 +13,8 @@ def subprocesses(monkeypatch):
     """A stand-in for the processes that check a backend; `outcome` is what each finds, `calls` who was asked for."""
     fake = SimpleNamespace(outcome={}, calls=[])
 
-    def check_apart(name, *, env, ask, limits, on_result):
-        fake.calls.append((name, ask, limits))
+    def check_isolated(name, *, env, request, limits, on_result):
+        fake.calls.append((name, request, limits))
         outcome = fake.outcome.get(name, "pass")
         if outcome == "interrupt":
             raise KeyboardInterrupt
@@ -25,10 +25,15 @@ def subprocesses(monkeypatch):
         )  # fmt: skip
         on_result(result)
         return Report(
-            backend=name, version="1", env=environment(CPU), command=ask["command"], claims=elsewhere, results=(result,)
+            backend=name,
+            version="1",
+            env=environment(CPU),
+            command=request["command"],
+            claims=elsewhere,
+            results=(result,),
         )
 
-    monkeypatch.setattr("spec_decode.cli.matrix_run.check_apart", check_apart)
+    monkeypatch.setattr("spec_decode.cli.matrix_run.check_isolated", check_isolated)
     return fake
 
 

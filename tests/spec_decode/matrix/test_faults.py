@@ -21,7 +21,7 @@ from attn_backends.torch_reference import TorchReference
 from spec_decode.cli.main import main
 from spec_decode.cli.matrix_run import MatrixRun
 from spec_decode.conformance import check_backend, isolation
-from spec_decode.conformance.isolation import Limits
+from spec_decode.conformance.isolation import TimeLimits
 from spec_decode.conformance.report import Outcome, Report, environment
 from spec_decode.matrix import Matrix, Status, build_matrix, to_markdown
 from spec_decode.tools import plug_ins
@@ -112,7 +112,7 @@ def runs(installed: None) -> Iterator[tuple[Future[list[Report]], Future[list[Re
     """The matrix of a crash and then a sound backend, while another waits for one that hangs."""
 
     def run(limit: float, *asked: str) -> list[Report]:
-        return MatrixRun(device=CPU, tags=(TAG,), limits=Limits(check=limit)).of(asked)
+        return MatrixRun(device=CPU, tags=(TAG,), limits=TimeLimits(check=limit)).of(asked)
 
     with ThreadPoolExecutor(2) as pool:
         yield pool.submit(run, 120.0, "crasher", "healthy"), pool.submit(run, HANG_LIMIT, "hanger")
@@ -234,11 +234,11 @@ def test_check_names_a_crash_and_goes_on(tmp_path: Path) -> None:
 def test_what_is_available_is_found_without_what_crashes_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def check_apart(name: str, **_: object) -> Report:
+    def check_isolated(name: str, **_: object) -> Report:
         asked.append(name)
         return Report(backend=name, version="1", env=environment(CPU), command="", results=())
 
-    monkeypatch.setattr(isolation, "check_apart", check_apart)
+    monkeypatch.setattr(isolation, "check_isolated", check_isolated)
     result = say("check", "available")
     assert {"torch_reference", "healthy", "crasher", "rivals-a:rival"} <= {*asked}
     assert {"crashes_at_import", "crashes_when_asked"}.isdisjoint(asked)

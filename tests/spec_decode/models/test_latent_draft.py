@@ -12,11 +12,13 @@ from train_pair.recipe import Recipe
 from attn_backends import Feature, NoBackend, get
 from attn_backends.torch_reference import TorchReference
 from builders import AttentionKind
-from spec_decode.conformance.check import CheckFailure, Subject, expand
+from spec_decode.conformance.check import expand
 from spec_decode.drafter.plan import GraphMode, Strategy
 from spec_decode.engine import Engine, Request
 from spec_decode.models import LatentConfig, LlamaTarget
 from spec_decode.models.byte_tokenizer import encode
+from spec_decode.testing.expectations import CheckFailure
+from spec_decode.testing.subject import Subject
 from tests.factories import CPU, make_config, make_latent_config, make_pair
 
 REFERENCE = get("torch_reference")

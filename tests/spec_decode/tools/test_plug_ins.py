@@ -11,7 +11,7 @@ import pytest
 
 from attn_backends import BrokenBackend, get, registry
 from attn_backends.torch_reference import TorchReference
-from spec_decode.testing.process_isolation import Limit
+from spec_decode.testing.process_isolation import TimeLimit
 from spec_decode.tools import plug_ins
 from spec_decode.tools.plug_ins import try_plug_ins
 
@@ -58,7 +58,7 @@ def tried(tmp_path: Path) -> Tried:
 
     def tried(seconds: float = 60.0) -> tuple[dict[str, str], list[list[str]]]:
         child = (sys.executable, "-c", LOADER.format(log=str(log)))
-        refused = try_plug_ins(child, Limit(seconds, "a package to load"))
+        refused = try_plug_ins(child, TimeLimit(seconds, "a package to load"))
         return refused, [line.split() for line in log.read_text().splitlines()]
 
     return tried

@@ -19,8 +19,8 @@ from builders import AdvanceLevel, AdvanceSupport, BatchError, ReferenceBuilder
 from spec_decode.conformance.report import Outcome
 from spec_decode.drafter import Drafts
 from spec_decode.drafter.plan import Strategy
-from spec_decode.testing.memory import RESIDENT_GROWTH, growth
 from spec_decode.tools.soak import Memory, Options, SoakResult, soak, soak_backend
+from spec_decode.tools.soak.memory import RESIDENT_GROWTH, growth
 from spec_decode.tools.soak.schedule import Round, Schedule, Setting, drafts_within
 from spec_decode.tools.soak.sides import Side
 from tests.mutants import MUTANTS, freeze, with_builder, with_forward

@@ -1,4 +1,4 @@
-"""What the kit tags its results with, and what it records of a backend's claims."""
+"""The columns that checks cover, and what the kit records of a backend's claims."""
 
 from dataclasses import replace
 
@@ -8,13 +8,14 @@ import torch
 from attn_backends import Feature
 from attn_backends.torch_reference import TorchReference
 from builders import AdvanceLevel, AdvanceSupport, AttentionSpec, ReferenceBuilder
-from spec_decode.conformance.cases import DECODE, RAGGED, VERIFY, Case
-from spec_decode.conformance.check import Check, Subject, Unsupported
+from spec_decode.conformance import iter_checks
 from spec_decode.conformance.claims import claims_of
+from spec_decode.conformance.coverage import DECLARED, every_strategy, one_strategy, only, with_case
 from spec_decode.conformance.report import EVERYTHING, Outcome
 from spec_decode.conformance.runner import check_backend, plan
-from spec_decode.conformance.tags import tags_of
 from spec_decode.drafter.plan import Strategy
+from spec_decode.testing.batches import DECODE, RAGGED, VERIFY, Case
+from spec_decode.testing.subject import Subject
 
 CPU = torch.device("cpu")
 SPEC = AttentionSpec(num_q_heads=4, num_kv_heads=4, head_dim=64, page_size=16)
@@ -36,8 +37,8 @@ class Elsewhere(TorchReference):
     capabilities = replace(TorchReference.capabilities, devices=("cuda",))
 
 
-def tags(name: str, value: object = None, backend: TorchReference | None = None) -> set[str]:
-    return set(tags_of(Subject(backend or TorchReference(), CPU), Check(name, "case", "contract", dict, value)))
+def columns(covers, value: object = None, backend: TorchReference | None = None) -> set[str]:
+    return set(covers(Subject(backend or TorchReference(), CPU), value))
 
 
 def case(batch=DECODE, **changes) -> Case:
@@ -52,9 +53,9 @@ def claims(backend: TorchReference, *asked: str):
     ("batch", "modes"),
     [(DECODE, {"decode"}), (VERIFY, {"verify"}), (RAGGED, {"prefill", "extend", "decode"})],
 )
-def test_a_batch_is_tagged_by_what_its_requests_do(batch, modes):
-    found = tags("numerics.attention_is_right", case(batch))
-    assert {tag for tag in found if tag.startswith("mode:")} == {f"mode:{mode}" for mode in modes}
+def test_a_batch_covers_what_its_requests_do(batch, modes):
+    found = columns(with_case(), case(batch))
+    assert {column for column in found if column.startswith("mode:")} == {f"mode:{mode}" for mode in modes}
 
 
 @pytest.mark.parametrize(
@@ -72,46 +73,77 @@ def test_a_batch_is_tagged_by_what_its_requests_do(batch, modes):
         ({"value_dim": 32}, "feature:value_dim"),
     ],
 )
-def test_a_spec_is_tagged_by_what_it_asks_for(changes, tag):
-    assert tag in tags("numerics.x", case(**changes)) and tag not in tags("numerics.x", case())
+def test_a_spec_covers_what_it_asks_for(changes, tag):
+    assert tag in columns(with_case(), case(**changes)) and tag not in columns(with_case(), case())
+
+
+def declared(family: str) -> dict[str, set[str]]:
+    """The columns that are the same in every case of each check of a family, without those of its cases."""
+    found: dict[str, set[str]] = {}
+    for check in iter_checks("torch_reference", device=CPU):
+        if check.family == family:
+            own = set(check.covers) - columns(with_case(), check.value)
+            assert found.setdefault(check.name, own) == own
+    return found
 
 
 @pytest.mark.parametrize(
-    ("name", "tag"),
+    ("family", "covered"),
     [
-        ("poison.x", "contract:memory"), ("graph.x", "graph:capture"), ("graph.x", "graph:advance"),
-        ("builder.advance_x", "graph:advance"),
+        ("contract", {"contract:declared"}),
+        ("refusal", {"contract:refusals"}),
+        ("poison", {"contract:memory"}),
+        ("graph", {"graph:capture", "graph:advance"}),
+        ("numerics", set()),
     ],
-)  # fmt: skip
-def test_a_check_is_tagged_by_its_name_beside_its_case(name, tag):
-    assert {tag, "mode:decode"} <= tags(name, case())
+)
+def test_every_check_of_a_family_covers_the_same_columns_beside_its_case(family, covered):
+    found = declared(family)
+    assert found and all(own == covered for own in found.values())
 
 
-@pytest.mark.parametrize(("family", "tag"), [("contract", "contract:declared"), ("refusal", "contract:refusals")])
-def test_a_check_of_the_claims_or_refusals_is_no_evidence_for_its_spec(family, tag):
-    assert tags(f"{family}.x", case()) == {tag}
+def test_the_checks_of_a_builder_that_need_an_advance_cover_it():
+    found = declared("builder")
+    without = {"build_leaves_the_batch_alone", "build_reuses_its_addresses", "rounds_keep_no_memory"}
+    assert {name for name, own in found.items() if own != {"graph:advance"}} == {f"builder.{name}" for name in without}
+    assert all(not found[f"builder.{name}"] for name in without)
+
+
+def test_a_check_of_the_claims_or_refusals_is_no_evidence_for_its_spec():
+    assert columns(only(DECLARED), case()) == {"contract:declared"}
 
 
 def test_a_backend_that_refuses_every_case_is_refused_in_every_column():
-    assert tags("numerics.x", Unsupported("no")) == {EVERYTHING}
+    class Refuses(TorchReference):
+        capabilities = replace(TorchReference.capabilities, dtypes=())
+
+    checks = [check for check in iter_checks(Refuses(), device=CPU) if check.name == "numerics.attention_is_right"]
+    assert [(check.case, check.covers) for check in checks] == [("any", (EVERYTHING,))]
 
 
-def test_a_drafters_case_is_tagged_with_the_strategy_that_it_names():
-    assert tags("drafter.strategies_agree", (4, 1, Strategy.EAGER)) == {"strategy:eager"}
+def test_a_drafters_case_covers_the_strategy_that_it_is():
+    assert columns(one_strategy, Strategy.EAGER) == {"strategy:eager"}
 
 
-def test_where_strategies_are_compared_all_that_run_are_tagged():
-    every = tags("drafter.strategies_agree", (4, 1))
-    weak = tags("drafter.strategies_agree", (4, 1), Weak())
+def test_where_strategies_are_compared_all_that_run_are_covered():
+    every = columns(every_strategy, (4, 1))
+    weak = columns(every_strategy, (4, 1), Weak())
     assert {"strategy:full_loop", "strategy:per_step", "strategy:eager"} <= every
     assert every - weak >= {"strategy:full_loop"} and "strategy:per_step" in weak
 
 
 def test_another_drafters_check_is_evidence_for_the_strategy_chosen():
-    assert len(tags("drafter.x", (4, 1))) == 1
+    assert len(columns(one_strategy, (4, 1))) == 1
 
 
-def test_every_check_of_a_backend_is_tagged():
+def test_the_strategies_are_covered_by_the_checks_that_run_them():
+    checks = {check.name: set(check.covers) for check in iter_checks("torch_reference", device=CPU)}
+    every = columns(every_strategy)
+    assert checks["drafter.strategies_agree"] == checks["drafter.requests_stop_on_their_own"] == every
+    assert len(checks["drafter.steps_attend_to_the_logical_prefix"]) == 1
+
+
+def test_every_check_of_a_backend_covers_something():
     planned = plan("torch_reference", device=CPU).report
     assert [result.check for result in planned.results if not result.tags] == []
     assert {result.outcome for result in planned.results} == {Outcome.NOT_RUN}

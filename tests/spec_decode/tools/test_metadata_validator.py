@@ -9,11 +9,12 @@ import torch
 
 from attn_backends import AttentionBackend, get
 from builders import AdvanceLevel, AdvanceSupport, AttentionSpec, BatchError, GraphSupport, ReferenceBuilder
-from spec_decode.conformance.check import Subject, Unsupported
 from spec_decode.drafter import Drafter
 from spec_decode.drafter.plan import Strategy
 from spec_decode.graphs import CaptureError
-from spec_decode.testing.paged_fixture import bits
+from spec_decode.testing.expectations import Unsupported
+from spec_decode.testing.poison import bits
+from spec_decode.testing.subject import Subject
 from spec_decode.tools.metadata_validator import MetadataDrift, MetadataValidator
 from spec_decode.tools.soak.schedule import Round, Schedule
 from spec_decode.tools.soak.sides import Side

@@ -6,7 +6,7 @@ import sys
 import msgspec
 import torch
 
-from spec_decode.conformance.isolation import Limits, check_apart
+from spec_decode.conformance.isolation import TimeLimits, check_isolated
 from spec_decode.conformance.report import EVERYTHING
 from tests.spec_decode.matrix.evidence import env, report, result
 
@@ -22,7 +22,7 @@ def done(n): say(result={{**plan["results"][n], "outcome": "pass", "evidence": {
 
 def run(script: str, **options):
     child = [sys.executable, "-c", SAY + script]
-    return check_apart("k", env=env(), ask={"command": "c"}, child=child, **options)
+    return check_isolated("k", env=env(), request={"command": "c"}, child=child, **options)
 
 
 def outcomes(report) -> list[str]:
@@ -64,14 +64,14 @@ def test_a_crash_after_the_last_check_still_counts():
 
 
 def test_a_check_that_hangs_is_ended_at_its_limit():
-    found = run("say(report=plan); done(0); time.sleep(60)", limits=Limits(check=0.3))
+    found = run("say(report=plan); done(0); time.sleep(60)", limits=TimeLimits(check=0.3))
     assert outcomes(found) == ["pass", "error", "not_run", "not_run"]
     assert "limit of 0.3 s for a check" in found.results[1].reason
 
 
 def test_a_backend_that_is_slow_in_all_is_ended_at_its_limit():
     script = "say(report=plan)\nfor n in range(4):\n    time.sleep(0.2)\n    done(n)"
-    found = run(script, limits=Limits(check=5, backend=0.5))
+    found = run(script, limits=TimeLimits(check=5, backend=0.5))
     assert outcomes(found)[0] == "pass" and outcomes(found)[-1] == "not_run"
     assert any("limit of 0.5 s for a backend" in result.reason for result in found.results)
 
@@ -87,7 +87,7 @@ def test_what_a_backend_starts_ends_with_it(tmp_path):
     run(
         f"import subprocess\nsubprocess.Popen(['sh', '-c', 'sleep 0.5; touch {late}'])\nsay(report=plan)\n"
         "time.sleep(60)",
-        limits=Limits(check=0.2),
+        limits=TimeLimits(check=0.2),
     )  # fmt: skip
     import time
 
@@ -96,8 +96,8 @@ def test_what_a_backend_starts_ends_with_it(tmp_path):
 
 
 def test_the_real_process_checks_a_real_backend():
-    ask = {"device": "cpu", "checks": ["contract.version_matches"], "command": "c"}
-    found = check_apart("torch_reference", env=env(), ask=ask)
+    request = {"device": "cpu", "checks": ["contract.version_matches"], "command": "c"}
+    found = check_isolated("torch_reference", env=env(), request=request)
     assert outcomes(found) == ["pass"] and found.env.torch == torch.__version__ and found.claims
 
 
@@ -108,5 +108,5 @@ def test_a_plug_in_that_crashes_on_import_is_named_and_harms_nothing_here(tmp_pa
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: crasher\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[attn_backends]\ncrasher = crasher:Backend\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    found = check_apart("crasher", env=env(), ask={"device": "cpu"})
+    found = check_isolated("crasher", env=env(), request={"device": "cpu"})
     assert outcomes(found) == ["error"] and "SIGSEGV" in found.results[0].reason

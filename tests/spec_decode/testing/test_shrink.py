@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from spec_decode.conformance.cases import Batch
-from spec_decode.conformance.check import CheckFailure, Evidence
-from spec_decode.testing.shrink import on_smallest
+from spec_decode.testing.batches import Batch
+from spec_decode.testing.expectations import CheckFailure, Measurements
+from spec_decode.testing.shrink import run_and_shrink
 
 MANY = Batch((1, 1, 1), (40, 3, 17), 5)
 
 
 def failing(condition: object, seen: list[Batch] | None = None) -> object:
-    def run(batch: Batch) -> Evidence:
+    def run(batch: Batch) -> Measurements:
         if seen is not None:
             seen.append(batch)
         if condition(batch):  # type: ignore[operator]
@@ -24,30 +24,30 @@ def failing(condition: object, seen: list[Batch] | None = None) -> object:
 
 def test_the_shortest_request_that_fails_alone_is_shown() -> None:
     with pytest.raises(CheckFailure) as failure:
-        on_smallest(failing(lambda batch: max(batch.seq_lens) > 16), MANY)  # type: ignore[arg-type]
+        run_and_shrink(failing(lambda batch: max(batch.seq_lens) > 16), MANY)  # type: ignore[arg-type]
 
     assert str(failure.value).endswith("got: [17]; smallest case: one request of 17 tokens, query length 1")
 
 
 def test_a_failure_that_needs_the_whole_batch_is_shown_on_it() -> None:
     with pytest.raises(CheckFailure) as failure:
-        on_smallest(failing(lambda batch: batch.rows > 1), MANY)  # type: ignore[arg-type]
+        run_and_shrink(failing(lambda batch: batch.rows > 1), MANY)  # type: ignore[arg-type]
 
     assert "got: [40, 3, 17]; smallest case: requests of [40, 3, 17] tokens in 5 rows" in str(failure.value)
 
 
 def test_another_error_on_the_way_does_not_hide_the_failure() -> None:
-    def run(batch: Batch) -> Evidence:
+    def run(batch: Batch) -> Measurements:
         if batch.rows == 1:
             raise RuntimeError("one row is too few")
         raise CheckFailure(contract="c", expected="e", got="g")
 
     with pytest.raises(CheckFailure, match="none of them alone"):
-        on_smallest(run, MANY)
+        run_and_shrink(run, MANY)
 
 
 def test_a_pass_is_run_once_and_keeps_its_evidence() -> None:
     seen: list[Batch] = []
 
-    assert on_smallest(failing(lambda batch: False, seen), MANY) == {"error": 0.5}  # type: ignore[arg-type]
+    assert run_and_shrink(failing(lambda batch: False, seen), MANY) == {"error": 0.5}  # type: ignore[arg-type]
     assert seen == [MANY]

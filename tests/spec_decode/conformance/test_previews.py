@@ -14,7 +14,10 @@ from attn_backends.torch_reference import TorchReference
 from builders import CONTRACT_VERSION
 from spec_decode.conformance import KnownFailure, check_backend, parametrize_with_checks
 from spec_decode.conformance import check as kit
+from spec_decode.conformance.coverage import with_case
 from spec_decode.conformance.report import Outcome, Report
+from spec_decode.testing.expectations import CheckFailure, expect
+from spec_decode.testing.subject import Subject
 
 CPU = torch.device("cpu")
 
@@ -24,16 +27,16 @@ def new_checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A kit of version 1.1, with one check that fails, one that crashes and one that passes."""
     monkeypatch.setattr(kit, "_definitions", [])
 
-    @kit.check("builder.fails", "a new rule", since=(1, 1))
-    def fails(subject: kit.Subject, case: None) -> None:
-        kit.expect(False, contract="a new rule", expected="that", got="this")
+    @kit.check("builder.fails", "a new rule", covers=with_case(), since=(1, 1))
+    def fails(subject: Subject, case: None) -> None:
+        expect(False, contract="a new rule", expected="that", got="this")
 
-    @kit.check("builder.crashes", "a new rule", since=(1, 1))
-    def crashes(subject: kit.Subject, case: None) -> None:
+    @kit.check("builder.crashes", "a new rule", covers=with_case(), since=(1, 1))
+    def crashes(subject: Subject, case: None) -> None:
         raise KeyError("gone")
 
-    @kit.check("builder.passes", "a new rule", since=(1, 1))
-    def passes(subject: kit.Subject, case: None) -> None: ...
+    @kit.check("builder.passes", "a new rule", covers=with_case(), since=(1, 1))
+    def passes(subject: Subject, case: None) -> None: ...
 
     yield
 
@@ -110,7 +113,7 @@ def test_pytest_expects_a_preview_to_fail_and_says_why(name: str) -> None:
         run()
 
 
-@pytest.mark.parametrize(("name", "error"), [("builder.fails", kit.CheckFailure), ("builder.crashes", KeyError)])
+@pytest.mark.parametrize(("name", "error"), [("builder.fails", CheckFailure), ("builder.crashes", KeyError)])
 def test_pytest_lets_a_failure_through_that_is_no_preview(name: str, error: type[Exception]) -> None:
     run = pytest_face(Since(), name)
 
