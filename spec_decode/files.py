@@ -1,9 +1,17 @@
-"""Files that others may read while they are written."""
+"""JSON, and files that others may read while they are written."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
+
+import msgspec
+
+
+def json_bytes(document: Any) -> bytes:
+    """JSON as this package writes it: indented, with a newline at the end."""
+    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
 
 
 def write_whole(path: Path, content: bytes) -> None:

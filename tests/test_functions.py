@@ -126,10 +126,8 @@ KNOWN_LONG = {
 }
 KNOWN_WIDE = {
     "attn_backends.kernels.latent_attention.latent_attention",
-    "spec_decode.conformance.runner.check_backend",
     "spec_decode.engine.engine.Engine.__init__",
     "spec_decode.models.kernels.skinny_linear._check",
-    "spec_decode.testing.paged_fixture.judge",
 }
 KNOWN_SILENT = {
     "attn_backends.base.check_forward_inputs",
@@ -144,9 +142,6 @@ KNOWN_SILENT = {
     "builders.tables.RequestTables.__init__",
     "spec_decode.cli.generate.choose_backends",
     "spec_decode.cli.matrix_run.MatrixRun.of",
-    "spec_decode.conformance.builder_checks.expect_same_addresses",
-    "spec_decode.conformance.builder_checks.expect_same_fields",
-    "spec_decode.conformance.cases.base_spec",
     "spec_decode.engine.engine.Engine.step",
     "spec_decode.engine.pages.PagePool.__init__",
     "spec_decode.graphs.emulator.EmulatedLoop.replay",
@@ -162,8 +157,6 @@ KNOWN_SILENT = {
     "spec_decode.models.layers.yarn.read_rope",
     "spec_decode.models.llama.LlamaTarget.__init__",
     "spec_decode.models.mtp_draft.check_published_form",
-    "spec_decode.testing.paged_fixture.judge",
-    "spec_decode.testing.shrink.on_smallest",
     "spec_decode.tools.metadata_validator.MetadataValidator.__init__",
 }
 RULES = [

@@ -28,7 +28,7 @@ def bench(cases: tuple[str, ...], device: str | None, target: str | None, only_l
 
     Without a CASE, all of them. Exit status 1 if one began and failed.
     """
-    from spec_decode.conformance.report import json_bytes
+    from spec_decode.files import json_bytes
     from spec_decode.tools.bench import CASES, run
 
     where, console = resolve_device(device), stdout()
@@ -60,7 +60,7 @@ def bench(cases: tuple[str, ...], device: str | None, target: str | None, only_l
 
 def _writer_of_rows(target: str | None) -> Callable[[dict[str, Any]], None]:
     """Writes the rows so far to the target, if that is a file: a run takes minutes and may be cut off."""
-    from spec_decode.conformance.report import json_bytes
+    from spec_decode.files import json_bytes
 
     rows: list[dict[str, Any]] = []
     written = time.monotonic()

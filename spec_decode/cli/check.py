@@ -47,18 +47,20 @@ class CheckRun:
 
     def here(self, name: str, on_note: OnNote | None = None) -> Report:
         """One backend's report, each failure printed as it happens. on_note: as in `check_backend`."""
+        import msgspec
+
         from spec_decode.conformance import check_backend
 
         with self.console.status(f"{name}: starting") as status:
-            return check_backend(
+            report = check_backend(
                 name,
                 device=self.device,
                 families=self.families or None,
                 checks=self.checks or None,
-                command=self._command(name),
                 on_result=self._printer(name, status.update),
                 on_note=on_note,
             )
+        return msgspec.structs.replace(report, command=self._command(name))
 
     def isolated(self, name: str, on_note: OnNote | None = None) -> Report:
         """The same in a process of its own, within the limits of `spec_decode.conformance.isolation`."""

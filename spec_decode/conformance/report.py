@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
 from spec_decode.environment import Environment, environment
-from spec_decode.files import write_whole
+from spec_decode.files import json_bytes, write_whole
+from spec_decode.testing.outcome import Outcome
 
 __all__ = [
     "EVERYTHING",
@@ -26,7 +26,6 @@ __all__ = [
     "ReportError",
     "Result",
     "environment",
-    "json_bytes",
     "json_number",
     "read_json",
 ]
@@ -47,25 +46,6 @@ class ReportError(ValueError):
 
 class ConformanceFailure(AssertionError):
     """A report that is not ok; the message names each check that failed and the command that repeats it."""
-
-
-class Outcome(str, Enum):
-    """How a check came out; a closed set."""
-
-    PASS = "pass"
-    FAIL = "fail"
-    XFAIL = "xfail"
-    """Failed, as its known-failures entry says."""
-    XPASS = "xpass"
-    """Passed although a known-failures entry says it fails: a failure, the entry is out of date."""
-    UNSUPPORTED = "unsupported"
-    """Not claimed, and the check saw the refusal."""
-    UNAVAILABLE = "unavailable"
-    """Needs something this machine has not."""
-    ERROR = "error"
-    PREVIEW = "preview"
-    """Failed a check that is newer than the contract the backend was built for, which is no failure yet."""
-    NOT_RUN = "not_run"
 
 
 FAILURES = frozenset({Outcome.FAIL, Outcome.XPASS, Outcome.ERROR})
@@ -184,11 +164,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"a report must follow {SCHEMA}, {where} does not: {error}; it was not loaded. Outcomes are "
                 f"{', '.join(outcome.value for outcome in Outcome)}. Run the checks again."
             ) from error
-
-
-def json_bytes(document: Any) -> bytes:
-    """JSON as this package writes it: indented, with a newline at the end."""
-    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
 
 
 def json_number(value: float) -> float | str:

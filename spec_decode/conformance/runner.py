@@ -55,7 +55,6 @@ def check_backend(
     known_failures: Sequence[KnownFailure] | None = None,
     on_result: Callable[[Result], None] | None = None,
     on_note: Callable[[str], None] | None = None,
-    command: str = "",
 ) -> Report:
     """Run the checks and return the report; never raises for a check that fails.
 
@@ -64,15 +63,7 @@ def check_backend(
     first check with what no result states. A backend that does not load gives a report whose one result is
     `unavailable`, which is not ok.
     """
-    planned = plan(
-        backend,
-        device=device,
-        families=families,
-        checks=checks,
-        tags=tags,
-        known_failures=known_failures,
-        command=command,
-    )
+    planned = plan(backend, device=device, families=families, checks=checks, tags=tags, known_failures=known_failures)
     if on_note:
         for note in planned.notes:
             on_note(note)
@@ -94,7 +85,7 @@ def plan(
     known_failures: Sequence[KnownFailure] | None = None,
     command: str = "",
 ) -> Plan:
-    """The checks that `check_backend` runs, and the report to fill in."""
+    """The checks that `check_backend` runs, and the report to fill in. command: how to run them all again."""
     device = device or default_device()
     name = backend if isinstance(backend, str) else backend.name
     try:

@@ -8,7 +8,8 @@ from fnmatch import fnmatch
 import msgspec
 
 from builders import CONTRACT_VERSION
-from spec_decode.conformance.report import EVERYTHING, Claim, Report, Result, json_bytes, json_number
+from spec_decode.conformance.report import EVERYTHING, Claim, Report, Result, json_number
+from spec_decode.files import json_bytes
 from spec_decode.matrix.cells import Cell, evidence_of
 from spec_decode.matrix.columns import Column, columns_of
 from spec_decode.matrix.drafters import DraftRow, draft_rows

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from spec_decode.conformance.report import SCHEMA as REPORT
-from spec_decode.conformance.report import Report, json_bytes
+from spec_decode.conformance.report import Report
+from spec_decode.files import json_bytes
 from spec_decode.matrix.model import SCHEMA as MATRIX
 from spec_decode.matrix.model import Matrix
 from spec_decode.matrix.sources import AGREEMENT_SCHEMA, TIMING_SCHEMA, Agreement, Timing

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import msgspec
 
 from builders.errors import require
-from spec_decode.conformance.report import Environment, Outcome, json_bytes
+from spec_decode.environment import Environment
+from spec_decode.files import json_bytes
+from spec_decode.testing.outcome import Outcome
 
 SCHEMA = "attn-soak/1"
 _MOST_REQS = 256

@@ -101,7 +101,8 @@ def checks(monkeypatch):
         )  # fmt: skip
         for result in results:
             asked["on_result"](result)
-        return Report(backend=name, version="1", env=environment(CPU), command=asked["command"], results=results)
+        command = asked.get("command", "")
+        return Report(backend=name, version="1", env=environment(CPU), command=command, results=results)
 
     def check_isolated(name, *, request, env, **told):
         fake.isolated.append(name)

@@ -10,11 +10,12 @@ def test_check_prints_the_summary_and_interprets_kernels_on_the_cpu(checks, run)
     assert checks.calls[0][2] == "1"
 
 
-def test_check_passes_on_what_was_asked_for(checks, run):
-    run("check", "torch_reference", "--device", "cpu", "--family", "graph", "--only", "graph.*")
+def test_check_passes_on_what_was_asked_for(checks, run, tmp_path):
+    run("check", "torch_reference", "--device", "cpu", "--family", "graph", "--only", "graph.*", "--json", tmp_path)
     _, asked, _ = checks.calls[0]
     assert asked["families"] == ("graph",) and asked["checks"] == ("graph.*",)
-    assert asked["command"] == ("attn-backends check torch_reference --device cpu --family graph --only 'graph.*'")
+    report = Report.load(tmp_path / "check-torch_reference.json")
+    assert report.command == "attn-backends check torch_reference --device cpu --family graph --only 'graph.*'"
 
 
 @pytest.mark.parametrize("outcome", ["fail", "error", "xpass", "not_run"])
