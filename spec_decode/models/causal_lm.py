@@ -13,15 +13,15 @@ from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
-from spec_decode.models.decoder_weights import fill, layer_parameters, prefixed
-from spec_decode.models.draft import PublishedDraft, check_shared
-from spec_decode.models.layers.layer_options import LayerOptions, PublishedLayer
+from spec_decode.models.decoder_weights import read_parameters
+from spec_decode.models.draft import DecoderDraft, check_shared
+from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
 from spec_decode.models.layers.rms_norm import RMSNorm
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
-class CausalDraft(PublishedDraft):
+class CausalDraft(DecoderDraft):
     """At position p: the token at p gives a state that predicts the token at p + 1. It reads nothing of the target.
 
     target_states_size is the target's, so that every target's hidden states can be handed to it.
@@ -29,12 +29,12 @@ class CausalDraft(PublishedDraft):
 
     position_offset: ClassVar[int] = 1
 
-    def __init__(self, config: DecoderConfig, extras: LayerOptions, target_states_size: int) -> None:
+    def __init__(self, config: DecoderConfig, options: LayerOptions, target_states_size: int) -> None:
         super().__init__(config)
         model = config.model
         self.target_states_size = target_states_size
         self.embed = nn.Embedding(model.vocab_size, model.hidden_size)
-        self.layers = nn.ModuleList(PublishedLayer(model, layer, extras) for layer in range(model.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(model, layer, options) for layer in range(model.num_layers))
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
 
@@ -46,9 +46,9 @@ class CausalDraft(PublishedDraft):
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
         """token_ids, positions int64 [T]; normed states [T, H]. hidden is not read."""
-        x, delta = self.embed(token_ids), None
+        x, delta, rope = self.embed(token_ids), None, self.rotary(positions)
         for layer in self.layers:
-            x, delta = layer(x, delta, positions, self.rotary, attention)
+            x, delta = layer(x, delta, rope, attention)
         states: torch.Tensor = self.norm(x, delta)[1]
         return states
 
@@ -66,25 +66,17 @@ def serves(store: TensorStore) -> bool:
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> CausalDraft:
     """The draft, ready to run. Raises CheckpointError."""
     fields = ConfigReader(store.config, str(store.folder / "config.json"))
-    config, extras = read_decoder(fields), _extras(_architecture(store), fields)
+    config, options = read_decoder(fields), _options(_architecture(store), fields)
     model = config.model
     check_shared(store, "vocab_size", model.vocab_size, target.vocab_size)
-    weights, head = ScopedWeights(store, "model.", dtype, device), ScopedWeights(store, "lm_head.", dtype, device)
-    table = (model.vocab_size, model.hidden_size)
-    embedding = weights.take("embed_tokens.weight", *table)
-    tied = fields.get("tie_word_embeddings", bool, False)
-    state = {
-        "embed.weight": embedding,
-        "lm_head.weight": embedding if tied else head.take("weight", *table),
-        "norm.weight": weights.take("norm.weight", model.hidden_size),
-    }
-    for layer in range(model.num_layers):
-        prefix = f"layers.{layer}."
-        state |= prefixed(prefix, layer_parameters(weights.under(prefix), model, extras))
-    store.refuse_unused(ignorable=["lm_head.weight"] if tied else [])
     with torch.device("meta"):
-        draft = CausalDraft(config, extras, target.target_states_size)
-    return fill(draft, state, device)
+        draft = CausalDraft(config, options, target.target_states_size)
+    tied = fields.get("tie_word_embeddings", bool, False)
+    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    weights = ScopedWeights(store, "", dtype, device)
+    draft = read_parameters(draft, weights, lambda name: head if name == "lm_head.weight" else f"model.{name}")
+    store.refuse_unused(ignorable=["lm_head.weight"] if tied else [])
+    return draft
 
 
 def _architecture(store: TensorStore) -> str | None:
@@ -92,7 +84,7 @@ def _architecture(store: TensorStore) -> str | None:
     return names[0] if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else None
 
 
-def _extras(architecture: str | None, config: ConfigReader) -> LayerOptions:
+def _options(architecture: str | None, config: ConfigReader) -> LayerOptions:
     if architecture == "Qwen2ForCausalLM":
         return LayerOptions(qkv_bias=True)
     if architecture == "MistralForCausalLM":

@@ -10,7 +10,7 @@ from spec_decode.models.base import LayerGroup
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.config import ModelConfig
-from spec_decode.models.layers.rope import Scaling, read_rope
+from spec_decode.models.layers.rope import LLAMA_SCALINGS, Scaling, read_rope, rope_section
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,8 @@ def read_decoder(config: ConfigReader, *, max_positions: int | None = None) -> D
                 f"{name} in {config.place} must be {wanted!r}, got {found!r}, which this model does not compute; "
                 "nothing was loaded. Use another checkpoint."
             )
-    theta, scaling = read_rope(config)
+    _require_whole_heads(config)
+    theta, scaling = read_rope(config, LLAMA_SCALINGS)
     hidden, heads = config.get("hidden_size", int), config.get("num_attention_heads", int)
     try:
         model = ModelConfig(
@@ -66,6 +67,15 @@ def read_decoder(config: ConfigReader, *, max_positions: int | None = None) -> D
             f"{config.place} describes no decoder: {error}; nothing was loaded. Restore the file."
         ) from error
     return decoder
+
+
+def _require_whole_heads(config: ConfigReader) -> None:
+    for section in (rope_section(config), config):
+        if (part := section.get("partial_rotary_factor", float, 1.0)) != 1.0:
+            raise CheckpointError(
+                f"partial_rotary_factor in {section.place} must be 1, got {part}: this model rotates whole heads; "
+                "nothing was loaded. Use a checkpoint without it."
+            )
 
 
 def _windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:

@@ -12,10 +12,10 @@ from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.decoder_config import DecoderConfig
-from spec_decode.models.layers.rope import ScaledRotary
+from spec_decode.models.layers.rope import RotaryEmbedding
 
 
-class PublishedDraft(DraftModel):
+class DecoderDraft(DraftModel):
     """A stack of decoder layers; made on the meta device, its parameters are given by `fill`."""
 
     layers: nn.ModuleList
@@ -26,14 +26,14 @@ class PublishedDraft(DraftModel):
         self.vocab_size, self.hidden_size = config.model.vocab_size, config.model.hidden_size
         self.max_positions = config.model.max_positions
         with torch.device("cpu"):
-            self.rotary = ScaledRotary(config.model, config.scaling)
+            self.rotary = RotaryEmbedding(config.model, config.scaling)
 
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
         """A group for each sliding window that layers have."""
         return self.config.layer_groups(page_size, next(self.parameters()).dtype)
 
 
-class HiddenStatesDraft(PublishedDraft):
+class HiddenStatesDraft(DecoderDraft):
     """A draft that reads the target's hidden states, and uses the target's embedding if it brings none of its own."""
 
     def __init__(self, config: DecoderConfig, target: TargetModel, *, own_embedding: bool) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from attn_backends.kernels.rope import Rope
 from spec_decode.models.attention import Attention
 from spec_decode.models.base import TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
@@ -16,7 +17,7 @@ from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.checkpoints.token_map import read_token_map
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
-from spec_decode.models.decoder_weights import fill, layer_parameters, prefixed
+from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.draft import (
     HiddenStatesDraft,
     check_embedding,
@@ -24,44 +25,28 @@ from spec_decode.models.draft import (
     check_target_hidden_states,
     decoder_fields,
 )
-from spec_decode.models.kernels.skinny_linear import is_skinny, norm_linear
-from spec_decode.models.layers.decoder_layer import ResidualStream
-from spec_decode.models.layers.layer_options import LayerOptions, PublishedLayer
+from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
+from spec_decode.models.layers.linear import NormLinear, ResidualStream
 from spec_decode.models.layers.rms_norm import RMSNorm
-from spec_decode.models.layers.rope import Rotary
 
 NUM_AUX_LAYERS = 3
 """How many of the target's layers a draft reads."""
 
 
-class FirstLayer(PublishedLayer):
+class FirstLayer(DecoderLayer):
     """A decoder layer whose attention reads embedding and hidden state side by side, each with a norm of its own."""
 
-    def __init__(self, config: ModelConfig, extras: LayerOptions, *, normed_residual: bool) -> None:
+    def __init__(self, config: ModelConfig, options: LayerOptions, *, normed_residual: bool) -> None:
         """normed_residual: the residual starts from the normed hidden state, not the hidden state."""
-        super().__init__(config, 0, extras)
-        self.qkv = nn.Linear(2 * config.hidden_size, self.qkv.out_features, bias=extras.qkv_bias)
+        super().__init__(config, 0, options, qkv_inputs=2 * config.hidden_size)
         self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.normed_residual = normed_residual
 
-    def fuse(
-        self,
-        embedded: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        rotary: Rotary,
-        attention: Attention,
-    ) -> ResidualStream:
-        """embedded and hidden [T, H]; the residual and the delta yet to be added to it."""
+    def fuse(self, embedded: torch.Tensor, hidden: torch.Tensor, rope: Rope, attention: Attention) -> ResidualStream:
+        """embedded and hidden [T, H]; the residual and the delta yet to be added to it, both [T, H]."""
         normed = self.hidden_norm(hidden)[1]
-        joined = torch.cat([self.attn_norm(embedded)[1], normed], -1)
-        x = normed if self.normed_residual else hidden
-        delta: torch.Tensor | None
-        if is_skinny(x, self.gate_up.weight):
-            x, delta = self.folded_attention_over(joined, x, positions, rotary, attention)
-        else:
-            delta = self.attention(joined, positions, rotary, attention)
-        return self.feed_forward(x, delta)
+        qkv = self.qkv(torch.cat([self.attn_norm(embedded)[1], normed], -1))
+        return self.after_qkv(normed if self.normed_residual else hidden, qkv, rope, attention)
 
 
 class Eagle3(HiddenStatesDraft):
@@ -75,7 +60,7 @@ class Eagle3(HiddenStatesDraft):
         self,
         config: DecoderConfig,
         target: TargetModel,
-        extras: list[LayerOptions],
+        options: list[LayerOptions],
         token_map: torch.Tensor | None,
         *,
         draft_vocab: int,
@@ -90,11 +75,11 @@ class Eagle3(HiddenStatesDraft):
         self.target_states_size = NUM_AUX_LAYERS * target.hidden_size
         self.input_norm = RMSNorm(self.target_states_size, model.norm_eps) if norm_target_hidden_states else None
         self.fc = nn.Linear(self.target_states_size, model.hidden_size, bias=False)
-        first = FirstLayer(model, extras[0], normed_residual=normed_residual)
-        others = [PublishedLayer(model, layer, extra) for layer, extra in enumerate(extras) if layer]
+        first = FirstLayer(model, options[0], normed_residual=normed_residual)
+        others = [DecoderLayer(model, layer, found) for layer, found in enumerate(options) if layer]
         self.layers = nn.ModuleList([first, *others])
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
-        self.lm_head = nn.Linear(model.hidden_size, draft_vocab, bias=False)
+        self.lm_head = NormLinear(model.hidden_size, draft_vocab)
 
     def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
         """target_hidden_states [T, 3 * the target's hidden size]; states [T, H]."""
@@ -109,17 +94,15 @@ class Eagle3(HiddenStatesDraft):
         """token_ids, positions int64 [T], hidden [T, H]; states [T, H] before the last norm."""
         first, *others = self.layers
         assert isinstance(first, FirstLayer)
-        embedded = F.embedding(token_ids, self.embedding)
-        x, delta = first.fuse(embedded, hidden, positions, self.rotary, attention)
+        rope = self.rotary(positions)
+        x, delta = first.fuse(F.embedding(token_ids, self.embedding), hidden, rope, attention)
         for layer in others:
-            x, delta = layer(x, delta, positions, self.rotary, attention)
+            x, delta = layer(x, delta, rope, attention)
         return x if delta is None else x + delta
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, H]; logits [T, draft vocabulary]."""
-        if is_skinny(hidden, self.lm_head.weight):
-            return norm_linear(hidden, None, self.norm.weight, self.norm.eps, self.lm_head.weight)[1]
-        out: torch.Tensor = self.lm_head(self.norm(hidden)[1])
+        out: torch.Tensor = self.lm_head(hidden, None, self.norm)[1]
         return out
 
 
@@ -169,12 +152,12 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     draft_vocab = whole.get("draft_vocab_size", int, model.vocab_size)
     token_map = read_token_map(store, draft_vocab, target.vocab_size)
     prefixes = _prefixes(store, model.num_layers)
-    extras = [LayerOptions.found(store, prefix) for prefix in prefixes]
+    options = [LayerOptions.found(store, prefix) for prefix in prefixes]
     with torch.device("meta"):
         draft = Eagle3(
             config,
             target,
-            extras,
+            options,
             None if token_map is None else token_map.to(device),
             draft_vocab=draft_vocab,
             norm_target_hidden_states=_aux_section(store, "norm_before_fc").get("norm_before_fc", bool, False),
@@ -182,34 +165,9 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
             own_embedding=own_embedding,
         )
     weights = ScopedWeights(store, "", dtype, device)
-    state = _state(weights, model, prefixes, extras, own_embedding, draft)
+    draft = read_parameters(draft, weights, lambda name: name.replace("layers.0.", prefixes[0]))
     store.refuse_unused()
-    return fill(draft, state, device)
-
-
-def _state(
-    weights: ScopedWeights,
-    model: ModelConfig,
-    prefixes: list[str],
-    extras: list[LayerOptions],
-    own_embedding: bool,
-    draft: Eagle3,
-) -> dict[str, torch.Tensor]:
-    hidden = model.hidden_size
-    state = {
-        "fc.weight": weights.take("fc.weight", hidden, draft.target_states_size),
-        "norm.weight": weights.take("norm.weight", hidden),
-        "lm_head.weight": weights.take("lm_head.weight", draft.lm_head.out_features, hidden),
-        "layers.0.hidden_norm.weight": weights.take(f"{prefixes[0]}hidden_norm.weight", hidden),
-    }
-    if draft.input_norm is not None:
-        state["input_norm.weight"] = weights.take("input_norm.weight", draft.target_states_size)
-    if own_embedding:
-        state["embed.weight"] = weights.take("embed_tokens.weight", model.vocab_size, hidden)
-    for layer, (prefix, extra) in enumerate(zip(prefixes, extras, strict=True)):
-        inputs = hidden if layer else 2 * hidden
-        state |= prefixed(f"layers.{layer}.", layer_parameters(weights.under(prefix), model, extra, inputs=inputs))
-    return state
+    return draft
 
 
 def _refuse_normed_output(config: ConfigReader) -> None:
@@ -217,7 +175,7 @@ def _refuse_normed_output(config: ConfigReader) -> None:
     if config.get("norm_output", bool, False):
         raise CheckpointError(
             f"norm_output in {config.place} must be false: this model feeds states back unnormed, and every "
-            "token behind the first would be drafted from others; nothing was loaded. Use a draft trained without it."
+            "token after the first would be drafted from others; nothing was loaded. Use a draft trained without it."
         )
 
 

@@ -11,7 +11,7 @@ from spec_decode.models.config import ModelConfig
 from spec_decode.models.kernels.skinny_linear import linear
 from spec_decode.models.layers.decoder_layer import DecoderLayer
 from spec_decode.models.layers.rms_norm import RMSNorm
-from spec_decode.models.layers.rope import Rotary
+from spec_decode.models.layers.rope import RotaryEmbedding
 
 
 class LlamaTarget(TargetModel):
@@ -31,7 +31,7 @@ class LlamaTarget(TargetModel):
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.rotary = Rotary(config)
+        self.rotary = RotaryEmbedding(config)
 
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
         """One group: all layers are alike."""
@@ -39,9 +39,9 @@ class LlamaTarget(TargetModel):
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> TargetStates:
         """token_ids and positions int64 [T]; a draft reads the normed hidden states too."""
-        x, delta = self.embed(token_ids), None
+        x, delta, rope = self.embed(token_ids), None, self.rotary(positions)
         for layer in self.layers:
-            x, delta = layer(x, delta, positions, self.rotary, attention)
+            x, delta = layer(x, delta, rope, attention)
         hidden: torch.Tensor = self.norm(x, delta)[1]
         return TargetStates(hidden, hidden)
 

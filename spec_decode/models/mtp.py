@@ -18,16 +18,12 @@ from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.draft import check_shared, check_target_hidden_states
 from spec_decode.models.kernels.skinny_linear import linear
-from spec_decode.models.layers.feed_forward import (
-    MixtureShape,
-    Names,
-    read_dense,
-    read_mixture,
-    read_mixture_shape,
-)
+from spec_decode.models.layers.feed_forward import Names, read_dense
 from spec_decode.models.layers.mla_attention import LatentAttention, MlaShape
-from spec_decode.models.layers.yarn import read_rope
-from spec_decode.models.mtp_draft import PredictionDraft, check_published_form
+from spec_decode.models.layers.moe import MixtureShape, read_mixture, read_mixture_shape
+from spec_decode.models.layers.rms_norm import RMSNorm
+from spec_decode.models.layers.yarn import read_latent_rope
+from spec_decode.models.mtp_draft import MtpDraft, check_published_form
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 
@@ -91,7 +87,7 @@ def read_shape(config: ConfigReader) -> MtpShape:
             kv_rank=config.get("kv_lora_rank", int),
             nope_dim=config.get("qk_nope_head_dim", int),
             value_dim=config.get("v_head_dim", int),
-            rope=read_rope(config, config.get("qk_rope_head_dim", int)),
+            rope=read_latent_rope(config, config.get("qk_rope_head_dim", int)),
             eps=eps,
         ),
         feed_forward=_read_feed_forward_shape(config, layer, hidden),
@@ -106,7 +102,7 @@ def _read_feed_forward_shape(config: ConfigReader, layer: int, hidden: int) -> M
     return config.get("intermediate_size", int)
 
 
-class MultiTokenPrediction(PredictionDraft):
+class MultiTokenPrediction(MtpDraft):
     """At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2.
 
     The target's hidden states are those behind its final norm. The state handed on is the residual before the head's
@@ -125,17 +121,17 @@ class MultiTokenPrediction(PredictionDraft):
         )
         self.shape, self.max_positions = shape, shape.max_positions
         self.hidden_size = self.target_states_size = hidden
-        self.embedding_norm = weights.norm("enorm.weight", hidden, eps)
-        self.state_norm = weights.norm("hnorm.weight", hidden, eps)
+        self.embedding_norm = RMSNorm.read(weights, "enorm.weight", hidden, eps)
+        self.state_norm = RMSNorm.read(weights, "hnorm.weight", hidden, eps)
         self.fuse = weights.parameter("eh_proj.weight", hidden, 2 * hidden)
-        self.attention_norm = weights.norm("input_layernorm.weight", hidden, eps)
+        self.attention_norm = RMSNorm.read(weights, "input_layernorm.weight", hidden, eps)
         self.attention = LatentAttention(shape.attention, weights.under("self_attn."), shape.max_positions)
-        self.mlp_norm = weights.norm("post_attention_layernorm.weight", hidden, eps)
+        self.mlp_norm = RMSNorm.read(weights, "post_attention_layernorm.weight", hidden, eps)
         mlp, kind = weights.under("mlp."), shape.feed_forward
         self.mlp = (
             read_dense(mlp, _NAMES, hidden, kind, None) if isinstance(kind, int) else read_mixture(kind, mlp, _NAMES)
         )
-        self.head_norm = weights.norm("shared_head.norm.weight", hidden, eps)
+        self.head_norm = RMSNorm.read(weights, "shared_head.norm.weight", hidden, eps)
 
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
         """The one layer."""

@@ -13,7 +13,7 @@ from spec_decode.models.draft import check_embedding, target_embedding
 from spec_decode.models.kernels.skinny_linear import linear
 
 
-class PredictionDraft(DraftModel):
+class MtpDraft(DraftModel):
     """A draft of one layer, which uses its target's embedding and head where the checkpoint has none for it."""
 
     def __init__(

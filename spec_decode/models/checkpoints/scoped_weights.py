@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from spec_decode.models.checkpoints.store import TensorStore
-from spec_decode.models.layers.rms_norm import RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +21,11 @@ class ScopedWeights:
     device: torch.device
 
     def under(self, prefix: str) -> ScopedWeights:
+        """Those under a longer prefix."""
         return replace(self, prefix=self.prefix + prefix)
 
     def has(self, name: str) -> bool:
+        """Whether the checkpoint holds a tensor of that name."""
         return self.prefix + name in self.store.names()
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -32,16 +33,13 @@ class ScopedWeights:
         return self.store.take(self.prefix + name, shape, dtype or self.dtype).to(self.device)
 
     def parameter(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """`take`, as a parameter that is not trained."""
         return frozen(self.take(name, *shape, dtype=dtype))
 
-    def stacked(self, names: Sequence[str], rows: Sequence[int], columns: int) -> nn.Parameter:
-        """Matrices [rows[i], columns] below each other: one product in place of several with the same input."""
-        return frozen(torch.cat([self.take(name, count, columns) for name, count in zip(names, rows, strict=True)]))
-
-    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        norm = RMSNorm(size, eps)
-        norm.weight = self.parameter(name, size)
-        return norm
+    def stacked(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> nn.Parameter:
+        """Matrices [rows[i], columns] (or vectors [rows[i]]) below each other: one product in place of several."""
+        parts = [self.take(name, count, *columns) for name, count in zip(names, rows, strict=True)]
+        return frozen(parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def refuse_unused(self) -> None:
         """Raise CheckpointError for tensors under the prefix that no module took; others belong to the target."""

@@ -29,16 +29,19 @@ _KEPT_IN_CACHE = 32 << 20
 """Bytes of a weight above which no L2 cache would hold it until the next step: it is read to be dropped first."""
 
 
-def is_skinny(x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False) -> bool:
-    """Whether the rows x [T, K] go through these kernels, where a model's largest weight is `weight`: from 1 to
-    MAX_ROWS, few enough for it to pay (measured on an H200), no gradient, no autocast. gated: asked of the gate itself,
-    whose two products a row pay for fewer of them.
+def is_skinny(x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False, largest: int | None = None) -> bool:
+    """Whether the rows x [T, K] go through these kernels: from 1 to MAX_ROWS, few enough for it to pay (measured on an
+    H200), no gradient, no autocast.
+
+    gated    of a gate, whose two products a row pay for fewer rows
+    largest  elements of the weight that decides, where it is not `weight` but the largest of its layer
 
     It reads host values alone, the same for every replay of a graph. Everywhere else torch's linear layers run.
     """
+    nbytes = weight.nbytes if largest is None else largest * weight.itemsize
     return (
         x.dim() == 2
-        and 0 < x.shape[0] <= (MAX_ROWS if weight.nbytes <= _SMALL_WEIGHT and not gated else _ANY_WEIGHT)
+        and 0 < x.shape[0] <= (MAX_ROWS if nbytes <= _SMALL_WEIGHT and not gated else _ANY_WEIGHT)
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled(x.device.type)
     )

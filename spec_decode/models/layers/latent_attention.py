@@ -1,8 +1,8 @@
 """A decoder layer with latent attention, as DeepSeek-V4's multi-token-prediction layer has it.
 
-Legend: T tokens, D head_dim, E value_dim. Sparse sliding-window MLA: one latent per token is the key of every head, and
-its first E dims are the value. Values that hold rotated dims carry the rotation of their own position; turning the
-output back by the query's leaves the difference of the two, which is all that a position may mean.
+Legend: T tokens, H hidden size, D head_dim, E value_dim. Sparse sliding-window MLA: one latent per token is the key of
+every head, and its first E dims are the value. Values that hold rotated dims carry the rotation of their own position;
+rotating the output back by the query's leaves the difference of the two, which is all that a position may mean.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ import torch
 from torch import nn
 
 from attn_backends.kernels.latent_rotary import inverse_rotary, prepare_query
+from attn_backends.kernels.rope import Rope
 from attn_backends.kernels.write_latent import KvANormRope
 from spec_decode.models.attention import Attention, AttentionInputs
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.layers.decoder_layer import ResidualLayer
+from spec_decode.models.layers.linear import ResidualStream
 from spec_decode.models.layers.rms_norm import RMSNorm
-from spec_decode.models.layers.rope import Rotary
 
 
 class LatentDecoderLayer(ResidualLayer):
     """Attention over one latent per token, with low-rank queries and outputs."""
 
-    def add_attention(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__(config, layer)
         assert config.latent is not None
         hidden, heads, dim, eps = config.hidden_size, config.num_q_heads, config.head_dim, config.norm_eps
         q_rank, out_rank = config.latent.q_rank, config.latent.out_rank
@@ -35,16 +37,23 @@ class LatentDecoderLayer(ResidualLayer):
         self.sinks = nn.Parameter(torch.zeros(heads)) if config.latent.sinks else None
         self.out_a = nn.Linear(heads * config.value_dim, out_rank, bias=False)
         self.out_b = nn.Linear(out_rank, hidden, bias=False)
+        self.add_feed_forward(config)
 
-    def attention(self, x: torch.Tensor, positions: torch.Tensor, rotary: Rotary, attention: Attention) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, delta: torch.Tensor | None, rope: Rope, attention: Attention) -> ResidualStream:
+        """x and the delta yet to be added to it, both [T, H]; the same pair after the layer."""
+        x, normed = self.attn_norm(x, delta)
+        return self.feed_forward(x, self.attend(normed, rope, attention))
+
+    def attend(self, x: torch.Tensor, rope: Rope, attention: Attention) -> torch.Tensor:
+        """x [T, H] normed; the residual's delta [T, H]."""
         query = self.q_b(self.q_norm(self.q_a(x))[1]).view(-1, self.heads, self.head_dim)
-        query = prepare_query(query, positions, rotary.table, eps=self.q_norm.eps)
+        query = prepare_query(query, rope.positions, rope.table, eps=self.q_norm.eps)
         latent = self.kv(x)[:, None]
-        norm = KvANormRope(weight=self.kv_norm.weight, eps=self.kv_norm.eps, positions=positions, table=rotary.table)
+        norm = KvANormRope(weight=self.kv_norm.weight, eps=self.kv_norm.eps, positions=rope.positions, table=rope.table)
         sinks = None if self.sinks is None else self.sinks.float()
         value = latent[..., : self.value_dim]
         out = attention(AttentionInputs(self.layer, query, latent, value, kv_a_norm_rope=norm, sinks=sinks))
         if self.value_dim == self.head_dim:
-            out = inverse_rotary(out, positions, rotary.table)
+            out = inverse_rotary(out, rope.positions, rope.table)
         delta: torch.Tensor = self.out_b(self.out_a(out.flatten(1)))
         return delta

@@ -17,7 +17,9 @@ from builders import AttentionKind, AttentionSpec
 from spec_decode.models.attention import Attention, AttentionInputs
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights, frozen
 from spec_decode.models.kernels.skinny_linear import linear
-from spec_decode.models.layers.yarn import Rope
+from spec_decode.models.layers.rms_norm import RMSNorm
+from spec_decode.models.layers.rope import RopeConfig
+from spec_decode.models.layers.yarn import Yarn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +33,7 @@ class MlaShape:
     kv_rank: int
     nope_dim: int
     value_dim: int
-    rope: Rope
+    rope: RopeConfig
     eps: float
 
     @property
@@ -41,7 +43,7 @@ class MlaShape:
 
     def spec(self, page_size: int, dtype: torch.dtype) -> AttentionSpec:
         """The absorbed attention. Its scale is that of the heads it stands for."""
-        factor = 1.0 if self.rope.yarn is None else self.rope.yarn.softmax_factor
+        factor = self.rope.scaling.softmax_factor if isinstance(self.rope.scaling, Yarn) else 1.0
         return AttentionSpec(
             num_q_heads=self.heads,
             num_kv_heads=1,
@@ -69,9 +71,9 @@ class LatentAttention(nn.Module):
         self.project_in = weights.stacked(names, [self.queries, latent], shape.hidden)
         self.q_norm = self.q_up = None
         if shape.q_rank is not None:
-            self.q_norm = weights.norm("q_a_layernorm.weight", shape.q_rank, shape.eps)
+            self.q_norm = RMSNorm.read(weights, "q_a_layernorm.weight", shape.q_rank, shape.eps)
             self.q_up = weights.parameter("q_b_proj.weight", shape.heads * shape.query_dim, shape.q_rank)
-        self.kv_norm = weights.norm("kv_a_layernorm.weight", shape.kv_rank, shape.eps)
+        self.kv_norm = RMSNorm.read(weights, "kv_a_layernorm.weight", shape.kv_rank, shape.eps)
         ups = weights.take("kv_b_proj.weight", shape.heads * (shape.nope_dim + shape.value_dim), shape.kv_rank)
         key_up, value_up = ups.unflatten(0, (shape.heads, -1)).split([shape.nope_dim, shape.value_dim], 1)
         self.key_up, self.value_up = frozen(key_up.contiguous()), frozen(value_up.contiguous())

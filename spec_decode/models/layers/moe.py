@@ -1,4 +1,4 @@
-"""Feed-forward blocks as DeepSeek's models have them: a gated layer, or a mixture of such layers.
+"""A mixture of experts as DeepSeek's models have it, and reading it under the names of a model family.
 
 Legend: T tokens, H hidden size, I intermediate size, E experts, k experts of a token.
 """
@@ -11,12 +11,15 @@ from typing import get_args
 import torch
 from torch import nn
 
-from spec_decode.models.checkpoints.scoped_weights import frozen
+from spec_decode.models.checkpoints.config_reader import ConfigReader
+from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.checkpoints.scoped_weights import ScopedWeights, frozen
 from spec_decode.models.kernels.combine_experts import combine_experts
 from spec_decode.models.kernels.order_by_expert import order_by_expert
 from spec_decode.models.kernels.route_tokens import Scoring, route_tokens
-from spec_decode.models.kernels.skinny_linear import linear, wide_linear
+from spec_decode.models.kernels.skinny_linear import wide_linear
 from spec_decode.models.kernels.swiglu import swiglu
+from spec_decode.models.layers.feed_forward import FeedForward, Names, read_dense
 from spec_decode.models.layers.grouped_linear import grouped_linear
 
 
@@ -72,19 +75,6 @@ class Routing:
         )
 
 
-class FeedForward(nn.Module):
-    """down(swiglu(gate_up(x))): gate_up [2 I, H], gate first, and down [H, I]."""
-
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, limit: float | None = None) -> None:
-        super().__init__()
-        self.gate_up, self.down = frozen(gate_up), frozen(down)
-        self.limit = limit
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, H]; [T, H]."""
-        return linear(swiglu(linear(x, self.gate_up), self.limit), self.down)
-
-
 class Experts(nn.Module):
     """Many feed-forwards, of which each token takes a few: gate_up [E, 2 I, H] and down [E, H, I]."""
 
@@ -130,3 +120,76 @@ class MixtureOfExperts(nn.Module):
         shared = None if self.shared is None else self.shared(x)
         out: torch.Tensor = self.experts(x, weights, experts, shared)
         return out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixtureShape:
+    """Sizes of a mixture of experts. shared: intermediate size of the expert that every token takes, 0 for none."""
+
+    hidden: int
+    intermediate: int
+    shared: int
+    routing: Routing
+    limit: float | None = None
+    """Bound on what the gate and the up projection give; None for none."""
+
+
+def read_mixture_shape(config: ConfigReader, hidden: int, *, scoring: str) -> MixtureShape:
+    """The mixture that config.json describes; scoring: the family's, where the file does not say it.
+
+    Raises CheckpointError for a routing that no mixture could have.
+    """
+    intermediate = config.get("moe_intermediate_size", int)
+    limit = config.get("swiglu_limit", float, 0.0)
+    # A config that says null means one group.
+    groups, top_groups = config.get("n_group", int, 1), config.get("topk_group", int, 1)
+    try:
+        routing = Routing(
+            num_experts=config.get("n_routed_experts", int),
+            top_k=config.get("num_experts_per_tok", int),
+            scoring=config.get("scoring_func", str, scoring),  # type: ignore[arg-type]  # the Routing judges it
+            groups=groups,
+            top_groups=top_groups,
+            normalised=config.get("norm_topk_prob", bool, True),
+            scale=config.get("routed_scaling_factor", float, 1.0),
+        )
+    except ValueError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"{config.place} describes no mixture of experts: {error}; nothing was loaded. Restore the file."
+        ) from error
+    return MixtureShape(
+        hidden=hidden,
+        intermediate=intermediate,
+        shared=intermediate * config.get("n_shared_experts", int, 0),
+        routing=routing,
+        limit=limit if limit > 0 else None,
+    )
+
+
+def read_mixture(shape: MixtureShape, weights: ScopedWeights, names: Names) -> MixtureOfExperts:
+    """The router, the experts and the shared expert under the weights' prefix."""
+    count = shape.routing.num_experts
+    bias = torch.zeros(count, dtype=torch.float32, device=weights.device)
+    if weights.has(names.router_bias):
+        bias = weights.take(names.router_bias, count, dtype=torch.float32)
+    router = weights.take("gate.weight", count, shape.hidden, dtype=torch.float32)
+    shared = None
+    if shape.shared:
+        shared = read_dense(weights.under("shared_experts."), names, shape.hidden, shape.shared, shape.limit)
+    return MixtureOfExperts(shape.routing, router, bias, _read_experts(shape, weights, names), shared)
+
+
+def _read_experts(shape: MixtureShape, weights: ScopedWeights, names: Names) -> Experts:
+    """Copied one by one into their places: the stack is most of a draft's memory, and must not exist twice."""
+    count, hidden, intermediate = shape.routing.num_experts, shape.hidden, shape.intermediate
+    gate_up = torch.empty(count, 2 * intermediate, hidden, dtype=weights.dtype, device=weights.device)
+    down = torch.empty(count, hidden, intermediate, dtype=weights.dtype, device=weights.device)
+    for index in range(count):
+        expert = weights.under(f"experts.{index}.")
+        gate, up = gate_up[index].chunk(2)
+        gate.copy_(expert.take(f"{names.gate}.weight", intermediate, hidden))
+        up.copy_(expert.take(f"{names.up}.weight", intermediate, hidden))
+        down[index].copy_(expert.take(f"{names.down}.weight", hidden, intermediate))
+    return Experts(gate_up, down, shape.limit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.kernels.add_rms_norm import add_rms_norm
 
 
@@ -15,6 +16,13 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
+
+    @classmethod
+    def read(cls, weights: ScopedWeights, name: str, size: int, eps: float) -> RMSNorm:
+        """The norm whose weight [size] is the tensor of that name. Raises CheckpointError."""
+        norm = cls(size, eps)
+        norm.weight = weights.parameter(name, size)
+        return norm
 
     def forward(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """x + delta (x where there is none) and its norm, both [T, size]."""

@@ -1,9 +1,11 @@
-"""Rotary embedding with the scalings of published checkpoints."""
+"""Rotary embedding (RoFormer, eq. 34): its angles, plain or with the scalings of published checkpoints."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -14,14 +16,29 @@ from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.config import ModelConfig
 
 
+class Scaling(Protocol):
+    """Another set of frequencies than the plain ones, for a longer context."""
+
+    @property
+    def amplitude(self) -> float:
+        """Factor on cos and sin."""
+        ...
+
+    def scaled(self, frequencies: torch.Tensor) -> torch.Tensor:
+        """frequencies fp64 [dim / 2] in radians a position, plain; the scaled ones."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearScaling:
     """Positions are `factor` times closer together (Chen et al., 2023, position interpolation)."""
 
+    amplitude: ClassVar[float] = 1.0
     factor: float
 
-    def scaled(self, inverse: torch.Tensor) -> torch.Tensor:
-        return inverse / self.factor
+    def scaled(self, frequencies: torch.Tensor) -> torch.Tensor:
+        """See `Scaling`."""
+        return frequencies / self.factor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,79 +46,83 @@ class Llama3Scaling:
     """Llama 3.1's: waves that turn fewer than low_freq_factor times in the original context are stretched by factor,
     those that turn more than high_freq_factor times stay, and those between go over smoothly."""
 
+    amplitude: ClassVar[float] = 1.0
     factor: float
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: float
 
-    def scaled(self, inverse: torch.Tensor) -> torch.Tensor:
-        turns = self.original_max_position_embeddings * inverse / (2 * math.pi)
+    def scaled(self, frequencies: torch.Tensor) -> torch.Tensor:
+        """See `Scaling`."""
+        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         kept = kept.clamp(0, 1)
-        return inverse * (kept + (1 - kept) / self.factor)
+        return frequencies * (kept + (1 - kept) / self.factor)
 
 
-Scaling = LinearScaling | Llama3Scaling
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeConfig:
+    """Rotary embedding of `dims` dims of a head."""
+
+    dims: int
+    theta: float
+    scaling: Scaling | None = None
+
+    def table(self, max_positions: int) -> torch.Tensor:
+        """fp32 [max_positions, dims] of cos | sin."""
+        half = self.dims // 2
+        frequencies, amplitude = self.theta ** -(torch.arange(half, dtype=torch.float64) / half), 1.0
+        if self.scaling is not None:
+            frequencies, amplitude = self.scaling.scaled(frequencies), self.scaling.amplitude
+        angle = torch.arange(max_positions, dtype=torch.float64)[:, None] * frequencies
+        return (torch.cat([angle.cos(), angle.sin()], -1) * amplitude).float()
 
 
-class Rotary(nn.Module):
-    """The angles of rotary embedding (RoFormer, eq. 34): table fp32 [max_positions, rotary_dim] of cos | sin."""
+class RotaryEmbedding(nn.Module):
+    """The angles of a model's layers: table fp32 [max_positions, rotary_dim] of cos | sin, no part of its state."""
 
     table: torch.Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, scaling: Scaling | None = None) -> None:
         super().__init__()
-        half = config.rotary_dim // 2
-        inverse = config.rope_theta ** -(torch.arange(half, dtype=torch.float64) / half)
-        angle = torch.arange(config.max_positions, dtype=torch.float64)[:, None] * inverse
-        table = torch.cat([angle.cos(), angle.sin()], -1).float()
-        self.register_buffer("table", table, persistent=False)
+        rope = RopeConfig(dims=config.rotary_dim, theta=config.rope_theta, scaling=scaling)
+        self.register_buffer("table", rope.table(config.max_positions), persistent=False)
 
     def forward(self, positions: torch.Tensor) -> Rope:
         """The rotation of heads of rotary_dim dims to positions int64 [T]."""
         return Rope(positions, self.table)
 
 
-class ScaledRotary(Rotary):
-    """Rotary embedding whose angles are scaled; scaling None leaves them."""
-
-    def __init__(self, config: ModelConfig, scaling: Scaling | None) -> None:
-        super().__init__(config)
-        if scaling is not None:
-            half = config.rotary_dim // 2
-            inverse = config.rope_theta ** -(torch.arange(half, dtype=torch.float64) / half)
-            angle = torch.arange(config.max_positions, dtype=torch.float64)[:, None] * scaling.scaled(inverse)
-            self.table = torch.cat([angle.cos(), angle.sin()], -1).float()
+ScalingReader = Callable[[ConfigReader, float], Scaling]
+"""Reads a scaling from its section of config.json; the other argument is rope_theta. Raises CheckpointError."""
 
 
-def read_rope(config: ConfigReader) -> tuple[float, Scaling | None]:
-    """rope_theta and the scaling, from rope_parameters or, as older configs have them, rope_theta and rope_scaling."""
-    section = config.section("rope_parameters" if config.values.get("rope_parameters") else "rope_scaling")
+def rope_section(config: ConfigReader) -> ConfigReader:
+    """Where config.json says how positions are scaled: in rope_parameters or, if older, in rope_scaling."""
+    return config.section("rope_parameters" if config.values.get("rope_parameters") else "rope_scaling")
+
+
+def read_rope(config: ConfigReader, scalings: Mapping[str, ScalingReader]) -> tuple[float, Scaling | None]:
+    """rope_theta, and the scaling by its reader under rope_type. Raises CheckpointError for a type without one."""
+    section = rope_section(config)
     theta = section.get("rope_theta", float, config.get("rope_theta", float, 10000.0))
-    for fields in (section, config):
-        if (part := fields.get("partial_rotary_factor", float, 1.0)) != 1.0:
-            raise CheckpointError(
-                f"partial_rotary_factor in {fields.place} must be 1, got {part}: this model rotates whole heads; "
-                "nothing was loaded. Use a checkpoint without it."
-            )
-    return theta, _read_scaling(section)
-
-
-def _read_scaling(section: ConfigReader) -> Scaling | None:
     kind = section.get("rope_type", str, section.get("type", str, "default"))
     if kind == "default":
-        return None
-    if kind == "linear":
-        return LinearScaling(factor=_positive(section, "factor"))
-    if kind == "llama3":
-        return _read_llama3(section)
-    raise CheckpointError(
-        f"rope_type in {section.place} must be default, linear or llama3, got {kind!r}; angles would be wrong, so "
-        "nothing was loaded. Use a checkpoint with one of those."
-    )
+        return theta, None
+    if kind not in scalings:
+        *others, last = "default", *scalings
+        raise CheckpointError(
+            f"rope_type in {section.place} must be {', '.join(others)} or {last}, got {kind!r}; angles would be wrong, "
+            "so nothing was loaded. Use a checkpoint with one of those."
+        )
+    return theta, scalings[kind](section, theta)
 
 
-def _read_llama3(section: ConfigReader) -> Llama3Scaling:
+def _read_linear(section: ConfigReader, _: float) -> LinearScaling:
+    return LinearScaling(factor=_positive(section, "factor"))
+
+
+def _read_llama3(section: ConfigReader, _: float) -> Llama3Scaling:
     low, high = _positive(section, "low_freq_factor"), _positive(section, "high_freq_factor")
     if not low < high:
         raise CheckpointError(
@@ -123,3 +144,7 @@ def _positive(section: ConfigReader, name: str) -> float:
             f"{name} in {section.place} must be positive, got {value}; nothing was loaded. Restore the file."
         )
     return value
+
+
+LLAMA_SCALINGS: dict[str, ScalingReader] = {"linear": _read_linear, "llama3": _read_llama3}
+"""Of models that rotate whole heads."""

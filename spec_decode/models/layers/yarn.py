@@ -1,4 +1,4 @@
-"""Rotary angles of models with latent attention: plain, or stretched by YaRN (Peng et al., 2023, arXiv:2309.00071)."""
+"""YaRN (Peng et al., 2023, arXiv:2309.00071), as models with latent attention stretch their rotary embedding."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.layers.rope import RopeConfig, read_rope
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +21,7 @@ class Yarn:
     each other.
     """
 
+    theta: float
     factor: float
     original_positions: int
     beta_fast: float = 32.0
@@ -27,18 +29,18 @@ class Yarn:
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
 
-    def stretched(self, inverse: torch.Tensor, theta: float) -> torch.Tensor:
-        """Inverse wave lengths fp64 [R / 2] of plain rotary embedding; those of this one."""
-        half = inverse.shape[0]
+    def scaled(self, frequencies: torch.Tensor) -> torch.Tensor:
+        """See `Scaling`."""
+        half = frequencies.shape[0]
 
         def pair_that_turns(times: float) -> float:
-            return half * math.log(self.original_positions / (2 * math.pi * times)) / math.log(theta)
+            return half * math.log(self.original_positions / (2 * math.pi * times)) / math.log(self.theta)
 
         first = max(math.floor(pair_that_turns(self.beta_fast)), 0)
         last = min(math.ceil(pair_that_turns(self.beta_slow)), 2 * half - 1)
         width = max(last - first, 0.001)
-        share = ((torch.arange(half, dtype=inverse.dtype) - first) / width).clamp(0, 1)
-        return inverse * (1 - share + share / self.factor)
+        share = ((torch.arange(half, dtype=frequencies.dtype) - first) / width).clamp(0, 1)
+        return frequencies * (1 - share + share / self.factor)
 
     @property
     def amplitude(self) -> float:
@@ -54,44 +56,18 @@ class Yarn:
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rope:
-    """Rotary embedding of the last `dims` dims of a head."""
-
-    dims: int
-    theta: float
-    yarn: Yarn | None = None
-
-    def table(self, positions: int) -> torch.Tensor:
-        """fp32 [positions, dims] of cos | sin, as latent_rotary takes it."""
-        half = self.dims // 2
-        inverse = self.theta ** -(torch.arange(half, dtype=torch.float64) / half)
-        amplitude = 1.0
-        if self.yarn is not None:
-            inverse, amplitude = self.yarn.stretched(inverse, self.theta), self.yarn.amplitude
-        angle = torch.arange(positions, dtype=torch.float64)[:, None] * inverse
-        return (torch.cat([angle.cos(), angle.sin()], -1) * amplitude).float()
-
-
-def read_rope(config: ConfigReader, dims: int) -> Rope:
-    """From rope_parameters or, as older configs have them, rope_theta and rope_scaling."""
-    section = config.section("rope_parameters" if config.values.get("rope_parameters") else "rope_scaling")
-    theta = section.get("rope_theta", float, config.get("rope_theta", float, 10000.0))
-    kind = section.get("rope_type", str, section.get("type", str, "default"))
-    if kind not in ("default", "yarn"):
-        raise CheckpointError(
-            f"rope_type in {section.place} must be default or yarn, got {kind!r}; angles would be wrong, so nothing "
-            "was loaded. Use a checkpoint with one of those."
-        )
+def read_latent_rope(config: ConfigReader, dims: int) -> RopeConfig:
+    """The rotary embedding of the last `dims` dims of a head, with YaRN or without. Raises CheckpointError."""
+    theta, yarn = read_rope(config, {"yarn": _read_yarn})
     if theta <= 1 or dims < 2 or dims % 2:
         raise CheckpointError(
             f"rotary embedding needs a rope_theta above 1 and an even number of dims, {config.place} says {theta} and "
             f"qk_rope_head_dim {dims}; nothing was loaded. Restore the file."
         )
-    return Rope(dims=dims, theta=theta, yarn=_read_yarn(section) if kind == "yarn" else None)
+    return RopeConfig(dims=dims, theta=theta, scaling=yarn)
 
 
-def _read_yarn(section: ConfigReader) -> Yarn:
+def _read_yarn(section: ConfigReader, theta: float) -> Yarn:
     factor = section.get("factor", float)
     original = section.get("original_max_position_embeddings", int)
     if factor < 1 or original < 1:
@@ -100,6 +76,7 @@ def _read_yarn(section: ConfigReader) -> Yarn:
             f"and {original}; nothing was loaded. Restore the file."
         )
     return Yarn(
+        theta=theta,
         factor=factor,
         original_positions=original,
         beta_fast=section.get("beta_fast", float, 32.0),

@@ -19,9 +19,10 @@ from spec_decode.drafter.plan import Strategy
 from spec_decode.engine import Engine, EngineStats, Request
 from spec_decode.models import DraftModel, LlamaTarget
 from spec_decode.models.checkpoints.config_reader import ConfigReader
+from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.decoder_config import read_decoder
-from spec_decode.models.decoder_weights import fill
-from spec_decode.models.layers.rope import Rotary
+from spec_decode.models.decoder_weights import read_parameters
+from spec_decode.models.layers.rope import RotaryEmbedding
 from spec_decode.tools.bench.measure import Quantiles, quantiles
 from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS, RandomDraft, RandomStore
 from spec_decode.tools.bench.rows import Bench, BenchLimit, BenchRow, with_limits
@@ -72,10 +73,8 @@ class ThroughputCase:
         config = replace(read_decoder(fields).model, num_layers=self.num_layers)
         with torch.device("meta"):
             target = LlamaTarget(config)
-        target.rotary = Rotary(config)
-        weights = RandomStore({}, [], device)
-        state = {name: weights.take(name, tuple(p.shape), self.dtype) for name, p in target.named_parameters()}
-        target = fill(target, state, device)
+        target.rotary = RotaryEmbedding(config)
+        target = read_parameters(target, ScopedWeights(RandomStore({}, [], device), "", self.dtype, device))
         store = RandomStore(self.draft.config, list(self.draft.names), device)
         return target, self.draft.kind.load(store, target, dtype=self.dtype, device=device)
 

@@ -73,8 +73,8 @@ def plain_attention(layer, config, x, start=0):
 
 def attention(draft, x, start=0):
     """The same by the model."""
-    positions = torch.arange(start, start + len(x))
-    return draft.layer.attention(x, positions, draft.rotary, causal_attend(1, draft.config.sliding_window))
+    rope = draft.rotary(torch.arange(start, start + len(x)))
+    return draft.layer.attend(x, rope, causal_attend(1, draft.config.sliding_window))
 
 
 def test_the_layer_attends_by_its_definition(config):

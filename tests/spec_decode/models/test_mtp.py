@@ -11,7 +11,7 @@ from spec_decode.drafter.plan import Strategy
 from spec_decode.models import CheckpointError, mtp
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.store import TensorStore
-from spec_decode.models.layers.yarn import read_rope
+from spec_decode.models.layers.yarn import read_latent_rope
 from spec_decode.models.load import load_draft
 from tests.factories import CPU
 from tests.spec_decode.models.generated_mtp import (
@@ -190,8 +190,8 @@ def test_sizes_as_published_give_the_published_attention():
 def test_deepseeks_own_scaling_leaves_rotated_dims_their_size_and_raises_the_scale():
     scaling = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
                "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
-    rope = read_rope(ConfigReader({"rope_theta": 10000, "rope_scaling": scaling}, "config.json"), 64)
-    assert rope.yarn.amplitude == 1.0 and rope.yarn.softmax_factor == pytest.approx(1.3688879454**2)
+    rope = read_latent_rope(ConfigReader({"rope_theta": 10000, "rope_scaling": scaling}, "config.json"), 64)
+    assert rope.scaling.amplitude == 1.0 and rope.scaling.softmax_factor == pytest.approx(1.3688879454**2)
     # The first ten pairs turn often enough in 4096 tokens to stay, those from the 23rd on are stretched whole.
     ratio = torch.atan2(rope.table(2)[1, 32:], rope.table(2)[1, :32]).double() / 10000 ** (-torch.arange(32) / 32)
     torch.testing.assert_close(ratio[:11], torch.ones(11).double(), rtol=1e-5, atol=0)

@@ -1,4 +1,4 @@
-"""Skinny linear layers on the CPU: the torch implementation, what is refused, the table, and the layers over them."""
+"""Skinny linear layers on the CPU: the torch implementation, what is refused, and the table."""
 
 import pytest
 import torch
@@ -17,10 +17,6 @@ from spec_decode.models.kernels.skinny_linear import (
     wide_linear,
 )
 from spec_decode.models.kernels.skinny_tiling import MAX_SUMS, MIN_PROGRAMS, Tiling, power_of_two, tile_of, tiling
-from spec_decode.models.layers.decoder_layer import DecoderLayer
-from spec_decode.models.layers.latent_attention import LatentDecoderLayer
-from spec_decode.models.layers.rope import Rotary
-from tests.factories import make_config, make_latent_config
 from tests.spec_decode.models.kernels.skinny_oracle import EPS, FORMS, assert_within_budget, make_inputs
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -273,39 +269,3 @@ def test_a_layer_that_was_measured_has_its_fastest_tiling(rows, n, k, gated, til
 )
 def test_a_few_outputs_load_all_of_their_inputs_at_once_or_what_registers_hold(rows, outputs, inputs, tile):
     assert tile_of(rows, outputs, inputs, itemsize=4) == tile
-
-
-def averaging(inputs):
-    """No attention to speak of, but each of its inputs matters."""
-    norm, value = inputs.kv_a_norm_rope, inputs.value
-    query, key, _ = inputs._replace(kv_a_norm_rope=None).normed_and_rotated()
-    keys = key if norm is None else key * norm.weight
-    out = query + keys.mean(1, keepdim=True)
-    out[..., : value.shape[-1]] += value.mean(1, keepdim=True)
-    return out[..., : value.shape[-1]]
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["first layer", "later layer"])
-@pytest.mark.parametrize(
-    ("layer", "config"), [(DecoderLayer, make_config()), (LatentDecoderLayer, make_latent_config())]
-)
-def test_a_layer_over_few_rows_is_the_one_over_many(layer, config, first):
-    torch.manual_seed(0)
-    module, rotary = layer(config, 0), Rotary(config)
-    for norm in (module.attn_norm, module.mlp_norm):
-        norm.weight.data.normal_(1, 0.3)
-    x, positions = torch.randn(MAX_ROWS + 1, config.hidden_size), torch.arange(MAX_ROWS + 1)
-    delta = None if first else torch.randn_like(x)
-    with torch.no_grad():
-        wanted, added = module(x, delta, positions, rotary, averaging)
-        part = slice(4, 8)
-        found, rest = module(x[part], None if first else delta[part], positions[part], rotary, averaging)
-    assert rest is None and added is not None
-    torch.testing.assert_close(found, (wanted + added)[part], rtol=1e-5, atol=1e-5)
-
-
-def test_a_layer_has_gradients_over_few_rows():
-    module, rotary = DecoderLayer(make_config(), 0), Rotary(make_config())
-    x, delta = module(torch.randn(3, 32), None, torch.arange(3), rotary, averaging)
-    (x + delta).sum().backward()
-    assert all(parameter.grad is not None for parameter in module.parameters())

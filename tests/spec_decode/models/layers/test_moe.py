@@ -6,7 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spec_decode.graphs import runtime_for
 from spec_decode.models.layers import grouped_linear as products
-from spec_decode.models.layers.moe import Experts, FeedForward, MixtureOfExperts, Routing
+from spec_decode.models.layers.feed_forward import FeedForward
+from spec_decode.models.layers.moe import Experts, MixtureOfExperts, Routing
 from tests.factories import CPU
 from tests.spec_decode.models.plain import choose, mixture
 

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from spec_decode.models import CheckpointError
 from spec_decode.models.checkpoints.config_reader import ConfigReader
-from spec_decode.models.layers.rope import Llama3Scaling, Rotary, ScaledRotary, read_rope
+from spec_decode.models.decoder_config import read_decoder
+from spec_decode.models.layers.rope import LLAMA_SCALINGS, Llama3Scaling, RotaryEmbedding, read_rope
 from tests.factories import make_config
 from tests.spec_decode.models.oracle import llama3
 
@@ -18,7 +19,7 @@ LLAMA3 = {
 
 
 def read(**config):
-    return read_rope(ConfigReader(config, "config.json"))
+    return read_rope(ConfigReader(config, "config.json"), LLAMA_SCALINGS)
 
 
 def refusal(**config):
@@ -45,17 +46,12 @@ def test_llama3_scaling_is_the_published_rule_by_wavelengths(factor, low, above,
 def test_linear_scaling_brings_positions_closer_together():
     config = make_config(max_positions=40)
     scaling = read(rope_scaling={"type": "linear", "factor": 4})[1]
-    scaled = ScaledRotary(config, scaling).table
-    assert torch.allclose(scaled[::4], Rotary(config).table[:10], atol=1e-6)
-
-
-def test_no_scaling_is_the_houses_own_table():
-    config = make_config()
-    assert torch.equal(ScaledRotary(config, None).table, Rotary(config).table)
+    scaled = RotaryEmbedding(config, scaling).table
+    assert torch.allclose(scaled[::4], RotaryEmbedding(config).table[:10], atol=1e-6)
 
 
 def test_a_scaled_table_is_no_part_of_the_state():
-    assert not ScaledRotary(make_config(), Llama3Scaling(**LLAMA3)).state_dict()
+    assert not RotaryEmbedding(make_config(), Llama3Scaling(**LLAMA3)).state_dict()
 
 
 @pytest.mark.parametrize(
@@ -103,7 +99,8 @@ def test_frequencies_in_the_wrong_order_are_refused_with_both():
     "config", [{"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}]
 )
 def test_heads_that_are_rotated_in_part_are_refused(config):
-    assert "must be 1, got 0.5" in refusal(**config)
+    with pytest.raises(CheckpointError, match=r"must be 1, got 0\.5"):
+        read_decoder(ConfigReader(config, "config.json"))
 
 
 @pytest.mark.parametrize("value", ["llama3", 3, [1]])

@@ -1,0 +1,99 @@
+"""Linear layers with what comes before and after them: one kernel where few rows make that pay, torch's own elsewhere.
+
+Legend: T tokens, K inputs, N outputs, V vocabulary. All floats are of the weight's dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from spec_decode.models.kernels.embed_concat import embed_concat
+from spec_decode.models.kernels.skinny_linear import embed_linear, is_skinny, norm_linear, skinny_linear
+from spec_decode.models.kernels.swiglu import swiglu
+from spec_decode.models.layers.rms_norm import RMSNorm
+
+ResidualStream = tuple[torch.Tensor, torch.Tensor | None]
+"""Hidden states x and the delta yet to be added to them (None: nothing), both [T, H]."""
+
+
+class FusingLinear(nn.Module):
+    """weight [N, K], and bias [N] or None. What a subclass's forward fuses, it fuses for few rows without a gradient.
+
+    A bias is never fused. `is_skinny` says which rows are few.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(
+        self, inputs: int, *outputs: int, bias: bool = False, fuse: bool = True, largest: int | None = None
+    ) -> None:
+        """outputs   rows of the weight, of each matrix where several are stacked in it
+        fuse      False: torch's own always
+        largest   elements of the weight that decides which rows are few, where it is not this one: a decoder layer
+                  fuses all that touches its residual, or nothing
+        """
+        super().__init__()
+        linear = nn.Linear(inputs, sum(outputs), bias=bias)
+        self.weight, self.bias = linear.weight, linear.bias
+        self.outputs, self.fuse, self.largest = outputs, fuse and not bias, largest
+
+    def fuses(self, x: torch.Tensor, *, gated: bool = False) -> bool:
+        """Whether rows x [T, K] take the fused kernel."""
+        return self.fuse and is_skinny(x, self.weight, gated=gated, largest=self.largest)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, K] through torch's linear layer; [T, N]."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class Linear(FusingLinear):
+    """A linear layer alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, K]; [T, N]."""
+        return skinny_linear(x, self.weight) if self.fuses(x) else self.product(x)
+
+
+class NormLinear(FusingLinear):
+    """The residual's sum and its RMS norm, then a linear layer."""
+
+    def forward(self, x: torch.Tensor, delta: torch.Tensor | None, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and delta [T, K]; x + delta [T, K], and the layer over its norm [T, N]."""
+        if self.fuses(x):
+            return norm_linear(x, delta, norm.weight, norm.eps, self.weight)
+        x, normed = norm(x, delta)
+        return x, self.product(normed)
+
+
+class NormGateUp(FusingLinear):
+    """The residual's sum and its RMS norm, then gate and up projection (weight [2 I, K], gate first) and SwiGLU."""
+
+    def forward(self, x: torch.Tensor, delta: torch.Tensor | None, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and delta [T, K]; x + delta [T, K], and silu(gate) * up of its norm [T, I]."""
+        if self.fuses(x, gated=True):
+            return norm_linear(x, delta, norm.weight, norm.eps, self.weight, gated=True)
+        x, normed = norm(x, delta)
+        return x, swiglu(self.product(normed))
+
+
+class ResidualLinear(FusingLinear):
+    """A linear layer whose output is added to the residual: at once where that is one kernel, else by the next norm."""
+
+    def forward(self, inputs: torch.Tensor, x: torch.Tensor) -> ResidualStream:
+        """inputs [T, K], x [T, N]; the sum and None, or x and the delta yet to be added, all [T, N]."""
+        if self.fuses(x):
+            return skinny_linear(inputs, self.weight, residual=x), None
+        return x, self.product(inputs)
+
+
+class EmbedLinear(FusingLinear):
+    """A linear layer over a token's embedding beside a hidden state, each of K / 2 dims."""
+
+    def forward(self, token_ids: torch.Tensor, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """token_ids int64 [T], embedding [V, K / 2], hidden [T, K / 2]; [T, N]."""
+        if self.fuses(hidden):
+            return embed_linear(token_ids, embedding, hidden, self.weight)
+        return self.product(embed_concat(token_ids, embedding, hidden))

@@ -1,0 +1,109 @@
+"""DeepSeek-V4's attention in a sliding window, over one latent per token.
+
+Legend: T tokens, H hidden size, h heads, D head dim, G groups of heads. The latent is key and value of every head in
+all of its dims, with a sink logit per head (as in latent_attention). The output, rotated back by the query's angles,
+goes through a low rank per group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from attn_backends.kernels.latent_rotary import inverse_rotary, prepare_query
+from attn_backends.kernels.write_latent import KvANormRope
+from builders import AttentionKind, AttentionSpec
+from spec_decode.models.attention import Attention, AttentionInputs
+from spec_decode.models.checkpoints.config_reader import ConfigReader
+from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.checkpoints.scoped_weights import ScopedWeights, frozen
+from spec_decode.models.kernels.skinny_linear import linear
+from spec_decode.models.layers.rms_norm import RMSNorm
+from spec_decode.models.layers.rope import RopeConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowShape:
+    """Sizes of the layer's attention."""
+
+    hidden: int
+    heads: int
+    head_dim: int
+    q_rank: int
+    out_rank: int
+    groups: int
+    window: int
+    rope: RopeConfig
+    eps: float
+
+    def spec(self, page_size: int, dtype: torch.dtype) -> AttentionSpec:
+        """The attention over a cache of that page size and dtype."""
+        return AttentionSpec(
+            num_q_heads=self.heads,
+            num_kv_heads=1,
+            head_dim=self.head_dim,
+            page_size=page_size,
+            dtype=dtype,
+            sliding_window=self.window,
+            sinks=True,
+            kind=AttentionKind.MLA,
+        )
+
+
+def read_window_shape(config: ConfigReader, hidden: int, eps: float) -> WindowShape:
+    """The attention that config.json describes. Raises CheckpointError for one that no layer could have."""
+    heads, groups = config.get("num_attention_heads", int), config.get("o_groups", int)
+    dim, rotated = config.get("head_dim", int), config.get("qk_rope_head_dim", int)
+    if groups < 1 or heads % groups or not 2 <= rotated <= dim or rotated % 2:
+        raise CheckpointError(
+            f"{config.place} must divide its heads into o_groups and turn an even number of dims of a head, got "
+            f"{heads} heads in {groups} groups and {rotated} dims of {dim}; nothing was loaded. Restore the file."
+        )
+    return WindowShape(
+        hidden=hidden,
+        heads=heads,
+        head_dim=dim,
+        q_rank=config.get("q_lora_rank", int),
+        out_rank=config.get("o_lora_rank", int),
+        groups=groups,
+        window=config.get("sliding_window", int),
+        # rope_scaling and compress_rope_theta are those of the target's compressed layers.
+        rope=RopeConfig(dims=rotated, theta=config.get("rope_theta", float)),
+        eps=eps,
+    )
+
+
+class WindowAttention(nn.Module):
+    """The layer's attention."""
+
+    table: torch.Tensor
+
+    def __init__(self, shape: WindowShape, weights: ScopedWeights, max_positions: int) -> None:
+        super().__init__()
+        self.shape = shape
+        names = ["wq_a.weight", "wkv.weight"]
+        self.project_in = weights.stacked(names, [shape.q_rank, shape.head_dim], shape.hidden)
+        self.q_norm = RMSNorm.read(weights, "q_norm.weight", shape.q_rank, shape.eps)
+        self.q_up = weights.parameter("wq_b.weight", shape.heads * shape.head_dim, shape.q_rank)
+        self.kv_norm = RMSNorm.read(weights, "kv_norm.weight", shape.head_dim, shape.eps)
+        self.sinks = weights.parameter("attn_sink", shape.heads, dtype=torch.float32)
+        of_group = shape.heads * shape.head_dim // shape.groups
+        out_down = weights.take("wo_a.weight", shape.groups * shape.out_rank, of_group)
+        self.out_down = frozen(out_down.unflatten(0, (shape.groups, -1)))
+        self.out_up = weights.parameter("wo_b.weight", shape.hidden, shape.groups * shape.out_rank)
+        self.register_buffer("table", shape.rope.table(max_positions).to(weights.device), persistent=False)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, layer: int, attention: Attention) -> torch.Tensor:
+        """x [T, H] normed, positions int64 [T]; [T, H]."""
+        shape = self.shape
+        query, latent = linear(x, self.project_in).split([shape.q_rank, shape.head_dim], -1)
+        query = linear(self.q_norm(query)[1], self.q_up).unflatten(-1, (shape.heads, -1))
+        query = prepare_query(query, positions, self.table, eps=shape.eps)
+        norm = KvANormRope(weight=self.kv_norm.weight, eps=shape.eps, positions=positions, table=self.table)
+        latent = latent[:, None]
+        out = attention(AttentionInputs(layer, query, latent, latent, kv_a_norm_rope=norm, sinks=self.sinks))
+        groups = inverse_rotary(out, positions, self.table).view(x.shape[0], shape.groups, -1)
+        narrow = torch.bmm(groups.transpose(0, 1), self.out_down.mT).transpose(0, 1)
+        return linear(narrow.flatten(1), self.out_up)

@@ -1,0 +1,95 @@
+"""Decoder layers: the same numbers by fused kernels and by torch, and which of the two a layer's parts take."""
+
+import pytest
+import torch
+
+from spec_decode.models.kernels import skinny_linear as skinny
+from spec_decode.models.kernels.skinny_linear import MAX_ROWS
+from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
+from spec_decode.models.layers.latent_attention import LatentDecoderLayer
+from spec_decode.models.layers.rope import RotaryEmbedding
+from tests.factories import make_config, make_latent_config
+
+
+def averaging(inputs):
+    """No attention to speak of, but each of its inputs matters."""
+    norm, value = inputs.kv_a_norm_rope, inputs.value
+    query, key, _ = inputs._replace(kv_a_norm_rope=None).normed_and_rotated()
+    keys = key if norm is None else key * norm.weight
+    out = query + keys.mean(1, keepdim=True)
+    out[..., : value.shape[-1]] += value.mean(1, keepdim=True)
+    return out[..., : value.shape[-1]]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first layer", "later layer"])
+@pytest.mark.parametrize(
+    ("layer", "config"), [(DecoderLayer, make_config()), (LatentDecoderLayer, make_latent_config())]
+)
+def test_a_layer_over_few_rows_is_the_one_over_many(layer, config, first):
+    torch.manual_seed(0)
+    module, rotary = layer(config, 0), RotaryEmbedding(config)
+    for norm in (module.attn_norm, module.mlp_norm):
+        norm.weight.data.normal_(1, 0.3)
+    x, positions = torch.randn(MAX_ROWS + 1, config.hidden_size), torch.arange(MAX_ROWS + 1)
+    delta = None if first else torch.randn_like(x)
+    with torch.no_grad():
+        wanted, added = module(x, delta, rotary(positions), averaging)
+        part = slice(4, 8)
+        found, rest = module(x[part], None if first else delta[part], rotary(positions[part]), averaging)
+    assert rest is None and added is not None
+    torch.testing.assert_close(found, (wanted + added)[part], rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_has_gradients_over_few_rows():
+    module, rotary = DecoderLayer(make_config(), 0), RotaryEmbedding(make_config())
+    x, delta = module(torch.randn(3, 32), None, rotary(torch.arange(3)), averaging)
+    (x + delta).sum().backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+def fused_calls(monkeypatch):
+    """How the skinny kernel was called since: by what it fused."""
+
+    def op(*arguments):
+        found = skinny.SkinnyLinear(*arguments)
+        names = ("norm", "delta", "residual")
+        calls.append("+".join([n for n in names if getattr(found, n) is not None] + ["gate"] * found.gated))
+        return found.reference()
+
+    calls = []
+    monkeypatch.setattr(skinny, "_skinny_linear", op)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "small", "fused"),
+    [
+        (1, {}, True, ["norm+delta", "residual", "norm+gate", "residual"]),
+        (2, {}, False, ["norm+delta", "residual", "norm+gate", "residual"]),
+        (MAX_ROWS, {}, True, ["norm+delta", "residual", "residual"]),
+        (MAX_ROWS, {}, False, []),
+        (MAX_ROWS + 1, {}, True, []),
+        (1, {"qkv_bias": True}, True, ["norm+delta+gate", "residual"]),
+        (1, {"qk_norm": True}, True, ["norm+delta+gate", "residual"]),
+        (MAX_ROWS, {"out_bias": True}, True, ["residual"]),
+    ],
+)
+@torch.no_grad()
+def test_what_a_layer_fuses_by_rows_and_by_its_largest_weight(rows, options, small, fused, monkeypatch):
+    config = make_config()
+    module, rope = DecoderLayer(config, 0, LayerOptions(**options)), RotaryEmbedding(config)(torch.arange(rows))
+    size = module.gate_up.weight.nbytes
+    monkeypatch.setattr(skinny, "_SMALL_WEIGHT", size if small else size - 1)
+    calls = fused_calls(monkeypatch)
+    x, delta = torch.randn(2, rows, config.hidden_size)
+    module(x, delta, rope, averaging)
+    assert calls == fused
+
+
+@torch.no_grad()
+def test_a_latent_layer_fuses_its_feed_forward_alone(monkeypatch):
+    config = make_latent_config()
+    module, rope = LatentDecoderLayer(config, 0), RotaryEmbedding(config)(torch.arange(2))
+    calls = fused_calls(monkeypatch)
+    module(torch.randn(2, config.hidden_size), None, rope, averaging)
+    assert calls == ["norm+delta+gate", "residual"]
