@@ -26,7 +26,7 @@ import torch
 from attn_backends import AttentionBackend, NoBackend, registry
 from scripts.provenance import provenance
 from spec_decode.cli.byte_pair import BytePair, load_byte_pair
-from spec_decode.drafter.plan import GraphMode, Strategy
+from spec_decode.drafter import GraphMode, Strategy
 from spec_decode.engine import Engine, Finish, Generation, Handle, Request
 from spec_decode.models import SHIPPED_PAIR
 from spec_decode.models.held_out_text import held_out_documents

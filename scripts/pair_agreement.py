@@ -25,7 +25,7 @@ from attn_backends import registry
 from scripts.provenance import provenance
 from spec_decode.cli.byte_pair import PAGE_SIZE, BytePair, load_byte_pair
 from spec_decode.cli.generate import Backends, choose_backends
-from spec_decode.drafter.plan import GraphMode, Strategy, StrategyError
+from spec_decode.drafter import GraphMode, Strategy, StrategyError
 from spec_decode.engine import Engine, Request
 from spec_decode.models import SHIPPED_PAIR, draft_names
 from spec_decode.models.byte_tokenizer import encode

@@ -33,9 +33,10 @@ import transformers
 from attn_backends import AttentionBackend, registry
 from builders import RequestTables
 from scripts.provenance import provenance
+from spec_decode.drafter import GraphMode, Strategy
 from spec_decode.drafter.attention import PagedAttention
 from spec_decode.drafter.kv_groups import build_ragged, make_group, make_groups
-from spec_decode.drafter.plan import GraphMode, Strategy, choose
+from spec_decode.drafter.plan import choose
 from spec_decode.engine import Engine, Request
 from spec_decode.graphs import loop_unsupported_reason
 from spec_decode.models import Attention, DraftModel, EagleDraft, LayerGroup, ModelConfig

@@ -117,7 +117,7 @@ def draft(options: _Options) -> None:
     device = resolve_device(options.device)
     dtype = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     from spec_decode.cli.generate import choose_backends, generate
-    from spec_decode.drafter.plan import Strategy
+    from spec_decode.drafter import Strategy
 
     models = _load(options, dtype, device)
     backends = choose_backends(models, options.backend, options.draft_backend, page_size=options.page_size)

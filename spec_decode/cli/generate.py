@@ -9,7 +9,8 @@ import torch
 
 from attn_backends import AttentionBackend, NoBackend, select
 from spec_decode.cli.byte_pair import PAGE_SIZE, Pair, device_of
-from spec_decode.drafter.plan import DraftPlan, Strategy
+from spec_decode.drafter import Strategy
+from spec_decode.drafter.plan import DraftPlan
 from spec_decode.engine import Engine, EngineStats, Generation, Request
 from spec_decode.models import LayerGroup
 

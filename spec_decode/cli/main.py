@@ -25,7 +25,7 @@ def _user_errors() -> tuple[type[Exception], ...]:
     from attn_backends import BackendError
     from builders import BatchError, SpecError
     from spec_decode.conformance.report import ReportError
-    from spec_decode.drafter.plan import StrategyError
+    from spec_decode.drafter import StrategyError
     from spec_decode.models import CheckpointError
 
     return BackendError, BatchError, SpecError, CheckpointError, ReportError, StrategyError

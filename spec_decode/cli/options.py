@@ -41,7 +41,7 @@ class StrategyChoice(click.Choice[str]):
 
     @property
     def choices(self) -> tuple[str, ...]:  # type: ignore[override]
-        from spec_decode.drafter.plan import Strategy
+        from spec_decode.drafter import Strategy
 
         return ("auto", *(strategy.value for strategy in Strategy))
 

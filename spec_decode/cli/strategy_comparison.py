@@ -9,8 +9,9 @@ from rich.table import Table
 
 from spec_decode.cli.byte_pair import PAGE_SIZE, Pair, device_of
 from spec_decode.cli.generate import Backends, GenerateResult, generate
+from spec_decode.drafter import GraphMode, Strategy, StrategyError
 from spec_decode.drafter.kv_groups import make_groups
-from spec_decode.drafter.plan import DraftPlan, GraphMode, Strategy, StrategyError, choose
+from spec_decode.drafter.plan import DraftPlan, choose
 from spec_decode.engine import Generation, Request
 from spec_decode.graphs import loop_unsupported_reason
 from spec_decode.models.byte_tokenizer import encode

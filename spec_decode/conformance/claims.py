@@ -13,7 +13,7 @@ from spec_decode.conformance import coverage
 from spec_decode.conformance.cases import tested_values
 from spec_decode.conformance.report import EVERYTHING, Claim
 from spec_decode.conformance.strategies import unsupported_reason
-from spec_decode.drafter.plan import Strategy
+from spec_decode.drafter import Strategy
 from spec_decode.testing.expectations import Unsupported
 from spec_decode.testing.subject import Subject
 

@@ -11,7 +11,7 @@ from attn_backends import Feature
 from attn_backends.capabilities import features_of
 from builders import AttentionKind, AttentionSpec
 from spec_decode.conformance.strategies import supported_strategies
-from spec_decode.drafter.plan import Strategy
+from spec_decode.drafter import Strategy
 from spec_decode.testing.batches import Batch, Case
 from spec_decode.testing.subject import Subject
 

@@ -12,9 +12,8 @@ from builders import AttentionSpec
 from builders.kernels.triton_runtime import torch_implementations
 from spec_decode.conformance.check import check
 from spec_decode.conformance.coverage import every_strategy, one_strategy
-from spec_decode.drafter import Drafter, DrafterConfig, VerifiedTokens
+from spec_decode.drafter import Drafter, DrafterConfig, Strategy, StrategyError, VerifiedTokens
 from spec_decode.drafter.kv_groups import KVGroup
-from spec_decode.drafter.plan import Strategy, StrategyError
 from spec_decode.models import AttentionInputs, EagleDraft
 from spec_decode.sampling.draft_sampler import NO_TOKEN
 from spec_decode.testing import oracle

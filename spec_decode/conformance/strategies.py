@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from spec_decode.drafter import GraphMode, Strategy, StrategyError
 from spec_decode.drafter.kv_groups import KVGroup
-from spec_decode.drafter.plan import GraphMode, Strategy, StrategyError, choose
+from spec_decode.drafter.plan import choose
 from spec_decode.graphs import loop_unsupported_reason
 from spec_decode.testing.subject import Subject
 

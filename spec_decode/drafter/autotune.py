@@ -19,9 +19,9 @@ import torch
 
 from builders import RequestTables
 from builders.errors import require
-from spec_decode.drafter import Drafter, DrafterConfig
+from spec_decode.drafter import Drafter, DrafterConfig, Strategy, StrategyError
 from spec_decode.drafter.kv_groups import KVGroup
-from spec_decode.drafter.plan import Strategy, StrategyError, choose
+from spec_decode.drafter.plan import choose
 from spec_decode.environment import Environment, environment
 from spec_decode.files import json_bytes, write_whole
 from spec_decode.graphs import loop_unsupported_reason

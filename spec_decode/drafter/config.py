@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from builders.errors import require
-from spec_decode.drafter.plan import GraphMode, Strategy
+from spec_decode.drafter.metadata_plan import GraphMode
+from spec_decode.drafter.strategies import Strategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from builders import RequestTables, advance_shared_state
+from builders import GraphSupport, RequestTables
 from builders.errors import require
 from spec_decode.drafter.attention import PagedAttention
-from spec_decode.drafter.captures import EXTEND, LOOP, STEP, DraftCaptures
 from spec_decode.drafter.config import DrafterConfig
+from spec_decode.drafter.draft_step import DraftStep
 from spec_decode.drafter.kv_groups import KVGroup, build_ragged
-from spec_decode.drafter.plan import DraftPlan, Strategy, choose
+from spec_decode.drafter.metadata_plan import GraphMode, plan_uniform_step
+from spec_decode.drafter.plan import DraftPlan, choose
 from spec_decode.drafter.step_buffers import StepBuffers
-from spec_decode.drafter.steps import DraftSteps, VerifiedTokens
-from spec_decode.graphs import loop_unsupported_reason
+from spec_decode.drafter.verified_tokens import VerifiedTokens
+from spec_decode.graphs import Capturable, Factory, GraphManager, loop_unsupported_reason
 from spec_decode.models import DraftModel
 
-__all__ = ["Drafter", "Drafts", "InUse", "VerifiedTokens", "default_capture_sizes"]
+EXTEND = "extend"
+"""The kind of the graphs of step 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +36,13 @@ class Drafts:
 
 
 @dataclass(frozen=True, slots=True)
-class InUse:
-    """What the kernels of a phase read in the last round, for whoever looks on: nothing of it may be written to.
+class StepMetadata:
+    """What the kernels of a step read in the last round; nothing of it may be written to.
 
     size: rows, padding included. metadata: of each group, as the graphs hold it or as it was built for the round.
     """
 
-    phase: StepBuffers
+    buffers: StepBuffers
     size: int
     metadata: tuple[Any, ...]
 
@@ -49,73 +51,61 @@ class Drafter:
     """Proposes K tokens a round for the requests in `tables`, in the strategy that the groups' builders allow."""
 
     def __init__(
-        self,
-        model: DraftModel,
-        groups: Sequence[KVGroup],
-        tables: RequestTables,
-        config: DrafterConfig,
+        self, model: DraftModel, groups: Sequence[KVGroup], tables: RequestTables, config: DrafterConfig
     ) -> None:
-        """Raises StrategyError for a K below 1 or a forced strategy that a group cannot run, before any allocation."""
-        device, num_speculative_tokens = tables.device, config.num_speculative_tokens
+        """Raises, before any allocation, StrategyError for a K below 1 or a forced strategy that a group cannot run,
+        and BatchError for groups, a K or capture sizes that do not fit the tables.
+        """
+        device, steps = tables.device, config.num_speculative_tokens
+        facts = [group.facts(device) for group in groups]
         self.plan: DraftPlan = choose(
-            [group.facts(device) for group in groups],
-            num_speculative_tokens,
+            facts,
+            steps,
             config.graph_mode,
             forced=config.strategy,
             loop_unsupported_reason=loop_unsupported_reason(device),
         )
         sizes = list(config.capture_sizes or default_capture_sizes(tables.max_reqs))
-        _check_shapes(groups, tables, num_speculative_tokens, sizes)
+        _check_shapes(groups, tables, steps, sizes)
         self.model = model
         self.groups = tuple(groups)
         self.tables = tables
-        self.num_speculative_tokens = num_speculative_tokens
-        self._steps = DraftSteps(
+        self.num_speculative_tokens = steps
+        strategy = self.plan.strategy.implementation
+        self._uses_graphs = strategy.uses_graphs
+        uniform = all(group.graph_support >= GraphSupport.UNIFORM_BATCH for group in facts)
+        self._extend_captured = config.extend_in_graph and strategy.uses_graphs and uniform
+        extend_mode = GraphMode.FULL if self._extend_captured else GraphMode.NONE
+        self._step = DraftStep(
             model,
             groups,
             tables,
-            num_speculative_tokens=num_speculative_tokens,
-            planned=self.plan.preplanned_groups,
+            num_speculative_tokens=steps,
             min_confidence=config.min_confidence,
+            extend_plan=plan_uniform_step(facts, steps + 1, extend_mode),
+            decode_plan=self.plan,
         )
-        self._captures = DraftCaptures(
-            self._steps,
-            self.plan,
-            sizes,
-            memory_limit=config.graph_memory_limit,
-            extend_in_graph=config.extend_in_graph,
-        )
-        self.inputs = self._steps.inputs
-        self.graphs = self._captures.graphs
-        by_the_host = {*self.plan.rebuild_groups, *self.plan.preplanned_groups}
-        each_round = {index for index, group in enumerate(self.plan.groups) if group.build_per_round}
-        self._built_per_round = sorted(each_round - by_the_host)
-        self._rebuilt = sorted(each_round | by_the_host)
-        self._rebuilt_at_step_0 = self._rebuilt if self._captures.holds_extend else list(range(len(groups)))
+        self.inputs = self._step.inputs
+        self.graphs = GraphManager(device, sizes, memory_limit=config.graph_memory_limit)
+        self._strategy = strategy(self._step, self.graphs)
         # What the device was last told: tokens a round, and whether the requests' own lengths may differ from K.
-        self._asked = (num_speculative_tokens, False)
+        self._asked = (steps, False)
 
     @property
     def drafts(self) -> Drafts:
         """What the last round proposed, in the drafter's own buffers of all rows and K columns."""
-        return Drafts(self._steps.sampler.draft_tokens, self._steps.sampler.draft_logits)
+        return Drafts(self._step.sampler.draft_tokens, self._step.sampler.draft_logits)
 
-    def in_use(self) -> dict[int, InUse]:
+    def metadata_in_use(self) -> dict[int, StepMetadata]:
         """What step 0 and the last step of the last round read, by the step; the tables must be as they were.
 
         Waits for the device. A round of one token has no step but 0.
         """
-        extend, decode = self._steps.extend, self._steps.decode
-        found = {0: self._in_use(extend, extend.metadata, self._rebuilt_at_step_0)}
+        extend, decode, size = self._step.extend, self._step.decode, self._padded(self.tables.num_live)
+        found = {0: StepMetadata(extend, size, extend.metadata_in_use(size, 0))}
         if step := int(decode.batch.step):
-            found[step] = self._in_use(decode, decode.at_step(step), self._rebuilt)
+            found[step] = StepMetadata(decode, size, decode.metadata_in_use(size, step))
         return found
-
-    def _in_use(self, phase: StepBuffers, built: Sequence[Any], by_the_host: Collection[int]) -> InUse:
-        size = self._padded(self.tables.num_live)
-        captured = self._captures.metadata(phase, size) or built
-        metadata = (built[i] if i in by_the_host else captured[i] for i in range(len(self.groups)))
-        return InUse(phase, size, tuple(metadata))
 
     @torch.no_grad()
     def propose(self, verified: VerifiedTokens | None = None, num_tokens: int | None = None) -> Drafts:
@@ -143,9 +133,9 @@ class Drafter:
         )
         size = self._padded(live)
         if verified is not None:
-            self._steps.take(verified, live)
+            self._step.copy_inputs(verified, live)
         self._ask(wanted, verified)
-        if self.plan.strategy is not Strategy.EAGER and not self.graphs.complete:
+        if self._uses_graphs and not self.graphs.complete:
             self.capture()
             size = self._padded(live)
         self.run_extend(size)
@@ -156,58 +146,32 @@ class Drafter:
 
     def run_extend(self, size: int) -> None:
         """Run step 0 of `size` padded rows over the round's inputs."""
-        steps = self._steps
-        if self._rebuilt_at_step_0:
-            steps.begin_extend(size)
-            steps.extend.rebuild(size, self._rebuilt_at_step_0)
-        if self._captures.holds_extend:
-            self._captures.replay(EXTEND, size)
+        step, buffers = self._step, self._step.extend
+        if buffers.built_groups:
+            step.begin_extend(size)
+            buffers.build_round(size)
+            buffers.rebuild(size)
+        if self._extend_captured:
+            buffers.replay(self.graphs, EXTEND, size)
         else:
-            steps.extend_forward(size)
+            step.run_extend(size)
 
     def run_steps(self, size: int, num_tokens: int | None = None) -> None:
-        """Run steps 1..num_tokens-1 (None: K-1) of `size` padded rows from the state that step 0 left."""
-        count = (num_tokens or self.num_speculative_tokens) - 1
-        if self.plan.strategy in (Strategy.DEVICE_LOOP, Strategy.FULL_LOOP):
-            self._loop(size)
-        elif self.plan.strategy in (Strategy.PER_STEP, Strategy.PIECEWISE):
-            self._step_by_step(size, count)
-        else:
-            self._eagerly(size, count)
-
-    def _loop(self, size: int) -> None:
-        decode = self._steps.decode
-        decode.rebuild(size, self._built_per_round)
-        decode.plan_ahead(size)
-        self._captures.replay(LOOP, size)
-
-    def _step_by_step(self, size: int, count: int) -> None:
-        decode = self._steps.decode
-        decode.rebuild(size, self._built_per_round)
-        for _ in range(count):
-            advance_shared_state(decode.batch, size)
-            decode.rebuild(size, self.plan.rebuild_groups)
-            self._captures.replay(STEP, size)
-
-    def _eagerly(self, size: int, count: int) -> None:
-        decode = self._steps.decode
-        for _ in range(count):
-            advance_shared_state(decode.batch, size)
-            decode.rebuild(size, range(len(self.groups)))
-            self._steps.step_in_place(size, PagedAttention(self.groups, decode.metadata))
+        """Run steps 1 to num_tokens - 1 of `size` padded rows from the state that step 0 left; None is K tokens."""
+        self._strategy.run(size, (num_tokens or self.num_speculative_tokens) - 1)
 
     def _ask(self, num_tokens: int, verified: VerifiedTokens | None) -> None:
         """Tell the device how many tokens the round wants, where the last one wanted another number."""
         asked, each_its_own = self._asked
         if asked != num_tokens:
-            self._steps.sampler.num_tokens.fill_(num_tokens)
+            self._step.sampler.num_tokens.fill_(num_tokens)
         if verified is not None and verified.draft_lens is None and each_its_own:
-            self._steps.sampler.draft_lens.fill_(self.num_speculative_tokens)
+            self._step.sampler.draft_lens.fill_(self.num_speculative_tokens)
         self._asked = (num_tokens, verified is None or verified.draft_lens is not None)
 
     def _padded(self, live: int) -> int:
         """Every strategy pads alike, so that all run the same shapes; only graphs end at the largest captured one."""
-        if self.plan.strategy is Strategy.EAGER and live > self.graphs.sizes[-1]:
+        if not self._uses_graphs and live > self.graphs.sizes[-1]:
             return live
         return self.graphs.padded(live)
 
@@ -235,7 +199,31 @@ class Drafter:
 
         Graphs that are there are kept. Raises CaptureError where the largest batch's do not fit into their memory.
         """
-        self._captures.capture(progress=progress)
+        if not self._uses_graphs:
+            return
+        limits = self.tables.token_limits.clone()
+        self.tables.token_limits.zero_()
+        try:
+            self.graphs.capture(self._capturables(), progress=progress)
+        finally:
+            self.tables.token_limits.copy_(limits)
+
+    def _capturables(self) -> dict[str, Factory]:
+        extend = {EXTEND: self._capture_extend} if self._extend_captured else {}
+        later = self._strategy.capturables() if self.num_speculative_tokens > 1 else {}
+        return {**extend, **later}
+
+    def _capture_extend(self, size: int) -> Capturable:
+        step, buffers = self._step, self._step.extend
+
+        def run() -> None:
+            # Where the host builds from the state of step 0, it has set that state before the replay.
+            if not buffers.built_groups:
+                step.begin_extend(size)
+            buffers.advance()
+            step.run_extend(size)
+
+        return Capturable(run, buffers.prepare_capture(size))
 
 
 def default_capture_sizes(max_reqs: int) -> list[int]:

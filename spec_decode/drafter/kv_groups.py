@@ -11,7 +11,7 @@ import torch
 from attn_backends import AttentionBackend, KVCache, NoBackend, Rejected
 from builders import AttentionSpec, BatchBuffers, MetadataBuilder, RequestTables
 from builders.errors import require
-from spec_decode.drafter.plan import GroupFacts
+from spec_decode.drafter.metadata_plan import GroupFacts
 from spec_decode.models.base import DraftModel, LayerGroup, TargetModel
 
 BackendChoice: TypeAlias = AttentionBackend | Mapping[str, AttentionBackend] | Callable[[LayerGroup], AttentionBackend]

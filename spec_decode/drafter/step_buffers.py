@@ -1,4 +1,4 @@
-"""One batch shape of a drafter: step 0 has 1 + K tokens a row, later steps have one."""
+"""One batch shape: step 0 of a drafter and a target that verifies have 1 + K tokens a row, later steps have one."""
 
 from __future__ import annotations
 
@@ -6,74 +6,142 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from builders import AttentionBatch, BatchBuffers, CaptureConstants, HostLengths, MetadataBuilder, RequestTables
+from spec_decode.drafter.attention import PagedAttention
 from spec_decode.drafter.kv_groups import KVGroup
+from spec_decode.drafter.metadata_plan import MetadataPlan
+from spec_decode.graphs import GraphKey, GraphManager
 
 
 class StepBuffers:
-    """The buffers of the shape, and each group's builder and current metadata over them."""
+    """The buffers of one batch shape, and each group's builder and metadata over them.
+
+    batch      BatchBuffers, uniform, of query_len tokens a row
+    metadata   each group's own, as last built; None before
+    attention  PagedAttention, with the metadata as it stands at a call
+    """
 
     def __init__(
         self,
         groups: Sequence[KVGroup],
         tables: RequestTables,
+        plan: MetadataPlan,
         *,
         query_len: int,
-        horizon: int,
-        planned: Sequence[int] = (),
+        horizon: int = 0,
     ) -> None:
-        """query_len: tokens of every row; horizon: advances that metadata must survive between two builds; planned:
-        groups whose metadata is built for each of these advances before the first.
+        """query_len: tokens of every row. horizon: advances that metadata must survive between two builds, and that
+        are planned ahead for the groups which the plan says so of.
         """
         self.batch = BatchBuffers(tables, max_tokens=tables.max_reqs * query_len)
         self.batch.set_uniform(query_len)
+        self.plan = plan
         self.query_len = query_len
         self.horizon = horizon
-        self.builders = [self._builder(group) for group in groups]
         self.metadata: list[Any] = [None] * len(groups)
+        self.attention = PagedAttention(groups, self.metadata)
+        self.built_groups = plan.built_groups
+        """Indices of the groups that the host builds: from the state of a step, which must be set before."""
+        self._groups = tuple(groups)
+        self._in_graph, self._rebuilt = plan.in_graph_groups, plan.rebuild_groups
+        self._built_per_round = plan.built_per_round_groups
+        self._builders = [self.new_builder(index) for index in range(len(groups))]
         # A builder for each step: its persistent buffers hold one step's plan.
-        self._ahead = {index: [self._builder(groups[index]) for _ in range(horizon)] for index in planned}
+        self._planners = {index: [self.new_builder(index) for _ in range(horizon)] for index in plan.preplanned_groups}
         self._planned: dict[int, list[Any]] = {}
+        self._captured: dict[int, list[Any]] = {}
 
-    def _builder(self, group: KVGroup) -> MetadataBuilder[Any]:
+    def new_builder(self, index: int) -> MetadataBuilder[Any]:
+        """Another builder of a group for this shape, with persistent buffers of its own."""
         tables = self.batch.tables
-        return group.make_builder(
+        return self._groups[index].make_builder(
             tables.device,
             max_reqs=tables.max_reqs,
             max_tokens=self.batch.max_tokens,
             max_seq_len=tables.max_seq_len,
         )
 
-    def rebuild(self, size: int, groups: Sequence[int] | range) -> None:
-        """Build the metadata of these groups for the state as it stands."""
-        for index in groups:
-            builder = self.builders[index]
-            self.metadata[index] = builder.build(self._view(index, size, builder), horizon=self.horizon)
+    def attention_batch(self, index: int, size: int, seq_lens: torch.Tensor | None = None) -> AttentionBatch:
+        """What a group's builder sees of the first `size` rows, with the host lengths that it asks for.
 
-    def plan_ahead(self, size: int) -> None:
-        """Build the planned groups' metadata of every step to come, from the state before the first advance."""
-        for index, builders in self._ahead.items():
-            if builders:
-                now = self._view(index, size, builders[0])
-                self._planned[index] = [b.build(self._after(now, step)) for step, b in enumerate(builders, start=1)]
+        seq_lens: int32 [size], lengths to see instead of the buffers' own. Waits for the device where the builder asks
+        for exact lengths.
+        """
+        lengths: Sequence[int] | None = None
+        kind = self._builders[index].host_lengths
+        if kind is HostLengths.EXACT:
+            lengths = (self.batch.seq_lens[:size] if seq_lens is None else seq_lens).tolist()
+        elif kind is HostLengths.UPPER_BOUND:
+            limits = self.batch.tables.limits_host
+            lengths = [*limits, *(0,) * (size - len(limits))][:size]
+        view = self.batch.view(
+            index,
+            num_reqs=size,
+            num_tokens=size * self.query_len,
+            max_query_len=self.query_len,
+            host_seq_lens=lengths,
+            host_seq_lens_exact=kind is HostLengths.EXACT,
+        )
+        return view if seq_lens is None else replace(view, seq_lens=seq_lens)
 
-    def at_step(self, step: int) -> list[Any]:
-        """Each group's metadata for the step behind that many advances."""
+    def build_round(self, size: int) -> None:
+        """Build what is built once a round, before the first step: plans ahead, from the state before any advance."""
+        self._build(size, self._built_per_round)
+        self._plan_ahead(size)
+
+    def rebuild(self, size: int) -> None:
+        """Build the groups that the plan rebuilds at every step, for the state as it stands."""
+        self._build(size, self._rebuilt)
+
+    def advance(self) -> None:
+        """Refresh in place the metadata of the groups that advance in the graph; graph-safe."""
+        for index in self._in_graph:
+            self._builders[index].advance(self.metadata[index])
+
+    def metadata_of_step(self, step: int) -> list[Any]:
+        """Each group's metadata for the step after that many advances."""
         return [
             self._planned[index][step - 1] if index in self._planned else metadata
             for index, metadata in enumerate(self.metadata)
         ]
 
-    def advance(self, groups: Sequence[int] | range) -> None:
-        """Refresh the metadata of these groups in place."""
-        for index in groups:
-            self.builders[index].advance(self.metadata[index])
+    def metadata_in_use(self, size: int, step: int) -> tuple[Any, ...]:
+        """Each group's metadata as the kernels of that step read it: what a graph holds, or what was built last."""
+        built = self.metadata_of_step(step) if step else self.metadata
+        captured = self._captured.get(size, built)
+        return tuple(built[i] if group.built else captured[i] for i, group in enumerate(self.plan.groups))
 
-    def constants(self) -> CaptureConstants:
+    def prepare_capture(self, size: int) -> CaptureConstants:
+        """Build every group's metadata over padding rows; the host constants that a capture with it bakes in."""
+        self.batch.clear()
+        self._build(size, range(len(self._groups)))
+        self._plan_ahead(size)
+        # A build for another size replaces `metadata`; a graph goes on with what it was captured with.
+        self._captured[size] = list(self.metadata)
+        return self._constants()
+
+    def replay(self, graphs: GraphManager, kind: str, size: int) -> None:
+        """Replay the graph of a kind for `size` rows. Raises BatchError, with nothing run, where it cannot serve."""
+        needed = CaptureConstants(max_reqs=size, max_query_len=self.query_len, max_seq_len=self.batch.tables.longest)
+        graphs.replay(GraphKey(kind, size), needed)
+
+    def _build(self, size: int, groups: Sequence[int]) -> None:
+        for index in groups:
+            self.metadata[index] = self._builders[index].build(self.attention_batch(index, size), horizon=self.horizon)
+
+    def _plan_ahead(self, size: int) -> None:
+        for index, builders in self._planners.items():
+            if builders:
+                now = self.attention_batch(index, size)
+                self._planned[index] = [b.build(self._after(now, step)) for step, b in enumerate(builders, start=1)]
+
+    def _constants(self) -> CaptureConstants:
         """The tightest of the groups' constants."""
-        each = [b.capture_constants(m) for b, m in zip(self.builders, self.metadata, strict=True)]
+        each = [b.capture_constants(m) for b, m in zip(self._builders, self.metadata, strict=True)]
         for index, planned in self._planned.items():
-            each += [b.capture_constants(m) for b, m in zip(self._ahead[index], planned, strict=True)]
+            each += [b.capture_constants(m) for b, m in zip(self._planners[index], planned, strict=True)]
         return CaptureConstants(
             max_reqs=min(c.max_reqs for c in each),
             max_query_len=min(c.max_query_len for c in each),
@@ -87,19 +155,3 @@ class StepBuffers:
         limits = [*self.batch.tables.limits_host, *(0,) * now.num_reqs]
         lens = tuple(min(n + steps, limit) if n else 0 for n, limit in zip(now.host_seq_lens, limits, strict=False))
         return replace(now, host_seq_lens=lens)
-
-    def _view(self, index: int, size: int, builder: MetadataBuilder[Any]) -> AttentionBatch:
-        lengths, exact = None, False
-        if builder.host_lengths is HostLengths.EXACT:
-            lengths, exact = self.batch.seq_lens[:size].tolist(), True
-        elif builder.host_lengths is HostLengths.UPPER_BOUND:
-            limits = self.batch.tables.limits_host
-            lengths = [*limits, *(0,) * (size - len(limits))][:size]
-        return self.batch.view(
-            index,
-            num_reqs=size,
-            num_tokens=size * self.query_len,
-            max_query_len=self.query_len,
-            host_seq_lens=lengths,
-            host_seq_lens_exact=exact,
-        )

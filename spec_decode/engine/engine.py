@@ -30,10 +30,10 @@ import torch
 
 from builders import RequestTables
 from builders.errors import require
-from spec_decode.drafter import Drafter, DrafterConfig
+from spec_decode.drafter import Drafter, DrafterConfig, GraphMode, Strategy
 from spec_decode.drafter.autotune import Measurement, autotune_strategy
 from spec_decode.drafter.kv_groups import BackendChoice, KVGroup, make_groups
-from spec_decode.drafter.plan import DraftPlan, GraphMode, Strategy
+from spec_decode.drafter.plan import DraftPlan
 from spec_decode.engine.limits import Limits
 from spec_decode.engine.pages import PagePool
 from spec_decode.engine.prefill import Prefill, Prefilled

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from builders import AdvanceLevel, CaptureConstants, GraphSupport, RequestTables, begin_extend
-from spec_decode.drafter import default_capture_sizes
+from builders import RequestTables, begin_extend
+from spec_decode.drafter import GraphMode, default_capture_sizes
 from spec_decode.drafter.attention import PagedAttention, SplitAttention
 from spec_decode.drafter.kv_groups import KVGroup, build_ragged
-from spec_decode.drafter.plan import GraphMode
+from spec_decode.drafter.metadata_plan import plan_uniform_step
 from spec_decode.drafter.step_buffers import StepBuffers
-from spec_decode.graphs import Capturable, GraphKey, GraphManager, SplitOp
+from spec_decode.graphs import Capturable, GraphManager, SplitOp
 from spec_decode.models import Attention, TargetModel, TargetStates
 
 PASS = "target"
@@ -49,22 +49,17 @@ class TargetRunner:
         """query_len: tokens of a row in the uniform pass, 1 to decode, 1 + K to verify.
 
         graph_mode NONE runs the pass eagerly, PIECEWISE calls the attention of every group between captured pieces, and
-        the others that of the groups alone which no graph can hold (`outside`).
+        the others that of the groups alone which no graph can hold.
         """
         self.model = model
         self.groups = tuple(groups)
         self.tables = tables
         self._state = state
         self._query_len = query_len
-        self._phase = StepBuffers(groups, tables, query_len=query_len, horizon=0)
+        self.plan = plan_uniform_step([group.facts(tables.device) for group in groups], query_len, graph_mode)
+        self._phase = StepBuffers(groups, tables, self.plan, query_len=query_len)
         self.graphs = GraphManager(tables.device, list(capture_sizes or default_capture_sizes(tables.max_reqs)))
         self._eager = graph_mode is GraphMode.NONE
-        self.outside = [] if self._eager else _outside(groups, query_len, graph_mode)
-        """Indices of the groups whose attention runs eagerly, between captured pieces."""
-        facts = [group.facts(tables.device) for group in groups]
-        self._strong = [i for i, fact in enumerate(facts) if fact.advance.level is AdvanceLevel.IN_GRAPH]
-        built = [i for i, fact in enumerate(facts) if i not in self._strong or fact.build_per_round]
-        self._built = list(range(len(groups))) if self._eager else built
 
     @torch.no_grad()
     def prefill(
@@ -87,14 +82,14 @@ class TargetRunner:
         """Enqueue the uniform pass over the live rows of the tables. Waits for nothing, unless a group's builder must
         know the exact lengths."""
         size = self.graphs.padded(self.tables.num_live)
-        if self._built:
+        if self._phase.built_groups:
             token_ids = self._begin(size)
-            self._phase.rebuild(size, self._built)
+            self._phase.build_round(size)
+            self._phase.rebuild(size)
         if self._eager:
-            self._forward(token_ids, PagedAttention(self.groups, self._phase.metadata))
+            self._forward(token_ids, self._phase.attention)
         else:
-            needed = CaptureConstants(max_reqs=size, max_query_len=self._query_len, max_seq_len=self.tables.longest)
-            self.graphs.replay(GraphKey(PASS, size), needed)
+            self._phase.replay(self.graphs, PASS, size)
 
     def capture(self, *, progress: bool = False) -> None:
         """Capture the pass at every size, on padding rows; no request may be live in the tables."""
@@ -102,20 +97,27 @@ class TargetRunner:
             self.graphs.capture({PASS: self._capturable}, progress=progress)
 
     def _capturable(self, size: int) -> Capturable:
-        self._phase.batch.clear()
-        self._phase.rebuild(size, range(len(self.groups)))
+        constants, uncaptured = self._phase.prepare_capture(size), self.plan.uncaptured_groups
 
-        def run(split_op: SplitOp = _call) -> None:
-            token_ids = self._begin(size)
-            self._phase.advance(self._strong)
+        def begin() -> torch.Tensor:
+            context_lens, token_ids = self._state.inputs(size)
+            # Where the host builds from the state of the pass, it has set that state before the replay.
+            if not self._phase.built_groups:
+                begin_extend(self._phase.batch, context_lens, size, self._query_len)
+            self._phase.advance()
+            return token_ids
+
+        def run() -> None:
+            self._forward(begin(), self._phase.attention)
+
+        def run_in_pieces(split_op: SplitOp) -> None:
+            token_ids, built = begin(), self._phase.built_groups
             attention = SplitAttention(
-                self.groups, self._phase.metadata, uncaptured=self.outside, rebuilt=self._built, split_op=split_op
+                self.groups, self._phase.metadata, uncaptured=uncaptured, rebuilt=built, split_op=split_op
             )
             self._forward(token_ids, attention)
 
-        if not self.outside:
-            return Capturable(run, self._phase.constants())
-        return Capturable(run, self._phase.constants(), lambda runtime, _: runtime.capture_pieces(run))
+        return Capturable.pieces(run_in_pieces, constants) if uncaptured else Capturable(run, constants)
 
     def _begin(self, size: int) -> torch.Tensor:
         context_lens, token_ids = self._state.inputs(size)
@@ -126,13 +128,3 @@ class TargetRunner:
         states = self.model(token_ids.flatten(), self._phase.batch.positions[: token_ids.numel()], attention)
         logits, shape = self.model.logits(states.hidden), token_ids.shape
         self._state.settle(token_ids, logits.unflatten(0, shape), states.target_hidden_states.unflatten(0, shape))
-
-
-def _outside(groups: Sequence[KVGroup], query_len: int, graph_mode: GraphMode) -> list[int]:
-    needed = GraphSupport.UNIFORM_BATCH if query_len > 1 else GraphSupport.SINGLE_TOKEN_DECODE
-    cannot = [group.backend.builder.graph_support < needed for group in groups]
-    return [i for i, outside in enumerate(cannot) if outside or graph_mode is GraphMode.PIECEWISE]
-
-
-def _call(fn: Callable[..., torch.Tensor], /, *inputs: torch.Tensor) -> torch.Tensor:
-    return fn(*inputs)

@@ -1,6 +1,6 @@
 """Capture, replay, and their emulation on the CPU."""
 
-from spec_decode.graphs.manager import Capturable, CaptureReport, GraphKey, GraphManager
+from spec_decode.graphs.manager import Capturable, CaptureReport, Factory, GraphKey, GraphManager
 from spec_decode.graphs.runtime import CaptureError, Graph, GraphRuntime, SplitOp
 from spec_decode.graphs.runtimes import loop_unsupported_reason, runtime_for
 
@@ -8,6 +8,7 @@ __all__ = [
     "Capturable",
     "CaptureError",
     "CaptureReport",
+    "Factory",
     "Graph",
     "GraphKey",
     "GraphManager",

@@ -11,7 +11,7 @@ import torch
 from rich.progress import track
 
 from builders import BatchError, CaptureConstants
-from spec_decode.graphs.runtime import CaptureError, Graph, GraphRuntime
+from spec_decode.graphs.runtime import CaptureError, Graph, GraphRuntime, SplitOp
 from spec_decode.graphs.runtimes import runtime_for
 
 
@@ -23,17 +23,34 @@ class GraphKey:
     num_reqs: int
 
 
-def _as_one_graph(runtime: GraphRuntime, run: Callable[[], Any]) -> Graph:
-    return runtime.capture(run)
-
-
 @dataclass(frozen=True, slots=True)
 class Capturable:
-    """Device work to capture, the host constants it bakes in, and how a runtime captures it."""
+    """Device work, the host constants that a capture bakes in, and how a runtime captures it: as one graph if not
+    said otherwise."""
 
     run: Callable[[], Any]
     constants: CaptureConstants
-    record: Callable[[GraphRuntime, Callable[[], Any]], Graph] = _as_one_graph
+    record: Callable[[GraphRuntime], Graph] | None = None
+
+    @staticmethod
+    def loop(
+        body: Callable[[], Any], constants: CaptureConstants, continue_flag: torch.Tensor, limit: int
+    ) -> Capturable:
+        """Work that the graph repeats; continue_flag int32 [1] and limit as `GraphRuntime.capture_loop` takes them."""
+        return Capturable(body, constants, lambda runtime: runtime.capture_loop(body, continue_flag, limit))
+
+    @staticmethod
+    def pieces(run: Callable[[SplitOp], Any], constants: CaptureConstants) -> Capturable:
+        """Work that is captured in pieces, around the calls that it hands to its argument."""
+        return Capturable(lambda: run(_call), constants, lambda runtime: runtime.capture_pieces(run))
+
+    def capture(self, runtime: GraphRuntime) -> Graph:
+        """The graph. Raises CaptureError for work that no graph can hold."""
+        return self.record(runtime) if self.record else runtime.capture(self.run)
+
+
+def _call(fn: Callable[..., torch.Tensor], /, *inputs: torch.Tensor) -> torch.Tensor:
+    return fn(*inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +168,7 @@ class GraphManager:
             torch.cuda.synchronize(self.device)
         work, expected = factory(key.num_reqs), self.estimate(key.kind, key.num_reqs)
         before, start = self._runtime.memory_used(), time.perf_counter()
-        graph = work.record(self._runtime, work.run)
+        graph = work.capture(self._runtime)
         seconds, used = time.perf_counter() - start, self._runtime.memory_used() - before
         self._graphs[key] = (graph, work.constants)
         self.reports.append(CaptureReport(key, seconds, used, graph.num_nodes, expected))

@@ -27,7 +27,7 @@ import torch
 from attn_backends import KVCache
 from builders import AttentionBatch, HostLengths
 from builders.errors import require
-from spec_decode.drafter import Drafter, Drafts, InUse, VerifiedTokens
+from spec_decode.drafter import Drafter, Drafts, StepMetadata, VerifiedTokens
 from spec_decode.drafter.kv_groups import KVGroup
 from spec_decode.testing.expectations import CheckFailure, expect
 from spec_decode.testing.layouts import layout_of
@@ -82,29 +82,29 @@ class MetadataValidator:
         """Look at the last round now: after a `propose`, and before the tables change. Raises MetadataDrift."""
         start = time.perf_counter()
         try:
-            for step, used in self.drafter.in_use().items():
+            for step, used in self.drafter.metadata_in_use().items():
                 self._look_at(step, used)
         finally:
             self.milliseconds += 1000 * (time.perf_counter() - start)
         self.looks += 1
 
-    def _look_at(self, step: int, used: InUse) -> None:
+    def _look_at(self, step: int, used: StepMetadata) -> None:
         for index, group in enumerate(self.drafter.groups):
             try:
                 self._look_at_group(index, used, step)
             except CheckFailure as failure:
                 raise MetadataDrift(self.rounds, step, group.name, failure) from failure
 
-    def _look_at_group(self, index: int, used: InUse, step: int) -> None:
+    def _look_at_group(self, index: int, used: StepMetadata, step: int) -> None:
         group, found = self.drafter.groups[index], used.metadata[index]
-        self._expect_addresses((used.phase.query_len, index, used.size), found)
-        seq_lens = _seq_lens_of_last_step(used) if step else used.phase.batch.seq_lens[: used.size].clone()
+        self._expect_addresses((used.buffers.query_len, index, used.size), found)
+        seq_lens = _seq_lens_of_last_step(used) if step else used.buffers.batch.seq_lens[: used.size].clone()
         live = _view(used, index, group, seq_lens)
         copy = _copied(live, seq_lens)
         found = _over_copy(found, live, copy)
         plan = self.drafter.plan
         if index not in (*plan.rebuild_groups, *plan.preplanned_groups):
-            _expect_fields(used, group, found, copy, max(0, used.phase.horizon - step))
+            _expect_fields(used, group, found, copy, max(0, used.buffers.horizon - step))
         planned = step > 0 and index in plan.preplanned_groups
         self._expect_attention(used, group, found, copy, idle_rows_too=not planned)
 
@@ -120,7 +120,7 @@ class MetadataValidator:
         )
 
     def _expect_attention(
-        self, used: InUse, group: KVGroup, found: Any, batch: AttentionBatch, *, idle_rows_too: bool
+        self, used: StepMetadata, group: KVGroup, found: Any, batch: AttentionBatch, *, idle_rows_too: bool
     ) -> None:
         """One call over the first layer's cache as it is now, every allocation poisoned on the way."""
         spec, device = group.spec, self.drafter.tables.device
@@ -155,10 +155,13 @@ class MetadataValidator:
             assert_within_budget(attended, logical, spec, able, contract="attention over the present caches")
 
 
-def _expect_fields(used: InUse, group: KVGroup, found: Any, batch: AttentionBatch, horizon: int) -> None:
-    tables = used.phase.batch.tables
+def _expect_fields(used: StepMetadata, group: KVGroup, found: Any, batch: AttentionBatch, horizon: int) -> None:
+    tables = used.buffers.batch.tables
     builder = group.make_builder(
-        tables.device, max_reqs=tables.max_reqs, max_tokens=used.phase.batch.max_tokens, max_seq_len=tables.max_seq_len
+        tables.device,
+        max_reqs=tables.max_reqs,
+        max_tokens=used.buffers.batch.max_tokens,
+        max_seq_len=tables.max_seq_len,
     )
     before = copies_of(batch)
     fresh = builder.build(batch, horizon=horizon)
@@ -167,19 +170,19 @@ def _expect_fields(used: InUse, group: KVGroup, found: Any, batch: AttentionBatc
     expect_same_fields(found, fresh, "in place")
 
 
-def _seq_lens_of_last_step(used: InUse) -> torch.Tensor:
+def _seq_lens_of_last_step(used: StepMetadata) -> torch.Tensor:
     """int32 [size] on the device: the lengths that the last step attended over.
 
     Sampling its token makes a row that has drafted all of its own inert, so seq_lens do not tell any more. The advance
     before it gave a slot to each row that took part, with its position.
     """
-    batch, size = used.phase.batch, used.size
+    batch, size = used.buffers.batch, used.size
     return torch.where(batch.slot_mappings[0, :size] >= 0, batch.positions[:size] + 1, 0).int()
 
 
-def _view(used: InUse, index: int, group: KVGroup, seq_lens: torch.Tensor) -> AttentionBatch:
+def _view(used: StepMetadata, index: int, group: KVGroup, seq_lens: torch.Tensor) -> AttentionBatch:
     """What the group's builder sees of the phase, with the host's lengths that it asks for."""
-    phase, size = used.phase, used.size
+    phase, size = used.buffers, used.size
     lengths, kind = None, group.backend.builder.host_lengths
     if kind is HostLengths.EXACT:
         lengths = seq_lens.tolist()

@@ -14,7 +14,7 @@ import pytest
 
 from spec_decode.cli.main import main
 from spec_decode.conformance.report import FAILURES, Outcome
-from spec_decode.drafter.plan import Strategy
+from spec_decode.drafter import Strategy
 from spec_decode.matrix import Status
 from tests.stale_reports import NEEDS_NEW_REPORTS
 

@@ -8,7 +8,7 @@ from train_pair.losses import draft_loss
 from train_pair.recipe import Recipe
 
 from attn_backends import get
-from spec_decode.drafter.plan import GraphMode
+from spec_decode.drafter import GraphMode
 from spec_decode.engine import Engine, Request
 from tests.factories import make_config, make_latent_config, make_pair
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attn_backends.torch_reference import TorchReference
-from spec_decode.drafter.plan import GraphMode
+from spec_decode.drafter import GraphMode
 
 pytest.importorskip("transformers").logging.set_verbosity_error()
 

@@ -7,9 +7,8 @@ from torch import nn
 
 from attn_backends import get
 from builders import RequestTables
-from spec_decode.drafter import Drafter, DrafterConfig, VerifiedTokens
+from spec_decode.drafter import Drafter, DrafterConfig, Strategy, VerifiedTokens
 from spec_decode.drafter.kv_groups import make_group
-from spec_decode.drafter.plan import Strategy
 from spec_decode.models import AttentionInputs, DraftModel
 from tests.factories import CPU, make_config, make_spec, owned_pages
 from tests.foreseen import Foreseen

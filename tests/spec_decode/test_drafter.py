@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spec_decode.drafter.plan import Strategy
+from spec_decode.drafter import Strategy
 from tests.spec_decode.drafter_scene import (
     CONFIG,
     CONTEXTS,

@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from attn_backends import get
-from spec_decode.drafter import default_capture_sizes
-from spec_decode.drafter.plan import Strategy
+from spec_decode.drafter import Strategy, default_capture_sizes
 from tests.spec_decode.drafter_backends import Bound
 from tests.spec_decode.drafter_scene import CAPTURING, CONTEXTS, MAX_SEQ_LEN, Scene, assert_same, decode_only, strong
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spec_decode.drafter.plan import Strategy
+from spec_decode.drafter import Strategy
 from tests.spec_decode.drafter_scene import STRATEGIES, K, foreseen, mixed, piecewise, strong
 
 LENGTHS = [2, 0, 3]
@@ -95,7 +95,7 @@ def test_the_device_loop_serves_every_number_of_tokens_with_the_graphs_it_has():
 def test_the_device_loop_runs_a_step_and_ends_with_the_last_request_that_drafts_on(lengths, steps):
     scene = strong(strategy=Strategy.DEVICE_LOOP, capture_sizes=[4])
     scene.drafter.propose(replace(scene.verified(), draft_lens=torch.tensor(lengths, dtype=torch.int32)))
-    assert max(scene.drafter.in_use()) == steps
+    assert max(scene.drafter.metadata_in_use()) == steps
 
 
 def doubted(tokens, logits, temperature, least):

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from builders import BatchError
-from spec_decode.drafter import Drafter, DrafterConfig
-from spec_decode.drafter.plan import Strategy, StrategyError
+from spec_decode.drafter import Drafter, DrafterConfig, Strategy, StrategyError
 from tests.spec_decode.drafter_scene import MAX_SEQ_LEN, K, strong
 
 

@@ -1,8 +1,12 @@
+from collections import Counter
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_backends import get
-from spec_decode.drafter.plan import GraphMode, MetadataUpdate, Strategy, StrategyError
+from spec_decode.drafter import GraphMode, Strategy, StrategyError
+from spec_decode.drafter.metadata_plan import MetadataUpdate
 from tests.foreseen import ForeseenBuilder
 from tests.spec_decode.drafter_backends import (
     Planned,
@@ -31,9 +35,9 @@ from tests.spec_decode.drafter_scene import (
 def test_a_weak_group_is_rebuilt_and_the_strong_one_is_not():
     plan = mixed().drafter.plan
     assert plan.strategy is Strategy.PER_STEP
-    assert [(g.upkeep, g.waits) for g in plan.groups] == [
+    assert [(g.update, g.waits) for g in plan.groups] == [
         (MetadataUpdate.IN_GRAPH, False),
-        (MetadataUpdate.REBUILT, True),
+        (MetadataUpdate.REBUILD, True),
     ]
 
 
@@ -61,9 +65,9 @@ def test_a_forced_full_loop_with_a_weak_group_raises_with_its_reason():
 def test_a_group_that_the_host_can_foresee_leaves_the_full_loop_possible():
     plan = foreseen().drafter.plan
     assert plan.strategy is Strategy.FULL_LOOP
-    assert [(g.upkeep, g.waits) for g in plan.groups] == [
+    assert [(g.update, g.waits) for g in plan.groups] == [
         (MetadataUpdate.IN_GRAPH, False),
-        (MetadataUpdate.AHEAD, True),
+        (MetadataUpdate.PREPLANNED, True),
     ]
 
 
@@ -161,3 +165,26 @@ def test_a_step_in_pieces_drafts_what_eager_drafts(backends, temperature):
         return Scene([make() for make in backends], strategy=strategy).rounds(temperature=temperature)
 
     assert_same(rounds(None), rounds(Strategy.EAGER))
+
+
+class CountedOps(TorchDispatchMode):
+    """How often each operation runs, by its name."""
+
+    def __init__(self):
+        super().__init__()
+        self.runs = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.runs[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("strategy", [None, Strategy.EAGER])
+@pytest.mark.parametrize("scene", [strong, mixed, foreseen, decode_only, piecewise])
+def test_a_round_sets_the_state_of_step_0_once(scene, strategy):
+    drafter_scene = scene(strategy=strategy)
+    drafter_scene.drafter.capture()
+    verified = drafter_scene.verified()
+    with CountedOps() as counted:
+        drafter_scene.drafter.propose(verified)
+    assert counted.runs["builders::begin_extend"] == 1

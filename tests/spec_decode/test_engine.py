@@ -7,7 +7,7 @@ from train_pair.generation import speculate
 
 from attn_backends import get
 from builders import BatchError
-from spec_decode.drafter.plan import GraphMode, Strategy
+from spec_decode.drafter import GraphMode, Strategy
 from spec_decode.engine import Engine, Request
 from spec_decode.engine import engine as module
 from spec_decode.models.byte_tokenizer import encode

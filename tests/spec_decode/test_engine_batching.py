@@ -11,7 +11,7 @@ from train_pair.attention import causal_attend, positions_of
 from attn_backends import get
 from attn_backends.torch_reference import TorchReference
 from builders import BatchError, GraphSupport, ReferenceBuilder
-from spec_decode.drafter.plan import GraphMode
+from spec_decode.drafter import GraphMode
 from spec_decode.engine import Engine, Finish, Request
 from spec_decode.models import DraftModel, LayerGroup, LlamaTarget
 from tests.factories import make_config, make_pair
@@ -434,14 +434,14 @@ def test_a_captured_target_says_what_an_eager_one_says(mode, steps):
     requests = make_requests(7, 11)
     engine = make_engine(graph_mode=mode, num_speculative_tokens=steps)
     assert texts(engine, requests) == texts(make_engine(num_speculative_tokens=steps), requests)
-    assert engine.target.outside == ([0] if mode is GraphMode.PIECEWISE else [])
+    assert engine.target.plan.uncaptured_groups == ((0,) if mode is GraphMode.PIECEWISE else ())
 
 
 def test_attention_that_no_graph_holds_runs_between_the_pieces_of_the_target():
     requests = make_requests(5, 11)
     engine = make_engine(backend=Uncapturable(), graph_mode=GraphMode.FULL)
     assert texts(engine, requests) == texts(make_engine(), requests)
-    assert engine.target.outside == [0] and engine.target.graphs.complete
+    assert engine.target.plan.uncaptured_groups == (0,) and engine.target.graphs.complete
 
 
 def test_target_and_drafter_capture_into_graphs_of_their_own():

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 
 from attn_backends import get
-from spec_decode.drafter.plan import GraphMode
+from spec_decode.drafter import GraphMode
 from spec_decode.engine import Engine, Request
 from spec_decode.models import SHIPPED_PAIR, load_pair
 from spec_decode.models.byte_tokenizer import encode

@@ -235,17 +235,17 @@ def test_a_release_gives_the_memory_back():
 
 
 def test_work_says_how_it_is_captured():
-    going, total = torch.zeros(1, dtype=torch.int32), torch.zeros(1)
+    continue_flag, total = torch.zeros(1, dtype=torch.int32), torch.zeros(1)
 
     def body():
         total.add_(1)
-        going.copy_(total < 3)
+        continue_flag.copy_(total < 3)
 
     manager = captured(
         sizes=(1,),
-        loop=lambda size: Capturable(body, ROOMY, lambda runtime, body: runtime.capture_loop(body, going, 5)),
+        loop=lambda size: Capturable.loop(body, ROOMY, continue_flag, 5),
     )
     total.zero_()
-    going.fill_(1)
+    continue_flag.fill_(1)
     manager.replay(GraphKey("loop", 1), ROOMY)
     assert total.tolist() == [3]

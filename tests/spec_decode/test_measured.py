@@ -7,10 +7,9 @@ import torch
 
 from attn_backends import get
 from builders import BatchError, RequestTables
-from spec_decode.drafter import DrafterConfig
+from spec_decode.drafter import DrafterConfig, GraphMode, Strategy
 from spec_decode.drafter.autotune import MARGIN, StrategyCache, autotune_strategy
 from spec_decode.drafter.kv_groups import make_group
-from spec_decode.drafter.plan import GraphMode, Strategy
 from spec_decode.models import EagleDraft, LlamaTarget
 from tests.factories import CPU, make_config
 

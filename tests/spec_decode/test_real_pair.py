@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from attn_backends import get
-from spec_decode.drafter.plan import GraphMode, Strategy
+from spec_decode.drafter import GraphMode, Strategy
 from spec_decode.engine import Engine, Generation, Request
 from spec_decode.models import SHIPPED_PAIR, AttentionInputs, EagleDraft, LlamaTarget, load_pair
 from spec_decode.models.byte_tokenizer import encode

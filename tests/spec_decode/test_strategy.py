@@ -1,7 +1,9 @@
 import pytest
 
 from builders import AdvanceLevel, AdvanceSupport, GraphSupport, HostLengths
-from spec_decode.drafter.plan import GraphMode, GroupFacts, Strategy, StrategyError, choose
+from spec_decode.drafter import GraphMode, Strategy, StrategyError
+from spec_decode.drafter.metadata_plan import GroupFacts, plan_uniform_step
+from spec_decode.drafter.plan import choose
 
 FULL, NONE = GraphMode.FULL, GraphMode.NONE
 
@@ -117,7 +119,7 @@ def test_only_the_attention_that_no_graph_holds_runs_between_the_pieces():
     plan = choose([STRONG, NEVER, WEAK], 4, FULL)
     assert (plan.uncaptured_groups, plan.rebuild_groups) == ((1,), (2,))
     assert (
-        "group never (never_kernels): advanced in the graph, attention between the graphs' pieces"
+        "group never (never_kernels): advanced in the graph, attention between the graphs' pieces (no graph holds it); "
         in (plan.explain()[-2])
     )
 
@@ -167,16 +169,22 @@ def test_the_explanation_names_the_choice_the_rest_and_every_group():
 
 def test_the_explanation_shows_a_build_once_a_round():
     line = choose([group("it", build_per_round=True)], 4, FULL).explain()[-1]
-    assert line == "group it (it_kernels): advanced in the graph, built once a round; it has its reason"
+    assert line == (
+        "group it (it_kernels): advanced in the graph, built once a round (its builder asks for that); "
+        "it has its reason"
+    )
 
 
 def test_the_explanation_shows_a_wait():
     facts = group("it", AdvanceLevel.REBUILD, host_lengths=HostLengths.EXACT)
-    assert "rebuilt at every step, waiting for the device; " in choose([facts], 4, FULL).explain()[-1]
+    assert (
+        "rebuilt at every step, waiting for the device (a build needs the exact lengths); "
+        in choose([facts], 4, FULL).explain()[-1]
+    )
 
 
 def test_groups_keep_their_order():
-    assert [g.name for g in choose([WEAK, STRONG, OTHER], 4, FULL).groups] == ["weak", "strong", "other"]
+    assert [g.facts.name for g in choose([WEAK, STRONG, OTHER], 4, FULL).groups] == ["weak", "strong", "other"]
 
 
 def test_a_group_that_the_host_can_foresee_is_planned_ahead_of_the_full_loop():
@@ -189,3 +197,29 @@ def test_a_group_that_the_host_can_foresee_is_planned_ahead_of_the_full_loop():
 
 def test_outside_the_full_loop_nothing_is_planned_ahead():
     assert choose([PLANNED], 4, FULL, forced=Strategy.PER_STEP).preplanned_groups == ()
+
+
+UNIFORM = {
+    "advances": (STRONG, 5, FULL, "rebuild_groups", ()),
+    "must be rebuilt": (WEAK, 5, FULL, "rebuild_groups", (0,)),
+    "has no step after it to plan": (PLANNED, 5, FULL, "rebuild_groups", (0,)),
+    "eager": (STRONG, 5, NONE, "rebuild_groups", (0,)),
+    "captured for decode, one token": (DECODE_ONLY, 1, FULL, "uncaptured_groups", ()),
+    "captured for decode, several tokens": (DECODE_ONLY, 5, FULL, "uncaptured_groups", (0,)),
+    "that no graph holds": (NEVER, 1, FULL, "uncaptured_groups", (0,)),
+    "eager, that no graph holds": (NEVER, 1, NONE, "uncaptured_groups", ()),
+    "piecewise": (STRONG, 5, GraphMode.PIECEWISE, "uncaptured_groups", (0,)),
+    "built per round": (group("it", build_per_round=True), 5, FULL, "built_groups", (0,)),
+}
+
+
+@pytest.mark.parametrize(("facts", "query_len", "mode", "part", "expected"), UNIFORM.values(), ids=UNIFORM)
+def test_a_uniform_step_is_planned_from_the_same_facts(facts, query_len, mode, part, expected):
+    assert getattr(plan_uniform_step([facts], query_len, mode), part) == expected
+
+
+def test_the_plan_of_a_uniform_step_says_why_attention_is_not_captured():
+    (line,) = plan_uniform_step([DECODE_ONLY], 5, FULL).explain()
+    reason = "a graph needs UNIFORM_BATCH, its builder supports SINGLE_TOKEN_DECODE"
+    assert f"attention between the graphs' pieces ({reason})" in line
+    assert "(graph mode piecewise)" in plan_uniform_step([STRONG], 5, GraphMode.PIECEWISE).explain()[0]

@@ -9,7 +9,7 @@ import torch
 
 from attn_backends.triton_paged import TritonPaged
 from builders import AttentionBatch, PagedMetadata, TritonPagedBuilder
-from spec_decode.drafter.plan import Strategy
+from spec_decode.drafter import Strategy
 from spec_decode.models import ModelConfig
 from spec_decode.tools.bench.rounds import COPIES, STEPS, WHOLE, DrafterCase, RoundConfig, make_model, time_round
 from spec_decode.tools.bench.rows import Bench, BenchRow

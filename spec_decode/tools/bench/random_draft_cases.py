@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from attn_backends import get
-from spec_decode.drafter.plan import Strategy
+from spec_decode.drafter import Strategy
 from spec_decode.models import DraftModel
 from spec_decode.models.deepseek_v4 import DeepseekV4Prediction
 from spec_decode.models.layers.moe import MixtureOfExperts

@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-from spec_decode.drafter.plan import Strategy
+from spec_decode.drafter import Strategy
 from spec_decode.models import EagleDraft, LatentConfig
 from spec_decode.tools.bench.drafter_cases import DRAFTERS
 from spec_decode.tools.bench.rounds import STEPS, WHOLE, DrafterCase, RoundConfig, make_model, time_round

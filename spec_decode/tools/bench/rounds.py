@@ -9,9 +9,8 @@ import torch
 
 from attn_backends import AttentionBackend
 from builders import AttentionSpec
-from spec_decode.drafter import Drafter, DrafterConfig, VerifiedTokens
+from spec_decode.drafter import Drafter, DrafterConfig, Strategy, VerifiedTokens
 from spec_decode.drafter.kv_groups import make_group
-from spec_decode.drafter.plan import Strategy
 from spec_decode.models import DraftModel, EagleDraft, LlamaTarget, ModelConfig
 from spec_decode.tools.bench.decode_fixture import shuffled_tables, token_bytes
 from spec_decode.tools.bench.measure import kernels_in, time_call

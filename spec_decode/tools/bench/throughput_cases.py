@@ -15,7 +15,7 @@ from itertools import pairwise, product
 import torch
 
 from attn_backends import Accepted, AttentionBackend, registry
-from spec_decode.drafter.plan import Strategy
+from spec_decode.drafter import Strategy
 from spec_decode.engine import Engine, EngineStats, Request
 from spec_decode.models import DraftModel, LlamaTarget
 from spec_decode.models.checkpoints.config_reader import ConfigReader

@@ -14,8 +14,7 @@ import torch
 from attn_backends import AttentionBackend, BackendError, registry
 from builders.errors import require
 from builders.kernels.triton_runtime import torch_implementations
-from spec_decode.drafter import VerifiedTokens
-from spec_decode.drafter.plan import Strategy
+from spec_decode.drafter import Strategy, VerifiedTokens
 from spec_decode.environment import environment
 from spec_decode.testing.expectations import Unsupported
 from spec_decode.testing.memory import read, reset_peaks

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from builders import AttentionSpec, RequestTables
-from spec_decode.drafter import Drafter, DrafterConfig, Drafts, VerifiedTokens
+from spec_decode.drafter import Drafter, DrafterConfig, Drafts, Strategy, VerifiedTokens
 from spec_decode.drafter.kv_groups import KVGroup
-from spec_decode.drafter.plan import Strategy
 from spec_decode.models import DraftModel
 from spec_decode.testing.draft_fixture import noisy_group
 from spec_decode.testing.poison import bits

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from builders import AttentionSpec
-from spec_decode.drafter.plan import Strategy
+from spec_decode.drafter import Strategy
 from spec_decode.models import EagleDraft
 from spec_decode.testing.draft_fixture import draft_model, draft_spec
 from spec_decode.testing.subject import Subject

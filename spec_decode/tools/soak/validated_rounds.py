@@ -8,7 +8,7 @@ import torch
 
 from attn_backends import AttentionBackend
 from builders.kernels.triton_runtime import torch_implementations
-from spec_decode.drafter.plan import Strategy
+from spec_decode.drafter import Strategy
 from spec_decode.testing.subject import Subject
 from spec_decode.tools.metadata_validator import MetadataValidator
 from spec_decode.tools.soak.inputs import CHUNK

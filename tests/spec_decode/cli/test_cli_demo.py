@@ -1,7 +1,7 @@
 import pytest
 
 from spec_decode.cli import strategy_comparison as comparison
-from spec_decode.drafter.plan import Strategy
+from spec_decode.drafter import Strategy
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from spec_decode.conformance.claims import claims_of
 from spec_decode.conformance.coverage import DECLARED, every_strategy, one_strategy, only, with_case
 from spec_decode.conformance.report import EVERYTHING, Outcome
 from spec_decode.conformance.runner import check_backend, plan
-from spec_decode.drafter.plan import Strategy
+from spec_decode.drafter import Strategy
 from spec_decode.testing.batches import DECODE, RAGGED, VERIFY, Case
 from spec_decode.testing.subject import Subject
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attn_backends import Accepted, get
-from spec_decode.drafter.plan import Strategy
+from spec_decode.drafter import Strategy
 from spec_decode.models import CheckpointError, deepseek_v4
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.store import TensorStore

@@ -13,7 +13,7 @@ from attn_backends import Feature, NoBackend, get
 from attn_backends.torch_reference import TorchReference
 from builders import AttentionKind
 from spec_decode.conformance.check import expand
-from spec_decode.drafter.plan import GraphMode, Strategy
+from spec_decode.drafter import GraphMode, Strategy
 from spec_decode.engine import Engine, Request
 from spec_decode.models import LatentConfig, LlamaTarget
 from spec_decode.models.byte_tokenizer import encode

@@ -7,7 +7,7 @@ import torch
 
 from attn_backends import Accepted, get
 from builders import AttentionKind
-from spec_decode.drafter.plan import Strategy
+from spec_decode.drafter import Strategy
 from spec_decode.models import CheckpointError, mtp
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.store import TensorStore

@@ -8,9 +8,8 @@ import torch
 
 from attn_backends import get
 from builders import RequestTables
-from spec_decode.drafter import Drafter, DrafterConfig, VerifiedTokens
+from spec_decode.drafter import Drafter, DrafterConfig, Strategy, VerifiedTokens
 from spec_decode.drafter.kv_groups import make_group
-from spec_decode.drafter.plan import Strategy
 from spec_decode.models.load import load_draft
 from tests.factories import CPU, owned_pages
 from tests.spec_decode.models import oracle

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spec_decode.drafter.plan import Strategy
+from spec_decode.drafter import Strategy
 from spec_decode.tools.bench import random_draft_cases
 from spec_decode.tools.bench.random_draft_cases import random_draft_rows, weight_bytes
 from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS, RandomDraft

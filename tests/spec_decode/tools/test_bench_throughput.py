@@ -6,7 +6,7 @@ import torch
 
 from attn_backends import get
 from builders import BatchError
-from spec_decode.drafter.plan import GraphMode, Strategy
+from spec_decode.drafter import GraphMode, Strategy
 from spec_decode.engine import Engine
 from spec_decode.tools import bench as benches
 from spec_decode.tools.bench import throughput_cases

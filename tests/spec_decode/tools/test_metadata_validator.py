@@ -9,8 +9,7 @@ import torch
 
 from attn_backends import AttentionBackend, get
 from builders import AdvanceLevel, AdvanceSupport, AttentionSpec, BatchError, GraphSupport, ReferenceBuilder
-from spec_decode.drafter import Drafter
-from spec_decode.drafter.plan import Strategy
+from spec_decode.drafter import Drafter, Strategy
 from spec_decode.graphs import CaptureError
 from spec_decode.testing.expectations import Unsupported
 from spec_decode.testing.poison import bits
@@ -166,7 +165,7 @@ def test_a_later_step_that_drifts_is_named_by_its_step() -> None:
     side, rounds = side_of(get("torch_reference"))
     watch = MetadataValidator(side.drafter)
     side.draft(*rounds[0], watch.propose)
-    _, last = side.drafter.in_use().values()
+    _, last = side.drafter.metadata_in_use().values()
     last.metadata[0].kv_end.add_(1)
     with pytest.raises(MetadataDrift, match="field kv_end") as drift:
         watch.look()
@@ -177,7 +176,7 @@ def test_metadata_that_moved_since_the_first_look_is_named() -> None:
     side, rounds = side_of(get("torch_reference"))
     watch = MetadataValidator(side.drafter)
     side.draft(*rounds[0], watch.propose)
-    metadata = side.drafter.in_use()[0].metadata[0]
+    metadata = side.drafter.metadata_in_use()[0].metadata[0]
     object.__setattr__(metadata, "kv_end", metadata.kv_end.clone())
     with pytest.raises(MetadataDrift, match="stays at its addresses: field kv_end"):
         watch.look()
@@ -220,7 +219,7 @@ def test_a_round_of_one_token_has_only_step_0_to_look_at() -> None:
     side, rounds = side_of(get("torch_reference"), Strategy.DEVICE_LOOP)
     watch = MetadataValidator(side.drafter)
     side.draft(*rounds[0], lambda verified: watch.propose(verified, 1))
-    assert [*side.drafter.in_use()] == [0] and watch.looks == 1
+    assert [*side.drafter.metadata_in_use()] == [0] and watch.looks == 1
 
 
 def test_a_watch_of_no_round_is_refused() -> None:

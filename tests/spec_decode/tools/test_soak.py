@@ -17,8 +17,7 @@ from attn_backends import register, unregister
 from attn_backends.torch_reference import TorchReference
 from builders import AdvanceLevel, AdvanceSupport, BatchError, ReferenceBuilder
 from spec_decode.conformance.report import Outcome
-from spec_decode.drafter import Drafts
-from spec_decode.drafter.plan import Strategy
+from spec_decode.drafter import Drafts, Strategy
 from spec_decode.tools.soak import Memory, Options, SoakResult, soak, soak_backend
 from spec_decode.tools.soak.memory import RESIDENT_GROWTH, growth
 from spec_decode.tools.soak.schedule import Round, Schedule, Setting, drafts_within

@@ -1,55 +1,32 @@
-"""What the steps of a round compute: the device work of step 0 and of a later step, over buffers that never move."""
+"""The device work of step 0 and of a later step, over buffers that never move: the same kernels eager or captured."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from builders import RequestTables, begin_decode, begin_extend
 from builders.errors import require_tensor
-from spec_decode.drafter.attention import PagedAttention
 from spec_decode.drafter.kernels.gather_last_hidden import gather_last_hidden
 from spec_decode.drafter.kernels.shift_tokens import shift_tokens
 from spec_decode.drafter.kv_groups import KVGroup
+from spec_decode.drafter.metadata_plan import MetadataPlan
 from spec_decode.drafter.step_buffers import StepBuffers
+from spec_decode.drafter.verified_tokens import VerifiedTokens
 from spec_decode.models import DraftModel
 from spec_decode.models.attention import Attention
 from spec_decode.sampling import DraftSampler
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VerifiedTokens:
-    """What a round starts from, for n live requests in the order of the tables; all on the drafter's device.
-
-    token_ids      int64 [n, 1 + K]      the tokens the target just ran over
-    target_hidden_states [n, 1 + K, F]   what the draft reads of the target there
-    context_lens   int32 [n]             draft KV tokens committed before them: the position of the first
-    accepted       int32 [n]             how many of the K draft tokens were kept, 0 to K
-    next_tokens    int64 [n]             the target's own token behind the last kept one
-    temperature    fp32 [n]              0 is greedy
-    seeds          int64 [n]
-    draft_lens     int32 [n]             draft tokens wanted of each, 0 to K; None: K of each. With 0 a request takes
-                                         part in step 0 alone, so that its verified tokens reach the draft's KV cache
-    """
-
-    token_ids: torch.Tensor
-    target_hidden_states: torch.Tensor
-    context_lens: torch.Tensor
-    accepted: torch.Tensor
-    next_tokens: torch.Tensor
-    temperature: torch.Tensor
-    seeds: torch.Tensor
-    draft_lens: torch.Tensor | None = None
-
-
-class DraftSteps:
-    """Step 0 and a later step of a draft model, with a phase each: the same kernels whether eager or captured.
+class DraftStep:
+    """A draft model's step 0 and later steps, with the buffers of each shape.
 
     inputs     VerifiedTokens, of all rows R of the tables
+    extend     StepBuffers of step 0, 1 + K tokens a row
+    decode     StepBuffers of a later step, one token a row
     sampler    DraftSampler, which holds the draft tokens and logits
-    hidden     [R, hidden], what a later step starts from
+    hidden     [R, hidden_size], what the next later step starts from
     """
 
     def __init__(
@@ -59,16 +36,16 @@ class DraftSteps:
         tables: RequestTables,
         *,
         num_speculative_tokens: int,
-        planned: Sequence[int],
         min_confidence: float,
+        extend_plan: MetadataPlan,
+        decode_plan: MetadataPlan,
     ) -> None:
-        """planned: groups whose metadata is built for each later step before the first."""
         self.model = model
         self.groups = tuple(groups)
         self.tables = tables
         self.num_speculative_tokens = num_speculative_tokens
-        self.extend = StepBuffers(groups, tables, query_len=num_speculative_tokens + 1, horizon=0)
-        self.decode = StepBuffers(groups, tables, query_len=1, horizon=num_speculative_tokens - 1, planned=planned)
+        self.extend = StepBuffers(groups, tables, extend_plan, query_len=num_speculative_tokens + 1)
+        self.decode = StepBuffers(groups, tables, decode_plan, query_len=1, horizon=num_speculative_tokens - 1)
         batch = self.decode.batch
         self.sampler = DraftSampler(
             batch.seq_lens,
@@ -99,8 +76,9 @@ class DraftSteps:
         )
         self.hidden = zeros(reqs, model.hidden_size, dtype=hidden_dtype)
 
-    def take(self, verified: VerifiedTokens, live: int) -> None:
-        """Check every tensor of `live` requests, then copy them all to the inputs; BatchError, with nothing copied."""
+    def copy_inputs(self, verified: VerifiedTokens, live: int) -> None:
+        """Copy the tensors of `live` requests to the inputs. Raises BatchError, with nothing copied, for a tensor of
+        another shape, dtype or device."""
         given = [name for name in VerifiedTokens.__slots__ if getattr(verified, name) is not None]
         for name in given:
             found, buffer = getattr(verified, name), getattr(self.inputs, name)
@@ -115,27 +93,27 @@ class DraftSteps:
         """Set the shared state of step 0 for `size` rows from the round's inputs."""
         begin_extend(self.extend.batch, self.inputs.context_lens, size, self.extend.query_len)
 
-    def extend_forward(self, size: int) -> None:
-        """Step 0: the draft's tokens are the target's, shifted by one, with the next token behind the last kept."""
+    def run_extend(self, size: int) -> None:
+        """Step 0: the draft's tokens are the target's, shifted by one, with the next token after the last accepted."""
         inputs, query_len = self.inputs, self.extend.query_len
         hidden = self.model.forward(
             shift_tokens(inputs.token_ids[:size], inputs.next_tokens, inputs.accepted),
             self.model.combine(inputs.target_hidden_states[:size].flatten(0, 1)),
             self.extend.batch.positions[: size * query_len],
-            PagedAttention(self.groups, self.extend.metadata),
+            self.extend.attention,
         )
         begin_decode(self.decode.batch, self.extend.batch.seq_lens, inputs.accepted, size, query_len)
         gather_last_hidden(hidden, inputs.accepted, query_len, self.hidden[:size])
         self.sampler(self.model.logits(self.hidden[:size]))
 
-    def step_forward(self, size: int, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
-        """A single-token step from the last one's hidden states; returns its own."""
+    def run_decode(self, size: int, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
+        """A later step from the last one's hidden states [size, hidden_size]; returns its own, of the same shape."""
         hidden = self._forward(size, hidden, attention)
         self.sampler(self.model.logits(hidden))
         return hidden
 
-    def step_in_place(self, size: int, attention: Attention) -> None:
-        """A single-token step that leaves its hidden states where the next one, the same work, finds them."""
+    def run_decode_in_place(self, size: int, attention: Attention) -> None:
+        """A later step that leaves its hidden states in `hidden`, where the next one starts from."""
         hidden = self._forward(size, self.hidden[:size], attention)
         self.sampler(self.model.logits(hidden), hidden, self.hidden)
 

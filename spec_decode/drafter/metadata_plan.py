@@ -1,0 +1,159 @@
+"""How each KV group's metadata is kept current, with reasons: one plan that drafter and target share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from builders import AdvanceLevel, AdvanceSupport, GraphSupport, HostLengths
+
+
+class GraphMode(str, Enum):
+    """Where a target model uses graphs, in vLLM's words, and what follows for its drafter.
+
+    NONE turns the drafter's graphs off. Under every other mode the drafter captures all that its own groups allow: the
+    later steps by the chosen strategy, and step 0 where every group can capture a uniform batch, because all its
+    queries are 1 + K tokens long.
+    """
+
+    NONE = "none"
+    PIECEWISE = "piecewise"
+    """The target's attention runs outside of its graphs. That is a property of the target's backend: the draft's groups
+    are asked themselves."""
+    FULL = "full"
+    FULL_DECODE_ONLY = "full_decode_only"
+    """Full graphs for uniform batches, of one or 1 + K tokens a request: the only ones that a drafter's round has."""
+    FULL_AND_PIECEWISE = "full_and_piecewise"
+    """Full graphs for uniform batches, piecewise ones for mixed batches, which a drafter's round never has."""
+
+
+class MetadataUpdate(str, Enum):
+    """How a group's metadata is kept current over the steps."""
+
+    IN_GRAPH = "advanced in the graph"
+    PREPLANNED = "planned ahead for every step of a round"
+    REBUILD = "rebuilt at every step"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupFacts:
+    """What a plan needs to know of one KV group."""
+
+    name: str
+    backend: str
+    graph_support: GraphSupport
+    advance: AdvanceSupport
+    host_lengths: HostLengths = HostLengths.NONE
+    build_per_round: bool = False
+
+    def describe(self) -> str:
+        """The group and its backend."""
+        return f"group {self.name} ({self.backend})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupPlan:
+    """One group's part in a plan."""
+
+    facts: GroupFacts
+    update: MetadataUpdate
+    uncaptured: str | None
+    """Why its attention runs eagerly, between the pieces of a graph; None where a graph holds it."""
+
+    @property
+    def built_per_round(self) -> bool:
+        """Whether it is built at the start of a round and advanced in the graph from there."""
+        return self.facts.build_per_round and self.update is MetadataUpdate.IN_GRAPH
+
+    @property
+    def built(self) -> bool:
+        """Whether the host builds its metadata at any time in a round."""
+        return self.facts.build_per_round or self.update is not MetadataUpdate.IN_GRAPH
+
+    @property
+    def waits(self) -> bool:
+        """Whether a build waits for the device, to learn the exact lengths."""
+        return self.built and self.facts.host_lengths is HostLengths.EXACT
+
+    def explain(self) -> str:
+        """The part in words, with the reason for everything that costs host time."""
+        costs = [self.update.value]
+        if self.waits:
+            costs.append("waiting for the device (a build needs the exact lengths)")
+        if self.built_per_round:
+            costs.append("built once a round (its builder asks for that)")
+        if self.uncaptured:
+            costs.append(f"attention between the graphs' pieces ({self.uncaptured})")
+        return f"{self.facts.describe()}: {', '.join(costs)}; {self.facts.advance.reason}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetadataPlan:
+    """The plan of one batch shape: a part for each group, in the order of the groups."""
+
+    groups: tuple[GroupPlan, ...]
+
+    @property
+    def in_graph_groups(self) -> tuple[int, ...]:
+        """Indices of the groups whose metadata advances in the graph."""
+        return self._indices(lambda group: group.update is MetadataUpdate.IN_GRAPH)
+
+    @property
+    def preplanned_groups(self) -> tuple[int, ...]:
+        """Indices of the groups whose steps are planned before the loop."""
+        return self._indices(lambda group: group.update is MetadataUpdate.PREPLANNED)
+
+    @property
+    def rebuild_groups(self) -> tuple[int, ...]:
+        """Indices of the groups that are built before every step."""
+        return self._indices(lambda group: group.update is MetadataUpdate.REBUILD)
+
+    @property
+    def built_per_round_groups(self) -> tuple[int, ...]:
+        """Indices of the groups that are built at the start of a round and advance in the graph from there."""
+        return self._indices(lambda group: group.built_per_round)
+
+    @property
+    def built_groups(self) -> tuple[int, ...]:
+        """Indices of the groups that the host builds at any time in a round."""
+        return self._indices(lambda group: group.built)
+
+    @property
+    def uncaptured_groups(self) -> tuple[int, ...]:
+        """Indices of the groups whose attention runs between captured pieces."""
+        return self._indices(lambda group: group.uncaptured is not None)
+
+    def explain(self) -> list[str]:
+        """The plan in words, one line each."""
+        return [group.explain() for group in self.groups]
+
+    def _indices(self, has: Callable[[GroupPlan], bool]) -> tuple[int, ...]:
+        return tuple(index for index, group in enumerate(self.groups) if has(group))
+
+
+def plan_uniform_step(groups: Sequence[GroupFacts], query_len: int, graph_mode: GraphMode) -> MetadataPlan:
+    """The plan of one step over query_len tokens of every request, with no step after it: a target's, or step 0.
+
+    NONE runs it eagerly. PIECEWISE runs the attention of every group between the pieces of a graph; every other mode
+    does so only for groups that cannot capture such a batch.
+    """
+    needed = GraphSupport.UNIFORM_BATCH if query_len > 1 else GraphSupport.SINGLE_TOKEN_DECODE
+
+    def uncaptured(group: GroupFacts) -> str | None:
+        if graph_mode is GraphMode.NONE:
+            return None
+        if group.graph_support < needed:
+            return f"a graph needs {needed.name}, its builder supports {group.graph_support.name}"
+        return "graph mode piecewise" if graph_mode is GraphMode.PIECEWISE else None
+
+    return MetadataPlan(
+        groups=tuple(
+            GroupPlan(facts=group, update=_update(group, graph_mode), uncaptured=uncaptured(group)) for group in groups
+        )
+    )
+
+
+def _update(group: GroupFacts, graph_mode: GraphMode) -> MetadataUpdate:
+    advances = graph_mode is not GraphMode.NONE and group.advance.level is AdvanceLevel.IN_GRAPH
+    return MetadataUpdate.IN_GRAPH if advances else MetadataUpdate.REBUILD

@@ -1,0 +1,82 @@
+"""What a strategy says of itself, captures and runs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from builders import AdvanceLevel, GraphSupport
+from spec_decode.drafter.draft_step import DraftStep
+from spec_decode.drafter.metadata_plan import GraphMode, GroupFacts, MetadataUpdate
+from spec_decode.graphs import Factory, GraphManager
+
+GRAPHS_OFF = "graphs are turned off"
+
+
+class DraftStrategy(ABC):
+    """One way to run the later steps of a round: steps 1 to K - 1, of one token a request."""
+
+    chosen_because: ClassVar[str] = "it was asked for"
+    drawback: ClassVar[str] = "costs more host work"
+    """Why it is not chosen where it could run."""
+    automatic: ClassVar[bool] = True
+    """Whether it may be chosen without being asked for."""
+    uses_graphs: ClassVar[bool] = True
+
+    def __init__(self, step: DraftStep, graphs: GraphManager) -> None:
+        self._step = step
+        self._buffers = step.decode
+        self._graphs = graphs
+
+    @classmethod
+    @abstractmethod
+    def unsupported_reason(
+        cls, groups: Sequence[GroupFacts], graph_mode: GraphMode, loop_unsupported_reason: str | None
+    ) -> str | None:
+        """Why it cannot run over these groups on this device; None where it can."""
+
+    @classmethod
+    def metadata_update(cls, group: GroupFacts) -> MetadataUpdate:
+        """How it keeps the metadata of such a group current."""
+        advances = group.advance.level is AdvanceLevel.IN_GRAPH
+        return MetadataUpdate.IN_GRAPH if advances else MetadataUpdate.REBUILD
+
+    @classmethod
+    def uncaptured_reason(cls, group: GroupFacts) -> str | None:
+        """Why it runs such a group's attention between captured pieces; None where a graph holds it."""
+        return None
+
+    @abstractmethod
+    def capturables(self) -> Mapping[str, Factory]:
+        """What it captures of a later step, by the kind of graph."""
+
+    @abstractmethod
+    def run(self, size: int, num_steps: int) -> None:
+        """Run the next num_steps later steps of `size` padded rows, from the state that step 0 left.
+
+        Raises BatchError, with nothing replayed, where no captured graph can serve the batch.
+        """
+
+    def _replay(self, kind: str, size: int) -> None:
+        self._buffers.replay(self._graphs, kind, size)
+
+
+def capture_unsupported_reason(groups: Sequence[GroupFacts], graph_mode: GraphMode) -> str | None:
+    """Why a step over these groups cannot be captured as a whole; None where it can."""
+    if graph_mode is GraphMode.NONE:
+        return GRAPHS_OFF
+    for group in groups:
+        if group.graph_support is GraphSupport.NEVER:
+            return f"{group.describe()} cannot be captured at all"
+    return None
+
+
+def advance_unsupported_reason(groups: Sequence[GroupFacts], graph_mode: GraphMode, least: AdvanceLevel) -> str | None:
+    """Why not all later steps can be captured with groups that advance at this level or above; None where they can."""
+    if reason := capture_unsupported_reason(groups, graph_mode):
+        return reason
+    for group in groups:
+        if group.advance.level < least:
+            return f"{group.describe()} is {group.advance.level.name}: {group.advance.reason}"
+    return None

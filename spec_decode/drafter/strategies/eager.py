@@ -1,0 +1,37 @@
+"""No graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from builders import advance_shared_state
+from spec_decode.drafter.metadata_plan import GraphMode, GroupFacts, MetadataUpdate
+from spec_decode.drafter.strategies.base import DraftStrategy
+from spec_decode.graphs import Factory
+
+
+class Eager(DraftStrategy):
+    """Every group is rebuilt at every step. The reference for the other strategies."""
+
+    chosen_because = "no graph can be used"
+    uses_graphs = False
+
+    @classmethod
+    def unsupported_reason(
+        cls, groups: Sequence[GroupFacts], graph_mode: GraphMode, loop_unsupported_reason: str | None
+    ) -> None:
+        return None
+
+    @classmethod
+    def metadata_update(cls, group: GroupFacts) -> MetadataUpdate:
+        return MetadataUpdate.REBUILD
+
+    def capturables(self) -> Mapping[str, Factory]:
+        return {}
+
+    def run(self, size: int, num_steps: int) -> None:
+        step, buffers = self._step, self._buffers
+        for _ in range(num_steps):
+            advance_shared_state(buffers.batch, size)
+            buffers.rebuild(size)
+            step.run_decode_in_place(size, buffers.attention)

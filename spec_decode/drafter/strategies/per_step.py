@@ -1,0 +1,44 @@
+"""One single-step graph, replayed for every later step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from builders import advance_shared_state
+from spec_decode.drafter.metadata_plan import GraphMode, GroupFacts
+from spec_decode.drafter.strategies.base import DraftStrategy, capture_unsupported_reason
+from spec_decode.graphs import Capturable, Factory
+
+_STEP = "step"
+
+
+class PerStep(DraftStrategy):
+    """Between replays the host rebuilds the groups that need it; the others advance inside the graph."""
+
+    chosen_because = "a group must be rebuilt between steps; the others advance in the graph"
+
+    @classmethod
+    def unsupported_reason(
+        cls, groups: Sequence[GroupFacts], graph_mode: GraphMode, loop_unsupported_reason: str | None
+    ) -> str | None:
+        return capture_unsupported_reason(groups, graph_mode)
+
+    def capturables(self) -> Mapping[str, Factory]:
+        return {_STEP: self._capturable}
+
+    def _capturable(self, size: int) -> Capturable:
+        step, buffers = self._step, self._buffers
+
+        def run() -> None:
+            buffers.advance()
+            step.run_decode_in_place(size, buffers.attention)
+
+        return Capturable(run, buffers.prepare_capture(size))
+
+    def run(self, size: int, num_steps: int) -> None:
+        buffers = self._buffers
+        buffers.build_round(size)
+        for _ in range(num_steps):
+            advance_shared_state(buffers.batch, size)
+            buffers.rebuild(size)
+            self._replay(_STEP, size)

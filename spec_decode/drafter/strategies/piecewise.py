@@ -1,0 +1,46 @@
+"""One single step, captured in pieces around the attention that no graph holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from builders import GraphSupport
+from spec_decode.drafter.attention import SplitAttention
+from spec_decode.drafter.metadata_plan import GraphMode, GroupFacts
+from spec_decode.drafter.strategies.base import GRAPHS_OFF
+from spec_decode.drafter.strategies.per_step import PerStep
+from spec_decode.graphs import Capturable, SplitOp
+
+
+class Piecewise(PerStep):
+    """As per step, but the attention of groups that no graph holds runs eagerly between the pieces."""
+
+    chosen_because = "the attention of a group cannot be captured, the rest of the step can"
+
+    @classmethod
+    def unsupported_reason(
+        cls, groups: Sequence[GroupFacts], graph_mode: GraphMode, loop_unsupported_reason: str | None
+    ) -> str | None:
+        if graph_mode is GraphMode.NONE:
+            return GRAPHS_OFF
+        if all(cls.uncaptured_reason(group) is None for group in groups):
+            return "the attention of every group can be captured: there is nothing to cut around"
+        return None
+
+    @classmethod
+    def uncaptured_reason(cls, group: GroupFacts) -> str | None:
+        return "no graph holds it" if group.graph_support is GraphSupport.NEVER else None
+
+    def _capturable(self, size: int) -> Capturable:
+        step, buffers = self._step, self._buffers
+
+        uncaptured, built = buffers.plan.uncaptured_groups, buffers.built_groups
+
+        def run(split_op: SplitOp) -> None:
+            buffers.advance()
+            attention = SplitAttention(
+                step.groups, buffers.metadata, uncaptured=uncaptured, rebuilt=built, split_op=split_op
+            )
+            step.run_decode_in_place(size, attention)
+
+        return Capturable.pieces(run, buffers.prepare_capture(size))

@@ -1,0 +1,32 @@
+"""What a round of drafting starts from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifiedTokens:
+    """What a round starts from, for n live requests in the order of the tables; all on the drafter's device.
+
+    token_ids      int64 [n, 1 + K]      the tokens the target just ran over
+    target_hidden_states [n, 1 + K, F]   what the draft reads of the target there
+    context_lens   int32 [n]             draft KV tokens committed before them: the position of the first
+    accepted       int32 [n]             how many of the K draft tokens were kept, 0 to K
+    next_tokens    int64 [n]             the target's own token behind the last kept one
+    temperature    fp32 [n]              0 is greedy
+    seeds          int64 [n]
+    draft_lens     int32 [n]             draft tokens wanted of each, 0 to K; None: K of each. With 0 a request takes
+                                         part in step 0 alone, so that its verified tokens reach the draft's KV cache
+    """
+
+    token_ids: torch.Tensor
+    target_hidden_states: torch.Tensor
+    context_lens: torch.Tensor
+    accepted: torch.Tensor
+    next_tokens: torch.Tensor
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+    draft_lens: torch.Tensor | None = None
