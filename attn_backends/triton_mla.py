@@ -51,14 +51,15 @@ class TritonMla(FusedLatentWrite, AttentionBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
-        return latent_attention(
+        out: torch.Tensor = latent_attention(
             query,
             cache.latents,
             metadata.block_table,
             metadata.seq_lens,
             metadata.query_start_loc,
-            max_query_len=metadata.max_query_len,
-            num_splits=metadata.num_splits,
-            value_dim=spec.out_dim,
-            scale=spec.softmax_scale,
+            metadata.max_query_len,
+            metadata.num_splits,
+            spec.out_dim,
+            spec.softmax_scale,
         )
+        return out

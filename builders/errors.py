@@ -18,19 +18,13 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_tensor(
-    name: str,
-    tensor: torch.Tensor,
-    *,
-    shape: Iterable[int | None],
-    dtype: torch.dtype,
-    device: torch.device,
+    name: str, tensor: torch.Tensor, *, shape: Iterable[int | None], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Check a tensor's device, dtype and shape (None matches any size) before anything reads it."""
-    wanted = tuple(shape)
-    found = tuple(tensor.shape)
+    """Raise BatchError unless a tensor has the device, dtype and shape (None matches any size) that a kernel expects."""
+    wanted, found = tuple(shape), tuple(tensor.shape)
     fits = len(wanted) == len(found) and all(w in (None, f) for w, f in zip(wanted, found, strict=True))
-    require(
-        fits and tensor.dtype == dtype and tensor.device.type == device.type,
-        f"{name} must be {dtype} {list(wanted)} on {device.type}, got {tensor.dtype} {list(found)} on "
-        f"{tensor.device.type}; a kernel would read it as something else, so nothing was run. Convert it first.",
-    )
+    if not fits or tensor.dtype != dtype or tensor.device.type != device.type:
+        raise BatchError(
+            f"{name} must be {dtype} {list(wanted)} on {device.type}, got {tensor.dtype} {list(found)} on "
+            f"{tensor.device.type}; a kernel would read it as something else, so nothing was run. Convert it first."
+        )

@@ -28,7 +28,6 @@ class SparseWindowMetadata(BatchMetadata):
     positions       int64 [T]      a view of the batch
     window_indices  int32 [T, W]   slots page * page_size + offset, then -1
     window_lens     int32 [T]      0 for a padding token, or one whose request became inert
-    is_valid        bool [T]       False for these
 
     The lists are the builder's persistent buffers.
     """
@@ -36,7 +35,6 @@ class SparseWindowMetadata(BatchMetadata):
     positions: torch.Tensor
     window_indices: torch.Tensor
     window_lens: torch.Tensor
-    is_valid: torch.Tensor
 
 
 class SparseWindowBuilder(BatchMetadataBuilder[SparseWindowMetadata]):
@@ -46,7 +44,7 @@ class SparseWindowBuilder(BatchMetadataBuilder[SparseWindowMetadata]):
     """
 
     graph_support = GraphSupport.ALWAYS
-    step_fields = ("seq_lens", "positions", "slot_mapping", "window_indices", "window_lens", "is_valid")
+    step_fields = ("seq_lens", "positions", "slot_mapping", "window_indices", "window_lens")
 
     def __init__(
         self, spec: AttentionSpec, device: torch.device, *, max_reqs: int, max_tokens: int, max_seq_len: int
@@ -62,7 +60,6 @@ class SparseWindowBuilder(BatchMetadataBuilder[SparseWindowMetadata]):
         self.width = -(-self.window // _LIST_STEP) * _LIST_STEP
         self._indices = torch.full((max_tokens, self.width), NO_SLOT, dtype=torch.int32, device=device)
         self._lens = torch.zeros(max_tokens, dtype=torch.int32, device=device)
-        self._is_valid = torch.zeros(max_tokens, dtype=torch.bool, device=device)
 
     @classmethod
     def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
@@ -87,14 +84,12 @@ class SparseWindowBuilder(BatchMetadataBuilder[SparseWindowMetadata]):
             "positions": batch.positions,
             "window_indices": self._indices[: batch.num_tokens],
             "window_lens": self._lens[: batch.num_tokens],
-            "is_valid": self._is_valid[: batch.num_tokens],
         }
 
     def advance(self, metadata: SparseWindowMetadata) -> None:
         list_window_slots(
             metadata.window_indices,
             metadata.window_lens,
-            metadata.is_valid,
             metadata.positions,
             metadata.seq_lens,
             metadata.query_start_loc,

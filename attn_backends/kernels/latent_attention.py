@@ -25,19 +25,8 @@ _SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that a program may have on Hopper."""
 
 
-def latent_attention(
-    query: torch.Tensor,
-    latent_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    *,
-    max_query_len: int,
-    num_splits: int,
-    value_dim: int,
-    scale: float,
-) -> torch.Tensor:
-    """softmax(scale * q . latent) @ latent[:V], causal; returns [T, H, value_dim] in query's dtype.
+class LatentAttentionArguments(NamedTuple):
+    """softmax(scale * q . latent) @ latent[:V], causal; returns [T, H, V] in query's dtype.
 
     query            [T, H, D] of bf16, fp16 or fp32
     latent_cache     [pages, page_size, D] of query's dtype, strided in all but the last dim
@@ -45,34 +34,12 @@ def latent_attention(
     seq_lens         int32 [R]; the last query of request r is at position seq_lens[r] - 1; 0 gives rows of 0
     query_start_loc  int32 [R + 1]; request r's queries are rows query_start_loc[r] .. query_start_loc[r + 1] - 1
     max_query_len    a capture constant, which sizes the launch; so is num_splits
+    value_dim        V
+    scale            of q.latent
 
-    Raises BatchError unless value_dim and D - value_dim are powers of two from 16 to 512, and for a cache of another
+    The op raises BatchError unless V and D - V are powers of two from 16 to 512, and for a cache of another
     width or dtype, or with a strided last dim.
     """
-    _check(query, latent_cache, value_dim)
-    out: torch.Tensor = _latent_attention(
-        query, latent_cache, block_table, seq_lens, query_start_loc, max_query_len, num_splits, value_dim, scale
-    )
-    return out
-
-
-def _check(query: torch.Tensor, latent_cache: torch.Tensor, value_dim: int) -> None:
-    dim = query.shape[2]
-    require(
-        {value_dim, dim - value_dim} <= _DIMS,
-        f"latent attention needs value dims and rotary dims that are powers of two from 16 to 512, got {value_dim} and "
-        f"{dim - value_dim} of {dim}; the kernel's tiles would not cover them, so nothing was run. Pad the latents.",
-    )
-    require(
-        latent_cache.dtype == query.dtype and latent_cache.shape[2] == dim and latent_cache.stride(2) == 1,
-        f"the latent cache must be {query.dtype} [pages, page_size, {dim}] with a contiguous last dim, got "
-        f"{latent_cache.dtype} {list(latent_cache.shape)} with strides {list(latent_cache.stride())}; the kernel would "
-        "read other numbers, so nothing was run. Convert the cache or the query.",
-    )
-
-
-class LatentAttentionArguments(NamedTuple):
-    """As `latent_attention` has them."""
 
     query: torch.Tensor
     latent_cache: torch.Tensor
@@ -84,7 +51,24 @@ class LatentAttentionArguments(NamedTuple):
     value_dim: int
     scale: float
 
+    def check(self) -> None:
+        (*_, dim), cache = self.query.shape, self.latent_cache
+        rotary_dim = dim - self.value_dim
+        require(
+            {self.value_dim, rotary_dim} <= _DIMS,
+            "latent attention needs value dims and rotary dims that are powers of two from 16 to 512, got "
+            f"{self.value_dim} and {rotary_dim} of {dim}; the kernel's tiles would not cover them, so nothing was run. "
+            "Pad the latents.",
+        )
+        require(
+            cache.dtype == self.query.dtype and cache.shape[2] == dim and cache.stride(2) == 1,
+            f"the latent cache must be {self.query.dtype} [pages, page_size, {dim}] with a contiguous last dim, got "
+            f"{cache.dtype} {list(cache.shape)} with strides {list(cache.stride())}; the kernel would read other "
+            "numbers, so nothing was run. Convert the cache or the query.",
+        )
+
     def reference(self) -> torch.Tensor:
+        self.check()
         out = self.fake().zero_()
         starts, lens = self.query_start_loc.tolist(), self.seq_lens.tolist()
         for request, length in enumerate(lens):
@@ -108,6 +92,7 @@ class LatentAttentionArguments(NamedTuple):
 
     def launch(self, config: dict[str, int] | None = None) -> torch.Tensor:
         """config: what tile_config would choose, for a script that tunes it."""
+        self.check()
         query, splits, value_dim = self.query, self.num_splits, self.value_dim
         query = query if query.stride(2) == 1 else query.contiguous()
         tokens, heads, dim = query.shape
@@ -162,4 +147,4 @@ def merge_warps(num_splits: int, value_dim: int) -> int:
     return max(1, min(wanted, 16))
 
 
-_latent_attention = define_op("attn_backends::latent_attention", LatentAttentionArguments)
+latent_attention = define_op("attn_backends::latent_attention", LatentAttentionArguments)

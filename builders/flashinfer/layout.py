@@ -1,7 +1,7 @@
 """Where FlashInfer keeps a plan: the arrays of its int workspace, from the plan info that plan() leaves behind.
 
 The order of the plan info is that of DecodePlanInfo and PrefillPlanInfo in include/flashinfer/attention/scheduler.cuh
-of FlashInfer 0.6.12, unchanged in 0.7.2. The words for parts of a plan are those of flashinfer_plan.
+of FlashInfer 0.6.12, unchanged in 0.7.2. The words for the parts of a plan are those of plan.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from builders.errors import require
+from builders.spec import AttentionSpec
 
 _MIN_CHUNK_TOKENS = 128
 _EVERY_PAGE = 2**31 - 1
@@ -81,22 +82,13 @@ class PlanLayout:
 
     @classmethod
     def of_tensor_cores(
-        cls,
-        plan_info: Sequence[int],
-        *,
-        num_reqs: int,
-        page_size: int,
-        num_q_heads: int,
-        num_kv_heads: int,
-        num_sms: int,
-        query_len: int = 1,
-        window_left: int = -1,
+        cls, plan_info: Sequence[int], spec: AttentionSpec, *, num_reqs: int, num_sms: int, query_len: int = 1
     ) -> PlanLayout:
         """From the plan info of FA2: a decode wrapper with use_tensor_cores=True, or a prefill wrapper.
 
-        Planned with use_cuda_graph=True for num_reqs requests of query_len tokens each, with the same window_left
-        (-1: none), on a device of num_sms SMs. Raises BatchError for plan info of another kind or of another
-        FlashInfer, for another batch, and for a plan without splits (disable_split_kv).
+        Planned with use_cuda_graph=True for num_reqs requests of query_len tokens each, for this spec, on a device of
+        num_sms SMs. Raises BatchError for plan info of another kind or of another FlashInfer, for another batch, and
+        for a plan without splits (disable_split_kv).
         """
         info = _checked(plan_info, length=15, graph_flag=13)
         padded, rows, query_tile = info[0], info[1], info[3]
@@ -110,19 +102,19 @@ class PlanLayout:
             f"the plan must be made for {num_reqs} requests of {query_len} query tokens, got one for {rows} tokens; "
             "its arrays would be written past their ends. Plan with the batch that is going to run.",
         )
-        budget = 2 * num_sms // num_kv_heads
-        query_tiles = -(-query_len * (num_q_heads // num_kv_heads) // query_tile)
+        budget = 2 * num_sms // spec.num_kv_heads
+        query_tiles = -(-query_len * spec.group_size // query_tile)
         needed = max(budget, num_reqs * query_tiles)
         require(
             padded >= needed,
-            f"{num_reqs} requests of {query_tiles} query tiles and {num_kv_heads} KV heads on {num_sms} SMs need a "
-            f"plan of {needed} tiles or more, got {padded}; its arrays would be written past their ends. Pass the "
+            f"{num_reqs} requests of {query_tiles} query tiles and {spec.num_kv_heads} KV heads on {num_sms} SMs need "
+            f"a plan of {needed} tiles or more, got {padded}; its arrays would be written past their ends. Pass the "
             "heads and the device that were planned for.",
         )
-        reach = window_left + query_tile
+        reach = spec.window_left + query_tile
         return cls(
             num_reqs=num_reqs,
-            page_size=page_size,
+            page_size=spec.page_size,
             tensor_cores=True,
             split=True,
             padded_tiles=padded,
@@ -136,7 +128,7 @@ class PlanLayout:
             block_valid_mask=info[12],
             query_len=query_len,
             query_tiles=query_tiles,
-            window_pages=_EVERY_PAGE if window_left < 0 else -(-reach // page_size),
+            window_pages=_EVERY_PAGE if spec.sliding_window is None else -(-reach // spec.page_size),
         )
 
     @property

@@ -59,19 +59,6 @@ def replan(
     _replan(seq_lens, last_page_len, workspace, table_width, [int(value) for value in astuple(layout)])
 
 
-def read_plan(workspace: torch.Tensor, layout: PlanLayout) -> dict[str, list[int]]:
-    """The plan in an int workspace as lists by array name, without what padding tiles hold; waits for the device."""
-    host = workspace.cpu()
-    ints = host.view(torch.int32)
-    plan = {name: ints[offset : offset + length].tolist() for name, (offset, length) in layout.arrays.items()}
-    if not layout.split:
-        return plan
-    mask = host[layout.block_valid_mask :][: layout.padded_tiles].tolist()
-    tiles = sum(mask)
-    trimmed = {name: values[:tiles] if name.endswith("indices") else values for name, values in plan.items()}
-    return {**trimmed, "block_valid_mask": mask}
-
-
 class Replan(NamedTuple):
     """seq_lens, last_page_len and workspace as `replan` has them. layout: the values of a PlanLayout, in its order."""
 

@@ -156,16 +156,9 @@ class FlashInferWrappers:
         }
 
     def _layout(self, wrapper: Any, batch: AttentionBatch) -> PlanLayout:
-        return PlanLayout.of_tensor_cores(
-            list(wrapper._plan_info),
-            num_reqs=batch.num_reqs,
-            page_size=self.spec.page_size,
-            num_q_heads=self.spec.num_q_heads,
-            num_kv_heads=self.spec.num_kv_heads,
-            num_sms=num_sms(self.device),
-            query_len=batch.max_query_len,
-            window_left=self.spec.window_left,
-        )
+        sms, query_len = num_sms(self.device), batch.max_query_len
+        info = list(wrapper._plan_info)
+        return PlanLayout.of_tensor_cores(info, self.spec, num_reqs=batch.num_reqs, num_sms=sms, query_len=query_len)
 
 
 def _used(plan: torch.Tensor, layout: PlanLayout) -> torch.Tensor:

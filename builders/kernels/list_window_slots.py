@@ -16,7 +16,6 @@ class ListWindowSlots(NamedTuple):
 
     window_indices   int32 [T, W] contiguous     slots page * page_size + offset, then -1
     window_lens      int32 [T]                   slots listed; 0 for the tokens of inert rows and after the last row
-    is_valid         bool [T]                    whether the token's request is live
     positions        int64 [T]
     seq_lens         int32 [R]
     query_start_loc  int32 [R + 1]
@@ -25,7 +24,6 @@ class ListWindowSlots(NamedTuple):
 
     window_indices: torch.Tensor
     window_lens: torch.Tensor
-    is_valid: torch.Tensor
     positions: torch.Tensor
     seq_lens: torch.Tensor
     query_start_loc: torch.Tensor
@@ -47,12 +45,11 @@ class ListWindowSlots(NamedTuple):
         page = self.block_table[row[:, None], position // self.page_size]
         self.window_indices.copy_(torch.where(seen, page * self.page_size + position % self.page_size, NO_SLOT))
         self.window_lens.copy_(lens)
-        self.is_valid.copy_(live)
 
     def launch(self) -> None:
         (tokens, width), num_reqs = self.window_indices.shape, self.seq_lens.shape[0]
         _list_window_slots_kernel[(tokens,)](
-            *self[:7], num_reqs, self.block_table.stride(0), WINDOW=self.window, PAGE_SIZE=self.page_size, WIDTH=width,
+            *self[:6], num_reqs, self.block_table.stride(0), WINDOW=self.window, PAGE_SIZE=self.page_size, WIDTH=width,
             BLOCK_W=triton.next_power_of_2(width), BLOCK_R=triton.next_power_of_2(num_reqs),
             num_warps=1 if width <= 256 else 4, **dependent_launch(self.positions.device),
         )  # fmt: skip
@@ -60,7 +57,7 @@ class ListWindowSlots(NamedTuple):
 
 @triton.jit
 def _list_window_slots_kernel(
-    window_indices, window_lens, is_valid, positions, seq_lens, query_start_loc, block_table, num_reqs, table_stride,
+    window_indices, window_lens, positions, seq_lens, query_start_loc, block_table, num_reqs, table_stride,
     WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -80,9 +77,6 @@ def _list_window_slots_kernel(
     slots = tl.where(seen, page * PAGE_SIZE + at % PAGE_SIZE, -1)
     tl.store(window_indices + token * WIDTH + lane, slots, mask=lane < WIDTH)
     tl.store(window_lens + token, length)
-    tl.store(is_valid + token, live)
 
 
-list_window_slots = define_op(
-    "builders::list_window_slots", ListWindowSlots, mutates=("window_indices", "window_lens", "is_valid")
-)
+list_window_slots = define_op("builders::list_window_slots", ListWindowSlots, mutates=("window_indices", "window_lens"))

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from builders.flashinfer.layout import PlanLayout
-from builders.flashinfer.plan import read_plan, replan
+from builders.flashinfer.plan import replan
+from tests.factories import make_spec
 
 NUM_SMS = 132
 UNTOUCHED = 0xAB
@@ -159,6 +160,19 @@ def plan_tensor_cores(
     return HostPlan([padded, rows, rows_at, query_tile, *places, 1, 1], arrays, ints.used)
 
 
+def read_plan(workspace: torch.Tensor, layout: PlanLayout) -> dict[str, list[int]]:
+    """The plan in an int workspace as lists by array name, without what padding tiles hold; waits for the device."""
+    host = workspace.cpu()
+    ints = host.view(torch.int32)
+    plan = {name: ints[offset : offset + length].tolist() for name, (offset, length) in layout.arrays.items()}
+    if not layout.split:
+        return plan
+    mask = host[layout.block_valid_mask :][: layout.padded_tiles].tolist()
+    tiles = sum(mask)
+    trimmed = {name: values[:tiles] if name.endswith("indices") else values for name, values in plan.items()}
+    return {**trimmed, "block_valid_mask": mask}
+
+
 @dataclass(frozen=True)
 class Case:
     """A batch and its kernel; `grid` counts for the CUDA-core kernel, query_len and window_left for FA2."""
@@ -206,18 +220,15 @@ class Case:
 
     def layout(self) -> PlanLayout:
         info = self.first_plan().info
-        batch = {"num_reqs": self.num_reqs, "page_size": self.page_size}
         if not self.tensor_cores:
-            return PlanLayout.of_cuda_cores(info, **batch)
-        return PlanLayout.of_tensor_cores(
-            info,
+            return PlanLayout.of_cuda_cores(info, num_reqs=self.num_reqs, page_size=self.page_size)
+        spec = make_spec(
             num_q_heads=self.num_kv_heads * self.group,
             num_kv_heads=self.num_kv_heads,
-            num_sms=NUM_SMS,
-            query_len=self.query_len,
-            window_left=self.window_left,
-            **batch,
+            page_size=self.page_size,
+            sliding_window=None if self.window_left < 0 else self.window_left + 1,
         )
+        return PlanLayout.of_tensor_cores(info, spec, num_reqs=self.num_reqs, num_sms=NUM_SMS, query_len=self.query_len)
 
     def workspace(self) -> torch.Tensor:
         """As the first plan leaves it."""

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from builders import BatchError
 from builders.flashinfer.layout import PlanLayout
-from builders.flashinfer.plan import read_plan, replan
+from builders.flashinfer.plan import replan
 from spec_decode.graphs import runtime_for
-from tests.builders.flashinfer_host_planner import NUM_SMS, UNTOUCHED, Case, ceil_div
-from tests.factories import CPU
+from tests.builders.flashinfer_host_planner import NUM_SMS, UNTOUCHED, Case, ceil_div, read_plan
+from tests.factories import CPU, make_spec
 
 
 @st.composite
@@ -156,18 +156,18 @@ def test_the_op_writes_what_its_schema_says(case):
     layout = case.layout()
     workspace, last_page_len = case.replanned()
     seq_lens = torch.tensor(case.seq_lens, dtype=torch.int32)
-    packed = [int(getattr(layout, name)) for name in PlanLayout.__dataclass_fields__]
+    values = [int(getattr(layout, name)) for name in PlanLayout.__dataclass_fields__]
     torch.library.opcheck(
         torch.ops.builders.flashinfer_replan.default,
-        (seq_lens, last_page_len, workspace, case.table_width, packed),
+        (seq_lens, last_page_len, workspace, case.table_width, values),
         test_utils=("test_schema", "test_faketensor"),
     )
 
 
-def tensor_core_refusal(info, **changes):
-    fields = {"num_reqs": 2, "page_size": 16, "num_q_heads": 32, "num_kv_heads": 8, "num_sms": NUM_SMS, **changes}
+def tensor_core_refusal(info, query_len=1, num_kv_heads=8):
+    spec = make_spec(page_size=16, num_q_heads=32, num_kv_heads=num_kv_heads)
     with pytest.raises(BatchError) as refused:
-        PlanLayout.of_tensor_cores(info, **fields)
+        PlanLayout.of_tensor_cores(info, spec, num_reqs=2, num_sms=NUM_SMS, query_len=query_len)
     return str(refused.value)
 
 

@@ -19,7 +19,7 @@ BATCHES = {
     "verify": ([5, 5, 5], [5, 37, 150], 4),
     "ragged": ([3, 1, 20, 7], [3, 64, 20, 130], 6),
 }
-FIELDS = ("window_indices", "window_lens", "is_valid")
+FIELDS = ("window_indices", "window_lens")
 
 
 class Asked:
@@ -68,7 +68,6 @@ def assert_lists(metadata, lists):
     width = metadata.window_indices.shape[1]
     assert metadata.window_indices.tolist() == [(seen or []) + [-1] * (width - len(seen or [])) for seen in lists]
     assert metadata.window_lens.tolist() == [len(seen or []) for seen in lists]
-    assert metadata.is_valid.tolist() == [seen is not None for seen in lists]
 
 
 def fields_of(metadata):
@@ -189,8 +188,7 @@ def test_exactly_the_step_fields_follow_the_position():
     asked.advance()
     after = asked.builder().build(asked.view)
     changed = {name for name, value in before.items() if not torch.equal(value, getattr(after, name))}
-    # No request stops within a step.
-    assert changed == set(SparseWindowBuilder.step_fields) - {"is_valid"}
+    assert changed == set(SparseWindowBuilder.step_fields)
 
 
 @pytest.mark.parametrize(("window", "width"), [(1, 128), (128, 128), (129, 256)])

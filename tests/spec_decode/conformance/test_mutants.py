@@ -19,8 +19,7 @@ CPU = torch.device("cpu")
 KILLED = {Outcome.FAIL, Outcome.ERROR}
 
 BACKENDS = ("torch_reference", "triton_paged", "triton_mla", "sparse_swa_mla")
-# is_valid follows the life of a request, which a step does not end.
-STEP_FIELDS = [(name, field) for name in BACKENDS for field in get(name).builder.step_fields if field != "is_valid"]
+STEP_FIELDS = [(name, field) for name in BACKENDS for field in get(name).builder.step_fields]
 
 
 def outcomes(backend: object, *checks: str) -> dict[str, set[Outcome]]:
