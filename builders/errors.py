@@ -20,7 +20,7 @@ def require(condition: bool, message: str) -> None:
 def require_tensor(
     name: str, tensor: torch.Tensor, *, shape: Iterable[int | None], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise BatchError unless a tensor has the device, dtype and shape (None matches any size) that a kernel expects."""
+    """Raise BatchError unless a tensor has this shape (None matches any size), dtype and device type."""
     wanted, found = tuple(shape), tuple(tensor.shape)
     fits = len(wanted) == len(found) and all(w in (None, f) for w, f in zip(wanted, found, strict=True))
     if not fits or tensor.dtype != dtype or tensor.device.type != device.type:
