@@ -9,7 +9,6 @@ from torch import nn
 
 from spec_decode.models.attention import Attention
 from spec_decode.models.base import TargetModel
-from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
@@ -60,18 +59,17 @@ class CausalDraft(DecoderDraft):
 
 def serves(store: TensorStore) -> bool:
     """Whether config.json names one of the architectures."""
-    return _architecture(store) in ARCHITECTURES
+    return len(store.architectures) == 1 and store.architectures[0] in ARCHITECTURES
 
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> CausalDraft:
     """The draft, ready to run. Raises CheckpointError."""
-    fields = ConfigReader(store.config, str(store.folder / "config.json"))
-    config, options = read_decoder(fields), _options(_architecture(store), fields)
+    config, options = read_decoder(store.config), _options(store)
     model = config.model
     check_shared(store, "vocab_size", model.vocab_size, target.vocab_size)
     with torch.device("meta"):
         draft = CausalDraft(config, options, target.target_states_size)
-    tied = fields.get("tie_word_embeddings", bool, False)
+    tied = store.config.get("tie_word_embeddings", bool, False)
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"
     weights = ScopedWeights(store, "", dtype, device)
     draft = read_parameters(draft, weights, lambda name: head if name == "lm_head.weight" else f"model.{name}")
@@ -79,15 +77,11 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     return draft
 
 
-def _architecture(store: TensorStore) -> str | None:
-    names = store.config.get("architectures")
-    return names[0] if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else None
-
-
-def _options(architecture: str | None, config: ConfigReader) -> LayerOptions:
+def _options(store: TensorStore) -> LayerOptions:
+    (architecture,) = store.architectures
     if architecture == "Qwen2ForCausalLM":
         return LayerOptions(qkv_bias=True)
     if architecture == "MistralForCausalLM":
         return LayerOptions()
-    biased = config.get("attention_bias", bool, False)
+    biased = store.config.get("attention_bias", bool, False)
     return LayerOptions(qkv_bias=biased, out_bias=biased, qk_norm=architecture == "Qwen3ForCausalLM")

@@ -6,7 +6,6 @@ Legend: T tokens, H hidden size, S streams of the residual.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -17,7 +16,7 @@ from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.checkpoints.store import TensorStore
-from spec_decode.models.draft import check_shared, check_target_hidden_states
+from spec_decode.models.draft import check_target
 from spec_decode.models.kernels.skinny_linear import linear
 from spec_decode.models.layers.feed_forward import Names
 from spec_decode.models.layers.hyper_connections import HyperConnection, HyperHead, HyperShape
@@ -44,9 +43,9 @@ class V4Shape:
     hyper: HyperShape
 
 
-def serves(config: dict[str, Any]) -> bool:
-    """Whether `load` reads checkpoints with this config.json."""
-    return any(name in ARCHITECTURES for name in config.get("architectures") or ())
+def serves(store: TensorStore) -> bool:
+    """Whether config.json names one of the architectures."""
+    return any(name in ARCHITECTURES for name in store.architectures)
 
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> DeepseekV4Prediction:
@@ -55,12 +54,15 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     Of several such layers the first is taken, and used at every step. Embedding and head are the target's
     `embed.weight` and `logits`. Raises CheckpointError for anything amiss.
     """
-    config = ConfigReader(store.config, str(store.folder / "config.json"))
-    shape = read_shape(config)
-    check_shared(store, "vocab_size", shape.vocab_size, target.vocab_size)
-    check_shared(store, "hidden_size", shape.hidden, target.hidden_size)
-    remedy = "Make the target with the residual streams after its last layer as target_hidden_states."
-    check_target_hidden_states(store, shape.hyper.streams * shape.hidden, target, remedy)
+    shape = read_shape(store.config)
+    check_target(
+        store,
+        target,
+        shape.vocab_size,
+        shape.hidden,
+        states_size=shape.hyper.streams * shape.hidden,
+        remedy="Make the target with the residual streams after its last layer as target_hidden_states.",
+    )
     weights = ScopedWeights(store, "mtp.0.", dtype, device)
     draft = DeepseekV4Prediction(shape, weights, target)
     weights.refuse_unused()

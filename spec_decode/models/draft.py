@@ -55,15 +55,14 @@ def target_embedding(target: TargetModel) -> torch.Tensor:
 
 def decoder_fields(store: TensorStore) -> ConfigReader:
     """The part of config.json that describes the layers: its own fields, or those of an object inside it."""
-    fields = ConfigReader(store.config, str(store.folder / "config.json"))
     for name in ("transformer_layer_config", "model"):  # speculators, vLLM's EAGLE
-        if isinstance(store.config.get(name), dict):
-            return fields.section(name)
-    return fields
+        if isinstance(store.config.values.get(name), dict):
+            return store.config.section(name)
+    return store.config
 
 
 def check_shared(store: TensorStore, name: str, ours: int, theirs: int) -> None:
-    """Refuse a draft whose `name` is not the target's."""
+    """Refuse a draft whose `name` is not the target's: raises CheckpointError."""
     if ours != theirs:
         raise CheckpointError(
             f"a draft shares its target's {name}, {store.folder} has {ours} and the target {theirs}; what one hands to "
@@ -71,17 +70,33 @@ def check_shared(store: TensorStore, name: str, ours: int, theirs: int) -> None:
         )
 
 
-def check_target_hidden_states(store: TensorStore, wanted: int, target: TargetModel, remedy: str) -> None:
-    """Refuse a target that returns hidden states of another size than the draft reads."""
-    if target.target_states_size != wanted:
+def check_target(
+    store: TensorStore,
+    target: TargetModel,
+    vocab_size: int,
+    hidden_size: int,
+    *,
+    states_size: int | None = None,
+    remedy: str = "Make the target with its last hidden states as target_hidden_states.",
+) -> None:
+    """Refuse a target of another vocabulary or hidden size than the draft's, or with other target_hidden_states than
+    the draft reads: raises CheckpointError.
+
+    states_size  dims of the states that the draft reads; None: its last hidden states
+    remedy       how to make a target that returns these
+    """
+    states_size = states_size or hidden_size
+    check_shared(store, "vocab_size", vocab_size, target.vocab_size)
+    check_shared(store, "hidden_size", hidden_size, target.hidden_size)
+    if target.target_states_size != states_size:
         raise CheckpointError(
-            f"the draft in {store.folder} reads target hidden states of size {wanted}, this target returns "
+            f"the draft in {store.folder} reads target hidden states of size {states_size}, this target returns "
             f"{target.target_states_size}; nothing was loaded. {remedy}"
         )
 
 
 def check_embedding(store: TensorStore, target: TargetModel, dtype: torch.dtype) -> None:
-    """Refuse another dtype than the target's for a draft that uses its embedding."""
+    """Refuse another dtype than the target's for a draft that uses its embedding: raises CheckpointError."""
     if (theirs := target_embedding(target).dtype) != dtype:
         raise CheckpointError(
             f"the draft in {store.folder} uses its target's embedding, in {theirs}, and was asked for in {dtype}; "

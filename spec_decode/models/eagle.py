@@ -19,8 +19,7 @@ from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.draft import (
     HiddenStatesDraft,
     check_embedding,
-    check_shared,
-    check_target_hidden_states,
+    check_target,
     decoder_fields,
 )
 from spec_decode.models.kernels.skinny_linear import linear
@@ -128,11 +127,7 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     """The draft, ready to run. Raises CheckpointError."""
     config = read_decoder(decoder_fields(store), max_positions=target.max_positions)
     model, names = config.model, store.names()
-    check_shared(store, "vocab_size", model.vocab_size, target.vocab_size)
-    check_shared(store, "hidden_size", model.hidden_size, target.hidden_size)
-    check_target_hidden_states(
-        store, model.hidden_size, target, "Make the target with its last hidden states as target_hidden_states."
-    )
+    check_target(store, target, model.vocab_size, model.hidden_size)
     fc_bias, own_embedding = "fc.bias" in names, "embed_tokens.weight" in names
     if not own_embedding:
         check_embedding(store, target, dtype)

@@ -22,7 +22,7 @@ from spec_decode.models.draft import (
     HiddenStatesDraft,
     check_embedding,
     check_shared,
-    check_target_hidden_states,
+    check_target,
     decoder_fields,
 )
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
@@ -136,18 +136,19 @@ def aux_hidden_state_layers(store: TensorStore, num_target_layers: int) -> tuple
 
 def _aux_section(store: TensorStore, name: str) -> ConfigReader:
     """Where config.json says a field about the auxiliary hidden states: at its top, or in NVIDIA's eagle_config."""
-    config = ConfigReader(store.config, str(store.folder / "config.json"))
-    return config if config.values.get(name) else config.section("eagle_config")
+    return store.config if store.config.values.get(name) else store.config.section("eagle_config")
 
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> Eagle3:
     """The draft, ready to run. Raises CheckpointError."""
-    whole = ConfigReader(store.config, str(store.folder / "config.json"))
-    fields = decoder_fields(store)
-    config = read_decoder(fields, max_positions=target.max_positions)
+    whole, config = store.config, read_decoder(decoder_fields(store), max_positions=target.max_positions)
     model = config.model
     own_embedding = "embed_tokens.weight" in store.names()
-    _check_target(store, model, target, whole, dtype=dtype, own_embedding=own_embedding)
+    _check_target(store, model, target)
+    if not own_embedding:
+        name = "hidden_size (for want of an embedding of its own)"
+        check_shared(store, name, model.hidden_size, target.hidden_size)
+        check_embedding(store, target, dtype)
     _refuse_normed_output(whole)
     draft_vocab = whole.get("draft_vocab_size", int, model.vocab_size)
     token_map = read_token_map(store, draft_vocab, target.vocab_size)
@@ -185,25 +186,13 @@ def _prefixes(store: TensorStore, num_layers: int) -> list[str]:
     return ["midlayer." if named and layer == 0 else f"layers.{layer}." for layer in range(num_layers)]
 
 
-def _check_target(
-    store: TensorStore,
-    model: ModelConfig,
-    target: TargetModel,
-    config: ConfigReader,
-    *,
-    dtype: torch.dtype,
-    own_embedding: bool,
-) -> None:
-    check_shared(store, "vocab_size", model.vocab_size, target.vocab_size)
-    target_hidden = config.get("target_hidden_size", int, model.hidden_size)
-    check_shared(store, "hidden_size", target_hidden, target.hidden_size)
-    check_target_hidden_states(
+def _check_target(store: TensorStore, model: ModelConfig, target: TargetModel) -> None:
+    target_hidden = store.config.get("target_hidden_size", int, model.hidden_size)
+    check_target(
         store,
-        NUM_AUX_LAYERS * target_hidden,
         target,
-        f"Make the target with the states of {NUM_AUX_LAYERS} layers: aux_hidden_state_layers says which.",
+        model.vocab_size,
+        target_hidden,
+        states_size=NUM_AUX_LAYERS * target_hidden,
+        remedy=f"Make the target with the states of {NUM_AUX_LAYERS} layers: aux_hidden_state_layers says which.",
     )
-    if not own_embedding:
-        name = "hidden_size (for want of an embedding of its own)"
-        check_shared(store, name, model.hidden_size, target.hidden_size)
-        check_embedding(store, target, dtype)

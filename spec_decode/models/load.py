@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any
 
 import torch
 
@@ -13,35 +12,15 @@ from spec_decode.models.base import DraftModel, TargetModel
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.checkpoints.store import TensorStore
 
-
-class _Load(Protocol):
-    def __call__(
-        self, store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device
-    ) -> DraftModel: ...
-
-
-class _Kind(NamedTuple):
-    name: str
-    serves: Callable[[TensorStore], bool]
-    load: _Load
-
-
-def _listed(name: str, architectures: Sequence[str]) -> str:
-    return f"{name} ({', '.join(architectures)})"
-
-
-_KINDS = (
-    _Kind("EAGLE-3 (d2t or hidden_norm among its tensors)", eagle3.serves, eagle3.load),
-    _Kind("EAGLE (fc.weight among its tensors)", eagle.serves, eagle.load),
-    _Kind(_listed("multi-token prediction", mtp.ARCHITECTURES), lambda store: mtp.serves(store.config), mtp.load),
-    _Kind(
-        _listed("DeepSeek-V4's multi-token prediction", deepseek_v4.ARCHITECTURES),
-        lambda store: deepseek_v4.serves(store.config),
-        deepseek_v4.load,
-    ),
-    _Kind(_listed("a causal language model", causal_lm.ARCHITECTURES), causal_lm.serves, causal_lm.load),
-)
-"""The first that serves a checkpoint loads it: drafts are often published under their target's architecture."""
+_KINDS = {
+    "EAGLE-3 (d2t or hidden_norm among its tensors)": eagle3,
+    "EAGLE (fc.weight among its tensors)": eagle,
+    f"multi-token prediction ({', '.join(mtp.ARCHITECTURES)})": mtp,
+    f"DeepSeek-V4's multi-token prediction ({', '.join(deepseek_v4.ARCHITECTURES)})": deepseek_v4,
+    f"a causal language model ({', '.join(causal_lm.ARCHITECTURES)})": causal_lm,
+}
+"""Modules with `serves` and `load`. The first that serves a checkpoint loads it: drafts are often published under their
+target's architecture."""
 
 
 def load_draft(
@@ -54,13 +33,14 @@ def load_draft(
     anything amiss in the folder and for a draft that does not fit the target.
     """
     store = TensorStore.open(folder)
-    kind = next((kind for kind in _KINDS if kind.serves(store)), None)
+    kind: Any = next((module for module in _KINDS.values() if module.serves(store)), None)
     if kind is None:
         raise CheckpointError(
-            f"{folder} must hold a draft of a known kind, got architectures {store.config.get('architectures')}; "
-            f"nothing was loaded. Known are {'; '.join(kind.name for kind in _KINDS)}."
+            f"{folder} must hold a draft of a known kind, got architectures "
+            f"{store.config.values.get('architectures')}; nothing was loaded. Known are {'; '.join(_KINDS)}."
         )
-    return kind.load(store, target, dtype=dtype, device=torch.device(device))
+    draft: DraftModel = kind.load(store, target, dtype=dtype, device=torch.device(device))
+    return draft
 
 
 def aux_hidden_state_layers(folder: Path, num_target_layers: int) -> tuple[int, ...] | None:

@@ -1,13 +1,12 @@
 """Multi-token prediction as DeepSeek-V3 and GLM-4.7-Flash publish it (arXiv:2412.19437, section 2.2).
 
-The layer behind the target's last, in the target's own checkpoint: one decoder layer with dense latent attention over
+The layer after the target's last, in the target's own checkpoint: one decoder layer with dense latent attention over
 the embedding of the token at p + 1 beside the target's state at p.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ from spec_decode.models.base import LayerGroup, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.checkpoints.store import TensorStore
-from spec_decode.models.draft import check_shared, check_target_hidden_states
+from spec_decode.models.draft import check_target
 from spec_decode.models.kernels.skinny_linear import linear
 from spec_decode.models.layers.feed_forward import Names, read_dense
 from spec_decode.models.layers.mla_attention import LatentAttention, MlaShape
@@ -45,9 +44,9 @@ class MtpShape:
     """A mixture, or the intermediate size of a dense block."""
 
 
-def serves(config: dict[str, Any]) -> bool:
-    """Whether `load` reads checkpoints with this config.json."""
-    return any(name in ARCHITECTURES for name in config.get("architectures") or ())
+def serves(store: TensorStore) -> bool:
+    """Whether config.json names one of the architectures."""
+    return any(name in ARCHITECTURES for name in store.architectures)
 
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> MultiTokenPrediction:
@@ -56,13 +55,8 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     Of several such layers the first is taken, and used at every step. Where it has no embedding or head of its own, it
     shares the target's `embed.weight` and `logits`. Raises CheckpointError for anything amiss.
     """
-    config = ConfigReader(store.config, str(store.folder / "config.json"))
-    shape = read_shape(config)
-    check_shared(store, "vocab_size", shape.vocab_size, target.vocab_size)
-    check_shared(store, "hidden_size", shape.hidden, target.hidden_size)
-    check_target_hidden_states(
-        store, shape.hidden, target, "Make the target with its last hidden states as target_hidden_states."
-    )
+    shape = read_shape(store.config)
+    check_target(store, target, shape.vocab_size, shape.hidden)
     weights = ScopedWeights(store, f"model.layers.{shape.layer}.", dtype, device)
     draft = MultiTokenPrediction(shape, weights, target)
     weights.refuse_unused()
@@ -105,7 +99,7 @@ def _read_feed_forward_shape(config: ConfigReader, layer: int, hidden: int) -> M
 class MultiTokenPrediction(MtpDraft):
     """At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2.
 
-    The target's hidden states are those behind its final norm. The state handed on is the residual before the head's
+    The target's hidden states are those after its final norm. The state handed on is the residual before the head's
     norm, which `logits` applies.
     """
 

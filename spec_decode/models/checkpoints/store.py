@@ -1,4 +1,4 @@
-"""A checkpoint folder as models are published: config.json, and weights in one file or in shards behind an index."""
+"""A checkpoint folder as models are published: config.json, and weights in one file or in shards with an index."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.errors import CheckpointError
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -25,17 +26,17 @@ class _Shard:
 
 
 class TensorStore:
-    """Tensors by name, read from disk when they are taken, and config.json as a dict.
+    """Tensors by name, read from disk when they are taken, and config.json.
 
     Everything amiss is a CheckpointError that names the file and the tensor.
     """
 
     folder: Path
-    config: dict[str, Any]
+    config: ConfigReader
 
     def __init__(self, folder: Path, config: dict[str, Any], files: dict[str, Path]) -> None:
         """files: the file of each tensor."""
-        self.folder, self.config = folder, config
+        self.folder, self.config = folder, ConfigReader(config, str(folder / "config.json"))
         self._files = files
         self._shards: dict[Path, _Shard] = {}
         self._taken: set[str] = set()
@@ -55,6 +56,12 @@ class TensorStore:
         store = cls(folder, config, {})
         store._files = dict.fromkeys(store._shard(weights).names, weights)
         return store
+
+    @property
+    def architectures(self) -> list[str]:
+        """The classes that config.json names; none where it holds anything but a list of names."""
+        found = self.config.values.get("architectures")
+        return found if isinstance(found, list) and all(isinstance(name, str) for name in found) else []
 
     def names(self) -> frozenset[str]:
         """Every tensor of the checkpoint."""

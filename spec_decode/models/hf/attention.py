@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from builders import AttentionSpec
+from spec_decode.models.attention import AttentionInputs
 from spec_decode.models.checkpoints.errors import CheckpointError
 
 try:
@@ -39,50 +39,9 @@ class UnservedModel(CheckpointError):
     """A model whose attention or logits this library cannot compute; the message names the layer and the reason."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerAttention:
-    """The attention that a layer asks for when it runs; fields as in AttentionSpec."""
-
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int
-    dtype: torch.dtype
-    scale: float
-    sliding_window: int | None
-    soft_cap: float | None
-    sinks: bool
-
-    def spec(self, page_size: int) -> AttentionSpec:
-        """The same over pages of page_size tokens."""
-        return AttentionSpec(
-            page_size=page_size,
-            num_q_heads=self.num_q_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            value_dim=self.value_dim,
-            dtype=self.dtype,
-            scale=self.scale,
-            sliding_window=self.sliding_window,
-            soft_cap=self.soft_cap,
-            sinks=self.sinks,
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerCall:
-    """One layer's call for attention: query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, E], sinks fp32 [Hq] or None."""
-
-    layer: int
-    asked: LayerAttention
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    sinks: torch.Tensor | None
-
-
-Serve = Callable[[LayerCall], torch.Tensor]
-"""Computes [T, Hq, E]."""
+Serve = Callable[[AttentionInputs, AttentionSpec], torch.Tensor]
+"""Computes one layer's attention [T, Hq, E] from its inputs: query [T, Hq, D], key [T, Hkv, D] and value [T, Hkv, E],
+with their rotation done, and sinks. The spec is what the layer asks for, over pages of one token."""
 
 _SERVE: ContextVar[Serve] = ContextVar("serve")
 
@@ -117,26 +76,22 @@ def _attention(
     window, soft_cap, sinks = (others.pop(name, None) for name in ("sliding_window", "softcap", "s_aux"))
     _refuse_other_attention(module, query, attention_mask, scaling, dropout, others)
     assert scaling is not None
-    asked = LayerAttention(
+    spec = AttentionSpec(
         num_q_heads=query.shape[1],
         num_kv_heads=key.shape[1],
         head_dim=query.shape[3],
         value_dim=value.shape[3],
+        page_size=1,
         dtype=query.dtype,
         scale=float(scaling),
         sliding_window=window,
         soft_cap=soft_cap,
         sinks=sinks is not None,
     )
-    call = LayerCall(
-        layer=module.layer_idx,  # type: ignore[arg-type]
-        asked=asked,
-        query=query[0].transpose(0, 1),
-        key=key[0].transpose(0, 1),
-        value=value[0].transpose(0, 1),
-        sinks=None if sinks is None else sinks.float(),
-    )
-    return serve(call)[None], None
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    layer: Any = module.layer_idx
+    sinks = None if sinks is None else sinks.float()
+    return serve(AttentionInputs(layer, query, key, value, sinks=sinks), spec)[None], None
 
 
 def _refuse_other_attention(

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from builders import AttentionSpec
 from spec_decode.models.attention import Attention, AttentionInputs
 from spec_decode.models.base import LayerGroup, TargetModel, TargetStates
-from spec_decode.models.hf.attention import ATTENTION_NAME, LayerAttention, LayerCall, serving, unserved
+from spec_decode.models.hf.attention import ATTENTION_NAME, serving, unserved
 from spec_decode.models.hf.hidden_states import catching, set_hooks
 
 if TYPE_CHECKING:
@@ -51,9 +53,9 @@ class TransformersTarget(TargetModel):
         self.aux_hidden_state_layers = None if aux_hidden_state_layers is None else tuple(aux_hidden_state_layers)
         self._check_aux_hidden_state_layers()
         self.target_states_size = self.hidden_size * (
-            1 if self.aux_hidden_state_layers is None else len(self.aux_hidden_state_layers)
+            1 if aux_hidden_state_layers is None else len(aux_hidden_state_layers)
         )
-        self._layers: dict[int, LayerAttention] = {}
+        self._specs: dict[int, AttentionSpec] = {}
         model.set_attn_implementation(ATTENTION_NAME)
         if self.config._attn_implementation != ATTENTION_NAME:
             raise unserved(f"{type(model).__name__} computes its attention itself, not through the library's interface")
@@ -85,24 +87,22 @@ class TransformersTarget(TargetModel):
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
         """A group for every kind of attention that a layer has, named `full` or `sliding`; a number tells others of
         the same name apart."""
-        by_kind: dict[LayerAttention, list[int]] = {}
-        for layer in sorted(self._layers):
-            by_kind.setdefault(self._layers[layer], []).append(layer)
         groups: list[LayerGroup] = []
-        for asked, layers in by_kind.items():
-            name = "full" if asked.sliding_window is None else "sliding"
+        for spec in dict.fromkeys(self._specs[layer] for layer in sorted(self._specs)):
+            name = "full" if spec.sliding_window is None else "sliding"
             same = sum(group.name.split("_")[0] == name for group in groups)
+            layers = tuple(layer for layer in sorted(self._specs) if self._specs[layer] == spec)
             name = f"{name}_{same + 1}" if same else name
-            groups.append(LayerGroup(name=name, spec=asked.spec(page_size), layers=tuple(layers)))
+            groups.append(LayerGroup(name=name, spec=replace(spec, page_size=page_size), layers=layers))
         return groups
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> TargetStates:
         """token_ids and positions int64 [T]; hidden are the states after the final norm."""
 
-        def serve(call: LayerCall) -> torch.Tensor:
-            if call.asked != (made_for := self._layers.get(call.layer)):
-                raise unserved(f"layer {call.layer} asks for {call.asked}, while the target was made for {made_for}")
-            return attention(AttentionInputs(call.layer, call.query, call.key, call.value, sinks=call.sinks))
+        def serve(inputs: AttentionInputs, spec: AttentionSpec) -> torch.Tensor:
+            if spec != (made_for := self._specs.get(inputs.layer)):
+                raise unserved(f"layer {inputs.layer} asks for {spec}, while the target was made for {made_for}")
+            return attention(inputs)
 
         with serving(serve), catching() as states:
             out = self._decoder(**self._inputs(token_ids, positions))
@@ -138,12 +138,12 @@ class TransformersTarget(TargetModel):
     @torch.no_grad()
     def _probe(self) -> None:
         """Run two tokens, note what each layer asks for, and compare our logits with the model's own."""
-        calls: dict[int, list[LayerAttention]] = {}
+        asked: dict[int, list[AttentionSpec]] = {}
         states: list[torch.Tensor] = []
 
-        def note(call: LayerCall) -> torch.Tensor:
-            calls.setdefault(call.layer, []).append(call.asked)
-            return call.value.repeat_interleave(call.asked.num_q_heads // call.asked.num_kv_heads, 1)
+        def note(inputs: AttentionInputs, spec: AttentionSpec) -> torch.Tensor:
+            asked.setdefault(inputs.layer, []).append(spec)
+            return inputs.value.repeat_interleave(spec.group_size, 1)
 
         tokens = torch.arange(_PROBE_TOKENS, device=self.embed.weight.device)
         handle = self._decoder.register_forward_hook(lambda _, __, out: states.append(out.last_hidden_state[0]))
@@ -154,17 +154,17 @@ class TransformersTarget(TargetModel):
             handle.remove()
         if not states:
             raise unserved(f"{type(self.model).__name__} goes around its decoder, {type(self._decoder).__name__}")
-        self._check_layers(calls)
-        self._layers = {layer: asked for layer, (asked,) in calls.items()}
+        self._check_layers(asked)
+        self._specs = {layer: spec for layer, (spec,) in asked.items()}
         self._check_logits(states[0], theirs)
 
-    def _check_layers(self, calls: dict[int, list[LayerAttention]]) -> None:
+    def _check_layers(self, asked: dict[int, list[AttentionSpec]]) -> None:
         types = dict(enumerate(getattr(self.config, "layer_types", None) or ()))
-        for layer in sorted(calls.keys() | set(range(self.num_layers))):
-            asked = calls.get(layer, [])
-            if len(asked) != 1:
-                raise unserved(f"layer {layer} asked for attention {len(asked)} times in a forward, not once")
-            kind, window = types.get(layer), asked[0].sliding_window
+        for layer in sorted(asked.keys() | set(range(self.num_layers))):
+            specs = asked.get(layer, [])
+            if len(specs) != 1:
+                raise unserved(f"layer {layer} asked for attention {len(specs)} times in a forward, not once")
+            kind, window = types.get(layer), specs[0].sliding_window
             if kind and (kind == "sliding_attention") != (window is not None):
                 raise unserved(f"layer {layer} is of type {kind}, yet asks for a window of {window} tokens")
 

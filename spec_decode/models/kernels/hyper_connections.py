@@ -68,7 +68,7 @@ def collapse_streams(
 def write_streams(
     streams: torch.Tensor, output: torch.Tensor, write: torch.Tensor, carry: torch.Tensor
 ) -> torch.Tensor:
-    """The streams behind a block, [T, S, H]: write[s] * output + the sum over r of carry[r, s] * streams[r].
+    """The streams after a block, [T, S, H]: write[s] * output + the sum over r of carry[r, s] * streams[r].
 
     streams [T, S, H] and output [T, H] of one dtype, write [T, S] and carry [T, S, S] fp32. The sum runs from the first
     stream to the last. Raises as `read_streams` does.

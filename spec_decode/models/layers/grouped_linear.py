@@ -32,7 +32,7 @@ def _has_kernel(rows: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _grouped_mm(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    # The public name came with torch 2.10, the operator behind it before.
+    # The public name came with torch 2.10, the private operator before.
     multiply = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
     out: torch.Tensor = multiply(rows, weight.mT, offs=ends)
     return out

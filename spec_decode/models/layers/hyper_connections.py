@@ -50,7 +50,7 @@ class HyperConnection(nn.Module):
     def write(
         self, streams: torch.Tensor, output: torch.Tensor, write: torch.Tensor, carry: torch.Tensor
     ) -> torch.Tensor:
-        """The streams [T, S, H] behind the block: write[s] * output + sum over r of carry[r, s] * streams[r]."""
+        """The streams [T, S, H] after the block: write[s] * output + sum over r of carry[r, s] * streams[r]."""
         return write_streams(streams, output, write, carry)
 
 

@@ -26,7 +26,7 @@ def first_shard(folder):
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_holds_the_same_tensors(checkpoint, tmp_path, form):
     store = TensorStore.open(checkpoint.write(tmp_path, form))
-    assert store.config == checkpoint.config and store.names() == checkpoint.tensors.keys()
+    assert store.config.values == checkpoint.config and store.names() == checkpoint.tensors.keys()
     for name, tensor in checkpoint.tensors.items():
         assert torch.equal(store.take(name, tuple(tensor.shape)), tensor)
 
