@@ -1,14 +1,13 @@
-"""Hold a crowded engine to each request alone: python scripts/engine_run.py --requests 5000 --json FILE.
+"""Compare a busy engine with each request alone: python scripts/engine_run.py --requests 5000 --json FILE.
 
 The shipped pair, its requests joining at random and of every kind (greedy and sampled, top-k and top-p, stop tokens),
 some cancelled between steps or by a callback, over a page pool so small that texts grow into preemption; half of them
-under each verifier. A sample is then decoded one by one, and each text must be the same: of a cancelled request, as far
-as it went. In float32 where the backend has it, else in bfloat16.
+under each verifier. A sample is then decoded one by one, and each text must be the same; that of a cancelled request as
+far as it went. In float32 where the backend has it, else in bfloat16.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -24,14 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from attn_backends import AttentionBackend, NoBackend, registry
-from scripts.provenance import provenance
+from scripts.script_report import script_options, write_report
 from spec_decode.cli.byte_pair import BytePair, load_byte_pair
 from spec_decode.drafter import GraphMode, Strategy
 from spec_decode.engine import Engine, Finish, Generation, Handle, Request
 from spec_decode.models import SHIPPED_PAIR
 from spec_decode.models.held_out_text import held_out_documents
 
-SCHEMA = "attn-engine-run/1"
+SCHEMA = "attn-engine-run/2"
 VERIFIERS = ("rejection", "block")
 DRAFT_TOKENS, MAX_REQS = 4, 32
 PROMPT, NEW = (4, 60), (4, 40)
@@ -46,15 +45,15 @@ TRIES = 32
 RULE = (
     "A kernel's sums depend on the padded batch, so a text may leave its own at a decision that roundings tip. A "
     f"difference is excused only if, in one of {TRIES} more runs of the request alone, in which the logits of target "
-    "and draft are shaken around that token by at most `noise` times their largest magnitude, the text leaves at that "
-    "very token with the token that the crowd's text has. The same for greedy and sampled texts."
+    "and draft get noise around that token of at most `noise` times their largest magnitude, the text leaves at that "
+    "very token with the token that the busy engine's text has. The same for greedy and sampled texts."
 )
 STOPPED = -1
 """Stands for the stop token that ended a text."""
 
 
 @dataclass
-class Crowd:
+class BusyRun:
     """What became of the requests under one verifier."""
 
     verification: str
@@ -67,7 +66,7 @@ class Crowd:
 
 @dataclass
 class Sample:
-    """How the texts of some requests compare with what each says alone."""
+    """How the texts of some requests compare with those of each request alone."""
 
     greedy: int = 0
     sampled: int = 0
@@ -101,7 +100,7 @@ def make_requests(count: int, rng: random.Random) -> list[Request]:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class RunConfig:
     """What every engine of a run has in common."""
 
     backend: AttentionBackend
@@ -131,12 +130,12 @@ class Setting:
         )
 
 
-def run_crowd(
-    setting: Setting, pair: BytePair, verification: str, requests: Sequence[Request], rng: random.Random
-) -> Crowd:
+def serve(
+    config: RunConfig, pair: BytePair, verification: str, requests: Sequence[Request], rng: random.Random
+) -> BusyRun:
     """Serve the requests, which join at random, until nothing is left."""
-    options = {"max_reqs": MAX_REQS, "num_pages": setting.pages, "max_prefill_tokens": 256}
-    engine = setting.make_engine(pair, verification, **options)
+    options = {"max_reqs": MAX_REQS, "num_pages": config.pages, "max_prefill_tokens": 256}
+    engine = config.make_engine(pair, verification, **options)
     engine.capture()
     handles: list[Handle] = []
     cancels: Counter[str] = Counter()
@@ -175,42 +174,42 @@ def run_crowd(
         "mean_accepted": round(stats.mean_accepted, 3),
     }
     strategy = engine.plan.strategy if engine.plan else None
-    return Crowd(verification, handles, strategy, round(seconds, 2), setting.pages - engine.free_pages, counts)
+    return BusyRun(verification, handles, strategy, round(seconds, 2), config.pages - engine.free_pages, counts)
 
 
-def said_by(generation: Generation) -> list[int]:
-    """The text, and STOPPED behind one that a stop token ended."""
+def tokens_of(generation: Generation) -> list[int]:
+    """The text, with STOPPED after one that a stop token ended."""
     return generation.token_ids + [STOPPED] * (generation.finish is Finish.STOP)
 
 
-class Shaken:
-    """An engine for one request at a time, which shakes the logits of its pair around one token of the text."""
+class NoisyEngine:
+    """An engine for one request at a time that adds noise to the logits of its pair around one token of the text."""
 
-    def __init__(self, setting: Setting, verification: str) -> None:
-        pair = setting.load_pair()
-        self._noise, self._on = NOISE[setting.dtype], False
+    def __init__(self, config: RunConfig, verification: str) -> None:
+        pair = config.load_pair()
+        self._noise, self._on = NOISE[config.dtype], False
         for model in (pair.target, pair.draft):
-            model.logits = self._shaking(model.logits)  # type: ignore[method-assign, assignment]
-        # Whether to shake, the host decides token by token, which no graph would see.
-        self._engine = setting.make_engine(pair, verification, max_reqs=1, graph_mode=GraphMode.NONE)
+            model.logits = self._with_noise(model.logits)  # type: ignore[method-assign, assignment]
+        # The host switches the noise token by token, which no graph would see.
+        self._engine = config.make_engine(pair, verification, max_reqs=1, graph_mode=GraphMode.NONE)
 
-    def leads_to(self, request: Request, said: Sequence[int], at: int) -> bool:
-        """Whether a shaken text is `said` up to and with token `at`, in any of the tries."""
-        reach = 2 * (1 + DRAFT_TOKENS)  # the host hears of up to 1 + K tokens at once, and a round late
-        heard = 0
+    def leads_to(self, request: Request, tokens: Sequence[int], at: int) -> bool:
+        """Whether a noisy text is `tokens` up to and with token `at`, in any of the tries."""
+        reach = 2 * (1 + DRAFT_TOKENS)  # the host gets up to 1 + K tokens at once, a round late
+        seen = 0
 
         def on_token(_: int, __: int) -> None:
-            nonlocal heard
-            heard += 1
-            self._on = heard + reach >= at
+            nonlocal seen
+            seen += 1
+            self._on = seen + reach >= at
 
         for _ in range(TRIES):
-            heard, self._on = 0, at <= reach
-            if said_by(self._engine.generate([request], on_token=on_token)[0])[: at + 1] == said[: at + 1]:
+            seen, self._on = 0, at <= reach
+            if tokens_of(self._engine.generate([request], on_token=on_token)[0])[: at + 1] == tokens[: at + 1]:
                 return True
         return False
 
-    def _shaking(self, exact: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _with_noise(self, exact: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
         def logits(hidden: torch.Tensor) -> torch.Tensor:
             out = exact(hidden)
             if not self._on:
@@ -220,58 +219,58 @@ class Shaken:
         return logits
 
 
-def compare(crowd: Crowd, handles: Sequence[Handle], alone: Engine, shaken: Shaken) -> Sample:
-    """Each of these requests' texts beside what `alone` says; differences are judged by RULE."""
+def compare(busy_run: BusyRun, handles: Sequence[Handle], alone: Engine, noisy: NoisyEngine) -> Sample:
+    """Compare each of these requests' texts with that of the engine `alone`; differences are excused by RULE."""
     sample = Sample()
     for handle in handles:
         request, generation = handle.request, handle.generation
         sample.sampled += request.temperature > 0
         sample.greedy += request.temperature == 0
         sample.cancelled += generation.finish is Finish.CANCELLED
-        said, own = said_by(generation), said_by(alone.generate([request])[0])
-        if (own[: len(said)] if generation.finish is Finish.CANCELLED else own) == said:
+        found, expected = tokens_of(generation), tokens_of(alone.generate([request])[0])
+        if (expected[: len(found)] if generation.finish is Finish.CANCELLED else expected) == found:
             sample.equal += 1
             continue
-        pairs = enumerate(zip(said, own, strict=False))
-        at = next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(said), len(own)))
-        excused = at < len(said) and shaken.leads_to(request, said, at)
-        row = {"request": crowd.handles.index(handle), "temperature": request.temperature, "token": at}
-        (sample.excused if excused else sample.wrong).append({**row, "said": said, "alone": own})
+        pairs = enumerate(zip(found, expected, strict=False))
+        at = next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(found), len(expected)))
+        excused = at < len(found) and noisy.leads_to(request, found, at)
+        row = {"request": busy_run.handles.index(handle), "temperature": request.temperature, "token": at}
+        (sample.excused if excused else sample.wrong).append({**row, "tokens": found, "tokens_alone": expected})
     return sample
 
 
-def problems_of(crowd: Crowd, sample: Sample) -> list[str]:
+def problems_of(busy_run: BusyRun, sample: Sample) -> list[str]:
     """Why the run is no proof, or proves the opposite."""
-    finished = crowd.counts["finished"]
+    finished = busy_run.counts["finished"]
     found = {
-        f"{len(sample.wrong)} texts differ from those said alone": sample.wrong,
-        f"{crowd.pages_lost} pages did not come back": crowd.pages_lost,
+        f"{len(sample.wrong)} texts differ from those decoded alone": sample.wrong,
+        f"{busy_run.pages_lost} pages did not come back": busy_run.pages_lost,
         f"{finished.get('never', 0)} requests never ended": "never" in finished,
-        "nobody was preempted": not crowd.counts["preemptions"],
+        "nobody was preempted": not busy_run.counts["preemptions"],
         "nobody was cancelled": "cancelled" not in finished,
         "no stop token was met": "stop" not in finished,
         "none of the sample was decoded to its end": sample.cancelled == sample.greedy + sample.sampled,
     }
-    return [words for words, problem in found.items() if problem]
+    return [problem for problem, present in found.items() if present]
 
 
-def run(setting: Setting, requests: int, sampled: int, rng: random.Random) -> list[dict[str, Any]]:
+def run(config: RunConfig, requests: int, sampled: int, rng: random.Random) -> list[dict[str, Any]]:
     """An equal part of the requests under each verifier, and the comparison of a sample of them."""
-    pair, rows = setting.load_pair(), []
+    pair, rows = config.load_pair(), []
     for verification in VERIFIERS:
-        crowd = run_crowd(setting, pair, verification, make_requests(requests // len(VERIFIERS), rng), rng)
-        alone = setting.make_engine(pair, verification, max_reqs=1, strategy=crowd.strategy)
-        handles = rng.sample(crowd.handles, min(len(crowd.handles), sampled // len(VERIFIERS)))
-        shaken, start = Shaken(setting, verification), time.perf_counter()
-        sample = compare(crowd, handles, alone, shaken)
+        busy_run = serve(config, pair, verification, make_requests(requests // len(VERIFIERS), rng), rng)
+        alone = config.make_engine(pair, verification, max_reqs=1, strategy=busy_run.strategy)
+        handles = rng.sample(busy_run.handles, min(len(busy_run.handles), sampled // len(VERIFIERS)))
+        noisy, start = NoisyEngine(config, verification), time.perf_counter()
+        sample = compare(busy_run, handles, alone, noisy)
         row = {
             "verification": verification,
-            "strategy": crowd.strategy.value if crowd.strategy else None,
-            "seconds": crowd.seconds,
-            **crowd.counts,
-            "pages_lost": crowd.pages_lost,
+            "strategy": busy_run.strategy.value if busy_run.strategy else None,
+            "seconds": busy_run.seconds,
+            **busy_run.counts,
+            "pages_lost": busy_run.pages_lost,
             "sample": {**asdict(sample), "seconds": round(time.perf_counter() - start, 2)},
-            "problems": problems_of(crowd, sample),
+            "problems": problems_of(busy_run, sample),
         }
         rows.append(row)
         print(json.dumps(row), flush=True)
@@ -296,36 +295,31 @@ def dtype_for(name: str, page_size: int, device: torch.device) -> torch.dtype:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run, write the report, and fail if a text differs, a page is lost or something did not happen at all."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_options(__doc__)
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--sample", type=int, default=400, help="how many of them are decoded one by one")
     parser.add_argument("--backend", default="triton_paged")
     parser.add_argument("--page-size", type=int, default=1, help="the larger, the fewer preemptions")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
-    parser.add_argument("--json", type=Path, required=True)
     flags = parser.parse_args(argv)
-    setting = Setting(
-        registry.get(flags.backend),
-        dtype_for(flags.backend, flags.page_size, flags.device),
+    dtype = dtype_for(flags.backend, flags.page_size, flags.device)
+    config = RunConfig(registry.get(flags.backend), dtype, flags.device, flags.page_size)
+    rows = run(config, flags.requests, flags.sample, random.Random(flags.seed))
+    write_report(
+        flags.json,
+        SCHEMA,
         flags.device,
-        flags.page_size,
+        backend=flags.backend,
+        backend_version=config.backend.version,
+        dtype=str(dtype).removeprefix("torch."),
+        max_reqs=MAX_REQS,
+        pages=config.pages,
+        page_size=config.page_size,
+        draft_tokens=DRAFT_TOKENS,
+        rule=RULE,
+        noise=NOISE[dtype],
+        rows=rows,
     )
-    rows = run(setting, flags.requests, flags.sample, random.Random(flags.seed))
-    report = {
-        **provenance(SCHEMA, flags.device),
-        "backend": flags.backend,
-        "backend_version": setting.backend.version,
-        "dtype": str(setting.dtype).removeprefix("torch."),
-        "max_reqs": MAX_REQS,
-        "pages": setting.pages,
-        "page_size": setting.page_size,
-        "draft_tokens": DRAFT_TOKENS,
-        "rule": RULE,
-        "noise": NOISE[setting.dtype],
-        "rows": rows,
-    }
-    flags.json.write_text(json.dumps(report, indent=1) + "\n")
     if any(row["problems"] for row in rows):
         raise SystemExit(1)
 

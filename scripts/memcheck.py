@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from scripts.provenance import provenance
+from scripts.script_report import write_report
 
 SCHEMA = "attn-memcheck/1"
 CHECKS = ("graph.*", "drafter.strategies_agree[[]k[1-8]-n[37][]]")
@@ -64,8 +64,7 @@ def main() -> None:
     patterns = flags.only or list(CHECKS)
     with ThreadPoolExecutor(flags.jobs) as pool:
         rows = list(pool.map(lambda name: memcheck(name, patterns, flags.seconds), flags.names))
-    report = {**provenance(SCHEMA, torch.device("cuda")), "checks": patterns, "backends": rows}
-    flags.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(flags.json, SCHEMA, torch.device("cuda"), checks=patterns, backends=rows)
     for row in rows:
         print(row)
     if not all(row["finished"] and row["errors"] == 0 for row in rows):

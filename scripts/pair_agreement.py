@@ -8,8 +8,6 @@ draft and backend.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import sys
 from collections.abc import Iterator
@@ -22,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from attn_backends import registry
-from scripts.provenance import provenance
+from scripts.script_report import script_options, write_report
 from spec_decode.cli.byte_pair import PAGE_SIZE, BytePair, load_byte_pair
-from spec_decode.cli.generate import Backends, choose_backends
+from spec_decode.cli.generate import Backends, backends_named
 from spec_decode.drafter import GraphMode, Strategy, StrategyError
 from spec_decode.engine import Engine, Request
 from spec_decode.models import SHIPPED_PAIR, draft_names
@@ -36,8 +34,8 @@ TEMPERATURES = (0.0, 1.0)
 DRAFT_TOKENS = (2, 3, 4, 5)
 PROMPTS, PROMPT_BYTES, NEW_TOKENS, SEED = 6, 64, 48, 7
 
-Said = list[tuple[list[int], list[int]]]
-"""Of every prompt, the text and the draft tokens kept in each round."""
+Texts = list[tuple[list[int], list[int]]]
+"""For every prompt the new tokens, and the draft tokens kept in each round."""
 
 
 def run(
@@ -47,8 +45,8 @@ def run(
     temperature: float,
     mode: GraphMode = GraphMode.NONE,
     strategy: Strategy | None = None,
-) -> tuple[Said, float]:
-    """What an engine says to the prompts, and the mean number of draft tokens kept."""
+) -> tuple[Texts, float]:
+    """How an engine continues the prompts, and the mean number of draft tokens kept."""
     requests = [
         Request(prompt=encode(text), max_new_tokens=NEW_TOKENS, temperature=temperature, seed=SEED + index)
         for index, text in enumerate(held_out_prompts(PROMPTS, PROMPT_BYTES))
@@ -65,8 +63,8 @@ def run(
         strategy=strategy,
         draft_backend=backends.draft,
     )
-    said = [(generation.token_ids, generation.accepted) for generation in engine.generate(requests)]
-    return said, engine.stats.mean_accepted
+    texts = [(generation.token_ids, generation.accepted) for generation in engine.generate(requests)]
+    return texts, engine.stats.mean_accepted
 
 
 def compare(pair: BytePair, backends: Backends) -> Iterator[dict[str, Any]]:
@@ -99,9 +97,7 @@ def agreement(job: tuple[str, str, str]) -> list[dict[str, Any]]:
     device = torch.device(where)
     for dtype in (torch.float32, torch.bfloat16):
         pair = load_byte_pair(SHIPPED_PAIR, dtype, device, draft=draft)
-        if registry.explain(name, pair.draft_spec, device):
-            serves_both = registry.explain(name, pair.target_spec, device)
-            backends = choose_backends(pair, name if serves_both else None, name)
+        if backends := backends_named(pair, name):
             head = {"draft": draft, "backend": name, "dtype": str(dtype).removeprefix("torch.")}
             return [{**head, **row} for row in compare(pair, backends)]
     return []
@@ -109,10 +105,8 @@ def agreement(job: tuple[str, str, str]) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Compare, write the report, and fail if a strategy drafted other tokens than eager."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
+    parser = script_options(__doc__)
     parser.add_argument("--jobs", type=int, default=4)
-    parser.add_argument("--json", type=Path, required=True)
     flags = parser.parse_args()
     jobs = [(draft, name, str(flags.device)) for draft, name in product(draft_names(SHIPPED_PAIR), registry.names())]
     rows = []
@@ -122,8 +116,7 @@ def main() -> None:
             ran = [row for row in found if not row["refusal"]]
             unlike = sum(bool(row["unlike_eager"]) for row in ran)
             print(*job[:2], f"{len(ran)} ran, {unlike} unlike eager", flush=True)
-    report = {**provenance(SCHEMA, flags.device), "rows": rows}
-    flags.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(flags.json, SCHEMA, flags.device, rows=rows)
     if not rows or any(row["unlike_eager"] for row in rows):
         raise SystemExit(1)
 

@@ -7,8 +7,6 @@ own, for stale metadata may end in an illegal memory access, which takes the who
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import sys
 from dataclasses import replace
@@ -22,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from attn_backends import AttentionBackend, get
-from scripts.provenance import provenance
+from scripts.script_report import script_options, write_report
 from spec_decode.conformance import check_backend
 
 SCHEMA = "attn-stale-controls/2"
@@ -33,7 +31,7 @@ CHECKS = (
     "graph.verify_replays_over_other_batches",
 )
 FAULTS = ("CUDA error", "illegal memory access")
-"""A device's own words for what reading by stale metadata may end in."""
+"""A device's messages for what reading by stale metadata may end in."""
 
 
 def stale(name: str) -> AttentionBackend:
@@ -73,11 +71,9 @@ def control(job: tuple[str, str], device: torch.device) -> dict[str, Any]:
 
 def main() -> None:
     """Run every check on every stale backend, write what they found, and fail unless each caught it."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_options(__doc__)
     parser.add_argument("names", nargs="+")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     parser.add_argument("--jobs", type=int, default=4)
-    parser.add_argument("--json", type=Path, required=True)
     flags = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     rows = []
@@ -85,8 +81,7 @@ def main() -> None:
         for row in pool.imap(partial(control, device=flags.device), product(flags.names, CHECKS)):
             rows.append(row)
             print(row["backend"], row["check"], "caught" if row["caught"] else "NOT CAUGHT", row["first"], flush=True)
-    report = {**provenance(SCHEMA, flags.device), "controls": rows}
-    flags.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(flags.json, SCHEMA, flags.device, controls=rows)
     if not all(row["caught"] for row in rows):
         raise SystemExit(1)
 

@@ -1,21 +1,19 @@
-"""Hold models of `transformers` over paged attention to that library itself: python scripts/transformers_logits.py
+"""Compare models of `transformers` over paged attention with that library itself: python scripts/transformers_logits.py
 --json FILE.
 
 Random models of each kind, on every backend that serves all of their groups, through prefill, prefill in chunks,
 decoding and verification. A logit may be off by a budget: twice what the library's own eager attention is off by in the
 model's dtype, and a band for roundings, both against the same weights in fp64. Then the engine decodes greedily, with
 and without graphs: plainly, with a random draft and with the target as its own draft. Each token must be the fp64
-model's argmax or lie within the budget of it, so that texts can part at near ties alone; how many part from plain
-decoding's is counted. Of its own draft the target must keep most.
+model's argmax or lie within the budget of it, so that texts can differ at near ties alone; how many differ from
+plain decoding's is counted. Of its own draft the target must keep most.
 
 A backend that refuses a group, and a model that cannot be built with the installed version, are rows with the reason.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +30,7 @@ import transformers
 
 from attn_backends import AttentionBackend, registry
 from builders import RequestTables
-from scripts.provenance import provenance
+from scripts.script_report import script_options, write_report
 from spec_decode.drafter import GraphMode, Strategy
 from spec_decode.drafter.attention import PagedAttention
 from spec_decode.drafter.kv_groups import build_ragged, make_group, make_groups
@@ -42,7 +40,7 @@ from spec_decode.graphs import loop_unsupported_reason
 from spec_decode.models import Attention, DraftModel, EagleDraft, LayerGroup, ModelConfig
 from spec_decode.models.hf.target import TransformersTarget
 
-SCHEMA = "attn-transformers-logits/1"
+SCHEMA = "attn-transformers-logits/2"
 PAGE, VOCAB, LENGTH, WINDOW, DRAFT_TOKENS, NEW_TOKENS = 16, 256, 96, 24, 3, 24
 SELF_ACCEPTED = 2.0
 """Tokens a round that a target must keep at least of its own draft's; without near ties they would be 2.8."""
@@ -79,12 +77,12 @@ PHASES = {
     "decode": (PREFILL, [(1, 1, 1)] * 16),
     "verify": (PREFILL, [(1 + DRAFT_TOKENS,) * 3] * 6),
 }
-"""Query lengths of the three texts at each step: of those that only fill the caches, and of those that are judged."""
+"""Query lengths of the three texts at each step: those that only fill the caches, then those that are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
-    """A model in one dtype: the library's own, and what judges it. texts int64 [3, LENGTH]."""
+class ModelUnderTest:
+    """A model in one dtype: the library's own, and its fp64 reference. texts int64 [3, LENGTH]."""
 
     kind: str
     dtype: torch.dtype
@@ -92,7 +90,7 @@ class Subject:
     texts: torch.Tensor
 
     @classmethod
-    def make(cls, kind: str, dtype: torch.dtype, device: torch.device) -> Subject:
+    def make(cls, kind: str, dtype: torch.dtype, device: torch.device) -> ModelUnderTest:
         """A random model; whatever the installed library raises comes through."""
         name, fields = MODELS[kind]
         config = getattr(transformers, name)(**SIZES, **fields)
@@ -124,7 +122,7 @@ class Subject:
 
     @cached_property
     @torch.no_grad()
-    def judged(self) -> torch.Tensor:
+    def exact_logits(self) -> torch.Tensor:
         """The exact logits fp64 [3, LENGTH, VOCAB] of the texts."""
         logits: torch.Tensor = self.exact(self.texts).logits.double()
         return logits
@@ -133,8 +131,8 @@ class Subject:
     @torch.no_grad()
     def budget(self) -> float:
         """What a logit may be off by."""
-        own = (self.own(self.texts).logits.double() - self.judged).abs().max()
-        band = BANDS[self.dtype] * torch.finfo(self.dtype).eps * self.judged.abs().max()
+        own = (self.own(self.texts).logits.double() - self.exact_logits).abs().max()
+        band = BANDS[self.dtype] * torch.finfo(self.dtype).eps * self.exact_logits.abs().max()
         return float(2 * own + band)
 
     @property
@@ -151,7 +149,7 @@ def _set_experts(model: Any, way: str) -> None:
 class Paged:
     """A subject's three texts in the pages of one backend."""
 
-    def __init__(self, subject: Subject, backend: AttentionBackend) -> None:
+    def __init__(self, subject: ModelUnderTest, backend: AttentionBackend) -> None:
         self._subject = subject
         described = subject.target.layer_groups(PAGE)
         rows, columns = len(subject.texts), LENGTH // PAGE
@@ -179,7 +177,7 @@ class Paged:
         texts, target = self._subject.texts, self._subject.target
         tokens = torch.cat([texts[r, start:end] for r, (start, end) in enumerate(ends)])
         logits = target.logits(target(tokens, batch.positions, PagedAttention(self._groups, metadata)).hidden)
-        wanted = torch.cat([self._subject.judged[r, start:end] for r, (start, end) in enumerate(ends)])
+        wanted = torch.cat([self._subject.exact_logits[r, start:end] for r, (start, end) in enumerate(ends)])
         return worst(logits.double() - wanted)
 
 
@@ -189,17 +187,17 @@ def worst(errors: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def phase_row(subject: Subject, backend: AttentionBackend, phase: str) -> dict[str, Any]:
+def phase_row(subject: ModelUnderTest, backend: AttentionBackend, phase: str) -> dict[str, Any]:
     """The largest error of a logit in one phase."""
-    before, judged = PHASES[phase]
+    before, compared = PHASES[phase]
     paged = Paged(subject, backend)
     for lens in before:
         paged.step(lens)
-    error = max(paged.step(lens) for lens in judged)
+    error = max(paged.step(lens) for lens in compared)
     return {"error": error, "budget": subject.budget, "ok": error <= subject.budget}
 
 
-def random_draft(subject: Subject) -> EagleDraft:
+def random_draft(subject: ModelUnderTest) -> EagleDraft:
     """A random draft with the heads of the target, but neither windows nor sinks."""
     spec = subject.target.layer_groups(PAGE)[0].spec
     config = ModelConfig(
@@ -248,33 +246,33 @@ class TargetAsDraft(DraftModel):
         return self.target.logits(hidden)
 
 
-def speculation_row(subject: Subject, backend: AttentionBackend, mode: GraphMode) -> dict[str, Any]:
+def speculation_row(subject: ModelUnderTest, backend: AttentionBackend, mode: GraphMode) -> dict[str, Any]:
     """Greedy texts in one graph mode: plain, with a random draft and with the target as its own draft."""
     rows = subject.texts.tolist()
     requests = [Request(prompt=row[: 5 + 9 * i], max_new_tokens=NEW_TOKENS) for i, row in enumerate(rows * 2)]
     plain = _engine(subject, None, backend, mode).generate(requests)
-    said, accepted, strategies = [plain], [], []
+    runs, accepted, strategies = [plain], [], []
     for draft in (random_draft(subject), TargetAsDraft(subject.target)):
         engine = _engine(subject, draft, backend, mode)
-        said.append(engine.generate(requests))
+        runs.append(engine.generate(requests))
         accepted.append(round(engine.stats.mean_accepted, 3))
         strategies.append(engine.plan.strategy.value if engine.plan else "-")
-    off = max(regret(subject, r, g.token_ids) for run in said for r, g in zip(requests, run, strict=True))
+    off = max(regret(subject, r, g.token_ids) for run in runs for r, g in zip(requests, run, strict=True))
     return {
         "error": off,
         "budget": subject.budget,
         "ok": off <= subject.budget and accepted[1] >= SELF_ACCEPTED,
         "strategies": strategies,
         "texts": 2 * len(requests),
-        "parted_at_near_ties": sum(
-            ours.token_ids != theirs.token_ids for run in said[1:] for ours, theirs in zip(run, plain, strict=True)
+        "different_at_near_ties": sum(
+            ours.token_ids != theirs.token_ids for run in runs[1:] for ours, theirs in zip(run, plain, strict=True)
         ),
         "accepted_of_random_draft": accepted[0],
         "accepted_of_target_as_draft": accepted[1],
     }
 
 
-def _engine(subject: Subject, draft: DraftModel | None, backend: AttentionBackend, mode: GraphMode) -> Engine:
+def _engine(subject: ModelUnderTest, draft: DraftModel | None, backend: AttentionBackend, mode: GraphMode) -> Engine:
     return Engine(
         subject.target,
         draft,
@@ -288,7 +286,7 @@ def _engine(subject: Subject, draft: DraftModel | None, backend: AttentionBacken
     )
 
 
-def _strategy(subject: Subject, draft: DraftModel, backend: AttentionBackend, mode: GraphMode) -> Strategy:
+def _strategy(subject: ModelUnderTest, draft: DraftModel, backend: AttentionBackend, mode: GraphMode) -> Strategy:
     """By the rule: measuring which is the fastest would take longer than the run."""
     device = subject.device
     facts = [group.facts(device) for group in make_groups("draft", draft, backend, PAGE, 1, device)]
@@ -296,17 +294,17 @@ def _strategy(subject: Subject, draft: DraftModel, backend: AttentionBackend, mo
 
 
 @torch.no_grad()
-def regret(subject: Subject, request: Request, said: Sequence[int]) -> float:
+def regret(subject: ModelUnderTest, request: Request, tokens: Sequence[int]) -> float:
     """By how much the exact model's logit of any token of the text falls short of its largest."""
-    if len(said) != request.max_new_tokens:
+    if len(tokens) != request.max_new_tokens:
         return float("inf")
-    text = torch.tensor([[*request.prompt, *said]], device=subject.device)
+    text = torch.tensor([[*request.prompt, *tokens]], device=subject.device)
     logits = subject.exact(text).logits[0, len(request.prompt) - 1 : -1].double()
     chosen = logits.gather(1, text[0, len(request.prompt) :, None])[:, 0]
     return worst(logits.amax(-1) - chosen)
 
 
-def refusals(subject: Subject, name: str) -> list[str]:
+def refusals(subject: ModelUnderTest, name: str) -> list[str]:
     """Every reason of a backend against a group of the model or of its draft."""
     device, groups = subject.device, subject.target.layer_groups(PAGE)
     groups += random_draft(subject).layer_groups(PAGE)
@@ -318,7 +316,7 @@ def rows_of(kind: str, dtype: torch.dtype, device: torch.device, names: Sequence
     """The rows of one model in one dtype: a row for each phase and backend, or one that says why there are none."""
     head = {"model": kind, "dtype": str(dtype).removeprefix("torch.")}
     try:
-        subject = Subject.make(kind, dtype, device)
+        subject = ModelUnderTest.make(kind, dtype, device)
         subject.target  # noqa: B018 - made here, where a failure is the model's and no backend's
     except Exception as error:  # the library's own, of any class: the other models still count
         yield {**head, "backend": "-", "phase": "build", **_failed(error)}
@@ -335,7 +333,7 @@ def rows_of(kind: str, dtype: torch.dtype, device: torch.device, names: Sequence
             yield {**head, "backend": name, "phase": phase, **found}
 
 
-def jobs_of(subject: Subject, backend: AttentionBackend) -> dict[str, Callable[[], dict[str, Any]]]:
+def jobs_of(subject: ModelUnderTest, backend: AttentionBackend) -> dict[str, Callable[[], dict[str, Any]]]:
     """What makes the rest of each row, by its phase."""
     jobs: dict[str, Callable[[], dict[str, Any]]] = {
         phase: partial(phase_row, subject, backend, phase) for phase in PHASES
@@ -350,14 +348,11 @@ def _failed(error: Exception) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Compare, write the report, and fail if any row is not ok."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
+    parser = script_options(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--backends", nargs="+", default=registry.names())
-    parser.add_argument("--json", type=Path, required=True)
     flags = parser.parse_args(argv)
     transformers.logging.set_verbosity_error()
-    head = {**provenance(SCHEMA, flags.device), "transformers": transformers.__version__}
     rows: list[dict[str, Any]] = []
     for kind, dtype in product(flags.models, (torch.bfloat16, torch.float32)):
         for row in rows_of(kind, dtype, flags.device, flags.backends):
@@ -365,7 +360,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(*row.values(), flush=True)
         # As it stands, for a run that is cut off: it says then that it was.
         finished = (kind, dtype) == (flags.models[-1], torch.float32)
-        flags.json.write_text(json.dumps({**head, "finished": finished, "rows": rows}, indent=1) + "\n")
+        content = {"transformers": transformers.__version__, "finished": finished, "rows": rows}
+        write_report(flags.json, SCHEMA, flags.device, **content)
     if not all(row["ok"] for row in rows) or all("refused" in row for row in rows):
         raise SystemExit(1)
 

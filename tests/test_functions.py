@@ -140,8 +140,6 @@ KNOWN_SILENT = {
     "builders.flashinfer.builder.FlashInferBuilder.advance",
     "builders.kernels.triton_runtime.dependent_launch",
     "builders.tables.RequestTables.__init__",
-    "spec_decode.cli.generate.choose_backends",
-    "spec_decode.cli.matrix_run.MatrixRun.of",
     "spec_decode.engine.engine.Engine.step",
     "spec_decode.engine.pages.PagePool.__init__",
     "spec_decode.graphs.emulator.EmulatedLoop.replay",

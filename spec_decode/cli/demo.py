@@ -81,18 +81,14 @@ def _draft(console: Console, device: torch.device, folder: Path | None) -> dict[
 def _compare(console: Console, pair: BytePair) -> list[Comparison]:
     """Every backend that serves the draft; it serves the target too where it can."""
     from attn_backends import registry
-    from spec_decode.cli.byte_pair import device_of
-    from spec_decode.cli.generate import choose_backends
+    from spec_decode.cli.generate import backends_named
     from spec_decode.cli.strategy_comparison import compare, demo_requests
 
-    comparisons, device = [], device_of(pair)
+    comparisons = []
     for name in registry.names():
-        if not registry.explain(name, pair.draft_spec, device):
-            continue
-        serves_both = registry.explain(name, pair.target_spec, device)
-        backends = choose_backends(pair, name if serves_both else None, name)
-        with console.status(name) as status:
-            comparisons.append(compare(pair, backends, demo_requests(), status.update))
+        if backends := backends_named(pair, name):
+            with console.status(name) as status:
+                comparisons.append(compare(pair, backends, demo_requests(), status.update))
     return comparisons
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attn_backends import AttentionBackend, NoBackend, select
-from spec_decode.cli.byte_pair import PAGE_SIZE, Pair, device_of
+from attn_backends import AttentionBackend, NoBackend, registry, select
+from spec_decode.cli.byte_pair import PAGE_SIZE, BytePair, Pair, device_of
 from spec_decode.drafter import Strategy
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.engine import Engine, EngineStats, Generation, Request
@@ -46,7 +46,7 @@ def choose_backends(
 ) -> Backends:
     """For each group the first backend that serves it, or the one asked for, the draft's too unless it has its own.
 
-    Raises BackendError where one that was asked for cannot serve; none is taken in its place.
+    Raises NoBackend where one that was asked for cannot serve; no other is taken in its place.
     """
     device, asked = device_of(pair), draft_backend or backend
     target = _chosen(pair.target.layer_groups(page_size), device, backend)
@@ -57,6 +57,14 @@ def choose_backends(
             raise
         raise NoBackend(f"{refusal} This is the draft's attention: name its backend with --draft-backend.") from refusal
     return Backends(target, draft)
+
+
+def backends_named(pair: BytePair, name: str) -> Backends | None:
+    """The backend of that name for the draft, and for the target too where it serves it; None: not even the draft."""
+    device = device_of(pair)
+    if not registry.explain(name, pair.draft_spec, device):
+        return None
+    return choose_backends(pair, name if registry.explain(name, pair.target_spec, device) else None, name)
 
 
 def _chosen(groups: Sequence[LayerGroup], device: torch.device, asked: str | None) -> dict[str, AttentionBackend]:

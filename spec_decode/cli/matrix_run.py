@@ -41,8 +41,8 @@ class MatrixRun:
     def of(self, asked: Sequence[str]) -> list[Report]:
         """The reports of these backends; `available` stands for every one that is made for the device.
 
-        No backend is loaded in this process. An interrupt keeps the reports of those that are finished, and no part of
-        the one in flight.
+        No backend is loaded in this process. Raises SystemExit for an interrupt, which keeps the reports of those that
+        are finished, and no part of the one that was running.
         """
         console = Console(stderr=True, highlight=False)
         named = chosen_names([name for name in asked if name != "available"], self.device)

@@ -13,16 +13,16 @@ from scripts import engine_run
 from spec_decode.engine import Finish, Generation, Handle, Request
 
 CPU = torch.device("cpu")
-SETTING = engine_run.Setting(get("triton_paged"), torch.float32, CPU, page_size=1)
+CONFIG = engine_run.RunConfig(get("triton_paged"), torch.float32, CPU, page_size=1)
 GREEDY = Request(prompt=list(b"def "), max_new_tokens=6)
 
 
-def crowd_of(*handles):
-    return engine_run.Crowd("rejection", list(handles), None, 1.0, 0, {"preemptions": 1, "finished": {"stop": 1}})
+def busy_run_of(*handles):
+    return engine_run.BusyRun("rejection", list(handles), None, 1.0, 0, {"preemptions": 1, "finished": {"stop": 1}})
 
 
 def alone():
-    return SETTING.make_engine(SETTING.load_pair(), "rejection", max_reqs=1)
+    return CONFIG.make_engine(CONFIG.load_pair(), "rejection", max_reqs=1)
 
 
 def finished(request, **changes):
@@ -31,8 +31,8 @@ def finished(request, **changes):
 
 
 def compared(handle):
-    shaken = engine_run.Shaken(SETTING, "rejection")
-    return engine_run.compare(crowd_of(handle), [handle], alone(), shaken)
+    noisy = engine_run.NoisyEngine(CONFIG, "rejection")
+    return engine_run.compare(busy_run_of(handle), [handle], alone(), noisy)
 
 
 def test_a_run_serves_every_kind_of_request_and_reports_no_problem(tmp_path, monkeypatch):
@@ -55,7 +55,7 @@ def test_a_text_that_is_not_its_own_fails_the_run():
     sample = compared(handle)
 
     assert [row["token"] for row in sample.wrong] == [3] and not sample.equal and not sample.excused
-    assert "1 texts differ from those said alone" in engine_run.problems_of(crowd_of(handle), sample)
+    assert "1 texts differ from those decoded alone" in engine_run.problems_of(busy_run_of(handle), sample)
 
 
 def test_a_cancelled_text_is_held_to_its_own_as_far_as_it_went():
@@ -69,7 +69,7 @@ def test_a_cancelled_text_is_held_to_its_own_as_far_as_it_went():
 @pytest.mark.parametrize(("noise", "excused"), [(0.5, True), (1e-4, False)])
 def test_a_difference_is_excused_where_noise_of_that_size_tips_the_decision_only(noise, excused, monkeypatch):
     monkeypatch.setitem(engine_run.NOISE, torch.float32, noise)
-    handle, target = finished(GREEDY), SETTING.load_pair().target
+    handle, target = finished(GREEDY), CONFIG.load_pair().target
     logits = target.logits(run_target(target, torch.tensor([GREEDY.prompt]))[0, -1])
     handle.generation.token_ids[0] = int(logits.topk(2).indices[1])
 
@@ -79,11 +79,11 @@ def test_a_difference_is_excused_where_noise_of_that_size_tips_the_decision_only
 
 
 def test_a_run_in_which_something_never_happened_is_no_proof():
-    crowd = crowd_of(finished(GREEDY))
-    crowd.counts["preemptions"] = 0
-    crowd.pages_lost = 2
+    busy_run = busy_run_of(finished(GREEDY))
+    busy_run.counts["preemptions"] = 0
+    busy_run.pages_lost = 2
 
-    found = engine_run.problems_of(crowd, engine_run.Sample(greedy=1, equal=1))
+    found = engine_run.problems_of(busy_run, engine_run.Sample(greedy=1, equal=1))
 
     assert found == ["2 pages did not come back", "nobody was preempted", "nobody was cancelled"]
 

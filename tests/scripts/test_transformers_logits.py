@@ -25,7 +25,7 @@ def small(monkeypatch):
 
 @cache
 def subject(dtype):
-    return script.Subject.make("gpt_oss", dtype, CPU)
+    return script.ModelUnderTest.make("gpt_oss", dtype, CPU)
 
 
 def test_a_model_gets_a_row_for_each_phase_of_a_backend_and_the_reasons_of_one_that_refuses():

@@ -1,0 +1,34 @@
+"""What the scripts share: options for the device and the report, and a report with its provenance."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from spec_decode.environment import environment
+
+
+def script_options(description: str | None) -> argparse.ArgumentParser:
+    """A parser with --device and --json."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
+    parser.add_argument("--json", type=Path, required=True, help="file of the report")
+    return parser
+
+
+def write_report(path: Path, schema: str, device: torch.device, **content: Any) -> None:
+    """Write schema, environment and command, which leaves the report's own path out, and then the content."""
+    words = sys.argv[1:]
+    if "--json" in words:
+        at = words.index("--json")
+        words = words[:at] + words[at + 2 :]
+    command = shlex.join(["python", sys.argv[0], *words, "--json", "FILE"])
+    head = {"schema": schema, "env": msgspec.to_builtins(environment(device)), "command": command}
+    path.write_text(json.dumps({**head, **content}, indent=1) + "\n")
