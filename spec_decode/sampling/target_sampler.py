@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from builders.errors import require_tensor
 from spec_decode.sampling.kernels.draw_tokens import draw_tokens
 from spec_decode.sampling.kernels.process_logits import process_logits
 from spec_decode.sampling.kernels.restrict_logits import restrict_logits
@@ -32,7 +33,13 @@ def process_target_logits(logits: torch.Tensor, sampling: Sampling, column: torc
     A restriction never removes a row's largest logits, so greedy rows sample the same tokens with one.
     Raises BatchError for tensors of another shape, dtype or device.
     """
-    out = process_logits(logits, sampling.temperature, column)
+    temperature, device = sampling.temperature, logits.device
+    rows = len(temperature)
+    require_tensor("logits", logits, shape=(rows, None, None), dtype=logits.dtype, device=device)
+    require_tensor("temperature", temperature, shape=(rows,), dtype=torch.float32, device=device)
+    if column is not None:
+        require_tensor("column", column, shape=(rows,), dtype=torch.int64, device=device)
+    out: torch.Tensor = process_logits(logits, temperature, column)
     restrict_logits(out.flatten(0, 1), top_k=sampling.top_k, top_p=sampling.top_p)
     return out
 
@@ -46,4 +53,12 @@ def draw_target_tokens(processed: torch.Tensor, sampling: Sampling, positions: t
 
     Raises BatchError for tensors of another shape, dtype or device.
     """
-    return draw_tokens(processed[:, 0], temperature=sampling.temperature, seeds=sampling.seeds, positions=positions)
+    rows, device = len(processed), processed.device
+    require_tensor("processed", processed, shape=(rows, 1, None), dtype=torch.float32, device=device)
+    require_tensor("temperature", sampling.temperature, shape=(rows,), dtype=torch.float32, device=device)
+    for name, tensor in {"seeds": sampling.seeds, "positions": positions}.items():
+        require_tensor(name, tensor, shape=(rows,), dtype=torch.int64, device=device)
+    tokens: torch.Tensor = draw_tokens(
+        processed[:, 0].contiguous(), sampling.temperature, sampling.seeds.contiguous(), positions.contiguous()
+    )
+    return tokens

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from builders.errors import require_tensor
 from spec_decode.verification.kernels.block_verify import block_verify
 from spec_decode.verification.kernels.hash_seeds import hash_seeds
-from spec_decode.verification.kernels.verify_arguments import VerifyArguments
 from spec_decode.verification.lossless import LosslessVerifier
 
 
@@ -25,6 +25,8 @@ class BlockVerification(LosslessVerifier):
     draft_seeds().
     """
 
+    _op = staticmethod(block_verify)
+
     def draft_seeds(self, seeds: torch.Tensor, draft_positions: torch.Tensor) -> torch.Tensor:
         """Other seeds int64 [R] in every round: no two rounds of a request begin at the same position.
 
@@ -32,7 +34,7 @@ class BlockVerification(LosslessVerifier):
 
         Raises BatchError for tensors of another shape, dtype or device.
         """
-        return hash_seeds(seeds, draft_positions)
-
-    def _op(self, arguments: VerifyArguments) -> tuple[torch.Tensor, torch.Tensor]:
-        return block_verify(arguments)
+        for name, tensor in {"seeds": seeds, "draft_positions": draft_positions}.items():
+            require_tensor(name, tensor, shape=(len(seeds),), dtype=torch.int64, device=seeds.device)
+        hashed: torch.Tensor = hash_seeds(seeds.contiguous(), draft_positions.contiguous())
+        return hashed

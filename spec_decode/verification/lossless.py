@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 
@@ -14,6 +15,8 @@ from spec_decode.verification.kernels.verify_arguments import VerifyArguments
 
 class LosslessVerifier(ABC):
     """Verifies with one op over both models' processed logits; subclasses name the op and the draft's seeds."""
+
+    _op: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
     def verify(
         self,
@@ -37,12 +40,8 @@ class LosslessVerifier(ABC):
             accept_seeds=self.draft_seeds(sampling.seeds, draft_positions),
             draft_positions=draft_positions,
         )
-        return VerifyOutput(*self._op(arguments))
+        return VerifyOutput(*self._op(*arguments.checked()))
 
     @abstractmethod
     def draft_seeds(self, seeds: torch.Tensor, draft_positions: torch.Tensor) -> torch.Tensor:
         """See Verifier.draft_seeds. The accept uniforms are drawn with these seeds too."""
-
-    @abstractmethod
-    def _op(self, arguments: VerifyArguments) -> tuple[torch.Tensor, torch.Tensor]:
-        """accepted int64 [R], next_tokens int64 [R]."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from spec_decode.verification.kernels.rejection_sample import rejection_sample
-from spec_decode.verification.kernels.verify_arguments import VerifyArguments
 from spec_decode.verification.lossless import LosslessVerifier
 
 
@@ -17,9 +16,8 @@ class RejectionSampling(LosslessVerifier):
     (Leviathan et al., 2023, appendix A.1).
     """
 
+    _op = staticmethod(rejection_sample)
+
     def draft_seeds(self, seeds: torch.Tensor, draft_positions: torch.Tensor) -> torch.Tensor:
         """The requests' own: nothing after the rejected token was looked at, so its noise is still unused."""
         return seeds
-
-    def _op(self, arguments: VerifyArguments) -> tuple[torch.Tensor, torch.Tensor]:
-        return rejection_sample(arguments)

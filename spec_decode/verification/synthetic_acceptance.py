@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from builders.errors import require_tensor
 from spec_decode.sampling.parameters import Sampling
 from spec_decode.sampling.target_sampler import draw_target_tokens, process_target_logits
 from spec_decode.verification.base import VerifyOutput
@@ -37,8 +38,12 @@ class SyntheticAcceptance:
 
         Raises BatchError for tensors of another shape, dtype or device.
         """
+        rows, device = len(draft_tokens), draft_tokens.device
+        require_tensor("draft_tokens", draft_tokens, shape=(rows, None), dtype=torch.int64, device=device)
+        for name, tensor in {"seeds": sampling.seeds, "draft_positions": draft_positions}.items():
+            require_tensor(name, tensor, shape=(rows,), dtype=torch.int64, device=device)
         accepted, positions = synthetic_accept(
-            draft_tokens, seeds=sampling.seeds, draft_positions=draft_positions, mean=self.mean
+            draft_tokens.contiguous(), sampling.seeds.contiguous(), draft_positions.contiguous(), self.mean
         )
         processed = process_target_logits(target_logits, sampling, accepted)
         return VerifyOutput(accepted, draw_target_tokens(processed, sampling, positions))

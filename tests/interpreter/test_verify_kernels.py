@@ -72,10 +72,6 @@ def make_arguments(steps, vocab, seed=0, likeness=0.5, ends=True):
     )
 
 
-def changed(arguments, **fields):
-    return arguments._replace(**fields)
-
-
 def agrees(op, arguments):
     return same(op(arguments), by_torch(op, arguments))
 
@@ -83,12 +79,12 @@ def agrees(op, arguments):
 def by_torch(op, arguments):
     """The reference may look at tokens after an end, as long as they are in the vocabulary."""
     with torch_implementations():
-        return op(changed(arguments, draft_tokens=arguments.draft_tokens.where(arguments.draft_tokens < 2**40, 0)))
+        return op(arguments._replace(draft_tokens=arguments.draft_tokens.where(arguments.draft_tokens < 2**40, 0)))
 
 
 @pytest.fixture(params=OPS)
 def op(request):
-    return OPS[request.param]
+    return lambda arguments: OPS[request.param](*arguments.checked())
 
 
 @pytest.mark.parametrize(("steps", "vocab"), SHAPES)
@@ -123,8 +119,8 @@ def test_a_draft_that_lacks_tokens_and_a_target_that_may_not_produce_all(op, see
     impossible = torch.arange(600) >= 515  # a whole block of -inf at the end of p
     drafts = arguments.draft_tokens
     drafts = torch.where(drafts % 3 == 0, drafts + 1, drafts)
-    arguments = changed(
-        arguments, draft_tokens=drafts, draft_logits=arguments.draft_logits.masked_fill(lacking, -math.inf),
+    arguments = arguments._replace(
+        draft_tokens=drafts, draft_logits=arguments.draft_logits.masked_fill(lacking, -math.inf),
         processed=arguments.processed.masked_fill(impossible, -math.inf),
     )  # fmt: skip
     assert agrees(op, arguments) and by_torch(op, arguments)[1].lt(515).all()
@@ -132,7 +128,7 @@ def test_a_draft_that_lacks_tokens_and_a_target_that_may_not_produce_all(op, see
 
 def test_a_draft_of_the_targets_own_distribution_is_accepted(op):
     arguments = make_arguments(2, 520, likeness=1.0, ends=False)
-    random = changed(arguments, temperature=torch.ones(ROWS), draft_tokens=arguments.draft_logits.argmax(-1))
+    random = arguments._replace(temperature=torch.ones(ROWS), draft_tokens=arguments.draft_logits.argmax(-1))
     assert op(random)[0].eq(2).all()
 
 
@@ -140,17 +136,14 @@ def test_where_the_residual_is_empty_p_is_drawn_from(op):
     arguments = make_arguments(1, 700, ends=False)
     # Neither model can produce token 3, so it is rejected, and p is q.
     p = arguments.processed.index_fill(2, torch.tensor([3]), -math.inf)
-    arguments = changed(
-        arguments,
+    arguments = arguments._replace(
         processed=p,
         draft_logits=p[:, :1],
         draft_tokens=torch.full((ROWS, 1), 3),
         temperature=torch.ones(ROWS),
     )
     accepted, next_tokens = op(arguments)
-    plain = draw_tokens(
-        p[:, 0], temperature=torch.ones(ROWS), seeds=arguments.seeds, positions=arguments.draft_positions
-    )  # fmt: skip
+    plain = draw_tokens(p[:, 0].contiguous(), torch.ones(ROWS), arguments.seeds, arguments.draft_positions)
     assert accepted.eq(0).all() and torch.equal(next_tokens, plain)
 
 
@@ -159,7 +152,7 @@ def test_where_the_residual_is_empty_p_is_drawn_from(op):
 def test_flat_distributions_where_weights_of_long_prefixes_decide_the_draw(op, steps, vocab, seed):
     arguments = make_arguments(steps, vocab, seed, likeness=0.0, ends=False)
     flat = {"processed": arguments.processed / 3, "draft_logits": arguments.draft_logits / 3}
-    assert agrees(op, changed(arguments, **flat, temperature=torch.ones(ROWS)))
+    assert agrees(op, arguments._replace(**flat, temperature=torch.ones(ROWS)))
 
 
 @pytest.mark.parametrize("drafted", [0, 1, 2])
@@ -168,16 +161,13 @@ def test_after_a_draft_that_ended_the_token_is_plain_decodings(op, drafted):
     columns = torch.arange(3)[:, None]
     p = torch.zeros(ROWS, 3, 6).masked_fill((columns == drafted) & (torch.arange(6) == 2), 2.0)
     q = torch.where(columns[:2] == drafted, 8.0 * (torch.arange(6) == 2), 0.0).expand(ROWS, -1, -1)
-    arguments = changed(
-        make_arguments(2, 6), processed=p, draft_logits=q, temperature=torch.ones(ROWS),
+    arguments = make_arguments(2, 6)._replace(
+        processed=p, draft_logits=q, temperature=torch.ones(ROWS),
         draft_tokens=torch.where(torch.arange(2) < drafted, 3, -1).expand(ROWS, -1).contiguous(),
     )  # fmt: skip
     accepted, next_tokens = op(arguments)
     plain = draw_tokens(
-        p[:, drafted],
-        temperature=torch.ones(ROWS),
-        seeds=arguments.seeds,
-        positions=arguments.draft_positions + drafted,
+        p[:, drafted].contiguous(), torch.ones(ROWS), arguments.seeds, arguments.draft_positions + drafted
     )
     assert accepted.eq(drafted).all() and torch.equal(next_tokens, plain) and plain.eq(2).any()
 
@@ -186,12 +176,12 @@ def test_draft_logits_that_are_a_strided_view(op):
     arguments = make_arguments(2, 40)
     wide = torch.full((ROWS, 5, 80), math.nan)
     wide[:, :2, ::2] = arguments.draft_logits
-    assert agrees(op, changed(arguments, draft_logits=wide[:, :2, ::2]))
+    assert agrees(op, arguments._replace(draft_logits=wide[:, :2, ::2]))
 
 
 def test_logits_that_are_no_numbers_give_tokens_of_the_vocabulary(op):
     arguments = make_arguments(2, 600, ends=False)
-    nothing = changed(arguments, processed=torch.full((ROWS, 3, 600), math.nan))
+    nothing = arguments._replace(processed=torch.full((ROWS, 3, 600), math.nan))
     accepted, next_tokens = op(nothing)
     assert accepted.eq(0).all() and ((next_tokens >= 0) & (next_tokens < 600)).all()
 
@@ -231,14 +221,14 @@ def test_drawn_tokens(vocab):
     logits = torch.randn(6, vocab, generator=generator(0)) * 3
     temperature = torch.tensor([0.0, 1.0, 0.5] * 2)
     seeds, positions = whole(-(2**63), 2**63 - 1, 6, 1), whole(0, 2**40, 6, 2)
-    assert same(*both_ways(lambda: (draw_tokens(logits, temperature=temperature, seeds=seeds, positions=positions),)))
+    assert same(*both_ways(lambda: (draw_tokens(logits, temperature, seeds, positions),)))
 
 
 def test_ties_are_won_by_the_first_token_across_blocks():
     logits = torch.zeros(1, 5000)
     logits[0, [700, 4000]] = 1.0
     zero = torch.zeros(1, dtype=torch.int64)
-    assert draw_tokens(logits, temperature=torch.zeros(1), seeds=zero, positions=zero).tolist() == [700]
+    assert draw_tokens(logits, torch.zeros(1), zero, zero).tolist() == [700]
 
 
 @pytest.mark.parametrize("mean", [0.0, 0.4, 1.0, 1.5, 3.0])
@@ -247,7 +237,7 @@ def test_accepted_counts(steps, mean):
     drafts = torch.zeros(40, steps, dtype=torch.int64)
     drafts[::4, -1] = -1
     seeds, positions = whole(-(2**63), 2**63 - 1, 40, 1), whole(0, 2**40, 40, 2)
-    assert same(*both_ways(lambda: synthetic_accept(drafts, seeds=seeds, draft_positions=positions, mean=mean)))
+    assert same(*both_ways(lambda: synthetic_accept(drafts, seeds, positions, mean)))
 
 
 @pytest.mark.parametrize("rows", [1, 300])

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from builders.errors import require_tensor
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling import noise
@@ -33,37 +32,19 @@ class Residual(NamedTuple):
     def allocate(cls, draft_logits: torch.Tensor) -> Residual:
         """With memory for a kernel to write to; draft_logits fp32 [R, K, V]."""
         (rows, columns, _), device = draft_logits.shape, draft_logits.device
-        return cls(
-            accepted=torch.empty(rows, dtype=torch.int64, device=device),
-            weight=torch.empty(rows, dtype=torch.float32, device=device),
-            norms=torch.empty(4, rows * columns, dtype=torch.float32, device=device),
-            draft_logits=draft_logits,
-        )
-
-
-def draw_tokens(
-    processed: torch.Tensor, *, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
-    """int64 [R]: a row's argmax where temperature is 0, else a draw from its softmax; of equal logits the first wins.
-
-    - processed    fp32 [R, V], processed logits
-    - temperature  fp32 [R]
-    - seeds        int64 [R]
-    - positions    int64 [R], the absolute positions of the tokens drawn
-
-    Raises BatchError for tensors of another shape, dtype or device.
-    """
-    rows, device = len(processed), processed.device
-    require_tensor("processed", processed, shape=(rows, None), dtype=torch.float32, device=device)
-    require_tensor("temperature", temperature, shape=(rows,), dtype=torch.float32, device=device)
-    for name, tensor in {"seeds": seeds, "positions": positions}.items():
-        require_tensor(name, tensor, shape=(rows,), dtype=torch.int64, device=device)
-    tokens: torch.Tensor = _draw_tokens(processed.contiguous(), temperature, seeds.contiguous(), positions.contiguous())
-    return tokens
+        accepted = torch.empty(rows, dtype=torch.int64, device=device)
+        weight = torch.empty(rows, dtype=torch.float32, device=device)
+        return cls(accepted, weight, torch.empty(4, rows * columns, dtype=torch.float32, device=device), draft_logits)
 
 
 class DrawTokens(NamedTuple):
-    """The arguments of the op; draw_tokens documents them."""
+    """int64 [R]: a row's argmax where temperature is 0, else a draw from its softmax; of equal logits the first wins.
+
+    - processed    fp32 [R, V], contiguous processed logits
+    - temperature  fp32 [R]
+    - seeds        int64 [R], contiguous
+    - positions    int64 [R], contiguous: the absolute positions of the tokens drawn
+    """
 
     processed: torch.Tensor
     temperature: torch.Tensor
@@ -188,4 +169,4 @@ def _store_draw_kernel(
     tl.store(tokens + row, tl.minimum(token, vocab - 1).to(tl.int64))
 
 
-_draw_tokens = define_op("spec_decode::draw_tokens", DrawTokens)
+draw_tokens = define_op("spec_decode::draw_tokens", DrawTokens)

@@ -6,32 +6,18 @@ from typing import NamedTuple
 
 import torch
 
-from builders.errors import require_tensor
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling.kernels.vocab_blocks import vocab_block
 
 
-def process_logits(logits: torch.Tensor, temperature: torch.Tensor, column: torch.Tensor | None = None) -> torch.Tensor:
+class ProcessLogits(NamedTuple):
     """logits / temperature, contiguous fp32 [R, G, V]; [R, 1, V] if `column` selects one of each row.
 
-    - logits       [R, G, V] any float
+    - logits       [R, G, V] any float, of any strides
     - temperature  fp32 [R]; 0, which is greedy, leaves logits as they are
     - column       int64 [R], 0 to G - 1, or None for all
-
-    Raises BatchError for tensors of another shape, dtype or device.
     """
-    rows, device = len(temperature), logits.device
-    require_tensor("logits", logits, shape=(rows, None, None), dtype=logits.dtype, device=device)
-    require_tensor("temperature", temperature, shape=(rows,), dtype=torch.float32, device=device)
-    if column is not None:
-        require_tensor("column", column, shape=(rows,), dtype=torch.int64, device=device)
-    out: torch.Tensor = _process_logits(logits, temperature, column)
-    return out
-
-
-class ProcessLogits(NamedTuple):
-    """The arguments of the op; process_logits documents them."""
 
     logits: torch.Tensor
     temperature: torch.Tensor
@@ -78,4 +64,4 @@ def _process_kernel(
     tl.store(out + line * vocab + token, x, mask=inside)
 
 
-_process_logits = define_op("spec_decode::process_logits", ProcessLogits)
+process_logits = define_op("spec_decode::process_logits", ProcessLogits)

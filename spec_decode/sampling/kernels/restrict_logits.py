@@ -140,18 +140,11 @@ class _Scratch(NamedTuple):
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
+        counts, bins = empty(rows, _BINS, parts, dtype=torch.int32), empty(rows, dtype=torch.int32)
         return cls(
-            part_min=empty(rows, parts),
-            part_max=empty(rows, parts),
-            edges=empty(rows, _BINS),
-            maxima=empty(rows),
-            counts=empty(rows, _BINS, parts, dtype=torch.int32),
-            sums=empty(rows, _BINS, parts),
-            bins=empty(rows, dtype=torch.int32),
-            members=empty(rows, capacity),
-            thresholds=empty(rows),
-            targets=empty(rows),
-        )
+            empty(rows, parts), empty(rows, parts), empty(rows, _BINS), empty(rows), counts, empty(rows, _BINS, parts),
+            bins, empty(rows, capacity), empty(rows), empty(rows),
+        )  # fmt: skip
 
 
 _restrict_logits = define_op("spec_decode::restrict_logits", RestrictLogits, mutates=("logits",))

@@ -22,19 +22,13 @@ from spec_decode.verification.kernels.verify_arguments import VerifyArguments
 _TINY = torch.finfo(torch.float32).tiny
 
 
-def block_verify(arguments: VerifyArguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draft tokens accepted, int64 [R], and the token after them, int64 [R].
-
-    BlockVerification defines the weights w, and which prefixes pass. At temperature 0 the longest prefix of argmax
-    tokens is accepted. The token after it is drawn from max(w p - q, 0) where one was rejected, and from p where the
-    draft ended.
-    Raises BatchError for tensors of another shape, dtype or device than VerifyArguments lists.
-    """
-    accepted, next_tokens = _block_verify(*arguments.checked())
-    return accepted, next_tokens
-
-
 class BlockVerify(VerifyArguments):
+    """Accepts the longest prefix that passes, by the weights w that BlockVerification defines; at temperature 0 the
+    longest prefix of argmax tokens.
+
+    The token after it is drawn from max(w p - q, 0) where one was rejected, and from p where the draft ended.
+    """
+
     __slots__ = ()
 
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,4 +165,4 @@ def _accept_prefix_kernel(
         tl.store(weight + row, tl.where(count < length, of_prefix, 0.0))
 
 
-_block_verify = define_op("spec_decode::block_verify", BlockVerify)
+block_verify = define_op("spec_decode::block_verify", BlockVerify)

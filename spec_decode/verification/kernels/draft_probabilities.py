@@ -58,9 +58,7 @@ def draft_probabilities(
     One program per row."""
     column = tl.arange(0, BLOCK_K)
     count = tl.num_programs(0) * columns
-    p_max, p_sum = _store_norms(
-        row, length, partial_max, partial_sum_exp, norms, columns, blocks, BLOCK, BLOCK_K
-    )  # fmt: skip
+    p_max, p_sum = _store_norms(row, length, partial_max, partial_sum_exp, norms, columns, blocks, BLOCK, BLOCK_K)
     q_max, q_sum = _store_norms(
         row, length, partial_max + count * blocks, partial_sum_exp + count * blocks, norms + 2 * count,
         columns, blocks, BLOCK, BLOCK_K,

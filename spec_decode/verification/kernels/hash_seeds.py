@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from builders.errors import require_tensor
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling import noise
@@ -17,21 +16,8 @@ _STREAM = 0x510E527F
 """A stream of its own: these hashes tell nothing about the noise that the same seeds and positions give."""
 
 
-def hash_seeds(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """A seed int64 [R] per row.
-
-    - seeds, positions  int64 [R]
-
-    Raises BatchError for tensors of another shape, dtype or device.
-    """
-    for name, tensor in {"seeds": seeds, "positions": positions}.items():
-        require_tensor(name, tensor, shape=(len(seeds),), dtype=torch.int64, device=seeds.device)
-    hashed: torch.Tensor = _hash_seeds(seeds.contiguous(), positions.contiguous())
-    return hashed
-
-
 class HashSeeds(NamedTuple):
-    """The arguments of the op; hash_seeds documents them."""
+    """A seed int64 [R] per row, of contiguous seeds and positions int64 [R]."""
 
     seeds: torch.Tensor
     positions: torch.Tensor
@@ -60,4 +46,4 @@ def _hash_kernel(seeds, positions, hashed, count, STREAM: tl.constexpr, BLOCK: t
     tl.store(hashed + row, triton_key(seed, position, STREAM).to(tl.int64), mask=inside)
 
 
-_hash_seeds = define_op("spec_decode::hash_seeds", HashSeeds)
+hash_seeds = define_op("spec_decode::hash_seeds", HashSeeds)

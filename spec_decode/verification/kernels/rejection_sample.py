@@ -19,18 +19,12 @@ from spec_decode.verification.kernels.partial_max import PartialMax
 from spec_decode.verification.kernels.verify_arguments import VerifyArguments
 
 
-def rejection_sample(arguments: VerifyArguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draft tokens accepted, int64 [R], and the token after them, int64 [R].
-
-    Accepted is the longest prefix whose every token d passes p(d) > uniform * q(d), or at temperature 0 is p's argmax.
-    The token after it is drawn from max(p - q, 0) where one was rejected, and from p where the draft ended.
-    Raises BatchError for tensors of another shape, dtype or device than VerifyArguments lists.
-    """
-    accepted, next_tokens = _rejection_sample(*arguments.checked())
-    return accepted, next_tokens
-
-
 class RejectionSample(VerifyArguments):
+    """Accepts the longest prefix whose every token d passes p(d) > uniform * q(d), or at temperature 0 is p's argmax.
+
+    The token after it is drawn from max(p - q, 0) where one was rejected, and from p where the draft ended.
+    """
+
     __slots__ = ()
 
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,4 +74,4 @@ def _rejection_sample_kernel(
     tl.store(weight + row, tl.where(count < length, 1.0, 0.0))
 
 
-_rejection_sample = define_op("spec_decode::rejection_sample", RejectionSample)
+rejection_sample = define_op("spec_decode::rejection_sample", RejectionSample)

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from builders.errors import require_tensor
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling import noise
@@ -15,31 +14,15 @@ from spec_decode.verification.kernels.distributions import count_leading
 from spec_decode.verification.kernels.draft_probabilities import accept_uniform, read_draft
 
 
-def synthetic_accept(
-    draft_tokens: torch.Tensor, *, seeds: torch.Tensor, draft_positions: torch.Tensor, mean: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+class SyntheticAccept(NamedTuple):
     """How many draft tokens are accepted, int64 [R], and the position of the token after them, int64 [R].
 
-    - draft_tokens     int64 [R, K]; the first -1 ends a row's draft
-    - seeds            int64 [R]
-    - draft_positions  int64 [R], absolute position of draft token 0
+    - draft_tokens     int64 [R, K], contiguous; the first -1 ends a row's draft
+    - seeds            int64 [R], contiguous
+    - draft_positions  int64 [R], contiguous: absolute position of draft token 0
     - mean             a row accepts floor(mean) tokens, and one more with probability mean - floor(mean), but no more
                        than were proposed
-
-    Raises BatchError for tensors of another shape, dtype or device.
     """
-    rows = len(draft_tokens)
-    require_tensor("draft_tokens", draft_tokens, shape=(rows, None), dtype=torch.int64, device=draft_tokens.device)
-    for name, tensor in {"seeds": seeds, "draft_positions": draft_positions}.items():
-        require_tensor(name, tensor, shape=(rows,), dtype=torch.int64, device=draft_tokens.device)
-    accepted, positions = _synthetic_accept(
-        draft_tokens.contiguous(), seeds.contiguous(), draft_positions.contiguous(), mean
-    )
-    return accepted, positions
-
-
-class SyntheticAccept(NamedTuple):
-    """The arguments of the op; synthetic_accept documents them."""
 
     draft_tokens: torch.Tensor
     seeds: torch.Tensor
@@ -83,4 +66,4 @@ def _synthetic_accept_kernel(
     tl.store(positions + row, position + count)
 
 
-_synthetic_accept = define_op("spec_decode::synthetic_accept", SyntheticAccept)
+synthetic_accept = define_op("spec_decode::synthetic_accept", SyntheticAccept)

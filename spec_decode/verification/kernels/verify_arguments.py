@@ -1,4 +1,4 @@
-"""The arguments of an op that verifies drafts."""
+"""The arguments of the ops that verify drafts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from builders.errors import require_tensor
 
 
 class VerifyArguments(NamedTuple):
-    """What decides how many draft tokens are accepted, int64 [R], and which token follows them, int64 [R].
+    """What an op needs to say how many draft tokens are accepted, int64 [R], and which token follows, int64 [R].
 
     R rows, K draft tokens, V vocabulary, p the target's distributions, q the draft's:
 

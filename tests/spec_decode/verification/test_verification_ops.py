@@ -1,16 +1,12 @@
-"""Ops of verification and of the sampling around it: their schemas and what they refuse."""
+"""Ops of verification and of the target's sampling: their schemas, and the tensors that verifiers refuse."""
 
 import pytest
 import torch
 
 from builders import BatchError
-from spec_decode.sampling.kernels.draw_tokens import draw_tokens
-from spec_decode.sampling.kernels.process_logits import process_logits
-from spec_decode.verification.kernels.block_verify import block_verify
-from spec_decode.verification.kernels.hash_seeds import hash_seeds
-from spec_decode.verification.kernels.rejection_sample import rejection_sample
-from spec_decode.verification.kernels.synthetic_accept import synthetic_accept
+from spec_decode.verification import BlockVerification, SyntheticAcceptance
 from spec_decode.verification.kernels.verify_arguments import VerifyArguments
+from tests.spec_decode.verification.verify_helpers import sampling_of
 
 OPS, INT32 = torch.ops.spec_decode, torch.int32
 ROWS, STEPS, VOCAB = 3, 2, 7
@@ -57,49 +53,27 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("op", [rejection_sample, block_verify])
 @pytest.mark.parametrize(("name", "tensor"), WRONG.items(), ids=WRONG)
-def test_arguments_of_wrong_tensors_are_refused_by_name(op, name, tensor):
+def test_arguments_of_wrong_tensors_are_refused_by_name(name, tensor):
     with pytest.raises(BatchError, match=f"^{name} must be "):
-        op(verify_arguments(**{name: tensor}))
+        verify_arguments(**{name: tensor}).checked()
 
 
 def test_logits_on_another_device_are_refused():
     with pytest.raises(BatchError, match=r"draft_logits must be .* on cpu, got .* on meta"):
-        rejection_sample(verify_arguments(draft_logits=torch.zeros(ROWS, STEPS, VOCAB, device="meta")))
+        verify_arguments(draft_logits=torch.zeros(ROWS, STEPS, VOCAB, device="meta")).checked()
 
 
 REFUSED = {
-    "flat logits": lambda: process_logits(torch.zeros(ROWS, VOCAB), torch.ones(ROWS)),
-    "temperatures of fewer rows": lambda: process_logits(torch.zeros(ROWS, 1, VOCAB), torch.ones(1)),
-    "a column of int32": lambda: process_logits(
-        torch.zeros(ROWS, 1, VOCAB), torch.ones(ROWS), zeros(ROWS, dtype=INT32)
+    "synthetic acceptance with one seed for all": lambda: SyntheticAcceptance(1.0).verify(
+        torch.zeros(ROWS, STEPS + 1, VOCAB), zeros(ROWS, STEPS), torch.zeros(ROWS, STEPS, VOCAB),
+        sampling=sampling_of(ROWS, seeds=zeros(1)), draft_positions=zeros(ROWS),
     ),
-    "a draw from bfloat16": lambda: draw_tokens(
-        torch.zeros(ROWS, VOCAB).bfloat16(), temperature=torch.ones(ROWS), seeds=zeros(ROWS), positions=zeros(ROWS)
-    ),
-    "a draw at no position": lambda: draw_tokens(
-        torch.zeros(ROWS, VOCAB), temperature=torch.ones(ROWS), seeds=zeros(ROWS), positions=zeros(0)
-    ),
-    "one seed for all": lambda: synthetic_accept(
-        zeros(ROWS, STEPS), seeds=zeros(1), draft_positions=zeros(ROWS), mean=1.0
-    ),
-    "positions of int32": lambda: hash_seeds(zeros(ROWS), zeros(ROWS, dtype=INT32)),
-}
+    "draft seeds at positions of int32": lambda: BlockVerification().draft_seeds(zeros(ROWS), zeros(ROWS, dtype=INT32)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
 def test_wrong_tensors_are_refused(call):
     with pytest.raises(BatchError, match=r"must be torch\..* nothing was run"):
         call()
-
-
-def test_only_the_column_asked_for_is_processed():
-    logits = torch.arange(12.0).view(2, 3, 2)
-    assert process_logits(logits, torch.tensor([2.0, 0.0]), torch.tensor([2, 0])).tolist() == [[[2, 2.5]], [[6, 7]]]
-
-
-def test_processed_logits_are_a_tensor_of_their_own():
-    logits = torch.zeros(1, 1, VOCAB)
-    process_logits(logits, torch.zeros(1)).fill_(1)
-    assert not logits.any()
