@@ -1,18 +1,18 @@
-"""A watch over a running drafter: is what its kernels read still what a fresh build of the batch would be?
+"""Validate a running drafter: is what its kernels read still what a fresh build of the batch would be?
 
-What a graph replays can go stale without a sign but a lower acceptance rate. After every N-th round a look compares,
-for step 0 and for the last step of the round:
+What a graph replays can go stale with no other sign than a lower acceptance rate. After every N-th round a validation
+compares, for step 0 and for the last step of the round:
 
     fields      each group's metadata, in place, with that of a fresh builder for the same shared state
-    addresses   with those of the first look: a graph would go on with the old ones
-    attention   one call a group over the caches, with random queries, with the oracle over each request's prefix
+    addresses   with those of the first validation: a graph would keep using the old ones
+    attention   one call per group over the caches, with random queries, with the oracle over each request's prefix
 
-Nothing of the drafter is written to: builders get a copy of the shared state, and attention only reads. A look waits
-for the device, and the oracle computes on the host in fp64 what the device did: from milliseconds for short requests to
-seconds for long ones (`milliseconds` has the sum). It belongs into a search for a fault, or into one round of many.
+Nothing of the drafter is written to: builders get a copy of the shared state, and attention only reads. A validation
+waits for the device, and the oracle computes on the host in fp64 what the device did: from milliseconds for short
+requests to seconds for long ones (`milliseconds` has the sum). Use it to search for a fault, or for one round of many.
 
-Groups that are built anew before they are used (all, in the eager strategy): only their attention is compared.
-A plan ahead may hold tokens that a request did not get: there, rows that stopped on the way are left out.
+Groups that are rebuilt before they are used (all, in the eager strategy): only their attention is compared.
+A preplanned group may hold tokens that a request did not get: there, rows that stopped early are left out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from attn_backends import KVCache
-from builders import AttentionBatch, HostLengths
+from builders import AttentionBatch, MetadataBuilder
 from builders.errors import require
 from spec_decode.drafter import Drafter, Drafts, StepMetadata, VerifiedTokens
 from spec_decode.drafter.kv_groups import KVGroup
@@ -43,7 +43,7 @@ from spec_decode.testing.poison import poisoned_allocations
 
 
 class MetadataDrift(RuntimeError):
-    """What a running drafter's kernels read is not what the batch is. round: from 1; step: 0 or the round's last."""
+    """What the kernels of a running drafter read is not the batch. round: from 1; step: 0 or the round's last."""
 
     def __init__(self, round_: int, step: int, group: str, failure: CheckFailure) -> None:
         super().__init__(
@@ -55,58 +55,62 @@ class MetadataDrift(RuntimeError):
 
 
 class MetadataValidator:
-    """Calls the drafter's rounds and looks at every N-th. rounds, looks: so many so far; milliseconds: of all looks."""
+    """Runs the drafter's rounds and validates every N-th.
+
+    rounds, validations: how many so far. milliseconds: of all validations.
+    """
 
     def __init__(self, drafter: Drafter, *, every: int = 1) -> None:
+        """Raises BatchError unless every is at least 1."""
         require(
             every >= 1,
-            f"a watch looks at every N-th round, N from 1 on, got {every}; nothing is watched. Pass 1 to see them all.",
+            f"every N-th round is validated, N from 1 on, got {every}; nothing is validated. Pass 1 to validate all.",
         )
         self.drafter = drafter
         self.every = every
-        self.rounds = self.looks = 0
+        self.rounds = self.validations = 0
         self.milliseconds = 0.0
         self._random = torch.Generator().manual_seed(0)
         self._addresses: dict[tuple[int, int, int], dict[str, tuple[Any, ...]]] = {}
 
     def propose(self, verified: VerifiedTokens | None = None, num_tokens: int | None = None) -> Drafts:
-        """`Drafter.propose`, with a look behind every N-th. Raises MetadataDrift for the first thing that is wrong."""
+        """`Drafter.propose`, and a validation after every N-th. Raises MetadataDrift for the first difference."""
         drafts = self.drafter.propose(verified, num_tokens)
         self.rounds += 1
         if self.rounds % self.every == 0:
-            self.look()
+            self.validate()
         return drafts
 
     @torch.no_grad()
-    def look(self) -> None:
-        """Look at the last round now: after a `propose`, and before the tables change. Raises MetadataDrift."""
+    def validate(self) -> None:
+        """Validate the last round: after a `propose`, and before the tables change. Raises MetadataDrift."""
         start = time.perf_counter()
         try:
             for step, used in self.drafter.metadata_in_use().items():
-                self._look_at(step, used)
+                self._validate_step(step, used)
         finally:
             self.milliseconds += 1000 * (time.perf_counter() - start)
-        self.looks += 1
+        self.validations += 1
 
-    def _look_at(self, step: int, used: StepMetadata) -> None:
+    def _validate_step(self, step: int, used: StepMetadata) -> None:
         for index, group in enumerate(self.drafter.groups):
             try:
-                self._look_at_group(index, used, step)
+                self._validate_group(index, used, step)
             except CheckFailure as failure:
                 raise MetadataDrift(self.rounds, step, group.name, failure) from failure
 
-    def _look_at_group(self, index: int, used: StepMetadata, step: int) -> None:
-        group, found = self.drafter.groups[index], used.metadata[index]
-        self._expect_addresses((used.buffers.query_len, index, used.size), found)
-        seq_lens = _seq_lens_of_last_step(used) if step else used.buffers.batch.seq_lens[: used.size].clone()
-        live = _view(used, index, group, seq_lens)
-        copy = _copied(live, seq_lens)
-        found = _over_copy(found, live, copy)
+    def _validate_group(self, index: int, used: StepMetadata, step: int) -> None:
+        group, found, buffers = self.drafter.groups[index], used.metadata[index], used.buffers
+        self._expect_addresses((buffers.query_len, index, used.size), found)
+        now = buffers.batch.seq_lens[: used.size]
+        batch = buffers.attention_batch(index, used.size, _seq_lens_of_last_step(used) if step else now)
+        copy = replace(batch, **copies_of(batch))
+        found = _over_copy(found, replace(batch, seq_lens=now), copy)
         plan = self.drafter.plan
         if index not in (*plan.rebuild_groups, *plan.preplanned_groups):
-            _expect_fields(used, group, found, copy, max(0, used.buffers.horizon - step))
-        planned = step > 0 and index in plan.preplanned_groups
-        self._expect_attention(used, group, found, copy, idle_rows_too=not planned)
+            _expect_fields(buffers.new_builder(index), found, copy, max(0, buffers.horizon - step))
+        preplanned = step > 0 and index in plan.preplanned_groups
+        self._expect_attention(used, group, found, copy, padding_too=not preplanned)
 
     def _expect_addresses(self, key: tuple[int, int, int], found: Any) -> None:
         now = memory_layouts_of(found)
@@ -115,14 +119,14 @@ class MetadataValidator:
         expect(
             not moved,
             contract=f"metadata stays at its addresses: field {', '.join(moved)}",
-            expected="the addresses of the first look",
+            expected="the addresses of the first validation",
             got="others",
         )
 
     def _expect_attention(
-        self, used: StepMetadata, group: KVGroup, found: Any, batch: AttentionBatch, *, idle_rows_too: bool
+        self, used: StepMetadata, group: KVGroup, found: Any, batch: AttentionBatch, *, padding_too: bool
     ) -> None:
-        """One call over the first layer's cache as it is now, every allocation poisoned on the way."""
+        """One call over the first layer's cache as it is now, with every allocation poisoned."""
         spec, device = group.spec, self.drafter.tables.device
         shape = (batch.num_tokens, spec.num_q_heads, spec.head_dim)
         queries = torch.randn(shape, generator=self._random).to(spec.dtype)
@@ -136,7 +140,7 @@ class MetadataValidator:
         rows = [row for row, length in enumerate(lens) if length]
         idle = [row for row, length in enumerate(lens) if not length]
         expect(
-            not idle_rows_too or bool((out[idle] == 0).all()),
+            not padding_too or bool((out[idle] == 0).all()),
             contract="rows without a request attend to nothing",
             expected="output 0",
             got=f"up to {out[idle].abs().max().item() if idle else 0.0:.2e}",
@@ -155,14 +159,7 @@ class MetadataValidator:
             assert_within_budget(attended, logical, spec, able, contract="attention over the present caches")
 
 
-def _expect_fields(used: StepMetadata, group: KVGroup, found: Any, batch: AttentionBatch, horizon: int) -> None:
-    tables = used.buffers.batch.tables
-    builder = group.make_builder(
-        tables.device,
-        max_reqs=tables.max_reqs,
-        max_tokens=used.buffers.batch.max_tokens,
-        max_seq_len=tables.max_seq_len,
-    )
+def _expect_fields(builder: MetadataBuilder[Any], found: Any, batch: AttentionBatch, horizon: int) -> None:
     before = copies_of(batch)
     fresh = builder.build(batch, horizon=horizon)
     written = changed_since(before, batch)
@@ -173,36 +170,11 @@ def _expect_fields(used: StepMetadata, group: KVGroup, found: Any, batch: Attent
 def _seq_lens_of_last_step(used: StepMetadata) -> torch.Tensor:
     """int32 [size] on the device: the lengths that the last step attended over.
 
-    Sampling its token makes a row that has drafted all of its own inert, so seq_lens do not tell any more. The advance
-    before it gave a slot to each row that took part, with its position.
+    Sampling the last token that a row drafts makes it inert, so seq_lens no longer tell. The advance before it gave a
+    slot to each row that took part, with its position.
     """
     batch, size = used.buffers.batch, used.size
     return torch.where(batch.slot_mappings[0, :size] >= 0, batch.positions[:size] + 1, 0).int()
-
-
-def _view(used: StepMetadata, index: int, group: KVGroup, seq_lens: torch.Tensor) -> AttentionBatch:
-    """What the group's builder sees of the phase, with the host's lengths that it asks for."""
-    phase, size = used.buffers, used.size
-    lengths, kind = None, group.backend.builder.host_lengths
-    if kind is HostLengths.EXACT:
-        lengths = seq_lens.tolist()
-    elif kind is HostLengths.UPPER_BOUND:
-        limits = phase.batch.tables.limits_host
-        lengths = [*limits, *(0,) * (size - len(limits))]
-    return phase.batch.view(
-        index,
-        num_reqs=size,
-        num_tokens=size * phase.query_len,
-        max_query_len=phase.query_len,
-        host_seq_lens=lengths,
-        host_seq_lens_exact=kind is HostLengths.EXACT,
-    )
-
-
-def _copied(live: AttentionBatch, seq_lens: torch.Tensor) -> AttentionBatch:
-    """The same batch in memory of its own, with these lengths."""
-    fields: dict[str, Any] = {**copies_of(live), "seq_lens": seq_lens}
-    return replace(live, **fields)
 
 
 def _over_copy(found: Any, live: AttentionBatch, copy: AttentionBatch) -> Any:

@@ -27,7 +27,7 @@ __all__ = ["CASES", "CPU_CASES", "SCHEMA", "SUITES", "Timings", "run", "verdict"
 SCHEMA = "attn-bench/2"
 
 _DECODE = {
-    "sparse-decode": "sparse_swa_mla beside FlashMLA, over packed fp8 and over bf16",
+    "sparse-decode": "sparse_swa_mla beside FlashMLA, over fp8_ds_mla and over bf16",
     "mla-decode": "triton_mla beside FlashInfer's latent attention",
     "paged-decode": "triton_paged beside FlashAttention-3 and FlashInfer on tensor cores",
     "flashinfer-decode": "flashinfer's choice beside each kernel it has, by query heads a KV head",

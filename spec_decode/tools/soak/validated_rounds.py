@@ -20,12 +20,12 @@ MAX_REQS, STEPS = 8, 4
 
 @dataclass(frozen=True, slots=True)
 class ValidatedRounds:
-    """What ran without a drift. looks: rounds validated; milliseconds: of one of them, on average."""
+    """What ran without a drift. validations: rounds validated; milliseconds: of one of them, on average."""
 
     backend: str
     strategy: str
     rounds: int
-    looks: int
+    validations: int
     joins: int
     leaves: int
     milliseconds: float
@@ -33,8 +33,8 @@ class ValidatedRounds:
     def describe(self) -> str:
         """One line."""
         return (
-            f"{self.rounds} rounds ({self.strategy}), {self.joins} joins, {self.leaves} leaves; {self.looks} looks "
-            f"without a drift, {self.milliseconds:.1f} ms each"
+            f"{self.rounds} rounds ({self.strategy}), {self.joins} joins, {self.leaves} leaves; {self.validations} "
+            f"validations without a drift, {self.milliseconds:.1f} ms each"
         )
 
 
@@ -54,7 +54,7 @@ def validate_rounds(
     Raises MetadataDrift for the first thing that is wrong, Unsupported where the backend refuses every spec of the kit
     or the page size, and whatever the drafter raises.
     """
-    # On the CPU an interpreted kernel would take a second a round; the conformance checks judge the kernels.
+    # On the CPU an interpreted kernel would take a second a round; the conformance checks cover the kernels.
     with torch.no_grad(), torch_implementations():
         stage = Stage.of(Subject(backend, device), max_reqs=MAX_REQS, steps=STEPS, page_size=page_size)
         side, inputs = stage.side(strategy), stage.inputs(seed)
@@ -72,8 +72,8 @@ def validate_rounds(
         backend=backend.name,
         strategy=side.drafter.plan.strategy.value,
         rounds=rounds,
-        looks=validator.looks,
+        validations=validator.validations,
         joins=joins,
         leaves=leaves,
-        milliseconds=validator.milliseconds / max(1, validator.looks),
+        milliseconds=validator.milliseconds / max(1, validator.validations),
     )

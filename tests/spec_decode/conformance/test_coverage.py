@@ -27,8 +27,8 @@ class Rebuilt(ReferenceBuilder):
         return AdvanceSupport(AdvanceLevel.REBUILD, "for the test")
 
 
-class Weak(TorchReference):
-    name = "weak"
+class Limited(TorchReference):
+    name = "limited"
     builder = Rebuilt
     capabilities = replace(TorchReference.capabilities, features=frozenset({Feature.GQA}), kv_dtypes=())
 
@@ -127,9 +127,9 @@ def test_a_drafters_case_covers_the_strategy_that_it_is():
 
 def test_where_strategies_are_compared_all_that_run_are_covered():
     every = columns(every_strategy, (4, 1))
-    weak = columns(every_strategy, (4, 1), Weak())
+    limited = columns(every_strategy, (4, 1), Limited())
     assert {"strategy:full_loop", "strategy:per_step", "strategy:eager"} <= every
-    assert every - weak >= {"strategy:full_loop"} and "strategy:per_step" in weak
+    assert every - limited >= {"strategy:full_loop"} and "strategy:per_step" in limited
 
 
 def test_another_drafters_check_is_evidence_for_the_strategy_chosen():
@@ -158,10 +158,10 @@ def test_a_report_records_claims_contract_and_tags():
 @pytest.mark.parametrize(
     ("tag", "yes", "no"),
     [
-        ("feature:sinks", TorchReference(), Weak()),
-        ("kv:float8_e4m3fn", TorchReference(), Weak()),
-        ("strategy:full_loop", TorchReference(), Weak()),
-        ("graph:advance", TorchReference(), Weak()),
+        ("feature:sinks", TorchReference(), Limited()),
+        ("kv:float8_e4m3fn", TorchReference(), Limited()),
+        ("strategy:full_loop", TorchReference(), Limited()),
+        ("graph:advance", TorchReference(), Limited()),
     ],
 )
 def test_claims_are_those_of_the_record_and_the_builder(tag, yes, no):
@@ -169,7 +169,7 @@ def test_claims_are_those_of_the_record_and_the_builder(tag, yes, no):
 
 
 def test_the_claim_to_advance_has_its_level_and_its_reason():
-    claim = claims(Weak())["graph:advance"]
+    claim = claims(Limited())["graph:advance"]
     assert (claim.level, claim.reason) == ("rebuild", "for the test")
 
 

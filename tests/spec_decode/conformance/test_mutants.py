@@ -46,7 +46,7 @@ def reasons(mutant: Mutant, check: str) -> list[str]:
     return [result.reason for result in report.results if result.outcome is Outcome.FAIL]
 
 
-def test_an_honest_page_list_passes_what_its_mutants_fail() -> None:
+def test_a_right_page_list_passes_what_its_mutants_fail() -> None:
     check_backend(PageLists(), device=CPU, families=["contract", "builder"]).raise_if_failed()
 
 

@@ -1,4 +1,4 @@
-"""The watch finds what goes wrong in a running drafter, and only that; it leaves no trace."""
+"""The validator finds what goes wrong in a running drafter, and only that; it leaves no trace."""
 
 from __future__ import annotations
 
@@ -93,12 +93,12 @@ def test_a_mutant_in_a_running_drafter_is_caught(mutant: Mutant) -> None:
 
 
 def test_a_mutant_that_is_right_for_one_page_size_is_caught_on_another() -> None:
-    assert validate_rounds(ONE_PAGE_SIZE.backend, CPU, rounds=ROUNDS).looks == ROUNDS
+    assert validate_rounds(ONE_PAGE_SIZE.backend, CPU, rounds=ROUNDS).validations == ROUNDS
     with pytest.raises(MetadataDrift, match="page_counts"):
         validate_rounds(ONE_PAGE_SIZE.backend, CPU, rounds=ROUNDS, page_size=8)
 
 
-def test_a_page_size_that_a_backend_refuses_is_not_watched() -> None:
+def test_a_page_size_that_a_backend_refuses_is_not_validated() -> None:
     with pytest.raises(Unsupported, match="page"):
         validate_rounds(get("triton_paged"), CPU, rounds=1, page_size=12)
 
@@ -126,22 +126,22 @@ def test_every_mutant_is_accounted_for() -> None:
 
 @pytest.mark.parametrize("strategy", [strategy for strategy in Strategy if strategy is not Strategy.PIECEWISE])
 def test_a_right_backend_never_drifts_whichever_the_strategy(strategy: Strategy) -> None:
-    watched = validate_rounds(get("torch_reference"), CPU, rounds=ROUNDS, strategy=strategy)
-    assert watched.strategy == strategy.value and watched.looks == ROUNDS and watched.leaves > 0
+    validated = validate_rounds(get("torch_reference"), CPU, rounds=ROUNDS, strategy=strategy)
+    assert validated.strategy == strategy.value and validated.validations == ROUNDS and validated.leaves > 0
 
 
 @pytest.mark.parametrize("name", ["triton_paged", "triton_mla", "sparse_swa_mla"])
 def test_the_backends_of_the_project_never_drift(name: str) -> None:
-    assert validate_rounds(get(name), CPU, rounds=ROUNDS).looks == ROUNDS
+    assert validate_rounds(get(name), CPU, rounds=ROUNDS).validations == ROUNDS
 
 
 @pytest.mark.parametrize(
     ("backend", "strategy"),
     [(Foreseen(), "full_loop"), (with_builder(Rebuilt), "per_step"), (with_builder(Uncapturable), "piecewise")],
 )
-def test_a_group_that_does_not_advance_in_place_is_watched_too(backend: AttentionBackend, strategy: str) -> None:
-    watched = validate_rounds(backend, CPU, rounds=ROUNDS)
-    assert (watched.strategy, watched.looks) == (strategy, ROUNDS)
+def test_a_group_that_does_not_advance_in_place_is_validated_too(backend: AttentionBackend, strategy: str) -> None:
+    validated = validate_rounds(backend, CPU, rounds=ROUNDS)
+    assert (validated.strategy, validated.validations) == (strategy, ROUNDS)
 
 
 def test_a_kernel_that_is_wrong_is_caught_though_its_group_does_not_advance_in_place() -> None:
@@ -163,33 +163,33 @@ def test_the_field_that_is_not_refreshed_is_named_with_where_and_what(backend: s
 
 def test_a_later_step_that_drifts_is_named_by_its_step() -> None:
     side, rounds = side_of(get("torch_reference"))
-    watch = MetadataValidator(side.drafter)
-    side.draft(*rounds[0], watch.propose)
+    validator = MetadataValidator(side.drafter)
+    side.draft(*rounds[0], validator.propose)
     _, last = side.drafter.metadata_in_use().values()
     last.metadata[0].kv_end.add_(1)
     with pytest.raises(MetadataDrift, match="field kv_end") as drift:
-        watch.look()
+        validator.validate()
     assert drift.value.step == 2
 
 
-def test_metadata_that_moved_since_the_first_look_is_named() -> None:
+def test_metadata_that_moved_since_the_first_validation_is_named() -> None:
     side, rounds = side_of(get("torch_reference"))
-    watch = MetadataValidator(side.drafter)
-    side.draft(*rounds[0], watch.propose)
+    validator = MetadataValidator(side.drafter)
+    side.draft(*rounds[0], validator.propose)
     metadata = side.drafter.metadata_in_use()[0].metadata[0]
     object.__setattr__(metadata, "kv_end", metadata.kv_end.clone())
     with pytest.raises(MetadataDrift, match="stays at its addresses: field kv_end"):
-        watch.look()
+        validator.validate()
 
 
-def test_a_look_changes_nothing() -> None:
+def test_a_validation_changes_nothing() -> None:
     side, rounds = side_of(get("torch_reference"))
-    watch = MetadataValidator(side.drafter)
+    validator = MetadataValidator(side.drafter)
     for round_ in rounds:
         side.draft(*round_)
         before = {key: tensor.clone() for key, tensor in tensors_reached(side.drafter).items()}
         state = torch.random.get_rng_state()
-        watch.look()
+        validator.validate()
         after = tensors_reached(side.drafter)
         assert before.keys() == after.keys() and len(before) > 40
         # As bits: what graphs hold between replays may be NaN.
@@ -197,32 +197,32 @@ def test_a_look_changes_nothing() -> None:
         assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_watched_rounds_draft_the_same_tokens() -> None:
+def test_validated_rounds_draft_the_same_tokens() -> None:
     plain, rounds = side_of(get("torch_reference"))
     seen, _ = side_of(get("torch_reference"))
-    watch = MetadataValidator(seen.drafter)
+    validator = MetadataValidator(seen.drafter)
     for round_ in rounds:
         expected = plain.draft(*round_).tokens.clone()
-        assert torch.equal(seen.draft(*round_, watch.propose).tokens, expected)
+        assert torch.equal(seen.draft(*round_, validator.propose).tokens, expected)
 
 
-def test_only_every_nth_round_is_looked_at_and_its_time_is_measured() -> None:
+def test_only_every_nth_round_is_validated_and_its_time_is_measured() -> None:
     side, rounds = side_of(get("torch_reference"))
-    watch = MetadataValidator(side.drafter, every=3)
+    validator = MetadataValidator(side.drafter, every=3)
     for round_ in rounds:
-        side.draft(*round_, watch.propose)
-    assert (watch.rounds, watch.looks) == (ROUNDS, ROUNDS // 3)
-    assert watch.milliseconds > 0
+        side.draft(*round_, validator.propose)
+    assert (validator.rounds, validator.validations) == (ROUNDS, ROUNDS // 3)
+    assert validator.milliseconds > 0
 
 
-def test_a_round_of_one_token_has_only_step_0_to_look_at() -> None:
+def test_a_round_of_one_token_has_only_step_0_to_validate() -> None:
     side, rounds = side_of(get("torch_reference"), Strategy.DEVICE_LOOP)
-    watch = MetadataValidator(side.drafter)
-    side.draft(*rounds[0], lambda verified: watch.propose(verified, 1))
-    assert [*side.drafter.metadata_in_use()] == [0] and watch.looks == 1
+    validator = MetadataValidator(side.drafter)
+    side.draft(*rounds[0], lambda verified: validator.propose(verified, 1))
+    assert [*side.drafter.metadata_in_use()] == [0] and validator.validations == 1
 
 
-def test_a_watch_of_no_round_is_refused() -> None:
+def test_a_validator_of_no_round_is_refused() -> None:
     drafter: Drafter = side_of(get("torch_reference"))[0].drafter
-    with pytest.raises(BatchError, match="looks at every N-th round, N from 1 on, got 0"):
+    with pytest.raises(BatchError, match="every N-th round is validated, N from 1 on, got 0"):
         MetadataValidator(drafter, every=0)
