@@ -104,7 +104,8 @@ class MetadataValidator:
         self._expect_addresses((buffers.query_len, index, used.size), found)
         now = buffers.batch.seq_lens[: used.size]
         batch = buffers.attention_batch(index, used.size, _seq_lens_of_last_step(used) if step else now)
-        copy = replace(batch, **copies_of(batch))
+        copies: dict[str, Any] = copies_of(batch)
+        copy = replace(batch, **copies)
         found = _over_copy(found, replace(batch, seq_lens=now), copy)
         plan = self.drafter.plan
         if index not in (*plan.rebuild_groups, *plan.preplanned_groups):
