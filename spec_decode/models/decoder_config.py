@@ -34,12 +34,8 @@ class DecoderConfig:
 
 def read_decoder(config: ConfigReader, *, max_positions: int | None = None) -> DecoderConfig:
     """The config of Llama-style layers; max_positions None takes the config's. Raises CheckpointError."""
-    for name, wanted in (("hidden_act", "silu"), ("mlp_bias", False)):
-        if (found := config.values.get(name, wanted)) not in (wanted, None):
-            raise CheckpointError(
-                f"{name} in {config.place} must be {wanted!r}, got {found!r}, which this model does not compute; "
-                "nothing was loaded. Use another checkpoint."
-            )
+    config.require("hidden_act", "silu")
+    config.require("mlp_bias", False)
     _require_whole_heads(config)
     theta, scaling = read_rope(config, LLAMA_SCALINGS)
     hidden, heads = config.get("hidden_size", int), config.get("num_attention_heads", int)

@@ -52,9 +52,5 @@ def check_published_form(config: ConfigReader) -> None:
             "such weights mean nothing without their scales, which are not read; nothing was loaded. Convert the "
             "checkpoint to bf16."
         )
-    for name, wanted in (("hidden_act", "silu"), ("attention_bias", False)):
-        if (found := config.values.get(name, wanted)) not in (wanted, None):
-            raise CheckpointError(
-                f"{name} in {config.place} must be {wanted!r}, got {found!r}, which this draft does not compute; "
-                "nothing was loaded. Use another checkpoint."
-            )
+    config.require("hidden_act", "silu")
+    config.require("attention_bias", False)

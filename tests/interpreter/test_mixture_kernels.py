@@ -8,8 +8,9 @@ from spec_decode.models.kernels import order_by_expert as ordering
 from spec_decode.models.kernels import route_tokens as routes
 from spec_decode.models.kernels.combine_experts import combine_experts
 from spec_decode.models.kernels.order_by_expert import order_by_expert
+from spec_decode.models.kernels.route_tokens import Routing
 from spec_decode.models.layers.feed_forward import FeedForward
-from spec_decode.models.layers.moe import Experts, MixtureOfExperts, Routing
+from spec_decode.models.layers.moe import Experts, MixtureOfExperts
 from tests.spec_decode.models.kernels.mixture_oracle import (
     ORDERS,
     ROUTINGS,

@@ -40,6 +40,14 @@ class ConfigReader:
         """A field of that kind, None where it is left out."""
         return None if self.values.get(name) is None else self.get(name, kind)
 
+    def require(self, name: str, wanted: bool | str) -> None:
+        """Raise CheckpointError for a field that says anything but this; it may be left out."""
+        if (found := self.values.get(name, wanted)) not in (wanted, None):
+            raise CheckpointError(
+                f"{name} in {self.place} must be {wanted!r}, got {found!r}, which this model does not compute; nothing "
+                "was loaded. Use another checkpoint."
+            )
+
     def section(self, name: str) -> ConfigReader:
         """The fields of an object inside this one; none where it is left out."""
         inner: dict[str, Any] = self.get(name, cast(Any, dict), {})

@@ -5,7 +5,8 @@ Legend: T tokens, E experts in G groups of equal size, k experts of a token.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch.nn import functional as F
@@ -21,30 +22,60 @@ MAX_EXPERTS = 4096
 Torch routes among more."""
 
 
-def route_tokens(
-    logits: torch.Tensor,
-    bias: torch.Tensor,
-    *,
-    top_k: int,
-    scoring: Scoring,
-    groups: int,
-    top_groups: int,
-    normalised: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routing:
+    """Which experts a token takes, and how it weighs them (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+
+    A learnt bias takes part in the choice and not in the weights. The experts lie in `groups` of equal size, and only
+    those of the top_groups best groups can be chosen; a group is as good as its two best experts together. Of equal
+    experts, and of equal groups, the first is taken.
+    """
+
+    num_experts: int
+    top_k: int
+    scoring: Scoring = "sigmoid"
+    groups: int = 1
+    top_groups: int = 1
+    normalised: bool = True
+    """Whether a token's weights are made to sum up to 1, before they are scaled."""
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if problems := self._problems():
+            raise ValueError("; ".join(problems))
+
+    def _problems(self) -> list[str]:
+        problems = []
+        if self.scoring not in get_args(Scoring):
+            problems.append(f"experts are scored by {', '.join(get_args(Scoring))}, got {self.scoring!r}")
+        if self.groups < 1 or self.num_experts % self.groups or not 1 <= self.top_groups <= self.groups:
+            problems.append(
+                f"experts lie in groups of equal size, of which some are taken, got {self.num_experts} experts in "
+                f"{self.groups} groups, {self.top_groups} of them taken"
+            )
+        elif not 1 <= self.top_k <= self.num_experts // self.groups * self.top_groups:
+            problems.append(
+                f"a token takes 1 to {self.num_experts // self.groups * self.top_groups} of the experts that it may "
+                f"choose from, got {self.top_k}"
+            )
+        return problems
+
+
+def route_tokens(logits: torch.Tensor, bias: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights fp32 [T, k] and experts int64 [T, k], best first.
 
     logits  fp32 [T, E]
     bias    fp32 [E]
 
-    The rest is as a `Routing` has and checks it. Of experts whose score plus bias is equal, and of equal groups, the
-    lowest index wins; NaN counts as best. So a row of NaN has NaN weights, and its experts too lie in 0..E-1.
-    Raises BatchError for tensors of another shape, dtype or device, with nothing run.
+    Of experts whose score plus bias is equal, and of equal groups, the lowest index wins; NaN counts as best. So a row
+    of NaN has NaN weights, and its experts too lie in 0..E-1. Raises BatchError for tensors of another shape, dtype or
+    device, with nothing run.
     """
     require_tensor("logits", logits, shape=(None, None), dtype=torch.float32, device=logits.device)
     require_tensor("bias", bias, shape=logits.shape[1:], dtype=torch.float32, device=logits.device)
+    r = routing
     weights, experts = _route_tokens(
-        logits.contiguous(), bias.contiguous(), top_k, scoring, groups, top_groups, normalised, scale
+        logits.contiguous(), bias.contiguous(), r.top_k, r.scoring, r.groups, r.top_groups, r.normalised, r.scale
     )
     return weights, experts
 

@@ -6,7 +6,6 @@ Legend: T tokens, H hidden size, I intermediate size, E experts, k experts of a 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 from torch import nn
@@ -16,63 +15,11 @@ from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights, frozen
 from spec_decode.models.kernels.combine_experts import combine_experts
 from spec_decode.models.kernels.order_by_expert import order_by_expert
-from spec_decode.models.kernels.route_tokens import Scoring, route_tokens
+from spec_decode.models.kernels.route_tokens import Routing, route_tokens
 from spec_decode.models.kernels.skinny_linear import wide_linear
 from spec_decode.models.kernels.swiglu import swiglu
 from spec_decode.models.layers.feed_forward import FeedForward, Names, read_dense
 from spec_decode.models.layers.grouped_linear import grouped_linear
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Routing:
-    """Which experts a token takes, and how it weighs them (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
-
-    A learnt bias takes part in the choice and not in the weights. The experts lie in `groups` of equal size, and only
-    those of the top_groups best groups can be chosen; a group is as good as its two best experts together. Of equal
-    experts, and of equal groups, the first is taken.
-    """
-
-    num_experts: int
-    top_k: int
-    scoring: Scoring = "sigmoid"
-    groups: int = 1
-    top_groups: int = 1
-    normalised: bool = True
-    """Whether a token's weights are made to sum up to 1, before they are scaled."""
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        if problems := self._problems():
-            raise ValueError("; ".join(problems))
-
-    def _problems(self) -> list[str]:
-        problems = []
-        if self.scoring not in get_args(Scoring):
-            problems.append(f"experts are scored by {', '.join(get_args(Scoring))}, got {self.scoring!r}")
-        if self.groups < 1 or self.num_experts % self.groups or not 1 <= self.top_groups <= self.groups:
-            problems.append(
-                f"experts lie in groups of equal size, of which some are taken, got {self.num_experts} experts in "
-                f"{self.groups} groups, {self.top_groups} of them taken"
-            )
-        elif not 1 <= self.top_k <= self.num_experts // self.groups * self.top_groups:
-            problems.append(
-                f"a token takes 1 to {self.num_experts // self.groups * self.top_groups} of the experts that it may "
-                f"choose from, got {self.top_k}"
-            )
-        return problems
-
-    def __call__(self, logits: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """logits fp32 [T, E] and bias fp32 [E]; weights fp32 [T, k] and experts int64 [T, k]."""
-        return route_tokens(
-            logits,
-            bias,
-            top_k=self.top_k,
-            scoring=self.scoring,
-            groups=self.groups,
-            top_groups=self.top_groups,
-            normalised=self.normalised,
-            scale=self.scale,
-        )
 
 
 class Experts(nn.Module):
@@ -116,7 +63,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H]; [T, H]."""
-        weights, experts = self.routing(wide_linear(x, self.router), self.bias)
+        weights, experts = route_tokens(wide_linear(x, self.router), self.bias, self.routing)
         shared = None if self.shared is None else self.shared(x)
         out: torch.Tensor = self.experts(x, weights, experts, shared)
         return out

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from spec_decode.models.kernels.route_tokens import route_tokens
+from spec_decode.models.kernels.route_tokens import Routing, route_tokens
 
 SCORE = {
     "sigmoid": lambda x: 1 / (1 + math.exp(-x)),
@@ -49,7 +49,7 @@ def amid_nan(part):
 
 
 def route(logits, bias, **routing):
-    return route_tokens(logits, bias, **{**PLAIN, **routing})
+    return route_tokens(logits, bias, Routing(num_experts=logits.shape[1], **{**PLAIN, **routing}))
 
 
 def assert_routed(logits, bias, **routing):

@@ -5,9 +5,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spec_decode.graphs import runtime_for
+from spec_decode.models.kernels.route_tokens import Routing, route_tokens
 from spec_decode.models.layers import grouped_linear as products
 from spec_decode.models.layers.feed_forward import FeedForward
-from spec_decode.models.layers.moe import Experts, MixtureOfExperts, Routing
+from spec_decode.models.layers.moe import Experts, MixtureOfExperts
 from tests.factories import CPU
 from tests.spec_decode.models.plain import choose, mixture
 
@@ -109,7 +110,7 @@ class Gathered(TorchDispatchMode):
 def test_a_single_token_reads_the_weights_of_its_own_experts_alone():
     module, *_ = make_mixture()
     x = noise(1, HIDDEN)
-    _, chosen = module.routing(x @ module.router.T, module.bias)
+    _, chosen = route_tokens(x @ module.router.T, module.bias, module.routing)
     with Gathered() as seen, torch.no_grad():
         module(x)
     assert seen.groups == set(chosen[0].tolist()) and len(seen.groups) == TOP_K
@@ -118,7 +119,7 @@ def test_a_single_token_reads_the_weights_of_its_own_experts_alone():
 def test_routing_takes_the_best_of_the_best_groups():
     routing = Routing(num_experts=12, top_k=4, groups=4, top_groups=2)
     logits, bias = noise(50, 12), noise(12, seed=1)
-    weights, experts = routing(logits, bias)
+    weights, experts = route_tokens(logits, bias, routing)
     config = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
     for row, found in enumerate(experts.tolist()):
         assert found == choose(logits[row].sigmoid() + bias, config)
@@ -129,7 +130,7 @@ def test_routing_takes_the_best_of_the_best_groups():
 def test_the_bias_decides_the_choice_and_not_the_weights():
     logits = torch.tensor([[3.0, 2.0, 1.0]])
     routing = Routing(num_experts=3, top_k=1, normalised=False, scale=2.0)
-    weights, experts = routing(logits, torch.tensor([0.0, 0.0, 9.0]))
+    weights, experts = route_tokens(logits, torch.tensor([0.0, 0.0, 9.0]), routing)
     assert experts.tolist() == [[2]]
     torch.testing.assert_close(weights, 2 * torch.sigmoid(logits[:, 2:]))
 
@@ -140,7 +141,7 @@ def test_the_bias_decides_the_choice_and_not_the_weights():
 )
 def test_scores_are_those_of_their_name(scoring, wanted):
     routing = Routing(num_experts=3, top_k=3, scoring=scoring, normalised=False)
-    weights, experts = routing(torch.tensor([[0.0, 1.0, 2.0]]), torch.zeros(3))
+    weights, experts = route_tokens(torch.tensor([[0.0, 1.0, 2.0]]), torch.zeros(3), routing)
     assert experts.tolist() == [[2, 1, 0]]
     torch.testing.assert_close(weights[0].flip(0), torch.tensor(wanted), rtol=0, atol=6e-4)
 
