@@ -26,7 +26,7 @@ from attn_backends import AttentionBackend, NoBackend, registry
 from scripts.script_report import script_options, write_report
 from spec_decode.cli.byte_pair import BytePair, load_byte_pair
 from spec_decode.drafter import GraphMode, Strategy
-from spec_decode.engine import Engine, Finish, Generation, Handle, Request
+from spec_decode.engine import Engine, EngineConfig, Finish, Generation, Handle, Request
 from spec_decode.models import SHIPPED_PAIR
 from spec_decode.models.held_out_text import held_out_documents
 
@@ -118,16 +118,14 @@ class RunConfig:
 
     def make_engine(self, pair: BytePair, verification: str, **options: Any) -> Engine:
         """An engine for such requests."""
-        return Engine(
-            pair.target,
-            pair.draft,
-            self.backend,
+        config = EngineConfig(
             num_speculative_tokens=DRAFT_TOKENS,
             max_seq_len=PROMPT[1] + NEW[1],
             page_size=self.page_size,
             verification=verification,
             **options,
         )
+        return Engine(pair.target, pair.draft, self.backend, config)
 
 
 def serve(

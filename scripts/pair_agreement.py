@@ -24,7 +24,7 @@ from scripts.script_report import script_options, write_report
 from spec_decode.cli.byte_pair import PAGE_SIZE, BytePair, load_byte_pair
 from spec_decode.cli.generate import Backends, backends_named
 from spec_decode.drafter import GraphMode, Strategy, StrategyError
-from spec_decode.engine import Engine, Request
+from spec_decode.engine import Engine, EngineConfig, Request
 from spec_decode.models import SHIPPED_PAIR, draft_names
 from spec_decode.models.byte_tokenizer import encode
 from spec_decode.models.held_out_text import held_out_prompts
@@ -51,18 +51,15 @@ def run(
         Request(prompt=encode(text), max_new_tokens=NEW_TOKENS, temperature=temperature, seed=SEED + index)
         for index, text in enumerate(held_out_prompts(PROMPTS, PROMPT_BYTES))
     ]
-    engine = Engine(
-        pair.target,
-        pair.draft,
-        backends.target,
+    config = EngineConfig(
         num_speculative_tokens=count,
         max_reqs=4,
         max_seq_len=max(request.max_len for request in requests),
         page_size=PAGE_SIZE,
         graph_mode=mode,
         strategy=strategy,
-        draft_backend=backends.draft,
     )
+    engine = Engine(pair.target, pair.draft, backends.target, config, draft_backend=backends.draft)
     texts = [(generation.token_ids, generation.accepted) for generation in engine.generate(requests)]
     return texts, engine.stats.mean_accepted
 

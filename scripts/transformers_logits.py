@@ -31,12 +31,10 @@ import transformers
 from attn_backends import AttentionBackend, registry
 from builders import RequestTables
 from scripts.script_report import script_options, write_report
-from spec_decode.drafter import GraphMode, Strategy
+from spec_decode.drafter import GraphMode
 from spec_decode.drafter.attention import PagedAttention
-from spec_decode.drafter.kv_groups import build_ragged, make_group, make_groups
-from spec_decode.drafter.plan import choose
-from spec_decode.engine import Engine, Request
-from spec_decode.graphs import loop_unsupported_reason
+from spec_decode.drafter.kv_groups import build_ragged, make_group
+from spec_decode.engine import Engine, EngineConfig, Request
 from spec_decode.models import Attention, DraftModel, EagleDraft, LayerGroup, ModelConfig
 from spec_decode.models.hf.target import TransformersTarget
 
@@ -273,24 +271,16 @@ def speculation_row(subject: ModelUnderTest, backend: AttentionBackend, mode: Gr
 
 
 def _engine(subject: ModelUnderTest, draft: DraftModel | None, backend: AttentionBackend, mode: GraphMode) -> Engine:
-    return Engine(
-        subject.target,
-        draft,
-        backend,
+    # Measuring which strategy is the fastest would take longer than the run.
+    config = EngineConfig(
         num_speculative_tokens=DRAFT_TOKENS if draft else 0,
         graph_mode=mode,
-        strategy=_strategy(subject, draft, backend, mode) if draft else None,
+        autotune=False,
         max_reqs=4,
         max_seq_len=LENGTH,
         page_size=PAGE,
     )
-
-
-def _strategy(subject: ModelUnderTest, draft: DraftModel, backend: AttentionBackend, mode: GraphMode) -> Strategy:
-    """By the rule: measuring which is the fastest would take longer than the run."""
-    device = subject.device
-    facts = [group.facts(device) for group in make_groups("draft", draft, backend, PAGE, 1, device)]
-    return choose(facts, DRAFT_TOKENS, mode, loop_unsupported_reason=loop_unsupported_reason(device)).strategy
+    return Engine(subject.target, draft, backend, config)
 
 
 @torch.no_grad()

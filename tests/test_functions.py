@@ -121,12 +121,9 @@ def found(rule: Callable[[Function], str]) -> dict[str, str]:
     }
 
 
-KNOWN_LONG = {
-    "spec_decode.engine.engine.Engine.__init__",
-}
+KNOWN_LONG: set[str] = set()
 KNOWN_WIDE = {
     "attn_backends.kernels.latent_attention.latent_attention",
-    "spec_decode.engine.engine.Engine.__init__",
     "spec_decode.models.kernels.skinny_linear._check",
 }
 KNOWN_SILENT = {
@@ -140,8 +137,6 @@ KNOWN_SILENT = {
     "builders.flashinfer.builder.FlashInferBuilder.advance",
     "builders.kernels.triton_runtime.dependent_launch",
     "builders.tables.RequestTables.__init__",
-    "spec_decode.engine.engine.Engine.step",
-    "spec_decode.engine.pages.PagePool.__init__",
     "spec_decode.graphs.emulator.EmulatedLoop.replay",
     "spec_decode.graphs.manager.GraphManager.__init__",
     "spec_decode.models.checkpoints.store.TensorStore.open",

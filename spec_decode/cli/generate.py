@@ -11,7 +11,7 @@ from attn_backends import AttentionBackend, NoBackend, registry, select
 from spec_decode.cli.byte_pair import PAGE_SIZE, BytePair, Pair, device_of
 from spec_decode.drafter import Strategy
 from spec_decode.drafter.plan import DraftPlan
-from spec_decode.engine import Engine, EngineStats, Generation, Request
+from spec_decode.engine import Engine, EngineConfig, EngineStats, Generation, Request
 from spec_decode.models import LayerGroup
 
 _MAX_REQS = 8
@@ -82,18 +82,15 @@ def generate(
 ) -> GenerateResult:
     """Continue the requests. Graphs are captured and kernels compiled before: the stats time neither."""
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-    engine = Engine(
-        pair.target,
-        pair.draft,
-        backends.target,
+    config = EngineConfig(
         num_speculative_tokens=num_speculative_tokens,
         max_reqs=min(len(requests), _MAX_REQS),
         max_seq_len=max(longest, 1 + _WARM_UP_TOKENS),
         page_size=page_size,
         strategy=strategy,
-        draft_backend=backends.draft,
         verification=verification,
     )
+    engine = Engine(pair.target, pair.draft, backends.target, config, draft_backend=backends.draft)
     engine.capture()
     engine.generate([Request(prompt=requests[0].prompt[:1], max_new_tokens=_WARM_UP_TOKENS)])
     return GenerateResult(engine.generate(requests), engine.stats, engine.plan)

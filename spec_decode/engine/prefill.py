@@ -9,24 +9,28 @@ import torch
 
 from builders import RequestTables
 from spec_decode.drafter import Drafter
-from spec_decode.engine.scheduler import Chunk, Job
+from spec_decode.engine.request import RequestState
+from spec_decode.engine.scheduler import Chunk
 from spec_decode.engine.target_runner import TargetRunner
 from spec_decode.sampling import Sampling, sample_target
 
 
 @dataclass(frozen=True, slots=True)
-class Prefilled:
-    """Jobs whose context is in the caches; tokens int64 [n]: the one behind it; target_hidden_states [n, F]: at
-    its end."""
+class PrefillOutput:
+    """n requests whose prefill is complete.
 
-    jobs: list[Job]
+    tokens                int64 [n]   the one after each
+    target_hidden_states  [n, F]      of the last token in the cache
+    """
+
+    requests: list[RequestState]
     tokens: torch.Tensor
     target_hidden_states: torch.Tensor
 
-    def of(self, jobs: Sequence[Job]) -> Prefilled:
-        """Of these jobs only."""
-        index = torch.tensor([self.jobs.index(job) for job in jobs], device=self.tokens.device)
-        return Prefilled(list(jobs), self.tokens[index], self.target_hidden_states[index])
+    def select(self, requests: Sequence[RequestState]) -> PrefillOutput:
+        """Of these requests only."""
+        index = torch.tensor([self.requests.index(request) for request in requests], device=self.tokens.device)
+        return PrefillOutput(list(requests), self.tokens[index], self.target_hidden_states[index])
 
 
 class Prefill:
@@ -39,22 +43,22 @@ class Prefill:
         self._tables, self._draft_tables = tables[0], tables[-1]
 
     @torch.no_grad()
-    def run(self, chunks: Sequence[Chunk]) -> Prefilled:
-        """Write the chunks' KV; tell of the jobs whose last chunk was among them."""
+    def run(self, chunks: Sequence[Chunk]) -> PrefillOutput:
+        """Write the chunks' KV; returns the requests whose last chunk was among them."""
         if not chunks:
-            return Prefilled([], self._tensor([]), self._tensor([]))
+            return PrefillOutput([], self._tensor([]), self._tensor([]))
         counts = [chunk.end - chunk.start for chunk in chunks]
-        texts = [chunk.job.text for chunk in chunks]
+        texts = [chunk.request.token_ids for chunk in chunks]
         ids = [token for chunk, text in zip(chunks, texts, strict=True) for token in text[chunk.start : chunk.end]]
         _load(self._tables, chunks)
         states = self._target.prefill(self._tables, counts, [chunk.end for chunk in chunks], self._tensor(ids))
         target_hidden_states = states.target_hidden_states.split(counts)
         if self._drafter:
-            self._draft(self._drafter, chunks, texts, target_hidden_states)
+            self._prefill_draft(self._drafter, chunks, texts, target_hidden_states)
         ends = [(i, chunk) for i, chunk in enumerate(chunks) if chunk.last]
         hidden = states.hidden.split(counts)
-        return Prefilled(
-            [chunk.job for _, chunk in ends],
+        return PrefillOutput(
+            [chunk.request for _, chunk in ends],
             self._next_tokens(ends, texts, [hidden[i][-1] for i, _ in ends]),
             torch.stack([target_hidden_states[i][-1] for i, _ in ends]) if ends else states.target_hidden_states[:0],
         )
@@ -62,17 +66,17 @@ class Prefill:
     def _next_tokens(
         self, ends: Sequence[tuple[int, Chunk]], texts: Sequence[list[int]], hidden: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """The token behind each context: sampled, or, of a preempted request, the one that the text goes on with."""
+        """The token after each prefill: sampled, or for a preempted request the one that its text goes on with."""
         if not ends:
             return self._tensor([])
         positions = [chunk.end for _, chunk in ends]
-        sampling = Sampling.of([chunk.job.handle.request.sampling for _, chunk in ends], self._tables.device)
+        sampling = Sampling.of([chunk.request.handle.request.sampling for _, chunk in ends], self._tables.device)
         logits = self._target.model.logits(torch.stack(list(hidden)))
         sampled = sample_target(logits, sampling=sampling, positions=self._tensor(positions))
         known = self._tensor([texts[i][chunk.end] if chunk.end < len(texts[i]) else -1 for i, chunk in ends])
         return torch.where(known >= 0, known, sampled)
 
-    def _draft(
+    def _prefill_draft(
         self,
         drafter: Drafter,
         chunks: Sequence[Chunk],
@@ -87,9 +91,9 @@ class Prefill:
         shift = drafter.model.position_offset
         rows, ids, parts = [], [], []
         for chunk, text, states in zip(chunks, texts, target_hidden_states, strict=True):
-            start, end = chunk.start or -shift, min(chunk.end, chunk.job.context - 1)
+            start, end = chunk.start or -shift, min(chunk.end, chunk.request.prefill_len - 1)
             if start < end:
-                rows.append(Chunk(chunk.job, start + shift, end + shift))
+                rows.append(Chunk(chunk.request, start + shift, end + shift))
                 ids += text[start + 1 : end + 1]
                 parts += [states.new_zeros(chunk.start - start, states.shape[1])] if start < chunk.start else []
                 parts.append(states[: end - chunk.start])
@@ -109,5 +113,5 @@ class Prefill:
 
 
 def _load(tables: RequestTables, chunks: Sequence[Chunk]) -> None:
-    pages = [chunk.job.pages for chunk in chunks]
+    pages = [chunk.request.pages for chunk in chunks]
     tables.load([pages] * tables.num_groups, [chunk.end for chunk in chunks])

@@ -54,7 +54,7 @@ class Generation:
 
 @dataclass(eq=False, slots=True)
 class Handle:
-    """A submitted request. on_token is called with each token of the text as the host learns of it."""
+    """A submitted request. on_token is called with each token of the text as the host reads it."""
 
     request: Request
     on_token: Callable[[int], None] | None = None
@@ -64,8 +64,8 @@ class Handle:
     def done(self) -> bool:
         return self.generation.finish is not None
 
-    def take(self, token: int) -> None:
-        """Let the text grow by a token, or end it."""
+    def append_token(self, token: int) -> None:
+        """Let the text grow by a token, or end it. What on_token raises comes through, with the token in the text."""
         generation = self.generation
         if token in self.request.stop_ids:
             generation.finish = Finish.STOP
@@ -75,3 +75,50 @@ class Handle:
             generation.finish = Finish.LENGTH
         if self.on_token:
             self.on_token(token)
+
+
+@dataclass(eq=False, slots=True)
+class RequestState:
+    """A request on its way through the engine, on the host.
+
+    pages                 owned while it is admitted
+    num_prefilled         tokens of `token_ids` in the caches, until it runs
+    len_lower_bound,      what the host knows of its length on the device, whose latest steps it has not read yet;
+    len_upper_bound       not cut at max_len
+    """
+
+    handle: Handle
+    pages: list[int] = field(default_factory=list)
+    num_prefilled: int = 0
+    len_lower_bound: int = 0
+    len_upper_bound: int = 0
+
+    @property
+    def max_len(self) -> int:
+        return self.handle.request.max_len
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and text so far."""
+        return [*self.handle.request.prompt, *self.handle.generation.token_ids]
+
+    @property
+    def prefill_len(self) -> int:
+        """Tokens to prefill: all but the last of the text, which a step begins with; of a new request, the prompt."""
+        generated = len(self.handle.generation.token_ids)
+        return len(self.handle.request.prompt) + max(0, generated - 1)
+
+    @property
+    def finished(self) -> bool:
+        """Whether another step could add nothing."""
+        return self.handle.done or self.len_lower_bound >= self.max_len
+
+    def step_enqueued(self, num_drafts: int) -> None:
+        """The device lengthens it by 1 to 1 + num_drafts tokens."""
+        self.len_lower_bound += 1
+        self.len_upper_bound += 1 + num_drafts
+
+    def step_read(self, num_drafts: int, accepted: int) -> None:
+        """Of a step's num_drafts draft tokens, `accepted` were kept."""
+        self.len_lower_bound += accepted
+        self.len_upper_bound -= num_drafts - accepted

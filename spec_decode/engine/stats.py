@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class EngineStats:
-    """Totals since the last generate() began, or since the engine was made.
-
-    propose_seconds: wall time that propose() calls took from call to return. accepted: draft tokens kept, over
-    drafted_for rows of all rounds; a row that runs once more behind its end counts in rounds alone. new_tokens: heard
-    of, stop ids included. prefill_tokens: of prompts, and of texts taken up again after one of the preemptions.
-    """
+    """Totals since the last generate() began, or since the engine was made."""
 
     rounds: int = 0
     propose_seconds: float = 0.0
+    """Wall time of the propose() calls, from call to return."""
     accepted: int = 0
+    """Draft tokens kept, over drafted_for rows of all rounds. A row that runs once more after its end counts in rounds
+    alone."""
     drafted_for: int = 0
     new_tokens: int = 0
+    """Tokens that the host has read, stop ids included."""
     prefill_tokens: int = 0
+    """Of prompts, and of texts that go on after one of the preemptions."""
     preemptions: int = 0
 
     @property

@@ -1,9 +1,10 @@
-"""The target over paged caches: prompts in ragged chunks, and a uniform pass over the running requests, in a graph."""
+"""The target over paged caches: prompts in ragged chunks, and uniform steps, eagerly or in a graph per size."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeAlias
 
 import torch
 
@@ -16,20 +17,15 @@ from spec_decode.drafter.step_buffers import StepBuffers
 from spec_decode.graphs import Capturable, GraphManager, SplitOp
 from spec_decode.models import Attention, TargetModel, TargetStates
 
-PASS = "target"
+TARGET = "target"
 """The kind of the target's graphs."""
 
+TargetForward: TypeAlias = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""From context_lens int32 [size], the tokens in the cache, and token_ids int64 [size, query_len], those after them, to
+logits [size, query_len, V] and target_hidden_states [size, query_len, F]. Padding rows hold anything finite."""
 
-class PassState(Protocol):
-    """What a uniform pass reads before the forward and does behind it; device work of fixed shape, in the graph."""
-
-    def inputs(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """int32 [size]: tokens in the cache before the pass; and its token ids, int64 [size, query_len]."""
-        ...
-
-    def settle(self, token_ids: torch.Tensor, logits: torch.Tensor, target_hidden_states: torch.Tensor) -> None:
-        """token_ids int64 [size, query_len], logits [..., V], states [..., F]; padding rows hold anything finite."""
-        ...
+Step: TypeAlias = Callable[[int, TargetForward], None]
+"""Device work over `size` rows that calls the forward once; of fixed shape, since a graph holds it."""
 
 
 class TargetRunner:
@@ -40,26 +36,26 @@ class TargetRunner:
         model: TargetModel,
         groups: Sequence[KVGroup],
         tables: RequestTables,
-        state: PassState,
         *,
         query_len: int,
         graph_mode: GraphMode = GraphMode.FULL,
         capture_sizes: Sequence[int] | None = None,
     ) -> None:
-        """query_len: tokens of a row in the uniform pass, 1 to decode, 1 + K to verify.
+        """query_len: tokens of a row in a step, 1 to decode, 1 + K to verify.
 
-        graph_mode NONE runs the pass eagerly, PIECEWISE calls the attention of every group between captured pieces, and
-        the others that of the groups alone which no graph can hold.
+        graph_mode: NONE runs steps eagerly. PIECEWISE calls the attention of every group between captured pieces; the
+        other modes call so only that of the groups which no graph can hold. `plan` has the reasons.
         """
         self.model = model
         self.groups = tuple(groups)
         self.tables = tables
-        self._state = state
         self._query_len = query_len
         self.plan = plan_uniform_step([group.facts(tables.device) for group in groups], query_len, graph_mode)
-        self._phase = StepBuffers(groups, tables, self.plan, query_len=query_len)
+        self._buffers = StepBuffers(groups, tables, self.plan, query_len=query_len)
         self.graphs = GraphManager(tables.device, list(capture_sizes or default_capture_sizes(tables.max_reqs)))
         self._eager = graph_mode is GraphMode.NONE
+        self.builds_before_replay = not self._eager and bool(self._buffers.built_groups)
+        """Whether `build` must be called before `run`: some group's metadata is built outside of the graph."""
 
     @torch.no_grad()
     def prefill(
@@ -71,60 +67,64 @@ class TargetRunner:
     ) -> TargetStates:
         """States [T, ...] of flat token_ids int64 [T]: request r's last query_lens[r] of seq_lens[r] tokens; eager.
 
-        tables: other requests than those of the uniform pass, over the same caches.
+        tables: other requests than those of the steps, over the same caches.
         """
         batch, metadata = build_ragged(self.groups, tables, query_lens, seq_lens)
         states: TargetStates = self.model(token_ids, batch.positions, PagedAttention(self.groups, metadata))
         return states
 
-    @torch.no_grad()
-    def run(self) -> None:
-        """Enqueue the uniform pass over the live rows of the tables. Waits for nothing, unless a group's builder must
-        know the exact lengths."""
-        size = self.graphs.padded(self.tables.num_live)
-        if self._phase.built_groups:
-            token_ids = self._begin(size)
-            self._phase.build_round(size)
-            self._phase.rebuild(size)
+    def padded_size(self) -> int:
+        """The rows that a step over the live requests of the tables runs. Raises BatchError above the largest."""
+        return self.graphs.padded(self.tables.num_live)
+
+    def build(self, size: int, context_lens: torch.Tensor) -> None:
+        """Set the state of a step after context_lens, int32 [size] tokens, and build what the host builds of it."""
+        begin_extend(self._buffers.batch, context_lens, size, self._query_len)
+        self._buffers.build_round(size)
+        self._buffers.rebuild(size)
+
+    def run(self, step: Step, size: int) -> None:
+        """Enqueue the step eagerly, or replay its graph. Raises BatchError where there is none for that size."""
         if self._eager:
-            self._forward(token_ids, self._phase.attention)
+            step(size, self._forward_eager)
         else:
-            self._phase.replay(self.graphs, PASS, size)
+            self._buffers.replay(self.graphs, TARGET, size)
 
-    def capture(self, *, progress: bool = False) -> None:
-        """Capture the pass at every size, on padding rows; no request may be live in the tables."""
+    def capture(self, step: Step, *, progress: bool = False) -> None:
+        """Capture the step at every size, on padding rows; no request may be live in the tables."""
         if not self._eager:
-            self.graphs.capture({PASS: self._capturable}, progress=progress)
+            self.graphs.capture({TARGET: partial(self._capturable, step)}, progress=progress)
 
-    def _capturable(self, size: int) -> Capturable:
-        constants, uncaptured = self._phase.prepare_capture(size), self.plan.uncaptured_groups
-
-        def begin() -> torch.Tensor:
-            context_lens, token_ids = self._state.inputs(size)
-            # Where the host builds from the state of the pass, it has set that state before the replay.
-            if not self._phase.built_groups:
-                begin_extend(self._phase.batch, context_lens, size, self._query_len)
-            self._phase.advance()
-            return token_ids
+    def _capturable(self, step: Step, size: int) -> Capturable:
+        constants = self._buffers.prepare_capture(size)
 
         def run() -> None:
-            self._forward(begin(), self._phase.attention)
+            step(size, partial(self._forward_captured, self._buffers.attention))
 
         def run_in_pieces(split_op: SplitOp) -> None:
-            token_ids, built = begin(), self._phase.built_groups
             attention = SplitAttention(
-                self.groups, self._phase.metadata, uncaptured=uncaptured, rebuilt=built, split_op=split_op
-            )
-            self._forward(token_ids, attention)
+                self.groups, self._buffers.metadata, uncaptured=self.plan.uncaptured_groups,
+                rebuilt=self._buffers.built_groups, split_op=split_op,
+            )  # fmt: skip
+            step(size, partial(self._forward_captured, attention))
 
-        return Capturable.pieces(run_in_pieces, constants) if uncaptured else Capturable(run, constants)
+        return (
+            Capturable.pieces(run_in_pieces, constants) if self.plan.uncaptured_groups else Capturable(run, constants)
+        )
 
-    def _begin(self, size: int) -> torch.Tensor:
-        context_lens, token_ids = self._state.inputs(size)
-        begin_extend(self._phase.batch, context_lens, size, self._query_len)
-        return token_ids
+    def _forward_eager(self, context_lens: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.build(len(token_ids), context_lens)
+        return self._forward(self._buffers.attention, token_ids)
 
-    def _forward(self, token_ids: torch.Tensor, attention: Attention) -> None:
-        states = self.model(token_ids.flatten(), self._phase.batch.positions[: token_ids.numel()], attention)
+    def _forward_captured(
+        self, attention: Attention, context_lens: torch.Tensor, token_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.builds_before_replay:  # otherwise `build` has set the state of the step
+            begin_extend(self._buffers.batch, context_lens, len(token_ids), self._query_len)
+        self._buffers.advance()
+        return self._forward(attention, token_ids)
+
+    def _forward(self, attention: Attention, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        states = self.model(token_ids.flatten(), self._buffers.batch.positions[: token_ids.numel()], attention)
         logits, shape = self.model.logits(states.hidden), token_ids.shape
-        self._state.settle(token_ids, logits.unflatten(0, shape), states.target_hidden_states.unflatten(0, shape))
+        return logits.unflatten(0, shape), states.target_hidden_states.unflatten(0, shape)

@@ -9,7 +9,7 @@ from train_pair.recipe import Recipe
 
 from attn_backends import get
 from spec_decode.drafter import GraphMode
-from spec_decode.engine import Engine, Request
+from spec_decode.engine import Engine, EngineConfig, Request
 from tests.factories import make_config, make_latent_config, make_pair
 
 PROMPTS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
@@ -17,7 +17,8 @@ WINDOWS = pytest.mark.parametrize("window", [None, 4])
 
 
 def greedy(pair, prompt, count):
-    engine = Engine(*pair, get("torch_reference"), num_speculative_tokens=0, max_seq_len=64, graph_mode=GraphMode.NONE)
+    config = EngineConfig(num_speculative_tokens=0, max_seq_len=64, graph_mode=GraphMode.NONE)
+    engine = Engine(*pair, get("torch_reference"), config)
     return engine.generate([Request(prompt=prompt, max_new_tokens=count)])[0].token_ids
 
 

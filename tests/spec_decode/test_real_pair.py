@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from attn_backends import get
 from spec_decode.drafter import GraphMode, Strategy
-from spec_decode.engine import Engine, Generation, Request
+from spec_decode.engine import Engine, EngineConfig, Generation, Request
 from spec_decode.models import SHIPPED_PAIR, AttentionInputs, EagleDraft, LlamaTarget, load_pair
 from spec_decode.models.byte_tokenizer import encode
 from spec_decode.models.held_out_text import held_out_prompts
@@ -44,16 +44,15 @@ def run(
 ) -> tuple[Engine, list[Generation]]:
     """backend: the draft's, and the target's too unless the draft is another than the pair's own. first: of the
     requests, only so many."""
-    engine = Engine(
-        *pair(draft),
-        get(backend if draft == "draft" else "triton_paged"),
-        draft_backend=get(backend),
+    config = EngineConfig(
         num_speculative_tokens=steps,
         max_reqs=25,
         max_seq_len=160,
         graph_mode=GraphMode.NONE if strategy is Strategy.EAGER else GraphMode.FULL,
         strategy=strategy,
     )
+    target_backend = get(backend if draft == "draft" else "triton_paged")
+    engine = Engine(*pair(draft), target_backend, config, draft_backend=get(backend))
     return engine, engine.generate(requests(**changes)[:first])
 
 

@@ -16,7 +16,7 @@ import torch
 
 from attn_backends import Accepted, AttentionBackend, registry
 from spec_decode.drafter import Strategy
-from spec_decode.engine import Engine, EngineStats, Request
+from spec_decode.engine import Engine, EngineConfig, EngineStats, Request
 from spec_decode.models import DraftModel, LlamaTarget
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
@@ -139,11 +139,7 @@ class _Timed:
     def engine(self, decoding: Decoding) -> Engine:
         """An engine for the most requests of the case: its graphs serve the smaller batches too."""
         case, plain = self.case, decoding.num_speculative_tokens == 0
-        return Engine(
-            self.target,
-            None if plain else self.draft,
-            self.backend,
-            draft_backend=registry.get(case.draft.backends[0]),
+        config = EngineConfig(
             num_speculative_tokens=decoding.num_speculative_tokens,
             max_reqs=max(case.num_reqs),
             max_seq_len=case.prompt + case.output,
@@ -153,6 +149,8 @@ class _Timed:
             verification=f"synthetic:{decoding.accepted}",
             extend_in_graph=decoding.extend_in_graph,
         )
+        draft_backend = registry.get(case.draft.backends[0])
+        return Engine(self.target, None if plain else self.draft, self.backend, config, draft_backend=draft_backend)
 
     def row(self, part: str, decoding: Decoding, num_reqs: int, host_waits: bool, rates: Rates) -> BenchRow:
         """A row; per_user is tokens a second of one request."""

@@ -14,7 +14,7 @@ from attn_backends.torch_reference import TorchReference
 from builders import AttentionKind
 from spec_decode.conformance.check import expand
 from spec_decode.drafter import GraphMode, Strategy
-from spec_decode.engine import Engine, Request
+from spec_decode.engine import Engine, EngineConfig, Request
 from spec_decode.models import LatentConfig, LlamaTarget
 from spec_decode.models.byte_tokenizer import encode
 from spec_decode.testing.expectations import CheckFailure
@@ -182,7 +182,8 @@ def test_a_target_with_latents_is_refused():
 
 def make_engine(pair, backend=REFERENCE, *, num_speculative_tokens=3, graph_mode=GraphMode.FULL, **options):
     options = {"max_reqs": 3, "max_seq_len": 64, "page_size": 4, **options}
-    return Engine(*pair, backend, num_speculative_tokens=num_speculative_tokens, graph_mode=graph_mode, **options)
+    config = EngineConfig(num_speculative_tokens=num_speculative_tokens, graph_mode=graph_mode, **options)
+    return Engine(*pair, backend, config)
 
 
 def make_requests(**options):

@@ -7,7 +7,7 @@ import torch
 from attn_backends import get
 from builders import BatchError
 from spec_decode.drafter import GraphMode, Strategy
-from spec_decode.engine import Engine
+from spec_decode.engine import Engine, EngineConfig
 from spec_decode.tools import bench as benches
 from spec_decode.tools.bench import throughput_cases
 from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS, _llama
@@ -100,7 +100,8 @@ def test_a_part_that_fails_leaves_the_other_its_rows(monkeypatch):
 
 def make_engine(pair, **options):
     options = {"strategy": Strategy.FULL_LOOP, "verification": "synthetic:1.0", **options}
-    return Engine(*pair, get("torch_reference"), num_speculative_tokens=2, max_reqs=2, max_seq_len=52, **options)
+    config = EngineConfig(num_speculative_tokens=2, max_reqs=2, max_seq_len=52, **options)
+    return Engine(*pair, get("torch_reference"), config)
 
 
 @pytest.mark.parametrize("host_waits", [False, True])

@@ -8,7 +8,7 @@ from train_pair.generation import speculate
 from attn_backends import get
 from builders import BatchError
 from spec_decode.drafter import GraphMode, Strategy
-from spec_decode.engine import Engine, Request
+from spec_decode.engine import Engine, EngineConfig, Request
 from spec_decode.engine import engine as module
 from spec_decode.models.byte_tokenizer import encode
 from spec_decode.verification import BlockVerification
@@ -19,9 +19,12 @@ VOCAB = PAIR[0].config.vocab_size
 REFERENCE = get("torch_reference")
 
 
-def make_engine(pair=PAIR, *, backend=REFERENCE, num_speculative_tokens=3, graph_mode=GraphMode.NONE, **options):
+def make_engine(
+    pair=PAIR, *, backend=REFERENCE, draft_backend=None, num_speculative_tokens=3, graph_mode=GraphMode.NONE, **options
+):
     options = {"max_reqs": 3, "max_seq_len": 64, "page_size": 4, **options}
-    return Engine(*pair, backend, num_speculative_tokens=num_speculative_tokens, graph_mode=graph_mode, **options)
+    config = EngineConfig(num_speculative_tokens=num_speculative_tokens, graph_mode=graph_mode, **options)
+    return Engine(*pair, backend, config, draft_backend=draft_backend)
 
 
 def make_requests(count, seed=0, **options):
@@ -150,32 +153,32 @@ def test_the_first_draft_is_the_dense_drafts_over_the_whole_prompt(monkeypatch):
         torch.testing.assert_close(found[0], dense, rtol=1e-4, atol=1e-5)
 
 
-class Watched(BlockVerification):
-    """Notes the positions it is told for drafts and for verdicts."""
+class Recording(BlockVerification):
+    """Notes the positions at which it is asked for seeds and to verify."""
 
     def __init__(self):
-        self.drafted, self.judged = [], []
+        self.seeded, self.verified = [], []
 
     def verify(self, *args, draft_positions, **options):
-        self.judged.extend(draft_positions.tolist())
+        self.verified.extend(draft_positions.tolist())
         return super().verify(*args, draft_positions=draft_positions, **options)
 
     def draft_seeds(self, seeds, draft_positions):
-        self.drafted.extend(draft_positions.tolist())
+        self.seeded.extend(draft_positions.tolist())
         return super().draft_seeds(seeds, draft_positions)
 
 
-def test_verification_is_told_where_each_draft_token_stands(monkeypatch):
-    request, watched = Request(prompt=[3, 1, 4], max_new_tokens=20, temperature=1.0), Watched()
-    monkeypatch.setattr(module, "verifier", lambda name, **options: watched)
+def test_verification_gets_the_position_of_each_draft_token(monkeypatch):
+    request, recording = Request(prompt=[3, 1, 4], max_new_tokens=20, temperature=1.0), Recording()
+    monkeypatch.setattr(module, "verifier", lambda name, **options: recording)
     [result] = make_engine().generate([request])
-    # The host hears of the end one round late; where that round stands is of no interest to anybody.
-    told = [position for position in watched.judged if position < 23]
+    # The host reads of the end one round late; the positions of that round do not matter.
+    verified = [position for position in recording.verified if position < 23]
     # The first token comes from the prompt; each round then adds what it keeps and one more.
-    stands = [4 + sum(result.accepted[:index]) + index for index in range(len(result.accepted))]
-    assert told == stands and len(told) > 3
-    # Asked twice a round: for the draft and again for the verdict's coins.
-    assert all(watched.drafted.count(position) == 2 for position in stands)
+    expected = [4 + sum(result.accepted[:index]) + index for index in range(len(result.accepted))]
+    assert verified == expected and len(verified) > 3
+    # Twice a round: for the draft and for verification.
+    assert all(recording.seeded.count(position) == 2 for position in expected)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -211,8 +214,8 @@ def test_synthetic_acceptance_keeps_as_many_as_asked():
 
 
 def test_an_unknown_verifier_is_refused():
-    with pytest.raises(BatchError, match=r"one of rejection, block, synthetic:MEAN, got 'coin'"):
-        make_engine(verification="coin")
+    with pytest.raises(BatchError, match=r"one of rejection, block, synthetic:MEAN, got 'other'"):
+        make_engine(verification="other")
 
 
 @pytest.mark.parametrize("steps", [0, 3])
@@ -373,10 +376,10 @@ def test_an_engine_serves_on_after_a_refusal():
     assert texts(engine, [good]) == texts(make_engine(), [good])
 
 
-@pytest.mark.parametrize(("steps", "longest"), [(-1, 64), (3, 157), (3, 400)])
-def test_an_engine_beyond_the_models_positions_is_refused(steps, longest):
+@pytest.mark.parametrize("longest", [157, 400])
+def test_an_engine_beyond_the_models_positions_is_refused(longest):
     with pytest.raises(BatchError, match="below the model's 160 positions"):
-        make_engine(num_speculative_tokens=steps, max_seq_len=longest)
+        make_engine(num_speculative_tokens=3, max_seq_len=longest)
 
 
 def test_plain_decoding_has_no_plan_and_no_drafter():

@@ -6,7 +6,7 @@ import pytest
 
 from attn_backends import get
 from spec_decode.drafter import GraphMode
-from spec_decode.engine import Engine, Request
+from spec_decode.engine import Engine, EngineConfig, Request
 from spec_decode.models import SHIPPED_PAIR, load_pair
 from spec_decode.models.byte_tokenizer import encode
 from spec_decode.models.held_out_text import held_out_prompts
@@ -26,15 +26,10 @@ def requests(temperature):
 
 
 def make_engine(steps=4, **options):
-    return Engine(
-        *pair(),
-        get("triton_paged"),
-        num_speculative_tokens=steps,
-        max_seq_len=64,
-        page_size=4,
-        graph_mode=GraphMode.NONE,
-        **options,
+    config = EngineConfig(
+        num_speculative_tokens=steps, max_seq_len=64, page_size=4, graph_mode=GraphMode.NONE, **options
     )
+    return Engine(*pair(), get("triton_paged"), config)
 
 
 def texts(engine, requests):

@@ -12,7 +12,7 @@ from attn_backends import get
 from attn_backends.torch_reference import TorchReference
 from builders import BatchError, GraphSupport, ReferenceBuilder
 from spec_decode.drafter import GraphMode
-from spec_decode.engine import Engine, Finish, Request
+from spec_decode.engine import Engine, EngineConfig, Finish, Request
 from spec_decode.models import DraftModel, LayerGroup, LlamaTarget
 from tests.factories import make_config, make_pair
 
@@ -21,9 +21,12 @@ VOCAB = PAIR[0].vocab_size
 REFERENCE = get("torch_reference")
 
 
-def make_engine(pair=PAIR, *, backend=REFERENCE, num_speculative_tokens=3, graph_mode=GraphMode.NONE, **options):
+def make_engine(
+    pair=PAIR, *, backend=REFERENCE, draft_backend=None, num_speculative_tokens=3, graph_mode=GraphMode.NONE, **options
+):
     options = {"max_reqs": 4, "max_seq_len": 64, "page_size": 4, **options}
-    return Engine(*pair, backend, num_speculative_tokens=num_speculative_tokens, graph_mode=graph_mode, **options)
+    config = EngineConfig(num_speculative_tokens=num_speculative_tokens, graph_mode=graph_mode, **options)
+    return Engine(*pair, backend, config, draft_backend=draft_backend)
 
 
 def make_requests(count, seed=0, *, prompt=12, new=20):
@@ -281,7 +284,7 @@ def test_a_request_near_its_limit_gets_as_many_drafts_as_its_text_has_room_for(m
     propose = engine.drafter.propose
 
     def spy(verified):
-        room.append(int(engine._rows.max_lens[0] - engine._rows.lens[0]) - 1)
+        room.append(int(engine._batch.max_lens[0] - engine._batch.lens[0]) - 1)
         proposed.append((propose(verified).tokens[0] >= 0).sum().item())
 
     monkeypatch.setattr(engine.drafter, "propose", spy)
@@ -295,10 +298,10 @@ def test_a_row_whose_end_nobody_has_heard_of_stays_within_its_pages(steps):
     engine.submit(Request(prompt=[1], max_new_tokens=5))
     engine.step()
     for _ in range(9):
-        engine._scheduler.grow()
+        engine._scheduler.allocate_missing()
         engine._grow_tables()
-        engine._round()
-    assert engine._rows.lens.tolist() == [6, 0, 0, 0]
+        engine._run_round()
+    assert engine._batch.lens.tolist() == [6, 0, 0, 0]
     assert all(tables.overflow.eq(0).all() for tables in engine._tables)
 
 

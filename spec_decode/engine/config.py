@@ -1,0 +1,148 @@
+"""The settings of an engine, and what they require of models and requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from builders import BatchError
+from builders.errors import require
+from spec_decode.drafter import DrafterConfig, GraphMode, Strategy
+from spec_decode.engine.request import Request
+from spec_decode.models import DraftModel, TargetModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """How an engine serves requests. Raises BatchError for sizes with which no request could run."""
+
+    num_speculative_tokens: int
+    """K: draft tokens of a request and round, at most; 0 decodes without a draft."""
+    max_reqs: int = 8
+    """Requests that run at once."""
+    max_seq_len: int = 512
+    """Prompt and new tokens of a request together."""
+    page_size: int = 16
+    """Tokens of a page, in every KV group."""
+    num_pages: int | None = None
+    """Pages of every KV group; None takes as many as max_reqs of the longest requests need."""
+    max_prefill_tokens: int = 512
+    """Prompt tokens that one step prefills, at most."""
+    verification: str = "rejection"
+    """A name that `spec_decode.verification.verifier` knows: rejection, block or synthetic:MEAN."""
+    graph_mode: GraphMode = GraphMode.FULL
+    """Of target and drafter."""
+    strategy: Strategy | None = None
+    """The drafter's; None leaves it to `autotune`."""
+    autotune: bool = True
+    """Without a strategy, on a CUDA device: measure those that can run and take the fastest.
+
+    The first engine of a shape on a machine captures a drafter for each of them in turn, which takes seconds. The
+    result is kept in $ATTN_BACKENDS_CACHE/strategies, by default ~/.cache/attn-backends/strategies, and read from there
+    afterwards. False takes the choice of `spec_decode.drafter.plan.choose`, captures one drafter and writes nothing.
+    On a CPU nothing is measured: emulated graphs have no speed.
+    """
+    min_confidence: float = 0.0
+    """The drafter's: see DrafterConfig."""
+    graph_memory_limit: int | None = None
+    """The drafter's: bytes for its graphs."""
+    extend_in_graph: bool = True
+    """The drafter's: False runs its step 0 eagerly, for comparison."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.num_speculative_tokens >= 0,
+            f"speculative tokens must be 0 or more, got {self.num_speculative_tokens}; nothing was allocated. Pass 0 "
+            "to decode without a draft.",
+        )
+        require(
+            self.max_reqs >= 1 and self.max_seq_len >= 2,
+            "an engine must run 1 request or more of a prompt token and a new one or more, got max_reqs "
+            f"{self.max_reqs} and max_seq_len {self.max_seq_len}; no request could run, so nothing was allocated. "
+            "Raise it.",
+        )
+        require(
+            self.page_size >= 1 and (self.num_pages is None or self.num_pages >= 1),
+            f"a pool needs 1 page or more of 1 token or more, got {self.num_pages} of {self.page_size}; no request "
+            "could run, so nothing was allocated. Raise num_pages or page_size.",
+        )
+        require(
+            self.max_prefill_tokens >= 1,
+            f"a step must prefill 1 token or more, got max_prefill_tokens {self.max_prefill_tokens}; no prompt would "
+            "ever be read, so nothing was allocated. Raise it.",
+        )
+
+    def max_slots(self, length: int) -> int:
+        """KV slots of a request of that length: a step also writes its K drafts, even past the end of the text."""
+        return length + self.num_speculative_tokens
+
+    @property
+    def capacity(self) -> int:
+        """KV slots of the longest request."""
+        return self.max_slots(self.max_seq_len)
+
+    @property
+    def pool_size(self) -> int:
+        """Pages of every KV group."""
+        longest = -(-self.capacity // self.page_size)
+        return self.max_reqs * longest if self.num_pages is None else self.num_pages
+
+    def drafter_config(self) -> DrafterConfig:
+        """The drafter's part. Raises BatchError for a min_confidence that is not a probability below 1."""
+        return DrafterConfig(
+            num_speculative_tokens=self.num_speculative_tokens,
+            graph_mode=self.graph_mode,
+            strategy=self.strategy,
+            min_confidence=self.min_confidence,
+            graph_memory_limit=self.graph_memory_limit,
+            extend_in_graph=self.extend_in_graph,
+        )
+
+
+def check_models(config: EngineConfig, target: TargetModel, draft: DraftModel | None) -> None:
+    """Raise BatchError for models that do not fit the settings, or each other."""
+    steps, longest = config.num_speculative_tokens, config.capacity
+    require(
+        longest < target.max_positions,
+        f"requests and their speculative tokens must stay below the model's {target.max_positions} positions, got "
+        f"max_seq_len {config.max_seq_len} and {steps}; nothing was allocated. Lower either.",
+    )
+    if steps == 0:
+        return
+    require(
+        draft is not None,
+        f"{steps} speculative tokens need a draft model, got none; nothing was allocated. Pass one, or 0 tokens.",
+    )
+    assert draft is not None
+    size, draft_size = target.target_states_size, draft.target_states_size
+    require(
+        draft.vocab_size == target.vocab_size and draft_size == size and longest < draft.max_positions,
+        f"a draft must have the target's {target.vocab_size} tokens, read its hidden states of size {size} and reach "
+        f"{longest} positions, got {draft.vocab_size}, {draft_size} and {draft.max_positions}; nothing was allocated. "
+        "Choose a draft made for this target.",
+    )
+
+
+def check_request(name: str, request: Request, config: EngineConfig, vocab_size: int) -> None:
+    """Raise BatchError for a request that can never be served."""
+    prompt, new = len(request.prompt), request.max_new_tokens
+    require(
+        prompt > 0 and new > 0 and prompt + new <= config.max_seq_len,
+        f"{name} needs a prompt and new tokens of at most {config.max_seq_len} together, got {prompt} and {new}; "
+        "nothing was run. Shorten it or raise max_seq_len.",
+    )
+    require(
+        all(isinstance(token, int) and 0 <= token < vocab_size for token in request.prompt),
+        f"{name} must hold token ids, integers 0 to {vocab_size - 1}, got {min(request.prompt)} to "
+        f"{max(request.prompt)}; nothing was run. Encode it with this model's vocabulary.",
+    )
+    slots = config.pool_size * config.page_size
+    require(
+        config.max_slots(prompt + new) <= slots,
+        f"{name} needs prompt and new tokens that fit the {config.pool_size} pages of {config.page_size}, at most "
+        f"{slots - config.num_speculative_tokens} together beside the draft's, got {prompt} and {new}; it would wait "
+        "for ever, so nothing was run. Shorten it or raise num_pages.",
+    )
+    try:
+        _ = request.sampling
+    except BatchError as error:
+        raise BatchError(f"{name} cannot be sampled: {error}") from error

@@ -1,0 +1,111 @@
+"""The running requests on the device, a row each.
+
+Legend: R rows, K draft tokens, F size of a target hidden state. Every tensor keeps its address: graphs hold them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from spec_decode.drafter import Drafter, VerifiedTokens
+from spec_decode.engine.kernels.prepare_inputs import prepare_inputs
+from spec_decode.engine.kernels.update_requests import DraftInputs, RequestTensors, update_requests
+from spec_decode.engine.request import Request
+from spec_decode.sampling import Sampling
+from spec_decode.verification import Verifier, VerifyOutput
+
+
+class InputBatch:
+    """One row for each running request, in the order of the tables.
+
+    lens         int64 [R]          tokens of prompt and text; the last of them is in no cache yet; padding rows are 0
+    max_lens     int64 [R]          where the text ends; padding rows are 0, so that they never grow
+    last_tokens  int64 [R]
+    sampling     R rows
+    outputs      int64 [R, 2 + K]   of the last step: draft tokens kept, these tokens, and the target's own after them
+    """
+
+    def __init__(self, max_reqs: int, device: torch.device, drafter: Drafter | None, verifier: Verifier) -> None:
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=torch.int64, device=device)
+
+        self._drafter = drafter
+        self._verifier = verifier
+        self._query_len = 1 + (drafter.num_speculative_tokens if drafter else 0)
+        self.lens, self.max_lens, self.last_tokens = zeros(max_reqs), zeros(max_reqs), zeros(max_reqs)
+        self.sampling = Sampling.allocate(max_reqs, device)
+        self.outputs = zeros(max_reqs, 1 + self._query_len)
+
+    def prepare_inputs(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens in the target's cache, int32 [size], and the ids of those to run, the last token and the drafts,
+        int64 [size, 1 + K]."""
+        return prepare_inputs(self.lens[:size], self.last_tokens[:size], self._drafts(slice(size)))
+
+    def update_requests(self, rows: slice, token_ids: torch.Tensor, output: VerifyOutput) -> None:
+        """Lengthen these n rows by what a step over token_ids, int64 [n, 1 + K], kept; write `outputs` and the
+        drafter's token inputs. A row whose text is complete keeps its length."""
+        requests = RequestTensors(self.lens[rows], self.max_lens[rows], self.last_tokens[rows], self.outputs[rows])
+        draft_inputs, offset = None, 0
+        if self._drafter is not None:
+            draft_inputs, offset = _draft_inputs(self._drafter.inputs, rows), self._drafter.model.position_offset
+        drafts = self._drafts(rows)
+        update_requests(
+            output.accepted, output.next_tokens, token_ids, drafts, requests, draft_inputs, position_offset=offset
+        )
+
+    def set_draft_inputs(self, rows: slice, target_hidden_states: torch.Tensor) -> None:
+        """The drafter's other inputs of these n rows: target_hidden_states [n, 1 + K, F], and the seeds."""
+        if self._drafter is not None:
+            inputs = self._drafter.inputs
+            inputs.target_hidden_states[rows].copy_(target_hidden_states)
+            inputs.seeds[rows].copy_(self._verifier.draft_seeds(self.sampling.seeds[rows], self.lens[rows]))
+
+    def condense(self, requests: Sequence[Request], kept_rows: Sequence[int]) -> None:
+        """Let row i be what row kept_rows[i] was; the rows after them become the new requests', all others padding.
+
+        requests: of all rows. `add` fills the rows of the new ones.
+        """
+        order = torch.tensor(kept_rows, dtype=torch.int64, device=self.lens.device)
+        moved = [self.lens, self.last_tokens]
+        if self._drafter is not None:
+            inputs = self._drafter.inputs
+            moved += [*_draft_inputs(inputs, slice(None)), inputs.target_hidden_states, inputs.seeds]
+        for tensor in moved:
+            tensor[: len(kept_rows)] = tensor.index_select(0, order)
+        self.lens[len(kept_rows) :].zero_()
+        self.max_lens.zero_()
+        self.max_lens[: len(requests)] = torch.tensor([request.max_len for request in requests])
+        self.sampling.load([request.sampling for request in requests])
+        if self._drafter is not None:
+            self._drafter.inputs.temperature.copy_(self.sampling.temperature)
+
+    def add(self, first: int, lens: Sequence[int], tokens: torch.Tensor, target_hidden_states: torch.Tensor) -> None:
+        """Fill n rows from row `first` on with prefilled requests, as if a step had just kept no draft.
+
+        lens                  tokens in the target's cache
+        tokens                int64 [n], the one after them
+        target_hidden_states  [n, F], of the last token in the cache
+        """
+        rows = slice(first, first + len(lens))
+        self.lens[rows].copy_(torch.tensor(lens, dtype=torch.int64, device=self.lens.device))
+        # The drafter reads the first column of such a step and no other.
+        token_ids = tokens[:, None].expand(-1, self._query_len)
+        self.update_requests(rows, token_ids, VerifyOutput(torch.zeros_like(tokens), tokens))
+        self.set_draft_inputs(rows, target_hidden_states[:, None].expand(-1, self._query_len, -1))
+
+    def _drafts(self, rows: slice) -> torch.Tensor:
+        """Draft tokens int64 [n, K], -1 from where a row proposes none."""
+        return self.outputs[rows, :0] if self._drafter is None else self._drafter.drafts.tokens[rows]
+
+
+def _draft_inputs(inputs: VerifiedTokens, rows: slice) -> DraftInputs:
+    assert inputs.draft_lens is not None, "a drafter's own buffers have draft_lens"
+    return DraftInputs(
+        token_ids=inputs.token_ids[rows],
+        context_lens=inputs.context_lens[rows],
+        accepted=inputs.accepted[rows],
+        next_tokens=inputs.next_tokens[rows],
+        draft_lens=inputs.draft_lens[rows],
+    )

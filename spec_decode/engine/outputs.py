@@ -1,0 +1,90 @@
+"""The way of sampled tokens from the device to the host and to whoever asked for them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from spec_decode.engine.request import RequestState
+from spec_decode.engine.stats import EngineStats
+
+
+class AsyncOutput:
+    """A copy of a small tensor as it is in stream order now. Only `read` waits for it."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        """source: int64 [rows, columns], on any device."""
+        self._event = torch.cuda.Event() if source.is_cuda else None
+        # To the host without waiting means to pinned memory.
+        self._copy = source.to("cpu", non_blocking=True, copy=True)
+        if self._event:
+            self._event.record()
+
+    def read(self) -> list[list[int]]:
+        """The values, row by row."""
+        if self._event:
+            self._event.synchronize()
+        rows: list[list[int]] = self._copy.tolist()
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingOutput:
+    """Row i is requests[i]'s. first: its one column is a request's first token, which prefill sampled."""
+
+    requests: list[RequestState]
+    output: AsyncOutput
+    first: bool
+
+
+class PendingOutputs:
+    """Outputs that are enqueued and not read, and tokens that are read and not yet streamed."""
+
+    def __init__(self, num_speculative_tokens: int) -> None:
+        self._num_drafts = num_speculative_tokens
+        self._pending: deque[_PendingOutput] = deque()
+        # The request, the number of draft tokens that its step kept (None: noted before), and tokens to stream.
+        self._read: deque[tuple[RequestState, int | None, list[int]]] = deque()
+
+    def __len__(self) -> int:
+        """How many outputs are not read."""
+        return len(self._pending)
+
+    def add_first_tokens(self, requests: list[RequestState], tokens: torch.Tensor) -> None:
+        """tokens: int64 [n], the first of each of n requests."""
+        self._pending.append(_PendingOutput(requests, AsyncOutput(tokens[:, None]), first=True))
+
+    def add_step(self, requests: list[RequestState], outputs: torch.Tensor) -> None:
+        """outputs: int64 [n, 2 + K] of a target step, as InputBatch has them."""
+        for request in requests:
+            request.step_enqueued(self._num_drafts)
+        self._pending.append(_PendingOutput(requests, AsyncOutput(outputs), first=False))
+
+    def process_oldest(self, stats: EngineStats) -> None:
+        """Wait for the oldest output and stream its tokens. What a callback raises comes through: see `stream`."""
+        pending = self._pending.popleft()
+        for request, row in zip(pending.requests, pending.output.read(), strict=True):
+            if pending.first:
+                self._read.append((request, None, row))
+            else:
+                accepted = row[0]
+                request.step_read(self._num_drafts, accepted)
+                self._read.append((request, accepted, row[1 : 2 + accepted]))
+        self.stream(stats)
+
+    def stream(self, stats: EngineStats) -> None:
+        """Append what was read to the texts. What a callback raises comes through; the next call goes on after it."""
+        while self._read:
+            request, accepted, tokens = self._read.popleft()
+            if request.handle.done:
+                continue
+            if accepted is not None and self._num_drafts:
+                request.handle.generation.accepted.append(accepted)
+                stats.accepted += accepted
+                stats.drafted_for += 1
+            if rest := tokens[1:]:
+                self._read.appendleft((request, None, rest))
+            stats.new_tokens += 1
+            request.handle.append_token(tokens[0])

@@ -1,0 +1,95 @@
+"""What an engine's settings refuse, and which strategy they lead to."""
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+
+from attn_backends import get
+from builders import BatchError
+from spec_decode.drafter.plan import Strategy
+from spec_decode.engine import Engine, EngineConfig
+from spec_decode.engine import engine as module
+from tests.factories import make_pair
+
+REFUSED = {
+    "a negative number of drafts": ({"num_speculative_tokens": -1}, "must be 0 or more, got -1.*Pass 0"),
+    "no rows": ({"max_reqs": 0}, "1 request or more.*max_reqs 0"),
+    "no room for a new token": ({"max_seq_len": 1}, "max_seq_len 1"),
+    "no pages": ({"num_pages": 0}, "1 page or more of 1 token or more, got 0 of 16"),
+    "empty pages": ({"page_size": 0}, "1 page or more of 1 token or more, got None of 0"),
+    "no prefill": ({"max_prefill_tokens": 0}, "must prefill 1 token or more, got max_prefill_tokens 0"),
+}
+
+
+@pytest.mark.parametrize(("changed", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_size_with_which_no_request_could_run_is_refused(changed, message):
+    with pytest.raises(BatchError, match=f"(?s){message}"):
+        EngineConfig(**{"num_speculative_tokens": 3, **changed})
+
+
+def test_a_confidence_that_is_no_probability_is_refused_with_the_drafter():
+    with pytest.raises(BatchError, match="a least confidence is a probability below 1"):
+        EngineConfig(num_speculative_tokens=3, min_confidence=1.0).drafter_config()
+
+
+def test_settings_are_frozen_and_named():
+    config = EngineConfig(num_speculative_tokens=3)
+    with pytest.raises(FrozenInstanceError):
+        config.max_reqs = 4
+    with pytest.raises(TypeError):
+        EngineConfig(3)
+
+
+def test_without_a_number_of_pages_the_longest_requests_fit():
+    config = EngineConfig(num_speculative_tokens=3, max_reqs=2, max_seq_len=30, page_size=16)
+    assert config.capacity == 33 and config.pool_size == 2 * 3
+    assert EngineConfig(num_speculative_tokens=3, num_pages=7).pool_size == 7
+
+
+class Autotuned:
+    strategy, wall_us = Strategy.PER_STEP, {"per_step": 1.0}
+
+    def explain(self):
+        return "per_step: fastest"
+
+
+def make_engine(monkeypatch, device="cuda", **options):
+    """An engine on the CPU that takes itself for one on `device` when it chooses a strategy."""
+    calls = []
+
+    def autotune(model, groups, tables, config):
+        calls.append(config)
+        return Autotuned()
+
+    monkeypatch.setattr(module, "autotune_strategy", autotune)
+    make_drafter = Engine._make_drafter
+
+    def on_device(self, *args):
+        self._device = torch.device(device)
+        try:
+            return make_drafter(self, *args)
+        finally:
+            self._device = torch.device("cpu")
+
+    monkeypatch.setattr(Engine, "_make_drafter", on_device)
+    config = EngineConfig(num_speculative_tokens=3, max_seq_len=32, page_size=4, **options)
+    return Engine(*make_pair(), get("torch_reference"), config), len(calls)
+
+
+def test_on_cuda_without_a_strategy_the_fastest_is_taken(monkeypatch):
+    engine, calls = make_engine(monkeypatch)
+    assert calls == 1 and engine.plan.strategy is Strategy.PER_STEP and engine.plan.reason == "per_step: fastest"
+
+
+NOT_AUTOTUNED = {
+    "switched off": {"autotune": False},
+    "a strategy was named": {"strategy": Strategy.FULL_LOOP},
+    "emulated graphs": {"device": "cpu"},
+}
+
+
+@pytest.mark.parametrize("options", NOT_AUTOTUNED.values(), ids=NOT_AUTOTUNED)
+def test_nothing_is_autotuned(options, monkeypatch):
+    engine, calls = make_engine(monkeypatch, **options)
+    assert calls == 0 and engine.autotuned is None and engine.plan.strategy is Strategy.FULL_LOOP
