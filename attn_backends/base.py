@@ -129,7 +129,7 @@ def _fp8_ds_mla_cache(page_size: int, num_pages: int, device: torch.device) -> K
 def check_forward_inputs(
     query: torch.Tensor, cache: KVCache, metadata: Any, spec: AttentionSpec, sinks: torch.Tensor | None
 ) -> None:
-    """Refuse tensors that a kernel would read as something else. Host checks of shapes only: no sync."""
+    """Raise BatchError for tensors that a kernel would read as something else. Host checks of shapes only: no sync."""
     device = query.device
     require_tensor(
         "query",

@@ -115,7 +115,7 @@ class Provider(ABC):
 
 
 class Vllm(Provider):
-    """The build in vLLM's wheel."""
+    """The build in vLLM's wheel. Raises BrokenProvider for one without FlashAttention-3."""
 
     name = "vllm"
     module = "vllm.vllm_flash_attn.flash_attn_interface"
@@ -164,7 +164,10 @@ class _WithKVCache(Provider):
 
 
 class Upstream(_WithKVCache):
-    """Dao-AILab's own build, whose parts can be left out one by one: flash_attn_config records which were."""
+    """Dao-AILab's own build, whose parts can be left out one by one: flash_attn_config records which were.
+
+    Raises BrokenProvider for one without a part that every call needs.
+    """
 
     name = "upstream"
     module = "flash_attn_interface"

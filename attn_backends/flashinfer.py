@@ -15,10 +15,10 @@ from builders.flashinfer.builder import (
     CudaCoreBuilder,
     FlashInferBuilder,
     FlashInferMetadata,
-    Kernel,
     TensorCoreBuilder,
     XqaBuilder,
 )
+from builders.flashinfer.wrappers import Kernel
 
 _NATIVE = Capabilities(
     devices=("cuda",),
@@ -57,6 +57,7 @@ class FlashInfer(FusedRopeWrite, AttentionBackend):
         spec: AttentionSpec,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """See AttentionBackend. Raises BatchError for keys and values with other strides than the kernel reads."""
         check_forward_inputs(query, cache, metadata, spec, sinks)
         unit = spec.head_dim if metadata.launch.kernel is Kernel.XQA else _ALIGNMENT // cache.key.element_size()
         require(

@@ -129,7 +129,7 @@ class MetadataBuilder(ABC, Generic[M]):
         """
 
     def check_horizon(self, batch: AttentionBatch, horizon: int) -> None:
-        """Refuse a horizon that lies beyond the pages a row of the block table has room for."""
+        """Raise BatchError for a horizon beyond the pages that a row of the block table has room for."""
         capacity = batch.block_table.shape[1] * self.spec.page_size
         require(
             0 <= horizon < capacity,

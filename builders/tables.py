@@ -1,4 +1,4 @@
-"""Which pages each live request owns: device tables behind a validated host interface."""
+"""Which pages each live request owns: device tables with a validated host interface."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ class RequestTables:
     token_limits   int32 [max_reqs]   tokens the request may hold (its pages or the length limit); padding rows are 0
     overflow       int32 [max_reqs]   raised by the advance of a request that could not move; read it when convenient
     page_sizes     int32 [num_groups]
+
+    Raises BatchError for no KV groups, or another number of page sizes than of page counts.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class RequestTables:
     def grow(self, pages: Mapping[int, Sequence[Sequence[int]]], token_limits: Mapping[int, int]) -> None:
         """Append pages to live requests in place, and raise their limits: the device is not waited for.
 
-        pages[request][group] lists the page ids behind those it has; token_limits[request] is its limit from now on.
+        pages[request][group] lists the page ids after those it has; token_limits[request] is its limit from now on.
         Raises BatchError, with nothing changed, for another set of requests in the two, a request that is not live, a
         limit below the one it has or beyond its pages, and an id out of range or already owned.
         """

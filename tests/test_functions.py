@@ -123,20 +123,9 @@ def found(rule: Callable[[Function], str]) -> dict[str, str]:
 
 KNOWN_LONG: set[str] = set()
 KNOWN_WIDE = {
-    "attn_backends.kernels.latent_attention.latent_attention",
     "spec_decode.models.kernels.skinny_linear._check",
 }
 KNOWN_SILENT = {
-    "attn_backends.base.check_forward_inputs",
-    "attn_backends.fa3_providers.Provider.attend",
-    "attn_backends.fa3_providers.Upstream.__init__",
-    "attn_backends.fa3_providers.Vllm.__init__",
-    "attn_backends.flashinfer.FlashInfer.forward",
-    "builders.contract.MetadataBuilder.check_horizon",
-    "builders.errors.require_tensor",
-    "builders.flashinfer.builder.FlashInferBuilder.advance",
-    "builders.kernels.triton_runtime.dependent_launch",
-    "builders.tables.RequestTables.__init__",
     "spec_decode.graphs.emulator.EmulatedLoop.replay",
     "spec_decode.graphs.manager.GraphManager.__init__",
     "spec_decode.models.checkpoints.store.TensorStore.open",

@@ -51,7 +51,7 @@ class LatentAttentionArguments(NamedTuple):
     value_dim: int
     scale: float
 
-    def check(self) -> None:
+    def _check(self) -> None:
         (*_, dim), cache = self.query.shape, self.latent_cache
         rotary_dim = dim - self.value_dim
         require(
@@ -68,7 +68,7 @@ class LatentAttentionArguments(NamedTuple):
         )
 
     def reference(self) -> torch.Tensor:
-        self.check()
+        self._check()
         out = self.fake().zero_()
         starts, lens = self.query_start_loc.tolist(), self.seq_lens.tolist()
         for request, length in enumerate(lens):
@@ -92,7 +92,7 @@ class LatentAttentionArguments(NamedTuple):
 
     def launch(self, config: dict[str, int] | None = None) -> torch.Tensor:
         """config: what tile_config would choose, for a script that tunes it."""
-        self.check()
+        self._check()
         query, splits, value_dim = self.query, self.num_splits, self.value_dim
         query = query if query.stride(2) == 1 else query.contiguous()
         tokens, heads, dim = query.shape

@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from enum import Enum
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from builders.batch import AttentionBatch
 from builders.contract import AdvanceLevel, AdvanceSupport, GraphSupport
 from builders.errors import require
-from builders.flashinfer.layout import PlanLayout
 from builders.flashinfer.plan import replan
-from builders.flashinfer.wrappers import FlashInferWrappers
+from builders.flashinfer.wrappers import FlashInferWrappers, Kernel, Launch
 from builders.metadata import BatchMetadata, BatchMetadataBuilder
 from builders.spec import AttentionSpec
-
-
-class Kernel(str, Enum):
-    """FlashInfer's ways of attending to a batch with one query token a request, and to any other batch."""
-
-    TENSOR_CORES = "tensor_cores"
-    CUDA_CORES = "cuda_cores"
-    XQA = "xqa"
-    EXTEND = "extend"
-    """The prefill wrapper over query lengths that all rows share."""
-    RAGGED = "ragged"
-    """The prefill wrapper planned on the host, for one batch."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
-    """The kernel, and what it was planned with: a wrapper, or XQA's workspace."""
-
-    kernel: Kernel
-    num_reqs: int
-    query_len: int
-    wrapper: Any = field(default=None, compare=False, repr=False)
-    workspace: torch.Tensor | None = field(default=None, compare=False, repr=False)
-    layout: PlanLayout | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,13 +24,6 @@ class FlashInferMetadata(BatchMetadata):
     plan           uint8 [n]          as FlashInfer lays it out
     """
 
-    launch: Launch
-    last_page_len: torch.Tensor
-    plan: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
     launch: Launch
     last_page_len: torch.Tensor
     plan: torch.Tensor
@@ -77,7 +44,7 @@ class FlashInferBuilder(BatchMetadataBuilder[FlashInferMetadata]):
         self, spec: AttentionSpec, device: torch.device, *, max_reqs: int, max_tokens: int, max_seq_len: int
     ) -> None:
         super().__init__(spec, device, max_reqs=max_reqs, max_tokens=max_tokens, max_seq_len=max_seq_len)
-        self._planned: dict[tuple[int, int, int, int], _Planned] = {}
+        self._launches: dict[tuple[int, int, int, int], Launch] = {}
         self._wrappers = FlashInferWrappers(spec, device)
 
     @classmethod
@@ -88,18 +55,16 @@ class FlashInferBuilder(BatchMetadataBuilder[FlashInferMetadata]):
 
     def build(self, batch: AttentionBatch, *, horizon: int = 0) -> FlashInferMetadata:
         self.check_horizon(batch, horizon)
-        planned = self._shape(batch) if batch.uniform else self._ragged(batch)
+        launch = self._launch(batch) if batch.uniform else self._wrappers.ragged(batch)
         metadata = FlashInferMetadata(
-            **self.batch_fields(batch),
-            launch=planned.launch,
-            last_page_len=planned.last_page_len,
-            plan=planned.plan,
+            **self.batch_fields(batch), launch=launch, last_page_len=launch.last_page_len, plan=launch.plan
         )
         if batch.uniform:
             self.advance(metadata)
         return metadata
 
     def advance(self, metadata: FlashInferMetadata) -> None:
+        """See MetadataBuilder. Raises BatchError for a batch whose query lengths differ."""
         require(
             metadata.launch.kernel is not Kernel.RAGGED,
             f"only a batch of one query length advances, this one has up to {metadata.max_query_len} tokens a row in "
@@ -113,7 +78,7 @@ class FlashInferBuilder(BatchMetadataBuilder[FlashInferMetadata]):
         """The tokens of a row of the block table: a plan fits them all."""
         return batch.block_table.shape[1] * self.spec.page_size
 
-    def _shape(self, batch: AttentionBatch) -> _Planned:
+    def _launch(self, batch: AttentionBatch) -> Launch:
         """What serves every batch of this shape over this block table."""
         require(
             batch.block_table.is_contiguous(),
@@ -121,28 +86,15 @@ class FlashInferBuilder(BatchMetadataBuilder[FlashInferMetadata]):
             "would not follow its changes. Pass rows of one table, all of their columns.",
         )
         key = (*batch.block_table.shape, batch.max_query_len, batch.block_table.data_ptr())
-        if key not in self._planned:
-            self._planned[key] = self._plan_shape(batch)
-        return self._planned[key]
+        if key not in self._launches:
+            self._launches[key] = self._plan(batch)
+        return self._launches[key]
 
-    def _plan_shape(self, batch: AttentionBatch) -> _Planned:
-        kernel = Kernel.EXTEND if batch.max_query_len > 1 else self.decode_kernel or choose_kernel(self.spec)[0]
-        launch = Launch(kernel=kernel, num_reqs=batch.num_reqs, query_len=batch.max_query_len)
-        if kernel is Kernel.XQA:
-            return self._unplanned(replace(launch, workspace=self._wrappers.counters()))
-        if kernel is Kernel.EXTEND:
-            made = self._wrappers.extend(batch)
-        else:
-            made = self._wrappers.decode(batch, tensor_cores=kernel is Kernel.TENSOR_CORES)
-        return _Planned(replace(launch, wrapper=made.wrapper, layout=made.layout), made.last_page_len, made.plan)
-
-    def _ragged(self, batch: AttentionBatch) -> _Planned:
-        launch = Launch(kernel=Kernel.RAGGED, num_reqs=batch.num_reqs, query_len=batch.max_query_len)
-        return self._unplanned(replace(launch, wrapper=self._wrappers.ragged(batch)))
-
-    def _unplanned(self, launch: Launch) -> _Planned:
-        none = torch.empty(0, dtype=torch.int32, device=self.device)
-        return _Planned(launch, none, none.view(torch.uint8))
+    def _plan(self, batch: AttentionBatch) -> Launch:
+        if batch.max_query_len > 1:
+            return self._wrappers.extend(batch)
+        kernel = self.decode_kernel or choose_kernel(self.spec)[0]
+        return self._wrappers.xqa(batch) if kernel is Kernel.XQA else self._wrappers.decode(batch, kernel)
 
 
 def choose_kernel(spec: AttentionSpec) -> tuple[Kernel, str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import flashinfer  # type: ignore[import-not-found]
@@ -19,17 +20,34 @@ _PLAN = 1 << 20
 """Bytes for a plan: a grid of a few hundred tiles and a row per query token."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedWrapper:
-    """A wrapper in CUDA-graph mode over a block table, and what is recomputed in place for its batch shape.
+class Kernel(str, Enum):
+    """FlashInfer's ways of attending to a batch with one query token a request, and to any other batch."""
 
-    last_page_len int32 [num_reqs]; plan uint8 [n], laid out as `layout` says.
+    TENSOR_CORES = "tensor_cores"
+    CUDA_CORES = "cuda_cores"
+    XQA = "xqa"
+    EXTEND = "extend"
+    """The prefill wrapper over query lengths that all rows share."""
+    RAGGED = "ragged"
+    """The prefill wrapper planned on the host, for one batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """A kernel and what it was planned with: a wrapper, or XQA's workspace.
+
+    last_page_len  int32 [num_reqs]   recomputed in place together with the plan; empty where there is none
+    plan           uint8 [n]          laid out as `layout` says
     """
 
-    wrapper: Any
-    layout: PlanLayout
-    last_page_len: torch.Tensor
-    plan: torch.Tensor
+    kernel: Kernel
+    num_reqs: int
+    query_len: int
+    last_page_len: torch.Tensor = field(compare=False, repr=False)
+    plan: torch.Tensor = field(compare=False, repr=False)
+    wrapper: Any = field(default=None, compare=False, repr=False)
+    workspace: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    layout: PlanLayout | None = field(default=None, compare=False, repr=False)
 
 
 class FlashInferWrappers:
@@ -40,8 +58,81 @@ class FlashInferWrappers:
         self.device = device
         self._partials = torch.empty(0, dtype=torch.uint8, device=device)
         self._counters: torch.Tensor | None = None
+        self._none = torch.empty(0, dtype=torch.int32, device=device)
+        self._sizes = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.page_size)
+        self._numbers = {
+            "window_left": spec.window_left,
+            "logits_soft_cap": spec.soft_cap,
+            "sm_scale": spec.softmax_scale,
+            "q_data_type": spec.dtype,
+            "kv_data_type": spec.cache_dtype,
+        }
 
-    def workspace(self, num_reqs: int, num_tokens: int) -> torch.Tensor:
+    def xqa(self, batch: AttentionBatch) -> Launch:
+        """XQA reads lengths and pages itself."""
+        return self._unplanned(Kernel.XQA, batch, workspace=self._xqa_workspace())
+
+    def decode(self, batch: AttentionBatch, kernel: Kernel) -> Launch:
+        """For single-token rows over the batch's block table, by TENSOR_CORES or CUDA_CORES."""
+        indptr, last_page_len = self._table_indptr(batch), self._ones(batch)
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace(batch.num_reqs, batch.num_reqs),
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=kernel is Kernel.TENSOR_CORES,
+            paged_kv_indptr_buffer=indptr.to(self.device),
+            paged_kv_indices_buffer=batch.block_table.view(-1),
+            paged_kv_last_page_len_buffer=last_page_len,
+        )
+        plan = self._plan_of(wrapper)
+        self.plan_decode(wrapper, indptr, last_page_len.cpu())
+        return self._planned(kernel, batch, wrapper, last_page_len, plan)
+
+    def plan_decode(self, wrapper: Any, indptr: torch.Tensor, last_page_len: torch.Tensor) -> None:
+        """FlashInfer's own plan() for a decode wrapper whose pages are in place.
+
+        indptr         int32 [num_reqs + 1], on the host
+        last_page_len  int32 [num_reqs], on the host
+        """
+        # The pages are in place already, and a plan does not depend on them.
+        wrapper.plan(indptr, self._none, last_page_len, *self._sizes, **self._numbers)
+
+    def extend(self, batch: AttentionBatch) -> Launch:
+        """For rows of max_query_len tokens each over the batch's block table."""
+        starts = torch.arange(batch.num_reqs + 1, dtype=torch.int32) * batch.max_query_len
+        indptr, last_page_len = self._table_indptr(batch), self._ones(batch)
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace(batch.num_reqs, batch.num_tokens),
+            "NHD",
+            use_cuda_graph=True,
+            qo_indptr_buf=starts.to(self.device),
+            paged_kv_indptr_buf=indptr.to(self.device),
+            paged_kv_indices_buf=batch.block_table.view(-1),
+            paged_kv_last_page_len_buf=last_page_len,
+            backend="fa2",
+        )
+        plan = self._plan_of(wrapper)
+        rows = (starts, indptr, self._none, last_page_len.cpu())
+        wrapper.plan(*rows, *self._sizes, causal=True, **self._numbers)
+        return self._planned(Kernel.EXTEND, batch, wrapper, last_page_len, plan)
+
+    def ragged(self, batch: AttentionBatch) -> Launch:
+        """For this batch alone, planned on the host for its lengths."""
+        size, table, lens = self.spec.page_size, batch.block_table.cpu(), batch.seq_lens.cpu()
+        pages = (lens + size - 1) // size
+        owned = torch.arange(table.shape[1]) < pages[:, None]
+        rows = (
+            batch.query_start_loc.cpu(),
+            torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int(),
+            table[owned].to(self.device),
+            (lens - (pages - 1).clamp_(min=0) * size).int(),
+        )
+        workspace = self._workspace(batch.num_reqs, batch.num_tokens)
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+        wrapper.plan(*rows, *self._sizes, causal=True, **self._numbers)
+        return self._unplanned(Kernel.RAGGED, batch, wrapper=wrapper)
+
+    def _workspace(self, num_reqs: int, num_tokens: int) -> torch.Tensor:
         """Bytes for the partial outputs of a batch.
 
         FA2's need: its PrefillPlan in attention/scheduler.cuh of FlashInfer 0.6.12, with the largest query tile it may
@@ -58,72 +149,11 @@ class FlashInferWrappers:
             self._partials = torch.empty(needed, dtype=torch.uint8, device=self.device)
         return self._partials
 
-    def counters(self) -> torch.Tensor:
-        """XQA's workspace. It counts in it, from 0, and leaves 0 behind: no other kernel may write there."""
+    def _xqa_workspace(self) -> torch.Tensor:
+        """XQA counts in it from 0, and leaves 0 after itself: no other kernel may write there."""
         if self._counters is None:
             self._counters = torch.zeros(_PARTIALS, dtype=torch.uint8, device=self.device)
         return self._counters
-
-    def decode(self, batch: AttentionBatch, *, tensor_cores: bool) -> PlannedWrapper:
-        """For single-token rows over the batch's block table."""
-        indptr, last_page_len = self._table_indptr(batch), self._ones(batch)
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self.workspace(batch.num_reqs, batch.num_reqs),
-            "NHD",
-            use_cuda_graph=True,
-            use_tensor_cores=tensor_cores,
-            paged_kv_indptr_buffer=indptr.to(self.device),
-            paged_kv_indices_buffer=batch.block_table.view(-1),
-            paged_kv_last_page_len_buffer=last_page_len,
-        )
-        plan = self._use_plan(wrapper)
-        self.plan_decode(wrapper, indptr, last_page_len.cpu())
-        if tensor_cores:
-            layout = self._layout(wrapper, batch)
-        else:
-            info = list(wrapper._plan_info)
-            layout = PlanLayout.of_cuda_cores(info, num_reqs=batch.num_reqs, page_size=self.spec.page_size)
-        return PlannedWrapper(wrapper, layout, last_page_len, _used(plan, layout))
-
-    def plan_decode(self, wrapper: Any, indptr: torch.Tensor, last_page_len: torch.Tensor) -> None:
-        """FlashInfer's own plan() for a decode wrapper whose pages are in place; both tensors int32 on the host."""
-        wrapper.plan(indptr, self._no_pages(), last_page_len, *self._sizes(), **self._numbers())
-
-    def extend(self, batch: AttentionBatch) -> PlannedWrapper:
-        """For rows of max_query_len tokens each over the batch's block table."""
-        starts = torch.arange(batch.num_reqs + 1, dtype=torch.int32) * batch.max_query_len
-        indptr, last_page_len = self._table_indptr(batch), self._ones(batch)
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            self.workspace(batch.num_reqs, batch.num_tokens),
-            "NHD",
-            use_cuda_graph=True,
-            qo_indptr_buf=starts.to(self.device),
-            paged_kv_indptr_buf=indptr.to(self.device),
-            paged_kv_indices_buf=batch.block_table.view(-1),
-            paged_kv_last_page_len_buf=last_page_len,
-            backend="fa2",
-        )
-        plan = self._use_plan(wrapper)
-        rows = (starts, indptr, self._no_pages(), last_page_len.cpu())
-        wrapper.plan(*rows, *self._sizes(), causal=True, **self._numbers())
-        layout = self._layout(wrapper, batch)
-        return PlannedWrapper(wrapper, layout, last_page_len, _used(plan, layout))
-
-    def ragged(self, batch: AttentionBatch) -> Any:
-        """A wrapper for this batch alone, planned on the host for its lengths."""
-        size, table, lens = self.spec.page_size, batch.block_table.cpu(), batch.seq_lens.cpu()
-        pages = (lens + size - 1) // size
-        owned = torch.arange(table.shape[1]) < pages[:, None]
-        rows = (
-            batch.query_start_loc.cpu(),
-            torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int(),
-            table[owned].to(self.device),
-            (lens - (pages - 1).clamp_(min=0) * size).int(),
-        )
-        workspace = self.workspace(batch.num_reqs, batch.num_tokens)
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
-        wrapper.plan(*rows, *self._sizes(), causal=True, **self._numbers())
-        return wrapper
 
     def _table_indptr(self, batch: AttentionBatch) -> torch.Tensor:
         """Rows of the block table as they lie, whatever their lengths: on the host, int32 [num_reqs + 1]."""
@@ -132,34 +162,38 @@ class FlashInferWrappers:
     def _ones(self, batch: AttentionBatch) -> torch.Tensor:
         return torch.ones(batch.num_reqs, dtype=torch.int32, device=self.device)
 
-    def _no_pages(self) -> torch.Tensor:
-        """The pages are in place already, and a plan does not depend on them."""
-        return torch.empty(0, dtype=torch.int32, device=self.device)
-
-    def _use_plan(self, wrapper: Any) -> torch.Tensor:
+    def _plan_of(self, wrapper: Any) -> torch.Tensor:
         plan = torch.zeros(_PLAN, dtype=torch.uint8, device=self.device)
         wrapper.reset_workspace_buffer(self._partials, plan)
         # plan() copies the gaps between its arrays too: let them be the same each time.
         wrapper._pin_memory_int_workspace_buffer.zero_()
         return plan
 
-    def _sizes(self) -> tuple[int, int, int, int]:
-        return self.spec.num_q_heads, self.spec.num_kv_heads, self.spec.head_dim, self.spec.page_size
+    def _planned(
+        self, kernel: Kernel, batch: AttentionBatch, wrapper: Any, last_page_len: torch.Tensor, plan: torch.Tensor
+    ) -> Launch:
+        info, num_reqs, query_len = list(wrapper._plan_info), batch.num_reqs, batch.max_query_len
+        if kernel is Kernel.CUDA_CORES:
+            layout = PlanLayout.of_cuda_cores(info, num_reqs=num_reqs, page_size=self.spec.page_size)
+        else:
+            sms = num_sms(self.device)
+            layout = PlanLayout.of_tensor_cores(info, self.spec, num_reqs=num_reqs, num_sms=sms, query_len=query_len)
+        return Launch(
+            kernel=kernel,
+            num_reqs=num_reqs,
+            query_len=query_len,
+            last_page_len=last_page_len,
+            plan=plan[: -(-layout.num_bytes // 4) * 4],
+            wrapper=wrapper,
+            layout=layout,
+        )
 
-    def _numbers(self) -> dict[str, Any]:
-        return {
-            "window_left": self.spec.window_left,
-            "logits_soft_cap": self.spec.soft_cap,
-            "sm_scale": self.spec.softmax_scale,
-            "q_data_type": self.spec.dtype,
-            "kv_data_type": self.spec.cache_dtype,
-        }
-
-    def _layout(self, wrapper: Any, batch: AttentionBatch) -> PlanLayout:
-        sms, query_len = num_sms(self.device), batch.max_query_len
-        info = list(wrapper._plan_info)
-        return PlanLayout.of_tensor_cores(info, self.spec, num_reqs=batch.num_reqs, num_sms=sms, query_len=query_len)
-
-
-def _used(plan: torch.Tensor, layout: PlanLayout) -> torch.Tensor:
-    return plan[: -(-layout.num_bytes // 4) * 4]
+    def _unplanned(self, kernel: Kernel, batch: AttentionBatch, **made: Any) -> Launch:
+        return Launch(
+            kernel=kernel,
+            num_reqs=batch.num_reqs,
+            query_len=batch.max_query_len,
+            last_page_len=self._none,
+            plan=self._none.view(torch.uint8),
+            **made,
+        )

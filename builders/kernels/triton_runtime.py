@@ -71,8 +71,10 @@ the first launch on a device."""
 def dependent_launch(device: torch.device) -> dict[str, bool]:
     """Options of a launch whose kernel awaits its predecessor itself, and so may start while that one still runs.
 
+    Raises BatchError for a variable that is neither 0, 1 nor unset, and for 1 where the device does not have it.
+
     Programmatic dependent launch needs compute capability 9 and a Triton that knows it. The invariant, on which the
-    order of everything behind it on the stream rests: a kernel launched with these options takes `PDL: tl.constexpr`,
+    order of everything after it on the stream rests: a kernel launched with these options takes `PDL: tl.constexpr`,
     and its first statement, on every path, is await_previous(PDL). Then a kernel that has ended proves that all before
     it have, whoever launched them, and reads and writes as usual.
     """
@@ -98,7 +100,7 @@ def await_previous(PDL: tl.constexpr) -> None:
     """Let the next kernel take its place on the device, then wait until every kernel before this one on the stream has
     ended and its stores are visible.
 
-    The next one waits there in turn. Let in behind this one's main work it would come too late: rounds of a small draft
+    The next one waits there in turn. Let in after this one's main work it would come too late: rounds of a small draft
     took 5 % longer on an H200.
     """
     if PDL:

@@ -11,7 +11,8 @@ import torch
 
 from attn_backends.flashinfer import FlashInferTensorCores
 from builders import AdvanceLevel, AdvanceSupport, AttentionBatch, AttentionSpec
-from builders.flashinfer.builder import FlashInferMetadata, Kernel, TensorCoreBuilder
+from builders.flashinfer.builder import FlashInferMetadata, TensorCoreBuilder
+from builders.flashinfer.wrappers import Kernel
 
 
 class HorizonBuilder(TensorCoreBuilder):
