@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Self
 
 from spec_decode.drafter.strategies.base import DraftStrategy
 from spec_decode.drafter.strategies.device_loop import DeviceLoop
@@ -27,7 +26,7 @@ class Strategy(str, Enum):
     PIECEWISE = "piecewise", Piecewise
     EAGER = "eager", Eager
 
-    def __new__(cls, name: str, implementation: type[DraftStrategy] = Eager) -> Self:
+    def __new__(cls, name: str, implementation: type[DraftStrategy] = Eager) -> Strategy:
         # The default is for type checkers, which read Strategy("eager"), a look-up, as a call of this.
         member = str.__new__(cls, name)
         member._value_, member.implementation = name, implementation
