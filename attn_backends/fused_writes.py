@@ -21,7 +21,7 @@ class FusedRopeWrite:
     def rope_and_write_kv(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rope: Rope, cache: KVCache, metadata: Any
     ) -> None:
-        """Rotate query in place, and store the rope_formula key and the value at metadata.slot_mapping, in one kernel.
+        """Rotate query in place, and store the rotated key and the value at metadata.slot_mapping, in one kernel.
 
         query  [num_tokens, num_q_heads, head_dim]
         key    [num_tokens, num_kv_heads, head_dim], value [..., value_dim], in spec.new_kv_dtype
@@ -35,6 +35,6 @@ class FusedLatentWrite:
     def norm_rope_and_write_latent(
         self, latent: torch.Tensor, norm_rope: KvANormRope, cache: KVCache, metadata: Any
     ) -> None:
-        """Norm and apply_rope latent [num_tokens, head_dim], in spec.new_kv_dtype, and store it, in one kernel."""
+        """Norm and rotate latent [num_tokens, head_dim], in spec.new_kv_dtype, and store it, in one kernel."""
         page_size = cache.key.shape[1]
         write_latent(latent, cache.latents, metadata.slot_mapping, page_size=page_size, norm_rope=norm_rope)

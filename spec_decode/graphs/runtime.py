@@ -43,7 +43,7 @@ class GraphRuntime(Protocol):
     def capture_loop(self, body: Callable[[], Any], continue_flag: torch.Tensor, limit: int) -> Graph:
         """A graph that runs body's operations once, and again while they leave continue_flag, int32 [1], not zero.
 
-        body writes `continue_flag`, and within `limit` times round it must become 0: the emulator raises where it does not.
+        body writes `continue_flag`, which must become 0 within `limit` iterations: the emulator raises otherwise.
         """
         ...
 

@@ -13,14 +13,13 @@ from attn_backends.kernels.write_latent import KvANormRope
 class AttentionInputs(NamedTuple):
     """What one layer asks of attention for T flat tokens. The layer knows nothing of caches or metadata.
 
-    layer          index of the layer in its model
-    query          [T, num_q_heads, head_dim]
-    key            [T, num_kv_heads, head_dim]
-    value          [T, num_kv_heads, value_dim]
-    rope           rotates query and key first, for which they may be overwritten; None: they come rope_formula
-    kv_a_norm_rope the key is a latent as projected, which is normed and rope_formula on its way into the cache; never beside
-                   rope
-    sinks          fp32 [num_q_heads], or None
+    layer           index of the layer in its model
+    query           [T, num_q_heads, head_dim]
+    key             [T, num_kv_heads, head_dim]
+    value           [T, num_kv_heads, value_dim]
+    rope            rotates query and key first, which it may overwrite; None: they come rotated
+    kv_a_norm_rope  norms and rotates the key, a latent as projected, before it is cached; never beside rope
+    sinks           fp32 [num_q_heads], or None
     """
 
     layer: int
