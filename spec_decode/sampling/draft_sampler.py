@@ -47,15 +47,16 @@ class DraftSampler:
         token_map: torch.Tensor | None = None,
         min_confidence: float = 0.0,
     ) -> None:
-        """The first three belong to the batch of the steps, and are read, seq_lens written too, where they are.
+        """Allocate the buffers; seq_lens, positions and step are the batch's own, read at every step.
 
-        - seq_lens   int32 [R]
-        - positions  int64 [>= R]   of the draft's inputs
-        - step       int64 [1]      the column to write
-        - token_map  int64 [V of the draft]: the target's id of each token that the draft's logits score. Tokens stored
-          and fed back are target ids. The columns of draft_logits that the map does not name stay -inf. Noise goes by
-          target id: the draw is that of the whole vocabulary with -inf for the tokens which the draft lacks, except
-          that among equal logits the first in the draft's order wins.
+        - seq_lens    int32 [R], written too: 0 for a row that stops
+        - positions   int64 [>= R], of the draft's inputs
+        - step        int64 [1], the column to write
+        - vocab_size  V, tokens of the target
+        - token_map   int64 [V of the draft], the target's id of each token that the draft's logits score. Tokens stored
+                      and fed back are target ids. The columns of draft_logits that the map does not name stay -inf.
+                      Noise goes by target id: the draw is that of the whole vocabulary with -inf for the tokens which
+                      the draft lacks, except that among equal logits the first in the draft's order wins
 
         Raises BatchError for a token_map of another shape, dtype or device.
         """

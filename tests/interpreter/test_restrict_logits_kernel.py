@@ -98,7 +98,7 @@ def test_a_row_of_garbage_ends_and_leaves_the_others_alone(garbage):
     assert torch.equal(both_ways(logits, [3, 3, 0], [0.9, 0.9, 0.9])[0][[0, 2]], by_torch[[0, 2]])
 
 
-def test_the_memory_behind_the_last_row_is_not_written():
+def test_the_memory_after_the_last_row_is_not_written():
     memory = torch.zeros(300)
     memory[:200] = noise(1, 200)[0]
     restrict_logits(memory[:200].view(2, 100), top_k=torch.tensor([3], dtype=torch.int32), top_p=torch.tensor([0.9]))
@@ -170,7 +170,7 @@ THRESHOLDS = {  # a row, and k or p such that the threshold lies where the name 
     "top_k's at the largest member of its bin": (staircase((10, 30), (20, 30)), 32, 1.0),
     "top_k's in a bin of one": (staircase((10, 60), (15, 1), (20, 60)), 62, 1.0),
     "top_k's in a bin of more than there is room for": (staircase((10, 150), (20, 60)), 100, 1.0),
-    "top_k's behind an empty bin": (staircase((10, 60), (12, 60)), 62, 1.0),
+    "top_k's after an empty bin": (staircase((10, 60), (12, 60)), 62, 1.0),
     "top_k's below negative zeros": (torch.cat([torch.tensor([-0.0] * 3 + [-32]), torch.arange(-29, 0) / 40]), 10, 1.0),
     "top_p's in the bin of the largest": (staircase((31, 100), (5, 100)), 201, 0.5),
     "top_p's in a bin of one": (staircase((5, 60), (30, 1)), 62, 0.9),

@@ -1,4 +1,4 @@
-"""Kernels of verification and of what stands around it, against the torch reference of their ops."""
+"""Kernels of verification and of the target's sampling, against the torch reference of their ops."""
 
 import math
 
