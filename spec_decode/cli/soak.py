@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @click.option("--rounds", default=20_000, show_default=True)
 @click.option("--max-reqs", default=8, show_default=True, help="Requests in a round at most.")
-@click.option("-k", "steps", default=4, show_default=True, help="Draft tokens a round.")
+@click.option("-k", "num_speculative_tokens", default=4, show_default=True, help="Draft tokens a round.")
 @click.option("--seed", default=0, show_default=True, help="Of everything that is random.")
 @device_option
 @click.option("--json", "target", metavar="FILE", help="Write the report to a file, or - for standard output.")
@@ -26,7 +26,7 @@ def soak(
     names: tuple[str, ...],
     rounds: int,
     max_reqs: int,
-    steps: int,
+    num_speculative_tokens: int,
     seed: int,
     device: str | None,
     target: str | None,
@@ -42,7 +42,7 @@ def soak(
     from spec_decode.tools.soak import Options, command_line
     from spec_decode.tools.soak import soak as run
 
-    options = Options(rounds=rounds, max_reqs=max_reqs, steps=steps, seed=seed)
+    options = Options(rounds=rounds, max_reqs=max_reqs, num_speculative_tokens=num_speculative_tokens, seed=seed)
     chosen = chosen_names(names, where)
     if not chosen:
         raise UserError(f"a soak needs a backend, none is available on {where}; nothing was run. Name one.")

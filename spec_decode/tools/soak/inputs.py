@@ -9,12 +9,12 @@ import torch
 
 from spec_decode.drafter import VerifiedTokens
 from spec_decode.models import ModelConfig
-from spec_decode.tools.soak.schedule import Round
+from spec_decode.tools.soak.schedule import ScheduledRound
 
 CHUNK = 128
 """Rounds loaded at a time."""
 
-_OF_ROWS = {
+_SCHEDULED = {
     "context_lens": ("context", torch.int32),
     "accepted": ("accepted", torch.int32),
     "temperature": ("temperature", torch.float32),
@@ -23,30 +23,31 @@ _OF_ROWS = {
 """What a schedule decides: the input, the field of a row that it comes from, its dtype."""
 
 
-class Inputs:
+class RoundInputs:
     """Buffers for CHUNK rounds, allocated once: memory that moves would look like a leak."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, max_reqs: int, steps: int, seed: int
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, max_reqs: int, k: int, seed: int
     ) -> None:
+        """k: draft tokens of a round."""
         self._vocab = config.vocab_size
         self._random = torch.Generator().manual_seed(seed)
         rows = (CHUNK, max_reqs)
         self._buffers = {
-            "token_ids": torch.zeros(*rows, steps + 1, dtype=torch.int64, device=device),
-            "target_hidden_states": torch.zeros(*rows, steps + 1, config.hidden_size, dtype=dtype, device=device),
+            "token_ids": torch.zeros(*rows, k + 1, dtype=torch.int64, device=device),
+            "target_hidden_states": torch.zeros(*rows, k + 1, config.hidden_size, dtype=dtype, device=device),
             "next_tokens": torch.zeros(rows, dtype=torch.int64, device=device),
-            **{name: torch.zeros(rows, dtype=kind, device=device) for name, (_, kind) in _OF_ROWS.items()},
+            **{name: torch.zeros(rows, dtype=kind, device=device) for name, (_, kind) in _SCHEDULED.items()},
         }
 
-    def load(self, rounds: Sequence[Round]) -> None:
+    def load(self, rounds: Sequence[ScheduledRound]) -> None:
         """Replace the content: what the schedule decided for up to CHUNK rounds, and noise for all else."""
         for name in ("token_ids", "next_tokens"):
             buffer = self._buffers[name]
             buffer.copy_(torch.randint(0, self._vocab, buffer.shape, generator=self._random))
         hidden = self._buffers["target_hidden_states"]
         hidden.copy_(torch.randn(hidden.shape, generator=self._random))
-        for name, (field, dtype) in _OF_ROWS.items():
+        for name, (field, dtype) in _SCHEDULED.items():
             buffer, get = self._buffers[name], attrgetter(field)
             pad = [0] * buffer.shape[1]
             rows = [[*map(get, round_.rows), *pad][: len(pad)] for round_ in rounds]

@@ -1,41 +1,55 @@
-"""Memory that a soak may not keep: the device's, and the host's."""
+"""The memory that a soak may not keep: the device's, and the host's."""
 
 from __future__ import annotations
 
+import msgspec
 import torch
 
 from spec_decode.testing.memory import MemoryReading
-from spec_decode.tools.soak.result import Memory
 
 RESIDENT_GROWTH = 32 << 20
 """Bytes that the resident set may grow by, since allocators fragment: in 20,000 rounds, 1.6 KiB a round."""
 
 
-def compare(device: torch.device, warm: MemoryReading, end: MemoryReading) -> Memory:
-    """The two readings as the report has them."""
-    return Memory(
-        allocated_warm=warm.allocated,
-        allocated_end=end.allocated,
-        reserved_most=torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None,
-        resident_warm=warm.resident,
-        resident_end=end.resident,
-        resident_growth_allowed=RESIDENT_GROWTH,
-    )
+class Memory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bytes after the warm-up and at the end. On a CUDA device allocated may not change; resident may grow a little.
 
+    allocated, reserved: torch's allocator, null on the CPU; reserved_most is the most it ever held. resident: this
+    process on the host, null where the system does not say.
+    """
 
-def growth(memory: Memory) -> str | None:
-    """What grew, in words; None if nothing did."""
-    if memory.allocated_warm != memory.allocated_end:
-        return (
-            f"{memory.allocated_warm} bytes were allocated on the device after the warm-up, {memory.allocated_end} at "
-            "the end; somebody keeps tensors"
+    allocated_warm: int | None
+    allocated_end: int | None
+    reserved_most: int | None
+    resident_warm: int | None
+    resident_end: int | None
+    resident_growth_allowed: int
+
+    @classmethod
+    def between(cls, device: torch.device, warm: MemoryReading, end: MemoryReading) -> Memory:
+        """The two readings, after the warm-up and at the end."""
+        return cls(
+            allocated_warm=warm.allocated,
+            allocated_end=end.allocated,
+            reserved_most=torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None,
+            resident_warm=warm.resident,
+            resident_end=end.resident,
+            resident_growth_allowed=RESIDENT_GROWTH,
         )
-    if memory.resident_warm is None or memory.resident_end is None:
+
+    def growth(self) -> str | None:
+        """What grew more than it may; None if nothing did."""
+        if self.allocated_warm != self.allocated_end:
+            return (
+                f"{self.allocated_warm} bytes were allocated on the device after the warm-up, {self.allocated_end} at "
+                "the end; somebody keeps tensors"
+            )
+        if self.resident_warm is None or self.resident_end is None:
+            return None
+        grown = self.resident_end - self.resident_warm
+        if grown > self.resident_growth_allowed:
+            return (
+                f"the resident set grew by {grown} bytes after the warm-up, at most {self.resident_growth_allowed} are "
+                "allowed; somebody keeps host memory"
+            )
         return None
-    grown = memory.resident_end - memory.resident_warm
-    if grown > memory.resident_growth_allowed:
-        return (
-            f"the resident set grew by {grown} bytes after the warm-up, at most {memory.resident_growth_allowed} are "
-            "allowed; somebody keeps host memory"
-        )
-    return None

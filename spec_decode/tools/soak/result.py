@@ -10,19 +10,20 @@ from builders.errors import require
 from spec_decode.environment import Environment
 from spec_decode.files import json_bytes
 from spec_decode.testing.outcome import Outcome
+from spec_decode.tools.soak.memory import Memory
 
-SCHEMA = "attn-soak/1"
+SCHEMA = "attn-soak/2"
 _MOST_REQS = 256
 _SEEDS = 2**62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """How long, over how many requests at most, with K = steps draft tokens a round. Raises BatchError for nonsense."""
+    """How long, over how many requests at most, with K draft tokens a round. Raises BatchError for nonsense."""
 
     rounds: int = 20_000
     max_reqs: int = 8
-    steps: int = 4
+    num_speculative_tokens: int = 4
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -32,8 +33,8 @@ class Options:
             "number between.",
         )
         require(
-            self.steps >= 1,
-            f"a soak drafts at least 1 token a round, got K = {self.steps}; nothing was run. Raise K.",
+            self.num_speculative_tokens >= 1,
+            f"a soak drafts at least 1 token a round, got K = {self.num_speculative_tokens}; nothing was run. Raise K.",
         )
         require(
             self.rounds >= self.fewest_rounds,
@@ -67,21 +68,6 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return f"{self.what} in round {self.round}{where}, seed {seed}: {self.detail}"
 
 
-class Memory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bytes after the warm-up and at the end. On a CUDA device allocated may not change; resident may grow a little.
-
-    allocated, reserved: torch's allocator, null on the CPU; reserved_most is the most it ever held. resident: this
-    process on the host, null where the system does not say.
-    """
-
-    allocated_warm: int | None
-    allocated_end: int | None
-    reserved_most: int | None
-    resident_warm: int | None
-    resident_end: int | None
-    resident_growth_allowed: int
-
-
 class SoakResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One backend's soak; its counts are of the rounds that ended well."""
 
@@ -111,18 +97,18 @@ class SoakResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return (
             f"{self.backend}: pass, {self.rounds} rounds ({self.strategy}) in {self.seconds:.1f} s, {self.compared} "
             f"compared with eager; {self.joins} joins, {self.leaves} leaves, {self.limit_hits} at the limit, "
-            f"{self.tokens} tokens; {self._memory_in_words()}"
+            f"{self.tokens} tokens; {self._memory_text()}"
         )
 
-    def _memory_in_words(self) -> str:
+    def _memory_text(self) -> str:
         if (memory := self.memory) is None:
             return "memory not measured"
-        words = []
+        parts = []
         if memory.allocated_end is not None and memory.reserved_most is not None:
-            words.append(f"{_mib(memory.allocated_end)} allocated throughout, {_mib(memory.reserved_most)} reserved")
+            parts.append(f"{_mib(memory.allocated_end)} allocated throughout, {_mib(memory.reserved_most)} reserved")
         if memory.resident_warm is not None and memory.resident_end is not None:
-            words.append(f"resident set {_mib(memory.resident_end - memory.resident_warm, '+')}")
-        return ", ".join(words)
+            parts.append(f"resident set {_mib(memory.resident_end - memory.resident_warm, '+')}")
+        return ", ".join(parts)
 
 
 class SoakReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -20,12 +20,12 @@ from spec_decode.testing.expectations import Unsupported
 from spec_decode.testing.memory import read, reset_peaks
 from spec_decode.testing.outcome import Outcome
 from spec_decode.testing.subject import Subject
+from spec_decode.tools.soak.difference import difference
+from spec_decode.tools.soak.fixture import MAX_SEQ_LEN, SoakFixture
 from spec_decode.tools.soak.inputs import CHUNK
-from spec_decode.tools.soak.memory import compare, growth
+from spec_decode.tools.soak.memory import Memory
 from spec_decode.tools.soak.result import Failure, Options, SoakReport, SoakResult
-from spec_decode.tools.soak.schedule import Round, Schedule
-from spec_decode.tools.soak.sides import difference
-from spec_decode.tools.soak.stage import MAX_SEQ_LEN, Stage
+from spec_decode.tools.soak.schedule import Schedule, ScheduledRound
 
 _COMPARE_EVERY = 100
 _WARM_UP = 500
@@ -45,10 +45,11 @@ def soak(
     """Soak registered backends; never raises for one that fails.
 
     on_progress is given the counts so far, now and then. After a backend that made a CUDA device unusable for this
-    process the others are not_run. Raises BatchError, with nothing run, for more steps than a request has room for.
+    process the others are not_run. Raises BatchError, with nothing run, for more draft tokens than a request has room
+    for.
     """
     _require_room(options, device)
-    # Asked first: a device may not answer any more when all is over.
+    # Read first: a device may not answer any more at the end.
     env = environment(device)
     results: list[SoakResult] = []
     for name in names:
@@ -65,7 +66,7 @@ def soak_backend(
     _require_room(options, device)
     run = _Run(backend if isinstance(backend, str) else backend.name, device, options)
     try:
-        # On the CPU an interpreted kernel would take a second a round; the conformance checks judge the kernels.
+        # On the CPU an interpreted kernel would take a second a round; the conformance checks cover the kernels.
         with torch.no_grad(), torch_implementations():
             failure = run.go(registry.get(backend) if isinstance(backend, str) else backend, on_progress)
     except BackendError as error:
@@ -104,39 +105,41 @@ class _Run:
 
     def _set_up(self, subject: Subject) -> None:
         options = self.options
-        stage = Stage.of(subject, max_reqs=options.max_reqs, steps=options.steps)
+        fixture = SoakFixture.of(
+            subject, max_reqs=options.max_reqs, num_speculative_tokens=options.num_speculative_tokens
+        )
         self.facts |= {
             "version": str(subject.backend.version),
-            "spec": stage.spec.describe(),
-            "max_seq_len": stage.setting.max_seq_len,
+            "spec": fixture.spec.describe(),
+            "max_seq_len": fixture.limits.max_seq_len,
         }
-        self.tested, self.eager = stage.side(None), stage.side(Strategy.EAGER)
-        self.tested.drafter.capture()
+        self.candidate, self.reference = fixture.drafter(None), fixture.drafter(Strategy.EAGER)
+        self.candidate.drafter.capture()
         self.warm_up = min(_WARM_UP, options.rounds // 2)
-        self.facts |= {"strategy": self.tested.drafter.plan.strategy.value, "warm_up": self.warm_up}
+        self.facts |= {"strategy": self.candidate.drafter.plan.strategy.value, "warm_up": self.warm_up}
         self.schedule = Schedule(
-            stage.setting,
-            # Whatever a batch size makes its first user allocate or compile belongs to the warm-up, eager's too.
-            first=self.tested.drafter.graphs.sizes,
+            fixture.limits,
+            # What the first round of a batch size allocates or compiles belongs to the warm-up, the reference's too.
+            first=self.candidate.drafter.graphs.sizes,
             compare_every=min(_COMPARE_EVERY, max(1, options.rounds // 10)),
             seed=options.seed,
         )
-        self.inputs = stage.inputs(options.seed)
+        self.inputs = fixture.inputs(options.seed)
 
-    def _round(self, round_: Round, verified: VerifiedTokens) -> Failure | None:
+    def _round(self, round_: ScheduledRound, verified: VerifiedTokens) -> Failure | None:
         if round_.compared:
-            self.eager.copy_cache(self.tested)
-        drafts = self.tested.draft(round_, verified)
+            self.reference.copy_cache(self.candidate)
+        drafts = self.candidate.draft(round_, verified)
         if round_.compared:
-            expected = self.eager.draft(round_, verified)
-            if failure := difference(round_, self.tested, drafts, self.eager, expected):
+            expected = self.reference.draft(round_, verified)
+            if failure := difference(round_, self.candidate, drafts, self.reference, expected):
                 return failure
         self._count(round_)
         if self.counts["rounds"] == self.warm_up:
             self.warm = read(self.device)
         return None
 
-    def _count(self, round_: Round) -> None:
+    def _count(self, round_: ScheduledRound) -> None:
         self.counts.update(
             rounds=1,
             compared=int(round_.compared),
@@ -147,9 +150,9 @@ class _Run:
         )
 
     def _memory_failure(self) -> Failure | None:
-        found = compare(self.device, self.warm, read(self.device))
+        found = Memory.between(self.device, self.warm, read(self.device))
         self.facts["memory"] = found
-        grown = growth(found)
+        grown = found.growth()
         return self.failure("memory", grown) if grown else None
 
     def failure(self, what: str, detail: str) -> Failure:
@@ -174,7 +177,12 @@ class _Run:
 
 def command_line(names: Sequence[str], device: torch.device, options: Options) -> str:
     """The command that does the same again: nothing in a soak depends on anything else."""
-    numbers = {"--rounds": options.rounds, "--max-reqs": options.max_reqs, "-k": options.steps, "--seed": options.seed}
+    numbers = {
+        "--rounds": options.rounds,
+        "--max-reqs": options.max_reqs,
+        "-k": options.num_speculative_tokens,
+        "--seed": options.seed,
+    }
     words = [word for flag, number in numbers.items() for word in (flag, str(number))]
     return shlex.join(["attn-backends", "soak", *names, *words, "--device", str(device)])
 
@@ -182,9 +190,9 @@ def command_line(names: Sequence[str], device: torch.device, options: Options) -
 def _require_room(options: Options, device: torch.device) -> None:
     longest = MAX_SEQ_LEN[device.type]
     require(
-        2 * (options.steps + 1) <= longest,
+        2 * (options.num_speculative_tokens + 1) <= longest,
         f"a round takes 1 + K tokens and the requests of a soak on {device.type} hold {longest}, got K = "
-        f"{options.steps}; fewer than two rounds would fit a request, so nothing was run. Lower K.",
+        f"{options.num_speculative_tokens}; fewer than two rounds would fit a request, so nothing was run. Lower K.",
     )
 
 

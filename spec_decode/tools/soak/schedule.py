@@ -1,4 +1,4 @@
-"""Who is in each round: requests that join, leave, grow and run into their limit, over pages that change hands."""
+"""The requests of each round: they join, leave, grow and reach their limit, over pages that change owners."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _LEAVES = 1 / 32
 _CROWD_CHANGES = 1 / 16
 """Chance of a round to want another number of requests."""
 _ROUNDS_ALLOWED = 12
-"""A request's limit lies at most this many whole rounds behind its context."""
+"""A request's limit lies at most this many whole rounds after its context."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
+class ScheduleLimits:
     """What a schedule must respect, and the edges that it looks for. window: None without one."""
 
     max_reqs: int
-    steps: int
+    num_speculative_tokens: int
     max_seq_len: int
     page_size: int
     window: int | None
@@ -34,7 +34,7 @@ class Setting:
         return -(-tokens // self.page_size)
 
 
-class Row(NamedTuple):
+class ScheduledRequest(NamedTuple):
     """A request as one round sees it.
 
     context: draft KV tokens it has; accepted: how many of its last drafts were kept; drafts: tokens it must get.
@@ -51,11 +51,11 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Round:
+class ScheduledRound:
     """The live rows in order, who came and went before it, and whether eager drafting must repeat it."""
 
     index: int
-    rows: tuple[Row, ...]
+    rows: tuple[ScheduledRequest, ...]
     compared: bool
     joined: int
     left: int
@@ -63,17 +63,17 @@ class Round:
     """Those among the left that had no room for another round."""
 
 
-def drafts_within(limit: int, context: int, accepted: int, steps: int) -> int:
-    """Draft tokens that a request has room for; the host's own arithmetic of what the device must find.
+def drafts_within(limit: int, context: int, accepted: int, k: int) -> int:
+    """Draft tokens that a request has room for in a round of k: the host's computation of what the device must find.
 
-    None unless the 1 + steps tokens of step 0 fit. Then step 0 gives one and leaves context + accepted + 1 tokens,
-    and every further step needs room for one more.
+    None unless the 1 + k tokens of step 0 fit. Then step 0 gives one and leaves context + accepted + 1 tokens, and every
+    further step needs room for one more.
     """
-    return 0 if context + 1 + steps > limit else min(steps, limit - context - accepted)
+    return 0 if context + 1 + k > limit else min(k, limit - context - accepted)
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
+class _LiveRequest:
     number: int
     pages: list[int]
     limit: int
@@ -86,15 +86,15 @@ class _Request:
 class Schedule:
     """An endless series of rounds; a pure function of its arguments."""
 
-    def __init__(self, setting: Setting, *, first: Sequence[int], compare_every: int, seed: int) -> None:
+    def __init__(self, limits: ScheduleLimits, *, first: Sequence[int], compare_every: int, seed: int) -> None:
         """first: the number of requests in each of the first rounds, which are all compared; later ones at random."""
-        self.setting = setting
+        self.limits = limits
         self._first = tuple(first)
         self._compare_every = compare_every
         self._random = random.Random(seed)
-        self._free = list(range(setting.num_pages))
+        self._free = list(range(limits.num_pages))
         self._random.shuffle(self._free)
-        self._live: list[_Request] = []
+        self._live: list[_LiveRequest] = []
         self._wanted = 1
         self._requests = 0
         self._rounds = 0
@@ -102,18 +102,18 @@ class Schedule:
     def __iter__(self) -> Schedule:
         return self
 
-    def __next__(self) -> Round:
+    def __next__(self) -> ScheduledRound:
         index, starting = self._rounds, self._rounds < len(self._first)
         if starting:
             self._wanted = self._first[index]
         elif self._random.random() < _CROWD_CHANGES:
-            self._wanted = self._random.randint(1, self.setting.max_reqs)
+            self._wanted = self._random.randint(1, self.limits.max_reqs)
         left, at_limit = self._let_leave()
         joined = self._let_join()
         self._rounds += 1
-        return Round(
+        return ScheduledRound(
             index=index,
-            rows=tuple(self._play(request) for request in self._live),
+            rows=tuple(self._scheduled(request) for request in self._live),
             compared=starting or self._random.randrange(self._compare_every) == 0,
             joined=joined,
             left=left,
@@ -139,35 +139,35 @@ class Schedule:
             self._live.insert(self._random.randint(0, len(self._live)), self._new_request())
         return joined
 
-    def _new_request(self) -> _Request:
-        setting, draw = self.setting, self._random
+    def _new_request(self) -> _LiveRequest:
+        limits, draw = self.limits, self._random
         context = self._context()
-        limit = context + draw.randint(1, _ROUNDS_ALLOWED * (setting.steps + 1))
+        limit = context + draw.randint(1, _ROUNDS_ALLOWED * (limits.num_speculative_tokens + 1))
         if draw.random() < 0.25:
-            limit = setting.pages_for(limit) * setting.page_size
-        limit = min(limit, setting.max_seq_len)
-        count = setting.pages_for(limit)
+            limit = limits.pages_for(limit) * limits.page_size
+        limit = min(limit, limits.max_seq_len)
+        count = limits.pages_for(limit)
         # The pages given back last go out first: most joins take over another's.
         self._free, pages = self._free[:-count], self._free[-count:]
         self._requests += 1
-        return _Request(self._requests, pages, limit, context, draw.choice((0.0, 1.0)), draw.getrandbits(62))
+        return _LiveRequest(self._requests, pages, limit, context, draw.choice((0.0, 1.0)), draw.getrandbits(62))
 
     def _context(self) -> int:
         """Half of the time anywhere, else around 0, a page's edge, the window's or the longest limit's."""
-        setting, draw = self.setting, self._random
+        limits, draw = self.limits, self._random
         if draw.random() < 0.5:
-            return draw.randrange(setting.max_seq_len)
-        pages = setting.pages_for(setting.max_seq_len)
-        last = setting.max_seq_len - setting.steps - 1
-        edge = draw.choice((0, setting.page_size * draw.randint(1, pages), setting.window or 0, last))
-        return min(max(0, edge + draw.randint(-2, 2)), setting.max_seq_len - 1)
+            return draw.randrange(limits.max_seq_len)
+        pages = limits.pages_for(limits.max_seq_len)
+        last = limits.max_seq_len - limits.num_speculative_tokens - 1
+        edge = draw.choice((0, limits.page_size * draw.randint(1, pages), limits.window or 0, last))
+        return min(max(0, edge + draw.randint(-2, 2)), limits.max_seq_len - 1)
 
-    def _play(self, request: _Request) -> Row:
+    def _scheduled(self, request: _LiveRequest) -> ScheduledRequest:
         """The request's row of this round; moves it on. One that gets no draft is finished by it."""
-        steps = self.setting.steps
-        accepted = self._random.randint(0, steps)
-        drafts = drafts_within(request.limit, request.context, accepted, steps)
-        row = Row(
+        k = self.limits.num_speculative_tokens
+        accepted = self._random.randint(0, k)
+        drafts = drafts_within(request.limit, request.context, accepted, k)
+        row = ScheduledRequest(
             request=request.number,
             pages=request.pages,
             limit=request.limit,

@@ -11,11 +11,11 @@ from builders.kernels.triton_runtime import torch_implementations
 from spec_decode.drafter import Strategy
 from spec_decode.testing.subject import Subject
 from spec_decode.tools.metadata_validator import MetadataValidator
+from spec_decode.tools.soak.fixture import SoakFixture
 from spec_decode.tools.soak.inputs import CHUNK
 from spec_decode.tools.soak.schedule import Schedule
-from spec_decode.tools.soak.stage import Stage
 
-MAX_REQS, STEPS = 8, 4
+MAX_REQS, DRAFT_TOKENS = 8, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +56,25 @@ def validate_rounds(
     """
     # On the CPU an interpreted kernel would take a second a round; the conformance checks cover the kernels.
     with torch.no_grad(), torch_implementations():
-        stage = Stage.of(Subject(backend, device), max_reqs=MAX_REQS, steps=STEPS, page_size=page_size)
-        side, inputs = stage.side(strategy), stage.inputs(seed)
-        validator = MetadataValidator(side.drafter, every=every)
-        schedule = Schedule(stage.setting, first=side.drafter.graphs.sizes, compare_every=max(2, rounds), seed=seed)
+        fixture = SoakFixture.of(
+            Subject(backend, device), max_reqs=MAX_REQS, num_speculative_tokens=DRAFT_TOKENS, page_size=page_size
+        )
+        candidate, inputs = fixture.drafter(strategy), fixture.inputs(seed)
+        validator = MetadataValidator(candidate.drafter, every=every)
+        schedule = Schedule(
+            fixture.limits, first=candidate.drafter.graphs.sizes, compare_every=max(2, rounds), seed=seed
+        )
         joins = leaves = 0
         for index in range(rounds):
             if (place := index % CHUNK) == 0:
-                played = [next(schedule) for _ in range(min(CHUNK, rounds - index))]
-                inputs.load(played)
-            round_ = played[place]
+                loaded = [next(schedule) for _ in range(min(CHUNK, rounds - index))]
+                inputs.load(loaded)
+            round_ = loaded[place]
             joins, leaves = joins + round_.joined, leaves + round_.left
-            side.draft(round_, inputs.of(place, len(round_.rows)), validator.propose)
+            candidate.draft(round_, inputs.of(place, len(round_.rows)), validator.propose)
     return ValidatedRounds(
         backend=backend.name,
-        strategy=side.drafter.plan.strategy.value,
+        strategy=candidate.drafter.plan.strategy.value,
         rounds=rounds,
         validations=validator.validations,
         joins=joins,

@@ -15,9 +15,8 @@ from spec_decode.testing.expectations import Unsupported
 from spec_decode.testing.poison import bits
 from spec_decode.testing.subject import Subject
 from spec_decode.tools.metadata_validator import MetadataDrift, MetadataValidator
-from spec_decode.tools.soak.schedule import Round, Schedule
-from spec_decode.tools.soak.sides import Side
-from spec_decode.tools.soak.stage import Stage
+from spec_decode.tools.soak.fixture import SoakDrafter, SoakFixture
+from spec_decode.tools.soak.schedule import Schedule, ScheduledRound
 from spec_decode.tools.soak.validated_rounds import validate_rounds
 from tests.foreseen import Foreseen
 from tests.mutants import MUTANTS, ONE_PAGE_SIZE, Mutant, freeze, with_builder
@@ -46,14 +45,18 @@ class Uncapturable(ReferenceBuilder):
     graph_support = GraphSupport.NEVER
 
 
-def side_of(backend: AttentionBackend, strategy: Strategy | None = None) -> tuple[Side, list[tuple[Round, Any]]]:
+def candidate_of(
+    backend: AttentionBackend, strategy: Strategy | None = None
+) -> tuple[SoakDrafter, list[tuple[ScheduledRound, Any]]]:
     """A drafter, and rounds with what each starts from."""
-    stage = Stage.of(Subject(backend, CPU), max_reqs=4, steps=3)
-    inputs = stage.inputs(0)
-    schedule = Schedule(stage.setting, first=(1, 2, 4), compare_every=100, seed=0)
+    fixture = SoakFixture.of(Subject(backend, CPU), max_reqs=4, num_speculative_tokens=3)
+    inputs = fixture.inputs(0)
+    schedule = Schedule(fixture.limits, first=(1, 2, 4), compare_every=100, seed=0)
     rounds = [next(schedule) for _ in range(ROUNDS)]
     inputs.load(rounds)
-    return stage.side(strategy), [(round_, inputs.of(place, len(round_.rows))) for place, round_ in enumerate(rounds)]
+    return fixture.drafter(strategy), [
+        (round_, inputs.of(place, len(round_.rows))) for place, round_ in enumerate(rounds)
+    ]
 
 
 def tensors_reached(root: object) -> dict[int, torch.Tensor]:
@@ -115,8 +118,8 @@ def test_a_mutant_that_no_running_drafter_shows_drafts_what_the_reference_does(n
     (mutant,) = (mutant for mutant in MUTANTS if mutant.name == name)
     tokens = []
     for backend in (mutant.backend, get("torch_reference")):
-        side, rounds = side_of(backend)
-        tokens.append([side.draft(*round_).tokens.clone() for round_ in rounds])
+        candidate, rounds = candidate_of(backend)
+        tokens.append([candidate.draft(*round_).tokens.clone() for round_ in rounds])
     assert all(torch.equal(a, b) for a, b in zip(*tokens, strict=True))
 
 
@@ -162,10 +165,10 @@ def test_the_field_that_is_not_refreshed_is_named_with_where_and_what(backend: s
 
 
 def test_a_later_step_that_drifts_is_named_by_its_step() -> None:
-    side, rounds = side_of(get("torch_reference"))
-    validator = MetadataValidator(side.drafter)
-    side.draft(*rounds[0], validator.propose)
-    _, last = side.drafter.metadata_in_use().values()
+    candidate, rounds = candidate_of(get("torch_reference"))
+    validator = MetadataValidator(candidate.drafter)
+    candidate.draft(*rounds[0], validator.propose)
+    _, last = candidate.drafter.metadata_in_use().values()
     last.metadata[0].kv_end.add_(1)
     with pytest.raises(MetadataDrift, match="field kv_end") as drift:
         validator.validate()
@@ -173,24 +176,24 @@ def test_a_later_step_that_drifts_is_named_by_its_step() -> None:
 
 
 def test_metadata_that_moved_since_the_first_validation_is_named() -> None:
-    side, rounds = side_of(get("torch_reference"))
-    validator = MetadataValidator(side.drafter)
-    side.draft(*rounds[0], validator.propose)
-    metadata = side.drafter.metadata_in_use()[0].metadata[0]
+    candidate, rounds = candidate_of(get("torch_reference"))
+    validator = MetadataValidator(candidate.drafter)
+    candidate.draft(*rounds[0], validator.propose)
+    metadata = candidate.drafter.metadata_in_use()[0].metadata[0]
     object.__setattr__(metadata, "kv_end", metadata.kv_end.clone())
     with pytest.raises(MetadataDrift, match="stays at its addresses: field kv_end"):
         validator.validate()
 
 
 def test_a_validation_changes_nothing() -> None:
-    side, rounds = side_of(get("torch_reference"))
-    validator = MetadataValidator(side.drafter)
+    candidate, rounds = candidate_of(get("torch_reference"))
+    validator = MetadataValidator(candidate.drafter)
     for round_ in rounds:
-        side.draft(*round_)
-        before = {key: tensor.clone() for key, tensor in tensors_reached(side.drafter).items()}
+        candidate.draft(*round_)
+        before = {key: tensor.clone() for key, tensor in tensors_reached(candidate.drafter).items()}
         state = torch.random.get_rng_state()
         validator.validate()
-        after = tensors_reached(side.drafter)
+        after = tensors_reached(candidate.drafter)
         assert before.keys() == after.keys() and len(before) > 40
         # As bits: what graphs hold between replays may be NaN.
         assert all(torch.equal(bits(after[key]), bits(tensor)) for key, tensor in before.items())
@@ -198,8 +201,8 @@ def test_a_validation_changes_nothing() -> None:
 
 
 def test_validated_rounds_draft_the_same_tokens() -> None:
-    plain, rounds = side_of(get("torch_reference"))
-    seen, _ = side_of(get("torch_reference"))
+    plain, rounds = candidate_of(get("torch_reference"))
+    seen, _ = candidate_of(get("torch_reference"))
     validator = MetadataValidator(seen.drafter)
     for round_ in rounds:
         expected = plain.draft(*round_).tokens.clone()
@@ -207,22 +210,22 @@ def test_validated_rounds_draft_the_same_tokens() -> None:
 
 
 def test_only_every_nth_round_is_validated_and_its_time_is_measured() -> None:
-    side, rounds = side_of(get("torch_reference"))
-    validator = MetadataValidator(side.drafter, every=3)
+    candidate, rounds = candidate_of(get("torch_reference"))
+    validator = MetadataValidator(candidate.drafter, every=3)
     for round_ in rounds:
-        side.draft(*round_, validator.propose)
+        candidate.draft(*round_, validator.propose)
     assert (validator.rounds, validator.validations) == (ROUNDS, ROUNDS // 3)
     assert validator.milliseconds > 0
 
 
 def test_a_round_of_one_token_has_only_step_0_to_validate() -> None:
-    side, rounds = side_of(get("torch_reference"), Strategy.DEVICE_LOOP)
-    validator = MetadataValidator(side.drafter)
-    side.draft(*rounds[0], lambda verified: validator.propose(verified, 1))
-    assert [*side.drafter.metadata_in_use()] == [0] and validator.validations == 1
+    candidate, rounds = candidate_of(get("torch_reference"), Strategy.DEVICE_LOOP)
+    validator = MetadataValidator(candidate.drafter)
+    candidate.draft(*rounds[0], lambda verified: validator.propose(verified, 1))
+    assert [*candidate.drafter.metadata_in_use()] == [0] and validator.validations == 1
 
 
 def test_a_validator_of_no_round_is_refused() -> None:
-    drafter: Drafter = side_of(get("torch_reference"))[0].drafter
+    drafter: Drafter = candidate_of(get("torch_reference"))[0].drafter
     with pytest.raises(BatchError, match="every N-th round is validated, N from 1 on, got 0"):
         MetadataValidator(drafter, every=0)

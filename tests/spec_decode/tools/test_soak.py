@@ -19,14 +19,14 @@ from builders import AdvanceLevel, AdvanceSupport, BatchError, ReferenceBuilder
 from spec_decode.conformance.report import Outcome
 from spec_decode.drafter import Drafts, Strategy
 from spec_decode.tools.soak import Memory, Options, SoakResult, soak, soak_backend
-from spec_decode.tools.soak.memory import RESIDENT_GROWTH, growth
-from spec_decode.tools.soak.schedule import Round, Schedule, Setting, drafts_within
-from spec_decode.tools.soak.sides import Side
+from spec_decode.tools.soak.fixture import SoakDrafter
+from spec_decode.tools.soak.memory import RESIDENT_GROWTH
+from spec_decode.tools.soak.schedule import Schedule, ScheduledRound, ScheduleLimits, drafts_within
 from tests.mutants import MUTANTS, freeze, with_builder, with_forward
 
 CPU = torch.device("cpu")
 SHORT = Options(rounds=60, max_reqs=4)
-SHORTER = Options(rounds=12, max_reqs=3, steps=2)
+SHORTER = Options(rounds=12, max_reqs=3, num_speculative_tokens=2)
 
 
 class Rebuilt(ReferenceBuilder):
@@ -109,42 +109,42 @@ def test_the_same_seed_fails_in_the_same_place_and_another_one_elsewhere() -> No
     assert failure(1) == failure(1) != failure(2)
 
 
-def tamper(side: Side, drafts: Drafts, what: str) -> None:
+def tamper(drafter: SoakDrafter, drafts: Drafts, what: str) -> None:
     if what == "token":
         drafts.tokens[:, 0] += 1
     elif what == "logit":
         drafts.logits[:, 0, 0] += 1
     elif what == "cache":
-        side.group.caches[0].value[3, 2] += 1
+        drafter.group.caches[0].value[3, 2] += 1
     else:
-        side.overflow[0] ^= 1
+        drafter.overflow[0] ^= 1
 
 
 @pytest.mark.parametrize("what", ["token", "logit", "cache", "flag"])
 def test_each_kind_of_difference_is_named(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Side.draft
+    undisturbed = SoakDrafter.draft
 
-    def draft(self: Side, round_: Round, verified: Any) -> Any:
-        drafts = honest(self, round_, verified)
+    def draft(self: SoakDrafter, round_: ScheduledRound, verified: Any) -> Any:
+        drafts = undisturbed(self, round_, verified)
         if self.drafter.plan.strategy is not Strategy.EAGER and round_.index == 2:
             tamper(self, drafts, what)
         return drafts
 
-    monkeypatch.setattr(Side, "draft", draft)
+    monkeypatch.setattr(SoakDrafter, "draft", draft)
     failure = broken(soak_backend("torch_reference", CPU, SHORTER))
 
     assert (failure.what, failure.round) == (what, 2)
 
 
 def test_a_flag_that_both_drafters_raise_wrongly_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Side.draft
+    undisturbed = SoakDrafter.draft
 
-    def draft(self: Side, round_: Round, verified: Any) -> Any:
-        drafts = honest(self, round_, verified)
+    def draft(self: SoakDrafter, round_: ScheduledRound, verified: Any) -> Any:
+        drafts = undisturbed(self, round_, verified)
         self.overflow[-1] = 1
         return drafts
 
-    monkeypatch.setattr(Side, "draft", draft)
+    monkeypatch.setattr(SoakDrafter, "draft", draft)
     failure = broken(soak_backend("torch_reference", CPU, SHORTER))
 
     assert (failure.what, failure.row, failure.request) == ("flag", 2, None)
@@ -186,16 +186,15 @@ def test_a_backend_that_keeps_tensors_is_caught() -> None:
 def test_growth_is_any_change_on_the_device_and_more_than_is_allowed_on_the_host(
     allocated: Any, resident: Any, words: str | None
 ) -> None:
-    found = growth(
-        Memory(
-            allocated_warm=allocated[0],
-            allocated_end=allocated[1],
-            reserved_most=None,
-            resident_warm=resident[0],
-            resident_end=resident[1],
-            resident_growth_allowed=RESIDENT_GROWTH,
-        )
+    memory = Memory(
+        allocated_warm=allocated[0],
+        allocated_end=allocated[1],
+        reserved_most=None,
+        resident_warm=resident[0],
+        resident_end=resident[1],
+        resident_growth_allowed=RESIDENT_GROWTH,
     )
+    found = memory.growth()
 
     assert (words in found) if found and words else found is words
 
@@ -244,7 +243,7 @@ def test_a_device_that_was_lost_is_not_blamed_on_the_next_backend(monkeypatch: p
 
 def test_progress_is_told_now_and_then() -> None:
     told: list[SoakResult] = []
-    soak_backend("torch_reference", CPU, Options(rounds=140, max_reqs=1, steps=1), told.append)
+    soak_backend("torch_reference", CPU, Options(rounds=140, max_reqs=1, num_speculative_tokens=1), told.append)
 
     assert [result.rounds for result in told] == [128, 140]
 
@@ -255,7 +254,7 @@ def test_progress_is_told_now_and_then() -> None:
         ({"rounds": 9}, "at least 10 rounds, got 9"),
         ({"max_reqs": 0}, "1 to 256 requests"),
         ({"max_reqs": 257}, "1 to 256 requests"),
-        ({"steps": 0}, "at least 1 token"),
+        ({"num_speculative_tokens": 0}, "at least 1 token"),
         ({"seed": -1}, "seed must be 0"),
     ],
 )
@@ -264,21 +263,21 @@ def test_options_that_make_no_soak_are_refused(options: Any, words: str) -> None
         Options(**options)
 
 
-def test_more_steps_than_a_request_has_room_for_are_refused() -> None:
+def test_more_draft_tokens_than_a_request_has_room_for_are_refused() -> None:
     with pytest.raises(BatchError, match="K = 64; fewer than two rounds"):
-        soak_backend("torch_reference", CPU, Options(steps=64))
+        soak_backend("torch_reference", CPU, Options(num_speculative_tokens=64))
 
 
-def schedule(seed: int = 0, compare_every: int = 10, **setting: Any) -> Schedule:
-    given = {"max_reqs": 6, "steps": 3, "max_seq_len": 90, "page_size": 8, "window": 20, **setting}
-    return Schedule(Setting(**given), first=(1, 2, 4, 6), compare_every=compare_every, seed=seed)
+def schedule(seed: int = 0, compare_every: int = 10, **limits: Any) -> Schedule:
+    given = {"max_reqs": 6, "num_speculative_tokens": 3, "max_seq_len": 90, "page_size": 8, "window": 20, **limits}
+    return Schedule(ScheduleLimits(**given), first=(1, 2, 4, 6), compare_every=compare_every, seed=seed)
 
 
 settings = st.fixed_dictionaries(
     {
         "seed": st.integers(0, 2**62),
         "max_reqs": st.integers(6, 9),
-        "steps": st.integers(1, 8),
+        "num_speculative_tokens": st.integers(1, 8),
         "max_seq_len": st.integers(30, 200),
         "page_size": st.sampled_from((1, 4, 64)),
         "window": st.none() | st.integers(1, 300),
@@ -287,23 +286,23 @@ settings = st.fixed_dictionaries(
 
 
 @given(settings)
-def test_every_round_is_one_that_tables_accept(setting: dict[str, Any]) -> None:
-    for round_ in islice(schedule(**setting), 60):
+def test_every_round_is_one_that_tables_accept(limits: dict[str, Any]) -> None:
+    for round_ in islice(schedule(**limits), 60):
         pages = [page for row in round_.rows for page in row.pages]
-        assert 1 <= len(round_.rows) <= setting["max_reqs"]
+        assert 1 <= len(round_.rows) <= limits["max_reqs"]
         assert len(set(pages)) == len(pages)
         for row in round_.rows:
-            assert 0 <= row.context <= row.limit <= setting["max_seq_len"]
-            assert len(row.pages) * setting["page_size"] >= row.limit
-            assert 0 <= row.accepted <= setting["steps"]
+            assert 0 <= row.context <= row.limit <= limits["max_seq_len"]
+            assert len(row.pages) * limits["page_size"] >= row.limit
+            assert 0 <= row.accepted <= limits["num_speculative_tokens"]
 
 
 @given(settings)
-def test_every_page_is_in_one_place(setting: dict[str, Any]) -> None:
-    made = schedule(**setting)
+def test_every_page_is_in_one_place(limits: dict[str, Any]) -> None:
+    made = schedule(**limits)
     for round_ in islice(made, 60):
         owned = [page for row in round_.rows for page in row.pages]
-        assert sorted([*made._free, *owned]) == list(range(made.setting.num_pages))
+        assert sorted([*made._free, *owned]) == list(range(made.limits.num_pages))
 
 
 def test_the_first_rounds_have_the_sizes_asked_for_and_are_compared() -> None:
@@ -362,12 +361,12 @@ def test_a_request_that_cannot_draft_is_gone_in_the_next_round() -> None:
 
 
 @given(st.integers(1, 40), st.integers(0, 40), st.integers(0, 8), st.integers(1, 8))
-def test_the_room_for_drafts_is_what_a_walk_finds(limit: int, context: int, accepted: int, steps: int) -> None:
-    accepted = min(accepted, steps)
+def test_the_room_for_drafts_is_what_a_walk_finds(limit: int, context: int, accepted: int, k: int) -> None:
+    accepted = min(accepted, k)
     drafts = 0
-    if context + steps + 1 <= limit:
+    if context + k + 1 <= limit:
         drafts, length = 1, context + accepted + 1
-        while drafts < steps and length < limit:
+        while drafts < k and length < limit:
             drafts, length = drafts + 1, length + 1
 
-    assert drafts_within(limit, context, accepted, steps) == drafts
+    assert drafts_within(limit, context, accepted, k) == drafts
