@@ -132,11 +132,7 @@ def check_forward_inputs(
     """Raise BatchError for tensors that a kernel would read as something else. Host checks of shapes only: no sync."""
     device = query.device
     require_tensor(
-        "query",
-        query,
-        shape=(metadata.num_tokens, spec.num_q_heads, spec.head_dim),
-        dtype=spec.dtype,
-        device=device,
+        "query", query, shape=(metadata.num_tokens, spec.num_q_heads, spec.head_dim), dtype=spec.dtype, device=device
     )
     fp8 = spec.fp8_ds_mla
     for name, tensor, dim in (

@@ -52,14 +52,7 @@ class TritonMla(FusedLatentWrite, AttentionBackend):
     ) -> torch.Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
         out: torch.Tensor = latent_attention(
-            query,
-            cache.latents,
-            metadata.block_table,
-            metadata.seq_lens,
-            metadata.query_start_loc,
-            metadata.max_query_len,
-            metadata.num_splits,
-            spec.out_dim,
-            spec.softmax_scale,
-        )
+            query, cache.latents, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
+            metadata.max_query_len, metadata.num_splits, spec.out_dim, spec.softmax_scale,
+        )  # fmt: skip
         return out

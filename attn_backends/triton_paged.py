@@ -50,18 +50,8 @@ class TritonPaged(FusedRopeWrite, AttentionBackend):
     ) -> torch.Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
         out: torch.Tensor = paged_attention(
-            query,
-            cache.key,
-            cache.value,
-            metadata.block_table,
-            metadata.seq_lens,
-            metadata.query_start_loc,
-            sinks,
-            metadata.max_query_len,
-            metadata.max_seq_len,
-            metadata.num_splits,
-            spec.softmax_scale,
-            spec.sliding_window,
+            query, cache.key, cache.value, metadata.block_table, metadata.seq_lens, metadata.query_start_loc, sinks,
+            metadata.max_query_len, metadata.max_seq_len, metadata.num_splits, spec.softmax_scale, spec.sliding_window,
             spec.soft_cap,
-        )
+        )  # fmt: skip
         return out

@@ -189,11 +189,7 @@ class RequestTables:
         )
 
     def _check_group(
-        self,
-        group: int,
-        rows: Sequence[Sequence[int]],
-        token_limits: Sequence[int],
-        writable_from: Sequence[int],
+        self, group: int, rows: Sequence[Sequence[int]], token_limits: Sequence[int], writable_from: Sequence[int]
     ) -> None:
         size = self.page_sizes_host[group]
         owner: dict[int, int] = {}

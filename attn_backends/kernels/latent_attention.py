@@ -9,12 +9,12 @@ M rows of a tile (query token x head), N KV tokens of a block.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 
 from attn_backends.kernels.latent_attention_kernels import latent_attention_kernel
+from attn_backends.kernels.paged_attention import PagedAttentionArguments
 from attn_backends.kernels.paged_attention_kernels import merge_kernel
 from builders.errors import require
 from builders.kernels.op import define_op
@@ -68,24 +68,13 @@ class LatentAttentionArguments(NamedTuple):
         )
 
     def reference(self) -> torch.Tensor:
+        """Latents are the keys of the only KV head, and their first V dims its values."""
         self._check()
-        out = self.fake().zero_()
-        starts, lens = self.query_start_loc.tolist(), self.seq_lens.tolist()
-        for request, length in enumerate(lens):
-            first, last = starts[request], starts[request + 1]
-            if length and last > first:
-                pages = self.block_table[request, : -(-length // self.latent_cache.shape[1])].long()
-                latents = self.latent_cache[pages].flatten(0, 1)[:length].float()
-                out[first:last] = self._attend_one(self.query[first:last].float(), latents).to(out.dtype)
-        return out
-
-    def _attend_one(self, query: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
-        """query fp32 [q, H, D], latents fp32 [length, D]; fp32 [q, H, V]."""
-        count, length = query.shape[0], latents.shape[0]
-        scores = torch.matmul(query, latents.T) * self.scale
-        position = torch.arange(length - count, length)[:, None, None]
-        hidden = torch.arange(length) > position
-        return torch.matmul(scores.masked_fill(hidden, -math.inf).softmax(-1), latents[:, : self.value_dim])
+        latents = self.latent_cache[:, :, None]
+        return PagedAttentionArguments(
+            self.query, latents, latents[..., : self.value_dim], self.block_table, self.seq_lens, self.query_start_loc,
+            None, self.max_query_len, 0, self.num_splits, self.scale, None, None,
+        ).reference()  # fmt: skip
 
     def fake(self) -> torch.Tensor:
         return self.query.new_empty(*self.query.shape[:2], self.value_dim)

@@ -161,15 +161,10 @@ def _write_latent_kernel(
 
 @triton.jit
 def _store_fp8_ds_mla(
-    row,
-    page,
-    offset,
-    PAGE_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    DATA_BYTES: tl.constexpr,
+    row, page, offset,
+    PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, DATA_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
-):
+):  # fmt: skip
     """A row of TILES + 1 tiles, the last of them rotary, to its offset in a page, by the rule of fp8_ds_mla.py."""
     tiles = tl.reshape(row, (TILES + 1, TILE))
     tile = tl.arange(0, TILES + 1)

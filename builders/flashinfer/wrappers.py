@@ -141,8 +141,7 @@ class FlashInferWrappers:
         spec = self.spec
         query_tile = 16 if num_tokens == num_reqs and spec.group_size <= 16 else 128
         tiles = max(
-            2 * num_sms(self.device) // spec.num_kv_heads,
-            -(-num_tokens * spec.group_size // query_tile) + num_reqs - 1,
+            2 * num_sms(self.device) // spec.num_kv_heads, -(-num_tokens * spec.group_size // query_tile) + num_reqs - 1
         )
         needed = max(_PARTIALS, 4 * spec.num_q_heads * tiles * query_tile * (spec.head_dim + 1))
         if self._partials.numel() < needed:

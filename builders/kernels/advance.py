@@ -23,15 +23,9 @@ def advance_shared_state(batch: BatchBuffers, num_reqs: int) -> None:
     """
     tables = batch.tables
     _advance_decode(
-        batch.seq_lens[:num_reqs],
-        batch.positions[:num_reqs],
-        batch.slot_mappings[:, :num_reqs],
-        batch.step,
-        tables.overflow,
-        tables.block_tables,
-        tables.page_sizes,
-        tables.token_limits,
-    )
+        batch.seq_lens[:num_reqs], batch.positions[:num_reqs], batch.slot_mappings[:, :num_reqs], batch.step,
+        tables.overflow, tables.block_tables, tables.page_sizes, tables.token_limits,
+    )  # fmt: skip
 
 
 class AdvanceDecode(NamedTuple):
@@ -107,7 +101,5 @@ def _advance_kernel(
 
 
 _advance_decode = define_op(
-    "builders::advance_decode",
-    AdvanceDecode,
-    mutates=("seq_lens", "positions", "slot_mappings", "step", "overflow"),
+    "builders::advance_decode", AdvanceDecode, mutates=("seq_lens", "positions", "slot_mappings", "step", "overflow")
 )

@@ -21,17 +21,11 @@ def begin_extend(batch: BatchBuffers, context_lens: torch.Tensor, num_reqs: int,
     group, raises tables.overflow. Both are inert: seq_lens 0, positions 0, slots -1.
     """
     tables = batch.tables
+    num_tokens = num_reqs * query_len
     _begin_extend(
-        batch.seq_lens[:num_reqs],
-        batch.positions[: num_reqs * query_len],
-        batch.slot_mappings[:, : num_reqs * query_len],
-        tables.overflow,
-        context_lens,
-        tables.block_tables,
-        tables.page_sizes,
-        tables.token_limits,
-        query_len,
-    )
+        batch.seq_lens[:num_reqs], batch.positions[:num_tokens], batch.slot_mappings[:, :num_tokens], tables.overflow,
+        context_lens, tables.block_tables, tables.page_sizes, tables.token_limits, query_len,
+    )  # fmt: skip
 
 
 def begin_decode(
@@ -46,14 +40,9 @@ def begin_decode(
     seq_lens becomes extend_seq_lens - query_len + accepted + 1, step becomes 0 and slots -1: nothing is written yet.
     """
     _begin_decode(
-        batch.seq_lens[:num_reqs],
-        batch.positions[:num_reqs],
-        batch.slot_mappings[:, :num_reqs],
-        batch.step,
-        extend_seq_lens,
-        accepted,
-        query_len,
-    )
+        batch.seq_lens[:num_reqs], batch.positions[:num_reqs], batch.slot_mappings[:, :num_reqs], batch.step,
+        extend_seq_lens, accepted, query_len,
+    )  # fmt: skip
 
 
 class BeginExtend(NamedTuple):
