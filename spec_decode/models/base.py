@@ -1,4 +1,7 @@
-"""What the drafter and the engine need of a model. Legend: T flat tokens."""
+"""What the drafter and the engine need of a model.
+
+Legend: T flat tokens, H hidden_size, F target_states_size, V vocabulary. States and logits are in the model's dtype.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,11 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class TargetStates:
-    """hidden [T, H]: what `logits` reads. target_hidden_states [T, F]: what a draft reads of the target."""
+    """What a target's forward returns.
+
+    hidden                [T, H], what `logits` reads
+    target_hidden_states  [T, F], what a draft reads of the target
+    """
 
     hidden: torch.Tensor
     target_hidden_states: torch.Tensor
@@ -51,11 +58,15 @@ class TargetModel(_Model):
 
     @abstractmethod
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> TargetStates:
-        """token_ids and positions int64 [T]."""
+        """The states of T tokens.
+
+        token_ids  int64 [T]
+        positions  int64 [T]
+        """
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [T, H]; logits [T, vocab_size]."""
+        """Logits [T, V] of hidden [T, H]."""
 
 
 class DraftModel(_Model):
@@ -73,15 +84,20 @@ class DraftModel(_Model):
     """int64 [own vocabulary]: the target's id of each token that `logits` scores; None: the target's vocabulary."""
 
     def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
-        """The states [T, H] that step 0 starts from, made of the target's [T, F]; those themselves, if F is H."""
+        """The states [T, H] that step 0 starts from, made of the target's [T, F]; by default those themselves."""
         return target_hidden_states
 
     @abstractmethod
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        """States [T, H] that predict the token after token_ids int64 [T], from them and the states before them."""
+        """States [T, H] that predict the token after each of token_ids.
+
+        token_ids  int64 [T]
+        hidden     [T, H], the state before each of them
+        positions  int64 [T]
+        """
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [T, H] of `forward`; logits [T, own vocabulary]."""
+        """Logits [T, own vocabulary] of hidden [T, H], as `forward` returns it."""

@@ -24,7 +24,7 @@ from spec_decode.models.draft import (
 )
 from spec_decode.models.kernels.skinny_linear import linear
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
-from spec_decode.models.layers.latent_attention import LatentDecoderLayer
+from spec_decode.models.layers.latent_decoder_layer import LatentDecoderLayer
 from spec_decode.models.layers.linear import EmbedLinear, ResidualStream
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.rope import RotaryEmbedding

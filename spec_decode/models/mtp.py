@@ -18,7 +18,7 @@ from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.draft import check_target
 from spec_decode.models.kernels.skinny_linear import linear
 from spec_decode.models.layers.feed_forward import Names, read_dense
-from spec_decode.models.layers.mla_attention import LatentAttention, MlaShape
+from spec_decode.models.layers.mla_attention import MlaAttention, MlaShape
 from spec_decode.models.layers.moe import MixtureShape, read_mixture, read_mixture_shape
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.yarn import read_latent_rope
@@ -119,7 +119,7 @@ class MultiTokenPrediction(MtpDraft):
         self.state_norm = RMSNorm.read(weights, "hnorm.weight", hidden, eps)
         self.fuse = weights.parameter("eh_proj.weight", hidden, 2 * hidden)
         self.attention_norm = RMSNorm.read(weights, "input_layernorm.weight", hidden, eps)
-        self.attention = LatentAttention(shape.attention, weights.under("self_attn."), shape.max_positions)
+        self.attention = MlaAttention(shape.attention, weights.under("self_attn."), shape.max_positions)
         self.mlp_norm = RMSNorm.read(weights, "post_attention_layernorm.weight", hidden, eps)
         mlp, kind = weights.under("mlp."), shape.feed_forward
         self.mlp = (

@@ -1,4 +1,7 @@
-"""What drafts that predict a token more, from a layer trained with the target, have in common."""
+"""What drafts that predict a token more, from a layer trained with the target, have in common.
+
+Legend: T tokens, H hidden size. Floats are in the draft's dtype.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +33,16 @@ class MtpDraft(DraftModel):
         self._target = (target,)
 
     def embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """token_ids int64 [T]; [T, H]."""
+        """The embeddings [T, H] of token_ids int64 [T]."""
         return F.embedding(token_ids, target_embedding(self._target[0]) if self.embed is None else self.embed)
 
     def projected(self, normed: torch.Tensor) -> torch.Tensor:
-        """Normed states [T, H]; logits [T, vocab_size]."""
+        """Logits [T, vocab_size] of normed states [T, H]."""
         return self._target[0].logits(normed) if self.head is None else linear(normed, self.head)
 
 
 def check_published_form(config: ConfigReader) -> None:
-    """Refuse a checkpoint without such a layer, a quantised one, and one with other activations."""
+    """Raise CheckpointError for a checkpoint without such a layer, a quantised one, and one with other activations."""
     if config.get("num_nextn_predict_layers", int, 0) < 1:
         raise CheckpointError(
             f"num_nextn_predict_layers in {config.place} must be at least 1, got "

@@ -43,7 +43,7 @@ class TensorStore:
 
     @classmethod
     def open(cls, folder: Path) -> TensorStore:
-        """Read config.json and the tensors' names, not yet the tensors."""
+        """Read config.json and the tensors' names, not yet the tensors. Raises CheckpointError."""
         config = _read_object(folder / "config.json", "Name the folder of a checkpoint.")
         weights = next((path for name in WEIGHTS if (path := folder / name).is_file()), None)
         if weights is None:
@@ -70,7 +70,7 @@ class TensorStore:
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
         """A copy of one tensor, which must have that shape, on the CPU; dtype None keeps the dtype it is stored in.
 
-        Integers, floats of 8 bits and wider floats are not cast to one another.
+        Integers, floats of 8 bits and wider floats are not cast to one another. Raises CheckpointError.
         """
         found = self._read(name)
         if tuple(found.shape) != shape:

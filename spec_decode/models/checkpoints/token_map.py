@@ -12,6 +12,7 @@ def read_token_map(store: TensorStore, draft_vocab: int, target_vocab: int) -> t
     """int64 [draft_vocab], distinct ids of the target, ascending or not; None where both vocabularies are the same.
 
     d2t holds each token's distance to its id in the target. t2d, where there is one, marks the ids that are reached.
+    Raises CheckpointError for maps that are none or that disagree.
     """
     if draft_vocab == target_vocab and "d2t" not in store.names():
         return None

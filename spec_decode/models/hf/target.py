@@ -81,6 +81,7 @@ class TransformersTarget(TargetModel):
 
     @property
     def num_layers(self) -> int:
+        """Of the model's text part."""
         count: int = self.config.num_hidden_layers
         return count
 
@@ -97,7 +98,10 @@ class TransformersTarget(TargetModel):
         return groups
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> TargetStates:
-        """token_ids and positions int64 [T]; hidden are the states after the final norm."""
+        """token_ids and positions int64 [T]; hidden are the states after the final norm.
+
+        Raises UnservedModel where a layer asks for other attention than when the target was made.
+        """
 
         def serve(inputs: AttentionInputs, spec: AttentionSpec) -> torch.Tensor:
             if spec != (made_for := self._specs.get(inputs.layer)):

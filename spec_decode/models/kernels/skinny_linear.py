@@ -185,6 +185,7 @@ class SkinnyLinear(NamedTuple):
 
     @property
     def outputs(self) -> int:
+        """N."""
         return self.weight.shape[0] // 2 if self.gated else self.weight.shape[0]
 
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,7 @@
-"""Decoder layers of Llama's kind. Legend: T tokens, H hidden size, D head dim."""
+"""Decoder layers of Llama's kind.
+
+Legend: T tokens, H hidden size, D head dim. Floats are in the weights' dtype.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A gated feed-forward block, and reading it under the names of a model family.
 
-Legend: T tokens, H hidden size, I intermediate size.
+Legend: T tokens, H hidden size, I intermediate size. Floats are in the weights' dtype.
 """
 
 from __future__ import annotations

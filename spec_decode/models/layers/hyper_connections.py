@@ -1,7 +1,8 @@
 """Hyper-connections on a manifold, DeepSeek-V4's residual (mHC, arXiv:2512.24880).
 
-Legend: T tokens, S streams, H hidden size. A token's residual is S streams. A block reads a mix of them, its output is
-added to each in its own measure, and the streams themselves are mixed by a matrix whose rows and columns sum up to 1.
+Legend: T tokens, S streams, H hidden size; streams are in the model's dtype. A token's residual is S streams. A block
+reads a mix of them, its output is added to each in its own measure, and the streams themselves are mixed by a matrix
+whose rows and columns sum up to 1.
 """
 
 from __future__ import annotations
@@ -33,41 +34,35 @@ class HyperShape:
         return self.streams * (2 + self.streams)
 
 
-class HyperConnection(nn.Module):
-    """The connection of one block: projection fp32 [mixes, S H], scale fp32 [3] and base fp32 [mixes]."""
-
+class _Mixer(nn.Module):
     def __init__(self, shape: HyperShape, projection: torch.Tensor, scale: torch.Tensor, base: torch.Tensor) -> None:
         super().__init__()
         self.shape = shape
         self.projection, self.scale, self.base = frozen(projection), frozen(scale), frozen(base)
 
+    def mixes(self, streams: torch.Tensor) -> torch.Tensor:
+        """projection @ x / rms(x) in fp32, x all streams [T, S, H] of a token as one row; [T, rows of projection]."""
+        return wide_linear(streams.flatten(1), self.projection, norm_eps=self.shape.norm_eps)
+
+
+class HyperConnection(_Mixer):
+    """The connection of one block: projection fp32 [mixes, S H], scale fp32 [3] and base fp32 [mixes]."""
+
     def read(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """streams [T, S, H]; the block's input [T, H], and what `write` takes: fp32 [T, S] and fp32 [T, S, S]."""
-        shape = self.shape
-        mixes = project_streams(streams, self.projection, shape.norm_eps)
-        return read_streams(streams, mixes, self.scale, self.base, iterations=shape.iterations, eps=shape.eps)
+        """The block's input [T, H] from streams [T, S, H], and what `write` takes: fp32 [T, S] and fp32 [T, S, S]."""
+        iterations, eps = self.shape.iterations, self.shape.eps
+        return read_streams(streams, self.mixes(streams), self.scale, self.base, iterations=iterations, eps=eps)
 
     def write(
         self, streams: torch.Tensor, output: torch.Tensor, write: torch.Tensor, carry: torch.Tensor
     ) -> torch.Tensor:
-        """The streams [T, S, H] after the block: write[s] * output + sum over r of carry[r, s] * streams[r]."""
+        """The streams [T, S, H] after the block, whose output is [T, H]: see `write_streams`."""
         return write_streams(streams, output, write, carry)
 
 
-class HyperHead(nn.Module):
-    """Collapses the streams in front of a head: projection fp32 [S, S H], scale fp32 [1] and base fp32 [S]."""
-
-    def __init__(self, shape: HyperShape, projection: torch.Tensor, scale: torch.Tensor, base: torch.Tensor) -> None:
-        super().__init__()
-        self.shape = shape
-        self.projection, self.scale, self.base = frozen(projection), frozen(scale), frozen(base)
+class HyperHead(_Mixer):
+    """Collapses the streams before a head: projection fp32 [S, S H], scale fp32 [1] and base fp32 [S]."""
 
     def forward(self, streams: torch.Tensor) -> torch.Tensor:
-        """streams [T, S, H]; [T, H]."""
-        mixes = project_streams(streams, self.projection, self.shape.norm_eps)
-        return collapse_streams(streams, mixes, self.scale, self.base, eps=self.shape.eps)
-
-
-def project_streams(streams: torch.Tensor, projection: torch.Tensor, eps: float) -> torch.Tensor:
-    """projection @ x / rms(x), x all streams [T, S, H] of a token as one row; fp32."""
-    return wide_linear(streams.flatten(1), projection, norm_eps=eps)
+        """[T, H] from streams [T, S, H]."""
+        return collapse_streams(streams, self.mixes(streams), self.scale, self.base, eps=self.shape.eps)

@@ -3,6 +3,7 @@
 Legend: T tokens, H hidden size, h heads, N dims of a head that are not rotated, P rotated dims, R dims of a latent,
 V dims of a value head. A head's key is the latent's up-projection beside P rotated dims that all heads share. Folding
 the up-projections into the query and the output leaves attention of all heads over one key: latent | rotated dims.
+Floats are in the weights' dtype.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class MlaShape:
         )
 
 
-class LatentAttention(nn.Module):
+class MlaAttention(nn.Module):
     """One layer, from tensors named as DeepSeek-V3 names them."""
 
     back: torch.Tensor

@@ -1,6 +1,7 @@
 """A mixture of experts as DeepSeek's models have it, and reading it under the names of a model family.
 
-Legend: T tokens, H hidden size, I intermediate size, E experts, k experts of a token.
+Legend: T tokens, H hidden size, I intermediate size, E experts, k experts of a token. Floats are in the
+experts' dtype where nothing else is said.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """DeepSeek-V4's attention in a sliding window, over one latent per token.
 
 Legend: T tokens, H hidden size, h heads, D head dim, G groups of heads. The latent is key and value of every head in
-all of its dims, with a sink logit per head (as in latent_attention). The output, rotated back by the query's angles,
-goes through a low rank per group.
+all of its dims, with a sink logit per head, as in latent_decoder_layer. The output, rotated back by the query,
+goes through a low rank per group. Floats are in the weights' dtype but for the sinks, which are fp32.
 """
 
 from __future__ import annotations
