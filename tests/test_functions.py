@@ -126,8 +126,6 @@ KNOWN_WIDE = {
     "spec_decode.models.kernels.skinny_linear._check",
 }
 KNOWN_SILENT = {
-    "spec_decode.graphs.emulator.EmulatedLoop.replay",
-    "spec_decode.graphs.manager.GraphManager.__init__",
     "spec_decode.models.checkpoints.store.TensorStore.open",
     "spec_decode.models.checkpoints.store.TensorStore.take",
     "spec_decode.models.checkpoints.token_map.read_token_map",

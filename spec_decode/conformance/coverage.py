@@ -79,7 +79,7 @@ def every_strategy(subject: Subject, case: Any) -> Iterable[str]:
 def one_strategy(subject: Subject, case: Any) -> Iterable[str]:
     """The strategy that the case is, else the one that a drafter chooses."""
     # The device loop is run only where it is asked for.
-    able = [strategy for strategy in supported_strategies(subject) if strategy is not Strategy.DEVICE_LOOP]
+    able = [strategy for strategy in supported_strategies(subject) if strategy.implementation.automatic]
     return map(strategy_column, [case] if isinstance(case, Strategy) else able[:1])
 
 

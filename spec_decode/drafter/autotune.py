@@ -1,8 +1,8 @@
-"""The fastest strategy of a drafter at its shape, measured on this machine once and kept with its provenance.
+"""Autotuning: the fastest strategy of a drafter at its shape, measured once on this machine and kept.
 
-What is fastest depends on the host, the device and the model's size, and no rule knows it: an unrolled loop saves the
-host work and takes graph memory, a loop on the device takes the least of both and costs the device a little at every
-step. Whoever wants another names it; a measurement only decides where nobody did.
+Which strategy is fastest depends on the host, the device and the model's size. An unrolled loop saves host work and
+takes graph memory; a loop on the device takes the least of both and costs the device a little at every step. A
+measurement decides only where no strategy is asked for.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from spec_decode.graphs import loop_unsupported_reason
 from spec_decode.models import DraftModel
 
 SCHEMA = "attn-strategy/1"
-CANDIDATES = (Strategy.FULL_LOOP, Strategy.DEVICE_LOOP, Strategy.PER_STEP)
-"""What is measured, the rule's own choice first: it stays where another is no faster."""
 MARGIN = 0.02
-"""A share of the time that another strategy must win, so that noise changes nothing."""
+"""The share of its time by which another strategy must beat the rule's choice, so that noise changes nothing."""
 
 _WARM_UP, _REPEATS = 3, 15
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was measured, and where. shape: all that the result holds for. wall_us: median microseconds of a round from
-    call to the device being done, by strategy; not_measured: why another was not.
+    """What was measured, and where.
+
+    shape: everything that the result depends on, in words. wall_us: median microseconds of a round by strategy, from
+    the call until the device is done. not_measured: why another strategy was not measured.
     """
 
     schema: str = SCHEMA
@@ -55,7 +55,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class StrategyCache:
-    """Measurements on disk, a file each. A file that cannot be read is as none: it is measured again."""
+    """Measurements on disk, a file each. A file that cannot be read counts as missing: it is measured again."""
 
     def __init__(self, folder: Path | None = None) -> None:
         """folder: None takes ATTN_BACKENDS_CACHE, else attn-backends in the user's cache folder."""
@@ -63,7 +63,7 @@ class StrategyCache:
         self.folder = folder or Path(os.environ.get("ATTN_BACKENDS_CACHE") or home) / "strategies"
 
     def get(self, shape: dict[str, str]) -> Measurement | None:
-        """The measurement of that very shape, if there is one."""
+        """The measurement of exactly that shape, if there is one."""
         try:
             found = msgspec.json.decode(self._path(shape).read_bytes(), type=Measurement)
         except (OSError, msgspec.MsgspecError):
@@ -71,9 +71,9 @@ class StrategyCache:
         return found if found.schema == SCHEMA and found.shape == shape else None
 
     def put(self, measurement: Measurement) -> None:
-        """Keep it, in the place of an earlier one; another process sees the old file or the new, never a part.
+        """Keep it in place of an earlier one; another process sees the old file or the new one, never a part.
 
-        Where the folder cannot be written it is not kept, with a RuntimeWarning: it is right all the same.
+        Where the folder cannot be written it is not kept, with a RuntimeWarning: the measurement holds all the same.
         """
         try:
             write_whole(self._path(measurement.shape), json_bytes(measurement))
@@ -100,12 +100,14 @@ def autotune_strategy(
     cache: StrategyCache | None = None,
     clock: Callable[[Drafter], float] | None = None,
 ) -> Measurement:
-    """The strategy to draft with at these tables' size, from the cache or measured now, which takes seconds.
+    """The fastest strategy at these tables' size, from the cache or measured now, which takes seconds.
 
-    config: its number of tokens and graph mode count; every other setting is the default while a round is measured.
-    To be called before any request: rounds of dummy requests are run over the groups' caches, and the tables are empty
-    behind it. clock: microseconds of a round of a drafter whose tables are loaded; None measures wall time. Raises
-    BatchError where the caches have no room for a dummy.
+    Call it before any request: it runs rounds of dummy requests over the groups' caches and leaves the tables empty.
+
+    config: only its number of tokens and its graph mode count; every other setting has its default in a measurement.
+    clock: microseconds of a round of a drafter whose tables are loaded; None measures wall time.
+
+    Raises BatchError where the caches have no room for a dummy request.
     """
     device, cache = tables.device, cache or StrategyCache()
     able, refused = _candidates(groups, config, device)
@@ -116,13 +118,13 @@ def autotune_strategy(
     if len(able) > 1:
         _load_dummies(groups, tables, config.num_speculative_tokens)
         for strategy in able:
-            measured = DrafterConfig(
+            candidate = DrafterConfig(
                 num_speculative_tokens=config.num_speculative_tokens,
                 graph_mode=config.graph_mode,
                 strategy=strategy,
                 capture_sizes=[tables.num_live],
             )
-            drafter = Drafter(model, groups, tables, measured)
+            drafter = Drafter(model, groups, tables, candidate)
             times[strategy.value] = round((clock or _wall_us)(drafter), 2)
             drafter.graphs.release()
         tables.load([[] for _ in groups], [])
@@ -141,16 +143,16 @@ def autotune_strategy(
 def _candidates(
     groups: Sequence[KVGroup], config: DrafterConfig, device: torch.device
 ) -> tuple[list[Strategy], dict[str, str]]:
-    """What these groups can run, the rule's choice first; and why the others are not."""
-    facts, obstacle = [group.facts(device) for group in groups], loop_unsupported_reason(device)
+    """What these groups can run, the rule's choice first, and why the others cannot be run."""
+    facts, no_loop = [group.facts(device) for group in groups], loop_unsupported_reason(device)
 
     def plan(forced: Strategy | None) -> Strategy:
         return choose(
-            facts, config.num_speculative_tokens, config.graph_mode, forced=forced, loop_unsupported_reason=obstacle
+            facts, config.num_speculative_tokens, config.graph_mode, forced=forced, loop_unsupported_reason=no_loop
         ).strategy
 
     able, refused = [plan(None)], {}
-    for strategy in CANDIDATES:
+    for strategy in (s for s in Strategy if s.implementation.autotuned):
         try:
             able.append(plan(strategy))
         except StrategyError as error:
@@ -171,7 +173,7 @@ def _shape(
     tables: RequestTables,
     config: DrafterConfig,
 ) -> dict[str, str]:
-    """All that the times depend on, in words."""
+    """Everything that the times depend on, in words."""
     where = environment(tables.device)
     return {
         "model": f"{type(model).__name__}, {sum(parameter.numel() for parameter in model.parameters())} parameters",
@@ -188,7 +190,7 @@ def _shape(
 
 
 def _load_dummies(groups: Sequence[KVGroup], tables: RequestTables, num_speculative_tokens: int) -> None:
-    """As many requests as rows and pages allow, each with pages of its own."""
+    """Load as many requests as rows and pages allow, each with its own pages."""
     sizes, counts = tables.page_sizes_host, [group.num_pages for group in groups]
     least = 2 * num_speculative_tokens + 3
     rows = min(tables.max_reqs, *(count // -(-least // size) for size, count in zip(sizes, counts, strict=True)))
@@ -210,15 +212,15 @@ def _wall_us(drafter: Drafter) -> float:
     drafter.inputs.context_lens.fill_(max(1, tables.longest - room))
     samples = []
     for _ in range(_WARM_UP + _REPEATS):
-        _settle(tables.device)
+        _synchronize(tables.device)
         start = time.perf_counter()
         drafter.propose()
-        _settle(tables.device)
+        _synchronize(tables.device)
         samples.append((time.perf_counter() - start) * 1e6)
     drafter.inputs.context_lens.zero_()
     return float(torch.tensor(samples[_WARM_UP:]).median())
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

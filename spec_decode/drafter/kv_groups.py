@@ -63,11 +63,11 @@ def make_group(
     device: torch.device,
 ) -> KVGroup:
     """Allocate a group's caches. Raises NoBackend, before any allocation, when the backend refuses the spec."""
-    verdict = backend.supports(spec, device)
-    if isinstance(verdict, Rejected):
+    answer = backend.supports(spec, device)
+    if isinstance(answer, Rejected):
         raise NoBackend(
             f"group {name} needs a backend for [{spec.describe()}] on {device.type}, {backend.name} refuses: "
-            f"{'; '.join(verdict.reasons)}. Nothing was allocated; choose another backend."
+            f"{'; '.join(answer.reasons)}. Nothing was allocated; choose another backend."
         )
     caches = {layer: backend.allocate_kv(spec, num_pages, device) for layer in layers}
     for cache in caches.values():

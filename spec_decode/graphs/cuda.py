@@ -26,7 +26,7 @@ class CudaGraph:
 
 
 class CudaRuntime:
-    """Captures into one memory pool of its own: sharing a pool with another owner has clobbered live temporaries."""
+    """Captures into its own memory pool: sharing a pool with another owner has overwritten live temporaries."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -41,9 +41,9 @@ class CudaRuntime:
 
     def capture_loop(self, body: Callable[[], Any], continue_flag: torch.Tensor, limit: int) -> WhileGraph:
         require_loops()
-        return WhileGraph(continue_flag, body, self._kept)
+        return WhileGraph(continue_flag, body, self._capture_kept)
 
-    def capture_pieces(self, fn: Callable[[SplitOp], Any]) -> PiecewiseGraph:
+    def capture_pieces(self, run: Callable[[SplitOp], Any]) -> PiecewiseGraph:
         parts: list[Graph] = []
 
         def begin() -> None:
@@ -51,20 +51,20 @@ class CudaRuntime:
             parts.append(CudaGraph(graph))
             piece.enter_context(self._capturing(graph))
 
-        def split_op(outside: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        def split_op(fn: Callable[..., torch.Tensor], /, *inputs: torch.Tensor) -> torch.Tensor:
             piece.close()
-            call = SplitOpCall(outside, inputs)
+            call = SplitOpCall(fn, inputs)
             parts.append(call)
             begin()
             return call.result
 
         with ExitStack() as piece:
             begin()
-            fn(split_op)
+            run(split_op)
         return PiecewiseGraph(parts)
 
     def memory_used(self) -> int:
-        # A capture empties the caches of freed memory: emptied before too, they do not hide what it takes.
+        # A capture empties the allocator's caches of freed memory. Emptied before as well, they hide nothing it takes.
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
@@ -75,7 +75,7 @@ class CudaRuntime:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
 
-    def _kept(self, fn: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    def _capture_kept(self, fn: Callable[[], object]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with self._capturing(graph):
             fn()
@@ -84,19 +84,19 @@ class CudaRuntime:
     @contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         with (
-            _refusals(),
+            _capture_errors(),
             torch.no_grad(),
             warnings.catch_warnings(),
-            _no_collection(),
+            _no_garbage_collection(),
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
         ):
-            # A builder whose advance has nothing to refresh captures nothing, and may.
+            # An advance that has nothing to refresh may capture nothing.
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
             yield
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
+def _capture_errors() -> Iterator[None]:
     try:
         yield
     except CaptureError:
@@ -109,8 +109,8 @@ def _refusals() -> Iterator[None]:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """A graph object freed by the garbage collector while a stream captures invalidates that capture (seen)."""
+def _no_garbage_collection() -> Iterator[None]:
+    """A graph object that the garbage collector frees while a stream captures invalidates that capture (seen)."""
     enabled = gc.isenabled()
     gc.disable()
     try:

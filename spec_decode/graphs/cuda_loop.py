@@ -1,10 +1,10 @@
 """A CUDA graph that repeats its body while a device scalar is set: a WHILE node, made with NVIDIA's own bindings.
 
-graph:  body -> WHILE node, around the same body
+graph:  body -> WHILE node around the same body
 body:   the captured operations -> set the node's condition from the scalar
 
-The first time round stands in front of the node, which costs 3 to 6 us each time that it comes round, and twice that in
-a process with many graphs (on an H200).
+The first iteration runs before the node, because an iteration of the node costs 3 to 6 us, and twice that in a process
+with many graphs (on an H200).
 
 https://docs.nvidia.com/cuda/cuda-c-programming-guide/#conditional-graph-nodes
 """
@@ -23,7 +23,7 @@ import torch
 from builders.kernels.triton_runtime import dependent_launch
 from spec_decode.graphs.runtime import CaptureError
 
-_LEAST = 13
+_MIN_VERSION = 13
 """Major version of cuda.bindings, whose calls take edge data from there on, and of the driver that it needs."""
 _SOURCE = b"""
 extern "C" __device__ void cudaGraphSetConditional(unsigned long long handle, unsigned int value);
@@ -38,36 +38,38 @@ extern "C" __global__ void set_condition(unsigned long long handle, const int* c
 
 
 @cache
-def obstacle() -> str | None:
+def unsupported_reason() -> str | None:
     """Why no loop can be captured with what is installed, and what would change it; None where one can."""
-    brings = f"pip install 'cuda-python>={_LEAST}' brings it"
+    remedy = f"pip install 'cuda-python>={_MIN_VERSION}' brings it"
     try:
         version = str(import_module("cuda.bindings").__version__)
         _, nvrtc, runtime = _bindings()
     except ImportError as error:
-        return f"a CUDA graph that loops needs the package cuda.bindings ({error}); {brings}"
-    if int(version.split(".")[0]) < _LEAST:
-        return f"a CUDA graph that loops needs cuda.bindings {_LEAST} or later, found {version}; {brings}"
+        return f"a CUDA graph that loops needs the package cuda.bindings ({error}); {remedy}"
+    if int(version.split(".")[0]) < _MIN_VERSION:
+        return f"a CUDA graph that loops needs cuda.bindings {_MIN_VERSION} or later, found {version}; {remedy}"
     try:
         found = int(_done(runtime.cudaDriverGetVersion()))
         _done(nvrtc.nvrtcVersion())
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         return f"a CUDA graph that loops needs CUDA's driver and nvrtc, which cuda.bindings cannot use: {reason}"
-    if found < _LEAST * 1000:
+    if found < _MIN_VERSION * 1000:
         served = f"{found // 1000}.{found % 1000 // 10}"
-        return f"a CUDA graph that loops needs a driver for CUDA {_LEAST}.0, the one here serves {served}; update it"
+        return (
+            f"a CUDA graph that loops needs a driver for CUDA {_MIN_VERSION}.0, the one here serves {served}; update it"
+        )
     return None
 
 
 def require_loops() -> None:
-    """CaptureError with the obstacle, where there is one."""
-    if problem := obstacle():
-        raise CaptureError(f"{problem}. No graph was made. Install that, or choose a strategy without a device loop.")
+    """Raises CaptureError with the reason why no loop can be captured, where there is one."""
+    if reason := unsupported_reason():
+        raise CaptureError(f"{reason}. No graph was made. Install that, or choose a strategy without a device loop.")
 
 
 class WhileGraph:
-    """A graph that runs its body once, and again while that leaves `continue_flag`, int32 [1], not zero."""
+    """A graph that runs its body once, and repeats it while the body leaves `continue_flag`, int32 [1], not zero."""
 
     num_nodes: int | None = None
 
@@ -117,19 +119,19 @@ class WhileGraph:
         self._launch = runtime.cudaGraphLaunch
         weakref.finalize(self, runtime.cudaGraphExecDestroy, self._executable).atexit = False
 
-    def _add_while(self, behind: Any) -> Any:
-        """Add the WHILE node behind another; returns the graph that is its body."""
+    def _add_while(self, after: Any) -> Any:
+        """Add the WHILE node after another node; returns the graph that is its body."""
         _, _, runtime = _bindings()
         params = runtime.cudaGraphNodeParams()
         params.type = runtime.cudaGraphNodeType.cudaGraphNodeTypeConditional
         params.conditional.handle = self._handle
         params.conditional.type = runtime.cudaGraphConditionalNodeType.cudaGraphCondTypeWhile
         params.conditional.size = 1
-        _done(runtime.cudaGraphAddNode(self._graph, [behind], None, 1, params))
+        _done(runtime.cudaGraphAddNode(self._graph, [after], None, 1, params))
         return params.conditional.phGraph_out[0]
 
     def _set_condition(self, kernel: Any) -> None:
-        """Launch the kernel that sets the condition; by dependent launch, where that is on."""
+        """Launch the kernel that sets the condition, by dependent launch where that is on."""
         driver, _, _ = _bindings()
         config = driver.CUlaunchConfig()
         config.gridDimX = config.gridDimY = config.gridDimZ = 1
@@ -166,7 +168,7 @@ def _bindings() -> tuple[Any, Any, Any]:
 
 
 def _done(result: tuple[Any, ...]) -> Any:
-    """What a call of the bindings returned behind its error code: nothing, a value, or several. Raises CaptureError."""
+    """What a call of the bindings returned after its error code: nothing, a value, or several. Raises CaptureError."""
     error, *values = result
     if int(error):
         raise CaptureError(f"CUDA refused a call that a looping graph needs: {error!r}. No graph was made.")

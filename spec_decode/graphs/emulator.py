@@ -73,21 +73,21 @@ class EmulatedGraph:
 
 
 class EmulatedLoop(EmulatedGraph):
-    """A recorded run, replayed once and again while a device scalar is set."""
+    """A recorded run, replayed once and repeated while a device scalar is set."""
 
     def __init__(self, nodes: list[_Node], continue_flag: torch.Tensor, limit: int) -> None:
         super().__init__(nodes)
         self._continue_flag, self._limit = continue_flag, limit
 
     def replay(self) -> None:
+        """As Graph.replay. Raises CaptureError for a loop that goes past its limit."""
         for _ in range(self._limit):
             super().replay()
             if not int(self._continue_flag):
                 return
         raise CaptureError(
-            f"a captured loop must end within {self._limit} times round, this one still goes on: its body has not set "
-            "the scalar that keeps it going to 0. A device would never come back, so it was stopped here. Correct the "
-            "body."
+            f"a captured loop must end within {self._limit} iterations, this one still goes on: its body has not set "
+            "the continue flag to 0. A device would never come back, so it was stopped here. Correct the body."
         )
 
 
@@ -103,14 +103,14 @@ class EmulatedRuntime:
     def capture_loop(self, body: Callable[[], Any], continue_flag: torch.Tensor, limit: int) -> EmulatedLoop:
         return EmulatedLoop(self._record(body), continue_flag, limit)
 
-    def capture_pieces(self, fn: Callable[[SplitOp], Any]) -> PiecewiseGraph:
+    def capture_pieces(self, run: Callable[[SplitOp], Any]) -> PiecewiseGraph:
         parts: list[Graph] = []
         recorder, guard = _Recorder(), _HostReadGuard()
 
-        def split_op(outside: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        def split_op(fn: Callable[..., torch.Tensor], /, *inputs: torch.Tensor) -> torch.Tensor:
             parts.append(EmulatedGraph(recorder.take()))
             recording.close()
-            call = SplitOpCall(outside, inputs)
+            call = SplitOpCall(fn, inputs)
             parts.append(call)
             recorder.adopt(call.result)
             _enter(recording, guard, recorder)
@@ -119,7 +119,7 @@ class EmulatedRuntime:
         try:
             with torch.no_grad(), ExitStack() as recording:
                 _enter(recording, guard, recorder)
-                fn(split_op)
+                run(split_op)
         finally:
             recorder.restore()
         parts.append(EmulatedGraph(recorder.take()))
@@ -159,9 +159,9 @@ class _HostReadGuard(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func in _HOST_READS:
-            raise _refusal(f"Tensor.{func.__name__}", "reads the device from the host")
+            raise _capture_error(f"Tensor.{func.__name__}", "reads the device from the host")
         if func is torch.Tensor.to and "cpu" in (*args[1:], *(kwargs or {}).values()):
-            raise _refusal("Tensor.to('cpu')", "copies the device to the host")
+            raise _capture_error("Tensor.to('cpu')", "copies the device to the host")
         if func is torch.Tensor.__setitem__ and isinstance(args[2], int | float) and _is_basic(args[1]):
             # On a device this fills a view; the CPU's own way would wrap the number in a fresh host tensor.
             return args[0][args[1]].fill_(args[2])
@@ -188,7 +188,7 @@ class _Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        _refuse_the_uncapturable(func, args, kwargs)
+        _check_capturable(func, args, kwargs)
         inputs = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         self._save_what_it_writes(func, args, kwargs)
         result = func(*args, **kwargs)
@@ -245,21 +245,21 @@ def _bound(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable
     yield from ((argument, kwargs[argument.name]) for argument in arguments if argument.name in kwargs)
 
 
-def _refuse_the_uncapturable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_capturable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     name = func._schema.name
     if torch.Tag.data_dependent_output in func.tags:
-        raise _refusal(name, "reads the device from the host")
+        raise _capture_error(name, "reads the device from the host")
     if torch.Tag.dynamic_output_shape in func.tags and name not in _BOOL_INDEXED:
-        raise _refusal(name, "makes a shape that depends on device data")
+        raise _capture_error(name, "makes a shape that depends on device data")
     if name in _MOVES_STORAGE:
-        raise _refusal(name, "moves a tensor to other memory")
+        raise _capture_error(name, "moves a tensor to other memory")
     if name in _FRESH_HOST_DATA:
-        raise _refusal(name, "copies fresh host data to the device")
+        raise _capture_error(name, "copies fresh host data to the device")
     if name in _BOOL_INDEXED and any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):
-        raise _refusal(name, "indexes by a mask, whose count only the device knows")
+        raise _capture_error(name, "indexes by a mask, whose count only the device knows")
 
 
-def _refusal(name: str, why: str) -> CaptureError:
+def _capture_error(name: str, why: str) -> CaptureError:
     return CaptureError(
         f"a captured function may only enqueue device work of fixed shape, but {name} {why}; a graph would freeze what "
         "it saw once, so nothing was captured. Compute it on the device, or move it before the capture."

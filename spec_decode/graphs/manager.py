@@ -1,4 +1,4 @@
-"""Owns a drafter's graphs: what is captured, in which order, at what cost, and which one serves a batch."""
+"""The graphs of a drafter or a target: what is captured, in which order, at what cost, and which serves a batch."""
 
 from __future__ import annotations
 
@@ -71,14 +71,16 @@ Factory = Callable[[int], Capturable]
 class GraphManager:
     """Graphs in a pool of their own, captured largest first, dispatched by padded batch size.
 
-    Memory: the graphs of the largest size are measured as they are captured, and those of a size s of n are expected to
-    take s/n of them. That is more than they do take, since they reuse the pool's free memory.
+    Memory: the graphs of the largest size n are measured as they are captured, and those of a size s are expected to
+    take s/n of that. They take less, because they reuse the pool's free memory.
     """
 
     def __init__(self, device: torch.device, sizes: Sequence[int], *, memory_limit: int | None = None) -> None:
         """memory_limit: bytes that the graphs may take together; None is no limit. A size that is expected not to fit
-        is left out, and its batches are padded to the next larger one; without the largest nothing would serve a full
-        batch, so that a capture whose largest size alone is above the limit is refused.
+        is left out, and its batches are padded to the next larger one. A capture whose largest size alone is above the
+        limit is refused, because nothing would serve a full batch without it.
+
+        Raises BatchError for sizes that are none, or not all 1 or more.
         """
         if not sizes or min(sizes) < 1:
             raise BatchError(
@@ -89,7 +91,7 @@ class GraphManager:
         self.sizes = tuple(sorted(set(sizes)))
         self.memory_limit = memory_limit
         self.complete = False
-        """Whether every graph is there that capture() was asked for, but for the sizes left out."""
+        """Whether every graph that capture() was asked for is there, except for the sizes left out."""
         self.left_out: dict[int, str] = {}
         """Why each size that was not captured was not."""
         self.reports: list[CaptureReport] = []
@@ -102,7 +104,7 @@ class GraphManager:
         return sum(report.bytes for report in self.reports)
 
     def padded(self, num_reqs: int) -> int:
-        """The size that serves num_reqs requests, none that was left out; BatchError above the largest."""
+        """The smallest captured size that serves num_reqs requests. Raises BatchError above the largest."""
         for size in self.sizes:
             if num_reqs <= size and size not in self.left_out:
                 return size
@@ -115,9 +117,9 @@ class GraphManager:
     def capture(self, factories: Mapping[str, Factory], *, progress: bool = False) -> None:
         """Capture each kind at each size, the largest first so that smaller ones reuse its memory.
 
-        Takes up an interrupted capture where it stopped: a graph that is there is not captured again. A factory is
-        called twice a size, for the warm-up and for the capture, so that nothing of the warm-up's metadata is baked in.
-        Raises CaptureError, with every graph let go, where the largest size alone takes more than the memory limit.
+        Continues an interrupted capture: a graph that is there is not captured again. A factory is called twice a
+        size, for the warm-up and for the capture, so that nothing of the warm-up's metadata is baked in. Raises
+        CaptureError, with every graph released, where the largest size alone takes more than the memory limit.
         """
         self.left_out.clear()
         sizes = list(reversed(self.sizes))
@@ -130,13 +132,13 @@ class GraphManager:
         self.complete = True
 
     def estimate(self, kind: str, num_reqs: int) -> int | None:
-        """Bytes that a graph is expected to take; None before the largest of its kind was captured."""
+        """Bytes that a graph is expected to take; None before the largest of its kind is captured."""
         largest = self.sizes[-1]
         measured = [r.bytes for r in self.reports if r.key == GraphKey(kind, largest)]
         return measured[0] * num_reqs // largest if measured else None
 
     def replay(self, key: GraphKey, needed: CaptureConstants) -> None:
-        """Replay a graph; BatchError, with nothing run, when there is none or the batch needs more than it has."""
+        """Replay a graph. Raises BatchError, with nothing run, if there is none or the batch exceeds it."""
         if key not in self._graphs:
             raise BatchError(
                 f"a replay needs a captured graph, there is none of kind {key.kind} for {key.num_reqs} requests "
@@ -154,7 +156,7 @@ class GraphManager:
         graph.replay()
 
     def release(self) -> None:
-        """Drop every graph and give their memory back; capture() makes them anew, at other addresses."""
+        """Drop every graph and give the memory back; capture() makes new ones, at other addresses."""
         self._graphs.clear()
         self.reports.clear()
         self.left_out.clear()
@@ -174,7 +176,7 @@ class GraphManager:
         self.reports.append(CaptureReport(key, seconds, used, graph.num_nodes, expected))
 
     def _fits(self, size: int, kinds: Sequence[str]) -> bool:
-        """Whether a size is expected to fit under the limit; notes why, if not. The largest is not known before."""
+        """Whether a size is expected to fit under the limit; notes why, if not. The largest has no estimate before."""
         expected = sum(self.estimate(kind, size) or 0 for kind in kinds)
         if self.memory_limit is None or size == self.sizes[-1] or self.bytes_used + expected <= self.memory_limit:
             return True
@@ -191,5 +193,5 @@ class GraphManager:
             raise CaptureError(
                 f"the graphs of the largest size, {size} requests, must fit into the memory limit of "
                 f"{self.memory_limit} bytes, they took {taken}; a full batch could not be served, so every graph was "
-                "let go. Raise the limit, capture smaller sizes only, or turn graphs off."
+                "released. Raise the limit, capture smaller sizes only, or turn graphs off."
             )

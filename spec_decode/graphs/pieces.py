@@ -10,7 +10,7 @@ from spec_decode.graphs.runtime import Graph
 
 
 class SplitOpCall:
-    """A call between two pieces: its inputs and its result stay at the addresses they had at capture."""
+    """An eager call between two pieces; its inputs and its result keep the addresses that they had at capture."""
 
     num_nodes: int | None = 1
 

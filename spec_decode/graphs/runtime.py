@@ -12,19 +12,19 @@ class Graph(Protocol):
     """A recorded run of device operations over fixed addresses."""
 
     num_nodes: int | None
-    """Operations a replay runs, or a loop runs each time round, where the runtime can tell."""
+    """Operations that a replay runs, or one iteration of a loop, where the runtime can tell."""
 
     def replay(self) -> None:
-        """Run the recorded operations again, on what their inputs hold now. Nothing of the host is read."""
+        """Run the recorded operations again on what their inputs hold now. Nothing on the host is read."""
         ...
 
 
 class SplitOp(Protocol):
-    """Cuts a capture in two around a call that no graph can hold, and stands for it.
+    """Splits a capture in two around a call that no graph can hold.
 
-    Between the pieces, each replay runs fn(*inputs) eagerly over what the captured tensors hold by then, and copies its
-    result to the tensor returned here. The capture runs fn too, to learn the result's shape, over inputs that hold
-    nothing of meaning: fn must be harmless on them, and its result's shape must not depend on them.
+    Between the pieces, each replay runs fn(*inputs) eagerly over what the captured tensors hold by then, and copies the
+    result to the tensor that is returned here. The capture runs fn too, to learn the result's shape, over inputs whose
+    content means nothing: fn must be harmless on them, and its result's shape must not depend on them.
     """
 
     def __call__(self, fn: Callable[..., torch.Tensor], /, *inputs: torch.Tensor) -> torch.Tensor: ...
@@ -41,14 +41,15 @@ class GraphRuntime(Protocol):
         ...
 
     def capture_loop(self, body: Callable[[], Any], continue_flag: torch.Tensor, limit: int) -> Graph:
-        """A graph that runs body's operations once, and again while they leave continue_flag, int32 [1], not zero.
+        """A graph that runs body's operations once, and repeats them while they leave continue_flag not zero.
 
-        body writes `continue_flag`, which must become 0 within `limit` iterations: the emulator raises otherwise.
+        continue_flag: int32 [1], written by body. Within `limit` iterations it must become 0; the emulator raises
+        CaptureError where it does not.
         """
         ...
 
-    def capture_pieces(self, fn: Callable[[SplitOp], Any]) -> Graph:
-        """Record fn in pieces, cut where it hands a call to its argument."""
+    def capture_pieces(self, run: Callable[[SplitOp], Any]) -> Graph:
+        """Record run in pieces, split where it hands a call to its argument."""
         ...
 
     def memory_used(self) -> int:
@@ -56,7 +57,7 @@ class GraphRuntime(Protocol):
         ...
 
     def release(self) -> None:
-        """Give back the memory of graphs that are gone; later captures start a pool of their own."""
+        """Give back the memory of graphs that are gone; later captures start a new pool."""
         ...
 
 

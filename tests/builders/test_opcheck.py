@@ -112,8 +112,8 @@ def shift_tokens_args():
     return torch.randint(9, (3, 5)), torch.tensor([7, 8, 9]), torch.tensor([0, 4, 2], dtype=torch.int32)
 
 
-def keep_last_args():
-    return torch.randn(10, 6), torch.tensor([4, 0], dtype=torch.int32), 5, torch.zeros(2, 6)
+def gather_last_hidden_args():
+    return torch.randn(10, 6), torch.tensor([4, 0], dtype=torch.int32), torch.zeros(2, 6), 5
 
 
 OPS = {
@@ -132,7 +132,7 @@ OPS = {
     "spec_decode::combine_experts": combine_experts_args,
     "spec_decode::embed_concat": embed_concat_args,
     "spec_decode::shift_tokens": shift_tokens_args,
-    "spec_decode::gather_last_hidden": keep_last_args,
+    "spec_decode::gather_last_hidden": gather_last_hidden_args,
 }
 
 

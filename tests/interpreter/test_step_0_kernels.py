@@ -33,8 +33,8 @@ def test_a_wild_count_shows_nothing_of_other_rows_tokens(count):
     assert row == ([4, 4, 4] if count < 0 else [1, 2, 4])
 
 
-def kept(hidden, accepted, query_len, dtype):
-    """What is kept, with a row of NaN behind it that nothing may write to."""
+def gathered(hidden, accepted, query_len, dtype):
+    """What is gathered, with a row of NaN after it that nothing may write to."""
     rows = hidden.shape[0] // query_len
     buffer = torch.full((rows + 1, hidden.shape[1]), NAN, dtype=dtype)
     gather_last_hidden(hidden, accepted, query_len, buffer[:rows])
@@ -44,23 +44,23 @@ def kept(hidden, accepted, query_len, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 20, 256, 1500])
-def test_keep_last(width, dtype):
+def test_gather_last_hidden(width, dtype):
     hidden = torch.randn(24, width, generator=torch.Generator().manual_seed(0)).to(dtype)
-    by_kernel = kept(hidden, WILD, 4, dtype)
+    by_kernel = gathered(hidden, WILD, 4, dtype)
     with torch_implementations():
-        assert torch.equal(by_kernel, kept(hidden, WILD, 4, dtype))
+        assert torch.equal(by_kernel, gathered(hidden, WILD, 4, dtype))
 
 
 @pytest.mark.parametrize("view", [lambda x: x[:, 3:8], lambda x: x[:, ::2], lambda x: x[:10].mT])
-def test_keep_last_of_a_view(view):
+def test_gather_last_hidden_of_a_view(view):
     hidden = view(torch.randn(12, 12, generator=torch.Generator().manual_seed(0)))
-    by_kernel = kept(hidden, WILD, 2, torch.float32)
+    by_kernel = gathered(hidden, WILD, 2, torch.float32)
     with torch_implementations():
-        assert torch.equal(by_kernel, kept(hidden, WILD, 2, torch.float32))
+        assert torch.equal(by_kernel, gathered(hidden, WILD, 2, torch.float32))
 
 
-def test_only_the_state_kept_is_read():
+def test_only_the_state_gathered_is_read():
     hidden = torch.full((6, 8), NAN)
     hidden[[2, 3]] = torch.arange(16).view(2, 8).float()
     accepted = torch.tensor([2**31 - 1, -(2**31)], dtype=torch.int32)
-    assert kept(hidden, accepted, 3, torch.float32).tolist() == hidden[[2, 3]].tolist()
+    assert gathered(hidden, accepted, 3, torch.float32).tolist() == hidden[[2, 3]].tolist()

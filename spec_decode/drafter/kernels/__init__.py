@@ -1,1 +1,1 @@
-"""Operations around step 0."""
+"""Ops before and after the forward of step 0."""

@@ -1,45 +1,50 @@
-"""The tokens that step 0 runs over: each request's kept ones, one place earlier, and the target's own behind them."""
+"""The tokens that step 0 runs over: each request's accepted ones, one place earlier, and then the target's own."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from builders.kernels.op_by_schema import define_op_by_schema
+from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
 def shift_tokens(token_ids: torch.Tensor, next_tokens: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
-    """Place j of row r holds token_ids[r, j + 1] before place accepted[r], and next_tokens[r] from there on.
+    """int64 [R * (1 + K)]: place j of row r holds token_ids[r, j + 1] before place accepted[r], next_tokens[r] after.
 
-    token_ids int64 [R, 1 + K]; next_tokens int64, accepted int32, each [>= R]; int64 [R * (1 + K)]. A count outside 0
-    to K, which only the device could know of, counts as the nearest of these.
+    token_ids     int64 [R, 1 + K]
+    next_tokens   int64 [>= R]
+    accepted      int32 [>= R]   a count outside 0 to K, which only the device could know of, counts as the nearest
     """
     rows = token_ids.shape[0]
-    out: torch.Tensor = _shift_tokens_op(token_ids, next_tokens[:rows], accepted[:rows])
+    out: torch.Tensor = _shift_tokens(token_ids, next_tokens[:rows], accepted[:rows])
     return out
 
 
-def _shift_tokens(token_ids: torch.Tensor, next_tokens: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
-    place = torch.arange(token_ids.shape[1])
-    last = accepted.clamp(0, token_ids.shape[1] - 1)[:, None]
-    return torch.where(place < last, token_ids.roll(-1, 1), next_tokens[:, None]).flatten()
+class ShiftTokens(NamedTuple):
+    """token_ids int64 [R, 1 + K], next_tokens int64 [R], accepted int32 [R]"""
 
+    token_ids: torch.Tensor
+    next_tokens: torch.Tensor
+    accepted: torch.Tensor
 
-def _launch(token_ids: torch.Tensor, next_tokens: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
-    out = _fake(token_ids, next_tokens, accepted)
-    rows, query_len = token_ids.shape
-    _shift_tokens_kernel[(rows,)](
-        token_ids,
-        next_tokens,
-        accepted,
-        out,
-        query_len,
-        token_ids.stride(0),
-        BLOCK=triton.next_power_of_2(query_len),
-        num_warps=1,
-        **dependent_launch(token_ids.device),
-    )
-    return out
+    def reference(self) -> torch.Tensor:
+        place = torch.arange(self.token_ids.shape[1])
+        last = self.accepted.clamp(0, self.token_ids.shape[1] - 1)[:, None]
+        return torch.where(place < last, self.token_ids.roll(-1, 1), self.next_tokens[:, None]).flatten()
+
+    def fake(self) -> torch.Tensor:
+        return self.token_ids.new_empty(self.token_ids.numel())
+
+    def launch(self) -> torch.Tensor:
+        out = self.fake()
+        rows, query_len = self.token_ids.shape
+        _shift_tokens_kernel[(rows,)](
+            *self, out, query_len, self.token_ids.stride(0),
+            BLOCK=triton.next_power_of_2(query_len), num_warps=1, **dependent_launch(self.token_ids.device),
+        )  # fmt: skip
+        return out
 
 
 @triton.jit
@@ -56,14 +61,4 @@ def _shift_tokens_kernel(
     tl.store(out + row * query_len + place, token, mask=place < query_len)
 
 
-def _fake(token_ids: torch.Tensor, next_tokens: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
-    return token_ids.new_empty(token_ids.numel())
-
-
-_shift_tokens_op = define_op_by_schema(
-    "spec_decode::shift_tokens",
-    "(Tensor token_ids, Tensor next_tokens, Tensor accepted) -> Tensor",
-    cpu=_shift_tokens,
-    cuda=_launch,
-    fake=_fake,
-)
+_shift_tokens = define_op("spec_decode::shift_tokens", ShiftTokens)

@@ -22,6 +22,8 @@ class DraftStrategy(ABC):
     """Why it is not chosen where it could run."""
     automatic: ClassVar[bool] = True
     """Whether it may be chosen without being asked for."""
+    autotuned: ClassVar[bool] = True
+    """Whether autotuning measures it where it can run: False for what is never the fastest."""
     uses_graphs: ClassVar[bool] = True
 
     def __init__(self, step: DraftStep, graphs: GraphManager) -> None:

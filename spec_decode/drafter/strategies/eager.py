@@ -14,6 +14,7 @@ class Eager(DraftStrategy):
     """Every group is rebuilt at every step. The reference for the other strategies."""
 
     chosen_because = "no graph can be used"
+    autotuned = False
     uses_graphs = False
 
     @classmethod

@@ -16,6 +16,7 @@ class Piecewise(PerStep):
     """As per step, but the attention of groups that no graph holds runs eagerly between the pieces."""
 
     chosen_because = "the attention of a group cannot be captured, the rest of the step can"
+    autotuned = False
 
     @classmethod
     def unsupported_reason(

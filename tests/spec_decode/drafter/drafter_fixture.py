@@ -1,4 +1,4 @@
-"""A drafter over two KV groups with a context in their caches, and rounds of it, one behind the other."""
+"""A drafter over two KV groups with a context in their caches, and consecutive rounds of it."""
 
 from dataclasses import fields
 
@@ -12,7 +12,7 @@ from spec_decode.drafter.kv_groups import make_group
 from spec_decode.models import AttentionInputs, DraftModel
 from tests.factories import CPU, make_config, make_spec, owned_pages
 from tests.foreseen import Foreseen
-from tests.spec_decode.drafter_backends import DecodeOnly, Strong, Uncapturable, Weak
+from tests.spec_decode.drafter.third_party_backends import Advancing, DecodeOnly, Rebuilt, Uncapturable
 
 K, MAX_SEQ_LEN = 4, 48
 CONFIG = make_config(hidden_size=64, head_dim=64)
@@ -62,7 +62,7 @@ class TwoLayerDraft(DraftModel):
         return self.head(hidden)
 
 
-class Scene:
+class DrafterFixture:
     """The two-layer model on two groups of other page sizes, with a context of noise in both caches."""
 
     def __init__(
@@ -116,7 +116,7 @@ class Scene:
         return VerifiedTokens(**{name: getattr(whole, name)[rows] for name in given})
 
     def rounds(self, count=3, temperature=0.0):
-        """Rounds one behind the other, each from where the last one's accepted tokens end."""
+        """Consecutive rounds, each from where the last one's accepted tokens end."""
         contexts, found = list(CONTEXTS), []
         for round_ in range(count):
             verified = self.verified(round_=round_, temperature=temperature, contexts=contexts)
@@ -127,23 +127,23 @@ class Scene:
 
 
 def mixed(**options):
-    return Scene([Strong(), Weak()], **options)
+    return DrafterFixture([Advancing(), Rebuilt()], **options)
 
 
-def foreseen(**options):
-    return Scene([Strong(), Foreseen()], **options)
+def preplanned(**options):
+    return DrafterFixture([Advancing(), Foreseen()], **options)
 
 
-def strong(**options):
-    return Scene([get("triton_paged"), get("torch_reference")], **options)
+def advancing(**options):
+    return DrafterFixture([get("triton_paged"), get("torch_reference")], **options)
 
 
 def decode_only(**options):
-    return Scene([get("triton_paged"), DecodeOnly()], **options)
+    return DrafterFixture([get("triton_paged"), DecodeOnly()], **options)
 
 
 def piecewise(**options):
-    return Scene([get("triton_paged"), Uncapturable()], **options)
+    return DrafterFixture([get("triton_paged"), Uncapturable()], **options)
 
 
 def assert_same(found, expected):

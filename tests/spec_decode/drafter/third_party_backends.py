@@ -18,7 +18,7 @@ from builders import (
 )
 
 
-class StrongBuilder(TritonPagedBuilder):
+class AdvancingBuilder(TritonPagedBuilder):
     """Advances in the graph; keeps count of its builds."""
 
     builds: ClassVar[list[int]] = []
@@ -32,11 +32,11 @@ class StrongBuilder(TritonPagedBuilder):
         return super().build(batch, horizon=horizon)
 
 
-class Strong(TritonPaged):
-    builder = StrongBuilder
+class Advancing(TritonPaged):
+    builder = AdvancingBuilder
 
 
-class WeakBuilder(MetadataBuilder):
+class RebuiltBuilder(MetadataBuilder):
     """A third party's: only a build with exact lengths will do; an advance would be a mistake of the drafter's."""
 
     graph_support = GraphSupport.ALWAYS
@@ -64,9 +64,9 @@ class WeakBuilder(MetadataBuilder):
         return self._inner.capture_constants(metadata)
 
 
-class Weak(TorchReference):
+class Rebuilt(TorchReference):
     name = "third_party"
-    builder = WeakBuilder
+    builder = RebuiltBuilder
 
 
 class DecodeOnlyBuilder(ReferenceBuilder):
@@ -97,12 +97,12 @@ class Uncapturable(TorchReference):
         return super().forward(query, *args, **options)
 
 
-class UncapturableWeakBuilder(WeakBuilder):
+class UncapturableRebuiltBuilder(RebuiltBuilder):
     graph_support = GraphSupport.NEVER
 
 
-class UncapturableWeak(Uncapturable):
-    builder = UncapturableWeakBuilder
+class UncapturableRebuilt(Uncapturable):
+    builder = UncapturableRebuiltBuilder
 
 
 class PlanBuilder(ReferenceBuilder):

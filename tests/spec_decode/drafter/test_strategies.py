@@ -8,31 +8,31 @@ from attn_backends import get
 from spec_decode.drafter import GraphMode, Strategy, StrategyError
 from spec_decode.drafter.metadata_plan import MetadataUpdate
 from tests.foreseen import ForeseenBuilder
-from tests.spec_decode.drafter_backends import (
-    Planned,
-    Strong,
-    StrongBuilder,
-    Uncapturable,
-    UncapturableWeak,
-    Weak,
-    WeakBuilder,
-)
-from tests.spec_decode.drafter_scene import (
+from tests.spec_decode.drafter.drafter_fixture import (
     CAPTURING,
     CONTEXTS,
     MAX_SEQ_LEN,
+    DrafterFixture,
     K,
-    Scene,
+    advancing,
     assert_same,
     decode_only,
-    foreseen,
     mixed,
     piecewise,
-    strong,
+    preplanned,
+)
+from tests.spec_decode.drafter.third_party_backends import (
+    Advancing,
+    AdvancingBuilder,
+    Planned,
+    Rebuilt,
+    RebuiltBuilder,
+    Uncapturable,
+    UncapturableRebuilt,
 )
 
 
-def test_a_weak_group_is_rebuilt_and_the_strong_one_is_not():
+def test_a_rebuild_group_is_rebuilt_and_the_advancing_one_is_not():
     plan = mixed().drafter.plan
     assert plan.strategy is Strategy.PER_STEP
     assert [(g.update, g.waits) for g in plan.groups] == [
@@ -41,14 +41,14 @@ def test_a_weak_group_is_rebuilt_and_the_strong_one_is_not():
     ]
 
 
-def test_a_round_builds_the_weak_group_once_a_step_and_the_strong_one_never():
-    scene = mixed()
-    scene.drafter.capture()
-    StrongBuilder.builds.clear()
-    WeakBuilder.builds.clear()
-    scene.drafter.propose(scene.verified())
-    assert StrongBuilder.builds == []
-    assert WeakBuilder.builds == [K + 1] + [1] * (K - 1)
+def test_a_round_builds_the_rebuild_group_once_a_step_and_the_advancing_one_never():
+    fixture = mixed()
+    fixture.drafter.capture()
+    AdvancingBuilder.builds.clear()
+    RebuiltBuilder.builds.clear()
+    fixture.drafter.propose(fixture.verified())
+    assert AdvancingBuilder.builds == []
+    assert RebuiltBuilder.builds == [K + 1] + [1] * (K - 1)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -57,13 +57,13 @@ def test_mixed_groups_draft_what_eager_drafts(temperature):
     assert_same(mixed().rounds(temperature=temperature), expected)
 
 
-def test_a_forced_full_loop_with_a_weak_group_raises_with_its_reason():
+def test_a_forced_full_loop_with_a_rebuild_group_raises_with_its_reason():
     with pytest.raises(StrategyError, match="its plan is made on the host"):
         mixed(strategy=Strategy.FULL_LOOP)
 
 
 def test_a_group_that_the_host_can_foresee_leaves_the_full_loop_possible():
-    plan = foreseen().drafter.plan
+    plan = preplanned().drafter.plan
     assert plan.strategy is Strategy.FULL_LOOP
     assert [(g.update, g.waits) for g in plan.groups] == [
         (MetadataUpdate.IN_GRAPH, False),
@@ -72,97 +72,99 @@ def test_a_group_that_the_host_can_foresee_leaves_the_full_loop_possible():
 
 
 def test_a_round_plans_every_later_step_of_such_a_group_before_the_loop():
-    scene = foreseen()
-    scene.drafter.capture()
-    StrongBuilder.builds.clear()
+    fixture = preplanned()
+    fixture.drafter.capture()
+    AdvancingBuilder.builds.clear()
     ForeseenBuilder.builds.clear()
-    verified = scene.verified()
-    scene.drafter.propose(verified)
+    verified = fixture.verified()
+    fixture.drafter.propose(verified)
     start = [c + int(a) + 1 for c, a in zip(CONTEXTS, verified.accepted, strict=True)]
-    assert StrongBuilder.builds == []
+    assert AdvancingBuilder.builds == []
     assert ForeseenBuilder.builds == [(*(n + step for n in start), 0) for step in range(1, K)]
 
 
 def test_a_plan_ends_at_the_limit_of_its_request():
-    scene = foreseen(limits=(MAX_SEQ_LEN, 14, MAX_SEQ_LEN))
-    scene.drafter.capture()
+    fixture = preplanned(limits=(MAX_SEQ_LEN, 14, MAX_SEQ_LEN))
+    fixture.drafter.capture()
     ForeseenBuilder.builds.clear()
-    scene.drafter.propose(scene.verified())
+    fixture.drafter.propose(fixture.verified())
     assert max(lens[1] for lens in ForeseenBuilder.builds) <= 14
 
 
 @pytest.mark.parametrize("limits", [(MAX_SEQ_LEN,) * 3, (MAX_SEQ_LEN, 14, MAX_SEQ_LEN)], ids=["roomy", "limited"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_planned_groups_draft_what_eager_drafts(temperature, limits):
-    expected = foreseen(strategy=Strategy.EAGER, limits=limits).rounds(1, temperature=temperature)
-    found = foreseen(limits=limits).rounds(1, temperature=temperature)
+    expected = preplanned(strategy=Strategy.EAGER, limits=limits).rounds(1, temperature=temperature)
+    found = preplanned(limits=limits).rounds(1, temperature=temperature)
     for (tokens, logits), (wanted, wanted_logits) in zip(found, expected, strict=True):
         assert tokens.tolist() == wanted.tolist()
         assert torch.equal(logits[tokens >= 0], wanted_logits[tokens >= 0])
 
 
-def test_rounds_one_behind_the_other_are_each_planned_anew():
-    assert_same(foreseen().rounds(), foreseen(strategy=Strategy.EAGER).rounds())
+def test_consecutive_rounds_are_each_planned_anew():
+    assert_same(preplanned().rounds(), preplanned(strategy=Strategy.EAGER).rounds())
 
 
-def test_two_strong_groups_run_the_full_loop():
-    assert strong().drafter.plan.strategy is Strategy.FULL_LOOP
+def test_two_advancing_groups_run_the_full_loop():
+    assert advancing().drafter.plan.strategy is Strategy.FULL_LOOP
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("strategy", CAPTURING)
-def test_strong_groups_draft_what_eager_drafts(strategy, temperature):
-    expected = strong(strategy=Strategy.EAGER).rounds(temperature=temperature)
-    assert_same(strong(strategy=strategy).rounds(temperature=temperature), expected)
+def test_advancing_groups_draft_what_eager_drafts(strategy, temperature):
+    expected = advancing(strategy=Strategy.EAGER).rounds(temperature=temperature)
+    assert_same(advancing(strategy=strategy).rounds(temperature=temperature), expected)
 
 
 def test_a_group_captured_for_decode_alone_runs_step_0_eagerly_and_drafts_the_same():
-    scene = decode_only()
-    found = scene.rounds()
-    assert {report.key.kind for report in scene.drafter.graphs.reports} == {"loop"}
-    assert_same(found, strong(strategy=Strategy.EAGER).rounds())
+    fixture = decode_only()
+    found = fixture.rounds()
+    assert {report.key.kind for report in fixture.drafter.graphs.reports} == {"loop"}
+    assert_same(found, advancing(strategy=Strategy.EAGER).rounds())
 
 
 def test_turning_graphs_off_is_eager_and_captures_nothing():
-    scene = mixed(graph_mode=GraphMode.NONE)
-    scene.rounds(1)
-    assert scene.drafter.plan.strategy is Strategy.EAGER and scene.drafter.graphs.reports == []
+    fixture = mixed(graph_mode=GraphMode.NONE)
+    fixture.rounds(1)
+    assert fixture.drafter.plan.strategy is Strategy.EAGER and fixture.drafter.graphs.reports == []
 
 
 @pytest.mark.parametrize("steps", [2, 3, 4, 5])
 @pytest.mark.parametrize("mode", GraphMode)
 def test_every_graph_mode_drafts_what_eager_drafts(mode, steps):
-    expected = strong(steps=steps, strategy=Strategy.EAGER).rounds(2)
-    found = strong(steps=steps, graph_mode=mode, capture_sizes=[4])
+    expected = advancing(steps=steps, strategy=Strategy.EAGER).rounds(2)
+    found = advancing(steps=steps, graph_mode=mode, capture_sizes=[4])
     assert_same(found.rounds(2), expected)
     kinds = {report.key.kind for report in found.drafter.graphs.reports}
     assert kinds == (set() if mode is GraphMode.NONE else {"extend", "loop"})
 
 
-@pytest.mark.parametrize("other", ["torch_reference", "weak"])
+@pytest.mark.parametrize("other", ["torch_reference", "rebuilt"])
 def test_a_build_per_round_group_drafts_what_eager_drafts_when_rows_move(other):
     def rounds(strategy):
-        scene = Scene([Planned(), Weak() if other == "weak" else get(other)], strategy=strategy)
-        first = scene.drafter.propose(scene.verified()).tokens.tolist()
-        scene.load([2, 1, 0])
-        verified = scene.verified(round_=1, rows=[2, 1, 0], contexts=[5, 12, 20])
-        return first, scene.drafter.propose(verified).tokens.tolist()
+        fixture = DrafterFixture([Planned(), Rebuilt() if other == "rebuilt" else get(other)], strategy=strategy)
+        first = fixture.drafter.propose(fixture.verified()).tokens.tolist()
+        fixture.load([2, 1, 0])
+        verified = fixture.verified(round_=1, rows=[2, 1, 0], contexts=[5, 12, 20])
+        return first, fixture.drafter.propose(verified).tokens.tolist()
 
     assert rounds(None) == rounds(Strategy.EAGER)
 
 
 def test_a_group_that_no_graph_holds_leaves_the_rest_of_the_step_in_one():
-    scene = piecewise()
-    scene.rounds(1)
-    assert scene.drafter.plan.strategy is Strategy.PIECEWISE
-    assert {report.key.kind for report in scene.drafter.graphs.reports} == {"step"}
+    fixture = piecewise()
+    fixture.rounds(1)
+    assert fixture.drafter.plan.strategy is Strategy.PIECEWISE
+    assert {report.key.kind for report in fixture.drafter.graphs.reports} == {"step"}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("backends", [(Strong, Uncapturable), (Weak, Uncapturable), (Strong, UncapturableWeak)])
+@pytest.mark.parametrize(
+    "backends", [(Advancing, Uncapturable), (Rebuilt, Uncapturable), (Advancing, UncapturableRebuilt)]
+)
 def test_a_step_in_pieces_drafts_what_eager_drafts(backends, temperature):
     def rounds(strategy):
-        return Scene([make() for make in backends], strategy=strategy).rounds(temperature=temperature)
+        return DrafterFixture([make() for make in backends], strategy=strategy).rounds(temperature=temperature)
 
     assert_same(rounds(None), rounds(Strategy.EAGER))
 
@@ -180,11 +182,11 @@ class CountedOps(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("strategy", [None, Strategy.EAGER])
-@pytest.mark.parametrize("scene", [strong, mixed, foreseen, decode_only, piecewise])
-def test_a_round_sets_the_state_of_step_0_once(scene, strategy):
-    drafter_scene = scene(strategy=strategy)
-    drafter_scene.drafter.capture()
-    verified = drafter_scene.verified()
+@pytest.mark.parametrize("make", [advancing, mixed, preplanned, decode_only, piecewise])
+def test_a_round_sets_the_state_of_step_0_once(make, strategy):
+    fixture = make(strategy=strategy)
+    fixture.drafter.capture()
+    verified = fixture.verified()
     with CountedOps() as counted:
-        drafter_scene.drafter.propose(verified)
+        fixture.drafter.propose(verified)
     assert counted.runs["builders::begin_extend"] == 1

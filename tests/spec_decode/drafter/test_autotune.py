@@ -17,7 +17,7 @@ CONFIG = make_config(vocab_size=32, hidden_size=16, num_layers=1, num_q_heads=2,
 K = 3
 
 
-class PagedFixture:
+class AutotuneFixture:
     """A tiny draft over a small pool, and a clock whose times are given."""
 
     def __init__(self, folder, *, num_pages=12, max_reqs=2):
@@ -54,45 +54,45 @@ def times(full=100.0, device=100.0, per_step=100.0):
 
 
 @pytest.fixture
-def world(tmp_path):
-    return PagedFixture(tmp_path)
+def fixture(tmp_path):
+    return AutotuneFixture(tmp_path)
 
 
-def test_the_fastest_strategy_is_chosen(world):
-    assert world.measure(times(device=50.0)).strategy is Strategy.DEVICE_LOOP
+def test_the_fastest_strategy_is_chosen(fixture):
+    assert fixture.measure(times(device=50.0)).strategy is Strategy.DEVICE_LOOP
 
 
-def test_noise_does_not_replace_the_rules_choice(world):
-    assert world.measure(times(device=100.0 * (1 - MARGIN / 2))).strategy is Strategy.FULL_LOOP
+def test_noise_does_not_replace_the_rules_choice(fixture):
+    assert fixture.measure(times(device=100.0 * (1 - MARGIN / 2))).strategy is Strategy.FULL_LOOP
 
 
-def test_every_strategy_that_can_run_is_measured_over_live_requests_of_full_length(world):
-    world.measure(times())
-    assert world.seen == [(s, 2, 24) for s in (Strategy.FULL_LOOP, Strategy.DEVICE_LOOP, Strategy.PER_STEP)]
+def test_every_strategy_that_can_run_is_measured_over_live_requests_of_full_length(fixture):
+    fixture.measure(times())
+    assert fixture.seen == [(s, 2, 24) for s in (Strategy.FULL_LOOP, Strategy.DEVICE_LOOP, Strategy.PER_STEP)]
 
 
-def test_a_measurement_leaves_no_request_behind(world):
-    world.measure(times())
-    assert world.tables.num_live == 0 and not world.tables.token_limits.any()
+def test_a_measurement_leaves_no_request_in_the_tables(fixture):
+    fixture.measure(times())
+    assert fixture.tables.num_live == 0 and not fixture.tables.token_limits.any()
 
 
-def test_a_second_call_measures_nothing_and_says_where_its_answer_is_from(world):
-    first = world.measure(times(device=50.0))
-    world.seen.clear()
-    again = world.measure(times(full=1.0))
-    assert not world.seen and again == first
+def test_a_second_call_measures_nothing_and_says_where_its_answer_is_from(fixture):
+    first = fixture.measure(times(device=50.0))
+    fixture.seen.clear()
+    again = fixture.measure(times(full=1.0))
+    assert not fixture.seen and again == first
     assert "device_loop: fastest of full_loop 100 us" in again.explain() and again.env.date in again.explain()
 
 
-def test_another_shape_is_measured_anew(world):
-    world.measure(times(device=50.0))
-    assert world.measure(times(per_step=50.0), num_speculative_tokens=K - 1).strategy is Strategy.PER_STEP
+def test_another_shape_is_measured_anew(fixture):
+    fixture.measure(times(device=50.0))
+    assert fixture.measure(times(per_step=50.0), num_speculative_tokens=K - 1).strategy is Strategy.PER_STEP
 
 
 @pytest.mark.parametrize("change", ["truncated", "of another shape", "of another schema"])
-def test_a_cached_file_that_does_not_fit_is_measured_again(world, change):
-    world.measure(times(device=50.0))
-    (path,) = world.cache.folder.glob("*.json")
+def test_a_cached_file_that_does_not_fit_is_measured_again(fixture, change):
+    fixture.measure(times(device=50.0))
+    (path,) = fixture.cache.folder.glob("*.json")
     text = path.read_text()
     broken = {
         "truncated": text[:40],
@@ -100,56 +100,56 @@ def test_a_cached_file_that_does_not_fit_is_measured_again(world, change):
         "of another schema": text.replace("attn-strategy/1", "attn-strategy/0"),
     }
     path.write_text(broken[change])
-    assert world.measure(times(per_step=50.0)).strategy is Strategy.PER_STEP
+    assert fixture.measure(times(per_step=50.0)).strategy is Strategy.PER_STEP
 
 
-def test_a_cached_strategy_that_cannot_run_here_is_measured_again(world):
-    found = world.measure(times(device=50.0))
-    world.cache.put(msgspec.structs.replace(found, strategy=Strategy.PIECEWISE))
-    assert world.measure(times(per_step=50.0)).strategy is Strategy.PER_STEP
+def test_a_cached_strategy_that_cannot_run_here_is_measured_again(fixture):
+    found = fixture.measure(times(device=50.0))
+    fixture.cache.put(msgspec.structs.replace(found, strategy=Strategy.PIECEWISE))
+    assert fixture.measure(times(per_step=50.0)).strategy is Strategy.PER_STEP
 
 
-def test_without_graphs_there_is_nothing_to_measure_or_keep(world):
-    found = world.measure(times(), graph_mode=GraphMode.NONE)
-    assert found.strategy is Strategy.EAGER and not world.seen and not list(world.cache.folder.glob("*"))
+def test_without_graphs_there_is_nothing_to_measure_or_keep(fixture):
+    found = fixture.measure(times(), graph_mode=GraphMode.NONE)
+    assert found.strategy is Strategy.EAGER and not fixture.seen and not list(fixture.cache.folder.glob("*"))
     assert all("graphs are turned off" in reason for reason in found.not_measured.values())
 
 
 def test_a_small_pool_measures_with_fewer_requests(tmp_path):
-    world = PagedFixture(tmp_path, num_pages=4)
-    world.measure(times())
-    assert {live for _, live, _ in world.seen} == {1}
+    fixture = AutotuneFixture(tmp_path, num_pages=4)
+    fixture.measure(times())
+    assert {live for _, live, _ in fixture.seen} == {1}
 
 
 def test_a_pool_without_room_for_a_round_is_refused(tmp_path):
-    world = PagedFixture(tmp_path, num_pages=2)
+    fixture = AutotuneFixture(tmp_path, num_pages=2)
     with pytest.raises(BatchError, match="room for a request of 9 tokens"):
-        world.measure(times())
+        fixture.measure(times())
 
 
-def test_wall_time_is_measured_where_no_clock_is_given(world):
-    found = world.measure()
+def test_wall_time_is_measured_where_no_clock_is_given(fixture):
+    found = fixture.measure()
     assert set(found.wall_us) == {"full_loop", "device_loop", "per_step"} and min(found.wall_us.values()) > 0
 
 
 def test_a_folder_that_cannot_be_written_is_warned_of_and_the_measurement_is_used(tmp_path):
     (tmp_path / "file").touch()
-    world = PagedFixture(tmp_path / "file" / "strategies")
+    fixture = AutotuneFixture(tmp_path / "file" / "strategies")
     with pytest.warns(RuntimeWarning, match=r"file/strategies is not.*device_loop is used.*ATTN_BACKENDS_CACHE"):
-        found = world.measure(times(device=50.0))
-    assert found.strategy is Strategy.DEVICE_LOOP and world.tables.num_live == 0
+        found = fixture.measure(times(device=50.0))
+    assert found.strategy is Strategy.DEVICE_LOOP and fixture.tables.num_live == 0
 
 
-def test_a_measurement_that_could_not_be_kept_leaves_the_earlier_one_and_no_part(world, monkeypatch):
-    earlier = world.measure(times(device=50.0))
+def test_a_measurement_that_could_not_be_kept_leaves_the_earlier_one_and_no_part(fixture, monkeypatch):
+    earlier = fixture.measure(times(device=50.0))
 
     def full(*_):
         raise OSError(errno.ENOSPC, "no space left")
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.warns(RuntimeWarning, match="no space left"):
-        world.cache.put(msgspec.structs.replace(earlier, strategy=Strategy.PER_STEP))
-    assert world.cache.get(earlier.shape) == earlier and len(list(world.cache.folder.iterdir())) == 1
+        fixture.cache.put(msgspec.structs.replace(earlier, strategy=Strategy.PER_STEP))
+    assert fixture.cache.get(earlier.shape) == earlier and len(list(fixture.cache.folder.iterdir())) == 1
 
 
 @pytest.mark.parametrize(("variable", "tail"), [("ATTN_BACKENDS_CACHE", ""), ("XDG_CACHE_HOME", "attn-backends")])

@@ -13,7 +13,7 @@ from tests.factories import CPU
 @pytest.fixture(autouse=True)
 def forget():
     def clear():
-        cuda_loop.obstacle.cache_clear()
+        cuda_loop.unsupported_reason.cache_clear()
         cuda_loop._bindings.cache_clear()
 
     clear()

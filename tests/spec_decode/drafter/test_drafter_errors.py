@@ -5,13 +5,13 @@ import torch
 
 from builders import BatchError
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, StrategyError
-from tests.spec_decode.drafter_scene import MAX_SEQ_LEN, K, strong
+from tests.spec_decode.drafter.drafter_fixture import MAX_SEQ_LEN, K, advancing
 
 
 def changed(**changes):
-    scene = strong(strategy=Strategy.EAGER)
-    verified = scene.verified()
-    return scene, replace(verified, **{name: change(getattr(verified, name)) for name, change in changes.items()})
+    fixture = advancing(strategy=Strategy.EAGER)
+    verified = fixture.verified()
+    return fixture, replace(verified, **{name: change(getattr(verified, name)) for name, change in changes.items()})
 
 
 REFUSED = {
@@ -26,65 +26,65 @@ REFUSED = {
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
 def test_verified_tokens_that_do_not_fit_are_refused(changes, message):
-    scene, verified = changed(**changes)
+    fixture, verified = changed(**changes)
     with pytest.raises(BatchError, match=message):
-        scene.drafter.propose(verified)
+        fixture.drafter.propose(verified)
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
 def test_nothing_runs_when_verified_tokens_are_refused(changes, message):
-    scene, verified = changed(**changes)
-    before = [tensor.clone() for tensor in scene.caches()]
+    fixture, verified = changed(**changes)
+    before = [tensor.clone() for tensor in fixture.caches()]
     with pytest.raises(BatchError):
-        scene.drafter.propose(verified)
-    assert all(torch.equal(a, b) for a, b in zip(before, scene.caches(), strict=True))
+        fixture.drafter.propose(verified)
+    assert all(torch.equal(a, b) for a, b in zip(before, fixture.caches(), strict=True))
 
 
 def test_a_round_without_a_live_request_is_refused():
-    scene = strong()
-    scene.load([])
+    fixture = advancing()
+    fixture.load([])
     with pytest.raises(BatchError, match="at least one live request"):
-        scene.drafter.propose(scene.verified(rows=slice(0, 0)))
+        fixture.drafter.propose(fixture.verified(rows=slice(0, 0)))
 
 
 def test_a_batch_above_the_largest_capture_is_refused():
-    scene = strong(capture_sizes=[1, 2])
+    fixture = advancing(capture_sizes=[1, 2])
     with pytest.raises(BatchError, match="largest captured batch is 2 requests, got 3"):
-        scene.drafter.propose(scene.verified())
+        fixture.drafter.propose(fixture.verified())
 
 
 @pytest.mark.parametrize("strategy", [None, Strategy.EAGER])
 def test_a_capture_size_beyond_the_tables_rows_is_refused_in_words(strategy):
     with pytest.raises(BatchError):
-        strong(capture_sizes=[8], strategy=strategy).rounds(1)
+        advancing(capture_sizes=[8], strategy=strategy).rounds(1)
 
 
 def test_tables_of_other_page_sizes_than_the_groups_are_refused():
-    scene = strong()
+    fixture = advancing()
     with pytest.raises(BatchError, match=r"page sizes \[4, 8\] against the tables' \[8, 4\]"):
-        Drafter(scene.model, scene.groups[::-1], scene.tables, DrafterConfig(num_speculative_tokens=K))
+        Drafter(fixture.model, fixture.groups[::-1], fixture.tables, DrafterConfig(num_speculative_tokens=K))
 
 
 def test_a_drafter_of_no_tokens_is_refused():
     with pytest.raises(StrategyError, match="at least 1 token a round, got 0"):
-        strong(steps=0)
+        advancing(steps=0)
 
 
 def test_more_tokens_a_round_than_a_request_has_places_are_refused():
     with pytest.raises(
         BatchError, match=f"takes {MAX_SEQ_LEN + 1} places of a request, these tables hold {MAX_SEQ_LEN}"
     ):
-        strong(steps=MAX_SEQ_LEN)
+        advancing(steps=MAX_SEQ_LEN)
 
 
 @pytest.mark.parametrize("count", [0, K + 1])
 def test_a_round_of_a_number_of_tokens_that_the_drafter_has_not_is_refused(count):
-    scene = strong()
+    fixture = advancing()
     with pytest.raises(BatchError, match=f"proposes 1 to {K} tokens a round, asked for {count}"):
-        scene.drafter.propose(scene.verified(), num_tokens=count)
+        fixture.drafter.propose(fixture.verified(), num_tokens=count)
 
 
 @pytest.mark.parametrize("least", [-0.1, 1.0, float("nan")])
 def test_a_least_confidence_that_is_no_probability_below_1_is_refused(least):
     with pytest.raises(BatchError, match="least confidence is a probability below 1"):
-        strong(min_confidence=least)
+        advancing(min_confidence=least)

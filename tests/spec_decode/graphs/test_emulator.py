@@ -185,8 +185,9 @@ def test_a_custom_op_that_reads_its_own_tensors_on_the_cpu_is_no_host_read():
     ints = [torch.tensor(v, dtype=torch.int32) for v in ([[0, 1]], [0], [0, 1])]
 
     def attend():
-        sizes = {"max_query_len": 1, "max_seq_len": 8, "num_splits": 1}
-        out.copy_(paged_attention(torch.ones(1, 1, 64), cache, cache, *ints, **sizes, scale=1.0))
+        sinks, max_query_len, max_seq_len, num_splits, scale, sliding_window, soft_cap = None, 1, 8, 1, 1.0, None, None
+        options = (sinks, max_query_len, max_seq_len, num_splits, scale, sliding_window, soft_cap)
+        out.copy_(paged_attention(torch.ones(1, 1, 64), cache, cache, *ints, *options))
 
     graph = capture(attend)
     ints[1].fill_(3)
@@ -325,23 +326,23 @@ def test_other_host_reads_are_refused(read):
 
 
 def counting(limit=5):
-    """A loop that counts `left` down and keeps going while some is left."""
-    left, runs, going = torch.zeros(1), torch.zeros(1), torch.zeros(1, dtype=torch.int32)
+    """A loop that counts `left` down and keeps continue_flag set while some is left."""
+    left, runs, continue_flag = torch.zeros(1), torch.zeros(1), torch.zeros(1, dtype=torch.int32)
 
     def body():
         left.sub_(1)
         runs.add_(1)
-        going.copy_(left > 0)
+        continue_flag.copy_(left > 0)
 
-    return left, runs, going, runtime_for(CPU).capture_loop(body, going, limit)
+    return left, runs, continue_flag, runtime_for(CPU).capture_loop(body, continue_flag, limit)
 
 
 @pytest.mark.parametrize("times", [1, 3, 5])
 def test_a_loop_runs_its_body_until_the_body_ends_it(times):
-    left, runs, going, graph = counting()
+    left, runs, continue_flag, graph = counting()
     left.fill_(times)
     graph.replay()
-    assert runs.tolist() == [times] and going.tolist() == [0]
+    assert runs.tolist() == [times] and continue_flag.tolist() == [0]
 
 
 def test_a_loop_runs_its_body_once_whatever_it_finds():
@@ -351,14 +352,14 @@ def test_a_loop_runs_its_body_once_whatever_it_finds():
 
 
 def test_the_capture_of_a_loop_does_not_execute():
-    left, runs, going, _ = counting()
-    assert left.tolist() == runs.tolist() == going.tolist() == [0]
+    left, runs, continue_flag, _ = counting()
+    assert left.tolist() == runs.tolist() == continue_flag.tolist() == [0]
 
 
 def test_a_loop_that_never_ends_is_stopped_in_words():
     left, runs, _, graph = counting(limit=4)
     left.fill_(5)
-    with pytest.raises(CaptureError, match="must end within 4 times round"):
+    with pytest.raises(CaptureError, match="must end within 4 iterations"):
         graph.replay()
     assert runs.tolist() == [4]
 

@@ -4,27 +4,27 @@ import pytest
 import torch
 
 from spec_decode.drafter import Strategy
-from tests.spec_decode.drafter_scene import (
+from tests.spec_decode.drafter.drafter_fixture import (
     CONFIG,
     CONTEXTS,
     MAX_SEQ_LEN,
     STRATEGIES,
     K,
     TwoLayerDraft,
+    advancing,
     assert_same,
     mixed,
-    strong,
 )
 
 
-def dense_drafts(scene, verified, committed):
+def dense_drafts(fixture, verified, committed):
     """Greedy drafts by attention over each request's whole text, with no cache, page or batch; logits [n, K, V].
 
     committed: each request's (token ids, hidden states) of earlier rounds; this round's are added to it.
     """
 
     def attend(inputs):
-        spec = scene.groups[inputs.layer].spec
+        spec = fixture.groups[inputs.layer].spec
         query, key, value = inputs.normed_and_rotated()
         lag = torch.arange(len(query))[:, None] - torch.arange(len(query))
         seen = (lag >= 0) & (lag < (spec.sliding_window or len(query)))
@@ -38,10 +38,10 @@ def dense_drafts(scene, verified, committed):
         ids += [*verified.token_ids[request, 1 : accepted + 1].tolist(), int(verified.next_tokens[request])]
         hidden += list(verified.target_hidden_states[request, : accepted + 1])
         drafted, states, logits = list(ids), list(hidden), []
-        for _ in range(scene.steps):
+        for _ in range(fixture.steps):
             positions = torch.arange(len(drafted))
-            states.append(scene.model(torch.tensor(drafted), torch.stack(states), positions, attend)[-1])
-            logits.append(scene.model.logits(states[-1]))
+            states.append(fixture.model(torch.tensor(drafted), torch.stack(states), positions, attend)[-1])
+            logits.append(fixture.model.logits(states[-1]))
             drafted.append(int(logits[-1].argmax()))
         rows.append(torch.stack(logits))
     return torch.stack(rows)
@@ -49,41 +49,41 @@ def dense_drafts(scene, verified, committed):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_round_drafts_what_dense_attention_over_the_text_gives(strategy):
-    scene = strong(strategy=strategy)
+    fixture = advancing(strategy=strategy)
     committed = [([], []) for _ in CONTEXTS]
     for round_ in range(4):
-        verified = scene.verified(round_=round_, contexts=[len(ids) for ids, _ in committed])
-        drafts = scene.drafter.propose(verified)
-        wanted = dense_drafts(scene, verified, committed)
+        verified = fixture.verified(round_=round_, contexts=[len(ids) for ids, _ in committed])
+        drafts = fixture.drafter.propose(verified)
+        wanted = dense_drafts(fixture, verified, committed)
         assert drafts.tokens.tolist() == wanted.argmax(-1).tolist()
         torch.testing.assert_close(drafts.logits, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_the_drafts_do_not_depend_on_the_padding():
-    found, expected = (strong(capture_sizes=[size]).rounds() for size in (3, 4))
+    found, expected = (advancing(capture_sizes=[size]).rounds() for size in (3, 4))
     assert [tokens.tolist() for tokens, _ in found] == [tokens.tolist() for tokens, _ in expected]
 
 
 def test_a_request_drafts_the_same_in_another_row_of_a_smaller_batch():
-    scene = strong()
-    tokens = scene.drafter.propose(scene.verified(temperature=1.0)).tokens.clone()
-    other = strong()
+    fixture = advancing()
+    tokens = fixture.drafter.propose(fixture.verified(temperature=1.0)).tokens.clone()
+    other = advancing()
     other.load([2, 1])
     found = other.drafter.propose(other.verified(temperature=1.0, rows=[2, 1])).tokens
     assert found.tolist() == tokens[[2, 1]].tolist()
 
 
 def test_drafts_are_views_of_the_same_buffers_every_round():
-    scene = strong()
-    first = scene.drafter.propose(scene.verified())
-    second = scene.drafter.propose(scene.verified(round_=1))
+    fixture = advancing()
+    first = fixture.drafter.propose(fixture.verified())
+    second = fixture.drafter.propose(fixture.verified(round_=1))
     assert first.tokens.data_ptr() == second.tokens.data_ptr() and first.logits.data_ptr() == second.logits.data_ptr()
 
 
-@pytest.mark.parametrize("scene", [strong, mixed])
-def test_a_single_token_is_drafted_by_step_0_alone(scene):
-    expected = scene(steps=1, strategy=Strategy.EAGER).rounds()
-    found = scene(steps=1)
+@pytest.mark.parametrize("make", [advancing, mixed])
+def test_a_single_token_is_drafted_by_step_0_alone(make):
+    expected = make(steps=1, strategy=Strategy.EAGER).rounds()
+    found = make(steps=1)
     assert_same(found.rounds(), expected)
     assert {report.key.kind for report in found.drafter.graphs.reports} == {"extend"}
     assert expected[0][0].shape == (3, 1)
@@ -91,12 +91,12 @@ def test_a_single_token_is_drafted_by_step_0_alone(scene):
 
 def test_fewer_steps_draft_the_same_first_tokens():
     def first(steps):
-        scene = strong(steps=steps, strategy=Strategy.EAGER)
-        verified = replace(scene.verified(), accepted=torch.zeros(3, dtype=torch.int32))
+        fixture = advancing(steps=steps, strategy=Strategy.EAGER)
+        verified = replace(fixture.verified(), accepted=torch.zeros(3, dtype=torch.int32))
         hidden, ids = verified.target_hidden_states.clone(), verified.token_ids.clone()
         hidden[:], ids[:] = 0.5, 3
         same = replace(verified, target_hidden_states=hidden, token_ids=ids, next_tokens=torch.tensor([1, 2, 3]))
-        return scene.drafter.propose(same).tokens[:, :2].tolist()
+        return fixture.drafter.propose(same).tokens[:, :2].tolist()
 
     assert first(2) == first(5)
 
@@ -104,25 +104,25 @@ def test_fewer_steps_draft_the_same_first_tokens():
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_count_that_cannot_be_drafts_as_the_nearest_that_can(strategy):
     def drafts(*accepted):
-        scene = strong(strategy=strategy)
-        given = scene.drafter.propose(replace(scene.verified(), accepted=torch.tensor(accepted, dtype=torch.int32)))
+        fixture = advancing(strategy=strategy)
+        given = fixture.drafter.propose(replace(fixture.verified(), accepted=torch.tensor(accepted, dtype=torch.int32)))
         return given.tokens, given.logits
 
     assert_same([drafts(2**31 - 1, -(2**31), 2)], [drafts(K, 0, 2)])
 
 
 def test_a_round_writes_no_page_that_nobody_owns():
-    scene = strong()
-    before = [tensor.clone() for tensor in scene.caches()]
-    scene.rounds(2)
-    for index, (was, tensor) in enumerate(zip(before, scene.caches(), strict=True)):
-        free = scene.pages[index // 2][3]
+    fixture = advancing()
+    before = [tensor.clone() for tensor in fixture.caches()]
+    fixture.rounds(2)
+    for index, (was, tensor) in enumerate(zip(before, fixture.caches(), strict=True)):
+        free = fixture.pages[index // 2][3]
         assert torch.equal(tensor[free], was[free])
 
 
 def test_a_prompt_is_prefilled_alone_as_among_others():
     hidden, ids = torch.randn(9, CONFIG.hidden_size), torch.randint(0, CONFIG.vocab_size, (9,))
-    together, alone = strong(limits=[MAX_SEQ_LEN] * 2), strong(limits=[MAX_SEQ_LEN] * 2)
+    together, alone = advancing(limits=[MAX_SEQ_LEN] * 2), advancing(limits=[MAX_SEQ_LEN] * 2)
     together.drafter.prefill(together.tables, [4, 5], [4, 5], ids, hidden)
     alone.load([1])
     alone.drafter.prefill(alone.tables, [5], [5], ids[4:], hidden[4:])
@@ -132,12 +132,12 @@ def test_a_prompt_is_prefilled_alone_as_among_others():
 
 
 def test_a_prefill_writes_the_prompts_positions_and_no_other():
-    scene = strong(limits=[MAX_SEQ_LEN] * 2)
-    before = [tensor.clone() for tensor in scene.caches()]
+    fixture = advancing(limits=[MAX_SEQ_LEN] * 2)
+    before = [tensor.clone() for tensor in fixture.caches()]
     ids, hidden = torch.zeros(9, dtype=torch.int64), torch.randn(9, CONFIG.hidden_size)
-    scene.drafter.prefill(scene.tables, [4, 5], [4, 5], ids, hidden)
-    for index, (was, found) in enumerate(zip(before, scene.caches(), strict=True)):
-        size, rows = found.shape[1], scene.pages[index // 2]
+    fixture.drafter.prefill(fixture.tables, [4, 5], [4, 5], ids, hidden)
+    for index, (was, found) in enumerate(zip(before, fixture.caches(), strict=True)):
+        size, rows = found.shape[1], fixture.pages[index // 2]
         written = {rows[r][p // size] * size + p % size for r, n in ((0, 4), (1, 5)) for p in range(n)}
         differs = (found != was).flatten(0, 1).flatten(1).any(1).nonzero().flatten()
         assert set(differs.tolist()) == written
@@ -169,7 +169,7 @@ class MaskedVocabulary(SmallVocabulary):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_draft_of_fewer_tokens_drafts_as_one_that_never_proposes_the_others(strategy, temperature):
-    expected = strong(strategy=Strategy.EAGER, make_model=MaskedVocabulary).rounds(2, temperature)
+    expected = advancing(strategy=Strategy.EAGER, make_model=MaskedVocabulary).rounds(2, temperature)
     assert_same(
-        strong(strategy=strategy, make_model=SmallVocabulary, capture_sizes=[4]).rounds(2, temperature), expected
+        advancing(strategy=strategy, make_model=SmallVocabulary, capture_sizes=[4]).rounds(2, temperature), expected
     )

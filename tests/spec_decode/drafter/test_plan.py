@@ -15,61 +15,66 @@ def group(name, level=AdvanceLevel.IN_GRAPH, support=GraphSupport.ALWAYS, **opti
     )
 
 
-STRONG, OTHER = group("strong"), group("other")
-WEAK = group("weak", AdvanceLevel.REBUILD)
+ADVANCING, OTHER = group("advancing"), group("other")
+REBUILT = group("rebuilt", AdvanceLevel.REBUILD)
 PLANNED = group("planned", AdvanceLevel.PREPLANNED)
 NEVER = group("never", support=GraphSupport.NEVER)
 DECODE_ONLY = group("decode_only", support=GraphSupport.SINGLE_TOKEN_DECODE)
 
 CHOSEN = {
-    "all in graph": ([STRONG, OTHER], FULL, Strategy.FULL_LOOP, []),
-    "one rebuilt": ([STRONG, WEAK, OTHER], FULL, Strategy.PER_STEP, [1]),
-    "all rebuilt": ([WEAK, WEAK], FULL, Strategy.PER_STEP, [0, 1]),
-    "one planned ahead": ([PLANNED, STRONG], FULL, Strategy.FULL_LOOP, []),
-    "one planned ahead beside a rebuilt one": ([PLANNED, WEAK, STRONG], FULL, Strategy.PER_STEP, [0, 1]),
+    "all in graph": ([ADVANCING, OTHER], FULL, Strategy.FULL_LOOP, []),
+    "one rebuilt": ([ADVANCING, REBUILT, OTHER], FULL, Strategy.PER_STEP, [1]),
+    "all rebuilt": ([REBUILT, REBUILT], FULL, Strategy.PER_STEP, [0, 1]),
+    "one planned ahead": ([PLANNED, ADVANCING], FULL, Strategy.FULL_LOOP, []),
+    "one planned ahead beside a rebuilt one": ([PLANNED, REBUILT, ADVANCING], FULL, Strategy.PER_STEP, [0, 1]),
     "captured for decode alone": ([DECODE_ONLY], FULL, Strategy.FULL_LOOP, []),
-    "one that no graph holds": ([STRONG, NEVER], FULL, Strategy.PIECEWISE, []),
-    "a weak one beside one that no graph holds": ([WEAK, NEVER], FULL, Strategy.PIECEWISE, [0]),
-    "graphs turned off": ([STRONG, OTHER], NONE, Strategy.EAGER, [0, 1]),
+    "one that no graph holds": ([ADVANCING, NEVER], FULL, Strategy.PIECEWISE, []),
+    "a rebuilt one beside one that no graph holds": ([REBUILT, NEVER], FULL, Strategy.PIECEWISE, [0]),
+    "graphs turned off": ([ADVANCING, OTHER], NONE, Strategy.EAGER, [0, 1]),
 }
 
 
-@pytest.mark.parametrize(("groups", "mode", "strategy", "weak"), CHOSEN.values(), ids=CHOSEN)
-def test_the_cheapest_strategy_that_every_group_can_run_is_chosen(groups, mode, strategy, weak):
+@pytest.mark.parametrize(("groups", "mode", "strategy", "rebuilt"), CHOSEN.values(), ids=CHOSEN)
+def test_the_cheapest_strategy_that_every_group_can_run_is_chosen(groups, mode, strategy, rebuilt):
     plan = choose(groups, 4, mode)
-    assert (plan.strategy, list(plan.rebuild_groups)) == (strategy, weak)
+    assert (plan.strategy, list(plan.rebuild_groups)) == (strategy, rebuilt)
 
 
-@pytest.mark.parametrize(("groups", "mode", "strategy", "weak"), CHOSEN.values(), ids=CHOSEN)
-def test_every_strategy_not_chosen_has_a_reason(groups, mode, strategy, weak):
+@pytest.mark.parametrize(("groups", "mode", "strategy", "rebuilt"), CHOSEN.values(), ids=CHOSEN)
+def test_every_strategy_not_chosen_has_a_reason(groups, mode, strategy, rebuilt):
     plan = choose(groups, 4, mode)
     assert {s for s, _ in plan.not_chosen} == set(Strategy) - {strategy}
     assert all(reason for _, reason in plan.not_chosen) and plan.reason
 
 
-def test_the_reason_against_the_full_loop_is_the_weak_groups_own():
-    reasons = dict(choose([STRONG, WEAK], 4, FULL).not_chosen)
-    assert reasons[Strategy.FULL_LOOP] == "group weak (weak_kernels) is REBUILD: weak has its reason"
+def test_the_reason_against_the_full_loop_is_the_rebuild_groups_own():
+    reasons = dict(choose([ADVANCING, REBUILT], 4, FULL).not_chosen)
+    assert reasons[Strategy.FULL_LOOP] == "group rebuilt (rebuilt_kernels) is REBUILD: rebuilt has its reason"
 
 
 def test_the_reason_against_graphs_names_the_group_that_no_graph_holds():
-    reasons = dict(choose([STRONG, NEVER], 4, FULL).not_chosen)
+    reasons = dict(choose([ADVANCING, NEVER], 4, FULL).not_chosen)
     assert reasons[Strategy.PER_STEP] == "group never (never_kernels) cannot be captured at all"
 
 
 def test_the_reason_against_graphs_says_when_they_are_off():
-    assert set(dict(choose([STRONG], 4, NONE).not_chosen).values()) == {"graphs are turned off"}
+    assert set(dict(choose([ADVANCING], 4, NONE).not_chosen).values()) == {"graphs are turned off"}
 
 
 IMPOSSIBLE = {
-    "piecewise with nothing to cut around": ([STRONG], FULL, Strategy.PIECEWISE, "nothing to cut around"),
-    "device loop with a group planned ahead": ([STRONG, PLANNED], FULL, Strategy.DEVICE_LOOP, "planned has its reason"),
-    "device loop with a rebuilt group": ([STRONG, WEAK], FULL, Strategy.DEVICE_LOOP, "weak has its reason"),
-    "device loop without graphs": ([STRONG], NONE, Strategy.DEVICE_LOOP, "graphs are turned off"),
+    "piecewise with nothing to cut around": ([ADVANCING], FULL, Strategy.PIECEWISE, "nothing to cut around"),
+    "device loop with a group planned ahead": (
+        [ADVANCING, PLANNED],
+        FULL,
+        Strategy.DEVICE_LOOP,
+        "planned has its reason",
+    ),
+    "device loop with a rebuilt group": ([ADVANCING, REBUILT], FULL, Strategy.DEVICE_LOOP, "rebuilt has its reason"),
+    "device loop without graphs": ([ADVANCING], NONE, Strategy.DEVICE_LOOP, "graphs are turned off"),
     "piecewise without graphs": ([NEVER], NONE, Strategy.PIECEWISE, "graphs are turned off"),
-    "full loop with a rebuilt group": ([STRONG, WEAK], FULL, Strategy.FULL_LOOP, "weak has its reason"),
-    "full loop without graphs": ([STRONG], NONE, Strategy.FULL_LOOP, "graphs are turned off"),
-    "per step without graphs": ([STRONG], NONE, Strategy.PER_STEP, "graphs are turned off"),
+    "full loop with a rebuilt group": ([ADVANCING, REBUILT], FULL, Strategy.FULL_LOOP, "rebuilt has its reason"),
+    "full loop without graphs": ([ADVANCING], NONE, Strategy.FULL_LOOP, "graphs are turned off"),
+    "per step without graphs": ([ADVANCING], NONE, Strategy.PER_STEP, "graphs are turned off"),
     "per step around a group that no graph holds": ([NEVER], FULL, Strategy.PER_STEP, "group never"),
 }
 
@@ -82,41 +87,41 @@ def test_a_forced_strategy_that_cannot_be_run_raises_with_the_groups_reason(grou
 
 @pytest.mark.parametrize("forced", [s for s in Strategy if s is not Strategy.PIECEWISE])
 def test_a_forced_strategy_that_can_be_run_is_run(forced):
-    plan = choose([STRONG], 4, FULL, forced=forced)
+    plan = choose([ADVANCING], 4, FULL, forced=forced)
     assert (plan.strategy, plan.reason) == (forced, "asked for")
     others = {reason for strategy, reason in plan.not_chosen if strategy is not Strategy.PIECEWISE}
     assert others == {f"{forced.value} was asked for"}
 
 
 def test_a_step_in_pieces_is_run_where_it_is_asked_for():
-    plan = choose([STRONG, NEVER], 4, FULL, forced=Strategy.PIECEWISE)
+    plan = choose([ADVANCING, NEVER], 4, FULL, forced=Strategy.PIECEWISE)
     assert (plan.strategy, plan.reason) == (Strategy.PIECEWISE, "asked for")
 
 
 def test_a_device_that_cannot_capture_a_loop_says_so():
-    reasons = dict(choose([STRONG], 4, FULL, loop_unsupported_reason="the driver is too old").not_chosen)
+    reasons = dict(choose([ADVANCING], 4, FULL, loop_unsupported_reason="the driver is too old").not_chosen)
     assert reasons[Strategy.DEVICE_LOOP] == "the driver is too old"
     with pytest.raises(StrategyError, match="device_loop was asked for and cannot be run: the driver is too old"):
-        choose([STRONG], 4, FULL, forced=Strategy.DEVICE_LOOP, loop_unsupported_reason="the driver is too old")
+        choose([ADVANCING], 4, FULL, forced=Strategy.DEVICE_LOOP, loop_unsupported_reason="the driver is too old")
 
 
 def test_a_device_that_cannot_capture_a_loop_runs_the_full_loop():
-    assert choose([STRONG], 4, FULL, loop_unsupported_reason="x").strategy is Strategy.FULL_LOOP
+    assert choose([ADVANCING], 4, FULL, loop_unsupported_reason="x").strategy is Strategy.FULL_LOOP
 
 
 def test_the_device_loop_runs_only_where_it_is_asked_for():
-    reasons = dict(choose([STRONG], 4, FULL).not_chosen)
+    reasons = dict(choose([ADVANCING], 4, FULL).not_chosen)
     assert reasons[Strategy.DEVICE_LOOP].startswith("runs where it is asked for")
 
 
 @pytest.mark.parametrize("mode", [mode for mode in GraphMode if mode is not NONE])
 def test_every_mode_with_graphs_leaves_the_choice_to_the_drafts_groups(mode):
-    for groups in ([STRONG], [STRONG, WEAK], [NEVER]):
+    for groups in ([ADVANCING], [ADVANCING, REBUILT], [NEVER]):
         assert choose(groups, 4, mode).strategy is choose(groups, 4, FULL).strategy is not Strategy.EAGER
 
 
 def test_only_the_attention_that_no_graph_holds_runs_between_the_pieces():
-    plan = choose([STRONG, NEVER, WEAK], 4, FULL)
+    plan = choose([ADVANCING, NEVER, REBUILT], 4, FULL)
     assert (plan.uncaptured_groups, plan.rebuild_groups) == ((1,), (2,))
     assert (
         "group never (never_kernels): advanced in the graph, attention between the graphs' pieces (no graph holds it); "
@@ -127,11 +132,11 @@ def test_only_the_attention_that_no_graph_holds_runs_between_the_pieces():
 @pytest.mark.parametrize("tokens", [0, -1])
 def test_a_drafter_of_no_tokens_is_refused(tokens):
     with pytest.raises(StrategyError, match=f"at least 1 token a round, got {tokens}"):
-        choose([STRONG], tokens, FULL)
+        choose([ADVANCING], tokens, FULL)
 
 
 def test_a_single_token_is_drafted_by_the_full_loop_too():
-    assert choose([STRONG], 1, FULL).strategy is Strategy.FULL_LOOP
+    assert choose([ADVANCING], 1, FULL).strategy is Strategy.FULL_LOOP
 
 
 WAITS = {
@@ -154,17 +159,17 @@ def test_only_a_build_that_needs_exact_lengths_waits(level, lengths, per_round, 
 
 
 def test_one_waiting_group_does_not_make_the_others_wait():
-    plan = choose([STRONG, group("weak", AdvanceLevel.REBUILD, host_lengths=HostLengths.EXACT)], 4, FULL)
+    plan = choose([ADVANCING, group("rebuilt", AdvanceLevel.REBUILD, host_lengths=HostLengths.EXACT)], 4, FULL)
     assert [g.waits for g in plan.groups] == [False, True]
 
 
 def test_the_explanation_names_the_choice_the_rest_and_every_group():
-    lines = choose([STRONG, WEAK], 4, FULL).explain()
+    lines = choose([ADVANCING, REBUILT], 4, FULL).explain()
     assert lines[0].startswith("strategy per_step: ")
     refused = ["device_loop", "full_loop", "piecewise", "eager"]
     assert [line.split(":")[0] for line in lines[1:5]] == [f"not {name}" for name in refused]
-    assert lines[5] == "group strong (strong_kernels): advanced in the graph; strong has its reason"
-    assert lines[6] == "group weak (weak_kernels): rebuilt at every step; weak has its reason"
+    assert lines[5] == "group advancing (advancing_kernels): advanced in the graph; advancing has its reason"
+    assert lines[6] == "group rebuilt (rebuilt_kernels): rebuilt at every step; rebuilt has its reason"
 
 
 def test_the_explanation_shows_a_build_once_a_round():
@@ -184,11 +189,15 @@ def test_the_explanation_shows_a_wait():
 
 
 def test_groups_keep_their_order():
-    assert [g.facts.name for g in choose([WEAK, STRONG, OTHER], 4, FULL).groups] == ["weak", "strong", "other"]
+    assert [g.facts.name for g in choose([REBUILT, ADVANCING, OTHER], 4, FULL).groups] == [
+        "rebuilt",
+        "advancing",
+        "other",
+    ]
 
 
-def test_a_group_that_the_host_can_foresee_is_planned_ahead_of_the_full_loop():
-    plan = choose([STRONG, PLANNED], 4, FULL)
+def test_a_preplanned_group_leaves_the_full_loop_possible():
+    plan = choose([ADVANCING, PLANNED], 4, FULL)
     assert plan.preplanned_groups == (1,)
     assert plan.explain()[-1] == (
         "group planned (planned_kernels): planned ahead for every step of a round; planned has its reason"
@@ -200,15 +209,15 @@ def test_outside_the_full_loop_nothing_is_planned_ahead():
 
 
 UNIFORM = {
-    "advances": (STRONG, 5, FULL, "rebuild_groups", ()),
-    "must be rebuilt": (WEAK, 5, FULL, "rebuild_groups", (0,)),
+    "advances": (ADVANCING, 5, FULL, "rebuild_groups", ()),
+    "must be rebuilt": (REBUILT, 5, FULL, "rebuild_groups", (0,)),
     "has no step after it to plan": (PLANNED, 5, FULL, "rebuild_groups", (0,)),
-    "eager": (STRONG, 5, NONE, "rebuild_groups", (0,)),
+    "eager": (ADVANCING, 5, NONE, "rebuild_groups", (0,)),
     "captured for decode, one token": (DECODE_ONLY, 1, FULL, "uncaptured_groups", ()),
     "captured for decode, several tokens": (DECODE_ONLY, 5, FULL, "uncaptured_groups", (0,)),
     "that no graph holds": (NEVER, 1, FULL, "uncaptured_groups", (0,)),
     "eager, that no graph holds": (NEVER, 1, NONE, "uncaptured_groups", ()),
-    "piecewise": (STRONG, 5, GraphMode.PIECEWISE, "uncaptured_groups", (0,)),
+    "piecewise": (ADVANCING, 5, GraphMode.PIECEWISE, "uncaptured_groups", (0,)),
     "built per round": (group("it", build_per_round=True), 5, FULL, "built_groups", (0,)),
 }
 
@@ -222,4 +231,4 @@ def test_the_plan_of_a_uniform_step_says_why_attention_is_not_captured():
     (line,) = plan_uniform_step([DECODE_ONLY], 5, FULL).explain()
     reason = "a graph needs UNIFORM_BATCH, its builder supports SINGLE_TOKEN_DECODE"
     assert f"attention between the graphs' pieces ({reason})" in line
-    assert "(graph mode piecewise)" in plan_uniform_step([STRONG], 5, GraphMode.PIECEWISE).explain()[0]
+    assert "(graph mode piecewise)" in plan_uniform_step([ADVANCING], 5, GraphMode.PIECEWISE).explain()[0]

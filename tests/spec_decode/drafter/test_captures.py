@@ -1,0 +1,105 @@
+import pytest
+import torch
+
+from attn_backends import get
+from spec_decode.drafter import Strategy, default_capture_sizes
+from tests.spec_decode.drafter.drafter_fixture import (
+    CAPTURING,
+    CONTEXTS,
+    MAX_SEQ_LEN,
+    DrafterFixture,
+    advancing,
+    assert_same,
+    decode_only,
+)
+from tests.spec_decode.drafter.third_party_backends import Bound
+
+
+@pytest.mark.parametrize("rounds", [0, 1])
+@pytest.mark.parametrize("strategy", CAPTURING)
+@pytest.mark.parametrize("make", [advancing, decode_only])
+def test_a_capture_touches_nothing_of_a_live_request(make, strategy, rounds):
+    fixture = make(strategy=strategy)
+    fixture.rounds(rounds)
+    tables = fixture.tables
+    live = [*fixture.caches(), tables.block_tables, tables.token_limits, tables.overflow]
+    before = [tensor.clone() for tensor in live]
+    fixture.drafter.capture()
+    assert all(torch.equal(a, b) for a, b in zip(before, live, strict=True))
+
+
+def test_a_capture_ahead_of_the_first_round_changes_no_token():
+    fixture = advancing()
+    fixture.drafter.capture()
+    assert_same(fixture.rounds(), advancing().rounds())
+
+
+def test_a_capture_between_rounds_changes_no_token():
+    fixture, expected = advancing(), advancing().rounds(2)
+    verified = [fixture.verified(round_=0)]
+    contexts = [c + int(a) + 1 for c, a in zip(CONTEXTS, verified[0].accepted, strict=True)]
+    verified.append(fixture.verified(round_=1, contexts=contexts))
+    found = []
+    for each in verified:
+        drafts = fixture.drafter.propose(each)
+        found.append((drafts.tokens.clone(), drafts.logits.clone()))
+        fixture.drafter.graphs.release()
+        fixture.drafter.capture()
+    assert_same(found, expected)
+
+
+def test_a_drafter_whose_graphs_were_released_captures_them_for_its_next_round():
+    fixture, expected = advancing(capture_sizes=[4]), advancing(capture_sizes=[4]).rounds(2)
+    found, contexts = [], list(CONTEXTS)
+    for round_ in range(2):
+        verified = fixture.verified(round_=round_, contexts=contexts)
+        drafts = fixture.drafter.propose(verified)
+        found.append((drafts.tokens.clone(), drafts.logits.clone()))
+        contexts = [c + int(a) + 1 for c, a in zip(contexts, verified.accepted, strict=True)]
+        fixture.drafter.graphs.release()
+    assert_same(found, expected)
+
+
+def test_an_eager_drafter_captures_nothing():
+    fixture = advancing(strategy=Strategy.EAGER)
+    fixture.drafter.capture()
+    assert fixture.drafter.graphs.reports == []
+
+
+def test_an_eager_drafter_needs_no_capture_size():
+    advancing(capture_sizes=[2], strategy=Strategy.EAGER).rounds(1)
+
+
+def test_a_builder_gets_one_upper_bound_per_row_at_capture_too():
+    DrafterFixture([Bound(), get("torch_reference")]).drafter.capture()
+
+
+@pytest.mark.parametrize(("max_reqs", "sizes"), [(1, [1]), (4, [1, 2, 4]), (6, [1, 2, 4, 6])])
+def test_capture_sizes_are_powers_of_two_up_to_the_most(max_reqs, sizes):
+    assert default_capture_sizes(max_reqs) == sizes
+
+
+@pytest.mark.parametrize("strategy", CAPTURING)
+def test_two_tokens_a_round_are_drafted_at_every_capture_size(strategy):
+    found = advancing(steps=2, strategy=strategy, limits=(MAX_SEQ_LEN,) * 4, capture_sizes=[1, 2, 3, 4])
+    expected = advancing(steps=2, strategy=Strategy.EAGER, limits=(MAX_SEQ_LEN,) * 4, capture_sizes=[1, 2, 3, 4])
+    for count in (4, 3, 2, 1):
+        tokens = []
+        for fixture in (found, expected):
+            fixture.load(range(count))
+            verified = fixture.verified(round_=count, contexts=[3, 7, 15, 0][:count])
+            tokens.append(fixture.drafter.propose(verified).tokens.tolist())
+        assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("strategy", CAPTURING)
+def test_sizes_left_out_for_want_of_memory_are_served_by_the_next_larger(strategy):
+    whole = advancing(strategy=strategy)
+    whole.drafter.capture()
+    largest = sum(report.bytes for report in whole.drafter.graphs.reports if report.key.num_reqs == 4)
+    fixture = advancing(strategy=strategy, graph_memory_limit=largest + 1)
+    fixture.load([0])
+    wanted = advancing(strategy=Strategy.EAGER, capture_sizes=[4])
+    wanted.load([0])
+    tokens = [s.drafter.propose(s.verified(rows=slice(0, 1))).tokens.tolist() for s in (fixture, wanted)]
+    assert set(fixture.drafter.graphs.left_out) == {1, 2} and tokens[0] == tokens[1]

@@ -1,0 +1,116 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from spec_decode.drafter import Strategy
+from tests.spec_decode.drafter.drafter_fixture import STRATEGIES, K, advancing, mixed, piecewise, preplanned
+
+LENGTHS = [2, 0, 3]
+
+
+def cut(tokens, lengths):
+    """These drafts, each ended after so many tokens."""
+    after = torch.arange(tokens.shape[1]) >= torch.tensor(lengths)[:, None]
+    return tokens.masked_fill(after, -1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_request_drafts_as_many_tokens_as_it_was_given(strategy, temperature):
+    [(whole, _)] = advancing(strategy=Strategy.EAGER).rounds(1, temperature)
+    fixture = advancing(strategy=strategy, capture_sizes=[4])
+    verified = fixture.verified(temperature=temperature)
+    drafts = fixture.drafter.propose(replace(verified, draft_lens=torch.tensor(LENGTHS, dtype=torch.int32)))
+    assert drafts.tokens.tolist() == cut(whole, LENGTHS).tolist()
+
+
+@pytest.mark.parametrize("make", [mixed, preplanned, piecewise])
+def test_groups_of_every_kind_let_each_request_stop_on_its_own(make):
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    one, other = make(capture_sizes=[4]), make(strategy=Strategy.EAGER)
+    for round_ in range(2):
+        found, expected = (
+            s.drafter.propose(replace(s.verified(round_=round_), draft_lens=lengths)) for s in (one, other)
+        )
+        assert found.tokens.tolist() == expected.tokens.tolist()
+        assert (found.tokens >= 0).sum(1).tolist() == LENGTHS
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_request_that_stops_is_no_overflow_and_writes_no_further_key(strategy):
+    def caches(lengths):
+        fixture = advancing(strategy=strategy, capture_sizes=[4])
+        before = [tensor.clone() for tensor in fixture.caches()]
+        fixture.drafter.propose(replace(fixture.verified(), draft_lens=torch.tensor(lengths, dtype=torch.int32)))
+        assert fixture.tables.overflow.tolist() == [0] * 4
+        return [
+            (found != was).flatten(2).any(2).sum().item() for found, was in zip(fixture.caches(), before, strict=True)
+        ]
+
+    # Step 0 writes 1 + K keys of each; how many it kept decides which of them later steps write over.
+    assert all(fewer <= more for fewer, more in zip(caches([0, 1, 0]), caches([K] * 3), strict=True))
+    assert caches([0, 0, 0]) == caches([1, 1, 1]) == [3 * (K + 1)] * 4
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_round_without_lengths_of_its_own_drafts_all_again(strategy):
+    fixture = advancing(strategy=strategy, capture_sizes=[4])
+    fixture.drafter.propose(replace(fixture.verified(), draft_lens=torch.tensor(LENGTHS, dtype=torch.int32)))
+    assert (fixture.drafter.propose(fixture.verified()).tokens >= 0).all()
+
+
+def test_lengths_written_in_place_hold_until_verified_tokens_come_without():
+    fixture = advancing()
+    fixture.drafter.propose(fixture.verified())
+    fixture.drafter.inputs.draft_lens[:3] = torch.tensor(LENGTHS)
+    assert (fixture.drafter.propose().tokens >= 0).sum(1).tolist() == LENGTHS
+    assert (fixture.drafter.propose(fixture.verified()).tokens >= 0).all()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_round_of_fewer_tokens_drafts_the_first_ones_and_the_next_round_all(strategy):
+    [(whole, logits)] = advancing(strategy=Strategy.EAGER).rounds(1, 1.0)
+    fixture = advancing(strategy=strategy, capture_sizes=[4])
+    verified = fixture.verified(temperature=1.0)
+    for count in (2, 1, K, 3):
+        drafts = fixture.drafter.propose(verified, num_tokens=count)
+        assert drafts.tokens.tolist() == whole[:, :count].tolist()
+        assert torch.equal(drafts.logits, logits[:, :count])
+    assert fixture.drafter.propose(verified).tokens.tolist() == whole.tolist()
+
+
+def test_the_device_loop_serves_every_number_of_tokens_with_the_graphs_it_has():
+    fixture = advancing(strategy=Strategy.DEVICE_LOOP)
+    fixture.drafter.capture()
+    reports = list(fixture.drafter.graphs.reports)
+    for count in range(1, K + 1):
+        fixture.drafter.propose(fixture.verified(), num_tokens=count)
+    assert fixture.drafter.graphs.reports == reports
+
+
+@pytest.mark.parametrize(
+    ("lengths", "steps"), [([0, 0, 0], 1), ([1, 1, 0], 1), ([2, 0, 1], 1), ([3, 1, 2], 2), ([1, 4, 2], K - 1)]
+)
+def test_the_device_loop_runs_a_step_and_ends_with_the_last_request_that_drafts_on(lengths, steps):
+    fixture = advancing(strategy=Strategy.DEVICE_LOOP, capture_sizes=[4])
+    fixture.drafter.propose(replace(fixture.verified(), draft_lens=torch.tensor(lengths, dtype=torch.int32)))
+    assert max(fixture.drafter.metadata_in_use()) == steps
+
+
+def doubted(tokens, logits, temperature, least):
+    """How many tokens of each request are drafted until the first one below the least confidence, itself included."""
+    kept = logits.softmax(-1).gather(2, tokens[..., None])[..., 0] >= least
+    return [min(int(row.int().cumprod(0).sum()) + 1, K) for row in kept]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_request_stops_after_a_token_that_the_draft_doubts(strategy, temperature):
+    [(whole, logits)] = advancing(strategy=Strategy.EAGER).rounds(1, temperature)
+    confidence = logits.softmax(-1).gather(2, whole[..., None])
+    least = float(confidence.flatten().sort().values[5])
+    lengths = doubted(whole, logits, temperature, least)
+    assert min(lengths) < K
+    [(found, _)] = advancing(strategy=strategy, min_confidence=least, capture_sizes=[4]).rounds(1, temperature)
+    assert found.tolist() == cut(whole, lengths).tolist()
