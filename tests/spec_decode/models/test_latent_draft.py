@@ -180,10 +180,12 @@ def test_a_target_with_latents_is_refused():
         LlamaTarget(make_latent_config())
 
 
-def make_engine(pair, backend=REFERENCE, *, num_speculative_tokens=3, graph_mode=GraphMode.FULL, **options):
+def make_engine(
+    pair, backend=REFERENCE, *, draft_backend=None, num_speculative_tokens=3, graph_mode=GraphMode.FULL, **options
+):
     options = {"max_reqs": 3, "max_seq_len": 64, "page_size": 4, **options}
     config = EngineConfig(num_speculative_tokens=num_speculative_tokens, graph_mode=graph_mode, **options)
-    return Engine(*pair, backend, config)
+    return Engine(*pair, backend, config, draft_backend=draft_backend)
 
 
 def make_requests(**options):
