@@ -1,4 +1,4 @@
-"""A lie: an advance that saves work by leaving one step field as it was built."""
+"""A wrong claim: an advance that saves work by leaving one step field as it was built."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from window_pages.builder import WindowMetadata, WindowPagesBuilder
 
 
 class ThriftyBuilder(WindowPagesBuilder):
-    """Still claims an advance in the graph, and no longer keeps it."""
+    """Still claims an advance in the graph, which is no longer true."""
 
     def advance(self, metadata: WindowMetadata) -> None:
         """A step rarely reaches a new page, so the page lists can stay. (They cannot: some step does.)"""

@@ -1,4 +1,4 @@
-"""An engine's builder under the contract: the honest one is clean, and the other's lie has a name."""
+"""An engine's builder under the contract: the right one passes, and the other's wrong update is named."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def lie(stranger: tuple[Stranger, Path]) -> dict[str, Result]:
 
 def test_the_engines_builder_is_clean(stranger: tuple[Stranger, Path]) -> None:
     environment, checkout = stranger
-    environment.must(f"attn-backends check engine_paged {_QUICK} --json honest.json", checkout)
+    environment.must(f"attn-backends check engine_paged {_QUICK} --json right.json", checkout)
 
-    assert Report.load(checkout / "honest.json").ok
+    assert Report.load(checkout / "right.json").ok
 
 
 def test_the_engines_builder_drafts_in_one_graph(stranger: tuple[Stranger, Path]) -> None:

@@ -43,7 +43,7 @@ class WindowPages(AttentionBackend):
         if spec.soft_cap is not None:
             scores = spec.soft_cap * _quick_tanh(scores / spec.soft_cap)
         unseen = ~visible[:, None, None]
-        # Filled again behind the softmax: a token of padding sees nothing, and its 0 / 0 must come out as 0.
+        # Filled again after the softmax: a padding token sees nothing, and its 0 / 0 must become 0.
         weights = scores.masked_fill(unseen, -torch.inf).softmax(-1).masked_fill(unseen, 0)
         return torch.einsum("thgl,tlhd->thgd", weights, value).flatten(1, 2).to(query.dtype)
 

@@ -81,7 +81,7 @@ class PagedMetadataBuilder:
         return metadata
 
     def update_draft_decode_metadata(self, metadata: PagedMetadata) -> None:
-        """Bring the lists up to date, in place, behind seq_lens that moved on the device."""
+        """Bring the lists up to date, in place, after seq_lens moved on the device."""
         self._list_pages(metadata)
 
     def _list_pages(self, metadata: PagedMetadata) -> None:
