@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.builders.flashinfer_host_planner import ceil_div
+from tests.builders.flashinfer.host_planner import ceil_div
 from tests.flashinfer_stand_in.planning import PlanInfo
 
 _WRAP = 2**32

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.builders.flashinfer_host_planner import Arena, HostPlan, ceil_div, cta_tile_q, first_chunk_that_fits
+from tests.builders.flashinfer.host_planner import Arena, HostPlan, ceil_div, cta_tile_q, first_chunk_that_fits
 
 _INDICES = ("request_indices", "qo_tile_indices", "kv_tile_indices", "o_indptr")
 _DECODE = (

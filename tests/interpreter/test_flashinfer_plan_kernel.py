@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from builders.kernels.triton_runtime import torch_implementations
-from tests.builders.flashinfer_host_planner import Case
+from tests.builders.flashinfer.host_planner import Case
 
 CASES = {
     "one request": Case([8187]),

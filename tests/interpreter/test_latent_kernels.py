@@ -7,7 +7,7 @@ from attn_backends.kernels.write_latent import KvANormRope, write_latent
 from builders import AttentionKind, BatchBuffers
 from builders.kernels.triton_runtime import torch_implementations
 from builders.sparse_window import SparseWindowBuilder
-from tests.attn_backends.test_write_latent import hard_latents
+from tests.attn_backends.kernels.test_write_latent import hard_latents
 from tests.factories import CPU, make_spec, make_tables
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attn_backends.kernels import sparse_attention
-from tests.attn_backends.test_sparse_attention import BF16, FP8, FP16, Asked
+from tests.attn_backends.kernels.test_sparse_attention import BF16, FP8, FP16, Asked
 
 FORMS = {"plain": {"dtype": BF16, "dim": 512}, "fp8_ds_mla": FP8}
 LISTS = {"short lists": (20, 3, 0, 1, 17), "longer lists": (0, 40, 6, 0, 16)}

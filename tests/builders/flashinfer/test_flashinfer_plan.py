@@ -9,7 +9,7 @@ from builders import BatchError
 from builders.flashinfer.layout import PlanLayout
 from builders.flashinfer.plan import replan
 from spec_decode.graphs import runtime_for
-from tests.builders.flashinfer_host_planner import NUM_SMS, UNTOUCHED, Case, ceil_div, read_plan
+from tests.builders.flashinfer.host_planner import NUM_SMS, UNTOUCHED, Case, ceil_div, read_plan
 from tests.factories import CPU, make_spec
 
 

@@ -9,7 +9,7 @@ import torch
 from builders import BatchError
 from builders.kernels.triton_runtime import HAVE_TRITON, PDL_VARIABLE, dependent_launch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SOURCES = [path for folder in ("builders", "attn_backends", "spec_decode") for path in (ROOT / folder).rglob("*.py")]
 KERNELS = {
     "_advance_kernel", "matvec_kernel", "_rope_kernel", "_rope_and_write_kv_kernel", "_write_kv_kernel",
