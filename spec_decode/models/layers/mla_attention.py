@@ -80,7 +80,7 @@ class MlaAttention(nn.Module):
         self.key_up, self.value_up = frozen(key_up.contiguous()), frozen(value_up.contiguous())
         self.out = weights.parameter("o_proj.weight", shape.hidden, shape.heads * shape.value_dim)
         cos, sin = shape.rope.table(max_positions).to(weights.device).chunk(2, -1)
-        # Angles of the other sign: turning back by them turns forward, in place and without a norm.
+        # Angles of the other sign: the inverse rotation by them is the rotation, in place and without a norm.
         self.register_buffer("back", torch.cat([cos, -sin], -1), persistent=False)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, layer: int, attention: Attention) -> torch.Tensor:

@@ -58,7 +58,7 @@ def read_window_shape(config: ConfigReader, hidden: int, eps: float) -> WindowSh
     dim, rotated = config.get("head_dim", int), config.get("qk_rope_head_dim", int)
     if groups < 1 or heads % groups or not 2 <= rotated <= dim or rotated % 2:
         raise CheckpointError(
-            f"{config.place} must divide its heads into o_groups and turn an even number of dims of a head, got "
+            f"{config.place} must divide its heads into o_groups and rotate an even number of dims of a head, got "
             f"{heads} heads in {groups} groups and {rotated} dims of {dim}; nothing was loaded. Restore the file."
         )
     return WindowShape(

@@ -41,7 +41,7 @@ class StubTarget(TargetModel):
     def layer_groups(self, page_size):
         raise NotImplementedError
 
-    def forward(self, token_ids, positions, attend):
+    def forward(self, token_ids, positions, attention):
         raise NotImplementedError
 
     def logits(self, hidden):

@@ -223,7 +223,7 @@ class StubTarget(TargetModel):
     def layer_groups(self, page_size):
         return []
 
-    def forward(self, token_ids, positions, attend):
+    def forward(self, token_ids, positions, attention):
         return TargetStates(self.embed(token_ids), self.embed(token_ids))
 
     def logits(self, hidden):

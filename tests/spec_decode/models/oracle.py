@@ -172,7 +172,7 @@ class Causal:
 def greedy(
     model: Eagle | Eagle3 | Causal, ids: list[int], target_hidden_states: torch.Tensor, steps: int
 ) -> tuple[list[int], torch.Tensor]:
-    """The next tokens behind the input tokens, whose target states are [n, F], and the scores [steps, V] of each."""
+    """The next tokens after the input tokens, whose target states are [n, F], and the scores [steps, V] of each."""
     ids, hidden = list(ids), model.combine(target_hidden_states.to(model.decoder.dtype))
     scores = []
     for _ in range(steps):

@@ -125,9 +125,9 @@ def test_an_unrolled_step_sees_what_it_would_at_inference(config):
     tokens = torch.randint(0, 24, (1, 13))
     inputs, hidden = tokens[:, 1:], run_target(target, tokens)
     length, positions = inputs.shape[1], positions_of(inputs)
-    attend, state, unrolled = unrolled_attend(inputs, config.sliding_window), hidden[:, :-1], []
+    attention, state, unrolled = unrolled_attend(inputs, config.sliding_window), hidden[:, :-1], []
     for _ in range(4):
-        unrolled.append(draft(inputs.flatten(), state[0], positions, attend))
+        unrolled.append(draft(inputs.flatten(), state[0], positions, attention))
         state = torch.nn.functional.pad(unrolled[-1][None, :-1], (0, 0, 1, 0))
     for first in range(length - 3):
         states = hidden[0, :-1].clone()

@@ -94,7 +94,7 @@ CASES = {
 
 
 class Scene:
-    """Three requests with a prefilled context each, and a round behind it."""
+    """Three requests with a prefilled context each, and a round after it."""
 
     def __init__(self, case, folder, strategy):
         self.target = StubTarget(**case.target)

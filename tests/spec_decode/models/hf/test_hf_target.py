@@ -212,7 +212,7 @@ def test_a_captured_forward_replays_over_other_tokens(kind: str) -> None:
 
 
 def speculate(runner: Runner, prompt: list[int], plain: list[int], count: int) -> list[int]:
-    """Greedy text behind a prompt, from drafts whose first 0, 1, ... count tokens in turn are the plain text's."""
+    """Greedy text after a prompt, from drafts whose first 0, 1, ... count tokens in turn are the plain text's."""
     idle = TEXTS[1, :1]
     text = [*prompt, int(runner.logits([torch.tensor(prompt), idle], [len(prompt), 1])[0][-1].argmax())]
     for turn in range(len(plain)):
@@ -299,11 +299,11 @@ def test_a_forward_within_a_forward_keeps_its_own_attention() -> None:
     batch, metadata = build_ragged(runner.groups, runner.tables, [24], [24])
     outer, inner = PagedAttention(runner.groups, metadata), []
 
-    def attend(inputs: AttentionInputs) -> torch.Tensor:
+    def attention(inputs: AttentionInputs) -> torch.Tensor:
         inner.append(dense(model, TEXTS[1]).hidden)
         return outer(inputs)
 
-    hidden = model(TEXTS[0], batch.positions, attend).hidden
+    hidden = model(TEXTS[0], batch.positions, attention).hidden
 
     torch.testing.assert_close(model.logits(hidden).double(), judged("llama")[0], atol=budget("llama"), rtol=0)
     assert len(inner) == 4 and all(torch.equal(found, others) for found in inner)

@@ -75,7 +75,7 @@ def doubly_stochastic(logits, iterations):
 
 
 def exact_write(streams, output, write, carry):
-    """The streams [T, S, H] behind a block."""
+    """The streams [T, S, H] after a block."""
     out = torch.empty(streams.shape, dtype=torch.float64)
     for token, to in ((t, s) for t in range(streams.shape[0]) for s in range(streams.shape[1])):
         out[token, to] = write[token, to].double() * output[token].double()
@@ -85,6 +85,6 @@ def exact_write(streams, output, write, carry):
 
 
 def assert_rounded(found, exact, dtype):
-    """Of this dtype, and as near as its rounding behind a sum in float32 allows."""
+    """Of this dtype, and as near as its rounding after a sum in float32 allows."""
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)

@@ -42,7 +42,7 @@ def noise(*shape, seed=0):
 
 
 def amid_nan(part):
-    """The same values as a contiguous part of a buffer that holds NaN before and behind them."""
+    """The same values as a contiguous part of a buffer that holds NaN before and after them."""
     buffer = torch.full((part.numel() + 128,), torch.nan, dtype=part.dtype)
     view = buffer[64 : 64 + part.numel()].view(part.shape)
     return view.copy_(part)
