@@ -225,6 +225,6 @@ def _refuse_other_architectures(model: PreTrainedModel, config: Any) -> None:
         for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
             if kind == "longrope" or "dynamic" in (kind or ""):
                 raise unserved(
-                    f"{path} rotates keys by angles that depend on the longest text of the batch (rope type {kind}), so "
-                    "that keys stored before would no longer fit"
+                    f"{path} rotates keys by angles that depend on the longest text of the batch (rope type {kind}), "
+                    "so that keys stored before would no longer fit"
                 )
