@@ -25,10 +25,10 @@ def script_options(description: str | None) -> argparse.ArgumentParser:
 
 def write_report(path: Path, schema: str, device: torch.device, **content: Any) -> None:
     """Write schema, environment and command, which leaves the report's own path out, and then the content."""
-    words = sys.argv[1:]
-    if "--json" in words:
-        at = words.index("--json")
-        words = words[:at] + words[at + 2 :]
-    command = shlex.join(["python", sys.argv[0], *words, "--json", "FILE"])
+    arguments = sys.argv[1:]
+    if "--json" in arguments:
+        at = arguments.index("--json")
+        del arguments[at : at + 2]
+    command = shlex.join(["python", sys.argv[0], *arguments, "--json", "FILE"])
     head = {"schema": schema, "env": msgspec.to_builtins(environment(device)), "command": command}
     path.write_text(json.dumps({**head, **content}, indent=1) + "\n")

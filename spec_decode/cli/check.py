@@ -121,7 +121,7 @@ def check(options: _Options) -> None:
 
     NAME is a registered backend, `available` (each made for the device) or `all`. Each failure comes with its
     reason and the command that repeats it; a check that is newer than the contract a
-    backend was built for is a preview, and fails nobody. Under the summary stands what no result says: an
+    backend was built for is a preview, and fails nobody. Under the summary is what no result shows: an
     advance that was not tried, or a known failure that covers nothing. On the CPU, Triton's kernels run in its
     interpreter. The exit status is 0 only if every backend passes, and a backend for which nothing ran does not.
 

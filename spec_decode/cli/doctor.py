@@ -1,4 +1,4 @@
-"""`attn-backends doctor`: what this machine has for drafting, and what stands in the way."""
+"""`attn-backends doctor`: what this machine has for drafting, and what is missing or fails."""
 
 from __future__ import annotations
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 
 import msgspec
 
 from spec_decode.conformance.report import EVERYTHING
+from spec_decode.drafter import Strategy
 
 _AXES: dict[str, tuple[str, dict[str, str]]] = {
     "mode": ("Attention", {"prefill": "prefill", "extend": "extend", "decode": "decode", "verify": "verify"}),
@@ -14,13 +16,7 @@ _AXES: dict[str, tuple[str, dict[str, str]]] = {
     "graph": ("Graphs", {"capture": "graph support", "advance": "advance"}),
     "strategy": (
         "Drafting",
-        {
-            "device_loop": "device loop",
-            "full_loop": "full loop",
-            "per_step": "per step",
-            "piecewise": "piecewise",
-            "eager": "eager",
-        },
+        {strategy.value: strategy.value.replace("_", " ") for strategy in Strategy},
     ),
     "dtype": ("Dtype", {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}),
     "kv": ("KV dtype", {"float8_e4m3fn": "fp8 KV", "float8_e5m2": "fp8 e5m2 KV", "mixed": "wider KV"}),
@@ -44,7 +40,7 @@ _AXES: dict[str, tuple[str, dict[str, str]]] = {
 
 _MEANINGS = {
     "mode:prefill": "A whole prompt at once.",
-    "mode:extend": "Several new tokens behind cached ones.",
+    "mode:extend": "Several new tokens after cached ones.",
     "mode:decode": "One new token a request.",
     "mode:verify": "The same 1 + K new tokens for every request, as step 0 and verification have them.",
     "contract:declared": "Capabilities, versions and claims are stated as data, and metadata is frozen.",
@@ -52,11 +48,7 @@ _MEANINGS = {
     "contract:memory": "Nothing outside a request's own tokens, and no uninitialised memory, reaches an output.",
     "graph:capture": "The widest batch shape whose attention can be captured and replayed over other batches.",
     "graph:advance": "What it takes to move the metadata one token forward.",
-    "strategy:device_loop": "The steps run inside one graph that loops on the device.",
-    "strategy:full_loop": "All steps of a round unrolled in one graph.",
-    "strategy:per_step": "One captured step, replayed; only weak groups are rebuilt between replays.",
-    "strategy:piecewise": "The step is captured in pieces around the attention.",
-    "strategy:eager": "No graphs; the reference for the others.",
+    **{f"strategy:{each.value}": (inspect.getdoc(each.implementation) or "").partition("\n")[0] for each in Strategy},
     "kv:mixed": "The KV cache has another dtype than the queries, of the same width or wider.",
     "feature:sparse": "Lists of entries in a second, compressed cache join the softmax.",
     "feature:value_dim": "Value heads of another size than the key heads.",

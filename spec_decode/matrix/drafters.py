@@ -12,7 +12,7 @@ from spec_decode.matrix.sources import Agreement, AgreementRow, Quantiles, Timin
 
 
 class Parity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Drafting of some tokens at one temperature held against eager drafting, and greedily against plain decoding.
+    """Drafting of some tokens at one temperature compared with eager drafting, and greedily with plain decoding.
 
     The prompts of all graph modes are counted together.
     """

@@ -48,7 +48,7 @@ class Plot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plot(panel: Panel, quantity: str) -> Plot:
-    """The panel on a scale of its own from 0 to its slowest bar that is no outlier; what lies beyond is told."""
+    """The panel on a scale of its own from 0 to its slowest bar that is no outlier."""
     scale = WIDTH / (_longest(panel) or 1.0)
     return Plot(
         title=panel.title,

@@ -1,4 +1,4 @@
-"""Timings as small multiples: what is compared stands in one panel, and each panel is one shape."""
+"""Timings as small multiples: a panel for each shape, with all that is compared there."""
 
 from __future__ import annotations
 

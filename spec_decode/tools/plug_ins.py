@@ -1,6 +1,6 @@
-"""Other packages' backends, loaded and asked in a process of their own before this one does: one may end its process.
+"""Other packages' backends, loaded and asked in a subprocess before this process does: one may end its process.
 
-The other side is python -m spec_decode.tools.plug_ins FD {"names": [...]}, which says each name before it loads it and
+The subprocess is python -m spec_decode.tools.plug_ins FD {"names": [...]}, which says each name before it loads it and
 asks what it supports.
 """
 
@@ -55,7 +55,7 @@ def _had(name: str) -> bool:
 
 
 def _load_isolated(names: Sequence[str], child: Sequence[str], each: TimeLimit) -> tuple[Sequence[str], str] | None:
-    """None if a process has loaded them all; else the one it was at, or all where it told none, and how it ended."""
+    """None if a subprocess has loaded all; else the one it was at, or all where it named none, and how it ended."""
     at = names
     with start_isolated(child, {"names": names}) as process:
         try:
@@ -77,7 +77,7 @@ def _load(writer: int, names: Sequence[str]) -> None:
 
 
 def _ask(backend: AttentionBackend) -> None:
-    """Ask what `list` asks. What merely fails does so again there, and is told there."""
+    """Ask what `list` asks. What merely fails does so again there, and is reported there."""
     for device in map(torch.device, ("cpu", "cuda")):
         for question in (backend.supports, backend.builder.advance_support):
             with suppress(Exception, SystemExit):

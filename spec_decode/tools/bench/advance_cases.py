@@ -1,4 +1,4 @@
-"""What it takes to move metadata one token forward: the shared kernel, each backend's own, and the step behind it."""
+"""What it takes to move metadata one token forward: the shared kernel, each backend's own, and the step after it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from builders import AttentionSpec, BatchBuffers, RequestTables, advance_shared_
 from spec_decode.tools.bench.decode_fixture import DecodeFixture, time_attention
 from spec_decode.tools.bench.measure import kernels_in, time_call, time_kernels
 from spec_decode.tools.bench.rows import Bench, BenchLimit, BenchRow, serving, with_limits
-from spec_decode.tools.bench.specs import GQA, MLA, PACKED, SPARSE
+from spec_decode.tools.bench.specs import FP8_DS_MLA, GQA, MLA, SPARSE
 
 _PAGE = 16
 _NUM_REQS = (1, 32)
@@ -26,7 +26,7 @@ _REPLAN = BenchLimit("gpu_us", 4)
 def advance_rows(bench: Bench) -> Iterator[BenchRow]:
     """GPU time of one advance and the kernels it launches; a builder of views launches none."""
     yield from _shared_rows(bench)
-    for backend, spec in serving(bench, "advance", (GQA, MLA, SPARSE, PACKED)):
+    for backend, spec in serving(bench, "advance", (GQA, MLA, SPARSE, FP8_DS_MLA)):
         with bench.noting(f"advance/{backend.name}", at=f"[{spec.describe()}]"):
             for num_reqs in _NUM_REQS:
                 yield _builder_row(bench, backend, spec, num_reqs)

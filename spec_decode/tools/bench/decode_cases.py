@@ -12,7 +12,7 @@ from spec_decode.tools.bench.decode_fixture import AttentionCall, DecodeFixture,
 from spec_decode.tools.bench.measure import Quantiles
 from spec_decode.tools.bench.peers import flashinfer_decode, flashinfer_mla
 from spec_decode.tools.bench.rows import Bench, BenchLimit, BenchRow, with_limits
-from spec_decode.tools.bench.specs import GQA, MLA, PACKED, SPARSE
+from spec_decode.tools.bench.specs import FP8_DS_MLA, GQA, MLA, SPARSE
 
 Method = Callable[[DecodeFixture], AttentionCall]
 
@@ -56,7 +56,7 @@ _SPARSE = PeerComparison(
     contexts=(1024,),
 )
 COMPARISONS = (
-    replace(_SPARSE, specs=tuple(replace(PACKED, num_q_heads=heads) for heads in (64, 128)), max_ratio=0.8),
+    replace(_SPARSE, specs=tuple(replace(FP8_DS_MLA, num_q_heads=heads) for heads in (64, 128)), max_ratio=0.8),
     _SPARSE,
     PeerComparison(
         case="mla-decode",

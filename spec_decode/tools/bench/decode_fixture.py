@@ -63,7 +63,7 @@ class DecodeFixture:
         )
 
     def attention_by(self, backend: AttentionBackend) -> AttentionCall:
-        """The backend's attention, with metadata built for the batch as it stands."""
+        """The backend's attention, with metadata built for the batch as it is."""
         metadata = self.builder(backend).build(self.batch)
         return lambda cache: backend.forward(self.query, cache, metadata, spec=self.spec, sinks=self.sinks)
 

@@ -1,4 +1,4 @@
-"""FlashInfer's own kernels as yardsticks: planned by itself for the very lengths of a fixture, and nothing advances."""
+"""FlashInfer's own kernels to compare with: planned by itself for the lengths of a fixture, and nothing advances."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def flashinfer_decode(fixture: DecodeFixture) -> AttentionCall:
     spec = fixture.spec
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_workspace(fixture), "NHD", use_tensor_cores=True)
     indptr, pages = _pages(fixture)
-    behind = fixture.context - (len(pages) // fixture.num_reqs - 1) * spec.page_size
+    last_page_len = fixture.context - (len(pages) // fixture.num_reqs - 1) * spec.page_size
     wrapper.plan(
         indptr,
         pages,
-        torch.full((fixture.num_reqs,), behind, dtype=torch.int32),
+        torch.full((fixture.num_reqs,), last_page_len, dtype=torch.int32),
         spec.num_q_heads,
         spec.num_kv_heads,
         spec.head_dim,

@@ -1,4 +1,4 @@
-"""What rows are made of: the run they belong to, their columns, and the limits they are held to."""
+"""What rows are made of: their run, their columns and their limits."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ COLUMNS = (
 """Of every row; what a case does not measure is null. A case may add its own."""
 
 _NOTE_LENGTH = 500
-"""Characters: a compiler's words can fill pages. The log has them all."""
+"""Characters: a compiler's message can fill pages. The log has all of it."""
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A run of the bench: where it takes place, and what it could not time, in words."""
+    """A run of the bench: its device, and what it could not time."""
 
     device: torch.device
     bandwidth: float | None
@@ -76,7 +76,7 @@ class Bench:
             yield
         except (ImportError, BackendError) as error:
             self.miss(what, error)
-        except Exception as error:  # a kernel may fail in any way; its own words become the note
+        except Exception as error:  # a kernel may fail in any way; its own message becomes the note
             where = f"{what} at {at}" if at else what
             _LOG.warning("%s stopped", where, exc_info=True)
             self.stopped.append(self.miss(where, f"stopped by {type(error).__name__}: {error}"))

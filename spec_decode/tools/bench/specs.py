@@ -22,5 +22,5 @@ SPARSE = AttentionSpec(
     kind=AttentionKind.MLA,
 )
 """DeepSeek-V4's."""
-PACKED = replace(SPARSE, kv_dtype=torch.float8_e4m3fn)
-"""The same with the packed fp8 cache."""
+FP8_DS_MLA = replace(SPARSE, kv_dtype=torch.float8_e4m3fn)
+"""The same with the fp8_ds_mla cache."""

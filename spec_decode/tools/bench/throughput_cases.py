@@ -1,7 +1,7 @@
 """Output throughput of the whole engine: Llama-3-8B's shape with its EAGLE draft, random weights, set acceptance.
 
 All requests of a row are submitted at once, and rates are taken while every one of them decodes: from when each has
-`settling` tokens, so that prompts and first launches are behind them, until the first has all its `output`. What random
+`settling` tokens, so that prompts and first launches are over, until the first has all its `output`. What random
 weights say is arbitrary, so nothing stops a text early, and synthetic acceptance sets how many drafts are kept.
 """
 

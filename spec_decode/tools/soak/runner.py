@@ -156,14 +156,14 @@ class _Run:
         return self.failure("memory", grown) if grown else None
 
     def failure(self, what: str, detail: str) -> Failure:
-        """A failure where the soak stands."""
+        """A failure in the present round."""
         return Failure(round=self.counts["rounds"], what=what, detail=detail)
 
     def failed(self, outcome: Outcome, failure: Failure) -> SoakResult:
         return self.result(outcome, reason=failure.describe(self.options.seed), failure=failure)
 
     def result(self, outcome: Outcome, *, reason: str = "", failure: Failure | None = None) -> SoakResult:
-        """The counts as they stand. outcome: not_run while it is still open."""
+        """The counts so far. outcome: not_run while it is still open."""
         return SoakResult(
             backend=self.name,
             outcome=outcome,
@@ -183,8 +183,8 @@ def command_line(names: Sequence[str], device: torch.device, options: Options) -
         "-k": options.num_speculative_tokens,
         "--seed": options.seed,
     }
-    words = [word for flag, number in numbers.items() for word in (flag, str(number))]
-    return shlex.join(["attn-backends", "soak", *names, *words, "--device", str(device)])
+    options_given = [part for flag, number in numbers.items() for part in (flag, str(number))]
+    return shlex.join(["attn-backends", "soak", *names, *options_given, "--device", str(device)])
 
 
 def _require_room(options: Options, device: torch.device) -> None:

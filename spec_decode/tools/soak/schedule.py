@@ -64,10 +64,10 @@ class ScheduledRound:
 
 
 def drafts_within(limit: int, context: int, accepted: int, k: int) -> int:
-    """Draft tokens that a request has room for in a round of k: the host's computation of what the device must find.
+    """Draft tokens that a request has room for in a round of k, computed on the host.
 
-    None unless the 1 + k tokens of step 0 fit. Then step 0 gives one and leaves context + accepted + 1 tokens, and every
-    further step needs room for one more.
+    None unless the 1 + k tokens of step 0 fit. Then step 0 gives one and leaves context + accepted + 1 tokens, and
+    every further step needs room for one more.
     """
     return 0 if context + 1 + k > limit else min(k, limit - context - accepted)
 

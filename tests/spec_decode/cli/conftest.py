@@ -24,8 +24,8 @@ class RebuildBuilder(ReferenceBuilder):
         return AdvanceSupport(AdvanceLevel.REBUILD, "for the test")
 
 
-class WeakBackend(TorchReference):
-    name = "weak"
+class RebuildBackend(TorchReference):
+    name = "rebuilt"
     builder = RebuildBuilder
 
 
@@ -115,9 +115,9 @@ def checks(monkeypatch):
 
 
 @pytest.fixture
-def weak(plug_in):
+def rebuilt(plug_in):
     """A backend whose metadata must be rebuilt between steps."""
-    plug_in("weak", WeakBackend)
+    plug_in("rebuilt", RebuildBackend)
 
 
 @pytest.fixture

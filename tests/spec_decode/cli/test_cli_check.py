@@ -68,14 +68,15 @@ def test_one_backend_runs_in_a_subprocess_when_asked_to(checks, run):
     assert checks.isolated == ["torch_reference"]
 
 
-def test_what_was_registered_by_a_call_runs_in_this_process_among_several(checks, weak, run):
-    assert run("check", "weak", "torch_reference", "--device", "cpu").exit_code == 0
-    assert [name for name, *_ in checks.calls] == ["weak", "torch_reference"] and checks.isolated == ["torch_reference"]
+def test_what_was_registered_by_a_call_runs_in_this_process_among_several(checks, rebuilt, run):
+    assert run("check", "rebuilt", "torch_reference", "--device", "cpu").exit_code == 0
+    assert [name for name, *_ in checks.calls] == ["rebuilt", "torch_reference"]
+    assert checks.isolated == ["torch_reference"]
 
 
-def test_what_was_registered_by_a_call_cannot_be_isolated(checks, weak, refused):
-    line = refused("check", "weak", "torch_reference", "--device", "cpu", "--isolate")
-    assert "weak were registered by a call" in line and not checks.calls
+def test_what_was_registered_by_a_call_cannot_be_isolated(checks, rebuilt, refused):
+    line = refused("check", "rebuilt", "torch_reference", "--device", "cpu", "--isolate")
+    assert "rebuilt were registered by a call" in line and not checks.calls
 
 
 def test_reports_go_to_a_folder_one_a_backend(checks, tmp_path, run):

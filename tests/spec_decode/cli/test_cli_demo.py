@@ -48,6 +48,6 @@ def test_demo_fails_if_one_strategy_differs(pair, checks, short_demo, monkeypatc
     assert result.exit_code == 1 and "NO: 1 of 2 differ" in result.output
 
 
-def test_demo_shows_why_a_strategy_cannot_be_run(pair, checks, short_demo, run, weak):
+def test_demo_shows_why_a_strategy_cannot_be_run(pair, checks, short_demo, run, rebuilt):
     result = run("demo", "--device", "cpu", "--pair", pair)
     assert result.exit_code == 0 and "cannot run" in result.output and "for the test" in result.output

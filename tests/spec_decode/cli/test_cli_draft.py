@@ -80,8 +80,8 @@ def test_draft_continues_an_empty_prompt(pair, run):
     assert run(*draft_words(pair, "")).exit_code == 0
 
 
-def test_draft_refuses_a_strategy_that_the_backend_cannot_run(pair, refused, weak):
-    line = refused(*draft_words(pair, "x", "--backend", "weak", "--strategy", "full_loop"))
+def test_draft_refuses_a_strategy_that_the_backend_cannot_run(pair, refused, rebuilt):
+    line = refused(*draft_words(pair, "x", "--backend", "rebuilt", "--strategy", "full_loop"))
     assert "for the test" in line
 
 
@@ -95,7 +95,7 @@ def test_draft_refuses_a_strategy_that_the_backend_cannot_run(pair, refused, wea
         (["x", "-k", "-1"], "speculative tokens"),
         (["x", "-k", "999"], "speculative tokens"),
         (["x", "--temperature", "-1"], "temperature"),
-        (["x", "--verify", "coin"], "one of rejection, block"),
+        (["x", "--verify", "dice"], "one of rejection, block"),
         (["x", "--verify", "synthetic:9"], "from 0 to 4"),
         (["x", "--max-new-tokens", "0"], "new tokens"),
         (["x" * 300], "max_seq_len"),

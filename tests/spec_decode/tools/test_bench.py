@@ -15,7 +15,7 @@ from spec_decode.tools.bench import advance_cases, decode_cases, decode_fixture,
 from spec_decode.tools.bench.decode_cases import PeerComparison, by_backend, comparison_rows
 from spec_decode.tools.bench.decode_fixture import DecodeFixture
 from spec_decode.tools.bench.rows import Bench, BenchLimit, serving, verdict, with_limits
-from spec_decode.tools.bench.specs import GQA, MLA, PACKED
+from spec_decode.tools.bench.specs import FP8_DS_MLA, GQA, MLA
 from tests.factories import CPU, make_spec
 from tests.spec_decode import fake_flashinfer
 
@@ -161,11 +161,11 @@ def test_a_comparison_without_its_backend_is_noted(bench, timed):
     assert bench.missing[0].startswith("comparison: nonesuch: ")
 
 
-def test_a_packed_cache_is_filled_by_its_own_write():
-    fixture = DecodeFixture(PACKED, 2, 64, CPU)
+def test_an_fp8_ds_mla_cache_is_filled_by_its_own_write():
+    fixture = DecodeFixture(FP8_DS_MLA, 2, 64, CPU)
     [cache] = fixture.warm_cache(get("torch_reference"))
-    slots = torch.arange(fixture.num_pages * PACKED.page_size)
-    latents = gather_and_dequantise(cache.latents, slots, PACKED.page_size).float()
+    slots = torch.arange(fixture.num_pages * FP8_DS_MLA.page_size)
+    latents = gather_and_dequantise(cache.latents, slots, FP8_DS_MLA.page_size).float()
     assert 0.9 < latents.std() < 1.1
 
 
@@ -231,14 +231,14 @@ def test_rows_of_flashinfer_are_noted_where_it_is_absent(bench):
 
 
 @pytest.mark.parametrize("context", [32, 41])
-def test_flashinfers_decode_is_planned_for_the_scene(flashinfer, context):
+def test_flashinfers_decode_is_planned_for_the_fixture(flashinfer, context):
     fixture = DecodeFixture(replace(SPEC, dtype=torch.bfloat16, kv_dtype=None), 3, context, CPU)
     [cache] = fixture.warm_cache(get("torch_reference"))
     expected = fixture.attention_by(get("torch_reference"))(cache)
     torch.testing.assert_close(peers.flashinfer_decode(fixture)(cache), expected, rtol=0.02, atol=0.02)
 
 
-def test_flashinfers_latent_attention_is_planned_for_the_scene(flashinfer):
+def test_flashinfers_latent_attention_is_planned_for_the_fixture(flashinfer):
     fixture = DecodeFixture(replace(MLA, dtype=torch.float32, kv_dtype=None), 2, 100, CPU)
     [cache] = fixture.warm_cache(get("torch_reference"))
     expected = fixture.attention_by(get("torch_reference"))(cache)
