@@ -1,4 +1,4 @@
-"""What a backend can serve, as data, and the answer to a spec: accepted, or rejected with every reason."""
+"""What a backend can serve, as data, and its answer to a spec: accepted, or rejected with every reason."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ class Capabilities:
     fused_writes: frozenset[FusedWrite] = frozenset()
     """Work before a cache write that its kernel does too."""
     compute_capability: tuple[int, int] = (8, 0)
-    """The least a CUDA device needs."""
+    """The minimum for a CUDA device."""
     one_major_version: bool = False
-    """Whether its kernels are compiled for that major version alone."""
+    """Whether its kernels are compiled for that major version only."""
 
     def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
         """Why this spec cannot run on this device; empty when it can."""

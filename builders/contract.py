@@ -31,9 +31,9 @@ class GraphSupport(IntEnum):
 class AdvanceLevel(IntEnum):
     """What it takes to move metadata one token forward, from most work to least.
 
-    PREPLANNED: the host can plan every step to come before the first, with a builder for each. Such a build takes the
-    lengths from host_seq_lens alone, which then lie ahead of those on the device; a row that stops on the way has a
-    plan for tokens it will not get.
+    PREPLANNED: the host can plan every step before the first runs, with a builder for each. Such a build takes the
+    lengths from host_seq_lens only, which are then ahead of those on the device; a row that stops early has a plan for
+    tokens that it will not get.
     """
 
     REBUILD = 0

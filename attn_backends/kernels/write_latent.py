@@ -1,4 +1,4 @@
-"""Store new latents in the paged cache: norm, rotary, quantisation and the write as one kernel."""
+"""Store new latents in the paged cache: norm, rotary, quantisation and the write in one kernel."""
 
 from __future__ import annotations
 

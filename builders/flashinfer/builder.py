@@ -45,7 +45,7 @@ class FlashInferBuilder(BatchMetadataBuilder[FlashInferMetadata]):
     ) -> None:
         super().__init__(spec, device, max_reqs=max_reqs, max_tokens=max_tokens, max_seq_len=max_seq_len)
         self._launches: dict[tuple[int, int, int, int], Launch] = {}
-        self._wrappers = FlashInferWrappers(spec, device)
+        self.wrappers = FlashInferWrappers(spec, device)
 
     @classmethod
     def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
@@ -55,7 +55,7 @@ class FlashInferBuilder(BatchMetadataBuilder[FlashInferMetadata]):
 
     def build(self, batch: AttentionBatch, *, horizon: int = 0) -> FlashInferMetadata:
         self.check_horizon(batch, horizon)
-        launch = self._launch(batch) if batch.uniform else self._wrappers.ragged(batch)
+        launch = self._launch(batch) if batch.uniform else self.wrappers.ragged(batch)
         metadata = FlashInferMetadata(
             **self.batch_fields(batch), launch=launch, last_page_len=launch.last_page_len, plan=launch.plan
         )
@@ -92,9 +92,9 @@ class FlashInferBuilder(BatchMetadataBuilder[FlashInferMetadata]):
 
     def _plan(self, batch: AttentionBatch) -> Launch:
         if batch.max_query_len > 1:
-            return self._wrappers.extend(batch)
+            return self.wrappers.extend(batch)
         kernel = self.decode_kernel or choose_kernel(self.spec)[0]
-        return self._wrappers.xqa(batch) if kernel is Kernel.XQA else self._wrappers.decode(batch, kernel)
+        return self.wrappers.xqa(batch) if kernel is Kernel.XQA else self.wrappers.decode(batch, kernel)
 
 
 def choose_kernel(spec: AttentionSpec) -> tuple[Kernel, str]:

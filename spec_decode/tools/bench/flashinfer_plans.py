@@ -42,7 +42,7 @@ class HorizonBuilder(TensorCoreBuilder):
         """One call of FlashInfer's plan(), of a wrapper over the rows of the block table as they lie."""
         indptr = torch.arange(metadata.num_reqs + 1, dtype=torch.int32) * metadata.block_table.shape[1]
         full = torch.full((metadata.num_reqs,), self.spec.page_size, dtype=torch.int32)
-        self._wrappers.plan_decode(metadata.launch.wrapper, indptr, full)
+        self.wrappers.plan_decode(metadata.launch.wrapper, indptr, full)
 
 
 class PerStepBuilder(HorizonBuilder):
