@@ -12,7 +12,7 @@ from builders.kernels.triton_runtime import await_previous, dependent_launch, tl
 
 
 class ListWindowSlots(NamedTuple):
-    """Write, for every query token, the slots of the last `window` tokens up to its own, in the order of their positions.
+    """List, for every query token, the slots of the last `window` tokens up to its own, in the order of positions.
 
     window_indices   int32 [T, W] contiguous     slots page * page_size + offset, then -1
     window_lens      int32 [T]                   slots listed; 0 for the tokens of inert rows and after the last row
