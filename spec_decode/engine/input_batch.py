@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
+from builders.errors import require_tensor
 from spec_decode.drafter import Drafter, VerifiedTokens
 from spec_decode.engine.kernels.prepare_inputs import prepare_inputs
-from spec_decode.engine.kernels.update_requests import DraftInputs, RequestTensors, update_requests
+from spec_decode.engine.kernels.update_requests import update_requests
 from spec_decode.engine.request import Request
 from spec_decode.sampling import Sampling
 from spec_decode.verification import Verifier, VerifyOutput
@@ -41,19 +42,25 @@ class InputBatch:
     def prepare_inputs(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens in the target's cache, int32 [size], and the ids of those to run, the last token and the drafts,
         int64 [size, 1 + K]."""
-        return prepare_inputs(self.lens[:size], self.last_tokens[:size], self._drafts(slice(size)))
+        rows = slice(size)
+        context_lens, token_ids = prepare_inputs(self.lens[rows], self.last_tokens[rows], self._drafts(rows))
+        return context_lens, token_ids
 
     def update_requests(self, rows: slice, token_ids: torch.Tensor, output: VerifyOutput) -> None:
         """Lengthen these n rows by what a step over token_ids, int64 [n, 1 + K], kept; write `outputs` and the
-        drafter's token inputs. A row whose text is complete keeps its length."""
-        requests = RequestTensors(self.lens[rows], self.max_lens[rows], self.last_tokens[rows], self.outputs[rows])
-        draft_inputs, offset = None, 0
-        if self._drafter is not None:
-            draft_inputs, offset = _draft_inputs(self._drafter.inputs, rows), self._drafter.model.position_offset
-        drafts = self._drafts(rows)
+        drafter's token inputs. A row whose text is complete keeps its length.
+
+        Raises BatchError, with nothing written, for an output of another shape, dtype or device.
+        """
+        accepted, next_tokens, lens = output.accepted.contiguous(), output.next_tokens.contiguous(), self.lens[rows]
+        require_tensor("accepted", accepted, shape=lens.shape, dtype=torch.int64, device=lens.device)
+        require_tensor("next_tokens", next_tokens, shape=lens.shape, dtype=torch.int64, device=lens.device)
+        offset = self._drafter.model.position_offset if self._drafter else 0
         update_requests(
-            output.accepted, output.next_tokens, token_ids, drafts, requests, draft_inputs, position_offset=offset
-        )
+            accepted, next_tokens, token_ids, self._drafts(rows),
+            lens, self.max_lens[rows], self.last_tokens[rows], self.outputs[rows],
+            *(_token_inputs(self._drafter.inputs, rows) if self._drafter else (None,) * 5), offset,
+        )  # fmt: skip
 
     def set_draft_inputs(self, rows: slice, target_hidden_states: torch.Tensor) -> None:
         """The drafter's other inputs of these n rows: target_hidden_states [n, 1 + K, F], and the seeds."""
@@ -71,7 +78,7 @@ class InputBatch:
         moved = [self.lens, self.last_tokens]
         if self._drafter is not None:
             inputs = self._drafter.inputs
-            moved += [*_draft_inputs(inputs, slice(None)), inputs.target_hidden_states, inputs.seeds]
+            moved += [*_token_inputs(inputs, slice(None)), inputs.target_hidden_states, inputs.seeds]
         for tensor in moved:
             tensor[: len(kept_rows)] = tensor.index_select(0, order)
         self.lens[len(kept_rows) :].zero_()
@@ -100,12 +107,8 @@ class InputBatch:
         return self.outputs[rows, :0] if self._drafter is None else self._drafter.drafts.tokens[rows]
 
 
-def _draft_inputs(inputs: VerifiedTokens, rows: slice) -> DraftInputs:
+def _token_inputs(inputs: VerifiedTokens, rows: slice) -> list[torch.Tensor]:
+    """What `update_requests` writes of a drafter's inputs, in its order."""
     assert inputs.draft_lens is not None, "a drafter's own buffers have draft_lens"
-    return DraftInputs(
-        token_ids=inputs.token_ids[rows],
-        context_lens=inputs.context_lens[rows],
-        accepted=inputs.accepted[rows],
-        next_tokens=inputs.next_tokens[rows],
-        draft_lens=inputs.draft_lens[rows],
-    )
+    written = (inputs.token_ids, inputs.context_lens, inputs.accepted, inputs.next_tokens, inputs.draft_lens)
+    return [tensor[rows] for tensor in written]

@@ -5,7 +5,7 @@ import torch
 
 from builders.kernels.triton_runtime import torch_implementations
 from spec_decode.engine.kernels.prepare_inputs import prepare_inputs
-from spec_decode.engine.kernels.update_requests import DraftInputs, RequestTensors, update_requests
+from spec_decode.engine.kernels.update_requests import UpdateRequests, update_requests
 
 
 @pytest.fixture(autouse=True)
@@ -38,24 +38,24 @@ def test_what_a_step_begins_with(steps):
     assert same(*both_ways(lambda: prepare_inputs(lens, last, drafts)))
 
 
+DRAFT_INPUTS = (torch.int32, torch.int32, torch.int64, torch.int32)
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
 @pytest.mark.parametrize("position_offset", [0, 1])
 @pytest.mark.parametrize("drafting", [True, False])
 def test_what_a_step_leaves(drafting, position_offset, steps):
     def updated():
-        lens = torch.tensor([0, 1, 7, 900, 20, 7])
-        requests = RequestTensors(
-            lens, torch.tensor([0, 30, 9, 901, 24, 7]), torch.full((6,), 7), torch.full((7, 2 + steps), 7)[:6]
-        )
-        draft_inputs = DraftInputs(
-            torch.full((7, 1 + steps), 7), *(torch.full((7,), 7, dtype=t) for t in (torch.int32, torch.int32)),
-            torch.full((7,), 7), torch.full((7,), 7, dtype=torch.int32),
-        )  # fmt: skip
         drafts = whole(-1, 9, 6 * (steps + 1), 3).view(6, steps + 1)
-        update_requests(
-            whole(0, steps + 1, 6, 1), whole(0, 99, 6, 2), drafts.clamp(min=0), drafts[:, 1:], requests,
-            DraftInputs(*(x[:6] for x in draft_inputs)) if drafting else None, position_offset=position_offset,
+        # A row of each written buffer is beyond the step.
+        buffers = [torch.full((7, 1 + steps), 7), *(torch.full((7,), 7, dtype=t) for t in DRAFT_INPUTS)]
+        step = UpdateRequests(
+            whole(0, steps + 1, 6, 1), whole(0, 99, 6, 2), drafts.clamp(min=0), drafts[:, 1:],
+            torch.tensor([0, 1, 7, 900, 20, 7]), torch.tensor([0, 30, 9, 901, 24, 7]), torch.full((6,), 7),
+            torch.full((7, 2 + steps), 7)[:6],
+            *(buffer[:6] if drafting else None for buffer in buffers), position_offset,
         )  # fmt: skip
-        return *requests, *draft_inputs
+        update_requests(*step)
+        return step.lens, step.max_lens, step.last_tokens, step.outputs, *buffers
 
     assert same(*both_ways(updated))

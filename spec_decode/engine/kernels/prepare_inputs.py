@@ -6,32 +6,17 @@ from typing import NamedTuple
 
 import torch
 
-from builders.errors import require_tensor
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
-def prepare_inputs(
-    lens: torch.Tensor, last_tokens: torch.Tensor, drafts: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens in the cache, int32 [R], and the token ids after them, int64 [R, 1 + K].
+class PrepareInputs(NamedTuple):
+    """R rows; returns the tokens in the cache, int32 [R], and the token ids after them, int64 [R, 1 + K].
 
-    lens         int64 [R]      tokens of prompt and output; the last one is in no cache yet; 0 is padding
+    lens         int64 [R]      tokens of prompt and text; the last one is in no cache yet; 0 is padding
     last_tokens  int64 [R]      that last token
     drafts       int64 [R, K]   below 0 where there is none; token 0 is run in its place
-
-    Raises BatchError, with nothing run, for tensors of another shape, dtype or device.
     """
-    rows, device = len(drafts), drafts.device
-    require_tensor("lens", lens, shape=(rows,), dtype=torch.int64, device=device)
-    require_tensor("last_tokens", last_tokens, shape=(rows,), dtype=torch.int64, device=device)
-    require_tensor("drafts", drafts, shape=(rows, None), dtype=torch.int64, device=device)
-    context_lens, token_ids = _prepare_inputs(lens, last_tokens, drafts)
-    return context_lens, token_ids
-
-
-class PrepareInputs(NamedTuple):
-    """As `prepare_inputs` has them."""
 
     lens: torch.Tensor
     last_tokens: torch.Tensor
@@ -71,4 +56,4 @@ def _prepare_inputs_kernel(
     tl.store(token_ids + row * query_len + column, tl.where(column > 0, tl.maximum(draft, 0), last), mask=inside)
 
 
-_prepare_inputs = define_op("spec_decode::prepare_inputs", PrepareInputs)
+prepare_inputs = define_op("spec_decode::prepare_inputs", PrepareInputs)

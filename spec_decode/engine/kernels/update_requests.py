@@ -6,81 +6,28 @@ from typing import NamedTuple
 
 import torch
 
-from builders.errors import require_tensor
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
-class RequestTensors(NamedTuple):
-    """R requests; all but max_lens are written in place.
-
-    lens         int64 [R]          tokens of prompt and output
-    max_lens     int64 [R]          where the output ends
-    last_tokens  int64 [R]
-    outputs      int64 [R, 2 + K]   of this step: the number of draft tokens kept, these tokens, and the target's own
-    """
-
-    lens: torch.Tensor
-    max_lens: torch.Tensor
-    last_tokens: torch.Tensor
-    outputs: torch.Tensor
-
-
-class DraftInputs(NamedTuple):
-    """What the drafter reads of a target step, R rows, written in place.
-
-    token_ids     int64 [R, 1 + K]   those of the step
-    context_lens  int32 [R]          draft KV tokens before them
-    accepted      int32 [R]          draft tokens kept
-    next_tokens   int64 [R]          the target's own after them
-    draft_lens    int32 [R]          draft tokens wanted: the request's last token is always the target's own
-    """
-
-    token_ids: torch.Tensor
-    context_lens: torch.Tensor
-    accepted: torch.Tensor
-    next_tokens: torch.Tensor
-    draft_lens: torch.Tensor
-
-
-def update_requests(
-    accepted: torch.Tensor,
-    next_tokens: torch.Tensor,
-    token_ids: torch.Tensor,
-    drafts: torch.Tensor,
-    requests: RequestTensors,
-    draft_inputs: DraftInputs | None,
-    *,
-    position_offset: int = 0,
-) -> None:
-    """Lengthen each request by its `accepted` draft tokens and its next token, up to its end; in place.
-
-    accepted         int64 [R]
-    next_tokens      int64 [R]
-    token_ids        int64 [R, 1 + K]   those of the step
-    drafts           int64 [R, K]       of these, what was proposed; -1 from its end on
-    draft_inputs     None without a drafter
-    position_offset  the draft's position of a request's first token
-
-    Raises BatchError, with nothing written, for tensors of another shape, dtype or device.
-    """
-    rows, num_drafts = drafts.shape
-    flat, step, wide = (rows,), (rows, 1 + num_drafts), (rows, 2 + num_drafts)
-    given = (accepted.contiguous(), next_tokens.contiguous(), token_ids, drafts, *requests)
-    shapes = (flat, flat, step, (rows, num_drafts), flat, flat, flat, wide)
-    names = ("accepted", "next_tokens", "token_ids", "drafts", *RequestTensors._fields)
-    for name, tensor, shape in zip(names, given, shapes, strict=True):
-        require_tensor(name, tensor, shape=shape, dtype=torch.int64, device=drafts.device)
-    if draft_inputs is not None:
-        dtypes = (torch.int64, torch.int32, torch.int32, torch.int64, torch.int32)
-        for name, tensor, dtype in zip(DraftInputs._fields, draft_inputs, dtypes, strict=True):
-            shape = step if name == "token_ids" else flat
-            require_tensor(name, tensor, shape=shape, dtype=dtype, device=drafts.device)
-    _update_requests(*given, *(draft_inputs or (None,) * 5), position_offset)
-
-
 class UpdateRequests(NamedTuple):
-    """The arguments of `update_requests`, RequestTensors and DraftInputs field by field."""
+    """Lengthens R requests by their accepted draft tokens and their next token, up to their end; in place.
+
+    accepted            int64 [R]          draft tokens kept
+    next_tokens         int64 [R]          the target's own after them
+    token_ids           int64 [R, 1 + K]   those of the step
+    drafts              int64 [R, K]       of these, what was proposed; -1 from its end on
+    lens                int64 [R]          tokens of prompt and text; written
+    max_lens            int64 [R]          where the text ends
+    last_tokens         int64 [R]          written
+    outputs             int64 [R, 2 + K]   written: draft tokens kept, these tokens, and the target's own after them
+    draft_token_ids     int64 [R, 1 + K]   written, as the four after it, for the drafter; without one all are None
+    draft_context_lens  int32 [R]          draft KV tokens before the step's
+    draft_accepted      int32 [R]
+    draft_next_tokens   int64 [R]
+    draft_lens          int32 [R]          draft tokens wanted: a text's last token is always the target's own
+    position_offset     the draft's position of a text's first token
+    """
 
     accepted: torch.Tensor
     next_tokens: torch.Tensor
@@ -153,7 +100,7 @@ def _update_requests_kernel(
     tl.store(lens + row, grown)
 
 
-_update_requests = define_op(
+update_requests = define_op(
     "spec_decode::update_requests",
     UpdateRequests,
     mutates=(

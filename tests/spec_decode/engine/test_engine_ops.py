@@ -1,11 +1,13 @@
-"""The ops before and after the target's forward: their schemas, what they refuse and what they write."""
+"""The ops before and after the target's forward: their schemas, what they write, and what is checked before."""
 
 import pytest
 import torch
 
 from builders import BatchError
+from spec_decode.engine.input_batch import InputBatch
 from spec_decode.engine.kernels.prepare_inputs import prepare_inputs
-from spec_decode.engine.kernels.update_requests import DraftInputs, RequestTensors, update_requests
+from spec_decode.engine.kernels.update_requests import UpdateRequests, update_requests
+from spec_decode.verification import RejectionSampling, VerifyOutput
 
 INT32 = torch.int32
 ROWS, STEPS = 3, 2
@@ -15,22 +17,23 @@ def zeros(*shape, dtype=torch.int64):
     return torch.zeros(*shape, dtype=dtype)
 
 
-def step_of(drafts, accepted, lens, max_lens):
-    """The arguments of update_requests: requests and draft inputs of 7s, next tokens from 90 on."""
+def step_of(drafts, accepted, lens, max_lens, *, drafting=True, position_offset=0):
+    """A step whose written tensors hold 7s, with next tokens from 90 on."""
     rows, steps = len(drafts), len(drafts[0])
-    requests = RequestTensors(torch.tensor(lens), torch.tensor(max_lens), zeros(rows) + 7, zeros(rows, 2 + steps) + 7)
-    draft_inputs = DraftInputs(
-        zeros(rows, 1 + steps) + 7, *(zeros(rows, dtype=dtype) + 7 for dtype in (INT32, INT32, torch.int64, INT32))
-    )
-    ids = torch.cat([zeros(rows, 1) + 5, torch.tensor(drafts).clamp(min=0)], 1)
-    return torch.tensor(accepted), torch.arange(rows) + 90, ids, torch.tensor(drafts), requests, draft_inputs
+    draft_inputs = zeros(rows, 1 + steps) + 7, *(zeros(rows, dtype=t) + 7 for t in (INT32, INT32, torch.int64, INT32))
+    return UpdateRequests(
+        torch.tensor(accepted), torch.arange(rows) + 90,
+        torch.cat([zeros(rows, 1) + 5, torch.tensor(drafts).clamp(min=0)], 1), torch.tensor(drafts),
+        torch.tensor(lens), torch.tensor(max_lens), zeros(rows) + 7, zeros(rows, 2 + steps) + 7,
+        *(draft_inputs if drafting else (None,) * 5), position_offset,
+    )  # fmt: skip
 
 
-STEP = step_of([[1, 2], [3, -1], [4, 5]], [2, 0, 1], [4, 9, 1], [40, 10, 4])
+THREE = {"drafts": [[1, 2], [3, -1], [4, 5]], "accepted": [2, 0, 1], "lens": [4, 9, 1], "max_lens": [40, 10, 4]}
 CALLS = {
     "prepare_inputs": (zeros(ROWS), zeros(ROWS), zeros(ROWS, STEPS)),
-    "update_requests": (*STEP[:4], *STEP[4], *STEP[5], 1),
-    "update_requests without a drafter": (*STEP[:4], *STEP[4], *(None,) * 5, 0),
+    "update_requests": tuple(step_of(**THREE, position_offset=1)),
+    "update_requests without a drafter": tuple(step_of(**THREE, drafting=False)),
 }
 
 
@@ -40,24 +43,14 @@ def test_the_schema_is_true(name, arguments):
     torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
-def test_lengths_of_another_dtype_are_refused():
-    with pytest.raises(BatchError, match=r"must be torch\..* nothing was run"):
-        prepare_inputs(zeros(ROWS, dtype=INT32), zeros(ROWS), zeros(ROWS, STEPS))
-
-
-@pytest.mark.parametrize("index", range(4))
-def test_a_refused_update_writes_nothing(index):
-    given = list(step_of([[1, 2]], [1], [4], [40]))
-    given[index] = given[index].int()
-    with pytest.raises(BatchError, match="nothing was run"):
-        update_requests(*given)
-    assert given[4].lens.tolist() == [4] and given[5].accepted.tolist() == [7]
-
-
-def test_draft_inputs_of_another_dtype_are_refused():
-    *given, draft_inputs = step_of([[1, 2]], [1], [4], [40])
-    with pytest.raises(BatchError, match=r"accepted must be torch\.int32"):
-        update_requests(*given, draft_inputs._replace(accepted=zeros(1)))
+@pytest.mark.parametrize("name", ["accepted", "next_tokens"])
+def test_a_verifiers_output_of_another_dtype_is_refused_and_nothing_written(name):
+    batch = InputBatch(2, torch.device("cpu"), None, RejectionSampling())
+    output = {"accepted": zeros(2), "next_tokens": zeros(2) + 90}
+    output[name] = output[name].int()
+    with pytest.raises(BatchError, match=rf"{name} must be torch\.int64.* nothing was run"):
+        batch.update_requests(slice(2), zeros(2, 1), VerifyOutput(**output))
+    assert not batch.last_tokens.any()
 
 
 def test_a_step_begins_with_the_last_token_and_the_draft():
@@ -73,36 +66,34 @@ def test_a_step_without_a_draft_begins_with_the_last_token():
 
 
 def test_requests_grow_by_what_was_kept_and_one_up_to_their_end():
-    given = step_of([[1, 2], [3, -1], [4, 5], [-1, -1]], [2, 0, 1, 0], [4, 9, 1, 0], [40, 10, 2, 0])
-    update_requests(*given, position_offset=0)
-    requests = given[4]
-    assert requests.lens.tolist() == [7, 10, 2, 0] and requests.max_lens.tolist() == [40, 10, 2, 0]
-    assert requests.last_tokens.tolist() == [90, 91, 92, 93]
+    step = step_of([[1, 2], [3, -1], [4, 5], [-1, -1]], [2, 0, 1, 0], [4, 9, 1, 0], [40, 10, 2, 0])
+    update_requests(*step)
+    assert step.lens.tolist() == [7, 10, 2, 0] and step.max_lens.tolist() == [40, 10, 2, 0]
+    assert step.last_tokens.tolist() == [90, 91, 92, 93]
 
 
 def test_the_output_is_what_was_kept_and_the_targets_own_token_after_it():
-    given = step_of([[1, 2], [3, -1], [4, 5]], [2, 0, 1], [4, 9, 1], [40, 10, 4])
-    update_requests(*given)
-    assert [row[: 2 + row[0]] for row in given[4].outputs.tolist()] == [[2, 1, 2, 90], [0, 91], [1, 4, 92]]
+    step = step_of(**THREE)
+    update_requests(*step)
+    assert [row[: 2 + row[0]] for row in step.outputs.tolist()] == [[2, 1, 2, 90], [0, 91], [1, 4, 92]]
 
 
 @pytest.mark.parametrize("position_offset", [0, 1])
 def test_the_draft_inputs_are_those_of_the_step(position_offset):
-    given = step_of([[1, 2], [3, -1], [4, 5]], [2, 0, 1], [4, 9, 0], [40, 11, 4])
-    update_requests(*given, position_offset=position_offset)
-    draft_inputs = given[5]
-    assert draft_inputs.token_ids.tolist() == given[2].tolist()
-    assert draft_inputs.context_lens.tolist() == [3 + position_offset, 8 + position_offset, 0]
-    assert draft_inputs.accepted.tolist() == [2, 0, 1] and draft_inputs.next_tokens.tolist() == [90, 91, 92]
+    step = step_of(**THREE | {"lens": [4, 9, 0], "max_lens": [40, 11, 4]}, position_offset=position_offset)
+    update_requests(*step)
+    assert step.draft_token_ids.tolist() == step.token_ids.tolist()
+    assert step.draft_context_lens.tolist() == [3 + position_offset, 8 + position_offset, 0]
+    assert step.draft_accepted.tolist() == [2, 0, 1] and step.draft_next_tokens.tolist() == [90, 91, 92]
 
 
 def test_a_requests_last_token_is_never_drafted():
-    given = step_of([[1, 2]] * 5, [0] * 5, [4] * 5, [40, 8, 7, 6, 5])
-    update_requests(*given)
-    assert given[5].draft_lens.tolist() == [2, 2, 1, 0, 0]
+    step = step_of([[1, 2]] * 5, [0] * 5, [4] * 5, [40, 8, 7, 6, 5])
+    update_requests(*step)
+    assert step.draft_lens.tolist() == [2, 2, 1, 0, 0]
 
 
-def test_without_a_drafter_only_the_requests_are_updated():
-    *given, draft_inputs = step_of([[1, 2]], [1], [4], [40])
-    update_requests(*given, None)
-    assert given[4].lens.tolist() == [6] and draft_inputs.accepted.tolist() == [7]
+def test_without_a_drafter_the_requests_are_updated_alone():
+    step = step_of([[1, 2]], [1], [4], [40], drafting=False)
+    update_requests(*step)
+    assert step.lens.tolist() == [6]
