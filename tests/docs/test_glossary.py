@@ -13,9 +13,6 @@ from tests.retired_words import files, retired
 
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
 KNOWN = {
-    "docs/adding-a-backend.md",
-    "docs/guide/strategies.md",
-    "tests/examples/test_wrapped_engine.py",
     "tests/page_lists.py",
     "tests/spec_decode/models/generated_mtp.py",
     "tests/spec_decode/models/test_deepseek_v4.py",
