@@ -31,6 +31,6 @@ class DrafterConfig:
     def __post_init__(self) -> None:
         require(
             0.0 <= self.min_confidence < 1.0,
-            f"a least confidence is a probability below 1, got {self.min_confidence}; every draft would end at its "
+            f"min_confidence must be a probability below 1, got {self.min_confidence}; every draft would end at its "
             "first token. Pass 0 to draft on whatever the confidence.",
         )

@@ -1,4 +1,4 @@
-"""The multi-step drafter: step 0 over the verified tokens, then K-1 single-token steps by the chosen strategy."""
+"""The multi-step drafter: step 0 over the verified tokens, then K - 1 single-token steps by the chosen strategy."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ EXTEND = "extend"
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Views of the drafter's buffers, good until the next round, of as many columns as the round had tokens: tokens
-    int64 [n, K], -1 where a request proposes nothing, and the processed logits fp32 [n, K, V] each was drawn from; what
-    stands behind a request's last token is undefined."""
+    """Views of the drafter's buffers, valid until the next round, with a column for each token of the round.
+
+    tokens   int64 [n, K]     -1 where a request proposes nothing
+    logits   fp32 [n, K, V]   the processed logits that each token was drawn from; undefined after a request's last
+    """
 
     tokens: torch.Tensor
     logits: torch.Tensor
@@ -88,7 +90,7 @@ class Drafter:
         self.inputs = self._step.inputs
         self.graphs = GraphManager(device, sizes, memory_limit=config.graph_memory_limit)
         self._strategy = strategy(self._step, self.graphs)
-        # What the device was last told: tokens a round, and whether the requests' own lengths may differ from K.
+        # What the device was last told: tokens of a round, and whether a request's own number may differ from K.
         self._asked = (steps, False)
 
     @property
@@ -97,9 +99,9 @@ class Drafter:
         return Drafts(self._step.sampler.draft_tokens, self._step.sampler.draft_logits)
 
     def metadata_in_use(self) -> dict[int, StepMetadata]:
-        """What step 0 and the last step of the last round read, by the step; the tables must be as they were.
+        """What step 0 and the last step of the last round read, by the step; the tables must not have changed.
 
-        Waits for the device. A round of one token has no step but 0.
+        Waits for the device. A round of one token has only step 0.
         """
         extend, decode, size = self._step.extend, self._step.decode, self._padded(self.tables.num_live)
         found = {0: StepMetadata(extend, size, extend.metadata_in_use(size, 0))}
@@ -109,15 +111,15 @@ class Drafter:
 
     @torch.no_grad()
     def propose(self, verified: VerifiedTokens | None = None, num_tokens: int | None = None) -> Drafts:
-        """Draft K tokens behind each request's next_token. Nothing in it waits for the device unless the plan says so.
+        """Draft K tokens after each request's next_token. Waits for the device only where the plan says so.
 
         verified: what the round starts from, copied to `inputs`; None: a verifier wrote it to the live rows there.
-        num_tokens: how many this round, 1 to K; None is K. The same tokens in every strategy, and no new capture: the
-        device loop, per-step and eager strategies run that many steps, the full loop all K, whose last ones find no
-        request that drafts on.
+        num_tokens: how many tokens this round proposes, 1 to K; None is K. Every strategy proposes the same tokens and
+        captures nothing new: the full loop runs all K steps, the last ones without a request that still drafts, and the
+        other strategies run only as many as are asked for.
 
         The requests are the live rows of the tables. One whose limit leaves no room for the 1 + K tokens of step 0
-        proposes nothing and raises tables.overflow, as does one that reaches its limit on the way, from there on.
+        proposes nothing and raises tables.overflow. So does one that reaches its limit on the way, from there on.
         Raises BatchError, with nothing run, for tensors of another shape, dtype or device, or too large a batch.
         """
         live = self.tables.num_live
@@ -161,7 +163,7 @@ class Drafter:
         self._strategy.run(size, (num_tokens or self.num_speculative_tokens) - 1)
 
     def _ask(self, num_tokens: int, verified: VerifiedTokens | None) -> None:
-        """Tell the device how many tokens the round wants, where the last one wanted another number."""
+        """Tell the device how many tokens the round proposes, where the last round proposed another number."""
         asked, each_its_own = self._asked
         if asked != num_tokens:
             self._step.sampler.num_tokens.fill_(num_tokens)
@@ -170,7 +172,7 @@ class Drafter:
         self._asked = (num_tokens, verified is None or verified.draft_lens is not None)
 
     def _padded(self, live: int) -> int:
-        """Every strategy pads alike, so that all run the same shapes; only graphs end at the largest captured one."""
+        """Every strategy pads alike, so that all run the same shapes; only graphs end at the largest captured size."""
         if not self._uses_graphs and live > self.graphs.sizes[-1]:
             return live
         return self.graphs.padded(live)
@@ -186,9 +188,11 @@ class Drafter:
     ) -> None:
         """Write the draft KV of prompts or parts of them, without drafting; eager, for any lengths.
 
-        tables: these requests alone, over the same caches. Request r has query_lens[r] flat tokens, the last of
-        seq_lens[r] in its cache then; token_ids int64 [T] are the tokens one *behind* each position (at it, where the
-        model's position_offset is 1), target_hidden_states [T, F] the target's at the token before.
+        tables                 these requests only, over the same caches
+        query_lens, seq_lens   request r's tokens here are the last query_lens[r] of the seq_lens[r] in its cache after
+        token_ids              int64 [T], flat: the token one place after each position, or at it where the model's
+                               position_offset is 1
+        target_hidden_states   [T, F], the target's at the token before
         """
         batch, metadata = build_ragged(self.groups, tables, query_lens, seq_lens)
         hidden = self.model.combine(target_hidden_states.to(self.inputs.target_hidden_states.dtype))

@@ -11,15 +11,15 @@ import torch
 class VerifiedTokens:
     """What a round starts from, for n live requests in the order of the tables; all on the drafter's device.
 
-    token_ids      int64 [n, 1 + K]      the tokens the target just ran over
-    target_hidden_states [n, 1 + K, F]   what the draft reads of the target there
-    context_lens   int32 [n]             draft KV tokens committed before them: the position of the first
-    accepted       int32 [n]             how many of the K draft tokens were kept, 0 to K
-    next_tokens    int64 [n]             the target's own token behind the last kept one
-    temperature    fp32 [n]              0 is greedy
-    seeds          int64 [n]
-    draft_lens     int32 [n]             draft tokens wanted of each, 0 to K; None: K of each. With 0 a request takes
-                                         part in step 0 alone, so that its verified tokens reach the draft's KV cache
+    token_ids             int64 [n, 1 + K]   the tokens that the target just ran over
+    target_hidden_states  [n, 1 + K, F]      what the draft reads of the target at these tokens
+    context_lens          int32 [n]          draft KV tokens committed before them: the position of the first
+    accepted              int32 [n]          how many of the K draft tokens were accepted, 0 to K
+    next_tokens           int64 [n]          the target's own token after the last accepted one
+    temperature           fp32 [n]           0 is greedy
+    seeds                 int64 [n]
+    draft_lens            int32 [n]          draft tokens wanted of each, 0 to K; None: K of each. A request with 0
+                                             takes part in step 0 only: its verified tokens reach the draft's cache
     """
 
     token_ids: torch.Tensor

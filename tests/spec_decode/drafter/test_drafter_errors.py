@@ -86,5 +86,5 @@ def test_a_round_of_a_number_of_tokens_that_the_drafter_has_not_is_refused(count
 
 @pytest.mark.parametrize("least", [-0.1, 1.0, float("nan")])
 def test_a_least_confidence_that_is_no_probability_below_1_is_refused(least):
-    with pytest.raises(BatchError, match="least confidence is a probability below 1"):
+    with pytest.raises(BatchError, match="min_confidence must be a probability below 1"):
         advancing(min_confidence=least)

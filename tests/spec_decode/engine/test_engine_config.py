@@ -29,7 +29,7 @@ def test_a_size_with_which_no_request_could_run_is_refused(changed, message):
 
 
 def test_a_confidence_that_is_no_probability_is_refused_with_the_drafter():
-    with pytest.raises(BatchError, match="a least confidence is a probability below 1"):
+    with pytest.raises(BatchError, match="min_confidence must be a probability below 1"):
         EngineConfig(num_speculative_tokens=3, min_confidence=1.0).drafter_config()
 
 
