@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from attn_backends import AttentionBackend, get
+from attn_backends.kernels.rope import apply_rope, rope_formula
 from attn_backends.torch_reference import TorchReference
 from builders import AdvanceSupport, AttentionSpec, MetadataBuilder, ReferenceBuilder
 from tests.page_lists import PageListBuilder, PageLists
@@ -162,6 +163,40 @@ def _checks_nothing(self: Any, query: Any, cache: Any, metadata: Any, *, spec: A
     return query.new_zeros(query.shape[0], spec.num_q_heads, spec.out_dim)
 
 
+class _FusedWithoutKeyRotation(TorchReference):
+    name = "fused_without_key_rotation"
+    contract_version = (1, 1)
+
+    def rope_and_write_kv(self, query: Any, key: Any, value: Any, rope: Any, cache: Any, metadata: Any) -> None:
+        apply_rope(query, rope)
+        self.write_kv(key, value, cache, metadata)
+
+
+class _FusedWithoutQueryRotation(TorchReference):
+    name = "fused_without_query_rotation"
+    contract_version = (1, 1)
+
+    def rope_and_write_kv(self, query: Any, key: Any, value: Any, rope: Any, cache: Any, metadata: Any) -> None:
+        self.write_kv(rope_formula(key, rope), value, cache, metadata)
+
+
+class _FusedWritesPadding(TorchReference):
+    name = "fused_writes_padding"
+    contract_version = (1, 1)
+
+    def rope_and_write_kv(self, query: Any, key: Any, value: Any, rope: Any, cache: Any, metadata: Any) -> None:
+        everywhere = replace(metadata, slot_mapping=metadata.slot_mapping.clamp(min=0))
+        super().rope_and_write_kv(query, key, value, rope, cache, everywhere)
+
+
+class _FusedWithAnotherEpsilon(TorchReference):
+    name = "fused_with_another_epsilon"
+    contract_version = (1, 1)
+
+    def norm_rope_and_write_latent(self, latent: Any, norm_rope: Any, cache: Any, metadata: Any) -> None:
+        super().norm_rope_and_write_latent(latent, replace(norm_rope, eps=1.0), cache, metadata)
+
+
 class _AcceptsEverything(TorchReference):
     name = "accepts_everything"
 
@@ -254,3 +289,11 @@ MUTANTS = (
 
 ONE_PAGE_SIZE = _lists_pages("pages_have_16_tokens", "builder.advance_means_a_rebuild", counts=_pages_of_16)
 """Beside the others: it is right in pages of 16 tokens, which a test's drafter has unless it asks for others."""
+
+FUSED_WRITE_MUTANTS = (
+    Mutant("fused_without_key_rotation", "numerics.fused_rope_write_stores_the_same", _FusedWithoutKeyRotation()),
+    Mutant("fused_without_query_rotation", "numerics.fused_rope_write_stores_the_same", _FusedWithoutQueryRotation()),
+    Mutant("fused_writes_padding", "numerics.fused_rope_write_stores_the_same", _FusedWritesPadding()),
+    Mutant("fused_with_another_epsilon", "numerics.fused_latent_write_stores_the_same", _FusedWithAnotherEpsilon()),
+)
+"""Beside the others: metadata is right, so that no validation of a running drafter shows them."""

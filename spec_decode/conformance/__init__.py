@@ -4,6 +4,7 @@ from spec_decode.conformance import (  # noqa: F401  the families define their c
     builder_checks,
     contract_checks,
     drafter_checks,
+    fused_write_checks,
     graph_checks,
     memory_checks,
     numerics_checks,

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from attn_backends import Feature
+from attn_backends import Feature, FusedWrite
 from builders import AdvanceLevel, AttentionKind, GraphSupport
 from spec_decode.conformance import coverage
 from spec_decode.conformance.cases import tested_values
@@ -98,6 +98,10 @@ def _feature(feature: Feature, subject: Subject) -> Claim:
     return Claim(claimed=feature in able.features, reason="a spec must ask for it" if feature in able.required else "")
 
 
+def _fused_write(write: FusedWrite, subject: Subject) -> Claim:
+    return Claim(claimed=write in subject.backend.capabilities.fused_writes)
+
+
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _READERS: dict[str, Callable[[Subject], Claim]] = {
     coverage.CAPTURE: _capture,
@@ -110,6 +114,7 @@ _READERS: dict[str, Callable[[Subject], Claim]] = {
     **{coverage.dim_column(dim): partial(_dim, dim) for dim in tested_values("head_dim")},
     **{coverage.feature_column(feature): partial(_feature, feature) for feature in Feature},
     coverage.MLA: _mla,
+    **{coverage.fused_write_column(write): partial(_fused_write, write) for write in FusedWrite},
 }
 """What every backend claims or denies, whichever checks it gets. Every other column is part of the contract: whoever
 registers a backend claims it."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attn_backends import Feature
+from attn_backends import Feature, FusedWrite
 from attn_backends.capabilities import features_of
 from builders import AttentionKind, AttentionSpec
 from spec_decode.conformance.strategies import supported_strategies
@@ -47,6 +47,11 @@ def dim_column(head_dim: int) -> str:
 def feature_column(feature: Feature) -> str:
     """A feature of the spec."""
     return f"feature:{feature.value}"
+
+
+def fused_write_column(write: FusedWrite) -> str:
+    """A cache write that a backend declares to be fused."""
+    return f"fused_write:{write.value}"
 
 
 def strategy_column(strategy: Strategy) -> str:

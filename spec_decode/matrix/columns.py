@@ -34,6 +34,7 @@ _AXES: dict[str, tuple[str, dict[str, str]]] = {
             "sparse": "sparse",
         },
     ),
+    "fused_write": ("Fused writes", {"rope": "rope + write", "kv_a_norm_rope": "norm + rope + write"}),
     "family": ("Other checks", {}),
 }
 """Axis -> title of its group, and the labels of its values in their order. Values without one are numbers or new."""

@@ -85,8 +85,9 @@ def _one(
 
 def relative_error(found: torch.Tensor, reference: torch.Tensor) -> float:
     """The worst ||found - reference|| / ||reference|| over all but the last dim, of the same shape; NaN is infinite."""
-    difference = (found.double().cpu() - reference.double()).norm(dim=-1)
-    ratio = difference / reference.double().norm(dim=-1).clamp_min(1e-12)
+    found, reference = found.double().cpu(), reference.double().cpu()
+    difference = (found - reference).norm(dim=-1)
+    ratio = difference / reference.norm(dim=-1).clamp_min(1e-12)
     return float(torch.nan_to_num(ratio, nan=float("inf")).max()) if ratio.numel() else 0.0
 
 
@@ -102,12 +103,31 @@ def assert_within_budget(
     quantised = capabilities.quantises_queries and spec.cache_dtype.itemsize == 1
     operands = spec.cache_dtype if quantised else spec.dtype
     low_precision = torch.cat(attention(spec, batch, dtype=spec.dtype, operands=operands))
-    budget = 2 * relative_error(low_precision, reference) + _SUM_ORDER_ERROR
-    error = relative_error(out[: reference.shape[0]], reference)
+    expected = f"attention over the logical prefix of {list(batch.seq_lens)} tokens"
+    found = out[: reference.shape[0]]
+    return assert_as_precise(found, low_precision, reference, spec, contract=contract, expected=expected)
+
+
+def assert_as_precise(
+    found: torch.Tensor,
+    low_precision: torch.Tensor,
+    reference: torch.Tensor,
+    spec: AttentionSpec,
+    *,
+    contract: str,
+    expected: str,
+    factor: int = 2,
+) -> Measurements:
+    """Raise CheckFailure where found's error is more than `factor` times the low-precision reference's.
+
+    found, low_precision, reference: [..., dim] of one shape, in any dtypes.
+    """
+    budget = factor * relative_error(low_precision, reference) + _SUM_ORDER_ERROR
+    error = relative_error(found, reference)
     expect(
         error <= budget,
         contract=contract,
-        expected=f"attention over the logical prefix of {list(batch.seq_lens)} tokens within {budget:.2e}",
+        expected=f"{expected} within {budget:.2e}",
         got=f"relative error {error:.2e} on [{spec.describe()}]",
     )
     return {"error": error, "budget": budget, "error_over_budget": error / budget}

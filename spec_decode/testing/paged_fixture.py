@@ -190,6 +190,12 @@ class PagedFixture:
         batch = oracle.LogicalBatch(queries, self.key[live], self.value[live], seq_lens, self.sinks)
         return oracle.assert_within_budget(out, batch, self.spec, self.subject.backend.capabilities, contract=contract)
 
+    def stored(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Key [slots, num_kv_heads, head_dim] and value [..., value_dim] of every slot, fp32 on the CPU."""
+        slots = [divmod(slot, self.spec.page_size) for slot in range(self.num_pages * self.spec.page_size)]
+        taken = [self.layout.take(self.cache, page, offset) for page, offset in slots]
+        return torch.stack([key.float() for key, _ in taken]), torch.stack([value.float() for _, value in taken])
+
     def expect_cache(self, lengths: Sequence[int], *, contract: str) -> None:
         """Raise CheckFailure unless the cache holds lengths[r] tokens of each request and poison elsewhere."""
         found = KVCache(bits(self.cache.key).clone(), bits(self.cache.value).clone())

@@ -94,12 +94,19 @@ def declared(family: str) -> dict[str, set[str]]:
         ("refusal", {"contract:refusals"}),
         ("poison", {"contract:memory"}),
         ("graph", {"graph:capture", "graph:advance"}),
-        ("numerics", set()),
     ],
 )
 def test_every_check_of_a_family_covers_the_same_columns_beside_its_case(family, covered):
     found = declared(family)
     assert found and all(own == covered for own in found.values())
+
+
+def test_the_checks_of_fused_writes_cover_them():
+    assert declared("numerics") == {
+        "numerics.attention_is_right": set(),
+        "numerics.fused_rope_write_stores_the_same": {"fused_write:rope"},
+        "numerics.fused_latent_write_stores_the_same": {"fused_write:kv_a_norm_rope"},
+    }
 
 
 def test_the_checks_of_a_builder_that_need_an_advance_cover_it():

@@ -12,7 +12,7 @@ from builders import AttentionBatch
 from spec_decode.conformance import check_backend
 from spec_decode.conformance.report import Outcome
 from tests.foreseen import Foreseen, ForeseenBuilder
-from tests.mutants import MUTANTS, ONE_PAGE_SIZE, Mutant, freeze
+from tests.mutants import FUSED_WRITE_MUTANTS, MUTANTS, ONE_PAGE_SIZE, Mutant, freeze
 from tests.page_lists import PageLists
 
 CPU = torch.device("cpu")
@@ -30,12 +30,12 @@ def outcomes(backend: object, *checks: str) -> dict[str, set[Outcome]]:
     return found
 
 
-@pytest.mark.parametrize("mutant", (*MUTANTS, ONE_PAGE_SIZE), ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", (*MUTANTS, *FUSED_WRITE_MUTANTS, ONE_PAGE_SIZE), ids=lambda mutant: mutant.name)
 def test_mutant_fails_the_check_that_names_its_defect(mutant: Mutant) -> None:
     assert Outcome.FAIL in outcomes(mutant.backend, mutant.killer)[mutant.killer]
 
 
-@pytest.mark.parametrize("killer", sorted({mutant.killer for mutant in MUTANTS}))
+@pytest.mark.parametrize("killer", sorted({mutant.killer for mutant in (*MUTANTS, *FUSED_WRITE_MUTANTS)}))
 def test_killer_passes_on_the_reference(killer: str) -> None:
     assert outcomes(get("torch_reference"), killer)[killer] == {Outcome.PASS}
 
