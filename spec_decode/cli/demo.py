@@ -43,12 +43,13 @@ def demo(device: str | None, pair: Path | None) -> None:
 
 def _list(console: Console, device: torch.device) -> None:
     from attn_backends import registry
-    from spec_decode.tools.plug_ins import ASKED, try_plug_ins
+    from spec_decode.tools.plug_ins import try_plug_ins
+    from spec_decode.tools.specs import GQA
 
     try_plug_ins()
     _heading(console, "1. The backends of this machine")
-    entries = [describe(name, ASKED, device) for name in registry.names()]
-    print_backends(console, entries, f"{ASKED.describe()} on {device}")
+    entries = [describe(name, GQA, device) for name in registry.names()]
+    print_backends(console, entries, f"{GQA.describe()} on {device}")
 
 
 def _draft(console: Console, device: torch.device, folder: Path | None) -> dict[str, list[Comparison]]:

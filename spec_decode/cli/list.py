@@ -31,15 +31,16 @@ def list_backends(device: str | None, as_json: bool) -> None:
     asks it is named, and costs no other its lines.
     """
     from attn_backends import registry
-    from spec_decode.tools.plug_ins import ASKED, try_plug_ins
+    from spec_decode.tools.plug_ins import try_plug_ins
+    from spec_decode.tools.specs import GQA
 
     where = resolve_device(device, present=False)
     try_plug_ins()
-    entries = [describe(name, ASKED, where) for name in registry.names()]
+    entries = [describe(name, GQA, where) for name in registry.names()]
     if as_json:
-        click.echo(json.dumps({"spec": ASKED.describe(), "device": str(where), "backends": entries}, indent=2))
+        click.echo(json.dumps({"spec": GQA.describe(), "device": str(where), "backends": entries}, indent=2))
     else:
-        print_backends(stdout(), entries, f"{ASKED.describe()} on {where}")
+        print_backends(stdout(), entries, f"{GQA.describe()} on {where}")
 
 
 def describe(name: str, spec: AttentionSpec, device: torch.device) -> dict[str, Any]:

@@ -14,11 +14,12 @@ import torch
 from attn_backends import Accepted, AttentionBackend, BrokenBackend, registry
 from attn_backends.fa3_providers import PROVIDER_VARIABLE, PROVIDERS, BrokenProvider, load_provider
 from attn_backends.registry import PlugIn
-from builders import CONTRACT_VERSION, AttentionKind, AttentionSpec
+from builders import CONTRACT_VERSION
 from spec_decode.environment import environment
 from spec_decode.graphs import loop_unsupported_reason, runtime_for
-from spec_decode.tools.plug_ins import ASKED, try_plug_ins
+from spec_decode.tools.plug_ins import try_plug_ins
 from spec_decode.tools.soak.validated_rounds import validate_rounds
+from spec_decode.tools.specs import GQA, MLA, SPARSE
 
 _PACKAGES = (
     "attn-backends",
@@ -35,19 +36,9 @@ _PACKAGES = (
 """Whatever may bring a kernel, a model or a graph's node."""
 
 _SPECS = {
-    "decode of a common 8B model": ASKED,
-    "dense latent attention": AttentionSpec(
-        num_q_heads=16, num_kv_heads=1, head_dim=576, value_dim=512, page_size=64, kind=AttentionKind.MLA
-    ),
-    "sparse sliding-window latent attention": AttentionSpec(
-        num_q_heads=64,
-        num_kv_heads=1,
-        head_dim=512,
-        page_size=64,
-        sliding_window=128,
-        sinks=True,
-        kind=AttentionKind.MLA,
-    ),
+    "decode of a common 8B model": GQA,
+    "dense latent attention": MLA,
+    "sparse sliding-window latent attention": SPARSE,
 }
 
 

@@ -17,14 +17,12 @@ import msgspec
 import torch
 
 from attn_backends import AttentionBackend, BackendError, registry
-from builders import AttentionSpec
 from spec_decode.testing.process_isolation import ProcessEnded, TimeLimit, start_isolated
+from spec_decode.tools.specs import GQA
 
 _EACH = TimeLimit(60.0, "a package to load and say what it supports")
 _ALL = TimeLimit(math.inf, "all of them")
 _CHILD = (sys.executable, "-m", "spec_decode.tools.plug_ins")
-ASKED = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=16)
-"""What every backend is asked about first: the shape of a common 8B model."""
 _tried: dict[str, str] = {}
 """Why a plug-in was refused, by name; empty for one that was not."""
 
@@ -81,7 +79,7 @@ def _ask(backend: AttentionBackend) -> None:
     for device in map(torch.device, ("cpu", "cuda")):
         for question in (backend.supports, backend.builder.advance_support):
             with suppress(Exception, SystemExit):
-                question(ASKED, device)
+                question(GQA, device)
 
 
 def _say(writer: int, message: dict[str, Any]) -> None:

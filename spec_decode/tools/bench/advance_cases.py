@@ -12,7 +12,7 @@ from builders import AttentionSpec, BatchBuffers, RequestTables, advance_shared_
 from spec_decode.tools.bench.decode_fixture import DecodeFixture, time_attention
 from spec_decode.tools.bench.measure import kernels_in, time_call, time_kernels
 from spec_decode.tools.bench.rows import Bench, BenchLimit, BenchRow, serving, with_limits
-from spec_decode.tools.bench.specs import FP8_DS_MLA, GQA, MLA, SPARSE
+from spec_decode.tools.specs import FP8_DS_MLA, GQA, MLA, SPARSE
 
 _PAGE = 16
 _NUM_REQS = (1, 32)

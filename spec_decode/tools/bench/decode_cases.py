@@ -12,12 +12,12 @@ from spec_decode.tools.bench.decode_fixture import AttentionCall, DecodeFixture,
 from spec_decode.tools.bench.measure import Quantiles
 from spec_decode.tools.bench.peers import flashinfer_decode, flashinfer_mla
 from spec_decode.tools.bench.rows import Bench, BenchLimit, BenchRow, with_limits
-from spec_decode.tools.bench.specs import FP8_DS_MLA, GQA, MLA, SPARSE
+from spec_decode.tools.specs import FP8_DS_MLA, GQA, MLA, SPARSE
 
-Method = Callable[[DecodeFixture], AttentionCall]
+AttentionMethod = Callable[[DecodeFixture], AttentionCall]
 
 
-def by_backend(name: str) -> Method:
+def by_backend(name: str) -> AttentionMethod:
     """Attention by a registered backend. Raises a BackendError where it is absent or refuses the fixture's spec."""
 
     def method(fixture: DecodeFixture) -> AttentionCall:
@@ -36,7 +36,7 @@ class PeerComparison:
 
     case: str
     backend: str
-    peers: Mapping[str, Method]
+    peers: Mapping[str, AttentionMethod]
     max_ratio: float
     cold: bool = True
     specs: tuple[AttentionSpec, ...] = ()

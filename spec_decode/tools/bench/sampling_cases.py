@@ -16,8 +16,8 @@ from spec_decode.sampling import SamplingParams
 from spec_decode.tools.bench.measure import time_call, time_kernels
 from spec_decode.tools.bench.rows import Bench, BenchRow
 from spec_decode.tools.bench.sampling_methods import (
-    Method,
     SamplingFixture,
+    SamplingMethod,
     TimedCall,
     both_renorm,
     from_logits,
@@ -54,8 +54,8 @@ class SamplingComparison:
 
     case: str
     produces: str
-    ours: tuple[str, Method]
-    peers: Mapping[str, Method]
+    ours: tuple[str, SamplingMethod]
+    peers: Mapping[str, SamplingMethod]
     params: SamplingParams
     check: CheckOutput
     kinds: tuple[str, ...] = ("flat",)
@@ -121,9 +121,9 @@ _FREE, _GREEDY = SamplingParams(temperature=1.0), SamplingParams()
 _KINDS = ("peaked", "flat")
 _LOGITS, _PROBS = ("restrict_logits", our_logits), ("restrict_logits, softmax", our_probs)
 _DRAFT, _TARGET = ("sample_draft", our_draft), ("sample_target", our_target)
-_DRAWS: dict[str, Method] = {"sampling_from_logits": from_logits, "softmax, sampling_from_probs": from_probs}
-_RESTRICTED_DRAW: dict[str, Method] = {"softmax, top_k_top_p_sampling_from_probs": from_restricted}
-_BOTH_RENORM: dict[str, Method] = {
+_DRAWS: dict[str, SamplingMethod] = {"sampling_from_logits": from_logits, "softmax, sampling_from_probs": from_probs}
+_RESTRICTED_DRAW: dict[str, SamplingMethod] = {"softmax, top_k_top_p_sampling_from_probs": from_restricted}
+_BOTH_RENORM: dict[str, SamplingMethod] = {
     "softmax, top_k_renorm_probs, top_p_renorm_probs": both_renorm,
     "top_k_mask_logits, softmax, top_p_renorm_probs": mask_renorm,
 }
@@ -170,7 +170,7 @@ def _timed(
     comparison: SamplingComparison,
     fixture: SamplingFixture,
     name: str,
-    method: Method,
+    method: SamplingMethod,
     *,
     peer: bool = False,
 ) -> BenchRow | None:
@@ -196,7 +196,7 @@ def _timed(
     return None
 
 
-def _same_token(method: Method, fixture: SamplingFixture) -> bool:
+def _same_token(method: SamplingMethod, fixture: SamplingFixture) -> bool:
     """Whether a request's draw is the same in every row of a batch."""
     tokens = method(fixture.alike(_ALIKE)).call()
     return bool((tokens == tokens[0]).all())

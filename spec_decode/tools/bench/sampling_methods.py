@@ -81,7 +81,7 @@ class TimedCall:
     prepare: Callable[[], object] | None = None
 
 
-Method = Callable[[SamplingFixture], TimedCall]
+SamplingMethod = Callable[[SamplingFixture], TimedCall]
 
 
 def our_logits(fixture: SamplingFixture) -> TimedCall:
@@ -131,7 +131,7 @@ def torch_argmax(fixture: SamplingFixture) -> TimedCall:
     return TimedCall(lambda: fixture.logits.argmax(-1))
 
 
-def _flashinfer(call: Callable[[Any, SamplingFixture], torch.Tensor]) -> Method:
+def _flashinfer(call: Callable[[Any, SamplingFixture], torch.Tensor]) -> SamplingMethod:
     """A method whose call gets the module flashinfer.sampling, imported when the method is asked for."""
 
     def method(fixture: SamplingFixture) -> TimedCall:

@@ -1,7 +1,7 @@
 """Output throughput of the whole engine: Llama-3-8B's shape with its EAGLE draft, random weights, set acceptance.
 
 All requests of a row are submitted at once, and rates are taken while every one of them decodes: from when each has
-`settling` tokens, so that prompts and first launches are over, until the first has all its `output`. What random
+`warm_up_tokens` tokens, so that prompts and first launches are over, until the first has all its `output`. What random
 weights say is arbitrary, so nothing stops a text early, and synthetic acceptance sets how many drafts are kept.
 """
 
@@ -53,8 +53,8 @@ _SPECULATIVE = Decoding(num_speculative_tokens=4, accepted=2.5)
 class ThroughputCase:
     """A draft over a whole target of its shape, and the requests to time.
 
-    backends: the target's, the last where no other serves. prompt, output: tokens of each request. settling: of the
-    output, those before the clock starts. gains: percent that the graph of step 0 must bring, by number of requests.
+    backends: the target's, the last where no other serves. prompt, output: tokens of each request. warm_up_tokens: of
+    the output, those before the clock starts. gains: percent that the graph of step 0 must bring, by requests.
     """
 
     draft: RandomDraft
@@ -64,7 +64,7 @@ class ThroughputCase:
     num_reqs: tuple[int, ...]
     prompt: int
     output: int
-    settling: int
+    warm_up_tokens: int
     gains: Mapping[int, float] = field(default_factory=dict)
 
     def models(self, device: torch.device) -> tuple[LlamaTarget, DraftModel]:
@@ -93,7 +93,7 @@ LLAMA3_8B = ThroughputCase(
     num_reqs=(1, 4, 16, 32),
     prompt=1000,
     output=256,
-    settling=32,
+    warm_up_tokens=32,
     gains={1: 4.9, 4: 4.2, 16: 6.2, 32: 3.7},
 )
 """The output is a quarter of the published runs' 1000 tokens: every round of it is alike, and GPU time is short."""
@@ -183,7 +183,8 @@ def _extend_rows(timed: _Timed) -> Iterator[BenchRow]:
     case, off, on = timed.case, timed.engine(_EXTEND_OFF), timed.engine(_EXTEND_ON)
     for num_reqs, host_waits in product(case.num_reqs, (False, True)):
         requests = case.requests(num_reqs)
-        without, within = (rates_of(engine, requests, case.settling, host_waits) for engine in (off, on))
+        rates = [rates_of(engine, requests, case.warm_up_tokens, host_waits) for engine in (off, on)]
+        without, within = rates
         yield timed.row("extend-graph", _EXTEND_OFF, num_reqs, host_waits, without)
         gain = 100 * (within.tokens_per_second / without.tokens_per_second - 1)
         row = timed.row("extend-graph", _EXTEND_ON, num_reqs, host_waits, within)
@@ -195,17 +196,17 @@ def _speculation_rows(timed: _Timed) -> Iterator[BenchRow]:
     case, plain, speculative = timed.case, timed.engine(_PLAIN), timed.engine(_SPECULATIVE)
     for num_reqs in case.num_reqs:
         requests = case.requests(num_reqs)
-        slow, fast = (rates_of(engine, requests, case.settling, False) for engine in (plain, speculative))
+        slow, fast = (rates_of(engine, requests, case.warm_up_tokens, False) for engine in (plain, speculative))
         yield timed.row("speculation", _PLAIN, num_reqs, False, slow)
         ratio = fast.tokens_per_second / slow.tokens_per_second
         yield {**timed.row("speculation", _SPECULATIVE, num_reqs, False, fast), "plain_ratio": round(ratio, 3)}
 
 
-def rates_of(engine: Engine, requests: Sequence[Request], settling: int, host_waits: bool) -> Rates:
+def rates_of(engine: Engine, requests: Sequence[Request], warm_up_tokens: int, host_waits: bool) -> Rates:
     """Rates of the requests side by side in an engine that has no others, and none of these afterwards.
 
-    settling: tokens that each must have before the clock starts; fewer than any request's. host_waits: for the device,
-    after every step.
+    warm_up_tokens: tokens that each must have before the clock starts; fewer than any request's. host_waits: for the
+    device, after every step.
     """
     device = next(engine.target.model.parameters()).device
 
@@ -215,7 +216,7 @@ def rates_of(engine: Engine, requests: Sequence[Request], settling: int, host_wa
             torch.cuda.synchronize(device)
 
     handles = [engine.submit(request) for request in requests]
-    while any(len(handle.generation.token_ids) < settling for handle in handles):
+    while any(len(handle.generation.token_ids) < warm_up_tokens for handle in handles):
         step()
     engine.stats = EngineStats()
     times = [time.perf_counter()]

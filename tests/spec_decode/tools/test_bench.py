@@ -15,7 +15,7 @@ from spec_decode.tools.bench import advance_cases, decode_cases, decode_fixture,
 from spec_decode.tools.bench.decode_cases import PeerComparison, by_backend, comparison_rows
 from spec_decode.tools.bench.decode_fixture import DecodeFixture
 from spec_decode.tools.bench.rows import Bench, BenchLimit, serving, verdict, with_limits
-from spec_decode.tools.bench.specs import FP8_DS_MLA, GQA, MLA
+from spec_decode.tools.specs import FP8_DS_MLA, GQA, MLA
 from tests.factories import CPU, make_spec
 from tests.spec_decode import fake_flashinfer
 

@@ -24,7 +24,7 @@ TINY = ThroughputCase(
     num_reqs=(1, 3),
     prompt=20,
     output=32,
-    settling=8,
+    warm_up_tokens=8,
     gains={3: -100.0},
 )
 

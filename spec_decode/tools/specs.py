@@ -1,4 +1,4 @@
-"""The attention that single kernels are timed on, in bfloat16."""
+"""The attention that backends are asked about and timed on, in bfloat16."""
 
 from __future__ import annotations
 
