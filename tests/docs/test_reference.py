@@ -56,3 +56,11 @@ def test_every_documented_name_exists() -> None:
     for name in documented():
         module, _, attribute = name.rpartition(".")
         assert hasattr(importlib.import_module(module), attribute), name
+
+
+def test_every_cross_reference_leads_to_a_documented_name_or_a_member_of_one() -> None:
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in sorted(DOCS.rglob("*.md")))
+    names = set(re.findall(r"\]\[([\w.]+)\]", pages))
+    assert len(names) > 20
+    known = set(documented())
+    assert {name for name in names if name not in known and name.rpartition(".")[0] not in known} == set()
