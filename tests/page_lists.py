@@ -29,7 +29,7 @@ class PageListMetadata(ReferenceMetadata):
 
 
 class PageListBuilder(MetadataBuilder[PageListMetadata]):
-    """Lists pages honestly in build() and, unless a subclass lists them otherwise, in advance()."""
+    """Lists pages correctly in build() and, unless a subclass lists them otherwise, in advance()."""
 
     graph_support = GraphSupport.ALWAYS
     step_fields = (*ReferenceBuilder.step_fields, "page_counts", "page_list")

@@ -13,7 +13,6 @@ from tests.retired_words import files, retired
 
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
 KNOWN = {
-    "tests/page_lists.py",
     "tests/spec_decode/models/generated_mtp.py",
     "tests/spec_decode/models/test_deepseek_v4.py",
     "tests/spec_decode/models/test_mtp.py",

@@ -15,38 +15,38 @@ def positions_of(tokens: torch.Tensor) -> torch.Tensor:
 
 def run_target(target: LlamaTarget, tokens: torch.Tensor) -> torch.Tensor:
     """Hidden states [B, L, H] for tokens [B, L]."""
-    attend = causal_attend(tokens.shape[0], target.config.sliding_window)
-    hidden: torch.Tensor = target(tokens.flatten(), positions_of(tokens), attend).hidden
+    attention = causal_attention(tokens.shape[0], target.config.sliding_window)
+    hidden: torch.Tensor = target(tokens.flatten(), positions_of(tokens), attention).hidden
     return hidden.view(*tokens.shape, -1)
 
 
-def causal_attend(batch: int, window: int | None = None) -> Attention:
+def causal_attention(batch: int, window: int | None = None) -> Attention:
     """Attention over whole sequences. window: the positions a query sees, its own included; None for all before it."""
 
-    def attend(inputs: AttentionInputs) -> torch.Tensor:
+    def attention(inputs: AttentionInputs) -> torch.Tensor:
         query, key, value = inputs.normed_and_rotated()
         query, key, value = (_heads_first(batch, x) for x in (query, key, value))
         if window is None and inputs.sinks is None:
             out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         else:
             lag = _lag(query.shape[2], query.device)
-            out = _attention(query, key, value, (lag >= 0) & _within(lag, window), inputs.sinks)
+            out = _masked_attention(query, key, value, (lag >= 0) & _within(lag, window), inputs.sinks)
         return out.transpose(1, 2).flatten(0, 1)
 
-    return attend
+    return attention
 
 
-def unrolled_attend(tokens: torch.Tensor, window: int | None = None) -> Attention:
+def unrolled_attention(tokens: torch.Tensor, window: int | None = None) -> Attention:
     """Attention of a draft that is called once a step over the same tokens [B, L].
 
-    The query of step k sees what it would at inference: keys made from the target's states up to k positions
-    back, and after those one key of each later step, its own last; of these only what lies within its window.
+    The query of step k sees what it would see at inference: keys made from the target's states up to k positions
+    back, then one key of each later step, its own last. Of these it sees only those within its window.
     """
     lag = _lag(tokens.shape[1], tokens.device)
     keys: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
 
-    def attend(inputs: AttentionInputs) -> torch.Tensor:
+    def attention(inputs: AttentionInputs) -> torch.Tensor:
         step = len(keys)
         query, key, value = inputs.normed_and_rotated()
         keys.append(_heads_first(tokens.shape[0], key))
@@ -54,22 +54,22 @@ def unrolled_attend(tokens: torch.Tensor, window: int | None = None) -> Attentio
         blocks = [lag >= step, *(lag == step - own for own in range(1, step + 1))]
         seen = torch.cat([block & _within(lag, window) for block in blocks], 1)
         query = _heads_first(tokens.shape[0], query)
-        out = _attention(query, torch.cat(keys, 2), torch.cat(values, 2), seen, inputs.sinks)
+        out = _masked_attention(query, torch.cat(keys, 2), torch.cat(values, 2), seen, inputs.sinks)
         return out.transpose(1, 2).flatten(0, 1)
 
-    return attend
+    return attention
 
 
-def _attention(
+def _masked_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     """query [B, Hq, L, D] over key [B, Hkv, M, D] and value where seen [L, M]; each row of scores gets its head's sink.
 
-    With sinks in plain torch: no fused kernel has a gradient for them, nor is any fast for a latent's many dims.
+    Sinks need plain torch: no fused kernel has a gradient for them, and none is fast for a latent's many dims.
     """
     groups = query.shape[1] // key.shape[1]
     if sinks is None:
-        # Repeated here: the fused kernel that takes a mask knows no grouped heads.
+        # Repeated because the fused kernel that takes a mask has no grouped heads.
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
         return F.scaled_dot_product_attention(query, key, value, seen)
     query = query.unflatten(1, (-1, groups)) * query.shape[-1] ** -0.5
@@ -80,7 +80,7 @@ def _attention(
 
 
 def _lag(length: int, device: torch.device) -> torch.Tensor:
-    """How far each key lies behind each query, [L, L]."""
+    """How many positions each key is before each query, int64 [L, L]."""
     at = torch.arange(length, device=device)
     return at[:, None] - at
 

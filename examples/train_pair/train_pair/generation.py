@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from spec_decode.models import AttentionInputs, EagleDraft, LlamaTarget
 from spec_decode.models.byte_tokenizer import decode, encode
-from train_pair.attention import causal_attend, positions_of, run_target
+from train_pair.attention import causal_attention, positions_of, run_target
 
 
 @torch.no_grad()
@@ -21,7 +21,7 @@ def write(target: LlamaTarget, prompts: torch.Tensor, length: int, dtype: torch.
     tokens = F.pad(prompts, (0, length - prompts.shape[1]))
 
     # A target's layers have neither latents nor sinks.
-    def attend(inputs: AttentionInputs) -> torch.Tensor:
+    def attention(inputs: AttentionInputs) -> torch.Tensor:
         query, key, value = inputs.normed_and_rotated()
         cache[inputs.layer, 0, :, :, at], cache[inputs.layer, 1, :, :, at] = key, value
         keys, values = cache[inputs.layer, :, :, :, max(0, at + 1 - window) : at + 1]
@@ -29,7 +29,7 @@ def write(target: LlamaTarget, prompts: torch.Tensor, length: int, dtype: torch.
         return out[:, :, 0].to(query.dtype)
 
     for at in range(length - 1):
-        hidden = target(tokens[:, at], torch.full_like(tokens[:, at], at), attend).hidden
+        hidden = target(tokens[:, at], torch.full_like(tokens[:, at], at), attention).hidden
         if at + 1 >= prompts.shape[1]:
             logits = target.logits(hidden).float()
             gumbel = -torch.empty_like(logits).exponential_().log()
@@ -43,8 +43,8 @@ def speculate(
 ) -> tuple[float, list[str]]:
     """Greedy speculative decoding: the mean number of accepted draft tokens a round, and the texts.
 
-    Prompts have one length. Every position is recomputed each time: attention is causal, so whatever lies
-    beyond a sequence's end is harmless.
+    Prompts have one length. Every position is recomputed each time. Attention is causal, so tokens after a sequence's
+    end do no harm.
     """
     device = target.lm_head.weight.device
     start = torch.tensor([encode(prompt) for prompt in prompts], device=device)
@@ -79,9 +79,9 @@ def _propose(
     drafted: int,
 ) -> None:
     """Write the draft's tokens after `last`; `states` [B, L, H] are the target's, the draft's from `last`."""
-    attend, positions = causal_attend(tokens.shape[0], draft.config.sliding_window), positions_of(tokens)
+    attention, positions = causal_attention(tokens.shape[0], draft.config.sliding_window), positions_of(tokens)
     for step in range(drafted):
         inputs = tokens.roll(-1, 1).flatten()
-        out = draft(inputs, states.flatten(0, 1), positions, attend).view_as(states)
+        out = draft(inputs, states.flatten(0, 1), positions, attention).view_as(states)
         states[rows, last + step] = out[rows, last + step - 1]
         tokens[rows, last + step + 1] = draft.logits(states[rows, last + step]).argmax(-1)

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from spec_decode.models import EagleDraft, LlamaTarget
 from spec_decode.models.byte_tokenizer import BOS, encode
-from train_pair.attention import positions_of, run_target, unrolled_attend
+from train_pair.attention import positions_of, run_target, unrolled_attention
 from train_pair.recipe import Recipe
 
 
@@ -55,10 +55,10 @@ def draft_loss(draft: EagleDraft, target: LlamaTarget, tokens: torch.Tensor, rec
         hidden = run_target(target, tokens)
         wanted = target.logits(hidden).float().log_softmax(-1)
     inputs = tokens[:, 1:]
-    attend, positions = unrolled_attend(inputs, draft.config.sliding_window), positions_of(inputs)
+    attention, positions = unrolled_attention(inputs, draft.config.sliding_window), positions_of(inputs)
     state, loss = hidden[:, :-1], torch.zeros((), device=tokens.device)
     for step in range(recipe.unroll):
-        out = draft(inputs.flatten(), state.flatten(0, 1), positions, attend).view(*inputs.shape, -1)
+        out = draft(inputs.flatten(), state.flatten(0, 1), positions, attention).view(*inputs.shape, -1)
         # The first `step` positions have no draft state before them.
         ours, theirs = out[:, step:], hidden[:, 1 + step :]
         found = draft.logits(ours).float().log_softmax(-1).flatten(0, 1)

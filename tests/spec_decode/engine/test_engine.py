@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from train_pair.attention import causal_attend, run_target
+from train_pair.attention import causal_attention, run_target
 from train_pair.generation import speculate
 
 from attn_backends import get
@@ -149,7 +149,7 @@ def test_the_first_draft_is_the_dense_drafts_over_the_whole_prompt(monkeypatch):
     for request, result, found in zip(requests, engine.generate(requests), logits[0], strict=True):
         hidden = run_target(target, torch.tensor([request.prompt]))[0]
         ids = torch.tensor([*request.prompt[1:], result.token_ids[0]])
-        dense = draft.logits(draft(ids, hidden, torch.arange(len(ids)), causal_attend(1)))[-1]
+        dense = draft.logits(draft(ids, hidden, torch.arange(len(ids)), causal_attention(1)))[-1]
         torch.testing.assert_close(found[0], dense, rtol=1e-4, atol=1e-5)
 
 

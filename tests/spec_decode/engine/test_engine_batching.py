@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from train_pair.attention import causal_attend, positions_of
+from train_pair.attention import causal_attention, positions_of
 
 from attn_backends import get
 from attn_backends.torch_reference import TorchReference
@@ -360,7 +360,7 @@ def dense_text(target, request):
     tokens = torch.tensor([list(request.prompt)])
 
     def attend(inputs):
-        return causal_attend(1, layer_windows(inputs.layer))(inputs)
+        return causal_attention(1, layer_windows(inputs.layer))(inputs)
 
     for _ in range(request.max_new_tokens):
         hidden = target(tokens.flatten(), positions_of(tokens), attend).hidden

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from train_pair.attention import causal_attend, positions_of, run_target, unrolled_attend
+from train_pair.attention import causal_attention, positions_of, run_target, unrolled_attention
 from train_pair.generation import speculate
 from train_pair.losses import draft_loss
 from train_pair.recipe import Recipe
@@ -74,7 +74,7 @@ def plain_attention(layer, config, x, start=0):
 def attention(draft, x, start=0):
     """The same by the model."""
     rope = draft.rotary(torch.arange(start, start + len(x)))
-    return draft.layer.attend(x, rope, causal_attend(1, draft.config.sliding_window))
+    return draft.layer.attend(x, rope, causal_attention(1, draft.config.sliding_window))
 
 
 def test_the_layer_attends_by_its_definition(config):
@@ -125,14 +125,14 @@ def test_an_unrolled_step_sees_what_it_would_at_inference(config):
     tokens = torch.randint(0, 24, (1, 13))
     inputs, hidden = tokens[:, 1:], run_target(target, tokens)
     length, positions = inputs.shape[1], positions_of(inputs)
-    attention, state, unrolled = unrolled_attend(inputs, config.sliding_window), hidden[:, :-1], []
+    attention, state, unrolled = unrolled_attention(inputs, config.sliding_window), hidden[:, :-1], []
     for _ in range(4):
         unrolled.append(draft(inputs.flatten(), state[0], positions, attention))
         state = torch.nn.functional.pad(unrolled[-1][None, :-1], (0, 0, 1, 0))
     for first in range(length - 3):
         states = hidden[0, :-1].clone()
         for step in range(4):
-            whole = draft(inputs.flatten(), states, positions, causal_attend(1, config.sliding_window))
+            whole = draft(inputs.flatten(), states, positions, causal_attention(1, config.sliding_window))
             torch.testing.assert_close(unrolled[step][first + step], whole[first + step], rtol=1e-4, atol=1e-5)
             if step < 3:
                 states[first + step + 1] = whole[first + step]
@@ -232,7 +232,7 @@ def test_the_first_draft_is_the_dense_drafts_over_the_whole_prompt(config, monke
     for request, result, found in zip(requests, engine.generate(requests), logits[0], strict=True):
         hidden = run_target(target, torch.tensor([request.prompt]))[0]
         ids = torch.tensor([*request.prompt[1:], result.token_ids[0]])
-        attend = causal_attend(1, config.sliding_window)
+        attend = causal_attention(1, config.sliding_window)
         dense = draft.logits(draft(ids, hidden, torch.arange(len(ids)), attend))[-1]
         torch.testing.assert_close(found[0], dense, rtol=1e-4, atol=1e-5)
 
