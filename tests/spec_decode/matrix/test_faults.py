@@ -207,7 +207,7 @@ def test_list_names_every_refusal_and_goes_on() -> None:
 def test_doctor_names_every_refusal_and_goes_on() -> None:
     findings = json.loads(say("doctor", "--json").stdout)
     backends = {finding["subject"]: finding for finding in findings if finding["topic"] == "backends"}
-    assert backends["healthy"]["status"] == backends["torch_reference"]["status"] == "fine"
+    assert backends["healthy"]["status"] == backends["torch_reference"]["status"] == "ok"
     for name in ("quits_at_import", "takes_ours_by_call", "faulty-torch_reference:torch_reference", "rival"):
         assert "a backend name must be free" in backends[name]["detail"] or "licence" in backends[name]["detail"]
     for name in ("crashes_at_import", "crashes_when_asked"):
