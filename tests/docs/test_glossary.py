@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,21 @@ def test_every_term_with_a_name_in_code_exists_there() -> None:
     names = set().union(*(defined(path) for path in module_files().values()))
     missing = [(term, name) for term, code in terms(GLOSSARY) for name in code if name not in names]
     assert not missing
+
+
+def class_names(sources: Iterable[str]) -> list[str]:
+    """Public classes that sources define outside of other things."""
+    bodies = (ast.parse(source).body for source in sources)
+    return [node.name for body in bodies for node in body if isinstance(node, ast.ClassDef) and node.name[0] != "_"]
+
+
+def repeated(names: list[str]) -> set[str]:
+    return {name for name, count in Counter(names).items() if count > 1}
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    assert repeated(class_names(path.read_text(encoding="utf-8") for path in module_files().values())) == set()
+    assert repeated(class_names(["class Row: ...", "class _Row: ...", "class Row: ..."])) == {"Row"}
 
 
 def test_no_term_is_explained_twice() -> None:
