@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from builders import AdvanceLevel, AttentionSpec
 from spec_decode.conformance.cases import base_cases, joined, page_cases
-from spec_decode.conformance.check import check
+from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import ADVANCE, with_case
 from spec_decode.graphs import CaptureError, runtime_for
 from spec_decode.testing.batches import DECODE, MAX_SEQ_LEN, SINGLE, VERIFY, Batch, Case
@@ -23,13 +23,15 @@ from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.shrink import run_and_shrink
 from spec_decode.testing.subject import Subject
 
+check = Family("builder", covers=with_case(ADVANCE))
+
 _DECODES = base_cases({"decode": DECODE, "single": SINGLE})
 _DECODE = base_cases({"decode": DECODE})
 _PAGED_DECODE = page_cases({"decode": DECODE})
 _STEPS = 4
 
 
-@check("builder.build_leaves_the_batch_alone", "build() never writes into the batch", _DECODE, covers=with_case())
+@check("build() never writes into the batch", _DECODE, covers=with_case())
 def build_leaves_the_batch_alone(subject: Subject, case: Case) -> None:
     fixture = PagedFixture(subject, case.spec, case.batch.rows)
     view = fixture.view(fixture.load(case.batch), case.batch)
@@ -39,12 +41,7 @@ def build_leaves_the_batch_alone(subject: Subject, case: Case) -> None:
     expect(not changed, contract="build() is pure towards its input", expected="no change", got=changed)
 
 
-@check(
-    "builder.build_reuses_its_addresses",
-    "the same batch shape gives the same addresses again",
-    _DECODE,
-    covers=with_case(),
-)
+@check("the same batch shape gives the same addresses again", _DECODE, covers=with_case())
 def build_reuses_its_addresses(subject: Subject, case: Case) -> None:
     built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch)
     first = memory_layouts_of(built.metadata)
@@ -60,10 +57,8 @@ def build_reuses_its_addresses(subject: Subject, case: Case) -> None:
 
 
 @check(
-    "builder.advance_means_a_rebuild",
     "P1: built at t, shared state moved, advance: every field is what a fresh builder builds at t+1",
     joined(_DECODES, _PAGED_DECODE),
-    covers=with_case(ADVANCE),
 )
 def advance_means_a_rebuild(subject: Subject, case: Case) -> None:
     subject.require_in_graph_advance(case.spec)
@@ -78,10 +73,8 @@ def _rebuild_after_each_step(subject: Subject, spec: AttentionSpec, batch: Batch
 
 
 @check(
-    "builder.advance_attends_right",
     "after n advances the metadata means the advanced batch: same attention, every token in its slot, none elsewhere",
     joined(_DECODES, _PAGED_DECODE),
-    covers=with_case(ADVANCE),
 )
 def advance_attends_right(subject: Subject, case: Case) -> Measurements:
     subject.require_in_graph_advance(case.spec)
@@ -103,10 +96,8 @@ def _cache_contract(step: int) -> str:
 
 
 @check(
-    "builder.advance_refreshes_another_batch",
     "P2: built on one batch, shared state overwritten with another, advance: it means a fresh build of that one",
     joined(base_cases({"decode": DECODE, "verify": VERIFY}), _PAGED_DECODE),
-    covers=with_case(ADVANCE),
 )
 def advance_refreshes_another_batch(subject: Subject, case: Case) -> Measurements:
     subject.require_in_graph_advance(case.spec)
@@ -139,12 +130,7 @@ def _preplanned(subject: Subject) -> Iterable[tuple[str, Case]]:
     ]
 
 
-@check(
-    "builder.plans_ahead_attend_right",
-    "metadata built from the host's lengths of steps to come means each of them when it runs",
-    _preplanned,
-    covers=with_case(ADVANCE),
-)
+@check("metadata built from the host's lengths of steps to come means each of them when it runs", _preplanned)
 def plans_ahead_attend_right(subject: Subject, case: Case) -> Measurements:
     fixture, batch = PagedFixture(subject, case.spec, case.batch.rows), case.batch
     built = fixture.build(batch)
@@ -160,12 +146,7 @@ def plans_ahead_attend_right(subject: Subject, case: Case) -> Measurements:
     return worst
 
 
-@check(
-    "builder.advance_keeps_addresses",
-    "advance() keeps every address, shape, dtype and host field",
-    _DECODE,
-    covers=with_case(ADVANCE),
-)
+@check("advance() keeps every address, shape, dtype and host field", _DECODE)
 def advance_keeps_addresses(subject: Subject, case: Case) -> None:
     subject.require_in_graph_advance(case.spec)
     built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch, horizon=_STEPS)
@@ -183,12 +164,7 @@ def advance_keeps_addresses(subject: Subject, case: Case) -> None:
     )
 
 
-@check(
-    "builder.advance_is_device_work",
-    "advance() can be captured: no host read, no data-dependent shape",
-    _DECODE,
-    covers=with_case(ADVANCE),
-)
+@check("advance() can be captured: no host read, no data-dependent shape", _DECODE)
 def advance_is_device_work(subject: Subject, case: Case) -> None:
     subject.require_in_graph_advance(case.spec)
     built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch, horizon=_STEPS)
@@ -199,11 +175,7 @@ def advance_is_device_work(subject: Subject, case: Case) -> None:
         raise CheckFailure(contract="advance() only enqueues device work", expected="a capture", got=got) from error
 
 
-@check(
-    "builder.step_fields_are_complete",
-    "exactly the declared step fields change with the position",
-    covers=with_case(ADVANCE),
-)
+@check("exactly the declared step fields change with the position")
 def step_fields_are_complete(subject: Subject, case: None) -> None:
     declared, changed = set(subject.backend.builder.step_fields), set()
     empty: set[str] = set()
@@ -233,12 +205,7 @@ def _fields_that_move(subject: Subject, case: Case) -> tuple[set[str], set[str]]
     return changed, {name for name, tensor in before.items() if not tensor.numel()}
 
 
-@check(
-    "builder.padding_stays_inert",
-    "padding rows keep seq_len 0 and slot -1, and write and read nothing",
-    _DECODE,
-    covers=with_case(ADVANCE),
-)
+@check("padding rows keep seq_len 0 and slot -1, and write and read nothing", _DECODE)
 def padding_stays_inert(subject: Subject, case: Case) -> None:
     subject.require_in_graph_advance(case.spec)
     batch = Batch((1, 1), (5, 16), 6)
@@ -256,12 +223,7 @@ def padding_stays_inert(subject: Subject, case: Case) -> None:
         )
 
 
-@check(
-    "builder.limits_hold",
-    "a request at its limit becomes inert, raises the flag and writes nothing",
-    _DECODE,
-    covers=with_case(ADVANCE),
-)
+@check("a request at its limit becomes inert, raises the flag and writes nothing", _DECODE)
 def limits_hold(subject: Subject, case: Case) -> Measurements:
     subject.require_in_graph_advance(case.spec)
     size = case.spec.page_size

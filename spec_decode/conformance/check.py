@@ -46,16 +46,13 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class _Definition:
-    name: str
+    family: str
+    verb: str
     contract: str
     cases: Cases
     covers: Coverage
     body: Body
     since: tuple[int, int]
-
-    @property
-    def family(self) -> str:
-        return self.name.split(".")[0]
 
     def expand(self, subject: Subject) -> list[Check]:
         """The check on each of its cases; one that raises what was raised where no case could be made."""
@@ -67,7 +64,7 @@ class _Definition:
 
     def _check(self, subject: Subject, case: str, covers: Iterable[str], value: object, body: Body) -> Check:
         return Check(
-            name=self.name,
+            name=f"{self.family}.{self.verb}",
             family=self.family,
             case=case,
             contract=self.contract,
@@ -88,21 +85,33 @@ class _Definition:
 _definitions: list[_Definition] = []
 
 
-def check(
-    name: str, contract: str, cases: Cases | None = None, *, covers: Coverage, since: tuple[int, int] = (1, 0)
-) -> Callable[[Body], Body]:
-    """Define a check: body(subject, case) for every (case name, case) that `cases` yields; one case without it.
+class Family:
+    """Defines the checks of one family: a decorator. The name of a check is that of its function."""
 
-    covers: the columns that a result on a case is evidence for. since: the contract version that the check came with.
-    For a backend that was built for an earlier one it is a preview: what passed before still passes, and its author
-    sees what the next version will require.
-    """
+    def __init__(self, name: str, *, covers: Coverage) -> None:
+        """covers: the columns that a result is evidence for, where a check does not declare others."""
+        self.name, self.covers = name, covers
 
-    def define(body: Body) -> Body:
-        _definitions.append(_Definition(name, contract, cases or _one_case, covers, body, since))
-        return body
+    def __call__(
+        self,
+        contract: str,
+        cases: Cases | None = None,
+        *,
+        covers: Coverage | None = None,
+        since: tuple[int, int] = (1, 0),
+    ) -> Callable[[Body], Body]:
+        """Define a check: body(subject, case) for every (case name, case) that `cases` yields; one case without it.
 
-    return define
+        since: the contract version that the check came with. For a backend that was built for an earlier one it is a
+        preview: what passed before still passes, and its author sees what the next version will require.
+        """
+
+        def define(body: Body) -> Body:
+            verb, cover = body.__name__, covers or self.covers
+            _definitions.append(_Definition(self.name, verb, contract, cases or _one_case, cover, body, since))
+            return body
+
+        return define
 
 
 def expand(subject: Subject) -> list[Check]:

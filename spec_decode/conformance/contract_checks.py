@@ -11,7 +11,7 @@ import torch
 from attn_backends import Accepted, AttentionBackend, Rejected, registry
 from builders import CONTRACT_VERSION, AdvanceLevel, AdvanceSupport, HostLengths, MetadataBuilder
 from spec_decode.conformance.cases import spec_cases
-from spec_decode.conformance.check import check
+from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import DECLARED, only
 from spec_decode.testing.batches import DECODE, Case
 from spec_decode.testing.expectations import Measurements, expect
@@ -19,10 +19,12 @@ from spec_decode.testing.metadata_fields import tensors_of
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
 
+check = Family("contract", covers=only(DECLARED))
+
 _BASE = spec_cases({"decode": DECODE}, ("base",))
 
 
-@check("contract.version_matches", "a backend states the contract version it was built for", covers=only(DECLARED))
+@check("a backend states the contract version it was built for")
 def version_matches(subject: Subject, case: None) -> None:
     expect(
         subject.backend.contract_version[0] == CONTRACT_VERSION[0],
@@ -40,12 +42,7 @@ def version_matches(subject: Subject, case: None) -> None:
     )
 
 
-@check(
-    "contract.name_is_the_registered_one",
-    "a backend is called what it is registered as",
-    covers=only(DECLARED),
-    since=(1, 1),
-)
+@check("a backend is called what it is registered as", since=(1, 1))
 def name_is_the_registered_one(subject: Subject, case: None) -> None:
     # Where several packages declare a name, each is available as "package:name".
     registered = subject.asked_as.rpartition(":")[2] or subject.backend.name
@@ -57,7 +54,7 @@ def name_is_the_registered_one(subject: Subject, case: None) -> None:
     )
 
 
-@check("contract.capabilities_are_data", "capabilities are a record that a report can hold", covers=only(DECLARED))
+@check("capabilities are a record that a report can hold")
 def capabilities_are_data(subject: Subject, case: None) -> Measurements:
     record = msgspec.to_builtins(dataclasses.asdict(subject.backend.capabilities), enc_hook=str)
     text = msgspec.json.encode(record)
@@ -70,11 +67,7 @@ def capabilities_are_data(subject: Subject, case: None) -> Measurements:
     return {"bytes": float(len(text))}
 
 
-@check(
-    "contract.supports_answers_with_reasons",
-    "supports() returns Accepted, or Rejected with reasons; never a bool",
-    covers=only(DECLARED),
-)
+@check("supports() returns Accepted, or Rejected with reasons; never a bool")
 def supports_answers_with_reasons(subject: Subject, case: None) -> None:
     spec = subject.base_spec()
     answer = subject.backend.supports(spec, subject.device)
@@ -88,12 +81,7 @@ def supports_answers_with_reasons(subject: Subject, case: None) -> None:
     )
 
 
-@check(
-    "contract.builder_declares_itself",
-    "a builder declares graph and advance support, and its step fields",
-    _BASE,
-    covers=only(DECLARED),
-)
+@check("a builder declares graph and advance support, and its step fields", _BASE)
 def builder_declares_itself(subject: Subject, case: Case) -> None:
     builder = subject.backend.builder
     support = builder.advance_support(case.spec, subject.device)
@@ -114,12 +102,7 @@ def builder_declares_itself(subject: Subject, case: Case) -> None:
     expect(not missing, contract="step_fields name metadata fields", expected="no others", got=missing)
 
 
-@check(
-    "contract.metadata_is_frozen",
-    "metadata is a frozen dataclass: its tensors change, its fields do not",
-    _BASE,
-    covers=only(DECLARED),
-)
+@check("metadata is a frozen dataclass: its tensors change, its fields do not", _BASE)
 def metadata_is_frozen(subject: Subject, case: Case) -> None:
     metadata = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch).metadata
     params = getattr(metadata, "__dataclass_params__", None)
@@ -131,7 +114,7 @@ def metadata_is_frozen(subject: Subject, case: Case) -> None:
     )
 
 
-@check("contract.builders_share_no_state", "two builders can be used side by side", _BASE, covers=only(DECLARED))
+@check("two builders can be used side by side", _BASE)
 def builders_share_no_state(subject: Subject, case: Case) -> None:
     fixture = PagedFixture(subject, case.spec, case.batch.rows)
     view = fixture.view(fixture.load(case.batch), case.batch)
@@ -147,11 +130,7 @@ def builders_share_no_state(subject: Subject, case: Case) -> None:
     )
 
 
-@check(
-    "contract.overriding_build_drops_the_claim",
-    "a subclass that overrides build() must state its advance again",
-    covers=only(DECLARED),
-)
+@check("a subclass that overrides build() must state its advance again")
 def overriding_build_drops_the_claim(subject: Subject, case: None) -> None:
     base: type[MetadataBuilder[Any]] = subject.backend.builder
     derived = type("Derived", (base,), {"build": lambda self, batch, *, horizon=0: None})
@@ -164,12 +143,7 @@ def overriding_build_drops_the_claim(subject: Subject, case: None) -> None:
     )
 
 
-@check(
-    "contract.cpu_use_touches_no_cuda",
-    "using a backend on the CPU never initialises CUDA",
-    _BASE,
-    covers=only(DECLARED),
-)
+@check("using a backend on the CPU never initialises CUDA", _BASE)
 def cpu_use_touches_no_cuda(subject: Subject, case: Case) -> None:
     expect(
         subject.device.type != "cpu" or not torch.cuda.is_initialized(),
@@ -179,12 +153,7 @@ def cpu_use_touches_no_cuda(subject: Subject, case: Case) -> None:
     )
 
 
-@check(
-    "contract.loading_touches_no_cuda",
-    "a module is imported without initialising CUDA",
-    covers=only(DECLARED),
-    since=(1, 1),
-)
+@check("a module is imported without initialising CUDA", since=(1, 1))
 def loading_touches_no_cuda(subject: Subject, case: None) -> None:
     expect(
         not registry.started_cuda(subject.backend),

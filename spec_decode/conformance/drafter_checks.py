@@ -10,7 +10,7 @@ import torch
 
 from builders import AttentionSpec
 from builders.kernels.triton_runtime import torch_implementations
-from spec_decode.conformance.check import check
+from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import every_strategy, one_strategy
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, StrategyError, VerifiedTokens
 from spec_decode.drafter.kv_groups import KVGroup
@@ -20,6 +20,8 @@ from spec_decode.testing import oracle
 from spec_decode.testing.draft_fixture import MAX_SEQ_LEN, VOCAB, DraftFixture, target_of
 from spec_decode.testing.expectations import Measurements, Unsupported, expect
 from spec_decode.testing.subject import Subject
+
+check = Family("drafter", covers=one_strategy)
 
 _ROUNDS = 2
 STEP_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
@@ -91,7 +93,6 @@ def _every_shape(subject: Subject) -> Iterable[tuple[str, tuple[int, int]]]:
 
 
 @check(
-    "drafter.strategies_agree",
     "tokens, cached logits, cache and flags are the same bits in every strategy as in eager, greedy and random",
     _every_shape,
     covers=every_strategy,
@@ -129,7 +130,6 @@ def _compare(
 
 
 @check(
-    "drafter.requests_stop_on_their_own",
     "with a length for each request, or a least confidence, every strategy drafts the start of the whole draft",
     lambda subject: [(f"k{k}-n{n}", (k, n)) for k, n in ((2, 3), (4, 3), (4, 7), (7, 2))],
     covers=every_strategy,
@@ -202,10 +202,8 @@ def _first_column(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 @check(
-    "drafter.steps_attend_to_the_logical_prefix",
     "every step's logits are those of a dense computation over each request's logical tokens",
     lambda subject: [(f"k{k}-n{n}", (k, n)) for k, n in ((1, 3), (4, 3), (7, 2))],
-    covers=one_strategy,
 )
 def steps_attend_to_the_logical_prefix(subject: Subject, case: tuple[int, int]) -> Measurements:
     steps, num_reqs = case
@@ -297,10 +295,8 @@ def _dense_model(fixture: DraftFixture, dtype: torch.dtype) -> EagleDraft:
 
 
 @check(
-    "drafter.a_round_never_waits",
     "a round of the strategy chosen, and of the device loop, enqueues device work only",
     lambda subject: [("k4-n3", None), (f"k4-n3-{Strategy.DEVICE_LOOP.value}", Strategy.DEVICE_LOOP)],
-    covers=one_strategy,
 )
 def a_round_never_waits(subject: Subject, case: Strategy | None) -> None:
     if subject.device.type != "cuda":

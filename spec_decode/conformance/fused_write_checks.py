@@ -12,13 +12,15 @@ from attn_backends.kernels.rope import Rope, rope_formula
 from attn_backends.kernels.write_latent import KvANormRope
 from builders import AttentionKind
 from spec_decode.conformance.cases import spec_cases
-from spec_decode.conformance.check import check
+from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import fused_write_column, with_case
 from spec_decode.testing.batches import DECODE, MAX_SEQ_LEN, Case
 from spec_decode.testing.expectations import Measurements, expect, worse
 from spec_decode.testing.oracle import assert_as_precise
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
+
+check = Family("numerics", covers=with_case())
 
 _VARIANTS = ("base", "bf16", "fp8_cache", "deepseek_v3", "deepseek_v4_packed", "mla_base", "mla_bf16")
 _EPS = 1e-6
@@ -38,7 +40,6 @@ def _cases_of(write: FusedWrite, kind: AttentionKind) -> Callable[[Subject], Ite
 
 
 @check(
-    "numerics.fused_rope_write_stores_the_same",
     "rope_and_write_kv stores what a rotation and write_kv store, rotates the query, and leaves slots of -1 unwritten",
     _cases_of(FusedWrite.ROPE, AttentionKind.MHA),
     covers=with_case(fused_write_column(FusedWrite.ROPE)),
@@ -70,13 +71,11 @@ def fused_rope_write_stores_the_same(subject: Subject, case: Case) -> Measuremen
     queries = rotated[live], rope_formula(query, rope)[live], reference(query)[live]
     keys = fused[0][slots], separate[0][slots], reference(key)[live]
     return worse(
-        _assert_as_precise(*queries, case, "the queries, rotated"),
-        _assert_as_precise(*keys, case, "the keys, rotated"),
+        _assert_as_precise(*queries, case, "the queries, rotated"), _assert_as_precise(*keys, case, "the keys, rotated")
     )
 
 
 @check(
-    "numerics.fused_latent_write_stores_the_same",
     "norm_rope_and_write_latent stores what norm, rotation and write_kv store, and leaves slots of -1 unwritten",
     _cases_of(FusedWrite.KV_A_NORM_ROPE, AttentionKind.MLA),
     covers=with_case(fused_write_column(FusedWrite.KV_A_NORM_ROPE)),

@@ -8,13 +8,15 @@ import torch
 
 from builders import BatchBuffers, MetadataBuilder, advance_shared_state, begin_extend
 from spec_decode.conformance.cases import base_cases
-from spec_decode.conformance.check import check
+from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import ADVANCE, CAPTURE, with_case
 from spec_decode.graphs import runtime_for
 from spec_decode.testing.batches import DECODE, VERIFY, Batch, Case
 from spec_decode.testing.expectations import Measurements, expect, worse
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
+
+check = Family("graph", covers=with_case(CAPTURE, ADVANCE))
 
 _STEPS = 5
 _CASES = base_cases({"decode": DECODE})
@@ -79,12 +81,7 @@ class _CapturedLoop:
         return queries
 
 
-@check(
-    "graph.loop_replays_over_other_batches",
-    "one captured loop, replayed over batches of other lengths, smaller and larger, is right at every step",
-    _CASES,
-    covers=with_case(CAPTURE, ADVANCE),
-)
+@check("one captured loop, replayed over batches of other lengths, smaller and larger, is right at every step", _CASES)
 def loop_replays_over_other_batches(subject: Subject, case: Case) -> Measurements:
     subject.require_in_graph_advance(case.spec)
     fixture = PagedFixture(subject, case.spec, DECODE.rows)
@@ -95,12 +92,7 @@ def loop_replays_over_other_batches(subject: Subject, case: Case) -> Measurement
     return worst
 
 
-@check(
-    "graph.replay_equals_eager",
-    "a replay gives, bit for bit, what the same steps give with fresh builds",
-    _CASES,
-    covers=with_case(CAPTURE, ADVANCE),
-)
+@check("a replay gives, bit for bit, what the same steps give with fresh builds", _CASES)
 def replay_equals_eager(subject: Subject, case: Case) -> None:
     subject.require_in_graph_advance(case.spec)
     fixture, batch = PagedFixture(subject, case.spec, DECODE.rows), _BATCHES["grown"]
@@ -121,12 +113,7 @@ def replay_equals_eager(subject: Subject, case: Case) -> None:
         )
 
 
-@check(
-    "graph.two_sizes_interleave",
-    "graphs of two padded sizes over the same buffers do not disturb each other",
-    _CASES,
-    covers=with_case(CAPTURE, ADVANCE),
-)
+@check("graphs of two padded sizes over the same buffers do not disturb each other", _CASES)
 def two_sizes_interleave(subject: Subject, case: Case) -> Measurements:
     subject.require_in_graph_advance(case.spec)
     fixture = PagedFixture(subject, case.spec, DECODE.rows)
@@ -140,10 +127,8 @@ def two_sizes_interleave(subject: Subject, case: Case) -> Measurements:
 
 
 @check(
-    "graph.verify_replays_over_other_batches",
     "a captured uniform step of 1 + K tokens, as step 0 is, replayed over another batch is right",
     base_cases({"verify": VERIFY}),
-    covers=with_case(CAPTURE, ADVANCE),
 )
 def verify_replays_over_other_batches(subject: Subject, case: Case) -> Measurements:
     subject.require_in_graph_advance(case.spec)

@@ -10,13 +10,15 @@ import torch
 
 from builders import AdvanceLevel, advance_shared_state
 from spec_decode.conformance.cases import spec_cases
-from spec_decode.conformance.check import check
+from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import with_case
 from spec_decode.testing import memory
 from spec_decode.testing.batches import SINGLE, Case
 from spec_decode.testing.expectations import CheckFailure, Measurements
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
+
+check = Family("builder", covers=with_case())
 
 _WARM_UP = 4
 _ROUNDS = 16
@@ -57,10 +59,8 @@ class _MemoryInUse:
 
 
 @check(
-    "builder.rounds_keep_no_memory",
     "rounds that repeat leave as much memory in use as there was",
     spec_cases({"single": SINGLE}, ("base",)),
-    covers=with_case(),
     since=(1, 1),
 )
 def rounds_keep_no_memory(subject: Subject, case: Case) -> Measurements:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spec_decode.conformance.cases import spec_cases
-from spec_decode.conformance.check import check
+from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import with_case
 from spec_decode.testing.batches import DECODE, RAGGED, SINGLE, VERIFY, Batch, Case
 from spec_decode.testing.expectations import Measurements
@@ -11,13 +11,13 @@ from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.shrink import run_and_shrink
 from spec_decode.testing.subject import Subject
 
+check = Family("numerics", covers=with_case())
+
 
 @check(
-    "numerics.attention_is_right",
     "attention over the paged cache is attention over the logical prefix, within twice a low-precision reference's "
     "error",
     spec_cases({"decode": DECODE, "single": SINGLE, "verify": VERIFY, "ragged": RAGGED}),
-    covers=with_case(),
 )
 def attention_is_right(subject: Subject, case: Case) -> Measurements:
     subject.require_supported(case.spec)

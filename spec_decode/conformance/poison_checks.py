@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from spec_decode.conformance.cases import base_cases
-from spec_decode.conformance.check import check
+from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import MEMORY, with_case
 from spec_decode.testing.batches import DECODE, RAGGED, VERIFY, Batch, Case
 from spec_decode.testing.expectations import Measurements, expect
@@ -13,16 +13,13 @@ from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.poison import poisoned_allocations
 from spec_decode.testing.subject import Subject
 
+check = Family("poison", covers=with_case(MEMORY))
+
 _SHAPES = base_cases({"decode": DECODE, "verify": VERIFY, "ragged": RAGGED})
 _GARBAGE = 2**30
 
 
-@check(
-    "poison.stale_table_entries_are_not_read",
-    "block-table entries past a request's tokens are never followed",
-    _SHAPES,
-    covers=with_case(MEMORY),
-)
+@check("block-table entries past a request's tokens are never followed", _SHAPES)
 def stale_table_entries_are_not_read(subject: Subject, case: Case) -> Measurements:
     batch, fixture = case.batch, PagedFixture(subject, case.spec, case.batch.rows)
     queries = fixture.queries(batch)
@@ -36,12 +33,7 @@ def stale_table_entries_are_not_read(subject: Subject, case: Case) -> Measuremen
     return fixture.assert_within_budget(out, batch.seq_lens, queries, contract="attention beside garbage page ids")
 
 
-@check(
-    "poison.uninitialised_memory_is_not_read",
-    "outputs and scratch are written before they are read",
-    _SHAPES,
-    covers=with_case(MEMORY),
-)
+@check("outputs and scratch are written before they are read", _SHAPES)
 def uninitialised_memory_is_not_read(subject: Subject, case: Case) -> Measurements:
     batch, fixture = case.batch, PagedFixture(subject, case.spec, case.batch.rows)
     queries = fixture.queries(batch)
@@ -50,12 +42,7 @@ def uninitialised_memory_is_not_read(subject: Subject, case: Case) -> Measuremen
     return fixture.assert_within_budget(out, batch.seq_lens, queries, contract="attention over poisoned scratch")
 
 
-@check(
-    "poison.page_order_does_not_matter",
-    "where a request's pages lie changes no bit of its output",
-    _SHAPES,
-    covers=with_case(MEMORY),
-)
+@check("where a request's pages lie changes no bit of its output", _SHAPES)
 def page_order_does_not_matter(subject: Subject, case: Case) -> None:
     outs = []
     for shift in (0, 3):
@@ -71,12 +58,7 @@ def page_order_does_not_matter(subject: Subject, case: Case) -> None:
     )
 
 
-@check(
-    "poison.request_order_does_not_matter",
-    "a request's output does not depend on its neighbours",
-    _SHAPES,
-    covers=with_case(MEMORY),
-)
+@check("a request's output does not depend on its neighbours", _SHAPES)
 def request_order_does_not_matter(subject: Subject, case: Case) -> Measurements:
     fixture = PagedFixture(subject, case.spec, case.batch.rows)
     queries = fixture.queries(case.batch)[::-1]

@@ -10,12 +10,14 @@ import torch
 from attn_backends import Feature, Rejected
 from builders import AttentionKind, AttentionSpec, BatchError
 from spec_decode.conformance.cases import spec_cases
-from spec_decode.conformance.check import check
+from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import REFUSALS, only
 from spec_decode.testing.batches import DECODE, Case
 from spec_decode.testing.expectations import CheckFailure, expect
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
+
+check = Family("refusal", covers=only(REFUSALS))
 
 
 def _unclaimed(subject: Subject) -> Iterable[tuple[str, AttentionSpec]]:
@@ -38,22 +40,14 @@ def _unclaimed(subject: Subject) -> Iterable[tuple[str, AttentionSpec]]:
         Feature.VALUE_DIM: replace(base, head_dim=128, value_dim=64),
     }
     yield from ((feature.value, spec) for feature, spec in features.items() if feature not in claims.features)
-    without = {
-        Feature.SLIDING_WINDOW: replace(base, sliding_window=None),
-        Feature.SINKS: replace(base, sinks=False),
-    }
+    without = {Feature.SLIDING_WINDOW: replace(base, sliding_window=None), Feature.SINKS: replace(base, sinks=False)}
     yield from ((f"without_{feature.value}", spec) for feature, spec in without.items() if feature in claims.required)
     for kind in AttentionKind:
         if kind not in claims.kinds:
             yield kind.value, replace(base, kind=kind, num_kv_heads=1)
 
 
-@check(
-    "refusal.unclaimed_is_refused",
-    "a spec outside the capability record is refused with reasons",
-    _unclaimed,
-    covers=only(REFUSALS),
-)
+@check("a spec outside the capability record is refused with reasons", _unclaimed)
 def unclaimed_is_refused(subject: Subject, spec: AttentionSpec) -> None:
     answer = subject.backend.supports(spec, subject.device)
     expect(
@@ -64,11 +58,7 @@ def unclaimed_is_refused(subject: Subject, spec: AttentionSpec) -> None:
     )
 
 
-@check(
-    "refusal.all_reasons_at_once",
-    "a spec that is wrong in several ways is refused with every reason",
-    covers=only(REFUSALS),
-)
+@check("a spec that is wrong in several ways is refused with every reason")
 def all_reasons_at_once(subject: Subject, case: None) -> None:
     spec = replace(subject.base_spec(), dtype=torch.float64, kv_dtype=torch.float64)
     answer = subject.backend.supports(spec, torch.device("meta"))
@@ -91,12 +81,7 @@ def _query(fixture: PagedFixture) -> torch.Tensor:
     return torch.zeros(DECODE.rows, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=fixture.device)
 
 
-@check(
-    "refusal.bad_tensors_never_reach_a_kernel",
-    "tensors of another shape, dtype or stride are refused",
-    _bad_inputs,
-    covers=only(REFUSALS),
-)
+@check("tensors of another shape, dtype or stride are refused", _bad_inputs)
 def bad_tensors_never_reach_a_kernel(subject: Subject, make: Callable[[PagedFixture], dict[str, torch.Tensor]]) -> None:
     fixture = PagedFixture(subject, subject.base_spec(), DECODE.rows)
     metadata = fixture.build(DECODE).metadata
@@ -107,17 +92,13 @@ def bad_tensors_never_reach_a_kernel(subject: Subject, make: Callable[[PagedFixt
     except BatchError:
         return
     raise CheckFailure(
-        contract="bad input never reaches a kernel",
-        expected="BatchError before anything runs",
-        got="a result",
+        contract="bad input never reaches a kernel", expected="BatchError before anything runs", got="a result"
     )
 
 
 @check(
-    "refusal.bad_writes_never_reach_a_kernel",
     "keys and values of another shape or dtype are refused and the cache stays as it was",
     spec_cases({"decode": DECODE}, ("base",)),
-    covers=only(REFUSALS),
 )
 def bad_writes_never_reach_a_kernel(subject: Subject, case: Case) -> None:
     spec, fixture = case.spec, PagedFixture(subject, case.spec, DECODE.rows)

@@ -34,11 +34,7 @@ class LogicalBatch(NamedTuple):
 
 
 def attention(
-    spec: AttentionSpec,
-    batch: LogicalBatch,
-    *,
-    dtype: torch.dtype = torch.float64,
-    operands: torch.dtype | None = None,
+    spec: AttentionSpec, batch: LogicalBatch, *, dtype: torch.dtype = torch.float64, operands: torch.dtype | None = None
 ) -> list[torch.Tensor]:
     """The output of each request, [q, num_q_heads, value_dim] in `dtype`.
 

@@ -8,14 +8,7 @@ from typing import Any
 import torch
 
 from attn_backends import KVCache
-from builders import (
-    AttentionBatch,
-    AttentionKind,
-    BatchBuffers,
-    MetadataBuilder,
-    RequestTables,
-    advance_shared_state,
-)
+from builders import AttentionBatch, AttentionKind, BatchBuffers, MetadataBuilder, RequestTables, advance_shared_state
 from builders.spec import AttentionSpec
 from spec_decode.testing import oracle
 from spec_decode.testing.batches import MAX_SEQ_LEN, Batch
@@ -33,13 +26,7 @@ class PagedFixture:
     """
 
     def __init__(
-        self,
-        subject: Subject,
-        spec: AttentionSpec,
-        rows: int,
-        *,
-        seed: int = 0,
-        limits: Sequence[int] | None = None,
+        self, subject: Subject, spec: AttentionSpec, rows: int, *, seed: int = 0, limits: Sequence[int] | None = None
     ) -> None:
         """limits: tokens that each request may have. Raises Unsupported where the backend refuses the spec."""
         subject.require_supported(spec)

@@ -44,7 +44,7 @@ def test_a_file_beside_the_backend_makes_its_failures_expected(crashes: Attentio
     found = {
         r.case: r.outcome
         for r in check_backend(
-            crashes, device=CPU, families=["numerics"], checks=["*[[]scale-decode]", "*[[]base-decode]"]
+            crashes, device=CPU, checks=["numerics.attention*scale-decode[]]", "numerics.attention*base-decode[]]"]
         ).results
     }
 
@@ -85,6 +85,6 @@ def test_a_broken_file_makes_the_backend_unavailable(crashes: AttentionBackend, 
 
 
 def test_an_error_says_where_it_was_raised(crashes: AttentionBackend) -> None:
-    (result,) = check_backend(crashes, device=CPU, families=["numerics"], checks=["*[[]base-decode]"]).results
+    (result,) = check_backend(crashes, device=CPU, checks=["*.attention_is_right[[]base-decode]"]).results
 
     assert result.reason == "RuntimeError: no kernel image (in forward, crashing_backend.py:8)"

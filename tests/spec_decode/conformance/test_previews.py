@@ -26,16 +26,17 @@ CPU = torch.device("cpu")
 def new_checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A kit of version 1.1, with one check that fails, one that crashes and one that passes."""
     monkeypatch.setattr(kit, "_definitions", [])
+    check = kit.Family("builder", covers=with_case())
 
-    @kit.check("builder.fails", "a new rule", covers=with_case(), since=(1, 1))
+    @check("a new rule", since=(1, 1))
     def fails(subject: Subject, case: None) -> None:
         expect(False, contract="a new rule", expected="that", got="this")
 
-    @kit.check("builder.crashes", "a new rule", covers=with_case(), since=(1, 1))
+    @check("a new rule", since=(1, 1))
     def crashes(subject: Subject, case: None) -> None:
         raise KeyError("gone")
 
-    @kit.check("builder.passes", "a new rule", covers=with_case(), since=(1, 1))
+    @check("a new rule", since=(1, 1))
     def passes(subject: Subject, case: None) -> None: ...
 
     yield
