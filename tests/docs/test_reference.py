@@ -17,7 +17,17 @@ PUBLIC = [
     "attn_backends",
     *(
         f"spec_decode.{name}"
-        for name in ("conformance", "engine", "graphs", "matrix", "models", "sampling", "tools.soak", "verification")
+        for name in (
+            "conformance",
+            "drafter",
+            "engine",
+            "graphs",
+            "matrix",
+            "models",
+            "sampling",
+            "tools.soak",
+            "verification",
+        )
     ),
 ]
 
