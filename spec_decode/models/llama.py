@@ -15,7 +15,10 @@ from spec_decode.models.layers.rope import RotaryEmbedding
 
 
 class LlamaTarget(TargetModel):
-    """Embedding, decoder layers, final norm and an untied output projection."""
+    """Embedding, decoder layers, final norm and an untied output projection.
+
+    Raises ValueError for a config with latents.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -52,8 +52,7 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor 
 
     Raises BatchError for more than MAX_ROWS rows and for shapes or dtypes that do not fit, with nothing run.
     """
-    _check(x, weight, x.shape[1], weight.shape[0], residual=residual)
-    out: torch.Tensor = _skinny_linear(x, weight, None, None, None, None, residual, None, False)[1]
+    out: torch.Tensor = _run(SkinnyLinear(x, weight, None, None, None, None, residual, None, False))[1]
     return out
 
 
@@ -76,9 +75,7 @@ def norm_linear(
     gated: weight [2 N, K] holds gate above up, and the second result is silu(gate) * up; else it is [N, K]. The result
     is [T, N]. x + delta is rounded to x's dtype, its norm is not. Raises as `skinny_linear` does.
     """
-    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    _check(x, weight, x.shape[1], outputs, delta=delta, norm=norm)
-    total, out = _skinny_linear(x, weight, None, None, delta, norm, None, eps, gated)
+    total, out = _run(SkinnyLinear(x, weight, None, None, delta, norm, None, eps, gated))
     return (x if delta is None else total), out
 
 
@@ -89,8 +86,7 @@ def embed_linear(
 
     token_ids int64 [T], embedding [V, H], hidden [T, H], weight [N, 2 H]. Raises as `skinny_linear` does.
     """
-    _check(hidden, weight, 2 * hidden.shape[1], weight.shape[0], embedding=embedding, token_ids=token_ids)
-    out: torch.Tensor = _skinny_linear(hidden, weight, token_ids, embedding, None, None, None, None, False)[1]
+    out: torch.Tensor = _run(SkinnyLinear(hidden, weight, token_ids, embedding, None, None, None, None, False))[1]
     return out
 
 
@@ -113,18 +109,16 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor, *, norm_eps: float | None
     return out
 
 
-def _check(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    inputs: int,
-    outputs: int,
-    *,
-    token_ids: torch.Tensor | None = None,
-    embedding: torch.Tensor | None = None,
-    delta: torch.Tensor | None = None,
-    norm: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-) -> None:
+def _run(arguments: SkinnyLinear) -> tuple[torch.Tensor, torch.Tensor]:
+    _check(arguments)
+    found: tuple[torch.Tensor, torch.Tensor] = _skinny_linear(*arguments)
+    return found
+
+
+def _check(arguments: SkinnyLinear) -> None:
+    x, weight, token_ids, embedding, delta, norm, residual, _, gated = arguments
+    inputs = x.shape[1] if embedding is None else 2 * x.shape[1]
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     rows = x.shape[0]
     require(
         0 < rows <= MAX_ROWS,
@@ -143,9 +137,8 @@ def _check(
         and (residual is None or _like(residual, x, rows, outputs))
     )
     if not fits:
-        named = {"x": x, "weight": weight, "token_ids": token_ids, "embedding": embedding, "delta": delta}
-        named |= {"norm": norm, "residual": residual}
-        found = ", ".join(f"{k} {v.dtype} {list(v.shape)}" for k, v in named.items() if v is not None)
+        named = arguments._asdict().items()
+        found = ", ".join(f"{k} {v.dtype} {list(v.shape)}" for k, v in named if isinstance(v, torch.Tensor))
         require(
             False,
             f"a skinny linear of {inputs} inputs and {outputs} outputs needs contiguous tensors of one dtype and of "

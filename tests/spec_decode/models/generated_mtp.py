@@ -1,4 +1,4 @@
-"""Tiny random checkpoints in the layouts of DeepSeek-V3, GLM-4.7-Flash and DeepSeek-V4, and a scene to draft in.
+"""Tiny random checkpoints in the layouts of DeepSeek-V3, GLM-4.7-Flash and DeepSeek-V4, and a fixture to draft in.
 
 The tensors come back with the folder, so that a test can compute with them by itself.
 """
@@ -230,7 +230,7 @@ class StubTarget(TargetModel):
         return self.lm_head(hidden)
 
 
-class Scene:
+class DraftFixture:
     """A draft over a paged cache that starts as NaN, with two requests on shuffled pages."""
 
     CONTEXTS = (5, 9)

@@ -15,7 +15,7 @@ from tests.factories import CPU
 from tests.spec_decode.models.generated_mtp import (
     HIDDEN,
     V4_CONFIG,
-    Scene,
+    DraftFixture,
     StubTarget,
     random_text,
     v4_tensors,
@@ -127,7 +127,7 @@ def close(found, wanted):
 
 def test_prefill_and_continuation_say_what_the_whole_text_says(form):
     model, oracle = form
-    scene, generator = Scene(model), torch.Generator().manual_seed(0)
+    fixture, generator = DraftFixture(model), torch.Generator().manual_seed(0)
     texts = [random_text(generator, count, model.hidden_size) for count in (13, 7)]
     whole = [oracle.states(*text) for text in texts]
     pieces = [([8, 5], [8, 5], [slice(0, 8), slice(0, 5)]), ([5, 2], [13, 7], [slice(8, 13), slice(5, 7)])]
@@ -136,17 +136,17 @@ def test_prefill_and_continuation_say_what_the_whole_text_says(form):
             torch.cat([text[which][part] for text, part in zip(texts, parts, strict=True)]) for which in (0, 1)
         )
         wanted = torch.cat([states[part] for states, part in zip(whole, parts, strict=True)])
-        found = scene.run(query_lens, seq_lens, ids, hidden)
+        found = fixture.run(query_lens, seq_lens, ids, hidden)
         close(found, wanted)
         close(model.logits(found), oracle.logits(wanted))
 
 
 def test_the_drafter_drafts_what_the_draft_without_a_cache_drafts(form):
     model, oracle = form
-    scene = Scene(model)
-    found = scene.drafts(Strategy.EAGER)
+    fixture = DraftFixture(model)
+    found = fixture.drafts(Strategy.EAGER)
     for (tokens, logits), (wanted, wanted_logits) in zip(
-        found, scene.dense_drafts(oracle.states, oracle.logits), strict=True
+        found, fixture.dense_drafts(oracle.states, oracle.logits), strict=True
     ):
         assert tokens.tolist() == wanted
         close(logits, wanted_logits)
@@ -156,9 +156,9 @@ def test_the_drafter_drafts_what_the_draft_without_a_cache_drafts(form):
 @pytest.mark.parametrize("strategy", [Strategy.DEVICE_LOOP, Strategy.FULL_LOOP, Strategy.PER_STEP])
 def test_every_strategy_that_captures_the_step_drafts_what_eager_drafts(folder, target, strategy, temperature):
     model = load(folder, target)
-    expected = Scene(model).drafts(Strategy.EAGER, temperature)
+    expected = DraftFixture(model).drafts(Strategy.EAGER, temperature)
     for (tokens, logits), (wanted, wanted_logits) in zip(
-        Scene(model).drafts(strategy, temperature), expected, strict=True
+        DraftFixture(model).drafts(strategy, temperature), expected, strict=True
     ):
         assert tokens.tolist() == wanted.tolist() and torch.equal(logits, wanted_logits)
 
@@ -169,7 +169,7 @@ def test_the_sparse_kernels_take_the_layers_attention_and_agree_with_the_referen
     assert (spec.sliding_window, spec.sinks, spec.out_dim) == (6, True, 64)
     assert isinstance(get("sparse_swa_mla").supports(spec, CPU), Accepted)
     for (tokens, logits), (wanted, wanted_logits) in zip(
-        Scene(model, "sparse_swa_mla").drafts(None), Scene(model).drafts(None), strict=True
+        DraftFixture(model, "sparse_swa_mla").drafts(None), DraftFixture(model).drafts(None), strict=True
     ):
         assert tokens.tolist() == wanted.tolist()
         close(logits, wanted_logits.double())
@@ -188,7 +188,7 @@ def test_a_bf16_draft_keeps_sinks_router_and_connections_in_fp32(folder):
     wide = {name.split(".")[0] for name, p in model.named_parameters() if p.dtype == torch.float32}
     assert wide == {"attention_connection", "attention", "mlp_connection", "mlp", "collapse"}
     assert {name for name, p in model.attention.named_parameters() if p.dtype == torch.float32} == {"sinks"}
-    tokens = Scene(model).drafts(None)[0][0]
+    tokens = DraftFixture(model).drafts(None)[0][0]
     assert tokens.min() >= 0
 
 

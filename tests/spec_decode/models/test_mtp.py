@@ -21,7 +21,7 @@ from tests.spec_decode.models.generated_mtp import (
     LAYER,
     V3_CONFIG,
     VOCAB,
-    Scene,
+    DraftFixture,
     StubTarget,
     random_text,
     v3_tensors,
@@ -132,7 +132,7 @@ def close(found, wanted):
 
 def test_prefill_and_continuation_say_what_the_whole_text_says(form):
     model, oracle = form
-    scene, generator = Scene(model), torch.Generator().manual_seed(0)
+    fixture, generator = DraftFixture(model), torch.Generator().manual_seed(0)
     texts = [random_text(generator, 11, HIDDEN), random_text(generator, 7, HIDDEN)]
     whole = [oracle.states(*text) for text in texts]
     pieces = [([6, 5], [6, 5], [slice(0, 6), slice(0, 5)]), ([5, 2], [11, 7], [slice(6, 11), slice(5, 7)])]
@@ -141,17 +141,17 @@ def test_prefill_and_continuation_say_what_the_whole_text_says(form):
             torch.cat([text[which][part] for text, part in zip(texts, parts, strict=True)]) for which in (0, 1)
         )
         wanted = torch.cat([states[part] for states, part in zip(whole, parts, strict=True)])
-        found = scene.run(query_lens, seq_lens, ids, hidden)
+        found = fixture.run(query_lens, seq_lens, ids, hidden)
         close(found, wanted)
         close(model.logits(found), oracle.logits(wanted))
 
 
 def test_the_drafter_drafts_what_the_draft_without_a_cache_drafts(form):
     model, oracle = form
-    scene = Scene(model)
-    found = scene.drafts(Strategy.EAGER)
+    fixture = DraftFixture(model)
+    found = fixture.drafts(Strategy.EAGER)
     for (tokens, logits), (wanted, wanted_logits) in zip(
-        found, scene.dense_drafts(oracle.states, oracle.logits), strict=True
+        found, fixture.dense_drafts(oracle.states, oracle.logits), strict=True
     ):
         assert tokens.tolist() == wanted
         close(logits, wanted_logits)
@@ -161,9 +161,9 @@ def test_the_drafter_drafts_what_the_draft_without_a_cache_drafts(form):
 @pytest.mark.parametrize("strategy", [Strategy.DEVICE_LOOP, Strategy.FULL_LOOP, Strategy.PER_STEP])
 def test_every_strategy_that_captures_the_step_drafts_what_eager_drafts(folder, strategy, temperature):
     model = load(folder)
-    expected = Scene(model).drafts(Strategy.EAGER, temperature)
+    expected = DraftFixture(model).drafts(Strategy.EAGER, temperature)
     for (tokens, logits), (wanted, wanted_logits) in zip(
-        Scene(model).drafts(strategy, temperature), expected, strict=True
+        DraftFixture(model).drafts(strategy, temperature), expected, strict=True
     ):
         assert tokens.tolist() == wanted.tolist() and torch.equal(logits, wanted_logits)
 
@@ -174,7 +174,7 @@ def test_the_latent_kernels_take_the_layers_attention_and_agree_with_the_referen
     assert (spec.kind, spec.head_dim, spec.out_dim) == (AttentionKind.MLA, 48, 32)
     assert isinstance(get("triton_mla").supports(spec, CPU), Accepted)
     for (tokens, logits), (wanted, wanted_logits) in zip(
-        Scene(model, "triton_mla").drafts(None), Scene(model).drafts(None), strict=True
+        DraftFixture(model, "triton_mla").drafts(None), DraftFixture(model).drafts(None), strict=True
     ):
         assert tokens.tolist() == wanted.tolist()
         close(logits, wanted_logits.double())
@@ -204,7 +204,7 @@ def test_a_bf16_draft_keeps_its_router_in_fp32(folder):
     model = load(folder, target, torch.bfloat16)
     wide = {name for name, parameter in model.named_parameters() if parameter.dtype == torch.float32}
     assert wide == {"mlp.router", "mlp.bias"} and model.layer_groups(4)[0].spec.dtype == torch.bfloat16
-    tokens = Scene(model).drafts(None)[0][0]
+    tokens = DraftFixture(model).drafts(None)[0][0]
     assert tokens.min() >= 0
 
 

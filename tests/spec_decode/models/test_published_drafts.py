@@ -93,7 +93,7 @@ CASES = {
 }
 
 
-class Scene:
+class DraftFixture:
     """Three requests with a prefilled context each, and a round after it."""
 
     def __init__(self, case, folder, strategy):
@@ -161,14 +161,14 @@ class Scene:
 @pytest.mark.parametrize("name", CASES)
 def test_a_draft_over_pages_is_the_published_model_over_whole_texts(name, strategy, tmp_path):
     case = CASES[name]
-    scene = Scene(case, tmp_path, strategy)
+    fixture = DraftFixture(case, tmp_path, strategy)
     exact, rounded = (
-        case.oracle(case.checkpoint, scene.target, case.windows, dtype) for dtype in (torch.float64, torch.float32)
+        case.oracle(case.checkpoint, fixture.target, case.windows, dtype) for dtype in (torch.float64, torch.float32)
     )
-    drafts = scene.drafts()
+    drafts = fixture.drafts()
     for request in range(len(CONTEXTS)):
-        tokens, scores = oracle.greedy(exact, *scene.inputs(request), K)
-        _, wide = oracle.greedy(rounded, *scene.inputs(request), K)
+        tokens, scores = oracle.greedy(exact, *fixture.inputs(request), K)
+        _, wide = oracle.greedy(rounded, *fixture.inputs(request), K)
         finite = scores.isfinite()
         budget = 4 * (wide - scores)[finite].abs().max() + 1e-5
         assert drafts.tokens[request].tolist() == tokens, f"request {request}"
