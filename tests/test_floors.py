@@ -29,11 +29,6 @@ PRODUCTION = [
 LIMIT = 5
 """Modules in the root of spec_decode, at most."""
 
-KNOWN_UPWARDS: set[tuple[str, str]] = set()
-"""Must become empty: what is no longer so is taken out."""
-KNOWN_CIRCLES: list[list[str]] = []
-"""Must become empty, too."""
-
 
 def room_of(module: str) -> str:
     return module.split(".")[1] if module.startswith("spec_decode.") else ""
@@ -91,12 +86,12 @@ def test_the_root_of_spec_decode_holds_its_rooms_and_few_modules() -> None:
 
 @pytest.mark.parametrize("kind", ["sources", "loaded"])
 def test_a_room_uses_only_those_before_it(kind: str, request: pytest.FixtureRequest) -> None:
-    assert upwards(request.getfixturevalue(kind)) <= KNOWN_UPWARDS
+    assert upwards(request.getfixturevalue(kind)) == set()
 
 
 @pytest.mark.parametrize("kind", ["sources", "loaded"])
 def test_no_files_or_folders_use_one_another_in_a_circle(kind: str, request: pytest.FixtureRequest) -> None:
-    assert [circle for circle in circles(request.getfixturevalue(kind)) if circle not in KNOWN_CIRCLES] == []
+    assert circles(request.getfixturevalue(kind)) == []
 
 
 def test_most_modules_were_loaded(loaded: Uses) -> None:
@@ -110,11 +105,6 @@ def test_what_runs_in_production_loads_no_checks(names: tuple[str, ...]) -> None
     code = f"import sys\n{load}print(*(name for name in sys.modules if name.startswith('spec_decode.conformance')))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     assert not done.stdout.split()
-
-
-def test_what_is_known_to_point_upwards_or_in_circles_still_does(sources: Uses) -> None:
-    assert upwards(sources) >= KNOWN_UPWARDS
-    assert all(circle in circles(sources) for circle in KNOWN_CIRCLES)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,6 @@ from tests.import_graph import ROOT, module_files
 from tests.retired_words import files, retired
 
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
-KNOWN: set[str] = set()
-"""Files with retired words: a list that must become empty."""
 
 
 def terms(page: str) -> list[tuple[str, list[str]]]:
@@ -60,12 +58,8 @@ def test_no_term_is_explained_twice() -> None:
 
 
 def test_no_file_has_a_retired_word() -> None:
-    found = {name: words for name, text in files() if (words := retired(name, text)) and name not in KNOWN}
+    found = {name: words for name, text in files() if (words := retired(name, text))}
     assert found == {}
-
-
-def test_what_is_known_to_have_retired_words_still_does() -> None:
-    assert KNOWN - {name for name, text in files() if retired(name, text)} == set()
 
 
 @pytest.mark.parametrize(
