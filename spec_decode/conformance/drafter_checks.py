@@ -161,8 +161,8 @@ def _doubt(tokens: torch.Tensor, logits: torch.Tensor) -> tuple[float, torch.Ten
 
 
 def _expect_start(short: torch.Tensor, whole: torch.Tensor, lengths: torch.Tensor, what: str) -> None:
-    behind = torch.arange(whole.shape[1]) >= lengths[:, None]
-    wanted = whole.cpu().masked_fill(behind, NO_TOKEN)
+    past_end = torch.arange(whole.shape[1]) >= lengths[:, None]
+    wanted = whole.cpu().masked_fill(past_end, NO_TOKEN)
     expect(
         torch.equal(short.cpu(), wanted),
         contract=f"{what} ends the drafts and changes none before the end",
