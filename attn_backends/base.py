@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
+from torch import Tensor
 
 from attn_backends.capabilities import Accepted, Capabilities, Rejected
 from attn_backends.kernels.fp8_ds_mla import TOKEN_BYTES, page_bytes
@@ -14,6 +15,9 @@ from attn_backends.kernels.write_kv import write_kv
 from attn_backends.kernels.write_latent import write_latent
 from builders import CONTRACT_VERSION, AttentionKind, AttentionSpec, BatchError, MetadataBuilder
 from builders.errors import require, require_tensor
+
+Sinks: TypeAlias = Tensor | None
+"""A logit a query head that no key has, fp32 [num_q_heads], or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +29,8 @@ class KVCache:
     is bytes, uint8 [num_pages, page_size, 1, bytes a token], in both, with a page's bytes adjacent.
     """
 
-    key: torch.Tensor
-    value: torch.Tensor
+    key: Tensor
+    value: Tensor
 
     @property
     def num_pages(self) -> int:
@@ -38,11 +42,10 @@ class KVCache:
         return self.key.data_ptr() == self.value.data_ptr()
 
     @property
-    def latents(self) -> torch.Tensor:
+    def latents(self) -> Tensor:
         """The latents [num_pages, page_size, head_dim], or in fp8_ds_mla each page's bytes [num_pages, page_bytes]."""
         if self.key.dtype is torch.uint8:
-            page_bytes = self.key.stride(0)
-            return self.key.as_strided((self.num_pages, page_bytes), (page_bytes, 1))
+            return self.key.as_strided((self.num_pages, self.key.stride(0)), (self.key.stride(0), 1))
         return self.key[:, :, 0]
 
 
@@ -77,14 +80,18 @@ class AttentionBackend(ABC):
     def allocate_kv(self, spec: AttentionSpec, num_pages: int, device: torch.device) -> KVCache:
         """An uninitialised cache in the layout this backend likes best."""
         if spec.fp8_ds_mla:
-            return _fp8_ds_mla_cache(spec.page_size, num_pages, device)
+            size = page_bytes(spec.page_size)
+            pages = torch.empty(num_pages, size, dtype=torch.uint8, device=device)
+            tokens = (num_pages, spec.page_size, 1, TOKEN_BYTES)
+            latents = pages.as_strided(tokens, (size, TOKEN_BYTES, TOKEN_BYTES, 1))
+            return KVCache(latents, latents)
         shape = (num_pages, spec.page_size, spec.num_kv_heads)
         key = torch.empty(*shape, spec.head_dim, dtype=spec.cache_dtype, device=device)
         if spec.kind is AttentionKind.MLA:
             return KVCache(key, key[..., : spec.out_dim])
         return KVCache(key, torch.empty(*shape, spec.out_dim, dtype=spec.cache_dtype, device=device))
 
-    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, metadata: Any) -> None:
+    def write_kv(self, key: Tensor, value: Tensor, cache: KVCache, metadata: Any) -> None:
         """Store new keys and values at metadata.slot_mapping, both in spec.new_kv_dtype.
 
         key    [num_tokens, num_kv_heads, head_dim]; where the cache holds one latent a token, the key is all of it
@@ -104,14 +111,8 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def forward(
-        self,
-        query: torch.Tensor,
-        cache: KVCache,
-        metadata: Any,
-        *,
-        spec: AttentionSpec,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, query: Tensor, cache: KVCache, metadata: Any, *, spec: AttentionSpec, sinks: Sinks = None
+    ) -> Tensor:
         """Attention of query [num_tokens, num_q_heads, head_dim] over the cache; [num_tokens, num_q_heads, value_dim].
 
         The KV of the query tokens is already written. Rows whose seq_len is 0 come out as 0.
@@ -119,33 +120,16 @@ class AttentionBackend(ABC):
         """
 
 
-def _fp8_ds_mla_cache(page_size: int, num_pages: int, device: torch.device) -> KVCache:
-    size = page_bytes(page_size)
-    pages = torch.empty(num_pages, size, dtype=torch.uint8, device=device)
-    tokens = pages.as_strided((num_pages, page_size, 1, TOKEN_BYTES), (size, TOKEN_BYTES, TOKEN_BYTES, 1))
-    return KVCache(tokens, tokens)
-
-
-def check_forward_inputs(
-    query: torch.Tensor, cache: KVCache, metadata: Any, spec: AttentionSpec, sinks: torch.Tensor | None
-) -> None:
+def check_forward_inputs(query: Tensor, cache: KVCache, metadata: Any, spec: AttentionSpec, sinks: Sinks) -> None:
     """Raise BatchError for tensors that a kernel would read as something else. Host checks of shapes only: no sync."""
-    device = query.device
-    require_tensor(
-        "query", query, shape=(metadata.num_tokens, spec.num_q_heads, spec.head_dim), dtype=spec.dtype, device=device
-    )
-    fp8 = spec.fp8_ds_mla
-    for name, tensor, dim in (
-        ("key cache", cache.key, TOKEN_BYTES if fp8 else spec.head_dim),
-        ("value cache", cache.value, TOKEN_BYTES if fp8 else spec.out_dim),
-    ):
-        require_tensor(
-            name,
-            tensor,
-            shape=(None, spec.page_size, spec.num_kv_heads, dim),
-            dtype=torch.uint8 if fp8 else spec.cache_dtype,
-            device=device,
-        )
+    device, shape = query.device, (metadata.num_tokens, spec.num_q_heads, spec.head_dim)
+    require_tensor("query", query, shape=shape, dtype=spec.dtype, device=device)
+    dims, dtype = (spec.head_dim, spec.out_dim), spec.cache_dtype
+    if spec.fp8_ds_mla:
+        dims, dtype = (TOKEN_BYTES, TOKEN_BYTES), torch.uint8
+    for name, tensor, dim in (("key cache", cache.key, dims[0]), ("value cache", cache.value, dims[1])):
+        pages = (None, spec.page_size, spec.num_kv_heads, dim)
+        require_tensor(name, tensor, shape=pages, dtype=dtype, device=device)
         if tensor.stride(-1) != 1:
             raise BatchError(
                 f"the last dim of the {name} must be contiguous, got strides {tuple(tensor.stride())}; a kernel would "

@@ -13,8 +13,9 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from attn_backends.base import KVCache
+from attn_backends.base import KVCache, Sinks
 from attn_backends.capabilities import Feature, Sizes
 from builders import AttentionSpec, PagedMetadata
 from builders.errors import require
@@ -57,7 +58,7 @@ class Provider(ABC):
     features: frozenset[Feature] = frozenset(Feature)
 
     def __init__(self, module: ModuleType) -> None:
-        attend: Callable[..., torch.Tensor] | None = getattr(module, self.entry, None)
+        attend: Callable[..., Tensor] | None = getattr(module, self.entry, None)
         if attend is None:
             raise BrokenProvider(f"it has no {self.entry}")
         arguments = signature(attend).parameters
@@ -73,14 +74,8 @@ class Provider(ABC):
         return package_version(*self.packages)
 
     def attend(
-        self,
-        query: torch.Tensor,
-        cache: KVCache,
-        metadata: PagedMetadata,
-        spec: AttentionSpec,
-        *,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, query: Tensor, cache: KVCache, metadata: PagedMetadata, spec: AttentionSpec, *, sinks: Sinks = None
+    ) -> Tensor:
         """Attention over a paged cache; returns [num_tokens, num_q_heads, value_dim].
 
         query  [num_tokens, num_q_heads, head_dim]
@@ -88,7 +83,7 @@ class Provider(ABC):
 
         Raises BatchError for sinks that the build does not take.
         """
-        arguments = self._arguments(query, cache, metadata, spec)
+        arguments = self._arguments(cache, metadata)
         if sinks is not None:
             require(
                 Feature.SINKS in self.features,
@@ -97,6 +92,7 @@ class Provider(ABC):
             )
             arguments[self.sinks] = sinks.to(torch.bfloat16)
         return self._attend(
+            q=query,
             **arguments,
             cu_seqlens_q=metadata.query_start_loc,
             max_seqlen_q=metadata.max_query_len,
@@ -108,9 +104,7 @@ class Provider(ABC):
         )
 
     @abstractmethod
-    def _arguments(
-        self, query: torch.Tensor, cache: KVCache, metadata: PagedMetadata, spec: AttentionSpec
-    ) -> dict[str, Any]:
+    def _arguments(self, cache: KVCache, metadata: PagedMetadata) -> dict[str, Any]:
         """The arguments that the packages call by different names."""
 
 
@@ -131,11 +125,8 @@ class Vllm(Provider):
             raise BrokenProvider(f"it is without FlashAttention-3: {reason}")
         super().__init__(module)
 
-    def _arguments(
-        self, query: torch.Tensor, cache: KVCache, metadata: PagedMetadata, spec: AttentionSpec
-    ) -> dict[str, Any]:
+    def _arguments(self, cache: KVCache, metadata: PagedMetadata) -> dict[str, Any]:
         return {
-            "q": query,
             "k": cache.key,
             "v": cache.value,
             "max_seqlen_k": metadata.max_seq_len,
@@ -151,11 +142,8 @@ class _WithKVCache(Provider):
     entry = "flash_attn_with_kvcache"
     needs = ("cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q", "num_splits")
 
-    def _arguments(
-        self, query: torch.Tensor, cache: KVCache, metadata: PagedMetadata, spec: AttentionSpec
-    ) -> dict[str, Any]:
+    def _arguments(self, cache: KVCache, metadata: PagedMetadata) -> dict[str, Any]:
         return {
-            "q": query,
             "k_cache": cache.key,
             "v_cache": cache.value,
             "cache_seqlens": metadata.seq_lens,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
+from attn_backends.base import AttentionBackend, KVCache, Sinks, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fa3_providers import find_provider
 from attn_backends.fused_writes import FusedRopeWrite
@@ -41,62 +42,35 @@ class FlashAttn3(FusedRopeWrite, AttentionBackend):
     )
 
     def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
-        reasons = _sinks_reasons(spec) if Feature.SINKS in self.capabilities.features else []
-        if spec.cache_dtype.itemsize == 1:
-            reasons += _fp8_reasons(spec)
-        if Feature.VALUE_DIM in self.capabilities.features:
-            reasons += _dims_reasons(spec.head_dim, spec.out_dim)
+        head_dim, value_dim, features = spec.head_dim, spec.out_dim, self.capabilities.features
+        alike = head_dim == value_dim
+        reasons = []
+        # The limits of sinks that vLLM's build checks; the others are held to them too.
+        if Feature.SINKS in features and spec.sinks and spec.num_q_heads > _SINK_HEADS:
+            reasons.append(f"with sinks num_q_heads must be at most {_SINK_HEADS}, got {spec.num_q_heads}")
+        if Feature.SINKS in features and spec.sinks and not alike:
+            reasons.append(f"with sinks value_dim must equal head_dim, got {value_dim} and {head_dim}")
+        # What was tried of e4m3.
+        tried = spec.dtype is torch.bfloat16 and head_dim in (64, 128, 256) and alike
+        if spec.cache_dtype.itemsize == 1 and not tried:
+            reasons.append(
+                "over a cache of e4m3, dtype must be bfloat16 and head_dim and value_dim alike 64, 128 or 256, got "
+                f"{spec.dtype}, {head_dim} and {value_dim}"
+            )
+        # Kernels of two dims are compiled for 64 with 256 or 512, and for 192 with 128; smaller ones are padded to
+        # them. Seen wrong on an H200: value_dim 64 with head_dim 32, and, over pages of 128, 96 to 192 with 64.
+        compiled = (head_dim == 64 and value_dim > 192) or (128 < head_dim <= 192 and 96 < value_dim <= 128)
+        if Feature.VALUE_DIM in features and not (alike or compiled):
+            reasons.append(
+                "a value_dim other than head_dim must be 200 to 512 with head_dim 64, or 104 to 128 with head_dim 136 "
+                f"to 192, got {value_dim} with {head_dim}"
+            )
         return reasons
 
     def forward(
-        self,
-        query: torch.Tensor,
-        cache: KVCache,
-        metadata: PagedMetadata,
-        *,
-        spec: AttentionSpec,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, query: Tensor, cache: KVCache, metadata: PagedMetadata, *, spec: AttentionSpec, sinks: Sinks = None
+    ) -> Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
         if spec.cache_dtype.itemsize == 1:
             query = query.to(spec.cache_dtype)
         return PROVIDER.attend(query, cache, metadata, spec, sinks=sinks)
-
-
-def _sinks_reasons(spec: AttentionSpec) -> list[str]:
-    """The limits that vLLM's build checks; the others are held to them too."""
-    if not spec.sinks:
-        return []
-    reasons = []
-    if spec.num_q_heads > _SINK_HEADS:
-        reasons.append(f"with sinks num_q_heads must be at most {_SINK_HEADS}, got {spec.num_q_heads}")
-    if spec.out_dim != spec.head_dim:
-        reasons.append(f"with sinks value_dim must equal head_dim, got {spec.out_dim} and {spec.head_dim}")
-    return reasons
-
-
-def _fp8_reasons(spec: AttentionSpec) -> list[str]:
-    """What was tried of it."""
-    if spec.dtype is torch.bfloat16 and spec.head_dim in (64, 128, 256) and spec.out_dim == spec.head_dim:
-        return []
-    return [
-        "over a cache of e4m3, dtype must be bfloat16 and head_dim and value_dim alike 64, 128 or 256, got "
-        f"{spec.dtype}, {spec.head_dim} and {spec.out_dim}"
-    ]
-
-
-def _dims_reasons(head_dim: int, value_dim: int) -> list[str]:
-    """Kernels of two dims are compiled for 64 with 256 or 512, and for 192 with 128; smaller ones are padded to them.
-
-    Seen wrong on an H200: value_dim 64 with head_dim 32, and, over pages of 128, 96 to 192 with head_dim 64.
-    """
-    if (
-        head_dim == value_dim
-        or (head_dim == 64 and value_dim > 192)
-        or (128 < head_dim <= 192 and 96 < value_dim <= 128)
-    ):
-        return []
-    return [
-        "a value_dim other than head_dim must be 200 to 512 with head_dim 64, or 104 to 128 with head_dim 136 to 192, "
-        f"got {value_dim} with {head_dim}"
-    ]

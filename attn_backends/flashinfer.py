@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from flashinfer import __version__ as _version  # type: ignore[import-not-found]
 from flashinfer.decode import trtllm_batch_decode_with_kv_cache  # type: ignore[import-not-found]
+from torch import Tensor
 
-from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
+from attn_backends.base import AttentionBackend, KVCache, Sinks, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fused_writes import FusedRopeWrite
 from builders import AttentionSpec
@@ -49,14 +50,8 @@ class FlashInfer(FusedRopeWrite, AttentionBackend):
     capabilities = _NATIVE
 
     def forward(
-        self,
-        query: torch.Tensor,
-        cache: KVCache,
-        metadata: FlashInferMetadata,
-        *,
-        spec: AttentionSpec,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, query: Tensor, cache: KVCache, metadata: FlashInferMetadata, *, spec: AttentionSpec, sinks: Sinks = None
+    ) -> Tensor:
         """See AttentionBackend. Raises BatchError for keys and values with other strides than the kernel reads."""
         check_forward_inputs(query, cache, metadata, spec, sinks)
         unit = spec.head_dim if metadata.launch.kernel is Kernel.XQA else _ALIGNMENT // cache.key.element_size()
@@ -109,20 +104,13 @@ class FlashInferXqa(FlashInfer):
     )
 
 
-def _xqa(query: torch.Tensor, cache: KVCache, metadata: FlashInferMetadata, spec: AttentionSpec) -> torch.Tensor:
-    out: torch.Tensor = trtllm_batch_decode_with_kv_cache(
-        query=query.contiguous(),  # XQA knows no strides of it
-        kv_cache=(cache.key, cache.value),
-        workspace_buffer=metadata.launch.workspace,
-        block_tables=metadata.block_table,
-        seq_lens=metadata.seq_lens,
-        max_seq_len=metadata.max_seq_len,
-        bmm1_scale=spec.softmax_scale,
-        bmm2_scale=1.0,
-        window_left=spec.window_left,
-        kv_layout="NHD",
-        backend="xqa",
-        enable_pdl=False,
-    )
+def _xqa(query: Tensor, cache: KVCache, metadata: FlashInferMetadata, spec: AttentionSpec) -> Tensor:
+    query = query.contiguous()  # XQA knows no strides of it
+    out: Tensor = trtllm_batch_decode_with_kv_cache(
+        query=query, kv_cache=(cache.key, cache.value), workspace_buffer=metadata.launch.workspace,
+        block_tables=metadata.block_table, seq_lens=metadata.seq_lens, max_seq_len=metadata.max_seq_len,
+        bmm1_scale=spec.softmax_scale, bmm2_scale=1.0, window_left=spec.window_left,
+        kv_layout="NHD", backend="xqa", enable_pdl=False,
+    )  # fmt: skip
     # Where there are no tokens XQA multiplies 0 by the inverse of the weights' sum.
     return out.masked_fill_((metadata.seq_lens == 0)[:, None, None], 0.0)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from vllm.third_party.flashmla import flash_mla_interface as flashmla  # type: ignore[import-not-found]
 
-from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
+from attn_backends.base import AttentionBackend, KVCache, Sinks, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fa3_providers import package_version
 from attn_backends.fused_writes import FusedLatentWrite
@@ -40,32 +41,19 @@ class FlashMlaSparse(FusedLatentWrite, AttentionBackend):
         return [] if spec.num_q_heads in _HEADS else [f"num_q_heads must be 64 or 128, got {spec.num_q_heads}"]
 
     def forward(
-        self,
-        query: torch.Tensor,
-        cache: KVCache,
-        metadata: FlashMlaMetadata,
-        *,
-        spec: AttentionSpec,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, query: Tensor, cache: KVCache, metadata: FlashMlaMetadata, *, spec: AttentionSpec, sinks: Sinks = None
+    ) -> Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
         query, indices = query.contiguous(), metadata.window_indices[:, None]
         if not spec.fp8_ds_mla:
             flat = cache.key.view(-1, 1, spec.head_dim)
-            out: torch.Tensor = flashmla.flash_mla_sparse_fwd(
+            out: Tensor = flashmla.flash_mla_sparse_fwd(
                 query, flat, indices, spec.softmax_scale, d_v=spec.head_dim, attn_sink=sinks
             )[0]
             return out
         out = flashmla.flash_mla_with_kvcache(
-            q=query[:, None],
-            k_cache=cache.key,
-            block_table=None,
-            cache_seqlens=None,
-            head_dim_v=spec.head_dim,
-            tile_scheduler_metadata=metadata.schedule.made,
-            softmax_scale=spec.softmax_scale,
-            is_fp8_kvcache=True,
-            indices=indices,
-            attn_sink=sinks,
-        )[0]
+            q=query[:, None], k_cache=cache.key, block_table=None, cache_seqlens=None, head_dim_v=spec.head_dim,
+            tile_scheduler_metadata=metadata.schedule.made, softmax_scale=spec.softmax_scale, is_fp8_kvcache=True,
+            indices=indices, attn_sink=sinks,
+        )[0]  # fmt: skip
         return out[:, 0]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
+from attn_backends.base import AttentionBackend, KVCache, Sinks, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fused_writes import FusedLatentWrite
 from attn_backends.kernels.sparse_attention import sparse_attention
@@ -38,14 +39,8 @@ class SparseSwaMla(FusedLatentWrite, AttentionBackend):
         return triton_unsupported_reasons(device.type)
 
     def forward(
-        self,
-        query: torch.Tensor,
-        cache: KVCache,
-        metadata: SparseWindowMetadata,
-        *,
-        spec: AttentionSpec,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, query: Tensor, cache: KVCache, metadata: SparseWindowMetadata, *, spec: AttentionSpec, sinks: Sinks = None
+    ) -> Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
         return sparse_attention(
             query, cache.latents, metadata.window_indices, metadata.window_lens,

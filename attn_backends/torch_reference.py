@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
+from attn_backends.base import AttentionBackend, KVCache, Sinks, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fused_writes import FusedLatentWrite, FusedRopeWrite
 from attn_backends.kernels.fp8_ds_mla import gather_and_dequantise
@@ -35,49 +36,25 @@ class TorchReference(FusedLatentWrite, FusedRopeWrite, AttentionBackend):
     )
 
     def forward(
-        self,
-        query: torch.Tensor,
-        cache: KVCache,
-        metadata: ReferenceMetadata,
-        *,
-        spec: AttentionSpec,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, query: Tensor, cache: KVCache, metadata: ReferenceMetadata, *, spec: AttentionSpec, sinks: Sinks = None
+    ) -> Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
-        pages = -(-metadata.max_seq_len // spec.page_size)
-        context = pages * spec.page_size
+        context = -(-metadata.max_seq_len // spec.page_size) * spec.page_size
         chunk = max(1, _GATHERED_ELEMENTS // (context * spec.num_kv_heads * spec.head_dim))
-        parts = [
-            _attend(
-                query[start : start + chunk],
-                cache,
-                metadata.block_table[:, :pages],
-                metadata.token_to_req[start : start + chunk],
-                metadata.kv_start[start : start + chunk],
-                metadata.kv_end[start : start + chunk],
-                spec,
-                sinks,
-            )
-            for start in range(0, metadata.num_tokens, chunk)
-        ]
+        chunks = [slice(start, start + chunk) for start in range(0, metadata.num_tokens, chunk)]
+        parts = [_attend(query[tokens], cache, metadata, tokens, spec, sinks) for tokens in chunks]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _attend(
-    query: torch.Tensor,
-    cache: KVCache,
-    block_table: torch.Tensor,
-    row: torch.Tensor,
-    kv_start: torch.Tensor,
-    kv_end: torch.Tensor,
-    spec: AttentionSpec,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """query [T, Hq, D]; row, kv_start, kv_end [T]; block_table [R, P]. Pages outside [kv_start, kv_end) stay unread."""
+    query: Tensor, cache: KVCache, metadata: ReferenceMetadata, part: slice, spec: AttentionSpec, sinks: Sinks
+) -> Tensor:
+    """query [T, Hq, D], of `part` of the tokens. Pages outside of a token's kv_start .. kv_end - 1 stay unread."""
     tokens, size = query.shape[0], spec.page_size
-    position = torch.arange(block_table.shape[1] * size, device=query.device)
-    seen = (position >= kv_start[:, None]) & (position < kv_end[:, None])
-    page = block_table[row].long().repeat_interleave(size, 1)
+    pages = -(-metadata.max_seq_len // size)
+    position = torch.arange(pages * size, device=query.device)
+    seen = (position >= metadata.kv_start[part, None]) & (position < metadata.kv_end[part, None])
+    page = metadata.block_table[metadata.token_to_req[part], :pages].long().repeat_interleave(size, 1)
     slot = torch.where(seen, page * size + position % size, 0)
     key = _gather(cache, cache.key, slot, seen)
     value = _gather(cache, cache.value, slot, seen)
@@ -99,7 +76,7 @@ def _attend(
     return out.reshape(tokens, spec.num_q_heads, spec.out_dim).to(query.dtype)
 
 
-def _gather(cache: KVCache, part: torch.Tensor, slot: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+def _gather(cache: KVCache, part: Tensor, slot: Tensor, seen: Tensor) -> Tensor:
     """Keys or values [pages, size, H, D] at slot [T, L]; fp32 [T, L, H, D], exactly 0 where not seen."""
     size = part.shape[1]
     if part.dtype is torch.uint8:

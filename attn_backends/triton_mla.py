@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
+from attn_backends.base import AttentionBackend, KVCache, Sinks, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fused_writes import FusedLatentWrite
 from attn_backends.kernels.latent_attention import latent_attention
@@ -42,16 +43,10 @@ class TritonMla(FusedLatentWrite, AttentionBackend):
         return reasons + triton_unsupported_reasons(device.type)
 
     def forward(
-        self,
-        query: torch.Tensor,
-        cache: KVCache,
-        metadata: PagedMetadata,
-        *,
-        spec: AttentionSpec,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, query: Tensor, cache: KVCache, metadata: PagedMetadata, *, spec: AttentionSpec, sinks: Sinks = None
+    ) -> Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
-        out: torch.Tensor = latent_attention(
+        out: Tensor = latent_attention(
             query, cache.latents, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
             metadata.max_query_len, metadata.num_splits, spec.out_dim, spec.softmax_scale,
         )  # fmt: skip

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
+from attn_backends.base import AttentionBackend, KVCache, Sinks, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fused_writes import FusedRopeWrite
 from attn_backends.kernels.paged_attention import paged_attention
@@ -40,16 +41,10 @@ class TritonPaged(FusedRopeWrite, AttentionBackend):
         return KVCache(pages[:, 0], pages[:, 1])
 
     def forward(
-        self,
-        query: torch.Tensor,
-        cache: KVCache,
-        metadata: PagedMetadata,
-        *,
-        spec: AttentionSpec,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, query: Tensor, cache: KVCache, metadata: PagedMetadata, *, spec: AttentionSpec, sinks: Sinks = None
+    ) -> Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
-        out: torch.Tensor = paged_attention(
+        out: Tensor = paged_attention(
             query, cache.key, cache.value, metadata.block_table, metadata.seq_lens, metadata.query_start_loc, sinks,
             metadata.max_query_len, metadata.max_seq_len, metadata.num_splits, spec.softmax_scale, spec.sliding_window,
             spec.soft_cap,

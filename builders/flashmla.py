@@ -60,16 +60,12 @@ class FlashMlaSparseBuilder(SparseWindowBuilder):
         schedule, _ = flashmla.get_mla_metadata()
         if not self.spec.fp8_ds_mla:
             return schedule
-        shape = (num_tokens, 1, self.spec.num_q_heads, self.spec.head_dim)
-        page = torch.zeros(1, self.spec.page_size, 1, _TOKEN_BYTES, dtype=torch.uint8, device=self.device)
+        spec, device = self.spec, self.device
+        query = torch.zeros(num_tokens, 1, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
+        page = torch.zeros(1, spec.page_size, 1, _TOKEN_BYTES, dtype=torch.uint8, device=device)
+        indices = torch.full((num_tokens, 1, self.width), -1, dtype=torch.int32, device=device)
         flashmla.flash_mla_with_kvcache(
-            q=torch.zeros(shape, dtype=self.spec.dtype, device=self.device),
-            k_cache=page,
-            block_table=None,
-            cache_seqlens=None,
-            head_dim_v=self.spec.head_dim,
-            tile_scheduler_metadata=schedule,
-            is_fp8_kvcache=True,
-            indices=torch.full((num_tokens, 1, self.width), -1, dtype=torch.int32, device=self.device),
-        )
+            q=query, k_cache=page, block_table=None, cache_seqlens=None, head_dim_v=spec.head_dim,
+            tile_scheduler_metadata=schedule, is_fp8_kvcache=True, indices=indices,
+        )  # fmt: skip
         return schedule

@@ -16,6 +16,7 @@ from dataclasses import astuple, fields
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from builders.errors import require, require_tensor
 from builders.flashinfer.layout import PlanLayout
@@ -23,14 +24,7 @@ from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
-def replan(
-    seq_lens: torch.Tensor,
-    last_page_len: torch.Tensor,
-    workspace: torch.Tensor,
-    layout: PlanLayout,
-    *,
-    table_width: int,
-) -> None:
+def replan(seq_lens: Tensor, last_page_len: Tensor, workspace: Tensor, layout: PlanLayout, *, table_width: int) -> None:
     """Make a wrapper's plan and last_page_len those of `seq_lens`, in place; graph-safe, one kernel.
 
     seq_lens       int32 [num_reqs]   KV tokens of each request; 0 in padding rows, which get one tile without tokens
@@ -62,9 +56,9 @@ def replan(
 class Replan(NamedTuple):
     """seq_lens, last_page_len and workspace as `replan` has them. layout: the values of a PlanLayout, in its order."""
 
-    seq_lens: torch.Tensor
-    last_page_len: torch.Tensor
-    workspace: torch.Tensor
+    seq_lens: Tensor
+    last_page_len: Tensor
+    workspace: Tensor
     table_width: int
     layout: Sequence[int]
 
@@ -117,7 +111,7 @@ def _plan_layout(values: Sequence[int]) -> PlanLayout:
     return PlanLayout(**dict(zip((field.name for field in fields(PlanLayout)), values, strict=True)))  # type: ignore[arg-type]
 
 
-def _smallest_chunk(pages: torch.Tensor, min_chunk: int, budget: int) -> int:
+def _smallest_chunk(pages: Tensor, min_chunk: int, budget: int) -> int:
     """The smallest chunk from min_chunk on that cuts `pages` into at most `budget` pieces; at most the longest."""
     low, high = min_chunk, int(pages.max())
     while low < high:
@@ -129,28 +123,15 @@ def _smallest_chunk(pages: torch.Tensor, min_chunk: int, budget: int) -> int:
     return low
 
 
-def _from_zero(counts: torch.Tensor) -> torch.Tensor:
+def _from_zero(counts: Tensor) -> Tensor:
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
 
 # Specialised on none of these: the offsets differ by batch size, and a kernel for each would be compiled.
-@triton.jit(
-    do_not_specialize=[
-        "units",
-        "row_start",
-        "min_chunk",
-        "window_pages",
-        "padded_tiles",
-        "tile_budget",
-        "request_indices",
-        "qo_tile_indices",
-        "kv_tile_indices",
-        "o_indptr",
-        "merge_indptr",
-        "kv_chunk_size",
-        "block_valid_mask",
-    ]
-)
+@triton.jit(do_not_specialize=[
+    "units", "row_start", "min_chunk", "window_pages", "padded_tiles", "tile_budget", "request_indices",
+    "qo_tile_indices", "kv_tile_indices", "o_indptr", "merge_indptr", "kv_chunk_size", "block_valid_mask",
+])  # fmt: skip
 def _replan_kernel(
     seq_lens, last_page_len, plan_bytes, plan, units, row_start, min_chunk, window_pages, padded_tiles, tile_budget,
     request_indices, qo_tile_indices, kv_tile_indices, o_indptr, merge_indptr, kv_chunk_size, block_valid_mask,

@@ -21,11 +21,9 @@ class OpArguments(Protocol):
 
     def reference(self) -> Any:
         """The op in plain torch: it runs on the CPU and defines what is right. Its return annotation is the op's."""
-        ...
 
     def launch(self) -> Any:
         """The op's kernels, on CUDA tensors, or on CPU tensors in Triton's interpreter."""
-        ...
 
 
 def define_op(name: str, arguments: type[Any], *, mutates: Sequence[str] = ()) -> Callable[..., Any]:

@@ -129,11 +129,7 @@ def autotune_strategy(
             drafter.graphs.release()
         tables.load([[] for _ in groups], [])
     measurement = Measurement(
-        shape=shape,
-        strategy=_best(able, times),
-        wall_us=times,
-        not_measured=refused,
-        env=environment(device),
+        shape=shape, strategy=_best(able, times), wall_us=times, not_measured=refused, env=environment(device)
     )
     if times:
         cache.put(measurement)
@@ -168,10 +164,7 @@ def _best(able: Sequence[Strategy], times: dict[str, float]) -> Strategy:
 
 
 def _shape(
-    model: DraftModel,
-    groups: Sequence[KVGroup],
-    tables: RequestTables,
-    config: DrafterConfig,
+    model: DraftModel, groups: Sequence[KVGroup], tables: RequestTables, config: DrafterConfig
 ) -> dict[str, str]:
     """Everything that the times depend on, in words."""
     where = environment(tables.device)

@@ -24,13 +24,7 @@ class StepBuffers:
     """
 
     def __init__(
-        self,
-        groups: Sequence[KVGroup],
-        tables: RequestTables,
-        plan: MetadataPlan,
-        *,
-        query_len: int,
-        horizon: int = 0,
+        self, groups: Sequence[KVGroup], tables: RequestTables, plan: MetadataPlan, *, query_len: int, horizon: int = 0
     ) -> None:
         """query_len: tokens of every row. horizon: advances that metadata must survive between two builds, and that
         are planned ahead for the groups which the plan says so of.
@@ -57,10 +51,7 @@ class StepBuffers:
         """Another builder of a group for this shape, with persistent buffers of its own."""
         tables = self.batch.tables
         return self._groups[index].make_builder(
-            tables.device,
-            max_reqs=tables.max_reqs,
-            max_tokens=self.batch.max_tokens,
-            max_seq_len=tables.max_seq_len,
+            tables.device, max_reqs=tables.max_reqs, max_tokens=self.batch.max_tokens, max_seq_len=tables.max_seq_len
         )
 
     def attention_batch(self, index: int, size: int, seq_lens: torch.Tensor | None = None) -> AttentionBatch:

@@ -26,6 +26,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -171,7 +172,10 @@ class Engine:
         for index, request in enumerate(requests):
             check_request(f"request {index}", request, self.config, self._vocab_size)
         self.stats = EngineStats()
-        handles = [self.submit(request, on_token=_stream_callback(on_token, i)) for i, request in enumerate(requests)]
+        handles = [
+            self.submit(request, on_token=partial(on_token, index) if on_token else None)
+            for index, request in enumerate(requests)
+        ]
         try:
             while not all(handle.done for handle in handles):
                 self.step()
@@ -286,10 +290,3 @@ class Engine:
             self.stats.propose_seconds += time.perf_counter() - start
         self._target_step.run()
         self._outputs.add_step(self._batched, self._batch.outputs[: len(self._batched)])
-
-
-def _stream_callback(on_token: Callable[[int, int], None] | None, index: int) -> Callable[[int], None] | None:
-    if on_token is None:
-        return None
-    callback = on_token
-    return lambda token: callback(index, token)

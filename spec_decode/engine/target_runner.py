@@ -59,11 +59,7 @@ class TargetRunner:
 
     @torch.no_grad()
     def prefill(
-        self,
-        tables: RequestTables,
-        query_lens: Sequence[int],
-        seq_lens: Sequence[int],
-        token_ids: torch.Tensor,
+        self, tables: RequestTables, query_lens: Sequence[int], seq_lens: Sequence[int], token_ids: torch.Tensor
     ) -> TargetStates:
         """States [T, ...] of flat token_ids int64 [T]: request r's last query_lens[r] of seq_lens[r] tokens; eager.
 

@@ -22,19 +22,9 @@ from torch.utils._pytree import tree_leaves
 from spec_decode.graphs.pieces import PiecewiseGraph, SplitOpCall
 from spec_decode.graphs.runtime import CaptureError, Graph, SplitOp
 
-_HOST_READS = {
-    torch.Tensor.tolist,
-    torch.Tensor.numpy,
-    torch.Tensor.cpu,
-    torch.Tensor.item,
-    torch.Tensor.__bool__,
-    torch.Tensor.__int__,
-    torch.Tensor.__float__,
-    torch.Tensor.__index__,
-    torch.Tensor.__array__,
-    torch.Tensor.__dlpack__,
-    torch.Tensor.__repr__,
-}
+_CONVERSIONS = ("bool", "int", "float", "index", "array", "dlpack", "repr")
+_HOST_READS = {getattr(torch.Tensor, name) for name in ("tolist", "numpy", "cpu", "item")}
+_HOST_READS |= {getattr(torch.Tensor, f"__{name}__") for name in _CONVERSIONS}
 _FRESH_HOST_DATA = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"}
 _MOVES_STORAGE = {"aten::resize_", "aten::resize_as_", "aten::set_"}
 _BOOL_INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
@@ -152,11 +142,7 @@ class _HostReadGuard(TorchFunctionMode):
     """Refuses the Python-level reads that no dispatched operation shows."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _HOST_READS:
             raise _capture_error(f"Tensor.{func.__name__}", "reads the device from the host")
@@ -181,11 +167,7 @@ class _Recorder(TorchDispatchMode):
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         _check_capturable(func, args, kwargs)

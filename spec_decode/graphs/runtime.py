@@ -16,7 +16,6 @@ class Graph(Protocol):
 
     def replay(self) -> None:
         """Run the recorded operations again on what their inputs hold now. Nothing on the host is read."""
-        ...
 
 
 class SplitOp(Protocol):
@@ -38,7 +37,6 @@ class GraphRuntime(Protocol):
 
     def capture(self, fn: Callable[[], Any]) -> Graph:
         """Record fn's device operations."""
-        ...
 
     def capture_loop(self, body: Callable[[], Any], continue_flag: torch.Tensor, limit: int) -> Graph:
         """A graph that runs body's operations once, and repeats them while they leave continue_flag not zero.
@@ -46,19 +44,15 @@ class GraphRuntime(Protocol):
         continue_flag: int32 [1], written by body. Within `limit` iterations it must become 0; the emulator raises
         CaptureError where it does not.
         """
-        ...
 
     def capture_pieces(self, run: Callable[[SplitOp], Any]) -> Graph:
         """Record run in pieces, split where it hands a call to its argument."""
-        ...
 
     def memory_used(self) -> int:
         """Bytes of device memory in use, to report what graphs cost."""
-        ...
 
     def release(self) -> None:
         """Give back the memory of graphs that are gone; later captures start a new pool."""
-        ...
 
 
 class CaptureError(RuntimeError):
