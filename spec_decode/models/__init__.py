@@ -6,14 +6,7 @@ from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.config import LatentConfig, ModelConfig
 from spec_decode.models.eagle import EagleDraft
 from spec_decode.models.llama import LlamaTarget
-from spec_decode.models.pair import (
-    SHIPPED_PAIR,
-    draft_names,
-    load_pair,
-    load_target,
-    save_draft,
-    save_pair,
-)
+from spec_decode.models.pair import SHIPPED_PAIR, draft_names, load_pair, load_target, save_draft, save_pair
 
 __all__ = [
     "SHIPPED_PAIR",

@@ -37,10 +37,6 @@ class CausalDraft(DecoderDraft):
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
 
-    def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states, which `forward` does not read."""
-        return target_hidden_states
-
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
@@ -65,8 +61,7 @@ def serves(store: TensorStore) -> bool:
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> CausalDraft:
     """The draft, ready to run. Raises CheckpointError."""
     config, options = read_decoder(store.config), _options(store)
-    model = config.model
-    check_shared(store, "vocab_size", model.vocab_size, target.vocab_size)
+    check_shared(store.folder, "vocab_size", config.model.vocab_size, target.vocab_size)
     with torch.device("meta"):
         draft = CausalDraft(config, options, target.target_states_size)
     tied = store.config.get("tie_word_embeddings", bool, False)

@@ -5,42 +5,28 @@ Legend: T tokens, H hidden size, S streams of the residual.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch.nn import functional as F
 
 from spec_decode.models.attention import Attention
-from spec_decode.models.base import LayerGroup, TargetModel
+from spec_decode.models.base import TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.draft import check_target
+from spec_decode.models.kernels.hyper_connections import write_streams
 from spec_decode.models.kernels.skinny_linear import linear
 from spec_decode.models.layers.feed_forward import Names
 from spec_decode.models.layers.hyper_connections import HyperConnection, HyperHead, HyperShape
-from spec_decode.models.layers.moe import MixtureShape, read_mixture, read_mixture_shape
+from spec_decode.models.layers.moe import read_mixture, read_mixture_shape
 from spec_decode.models.layers.rms_norm import RMSNorm
-from spec_decode.models.layers.window_attention import WindowAttention, WindowShape, read_window_shape
+from spec_decode.models.layers.window_attention import WindowAttention, read_window_shape
 from spec_decode.models.mtp_draft import MtpDraft, check_published_form
 
 ARCHITECTURES = ("DeepseekV4ForCausalLM",)
 
 _NAMES = Names(gate="w1", up="w3", down="w2", router_bias="gate.bias")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class V4Shape:
-    """What config.json says of the draft's layer."""
-
-    vocab_size: int
-    hidden: int
-    max_positions: int
-    eps: float
-    attention: WindowShape
-    mixture: MixtureShape
-    hyper: HyperShape
 
 
 def serves(store: TensorStore) -> bool:
@@ -54,35 +40,10 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     Of several such layers the first is taken, and used at every step. Embedding and head are the target's
     `embed.weight` and `logits`. Raises CheckpointError for anything amiss.
     """
-    shape = read_shape(store.config)
-    check_target(
-        store,
-        target,
-        shape.vocab_size,
-        shape.hidden,
-        states_size=shape.hyper.streams * shape.hidden,
-        remedy="Make the target with the residual streams after its last layer as target_hidden_states.",
-    )
     weights = ScopedWeights(store, "mtp.0.", dtype, device)
-    draft = DeepseekV4Prediction(shape, weights, target)
+    draft = DeepseekV4Prediction(weights, target)
     weights.refuse_unused()
     return draft
-
-
-def read_shape(config: ConfigReader) -> V4Shape:
-    """Raises CheckpointError for a config that no such layer could have, or that is stored otherwise."""
-    check_published_form(config)
-    _check_uncompressed(config)
-    hidden, eps = config.get("hidden_size", int), config.get("rms_norm_eps", float)
-    return V4Shape(
-        vocab_size=config.get("vocab_size", int),
-        hidden=hidden,
-        max_positions=config.get("max_position_embeddings", int),
-        eps=eps,
-        attention=read_window_shape(config, hidden, eps),
-        mixture=read_mixture_shape(config, hidden, scoring="sqrtsoftplus"),
-        hyper=_read_hyper_shape(config, hidden, eps),
-    )
 
 
 def _read_hyper_shape(config: ConfigReader, hidden: int, eps: float) -> HyperShape:
@@ -119,52 +80,48 @@ class DeepseekV4Prediction(MtpDraft):
     own head collapses them.
     """
 
-    def __init__(self, shape: V4Shape, weights: ScopedWeights, target: TargetModel) -> None:
-        hidden, eps = shape.hidden, shape.eps
-        super().__init__(
-            weights, target, vocab=shape.vocab_size, hidden=hidden, embedding="embed.weight", head="head.weight"
-        )
-        self.shape, self.max_positions = shape, shape.max_positions
-        self.hidden_size = self.target_states_size = shape.hyper.streams * hidden
-        self.embedding_norm = RMSNorm.read(weights, "enorm.weight", hidden, eps)
-        self.state_norm = RMSNorm.read(weights, "hnorm.weight", hidden, eps)
+    def __init__(self, weights: ScopedWeights, target: TargetModel) -> None:
+        config = weights.store.config
+        check_published_form(config)
+        _check_uncompressed(config)
+        hidden, eps = config.get("hidden_size", int), config.get("rms_norm_eps", float)
+        attention, hyper = read_window_shape(config, hidden, eps), _read_hyper_shape(config, hidden, eps)
+        mixture = read_mixture_shape(config, hidden, scoring="sqrtsoftplus")
+        remedy = "Make the target with the residual streams after its last layer as target_hidden_states."
+        states_size, vocab = hyper.streams * hidden, config.get("vocab_size", int)
+        check_target(weights.store, target, vocab, hidden, states_size=states_size, remedy=remedy)
+        super().__init__(weights, target, embedding="embed.weight", head="head.weight")
+        self.streams = hyper.streams
         self.from_embedding = weights.parameter("e_proj.weight", hidden, hidden)
         self.from_state = weights.parameter("h_proj.weight", hidden, hidden)
-        self.attention_connection = _connection(shape.hyper, weights, "hc_attn")
+        self.attention_connection = _connection(hyper, weights, "hc_attn")
         self.attention_norm = RMSNorm.read(weights, "attn_norm.weight", hidden, eps)
-        self.attention = WindowAttention(shape.attention, weights.under("attn."), shape.max_positions)
-        self.mlp_connection = _connection(shape.hyper, weights, "hc_ffn")
+        self.attention = WindowAttention(attention, weights.under("attn."), self.max_positions)
+        self.mlp_connection = _connection(hyper, weights, "hc_ffn")
         self.mlp_norm = RMSNorm.read(weights, "ffn_norm.weight", hidden, eps)
-        self.mlp = read_mixture(shape.mixture, weights.under("ffn."), _NAMES)
-        self.collapse = HyperHead(
-            shape.hyper, *_hyper_weights(weights, "hc_head", shape.hyper, mixes=shape.hyper.streams, scales=1)
-        )
+        self.mlp = read_mixture(mixture, weights.under("ffn."), _NAMES)
+        self.collapse = HyperHead(hyper, *_hyper_weights(weights, "hc_head", hyper, mixes=hyper.streams, scales=1))
         self.head_norm = RMSNorm.read(weights, "norm.weight", hidden, eps)
-
-    def layer_groups(self, page_size: int) -> list[LayerGroup]:
-        """The one layer."""
-        spec = self.shape.attention.spec(page_size, self.from_state.dtype)
-        return [LayerGroup(name="mtp", spec=spec, layers=(0,))]
 
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
         """token_ids, positions int64 [T], hidden [T, S H]; states [T, S H]."""
         embedded = self.embedding_norm(self.embedded(token_ids))[1]
-        streams = hidden.unflatten(-1, (self.shape.hyper.streams, -1))
+        streams = hidden.unflatten(-1, (self.streams, -1))
         streams = F.linear(self.state_norm(streams)[1], self.from_state)
         streams = streams + linear(embedded, self.from_embedding)[:, None]
 
         x, *into = self.attention_connection.read(streams)
         x = self.attention(self.attention_norm(x)[1], positions, 0, attention)
-        streams = self.attention_connection.write(streams, x, *into)
+        streams = write_streams(streams, x, *into)
 
         x, *into = self.mlp_connection.read(streams)
-        return self.mlp_connection.write(streams, self.mlp(self.mlp_norm(x)[1]), *into).flatten(1)
+        return write_streams(streams, self.mlp(self.mlp_norm(x)[1]), *into).flatten(1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, S H]; logits [T, vocab_size]."""
-        streams = hidden.unflatten(-1, (self.shape.hyper.streams, -1))
+        streams = hidden.unflatten(-1, (self.streams, -1))
         return self.projected(self.head_norm(self.collapse(streams))[1])
 
 

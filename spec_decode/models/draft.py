@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -12,11 +13,12 @@ from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.decoder_config import DecoderConfig
+from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
 from spec_decode.models.layers.rope import RotaryEmbedding
 
 
 class DecoderDraft(DraftModel):
-    """A stack of decoder layers; made on the meta device, its parameters are given by `fill`."""
+    """A stack of decoder layers; made on the meta device, `read_parameters` gives it its parameters."""
 
     layers: nn.ModuleList
 
@@ -36,9 +38,10 @@ class DecoderDraft(DraftModel):
 class HiddenStatesDraft(DecoderDraft):
     """A draft that reads the target's hidden states, and uses the target's embedding if it brings none of its own."""
 
-    def __init__(self, config: DecoderConfig, target: TargetModel, *, own_embedding: bool) -> None:
+    def __init__(self, store: TensorStore, config: DecoderConfig, target: TargetModel) -> None:
         super().__init__(config)
-        self.embed = nn.Embedding(self.vocab_size, self.hidden_size) if own_embedding else None
+        owns = "embed_tokens.weight" in store.names()
+        self.embed = nn.Embedding(self.vocab_size, self.hidden_size) if owns else None
         # A tuple hides the target's modules from this module's own parameters.
         self._target = (target,)
 
@@ -46,6 +49,12 @@ class HiddenStatesDraft(DecoderDraft):
     def embedding(self) -> torch.Tensor:
         """[V, H]."""
         return target_embedding(self._target[0]) if self.embed is None else self.embed.weight
+
+    def stack(self, store: TensorStore, first: DecoderLayer) -> nn.ModuleList:
+        """The first layer, and after it plain ones with what the checkpoint has in them."""
+        model = self.config.model
+        options = [LayerOptions.found(store, f"layers.{layer}.") for layer in range(1, model.num_layers)]
+        return nn.ModuleList([first, *(DecoderLayer(model, layer, found) for layer, found in enumerate(options, 1))])
 
 
 def target_embedding(target: TargetModel) -> torch.Tensor:
@@ -61,12 +70,12 @@ def decoder_fields(store: TensorStore) -> ConfigReader:
     return store.config
 
 
-def check_shared(store: TensorStore, name: str, ours: int, theirs: int) -> None:
-    """Refuse a draft whose `name` is not the target's: raises CheckpointError."""
+def check_shared(draft: str | Path, name: str, ours: int, theirs: int) -> None:
+    """Refuse a draft, called `draft` in the message, whose `name` is not the target's: raises CheckpointError."""
     if ours != theirs:
         raise CheckpointError(
-            f"a draft shares its target's {name}, {store.folder} has {ours} and the target {theirs}; what one hands to "
-            "the other would mean nothing, so nothing was loaded. Use a draft trained on this target."
+            f"a draft shares its target's {name}, {draft} has {ours} and the target {theirs}; what one hands to the "
+            "other would mean nothing, so it was refused. Use a draft trained on this target."
         )
 
 
@@ -86,8 +95,8 @@ def check_target(
     remedy       how to make a target that returns these
     """
     states_size = states_size or hidden_size
-    check_shared(store, "vocab_size", vocab_size, target.vocab_size)
-    check_shared(store, "hidden_size", hidden_size, target.hidden_size)
+    check_shared(store.folder, "vocab_size", vocab_size, target.vocab_size)
+    check_shared(store.folder, "hidden_size", hidden_size, target.hidden_size)
     if target.target_states_size != states_size:
         raise CheckpointError(
             f"the draft in {store.folder} reads target hidden states of size {states_size}, this target returns "

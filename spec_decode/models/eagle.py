@@ -6,7 +6,6 @@ Legend: T tokens, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from attn_backends.kernels.rope import Rope
 from spec_decode.models.attention import Attention
@@ -16,12 +15,7 @@ from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
 from spec_decode.models.decoder_weights import read_parameters
-from spec_decode.models.draft import (
-    HiddenStatesDraft,
-    check_embedding,
-    check_target,
-    decoder_fields,
-)
+from spec_decode.models.draft import HiddenStatesDraft, check_embedding, check_target, decoder_fields
 from spec_decode.models.kernels.skinny_linear import linear
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
 from spec_decode.models.layers.latent_decoder_layer import LatentDecoderLayer
@@ -87,21 +81,11 @@ class PublishedEagle(HiddenStatesDraft):
     wrong guess costs a round's time, not its text.
     """
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        target: TargetModel,
-        options: list[LayerOptions],
-        *,
-        fc_bias: bool,
-        own_embedding: bool,
-    ) -> None:
-        super().__init__(config, target, own_embedding=own_embedding)
+    def __init__(self, store: TensorStore, config: DecoderConfig, target: TargetModel) -> None:
+        super().__init__(store, config, target)
         self.target_states_size = self.hidden_size
-        self.fc = EmbedLinear(2 * self.hidden_size, self.hidden_size, bias=fc_bias)
-        first = UnnormedLayer(config.model, options[0])
-        others = [DecoderLayer(config.model, layer, found) for layer, found in enumerate(options) if layer]
-        self.layers = nn.ModuleList([first, *others])
+        self.fc = EmbedLinear(2 * self.hidden_size, self.hidden_size, bias="fc.bias" in store.names())
+        self.layers = self.stack(store, UnnormedLayer(config.model, LayerOptions.found(store, "layers.0.")))
 
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
@@ -126,14 +110,11 @@ def serves(store: TensorStore) -> bool:
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> PublishedEagle:
     """The draft, ready to run. Raises CheckpointError."""
     config = read_decoder(decoder_fields(store), max_positions=target.max_positions)
-    model, names = config.model, store.names()
-    check_target(store, target, model.vocab_size, model.hidden_size)
-    fc_bias, own_embedding = "fc.bias" in names, "embed_tokens.weight" in names
-    if not own_embedding:
+    check_target(store, target, config.model.vocab_size, config.model.hidden_size)
+    if "embed_tokens.weight" not in store.names():
         check_embedding(store, target, dtype)
-    options = [LayerOptions.found(store, f"layers.{layer}.") for layer in range(model.num_layers)]
     with torch.device("meta"):
-        draft = PublishedEagle(config, target, options, fc_bias=fc_bias, own_embedding=own_embedding)
+        draft = PublishedEagle(store, config, target)
     draft = read_parameters(draft, ScopedWeights(store, "", dtype, device))
     store.refuse_unused()
     return draft

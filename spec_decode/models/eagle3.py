@@ -18,13 +18,7 @@ from spec_decode.models.checkpoints.token_map import read_token_map
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
 from spec_decode.models.decoder_weights import read_parameters
-from spec_decode.models.draft import (
-    HiddenStatesDraft,
-    check_embedding,
-    check_shared,
-    check_target,
-    decoder_fields,
-)
+from spec_decode.models.draft import HiddenStatesDraft, check_embedding, check_shared, check_target, decoder_fields
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
 from spec_decode.models.layers.linear import NormLinear, ResidualStream
 from spec_decode.models.layers.rms_norm import RMSNorm
@@ -57,29 +51,22 @@ class Eagle3(HiddenStatesDraft):
     """
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        target: TargetModel,
-        options: list[LayerOptions],
-        token_map: torch.Tensor | None,
-        *,
-        draft_vocab: int,
-        norm_target_hidden_states: bool,
-        normed_residual: bool,
-        own_embedding: bool,
+        self, store: TensorStore, config: DecoderConfig, target: TargetModel, token_map: torch.Tensor | None
     ) -> None:
-        """norm_target_hidden_states: the states of the target's layers, side by side, are normed before fc."""
-        super().__init__(config, target, own_embedding=own_embedding)
+        """token_map: int64 [draft vocabulary], as `read_token_map` has it."""
+        super().__init__(store, config, target)
         model = config.model
         self.token_map = token_map
         self.target_states_size = NUM_AUX_LAYERS * target.hidden_size
-        self.input_norm = RMSNorm(self.target_states_size, model.norm_eps) if norm_target_hidden_states else None
+        # The states of the target's layers, side by side, are normed before fc.
+        norm_before_fc = _aux_section(store, "norm_before_fc").get("norm_before_fc", bool, False)
+        self.input_norm = RMSNorm(self.target_states_size, model.norm_eps) if norm_before_fc else None
         self.fc = nn.Linear(self.target_states_size, model.hidden_size, bias=False)
-        first = FirstLayer(model, options[0], normed_residual=normed_residual)
-        others = [DecoderLayer(model, layer, found) for layer, found in enumerate(options) if layer]
-        self.layers = nn.ModuleList([first, *others])
+        normed_residual = store.config.get("norm_before_residual", bool, False)
+        options = LayerOptions.found(store, _first_prefix(store))
+        self.layers = self.stack(store, FirstLayer(model, options, normed_residual=normed_residual))
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
-        self.lm_head = NormLinear(model.hidden_size, draft_vocab)
+        self.lm_head = NormLinear(model.hidden_size, _draft_vocab(store, model))
 
     def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
         """target_hidden_states [T, 3 * the target's hidden size]; states [T, H]."""
@@ -141,58 +128,34 @@ def _aux_section(store: TensorStore, name: str) -> ConfigReader:
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> Eagle3:
     """The draft, ready to run. Raises CheckpointError."""
-    whole, config = store.config, read_decoder(decoder_fields(store), max_positions=target.max_positions)
+    config = read_decoder(decoder_fields(store), max_positions=target.max_positions)
     model = config.model
-    own_embedding = "embed_tokens.weight" in store.names()
-    _check_target(store, model, target)
-    if not own_embedding:
+    read = store.config.get("target_hidden_size", int, model.hidden_size)
+    remedy = f"Make the target with the states of {NUM_AUX_LAYERS} layers: aux_hidden_state_layers says which."
+    check_target(store, target, model.vocab_size, read, states_size=NUM_AUX_LAYERS * read, remedy=remedy)
+    if "embed_tokens.weight" not in store.names():
         name = "hidden_size (for want of an embedding of its own)"
-        check_shared(store, name, model.hidden_size, target.hidden_size)
+        check_shared(store.folder, name, model.hidden_size, target.hidden_size)
         check_embedding(store, target, dtype)
-    _refuse_normed_output(whole)
-    draft_vocab = whole.get("draft_vocab_size", int, model.vocab_size)
-    token_map = read_token_map(store, draft_vocab, target.vocab_size)
-    prefixes = _prefixes(store, model.num_layers)
-    options = [LayerOptions.found(store, prefix) for prefix in prefixes]
-    with torch.device("meta"):
-        draft = Eagle3(
-            config,
-            target,
-            options,
-            None if token_map is None else token_map.to(device),
-            draft_vocab=draft_vocab,
-            norm_target_hidden_states=_aux_section(store, "norm_before_fc").get("norm_before_fc", bool, False),
-            normed_residual=whole.get("norm_before_residual", bool, False),
-            own_embedding=own_embedding,
+    # A draft that feeds its normed states back has the tensors of one that does not: only the config tells.
+    if store.config.get("norm_output", bool, False):
+        raise CheckpointError(
+            f"norm_output in {store.config.place} must be false: this model feeds states back unnormed, and every "
+            "token after the first would be drafted from others; nothing was loaded. Use a draft trained without it."
         )
+    token_map = read_token_map(store, _draft_vocab(store, model), target.vocab_size)
+    with torch.device("meta"):
+        draft = Eagle3(store, config, target, None if token_map is None else token_map.to(device))
     weights = ScopedWeights(store, "", dtype, device)
-    draft = read_parameters(draft, weights, lambda name: name.replace("layers.0.", prefixes[0]))
+    draft = read_parameters(draft, weights, lambda name: name.replace("layers.0.", _first_prefix(store)))
     store.refuse_unused()
     return draft
 
 
-def _refuse_normed_output(config: ConfigReader) -> None:
-    """A draft that feeds its normed states back has the tensors of one that does not: only the config tells."""
-    if config.get("norm_output", bool, False):
-        raise CheckpointError(
-            f"norm_output in {config.place} must be false: this model feeds states back unnormed, and every "
-            "token after the first would be drafted from others; nothing was loaded. Use a draft trained without it."
-        )
+def _draft_vocab(store: TensorStore, model: ModelConfig) -> int:
+    return store.config.get("draft_vocab_size", int, model.vocab_size)
 
 
-def _prefixes(store: TensorStore, num_layers: int) -> list[str]:
-    """What the tensors of each layer begin with; its authors call the first one midlayer."""
-    named = any(name.startswith("midlayer.") for name in store.names())
-    return ["midlayer." if named and layer == 0 else f"layers.{layer}." for layer in range(num_layers)]
-
-
-def _check_target(store: TensorStore, model: ModelConfig, target: TargetModel) -> None:
-    target_hidden = store.config.get("target_hidden_size", int, model.hidden_size)
-    check_target(
-        store,
-        target,
-        model.vocab_size,
-        target_hidden,
-        states_size=NUM_AUX_LAYERS * target_hidden,
-        remedy=f"Make the target with the states of {NUM_AUX_LAYERS} layers: aux_hidden_state_layers says which.",
-    )
+def _first_prefix(store: TensorStore) -> str:
+    """What the tensors of the first layer begin with; its authors call it midlayer."""
+    return "midlayer." if any(name.startswith("midlayer.") for name in store.names()) else "layers.0."

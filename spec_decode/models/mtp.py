@@ -6,42 +6,24 @@ the embedding of the token at p + 1 beside the target's state at p.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from spec_decode.models.attention import Attention
-from spec_decode.models.base import LayerGroup, TargetModel
+from spec_decode.models.base import TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.draft import check_target
 from spec_decode.models.kernels.skinny_linear import linear
 from spec_decode.models.layers.feed_forward import Names, read_dense
-from spec_decode.models.layers.mla_attention import MlaAttention, MlaShape
+from spec_decode.models.layers.mla_attention import MlaAttention, read_mla_shape
 from spec_decode.models.layers.moe import MixtureShape, read_mixture, read_mixture_shape
 from spec_decode.models.layers.rms_norm import RMSNorm
-from spec_decode.models.layers.yarn import read_latent_rope
 from spec_decode.models.mtp_draft import MtpDraft, check_published_form
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 
 _NAMES = Names(gate="gate_proj", up="up_proj", down="down_proj", router_bias="gate.e_score_correction_bias")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MtpShape:
-    """What config.json says of the draft's layer."""
-
-    layer: int
-    """Its index in the checkpoint: the number of the target's own layers."""
-    vocab_size: int
-    hidden: int
-    max_positions: int
-    eps: float
-    attention: MlaShape
-    feed_forward: MixtureShape | int
-    """A mixture, or the intermediate size of a dense block."""
 
 
 def serves(store: TensorStore) -> bool:
@@ -55,40 +37,15 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     Of several such layers the first is taken, and used at every step. Where it has no embedding or head of its own, it
     shares the target's `embed.weight` and `logits`. Raises CheckpointError for anything amiss.
     """
-    shape = read_shape(store.config)
-    check_target(store, target, shape.vocab_size, shape.hidden)
-    weights = ScopedWeights(store, f"model.layers.{shape.layer}.", dtype, device)
-    draft = MultiTokenPrediction(shape, weights, target)
+    layer = store.config.get("num_hidden_layers", int)
+    weights = ScopedWeights(store, f"model.layers.{layer}.", dtype, device)
+    draft = MultiTokenPrediction(weights, target, layer)
     weights.refuse_unused()
     return draft
 
 
-def read_shape(config: ConfigReader) -> MtpShape:
-    """Raises CheckpointError for a config that no such layer could have, or that is stored otherwise."""
-    check_published_form(config)
-    layer, hidden = config.get("num_hidden_layers", int), config.get("hidden_size", int)
-    eps = config.get("rms_norm_eps", float)
-    return MtpShape(
-        layer=layer,
-        vocab_size=config.get("vocab_size", int),
-        hidden=hidden,
-        max_positions=config.get("max_position_embeddings", int),
-        eps=eps,
-        attention=MlaShape(
-            hidden=hidden,
-            heads=config.get("num_attention_heads", int),
-            q_rank=config.optional("q_lora_rank", int),
-            kv_rank=config.get("kv_lora_rank", int),
-            nope_dim=config.get("qk_nope_head_dim", int),
-            value_dim=config.get("v_head_dim", int),
-            rope=read_latent_rope(config, config.get("qk_rope_head_dim", int)),
-            eps=eps,
-        ),
-        feed_forward=_read_feed_forward_shape(config, layer, hidden),
-    )
-
-
 def _read_feed_forward_shape(config: ConfigReader, layer: int, hidden: int) -> MixtureShape | int:
+    """A mixture, or the intermediate size of a dense block."""
     routed = config.optional("n_routed_experts", int) is not None
     first, every = config.get("first_k_dense_replace", int, 0), config.get("moe_layer_freq", int, 1)
     if routed and layer >= first and layer % max(every, 1) == 0:
@@ -103,33 +60,23 @@ class MultiTokenPrediction(MtpDraft):
     norm, which `logits` applies.
     """
 
-    def __init__(self, shape: MtpShape, weights: ScopedWeights, target: TargetModel) -> None:
-        hidden, eps = shape.hidden, shape.eps
-        super().__init__(
-            weights,
-            target,
-            vocab=shape.vocab_size,
-            hidden=hidden,
-            embedding="embed_tokens.weight",
-            head="shared_head.head.weight",
-        )
-        self.shape, self.max_positions = shape, shape.max_positions
-        self.hidden_size = self.target_states_size = hidden
-        self.embedding_norm = RMSNorm.read(weights, "enorm.weight", hidden, eps)
-        self.state_norm = RMSNorm.read(weights, "hnorm.weight", hidden, eps)
+    def __init__(self, weights: ScopedWeights, target: TargetModel, layer: int) -> None:
+        """layer: its index in the checkpoint, the number of the target's own layers."""
+        config = weights.store.config
+        check_published_form(config)
+        hidden, eps = config.get("hidden_size", int), config.get("rms_norm_eps", float)
+        attention, kind = read_mla_shape(config, hidden, eps), _read_feed_forward_shape(config, layer, hidden)
+        check_target(weights.store, target, config.get("vocab_size", int), hidden)
+        super().__init__(weights, target, embedding="embed_tokens.weight", head="shared_head.head.weight")
         self.fuse = weights.parameter("eh_proj.weight", hidden, 2 * hidden)
         self.attention_norm = RMSNorm.read(weights, "input_layernorm.weight", hidden, eps)
-        self.attention = MlaAttention(shape.attention, weights.under("self_attn."), shape.max_positions)
+        self.attention = MlaAttention(attention, weights.under("self_attn."), self.max_positions)
         self.mlp_norm = RMSNorm.read(weights, "post_attention_layernorm.weight", hidden, eps)
-        mlp, kind = weights.under("mlp."), shape.feed_forward
+        mlp = weights.under("mlp.")
         self.mlp = (
             read_dense(mlp, _NAMES, hidden, kind, None) if isinstance(kind, int) else read_mixture(kind, mlp, _NAMES)
         )
         self.head_norm = RMSNorm.read(weights, "shared_head.norm.weight", hidden, eps)
-
-    def layer_groups(self, page_size: int) -> list[LayerGroup]:
-        """The one layer."""
-        return [LayerGroup(name="mtp", spec=self.shape.attention.spec(page_size, self.fuse.dtype), layers=(0,))]
 
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention

@@ -8,29 +8,43 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from spec_decode.models.base import DraftModel, TargetModel
+from spec_decode.models.base import DraftModel, LayerGroup, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.draft import check_embedding, target_embedding
 from spec_decode.models.kernels.skinny_linear import linear
+from spec_decode.models.layers.mla_attention import MlaAttention
+from spec_decode.models.layers.rms_norm import RMSNorm
+from spec_decode.models.layers.window_attention import WindowAttention
 
 
 class MtpDraft(DraftModel):
     """A draft of one layer, which uses its target's embedding and head where the checkpoint has none for it."""
 
-    def __init__(
-        self, weights: ScopedWeights, target: TargetModel, *, vocab: int, hidden: int, embedding: str, head: str
-    ) -> None:
-        """embedding and head: the names of the layer's own [vocab, hidden] matrices, where there are any."""
+    attention: MlaAttention | WindowAttention
+
+    def __init__(self, weights: ScopedWeights, target: TargetModel, *, embedding: str, head: str) -> None:
+        """embedding and head: the names of the layer's own [vocab, H] matrices, where there are any."""
         super().__init__()
-        self.vocab_size = vocab
+        config = weights.store.config
+        vocab, hidden = config.get("vocab_size", int), config.get("hidden_size", int)
+        self.vocab_size, self.max_positions = vocab, config.get("max_position_embeddings", int)
+        self.hidden_size = self.target_states_size = target.target_states_size
         self.embed = weights.parameter(embedding, vocab, hidden) if weights.has(embedding) else None
         self.head = weights.parameter(head, vocab, hidden) if weights.has(head) else None
         if self.embed is None:
             check_embedding(weights.store, target, weights.dtype)
         # A tuple hides the target's modules from this module's own parameters.
         self._target = (target,)
+        eps = config.get("rms_norm_eps", float)
+        self.embedding_norm = RMSNorm.read(weights, "enorm.weight", hidden, eps)
+        self.state_norm = RMSNorm.read(weights, "hnorm.weight", hidden, eps)
+
+    def layer_groups(self, page_size: int) -> list[LayerGroup]:
+        """The one layer."""
+        spec = self.attention.shape.spec(page_size, self.state_norm.weight.dtype)
+        return [LayerGroup(name="mtp", spec=spec, layers=(0,))]
 
     def embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The embeddings [T, H] of token_ids int64 [T]."""

@@ -19,6 +19,7 @@ from torch import nn
 
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.config import ModelConfig
+from spec_decode.models.draft import check_shared
 from spec_decode.models.eagle import EagleDraft
 from spec_decode.models.llama import LlamaTarget
 
@@ -33,8 +34,8 @@ M = TypeVar("M", bound=nn.Module)
 def save_pair(folder: Path, target: LlamaTarget, draft: EagleDraft, training: dict[str, Any]) -> None:
     """Write a pair in bf16, with `training` as its record. Further drafts, made for another target, are not kept."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write_configs(folder, {"target": target.config, "draft": draft.config})
-    _write_record(folder / "training.json", training)
+    _write_json(folder / "config.json", {"target": target.config, "draft": draft.config})
+    _write_json(folder / "training.json", training)
     _write_state(folder, "target", target)
     _write_state(folder, "draft", draft)
 
@@ -50,10 +51,10 @@ def save_draft(folder: Path, name: str, draft: EagleDraft, training: dict[str, A
             f"a further draft is named like a variable, and neither target nor draft, got {name!r}; nothing was "
             "written. Choose another name."
         )
-    _check_shared(folder, name, draft.config, configs["target"])
+    _check_fits(folder, name, draft.config, configs["target"])
     _write_state(folder, name, draft)
-    _write_record(folder / f"{name}.training.json", training)
-    _write_configs(folder, {**configs, name: draft.config})
+    _write_json(folder / f"{name}.training.json", training)
+    _write_json(folder / "config.json", {**configs, name: draft.config})
 
 
 def draft_names(folder: Path) -> list[str]:
@@ -64,17 +65,11 @@ def draft_names(folder: Path) -> list[str]:
 def load_target(folder: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> LlamaTarget:
     """The target from a folder, ready to run. Raises CheckpointError for anything amiss."""
     config = _read_configs(folder / "config.json")["target"]
-    target = _made(folder, lambda: LlamaTarget(config))
-    _fill(target, folder / "target.safetensors", dtype)
-    return target.to(device)
+    return _load(folder, "target", lambda: LlamaTarget(config), dtype, device)
 
 
 def load_pair(
-    folder: Path,
-    *,
-    draft: str = "draft",
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
+    folder: Path, *, draft: str = "draft", dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> tuple[LlamaTarget, EagleDraft]:
     """The target and the draft of that name from a folder, ready to run; sinks stay fp32.
 
@@ -85,43 +80,22 @@ def load_pair(
         raise CheckpointError(
             f"the drafts in {folder} are {', '.join(names)}, got {draft!r}; nothing was loaded. Name one of those."
         )
-    _check_shared(folder, draft, configs[draft], configs["target"])
+    _check_fits(folder, draft, configs[draft], configs["target"])
     target = load_target(folder, dtype=dtype, device=device)
-    model = _made(folder, lambda: EagleDraft(configs[draft], target))
-    _fill(model, folder / f"{draft}.safetensors", dtype)
-    return target, model.to(device)
+    return target, _load(folder, draft, lambda: EagleDraft(configs[draft], target), dtype, device)
 
 
 def _drafts_among(configs: dict[str, ModelConfig]) -> list[str]:
     return ["draft", *sorted(configs.keys() - {"target", "draft"})]
 
 
-def _check_shared(folder: Path, name: str, draft: ModelConfig, target: ModelConfig) -> None:
+def _check_fits(folder: Path, name: str, draft: ModelConfig, target: ModelConfig) -> None:
     for field in ("vocab_size", "hidden_size"):
-        ours, theirs = getattr(draft, field), getattr(target, field)
-        if ours != theirs:
-            raise CheckpointError(
-                f"a draft shares its target's {field}, the {name} in {folder} has {ours} and the target {theirs}; its "
-                "hidden states would mean nothing. Use a draft trained on this target."
-            )
+        check_shared(f"the {name} in {folder}", field, getattr(draft, field), getattr(target, field))
 
 
-def _made(folder: Path, make: Callable[[], M]) -> M:
-    try:
-        return make()
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(
-            f"the models of {folder / 'config.json'} cannot be made: {error}; nothing was loaded. Fix their sizes."
-        ) from error
-
-
-def _write_configs(folder: Path, configs: dict[str, ModelConfig]) -> None:
-    plain = {name: asdict(config) for name, config in configs.items()}
-    (folder / "config.json").write_text(json.dumps(plain, indent=1) + "\n")
-
-
-def _write_record(path: Path, training: dict[str, Any]) -> None:
-    path.write_text(json.dumps(training, indent=1) + "\n")
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, default=asdict, indent=1) + "\n")
 
 
 def _write_state(folder: Path, name: str, model: nn.Module) -> None:
@@ -146,7 +120,14 @@ def _read_configs(path: Path) -> dict[str, ModelConfig]:
     return configs
 
 
-def _fill(model: nn.Module, path: Path, dtype: torch.dtype) -> None:
+def _load(folder: Path, name: str, make: Callable[[], M], dtype: torch.dtype, device: torch.device | str) -> M:
+    try:
+        model = make()
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"the models of {folder / 'config.json'} cannot be made: {error}; nothing was loaded. Fix their sizes."
+        ) from error
+    path = folder / f"{name}.safetensors"
     try:
         state = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -158,7 +139,7 @@ def _fill(model: nn.Module, path: Path, dtype: torch.dtype) -> None:
     # Assigned, so that parameters take dtype while the rotary tables stay fp32; so do sinks, as kernels take them.
     typed = {name: value.to(torch.float32 if name.endswith("sinks") else dtype) for name, value in state.items()}
     model.load_state_dict(typed, assign=True)
-    model.eval().requires_grad_(False)
+    return model.eval().requires_grad_(False).to(device)
 
 
 def _check_state(path: Path, model: nn.Module, state: dict[str, torch.Tensor]) -> None:

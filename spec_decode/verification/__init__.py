@@ -6,11 +6,4 @@ from spec_decode.verification.registry import verifier
 from spec_decode.verification.rejection_sampling import RejectionSampling
 from spec_decode.verification.synthetic_acceptance import SyntheticAcceptance
 
-__all__ = [
-    "BlockVerification",
-    "RejectionSampling",
-    "SyntheticAcceptance",
-    "Verifier",
-    "VerifyOutput",
-    "verifier",
-]
+__all__ = ["BlockVerification", "RejectionSampling", "SyntheticAcceptance", "Verifier", "VerifyOutput", "verifier"]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from builders.errors import require
+from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import dependent_launch, triton
 from spec_decode.models.kernels.hyper_connections_kernels import read_streams_kernel, write_streams_kernel
@@ -37,12 +37,9 @@ def read_streams(
     )
     tokens, count, _ = _sizes(streams)
     width = count * (2 + count)
-    _check(
-        streams,
-        mixes=(mixes, torch.float32, [tokens, width]),
-        scale=(scale, torch.float32, [3]),
-        base=(base, torch.float32, [width]),
-    )
+    require_tensor("mixes", mixes, shape=(tokens, width), dtype=torch.float32, device=streams.device)
+    require_tensor("scale", scale, shape=(3,), dtype=torch.float32, device=streams.device)
+    require_tensor("base", base, shape=(width,), dtype=torch.float32, device=streams.device)
     x, write, carry = _read_streams(streams, mixes, scale, base, iterations, eps)
     return x, write, carry
 
@@ -52,15 +49,12 @@ def collapse_streams(
 ) -> torch.Tensor:
     """The sum of streams [T, S, H] by sigmoid(mixes * scale + base) + eps; [T, H] in the streams' dtype.
 
-    mixes [T, S], scale [1] and base [S] fp32. Raises as `read_streams` does.
+    mixes [T, S], scale [1] and base [S] fp32. Raises BatchError as `read_streams` does.
     """
     tokens, count, _ = _sizes(streams)
-    _check(
-        streams,
-        mixes=(mixes, torch.float32, [tokens, count]),
-        scale=(scale, torch.float32, [1]),
-        base=(base, torch.float32, [count]),
-    )
+    require_tensor("mixes", mixes, shape=(tokens, count), dtype=torch.float32, device=streams.device)
+    require_tensor("scale", scale, shape=(1,), dtype=torch.float32, device=streams.device)
+    require_tensor("base", base, shape=(count,), dtype=torch.float32, device=streams.device)
     x: torch.Tensor = _read_streams(streams, mixes, scale, base, 0, eps)[0]
     return x
 
@@ -71,39 +65,19 @@ def write_streams(
     """The streams after a block, [T, S, H]: write[s] * output + the sum over r of carry[r, s] * streams[r].
 
     streams [T, S, H] and output [T, H] of one dtype, write [T, S] and carry [T, S, S] fp32. The sum runs from the first
-    stream to the last. Raises as `read_streams` does.
+    stream to the last. Raises BatchError as `read_streams` does.
     """
     tokens, count, hidden = _sizes(streams)
-    _check(
-        streams,
-        output=(output, streams.dtype, [tokens, hidden]),
-        write=(write, torch.float32, [tokens, count]),
-        carry=(carry, torch.float32, [tokens, count, count]),
-    )
+    require_tensor("output", output, shape=(tokens, hidden), dtype=streams.dtype, device=streams.device)
+    require_tensor("write", write, shape=(tokens, count), dtype=torch.float32, device=streams.device)
+    require_tensor("carry", carry, shape=(tokens, count, count), dtype=torch.float32, device=streams.device)
     out: torch.Tensor = _write_streams(streams, output, write, carry)
     return out
 
 
-def _sizes(streams: torch.Tensor) -> tuple[int, int, int]:
-    shape = list(streams.shape)
-    require(
-        len(shape) == 3,
-        f"hyper-connections take streams [T, S, H], got {shape}; nothing was run. Unflatten the streams of a token.",
-    )
-    return shape[0], shape[1], shape[2]
-
-
-def _check(streams: torch.Tensor, **needed: tuple[torch.Tensor, torch.dtype, list[int]]) -> None:
-    wrong = [
-        f"{name} {dtype} {shape}, got {tensor.dtype} {list(tensor.shape)}"
-        for name, (tensor, dtype, shape) in needed.items()
-        if tensor.dtype != dtype or list(tensor.shape) != shape
-    ]
-    require(
-        not wrong,
-        f"hyper-connections of streams {streams.dtype} {list(streams.shape)} need {' and '.join(wrong)}; nothing was "
-        "run. Pass what fits these streams.",
-    )
+def _sizes(streams: torch.Tensor) -> torch.Size:
+    require_tensor("streams", streams, shape=(None, None, None), dtype=streams.dtype, device=streams.device)
+    return streams.shape
 
 
 class ReadStreams(NamedTuple):

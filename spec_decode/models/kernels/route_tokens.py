@@ -41,10 +41,6 @@ class Routing:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if problems := self._problems():
-            raise ValueError("; ".join(problems))
-
-    def _problems(self) -> list[str]:
         problems = []
         if self.scoring not in get_args(Scoring):
             problems.append(f"experts are scored by {', '.join(get_args(Scoring))}, got {self.scoring!r}")
@@ -58,7 +54,8 @@ class Routing:
                 f"a token takes 1 to {self.num_experts // self.groups * self.top_groups} of the experts that it may "
                 f"choose from, got {self.top_k}"
             )
-        return problems
+        if problems:
+            raise ValueError("; ".join(problems))
 
 
 def route_tokens(logits: torch.Tensor, bias: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from builders.errors import require
+from builders.errors import BatchError, require
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import dependent_launch, triton
 from spec_decode.models.kernels.skinny_linear_kernels import matvec_kernel
@@ -52,7 +52,8 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor 
 
     Raises BatchError for more than MAX_ROWS rows and for shapes or dtypes that do not fit, with nothing run.
     """
-    out: torch.Tensor = _run(SkinnyLinear(x, weight, None, None, None, None, residual, None, False))[1]
+    arguments = SkinnyLinear(x, weight, None, None, None, None, residual, None, False)
+    out: torch.Tensor = _skinny_linear(*arguments.checked())[1]
     return out
 
 
@@ -67,7 +68,6 @@ def norm_linear(
     norm: torch.Tensor,
     eps: float,
     weight: torch.Tensor,
-    *,
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x + delta (x where there is none), [T, K], and its RMS norm by `norm` [K] and eps, @ weight^T.
@@ -75,7 +75,7 @@ def norm_linear(
     gated: weight [2 N, K] holds gate above up, and the second result is silu(gate) * up; else it is [N, K]. The result
     is [T, N]. x + delta is rounded to x's dtype, its norm is not. Raises as `skinny_linear` does.
     """
-    total, out = _run(SkinnyLinear(x, weight, None, None, delta, norm, None, eps, gated))
+    total, out = _skinny_linear(*SkinnyLinear(x, weight, None, None, delta, norm, None, eps, gated).checked())
     return (x if delta is None else total), out
 
 
@@ -86,7 +86,8 @@ def embed_linear(
 
     token_ids int64 [T], embedding [V, H], hidden [T, H], weight [N, 2 H]. Raises as `skinny_linear` does.
     """
-    out: torch.Tensor = _run(SkinnyLinear(hidden, weight, token_ids, embedding, None, None, None, None, False))[1]
+    arguments = SkinnyLinear(hidden, weight, token_ids, embedding, None, None, None, None, False)
+    out: torch.Tensor = _skinny_linear(*arguments.checked())[1]
     return out
 
 
@@ -109,45 +110,9 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor, *, norm_eps: float | None
     return out
 
 
-def _run(arguments: SkinnyLinear) -> tuple[torch.Tensor, torch.Tensor]:
-    _check(arguments)
-    found: tuple[torch.Tensor, torch.Tensor] = _skinny_linear(*arguments)
-    return found
-
-
-def _check(arguments: SkinnyLinear) -> None:
-    x, weight, token_ids, embedding, delta, norm, residual, _, gated = arguments
-    inputs = x.shape[1] if embedding is None else 2 * x.shape[1]
-    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    rows = x.shape[0]
-    require(
-        0 < rows <= MAX_ROWS,
-        f"a skinny linear takes 1 to {MAX_ROWS} rows, got {rows}; nothing was run. Ask is_skinny, and use torch's "
-        "linear where it says no.",
-    )
-    fits = (
-        weight.shape[1] == inputs
-        and weight.is_contiguous()
-        and weight.dtype == x.dtype
-        and x.stride(1) == 1
-        and (token_ids is None or (token_ids.shape == (rows,) and token_ids.dtype == torch.int64))
-        and (embedding is None or _like(embedding, x, embedding.shape[0], x.shape[1]))
-        and (delta is None or _like(delta, x, rows, inputs))
-        and (norm is None or norm.shape == (inputs,))
-        and (residual is None or _like(residual, x, rows, outputs))
-    )
-    if not fits:
-        named = arguments._asdict().items()
-        found = ", ".join(f"{k} {v.dtype} {list(v.shape)}" for k, v in named if isinstance(v, torch.Tensor))
-        require(
-            False,
-            f"a skinny linear of {inputs} inputs and {outputs} outputs needs contiguous tensors of one dtype and of "
-            f"these sizes, got {found}; nothing was run. See its docstring for the shapes.",
-        )
-
-
-def _like(tensor: torch.Tensor, x: torch.Tensor, *shape: int) -> bool:
-    return tensor.shape == shape and tensor.dtype == x.dtype and tensor.is_contiguous()
+def _like(tensor: torch.Tensor | None, x: torch.Tensor, *shape: int) -> bool:
+    """Whether a tensor, where there is one, is of this shape, contiguous and of x's dtype."""
+    return tensor is None or (tensor.shape == shape and tensor.dtype == x.dtype and tensor.is_contiguous())
 
 
 class SkinnyLinear(NamedTuple):
@@ -180,6 +145,34 @@ class SkinnyLinear(NamedTuple):
     def outputs(self) -> int:
         """N."""
         return self.weight.shape[0] // 2 if self.gated else self.weight.shape[0]
+
+    def checked(self) -> SkinnyLinear:
+        """These. Raises BatchError for more than MAX_ROWS rows and for shapes or dtypes that do not fit."""
+        x, weight, token_ids, embedding = self[:4]
+        rows, inputs = x.shape[0], x.shape[1] * (1 if embedding is None else 2)
+        require(
+            0 < rows <= MAX_ROWS,
+            f"a skinny linear takes 1 to {MAX_ROWS} rows, got {rows}; nothing was run. Ask is_skinny, and use torch's "
+            "linear where it says no.",
+        )
+        if not (
+            weight.shape[1] == inputs
+            and weight.is_contiguous()
+            and weight.dtype == x.dtype
+            and x.stride(1) == 1
+            and (token_ids is None or (token_ids.shape == (rows,) and token_ids.dtype == torch.int64))
+            and (embedding is None or _like(embedding, x, embedding.shape[0], x.shape[1]))
+            and _like(self.delta, x, rows, inputs)
+            and (self.norm is None or self.norm.shape == (inputs,))
+            and _like(self.residual, x, rows, self.outputs)
+        ):
+            tensors = {name: value for name, value in self._asdict().items() if isinstance(value, torch.Tensor)}
+            found = ", ".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items())
+            raise BatchError(
+                f"a skinny linear of {inputs} inputs and {self.outputs} outputs needs contiguous tensors of one dtype "
+                f"and of these sizes, got {found}; nothing was run. See its docstring for the shapes."
+            )
+        return self
 
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.x

@@ -17,9 +17,7 @@ def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor)
     every row's weight is copied out and multiplied: no group without rows is read here either, but a group with many
     rows is read as often as it has rows.
     """
-    if _has_kernel(rows, weight):
-        return _grouped_mm(rows, weight, ends)
-    return _gathered(rows, weight, ends)
+    return (_grouped_mm if _has_kernel(rows, weight) else _gathered)(rows, weight, ends)
 
 
 def _has_kernel(rows: torch.Tensor, weight: torch.Tensor) -> bool:

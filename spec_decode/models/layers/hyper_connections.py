@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from spec_decode.models.checkpoints.scoped_weights import frozen
-from spec_decode.models.kernels.hyper_connections import collapse_streams, read_streams, write_streams
+from spec_decode.models.kernels.hyper_connections import collapse_streams, read_streams
 from spec_decode.models.kernels.skinny_linear import wide_linear
 
 
@@ -49,15 +49,9 @@ class HyperConnection(_Mixer):
     """The connection of one block: projection fp32 [mixes, S H], scale fp32 [3] and base fp32 [mixes]."""
 
     def read(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The block's input [T, H] from streams [T, S, H], and what `write` takes: fp32 [T, S] and fp32 [T, S, S]."""
+        """The block's input [T, H] from streams [T, S, H]; fp32 [T, S] and fp32 [T, S, S] for `write_streams`."""
         iterations, eps = self.shape.iterations, self.shape.eps
         return read_streams(streams, self.mixes(streams), self.scale, self.base, iterations=iterations, eps=eps)
-
-    def write(
-        self, streams: torch.Tensor, output: torch.Tensor, write: torch.Tensor, carry: torch.Tensor
-    ) -> torch.Tensor:
-        """The streams [T, S, H] after the block, whose output is [T, H]: see `write_streams`."""
-        return write_streams(streams, output, write, carry)
 
 
 class HyperHead(_Mixer):

@@ -5,6 +5,8 @@ Legend: T tokens, K inputs, N outputs, V vocabulary. All floats are of the weigh
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -60,23 +62,20 @@ class Linear(FusingLinear):
 class NormLinear(FusingLinear):
     """The residual's sum and its RMS norm, then a linear layer."""
 
+    gated: ClassVar[bool] = False
+
     def forward(self, x: torch.Tensor, delta: torch.Tensor | None, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and delta [T, K]; x + delta [T, K], and the layer over its norm [T, N]."""
-        if self.fuses(x):
-            return norm_linear(x, delta, norm.weight, norm.eps, self.weight)
+        """x and delta [T, K]; x + delta [T, K], and the layer over its norm [T, N] ([T, I] with a gate)."""
+        if self.fuses(x, gated=self.gated):
+            return norm_linear(x, delta, norm.weight, norm.eps, self.weight, self.gated)
         x, normed = norm(x, delta)
-        return x, self.product(normed)
+        return x, swiglu(self.product(normed)) if self.gated else self.product(normed)
 
 
-class NormGateUp(FusingLinear):
+class NormGateUp(NormLinear):
     """The residual's sum and its RMS norm, then gate and up projection (weight [2 I, K], gate first) and SwiGLU."""
 
-    def forward(self, x: torch.Tensor, delta: torch.Tensor | None, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and delta [T, K]; x + delta [T, K], and silu(gate) * up of its norm [T, I]."""
-        if self.fuses(x, gated=True):
-            return norm_linear(x, delta, norm.weight, norm.eps, self.weight, gated=True)
-        x, normed = norm(x, delta)
-        return x, swiglu(self.product(normed))
+    gated = True
 
 
 class ResidualLinear(FusingLinear):

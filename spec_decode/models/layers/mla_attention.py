@@ -16,11 +16,12 @@ from torch import nn
 from attn_backends.kernels.latent_rotary import inverse_rotary
 from builders import AttentionKind, AttentionSpec
 from spec_decode.models.attention import Attention, AttentionInputs
+from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights, frozen
 from spec_decode.models.kernels.skinny_linear import linear
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.rope import RopeConfig
-from spec_decode.models.layers.yarn import Yarn
+from spec_decode.models.layers.yarn import Yarn, read_latent_rope
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +56,20 @@ class MlaShape:
             scale=self.query_dim**-0.5 * factor,
             kind=AttentionKind.MLA,
         )
+
+
+def read_mla_shape(config: ConfigReader, hidden: int, eps: float) -> MlaShape:
+    """The attention that config.json describes. Raises CheckpointError for one that no layer could have."""
+    return MlaShape(
+        hidden=hidden,
+        heads=config.get("num_attention_heads", int),
+        q_rank=config.optional("q_lora_rank", int),
+        kv_rank=config.get("kv_lora_rank", int),
+        nope_dim=config.get("qk_nope_head_dim", int),
+        value_dim=config.get("v_head_dim", int),
+        rope=read_latent_rope(config, config.get("qk_rope_head_dim", int)),
+        eps=eps,
+    )
 
 
 class MlaAttention(nn.Module):

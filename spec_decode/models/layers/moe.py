@@ -50,12 +50,7 @@ class MixtureOfExperts(nn.Module):
     """Routed experts beside one that every token takes: router fp32 [E, H] with bias fp32 [E]."""
 
     def __init__(
-        self,
-        routing: Routing,
-        router: torch.Tensor,
-        bias: torch.Tensor,
-        experts: Experts,
-        shared: FeedForward | None,
+        self, routing: Routing, router: torch.Tensor, bias: torch.Tensor, experts: Experts, shared: FeedForward | None
     ) -> None:
         super().__init__()
         self.routing = routing

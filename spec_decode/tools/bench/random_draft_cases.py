@@ -145,4 +145,4 @@ def weight_bytes(model: DraftModel, num_reqs: int) -> float:
 
 def _head_width(model: DraftModel) -> int:
     """Columns of the output projection: those of the target's hidden state, of which a draft's may hold several."""
-    return model.hidden_size // (model.shape.hyper.streams if isinstance(model, DeepseekV4Prediction) else 1)
+    return model.hidden_size // (model.streams if isinstance(model, DeepseekV4Prediction) else 1)

@@ -10,6 +10,7 @@ from spec_decode.drafter import Strategy
 from spec_decode.models import CheckpointError, deepseek_v4
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.layers.window_attention import read_window_shape
 from spec_decode.models.load import load_draft
 from tests.factories import CPU
 from tests.spec_decode.models.generated_mtp import (
@@ -178,7 +179,7 @@ def test_the_sparse_kernels_take_the_layers_attention_and_agree_with_the_referen
 def test_sizes_as_published_give_the_published_attention():
     config = {**V4_CONFIG, "num_attention_heads": 64, "head_dim": 512, "qk_rope_head_dim": 64, "sliding_window": 128,
               "o_groups": 8, "o_lora_rank": 1024, "q_lora_rank": 1024}  # fmt: skip
-    spec = deepseek_v4.read_shape(ConfigReader(config, "config.json")).attention.spec(64, torch.bfloat16)
+    spec = read_window_shape(ConfigReader(config, "config.json"), HIDDEN, 1e-6).spec(64, torch.bfloat16)
     assert (spec.head_dim, spec.out_dim, spec.sliding_window, spec.softmax_scale) == (512, 512, 128, 512**-0.5)
     assert isinstance(get("sparse_swa_mla").supports(spec, CPU), Accepted)
 

@@ -12,6 +12,7 @@ from spec_decode.drafter import Strategy
 from spec_decode.models import CheckpointError, mtp
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.layers.mla_attention import read_mla_shape
 from spec_decode.models.layers.yarn import read_latent_rope
 from spec_decode.models.load import load_draft
 from tests.factories import CPU
@@ -183,7 +184,7 @@ def test_the_latent_kernels_take_the_layers_attention_and_agree_with_the_referen
 def test_sizes_as_published_give_the_published_attention():
     config = {**GLM_CONFIG, "num_attention_heads": 20, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
               "qk_nope_head_dim": 192, "v_head_dim": 256, "max_position_embeddings": 202752}  # fmt: skip
-    spec = mtp.read_shape(ConfigReader(config, "config.json")).attention.spec(64, torch.bfloat16)
+    spec = read_mla_shape(ConfigReader(config, "config.json"), HIDDEN, 1e-5).spec(64, torch.bfloat16)
     assert (spec.num_q_heads, spec.head_dim, spec.out_dim, spec.softmax_scale) == (20, 576, 512, 256**-0.5)
     assert isinstance(get("triton_mla").supports(spec, CPU), Accepted)
 
