@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple, TypeGuard, TypeVar, cast
@@ -174,11 +175,12 @@ def _declared() -> dict[str, Factory]:
     found: dict[str, Factory] = {}
     for name, points in _points().items():
         if name in _BUILT_IN:
-            found |= {_full_name(point): _raising(_taken(point)) for point in points}
+            found |= {_full_name(point): partial(_refuse_taken, point) for point in points}
         elif len(points) == 1:
-            found[name] = _loader(points[0])
+            found[name] = partial(_load, points[0])
         else:
-            found |= {name: _raising(_ambiguous(points)), **{_full_name(point): _loader(point) for point in points}}
+            found[name] = partial(_refuse_ambiguous, points)
+            found |= {_full_name(point): partial(_load, point) for point in points}
     return found
 
 
@@ -190,26 +192,19 @@ def _full_name(point: EntryPoint) -> str:
     return f"{_package(point)}:{point.name}"
 
 
-def _loader(point: EntryPoint) -> Factory:
-    return lambda: cast("AttentionBackend", point.load()())
+def _load(point: EntryPoint) -> AttentionBackend:
+    return cast("AttentionBackend", point.load()())
 
 
-def _raising(error: BackendError) -> Factory:
-    def refuse() -> AttentionBackend:
-        raise error
-
-    return refuse
-
-
-def _taken(point: EntryPoint) -> BackendError:
-    return DuplicateBackend(
+def _refuse_taken(point: EntryPoint) -> AttentionBackend:
+    raise DuplicateBackend(
         f"a backend name must be free, package {_package(point)} declares {point.name!r}, which is built in; its "
         "backend was not loaded, and the name means the built-in one. Rename its entry point."
     )
 
 
-def _ambiguous(points: Sequence[EntryPoint]) -> BackendError:
-    return DuplicateBackend(
+def _refuse_ambiguous(points: Sequence[EntryPoint]) -> AttentionBackend:
+    raise DuplicateBackend(
         f"a backend name must be free, packages {' and '.join(map(_package, points))} all declare {points[0].name!r}; "
         f"which one is meant is not known, so none was loaded. Ask for {' or '.join(map(_full_name, points))}, or "
         "uninstall all but one."

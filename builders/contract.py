@@ -108,12 +108,9 @@ class MetadataBuilder(ABC, Generic[M]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "build" in cls.__dict__ and "advance_support" not in cls.__dict__ and cls._inherits_a_claim():
+        claims = any("advance_support" in base.__dict__ for base in cls.__mro__[1:] if base is not MetadataBuilder)
+        if "build" in cls.__dict__ and "advance_support" not in cls.__dict__ and claims:
             cls.advance_support = classmethod(_restate_the_claim)  # type: ignore[method-assign, assignment]
-
-    @classmethod
-    def _inherits_a_claim(cls) -> bool:
-        return any("advance_support" in base.__dict__ for base in cls.__mro__[1:] if base is not MetadataBuilder)
 
     @classmethod
     @abstractmethod

@@ -95,11 +95,6 @@ class MetadataPlan:
     groups: tuple[GroupPlan, ...]
 
     @property
-    def in_graph_groups(self) -> tuple[int, ...]:
-        """Indices of the groups whose metadata advances in the graph."""
-        return self._indices(lambda group: group.update is MetadataUpdate.IN_GRAPH)
-
-    @property
     def preplanned_groups(self) -> tuple[int, ...]:
         """Indices of the groups whose steps are planned before the loop."""
         return self._indices(lambda group: group.update is MetadataUpdate.PREPLANNED)
@@ -108,11 +103,6 @@ class MetadataPlan:
     def rebuild_groups(self) -> tuple[int, ...]:
         """Indices of the groups that are built before every step."""
         return self._indices(lambda group: group.update is MetadataUpdate.REBUILD)
-
-    @property
-    def built_per_round_groups(self) -> tuple[int, ...]:
-        """Indices of the groups that are built at the start of a round and advance in the graph from there."""
-        return self._indices(lambda group: group.built_per_round)
 
     @property
     def built_groups(self) -> tuple[int, ...]:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from builders import AttentionBatch, BatchBuffers, CaptureConstants, HostLengths, MetadataBuilder, RequestTables
-from spec_decode.drafter.attention import PagedAttention
+from spec_decode.drafter.attention import PagedAttention, SplitAttention
 from spec_decode.drafter.kv_groups import KVGroup
-from spec_decode.drafter.metadata_plan import MetadataPlan
-from spec_decode.graphs import GraphKey, GraphManager
+from spec_decode.drafter.metadata_plan import MetadataPlan, MetadataUpdate
+from spec_decode.graphs import GraphKey, GraphManager, SplitOp
 
 
 class StepBuffers:
@@ -39,8 +39,9 @@ class StepBuffers:
         self.built_groups = plan.built_groups
         """Indices of the groups that the host builds: from the state of a step, which must be set before."""
         self._groups = tuple(groups)
-        self._in_graph, self._rebuilt = plan.in_graph_groups, plan.rebuild_groups
-        self._built_per_round = plan.built_per_round_groups
+        self._rebuilt = plan.rebuild_groups
+        self._in_graph = [i for i, group in enumerate(plan.groups) if group.update is MetadataUpdate.IN_GRAPH]
+        self._built_per_round = [i for i, group in enumerate(plan.groups) if group.built_per_round]
         self._builders = [self.new_builder(index) for index in range(len(groups))]
         # A builder for each step: its persistent buffers hold one step's plan.
         self._planners = {index: [self.new_builder(index) for _ in range(horizon)] for index in plan.preplanned_groups}
@@ -76,6 +77,13 @@ class StepBuffers:
             host_seq_lens_exact=kind is HostLengths.EXACT,
         )
         return view if seq_lens is None else replace(view, seq_lens=seq_lens)
+
+    def split_attention(self, split_op: SplitOp) -> SplitAttention:
+        """The attention of a step that is captured in pieces."""
+        return SplitAttention(
+            self._groups, self.metadata, uncaptured=self.plan.uncaptured_groups, rebuilt=self.built_groups,
+            split_op=split_op,
+        )  # fmt: skip
 
     def build_round(self, size: int) -> None:
         """Build what is built once a round, before the first step: plans ahead, from the state before any advance."""

@@ -77,11 +77,7 @@ class Prefill:
         return torch.where(known >= 0, known, sampled)
 
     def _prefill_draft(
-        self,
-        drafter: Drafter,
-        chunks: Sequence[Chunk],
-        texts: Sequence[list[int]],
-        target_hidden_states: Sequence[torch.Tensor],
+        self, drafter: Drafter, chunks: Sequence[Chunk], texts: Sequence[list[int]], states: Sequence[torch.Tensor]
     ) -> None:
         """The draft reads token p + 1 with the target's hidden state at p, at position p + position_offset.
 
@@ -90,23 +86,18 @@ class Prefill:
         """
         shift = drafter.model.position_offset
         rows, ids, parts = [], [], []
-        for chunk, text, states in zip(chunks, texts, target_hidden_states, strict=True):
+        for chunk, text, hidden in zip(chunks, texts, states, strict=True):
             start, end = chunk.start or -shift, min(chunk.end, chunk.request.prefill_len - 1)
             if start < end:
                 rows.append(Chunk(chunk.request, start + shift, end + shift))
                 ids += text[start + 1 : end + 1]
-                parts += [states.new_zeros(chunk.start - start, states.shape[1])] if start < chunk.start else []
-                parts.append(states[: end - chunk.start])
+                parts += [hidden.new_zeros(chunk.start - start, hidden.shape[1])] if start < chunk.start else []
+                parts.append(hidden[: end - chunk.start])
         if not rows:
             return
         _load(self._draft_tables, rows)
-        drafter.prefill(
-            self._draft_tables,
-            [row.end - row.start for row in rows],
-            [row.end for row in rows],
-            self._tensor(ids),
-            torch.cat(parts),
-        )
+        lens, ends = [row.end - row.start for row in rows], [row.end for row in rows]
+        drafter.prefill(self._draft_tables, lens, ends, self._tensor(ids), torch.cat(parts))
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._tables.device)

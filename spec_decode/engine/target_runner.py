@@ -10,7 +10,7 @@ import torch
 
 from builders import RequestTables, begin_extend
 from spec_decode.drafter import GraphMode, default_capture_sizes
-from spec_decode.drafter.attention import PagedAttention, SplitAttention
+from spec_decode.drafter.attention import PagedAttention
 from spec_decode.drafter.kv_groups import KVGroup, build_ragged
 from spec_decode.drafter.metadata_plan import plan_uniform_step
 from spec_decode.drafter.step_buffers import StepBuffers
@@ -98,15 +98,10 @@ class TargetRunner:
             step(size, partial(self._forward_captured, self._buffers.attention))
 
         def run_in_pieces(split_op: SplitOp) -> None:
-            attention = SplitAttention(
-                self.groups, self._buffers.metadata, uncaptured=self.plan.uncaptured_groups,
-                rebuilt=self._buffers.built_groups, split_op=split_op,
-            )  # fmt: skip
-            step(size, partial(self._forward_captured, attention))
+            step(size, partial(self._forward_captured, self._buffers.split_attention(split_op)))
 
-        return (
-            Capturable.pieces(run_in_pieces, constants) if self.plan.uncaptured_groups else Capturable(run, constants)
-        )
+        in_pieces = self.plan.uncaptured_groups
+        return Capturable.pieces(run_in_pieces, constants) if in_pieces else Capturable(run, constants)
 
     def _forward_eager(self, context_lens: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self.build(len(token_ids), context_lens)

@@ -101,7 +101,9 @@ class WhileGraph:
             child = self._captured.raw_cuda_graph()
             first = _done(runtime.cudaGraphAddChildGraphNode(self._graph, None, 0, child))
             _done(runtime.cudaGraphAddChildGraphNode(self._add_while(first), None, 0, child))
-            self._instantiate()
+            self._executable = _done(runtime.cudaGraphInstantiate(self._graph, 0))
+            weakref.finalize(self, runtime.cudaGraphExecDestroy, self._executable).atexit = False
+        self._launch = runtime.cudaGraphLaunch
 
     def replay(self) -> None:
         (error,) = self._launch(self._executable, torch.cuda.current_stream(self._device).cuda_stream)
@@ -112,12 +114,6 @@ class WhileGraph:
     def _index(self) -> int:
         assert self._device.index is not None, "a CUDA tensor's device has an index"
         return self._device.index
-
-    def _instantiate(self) -> None:
-        _, _, runtime = _bindings()
-        self._executable = _done(runtime.cudaGraphInstantiate(self._graph, 0))
-        self._launch = runtime.cudaGraphLaunch
-        weakref.finalize(self, runtime.cudaGraphExecDestroy, self._executable).atexit = False
 
     def _add_while(self, after: Any) -> Any:
         """Add the WHILE node after another node; returns the graph that is its body."""

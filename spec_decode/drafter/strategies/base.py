@@ -9,7 +9,7 @@ from typing import ClassVar
 from builders import AdvanceLevel, GraphSupport
 from spec_decode.drafter.draft_step import DraftStep
 from spec_decode.drafter.metadata_plan import GraphMode, GroupFacts, MetadataUpdate
-from spec_decode.graphs import Factory, GraphManager
+from spec_decode.graphs import Capturable, Factory, GraphManager
 
 GRAPHS_OFF = "graphs are turned off"
 
@@ -25,6 +25,8 @@ class DraftStrategy(ABC):
     autotuned: ClassVar[bool] = True
     """Whether autotuning measures it where it can run: False for what is never the fastest."""
     uses_graphs: ClassVar[bool] = True
+    graph_kind: ClassVar[str] = "step"
+    """The kind of its graphs of later steps."""
 
     def __init__(self, step: DraftStep, graphs: GraphManager) -> None:
         self._step = step
@@ -49,9 +51,12 @@ class DraftStrategy(ABC):
         """Why it runs such a group's attention between captured pieces; None where a graph holds it."""
         return None
 
-    @abstractmethod
     def capturables(self) -> Mapping[str, Factory]:
         """What it captures of a later step, by the kind of graph."""
+        return {self.graph_kind: self._capturable} if self.uses_graphs else {}
+
+    def _capturable(self, size: int) -> Capturable:
+        raise NotImplementedError(f"{type(self).__name__} uses graphs and must say what it captures")
 
     @abstractmethod
     def run(self, size: int, num_steps: int) -> None:
@@ -60,8 +65,8 @@ class DraftStrategy(ABC):
         Raises BatchError, with nothing replayed, where no captured graph can serve the batch.
         """
 
-    def _replay(self, kind: str, size: int) -> None:
-        self._buffers.replay(self._graphs, kind, size)
+    def _replay(self, size: int) -> None:
+        self._buffers.replay(self._graphs, self.graph_kind, size)
 
 
 def capture_unsupported_reason(groups: Sequence[GroupFacts], graph_mode: GraphMode) -> str | None:

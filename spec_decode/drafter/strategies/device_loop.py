@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from builders import AdvanceLevel, advance_shared_state
 from spec_decode.drafter.metadata_plan import GraphMode, GroupFacts
 from spec_decode.drafter.strategies.base import DraftStrategy, advance_unsupported_reason
-from spec_decode.graphs import Capturable, Factory
-
-_LOOP = "loop"
+from spec_decode.graphs import Capturable
 
 
 class DeviceLoop(DraftStrategy):
@@ -21,15 +19,13 @@ class DeviceLoop(DraftStrategy):
 
     drawback = "runs where it is asked for; an iteration costs the device more than an unrolled step"
     automatic = False
+    graph_kind = "loop"
 
     @classmethod
     def unsupported_reason(
         cls, groups: Sequence[GroupFacts], graph_mode: GraphMode, loop_unsupported_reason: str | None
     ) -> str | None:
         return advance_unsupported_reason(groups, graph_mode, AdvanceLevel.IN_GRAPH) or loop_unsupported_reason
-
-    def capturables(self) -> Mapping[str, Factory]:
-        return {_LOOP: self._capturable}
 
     def _capturable(self, size: int) -> Capturable:
         step, buffers = self._step, self._buffers
@@ -45,4 +41,4 @@ class DeviceLoop(DraftStrategy):
     def run(self, size: int, num_steps: int) -> None:
         """The device knows the number of steps."""
         self._buffers.build_round(size)
-        self._replay(_LOOP, size)
+        self._replay(size)

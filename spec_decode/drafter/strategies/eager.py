@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from builders import advance_shared_state
 from spec_decode.drafter.metadata_plan import GraphMode, GroupFacts, MetadataUpdate
 from spec_decode.drafter.strategies.base import DraftStrategy
-from spec_decode.graphs import Factory
 
 
 class Eager(DraftStrategy):
@@ -26,9 +25,6 @@ class Eager(DraftStrategy):
     @classmethod
     def metadata_update(cls, group: GroupFacts) -> MetadataUpdate:
         return MetadataUpdate.REBUILD
-
-    def capturables(self) -> Mapping[str, Factory]:
-        return {}
 
     def run(self, size: int, num_steps: int) -> None:
         step, buffers = self._step, self._buffers

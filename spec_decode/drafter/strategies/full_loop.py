@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from builders import AdvanceLevel, advance_shared_state
 from spec_decode.drafter.attention import PagedAttention
 from spec_decode.drafter.metadata_plan import GraphMode, GroupFacts, MetadataUpdate
 from spec_decode.drafter.strategies.base import DraftStrategy, advance_unsupported_reason
-from spec_decode.graphs import Capturable, Factory
-
-_LOOP = "loop"
+from spec_decode.graphs import Capturable
 
 
 class FullLoop(DraftStrategy):
     """A group's metadata advances inside the graph, or was planned for each step before the replay."""
 
     chosen_because = "every group's metadata advances in the graph, or is planned ahead"
+    graph_kind = "loop"
 
     @classmethod
     def unsupported_reason(
@@ -28,9 +27,6 @@ class FullLoop(DraftStrategy):
     def metadata_update(cls, group: GroupFacts) -> MetadataUpdate:
         advances = group.advance.level is AdvanceLevel.IN_GRAPH
         return MetadataUpdate.IN_GRAPH if advances else MetadataUpdate.PREPLANNED
-
-    def capturables(self) -> Mapping[str, Factory]:
-        return {_LOOP: self._capturable}
 
     def _capturable(self, size: int) -> Capturable:
         step, buffers = self._step, self._buffers
@@ -47,4 +43,4 @@ class FullLoop(DraftStrategy):
     def run(self, size: int, num_steps: int) -> None:
         """All K - 1 steps run; the last ones find no request that drafts on where fewer were asked for."""
         self._buffers.build_round(size)
-        self._replay(_LOOP, size)
+        self._replay(size)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from builders import advance_shared_state
 from spec_decode.drafter.metadata_plan import GraphMode, GroupFacts
 from spec_decode.drafter.strategies.base import DraftStrategy, capture_unsupported_reason
-from spec_decode.graphs import Capturable, Factory
-
-_STEP = "step"
+from spec_decode.graphs import Capturable
 
 
 class PerStep(DraftStrategy):
@@ -22,9 +20,6 @@ class PerStep(DraftStrategy):
         cls, groups: Sequence[GroupFacts], graph_mode: GraphMode, loop_unsupported_reason: str | None
     ) -> str | None:
         return capture_unsupported_reason(groups, graph_mode)
-
-    def capturables(self) -> Mapping[str, Factory]:
-        return {_STEP: self._capturable}
 
     def _capturable(self, size: int) -> Capturable:
         step, buffers = self._step, self._buffers
@@ -41,4 +36,4 @@ class PerStep(DraftStrategy):
         for _ in range(num_steps):
             advance_shared_state(buffers.batch, size)
             buffers.rebuild(size)
-            self._replay(_STEP, size)
+            self._replay(size)

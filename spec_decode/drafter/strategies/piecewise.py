@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from builders import GraphSupport
-from spec_decode.drafter.attention import SplitAttention
 from spec_decode.drafter.metadata_plan import GraphMode, GroupFacts
 from spec_decode.drafter.strategies.base import GRAPHS_OFF
 from spec_decode.drafter.strategies.per_step import PerStep
@@ -35,13 +34,8 @@ class Piecewise(PerStep):
     def _capturable(self, size: int) -> Capturable:
         step, buffers = self._step, self._buffers
 
-        uncaptured, built = buffers.plan.uncaptured_groups, buffers.built_groups
-
         def run(split_op: SplitOp) -> None:
             buffers.advance()
-            attention = SplitAttention(
-                step.groups, buffers.metadata, uncaptured=uncaptured, rebuilt=built, split_op=split_op
-            )
-            step.run_decode_in_place(size, attention)
+            step.run_decode_in_place(size, buffers.split_attention(split_op))
 
         return Capturable.pieces(run, buffers.prepare_capture(size))
