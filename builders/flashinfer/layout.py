@@ -138,16 +138,12 @@ class PlanLayout:
     @property
     def arrays(self) -> dict[str, tuple[int, int]]:
         """Offset and length of every int32 array that replan writes, by name."""
-        names = {
-            "request_indices": self.padded_tiles,
-            "kv_tile_indices": self.padded_tiles,
-            "o_indptr": self.num_reqs + 1,
-        }
+        tiles = self.padded_tiles
+        names = {"request_indices": tiles, "kv_tile_indices": tiles, "o_indptr": self.num_reqs + 1}
         if self.split:
             names["kv_chunk_size"] = 1
         if self.tensor_cores:
-            names["qo_tile_indices"] = self.padded_tiles
-            names["merge_indptr"] = self.num_reqs * self.query_len + 1
+            names |= {"qo_tile_indices": tiles, "merge_indptr": self.num_reqs * self.query_len + 1}
         return {name: (getattr(self, name), length) for name, length in names.items()}
 
     @property

@@ -70,7 +70,7 @@ class FlashInferWrappers:
 
     def xqa(self, batch: AttentionBatch) -> Launch:
         """XQA reads lengths and pages itself."""
-        return self._unplanned(Kernel.XQA, batch, workspace=self._xqa_workspace())
+        return self._launch(Kernel.XQA, batch, workspace=self._xqa_workspace())
 
     def decode(self, batch: AttentionBatch, kernel: Kernel) -> Launch:
         """For single-token rows over the batch's block table, by TENSOR_CORES or CUDA_CORES."""
@@ -130,7 +130,7 @@ class FlashInferWrappers:
         workspace = self._workspace(batch.num_reqs, batch.num_tokens)
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
         wrapper.plan(*rows, *self._sizes, causal=True, **self._numbers)
-        return self._unplanned(Kernel.RAGGED, batch, wrapper=wrapper)
+        return self._launch(Kernel.RAGGED, batch, wrapper=wrapper)
 
     def _workspace(self, num_reqs: int, num_tokens: int) -> torch.Tensor:
         """Bytes for the partial outputs of a batch.
@@ -177,22 +177,9 @@ class FlashInferWrappers:
         else:
             sms = num_sms(self.device)
             layout = PlanLayout.of_tensor_cores(info, self.spec, num_reqs=num_reqs, num_sms=sms, query_len=query_len)
-        return Launch(
-            kernel=kernel,
-            num_reqs=num_reqs,
-            query_len=query_len,
-            last_page_len=last_page_len,
-            plan=plan[: -(-layout.num_bytes // 4) * 4],
-            wrapper=wrapper,
-            layout=layout,
-        )
+        plan = plan[: -(-layout.num_bytes // 4) * 4]
+        return self._launch(kernel, batch, last_page_len=last_page_len, plan=plan, wrapper=wrapper, layout=layout)
 
-    def _unplanned(self, kernel: Kernel, batch: AttentionBatch, **made: Any) -> Launch:
-        return Launch(
-            kernel=kernel,
-            num_reqs=batch.num_reqs,
-            query_len=batch.max_query_len,
-            last_page_len=self._none,
-            plan=self._none.view(torch.uint8),
-            **made,
-        )
+    def _launch(self, kernel: Kernel, batch: AttentionBatch, **made: Any) -> Launch:
+        unplanned = {"last_page_len": self._none, "plan": self._none.view(torch.uint8)}
+        return Launch(kernel=kernel, num_reqs=batch.num_reqs, query_len=batch.max_query_len, **{**unplanned, **made})

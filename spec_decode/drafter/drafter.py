@@ -60,12 +60,9 @@ class Drafter:
         """
         device, steps = tables.device, config.num_speculative_tokens
         facts = [group.facts(device) for group in groups]
+        no_loop = loop_unsupported_reason(device)
         self.plan: DraftPlan = choose(
-            facts,
-            steps,
-            config.graph_mode,
-            forced=config.strategy,
-            loop_unsupported_reason=loop_unsupported_reason(device),
+            facts, steps, config.graph_mode, forced=config.strategy, loop_unsupported_reason=no_loop
         )
         sizes = list(config.capture_sizes or default_capture_sizes(tables.max_reqs))
         _check_shapes(groups, tables, steps, sizes)
@@ -232,10 +229,7 @@ class Drafter:
 
 def default_capture_sizes(max_reqs: int) -> list[int]:
     """Powers of two up to max_reqs, and max_reqs itself."""
-    sizes = [1]
-    while sizes[-1] * 2 <= max_reqs:
-        sizes.append(sizes[-1] * 2)
-    return sorted({*sizes, max_reqs})
+    return sorted({*(1 << power for power in range(max_reqs.bit_length())), max_reqs})
 
 
 def _check_shapes(

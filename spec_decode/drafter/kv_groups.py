@@ -90,16 +90,10 @@ def make_groups(
     """
     layer_groups = model.layer_groups(page_size)
     backends = [_backend(name, group, choice) for group in layer_groups]
+    names = [name if len(layer_groups) == 1 else f"{name} {group.name}" for group in layer_groups]
     return [
-        make_group(
-            name if len(layer_groups) == 1 else f"{name} {group.name}",
-            backend,
-            group.spec,
-            group.layers,
-            num_pages=num_pages,
-            device=device,
-        )
-        for group, backend in zip(layer_groups, backends, strict=True)
+        make_group(its_name, backend, group.spec, group.layers, num_pages=num_pages, device=device)
+        for its_name, group, backend in zip(names, layer_groups, backends, strict=True)
     ]
 
 

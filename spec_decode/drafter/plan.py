@@ -59,11 +59,9 @@ def choose(
             "place. Ask for another strategy, or change the group's backend."
         )
     chosen = forced or next(s for s in Strategy if s.implementation.automatic and unsupported[s] is None)
+    asked = f"{chosen.value} was asked for" if forced else None
     not_chosen = tuple(
-        (
-            strategy,
-            unsupported[strategy] or (f"{chosen.value} was asked for" if forced else strategy.implementation.drawback),
-        )
+        (strategy, unsupported[strategy] or asked or strategy.implementation.drawback)
         for strategy in Strategy
         if strategy is not chosen
     )

@@ -6,6 +6,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,14 +35,11 @@ class CudaRuntime:
         self._stream = torch.cuda.Stream(device)
 
     def capture(self, fn: Callable[[], Any]) -> CudaGraph:
-        graph = torch.cuda.CUDAGraph()
-        with self._capturing(graph):
-            fn()
-        return CudaGraph(graph)
+        return CudaGraph(self._capture(fn))
 
     def capture_loop(self, body: Callable[[], Any], continue_flag: torch.Tensor, limit: int) -> WhileGraph:
         require_loops()
-        return WhileGraph(continue_flag, body, self._capture_kept)
+        return WhileGraph(continue_flag, body, partial(self._capture, keep_graph=True))
 
     def capture_pieces(self, run: Callable[[SplitOp], Any]) -> PiecewiseGraph:
         parts: list[Graph] = []
@@ -75,8 +73,8 @@ class CudaRuntime:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
 
-    def _capture_kept(self, fn: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
+    def _capture(self, fn: Callable[[], object], **options: bool) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph(**options)
         with self._capturing(graph):
             fn()
         return graph
