@@ -47,5 +47,4 @@ def read_parameters(model: M, weights: ScopedWeights, renamed: Callable[[str], s
             taken[names] = weights.stacked(names, rows, *parameter.shape[1:])
         state[path] = taken[names]
     model.load_state_dict(state, assign=True)
-    model.eval().requires_grad_(False)
-    return model.to(weights.device)
+    return model.eval().requires_grad_(False).to(weights.device)

@@ -54,12 +54,9 @@ def _read_hyper_shape(config: ConfigReader, hidden: int, eps: float) -> HyperSha
                 f"{name} in {config.place} must be at least 1, got {count}; there would be no residual, so nothing was "
                 "loaded. Restore the file."
             )
+    streams, iterations = counts.values()
     return HyperShape(
-        streams=counts["hc_mult"],
-        hidden=hidden,
-        iterations=counts["hc_sinkhorn_iters"],
-        eps=config.get("hc_eps", float),
-        norm_eps=eps,
+        streams=streams, hidden=hidden, iterations=iterations, eps=config.get("hc_eps", float), norm_eps=eps
     )
 
 

@@ -36,7 +36,11 @@ class DecoderDraft(DraftModel):
 
 
 class HiddenStatesDraft(DecoderDraft):
-    """A draft that reads the target's hidden states, and uses the target's embedding if it brings none of its own."""
+    """A draft that reads the target's hidden states, and uses the target's embedding if it brings none of its own.
+
+    Positions go as far as the target's: rotary angles need no training, and a wrong guess costs a round's time, not its
+    text.
+    """
 
     def __init__(self, store: TensorStore, config: DecoderConfig, target: TargetModel) -> None:
         super().__init__(config)

@@ -77,8 +77,7 @@ class UnnormedLayer(DecoderLayer):
 class PublishedEagle(HiddenStatesDraft):
     """At position p: the token at p + 1 and the hidden state at p give a hidden state that predicts the token at p + 2.
 
-    The output projection is the target's. Positions go as far as the target's: rotary angles need no training, and a
-    wrong guess costs a round's time, not its text.
+    The output projection is the target's.
     """
 
     def __init__(self, store: TensorStore, config: DecoderConfig, target: TargetModel) -> None:

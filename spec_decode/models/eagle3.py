@@ -44,11 +44,7 @@ class FirstLayer(DecoderLayer):
 
 
 class Eagle3(HiddenStatesDraft):
-    """At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2.
-
-    Positions go as far as the target's: rotary angles need no training, and a wrong guess costs a round's time, not its
-    text.
-    """
+    """At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2."""
 
     def __init__(
         self, store: TensorStore, config: DecoderConfig, target: TargetModel, token_map: torch.Tensor | None

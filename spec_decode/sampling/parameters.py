@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -39,7 +40,7 @@ class SamplingParams:
             f"{self.temperature}; logits over it would leave fp32. Use 0 for greedy decoding, or a larger one.",
         )
         require(
-            _is_integer(self.top_k) and 0 <= self.top_k <= _MAX_TOP_K,
+            type(self.top_k) is int and 0 <= self.top_k <= _MAX_TOP_K,
             f"top_k must be an integer from 0 (the whole vocabulary) to {_MAX_TOP_K}, got {self.top_k!r}; it names no "
             "number of tokens to keep. Pass how many, or 0.",
         )
@@ -49,14 +50,13 @@ class SamplingParams:
             "tokens holds it. Pass such a share, or 1.",
         )
         require(
-            _is_integer(self.seed) and -(2**63) <= self.seed < 2**63,
+            type(self.seed) is int and -(2**63) <= self.seed < 2**63,
             f"seed must be a signed 64-bit integer, got {self.seed!r}; the device could not hold it. Choose a smaller "
             "one.",
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sampling:
+class Sampling(NamedTuple):
     """Sampling parameters of R rows on the device. Captured verification reads the tensors, so they stay in place.
 
     - temperature  fp32 [R]; 0 is greedy, padding rows are
@@ -107,13 +107,4 @@ class Sampling:
 
     def head(self, rows: int) -> Sampling:
         """Views of the first rows."""
-        return Sampling(
-            temperature=self.temperature[:rows],
-            top_k=self.top_k[:rows],
-            top_p=self.top_p[:rows],
-            seeds=self.seeds[:rows],
-        )
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+        return Sampling(*(tensor[:rows] for tensor in self))

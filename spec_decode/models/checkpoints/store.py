@@ -31,9 +31,6 @@ class TensorStore:
     Everything amiss is a CheckpointError that names the file and the tensor.
     """
 
-    folder: Path
-    config: ConfigReader
-
     def __init__(self, folder: Path, config: dict[str, Any], files: dict[str, Path]) -> None:
         """files: the file of each tensor."""
         self.folder, self.config = folder, ConfigReader(config, str(folder / "config.json"))

@@ -50,11 +50,11 @@ class TransformersTarget(TargetModel):
         self.vocab_size = self.lm_head.out_features
         self.hidden_size = self.config.hidden_size
         self.max_positions = self.config.max_position_embeddings
+        self.num_layers: int = self.config.num_hidden_layers
         self.aux_hidden_state_layers = None if aux_hidden_state_layers is None else tuple(aux_hidden_state_layers)
         self._check_aux_hidden_state_layers()
-        self.target_states_size = self.hidden_size * (
-            1 if aux_hidden_state_layers is None else len(aux_hidden_state_layers)
-        )
+        num_states = 1 if aux_hidden_state_layers is None else len(aux_hidden_state_layers)
+        self.target_states_size = num_states * self.hidden_size
         self._specs: dict[int, AttentionSpec] = {}
         model.set_attn_implementation(ATTENTION_NAME)
         if self.config._attn_implementation != ATTENTION_NAME:
@@ -78,12 +78,6 @@ class TransformersTarget(TargetModel):
     @property
     def _decoder(self) -> nn.Module:
         return _decoder_of(self.model)
-
-    @property
-    def num_layers(self) -> int:
-        """Of the model's text part."""
-        count: int = self.config.num_hidden_layers
-        return count
 
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
         """A group for every kind of attention that a layer has, named `full` or `sliding`; a number tells others of
@@ -128,16 +122,14 @@ class TransformersTarget(TargetModel):
         return logits
 
     def _inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
-        inputs = {
+        # Where a model derives anything from cache_position, it would otherwise count from 0.
+        place = {"cache_position": positions} if "cache_position" in self._accepts else {}
+        return {
             "input_ids": token_ids[None],
             "position_ids": positions[None],
             "use_cache": False,
             "return_dict": True,
-        }
-        if "cache_position" in self._accepts:
-            # Where a model derives anything from it, it would otherwise count from 0.
-            inputs["cache_position"] = positions
-        return inputs
+        } | place
 
     @torch.no_grad()
     def _probe(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+from spec_decode.models.kernels.stored_as import stored_as
 
 _BLOCK = 512
 
@@ -63,9 +64,7 @@ class CombineExperts(NamedTuple):
 
     def launch(self) -> torch.Tensor:
         (tokens, top_k), width = self.weights.shape, self.rows.shape[1]
-        # The interpreter truncates fp32 to bf16 where the hardware rounds: let torch do that conversion.
-        dtype = torch.float32 if self.rows.device.type == "cpu" else self.rows.dtype
-        out = torch.empty(tokens, width, dtype=dtype, device=self.rows.device)
+        out = stored_as(self.fake())
         _combine_kernel[(tokens, triton.cdiv(width, _BLOCK))](
             *self, out, width, TOP_K=top_k, BLOCK=_BLOCK, **dependent_launch(out.device)
         )

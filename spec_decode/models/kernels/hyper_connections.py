@@ -13,6 +13,7 @@ from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import dependent_launch, triton
 from spec_decode.models.kernels.hyper_connections_kernels import read_streams_kernel, write_streams_kernel
+from spec_decode.models.kernels.stored_as import stored_as
 
 _BLOCK_H = 1024
 """Columns of a program: a load of 16 bytes for each thread of 4 warps."""
@@ -111,7 +112,7 @@ class ReadStreams(NamedTuple):
     def launch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         tokens, count, hidden = self.streams.shape
         x, write, carry = self.fake()
-        stored = _stored_as(x)
+        stored = stored_as(x)
         blocks = triton.cdiv(hidden, _BLOCK_H)
         read_streams_kernel[(tokens, blocks + (self.iterations > 0))](
             self.streams.contiguous(), self.mixes.contiguous(), self.scale.contiguous(), self.base.contiguous(),
@@ -138,7 +139,7 @@ class WriteStreams(NamedTuple):
 
     def launch(self) -> torch.Tensor:
         tokens, count, hidden = self.streams.shape
-        stored = _stored_as(self.fake())
+        stored = stored_as(self.fake())
         write_streams_kernel[(tokens, triton.cdiv(hidden, _BLOCK_H))](
             self.streams.contiguous(), self.output.contiguous(), self.write.contiguous(), self.carry.contiguous(),
             stored, S=count, H=hidden, BLOCK_S=triton.next_power_of_2(count), BLOCK_H=_BLOCK_H,
@@ -159,11 +160,6 @@ def _sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor
         carry = carry / (carry.sum(-1, keepdim=True) + eps)
         carry = carry / (carry.sum(-2, keepdim=True) + eps)
     return carry.contiguous()
-
-
-def _stored_as(out: torch.Tensor) -> torch.Tensor:
-    # The interpreter truncates fp32 to bf16 where the hardware rounds: let torch do that conversion.
-    return out.float() if out.device.type == "cpu" else out
 
 
 _read_streams = define_op("spec_decode::read_streams", ReadStreams)

@@ -15,6 +15,7 @@ from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import dependent_launch, triton
 from spec_decode.models.kernels.skinny_linear_kernels import matvec_kernel
 from spec_decode.models.kernels.skinny_tiling import Tiling, power_of_two, tile_of
+from spec_decode.models.kernels.stored_as import stored_as
 
 MAX_ROWS = 4
 """Above it these kernels run out of registers."""
@@ -191,29 +192,22 @@ class SkinnyLinear(NamedTuple):
         return total, out.to(self.weight.dtype)
 
     def fake(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._total(), self.weight.new_empty(self.x.shape[0], self.outputs)
+        total = self.x.new_empty(0 if self.delta is None else self.x.shape)
+        return total, self.weight.new_empty(self.x.shape[0], self.outputs)
 
     def launch(self, tile: Tiling | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """tile: how the kernel is cut; None: as `tile_of` does."""
-        x, weight, total, rows, inputs = self.x, self.weight, self._total(), self.x.shape[0], self.weight.shape[1]
-        outputs = self.outputs
+        x, weight, (total, out), outputs = self.x, self.weight, self.fake(), self.outputs
+        rows, inputs, stored = x.shape[0], weight.shape[1], stored_as(out)
         tile = tile or tile_of(rows, outputs, inputs, gated=self.gated, itemsize=weight.element_size())
-        # The interpreter truncates fp32 to bf16 where the hardware rounds: let torch do that conversion.
-        dtype = torch.float32 if x.device.type == "cpu" else weight.dtype
-        out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
         matvec_kernel[(triton.cdiv(outputs, tile.block_n),)](
-            *self[:7], total, out, rows, 0 if self.embedding is None else self.embedding.shape[0], x.stride(0),
+            *self[:7], total, stored, rows, 0 if self.embedding is None else self.embedding.shape[0], x.stride(0),
             self.eps, N=outputs, K=inputs, GATED=self.gated,
             EVICTION="evict_first" if weight.nbytes > _KEPT_IN_CACHE else "", BLOCK_T=power_of_two(rows),
             BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages, num_warps=tile.num_warps,
             **dependent_launch(x.device),
         )  # fmt: skip
-        return total, out.to(weight.dtype)
-
-    def _total(self) -> torch.Tensor:
-        if self.delta is None:
-            return self.x.new_empty(0)
-        return torch.empty_like(self.x, memory_format=torch.contiguous_format)
+        return total, stored.to(out.dtype)
 
 
 _skinny_linear = define_op("spec_decode::skinny_linear", SkinnyLinear)

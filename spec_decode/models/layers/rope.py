@@ -55,8 +55,7 @@ class Llama3Scaling:
     def scaled(self, frequencies: torch.Tensor) -> torch.Tensor:
         """See `Scaling`."""
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        kept = kept.clamp(0, 1)
+        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
         return frequencies * (kept + (1 - kept) / self.factor)
 
 
@@ -118,10 +117,6 @@ def read_rope(config: ConfigReader, scalings: Mapping[str, ScalingReader]) -> tu
     return theta, scalings[kind](section, theta)
 
 
-def _read_linear(section: ConfigReader, _: float) -> LinearScaling:
-    return LinearScaling(factor=_positive(section, "factor"))
-
-
 def _read_llama3(section: ConfigReader, _: float) -> Llama3Scaling:
     low, high = _positive(section, "low_freq_factor"), _positive(section, "high_freq_factor")
     if not low < high:
@@ -146,5 +141,8 @@ def _positive(section: ConfigReader, name: str) -> float:
     return value
 
 
-LLAMA_SCALINGS: dict[str, ScalingReader] = {"linear": _read_linear, "llama3": _read_llama3}
+LLAMA_SCALINGS: dict[str, ScalingReader] = {
+    "linear": lambda section, _: LinearScaling(factor=_positive(section, "factor")),
+    "llama3": _read_llama3,
+}
 """Of models that rotate whole heads."""
