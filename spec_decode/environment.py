@@ -16,6 +16,7 @@ from builders.kernels.triton_runtime import TRITON_VERSION
 
 _PROBE_SECONDS = 10
 _PACKAGE = Path(__file__).parent
+_DRIVER_QUERY = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,7 +49,7 @@ def environment(device: torch.device) -> Environment:
         commit=commit,
         dirty=dirty,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        driver=_probe(_driver) if on_cuda else None,
+        driver=_probe(lambda: _run(*_DRIVER_QUERY).splitlines()[0]) if on_cuda else None,
         cuda=torch.version.cuda if on_cuda else None,
         platform=_probe(platform.platform),
     )
@@ -72,10 +73,6 @@ def _run(*command: str) -> str:
     return subprocess.run(
         command, cwd=_PACKAGE.parent, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=True
     ).stdout.strip()
-
-
-def _driver() -> str:
-    return _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0]
 
 
 def _checkout() -> tuple[str, bool | None]:

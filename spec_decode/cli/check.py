@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
-from spec_decode.cli.options import chosen_names, device_option, interpret_kernels_on, options_as, resolve_device
+from spec_decode.cli.options import chosen_names, device_option, interpret_kernels_on, resolve_device
 from spec_decode.cli.output import UserError, say, stdout, writing
 
 if TYPE_CHECKING:
@@ -20,19 +20,6 @@ if TYPE_CHECKING:
     from spec_decode.conformance.report import Report, Result
 
 OnNote = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Options:
-    """The options of `check`, as the user gave them."""
-
-    names: tuple[str, ...]
-    device: str | None
-    families: tuple[str, ...]
-    checks: tuple[str, ...]
-    target: str | None
-    verbose: bool
-    isolate: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +102,15 @@ class CheckRun:
 @click.option("--json", "target", metavar="PATH", help="Report file; a folder gets one check-NAME.json each.")
 @click.option("--verbose", is_flag=True, help="Print what is unsupported, too, each with its reason.")
 @click.option("--isolate", is_flag=True, help="Run in a subprocess, as several backends do.")
-@options_as(_Options)
-def check(options: _Options) -> None:
+def check(
+    names: tuple[str, ...],
+    device: str | None,
+    families: tuple[str, ...],
+    checks: tuple[str, ...],
+    target: str | None,
+    verbose: bool,
+    isolate: bool,
+) -> None:
     """Check backends against the contract.
 
     NAME is a registered backend, `available` (each made for the device) or `all`. Each failure comes with its
@@ -128,21 +122,17 @@ def check(options: _Options) -> None:
     Of several, each runs in a subprocess: one that crashes, or hangs for ten minutes in a check, costs no
     other its results. One alone runs in this process, where a debugger finds it.
     """
-    device = resolve_device(options.device)
-    interpret_kernels_on(device)
-    if "available" in options.names:
+    where = resolve_device(device)
+    interpret_kernels_on(where)
+    if "available" in names:
         _print_refused_plug_ins()
-    names = chosen_names(options.names, device)
-    if not names:
-        raise UserError(f"a check needs a backend, none is available on {device}; nothing was run. Name one.")
-    _require_known(options.families)
-    run = CheckRun(stdout(), device, options.families, options.checks, options.verbose)
-    isolated = _isolated(names, options.isolate)
-    paths = _report_paths(options.target, names)
-    passed = [
-        _check_and_save(run.console, run.isolated if name in isolated else run.here, name, paths.get(name))
-        for name in names
-    ]
+    chosen = chosen_names(names, where)
+    if not chosen:
+        raise UserError(f"a check needs a backend, none is available on {where}; nothing was run. Name one.")
+    _require_known(families)
+    run = CheckRun(stdout(), where, families, checks, verbose)
+    isolated, paths = _isolated(chosen, isolate), _report_paths(target, chosen)
+    passed = [_check_and_save(run, name, name in isolated, paths.get(name)) for name in chosen]
     if not all(passed):
         raise SystemExit(1)
 
@@ -168,14 +158,12 @@ def _print_refused_plug_ins() -> None:
         click.echo(f"not available: {' '.join(why.split())}", err=True)
 
 
-def _check_and_save(
-    console: Console, run: Callable[[str, OnNote | None], Report], name: str, path: Path | None
-) -> bool:
+def _check_and_save(run: CheckRun, name: str, isolated: bool, path: Path | None) -> bool:
     from attn_backends import BrokenBackend
 
     notes: list[str] = []
     try:
-        report = run(name, notes.append)
+        report = (run.isolated if isolated else run.here)(name, notes.append)
     except BrokenBackend as error:
         # One of `all` that does not load must not cost the others their checks.
         click.echo(f"error: {' '.join(str(error).split())}", err=True)
@@ -183,13 +171,13 @@ def _check_and_save(
     except KeyboardInterrupt:
         click.echo(f"interrupted in {name}: no report of it was written", err=True)
         raise SystemExit(130) from None
-    say(console, report.summary(), "green" if report.ok else "bold red")
+    say(run.console, report.summary(), "green" if report.ok else "bold red")
     for note in notes:
-        say(console, f"    {note}", "yellow")
+        say(run.console, f"    {note}", "yellow")
     if path is not None:
         with writing(path):
             report.save(path)
-        say(console, f"wrote {path}")
+        say(run.console, f"wrote {path}")
     return report.ok
 
 

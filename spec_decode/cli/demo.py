@@ -132,6 +132,4 @@ def _matrix(console: Console, device: torch.device) -> bool:
 
 
 def _heading(console: Console, text: str) -> None:
-    say(console, "")
-    say(console, text, "bold")
-    say(console, "")
+    say(console, f"\n{text}\n", "bold")

@@ -16,7 +16,6 @@ from spec_decode.cli.output import UserError, printable, say, stdout
 if TYPE_CHECKING:
     import torch
 
-    from builders import AttentionSpec
     from spec_decode.cli.byte_pair import Pair
     from spec_decode.cli.generate import Backends, GenerateResult
     from spec_decode.engine import Request
@@ -185,23 +184,17 @@ def _print_texts(console: Console, prompts: list[str], continued: list[str]) -> 
 
 
 def _explain_backends(console: Console, backends: Backends, pair: Pair, page_size: int) -> None:
+    from attn_backends import Rejected, registry
     from spec_decode.cli.byte_pair import device_of
 
     for name, model, chosen in (("target", pair.target, backends.target), ("draft", pair.draft, backends.draft)):
         for group in model.layer_groups(page_size):
-            say(console, f"{name} [{group.spec.describe()}]: {chosen[group.name].name}")
-            _explain_others(console, chosen[group.name].name, group.spec, device_of(pair))
-
-
-def _explain_others(console: Console, chosen: str, spec: AttentionSpec, device: torch.device) -> None:
-    from attn_backends import Rejected, registry
-
-    for name in registry.names():
-        if name == chosen:
-            continue
-        verdict = registry.explain(name, spec, device)
-        why = "; ".join(verdict.reasons) if isinstance(verdict, Rejected) else "would serve it too"
-        say(console, f"  not {name}: {why}")
+            own = chosen[group.name].name
+            say(console, f"{name} [{group.spec.describe()}]: {own}")
+            for other in (other for other in registry.names() if other != own):
+                verdict = registry.explain(other, group.spec, device_of(pair))
+                why = "; ".join(verdict.reasons) if isinstance(verdict, Rejected) else "would serve it too"
+                say(console, f"  not {other}: {why}")
 
 
 def _print_stats(console: Console, result: GenerateResult, count: int, device: torch.device) -> None:

@@ -16,16 +16,8 @@ from attn_backends import registry
 from spec_decode.cli.options import chosen_names
 from spec_decode.cli.output import say, writing
 from spec_decode.conformance.isolation import TimeLimits, check_isolated
-from spec_decode.conformance.report import (
-    EVERYTHING,
-    FAILURES,
-    Environment,
-    Outcome,
-    Report,
-    ReportError,
-    Result,
-    environment,
-)
+from spec_decode.conformance.report import EVERYTHING, FAILURES, Outcome, Report, ReportError, Result
+from spec_decode.environment import Environment, environment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

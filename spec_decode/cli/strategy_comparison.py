@@ -26,8 +26,8 @@ class StrategyResult:
 
     strategy: Strategy
     run: GenerateResult | None
-    unlike_eager: int = 0
-    unlike_plain: int = 0
+    unlike_eager: int
+    unlike_plain: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +64,20 @@ def compare(pair: Pair, backends: Backends, requests: Sequence[Request], on_run:
             runs[strategy] = None
     eager = runs[Strategy.EAGER]
     assert eager is not None
-    rows = [_compared(strategy, run, eager, plain) for strategy, run in runs.items()]
+    rows = [
+        StrategyResult(
+            strategy,
+            run,
+            unlike_eager=_differing(run, eager, lambda g: (g.token_ids, g.accepted)),
+            unlike_plain=_differing(run, plain, lambda g: g.token_ids),
+        )
+        for strategy, run in runs.items()
+    ]
     return Comparison(name, plain, _chosen_plan(pair, backends), rows)
 
 
-def _compared(
-    strategy: Strategy, run: GenerateResult | None, eager: GenerateResult, plain: GenerateResult
-) -> StrategyResult:
-    if run is None:
-        return StrategyResult(strategy, None)
-    return StrategyResult(
-        strategy,
-        run,
-        unlike_eager=_differing(run, eager, lambda g: (g.token_ids, g.accepted)),
-        unlike_plain=_differing(run, plain, lambda g: g.token_ids),
-    )
-
-
-def _differing(ours: GenerateResult, theirs: GenerateResult, what: Callable[[Generation], object]) -> int:
-    pairs = zip(ours.generations, theirs.generations, strict=True)
+def _differing(ours: GenerateResult | None, theirs: GenerateResult, what: Callable[[Generation], object]) -> int:
+    pairs = zip(ours.generations, theirs.generations, strict=True) if ours else ()
     return sum(what(one) != what(other) for one, other in pairs)
 
 
@@ -95,11 +90,8 @@ def _chosen_plan(pair: Pair, backends: Backends) -> DraftPlan:
 
 def to_table(comparisons: Sequence[Comparison], prompts: int) -> Table:
     """A row for every backend and strategy."""
-    table = Table()
-    for column in ("backend", "strategy", f"accepted of {DRAFT_TOKENS}", "rounds", "host us a round"):
-        table.add_column(column)
-    table.add_column("same tokens as eager")
-    table.add_column("same text as plain decoding")
+    run = ("backend", "strategy", f"accepted of {DRAFT_TOKENS}", "rounds", "host us a round")
+    table = Table(*run, "same tokens as eager", "same text as plain decoding")
     for comparison in comparisons:
         for row in comparison.rows:
             table.add_row(comparison.backend, row.strategy.value, *_cells(row, prompts))

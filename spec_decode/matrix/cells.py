@@ -145,13 +145,6 @@ def _notes(results: Sequence[Result]) -> tuple[Note, ...]:
         if result.outcome is not Outcome.PASS:
             groups.setdefault((result.outcome.value, result.reason), []).append(result)
     return tuple(
-        Note(
-            outcome=outcome,
-            reason=reason,
-            check=group[0].check,
-            case=group[0].case,
-            repro=group[0].repro,
-            count=len(group),
-        )
-        for (outcome, reason), group in groups.items()
+        Note(outcome=outcome, reason=why, check=first.check, case=first.case, repro=first.repro, count=1 + len(more))
+        for (outcome, why), (first, *more) in groups.items()
     )

@@ -14,10 +14,7 @@ _AXES: dict[str, tuple[str, dict[str, str]]] = {
     "mode": ("Attention", {"prefill": "prefill", "extend": "extend", "decode": "decode", "verify": "verify"}),
     "contract": ("Contract", {"declared": "declared", "refusals": "refusals", "memory": "memory"}),
     "graph": ("Graphs", {"capture": "graph support", "advance": "advance"}),
-    "strategy": (
-        "Drafting",
-        {strategy.value: strategy.value.replace("_", " ") for strategy in Strategy},
-    ),
+    "strategy": ("Drafting", {strategy.value: strategy.value.replace("_", " ") for strategy in Strategy}),
     "dtype": ("Dtype", {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}),
     "kv": ("KV dtype", {"float8_e4m3fn": "fp8 KV", "float8_e5m2": "fp8 e5m2 KV", "mixed": "wider KV"}),
     "page": ("Page size", {}),

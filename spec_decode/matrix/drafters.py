@@ -62,6 +62,10 @@ class DraftRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     device: str
     cells: tuple[DraftCell, ...]
 
+    def in_order(self, strategies: Iterable[str]) -> list[DraftCell | None]:
+        """The cells of these strategies; None for one that was not run."""
+        return [next((cell for cell in self.cells if cell.strategy == strategy), None) for strategy in strategies]
+
 
 def draft_rows(agreements: Sequence[Agreement], timings: Sequence[Timing], runs: Runs) -> tuple[DraftRow, ...]:
     """A row for each draft, backend and run, newest first; nothing is merged."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from spec_decode.matrix.cells import Status
+from spec_decode.matrix.cells import Note, Status
 from spec_decode.matrix.model import Matrix, MatrixRow
 from spec_decode.matrix.numbered import HOW_TO_READ, Notes, draft_lines, grouped, time_text, verdict_text
 from spec_decode.matrix.speed import Bar
@@ -16,7 +16,8 @@ _PROVENANCE = ("run", "what", "device", "driver", "CUDA", "torch", "triton", "py
 def to_markdown(matrix: Matrix) -> str:
     """Everything that the JSON holds but the evidence of each single case."""
     notes = Notes()
-    parts = ["# Compatibility", HOW_TO_READ, _legend()]
+    legend = _table(["status", "meaning"], [[status.value, status.meaning] for status in Status])
+    parts = ["# Compatibility", HOW_TO_READ, legend]
     for title, at in grouped(matrix.columns):
         columns = [matrix.columns[i] for i in at]
         rows = [
@@ -33,13 +34,9 @@ def to_markdown(matrix: Matrix) -> str:
     parts += _drafters(matrix)
     parts += _speed(matrix)
     if notes.all:
-        parts += ["## Reasons", "\n".join(_reason(number, text, repro) for number, text, repro in _numbered(notes))]
+        parts += ["## Reasons", "\n".join(_reason(number, note) for note, number in notes.all.items())]
     parts += ["## Provenance", _provenance(matrix)]
     return "\n\n".join(parts) + "\n"
-
-
-def _legend() -> str:
-    return _table(["status", "meaning"], [[status.value, status.meaning] for status in Status])
 
 
 def _who(row: MatrixRow) -> list[str]:
@@ -48,18 +45,13 @@ def _who(row: MatrixRow) -> list[str]:
 
 
 def _drafters(matrix: Matrix) -> list[str]:
-    if not matrix.drafters:
-        return []
     rows = []
     for row in matrix.drafters:
-        by_strategy = {cell.strategy: cell for cell in row.cells}
-        cells = [
-            "\n".join([cell.status.value, *draft_lines(cell)]) if (cell := by_strategy.get(strategy)) else "unknown"
-            for strategy in matrix.strategies
-        ]
-        run = f"run {row.cells[0].run + 1}"
-        rows.append([row.draft, f"{row.backend}\n{row.dtype}", f"{row.device} ({run})", *cells])
-    return ["## Drafters", _table(["draft model", "backend", "device", *matrix.strategies], rows)]
+        cells = ["\n".join(draft_lines(cell)) for cell in row.in_order(matrix.strategies)]
+        where = f"{row.device} (run {row.cells[0].run + 1})"
+        rows.append([row.draft, f"{row.backend}\n{row.dtype}", where, *cells])
+    header = ["draft model", "backend", "device", *matrix.strategies]
+    return ["## Drafters", _table(header, rows)] if rows else []
 
 
 def _speed(matrix: Matrix) -> list[str]:
@@ -67,10 +59,8 @@ def _speed(matrix: Matrix) -> list[str]:
     for section in matrix.speed:
         rows = [[panel.title, *_timing(bar), f"run {bar.run + 1}"] for panel in section.panels for bar in panel.bars]
         header = ["shape", "what", f"{section.quantity}: p50 [p20 to p80]", "floor", "limit", "run"]
-        parts += [
-            f"### {markdown(', '.join(filter(None, [section.title, section.spec, section.device])))}",
-            _table(header, rows),
-        ]
+        title = ", ".join(filter(None, [section.title, section.spec, section.device]))
+        parts += [f"### {markdown(title)}", _table(header, rows)]
     return ["## Speed", *parts] if parts else []
 
 
@@ -79,12 +69,8 @@ def _timing(bar: Bar) -> list[str]:
     return [what, time_text(bar), "" if bar.floor is None else f"{bar.floor:.4g}", verdict_text(bar)]
 
 
-def _numbered(notes: Notes) -> Iterable[tuple[int, str, str]]:
-    return ((number, note_text(note), note.repro) for note, number in notes.all.items())
-
-
-def _reason(number: int, text: str, repro: str) -> str:
-    return f"{number}. {markdown(text)}{f'<br>{markdown_code(repro)}' if repro else ''}"
+def _reason(number: int, note: Note) -> str:
+    return f"{number}. {markdown(note_text(note))}{f'<br>{markdown_code(note.repro)}' if note.repro else ''}"
 
 
 def _provenance(matrix: Matrix) -> str:
@@ -94,9 +80,8 @@ def _provenance(matrix: Matrix) -> str:
         software = [env.driver or "none", env.cuda or "none", env.torch, env.triton, env.python, env.platform]
         rows.append([str(number), run.subject, env.device, *software, run.commit, env.date])
     commands = [f"{number}. {markdown_code(run.command)}" for number, run in enumerate(matrix.runs, 1) if run.command]
-    return "\n\n".join(
-        [_table(_PROVENANCE, rows), *(["The commands of these runs:", "\n".join(commands)] if commands else [])]
-    )
+    repeat = ["The commands of these runs:", "\n".join(commands)] if commands else []
+    return "\n\n".join([_table(_PROVENANCE, rows), *repeat])
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatch
+from itertools import chain
 
 import msgspec
 
@@ -64,14 +65,17 @@ def build_matrix(
     another version is marked stale.
     """
     runs = Runs()
-    wanted = [tag for report in reports for tag in _tags(report) if not tags or any(fnmatch(tag, p) for p in tags)]
-    columns = columns_of(wanted)
+    known = {tag for report in reports for tag in chain(report.claims, *map(_tags_of, report.results))}
+    columns = columns_of(tag for tag in known if not tags or any(fnmatch(tag, pattern) for pattern in tags))
     groups: dict[tuple[str, str, str], list[Report]] = {}
+    newest: dict[tuple[str, str], Report] = {}
     for report in sorted(reports, key=lambda report: report.env.date, reverse=True):
         groups.setdefault((report.env.device, report.backend, report.version), []).append(report)
-    ordered = sorted(groups.items(), key=lambda item: (item[1][0].env.cuda is None, *item[0][:2]))
-    newest = _newest_versions(groups)
-    rows = [_row(key, group, columns, runs, _stale(key, group, newest, current or {})) for key, group in ordered]
+        newest.setdefault((report.env.device, report.backend), report)
+    rows = []
+    for key, group in sorted(groups.items(), key=lambda item: (item[1][0].env.cuda is None, *item[0][:2])):
+        stale = _stale(group[0], newest[key[:2]], (current or {}).get(group[0].backend))
+        rows.append(_row(group, columns, runs, stale))
     drafters = draft_rows(agreements, timings, runs)
     return Matrix(
         columns=columns,
@@ -83,38 +87,23 @@ def build_matrix(
     )
 
 
-def _tags(report: Report) -> Iterable[str]:
-    yield from report.claims
-    for result in report.results:
-        yield from _tags_of(result)
-
-
 def _tags_of(result: Result) -> tuple[str, ...]:
     """Its tags; one that has none, as another kit may make them, counts for its family, so that none is lost."""
     return result.tags or (f"family:{result.family}",)
 
 
-def _row(
-    key: tuple[str, str, str],
-    reports: Sequence[Report],
-    columns: Sequence[Column],
-    runs: Runs,
-    stale: tuple[str, ...],
-) -> MatrixRow:
-    device, backend, version = key
-    numbers = [runs.of_report(report) for report in reports]
-    by_tag = [_by_tag(report.results) for report in reports]
-    where = "cpu" if reports[0].env.cuda is None else "cuda"
+def _row(reports: Sequence[Report], columns: Sequence[Column], runs: Runs, stale: tuple[str, ...]) -> MatrixRow:
+    newest = reports[0]
+    seen = [(report, _by_tag(report.results), runs.of_report(report)) for report in reports]
+    where = "cpu" if newest.env.cuda is None else "cuda"
+    again = f"attn-backends matrix --run {newest.backend} --device {where} --tag"
     return MatrixRow(
-        backend=backend,
-        version=version,
-        device=device,
-        runs=tuple(numbers),
+        backend=newest.backend,
+        version=newest.version,
+        device=newest.env.device,
+        runs=tuple(run for _, _, run in seen),
         stale=stale,
-        cells=tuple(
-            _cell(column.tag, reports, by_tag, numbers, f"attn-backends matrix --run {backend} --device {where}")
-            for column in columns
-        ),
+        cells=tuple(_cell(column.tag, seen, f"{again} {column.tag}") for column in columns),
     )
 
 
@@ -126,54 +115,30 @@ def _by_tag(results: Iterable[Result]) -> dict[str, list[Result]]:
     return found
 
 
-def _cell(
-    tag: str,
-    reports: Sequence[Report],
-    by_tag: Sequence[dict[str, list[Result]]],
-    runs: Sequence[int],
-    command: str,
-) -> Cell:
+def _cell(tag: str, seen: Sequence[tuple[Report, dict[str, list[Result]], int]], repro: str) -> Cell:
     evidence = [
         evidence_of(results, _claim(report, tag), run)
-        for report, own, run in zip(reports, by_tag, runs, strict=True)
-        if (results := own.get(tag) or own.get(EVERYTHING))
+        for report, by_tag, run in seen
+        if (results := by_tag.get(tag) or by_tag.get(EVERYTHING))
     ]
-    claims = (_claim(report, tag) for report in reports)
-    claim = next((claim for claim in claims if claim is not None), None)
-    return Cell.of(claim, evidence, f"{command} --tag {tag}")
+    claims = (_claim(report, tag) for report, _, _ in seen)
+    return Cell.of(next(filter(None, claims), None), evidence, repro)
 
 
 def _claim(report: Report, tag: str) -> Claim | None:
     return report.claims.get(tag) or report.claims.get(EVERYTHING)
 
 
-def _newest_versions(groups: Mapping[tuple[str, str, str], Sequence[Report]]) -> dict[tuple[str, str], Report]:
-    newest: dict[tuple[str, str], Report] = {}
-    for (device, backend, _), reports in groups.items():
-        at = (device, backend)
-        if at not in newest or reports[0].env.date > newest[at].env.date:
-            newest[at] = reports[0]
-    return newest
-
-
-def _stale(
-    key: tuple[str, str, str],
-    reports: Sequence[Report],
-    newest: Mapping[tuple[str, str], Report],
-    current: Mapping[str, str],
-) -> tuple[str, ...]:
+def _stale(report: Report, later: Report, installed: str | None) -> tuple[str, ...]:
     """Why a row may no longer hold: another version was checked later, is installed, or the contract moved on."""
-    device, backend, version = key
     reasons = []
-    later = newest[device, backend]
-    if later.version != version:
+    if later.version != report.version:
         reasons.append(f"version {later.version} was checked on this device later, on {later.env.date[:10]}")
-    now = current.get(backend, version)
-    if now != version:
-        reasons.append(f"version {now} is installed now")
+    if installed not in (None, report.version):
+        reasons.append(f"version {installed} is installed now")
     contract = ".".join(map(str, CONTRACT_VERSION))
-    if reports[0].contract not in ("", contract):
-        reasons.append(f"it was checked against contract {reports[0].contract}, which is {contract} now")
+    if report.contract not in ("", contract):
+        reasons.append(f"it was checked against contract {report.contract}, which is {contract} now")
     return tuple(reasons)
 
 

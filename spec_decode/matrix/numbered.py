@@ -51,9 +51,11 @@ def grouped(columns: Sequence[Column]) -> list[tuple[str, list[int]]]:
     return [(title, list(indices)) for title, indices in found]
 
 
-def draft_lines(cell: DraftCell) -> list[str]:
-    """The lines of a drafter's cell: parity and kept tokens by shape, the first host time, or the refusal."""
-    lines = [
+def draft_lines(cell: DraftCell | None) -> list[str]:
+    """A drafter's cell: its status, parity and kept tokens by shape, the first host time, or the refusal."""
+    if cell is None:
+        return [Status.UNKNOWN.value]
+    lines = [cell.status.value] + [
         f"K {found.num_speculative_tokens}, T {found.temperature:g}: "
         f"{found.unlike_eager} of {found.prompts} prompts unlike eager"
         + (f", {found.unlike_plain} unlike plain decoding" if found.unlike_plain is not None else "")

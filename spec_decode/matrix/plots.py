@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import median_high
+
 import msgspec
 
 from spec_decode.matrix.numbered import time_text, verdict_text
@@ -33,10 +35,6 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     floor: float | None
     limit: float | None
 
-    @property
-    def missed(self) -> bool:
-        return self.bar.met is False
-
 
 class Plot(msgspec.Struct, frozen=True, kw_only=True):
     """A drawn panel. description: the same as text."""
@@ -60,11 +58,9 @@ def plot(panel: Panel, quantity: str) -> Plot:
 
 def _longest(panel: Panel) -> float:
     """Microseconds that the scale ends at."""
-    timed = [bar for bar in panel.bars if bar.us is not None]
-    medians = sorted(bar.us.p50 for bar in timed if bar.us)
-    most = _OUTLIER * medians[len(medians) // 2] if medians else 0.0
-    inside = [bar for bar in timed if bar.us and bar.us.p50 <= most]
-    return max((value for bar in inside if bar.us for value in (bar.us.p80, bar.floor or 0.0)), default=0.0)
+    timed = [(bar.us, bar.floor or 0.0) for bar in panel.bars if bar.us is not None]
+    most = _OUTLIER * median_high(us.p50 for us, _ in timed) if timed else 0.0
+    return max((max(us.p80, floor) for us, floor in timed if us.p50 <= most), default=0.0)
 
 
 def _mark(bar: Bar, y: float, scale: float) -> Mark:

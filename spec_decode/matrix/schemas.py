@@ -16,12 +16,7 @@ from spec_decode.matrix.model import SCHEMA as MATRIX
 from spec_decode.matrix.model import Matrix
 from spec_decode.matrix.sources import AGREEMENT_SCHEMA, TIMING_SCHEMA, Agreement, Timing
 
-_KINDS: dict[str, Any] = {
-    REPORT: Report,
-    MATRIX: Matrix,
-    AGREEMENT_SCHEMA: Agreement,
-    TIMING_SCHEMA: list[Timing],
-}
+_KINDS: dict[str, Any] = {REPORT: Report, MATRIX: Matrix, AGREEMENT_SCHEMA: Agreement, TIMING_SCHEMA: list[Timing]}
 
 
 def schemas() -> dict[str, bytes]:

@@ -49,11 +49,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     panels: tuple[Panel, ...]
 
 
-_QUANTITIES = {
-    "gpu_us": "GPU time, µs",
-    "host_us": "host time, µs",
-    "token_us": "time of a token of one request, µs",
-}
+_QUANTITIES = {"gpu_us": "GPU time, µs", "host_us": "host time, µs", "token_us": "time of a token of one request, µs"}
 _DRAFTS = {
     "llama3-8b-eagle": "Llama-3-8B's EAGLE",
     "qwen3-8b-eagle3": "Qwen3-8B's EAGLE-3",
@@ -127,10 +123,12 @@ def _section(case: str, device: str, quantity: str, spec: str, timings: Sequence
         spec=spec,
         device=device,
         quantity=_QUANTITIES[quantity],
-        panels=tuple(
-            Panel(title=_shape(*shape), bars=_bars(found, quantity, runs)) for shape, found in sorted(shapes.items())
-        ),
+        panels=tuple(_panel(_shape(*shape), found, quantity, runs) for shape, found in sorted(shapes.items())),
     )
+
+
+def _panel(title: str, timings: Sequence[Timing], quantity: str, runs: Runs) -> Panel:
+    return Panel(title=title, bars=tuple(_bar(each, _label(each, timings), quantity, runs) for each in timings))
 
 
 def _shape(tokens: int, num_reqs: int, context: int, spec: str) -> str:
@@ -139,10 +137,6 @@ def _shape(tokens: int, num_reqs: int, context: int, spec: str) -> str:
     parts += [f"{context:,} tokens each"] if context and not tokens else []
     parts += [spec] if spec else []
     return ", ".join(parts)
-
-
-def _bars(timings: Sequence[Timing], quantity: str, runs: Runs) -> tuple[Bar, ...]:
-    return tuple(_bar(timing, label, quantity, runs) for timing, label in zip(timings, _labels(timings), strict=True))
 
 
 def _bar(timing: Timing, label: str, quantity: str, runs: Runs) -> Bar:
@@ -160,23 +154,20 @@ def _bar(timing: Timing, label: str, quantity: str, runs: Runs) -> Bar:
     )
 
 
-def _labels(timings: Sequence[Timing]) -> list[str]:
-    """Each timing's backend, with what sets it apart from the panel's others of the same backend."""
-    labels = []
-    for timing in timings:
-        twins = [other for other in timings if (other.backend, other.peer) == (timing.backend, timing.peer)]
-        several = len({twin.strategy for twin in twins}) > 1 and timing.token_us is None
-        newest = max(twin.env.date for twin in twins if _identity(timing) == _identity(twin))
-        parts = [
-            timing.backend,
-            (timing.strategy or "") if several else "",
-            *_engine(timing),
-            f"{timing.num_groups}-groups" if timing.num_groups else "",
-            _differing_spec(timing, twins),
-            "(older)" if timing.env.date < newest else "",
-        ]
-        labels.append(" ".join(filter(None, parts)))
-    return labels
+def _label(timing: Timing, timings: Sequence[Timing]) -> str:
+    """The timing's backend, with what sets it apart from the panel's others of the same backend."""
+    twins = [other for other in timings if (other.backend, other.peer) == (timing.backend, timing.peer)]
+    several = len({twin.strategy for twin in twins}) > 1 and timing.token_us is None
+    newest = max(twin.env.date for twin in twins if _identity(timing) == _identity(twin))
+    parts = [
+        timing.backend,
+        (timing.strategy or "") if several else "",
+        *_engine(timing),
+        f"{timing.num_groups}-groups" if timing.num_groups else "",
+        _differing_spec(timing, twins),
+        "(older)" if timing.env.date < newest else "",
+    ]
+    return " ".join(filter(None, parts))
 
 
 def _engine(timing: Timing) -> list[str]:

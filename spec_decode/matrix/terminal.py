@@ -28,10 +28,8 @@ def to_table(matrix: Matrix) -> RenderableType:
     """A table for each group of columns, the drafters, the reasons by number, and where it all was seen."""
     notes = Notes()
     tables: list[RenderableType] = [_group(matrix, title, at, notes) for title, at in grouped(matrix.columns)]
-    if not tables:
-        tables = [_table("no evidence", ["backend"])]
-    if matrix.drafters:
-        tables.append(_drafters(matrix))
+    tables = tables or [_table("no evidence", ["backend"])]
+    tables += [_drafters(matrix)] if matrix.drafters else []
     tables += [_reasons(notes)] if notes.all else []
     tables += [_runs(matrix)] if matrix.runs else []
     return Group(*tables)
@@ -63,19 +61,14 @@ def _cell(cell: Cell, notes: Notes) -> Text:
 def _drafters(matrix: Matrix) -> Table:
     table = _table("Drafters: tokens kept a round, and host time a round", ["draft", "backend", *matrix.strategies])
     for row in matrix.drafters:
-        by_strategy = {cell.strategy: cell for cell in row.cells}
-        cells = [_draft_cell(by_strategy.get(strategy)) for strategy in matrix.strategies]
-        table.add_row(
-            Text(plain(row.draft)), Text(f"{plain(row.backend)}\n{plain(row.dtype)}, {plain(row.device)}"), *cells
-        )
+        where = Text(f"{plain(row.backend)}\n{plain(row.dtype)}, {plain(row.device)}")
+        table.add_row(Text(plain(row.draft)), where, *map(_draft_cell, row.in_order(matrix.strategies)))
     return table
 
 
 def _draft_cell(cell: DraftCell | None) -> Text:
-    if cell is None:
-        return Text("unknown", style="dim")
-    lines = [cell.status.value, *(plain(line) for line in draft_lines(cell))]
-    return Text("\n".join(lines), style=_STYLES.get(cell.status, ""))
+    style = _STYLES.get(cell.status if cell else Status.UNKNOWN, "")
+    return Text("\n".join(map(plain, draft_lines(cell))), style=style)
 
 
 def _reasons(notes: Notes) -> RenderableType:

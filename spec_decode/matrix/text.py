@@ -19,13 +19,13 @@ def plain_lines(text: str) -> list[str]:
     ]
 
 
+def _spelled(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
 def plain(text: object) -> str:
     """The same on one line."""
     return " ".join(plain_lines(str(text)))
-
-
-def _spelled(character: str) -> str:
-    return character.encode("unicode_escape").decode()
 
 
 def markdown(text: str) -> str:

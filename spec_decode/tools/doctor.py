@@ -22,16 +22,9 @@ from spec_decode.tools.soak.validated_rounds import validate_rounds
 from spec_decode.tools.specs import GQA, MLA, SPARSE
 
 _PACKAGES = (
-    "attn-backends",
-    "torch",
-    "triton",
-    "flashinfer-python",
-    "flash-attn-3",
-    "vllm",
-    "sgl-kernel",
-    "flash-mla",
-    "transformers",
-    "cuda-python",
+    *("attn-backends", "torch", "triton"),
+    *("flashinfer-python", "flash-attn-3", "vllm", "sgl-kernel", "flash-mla"),
+    *("transformers", "cuda-python"),
 )
 """Whatever may bring a kernel, a model or a graph's node."""
 
@@ -160,21 +153,18 @@ def _fa3_providers() -> Iterator[Finding]:
     asked = os.environ.get(PROVIDER_VARIABLE)
     chosen = False
     for kind in PROVIDERS:
+        finding = partial(Finding, "FlashAttention-3", kind.name)
         try:
             provider = load_provider(kind)
         except BrokenProvider as error:
-            yield Finding("FlashAttention-3", kind.name, FindingStatus.FAILED, str(error))
+            yield finding(FindingStatus.FAILED, str(error))
             continue
         if provider is None:
-            yield Finding(
-                "FlashAttention-3", kind.name, FindingStatus.ABSENT, f"no module {kind.module}: {kind.remedy}"
-            )
+            yield finding(FindingStatus.ABSENT, f"no module {kind.module}: {kind.remedy}")
             continue
         mine = asked == kind.name if asked else not chosen
         chosen = chosen or mine
-        yield Finding(
-            "FlashAttention-3", kind.name, FindingStatus.OK, f"{provider.version}{', in use' if mine else ''}"
-        )
+        yield finding(FindingStatus.OK, f"{provider.version}{', in use' if mine else ''}")
 
 
 def _backends(device: torch.device) -> Iterator[Finding]:
@@ -190,16 +180,12 @@ def _backends(device: torch.device) -> Iterator[Finding]:
 
 def _asked(name: str, backend: AttentionBackend, device: torch.device) -> Finding:
     try:
-        return _answer(name, backend, device)
+        verdicts = {asked: backend.supports(spec, device) for asked, spec in _SPECS.items()}
+        served = [asked for asked, verdict in verdicts.items() if isinstance(verdict, Accepted)]
+        reasons = {why for verdict in verdicts.values() if not isinstance(verdict, Accepted) for why in verdict.reasons}
+        detail = f"{backend.version}: {'; '.join(served) or '; '.join(sorted(reasons))}"
     except (Exception, SystemExit) as error:  # a plug-in may fail in any way when it is asked
         return Finding("backends", name, FindingStatus.FAILED, f"{type(error).__name__}: {error}")
-
-
-def _answer(name: str, backend: AttentionBackend, device: torch.device) -> Finding:
-    verdicts = {asked: backend.supports(spec, device) for asked, spec in _SPECS.items()}
-    served = [asked for asked, verdict in verdicts.items() if isinstance(verdict, Accepted)]
-    reasons = {why for verdict in verdicts.values() if not isinstance(verdict, Accepted) for why in verdict.reasons}
-    detail = f"{backend.version}: {'; '.join(served) or '; '.join(sorted(reasons))}"
     return Finding("backends", name, FindingStatus.OK if served else FindingStatus.REFUSED, detail)
 
 

@@ -34,7 +34,8 @@ def try_plug_ins(child: Sequence[str] = _CHILD, each: TimeLimit = _EACH) -> dict
     ends it, so that what this process may load has been loaded together. Without plug-ins nothing is started.
     """
     packages = {plug_in.name: plug_in.package for plug_in in registry.plug_ins()}
-    names = [name for name in packages if name not in _tried and not _had(name)]
+    had = [name for name in packages if registry.is_loaded(name) or registry.registered_here(name)]
+    names = [name for name in packages if name not in _tried and name not in had]
     while names and (ended := _load_isolated(names, child, each)):
         culprits, how = ended
         for name in culprits:
@@ -46,10 +47,6 @@ def try_plug_ins(child: Sequence[str] = _CHILD, each: TimeLimit = _EACH) -> dict
         names = [name for name in names if name not in culprits]
     _tried.update(dict.fromkeys(names, ""))
     return {name: _tried[name] for name in packages if _tried.get(name)}
-
-
-def _had(name: str) -> bool:
-    return registry.is_loaded(name) or registry.registered_here(name)
 
 
 def _load_isolated(names: Sequence[str], child: Sequence[str], each: TimeLimit) -> tuple[Sequence[str], str] | None:

@@ -13,13 +13,7 @@ GQA = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=16)
 MLA = AttentionSpec(num_q_heads=16, num_kv_heads=1, head_dim=576, value_dim=512, page_size=64, kind=AttentionKind.MLA)
 """DeepSeek-V3's on one of eight devices."""
 SPARSE = AttentionSpec(
-    num_q_heads=64,
-    num_kv_heads=1,
-    head_dim=512,
-    page_size=64,
-    sliding_window=128,
-    sinks=True,
-    kind=AttentionKind.MLA,
+    num_q_heads=64, num_kv_heads=1, head_dim=512, page_size=64, sliding_window=128, sinks=True, kind=AttentionKind.MLA
 )
 """DeepSeek-V4's."""
 FP8_DS_MLA = replace(SPARSE, kv_dtype=torch.float8_e4m3fn)

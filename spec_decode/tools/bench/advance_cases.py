@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from itertools import product
 
 import torch
@@ -39,39 +40,30 @@ def step_rows(bench: Bench) -> Iterator[BenchRow]:
     """FlashInfer's advance and attention together, planned on the device in each step and on the host once a round."""
     for name in ("flashinfer", "flashinfer-horizon"):
         with bench.noting(f"step/{name}"):
-            backend = get(name) if name == "flashinfer" else _horizon_backend()
+            if name == "flashinfer":
+                backend = get(name)
+            else:
+                from spec_decode.tools.bench.flashinfer_plans import FlashInferHorizon
+
+                backend = FlashInferHorizon()
             for num_reqs, context in product(_NUM_REQS, (1024, 8192)):
                 yield _step_row(bench, backend, num_reqs, context)
 
 
 def _shared_rows(bench: Bench) -> Iterator[BenchRow]:
-    for num_groups in (1, 4):
-        for num_reqs in (1, 32, 256):
-            tables = RequestTables(
-                page_sizes=[_PAGE] * num_groups,
-                num_pages=[num_reqs * 64] * num_groups,
-                max_reqs=num_reqs,
-                max_seq_len=1024,
-                device=bench.device,
-            )
-            pages = [list(range(r * 64, r * 64 + 64)) for r in range(num_reqs)]
-            tables.load([pages] * num_groups, [1024] * num_reqs)
-            buffers = BatchBuffers(tables, max_tokens=num_reqs)
-            buffers.load([1] * num_reqs, [300] * num_reqs)
-            row = {
-                "case": "advance",
-                "backend": "shared",
-                "num_groups": num_groups,
-                "num_reqs": num_reqs,
-                "context": 300,
-                "gpu_us": time_kernels(_advance_of(buffers, num_reqs)),
-                "kernels_per_step": 1,
-            }
-            yield with_limits(row, _ADVANCE)
-
-
-def _advance_of(buffers: BatchBuffers, num_reqs: int) -> Callable[[], None]:
-    return lambda: advance_shared_state(buffers, num_reqs)
+    for num_groups, num_reqs in product((1, 4), (1, 32, 256)):
+        sizes, counts = [_PAGE] * num_groups, [num_reqs * 64] * num_groups
+        tables = RequestTables(
+            page_sizes=sizes, num_pages=counts, max_reqs=num_reqs, max_seq_len=1024, device=bench.device
+        )
+        pages = [list(range(r * 64, r * 64 + 64)) for r in range(num_reqs)]
+        tables.load([pages] * num_groups, [1024] * num_reqs)
+        buffers = BatchBuffers(tables, max_tokens=num_reqs)
+        buffers.load([1] * num_reqs, [300] * num_reqs)
+        gpu_us = time_kernels(partial(advance_shared_state, buffers, num_reqs))
+        shape = {"num_groups": num_groups, "num_reqs": num_reqs, "context": 300}
+        row = {"case": "advance", "backend": "shared", **shape, "gpu_us": gpu_us, "kernels_per_step": 1}
+        yield with_limits(row, _ADVANCE)
 
 
 def _builder_row(bench: Bench, backend: AttentionBackend, spec: AttentionSpec, num_reqs: int) -> BenchRow:
@@ -84,11 +76,8 @@ def _builder_row(bench: Bench, backend: AttentionBackend, spec: AttentionSpec, n
 
     advance()
     kernels = kernels_in(advance)
-    row = {
-        **_labels("advance", backend, fixture),
-        "gpu_us": time_kernels(advance) if kernels else None,
-        "kernels_per_step": kernels,
-    }
+    gpu_us = time_kernels(advance) if kernels else None
+    row = {**fixture.labels("advance", backend.name), "gpu_us": gpu_us, "kernels_per_step": kernels}
     if backend.name == "torch_reference":  # the specification is written to be read
         return row
     if not kernels:
@@ -101,22 +90,17 @@ def _horizon_row(bench: Bench, num_reqs: int) -> BenchRow:
     from spec_decode.tools.bench.flashinfer_plans import FlashInferHorizon, HorizonBuilder
 
     fixture = DecodeFixture(GQA, num_reqs, _CONTEXT, bench.device, horizon=_HORIZON)
-    builder = fixture.builder(FlashInferHorizon())
+    backend = FlashInferHorizon()
+    builder = fixture.builder(backend)
     assert isinstance(builder, HorizonBuilder)
     metadata = builder.build(fixture.batch)
     row = {
-        **_labels("advance", FlashInferHorizon(), fixture),
+        **fixture.labels("advance", backend.name),
         "gpu_us": time_kernels(lambda: builder.advance(metadata)),
         "host_us": time_call(lambda: builder.plan(metadata), bench.device).host_us,
         "kernels_per_step": kernels_in(lambda: builder.advance(metadata)),
     }
     return with_limits(row, _ONE_KERNEL, _ADVANCE)
-
-
-def _horizon_backend() -> AttentionBackend:
-    from spec_decode.tools.bench.flashinfer_plans import FlashInferHorizon
-
-    return FlashInferHorizon()
 
 
 def _step_row(bench: Bench, backend: AttentionBackend, num_reqs: int, context: int) -> BenchRow:
@@ -131,18 +115,8 @@ def _step_row(bench: Bench, backend: AttentionBackend, num_reqs: int, context: i
     caches = fixture.cold_caches(backend)
     step(caches[0])
     return {
-        **_labels("step", backend, fixture),
+        **fixture.labels("step", backend.name),
         "gpu_us": time_attention(step, caches),
         "kernels_per_step": kernels_in(lambda: step(caches[0])),
         "floor_us": bench.floor_us(fixture.kv_bytes),
-    }
-
-
-def _labels(case: str, backend: AttentionBackend, fixture: DecodeFixture) -> BenchRow:
-    return {
-        "case": case,
-        "backend": backend.name,
-        "spec": fixture.spec.describe(),
-        "num_reqs": fixture.num_reqs,
-        "context": fixture.context,
     }

@@ -117,13 +117,6 @@ def comparison_rows(
 
 def _row(bench: Bench, comparison: PeerComparison, fixture: DecodeFixture, name: str, gpu_us: Quantiles) -> BenchRow:
     floor = bench.floor_us(fixture.kv_bytes) if comparison.cold else None
-    return {
-        "case": comparison.case,
-        "backend": name,
-        "spec": fixture.spec.describe(),
-        "num_reqs": fixture.num_reqs,
-        "context": fixture.context,
-        "gpu_us": gpu_us,
-        "floor_us": floor,
-        "share_of_bandwidth": floor and round(floor / gpu_us["p50"], 4),
-    }
+    share = floor and round(floor / gpu_us["p50"], 4)
+    labels = fixture.labels(comparison.case, name)
+    return {**labels, "gpu_us": gpu_us, "floor_us": floor, "share_of_bandwidth": share}

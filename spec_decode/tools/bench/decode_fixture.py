@@ -12,6 +12,7 @@ from attn_backends import AttentionBackend, KVCache
 from attn_backends.kernels.fp8_ds_mla import TOKEN_BYTES
 from builders import AttentionKind, AttentionSpec, BatchBuffers, MetadataBuilder, RequestTables
 from spec_decode.tools.bench.measure import Quantiles, time_kernels
+from spec_decode.tools.bench.rows import BenchRow
 
 AttentionCall = Callable[[KVCache], torch.Tensor]
 """Attention of a fixture's query over one of its caches."""
@@ -52,15 +53,15 @@ class DecodeFixture:
         seen = min(self.context, self.spec.sliding_window or self.context)
         return self.num_reqs * seen * token_bytes(self.spec)
 
+    def labels(self, case: str, backend: str) -> BenchRow:
+        """The columns that say what a row is of."""
+        shape = {"num_reqs": self.num_reqs, "context": self.context}
+        return {"case": case, "backend": backend, "spec": self.spec.describe(), **shape}
+
     def builder(self, backend: AttentionBackend) -> MetadataBuilder[Any]:
         """A builder of the backend for this batch."""
-        return backend.builder(
-            self.spec,
-            self.device,
-            max_reqs=self.num_reqs,
-            max_tokens=self.num_reqs,
-            max_seq_len=self.tables.max_seq_len,
-        )
+        most, longest = self.num_reqs, self.tables.max_seq_len
+        return backend.builder(self.spec, self.device, max_reqs=most, max_tokens=most, max_seq_len=longest)
 
     def attention_by(self, backend: AttentionBackend) -> AttentionCall:
         """The backend's attention, with metadata built for the batch as it is."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -16,34 +18,25 @@ from spec_decode.tools.bench.rows import Bench, BenchRow
 
 
 def _config(hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, vocab: int) -> ModelConfig:
-    return ModelConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_layers=1,
-        num_q_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        max_positions=2048,
-    )
+    widths: dict[str, Any] = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": intermediate}
+    attention: dict[str, Any] = {"num_q_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
+    return ModelConfig(num_layers=1, max_positions=2048, **widths, **attention)
 
 
+_1024 = DrafterCase(
+    description="a drafter of hidden size 1024, 32k vocabulary",
+    config=_config(1024, 2816, 8, 2, 128, 32000),
+    dtype=torch.bfloat16,
+    num_reqs=(1, 32),
+    num_speculative_tokens=(4, 7),
+    context=1024,
+)
 DRAFTERS = {
-    "drafter-1024": DrafterCase(
-        description="a drafter of hidden size 1024, 32k vocabulary",
-        config=_config(1024, 2816, 8, 2, 128, 32000),
-        dtype=torch.bfloat16,
-        num_reqs=(1, 32),
-        num_speculative_tokens=(4, 7),
-        context=1024,
-    ),
-    "drafter-llama3-8b": DrafterCase(
+    "drafter-1024": _1024,
+    "drafter-llama3-8b": replace(
+        _1024,
         description="the shape of Llama-3-8B's EAGLE draft: hidden size 4096, 128k vocabulary",
         config=_config(4096, 14336, 32, 8, 128, 128256),
-        dtype=torch.bfloat16,
-        num_reqs=(1, 32),
-        num_speculative_tokens=(4, 7),
-        context=1024,
     ),
     "drafter-tiny": DrafterCase(
         description="a drafter small enough for the CPU's emulator",

@@ -62,29 +62,26 @@ def _gpu_us(call: Callable[[], object], prepare: Callable[[], object], host_us: 
     samples = []
     for _ in range(_REPEATS // 2):
         prepare()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(int(2 * host_us * _CYCLES_A_MICROSECOND))
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        samples.append(begin.elapsed_time(end) * 1e3)
+        samples.append(_elapsed_us(call))
     return quantiles(samples)
+
+
+def _elapsed_us(call: Callable[[], object]) -> float:
+    """GPU microseconds from the first to the last work of a call."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3
 
 
 def time_kernels(launch: Callable[[], object], *, calls: int = 50) -> Quantiles:
     """GPU microseconds of one launch, from graph replays of many, so that launch gaps do not count."""
     launch()
     graph = runtime_for(torch.device("cuda")).capture(lambda: [launch() for _ in range(calls)])
-    samples = []
-    for _ in range(_REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        samples.append(begin.elapsed_time(end) * 1e3 / calls)
-    return quantiles(samples)
+    return quantiles([_elapsed_us(graph.replay) / calls for _ in range(_REPEATS)])
 
 
 def kernels_in(call: Callable[[], object]) -> int:

@@ -17,19 +17,11 @@ def flashinfer_decode(fixture: DecodeFixture) -> AttentionCall:
     spec = fixture.spec
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_workspace(fixture), "NHD", use_tensor_cores=True)
     indptr, pages = _pages(fixture)
-    last_page_len = fixture.context - (len(pages) // fixture.num_reqs - 1) * spec.page_size
-    wrapper.plan(
-        indptr,
-        pages,
-        torch.full((fixture.num_reqs,), last_page_len, dtype=torch.int32),
-        spec.num_q_heads,
-        spec.num_kv_heads,
-        spec.head_dim,
-        spec.page_size,
-        sm_scale=spec.softmax_scale,
-        q_data_type=spec.dtype,
-        kv_data_type=spec.cache_dtype,
-    )
+    last = fixture.context - (len(pages) // fixture.num_reqs - 1) * spec.page_size
+    last_page_len = torch.full((fixture.num_reqs,), last, dtype=torch.int32)
+    sizes = spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.page_size
+    numbers = {"sm_scale": spec.softmax_scale, "q_data_type": spec.dtype, "kv_data_type": spec.cache_dtype}
+    wrapper.plan(indptr, pages, last_page_len, *sizes, **numbers)
     return lambda cache: wrapper.run(fixture.query, (cache.key, cache.value))
 
 
@@ -40,20 +32,11 @@ def flashinfer_mla(fixture: DecodeFixture) -> AttentionCall:
     spec, dim = fixture.spec, fixture.spec.out_dim
     wrapper = BatchMLAPagedAttentionWrapper(_workspace(fixture), backend="fa3")
     indptr, pages = _pages(fixture)
-    wrapper.plan(
-        torch.arange(fixture.num_reqs + 1, dtype=torch.int32),
-        indptr,
-        pages,
-        torch.full((fixture.num_reqs,), fixture.context, dtype=torch.int32),
-        spec.num_q_heads,
-        dim,
-        spec.head_dim - dim,
-        spec.page_size,
-        False,  # one query token sees all that is cached: nothing to mask
-        spec.softmax_scale,
-        spec.dtype,
-        spec.cache_dtype,
-    )
+    queries = torch.arange(fixture.num_reqs + 1, dtype=torch.int32)
+    lens = torch.full((fixture.num_reqs,), fixture.context, dtype=torch.int32)
+    sizes = spec.num_q_heads, dim, spec.head_dim - dim, spec.page_size
+    causal = False  # one query token sees all that is cached: nothing to mask
+    wrapper.plan(queries, indptr, pages, lens, *sizes, causal, spec.softmax_scale, spec.dtype, spec.cache_dtype)
     query = fixture.query[..., :dim], fixture.query[..., dim:]
     return lambda cache: wrapper.run(*query, cache.latents[..., :dim], cache.latents[..., dim:])
 

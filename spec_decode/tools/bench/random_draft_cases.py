@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 from attn_backends import get
@@ -19,21 +19,10 @@ from spec_decode.tools.bench.rows import Bench, BenchLimit, BenchRow, with_limit
 _CONTEXT = 1024
 _NUM_REQS = (1, 4, 16, 32)
 _K = (3, 7)
-_FLOOR = {
-    ("llama3-8b-eagle", 1): BenchLimit("floor_ratio", 1.12),
-    ("eagle-1024", 1): BenchLimit("floor_ratio", 2.0),
-}
+_FLOOR = {("llama3-8b-eagle", 1): BenchLimit("floor_ratio", 1.12), ("eagle-1024", 1): BenchLimit("floor_ratio", 2.0)}
 """What a round may take of the time to move its bytes once, by draft and number of requests."""
 _LOOP = BenchLimit("loop_us", 4)
 """GPU time that a step of the device loop may take over one of the full loop."""
-
-
-@dataclass(frozen=True, slots=True)
-class _TimedRound:
-    """A round, and which of its parts are timed."""
-
-    run: RoundConfig
-    parts: tuple[str, ...]
 
 
 def random_draft_rows(bench: Bench, name: str) -> Iterator[BenchRow]:
@@ -41,12 +30,13 @@ def random_draft_rows(bench: Bench, name: str) -> Iterator[BenchRow]:
     case = RANDOM_DRAFTS[name]
     with bench.noting(name):
         model = case.make(bench.device)
-        shape = _shape(case, model)
+        (group,) = model.layer_groups(case.page_size)
+        shape = DraftShape(spec=group.spec, context=_CONTEXT, weight_bytes=partial(weight_bytes, model))
         with bench.noting(name, at="graphs for K 1 to 8"):
             yield from _graph_set_rows(bench, name, shape, model)
         unrolled: dict[tuple[int, int], float] = {}
-        for timed in _rounds(case):
-            run, names = timed.run, {part: f"{name}/{part}" for part in timed.parts}
+        for run, parts in _rounds(case):
+            names = {part: f"{name}/{part}" for part in parts}
             at = f"{run.backend.name}, {run.strategy.value}, K {run.num_speculative_tokens}, {run.num_reqs} requests"
             with bench.noting(name, at=at):
                 for row in time_round(bench, shape, model, run, names):
@@ -85,13 +75,8 @@ def _graph_set_rows(bench: Bench, name: str, shape: DraftShape, model: DraftMode
             graphs += drafter.graphs.reports
         taken[strategy] = sum(graph.seconds for graph in graphs), sum(graph.bytes for graph in graphs)
         seconds, num_bytes = taken[strategy]
-        row: BenchRow = {
-            "case": f"{name}/graphs for K 1 to 8",
-            "backend": backend.name,
-            "spec": shape.spec.describe(),
-            "strategy": strategy.value,
-            "num_reqs": 1,
-            "context": shape.context,
+        row = {
+            **shape.labels(f"{name}/graphs for K 1 to 8", RoundConfig(backend, strategy, k, 1)),
             "capture_seconds": round(seconds, 4),
             "graph_bytes": num_bytes,
         }
@@ -103,24 +88,18 @@ def _graph_set_rows(bench: Bench, name: str, shape: DraftShape, model: DraftMode
         yield row
 
 
-def _shape(case: RandomDraft, model: DraftModel) -> DraftShape:
-    (group,) = model.layer_groups(case.page_size)
-    return DraftShape(spec=group.spec, context=_CONTEXT, weight_bytes=lambda num_reqs: weight_bytes(model, num_reqs))
-
-
-def _rounds(case: RandomDraft) -> Iterator[_TimedRound]:
+def _rounds(case: RandomDraft) -> Iterator[tuple[RoundConfig, tuple[str, ...]]]:
+    """The rounds, each with those of its parts that are timed."""
     first, *others = [get(name) for name in case.backends]
     for k, num_reqs in product(_K, _NUM_REQS):
         for strategy in (Strategy.FULL_LOOP, Strategy.DEVICE_LOOP):
-            yield _TimedRound(RoundConfig(first, strategy, k, num_reqs), (WHOLE, STEPS))
-        yield _TimedRound(RoundConfig(first, Strategy.FULL_LOOP, k, num_reqs, 1.0), (WHOLE,))
+            yield RoundConfig(first, strategy, k, num_reqs), (WHOLE, STEPS)
+        yield RoundConfig(first, Strategy.FULL_LOOP, k, num_reqs, 1.0), (WHOLE,)
     for num_reqs in dict.fromkeys((_NUM_REQS[0], _NUM_REQS[-1])):
-        yield _TimedRound(RoundConfig(first, Strategy.PER_STEP, _K[-1], num_reqs), (WHOLE,))
-        yield _TimedRound(RoundConfig(first, Strategy.EAGER, _K[-1], num_reqs), (WHOLE,))
-        if first.name == "triton_paged":
-            yield _TimedRound(RoundConfig(Rebuilt(), Strategy.PER_STEP, _K[-1], num_reqs), (WHOLE,))
-        for backend in others:
-            yield _TimedRound(RoundConfig(backend, Strategy.FULL_LOOP, _K[-1], num_reqs), (WHOLE,))
+        ways = [(first, Strategy.PER_STEP), (first, Strategy.EAGER)]
+        ways += [(Rebuilt(), Strategy.PER_STEP)] if first.name == "triton_paged" else []
+        for backend, strategy in (*ways, *((other, Strategy.FULL_LOOP) for other in others)):
+            yield RoundConfig(backend, strategy, _K[-1], num_reqs), (WHOLE,)
 
 
 def weight_bytes(model: DraftModel, num_reqs: int) -> float:

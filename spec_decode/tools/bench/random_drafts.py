@@ -9,17 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from spec_decode.models import (
-    Attention,
-    DraftModel,
-    LayerGroup,
-    TargetModel,
-    TargetStates,
-    deepseek_v4,
-    eagle,
-    eagle3,
-    mtp,
-)
+from spec_decode.models import deepseek_v4, eagle, eagle3, mtp
+from spec_decode.models.attention import Attention
+from spec_decode.models.base import DraftModel, LayerGroup, TargetModel, TargetStates
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.kernels.skinny_linear import linear
 

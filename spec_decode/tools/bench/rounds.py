@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -58,6 +58,11 @@ class DraftShape:
         seen = min(self.context, self.spec.sliding_window or self.context)
         return self.weight_bytes(num_reqs) + num_reqs * seen * token_bytes(self.spec)
 
+    def labels(self, case: str, run: RoundConfig) -> BenchRow:
+        """The columns that say what a row is of."""
+        shape = {"spec": self.spec.describe(), "num_reqs": run.num_reqs, "context": self.context}
+        return {"case": case, "backend": run.backend.name, "strategy": run.strategy.value, **shape}
+
 
 @dataclass(frozen=True, slots=True)
 class RoundConfig:
@@ -91,25 +96,13 @@ def time_round(
 ) -> Iterator[BenchRow]:
     """A row for each part that `names` gives a case name to, with the time and memory of its graphs."""
     drafter, verified = make_drafter(shape, model, run, bench.device)
-
-    def with_copies() -> None:
-        drafter.propose(verified)
-
-    def whole() -> None:
-        drafter.propose()
-
-    def step_0() -> None:
-        drafter.run_extend(run.num_reqs)
-
-    def later_steps() -> None:
-        drafter.run_steps(run.num_reqs)
-
-    with_copies()
-    # Later steps advance the shared state: an untimed step 0 restores it before each.
-    parts = {
-        WHOLE: (whole, run.num_speculative_tokens, lambda: None),
-        COPIES: (with_copies, run.num_speculative_tokens, lambda: None),
-        STEPS: (later_steps, run.num_speculative_tokens - 1, step_0),
+    drafter.propose(verified)
+    k, num_reqs = run.num_speculative_tokens, run.num_reqs
+    parts: dict[str, tuple[Callable[[], object], int, Callable[[], object]]] = {
+        WHOLE: (drafter.propose, k, lambda: None),
+        COPIES: (lambda: drafter.propose(verified), k, lambda: None),
+        # Later steps advance the shared state: an untimed step 0 restores it before each.
+        STEPS: (lambda: drafter.run_steps(num_reqs), k - 1, lambda: drafter.run_extend(num_reqs)),
     }
     for part, name in names.items():
         call, passes, prepare = parts[part]
@@ -117,18 +110,11 @@ def time_round(
         # A temperature changes no kernel, and counting them takes longer than timing.
         kernels = kernels_in(call) / passes if bench.on_cuda and not run.temperature else None
         timing = time_call(call, bench.device, prepare=prepare)
-        floor = bench.floor_us(passes * shape.step_bytes(run.num_reqs))
+        floor = bench.floor_us(passes * shape.step_bytes(num_reqs))
         yield {
-            "case": name,
-            "backend": run.backend.name,
-            "spec": shape.spec.describe(),
-            "strategy": run.strategy.value,
-            "num_reqs": run.num_reqs,
-            "num_speculative_tokens": run.num_speculative_tokens,
-            "context": shape.context,
-            "wall_us": timing.wall_us,
-            "host_us": timing.host_us,
-            "gpu_us": timing.gpu_us,
+            **shape.labels(name, run),
+            "num_speculative_tokens": k,
+            **asdict(timing),
             "kernels_per_step": kernels and round(kernels, 2),
             "floor_us": floor,
             "temperature": run.temperature,

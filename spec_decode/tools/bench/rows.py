@@ -15,21 +15,9 @@ from builders import AdvanceLevel, AttentionSpec
 
 BenchRow = dict[str, Any]
 
-COLUMNS = (
-    "case",
-    "backend",
-    "peer",
-    "spec",
-    "strategy",
-    "num_reqs",
-    "num_speculative_tokens",
-    "context",
-    "wall_us",
-    "host_us",
-    "gpu_us",
-    "kernels_per_step",
-    "floor_us",
-    "limits",
+_COLUMNS = (
+    *("case", "backend", "peer", "spec", "strategy", "num_reqs", "num_speculative_tokens", "context"),
+    *("wall_us", "host_us", "gpu_us", "kernels_per_step", "floor_us", "limits"),
 )
 """Of every row; what a case does not measure is null. A case may add its own."""
 
@@ -114,7 +102,7 @@ def verdict(row: BenchRow) -> tuple[str, bool | None]:
 
 def complete(row: BenchRow) -> BenchRow:
     """The row with every column."""
-    return {**dict.fromkeys(COLUMNS), "peer": False, "limits": [], **row}
+    return {**dict.fromkeys(_COLUMNS), "peer": False, "limits": [], **row}
 
 
 def serving(

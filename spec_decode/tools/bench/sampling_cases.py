@@ -13,25 +13,10 @@ from itertools import product
 import torch
 
 from spec_decode.sampling import SamplingParams
+from spec_decode.tools.bench import sampling_methods as by
 from spec_decode.tools.bench.measure import time_call, time_kernels
 from spec_decode.tools.bench.rows import Bench, BenchRow
-from spec_decode.tools.bench.sampling_methods import (
-    SamplingFixture,
-    SamplingMethod,
-    TimedCall,
-    both_renorm,
-    from_logits,
-    from_probs,
-    from_restricted,
-    mask_renorm,
-    our_draft,
-    our_logits,
-    our_probs,
-    our_target,
-    top_k_mask,
-    top_p_renorm,
-    torch_argmax,
-)
+from spec_decode.tools.bench.sampling_methods import SamplingFixture, SamplingMethod, TimedCall
 
 NAME = "sampling"
 _SHAPES = ((32_000, 151_936), (1, 4, 32, 256))
@@ -119,19 +104,19 @@ _BOTH = SamplingParams(temperature=1.0, top_k=50, top_p=0.9)
 _TOP_K, _TOP_P = replace(_BOTH, top_p=1.0), replace(_BOTH, top_k=0)
 _FREE, _GREEDY = SamplingParams(temperature=1.0), SamplingParams()
 _KINDS = ("peaked", "flat")
-_LOGITS, _PROBS = ("restrict_logits", our_logits), ("restrict_logits, softmax", our_probs)
-_DRAFT, _TARGET = ("sample_draft", our_draft), ("sample_target", our_target)
-_DRAWS: dict[str, SamplingMethod] = {"sampling_from_logits": from_logits, "softmax, sampling_from_probs": from_probs}
-_RESTRICTED_DRAW: dict[str, SamplingMethod] = {"softmax, top_k_top_p_sampling_from_probs": from_restricted}
-_BOTH_RENORM: dict[str, SamplingMethod] = {
-    "softmax, top_k_renorm_probs, top_p_renorm_probs": both_renorm,
-    "top_k_mask_logits, softmax, top_p_renorm_probs": mask_renorm,
+_LOGITS, _PROBS = ("restrict_logits", by.our_logits), ("restrict_logits, softmax", by.our_probs)
+_DRAFT, _TARGET = ("sample_draft", by.our_draft), ("sample_target", by.our_target)
+_DRAWS = {"sampling_from_logits": by.from_logits, "softmax, sampling_from_probs": by.from_probs}
+_RESTRICTED_DRAW = {"softmax, top_k_top_p_sampling_from_probs": by.from_restricted}
+_BOTH_RENORM = {
+    "softmax, top_k_renorm_probs, top_p_renorm_probs": by.both_renorm,
+    "top_k_mask_logits, softmax, top_p_renorm_probs": by.mask_renorm,
 }
 
 COMPARISONS = (
-    SamplingComparison("top-k", "logits", _LOGITS, {"top_k_mask_logits": top_k_mask}, _TOP_K, check_logits, _KINDS),
+    SamplingComparison("top-k", "logits", _LOGITS, {"top_k_mask_logits": by.top_k_mask}, _TOP_K, check_logits, _KINDS),
     SamplingComparison(
-        "top-p", "probabilities", _PROBS, {"softmax, top_p_renorm_probs": top_p_renorm}, _TOP_P, check_probs, _KINDS
+        "top-p", "probabilities", _PROBS, {"softmax, top_p_renorm_probs": by.top_p_renorm}, _TOP_P, check_probs, _KINDS
     ),
     SamplingComparison("top-k and top-p", "probabilities", _PROBS, _BOTH_RENORM, _BOTH, check_probs, _KINDS),
     SamplingComparison("draw a draft token", "tokens", _DRAFT, _DRAWS, _FREE, check_tokens, draws=True),
@@ -139,7 +124,7 @@ COMPARISONS = (
     SamplingComparison(
         "draw a restricted target token", "tokens", _TARGET, _RESTRICTED_DRAW, _BOTH, check_tokens, draws=True
     ),
-    SamplingComparison("argmax", "tokens", _DRAFT, {"torch.argmax": torch_argmax}, _GREEDY, check_argmax),
+    SamplingComparison("argmax", "tokens", _DRAFT, {"torch.argmax": by.torch_argmax}, _GREEDY, check_argmax),
 )
 
 
@@ -157,7 +142,7 @@ def comparison_rows(
     """A row of ours, with its time over the best peer's, and one of each peer that is there and right."""
     fixture = SamplingFixture.make(kind, rows, vocab, comparison.params, bench.device)
     ours = _timed(bench, comparison, fixture, *comparison.ours)
-    timed = (_timed(bench, comparison, fixture, *peer, peer=True) for peer in comparison.peers.items())
+    timed = (_timed(bench, comparison, fixture, *peer) for peer in comparison.peers.items())
     peers = [row for row in timed if row]
     if ours:
         best = min((_median(row) for row in peers), default=None)
@@ -166,15 +151,9 @@ def comparison_rows(
 
 
 def _timed(
-    bench: Bench,
-    comparison: SamplingComparison,
-    fixture: SamplingFixture,
-    name: str,
-    method: SamplingMethod,
-    *,
-    peer: bool = False,
+    bench: Bench, comparison: SamplingComparison, fixture: SamplingFixture, name: str, method: SamplingMethod
 ) -> BenchRow | None:
-    rows, vocab = fixture.logits.shape
+    (rows, vocab), peer = fixture.logits.shape, name in comparison.peers
     spec = f"vocabulary {vocab}, {fixture.kind} logits"
     what, at = f"{NAME}/{comparison.case}: {name}{' (peer)' * peer}", f"{rows} rows of {spec}"
     with bench.noting(what, at=at):
@@ -182,6 +161,8 @@ def _timed(
         if wrong := comparison.check(fixture, timed.call()):
             bench.miss(f"{what} at {at}", wrong)
             return None
+        drawn = method(fixture.alike(_ALIKE)).call() if comparison.draws else None
+        same_token = None if drawn is None else bool((drawn == drawn[0]).all())
         return {
             "case": f"{NAME}/{comparison.case}",
             "backend": name,
@@ -190,16 +171,10 @@ def _timed(
             "num_reqs": rows,
             "vocabulary": vocab,
             "produces": comparison.produces,
-            "same_seed_same_token": _same_token(method, fixture) if comparison.draws else None,
+            "same_seed_same_token": same_token,
             **_times(bench, timed, large=fixture.logits.numel() >= _LARGE),
         }
     return None
-
-
-def _same_token(method: SamplingMethod, fixture: SamplingFixture) -> bool:
-    """Whether a request's draw is the same in every row of a batch."""
-    tokens = method(fixture.alike(_ALIKE)).call()
-    return bool((tokens == tokens[0]).all())
 
 
 def _times(bench: Bench, timed: TimedCall, *, large: bool) -> BenchRow:

@@ -50,13 +50,9 @@ class SamplingFixture:
 
     def alike(self, rows: int) -> SamplingFixture:
         """The first row several times, its seed and position too."""
-        return SamplingFixture(
-            kind=self.kind,
-            logits=self.logits[:1].repeat(rows, 1),
-            positions=self.positions[:1].repeat(rows),
-            params=self.params,
-            sampling=Sampling.of([self.params] * rows, self.logits.device),
-        )
+        logits, positions = self.logits[:1].repeat(rows, 1), self.positions[:1].repeat(rows)
+        sampling = Sampling.of([self.params] * rows, self.logits.device)
+        return replace(self, logits=logits, positions=positions, sampling=sampling)
 
 
 def _flat(rows: int, vocab: int, generator: torch.Generator) -> torch.Tensor:

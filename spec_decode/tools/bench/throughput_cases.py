@@ -99,7 +99,7 @@ LLAMA3_8B = ThroughputCase(
 """The output is a quarter of the published runs' 1000 tokens: every round of it is alike, and GPU time is short."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Rates:
     """What was seen while all requests decoded. round_us: from one step of the engine to the next; propose_us: host
     time of the drafter in it."""
@@ -120,8 +120,7 @@ def throughput_rows(bench: Bench, case: ThroughputCase = LLAMA3_8B) -> Iterator[
     """The graph of step 0 on against off, then speculation against plain decoding."""
     with bench.noting(NAME):
         target, draft = case.models(bench.device)
-        backend = _backend(bench, case, target)
-        timed = _Timed(case, target, draft, backend)
+        timed = _Timed(case, target, draft, _backend(bench, case, target))
         for what, rows in (("extend-graph", _extend_rows), ("speculation", _speculation_rows)):
             with bench.noting(f"{NAME}/{what}"):
                 yield from rows(timed)
@@ -183,8 +182,7 @@ def _extend_rows(timed: _Timed) -> Iterator[BenchRow]:
     case, off, on = timed.case, timed.engine(_EXTEND_OFF), timed.engine(_EXTEND_ON)
     for num_reqs, host_waits in product(case.num_reqs, (False, True)):
         requests = case.requests(num_reqs)
-        rates = [rates_of(engine, requests, case.warm_up_tokens, host_waits) for engine in (off, on)]
-        without, within = rates
+        without, within = (rates_of(engine, requests, case.warm_up_tokens, host_waits) for engine in (off, on))
         yield timed.row("extend-graph", _EXTEND_OFF, num_reqs, host_waits, without)
         gain = 100 * (within.tokens_per_second / without.tokens_per_second - 1)
         row = timed.row("extend-graph", _EXTEND_ON, num_reqs, host_waits, within)
@@ -223,14 +221,8 @@ def rates_of(engine: Engine, requests: Sequence[Request], warm_up_tokens: int, h
     while not any(handle.done for handle in handles):
         step()
         times.append(time.perf_counter())
-    stats, rounds = engine.stats, [1e6 * (end - start) for start, end in pairwise(times)]
-    rates = Rates(
-        tokens=stats.new_tokens,
-        seconds=times[-1] - times[0],
-        accepted=stats.mean_accepted,
-        round_us=quantiles(rounds),
-        propose_us=stats.host_us_a_round,
-    )
+    stats, round_us = engine.stats, quantiles([1e6 * (end - start) for start, end in pairwise(times)])
+    rates = Rates(stats.new_tokens, times[-1] - times[0], stats.mean_accepted, round_us, stats.host_us_a_round)
     for handle in handles:
         engine.cancel(handle)
     while engine.step():

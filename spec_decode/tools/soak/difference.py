@@ -50,7 +50,7 @@ def _in_logits(round_: ScheduledRound, drafts: Drafts, expected: Drafts) -> Fail
 
 def _in_flags(round_: ScheduledRound, candidate: SoakDrafter, reference: SoakDrafter) -> Failure | None:
     k = candidate.drafter.num_speculative_tokens
-    found, expected = candidate.overflow.tolist(), reference.overflow.tolist()
+    found, expected = (each.drafter.tables.overflow.tolist() for each in (candidate, reference))
     for row, flags in enumerate(zip(found, expected, strict=True)):
         stopped = row < len(round_.rows) and round_.rows[row].drafts < k
         if flags != (stopped, stopped):

@@ -32,11 +32,6 @@ class SoakDrafter:
     drafter: Drafter
     group: KVGroup
 
-    @property
-    def overflow(self) -> torch.Tensor:
-        """int32 [max_reqs], as in the tables."""
-        return self.drafter.tables.overflow
-
     def cache_bits(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as integers of the cache's shape: a NaN equals itself."""
         cache = self.group.caches[0]

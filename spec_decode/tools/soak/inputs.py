@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from operator import attrgetter
 
 import torch
@@ -40,7 +41,16 @@ class RoundInputs:
             **{name: torch.zeros(rows, dtype=kind, device=device) for name, (_, kind) in _SCHEDULED.items()},
         }
 
-    def load(self, rounds: Sequence[ScheduledRound]) -> None:
+    def rounds(self, schedule: Iterator[ScheduledRound], count: int) -> Iterator[tuple[ScheduledRound, VerifiedTokens]]:
+        """The next `count` rounds of a schedule, each with what it starts from."""
+        for begin in range(0, count, CHUNK):
+            rounds = list(islice(schedule, min(CHUNK, count - begin)))
+            self._load(rounds)
+            for place, round_ in enumerate(rounds):
+                live = len(round_.rows)
+                yield round_, VerifiedTokens(**{name: held[place, :live] for name, held in self._buffers.items()})
+
+    def _load(self, rounds: Sequence[ScheduledRound]) -> None:
         """Replace the content: what the schedule decided for up to CHUNK rounds, and noise for all else."""
         for name in ("token_ids", "next_tokens"):
             buffer = self._buffers[name]
@@ -52,7 +62,3 @@ class RoundInputs:
             pad = [0] * buffer.shape[1]
             rows = [[*map(get, round_.rows), *pad][: len(pad)] for round_ in rounds]
             buffer[: len(rounds)].copy_(torch.tensor(rows, dtype=dtype))
-
-    def of(self, place: int, live: int) -> VerifiedTokens:
-        """What the place-th loaded round starts from, for its live rows."""
-        return VerifiedTokens(**{name: buffer[place, :live] for name, buffer in self._buffers.items()})

@@ -42,8 +42,7 @@ class Options:
             "a warm-up of every captured batch size, and as many to see that memory stays. Nothing was run; run more.",
         )
         require(
-            0 <= self.seed < _SEEDS,
-            f"a seed must be 0 to 2**62 - 1, got {self.seed}; nothing was run. Choose another.",
+            0 <= self.seed < _SEEDS, f"a seed must be 0 to 2**62 - 1, got {self.seed}; nothing was run. Choose another."
         )
 
     @property

@@ -6,7 +6,6 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
@@ -92,22 +91,19 @@ class _Run:
         reset_peaks(self.device)
         self._set_up(Subject(backend, self.device))
         self.start = time.perf_counter()
-        options = self.options
-        for begin in range(0, options.rounds, CHUNK):
-            rounds = list(islice(self.schedule, min(CHUNK, options.rounds - begin)))
-            self.inputs.load(rounds)
-            for place, round_ in enumerate(rounds):
-                if failure := self._round(round_, self.inputs.of(place, len(round_.rows))):
-                    return failure
-            if on_progress:
+        for round_, verified in self.inputs.rounds(self.schedule, self.options.rounds):
+            if failure := self._round(round_, verified):
+                return failure
+            done = self.counts["rounds"]
+            if on_progress and (done % CHUNK == 0 or done == self.options.rounds):
                 on_progress(self.result(Outcome.NOT_RUN))
-        return self._memory_failure()
+        self.facts["memory"] = memory = Memory.between(self.device, self.warm, read(self.device))
+        grown = memory.growth()
+        return self.failure("memory", grown) if grown else None
 
     def _set_up(self, subject: Subject) -> None:
-        options = self.options
-        fixture = SoakFixture.of(
-            subject, max_reqs=options.max_reqs, num_speculative_tokens=options.num_speculative_tokens
-        )
+        options, k = self.options, self.options.num_speculative_tokens
+        fixture = SoakFixture.of(subject, max_reqs=options.max_reqs, num_speculative_tokens=k)
         self.facts |= {
             "version": str(subject.backend.version),
             "spec": fixture.spec.describe(),
@@ -134,12 +130,6 @@ class _Run:
             expected = self.reference.draft(round_, verified)
             if failure := difference(round_, self.candidate, drafts, self.reference, expected):
                 return failure
-        self._count(round_)
-        if self.counts["rounds"] == self.warm_up:
-            self.warm = read(self.device)
-        return None
-
-    def _count(self, round_: ScheduledRound) -> None:
         self.counts.update(
             rounds=1,
             compared=int(round_.compared),
@@ -148,12 +138,9 @@ class _Run:
             limit_hits=round_.at_limit,
             tokens=sum(row.drafts for row in round_.rows),
         )
-
-    def _memory_failure(self) -> Failure | None:
-        found = Memory.between(self.device, self.warm, read(self.device))
-        self.facts["memory"] = found
-        grown = found.growth()
-        return self.failure("memory", grown) if grown else None
+        if self.counts["rounds"] == self.warm_up:
+            self.warm = read(self.device)
+        return None
 
     def failure(self, what: str, detail: str) -> Failure:
         """A failure in the present round."""

@@ -162,23 +162,16 @@ class Schedule:
         edge = draw.choice((0, limits.page_size * draw.randint(1, pages), limits.window or 0, last))
         return min(max(0, edge + draw.randint(-2, 2)), limits.max_seq_len - 1)
 
-    def _scheduled(self, request: _LiveRequest) -> ScheduledRequest:
+    def _scheduled(self, live: _LiveRequest) -> ScheduledRequest:
         """The request's row of this round; moves it on. One that gets no draft is finished by it."""
         k = self.limits.num_speculative_tokens
         accepted = self._random.randint(0, k)
-        drafts = drafts_within(request.limit, request.context, accepted, k)
+        drafts = drafts_within(live.limit, live.context, accepted, k)
         row = ScheduledRequest(
-            request=request.number,
-            pages=request.pages,
-            limit=request.limit,
-            context=request.context,
-            accepted=accepted,
-            drafts=drafts,
-            temperature=request.temperature,
-            seed=request.seed,
+            live.number, live.pages, live.limit, live.context, accepted, drafts, live.temperature, live.seed
         )
         if drafts:
-            request.context += accepted + 1
+            live.context += accepted + 1
         else:
-            request.finished = True
+            live.finished = True
         return row

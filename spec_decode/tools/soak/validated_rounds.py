@@ -12,7 +12,6 @@ from spec_decode.drafter import Strategy
 from spec_decode.testing.subject import Subject
 from spec_decode.tools.metadata_validator import MetadataValidator
 from spec_decode.tools.soak.fixture import SoakFixture
-from spec_decode.tools.soak.inputs import CHUNK
 from spec_decode.tools.soak.schedule import Schedule
 
 MAX_REQS, DRAFT_TOKENS = 8, 4
@@ -22,7 +21,6 @@ MAX_REQS, DRAFT_TOKENS = 8, 4
 class ValidatedRounds:
     """What ran without a drift. validations: rounds validated; milliseconds: of one of them, on average."""
 
-    backend: str
     strategy: str
     rounds: int
     validations: int
@@ -46,7 +44,6 @@ def validate_rounds(
     every: int = 1,
     strategy: Strategy | None = None,
     page_size: int | None = None,
-    seed: int = 0,
 ) -> ValidatedRounds:
     """Draft with a small random model while requests join and leave, and validate every N-th round.
 
@@ -59,21 +56,14 @@ def validate_rounds(
         fixture = SoakFixture.of(
             Subject(backend, device), max_reqs=MAX_REQS, num_speculative_tokens=DRAFT_TOKENS, page_size=page_size
         )
-        candidate, inputs = fixture.drafter(strategy), fixture.inputs(seed)
+        candidate = fixture.drafter(strategy)
         validator = MetadataValidator(candidate.drafter, every=every)
-        schedule = Schedule(
-            fixture.limits, first=candidate.drafter.graphs.sizes, compare_every=max(2, rounds), seed=seed
-        )
+        schedule = Schedule(fixture.limits, first=candidate.drafter.graphs.sizes, compare_every=max(2, rounds), seed=0)
         joins = leaves = 0
-        for index in range(rounds):
-            if (place := index % CHUNK) == 0:
-                loaded = [next(schedule) for _ in range(min(CHUNK, rounds - index))]
-                inputs.load(loaded)
-            round_ = loaded[place]
+        for round_, verified in fixture.inputs(0).rounds(schedule, rounds):
             joins, leaves = joins + round_.joined, leaves + round_.left
-            candidate.draft(round_, inputs.of(place, len(round_.rows)), validator.propose)
+            candidate.draft(round_, verified, validator.propose)
     return ValidatedRounds(
-        backend=backend.name,
         strategy=candidate.drafter.plan.strategy.value,
         rounds=rounds,
         validations=validator.validations,

@@ -50,13 +50,8 @@ def candidate_of(
 ) -> tuple[SoakDrafter, list[tuple[ScheduledRound, Any]]]:
     """A drafter, and rounds with what each starts from."""
     fixture = SoakFixture.of(Subject(backend, CPU), max_reqs=4, num_speculative_tokens=3)
-    inputs = fixture.inputs(0)
     schedule = Schedule(fixture.limits, first=(1, 2, 4), compare_every=100, seed=0)
-    rounds = [next(schedule) for _ in range(ROUNDS)]
-    inputs.load(rounds)
-    return fixture.drafter(strategy), [
-        (round_, inputs.of(place, len(round_.rows))) for place, round_ in enumerate(rounds)
-    ]
+    return fixture.drafter(strategy), list(fixture.inputs(0).rounds(schedule, ROUNDS))
 
 
 def tensors_reached(root: object) -> dict[int, torch.Tensor]:

@@ -117,7 +117,7 @@ def tamper(drafter: SoakDrafter, drafts: Drafts, what: str) -> None:
     elif what == "cache":
         drafter.group.caches[0].value[3, 2] += 1
     else:
-        drafter.overflow[0] ^= 1
+        drafter.drafter.tables.overflow[0] ^= 1
 
 
 @pytest.mark.parametrize("what", ["token", "logit", "cache", "flag"])
@@ -141,7 +141,7 @@ def test_a_flag_that_both_drafters_raise_wrongly_is_caught(monkeypatch: pytest.M
 
     def draft(self: SoakDrafter, round_: ScheduledRound, verified: Any) -> Any:
         drafts = undisturbed(self, round_, verified)
-        self.overflow[-1] = 1
+        self.drafter.tables.overflow[-1] = 1
         return drafts
 
     monkeypatch.setattr(SoakDrafter, "draft", draft)
