@@ -15,6 +15,8 @@ from tests.factories import CPU, make_config
 
 CONFIG = make_config(vocab_size=32, hidden_size=16, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=64)
 K = 3
+MEASURED = (Strategy.FULL_LOOP, *(s for s in Strategy if s.implementation.autotuned and s is not Strategy.FULL_LOOP))
+"""The rule's choice, then every other strategy that autotuning measures."""
 
 
 class AutotuneFixture:
@@ -50,7 +52,8 @@ class AutotuneFixture:
 
 
 def times(full=100.0, device=100.0, per_step=100.0):
-    return {Strategy.FULL_LOOP: full, Strategy.DEVICE_LOOP: device, Strategy.PER_STEP: per_step}
+    named = {Strategy.FULL_LOOP: full, Strategy.DEVICE_LOOP: device, Strategy.PER_STEP: per_step}
+    return {**dict.fromkeys(MEASURED, 100.0), **named}
 
 
 @pytest.fixture
@@ -68,7 +71,11 @@ def test_noise_does_not_replace_the_rules_choice(fixture):
 
 def test_every_strategy_that_can_run_is_measured_over_live_requests_of_full_length(fixture):
     fixture.measure(times())
-    assert fixture.seen == [(s, 2, 24) for s in (Strategy.FULL_LOOP, Strategy.DEVICE_LOOP, Strategy.PER_STEP)]
+    assert fixture.seen == [(s, 2, 24) for s in MEASURED]
+
+
+def test_what_is_never_the_fastest_is_not_measured():
+    assert not {Strategy.PIECEWISE, Strategy.EAGER} & {*MEASURED}
 
 
 def test_a_measurement_leaves_no_request_in_the_tables(fixture):
@@ -129,7 +136,7 @@ def test_a_pool_without_room_for_a_round_is_refused(tmp_path):
 
 def test_wall_time_is_measured_where_no_clock_is_given(fixture):
     found = fixture.measure()
-    assert set(found.wall_us) == {"full_loop", "device_loop", "per_step"} and min(found.wall_us.values()) > 0
+    assert set(found.wall_us) == {strategy.value for strategy in MEASURED} and min(found.wall_us.values()) > 0
 
 
 def test_a_folder_that_cannot_be_written_is_warned_of_and_the_measurement_is_used(tmp_path):

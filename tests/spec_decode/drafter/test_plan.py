@@ -166,10 +166,12 @@ def test_one_waiting_group_does_not_make_the_others_wait():
 def test_the_explanation_names_the_choice_the_rest_and_every_group():
     lines = choose([ADVANCING, REBUILT], 4, FULL).explain()
     assert lines[0].startswith("strategy per_step: ")
-    refused = ["device_loop", "full_loop", "piecewise", "eager"]
-    assert [line.split(":")[0] for line in lines[1:5]] == [f"not {name}" for name in refused]
-    assert lines[5] == "group advancing (advancing_kernels): advanced in the graph; advancing has its reason"
-    assert lines[6] == "group rebuilt (rebuilt_kernels): rebuilt at every step; rebuilt has its reason"
+    refused = [strategy.value for strategy in Strategy if strategy is not Strategy.PER_STEP]
+    assert [line.split(":")[0] for line in lines[1:-2]] == [f"not {name}" for name in refused]
+    assert lines[-2:] == [
+        "group advancing (advancing_kernels): advanced in the graph; advancing has its reason",
+        "group rebuilt (rebuilt_kernels): rebuilt at every step; rebuilt has its reason",
+    ]
 
 
 def test_the_explanation_shows_a_build_once_a_round():
