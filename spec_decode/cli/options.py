@@ -23,14 +23,7 @@ R = TypeVar("R")
 def options_as(record: Callable[..., R]) -> Callable[[Callable[[R], None]], Callable[..., None]]:
     """A decorator that hands a command its options as one record."""
 
-    def decorate(command: Callable[[R], None]) -> Callable[..., None]:
-        @wraps(command)
-        def with_record(**values: Any) -> None:
-            command(record(**values))
-
-        return with_record
-
-    return decorate
+    return lambda command: wraps(command)(lambda **values: command(record(**values)))
 
 
 class StrategyChoice(click.Choice[str]):

@@ -22,15 +22,7 @@ if TYPE_CHECKING:
 @click.option("--seed", default=0, show_default=True, help="Of everything that is random.")
 @device_option
 @click.option("--json", "target", metavar="FILE", help="Write the report to a file, or - for standard output.")
-def soak(
-    names: tuple[str, ...],
-    rounds: int,
-    max_reqs: int,
-    num_speculative_tokens: int,
-    seed: int,
-    device: str | None,
-    target: str | None,
-) -> None:
+def soak(names: tuple[str, ...], device: str | None, target: str | None, **numbers: int) -> None:
     """Draft for a long time while requests join, leave and run into their limits.
 
     NAME is a registered backend, `available` (each made for the device) or `all`. A small random draft model runs
@@ -42,12 +34,16 @@ def soak(
     from spec_decode.tools.soak import Options, command_line
     from spec_decode.tools.soak import soak as run
 
-    options = Options(rounds=rounds, max_reqs=max_reqs, num_speculative_tokens=num_speculative_tokens, seed=seed)
+    options = Options(**numbers)
     chosen = chosen_names(names, where)
     if not chosen:
         raise UserError(f"a soak needs a backend, none is available on {where}; nothing was run. Name one.")
     _require_file(target)
     console = stdout()
+
+    def on_progress(result: SoakResult) -> None:
+        rounds = f"{result.rounds} of {options.rounds} rounds"
+        status.update(f"{result.backend}: {rounds}, {result.compared} compared with eager")
 
     def on_result(result: SoakResult) -> None:
         if target != "-":
@@ -62,7 +58,7 @@ def soak(
                 chosen,
                 device=where,
                 options=options,
-                on_progress=lambda result: status.update(_progress(result, rounds)),
+                on_progress=on_progress,
                 on_result=on_result,
                 command=command_line(chosen, where, options),
             )
@@ -73,10 +69,6 @@ def soak(
         write(target, report.to_json().decode())
     if not report.ok:
         raise SystemExit(1)
-
-
-def _progress(result: SoakResult, rounds: int) -> str:
-    return f"{result.backend}: {result.rounds} of {rounds} rounds, {result.compared} compared with eager"
 
 
 def _require_file(target: str | None) -> None:

@@ -164,14 +164,8 @@ class _Run:
 
 def command_line(names: Sequence[str], device: torch.device, options: Options) -> str:
     """The command that does the same again: nothing in a soak depends on anything else."""
-    numbers = {
-        "--rounds": options.rounds,
-        "--max-reqs": options.max_reqs,
-        "-k": options.num_speculative_tokens,
-        "--seed": options.seed,
-    }
-    options_given = [part for flag, number in numbers.items() for part in (flag, str(number))]
-    return shlex.join(["attn-backends", "soak", *names, *options_given, "--device", str(device)])
+    size = f"--rounds {options.rounds} --max-reqs {options.max_reqs} -k {options.num_speculative_tokens}"
+    return shlex.join(["attn-backends", "soak", *names, *f"{size} --seed {options.seed} --device {device}".split()])
 
 
 def _require_room(options: Options, device: torch.device) -> None:

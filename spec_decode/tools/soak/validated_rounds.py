@@ -63,11 +63,5 @@ def validate_rounds(
         for round_, verified in fixture.inputs(0).rounds(schedule, rounds):
             joins, leaves = joins + round_.joined, leaves + round_.left
             candidate.draft(round_, verified, validator.propose)
-    return ValidatedRounds(
-        strategy=candidate.drafter.plan.strategy.value,
-        rounds=rounds,
-        validations=validator.validations,
-        joins=joins,
-        leaves=leaves,
-        milliseconds=validator.milliseconds / max(1, validator.validations),
-    )
+    strategy, validations = candidate.drafter.plan.strategy.value, validator.validations
+    return ValidatedRounds(strategy, rounds, validations, joins, leaves, validator.milliseconds / max(1, validations))
