@@ -16,7 +16,6 @@ from spec_decode.cli.main import main
 from spec_decode.conformance.report import FAILURES, Outcome
 from spec_decode.drafter import Strategy
 from spec_decode.matrix import Status
-from tests.stale_reports import NEEDS_NEW_REPORTS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
@@ -42,7 +41,7 @@ def shows(wanted: str, found: str) -> bool:
     return re.fullmatch(".*".join(map(re.escape, wanted.split("..."))), found) is not None
 
 
-_RUN = [pytest.param(page, id=page.stem, marks=[NEEDS_NEW_REPORTS] * (page.stem == "matrix")) for page in PAGES]
+_RUN = [pytest.param(page, id=page.stem) for page in PAGES]
 
 
 @pytest.mark.parametrize("page", _RUN)

@@ -6,9 +6,6 @@ import pytest
 
 from attn_backends import registry
 from spec_decode.matrix import Sources, build_matrix, to_html, to_markdown
-from tests.stale_reports import NEEDS_NEW_REPORTS
-
-pytestmark = NEEDS_NEW_REPORTS
 
 ROOT = Path(__file__).parents[3]
 RENEW = "renew with: attn-backends matrix reports --markdown docs/compatibility.md --html docs/compatibility.html"
