@@ -11,7 +11,7 @@ from torch import nn
 
 from attn_backends import get
 from builders import RequestTables
-from spec_decode.drafter import Drafter, DrafterConfig, VerifiedTokens
+from spec_decode.drafter import Drafter, DrafterConfig, Strategy, VerifiedTokens
 from spec_decode.drafter.attention import PagedAttention
 from spec_decode.drafter.kv_groups import build_ragged, make_group
 from spec_decode.models import TargetModel, TargetStates
@@ -302,3 +302,40 @@ class DraftFixture:
 def random_text(generator, length, size):
     ids = torch.randint(0, VOCAB, (length,), generator=generator)
     return ids, torch.randn(length, size, generator=generator)
+
+
+def close(found, wanted):
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-4, atol=2e-5)
+
+
+def assert_pieces_say_what_whole_texts_say(model, oracle, lengths, firsts):
+    """Two texts of these lengths, their first tokens and then the others, against the oracle over each whole text."""
+    fixture, generator = DraftFixture(model), torch.Generator().manual_seed(0)
+    texts = [random_text(generator, length, model.hidden_size) for length in lengths]
+    whole = [oracle.states(*text) for text in texts]
+    rests = [length - first for length, first in zip(lengths, firsts, strict=True)]
+    for query_lens, seq_lens in ((firsts, firsts), (rests, lengths)):
+        parts = [slice(end - count, end) for count, end in zip(query_lens, seq_lens, strict=True)]
+        ids, hidden = (
+            torch.cat([text[which][part] for text, part in zip(texts, parts, strict=True)]) for which in (0, 1)
+        )
+        wanted = torch.cat([states[part] for states, part in zip(whole, parts, strict=True)])
+        found = fixture.run(query_lens, seq_lens, ids, hidden)
+        close(found, wanted)
+        close(model.logits(found), oracle.logits(wanted))
+
+
+def assert_drafts_are_those_without_a_cache(model, oracle):
+    fixture = DraftFixture(model)
+    found = fixture.drafts(Strategy.EAGER)
+    wanted = fixture.dense_drafts(oracle.states, oracle.logits)
+    for (tokens, logits), (wanted_tokens, wanted_logits) in zip(found, wanted, strict=True):
+        assert tokens.tolist() == wanted_tokens
+        close(logits, wanted_logits)
+
+
+def assert_drafts_are_those_of_eager(model, strategy, temperature):
+    expected = DraftFixture(model).drafts(Strategy.EAGER, temperature)
+    found = DraftFixture(model).drafts(strategy, temperature)
+    for (tokens, logits), (wanted, wanted_logits) in zip(found, expected, strict=True):
+        assert tokens.tolist() == wanted.tolist() and torch.equal(logits, wanted_logits)

@@ -18,7 +18,10 @@ from tests.spec_decode.models.generated_mtp import (
     V4_CONFIG,
     DraftFixture,
     StubTarget,
-    random_text,
+    assert_drafts_are_those_of_eager,
+    assert_drafts_are_those_without_a_cache,
+    assert_pieces_say_what_whole_texts_say,
+    close,
     v4_tensors,
     write,
 )
@@ -122,46 +125,18 @@ class Oracle:
         return self.normed(x, "norm") @ self.target.lm_head.weight.double().T
 
 
-def close(found, wanted):
-    torch.testing.assert_close(found.double(), wanted, rtol=2e-4, atol=2e-5)
-
-
 def test_prefill_and_continuation_say_what_the_whole_text_says(form):
-    model, oracle = form
-    fixture, generator = DraftFixture(model), torch.Generator().manual_seed(0)
-    texts = [random_text(generator, count, model.hidden_size) for count in (13, 7)]
-    whole = [oracle.states(*text) for text in texts]
-    pieces = [([8, 5], [8, 5], [slice(0, 8), slice(0, 5)]), ([5, 2], [13, 7], [slice(8, 13), slice(5, 7)])]
-    for query_lens, seq_lens, parts in pieces:
-        ids, hidden = (
-            torch.cat([text[which][part] for text, part in zip(texts, parts, strict=True)]) for which in (0, 1)
-        )
-        wanted = torch.cat([states[part] for states, part in zip(whole, parts, strict=True)])
-        found = fixture.run(query_lens, seq_lens, ids, hidden)
-        close(found, wanted)
-        close(model.logits(found), oracle.logits(wanted))
+    assert_pieces_say_what_whole_texts_say(*form, [13, 7], [8, 5])
 
 
 def test_the_drafter_drafts_what_the_draft_without_a_cache_drafts(form):
-    model, oracle = form
-    fixture = DraftFixture(model)
-    found = fixture.drafts(Strategy.EAGER)
-    for (tokens, logits), (wanted, wanted_logits) in zip(
-        found, fixture.dense_drafts(oracle.states, oracle.logits), strict=True
-    ):
-        assert tokens.tolist() == wanted
-        close(logits, wanted_logits)
+    assert_drafts_are_those_without_a_cache(*form)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("strategy", [Strategy.DEVICE_LOOP, Strategy.FULL_LOOP, Strategy.PER_STEP])
 def test_every_strategy_that_captures_the_step_drafts_what_eager_drafts(folder, target, strategy, temperature):
-    model = load(folder, target)
-    expected = DraftFixture(model).drafts(Strategy.EAGER, temperature)
-    for (tokens, logits), (wanted, wanted_logits) in zip(
-        DraftFixture(model).drafts(strategy, temperature), expected, strict=True
-    ):
-        assert tokens.tolist() == wanted.tolist() and torch.equal(logits, wanted_logits)
+    assert_drafts_are_those_of_eager(load(folder, target), strategy, temperature)
 
 
 def test_the_sparse_kernels_take_the_layers_attention_and_agree_with_the_reference(folder, target):

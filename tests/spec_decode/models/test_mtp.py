@@ -24,7 +24,10 @@ from tests.spec_decode.models.generated_mtp import (
     VOCAB,
     DraftFixture,
     StubTarget,
-    random_text,
+    assert_drafts_are_those_of_eager,
+    assert_drafts_are_those_without_a_cache,
+    assert_pieces_say_what_whole_texts_say,
+    close,
     v3_tensors,
     write,
 )
@@ -127,46 +130,18 @@ class Oracle:
         return self.normed(states.double(), "shared_head.norm") @ head.T
 
 
-def close(found, wanted):
-    torch.testing.assert_close(found.double(), wanted, rtol=2e-4, atol=2e-5)
-
-
 def test_prefill_and_continuation_say_what_the_whole_text_says(form):
-    model, oracle = form
-    fixture, generator = DraftFixture(model), torch.Generator().manual_seed(0)
-    texts = [random_text(generator, 11, HIDDEN), random_text(generator, 7, HIDDEN)]
-    whole = [oracle.states(*text) for text in texts]
-    pieces = [([6, 5], [6, 5], [slice(0, 6), slice(0, 5)]), ([5, 2], [11, 7], [slice(6, 11), slice(5, 7)])]
-    for query_lens, seq_lens, parts in pieces:
-        ids, hidden = (
-            torch.cat([text[which][part] for text, part in zip(texts, parts, strict=True)]) for which in (0, 1)
-        )
-        wanted = torch.cat([states[part] for states, part in zip(whole, parts, strict=True)])
-        found = fixture.run(query_lens, seq_lens, ids, hidden)
-        close(found, wanted)
-        close(model.logits(found), oracle.logits(wanted))
+    assert_pieces_say_what_whole_texts_say(*form, [11, 7], [6, 5])
 
 
 def test_the_drafter_drafts_what_the_draft_without_a_cache_drafts(form):
-    model, oracle = form
-    fixture = DraftFixture(model)
-    found = fixture.drafts(Strategy.EAGER)
-    for (tokens, logits), (wanted, wanted_logits) in zip(
-        found, fixture.dense_drafts(oracle.states, oracle.logits), strict=True
-    ):
-        assert tokens.tolist() == wanted
-        close(logits, wanted_logits)
+    assert_drafts_are_those_without_a_cache(*form)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("strategy", [Strategy.DEVICE_LOOP, Strategy.FULL_LOOP, Strategy.PER_STEP])
 def test_every_strategy_that_captures_the_step_drafts_what_eager_drafts(folder, strategy, temperature):
-    model = load(folder)
-    expected = DraftFixture(model).drafts(Strategy.EAGER, temperature)
-    for (tokens, logits), (wanted, wanted_logits) in zip(
-        DraftFixture(model).drafts(strategy, temperature), expected, strict=True
-    ):
-        assert tokens.tolist() == wanted.tolist() and torch.equal(logits, wanted_logits)
+    assert_drafts_are_those_of_eager(load(folder), strategy, temperature)
 
 
 def test_the_latent_kernels_take_the_layers_attention_and_agree_with_the_reference(folder):
