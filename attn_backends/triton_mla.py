@@ -46,8 +46,7 @@ class TritonMla(FusedLatentWrite, AttentionBackend):
         self, query: Tensor, cache: KVCache, metadata: PagedMetadata, *, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
-        out: Tensor = latent_attention(
+        return latent_attention(
             query, cache.latents, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
             metadata.max_query_len, metadata.num_splits, spec.out_dim, spec.softmax_scale,
         )  # fmt: skip
-        return out

@@ -44,9 +44,8 @@ class TritonPaged(FusedRopeWrite, AttentionBackend):
         self, query: Tensor, cache: KVCache, metadata: PagedMetadata, *, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
-        out: Tensor = paged_attention(
+        return paged_attention(
             query, cache.key, cache.value, metadata.block_table, metadata.seq_lens, metadata.query_start_loc, sinks,
             metadata.max_query_len, metadata.max_seq_len, metadata.num_splits, spec.softmax_scale, spec.sliding_window,
             spec.soft_cap,
         )  # fmt: skip
-        return out

@@ -31,8 +31,7 @@ def prepare_query(query: torch.Tensor, positions: torch.Tensor, table: torch.Ten
     _check(query, positions, table)
     if query.requires_grad:
         return _prepared(query, positions, table, eps)
-    prepared: torch.Tensor = _prepare_query(query, positions, table, eps)
-    return prepared
+    return _prepare_query(query, positions, table, eps)
 
 
 def inverse_rotary(out: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -52,8 +52,7 @@ def sparse_attention(
         require_tensor("sinks", sinks, shape=(heads,), dtype=torch.float32, device=query.device)
     _check_cache(query, cache, page_size)
     _check_lists(query, indices, lens)
-    out: torch.Tensor = _sparse_attention(query, cache, indices, lens, sinks, page_size, scale)
-    return out
+    return _sparse_attention(query, cache, indices, lens, sinks, page_size, scale)
 
 
 def _check_cache(query: torch.Tensor, cache: torch.Tensor, page_size: int) -> None:

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, get_type_hints
+from typing import Any, Protocol, TypeVar, get_type_hints
 
 import torch
 
 from builders.kernels.triton_runtime import interpreting
 
+R = TypeVar("R", covariant=True)
 
-class OpArguments(Protocol):
+
+class OpArguments(Protocol[R]):
     """What `define_op` asks of a record: a NamedTuple whose fields are the op's arguments, in order, with their types.
 
     A field is a Tensor, int, float or bool, one of these or None, or a Sequence[Tensor].
     """
 
-    _fields: tuple[str, ...]
-
-    def reference(self) -> Any:
+    def reference(self) -> R:
         """The op in plain torch: it runs on the CPU and defines what is right. Its return annotation is the op's."""
 
-    def launch(self) -> Any:
+    def launch(self) -> R:
         """The op's kernels, on CUDA tensors, or on CPU tensors in Triton's interpreter."""
 
 
-def define_op(name: str, arguments: type[Any], *, mutates: Sequence[str] = ()) -> Callable[..., Any]:
+def define_op(name: str, arguments: type[OpArguments[R]], *, mutates: Sequence[str] = ()) -> Callable[..., R]:
     """Define torch.ops.<namespace>.<op> from "namespace::op" and its `OpArguments`; returns what calls it.
 
     The schema is inferred from the record's fields. mutates: the fields that the op writes to. The record of an op that
@@ -37,7 +37,8 @@ def define_op(name: str, arguments: type[Any], *, mutates: Sequence[str] = ()) -
     do the same at six times the host time a call (14 against 2.4 us, measured), for an autograd wrapper nobody needs.
     """
     # Straight from the dispatcher's tuple: a record by its own constructor would cost another 0.3 us a call.
-    new, reference, launch = tuple.__new__, arguments.reference, arguments.launch
+    new: Any = tuple.__new__
+    reference, launch = arguments.reference, arguments.launch
     fake = getattr(arguments, "fake", None)
 
     def on_cpu(*args: Any) -> Any:
@@ -55,7 +56,7 @@ def define_op(name: str, arguments: type[Any], *, mutates: Sequence[str] = ()) -
     torch.library.register_fake(name, on_fake)
     namespace, op = name.split("::")
     # What the overload itself calls: its __call__ is one more Python frame, 0.3 us of 2.4.
-    call: Callable[..., Any] = getattr(getattr(torch.ops, namespace), op).default._op
+    call: Callable[..., R] = getattr(getattr(torch.ops, namespace), op).default._op
     return call
 
 
@@ -63,8 +64,7 @@ def _schema(arguments: type[Any], mutates: Sequence[str]) -> str:
     """ "(Tensor x, Tensor(a!) out, ...) -> ..." by the types of the record's fields and of its reference's result."""
     types = get_type_hints(arguments)
     parameters = [
-        inspect.Parameter(field, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=types[field])
-        for field in arguments._fields
+        inspect.Parameter(field, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=types[field]) for field in types
     ]
 
     def prototype() -> None: ...

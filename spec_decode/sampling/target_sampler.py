@@ -39,7 +39,7 @@ def process_target_logits(logits: torch.Tensor, sampling: Sampling, column: torc
     require_tensor("temperature", temperature, shape=(rows,), dtype=torch.float32, device=device)
     if column is not None:
         require_tensor("column", column, shape=(rows,), dtype=torch.int64, device=device)
-    out: torch.Tensor = process_logits(logits, temperature, column)
+    out = process_logits(logits, temperature, column)
     restrict_logits(out.flatten(0, 1), top_k=sampling.top_k, top_p=sampling.top_p)
     return out
 
@@ -58,7 +58,6 @@ def draw_target_tokens(processed: torch.Tensor, sampling: Sampling, positions: t
     require_tensor("temperature", sampling.temperature, shape=(rows,), dtype=torch.float32, device=device)
     for name, tensor in {"seeds": sampling.seeds, "positions": positions}.items():
         require_tensor(name, tensor, shape=(rows,), dtype=torch.int64, device=device)
-    tokens: torch.Tensor = draw_tokens(
+    return draw_tokens(
         processed[:, 0].contiguous(), sampling.temperature, sampling.seeds.contiguous(), positions.contiguous()
     )
-    return tokens

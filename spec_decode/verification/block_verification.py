@@ -36,5 +36,4 @@ class BlockVerification(LosslessVerifier):
         """
         for name, tensor in {"seeds": seeds, "draft_positions": draft_positions}.items():
             require_tensor(name, tensor, shape=(len(seeds),), dtype=torch.int64, device=seeds.device)
-        hashed: torch.Tensor = hash_seeds(seeds.contiguous(), draft_positions.contiguous())
-        return hashed
+        return hash_seeds(seeds.contiguous(), draft_positions.contiguous())

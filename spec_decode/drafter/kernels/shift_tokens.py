@@ -18,8 +18,7 @@ def shift_tokens(token_ids: torch.Tensor, next_tokens: torch.Tensor, accepted: t
     accepted      int32 [>= R]   a count outside 0 to K, which only the device could know of, counts as the nearest
     """
     rows = token_ids.shape[0]
-    out: torch.Tensor = _shift_tokens(token_ids, next_tokens[:rows], accepted[:rows])
-    return out
+    return _shift_tokens(token_ids, next_tokens[:rows], accepted[:rows])
 
 
 class ShiftTokens(NamedTuple):

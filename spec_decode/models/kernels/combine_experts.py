@@ -41,8 +41,7 @@ def combine_experts(
     if shared is not None:
         require_tensor("shared", shared, shape=(tokens, rows.shape[1]), dtype=rows.dtype, device=device)
         shared = shared.contiguous()
-    out: torch.Tensor = _combine_experts(rows.contiguous(), weights.contiguous(), places.contiguous(), shared)
-    return out
+    return _combine_experts(rows.contiguous(), weights.contiguous(), places.contiguous(), shared)
 
 
 class CombineExperts(NamedTuple):

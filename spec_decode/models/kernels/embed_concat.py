@@ -19,8 +19,7 @@ def embed_concat(token_ids: torch.Tensor, embedding: torch.Tensor, hidden: torch
     """
     if hidden.requires_grad or embedding.requires_grad:
         return EmbedConcat(token_ids, embedding, hidden).reference()
-    out: torch.Tensor = _embed_concat(token_ids, embedding, hidden)
-    return out
+    return _embed_concat(token_ids, embedding, hidden)
 
 
 class EmbedConcat(NamedTuple):

@@ -56,8 +56,7 @@ def collapse_streams(
     require_tensor("mixes", mixes, shape=(tokens, count), dtype=torch.float32, device=streams.device)
     require_tensor("scale", scale, shape=(1,), dtype=torch.float32, device=streams.device)
     require_tensor("base", base, shape=(count,), dtype=torch.float32, device=streams.device)
-    x: torch.Tensor = _read_streams(streams, mixes, scale, base, 0, eps)[0]
-    return x
+    return _read_streams(streams, mixes, scale, base, 0, eps)[0]
 
 
 def write_streams(
@@ -72,8 +71,7 @@ def write_streams(
     require_tensor("output", output, shape=(tokens, hidden), dtype=streams.dtype, device=streams.device)
     require_tensor("write", write, shape=(tokens, count), dtype=torch.float32, device=streams.device)
     require_tensor("carry", carry, shape=(tokens, count, count), dtype=torch.float32, device=streams.device)
-    out: torch.Tensor = _write_streams(streams, output, write, carry)
-    return out
+    return _write_streams(streams, output, write, carry)
 
 
 def _sizes(streams: torch.Tensor) -> torch.Size:

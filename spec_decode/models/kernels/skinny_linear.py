@@ -54,8 +54,7 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor 
     Raises BatchError for more than MAX_ROWS rows and for shapes or dtypes that do not fit, with nothing run.
     """
     arguments = SkinnyLinear(x, weight, None, None, None, None, residual, None, False)
-    out: torch.Tensor = _skinny_linear(*arguments.checked())[1]
-    return out
+    return _skinny_linear(*arguments.checked())[1]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -88,8 +87,7 @@ def embed_linear(
     token_ids int64 [T], embedding [V, H], hidden [T, H], weight [N, 2 H]. Raises as `skinny_linear` does.
     """
     arguments = SkinnyLinear(hidden, weight, token_ids, embedding, None, None, None, None, False)
-    out: torch.Tensor = _skinny_linear(*arguments.checked())[1]
-    return out
+    return _skinny_linear(*arguments.checked())[1]
 
 
 def wide_linear(x: torch.Tensor, weight: torch.Tensor, *, norm_eps: float | None = None) -> torch.Tensor:

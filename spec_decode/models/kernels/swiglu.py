@@ -19,8 +19,7 @@ def swiglu(gate_up: torch.Tensor, limit: float | None = None) -> torch.Tensor:
     gate_up  float [T, 2 I], gate first
     limit    with it, silu(min(gate, limit)) * clamp(up, -limit, limit)
     """
-    out: torch.Tensor = SwiGLU(gate_up, limit).reference() if gate_up.requires_grad else _swiglu(gate_up, limit)
-    return out
+    return SwiGLU(gate_up, limit).reference() if gate_up.requires_grad else _swiglu(gate_up, limit)
 
 
 class SwiGLU(NamedTuple):
