@@ -12,16 +12,23 @@ from attn_backends import AttentionBackend, get
 from attn_backends.kernels.rope import apply_rope, rope_formula
 from attn_backends.torch_reference import TorchReference
 from builders import AdvanceSupport, AttentionSpec, MetadataBuilder, ReferenceBuilder
+from spec_decode.graphs import CaptureError
 from tests.page_lists import PageListBuilder, PageLists
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A broken backend, and the check that must name its defect."""
+    """A broken backend, and the check that must name its defect.
+
+    not_shown: why no running drafter shows the defect to the metadata validator; empty where one does.
+    refused: what the drafter itself raises when it captures.
+    """
 
     name: str
     killer: str
     backend: AttentionBackend
+    not_shown: str = ""
+    refused: type[Exception] | None = None
 
 
 class _Restated(ReferenceBuilder):
@@ -237,12 +244,14 @@ def _lists_pages(name: str, killer: str, **methods: Any) -> Mutant:
     return Mutant(name, killer, backend())
 
 
-def _builder_mutant(name: str, killer: str, **methods: Any) -> Mutant:
+def _builder_mutant(
+    name: str, killer: str, *, not_shown: str = "", refused: type[Exception] | None = None, **methods: Any
+) -> Mutant:
     if "advance" in methods:
         methods["build"] = _right_build
         methods["broken_advance"] = methods["advance"]
         methods["advance"] = _broken_once_built
-    return Mutant(name, killer, with_builder(derived(name, **methods)))
+    return Mutant(name, killer, with_builder(derived(name, **methods)), not_shown, refused)
 
 
 def _right_build(self: Any, batch: Any, *, horizon: int = 0) -> Any:
@@ -263,20 +272,45 @@ MUTANTS = (
     _builder_mutant(
         "increments_its_own_contents", "builder.advance_refreshes_another_batch", advance=_increments_itself
     ),
-    _builder_mutant("reallocates_in_advance", "builder.advance_keeps_addresses", advance=_reallocates),
-    _builder_mutant("reads_the_host_in_advance", "builder.advance_is_device_work", advance=_reads_the_host),
+    _builder_mutant(
+        "reallocates_in_advance",
+        "builder.advance_keeps_addresses",
+        advance=_reallocates,
+        not_shown="an advance runs while it is captured, never after: its new memory is the graph's own",
+    ),
+    _builder_mutant(
+        "reads_the_host_in_advance",
+        "builder.advance_is_device_work",
+        advance=_reads_the_host,
+        refused=CaptureError,
+    ),
     _builder_mutant("off_by_one_slot_at_a_page_edge", "numerics.attention_is_right", build=_off_by_one_at_a_page_edge),
     _builder_mutant("padding_writes_slot_0", "builder.padding_stays_inert", build=_padding_writes_slot_0),
-    _builder_mutant("bakes_max_seq_len", "builder.advance_attends_right", build=_bakes_max_seq_len),
+    _builder_mutant("bakes_max_seq_len", "builder.advance_attends_right", build=_bakes_max_seq_len, refused=TypeError),
     _builder_mutant("writes_into_the_batch", "builder.build_leaves_the_batch_alone", build=_writes_the_batch),
-    _builder_mutant("builds_elsewhere", "builder.build_reuses_its_addresses", build=_builds_elsewhere),
+    _builder_mutant(
+        "builds_elsewhere",
+        "builder.build_reuses_its_addresses",
+        build=_builds_elsewhere,
+        not_shown="a group that advances in place is built before the capture, never after",
+    ),
     _lists_pages("page_counts_only_grow", "builder.advance_refreshes_another_batch", counts=_counts_only_grow),
     _lists_pages("tail_of_a_list_stays", "builder.advance_refreshes_another_batch", pages=_leaves_the_tail),
-    Mutant("undeclared_step_field", "builder.step_fields_are_complete", with_builder(_UndeclaredStepField)),
+    Mutant(
+        "undeclared_step_field",
+        "builder.step_fields_are_complete",
+        with_builder(_UndeclaredStepField),
+        not_shown="what a builder declares of its fields, no kernel reads",
+    ),
     Mutant("builders_share_buffers", "contract.builders_share_no_state", with_builder(_SharedBuffers)),
     Mutant("top_left_causal", "numerics.attention_is_right", with_forward(_top_left_causal)),
     Mutant("gqa_interleaved", "numerics.attention_is_right", with_forward(_interleaved_groups)),
-    Mutant("forgets_sinks", "numerics.attention_is_right", with_forward(_forgets_sinks)),
+    Mutant(
+        "forgets_sinks",
+        "numerics.attention_is_right",
+        with_forward(_forgets_sinks),
+        not_shown="the draft of a backend of keys and values has no sinks",
+    ),
     Mutant("reads_past_the_end", "poison.stale_table_entries_are_not_read", with_forward(_reads_a_token_too_many)),
     Mutant(
         "reads_unwritten_scratch",
@@ -284,7 +318,12 @@ MUTANTS = (
         with_forward(_uses_scratch_unwritten),
     ),
     Mutant("checks_no_input", "refusal.bad_tensors_never_reach_a_kernel", with_forward(_checks_nothing)),
-    Mutant("accepts_everything", "refusal.unclaimed_is_refused", _AcceptsEverything()),
+    Mutant(
+        "accepts_everything",
+        "refusal.unclaimed_is_refused",
+        _AcceptsEverything(),
+        not_shown="what a backend accepts is asked before there is a drafter",
+    ),
 )
 
 ONE_PAGE_SIZE = _lists_pages("pages_have_16_tokens", "builder.advance_means_a_rebuild", counts=_pages_of_16)

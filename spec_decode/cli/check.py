@@ -50,9 +50,9 @@ class CheckRun:
         return msgspec.structs.replace(report, command=self._command(name))
 
     def isolated(self, name: str, on_note: OnNote | None = None) -> Report:
-        """The same in a process of its own, within the limits of `spec_decode.conformance.isolation`."""
-        from spec_decode.conformance.isolation import check_isolated
+        """The same in a process of its own, within the limits of `spec_decode.conformance.subprocess_runner`."""
         from spec_decode.conformance.report import environment
+        from spec_decode.conformance.subprocess_runner import check_isolated
 
         request = {"device": str(self.device), "families": list(self.families), "checks": list(self.checks)}
         with self.console.status(f"{name}: starting") as status:

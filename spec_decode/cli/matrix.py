@@ -123,7 +123,7 @@ def _run(options: _Options) -> list[Report]:
     device = resolve_device(options.device)
     interpret_kernels_on(device)
     from spec_decode.cli.matrix_run import MatrixRun
-    from spec_decode.conformance.isolation import TimeLimits
+    from spec_decode.conformance.subprocess_runner import TimeLimits
 
     limits = TimeLimits(check=options.check_limit, backend=options.limit)
     run = MatrixRun(device=device, tags=options.tags, into=options.into, resume=options.resume, limits=limits)

@@ -15,8 +15,8 @@ from rich.console import Console
 from attn_backends import registry
 from spec_decode.cli.options import chosen_names
 from spec_decode.cli.output import say, writing
-from spec_decode.conformance.isolation import TimeLimits, check_isolated
 from spec_decode.conformance.report import EVERYTHING, FAILURES, Outcome, Report, ReportError, Result
+from spec_decode.conformance.subprocess_runner import TimeLimits, check_isolated
 from spec_decode.environment import Environment, environment
 
 

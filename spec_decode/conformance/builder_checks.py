@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from builders import AdvanceLevel, AttentionSpec
+from builders import AdvanceLevel
 from spec_decode.conformance.cases import base_cases, joined, page_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import ADVANCE, with_case
@@ -20,7 +20,6 @@ from spec_decode.testing.metadata_fields import (
     memory_layouts_of,
 )
 from spec_decode.testing.paged_fixture import PagedFixture
-from spec_decode.testing.shrink import run_and_shrink
 from spec_decode.testing.subject import Subject
 
 check = Family("builder", covers=with_case(ADVANCE))
@@ -29,6 +28,7 @@ _DECODES = base_cases({"decode": DECODE, "single": SINGLE})
 _DECODE = base_cases({"decode": DECODE})
 _PAGED_DECODE = page_cases({"decode": DECODE})
 _STEPS = 4
+_CACHE = "step {}: the cache holds each request's tokens and nothing else"
 
 
 @check("build() never writes into the batch", _DECODE, covers=with_case())
@@ -59,14 +59,11 @@ def build_reuses_its_addresses(subject: Subject, case: Case) -> None:
 @check(
     "P1: built at t, shared state moved, advance: every field is what a fresh builder builds at t+1",
     joined(_DECODES, _PAGED_DECODE),
+    advances=True,
+    shrink=True,
 )
 def advance_means_a_rebuild(subject: Subject, case: Case) -> None:
-    subject.require_in_graph_advance(case.spec)
-    run_and_shrink(lambda batch: _rebuild_after_each_step(subject, case.spec, batch), case.batch)
-
-
-def _rebuild_after_each_step(subject: Subject, spec: AttentionSpec, batch: Batch) -> None:
-    built = PagedFixture(subject, spec, batch.rows).build(batch, horizon=_STEPS)
+    built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch, horizon=_STEPS)
     for step in range(1, _STEPS + 1):
         built.advance()
         expect_same_fields(built.metadata, built.fresh(horizon=_STEPS - step), f"step {step} of P1")
@@ -75,49 +72,38 @@ def _rebuild_after_each_step(subject: Subject, spec: AttentionSpec, batch: Batch
 @check(
     "after n advances the metadata means the advanced batch: same attention, every token in its slot, none elsewhere",
     joined(_DECODES, _PAGED_DECODE),
+    advances=True,
+    shrink=True,
 )
 def advance_attends_right(subject: Subject, case: Case) -> Measurements:
-    subject.require_in_graph_advance(case.spec)
-    return run_and_shrink(lambda batch: _attend_after_each_step(subject, case.spec, batch), case.batch)
-
-
-def _attend_after_each_step(subject: Subject, spec: AttentionSpec, batch: Batch) -> Measurements:
-    built = PagedFixture(subject, spec, batch.rows).build(batch, horizon=_STEPS)
+    built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch, horizon=_STEPS)
     worst: Measurements = {}
     for step in range(_STEPS + 1):
         if step:
             built.advance()
-        worst = worse(worst, built.expect_attention(f"attention at step {step}", cache=_cache_contract(step)))
+        worst = worse(worst, built.expect_attention(f"attention at step {step}", cache=_CACHE.format(step)))
     return worst
-
-
-def _cache_contract(step: int) -> str:
-    return f"step {step}: the cache holds each request's tokens and nothing else"
 
 
 @check(
     "P2: built on one batch, shared state overwritten with another, advance: it means a fresh build of that one",
     joined(base_cases({"decode": DECODE, "verify": VERIFY}), _PAGED_DECODE),
+    advances=True,
+    shrink=True,
 )
 def advance_refreshes_another_batch(subject: Subject, case: Case) -> Measurements:
-    subject.require_in_graph_advance(case.spec)
-    return run_and_shrink(lambda batch: _refresh_over(subject, case.spec, batch), case.batch)
-
-
-def _refresh_over(subject: Subject, spec: AttentionSpec, batch: Batch) -> Measurements:
-    """From a batch that is shorter in every row, and from one that is longer: what only grows shows in the second."""
-    query = batch.query_lens[0]
-    shorter = Batch((query,), (query,), batch.rows)
-    longer = Batch((query,) * batch.rows, (MAX_SEQ_LEN - _STEPS,) * batch.rows, batch.rows)
-    return worse(*(_refresh(subject, spec, before, batch) for before in (shorter, longer)))
-
-
-def _refresh(subject: Subject, spec: AttentionSpec, before: Batch, batch: Batch) -> Measurements:
-    built_on = f"built on requests of {list(before.seq_lens)} tokens"
-    built = PagedFixture(subject, spec, batch.rows).build(before, horizon=_STEPS)
-    built.replace(batch)
-    expect_same_fields(built.metadata, built.fresh(horizon=_STEPS), f"P2, {built_on}")
-    return built.expect_attention(f"attention after P2's refresh, {built_on}")
+    query, rows = case.batch.query_lens[0], case.batch.rows
+    shorter = Batch((query,), (query,), rows)
+    longer = Batch((query,) * rows, (MAX_SEQ_LEN - _STEPS,) * rows, rows)
+    worst: Measurements = {}
+    # What only grows shows in the second.
+    for before in (shorter, longer):
+        built_on = f"built on requests of {list(before.seq_lens)} tokens"
+        built = PagedFixture(subject, case.spec, rows).build(before, horizon=_STEPS)
+        built.replace(case.batch)
+        expect_same_fields(built.metadata, built.fresh(horizon=_STEPS), f"P2, {built_on}")
+        worst = worse(worst, built.expect_attention(f"attention after P2's refresh, {built_on}"))
+    return worst
 
 
 def _preplanned(subject: Subject) -> Iterable[tuple[str, Case]]:
@@ -141,14 +127,15 @@ def plans_ahead_attend_right(subject: Subject, case: Case) -> Measurements:
     worst: Measurements = {}
     for step, metadata in enumerate(preplanned, start=1):
         built.move()
-        contract = f"attention at planned step {step}"
-        worst = worse(worst, built.expect_attention(contract, cache=_cache_contract(step), metadata=metadata))
+        found = built.expect_attention(
+            f"attention at planned step {step}", cache=_CACHE.format(step), metadata=metadata
+        )
+        worst = worse(worst, found)
     return worst
 
 
-@check("advance() keeps every address, shape, dtype and host field", _DECODE)
+@check("advance() keeps every address, shape, dtype and host field", _DECODE, advances=True)
 def advance_keeps_addresses(subject: Subject, case: Case) -> None:
-    subject.require_in_graph_advance(case.spec)
     built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch, horizon=_STEPS)
     before, host = memory_layouts_of(built.metadata), host_fields_of(built.metadata)
     for _ in range(2):
@@ -164,9 +151,8 @@ def advance_keeps_addresses(subject: Subject, case: Case) -> None:
     )
 
 
-@check("advance() can be captured: no host read, no data-dependent shape", _DECODE)
+@check("advance() can be captured: no host read, no data-dependent shape", _DECODE, advances=True)
 def advance_is_device_work(subject: Subject, case: Case) -> None:
-    subject.require_in_graph_advance(case.spec)
     built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch, horizon=_STEPS)
     try:
         runtime_for(subject.device).capture(lambda: built.builder.advance(built.metadata))
@@ -205,9 +191,8 @@ def _fields_that_move(subject: Subject, case: Case) -> tuple[set[str], set[str]]
     return changed, {name for name, tensor in before.items() if not tensor.numel()}
 
 
-@check("padding rows keep seq_len 0 and slot -1, and write and read nothing", _DECODE)
+@check("padding rows keep seq_len 0 and slot -1, and write and read nothing", _DECODE, advances=True)
 def padding_stays_inert(subject: Subject, case: Case) -> None:
-    subject.require_in_graph_advance(case.spec)
     batch = Batch((1, 1), (5, 16), 6)
     built = PagedFixture(subject, case.spec, batch.rows).build(batch, horizon=2)
     for step in range(3):
@@ -223,9 +208,8 @@ def padding_stays_inert(subject: Subject, case: Case) -> None:
         )
 
 
-@check("a request at its limit becomes inert, raises the flag and writes nothing", _DECODE)
+@check("a request at its limit becomes inert, raises the flag and writes nothing", _DECODE, advances=True)
 def limits_hold(subject: Subject, case: Case) -> Measurements:
-    subject.require_in_graph_advance(case.spec)
     size = case.spec.page_size
     batch = Batch((1, 1, 1), (2 * size - 1, 40, MAX_SEQ_LEN - 1), 4)
     fixture = PagedFixture(subject, case.spec, batch.rows, limits=[2 * size, 160, MAX_SEQ_LEN, 160])

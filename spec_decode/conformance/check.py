@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spec_decode.conformance.coverage import Coverage
 from spec_decode.conformance.report import EVERYTHING, FAMILIES
 from spec_decode.testing.expectations import Measurements
+from spec_decode.testing.shrink import run_and_shrink
 from spec_decode.testing.subject import Subject
 
 Cases = Callable[[Subject], Iterable[tuple[str, Any]]]
@@ -98,17 +99,28 @@ class Family:
         cases: Cases | None = None,
         *,
         covers: Coverage | None = None,
+        advances: bool = False,
+        shrink: bool = False,
         since: tuple[int, int] = (1, 0),
     ) -> Callable[[Body], Body]:
         """Define a check: body(subject, case) for every (case name, case) that `cases` yields; one case without it.
 
+        advances: a case is unsupported unless the backend claims to advance its spec inside a graph.
+        shrink: a case that fails is told by the smallest batch that fails too.
         since: the contract version that the check came with. For a backend that was built for an earlier one it is a
         preview: what passed before still passes, and its author sees what the next version will require.
         """
 
         def define(body: Body) -> Body:
+            def run(subject: Subject, case: Any) -> Measurements | None:
+                if advances:
+                    subject.require_in_graph_advance(case.spec)
+                if shrink:
+                    return run_and_shrink(lambda batch: body(subject, replace(case, batch=batch)), case.batch)
+                return body(subject, case)
+
             verb, cover = body.__name__, covers or self.covers
-            _definitions.append(_Definition(self.name, verb, contract, cases or _one_case, cover, body, since))
+            _definitions.append(_Definition(self.name, verb, contract, cases or _one_case, cover, run, since))
             return body
 
         return define

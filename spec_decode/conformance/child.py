@@ -1,4 +1,4 @@
-"""The process that `spec_decode.conformance.isolation` starts: python -m ...child NAME FD REQUEST."""
+"""The process that `spec_decode.conformance.subprocess_runner` starts: python -m ...child NAME FD REQUEST."""
 
 from __future__ import annotations
 

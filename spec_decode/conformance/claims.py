@@ -65,32 +65,10 @@ def _strategy(strategy: Strategy, subject: Subject) -> Claim:
     return Claim(claimed=not reason, reason=reason)
 
 
-def _dtype(dtype: torch.dtype, subject: Subject) -> Claim:
-    return Claim(claimed=dtype in subject.backend.capabilities.dtypes)
-
-
-def _mixed_kv(subject: Subject) -> Claim:
-    return Claim(claimed=subject.backend.capabilities.mixed_kv_dtypes)
-
-
 def _kv(dtype: torch.dtype, subject: Subject) -> Claim:
     able = subject.backend.capabilities
     rounded = "queries and weights are rounded to it too" if able.quantises_queries else ""
     return Claim(claimed=dtype in able.kv_dtypes, reason=rounded)
-
-
-def _page(size: int, subject: Subject) -> Claim:
-    sizes = subject.backend.capabilities.page_sizes
-    return Claim(claimed=size in sizes, reason=f"page size {sizes}")
-
-
-def _dim(head_dim: int, subject: Subject) -> Claim:
-    sizes = subject.backend.capabilities.head_dims
-    return Claim(claimed=head_dim in sizes, reason=f"head dim {sizes}")
-
-
-def _mla(subject: Subject) -> Claim:
-    return Claim(claimed=AttentionKind.MLA in subject.backend.capabilities.kinds)
 
 
 def _feature(feature: Feature, subject: Subject) -> Claim:
@@ -98,8 +76,15 @@ def _feature(feature: Feature, subject: Subject) -> Claim:
     return Claim(claimed=feature in able.features, reason="a spec must ask for it" if feature in able.required else "")
 
 
-def _fused_write(write: FusedWrite, subject: Subject) -> Claim:
-    return Claim(claimed=write in subject.backend.capabilities.fused_writes)
+def _listed(field: str, value: object, subject: Subject) -> Claim:
+    """Whether a field of the capability record holds the value."""
+    return Claim(claimed=value in getattr(subject.backend.capabilities, field))
+
+
+def _size(field: str, size: int, subject: Subject) -> Claim:
+    """The same of a field that is a range of sizes, which is the reason too."""
+    sizes = getattr(subject.backend.capabilities, field)
+    return Claim(claimed=size in sizes, reason=f"{field.removesuffix('s').replace('_', ' ')} {sizes}")
 
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -107,14 +92,17 @@ _READERS: dict[str, Callable[[Subject], Claim]] = {
     coverage.CAPTURE: _capture,
     coverage.ADVANCE: _advance,
     **{coverage.strategy_column(strategy): partial(_strategy, strategy) for strategy in Strategy},
-    **{coverage.dtype_column(dtype): partial(_dtype, dtype) for dtype in _DTYPES},
-    coverage.MIXED_KV: _mixed_kv,
+    **{coverage.dtype_column(dtype): partial(_listed, "dtypes", dtype) for dtype in _DTYPES},
+    coverage.MIXED_KV: lambda subject: Claim(claimed=subject.backend.capabilities.mixed_kv_dtypes),
     coverage.kv_column(torch.float8_e4m3fn): partial(_kv, torch.float8_e4m3fn),
-    **{coverage.page_column(size): partial(_page, size) for size in tested_values("page_size")},
-    **{coverage.dim_column(dim): partial(_dim, dim) for dim in tested_values("head_dim")},
+    **{
+        coverage.page_column(size): partial(_size, "page_sizes", "page size", size)
+        for size in tested_values("page_size")
+    },
+    **{coverage.dim_column(dim): partial(_size, "head_dims", dim) for dim in tested_values("head_dim")},
     **{coverage.feature_column(feature): partial(_feature, feature) for feature in Feature},
-    coverage.MLA: _mla,
-    **{coverage.fused_write_column(write): partial(_fused_write, write) for write in FusedWrite},
+    coverage.MLA: partial(_listed, "kinds", AttentionKind.MLA),
+    **{coverage.fused_write_column(write): partial(_listed, "fused_writes", write) for write in FusedWrite},
 }
 """What every backend claims or denies, whichever checks it gets. Every other column is part of the contract: whoever
 registers a backend claims it."""

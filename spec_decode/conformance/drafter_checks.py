@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import torch
 
 from builders import AttentionSpec
 from builders.kernels.triton_runtime import torch_implementations
-from spec_decode.conformance.check import Family
+from spec_decode.conformance.check import Cases, Family
 from spec_decode.conformance.coverage import every_strategy, one_strategy
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, StrategyError, VerifiedTokens
 from spec_decode.drafter.kv_groups import KVGroup
@@ -24,8 +25,8 @@ from spec_decode.testing.subject import Subject
 check = Family("drafter", covers=one_strategy)
 
 _ROUNDS = 2
-STEP_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
-BATCH_SIZES = (1, 2, 3, 7, 32)
+_STEP_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
+_BATCH_SIZES = (1, 2, 3, 7, 32)
 
 
 def _verified(fixture: DraftFixture, contexts: list[int], temperature: float, round_: int) -> VerifiedTokens:
@@ -43,21 +44,22 @@ def _verified(fixture: DraftFixture, contexts: list[int], temperature: float, ro
     return VerifiedTokens(**{name: tensor.to(fixture.subject.device) for name, tensor in tensors.items()})
 
 
-@dataclass(slots=True)
-class _DraftRun:
-    """The result of two rounds: tokens and logits of each, the cache, and the overflow flags."""
-
-    tokens: list[torch.Tensor]
-    logits: list[torch.Tensor]
-    cache: tuple[torch.Tensor, torch.Tensor]
-    overflow: torch.Tensor
+_DraftRun = dict[tuple[int, str], torch.Tensor]
+"""What two rounds left, by round and field: tokens and logits of each; after them the cache and the overflow flags."""
+_AXES = {
+    "draft tokens": ("step", "row"),
+    "cached logits": ("step", "row", "column"),
+    "key cache": ("page", "slot", "head", "dim"),
+    "value cache": ("page", "slot", "head", "dim"),
+    "overflow flags": ("row",),
+}
 
 
 def _draft(
     fixture: DraftFixture,
     strategy: Strategy,
-    temperature: float,
     *,
+    temperature: float,
     draft_lens: Sequence[int] | None = None,
     min_confidence: float = 0.0,
 ) -> _DraftRun:
@@ -72,29 +74,30 @@ def _draft(
     drafter = Drafter(fixture.model, [group], tables, config)
     lengths = None if draft_lens is None else torch.tensor(draft_lens, dtype=torch.int32, device=tables.device)
     contexts, limits, pages = fixture.contexts(), fixture.limits(), fixture.pages
-    run = _DraftRun([], [], (group.caches[0].key, group.caches[0].value), tables.overflow)
+    run: _DraftRun = {}
     for round_ in range(_ROUNDS):
         tables.load([pages], limits)
         verified = _verified(fixture, contexts, temperature, round_)
         if lengths is not None:
             verified = replace(verified, draft_lens=lengths[-len(contexts) :])
         drafts = drafter.propose(verified)
-        run.tokens.append(drafts.tokens.clone())
-        run.logits.append(torch.where(drafts.tokens[..., None] >= 0, drafts.logits, 0.0))
+        run[round_, "draft tokens"] = drafts.tokens.T.clone()
+        run[round_, "cached logits"] = torch.where(drafts.tokens[..., None] >= 0, drafts.logits, 0.0).transpose(0, 1)
         moved = [c + int(a) + 1 for c, a in zip(contexts, verified.accepted.cpu(), strict=True)]
         stay = slice(1, None) if len(moved) > 1 else slice(None)
         contexts, limits, pages = moved[stay], limits[stay], pages[stay]
-    run.overflow = tables.overflow.clone()
-    return run
+    after = {"key cache": group.caches[0].key, "value cache": group.caches[0].value, "overflow flags": tables.overflow}
+    return run | {(_ROUNDS, field): tensor for field, tensor in after.items()}
 
 
-def _every_shape(subject: Subject) -> Iterable[tuple[str, tuple[int, int]]]:
-    return [(f"k{k}-n{n}", (k, n)) for k in STEP_COUNTS for n in BATCH_SIZES]
+def _shapes(*shapes: tuple[int, int]) -> Cases:
+    """Cases of so many speculative tokens for so many requests."""
+    return lambda subject: [(f"k{k}-n{n}", (k, n)) for k, n in shapes]
 
 
 @check(
     "tokens, cached logits, cache and flags are the same bits in every strategy as in eager, greedy and random",
-    _every_shape,
+    _shapes(*product(_STEP_COUNTS, _BATCH_SIZES)),
     covers=every_strategy,
 )
 def strategies_agree(subject: Subject, case: tuple[int, int]) -> Measurements:
@@ -102,36 +105,29 @@ def strategies_agree(subject: Subject, case: tuple[int, int]) -> Measurements:
     # Other checks cover the kernels one by one: whole rounds in the interpreter would take an hour.
     with torch_implementations():
         fixture = DraftFixture.make(subject, num_reqs, steps)
-        compared = [_compare(fixture, _draft(fixture, Strategy.EAGER, t), t) for t in (0.0, 1.0)]
+        compared = [_compare(partial(_draft, fixture, temperature=t))[1] for t in (0.0, 1.0)]
     return {"runs_compared": float(sum(compared))}
 
 
-def _compare(
-    fixture: DraftFixture,
-    eager: _DraftRun,
-    temperature: float,
-    *,
-    draft_lens: Sequence[int] | None = None,
-    min_confidence: float = 0.0,
-) -> int:
-    """Hold every strategy that the backend can run against eager; how many there were."""
-    compared = 0
+def _compare(draft: partial[_DraftRun]) -> tuple[_DraftRun, int]:
+    """Eager's run, held against that of every other strategy that the backend can run, and how many these were."""
+    eager, compared = draft(Strategy.EAGER), 0
     for strategy in Strategy:
         if strategy is Strategy.EAGER:
             continue
         try:
-            run = _draft(fixture, strategy, temperature, draft_lens=draft_lens, min_confidence=min_confidence)
+            run = draft(strategy)
         except StrategyError:
             continue
-        _expect_same(run, eager, f"{strategy.value} at temperature {temperature:g}")
+        _expect_same(run, eager, f"{strategy.value} at temperature {draft.keywords['temperature']:g}")
         compared += 1
     expect(compared > 0, contract="the backend can be drafted with", expected="a graph strategy", got="none")
-    return compared
+    return eager, compared
 
 
 @check(
     "with a length for each request, or a least confidence, every strategy drafts the start of the whole draft",
-    lambda subject: [(f"k{k}-n{n}", (k, n)) for k, n in ((2, 3), (4, 3), (4, 7), (7, 2))],
+    _shapes((2, 3), (4, 3), (4, 7), (7, 2)),
     covers=every_strategy,
 )
 def requests_stop_on_their_own(subject: Subject, case: tuple[int, int]) -> Measurements:
@@ -141,69 +137,52 @@ def requests_stop_on_their_own(subject: Subject, case: tuple[int, int]) -> Measu
     with torch_implementations():
         fixture = DraftFixture.make(subject, num_reqs, steps)
         for temperature in (0.0, 1.0):
-            whole = _draft(fixture, Strategy.EAGER, temperature)
-            short = _draft(fixture, Strategy.EAGER, temperature, draft_lens=lengths)
-            _expect_start(short.tokens[0], whole.tokens[0], torch.tensor(lengths), "a length each")
-            compared += _compare(fixture, short, temperature, draft_lens=lengths)
-            least, kept = _doubt(whole.tokens[0], whole.logits[0])
-            doubted = _draft(fixture, Strategy.EAGER, temperature, min_confidence=least)
-            _expect_start(doubted.tokens[0], whole.tokens[0], kept, "a least confidence")
-            compared += _compare(fixture, doubted, temperature, min_confidence=least)
+            draft = partial(_draft, fixture, temperature=temperature)
+            whole = draft(Strategy.EAGER)
+            least, kept = _doubt(whole[0, "draft tokens"], whole[0, "cached logits"])
+            for short, lens, what in (
+                (partial(draft, draft_lens=lengths), torch.tensor(lengths), "a length each"),
+                (partial(draft, min_confidence=least), kept, "a least confidence"),
+            ):
+                eager, strategies = _compare(short)
+                past_end = torch.arange(steps)[:, None] >= lens
+                wanted = whole[0, "draft tokens"].cpu().masked_fill(past_end, NO_TOKEN)
+                start = {(0, "draft tokens"): wanted.to(subject.device)}
+                _expect_same(eager, start, f"{what} ends the drafts and changes none before the end")
+                compared += strategies
     return {"runs_compared": float(compared)}
 
 
 def _doubt(tokens: torch.Tensor, logits: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """A least confidence between those of the first tokens, and how many tokens each request drafts with it."""
+    """A least confidence between those of the first tokens, and how many tokens each request drafts with it.
+
+    tokens: [K, n]; logits: [K, n, V].
+    """
     confidence = logits.double().softmax(-1).gather(2, tokens.clamp(min=0)[..., None])[..., 0]
-    first = confidence[:, 0].sort().values
+    first = confidence[0].sort().values
     least = float(first[len(first) // 2 - 1 : len(first) // 2 + 1].mean())
-    return least, (confidence >= least).int().cumprod(1).sum(1).cpu() + 1
+    return least, (confidence >= least).int().cumprod(0).sum(0).cpu() + 1
 
 
-def _expect_start(short: torch.Tensor, whole: torch.Tensor, lengths: torch.Tensor, what: str) -> None:
-    past_end = torch.arange(whole.shape[1]) >= lengths[:, None]
-    wanted = whole.cpu().masked_fill(past_end, NO_TOKEN)
-    expect(
-        torch.equal(short.cpu(), wanted),
-        contract=f"{what} ends the drafts and changes none before the end",
-        expected=str(wanted.tolist())[:200],
-        got=str(short.tolist())[:200],
-    )
-
-
-def _expect_same(run: _DraftRun, eager: _DraftRun, what: str) -> None:
-    for round_, (a, b) in enumerate(zip(run.tokens, eager.tokens, strict=True)):
+def _expect_same(run: _DraftRun, wanted: _DraftRun, what: str) -> None:
+    """Raise CheckFailure for the earliest step, row and field in which the run is not what is wanted."""
+    differing = {key: (run[key] != tensor).nonzero().tolist() for key, tensor in wanted.items()}
+    found = [(key[0], where[0], key) for key, where in differing.items() if where]
+    if found:
+        round_, where, key = min(found)
+        field, at = key[1], ", ".join(f"{axis} {i}" for axis, i in zip(_AXES[key[1]], where, strict=True))
+        when = f"in round {round_}" if round_ < _ROUNDS else "after the last round"
         expect(
-            torch.equal(a, b),
-            contract=f"{what}: draft tokens of round {round_} are those of eager",
-            expected=str(b.tolist())[:200],
-            got=str(a.tolist())[:200],
+            False,
+            contract=f"{what}: every field has the same bits; the first that differs is {field}, {at}, {when}",
+            expected=f"{wanted[key][tuple(where)].item()}",
+            got=f"{run[key][tuple(where)].item()} ({len(differing[key])} of {wanted[key].numel()} differ)",
         )
-    for round_, (a, b) in enumerate(zip(run.logits, eager.logits, strict=True)):
-        expect(
-            torch.equal(a, b),
-            contract=f"{what}: cached logits of round {round_} are those of eager",
-            expected="the same bits",
-            got=f"a difference of {(a - b).abs().max().item():.2e}, first in column {_first_column(a, b)}",
-        )
-    same_cache = all(torch.equal(a, b) for a, b in zip(run.cache, eager.cache, strict=True))
-    expect(same_cache, contract=f"{what}: the KV cache is eager's", expected="the same bits", got="a difference")
-    expect(
-        torch.equal(run.overflow, eager.overflow),
-        contract=f"{what}: overflow flags",
-        expected=str(eager.overflow.tolist()),
-        got=run.overflow.tolist(),
-    )
-
-
-def _first_column(a: torch.Tensor, b: torch.Tensor) -> int:
-    differs = (a != b).any(-1).any(0)
-    return int(differs.nonzero()[0]) if differs.any() else -1
 
 
 @check(
     "every step's logits are those of a dense computation over each request's logical tokens",
-    lambda subject: [(f"k{k}-n{n}", (k, n)) for k, n in ((1, 3), (4, 3), (7, 2))],
+    _shapes((1, 3), (4, 3), (7, 2)),
 )
 def steps_attend_to_the_logical_prefix(subject: Subject, case: tuple[int, int]) -> Measurements:
     steps, num_reqs = case
@@ -311,14 +290,8 @@ def a_round_never_waits(subject: Subject, case: Strategy | None) -> None:
     tables.load([fixture.pages], [MAX_SEQ_LEN] * 3)
     verified = _verified(fixture, fixture.contexts(), 0.0, 0)
     drafter.propose(verified)
-    with _syncs_are_errors():
-        drafter.propose(verified)
-
-
-@contextmanager
-def _syncs_are_errors() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
     try:
-        yield
+        drafter.propose(verified)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -81,9 +81,12 @@ class _CapturedLoop:
         return queries
 
 
-@check("one captured loop, replayed over batches of other lengths, smaller and larger, is right at every step", _CASES)
+@check(
+    "one captured loop, replayed over batches of other lengths, smaller and larger, is right at every step",
+    _CASES,
+    advances=True,
+)
 def loop_replays_over_other_batches(subject: Subject, case: Case) -> Measurements:
-    subject.require_in_graph_advance(case.spec)
     fixture = PagedFixture(subject, case.spec, DECODE.rows)
     loop = _CapturedLoop(fixture, fixture.load(case.batch), fixture.builder(), DECODE.rows)
     worst: Measurements = {}
@@ -92,9 +95,8 @@ def loop_replays_over_other_batches(subject: Subject, case: Case) -> Measurement
     return worst
 
 
-@check("a replay gives, bit for bit, what the same steps give with fresh builds", _CASES)
+@check("a replay gives, bit for bit, what the same steps give with fresh builds", _CASES, advances=True)
 def replay_equals_eager(subject: Subject, case: Case) -> None:
-    subject.require_in_graph_advance(case.spec)
     fixture, batch = PagedFixture(subject, case.spec, DECODE.rows), _BATCHES["grown"]
     buffers = fixture.load(case.batch)
     loop = _CapturedLoop(fixture, buffers, fixture.builder(), DECODE.rows)
@@ -113,9 +115,8 @@ def replay_equals_eager(subject: Subject, case: Case) -> None:
         )
 
 
-@check("graphs of two padded sizes over the same buffers do not disturb each other", _CASES)
+@check("graphs of two padded sizes over the same buffers do not disturb each other", _CASES, advances=True)
 def two_sizes_interleave(subject: Subject, case: Case) -> Measurements:
-    subject.require_in_graph_advance(case.spec)
     fixture = PagedFixture(subject, case.spec, DECODE.rows)
     buffers, builder = fixture.load(case.batch), fixture.builder()
     small = Batch((1, 1), (16, 45), 2)
@@ -129,9 +130,9 @@ def two_sizes_interleave(subject: Subject, case: Case) -> Measurements:
 @check(
     "a captured uniform step of 1 + K tokens, as step 0 is, replayed over another batch is right",
     base_cases({"verify": VERIFY}),
+    advances=True,
 )
 def verify_replays_over_other_batches(subject: Subject, case: Case) -> Measurements:
-    subject.require_in_graph_advance(case.spec)
     batch, fixture = case.batch, PagedFixture(subject, case.spec, case.batch.rows)
     query_len, device = batch.query_lens[0], fixture.device
     dummy = Batch((query_len,), (query_len,), batch.rows)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from spec_decode.conformance.cases import spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import with_case
-from spec_decode.testing.batches import DECODE, RAGGED, SINGLE, VERIFY, Batch, Case
+from spec_decode.testing.batches import DECODE, RAGGED, SINGLE, VERIFY, Case
 from spec_decode.testing.expectations import Measurements
 from spec_decode.testing.paged_fixture import PagedFixture
-from spec_decode.testing.shrink import run_and_shrink
 from spec_decode.testing.subject import Subject
 
 check = Family("numerics", covers=with_case())
@@ -18,12 +17,8 @@ check = Family("numerics", covers=with_case())
     "attention over the paged cache is attention over the logical prefix, within twice a low-precision reference's "
     "error",
     spec_cases({"decode": DECODE, "single": SINGLE, "verify": VERIFY, "ragged": RAGGED}),
+    shrink=True,
 )
 def attention_is_right(subject: Subject, case: Case) -> Measurements:
-    subject.require_supported(case.spec)
-
-    def run(batch: Batch) -> Measurements:
-        built = PagedFixture(subject, case.spec, batch.rows).build(batch)
-        return built.expect_attention("attention", cache="write_kv stores each token in its slot and nothing else")
-
-    return run_and_shrink(run, case.batch)
+    built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch)
+    return built.expect_attention("attention", cache="write_kv stores each token in its slot and nothing else")

@@ -16,7 +16,7 @@ from spec_decode.conformance.check import Check, expand
 from spec_decode.conformance.claims import claims_of
 from spec_decode.conformance.known_failures import KnownFailure, known_failures_of
 from spec_decode.conformance.notes import notes_on
-from spec_decode.conformance.report import EVERYTHING, Outcome, Report, Result, environment
+from spec_decode.conformance.report import EVERYTHING, Environment, Outcome, Report, Result, environment
 from spec_decode.testing.error_location import error_location
 from spec_decode.testing.expectations import CheckFailure, Measurements, Unavailable, Unsupported
 from spec_decode.testing.subject import Subject
@@ -93,21 +93,19 @@ def plan(
         subject = _subject(backend, device)
         known = known_failures_of(subject.backend) if known_failures is None else tuple(known_failures)
     except BrokenBackend as error:
-        return Plan(_report(name, device, command, _does_not_load(str(error))), ())
+        return Plan(unloaded(name, environment(device), command, Outcome.UNAVAILABLE, str(error)), ())
     every = expand(subject)
     wanted = [check for check in every if _wanted(check, families, checks, tags)]
-    report = msgspec.structs.replace(
-        _report(name, device, command),
+    report = Report(
+        backend=name,
+        env=environment(device),
+        command=command,
         version=str(subject.backend.version),
         contract=".".join(map(str, subject.backend.contract_version)),
         claims=claims_of(subject, [column for check in every for column in check.covers]),
         results=tuple(_not_run(check, name, device) for check in wanted),
     )
     return Plan(report, tuple(wanted), known, notes_on(subject, report.claims, every, known))
-
-
-def _report(name: str, device: torch.device, command: str, *results: Result) -> Report:
-    return Report(backend=name, version="unknown", env=environment(device), command=command, results=results)
 
 
 def run_check(check: Check, planned: Result, known_failures: Sequence[KnownFailure] = ()) -> Result:
@@ -138,15 +136,18 @@ def run_check(check: Check, planned: Result, known_failures: Sequence[KnownFailu
     return msgspec.structs.replace(planned, outcome=outcome, reason=reason, evidence=evidence, seconds=seconds)
 
 
-def _does_not_load(reason: str) -> Result:
-    return Result(
+def unloaded(name: str, env: Environment, command: str, outcome: Outcome, reason: str = "") -> Report:
+    """The report of a backend that is not loaded; its one result says why, in every column."""
+    loading = Result(
         check="contract.loads",
         family="contract",
         case="any",
-        outcome=Outcome.UNAVAILABLE,
+        outcome=outcome,
         reason=reason,
         tags=(EVERYTHING,),
+        repro=command,
     )
+    return Report(backend=name, version="unknown", env=env, command=command, results=(loading,))
 
 
 def _not_run(check: Check, backend: str, device: torch.device) -> Result:

@@ -110,7 +110,7 @@ def checks(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "spec_decode.conformance", SimpleNamespace(check_backend=check_backend))
     isolation = SimpleNamespace(check_isolated=check_isolated)
-    monkeypatch.setitem(sys.modules, "spec_decode.conformance.isolation", isolation)
+    monkeypatch.setitem(sys.modules, "spec_decode.conformance.subprocess_runner", isolation)
     return fake
 
 

@@ -20,9 +20,9 @@ from attn_backends import BrokenBackend, get, names, registry
 from attn_backends.torch_reference import TorchReference
 from spec_decode.cli.main import main
 from spec_decode.cli.matrix_run import MatrixRun
-from spec_decode.conformance import check_backend, isolation
-from spec_decode.conformance.isolation import TimeLimits
+from spec_decode.conformance import check_backend, subprocess_runner
 from spec_decode.conformance.report import Outcome, Report, environment
+from spec_decode.conformance.subprocess_runner import TimeLimits
 from spec_decode.matrix import Matrix, Status, build_matrix, to_markdown
 from spec_decode.tools import plug_ins
 
@@ -238,7 +238,7 @@ def test_what_is_available_is_found_without_what_crashes_at_import(monkeypatch: 
         asked.append(name)
         return Report(backend=name, version="1", env=environment(CPU), command="", results=())
 
-    monkeypatch.setattr(isolation, "check_isolated", check_isolated)
+    monkeypatch.setattr(subprocess_runner, "check_isolated", check_isolated)
     result = say("check", "available")
     assert {"torch_reference", "healthy", "crasher", "rivals-a:rival"} <= {*asked}
     assert {"crashes_at_import", "crashes_when_asked"}.isdisjoint(asked)

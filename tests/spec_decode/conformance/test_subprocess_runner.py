@@ -6,8 +6,8 @@ import sys
 import msgspec
 import torch
 
-from spec_decode.conformance.isolation import TimeLimits, check_isolated
 from spec_decode.conformance.report import EVERYTHING
+from spec_decode.conformance.subprocess_runner import TimeLimits, check_isolated
 from tests.spec_decode.matrix.evidence import env, report, result
 
 PLAN = report(*(result("not_run", case=str(n)) for n in range(4)), version="7").document()

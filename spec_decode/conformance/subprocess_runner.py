@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from spec_decode.conformance.report import EVERYTHING, Environment, Outcome, Report, Result
+from spec_decode.conformance.report import Environment, Outcome, Report, Result
+from spec_decode.conformance.runner import unloaded
 from spec_decode.testing.process_isolation import ProcessEnded, TimeLimit, start_isolated
 
 _CHILD = (sys.executable, "-m", "spec_decode.conformance.child")
@@ -41,7 +42,8 @@ def check_isolated(
     """
     limits = limits or TimeLimits()
     check_limit, backend_limit = TimeLimit(limits.check, "a check"), TimeLimit(limits.backend, "a backend")
-    progress = _Progress(name, env, str(request.get("command", "")), on_result, on_note)
+    unknown = unloaded(name, env, str(request.get("command", "")), Outcome.NOT_RUN)
+    progress = _Progress(unknown, on_result, on_note)
     with start_isolated([*child, name], request) as process:
         try:
             for message in process.messages(check_limit, backend_limit):
@@ -56,26 +58,10 @@ class _Progress:
     """The report, as far as the messages of the process go."""
 
     def __init__(
-        self,
-        name: str,
-        env: Environment,
-        command: str,
-        on_result: Callable[[Result], None] | None,
-        on_note: Callable[[str], None] | None,
+        self, report: Report, on_result: Callable[[Result], None] | None, on_note: Callable[[str], None] | None
     ) -> None:
-        loading = Result(
-            check="contract.loads",
-            family="contract",
-            case="any",
-            outcome=Outcome.NOT_RUN,
-            tags=(EVERYTHING,),
-            repro=command,
-        )
-        self.report = Report(backend=name, version="unknown", env=env, command=command, results=(loading,))
-        self._results = [loading]
-        self._at = 0
-        self._on_result = on_result
-        self._on_note = on_note
+        self.report, self._on_result, self._on_note = report, on_result, on_note
+        self._results, self._at = list(report.results), 0
 
     def take(self, message: dict[str, Any]) -> None:
         """A plan: {"report": document, "notes": texts}; the next result: {"result": document}."""
