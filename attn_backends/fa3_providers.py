@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
@@ -33,7 +32,7 @@ class BrokenProvider(RuntimeError):
     """A provider that is installed and does not work; the message names it and gives its own words."""
 
 
-class Provider(ABC):
+class Provider:
     """One package's FlashAttention-3: causal attention of ragged queries over a paged cache.
 
     Raises BrokenProvider for a module without FlashAttention-3, or with one that lacks an argument needed here.
@@ -45,8 +44,10 @@ class Provider(ABC):
     """Names on the registry, the current one first."""
     remedy: ClassVar[str]
     entry: ClassVar[str]
+    inputs: ClassVar[tuple[str, str, str, str]]
+    """What the entry calls keys, values, seq_lens and the block table."""
     needs: ClassVar[tuple[str, ...]]
-    """Arguments that older builds of the entry lack."""
+    """Further arguments that older builds of the entry lack."""
     sinks: ClassVar[str]
     """The argument that takes sinks, in bf16; a build without it has none."""
 
@@ -62,7 +63,7 @@ class Provider(ABC):
         if attend is None:
             raise BrokenProvider(f"it has no {self.entry}")
         arguments = signature(attend).parameters
-        if missing := [name for name in self.needs if name not in arguments]:
+        if missing := [name for name in (*self.inputs, *self.needs) if name not in arguments]:
             raise BrokenProvider(f"its {self.entry} has no {', '.join(missing)}: it is too old or another one")
         if self.sinks not in arguments:
             self.features -= {Feature.SINKS}
@@ -83,7 +84,8 @@ class Provider(ABC):
 
         Raises BatchError for sinks that the build does not take.
         """
-        arguments = self._arguments(cache, metadata)
+        inputs = (cache.key, cache.value, metadata.seq_lens, metadata.block_table)
+        arguments = dict(zip(self.inputs, inputs, strict=True), **self._more_arguments(metadata))
         if sinks is not None:
             require(
                 Feature.SINKS in self.features,
@@ -103,9 +105,9 @@ class Provider(ABC):
             num_splits=metadata.num_splits,
         )
 
-    @abstractmethod
-    def _arguments(self, cache: KVCache, metadata: PagedMetadata) -> dict[str, Any]:
-        """The arguments that the packages call by different names."""
+    def _more_arguments(self, metadata: PagedMetadata) -> dict[str, Any]:
+        """Those that the other entries do not take."""
+        return {}
 
 
 class Vllm(Provider):
@@ -116,7 +118,8 @@ class Vllm(Provider):
     packages = ("vllm",)
     remedy = "pip install 'attn-backends[flash-attn]'"
     entry = "flash_attn_varlen_func"
-    needs = ("seqused_k", "block_table", "num_splits", "fa_version")
+    inputs = ("k", "v", "seqused_k", "block_table")
+    needs = ("num_splits", "fa_version")
     sinks = "s_aux"
 
     def __init__(self, module: ModuleType) -> None:
@@ -125,30 +128,16 @@ class Vllm(Provider):
             raise BrokenProvider(f"it is without FlashAttention-3: {reason}")
         super().__init__(module)
 
-    def _arguments(self, cache: KVCache, metadata: PagedMetadata) -> dict[str, Any]:
-        return {
-            "k": cache.key,
-            "v": cache.value,
-            "max_seqlen_k": metadata.max_seq_len,
-            "seqused_k": metadata.seq_lens,
-            "block_table": metadata.block_table,
-            "fa_version": 3,
-        }
+    def _more_arguments(self, metadata: PagedMetadata) -> dict[str, Any]:
+        return {"max_seqlen_k": metadata.max_seq_len, "fa_version": 3}
 
 
 class _WithKVCache(Provider):
     """The entry that upstream and sglang share. It takes no bound on seq_lens: the table's width is one."""
 
     entry = "flash_attn_with_kvcache"
-    needs = ("cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q", "num_splits")
-
-    def _arguments(self, cache: KVCache, metadata: PagedMetadata) -> dict[str, Any]:
-        return {
-            "k_cache": cache.key,
-            "v_cache": cache.value,
-            "cache_seqlens": metadata.seq_lens,
-            "page_table": metadata.block_table,
-        }
+    inputs = ("k_cache", "v_cache", "cache_seqlens", "page_table")
+    needs = ("cu_seqlens_q", "max_seqlen_q", "num_splits")
 
 
 class Upstream(_WithKVCache):

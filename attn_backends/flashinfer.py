@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from flashinfer import __version__ as _version  # type: ignore[import-not-found]
 from flashinfer.decode import trtllm_batch_decode_with_kv_cache  # type: ignore[import-not-found]
@@ -21,15 +23,6 @@ from builders.flashinfer.builder import (
 )
 from builders.flashinfer.wrappers import Kernel
 
-_NATIVE = Capabilities(
-    devices=("cuda",),
-    dtypes=(torch.bfloat16, torch.float16),
-    head_dims=Sizes(minimum=64, maximum=256, power_of_two=True),
-    page_sizes=Sizes(),
-    features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW, Feature.SOFT_CAP}),
-    fused_writes=frozenset({FusedWrite.ROPE}),
-)
-
 _ALIGNMENT = 16
 """Bytes that the kernels load at a time."""
 _CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)
@@ -47,7 +40,14 @@ class FlashInfer(FusedRopeWrite, AttentionBackend):
     version = f"flashinfer {_version}"
     contract_version = (1, 0)
     builder = FlashInferBuilder
-    capabilities = _NATIVE
+    capabilities = Capabilities(
+        devices=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16),
+        head_dims=Sizes(minimum=64, maximum=256, power_of_two=True),
+        page_sizes=Sizes(),
+        features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW, Feature.SOFT_CAP}),
+        fused_writes=frozenset({FusedWrite.ROPE}),
+    )
 
     def forward(
         self, query: Tensor, cache: KVCache, metadata: FlashInferMetadata, *, spec: AttentionSpec, sinks: Sinks = None
@@ -93,13 +93,10 @@ class FlashInferXqa(FlashInfer):
 
     name = "flashinfer_xqa"
     builder = XqaBuilder
-    capabilities = Capabilities(
-        devices=("cuda",),
-        dtypes=(torch.bfloat16, torch.float16),
-        head_dims=Sizes(minimum=64, maximum=256, power_of_two=True),
+    capabilities = replace(
+        FlashInfer.capabilities,
         page_sizes=Sizes(minimum=16, maximum=128, power_of_two=True),
         features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW}),
-        fused_writes=frozenset({FusedWrite.ROPE}),
         compute_capability=(9, 0),
     )
 

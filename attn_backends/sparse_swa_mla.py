@@ -43,6 +43,6 @@ class SparseSwaMla(FusedLatentWrite, AttentionBackend):
     ) -> Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
         return sparse_attention(
-            query, cache.latents, metadata.window_indices, metadata.window_lens,
-            page_size=spec.page_size, scale=spec.softmax_scale, sinks=sinks,
+            query, cache.latents, metadata.window_indices, metadata.window_lens, sinks, spec.page_size,
+            spec.softmax_scale,
         )  # fmt: skip

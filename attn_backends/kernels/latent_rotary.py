@@ -30,7 +30,7 @@ def prepare_query(query: torch.Tensor, positions: torch.Tensor, table: torch.Ten
     """
     _check(query, positions, table)
     if query.requires_grad:
-        return _prepared(query, positions, table, eps)
+        return PrepareQuery(query, positions, table, eps).reference()
     return _prepare_query(query, positions, table, eps)
 
 
@@ -83,12 +83,6 @@ def _check(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> Non
     check_rotary(x, positions, table)
 
 
-def _prepared(query: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, eps: float) -> torch.Tensor:
-    wide = query.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return turned(wide, positions, table).to(query.dtype)
-
-
 class PrepareQuery(NamedTuple):
     """As `prepare_query` has them."""
 
@@ -98,7 +92,9 @@ class PrepareQuery(NamedTuple):
     eps: float
 
     def reference(self) -> torch.Tensor:
-        return _prepared(*self).contiguous()
+        wide = self.query.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return turned(wide, self.positions, self.table).to(self.query.dtype).contiguous()
 
     def fake(self) -> torch.Tensor:
         return self.query.new_empty(self.query.shape)

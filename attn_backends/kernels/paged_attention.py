@@ -100,7 +100,7 @@ class PagedAttentionArguments(NamedTuple):
         block_m = max(16, min(64, triton.next_power_of_2(self.max_query_len * group)))
         tiles = triton.cdiv(self.max_query_len * group, block_m)
         grid = (self.seq_lens.shape[0] * tiles, kv_heads, splits)
-        tile = tile_of(
+        tile = tile_config(
             row_bytes=(block_d + block_e) * query.element_size(),
             tokens=triton.cdiv(min(self.max_seq_len, self.sliding_window or self.max_seq_len), splits),
             alone=math.prod(grid) <= num_sms(query.device),
@@ -113,8 +113,7 @@ class PagedAttentionArguments(NamedTuple):
             HEADS=heads, GROUP=group, PAGE_SIZE=page_size, DIM=dim, VALUE_DIM=value_dim, BLOCK_D=block_d,
             BLOCK_E=block_e, BLOCK_M=block_m, SPLITS=splits, WINDOW=self.sliding_window or 0,
             SOFT_CAP=bool(self.soft_cap), SINKS=sinks is not None and not split, FP32_DOT=interpreted,
-            BLOCK_N=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages,
-            **dependent_launch(query.device),
+            **tile, **dependent_launch(query.device),
         )  # fmt: skip
         if split:
             merge_kernel[(tokens, heads)](
@@ -131,17 +130,10 @@ def _tokens(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tens
     return cache[pages[:count].long()].flatten(0, 1)[:length].transpose(0, 1).float()
 
 
-class Tile(NamedTuple):
-    """KV tokens that a program takes at once, and how it runs."""
+def tile_config(*, row_bytes: int, tokens: int, alone: bool, block_m: int) -> dict[str, int]:
+    """KV tokens that a program takes at once, and how it runs: the fastest on an H200, of those tried.
 
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-
-def tile_of(*, row_bytes: int, tokens: int, alone: bool, block_m: int) -> Tile:
-    """The fastest on an H200, of those tried. row_bytes: of a token's key and value; tokens: of a split, at most;
-    alone: whether no two programs share an SM.
+    row_bytes: of a token's key and value; tokens: of a split, at most; alone: whether no two programs share an SM.
 
     A program alone is bound by the latency of its loads, which more warps have in flight at once. So is one of a block
     or two, where a pipeline only adds to it. Others are bound by bandwidth: a stage less lets more of them run.
@@ -150,7 +142,7 @@ def tile_of(*, row_bytes: int, tokens: int, alone: bool, block_m: int) -> Tile:
     if tokens <= block_n // 2 and block_n > 16:
         block_n //= 2
     stages = 1 if alone or tokens <= 2 * block_n else 2
-    return Tile(block_n, 8 if alone and block_m == 16 else 4, stages)
+    return {"BLOCK_N": block_n, "num_warps": 8 if alone and block_m == 16 else 4, "num_stages": stages}
 
 
 paged_attention = define_op("attn_backends::paged_attention", PagedAttentionArguments)

@@ -21,74 +21,21 @@ DIMS = (64, 128, 256, 512)
 PROGRAMS_AT_ONCE = 132  # the SMs of a Hopper GPU: a program's tile fills one
 
 
-def sparse_attention(
-    query: torch.Tensor,
-    cache: torch.Tensor,
-    indices: torch.Tensor,
-    lens: torch.Tensor,
-    *,
-    page_size: int,
-    scale: float,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+class SparseAttentionArguments(NamedTuple):
     """Attention of query [T, H, D] over the listed latents; returns [T, H, D] in query's dtype.
 
-    cache    [pages, page_size, D] in query's dtype, last dim contiguous; or fp8_ds_mla: uint8
-             [pages, page_bytes(page_size)] with D = 512 and bfloat16 queries
-    indices  int32 [T, width], slots page * page_size + offset; an entry of -1 is skipped
-    lens     int32 [T], how many entries of its row a token's list has; entries after them mean nothing
-    sinks    fp32 [H], -inf for a head that has none
+    query      [T, H, D]
+    cache      [pages, page_size, D] in query's dtype, last dim contiguous; or fp8_ds_mla: uint8
+               [pages, page_bytes(page_size)] with D = 512 and bfloat16 queries
+    indices    int32 [T, width], slots page * page_size + offset; an entry of -1 is skipped
+    lens       int32 [T], how many entries of its row a token's list has; entries after them mean nothing
+    sinks      fp32 [H], -inf for a head that has none
+    page_size  of the cache, whose shape may not say it
+    scale      of q.k
 
     With s_j = scale q.k_j over the listed slots, out = sum e^s_j k_j / (sum e^s_j + e^sink). A token with an empty list
-    comes out as exactly 0. Raises BatchError for tensors that do not fit.
+    comes out as exactly 0. The op raises BatchError for tensors that do not fit.
     """
-    _, heads, dim = query.shape
-    require(
-        dim in DIMS,
-        f"the latent dim must be one of {DIMS}, got {dim}; the kernel's tiles do not fit others, so nothing was run. "
-        "Pad the latents and the query with zeros.",
-    )
-    if sinks is not None:
-        require_tensor("sinks", sinks, shape=(heads,), dtype=torch.float32, device=query.device)
-    _check_cache(query, cache, page_size)
-    _check_lists(query, indices, lens)
-    return _sparse_attention(query, cache, indices, lens, sinks, page_size, scale)
-
-
-def _check_cache(query: torch.Tensor, cache: torch.Tensor, page_size: int) -> None:
-    dim, fp8 = query.shape[2], cache.dtype == torch.uint8
-    if fp8:
-        require(
-            dim == fp8_ds_mla.LATENT and query.dtype == torch.bfloat16,
-            f"an fp8_ds_mla cache serves bfloat16 queries of dim {fp8_ds_mla.LATENT}, got {query.dtype} of dim {dim}"
-            "; its bytes mean nothing else, so nothing was run. Convert the query or use a cache of its dtype.",
-        )
-        shape: tuple[int | None, ...] = (None, fp8_ds_mla.page_bytes(page_size))
-        require_tensor("the latent cache", cache, shape=shape, dtype=torch.uint8, device=query.device)
-    else:
-        shape = (None, page_size, dim)
-        require_tensor("the latent cache", cache, shape=shape, dtype=query.dtype, device=query.device)
-    require(
-        cache.stride(-1) == 1 and not (fp8 and cache.stride(0) % 16),
-        "the latent cache must be contiguous in its last dim, and an fp8_ds_mla page must start at a multiple of 16 "
-        f"bytes, got strides {cache.stride()}; the kernel would read other bytes, so nothing was run. Lay the cache "
-        "out again.",
-    )
-
-
-def _check_lists(query: torch.Tensor, indices: torch.Tensor, lens: torch.Tensor) -> None:
-    tokens, device = query.shape[0], query.device
-    require_tensor("indices", indices, shape=(tokens, None), dtype=torch.int32, device=device)
-    require_tensor("lens", lens, shape=(tokens,), dtype=torch.int32, device=device)
-    require(
-        indices.stride(1) == 1 and lens.is_contiguous(),
-        f"indices must be contiguous along a row, and lens as a whole, got strides {indices.stride()} and "
-        f"{lens.stride()}; the kernel would read other entries, so nothing was run. Slice rows only.",
-    )
-
-
-class SparseAttentionArguments(NamedTuple):
-    """As `sparse_attention` has them."""
 
     query: torch.Tensor
     cache: torch.Tensor
@@ -98,7 +45,44 @@ class SparseAttentionArguments(NamedTuple):
     page_size: int
     scale: float
 
+    def _check(self) -> None:
+        (tokens, heads, dim), indices, lens, device = self.query.shape, self.indices, self.lens, self.query.device
+        require(
+            dim in DIMS,
+            f"the latent dim must be one of {DIMS}, got {dim}; the kernel's tiles do not fit others, so nothing was "
+            "run. Pad the latents and the query with zeros.",
+        )
+        if self.sinks is not None:
+            require_tensor("sinks", self.sinks, shape=(heads,), dtype=torch.float32, device=device)
+        self._check_cache()
+        require_tensor("indices", indices, shape=(tokens, None), dtype=torch.int32, device=device)
+        require_tensor("lens", lens, shape=(tokens,), dtype=torch.int32, device=device)
+        require(
+            indices.stride(1) == 1 and lens.is_contiguous(),
+            f"indices must be contiguous along a row, and lens as a whole, got strides {indices.stride()} and "
+            f"{lens.stride()}; the kernel would read other entries, so nothing was run. Slice rows only.",
+        )
+
+    def _check_cache(self) -> None:
+        query, cache, dim = self.query, self.cache, self.query.shape[2]
+        dtype, page = query.dtype, [self.page_size, dim]
+        if fp8 := cache.dtype == torch.uint8:
+            require(
+                dim == fp8_ds_mla.LATENT and dtype == torch.bfloat16,
+                f"an fp8_ds_mla cache serves bfloat16 queries of dim {fp8_ds_mla.LATENT}, got {dtype} of dim {dim}"
+                "; its bytes mean nothing else, so nothing was run. Convert the query or use a cache of its dtype.",
+            )
+            dtype, page = torch.uint8, [fp8_ds_mla.page_bytes(self.page_size)]
+        require_tensor("the latent cache", cache, shape=(None, *page), dtype=dtype, device=query.device)
+        require(
+            cache.stride(-1) == 1 and not (fp8 and cache.stride(0) % 16),
+            "the latent cache must be contiguous in its last dim, and an fp8_ds_mla page must start at a multiple of "
+            f"16 bytes, got strides {cache.stride()}; the kernel would read other bytes, so nothing was run. Lay the "
+            "cache out again.",
+        )
+
     def reference(self) -> torch.Tensor:
+        self._check()
         latents, listed = self._listed_latents()
         tokens, heads, _ = self.query.shape
         scores = torch.matmul(self.query.float(), latents.transpose(1, 2)) * self.scale
@@ -123,6 +107,7 @@ class SparseAttentionArguments(NamedTuple):
         return self.query.new_empty(self.query.shape)
 
     def launch(self) -> torch.Tensor:
+        self._check()
         (tokens, heads, dim), cache = self.query.shape, self.cache
         query = self.query if self.query.stride(2) == 1 else self.query.contiguous()
         interpreted = query.device.type == "cpu"
@@ -152,4 +137,4 @@ def tile_config(tokens: int, heads: int, element_size: int, width: int) -> dict[
     return {"BLOCK_M": 64, "BLOCK_N": 128, "TOKENS_FIRST": False, "num_warps": 8, "num_stages": 1}
 
 
-_sparse_attention = define_op("attn_backends::sparse_attention", SparseAttentionArguments)
+sparse_attention = define_op("attn_backends::sparse_attention", SparseAttentionArguments)

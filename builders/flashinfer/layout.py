@@ -73,11 +73,8 @@ class PlanLayout:
             split=split,
             padded_tiles=padded,
             tile_budget=padded,
-            request_indices=_element(info[3]),
-            kv_tile_indices=_element(info[4]),
-            o_indptr=_element(info[5]),
             block_valid_mask=info[6],
-            kv_chunk_size=_element(info[7]),
+            **_elements(request_indices=info[3], kv_tile_indices=info[4], o_indptr=info[5], kv_chunk_size=info[7]),
         )
 
     @classmethod
@@ -119,12 +116,8 @@ class PlanLayout:
             split=True,
             padded_tiles=padded,
             tile_budget=budget,
-            request_indices=_element(info[4]),
-            qo_tile_indices=_element(info[5]),
-            kv_tile_indices=_element(info[6]),
-            merge_indptr=_element(info[7]),
-            o_indptr=_element(info[8]),
-            kv_chunk_size=_element(info[9]),
+            **_elements(request_indices=info[4], qo_tile_indices=info[5], kv_tile_indices=info[6]),
+            **_elements(merge_indptr=info[7], o_indptr=info[8], kv_chunk_size=info[9]),
             block_valid_mask=info[12],
             query_len=query_len,
             query_tiles=query_tiles,
@@ -168,10 +161,10 @@ def _checked(plan_info: Sequence[int], *, length: int, graph_flag: int) -> list[
     return info
 
 
-def _element(offset: int) -> int:
+def _elements(**offsets: int) -> dict[str, int]:
     require(
-        offset % 4 == 0,
-        f"an int32 array starts at a multiple of 4 bytes, got offset {offset}; the plan info means something else than "
+        not any(offset % 4 for offset in offsets.values()),
+        f"int32 arrays start at multiples of 4 bytes, got offsets {offsets}; the plan info means something else than "
         "this layout knows, so nothing was written. Use FlashInfer 0.6.12 to 0.7.2.",
     )
-    return offset // 4
+    return {name: offset // 4 for name, offset in offsets.items()}

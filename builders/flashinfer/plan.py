@@ -11,6 +11,7 @@ one size for all; a *tile* is a chunk of a unit, one CTA of the grid's first axi
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import astuple, fields
 from typing import NamedTuple
@@ -113,14 +114,8 @@ def _plan_layout(values: Sequence[int]) -> PlanLayout:
 
 def _smallest_chunk(pages: Tensor, min_chunk: int, budget: int) -> int:
     """The smallest chunk from min_chunk on that cuts `pages` into at most `budget` pieces; at most the longest."""
-    low, high = min_chunk, int(pages.max())
-    while low < high:
-        middle = (low + high) // 2
-        if int((-(-pages // middle)).sum()) > budget:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    sizes = range(min_chunk, int(pages.max()))
+    return min_chunk + bisect_left(sizes, True, key=lambda size: int((-(-pages // size)).sum()) <= budget)
 
 
 def _from_zero(counts: Tensor) -> Tensor:

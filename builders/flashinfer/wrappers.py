@@ -69,12 +69,15 @@ class FlashInferWrappers:
         }
 
     def xqa(self, batch: AttentionBatch) -> Launch:
-        """XQA reads lengths and pages itself."""
-        return self._launch(Kernel.XQA, batch, workspace=self._xqa_workspace())
+        """XQA reads lengths and pages itself. It counts in its workspace from 0, and leaves 0 after itself: no other
+        kernel may write there."""
+        if self._counters is None:
+            self._counters = torch.zeros(_PARTIALS, dtype=torch.uint8, device=self.device)
+        return self._launch(Kernel.XQA, batch, workspace=self._counters)
 
     def decode(self, batch: AttentionBatch, kernel: Kernel) -> Launch:
         """For single-token rows over the batch's block table, by TENSOR_CORES or CUDA_CORES."""
-        indptr, last_page_len = self._table_indptr(batch), self._ones(batch)
+        indptr, last_page_len = self._table_rows(batch)
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace(batch.num_reqs, batch.num_reqs),
             "NHD",
@@ -100,7 +103,7 @@ class FlashInferWrappers:
     def extend(self, batch: AttentionBatch) -> Launch:
         """For rows of max_query_len tokens each over the batch's block table."""
         starts = torch.arange(batch.num_reqs + 1, dtype=torch.int32) * batch.max_query_len
-        indptr, last_page_len = self._table_indptr(batch), self._ones(batch)
+        indptr, last_page_len = self._table_rows(batch)
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             self._workspace(batch.num_reqs, batch.num_tokens),
             "NHD",
@@ -148,18 +151,11 @@ class FlashInferWrappers:
             self._partials = torch.empty(needed, dtype=torch.uint8, device=self.device)
         return self._partials
 
-    def _xqa_workspace(self) -> torch.Tensor:
-        """XQA counts in it from 0, and leaves 0 after itself: no other kernel may write there."""
-        if self._counters is None:
-            self._counters = torch.zeros(_PARTIALS, dtype=torch.uint8, device=self.device)
-        return self._counters
-
-    def _table_indptr(self, batch: AttentionBatch) -> torch.Tensor:
-        """Rows of the block table as they lie, whatever their lengths: on the host, int32 [num_reqs + 1]."""
-        return torch.arange(batch.num_reqs + 1, dtype=torch.int32) * batch.block_table.shape[1]
-
-    def _ones(self, batch: AttentionBatch) -> torch.Tensor:
-        return torch.ones(batch.num_reqs, dtype=torch.int32, device=self.device)
+    def _table_rows(self, batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of the block table as they lie, whatever their lengths: indptr int32 [num_reqs + 1] on the host, and
+        last_page_len int32 [num_reqs] on the device."""
+        indptr = torch.arange(batch.num_reqs + 1, dtype=torch.int32) * batch.block_table.shape[1]
+        return indptr, torch.ones(batch.num_reqs, dtype=torch.int32, device=self.device)
 
     def _plan_of(self, wrapper: Any) -> torch.Tensor:
         plan = torch.zeros(_PLAN, dtype=torch.uint8, device=self.device)

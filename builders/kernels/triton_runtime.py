@@ -12,6 +12,8 @@ import torch
 
 from builders.errors import require
 
+__all__ = ["tl", "triton"]  # passed on; every other name is this module's own
+
 try:
     import triton
     import triton.language as tl
@@ -106,17 +108,3 @@ def await_previous(PDL: tl.constexpr) -> None:
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-
-
-__all__ = [
-    "HAVE_TRITON",
-    "PDL_VARIABLE",
-    "TRITON_VERSION",
-    "await_previous",
-    "dependent_launch",
-    "interpreting",
-    "tl",
-    "torch_implementations",
-    "triton",
-    "triton_unsupported_reasons",
-]

@@ -6,7 +6,7 @@ import torch
 
 from attn_backends import KVCache, get
 from attn_backends.base import check_forward_inputs
-from attn_backends.kernels.paged_attention import tile_of
+from attn_backends.kernels.paged_attention import tile_config
 from builders import BatchBuffers, BatchError
 from tests.factories import CPU, make_cache, make_spec, make_tables
 
@@ -186,4 +186,5 @@ def test_sinks_of_another_dtype_are_refused():
     ],
 )
 def test_a_tile_follows_what_bounds_a_program(row_bytes, tokens, alone, block_m, tile):
-    assert tile_of(row_bytes=row_bytes, tokens=tokens, alone=alone, block_m=block_m) == tile
+    config = tile_config(row_bytes=row_bytes, tokens=tokens, alone=alone, block_m=block_m)
+    assert (config["BLOCK_N"], config["num_warps"], config["num_stages"]) == tile

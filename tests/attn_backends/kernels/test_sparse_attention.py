@@ -61,8 +61,8 @@ class Asked:
         self.cache, self.indices = cache, slots.int()
 
     def run(self, **change):
-        names = "query", "cache", "indices", "lens", "page_size", "scale", "sinks"
-        return sparse_attention.sparse_attention(**({name: getattr(self, name) for name in names} | change))
+        names = sparse_attention.SparseAttentionArguments._fields
+        return sparse_attention.sparse_attention(*(change.get(name, getattr(self, name)) for name in names))
 
     def truth(self):
         return torch.stack([self._token(token) for token in range(self.query.shape[0])])
