@@ -24,7 +24,7 @@ import torch
 
 from attn_backends import AttentionBackend, NoBackend, registry
 from scripts.script_report import script_options, write_report
-from spec_decode.cli.byte_pair import BytePair, load_byte_pair
+from spec_decode.cli.byte_pair import Pair, load_byte_pair
 from spec_decode.drafter import GraphMode, Strategy
 from spec_decode.engine import Engine, EngineConfig, Finish, Generation, Handle, Request
 from spec_decode.models import SHIPPED_PAIR
@@ -112,11 +112,11 @@ class RunConfig:
     def pages(self) -> int:
         return POOL // self.page_size
 
-    def load_pair(self) -> BytePair:
+    def load_pair(self) -> Pair:
         """The shipped pair, loaded anew."""
         return load_byte_pair(SHIPPED_PAIR, self.dtype, self.device)
 
-    def make_engine(self, pair: BytePair, verification: str, **options: Any) -> Engine:
+    def make_engine(self, pair: Pair, verification: str, **options: Any) -> Engine:
         """An engine for such requests."""
         config = EngineConfig(
             num_speculative_tokens=DRAFT_TOKENS,
@@ -128,9 +128,7 @@ class RunConfig:
         return Engine(pair.target, pair.draft, self.backend, config)
 
 
-def serve(
-    config: RunConfig, pair: BytePair, verification: str, requests: Sequence[Request], rng: random.Random
-) -> BusyRun:
+def serve(config: RunConfig, pair: Pair, verification: str, requests: Sequence[Request], rng: random.Random) -> BusyRun:
     """Serve the requests, which join at random, until nothing is left."""
     options = {"max_reqs": MAX_REQS, "num_pages": config.pages, "max_prefill_tokens": 256}
     engine = config.make_engine(pair, verification, **options)

@@ -21,7 +21,7 @@ import torch
 
 from attn_backends import registry
 from scripts.script_report import script_options, write_report
-from spec_decode.cli.byte_pair import PAGE_SIZE, BytePair, load_byte_pair
+from spec_decode.cli.byte_pair import PAGE_SIZE, Pair, load_byte_pair
 from spec_decode.cli.generate import Backends, backends_named
 from spec_decode.drafter import GraphMode, Strategy, StrategyError
 from spec_decode.engine import Engine, EngineConfig, Request
@@ -39,7 +39,7 @@ Texts = list[tuple[list[int], list[int]]]
 
 
 def run(
-    pair: BytePair,
+    pair: Pair,
     backends: Backends,
     count: int,
     temperature: float,
@@ -64,7 +64,7 @@ def run(
     return texts, engine.stats.mean_accepted
 
 
-def compare(pair: BytePair, backends: Backends) -> Iterator[dict[str, Any]]:
+def compare(pair: Pair, backends: Backends) -> Iterator[dict[str, Any]]:
     """A row for each number of draft tokens, temperature, graph mode and strategy."""
     for count, temperature in product(DRAFT_TOKENS, TEMPERATURES):
         plain, _ = run(pair, backends, 0, temperature)

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import click
 from rich.console import Console
 
-from spec_decode.cli.options import chosen_names, device_option, interpret_kernels_on, resolve_device
+from spec_decode.cli.options import chosen_names, device_option, interpret_kernels_on, options_as, resolve_device
 from spec_decode.cli.output import UserError, say, stdout, writing
 
 if TYPE_CHECKING:
     import torch
 
     from spec_decode.conformance.report import Report, Result
-
-OnNote = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,37 +31,35 @@ class CheckRun:
     checks: Sequence[str] = ()
     verbose: bool = False
 
-    def here(self, name: str, on_note: OnNote | None = None) -> Report:
-        """One backend's report, each failure printed as it happens. on_note: as in `check_backend`."""
+    def of(self, name: str, *, isolated: bool = False, on_note: Callable[[str], None] | None = None) -> Report:
+        """One backend's report, each failure printed as it happens.
+
+        isolated: in a process of its own, within the limits of `spec_decode.conformance.subprocess_runner`.
+        on_note: as in `check_backend`.
+        """
         import msgspec
 
-        from spec_decode.conformance import check_backend
-
         with self.console.status(f"{name}: starting") as status:
+            on_result = self._printer(name, status.update)
+            if isolated:
+                from spec_decode.conformance.report import environment
+                from spec_decode.conformance.subprocess_runner import check_isolated
+
+                asked = {"device": str(self.device), "families": list(self.families), "checks": list(self.checks)}
+                asked["command"] = self._command(name)
+                env = environment(self.device)
+                return check_isolated(name, env=env, request=asked, on_result=on_result, on_note=on_note)
+            from spec_decode.conformance import check_backend
+
             report = check_backend(
                 name,
                 device=self.device,
                 families=self.families or None,
                 checks=self.checks or None,
-                on_result=self._printer(name, status.update),
+                on_result=on_result,
                 on_note=on_note,
             )
         return msgspec.structs.replace(report, command=self._command(name))
-
-    def isolated(self, name: str, on_note: OnNote | None = None) -> Report:
-        """The same in a process of its own, within the limits of `spec_decode.conformance.subprocess_runner`."""
-        from spec_decode.conformance.report import environment
-        from spec_decode.conformance.subprocess_runner import check_isolated
-
-        request = {"device": str(self.device), "families": list(self.families), "checks": list(self.checks)}
-        with self.console.status(f"{name}: starting") as status:
-            return check_isolated(
-                name,
-                env=environment(self.device),
-                request={**request, "command": self._command(name)},
-                on_result=self._printer(name, status.update),
-                on_note=on_note,
-            )
 
     def _command(self, name: str) -> str:
         options = ["--device", str(self.device)]
@@ -79,38 +76,48 @@ class CheckRun:
             **dict.fromkeys((Outcome.PREVIEW, Outcome.UNAVAILABLE), "yellow"),
             **({Outcome.UNSUPPORTED: "dim"} if self.verbose else {}),
         }
-        seen = {"checks": 0, "failures": 0}
+        count = count_results(name, update)
 
         def on_result(result: Result) -> None:
-            seen["checks"] += 1
             if style := styles.get(result.outcome):
                 say(self.console, f"{result.outcome.value}: {result.check}[{result.case}]: {result.reason}", style)
             if result.outcome in bad:
-                seen["failures"] += 1
                 say(self.console, f"    {result.repro}")
-            # An opening bracket would begin rich markup; the case is left out for that reason too.
-            update(f"{name}: {seen['checks']} checks, {seen['failures']} failed; last {result.check}")
+            count(result)
 
         return on_result
 
 
+def count_results(title: str, update: Callable[[str], None]) -> Callable[[Result], None]:
+    """A callback that has `update` show how many results there were."""
+    from spec_decode.conformance.report import FAILURES, Outcome
+
+    seen: Counter[bool] = Counter()
+
+    def on_result(result: Result) -> None:
+        seen[result.outcome in FAILURES | {Outcome.NOT_RUN}] += 1
+        # An opening bracket would begin rich markup: the case is left out.
+        update(f"{title}: {seen.total()} checks, {seen[True]} failed; last {result.check}")
+
+    return on_result
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Options:
+    """The options of `check`, as the user gave them."""
+
+    names: Annotated[tuple[str, ...], click.argument("names", nargs=-1, required=True, metavar="NAME...")]
+    device: Annotated[str | None, device_option]
+    families: Annotated[tuple[str, ...], "--family", "Only this family of checks; repeatable."]
+    checks: Annotated[tuple[str, ...], "--only", "Only checks like this pattern; repeatable."]
+    target: Annotated[str | None, "--json", "Report file; a folder gets one check-NAME.json each."]
+    verbose: Annotated[bool, "Print what is unsupported, too, each with its reason."] = False
+    isolate: Annotated[bool, "Run in a subprocess, as several backends do."] = False
+
+
 @click.command()
-@click.argument("names", nargs=-1, required=True, metavar="NAME...")
-@device_option
-@click.option("--family", "families", multiple=True, help="Only this family of checks; repeatable.")
-@click.option("--only", "checks", multiple=True, metavar="PATTERN", help="Only checks like this; repeatable.")
-@click.option("--json", "target", metavar="PATH", help="Report file; a folder gets one check-NAME.json each.")
-@click.option("--verbose", is_flag=True, help="Print what is unsupported, too, each with its reason.")
-@click.option("--isolate", is_flag=True, help="Run in a subprocess, as several backends do.")
-def check(
-    names: tuple[str, ...],
-    device: str | None,
-    families: tuple[str, ...],
-    checks: tuple[str, ...],
-    target: str | None,
-    verbose: bool,
-    isolate: bool,
-) -> None:
+@options_as(_Options)
+def check(options: _Options) -> None:
     """Check backends against the contract.
 
     NAME is a registered backend, `available` (each made for the device) or `all`. Each failure comes with its
@@ -122,16 +129,14 @@ def check(
     Of several, each runs in a subprocess: one that crashes, or hangs for ten minutes in a check, costs no
     other its results. One alone runs in this process, where a debugger finds it.
     """
-    where = resolve_device(device)
+    where = resolve_device(options.device)
     interpret_kernels_on(where)
-    if "available" in names:
+    if "available" in options.names:
         _print_refused_plug_ins()
-    chosen = chosen_names(names, where)
-    if not chosen:
-        raise UserError(f"a check needs a backend, none is available on {where}; nothing was run. Name one.")
-    _require_known(families)
-    run = CheckRun(stdout(), where, families, checks, verbose)
-    isolated, paths = _isolated(chosen, isolate), _report_paths(target, chosen)
+    chosen = chosen_names(options.names, where)
+    _require_known(options.families)
+    run = CheckRun(stdout(), where, options.families, options.checks, options.verbose)
+    isolated, paths = _isolated(chosen, options.isolate), _report_paths(options.target, chosen)
     passed = [_check_and_save(run, name, name in isolated, paths.get(name)) for name in chosen]
     if not all(passed):
         raise SystemExit(1)
@@ -163,7 +168,7 @@ def _check_and_save(run: CheckRun, name: str, isolated: bool, path: Path | None)
 
     notes: list[str] = []
     try:
-        report = (run.isolated if isolated else run.here)(name, notes.append)
+        report = run.of(name, isolated=isolated, on_note=notes.append)
     except BrokenBackend as error:
         # One of `all` that does not load must not cost the others their checks.
         click.echo(f"error: {' '.join(str(error).split())}", err=True)

@@ -17,7 +17,7 @@ from spec_decode.cli.output import say, stdout
 if TYPE_CHECKING:
     import torch
 
-    from spec_decode.cli.byte_pair import BytePair
+    from spec_decode.cli.byte_pair import Pair
     from spec_decode.cli.strategy_comparison import Comparison
 
 _QUICK_FAMILIES = ("contract", "builder")
@@ -56,7 +56,7 @@ def _draft(console: Console, device: torch.device, folder: Path | None) -> dict[
     """Compare what serves each of the pair's drafts; comparisons by draft."""
     import torch
 
-    from spec_decode.cli.byte_pair import load_byte_pair
+    from spec_decode.cli.byte_pair import PAGE_SIZE, load_byte_pair
     from spec_decode.cli.strategy_comparison import DRAFT_TOKENS, PROMPTS, to_table
     from spec_decode.models import SHIPPED_PAIR, draft_names
 
@@ -67,7 +67,7 @@ def _draft(console: Console, device: torch.device, folder: Path | None) -> dict[
         found[name] = _compare(console, pair)
         if name == "draft":
             _show_a_text(console, found[name])
-        say(console, f"{name} [{pair.draft_spec.describe()}]:")
+        say(console, f"{name} [{pair.draft.layer_groups(PAGE_SIZE)[0].spec.describe()}]:")
         console.print(to_table(found[name], PROMPTS))
     say(console, "same tokens as eager: the same text, and in each round as many draft tokens kept.")
     if device.type == "cpu":
@@ -79,7 +79,7 @@ def _draft(console: Console, device: torch.device, folder: Path | None) -> dict[
     return found
 
 
-def _compare(console: Console, pair: BytePair) -> list[Comparison]:
+def _compare(console: Console, pair: Pair) -> list[Comparison]:
     """Every backend that serves the draft; it serves the target too where it can."""
     from attn_backends import registry
     from spec_decode.cli.generate import backends_named
@@ -126,7 +126,7 @@ def _matrix(console: Console, device: torch.device) -> bool:
     families = " and ".join(_QUICK_FAMILIES)
     say(console, f"no reports below {REPORTS}/: running the {families} checks; `attn-backends check` runs all")
     run = CheckRun(console, device, _QUICK_FAMILIES)
-    fresh = [run.here(name) for name in available_names(device)]
+    fresh = [run.of(name) for name in available_names(device)]
     console.print(to_table(build_matrix(fresh)))
     return all(report.ok for report in fresh)
 

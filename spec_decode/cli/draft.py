@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import click
 from rich.console import Console
@@ -20,33 +20,36 @@ if TYPE_CHECKING:
     from spec_decode.cli.generate import Backends, GenerateResult
     from spec_decode.engine import Request
 
-_DTYPES = ("float32", "bfloat16", "float16")
+_DTYPE = click.Choice(("float32", "bfloat16", "float16"))
+_TARGET = "Folder of a published causal language model, run through the transformers library; --draft is a folder then."
+_STRATEGY = "How steps 1 to K-1 are run; auto takes the fastest that the backend allows, on a GPU as timed there."
+_VERIFY = "How drafts are verified: rejection, block, or synthetic:MEAN, which keeps that many whatever they are."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Options:
     """The options of `draft`, as the user gave them."""
 
-    prompts: tuple[str, ...]
-    prompts_file: Path | None
-    pair: Path | None
-    target: Path | None
-    draft: str
-    chat: bool
-    backend: str | None
-    draft_backend: str | None
-    page_size: int
-    strategy: str
-    num_speculative_tokens: int
-    verification: str
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    max_new_tokens: int
-    device: str | None
-    dtype: str | None
-    explain: bool
+    prompts: Annotated[tuple[str, ...], click.argument("prompts", nargs=-1, metavar="[PROMPT...]")]
+    prompts_file: Annotated[Path | None, "--prompts", "A file of prompts, one a line."]
+    pair: Annotated[Path | None, "Folder of a byte-level pair; the shipped one if left out."]
+    target: Annotated[Path | None, _TARGET]
+    draft: Annotated[str, "Which of the pair's drafts, or a folder."] = "draft"
+    chat: Annotated[bool, "With --target: prompts open conversations, by the model's chat template."] = False
+    backend: Annotated[str | None, "Backend of target and draft; for each the first that serves it if left out."]
+    draft_backend: Annotated[str | None, "Backend of the draft, where it is another."]
+    page_size: Annotated[int, "Tokens of a page of the KV caches."] = 16
+    strategy: Annotated[str, StrategyChoice(), _STRATEGY] = "auto"
+    num_speculative_tokens: Annotated[int, "-k", "Draft tokens a round; 0: plain decoding."] = 4
+    verification: Annotated[str, "--verify", _VERIFY] = "rejection"
+    temperature: Annotated[float, "0 is greedy."] = 0.0
+    top_k: Annotated[int, "Sample from the k most probable tokens; 0 from all."] = 0
+    top_p: Annotated[float, "Of those, from the fewest that hold this probability."] = 1.0
+    seed: Annotated[int, "Prompt i draws with seed + i."] = 0
+    max_new_tokens: Annotated[int, "Longest continuation of a prompt."] = 64
+    device: Annotated[str | None, device_option]
+    dtype: Annotated[str | None, _DTYPE, "float32 on the CPU, else bfloat16, if left out."]
+    explain: Annotated[bool, "Also say why other backends were not chosen."] = False
 
     def request(self, models: Pair, text: str, index: int) -> Request:
         """The request that continues the index-th prompt."""
@@ -64,46 +67,6 @@ class _Options:
 
 
 @click.command()
-@click.argument("prompts", nargs=-1, metavar="[PROMPT...]")
-@click.option("--prompts", "prompts_file", type=click.Path(path_type=Path), help="A file of prompts, one a line.")
-@click.option(
-    "--pair", type=click.Path(path_type=Path), help="Folder of a byte-level pair; the shipped one if left out."
-)
-@click.option(
-    "--target",
-    type=click.Path(path_type=Path),
-    help="Folder of a published causal language model, run through the transformers library; --draft is a folder then.",
-)
-@click.option("--draft", default="draft", show_default=True, help="Which of the pair's drafts, or a folder.")
-@click.option("--chat", is_flag=True, help="With --target: prompts open conversations, by the model's chat template.")
-@click.option("--backend", help="Backend of target and draft; for each the first that serves it if left out.")
-@click.option("--draft-backend", help="Backend of the draft, where it is another.")
-@click.option("--page-size", default=16, show_default=True, help="Tokens of a page of the KV caches.")
-@click.option(
-    "--strategy",
-    type=StrategyChoice(),
-    default="auto",
-    show_default=True,
-    help="How steps 1 to K-1 are run; auto takes the fastest that the backend allows, on a GPU as timed there.",
-)
-@click.option(
-    "-k", "num_speculative_tokens", default=4, show_default=True, help="Draft tokens a round; 0: plain decoding."
-)
-@click.option(
-    "--verify",
-    "verification",
-    default="rejection",
-    show_default=True,
-    help="How drafts are verified: rejection, block, or synthetic:MEAN, which keeps that many whatever they are.",
-)
-@click.option("--temperature", default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-k", default=0, show_default=True, help="Sample from the k most probable tokens; 0 from all.")
-@click.option("--top-p", default=1.0, show_default=True, help="Of those, from the fewest that hold this probability.")
-@click.option("--seed", default=0, show_default=True, help="Prompt i draws with seed + i.")
-@click.option("--max-new-tokens", default=64, show_default=True)
-@device_option
-@click.option("--dtype", type=click.Choice(_DTYPES), help="float32 on the CPU, else bfloat16, if left out.")
-@click.option("--explain", is_flag=True, help="Also say why other backends were not chosen.")
 @options_as(_Options)
 def draft(options: _Options) -> None:
     """Continue each PROMPT by drafting and verifying.
@@ -185,14 +148,13 @@ def _print_texts(console: Console, prompts: list[str], continued: list[str]) -> 
 
 def _explain_backends(console: Console, backends: Backends, pair: Pair, page_size: int) -> None:
     from attn_backends import Rejected, registry
-    from spec_decode.cli.byte_pair import device_of
 
     for name, model, chosen in (("target", pair.target, backends.target), ("draft", pair.draft, backends.draft)):
         for group in model.layer_groups(page_size):
             own = chosen[group.name].name
             say(console, f"{name} [{group.spec.describe()}]: {own}")
             for other in (other for other in registry.names() if other != own):
-                verdict = registry.explain(other, group.spec, device_of(pair))
+                verdict = registry.explain(other, group.spec, pair.device)
                 why = "; ".join(verdict.reasons) if isinstance(verdict, Rejected) else "would serve it too"
                 say(console, f"  not {other}: {why}")
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from attn_backends import AttentionBackend, NoBackend, registry, select
-from spec_decode.cli.byte_pair import PAGE_SIZE, BytePair, Pair, device_of
+from spec_decode.cli.byte_pair import PAGE_SIZE, Pair
 from spec_decode.drafter import Strategy
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.engine import Engine, EngineConfig, EngineStats, Generation, Request
-from spec_decode.models import LayerGroup
+from spec_decode.models import DraftModel, LayerGroup, TargetModel
 
 _MAX_REQS = 8
 _WARM_UP_TOKENS = 2
@@ -48,7 +48,7 @@ def choose_backends(
 
     Raises NoBackend where one that was asked for cannot serve; no other is taken in its place.
     """
-    device, asked = device_of(pair), draft_backend or backend
+    device, asked = pair.device, draft_backend or backend
     target = _chosen(pair.target.layer_groups(page_size), device, backend)
     try:
         draft = _chosen(pair.draft.layer_groups(page_size), device, asked)
@@ -59,12 +59,13 @@ def choose_backends(
     return Backends(target, draft)
 
 
-def backends_named(pair: BytePair, name: str) -> Backends | None:
+def backends_named(pair: Pair, name: str) -> Backends | None:
     """The backend of that name for the draft, and for the target too where it serves it; None: not even the draft."""
-    device = device_of(pair)
-    if not registry.explain(name, pair.draft_spec, device):
-        return None
-    return choose_backends(pair, name if registry.explain(name, pair.target_spec, device) else None, name)
+
+    def serves(model: TargetModel | DraftModel) -> bool:
+        return all(registry.explain(name, group.spec, pair.device) for group in model.layer_groups(PAGE_SIZE))
+
+    return choose_backends(pair, name if serves(pair.target) else None, name) if serves(pair.draft) else None
 
 
 def _chosen(groups: Sequence[LayerGroup], device: torch.device, asked: str | None) -> dict[str, AttentionBackend]:

@@ -48,7 +48,9 @@ class _Verbs(click.Group):
             raise
 
 
-@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
+)
 @click.version_option(package_name="attn-backends")
 def main() -> None:
     """Attention backends whose metadata advances in place, their checks, and a drafter that uses them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import click
 
@@ -24,19 +24,21 @@ PUBLISHED = {"markdown": "docs/compatibility.md", "html": "docs/compatibility.ht
 class _Options:
     """The options of `matrix`, as the user gave them."""
 
-    paths: tuple[Path, ...]
-    names: tuple[str, ...]
-    device: str | None
-    tags: tuple[str, ...]
-    into: Path | None
-    resume: bool
-    check_limit: float
-    limit: float
-    markdown: str | None
-    html: str | None
-    as_json: str | None
-    installed: bool
-    only_check: bool
+    paths: Annotated[
+        tuple[Path, ...], click.argument("paths", nargs=-1, metavar="[PATH...]", type=click.Path(path_type=Path))
+    ]
+    names: Annotated[tuple[str, ...], "--run", "Check this backend afresh and show it; repeatable."]
+    device: Annotated[str | None, device_option]
+    tags: Annotated[tuple[str, ...], "--tag", "Only columns like this pattern; repeatable."]
+    into: Annotated[Path | None, "Keep the reports of --run in a folder."]
+    resume: Annotated[bool, "Do not check again what an interrupted --run --into has finished."] = False
+    check_limit: Annotated[float, "Seconds that one check runs at most."] = 600.0
+    limit: Annotated[float, "Seconds that one backend runs at most."] = 7200.0
+    markdown: Annotated[str | None, "Write Markdown to a file, or - for standard output."]
+    html: Annotated[str | None, "Write one self-contained page to a file, or - for standard output."]
+    as_json: Annotated[str | None, "--json", "Write JSON to a file, or - for standard output."]
+    installed: Annotated[bool, "Mark rows of other versions than those installed here as stale."] = False
+    only_check: Annotated[bool, "--check", "Write nothing; fail where a page is not what it would be."] = False
 
     def targets(self) -> dict[str, str | None]:
         """Where each format goes; with --check alone, the published pages."""
@@ -61,19 +63,6 @@ class _Options:
 
 
 @click.command()
-@click.argument("paths", nargs=-1, metavar="[PATH...]", type=click.Path(path_type=Path))
-@click.option("--run", "names", multiple=True, metavar="NAME", help="Check NAME afresh and show it; repeatable.")
-@device_option
-@click.option("--tag", "tags", multiple=True, metavar="PATTERN", help="Only columns like this; repeatable.")
-@click.option("--into", metavar="DIR", type=click.Path(path_type=Path), help="Keep the reports of --run in a folder.")
-@click.option("--resume", is_flag=True, help="Do not check again what an interrupted --run --into has finished.")
-@click.option("--check-limit", metavar="SECONDS", default=600.0, show_default=True, help="Longest that one check runs.")
-@click.option("--limit", metavar="SECONDS", default=7200.0, show_default=True, help="Longest that one backend runs.")
-@click.option("--markdown", metavar="PATH", help="Write Markdown to a file, or - for standard output.")
-@click.option("--html", metavar="PATH", help="Write one self-contained page to a file, or - for standard output.")
-@click.option("--json", "as_json", metavar="PATH", help="Write JSON to a file, or - for standard output.")
-@click.option("--installed", is_flag=True, help="Mark rows of other versions than those installed here as stale.")
-@click.option("--check", "only_check", is_flag=True, help="Write nothing; fail where a page is not what it would be.")
 @options_as(_Options)
 def matrix(options: _Options) -> None:
     """Show what each backend claims and was seen to do.

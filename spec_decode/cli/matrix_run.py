@@ -13,9 +13,10 @@ import torch
 from rich.console import Console
 
 from attn_backends import registry
+from spec_decode.cli.check import count_results
 from spec_decode.cli.options import chosen_names
 from spec_decode.cli.output import say, writing
-from spec_decode.conformance.report import EVERYTHING, FAILURES, Outcome, Report, ReportError, Result
+from spec_decode.conformance.report import EVERYTHING, Outcome, Report, ReportError
 from spec_decode.conformance.subprocess_runner import TimeLimits, check_isolated
 from spec_decode.environment import Environment, environment
 
@@ -63,15 +64,9 @@ class MatrixRun:
         return self.into and self.into / f"check-{name}.json"
 
     def _check(self, console: Console, title: str, name: str, env: Environment) -> Report:
-        seen = {"checks": 0, "failures": 0}
+        request = {"device": str(self.device), "tags": list(self.tags), "command": self._command(name)}
         with console.status(f"{title}: loading") as status:
-
-            def on_result(result: Result) -> None:
-                seen["checks"] += 1
-                seen["failures"] += result.outcome in FAILURES
-                status.update(f"{title}: {seen['checks']} checks, {seen['failures']} failed; last {result.check}")
-
-            request = {"device": str(self.device), "tags": list(self.tags), "command": self._command(name)}
+            on_result = count_results(title, status.update)
             return check_isolated(name, env=env, request=request, limits=self.limits, on_result=on_result)
 
     def _finished(self, name: str, env: Environment) -> Report | None:

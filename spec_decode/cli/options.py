@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, fields
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import click
 
@@ -16,14 +18,47 @@ if TYPE_CHECKING:
 
     from attn_backends import Capabilities
 
-F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 
+device_option = click.option(
+    "--device", metavar="DEVICE", help="cpu, cuda or cuda:N; without it cuda where there is one, else cpu."
+)
+"""For `resolve_device`."""
 
-def options_as(record: Callable[..., R]) -> Callable[[Callable[[R], None]], Callable[..., None]]:
-    """A decorator that hands a command its options as one record."""
 
-    return lambda command: wraps(command)(lambda **values: command(record(**values)))
+def options_as(record: type[R]) -> Callable[[Callable[[R], None]], Callable[..., None]]:
+    """A decorator that hands a command its options as one record, a dataclass, whose fields say what they are.
+
+    A field is annotated with its help, and with flags or a click type where its name and its own type do not give them;
+    or with a click decorator.
+    """
+    kinds = get_type_hints(record, include_extras=True)
+
+    def decorate(command: Callable[[R], None]) -> Callable[..., None]:
+        decorated = wraps(command)(lambda **values: command(record(**values)))
+        for each in reversed(fields(record)):  # type: ignore[arg-type]
+            decorated = _parameter(each, *get_args(kinds[each.name]))(decorated)
+        return decorated
+
+    return decorate
+
+
+def _parameter(field: Field[Any], kind: Any, *said: Any) -> Callable[..., Any]:
+    declared: Callable[..., Any] = said[0]
+    if callable(declared) and not isinstance(declared, click.ParamType):
+        return declared
+    flags = [text for text in said if isinstance(text, str) and text.startswith("-")]
+    several = get_origin(kind) is tuple
+    types = [each for each in said if isinstance(each, click.ParamType)] or [(get_args(kind) or (kind,))[0]]
+    return click.option(
+        *(flags or ["--" + field.name.replace("_", "-")]),
+        field.name,
+        type=click.Path(path_type=Path) if types[0] is Path else types[0],
+        default=None if field.default is MISSING else field.default,
+        is_flag=kind is bool,
+        multiple=several,
+        help=said[-1],
+    )
 
 
 class StrategyChoice(click.Choice[str]):
@@ -37,12 +72,6 @@ class StrategyChoice(click.Choice[str]):
         from spec_decode.drafter import Strategy
 
         return ("auto", *(strategy.value for strategy in Strategy))
-
-
-def device_option(command: F) -> F:
-    """--device, for `resolve_device`."""
-    text = "cpu, cuda or cuda:N; without it cuda where there is one, else cpu."
-    return click.option("--device", metavar="DEVICE", help=text)(command)
 
 
 def resolve_device(name: str | None, *, present: bool = True) -> torch.device:
@@ -77,7 +106,10 @@ def interpret_kernels_on(device: torch.device) -> None:
 
 
 def chosen_names(asked: Sequence[str], device: torch.device) -> list[str]:
-    """Backend names, each once; `all` and `available` stand for several. Raises UnknownBackend for an unknown one."""
+    """Backend names, each once and at least one; `all` and `available` stand for several.
+
+    Raises UnknownBackend for an unknown one, and UserError where none is available.
+    """
     from attn_backends import UnknownBackend, registry
 
     chosen: dict[str, None] = {}
@@ -93,6 +125,8 @@ def chosen_names(asked: Sequence[str], device: torch.device) -> list[str]:
                 f"a backend must be one of {', '.join(known)}, or all, or available, got {name!r}; nothing "
                 "was run. Fix the name, or install the package that registers it."
             )
+    if asked and not chosen:
+        raise UserError(f"a backend is needed, none is available on {device}; nothing was run. Name one.")
     return list(chosen)
 
 

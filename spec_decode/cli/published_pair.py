@@ -2,62 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from spec_decode.cli.byte_pair import Pair
 from spec_decode.cli.output import UserError
-from spec_decode.models.base import DraftModel
 from spec_decode.models.load import aux_hidden_state_layers, load_draft
-
-if TYPE_CHECKING:
-    from spec_decode.models.hf.target import TransformersTarget
-
-
-@dataclass(frozen=True, slots=True)
-class PublishedPair:
-    """Models on one device. tokenizer: the library's, of the target's folder. chat: prompts open conversations."""
-
-    target: TransformersTarget
-    draft: DraftModel
-    tokenizer: Any
-    chat: bool = False
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """The tokens that end a text, by the target's generation_config.json and by its tokenizer."""
-        ends = getattr(self.target.model.generation_config, "eos_token_id", None)
-        listed = ends if isinstance(ends, list | tuple) else [ends]
-        return frozenset(end for end in (*listed, self.tokenizer.eos_token_id) if end is not None)
-
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt, or, with `chat`, of a conversation that the prompt opens, by the model's template.
-
-        Raises UserError for a text without tokens.
-        """
-        turns = [{"role": "user", "content": text}]
-        ids: list[int] = (
-            self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-            if self.chat
-            else self.tokenizer.encode(text)
-        )
-        if not ids:
-            raise UserError(f"a prompt must have a token, {text!r} has none; nothing was run. Write something.")
-        return ids
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, without those that mark its parts."""
-        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        return text
 
 
 def load_published_pair(
     target: Path, draft: Path, *, dtype: torch.dtype, device: torch.device, chat: bool = False
-) -> PublishedPair:
-    """Load both folders. The target hands out the states that the draft says it reads.
+) -> Pair:
+    """Load both folders. The target hands out the states that the draft says it reads; with `chat`, a prompt opens a
+    conversation, by the model's template.
 
     Raises CheckpointError for what is amiss in a folder, or between the two, and UserError without `transformers`.
     """
@@ -83,7 +43,32 @@ def load_published_pair(
             f"the tokenizer in {target} has {len(tokenizer)} tokens, the model beside it knows {wrapped.vocab_size}; "
             "some texts could not be read, so nothing was run. Use the tokenizer that the model was trained with."
         )
-    return PublishedPair(wrapped, load_draft(draft, wrapped, dtype=dtype, device=device), tokenizer, chat)
+    return Pair(
+        wrapped,
+        load_draft(draft, wrapped, dtype=dtype, device=device),
+        _stop_ids(model.generation_config, tokenizer),
+        partial(_encode, tokenizer, chat),
+        lambda token_ids: str(tokenizer.decode(list(token_ids), skip_special_tokens=True)),
+    )
+
+
+def _stop_ids(config: Any, tokenizer: Any) -> frozenset[int]:
+    """The tokens that end a text, by the target's generation_config.json and by its tokenizer."""
+    ends = getattr(config, "eos_token_id", None)
+    listed = ends if isinstance(ends, list | tuple) else [ends]
+    return frozenset(end for end in (*listed, tokenizer.eos_token_id) if end is not None)
+
+
+def _encode(tokenizer: Any, chat: bool, text: str) -> list[int]:
+    turns = [{"role": "user", "content": text}]
+    ids: list[int] = (
+        tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        if chat
+        else tokenizer.encode(text)
+    )
+    if not ids:
+        raise UserError(f"a prompt must have a token, {text!r} has none; nothing was run. Write something.")
+    return ids
 
 
 def _check_same_tokens(ours: Any, drafts: Any, target: Path, draft: Path) -> None:

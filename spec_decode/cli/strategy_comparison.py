@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from spec_decode.cli.byte_pair import PAGE_SIZE, Pair, device_of
+from spec_decode.cli.byte_pair import PAGE_SIZE, Pair
 from spec_decode.cli.generate import Backends, GenerateResult, generate
 from spec_decode.drafter import GraphMode, Strategy, StrategyError
 from spec_decode.drafter.kv_groups import make_groups
@@ -82,10 +82,9 @@ def _differing(ours: GenerateResult | None, theirs: GenerateResult, what: Callab
 
 
 def _chosen_plan(pair: Pair, backends: Backends) -> DraftPlan:
-    device = device_of(pair)
-    groups = make_groups("draft", pair.draft, backends.draft, PAGE_SIZE, 1, device)
-    facts = [group.facts(device) for group in groups]
-    return choose(facts, DRAFT_TOKENS, GraphMode.FULL, loop_unsupported_reason=loop_unsupported_reason(device))
+    groups = make_groups("draft", pair.draft, backends.draft, PAGE_SIZE, 1, pair.device)
+    facts = [group.facts(pair.device) for group in groups]
+    return choose(facts, DRAFT_TOKENS, GraphMode.FULL, loop_unsupported_reason=loop_unsupported_reason(pair.device))
 
 
 def to_table(comparisons: Sequence[Comparison], prompts: int) -> Table:

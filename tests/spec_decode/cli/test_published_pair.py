@@ -11,6 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from spec_decode.cli.byte_pair import Pair
 from spec_decode.cli.main import main
 from spec_decode.cli.output import UserError
 from spec_decode.models import CheckpointError
@@ -20,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 transformers.logging.set_verbosity_error()
 
-from spec_decode.cli.published_pair import PublishedPair, load_published_pair  # noqa: E402
+from spec_decode.cli.published_pair import load_published_pair  # noqa: E402
 
 WORDS = ["<end>", "<turn>", "the", "cat", "sat"]
 TEMPLATE = "{% for m in messages %}<turn> {{ m.content }}{% endfor %}{% if add_generation_prompt %} <turn>{% endif %}"
@@ -62,7 +63,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     return target, draft
 
 
-def load(folders: tuple[Path, Path], *, chat: bool = False) -> PublishedPair:
+def load(folders: tuple[Path, Path], *, chat: bool = False) -> Pair:
     return load_published_pair(*folders, dtype=torch.float32, device=CPU, chat=chat)
 
 
