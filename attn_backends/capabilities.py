@@ -60,8 +60,6 @@ class Sizes:
 class Accepted:
     """The backend serves the spec."""
 
-    note: str = ""
-
     def __bool__(self) -> bool:
         return True
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import NamedTuple, TypeGuard, TypeVar, cast
+from typing import NamedTuple, TypeGuard, TypeVar
 
 import torch
 
@@ -60,8 +58,7 @@ _started_cuda: list[AttentionBackend] = []
 _refused: dict[str, str] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class PlugIn:
+class PlugIn(NamedTuple):
     """A backend that another package declares: the name that `get` knows it by, and its package."""
 
     name: str
@@ -119,12 +116,8 @@ def get(name: str) -> AttentionBackend:
 
 
 def plug_ins() -> list[PlugIn]:
-    """What other packages declare. Where a name means ours, or that of several packages, it is "package:name"."""
-    return [
-        PlugIn(point.name if len(points) == 1 and name not in _BUILT_IN else _full_name(point), _package(point))
-        for name, points in _points().items()
-        for point in points
-    ]
+    """What other packages declare, by the names that `get` knows it by."""
+    return [PlugIn(name, _package(points[0])) for name, points in _declared().items() if len(points) == 1]
 
 
 def is_loaded(name: str) -> bool:
@@ -162,25 +155,17 @@ def explain(name: str, spec: AttentionSpec, device: torch.device) -> Accepted | 
     return Rejected((f"backend {name!r} must answer Accepted or Rejected, its supports() gave {verdict!r}",))
 
 
-def _points() -> dict[str, list[EntryPoint]]:
-    """What packages declare, by the name that they give it."""
+def _declared() -> dict[str, list[EntryPoint]]:
+    """What packages declare, by the names that `get` knows it by. Of a name with several points, none is meant."""
     by_name: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=ENTRY_POINT_GROUP):
         by_name.setdefault(point.name, []).append(point)
-    return by_name
-
-
-def _declared() -> dict[str, Factory]:
-    """What packages declare, by the names that `get` knows it by."""
-    found: dict[str, Factory] = {}
-    for name, points in _points().items():
-        if name in _BUILT_IN:
-            found |= {_full_name(point): partial(_refuse_taken, point) for point in points}
-        elif len(points) == 1:
-            found[name] = partial(_load, points[0])
-        else:
-            found[name] = partial(_refuse_ambiguous, points)
-            found |= {_full_name(point): partial(_load, point) for point in points}
+    found: dict[str, list[EntryPoint]] = {}
+    for name, points in by_name.items():
+        if name not in _BUILT_IN:
+            found[name] = points
+        if name in _BUILT_IN or len(points) > 1:
+            found |= {_full_name(point): [point] for point in points}
     return found
 
 
@@ -192,35 +177,28 @@ def _full_name(point: EntryPoint) -> str:
     return f"{_package(point)}:{point.name}"
 
 
-def _load(point: EntryPoint) -> AttentionBackend:
-    return cast("AttentionBackend", point.load()())
-
-
-def _refuse_taken(point: EntryPoint) -> AttentionBackend:
-    raise DuplicateBackend(
-        f"a backend name must be free, package {_package(point)} declares {point.name!r}, which is built in; its "
-        "backend was not loaded, and the name means the built-in one. Rename its entry point."
-    )
-
-
-def _refuse_ambiguous(points: Sequence[EntryPoint]) -> AttentionBackend:
-    raise DuplicateBackend(
-        f"a backend name must be free, packages {' and '.join(map(_package, points))} all declare {points[0].name!r}; "
-        f"which one is meant is not known, so none was loaded. Ask for {' or '.join(map(_full_name, points))}, or "
-        "uninstall all but one."
-    )
-
-
 def _from_entry_point(name: str) -> _Registration:
     if name in _refused:
         raise BrokenBackend(_refused[name])
-    factory = _declared().get(name)
-    if factory is None:
+    points = _declared().get(name)
+    if points is None:
         raise UnknownBackend(
             f"a backend must be one of {', '.join(sorted(names()))}, got {name!r}; nothing was chosen in its place. "
             "Fix the name, or install the package that registers it."
         )
-    return _Registration(factory)
+    if len(points) > 1:
+        raise BrokenBackend(
+            f"a backend name must be free, packages {' and '.join(map(_package, points))} all declare {name!r}; which "
+            f"one is meant is not known, so none was loaded. Ask for {' or '.join(map(_full_name, points))}, or "
+            "uninstall all but one."
+        )
+    (point,) = points
+    if point.name in _BUILT_IN:
+        raise BrokenBackend(
+            f"a backend name must be free, package {_package(point)} declares {point.name!r}, which is built in; its "
+            "backend was not loaded, and the name means the built-in one. Rename its entry point."
+        )
+    return _Registration(lambda: point.load()())
 
 
 def _make(name: str, registration: _Registration) -> AttentionBackend:
@@ -245,9 +223,9 @@ def _checked(name: str, backend: object) -> AttentionBackend:
             f"backend {name!r} must be an attn_backends.AttentionBackend, its factory made a "
             f"{type(backend).__name__}; it was not used. Return an instance of a subclass."
         )
-    if problems := [*_contract_problems(backend)]:
+    if problems := "; ".join(_contract_problems(backend)):
         raise BrokenBackend(
-            f"backend {name!r} must state {'; '.join(problems)}; what it serves cannot be told, so it was not used. "
+            f"backend {name!r} must state {problems}; what it serves cannot be told, so it was not used. "
             "Correct its class."
         )
     if backend.contract_version[0] != CONTRACT_VERSION[0]:

@@ -37,8 +37,6 @@ def select(spec: AttentionSpec, device: torch.device, prefer: Sequence[str] = ()
     """
     rejected: dict[str, Rejected] = {}
     for name in prefer or DEFAULT_ORDER:
-        if name not in registry.names():
-            registry.get(name)
         verdict = registry.explain(name, spec, device)
         if not isinstance(verdict, Rejected):
             return Selection(registry.get(name), rejected)

@@ -66,8 +66,7 @@ class BatchBuffers:
 
     def set_uniform(self, query_len: int) -> None:
         """Make every row own query_len tokens; the content that depends on lengths is the device's business."""
-        rows = torch.arange(self.max_reqs + 1, dtype=torch.int32) * query_len
-        self.query_start_loc.copy_(rows)
+        self.query_start_loc.copy_(torch.arange(self.max_reqs + 1, dtype=torch.int32) * query_len)
 
     def clear(self) -> None:
         """Make every row padding."""

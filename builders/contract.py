@@ -65,21 +65,14 @@ class CaptureConstants:
     max_query_len: int
     max_seq_len: int
 
-    def covers(self, needed: CaptureConstants) -> bool:
-        """Whether a replay that needs this much is within them."""
-        return (
-            needed.max_reqs <= self.max_reqs
-            and needed.max_query_len <= self.max_query_len
-            and needed.max_seq_len <= self.max_seq_len
-        )
-
     def exceeded_by(self, needed: CaptureConstants) -> list[str]:
         """Each constant that `needed` goes past, as 'name: captured with A, needed B'."""
-        return [
-            f"{name}: captured with {getattr(self, name)}, needed {getattr(needed, name)}"
-            for name in ("max_reqs", "max_query_len", "max_seq_len")
-            if getattr(needed, name) > getattr(self, name)
-        ]
+        pairs = (
+            ("max_reqs", self.max_reqs, needed.max_reqs),
+            ("max_query_len", self.max_query_len, needed.max_query_len),
+            ("max_seq_len", self.max_seq_len, needed.max_seq_len),
+        )
+        return [f"{name}: captured with {ours}, needed {theirs}" for name, ours, theirs in pairs if theirs > ours]
 
 
 class MetadataBuilder(ABC, Generic[M]):
@@ -105,6 +98,10 @@ class MetadataBuilder(ABC, Generic[M]):
         self.max_reqs = max_reqs
         self.max_tokens = max_tokens
         self.max_seq_len = max_seq_len
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Allocate the persistent buffers, once, for the spec, the device and the bounds of this builder."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -37,10 +37,8 @@ class FlashMlaSparseBuilder(SparseWindowBuilder):
     A schedule made for lengths would be wrong as soon as one passes a multiple of 64.
     """
 
-    def __init__(
-        self, spec: AttentionSpec, device: torch.device, *, max_reqs: int, max_tokens: int, max_seq_len: int
-    ) -> None:
-        super().__init__(spec, device, max_reqs=max_reqs, max_tokens=max_tokens, max_seq_len=max_seq_len)
+    def allocate(self) -> None:
+        super().allocate()
         self._schedules: dict[int, FlashMlaSchedule] = {}
 
     @classmethod

@@ -36,13 +36,10 @@ class ReferenceBuilder(BatchMetadataBuilder[ReferenceMetadata]):
     graph_support = GraphSupport.ALWAYS
     step_fields = ("seq_lens", "positions", "slot_mapping", "kv_start", "kv_end")
 
-    def __init__(
-        self, spec: AttentionSpec, device: torch.device, *, max_reqs: int, max_tokens: int, max_seq_len: int
-    ) -> None:
-        super().__init__(spec, device, max_reqs=max_reqs, max_tokens=max_tokens, max_seq_len=max_seq_len)
-        self._token_to_req = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-        self._kv_start = torch.zeros(max_tokens, dtype=torch.int32, device=device)
-        self._kv_end = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+    def allocate(self) -> None:
+        self._token_to_req = torch.zeros(self.max_tokens, dtype=torch.int64, device=self.device)
+        self._kv_start = torch.zeros(self.max_tokens, dtype=torch.int32, device=self.device)
+        self._kv_end = torch.zeros(self.max_tokens, dtype=torch.int32, device=self.device)
 
     @classmethod
     def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:

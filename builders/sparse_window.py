@@ -12,7 +12,7 @@ import torch
 
 from builders.batch import NO_SLOT, AttentionBatch
 from builders.contract import AdvanceLevel, AdvanceSupport, GraphSupport
-from builders.errors import require
+from builders.errors import BatchError
 from builders.kernels.list_window_slots import list_window_slots
 from builders.metadata import BatchMetadata, BatchMetadataBuilder
 from builders.spec import AttentionSpec
@@ -38,28 +38,22 @@ class SparseWindowMetadata(BatchMetadata):
 
 
 class SparseWindowBuilder(BatchMetadataBuilder[SparseWindowMetadata]):
-    """Lists every token's window with one kernel; W is the window rounded up to a multiple of 128.
-
-    Raises BatchError for a spec without a sliding window.
-    """
+    """Lists every token's window with one kernel; W is the window rounded up to a multiple of 128."""
 
     graph_support = GraphSupport.ALWAYS
     step_fields = ("seq_lens", "positions", "slot_mapping", "window_indices", "window_lens")
 
-    def __init__(
-        self, spec: AttentionSpec, device: torch.device, *, max_reqs: int, max_tokens: int, max_seq_len: int
-    ) -> None:
-        super().__init__(spec, device, max_reqs=max_reqs, max_tokens=max_tokens, max_seq_len=max_seq_len)
-        require(
-            spec.sliding_window is not None,
-            "a list of slots needs a sliding window, got sliding_window=None; a list of all tokens has no bound, so no "
-            "builder was made. Give the spec a window or choose a dense backend.",
-        )
-        assert spec.sliding_window is not None
-        self.window = spec.sliding_window
+    def allocate(self) -> None:
+        """See MetadataBuilder. Raises BatchError for a spec without a sliding window."""
+        if self.spec.sliding_window is None:
+            raise BatchError(
+                "a list of slots needs a sliding window, got sliding_window=None; a list of all tokens has no bound, "
+                "so no builder was made. Give the spec a window or choose a dense backend."
+            )
+        self.window = self.spec.sliding_window
         self.width = -(-self.window // _LIST_STEP) * _LIST_STEP
-        self._indices = torch.full((max_tokens, self.width), NO_SLOT, dtype=torch.int32, device=device)
-        self._lens = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        self._indices = torch.full((self.max_tokens, self.width), NO_SLOT, dtype=torch.int32, device=self.device)
+        self._lens = torch.zeros(self.max_tokens, dtype=torch.int32, device=self.device)
 
     @classmethod
     def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:

@@ -40,12 +40,9 @@ class FlashInferBuilder(BatchMetadataBuilder[FlashInferMetadata]):
     decode_kernel: ClassVar[Kernel | None] = None
     """The kernel of single-token batches; None chooses by the spec, see choose_kernel."""
 
-    def __init__(
-        self, spec: AttentionSpec, device: torch.device, *, max_reqs: int, max_tokens: int, max_seq_len: int
-    ) -> None:
-        super().__init__(spec, device, max_reqs=max_reqs, max_tokens=max_tokens, max_seq_len=max_seq_len)
+    def allocate(self) -> None:
         self._launches: dict[tuple[int, int, int, int], Launch] = {}
-        self.wrappers = FlashInferWrappers(spec, device)
+        self.wrappers = FlashInferWrappers(self.spec, self.device)
 
     @classmethod
     def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:

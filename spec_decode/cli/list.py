@@ -96,15 +96,9 @@ def _lines(entry: dict[str, Any]) -> list[tuple[str, str]]:
     if "unreadable" in entry:
         lines.append(("claims", f"cannot be read: {entry['unreadable']}"))
     if "version" in entry:
-        lines += [
-            ("graphs", entry["graphs"]),
-            ("advance", f"{entry['advance']['level']}: {entry['advance']['reason']}"),
-            ("kinds", ", ".join(entry["kinds"])),
-            ("features", ", ".join(entry["features"]) or "none"),
-            ("needs", ", ".join(entry["needs"]) or "none of them"),
-            ("dtypes", ", ".join(entry["dtypes"])),
-            ("kv dtypes", ", ".join(entry["kv_dtypes"])),
-            ("page sizes", entry["page_sizes"]),
-            ("head dims", entry["head_dims"]),
-        ]
+        lines.append(("graphs", entry["graphs"]))
+        lines.append(("advance", f"{entry['advance']['level']}: {entry['advance']['reason']}"))
+        for claim in ("kinds", "features", "needs", "dtypes", "kv_dtypes"):
+            lines.append((claim.replace("_", " "), ", ".join(entry[claim]) or "none"))
+        lines += [("page sizes", entry["page_sizes"]), ("head dims", entry["head_dims"])]
     return lines

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from spec_decode.graphs.cuda_loop import WhileGraph, require_loops
+from spec_decode.graphs.cuda_loop import WhileGraph
 from spec_decode.graphs.pieces import PiecewiseGraph, SplitOpCall
 from spec_decode.graphs.runtime import CaptureError, Graph, SplitOp
 
@@ -38,7 +38,6 @@ class CudaRuntime:
         return CudaGraph(self._capture(fn))
 
     def capture_loop(self, body: Callable[[], Any], continue_flag: torch.Tensor, limit: int) -> WhileGraph:
-        require_loops()
         return WhileGraph(continue_flag, body, partial(self._capture, keep_graph=True))
 
     def capture_pieces(self, run: Callable[[SplitOp], Any]) -> PiecewiseGraph:
@@ -81,38 +80,28 @@ class CudaRuntime:
 
     @contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        with (
-            _capture_errors(),
-            torch.no_grad(),
-            warnings.catch_warnings(),
-            _no_garbage_collection(),
-            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
-        ):
-            # An advance that has nothing to refresh may capture nothing.
-            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-            yield
+        """No garbage is collected: a graph object that is freed while a stream captures invalidates the capture (seen).
 
-
-@contextmanager
-def _capture_errors() -> Iterator[None]:
-    try:
-        yield
-    except CaptureError:
-        raise
-    except RuntimeError as error:
-        raise CaptureError(
-            f"a captured function may only enqueue device work, this one did something else: {error}. No graph was "
-            "made. Move host reads and allocations of host data out of it."
-        ) from error
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A graph object that the garbage collector frees while a stream captures invalidates that capture (seen)."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+        Raises CaptureError for what is not device work.
+        """
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with (
+                torch.no_grad(),
+                warnings.catch_warnings(),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                # An advance that has nothing to refresh may capture nothing.
+                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+                yield
+        except CaptureError:
+            raise
+        except RuntimeError as error:
+            raise CaptureError(
+                f"a captured function may only enqueue device work, this one did something else: {error}. No graph was "
+                "made. Move host reads and allocations of host data out of it."
+            ) from error
+        finally:
+            if collects:
+                gc.enable()

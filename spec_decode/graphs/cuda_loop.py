@@ -62,12 +62,6 @@ def unsupported_reason() -> str | None:
     return None
 
 
-def require_loops() -> None:
-    """Raises CaptureError with the reason why no loop can be captured, where there is one."""
-    if reason := unsupported_reason():
-        raise CaptureError(f"{reason}. No graph was made. Install that, or choose a strategy without a device loop.")
-
-
 class WhileGraph:
     """A graph that runs its body once, and repeats it while the body leaves `continue_flag`, int32 [1], not zero."""
 
@@ -81,17 +75,20 @@ class WhileGraph:
     ) -> None:
         """capture: records a function with keep_graph=True; the graph's memory is kept as long as the loop.
 
-        A child graph ran as fast as one captured straight into the node.
+        A child graph ran as fast as one captured straight into the node. Raises CaptureError where no loop can be
+        captured.
         """
+        if reason := unsupported_reason():
+            raise CaptureError(f"{reason}. No graph was made. Install that, or choose another strategy.")
         _, _, runtime = _bindings()
         self._device, self._continue_flag = continue_flag.device, continue_flag
         with torch.cuda.device(self._device):
-            _done(runtime.cudaSetDevice(self._index))
+            _done(runtime.cudaSetDevice(self._device.index))
             self._graph = _done(runtime.cudaGraphCreate(0))
             weakref.finalize(self, runtime.cudaGraphDestroy, self._graph).atexit = False
             self._handle = _done(runtime.cudaGraphConditionalHandleCreate(self._graph, 0, 0))
             # Compiled before the capture, which allows no loading of code.
-            kernel = _condition_kernel(self._index)
+            kernel = _condition_kernel(self._device.index)
 
             def once() -> None:
                 body()
@@ -109,11 +106,6 @@ class WhileGraph:
         (error,) = self._launch(self._executable, torch.cuda.current_stream(self._device).cuda_stream)
         if error:
             _done((error,))
-
-    @property
-    def _index(self) -> int:
-        assert self._device.index is not None, "a CUDA tensor's device has an index"
-        return self._device.index
 
     def _add_while(self, after: Any) -> Any:
         """Add the WHILE node after another node; returns the graph that is its body."""

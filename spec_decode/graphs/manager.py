@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.progress import track
@@ -15,8 +15,7 @@ from spec_decode.graphs.runtime import CaptureError, Graph, GraphRuntime, SplitO
 from spec_decode.graphs.runtimes import runtime_for
 
 
-@dataclass(frozen=True, slots=True)
-class GraphKey:
+class GraphKey(NamedTuple):
     """What a graph runs and for how many rows. Step 0 and later steps are different shapes, hence different kinds."""
 
     kind: str
@@ -53,8 +52,7 @@ def _call(fn: Callable[..., torch.Tensor], /, *inputs: torch.Tensor) -> torch.Te
     return fn(*inputs)
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureReport:
+class CaptureReport(NamedTuple):
     """A graph's cost. estimated_bytes: what it was expected to take; None for the largest, which sets the scale."""
 
     key: GraphKey
@@ -146,8 +144,7 @@ class GraphManager:
                 "Pad the batch to a size that padded() gives, after capture()."
             )
         graph, constants = self._graphs[key]
-        if not constants.covers(needed):
-            problems = constants.exceeded_by(needed)
+        if problems := constants.exceeded_by(needed):
             raise BatchError(
                 f"a replay may not go past its capture: {'; '.join(problems)} ({key.kind} graph of "
                 f"{key.num_reqs} requests). Its kernels would drop keys or rows, so nothing was run. Capture with "

@@ -46,13 +46,10 @@ class WindowPagesBuilder(MetadataBuilder[WindowMetadata]):
     graph_support = GraphSupport.ALWAYS
     step_fields = ("seq_lens", "positions", "slot_mapping", "pages", "skip", "seen")
 
-    def __init__(
-        self, spec: AttentionSpec, device: torch.device, *, max_reqs: int, max_tokens: int, max_seq_len: int
-    ) -> None:
-        super().__init__(spec, device, max_reqs=max_reqs, max_tokens=max_tokens, max_seq_len=max_seq_len)
-        self.pages = torch.zeros(max_tokens, self._width(), dtype=torch.int32, device=device)
-        self.skip = torch.zeros(max_tokens, dtype=torch.int32, device=device)
-        self.seen = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+    def allocate(self) -> None:
+        self.pages = torch.zeros(self.max_tokens, self._width(), dtype=torch.int32, device=self.device)
+        self.skip = torch.zeros(self.max_tokens, dtype=torch.int32, device=self.device)
+        self.seen = torch.zeros(self.max_tokens, dtype=torch.int32, device=self.device)
 
     @classmethod
     def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:

@@ -61,12 +61,10 @@ class WrappedBuilder(MetadataBuilder[WrappedMetadata]):
     graph_support = GraphSupport.UNIFORM_BATCH
     step_fields = ("seq_lens", "slot_mapping", "kv_indptr", "kv_indices", "last_page_len")
 
-    def __init__(
-        self, spec: AttentionSpec, device: torch.device, *, max_reqs: int, max_tokens: int, max_seq_len: int
-    ) -> None:
-        super().__init__(spec, device, max_reqs=max_reqs, max_tokens=max_tokens, max_seq_len=max_seq_len)
-        config = engine.EngineConfig(max_num_seqs=max_reqs, max_model_len=max_seq_len)
-        self._inner = self.engine_builder(engine.KVCacheSpec(block_size=spec.page_size), ["draft"], config, device)
+    def allocate(self) -> None:
+        config = engine.EngineConfig(max_num_seqs=self.max_reqs, max_model_len=self.max_seq_len)
+        cache = engine.KVCacheSpec(block_size=self.spec.page_size)
+        self._inner = self.engine_builder(cache, ["draft"], config, self.device)
 
     @classmethod
     def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
