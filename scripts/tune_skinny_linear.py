@@ -17,17 +17,17 @@ from functools import partial
 from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch.nn import functional as F
 
-from spec_decode.models import ModelConfig
 from spec_decode.models.kernels.skinny_linear import SkinnyLinear
 from spec_decode.models.kernels.skinny_tiling import MAX_SUMS, Tiling, power_of_two, tile_of
-from spec_decode.tools.bench.drafter_cases import DRAFTERS
 from spec_decode.tools.bench.measure import copy_bandwidth, time_kernels
+from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS
 
 ROWS = (1, 2, 3, 4)
 EPS = 1e-6
@@ -53,22 +53,23 @@ class Layer:
         return self.n * (1 + self.gated)
 
 
-def layers_of(label: str, config: ModelConfig) -> list[Layer]:
-    """The linear layers of a draft's step."""
-    hidden, intermediate, queries = config.hidden_size, config.intermediate_size, config.num_q_heads * config.head_dim
+def layers_of(label: str, config: dict[str, Any]) -> list[Layer]:
+    """The linear layers of a step of the draft with that config.json."""
+    hidden, intermediate, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries = config["num_attention_heads"] * head_dim
     return [
         Layer(f"{label} fuse", hidden, 2 * hidden, embed=True),
-        Layer(f"{label} qkv", queries + 2 * config.num_kv_heads * config.head_dim, hidden, norm=True),
+        Layer(f"{label} qkv", queries + 2 * config["num_key_value_heads"] * head_dim, hidden, norm=True),
         Layer(f"{label} out", hidden, queries, residual=True),
         Layer(f"{label} gate_up", intermediate, hidden, norm=True, gated=True),
         Layer(f"{label} down", hidden, intermediate, residual=True),
-        Layer(f"{label} head", config.vocab_size, hidden),
+        Layer(f"{label} head", config["vocab_size"], hidden),
     ]
 
 
 LAYERS = [
-    *layers_of("8b", DRAFTERS["drafter-llama3-8b"].config),
-    *layers_of("1024", DRAFTERS["drafter-1024"].config),
+    *layers_of("8b", RANDOM_DRAFTS["llama3-8b-eagle"].config),
+    *layers_of("1024", RANDOM_DRAFTS["eagle-1024"].config),
     # EAGLE-3 drafts: the projection takes embedding and state side by side, and the head norms.
     Layer("2880 qkv", 5120, 5760),
     Layer("2880 out", 2880, 4096, residual=True),

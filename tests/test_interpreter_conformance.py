@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from builders.kernels.triton_runtime import HAVE_TRITON
-from spec_decode.conformance.report import Outcome, Report
+from spec_decode.conformance.report import Report
+from spec_decode.testing.outcome import Outcome
 
 ROOT = Path(__file__).parent.parent
 

@@ -87,9 +87,9 @@ def _print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
 
 def _short(row: dict[str, Any]) -> dict[str, Any]:
     """A row for reading: medians, and no provenance; the JSON has it all."""
-    from spec_decode.tools.bench import verdict
+    from spec_decode.tools.timing_limit import verdict
 
-    limits, met = verdict(row)
+    limits, met = verdict(row.get("limits", ()))
     shown = {**row, "peer": row.get("peer") or None, "limits": limits or None, "met": met}
     for name in ("schema", "env", "command", "missing"):
         shown.pop(name, None)

@@ -68,7 +68,8 @@ class CheckRun:
         return shlex.join(["attn-backends", "check", name, *options])
 
     def _printer(self, name: str, update: Callable[[str], None]) -> Callable[[Result], None]:
-        from spec_decode.conformance.report import FAILURES, Outcome
+        from spec_decode.conformance.report import FAILURES
+        from spec_decode.testing.outcome import Outcome
 
         bad = FAILURES | {Outcome.NOT_RUN}
         styles = {

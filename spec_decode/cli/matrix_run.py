@@ -16,9 +16,10 @@ from attn_backends import registry
 from spec_decode.cli.check import count_results
 from spec_decode.cli.options import chosen_names
 from spec_decode.cli.output import say, writing
-from spec_decode.conformance.report import EVERYTHING, Outcome, Report, ReportError
+from spec_decode.conformance.report import EVERYTHING, Report, ReportError
 from spec_decode.conformance.subprocess_runner import TimeLimits, check_isolated
 from spec_decode.environment import Environment, environment
+from spec_decode.testing.outcome import Outcome
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,8 +30,8 @@ def soak(names: tuple[str, ...], device: str | None, target: str | None, **numbe
     Memory may not grow. Exit status 1 if a backend fails.
     """
     where = resolve_device(device)
-    from spec_decode.conformance.report import Outcome
-    from spec_decode.tools.soak import Options, command_line
+    from spec_decode.testing.outcome import Outcome
+    from spec_decode.tools.soak import Options
     from spec_decode.tools.soak import soak as run
 
     options = Options(**numbers)
@@ -58,7 +58,6 @@ def soak(names: tuple[str, ...], device: str | None, target: str | None, **numbe
                 options=options,
                 on_progress=on_progress,
                 on_result=on_result,
-                command=command_line(chosen, where, options),
             )
     except KeyboardInterrupt:
         click.echo("interrupted: no report was written", err=True)

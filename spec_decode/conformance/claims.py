@@ -95,10 +95,7 @@ _READERS: dict[str, Callable[[Subject], Claim]] = {
     **{coverage.dtype_column(dtype): partial(_listed, "dtypes", dtype) for dtype in _DTYPES},
     coverage.MIXED_KV: lambda subject: Claim(claimed=subject.backend.capabilities.mixed_kv_dtypes),
     coverage.kv_column(torch.float8_e4m3fn): partial(_kv, torch.float8_e4m3fn),
-    **{
-        coverage.page_column(size): partial(_size, "page_sizes", "page size", size)
-        for size in tested_values("page_size")
-    },
+    **{coverage.page_column(size): partial(_size, "page_sizes", size) for size in tested_values("page_size")},
     **{coverage.dim_column(dim): partial(_size, "head_dims", dim) for dim in tested_values("head_dim")},
     **{coverage.feature_column(feature): partial(_feature, feature) for feature in Feature},
     coverage.MLA: partial(_listed, "kinds", AttentionKind.MLA),

@@ -9,26 +9,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from spec_decode.environment import Environment, environment
+from spec_decode.environment import Environment
 from spec_decode.files import json_bytes, write_whole
 from spec_decode.testing.outcome import Outcome
-
-__all__ = [
-    "EVERYTHING",
-    "FAILURES",
-    "FAMILIES",
-    "SCHEMA",
-    "Claim",
-    "ConformanceFailure",
-    "Environment",
-    "Outcome",
-    "Report",
-    "ReportError",
-    "Result",
-    "environment",
-    "json_number",
-    "read_json",
-]
 
 SCHEMA = "attn-report/3"
 EVERYTHING = "*"

@@ -16,9 +16,11 @@ from spec_decode.conformance.check import Check, expand
 from spec_decode.conformance.claims import claims_of
 from spec_decode.conformance.known_failures import KnownFailure, known_failures_of
 from spec_decode.conformance.notes import notes_on
-from spec_decode.conformance.report import EVERYTHING, Environment, Outcome, Report, Result, environment
+from spec_decode.conformance.report import EVERYTHING, Report, Result
+from spec_decode.environment import Environment, environment
 from spec_decode.testing.error_location import error_location
 from spec_decode.testing.expectations import CheckFailure, Measurements, Unavailable, Unsupported
+from spec_decode.testing.outcome import Outcome
 from spec_decode.testing.subject import Subject
 
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import msgspec
 
-from spec_decode.conformance.report import Environment, Outcome, Report, Result
+from spec_decode.conformance.report import Report, Result
 from spec_decode.conformance.runner import unloaded
+from spec_decode.environment import Environment
+from spec_decode.testing.outcome import Outcome
 from spec_decode.testing.process_isolation import ProcessEnded, TimeLimit, start_isolated
 
 _CHILD = (sys.executable, "-m", "spec_decode.conformance.child")

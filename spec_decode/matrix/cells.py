@@ -7,7 +7,8 @@ from enum import Enum
 
 import msgspec
 
-from spec_decode.conformance.report import FAILURES, Claim, Number, Outcome, Result
+from spec_decode.conformance.report import FAILURES, Claim, Number, Result
+from spec_decode.testing.outcome import Outcome
 
 
 class Status(str, Enum):

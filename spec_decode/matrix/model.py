@@ -94,7 +94,8 @@ def _tags_of(result: Result) -> tuple[str, ...]:
 
 def _row(reports: Sequence[Report], columns: Sequence[Column], runs: Runs, stale: tuple[str, ...]) -> MatrixRow:
     newest = reports[0]
-    seen = [(report, _by_tag(report.results), runs.of_report(report)) for report in reports]
+    title = f"{newest.backend}@{newest.version}"
+    seen = [(each, _by_tag(each.results), runs.number(title, each.env, each.command)) for each in reports]
     where = "cpu" if newest.env.cuda is None else "cuda"
     again = f"attn-backends matrix --run {newest.backend} --device {where} --tag"
     return MatrixRow(

@@ -9,6 +9,7 @@ from spec_decode.matrix.cells import Cell, Note, Status
 from spec_decode.matrix.columns import Column
 from spec_decode.matrix.drafters import DraftCell
 from spec_decode.matrix.speed import Bar
+from spec_decode.tools.timing_limit import verdict
 
 HOW_TO_READ = (
     "What each backend claims, and what was seen when it was checked. A count such as 72/72 is checks passed of those "
@@ -79,7 +80,5 @@ def time_text(bar: Bar) -> str:
 
 def verdict_text(bar: Bar) -> str:
     """The limits, and whether they are met."""
-    if not bar.limits:
-        return ""
-    limits = " and ".join(limit.text for limit in bar.limits)
-    return f"{limits}: {'met' if bar.met else 'not judged' if bar.met is None else 'missed'}"
+    limits, met = verdict(bar.limits)
+    return limits and f"{limits}: {'met' if met else 'not judged' if met is None else 'missed'}"

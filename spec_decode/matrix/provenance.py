@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from spec_decode.conformance.report import Report
 from spec_decode.environment import Environment
 
 
@@ -36,6 +35,3 @@ class Runs:
     def number(self, subject: str, env: Environment, command: str) -> int:
         run = Run(subject=subject, env=env, command=command)
         return self._numbers.setdefault(run, len(self._numbers))
-
-    def of_report(self, report: Report) -> int:
-        return self.number(f"{report.backend}@{report.version}", report.env, report.command)

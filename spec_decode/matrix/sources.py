@@ -11,6 +11,7 @@ import msgspec
 
 from spec_decode.conformance.report import SCHEMA, Report, ReportError, read_json
 from spec_decode.environment import Environment
+from spec_decode.tools.timing_limit import TimingLimit
 
 PATTERNS = ("check-*.json", "pair-agreement*.json", "bench-*.json")
 """Names of the files that a folder is searched for."""
@@ -64,19 +65,6 @@ class TimingEnvironment(Environment, frozen=True, kw_only=True):
     @property
     def plain(self) -> Environment:
         return Environment(**{name: getattr(self, name) for name in Environment.__struct_fields__})
-
-
-class TimingLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A bound on a column of a timing. met: None where the column was not measured."""
-
-    column: str
-    bound: float
-    at_least: bool = False
-    met: bool | None = None
-
-    @property
-    def text(self) -> str:
-        return f"{self.column} {'>=' if self.at_least else '<='} {self.bound:g}"
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,11 +143,10 @@ class Sources:
 
 def files_below(paths: Iterable[Path]) -> list[Path]:
     """The files that the paths name; a folder stands for the evidence below it."""
-    found: dict[Path, None] = {}
+    found: list[Path] = []
     for path in paths:
-        inside = [file for pattern in PATTERNS for file in sorted(path.rglob(pattern))] if path.is_dir() else [path]
-        found |= dict.fromkeys(inside)
-    return list(found)
+        found += [file for pattern in PATTERNS for file in sorted(path.rglob(pattern))] if path.is_dir() else [path]
+    return list(dict.fromkeys(found))
 
 
 def _schema(document: Any) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import msgspec
 
 from spec_decode.matrix.provenance import Runs
-from spec_decode.matrix.sources import Quantiles, Timing, TimingLimit
+from spec_decode.matrix.sources import Quantiles, Timing
+from spec_decode.tools.timing_limit import TimingLimit, verdict
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,8 +29,7 @@ class Bar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     @property
     def met(self) -> bool | None:
         """Whether all limits are met; None while one of them is open, or where there are none."""
-        found = {limit.met for limit in self.limits}
-        return None if not found else False if False in found else None if None in found else True
+        return verdict(self.limits)[1]
 
 
 class Panel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -14,13 +14,9 @@ _SPECIAL = re.compile(r"[\\|`*\[\]~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
 def plain_lines(text: str) -> list[str]:
     """The lines of a text; characters that are not printed, such as terminal and bidi controls, are spelled out."""
     return [
-        line if line.isprintable() else "".join(c if c.isprintable() else _spelled(c) for c in line)
+        line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
         for line in text.splitlines()
     ]
-
-
-def _spelled(character: str) -> str:
-    return character.encode("unicode_escape").decode()
 
 
 def plain(text: object) -> str:

@@ -10,8 +10,8 @@ import builders.flashinfer
 from attn_backends import KVCache, Rejected, explain
 from builders import BatchError
 from spec_decode.conformance import check_backend
-from spec_decode.conformance.report import Outcome
 from spec_decode.testing.batches import DECODE, RAGGED, VERIFY, Batch
+from spec_decode.testing.outcome import Outcome
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
 from tests.factories import CPU, make_spec

@@ -12,7 +12,8 @@ import torch
 
 from attn_backends import AttentionBackend
 from spec_decode.conformance import check_backend
-from spec_decode.conformance.report import FAILURES, Outcome
+from spec_decode.conformance.report import FAILURES
+from spec_decode.testing.outcome import Outcome
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "window_pages"))

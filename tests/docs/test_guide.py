@@ -13,9 +13,10 @@ import click
 import pytest
 
 from spec_decode.cli.main import main
-from spec_decode.conformance.report import FAILURES, Outcome
+from spec_decode.conformance.report import FAILURES
 from spec_decode.drafter import Strategy
 from spec_decode.matrix import Status
+from spec_decode.testing.outcome import Outcome
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]

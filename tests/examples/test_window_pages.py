@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from spec_decode.conformance.report import Outcome, Report
+from spec_decode.conformance.report import Report
+from spec_decode.testing.outcome import Outcome
 from tests.examples.stranger import Stranger
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "window_pages"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -13,16 +12,15 @@ from builders import BatchError
 from spec_decode.environment import environment
 from spec_decode.tools.bench.advance_cases import advance_rows, step_rows
 from spec_decode.tools.bench.decode_cases import decode_rows
-from spec_decode.tools.bench.drafter_cases import DRAFTERS, drafter_rows
 from spec_decode.tools.bench.measure import copy_bandwidth
 from spec_decode.tools.bench.random_draft_cases import random_draft_rows
 from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS
 from spec_decode.tools.bench.round_cases import round_rows
-from spec_decode.tools.bench.rows import Bench, BenchRow, complete, verdict
+from spec_decode.tools.bench.rows import EMPTY, Bench, BenchRow
 from spec_decode.tools.bench.sampling_cases import sampling_rows
 from spec_decode.tools.bench.throughput_cases import throughput_rows
 
-__all__ = ["CASES", "CPU_CASES", "SCHEMA", "SUITES", "Timings", "run", "verdict"]
+__all__ = ["CASES", "CPU_CASES", "SCHEMA", "SUITES", "Bench", "run"]
 
 SCHEMA = "attn-bench/2"
 
@@ -38,27 +36,20 @@ _ROWS: dict[str, tuple[str, Callable[[Bench], Iterator[BenchRow]]]] = {
     **{case: (description, partial(decode_rows, case=case)) for case, description in _DECODE.items()},
     "sampling": ("top-k, top-p, draws and argmax beside FlashInfer's sampling and torch", sampling_rows),
     "round": ("full-loop rounds of every backend, host and GPU time", round_rows),
-    **{name: (case.description, partial(drafter_rows, name=name)) for name, case in DRAFTERS.items()},
     **{name: (case.description, partial(random_draft_rows, name=name)) for name, case in RANDOM_DRAFTS.items()},
     "throughput": ("output tokens a second of the whole engine, step 0 in a graph or not", throughput_rows),
 }
-SUITES = {"backends": ("advance", "step", *_DECODE, "round"), "drafter": (*RANDOM_DRAFTS, "throughput")}
+CPU_CASES = ("sampling", "round", "drafter-tiny")
+"""Cases that a machine without a GPU can run; their gpu_us is null."""
+SUITES = {
+    "backends": ("advance", "step", *_DECODE, "round"),
+    "drafter": (*(name for name in RANDOM_DRAFTS if name not in CPU_CASES), "throughput"),
+}
 """Names for several cases at once."""
 CASES = {
     **{name: description for name, (description, _) in _ROWS.items()},
     **{name: f"all of {', '.join(cases)}" for name, cases in SUITES.items()},
 }
-CPU_CASES = ("sampling", "round", "drafter-tiny")
-"""Cases that a machine without a GPU can run; their gpu_us is null."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """The rows of a run, of the schema attn-bench/2; what has none, and why; and which of that began and failed."""
-
-    rows: list[BenchRow]
-    missing: list[str]
-    stopped: list[str]
 
 
 def run(
@@ -67,8 +58,9 @@ def run(
     cases: Sequence[str] | None = None,
     on_row: Callable[[BenchRow], None] | None = None,
     command: str = "",
-) -> Timings:
-    """Time the cases and suites, or all that there are; of a suite, what needs a GPU is noted where there is none.
+) -> Bench:
+    """Rows of the schema attn-bench/2 for these cases and suites, or all; of a suite, what needs a GPU is noted where
+    there is none.
 
     Raises BatchError for a case that needs a CUDA device and was named, on a machine without one, and where nothing
     at all could be timed.
@@ -84,21 +76,20 @@ def run(
     env = msgspec.to_builtins(environment(device))
     env["copy_bytes_per_us"] = bench.bandwidth and round(bench.bandwidth)
     shared = {"env": env, "command": command, "missing": bench.missing}
-    found: list[BenchRow] = []
     for case in _expanded(cases):
         if not on_cuda and case not in CPU_CASES:
             bench.miss(case, f"times a CUDA device and this run is on {device.type}")
             continue
         with bench.noting(case):
             for row in _ROWS[case][1](bench):
-                found.append({"schema": SCHEMA, **complete(row), **shared})
+                bench.rows.append({"schema": SCHEMA, **EMPTY, **row, **shared})
                 if on_row:
-                    on_row(found[-1])
-    if not found:
+                    on_row(bench.rows[-1])
+    if not bench.rows:
         raise BatchError(
             f"nothing could be timed: {'; '.join(bench.missing)}. Install what is missing, or name others."
         )
-    return Timings(found, bench.missing, bench.stopped)
+    return bench
 
 
 def _expanded(cases: Sequence[str] | None) -> list[str]:

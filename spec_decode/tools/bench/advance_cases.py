@@ -12,16 +12,17 @@ from attn_backends import AttentionBackend, KVCache, get
 from builders import AttentionSpec, BatchBuffers, RequestTables, advance_shared_state
 from spec_decode.tools.bench.decode_fixture import DecodeFixture, time_attention
 from spec_decode.tools.bench.measure import kernels_in, time_call, time_kernels
-from spec_decode.tools.bench.rows import Bench, BenchLimit, BenchRow, serving, with_limits
+from spec_decode.tools.bench.rows import Bench, BenchRow, serving, with_limits
 from spec_decode.tools.specs import FP8_DS_MLA, GQA, MLA, SPARSE
+from spec_decode.tools.timing_limit import TimingLimit
 
 _PAGE = 16
 _NUM_REQS = (1, 32)
 _CONTEXT = 1024
 _HORIZON = 7
-_ONE_KERNEL = BenchLimit("kernels_per_step", 1)
-_ADVANCE = BenchLimit("gpu_us", 3)
-_REPLAN = BenchLimit("gpu_us", 4)
+_ONE_KERNEL = TimingLimit("kernels_per_step", 1)
+_ADVANCE = TimingLimit("gpu_us", 3)
+_REPLAN = TimingLimit("gpu_us", 4)
 
 
 def advance_rows(bench: Bench) -> Iterator[BenchRow]:
@@ -69,11 +70,7 @@ def _shared_rows(bench: Bench) -> Iterator[BenchRow]:
 def _builder_row(bench: Bench, backend: AttentionBackend, spec: AttentionSpec, num_reqs: int) -> BenchRow:
     fixture = DecodeFixture(spec, num_reqs, _CONTEXT, bench.device, horizon=_HORIZON)
     builder = fixture.builder(backend)
-    metadata = builder.build(fixture.batch)
-
-    def advance() -> None:
-        builder.advance(metadata)
-
+    advance = partial(builder.advance, builder.build(fixture.batch))
     advance()
     kernels = kernels_in(advance)
     gpu_us = time_kernels(advance) if kernels else None
@@ -96,9 +93,9 @@ def _horizon_row(bench: Bench, num_reqs: int) -> BenchRow:
     metadata = builder.build(fixture.batch)
     row = {
         **fixture.labels("advance", backend.name),
-        "gpu_us": time_kernels(lambda: builder.advance(metadata)),
-        "host_us": time_call(lambda: builder.plan(metadata), bench.device).host_us,
-        "kernels_per_step": kernels_in(lambda: builder.advance(metadata)),
+        "gpu_us": time_kernels(partial(builder.advance, metadata)),
+        "host_us": time_call(partial(builder.plan, metadata), bench.device).host_us,
+        "kernels_per_step": kernels_in(partial(builder.advance, metadata)),
     }
     return with_limits(row, _ONE_KERNEL, _ADVANCE)
 
@@ -112,7 +109,7 @@ def _step_row(bench: Bench, backend: AttentionBackend, num_reqs: int, context: i
         builder.advance(metadata)
         return backend.forward(fixture.query, cache, metadata, spec=GQA)
 
-    caches = fixture.cold_caches(backend)
+    caches = fixture.caches(backend, cold=True)
     step(caches[0])
     return {
         **fixture.labels("step", backend.name),

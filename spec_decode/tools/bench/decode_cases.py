@@ -11,8 +11,9 @@ from builders import AttentionSpec
 from spec_decode.tools.bench.decode_fixture import AttentionCall, DecodeFixture, time_attention
 from spec_decode.tools.bench.measure import Quantiles
 from spec_decode.tools.bench.peers import flashinfer_decode, flashinfer_mla
-from spec_decode.tools.bench.rows import Bench, BenchLimit, BenchRow, with_limits
+from spec_decode.tools.bench.rows import Bench, BenchRow, with_limits
 from spec_decode.tools.specs import FP8_DS_MLA, GQA, MLA, SPARSE
+from spec_decode.tools.timing_limit import TimingLimit
 
 AttentionMethod = Callable[[DecodeFixture], AttentionCall]
 
@@ -98,7 +99,7 @@ def comparison_rows(
     with bench.noting(f"{comparison.case}: {comparison.backend}", at=at):
         fixture = DecodeFixture(spec, num_reqs, context, bench.device)
         attend, backend = by_backend(comparison.backend)(fixture), get(comparison.backend)
-        caches = fixture.cold_caches(backend) if comparison.cold else fixture.warm_cache(backend)
+        caches = fixture.caches(backend, cold=comparison.cold)
         expected = attend(caches[0]).float()
         ours = time_attention(attend, caches)
         peers = []
@@ -111,7 +112,7 @@ def comparison_rows(
         best = min((peer["gpu_us"]["p50"] for peer in peers), default=None)
         row = _row(bench, comparison, fixture, comparison.backend, ours)
         row["peer_ratio"] = best and round(ours["p50"] / best, 3)
-        yield with_limits(row, BenchLimit("peer_ratio", comparison.max_ratio))
+        yield with_limits(row, TimingLimit("peer_ratio", comparison.max_ratio))
         yield from peers
 
 

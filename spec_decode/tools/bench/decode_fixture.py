@@ -68,13 +68,9 @@ class DecodeFixture:
         metadata = self.builder(backend).build(self.batch)
         return lambda cache: backend.forward(self.query, cache, metadata, spec=self.spec, sinks=self.sinks)
 
-    def warm_cache(self, backend: AttentionBackend) -> list[KVCache]:
-        """One cache of the backend's layout: what attention reads stays in L2 from call to call."""
-        return [self._filled(backend)]
-
-    def cold_caches(self, backend: AttentionBackend) -> list[KVCache]:
-        """As many as it takes for none to be in L2 when its turn comes again."""
-        return [self._filled(backend) for _ in range(max(1, -(-_COLD_BYTES // self.kv_bytes)))]
+    def caches(self, backend: AttentionBackend, *, cold: bool) -> list[KVCache]:
+        """Of the backend's layout: one, which stays in L2, or so many that none is there when its turn comes again."""
+        return [self._filled(backend) for _ in range(max(1, -(-_COLD_BYTES // self.kv_bytes)) if cold else 1)]
 
     def _filled(self, backend: AttentionBackend) -> KVCache:
         spec = self.spec

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import product
 
 from attn_backends import get
+from attn_backends.triton_paged import TritonPaged
+from builders import AttentionBatch, PagedMetadata, TritonPagedBuilder
 from spec_decode.drafter import Strategy
-from spec_decode.models import DraftModel
-from spec_decode.models.deepseek_v4 import DeepseekV4Prediction
-from spec_decode.models.layers.moe import MixtureOfExperts
-from spec_decode.tools.bench.drafter_cases import Rebuilt
 from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS, RandomDraft
-from spec_decode.tools.bench.rounds import STEPS, WHOLE, DraftShape, RoundConfig, make_drafter, time_round
-from spec_decode.tools.bench.rows import Bench, BenchLimit, BenchRow, with_limits
+from spec_decode.tools.bench.rounds import STEPS, WHOLE, RoundConfig, TimedDraft, make_drafter, time_round
+from spec_decode.tools.bench.rows import Bench, BenchRow, with_limits
+from spec_decode.tools.timing_limit import TimingLimit
 
-_CONTEXT = 1024
-_NUM_REQS = (1, 4, 16, 32)
-_K = (3, 7)
-_FLOOR = {("llama3-8b-eagle", 1): BenchLimit("floor_ratio", 1.12), ("eagle-1024", 1): BenchLimit("floor_ratio", 2.0)}
+_FLOOR = {("llama3-8b-eagle", 1): TimingLimit("floor_ratio", 1.12), ("eagle-1024", 1): TimingLimit("floor_ratio", 2.0)}
 """What a round may take of the time to move its bytes once, by draft and number of requests."""
-_LOOP = BenchLimit("loop_us", 4)
+_LOOP = TimingLimit("loop_us", 4)
 """GPU time that a step of the device loop may take over one of the full loop."""
+
+
+class RebuiltBuilder(TritonPagedBuilder):
+    """The same metadata, rebuilt between steps: overriding build() drops the claim to advance in the graph."""
+
+    def build(self, batch: AttentionBatch, *, horizon: int = 0) -> PagedMetadata:
+        return super().build(batch, horizon=horizon)
+
+
+class Rebuilt(TritonPaged):
+    """triton_paged as a backend would be that cannot advance in place."""
+
+    name = "triton_paged_rebuilt"
+    builder = RebuiltBuilder
 
 
 def random_draft_rows(bench: Bench, name: str) -> Iterator[BenchRow]:
@@ -31,15 +40,15 @@ def random_draft_rows(bench: Bench, name: str) -> Iterator[BenchRow]:
     with bench.noting(name):
         model = case.make(bench.device)
         (group,) = model.layer_groups(case.page_size)
-        shape = DraftShape(spec=group.spec, context=_CONTEXT, weight_bytes=partial(weight_bytes, model))
+        draft = TimedDraft(model=model, spec=group.spec, context=case.context)
         with bench.noting(name, at="graphs for K 1 to 8"):
-            yield from _graph_set_rows(bench, name, shape, model)
+            yield from _graph_set_rows(bench, name, draft)
         unrolled: dict[tuple[int, int], float] = {}
         for run, parts in _rounds(case):
             names = {part: f"{name}/{part}" for part in parts}
             at = f"{run.backend.name}, {run.strategy.value}, K {run.num_speculative_tokens}, {run.num_reqs} requests"
             with bench.noting(name, at=at):
-                for row in time_round(bench, shape, model, run, names):
+                for row in time_round(bench, draft, run, names):
                     yield _with_limits(name, run, row, unrolled)
 
 
@@ -59,24 +68,24 @@ def _with_limits(name: str, run: RoundConfig, row: BenchRow, unrolled: dict[tupl
     return row
 
 
-def _graph_set_rows(bench: Bench, name: str, shape: DraftShape, model: DraftModel) -> Iterator[BenchRow]:
+def _graph_set_rows(bench: Bench, name: str, draft: TimedDraft) -> Iterator[BenchRow]:
     """What it takes to serve every K of 1 to 8: a full loop captured for each, or one device loop for all.
 
     With their graphs of step 0, whose memory the loops use again.
     """
     backend, taken = get(RANDOM_DRAFTS[name].backends[0]), {}
     # The first loop of a process compiles the kernel that sets its condition.
-    make_drafter(shape, model, RoundConfig(backend, Strategy.DEVICE_LOOP, 2, 1), bench.device)[0].capture()
+    make_drafter(draft, RoundConfig(backend, Strategy.DEVICE_LOOP, 2, 1), bench.device).capture()
     for strategy, counts in ((Strategy.FULL_LOOP, range(2, 9)), (Strategy.DEVICE_LOOP, (8,))):
         graphs = []
         for k in counts:
-            drafter, _ = make_drafter(shape, model, RoundConfig(backend, strategy, k, 1), bench.device)
+            drafter = make_drafter(draft, RoundConfig(backend, strategy, k, 1), bench.device)
             drafter.capture()
             graphs += drafter.graphs.reports
         taken[strategy] = sum(graph.seconds for graph in graphs), sum(graph.bytes for graph in graphs)
         seconds, num_bytes = taken[strategy]
         row = {
-            **shape.labels(f"{name}/graphs for K 1 to 8", RoundConfig(backend, strategy, k, 1)),
+            **draft.labels(f"{name}/graphs for K 1 to 8", RoundConfig(backend, strategy, k, 1)),
             "capture_seconds": round(seconds, 4),
             "graph_bytes": num_bytes,
         }
@@ -84,44 +93,19 @@ def _graph_set_rows(bench: Bench, name: str, shape: DraftShape, model: DraftMode
             unrolled_seconds, unrolled_bytes = taken[Strategy.FULL_LOOP]
             row["capture_ratio"] = round(seconds / unrolled_seconds, 3)
             row["bytes_ratio"] = round(num_bytes / unrolled_bytes, 3) if unrolled_bytes else None
-            row = with_limits(row, BenchLimit("capture_ratio", 0.334), BenchLimit("bytes_ratio", 0.334))
+            row = with_limits(row, TimingLimit("capture_ratio", 0.334), TimingLimit("bytes_ratio", 0.334))
         yield row
 
 
 def _rounds(case: RandomDraft) -> Iterator[tuple[RoundConfig, tuple[str, ...]]]:
     """The rounds, each with those of its parts that are timed."""
     first, *others = [get(name) for name in case.backends]
-    for k, num_reqs in product(_K, _NUM_REQS):
+    for k, num_reqs in product(case.num_speculative_tokens, case.num_reqs):
         for strategy in (Strategy.FULL_LOOP, Strategy.DEVICE_LOOP):
             yield RoundConfig(first, strategy, k, num_reqs), (WHOLE, STEPS)
         yield RoundConfig(first, Strategy.FULL_LOOP, k, num_reqs, 1.0), (WHOLE,)
-    for num_reqs in dict.fromkeys((_NUM_REQS[0], _NUM_REQS[-1])):
+    for num_reqs in dict.fromkeys((case.num_reqs[0], case.num_reqs[-1])):
         ways = [(first, Strategy.PER_STEP), (first, Strategy.EAGER)]
         ways += [(Rebuilt(), Strategy.PER_STEP)] if first.name == "triton_paged" else []
         for backend, strategy in (*ways, *((other, Strategy.FULL_LOOP) for other in others)):
-            yield RoundConfig(backend, strategy, _K[-1], num_reqs), (WHOLE,)
-
-
-def weight_bytes(model: DraftModel, num_reqs: int) -> float:
-    """Weights that a later step of so many requests reads: no embedding, nothing that step 0 alone uses, and of a
-    mixture's experts as many as its tokens take if each takes any with equal chance.
-    """
-    unread = ("embed", "fc.") if type(model).combine is not DraftModel.combine else ("embed",)
-    read = {
-        name: float(p.numel() * p.element_size()) for name, p in model.named_parameters() if not name.startswith(unread)
-    }
-    shares = {
-        f"{name}.experts.": 1 - (1 - module.routing.top_k / module.routing.num_experts) ** num_reqs
-        for name, module in model.named_modules()
-        if isinstance(module, MixtureOfExperts)
-    }
-    for name in read:
-        read[name] *= next((share for prefix, share in shares.items() if name.startswith(prefix)), 1.0)
-    if not any(name.startswith(("lm_head", "head.")) or name == "head" for name in read):
-        read["the target's head"] = model.vocab_size * _head_width(model) * next(model.parameters()).element_size()
-    return sum(read.values())
-
-
-def _head_width(model: DraftModel) -> int:
-    """Columns of the output projection: those of the target's hidden state, of which a draft's may hold several."""
-    return model.hidden_size // (model.streams if isinstance(model, DeepseekV4Prediction) else 1)
+            yield RoundConfig(backend, strategy, case.num_speculative_tokens[-1], num_reqs), (WHOLE,)

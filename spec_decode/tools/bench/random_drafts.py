@@ -65,7 +65,10 @@ class Head(TargetModel):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomDraft:
-    """A published draft's shape. config: as in its config.json. num_target_states: hidden states a token."""
+    """A draft's shape, and the rounds to time. config: as in its config.json. num_target_states: hidden states a token.
+
+    backends: those to draft with; the first is timed in every strategy.
+    """
 
     description: str
     kind: Any
@@ -73,12 +76,15 @@ class RandomDraft:
     names: tuple[str, ...] = ()
     num_target_states: int = 1
     page_size: int = 16
-    backends: tuple[str, ...]
-    """Those to draft with; the first is timed in every strategy."""
+    backends: tuple[str, ...] = ("triton_paged", "flash_attn3", "flashinfer")
+    dtype: torch.dtype = torch.bfloat16
+    num_reqs: tuple[int, ...] = (1, 4, 16, 32)
+    num_speculative_tokens: tuple[int, ...] = (3, 7)
+    context: int = 1024
 
-    def make(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> DraftModel:
+    def make(self, device: torch.device) -> DraftModel:
         """The draft over a target of embedding and head alone."""
-        vocab, hidden = self.config["vocab_size"], self.config["hidden_size"]
+        vocab, hidden, dtype = self.config["vocab_size"], self.config["hidden_size"], self.dtype
         with torch.device(device):
             target = Head(vocab, hidden, self.num_target_states * hidden, self.config["max_position_embeddings"], dtype)
         for parameter in target.parameters():
@@ -120,7 +126,6 @@ _EAGLE3 = (
     *(f"midlayer.{part}.weight" for part in ("input_layernorm", "hidden_norm", "post_attention_layernorm")),
     *(f"midlayer.{name}" for name in (*_ATTENTION, *_MLP)),
 )
-_GQA = ("triton_paged", "flash_attn3", "flashinfer")
 
 RANDOM_DRAFTS = {
     "llama3-8b-eagle": RandomDraft(
@@ -128,7 +133,6 @@ RANDOM_DRAFTS = {
         kind=eagle,
         config=_llama(4096, 14336, 32, 8, 128, 128256),
         names=_EAGLE,
-        backends=_GQA,
     ),
     "qwen3-8b-eagle3": RandomDraft(
         description="Qwen3-8B's EAGLE-3 draft: 4096 wide, 32k tokens of its own",
@@ -136,7 +140,6 @@ RANDOM_DRAFTS = {
         config={**_llama(4096, 12288, 32, 8, 128, 151936), "draft_vocab_size": 32000},
         names=_EAGLE3,
         num_target_states=3,
-        backends=_GQA,
     ),
     "gpt-oss-20b-eagle3": RandomDraft(
         description="an EAGLE-3 draft for GPT-OSS-20B: 2880 wide, heads of 64, 64k tokens of its own",
@@ -144,7 +147,6 @@ RANDOM_DRAFTS = {
         config={**_llama(2880, 17280, 64, 8, 64, 201088), "draft_vocab_size": 64000},
         names=_EAGLE3,
         num_target_states=3,
-        backends=_GQA,
     ),
     "glm-4.7-flash-mtp": RandomDraft(
         description="GLM-4.7-Flash's MTP layer: dense MLA, 64 experts of which a token takes 4",
@@ -166,7 +168,17 @@ RANDOM_DRAFTS = {
         kind=eagle,
         config=_llama(1024, 2816, 8, 2, 128, 32000),
         names=_EAGLE,
-        backends=_GQA,
+    ),
+    "drafter-tiny": RandomDraft(
+        description="an EAGLE draft small enough for the CPU's emulator",
+        kind=eagle,
+        config=_llama(64, 96, 4, 2, 64, 256),
+        names=_EAGLE,
+        backends=("triton_paged",),
+        dtype=torch.float32,
+        num_reqs=(1, 4),
+        num_speculative_tokens=(4,),
+        context=64,
     ),
 }
 """By the name of their bench case."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from attn_backends import AttentionBackend, BackendError, Rejected, registry
 from builders import AdvanceLevel, AttentionSpec
+from spec_decode.tools.timing_limit import TimingLimit
 
 BenchRow = dict[str, Any]
 
@@ -19,7 +20,8 @@ _COLUMNS = (
     *("case", "backend", "peer", "spec", "strategy", "num_reqs", "num_speculative_tokens", "context"),
     *("wall_us", "host_us", "gpu_us", "kernels_per_step", "floor_us", "limits"),
 )
-"""Of every row; what a case does not measure is null. A case may add its own."""
+EMPTY: BenchRow = {**dict.fromkeys(_COLUMNS), "peer": False, "limits": ()}
+"""The columns of every row; what a case does not measure is null. A case may add its own."""
 
 _NOTE_LENGTH = 500
 """Characters: a compiler's message can fill pages. The log has all of it."""
@@ -29,11 +31,12 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A run of the bench: its device, and what it could not time."""
+    """A run of the bench: its device, its rows, and what it could not time."""
 
     device: torch.device
     bandwidth: float | None
     """Bytes a microsecond of an elementwise copy; None without a GPU."""
+    rows: list[BenchRow] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     """A line for everything that has no row: a peer that is not installed, a backend that refuses."""
     stopped: list[str] = field(default_factory=list)
@@ -70,39 +73,9 @@ class Bench:
             self.stopped.append(self.miss(where, f"stopped by {type(error).__name__}: {error}"))
 
 
-@dataclass(frozen=True, slots=True)
-class BenchLimit:
-    """A bound on a column, on its median where that has quantiles."""
-
-    column: str
-    bound: float
-    at_least: bool = False
-
-    def met_by(self, row: BenchRow) -> bool | None:
-        """Whether the row meets it; None where the column was not measured."""
-        found = row.get(self.column)
-        value = found["p50"] if isinstance(found, dict) else found
-        if value is None:
-            return None
-        return bool(value >= self.bound if self.at_least else value <= self.bound)
-
-
-def with_limits(row: BenchRow, *limits: BenchLimit) -> BenchRow:
+def with_limits(row: BenchRow, *limits: TimingLimit) -> BenchRow:
     """The row with its limits, each with whether the row meets it."""
-    return {**row, "limits": [{**asdict(limit), "met": limit.met_by(row)} for limit in limits]}
-
-
-def verdict(row: BenchRow) -> tuple[str, bool | None]:
-    """The row's limits as text, and whether all are met: None while one could not be judged, or without limits."""
-    limits = row.get("limits", ())
-    met = [limit["met"] for limit in limits]
-    texts = [f"{each['column']} {'>=' if each['at_least'] else '<='} {each['bound']:g}" for each in limits]
-    return " and ".join(texts), False if False in met else None if None in met or not met else True
-
-
-def complete(row: BenchRow) -> BenchRow:
-    """The row with every column."""
-    return {**dict.fromkeys(_COLUMNS), "peer": False, "limits": [], **row}
+    return {**row, "limits": tuple(limit.judged(row) for limit in limits)}
 
 
 def serving(

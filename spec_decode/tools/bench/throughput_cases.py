@@ -25,7 +25,8 @@ from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.layers.rope import RotaryEmbedding
 from spec_decode.tools.bench.measure import Quantiles, quantiles
 from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS, RandomDraft, RandomStore
-from spec_decode.tools.bench.rows import Bench, BenchLimit, BenchRow, with_limits
+from spec_decode.tools.bench.rows import Bench, BenchRow, with_limits
+from spec_decode.tools.timing_limit import TimingLimit
 
 NAME = "throughput"
 _PREFILL_TOKENS = 8192
@@ -186,7 +187,7 @@ def _extend_rows(timed: _Timed) -> Iterator[BenchRow]:
         yield timed.row("extend-graph", _EXTEND_OFF, num_reqs, host_waits, without)
         gain = 100 * (within.tokens_per_second / without.tokens_per_second - 1)
         row = timed.row("extend-graph", _EXTEND_ON, num_reqs, host_waits, within)
-        limits = [BenchLimit("gain_percent", case.gains[num_reqs], at_least=True)] if num_reqs in case.gains else []
+        limits = [TimingLimit("gain_percent", case.gains[num_reqs], at_least=True)] if num_reqs in case.gains else []
         yield with_limits({**row, "gain_percent": round(gain, 2)}, *limits)
 
 

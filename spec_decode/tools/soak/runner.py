@@ -39,15 +39,12 @@ def soak(
     options: Options,
     on_progress: OnResult | None = None,
     on_result: OnResult | None = None,
-    command: str = "",
 ) -> SoakReport:
     """Soak registered backends; never raises for one that fails.
 
     on_progress is given the counts so far, now and then. After a backend that made a CUDA device unusable for this
-    process the others are not_run. Raises BatchError, with nothing run, for more draft tokens than a request has room
-    for.
+    process the others are not_run. Raises BatchError for more draft tokens than a request has room for.
     """
-    _require_room(options, device)
     # Read first: a device may not answer any more at the end.
     env = environment(device)
     results: list[SoakResult] = []
@@ -55,7 +52,7 @@ def soak(
         results.append(_lost(name, device, options) or soak_backend(name, device, options, on_progress))
         if on_result:
             on_result(results[-1])
-    return SoakReport(env=env, command=command, options=options, results=tuple(results))
+    return SoakReport(env=env, command=command_line(names, device, options), options=options, results=tuple(results))
 
 
 def soak_backend(

@@ -11,9 +11,10 @@ from attn_backends import registry
 from attn_backends.torch_reference import TorchReference
 from builders import AdvanceLevel, AdvanceSupport, ReferenceBuilder
 from spec_decode.cli.main import main
-from spec_decode.conformance.report import Outcome, Report, Result
+from spec_decode.conformance.report import Report, Result
 from spec_decode.environment import environment
 from spec_decode.models import EagleDraft, LatentConfig, LlamaTarget, ModelConfig, save_draft, save_pair
+from spec_decode.testing.outcome import Outcome
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from spec_decode.cli.bench import _short
-from spec_decode.tools.bench.rows import verdict
+from spec_decode.tools.timing_limit import TimingLimit
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def timings(monkeypatch):
         on_row(row)
         return SimpleNamespace(rows=[row], missing=fake.missing, stopped=fake.stopped)
 
-    module = SimpleNamespace(run=timed, CASES={"round": "one round", "step": "one step"}, verdict=verdict)
+    module = SimpleNamespace(run=timed, CASES={"round": "one round", "step": "one step"})
     monkeypatch.setitem(sys.modules, "spec_decode.tools.bench", module)
     return fake
 
@@ -34,7 +34,7 @@ def test_bench_prints_a_table_and_writes_rows(timings, tmp_path, run):
 
 
 def test_bench_shows_each_limit_with_its_verdict():
-    limits = [{"column": "host_us", "bound": 80.0, "at_least": False, "met": True}]
+    limits = [TimingLimit("host_us", 80.0, met=True)]
     shown = _short({"case": "round", "peer": True, "limits": limits, "env": {}})
     assert (shown["limits"], shown["met"], shown["peer"]) == ("host_us <= 80", True, True) and "env" not in shown
 

@@ -3,8 +3,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from spec_decode.conformance.report import EVERYTHING, Claim, Outcome, Report, Result
+from spec_decode.conformance.report import EVERYTHING, Claim, Report, Result
 from spec_decode.environment import environment
+from spec_decode.testing.outcome import Outcome
 from tests.spec_decode.cli.conftest import CPU
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 import spec_decode.tools.soak
-from spec_decode.conformance.report import Outcome
+from spec_decode.testing.outcome import Outcome
 from spec_decode.tools.soak import SoakReport
 from tests.mutants import MUTANTS
 
@@ -29,8 +29,8 @@ def interrupted(monkeypatch):
         calls.append(names)
         raise KeyboardInterrupt
 
-    real = {name: getattr(spec_decode.tools.soak, name) for name in ("Options", "command_line")}
-    monkeypatch.setitem(sys.modules, "spec_decode.tools.soak", SimpleNamespace(soak=soak, **real))
+    options = spec_decode.tools.soak.Options
+    monkeypatch.setitem(sys.modules, "spec_decode.tools.soak", SimpleNamespace(soak=soak, Options=options))
     return calls
 
 

@@ -12,8 +12,9 @@ from attn_backends import Sizes, get, register, unregister
 from attn_backends.torch_reference import TorchReference
 from builders import ReferenceBuilder, ReferenceMetadata
 from spec_decode.conformance import KnownFailure, check_backend, iter_checks, parametrize_with_checks
-from spec_decode.conformance.report import FAMILIES, Outcome
+from spec_decode.conformance.report import FAMILIES
 from spec_decode.testing.batches import Case
+from spec_decode.testing.outcome import Outcome
 from tests.mutants import derived, with_builder
 
 CPU = torch.device("cpu")

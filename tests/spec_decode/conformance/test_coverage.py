@@ -11,10 +11,11 @@ from builders import AdvanceLevel, AdvanceSupport, AttentionSpec, ReferenceBuild
 from spec_decode.conformance import iter_checks
 from spec_decode.conformance.claims import claims_of
 from spec_decode.conformance.coverage import DECLARED, every_strategy, one_strategy, only, with_case
-from spec_decode.conformance.report import EVERYTHING, Outcome
+from spec_decode.conformance.report import EVERYTHING
 from spec_decode.conformance.runner import check_backend, plan
 from spec_decode.drafter import Strategy
 from spec_decode.testing.batches import DECODE, RAGGED, VERIFY, Case
+from spec_decode.testing.outcome import Outcome
 from spec_decode.testing.subject import Subject
 
 CPU = torch.device("cpu")

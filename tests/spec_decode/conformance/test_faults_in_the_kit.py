@@ -16,8 +16,10 @@ from attn_backends import AttentionBackend, BrokenBackend, Feature, get, registe
 from attn_backends.torch_reference import TorchReference
 from builders import CONTRACT_VERSION, AttentionKind, AttentionSpec, ReferenceBuilder, ReferenceMetadata
 from spec_decode.conformance import check_backend, runner
-from spec_decode.conformance.report import Environment, Outcome, Report, Result, environment
+from spec_decode.conformance.report import Report, Result
+from spec_decode.environment import Environment, environment
 from spec_decode.matrix import Matrix, Status, build_matrix
+from spec_decode.testing.outcome import Outcome
 
 CPU = torch.device("cpu")
 KEEPS_NOTHING = "builder.rounds_keep_no_memory"

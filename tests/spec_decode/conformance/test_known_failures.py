@@ -11,7 +11,7 @@ import torch
 from attn_backends import AttentionBackend, BrokenBackend, get
 from spec_decode.conformance import check_backend
 from spec_decode.conformance.known_failures import known_failures_of
-from spec_decode.conformance.report import Outcome
+from spec_decode.testing.outcome import Outcome
 
 CPU = torch.device("cpu")
 _MODULE = """

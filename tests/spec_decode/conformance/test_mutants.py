@@ -10,7 +10,7 @@ import torch
 from attn_backends import get
 from builders import AttentionBatch
 from spec_decode.conformance import check_backend
-from spec_decode.conformance.report import Outcome
+from spec_decode.testing.outcome import Outcome
 from tests.foreseen import Foreseen, ForeseenBuilder
 from tests.mutants import FUSED_WRITE_MUTANTS, MUTANTS, ONE_PAGE_SIZE, Mutant, freeze
 from tests.page_lists import PageLists

@@ -16,7 +16,7 @@ from attn_backends.torch_reference import TorchReference
 from builders import CONTRACT_VERSION, AttentionBatch, ReferenceBuilder, ReferenceMetadata
 from spec_decode.cli.main import main
 from spec_decode.conformance import KnownFailure, check_backend
-from spec_decode.conformance.report import Outcome
+from spec_decode.testing.outcome import Outcome
 from tests.foreseen import Foreseen
 
 CPU = torch.device("cpu")

@@ -15,8 +15,9 @@ from builders import CONTRACT_VERSION
 from spec_decode.conformance import KnownFailure, check_backend, parametrize_with_checks
 from spec_decode.conformance import check as kit
 from spec_decode.conformance.coverage import with_case
-from spec_decode.conformance.report import Outcome, Report
+from spec_decode.conformance.report import Report
 from spec_decode.testing.expectations import CheckFailure, expect
+from spec_decode.testing.outcome import Outcome
 from spec_decode.testing.subject import Subject
 
 CPU = torch.device("cpu")

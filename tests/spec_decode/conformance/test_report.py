@@ -5,14 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from spec_decode.conformance.report import (
-    ConformanceFailure,
-    Environment,
-    Outcome,
-    Report,
-    ReportError,
-    Result,
-)
+from spec_decode.conformance.report import ConformanceFailure, Report, ReportError, Result
+from spec_decode.environment import Environment
+from spec_decode.testing.outcome import Outcome
 
 ENV = Environment(
     device="NVIDIA H200",

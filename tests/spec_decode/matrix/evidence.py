@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from spec_decode.conformance.report import Claim, Environment, Outcome, Report, Result
+from spec_decode.conformance.report import Claim, Report, Result
+from spec_decode.environment import Environment
 from spec_decode.matrix.sources import Agreement, Timing
+from spec_decode.testing.outcome import Outcome
 
 ENV = {
     "device": "NVIDIA H200",

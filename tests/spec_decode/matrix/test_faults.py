@@ -21,9 +21,11 @@ from attn_backends.torch_reference import TorchReference
 from spec_decode.cli.main import main
 from spec_decode.cli.matrix_run import MatrixRun
 from spec_decode.conformance import check_backend, subprocess_runner
-from spec_decode.conformance.report import Outcome, Report, environment
+from spec_decode.conformance.report import Report
 from spec_decode.conformance.subprocess_runner import TimeLimits
+from spec_decode.environment import environment
 from spec_decode.matrix import Matrix, Status, build_matrix, to_markdown
+from spec_decode.testing.outcome import Outcome
 from spec_decode.tools import plug_ins
 
 CPU = torch.device("cpu")

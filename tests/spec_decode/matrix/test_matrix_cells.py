@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from spec_decode.matrix import Claim, Status, evidence_of
-from spec_decode.matrix.cells import Cell
+from spec_decode.conformance.report import Claim
+from spec_decode.matrix.cells import Cell, Status, evidence_of
 from tests.spec_decode.matrix.evidence import result
 
 YES, NO = Claim(claimed=True), Claim(claimed=False)

@@ -3,8 +3,8 @@ import math
 import msgspec
 import pytest
 
-from spec_decode.conformance.report import EVERYTHING
-from spec_decode.matrix import Claim, Matrix, Status, build_matrix, to_json
+from spec_decode.conformance.report import EVERYTHING, Claim
+from spec_decode.matrix import Matrix, Status, build_matrix, to_json
 from spec_decode.matrix.plots import WIDTH, plot
 from tests.spec_decode.matrix.evidence import TAG, agreement, limit, report, result, timing
 

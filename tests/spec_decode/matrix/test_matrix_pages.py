@@ -8,7 +8,8 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from spec_decode.matrix import Claim, build_matrix, to_html, to_markdown, to_table
+from spec_decode.conformance.report import Claim
+from spec_decode.matrix import build_matrix, to_html, to_markdown, to_table
 from tests.spec_decode.matrix.evidence import agreement, limit, report, result, timing
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)> \"'&`|*_\x1b[2J\u202e"

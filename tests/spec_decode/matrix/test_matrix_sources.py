@@ -4,9 +4,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from scripts.schemas import schemas
 from spec_decode.conformance.report import ReportError
 from spec_decode.matrix import Sources
-from spec_decode.matrix.schemas import schemas
 from tests.spec_decode.matrix.evidence import agreement, report, result, timing
 
 ROOT = Path(__file__).parents[3]
@@ -87,7 +87,7 @@ def test_a_timing_without_its_number_of_requests_is_refused_with_its_place(tmp_p
 def test_the_committed_schemas_are_those_of_the_code():
     folder = ROOT / "schemas"
     committed = {path.name: path.read_bytes() for path in folder.glob("*.json")}
-    assert committed == schemas(), "renew with: python -m spec_decode.matrix.schemas schemas"
+    assert committed == schemas(), "renew with: python scripts/schemas.py schemas"
 
 
 def test_a_schema_requires_its_own_version():

@@ -14,8 +14,9 @@ from spec_decode.tools import bench as benches
 from spec_decode.tools.bench import advance_cases, decode_cases, decode_fixture, measure, peers, round_cases
 from spec_decode.tools.bench.decode_cases import PeerComparison, by_backend, comparison_rows
 from spec_decode.tools.bench.decode_fixture import DecodeFixture
-from spec_decode.tools.bench.rows import Bench, BenchLimit, serving, verdict, with_limits
+from spec_decode.tools.bench.rows import Bench, serving, with_limits
 from spec_decode.tools.specs import FP8_DS_MLA, GQA, MLA
+from spec_decode.tools.timing_limit import TimingLimit, verdict
 from tests.factories import CPU, make_spec
 from tests.spec_decode import fake_flashinfer
 
@@ -88,26 +89,26 @@ def comparison(**peers):
     ],
 )
 def test_a_limit_holds_the_median_and_leaves_open_what_was_not_measured(row, met):
-    judged = with_limits(row, BenchLimit("gpu_us", 3))
-    assert verdict(judged) == ("gpu_us <= 3", met)
+    judged = with_limits(row, TimingLimit("gpu_us", 3))
+    assert verdict(judged["limits"]) == ("gpu_us <= 3", met)
 
 
 def test_a_limit_from_below():
-    judged = [with_limits({"host_ratio": ratio}, BenchLimit("host_ratio", 10, at_least=True)) for ratio in (10, 9.9)]
-    assert [verdict(row) for row in judged] == [("host_ratio >= 10", True), ("host_ratio >= 10", False)]
+    judged = [with_limits({"host_ratio": ratio}, TimingLimit("host_ratio", 10, at_least=True)) for ratio in (10, 9.9)]
+    assert [verdict(row["limits"]) for row in judged] == [("host_ratio >= 10", True), ("host_ratio >= 10", False)]
 
 
 @pytest.mark.parametrize("row, met", [({"a": 1, "b": 2}, False), ({"a": 1}, None), ({"b": 2}, False)])
 def test_of_two_limits_one_that_is_broken_decides(row, met):
-    judged = with_limits(row, BenchLimit("a", 1), BenchLimit("b", 1))
-    assert verdict(judged) == ("a <= 1 and b <= 1", met)
+    judged = with_limits(row, TimingLimit("a", 1), TimingLimit("b", 1))
+    assert verdict(judged["limits"]) == ("a <= 1 and b <= 1", met)
 
 
 def test_a_row_is_held_against_the_best_of_its_peers(bench, timed):
     timed += [3, 4, 2]
     peers = {"reference": by_backend("torch_reference"), "paged": by_backend("triton_paged")}
     ours, *others = comparison_rows(bench, comparison(**peers), SPEC, 2, 40)
-    assert (ours["backend"], ours["peer_ratio"], verdict(ours)[1]) == ("triton_paged", 1.5, True)
+    assert (ours["backend"], ours["peer_ratio"], verdict(ours["limits"])[1]) == ("triton_paged", 1.5, True)
     assert [(row["backend"], row["peer"]) for row in others] == [("reference", True), ("paged", True)]
     assert all(row["peer_difference"] < 1e-5 for row in others) and not bench.missing
 
@@ -136,7 +137,7 @@ def test_a_peer_that_computes_something_else_is_seen(bench, timed):
 def test_an_absent_peer_has_a_note_and_no_row(bench, timed):
     timed += [1]
     [row] = comparison_rows(bench, comparison(flashmla=by_backend("flashmla_sparse")), SPEC, 1, 16)
-    assert row["peer_ratio"] is None and verdict(row) == ("peer_ratio <= 1.5", None)
+    assert row["peer_ratio"] is None and verdict(row["limits"]) == ("peer_ratio <= 1.5", None)
     [note] = bench.missing
     assert note.startswith("comparison: flashmla (peer): ") and "flash-attn" in note and not bench.stopped
 
@@ -163,7 +164,7 @@ def test_a_comparison_without_its_backend_is_noted(bench, timed):
 
 def test_an_fp8_ds_mla_cache_is_filled_by_its_own_write():
     fixture = DecodeFixture(FP8_DS_MLA, 2, 64, CPU)
-    [cache] = fixture.warm_cache(get("torch_reference"))
+    [cache] = fixture.caches(get("torch_reference"), cold=False)
     slots = torch.arange(fixture.num_pages * FP8_DS_MLA.page_size)
     latents = gather_and_dequantise(cache.latents, slots, FP8_DS_MLA.page_size).float()
     assert 0.9 < latents.std() < 1.1
@@ -203,13 +204,13 @@ def test_a_builder_of_views_launches_nothing_to_advance(advances):
     assert len(rows) == 4
     for row in rows:
         assert (row["kernels_per_step"], row["gpu_us"]) == (0, None)
-        assert verdict(row) == ("kernels_per_step <= 1", True)
+        assert verdict(row["limits"]) == ("kernels_per_step <= 1", True)
 
 
 def test_window_lists_advance_by_one_kernel_over_both_caches(advances):
     rows = [row for (backend, *_), row in advances.items() if backend == "sparse_swa_mla"]
     assert len(rows) == 4 and {row["kernels_per_step"] for row in rows} == {1}
-    assert {verdict(row) for row in rows} == {("kernels_per_step <= 1 and gpu_us <= 3", True)}
+    assert {verdict(row["limits"]) for row in rows} == {("kernels_per_step <= 1 and gpu_us <= 3", True)}
 
 
 def test_the_specification_is_held_to_no_time(advances):
@@ -233,14 +234,14 @@ def test_rows_of_flashinfer_are_noted_where_it_is_absent(bench):
 @pytest.mark.parametrize("context", [32, 41])
 def test_flashinfers_decode_is_planned_for_the_fixture(flashinfer, context):
     fixture = DecodeFixture(replace(SPEC, dtype=torch.bfloat16, kv_dtype=None), 3, context, CPU)
-    [cache] = fixture.warm_cache(get("torch_reference"))
+    [cache] = fixture.caches(get("torch_reference"), cold=False)
     expected = fixture.attention_by(get("torch_reference"))(cache)
     torch.testing.assert_close(peers.flashinfer_decode(fixture)(cache), expected, rtol=0.02, atol=0.02)
 
 
 def test_flashinfers_latent_attention_is_planned_for_the_fixture(flashinfer):
     fixture = DecodeFixture(replace(MLA, dtype=torch.float32, kv_dtype=None), 2, 100, CPU)
-    [cache] = fixture.warm_cache(get("torch_reference"))
+    [cache] = fixture.caches(get("torch_reference"), cold=False)
     expected = fixture.attention_by(get("torch_reference"))(cache)
     torch.testing.assert_close(peers.flashinfer_mla(fixture)(cache), expected)
 
@@ -254,7 +255,7 @@ def test_a_plan_for_the_horizon_holds_while_only_last_page_len_moves(flashinfer)
     fixture, backend, builder = planned(flashinfer, flashinfer.FlashInferHorizon())
     metadata = builder.build(fixture.batch)
     plan, plans = metadata.plan.clone(), len(metadata.launch.wrapper.plans)
-    [cache] = fixture.warm_cache(backend)
+    [cache] = fixture.caches(backend, cold=False)
     for _ in range(7):
         advance_shared_state(fixture.buffers, fixture.num_reqs)
         builder.advance(metadata)
@@ -267,7 +268,7 @@ def test_a_plan_for_the_horizon_holds_while_only_last_page_len_moves(flashinfer)
 def test_a_plan_for_the_start_alone_would_not_hold(flashinfer):
     fixture, backend, builder = planned(flashinfer, flashinfer.FlashInferHorizon(), num_reqs=1, context=256)
     metadata = builder.build(fixture.batch)
-    layout, [cache] = metadata.launch.layout, fixture.warm_cache(backend)
+    layout, [cache] = metadata.launch.layout, fixture.caches(backend, cold=False)
     metadata.plan[layout.block_valid_mask + 2 :][: layout.padded_tiles - 2] = 0
     advance_shared_state(fixture.buffers, fixture.num_reqs)
     builder.advance(metadata)
@@ -307,7 +308,7 @@ def test_host_time_of_a_plan_a_step_is_held_against_the_loop(bench, monkeypatch)
     case = replace(round_cases._TINY, num_speculative_tokens=(4,))
     loops = {("round", 4, 1): 50.0, ("steps", 4, 1): 40.0}
     rows = list(round_cases._host_plan_rows(bench, case, None, loops))
-    assert [(row.get("host_ratio"), verdict(row)[1]) for row in rows] == [(None, None)] * 2 + [
+    assert [(row.get("host_ratio"), verdict(row.get("limits", ()))[1]) for row in rows] == [(None, None)] * 2 + [
         (6.0, None),
         (7.5, False),
     ]

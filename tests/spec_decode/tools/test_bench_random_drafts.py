@@ -7,10 +7,11 @@ import torch
 
 from spec_decode.drafter import Strategy
 from spec_decode.tools.bench import random_draft_cases
-from spec_decode.tools.bench.random_draft_cases import random_draft_rows, weight_bytes
-from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS, RandomDraft
-from spec_decode.tools.bench.rounds import RoundConfig
-from spec_decode.tools.bench.rows import Bench, verdict
+from spec_decode.tools.bench.random_draft_cases import random_draft_rows
+from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS
+from spec_decode.tools.bench.rounds import RoundConfig, weight_bytes
+from spec_decode.tools.bench.rows import Bench
+from spec_decode.tools.timing_limit import verdict
 from tests.factories import CPU
 
 TINY = {
@@ -38,16 +39,13 @@ TINY = {
 def tiny(name):
     case = RANDOM_DRAFTS[name]
     config = {field: TINY.get(field, value) for field, value in case.config.items()}
-    return replace(case, config=config, backends=("torch_reference",))
+    sizes = {"num_reqs": (1,), "num_speculative_tokens": (2,), "context": 12}
+    return replace(case, config=config, backends=("torch_reference",), dtype=torch.float32, **sizes)
 
 
 @pytest.fixture
 def small(monkeypatch):
-    make = RandomDraft.make
-    monkeypatch.setattr(RandomDraft, "make", lambda self, device: make(self, device, torch.float32))
     monkeypatch.setattr(random_draft_cases, "RANDOM_DRAFTS", {name: tiny(name) for name in RANDOM_DRAFTS})
-    for name, value in {"_CONTEXT": 12, "_NUM_REQS": (1,), "_K": (2,)}.items():
-        monkeypatch.setattr(random_draft_cases, name, value)
 
 
 @pytest.mark.parametrize("name", RANDOM_DRAFTS)
@@ -68,7 +66,10 @@ def test_one_device_loop_is_held_against_the_full_loops_of_every_length(small):
     rows = [row for row in random_draft_rows(Bench(CPU, None), "eagle-1024") if "graphs" in row["case"]]
     assert [row["strategy"] for row in rows] == ["full_loop", "device_loop"]
     assert rows[1]["capture_ratio"] == pytest.approx(rows[1]["capture_seconds"] / rows[0]["capture_seconds"], rel=0.2)
-    assert rows[1]["bytes_ratio"] < 1 and verdict(rows[1])[0] == "capture_ratio <= 0.334 and bytes_ratio <= 0.334"
+    assert (
+        rows[1]["bytes_ratio"] < 1
+        and verdict(rows[1]["limits"])[0] == "capture_ratio <= 0.334 and bytes_ratio <= 0.334"
+    )
 
 
 def test_a_device_loop_is_charged_for_what_its_steps_take_over_the_unrolled_ones():
@@ -78,22 +79,22 @@ def test_a_device_loop_is_charged_for_what_its_steps_take_over_the_unrolled_ones
     unrolled = {}
     random_draft_cases._with_limits("x", RoundConfig(None, Strategy.FULL_LOOP, 7, 1), row(60.0), unrolled)
     found = random_draft_cases._with_limits("x", RoundConfig(None, Strategy.DEVICE_LOOP, 7, 1), row(90.0), unrolled)
-    assert found["loop_us"] == 5.0 and verdict(found)[1] is False
+    assert found["loop_us"] == 5.0 and verdict(found["limits"])[1] is False
 
 
 def test_a_step_reads_neither_embeddings_nor_what_step_0_alone_uses():
     case = tiny("qwen3-8b-eagle3")
-    draft = case.make(CPU, torch.float32)
+    draft = case.make(CPU)
     skipped = draft.fc.weight.numel()
     assert weight_bytes(draft, 1) == 4 * (sum(p.numel() for p in draft.parameters()) - skipped)
 
 
 def test_a_step_reads_the_targets_head_where_the_draft_has_none():
-    draft = tiny("eagle-1024").make(CPU, torch.float32)
+    draft = tiny("eagle-1024").make(CPU)
     assert weight_bytes(draft, 1) == 4 * (sum(p.numel() for p in draft.parameters()) + 64 * 32)
 
 
 def test_a_step_reads_as_many_experts_as_its_tokens_take():
-    draft = tiny("glm-4.7-flash-mtp").make(CPU, torch.float32)
+    draft = tiny("glm-4.7-flash-mtp").make(CPU)
     experts = 4 * sum(p.numel() for p in draft.mlp.experts.parameters())
     assert weight_bytes(draft, 2) - weight_bytes(draft, 1) == pytest.approx(experts * (0.75 - 0.5))

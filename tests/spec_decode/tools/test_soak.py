@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from attn_backends import register, unregister
 from attn_backends.torch_reference import TorchReference
 from builders import AdvanceLevel, AdvanceSupport, BatchError, ReferenceBuilder
-from spec_decode.conformance.report import Outcome
 from spec_decode.drafter import Drafts, Strategy
+from spec_decode.testing.outcome import Outcome
 from spec_decode.tools.soak import Memory, Options, SoakResult, soak, soak_backend
 from spec_decode.tools.soak.fixture import SoakDrafter
 from spec_decode.tools.soak.memory import RESIDENT_GROWTH

@@ -1,4 +1,4 @@
-"""The JSON schemas of what is read and written: python -m spec_decode.matrix.schemas FOLDER writes them."""
+"""The JSON schemas of what is read and written: python scripts/schemas.py FOLDER writes them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from spec_decode.conformance.report import SCHEMA as REPORT
 from spec_decode.conformance.report import Report

@@ -1,0 +1,35 @@
+"""A bound on a timing, judged by the bench and shown by the matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+
+class TimingLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A bound on a column of a timing. met: None where the column was not measured."""
+
+    column: str
+    bound: float
+    at_least: bool = False
+    met: bool | None = None
+
+    @property
+    def text(self) -> str:
+        return f"{self.column} {'>=' if self.at_least else '<='} {self.bound:g}"
+
+    def judged(self, row: Mapping[str, Any]) -> TimingLimit:
+        """With whether the row meets it, by its median where the column has quantiles."""
+        found = row.get(self.column)
+        value = found["p50"] if isinstance(found, dict) else found
+        met = None if value is None else bool(value >= self.bound if self.at_least else value <= self.bound)
+        return msgspec.structs.replace(self, met=met)
+
+
+def verdict(limits: Sequence[TimingLimit]) -> tuple[str, bool | None]:
+    """The limits as text, and whether all are met: None while one could not be judged, or where there are none."""
+    met = {limit.met for limit in limits}
+    text = " and ".join(limit.text for limit in limits)
+    return text, None if not met else False if False in met else None if None in met else True
