@@ -42,8 +42,8 @@ class CheckRun:
         with self.console.status(f"{name}: starting") as status:
             on_result = self._printer(name, status.update)
             if isolated:
-                from spec_decode.conformance.report import environment
                 from spec_decode.conformance.subprocess_runner import check_isolated
+                from spec_decode.environment import environment
 
                 asked = {"device": str(self.device), "families": list(self.families), "checks": list(self.checks)}
                 asked["command"] = self._command(name)
@@ -91,7 +91,8 @@ class CheckRun:
 
 def count_results(title: str, update: Callable[[str], None]) -> Callable[[Result], None]:
     """A callback that has `update` show how many results there were."""
-    from spec_decode.conformance.report import FAILURES, Outcome
+    from spec_decode.conformance.report import FAILURES
+    from spec_decode.testing.outcome import Outcome
 
     seen: Counter[bool] = Counter()
 
