@@ -11,7 +11,7 @@ from spec_decode.conformance.coverage import ADVANCE, with_case
 from spec_decode.graphs import CaptureError, runtime_for
 from spec_decode.testing.batches import DECODE, MAX_SEQ_LEN, SINGLE, VERIFY, Batch, Case
 from spec_decode.testing.error_location import error_location
-from spec_decode.testing.expectations import CheckFailure, Measurements, expect, worse
+from spec_decode.testing.expectations import CheckFailure, Measurements, expect, worst
 from spec_decode.testing.metadata_fields import (
     changed_since,
     copies_of,
@@ -77,12 +77,12 @@ def advance_means_a_rebuild(subject: Subject, case: Case) -> None:
 )
 def advance_attends_right(subject: Subject, case: Case) -> Measurements:
     built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch, horizon=_STEPS)
-    worst: Measurements = {}
+    measured = []
     for step in range(_STEPS + 1):
         if step:
             built.advance()
-        worst = worse(worst, built.expect_attention(f"attention at step {step}", cache=_CACHE.format(step)))
-    return worst
+        measured.append(built.expect_attention(f"attention at step {step}", cache=_CACHE.format(step)))
+    return worst(measured)
 
 
 @check(
@@ -95,15 +95,15 @@ def advance_refreshes_another_batch(subject: Subject, case: Case) -> Measurement
     query, rows = case.batch.query_lens[0], case.batch.rows
     shorter = Batch((query,), (query,), rows)
     longer = Batch((query,) * rows, (MAX_SEQ_LEN - _STEPS,) * rows, rows)
-    worst: Measurements = {}
+    measured = []
     # What only grows shows in the second.
     for before in (shorter, longer):
         built_on = f"built on requests of {list(before.seq_lens)} tokens"
         built = PagedFixture(subject, case.spec, rows).build(before, horizon=_STEPS)
         built.replace(case.batch)
         expect_same_fields(built.metadata, built.fresh(horizon=_STEPS), f"P2, {built_on}")
-        worst = worse(worst, built.expect_attention(f"attention after P2's refresh, {built_on}"))
-    return worst
+        measured.append(built.expect_attention(f"attention after P2's refresh, {built_on}"))
+    return worst(measured)
 
 
 def _preplanned(subject: Subject) -> Iterable[tuple[str, Case]]:
@@ -124,14 +124,12 @@ def plans_ahead_attend_right(subject: Subject, case: Case) -> Measurements:
     preplanned = [fixture.builder().build(fixture.view(built.buffers, batch, lens)) for lens in steps]
     for request, length in enumerate(batch.seq_lens):
         fixture.put(request, range(length))
-    worst: Measurements = {}
+    measured = []
     for step, metadata in enumerate(preplanned, start=1):
         built.move()
-        found = built.expect_attention(
-            f"attention at planned step {step}", cache=_CACHE.format(step), metadata=metadata
-        )
-        worst = worse(worst, found)
-    return worst
+        contract = f"attention at planned step {step}"
+        measured.append(built.expect_attention(contract, cache=_CACHE.format(step), metadata=metadata))
+    return worst(measured)
 
 
 @check("advance() keeps every address, shape, dtype and host field", _DECODE, advances=True)

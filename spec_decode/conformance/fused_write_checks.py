@@ -15,7 +15,7 @@ from spec_decode.conformance.cases import spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import fused_write_column, with_case
 from spec_decode.testing.batches import DECODE, MAX_SEQ_LEN, Case
-from spec_decode.testing.expectations import Measurements, expect, worse
+from spec_decode.testing.expectations import Measurements, expect, worst
 from spec_decode.testing.oracle import assert_as_precise
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
@@ -70,9 +70,8 @@ def fused_rope_write_stores_the_same(subject: Subject, case: Case) -> Measuremen
     live = slice(len(slots))
     queries = rotated[live], rope_formula(query, rope)[live], reference(query)[live]
     keys = fused[0][slots], separate[0][slots], reference(key)[live]
-    return worse(
-        _assert_as_precise(*queries, case, "the queries, rotated"), _assert_as_precise(*keys, case, "the keys, rotated")
-    )
+    compared = {"the queries, rotated": queries, "the keys, rotated": keys}
+    return worst(_assert_as_precise(*tensors, case, what) for what, tensors in compared.items())
 
 
 @check(

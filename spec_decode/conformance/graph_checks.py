@@ -12,7 +12,7 @@ from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import ADVANCE, CAPTURE, with_case
 from spec_decode.graphs import runtime_for
 from spec_decode.testing.batches import DECODE, VERIFY, Batch, Case
-from spec_decode.testing.expectations import Measurements, expect, worse
+from spec_decode.testing.expectations import Measurements, expect, worst
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
 
@@ -66,12 +66,12 @@ class _CapturedLoop:
         asked = [self._fill(step, batch, lens) for step, lens in enumerate(steps)]
         self.out.fill_(float("nan"))
         self.graph.replay()
-        worst: Measurements = {}
-        for step, (lens, queries) in enumerate(zip(steps, asked, strict=True)):
-            contract = f"step {step + 1} of a replay over the batch '{name}'"
-            worst = worse(worst, fixture.assert_within_budget(self.out[step], lens, queries, contract=contract))
+        measured = [
+            fixture.assert_within_budget(out, lens, queries, contract=f"step {step} of a replay over '{name}'")
+            for step, (out, lens, queries) in enumerate(zip(self.out, steps, asked, strict=True), start=1)
+        ]
         fixture.expect_cache(steps[-1], contract=f"writes of a replay over '{name}'")
-        return worst
+        return worst(measured)
 
     def _fill(self, step: int, batch: Batch, lens: list[int]) -> list[torch.Tensor]:
         queries = self.fixture.queries(batch)
@@ -89,10 +89,7 @@ class _CapturedLoop:
 def loop_replays_over_other_batches(subject: Subject, case: Case) -> Measurements:
     fixture = PagedFixture(subject, case.spec, DECODE.rows)
     loop = _CapturedLoop(fixture, fixture.load(case.batch), fixture.builder(), DECODE.rows)
-    worst: Measurements = {}
-    for name, batch in _BATCHES.items():
-        worst = worse(worst, loop.replay(batch, name))
-    return worst
+    return worst(loop.replay(batch, name) for name, batch in _BATCHES.items())
 
 
 @check("a replay gives, bit for bit, what the same steps give with fresh builds", _CASES, advances=True)
@@ -121,10 +118,8 @@ def two_sizes_interleave(subject: Subject, case: Case) -> Measurements:
     buffers, builder = fixture.load(case.batch), fixture.builder()
     small = Batch((1, 1), (16, 45), 2)
     loops = {rows: _CapturedLoop(fixture, buffers, builder, rows) for rows in (DECODE.rows, small.rows)}
-    worst: Measurements = {}
-    for batch in (small, _BATCHES["grown"], small, _BATCHES["shrunk"]):
-        worst = worse(worst, loops[batch.rows].replay(batch, f"{batch.rows} rows"))
-    return worst
+    order = (small, _BATCHES["grown"], small, _BATCHES["shrunk"])
+    return worst(loops[batch.rows].replay(batch, f"{batch.rows} rows") for batch in order)
 
 
 @check(

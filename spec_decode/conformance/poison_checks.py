@@ -22,24 +22,18 @@ _GARBAGE = 2**30
 @check("block-table entries past a request's tokens are never followed", _SHAPES)
 def stale_table_entries_are_not_read(subject: Subject, case: Case) -> Measurements:
     batch, fixture = case.batch, PagedFixture(subject, case.spec, case.batch.rows)
-    queries = fixture.queries(batch)
-    buffers = fixture.load(batch)
-    table = fixture.tables.block_tables[0]
+    built, table = fixture.build(batch), fixture.tables.block_tables[0]
     for request in range(batch.rows):
         length = batch.seq_lens[request] if request < len(batch.seq_lens) else 0
         table[request, -(-length // case.spec.page_size) :] = _GARBAGE
-    metadata = fixture.builder().build(fixture.view(buffers, batch))
-    out = fixture.attend(metadata, batch, batch.seq_lens, queries)
-    return fixture.assert_within_budget(out, batch.seq_lens, queries, contract="attention beside garbage page ids")
+    return built.expect_attention("attention beside garbage page ids", metadata=built.fresh())
 
 
 @check("outputs and scratch are written before they are read", _SHAPES)
 def uninitialised_memory_is_not_read(subject: Subject, case: Case) -> Measurements:
-    batch, fixture = case.batch, PagedFixture(subject, case.spec, case.batch.rows)
-    queries = fixture.queries(batch)
+    fixture = PagedFixture(subject, case.spec, case.batch.rows)
     with poisoned_allocations():
-        out = fixture.build(batch).attend(queries)
-    return fixture.assert_within_budget(out, batch.seq_lens, queries, contract="attention over poisoned scratch")
+        return fixture.build(case.batch).expect_attention("attention over poisoned scratch")
 
 
 @check("where a request's pages lie changes no bit of its output", _SHAPES)
@@ -61,8 +55,6 @@ def page_order_does_not_matter(subject: Subject, case: Case) -> None:
 @check("a request's output does not depend on its neighbours", _SHAPES)
 def request_order_does_not_matter(subject: Subject, case: Case) -> Measurements:
     fixture = PagedFixture(subject, case.spec, case.batch.rows)
-    queries = fixture.queries(case.batch)[::-1]
     batch = Batch(case.batch.query_lens[::-1], case.batch.seq_lens[::-1], case.batch.rows)
     fixture.reorder(range(len(batch.seq_lens))[::-1])
-    out = fixture.build(batch).attend(queries)
-    return fixture.assert_within_budget(out, batch.seq_lens, queries, contract="attention in another request order")
+    return fixture.build(batch).expect_attention("attention in another request order")

@@ -10,7 +10,7 @@ a replay shows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,17 +62,17 @@ class EmulatedGraph:
                 node.run()
 
 
-class EmulatedLoop(EmulatedGraph):
+class EmulatedLoop:
     """A recorded run, replayed once and repeated while a device scalar is set."""
 
-    def __init__(self, nodes: list[_Node], continue_flag: torch.Tensor, limit: int) -> None:
-        super().__init__(nodes)
-        self._continue_flag, self._limit = continue_flag, limit
+    def __init__(self, body: Graph, continue_flag: torch.Tensor, limit: int) -> None:
+        self._body, self._continue_flag, self._limit = body, continue_flag, limit
+        self.num_nodes = body.num_nodes
 
     def replay(self) -> None:
         """As Graph.replay. Raises CaptureError for a loop that goes past its limit."""
         for _ in range(self._limit):
-            super().replay()
+            self._body.replay()
             if not int(self._continue_flag):
                 return
         raise CaptureError(
@@ -87,34 +87,15 @@ class EmulatedRuntime:
     def __init__(self) -> None:
         self._allocated = 0
 
-    def capture(self, fn: Callable[[], Any]) -> EmulatedGraph:
-        return EmulatedGraph(self._record(fn))
+    def capture(self, fn: Callable[[], Any]) -> Graph:
+        (graph,) = self._record(lambda split_op: fn())
+        return graph
 
     def capture_loop(self, body: Callable[[], Any], continue_flag: torch.Tensor, limit: int) -> EmulatedLoop:
-        return EmulatedLoop(self._record(body), continue_flag, limit)
+        return EmulatedLoop(self.capture(body), continue_flag, limit)
 
     def capture_pieces(self, run: Callable[[SplitOp], Any]) -> PiecewiseGraph:
-        parts: list[Graph] = []
-        recorder, guard = _Recorder(), _HostReadGuard()
-
-        def split_op(fn: Callable[..., torch.Tensor], /, *inputs: torch.Tensor) -> torch.Tensor:
-            parts.append(EmulatedGraph(recorder.take()))
-            recording.close()
-            call = SplitOpCall(fn, inputs)
-            parts.append(call)
-            recorder.adopt(call.result)
-            _enter(recording, guard, recorder)
-            return call.result
-
-        try:
-            with torch.no_grad(), ExitStack() as recording:
-                _enter(recording, guard, recorder)
-                run(split_op)
-        finally:
-            recorder.restore()
-        parts.append(EmulatedGraph(recorder.take()))
-        self._allocated += recorder.bytes_allocated()
-        return PiecewiseGraph(parts)
+        return PiecewiseGraph(self._record(run))
 
     def memory_used(self) -> int:
         return self._allocated
@@ -122,20 +103,30 @@ class EmulatedRuntime:
     def release(self) -> None:
         self._allocated = 0
 
-    def _record(self, fn: Callable[[], Any]) -> list[_Node]:
+    def _record(self, run: Callable[[SplitOp], Any]) -> list[Graph]:
+        parts: list[Graph] = []
         recorder = _Recorder()
+
+        def begin() -> None:
+            piece.enter_context(_HostReadGuard())
+            piece.enter_context(recorder)
+
+        def split_op(fn: Callable[..., torch.Tensor], /, *inputs: torch.Tensor) -> torch.Tensor:
+            piece.close()
+            call = SplitOpCall(fn, inputs)
+            parts.extend((EmulatedGraph(recorder.take()), call))
+            recorder.adopt(call.result)
+            begin()
+            return call.result
+
         try:
-            with torch.no_grad(), _HostReadGuard(), recorder:
-                fn()
+            with torch.no_grad(), ExitStack() as piece:
+                begin()
+                run(split_op)
         finally:
             recorder.restore()
         self._allocated += recorder.bytes_allocated()
-        return recorder.take()
-
-
-def _enter(stack: ExitStack, *contexts: AbstractContextManager[Any]) -> None:
-    for context in contexts:
-        stack.enter_context(context)
+        return [*parts, EmulatedGraph(recorder.take())]
 
 
 class _HostReadGuard(TorchFunctionMode):
@@ -172,7 +163,10 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         _check_capturable(func, args, kwargs)
         inputs = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        self._save_what_it_writes(func, args, kwargs)
+        for tensor in _written(func, args, kwargs):
+            if _storage(tensor) not in self._made:
+                storage = tensor.untyped_storage()
+                self._before.setdefault(_storage(tensor), (storage, storage.clone()))
         result = func(*args, **kwargs)
         fresh = tuple(
             (index, leaf)
@@ -184,15 +178,6 @@ class _Recorder(TorchDispatchMode):
         if fresh or func._schema.is_mutable:
             self._nodes.append(_Node(func, args, kwargs, fresh))
         return result
-
-    def _save_what_it_writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for argument, value in _bound(func, args, kwargs):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            for tensor in tree_leaves(value):
-                if isinstance(tensor, torch.Tensor) and _storage(tensor) not in self._made:
-                    storage = tensor.untyped_storage()
-                    self._before.setdefault(_storage(tensor), (storage, storage.clone()))
 
     def take(self) -> list[_Node]:
         """The operations recorded since the last call."""
@@ -221,10 +206,12 @@ def _storage(tensor: torch.Tensor) -> int:
     return address
 
 
-def _bound(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[Any, Any]]:
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that the operation writes to."""
     arguments = func._schema.arguments
-    yield from zip(arguments, args, strict=False)
-    yield from ((argument, kwargs[argument.name]) for argument in arguments if argument.name in kwargs)
+    given = dict(zip([argument.name for argument in arguments], args, strict=False)) | kwargs
+    written = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor)]
 
 
 def _check_capturable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

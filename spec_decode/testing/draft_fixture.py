@@ -95,7 +95,9 @@ def draft_model(spec: AttentionSpec, device: torch.device, *, max_seq_len: int =
         head_dim=spec.head_dim,
         max_positions=max_seq_len + 32,
         sliding_window=spec.sliding_window,
-        latent=_latent_of(spec),
+        latent=LatentConfig(rope_dim=16, q_rank=32, out_rank=32, value_dim=spec.value_dim, sinks=spec.sinks)
+        if spec.kind is AttentionKind.MLA
+        else None,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -106,11 +108,9 @@ def draft_model(spec: AttentionSpec, device: torch.device, *, max_seq_len: int =
         for name, parameter in draft.named_parameters():
             if name.endswith("sinks"):
                 parameter.normal_()
-    for model in (target, draft):
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(spec.dtype)
-        model.to(device)
-    return draft
+    for parameter in (*target.parameters(), *draft.parameters()):
+        parameter.data = parameter.data.to(device, spec.dtype)
+    return draft.to(device)
 
 
 def target_of(config: ModelConfig) -> LlamaTarget:
@@ -125,9 +125,3 @@ def noisy_group(subject: Subject, spec: AttentionSpec, num_pages: int) -> KVGrou
     for cache in (group.caches[0].key, group.caches[0].value):
         cache.copy_(torch.randn(cache.shape, generator=generator).to(cache.dtype))
     return group
-
-
-def _latent_of(spec: AttentionSpec) -> LatentConfig | None:
-    if spec.kind is not AttentionKind.MLA:
-        return None
-    return LatentConfig(rope_dim=16, q_rank=32, out_rank=32, value_dim=spec.value_dim, sinks=spec.sinks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 Measurements = dict[str, float]
 """Measured numbers by name. "error_over_budget" is what the matrix shows."""
 
@@ -29,6 +31,6 @@ def expect(condition: bool, *, contract: str, expected: str, got: object) -> Non
         raise CheckFailure(contract=contract, expected=expected, got=str(got))
 
 
-def worse(a: Measurements, b: Measurements) -> Measurements:
-    """The measurements with the larger error relative to its budget."""
-    return b if b["error_over_budget"] >= a.get("error_over_budget", -1.0) else a
+def worst(each: Iterable[Measurements]) -> Measurements:
+    """The measurements with the largest error relative to its budget."""
+    return max(each, key=lambda measured: measured["error_over_budget"])

@@ -2,56 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from attn_backends import KVCache
 from builders import AttentionSpec
 
 
-class Layout(Protocol):
-    """Where a token's key and value lie in a cache, and what the cache keeps of them."""
-
-    def representable(self, key: torch.Tensor) -> torch.Tensor:
-        """The nearest of key [..., D] that the cache can hold, in the dtype of the key."""
-        ...
-
-    def poison(self, cache: KVCache) -> None:
-        """Make every element one that turns an output to NaN."""
-        ...
-
-    def put(self, cache: KVCache, page: int, offset: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store one token: key [num_kv_heads, D] and value [num_kv_heads, E], in any dtype."""
-        ...
-
-    def take(self, cache: KVCache, page: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Key [num_kv_heads, D] and value [num_kv_heads, E] of one token, on the CPU."""
-        ...
-
-
-class PlainLayout:
-    """A cache of plain numbers in one dtype."""
+class Layout:
+    """Where a token's key and value lie in a cache, and what the cache keeps of them: here, numbers of one dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def representable(self, key: torch.Tensor) -> torch.Tensor:
+        """The nearest of key [..., D] that the cache can hold, in the dtype of the key."""
         return key.to(self.dtype).to(key.dtype)
 
     def poison(self, cache: KVCache) -> None:
+        """Make every element one that turns an output to NaN."""
         for tensor in (cache.key, cache.value):
             tensor.copy_(torch.full((), float("nan")).to(tensor.dtype))
 
     def put(self, cache: KVCache, page: int, offset: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store one token: key [num_kv_heads, D] and value [num_kv_heads, E], in any dtype."""
         cache.key[page, offset] = key.to(cache.key)
         cache.value[page, offset] = value.to(cache.value)
 
     def take(self, cache: KVCache, page: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Key [num_kv_heads, D] and value [num_kv_heads, E] of one token, on the CPU."""
         return cache.key[page, offset].cpu(), cache.value[page, offset].cpu()
 
 
-class Fp8DsMlaLayout:
+class Fp8DsMlaLayout(Layout):
     """A page of fp8_ds_mla, byte by byte: 448 e4m3 and 64 bf16 numbers a token, then 8 scale bytes a token."""
 
     def representable(self, key: torch.Tensor) -> torch.Tensor:
@@ -92,4 +74,4 @@ class Fp8DsMlaLayout:
 
 def layout_of(spec: AttentionSpec) -> Layout:
     """The layout of a spec's cache."""
-    return Fp8DsMlaLayout() if spec.fp8_ds_mla else PlainLayout(spec.cache_dtype)
+    return (Fp8DsMlaLayout if spec.fp8_ds_mla else Layout)(spec.cache_dtype)
