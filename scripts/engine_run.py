@@ -170,7 +170,7 @@ def serve(config: RunConfig, pair: Pair, verification: str, requests: Sequence[R
         "mean_accepted": round(stats.mean_accepted, 3),
     }
     strategy = engine.plan.strategy if engine.plan else None
-    return BusyRun(verification, handles, strategy, round(seconds, 2), config.pages - engine.free_pages, counts)
+    return BusyRun(verification, handles, strategy, round(seconds, 2), config.pages - engine.pool.num_free, counts)
 
 
 def tokens_of(generation: Generation) -> list[int]:

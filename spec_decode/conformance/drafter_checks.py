@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -79,7 +78,7 @@ def _draft(
         tables.load([pages], limits)
         verified = _verified(fixture, contexts, temperature, round_)
         if lengths is not None:
-            verified = replace(verified, draft_lens=lengths[-len(contexts) :])
+            verified = verified._replace(draft_lens=lengths[-len(contexts) :])
         drafts = drafter.propose(verified)
         run[round_, "draft tokens"] = drafts.tokens.T.clone()
         run[round_, "cached logits"] = torch.where(drafts.tokens[..., None] >= 0, drafts.logits, 0.0).transpose(0, 1)

@@ -116,7 +116,7 @@ def autotune_strategy(
         return known
     times: dict[str, float] = {}
     if len(able) > 1:
-        _load_dummies(groups, tables, config.num_speculative_tokens)
+        _load_dummies(tables, config.num_speculative_tokens)
         for strategy in able:
             candidate = DrafterConfig(
                 num_speculative_tokens=config.num_speculative_tokens,
@@ -182,15 +182,15 @@ def _shape(
     }
 
 
-def _load_dummies(groups: Sequence[KVGroup], tables: RequestTables, num_speculative_tokens: int) -> None:
+def _load_dummies(tables: RequestTables, num_speculative_tokens: int) -> None:
     """Load as many requests as rows and pages allow, each with its own pages."""
-    sizes, counts = tables.page_sizes_host, [group.num_pages for group in groups]
+    sizes, counts = list(tables.page_sizes_host), list(tables.num_pages)
     least = 2 * num_speculative_tokens + 3
     rows = min(tables.max_reqs, *(count // -(-least // size) for size, count in zip(sizes, counts, strict=True)))
     require(
         rows > 0,
         f"measuring a round takes room for a request of {least} tokens in every KV group, the groups have {counts} "
-        f"pages of {list(sizes)} tokens; nothing was measured. Allocate more pages, or name a strategy.",
+        f"pages of {sizes} tokens; nothing was measured. Allocate more pages, or name a strategy.",
     )
     limit = min(tables.max_seq_len, *(count // rows * size for size, count in zip(sizes, counts, strict=True)))
     pages = []
@@ -205,15 +205,10 @@ def _wall_us(drafter: Drafter) -> float:
     drafter.inputs.context_lens.fill_(max(1, tables.longest - room))
     samples = []
     for _ in range(_WARM_UP + _REPEATS):
-        _synchronize(tables.device)
         start = time.perf_counter()
         drafter.propose()
-        _synchronize(tables.device)
+        if tables.device.type == "cuda":
+            torch.cuda.synchronize(tables.device)
         samples.append((time.perf_counter() - start) * 1e6)
     drafter.inputs.context_lens.zero_()
     return float(torch.tensor(samples[_WARM_UP:]).median())
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from builders import RequestTables, begin_decode, begin_extend
-from builders.errors import require_tensor
+from builders import RequestTables, begin_decode
+from builders.errors import require, require_tensor
 from spec_decode.drafter.kernels.gather_last_hidden import gather_last_hidden
 from spec_decode.drafter.kernels.shift_tokens import shift_tokens
 from spec_decode.drafter.kv_groups import KVGroup
@@ -56,13 +56,10 @@ class DraftStep:
             token_map=model.token_map,
             min_confidence=min_confidence,
         )
-        self._allocate(groups[0].spec.dtype)
-
-    def _allocate(self, hidden_dtype: torch.dtype) -> None:
-        reqs, steps, model = self.tables.max_reqs, self.num_speculative_tokens, self.model
+        reqs, steps, hidden_dtype = tables.max_reqs, num_speculative_tokens, groups[0].spec.dtype
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=self.tables.device)
+            return torch.zeros(*shape, dtype=dtype, device=tables.device)
 
         self.inputs = VerifiedTokens(
             token_ids=zeros(reqs, 1 + steps, dtype=torch.int64),
@@ -79,32 +76,39 @@ class DraftStep:
     def copy_inputs(self, verified: VerifiedTokens, live: int) -> None:
         """Copy the tensors of `live` requests to the inputs. Raises BatchError, with nothing copied, for a tensor of
         another shape, dtype or device."""
-        given = [name for name in VerifiedTokens.__slots__ if getattr(verified, name) is not None]
-        for name in given:
-            found, buffer = getattr(verified, name), getattr(self.inputs, name)
-            shape = (live, *buffer.shape[1:])
+        buffers, given = [], []
+        for name, buffer, tensor in zip(verified._fields, self.inputs, verified, strict=True):
+            if tensor is None or buffer is None:
+                continue
+            buffers.append(buffer[:live])
+            given.append(tensor)
+            shape, dtype = buffers[-1].shape, buffer.dtype
             # Compared here first: composing the message's parts for eight tensors would cost 10 us a round.
-            if found.shape != shape or found.dtype != buffer.dtype or found.device != buffer.device:
-                require_tensor(name, found, shape=shape, dtype=buffer.dtype, device=self.tables.device)
-        buffers = [getattr(self.inputs, name)[:live] for name in given]
-        torch._foreach_copy_(buffers, [getattr(verified, name) for name in given], non_blocking=True)
-
-    def begin_extend(self, size: int) -> None:
-        """Set the shared state of step 0 for `size` rows from the round's inputs."""
-        begin_extend(self.extend.batch, self.inputs.context_lens, size, self.extend.query_len)
+            if tensor.shape != shape or tensor.dtype != dtype or tensor.device != buffer.device:
+                require_tensor(name, tensor, shape=shape, dtype=dtype, device=self.tables.device)
+        torch._foreach_copy_(buffers, given, non_blocking=True)
 
     def run_extend(self, size: int) -> None:
-        """Step 0: the draft's tokens are the target's, shifted by one, with the next token after the last accepted."""
-        inputs, query_len = self.inputs, self.extend.query_len
+        """Step 0: the draft's tokens are the target's, shifted by one, with the next token after the last accepted.
+
+        Raises BatchError for a draft model that returns states of another shape.
+        """
+        inputs, query_len, last = self.inputs, self.extend.query_len, self.hidden[:size]
         hidden = self.model.forward(
             shift_tokens(inputs.token_ids[:size], inputs.next_tokens, inputs.accepted),
             self.model.combine(inputs.target_hidden_states[:size].flatten(0, 1)),
             self.extend.batch.positions[: size * query_len],
             self.extend.attention,
         )
+        require(
+            hidden.shape == (size * query_len, last.shape[1]),
+            f"{size} rows of {query_len} tokens need states [{size * query_len}, {last.shape[1]}], got "
+            f"{list(hidden.shape)}; no token was drafted. Have the draft model return a state of its hidden_size for "
+            "every token.",
+        )
         begin_decode(self.decode.batch, self.extend.batch.seq_lens, inputs.accepted, size, query_len)
-        gather_last_hidden(hidden, inputs.accepted, query_len, self.hidden[:size])
-        self.sampler(self.model.logits(self.hidden[:size]))
+        gather_last_hidden(hidden, inputs.accepted, last, query_len)
+        self.sampler(self.model.logits(last))
 
     def run_decode(self, size: int, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
         """A later step from the last one's hidden states [size, hidden_size]; returns its own, of the same shape."""

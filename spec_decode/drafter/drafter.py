@@ -15,10 +15,10 @@ from spec_decode.drafter.config import DrafterConfig
 from spec_decode.drafter.draft_step import DraftStep
 from spec_decode.drafter.kv_groups import KVGroup, build_ragged
 from spec_decode.drafter.metadata_plan import GraphMode, plan_uniform_step
-from spec_decode.drafter.plan import DraftPlan, choose
+from spec_decode.drafter.plan import choose
 from spec_decode.drafter.step_buffers import StepBuffers
 from spec_decode.drafter.verified_tokens import VerifiedTokens
-from spec_decode.graphs import Capturable, Factory, GraphManager, loop_unsupported_reason
+from spec_decode.graphs import Capturable, GraphManager, loop_unsupported_reason
 from spec_decode.models import DraftModel
 
 EXTEND = "extend"
@@ -61,9 +61,7 @@ class Drafter:
         device, steps = tables.device, config.num_speculative_tokens
         facts = [group.facts(device) for group in groups]
         no_loop = loop_unsupported_reason(device)
-        self.plan: DraftPlan = choose(
-            facts, steps, config.graph_mode, forced=config.strategy, loop_unsupported_reason=no_loop
-        )
+        self.plan = choose(facts, steps, config.graph_mode, forced=config.strategy, loop_unsupported_reason=no_loop)
         sizes = list(config.capture_sizes or default_capture_sizes(tables.max_reqs))
         _check_shapes(groups, tables, steps, sizes)
         self.model = model
@@ -71,7 +69,6 @@ class Drafter:
         self.tables = tables
         self.num_speculative_tokens = steps
         strategy = self.plan.strategy.implementation
-        self._uses_graphs = strategy.uses_graphs
         uniform = all(group.graph_support >= GraphSupport.UNIFORM_BATCH for group in facts)
         self._extend_captured = config.extend_in_graph and strategy.uses_graphs and uniform
         extend_mode = GraphMode.FULL if self._extend_captured else GraphMode.NONE
@@ -134,7 +131,7 @@ class Drafter:
         if verified is not None:
             self._step.copy_inputs(verified, live)
         self._ask(wanted, verified)
-        if self._uses_graphs and not self.graphs.complete:
+        if self._strategy.uses_graphs and not self.graphs.complete:
             self.capture()
             size = self._padded(live)
         self.run_extend(size)
@@ -147,9 +144,7 @@ class Drafter:
         """Run step 0 of `size` padded rows over the round's inputs."""
         step, buffers = self._step, self._step.extend
         if buffers.built_groups:
-            step.begin_extend(size)
-            buffers.build_round(size)
-            buffers.rebuild(size)
+            buffers.begin(self.inputs.context_lens, size)
         if self._extend_captured:
             buffers.replay(self.graphs, EXTEND, size)
         else:
@@ -170,7 +165,7 @@ class Drafter:
 
     def _padded(self, live: int) -> int:
         """Every strategy pads alike, so that all run the same shapes; only graphs end at the largest captured size."""
-        if not self._uses_graphs and live > self.graphs.sizes[-1]:
+        if not self._strategy.uses_graphs and live > self.graphs.sizes[-1]:
             return live
         return self.graphs.padded(live)
 
@@ -200,28 +195,22 @@ class Drafter:
 
         Graphs that are there are kept. Raises CaptureError where the largest batch's do not fit into their memory.
         """
-        if not self._uses_graphs:
+        if not self._strategy.uses_graphs:
             return
         limits = self.tables.token_limits.clone()
         self.tables.token_limits.zero_()
         try:
-            self.graphs.capture(self._capturables(), progress=progress)
+            extend = {EXTEND: self._capture_extend} if self._extend_captured else {}
+            later = self._strategy.capturables() if self.num_speculative_tokens > 1 else {}
+            self.graphs.capture({**extend, **later}, progress=progress)
         finally:
             self.tables.token_limits.copy_(limits)
-
-    def _capturables(self) -> dict[str, Factory]:
-        extend = {EXTEND: self._capture_extend} if self._extend_captured else {}
-        later = self._strategy.capturables() if self.num_speculative_tokens > 1 else {}
-        return {**extend, **later}
 
     def _capture_extend(self, size: int) -> Capturable:
         step, buffers = self._step, self._step.extend
 
         def run() -> None:
-            # Where the host builds from the state of step 0, it has set that state before the replay.
-            if not buffers.built_groups:
-                step.begin_extend(size)
-            buffers.advance()
+            buffers.begin_in_graph(self.inputs.context_lens, size)
             step.run_extend(size)
 
         return Capturable(run, buffers.prepare_capture(size))

@@ -28,10 +28,6 @@ class KVGroup:
     caches: dict[int, KVCache]
     """Layer index -> cache."""
 
-    @property
-    def num_pages(self) -> int:
-        return next(iter(self.caches.values())).num_pages
-
     def facts(self, device: torch.device) -> GroupFacts:
         """What the strategy's choice needs to know."""
         builder = self.backend.builder
@@ -44,12 +40,10 @@ class KVGroup:
             build_per_round=builder.build_per_round,
         )
 
-    def make_builder(
-        self, device: torch.device, *, max_reqs: int, max_tokens: int, max_seq_len: int
-    ) -> MetadataBuilder[Any]:
-        """A builder for one batch shape: its persistent buffers must not serve two."""
+    def make_builder(self, tables: RequestTables, max_tokens: int) -> MetadataBuilder[Any]:
+        """A builder for one batch shape over these tables: its persistent buffers must not serve two."""
         return self.backend.builder(
-            self.spec, device, max_reqs=max_reqs, max_tokens=max_tokens, max_seq_len=max_seq_len
+            self.spec, tables.device, max_reqs=tables.max_reqs, max_tokens=max_tokens, max_seq_len=tables.max_seq_len
         )
 
 
@@ -118,9 +112,6 @@ def build_ragged(
     num_reqs, num_tokens = batch.load(query_lens, seq_lens)
     metadata = []
     for index, group in enumerate(groups):
-        builder = group.make_builder(
-            tables.device, max_reqs=tables.max_reqs, max_tokens=num_tokens, max_seq_len=tables.max_seq_len
-        )
         view = batch.view(
             index,
             num_reqs=num_reqs,
@@ -131,5 +122,5 @@ def build_ragged(
             host_seq_lens=seq_lens,
             host_seq_lens_exact=True,
         )
-        metadata.append(builder.build(view))
+        metadata.append(group.make_builder(tables, num_tokens).build(view))
     return batch, metadata

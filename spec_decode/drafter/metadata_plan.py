@@ -130,20 +130,14 @@ def plan_uniform_step(groups: Sequence[GroupFacts], query_len: int, graph_mode: 
     """
     needed = GraphSupport.UNIFORM_BATCH if query_len > 1 else GraphSupport.SINGLE_TOKEN_DECODE
 
-    def uncaptured(group: GroupFacts) -> str | None:
+    def plan(group: GroupFacts) -> GroupPlan:
         if graph_mode is GraphMode.NONE:
-            return None
+            return GroupPlan(facts=group, update=MetadataUpdate.REBUILD, uncaptured=None)
+        uncaptured = "graph mode piecewise" if graph_mode is GraphMode.PIECEWISE else None
         if group.graph_support < needed:
-            return f"a graph needs {needed.name}, its builder supports {group.graph_support.name}"
-        return "graph mode piecewise" if graph_mode is GraphMode.PIECEWISE else None
+            uncaptured = f"a graph needs {needed.name}, its builder supports {group.graph_support.name}"
+        advances = group.advance.level is AdvanceLevel.IN_GRAPH
+        update = MetadataUpdate.IN_GRAPH if advances else MetadataUpdate.REBUILD
+        return GroupPlan(facts=group, update=update, uncaptured=uncaptured)
 
-    return MetadataPlan(
-        groups=tuple(
-            GroupPlan(facts=group, update=_update(group, graph_mode), uncaptured=uncaptured(group)) for group in groups
-        )
-    )
-
-
-def _update(group: GroupFacts, graph_mode: GraphMode) -> MetadataUpdate:
-    advances = graph_mode is not GraphMode.NONE and group.advance.level is AdvanceLevel.IN_GRAPH
-    return MetadataUpdate.IN_GRAPH if advances else MetadataUpdate.REBUILD
+    return MetadataPlan(groups=tuple(map(plan, groups)))

@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-from builders import AttentionBatch, BatchBuffers, CaptureConstants, HostLengths, MetadataBuilder, RequestTables
+from builders import (
+    AttentionBatch,
+    BatchBuffers,
+    CaptureConstants,
+    HostLengths,
+    MetadataBuilder,
+    RequestTables,
+    begin_extend,
+)  # fmt: skip
 from spec_decode.drafter.attention import PagedAttention, SplitAttention
 from spec_decode.drafter.kv_groups import KVGroup
 from spec_decode.drafter.metadata_plan import MetadataPlan, MetadataUpdate
@@ -50,10 +58,7 @@ class StepBuffers:
 
     def new_builder(self, index: int) -> MetadataBuilder[Any]:
         """Another builder of a group for this shape, with persistent buffers of its own."""
-        tables = self.batch.tables
-        return self._groups[index].make_builder(
-            tables.device, max_reqs=tables.max_reqs, max_tokens=self.batch.max_tokens, max_seq_len=tables.max_seq_len
-        )
+        return self._groups[index].make_builder(self.batch.tables, self.batch.max_tokens)
 
     def attention_batch(self, index: int, size: int, seq_lens: torch.Tensor | None = None) -> AttentionBatch:
         """What a group's builder sees of the first `size` rows, with the host lengths that it asks for.
@@ -84,6 +89,18 @@ class StepBuffers:
             self._groups, self.metadata, uncaptured=self.plan.uncaptured_groups, rebuilt=self.built_groups,
             split_op=split_op,
         )  # fmt: skip
+
+    def begin(self, context_lens: torch.Tensor, size: int) -> None:
+        """Set the state of a step after context_lens, int32 [size] tokens, and build what the host builds of it."""
+        begin_extend(self.batch, context_lens, size, self.query_len)
+        self.build_round(size)
+        self.rebuild(size)
+
+    def begin_in_graph(self, context_lens: torch.Tensor, size: int) -> None:
+        """What a graph holds of it: all of it, or where the host builds, the advance of the other groups."""
+        if not self.built_groups:
+            begin_extend(self.batch, context_lens, size, self.query_len)
+        self.advance()
 
     def build_round(self, size: int) -> None:
         """Build what is built once a round, before the first step: plans ahead, from the state before any advance."""

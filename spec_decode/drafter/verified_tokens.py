@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VerifiedTokens:
+class VerifiedTokens(NamedTuple):
     """What a round starts from, for n live requests in the order of the tables; all on the drafter's device.
 
     token_ids             int64 [n, 1 + K]   the tokens that the target just ran over

@@ -82,8 +82,8 @@ class Engine:
         self.drafter: Drafter | None = None
         self._device = next(target.parameters()).device
         self._vocab_size = target.vocab_size
-        self._pool = BlockPool(config.pool_size, config.page_size)
-        self._scheduler = Scheduler(self._pool, config)
+        self.pool = BlockPool(config.pool_size, config.page_size)
+        self._scheduler = Scheduler(self.pool, config)
         target_groups = self._make_groups("target", target, backend)
         self._tables, prefill_tables = [self._make_tables(target_groups)], [self._make_tables(target_groups)]
         if draft is not None and config.num_speculative_tokens:
@@ -96,7 +96,7 @@ class Engine:
             target, target_groups, self._tables[0], query_len=1 + config.num_speculative_tokens,
             graph_mode=config.graph_mode,
         )  # fmt: skip
-        self._target_step = TargetStep(self.target, self._batch, self.drafter, verify)
+        self._target_step = TargetStep(self._batch, self.drafter, verify)
         self._prefill = Prefill(self.target, self.drafter, prefill_tables)
         self._outputs = PendingOutputs(config.num_speculative_tokens)
         self._batched: list[RequestState] = []  # the requests in the batch, by row, and how many of their pages it has
@@ -130,15 +130,10 @@ class Engine:
             return self.drafter.plan if self.drafter else None
         return replace(self.drafter.plan, reason=self.autotuned.explain())
 
-    @property
-    def free_pages(self) -> int:
-        """Pages that no request owns."""
-        return self._pool.num_free
-
     def capture(self, *, progress: bool = False) -> None:
         """Capture the graphs of target and drafter, if that has not been done; the first step does it otherwise."""
         if not self._captured:
-            self._target_step.capture(progress=progress)
+            self.target.capture(self._target_step, progress=progress)
             if self.drafter:
                 self.drafter.capture(progress=progress)
             self._captured = True
@@ -207,7 +202,7 @@ class Engine:
             self._stepping = False
 
     def _step(self) -> None:
-        self._make_room()
+        self.stats.preemptions += self._scheduler.make_room(self._read_all)
         older = len(self._outputs)
         self._update_batch(self._run_prefill())
         if self._batched:
@@ -215,25 +210,9 @@ class Engine:
         for _ in range(older if self._batched else len(self._outputs)):
             self._outputs.process_oldest(self.stats)
 
-    def _make_room(self) -> None:
-        """Free what finished requests own, give the others pages for the round, and admit those that fit beside."""
-        scheduler = self._scheduler
-        scheduler.free_finished()
-        if not self._has_room():
-            while self._outputs:
-                self._outputs.process_oldest(self.stats)
-            scheduler.free_finished()
-        preempted = 0
-        while not self._has_room():
-            scheduler.preempt()
-            preempted += 1
-        self.stats.preemptions += preempted
-        scheduler.allocate_missing()
-        if not preempted:
-            scheduler.admit()
-
-    def _has_room(self) -> bool:
-        return sum(self._scheduler.missing_pages().values()) <= self._pool.num_free
+    def _read_all(self) -> None:
+        while self._outputs:
+            self._outputs.process_oldest(self.stats)
 
     def _run_prefill(self) -> PrefillOutput:
         chunks = self._scheduler.next_chunks()
@@ -262,9 +241,9 @@ class Engine:
             tables.load([pages] * tables.num_groups, [self._token_limit(request) for request in running])
         self._batch.condense([request.handle.request for request in running], kept_rows)
         if added:
-            new = prefilled.select(added)
+            rows = torch.tensor([prefilled.requests.index(request) for request in added], device=self._device)
             lens = [request.prefill_len for request in added]
-            self._batch.add(len(kept_rows), lens, new.tokens, new.target_hidden_states)
+            self._batch.add(len(kept_rows), lens, prefilled.tokens[rows], prefilled.target_hidden_states[rows])
         self._batched, self._pages_in_tables = list(running), [len(request.pages) for request in running]
 
     def _grow_tables(self) -> None:
@@ -280,7 +259,7 @@ class Engine:
             self._pages_in_tables = [len(request.pages) for request in self._batched]
 
     def _token_limit(self, request: RequestState) -> int:
-        return min(len(request.pages) * self._pool.page_size, self.config.max_slots(request.max_len))
+        return min(len(request.pages) * self.pool.page_size, self.config.max_slots(request.max_len))
 
     def _run_round(self) -> None:
         self.stats.rounds += 1
@@ -288,5 +267,5 @@ class Engine:
             start = time.perf_counter()
             self.drafter.propose(None)
             self.stats.propose_seconds += time.perf_counter() - start
-        self._target_step.run()
+        self.target.run(self._target_step, lambda size: self._batch.prepare_inputs(size)[0])
         self._outputs.add_step(self._batched, self._batch.outputs[: len(self._batched)])

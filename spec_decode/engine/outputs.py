@@ -45,8 +45,8 @@ class PendingOutputs:
     def __init__(self, num_speculative_tokens: int) -> None:
         self._num_drafts = num_speculative_tokens
         self._pending: deque[_PendingOutput] = deque()
-        # The request, the number of draft tokens that its step kept (None: noted before), and tokens to stream.
-        self._read: deque[tuple[RequestState, int | None, list[int]]] = deque()
+        # The request, a token, and with a step's first token the number of draft tokens that the step kept.
+        self._read: deque[tuple[RequestState, int, int | None]] = deque()
 
     def __len__(self) -> int:
         """How many outputs are not read."""
@@ -67,24 +67,23 @@ class PendingOutputs:
         pending = self._pending.popleft()
         for request, row in zip(pending.requests, pending.output.read(), strict=True):
             if pending.first:
-                self._read.append((request, None, row))
-            else:
-                accepted = row[0]
-                request.step_read(self._num_drafts, accepted)
-                self._read.append((request, accepted, row[1 : 2 + accepted]))
+                self._read.append((request, row[0], None))
+                continue
+            accepted = row[0]
+            request.step_read(self._num_drafts, accepted)
+            self._read.append((request, row[1], accepted))
+            self._read.extend((request, token, None) for token in row[2 : 2 + accepted])
         self.stream(stats)
 
     def stream(self, stats: EngineStats) -> None:
         """Append what was read to the texts. What a callback raises comes through; the next call goes on after it."""
         while self._read:
-            request, accepted, tokens = self._read.popleft()
+            request, token, accepted = self._read.popleft()
             if request.handle.done:
                 continue
             if accepted is not None and self._num_drafts:
                 request.handle.generation.accepted.append(accepted)
                 stats.accepted += accepted
                 stats.drafted_for += 1
-            if rest := tokens[1:]:
-                self._read.appendleft((request, None, rest))
             stats.new_tokens += 1
-            request.handle.append_token(tokens[0])
+            request.handle.append_token(token)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -27,11 +28,6 @@ class PrefillOutput:
     tokens: torch.Tensor
     target_hidden_states: torch.Tensor
 
-    def select(self, requests: Sequence[RequestState]) -> PrefillOutput:
-        """Of these requests only."""
-        index = torch.tensor([self.requests.index(request) for request in requests], device=self.tokens.device)
-        return PrefillOutput(list(requests), self.tokens[index], self.target_hidden_states[index])
-
 
 class Prefill:
     """Runs chunks through target and draft, over tables of its own."""
@@ -52,28 +48,22 @@ class Prefill:
         ids = [token for chunk, text in zip(chunks, texts, strict=True) for token in text[chunk.start : chunk.end]]
         _load(self._tables, chunks)
         states = self._target.prefill(self._tables, counts, [chunk.end for chunk in chunks], self._tensor(ids))
-        target_hidden_states = states.target_hidden_states.split(counts)
         if self._drafter:
-            self._prefill_draft(self._drafter, chunks, texts, target_hidden_states)
-        ends = [(i, chunk) for i, chunk in enumerate(chunks) if chunk.last]
-        hidden = states.hidden.split(counts)
-        return PrefillOutput(
-            [chunk.request for _, chunk in ends],
-            self._next_tokens(ends, texts, [hidden[i][-1] for i, _ in ends]),
-            torch.stack([target_hidden_states[i][-1] for i, _ in ends]) if ends else states.target_hidden_states[:0],
-        )
+            self._prefill_draft(self._drafter, chunks, texts, states.target_hidden_states.split(counts))
+        last = [i for i, chunk in enumerate(chunks) if chunk.last]
+        if not last:
+            return PrefillOutput([], self._tensor([]), self._tensor([]))
+        ends = list(accumulate(counts))
+        rows = self._tensor([ends[i] - 1 for i in last])
+        tokens = self._next_tokens([(chunks[i], texts[i]) for i in last], states.hidden[rows])
+        return PrefillOutput([chunks[i].request for i in last], tokens, states.target_hidden_states[rows])
 
-    def _next_tokens(
-        self, ends: Sequence[tuple[int, Chunk]], texts: Sequence[list[int]], hidden: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
+    def _next_tokens(self, ends: Sequence[tuple[Chunk, list[int]]], hidden: torch.Tensor) -> torch.Tensor:
         """The token after each prefill: sampled, or for a preempted request the one that its text goes on with."""
-        if not ends:
-            return self._tensor([])
-        positions = [chunk.end for _, chunk in ends]
-        sampling = Sampling.of([chunk.request.handle.request.sampling for _, chunk in ends], self._tables.device)
-        logits = self._target.model.logits(torch.stack(list(hidden)))
-        sampled = sample_target(logits, sampling=sampling, positions=self._tensor(positions))
-        known = self._tensor([texts[i][chunk.end] if chunk.end < len(texts[i]) else -1 for i, chunk in ends])
+        sampling = Sampling.of([chunk.request.handle.request.sampling for chunk, _ in ends], self._tables.device)
+        positions = self._tensor([chunk.end for chunk, _ in ends])
+        sampled = sample_target(self._target.model.logits(hidden), sampling=sampling, positions=positions)
+        known = self._tensor([text[chunk.end] if chunk.end < len(text) else -1 for chunk, text in ends])
         return torch.where(known >= 0, known, sampled)
 
     def _prefill_draft(

@@ -14,6 +14,7 @@ The policy is the simplest that is correct:
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from spec_decode.engine.block_pool import BlockPool
@@ -53,6 +54,26 @@ class Scheduler:
         """Let a request wait for admission."""
         self._waiting.append(RequestState(handle))
 
+    def make_room(self, read_outputs: Callable[[], None]) -> int:
+        """Free what finished requests own, give the others pages for the next round, and admit those that fit beside.
+
+        read_outputs: reads all that the host has not read yet, which may end requests; called where pages are short.
+        Returns how many requests were preempted.
+        """
+        self.free_finished()
+        if not self._has_room():
+            read_outputs()
+            self.free_finished()
+        preempted = 0
+        while not self._has_room():
+            self._preempt()
+            preempted += 1
+        for request, count in self._missing_pages().items():
+            request.pages += self.pool.allocate(count)
+        if not preempted:
+            self._admit()
+        return preempted
+
     def free_finished(self) -> None:
         """Drop the finished requests and free their pages."""
         for request in (*self.running, *self._prefilling):
@@ -62,7 +83,10 @@ class Scheduler:
         self._prefilling = [request for request in self._prefilling if not request.finished]
         self._waiting = deque(request for request in self._waiting if not request.finished)
 
-    def missing_pages(self) -> dict[RequestState, int]:
+    def _has_room(self) -> bool:
+        return sum(self._missing_pages().values()) <= self.pool.num_free
+
+    def _missing_pages(self) -> dict[RequestState, int]:
         """How many pages each running request lacks for the next round."""
         missing = {}
         for request in self.running:
@@ -72,18 +96,13 @@ class Scheduler:
                 missing[request] = count
         return missing
 
-    def allocate_missing(self) -> None:
-        """Give running requests the pages they lack. Raises BatchError when these are not free."""
-        for request, count in self.missing_pages().items():
-            request.pages += self.pool.allocate(count)
-
-    def preempt(self) -> None:
+    def _preempt(self) -> None:
         """Send the youngest admitted request back to wait. The host must have read all its tokens."""
         request = (self._prefilling or self.running).pop()
         self._free(request)
         self._waiting.appendleft(request)
 
-    def admit(self) -> None:
+    def _admit(self) -> None:
         """Admit waiting requests while there is room."""
         config = self._config
         while self._waiting and (admitted := len(self.running) + len(self._prefilling)) < config.max_reqs:

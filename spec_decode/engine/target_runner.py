@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from builders import RequestTables, begin_extend
+from builders import RequestTables
 from spec_decode.drafter import GraphMode, default_capture_sizes
 from spec_decode.drafter.attention import PagedAttention
 from spec_decode.drafter.kv_groups import KVGroup, build_ragged
@@ -49,13 +49,10 @@ class TargetRunner:
         self.model = model
         self.groups = tuple(groups)
         self.tables = tables
-        self._query_len = query_len
         self.plan = plan_uniform_step([group.facts(tables.device) for group in groups], query_len, graph_mode)
         self._buffers = StepBuffers(groups, tables, self.plan, query_len=query_len)
         self.graphs = GraphManager(tables.device, list(capture_sizes or default_capture_sizes(tables.max_reqs)))
         self._eager = graph_mode is GraphMode.NONE
-        self.builds_before_replay = not self._eager and bool(self._buffers.built_groups)
-        """Whether `build` must be called before `run`: some group's metadata is built outside of the graph."""
 
     @torch.no_grad()
     def prefill(
@@ -69,22 +66,21 @@ class TargetRunner:
         states: TargetStates = self.model(token_ids, batch.positions, PagedAttention(self.groups, metadata))
         return states
 
-    def padded_size(self) -> int:
-        """The rows that a step over the live requests of the tables runs. Raises BatchError above the largest."""
-        return self.graphs.padded(self.tables.num_live)
+    @torch.no_grad()
+    def run(self, step: Step, context_lens: Callable[[int], torch.Tensor]) -> None:
+        """Enqueue the step over the live requests of the tables, eagerly or as a replay of its graph.
 
-    def build(self, size: int, context_lens: torch.Tensor) -> None:
-        """Set the state of a step after context_lens, int32 [size] tokens, and build what the host builds of it."""
-        begin_extend(self._buffers.batch, context_lens, size, self._query_len)
-        self._buffers.build_round(size)
-        self._buffers.rebuild(size)
-
-    def run(self, step: Step, size: int) -> None:
-        """Enqueue the step eagerly, or replay its graph. Raises BatchError where there is none for that size."""
+        context_lens: gives those of the step, int32 [size], where a group's metadata is built before a replay. Waits
+        for nothing, unless a group's builder must know the exact lengths. Raises BatchError, with nothing run, where
+        there is no graph for so many requests.
+        """
+        size = self.graphs.padded(self.tables.num_live)
         if self._eager:
             step(size, self._forward_eager)
-        else:
-            self._buffers.replay(self.graphs, TARGET, size)
+            return
+        if self._buffers.built_groups:
+            self._buffers.begin(context_lens(size), size)
+        self._buffers.replay(self.graphs, TARGET, size)
 
     def capture(self, step: Step, *, progress: bool = False) -> None:
         """Capture the step at every size, on padding rows; no request may be live in the tables."""
@@ -104,15 +100,13 @@ class TargetRunner:
         return Capturable.pieces(run_in_pieces, constants) if in_pieces else Capturable(run, constants)
 
     def _forward_eager(self, context_lens: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self.build(len(token_ids), context_lens)
+        self._buffers.begin(context_lens, len(token_ids))
         return self._forward(self._buffers.attention, token_ids)
 
     def _forward_captured(
         self, attention: Attention, context_lens: torch.Tensor, token_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.builds_before_replay:  # otherwise `build` has set the state of the step
-            begin_extend(self._buffers.batch, context_lens, len(token_ids), self._query_len)
-        self._buffers.advance()
+        self._buffers.begin_in_graph(context_lens, len(token_ids))
         return self._forward(attention, token_ids)
 
     def _forward(self, attention: Attention, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

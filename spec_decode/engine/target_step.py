@@ -6,34 +6,20 @@ import torch
 
 from spec_decode.drafter import Drafter
 from spec_decode.engine.input_batch import InputBatch
-from spec_decode.engine.target_runner import TargetForward, TargetRunner
+from spec_decode.engine.target_runner import TargetForward
 from spec_decode.sampling import sample_target
 from spec_decode.verification import Verifier, VerifyOutput
 
 
 class TargetStep:
-    """Reads and writes an InputBatch and the drafter's inputs, on the device alone; eager, or in a graph per size."""
+    """A `Step` of the target runner: reads and writes an InputBatch and the drafter's inputs, on the device alone."""
 
-    def __init__(self, runner: TargetRunner, batch: InputBatch, drafter: Drafter | None, verifier: Verifier) -> None:
-        self._runner = runner
+    def __init__(self, batch: InputBatch, drafter: Drafter | None, verifier: Verifier) -> None:
         self._batch = batch
         self._drafter = drafter
         self._verifier = verifier
 
-    def capture(self, *, progress: bool = False) -> None:
-        """Capture the step at every size, on padding rows; no request may be live in the tables."""
-        self._runner.capture(self._step, progress=progress)
-
-    @torch.no_grad()
-    def run(self) -> None:
-        """Enqueue the step over the live rows of the tables. Waits for nothing, unless a group's builder must know the
-        exact lengths."""
-        size = self._runner.padded_size()
-        if self._runner.builds_before_replay:
-            self._runner.build(size, self._batch.prepare_inputs(size)[0])
-        self._runner.run(self._step, size)
-
-    def _step(self, size: int, forward: TargetForward) -> None:
+    def __call__(self, size: int, forward: TargetForward) -> None:
         """What the graph of `size` rows holds."""
         rows = slice(size)
         context_lens, token_ids = self._batch.prepare_inputs(size)

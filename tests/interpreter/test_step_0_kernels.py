@@ -37,7 +37,7 @@ def gathered(hidden, accepted, query_len, dtype):
     """What is gathered, with a row of NaN after it that nothing may write to."""
     rows = hidden.shape[0] // query_len
     buffer = torch.full((rows + 1, hidden.shape[1]), NAN, dtype=dtype)
-    gather_last_hidden(hidden, accepted, query_len, buffer[:rows])
+    gather_last_hidden(hidden, accepted, buffer[:rows], query_len)
     assert buffer[rows].isnan().all()
     return buffer[:rows]
 

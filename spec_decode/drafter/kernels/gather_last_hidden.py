@@ -6,32 +6,18 @@ from typing import NamedTuple
 
 import torch
 
-from builders.errors import require
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
-def gather_last_hidden(hidden: torch.Tensor, accepted: torch.Tensor, query_len: int, last: torch.Tensor) -> None:
+class GatherLastHidden(NamedTuple):
     """last[r] = hidden[r * query_len + accepted[r]], in place, after a uniform batch of query_len tokens a row.
 
     hidden     [R * query_len, H]
     accepted   int32 [>= R]   a count outside 0 to query_len - 1, which only the device could know of, counts as the
                               nearest of these
     last       [R, H]         contiguous, in a dtype of its own
-
-    Raises BatchError for hidden states of another shape, with nothing written.
     """
-    rows, width = last.shape
-    require(
-        hidden.shape == (rows * query_len, width),
-        f"{rows} rows of {query_len} tokens need states [{rows * query_len}, {width}], got {list(hidden.shape)}; "
-        "nothing was written. Have the draft model return a state of its hidden_size for every token.",
-    )
-    _gather_last_hidden(hidden, accepted[:rows], last, query_len)
-
-
-class GatherLastHidden(NamedTuple):
-    """hidden [R * query_len, H], accepted int32 [R], last [R, H]"""
 
     hidden: torch.Tensor
     accepted: torch.Tensor
@@ -39,8 +25,9 @@ class GatherLastHidden(NamedTuple):
     query_len: int
 
     def reference(self) -> None:
-        place = self.accepted.clamp(0, self.query_len - 1)
-        self.last.copy_(self.hidden[torch.arange(self.last.shape[0]) * self.query_len + place])
+        rows = self.last.shape[0]
+        place = self.accepted[:rows].clamp(0, self.query_len - 1)
+        self.last.copy_(self.hidden[torch.arange(rows) * self.query_len + place])
 
     def launch(self) -> None:
         rows, width = self.last.shape
@@ -64,4 +51,4 @@ def _gather_last_hidden_kernel(
     tl.store(last + row * width + column, state, mask=inside)
 
 
-_gather_last_hidden = define_op("spec_decode::gather_last_hidden", GatherLastHidden, mutates=("last",))
+gather_last_hidden = define_op("spec_decode::gather_last_hidden", GatherLastHidden, mutates=("last",))

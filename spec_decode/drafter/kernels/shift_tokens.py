@@ -10,19 +10,13 @@ from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
-def shift_tokens(token_ids: torch.Tensor, next_tokens: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
+class ShiftTokens(NamedTuple):
     """int64 [R * (1 + K)]: place j of row r holds token_ids[r, j + 1] before place accepted[r], next_tokens[r] after.
 
     token_ids     int64 [R, 1 + K]
     next_tokens   int64 [>= R]
     accepted      int32 [>= R]   a count outside 0 to K, which only the device could know of, counts as the nearest
     """
-    rows = token_ids.shape[0]
-    return _shift_tokens(token_ids, next_tokens[:rows], accepted[:rows])
-
-
-class ShiftTokens(NamedTuple):
-    """token_ids int64 [R, 1 + K], next_tokens int64 [R], accepted int32 [R]"""
 
     token_ids: torch.Tensor
     next_tokens: torch.Tensor
@@ -30,8 +24,8 @@ class ShiftTokens(NamedTuple):
 
     def reference(self) -> torch.Tensor:
         place = torch.arange(self.token_ids.shape[1])
-        last = self.accepted.clamp(0, self.token_ids.shape[1] - 1)[:, None]
-        return torch.where(place < last, self.token_ids.roll(-1, 1), self.next_tokens[:, None]).flatten()
+        last, rows = self.accepted.clamp(0, self.token_ids.shape[1] - 1)[:, None], self.token_ids.shape[0]
+        return torch.where(place < last[:rows], self.token_ids.roll(-1, 1), self.next_tokens[:rows, None]).flatten()
 
     def fake(self) -> torch.Tensor:
         return self.token_ids.new_empty(self.token_ids.numel())
@@ -60,4 +54,4 @@ def _shift_tokens_kernel(
     tl.store(out + row * query_len + place, token, mask=place < query_len)
 
 
-_shift_tokens = define_op("spec_decode::shift_tokens", ShiftTokens)
+shift_tokens = define_op("spec_decode::shift_tokens", ShiftTokens)

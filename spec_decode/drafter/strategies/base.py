@@ -25,8 +25,19 @@ class DraftStrategy(ABC):
     autotuned: ClassVar[bool] = True
     """Whether autotuning measures it where it can run: False for what is never the fastest."""
     uses_graphs: ClassVar[bool] = True
+    otherwise: ClassVar[MetadataUpdate] = MetadataUpdate.REBUILD
+    """How it keeps the metadata of a group current that cannot advance in its graphs."""
     graph_kind: ClassVar[str] = "step"
     """The kind of its graphs of later steps."""
+
+    def __init_subclass__(cls) -> None:
+        """Raises TypeError for a strategy that uses graphs and does not say what it captures."""
+        silent = cls._capturable is DraftStrategy._capturable and cls.capturables is DraftStrategy.capturables
+        if cls.uses_graphs and silent:
+            raise TypeError(
+                f"a strategy that uses graphs must say what it captures, {cls.__name__} does not; its first round "
+                "would fail, so it was not defined. Define _capturable, or set uses_graphs = False."
+            )
 
     def __init__(self, step: DraftStep, graphs: GraphManager) -> None:
         self._step = step
@@ -43,8 +54,8 @@ class DraftStrategy(ABC):
     @classmethod
     def metadata_update(cls, group: GroupFacts) -> MetadataUpdate:
         """How it keeps the metadata of such a group current."""
-        advances = group.advance.level is AdvanceLevel.IN_GRAPH
-        return MetadataUpdate.IN_GRAPH if advances else MetadataUpdate.REBUILD
+        advances = cls.uses_graphs and group.advance.level is AdvanceLevel.IN_GRAPH
+        return MetadataUpdate.IN_GRAPH if advances else cls.otherwise
 
     @classmethod
     def uncaptured_reason(cls, group: GroupFacts) -> str | None:
@@ -56,7 +67,7 @@ class DraftStrategy(ABC):
         return {self.graph_kind: self._capturable} if self.uses_graphs else {}
 
     def _capturable(self, size: int) -> Capturable:
-        raise NotImplementedError(f"{type(self).__name__} uses graphs and must say what it captures")
+        raise NotImplementedError  # never reached: see __init_subclass__
 
     @abstractmethod
     def run(self, size: int, num_steps: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from builders import advance_shared_state
-from spec_decode.drafter.metadata_plan import GraphMode, GroupFacts, MetadataUpdate
+from spec_decode.drafter.metadata_plan import GraphMode, GroupFacts
 from spec_decode.drafter.strategies.base import DraftStrategy
 
 
@@ -21,10 +21,6 @@ class Eager(DraftStrategy):
         cls, groups: Sequence[GroupFacts], graph_mode: GraphMode, loop_unsupported_reason: str | None
     ) -> None:
         return None
-
-    @classmethod
-    def metadata_update(cls, group: GroupFacts) -> MetadataUpdate:
-        return MetadataUpdate.REBUILD
 
     def run(self, size: int, num_steps: int) -> None:
         step, buffers = self._step, self._buffers

@@ -16,17 +16,13 @@ class FullLoop(DraftStrategy):
 
     chosen_because = "every group's metadata advances in the graph, or is planned ahead"
     graph_kind = "loop"
+    otherwise = MetadataUpdate.PREPLANNED
 
     @classmethod
     def unsupported_reason(
         cls, groups: Sequence[GroupFacts], graph_mode: GraphMode, loop_unsupported_reason: str | None
     ) -> str | None:
         return advance_unsupported_reason(groups, graph_mode, AdvanceLevel.PREPLANNED)
-
-    @classmethod
-    def metadata_update(cls, group: GroupFacts) -> MetadataUpdate:
-        advances = group.advance.level is AdvanceLevel.IN_GRAPH
-        return MetadataUpdate.IN_GRAPH if advances else MetadataUpdate.PREPLANNED
 
     def _capturable(self, size: int) -> Capturable:
         step, buffers = self._step, self._buffers

@@ -1,7 +1,5 @@
 """A drafter over two KV groups with a context in their caches, and consecutive rounds of it."""
 
-from dataclasses import fields
-
 import torch
 from torch import nn
 
@@ -112,8 +110,7 @@ class DrafterFixture:
             temperature=torch.full((n,), temperature),
             seeds=torch.arange(n) * 31,
         )
-        given = [field.name for field in fields(whole) if getattr(whole, field.name) is not None]
-        return VerifiedTokens(**{name: getattr(whole, name)[rows] for name in given})
+        return VerifiedTokens(*(None if tensor is None else tensor[rows] for tensor in whole))
 
     def rounds(self, count=3, temperature=0.0):
         """Consecutive rounds, each from where the last one's accepted tokens end."""

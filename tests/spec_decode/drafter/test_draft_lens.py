@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -21,7 +19,7 @@ def test_each_request_drafts_as_many_tokens_as_it_was_given(strategy, temperatur
     [(whole, _)] = advancing(strategy=Strategy.EAGER).rounds(1, temperature)
     fixture = advancing(strategy=strategy, capture_sizes=[4])
     verified = fixture.verified(temperature=temperature)
-    drafts = fixture.drafter.propose(replace(verified, draft_lens=torch.tensor(LENGTHS, dtype=torch.int32)))
+    drafts = fixture.drafter.propose(verified._replace(draft_lens=torch.tensor(LENGTHS, dtype=torch.int32)))
     assert drafts.tokens.tolist() == cut(whole, LENGTHS).tolist()
 
 
@@ -31,7 +29,7 @@ def test_groups_of_every_kind_let_each_request_stop_on_its_own(make):
     one, other = make(capture_sizes=[4]), make(strategy=Strategy.EAGER)
     for round_ in range(2):
         found, expected = (
-            s.drafter.propose(replace(s.verified(round_=round_), draft_lens=lengths)) for s in (one, other)
+            s.drafter.propose(s.verified(round_=round_)._replace(draft_lens=lengths)) for s in (one, other)
         )
         assert found.tokens.tolist() == expected.tokens.tolist()
         assert (found.tokens >= 0).sum(1).tolist() == LENGTHS
@@ -42,7 +40,7 @@ def test_a_request_that_stops_is_no_overflow_and_writes_no_further_key(strategy)
     def caches(lengths):
         fixture = advancing(strategy=strategy, capture_sizes=[4])
         before = [tensor.clone() for tensor in fixture.caches()]
-        fixture.drafter.propose(replace(fixture.verified(), draft_lens=torch.tensor(lengths, dtype=torch.int32)))
+        fixture.drafter.propose(fixture.verified()._replace(draft_lens=torch.tensor(lengths, dtype=torch.int32)))
         assert fixture.tables.overflow.tolist() == [0] * 4
         return [
             (found != was).flatten(2).any(2).sum().item() for found, was in zip(fixture.caches(), before, strict=True)
@@ -56,7 +54,7 @@ def test_a_request_that_stops_is_no_overflow_and_writes_no_further_key(strategy)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_round_without_lengths_of_its_own_drafts_all_again(strategy):
     fixture = advancing(strategy=strategy, capture_sizes=[4])
-    fixture.drafter.propose(replace(fixture.verified(), draft_lens=torch.tensor(LENGTHS, dtype=torch.int32)))
+    fixture.drafter.propose(fixture.verified()._replace(draft_lens=torch.tensor(LENGTHS, dtype=torch.int32)))
     assert (fixture.drafter.propose(fixture.verified()).tokens >= 0).all()
 
 
@@ -94,7 +92,7 @@ def test_the_device_loop_serves_every_number_of_tokens_with_the_graphs_it_has():
 )
 def test_the_device_loop_runs_a_step_and_ends_with_the_last_request_that_drafts_on(lengths, steps):
     fixture = advancing(strategy=Strategy.DEVICE_LOOP, capture_sizes=[4])
-    fixture.drafter.propose(replace(fixture.verified(), draft_lens=torch.tensor(lengths, dtype=torch.int32)))
+    fixture.drafter.propose(fixture.verified()._replace(draft_lens=torch.tensor(lengths, dtype=torch.int32)))
     assert max(fixture.drafter.metadata_in_use()) == steps
 
 

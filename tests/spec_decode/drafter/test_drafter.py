@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -92,10 +90,10 @@ def test_a_single_token_is_drafted_by_step_0_alone(make):
 def test_fewer_steps_draft_the_same_first_tokens():
     def first(steps):
         fixture = advancing(steps=steps, strategy=Strategy.EAGER)
-        verified = replace(fixture.verified(), accepted=torch.zeros(3, dtype=torch.int32))
+        verified = fixture.verified()._replace(accepted=torch.zeros(3, dtype=torch.int32))
         hidden, ids = verified.target_hidden_states.clone(), verified.token_ids.clone()
         hidden[:], ids[:] = 0.5, 3
-        same = replace(verified, target_hidden_states=hidden, token_ids=ids, next_tokens=torch.tensor([1, 2, 3]))
+        same = verified._replace(target_hidden_states=hidden, token_ids=ids, next_tokens=torch.tensor([1, 2, 3]))
         return fixture.drafter.propose(same).tokens[:, :2].tolist()
 
     assert first(2) == first(5)
@@ -105,7 +103,7 @@ def test_fewer_steps_draft_the_same_first_tokens():
 def test_a_count_that_cannot_be_drafts_as_the_nearest_that_can(strategy):
     def drafts(*accepted):
         fixture = advancing(strategy=strategy)
-        given = fixture.drafter.propose(replace(fixture.verified(), accepted=torch.tensor(accepted, dtype=torch.int32)))
+        given = fixture.drafter.propose(fixture.verified()._replace(accepted=torch.tensor(accepted, dtype=torch.int32)))
         return given.tokens, given.logits
 
     assert_same([drafts(2**31 - 1, -(2**31), 2)], [drafts(K, 0, 2)])

@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ from tests.spec_decode.drafter.drafter_fixture import MAX_SEQ_LEN, K, advancing
 def changed(**changes):
     fixture = advancing(strategy=Strategy.EAGER)
     verified = fixture.verified()
-    return fixture, replace(verified, **{name: change(getattr(verified, name)) for name, change in changes.items()})
+    return fixture, verified._replace(**{name: change(getattr(verified, name)) for name, change in changes.items()})
 
 
 REFUSED = {
@@ -38,6 +36,15 @@ def test_nothing_runs_when_verified_tokens_are_refused(changes, message):
     with pytest.raises(BatchError):
         fixture.drafter.propose(verified)
     assert all(torch.equal(a, b) for a, b in zip(before, fixture.caches(), strict=True))
+
+
+@pytest.mark.parametrize("wrong", [lambda x: x[:-1], lambda x: x[:, 1:], lambda x: x[None]])
+def test_a_draft_model_that_returns_states_of_another_shape_is_refused(wrong, monkeypatch):
+    fixture = advancing(strategy=Strategy.EAGER)
+    forward = fixture.model.forward
+    monkeypatch.setattr(fixture.model, "forward", lambda *args: wrong(forward(*args)))
+    with pytest.raises(BatchError, match=r"need states \[20, 64\], got \["):
+        fixture.drafter.propose(fixture.verified())
 
 
 def test_a_round_without_a_live_request_is_refused():

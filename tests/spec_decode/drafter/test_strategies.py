@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attn_backends import get
 from spec_decode.drafter import GraphMode, Strategy, StrategyError
 from spec_decode.drafter.metadata_plan import MetadataUpdate
+from spec_decode.drafter.strategies import DraftStrategy
 from tests.foreseen import ForeseenBuilder
 from tests.spec_decode.drafter.drafter_fixture import (
     CAPTURING,
@@ -190,3 +191,12 @@ def test_a_round_sets_the_state_of_step_0_once(make, strategy):
     with CountedOps() as counted:
         fixture.drafter.propose(verified)
     assert counted.runs["builders::begin_extend"] == 1
+
+
+def test_a_strategy_that_uses_graphs_and_says_nothing_of_them_is_refused_when_it_is_defined():
+    with pytest.raises(TypeError, match=r"Silent does not;.*Define _capturable, or set uses_graphs = False"):
+        type("Silent", (DraftStrategy,), {})
+
+
+def test_a_strategy_without_graphs_has_none_to_say_of():
+    type("Graphless", (DraftStrategy,), {"uses_graphs": False})

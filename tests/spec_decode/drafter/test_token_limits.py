@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -18,7 +16,7 @@ def test_a_request_that_does_not_fit_proposes_nothing_and_is_flagged(strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_request_that_reaches_its_limit_on_the_way_proposes_nothing_from_there_on(strategy):
     fixture = advancing(limits=[MAX_SEQ_LEN, CONTEXTS[1] + K + 2, MAX_SEQ_LEN], strategy=strategy)
-    verified = replace(fixture.verified(), accepted=torch.full((3,), K, dtype=torch.int32))
+    verified = fixture.verified()._replace(accepted=torch.full((3,), K, dtype=torch.int32))
     # Step 0 ends one token below the limit, so one advance fits.
     tokens = fixture.drafter.propose(verified).tokens
     assert (tokens[1] >= 0).tolist() == [True, True, False, False] and (tokens[[0, 2]] >= 0).all()

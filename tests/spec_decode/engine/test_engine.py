@@ -235,14 +235,14 @@ def test_every_request_says_as_much_as_was_asked(steps):
 
 def test_every_page_is_returned():
     engine = make_engine()
-    before = engine.free_pages
+    before = engine.pool.num_free
     engine.generate(make_requests(9))
-    assert engine.free_pages == before
+    assert engine.pool.num_free == before
 
 
 def test_pages_are_returned_when_a_callback_fails_on_the_way():
     engine = make_engine()
-    before, seen = engine.free_pages, []
+    before, seen = engine.pool.num_free, []
 
     def fail(index, token):
         seen.append(token)
@@ -251,7 +251,7 @@ def test_pages_are_returned_when_a_callback_fails_on_the_way():
 
     with pytest.raises(RuntimeError, match="enough"):
         engine.generate(make_requests(5), on_token=fail)
-    assert engine.free_pages == before
+    assert engine.pool.num_free == before
 
 
 def test_no_request_ever_overflows_its_pages():
@@ -406,11 +406,11 @@ def test_statistics_start_anew_with_every_call():
 
 def test_pages_are_returned_when_a_callback_fails_on_the_first_token():
     engine = make_engine()
-    before = engine.free_pages
+    before = engine.pool.num_free
 
     def fail(index, token):
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
         engine.generate(make_requests(3), on_token=fail)
-    assert engine.free_pages == before
+    assert engine.pool.num_free == before

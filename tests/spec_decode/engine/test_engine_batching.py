@@ -54,7 +54,7 @@ def alone(requests, pair=PAIR, **options):
 
 
 def all_pages(engine):
-    return engine._pool.num_pages
+    return engine.pool.num_pages
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_500_requests_that_come_and_go_say_what_each_says_alone():
             engine.cancel(handles[recent])
             cancelled.add(recent)
     assert engine.stats.preemptions > 15 and len(cancelled) > 20
-    assert engine.free_pages == all_pages(engine)
+    assert engine.pool.num_free == all_pages(engine)
     assert all(tables.overflow.eq(0).all() for tables in engine._tables)
     for index, (handle, text) in enumerate(zip(handles, alone(requests, max_seq_len=24), strict=True)):
         said = handle.generation.token_ids
@@ -90,14 +90,14 @@ def test_a_preempted_request_goes_on_with_the_text_it_had(verification):
     assert texts(tight, requests) == alone(requests, verification=verification)
     # More was prefilled again than prompts: whoever was preempted had a text.
     assert tight.stats.preemptions >= 2 and tight.stats.prefill_tokens > 4 * 2 + 20
-    assert tight.free_pages == 26
+    assert tight.pool.num_free == 26
 
 
 def test_plain_decoding_survives_preemption():
     requests = [replace(request, max_new_tokens=25) for request in make_requests(5, 3)]
     tight = make_engine(num_pages=13, num_speculative_tokens=0)
     assert texts(tight, requests) == alone(requests, num_speculative_tokens=0)
-    assert tight.stats.preemptions > 0 and tight.free_pages == 13
+    assert tight.stats.preemptions > 0 and tight.pool.num_free == 13
 
 
 def test_nobody_is_preempted_for_pages_that_turn_out_not_to_be_needed():
@@ -120,7 +120,7 @@ def test_a_request_owns_pages_for_the_next_round_and_no_more():
     engine.submit(Request(prompt=[1, 2, 3], max_new_tokens=40))
     owned = []
     while engine.step():
-        owned.append(all_pages(engine) - engine.free_pages)
+        owned.append(all_pages(engine) - engine.pool.num_free)
     # The prompt, its first token and the drafts; the longest text, and the drafts that are run over behind it.
     assert owned[0] == 3 + 1 + 3 and max(owned) <= 43 + 3
     assert all(0 <= after - before <= 2 * 4 for before, after in pairwise(owned) if after)
@@ -131,7 +131,7 @@ def test_a_request_waits_until_its_prompt_fits():
     engine.submit(Request(prompt=[1] * 20, max_new_tokens=12))
     late = engine.submit(Request(prompt=[2] * 20, max_new_tokens=2))
     engine.step()
-    assert not late.generation.token_ids and engine.free_pages == 10 - 6
+    assert not late.generation.token_ids and engine.pool.num_free == 10 - 6
     while engine.step():
         pass
     assert late.generation.finish is Finish.LENGTH and engine.stats.preemptions == 0
@@ -194,7 +194,7 @@ def test_a_cancelled_request_leaves_the_others_texts_as_they_are(when, steps):
     said = [handle.generation.token_ids for handle in handles]
     assert handles[2].generation.finish is Finish.CANCELLED and said[2] == wanted[2][: len(said[2])]
     assert [*said[:2], said[3]] == [*wanted[:2], wanted[3]]
-    assert engine.free_pages == all_pages(engine)
+    assert engine.pool.num_free == all_pages(engine)
 
 
 def test_cancelling_what_is_done_changes_nothing():
@@ -298,7 +298,8 @@ def test_a_row_whose_end_nobody_has_heard_of_stays_within_its_pages(steps):
     engine.submit(Request(prompt=[1], max_new_tokens=5))
     engine.step()
     for _ in range(9):
-        engine._scheduler.allocate_missing()
+        for request, count in engine._scheduler._missing_pages().items():
+            request.pages += engine.pool.allocate(count)
         engine._grow_tables()
         engine._run_round()
     assert engine._batch.lens.tolist() == [6, 0, 0, 0]

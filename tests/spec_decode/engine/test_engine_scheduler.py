@@ -9,33 +9,34 @@ from hypothesis import strategies as st
 from builders import BatchError
 from spec_decode.engine.block_pool import BlockPool
 from spec_decode.engine.config import EngineConfig
-from spec_decode.engine.request import Handle, Request
+from spec_decode.engine.request import Finish, Handle, Request
 from spec_decode.engine.scheduler import Scheduler
 
 
 class Device:
-    """Steps a scheduler as the engine does, one round late, and checks what every round may rely on."""
+    """Runs what a scheduler plans, is read one round late, and checks what every round may rely on."""
 
     def __init__(self, scheduler, pool, ahead, seed):
         self.scheduler, self.pool, self.ahead, self.rng = scheduler, pool, ahead, random.Random(seed)
-        self.lens, self.outputs, self.preempted = {}, [], []
+        self.lens, self.outputs = {}, []
+
+    @property
+    def admitted(self):
+        return [*self.scheduler.running, *self.scheduler._prefilling]
+
+    def make_room(self):
+        before = self.admitted
+        preempted = self.scheduler.make_room(self.read_all)
+        left = [request for request in before if not request.finished]
+        if preempted:
+            assert self.outputs == []
+            assert self.admitted == left[: len(left) - preempted] and self.admitted
+        else:
+            assert self.admitted[: len(left)] == left
 
     def step(self):
         scheduler = self.scheduler
-        scheduler.free_finished()
-        if self.short():
-            while self.outputs:
-                self.read()
-            scheduler.free_finished()
-        preempted = False
-        while self.short():
-            before = set(scheduler.running)
-            scheduler.preempt()
-            self.preempted += before - set(scheduler.running)
-            preempted = True
-        scheduler.allocate_missing()
-        if not preempted:
-            scheduler.admit()
+        self.make_room()
         older = len(self.outputs)
         chunks = scheduler.next_chunks()
         assert sum(chunk.end - chunk.start for chunk in chunks) <= scheduler._config.max_prefill_tokens
@@ -68,8 +69,9 @@ class Device:
             if not request.handle.done:
                 request.handle.append_token(0)
 
-    def short(self):
-        return sum(self.scheduler.missing_pages().values()) > self.pool.num_free
+    def read_all(self):
+        while self.outputs:
+            self.read()
 
 
 WORLDS = st.fixed_dictionaries(
@@ -100,11 +102,9 @@ def test_every_request_ends_within_its_pages_whatever_the_device_keeps(world):
     device, steps = Device(scheduler, pool, world["ahead"], world["seed"]), 0
     while scheduler.has_unfinished or device.outputs:
         device.step()
-        admitted = [*scheduler.running, *scheduler._prefilling]
-        owned = [page for request in admitted for page in request.pages]
-        assert len(admitted) <= world["max_reqs"]
+        owned = [page for request in device.admitted for page in request.pages]
+        assert len(device.admitted) <= world["max_reqs"]
         assert len(owned) == len(set(owned)) and len(owned) + pool.num_free == pool.num_pages
-        assert all(request.handle is not handles[0] for request in device.preempted)
         steps += 1
         assert steps < 1000
     assert pool.num_free == pool.num_pages
@@ -120,7 +120,7 @@ def submitted(scheduler, *prompts):
     handles = [Handle(Request(prompt=[0] * length, max_new_tokens=3)) for length in prompts]
     for handle in handles:
         scheduler.submit(handle)
-    scheduler.admit()
+    scheduler.make_room(lambda: None)
     return handles
 
 
@@ -147,18 +147,43 @@ def test_a_page_more_for_everybody_admitted_before_is_kept_free():
     assert len(scheduler._prefilling) == 2
 
 
-def test_a_preempted_request_waits_ahead_of_the_others_and_starts_anew_with_its_text():
-    scheduler = scheduler_of(num_pages=6)
-    first, _ = submitted(scheduler, 3, 2)
+def short_scheduler():
+    """Two requests run and a third waits; the pool of 9 pages lacks one for the next round of both."""
+    scheduler = scheduler_of(num_pages=9)
+    handles = submitted(scheduler, 3, 3, 1)
     scheduler.chunks_prefilled(scheduler.next_chunks())
-    [request] = scheduler.running
-    for token in (7, 8):
-        first.append_token(token)
-    scheduler.preempt()
-    assert scheduler.pool.num_free == 6
-    scheduler.admit()
-    assert [(c.request, c.start, c.end) for c in scheduler.next_chunks()] == [(request, 0, 4)]
-    assert request.token_ids == [0, 0, 0, 7, 8]
+    for request in scheduler.running:
+        request.handle.append_token(7)
+        request.step_enqueued(0)
+        request.handle.append_token(8)
+    return scheduler, handles
+
+
+def test_where_pages_are_short_everything_is_read_before_anybody_is_preempted():
+    scheduler, handles = short_scheduler()
+
+    def read():
+        handles[0].generation.finish = Finish.STOP
+
+    assert scheduler.make_room(read) == 0
+    assert [request.handle for request in scheduler.running] == [handles[1]]
+
+
+def test_the_youngest_is_preempted_and_no_request_is_admitted_in_that_step():
+    scheduler, handles = short_scheduler()
+    assert scheduler.make_room(lambda: None) == 1
+    assert [request.handle for request in scheduler.running] == [handles[0]]
+    assert scheduler.next_chunks() == [] and scheduler.pool.num_free == 4
+
+
+def test_a_preempted_request_waits_ahead_of_the_others_and_starts_anew_with_its_text():
+    scheduler, handles = short_scheduler()
+    scheduler.make_room(lambda: None)
+    handles[0].generation.finish = Finish.CANCELLED
+    scheduler.make_room(lambda: None)
+    first, second = scheduler.next_chunks()
+    assert [first.request.handle, second.request.handle] == handles[1:]
+    assert (first.start, first.end, first.request.token_ids) == (0, 4, [0, 0, 0, 7, 8])
 
 
 def test_a_pool_gives_no_page_that_it_does_not_have():

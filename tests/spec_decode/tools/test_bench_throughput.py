@@ -117,9 +117,9 @@ def test_the_clock_runs_from_when_the_last_has_settled_to_when_the_first_is_comp
 
 def test_an_engine_is_empty_behind_the_rates():
     engine = make_engine(TINY.models(CPU), graph_mode=GraphMode.NONE, strategy=None)
-    before = engine.free_pages
+    before = engine.pool.num_free
     rates_of(engine, TINY.requests(2), 8, False)
-    assert engine.free_pages == before and not engine.step()
+    assert engine.pool.num_free == before and not engine.step()
 
 
 def test_the_target_has_the_shape_of_its_draft_and_a_depth_of_its_own():
