@@ -1,0 +1,205 @@
+"""Replay captured steps on a GPU that processes share: python scripts/shared_gpu_replays.py --json FILE.
+
+Each process makes a fresh builder with fresh wrappers for every graph, captures one uniform step, and replays it over
+batches that it writes without waiting: nothing on the host synchronises between the writes of the state, the replay and
+the next batch. Wrappers of earlier graphs are freed while their work may be pending. Every output is compared with fp32
+attention over the logical keys, every plan with the one that torch's formula makes of the same lengths.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch import Tensor
+
+from attn_backends import KVCache, get
+from builders import AttentionSpec, BatchBuffers, RequestTables, begin_extend
+from builders.flashinfer.plan import replan
+from builders.kernels.triton_runtime import torch_implementations
+from scripts.script_report import script_options, write_report
+from spec_decode.graphs import runtime_for
+
+SCHEMA = "attn-shared-gpu-replays/1"
+ROWS, MAX_SEQ_LEN, TOLERANCE = 12, 512, 0.02
+"""The tolerance is ten times what fp16 attention over this length was seen to be off by."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One captured step: ROWS rows of query_len tokens each."""
+
+    query_len: int
+    page_size: int
+    num_q_heads: int
+    num_kv_heads: int
+
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(
+            num_q_heads=self.num_q_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=128,
+            page_size=self.page_size,
+            dtype=torch.float16,
+        )
+
+
+SHAPES = (Shape(8, 8, 32, 4), Shape(1, 8, 32, 4), Shape(4, 16, 8, 8), Shape(8, 8, 32, 4))
+"""The first, seen wrong once by others, takes half of the graphs."""
+
+
+class CapturedStep:
+    """A cache full of known keys and values, and one captured step over it."""
+
+    def __init__(self, name: str, shape: Shape, device: torch.device, random: torch.Generator) -> None:
+        self.shape, self.spec, self.device, self.random = shape, shape.spec(), device, random
+        backend, width = get(name), MAX_SEQ_LEN // shape.page_size
+        num_pages = ROWS * width + 3
+        order = torch.randperm(num_pages, device=device, generator=random)[: ROWS * width].view(ROWS, width)
+        self.tables = RequestTables(
+            page_sizes=[shape.page_size],
+            num_pages=[num_pages],
+            max_reqs=ROWS,
+            max_seq_len=MAX_SEQ_LEN,
+            device=device,
+        )
+        self.pages = order.tolist()
+        heads = (shape.num_kv_heads, self.spec.head_dim)
+        self.key, self.value = (self._numbers(ROWS, MAX_SEQ_LEN, *heads) for _ in range(2))
+        self.cache = KVCache(*(self._paged(t, order, num_pages) for t in (self.key, self.value)))
+        self.buffers = BatchBuffers(self.tables, max_tokens=ROWS * shape.query_len)
+        self.context = torch.zeros(ROWS, dtype=torch.int32, device=device)
+        self.query = self._numbers(ROWS * shape.query_len, shape.num_q_heads, self.spec.head_dim)
+        self.out = torch.empty_like(self.query)
+        self.builder = backend.builder(
+            self.spec, device, max_reqs=ROWS, max_tokens=ROWS * shape.query_len, max_seq_len=MAX_SEQ_LEN
+        )
+        self.buffers.set_uniform(shape.query_len)
+        self.metadata = self.builder.build(
+            self.buffers.view(
+                0, num_reqs=ROWS, num_tokens=ROWS * shape.query_len, max_query_len=shape.query_len, host_seq_lens=None
+            )
+        )
+        self.backend = backend
+        self.launch = getattr(self.metadata, "launch", None)
+        """FlashInfer's; other backends have no plan to compare."""
+        self._step()
+        self.graph = runtime_for(device).capture(self._step)
+
+    def _numbers(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device, generator=self.random).half()
+
+    def _paged(self, logical: Tensor, order: Tensor, num_pages: int) -> Tensor:
+        size = self.shape.page_size
+        cache = torch.full((num_pages, size, *logical.shape[2:]), float("nan"), dtype=torch.float16, device=self.device)
+        cache[order.flatten()] = logical.view(-1, size, *logical.shape[2:])
+        return cache
+
+    def _step(self) -> None:
+        query_len = self.shape.query_len
+        begin_extend(self.buffers, self.context, ROWS, query_len)
+        self.builder.advance(self.metadata)
+        at = self.buffers.positions.view(ROWS, query_len)
+        row = torch.arange(ROWS, device=self.device)[:, None]
+        new = (t[row, at].flatten(0, 1) for t in (self.key, self.value))
+        self.backend.write_kv(*new, self.cache, self.metadata)
+        self.out.copy_(self.backend.forward(self.query, self.cache, self.metadata, spec=self.spec))
+
+    def replay(self, contexts: list[int], live: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Write a batch of `live` requests, replay, and take query, output, lengths and plan, waiting for nothing."""
+        self.tables.load([self.pages[:live]], [MAX_SEQ_LEN] * live)
+        host = torch.tensor(contexts, dtype=torch.int32)
+        self.context.copy_(host.pin_memory() if self.device.type == "cuda" else host, non_blocking=True)
+        self.query.normal_(generator=self.random)
+        self.out.fill_(float("nan"))
+        self.graph.replay()
+        plan = self.query.new_empty(0) if self.launch is None else self.launch.plan
+        return self.query.clone(), self.out.clone(), self.buffers.seq_lens.clone(), plan.clone()
+
+    def error(self, query: Tensor, out: Tensor, lens: Tensor) -> float:
+        """The largest difference from attention in fp32 over the logical keys; inf for a NaN."""
+        query_len, group = self.shape.query_len, self.spec.group_size
+        asked = query.float().view(ROWS, query_len, -1, group, self.spec.head_dim)
+        scores = torch.einsum("rqhgd,rkhd->rhgqk", asked, self.key.float()) * self.spec.softmax_scale
+        position = lens[:, None] - query_len + torch.arange(query_len, device=self.device)
+        seen = torch.arange(MAX_SEQ_LEN, device=self.device) <= position[..., None]
+        weights = scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(-1).nan_to_num(0.0)
+        expected = torch.einsum("rhgqk,rkhd->rqhgd", weights, self.value.float())
+        expected = expected.flatten(2, 3).flatten(0, 1) * (lens > 0).repeat_interleave(query_len)[:, None, None]
+        off = (out.float() - expected).abs().amax()
+        return float(off.nan_to_num(float("inf")))
+
+    def plan_is_right(self, lens: Tensor, plan: Tensor) -> bool:
+        """Whether the plan is what torch's formula makes of these lengths."""
+        if self.launch is None or (layout := self.launch.layout) is None:
+            return True
+        found, ends = plan.cpu(), torch.zeros(ROWS, dtype=torch.int32)
+        expected = torch.zeros_like(found)
+        with torch_implementations():
+            replan(lens.cpu(), ends, expected, layout, table_width=self.metadata.block_table.shape[1])
+        for offset, length in layout.arrays.values():
+            part = slice(4 * offset, 4 * (offset + length))
+            if not torch.equal(expected[part], found[part]):
+                return False
+        mask = slice(layout.block_valid_mask, layout.block_valid_mask + layout.padded_tiles)
+        return torch.equal(expected[mask], found[mask])
+
+
+def hunt(process: int, name: str, seconds: float, replays: int, device: torch.device) -> dict[str, Any]:
+    """What one process saw: graphs, replays, and every output or plan that was off."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    random = torch.Generator(device).manual_seed(process)
+    host = torch.Generator().manual_seed(process)
+    found: dict[str, Any] = {"process": process, "graphs": 0, "replays": 0, "largest_error": 0.0, "wrong": []}
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        shape = SHAPES[found["graphs"] % len(SHAPES)]
+        step = CapturedStep(name, shape, device, random)
+        asked = [torch.randint(MAX_SEQ_LEN - shape.query_len, (ROWS,), generator=host).tolist() for _ in range(replays)]
+        live = torch.randint(1, ROWS + 1, (replays,), generator=host).tolist()
+        kept = [step.replay(*batch) for batch in zip(asked, live, strict=True)]
+        for number, (query, out, lens, plan) in enumerate(kept):
+            contexts = torch.tensor(asked[number]) + shape.query_len
+            contexts[live[number] :] = 0
+            error = step.error(query, out, lens)
+            right = torch.equal(lens.cpu().long(), contexts), step.plan_is_right(lens, plan)
+            found["largest_error"] = max(found["largest_error"], error)
+            if error > TOLERANCE or not all(right):
+                wrong = {"graph": found["graphs"], "replay": number, "error": error, "lengths_right": right[0]}
+                found["wrong"].append({**wrong, "plan_right": right[1], "lengths": lens.tolist(), **asdict(shape)})
+        found["graphs"] += 1
+        found["replays"] += replays
+    return found
+
+
+def main() -> None:
+    """Hunt in every process at once, write what was seen, and fail unless every output and plan was right."""
+    parser = script_options(__doc__)
+    parser.add_argument("--backend", default="flashinfer")
+    parser.add_argument("--processes", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--replays", type=int, default=40, help="of one graph")
+    flags = parser.parse_args()
+    work = partial(hunt, name=flags.backend, seconds=flags.seconds, replays=flags.replays, device=flags.device)
+    if flags.processes == 1:
+        rows = [work(0)]
+    else:
+        with multiprocessing.get_context("spawn").Pool(flags.processes) as pool:
+            rows = pool.map(work, range(flags.processes))
+    write_report(flags.json, SCHEMA, flags.device, tolerance=TOLERANCE, backend=flags.backend, processes=rows)
+    for row in rows:
+        print({**row, "wrong": row["wrong"][:3]})
+    if any(row["wrong"] for row in rows):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The run that makes all evidence: every report in place, timings undisturbed, failures named."""
+
+import json
+
+import msgspec
+import pytest
+import torch
+
+from scripts import evidence
+from scripts.evidence import Evidence, Step
+from spec_decode.environment import environment
+
+RECORD = """
+import json, os, sys, time
+began = time.time()
+time.sleep({seconds})
+row = dict(gpu=os.environ["CUDA_VISIBLE_DEVICES"], began=began, ended=time.time())
+open(sys.argv[-1], "w").write(json.dumps(row))
+print("said")
+sys.exit({status})
+"""
+
+
+def step(report, *, seconds=0.1, status=0):
+    return Step(report, ("-c", RECORD.format(seconds=seconds, status=status)))
+
+
+def made(folder):
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+def ran(folder, timed, shared, gpus=(0, 1)):
+    run = Evidence(gpus, timed, shared, folder)
+    run.run()
+    return run, made(folder)
+
+
+def test_every_step_leaves_its_report_and_no_log(tmp_path):
+    run, reports = ran(tmp_path, [step("a")], [step("b"), step("c")])
+
+    assert reports.keys() == {"a", "b", "c"} and not run.failed
+    assert not list(tmp_path.glob("*.log")) and not list(tmp_path.glob(".*"))
+
+
+def test_nothing_else_uses_the_first_gpu_until_the_timings_have_ended(tmp_path):
+    timed = [step("t0", seconds=0.3), step("t1", seconds=0.3)]
+    _, reports = ran(tmp_path, timed, [step(f"s{i}", seconds=0.2) for i in range(30)])
+
+    assert reports["t0"]["ended"] <= reports["t1"]["began"]
+    assert reports["t0"]["gpu"] == reports["t1"]["gpu"] == "0"
+    others = [row for name, row in reports.items() if name.startswith("s") and row["gpu"] == "0"]
+    assert all(row["began"] >= reports["t1"]["ended"] for row in others)
+
+
+def test_with_one_gpu_the_timings_come_first_and_the_rest_after_them(tmp_path):
+    _, reports = ran(tmp_path, [step("t")], [step("s")], gpus=(0,))
+
+    assert reports["s"]["began"] >= reports["t"]["ended"]
+
+
+def test_a_step_that_fails_is_named_and_keeps_its_report_and_its_log(tmp_path):
+    run, reports = ran(tmp_path, [], [step("bad", status=1), step("good")])
+
+    assert run.failed == ["bad"] and reports.keys() == {"bad", "good"}
+    assert (tmp_path / "bad.log").read_text() == "said\n"
+
+
+def test_a_checkout_with_changes_is_refused(tmp_path, monkeypatch, capsys):
+    changed = replace_dirty(True)
+    monkeypatch.setattr(evidence, "environment", lambda device: changed)
+    monkeypatch.setattr("sys.argv", ["evidence.py", "--into", str(tmp_path / "reports")])
+
+    with pytest.raises(SystemExit) as stopped:
+        evidence.main()
+
+    assert stopped.value.code == 2 and not (tmp_path / "reports").exists()
+    assert "this checkout has changes; nothing was run. Commit them first." in capsys.readouterr().err
+
+
+def replace_dirty(dirty):
+    return msgspec.structs.replace(environment(torch.device("cpu")), dirty=dirty)
+
+
+def test_only_the_reports_asked_for_are_made(tmp_path, monkeypatch):
+    clean = replace_dirty(False)
+    monkeypatch.setattr(evidence, "environment", lambda device: clean)
+    monkeypatch.setattr(evidence, "timed_steps", lambda: [step("bench-a")])
+    monkeypatch.setattr(evidence, "shared_steps", lambda names: [step("check-a"), step("soak-a")])
+    monkeypatch.setattr("sys.argv", ["evidence.py", "--into", str(tmp_path), "--gpus", "0", "--only", "check-*"])
+
+    evidence.main()
+
+    assert made(tmp_path).keys() == {"check-a"}
+
+
+def test_every_backend_is_checked_and_soaked_and_no_report_is_made_twice():
+    steps = [*evidence.timed_steps(), *evidence.shared_steps(["one", "two"])]
+    reports = [each.report for each in steps]
+
+    assert len(set(reports)) == len(reports)
+    assert {"check-one", "check-two", "soak-one", "soak-two"} <= set(reports)
