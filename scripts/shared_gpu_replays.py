@@ -156,6 +156,7 @@ class CapturedStep:
 def hunt(process: int, name: str, seconds: float, replays: int, device: torch.device) -> dict[str, Any]:
     """What one process saw: graphs, replays, and every output or plan that was off."""
     torch.backends.cuda.matmul.allow_tf32 = False
+    torch.set_num_threads(1)
     random = torch.Generator(device).manual_seed(process)
     host = torch.Generator().manual_seed(process)
     found: dict[str, Any] = {"process": process, "graphs": 0, "replays": 0, "largest_error": 0.0, "wrong": []}
