@@ -1,13 +1,16 @@
-"""The contract of a verifier."""
+"""The contract of a verifier, and what those share that leave the target's distribution unchanged."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from spec_decode.sampling.parameters import Sampling
+from spec_decode.sampling.target_sampler import process_target_logits
+from spec_decode.verification.kernels.verify_arguments import VerifyArguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,5 +61,38 @@ class Verifier(Protocol):
 
         - seeds            int64 [R], the requests' own
         - draft_positions  int64 [R], absolute position of draft token 0
+
+        By default the requests' own: right where nothing after the rejected token was looked at, so that its noise is
+        still unused.
         """
-        ...
+        return seeds
+
+
+class LosslessVerifier(Verifier):
+    """Leaves the target's distribution unchanged, by one op over both models' processed logits, a subclass's."""
+
+    _op: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+    def verify(
+        self,
+        target_logits: torch.Tensor,
+        draft_tokens: torch.Tensor,
+        draft_logits: torch.Tensor,
+        *,
+        sampling: Sampling,
+        draft_positions: torch.Tensor,
+    ) -> VerifyOutput:
+        """See Verifier.verify. Drafts, and the accept uniforms, must be drawn with draft_seeds().
+
+        Raises BatchError for tensors of another shape, dtype or device.
+        """
+        arguments = VerifyArguments(
+            processed=process_target_logits(target_logits, sampling),
+            draft_tokens=draft_tokens,
+            draft_logits=draft_logits,
+            temperature=sampling.temperature,
+            seeds=sampling.seeds,
+            accept_seeds=self.draft_seeds(sampling.seeds, draft_positions),
+            draft_positions=draft_positions,
+        )
+        return VerifyOutput(*self._op(*arguments.checked()))

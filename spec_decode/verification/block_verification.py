@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from builders.errors import require_tensor
+from spec_decode.verification.base import LosslessVerifier
 from spec_decode.verification.kernels.block_verify import block_verify
 from spec_decode.verification.kernels.hash_seeds import hash_seeds
-from spec_decode.verification.lossless import LosslessVerifier
 
 
 class BlockVerification(LosslessVerifier):

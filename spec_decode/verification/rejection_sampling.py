@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
+from spec_decode.verification.base import LosslessVerifier
 from spec_decode.verification.kernels.rejection_sample import rejection_sample
-from spec_decode.verification.lossless import LosslessVerifier
 
 
 class RejectionSampling(LosslessVerifier):
@@ -17,7 +15,3 @@ class RejectionSampling(LosslessVerifier):
     """
 
     _op = staticmethod(rejection_sample)
-
-    def draft_seeds(self, seeds: torch.Tensor, draft_positions: torch.Tensor) -> torch.Tensor:
-        """The requests' own: nothing after the rejected token was looked at, so its noise is still unused."""
-        return seeds

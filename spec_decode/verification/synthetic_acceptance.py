@@ -9,12 +9,12 @@ import torch
 from builders.errors import require_tensor
 from spec_decode.sampling.parameters import Sampling
 from spec_decode.sampling.target_sampler import draw_target_tokens, process_target_logits
-from spec_decode.verification.base import VerifyOutput
+from spec_decode.verification.base import Verifier, VerifyOutput
 from spec_decode.verification.kernels.synthetic_accept import synthetic_accept
 
 
 @dataclass(frozen=True, slots=True)
-class SyntheticAcceptance:
+class SyntheticAcceptance(Verifier):
     """Accepts `mean` draft tokens on average over requests and rounds, whatever they are: the text is not the target's.
 
     A row accepts floor(mean) tokens, and one more with probability mean - floor(mean): the simplest distribution with
@@ -47,7 +47,3 @@ class SyntheticAcceptance:
         )
         processed = process_target_logits(target_logits, sampling, accepted)
         return VerifyOutput(accepted, draw_target_tokens(processed, sampling, positions))
-
-    def draft_seeds(self, seeds: torch.Tensor, draft_positions: torch.Tensor) -> torch.Tensor:
-        """The requests' own: acceptance does not depend on a token."""
-        return seeds

@@ -84,15 +84,11 @@ class TensorStore:
         # Copied: a file that is mapped would still be read, and could still change, while the model runs.
         return found.to(dtype or found.dtype, copy=True)
 
-    def unused(self) -> list[str]:
-        """The tensors that nobody took, sorted."""
-        return sorted(self._files.keys() - self._taken)
-
     def refuse_unused(self, ignorable: Iterable[str] = (), *, under: str = "") -> None:
         """Raise CheckpointError for tensors under a prefix that nobody took, but for ignorable names, and for the
         rotary tables that old checkpoints keep in every layer."""
-        extra = [name for name in self.unused() if name.startswith(under) and not name.endswith("rotary_emb.inv_freq")]
-        if extra := sorted({*extra} - {*ignorable}):
+        unused = self._files.keys() - self._taken - {*ignorable}
+        if extra := sorted(x for x in unused if x.startswith(under) and not x.endswith("rotary_emb.inv_freq")):
             raise CheckpointError(
                 f"{self.folder} holds {len(extra)} tensors{f' under {under}' if under else ''} that this model has no "
                 f"place for: {', '.join(extra[:8])}"

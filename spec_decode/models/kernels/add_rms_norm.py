@@ -59,9 +59,7 @@ class AddRmsNorm(NamedTuple):
 
 
 @triton.jit
-def _add_rms_norm_kernel(
-    x, delta, weight, total, normed, width, stride, eps, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+def _add_rms_norm_kernel(x, delta, weight, total, normed, width, stride, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)

@@ -31,9 +31,7 @@ def read_streams_kernel(
 
 
 @triton.jit
-def _connect(
-    mixes, scale, base, write, carry, eps, S: tl.constexpr, ITERATIONS: tl.constexpr, BLOCK_S: tl.constexpr
-):  # fmt: skip
+def _connect(mixes, scale, base, write, carry, eps, S: tl.constexpr, ITERATIONS: tl.constexpr, BLOCK_S: tl.constexpr):
     """One token's write [S] and carry [S, S]."""
     stream = tl.arange(0, BLOCK_S)
     inside = stream < S

@@ -53,8 +53,7 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor 
 
     Raises BatchError for more than MAX_ROWS rows and for shapes or dtypes that do not fit, with nothing run.
     """
-    arguments = SkinnyLinear(x, weight, None, None, None, None, residual, None, False)
-    return _skinny_linear(*arguments.checked())[1]
+    return _skinny_linear(*SkinnyLinear(x, weight, residual=residual).checked())[1]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -75,7 +74,7 @@ def norm_linear(
     gated: weight [2 N, K] holds gate above up, and the second result is silu(gate) * up; else it is [N, K]. The result
     is [T, N]. x + delta is rounded to x's dtype, its norm is not. Raises as `skinny_linear` does.
     """
-    total, out = _skinny_linear(*SkinnyLinear(x, weight, None, None, delta, norm, None, eps, gated).checked())
+    total, out = _skinny_linear(*SkinnyLinear(x, weight, delta=delta, norm=norm, eps=eps, gated=gated).checked())
     return (x if delta is None else total), out
 
 
@@ -86,8 +85,7 @@ def embed_linear(
 
     token_ids int64 [T], embedding [V, H], hidden [T, H], weight [N, 2 H]. Raises as `skinny_linear` does.
     """
-    arguments = SkinnyLinear(hidden, weight, token_ids, embedding, None, None, None, None, False)
-    return _skinny_linear(*arguments.checked())[1]
+    return _skinny_linear(*SkinnyLinear(hidden, weight, token_ids, embedding).checked())[1]
 
 
 def wide_linear(x: torch.Tensor, weight: torch.Tensor, *, norm_eps: float | None = None) -> torch.Tensor:
@@ -102,7 +100,7 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor, *, norm_eps: float | None
         f"a wide linear takes floats x [T, K] and a weight float32 [N, K], got x {x.dtype} {list(x.shape)} and weight "
         f"{weight.dtype} {list(weight.shape)}; nothing was run. Keep the weight in float32.",
     )
-    arguments = SkinnyLinear(x, weight, None, None, None, None, None, norm_eps, False)
+    arguments = SkinnyLinear(x, weight, eps=norm_eps)
     few = is_skinny(x, weight) and weight.is_contiguous() and x.stride(1) == 1
     with torch.autocast(x.device.type, enabled=False):
         out: torch.Tensor = (_skinny_linear(*arguments) if few else arguments.reference())[1]
@@ -132,13 +130,13 @@ class SkinnyLinear(NamedTuple):
 
     x: torch.Tensor
     weight: torch.Tensor
-    token_ids: torch.Tensor | None
-    embedding: torch.Tensor | None
-    delta: torch.Tensor | None
-    norm: torch.Tensor | None
-    residual: torch.Tensor | None
-    eps: float | None
-    gated: bool
+    token_ids: torch.Tensor | None = None
+    embedding: torch.Tensor | None = None
+    delta: torch.Tensor | None = None
+    norm: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    eps: float | None = None
+    gated: bool = False
 
     @property
     def outputs(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ class Scaling(Protocol):
     @property
     def amplitude(self) -> float:
         """Factor on cos and sin."""
-        ...
+        return 1.0
 
     def scaled(self, frequencies: torch.Tensor) -> torch.Tensor:
         """frequencies fp64 [dim / 2] in radians a position, plain; the scaled ones."""
@@ -30,10 +30,9 @@ class Scaling(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LinearScaling:
+class LinearScaling(Scaling):
     """Positions are `factor` times closer together (Chen et al., 2023, position interpolation)."""
 
-    amplitude: ClassVar[float] = 1.0
     factor: float
 
     def scaled(self, frequencies: torch.Tensor) -> torch.Tensor:
@@ -42,11 +41,10 @@ class LinearScaling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Llama3Scaling:
+class Llama3Scaling(Scaling):
     """Llama 3.1's: waves that turn fewer than low_freq_factor times in the original context are stretched by factor,
     those that turn more than high_freq_factor times stay, and those between go over smoothly."""
 
-    amplitude: ClassVar[float] = 1.0
     factor: float
     low_freq_factor: float
     high_freq_factor: float

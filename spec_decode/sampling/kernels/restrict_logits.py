@@ -94,57 +94,31 @@ class RestrictLogits(NamedTuple):
         gather = {**table, "CAPACITY": capacity, **walk}
         search = {**table, "CAPACITY": capacity, "BLOCK": block, "num_warps": max(1, block // 128)}
 
-        size = (vocab, rows // len(self.top_k))
-        s = _Scratch.allocate(rows, parts, capacity, device)
-        bins = s.edges, s.maxima, s.counts, s.sums
-        bin_members = s.edges, s.counts, s.bins, s.members
-        found = s.bins, s.members, s.thresholds, s.targets
-        by_part, by_row = (rows, parts), (rows,)
-        find_range_kernel[by_part](*self, s.part_min, s.part_max, *size, **walk, **dependent_launch(device))
-        count_bins_kernel[by_part](*self, s.part_min, s.part_max, *bins, *size, **count, **dependent_launch(device))
-        gather_bin_kernel[by_part](*self, *bin_members, *size, TOP_P=False, **gather, **dependent_launch(device))
-        top_k_threshold_kernel[by_row](*self, *bins, *found, *size, parts, **search, **dependent_launch(device))
-        gather_bin_kernel[by_part](*self, *bin_members, *size, TOP_P=True, **gather, **dependent_launch(device))
-        top_p_threshold_kernel[by_row](*self, *bins[:3], *found, *size, parts, **search, **dependent_launch(device))
-        mask_logits_kernel[by_part](*self, s.thresholds, *size, **walk, **dependent_launch(device))
-
-
-class _Scratch(NamedTuple):
-    """What the kernels hand on, of R rows in P parts, and B bins; never written for a row without a restriction.
-
-    - part_min    fp32 [R, P]      the least logit of a part that is not a mask, else inf
-    - part_max    fp32 [R, P]      the largest logit of a part
-    - edges       fp32 [R, B]      the least logit of a bin, which ends where the next begins; the last has no end
-    - maxima      fp32 [R]         the largest logit
-    - counts      int32 [R, B, P]  how many logits of a part are not below a bin's edge
-    - sums        fp32 [R, B, P]   their sum of exponentials, where top_p is on
-    - bins        int32 [R]        the bin of top_k's threshold, then that of top_p's
-    - members     fp32 [R, C]      the first C of that bin's logits
-    - thresholds  fp32 [R]         top_k's, then the larger of both
-    - targets     fp32 [R]         the sum of exponentials that the kept members of top_p's bin have to reach
-    """
-
-    part_min: torch.Tensor
-    part_max: torch.Tensor
-    edges: torch.Tensor
-    maxima: torch.Tensor
-    counts: torch.Tensor
-    sums: torch.Tensor
-    bins: torch.Tensor
-    members: torch.Tensor
-    thresholds: torch.Tensor
-    targets: torch.Tensor
-
-    @classmethod
-    def allocate(cls, rows: int, parts: int, capacity: int, device: torch.device) -> _Scratch:
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        counts, bins = empty(rows, _BINS, parts, dtype=torch.int32), empty(rows, dtype=torch.int32)
-        return cls(
-            empty(rows, parts), empty(rows, parts), empty(rows, _BINS), empty(rows), counts, empty(rows, _BINS, parts),
-            bins, empty(rows, capacity), empty(rows), empty(rows),
-        )  # fmt: skip
+        # What the kernels hand on; never written for a row without a restriction.
+        part_min = empty(rows, parts)  # the least logit of a part that is not a mask, else inf
+        part_max = empty(rows, parts)  # the largest logit of a part
+        edges = empty(rows, _BINS)  # the least logit of a bin, which ends where the next begins; the last has no end
+        maxima = empty(rows)  # the largest logit
+        counts = empty(rows, _BINS, parts, dtype=torch.int32)  # how many logits of a part are not below a bin's edge
+        sums = empty(rows, _BINS, parts)  # their sum of exponentials, where top_p is on
+        bins = empty(rows, dtype=torch.int32)  # the bin of top_k's threshold, then that of top_p's
+        members = empty(rows, capacity)  # the first of that bin's logits
+        thresholds = empty(rows)  # top_k's, then the larger of both
+        targets = empty(rows)  # the sum of exponentials that the kept members of top_p's bin have to reach
+
+        size = (vocab, rows // len(self.top_k))
+        bin_members, found = (edges, counts, bins, members), (bins, members, thresholds, targets)
+        by_part, by_row, pdl = (rows, parts), (rows,), dependent_launch(device)
+        find_range_kernel[by_part](*self, part_min, part_max, *size, **walk, **pdl)
+        count_bins_kernel[by_part](*self, part_min, part_max, edges, maxima, counts, sums, *size, **count, **pdl)
+        gather_bin_kernel[by_part](*self, *bin_members, *size, TOP_P=False, **gather, **pdl)
+        top_k_threshold_kernel[by_row](*self, edges, maxima, counts, sums, *found, *size, parts, **search, **pdl)
+        gather_bin_kernel[by_part](*self, *bin_members, *size, TOP_P=True, **gather, **pdl)
+        top_p_threshold_kernel[by_row](*self, edges, maxima, counts, *found, *size, parts, **search, **pdl)
+        mask_logits_kernel[by_part](*self, thresholds, *size, **walk, **pdl)
 
 
 _restrict_logits = define_op("spec_decode::restrict_logits", RestrictLogits, mutates=("logits",))

@@ -15,9 +15,7 @@ _LEAST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
-def find_range_kernel(
-    logits, top_k, top_p, part_min, part_max, vocab, group, PART: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+def find_range_kernel(logits, top_k, top_p, part_min, part_max, vocab, group, PART: tl.constexpr, PDL: tl.constexpr):
     """The least logit of a part that is not a mask, else inf, and its largest, else -inf."""
     await_previous(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -6,12 +6,11 @@ import torch
 
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
-from spec_decode.sampling import noise
 from spec_decode.sampling.kernels.draw_tokens import Residual, launch_draw, residual_weight
 from spec_decode.sampling.kernels.vocab_blocks import vocab_block
 from spec_decode.verification.kernels.distributions import Distributions, count_leading
 from spec_decode.verification.kernels.draft_probabilities import (
-    accept_uniforms,
+    accept_uniform,
     draft_probabilities,
     matches_argmax,
     read_draft,
@@ -64,7 +63,7 @@ class BlockVerify(VerifyArguments):
         _accept_prefix_kernel[(rows,)](
             draft_tokens, temperature, accept_seeds, draft_positions, weights, residual_sums,
             residual.accepted, residual.weight, columns, blocks,
-            STREAM=noise.ACCEPT, **options, **dependent_launch(device),
+            **options, **dependent_launch(device),
         )  # fmt: skip
         return residual.accepted, launch_draw(processed, temperature, seeds, draft_positions, residual)
 
@@ -110,9 +109,7 @@ def _prefix_weights_kernel(
             row_weights = tl.where(column == at, weight, row_weights)
         tl.store(weights + row * columns + column, row_weights, mask=column < length)
     else:
-        passes = matches_argmax(
-            row, token, length, partial_max, partial_argmax, columns, blocks, BLOCK, BLOCK_K
-        )  # fmt: skip
+        passes = matches_argmax(row, token, length, partial_max, partial_argmax, columns, blocks, BLOCK, BLOCK_K)
         count = tl.min(tl.where(passes, columns, column), 0)
         tl.store(accepted + row, tl.minimum(count, length).to(tl.int64))
 
@@ -141,7 +138,7 @@ def _residual_sums_kernel(
 @triton.jit
 def _accept_prefix_kernel(
     draft_tokens, temperature, accept_seeds, draft_positions, weights, residual_sums, accepted, weight,
-    columns, blocks, STREAM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    columns, blocks, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The longest prefix of random rows that passes."""
     await_previous(PDL)
@@ -157,7 +154,7 @@ def _accept_prefix_kernel(
         residual_sum = tl.sum(tl.load(residual_sums + part, mask=continues[:, None] & (block < blocks), other=0.0), 1)
         chance = tl.where(continues, residual_sum, row_weights)
         whole = tl.where(continues, residual_sum + 1 - row_weights, 1.0)
-        uniform = accept_uniforms(row, accept_seeds, draft_positions, STREAM, BLOCK_K)
+        uniform = accept_uniform(tl.load(accept_seeds + row), tl.load(draft_positions + row) + column)
         passes = (column < length) & (uniform * whole <= chance)
         count = tl.max(tl.where(passes, column + 1, 0), 0)
         of_prefix = tl.where(count > 0, tl.sum(tl.where(column + 1 == count, row_weights, 0.0), 0), 1.0)

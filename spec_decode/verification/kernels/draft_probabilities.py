@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from builders.kernels.triton_runtime import tl, triton
-from spec_decode.sampling.noise import triton_key, triton_uniform
+from spec_decode.sampling.noise import ACCEPT, triton_key, triton_uniform
+
+_ACCEPT = tl.constexpr(ACCEPT)
 
 
 @triton.jit
@@ -73,14 +75,7 @@ def draft_probabilities(
 
 
 @triton.jit
-def accept_uniforms(row, accept_seeds, draft_positions, STREAM: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A row's accept uniforms, one per column."""
-    position = tl.load(draft_positions + row) + tl.arange(0, BLOCK_K)
-    return accept_uniform(tl.load(accept_seeds + row), position, STREAM)
-
-
-@triton.jit
-def accept_uniform(seed, position, STREAM: tl.constexpr):
-    """fp32 in (0, 1)."""
-    key = triton_key(seed, position, STREAM)
+def accept_uniform(seed, position):
+    """fp32 in (0, 1), shaped as position: the accept uniform of a draft token there."""
+    key = triton_key(seed, position, _ACCEPT)
     return triton_uniform(key, key * 0)

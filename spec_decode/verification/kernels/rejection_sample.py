@@ -6,11 +6,10 @@ import torch
 
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
-from spec_decode.sampling import noise
 from spec_decode.sampling.kernels.draw_tokens import Residual, launch_draw
 from spec_decode.verification.kernels.distributions import Distributions, count_leading
 from spec_decode.verification.kernels.draft_probabilities import (
-    accept_uniforms,
+    accept_uniform,
     draft_probabilities,
     matches_argmax,
     read_draft,
@@ -41,8 +40,7 @@ class RejectionSample(VerifyArguments):
         partial, residual = PartialMax.launch(self), Residual.allocate(self.draft_logits)
         _rejection_sample_kernel[(rows,)](
             *self, *partial, *residual[:3], columns, self.processed.shape[2], partial.argmax.shape[1],
-            *self.draft_logits.stride(),
-            STREAM=noise.ACCEPT, **partial.launch_options(columns), **dependent_launch(self.processed.device),
+            *self.draft_logits.stride(), **partial.launch_options(columns), **dependent_launch(self.processed.device),
         )  # fmt: skip
         next_tokens = launch_draw(self.processed, self.temperature, self.seeds, self.draft_positions, residual)
         return residual.accepted, next_tokens
@@ -53,7 +51,7 @@ def _rejection_sample_kernel(
     processed, draft_tokens, draft_logits, temperature, seeds, accept_seeds, draft_positions,
     partial_max, partial_sum_exp, partial_argmax, accepted, weight, norms,
     columns, vocab, blocks, draft_row_stride, draft_column_stride, draft_token_stride,
-    STREAM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -64,11 +62,9 @@ def _rejection_sample_kernel(
             row, token, length, processed, draft_logits, partial_max, partial_sum_exp, norms, columns, vocab, blocks,
             draft_row_stride, draft_column_stride, draft_token_stride, BLOCK, BLOCK_K,
         )  # fmt: skip
-        passes = accept_uniforms(row, accept_seeds, draft_positions, STREAM, BLOCK_K) * q < p
+        passes = accept_uniform(tl.load(accept_seeds + row), tl.load(draft_positions + row) + column) * q < p
     else:
-        passes = matches_argmax(
-            row, token, length, partial_max, partial_argmax, columns, blocks, BLOCK, BLOCK_K
-        )  # fmt: skip
+        passes = matches_argmax(row, token, length, partial_max, partial_argmax, columns, blocks, BLOCK, BLOCK_K)
     count = tl.min(tl.where(passes, columns, column), 0)
     tl.store(accepted + row, tl.minimum(count, length).to(tl.int64))
     tl.store(weight + row, tl.where(count < length, 1.0, 0.0))

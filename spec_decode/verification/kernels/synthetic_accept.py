@@ -42,8 +42,7 @@ class SyntheticAccept(NamedTuple):
         accepted, positions = self.fake()
         _synthetic_accept_kernel[(rows,)](
             *self[:3], accepted, positions, whole, self.mean - whole, columns,
-            STREAM=noise.ACCEPT, BLOCK_K=triton.next_power_of_2(columns),
-            num_warps=1, **dependent_launch(accepted.device),
+            BLOCK_K=triton.next_power_of_2(columns), num_warps=1, **dependent_launch(accepted.device),
         )  # fmt: skip
         return accepted, positions
 
@@ -54,13 +53,13 @@ class SyntheticAccept(NamedTuple):
 @triton.jit
 def _synthetic_accept_kernel(
     draft_tokens, seeds, draft_positions, accepted, positions, whole, fraction, columns,
-    STREAM: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     _, length = read_draft(row, draft_tokens, columns, BLOCK_K)
     position = tl.load(draft_positions + row)
-    uniform = accept_uniform(tl.load(seeds + row), position, STREAM)
+    uniform = accept_uniform(tl.load(seeds + row), position)
     count = tl.minimum(tl.where(uniform < fraction, whole + 1, whole), length).to(tl.int64)
     tl.store(accepted + row, count)
     tl.store(positions + row, position + count)
