@@ -91,13 +91,13 @@ class DeepseekV4Prediction(MtpDraft):
         self.streams = hyper.streams
         self.from_embedding = weights.parameter("e_proj.weight", hidden, hidden)
         self.from_state = weights.parameter("h_proj.weight", hidden, hidden)
-        self.attention_connection = _connection(hyper, weights, "hc_attn")
+        self.attention_connection = HyperConnection.from_weights(weights, "hc_attn", hyper, hyper.mixes, 3)
         self.attention_norm = RMSNorm.read(weights, "attn_norm.weight", hidden, eps)
         self.attention = WindowAttention(attention, weights.under("attn."), self.max_positions)
-        self.mlp_connection = _connection(hyper, weights, "hc_ffn")
+        self.mlp_connection = HyperConnection.from_weights(weights, "hc_ffn", hyper, hyper.mixes, 3)
         self.mlp_norm = RMSNorm.read(weights, "ffn_norm.weight", hidden, eps)
         self.mlp = read_mixture(mixture, weights.under("ffn."), _NAMES)
-        self.collapse = HyperHead(hyper, *_hyper_weights(weights, "hc_head", hyper, mixes=hyper.streams, scales=1))
+        self.collapse = HyperHead.from_weights(weights, "hc_head", hyper, hyper.streams, 1)
         self.head_norm = RMSNorm.read(weights, "norm.weight", hidden, eps)
 
     def forward(
@@ -120,18 +120,3 @@ class DeepseekV4Prediction(MtpDraft):
         """hidden [T, S H]; logits [T, vocab_size]."""
         streams = hidden.unflatten(-1, (self.streams, -1))
         return self.projected(self.head_norm(self.collapse(streams))[1])
-
-
-def _connection(shape: HyperShape, weights: ScopedWeights, name: str) -> HyperConnection:
-    return HyperConnection(shape, *_hyper_weights(weights, name, shape, mixes=shape.mixes, scales=3))
-
-
-def _hyper_weights(
-    weights: ScopedWeights, name: str, shape: HyperShape, *, mixes: int, scales: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """In fp32, whatever the model's dtype: the streams' shares are computed in it."""
-    return (
-        weights.take(f"{name}_fn", mixes, shape.streams * shape.hidden, dtype=torch.float32),
-        weights.take(f"{name}_scale", scales, dtype=torch.float32),
-        weights.take(f"{name}_base", mixes, dtype=torch.float32),
-    )

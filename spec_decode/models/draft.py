@@ -11,6 +11,7 @@ from torch import nn
 from spec_decode.models.base import DraftModel, LayerGroup, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.decoder_config import DecoderConfig
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
@@ -42,10 +43,15 @@ class HiddenStatesDraft(DecoderDraft):
     text.
     """
 
-    def __init__(self, store: TensorStore, config: DecoderConfig, target: TargetModel) -> None:
+    def __init__(self, weights: ScopedWeights, config: DecoderConfig, target: TargetModel) -> None:
+        """Raises CheckpointError where it needs the target's embedding, and that is of another size or dtype."""
         super().__init__(config)
-        owns = "embed_tokens.weight" in store.names()
+        owns = weights.has("embed_tokens.weight")
         self.embed = nn.Embedding(self.vocab_size, self.hidden_size) if owns else None
+        if not owns:
+            name = "hidden_size (for want of an embedding of its own)"
+            check_shared(weights.store.folder, name, self.hidden_size, target.hidden_size)
+            check_embedding(weights, target)
         # A tuple hides the target's modules from this module's own parameters.
         self._target = (target,)
 
@@ -108,10 +114,10 @@ def check_target(
         )
 
 
-def check_embedding(store: TensorStore, target: TargetModel, dtype: torch.dtype) -> None:
+def check_embedding(weights: ScopedWeights, target: TargetModel) -> None:
     """Refuse another dtype than the target's for a draft that uses its embedding: raises CheckpointError."""
-    if (theirs := target_embedding(target).dtype) != dtype:
+    if (theirs := target_embedding(target).dtype) != weights.dtype:
         raise CheckpointError(
-            f"the draft in {store.folder} uses its target's embedding, in {theirs}, and was asked for in {dtype}; "
-            "nothing was loaded. Ask for the target's dtype."
+            f"the draft in {weights.store.folder} uses its target's embedding, in {theirs}, and was asked for in "
+            f"{weights.dtype}; nothing was loaded. Ask for the target's dtype."
         )

@@ -15,7 +15,7 @@ from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
 from spec_decode.models.decoder_weights import read_parameters
-from spec_decode.models.draft import HiddenStatesDraft, check_embedding, check_target, decoder_fields
+from spec_decode.models.draft import HiddenStatesDraft, check_target, decoder_fields
 from spec_decode.models.kernels.skinny_linear import linear
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
 from spec_decode.models.layers.latent_decoder_layer import LatentDecoderLayer
@@ -80,8 +80,9 @@ class PublishedEagle(HiddenStatesDraft):
     The output projection is the target's.
     """
 
-    def __init__(self, store: TensorStore, config: DecoderConfig, target: TargetModel) -> None:
-        super().__init__(store, config, target)
+    def __init__(self, weights: ScopedWeights, config: DecoderConfig, target: TargetModel) -> None:
+        super().__init__(weights, config, target)
+        store = weights.store
         self.target_states_size = self.hidden_size
         self.fc = EmbedLinear(2 * self.hidden_size, self.hidden_size, bias="fc.bias" in store.names())
         self.layers = self.stack(store, UnnormedLayer(config.model, LayerOptions.found(store, "layers.0.")))
@@ -110,10 +111,9 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     """The draft, ready to run. Raises CheckpointError."""
     config = read_decoder(decoder_fields(store), max_positions=target.max_positions)
     check_target(store, target, config.model.vocab_size, config.model.hidden_size)
-    if "embed_tokens.weight" not in store.names():
-        check_embedding(store, target, dtype)
+    weights = ScopedWeights(store, "", dtype, device)
     with torch.device("meta"):
-        draft = PublishedEagle(store, config, target)
-    draft = read_parameters(draft, ScopedWeights(store, "", dtype, device))
+        draft = PublishedEagle(weights, config, target)
+    draft = read_parameters(draft, weights)
     store.refuse_unused()
     return draft

@@ -18,7 +18,7 @@ from spec_decode.models.checkpoints.token_map import read_token_map
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
 from spec_decode.models.decoder_weights import read_parameters
-from spec_decode.models.draft import HiddenStatesDraft, check_embedding, check_shared, check_target, decoder_fields
+from spec_decode.models.draft import HiddenStatesDraft, check_target, decoder_fields
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
 from spec_decode.models.layers.linear import NormLinear, ResidualStream
 from spec_decode.models.layers.rms_norm import RMSNorm
@@ -47,11 +47,11 @@ class Eagle3(HiddenStatesDraft):
     """At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2."""
 
     def __init__(
-        self, store: TensorStore, config: DecoderConfig, target: TargetModel, token_map: torch.Tensor | None
+        self, weights: ScopedWeights, config: DecoderConfig, target: TargetModel, token_map: torch.Tensor | None
     ) -> None:
         """token_map: int64 [draft vocabulary], as `read_token_map` has it."""
-        super().__init__(store, config, target)
-        model = config.model
+        super().__init__(weights, config, target)
+        store, model = weights.store, config.model
         self.token_map = token_map
         self.target_states_size = NUM_AUX_LAYERS * target.hidden_size
         # The states of the target's layers, side by side, are normed before fc.
@@ -129,10 +129,6 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     read = store.config.get("target_hidden_size", int, model.hidden_size)
     remedy = f"Make the target with the states of {NUM_AUX_LAYERS} layers: aux_hidden_state_layers says which."
     check_target(store, target, model.vocab_size, read, states_size=NUM_AUX_LAYERS * read, remedy=remedy)
-    if "embed_tokens.weight" not in store.names():
-        name = "hidden_size (for want of an embedding of its own)"
-        check_shared(store.folder, name, model.hidden_size, target.hidden_size)
-        check_embedding(store, target, dtype)
     # A draft that feeds its normed states back has the tensors of one that does not: only the config tells.
     if store.config.get("norm_output", bool, False):
         raise CheckpointError(
@@ -140,9 +136,9 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
             "token after the first would be drafted from others; nothing was loaded. Use a draft trained without it."
         )
     token_map = read_token_map(store, _draft_vocab(store, model), target.vocab_size)
-    with torch.device("meta"):
-        draft = Eagle3(store, config, target, None if token_map is None else token_map.to(device))
     weights = ScopedWeights(store, "", dtype, device)
+    with torch.device("meta"):
+        draft = Eagle3(weights, config, target, None if token_map is None else token_map.to(device))
     draft = read_parameters(draft, weights, lambda name: name.replace("layers.0.", _first_prefix(store)))
     store.refuse_unused()
     return draft

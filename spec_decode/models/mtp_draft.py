@@ -34,7 +34,7 @@ class MtpDraft(DraftModel):
         self.embed = weights.parameter(embedding, vocab, hidden) if weights.has(embedding) else None
         self.head = weights.parameter(head, vocab, hidden) if weights.has(head) else None
         if self.embed is None:
-            check_embedding(weights.store, target, weights.dtype)
+            check_embedding(weights, target)
         # A tuple hides the target's modules from this module's own parameters.
         self._target = (target,)
         eps = config.get("rms_norm_eps", float)

@@ -59,7 +59,7 @@ def save_draft(folder: Path, name: str, draft: EagleDraft, training: dict[str, A
 
 def draft_names(folder: Path) -> list[str]:
     """The drafts in a folder, `draft` first. Raises CheckpointError where there is no pair."""
-    return _drafts_among(_read_configs(folder / "config.json"))
+    return ["draft", *sorted(_read_configs(folder / "config.json").keys() - {"target", "draft"})]
 
 
 def load_target(folder: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> LlamaTarget:
@@ -76,17 +76,13 @@ def load_pair(
     Raises CheckpointError for anything amiss in it.
     """
     configs = _read_configs(folder / "config.json")
-    if draft not in (names := _drafts_among(configs)):
+    if draft not in (names := draft_names(folder)):
         raise CheckpointError(
             f"the drafts in {folder} are {', '.join(names)}, got {draft!r}; nothing was loaded. Name one of those."
         )
     _check_fits(folder, draft, configs[draft], configs["target"])
     target = load_target(folder, dtype=dtype, device=device)
     return target, _load(folder, draft, lambda: EagleDraft(configs[draft], target), dtype, device)
-
-
-def _drafts_among(configs: dict[str, ModelConfig]) -> list[str]:
-    return ["draft", *sorted(configs.keys() - {"target", "draft"})]
 
 
 def _check_fits(folder: Path, name: str, draft: ModelConfig, target: ModelConfig) -> None:

@@ -122,14 +122,14 @@ class TransformersTarget(TargetModel):
         return logits
 
     def _inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
-        # Where a model derives anything from cache_position, it would otherwise count from 0.
-        place = {"cache_position": positions} if "cache_position" in self._accepts else {}
-        return {
+        inputs = {
             "input_ids": token_ids[None],
             "position_ids": positions[None],
             "use_cache": False,
             "return_dict": True,
-        } | place
+        }
+        # Where a model derives anything from cache_position, it would otherwise count from 0.
+        return inputs | ({"cache_position": positions} if "cache_position" in self._accepts else {})
 
     @torch.no_grad()
     def _probe(self) -> None:

@@ -8,13 +8,16 @@ whose rows and columns sum up to 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from spec_decode.models.checkpoints.scoped_weights import frozen
+from spec_decode.models.checkpoints.scoped_weights import ScopedWeights, frozen
 from spec_decode.models.kernels.hyper_connections import collapse_streams, read_streams
 from spec_decode.models.kernels.skinny_linear import wide_linear
+
+M = TypeVar("M", bound="_Mixer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +42,12 @@ class _Mixer(nn.Module):
         super().__init__()
         self.shape = shape
         self.projection, self.scale, self.base = frozen(projection), frozen(scale), frozen(base)
+
+    @classmethod
+    def from_weights(cls: type[M], weights: ScopedWeights, name: str, shape: HyperShape, rows: int, scales: int) -> M:
+        """From name_fn, _scale and _base, in fp32 whatever the dtype: the streams' shares are computed in it."""
+        sizes = {"fn": (rows, shape.streams * shape.hidden), "scale": (scales,), "base": (rows,)}
+        return cls(shape, *(weights.take(f"{name}_{part}", *size, dtype=torch.float32) for part, size in sizes.items()))
 
     def mixes(self, streams: torch.Tensor) -> torch.Tensor:
         """projection @ x / rms(x) in fp32, x all streams [T, S, H] of a token as one row; [T, rows of projection]."""
