@@ -8,19 +8,20 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from attn_backends import Accepted, AttentionBackend, Rejected, registry
+from attn_backends import Accepted, AttentionBackend, Capabilities, Rejected, registry
 from builders import CONTRACT_VERSION, AdvanceLevel, AdvanceSupport, HostLengths, MetadataBuilder
 from spec_decode.conformance.cases import spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import DECLARED, only
 from spec_decode.testing.batches import DECODE, Case
-from spec_decode.testing.expectations import Measurements, expect
+from spec_decode.testing.expectations import CheckFailure, Measurements, Unsupported, expect
 from spec_decode.testing.metadata_fields import tensors_of
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
 
 check = Family("contract", covers=only(DECLARED))
 
+_IS_DATA = "the capability record is data: it goes to JSON and comes back the same"
 _BASE = spec_cases({"decode": DECODE}, ("base",))
 
 
@@ -56,15 +57,30 @@ def name_is_the_registered_one(subject: Subject, case: None) -> None:
 
 @check("capabilities are a record that a report can hold")
 def capabilities_are_data(subject: Subject, case: None) -> Measurements:
-    record = msgspec.to_builtins(dataclasses.asdict(subject.backend.capabilities), enc_hook=str)
-    text = msgspec.json.encode(record)
+    able = subject.backend.capabilities
+    try:
+        text = _as_json(able)
+        same = _as_json(msgspec.json.decode(text, type=Capabilities, dec_hook=_dtype_of)) == text
+    except (TypeError, ValueError) as error:
+        raise CheckFailure(contract=_IS_DATA, expected="JSON, and back", got=str(error)) from error
     expect(
-        msgspec.json.decode(text) == msgspec.json.decode(msgspec.json.encode(record)) and len(text) > 2,
-        contract="the capability record serialises",
-        expected="JSON",
-        got=text[:80],
+        same, contract=_IS_DATA, expected="the fields of Capabilities", got=[f.name for f in dataclasses.fields(able)]
     )
     return {"bytes": float(len(text))}
+
+
+def _as_json(able: Capabilities) -> bytes:
+    return msgspec.json.encode(able, enc_hook=_name_of, order="deterministic")
+
+
+def _name_of(value: object) -> str:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    raise TypeError(f"a {type(value).__name__} is no data")
+
+
+def _dtype_of(kind: type, name: str) -> object:
+    return getattr(torch, name)
 
 
 @check("supports() returns Accepted, or Rejected with reasons; never a bool")
@@ -145,10 +161,13 @@ def overriding_build_drops_the_claim(subject: Subject, case: None) -> None:
 
 @check("using a backend on the CPU never initialises CUDA", _BASE)
 def cpu_use_touches_no_cuda(subject: Subject, case: Case) -> None:
+    if subject.device.type != "cpu" or torch.cuda.is_initialized():
+        raise Unsupported("CUDA is in use here, so that no backend can be seen to start it")
+    PagedFixture(subject, case.spec, case.batch.rows).build(case.batch).attend()
     expect(
-        subject.device.type != "cpu" or not torch.cuda.is_initialized(),
+        not torch.cuda.is_initialized(),
         contract="no CUDA context without a CUDA device in use",
-        expected="torch.cuda not initialised",
+        expected="torch.cuda not initialised by build(), write_kv() and forward()",
         got="initialised",
     )
 

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 
 import torch
 
-from builders import AttentionSpec
+from builders import AttentionSpec, HostLengths
 from builders.kernels.triton_runtime import torch_implementations
 from spec_decode.conformance.check import Cases, Family
 from spec_decode.conformance.coverage import every_strategy, one_strategy
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, StrategyError, VerifiedTokens
 from spec_decode.drafter.kv_groups import KVGroup
+from spec_decode.graphs.emulator import HostReadGuard
 from spec_decode.models import AttentionInputs, EagleDraft
 from spec_decode.sampling.draft_sampler import NO_TOKEN
 from spec_decode.testing import oracle
 from spec_decode.testing.draft_fixture import MAX_SEQ_LEN, VOCAB, DraftFixture, target_of
-from spec_decode.testing.expectations import Measurements, Unsupported, expect
+from spec_decode.testing.error_location import error_location
+from spec_decode.testing.expectations import CheckFailure, Measurements, Unsupported, expect
 from spec_decode.testing.subject import Subject
 
 check = Family("drafter", covers=one_strategy)
 
+_without_interpreter = torch_implementations()
+"""Other checks cover the kernels one by one: whole rounds in the interpreter would take an hour."""
 _ROUNDS = 2
 _STEP_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 _BATCH_SIZES = (1, 2, 3, 7, 32)
@@ -99,12 +104,11 @@ def _shapes(*shapes: tuple[int, int]) -> Cases:
     _shapes(*product(_STEP_COUNTS, _BATCH_SIZES)),
     covers=every_strategy,
 )
+@_without_interpreter
 def strategies_agree(subject: Subject, case: tuple[int, int]) -> Measurements:
     steps, num_reqs = case
-    # Other checks cover the kernels one by one: whole rounds in the interpreter would take an hour.
-    with torch_implementations():
-        fixture = DraftFixture.make(subject, num_reqs, steps)
-        compared = [_compare(partial(_draft, fixture, temperature=t))[1] for t in (0.0, 1.0)]
+    fixture = DraftFixture.make(subject, num_reqs, steps)
+    compared = [_compare(partial(_draft, fixture, temperature=t))[1] for t in (0.0, 1.0)]
     return {"runs_compared": float(sum(compared))}
 
 
@@ -129,26 +133,26 @@ def _compare(draft: partial[_DraftRun]) -> tuple[_DraftRun, int]:
     _shapes((2, 3), (4, 3), (4, 7), (7, 2)),
     covers=every_strategy,
 )
+@_without_interpreter
 def requests_stop_on_their_own(subject: Subject, case: tuple[int, int]) -> Measurements:
     steps, num_reqs = case
     lengths = [(3 * row + 2) % (steps + 1) for row in range(num_reqs)]
     compared = 0
-    with torch_implementations():
-        fixture = DraftFixture.make(subject, num_reqs, steps)
-        for temperature in (0.0, 1.0):
-            draft = partial(_draft, fixture, temperature=temperature)
-            whole = draft(Strategy.EAGER)
-            least, kept = _doubt(whole[0, "draft tokens"], whole[0, "cached logits"])
-            for short, lens, what in (
-                (partial(draft, draft_lens=lengths), torch.tensor(lengths), "a length each"),
-                (partial(draft, min_confidence=least), kept, "a least confidence"),
-            ):
-                eager, strategies = _compare(short)
-                past_end = torch.arange(steps)[:, None] >= lens
-                wanted = whole[0, "draft tokens"].cpu().masked_fill(past_end, NO_TOKEN)
-                start = {(0, "draft tokens"): wanted.to(subject.device)}
-                _expect_same(eager, start, f"{what} ends the drafts and changes none before the end")
-                compared += strategies
+    fixture = DraftFixture.make(subject, num_reqs, steps)
+    for temperature in (0.0, 1.0):
+        draft = partial(_draft, fixture, temperature=temperature)
+        whole = draft(Strategy.EAGER)
+        least, kept = _doubt(whole[0, "draft tokens"], whole[0, "cached logits"])
+        for short, lens, what in (
+            (partial(draft, draft_lens=lengths), torch.tensor(lengths), "a length each"),
+            (partial(draft, min_confidence=least), kept, "a least confidence"),
+        ):
+            eager, strategies = _compare(short)
+            past_end = torch.arange(steps)[:, None] >= lens
+            wanted = whole[0, "draft tokens"].cpu().masked_fill(past_end, NO_TOKEN)
+            start = {(0, "draft tokens"): wanted.to(subject.device)}
+            _expect_same(eager, start, f"{what} ends the drafts and changes none before the end")
+            compared += strategies
     return {"runs_compared": float(compared)}
 
 
@@ -183,18 +187,18 @@ def _expect_same(run: _DraftRun, wanted: _DraftRun, what: str) -> None:
     "every step's logits are those of a dense computation over each request's logical tokens",
     _shapes((1, 3), (4, 3), (7, 2)),
 )
+@_without_interpreter
 def steps_attend_to_the_logical_prefix(subject: Subject, case: tuple[int, int]) -> Measurements:
     steps, num_reqs = case
-    with torch_implementations():
-        fixture = DraftFixture.make(subject, num_reqs, steps)
-        group, tables = fixture.group(), fixture.tables()
-        context = _context_of(fixture, group)
-        drafter = Drafter(fixture.model, [group], tables, DrafterConfig(num_speculative_tokens=steps))
-        tables.load([fixture.pages], [MAX_SEQ_LEN] * num_reqs)
-        verified = _verified(fixture, fixture.contexts(), 0.0, 0)
-        drafts = drafter.propose(verified)
-        reference = _dense_logits(fixture, context, verified, drafts.tokens.cpu(), torch.float64)
-        low_precision = _dense_logits(fixture, context, verified, drafts.tokens.cpu(), fixture.spec.dtype)
+    fixture = DraftFixture.make(subject, num_reqs, steps)
+    group, tables = fixture.group(), fixture.tables()
+    context = _context_of(fixture, group)
+    drafter = Drafter(fixture.model, [group], tables, DrafterConfig(num_speculative_tokens=steps))
+    tables.load([fixture.pages], [MAX_SEQ_LEN] * num_reqs)
+    verified = _verified(fixture, fixture.contexts(), 0.0, 0)
+    drafts = drafter.propose(verified)
+    reference = _dense_logits(fixture, context, verified, drafts.tokens.cpu(), torch.float64)
+    low_precision = _dense_logits(fixture, context, verified, drafts.tokens.cpu(), fixture.spec.dtype)
     error = oracle.relative_error(drafts.logits.cpu(), reference)
     # A chain of steps feeds its own rounding back: two right orders of fp32 sums drift apart by more than one does.
     budget = 8 * oracle.relative_error(low_precision, reference) + 256 * torch.finfo(torch.float32).eps
@@ -276,10 +280,13 @@ def _dense_model(fixture: DraftFixture, dtype: torch.dtype) -> EagleDraft:
     "a round of the strategy chosen, and of the device loop, enqueues device work only",
     lambda subject: [("k4-n3", None), (f"k4-n3-{Strategy.DEVICE_LOOP.value}", Strategy.DEVICE_LOOP)],
 )
+@_without_interpreter
 def a_round_never_waits(subject: Subject, case: Strategy | None) -> None:
-    if subject.device.type != "cuda":
-        raise Unsupported("the CPU has nothing to wait for; the emulator refuses host reads instead")
     fixture = DraftFixture.make(subject, 3, 4)
+    if subject.backend.builder.host_lengths is HostLengths.EXACT:
+        raise Unsupported("the builder needs exact lengths on the host, for which a round waits")
+    if subject.device.type == "cpu" and case is Strategy.DEVICE_LOOP:
+        raise Unsupported("on the CPU the emulator reads when a loop ends, which a device does itself")
     tables = fixture.tables()
     config = DrafterConfig(num_speculative_tokens=4, strategy=case)
     try:
@@ -289,8 +296,23 @@ def a_round_never_waits(subject: Subject, case: Strategy | None) -> None:
     tables.load([fixture.pages], [MAX_SEQ_LEN] * 3)
     verified = _verified(fixture, fixture.contexts(), 0.0, 0)
     drafter.propose(verified)
+    try:
+        with _waits_are_errors(subject.device):
+            drafter.propose(verified)
+    except RuntimeError as error:
+        got = f"{error}{error_location(error)}"
+        raise CheckFailure(contract="a round enqueues device work only", expected="no wait", got=got) from error
+
+
+@contextmanager
+def _waits_are_errors(device: torch.device) -> Iterator[None]:
+    """Inside, what waits for the device raises RuntimeError; on the CPU, what would wait for one."""
+    if device.type == "cpu":
+        with HostReadGuard():
+            yield
+        return
     torch.cuda.set_sync_debug_mode("error")
     try:
-        drafter.propose(verified)
+        yield
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -108,7 +108,7 @@ class EmulatedRuntime:
         recorder = _Recorder()
 
         def begin() -> None:
-            piece.enter_context(_HostReadGuard())
+            piece.enter_context(HostReadGuard())
             piece.enter_context(recorder)
 
         def split_op(fn: Callable[..., torch.Tensor], /, *inputs: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ class EmulatedRuntime:
         return [*parts, EmulatedGraph(recorder.take())]
 
 
-class _HostReadGuard(TorchFunctionMode):
+class HostReadGuard(TorchFunctionMode):
     """Refuses the Python-level reads that no dispatched operation shows."""
 
     def __torch_function__(
