@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 
-from attn_backends import AttentionBackend, get
+from attn_backends import Accepted, AttentionBackend, Capabilities, Rejected, get, registry
 from attn_backends.kernels.rope import apply_rope, rope_formula
 from attn_backends.torch_reference import TorchReference
-from builders import AdvanceSupport, AttentionSpec, MetadataBuilder, ReferenceBuilder
+from builders import (
+    AdvanceLevel,
+    AdvanceSupport,
+    AttentionBatch,
+    AttentionSpec,
+    BatchError,
+    MetadataBuilder,
+    ReferenceBuilder,
+    ReferenceMetadata,
+)
 from spec_decode.graphs import CaptureError
+from tests.foreseen import Foreseen, ForeseenBuilder
 from tests.page_lists import PageListBuilder, PageLists
 
 
@@ -22,6 +34,8 @@ class Mutant:
 
     not_shown: why no running drafter shows the defect to the metadata validator; empty where one does.
     refused: what the drafter itself raises when it captures.
+    cases: of the check, those to try, as in `--only`.
+    around: stands around its check, and gives what is checked.
     """
 
     name: str
@@ -29,6 +43,13 @@ class Mutant:
     backend: AttentionBackend
     not_shown: str = ""
     refused: type[Exception] | None = None
+    cases: str = "*"
+    around: Callable[[AttentionBackend], AbstractContextManager[AttentionBackend | str]] = nullcontext
+
+    @property
+    def pattern(self) -> str:
+        """Its killer on its cases, as `check_backend` takes it."""
+        return f"{self.killer}[[]{self.cases}]"
 
 
 class _Restated(ReferenceBuilder):
@@ -170,6 +191,190 @@ def _checks_nothing(self: Any, query: Any, cache: Any, metadata: Any, *, spec: A
     return query.new_zeros(query.shape[0], spec.num_q_heads, spec.out_dim)
 
 
+def _stays(self: Any, metadata: Any) -> None: ...
+
+
+def _writes_past_its_limit(self: Any, metadata: Any) -> None:
+    """A row that became inert goes on with the next slot of its pages."""
+    ReferenceBuilder.advance(self, metadata)
+    position, size = metadata.positions + 1, self.spec.page_size
+    column = (position // size).clamp(max=metadata.block_table.shape[1] - 1)
+    page = metadata.block_table[metadata.token_to_req, column].long()
+    inert = (metadata.slot_mapping < 0) & (page >= 0) & (position > 1)
+    metadata.slot_mapping.copy_(torch.where(inert, page * size + position % size, metadata.slot_mapping))
+
+
+def _advances_decodes_only(self: Any, metadata: Any) -> None:
+    if metadata.max_query_len == 1:
+        ReferenceBuilder.advance(self, metadata)
+
+
+def _knows_the_rows_of_its_build(self: Any, metadata: Any) -> None:
+    ReferenceBuilder.advance(self, metadata)
+    metadata.kv_end[self.live_at_build :] = 0
+
+
+def _counts_live_rows(self: Any, batch: Any, *, horizon: int = 0) -> Any:
+    metadata = ReferenceBuilder.build(self, batch, horizon=horizon)
+    self.live_at_build = sum(length > 0 for length in batch.host_seq_lens) * batch.max_query_len
+    return metadata
+
+
+def _knows_the_rows_of_the_last_build(self: Any, metadata: Any) -> None:
+    ReferenceBuilder.advance(self, metadata)
+    token = torch.arange(metadata.num_tokens, device=metadata.kv_end.device)
+    metadata.kv_end.copy_(torch.where(token < self.last_tokens, metadata.kv_end, 0))
+
+
+def _notes_its_size(self: Any, batch: Any, *, horizon: int = 0) -> Any:
+    if not hasattr(self, "last_tokens"):
+        self.last_tokens = torch.zeros((), dtype=torch.int64, device=batch.seq_lens.device)
+    self.last_tokens.fill_(batch.num_tokens)
+    return ReferenceBuilder.build(self, batch, horizon=horizon)
+
+
+def _keeps_what_it_builds(self: Any, batch: Any, *, horizon: int = 0) -> Any:
+    self.kept = [*getattr(self, "kept", []), batch.seq_lens.clone()]
+    return ReferenceBuilder.build(self, batch, horizon=horizon)
+
+
+def _builds_what_thaws(self: Any, batch: Any, *, horizon: int = 0) -> Any:
+    return _Thawed(**_fields(ReferenceBuilder.build(self, batch, horizon=horizon)))
+
+
+_Thawed = make_dataclass("_Thawed", [(field.name, field.type) for field in fields(ReferenceMetadata)], kw_only=True)
+
+
+class _WaitsForLengths(ReferenceBuilder):
+    @classmethod
+    def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
+        return AdvanceSupport(AdvanceLevel.REBUILD, "it plans on the host, by lengths that it reads")
+
+    def build(self, batch: Any, *, horizon: int = 0) -> Any:
+        self.longest = int(batch.seq_lens.max())
+        return super().build(batch, horizon=horizon)
+
+
+class _KeepsAnInheritedClaim(ReferenceBuilder):
+    def __init_subclass__(cls, **kwargs: Any) -> None: ...
+
+
+class _AdvancesWithoutReason(ReferenceBuilder):
+    @classmethod
+    def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
+        return AdvanceSupport(AdvanceLevel.IN_GRAPH, "")
+
+
+class _PlansForThePresent(ForeseenBuilder):
+    @classmethod
+    def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
+        return ForeseenBuilder.advance_support(spec, device)
+
+    def build(self, batch: AttentionBatch, *, horizon: int = 0) -> ReferenceMetadata:
+        return super().build(replace(batch, host_seq_lens=(*batch.seq_lens.tolist(),)), horizon=horizon)
+
+
+class _Shortsighted(Foreseen):
+    builder = _PlansForThePresent
+
+
+def _as_long_as_the_last_row(
+    self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None
+) -> torch.Tensor:
+    """As a grid by the last request's length is, where engines sort their requests."""
+    last = torch.where(metadata.seq_lens > 0, torch.arange(metadata.num_reqs, device=query.device), 0).max()
+    end = torch.minimum(metadata.kv_end, metadata.seq_lens[last[None]])
+    return TorchReference.forward(self, query, cache, replace(metadata, kv_end=end), spec=spec, sinks=sinks)
+
+
+def _live_rows_come_first(
+    self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None
+) -> torch.Tensor:
+    live = metadata.token_to_req < (metadata.seq_lens > 0).sum()
+    end = torch.where(live, metadata.kv_end, 0)
+    return TorchReference.forward(self, query, cache, replace(metadata, kv_end=end), spec=spec, sinks=sinks)
+
+
+def _rounds_by_the_page(
+    self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None
+) -> torch.Tensor:
+    out = TorchReference.forward(self, query, cache, metadata, spec=spec, sinks=sinks)
+    return out * (1 + 2e-7 * (metadata.block_table[0, 0] % 2))
+
+
+class _EveryOtherCallRoundsUp(TorchReference):
+    name = "every_other_call_rounds_up"
+
+    def __init__(self) -> None:
+        self.calls = torch.zeros(())
+
+    def forward(self, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
+        self.calls.add_(1)
+        out = super().forward(query, cache, metadata, spec=spec, sinks=sinks)
+        return out * (1 + 2e-7 * (self.calls % 2))
+
+
+def _starts_cuda(self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
+    torch.cuda.init()
+    return TorchReference.forward(self, query, cache, metadata, spec=spec, sinks=sinks)
+
+
+def _takes_any_write(self: Any, key: Any, value: Any, cache: Any, metadata: Any) -> None:
+    with suppress(BatchError):
+        TorchReference.write_kv(self, key, value, cache, metadata)
+
+
+def _answers_yes_or_no(self: Any, spec: AttentionSpec, device: torch.device) -> bool:
+    return bool(TorchReference.supports(self, spec, device))
+
+
+def _gives_one_reason(self: Any, spec: AttentionSpec, device: torch.device) -> Accepted | Rejected:
+    answer = TorchReference.supports(self, spec, device)
+    return Rejected(answer.reasons[:1]) if isinstance(answer, Rejected) else answer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _CapabilitiesWithAFunction(Capabilities):
+    tune: Callable[..., None] = print
+
+
+@contextmanager
+def cuda_that_starts() -> Iterator[None]:
+    """Inside, initialising CUDA works, as far as a backend can tell; nothing is registered for good."""
+    started: list[bool] = []
+    with (
+        mock.patch.object(torch.cuda, "init", lambda: started.append(True)),
+        mock.patch.object(torch.cuda, "is_initialized", lambda: bool(started)),
+        mock.patch.multiple(registry, _registered={**registry._registered}, _loaded={**registry._loaded}),
+        mock.patch.object(registry, "_started_cuda", []),
+    ):
+        yield
+
+
+@contextmanager
+def _where_cuda_starts(backend: AttentionBackend) -> Iterator[AttentionBackend]:
+    with cuda_that_starts():
+        yield backend
+
+
+@contextmanager
+def _starting_when_loaded(backend: AttentionBackend) -> Iterator[str]:
+    def load() -> AttentionBackend:
+        torch.cuda.init()
+        return backend
+
+    with cuda_that_starts():
+        registry.register(backend.name, load)
+        yield backend.name
+
+
+@contextmanager
+def _under_another_name(backend: AttentionBackend) -> Iterator[str]:
+    with cuda_that_starts():
+        registry.register("another_name", lambda: backend)
+        yield "another_name"
+
+
 class _FusedWithoutKeyRotation(TorchReference):
     name = "fused_without_key_rotation"
     contract_version = (1, 1)
@@ -244,19 +449,35 @@ def _lists_pages(name: str, killer: str, **methods: Any) -> Mutant:
     return Mutant(name, killer, backend())
 
 
+def _fields(record: Any) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record)}
+
+
+def _claims(name: str, killer: str, *, around: Any = nullcontext, **attributes: Any) -> Mutant:
+    attributes = {"name": name, "contract_version": (1, 1), **attributes}
+    return Mutant(name, killer, type(name, (TorchReference,), attributes)(), around=around)
+
+
 def _builder_mutant(
-    name: str, killer: str, *, not_shown: str = "", refused: type[Exception] | None = None, **methods: Any
+    name: str,
+    killer: str,
+    *,
+    not_shown: str = "",
+    refused: type[Exception] | None = None,
+    cases: str = "*",
+    **methods: Any,
 ) -> Mutant:
     if "advance" in methods:
+        methods["first_build"] = methods.get("build", ReferenceBuilder.build)
         methods["build"] = _right_build
         methods["broken_advance"] = methods["advance"]
         methods["advance"] = _broken_once_built
-    return Mutant(name, killer, with_builder(derived(name, **methods)), not_shown, refused)
+    return Mutant(name, killer, with_builder(derived(name, **methods)), not_shown, refused, cases)
 
 
 def _right_build(self: Any, batch: Any, *, horizon: int = 0) -> Any:
     self.building = True
-    metadata = ReferenceBuilder.build(self, batch, horizon=horizon)
+    metadata = self.first_build(batch, horizon=horizon)
     self.building = False
     return metadata
 
@@ -318,6 +539,66 @@ MUTANTS = (
         with_forward(_uses_scratch_unwritten),
     ),
     Mutant("checks_no_input", "refusal.bad_tensors_never_reach_a_kernel", with_forward(_checks_nothing)),
+    _builder_mutant(
+        "writes_past_its_limit",
+        "builder.limits_hold",
+        advance=_writes_past_its_limit,
+        not_shown="what a request writes past its limit, nobody reads",
+    ),
+    _builder_mutant(
+        "metadata_that_thaws",
+        "contract.metadata_is_frozen",
+        build=_builds_what_thaws,
+        not_shown="a field could be bound to another tensor, and nobody does it",
+    ),
+    _builder_mutant(
+        "rows_of_its_build",
+        "graph.loop_replays_over_other_batches",
+        build=_counts_live_rows,
+        advance=_knows_the_rows_of_its_build,
+        refused=TypeError,
+    ),
+    _builder_mutant(
+        "rows_of_the_last_build",
+        "graph.two_sizes_interleave",
+        build=_notes_its_size,
+        advance=_knows_the_rows_of_the_last_build,
+    ),
+    _builder_mutant("advances_decodes_only", "graph.verify_replays_over_other_batches", advance=_advances_decodes_only),
+    _builder_mutant("advance_does_nothing", "drafter.strategies_agree", cases="k4-n3", advance=_stays),
+    Mutant(
+        "kv_end_as_built",
+        "drafter.steps_attend_to_the_logical_prefix",
+        freeze("torch_reference", "kv_end"),
+        cases="k4-n3",
+    ),
+    Mutant(
+        "live_rows_come_first",
+        "drafter.requests_stop_on_their_own",
+        with_forward(_live_rows_come_first),
+        cases="k4-n3",
+    ),
+    Mutant(
+        "waits_for_lengths",
+        "drafter.a_round_never_waits",
+        with_builder(_WaitsForLengths),
+        not_shown="what it waits for is right",
+        cases="k4-n3",
+    ),
+    Mutant("plans_for_the_present", "builder.plans_ahead_attend_right", _Shortsighted()),
+    Mutant("as_long_as_the_last_row", "poison.request_order_does_not_matter", with_forward(_as_long_as_the_last_row)),
+    Mutant(
+        "rounds_by_the_page",
+        "poison.page_order_does_not_matter",
+        with_forward(_rounds_by_the_page),
+        not_shown="its error is within the budget",
+    ),
+    Mutant(
+        "every_other_call_rounds_up",
+        "graph.replay_equals_eager",
+        _EveryOtherCallRoundsUp(),
+        not_shown="its error is within the budget",
+    ),
     Mutant(
         "accepts_everything",
         "refusal.unclaimed_is_refused",
@@ -325,6 +606,29 @@ MUTANTS = (
         not_shown="what a backend accepts is asked before there is a drafter",
     ),
 )
+
+CLAIM_MUTANTS = (
+    _claims("of_another_contract", "contract.version_matches", contract_version=(2, 0)),
+    _claims("called_otherwise", "contract.name_is_the_registered_one", around=_under_another_name),
+    _claims(
+        "capabilities_with_a_function",
+        "contract.capabilities_are_data",
+        capabilities=_CapabilitiesWithAFunction(**_fields(TorchReference.capabilities)),
+    ),
+    _claims("answers_yes_or_no", "contract.supports_answers_with_reasons", supports=_answers_yes_or_no),
+    _claims("advances_without_reason", "contract.builder_declares_itself", builder=_AdvancesWithoutReason),
+    _claims("keeps_an_inherited_claim", "contract.overriding_build_drops_the_claim", builder=_KeepsAnInheritedClaim),
+    _claims("starts_cuda", "contract.cpu_use_touches_no_cuda", forward=_starts_cuda, around=_where_cuda_starts),
+    _claims("starts_cuda_when_loaded", "contract.loading_touches_no_cuda", around=_starting_when_loaded),
+    _claims(
+        "keeps_what_it_builds",
+        "builder.rounds_keep_no_memory",
+        builder=derived("Keeps", build=_keeps_what_it_builds),
+    ),
+    _claims("gives_one_reason", "refusal.all_reasons_at_once", supports=_gives_one_reason),
+    _claims("takes_any_write", "refusal.bad_writes_never_reach_a_kernel", write_kv=_takes_any_write),
+)
+"""Beside the others: what is wrong with them, no round of a drafter comes to."""
 
 ONE_PAGE_SIZE = _lists_pages("pages_have_16_tokens", "builder.advance_means_a_rebuild", counts=_pages_of_16)
 """Beside the others: it is right in pages of 16 tokens, which a test's drafter has unless it asks for others."""
@@ -336,3 +640,5 @@ FUSED_WRITE_MUTANTS = (
     Mutant("fused_with_another_epsilon", "numerics.fused_latent_write_stores_the_same", _FusedWithAnotherEpsilon()),
 )
 """Beside the others: metadata is right, so that no validation of a running drafter shows them."""
+
+ALL_MUTANTS = (*MUTANTS, *CLAIM_MUTANTS, *FUSED_WRITE_MUTANTS, ONE_PAGE_SIZE)

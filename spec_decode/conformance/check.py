@@ -55,6 +55,10 @@ class _Definition:
     body: Body
     since: tuple[int, int]
 
+    @property
+    def name(self) -> str:
+        return f"{self.family}.{self.verb}"
+
     def expand(self, subject: Subject) -> list[Check]:
         """The check on each of its cases; one that raises what was raised where no case could be made."""
         try:
@@ -65,7 +69,7 @@ class _Definition:
 
     def _check(self, subject: Subject, case: str, covers: Iterable[str], value: object, body: Body) -> Check:
         return Check(
-            name=f"{self.family}.{self.verb}",
+            name=self.name,
             family=self.family,
             case=case,
             contract=self.contract,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from mmap import mmap
 from types import ModuleType
@@ -20,6 +20,7 @@ from spec_decode.conformance.report import Report, Result
 from spec_decode.environment import Environment, environment
 from spec_decode.matrix import Matrix, Status, build_matrix
 from spec_decode.testing.outcome import Outcome
+from tests.mutants import cuda_that_starts
 
 CPU = torch.device("cpu")
 KEEPS_NOTHING = "builder.rounds_keep_no_memory"
@@ -116,14 +117,9 @@ def test_a_leak_is_broken_in_the_matrix_and_the_backend_beside_it_verified(leake
 
 
 @pytest.fixture
-def machine_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One where initialising CUDA works, as far as a plug-in at its import can tell; nothing is registered for good."""
-    started: list[bool] = []
-    monkeypatch.setattr(torch.cuda, "init", lambda: started.append(True))
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(started))
-    for store in ("_registered", "_loaded"):
-        monkeypatch.setattr(registry, store, dict(getattr(registry, store)))
-    monkeypatch.setattr(registry, "_started_cuda", [])
+def machine_with_cuda() -> Iterator[None]:
+    with cuda_that_starts():
+        yield
 
 
 def cuda_starter() -> AttentionBackend:

@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from attn_backends import get
-from builders import AttentionBatch
-from spec_decode.conformance import check_backend
+from spec_decode.conformance import check as kit
+from spec_decode.conformance import check_backend, iter_checks
 from spec_decode.testing.outcome import Outcome
-from tests.foreseen import Foreseen, ForeseenBuilder
-from tests.mutants import FUSED_WRITE_MUTANTS, MUTANTS, ONE_PAGE_SIZE, Mutant, freeze
+from tests.foreseen import Foreseen
+from tests.mutants import ALL_MUTANTS, MUTANTS, ONE_PAGE_SIZE, Mutant, freeze
 from tests.page_lists import PageLists
 
 CPU = torch.device("cpu")
+PLANS_AHEAD = "builder.plans_ahead_attend_right"
 KILLED = {Outcome.FAIL, Outcome.ERROR}
 
 BACKENDS = ("torch_reference", "triton_paged", "triton_mla", "sparse_swa_mla")
@@ -30,14 +31,34 @@ def outcomes(backend: object, *checks: str) -> dict[str, set[Outcome]]:
     return found
 
 
-@pytest.mark.parametrize("mutant", (*MUTANTS, *FUSED_WRITE_MUTANTS, ONE_PAGE_SIZE), ids=lambda mutant: mutant.name)
+def killed(mutant: Mutant) -> bool:
+    with mutant.around(mutant.backend) as asked:
+        return Outcome.FAIL in outcomes(asked, mutant.pattern)[mutant.killer]
+
+
+@pytest.mark.parametrize("mutant", ALL_MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutant_fails_the_check_that_names_its_defect(mutant: Mutant) -> None:
-    assert Outcome.FAIL in outcomes(mutant.backend, mutant.killer)[mutant.killer]
+    assert killed(mutant)
 
 
-@pytest.mark.parametrize("killer", sorted({mutant.killer for mutant in (*MUTANTS, *FUSED_WRITE_MUTANTS)}))
-def test_killer_passes_on_the_reference(killer: str) -> None:
-    assert outcomes(get("torch_reference"), killer)[killer] == {Outcome.PASS}
+@pytest.mark.parametrize("pattern", sorted({mutant.pattern for mutant in ALL_MUTANTS if mutant.killer != PLANS_AHEAD}))
+def test_killer_passes_on_the_reference(pattern: str) -> None:
+    assert set().union(*outcomes(get("torch_reference"), pattern).values()) == {Outcome.PASS}
+
+
+CHECKS = sorted({check.name for check in iter_checks("torch_reference", device=CPU)} | {PLANS_AHEAD})
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_check_that_is_emptied_lets_a_mutant_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So each check is the one that fails for some mutant; a new one brings its mutant."""
+    emptied = [
+        replace(definition, body=lambda subject, case: None) if definition.name == name else definition
+        for definition in kit._definitions
+    ]
+    monkeypatch.setattr(kit, "_definitions", emptied)
+    let_through = [mutant.name for mutant in ALL_MUTANTS if mutant.killer == name and not killed(mutant)]
+    assert let_through, f"no mutant in tests/mutants.py has the killer {name}: nothing shows that it can fail. Add one."
 
 
 def reasons(mutant: Mutant, check: str) -> list[str]:
@@ -105,14 +126,3 @@ def test_a_backend_that_plans_ahead_passes_the_kit() -> None:
     check_backend(Foreseen(), device=CPU, families=families).raise_if_failed()
     found = outcomes(Foreseen(), "builder.plans_ahead_attend_right", "drafter.strategies_agree*k[47]-n3*")
     assert found == {name: {Outcome.PASS} for name in found} and len(found) == 2
-
-
-def test_a_plan_for_the_lengths_as_they_are_is_caught() -> None:
-    def build(self: ForeseenBuilder, batch: AttentionBatch, *, horizon: int = 0) -> object:
-        stale = replace(batch, host_seq_lens=(*batch.seq_lens.tolist(),))
-        return ForeseenBuilder.build(self, stale, horizon=horizon)
-
-    support = classmethod(lambda cls, spec, device: ForeseenBuilder.advance_support(spec, device))
-    builder = type("Short", (ForeseenBuilder,), {"build": build, "advance_support": support})
-    backend = type("ShortSighted", (Foreseen,), {"builder": builder})()
-    assert Outcome.FAIL in outcomes(backend, "builder.plans_ahead_attend_right")["builder.plans_ahead_attend_right"]
