@@ -1,8 +1,9 @@
 """Show that stale metadata is caught on a device: python scripts/stale_controls.py NAME... --json FILE.
 
-For each backend, a builder whose metadata stays at the lengths it was built for must fail the checks that a right one
-passes. A control that passes means that the check could not have found the defect. Each control has a process of its
-own, for stale metadata may end in an illegal memory access, which takes the whole process's device with it.
+For each backend, a builder that builds right and whose metadata then stays as it was built must pass the check of what
+it built, and fail the checks of its advance. A control that passes those means that they could not have found the
+defect; one that fails the first means that something else was wrong. Each control has a process of its own, for stale
+metadata may end in an illegal memory access, which takes the whole process's device with it.
 """
 
 from __future__ import annotations
@@ -20,42 +21,56 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from attn_backends import AttentionBackend, get
+from builders import AdvanceSupport, AttentionBatch, AttentionSpec
 from scripts.script_report import script_options, write_report
 from spec_decode.conformance import check_backend
+from spec_decode.testing.metadata_fields import tensors_of
 
-SCHEMA = "attn-stale-controls/2"
+SCHEMA = "attn-stale-controls/3"
 CHECKS = (
     "builder.advance_attends_right",
     "builder.advance_refreshes_another_batch",
     "graph.loop_replays_over_other_batches",
     "graph.verify_replays_over_other_batches",
 )
+BUILT_RIGHT = "numerics.attention_is_right[[]base-*]"
 FAULTS = ("CUDA error", "illegal memory access")
 """A device's messages for what reading by stale metadata may end in."""
 
 
 def stale(name: str) -> AttentionBackend:
-    """The backend, with lengths copied at build and an advance that does nothing."""
+    """The backend, whose metadata is built right and stays so: no advance, and copies of what it shares with the batch."""
     kind = type(get(name))
-    original = kind.builder
+    original: Any = kind.builder
 
-    def build(self: Any, batch: Any, *, horizon: int = 0) -> Any:
-        metadata = original.build(self, batch, horizon=horizon)
-        return replace(metadata, seq_lens=metadata.seq_lens.clone())
+    class Stale(original):  # type: ignore[misc]
+        building = False
 
-    methods = {
-        "build": build,
-        "advance": lambda self, metadata: None,
-        "advance_support": classmethod(lambda cls, spec, device: original.advance_support(spec, device)),
-    }
-    builder = type("Stale", (original,), methods)
-    backend: AttentionBackend = type("StaleBackend", (kind,), {"builder": builder, "name": f"{name}_stale"})()
+        @classmethod
+        def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
+            support: AdvanceSupport = original.advance_support(spec, device)
+            return support
+
+        def build(self, batch: AttentionBatch, *, horizon: int = 0) -> Any:
+            self.building = True
+            metadata = super().build(batch, horizon=horizon)
+            self.building = False
+            shared = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(batch).values()}
+            views = {n: t for n, t in tensors_of(metadata).items() if t.untyped_storage().data_ptr() in shared}
+            return replace(metadata, **{name: views[name].clone() for name in self.step_fields if name in views})
+
+        def advance(self, metadata: Any) -> None:
+            if self.building:
+                super().advance(metadata)
+
+    backend: AttentionBackend = type("StaleBackend", (kind,), {"builder": Stale, "name": f"{name}_stale"})()
     return backend
 
 
 def control(job: tuple[str, str], device: torch.device) -> dict[str, Any]:
-    """What one check finds of one stale backend: how many cases, and the first that is no pass."""
+    """What one check finds of one stale backend: how many cases, the first that is no pass, how it built."""
     name, check = job
+    built = check_backend(stale(name), device=device, checks=[BUILT_RIGHT])
     report = check_backend(stale(name), device=device, checks=[check])
     ran = [result for result in report.results if result.outcome.value not in ("unsupported", "unavailable")]
     wrong = [result for result in ran if result.outcome.value == "fail" or any(x in result.reason for x in FAULTS)]
@@ -64,13 +79,14 @@ def control(job: tuple[str, str], device: torch.device) -> dict[str, Any]:
         "version": report.version,
         "check": check,
         "cases": len(ran),
+        "built_right": built.ok,
         "caught": bool(wrong),
         "first": wrong[0].reason[:300] if wrong else [f"{r.outcome.value}: {r.reason[:300]}" for r in ran[:3]],
     }
 
 
 def main() -> None:
-    """Run every check on every stale backend, write what they found, and fail unless each caught it."""
+    """Run every check on every stale backend, write what they found, and fail unless each built right and was caught."""
     parser = script_options(__doc__)
     parser.add_argument("names", nargs="+")
     parser.add_argument("--jobs", type=int, default=4)
@@ -80,9 +96,10 @@ def main() -> None:
     with context.Pool(flags.jobs, maxtasksperchild=1) as pool:
         for row in pool.imap(partial(control, device=flags.device), product(flags.names, CHECKS)):
             rows.append(row)
-            print(row["backend"], row["check"], "caught" if row["caught"] else "NOT CAUGHT", row["first"], flush=True)
+            found = ("caught" if row["caught"] else "NOT CAUGHT") if row["built_right"] else "BUILT WRONG"
+            print(row["backend"], row["check"], found, row["first"], flush=True)
     write_report(flags.json, SCHEMA, flags.device, controls=rows)
-    if not all(row["caught"] for row in rows):
+    if not all(row["caught"] and row["built_right"] for row in rows):
         raise SystemExit(1)
 
 
