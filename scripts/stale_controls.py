@@ -39,7 +39,7 @@ FAULTS = ("CUDA error", "illegal memory access")
 
 
 def stale(name: str) -> AttentionBackend:
-    """The backend, whose metadata is built right and stays so: no advance, and copies of what it shares with the batch."""
+    """The backend, built right and stale after: its advance does nothing, and what it shares with a batch is copied."""
     kind = type(get(name))
     original: Any = kind.builder
 
@@ -86,7 +86,7 @@ def control(job: tuple[str, str], device: torch.device) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run every check on every stale backend, write what they found, and fail unless each built right and was caught."""
+    """Run every check on every stale backend, write what they found, fail unless each built right and was caught."""
     parser = script_options(__doc__)
     parser.add_argument("names", nargs="+")
     parser.add_argument("--jobs", type=int, default=4)
