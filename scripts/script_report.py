@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import msgspec
 import torch
 
 from spec_decode.environment import environment
+from spec_decode.source_digests import SERVING, source_digests
 
 
 def script_options(description: str | None) -> argparse.ArgumentParser:
@@ -23,12 +25,16 @@ def script_options(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def write_report(path: Path, schema: str, device: torch.device, **content: Any) -> None:
-    """Write schema, environment and command, which leaves the report's own path out, and then the content."""
+def write_report(
+    path: Path, schema: str, device: torch.device, covers: Sequence[str] = SERVING, **content: Any
+) -> None:
+    """Write schema, environment, command, which leaves the report's own path out, the digests of the source that the
+    report covers, and then the content."""
     arguments = sys.argv[1:]
     if "--json" in arguments:
         at = arguments.index("--json")
         del arguments[at : at + 2]
     command = shlex.join(["python", sys.argv[0], *arguments, "--json", "FILE"])
-    head = {"schema": schema, "env": msgspec.to_builtins(environment(device)), "command": command}
+    env = msgspec.to_builtins(environment(device))
+    head = {"schema": schema, "env": env, "command": command, "sources": source_digests(covers)}
     path.write_text(json.dumps({**head, **content}, indent=1) + "\n")

@@ -15,7 +15,7 @@ from tests.import_graph import FLOORS, ROOT, Uses, circles, imported, loaded_use
 
 OUTSIDE = ["tests", "examples", "scripts", "train_pair"]
 ROOMS = [
-    "__init__", "files", "environment",
+    "__init__", "files", "environment", "source_digests",
     "graphs", "sampling", "verification", "models", "drafter", "engine",
     "testing", "conformance", "tools", "matrix", "cli", "__main__",
 ]  # fmt: skip

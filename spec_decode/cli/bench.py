@@ -91,7 +91,7 @@ def _short(row: dict[str, Any]) -> dict[str, Any]:
 
     limits, met = verdict(row.get("limits", ()))
     shown = {**row, "peer": row.get("peer") or None, "limits": limits or None, "met": met}
-    for name in ("schema", "env", "command", "missing"):
+    for name in ("schema", "env", "command", "missing", "sources"):
         shown.pop(name, None)
     return {name: value["p50"] if isinstance(value, dict) else value for name, value in shown.items()}
 

@@ -70,7 +70,8 @@ def matrix(options: _Options) -> None:
     PATH is a report of checks, draft pairs or timings; a folder stands for those below it. Without a PATH and without
     --run, reports/ is shown. With --run each backend, or `available`, or `all`, is checked in a subprocess: one that
     crashes or hangs is named, and costs no other its results. --check compares the pages named, or else
-    docs/compatibility.md and .html, with what the reports say now.
+    docs/compatibility.md and .html, with what the reports say now, and the source that reports of a GPU cover with the
+    source as it is.
     """
     options.require_sense()
     from spec_decode.matrix import Sources, build_matrix
@@ -86,10 +87,15 @@ def matrix(options: _Options) -> None:
         tags=options.tags,
         current=_installed(sources) if options.installed else None,
     )
+    paths = options.paths or (() if options.names else (REPORTS,))
     if options.only_check:
-        _require_published(result, options.targets(), options.paths or (REPORTS,))
+        # Both are asked, so that one run names all that is to be made again.
+        if not all([_published(result, options.targets(), paths), _up_to_date(paths)]):
+            raise SystemExit(1)
         return
     _show(result, options.targets())
+    if "-" not in options.targets().values():
+        _up_to_date(paths)
     if not all(report.ok for report in fresh):
         raise SystemExit(1)
 
@@ -148,7 +154,8 @@ def _show(result: Matrix, targets: dict[str, str | None]) -> None:
             write(target, render(result))
 
 
-def _require_published(result: Matrix, targets: dict[str, str | None], paths: tuple[Path, ...]) -> None:
+def _published(result: Matrix, targets: dict[str, str | None], paths: tuple[Path, ...]) -> bool:
+    """Whether each target is what would be written, said in a line."""
     writers = _writers()
     drifted = {}
     for name, target in targets.items():
@@ -160,5 +167,22 @@ def _require_published(result: Matrix, targets: dict[str, str | None], paths: tu
     if drifted:
         renew = " ".join(["attn-backends matrix", *map(str, paths), *(f"--{n} {t}" for n, t in drifted.items())])
         click.echo(f"{', '.join(drifted.values())} must say what the reports say, and do not. Renew with: {renew}")
-        raise SystemExit(1)
+        return False
     say(stdout(), f"{', '.join(filter(None, targets.values()))}: what the reports say")
+    return True
+
+
+def _up_to_date(paths: tuple[Path, ...]) -> bool:
+    """Whether the reports of a GPU are of the source as it is; names those that are not."""
+    from spec_decode.matrix.staleness import out_of_date
+
+    reasons = out_of_date(paths)
+    for path, reason in reasons.items():
+        say(stdout(), f"out of date: {path}: {reason}")
+    if reasons:
+        say(
+            stdout(),
+            f"a report of a GPU must be of the source as it is, {len(reasons)} are not: what they show was seen of "
+            "other code. Run the commands they name again.",
+        )
+    return not reasons

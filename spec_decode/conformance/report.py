@@ -68,7 +68,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every result of one backend on one device, and what the backend claimed there.
 
-    contract: the contract version it was built for. claims: by tag; empty where the backend did not load.
+    contract: the contract version it was built for. claims: by tag; empty where the backend did not load. sources: by
+    package, digests of the product's source that was checked.
     """
 
     schema: str = SCHEMA
@@ -77,6 +78,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     contract: str = ""
     env: Environment
     command: str
+    sources: dict[str, str] = {}
     claims: dict[str, Claim] = {}
     results: tuple[Result, ...]
 

@@ -18,6 +18,7 @@ from spec_decode.conformance.known_failures import KnownFailure, known_failures_
 from spec_decode.conformance.notes import notes_on
 from spec_decode.conformance.report import EVERYTHING, Report, Result
 from spec_decode.environment import Environment, environment
+from spec_decode.source_digests import CHECKS, source_digests
 from spec_decode.testing.error_location import error_location
 from spec_decode.testing.expectations import CheckFailure, Measurements, Unavailable, Unsupported
 from spec_decode.testing.outcome import Outcome
@@ -102,6 +103,7 @@ def plan(
         backend=name,
         env=environment(device),
         command=command,
+        sources=source_digests(CHECKS),
         version=str(subject.backend.version),
         contract=".".join(map(str, subject.backend.contract_version)),
         claims=claims_of(subject, [column for check in every for column in check.covers]),
@@ -149,7 +151,9 @@ def unloaded(name: str, env: Environment, command: str, outcome: Outcome, reason
         tags=(EVERYTHING,),
         repro=command,
     )
-    return Report(backend=name, version="unknown", env=env, command=command, results=(loading,))
+    return Report(
+        backend=name, version="unknown", env=env, command=command, sources=source_digests(CHECKS), results=(loading,)
+    )
 
 
 def _not_run(check: Check, backend: str, device: torch.device) -> Result:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,11 +41,12 @@ class AgreementRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A report of scripts/pair_agreement.py."""
+    """A report of scripts/pair_agreement.py. sources: digests of the source that it covers, by package."""
 
     schema: str = AGREEMENT_SCHEMA
     env: Environment
     command: str
+    sources: dict[str, str] = {}
     rows: tuple[AgreementRow, ...]
 
 
@@ -96,6 +97,8 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     host_waits: bool | None = None
     env: TimingEnvironment
     command: str
+    sources: dict[str, str] = {}
+    """Digests of the source that was timed, by package."""
 
     @property
     def token_us(self) -> Quantiles | None:
@@ -141,11 +144,11 @@ class Sources:
             )
 
 
-def files_below(paths: Iterable[Path]) -> list[Path]:
-    """The files that the paths name; a folder stands for the evidence below it."""
+def files_below(paths: Iterable[Path], patterns: Sequence[str] = PATTERNS) -> list[Path]:
+    """The files that the paths name; a folder stands for those below it that match one of the patterns."""
     found: list[Path] = []
     for path in paths:
-        found += [file for pattern in PATTERNS for file in sorted(path.rglob(pattern))] if path.is_dir() else [path]
+        found += [file for pattern in patterns for file in sorted(path.rglob(pattern))] if path.is_dir() else [path]
     return list(dict.fromkeys(found))
 
 

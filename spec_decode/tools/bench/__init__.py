@@ -10,6 +10,7 @@ import torch
 
 from builders import BatchError
 from spec_decode.environment import environment
+from spec_decode.source_digests import ROUNDS, SERVING, source_digests
 from spec_decode.tools.bench.advance_cases import advance_rows, step_rows
 from spec_decode.tools.bench.decode_cases import decode_rows
 from spec_decode.tools.bench.measure import copy_bandwidth
@@ -80,9 +81,10 @@ def run(
         if not on_cuda and case not in CPU_CASES:
             bench.miss(case, f"times a CUDA device and this run is on {device.type}")
             continue
+        sources = source_digests(SERVING if case == "throughput" else ROUNDS)
         with bench.noting(case):
             for row in _ROWS[case][1](bench):
-                bench.rows.append({"schema": SCHEMA, **EMPTY, **row, **shared})
+                bench.rows.append({"schema": SCHEMA, **EMPTY, **row, **shared, "sources": sources})
                 if on_row:
                     on_row(bench.rows[-1])
     if not bench.rows:

@@ -111,11 +111,12 @@ class SoakResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class SoakReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The soak of every backend asked for, on one device."""
+    """The soak of every backend asked for, on one device. sources: digests of the source that it covers, by package."""
 
     schema: str = SCHEMA
     env: Environment
     command: str
+    sources: dict[str, str] = {}
     options: Options
     results: tuple[SoakResult, ...]
 

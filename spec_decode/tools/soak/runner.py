@@ -15,6 +15,7 @@ from builders.errors import require
 from builders.kernels.triton_runtime import torch_implementations
 from spec_decode.drafter import Strategy, VerifiedTokens
 from spec_decode.environment import environment
+from spec_decode.source_digests import SOAKS, source_digests
 from spec_decode.testing.expectations import Unsupported
 from spec_decode.testing.memory import read, reset_peaks
 from spec_decode.testing.outcome import Outcome
@@ -52,7 +53,13 @@ def soak(
         results.append(_lost(name, device, options) or soak_backend(name, device, options, on_progress))
         if on_result:
             on_result(results[-1])
-    return SoakReport(env=env, command=command_line(names, device, options), options=options, results=tuple(results))
+    return SoakReport(
+        env=env,
+        command=command_line(names, device, options),
+        sources=source_digests(SOAKS),
+        options=options,
+        results=tuple(results),
+    )
 
 
 def soak_backend(
