@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from spec_decode.cli.options import chosen_names, device_option, resolve_device
+from spec_decode.cli.options import StrategyChoice, chosen_names, device_option, resolve_device
 from spec_decode.cli.output import UserError, say, stdout, write, writing
 
 if TYPE_CHECKING:
@@ -20,21 +20,26 @@ if TYPE_CHECKING:
 @click.option("--max-reqs", default=8, show_default=True, help="Requests in a round at most.")
 @click.option("-k", "num_speculative_tokens", default=4, show_default=True, help="Draft tokens a round.")
 @click.option("--seed", default=0, show_default=True, help="Of everything that is random.")
+@click.option("--compare-every", metavar="N", default=10, show_default=True, help="Of N rounds, one is compared.")
+@click.option("--strategy", "strategies", multiple=True, type=StrategyChoice(), help="Only this; repeatable.")
 @device_option
 @click.option("--json", "target", metavar="FILE", help="Write the report to a file, or - for standard output.")
-def soak(names: tuple[str, ...], device: str | None, target: str | None, **numbers: int) -> None:
+def soak(
+    names: tuple[str, ...], device: str | None, target: str | None, strategies: tuple[str, ...], **numbers: int
+) -> None:
     """Draft for a long time while requests join, leave and run into their limits.
 
     NAME is a registered backend, `available` (each made for the device) or `all`. A small random draft model runs
-    the cheapest way the backend allows; now and then eager drafting repeats a round, and every bit must be the same.
-    Memory may not grow. Exit status 1 if a backend fails.
+    in every strategy that the backend allows, each in its turn; of every ten rounds, eager drafting repeats one, and
+    every bit must be the same. Memory may not grow. Exit status 1 if a backend fails.
     """
     where = resolve_device(device)
+    from spec_decode.drafter import Strategy
     from spec_decode.testing.outcome import Outcome
     from spec_decode.tools.soak import Options
     from spec_decode.tools.soak import soak as run
 
-    options = Options(**numbers)
+    options = Options(strategies=tuple(Strategy(name) for name in strategies if name != "auto"), **numbers)
     chosen = chosen_names(names, where)
     _require_file(target)
     console = stdout()

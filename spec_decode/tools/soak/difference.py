@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import torch
 
 from spec_decode.drafter import Drafts
@@ -19,12 +20,13 @@ def difference(
     drafts, expected: of the candidate and of the reference. tokens [n, K], logits [n, K, V] where a token was drafted,
     overflow flags and the whole cache must be the same bits.
     """
-    return (
+    found = (
         _in_tokens(round_, drafts.tokens.cpu(), expected.tokens.cpu())
         or _in_logits(round_, drafts, expected)
         or _in_flags(round_, candidate, reference)
         or _in_cache(round_, candidate, reference)
     )
+    return found and msgspec.structs.replace(found, strategy=candidate.strategy)
 
 
 def _in_tokens(round_: ScheduledRound, found: torch.Tensor, expected: torch.Tensor) -> Failure | None:

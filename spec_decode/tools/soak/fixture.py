@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
 from builders import AttentionSpec, RequestTables
-from spec_decode.drafter import Drafter, DrafterConfig, Drafts, Strategy, VerifiedTokens
+from spec_decode.drafter import Drafter, DrafterConfig, Drafts, Strategy, StrategyError, VerifiedTokens
 from spec_decode.drafter.kv_groups import KVGroup
 from spec_decode.models import EagleDraft
 from spec_decode.testing.draft_fixture import draft_model, draft_spec, noisy_group
@@ -27,10 +27,15 @@ Propose = Callable[[VerifiedTokens], Drafts]
 
 @dataclass(frozen=True, slots=True)
 class SoakDrafter:
-    """A drafter with tables and a cache of its own: the candidate of a soak, or its eager reference."""
+    """A drafter and the group that its cache is in: a candidate of a soak, or its eager reference."""
 
     drafter: Drafter
     group: KVGroup
+
+    @property
+    def strategy(self) -> str:
+        name: str = self.drafter.plan.strategy.value
+        return name
 
     def cache_bits(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as integers of the cache's shape: a NaN equals itself."""
@@ -74,17 +79,32 @@ class SoakFixture:
         return cls(subject, spec, draft_model(spec, subject.device, max_seq_len=longest), limits)
 
     def drafter(self, strategy: Strategy | None) -> SoakDrafter:
-        """strategy: None takes the one with the least host work that the backend allows."""
+        """A drafter of its own. strategy: None takes the one with the least host work that the backend allows."""
+        return self._drafter(strategy, self._tables(), noisy_group(self.subject, self.spec, self.limits.num_pages))
+
+    def drafters(self, strategies: Iterable[Strategy]) -> tuple[list[SoakDrafter], dict[str, str]]:
+        """A drafter for each strategy that can be run, over the same tables and cache, and why each other cannot."""
+        tables, group = self._tables(), noisy_group(self.subject, self.spec, self.limits.num_pages)
+        made, refused = [], {}
+        for strategy in strategies:
+            try:
+                made.append(self._drafter(strategy, tables, group))
+            except StrategyError as error:
+                refused[strategy.value] = str(error)
+        return made, refused
+
+    def _tables(self) -> RequestTables:
         limits = self.limits
-        group = noisy_group(self.subject, self.spec, limits.num_pages)
-        tables = RequestTables(
+        return RequestTables(
             page_sizes=[self.spec.page_size],
             num_pages=[limits.num_pages],
             max_reqs=limits.max_reqs,
             max_seq_len=limits.max_seq_len,
             device=self.subject.device,
         )
-        config = DrafterConfig(num_speculative_tokens=limits.num_speculative_tokens, strategy=strategy)
+
+    def _drafter(self, strategy: Strategy | None, tables: RequestTables, group: KVGroup) -> SoakDrafter:
+        config = DrafterConfig(num_speculative_tokens=self.limits.num_speculative_tokens, strategy=strategy)
         return SoakDrafter(Drafter(self.model, [group], tables, config), group)
 
     def inputs(self, seed: int) -> RoundInputs:

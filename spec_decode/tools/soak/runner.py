@@ -24,10 +24,9 @@ from spec_decode.tools.soak.difference import difference
 from spec_decode.tools.soak.fixture import MAX_SEQ_LEN, SoakFixture
 from spec_decode.tools.soak.inputs import CHUNK
 from spec_decode.tools.soak.memory import Memory
-from spec_decode.tools.soak.result import Failure, Options, SoakReport, SoakResult
+from spec_decode.tools.soak.result import Failure, Options, SoakReport, SoakResult, StrategyRounds
 from spec_decode.tools.soak.schedule import Schedule, ScheduledRound
 
-_COMPARE_EVERY = 100
 _WARM_UP = 500
 
 OnResult = Callable[[SoakResult], None]
@@ -65,7 +64,7 @@ def soak(
 def soak_backend(
     backend: str | AttentionBackend, device: torch.device, options: Options, on_progress: OnResult | None = None
 ) -> SoakResult:
-    """Run options.rounds rounds in the strategy with the least host work; the first thing that is wrong ends them."""
+    """Run options.rounds rounds, each strategy in its turn; the first thing that is wrong ends them."""
     _require_room(options, device)
     run = _Run(backend if isinstance(backend, str) else backend.name, device, options)
     try:
@@ -77,7 +76,7 @@ def soak_backend(
     except Unsupported as refusal:
         return run.result(Outcome.UNSUPPORTED, reason=str(refusal))
     except Exception as error:  # a backend may fail in any way, and must not cost the others their soak
-        return run.failed(Outcome.ERROR, run.failure("exception", f"{type(error).__name__}: {error}"))
+        return run.failed(Outcome.ERROR, run.failure("exception", f"{type(error).__name__}: {error}", run.strategy))
     return run.failed(Outcome.FAIL, failure) if failure else run.result(Outcome.PASS)
 
 
@@ -87,6 +86,9 @@ class _Run:
     def __init__(self, name: str, device: torch.device, options: Options) -> None:
         self.name, self.device, self.options = name, device, options
         self.counts: Counter[str] = Counter()
+        self.rounds: Counter[str] = Counter()
+        self.compared: Counter[str] = Counter()
+        self.strategy = ""
         self.facts: dict[str, Any] = {"version": "unknown"}
         self.start = time.perf_counter()
 
@@ -113,27 +115,36 @@ class _Run:
             "spec": fixture.spec.describe(),
             "max_seq_len": fixture.limits.max_seq_len,
         }
-        self.candidate, self.reference = fixture.drafter(None), fixture.drafter(Strategy.EAGER)
-        self.candidate.drafter.capture()
+        self.candidates, refused = fixture.drafters(options.strategies or Strategy)
+        if not self.candidates or (refused and options.strategies):
+            raise Unsupported(" ".join(refused.values()))
+        self.reference = fixture.drafter(Strategy.EAGER)
+        for candidate in self.candidates:
+            candidate.drafter.capture()
         self.warm_up = min(_WARM_UP, options.rounds // 2)
-        self.facts |= {"strategy": self.candidate.drafter.plan.strategy.value, "warm_up": self.warm_up}
+        self.facts |= {"refused": refused, "warm_up": self.warm_up}
+        sizes = self.candidates[0].drafter.graphs.sizes
         self.schedule = Schedule(
             fixture.limits,
-            # What the first round of a batch size allocates or compiles belongs to the warm-up, the reference's too.
-            first=self.candidate.drafter.graphs.sizes,
-            compare_every=min(_COMPARE_EVERY, max(1, options.rounds // 10)),
+            # What a strategy's first round of a batch size allocates or compiles belongs to the warm-up.
+            first=[size for size in sizes for _ in self.candidates],
+            compare_every=options.compare_every,
             seed=options.seed,
         )
         self.inputs = fixture.inputs(options.seed)
 
     def _round(self, round_: ScheduledRound, verified: VerifiedTokens) -> Failure | None:
+        candidate = self.candidates[round_.index % len(self.candidates)]
+        self.strategy = candidate.strategy
         if round_.compared:
-            self.reference.copy_cache(self.candidate)
-        drafts = self.candidate.draft(round_, verified)
+            self.reference.copy_cache(candidate)
+        drafts = candidate.draft(round_, verified)
         if round_.compared:
             expected = self.reference.draft(round_, verified)
-            if failure := difference(round_, self.candidate, drafts, self.reference, expected):
+            if failure := difference(round_, candidate, drafts, self.reference, expected):
                 return failure
+            self.compared[self.strategy] += 1
+        self.rounds[self.strategy] += 1
         self.counts.update(
             rounds=1,
             compared=int(round_.compared),
@@ -146,9 +157,9 @@ class _Run:
             self.warm = read(self.device)
         return None
 
-    def failure(self, what: str, detail: str) -> Failure:
+    def failure(self, what: str, detail: str, strategy: str = "") -> Failure:
         """A failure in the present round."""
-        return Failure(round=self.counts["rounds"], what=what, detail=detail)
+        return Failure(round=self.counts["rounds"], what=what, detail=detail, strategy=strategy)
 
     def failed(self, outcome: Outcome, failure: Failure) -> SoakResult:
         return self.result(outcome, reason=failure.describe(self.options.seed), failure=failure)
@@ -162,6 +173,10 @@ class _Run:
             failure=failure,
             repro=command_line([self.name], self.device, self.options),
             seconds=round(time.perf_counter() - self.start, 3),
+            strategies={
+                name: StrategyRounds(rounds=rounds, compared=self.compared[name])
+                for name, rounds in self.rounds.items()
+            },
             **{**self.facts, **self.counts},
         )
 
@@ -169,7 +184,9 @@ class _Run:
 def command_line(names: Sequence[str], device: torch.device, options: Options) -> str:
     """The command that does the same again: nothing in a soak depends on anything else."""
     size = f"--rounds {options.rounds} --max-reqs {options.max_reqs} -k {options.num_speculative_tokens}"
-    return shlex.join(["attn-backends", "soak", *names, *f"{size} --seed {options.seed} --device {device}".split()])
+    words = f"{size} --compare-every {options.compare_every} --seed {options.seed} --device {device}".split()
+    words += [word for strategy in options.strategies for word in ("--strategy", strategy.value)]
+    return shlex.join(["attn-backends", "soak", *names, *words])
 
 
 def _require_room(options: Options, device: torch.device) -> None:

@@ -87,10 +87,12 @@ class Schedule:
     """An endless series of rounds; a pure function of its arguments."""
 
     def __init__(self, limits: ScheduleLimits, *, first: Sequence[int], compare_every: int, seed: int) -> None:
-        """first: the number of requests in each of the first rounds, which are all compared; later ones at random."""
+        """first: the number of requests in each of the first rounds, which are all compared. Later ones are at random:
+        one of every compare_every in a row is compared.
+        """
         self.limits = limits
         self._first = tuple(first)
-        self._compare_every = compare_every
+        self._compare_every, self._next_compared = compare_every, 0
         self._random = random.Random(seed)
         self._free = list(range(limits.num_pages))
         self._random.shuffle(self._free)
@@ -108,13 +110,15 @@ class Schedule:
             self._wanted = self._first[index]
         elif self._random.random() < _CROWD_CHANGES:
             self._wanted = self._random.randint(1, self.limits.max_reqs)
+        if index % self._compare_every == 0:
+            self._next_compared = index + self._random.randrange(self._compare_every)
         left, at_limit = self._let_leave()
         joined = self._let_join()
         self._rounds += 1
         return ScheduledRound(
             index=index,
             rows=tuple(self._scheduled(request) for request in self._live),
-            compared=starting or self._random.randrange(self._compare_every) == 0,
+            compared=starting or index == self._next_compared,
             joined=joined,
             left=left,
             at_limit=at_limit,

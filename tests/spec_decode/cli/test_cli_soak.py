@@ -10,7 +10,7 @@ from spec_decode.testing.outcome import Outcome
 from spec_decode.tools.soak import SoakReport
 from tests.mutants import MUTANTS
 
-SHORT = ("--rounds", 12, "--max-reqs", 2, "-k", 2, "--device", "cpu")
+SHORT = ("--rounds", 22, "--max-reqs", 2, "-k", 2, "--device", "cpu")
 
 
 @pytest.fixture
@@ -48,15 +48,15 @@ def test_a_soak_prints_a_line_a_backend_and_writes_one_report(tmp_path, run):
     ]
 
     report = msgspec.json.decode((tmp_path / "out" / "soak.json").read_bytes(), type=SoakReport)
-    assert report.schema == "attn-soak/2" and report.env.python and report.ok
+    assert report.schema == "attn-soak/3" and report.env.python and report.ok
     assert [found.backend for found in report.results] == ["torch_reference", "triton_paged"]
-    assert report.command.startswith("attn-backends soak torch_reference triton_paged --rounds 12 --max-reqs 2 -k 2")
+    assert report.command.startswith("attn-backends soak torch_reference triton_paged --rounds 22 --max-reqs 2 -k 2")
 
 
 def test_a_difference_is_printed_with_its_place_and_the_command_that_repeats_it(stale, tmp_path, run):
     result = run("soak", stale, *SHORT, "--json", "soak.json")
     assert result.exit_code == 1
-    repro = f"attn-backends soak {stale} --rounds 12 --max-reqs 2 -k 2 --seed 0 --device cpu"
+    repro = f"attn-backends soak {stale} --rounds 22 --max-reqs 2 -k 2 --compare-every 10 --seed 0 --device cpu"
     assert f"{stale}: fail after" in result.output and f"\n    {repro}\n" in result.output
 
     found = json.loads((tmp_path / "soak.json").read_text())["results"][0]
@@ -88,7 +88,7 @@ def test_available_names_every_backend_made_for_the_device(interrupted, run):
     ("words", "says"),
     [
         (("nonesuch",), "torch_reference"),
-        (("torch_reference", "--rounds", 3), "at least 10 rounds, got 3"),
+        (("torch_reference", "--rounds", 3), "at least 42 rounds, got 3"),
         (("torch_reference", "--max-reqs", 0), "1 to 256 requests"),
         (("torch_reference", "-k", 0), "at least 1 token"),
         (("torch_reference", "--seed", -1), "seed must be"),

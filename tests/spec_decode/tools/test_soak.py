@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from mmap import mmap
 from typing import Any
 
@@ -26,7 +26,7 @@ from tests.mutants import MUTANTS, freeze, with_builder, with_forward
 
 CPU = torch.device("cpu")
 SHORT = Options(rounds=60, max_reqs=4)
-SHORTER = Options(rounds=12, max_reqs=3, num_speculative_tokens=2)
+SHORTER = Options(rounds=22, max_reqs=3, num_speculative_tokens=2)
 
 
 class Rebuilt(ReferenceBuilder):
@@ -70,8 +70,8 @@ def test_a_right_backend_passes(name: str) -> None:
     result = soak_backend(name, CPU, SHORT)
 
     assert result.outcome is Outcome.PASS, result.reason
-    assert (result.rounds, result.warm_up, result.strategy) == (60, 30, "full_loop")
-    assert 3 <= result.compared < 60
+    assert (result.rounds, result.warm_up) == (60, 30)
+    assert result.compared >= 60 / 10
     assert result.joins > result.leaves > result.limit_hits > 0
     assert result.tokens > 60
 
@@ -79,7 +79,47 @@ def test_a_right_backend_passes(name: str) -> None:
 def test_a_backend_that_must_be_rebuilt_is_soaked_step_by_step() -> None:
     result = soak_backend(with_builder(Rebuilt), CPU, SHORTER)
 
-    assert (result.outcome, result.strategy) == (Outcome.PASS, "per_step")
+    assert (result.outcome, list(result.strategies)) == (Outcome.PASS, ["per_step", "eager"])
+    assert "REBUILD" in result.refused["full_loop"]
+
+
+def test_every_strategy_that_can_be_run_takes_its_turn_and_is_compared() -> None:
+    result = soak_backend("triton_paged", CPU, SHORT)
+
+    assert result.outcome is Outcome.PASS, result.reason
+    assert {*result.strategies, *result.refused} == {strategy.value for strategy in Strategy}
+    assert {"device_loop", "full_loop", "per_step", "eager"} <= {*result.strategies}
+    assert sum(each.rounds for each in result.strategies.values()) == result.rounds == 60
+    assert sum(each.compared for each in result.strategies.values()) == result.compared
+    assert all(each.compared for each in result.strategies.values())
+
+
+def test_a_strategy_that_was_asked_for_is_soaked_alone() -> None:
+    result = soak_backend("torch_reference", CPU, replace(SHORTER, strategies=(Strategy.PER_STEP,)))
+
+    assert (result.outcome, list(result.strategies)) == (Outcome.PASS, ["per_step"])
+    assert result.repro.endswith("--device cpu --strategy per_step")
+
+
+def test_a_strategy_that_was_asked_for_and_cannot_be_run_is_no_pass() -> None:
+    result = soak_backend(with_builder(Rebuilt), CPU, replace(SHORTER, strategies=(Strategy.FULL_LOOP,)))
+
+    assert result.outcome is Outcome.UNSUPPORTED and "full_loop was asked for" in result.reason
+
+
+def test_a_fault_of_one_strategy_is_found_and_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    undisturbed = SoakDrafter.draft
+
+    def draft(self: SoakDrafter, round_: ScheduledRound, verified: Any) -> Any:
+        drafts = undisturbed(self, round_, verified)
+        if self.strategy == "per_step" and round_.index > 20:
+            tamper(self, drafts, "logit")
+        return drafts
+
+    monkeypatch.setattr(SoakDrafter, "draft", draft)
+    result = soak_backend("torch_reference", CPU, replace(SHORT, rounds=200))
+
+    assert broken(result).strategy == "per_step" and "per_step, row" in result.reason
 
 
 STALE = {
@@ -98,8 +138,9 @@ def test_stale_metadata_is_caught_and_named(backend: Any) -> None:
     assert failure.what in ("token", "logit", "cache")
     assert failure.row is not None and failure.request is not None
     assert failure.round == result.rounds
-    assert f"{failure.what} in round {failure.round}, row {failure.row}" in result.reason and "seed 0" in result.reason
-    assert result.repro.endswith("_mutant --rounds 60 --max-reqs 4 -k 4 --seed 0 --device cpu")
+    place = f"{failure.what} in round {failure.round}, {failure.strategy}, row {failure.row} "
+    assert result.reason.startswith(place) and "seed 0" in result.reason
+    assert result.repro.endswith("_mutant --rounds 60 --max-reqs 4 -k 4 --compare-every 10 --seed 0 --device cpu")
 
 
 def test_the_same_seed_fails_in_the_same_place_and_another_one_elsewhere() -> None:
@@ -251,7 +292,8 @@ def test_progress_is_told_now_and_then() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"rounds": 9}, "at least 10 rounds, got 9"),
+        ({"rounds": 41}, "at least 42 rounds, got 41"),
+        ({"compare_every": 0}, "one of every N rounds"),
         ({"max_reqs": 0}, "1 to 256 requests"),
         ({"max_reqs": 257}, "1 to 256 requests"),
         ({"num_speculative_tokens": 0}, "at least 1 token"),
@@ -310,6 +352,15 @@ def test_the_first_rounds_have_the_sizes_asked_for_and_are_compared() -> None:
 
     assert [len(round_.rows) for round_ in first] == [1, 2, 4, 6]
     assert all(round_.compared for round_ in first)
+
+
+@pytest.mark.parametrize("every", [1, 3, 10])
+def test_of_so_many_rounds_in_a_row_one_is_compared(every: int) -> None:
+    rounds = list(islice(schedule(compare_every=every), 4 + 60 * every))[4:]
+    compared = [round_.index for round_ in rounds if round_.compared]
+
+    assert max(after - before for before, after in pairwise(compared)) < 2 * every
+    assert len(compared) in (60, 61)
 
 
 def test_joins_and_leaves_account_for_the_rows() -> None:
