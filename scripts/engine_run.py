@@ -128,10 +128,17 @@ class RunConfig:
         return Engine(pair.target, pair.draft, self.backend, config)
 
 
-def serve(config: RunConfig, pair: Pair, verification: str, requests: Sequence[Request], rng: random.Random) -> BusyRun:
-    """Serve the requests, which join at random, until nothing is left."""
-    options = {"max_reqs": MAX_REQS, "num_pages": config.pages, "max_prefill_tokens": 256}
-    engine = config.make_engine(pair, verification, **options)
+def serve(
+    config: RunConfig,
+    pair: Pair,
+    verification: str,
+    requests: Sequence[Request],
+    rng: random.Random,
+    **options: Any,
+) -> BusyRun:
+    """Serve the requests, which join at random, until nothing is left. options: more of the engine's."""
+    sizes = {"max_reqs": MAX_REQS, "num_pages": config.pages, "max_prefill_tokens": 256}
+    engine = config.make_engine(pair, verification, **sizes, **options)
     engine.capture()
     handles: list[Handle] = []
     cancels: Counter[str] = Counter()

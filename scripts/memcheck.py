@@ -1,14 +1,26 @@
-"""Run checks of backends under NVIDIA's compute-sanitizer: python scripts/memcheck.py NAME... --json FILE."""
+"""Run backends and engines under NVIDIA's compute-sanitizer: python scripts/memcheck.py NAME... --json FILE.
+
+torch's allocator keeps what is freed and rounds sizes up, so an access beyond a tensor may land in memory that is still
+allocated, and nobody sees it. What is launched directly therefore runs with PYTORCH_NO_CUDA_MEMORY_CACHING=1: the poison
+and padding checks of each backend, its advance, its fused writes, and an engine without graphs under each verifier. A
+capture needs the allocator: memory of a graph must stay. So the graph family, whole rounds in every strategy and an
+engine with graphs run a second time under it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import random
 import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,55 +28,115 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from attn_backends import registry
+from scripts import engine_run
 from scripts.script_report import write_report
+from spec_decode.drafter import GraphMode
+from spec_decode.source_digests import CHECKS as CHECKED
+from spec_decode.source_digests import SERVING
 
-SCHEMA = "attn-memcheck/1"
-CHECKS = ("graph.*", "drafter.strategies_agree[[]k[1-8]-n[37][]]")
+SCHEMA = "attn-memcheck/2"
+UNCAPTURED = ("poison.*", "builder.padding_stays_inert*", "builder.advance_attends_right*", "numerics.fused_*")
+CAPTURED = ("graph.*", "drafter.strategies_agree[[]k[1-8]-n[37][]]")
 """The graph family, and whole rounds of K = 1..8 with requests that stop on the way."""
+VERIFIERS = ("rejection", "block", "synthetic:2")
+REQUESTS = 12
+BACKEND = "triton_paged"
+"""The engine's."""
+NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 
 
-def memcheck(name: str, patterns: list[str], seconds: float) -> dict[str, Any]:
-    """The checks' outcomes and the sanitizer's verdict on the process that ran them."""
+@dataclass(frozen=True)
+class Target:
+    """A process to watch: the arguments of its Python. caching: whether torch's allocator may keep memory."""
+
+    name: str
+    arguments: tuple[str, ...]
+    caching: bool
+    checks: bool = False
+    """Whether it takes --json FILE and writes the report of a check there."""
+
+
+def targets(names: Sequence[str], only: Sequence[str]) -> Iterator[Target]:
+    """Checks of these backends, and engines. only: patterns of checks, in the place of all that."""
+    parts = (
+        [("captured", tuple(only), True)] if only else [("uncaptured", UNCAPTURED, False), ("captured", CAPTURED, True)]
+    )
+    for name in names:
+        for part, patterns, caching in parts:
+            options = [word for pattern in patterns for word in ("--only", pattern)]
+            check = ("-m", "spec_decode", "check", name, "--device", "cuda", *options)
+            yield Target(f"{name}, {part}", check, caching, checks=True)
+    for verification in () if only else VERIFIERS:
+        for mode in (GraphMode.NONE, GraphMode.FULL):
+            serve = ("scripts/memcheck.py", "--serve", verification, mode.value)
+            yield Target(f"engine, {verification}, graph mode {mode.value}", serve, mode is GraphMode.FULL)
+
+
+def watch(target: Target, seconds: float) -> dict[str, Any]:
+    """What the sanitizer says of the process, and how its checks came out, if it is one of checks."""
+    row = {"target": target.name, "caching": target.caching}
     with tempfile.TemporaryDirectory() as folder:
         log, report = Path(folder, "log"), Path(folder, "report.json")
-        only = [part for pattern in patterns for part in ("--only", pattern)]
         command = [
             *("compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", "--log-file", str(log)),
-            *(sys.executable, "-m", "spec_decode", "check", name, "--device", "cuda", *only, "--json", str(report)),
+            *(sys.executable, *target.arguments, *(("--json", str(report)) if target.checks else ())),
         ]
+        env = {name: value for name, value in os.environ.items() if name != NO_CACHING}
+        env |= {} if target.caching else {NO_CACHING: "1"}
+        root = Path(__file__).resolve().parent.parent
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env, cwd=root)
         except subprocess.TimeoutExpired:
-            return {"backend": name, "finished": False, "errors": None, "seconds_allowed": seconds}
+            return {**row, "finished": False, "errors": None, "seconds_allowed": seconds}
         text = log.read_text() if log.exists() else ""
-        summary = re.search(r"ERROR SUMMARY: (\d+) error", text)
         results = json.loads(report.read_text())["results"] if report.exists() else []
-    outcomes: dict[str, int] = {}
-    for result in results:
-        outcomes[result["outcome"]] = outcomes.get(result["outcome"], 0) + 1
+    summary = re.search(r"ERROR SUMMARY: (\d+) error", text)
+    outcomes = Counter(result["outcome"] for result in results)
+    ended = bool(results) and "not_run" not in outcomes if target.checks else done.returncode == 0
     return {
-        "backend": name,
-        "finished": summary is not None and bool(results),
+        **row,
+        "finished": summary is not None and ended,
         "errors": int(summary.group(1)) if summary else None,
-        "checks": outcomes,
+        "checks": dict(outcomes),
         "exit_status": done.returncode,
         "said": [line for line in text.splitlines() if "Invalid" in line or "error" in line.lower()][:20],
+        "printed": (done.stdout + done.stderr).splitlines()[-5:],
     }
 
 
-def main() -> None:
-    """Check every backend, write the report, and fail unless each finished without an error."""
+def serve(verification: str, mode: GraphMode, device: torch.device) -> engine_run.BusyRun:
+    """Requests of every kind through a small engine of the shipped pair, under one verifier."""
+    dtype = engine_run.dtype_for(BACKEND, 1, device)
+    config = engine_run.RunConfig(registry.get(BACKEND), dtype, device, page_size=1)
+    requests = engine_run.make_requests(REQUESTS, random.Random(0))
+    options = {"graph_mode": mode, "autotune": False}
+    return engine_run.serve(config, config.load_pair(), verification, requests, random.Random(0), **options)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Watch every target, write the report, and fail unless each finished without an error."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="+")
-    parser.add_argument("--only", action="append", help=f"checks to run, {' and '.join(CHECKS)} if left out")
-    parser.add_argument("--seconds", type=float, default=400.0, help="time allowed for a backend")
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--only", action="append", default=[], help="patterns of checks, in the place of everything")
+    parser.add_argument("--seconds", type=float, default=600.0, help="time allowed for a target")
     parser.add_argument("--jobs", type=int, default=4)
-    parser.add_argument("--json", type=Path, required=True)
-    flags = parser.parse_args()
-    patterns = flags.only or list(CHECKS)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve", nargs=2, metavar=("VERIFIER", "MODE"), help="be the engine that is watched")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"), help="of --serve")
+    flags = parser.parse_args(argv)
+    if flags.serve:
+        verification, mode = flags.serve
+        print(json.dumps(serve(verification, GraphMode(mode), flags.device).counts))
+        return
+    if not flags.names or flags.json is None:
+        parser.error("backends to check and --json are needed; nothing was run. Name both.")
+    watched = list(targets(flags.names, flags.only))
     with ThreadPoolExecutor(flags.jobs) as pool:
-        rows = list(pool.map(lambda name: memcheck(name, patterns, flags.seconds), flags.names))
-    write_report(flags.json, SCHEMA, torch.device("cuda"), checks=patterns, backends=rows)
+        rows = list(pool.map(lambda target: watch(target, flags.seconds), watched))
+    covers = list(dict.fromkeys((*CHECKED, *SERVING)))
+    checks = {"only": flags.only} if flags.only else {"uncaptured": UNCAPTURED, "captured": CAPTURED}
+    write_report(flags.json, SCHEMA, torch.device("cuda"), covers, checks=checks, targets=rows)
     for row in rows:
         print(row)
     if not all(row["finished"] and row["errors"] == 0 for row in rows):

@@ -1,0 +1,94 @@
+"""The sanitizer's run: what is watched, under which allocator, and when it counts as finished; the engines, on the CPU."""
+
+import json
+import os
+import sys
+
+import pytest
+import torch
+
+from scripts import memcheck
+from scripts.memcheck import NO_CACHING, Target
+from spec_decode.drafter import GraphMode
+
+SANITIZER = """#!{python}
+import os, subprocess, sys
+log = sys.argv[sys.argv.index("--log-file") + 1]
+command = sys.argv[sys.argv.index("--log-file") + 2:]
+ended = subprocess.run(command).returncode
+open(log, "w").write({says!r})
+sys.exit(ended)
+"""
+
+
+@pytest.fixture
+def sanitizer(tmp_path, monkeypatch):
+    """A stand-in for compute-sanitizer that runs the command and says what it is told to."""
+
+    def install(says="========= ERROR SUMMARY: 0 errors"):
+        path = tmp_path / "compute-sanitizer"
+        path.write_text(SANITIZER.format(python=sys.executable, says=says))
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    return install
+
+
+def target(code, *, caching=False, checks=False):
+    return Target("t", ("-c", code), caching, checks)
+
+
+def test_what_is_launched_directly_is_watched_without_a_caching_allocator():
+    found = {target.name: target for target in memcheck.targets(["k"], [])}
+    assert not found["k, uncaptured"].caching and found["k, captured"].caching
+    assert "poison.*" in found["k, uncaptured"].arguments and "graph.*" in found["k, captured"].arguments
+
+
+def test_an_engine_with_and_without_graphs_is_watched_under_every_verifier():
+    found = {target.name: target.caching for target in memcheck.targets(["k"], []) if "engine" in target.name}
+    assert found == {
+        f"engine, {verifier}, graph mode {mode}": mode == "full"
+        for verifier in ("rejection", "block", "synthetic:2")
+        for mode in ("none", "full")
+    }
+
+
+def test_patterns_stand_in_the_place_of_everything():
+    assert [target.name for target in memcheck.targets(["k"], ["graph.*"])] == ["k, captured"]
+
+
+@pytest.mark.parametrize("caching, seen", [(False, "1"), (True, "None")])
+def test_the_process_sees_the_allocator_that_its_target_asks_for(sanitizer, caching, seen, monkeypatch):
+    monkeypatch.setenv(NO_CACHING, "0")
+    sanitizer()
+    row = memcheck.watch(target(f"import os; print(os.environ.get('{NO_CACHING}'))", caching=caching), 60)
+    assert row["finished"] and row["errors"] == 0 and row["printed"] == [seen]
+
+
+def test_an_error_of_the_sanitizer_is_kept(sanitizer):
+    sanitizer("========= Invalid __global__ read of size 4 bytes\n========= ERROR SUMMARY: 1 error")
+    row = memcheck.watch(target("pass"), 60)
+    assert row["errors"] == 1 and "Invalid" in row["said"][0]
+
+
+def test_a_process_that_fails_or_leaves_no_summary_has_not_finished(sanitizer):
+    sanitizer()
+    assert not memcheck.watch(target("raise SystemExit(3)"), 60)["finished"]
+    sanitizer("")
+    assert not memcheck.watch(target("pass"), 60)["finished"]
+
+
+@pytest.mark.parametrize("outcomes, finished", [(["pass"], True), ([], False), (["pass", "not_run"], False)])
+def test_checks_have_finished_when_all_of_them_ran(sanitizer, outcomes, finished):
+    sanitizer()
+    report = json.dumps({"results": [{"outcome": outcome} for outcome in outcomes]})
+    row = memcheck.watch(target(f"import sys; open(sys.argv[-1], 'w').write('{report}')", checks=True), 60)
+    assert row["finished"] == finished
+
+
+@pytest.mark.parametrize("verification", memcheck.VERIFIERS)
+@pytest.mark.parametrize("mode", [GraphMode.NONE, GraphMode.FULL])
+def test_the_engine_that_is_watched_serves_every_request(verification, mode, monkeypatch):
+    monkeypatch.setattr(memcheck, "REQUESTS", 3)
+    run = memcheck.serve(verification, mode, torch.device("cpu"))
+    assert run.counts["requests"] == 3 and run.pages_lost == 0 and "never" not in run.counts["finished"]
