@@ -1,6 +1,6 @@
 """Run backends and engines under NVIDIA's compute-sanitizer: python scripts/memcheck.py NAME... --json FILE.
 
-torch's allocator keeps what is freed and rounds sizes up, so an access beyond a tensor may land in memory that is still
+torch's allocator keeps what is freed and rounds sizes up, so an access beyond a tensor may land in memory that is
 allocated, and nobody sees it. What is launched directly therefore runs with PYTORCH_NO_CUDA_MEMORY_CACHING=1: the poison
 and padding checks of each backend, its advance, its fused writes, and an engine without graphs under each verifier. A
 capture needs the allocator: memory of a graph must stay. So the graph family, whole rounds in every strategy and an
@@ -59,9 +59,8 @@ class Target:
 
 def targets(names: Sequence[str], only: Sequence[str]) -> Iterator[Target]:
     """Checks of these backends, and engines. only: patterns of checks, in the place of all that."""
-    parts = (
-        [("captured", tuple(only), True)] if only else [("uncaptured", UNCAPTURED, False), ("captured", CAPTURED, True)]
-    )
+    both = [("uncaptured", UNCAPTURED, False), ("captured", CAPTURED, True)]
+    parts = [("captured", tuple(only), True)] if only else both
     for name in names:
         for part, patterns, caching in parts:
             options = [word for pattern in patterns for word in ("--only", pattern)]

@@ -1,4 +1,4 @@
-"""The sanitizer's run: what is watched, under which allocator, and when it counts as finished; the engines, on the CPU."""
+"""The sanitizer's run: what is watched, under which allocator, and when it has finished; the engines, on the CPU."""
 
 import json
 import os
