@@ -72,7 +72,7 @@ def shared_steps(backends: Sequence[str]) -> list[Step]:
         Step("transformers-logits", ("scripts/transformers_logits.py",)),
         *(Step(f"soak-{name}", (*CLI, "soak", name, *soak)) for name in backends),
         Step("stale-controls", ("scripts/stale_controls.py", *backends, "--jobs", "10")),
-        Step("shared-gpu-replays", ("scripts/shared_gpu_replays.py",)),
+        Step("shared-gpu-replays", ("scripts/shared_gpu_replays.py", "--seconds", "200")),
     ]
 
 
