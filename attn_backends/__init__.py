@@ -1,7 +1,7 @@
 """Middle floor: attention backends, what each can serve, and how one is chosen."""
 
 from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
-from attn_backends.capabilities import Accepted, Capabilities, Feature, FusedWrite, Rejected, Sizes
+from attn_backends.capabilities import Accepted, Capabilities, CapabilitiesError, Feature, FusedWrite, Rejected, Sizes
 from attn_backends.fused_writes import FusedLatentWrite, FusedRopeWrite
 from attn_backends.registry import (
     BackendError,
@@ -22,6 +22,7 @@ __all__ = [
     "BackendError",
     "BrokenBackend",
     "Capabilities",
+    "CapabilitiesError",
     "DuplicateBackend",
     "Feature",
     "FusedLatentWrite",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeGuard
 
 import torch
 
@@ -30,15 +32,44 @@ class FusedWrite(str, Enum):
     KV_A_NORM_ROPE = "kv_a_norm_rope"
     """Norm and rotate a latent: `FusedLatentWrite`."""
 
+    @property
+    def method(self) -> str:
+        """The method that a backend which declares it has."""
+        return "rope_and_write_kv" if self is FusedWrite.ROPE else "norm_rope_and_write_latent"
+
+
+class CapabilitiesError(ValueError):
+    """A record that no backend could claim; the message lists every problem at once."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """A set of sizes: minimum..maximum, optionally only powers of two or multiples."""
+    """A set of sizes: minimum..maximum, optionally only powers of two or multiples.
+
+    Raises CapabilitiesError for numbers that are none, or below 1, and for a set without a size.
+    """
 
     minimum: int = 1
     maximum: int | None = None
     power_of_two: bool = False
     multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        _require_all(
+            self,
+            ("minimum", "1 or more", _is_count(self.minimum)),
+            ("maximum", "1 or more, or None", self.maximum is None or _is_count(self.maximum)),
+            ("power_of_two", "a bool", isinstance(self.power_of_two, bool)),
+            ("multiple_of", "1 or more", _is_count(self.multiple_of)),
+        )
+        smallest = -(-self.minimum // self.multiple_of) * self.multiple_of
+        if self.power_of_two:
+            smallest = max(self.multiple_of, 1 << (self.minimum - 1).bit_length())
+        if smallest not in self:
+            raise CapabilitiesError(
+                f"sizes must have one at least, there is none that is {self}; every spec would be refused, so nothing "
+                "was made. Widen them."
+            )
 
     def __contains__(self, size: int) -> bool:
         return (
@@ -76,7 +107,10 @@ class Rejected:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """What a backend claims. Selection, refusals, test cases and the matrix all read this one record."""
+    """What a backend claims. Selection, refusals, test cases and the matrix all read this one record.
+
+    Raises CapabilitiesError for fields of another type, or empty where something must be claimed.
+    """
 
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
@@ -100,6 +134,26 @@ class Capabilities:
     """The minimum for a CUDA device."""
     one_major_version: bool = False
     """Whether its kernels are compiled for that major version only."""
+
+    def __post_init__(self) -> None:
+        sizes, dtypes, features = "a Sizes", "torch dtypes", "a frozenset of Feature"
+        _require_all(
+            self,
+            ("devices", "a tuple of 'cpu', 'cuda' or both", _is_tuple_of(str, self.devices, within=("cpu", "cuda"))),
+            ("dtypes", f"a tuple of {dtypes}, one or more", _is_tuple_of(torch.dtype, self.dtypes)),
+            ("head_dims", sizes, isinstance(self.head_dims, Sizes)),
+            ("page_sizes", sizes, isinstance(self.page_sizes, Sizes)),
+            ("features", features, _is_set_of(Feature, self.features)),
+            ("required", f"{features} that `features` has", _is_set_of(Feature, self.required, within=self.features)),
+            ("kinds", "a tuple of AttentionKind, one or more", _is_tuple_of(AttentionKind, self.kinds)),
+            ("value_dims", f"{sizes} or None", self.value_dims is None or isinstance(self.value_dims, Sizes)),
+            ("kv_dtypes", f"a tuple of {dtypes}", self.kv_dtypes == () or _is_tuple_of(torch.dtype, self.kv_dtypes)),
+            ("quantises_queries", "a bool", isinstance(self.quantises_queries, bool)),
+            ("mixed_kv_dtypes", "a bool", isinstance(self.mixed_kv_dtypes, bool)),
+            ("fused_writes", "a frozenset of FusedWrite", _is_set_of(FusedWrite, self.fused_writes)),
+            ("compute_capability", "two counts such as (8, 0)", is_version(self.compute_capability)),
+            ("one_major_version", "a bool", isinstance(self.one_major_version, bool)),
+        )
 
     def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
         """Why this spec cannot run on this device; empty when it can."""
@@ -151,6 +205,37 @@ class Capabilities:
         asked = features_of(spec)
         missing = [f"has no {feature.value}" for feature in asked if feature not in self.features]
         return missing + [f"must be asked for {feature.value}" for feature in self.required if feature not in asked]
+
+
+def is_version(value: object) -> TypeGuard[tuple[int, int]]:
+    """Whether it is a major and a minor number. A negative one would come before every other there is."""
+    return isinstance(value, tuple) and len(value) == 2 and all(isinstance(n, int) and n >= 0 for n in value)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_tuple_of(kind: type, value: object, within: Collection[object] | None = None) -> bool:
+    return isinstance(value, tuple) and value != () and _all_of(kind, value, within)
+
+
+def _is_set_of(kind: type, value: object, within: Collection[object] | None = None) -> bool:
+    return isinstance(value, frozenset) and _all_of(kind, value, within)
+
+
+def _all_of(kind: type, values: Collection[object], within: Collection[object] | None) -> bool:
+    return all(isinstance(value, kind) and (within is None or value in within) for value in values)
+
+
+def _require_all(record: object, *rules: tuple[str, str, bool]) -> None:
+    """rules: a field, what it must be, and whether it is."""
+    wrong = [f"{name} must be {rule}, got {getattr(record, name)!r}" for name, rule, holds in rules if not holds]
+    if wrong:
+        raise CapabilitiesError(
+            f"{'; '.join(wrong)}: what such a backend serves cannot be told, so no {type(record).__name__} was made. "
+            "Correct them."
+        )
 
 
 def features_of(spec: AttentionSpec) -> list[Feature]:

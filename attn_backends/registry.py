@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import NamedTuple, TypeGuard, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from attn_backends.base import AttentionBackend
-from attn_backends.capabilities import Accepted, Capabilities, Rejected
+from attn_backends.capabilities import Accepted, Capabilities, Rejected, is_version
 from builders import CONTRACT_VERSION, AttentionSpec, MetadataBuilder
 
 ENTRY_POINT_GROUP = "attn_backends"
@@ -228,6 +228,13 @@ def _checked(name: str, backend: object) -> AttentionBackend:
             f"backend {name!r} must state {problems}; what it serves cannot be told, so it was not used. "
             "Correct its class."
         )
+    declared = sorted(backend.capabilities.fused_writes)
+    if missing := [write.method for write in declared if not callable(_stated(backend, write.method))]:
+        raise BrokenBackend(
+            f"backend {name!r} must have the methods of the fused writes that its capabilities declare, it lacks "
+            f"{' and '.join(missing)}; a layer would fail in the middle of a step, so it was not used. Inherit "
+            "FusedRopeWrite or FusedLatentWrite, or leave the write out of fused_writes."
+        )
     if backend.contract_version[0] != CONTRACT_VERSION[0]:
         raise BrokenBackend(
             f"backend {name!r} was built for contract {backend.contract_version}, this is {CONTRACT_VERSION}; its "
@@ -241,21 +248,10 @@ def _contract_problems(backend: AttentionBackend) -> Iterator[str]:
     able, builder, version = (_stated(backend, at) for at in ("capabilities", "builder", "contract_version"))
     if not isinstance(able, Capabilities):
         yield f"capabilities, a Capabilities record, got {able!r}"
-    else:
-        devices, least = able.devices, able.compute_capability
-        if not (isinstance(devices, tuple) and all(isinstance(kind, str) for kind in devices)):
-            yield f"capabilities.devices, a tuple of names such as 'cpu', got {devices!r}"
-        if not _is_pair(least):
-            yield f"capabilities.compute_capability, two counts such as (8, 0), got {least!r}"
     if not (isinstance(builder, type) and issubclass(builder, MetadataBuilder)):
         yield f"builder, a class of MetadataBuilder, got {builder!r}"
-    # A negative number would come before every check there is, and make previews of them all.
-    if not (_is_pair(version) and min(version) >= 0):
+    if not is_version(version):
         yield f"contract_version, two counts such as {CONTRACT_VERSION}, got {version!r}"
-
-
-def _is_pair(value: object) -> TypeGuard[tuple[int, int]]:
-    return isinstance(value, tuple) and len(value) == 2 and all(isinstance(n, int) for n in value)
 
 
 def _stated(backend: AttentionBackend, attribute: str) -> object:

@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import pytest
@@ -5,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_backends import Accepted, Capabilities, Feature, Rejected, Sizes, get
+from attn_backends import Accepted, Capabilities, CapabilitiesError, Feature, Rejected, Sizes, get
 from attn_backends.capabilities import features_of
 from builders import AttentionKind
 from tests.factories import CPU, make_spec
@@ -17,6 +18,30 @@ NARROW = Capabilities(
     page_sizes=Sizes(power_of_two=True),
     features=frozenset({Feature.GQA}),
 )
+WRONG = [
+    ("devices", None),
+    ("devices", "cpu"),
+    ("devices", ()),
+    ("devices", (1,)),
+    ("devices", ("cuda:1",)),
+    ("dtypes", ()),
+    ("dtypes", ("float32",)),
+    ("head_dims", 64),
+    ("page_sizes", None),
+    ("features", {Feature.GQA}),
+    ("features", frozenset({"gqa"})),
+    ("required", frozenset({Feature.SINKS})),
+    ("kinds", ("mha",)),
+    ("value_dims", (64,)),
+    ("kv_dtypes", [torch.float16]),
+    ("quantises_queries", 1),
+    ("mixed_kv_dtypes", "no"),
+    ("fused_writes", frozenset({Feature.GQA})),
+    ("compute_capability", 9),
+    ("compute_capability", (9,)),
+    ("compute_capability", (-1, 0)),
+    ("one_major_version", None),
+]
 AGAINST = {
     "dtype": ({"dtype": torch.float16, "kv_dtype": torch.float32}, "dtype must be one of float32, bfloat16"),
     "kv dtype": ({"kv_dtype": torch.float16}, "kv_dtype must be one of float32, bfloat16"),
@@ -33,12 +58,34 @@ AGAINST = {
 
 @given(st.integers(1, 600), st.integers(1, 64), st.integers(64, 512), st.integers(1, 16), st.booleans())
 def test_sizes_hold_what_their_four_rules_say(size, minimum, maximum, multiple, power):
-    sizes = Sizes(minimum=minimum, maximum=maximum, multiple_of=multiple, power_of_two=power)
     powers = {2**n for n in range(12)}
-    expected = (
-        size in range(minimum, maximum + 1) and size in range(0, 1000, multiple) and (not power or size in powers)
-    )
-    assert (size in sizes) == expected
+    expected = {n for n in range(minimum, maximum + 1) if n % multiple == 0 and (not power or n in powers)}
+    rules = {"minimum": minimum, "maximum": maximum, "multiple_of": multiple, "power_of_two": power}
+    if expected:
+        assert (size in Sizes(**rules)) == (size in expected)
+    else:
+        with pytest.raises(CapabilitiesError, match="sizes must have one at least"):
+            Sizes(**rules)
+
+
+@pytest.mark.parametrize(
+    ("rule", "value"),
+    [("minimum", 0), ("minimum", 1.0), ("maximum", -64), ("multiple_of", True), ("power_of_two", 2)],
+)
+def test_a_rule_of_sizes_that_is_none_is_refused_by_name(rule, value):
+    with pytest.raises(CapabilitiesError, match=rf"{rule} must be .*, got {value}: .*no Sizes was made"):
+        Sizes(**{rule: value})
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG, ids=lambda part: repr(part))
+def test_a_field_of_a_record_that_claims_nothing_is_refused_by_name(field, value):
+    with pytest.raises(CapabilitiesError, match=rf"^{field} must be .*, got {re.escape(repr(value))}: .*was made"):
+        replace(NARROW, **{field: value})
+
+
+def test_every_wrong_field_of_a_record_is_named_at_once():
+    with pytest.raises(CapabilitiesError, match="^devices must be .*; dtypes must be .*; kinds must be "):
+        replace(NARROW, devices=(), dtypes=(), kinds=())
 
 
 def test_a_spec_inside_the_record_has_no_reason_against_it():
