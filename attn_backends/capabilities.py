@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeGuard
+from typing import TypeGuard, cast
 
 import torch
 
@@ -137,14 +136,16 @@ class Capabilities:
 
     def __post_init__(self) -> None:
         sizes, dtypes, features = "a Sizes", "torch dtypes", "a frozenset of Feature"
+        given = _is_set_of(Feature, self.features)
+        required = _is_set_of(Feature, self.required) and (not given or self.required <= self.features)
         _require_all(
             self,
-            ("devices", "a tuple of 'cpu', 'cuda' or both", _is_tuple_of(str, self.devices, within=("cpu", "cuda"))),
+            ("devices", "a tuple of types such as 'cpu' and 'cuda', one or more", _are_device_types(self.devices)),
             ("dtypes", f"a tuple of {dtypes}, one or more", _is_tuple_of(torch.dtype, self.dtypes)),
             ("head_dims", sizes, isinstance(self.head_dims, Sizes)),
             ("page_sizes", sizes, isinstance(self.page_sizes, Sizes)),
-            ("features", features, _is_set_of(Feature, self.features)),
-            ("required", f"{features} that `features` has", _is_set_of(Feature, self.required, within=self.features)),
+            ("features", features, given),
+            ("required", f"{features} that `features` has", required),
             ("kinds", "a tuple of AttentionKind, one or more", _is_tuple_of(AttentionKind, self.kinds)),
             ("value_dims", f"{sizes} or None", self.value_dims is None or isinstance(self.value_dims, Sizes)),
             ("kv_dtypes", f"a tuple of {dtypes}", self.kv_dtypes == () or _is_tuple_of(torch.dtype, self.kv_dtypes)),
@@ -216,16 +217,20 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _is_tuple_of(kind: type, value: object, within: Collection[object] | None = None) -> bool:
-    return isinstance(value, tuple) and value != () and _all_of(kind, value, within)
+def _is_tuple_of(kind: type, value: object) -> bool:
+    return isinstance(value, tuple) and value != () and all(isinstance(each, kind) for each in value)
 
 
-def _is_set_of(kind: type, value: object, within: Collection[object] | None = None) -> bool:
-    return isinstance(value, frozenset) and _all_of(kind, value, within)
+def _is_set_of(kind: type, value: object) -> bool:
+    return isinstance(value, frozenset) and all(isinstance(each, kind) for each in value)
 
 
-def _all_of(kind: type, values: Collection[object], within: Collection[object] | None) -> bool:
-    return all(isinstance(value, kind) and (within is None or value in within) for value in values)
+def _are_device_types(value: object) -> bool:
+    """Whether all are types that torch knows: without an index, which would match no device."""
+    try:
+        return _is_tuple_of(str, value) and all(torch.device(kind).type == kind for kind in cast("tuple[str]", value))
+    except RuntimeError:
+        return False
 
 
 def _require_all(record: object, *rules: tuple[str, str, bool]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from builders.errors import require
+from builders.errors import require, require_counts
 from builders.tables import RequestTables
 
 NO_SLOT = -1
@@ -23,6 +23,10 @@ class AttentionBatch:
     positions        int64 [num_tokens]           0 in padding rows
     block_table      int32 [num_reqs, max_pages]  -1 where no page is owned
     slot_mapping     int64 [num_tokens]           -1 writes nothing
+
+    Kernels need not check: the entries of a row that its seq_len reaches name pages of the cache, and slots lie in it.
+    `RequestTables` and `BatchBuffers` refuse on the host what would break that; whoever fills a batch by other means
+    promises it.
     """
 
     num_reqs: int
@@ -41,6 +45,8 @@ class AttentionBatch:
     host_seq_lens: tuple[int, ...] | None = None
     """seq_lens as the host knows them, or upper bounds, or None where the caller paid for neither."""
     host_seq_lens_exact: bool = False
+    host_query_lens: tuple[int, ...] | None = None
+    """Query tokens of each row, padding included, as the host knows them; `BatchBuffers` always does."""
 
 
 class BatchBuffers:
@@ -63,10 +69,12 @@ class BatchBuffers:
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.slot_mappings = torch.full((tables.num_groups, max_tokens), NO_SLOT, dtype=torch.int64, device=device)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
+        self._query_lens = (0,) * self.max_reqs
 
     def set_uniform(self, query_len: int) -> None:
         """Make every row own query_len tokens; the content that depends on lengths is the device's business."""
         self.query_start_loc.copy_(torch.arange(self.max_reqs + 1, dtype=torch.int32) * query_len)
+        self._query_lens = (query_len,) * self.max_reqs
 
     def clear(self) -> None:
         """Make every row padding."""
@@ -100,6 +108,7 @@ class BatchBuffers:
 
     def _check(self, lens: list[int], seqs: list[int], num_reqs: int) -> None:
         limits = self.tables.limits_host
+        require_counts("a batch's query and sequence lengths", [*lens, *seqs])
         require(
             0 < len(lens) == len(seqs) <= num_reqs <= self.max_reqs and len(lens) <= len(limits),
             f"a batch has 1 to {min(self.max_reqs, len(limits))} requests with a query length and a sequence length "
@@ -133,6 +142,7 @@ class BatchBuffers:
         positions = torch.arange(live_tokens) - starts[row] + (seq - query)[row]
         self.query_start_loc[: len(starts)].copy_(starts)
         self.query_start_loc[len(starts) :].fill_(num_tokens)
+        self._query_lens = (*padded, *(0,) * (self.max_reqs - len(padded)))
         self.seq_lens.zero_()
         self.seq_lens[: len(seqs)].copy_(seq)
         self.positions.zero_()
@@ -170,4 +180,5 @@ class BatchBuffers:
             slot_mapping=self.slot_mappings[group, :num_tokens],
             host_seq_lens=None if host_seq_lens is None else tuple(host_seq_lens),
             host_seq_lens_exact=host_seq_lens_exact,
+            host_query_lens=self._query_lens[:num_reqs],
         )

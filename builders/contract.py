@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 
 from builders.batch import AttentionBatch
-from builders.errors import require
+from builders.errors import BatchError, require
 from builders.spec import AttentionSpec
 
 CONTRACT_VERSION = (1, 0)
@@ -123,7 +123,15 @@ class MetadataBuilder(ABC, Generic[M]):
         """
 
     def check_horizon(self, batch: AttentionBatch, horizon: int) -> None:
-        """Raise BatchError for a horizon beyond the pages that a row of the block table has room for."""
+        """Raise BatchError for a batch beyond the builder's bounds, whose buffers would be too short for it, and for a
+        horizon beyond the pages that a row of the block table has room for.
+        """
+        if batch.num_reqs > self.max_reqs or batch.num_tokens > self.max_tokens or batch.max_seq_len > self.max_seq_len:
+            raise BatchError(
+                f"this builder has buffers for {self.max_reqs} rows, {self.max_tokens} tokens and lengths up to "
+                f"{self.max_seq_len}, got a batch of {batch.num_reqs}, {batch.num_tokens} and up to "
+                f"{batch.max_seq_len}; a kernel would leave them, so nothing was built. Make one for larger bounds."
+            )
         capacity = batch.block_table.shape[1] * self.spec.page_size
         require(
             0 <= horizon < capacity,
@@ -132,13 +140,17 @@ class MetadataBuilder(ABC, Generic[M]):
             "sooner, or allocate wider tables.",
         )
 
-    @abstractmethod
     def advance(self, metadata: M) -> None:
         """Refresh every step field in place from the shared device state as it stands now.
 
         Graph-safe: device work only, no allocation that outlives the call, addresses and host fields unchanged. A pure
         function of the shared state (seq_lens, positions, block table), never of the metadata's own earlier contents.
+        A builder that claims REBUILD or PREPLANNED needs none: nothing calls it. Raises BatchError where there is none.
         """
+        raise BatchError(
+            f"metadata advances only by a builder that defines advance(), {type(self).__name__} does not; it would be "
+            "stale, so nothing was refreshed. Define it for a claim of IN_GRAPH, or build again for every step."
+        )
 
     @abstractmethod
     def capture_constants(self, metadata: M) -> CaptureConstants:

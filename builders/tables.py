@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from builders.errors import require
+from builders.errors import require, require_counts
 
 UNALLOCATED = -1
 """Block-table entry that names no page. Kernels never read one: lengths stop before it."""
@@ -15,12 +15,14 @@ UNALLOCATED = -1
 class RequestTables:
     """Per-request state that changes when requests join, leave or grow; shared by every batch shape over them.
 
+    Page ids lie in the pools that it was made for: nothing else checks them before a kernel follows them.
+
     block_tables   int32 [num_groups, max_reqs, max_pages]   page ids; padding rows and unowned entries are -1
     token_limits   int32 [max_reqs]   tokens the request may hold (its pages or the length limit); padding rows are 0
     overflow       int32 [max_reqs]   raised by the advance of a request that could not move; read it when convenient
     page_sizes     int32 [num_groups]
 
-    Raises BatchError for no KV groups, or another number of page sizes than of page counts.
+    Raises BatchError for no KV groups, another number of page sizes than of page counts, and sizes below 1.
     """
 
     def __init__(
@@ -37,14 +39,23 @@ class RequestTables:
             f"every KV group needs a page size and a page count, got {len(page_sizes)} sizes and "
             f"{len(num_pages)} counts; no table was allocated. Pass one of each per group.",
         )
-        self.device = torch.device(device)
+        sizes = (*page_sizes, *num_pages, max_reqs, max_seq_len)
+        require_counts("page sizes, page counts, max_reqs and max_seq_len", sizes)
+        require(
+            min(sizes) >= 1,
+            f"page sizes, page counts, max_reqs and max_seq_len must be 1 or more, got {list(page_sizes)}, "
+            f"{list(num_pages)}, {max_reqs} and {max_seq_len}; no request would fit, so no table was allocated. Raise "
+            "what is too small.",
+        )
         self.page_sizes_host = tuple(page_sizes)
         self.num_pages = tuple(num_pages)
         self.max_reqs = max_reqs
         self.max_seq_len = max_seq_len
         self.max_pages = max(-(-max_seq_len // size) for size in page_sizes)
         shape = (len(page_sizes), max_reqs, self.max_pages)
-        self.block_tables = torch.full(shape, UNALLOCATED, dtype=torch.int32, device=self.device)
+        self.block_tables = torch.full(shape, UNALLOCATED, dtype=torch.int32, device=device)
+        # With its index, so that nothing made for it later goes to another device that is current by then.
+        self.device = self.block_tables.device
         self.token_limits = torch.zeros(max_reqs, dtype=torch.int32, device=self.device)
         self.overflow = torch.zeros(max_reqs, dtype=torch.int32, device=self.device)
         self.page_sizes = torch.tensor(self.page_sizes_host, dtype=torch.int32, device=self.device)
@@ -76,7 +87,7 @@ class RequestTables:
         """
         num_reqs = len(token_limits)
         starts = tuple(writable_from) if writable_from is not None else (0,) * num_reqs
-        self._check_shape(pages, num_reqs, starts)
+        self._check_shape(pages, token_limits, starts)
         for group, rows in enumerate(pages):
             self._check_group(group, rows, token_limits, starts)
         host = torch.full(tuple(self.block_tables.shape), UNALLOCATED, dtype=torch.int32)
@@ -107,6 +118,7 @@ class RequestTables:
             f"pages and limits must be of the same requests, 0 to {self.num_live - 1}, got {sorted(pages)} and "
             f"{sorted(token_limits)}; nothing was changed. Load a request before it grows.",
         )
+        require_counts("token limits", token_limits.values())
         for request, groups in pages.items():
             self._check_growth(request, groups, token_limits[request])
         self._check_appended(pages)
@@ -165,6 +177,7 @@ class RequestTables:
     def _check_appended(self, pages: Mapping[int, Sequence[Sequence[int]]]) -> None:
         for group in range(self.num_groups):
             appended = [page for groups in pages.values() for page in groups[group]]
+            require_counts(f"page ids of group {group}", appended)
             require(
                 len(set(appended)) == len(appended)
                 and all(0 <= page < self.num_pages[group] and page not in self._taken[group] for page in appended),
@@ -173,8 +186,9 @@ class RequestTables:
             )
 
     def _check_shape(
-        self, pages: Sequence[Sequence[Sequence[int]]], num_reqs: int, writable_from: Sequence[int]
+        self, pages: Sequence[Sequence[Sequence[int]]], token_limits: Sequence[int], writable_from: Sequence[int]
     ) -> None:
+        num_reqs = len(token_limits)
         require(
             num_reqs <= self.max_reqs,
             f"at most {self.max_reqs} requests fit these tables, got {num_reqs}; nothing was loaded. "
@@ -187,6 +201,12 @@ class RequestTables:
             f"pages must hold {self.num_groups} groups of {num_reqs} rows, got {[len(rows) for rows in pages]} rows "
             f"and {len(writable_from)} writable_from; nothing was loaded. Pass one row per request and group.",
         )
+        require_counts("token limits and writable_from", (*token_limits, *writable_from))
+        require(
+            min(writable_from, default=0) >= 0,
+            f"writable_from must be positions, 0 or more, got {list(writable_from)}; pages of a prefix would pass for "
+            "others, so nothing was loaded. Pass 0 where everything is written.",
+        )
 
     def _check_group(
         self, group: int, rows: Sequence[Sequence[int]], token_limits: Sequence[int], writable_from: Sequence[int]
@@ -195,6 +215,7 @@ class RequestTables:
         owner: dict[int, int] = {}
         for request, (row, limit) in enumerate(zip(rows, token_limits, strict=True)):
             needed = -(-limit // size)
+            require_counts(f"page ids of group {group}", row)
             require(
                 1 <= limit <= self.max_seq_len and len(row) <= self.max_pages,
                 f"request {request} must hold 1 to {self.max_seq_len} tokens in at most {self.max_pages} pages, got "

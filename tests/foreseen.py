@@ -48,9 +48,6 @@ class ForeseenBuilder(MetadataBuilder[ReferenceMetadata]):
             metadata.kv_start.copy_((end - (self.spec.sliding_window or self.max_seq_len)).clamp_(min=0))
         return metadata
 
-    def advance(self, metadata: ReferenceMetadata) -> None:
-        raise AssertionError("a builder that says PREPLANNED was advanced")
-
     def capture_constants(self, metadata: ReferenceMetadata) -> CaptureConstants:
         return self._inner.capture_constants(metadata)
 

@@ -40,17 +40,23 @@ def define_op(name: str, arguments: type[OpArguments[R]], *, mutates: Sequence[s
     new: Any = tuple.__new__
     reference, launch = arguments.reference, arguments.launch
     fake = getattr(arguments, "fake", None)
+    types = get_type_hints(arguments)
+    first_tensor = list(types.values()).index(torch.Tensor)
 
     def on_cpu(*args: Any) -> Any:
         return (launch if interpreting() else reference)(new(arguments, args))
 
     def on_cuda(*args: Any) -> Any:
+        # Triton launches on the current device, wherever the tensors are.
+        if (device := args[first_tensor].get_device()) != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return launch(new(arguments, args))
         return launch(new(arguments, args))
 
     def on_fake(*args: Any) -> Any:
         return fake(new(arguments, args)) if fake else None
 
-    torch.library.define(name, _schema(arguments, mutates))
+    torch.library.define(name, _schema(types, arguments, mutates))
     torch.library.impl(name, "cpu", on_cpu)
     torch.library.impl(name, "cuda", on_cuda)
     torch.library.register_fake(name, on_fake)
@@ -60,9 +66,8 @@ def define_op(name: str, arguments: type[OpArguments[R]], *, mutates: Sequence[s
     return call
 
 
-def _schema(arguments: type[Any], mutates: Sequence[str]) -> str:
+def _schema(types: dict[str, Any], arguments: type[Any], mutates: Sequence[str]) -> str:
     """ "(Tensor x, Tensor(a!) out, ...) -> ..." by the types of the record's fields and of its reference's result."""
-    types = get_type_hints(arguments)
     parameters = [
         inspect.Parameter(field, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=types[field]) for field in types
     ]

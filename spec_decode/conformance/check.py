@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from builders.devices import on_device
 from spec_decode.conformance.coverage import Coverage
 from spec_decode.conformance.report import EVERYTHING, FAMILIES
 from spec_decode.testing.expectations import Measurements
@@ -68,13 +69,17 @@ class _Definition:
         return [self._check(subject, name, self.covers(subject, case), case, self.body) for name, case in cases]
 
     def _check(self, subject: Subject, case: str, covers: Iterable[str], value: object, body: Body) -> Check:
+        def run() -> Measurements:
+            with on_device(subject.device):
+                return body(subject, value) or {}
+
         return Check(
             name=self.name,
             family=self.family,
             case=case,
             contract=self.contract,
             covers=tuple(dict.fromkeys(covers)),
-            run=lambda: body(subject, value) or {},
+            run=run,
             value=value,
             preview=self._preview(subject),
         )

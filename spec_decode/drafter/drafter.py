@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from builders import GraphSupport, RequestTables
+from builders.devices import on_own_device
 from builders.errors import require
 from spec_decode.drafter.attention import PagedAttention
 from spec_decode.drafter.config import DrafterConfig
@@ -67,6 +68,7 @@ class Drafter:
         self.model = model
         self.groups = tuple(groups)
         self.tables = tables
+        self.device = device
         self.num_speculative_tokens = steps
         strategy = self.plan.strategy.implementation
         uniform = all(group.graph_support >= GraphSupport.UNIFORM_BATCH for group in facts)
@@ -103,6 +105,7 @@ class Drafter:
             found[step] = StepMetadata(decode, size, decode.metadata_in_use(size, step))
         return found
 
+    @on_own_device
     @torch.no_grad()
     def propose(self, verified: VerifiedTokens | None = None, num_tokens: int | None = None) -> Drafts:
         """Draft K tokens after each request's next_token. Waits for the device only where the plan says so.
@@ -169,6 +172,7 @@ class Drafter:
             return live
         return self.graphs.padded(live)
 
+    @on_own_device
     @torch.no_grad()
     def prefill(
         self,
@@ -190,6 +194,7 @@ class Drafter:
         hidden = self.model.combine(target_hidden_states.to(self.inputs.target_hidden_states.dtype))
         self.model.forward(token_ids, hidden, batch.positions, PagedAttention(self.groups, metadata))
 
+    @on_own_device
     def capture(self, *, progress: bool = False) -> None:
         """Capture the graphs that the plan needs, on padding rows alone: nothing of a live request is touched.
 

@@ -104,10 +104,25 @@ def _backend(name: str, group: LayerGroup, choice: BackendChoice) -> AttentionBa
     return choice[group.name]
 
 
+def check_pools(groups: Sequence[KVGroup], tables: RequestTables) -> None:
+    """Raise BatchError for tables that may name pages which a group's caches do not have."""
+    for group, pages in zip(groups, tables.num_pages, strict=True):
+        held = min(cache.num_pages for cache in group.caches.values())
+        require(
+            pages <= held,
+            f"the tables of group {group.name} must name pages of its caches alone, they may name {pages} and there "
+            f"are {held}; a kernel would read and write outside, so nothing was run. Use one count.",
+        )
+
+
 def build_ragged(
     groups: Sequence[KVGroup], tables: RequestTables, query_lens: Sequence[int], seq_lens: Sequence[int]
 ) -> tuple[BatchBuffers, list[Any]]:
-    """Eager batch state and each group's metadata for lengths the host knows: r's last query_lens[r] of seq_lens[r]."""
+    """Eager batch state and each group's metadata for lengths the host knows: r's last query_lens[r] of seq_lens[r].
+
+    Raises BatchError, with nothing run, for lengths beyond the requests' limits, and as `check_pools`.
+    """
+    check_pools(groups, tables)
     batch = BatchBuffers(tables, max_tokens=sum(query_lens))
     num_reqs, num_tokens = batch.load(query_lens, seq_lens)
     metadata = []

@@ -18,7 +18,7 @@ from builders import (
     begin_extend,
 )  # fmt: skip
 from spec_decode.drafter.attention import PagedAttention, SplitAttention
-from spec_decode.drafter.kv_groups import KVGroup
+from spec_decode.drafter.kv_groups import KVGroup, check_pools
 from spec_decode.drafter.metadata_plan import MetadataPlan, MetadataUpdate
 from spec_decode.graphs import GraphKey, GraphManager, SplitOp
 
@@ -35,8 +35,9 @@ class StepBuffers:
         self, groups: Sequence[KVGroup], tables: RequestTables, plan: MetadataPlan, *, query_len: int, horizon: int = 0
     ) -> None:
         """query_len: tokens of every row. horizon: advances that metadata must survive between two builds, and that
-        are planned ahead for the groups which the plan says so of.
+        are planned ahead for the groups which the plan says so of. Raises BatchError as `check_pools`.
         """
+        check_pools(groups, tables)
         self.batch = BatchBuffers(tables, max_tokens=tables.max_reqs * query_len)
         self.batch.set_uniform(query_len)
         self.plan = plan

@@ -31,6 +31,7 @@ from functools import partial
 import torch
 
 from builders import RequestTables
+from builders.devices import on_own_device
 from builders.errors import require
 from spec_decode.drafter import Drafter
 from spec_decode.drafter.autotune import Measurement, autotune_strategy
@@ -80,7 +81,7 @@ class Engine:
         self.autotuned: Measurement | None = None
         """What decided on the drafter's strategy, where `config.autotune` did."""
         self.drafter: Drafter | None = None
-        self._device = next(target.parameters()).device
+        self.device = next(target.parameters()).device
         self._vocab_size = target.vocab_size
         self.pool = BlockPool(config.pool_size, config.page_size)
         self._scheduler = Scheduler(self.pool, config)
@@ -91,7 +92,7 @@ class Engine:
             self._tables.append(self._make_tables(groups))
             prefill_tables.append(self._make_tables(groups))
             self.drafter = self._make_drafter(draft, groups)
-        self._batch = InputBatch(config.max_reqs, self._device, self.drafter, verify)
+        self._batch = InputBatch(config.max_reqs, self.device, self.drafter, verify)
         self.target = TargetRunner(
             target, target_groups, self._tables[0], query_len=1 + config.num_speculative_tokens,
             graph_mode=config.graph_mode,
@@ -105,19 +106,19 @@ class Engine:
         self._stepping = False
 
     def _make_groups(self, name: str, model: TargetModel | DraftModel, choice: BackendChoice) -> list[KVGroup]:
-        return make_groups(name, model, choice, self.config.page_size, self.config.pool_size, self._device)
+        return make_groups(name, model, choice, self.config.page_size, self.config.pool_size, self.device)
 
     def _make_tables(self, groups: Sequence[KVGroup]) -> RequestTables:
         config = self.config
         return RequestTables(
             page_sizes=[config.page_size] * len(groups), num_pages=[config.pool_size] * len(groups),
-            max_reqs=config.max_reqs, max_seq_len=config.capacity, device=self._device,
+            max_reqs=config.max_reqs, max_seq_len=config.capacity, device=self.device,
         )  # fmt: skip
 
     def _make_drafter(self, draft: DraftModel, groups: Sequence[KVGroup]) -> Drafter:
         config, tables = self.config.drafter_config(), self._tables[1]
         # An emulated graph has no speed to measure.
-        if config.strategy is None and self.config.autotune and self._device.type == "cuda":
+        if config.strategy is None and self.config.autotune and self.device.type == "cuda":
             self.autotuned = autotune_strategy(draft, groups, tables, config)
             _log.info("autotune: %s", self.autotuned.explain())
             config = replace(config, strategy=self.autotuned.strategy)
@@ -130,6 +131,7 @@ class Engine:
             return self.drafter.plan if self.drafter else None
         return replace(self.drafter.plan, reason=self.autotuned.explain())
 
+    @on_own_device
     def capture(self, *, progress: bool = False) -> None:
         """Capture the graphs of target and drafter, if that has not been done; the first step does it otherwise."""
         if not self._captured:
@@ -180,6 +182,7 @@ class Engine:
             self._scheduler.free_finished()
         return [handle.generation for handle in handles]
 
+    @on_own_device
     @torch.no_grad()
     def step(self) -> bool:
         """One round of the running requests, and a chunk of the prompts of those that wait; whether anything is left.
@@ -219,7 +222,7 @@ class Engine:
         prefilled = self._prefill.run(chunks)
         new = [i for i, request in enumerate(prefilled.requests) if not request.handle.generation.token_ids]
         if new:
-            first = prefilled.tokens[torch.tensor(new, device=self._device)]
+            first = prefilled.tokens[torch.tensor(new, device=self.device)]
             self._outputs.add_first_tokens([prefilled.requests[i] for i in new], first)
         self._scheduler.chunks_prefilled(chunks)
         self.stats.prefill_tokens += sum(chunk.end - chunk.start for chunk in chunks)
@@ -241,7 +244,7 @@ class Engine:
             tables.load([pages] * tables.num_groups, [self._token_limit(request) for request in running])
         self._batch.condense([request.handle.request for request in running], kept_rows)
         if added:
-            rows = torch.tensor([prefilled.requests.index(request) for request in added], device=self._device)
+            rows = torch.tensor([prefilled.requests.index(request) for request in added], device=self.device)
             lens = [request.prefill_len for request in added]
             self._batch.add(len(kept_rows), lens, prefilled.tokens[rows], prefilled.target_hidden_states[rows])
         self._batched, self._pages_in_tables = list(running), [len(request.pages) for request in running]

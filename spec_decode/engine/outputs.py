@@ -20,7 +20,7 @@ class AsyncOutput:
         # To the host without waiting means to pinned memory.
         self._copy = source.to("cpu", non_blocking=True, copy=True)
         if self._event:
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(source.device))
 
     def read(self) -> list[list[int]]:
         """The values, row by row."""

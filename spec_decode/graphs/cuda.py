@@ -30,9 +30,9 @@ class CudaRuntime:
     """Captures into its own memory pool: sharing a pool with another owner has overwritten live temporaries."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        self._device = self._stream.device
 
     def capture(self, fn: Callable[[], Any]) -> CudaGraph:
         return CudaGraph(self._capture(fn))
@@ -88,6 +88,7 @@ class CudaRuntime:
         gc.disable()
         try:
             with (
+                torch.cuda.device(self._device),
                 torch.no_grad(),
                 warnings.catch_warnings(),
                 torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from builders.devices import on_device
 from builders.kernels.triton_runtime import dependent_launch
 from spec_decode.graphs.runtime import CaptureError
 
@@ -103,7 +104,8 @@ class WhileGraph:
         self._launch = runtime.cudaGraphLaunch
 
     def replay(self) -> None:
-        (error,) = self._launch(self._executable, torch.cuda.current_stream(self._device).cuda_stream)
+        with on_device(self._device):
+            (error,) = self._launch(self._executable, torch.cuda.current_stream(self._device).cuda_stream)
         if error:
             _done((error,))
 

@@ -11,6 +11,7 @@ import torch
 from rich.progress import track
 
 from builders import BatchError, CaptureConstants
+from builders.devices import on_device
 from spec_decode.graphs.runtime import CaptureError, Graph, GraphRuntime, SplitOp
 from spec_decode.graphs.runtimes import runtime_for
 
@@ -161,7 +162,7 @@ class GraphManager:
         self._runtime.release()
 
     def _capture_one(self, key: GraphKey, factory: Factory) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), on_device(self.device):
             factory(key.num_reqs).run()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

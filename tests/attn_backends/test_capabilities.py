@@ -84,7 +84,7 @@ def test_a_field_of_a_record_that_claims_nothing_is_refused_by_name(field, value
 
 
 def test_every_wrong_field_of_a_record_is_named_at_once():
-    with pytest.raises(CapabilitiesError, match="^devices must be .*; dtypes must be .*; kinds must be "):
+    with pytest.raises(CapabilitiesError, match=r"^devices must be .*; dtypes must be .*; kinds must be "):
         replace(NARROW, devices=(), dtypes=(), kinds=())
 
 

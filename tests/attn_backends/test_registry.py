@@ -9,7 +9,6 @@ from attn_backends import (
     Accepted,
     BrokenBackend,
     DuplicateBackend,
-    FusedLatentWrite,
     FusedWrite,
     Rejected,
     UnknownBackend,
@@ -288,11 +287,3 @@ def test_a_fused_write_without_its_method_is_refused_at_load(write, method):
     register("promises", Promises)
     with pytest.raises(BrokenBackend, match=rf"it lacks {method}; a layer would fail.*leave the write out"):
         get("promises")
-
-
-def test_a_fused_write_with_its_method_is_taken():
-    class Keeps(FusedLatentWrite, TorchReference):
-        capabilities = replace(TorchReference.capabilities, fused_writes=frozenset({FusedWrite.KV_A_NORM_ROPE}))
-
-    register("keeps", Keeps)
-    assert isinstance(get("keeps"), Keeps)

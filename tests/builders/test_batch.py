@@ -92,6 +92,7 @@ REFUSED = {
     "lengths do not pair up": (([1, 1], [4]), {}, "got 2 and 1"),
     "padded below its size": (([1, 1], [4, 4]), {"pad_reqs": 1}, "padded to 1"),
     "padded beyond the buffers": (([1, 1], [4, 4]), {"pad_reqs": 5}, "padded to 5"),
+    "a length that is no int": (([1, 1.0], [4, 4]), {}, "lengths must be ints, got 1.0"),
     "zero-length query": (
         ([1, 0], [4, 4]),
         {},
@@ -120,6 +121,20 @@ def test_a_refused_batch_leaves_the_buffers_unchanged(args, options, message):
     with pytest.raises(BatchError):
         batch.load(*args, **options)
     assert state_of(batch) == before
+
+
+def test_the_host_knows_the_query_lengths_of_a_ragged_batch_and_of_its_padding():
+    batch = buffers()
+    num_reqs, num_tokens = batch.load([2, 3], [5, 9], pad_reqs=3)
+    view = batch.view(0, num_reqs=num_reqs, num_tokens=num_tokens, max_query_len=3, uniform=False)
+    assert view.host_query_lens == (2, 3, 0)
+
+
+def test_the_host_knows_the_query_lengths_of_a_uniform_batch_whose_lengths_are_the_devices():
+    batch = buffers()
+    batch.load([2, 3], [5, 9])
+    batch.set_uniform(3)
+    assert batch.view(0, num_reqs=2, num_tokens=6, max_query_len=3).host_query_lens == (3, 3)
 
 
 def test_set_uniform_gives_every_row_query_len_tokens():

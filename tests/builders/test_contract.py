@@ -3,11 +3,15 @@ import pytest
 from builders import (
     AdvanceLevel,
     AdvanceSupport,
+    BatchBuffers,
+    BatchError,
     CaptureConstants,
+    GraphSupport,
+    MetadataBuilder,
     ReferenceBuilder,
     TritonPagedBuilder,
 )
-from tests.factories import CPU, make_spec
+from tests.factories import CPU, make_spec, make_tables
 
 
 def claim_of(builder):
@@ -60,6 +64,40 @@ def test_a_lost_claim_is_inherited_further():
         pass
 
     assert claim_of(Further).level is AdvanceLevel.REBUILD
+
+
+class Replanned(MetadataBuilder):
+    """Claims no advance, and defines none."""
+
+    graph_support, step_fields = GraphSupport.ALWAYS, ()
+
+    @classmethod
+    def advance_support(cls, spec, device):
+        return AdvanceSupport(AdvanceLevel.REBUILD, "plans on the host")
+
+    def build(self, batch, *, horizon=0):
+        self.check_horizon(batch, horizon)
+        return batch
+
+    def capture_constants(self, metadata):
+        return constants()
+
+
+def test_a_builder_that_claims_no_advance_need_not_define_one():
+    builder = Replanned(make_spec(), CPU, max_reqs=1, max_tokens=1, max_seq_len=8)
+    with pytest.raises(BatchError, match=r"a builder that defines advance\(\), Replanned does not; .* nothing was"):
+        builder.advance(None)
+
+
+@pytest.mark.parametrize("bound", ["max_reqs", "max_tokens", "max_seq_len"])
+def test_a_batch_beyond_a_builders_bounds_is_refused_at_build(bound):
+    buffers = BatchBuffers(make_tables([30, 30], max_seq_len=32), max_tokens=4)
+    buffers.load([2, 2], [5, 6])
+    view = buffers.view(0, num_reqs=2, num_tokens=4, max_query_len=2)
+    bounds = {"max_reqs": 2, "max_tokens": 4, "max_seq_len": 32}
+    Replanned(make_spec(), CPU, **bounds).build(view)
+    with pytest.raises(BatchError, match="got a batch of 2, 4 and up to 32; a kernel would leave them"):
+        Replanned(make_spec(), CPU, **{**bounds, bound: bounds[bound] - 1}).build(view)
 
 
 def constants(**changes):

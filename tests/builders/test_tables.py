@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 
@@ -125,8 +127,53 @@ def test_a_page_that_one_request_names_twice_is_refused():
         tables.load([[[3, 3]]], [8])
 
 
-def test_a_batch_that_writes_into_a_shared_prefix_is_refused():
+def behind_a_prefix():
+    """Buffers of two requests that share a page and may write from positions 4 and 6 on."""
     tables = RequestTables(page_sizes=[4], num_pages=[8], max_reqs=2, max_seq_len=16, device="cpu")
-    tables.load([[[0, 1], [0, 2]]], [8, 8], writable_from=[4, 4])
-    with pytest.raises(BatchError):
-        BatchBuffers(tables, max_tokens=8).load([4, 4], [4, 4])
+    tables.load([[[0, 1], [0, 2]]], [8, 8], writable_from=[4, 6])
+    return BatchBuffers(tables, max_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("lens", "request_of", "start", "position"), [([3, 1], 0, 4, 3), ([1, 3], 1, 6, 5), ([6, 1], 0, 4, 0)]
+)
+def test_a_batch_that_writes_before_the_end_of_a_shared_prefix_is_refused(lens, request_of, start, position):
+    batch = behind_a_prefix()
+    with pytest.raises(BatchError) as refused:
+        batch.load(lens, [6, 8])
+    assert f"request {request_of} may write from position {start} on, got queries from position {position};" in str(
+        refused.value
+    )
+    assert batch.seq_lens.tolist() == [0, 0]
+
+
+def test_a_batch_may_write_from_the_end_of_a_shared_prefix_on():
+    batch = behind_a_prefix()
+    batch.load([2, 2], [6, 8])
+    assert batch.slot_mappings[0, :4].tolist() == [4, 5, 10, 11]
+
+
+@pytest.mark.parametrize(
+    ("pages", "limits", "options", "message"),
+    [
+        ([[[0.5]]], [4], {}, "page ids of group 0 must be ints, got 0.5"),
+        ([[["0"]]], [4], {}, "page ids of group 0 must be ints, got '0'"),
+        ([[[0]]], [2.5], {}, "token limits and writable_from must be ints, got 2.5"),
+        ([[[0]]], [4], {"writable_from": [1.0]}, "must be ints, got 1.0"),
+        ([[[0, 1], [0, 2]]], [8, 8], {"writable_from": [-4, -4]}, "must be positions, 0 or more, got [-4, -4]"),
+    ],
+)
+def test_what_a_tensor_of_ints_would_round_or_a_slice_wrap_is_refused(pages, limits, options, message):
+    tables = empty_tables()
+    with pytest.raises(BatchError, match=re.escape(message)):
+        tables.load(pages, limits, **options)
+    assert tables.num_live == 0
+
+
+@pytest.mark.parametrize(
+    "changes", [{"page_sizes": [0]}, {"num_pages": [-1]}, {"max_reqs": -1}, {"max_seq_len": 0}, {"max_reqs": 1.5}]
+)
+def test_tables_of_no_size_are_refused_before_anything_is_allocated(changes):
+    sizes = {"page_sizes": [4], "num_pages": [8], "max_reqs": 2, "max_seq_len": 16}
+    with pytest.raises(BatchError, match=r"page sizes, page counts, max_reqs and max_seq_len must be (1 or more|ints)"):
+        RequestTables(**{**sizes, **changes}, device="cpu")

@@ -67,6 +67,8 @@ REFUSED = {
     "a page of its own": (({0: [[1]]}, {0: 8}), "and free, got [1]"),
     "another's page": (({0: [[2]]}, {0: 8}), "and free, got [2]"),
     "a page twice": (({0: [[4]], 1: [[4]]}, {0: 8, 1: 8}), "and free, got [4, 4]"),
+    "a page that is no int": (({0: [[4.0]]}, {0: 8}), "must be ints, got 4.0"),
+    "a limit that is no int": (({0: [[4]]}, {0: 8.5}), "must be ints, got 8.5"),
     "a page outside": (({0: [[12]]}, {0: 8}), "0 to 11 and free, got [12]"),
 }  # fmt: skip
 

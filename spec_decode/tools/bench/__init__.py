@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from builders import BatchError
+from builders.devices import on_device
 from spec_decode.environment import environment
 from spec_decode.source_digests import ROUNDS, SERVING, source_digests
 from spec_decode.tools.bench.advance_cases import advance_rows, step_rows
@@ -73,7 +74,8 @@ def run(
             f"the cases {', '.join(stuck)} time a CUDA device and this run is on {device.type}; nothing was timed. Run "
             f"{', '.join(CPU_CASES)}, or use a machine with a GPU."
         )
-    bench = Bench(device, copy_bandwidth() if on_cuda else None)
+    with on_device(device):
+        bench = Bench(device, copy_bandwidth() if on_cuda else None)
     env = msgspec.to_builtins(environment(device))
     env["copy_bytes_per_us"] = bench.bandwidth and round(bench.bandwidth)
     shared = {"env": env, "command": command, "missing": bench.missing}
@@ -82,7 +84,7 @@ def run(
             bench.miss(case, f"times a CUDA device and this run is on {device.type}")
             continue
         sources = source_digests(SERVING if case == "throughput" else ROUNDS)
-        with bench.noting(case):
+        with on_device(device), bench.noting(case):
             for row in _ROWS[case][1](bench):
                 bench.rows.append({"schema": SCHEMA, **EMPTY, **row, **shared, "sources": sources})
                 if on_row:

@@ -64,10 +64,11 @@ class DrafterFixture:
     """The two-layer model on two groups of other page sizes, with a context of noise in both caches."""
 
     def __init__(
-        self, backends, *, limits=(MAX_SEQ_LEN,) * 3, max_reqs=4, steps=K, make_model=TwoLayerDraft, **options
-    ):
+        self, backends, *, limits=(MAX_SEQ_LEN,) * 3, max_reqs=4, steps=K, make_model=TwoLayerDraft, device=CPU,
+        **options,
+    ):  # fmt: skip
         torch.manual_seed(0)
-        self.model = make_model(CONFIG).requires_grad_(False)
+        self.model = make_model(CONFIG).requires_grad_(False).to(device)
         specs = [
             make_spec(num_q_heads=2, num_kv_heads=1, head_dim=64, page_size=8),
             make_spec(num_q_heads=2, num_kv_heads=1, head_dim=64, page_size=4, sliding_window=6),
@@ -75,11 +76,11 @@ class DrafterFixture:
         each = [MAX_SEQ_LEN // spec.page_size for spec in specs]
         self.tables = RequestTables(
             page_sizes=[8, 4], num_pages=[max_reqs * n for n in each], max_reqs=max_reqs, max_seq_len=MAX_SEQ_LEN,
-            device=CPU,
+            device=device,
         )  # fmt: skip
         self.pages = [owned_pages(max_reqs, n, max_reqs * n, seed) for seed, n in enumerate(each)]
         self.groups = [
-            make_group(f"group{i}", backend, spec, [i], num_pages=max_reqs * n, device=CPU)
+            make_group(f"group{i}", backend, spec, [i], num_pages=max_reqs * n, device=device)
             for i, (backend, spec, n) in enumerate(zip(backends, specs, each, strict=True))
         ]
         for tensor in self.caches():
@@ -110,7 +111,8 @@ class DrafterFixture:
             temperature=torch.full((n,), temperature),
             seeds=torch.arange(n) * 31,
         )
-        return VerifiedTokens(*(None if tensor is None else tensor[rows] for tensor in whole))
+        device = self.tables.device
+        return VerifiedTokens(*(None if tensor is None else tensor[rows].to(device) for tensor in whole))
 
     def rounds(self, count=3, temperature=0.0):
         """Consecutive rounds, each from where the last one's accepted tokens end."""

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from builders import BatchError
+from builders import BatchError, RequestTables
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, StrategyError
 from tests.spec_decode.drafter.drafter_fixture import MAX_SEQ_LEN, K, advancing
 
@@ -45,6 +45,13 @@ def test_a_draft_model_that_returns_states_of_another_shape_is_refused(wrong, mo
     monkeypatch.setattr(fixture.model, "forward", lambda *args: wrong(forward(*args)))
     with pytest.raises(BatchError, match=r"need states \[20, 64\], got \["):
         fixture.drafter.propose(fixture.verified())
+
+
+def test_tables_that_may_name_pages_beyond_a_groups_caches_are_refused():
+    fixture = advancing()
+    tables = RequestTables(page_sizes=[8, 4], num_pages=[24, 49], max_reqs=4, max_seq_len=MAX_SEQ_LEN, device="cpu")
+    with pytest.raises(BatchError, match=r"group1 must name pages of its caches alone, they may name 49 and .* 48;"):
+        Drafter(fixture.model, fixture.groups, tables, DrafterConfig(num_speculative_tokens=K))
 
 
 def test_a_round_without_a_live_request_is_refused():

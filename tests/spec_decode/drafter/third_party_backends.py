@@ -57,9 +57,6 @@ class RebuiltBuilder(MetadataBuilder):
         self.builds.append(batch.max_query_len)
         return self._inner.build(batch, horizon=horizon)
 
-    def advance(self, metadata):
-        raise AssertionError("a builder that says REBUILD was advanced")
-
     def capture_constants(self, metadata):
         return self._inner.capture_constants(metadata)
 

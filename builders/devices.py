@@ -1,0 +1,30 @@
+"""The current CUDA device: where Triton launches, and where streams and events are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a CUDA device the current one for a block; does nothing where it is, and for other devices."""
+    if device.type != "cuda" or device.index is None or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def on_own_device(method: F) -> F:
+    """A method that runs with its object's `device` as the current one."""
+
+    @wraps(method)
+    def run(self: Any, *args: Any, **options: Any) -> Any:
+        with on_device(self.device):
+            return method(self, *args, **options)
+
+    return cast("F", run)

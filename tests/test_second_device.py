@@ -1,0 +1,69 @@
+"""What runs on cuda:1 while cuda:0 is current says what the CPU says. Needs two GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attn_backends import AttentionBackend, get, names, registry
+from spec_decode.cli.options import available_names
+from spec_decode.drafter import GraphMode, Strategy
+from spec_decode.engine import Engine, EngineConfig, Request
+from spec_decode.testing.batches import DECODE, VERIFY
+from spec_decode.testing.paged_fixture import PagedFixture
+from spec_decode.testing.subject import Subject
+from tests.factories import make_config, make_pair
+from tests.spec_decode.drafter.drafter_fixture import CAPTURING, advancing, mixed, preplanned
+
+SECOND = torch.device("cuda", 1)
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.fixture(autouse=True)
+def first_device_is_current() -> None:
+    torch.cuda.set_device(0)
+
+
+@pytest.fixture(params=names())
+def backend(request: pytest.FixtureRequest) -> AttentionBackend:
+    if request.param not in available_names(SECOND):
+        pytest.skip("is not available here")
+    return registry.get(request.param)
+
+
+@pytest.mark.parametrize("batch", [DECODE, VERIFY], ids=["decode", "verify"])
+@torch.no_grad()
+def test_a_backend_builds_advances_writes_and_attends_there(backend: AttentionBackend, batch: object) -> None:
+    subject = Subject(backend, SECOND)
+    built = PagedFixture(subject, subject.base_spec(), batch.rows).build(batch, horizon=1)  # type: ignore[attr-defined]
+    built.expect_attention("as built", cache="as built")
+    if batch is DECODE:
+        built.advance()
+        built.expect_attention("after an advance", cache="after an advance")
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.parametrize("strategy", [*CAPTURING, Strategy.EAGER])
+@pytest.mark.parametrize("make", [advancing, preplanned, mixed])
+def test_a_drafter_proposes_there_what_it_proposes_on_the_cpu(make: object, strategy: Strategy) -> None:
+    try:
+        there = make(strategy=strategy, device=SECOND)  # type: ignore[operator]
+    except ValueError as unsupported:
+        pytest.skip(str(unsupported))
+    expected = make(strategy=Strategy.EAGER).rounds()  # type: ignore[operator]
+    found = there.rounds()
+    assert [tokens.tolist() for tokens, _ in found] == [tokens.tolist() for tokens, _ in expected]
+
+
+@pytest.mark.parametrize("graph_mode", [GraphMode.NONE, GraphMode.FULL])
+def test_an_engine_generates_there_what_it_generates_on_the_first(graph_mode: GraphMode) -> None:
+    requests = [Request(prompt=[1, 2, 3 + i], max_new_tokens=12, seed=i) for i in range(3)]
+    texts = []
+    for device in (torch.device("cuda", 0), SECOND):
+        target, draft = (model.to(device) for model in make_pair(make_config(hidden_size=64, head_dim=64)))
+        config = EngineConfig(
+            num_speculative_tokens=3, max_reqs=3, max_seq_len=64, page_size=4, graph_mode=graph_mode, autotune=False
+        )
+        engine = Engine(target, draft, get("triton_paged"), config)
+        texts.append([generation.token_ids for generation in engine.generate(requests)])
+    assert texts[0] == texts[1] and torch.cuda.current_device() == 0
