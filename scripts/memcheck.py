@@ -1,10 +1,10 @@
 """Run backends and engines under NVIDIA's compute-sanitizer: python scripts/memcheck.py NAME... --json FILE.
 
 torch's allocator keeps what is freed and rounds sizes up, so an access beyond a tensor may land in memory that is
-allocated, and nobody sees it. What is launched directly therefore runs with PYTORCH_NO_CUDA_MEMORY_CACHING=1: the poison
+allocated, and nobody sees it. What is launched directly therefore runs with PYTORCH_NO_CUDA_MEMORY_CACHING=1: poison
 and padding checks of each backend, its advance, its fused writes, and an engine without graphs under each verifier. A
 capture needs the allocator: memory of a graph must stay. So the graph family, whole rounds in every strategy and an
-engine with graphs run a second time under it.
+engine with graphs run under it.
 """
 
 from __future__ import annotations

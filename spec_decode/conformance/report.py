@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -157,9 +159,13 @@ def json_number(value: float) -> float | str:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """What a JSON file holds; ReportError when it cannot be read or is no whole JSON."""
+    """What a JSON file holds; ReportError when it cannot be read, is no whole JSON or says one thing twice."""
     try:
-        return msgspec.json.decode(Path(path).read_bytes())
+        content = Path(path).read_bytes()
+        document = msgspec.json.decode(content)
+        # Of a key that stands twice the decoder keeps the last, and nobody would know of the first.
+        json.loads(content, object_pairs_hook=_require_unique)
+        return document
     except OSError as error:
         raise ReportError(
             f"a report must be a readable file, {path} is not: {error.strerror}; nothing was loaded. Check the path."
@@ -168,6 +174,11 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise ReportError(
             f"a report must be whole JSON, {path} is not: {error}; it was not loaded. Run the checks again."
         ) from error
+
+
+def _require_unique(pairs: list[tuple[str, Any]]) -> None:
+    if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
+        raise ValueError(f"the key {twice[0]!r} stands twice in one object")
 
 
 def _with_numbers(document: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -89,7 +89,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     kernels_per_step: float | None = None
     floor_us: float | None = None
     limits: tuple[TimingLimit, ...] = ()
-    accepted: float | None = None
+    accepted: Annotated[float, msgspec.Meta(ge=0)] | None = None
     """Of a whole engine: draft tokens kept a round."""
     per_user: float | None = None
     """Of a whole engine: output tokens a second of one request."""
@@ -153,9 +153,10 @@ def files_below(paths: Iterable[Path], patterns: Sequence[str] = PATTERNS) -> li
 
 
 def _schema(document: Any) -> str:
-    """The schema that a document names; a list of rows has that of its first."""
-    first = document[0] if isinstance(document, list) and document else document
-    schema = first.get("schema") if isinstance(first, dict) else None
+    """The schema that a document names, or that all of its rows do; the first that another of them has is no known."""
+    rows = document if isinstance(document, list) else [document]
+    found = [row.get("schema") if isinstance(row, dict) else None for row in rows] or [None]
+    schema = next((other for other in found if other != found[0]), found[0])
     return schema if isinstance(schema, str) else ""
 
 

@@ -55,6 +55,48 @@ def test_a_truncated_file_is_named(tmp_path):
         Sources.read([path])
 
 
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+BAD = {
+    "NaN": ('"seconds": 0.0', '"seconds": NaN', "malformed"),
+    "a huge integer": ('"seconds": 0.0', f'"seconds": {10**400}', "out of range"),
+    "deep nesting": ('"claims": {}', f'"claims": {nested(100_000)}', "recursion"),
+    "an array in the place of an object": ('"claims": {}', f'"claims": {nested(500)}', r"\$\.claims"),
+    "a key twice": ('"backend": "k"', '"backend": "k", "backend": "other"', "'backend' stands twice"),
+    "half a character": ('"backend": "k"', r'"backend": "\ud800"', "surrogate"),
+}
+
+
+@pytest.mark.parametrize("old, new, words", BAD.values(), ids=BAD)
+def test_what_no_report_holds_is_refused_in_four_parts(tmp_path, old, new, words):
+    text = json.dumps(report(result("pass")).document())
+    assert old in text
+    with pytest.raises(ReportError, match=words) as caught:
+        Sources.read([write(tmp_path, "x.json", text.replace(old, new, 1))])
+    told = str(caught.value)
+    assert "must" in told and "x.json" in told and "it was not loaded" in told and told.endswith("again.")
+
+
+def test_a_folder_where_a_report_is_due_is_named(tmp_path):
+    (tmp_path / "check-k.json").mkdir()
+    with pytest.raises(ReportError, match=r"readable file, .*check-k\.json is not: Is a directory"):
+        Sources.read([tmp_path])
+
+
+def test_rows_of_another_schema_among_timings_are_refused(tmp_path):
+    rows = [msgspec.to_builtins(timing()), {**msgspec.to_builtins(timing()), "schema": "attn-bench/9"}]
+    with pytest.raises(ReportError, match="has 'attn-bench/9'"):
+        Sources.read([write(tmp_path, "x.json", rows)])
+
+
+def test_fewer_than_no_tokens_kept_are_refused_with_their_place(tmp_path):
+    row = {**msgspec.to_builtins(timing()), "accepted": -1.0, "per_user": 5.0}
+    with pytest.raises(ReportError, match=r">= 0.0.*\$\[0\]\.accepted"):
+        Sources.read([write(tmp_path, "x.json", [row])])
+
+
 @pytest.mark.parametrize("place", [(), ("env",), ("results", 0)])
 def test_an_unknown_field_of_a_report_is_refused_with_its_place(tmp_path, place):
     document = report(result("pass")).document()

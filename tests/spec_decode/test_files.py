@@ -1,0 +1,44 @@
+"""A file that several processes write is always one of theirs, whole."""
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from spec_decode.files import write_whole
+
+WRITER = """
+import sys
+from pathlib import Path
+from spec_decode.files import json_bytes, write_whole
+for _ in range(60):
+    write_whole(Path(sys.argv[1]), json_bytes({"by": sys.argv[2], "numbers": list(range(int(sys.argv[3])))}))
+"""
+
+
+def test_two_processes_that_write_one_file_leave_one_of_theirs_whole(tmp_path):
+    path = tmp_path / "out" / "report.json"
+    sizes = {"one": 20_000, "two": 30_000}
+    command = [sys.executable, "-c", WRITER, str(path)]
+    writers = [subprocess.Popen([*command, name, str(size)]) for name, size in sizes.items()]
+    while any(writer.poll() is None for writer in writers):
+        if path.exists():
+            found = msgspec.json.decode(path.read_bytes())
+            assert len(found["numbers"]) == sizes[found["by"]]
+    assert [writer.returncode for writer in writers] == [0, 0]
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_full_disk_leaves_what_was_there_and_nothing_beside_it(tmp_path, monkeypatch):
+    path = tmp_path / "report.json"
+    write_whole(path, b"old")
+
+    def full(self, content):
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(path, b"new")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
