@@ -15,6 +15,9 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	@$(BIN)/python -m pytest -n 2 -q -m "not slow" || { echo "make test: FAILED, see above"; exit 1; }
+	@echo "make test: now every Triton kernel in Triton's interpreter"
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -q -m "not slow" tests/interpreter || { \
+		echo "make test: FAILED in the interpreter, see above"; exit 1; }
 	@echo "make test: every test passed"
 
 lint: $(VENV)/.linters

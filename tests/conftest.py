@@ -1,12 +1,19 @@
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
-settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=60, database=None)
+settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    deadline=None,
+    max_examples=60,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("repeatable")
 
-_LONG = ("test_interpreter_", "test_real_pair", "test_engine_batching", "tests/examples/")
+_LONG = ("test_interpreter_conformance", "test_real_pair", "test_engine_batching", "tests/examples/")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

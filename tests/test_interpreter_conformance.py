@@ -22,9 +22,7 @@ def test_triton_kernels_pass_the_kit_in_the_interpreter(families: tuple[str, ...
     picked = [part for family in families for part in ("--family", family)]
     command = [sys.executable, "-m", "spec_decode", "check", "triton_paged", "--device", "cpu", *picked]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--json", str(report)], env=env, cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run([*command, "--json", str(report)], env=env, cwd=ROOT, capture_output=True, text=True)
 
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert Report.load(report).counts[Outcome.PASS] >= 25

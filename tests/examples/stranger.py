@@ -38,7 +38,7 @@ class Stranger:
             script.chmod(0o755)
         return cls(folder)
 
-    def run(self, command: str, cwd: Path, *, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    def run(self, command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         """Run shell commands in a folder; stderr is part of the output."""
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PYTEST", "PIP_"))}
         env = {
@@ -56,7 +56,6 @@ class Stranger:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=timeout,
         )
 
     def must(self, command: str, cwd: Path, *, status: int = 0) -> str:

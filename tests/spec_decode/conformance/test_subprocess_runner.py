@@ -4,10 +4,12 @@ import os
 import sys
 
 import msgspec
+import pytest
 import torch
 
 from spec_decode.conformance.report import EVERYTHING
 from spec_decode.conformance.subprocess_runner import TimeLimits, check_isolated
+from tests.hanging import HANG, UNLIMITED, pass_limits_at
 from tests.spec_decode.matrix.evidence import env, report, result
 
 PLAN = report(*(result("not_run", case=str(n)) for n in range(4)), version="7").document()
@@ -63,15 +65,26 @@ def test_a_crash_after_the_last_check_still_counts():
     assert outcomes(found) == ["pass", "pass", "pass", "error"] and "exit status 3" in found.results[3].reason
 
 
-def test_a_check_that_hangs_is_ended_at_its_limit():
-    found = run("say(report=plan); done(0); time.sleep(60)", limits=TimeLimits(check=0.3))
+@pytest.fixture
+def hang(tmp_path, monkeypatch):
+    """Code that hangs, whereupon a limit of half a second passes."""
+    pass_limits_at(tmp_path / "hangs", 0.5, monkeypatch)
+    return HANG.format(mark=str(tmp_path / "hangs"))
+
+
+def test_a_process_that_says_nothing_is_ended_at_its_limit():
+    found = run("__import__('threading').Event().wait()", limits=TimeLimits(check=0.3))
+    assert outcomes(found) == ["error"] and "limit of 0.3 s for a check" in found.results[0].reason
+
+
+def test_a_check_that_hangs_is_ended_at_its_limit(hang):
+    found = run(f"say(report=plan); done(0); {hang}", limits=TimeLimits(check=0.3))
     assert outcomes(found) == ["pass", "error", "not_run", "not_run"]
     assert "limit of 0.3 s for a check" in found.results[1].reason
 
 
-def test_a_backend_that_is_slow_in_all_is_ended_at_its_limit():
-    script = "say(report=plan)\nfor n in range(4):\n    time.sleep(0.2)\n    done(n)"
-    found = run(script, limits=TimeLimits(check=5, backend=0.5))
+def test_a_backend_that_is_slow_in_all_is_ended_at_its_limit(hang):
+    found = run(f"say(report=plan); done(0); {hang}", limits=TimeLimits(check=UNLIMITED, backend=0.5))
     assert outcomes(found)[0] == "pass" and outcomes(found)[-1] == "not_run"
     assert any("limit of 0.5 s for a backend" in result.reason for result in found.results)
 
@@ -82,17 +95,14 @@ def test_a_backend_that_crashes_while_it_loads_is_named():
     assert found.results[0].check == "contract.loads" and "SIGABRT; it printed: no driver" in found.results[0].reason
 
 
-def test_what_a_backend_starts_ends_with_it(tmp_path):
-    late = tmp_path / "late"
-    run(
-        f"import subprocess\nsubprocess.Popen(['sh', '-c', 'sleep 0.5; touch {late}'])\nsay(report=plan)\n"
-        "time.sleep(60)",
-        limits=TimeLimits(check=0.2),
-    )  # fmt: skip
-    import time
-
-    time.sleep(0.6)
-    assert not late.exists()
+def test_what_a_backend_starts_ends_with_it(tmp_path, hang):
+    os.mkfifo(said := str(tmp_path / "said"))
+    reader = os.open(said, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(reader, True)
+    start = f"import subprocess; subprocess.Popen(['sh', '-c', 'sleep 600; echo late'], stdout=open({said!r}, 'w'))"
+    run(f"{start}; say(report=plan); {hang}", limits=TimeLimits(check=0.2))
+    with open(reader) as pipe:
+        assert pipe.read() == ""
 
 
 def test_the_real_process_checks_a_real_backend():

@@ -53,7 +53,7 @@ def visit(browser, page_file):
     def open_page(**options):
         contexts.append(browser.new_context(offline=True, **options))
         page = contexts[-1].new_page()
-        page.set_default_timeout(5000)
+        page.set_default_timeout(0)
         page.complaints = []
         page.on("console", lambda message: page.complaints.append(message.text))
         page.on("pageerror", lambda error: page.complaints.append(str(error)))

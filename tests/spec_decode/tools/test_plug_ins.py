@@ -14,9 +14,10 @@ from attn_backends.torch_reference import TorchReference
 from spec_decode.testing.process_isolation import TimeLimit
 from spec_decode.tools import plug_ins
 from spec_decode.tools.plug_ins import try_plug_ins
+from tests.hanging import UNLIMITED
 
 LOADER = """
-import json, os, signal, sys, time
+import json, os, signal, sys, threading
 fd, names = int(sys.argv[1]), json.loads(sys.argv[2])["names"]
 open({log!r}, "a").write(" ".join(names) + "\\n")
 def say(**message): os.write(fd, json.dumps(message).encode() + b"\\n")
@@ -26,7 +27,7 @@ for name in names:
         print("no driver", flush=True)
         os.kill(os.getpid(), signal.SIGSEGV)
     if name.startswith("hang"):
-        time.sleep(60)
+        threading.Event().wait()
     if name.startswith("quit"):
         os._exit(0)
 say(finished=True)
@@ -56,7 +57,7 @@ def tried(tmp_path: Path) -> Tried:
     log = tmp_path / "log"
     log.touch()
 
-    def tried(seconds: float = 60.0) -> tuple[dict[str, str], list[list[str]]]:
+    def tried(seconds: float = UNLIMITED) -> tuple[dict[str, str], list[list[str]]]:
         child = (sys.executable, "-c", LOADER.format(log=str(log)))
         refused = try_plug_ins(child, TimeLimit(seconds, "a package to load"))
         return refused, [line.split() for line in log.read_text().splitlines()]

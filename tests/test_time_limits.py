@@ -1,0 +1,62 @@
+"""No test may fail for want of speed: none has a limit of time inside. A hang is shown by faulthandler_timeout."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+FILES = sorted(TESTS.rglob("*.py"))
+_LIMITS = {"timeout", "timeout_s", "deadline", "max_seconds"}
+_CLOCKS = {"time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time"}
+_WAITS = {"wait", "join", "result", "communicate", "acquire", "set_default_timeout", "alarm", "wait_for_timeout"}
+
+
+def limits(source: str) -> Iterator[int]:
+    """The lines with a limit: given as an option, given to something that waits, or a clock that is compared."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.keyword) and node.arg in _LIMITS and ast.unparse(node.value) != "None":
+            yield node.value.lineno
+        if isinstance(node, ast.Call) and _name(node) in _WAITS:
+            yield from (given.lineno for given in node.args if _is_a_number(given))
+        if isinstance(node, ast.Compare) and any(_name(call) in _CLOCKS for call in ast.walk(node)):
+            yield node.lineno
+
+
+def _name(node: ast.AST) -> str:
+    called = node.func if isinstance(node, ast.Call) else None
+    return called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
+
+
+def _is_a_number(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, int | float) and node.value > 0
+
+
+def test_no_test_has_a_limit_of_time() -> None:
+    found = [f"{path.relative_to(TESTS)}:{line}" for path in FILES for line in limits(path.read_text(encoding="utf-8"))]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "subprocess.run(command, timeout=300)",
+        "settings(deadline=200)",
+        "assert time.perf_counter() - start < 5",
+        "assert began + 3 > monotonic()",
+        "thread.join(5)",
+        "process.wait(0.5)",
+        "page.set_default_timeout(5000)",
+    ],
+)
+def test_a_limit_is_found(code: str) -> None:
+    assert list(limits(code)) == [1]
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["settings(deadline=None)", "process.wait()", "' '.join(words)", "start = perf_counter()", "seconds < 5"],
+)
+def test_what_is_no_limit_is_not_taken_for_one(code: str) -> None:
+    assert not list(limits(code))
