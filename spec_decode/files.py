@@ -20,6 +20,9 @@ def write_whole(path: Path, content: bytes) -> None:
     Raises OSError where folder or file cannot be written; what was there is as it was.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():  # a device or a pipe is written to, not replaced
+        path.write_bytes(content)
+        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(content)

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spec_decode.cli.options import device_option, resolve_device
-from spec_decode.cli.output import UserError, say, stdout, write
+from spec_decode.cli.output import UserError, did_you_mean, progress, require_writable, say, stdout, write
 
 _SECONDS_BETWEEN_WRITES = 5.0
 
@@ -37,14 +37,16 @@ def bench(cases: tuple[str, ...], device: str | None, target: str | None, only_l
         return
     if unknown := [case for case in cases if case not in CASES]:
         raise UserError(
-            f"a case must be one of {', '.join(CASES)}, got {', '.join(unknown)}; nothing was timed. Fix the name."
+            f"a case must be one of {', '.join(CASES)}, got {', '.join(unknown)}; nothing was timed. "
+            f"Fix the name.{did_you_mean(unknown[0], CASES)}"
         )
     command = shlex.join(["attn-backends", "bench", *cases, "--device", str(where)])
     keep = _writer_of_rows(target)
-    with console.status("timing") as status:
+    require_writable(target)
+    with progress(console) as update:
 
         def on_row(row: dict[str, Any]) -> None:
-            status.update(f"timed {row['case']}")
+            update(f"timed {row['case']}")
             keep(row)
 
         timings = run(device=where, cases=cases or None, on_row=on_row, command=command)
@@ -53,7 +55,7 @@ def bench(cases: tuple[str, ...], device: str | None, target: str | None, only_l
         for line in timings.missing:
             say(console, f"not timed: {line}")
     if target is not None:
-        write(target, json_bytes(timings.rows).decode())
+        write(target, json_bytes(timings.rows))
     if timings.stopped:
         raise SystemExit(1)
 
@@ -69,7 +71,7 @@ def _writer_of_rows(target: str | None) -> Callable[[dict[str, Any]], None]:
         nonlocal written
         rows.append(row)
         if target is not None and target != "-" and time.monotonic() - written >= _SECONDS_BETWEEN_WRITES:
-            write(target, json_bytes(rows).decode())
+            write(target, json_bytes(rows))
             written = time.monotonic()
 
     return keep

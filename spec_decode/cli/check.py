@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 import click
 from rich.console import Console
 
-from spec_decode.cli.options import chosen_names, device_option, interpret_kernels_on, options_as, resolve_device
-from spec_decode.cli.output import UserError, say, stdout, writing
+from spec_decode.cli.options import (
+    chosen_names,
+    device_option,
+    interpret_kernels_on,
+    options_as,
+    resolve_device,
+    use_threads,
+)
+from spec_decode.cli.output import UserError, did_you_mean, progress, require_writable, say, stdout, write
 
 if TYPE_CHECKING:
     import torch
@@ -39,8 +46,8 @@ class CheckRun:
         """
         import msgspec
 
-        with self.console.status(f"{name}: starting") as status:
-            on_result = self._printer(name, status.update)
+        with progress(self.console, f"{name}: starting") as update:
+            on_result = self._printer(name, update)
             if isolated:
                 from spec_decode.conformance.subprocess_runner import check_isolated
                 from spec_decode.environment import environment
@@ -98,7 +105,6 @@ def count_results(title: str, update: Callable[[str], None]) -> Callable[[Result
 
     def on_result(result: Result) -> None:
         seen[result.outcome in FAILURES | {Outcome.NOT_RUN}] += 1
-        # An opening bracket would begin rich markup: the case is left out.
         update(f"{title}: {seen.total()} checks, {seen[True]} failed; last {result.check}")
 
     return on_result
@@ -115,6 +121,7 @@ class _Options:
     target: Annotated[str | None, "--json", "Report file; a folder gets one check-NAME.json each."]
     verbose: Annotated[bool, "Print what is unsupported, too, each with its reason."] = False
     isolate: Annotated[bool, "Run in a subprocess, as several backends do."] = False
+    threads: Annotated[int, click.IntRange(min=1), "Threads of torch; more seldom help."] = 1
 
 
 @click.command()
@@ -133,14 +140,17 @@ def check(options: _Options) -> None:
     """
     where = resolve_device(options.device)
     interpret_kernels_on(where)
+    use_threads(options.threads)
     if "available" in options.names:
         _print_refused_plug_ins()
     chosen = chosen_names(options.names, where)
     _require_known(options.families)
     run = CheckRun(stdout(), where, options.families, options.checks, options.verbose)
     isolated, paths = _isolated(chosen, options.isolate), _report_paths(options.target, chosen)
-    passed = [_check_and_save(run, name, name in isolated, paths.get(name)) for name in chosen]
-    if not all(passed):
+    reports = [_check_and_save(run, name, name in isolated, paths.get(name)) for name in chosen]
+    if options.checks and not any(report.results for report in reports if report):
+        raise _no_such_check(options.checks)
+    if not all(report and report.ok for report in reports):
         raise SystemExit(1)
 
 
@@ -165,7 +175,7 @@ def _print_refused_plug_ins() -> None:
         click.echo(f"not available: {' '.join(why.split())}", err=True)
 
 
-def _check_and_save(run: CheckRun, name: str, isolated: bool, path: Path | None) -> bool:
+def _check_and_save(run: CheckRun, name: str, isolated: bool, path: Path | None) -> Report | None:
     from attn_backends import BrokenBackend
 
     notes: list[str] = []
@@ -174,18 +184,19 @@ def _check_and_save(run: CheckRun, name: str, isolated: bool, path: Path | None)
     except BrokenBackend as error:
         # One of `all` that does not load must not cost the others their checks.
         click.echo(f"error: {' '.join(str(error).split())}", err=True)
-        return False
+        return None
     except KeyboardInterrupt:
         click.echo(f"interrupted in {name}: no report of it was written", err=True)
         raise SystemExit(130) from None
+    if run.checks and not report.results:
+        return report
     say(run.console, report.summary(), "green" if report.ok else "bold red")
     for note in notes:
         say(run.console, f"    {note}", "yellow")
     if path is not None:
-        with writing(path):
-            report.save(path)
+        write(path, report.to_json())
         say(run.console, f"wrote {path}")
-    return report.ok
+    return report
 
 
 def _require_known(families: Sequence[str]) -> None:
@@ -194,7 +205,18 @@ def _require_known(families: Sequence[str]) -> None:
     if unknown := sorted(set(families) - set(FAMILIES)):
         raise UserError(
             f"a family must be one of {', '.join(FAMILIES)}, got {', '.join(unknown)}; nothing was run. Fix --family."
+            f"{did_you_mean(unknown[0], FAMILIES)}"
         )
+
+
+def _no_such_check(patterns: Sequence[str]) -> UserError:
+    from spec_decode.conformance.check import check_names
+
+    asked = " or ".join(patterns)
+    return UserError(
+        f"--only must be like a check's name or its name[case], {asked} is like none here; nothing was run. Fix --only."
+        f"{did_you_mean(patterns[0].partition('[')[0].strip('*'), check_names())}"
+    )
 
 
 def _report_paths(target: str | None, names: Sequence[str]) -> dict[str, Path]:
@@ -211,5 +233,6 @@ def _report_paths(target: str | None, names: Sequence[str]) -> dict[str, Path]:
             f"several reports need a folder, --json names the file {path} for {', '.join(names)}; nothing "
             "was run. Name a folder."
         )
-    with writing(next(iter(paths.values()))):
-        return paths
+    for path in paths.values():
+        require_writable(path)
+    return paths

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,33 +13,43 @@ from rich.console import Console
 from spec_decode.cli.check import CheckRun
 from spec_decode.cli.list import describe, print_backends
 from spec_decode.cli.matrix import REPORTS
-from spec_decode.cli.options import available_names, device_option, resolve_device
-from spec_decode.cli.output import say, stdout
+from spec_decode.cli.options import available_names, device_option, resolve_device, use_threads
+from spec_decode.cli.output import printable, progress, require_writable, say, stdout, write
 
 if TYPE_CHECKING:
     import torch
 
     from spec_decode.cli.byte_pair import Pair
     from spec_decode.cli.strategy_comparison import Comparison
+    from spec_decode.matrix import Matrix
 
 _QUICK_FAMILIES = ("contract", "builder")
 
 
 @click.command()
 @device_option
+@click.option("--full", is_flag=True, help="Also every claim, time and plan, and the whole matrix.")
+@click.option("--html", "page", default="build/demo.html", metavar="PATH", help="Where the page of the matrix goes.")
 @click.option("--pair", type=click.Path(path_type=Path), hidden=True)
-def demo(device: str | None, pair: Path | None) -> None:
+def demo(device: str | None, full: bool, page: str, pair: Path | None) -> None:
     """See all of it at once, on any machine.
 
-    Lists the backends, drafts with each in every strategy, compares the results, and shows the matrix. The
-    exit status is 1 if two runs that must agree do not.
+    Drafts with each backend in every strategy, compares the results, and writes the matrix of what each was seen to do
+    as a page, which is opened where there is a desktop. The exit status is 1 if two runs that must agree do not.
     """
     where, console = resolve_device(device), stdout()
-    _list(console, where)
-    comparisons = _draft(console, where, pair)
-    _explain(console, comparisons)
-    checked = _matrix(console, where)
-    if not checked or any(comparison.differs for found in comparisons.values() for comparison in found):
+    use_threads(1)
+    require_writable(page)
+    if full:
+        _list(console, where)
+    pairs = _load(where, pair)
+    found = {name: _compare(console, name, each) for name, each in pairs.items()}
+    (_print_runs if full else _summarize)(console, where, pairs, found)
+    matrix, passed = _matrix(console, where, full)
+    write(page, _html(matrix))
+    agree = not any(comparison.differs for several in found.values() for comparison in several)
+    _conclude(console, agree, passed, page)
+    if not (agree and passed):
         raise SystemExit(1)
 
 
@@ -52,23 +64,62 @@ def _list(console: Console, device: torch.device) -> None:
     print_backends(console, entries, f"{GQA.describe()} on {device}")
 
 
-def _draft(console: Console, device: torch.device, folder: Path | None) -> dict[str, list[Comparison]]:
-    """Compare what serves each of the pair's drafts; comparisons by draft."""
+def _load(device: torch.device, folder: Path | None) -> dict[str, Pair]:
+    """The target with each of its drafts, by the draft's name."""
     import torch
 
-    from spec_decode.cli.byte_pair import PAGE_SIZE, load_byte_pair
-    from spec_decode.cli.strategy_comparison import DRAFT_TOKENS, PROMPTS, to_table
+    from spec_decode.cli.byte_pair import load_byte_pair
     from spec_decode.models import SHIPPED_PAIR, draft_names
 
-    folder, found = folder or SHIPPED_PAIR, {}
+    folder = folder or SHIPPED_PAIR
+    return {name: load_byte_pair(folder, torch.float32, device, draft=name) for name in draft_names(folder)}
+
+
+def _compare(console: Console, draft: str, pair: Pair) -> list[Comparison]:
+    """Every backend that serves the draft; it serves the target too where it can."""
+    from attn_backends import registry
+    from spec_decode.cli.generate import backends_named
+    from spec_decode.cli.strategy_comparison import compare, demo_requests
+
+    comparisons = []
+    with progress(console, f"{draft}: starting") as update:
+        for name in registry.names():
+            if backends := backends_named(pair, name):
+                comparisons.append(compare(pair, backends, demo_requests(), lambda run: update(f"{draft}, {run}")))
+    return comparisons
+
+
+def _summarize(
+    console: Console, device: torch.device, pairs: dict[str, Pair], found: dict[str, list[Comparison]]
+) -> None:
+    """What is here, one prompt drafted and why so, and who agrees with whom."""
+    from attn_backends import registry
+    from spec_decode.cli.strategy_comparison import PROMPTS, to_short_table
+
+    here = available_names(device)
+    say(console, f"backends made for {device}: {', '.join(here)}")
+    say(console, f"not here: {', '.join(name for name in registry.names() if name not in here)}")
+    first = next(iter(found.values()))[0]
+    _print_a_text(console, first)
+    say(console, f"\nhow {first.backend} drafted it, and why", "bold")
+    for line in first.chosen.explain():
+        say(console, f"  {line}")
+    say(console, f"\nthe same in every strategy? {PROMPTS} prompts, greedily, in float32", "bold")
+    console.print(to_short_table(found))
+
+
+def _print_runs(
+    console: Console, device: torch.device, pairs: dict[str, Pair], found: dict[str, list[Comparison]]
+) -> None:
+    from spec_decode.cli.byte_pair import PAGE_SIZE
+    from spec_decode.cli.strategy_comparison import DRAFT_TOKENS, PROMPTS, to_table
+
     _heading(console, f"2. Drafting {DRAFT_TOKENS} tokens a round for {PROMPTS} prompts, greedily, in float32")
-    for name in draft_names(folder):
-        pair = load_byte_pair(folder, torch.float32, device, draft=name)
-        found[name] = _compare(console, pair)
-        if name == "draft":
-            _show_a_text(console, found[name])
-        say(console, f"{name} [{pair.draft.layer_groups(PAGE_SIZE)[0].spec.describe()}]:")
-        console.print(to_table(found[name], PROMPTS))
+    _print_a_text(console, next(iter(found.values()))[0])
+    for name, comparisons in found.items():
+        (group, *_) = pairs[name].draft.layer_groups(PAGE_SIZE)
+        say(console, f"{name} [{group.spec.describe()}]:")
+        console.print(to_table(comparisons, PROMPTS))
     say(console, "same tokens as eager: the same text, and in each round as many draft tokens kept.")
     if device.type == "cpu":
         say(
@@ -76,59 +127,71 @@ def _draft(console: Console, device: torch.device, folder: Path | None) -> dict[
             "On the CPU the host's time includes the arithmetic, CUDA graphs are emulated, and Triton\n"
             "kernels are replaced by torch; `attn-backends check triton_paged` runs the kernels.",
         )
-    return found
-
-
-def _compare(console: Console, pair: Pair) -> list[Comparison]:
-    """Every backend that serves the draft; it serves the target too where it can."""
-    from attn_backends import registry
-    from spec_decode.cli.generate import backends_named
-    from spec_decode.cli.strategy_comparison import compare, demo_requests
-
-    comparisons = []
-    for name in registry.names():
-        if backends := backends_named(pair, name):
-            with console.status(name) as status:
-                comparisons.append(compare(pair, backends, demo_requests(), status.update))
-    return comparisons
-
-
-def _show_a_text(console: Console, comparisons: list[Comparison]) -> None:
-    from spec_decode.cli.output import printable
-    from spec_decode.cli.strategy_comparison import demo_requests
-    from spec_decode.models.byte_tokenizer import decode
-
-    for comparison in comparisons[:1]:
-        say(console, "prompt:", "bold")
-        say(console, printable(decode(list(demo_requests()[0].prompt))), "dim")
-        say(console, "continued:", "bold")
-        say(console, printable(decode(comparison.plain.generations[0].token_ids)))
-
-
-def _explain(console: Console, comparisons: dict[str, list[Comparison]]) -> None:
     _heading(console, "3. Why each backend drafts as it does when nothing is asked for")
-    for draft, found in comparisons.items():
-        for comparison in found:
-            say(console, f"{comparison.backend}, {draft}", "bold")
+    for name, comparisons in found.items():
+        for comparison in comparisons:
+            say(console, f"{comparison.backend}, {name}", "bold")
             for line in comparison.chosen.explain():
                 say(console, f"  {line}")
 
 
-def _matrix(console: Console, device: torch.device) -> bool:
-    """Print the matrix; whether the checks that ran for it passed."""
+def _print_a_text(console: Console, comparison: Comparison) -> None:
+    from spec_decode.cli.strategy_comparison import demo_requests
+    from spec_decode.models.byte_tokenizer import decode
+
+    say(console, "\nprompt", "bold")
+    say(console, printable(decode(list(demo_requests()[0].prompt))), "dim")
+    say(console, "continued", "bold")
+    say(console, printable(decode(comparison.plain.generations[0].token_ids)))
+
+
+def _matrix(console: Console, device: torch.device, full: bool) -> tuple[Matrix, bool]:
+    """The matrix of the reports that are here, or of checks that run now; and whether these passed."""
     from spec_decode.matrix import Sources, build_matrix, to_table
 
-    _heading(console, "4. What each backend was seen to do")
-    if reports := Sources.read([REPORTS] if REPORTS.exists() else []).reports:
-        say(console, f"from {len(reports)} reports below {REPORTS}/")
-        console.print(to_table(build_matrix(reports)))
-        return True
-    families = " and ".join(_QUICK_FAMILIES)
-    say(console, f"no reports below {REPORTS}/: running the {families} checks; `attn-backends check` runs all")
-    run = CheckRun(console, device, _QUICK_FAMILIES)
-    fresh = [run.of(name) for name in available_names(device)]
-    console.print(to_table(build_matrix(fresh)))
-    return all(report.ok for report in fresh)
+    if full:
+        _heading(console, "4. What each backend was seen to do")
+    reports = Sources.read([REPORTS] if REPORTS.exists() else []).reports
+    fresh = []
+    if reports:
+        say(console, f"\nthe matrix is of {len(reports)} reports below {REPORTS}/")
+    else:
+        families = " and ".join(_QUICK_FAMILIES)
+        say(console, f"\nno reports below {REPORTS}/: the {families} checks run; `attn-backends check` runs all")
+        run = CheckRun(console, device, _QUICK_FAMILIES)
+        fresh = [run.of(name) for name in available_names(device)]
+    matrix = build_matrix(reports or fresh)
+    if full:
+        console.print(to_table(matrix))
+    return matrix, bool(reports) or all(report.ok for report in fresh)
+
+
+def _html(matrix: Matrix) -> str:
+    from spec_decode.matrix import to_html
+
+    return to_html(matrix)
+
+
+def _conclude(console: Console, agree: bool, passed: bool, page: str) -> None:
+    if agree:
+        say(console, "every run agrees: the tokens of eager drafting, and the text of plain decoding", "bold green")
+    else:
+        say(console, "NOT EVERY RUN AGREES with eager drafting and plain decoding: see the table", "bold red")
+    if not passed:
+        say(console, "A CHECK FAILED: see above", "bold red")
+    if page == "-":
+        return
+    say(console, f"the matrix of what each backend was seen to do: {Path(page).resolve()}")
+    say(console, "more: attn-backends demo --full, attn-backends list, attn-backends draft 'The for statement'")
+    if _has_desktop(console):
+        click.launch(page)
+
+
+def _has_desktop(console: Console) -> bool:
+    """Whether somebody sits before a desktop; over ssh nobody sees a browser."""
+    if not console.is_terminal or "SSH_CONNECTION" in os.environ:
+        return False
+    return sys.platform in ("darwin", "win32") or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())
 
 
 def _heading(console: Console, text: str) -> None:

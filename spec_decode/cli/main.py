@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -31,8 +32,25 @@ def _user_errors() -> tuple[type[Exception], ...]:
     return BackendError, BatchError, SpecError, CheckpointError, ReportError, StrategyError
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    """torch has a type of its own for a GPU only."""
+    names = {each.__name__ for each in type(error).__mro__}
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
+
+
 class _Verbs(click.Group):
     """Turns what a user can cause into one line and exit status 2, and Ctrl-C into 130; the rest is a bug."""
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            return super().main(*arguments, **options)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            # What is not written yet cannot be: Python's end must not try again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            click.echo(f"error: the output must have room, it has none: {error.strerror}; it is not whole.", err=True)
+            sys.exit(2)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -45,6 +63,9 @@ class _Verbs(click.Group):
         except Exception as error:
             if isinstance(error, _user_errors()):
                 raise UserError(str(error)) from error
+            if _is_out_of_memory(error):
+                why = str(error).partition("\n")[0]
+                raise UserError(f"what was asked for must fit the memory, it does not: {why}. Ask for less.") from error
             raise
 
 

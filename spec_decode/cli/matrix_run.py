@@ -15,7 +15,7 @@ from rich.console import Console
 from attn_backends import registry
 from spec_decode.cli.check import count_results
 from spec_decode.cli.options import chosen_names
-from spec_decode.cli.output import say, writing
+from spec_decode.cli.output import progress, say, write
 from spec_decode.conformance.report import EVERYTHING, Report, ReportError
 from spec_decode.conformance.subprocess_runner import TimeLimits, check_isolated
 from spec_decode.environment import Environment, environment
@@ -66,8 +66,8 @@ class MatrixRun:
 
     def _check(self, console: Console, title: str, name: str, env: Environment) -> Report:
         request = {"device": str(self.device), "tags": list(self.tags), "command": self._command(name)}
-        with console.status(f"{title}: loading") as status:
-            on_result = count_results(title, status.update)
+        with progress(console, f"{title}: loading") as update:
+            on_result = count_results(title, update)
             return check_isolated(name, env=env, request=request, limits=self.limits, on_result=on_result)
 
     def _finished(self, name: str, env: Environment) -> Report | None:
@@ -85,8 +85,7 @@ class MatrixRun:
 
     def _keep(self, report: Report) -> None:
         if path := self._path(report.backend):
-            with writing(path):
-                report.save(path)
+            write(path, report.to_json())
 
     def _interrupted(self, name: str, finished: int) -> None:
         kept = (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_h
 
 import click
 
-from spec_decode.cli.output import UserError
+from spec_decode.cli.output import UserError, did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +85,7 @@ def resolve_device(name: str | None, *, present: bool = True) -> torch.device:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
         device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
         raise UserError(f"a device must be cpu, cuda or cuda:N, got {name!r}; nothing was run. Fix --device.")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if present and device.type == "cuda" and (device.index or 0) >= count:
@@ -103,6 +103,16 @@ def interpret_kernels_on(device: torch.device) -> None:
     """
     if device.type == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
+
+
+def use_threads(count: int) -> None:
+    """Have torch use so many threads, here and in the processes that are started. More seldom help what is checked: its
+    tensors are small, and on a busy machine threads wait for one another.
+    """
+    import torch
+
+    os.environ["OMP_NUM_THREADS"] = str(count)
+    torch.set_num_threads(count)
 
 
 def chosen_names(asked: Sequence[str], device: torch.device) -> list[str]:
@@ -123,7 +133,7 @@ def chosen_names(asked: Sequence[str], device: torch.device) -> list[str]:
         if name not in known:
             raise UnknownBackend(
                 f"a backend must be one of {', '.join(known)}, or all, or available, got {name!r}; nothing "
-                "was run. Fix the name, or install the package that registers it."
+                f"was run. Fix the name, or install the package that registers it.{did_you_mean(name, known)}"
             )
     if asked and not chosen:
         raise UserError(f"a backend is needed, none is available on {device}; nothing was run. Name one.")

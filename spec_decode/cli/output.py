@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any
 
@@ -11,8 +15,12 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from spec_decode.files import write_whole
+
 _UNKNOWN_WIDTH = 160
 """Columns to lay tables out for where the output is no terminal."""
+_SECONDS_BETWEEN_LINES = 5.0
+"""Of progress, where there is no terminal."""
 
 
 class UserError(click.ClickException):
@@ -35,16 +43,42 @@ def say(console: Console, text: str, style: str = "") -> None:
     console.print(Text(text, style=style), soft_wrap=True)
 
 
+@contextmanager
+def progress(console: Console, text: str = "") -> Iterator[Callable[[str], None]]:
+    """Show what is being done, and yield what changes it: beside a spinner, or without a terminal now and then a line
+    on stderr.
+    """
+    if console.is_terminal:
+        with console.status(Text(text)) as status:
+            yield lambda text: status.update(Text(text))
+        return
+    shown = -math.inf
+
+    def show(text: str) -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= _SECONDS_BETWEEN_LINES:
+            click.echo(text, err=True)
+            shown = time.monotonic()
+
+    if text:
+        show(text)
+    yield show
+
+
+def did_you_mean(asked: str, known: Iterable[str]) -> str:
+    """A question to append to an error, empty where nothing known resembles what was asked for."""
+    close = get_close_matches(asked, list(known), 1)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
 def printable(text: str) -> str:
     """The text with control characters spelled out, so that none reaches a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Make the file's folder. Raises UserError if the file cannot be written."""
+def _named(path: Path) -> Iterator[None]:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
         raise UserError(
@@ -52,10 +86,26 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def write(target: str, content: str) -> None:
-    """Write to a path, or to standard output for `-`. Raises UserError if the file cannot be written."""
-    if target == "-":
+def require_writable(target: str | Path | None) -> None:
+    """Refuse a file that cannot be written before anything runs; `-` and None can be. Makes its folder.
+
+    Raises UserError.
+    """
+    if target is None or str(target) == "-":
+        return
+    path = Path(target)
+    if path.is_dir():
+        raise UserError(f"{path} must be a file, it is a folder; nothing was run. Name a file.")
+    with _named(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_file() or not path.exists():  # not a device, nor a pipe
+            tempfile.TemporaryFile(dir=path.parent).close()
+
+
+def write(target: str | Path, content: str | bytes) -> None:
+    """Write to a path, whole or not at all, or to standard output for `-`. Raises UserError if it cannot be written."""
+    if str(target) == "-":
         click.echo(content, nl=False)
     else:
-        with writing(Path(target)):
-            Path(target).write_text(content, encoding="utf-8")
+        with _named(Path(target)):
+            write_whole(Path(target), content.encode() if isinstance(content, str) else content)

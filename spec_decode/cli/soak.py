@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from spec_decode.cli.options import StrategyChoice, chosen_names, device_option, resolve_device
-from spec_decode.cli.output import UserError, say, stdout, write, writing
+from spec_decode.cli.output import progress, require_writable, say, stdout, write
 
 if TYPE_CHECKING:
     from spec_decode.tools.soak import SoakResult
@@ -41,12 +40,12 @@ def soak(
 
     options = Options(strategies=tuple(Strategy(name) for name in strategies if name != "auto"), **numbers)
     chosen = chosen_names(names, where)
-    _require_file(target)
+    require_writable(target)
     console = stdout()
 
     def on_progress(result: SoakResult) -> None:
         rounds = f"{result.rounds} of {options.rounds} rounds"
-        status.update(f"{result.backend}: {rounds}, {result.compared} compared with eager")
+        update(f"{result.backend}: {rounds}, {result.compared} compared with eager")
 
     def on_result(result: SoakResult) -> None:
         if target != "-":
@@ -56,7 +55,7 @@ def soak(
                 say(console, f"    {result.repro}")
 
     try:
-        with console.status("starting") as status:
+        with progress(console) as update:
             report = run(
                 chosen,
                 device=where,
@@ -68,16 +67,6 @@ def soak(
         click.echo("interrupted: no report was written", err=True)
         raise SystemExit(130) from None
     if target is not None:
-        write(target, report.to_json().decode())
+        write(target, report.to_json())
     if not report.ok:
         raise SystemExit(1)
-
-
-def _require_file(target: str | None) -> None:
-    """Refuse a path that cannot be written before anything runs."""
-    if target is None or target == "-":
-        return
-    if Path(target).is_dir():
-        raise UserError(f"--json names the file of the report, {target} is a folder; nothing was run. Name a file.")
-    with writing(Path(target)):
-        pass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -17,7 +17,7 @@ from spec_decode.graphs import loop_unsupported_reason
 from spec_decode.models.byte_tokenizer import encode
 from spec_decode.models.held_out_text import held_out_prompts
 
-PROMPTS, PROMPT_BYTES, NEW_TOKENS, DRAFT_TOKENS = 6, 64, 96, 4
+PROMPTS, PROMPT_BYTES, NEW_TOKENS, DRAFT_TOKENS = 6, 64, 64, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,22 @@ def to_table(comparisons: Sequence[Comparison], prompts: int) -> Table:
         for row in comparison.rows:
             table.add_row(comparison.backend, row.strategy.value, *_cells(row, prompts))
     return table
+
+
+def to_short_table(found: Mapping[str, Sequence[Comparison]]) -> Table:
+    """A row for every draft and backend: whether each strategy agrees with eager drafting and plain decoding."""
+    table = Table("draft", "backend", *(strategy.value for strategy in Strategy), f"accepted of {DRAFT_TOKENS}")
+    for draft, comparisons in found.items():
+        for each in comparisons:
+            accepted = max(row.run.stats.mean_accepted for row in each.rows if row.run)
+            table.add_row(draft, each.backend, *map(_short_cell, each.rows), f"{accepted:.2f}")
+    return table
+
+
+def _short_cell(row: StrategyResult) -> str:
+    if row.run is None:
+        return "[dim]cannot run[/]"
+    return "[bold red]NO[/]" if row.unlike_eager or row.unlike_plain else "[green]yes[/]"
 
 
 def _cells(row: StrategyResult, prompts: int) -> list[str]:

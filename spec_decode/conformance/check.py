@@ -135,6 +135,11 @@ class Family:
         return define
 
 
+def check_names() -> list[str]:
+    """family.what_holds of every check."""
+    return [f"{definition.family}.{definition.verb}" for definition in _definitions]
+
+
 def expand(subject: Subject) -> list[Check]:
     """Every check on every case for this backend and device, family by family."""
     ordered = sorted(_definitions, key=lambda definition: FAMILIES.index(definition.family))

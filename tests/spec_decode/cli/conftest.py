@@ -66,6 +66,7 @@ def elsewhere(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     # So that what `check` sets is undone; here it comes too late to have an effect.
     monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "0"))
+    monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
 
 
 @pytest.fixture
@@ -138,6 +139,18 @@ def refused(run):
         return lines[0]
 
     return refused
+
+
+@pytest.fixture
+def refused_after(run):
+    """The same for what is found out once it runs: the last line, after those of progress."""
+
+    def refused_after(*words):
+        result = run(*words)
+        assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.output
+        return result.stderr.splitlines()[-1]
+
+    return refused_after
 
 
 @pytest.fixture

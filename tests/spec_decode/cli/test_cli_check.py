@@ -1,6 +1,10 @@
+import os
+
 import pytest
+import torch
 
 from attn_backends import registry
+from spec_decode.cli import output
 from spec_decode.conformance.report import Report
 
 
@@ -114,3 +118,36 @@ def test_an_unknown_backend_is_refused_with_the_known_ones(checks, refused):
 
 def test_an_unknown_family_is_refused_with_the_known_ones(checks, refused):
     assert "numerics" in refused("check", "all", "--device", "cpu", "--family", "nonesuch")
+
+
+def test_an_unknown_name_gets_the_one_that_was_meant(checks, refused):
+    assert refused("check", "triton_pagd", "--device", "cpu").endswith("Did you mean triton_paged?")
+    assert refused("check", "all", "--device", "cpu", "--family", "numeric").endswith("Did you mean numerics?")
+
+
+def test_a_pattern_that_matches_no_check_is_refused_with_the_one_that_was_meant(refused_after, tmp_path):
+    line = refused_after(
+        "check", "torch_reference", "--device", "cpu", "--only", "graph.replay_folows*", "--json", "x.json"
+    )
+    assert "graph.replay_folows* is like none" in line and "Did you mean graph.replay_" in line
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_torch_has_one_thread_unless_asked_otherwise(checks, monkeypatch, run):
+    counts = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    for words in ((), ("--threads", 3)):
+        run("check", "torch_reference", "--device", "cpu", *words)
+        counts.append(os.environ["OMP_NUM_THREADS"])
+    assert counts == [1, "1", 3, "3"]
+
+
+def test_without_a_terminal_progress_is_lines_on_stderr(checks, run):
+    result = run("check", "torch_reference", "--device", "cpu")
+    assert result.stderr.splitlines() == ["torch_reference: starting"] and "starting" not in result.stdout
+
+
+def test_progress_is_told_again_after_some_seconds(checks, monkeypatch, run):
+    monkeypatch.setattr(output, "_SECONDS_BETWEEN_LINES", 0.0)
+    result = run("check", "torch_reference", "--device", "cpu")
+    assert result.stderr.splitlines()[1] == "torch_reference: 1 checks, 0 failed; last graph.replay"

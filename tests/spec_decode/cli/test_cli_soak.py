@@ -42,7 +42,7 @@ def test_soak_has_help(run):
 def test_a_soak_prints_a_line_a_backend_and_writes_one_report(tmp_path, run):
     result = run("soak", "torch_reference", "triton_paged", *SHORT, "--json", "out/soak.json")
     assert result.exit_code == 0, result.output
-    assert [line.split(",")[0] for line in result.output.splitlines()] == [
+    assert [line.split(",")[0] for line in result.stdout.splitlines()] == [
         "torch_reference: pass",
         "triton_paged: pass",
     ]
