@@ -1,7 +1,10 @@
 """Stateless noise: a hash of (seed, position, token, stream), the same in every strategy, batch order and backend.
 
-The mixer is MurmurHash3's 32-bit finaliser (Appleby, public domain). The streams are independent: the draft's sampling
-noise tells nothing about the target's.
+A key is the hash of seed, position and stream, 64 bits: at one position no two seeds share a key, and with one seed no
+two positions below 2**32. Key and token are hashed to two words of 32 bits, which make one number: noise keeps its
+precision down to 2**-64, so that what is improbable is drawn as often as it is due. The streams are independent: the
+draft's sampling noise tells nothing about the target's. The mixer is MurmurHash3's 32-bit finaliser (Appleby, public
+domain).
 """
 
 from __future__ import annotations
@@ -14,25 +17,37 @@ DRAFT, ACCEPT, TARGET = 0x1F123BB5, 0x2545F491, 0x3C6EF372
 """Streams: the draft's sampling, the accept test, the target's sampling."""
 
 _MASK = 0xFFFFFFFF
+_MOST = 1 - 2.0**-24
 
 
 def key(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
     """One key int64 [R] per row, from seeds int64 [R] and the positions int64 [R] of the tokens to be sampled."""
-    mixed = _mix((seeds & _MASK) ^ stream)
-    mixed = _mix(mixed ^ ((seeds >> 32) & _MASK))
-    return _mix(mixed ^ (positions & _MASK))
+    low = _mix((seeds & _MASK) ^ stream)
+    first = _mix(_mix(low ^ ((seeds >> 32) & _MASK)) ^ (positions & _MASK))
+    return first << 32 | _mix((first + low) & _MASK)
 
 
 def uniform(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Uniform fp32 noise in the open interval (0, 1), for keys and tokens int64 that broadcast."""
-    hashed = _mix((_mix(keys ^ tokens) + keys) & _MASK)
-    return ((hashed >> 9).float() + 0.5) * 2.0**-23
+    """Uniform fp32 noise in the open interval (0, 1), for keys and tokens int64 that broadcast.
+
+    Small values are exact to 24 bits: noise is below p as often as it is due for every p down to 2**-64. Next to 1 its
+    grain is 2**-24.
+    """
+    low = _mix(((keys >> 32) & _MASK) ^ tokens)
+    high = _mix((low + keys) & _MASK)
+    return (high.float() * 2.0**-32 + (low.float() + 0.5) * 2.0**-64).clamp(max=_MOST)
 
 
 def gumbel(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise fp32, for keys and tokens int64 that broadcast: argmax(logits + noise) samples from
-    softmax(logits)."""
-    return -torch.log(-torch.log(uniform(keys, tokens)))
+    softmax(logits).
+
+    It is -log of an exponential, -log(1 - uniform), whose smallest values, by their series, are as precise as the
+    uniform's: they are the largest noise, up to 45.
+    """
+    x = uniform(keys, tokens)
+    series = x * (1 + x * (1 / 2 + x * (1 / 3 + x * (1 / 4))))
+    return -torch.log(torch.where(x < 1 / 32, series, -torch.log(1 - x)))
 
 
 def _mix(h: torch.Tensor) -> torch.Tensor:
@@ -50,17 +65,23 @@ def triton_mix(h):
 
 @triton.jit
 def triton_key(seed, position, stream: tl.constexpr):
-    mixed = triton_mix((seed & 0xFFFFFFFF).to(tl.uint32) ^ stream)
-    mixed = triton_mix(mixed ^ ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32))
-    return triton_mix(mixed ^ (position & 0xFFFFFFFF).to(tl.uint32))
+    low = triton_mix((seed & 0xFFFFFFFF).to(tl.uint32) ^ stream)
+    high = triton_mix(low ^ ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32))
+    first = triton_mix(high ^ (position & 0xFFFFFFFF).to(tl.uint32))
+    return (first.to(tl.uint64) << 32) | triton_mix(first + low).to(tl.uint64)
 
 
 @triton.jit
 def triton_uniform(key, token):
-    hashed = triton_mix(triton_mix(key ^ token.to(tl.uint32)) + key)
-    return ((hashed >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+    low = triton_mix((key >> 32).to(tl.uint32) ^ token.to(tl.uint32))
+    high = triton_mix(low + key.to(tl.uint32))
+    # The factors are 2**-32, 2**-64 and 1 - 2**-24: products by powers of two are exact, fused into the sum or not.
+    x = high.to(tl.float32) * 2.3283064365386963e-10 + (low.to(tl.float32) + 0.5) * 5.421010862427522e-20
+    return tl.minimum(x, 0.999999940395355224609375)
 
 
 @triton.jit
 def triton_gumbel(key, token):
-    return -tl.log(-tl.log(triton_uniform(key, token)))
+    x = triton_uniform(key, token)
+    series = x * (1.0 + x * (0.5 + x * (0.3333333333333333 + x * 0.25)))
+    return -tl.log(tl.where(x < 0.03125, series, -tl.log(1.0 - x)))

@@ -18,7 +18,7 @@ class SyntheticAcceptance(Verifier):
     """Accepts `mean` draft tokens on average over requests and rounds, whatever they are: the text is not the target's.
 
     A row accepts floor(mean) tokens, and one more with probability mean - floor(mean): the simplest distribution with
-    this mean (exact up to the uniform's grain of 2**-23), and the one of least spread. It accepts no more than was
+    this mean, to fp32's precision, and the one of least spread. It accepts no more than was
     proposed, so drafts that end early lower the mean. Requests of one seed at one position accept the same number: give
     them seeds of their own.
     """

@@ -98,6 +98,11 @@ def test_rows_that_stop_for_low_confidence(vocab):
     assert 0 < int((by_kernel[3][:6] > 0).sum()) < 6
 
 
+@pytest.mark.parametrize(("minimum", "seq_len"), [(0.5, 5), (0.5 + 2**-24, 0)])
+def test_a_row_goes_on_with_just_the_minimum_confidence(minimum, seq_len):
+    assert drafted(torch.zeros(1, 2), [0.0], confidence=minimum)[3][0] == seq_len
+
+
 @pytest.mark.parametrize("vocab", [5, 5000])
 def test_a_smaller_vocabulary_than_the_targets(vocab):
     token_map = torch.randperm(2 * vocab, generator=torch.Generator().manual_seed(0))[:vocab].sort().values

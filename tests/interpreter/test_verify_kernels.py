@@ -15,6 +15,7 @@ from spec_decode.verification.kernels.hash_seeds import hash_seeds
 from spec_decode.verification.kernels.rejection_sample import rejection_sample
 from spec_decode.verification.kernels.synthetic_accept import synthetic_accept
 from spec_decode.verification.kernels.verify_arguments import VerifyArguments
+from tests.spec_decode.verification.verify_oracle import Case, block_oracle, rejection_oracle
 
 OPS = {"rejection": rejection_sample, "block": block_verify}
 ROWS = 10
@@ -244,3 +245,12 @@ def test_accepted_counts(steps, mean):
 def test_hashed_seeds(rows):
     seeds, positions = whole(-(2**63), 2**63 - 1, rows, 1), whole(0, 2**40, rows, 2)
     assert same(*both_ways(lambda: (hash_seeds(seeds, positions),)))
+
+
+ORACLES = {"rejection": rejection_oracle, "block": block_oracle}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_output_is_what_the_noise_says(name):
+    case = Case(1)
+    case.check(OPS[name], ORACLES[name], torch.arange(len(case.rows)), "cpu", 1e-5)

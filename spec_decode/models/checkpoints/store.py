@@ -41,7 +41,7 @@ class TensorStore:
     @classmethod
     def open(cls, folder: Path) -> TensorStore:
         """Read config.json and the tensors' names, not yet the tensors. Raises CheckpointError."""
-        config = _read_object(folder / "config.json", "Name the folder of a checkpoint.")
+        config = read_object(folder / "config.json", "Name the folder of a checkpoint.")
         weights = next((path for name in WEIGHTS if (path := folder / name).is_file()), None)
         if weights is None:
             raise CheckpointError(
@@ -126,7 +126,8 @@ def _kind(dtype: torch.dtype) -> str:
     return "floats of 16 bits or more" if dtype.itemsize >= 2 else "floats of 8 bits"
 
 
-def _read_object(path: Path, remedy: str) -> dict[str, Any]:
+def read_object(path: Path, remedy: str) -> dict[str, Any]:
+    """The JSON object in a file; raises CheckpointError, which ends in the remedy for a file that cannot be read."""
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:
@@ -144,7 +145,7 @@ def _read_object(path: Path, remedy: str) -> dict[str, Any]:
 
 def _indexed(index: Path) -> dict[str, Path]:
     """The file of each tensor, by an index of shards that are all there."""
-    places = _read_object(index, "Restore the file.").get("weight_map")
+    places = read_object(index, "Restore the file.").get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
         raise CheckpointError(
             f"{index} must hold a weight_map from tensor names to file names, got {type(places).__name__}; nothing was "

@@ -1,4 +1,4 @@
-"""A `transformers` model and its tokenizer from a local folder; nothing is ever fetched."""
+"""A `transformers` model and its tokenizer from a local folder: nothing is ever fetched, and no code in it is run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.checkpoints.store import read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -16,16 +17,18 @@ if TYPE_CHECKING:
 def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
     """The causal language model in a folder (config.json; weights in safetensors or .bin), through the host's memory.
 
-    Raises CheckpointError for a folder without a whole model.
+    Classes of the folder's own code (auto_map) are never made: the library's own are, where it has them. Raises
+    CheckpointError for a folder without a whole model, or whose classes the library lacks.
     """
     from transformers import AutoModelForCausalLM
 
     _require_file(folder, "config.json")
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, output_loading_info=True
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
     except Exception as error:  # the library's own, its dependencies', and whatever a model's code raises
+        _refuse_own_code(folder / "config.json", error)
         raise CheckpointError(
             f"{folder} must hold a causal language model that the installed transformers knows, it says: {error}; "
             "nothing was loaded. Restore the folder, or update transformers."
@@ -45,11 +48,21 @@ def load_tokenizer(folder: Path) -> Any:
 
     _require_file(folder, "tokenizer_config.json")
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # as above: there is no one class of them
+        _refuse_own_code(folder / "tokenizer_config.json", error)
         raise CheckpointError(
             f"the tokenizer in {folder} cannot be read: {error}; texts cannot become tokens, so nothing was loaded. "
             "Restore the tokenizer's files."
+        ) from error
+
+
+def _refuse_own_code(path: Path, error: Exception) -> None:
+    """Raise CheckpointError where a file names classes of the folder's own code: only those of the library are made."""
+    if read_object(path, "Restore the file.").get("auto_map"):
+        raise CheckpointError(
+            f"{path} must name classes that the installed transformers has, got an auto_map to code beside it, which "
+            "is never run; nothing was loaded. Use a model that transformers knows, or update it."
         ) from error
 
 

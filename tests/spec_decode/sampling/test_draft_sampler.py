@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -110,6 +112,12 @@ CONFIDENT = torch.tensor([[0.9, 0.05, 0.05], [0.4, 0.35, 0.25]]).log()
 def test_a_row_stops_after_a_token_of_low_confidence():
     drafted = Drafted(CONFIDENT, 0.0, confidence=0.5)
     assert drafted.tokens[:2, 1].tolist() == [0, 0] and drafted.seq_lens.tolist() == [5, 0]
+
+
+@pytest.mark.parametrize(("minimum", "seq_len"), [(0.5, 5), (math.nextafter(0.5, 1), 5), (0.5 + 2**-24, 0)])
+def test_a_row_goes_on_with_just_the_minimum_confidence(minimum, seq_len):
+    # The minimum is held in fp32: next to 0.5 in fp64 is 0.5.
+    assert Drafted(torch.zeros(1, 2), 0.0, confidence=minimum).seq_lens.tolist() == [seq_len]
 
 
 def test_confidence_is_that_of_the_rows_temperature():

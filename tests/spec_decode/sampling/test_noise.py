@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -6,6 +8,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from spec_decode.sampling import noise
+from tests.spec_decode.sampling.noise_words import seeds_with, tokens_with
 
 N = 100_000
 STREAMS = {"draft": noise.DRAFT, "accept": noise.ACCEPT, "target": noise.TARGET}
@@ -102,3 +105,69 @@ def test_the_mixer_is_murmur_hash_3s_finaliser():
 def test_gumbel_noise_has_a_gumbel_distribution():
     drawn = noise.gumbel(noise.key(COUNT, ZERO, noise.TARGET), ZERO).numpy()
     assert stats.kstest(drawn, "gumbel_r").pvalue > 1e-4
+
+
+def noise_of(high, low, draw=noise.uniform):
+    """Noise made of two words of 32 bits, ints or int64 [N]."""
+    high, low = torch.atleast_1d(torch.as_tensor(high)), torch.atleast_1d(torch.as_tensor(low))
+    seeds = seeds_with(high, low, torch.tensor(12345), noise.DRAFT)
+    keys = noise.key(seeds, torch.full_like(seeds, 12345), noise.DRAFT)
+    return draw(keys, torch.zeros_like(keys))
+
+
+@pytest.mark.parametrize("p", [0.3, 2.0**-23, 1e-9, 1e-14, 2.0**-60])
+def test_noise_is_below_a_small_number_as_often_as_it_is_due(p):
+    # Every pair of words has its own key, so of 2**64 keys just p * 2**64 give noise below p.
+    due = round(p * 2**64)
+    below, above = due - (due >> 22) - 1, due + (due >> 22) + 1
+    assert noise_of(*divmod(below, 2**32)) < p < noise_of(*divmod(above, 2**32))
+
+
+WORDS = {"both least": (0, 0), "low most": (0, 2**32 - 1), "high one": (1, 0), "both most": (2**32 - 1, 2**32 - 1)}
+
+
+@pytest.mark.parametrize(("high", "low"), WORDS.values(), ids=WORDS)
+def test_noise_is_the_fraction_that_its_words_spell(high, low):
+    spelt = min((high * 2**32 + low + 0.5) / 2**64, 1 - 2**-24)
+    assert noise_of(high, low).item() == pytest.approx(spelt, rel=2**-24)
+
+
+def test_gumbel_noise_is_exact_from_its_largest_to_its_least():
+    words = torch.cat([torch.arange(300), 2 ** torch.arange(9, 32), 2**32 - 2 ** torch.arange(5, 32), ZERO[:1]])
+    low = torch.where(words == 0, 0, (words * 2654435761) & 0xFFFFFFFF)
+    x = noise_of(words, low).double()
+    exact = -torch.log(-torch.log1p(-x))
+    assert exact.max() > 45 and exact.min() < -2.5
+    torch.testing.assert_close(noise_of(words, low, noise.gumbel).double(), exact, rtol=3e-7, atol=3e-6)
+
+
+def test_tokens_of_a_tiny_probability_are_drawn_as_often_as_they_are_due():
+    # A law over all 2**32 tokens: one has 99 % of it, the others, 2e-12 each, share the rest. Under a key the tokens'
+    # high words are all different, so the best of the others is the one whose high word is 0.
+    keys = noise.key(torch.arange(200_000), ZERO[:1] + 7, noise.TARGET)
+    logit = math.log(0.01 / 2**32)
+    others = noise.gumbel(keys, tokens_with(keys, torch.tensor(0))) + logit
+    drawn = int((others > noise.gumbel(keys, ZERO[:1] + 99) + math.log(0.99)).sum())
+    assert stats.binomtest(drawn, len(keys), 0.01).pvalue > 1e-4
+
+
+def test_noise_is_below_1e_14_for_as_many_keys_and_tokens_as_are_due():
+    keys = noise.key(torch.arange(1_000_000), ZERO[:1] + 7, noise.DRAFT)
+    found = int((noise.uniform(keys, tokens_with(keys, torch.tensor(0))) < 1e-14).sum())
+    assert stats.binomtest(found, len(keys), 1e-14 * 2**32).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("bits", range(4))
+def test_the_low_word_of_small_noise_is_uniform(bits):
+    keys = noise.key(torch.arange(100_000), ZERO[:1] + bits, noise.DRAFT)
+    rest = noise.uniform(keys, tokens_with(keys, torch.tensor(bits))) * 2.0**32 - bits
+    assert stats.kstest(rest.numpy(), "uniform").pvalue > 1e-4
+
+
+def test_no_two_seeds_share_a_key_at_one_position():
+    # The words of any noise lead back to the one seed that makes them: the hash of seeds is a bijection.
+    seeds = torch.randint(-(2**63), 2**63 - 1, (1000,), generator=torch.Generator().manual_seed(0))
+    keys = noise.key(seeds, ZERO[:1000] + 5, noise.ACCEPT)
+    low = noise._mix((keys >> 32) & 0xFFFFFFFF)
+    high = noise._mix((low + keys) & 0xFFFFFFFF)
+    assert torch.equal(seeds_with(high, low, ZERO[:1000] + 5, noise.ACCEPT), seeds)

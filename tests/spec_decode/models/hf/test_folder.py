@@ -1,0 +1,71 @@
+"""A folder's own code is never run, and nobody is asked whether it may be."""
+
+import json
+
+import pytest
+
+from spec_decode.models import CheckpointError
+
+transformers = pytest.importorskip("transformers")
+
+from spec_decode.models.hf.folder import load_model, load_tokenizer  # noqa: E402
+
+CODE = """
+from pathlib import Path
+Path(__file__).with_name("ran").touch()
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizer
+class Config(LlamaConfig):
+    model_type = "of_its_own"
+class Model(LlamaForCausalLM):
+    config_class = Config
+class Tokenizer(PreTrainedTokenizer):
+    pass
+"""
+SIZES = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 16,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A saved model whose configs name classes of a module beside them; whoever reads stdin fails."""
+
+    def ask(*_):
+        pytest.fail("somebody was asked")
+
+    monkeypatch.setattr("builtins.input", ask)
+    monkeypatch.setattr("sys.stdin", None)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    (tmp_path / "its_own.py").write_text(CODE)
+    return tmp_path
+
+
+def change(path, **fields):
+    found = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(found | fields))
+
+
+MODEL = {"AutoConfig": "its_own.Config", "AutoModelForCausalLM": "its_own.Model"}
+
+
+def test_a_model_that_only_its_own_code_knows_is_refused(folder):
+    change(folder / "config.json", model_type="of_its_own", auto_map=MODEL)
+    with pytest.raises(CheckpointError, match=r"auto_map to code beside it, which is never run; nothing was loaded\."):
+        load_model(folder, dtype=None)
+    assert not (folder / "ran").exists()
+
+
+def test_a_model_that_the_library_knows_loads_without_its_own_code(folder):
+    change(folder / "config.json", auto_map=MODEL)
+    assert type(load_model(folder, dtype=None)) is transformers.LlamaForCausalLM
+    assert not (folder / "ran").exists()
+
+
+def test_a_tokenizer_that_only_its_own_code_knows_is_refused(folder):
+    change(folder / "config.json", model_type="of_its_own", auto_map=MODEL)
+    own = {"AutoTokenizer": ["its_own.Tokenizer", None]}
+    change(folder / "tokenizer_config.json", tokenizer_class="Tokenizer", auto_map=own)
+    with pytest.raises(CheckpointError, match=r"auto_map to code beside it, which is never run; nothing was loaded\."):
+        load_tokenizer(folder)
+    assert not (folder / "ran").exists()
