@@ -51,7 +51,7 @@ class Verifier(Protocol):
 
         The accepted text has the target's distribution after temperature, then top_k, then top_p. These two do not
         restrict the draft's: verification is exact only if draft_logits are what the draft was drawn from.
-        What is accepted with a small probability is so as often as it is due, down to 2**-64; one within 2**-24 of 1 is 1.
+        A small probability of acceptance counts in full, down to 2**-64; one within 2**-24 of 1 is 1.
 
         Raises BatchError for tensors of another shape, dtype or device.
         """
