@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from inspect import signature
+from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -68,11 +70,12 @@ class Provider:
         if self.sinks not in arguments:
             self.features -= {Feature.SINKS}
         self._attend = attend
+        self._folder = Path(getattr(module, "__file__", None) or "/nonexistent/module").parent
 
     @property
     def version(self) -> str:
         """Package and version, for provenance."""
-        return package_version(*self.packages)
+        return package_version(*self.packages, kernels=self._folder)
 
     def attend(
         self, query: Tensor, cache: KVCache, metadata: PagedMetadata, spec: AttentionSpec, *, sinks: Sinks = None
@@ -173,14 +176,21 @@ class Sgl(_WithKVCache):
     sinks = "sinks"
 
 
-def package_version(*packages: str) -> str:
-    """The first of these packages that is installed, with its version, for provenance."""
+def package_version(*packages: str, kernels: Path, pattern: str = "*.so") -> str:
+    """The first of these packages that is installed, with its version, for provenance.
+
+    Kernels that were unpacked without their wheel's metadata have no version: they are named by the digest of the
+    library that is in the folder `kernels` and called `pattern`.
+    """
     for package in packages:
         try:
             return f"{package} {version_of(package)}"
         except PackageNotFoundError:
             continue
-    return f"{packages[0]} of unknown version"  # the kernels alone, unpacked beside their wheel's metadata
+    for library in sorted(kernels.glob(pattern)):
+        digest = hashlib.sha256(library.read_bytes()).hexdigest()[:12]
+        return f"{packages[0]} without its wheel's metadata ({library.name}, sha256 {digest})"
+    return f"{packages[0]} of unknown version"
 
 
 PROVIDERS: tuple[type[Provider], ...] = (Upstream, Vllm, Sgl)

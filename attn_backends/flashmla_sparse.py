@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 from vllm.third_party.flashmla import flash_mla_interface as flashmla  # type: ignore[import-not-found]
@@ -20,7 +22,7 @@ class FlashMlaSparse(FusedLatentWrite, AttentionBackend):
     """fp8_ds_mla by the decode kernel, every token a request of its own; bf16 by the prefill kernel."""
 
     name = "flashmla_sparse"
-    version = package_version("vllm")
+    version = package_version("vllm", kernels=Path(flashmla.__file__).parents[2], pattern="_flashmla_C*.so")
     contract_version = (1, 0)
     builder = FlashMlaSparseBuilder
     capabilities = Capabilities(

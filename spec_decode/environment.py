@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Callable
 from datetime import datetime, timezone
@@ -15,12 +16,17 @@ import torch
 from builders.kernels.triton_runtime import TRITON_VERSION
 
 _PROBE_SECONDS = 10
+_COMMIT, _DIRTY = "ATTN_BACKENDS_COMMIT", "ATTN_BACKENDS_DIRTY"
 _PACKAGE = Path(__file__).parent
 _DRIVER_QUERY = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a run took place. What could not be found out is "unknown: why"; dirty is then None."""
+    """Where a run took place. What could not be found out is "unknown: why"; dirty is then None.
+
+    stated: what of commit and dirty was stated by environment variables, in words, with what git says where it differs;
+    None where git alone was asked.
+    """
 
     device: str
     torch: str
@@ -32,15 +38,17 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     driver: str | None
     cuda: str | None
     platform: str
+    stated: str | None = None
 
 
 def environment(device: torch.device) -> Environment:
     """Where this process runs; never raises.
 
-    ATTN_BACKENDS_COMMIT and ATTN_BACKENDS_DIRTY (0 or 1) overrule git, for a copy without its history.
+    ATTN_BACKENDS_COMMIT (a hash) and ATTN_BACKENDS_DIRTY (0 or 1) overrule git, for a copy without its history, and
+    `stated` says so.
     """
     on_cuda = device.type == "cuda"
-    commit, dirty = _checkout()
+    commit, dirty, stated = _checkout()
     return Environment(
         device=_probe(lambda: torch.cuda.get_device_name(device) if on_cuda else _cpu_name()),
         torch=_probe(lambda: str(torch.__version__)),
@@ -52,6 +60,7 @@ def environment(device: torch.device) -> Environment:
         driver=_probe(lambda: _run(*_DRIVER_QUERY).splitlines()[0]) if on_cuda else None,
         cuda=torch.version.cuda if on_cuda else None,
         platform=_probe(platform.platform),
+        stated=stated,
     )
 
 
@@ -75,12 +84,26 @@ def _run(*command: str) -> str:
     ).stdout.strip()
 
 
-def _checkout() -> tuple[str, bool | None]:
+def _checkout() -> tuple[str, bool | None, str | None]:
+    """The commit, whether the tree differs from it, and what of these was stated by variables."""
+    given, said = os.environ.get(_COMMIT), os.environ.get(_DIRTY)
+    found, changed = _git_state()
+    if not given and not said:
+        return found, changed, None
+    commit, dirty = given or found, {"0": False, "1": True}.get(said or "")
+    if given and not re.fullmatch("[0-9a-f]{4,64}", given):
+        commit = f"unknown: ATTN_BACKENDS_COMMIT is no commit: {given[:80]!r}"
+    by = " and ".join(name for name, value in ((_COMMIT, given), (_DIRTY, said)) if value)
+    differs = not found.startswith("unknown") and (not found.startswith(commit) or dirty is not changed)
+    git = f"; git says {found[:12]}{' dirty' if changed else ''}" if differs else ""
+    return commit, dirty, f"stated by {by}{git}"
+
+
+def _git_state() -> tuple[str, bool | None]:
     """The commit, and whether the tree differs from it. Only a checkout that tracks this package counts."""
-    given, said = os.environ.get("ATTN_BACKENDS_COMMIT"), os.environ.get("ATTN_BACKENDS_DIRTY")
-    commit = given or _probe(_git_commit)
-    if given or said or commit.startswith("unknown"):
-        return commit, {"0": False, "1": True}.get(said or "")
+    commit = _probe(_git_commit)
+    if commit.startswith("unknown"):
+        return commit, None
     # Reports are left out, or the first report of a series would make the second one dirty.
     status = _probe(lambda: _run("git", "--no-optional-locks", "status", "--porcelain", "--", ".", ":!reports"))
     return commit, None if status.startswith("unknown") else bool(status)

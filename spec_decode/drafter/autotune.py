@@ -32,6 +32,7 @@ MARGIN = 0.02
 """The share of its time by which another strategy must beat the rule's choice, so that noise changes nothing."""
 
 _WARM_UP, _REPEATS = 3, 15
+_LARGEST_FILE = 1 << 16
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,18 +56,34 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class StrategyCache:
-    """Measurements on disk, a file each. A file that cannot be read counts as missing: it is measured again."""
+    """Measurements on disk, a file each.
+
+    Whatever else lies there counts as missing, and is measured again: a file that cannot be read or understood, one of
+    another shape, one larger than any measurement, and what is no file at all.
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
-        """folder: None takes ATTN_BACKENDS_CACHE, else attn-backends in the user's cache folder."""
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attn-backends"
-        self.folder = folder or Path(os.environ.get("ATTN_BACKENDS_CACHE") or home) / "strategies"
+        """folder: None takes ATTN_BACKENDS_CACHE, else attn-backends in the user's cache folder.
+
+        Raises BatchError where neither variable nor home folder says where that is.
+        """
+        stated = os.environ.get("ATTN_BACKENDS_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        tail = "strategies" if os.environ.get("ATTN_BACKENDS_CACHE") else "attn-backends/strategies"
+        self.folder = folder or Path(os.path.expanduser(stated)) / tail
+        require(
+            not str(self.folder).startswith("~"),
+            f"a measured strategy is kept in a folder, there is no home folder to make {self.folder} of; nothing was "
+            "measured. Name a folder in ATTN_BACKENDS_CACHE, or a strategy.",
+        )
 
     def get(self, shape: dict[str, str]) -> Measurement | None:
         """The measurement of exactly that shape, if there is one."""
         try:
-            found = msgspec.json.decode(self._path(shape).read_bytes(), type=Measurement)
-        except (OSError, msgspec.MsgspecError):
+            path = self._path(shape)
+            if not path.is_file() or path.stat().st_size > _LARGEST_FILE:
+                return None
+            found = msgspec.json.decode(path.read_bytes(), type=Measurement)
+        except (OSError, ValueError, RecursionError):
             return None
         return found if found.schema == SCHEMA and found.shape == shape else None
 
@@ -112,7 +129,7 @@ def autotune_strategy(
     device, cache = tables.device, cache or StrategyCache()
     able, refused = _candidates(groups, config, device)
     shape = _shape(model, groups, tables, config)
-    if (known := cache.get(shape)) is not None and known.strategy in able:
+    if (known := cache.get(shape)) is not None and _fits(known, able):
         return known
     times: dict[str, float] = {}
     if len(able) > 1:
@@ -154,6 +171,12 @@ def _candidates(
         except StrategyError as error:
             refused[strategy.value] = str(error)
     return list(dict.fromkeys(able)), refused
+
+
+def _fits(known: Measurement, able: Sequence[Strategy]) -> bool:
+    """Whether it could have been made here: of these strategies, each with a time, and with the choice they lead to."""
+    timed = known.wall_us.keys() == {strategy.value for strategy in able}
+    return timed and min(known.wall_us.values()) > 0 and known.strategy is _best(able, known.wall_us)
 
 
 def _best(able: Sequence[Strategy], times: dict[str, float]) -> Strategy:

@@ -12,7 +12,11 @@ from spec_decode.drafter.strategies import Strategy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterConfig:
-    """How a drafter drafts. Raises BatchError for a min_confidence that is not a probability below 1."""
+    """How a drafter drafts.
+
+    Raises BatchError for a min_confidence that is not a probability below 1, numbers that are no integers, and a graph
+    mode or strategy by another name.
+    """
 
     num_speculative_tokens: int
     """K: tokens that a round proposes, at most."""
@@ -29,6 +33,18 @@ class DrafterConfig:
     """False runs step 0 eagerly and leaves the later steps to the plan, for comparison; the tokens are the same."""
 
     def __post_init__(self) -> None:
+        sizes, limit = self.capture_sizes or (), self.graph_memory_limit or 0
+        require(
+            isinstance(sizes, Sequence)
+            and all(type(number) is int for number in (self.num_speculative_tokens, limit, *sizes)),
+            "num_speculative_tokens and graph_memory_limit must be integers and capture_sizes a list of them, got "
+            f"{self.num_speculative_tokens!r}, {limit!r} and {sizes!r}; nothing was allocated. Round them.",
+        )
+        require(
+            isinstance(self.graph_mode, GraphMode) and (self.strategy is None or isinstance(self.strategy, Strategy)),
+            f"a GraphMode and a Strategy, or None, are needed, got {self.graph_mode!r} and {self.strategy!r}; nothing "
+            "was allocated. Pass for example GraphMode.FULL and Strategy.FULL_LOOP.",
+        )
         require(
             0.0 <= self.min_confidence < 1.0,
             f"min_confidence must be a probability below 1, got {self.min_confidence}; every draft would end at its "

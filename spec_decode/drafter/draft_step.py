@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from builders import RequestTables, begin_decode
+from builders import BatchError, RequestTables, begin_decode
 from builders.errors import require, require_tensor
 from spec_decode.drafter.kernels.gather_last_hidden import gather_last_hidden
 from spec_decode.drafter.kernels.shift_tokens import shift_tokens
@@ -74,12 +74,22 @@ class DraftStep:
         self.hidden = zeros(reqs, model.hidden_size, dtype=hidden_dtype)
 
     def copy_inputs(self, verified: VerifiedTokens, live: int) -> None:
-        """Copy the tensors of `live` requests to the inputs. Raises BatchError, with nothing copied, for a tensor of
-        another shape, dtype or device."""
+        """Copy the tensors of `live` requests to the inputs. Raises BatchError, with nothing copied, for anything but
+        VerifiedTokens, one of its tensors missing, and one of another shape, dtype or device."""
+        require(
+            isinstance(verified, VerifiedTokens),
+            f"a round starts from VerifiedTokens, got {type(verified).__name__}; nothing was run. Make one of your "
+            "tensors, or pass None where they are in the drafter's inputs.",
+        )
         buffers, given = [], []
         for name, buffer, tensor in zip(verified._fields, self.inputs, verified, strict=True):
-            if tensor is None or buffer is None:
+            if buffer is None or (tensor is None and name == "draft_lens"):
                 continue
+            if not isinstance(tensor, torch.Tensor):
+                raise BatchError(
+                    f"{name} must be a tensor, got {type(tensor).__name__}; the round would start from an earlier "
+                    "one's, so nothing was run. Pass it on the drafter's device."
+                )
             buffers.append(buffer[:live])
             given.append(tensor)
             shape, dtype = buffers[-1].shape, buffer.dtype

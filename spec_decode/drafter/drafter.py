@@ -10,7 +10,7 @@ import torch
 
 from builders import GraphSupport, RequestTables
 from builders.devices import on_own_device
-from builders.errors import require
+from builders.errors import require, require_tensor
 from spec_decode.drafter.attention import PagedAttention
 from spec_decode.drafter.config import DrafterConfig
 from spec_decode.drafter.draft_step import DraftStep
@@ -99,7 +99,7 @@ class Drafter:
 
         Waits for the device. A round of one token has only step 0.
         """
-        extend, decode, size = self._step.extend, self._step.decode, self._padded(self.tables.num_live)
+        extend, decode, size = self._step.extend, self._step.decode, self._padded()
         found = {0: StepMetadata(extend, size, extend.metadata_in_use(size, 0))}
         if step := int(decode.batch.step):
             found[step] = StepMetadata(decode, size, decode.metadata_in_use(size, step))
@@ -126,17 +126,17 @@ class Drafter:
         )
         wanted = self.num_speculative_tokens if num_tokens is None else num_tokens
         require(
-            1 <= wanted <= self.num_speculative_tokens,
-            f"this drafter proposes 1 to {self.num_speculative_tokens} tokens a round, asked for {wanted}; nothing was "
-            "run. Make a drafter for more, or leave the drafter out of a round without drafts.",
+            type(wanted) is int and 1 <= wanted <= self.num_speculative_tokens,
+            f"this drafter proposes 1 to {self.num_speculative_tokens} tokens a round, asked for {wanted!r}; nothing "
+            "was run. Make a drafter for more, or leave the drafter out of a round without drafts.",
         )
-        size = self._padded(live)
+        size = self._padded()
         if verified is not None:
             self._step.copy_inputs(verified, live)
         self._ask(wanted, verified)
         if self._strategy.uses_graphs and not self.graphs.complete:
             self.capture()
-            size = self._padded(live)
+            size = self._padded()
         self.run_extend(size)
         if wanted > 1:
             self.run_steps(size, wanted)
@@ -157,6 +157,9 @@ class Drafter:
         """Run steps 1 to num_tokens - 1 of `size` padded rows from the state that step 0 left; None is K tokens."""
         self._strategy.run(size, (num_tokens or self.num_speculative_tokens) - 1)
 
+    def _padded(self) -> int:
+        return padded_size(self.graphs, self.tables.num_live, eager=not self._strategy.uses_graphs)
+
     def _ask(self, num_tokens: int, verified: VerifiedTokens | None) -> None:
         """Tell the device how many tokens the round proposes, where the last round proposed another number."""
         asked, each_its_own = self._asked
@@ -165,12 +168,6 @@ class Drafter:
         if verified is not None and verified.draft_lens is None and each_its_own:
             self._step.sampler.draft_lens.fill_(self.num_speculative_tokens)
         self._asked = (num_tokens, verified is None or verified.draft_lens is not None)
-
-    def _padded(self, live: int) -> int:
-        """Every strategy pads alike, so that all run the same shapes; only graphs end at the largest captured size."""
-        if not self._strategy.uses_graphs and live > self.graphs.sizes[-1]:
-            return live
-        return self.graphs.padded(live)
 
     @on_own_device
     @torch.no_grad()
@@ -189,7 +186,15 @@ class Drafter:
         token_ids              int64 [T], flat: the token one place after each position, or at it where the model's
                                position_offset is 1
         target_hidden_states   [T, F], the target's at the token before
+
+        Raises BatchError, with nothing written, for tensors of other shapes, and lengths that the tables do not hold.
         """
+        count, size = sum(query_lens), self.model.target_states_size
+        require_tensor("token_ids", token_ids, shape=(count,), dtype=torch.int64, device=tables.device)
+        require_tensor(
+            "target_hidden_states", target_hidden_states, shape=(count, size), dtype=target_hidden_states.dtype,
+            device=tables.device,
+        )  # fmt: skip
         batch, metadata = build_ragged(self.groups, tables, query_lens, seq_lens)
         hidden = self.model.combine(target_hidden_states.to(self.inputs.target_hidden_states.dtype))
         self.model.forward(token_ids, hidden, batch.positions, PagedAttention(self.groups, metadata))
@@ -219,6 +224,14 @@ class Drafter:
             step.run_extend(size)
 
         return Capturable(run, buffers.prepare_capture(size))
+
+
+def padded_size(graphs: GraphManager, num_reqs: int, *, eager: bool) -> int:
+    """Rows of a batch: eager or not, all run the same shapes, and only graphs end at the largest captured size.
+
+    Raises BatchError for a batch that is not eager above that size.
+    """
+    return num_reqs if eager and num_reqs > graphs.sizes[-1] else graphs.padded(num_reqs)
 
 
 def default_capture_sizes(max_reqs: int) -> list[int]:

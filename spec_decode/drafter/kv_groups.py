@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -9,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from attn_backends import AttentionBackend, KVCache, NoBackend, Rejected
-from builders import AttentionSpec, BatchBuffers, MetadataBuilder, RequestTables
+from builders import AttentionKind, AttentionSpec, BatchBuffers, MetadataBuilder, RequestTables
 from builders.errors import require
 from spec_decode.drafter.metadata_plan import GroupFacts
 from spec_decode.models.base import DraftModel, LayerGroup, TargetModel
@@ -56,18 +57,37 @@ def make_group(
     num_pages: int,
     device: torch.device,
 ) -> KVGroup:
-    """Allocate a group's caches. Raises NoBackend, before any allocation, when the backend refuses the spec."""
+    """Allocate a group's caches.
+
+    Raises, before any allocation, NoBackend when the backend refuses the spec, and BatchError for caches that are
+    larger than the device's whole memory.
+    """
     answer = backend.supports(spec, device)
     if isinstance(answer, Rejected):
         raise NoBackend(
             f"group {name} needs a backend for [{spec.describe()}] on {device.type}, {backend.name} refuses: "
             f"{'; '.join(answer.reasons)}. Nothing was allocated; choose another backend."
         )
+    _require_memory(name, spec, len(layers), num_pages, device)
     caches = {layer: backend.allocate_kv(spec, num_pages, device) for layer in layers}
     for cache in caches.values():
         cache.key.zero_()
         cache.value.zero_()
     return KVGroup(name=name, backend=backend, spec=spec, caches=caches)
+
+
+def _require_memory(name: str, spec: AttentionSpec, num_layers: int, num_pages: int, device: torch.device) -> None:
+    width = spec.head_dim if spec.kind is AttentionKind.MLA else spec.head_dim + spec.out_dim
+    needed = num_layers * num_pages * spec.page_size * spec.num_kv_heads * width * spec.cache_dtype.itemsize
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+    else:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    require(
+        needed <= total,
+        f"group {name} needs {num_pages} pages of {spec.page_size} tokens in {num_layers} layers, {needed / 2**30:.1f} "
+        f"GiB, {device} has {total / 2**30:.1f}; nothing was allocated. Take fewer or smaller pages.",
+    )
 
 
 def make_groups(

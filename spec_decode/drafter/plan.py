@@ -42,8 +42,14 @@ def choose(
 
     loop_unsupported_reason: why the device cannot capture a loop; None where it can.
 
-    Raises StrategyError if the forced strategy is one that a group cannot run: an explicit choice never falls back.
+    Raises StrategyError for no groups, and if the forced strategy is one that a group cannot run: an explicit choice
+    never falls back.
     """
+    if not groups:
+        raise StrategyError(
+            "a plan needs at least one KV group, got none; every strategy would be able to run nothing, so nothing was "
+            "planned. Pass the facts of each of the draft's groups."
+        )
     if num_speculative_tokens < 1:
         raise StrategyError(
             f"a drafter proposes at least 1 token a round, got {num_speculative_tokens}; nothing was planned. Pass 1 "

@@ -17,7 +17,11 @@ class BlockPool:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        self._free = list(range(num_pages))[::-1]
+        self.reset()
+
+    def reset(self) -> None:
+        """Take every page back, whoever has it."""
+        self._free = list(range(self.num_pages))[::-1]
 
     @property
     def num_free(self) -> int:

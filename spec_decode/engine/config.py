@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from builders import BatchError
 from builders.errors import require
@@ -13,7 +14,10 @@ from spec_decode.models import DraftModel, TargetModel
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """How an engine serves requests. Raises BatchError for sizes with which no request could run."""
+    """How an engine serves requests.
+
+    Raises BatchError for sizes with which no request could run, and for what DrafterConfig refuses.
+    """
 
     num_speculative_tokens: int
     """K: draft tokens of a request and round, at most; 0 decodes without a draft."""
@@ -49,6 +53,13 @@ class EngineConfig:
     """The drafter's: False runs its step 0 eagerly, for comparison."""
 
     def __post_init__(self) -> None:
+        self.drafter_config()
+        sizes = (self.num_speculative_tokens, self.max_reqs, self.max_seq_len, self.page_size, self.max_prefill_tokens)
+        require(
+            all(type(size) is int for size in sizes) and (self.num_pages is None or type(self.num_pages) is int),
+            "num_speculative_tokens, max_reqs, max_seq_len, page_size, max_prefill_tokens and num_pages must be "
+            f"integers, got {', '.join(map(repr, (*sizes, self.num_pages)))}; nothing was allocated. Round them.",
+        )
         require(
             self.num_speculative_tokens >= 0,
             f"speculative tokens must be 0 or more, got {self.num_speculative_tokens}; nothing was allocated. Pass 0 "
@@ -122,18 +133,23 @@ def check_models(config: EngineConfig, target: TargetModel, draft: DraftModel | 
     )
 
 
-def check_request(name: str, request: Request, config: EngineConfig, vocab_size: int) -> None:
-    """Raise BatchError for a request that can never be served."""
-    prompt, new = len(request.prompt), request.max_new_tokens
+def checked_request(name: str, request: Request, config: EngineConfig, vocab_size: int) -> Request:
+    """A copy that nobody else can change. Raises BatchError for a request that can never be served."""
+    require(
+        isinstance(request, Request),
+        f"{name} must be a Request, got {type(request).__name__}; nothing was run. Make one of the prompt.",
+    )
+    token_ids, new = _checked_prompt(name, request.prompt, vocab_size), request.max_new_tokens
+    prompt = len(token_ids)
+    require(
+        type(new) is int,
+        f"{name} needs max_new_tokens as an integer, got {new!r}; its text would never be that long, so nothing was "
+        "run. Round it.",
+    )
     require(
         prompt > 0 and new > 0 and prompt + new <= config.max_seq_len,
         f"{name} needs a prompt and new tokens of at most {config.max_seq_len} together, got {prompt} and {new}; "
         "nothing was run. Shorten it or raise max_seq_len.",
-    )
-    require(
-        all(isinstance(token, int) and 0 <= token < vocab_size for token in request.prompt),
-        f"{name} must hold token ids, integers 0 to {vocab_size - 1}, got {min(request.prompt)} to "
-        f"{max(request.prompt)}; nothing was run. Encode it with this model's vocabulary.",
     )
     slots = config.pool_size * config.page_size
     require(
@@ -144,5 +160,33 @@ def check_request(name: str, request: Request, config: EngineConfig, vocab_size:
     )
     try:
         _ = request.sampling
-    except BatchError as error:
+    except (BatchError, TypeError) as error:
         raise BatchError(f"{name} cannot be sampled: {error}") from error
+    return replace(request, prompt=token_ids, stop_ids=_checked_stop_ids(name, request.stop_ids))
+
+
+def _checked_prompt(name: str, prompt: object, vocab_size: int) -> tuple[int, ...]:
+    require(
+        isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes, bytearray)),
+        f"{name} needs its prompt as a list, tuple or range of token ids, got {type(prompt).__name__}; nothing was "
+        "run. Encode a text; of an array or a tensor, pass tolist().",
+    )
+    assert isinstance(prompt, Sequence)
+    token_ids = tuple(prompt)
+    for place, token in enumerate(token_ids):
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise BatchError(
+                f"{name} must hold token ids, integers 0 to {vocab_size - 1}, got {token!r} at place {place}; nothing "
+                "was run. Encode it with this model's vocabulary."
+            )
+    return token_ids
+
+
+def _checked_stop_ids(name: str, stop_ids: object) -> frozenset[int]:
+    require(
+        isinstance(stop_ids, Collection) and all(type(token) is int for token in stop_ids),
+        f"{name} needs stop_ids as a set of integers, got {stop_ids!r}; its text would never stop there, so nothing "
+        "was run. Pass frozenset() for none.",
+    )
+    assert isinstance(stop_ids, Collection)
+    return frozenset(stop_ids)

@@ -17,14 +17,15 @@ because requests that ended or grew less than expected may leave enough, and bec
 where lengths, pages and sampling parameters of requests that begin are copied to the device.
 
 Noise is defined by seed and position, drafts end by a request's own limit and never for want of pages, and a preempted
-request goes on with the text it had. So a request's text does not depend on which requests run beside it.
+request goes on with the text it had. So a request's text does not depend on which requests run beside it: exactly in
+fp32, as tested; within rounding otherwise, because kernels may add in another order for another batch.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -38,7 +39,7 @@ from spec_decode.drafter.autotune import Measurement, autotune_strategy
 from spec_decode.drafter.kv_groups import BackendChoice, KVGroup, make_groups
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.engine.block_pool import BlockPool
-from spec_decode.engine.config import EngineConfig, check_models, check_request
+from spec_decode.engine.config import EngineConfig, check_models, checked_request
 from spec_decode.engine.input_batch import InputBatch
 from spec_decode.engine.outputs import PendingOutputs
 from spec_decode.engine.prefill import Prefill, PrefillOutput
@@ -83,8 +84,6 @@ class Engine:
         self.drafter: Drafter | None = None
         self.device = next(target.parameters()).device
         self._vocab_size = target.vocab_size
-        self.pool = BlockPool(config.pool_size, config.page_size)
-        self._scheduler = Scheduler(self.pool, config)
         target_groups = self._make_groups("target", target, backend)
         self._tables, prefill_tables = [self._make_tables(target_groups)], [self._make_tables(target_groups)]
         if draft is not None and config.num_speculative_tokens:
@@ -92,6 +91,8 @@ class Engine:
             self._tables.append(self._make_tables(groups))
             prefill_tables.append(self._make_tables(groups))
             self.drafter = self._make_drafter(draft, groups)
+        self.pool = BlockPool(config.pool_size, config.page_size)
+        self._scheduler = Scheduler(self.pool, config)
         self._batch = InputBatch(config.max_reqs, self.device, self.drafter, verify)
         self.target = TargetRunner(
             target, target_groups, self._tables[0], query_len=1 + config.num_speculative_tokens,
@@ -143,9 +144,15 @@ class Engine:
     def submit(self, request: Request, *, on_token: Callable[[int], None] | None = None) -> Handle:
         """Let a request wait for its turn in the steps to come; at any time, from a callback too.
 
-        Raises BatchError for a request that this engine can never serve.
+        What is submitted is a copy: the caller's lists may change. Requests have no ids: one submitted twice is served
+        twice. Raises BatchError for a request that this engine can never serve, and a callback that cannot be called.
         """
-        check_request("the request", request, self.config, self._vocab_size)
+        request = checked_request("the request", request, self.config, self._vocab_size)
+        require(
+            on_token is None or callable(on_token),
+            f"on_token must be a function of a token, got {type(on_token).__name__}; the first token would raise, so "
+            "nothing was submitted. Pass a function, or None.",
+        )
         handle = Handle(request, on_token)
         self._scheduler.submit(handle)
         return handle
@@ -159,21 +166,29 @@ class Engine:
             handle.generation.finish = Finish.CANCELLED
 
     def generate(
-        self, requests: Sequence[Request], *, on_token: Callable[[int, int], None] | None = None
+        self, requests: Iterable[Request], *, on_token: Callable[[int, int], None] | None = None
     ) -> list[Generation]:
         """Continue every request; results in the order of the requests. on_token(request index, token) streams.
 
-        Raises BatchError, with nothing run, for a request that this engine can never serve. What a callback raises ends
-        all of them. `stats` start anew.
+        Raises BatchError, with nothing run, for a request that this engine can never serve and for a call from a
+        callback. What a callback raises ends all of them. `stats` start anew.
         """
-        for index, request in enumerate(requests):
-            check_request(f"request {index}", request, self.config, self._vocab_size)
-        self.stats = EngineStats()
-        handles = [
-            self.submit(request, on_token=partial(on_token, index) if on_token else None)
+        self._require_outside()
+        require(
+            isinstance(requests, Iterable) and (on_token is None or callable(on_token)),
+            f"generate needs a list of requests and a function of an index and a token, or None, got "
+            f"{type(requests).__name__} and {type(on_token).__name__}; nothing was run. Pass [request] for one.",
+        )
+        checked = [
+            checked_request(f"request {index}", request, self.config, self._vocab_size)
             for index, request in enumerate(requests)
         ]
+        self.stats = EngineStats()
+        handles: list[Handle] = []
         try:
+            for index, request in enumerate(checked):
+                handles.append(Handle(request, partial(on_token, index) if on_token else None))
+                self._scheduler.submit(handles[-1])
             while not all(handle.done for handle in handles):
                 self.step()
         finally:
@@ -187,22 +202,31 @@ class Engine:
     def step(self) -> bool:
         """One round of the running requests, and a chunk of the prompts of those that wait; whether anything is left.
 
-        What a callback raises comes through; the next step goes on with the token after it. Raises BatchError for a
-        step within a step.
+        What a callback raises comes through; the next step goes on with the token after it. After anything else that
+        is raised, an interrupt too, every request has returned its pages and waits, and is prefilled anew with its text
+        so far. Raises BatchError for a step within a step.
         """
+        self._require_outside()
+        try:
+            self._stepping = True
+            self.capture()
+            self._outputs.stream(self.stats)
+            self._step()
+            return self._scheduler.has_unfinished or bool(self._outputs)
+        except BaseException:
+            if not self._outputs.in_callback:
+                self._batched, self._pages_in_tables = [], []
+                self._scheduler.restart(self._outputs.drop())
+            raise
+        finally:
+            self._outputs.in_callback = self._stepping = False
+
+    def _require_outside(self) -> None:
         require(
             not self._stepping,
             "a step may not begin within another, this one was asked for by a callback; nothing was run. Submit or "
             "cancel requests there, and step outside.",
         )
-        self._stepping = True
-        try:
-            self.capture()
-            self._outputs.stream(self.stats)
-            self._step()
-            return self._scheduler.has_unfinished or bool(self._outputs)
-        finally:
-            self._stepping = False
 
     def _step(self) -> None:
         self.stats.preemptions += self._scheduler.make_room(self._read_all)

@@ -47,6 +47,8 @@ class PendingOutputs:
         self._pending: deque[_PendingOutput] = deque()
         # The request, a token, and with a step's first token the number of draft tokens that the step kept.
         self._read: deque[tuple[RequestState, int, int | None]] = deque()
+        self.in_callback = False
+        """Whether the last token was handed to a callback that has not returned: what raises then is the callback's."""
 
     def __len__(self) -> int:
         """How many outputs are not read."""
@@ -75,6 +77,13 @@ class PendingOutputs:
             self._read.extend((request, token, None) for token in row[2 : 2 + accepted])
         self.stream(stats)
 
+    def drop(self) -> list[RequestState]:
+        """Forget everything that is not in the texts yet; returns the requests that it was of."""
+        dropped = [*(request for request, _, _ in self._read), *(r for out in self._pending for r in out.requests)]
+        self._read.clear()
+        self._pending.clear()
+        return dropped
+
     def stream(self, stats: EngineStats) -> None:
         """Append what was read to the texts. What a callback raises comes through; the next call goes on after it."""
         while self._read:
@@ -86,4 +95,6 @@ class PendingOutputs:
                 stats.accepted += accepted
                 stats.drafted_for += 1
             stats.new_tokens += 1
+            self.in_callback = request.handle.on_token is not None
             request.handle.append_token(token)
+            self.in_callback = False

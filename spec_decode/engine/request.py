@@ -13,6 +13,7 @@ from spec_decode.sampling import SamplingParams
 class Request:
     """A prompt and how to continue it; temperature, top_k, top_p and seed as SamplingParams has them.
 
+    prompt: a list, tuple or range of token ids, copied when it is submitted; of an array or a tensor, pass tolist().
     stop_ids end the text and are not part of it.
     """
 
@@ -54,7 +55,7 @@ class Generation:
 
 @dataclass(eq=False, slots=True)
 class Handle:
-    """A submitted request. on_token is called with each token of the text as the host reads it."""
+    """A submitted request, as it was then. on_token is called with each token of the text as the host reads it."""
 
     request: Request
     on_token: Callable[[int], None] | None = None

@@ -14,7 +14,7 @@ The policy is the simplest that is correct:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from spec_decode.engine.block_pool import BlockPool
@@ -74,6 +74,19 @@ class Scheduler:
             self._admit()
         return preempted
 
+    def restart(self, requests: Iterable[RequestState]) -> None:
+        """Take back every page and let all requests wait, after a step that broke off at any point.
+
+        requests: those whose output was lost, which may have been dropped as complete.
+        """
+        everybody = dict.fromkeys([*self.running, *self._prefilling, *requests, *self._waiting])
+        self._waiting = deque(request for request in everybody if not request.handle.done)
+        self.running, self._prefilling = [], []
+        self.pool.reset()
+        for request in everybody:
+            request.pages, request.num_prefilled = [], 0
+            request.len_lower_bound = request.len_upper_bound = 0
+
     def free_finished(self) -> None:
         """Drop the finished requests and free their pages."""
         for request in (*self.running, *self._prefilling):
@@ -98,9 +111,9 @@ class Scheduler:
 
     def _preempt(self) -> None:
         """Send the youngest admitted request back to wait. The host must have read all its tokens."""
-        request = (self._prefilling or self.running).pop()
-        self._free(request)
-        self._waiting.appendleft(request)
+        admitted = self._prefilling or self.running
+        self._waiting.appendleft(admitted[-1])
+        self._free(admitted.pop())
 
     def _admit(self) -> None:
         """Admit waiting requests while there is room."""
@@ -111,7 +124,8 @@ class Scheduler:
             if needed + admitted > self.pool.num_free:
                 return
             request.pages = self.pool.allocate(needed)
-            self._prefilling.append(self._waiting.popleft())
+            self._prefilling.append(request)
+            self._waiting.popleft()
 
     def next_chunks(self) -> list[Chunk]:
         """What to prefill in this step."""
@@ -130,8 +144,8 @@ class Scheduler:
             chunk.request.num_prefilled = chunk.end
         for request in done:
             request.len_lower_bound = request.len_upper_bound = request.prefill_len + 1
-        self._prefilling = [request for request in self._prefilling if request not in done]
-        self.running = self.running + done
+        left = [request for request in self._prefilling if request not in done]
+        self.running, self._prefilling = self.running + done, left
 
     def _free(self, request: RequestState) -> None:
         self.pool.free(request.pages)

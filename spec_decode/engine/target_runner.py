@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 
 from builders import RequestTables
-from spec_decode.drafter import GraphMode, default_capture_sizes
+from spec_decode.drafter import GraphMode, default_capture_sizes, padded_size
 from spec_decode.drafter.attention import PagedAttention
 from spec_decode.drafter.kv_groups import KVGroup, build_ragged
 from spec_decode.drafter.metadata_plan import plan_uniform_step
@@ -74,7 +74,7 @@ class TargetRunner:
         for nothing, unless a group's builder must know the exact lengths. Raises BatchError, with nothing run, where
         there is no graph for so many requests.
         """
-        size = self.graphs.padded(self.tables.num_live)
+        size = padded_size(self.graphs, self.tables.num_live, eager=self._eager)
         if self._eager:
             step(size, self._forward_eager)
             return

@@ -16,10 +16,12 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def commit(self) -> str:
-        """Short, with what is known of the tree beside it."""
+        """Short, with what is known of the tree beside it, and whether it was stated and not read from git."""
+        stated = f" ({self.env.stated})" if self.env.stated else ""
         if self.env.commit.startswith("unknown"):
-            return self.env.commit
-        return self.env.commit[:12] + {True: " dirty", False: "", None: " (dirty or not: unknown)"}[self.env.dirty]
+            return self.env.commit + stated
+        dirty = {True: " dirty", False: "", None: " (dirty or not: unknown)"}[self.env.dirty]
+        return self.env.commit[:12] + dirty + stated
 
 
 class Runs:

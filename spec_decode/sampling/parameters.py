@@ -25,7 +25,7 @@ class SamplingParams:
     - top_k        keeps tokens whose logit is among the k largest; 0 keeps the whole vocabulary
     - top_p        keeps, of those, the fewest most probable that hold this share of their probability, in (0, 1]; 1
                    keeps all
-    - seed         64 bits, signed. Same seed, same text, whatever else is in the batch
+    - seed         64 bits, signed. Same seed, same noise, whatever else is in the batch; in fp32 the same text
     """
 
     temperature: float = 0.0

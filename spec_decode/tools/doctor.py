@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -27,6 +28,14 @@ _PACKAGES = (
     *("transformers", "cuda-python"),
 )
 """Whatever may bring a kernel, a model or a graph's node."""
+
+TESTED = {
+    "torch": ("2.11.0", "2.13.0", "2.13.0"),
+    "triton": ("3.6.0", "3.7.1", "3.7.1"),
+    "flashinfer-python": ("0.6.12", "0.6.12", "0.6.12"),
+    "transformers": ("5.23.0", "5.23.0", "5.23.0"),
+}
+"""The releases that the tests were run with: the oldest, that of every commit, and the newest."""
 
 _SPECS = {
     "decode of a common 8B model": GQA,
@@ -84,6 +93,8 @@ def _machine(device: torch.device) -> Iterator[Finding]:
     for subject in ("device", "driver", "cuda", "torch", "triton", "python", "platform", "commit"):
         detail = getattr(where, subject)
         unknown = detail is None or str(detail).startswith("unknown")
+        if subject == "commit" and where.stated:
+            detail = f"{detail}, {where.stated}"
         yield Finding("machine", subject, FindingStatus.ABSENT if unknown else FindingStatus.OK, str(detail or "none"))
     yield Finding("machine", "contract", FindingStatus.OK, ".".join(map(str, CONTRACT_VERSION)))
     if device.type == "cuda":
@@ -99,9 +110,25 @@ def _memory(device: torch.device) -> str:
 def _packages() -> Iterator[Finding]:
     for name in _PACKAGES:
         try:
-            yield Finding("packages", name, FindingStatus.OK, version(name))
+            yield Finding("packages", name, FindingStatus.OK, version(name) + _tested(name, version(name)))
         except PackageNotFoundError:
-            yield Finding("packages", name, FindingStatus.ABSENT, "not installed")
+            yield Finding("packages", name, FindingStatus.ABSENT, "not installed" + _tested(name, None))
+
+
+def _tested(name: str, found: str | None) -> str:
+    """What was tested of a package, and where the installed release is none of it, that it was not."""
+    if name not in TESTED:
+        return ""
+    oldest, usual, newest = TESTED[name]
+    told = f"tested: {oldest} (oldest), {usual} (every commit), {newest} (newest)"
+    if found is None or _release(oldest) <= _release(found) <= _release(newest):
+        return f"; {told}"
+    return f"; not tested, {'newer' if _release(found) > _release(newest) else 'older'} than what was; {told}"
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """(2, 13, 0) of 2.13.0+cpu."""
+    return tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3])
 
 
 def _graphs(device: torch.device) -> Iterator[Finding]:

@@ -296,7 +296,7 @@ def test_sinks_are_handed_over_in_bf16(name, argument, install):
     assert call[argument].dtype == torch.bfloat16 and torch.equal(call[argument], logits.bfloat16())
 
 
-def test_the_version_names_the_package_even_where_it_has_no_metadata(install, monkeypatch):
+def test_the_version_names_the_package_even_where_it_has_no_metadata(install, monkeypatch, tmp_path):
     install("sgl")
     versions = {"sgl-kernel": "0.3.21"}
 
@@ -311,6 +311,10 @@ def test_the_version_names_the_package_even_where_it_has_no_metadata(install, mo
     assert find_provider().version == "sglang-kernel 0.4.10"
     versions.clear()
     assert find_provider().version == "sglang-kernel of unknown version"
+    (tmp_path / "sgl_kernel" / "flash_ops.abi3.so").write_bytes(b"kernels")
+    assert find_provider().version == (
+        "sglang-kernel without its wheel's metadata (flash_ops.abi3.so, sha256 e98f56f907c4)"
+    )
 
 
 @pytest.fixture

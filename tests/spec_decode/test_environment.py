@@ -5,6 +5,7 @@ import torch
 
 from spec_decode import environment as environment_module
 from spec_decode.environment import environment
+from spec_decode.matrix.provenance import Run
 
 CPU = torch.device("cpu")
 
@@ -51,3 +52,45 @@ def test_the_variables_overrule_git(monkeypatch, said, dirty):
     monkeypatch.setenv("ATTN_BACKENDS_DIRTY", said)
     env = environment(CPU)
     assert (env.commit, env.dirty) == ("abc123", dirty)
+
+
+@pytest.fixture
+def git(monkeypatch):
+    """A checkout at commit f00dfeed, without changes."""
+    for name in ("ATTN_BACKENDS_COMMIT", "ATTN_BACKENDS_DIRTY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(environment_module, "_git_state", lambda: ("f00dfeed", False))
+
+
+def test_a_commit_that_git_gave_is_marked_by_nothing(git):
+    assert (environment(CPU).commit, environment(CPU).stated) == ("f00dfeed", None)
+
+
+STATED = {
+    "as git has it": ({"COMMIT": "f00dfeed", "DIRTY": "0"}, "ATTN_BACKENDS_COMMIT and ATTN_BACKENDS_DIRTY"),
+    "shortened": ({"COMMIT": "f00d", "DIRTY": "0"}, "ATTN_BACKENDS_COMMIT and ATTN_BACKENDS_DIRTY"),
+    "another commit": ({"COMMIT": "abc1", "DIRTY": "0"},
+        "ATTN_BACKENDS_COMMIT and ATTN_BACKENDS_DIRTY; git says f00dfeed"),
+    "another state of the tree": ({"DIRTY": "1"}, "ATTN_BACKENDS_DIRTY; git says f00dfeed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("variables", "stated"), STATED.values(), ids=STATED)
+def test_what_variables_stated_is_marked_and_what_git_says_otherwise_beside_it(git, monkeypatch, variables, stated):
+    for name, value in variables.items():
+        monkeypatch.setenv(f"ATTN_BACKENDS_{name}", value)
+    assert environment(CPU).stated == f"stated by {stated}"
+
+
+@pytest.mark.parametrize("value", ["HEAD", "<script>", "f" * 65, "a b"])
+def test_a_stated_commit_that_is_no_hash_is_unknown(git, monkeypatch, value):
+    monkeypatch.setenv("ATTN_BACKENDS_COMMIT", value)
+    env = environment(CPU)
+    assert env.commit.startswith("unknown: ATTN_BACKENDS_COMMIT is no commit")
+    assert env.stated == "stated by ATTN_BACKENDS_COMMIT; git says f00dfeed"
+
+
+def test_a_stated_commit_is_marked_where_the_matrix_shows_it(git, monkeypatch):
+    monkeypatch.setenv("ATTN_BACKENDS_COMMIT", "abc123")
+    run = Run(subject="it", env=environment(CPU), command="")
+    assert run.commit == "abc123 (dirty or not: unknown) (stated by ATTN_BACKENDS_COMMIT; git says f00dfeed)"

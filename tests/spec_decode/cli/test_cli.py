@@ -27,7 +27,7 @@ def test_every_verb_has_help(verb, run):
     assert result.exit_code == 0 and "--device" in result.output
 
 
-@pytest.mark.parametrize("device", ["tpu", "mps", "cuda:x"])
+@pytest.mark.parametrize("device", ["cpu:7", "tpu", "mps", "cuda:x"])
 def test_a_device_of_another_kind_is_refused(device, checks, refused):
     assert "cpu, cuda or cuda:N" in refused("check", "torch_reference", "--device", device)
 

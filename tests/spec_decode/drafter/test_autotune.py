@@ -1,5 +1,7 @@
 import errno
 import os
+import pickle
+import warnings
 
 import msgspec
 import pytest
@@ -108,6 +110,83 @@ def test_a_cached_file_that_does_not_fit_is_measured_again(fixture, change):
     }
     path.write_text(broken[change])
     assert fixture.measure(times(per_step=50.0)).strategy is Strategy.PER_STEP
+
+
+def poison(path, text):
+    """What an enemy, or an accident, may have put in place of a measurement."""
+    path.unlink()
+    target = path.with_name("target")
+    if text == "a folder":
+        path.mkdir()
+    elif text == "a pipe":
+        os.mkfifo(path)
+    elif text == "a symlink to a device":
+        path.symlink_to("/dev/zero")
+    elif text == "a symlink to nothing":
+        path.symlink_to(target)
+    else:
+        path.write_bytes(text)
+
+
+POISON = {
+    "nothing": b"",
+    "garbage": bytes(range(256)),
+    "a pickle": pickle.dumps(os.getcwd),
+    "no object": b"[1, 2]",
+    "deeper than a parser goes": b'{"shape":' + b"[" * 100_000,
+    "larger than any measurement": b" " * (1 << 17),
+    "a folder": "a folder",
+    "a pipe": "a pipe",
+    "a symlink to a device": "a symlink to a device",
+    "a symlink to nothing": "a symlink to nothing",
+}
+
+
+@pytest.mark.parametrize("text", POISON.values(), ids=POISON)
+def test_whatever_lies_in_place_of_a_measurement_is_measured_again(fixture, text):
+    fixture.measure(times(device=50.0))
+    (path,) = fixture.cache.folder.glob("*.json")
+    poison(path, text)
+    with warnings.catch_warnings(record=True) as warned:
+        assert fixture.measure(times(per_step=50.0)).strategy is Strategy.PER_STEP
+    assert [str(each.message).partition(",")[0] for each in warned] == (
+        ["a measured strategy is kept in a folder that can be written"] if text == "a folder" else []
+    )
+
+
+CHANGED = {
+    "a time in words": {"wall_us": {"full_loop": "fast"}},
+    "times of other strategies": {"wall_us": {"full_loop": 1.0}},
+    "no times": {"wall_us": {}},
+    "a time below nothing": {"wall_us": {"full_loop": 3.0, "device_loop": -1.0, "per_step": 2.0}},
+    "another choice than the times lead to": {"strategy": "per_step"},
+    "an unknown strategy": {"strategy": "__import__('os')"},
+    "a field too many": {"run": "rm"},
+    "a shape that is none": {"shape": 5},
+    "another machine's": {"shape": {"device": "NVIDIA H200"}},
+}
+
+
+@pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
+def test_a_measurement_that_could_not_have_been_made_here_is_measured_again(fixture, change):
+    fixture.measure(times(device=50.0))
+    (path,) = fixture.cache.folder.glob("*.json")
+    path.write_bytes(msgspec.json.encode({**msgspec.json.decode(path.read_bytes()), **change}))
+    assert fixture.measure(times(full=50.0)).strategy is Strategy.FULL_LOOP and fixture.seen
+
+
+def test_without_a_home_folder_a_folder_is_asked_for(monkeypatch):
+    for name in ("ATTN_BACKENDS_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(BatchError, match=r"no home folder to make ~.*Name a folder in ATTN_BACKENDS_CACHE"):
+        StrategyCache()
+
+
+def test_a_tilde_in_the_variable_is_the_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("ATTN_BACKENDS_CACHE", "~/kept")
+    assert StrategyCache().folder == tmp_path / "kept" / "strategies"
 
 
 def test_a_cached_strategy_that_cannot_run_here_is_measured_again(fixture):

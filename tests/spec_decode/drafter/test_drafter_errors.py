@@ -3,7 +3,7 @@ import torch
 
 from builders import BatchError, RequestTables
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, StrategyError
-from tests.spec_decode.drafter.drafter_fixture import MAX_SEQ_LEN, K, advancing
+from tests.spec_decode.drafter.drafter_fixture import MAX_SEQ_LEN, K, advancing, assert_same
 
 
 def changed(**changes):
@@ -91,10 +91,56 @@ def test_more_tokens_a_round_than_a_request_has_places_are_refused():
         advancing(steps=MAX_SEQ_LEN)
 
 
-@pytest.mark.parametrize("count", [0, K + 1])
+WRONG = {
+    "no verified tokens": (lambda verified: [1, 2], "starts from VerifiedTokens, got list"),
+    "a tensor left out": (lambda verified: verified._replace(seeds=None), "seeds must be a tensor, got NoneType"),
+    "a list for a tensor": (
+        lambda verified: verified._replace(accepted=[0, 1, 2]),
+        "accepted must be a tensor, got list",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG.values(), ids=WRONG)
+def test_what_is_no_record_of_tensors_is_refused_and_the_next_round_is_right(change, message):
+    fixture = advancing(strategy=Strategy.EAGER)
+    with pytest.raises(BatchError, match=message):
+        fixture.drafter.propose(change(fixture.verified()))
+    assert_same(fixture.rounds(1), advancing(strategy=Strategy.EAGER).rounds(1))
+
+
+SETTINGS = {
+    "a fraction of a token": ({"steps": 1.5}, "must be integers.*got 1.5"),
+    "a truth": ({"steps": True}, "must be integers.*got True"),
+    "a capture size in words": ({"capture_sizes": ["4"]}, "capture_sizes a list of them.*'4'"),
+    "one capture size": ({"capture_sizes": 4}, "capture_sizes a list of them.*got 4, 0 and 4"),
+    "a memory limit in parts": ({"graph_memory_limit": 1e9}, "got 4, 1000000000.0"),
+    "a strategy in words": ({"strategy": "full_loop"}, "a Strategy, or None, are needed, got .*'full_loop'"),
+    "a graph mode in words": ({"graph_mode": "none"}, "GraphMode.*got 'none'"),
+}
+
+
+@pytest.mark.parametrize(("changed", "message"), SETTINGS.values(), ids=SETTINGS)
+def test_settings_of_another_type_are_refused(changed, message):
+    with pytest.raises(BatchError, match=message):
+        advancing(**changed)
+
+
+@pytest.mark.parametrize(("tokens", "states"), [(2, 3), (3, 2), (4, 4)])
+def test_a_prefill_of_another_number_of_tokens_writes_nothing(tokens, states):
+    fixture = advancing()
+    before = [tensor.clone() for tensor in fixture.caches()]
+    with pytest.raises(BatchError, match=r"must be torch\.\w+ \[3"):
+        fixture.drafter.prefill(
+            fixture.tables, [1, 1, 1], [1, 8, 16], torch.zeros(tokens, dtype=torch.int64), torch.zeros(states, 64)
+        )
+    assert all(torch.equal(a, b) for a, b in zip(before, fixture.caches(), strict=True))
+
+
+@pytest.mark.parametrize("count", [0, K + 1, 1.5, True, "2"])
 def test_a_round_of_a_number_of_tokens_that_the_drafter_has_not_is_refused(count):
     fixture = advancing()
-    with pytest.raises(BatchError, match=f"proposes 1 to {K} tokens a round, asked for {count}"):
+    with pytest.raises(BatchError, match=f"proposes 1 to {K} tokens a round, asked for {count!r}"):
         fixture.drafter.propose(fixture.verified(), num_tokens=count)
 
 

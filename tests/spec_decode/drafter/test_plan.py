@@ -234,3 +234,9 @@ def test_the_plan_of_a_uniform_step_says_why_attention_is_not_captured():
     reason = "a graph needs UNIFORM_BATCH, its builder supports SINGLE_TOKEN_DECODE"
     assert f"attention between the graphs' pieces ({reason})" in line
     assert "(graph mode piecewise)" in plan_uniform_step([ADVANCING], 5, GraphMode.PIECEWISE).explain()[0]
+
+
+@pytest.mark.parametrize("forced", [None, Strategy.FULL_LOOP])
+def test_no_groups_have_no_plan(forced):
+    with pytest.raises(StrategyError, match=r"at least one KV group, got none; .* Pass the facts"):
+        choose([], 4, FULL, forced=forced)

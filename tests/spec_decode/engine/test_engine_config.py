@@ -66,11 +66,11 @@ def make_engine(monkeypatch, device="cuda", **options):
     make_drafter = Engine._make_drafter
 
     def on_device(self, *args):
-        self._device = torch.device(device)
+        self.device = torch.device(device)
         try:
             return make_drafter(self, *args)
         finally:
-            self._device = torch.device("cpu")
+            self.device = torch.device("cpu")
 
     monkeypatch.setattr(Engine, "_make_drafter", on_device)
     config = EngineConfig(num_speculative_tokens=3, max_seq_len=32, page_size=4, **options)

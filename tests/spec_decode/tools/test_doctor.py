@@ -33,8 +33,9 @@ def fa3_module(name: str) -> dict[str, ModuleType]:
     """sgl_kernel.flash_attn with an entry of that name."""
 
     def entry(
-        q: Any, cache_seqlens: Any, page_table: Any, cu_seqlens_q: Any, max_seqlen_q: Any, num_splits: Any
-    ) -> None:
+        q: Any, k_cache: Any, v_cache: Any, cache_seqlens: Any, page_table: Any, cu_seqlens_q: Any, max_seqlen_q: Any,
+        num_splits: Any,
+    ) -> None:  # fmt: skip
         raise NotImplementedError
 
     package, module = ModuleType("sgl_kernel"), ModuleType("sgl_kernel.flash_attn")
@@ -169,3 +170,20 @@ def test_a_plug_in_whose_name_a_call_has_taken_is_told_as_not_used(declared: Non
     assert (
         found.status is FindingStatus.REFUSED and "a call has registered another backend under its name" in found.detail
     )
+
+
+VERSIONS = {
+    "tested": ("2.13.0+cpu", "2.13.0+cpu; tested: 2.11.0 (oldest), 2.13.0 (every commit), 2.13.0 (newest)"),
+    "between": ("2.12.1", "2.12.1; tested: 2.11.0 (oldest)"),
+    "newer": ("2.13.1", "2.13.1; not tested, newer than what was; tested: "),
+    "much newer": ("10.0", "10.0; not tested, newer than what was; tested: "),
+    "older": ("2.9.0", "2.9.0; not tested, older than what was; tested: "),
+}
+
+
+@pytest.mark.parametrize(("found", "told"), VERSIONS.values(), ids=VERSIONS)
+def test_a_release_that_was_not_tested_is_marked(found: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "version", lambda name: found)
+    monkeypatch.setitem(doctor.TESTED, "torch", ("2.11.0", "2.13.0", "2.13.0"))
+    packages = {finding.subject: finding for finding in doctor._packages()}
+    assert packages["torch"].detail.startswith(told) and packages["vllm"].detail == found

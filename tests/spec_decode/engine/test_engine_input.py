@@ -1,0 +1,258 @@
+"""What callers hand in, and what breaks off in the middle: a refusal in words, every page back, the next call right."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attn_backends import get
+from builders import BatchError
+from spec_decode.drafter import GraphMode
+from spec_decode.engine import Engine, EngineConfig, Finish, Request
+from spec_decode.engine import engine as module
+from spec_decode.engine.target_runner import TargetRunner
+from tests.factories import make_pair
+
+PAIR = make_pair()
+ENGINE = Path(module.__file__).parent
+ASKED = [Request(prompt=[i, 3, 1], max_new_tokens=n) for i, n in enumerate([9, 14, 5, 11])]
+
+
+def make_engine(**options):
+    options = {
+        "num_speculative_tokens": 3,
+        "max_reqs": 3,
+        "max_seq_len": 40,
+        "page_size": 4,
+        "num_pages": 24,
+        **options,
+    }
+    return Engine(*PAIR, get("torch_reference"), EngineConfig(graph_mode=GraphMode.NONE, **options))
+
+
+def texts(engine, requests=ASKED, **options):
+    return [generation.token_ids for generation in engine.generate(requests, **options)]
+
+
+WHOLE = texts(make_engine())
+
+
+def request(**changes):
+    return Request(**{"prompt": [1, 2], "max_new_tokens": 3, **changes})
+
+
+REFUSED = {
+    "no request": ("say something", "must be a Request, got str"),
+    "a prompt of None": (request(prompt=None), "got NoneType; nothing was run"),
+    "a generator": (request(prompt=(i for i in range(3))), "a list, tuple or range of token ids, got generator"),
+    "a set": (request(prompt={1, 2}), "got set; nothing was run"),
+    "a dict": (request(prompt={1: 2}), "got dict"),
+    "a text": (request(prompt="hello"), "got str.*Encode a text"),
+    "bytes": (request(prompt=b"hello"), "got bytes.*Encode a text"),
+    "a tensor": (request(prompt=torch.tensor([1, 2])), r"got Tensor.*pass tolist\(\)"),
+    "an array": (request(prompt=torch.tensor([1, 2]).numpy()), r"got ndarray.*pass tolist\(\)"),
+    "numbers of an array": (request(prompt=list(torch.tensor([1, 2]).numpy())), r"must hold token ids.* at place 0"),
+    "mixed types": (request(prompt=[1, "2", None]), "got '2' at place 1"),
+    "a truth": (request(prompt=[1, True]), "got True at place 1"),
+    "a fraction": (request(prompt=[1.0]), "got 1.0 at place 0"),
+    "beyond the vocabulary": (request(prompt=[1, 10**30]), f"got {10**30} at place 1"),
+    "half a token more": (request(max_new_tokens=1.5), "max_new_tokens as an integer, got 1.5"),
+    "new tokens that are a truth": (request(max_new_tokens=True), "got True"),
+    "new tokens in words": (request(max_new_tokens="3"), "got '3'"),
+    "endless": (request(max_new_tokens=float("inf")), "got inf"),
+    "stop ids of None": (request(stop_ids=None), "stop_ids as a set of integers, got None"),
+    "a stop id": (request(stop_ids=5), "got 5"),
+    "stop ids in words": (request(stop_ids={"end"}), "got {'end'}"),
+    "a temperature in words": (request(temperature="hot"), "cannot be sampled"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_request_is_refused_in_words_and_the_next_call_is_right(wrong, message):
+    engine = make_engine()
+    with pytest.raises(BatchError, match=f"(?s){message}"):
+        engine.submit(wrong)
+    with pytest.raises(BatchError, match=f"(?s)request 1 .*{message}"):
+        engine.generate([ASKED[0], wrong])
+    assert not engine.step() and engine.pool.num_free == 24 and texts(engine, ASKED[:1]) == WHOLE[:1]
+
+
+@pytest.mark.parametrize("wrong", [ASKED[0], None, 3])
+def test_requests_that_are_no_list_are_refused(wrong):
+    with pytest.raises(BatchError, match=r"a list of requests.*Pass \[request\] for one"):
+        make_engine().generate(wrong)
+
+
+def test_requests_may_come_from_a_generator():
+    assert texts(make_engine(), (request for request in ASKED)) == WHOLE
+
+
+def test_a_callback_that_cannot_be_called_is_refused_before_anything_runs():
+    engine = make_engine()
+    with pytest.raises(BatchError, match="on_token must be a function of a token, got int"):
+        engine.submit(ASKED[0], on_token=5)
+    with pytest.raises(BatchError, match="a function of an index and a token, or None, got list and int"):
+        engine.generate(ASKED, on_token=5)
+    assert not engine.step()
+
+
+def test_a_prompt_that_the_caller_changes_after_submitting_is_served_as_submitted():
+    engine, prompt, stop = make_engine(), list(ASKED[0].prompt), set()
+    handle = engine.submit(Request(prompt=prompt, max_new_tokens=9, stop_ids=stop))
+    prompt += [999] * 50
+    stop.update(range(99))
+    while engine.step():
+        pass
+    assert handle.generation.token_ids == WHOLE[0] and engine.pool.num_free == 24
+
+
+def test_a_request_that_is_submitted_twice_is_served_twice():
+    engine = make_engine()
+    handles = [engine.submit(ASKED[0]), engine.submit(ASKED[0])]
+    while engine.step():
+        pass
+    assert [handle.generation.token_ids for handle in handles] == WHOLE[:1] * 2
+
+
+def test_a_callback_that_generates_is_refused_and_statistics_go_on():
+    engine, raised = make_engine(), []
+
+    def nested(index, token):
+        with pytest.raises(BatchError, match="a step may not begin within another"):
+            engine.generate(ASKED[:1])
+        raised.append(token)
+
+    assert texts(engine, on_token=nested) == WHOLE
+    assert len(raised) == sum(map(len, WHOLE)) == engine.stats.new_tokens
+
+
+CONFIGS = {
+    "a fraction of a token": ({"num_speculative_tokens": 1.5}, "must be integers"),
+    "a truth": ({"max_reqs": True}, "must be integers.*True"),
+    "a page in words": ({"page_size": "16"}, "must be integers.*'16'"),
+    "pages in parts": ({"num_pages": 2.0}, "must be integers.*2.0"),
+    "fewer than no rows": ({"max_reqs": -1}, "1 request or more.*max_reqs -1"),
+    "a graph mode in words": ({"graph_mode": "none"}, "a GraphMode.*got 'none'.*GraphMode.FULL"),
+    "a strategy in words": ({"strategy": "full_loop"}, "a Strategy.*got .*'full_loop'.*Strategy.FULL_LOOP"),
+}
+
+
+@pytest.mark.parametrize(("changed", "message"), CONFIGS.values(), ids=CONFIGS)
+def test_settings_of_another_type_are_refused(changed, message):
+    with pytest.raises(BatchError, match=f"(?s){message}"):
+        EngineConfig(**{"num_speculative_tokens": 3, **changed})
+
+
+@pytest.mark.parametrize(
+    "options", [{"page_size": 10**9}, {"num_pages": 10**12}, {"max_reqs": 10**12, "num_pages": None}]
+)
+def test_caches_larger_than_the_memory_are_refused_before_anything_is_allocated(options):
+    with pytest.raises(BatchError, match=r"\d+ pages of \d+ tokens .* GiB, cpu has .*nothing was allocated\. Take"):
+        make_engine(**options)
+
+
+def test_an_eager_target_runs_batches_above_its_largest_capture_size():
+    engine = make_engine()
+    runner = engine.target
+    engine.target = TargetRunner(
+        runner.model, runner.groups, runner.tables, query_len=4, graph_mode=GraphMode.NONE, capture_sizes=[1]
+    )
+    assert texts(engine) == WHOLE
+
+
+def broken_once(monkeypatch, owner, name, at, error):
+    """Has the method raise in its call number `at`, before or after it did its work."""
+    work, calls = getattr(owner, name), []
+
+    def method(*args, **options):
+        calls.append(name)
+        if len(calls) == at:
+            raise error
+        return work(*args, **options)
+
+    monkeypatch.setattr(owner, name, method)
+
+
+PLACES = {
+    "the drafter": lambda engine: (engine.drafter, "propose"),
+    "the target": lambda engine: (engine.target, "run"),
+    "prefill": lambda engine: (engine._prefill, "run"),
+    "the tables": lambda engine: (engine._tables[0], "load"),
+    "their growth": lambda engine: (engine._tables[1], "grow"),
+    "the batch": lambda engine: (engine._batch, "add"),
+    "reading": lambda engine: (engine._outputs, "process_oldest"),
+    "pages": lambda engine: (engine.pool, "allocate"),
+}
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["an error", "an interrupt"])
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("at", [1, 2])
+def test_after_a_round_that_broke_off_the_steps_to_come_end_every_text_as_it_would_have(place, at, error, monkeypatch):
+    engine = make_engine()
+    handles = [engine.submit(request) for request in ASKED]
+    broken_once(monkeypatch, *place(engine), at, error)
+    broke = 0
+    while any(not handle.done for handle in handles):
+        try:
+            engine.step()
+        except (RuntimeError, KeyboardInterrupt):
+            broke += 1
+            assert engine.pool.num_free == 24
+    assert broke == 1 and [handle.generation.token_ids for handle in handles] == WHOLE
+    engine.step()
+    assert engine.pool.num_free == 24
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_generate_returns_every_page_when_a_round_breaks_off_and_is_right_the_next_time(place, monkeypatch):
+    engine = make_engine()
+    broken_once(monkeypatch, *place(engine), 2, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(ASKED)
+    assert engine.pool.num_free == 24 and texts(engine) == WHOLE
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at one line of the engine's own code, counted from the first step on."""
+
+    def __init__(self, at):
+        self.left, self.where = at, None
+
+    def __enter__(self):
+        if self.where is None:
+            sys.settrace(self)
+
+    def __exit__(self, *raised):
+        sys.settrace(None)
+
+    def __call__(self, frame, event, arg):
+        code = frame.f_code
+        # What puts things right after a break, and a generator's frame, are not interrupted a second time.
+        mine = Path(code.co_filename).parent == ENGINE and code.co_name not in ("drop", "restart", "reset")
+        if not mine or code.co_name in ("step", "generate") or code.co_name.startswith("<"):
+            return self if code.co_name in ("step", "generate") else None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                self.where = f"{Path(code.co_filename).name}:{frame.f_lineno}"
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.parametrize("at", range(1, 1800, 90))
+def test_an_interrupt_at_any_line_of_the_engine_loses_no_page_and_no_text(at):
+    engine = make_engine(num_pages=14, max_prefill_tokens=4)
+    handles = [engine.submit(request) for request in ASKED]
+    interrupt = Interrupt(at)
+    while any(not handle.done for handle in handles):
+        try:
+            with interrupt:
+                engine.step()
+        except KeyboardInterrupt:
+            assert engine.pool.num_free == 14, interrupt.where
+    engine.step()
+    assert [handle.generation.token_ids for handle in handles] == WHOLE, interrupt.where
+    assert all(handle.generation.finish is Finish.LENGTH for handle in handles) and engine.pool.num_free == 14
