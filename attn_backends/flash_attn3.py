@@ -9,6 +9,7 @@ from attn_backends.base import AttentionBackend, KVCache, Sinks, check_forward_i
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fa3_providers import find_provider
 from attn_backends.fused_writes import FusedRopeWrite
+from attn_backends.kernels.e4m3 import to_e4m3
 from builders import AttentionSpec, FlashAttn3Builder, PagedMetadata
 
 PROVIDER = find_provider()
@@ -20,7 +21,7 @@ class FlashAttn3(FusedRopeWrite, AttentionBackend):
     """Paged decode and extend by PROVIDER: split-KV decode, and the features that its kernels have.
 
     The kernels take sinks in bf16 only: they are rounded to it, in the graph too. Over a cache of e4m3 they multiply
-    e4m3: queries are rounded to it, unscaled as keys and values are, and come back as bf16.
+    e4m3: queries are clamped and rounded to it, unscaled as keys and values are, and come back as bf16.
     """
 
     name = "flash_attn3"
@@ -72,5 +73,5 @@ class FlashAttn3(FusedRopeWrite, AttentionBackend):
     ) -> Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
         if spec.cache_dtype.itemsize == 1:
-            query = query.to(spec.cache_dtype)
+            query = to_e4m3(query)
         return PROVIDER.attend(query, cache, metadata, spec, sinks=sinks)

@@ -9,6 +9,7 @@ from attn_backends.base import AttentionBackend, KVCache, Sinks, check_forward_i
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fused_writes import FusedLatentWrite, FusedRopeWrite
 from attn_backends.kernels.fp8_ds_mla import gather_and_dequantise
+from attn_backends.kernels.softmax import softmax_with_sinks
 from builders import AttentionKind, AttentionSpec, ReferenceBuilder, ReferenceMetadata
 
 _GATHERED_ELEMENTS = 1 << 24
@@ -63,16 +64,8 @@ def _attend(
     if spec.soft_cap is not None:
         scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
     scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
-    peak = scores.amax(-1, keepdim=True)
-    if sinks is not None:
-        sink = sinks.view(1, spec.num_kv_heads, spec.group_size, 1)
-        peak = torch.maximum(peak, sink)
-    peak = peak.clamp_(min=torch.finfo(torch.float32).min)
-    weights = torch.exp(scores - peak)
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + torch.exp(sink - peak)
-    out = torch.einsum("thgl,tlhd->thgd", weights / total.clamp_(min=1e-38), value)
+    weights = softmax_with_sinks(scores, None if sinks is None else sinks.view(spec.num_kv_heads, spec.group_size, 1))
+    out = torch.einsum("thgl,tlhd->thgd", weights, value)
     return out.reshape(tokens, spec.num_q_heads, spec.out_dim).to(query.dtype)
 
 

@@ -72,9 +72,10 @@ def with_builder(builder: type[MetadataBuilder[Any]], base: str = "torch_referen
     return type(f"{backend.__name__}Mutant", (backend,), {"builder": builder, "name": f"{base}_mutant"})()
 
 
-def with_forward(change: Callable[..., torch.Tensor]) -> AttentionBackend:
+def with_forward(change: Callable[..., torch.Tensor], contract_version: tuple[int, int] = (1, 0)) -> AttentionBackend:
     """The reference backend with another forward."""
-    return type("ForwardMutant", (TorchReference,), {"forward": change, "name": "forward_mutant"})()
+    changed = {"forward": change, "name": "forward_mutant", "contract_version": contract_version}
+    return type("ForwardMutant", (TorchReference,), changed)()
 
 
 def freeze(base: str, field: str) -> AttentionBackend:
@@ -171,6 +172,13 @@ def _interleaved_groups(
 def _forgets_sinks(self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
     bare = replace(spec, sinks=False)
     return TorchReference.forward(self, query, cache, metadata, spec=bare, sinks=None)
+
+
+def _takes_infinite_sinks_for_large(
+    self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None
+) -> torch.Tensor:
+    finite = None if sinks is None else sinks.clamp(-10.0, 10.0)
+    return TorchReference.forward(self, query, cache, metadata, spec=spec, sinks=finite)
 
 
 def _reads_a_token_too_many(
@@ -531,6 +539,12 @@ MUTANTS = (
         "numerics.attention_is_right",
         with_forward(_forgets_sinks),
         not_shown="the draft of a backend of keys and values has no sinks",
+    ),
+    Mutant(
+        "takes_infinite_sinks_for_large",
+        "numerics.infinite_sinks_are_defined",
+        with_forward(_takes_infinite_sinks_for_large, contract_version=(1, 1)),
+        not_shown="a draft's sinks are finite",
     ),
     Mutant("reads_past_the_end", "poison.stale_table_entries_are_not_read", with_forward(_reads_a_token_too_many)),
     Mutant(

@@ -35,9 +35,9 @@ def quantise_and_insert(latent: torch.Tensor, cache: torch.Tensor, slots: torch.
 
     latent  bfloat16 [T, LATENT]
     cache   uint8 [pages, page_bytes(page_size)]
-    slots   int64 or int32 [T], page * page_size + offset; -1 writes nothing
+    slots   int64 or int32 [T], page * page_size + offset; one outside of the cache writes nothing
     """
-    written = slots >= 0
+    written = (slots >= 0) & (slots < len(cache) * page_size)
     slots, latent = slots[written].long(), latent[written]
     tiles = latent[:, :NOPE].float().unflatten(1, (TILES, TILE))
     exponents = _exponent_bytes(tiles.abs().amax(-1))
@@ -49,12 +49,12 @@ def quantise_and_insert(latent: torch.Tensor, cache: torch.Tensor, slots: torch.
 
 
 def gather_and_dequantise(cache: torch.Tensor, slots: torch.Tensor, page_size: int) -> torch.Tensor:
-    """The latents in slots of a cache, bfloat16 [T, LATENT]; 0 for a slot of -1.
+    """The latents in slots of a cache, bfloat16 [T, LATENT]; 0 for a slot outside of it.
 
     cache  uint8 [pages, page_bytes(page_size)]
     slots  int64 or int32 [T]
     """
-    owned = slots >= 0
+    owned = (slots >= 0) & (slots < len(cache) * page_size)
     slots = torch.where(owned, slots, 0).long()
     data, scales = (region[slots // page_size, slots % page_size] for region in _regions(cache, page_size))
     tiles = data[:, :NOPE].view(torch.float8_e4m3fn).float().unflatten(1, (TILES, TILE))

@@ -25,7 +25,7 @@ def latent_attention_kernel(
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     in_row = row < query_len * HEADS
     token = (first + row // HEADS).to(tl.int64)
-    head = row % HEADS
+    head = (row % HEADS).to(tl.int64)  # times a stride it may pass 2^31, as may a token's place in its page
     position = seq_len - query_len + row // HEADS
     value_dim = tl.arange(0, VALUE_DIM)
     rotary_dim = VALUE_DIM + tl.arange(0, ROTARY_DIM)
@@ -65,7 +65,8 @@ def latent_attention_kernel(
     for block in range(lo, hi):
         kv = block * BLOCK_N + tl.arange(0, BLOCK_N)
         owned = (kv < end)[:, None]
-        latent = latent_cache + (page.to(tl.int64) * page_stride + (kv % PAGE_SIZE) * token_stride)[:, None]
+        offset = (kv % PAGE_SIZE).to(tl.int64)
+        latent = latent_cache + (page.to(tl.int64) * page_stride + offset * token_stride)[:, None]
         value = tl.load(latent + value_dim[None, :], mask=owned, other=0.0)
         rotary = tl.load(latent + rotary_dim[None, :], mask=owned, other=0.0)
         # One block ahead, so that no load of latents waits for its page.
@@ -87,11 +88,12 @@ def latent_attention_kernel(
         peak = new_peak
 
     sum_exp = tl.sum(total, 1)
-    acc = acc / tl.where(sum_exp > 0, sum_exp, 1.0)[:, None]
+    # By equality, so that a NaN is not taken for an empty row, here and in the merge.
+    acc = acc / tl.where(sum_exp == 0, 1.0, sum_exp)[:, None]
     to = out + at[:, None] * VALUE_DIM + value_dim[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=in_row[:, None])
     if SPLITS > 1:
-        tl.store(lse + at, tl.where(sum_exp > 0, peak + tl.log2(sum_exp), float("-inf")), mask=in_row)
+        tl.store(lse + at, peak + tl.log2(sum_exp), mask=in_row)
 
 
 @triton.jit

@@ -176,7 +176,7 @@ def _prepare_query_kernel(
 ):  # fmt: skip
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
+    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
     dim = tl.arange(0, BLOCK_D)[None, :]
     inside = (head < HEADS) & (dim < DIM)
     rows = tl.load(query + token * token_stride + head * head_stride + dim, mask=inside, other=0.0).to(tl.float32)
@@ -194,7 +194,7 @@ def _inverse_rotary_kernel(
 ):  # fmt: skip
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
+    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
     dim = tl.arange(0, BLOCK_R)[None, :]
     inside = (head < HEADS) & (dim < ROTARY)
     at = out + token * token_stride + head * head_stride + SKIPPED + dim

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from attn_backends.kernels.paged_attention_kernels import attention_kernel, merge_kernel
+from attn_backends.kernels.softmax import softmax_with_sinks
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import dependent_launch, triton
 from builders.paged import num_sms
@@ -26,7 +27,7 @@ class PagedAttentionArguments(NamedTuple):
     block_table      int32 [R, max_pages], read only below seq_lens
     seq_lens         int32 [R]; the last query of request r is at position seq_lens[r] - 1; 0 gives rows of 0
     query_start_loc  int32 [R + 1]; request r's queries are rows query_start_loc[r] .. query_start_loc[r + 1] - 1
-    sinks            fp32 [H]
+    sinks            fp32 [H]; -inf is none, +inf gives 0
     max_query_len    a capture constant, which sizes the launch
     max_seq_len      a capture constant: the bound on seq_lens by which tiles are chosen
     num_splits       a capture constant, which sizes the launch
@@ -74,11 +75,8 @@ class PagedAttentionArguments(NamedTuple):
         if self.sliding_window:
             hidden |= token <= position - self.sliding_window
         scores = scores.masked_fill(hidden, -math.inf)
-        if self.sinks is not None:
-            sink = self.sinks.view(kv_heads, heads // kv_heads, 1, 1).expand(*scores.shape[:3], 1)
-            weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
-        else:
-            weights = scores.softmax(-1)
+        sinks = None if self.sinks is None else self.sinks.view(kv_heads, heads // kv_heads, 1, 1)
+        weights = softmax_with_sinks(scores, sinks)
         return torch.matmul(weights, value[:, None]).permute(2, 0, 1, 3).reshape(count, heads, -1)
 
     def fake(self) -> torch.Tensor:

@@ -17,7 +17,7 @@ def attention_kernel(
     await_previous(PDL)
     request = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1).to(tl.int64)  # times a stride it may pass 2^31; so may what follows
     split = tl.program_id(2)
     first = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - first
@@ -52,24 +52,28 @@ def attention_kernel(
     )
     if FP32_DOT:
         q = q.to(tl.float32)
-    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    # Finite, so that a row which sees none of a block's tokens takes no infinity from another.
+    peak = tl.full((BLOCK_M,), -3.0e38, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     table = block_table + request.to(tl.int64) * table_stride
     for block in range(lo, hi):
         kv = block * BLOCK_N + tl.arange(0, BLOCK_N)
         owned = kv < end
+        if WINDOW > 0:  # an older token's page may be another request's by now, or hold NaN
+            owned = owned & (kv >= start)
+        offset = (kv % PAGE_SIZE).to(tl.int64)
         page = tl.load(table + kv // PAGE_SIZE, mask=owned, other=0).to(tl.int64)
         k = tl.load(
             key_cache
-            + (page * k_page_stride + (kv % PAGE_SIZE) * k_token_stride + kv_head * k_head_stride)[None, :]
+            + (page * k_page_stride + offset * k_token_stride + kv_head * k_head_stride)[None, :]
             + dim[:, None],
             mask=owned[None, :] & (dim[:, None] < DIM),
             other=0.0,
         )
         v = tl.load(
             value_cache
-            + (page * v_page_stride + (kv % PAGE_SIZE) * v_token_stride + kv_head * v_head_stride)[:, None]
+            + (page * v_page_stride + offset * v_token_stride + kv_head * v_head_stride)[:, None]
             + edim[None, :],
             mask=owned[:, None] & (edim[None, :] < VALUE_DIM),
             other=0.0,
@@ -87,20 +91,20 @@ def attention_kernel(
             seen = seen & (kv[None, :] > position[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
-        safe_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(scores - safe_peak[:, None])
-        fade = tl.exp2(peak - safe_peak)
+        weights = tl.exp2(scores - new_peak[:, None])
+        fade = tl.exp2(peak - new_peak)
         total = total * fade + tl.sum(weights, 1)
         acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         peak = new_peak
 
     if SINKS:
-        sink = tl.load(sinks + head, mask=in_row, other=0.0) * 1.4426950408889634
+        sink = _finite_above(tl.load(sinks + head, mask=in_row, other=0.0))
         new_peak = tl.maximum(peak, sink)
         fade = tl.exp2(peak - new_peak)
         total = total * fade + tl.exp2(sink - new_peak)
         acc = acc * fade[:, None]
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    # By equality, so that a NaN is not taken for an empty row, here and in the merge.
+    acc = acc / tl.where(total == 0, 1.0, total)[:, None]
     at = (split.to(tl.int64) * tokens + token) * HEADS + head
     tl.store(
         out + at[:, None] * VALUE_DIM + edim[None, :],
@@ -108,7 +112,13 @@ def attention_kernel(
         mask=in_row[:, None] & (edim[None, :] < VALUE_DIM),
     )
     if SPLITS > 1:
-        tl.store(lse + at, tl.where(total > 0, peak + tl.log2(total), float("-inf")), mask=in_row)
+        tl.store(lse + at, peak + tl.log2(total), mask=in_row)
+
+
+@triton.jit
+def _finite_above(sink):
+    """A sink as an exponent of 2. One of +inf becomes finite and outweighs every score, without inf - inf."""
+    return tl.where(sink > 1e30, 1e30, sink * 1.4426950408889634)
 
 
 @triton.jit
@@ -132,14 +142,14 @@ def merge_kernel(
     )
     peak = tl.max(part, 0)
     if SINKS:
-        sink = tl.load(sinks + head) * 1.4426950408889634
+        sink = _finite_above(tl.load(sinks + head))
         peak = tl.maximum(peak, sink)
-    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    peak = tl.maximum(peak, -3.0e38)
     weight = tl.exp2(part - peak)
     total = tl.sum(weight, 0)
     if SINKS:
         total += tl.exp2(sink - peak)
-    rows = tl.where((part > float("-inf"))[:, None], rows, 0.0)
-    merged = tl.sum(rows * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    rows = tl.where((part == float("-inf"))[:, None], 0.0, rows)
+    merged = tl.sum(rows * weight[:, None], 0) / tl.where(total == 0, 1.0, total)
     to = out + (token * HEADS + head) * VALUE_DIM + edim
     tl.store(to, merged.to(out.dtype.element_ty), mask=edim < VALUE_DIM)

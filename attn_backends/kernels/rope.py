@@ -60,7 +60,7 @@ def _rope_kernel(
 ):  # fmt: skip
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, BLOCK_H)[:, None]
+    head = tl.arange(0, BLOCK_H).to(tl.int64)[:, None]
     dim = tl.arange(0, BLOCK_D)[None, :]
     inside = (head < HEADS) & (dim < HALF)
     cos, sin = angles_of(table, tl.load(positions + token), dim, HALF)

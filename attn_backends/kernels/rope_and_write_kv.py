@@ -66,18 +66,14 @@ class _RopeAndWriteKV(NamedTuple):
 
     def launch(self) -> None:
         query, key, value, key_cache, value_cache = self.query, self.key, self.value, self.key_cache, self.value_cache
-        quantise = key.dtype != key_cache.dtype
-        if quantise and key.device.type == "cpu":
-            # Triton's interpreter does not round to e4m3 as the hardware does.
-            return self.reference()
         tokens, heads, dim = key.shape
         group, value_dim = query.shape[1] // heads, value.shape[2]
         _rope_and_write_kv_kernel[(tokens, heads)](
             *self, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
-            *key_cache.stride()[:3], *value_cache.stride()[:3],
+            *key_cache.stride()[:3], *value_cache.stride()[:3], key_cache.shape[0] * key_cache.shape[1],
             GROUP=group, PAGE_SIZE=key_cache.shape[1], HALF=dim // 2, VALUE_DIM=value_dim,
             BLOCK_G=triton.next_power_of_2(group), BLOCK_D=triton.next_power_of_2(dim // 2),
-            BLOCK_E=triton.next_power_of_2(value_dim), QUANTISE=quantise,
+            BLOCK_E=triton.next_power_of_2(value_dim), QUANTISE=key.dtype != key_cache.dtype,
             num_warps=1 if group * dim <= 1024 else 4, **dependent_launch(key.device),
         )  # fmt: skip
 
@@ -87,14 +83,16 @@ def _rope_and_write_kv_kernel(
     query, key, value, positions, table, key_cache, value_cache, slot_mapping,
     query_token_stride, query_head_stride, key_token_stride, key_head_stride, value_token_stride, value_head_stride,
     kc_page_stride, kc_token_stride, kc_head_stride, vc_page_stride, vc_token_stride, vc_head_stride,
+    num_slots,
     GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HALF: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, QUANTISE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program has one token and KV head, and the query heads of its group."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_mapping + token)
+    in_cache = (slot >= 0) & (slot < num_slots)
     member = tl.arange(0, BLOCK_G)[:, None]
     dim = tl.arange(0, BLOCK_D)[None, :]
     edim = tl.arange(0, BLOCK_E)
@@ -115,10 +113,10 @@ def _rope_and_write_kv_kernel(
     page = slot // PAGE_SIZE
     offset = slot % PAGE_SIZE
     kept = key_cache + page * kc_page_stride + offset * kc_token_stride + head * kc_head_stride + dim
-    tl.store(kept, key_first, mask=in_half & (slot >= 0))
-    tl.store(kept + HALF, key_second, mask=in_half & (slot >= 0))
+    tl.store(kept, key_first, mask=in_half & in_cache)
+    tl.store(kept + HALF, key_second, mask=in_half & in_cache)
     kept = value_cache + page * vc_page_stride + offset * vc_token_stride + head * vc_head_stride + edim
-    tl.store(kept, new_value, mask=in_value & (slot >= 0))
+    tl.store(kept, new_value, mask=in_value & in_cache)
 
 
 _op = define_op("attn_backends::rope_and_write_kv", _RopeAndWriteKV, mutates=("query", "key_cache", "value_cache"))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from attn_backends.kernels import fp8_ds_mla
+from attn_backends.kernels.softmax import softmax_with_sinks
 from attn_backends.kernels.sparse_attention_kernels import sparse_attention_kernel
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
@@ -27,9 +28,9 @@ class SparseAttentionArguments(NamedTuple):
     query      [T, H, D]
     cache      [pages, page_size, D] in query's dtype, last dim contiguous; or fp8_ds_mla: uint8
                [pages, page_bytes(page_size)] with D = 512 and bfloat16 queries
-    indices    int32 [T, width], slots page * page_size + offset; an entry of -1 is skipped
+    indices    int32 [T, width], slots page * page_size + offset; an entry outside of the cache is skipped
     lens       int32 [T], how many entries of its row a token's list has; entries after them mean nothing
-    sinks      fp32 [H], -inf for a head that has none
+    sinks      fp32 [H]; -inf is none, +inf gives 0
     page_size  of the cache, whose shape may not say it
     scale      of q.k
 
@@ -84,18 +85,16 @@ class SparseAttentionArguments(NamedTuple):
     def reference(self) -> torch.Tensor:
         self._check()
         latents, listed = self._listed_latents()
-        tokens, heads, _ = self.query.shape
         scores = torch.matmul(self.query.float(), latents.transpose(1, 2)) * self.scale
         scores = scores.masked_fill(~listed[:, None], -math.inf)
-        sink = torch.full((heads,), -math.inf) if self.sinks is None else self.sinks
-        weights = torch.cat([scores, sink.view(1, heads, 1).expand(tokens, heads, 1)], -1).softmax(-1)[..., :-1]
-        weights = weights.masked_fill(~listed.any(1)[:, None, None], 0.0)
+        weights = softmax_with_sinks(scores, None if self.sinks is None else self.sinks[:, None])
         return torch.matmul(weights, latents).to(self.query.dtype)
 
     def _listed_latents(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The latents of the lists, fp32 [T, width, D], 0 where an entry names none; and where one does, [T, width]."""
         cache, indices, page_size = self.cache, self.indices, self.page_size
         listed = (torch.arange(indices.shape[1]) < self.lens[:, None]) & (indices >= 0)
+        listed &= indices < len(cache) * page_size
         if cache.dtype == torch.uint8:
             slots = torch.where(listed, indices, -1).flatten()
             return fp8_ds_mla.gather_and_dequantise(cache, slots, page_size).float().unflatten(0, indices.shape), listed
@@ -116,7 +115,7 @@ class SparseAttentionArguments(NamedTuple):
         width = self.indices.shape[1]
         config = tile_config(tokens, heads, query.element_size(), width)
         sparse_attention_kernel[(tokens, triton.cdiv(heads, config["BLOCK_M"]))](
-            query, *self[1:5], out, self.scale * math.log2(math.e), width,
+            query, *self[1:5], out, self.scale * math.log2(math.e), width, len(cache) * self.page_size,
             *query.stride()[:2], self.indices.stride(0), cache.stride(0), cache.stride(-2),
             HEADS=heads, DIM=dim, PAGE_SIZE=self.page_size, FP8_DS_MLA=cache.dtype == torch.uint8,
             SINKS=self.sinks is not None, ONE_BLOCK=width <= config["BLOCK_N"], FP32_DOT=interpreted,

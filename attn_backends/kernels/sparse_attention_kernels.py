@@ -17,15 +17,15 @@ SCALE_BYTES = tl.constexpr(fp8_ds_mla.SCALE_BYTES)
 
 @triton.jit
 def sparse_attention_kernel(
-    query, cache, indices, lens, sinks, out, scale, width, q_token_stride, q_head_stride, list_stride, page_stride,
-    token_stride,
+    query, cache, indices, lens, sinks, out, scale, width, num_slots, q_token_stride, q_head_stride, list_stride,
+    page_stride, token_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, FP8_DS_MLA: tl.constexpr, SINKS: tl.constexpr,
     ONE_BLOCK: tl.constexpr, TOKENS_FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     FP32_DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    head = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     dim = tl.arange(0, DIM)
     in_head = head < HEADS
     q = tl.load(
@@ -34,19 +34,20 @@ def sparse_attention_kernel(
     if FP32_DOT:
         q = q.to(tl.float32)
     # A sink is a first token that has a weight and no value. Where there is none, it lies so far below every score that
-    # its weight fades to nothing, and an empty list needs no care.
+    # its weight fades to nothing, and an empty list needs no care. One of +inf lies as far above: inf - inf is NaN.
     peak = tl.full((BLOCK_M,), -1e30, tl.float32)
     if SINKS:
         sink = tl.load(sinks + head, mask=in_head, other=float("-inf"))
-        peak = tl.maximum(sink * 1.4426950408889634, peak)
+        peak = tl.where(sink > 1e30, 1e30, tl.maximum(sink * 1.4426950408889634, peak))
     total = tl.full((BLOCK_M,), 1.0, tl.float32)
     acc = tl.zeros((BLOCK_M, DIM), tl.float32)
     length = tl.load(lens + token)
     indices += token * list_stride
     if ONE_BLOCK:
         k, listed = _block(
-            cache, indices, 0, length, width, page_stride, token_stride, DIM, PAGE_SIZE, FP8_DS_MLA, BLOCK_N, FP32_DOT
-        )
+            cache, indices, 0, length, width, num_slots, page_stride, token_stride, DIM, PAGE_SIZE, FP8_DS_MLA,
+            BLOCK_N, FP32_DOT,
+        )  # fmt: skip
         if TOKENS_FIRST:
             # A loop of at most one iteration: a dot's first operand stays in shared memory if a loop carries it, and is
             # copied to registers, which run out, if it was just computed.
@@ -58,8 +59,8 @@ def sparse_attention_kernel(
     else:
         for start in tl.range(0, length, BLOCK_N):
             k, listed = _block(
-                cache, indices, start, length, width, page_stride, token_stride, DIM, PAGE_SIZE, FP8_DS_MLA, BLOCK_N,
-                FP32_DOT,
+                cache, indices, start, length, width, num_slots, page_stride, token_stride, DIM, PAGE_SIZE, FP8_DS_MLA,
+                BLOCK_N, FP32_DOT,
             )  # fmt: skip
             peak, total, fade, update = _attend(q, k, listed, length > 0, scale, peak, total, False)
             acc = acc * fade[:, None] + update
@@ -99,14 +100,14 @@ def _attend(q, k, listed, live, scale, peak, total, TOKENS_FIRST: tl.constexpr):
 
 @triton.jit
 def _block(
-    cache, indices, start, length, width, page_stride, token_stride,
+    cache, indices, start, length, width, num_slots, page_stride, token_stride,
     DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, FP8_DS_MLA: tl.constexpr, BLOCK_N: tl.constexpr, FP32_DOT: tl.constexpr,
 ):  # fmt: skip
     """The latents [N, D] of a list's entries from `start` on, 0 where nothing is listed, and which are listed [N]."""
     entry = start + tl.arange(0, BLOCK_N)
     # Masked by the width alone, so that the slots need not wait for the length.
     slot = tl.load(indices + entry, mask=entry < width, other=-1)
-    listed = (entry < length) & (slot >= 0)
+    listed = (entry < length) & (slot >= 0) & (slot < num_slots)
     slot = slot.to(tl.uint32)  # an unsigned division by a power of two is a shift
     page = cache + (slot // PAGE_SIZE).to(tl.int64) * page_stride
     offset = (slot % PAGE_SIZE).to(tl.int64)

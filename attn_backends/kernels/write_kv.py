@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
+from attn_backends.kernels.e4m3 import e4m3_byte, to_e4m3
 from builders.errors import require_tensor
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
-_E4M3_MAX = 448.0
 _QUANTISED = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -21,13 +21,13 @@ def write_kv(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """cache[slot // page_size, slot % page_size] = new, for every token whose slot is not -1.
+    """cache[slot // page_size, slot % page_size] = new, for every token whose slot is one of the cache.
 
     key           [num_tokens, heads, dim]
     value         [num_tokens, heads, value_dim]
     key_cache     [pages, page_size, heads, dim], with strides of its own
     value_cache   [pages, page_size, heads, value_dim], likewise
-    slot_mapping  int64 [num_tokens]
+    slot_mapping  int64 [num_tokens]; a slot below 0 or beyond the last page writes nothing
 
     Keys and values have the cache's dtype. Into a cache of e4m3 they may be wider: they are clamped to its range and
     rounded to nearest, unscaled. Raises BatchError for keys or values that do not fit.
@@ -60,25 +60,22 @@ class WriteKV(NamedTuple):
     def reference(self) -> None:
         key, value, key_cache, value_cache, slot_mapping = self
         page_size = key_cache.shape[1]
-        written = slot_mapping >= 0
+        written = (slot_mapping >= 0) & (slot_mapping < key_cache.shape[0] * page_size)
         slots = slot_mapping[written]
         if key.dtype != key_cache.dtype:
-            key, value = (new.float().clamp(-_E4M3_MAX, _E4M3_MAX).to(key_cache.dtype) for new in (key, value))
+            key, value = to_e4m3(key), to_e4m3(value)
         key_cache[slots // page_size, slots % page_size] = key[written]
         value_cache[slots // page_size, slots % page_size] = value[written]
 
     def launch(self) -> None:
         key, value, key_cache, value_cache, slot_mapping = self
-        quantise = key.dtype != key_cache.dtype
-        if quantise and key.device.type == "cpu":
-            # Triton's interpreter does not round to e4m3 as the hardware does.
-            return self.reference()
-        _, page_size, heads, dim = key_cache.shape
+        pages, page_size, heads, dim = key_cache.shape
         value_dim = value_cache.shape[3]
         _write_kv_kernel[(slot_mapping.shape[0],)](
             *self, *key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
+            pages * page_size,
             PAGE_SIZE=page_size, HEADS=heads, DIM=dim, VALUE_DIM=value_dim, BLOCK_H=triton.next_power_of_2(heads),
-            BLOCK_D=triton.next_power_of_2(max(dim, value_dim)), QUANTISE=quantise,
+            BLOCK_D=triton.next_power_of_2(max(dim, value_dim)), QUANTISE=key.dtype != key_cache.dtype,
             num_warps=1 if heads * dim <= 512 else 4, **dependent_launch(key.device),
         )  # fmt: skip
 
@@ -87,16 +84,17 @@ class WriteKV(NamedTuple):
 def _write_kv_kernel(
     key, value, key_cache, value_cache, slot_mapping, key_token_stride, key_head_stride, value_token_stride,
     value_head_stride, kc_page_stride, kc_token_stride, kc_head_stride, vc_page_stride, vc_token_stride, vc_head_stride,
+    num_slots,
     PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr, QUANTISE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
-    if slot >= 0:
+    if (slot >= 0) & (slot < num_slots):
         page = slot // PAGE_SIZE
         offset = slot % PAGE_SIZE
-        head = tl.arange(0, BLOCK_H)[:, None]
+        head = tl.arange(0, BLOCK_H).to(tl.int64)[:, None]
         dim = tl.arange(0, BLOCK_D)[None, :]
         in_key = (head < HEADS) & (dim < DIM)
         new_key = tl.load(key + token * key_token_stride + head * key_head_stride + dim, mask=in_key)
@@ -115,7 +113,7 @@ def _write_kv_kernel(
 @triton.jit
 def quantised(new, cache):
     """New values as a cache of e4m3 holds them."""
-    return tl.clamp(new.to(tl.float32), -448.0, 448.0).to(cache.dtype.element_ty)
+    return e4m3_byte(new.to(tl.float32)).to(cache.dtype.element_ty, bitcast=True)
 
 
 _write_kv = define_op("attn_backends::write_kv", WriteKV, mutates=("key_cache", "value_cache"))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from attn_backends.kernels import fp8_ds_mla
+from attn_backends.kernels.e4m3 import e4m3_byte
 from attn_backends.kernels.latent_rotary import check_rotary, rounded, turn_tail, turned
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
@@ -43,14 +44,14 @@ def write_latent(
     page_size: int | None = None,
     norm_rope: KvANormRope | None = None,
 ) -> None:
-    """cache[slot // page_size, slot % page_size] = latent, for every token whose slot is not -1.
+    """cache[slot // page_size, slot % page_size] = latent, for every token whose slot is one of the cache.
 
     latent        [num_tokens, D]
     cache         [pages, page_size, D] or [pages, page_size, 1, D] in latent's dtype, with any strides but a contiguous
                   last dim; or fp8_ds_mla, which takes bfloat16 latents of its own D: uint8 [pages,
                   page_size, 1, TOKEN_BYTES] with a page's bytes adjacent, or [pages, page_bytes(page_size)] and
                   page_size, since that shape does not say it
-    slot_mapping  int64 [num_tokens]
+    slot_mapping  int64 [num_tokens]; a slot below 0 or beyond the last page writes nothing
     norm_rope     what is stored is norm_rope.apply(latent), rounded once, before any quantisation
 
     Raises BatchError, with nothing written, for tensors that a kernel would misread.
@@ -109,7 +110,8 @@ class _WriteLatent(NamedTuple):
     eps: float
 
     def reference(self) -> None:
-        written, cache, page_size = self.slot_mapping >= 0, self.cache, self.page_size
+        cache, page_size = self.cache, self.page_size
+        written = (self.slot_mapping >= 0) & (self.slot_mapping < cache.shape[0] * page_size)
         slots, latent = self.slot_mapping[written], self.latent[written]
         if self.weight is not None and self.positions is not None and self.table is not None:
             positions = self.positions[written]
@@ -125,6 +127,7 @@ class _WriteLatent(NamedTuple):
         fp8 = self.cache.dtype == torch.uint8
         _write_latent_kernel[(tokens,)](
             latent, *self[1:6], latent.stride(0), self.cache.stride(0), 0 if fp8 else self.cache.stride(1), self.eps,
+            self.cache.shape[0] * self.page_size,
             PAGE_SIZE=self.page_size, DIM=dim, ROTARY=0 if self.table is None else self.table.shape[1],
             BLOCK=triton.next_power_of_2(dim), NORM=self.weight is not None, FP8_DS_MLA=fp8, TILE=fp8_ds_mla.TILE,
             TILES=fp8_ds_mla.TILES, DATA_BYTES=fp8_ds_mla.DATA_BYTES, SCALE_BYTES=fp8_ds_mla.SCALE_BYTES,
@@ -134,7 +137,7 @@ class _WriteLatent(NamedTuple):
 
 @triton.jit
 def _write_latent_kernel(
-    latent, cache, slot_mapping, weight, positions, table, latent_stride, page_stride, token_stride, eps,
+    latent, cache, slot_mapping, weight, positions, table, latent_stride, page_stride, token_stride, eps, num_slots,
     PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
     FP8_DS_MLA: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, DATA_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr, PDL: tl.constexpr,
@@ -142,7 +145,7 @@ def _write_latent_kernel(
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
-    if slot >= 0:
+    if (slot >= 0) & (slot < num_slots):
         dim = tl.arange(0, BLOCK)[None, :]
         row = tl.load(latent + token * latent_stride + dim, mask=dim < DIM, other=0.0)
         if NORM:
@@ -177,26 +180,11 @@ def _store_fp8_ds_mla(
     inverse_scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     data = page + offset * DATA_BYTES
     at = tile[:, None] * TILE + column
-    tl.store(data + at, _e4m3(wide * inverse_scale[:, None]), mask=tile[:, None] < TILES)
+    tl.store(data + at, e4m3_byte(wide * inverse_scale[:, None]), mask=tile[:, None] < TILES)
     tail = (data + TILES * TILE).to(tl.pointer_type(tl.bfloat16))
     tl.store(tail + at - TILES * TILE, tiles, mask=tile[:, None] == TILES)
     scales = page + PAGE_SIZE * DATA_BYTES + offset * SCALE_BYTES
     tl.store(scales + tile, tl.where(tile < TILES, exponent, 0).to(tl.uint8))
-
-
-@triton.jit
-def _e4m3(x):
-    """The e4m3 byte of x (fp32), at most 448, to nearest even; the interpreter's own conversion rounds ties up.
-
-    Below 2^-6 steps are 2^-9, the last place of a float at 2^14: that addition rounds. Above, 20 bits are rounded off
-    and the exponent's bias goes from 127 to 7.
-    """
-    bits = x.to(tl.int32, bitcast=True)
-    size = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)
-    small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    large = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-    code = tl.where(size < 0x3C800000, small, large)
-    return (tl.where(x == x, code, 0x7F) | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 _write_latent_op = define_op("attn_backends::write_latent", _WriteLatent, mutates=("cache",))

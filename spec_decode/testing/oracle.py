@@ -70,11 +70,11 @@ def _one(
             scores = query[token, heads].to(operands).to(wide) @ keys.T * spec.softmax_scale
             if spec.soft_cap is not None:
                 scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-            peak = scores.amax(1)
-            if sinks is not None:
-                peak = torch.maximum(peak, sinks[heads].to(wide))
+            # A sink of +inf leaves the tokens no weight; one of -inf has none itself.
+            sink = torch.full_like(scores[:, 0], -torch.inf) if sinks is None else sinks[heads].to(wide)
+            peak = torch.maximum(scores.amax(1), sink)
             weights = torch.exp(scores - peak[:, None])
-            total = weights.sum(1) + (0 if sinks is None else torch.exp(sinks[heads].to(wide) - peak))
+            total = weights.sum(1) + torch.exp(sink - peak).masked_fill(sink == torch.inf, 1)
             out[token, heads] = (weights.to(operands).to(wide) @ values) / total[:, None]
     return out.to(dtype)
 

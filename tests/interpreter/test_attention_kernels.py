@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -112,3 +113,58 @@ def test_write_kv_of_another_value_dim():
     with torch_implementations():
         write_kv(*args, caches[1].key, caches[1].value, slots)
     assert torch.equal(caches[0].key, caches[1].key) and torch.equal(caches[0].value, caches[1].value)
+
+
+SPLITS = [1, 2, 4]
+
+
+def requests(spec, seq_lens, splits, sinks=None):
+    """Arguments of the op for requests of one query token each, and their keys and values in pages of one request."""
+    generator = torch.Generator().manual_seed(5)
+    pages = -(-max(seq_lens) // spec.page_size)
+    table = torch.arange(len(seq_lens) * pages, dtype=torch.int32).view(-1, pages)
+    cache = make_cache(spec, table.numel())
+    query = torch.randn(len(seq_lens), spec.num_q_heads, spec.head_dim, generator=generator)
+    starts, lens = torch.arange(len(seq_lens) + 1, dtype=torch.int32), torch.tensor(seq_lens, dtype=torch.int32)
+    args = (
+        query, cache.key, cache.value, table, lens, starts, sinks, 1, max(seq_lens), splits, spec.softmax_scale,
+        spec.sliding_window, spec.soft_cap,
+    )  # fmt: skip
+    return args, [t.unflatten(0, (-1, pages)).flatten(1, 2) for t in (cache.key, cache.value)]
+
+
+@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize("by_torch", [False, True], ids=["kernel", "torch"])
+def test_a_key_of_nan_makes_nan_of_the_heads_that_see_it_and_of_no_other(by_torch, splits):
+    args, (keys, _) = requests(PLAIN, [130, 130, 70], splits)
+    keys[0, 3, 1] = keys[2, 69, 0] = float("nan")
+    with torch_implementations() if by_torch else nullcontext():
+        found = paged_attention(*args).isnan()
+    assert found[0].any(1).tolist() == [False, False, True, True] and not found[1].any()
+    assert found[2].any(1).tolist() == [True, True, False, False] and torch.equal(found.any(2), found.all(2))
+
+
+@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize("by_torch", [False, True], ids=["kernel", "torch"])
+def test_a_sink_of_minus_infinity_is_none_and_one_of_infinity_gives_zero(by_torch, splits):
+    inf = float("inf")
+    args, _ = requests(PLAIN, [130, 0, 70, 1], splits, torch.tensor([-inf, inf, 0.5, -inf]))
+    with torch_implementations() if by_torch else nullcontext():
+        out, bare = paged_attention(*args), paged_attention(*args[:6], None, *args[7:])
+    assert out[:, 1].eq(0).all() and out[1].eq(0).all()
+    torch.testing.assert_close(out[:, [0, 3]], bare[:, [0, 3]], rtol=1e-6, atol=1e-7)
+    assert (out[[0, 2, 3], 2] - bare[[0, 2, 3], 2]).abs().amax(1).gt(1e-3).all()
+
+
+@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize("window", [1, 20, 64])
+def test_a_window_may_start_anywhere_about_the_edge_of_a_block(window, splits):
+    """Blocks are of 16, 32 or 64 tokens: every start from the last token before such an edge to the first after it."""
+    spec = replace(PLAIN, sliding_window=window)
+    args, (keys, values) = requests(spec, [edge + window + off for edge in (16, 32, 64) for off in (-1, 0, 1)], splits)
+    for request, length in enumerate(args[4].tolist()):
+        keys[request, : length - window] = values[request, : length - window] = float("nan")
+    by_kernel = paged_attention(*args)
+    with torch_implementations():
+        wanted = paged_attention(*args[:1], *(t.nan_to_num() for t in args[1:3]), *args[3:])
+    torch.testing.assert_close(by_kernel, wanted, rtol=1e-4, atol=1e-5)

@@ -99,3 +99,11 @@ def test_latent_attention_over_strided_latents_and_queries():
     columns = query.transpose(1, 2).contiguous().transpose(1, 2)
     plain = attention(query, cache, *rest)
     assert torch.equal(attention(columns, packed[:-1, :, :48].transpose(0, 1), *rest), plain)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4])
+def test_a_latent_of_nan_makes_nan_of_the_request_that_sees_it_and_of_no_other(splits):
+    query, cache, table, *rest = inputs(([1, 1, 1], [66, 66, 34], 4))
+    cache[table[0, 0], 3] = cache[table[2, 8], 1] = float("nan")
+    found = attention(query, cache, table, *rest, splits=splits).isnan()
+    assert found[[0, 2]].all() and not found[[1, 3]].any()

@@ -72,3 +72,31 @@ def test_strided_views_of_query_cache_and_lists():
     asked.cache = torch.cat([asked.cache, asked.cache], 2)[..., :512]
     asked.indices = torch.cat([asked.indices, asked.indices], 1)[:, : asked.indices.shape[1]]
     assert torch.equal(asked.run(), plain)
+
+
+@pytest.mark.parametrize("tile", [(16, 16, True), (16, 16, False), (16, 8, False)], ids=str)
+def test_a_sink_of_infinity_gives_zero(monkeypatch, tile):
+    force(monkeypatch, *tile)
+    asked = Asked((12, 0, 3))
+    out, bare = asked.run(sinks=torch.tensor([math.inf, -math.inf, 0.0])), asked.run(sinks=None)
+    assert out[:, 0].eq(0).all() and torch.equal(out[:, 1], bare[:, 1]) and out[1].eq(0).all()
+
+
+@pytest.mark.parametrize("form", [{}, FP8], ids=["plain", "fp8_ds_mla"])
+def test_an_entry_beyond_the_cache_is_skipped(form):
+    asked = Asked((5, 3), **form)
+    asked.indices[0, 2] = -1
+    skipped = asked.run()
+    for beyond in (asked.cache.shape[0] * asked.page_size, 2**31 - 1, -(2**31)):
+        asked.indices[0, 2] = beyond
+        assert torch.equal(asked.run(), skipped)
+
+
+@pytest.mark.parametrize("tile", [(16, 16, True), (16, 16, False), (16, 2, False)], ids=str)
+def test_a_latent_of_nan_makes_nan_of_the_token_that_lists_it(monkeypatch, tile):
+    force(monkeypatch, *tile)
+    asked = Asked((5, 5))
+    slot = int(asked.indices[0, :5].max())
+    asked.cache[slot // 4, slot % 4] = math.nan
+    found = asked.run().isnan()
+    assert found[0].all() and not found[1].any()

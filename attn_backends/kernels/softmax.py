@@ -1,0 +1,26 @@
+"""The softmax of attention in plain torch, with what a sink means at its ends."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """exp(score) / (sum of exp(score) + exp(sink)) over the last dim, in scores' dtype; differentiable.
+
+    scores  fp32 [..., L], -inf for a token that is not seen
+    sinks   fp32, broadcasts to [..., 1]; None or -inf: no sink
+
+    A row that sees no token gets weights of 0, sink or not, and so does every row under a sink of +inf. NaN stays NaN.
+    """
+    peak = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        peak = torch.maximum(peak, sinks)
+    peak = peak.clamp(min=torch.finfo(scores.dtype).min)
+    weights = torch.exp(scores - peak)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.where(sinks == math.inf, 1.0, torch.exp(sinks - peak))
+    return weights / total.clamp(min=1e-38)

@@ -1,0 +1,8 @@
+"""The kernels' address arithmetic over views that 32 bits do not reach across."""
+
+from tests.attn_backends.kernels.test_wide_strides import check_wide, each_wide_dim
+
+
+@each_wide_dim
+def test_numbers_more_than_two_to_the_31_apart_are_found(op, shapes, name, dim, tmp_path):
+    check_wide(op, shapes, name, dim, "cpu", tmp_path)
