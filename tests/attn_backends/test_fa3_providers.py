@@ -392,6 +392,20 @@ def test_the_forward_hands_cache_and_rounded_sinks_to_the_provider(load):
     assert out is query and call["k"] is cache.key and call["s_aux"].dtype == torch.bfloat16
 
 
+def test_queries_over_a_cache_of_e4m3_are_clamped_before_they_are_cast(load, monkeypatch):
+    backend, spec = load("vllm"), hopper_spec(kv_dtype=torch.float8_e4m3fn)
+    cache = KVCache(*(torch.zeros(3, 16, 2, 128, dtype=torch.float8_e4m3fn) for _ in range(2)))
+    query, metadata = torch.full((2, 8, 128), 470.0, dtype=torch.bfloat16), make_metadata(num_tokens=2)
+    cast, largest = torch.Tensor.to, []
+    # What a cast makes of 470 depends on the torch: NaN up to 2.11, 448 later.
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, dtype: largest.append(x.max().item()) or cast(x, dtype))
+
+    backend.forward(query, cache, metadata, spec=spec)
+
+    assert largest == [448.0]
+    assert sys.modules[MODULES["vllm"]].calls[0]["q"].float().eq(448).all()
+
+
 def test_a_broken_provider_is_a_rejection_that_names_it(load):
     with pytest.raises(registry.BrokenBackend):
         load("vllm", "raise ImportError('undefined symbol: _ZN5torch')")

@@ -46,10 +46,10 @@ def test_the_chunk_bound_is_kept(monkeypatch):
     assert len(gathered) == 2 * 4 and max(gathered) <= 5 * 32 * 2 * 16
 
 
-def visible_ranges(query_lens, seq_lens, window, pad_reqs):
+def visible_ranges(query_lens, seq_lens, window, pad_reqs, more_tokens=0):
     batch = BatchBuffers(make_tables([30] * len(seq_lens), max_reqs=4, max_seq_len=32), max_tokens=40)
     num_reqs, num_tokens = batch.load(query_lens, seq_lens, pad_reqs=pad_reqs)
-    view = batch.view(0, num_reqs=num_reqs, num_tokens=num_tokens, max_query_len=max(query_lens))
+    view = batch.view(0, num_reqs=num_reqs, num_tokens=num_tokens + more_tokens, max_query_len=max(query_lens))
     spec = make_spec(sliding_window=window)
     metadata = get("torch_reference").builder(spec, CPU, max_reqs=4, max_tokens=40, max_seq_len=32).build(view)
     return list(zip(metadata.token_to_req.tolist(), metadata.kv_start.tolist(), metadata.kv_end.tolist(), strict=True))
@@ -66,3 +66,8 @@ def test_every_token_sees_its_window():
 @pytest.mark.parametrize("window", [None, 4])
 def test_a_padding_token_sees_nothing(window):
     assert [r[1:] for r in visible_ranges([2], [5], window, 3)[2:]] == [(0, 0)] * 4
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_token_after_the_last_request_sees_nothing(window):
+    assert [r[1:] for r in visible_ranges([2, 1], [5, 9], window, 2, more_tokens=3)[3:]] == [(0, 0)] * 3

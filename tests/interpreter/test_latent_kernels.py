@@ -5,6 +5,7 @@ from attn_backends.kernels.fp8_ds_mla import page_bytes
 from attn_backends.kernels.latent_rotary import inverse_rotary, prepare_query
 from attn_backends.kernels.write_latent import KvANormRope, write_latent
 from builders import AttentionKind, BatchBuffers
+from builders.kernels.list_window_slots import list_window_slots
 from builders.kernels.triton_runtime import torch_implementations
 from builders.sparse_window import SparseWindowBuilder
 from tests.attn_backends.kernels.test_write_latent import hard_latents
@@ -153,3 +154,28 @@ def test_list_window_slots(query_lens, seq_lens, rows, window, page_size):
 
     for by_kernel, by_torch in zip(*both_ways(lists), strict=True):
         assert torch.equal(by_kernel, by_torch) and by_kernel.any()
+
+
+@pytest.mark.parametrize("slot", [20, 2**40, -2, -(2**40)])
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8_ds_mla"])
+def test_write_latent_to_a_slot_outside_of_the_cache_writes_nothing(fp8, slot):
+    """In the middle of a larger storage, where a stray write would be seen."""
+    shape, dtype = ((page_bytes(4),), torch.uint8) if fp8 else ((4, 512), torch.bfloat16)
+    latent, slots = noise(4, 512, dtype=torch.bfloat16), torch.tensor([slot, 7, -1, slot])
+
+    def stored():
+        storage = torch.zeros(9, *shape, dtype=dtype)
+        write_latent(latent, storage[2:7], slots, page_size=4)
+        return storage
+
+    by_kernel, by_torch = both_ways(stored)
+    assert torch.equal(by_kernel, by_torch) and by_kernel.flatten(1).any(1).nonzero().flatten().tolist() == [3]
+
+
+def test_list_window_slots_reads_no_length_after_the_last_request():
+    """Tokens after the last request, and a stale length in the row that would be next."""
+    lens, indices = torch.ones(5, dtype=torch.int32), torch.zeros(5, 128, dtype=torch.int32)
+    seq_lens, starts = torch.tensor([9, 4, 7], dtype=torch.int32), torch.tensor([0, 1, 2], dtype=torch.int32)
+    table, positions = torch.arange(9, dtype=torch.int32).view(3, 3), torch.tensor([8, 3, 6, 6, 6])
+    list_window_slots(indices, lens, positions, seq_lens[:2], starts, table[:2], 5, 4)
+    assert lens.tolist() == [5, 4, 0, 0, 0] and indices[2:].eq(-1).all()

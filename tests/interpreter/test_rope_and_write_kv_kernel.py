@@ -1,5 +1,6 @@
 """Rope and the KV write as one kernel, against rotation in float64 and a write of its own."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -112,3 +113,37 @@ def test_a_value_dim_of_its_own_and_strided_caches():
         at = slot // 4, slot % 4
         assert torch.equal(caches[0][at], wanted.key[at]) and torch.equal(caches[1][at], wanted.value[at])
     assert packed.isfinite().sum() == 3 * 2 * (16 + 40)
+
+
+OUTSIDE = [20, 2**40, -2, -(2**40)]
+
+
+@pytest.mark.parametrize("by_torch", [False, True], ids=["kernel", "torch"])
+@pytest.mark.parametrize("slot", OUTSIDE)
+@pytest.mark.parametrize("turned", [False, True], ids=["write_kv", "rope_and_write_kv"])
+def test_a_slot_outside_of_the_cache_writes_nothing(turned, slot, by_torch):
+    """In the middle of a larger storage, where a stray write would be seen."""
+    storage, slots = torch.zeros(2, 9, 4, 2, 16), torch.tensor([slot, 7, -1, slot])
+    key_cache, value_cache = storage[:, 2:7]
+    query, key, value = torch.randn(TOKENS, 8, 16).split([4, 2, 2], 1)
+    with torch_implementations() if by_torch else nullcontext():
+        if turned:
+            rope_and_write_kv(query, key, value, rope_of(16), key_cache, value_cache, slots)
+        else:
+            write_kv(key, value, key_cache, value_cache, slots)
+    assert torch.equal(value_cache[1, 3], value[1]) and key_cache[1, 3].all()
+    assert storage.count_nonzero() == 2 * 2 * 16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_cache_of_e4m3_gets_the_same_bytes_by_the_kernel(dtype):
+    edges = torch.tensor([0.0, 448, 449, 464, 465, 470, 500, 6e4, 2**-9, 2**-10, 1.5 * 2**-9, 0.3, float("inf")])
+    numbers = torch.cat([edges, -edges, torch.tensor([float("nan")]), torch.randn(101) * 100]).to(dtype)
+    new = numbers.view(4, 2, 16)
+    stored = [[torch.zeros(5, 4, 2, 16, dtype=torch.float8_e4m3fn) for _ in range(2)] for _ in range(2)]
+    write_kv(new, new, *stored[0], SLOTS)
+    with torch_implementations():
+        write_kv(new, new, *stored[1], SLOTS)
+    for by_kernel, by_torch in zip(*stored, strict=True):
+        assert torch.equal(by_kernel.view(torch.uint8), by_torch.view(torch.uint8))
+    assert stored[0][0].float().nan_to_num().abs().max() == 448

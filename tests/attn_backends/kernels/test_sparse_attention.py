@@ -266,3 +266,18 @@ def test_a_tiles_power_of_two_is_the_smallest_that_holds_it(largest):
     held = max(float(latents[0, 0]), 1e-4)
     power = 2.0 ** (float(cache[0, 576]) - 127)
     assert 448 * power / 2 < held <= 448 * power
+
+
+@pytest.mark.parametrize("form", [{}, FP8], ids=["plain", "fp8_ds_mla"])
+def test_an_entry_beyond_the_cache_is_skipped(form):
+    asked = Asked((5, 3), **form)
+    asked.indices[0, 2] = -1
+    skipped = asked.run()
+    asked.indices[0, 2] = asked.cache.shape[0] * asked.page_size
+    assert torch.equal(asked.run(), skipped)
+
+
+def test_a_sink_of_minus_infinity_is_none_and_one_of_infinity_gives_zero():
+    asked = Asked((5, 0))
+    out, bare = asked.run(sinks=torch.tensor([math.inf, -math.inf, 0.0])), asked.run(sinks=None)
+    assert out[:, 0].eq(0).all() and torch.equal(out[:, 1], bare[:, 1]) and out[1].eq(0).all()

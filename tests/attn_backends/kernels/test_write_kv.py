@@ -77,9 +77,13 @@ def test_a_tensor_that_a_kernel_would_misread_is_refused_with_nothing_written(ch
     assert torch.equal(cache.key, before.key) and torch.equal(cache.value, before.value)
 
 
+def e4m3_caches():
+    return [torch.zeros(1, 2, 1, 4, dtype=torch.float8_e4m3fn) for _ in range(2)]
+
+
 def test_a_cache_of_e4m3_gets_the_nearest_number_in_its_range():
     new = torch.tensor([[[0.3, -1.06, 500.0, 448.0]]], dtype=torch.bfloat16)
-    caches = [torch.zeros(1, 2, 1, 4, dtype=torch.float8_e4m3fn) for _ in range(2)]
+    caches = e4m3_caches()
 
     write_kv(new, new * 2, *caches, torch.tensor([1]))
 
@@ -89,7 +93,31 @@ def test_a_cache_of_e4m3_gets_the_nearest_number_in_its_range():
 
 def test_a_cache_of_e4m3_refuses_keys_and_values_of_unlike_dtypes():
     new = torch.zeros(1, 1, 4, dtype=torch.bfloat16)
-    caches = [torch.zeros(1, 2, 1, 4, dtype=torch.float8_e4m3fn) for _ in range(2)]
+    caches = e4m3_caches()
 
     with pytest.raises(BatchError, match=r"value must be torch\.bfloat16"):
         write_kv(new, new.half(), *caches, torch.tensor([1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_no_number_beyond_the_range_of_e4m3_reaches_a_cast_whose_result_depends_on_the_torch(monkeypatch, dtype):
+    cast, seen = torch.Tensor.to, []
+
+    def watched(tensor, wanted):
+        seen.append(tensor.abs().nan_to_num(0).max().item())
+        return cast(tensor, wanted)
+
+    monkeypatch.setattr(torch.Tensor, "to", watched)
+    new = cast(torch.tensor([[[470.0, -1e4, float("inf"), float("nan")]]]), dtype)
+    caches = e4m3_caches()
+    write_kv(new, -new, *caches, torch.tensor([1]))
+    assert seen == [448.0, 448.0] and caches[0][0, 1, 0].float().isnan().tolist() == [False, False, False, True]
+
+
+@pytest.mark.parametrize("slot", [8, 2**40, -2, -(2**40)])
+def test_a_slot_outside_of_the_cache_writes_nothing(slot):
+    caches = [torch.zeros(2, 4, 2, 16), torch.zeros(2, 4, 2, 8)]
+    key, value = new(2)
+    write_kv(key, value, *caches, torch.tensor([slot, 7]))
+    assert torch.equal(caches[0][1, 3], key[1]) and torch.equal(caches[1][1, 3], value[1])
+    assert caches[0].count_nonzero() == key[1].numel() and caches[1].count_nonzero() == value[1].numel()

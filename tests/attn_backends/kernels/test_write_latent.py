@@ -8,7 +8,7 @@ import struct
 import pytest
 import torch
 
-from attn_backends.kernels.fp8_ds_mla import gather_and_dequantise, page_bytes
+from attn_backends.kernels.fp8_ds_mla import gather_and_dequantise, page_bytes, quantise_and_insert
 from attn_backends.kernels.write_latent import KvANormRope, write_latent
 from builders import BatchError
 
@@ -239,3 +239,11 @@ def test_the_op_writes_what_its_schema_says(fp8):
     args = noise(3, 512), cache, torch.tensor([2, -1, 7]), norm.weight, norm.positions, norm.table, 4, norm.eps
     op = torch.ops.attn_backends.write_latent.default
     torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("slot", [8, 2**31 - 1, -2, -(2**31)])
+def test_slots_outside_of_an_fp8_ds_mla_cache_are_neither_written_nor_read(slot):
+    cache, slots = torch.zeros(2, page_bytes(4), dtype=torch.uint8), torch.tensor([slot, 7])
+    quantise_and_insert(noise(2, 512), cache, slots, 4)
+    found = gather_and_dequantise(cache, slots, 4)
+    assert found[0].eq(0).all() and found[1].ne(0).any() and not cache[0].any()
