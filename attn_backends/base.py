@@ -17,7 +17,8 @@ from builders import CONTRACT_VERSION, AttentionKind, AttentionSpec, BatchError,
 from builders.errors import require, require_tensor
 
 Sinks: TypeAlias = Tensor | None
-"""A logit a query head that no key has, fp32 [num_q_heads], or None."""
+"""A logit a query head that no key has, fp32 [num_q_heads], or None. A sink of -inf is none, and one of +inf leaves the
+tokens no weight: the head's output is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,8 @@ class AttentionBackend(ABC):
     def write_kv(self, key: Tensor, value: Tensor, cache: KVCache, metadata: Any) -> None:
         """Store new keys and values at metadata.slot_mapping, both in spec.new_kv_dtype.
 
+        A slot that is not in the cache, such as -1, writes nothing.
+
         key    [num_tokens, num_kv_heads, head_dim]; where the cache holds one latent a token, the key is all of it
         value  [num_tokens, num_kv_heads, value_dim]
 
@@ -115,7 +118,7 @@ class AttentionBackend(ABC):
     ) -> Tensor:
         """Attention of query [num_tokens, num_q_heads, head_dim] over the cache; [num_tokens, num_q_heads, value_dim].
 
-        The KV of the query tokens is already written. Rows whose seq_len is 0 come out as 0.
+        The KV of the query tokens is already written. Rows whose seq_len is 0 come out as 0, whatever the sinks.
         sinks: fp32 [num_q_heads], given exactly when spec.sinks.
         """
 
