@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 from rich.console import Console
@@ -20,11 +20,22 @@ from spec_decode.cli.options import (
     resolve_device,
     use_threads,
 )
-from spec_decode.cli.output import UserError, did_you_mean, progress, require_writable, say, stdout, write
+from spec_decode.cli.output import (
+    Terminated,
+    UserError,
+    did_you_mean,
+    progress,
+    require_writable,
+    say,
+    sigterm_interrupts,
+    stdout,
+    write,
+)
 
 if TYPE_CHECKING:
     import torch
 
+    from spec_decode.conformance.kept_results import KeptResults
     from spec_decode.conformance.report import Report, Result
 
 
@@ -37,41 +48,42 @@ class CheckRun:
     families: Sequence[str] = ()
     checks: Sequence[str] = ()
     verbose: bool = False
+    quick: bool = False
 
-    def of(self, name: str, *, isolated: bool = False, on_note: Callable[[str], None] | None = None) -> Report:
+    def of(
+        self,
+        name: str,
+        *,
+        isolated: bool = False,
+        kept: KeptResults | None = None,
+        on_note: Callable[[str], None] | None = None,
+    ) -> Report:
         """One backend's report, each failure printed as it happens.
 
         isolated: in a process of its own, within the limits of `spec_decode.conformance.subprocess_runner`.
-        on_note: as in `check_backend`.
+        kept: as in `spec_decode.conformance.runner.run`. on_note: as in `check_backend`.
         """
-        import msgspec
-
+        asked: dict[str, Any] = {"families": list(self.families), "checks": list(self.checks), "quick": self.quick}
+        asked["command"] = self._command(name)
         with progress(self.console, f"{name}: starting") as update:
             on_result = self._printer(name, update)
             if isolated:
                 from spec_decode.conformance.subprocess_runner import check_isolated
                 from spec_decode.environment import environment
 
-                asked = {"device": str(self.device), "families": list(self.families), "checks": list(self.checks)}
-                asked["command"] = self._command(name)
+                keep = {"keep": {"report": str(kept.report), "resume": kept.resume}} if kept else {}
+                asked |= {"device": str(self.device), **keep}
                 env = environment(self.device)
                 return check_isolated(name, env=env, request=asked, on_result=on_result, on_note=on_note)
-            from spec_decode.conformance import check_backend
+            from spec_decode.conformance.runner import plan, run
 
-            report = check_backend(
-                name,
-                device=self.device,
-                families=self.families or None,
-                checks=self.checks or None,
-                on_result=on_result,
-                on_note=on_note,
-            )
-        return msgspec.structs.replace(report, command=self._command(name))
+            return run(plan(name, device=self.device, **asked), on_result=on_result, on_note=on_note, kept=kept)
 
     def _command(self, name: str) -> str:
         options = ["--device", str(self.device)]
         options += [part for family in self.families for part in ("--family", family)]
         options += [part for pattern in self.checks for part in ("--only", pattern)]
+        options += ["--quick"] * self.quick
         return shlex.join(["attn-backends", "check", name, *options])
 
     def _printer(self, name: str, update: Callable[[str], None]) -> Callable[[Result], None]:
@@ -122,6 +134,8 @@ class _Options:
     verbose: Annotated[bool, "Print what is unsupported, too, each with its reason."] = False
     isolate: Annotated[bool, "Run in a subprocess, as several backends do."] = False
     threads: Annotated[int, click.IntRange(min=1), "Threads of torch; more seldom help."] = 1
+    quick: Annotated[bool, "Only what an author repeats: a case of each check, and of each spec."] = False
+    resume: Annotated[bool, "Go on with the --json of a run like this one that was ended early."] = False
 
 
 @click.command()
@@ -137,7 +151,12 @@ def check(options: _Options) -> None:
 
     Of several, each runs in a subprocess: one that crashes, or hangs for ten minutes in a check, costs no
     other its results. One alone runs in this process, where a debugger finds it.
+
+    With --json, each result is kept in FILE.part as it comes, until the report is whole: a run that is ended early,
+    whatever ends it, goes on with --resume.
     """
+    if options.resume and options.target is None:
+        raise UserError("--resume needs the --json of the run to go on with, got none; nothing was run. Add --json.")
     where = resolve_device(options.device)
     interpret_kernels_on(where)
     use_threads(options.threads)
@@ -145,9 +164,10 @@ def check(options: _Options) -> None:
         _print_refused_plug_ins()
     chosen = chosen_names(options.names, where)
     _require_known(options.families)
-    run = CheckRun(stdout(), where, options.families, options.checks, options.verbose)
+    run = CheckRun(stdout(), where, options.families, options.checks, options.verbose, options.quick)
     isolated, paths = _isolated(chosen, options.isolate), _report_paths(options.target, chosen)
-    reports = [_check_and_save(run, name, name in isolated, paths.get(name)) for name in chosen]
+    with sigterm_interrupts():
+        reports = [_check_and_save(run, name, name in isolated, paths.get(name), options.resume) for name in chosen]
     if options.checks and not any(report.results for report in reports if report):
         raise _no_such_check(options.checks)
     if not all(report and report.ok for report in reports):
@@ -175,26 +195,32 @@ def _print_refused_plug_ins() -> None:
         click.echo(f"not available: {' '.join(why.split())}", err=True)
 
 
-def _check_and_save(run: CheckRun, name: str, isolated: bool, path: Path | None) -> Report | None:
+def _check_and_save(run: CheckRun, name: str, isolated: bool, path: Path | None, resume: bool) -> Report | None:
     from attn_backends import BrokenBackend
+    from spec_decode.conformance.kept_results import KeptResults
 
     notes: list[str] = []
+    kept = KeptResults(path, resume=resume) if path else None
     try:
-        report = run.of(name, isolated=isolated, on_note=notes.append)
+        report = run.of(name, isolated=isolated, kept=kept, on_note=notes.append)
     except BrokenBackend as error:
         # One of `all` that does not load must not cost the others their checks.
         click.echo(f"error: {' '.join(str(error).split())}", err=True)
         return None
-    except KeyboardInterrupt:
-        click.echo(f"interrupted in {name}: no report of it was written", err=True)
-        raise SystemExit(130) from None
+    except KeyboardInterrupt as ended:
+        found = f"; what it found is in {kept.path}, go on with --resume" if kept and kept.path.exists() else ""
+        click.echo(f"interrupted in {name}: no report of it was written{found}", err=True)
+        raise SystemExit(143 if isinstance(ended, Terminated) else 130) from None
     if run.checks and not report.results:
+        if kept:
+            kept.discard()
         return report
     say(run.console, report.summary(), "green" if report.ok else "bold red")
     for note in notes:
         say(run.console, f"    {note}", "yellow")
     if path is not None:
         write(path, report.to_json())
+        KeptResults(path).discard()
         say(run.console, f"wrote {path}")
     return report
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +31,24 @@ class UserError(click.ClickException):
 
     def show(self, file: IO[Any] | None = None) -> None:
         click.echo(f"error: {' '.join(self.message.split())}", file=file, err=file is None)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: the process is asked to end, as by Ctrl-C."""
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Inside, SIGTERM raises Terminated, so that what was found is kept and what was started is ended."""
+
+    def raise_it(number: int, frame: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, raise_it)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def stdout() -> Console:

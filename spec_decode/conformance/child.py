@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
+if TYPE_CHECKING:
+    from spec_decode.conformance.report import Result
+
 
 def main(name: str, writer: int, request: dict[str, Any]) -> None:
-    """Plan and run the checks; the plan with its notes and each result become a line of JSON."""
-    from spec_decode.conformance.runner import plan, run_check
+    """Plan and run the checks; the plan, each note and each result become a line of JSON."""
+    from spec_decode.conformance.kept_results import KeptResults
+    from spec_decode.conformance.report import ReportError
+    from spec_decode.conformance.runner import plan, run
 
+    keep = request.pop("keep", None)
     planned = plan(name, **{**request, "device": torch.device(request["device"])})
-    _send(writer, {"report": planned.report.document(), "notes": planned.notes})
-    for check, result in zip(planned.checks, planned.report.results, strict=False):
-        done = msgspec.structs.replace(planned.report, results=(run_check(check, result, planned.known_failures),))
-        _send(writer, {"result": done.document()["results"][0]})
+    _send(writer, {"report": planned.report.document()})
+
+    def on_result(result: Result) -> None:
+        done = msgspec.structs.replace(planned.report, results=(result,))
+        if planned.checks:  # else the plan has told
+            _send(writer, {"result": done.document()["results"][0]})
+
+    kept = KeptResults(Path(keep["report"]), resume=keep["resume"]) if keep else None
+    try:
+        run(planned, on_result=on_result, on_note=lambda note: _send(writer, {"notes": [note]}), kept=kept)
+    except ReportError as error:
+        _send(writer, {"refused": str(error)})
 
 
 def _send(writer: int, message: dict[str, Any]) -> None:

@@ -92,7 +92,7 @@ def loop_replays_over_other_batches(subject: Subject, case: Case) -> Measurement
     return worst(loop.replay(batch, name) for name, batch in _BATCHES.items())
 
 
-@check("a replay gives, bit for bit, what the same steps give with fresh builds", _CASES, advances=True)
+@check("a replay gives, bit for bit, what the same steps give with fresh builds", _CASES, advances=True, quick="")
 def replay_equals_eager(subject: Subject, case: Case) -> None:
     fixture, batch = PagedFixture(subject, case.spec, DECODE.rows), _BATCHES["grown"]
     buffers = fixture.load(case.batch)
@@ -112,7 +112,7 @@ def replay_equals_eager(subject: Subject, case: Case) -> None:
         )
 
 
-@check("graphs of two padded sizes over the same buffers do not disturb each other", _CASES, advances=True)
+@check("graphs of two padded sizes over the same buffers do not disturb each other", _CASES, advances=True, quick="")
 def two_sizes_interleave(subject: Subject, case: Case) -> Measurements:
     fixture = PagedFixture(subject, case.spec, DECODE.rows)
     buffers, builder = fixture.load(case.batch), fixture.builder()

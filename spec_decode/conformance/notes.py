@@ -9,8 +9,14 @@ from spec_decode.conformance.check import Check
 from spec_decode.conformance.claims import level_words
 from spec_decode.conformance.coverage import ADVANCE
 from spec_decode.conformance.known_failures import KnownFailure
-from spec_decode.conformance.report import Claim
+from spec_decode.conformance.report import Claim, Result
+from spec_decode.testing.batches import Case
+from spec_decode.testing.outcome import Outcome
 from spec_decode.testing.subject import Subject
+
+_NOT_TRIED = {Outcome.UNSUPPORTED, Outcome.UNAVAILABLE, Outcome.NOT_RUN}
+_SHOWN = 12
+"""Columns of the claims that were not tried, at most."""
 
 
 def notes_on(
@@ -18,6 +24,20 @@ def notes_on(
 ) -> tuple[str, ...]:
     """An advance that was not tried, entries that cover nothing, a contract from the future; checks: all there are."""
     return (*_advance(claims), *_idle(subject, checks, known_failures), *_version(subject))
+
+
+def tried(claims: Mapping[str, Claim], checks: Sequence[Check], results: Sequence[Result]) -> str:
+    """Which claims no check has tried, and how large the batches were that were tried."""
+    ran = [check for check, result in zip(checks, results, strict=False) if result.outcome not in _NOT_TRIED]
+    covered = {column for check in ran for column in check.covers}
+    missed = sorted(column for column, claim in claims.items() if claim.claimed and column not in covered)
+    more = [f"and {len(missed) - _SHOWN} more"] if len(missed) > _SHOWN else []
+    batches = [check.value.batch for check in ran if isinstance(check.value, Case)]
+    return (
+        f"claimed and never tried: {', '.join([*missed[:_SHOWN], *more]) or 'nothing'}; "
+        f"rows up to {max((len(batch.seq_lens) for batch in batches), default=0)}, "
+        f"lengths up to {max((max(batch.seq_lens, default=0) for batch in batches), default=0)}"
+    )
 
 
 def _advance(claims: Mapping[str, Claim]) -> Iterator[str]:

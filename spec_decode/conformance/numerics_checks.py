@@ -20,6 +20,7 @@ check = Family("numerics", covers=with_case())
     "error",
     spec_cases({"decode": DECODE, "single": SINGLE, "verify": VERIFY, "ragged": RAGGED}),
     shrink=True,
+    quick="*-single",
 )
 def attention_is_right(subject: Subject, case: Case) -> Measurements:
     built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch)

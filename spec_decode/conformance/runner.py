@@ -14,8 +14,9 @@ import torch
 from attn_backends import AttentionBackend, BrokenBackend, get
 from spec_decode.conformance.check import Check, expand
 from spec_decode.conformance.claims import claims_of
+from spec_decode.conformance.kept_results import KeptResults
 from spec_decode.conformance.known_failures import KnownFailure, known_failures_of
-from spec_decode.conformance.notes import notes_on
+from spec_decode.conformance.notes import notes_on, tried
 from spec_decode.conformance.report import EVERYTHING, Report, Result
 from spec_decode.environment import Environment, environment
 from spec_decode.source_digests import CHECKS, source_digests
@@ -67,14 +68,36 @@ def check_backend(
     `unavailable`, which is not ok.
     """
     planned = plan(backend, device=device, families=families, checks=checks, tags=tags, known_failures=known_failures)
-    if on_note:
-        for note in planned.notes:
-            on_note(note)
+    return run(planned, on_result=on_result, on_note=on_note)
+
+
+def run(
+    planned: Plan,
+    *,
+    on_result: Callable[[Result], None] | None = None,
+    on_note: Callable[[str], None] | None = None,
+    kept: KeptResults | None = None,
+) -> Report:
+    """The planned report, filled in, as `check_backend` does it.
+
+    on_note: after the last check it is told what was tried. kept: gets each result as it comes; what it has already is
+    not run again. Raises ReportError where that is of another run.
+    """
+    done = kept.begin(planned.report) if kept else {}
+    tell = on_note or (lambda note: None)
+    for note in planned.notes:
+        tell(note)
     results = []
     for result, check in zip_longest(planned.report.results, planned.checks):
-        results.append(run_check(check, result, planned.known_failures) if check else result)
+        found = done.get((result.check, result.case))
+        if found is None:
+            found = run_check(check, result, planned.known_failures) if check else result
+            if kept:
+                kept.add(found)
+        results.append(found)
         if on_result:
-            on_result(results[-1])
+            on_result(found)
+    tell(tried(planned.report.claims, planned.checks, results))
     return msgspec.structs.replace(planned.report, results=tuple(results))
 
 
@@ -86,9 +109,13 @@ def plan(
     checks: Sequence[str] | None = None,
     tags: Sequence[str] | None = None,
     known_failures: Sequence[KnownFailure] | None = None,
+    quick: bool = False,
     command: str = "",
 ) -> Plan:
-    """The checks that `check_backend` runs, and the report to fill in. command: how to run them all again."""
+    """The checks that `check_backend` runs, and the report to fill in.
+
+    quick: only the cases that each check names for a quick run. command: how to run them all again.
+    """
     device = device or default_device()
     name = backend if isinstance(backend, str) else backend.name
     try:
@@ -98,7 +125,7 @@ def plan(
     except BrokenBackend as error:
         return Plan(unloaded(name, environment(device), command, Outcome.UNAVAILABLE, str(error)), ())
     every = expand(subject)
-    wanted = [check for check in every if _wanted(check, families, checks, tags)]
+    wanted = [check for check in every if check.quick >= quick and _wanted(check, families, checks, tags)]
     report = Report(
         backend=name,
         env=environment(device),

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from spec_decode.conformance.report import Report, Result
+from spec_decode.conformance.report import Report, ReportError, Result
 from spec_decode.conformance.runner import unloaded
 from spec_decode.environment import Environment
 from spec_decode.testing.outcome import Outcome
@@ -38,7 +38,8 @@ def check_isolated(
 ) -> Report:
     """`check_backend` in another process; always a whole report.
 
-    request: the keyword arguments of `spec_decode.conformance.runner.plan`, the device by name. If the process dies or
+    request: the keyword arguments of `spec_decode.conformance.runner.plan`, the device by name, and "keep": {"report":
+    path, "resume": bool} for `KeptResults`; raises ReportError where these are of another run. If the process dies or
     outlives a limit, the check in flight is an `error` that says so, and those after it stay `not_run`. env: used until
     the process reports its own.
     """
@@ -66,16 +67,17 @@ class _Progress:
         self._results, self._at = list(report.results), 0
 
     def take(self, message: dict[str, Any]) -> None:
-        """A plan: {"report": document, "notes": texts}; the next result: {"result": document}."""
+        """{"report": the plan}, {"result": the next}, {"notes": texts} or {"refused": why}."""
+        for note in message.get("notes", ()) if self._on_note else ():
+            self._on_note(note)
+        if "refused" in message:
+            raise ReportError(message["refused"])
         if "report" in message:
             self.report = Report.of(message["report"], "the process")
             self._results, self._at = list(self.report.results), 0
-            if self._on_note:
-                for note in message.get("notes", ()):
-                    self._on_note(note)
             if self._results and self._results[0].outcome is not Outcome.NOT_RUN:
                 self._record(self._results[0])
-        else:
+        elif "result" in message:
             document = {**self.report.document(), "results": [message["result"]]}
             self._record(Report.of(document, "the process").results[0])
 

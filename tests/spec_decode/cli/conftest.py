@@ -110,7 +110,11 @@ def checks(monkeypatch):
         fake.isolated.append(name)
         return check_backend(name, **request, **told)
 
-    monkeypatch.setitem(sys.modules, "spec_decode.conformance", SimpleNamespace(check_backend=check_backend))
+    runner = SimpleNamespace(
+        plan=lambda name, **asked: (name, asked),
+        run=lambda planned, **told: check_backend(planned[0], **planned[1], **told),
+    )
+    monkeypatch.setitem(sys.modules, "spec_decode.conformance.runner", runner)
     isolation = SimpleNamespace(check_isolated=check_isolated)
     monkeypatch.setitem(sys.modules, "spec_decode.conformance.subprocess_runner", isolation)
     return fake

@@ -17,7 +17,7 @@ def test_check_prints_the_summary_and_interprets_kernels_on_the_cpu(checks, run)
 def test_check_passes_on_what_was_asked_for(checks, run, tmp_path):
     run("check", "torch_reference", "--device", "cpu", "--family", "graph", "--only", "graph.*", "--json", tmp_path)
     _, asked, _ = checks.calls[0]
-    assert asked["families"] == ("graph",) and asked["checks"] == ("graph.*",)
+    assert asked["families"] == ["graph"] and asked["checks"] == ["graph.*"]
     report = Report.load(tmp_path / "check-torch_reference.json")
     assert report.command == "attn-backends check torch_reference --device cpu --family graph --only 'graph.*'"
 
@@ -151,3 +151,25 @@ def test_progress_is_told_again_after_some_seconds(checks, monkeypatch, run):
     monkeypatch.setattr(output, "_SECONDS_BETWEEN_LINES", 0.0)
     result = run("check", "torch_reference", "--device", "cpu")
     assert result.stderr.splitlines()[1] == "torch_reference: 1 checks, 0 failed; last graph.replay"
+
+
+def test_quick_is_asked_of_the_kit_and_stands_in_the_command(checks, run, tmp_path):
+    run("check", "torch_reference", "--device", "cpu", "--quick", "--json", tmp_path)
+    assert checks.calls[0][1]["quick"]
+    assert Report.load(tmp_path / "check-torch_reference.json").command.endswith("--device cpu --quick")
+
+
+@pytest.mark.parametrize("names", [["torch_reference"], ["torch_reference", "triton_paged"]])
+def test_what_a_run_finds_is_kept_beside_its_report(checks, run, tmp_path, names):
+    run("check", *names, "--device", "cpu", "--json", tmp_path, "--resume")
+    _, asked, _ = checks.calls[0]
+    path = tmp_path / "check-torch_reference.json"
+    if len(names) == 1:
+        assert (asked["kept"].report, asked["kept"].resume) == (path, True)
+    else:
+        assert asked["keep"] == {"report": str(path), "resume": True}
+
+
+def test_there_is_nothing_to_resume_without_a_report(checks, refused):
+    assert "Add --json" in refused("check", "torch_reference", "--device", "cpu", "--resume")
+    assert not checks.calls

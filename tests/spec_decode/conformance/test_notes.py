@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -16,10 +17,15 @@ from attn_backends.torch_reference import TorchReference
 from builders import CONTRACT_VERSION, AttentionBatch, ReferenceBuilder, ReferenceMetadata
 from spec_decode.cli.main import main
 from spec_decode.conformance import KnownFailure, check_backend
+from spec_decode.conformance.notes import tried as what_was_tried
+from spec_decode.conformance.report import Claim
+from spec_decode.conformance.runner import plan
+from spec_decode.testing.batches import DECODE
 from spec_decode.testing.outcome import Outcome
 from tests.foreseen import Foreseen
 
 CPU = torch.device("cpu")
+PLAN = plan("torch_reference", device=CPU, checks=["numerics.attention_is_right[[]sinks-decode]"])
 QUICK = ("--device", "cpu", "--only", "contract.version_matches")
 
 
@@ -80,15 +86,45 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Attenti
 
 
 def notes(backend: str | AttentionBackend, *checks: str, known: list[KnownFailure] | None = None) -> list[str]:
+    """What was told, but for what was tried, which is told last."""
     told: list[str] = []
     only = checks or ("contract.version_matches",)
     check_backend(backend, device=CPU, checks=only, known_failures=known, on_note=told.append)
-    return told
+    return told[:-1]
+
+
+def tried(*checks: str) -> str:
+    told: list[str] = []
+    check_backend("torch_reference", device=CPU, checks=checks, on_note=told.append)
+    return told[-1]
+
+
+def test_a_run_tells_which_claims_it_did_not_try_and_how_large_its_batches_were() -> None:
+    told = tried("numerics.attention_is_right[[]base-single]", "numerics.attention_is_right[[]sinks-decode]")
+    assert told.startswith("claimed and never tried: contract:declared, contract:memory, contract:refusals, dim:128")
+    assert "feature:sinks" not in told and "mode:decode" not in told and " more; " in told
+    assert told.endswith(f"rows up to {len(DECODE.seq_lens)}, lengths up to {max(DECODE.seq_lens)}")
+
+
+def test_a_claim_that_was_refused_counts_as_never_tried() -> None:
+    results = [msgspec.structs.replace(result, outcome=Outcome.UNSUPPORTED) for result in PLAN.report.results]
+    refused = what_was_tried({"feature:sinks": Claim(claimed=True)}, PLAN.checks, results)
+    assert refused == "claimed and never tried: feature:sinks; rows up to 0, lengths up to 0"
+
+
+def test_a_claim_that_is_not_made_need_not_be_tried() -> None:
+    told = what_was_tried({"feature:sinks": Claim(claimed=False)}, PLAN.checks, PLAN.report.results)
+    assert told.startswith("claimed and never tried: nothing;")
+
+
+def test_what_was_tried_is_told_under_the_summary_also_from_a_subprocess(run: Callable[..., Result]) -> None:
+    here, isolated = (run("torch_reference", *QUICK, *options).output.splitlines() for options in ([], ["--isolate"]))
+    assert here[-1].strip().startswith("claimed and never tried: ") and here[-1] == isolated[-1]
 
 
 def test_a_backend_that_keeps_to_all_has_nothing_to_note(run: Callable[..., Result]) -> None:
     assert notes("torch_reference") == []
-    assert run("torch_reference", *QUICK).output.splitlines()[-1].startswith("torch_reference: 1 checks")
+    assert run("torch_reference", *QUICK).output.splitlines()[-2].startswith("torch_reference: 1 checks")
 
 
 def test_a_claim_that_was_lost_is_told_under_the_summary(
@@ -97,7 +133,7 @@ def test_a_claim_that_was_lost_is_told_under_the_summary(
     plug_in("silent", Silent)
     result = run("silent", *QUICK)
 
-    summary, note = result.output.splitlines()[-2:]
+    summary, note, _ = result.output.splitlines()[-3:]
     assert result.exit_code == 0 and summary.startswith("silent: 1 checks = 1 pass")
     assert note.strip().startswith("advance is REBUILD: LosesItsClaim overrides build() and inherits its advance;")
 

@@ -1,0 +1,76 @@
+"""The results of a run, kept as they come, so that a run that is ended early loses none of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from spec_decode.conformance.report import Report, ReportError, Result, read_json
+from spec_decode.files import write_whole
+from spec_decode.testing.outcome import Outcome
+
+
+class KeptResults:
+    """A file beside the report, with a line for each result: a report of its own, in JSON."""
+
+    def __init__(self, report: Path, *, resume: bool = False) -> None:
+        """report: where the report will be. resume: take over what an earlier run has found."""
+        self.report, self.resume = report, resume
+        self.path = report.with_name(f"{report.name}.part")
+
+    def begin(self, planned: Report) -> dict[tuple[str, str], Result]:
+        """The results that are there already, by check and case. Raises ReportError if they are of another run."""
+        self._head = msgspec.structs.replace(planned, claims={}, results=())
+        earlier = self._earlier() if self.resume else []
+        for one in earlier:
+            if why := _differences(one, planned):
+                raise ReportError(
+                    f"--resume goes on with a run of the same backend, machine, versions and sources, {self.report} "
+                    f"began with another: {why}; nothing was run. Leave --resume out to run everything."
+                )
+        done = {(r.check, r.case): r for one in earlier for r in one.results if r.outcome is not Outcome.NOT_RUN}
+        write_whole(self.path, b"".join(map(self._line, done.values())))
+        return done
+
+    def add(self, result: Result) -> None:
+        """Keep one more."""
+        with self.path.open("ab") as file:
+            file.write(self._line(result))
+
+    def discard(self) -> None:
+        """Remove the file: the report has everything."""
+        self.path.unlink(missing_ok=True)
+
+    def _line(self, result: Result) -> bytes:
+        return msgspec.json.encode(msgspec.structs.replace(self._head, results=(result,)).document()) + b"\n"
+
+    def _earlier(self) -> list[Report]:
+        if self.path.is_file():
+            # The last line is no whole one if the process was killed while it wrote.
+            lines = self.path.read_bytes().splitlines(keepends=True)
+            return [_report(line, str(self.path)) for line in lines if line.endswith(b"\n")]
+        return [Report.of(read_json(self.report), str(self.report))] if self.report.is_file() else []
+
+
+def _report(line: bytes, where: str) -> Report:
+    try:
+        document = msgspec.json.decode(line)
+    except msgspec.DecodeError as error:
+        raise ReportError(
+            f"kept results are lines of JSON, {where} is not: {error}; nothing was run. Remove the file."
+        ) from error
+    return Report.of(document, where)
+
+
+def _differences(earlier: Report, now: Report) -> str:
+    """What is not the same in both, in words; empty where results of one belong to the other."""
+
+    def facts(report: Report) -> dict[str, Any]:
+        env = {name: value for name, value in msgspec.structs.asdict(report.env).items() if name != "date"}
+        return {"backend": report.backend, "version": report.version, "contract": report.contract, **env}
+
+    a, b = facts(earlier), facts(now)
+    found = [f"{name} was {a[name]}, is {b[name]}" for name in a if a[name] != b[name]]
+    return "; ".join(found + ["the sources of the checks have changed"] * (earlier.sources != now.sources))

@@ -1,0 +1,178 @@
+"""A run that is ended early loses nothing of what it had found, and goes on there; never with another run's results."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from click.testing import CliRunner
+
+from spec_decode.cli.main import main
+from spec_decode.conformance.kept_results import KeptResults
+from spec_decode.conformance.report import Report, ReportError
+from spec_decode.conformance.runner import Plan, plan, run
+from spec_decode.testing.outcome import Outcome
+
+FAMILY = "contract"
+
+
+class Ended(BaseException):
+    """As a signal is: no check catches it."""
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return tmp_path / "report.json"
+
+
+def planned() -> Plan:
+    return plan("torch_reference", device=torch.device("cpu"), families=[FAMILY])
+
+
+def names() -> list[str]:
+    return [check.name for check in planned().checks]
+
+
+def counting(calls: list[str], end_at: int | None = None) -> Plan:
+    """The plan with checks that note their calls; the one of that number ends the run."""
+    whole = planned()
+
+    def instead(number: int, name: str) -> dict[str, float]:
+        if number == end_at:
+            raise Ended
+        calls.append(name)
+        return {"error": float("nan")}
+
+    checks = [replace(c, run=lambda n=n, c=c: instead(n, c.name)) for n, c in enumerate(whole.checks)]
+    return replace(whole, checks=tuple(checks))
+
+
+def in_env(report: Report, **changes: str) -> Report:
+    return msgspec.structs.replace(report, env=msgspec.structs.replace(report.env, **changes))
+
+
+def end_after_three(target: Path) -> list[str]:
+    calls: list[str] = []
+    with pytest.raises(Ended):
+        run(counting(calls, end_at=3), kept=KeptResults(target))
+    return calls
+
+
+def test_a_run_that_is_ended_leaves_what_it_had_found(target: Path) -> None:
+    calls = end_after_three(target)
+    lines = KeptResults(target).path.read_text().splitlines()
+    assert [Report.of(msgspec.json.decode(line), "").results[0].check for line in lines] == calls
+
+
+def test_resume_runs_only_what_is_missing(target: Path) -> None:
+    before, after, told = end_after_three(target), [], []
+    report = run(counting(after), kept=KeptResults(target, resume=True), on_result=told.append)
+    assert [result.check for result in report.results] == [*before, *after] == names()
+    assert report.counts[Outcome.PASS] == len(report.results) and told == list(report.results)
+
+
+def test_a_line_that_was_cut_short_is_run_again(target: Path) -> None:
+    end_after_three(target)
+    kept, after = KeptResults(target, resume=True), []
+    kept.path.write_bytes(kept.path.read_bytes()[:-9])
+    run(counting(after), kept=kept)
+    assert after == names()[2:]
+
+
+def test_resume_takes_a_whole_report_as_it_is(target: Path) -> None:
+    run(counting([]), kept=KeptResults(target)).save(target)
+    KeptResults(target).discard()
+    after: list[str] = []
+    run(counting(after), kept=KeptResults(target, resume=True))
+    assert after == []
+
+
+def test_without_resume_everything_runs_again(target: Path) -> None:
+    end_after_three(target)
+    after: list[str] = []
+    run(counting(after), kept=KeptResults(target))
+    assert after == names()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda r: msgspec.structs.replace(r, backend="other"), "backend was torch_reference, is other"),
+        (lambda r: msgspec.structs.replace(r, version="0"), "version was .*, is 0"),
+        (lambda r: in_env(r, commit="f00"), "commit was .*, is f00"),
+        (lambda r: in_env(r, device="H"), "device was .*, is H"),
+        (lambda r: msgspec.structs.replace(r, sources={"checks": "0"}), "sources of the checks have changed"),
+    ],
+)
+def test_resume_refuses_the_results_of_another_run_and_keeps_them(target: Path, change: object, says: str) -> None:
+    end_after_three(target)
+    kept = KeptResults(target, resume=True)
+    before = kept.path.read_bytes()
+    other = planned()
+    with pytest.raises(ReportError, match=f"{says}.*nothing was run. Leave --resume out"):
+        run(replace(other, report=change(other.report)), kept=kept)  # type: ignore[operator]
+    assert kept.path.read_bytes() == before
+
+
+def test_the_date_is_no_difference(target: Path) -> None:
+    end_after_three(target)
+    other = planned()
+    later = in_env(other.report, date="2099-01-01")
+    assert len(KeptResults(target, resume=True).begin(later)) == 3
+
+
+SLOW = """
+import time
+from attn_backends.torch_reference import TorchReference
+
+class Slow(TorchReference):
+    name = "slow"
+    def supports(self, spec, device):
+        return super().supports(spec, device)
+    def write_kv(self, *args):
+        print("at work", flush=True)
+        time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--isolate"]])
+def test_a_terminated_check_keeps_its_results_ends_its_children_and_goes_on(tmp_path: Path, options: list[str]) -> None:
+    info = tmp_path / "slow-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slow\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[attn_backends]\nslow = slow_backend:Slow\n")
+    (tmp_path / "slow_backend.py").write_text(SLOW)
+    target = tmp_path / "slow.json"
+    only = ["--only", "contract.version_matches", "--only", "contract.c*"]
+    command = [sys.executable, "-m", "spec_decode", "check", "slow", "--device", "cpu", "--json", str(target), *only]
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=env)
+    part = KeptResults(target).path
+    while not (part.exists() and len(part.read_bytes().splitlines()) == 2):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate()
+    assert process.returncode == 143 and f"what it found is in {part}, go on with --resume" in said
+    assert not target.exists()
+    (tmp_path / "slow_backend.py").write_text(SLOW.replace("time.sleep(600)", "super().write_kv(*args)"))
+    done = subprocess.run([*command, *options, "--resume"], env=env, stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0 and "3 pass" in done.stdout and Report.load(target).ok and not part.exists()
+
+
+def test_a_resume_that_is_refused_is_one_line_also_from_a_subprocess(tmp_path: Path) -> None:
+    target = tmp_path / "report.json"
+    end_after_three(target)
+    part = KeptResults(target).path
+    part.write_bytes(part.read_bytes().replace(b'"backend":"torch_reference"', b'"backend":"other"'))
+    command = ["check", "torch_reference", "--device", "cpu", "--isolate", "--json", str(target), "--resume"]
+    result = CliRunner().invoke(main, [*command, "--only", "contract.version_matches"])
+    assert result.exit_code == 2 and "backend was other, is torch_reference" in result.stderr
