@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from itertools import islice
 from typing import Any
 
 from builders.devices import on_device
 from spec_decode.conformance.coverage import Coverage
 from spec_decode.conformance.report import EVERYTHING, FAMILIES
-from spec_decode.testing.batches import Case
 from spec_decode.testing.expectations import Measurements
 from spec_decode.testing.shrink import run_and_shrink
 from spec_decode.testing.subject import Subject
@@ -70,24 +68,11 @@ class _Definition:
         """The check on each of its cases; one that raises what was raised where no case could be made."""
         try:
             cases = list(self.cases(subject))
-            quick = self._quick(subject, cases)
         except Exception as error:  # Unsupported, or whatever a plug-in's record leads to; here it is the check's
             return [self._check(subject, "any", (EVERYTHING,), error, _raising(error))]
-        return [
-            replace(self._check(subject, name, self.covers(subject, case), case, self.body), quick=name in quick)
-            for name, case in cases
-        ]
-
-    def _quick(self, subject: Subject, cases: Iterable[tuple[str, Any]]) -> list[str]:
-        """The cases of a quick run."""
-        if self.quick is not None:
-            return [name for name, _ in cases if fnmatch(name, self.quick)]
-        served = (
-            name
-            for name, case in cases
-            if not isinstance(case, Case) or subject.backend.supports(case.spec, subject.device)
-        )
-        return list(islice(served, 1))
+        every = [self._check(subject, name, self.covers(subject, case), case, self.body) for name, case in cases]
+        quick = every[:1] if self.quick is None else [check for check in every if fnmatch(check.case, self.quick)]
+        return [replace(check, quick=check in quick) for check in every]
 
     def _check(self, subject: Subject, case: str, covers: Iterable[str], value: object, body: Body) -> Check:
         def run() -> Measurements:
@@ -138,7 +123,7 @@ class Family:
 
         advances: a case is unsupported unless the backend claims to advance its spec inside a graph.
         shrink: a case that fails is told by the smallest batch that fails too.
-        quick: a pattern of the cases to run where an author repeats a quick run; None for the first case served.
+        quick: a pattern of the cases to run where an author repeats a quick run; None for the first.
         since: the contract version that the check came with. For a backend that was built for an earlier one it is a
         preview: what passed before still passes, and its author sees what the next version will require.
         """

@@ -68,8 +68,9 @@ class _Progress:
 
     def take(self, message: dict[str, Any]) -> None:
         """{"report": the plan}, {"result": the next}, {"notes": texts} or {"refused": why}."""
-        for note in message.get("notes", ()) if self._on_note else ():
-            self._on_note(note)
+        if self._on_note:
+            for note in message.get("notes", ()):
+                self._on_note(note)
         if "refused" in message:
             raise ReportError(message["refused"])
         if "report" in message:

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attn_backends import Sizes, get, register, unregister
+from attn_backends import Feature, Sizes, get, register, unregister
 from attn_backends.torch_reference import TorchReference
 from builders import ReferenceBuilder, ReferenceMetadata
 from spec_decode.conformance import KnownFailure, check_backend, iter_checks, parametrize_with_checks
 from spec_decode.conformance.report import FAMILIES
+from spec_decode.conformance.runner import plan
 from spec_decode.testing.batches import Case
 from spec_decode.testing.outcome import Outcome
 from tests.mutants import derived, with_builder
@@ -35,6 +36,19 @@ def test_check_ids_are_unique() -> None:
     ids = [check.id for check in iter_checks("torch_reference", device=CPU)]
 
     assert len(ids) == len(set(ids))
+
+
+def test_a_quick_run_has_the_first_case_of_each_check_and_attention_on_every_spec() -> None:
+    every, quick = (plan("torch_reference", device=CPU, quick=quick).checks for quick in (False, True))
+    attention = {check.case for check in quick if check.name == "numerics.attention_is_right"}
+    cases = {check.name: check.case for check in quick if check.name != "numerics.attention_is_right"}
+    left_out = {"graph.replay_equals_eager", "graph.two_sizes_interleave", "builder.rounds_keep_no_memory"}
+
+    single = {check.case for check in every if check.name.startswith("numerics.") and check.case.endswith("-single")}
+    assert attention == single and len(single) > 20
+    assert cases["builder.advance_attends_right"] == "base-decode" and cases["drafter.strategies_agree"] == "k1-n1"
+    assert len(quick) == len(attention) + len(cases)
+    assert {check.name for check in every} - {check.name for check in quick} == left_out
 
 
 def test_a_backend_that_does_not_load_is_unavailable_and_not_ok() -> None:
@@ -129,8 +143,6 @@ def test_a_known_failure_needs_an_issue() -> None:
 
 
 def test_a_backend_without_a_feature_is_refused_not_failed() -> None:
-    from attn_backends import Feature
-
     class NoSinks(TorchReference):
         name = "no_sinks"
         capabilities = replace(
@@ -145,8 +157,6 @@ def test_a_backend_without_a_feature_is_refused_not_failed() -> None:
 
 
 def test_a_backend_without_gqa_can_be_checked() -> None:
-    from attn_backends import Feature
-
     class NoGroups(TorchReference):
         name = "no_groups"
         capabilities = replace(
