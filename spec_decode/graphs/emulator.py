@@ -1,23 +1,27 @@
 """A CUDA graph's semantics on the CPU, so that graph safety fails in a test without a GPU.
 
 Capture runs the function once under a recorder. It keeps every device operation with the very tensors it touched,
-refuses what a CUDA graph refuses (host reads, data-dependent shapes, fresh host data), then puts all written memory
-back: a capture does not execute. Replay runs the kept operations on the same storages, whatever they hold by then, and
-every Python value stays as it was at capture. What the capture allocated is poisoned, so that reading a result before
-a replay shows.
+refuses what a CUDA graph refuses (host reads, data-dependent shapes, fresh host data, generators of the caller), then
+puts all written memory back: a capture does not execute. Replay runs the kept operations on the same storages, whatever
+they hold by then, and every Python value stays as it was at capture. What the capture allocated is poisoned, so that
+reading a result before a replay shows. What was there before is used by its address alone: a replay refuses to run
+once it has been freed.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spec_decode.graphs.pieces import PiecewiseGraph, SplitOpCall
 from spec_decode.graphs.runtime import CaptureError, Graph, SplitOp
@@ -27,6 +31,11 @@ _HOST_READS = {getattr(torch.Tensor, name) for name in ("tolist", "numpy", "cpu"
 _HOST_READS |= {getattr(torch.Tensor, f"__{name}__") for name in _CONVERSIONS}
 _FRESH_HOST_DATA = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"}
 _MOVES_STORAGE = {"aten::resize_", "aten::resize_as_", "aten::set_"}
+_HOST_BUFFERS = ("frombuffer", "from_dlpack")
+"""Functions of torch that make a tensor of host memory and that no mode is told of."""
+_CHECKS_ON_THE_HOST = {"aten::_linalg_check_errors", "aten::_linalg_eigh", "aten::_linalg_svd", "aten::linalg_eig"}
+_CHECKS_ON_THE_HOST |= {"aten::_linalg_eigvals", "aten::linalg_lstsq"}
+_EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
 _BOOL_INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
 
@@ -40,6 +49,11 @@ class _Node:
     fresh: tuple[tuple[int, torch.Tensor], ...]
 
     def run(self) -> None:
+        if self.op._schema.name in _EMPTY:
+            # The pool may have lent the memory to another operation since the last replay.
+            for _, captured in self.fresh:
+                _poison(captured)
+            return
         result = self.op(*self.args, **self.kwargs)
         if self.fresh:
             leaves = tree_leaves(result)
@@ -49,14 +63,45 @@ class _Node:
                 captured.copy_(leaves[index])
 
 
+class _Borrowed:
+    """Memory that a graph uses and does not keep, by its address, as on a device.
+
+    user: the operation that uses it first.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage, user: str) -> None:
+        self._user, self._address, self._bytes = user, storage.data_ptr(), storage.nbytes()
+        self._owner = StorageWeakRef(storage)
+        memory = (ctypes.c_byte * self._bytes).from_address(self._address)
+        self._alias = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, of this storage, without a hold on its memory."""
+        alias = torch.empty(0, dtype=tensor.dtype)
+        return alias.set_(self._alias, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def require_alive(self) -> None:
+        """Raise CaptureError unless the memory is where it was."""
+        owner = torch.UntypedStorage._new_with_weak_ptr(self._owner.cdata)
+        if owner is None or (owner.data_ptr(), owner.nbytes()) != (self._address, self._bytes):
+            raise CaptureError(
+                f"a replay uses the addresses of its capture, but {self._bytes} bytes that {self._user} uses were "
+                f"{'freed' if owner is None else 'moved'} since; a device would run over whatever lies there now, so "
+                "nothing was run. Keep each tensor that a captured function uses for as long as its graph."
+            )
+
+
 class EmulatedGraph:
     """A recorded run."""
 
-    def __init__(self, nodes: list[_Node]) -> None:
-        self._nodes = nodes
+    def __init__(self, nodes: list[_Node], borrowed: Iterable[_Borrowed]) -> None:
+        self._nodes, self._borrowed = nodes, tuple(borrowed)
         self.num_nodes: int | None = len(nodes)
 
     def replay(self) -> None:
+        """As Graph.replay. Raises CaptureError, with nothing run, where memory that it uses was freed."""
+        for memory in self._borrowed:
+            memory.require_alive()
         with torch.no_grad():
             for node in self._nodes:
                 node.run()
@@ -108,25 +153,27 @@ class EmulatedRuntime:
         recorder = _Recorder()
 
         def begin() -> None:
+            for name in _HOST_BUFFERS:
+                piece.enter_context(mock.patch.object(torch, name, _refused(f"torch.{name}", "reads host memory")))
             piece.enter_context(HostReadGuard())
             piece.enter_context(recorder)
 
         def split_op(fn: Callable[..., torch.Tensor], /, *inputs: torch.Tensor) -> torch.Tensor:
             piece.close()
             call = SplitOpCall(fn, inputs)
-            parts.extend((EmulatedGraph(recorder.take()), call))
+            parts.extend((recorder.take(), call))
             recorder.adopt(call.result)
             begin()
             return call.result
 
         try:
-            with torch.no_grad(), ExitStack() as piece:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), ExitStack() as piece:
                 begin()
                 run(split_op)
         finally:
             recorder.restore()
         self._allocated += recorder.bytes_allocated()
-        return [*parts, EmulatedGraph(recorder.take())]
+        return [*parts, recorder.take()]
 
 
 class HostReadGuard(TorchFunctionMode):
@@ -137,8 +184,9 @@ class HostReadGuard(TorchFunctionMode):
     ) -> Any:
         if func in _HOST_READS:
             raise _capture_error(f"Tensor.{func.__name__}", "reads the device from the host")
-        if func is torch.Tensor.to and "cpu" in (*args[1:], *(kwargs or {}).values()):
-            raise _capture_error("Tensor.to('cpu')", "copies the device to the host")
+        named = (*args[1:], *(kwargs or {}).values()) if func is torch.Tensor.to else ((kwargs or {}).get("device"),)
+        if any(isinstance(value, str) and value.startswith("cpu") for value in named):
+            raise _capture_error(f"{func.__name__} to 'cpu'", "takes the data to the host")
         if func is torch.Tensor.__setitem__ and isinstance(args[2], int | float) and _is_basic(args[1]):
             # On a device this fills a view; the CPU's own way would wrap the number in a fresh host tensor.
             return args[0][args[1]].fill_(args[2])
@@ -179,10 +227,24 @@ class _Recorder(TorchDispatchMode):
             self._nodes.append(_Node(func, args, kwargs, fresh))
         return result
 
-    def take(self) -> list[_Node]:
-        """The operations recorded since the last call."""
+    def take(self) -> EmulatedGraph:
+        """A graph of the operations recorded since the last call."""
+        borrowed: dict[int, _Borrowed] = {}
+
+        def unowned(tensor: torch.Tensor) -> torch.Tensor:
+            key, storage = _storage(tensor), tensor.untyped_storage()
+            if key in self._made or not storage.nbytes():
+                return tensor
+            if key not in borrowed:
+                borrowed[key] = _Borrowed(storage, node.op._schema.name)
+            return borrowed[key].view(tensor)
+
         taken, self._nodes = self._nodes, []
-        return taken
+        nodes = []
+        for node in taken:
+            args, kwargs = tree_map_only(torch.Tensor, unowned, (node.args, node.kwargs))
+            nodes.append(_Node(node.op, args, kwargs, node.fresh))
+        return EmulatedGraph(nodes, borrowed.values())
 
     def adopt(self, tensor: torch.Tensor) -> None:
         """Treat a tensor made outside as one that the capture allocated."""
@@ -197,8 +259,12 @@ class _Recorder(TorchDispatchMode):
         for storage, content in self._before.values():
             storage.copy_(content)
         for tensor in self._made.values():
-            if tensor.is_floating_point():
-                tensor.fill_(float("nan"))
+            _poison(tensor)
+
+
+def _poison(tensor: torch.Tensor) -> None:
+    if tensor.is_floating_point():
+        tensor.fill_(float("nan"))
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -216,16 +282,25 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
 
 def _check_capturable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     name = func._schema.name
-    if torch.Tag.data_dependent_output in func.tags:
+    if torch.Tag.data_dependent_output in func.tags or name in _CHECKS_ON_THE_HOST:
         raise _capture_error(name, "reads the device from the host")
     if torch.Tag.dynamic_output_shape in func.tags and name not in _BOOL_INDEXED:
         raise _capture_error(name, "makes a shape that depends on device data")
     if name in _MOVES_STORAGE:
         raise _capture_error(name, "moves a tensor to other memory")
+    if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+        raise _capture_error(name, "draws from a generator whose state the graph does not move")
     if name in _FRESH_HOST_DATA:
         raise _capture_error(name, "copies fresh host data to the device")
     if name in _BOOL_INDEXED and any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):
         raise _capture_error(name, "indexes by a mask, whose count only the device knows")
+
+
+def _refused(name: str, why: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise _capture_error(name, why)
+
+    return refuse
 
 
 def _capture_error(name: str, why: str) -> CaptureError:

@@ -202,6 +202,7 @@ def test_fresh_device_tensors_are_device_work():
 
 
 FLAG, NUMBERS, COUNT = torch.tensor([True, False, True]), torch.arange(3.0), torch.tensor(2)
+BYTES, MATRIX, GENERATOR = FLAG.byte(), torch.eye(3), torch.Generator()
 HOST_READS = {
     "item": lambda: COUNT.item(),
     "tolist": lambda: NUMBERS.tolist(),
@@ -219,12 +220,21 @@ HOST_READS = {
     "allclose": lambda: torch.allclose(NUMBERS, NUMBERS),
     "any in a condition": lambda: 1 if FLAG.any() else 2,
     "in": lambda: 2.0 in NUMBERS,
+    "to a named cpu": lambda: NUMBERS.to("cpu:0"),
+    "to a cpu by keyword": lambda: NUMBERS.to(device="cpu"),
+    "made on the cpu": lambda: torch.zeros(3, device="cpu") + NUMBERS,
+    "linalg.inv": lambda: torch.linalg.inv(MATRIX),
+    "linalg.solve": lambda: torch.linalg.solve(MATRIX, MATRIX),
+    "linalg.eigvalsh": lambda: torch.linalg.eigvalsh(MATRIX),
+    "linalg.svdvals": lambda: torch.linalg.svdvals(MATRIX),
 }
 SHAPES_OF_DATA = {
     "nonzero": lambda: FLAG.nonzero(),
     "where with one argument": lambda: torch.where(FLAG),
     "read by a mask": lambda: NUMBERS[FLAG],
     "write by a mask": lambda: NUMBERS.index_put_((FLAG,), torch.zeros(2)),
+    "read by a mask of bytes": lambda: NUMBERS[BYTES],
+    "write by a mask of bytes": lambda: NUMBERS.index_put_((BYTES,), torch.zeros(2)),
     "masked_select": lambda: NUMBERS.masked_select(FLAG),
     "unique": lambda: NUMBERS.unique(),
     "repeat_interleave by a device value": lambda: NUMBERS.repeat_interleave(torch.ones_like(FLAG, dtype=torch.int64)),
@@ -234,8 +244,20 @@ FRESH_HOST_DATA = {
     "tensor": lambda: torch.tensor([1.0]),
     "as_tensor": lambda: torch.as_tensor([1.0]),
     "from_numpy": lambda: torch.from_numpy(np.ones(2)) + 1,
+    "frombuffer": lambda: torch.frombuffer(bytearray(8), dtype=torch.float32) + 1,
+    "from_dlpack": lambda: torch.from_dlpack(np.ones(2)) + 1,
 }
-REFUSED = {**HOST_READS, **SHAPES_OF_DATA, **FRESH_HOST_DATA}
+OTHER_MEMORY = {
+    "set_": lambda: NUMBERS.clone().set_(MATRIX),
+    "set_ to a storage": lambda: NUMBERS.clone().set_(MATRIX.untyped_storage()),
+    "resize_": lambda: NUMBERS.clone().resize_(9),
+}
+GENERATORS = {
+    "rand": lambda: torch.rand(3, generator=GENERATOR),
+    "normal_": lambda: NUMBERS.normal_(generator=GENERATOR),
+    "randperm": lambda: torch.randperm(3, generator=GENERATOR),
+}
+REFUSED = {**HOST_READS, **SHAPES_OF_DATA, **FRESH_HOST_DATA, **OTHER_MEMORY, **GENERATORS}
 
 
 @pytest.mark.parametrize("fn", REFUSED.values(), ids=REFUSED)
@@ -430,3 +452,66 @@ def test_a_release_gives_back_the_bytes_of_graphs():
     runtime.capture(lambda: x + 1)
     runtime.release()
     assert runtime.memory_used() == 0
+
+
+def test_a_replay_over_an_input_that_was_freed_is_refused_before_it_runs():
+    x, y = torch.ones(2), torch.zeros(2)
+    graph = capture(lambda: y.add_(1).copy_(x))
+    del x
+    with pytest.raises(CaptureError, match="8 bytes that aten::copy_ uses were freed since"):
+        graph.replay()
+    assert y.tolist() == [0, 0]
+
+
+def test_a_replay_over_an_input_that_was_moved_is_refused():
+    x, y = torch.ones(2), torch.zeros(2)
+    graph = capture(lambda: y.copy_(x))
+    x.resize_(1 << 12)
+    with pytest.raises(CaptureError, match="were moved since"):
+        graph.replay()
+
+
+def test_a_view_keeps_the_input_of_a_graph():
+    x, y = torch.ones(2), torch.zeros(2)
+    graph = capture(lambda: y.copy_(x))
+    view = x[:1]
+    del x
+    graph.replay()
+    assert y.tolist() == [1, 1] and view.tolist() == [1]
+
+
+def test_a_graph_keeps_no_input_alive():
+    x, y = torch.ones(2), torch.zeros(2)
+    graph = capture(lambda: y.copy_(x))
+    alive = weakref.ref(x)
+    del x
+    assert alive() is None and graph.num_nodes == 1
+
+
+def test_memory_that_a_replay_does_not_write_does_not_survive_from_the_last_one():
+    """A pool lends the memory of an intermediate to whatever runs next."""
+    y = torch.zeros(2)
+    graph = capture(lambda: y.copy_(torch.empty(2).nan_to_num_(1.0).add_(1)))
+    for _ in range(2):
+        graph.replay()
+        assert y.tolist() == [2, 2]
+
+
+def test_the_default_generator_draws_anew_in_each_replay():
+    y = torch.zeros(4)
+    graph = capture(lambda: y.copy_(torch.rand(4)))
+    graph.replay()
+    first = y.clone()
+    graph.replay()
+    assert not torch.equal(first, y)
+
+
+def test_a_capture_draws_no_random_numbers():
+    before = torch.get_rng_state()
+    capture(lambda: torch.rand(4))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_tensor_of_host_memory_can_be_made_again_after_a_capture():
+    capture(lambda: NUMBERS + 1)
+    assert torch.frombuffer(bytearray(b"ab"), dtype=torch.uint8).tolist() == [97, 98]

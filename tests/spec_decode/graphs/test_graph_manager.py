@@ -102,8 +102,8 @@ def test_a_replay_past_a_capture_constant_is_refused_and_not_run(name):
 
 
 def test_each_graph_keeps_the_constants_it_was_captured_with():
-    tight = CaptureConstants(max_reqs=8, max_query_len=1, max_seq_len=8)
-    manager = captured(roomy=Work(), tight=Work(tight))
+    roomy, tight = Work(), Work(CaptureConstants(max_reqs=8, max_query_len=1, max_seq_len=8))
+    manager = captured(roomy=roomy, tight=tight)
     manager.replay(GraphKey("roomy", 1), ROOMY)
     with pytest.raises(BatchError):
         manager.replay(GraphKey("tight", 1), ROOMY)
