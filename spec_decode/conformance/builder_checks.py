@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
-from builders import AdvanceLevel
+from builders import AdvanceLevel, HostLengths
 from spec_decode.conformance.cases import base_cases, joined, page_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import ADVANCE, with_case
 from spec_decode.graphs import CaptureError, runtime_for
 from spec_decode.testing.batches import DECODE, MAX_SEQ_LEN, SINGLE, VERIFY, Batch, Case
 from spec_decode.testing.error_location import error_location
-from spec_decode.testing.expectations import CheckFailure, Measurements, expect, worst
+from spec_decode.testing.expectations import CheckFailure, Measurements, Unsupported, expect, worst
+from spec_decode.testing.host_reads import refuse_host_reads
 from spec_decode.testing.metadata_fields import (
     changed_since,
     copies_of,
     expect_same_fields,
     host_fields_of,
     memory_layouts_of,
+    tensors_of,
 )
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
@@ -130,6 +133,44 @@ def plans_ahead_attend_right(subject: Subject, case: Case) -> Measurements:
         contract = f"attention at planned step {step}"
         measured.append(built.expect_attention(contract, cache=_CACHE.format(step), metadata=metadata))
     return worst(measured)
+
+
+@check(
+    "metadata serves every batch within its capture constants, not only within the bound that it was built for",
+    base_cases({"decode": Batch((1, 1), (5, 30), 3)}),
+    advances=True,
+    since=(1, 1),
+)
+def constants_are_served(subject: Subject, case: Case) -> Measurements:
+    fixture, rows = PagedFixture(subject, case.spec, case.batch.rows), case.batch.rows
+    built = fixture.build(case.batch, max_seq_len=64)
+    longest = min(built.builder.capture_constants(built.metadata).max_seq_len, fixture.max_seq_len)
+    built.replace(Batch((1,) * rows, (longest,) * rows, rows))
+    return built.expect_attention(f"attention over {longest} tokens, which the capture constants admit")
+
+
+@check(
+    "build() reads nothing of the device where the builder asks for no lengths on the host",
+    base_cases({"decode": DECODE, "verify": VERIFY}),
+    covers=with_case(),
+    since=(1, 1),
+)
+def build_reads_no_device(subject: Subject, case: Case) -> None:
+    host_lengths = subject.backend.builder.host_lengths
+    if host_lengths is not HostLengths.NONE:
+        raise Unsupported(f"the builder asks for lengths on the host: {host_lengths.value}")
+    # The first build of a shape may plan it.
+    built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch)
+    unknown = replace(built.view(), host_seq_lens=None, host_seq_lens_exact=False)
+    try:
+        with refuse_host_reads(subject.device, [*tensors_of(unknown).values(), *tensors_of(built.metadata).values()]):
+            built.builder.build(unknown)
+    except RuntimeError as error:
+        raise CheckFailure(
+            contract="host_lengths NONE: a build waits for nothing of the device",
+            expected="device work only",
+            got=f"{error}{error_location(error)}",
+        ) from error
 
 
 @check("advance() keeps every address, shape, dtype and host field", _DECODE, advances=True)

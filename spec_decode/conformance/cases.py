@@ -69,11 +69,27 @@ _VARIANTS: dict[AttentionKind, dict[str, dict[str, Any]]] = {
         "deepseek_v4_packed_page_1": {**_V4, "num_q_heads": 4, "kv_dtype": torch.float8_e4m3fn, "page_size": 1},
     },
 }
+_ROWS = Batch((1,) * 96, tuple(1 + 7 * row % 40 for row in range(96)), 96)
+_LONG = Batch((1, 1), (4099, 2051), 2)
+"""Lengths that fp16 cannot hold, the first in more than 64 splits of 64 tokens."""
+_SHORT = Batch((1, 1, 1), (1, 24, 49), 4)
+_EDGES: dict[str, tuple[dict[str, Any], Batch]] = {
+    "rows_96": ({}, _ROWS),
+    "length_4099": ({}, _LONG),
+    "scores_200": ({"scale": 8.0}, Batch((1, 1, 1), (1, 33, 142), 4)),
+    "group_3": ({"num_q_heads": 3, "num_kv_heads": 1}, _SHORT),
+    "group_7": ({"num_q_heads": 7, "num_kv_heads": 1}, _SHORT),
+    "page_24": ({"page_size": 24}, _SHORT),
+    "dim_192": ({"head_dim": 192}, _SHORT),
+    "dim_512": ({"head_dim": 512}, _SHORT),
+}
+"""Of the base spec, and each on the one batch that shows it: they are what a kernel is tuned or compiled around."""
 
 
 def tested_values(field: str) -> list[int]:
     """The values of an int field of the spec that some variant of some kind has."""
     every = [change for kind in AttentionKind for change in (*PLAIN_SPECS[kind], *_VARIANTS[kind].values())]
+    every += [change for change, _ in _EDGES.values()]
     return sorted({change[field] for change in every if field in change})
 
 
@@ -91,6 +107,12 @@ def spec_cases(batches: dict[str, Batch], variants: Collection[str] | None = Non
 def base_cases(batches: dict[str, Batch]) -> Cases:
     """A case generator: a few telling variants with every batch."""
     return spec_cases(batches, ("base", "window", "deepseek_v3", "deepseek_v4_packed"))
+
+
+def edge_cases(subject: Subject) -> list[tuple[str, Case]]:
+    """The edges of size and number that the variants stay within."""
+    base = subject.base_spec()
+    return [(edge, Case(_changed(base, changes), batch)) for edge, (changes, batch) in _EDGES.items()]
 
 
 _PAGES = ("page_4", "page_64", "page_128")

@@ -19,7 +19,7 @@ from spec_decode.graphs.emulator import HostReadGuard
 from spec_decode.models import AttentionInputs, EagleDraft
 from spec_decode.sampling.draft_sampler import NO_TOKEN
 from spec_decode.testing import oracle
-from spec_decode.testing.draft_fixture import MAX_SEQ_LEN, VOCAB, DraftFixture, target_of
+from spec_decode.testing.draft_fixture import MAX_SEQ_LEN, VOCAB, DraftFixture, DraftShape, target_of
 from spec_decode.testing.error_location import error_location
 from spec_decode.testing.expectations import CheckFailure, Measurements, Unsupported, expect
 from spec_decode.testing.subject import Subject
@@ -53,8 +53,8 @@ _DraftRun = dict[tuple[int, str], torch.Tensor]
 _AXES = {
     "draft tokens": ("step", "row"),
     "cached logits": ("step", "row", "column"),
-    "key cache": ("page", "slot", "head", "dim"),
-    "value cache": ("page", "slot", "head", "dim"),
+    "key cache": ("layer", "page", "slot", "head", "dim"),
+    "value cache": ("layer", "page", "slot", "head", "dim"),
     "overflow flags": ("row",),
 }
 
@@ -68,19 +68,19 @@ def _draft(
     min_confidence: float = 0.0,
 ) -> _DraftRun:
     """Two rounds; in the second one request has left and the others sit in other rows. draft_lens: of each request."""
-    group, tables = fixture.group(), fixture.tables()
+    groups, tables = fixture.groups(), fixture.tables()
     config = DrafterConfig(
         num_speculative_tokens=fixture.num_speculative_tokens,
         strategy=strategy,
         capture_sizes=[fixture.num_reqs],
         min_confidence=min_confidence,
     )
-    drafter = Drafter(fixture.model, [group], tables, config)
+    drafter = Drafter(fixture.model, groups, tables, config)
     lengths = None if draft_lens is None else torch.tensor(draft_lens, dtype=torch.int32, device=tables.device)
     contexts, limits, pages = fixture.contexts(), fixture.limits(), fixture.pages
     run: _DraftRun = {}
     for round_ in range(_ROUNDS):
-        tables.load([pages], limits)
+        tables.load(pages, limits)
         verified = _verified(fixture, contexts, temperature, round_)
         if lengths is not None:
             verified = verified._replace(draft_lens=lengths[-len(contexts) :])
@@ -89,8 +89,10 @@ def _draft(
         run[round_, "cached logits"] = torch.where(drafts.tokens[..., None] >= 0, drafts.logits, 0.0).transpose(0, 1)
         moved = [c + int(a) + 1 for c, a in zip(contexts, verified.accepted.cpu(), strict=True)]
         stay = slice(1, None) if len(moved) > 1 else slice(None)
-        contexts, limits, pages = moved[stay], limits[stay], pages[stay]
-    after = {"key cache": group.caches[0].key, "value cache": group.caches[0].value, "overflow flags": tables.overflow}
+        contexts, limits, pages = moved[stay], limits[stay], [rows[stay] for rows in pages]
+    caches = [cache for group in groups for cache in group.caches.values()]
+    after = {f"{part} cache": torch.stack([getattr(cache, part) for cache in caches]) for part in ("key", "value")}
+    after["overflow flags"] = tables.overflow
     return run | {(_ROUNDS, field): tensor for field, tensor in after.items()}
 
 
@@ -106,8 +108,13 @@ def _shapes(*shapes: tuple[int, int]) -> Cases:
 )
 @_without_interpreter
 def strategies_agree(subject: Subject, case: tuple[int, int]) -> Measurements:
-    steps, num_reqs = case
-    fixture = DraftFixture.make(subject, num_reqs, steps)
+    return _compare_strategies(subject, *case)
+
+
+def _compare_strategies(
+    subject: Subject, steps: int, num_reqs: int, shape: DraftShape = DraftShape.ONE
+) -> Measurements:
+    fixture = DraftFixture.make(subject, num_reqs, steps, shape)
     compared = [_compare(partial(_draft, fixture, temperature=t))[1] for t in (0.0, 1.0)]
     return {"runs_compared": float(sum(compared))}
 
@@ -189,12 +196,42 @@ def _expect_same(run: _DraftRun, wanted: _DraftRun, what: str) -> None:
 )
 @_without_interpreter
 def steps_attend_to_the_logical_prefix(subject: Subject, case: tuple[int, int]) -> Measurements:
-    steps, num_reqs = case
-    fixture = DraftFixture.make(subject, num_reqs, steps)
-    group, tables = fixture.group(), fixture.tables()
-    context = _context_of(fixture, group)
-    drafter = Drafter(fixture.model, [group], tables, DrafterConfig(num_speculative_tokens=steps))
-    tables.load([fixture.pages], [MAX_SEQ_LEN] * num_reqs)
+    return _compare_with_dense(subject, *case)
+
+
+_SHAPES = {f"k3-n2-{shape.value}": (3, 2, shape) for shape in (DraftShape.LAYERS, DraftShape.GROUPS)}.items()
+
+
+@check(
+    "two layers of a group, and groups of other pages and windows, each attend to the layer's own logical tokens",
+    lambda subject: _SHAPES,
+    since=(1, 1),
+)
+@_without_interpreter
+def layers_and_groups_attend_to_their_own_prefix(subject: Subject, case: tuple[int, int, DraftShape]) -> Measurements:
+    return _compare_with_dense(subject, *case)
+
+
+@check(
+    "with two layers in a group, and with several groups, every strategy drafts the same bits as eager",
+    lambda subject: _SHAPES,
+    covers=every_strategy,
+    since=(1, 1),
+)
+@_without_interpreter
+def strategies_agree_on_layers_and_groups(subject: Subject, case: tuple[int, int, DraftShape]) -> Measurements:
+    return _compare_strategies(subject, *case)
+
+
+def _compare_with_dense(
+    subject: Subject, steps: int, num_reqs: int, shape: DraftShape = DraftShape.ONE
+) -> Measurements:
+    """A round in the strategy chosen, held against a dense computation of each step's logits."""
+    fixture = DraftFixture.make(subject, num_reqs, steps, shape)
+    groups, tables = fixture.groups(), fixture.tables()
+    context = _context_of(fixture, groups)
+    drafter = Drafter(fixture.model, groups, tables, DrafterConfig(num_speculative_tokens=steps))
+    tables.load(fixture.pages, [MAX_SEQ_LEN] * num_reqs)
     verified = _verified(fixture, fixture.contexts(), 0.0, 0)
     drafts = drafter.propose(verified)
     reference = _dense_logits(fixture, context, verified, drafts.tokens.cpu(), torch.float64)
@@ -211,35 +248,47 @@ def steps_attend_to_the_logical_prefix(subject: Subject, case: tuple[int, int]) 
     return {"error": error, "budget": budget, "error_over_budget": error / budget}
 
 
-def _context_of(fixture: DraftFixture, group: KVGroup) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The keys and values each request starts with, read out of the cache by the page table's own arithmetic."""
-    size, cache = fixture.spec.page_size, group.caches[0]
-    contexts = []
-    for row, length in zip(fixture.pages, fixture.contexts(), strict=True):
-        page = torch.tensor([row[p // size] for p in range(length)], dtype=torch.int64)
-        offset = torch.arange(length) % size
-        contexts.append((cache.key.cpu()[page, offset], cache.value.cpu()[page, offset]))
+_Context = dict[int, tuple[AttentionSpec, torch.Tensor, torch.Tensor]]
+"""By layer: its spec, and the keys and values [length, heads, dim] that a request starts with, on the CPU."""
+
+
+def _context_of(fixture: DraftFixture, groups: list[KVGroup]) -> list[_Context]:
+    """What each request starts with, read out of the caches by the page tables' own arithmetic."""
+    contexts: list[_Context] = [{} for _ in range(fixture.num_reqs)]
+    size = fixture.spec.page_size
+    for group, rows in zip(groups, fixture.pages, strict=True):
+        for context, row, length in zip(contexts, rows, fixture.contexts(), strict=True):
+            page = torch.tensor([row[p // size] for p in range(length)], dtype=torch.int64)
+            offset = torch.arange(length) % size
+            for layer, cache in group.caches.items():
+                context[layer] = group.spec, cache.key.cpu()[page, offset], cache.value.cpu()[page, offset]
     return contexts
 
 
 class _DenseAttention:
-    """The oracle as a model's attention: one request's logical keys and values, grown by every call."""
+    """The oracle as a model's attention: one request's logical keys and values, grown by every call of a layer."""
 
-    def __init__(self, spec: AttentionSpec, key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> None:
-        self.spec, self.dtype = spec, dtype
-        self.key, self.value = key.to(dtype), value.to(dtype)
+    def __init__(self, context: _Context, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.context = {layer: (spec, key.to(dtype), value.to(dtype)) for layer, (spec, key, value) in context.items()}
+
+    @property
+    def length(self) -> int:
+        """Tokens before those of the next step."""
+        return self.context[0][1].shape[0]
 
     def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
-        query, key, value = inputs.normed_and_rotated()
-        self.key, self.value = torch.cat([self.key, key]), torch.cat([self.value, value])
-        length = self.key.shape[0]
-        batch = oracle.LogicalBatch([query], [self.key], [self.value], [length], inputs.sinks)
-        return oracle.attention(self.spec, batch, dtype=self.dtype)[0]
+        query, new_key, new_value = inputs.normed_and_rotated()
+        spec, key, value = self.context[inputs.layer]
+        key, value = torch.cat([key, new_key]), torch.cat([value, new_value])
+        self.context[inputs.layer] = spec, key, value
+        batch = oracle.LogicalBatch([query], [key], [value], [key.shape[0]], inputs.sinks)
+        return oracle.attention(spec, batch, dtype=self.dtype)[0]
 
 
 def _dense_logits(
     fixture: DraftFixture,
-    context: list[tuple[torch.Tensor, torch.Tensor]],
+    contexts: list[_Context],
     verified: VerifiedTokens,
     drafted: torch.Tensor,
     dtype: torch.dtype,
@@ -247,14 +296,14 @@ def _dense_logits(
     """Logits [n, K, V] of each step given the drafted tokens, one request at a time, with the oracle's attention."""
     model = _dense_model(fixture, dtype)
     rows = []
-    for request, (key, value) in enumerate(context):
-        attention = _DenseAttention(fixture.spec, key, value, dtype)
+    for request, context in enumerate(contexts):
+        attention = _DenseAttention(context, dtype)
         accepted = int(verified.accepted[request])
         ids = [*verified.token_ids[request].tolist()[1 : accepted + 1], int(verified.next_tokens[request])]
         hidden = verified.target_hidden_states[request, : accepted + 1].cpu().to(dtype)
         logits = []
         for step in range(fixture.num_speculative_tokens):
-            start = attention.key.shape[0]
+            start = attention.length
             positions = torch.arange(start, start + len(ids))
             hidden = model.forward(torch.tensor(ids), hidden, positions, attention)[-1:]
             logits.append(model.logits(hidden)[0])
@@ -266,7 +315,7 @@ def _dense_logits(
 def _dense_model(fixture: DraftFixture, dtype: torch.dtype) -> EagleDraft:
     """The fixture's model on the CPU in another precision."""
     target = target_of(fixture.model.config)
-    model = EagleDraft(fixture.model.config, target)
+    model = type(fixture.model)(fixture.model.config, target)
     model.load_state_dict(fixture.model.state_dict())
     for mine, shared in zip((target.embed, target.lm_head), fixture.model._shared, strict=True):
         mine.load_state_dict(shared.state_dict())
@@ -290,10 +339,10 @@ def a_round_never_waits(subject: Subject, case: Strategy | None) -> None:
     tables = fixture.tables()
     config = DrafterConfig(num_speculative_tokens=4, strategy=case)
     try:
-        drafter = Drafter(fixture.model, [fixture.group()], tables, config)
+        drafter = Drafter(fixture.model, fixture.groups(), tables, config)
     except StrategyError as error:
         raise Unsupported(str(error)) from error
-    tables.load([fixture.pages], [MAX_SEQ_LEN] * 3)
+    tables.load(fixture.pages, [MAX_SEQ_LEN] * 3)
     verified = _verified(fixture, fixture.contexts(), 0.0, 0)
     drafter.propose(verified)
     try:

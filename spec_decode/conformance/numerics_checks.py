@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 
-from spec_decode.conformance.cases import spec_cases
+import torch
+
+from builders import BatchError
+from spec_decode.conformance.cases import base_cases, edge_cases, spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import with_case
-from spec_decode.testing.batches import DECODE, RAGGED, SINGLE, VERIFY, Case
-from spec_decode.testing.expectations import Measurements, expect
+from spec_decode.testing.batches import DECODE, RAGGED, SINGLE, VERIFY, Batch, Case
+from spec_decode.testing.expectations import Measurements, Unsupported, expect
+from spec_decode.testing.metadata_fields import changed_since, copies_of
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
+
+_LAYOUTS = base_cases({"decode": Batch((1, 1, 1), (1, 33, 142), 4), "verify": Batch((3, 3), (17, 60), 3)})
+
+_STORED = "write_kv stores each token in its slot and nothing else"
 
 check = Family("numerics", covers=with_case())
 
@@ -24,7 +32,7 @@ check = Family("numerics", covers=with_case())
 )
 def attention_is_right(subject: Subject, case: Case) -> Measurements:
     built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch)
-    return built.expect_attention("attention", cache="write_kv stores each token in its slot and nothing else")
+    return built.expect_attention("attention", cache=_STORED)
 
 
 @check(
@@ -47,3 +55,52 @@ def infinite_sinks_are_defined(subject: Subject, case: Case) -> Measurements:
         got=f"up to {out[:, 1::3].abs().max().item():.2e} and {out[live:].abs().max().item():.2e}",
     )
     return fixture.assert_within_budget(out, case.batch.seq_lens, queries, contract="attention beside infinite sinks")
+
+
+@check(
+    "attention is right beside the usual sizes: many rows, long contexts, large scores, odd groups, pages and dims",
+    edge_cases,
+    shrink=True,
+    since=(1, 1),
+)
+def edges_are_right(subject: Subject, case: Case) -> Measurements:
+    fixture = PagedFixture(subject, case.spec, case.batch.rows, max_seq_len=max(case.batch.seq_lens))
+    return fixture.build(case.batch).expect_attention("attention", cache=_STORED)
+
+
+@check("keys and values are read and written by their own strides", _LAYOUTS, since=(1, 1))
+def strides_are_followed(subject: Subject, case: Case) -> Measurements:
+    fixture = PagedFixture(subject, case.spec, case.batch.rows)
+    if case.spec.fp8_ds_mla:
+        raise Unsupported("the bytes of a page of fp8_ds_mla are adjacent")
+    fixture.interleave()
+    try:
+        return fixture.build(case.batch).expect_attention("attention over heads and tokens apart", cache=_STORED)
+    except BatchError as refusal:
+        raise Unsupported(str(refusal)) from refusal
+
+
+@check("rows that share the pages of a prefix each read them", _LAYOUTS, since=(1, 1))
+def shared_pages_are_read_by_each_row(subject: Subject, case: Case) -> Measurements:
+    query, shared = case.batch.query_lens[0], 2 * case.spec.page_size
+    batch = Batch((query,) * 3, tuple(shared + query + more for more in (0, 1, case.spec.page_size)), 4)
+    fixture = PagedFixture(subject, case.spec, batch.rows, max_seq_len=max(batch.seq_lens))
+    fixture.share_prefix(2)
+    return fixture.build(batch).expect_attention("attention over a shared prefix", cache=_STORED)
+
+
+@check("forward() changes neither its metadata nor its query", _LAYOUTS, since=(1, 1))
+def forward_leaves_its_inputs_alone(subject: Subject, case: Case) -> None:
+    fixture = PagedFixture(subject, case.spec, case.batch.rows)
+    metadata = fixture.build(case.batch).metadata
+    query, key, value = fixture.inputs(case.batch, case.batch.seq_lens, fixture.queries(case.batch))
+    subject.backend.write_kv(key, value, fixture.cache, metadata)
+    before, asked = copies_of(metadata), query.clone()
+    fixture.forward(query, metadata)
+    changed = changed_since(before, metadata) + ([] if torch.equal(query, asked) else ["query"])
+    expect(
+        not changed,
+        contract="the next layer of the group gets the same metadata, and a model may read its query again",
+        expected="no change",
+        got=f"{changed} changed",
+    )

@@ -27,8 +27,9 @@ from spec_decode.graphs.pieces import PiecewiseGraph, SplitOpCall
 from spec_decode.graphs.runtime import CaptureError, Graph, SplitOp
 
 _CONVERSIONS = ("bool", "int", "float", "index", "array", "dlpack", "repr")
-_HOST_READS = {getattr(torch.Tensor, name) for name in ("tolist", "numpy", "cpu", "item")}
-_HOST_READS |= {getattr(torch.Tensor, f"__{name}__") for name in _CONVERSIONS}
+HOST_READS = {getattr(torch.Tensor, name) for name in ("tolist", "numpy", "cpu", "item")}
+HOST_READS |= {getattr(torch.Tensor, f"__{name}__") for name in _CONVERSIONS}
+"""Methods that read a tensor from the host, of which on a CPU no dispatched operation tells."""
 _FRESH_HOST_DATA = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"}
 _MOVES_STORAGE = {"aten::resize_", "aten::resize_as_", "aten::set_"}
 _HOST_BUFFERS = ("frombuffer", "from_dlpack")
@@ -182,7 +183,7 @@ class HostReadGuard(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _HOST_READS:
+        if func in HOST_READS:
             raise _capture_error(f"Tensor.{func.__name__}", "reads the device from the host")
         named = (*args[1:], *(kwargs or {}).values()) if func is torch.Tensor.to else ((kwargs or {}).get("device"),)
         if any(isinstance(value, str) and value.startswith("cpu") for value in named):
@@ -282,18 +283,25 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
 
 def _check_capturable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     name = func._schema.name
-    if torch.Tag.data_dependent_output in func.tags or name in _CHECKS_ON_THE_HOST:
-        raise _capture_error(name, "reads the device from the host")
-    if torch.Tag.dynamic_output_shape in func.tags and name not in _BOOL_INDEXED:
-        raise _capture_error(name, "makes a shape that depends on device data")
+    if read := host_read(func, args):
+        raise _capture_error(name, read)
     if name in _MOVES_STORAGE:
         raise _capture_error(name, "moves a tensor to other memory")
     if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
         raise _capture_error(name, "draws from a generator whose state the graph does not move")
     if name in _FRESH_HOST_DATA:
         raise _capture_error(name, "copies fresh host data to the device")
-    if name in _BOOL_INDEXED and any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):
-        raise _capture_error(name, "indexes by a mask, whose count only the device knows")
+
+
+def host_read(func: Any, args: tuple[Any, ...]) -> str:
+    """What of a dispatched operation waits for the device, in words; empty if nothing does."""
+    name = func._schema.name
+    if torch.Tag.data_dependent_output in func.tags or name in _CHECKS_ON_THE_HOST:
+        return "reads the device from the host"
+    if name in _BOOL_INDEXED:
+        masked = any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+        return "indexes by a mask, whose count only the device knows" if masked else ""
+    return "makes a shape that depends on device data" if torch.Tag.dynamic_output_shape in func.tags else ""
 
 
 def _refused(name: str, why: str) -> Callable[..., Any]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import torch
+from torch import nn
 
 from builders import AttentionKind, AttentionSpec, RequestTables
 from spec_decode.drafter.kv_groups import KVGroup, make_group
-from spec_decode.models import EagleDraft, LatentConfig, LlamaTarget, ModelConfig
+from spec_decode.models import Attention, EagleDraft, LatentConfig, LayerGroup, LlamaTarget, ModelConfig
 from spec_decode.testing.subject import Subject
 
 MAX_SEQ_LEN = 96
@@ -16,28 +19,70 @@ VOCAB = 40
 _WINDOW = 24
 
 
+class DraftShape(Enum):
+    """The layers of the model."""
+
+    ONE = "one"
+    LAYERS = "layers"
+    """Two in one group."""
+    GROUPS = "groups"
+    """Two groups of one spec, one layer each, and one without their window where the backend serves that."""
+
+
+class StackedDraft(EagleDraft):
+    """The draft with as many layers as its config has."""
+
+    def __init__(self, config: ModelConfig, target: LlamaTarget) -> None:
+        super().__init__(config, target)
+        self.more = nn.ModuleList(type(self.layer)(config, index) for index in range(1, config.num_layers))
+
+    def forward(
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
+    ) -> torch.Tensor:
+        """See EagleDraft."""
+        rope, delta = self.rotary(positions), None
+        x = self.fuse(token_ids, self._shared[0].weight, hidden)
+        for layer in (self.layer, *self.more):
+            x, delta = layer(x, delta, rope, attention)
+        hidden_states: torch.Tensor = self.norm(x, delta)[1]
+        return hidden_states
+
+
 @dataclass(frozen=True, slots=True)
 class DraftFixture:
     """A model on the backend with n requests; everything random is drawn from fixed seeds."""
 
     subject: Subject
-    spec: AttentionSpec
+    layer_groups: tuple[LayerGroup, ...]
     model: EagleDraft
     num_reqs: int
     num_speculative_tokens: int
 
     @classmethod
-    def make(cls, subject: Subject, num_reqs: int, num_speculative_tokens: int) -> DraftFixture:
+    def make(
+        cls, subject: Subject, num_reqs: int, num_speculative_tokens: int, shape: DraftShape = DraftShape.ONE
+    ) -> DraftFixture:
         """The fixture with a model of the backend's draft spec."""
-        spec = draft_spec(subject)
-        return cls(subject, spec, draft_model(spec, subject.device), num_reqs, num_speculative_tokens)
+        groups = _layer_groups(subject, shape)
+        num_layers = sum(len(group.layers) for group in groups)
+        model = draft_model(groups[0].spec, subject.device, num_layers=num_layers)
+        return cls(subject, groups, model, num_reqs, num_speculative_tokens)
 
     @property
-    def pages(self) -> list[list[int]]:
-        """The pages of each request, enough for MAX_SEQ_LEN tokens."""
+    def spec(self) -> AttentionSpec:
+        """That of the first group."""
+        return self.layer_groups[0].spec
+
+    @property
+    def pages(self) -> list[list[list[int]]]:
+        """Of each group, the pages of each request, enough for MAX_SEQ_LEN tokens."""
         each = -(-MAX_SEQ_LEN // self.spec.page_size)
-        order = torch.randperm(self.num_reqs * each, generator=torch.Generator().manual_seed(self.num_reqs)).tolist()
-        return [order[r * each : (r + 1) * each] for r in range(self.num_reqs)]
+        seeds = [self.num_reqs + 1000 * group for group in range(len(self.layer_groups))]
+        orders = [
+            torch.randperm(self.num_reqs * each, generator=torch.Generator().manual_seed(seed)).tolist()
+            for seed in seeds
+        ]
+        return [[order[r * each : (r + 1) * each] for r in range(self.num_reqs)] for order in orders]
 
     def contexts(self) -> list[int]:
         """KV tokens before the first round: at page edges, around the window, and near the limit."""
@@ -53,15 +98,19 @@ class DraftFixture:
             for r, context in enumerate(self.contexts())
         ]
 
-    def group(self) -> KVGroup:
-        """A fresh cache, filled with the same noise each time: the logical context of every request."""
-        return noisy_group(self.subject, self.spec, sum(len(row) for row in self.pages))
+    @property
+    def num_pages(self) -> int:
+        return sum(len(row) for row in self.pages[0])
+
+    def groups(self) -> list[KVGroup]:
+        """Fresh caches, filled with the same noise each time: the logical context of every request."""
+        return [noisy_group(self.subject, g.spec, self.num_pages, g.layers) for g in self.layer_groups]
 
     def tables(self) -> RequestTables:
         """Tables for these requests, still empty."""
         return RequestTables(
-            page_sizes=[self.spec.page_size],
-            num_pages=[sum(len(row) for row in self.pages)],
+            page_sizes=[group.spec.page_size for group in self.layer_groups],
+            num_pages=[self.num_pages] * len(self.layer_groups),
             max_reqs=self.num_reqs,
             max_seq_len=MAX_SEQ_LEN,
             device=self.subject.device,
@@ -83,13 +132,24 @@ def draft_spec(subject: Subject, *, window: int = _WINDOW, page_size: int | None
     return next(spec for spec in (*with_sinks, windowed, base) if subject.backend.supports(spec, subject.device))
 
 
-def draft_model(spec: AttentionSpec, device: torch.device, *, max_seq_len: int = MAX_SEQ_LEN) -> EagleDraft:
-    """A draft of one layer with that attention for requests of max_seq_len tokens; its weights are always the same."""
+def _layer_groups(subject: Subject, shape: DraftShape) -> tuple[LayerGroup, ...]:
+    spec = draft_spec(subject)
+    if shape is not DraftShape.GROUPS:
+        return (LayerGroup(name="draft", spec=spec, layers=(0, 1) if shape is DraftShape.LAYERS else (0,)),)
+    whole = replace(spec, sliding_window=None)
+    specs = [spec, spec, *([whole] if whole != spec and subject.backend.supports(whole, subject.device) else [])]
+    return tuple(LayerGroup(name=f"draft {i}", spec=each, layers=(i,)) for i, each in enumerate(specs))
+
+
+def draft_model(
+    spec: AttentionSpec, device: torch.device, *, max_seq_len: int = MAX_SEQ_LEN, num_layers: int = 1
+) -> EagleDraft:
+    """A draft with that attention for requests of max_seq_len tokens; its weights are always the same."""
     config = ModelConfig(
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=96,
-        num_layers=1,
+        num_layers=num_layers,
         num_q_heads=spec.num_q_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
@@ -102,7 +162,7 @@ def draft_model(spec: AttentionSpec, device: torch.device, *, max_seq_len: int =
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         target = target_of(config)
-        draft = EagleDraft(config, target)
+        draft = StackedDraft(config, target)
         for parameter in (*target.parameters(), *draft.parameters()):
             parameter.requires_grad_(False).mul_(2.0)
         for name, parameter in draft.named_parameters():
@@ -118,10 +178,11 @@ def target_of(config: ModelConfig) -> LlamaTarget:
     return LlamaTarget(replace(config, num_layers=0, latent=None))
 
 
-def noisy_group(subject: Subject, spec: AttentionSpec, num_pages: int) -> KVGroup:
-    """A group of one layer whose fresh cache holds noise, the same each time."""
-    group = make_group("draft", subject.backend, spec, [0], num_pages=num_pages, device=subject.device)
-    generator = torch.Generator().manual_seed(7)
-    for cache in (group.caches[0].key, group.caches[0].value):
-        cache.copy_(torch.randn(cache.shape, generator=generator).to(cache.dtype))
+def noisy_group(subject: Subject, spec: AttentionSpec, num_pages: int, layers: Sequence[int] = (0,)) -> KVGroup:
+    """A group of these layers whose fresh caches hold noise, the same each time."""
+    group = make_group("draft", subject.backend, spec, layers, num_pages=num_pages, device=subject.device)
+    generator = torch.Generator().manual_seed(7 + layers[0])
+    for layer in layers:
+        for cache in (group.caches[layer].key, group.caches[layer].value):
+            cache.copy_(torch.randn(cache.shape, generator=generator).to(cache.dtype))
     return group

@@ -19,21 +19,30 @@ from spec_decode.testing.subject import Subject
 
 
 class PagedFixture:
-    """Tables, a poisoned cache, and the logical keys and values of up to `rows` requests of MAX_SEQ_LEN tokens each.
+    """Tables, a poisoned cache, and the logical keys and values of up to `rows` requests of max_seq_len tokens each.
 
     Every page is NaN until a token is put there, so a read outside a request's prefix shows in the output, and any
     write outside its slots shows in the cache.
     """
 
     def __init__(
-        self, subject: Subject, spec: AttentionSpec, rows: int, *, seed: int = 0, limits: Sequence[int] | None = None
+        self,
+        subject: Subject,
+        spec: AttentionSpec,
+        rows: int,
+        *,
+        seed: int = 0,
+        limits: Sequence[int] | None = None,
+        max_seq_len: int = MAX_SEQ_LEN,
     ) -> None:
         """limits: tokens that each request may have. Raises Unsupported where the backend refuses the spec."""
         subject.require_supported(spec)
         self.subject, self.spec, self.rows = subject, spec, rows
         self.device = subject.device
         self.generator = torch.Generator().manual_seed(seed)
-        per_request = -(-MAX_SEQ_LEN // spec.page_size)
+        self.max_seq_len = max_seq_len
+        self.shared_tokens = 0
+        per_request = -(-max_seq_len // spec.page_size)
         self.num_pages = rows * per_request + 3
         order = torch.randperm(self.num_pages, generator=self.generator).tolist()
         self.pages = [order[r * per_request : (r + 1) * per_request] for r in range(rows)]
@@ -41,10 +50,10 @@ class PagedFixture:
             page_sizes=[spec.page_size],
             num_pages=[self.num_pages],
             max_reqs=rows,
-            max_seq_len=MAX_SEQ_LEN,
+            max_seq_len=max_seq_len,
             device=self.device,
         )
-        self.limits = list(limits) if limits is not None else [MAX_SEQ_LEN] * rows
+        self.limits = list(limits) if limits is not None else [max_seq_len] * rows
         self.layout = layout_of(spec)
         self.key = [self._random(spec.head_dim) for _ in range(rows)]
         self.value = [self._value_of(key) for key in self.key]
@@ -54,7 +63,7 @@ class PagedFixture:
         self.poison()
 
     def _random(self, dim: int) -> torch.Tensor:
-        numbers = torch.randn(MAX_SEQ_LEN, self.spec.num_kv_heads, dim, generator=self.generator)
+        numbers = torch.randn(self.max_seq_len, self.spec.num_kv_heads, dim, generator=self.generator)
         return self.layout.representable(numbers.to(self.spec.new_kv_dtype))
 
     def _value_of(self, key: torch.Tensor) -> torch.Tensor:
@@ -66,6 +75,23 @@ class PagedFixture:
         """Make every element of the cache NaN."""
         self.layout.poison(self.cache)
 
+    def interleave(self) -> None:
+        """Give the cache other strides: head by head, the key and the value of a token side by side."""
+        spec, latent = self.spec, self.cache.latent
+        shape = (self.num_pages, spec.num_kv_heads, spec.page_size, 2, spec.head_dim)
+        tokens = torch.empty(shape, dtype=spec.cache_dtype, device=self.device).transpose(1, 2)
+        key, value = tokens[..., 0, :], tokens[..., 0 if latent else 1, : spec.out_dim]
+        self.cache = KVCache(key, value)
+        self.poison()
+
+    def share_prefix(self, num_pages: int) -> None:
+        """Let every request begin with the first pages of the first one, and with its tokens in them."""
+        self.shared_tokens = num_pages * self.spec.page_size
+        for request in range(1, self.rows):
+            self.pages[request][:num_pages] = self.pages[0][:num_pages]
+            for rows in (self.key, self.value):
+                rows[request][: self.shared_tokens] = rows[0][: self.shared_tokens]
+
     def load(self, batch: Batch) -> BatchBuffers:
         """Fresh shared state for the batch, with the KV of all but its query tokens in the cache."""
         self.load_tables(len(batch.seq_lens))
@@ -75,7 +101,8 @@ class PagedFixture:
 
     def load_tables(self, num_live: int) -> None:
         """Give the first `num_live` requests their pages and limits."""
-        self.tables.load([self.pages[:num_live]], self.limits[:num_live])
+        writable_from = [self.shared_tokens] * num_live
+        self.tables.load([self.pages[:num_live]], self.limits[:num_live], writable_from=writable_from)
 
     def reload(self, buffers: BatchBuffers, batch: Batch) -> None:
         """Put another batch into the same buffers."""
@@ -106,25 +133,34 @@ class PagedFixture:
     def builder(self) -> MetadataBuilder[Any]:
         """A fresh builder."""
         return self.subject.backend.builder(
-            self.spec, self.device, max_reqs=self.rows, max_tokens=self.rows * 32, max_seq_len=MAX_SEQ_LEN
+            self.spec, self.device, max_reqs=self.rows, max_tokens=self.rows * 32, max_seq_len=self.max_seq_len
         )
 
-    def view(self, buffers: BatchBuffers, batch: Batch, seq_lens: Sequence[int] | None = None) -> AttentionBatch:
-        """What a builder sees. seq_lens: the present lengths, if they are no longer the batch's."""
+    def view(
+        self,
+        buffers: BatchBuffers,
+        batch: Batch,
+        seq_lens: Sequence[int] | None = None,
+        *,
+        max_seq_len: int | None = None,
+    ) -> AttentionBatch:
+        """What a builder sees. seq_lens: the present lengths, if they are no longer the batch's. max_seq_len: a bound
+        on them; None is the fixture's."""
         lens = list(batch.seq_lens if seq_lens is None else seq_lens)
         return buffers.view(
             0,
             num_reqs=batch.rows,
             num_tokens=batch.num_tokens,
             max_query_len=max(batch.query_lens),
+            max_seq_len=max_seq_len,
             uniform=batch.uniform,
             host_seq_lens=lens + [0] * (batch.rows - len(lens)),
             host_seq_lens_exact=True,
         )
 
-    def build(self, batch: Batch, *, horizon: int = 0) -> BuiltBatch:
-        """Load the batch and build its metadata with a fresh builder."""
-        return BuiltBatch(self, batch, horizon=horizon)
+    def build(self, batch: Batch, *, horizon: int = 0, max_seq_len: int | None = None) -> BuiltBatch:
+        """Load the batch and build its metadata with a fresh builder. max_seq_len: as `view` has it."""
+        return BuiltBatch(self, batch, horizon=horizon, max_seq_len=max_seq_len)
 
     def queries(self, batch: Batch) -> list[torch.Tensor]:
         """A fresh query of each live request, [q, num_q_heads, head_dim] in the spec's dtype, on the CPU."""
@@ -211,11 +247,14 @@ class PagedFixture:
 class BuiltBatch:
     """A batch in a paged fixture with its shared state, a builder, its metadata, and the present lengths."""
 
-    def __init__(self, fixture: PagedFixture, batch: Batch, *, horizon: int = 0) -> None:
+    def __init__(
+        self, fixture: PagedFixture, batch: Batch, *, horizon: int = 0, max_seq_len: int | None = None
+    ) -> None:
         self.fixture, self.batch = fixture, batch
         self.seq_lens = list(batch.seq_lens)
         self.buffers, self.builder = fixture.load(batch), fixture.builder()
-        self.metadata = self.builder.build(self.view(), horizon=horizon)
+        view = fixture.view(self.buffers, batch, max_seq_len=max_seq_len)
+        self.metadata = self.builder.build(view, horizon=horizon)
 
     def view(self) -> AttentionBatch:
         """What a builder sees now."""

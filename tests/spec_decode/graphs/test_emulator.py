@@ -455,9 +455,9 @@ def test_a_release_gives_back_the_bytes_of_graphs():
 
 
 def test_a_replay_over_an_input_that_was_freed_is_refused_before_it_runs():
-    x, y = torch.ones(2), torch.zeros(2)
-    graph = capture(lambda: y.add_(1).copy_(x))
-    del x
+    held, y = {"x": torch.ones(2)}, torch.zeros(2)
+    graph = capture(lambda: y.add_(1).copy_(held["x"]))
+    held.clear()
     with pytest.raises(CaptureError, match="8 bytes that aten::copy_ uses were freed since"):
         graph.replay()
     assert y.tolist() == [0, 0]
@@ -472,19 +472,17 @@ def test_a_replay_over_an_input_that_was_moved_is_refused():
 
 
 def test_a_view_keeps_the_input_of_a_graph():
-    x, y = torch.ones(2), torch.zeros(2)
-    graph = capture(lambda: y.copy_(x))
-    view = x[:1]
-    del x
+    held, y = {"x": torch.ones(2)}, torch.zeros(2)
+    graph = capture(lambda: y.copy_(held["x"]))
+    view = held.pop("x")[:1]
     graph.replay()
     assert y.tolist() == [1, 1] and view.tolist() == [1]
 
 
 def test_a_graph_keeps_no_input_alive():
-    x, y = torch.ones(2), torch.zeros(2)
-    graph = capture(lambda: y.copy_(x))
-    alive = weakref.ref(x)
-    del x
+    held, y = {"x": torch.ones(2)}, torch.zeros(2)
+    graph = capture(lambda: y.copy_(held["x"]))
+    alive = weakref.ref(held.pop("x"))
     assert alive() is None and graph.num_nodes == 1
 
 

@@ -1,0 +1,82 @@
+"""Reads of the device by the host, refused while something runs that may not wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from spec_decode.graphs.emulator import HOST_READS, host_read
+
+
+class HostRead(RuntimeError):
+    """The host read what the device computes; the message names the operation."""
+
+
+@contextmanager
+def refuse_host_reads(device: torch.device, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Inside, a read of these tensors, or of what is computed from them, raises HostRead.
+
+    On CUDA whatever waits for the device raises RuntimeError instead. On a CPU other tensors may be the host's own.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return
+    operations = _Operations(tensors)
+    with _Methods(operations), operations:
+        yield
+
+
+class _Operations(TorchDispatchMode):
+    """Follows what is computed from the device's tensors, and refuses operations that hand it to the host."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._kept = list(tensors)
+        self._on_device = {_storage(tensor) for tensor in self._kept}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        reads = self.any_on_device((args, kwargs))
+        if reads and (why := host_read(func, args)):
+            raise HostRead(f"{func._schema.name} {why}")
+        result = func(*args, **(kwargs or {}))
+        if reads:
+            written = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)]
+            self._kept += written
+            self._on_device |= {_storage(tensor) for tensor in written}
+        return result
+
+    def any_on_device(self, values: Any) -> bool:
+        """Whether a tensor among them is the device's."""
+        return any(isinstance(leaf, torch.Tensor) and _storage(leaf) in self._on_device for leaf in tree_leaves(values))
+
+
+class _Methods(TorchFunctionMode):
+    """Refuses the reads that no dispatched operation shows."""
+
+    def __init__(self, operations: _Operations) -> None:
+        super().__init__()
+        self._operations = operations
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in HOST_READS and self._operations.any_on_device(args):
+            raise HostRead(f"Tensor.{func.__name__} reads the device from the host")
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
