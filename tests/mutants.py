@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from attn_backends import Accepted, AttentionBackend, Capabilities, Rejected, get, registry
+from attn_backends import Accepted, AttentionBackend, Capabilities, KVCache, Rejected, get, registry
 from attn_backends.kernels.rope import apply_rope, rope_formula
 from attn_backends.torch_reference import TorchReference
 from builders import (
@@ -439,6 +439,104 @@ class _SharedBuffers(_Restated):
         self._kv_end = type(self)._pool
 
 
+def _consumes_its_metadata(self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> Any:
+    out = TorchReference.forward(self, query, cache, metadata, spec=spec, sinks=sinks)
+    metadata.kv_end.sub_(1).clamp_(min=0)
+    return out
+
+
+_last: dict[str, Any] = {}
+"""What two lies keep for the whole process: the window of the builder made last, and a block table by its shape."""
+
+
+def _notes_its_window(self: Any, *args: Any, **bounds: int) -> None:
+    ReferenceBuilder.__init__(self, *args, **bounds)
+    _last["window"] = self.spec.sliding_window
+
+
+def _advances_by_the_window_made_last(self: Any, metadata: Any) -> None:
+    own, self.spec = self.spec, replace(self.spec, sliding_window=_last["window"])
+    ReferenceBuilder.advance(self, metadata)
+    self.spec = own
+
+
+def _keeps_pages_by_shape(self: Any, batch: Any, *, horizon: int = 0) -> Any:
+    _last[str(batch.block_table.shape)] = batch.block_table
+    return ReferenceBuilder.build(self, batch, horizon=horizon)
+
+
+def _attends_to_pages_by_shape(
+    self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None
+) -> torch.Tensor:
+    kept = replace(metadata, block_table=_last[str(metadata.block_table.shape)])
+    return TorchReference.forward(self, query, cache, kept, spec=spec, sinks=sinks)
+
+
+def _only(wrong: Callable[[Any], bool]) -> Callable[..., torch.Tensor]:
+    """A forward that is right but for the specs that `wrong` names."""
+
+    def forward(self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
+        out = TorchReference.forward(self, query, cache, metadata, spec=spec, sinks=sinks)
+        return out.roll(1, 1) if wrong(spec) else out
+
+    return forward
+
+
+def _serves_64_rows(self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
+    out = TorchReference.forward(self, query, cache, metadata, spec=spec, sinks=sinks)
+    return torch.where((metadata.token_to_req < 64)[:, None, None], out, 0.0)
+
+
+def _counts_in_fp16(self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
+    rounded = replace(metadata, kv_end=metadata.kv_end.half().int())
+    return TorchReference.forward(self, query, cache, rounded, spec=spec, sinks=sinks)
+
+
+def _stops_at_4096(self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
+    cut = replace(metadata, kv_end=metadata.kv_end.clamp(max=4096))
+    return TorchReference.forward(self, query, cache, cut, spec=spec, sinks=sinks)
+
+
+def _subtracts_no_maximum(
+    self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None
+) -> torch.Tensor:
+    out = TorchReference.forward(self, query, cache, metadata, spec=spec, sinks=sinks)
+    keys = cache.key.flatten(0, 1).float().nan_to_num().repeat_interleave(spec.group_size, 1)
+    scores = torch.einsum("thd,nhd->thn", query.float(), keys) * spec.softmax_scale
+    return out + 0 * scores.exp().sum(-1, keepdim=True)
+
+
+def _knows_one_layout(
+    self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None
+) -> torch.Tensor:
+    plain = [t.as_strided(t.shape, torch.empty(t.shape, device="meta").stride()) for t in (cache.key, cache.value)]
+    return TorchReference.forward(self, query, KVCache(*plain), metadata, spec=spec, sinks=sinks)
+
+
+def _reads_each_page_once(
+    self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None
+) -> torch.Tensor:
+    table = metadata.block_table
+    seen = (table[1:, :1] == table[:1, :1]) & (table[:1, :1] >= 0)
+    start = torch.cat([torch.zeros_like(metadata.seq_lens[:1]), seen[:, 0].int() * spec.page_size])
+    later = torch.maximum(metadata.kv_start, start[metadata.token_to_req].to(metadata.kv_start.dtype))
+    return TorchReference.forward(self, query, cache, replace(metadata, kv_start=later), spec=spec, sinks=sinks)
+
+
+def _states_its_own_bound(self: Any, metadata: Any) -> Any:
+    return replace(ReferenceBuilder.capture_constants(self, metadata), max_seq_len=self.max_seq_len)
+
+
+def _reads_lengths_in_build(self: Any, batch: Any, *, horizon: int = 0) -> Any:
+    assert int(batch.seq_lens.max()) >= 0
+    return ReferenceBuilder.build(self, batch, horizon=horizon)
+
+
+def _lists_lengths_in_build(self: Any, batch: Any, *, horizon: int = 0) -> Any:
+    assert (batch.seq_lens + 1).tolist()
+    return ReferenceBuilder.build(self, batch, horizon=horizon)
+
+
 def _pages_of_16(self: Any, metadata: Any) -> torch.Tensor:
     return (metadata.seq_lens + 15) // 16
 
@@ -655,4 +753,57 @@ FUSED_WRITE_MUTANTS = (
 )
 """Beside the others: metadata is right, so that no validation of a running drafter shows them."""
 
-ALL_MUTANTS = (*MUTANTS, *CLAIM_MUTANTS, *FUSED_WRITE_MUTANTS, ONE_PAGE_SIZE)
+_OF_A_LAYER = "drafter.layers_and_groups_attend_to_their_own_prefix"
+_EDGES = "numerics.edges_are_right"
+
+EDGE_MUTANTS = (
+    _claims("consumes_its_metadata", _OF_A_LAYER, forward=_consumes_its_metadata),
+    _claims(
+        "keeps_pages_by_shape",
+        _OF_A_LAYER,
+        builder=derived("KeepsPages", build=_keeps_pages_by_shape),
+        forward=_attends_to_pages_by_shape,
+    ),
+    _claims(
+        "advances_by_the_window_made_last",
+        "drafter.strategies_agree_on_layers_and_groups",
+        builder=derived(
+            "LastWindow",
+            __init__=_notes_its_window,
+            first_build=ReferenceBuilder.build,
+            build=_right_build,
+            broken_advance=_advances_by_the_window_made_last,
+            advance=_broken_once_built,
+        ),
+    ),
+    _claims("changes_its_metadata", "numerics.forward_leaves_its_inputs_alone", forward=_consumes_its_metadata),
+    _claims("serves_64_rows", _EDGES, forward=_serves_64_rows),
+    _claims("counts_in_fp16", _EDGES, forward=_counts_in_fp16),
+    _claims("stops_at_4096", _EDGES, forward=_stops_at_4096),
+    _claims("subtracts_no_maximum", _EDGES, forward=_subtracts_no_maximum),
+    _claims("wrong_for_groups_of_3", _EDGES, forward=_only(lambda spec: spec.group_size == 3)),
+    _claims("wrong_for_groups_of_7", _EDGES, forward=_only(lambda spec: spec.group_size == 7)),
+    _claims("wrong_for_pages_of_24", _EDGES, forward=_only(lambda spec: spec.page_size == 24)),
+    _claims("wrong_for_dims_of_192", _EDGES, forward=_only(lambda spec: spec.head_dim == 192)),
+    _claims("wrong_for_dims_above_256", _EDGES, forward=_only(lambda spec: spec.head_dim > 256)),
+    _claims("knows_one_layout", "numerics.strides_are_followed", forward=_knows_one_layout),
+    _claims("reads_each_page_once", "numerics.shared_pages_are_read_by_each_row", forward=_reads_each_page_once),
+    _claims(
+        "states_its_own_bound",
+        "builder.constants_are_served",
+        builder=derived("OwnBound", capture_constants=_states_its_own_bound),
+    ),
+    _claims(
+        "reads_lengths_in_build",
+        "builder.build_reads_no_device",
+        builder=derived("Reads", build=_reads_lengths_in_build),
+    ),
+    _claims(
+        "lists_lengths_in_build",
+        "builder.build_reads_no_device",
+        builder=derived("Lists", build=_lists_lengths_in_build),
+    ),
+)
+"""Beside the others: right in every other check, and in a drafter of one layer at the usual sizes."""
+
+ALL_MUTANTS = (*MUTANTS, *CLAIM_MUTANTS, *FUSED_WRITE_MUTANTS, *EDGE_MUTANTS, ONE_PAGE_SIZE)
