@@ -105,6 +105,10 @@ def test_every_check_of_a_family_covers_the_same_columns_beside_its_case(family,
 def test_the_checks_of_fused_writes_cover_them():
     assert declared("numerics") == {
         "numerics.attention_is_right": set(),
+        "numerics.edges_are_right": set(),
+        "numerics.forward_leaves_its_inputs_alone": set(),
+        "numerics.shared_pages_are_read_by_each_row": set(),
+        "numerics.strides_are_followed": set(),
         "numerics.fused_rope_write_stores_the_same": {"fused_write:rope"},
         "numerics.fused_latent_write_stores_the_same": {"fused_write:kv_a_norm_rope"},
     }
@@ -113,6 +117,7 @@ def test_the_checks_of_fused_writes_cover_them():
 def test_the_checks_of_a_builder_that_need_an_advance_cover_it():
     found = declared("builder")
     without = {"build_leaves_the_batch_alone", "build_reuses_its_addresses", "rounds_keep_no_memory"}
+    without |= {"build_reads_no_device"}
     assert {name for name, own in found.items() if own != {"graph:advance"}} == {f"builder.{name}" for name in without}
     assert all(not found[f"builder.{name}"] for name in without)
 
