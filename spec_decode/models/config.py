@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from builders import AttentionKind, AttentionSpec
 from spec_decode.models.base import LayerGroup
+
+_MAX_SIZE, _MAX_LAYERS = 2**24, 1024
+"""More than any model has. A file that says more lies, and shall not have its memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,17 +51,20 @@ class ModelConfig:
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_q_heads", "num_kv_heads", "head_dim")
         problems = [
-            f"{name} must be at least 1, got {getattr(self, name)}"
+            f"{name} must be at {'least 1' if size < 1 else f'most {_MAX_SIZE}'}, got {size}"
             for name in (*sizes, "max_positions")
-            if getattr(self, name) < 1
+            if not 1 <= (size := getattr(self, name)) <= _MAX_SIZE
         ]
+        if self.num_q_heads * self.head_dim > _MAX_SIZE:
+            problems.append(f"all heads must have at most {_MAX_SIZE} dims, got {self.num_q_heads * self.head_dim}")
         if self.head_dim % 2:
             problems.append(f"head_dim must be even for rotary pairs, got {self.head_dim}")
-        if not (self.norm_eps > 0 and self.rope_theta > 0 and self.num_layers >= 0):
+        if not (0 < self.norm_eps < math.inf and 0 < self.rope_theta < math.inf):
             problems.append(
-                f"norm_eps and rope_theta must be positive and num_layers 0 or more, got {self.norm_eps}, "
-                f"{self.rope_theta} and {self.num_layers}"
+                f"norm_eps and rope_theta must be positive and finite, got {self.norm_eps} and {self.rope_theta}"
             )
+        if not 0 <= self.num_layers <= _MAX_LAYERS:
+            problems.append(f"num_layers must be 0 to {_MAX_LAYERS}, got {self.num_layers}")
         problems += self._latent_problems()
         if problems:
             raise ValueError("; ".join(problems))

@@ -18,9 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.checkpoints.store import read_object
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.draft import check_shared
 from spec_decode.models.eagle import EagleDraft
+from spec_decode.models.layers.rope import RotaryEmbedding
 from spec_decode.models.llama import LlamaTarget
 
 SHIPPED_PAIR = Path(__file__).parent.parent / "pairs" / "pydoc"
@@ -28,7 +30,7 @@ SHIPPED_PAIR = Path(__file__).parent.parent / "pairs" / "pydoc"
 
 STORED_DTYPE = torch.bfloat16
 
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M", LlamaTarget, EagleDraft)
 
 
 def save_pair(folder: Path, target: LlamaTarget, draft: EagleDraft, training: dict[str, Any]) -> None:
@@ -101,12 +103,8 @@ def _write_state(folder: Path, name: str, model: nn.Module) -> None:
 
 def _read_configs(path: Path) -> dict[str, ModelConfig]:
     try:
-        configs = msgspec.json.decode(path.read_bytes(), type=dict[str, ModelConfig])
-    except OSError as error:
-        raise CheckpointError(
-            f"a pair needs {path}, which cannot be read: {error.strerror}; nothing was loaded. Name the folder that "
-            "holds config.json."
-        ) from error
+        values = read_object(path, "Name the folder that holds config.json.")
+        configs = msgspec.convert(values, dict[str, ModelConfig])
     except msgspec.MsgspecError as error:
         raise CheckpointError(
             f"{path} must hold a config for 'target' and 'draft': {error}; nothing was loaded. Fix the file."
@@ -118,7 +116,8 @@ def _read_configs(path: Path) -> dict[str, ModelConfig]:
 
 def _load(folder: Path, name: str, make: Callable[[], M], dtype: torch.dtype, device: torch.device | str) -> M:
     try:
-        model = make()
+        with torch.device("meta"):
+            model = make()
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(
             f"the models of {folder / 'config.json'} cannot be made: {error}; nothing was loaded. Fix their sizes."
@@ -135,13 +134,15 @@ def _load(folder: Path, name: str, make: Callable[[], M], dtype: torch.dtype, de
     # Assigned, so that parameters take dtype while the rotary tables stay fp32; so do sinks, as kernels take them.
     typed = {name: value.to(torch.float32 if name.endswith("sinks") else dtype) for name, value in state.items()}
     model.load_state_dict(typed, assign=True)
+    model.rotary = RotaryEmbedding(model.config)
     return model.eval().requires_grad_(False).to(device)
 
 
 def _check_state(path: Path, model: nn.Module, state: dict[str, torch.Tensor]) -> None:
     wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     found = {name: tuple(value.shape) for name, value in state.items()}
-    problems = [f"{name} is missing" for name in sorted(wanted.keys() - found.keys())]
+    problems = [f"{name} must hold finite numbers" for name, value in state.items() if not value.isfinite().all()]
+    problems += [f"{name} is missing" for name in sorted(wanted.keys() - found.keys())]
     problems += [f"{name} is not part of the model" for name in sorted(found.keys() - wanted.keys())]
     problems += [
         f"{name} must be {wanted[name]}, got {found[name]}"

@@ -35,9 +35,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         require(
-            self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= _MAX_TEMPERATURE,
+            _is_number(self.temperature)
+            and (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= _MAX_TEMPERATURE),
             f"temperature must be 0 (greedy) or a finite number of at least {MIN_TEMPERATURE:g}, got "
-            f"{self.temperature}; logits over it would leave fp32. Use 0 for greedy decoding, or a larger one.",
+            f"{self.temperature!r}; logits over it would leave fp32. Use 0 for greedy decoding, or a larger one.",
         )
         require(
             type(self.top_k) is int and 0 <= self.top_k <= _MAX_TOP_K,
@@ -45,15 +46,19 @@ class SamplingParams:
             "number of tokens to keep. Pass how many, or 0.",
         )
         require(
-            0 < self.top_p <= 1,
-            f"top_p must be a share of the probability above 0 and at most 1 (everything), got {self.top_p}; no set of "
-            "tokens holds it. Pass such a share, or 1.",
+            _is_number(self.top_p) and 0 < self.top_p <= 1,
+            f"top_p must be a share of the probability above 0 and at most 1 (everything), got {self.top_p!r}; no set "
+            "of tokens holds it. Pass such a share, or 1.",
         )
         require(
             type(self.seed) is int and -(2**63) <= self.seed < 2**63,
             f"seed must be a signed 64-bit integer, got {self.seed!r}; the device could not hold it. Choose a smaller "
             "one.",
         )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 class Sampling(NamedTuple):

@@ -18,6 +18,9 @@ _WORDS = {
     dict: "an object",
 }
 
+_LIMITS: dict[type, float] = {int: 2.0**31, float: 2.0**127}
+"""What a number stays below: beyond it are memory that no machine has, and infinity and NaN, which JSON can spell."""
+
 
 class ConfigReader:
     """The fields of one JSON object."""
@@ -55,6 +58,11 @@ class ConfigReader:
 
 
 def _checked(value: Any, kind: type[T], name: str) -> T:
+    if isinstance(value, int | float) and kind in _LIMITS and not abs(value) < (limit := _LIMITS[kind]):
+        raise CheckpointError(
+            f"{name} must be a number between {-limit:g} and {limit:g}, got {value!r}; no model has such a size, and "
+            "nothing was loaded. Restore the file."
+        )
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     # JSON's true is an int to Python.

@@ -67,7 +67,8 @@ class TensorStore:
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
         """A copy of one tensor, which must have that shape, on the CPU; dtype None keeps the dtype it is stored in.
 
-        Integers, floats of 8 bits and wider floats are not cast to one another. Raises CheckpointError.
+        Integers, floats of 8 bits and wider floats are not cast to one another. Raises CheckpointError, for NaN and
+        infinities too.
         """
         found = self._read(name)
         if tuple(found.shape) != shape:
@@ -79,6 +80,11 @@ class TensorStore:
             raise CheckpointError(
                 f"{name} in {self._files[name]} must be stored as {wanted}, got {found.dtype}; without the scales of a "
                 "quantised checkpoint its numbers mean nothing, so nothing was loaded. Use an unquantised checkpoint."
+            )
+        if found.is_floating_point() and found.itemsize >= 2 and not bool(found.isfinite().all()):
+            raise CheckpointError(
+                f"{name} in {self._files[name]} must hold finite numbers, got NaN or infinity among them; every text "
+                "would be NaN's, so nothing was loaded. Restore the file."
             )
         self._taken.add(name)
         # Copied: a file that is mapped would still be read, and could still change, while the model runs.
@@ -129,12 +135,12 @@ def _kind(dtype: torch.dtype) -> str:
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
     """The JSON object in a file; raises CheckpointError, which ends in the remedy for a file that cannot be read."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes(), object_pairs_hook=_distinct)
     except OSError as error:
         raise CheckpointError(
             f"a checkpoint needs {path}, which cannot be read: {error.strerror}; nothing was loaded. {remedy}"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} must hold JSON: {error}; nothing was loaded. Restore the file.") from error
     if not isinstance(value, dict):
         raise CheckpointError(
@@ -143,8 +149,14 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
     return value
 
 
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError(f"one of {', '.join(sorted(found))} is said twice in one object")
+    return found
+
+
 def _indexed(index: Path) -> dict[str, Path]:
-    """The file of each tensor, by an index of shards that are all there."""
+    """The file of each tensor, by an index of shards that are all there, in its folder or linked from it."""
     places = read_object(index, "Restore the file.").get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
         raise CheckpointError(
@@ -178,12 +190,16 @@ def _open_bin(path: Path) -> _Shard:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # a corrupt pickle raises whatever its bytes happen to spell
         raise _unreadable(path, error) from error
-    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+    if not isinstance(state, dict) or not all(_is_plain(value) for value in state.values()):
         raise CheckpointError(
-            f"{path} must hold tensors by name, got {type(state).__name__} with other values; nothing was loaded. "
-            "Store a state_dict."
+            f"{path} must hold tensors by name, got {type(state).__name__} with other values, or tensors that are "
+            "sparse or have no data; nothing was loaded. Store a state_dict."
         )
     return _Shard(frozenset(state), state.__getitem__)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:

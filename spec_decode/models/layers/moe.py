@@ -114,10 +114,10 @@ def read_mixture_shape(config: ConfigReader, hidden: int, *, scoring: str) -> Mi
 def read_mixture(shape: MixtureShape, weights: ScopedWeights, names: Names) -> MixtureOfExperts:
     """The router, the experts and the shared expert under the weights' prefix."""
     count = shape.routing.num_experts
+    router = weights.take("gate.weight", count, shape.hidden, dtype=torch.float32)
     bias = torch.zeros(count, dtype=torch.float32, device=weights.device)
     if weights.has(names.router_bias):
         bias = weights.take(names.router_bias, count, dtype=torch.float32)
-    router = weights.take("gate.weight", count, shape.hidden, dtype=torch.float32)
     shared = None
     if shape.shared:
         shared = read_dense(weights.under("shared_experts."), names, shape.hidden, shape.shared, shape.limit)
@@ -127,6 +127,8 @@ def read_mixture(shape: MixtureShape, weights: ScopedWeights, names: Names) -> M
 def _read_experts(shape: MixtureShape, weights: ScopedWeights, names: Names) -> Experts:
     """Copied one by one into their places: the stack is most of a draft's memory, and must not exist twice."""
     count, hidden, intermediate = shape.routing.num_experts, shape.hidden, shape.intermediate
+    # Before memory is asked for all of them, the first says whether the sizes are true.
+    weights.take(f"experts.0.{names.gate}.weight", intermediate, hidden)
     gate_up = torch.empty(count, 2 * intermediate, hidden, dtype=weights.dtype, device=weights.device)
     down = torch.empty(count, hidden, intermediate, dtype=weights.dtype, device=weights.device)
     for index in range(count):

@@ -15,6 +15,9 @@ from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.config import ModelConfig
 
+_MAX_TABLE = 2**31
+"""Angles that are held: 10 million positions of 128 dims, and a bit."""
+
 
 class Scaling(Protocol):
     """Another set of frequencies than the plain ones, for a longer context."""
@@ -66,7 +69,13 @@ class RopeConfig:
     scaling: Scaling | None = None
 
     def table(self, max_positions: int) -> torch.Tensor:
-        """fp32 [max_positions, dims] of cos | sin."""
+        """fp32 [max_positions, dims] of cos | sin. Raises CheckpointError for a table that no machine should hold."""
+        if not 0 < max_positions * self.dims <= _MAX_TABLE:
+            raise CheckpointError(
+                f"max_position_embeddings times the {self.dims} rotated dims must be 1 to {_MAX_TABLE}, got "
+                f"{max_positions} positions; a table of their angles would not fit, so nothing was loaded. Restore "
+                "config.json."
+            )
         half = self.dims // 2
         frequencies, amplitude = self.theta ** -(torch.arange(half, dtype=torch.float64) / half), 1.0
         if self.scaling is not None:

@@ -56,10 +56,12 @@ def read_window_shape(config: ConfigReader, hidden: int, eps: float) -> WindowSh
     """The attention that config.json describes. Raises CheckpointError for one that no layer could have."""
     heads, groups = config.get("num_attention_heads", int), config.get("o_groups", int)
     dim, rotated = config.get("head_dim", int), config.get("qk_rope_head_dim", int)
-    if groups < 1 or heads % groups or not 2 <= rotated <= dim or rotated % 2:
+    window = config.get("sliding_window", int)
+    if window < 1 or groups < 1 or heads % groups or not 2 <= rotated <= dim or rotated % 2:
         raise CheckpointError(
-            f"{config.place} must divide its heads into o_groups and rotate an even number of dims of a head, got "
-            f"{heads} heads in {groups} groups and {rotated} dims of {dim}; nothing was loaded. Restore the file."
+            f"{config.place} must divide its heads into o_groups, rotate an even number of dims of a head and have a "
+            f"sliding_window of 1 and more, got {heads} heads in {groups} groups, {rotated} dims of {dim} and a window "
+            f"of {window}; nothing was loaded. Restore the file."
         )
     return WindowShape(
         hidden=hidden,
@@ -68,7 +70,7 @@ def read_window_shape(config: ConfigReader, hidden: int, eps: float) -> WindowSh
         q_rank=config.get("q_lora_rank", int),
         out_rank=config.get("o_lora_rank", int),
         groups=groups,
-        window=config.get("sliding_window", int),
+        window=window,
         # rope_scaling and compress_rope_theta are those of the target's compressed layers.
         rope=RopeConfig(dims=rotated, theta=config.get("rope_theta", float)),
         eps=eps,

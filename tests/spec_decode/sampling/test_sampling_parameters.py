@@ -8,9 +8,9 @@ from spec_decode.sampling import Sampling, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 REFUSED = [
-    *[("temperature", value) for value in (-1.0, 1e-4, NAN, INF, -INF, 1e39)],
-    *[("top_k", value) for value in (-1, 2**31, 1.5, True, None)],
-    *[("top_p", value) for value in (0.0, -0.1, 1.0001, NAN, INF)],
+    *[("temperature", value) for value in (-1.0, 1e-4, NAN, INF, -INF, 1e39, 10**400, True, None, [1.0], 1j)],
+    *[("top_k", value) for value in (-1, 2**31, 2**40, 1.5, True, None)],
+    *[("top_p", value) for value in (0.0, -0.1, 1.0001, NAN, INF, True, None, ())],
     *[("seed", value) for value in (2**63, -(2**63) - 1, 0.5, None)],
 ]
 ALLOWED = [

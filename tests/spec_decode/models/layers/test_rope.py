@@ -84,7 +84,12 @@ def test_a_scaling_without_a_field_is_refused_by_its_name(field):
     assert f"must say {field}" in refusal(rope_scaling={"rope_type": "llama3", **fields})
 
 
-@pytest.mark.parametrize("value", [0, -2.0, float("nan")])
+def test_a_factor_that_is_no_number_is_refused():
+    message = refusal(rope_scaling={"rope_type": "linear", "factor": float("nan")})
+    assert "factor in rope_scaling in config.json must be a number between" in message
+
+
+@pytest.mark.parametrize("value", [0, -2.0])
 def test_a_factor_that_is_not_positive_is_refused(value):
     message = refusal(rope_scaling={"rope_type": "linear", "factor": value})
     assert "factor in rope_scaling in config.json must be positive, got" in message

@@ -1,0 +1,188 @@
+"""Checkpoints that lie: each is refused with what was found, before memory is asked for, and none in another way."""
+
+import json
+import math
+import struct
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from spec_decode.models import CheckpointError, load_pair, save_pair
+from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.load import load_draft
+from tests.factories import make_pair
+from tests.spec_decode.models import generated_mtp
+from tests.spec_decode.models.generated import Generated
+from tests.spec_decode.models.generated_mtp import V3_CONFIG, V4_CONFIG, v3_tensors, v4_tensors
+from tests.spec_decode.models.test_load_draft import MAKERS, target_for
+
+LIES = [10**12, 2**63, 10**400, 2**30, -1, 1.5, True, "7", math.nan, math.inf, [], {}]
+WIDTH = V4_CONFIG["hc_mult"] * generated_mtp.HIDDEN
+KINDS = {
+    **{name: (make, lambda name=name: target_for(name)) for name, make in MAKERS.items()},
+    "mtp": (lambda: Generated(V3_CONFIG, v3_tensors(V3_CONFIG)), generated_mtp.StubTarget),
+    "deepseek_v4": (
+        lambda: Generated(V4_CONFIG, v4_tensors(V4_CONFIG)),
+        lambda: generated_mtp.StubTarget(target_states_size=WIDTH),
+    ),
+}
+SIZES = {
+    "eagle": ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
+    "eagle3": ("draft_vocab_size", "num_key_value_heads", "intermediate_size", "num_hidden_layers"),
+    "causal": ("hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
+    "mtp": ("n_routed_experts", "moe_intermediate_size", "kv_lora_rank", "max_position_embeddings", "v_head_dim"),
+    "deepseek_v4": ("n_routed_experts", "hc_mult", "head_dim", "q_lora_rank", "o_lora_rank"),
+}
+
+
+def refusal(read):
+    with pytest.raises(CheckpointError, match=r"[Nn]othing was loaded|was refused") as refused:
+        read()
+    return str(refused.value)
+
+
+def whole(tensors):
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("lie", LIES, ids=lambda lie: f"{lie!r:.12}")
+@pytest.mark.parametrize(("kind", "field"), [(kind, field) for kind, fields in SIZES.items() for field in fields])
+def test_a_config_that_lies_about_a_size_is_refused(tmp_path, kind, field, lie):
+    make, target = KINDS[kind]
+    checkpoint = make()
+    folder = Generated({**checkpoint.config, field: lie}, whole(checkpoint.tensors)).write(tmp_path)
+    refusal(lambda: load_draft(folder, target(), dtype=torch.float32))
+
+
+@pytest.mark.parametrize("window", [0, -1, 10**12, True])
+def test_a_window_that_holds_no_token_is_refused(tmp_path, window):
+    make, target = KINDS["deepseek_v4"]
+    folder = Generated({**V4_CONFIG, "sliding_window": window}, whole(make().tensors)).write(tmp_path)
+    refusal(lambda: load_draft(folder, target(), dtype=torch.float32))
+
+
+@pytest.mark.parametrize("lie", [10**400, -1.0, 0, math.nan, math.inf, -math.inf, True, "7"], ids=repr)
+@pytest.mark.parametrize("field", ["rms_norm_eps", "rope_theta"])
+def test_a_number_that_is_none_is_refused_by_its_name(tmp_path, field, lie):
+    make, target = KINDS["causal"]
+    folder = Generated({**make().config, field: lie}, make().tensors).write(tmp_path)
+    assert field.removeprefix("rms_") in refusal(lambda: load_draft(folder, target(), dtype=torch.float32))
+
+
+CONFIGS = {
+    "said twice": (b'{"a": 1, "a": 2}', "one of a is said twice"),
+    "said twice inside": (b'{"a": {"b": 1, "c": 0, "b": 1}}', "one of b, c is said twice"),
+    "nested deeply": (b"[" * 200_000, "must hold JSON"),
+    "objects nested deeply": (b'{"a":' * 200_000, "must hold JSON"),
+    "a number of many digits": (b'{"a": %s}' % (b"9" * 5000), "must hold JSON"),
+    "not utf-8": (b'{"a": "\xff"}', "must hold JSON"),
+}
+
+
+@pytest.mark.parametrize(("text", "said"), CONFIGS.values(), ids=CONFIGS)
+def test_a_config_that_no_writer_would_write_is_refused(tmp_path, text, said):
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes(text)
+    assert said in refusal(lambda: TensorStore.open(tmp_path))
+    assert said in refusal(lambda: load_pair(tmp_path))
+
+
+def entry(**changes):
+    return {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]} | changes
+
+
+HEADERS = {
+    "offsets beyond the file": {"a": entry(data_offsets=[0, 2**40])},
+    "negative offsets": {"a": entry(data_offsets=[-16, 0])},
+    "offsets in the wrong order": {"a": entry(data_offsets=[16, 0])},
+    "tensors that overlap": {
+        "a": entry(shape=[2], data_offsets=[0, 8]), "b": entry(shape=[2], data_offsets=[4, 12])
+    },
+    "a hole before a tensor": {"a": entry(shape=[2], data_offsets=[8, 16])},
+    "a shape of more than its bytes": {"a": entry(shape=[2**20, 2**20])},
+    "a shape beyond 64 bits": {"a": entry(shape=[2**40, 2**40])},
+    "a negative shape": {"a": entry(shape=[-2, -2])},
+    "a dtype of other bytes": {"a": entry(dtype="F64")},
+    "an unknown dtype": {"a": entry(dtype="Q9")},
+}  # fmt: skip
+
+
+def write_raw(folder, header, length=None):
+    header = json.dumps(header).encode()
+    (folder / "config.json").write_text("{}")
+    raw = struct.pack("<Q", len(header) if length is None else length) + header + bytes(16)
+    (folder / "model.safetensors").write_bytes(raw)
+    return folder
+
+
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
+def test_a_safetensors_header_that_lies_is_refused(tmp_path, header):
+    message = refusal(lambda: TensorStore.open(write_raw(tmp_path, header)))
+    assert "model.safetensors cannot be read as safetensors" in message
+
+
+@pytest.mark.parametrize("length", [0, 2**32, 2**62, 2**64 - 1])
+def test_a_header_of_another_length_is_refused(tmp_path, length):
+    refusal(lambda: TensorStore.open(write_raw(tmp_path, {"a": entry()}, length)))
+
+
+PLACES = ["../x.safetensors", "/etc/passwd", "a/../../b", "..", "", "a\0b", "\ud800"]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=ascii)
+def test_an_index_that_leaves_its_folder_is_refused(tmp_path, place):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": place}}))
+    refusal(lambda: TensorStore.open(tmp_path))
+
+
+def test_a_shard_may_be_a_link_as_in_the_hubs_cache(tmp_path):
+    (tmp_path / "blobs").mkdir()
+    folder = Generated({}, {"a": torch.ones(2), "b": torch.ones(1)}).write(
+        tmp_path / "snapshot", "model.safetensors.index.json"
+    )
+    for number, path in enumerate(sorted(folder.glob("*.safetensors"))):
+        path.rename(tmp_path / "blobs" / str(number))
+        path.symlink_to(tmp_path / "blobs" / str(number))
+    assert TensorStore.open(folder).take("a", (2,)).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path, dtype, value):
+    make, target = KINDS["eagle"]
+    checkpoint = make()
+    checkpoint.tensors["fc.weight"] = checkpoint.tensors["fc.weight"].to(dtype)
+    checkpoint.tensors["fc.weight"][3, 5] = value
+    message = refusal(lambda: load_draft(checkpoint.write(tmp_path), target(), dtype=torch.float32))
+    assert message.startswith("fc.weight in ") and "must hold finite numbers" in message
+
+
+@pytest.mark.parametrize("make", [lambda x: x.to_sparse(), lambda x: x.to("meta")], ids=["sparse", "meta"])
+def test_a_bin_file_of_tensors_without_plain_data_is_refused(tmp_path, make):
+    Generated({}, {"a": make(torch.eye(2))}).write(tmp_path, "pytorch_model.bin")
+    refusal(lambda: TensorStore.open(tmp_path))
+
+
+@pytest.fixture
+def pair(tmp_path):
+    save_pair(tmp_path, *make_pair(), {})
+    return tmp_path
+
+
+@pytest.mark.parametrize("lie", LIES, ids=lambda lie: f"{lie!r:.12}")
+@pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "num_layers", "num_q_heads", "max_positions"])
+def test_a_pairs_config_that_lies_about_a_size_is_refused(pair, field, lie):
+    configs = json.loads((pair / "config.json").read_text())
+    for config in configs.values():
+        config[field] = lie
+    (pair / "config.json").write_text(json.dumps(configs))
+    refusal(lambda: load_pair(pair))
+
+
+def test_a_pairs_weights_that_are_no_numbers_are_refused_by_name(pair):
+    state = load_file(pair / "target.safetensors")
+    state["norm.weight"][0] = math.nan
+    save_file(state, pair / "target.safetensors")
+    assert "norm.weight must hold finite numbers" in refusal(lambda: load_pair(pair))
