@@ -112,3 +112,13 @@ def test_a_request_stops_after_a_token_that_the_draft_doubts(strategy, temperatu
     assert min(lengths) < K
     [(found, _)] = advancing(strategy=strategy, min_confidence=least, capture_sizes=[4]).rounds(1, temperature)
     assert found.tolist() == cut(whole, lengths).tolist()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_round_of_fewer_tokens_ends_after_them_and_a_later_one_of_more_goes_on(strategy):
+    fixture, expected = advancing(strategy=strategy), []
+    for count in (K, 2, 1, 3, K):
+        fixture.drafter.propose(fixture.verified(), num_tokens=count)
+        proposed = fixture.drafter.drafts.tokens[:3] >= 0
+        expected.append([[True] * count + [False] * (K - count)] * 3)
+        assert proposed.tolist() == expected[-1], count

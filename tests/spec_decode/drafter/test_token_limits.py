@@ -39,3 +39,10 @@ def test_a_request_that_does_not_fit_writes_nothing():
     for index, (was, tensor) in enumerate(zip(before, fixture.caches(), strict=True)):
         pages = fixture.pages[index // 2][1]
         assert torch.equal(tensor[pages], was[pages])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_request_whose_step_0_ends_exactly_at_its_limit_drafts(strategy):
+    fixture = advancing(limits=[MAX_SEQ_LEN, CONTEXTS[1] + K + 1, MAX_SEQ_LEN], strategy=strategy)
+    tokens = fixture.drafter.propose(fixture.verified()._replace(accepted=torch.zeros(3, dtype=torch.int32))).tokens
+    assert (tokens >= 0).all() and fixture.tables.overflow.tolist() == [0] * 4
