@@ -70,8 +70,8 @@ class Scheduler:
             preempted += 1
         for request, count in self._missing_pages().items():
             request.pages += self.pool.allocate(count)
-        if not preempted:
-            self._admit()
+        # Whoever was preempted waits first, and takes at least the pages that were short: nobody is admitted after it.
+        self._admit()
         return preempted
 
     def restart(self, requests: Iterable[RequestState]) -> None:

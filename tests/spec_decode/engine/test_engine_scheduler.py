@@ -192,3 +192,13 @@ def test_a_pool_gives_no_page_that_it_does_not_have():
     with pytest.raises(BatchError, match="2 pages were asked for and 1 of 3 are free"):
         pool.allocate(2)
     assert pool.num_free == 1
+
+
+def test_running_requests_get_their_pages_before_anybody_is_admitted():
+    scheduler = scheduler_of(num_pages=8)
+    submitted(scheduler, 3)
+    scheduler.chunks_prefilled(scheduler.next_chunks())
+    scheduler.running[0].step_enqueued(0)
+    # Of the 4 free pages the running request takes one, and 3 are too few for 3 and one more for who runs.
+    submitted(scheduler, 2)
+    assert len(scheduler.running[0].pages) == 5 and scheduler.next_chunks() == []
