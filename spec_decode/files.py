@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def write_whole(path: Path, content: bytes) -> None:
     if path.exists() and not path.is_file():  # a device or a pipe is written to, not replaced
         path.write_bytes(content)
         return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         temporary.write_bytes(content)
         os.replace(temporary, path)

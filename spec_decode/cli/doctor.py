@@ -8,7 +8,7 @@ from itertools import chain
 
 import click
 
-from spec_decode.cli.options import device_option, resolve_device
+from spec_decode.cli.options import PAGE_SIZE, device_option, resolve_device
 from spec_decode.cli.output import say, stdout
 
 _STYLES = {"ok": "green", "absent": "dim", "refused": "yellow", "failed": "bold red"}
@@ -21,7 +21,7 @@ _WIDTHS = (26, 8)
 @click.option("--validate-metadata", "backend", metavar="NAME", help="Draft with it; validate what it reads.")
 @click.option("--rounds", type=click.IntRange(min=1), default=100, show_default=True, help="Rounds to draft for it.")
 @click.option("--every", type=click.IntRange(min=1), default=1, show_default=True, help="Validate every N-th of them.")
-@click.option("--page-size", type=click.IntRange(min=1), help="Tokens of a page there; 16 if left out.")
+@click.option("--page-size", type=PAGE_SIZE, help="Tokens of a page there; 16 if left out.")
 def doctor(
     device: str | None, as_json: bool, backend: str | None, rounds: int, every: int, page_size: int | None
 ) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import click
 from rich.console import Console
 
-from spec_decode.cli.options import StrategyChoice, device_option, options_as, resolve_device
+from spec_decode.cli.options import PAGE_SIZE, StrategyChoice, device_option, options_as, resolve_device
 from spec_decode.cli.output import UserError, printable, say, stdout
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class _Options:
     chat: Annotated[bool, "With --target: prompts open conversations, by the model's chat template."] = False
     backend: Annotated[str | None, "Backend of target and draft; for each the first that serves it if left out."]
     draft_backend: Annotated[str | None, "Backend of the draft, where it is another."]
-    page_size: Annotated[int, click.IntRange(1, 2**16), "Tokens of a page of the KV caches."] = 16
+    page_size: Annotated[int, PAGE_SIZE, "Tokens of a page of the KV caches."] = 16
     strategy: Annotated[str, StrategyChoice(), _STRATEGY] = "auto"
     num_speculative_tokens: Annotated[int, "-k", "Draft tokens a round; 0: plain decoding."] = 4
     verification: Annotated[str, "--verify", _VERIFY] = "rejection"

@@ -48,7 +48,7 @@ def choose_backends(
 
     Raises NoBackend where one that was asked for cannot serve; no other is taken in its place.
     """
-    device, asked = pair.device, draft_backend or backend
+    device, asked = pair.device, backend if draft_backend is None else draft_backend
     target = _chosen(pair.target.layer_groups(page_size), device, backend)
     try:
         draft = _chosen(pair.draft.layer_groups(page_size), device, asked)
@@ -69,7 +69,7 @@ def backends_named(pair: Pair, name: str) -> Backends | None:
 
 
 def _chosen(groups: Sequence[LayerGroup], device: torch.device, asked: str | None) -> dict[str, AttentionBackend]:
-    return {group.name: select(group.spec, device, [asked] if asked else []).backend for group in groups}
+    return {group.name: select(group.spec, device, [] if asked is None else [asked]).backend for group in groups}
 
 
 def generate(

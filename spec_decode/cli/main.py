@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,8 @@ class _Verbs(click.Group):
 @click.version_option(package_name="attn-backends")
 def main() -> None:
     """Attention backends whose metadata advances in place, their checks, and a drafter that uses them."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a prompt may have what the terminal's encoding has not
     if sys.prefix != sys.base_prefix:
         # Compiled kernels belong to the environment that made them, not to the home folder.
         os.environ.setdefault("TRITON_CACHE_DIR", str(Path(sys.prefix) / "cache" / "triton"))

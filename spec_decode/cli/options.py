@@ -24,6 +24,7 @@ device_option = click.option(
     "--device", metavar="DEVICE", help="cpu, cuda or cuda:N; without it cuda where there is one, else cpu."
 )
 """For `resolve_device`."""
+PAGE_SIZE = click.IntRange(1, 2**16)
 
 
 def options_as(record: type[R]) -> Callable[[Callable[[R], None]], Callable[..., None]]:
@@ -82,7 +83,7 @@ def resolve_device(name: str | None, *, present: bool = True) -> torch.device:
     import torch
 
     try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name is None else name)
     except RuntimeError:
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):

@@ -1,0 +1,197 @@
+"""What may go wrong around the command line: numbers, names, paths, pipes, disks, interrupts. No traceback, ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from spec_decode.__main__ import main as run_main
+from spec_decode.cli.output import write
+from tests.spec_decode.cli.test_cli_draft import draft_words
+
+COMMAND = [sys.executable, "-m", "spec_decode"]
+ROOT = Path(__file__).parents[3]
+HUGE = "99999999999999999999"
+NAMED = "check torch_reference --device cpu --only contract.version_matches"
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("--page-size", ["0", "-1", "1.5", str(10**9), HUGE, "nan", ""]),
+        ("-k", ["-1", "1.5", str(10**9), HUGE, "x", ""]),
+        ("--max-new-tokens", ["0", "-1", "1.5", str(10**9), HUGE, ""]),
+        ("--top-k", ["-1", "1.5", HUGE]),
+        ("--seed", ["1.5", HUGE, "x"]),
+        ("--temperature", ["-1", "nan", "inf", "x"]),
+        ("--top-p", ["0", "-1", "1.5", "nan", "inf"]),
+        ("--verify", ["", "synthetic:", "synthetic:nan", "synthetic:-1", "blok"]),
+        ("--strategy", ["", "ful_loop"]),
+        ("--backend", ["", "torch_referense"]),
+        ("--draft", ["", "absent", "../pair"]),
+        ("--device", ["", "cpu:7", "cuda:-1", "cuda:99", "meta", "tpu", f"cuda:{HUGE}"]),
+        ("--pair", ["absent", "a_file"]),
+        ("--prompts", ["absent", ".", "bytes"]),
+    ],
+)
+def test_draft_ends_with_2_and_a_line_for_each_bad_value(pair, option, values, run, tmp_path):
+    (tmp_path / "a_file").touch()
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    for value in values:
+        result = run(*draft_words(pair, "x", option, value))
+        assert result.exit_code == 2 and isinstance(result.exception, SystemExit), (value, result.exception)
+        assert "rror: " in result.stderr and "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        "list",
+        "check torch_reference",
+        "matrix --run torch_reference",
+        "bench",
+        "soak torch_reference",
+        "doctor",
+        "demo",
+    ],
+)
+@pytest.mark.parametrize("device", ["", "cpu:7", "meta", "tpu", f"cuda:{HUGE}"])
+def test_every_verb_refuses_a_device_that_is_none(verb, device, refused):
+    assert "cpu, cuda or cuda:N" in refused(*verb.split(), "--device", device)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "soak torch_reference --device cpu --rounds 1.5",
+        f"soak torch_reference --device cpu -k {HUGE}",
+        f"soak torch_reference --device cpu --max-reqs {HUGE}",
+        "soak torch_reference --device cpu --json .",
+        "soak torch_reference --device cpu --json a_file/x",
+        "bench raund --device cpu",
+        "bench round --device cpu --json .",
+        "bench round --device cpu --json a_file/x",
+        "doctor --device cpu --validate-metadata torch_referense",
+        f"doctor --device cpu --validate-metadata torch_reference --page-size {HUGE}",
+        "matrix absent",
+        "matrix a_file",
+        "matrix --run torch_referense --device cpu",
+        "matrix --run torch_reference --device cpu --check-limit nan",
+        f"{NAMED} --threads 0",
+        f"{NAMED} --json a_file/x",
+        "lsit",
+        "list --devise cpu",
+    ],
+)
+def test_every_verb_ends_with_2_for_what_it_cannot_use(words, run, tmp_path):
+    (tmp_path / "a_file").touch()
+    result = run(*words.split())
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.exception
+    assert "rror: " in result.stderr and result.stderr.count("\n") <= 4
+
+
+def test_memory_that_is_not_there_is_asked_for_in_one_line(pair, monkeypatch, refused):
+    def exhausted(*_, **__):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 5 bytes.")
+
+    monkeypatch.setattr("spec_decode.cli.generate.generate", exhausted)
+    assert "must fit the memory" in refused(*draft_words(pair, "x"))
+
+
+def start(words: str, tmp_path: Path, **options) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
+    return subprocess.Popen(
+        [*COMMAND, *words.split()], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def test_a_closed_pipe_ends_a_verb_in_silence(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = start("list --device cpu", tmp_path, stdout=writer)
+    os.close(writer)
+    assert process.communicate()[1] == "" and process.returncode == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("words", ["list --device cpu", "--help"])
+def test_a_full_disk_is_one_line(words, tmp_path):
+    with open("/dev/full", "w") as full:
+        process = start(words, tmp_path, stdout=full)
+    said = process.communicate()[1]
+    assert process.returncode == 2 and "No space left on device" in said and said.count("\n") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_device_is_written_to_and_not_replaced(refused_after):
+    assert "No space left on device" in refused_after("matrix", ROOT / "reports" / "cpu", "--json", "/dev/full")
+    assert Path("/dev/full").is_char_device()
+
+
+def test_an_interrupt_ends_with_130_and_leaves_the_old_report(tmp_path):
+    (tmp_path / "report.json").write_text("old")
+    process = start("check torch_reference --device cpu --json report.json", tmp_path, stdout=subprocess.DEVNULL)
+    assert process.stderr.readline() == "torch_reference: starting\n"
+    process.send_signal(signal.SIGINT)
+    said = process.communicate()[1]
+    assert process.returncode == 130 and "Traceback" not in said and "interrupted" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+    assert (tmp_path / "report.json").read_text() == "old"
+
+
+def test_an_interrupt_while_the_command_line_is_loaded_ends_with_130(monkeypatch):
+    class Interrupted(ModuleType):
+        def __getattr__(self, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "spec_decode.cli.main", Interrupted("main"))
+    with pytest.raises(SystemExit) as ended:
+        run_main()
+    assert ended.value.code == 130
+
+
+def test_two_that_write_one_file_leave_one_of_their_outputs_whole(tmp_path):
+    path, sizes = tmp_path / "out", (300_000, 200_000)
+    script = "import sys; from pathlib import Path; from spec_decode.files import write_whole\n"
+    script += "for _ in range(100): write_whole(Path(sys.argv[1]), b'x' * int(sys.argv[2]))"
+    writers = [subprocess.Popen([sys.executable, "-c", script, path, str(size)], cwd=ROOT) for size in sizes]
+    found = set()
+    while any(writer.poll() is None for writer in writers):
+        if path.exists():
+            found.add(len(path.read_bytes()))
+    assert found <= {*sizes} and not any(writer.returncode for writer in writers)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_two_threads_that_write_one_file_leave_one_output_whole(tmp_path):
+    threads = [threading.Thread(target=write, args=(tmp_path / "out", letter * 100_000)) for letter in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (tmp_path / "out").read_text() in ("a" * 100_000, "b" * 100_000)
+
+
+def test_variables_with_nonsense_in_them_cost_no_traceback(tmp_path):
+    nonsense = {
+        **dict.fromkeys(("COLUMNS", "TERM", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"), "nonsense"),
+        **dict.fromkeys(("TRITON_CACHE_DIR", "ATTN_BACKENDS_CACHE"), "/dev/null/x"),
+        "ATTN_BACKENDS_FA3_PROVIDER": "nonsense",
+        "PYTHONIOENCODING": "ascii",
+    }
+    process = start("list --device cpu", tmp_path, stdout=subprocess.DEVNULL, env=nonsense)
+    assert "Traceback" not in process.communicate()[1] and process.returncode == 0
+
+
+def test_a_text_that_the_terminal_cannot_show_is_spelled_out(pair, tmp_path):
+    words = f"draft \u00e9 --device cpu --pair {pair} --max-new-tokens 1 -k 0"
+    process = start(words, tmp_path, stdout=subprocess.PIPE, env={"PYTHONIOENCODING": "ascii"})
+    said, complaints = process.communicate()
+    assert process.returncode == 0 and "\\xe9" in said, complaints
