@@ -48,7 +48,7 @@ NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 
 @dataclass(frozen=True)
 class Target:
-    """A process to watch: the arguments of its Python. caching: whether torch's allocator may keep memory."""
+    """A process to run under the sanitizer: the arguments of its Python. caching: whether torch's allocator may keep memory."""
 
     name: str
     arguments: tuple[str, ...]
@@ -72,7 +72,7 @@ def targets(names: Sequence[str], only: Sequence[str]) -> Iterator[Target]:
             yield Target(f"engine, {verification}, graph mode {mode.value}", serve, mode is GraphMode.FULL)
 
 
-def watch(target: Target, seconds: float) -> dict[str, Any]:
+def sanitize(target: Target, seconds: float) -> dict[str, Any]:
     """What the sanitizer says of the process, and how its checks came out, if it is one of checks."""
     row = {"target": target.name, "caching": target.caching}
     with tempfile.TemporaryDirectory() as folder:
@@ -114,7 +114,7 @@ def serve(verification: str, mode: GraphMode, device: torch.device) -> engine_ru
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Watch every target, write the report, and fail unless each finished without an error."""
+    """Run every target, write the report, and fail unless each finished without an error."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--only", action="append", default=[], help="patterns of checks, in the place of everything")
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("backends to check and --json are needed; nothing was run. Name both.")
     watched = list(targets(flags.names, flags.only))
     with ThreadPoolExecutor(flags.jobs) as pool:
-        rows = list(pool.map(lambda target: watch(target, flags.seconds), watched))
+        rows = list(pool.map(lambda target: sanitize(target, flags.seconds), watched))
     covers = list(dict.fromkeys((*CHECKED, *SERVING)))
     checks = {"only": flags.only} if flags.only else {"uncaptured": UNCAPTURED, "captured": CAPTURED}
     write_report(flags.json, SCHEMA, torch.device("cuda"), covers, checks=checks, targets=rows)

@@ -71,12 +71,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Every result of one backend on one device, and what the backend claimed there.
 
     contract: the contract version it was built for. claims: by tag; empty where the backend did not load. sources: by
-    package, digests of the product's source that was checked.
+    package, digests of the product's source that was checked. package: of another project that declares the backend,
+    with its version.
     """
 
     schema: str = SCHEMA
     backend: str
     version: str
+    package: str = ""
     contract: str = ""
     env: Environment
     command: str

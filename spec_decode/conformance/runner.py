@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from importlib.metadata import PackageNotFoundError, version
 from itertools import zip_longest
 
 import msgspec
 import torch
 
-from attn_backends import AttentionBackend, BrokenBackend, get
+from attn_backends import AttentionBackend, BrokenBackend, get, registry
 from spec_decode.conformance.check import Check, expand
 from spec_decode.conformance.claims import claims_of
 from spec_decode.conformance.kept_results import KeptResults
@@ -132,6 +134,7 @@ def plan(
         command=command,
         sources=source_digests(CHECKS),
         version=str(subject.backend.version),
+        package=_package_of(name),
         contract=".".join(map(str, subject.backend.contract_version)),
         claims=claims_of(subject, [column for check in every for column in check.covers]),
         results=tuple(_not_run(check, name, device) for check in wanted),
@@ -181,6 +184,16 @@ def unloaded(name: str, env: Environment, command: str, outcome: Outcome, reason
     return Report(
         backend=name, version="unknown", env=env, command=command, sources=source_digests(CHECKS), results=(loading,)
     )
+
+
+def _package_of(name: str) -> str:
+    """The package that declares a backend, with its version; empty for one that is built in or registered by a call."""
+    packages = {plug_in.name: plug_in.package for plug_in in registry.plug_ins()}
+    if name not in packages or registry.registered_here(name):
+        return ""
+    with suppress(PackageNotFoundError):
+        return f"{packages[name]} {version(packages[name])}"
+    return packages[name]
 
 
 def _not_run(check: Check, backend: str, device: torch.device) -> Result:

@@ -11,12 +11,13 @@ import msgspec
 from builders import CONTRACT_VERSION
 from spec_decode.conformance.report import EVERYTHING, Claim, Report, Result, json_number
 from spec_decode.files import json_bytes
-from spec_decode.matrix.cells import Cell, evidence_of
+from spec_decode.matrix.cells import Cell, Status, evidence_of
 from spec_decode.matrix.columns import Column, columns_of
 from spec_decode.matrix.drafters import DraftRow, draft_rows
 from spec_decode.matrix.provenance import Run, Runs
 from spec_decode.matrix.sources import Agreement, Timing
 from spec_decode.matrix.speed import Section, speed_sections
+from spec_decode.testing.outcome import Outcome
 
 SCHEMA = "attn-matrix/3"
 
@@ -24,11 +25,13 @@ SCHEMA = "attn-matrix/3"
 class MatrixRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One version of a backend on one device.
 
-    runs: indices of its reports, newest first. stale: why the row may no longer hold. cells: as the columns.
+    package: of another project that declares it, with its version; empty for this project's own. runs: indices of its
+    reports, newest first. stale: why the row may no longer hold. cells: as the columns.
     """
 
     backend: str
     version: str
+    package: str = ""
     device: str
     runs: tuple[int, ...]
     stale: tuple[str, ...]
@@ -37,6 +40,14 @@ class MatrixRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def title(self) -> str:
         return f"{self.backend}@{self.version}"
+
+    @property
+    def absent(self) -> str:
+        """Why it could not be loaded, where that is all that was seen of it; else empty."""
+        notes = [note for cell in self.cells for evidence in cell.evidence for note in evidence.notes]
+        reasons = {note.reason if note.outcome == Outcome.UNAVAILABLE.value else "" for note in notes}
+        unknown = all(cell.status is Status.UNKNOWN and cell.claim is None for cell in self.cells)
+        return reasons.pop() if unknown and len(reasons) == 1 else ""
 
 
 class Matrix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,6 +112,7 @@ def _row(reports: Sequence[Report], columns: Sequence[Column], runs: Runs, stale
     return MatrixRow(
         backend=newest.backend,
         version=newest.version,
+        package=newest.package,
         device=newest.env.device,
         runs=tuple(run for _, _, run in seen),
         stale=stale,

@@ -9,6 +9,7 @@ from spec_decode.matrix.cells import Cell, Note, Status
 from spec_decode.matrix.columns import Column
 from spec_decode.matrix.drafters import DraftCell
 from spec_decode.matrix.speed import Bar
+from spec_decode.matrix.text import counted
 from spec_decode.tools.timing_limit import verdict
 
 HOW_TO_READ = (
@@ -58,14 +59,14 @@ def draft_lines(cell: DraftCell | None) -> list[str]:
         return [Status.UNKNOWN.value]
     lines = [cell.status.value] + [
         f"K {found.num_speculative_tokens}, T {found.temperature:g}: "
-        f"{found.unlike_eager} of {found.prompts} prompts unlike eager"
+        f"{found.unlike_eager} of {counted(found.prompts, 'prompt')} unlike eager"
         + (f", {found.unlike_plain} unlike plain decoding" if found.unlike_plain is not None else "")
         + (f", {found.accepted:.2f} tokens kept" if found.accepted is not None else "")
         for found in cell.parity
     ]
     lines += [
-        f"host {host.us.p50:.0f} us [{host.us.p20:.0f} to {host.us.p80:.0f}] a round, {host.num_reqs} requests, "
-        f"K {host.num_speculative_tokens}"
+        f"host {host.us.p50:.0f} us [{host.us.p20:.0f} to {host.us.p80:.0f}] a round, "
+        f"{counted(host.num_reqs, 'request')}, K {host.num_speculative_tokens}"
         for host in cell.host[:1]
     ]
     return lines + ([cell.refusal] if cell.refusal else [])

@@ -17,7 +17,7 @@ from spec_decode.matrix.model import Matrix
 from spec_decode.matrix.numbered import HOW_TO_READ, grouped, time_text, verdict_text
 from spec_decode.matrix.plots import WIDTH, plot
 from spec_decode.matrix.speed import TITLES
-from spec_decode.matrix.text import plain
+from spec_decode.matrix.text import counted, plain
 
 _FOLDER = Path(__file__).parent / "templates"
 
@@ -37,6 +37,7 @@ def to_html(matrix: Matrix) -> str:
         opened={next((i for i, s in enumerate(matrix.speed) if s.title == title), None) for title in TITLES.values()},
         plot=plot,
         width=WIDTH,
+        counted=counted,
         time_text=time_text,
         verdict_text=verdict_text,
         style=Markup((_FOLDER / "page.css").read_text(encoding="utf-8")),

@@ -8,6 +8,7 @@ import msgspec
 
 from spec_decode.matrix.provenance import Runs
 from spec_decode.matrix.sources import Quantiles, Timing
+from spec_decode.matrix.text import counted
 from spec_decode.tools.timing_limit import TimingLimit, verdict
 
 
@@ -132,7 +133,7 @@ def _panel(title: str, timings: Sequence[Timing], quantity: str, runs: Runs) -> 
 
 
 def _shape(tokens: int, num_reqs: int, context: int, spec: str) -> str:
-    parts = [f"{num_reqs} request{'s' if num_reqs > 1 else ''}"]
+    parts = [counted(num_reqs, "request")]
     parts += [f"K = {tokens}"] if tokens else []
     parts += [f"{context:,} tokens each"] if context and not tokens else []
     parts += [spec] if spec else []

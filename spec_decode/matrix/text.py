@@ -37,6 +37,11 @@ def markdown_code(text: str) -> str:
     return f"{fence}{pad}{line}{pad}{fence}"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things: 1 check, 2 checks."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def note_text(note: Note) -> str:
     """A note as text: what happened, where first, how often, and why."""
     more = f" and {note.count - 1} more" if note.count > 1 else ""

@@ -61,28 +61,28 @@ def test_patterns_stand_in_the_place_of_everything():
 def test_the_process_sees_the_allocator_that_its_target_asks_for(sanitizer, caching, seen, monkeypatch):
     monkeypatch.setenv(NO_CACHING, "0")
     sanitizer()
-    row = memcheck.watch(target(f"import os; print(os.environ.get('{NO_CACHING}'))", caching=caching), 60)
+    row = memcheck.sanitize(target(f"import os; print(os.environ.get('{NO_CACHING}'))", caching=caching), 60)
     assert row["finished"] and row["errors"] == 0 and row["printed"] == [seen]
 
 
 def test_an_error_of_the_sanitizer_is_kept(sanitizer):
     sanitizer("========= Invalid __global__ read of size 4 bytes\n========= ERROR SUMMARY: 1 error")
-    row = memcheck.watch(target("pass"), 60)
+    row = memcheck.sanitize(target("pass"), 60)
     assert row["errors"] == 1 and "Invalid" in row["said"][0]
 
 
 def test_a_process_that_fails_or_leaves_no_summary_has_not_finished(sanitizer):
     sanitizer()
-    assert not memcheck.watch(target("raise SystemExit(3)"), 60)["finished"]
+    assert not memcheck.sanitize(target("raise SystemExit(3)"), 60)["finished"]
     sanitizer("")
-    assert not memcheck.watch(target("pass"), 60)["finished"]
+    assert not memcheck.sanitize(target("pass"), 60)["finished"]
 
 
 @pytest.mark.parametrize("outcomes, finished", [(["pass"], True), ([], False), (["pass", "not_run"], False)])
 def test_checks_have_finished_when_all_of_them_ran(sanitizer, outcomes, finished):
     sanitizer()
     report = json.dumps({"results": [{"outcome": outcome} for outcome in outcomes]})
-    row = memcheck.watch(target(f"import sys; open(sys.argv[-1], 'w').write('{report}')", checks=True), 60)
+    row = memcheck.sanitize(target(f"import sys; open(sys.argv[-1], 'w').write('{report}')", checks=True), 60)
     assert row["finished"] == finished
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attn_backends import Feature, Sizes, get, register, unregister
+from attn_backends import Feature, Sizes, get, register, registry, unregister
 from attn_backends.torch_reference import TorchReference
 from builders import ReferenceBuilder, ReferenceMetadata
-from spec_decode.conformance import KnownFailure, check_backend, iter_checks, parametrize_with_checks
+from spec_decode.conformance import KnownFailure, check_backend, iter_checks, parametrize_with_checks, runner
 from spec_decode.conformance.report import FAMILIES
 from spec_decode.conformance.runner import plan
 from spec_decode.testing.batches import Case
@@ -170,3 +170,10 @@ def test_a_backend_without_gqa_can_be_checked() -> None:
 
 def test_fixture_gives_every_available_backend(attn_backend: object) -> None:
     assert attn_backend in [get(name) for name in ("torch_reference", "triton_paged", "sparse_swa_mla", "triton_mla")]
+
+
+def test_the_report_of_another_packages_backend_names_it_with_its_version(monkeypatch):
+    declared = [registry.PlugIn("theirs", "pytest"), registry.PlugIn("unknown", "no-such-package")]
+    monkeypatch.setattr(registry, "plug_ins", lambda: declared)
+    assert runner._package_of("theirs") == f"pytest {pytest.__version__}"
+    assert (runner._package_of("unknown"), runner._package_of("triton_paged")) == ("no-such-package", "")

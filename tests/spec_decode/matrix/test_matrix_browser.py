@@ -30,6 +30,8 @@ def page_file(tmp_path_factory):
             ("beta", "GPU one", "1", "2026-01-01"), ("beta", "CPU two", "1", "2026-01-01"),
         ]
     ]  # fmt: skip
+    absent = result("unavailable", "*", check="contract.loads", reason="needs a package that is not here")
+    reports += [report(absent, backend=name, device="CPU two", version="unknown") for name in ("gone", "lost")]
     missed = {"limits": [limit("gpu_us", 8, False)]}
     timings = [timing(), timing(backend="p", peer=True, **missed), timing(num_reqs=32, **missed)]
     path = tmp_path_factory.mktemp("page") / "compatibility.html"
@@ -50,7 +52,7 @@ def browser():
 def visit(browser, page_file):
     contexts = []
 
-    def open_page(**options):
+    def open_page(*, address=None, **options):
         contexts.append(browser.new_context(offline=True, **options))
         page = contexts[-1].new_page()
         page.set_default_timeout(0)
@@ -59,7 +61,7 @@ def visit(browser, page_file):
         page.on("pageerror", lambda error: page.complaints.append(str(error)))
         page.requests = []
         page.on("request", lambda request: page.requests.append(request.url))
-        page.goto(page_file.as_uri())
+        page.goto(address or page_file.as_uri())
         return page
 
     yield open_page
@@ -124,6 +126,49 @@ def test_one_cell_is_open_at_a_time(visit):
     for n in (0, 3):
         page.locator(".matrix summary:not(.why summary)").nth(n).click()
     assert page.locator(".panel:visible").count() == 1
+
+
+def address_of(page) -> str:
+    return page.evaluate("location.href")
+
+
+def test_filters_and_the_open_cell_are_in_the_address(visit):
+    page = visit()
+    page.locator("#f-device").select_option("GPU one")
+    page.locator("#f-feature").select_option(label="page 2")
+    page.locator(".matrix summary", has_text="page 2 broken").nth(1).click()
+    page.wait_for_function("location.hash.includes('cell=')")
+    again = visit(address=address_of(page))
+    assert shown_rows(again) == shown_rows(page) and len(shown_rows(again)) == 3
+    assert again.locator("#f-feature").input_value() == "page:2"
+    [panel] = again.locator(".panel:visible").all()
+    assert panel.inner_text() == page.locator(".panel:visible").inner_text()
+
+
+def test_what_is_no_longer_looked_at_leaves_the_address(visit):
+    page = visit()
+    page.locator("#f-backend").select_option("beta")
+    page.wait_for_function("location.hash.includes('beta')")
+    page.get_by_role("button", name="Show all").click()
+    page.wait_for_function("!location.hash.includes('beta')")
+
+
+def test_an_address_of_something_that_is_gone_shows_everything(visit, page_file):
+    page = visit(address=f"{page_file.as_uri()}#device=none&cell=none&feature=none")
+    assert len(shown_rows(page)) == 4 and not page.locator(".panel:visible").count() and page.complaints == []
+
+
+def test_backends_that_could_not_be_loaded_are_one_folded_row(visit):
+    page = visit()
+    folded = page.locator(".absent summary")
+    assert folded.inner_text() == "2 backends could not be loaded here"
+    folded.click()
+    assert page.locator(".absent li:visible").count() == 2
+    assert "needs a package that is not here" in page.locator(".absent li").first.inner_text()
+    page.locator("#f-backend").select_option("gone")
+    assert [item.inner_text()[:4] for item in page.locator(".absent li:visible").all()] == ["gone"]
+    page.locator("#f-backend").select_option("alpha")
+    assert not page.locator(".absent:visible").count()
 
 
 def test_the_theme_follows_the_system_and_the_button(visit):

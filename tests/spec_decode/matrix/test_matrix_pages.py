@@ -182,3 +182,43 @@ def test_ten_thousand_cells_make_a_page_of_less_than_ten_megabytes():
     ]  # fmt: skip
     text = to_html(build_matrix(reports))
     assert len(text.encode()) < 10_000_000 and text.count('<td role="cell" class="w-') == 10_000
+
+
+def panel_of(text: str) -> str:
+    return re.sub(r"<[^>]+>", "", text.partition('<div class="panel">')[2].partition("</details>")[0])
+
+
+@pytest.mark.parametrize("count, words", [(1, "1 of 1 check passed"), (2, "2 of 2 checks passed")])
+def test_one_thing_is_in_the_singular(count, words):
+    text = to_html(build_matrix([report(*[result("pass")] * count)]))
+    assert words in panel_of(text) and "1 backend version on 1 device,\n1 column, 1 run." in text
+    assert "1 of 1 prompt unlike" in to_html(build_matrix([], [agreement(prompts=1, unlike_eager=1)]))
+    assert "1 of 1 prompt unlike" in to_markdown(build_matrix([], [agreement(prompts=1, unlike_eager=1)]))
+
+
+def test_a_page_without_draft_pairs_says_so_and_how_to_make_some():
+    text = to_html(build_matrix([report(result("pass"))]))
+    assert "No report of draft pairs" in text and "scripts/pair_agreement.py" in text
+    assert "No report of draft pairs" not in to_html(build_matrix([], [agreement()]))
+
+
+@pytest.mark.parametrize("seen, why", [((), "no case that was run"), (("unsupported",), "asks for more than is")])
+def test_a_claim_that_was_not_tried_says_what_was_not_and_what_would_try_it(seen, why):
+    results = [result(outcome, "dim:64") for outcome in seen]
+    text = panel_of(to_html(build_matrix([report(*results, claims={"dim:64": True})])))
+    assert "Not tried:" in text and why in text
+    assert "attn-backends matrix --run k --device cuda --tag dim:64" in text
+
+
+def test_another_projects_backend_has_a_badge_with_its_package_and_version():
+    text = to_html(
+        build_matrix([report(result("pass"), package="their-kernels 2.1"), report(result("pass"), backend="o")])
+    )
+    assert text.count('class="badge"') == 1 and "their-kernels 2.1</em>" in text
+
+
+def test_backends_of_absent_packages_have_no_row_of_dots():
+    gone = report(result("unavailable", "*", reason="needs a package"), backend="gone")
+    text = to_html(build_matrix([gone, report(result("pass"))]))
+    assert text.count('<td role="cell" class="w-') == 1
+    assert "1 backend could not be loaded here" in text and "needs a package" in text
