@@ -48,7 +48,7 @@ NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 
 @dataclass(frozen=True)
 class Target:
-    """A process to run under the sanitizer: the arguments of its Python. caching: whether torch's allocator may keep memory."""
+    """A Python process to run under the sanitizer. caching: whether torch's allocator may keep memory."""
 
     name: str
     arguments: tuple[str, ...]

@@ -122,7 +122,7 @@ def test_the_json_has_exactly_the_documented_fields():
         *("schema", "backend", "version", "package", "contract", "env", "command", "sources", "claims", "results")
     ]
     assert list(document["env"]) == [
-        *("device", "torch", "triton", "python", "commit", "dirty", "date", "driver", "cuda", "platform")
+        *("device", "torch", "triton", "python", "commit", "dirty", "date", "driver", "cuda", "platform", "stated")
     ]
     assert list(document["results"][0]) == [
         *("check", "family", "case", "outcome", "reason", "evidence", "seconds", "repro", "tags")
