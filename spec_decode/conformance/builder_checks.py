@@ -77,6 +77,7 @@ def advance_means_a_rebuild(subject: Subject, case: Case) -> None:
     joined(_DECODES, _PAGED_DECODE),
     advances=True,
     shrink=True,
+    quick="base-single",
 )
 def advance_attends_right(subject: Subject, case: Case) -> Measurements:
     built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch, horizon=_STEPS)
