@@ -1,7 +1,11 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from attn_backends import get
+from attn_backends.torch_reference import TorchReference
+from builders import BatchError, ReferenceBuilder
 from spec_decode.drafter import Strategy, default_capture_sizes
 from spec_decode.graphs.emulator import EmulatedRuntime
 from tests.spec_decode.drafter.drafter_fixture import (
@@ -28,6 +32,43 @@ def test_a_capture_touches_nothing_of_a_live_request(make, strategy, rounds):
     before = [tensor.clone() for tensor in live]
     fixture.drafter.capture()
     assert all(torch.equal(a, b) for a, b in zip(before, live, strict=True))
+
+
+@pytest.mark.parametrize("strategy", CAPTURING)
+@pytest.mark.parametrize("make", [advancing, decode_only])
+def test_a_capture_anew_after_live_rounds_touches_nothing_of_a_live_request(make, strategy):
+    fixture = make(strategy=strategy)
+    fixture.rounds(1)
+    tables = fixture.tables
+    live = [*fixture.caches(), tables.block_tables, tables.token_limits, tables.overflow]
+    before = [tensor.clone() for tensor in live]
+    fixture.drafter.graphs.release()
+    fixture.drafter.capture()
+    assert fixture.drafter.graphs.complete and all(torch.equal(a, b) for a, b in zip(before, live, strict=True))
+
+
+class ShortBuilder(ReferenceBuilder):
+    """Its kernels are captured for lengths up to 24."""
+
+    def capture_constants(self, metadata):
+        return replace(super().capture_constants(metadata), max_seq_len=24)
+
+
+class Short(TorchReference):
+    builder = ShortBuilder
+
+
+@pytest.mark.parametrize("backends", [(Short(), TorchReference()), (TorchReference(), Short())])
+@pytest.mark.parametrize("strategy", CAPTURING)
+def test_a_round_is_replayed_up_to_the_length_that_every_group_was_captured_for_and_no_further(strategy, backends):
+    fixture = DrafterFixture(backends, strategy=strategy, limits=[20, 24, 23])
+    fixture.rounds(1)
+    fixture.limits[1] = 25
+    fixture.load(range(3))
+    before = [tensor.clone() for tensor in fixture.caches()]
+    with pytest.raises(BatchError, match="max_seq_len: captured with 24, needed 25"):
+        fixture.rounds(1)
+    assert all(torch.equal(a, b) for a, b in zip(before, fixture.caches(), strict=True))
 
 
 def test_a_capture_ahead_of_the_first_round_changes_no_token():
