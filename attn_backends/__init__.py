@@ -1,6 +1,6 @@
 """Middle floor: attention backends, what each can serve, and how one is chosen."""
 
-from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs
+from attn_backends.base import AttentionBackend, KVCache, check_forward_inputs, check_write_inputs
 from attn_backends.capabilities import Accepted, Capabilities, CapabilitiesError, Feature, FusedWrite, Rejected, Sizes
 from attn_backends.fused_writes import FusedLatentWrite, FusedRopeWrite
 from attn_backends.registry import (
@@ -35,6 +35,7 @@ __all__ = [
     "Sizes",
     "UnknownBackend",
     "check_forward_inputs",
+    "check_write_inputs",
     "explain",
     "get",
     "names",

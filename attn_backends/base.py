@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from attn_backends.capabilities import Accepted, Capabilities, Rejected
-from attn_backends.kernels.fp8_ds_mla import TOKEN_BYTES, page_bytes
-from attn_backends.kernels.write_kv import write_kv
+from attn_backends.kernels.fp8_ds_mla import LATENT, TOKEN_BYTES, page_bytes
+from attn_backends.kernels.write_kv import check_new_kv, write_kv
 from attn_backends.kernels.write_latent import write_latent
 from builders import CONTRACT_VERSION, AttentionKind, AttentionSpec, BatchError, MetadataBuilder
 from builders.errors import require, require_tensor
@@ -121,6 +121,18 @@ class AttentionBackend(ABC):
         The KV of the query tokens is already written. Rows whose seq_len is 0 come out as 0, whatever the sinks.
         sinks: fp32 [num_q_heads], given exactly when spec.sinks.
         """
+
+
+def check_write_inputs(key: Tensor, value: Tensor, cache: KVCache, metadata: Any) -> None:
+    """Raise BatchError for what a `write_kv` kernel would misread. Host checks of shapes only: no sync."""
+    slots, device = metadata.slot_mapping, cache.key.device
+    require_tensor("slot_mapping", slots, shape=(metadata.num_tokens,), dtype=torch.int64, device=device)
+    if not cache.latent:
+        check_new_kv(key, value, cache.key, cache.value, metadata.num_tokens)
+        return
+    packed = cache.key.dtype is torch.uint8
+    dim, dtype = (LATENT, torch.bfloat16) if packed else (cache.key.shape[-1], cache.key.dtype)
+    require_tensor("key", key, shape=(metadata.num_tokens, 1, dim), dtype=dtype, device=device)
 
 
 def check_forward_inputs(query: Tensor, cache: KVCache, metadata: Any, spec: AttentionSpec, sinks: Sinks) -> None:

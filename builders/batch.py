@@ -24,7 +24,7 @@ class AttentionBatch:
     block_table      int32 [num_reqs, max_pages]  -1 where no page is owned
     slot_mapping     int64 [num_tokens]           -1 writes nothing
 
-    Kernels need not check: the entries of a row that its seq_len reaches name pages of the cache, and slots lie in it.
+    Kernels need not check pages: the entries of a row that its seq_len reaches are pages of the cache.
     `RequestTables` and `BatchBuffers` refuse on the host what would break that; whoever fills a batch by other means
     promises it.
     """

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 
 from spec_decode.cli.options import device_option, resolve_device
-from spec_decode.cli.output import say, stdout
+from spec_decode.cli.output import UserError, say, stdout
 
 if TYPE_CHECKING:
     import torch
@@ -22,25 +23,73 @@ _WIDTH = 10
 
 @click.command("list")
 @device_option
+@click.option("--dtype", help="Of queries and cache: float32, bfloat16 or float16; bfloat16 without it.")
+@click.option(
+    "--spec",
+    "fields",
+    metavar="FIELD=VALUE",
+    multiple=True,
+    help="Of the question, as AttentionSpec has it: head_dim=64, sinks=true, kind=mla; several times.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
-def list_backends(device: str | None, as_json: bool) -> None:
+def list_backends(device: str | None, dtype: str | None, fields: tuple[str, ...], as_json: bool) -> None:
     """List every registered backend.
 
     What it claims, and whether it runs here and if not, why. The question asked is 32 query and 8 KV heads
-    of dim 128, pages of 16 tokens, bfloat16. A package whose backend ends or holds up the process that loads or
-    asks it is named, and costs no other its lines.
+    of dim 128, pages of 16 tokens, bfloat16, or what --dtype and --spec make of it. A package whose backend
+    ends or holds up the process that loads or asks it is named, and costs no other its lines.
     """
     from attn_backends import registry
     from spec_decode.tools.plug_ins import try_plug_ins
-    from spec_decode.tools.specs import GQA
 
+    spec = _asked(dtype, fields)
     where = resolve_device(device, present=False)
     try_plug_ins()
-    entries = [describe(name, GQA, where) for name in registry.names()]
+    entries = [describe(name, spec, where) for name in registry.names()]
     if as_json:
-        click.echo(json.dumps({"spec": GQA.describe(), "device": str(where), "backends": entries}, indent=2))
+        click.echo(json.dumps({"spec": spec.describe(), "device": str(where), "backends": entries}, indent=2))
     else:
-        print_backends(stdout(), entries, f"{GQA.describe()} on {where}")
+        print_backends(stdout(), entries, f"{spec.describe()} on {where}")
+
+
+def _asked(dtype: str | None, changes: tuple[str, ...]) -> AttentionSpec:
+    """The question of `list`. Raises UserError for a field that a spec does not have, or of another type."""
+    from builders import AttentionSpec
+    from spec_decode.tools.specs import GQA
+
+    given: dict[str, Any] = {
+        name: getattr(GQA, name) for name in ("num_q_heads", "num_kv_heads", "head_dim", "page_size")
+    }
+    for change in (*changes, *([f"dtype={dtype}"] if dtype else [])):
+        name, _, text = change.partition("=")
+        try:
+            given[name] = _value(name, text)
+        except (KeyError, ValueError) as error:
+            raise UserError(
+                f"a spec's field must be given as head_dim=64, sinks=true, kind=mla or dtype=float32, got {change!r}; "
+                "nothing was asked. Fix --spec or --dtype."
+            ) from error
+    return AttentionSpec(**given)
+
+
+def _value(name: str, text: str) -> object:
+    """A field of AttentionSpec from its text. Raises KeyError for another field, ValueError for another text."""
+    import torch
+
+    from builders import AttentionKind
+
+    dtypes = {
+        str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
+    }
+    counts = ("num_q_heads", "num_kv_heads", "head_dim", "page_size", "value_dim", "sliding_window")
+    kinds: dict[str, Callable[[str], object]] = {
+        **dict.fromkeys(counts, int),
+        **dict.fromkeys(("scale", "soft_cap"), float),
+        **dict.fromkeys(("dtype", "kv_dtype"), dtypes.__getitem__),
+        "sinks": {"true": True, "false": False}.__getitem__,
+        "kind": AttentionKind,
+    }
+    return kinds[name](text)
 
 
 def describe(name: str, spec: AttentionSpec, device: torch.device) -> dict[str, Any]:

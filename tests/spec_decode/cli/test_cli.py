@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +54,32 @@ def test_list_as_json_holds_every_backend(run):
     found = json.loads(run("list", "--device", "cpu", "--json").output)["backends"]
     assert [entry["name"] for entry in found] == registry.names()
     assert found[0]["advance"]["level"] == "IN_GRAPH"
+
+
+class OnlyFp32(TorchReference):
+    capabilities = replace(TorchReference.capabilities, dtypes=(torch.float32,), mixed_kv_dtypes=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "accepted"), [((), False), (("--dtype", "float32"), True), (("--spec", "dtype=float32"), True)]
+)
+def test_list_asks_for_the_dtype_it_is_told(options, accepted, plug_in, run):
+    plug_in("only_fp32", OnlyFp32)
+    found = json.loads(run("list", "--device", "cpu", "--json", *options).output)
+    (entry,) = [entry for entry in found["backends"] if entry["name"] == "only_fp32"]
+    assert entry["accepted"] is accepted
+
+
+def test_list_asks_for_the_spec_it_is_told(run):
+    options = ("head_dim=96", "sinks=true", "sliding_window=12", "soft_cap=2.5", "kind=mha", "kv_dtype=float8_e4m3fn")
+    found = run("list", "--device", "cpu", *(part for option in options for part in ("--spec", option)))
+    first = found.output.splitlines()[0]
+    assert "32/8 heads, dim 96, page 16, bfloat16, kv float8_e4m3fn, window 12, soft cap 2.5, sinks on cpu" in first
+
+
+@pytest.mark.parametrize("wrong", ["head_dim", "head_dim=wide", "heads=4", "sinks=1", "kind=gqa", "dtype=fp32", ""])
+def test_list_refuses_a_question_that_is_none(wrong, refused):
+    assert f"got {wrong!r}; nothing was asked" in refused("list", "--spec", wrong)
 
 
 def test_list_survives_a_backend_that_does_not_load(plug_in, run):

@@ -1,0 +1,63 @@
+"""`attn-backends new`: a package with a backend of one's own, from the documented example."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+
+from spec_decode.cli.output import UserError
+
+_FOLDERS = (Path(__file__).parent / "example", Path(__file__).parents[2] / "examples" / "window_pages")
+"""The example: as the wheel has it, and as a checkout does."""
+
+
+@click.command("new")
+@click.argument("name")
+def new(name: str) -> None:
+    """Write a package with a backend called NAME into a new folder.
+
+    It is the example of the documentation, which passes its checks: change its builder and its attention to yours.
+    """
+    from attn_backends import registry
+
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise UserError(
+            f"a backend's name must be lower-case letters, digits and _, as a module's is, got {name!r}; nothing was "
+            "written. Choose another."
+        )
+    if name in registry.names():
+        raise UserError(
+            f"a backend's name must be free, {name!r} is registered already; nothing was written. Choose another."
+        )
+    folder = Path(name)
+    example = next(folder for folder in _FOLDERS if folder.is_dir())
+    texts = {path.relative_to(example): path.read_text("utf-8") for path in _files(example)}
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise UserError(
+            f"the folder {folder} must be new and its place writable, got {error.strerror}; nothing was written. Run "
+            "this elsewhere, or choose another name."
+        ) from error
+    for relative, text in texts.items():
+        path = folder / _renamed(relative.as_posix(), name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_renamed(text, name), encoding="utf-8")
+        click.echo(path)
+    click.echo(f"next: pip install -e ./{name} && attn-backends check {name} --family builder")
+
+
+def _files(example: Path) -> list[Path]:
+    found = (path for path in sorted(example.rglob("*")) if path.is_file())
+    return [path for path in found if path.suffix in (".py", ".toml", ".md", ".yml") and "build" not in path.parts]
+
+
+def _renamed(text: str, name: str) -> str:
+    """The example's text with its name, in each of its three forms, replaced."""
+    words = name.strip("_").split("_")
+    forms = {"window_pages": name, "window-pages": "-".join(words), "WindowPages": "".join(map(str.title, words))}
+    for old, its in forms.items():
+        text = text.replace(old, its)
+    return text

@@ -1,0 +1,47 @@
+"""`attn-backends new`: what it writes is a backend that passes its checks."""
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from spec_decode.conformance import check_backend
+from tests.factories import CPU
+
+
+def test_what_is_written_passes_its_checks(run, monkeypatch):
+    assert run("new", "my_own2").exit_code == 0
+    monkeypatch.syspath_prepend("my_own2")
+    backend = import_module("my_own2.backend").MyOwn2()
+    assert backend.name == "my_own2"
+    report = check_backend(backend, device=CPU, families=["contract", "builder"])
+    assert report.ok and len(report.results) > 20
+
+
+def test_what_is_written_is_the_example_under_another_name(run):
+    run("new", "mine")
+    written = {path.relative_to("mine").as_posix() for path in Path("mine").rglob("*") if path.is_file()}
+    assert {
+        "pyproject.toml", "README.md", "mine/builder.py", "mine/backend.py", "mine/known_failures.toml",
+        "tests/test_conformance.py", ".github/workflows/ci.yml",
+    } <= written  # fmt: skip
+    text = "".join(path.read_text() for path in Path("mine").rglob("*") if path.is_file())
+    assert not any(name in text for name in ("window_pages", "window-pages", "WindowPages"))
+    assert 'mine = "mine.backend:Mine"' in text
+
+
+def test_a_folder_that_is_there_is_left_as_it_is(refused):
+    Path("mine").mkdir()
+    Path("mine", "notes").write_text("mine")
+    assert "the folder mine must be new" in refused("new", "mine")
+    assert [path.name for path in Path("mine").iterdir()] == ["notes"]
+
+
+@pytest.mark.parametrize("name", ["My-Own", "9lives", "../up", "a b", ""])
+def test_a_name_that_no_module_can_have_is_refused(name, refused):
+    assert "must be lower-case letters" in refused("new", name)
+
+
+def test_a_name_that_is_taken_is_refused(refused):
+    assert "'triton_paged' is registered already; nothing was written" in refused("new", "triton_paged")
+    assert not Path("triton_paged").exists()
