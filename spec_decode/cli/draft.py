@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import click
 from rich.console import Console
 
-from spec_decode.cli.options import PAGE_SIZE, StrategyChoice, device_option, options_as, resolve_device
+from spec_decode.cli.options import PAGE_SIZE, StrategyChoice, device_option, options_as, resolve_device, use_threads
 from spec_decode.cli.output import UserError, printable, say, stdout
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ def draft(options: _Options) -> None:
         raise UserError("a draft needs a prompt, got none; nothing was run. Pass PROMPT or --prompts FILE.")
     device = resolve_device(options.device)
     dtype = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
+    if options.target is None:
+        use_threads(1)
     from spec_decode.cli.generate import choose_backends, generate
     from spec_decode.drafter import Strategy
 

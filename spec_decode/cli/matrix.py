@@ -147,11 +147,13 @@ def _writers() -> dict[str, Callable[[Matrix], str]]:
 def _show(result: Matrix, targets: dict[str, str | None]) -> None:
     from spec_decode.matrix import to_table
 
-    if "-" not in targets.values():
+    if not any(targets.values()):
         stdout().print(to_table(result))
     for name, render in _writers().items():
         if (target := targets[name]) is not None:
             write(target, render(result))
+            if "-" not in targets.values():
+                say(stdout(), f"wrote {target}")
 
 
 def _published(result: Matrix, targets: dict[str, str | None], paths: tuple[Path, ...]) -> bool:

@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 
 def draft_words(pair, *words):
@@ -10,6 +11,13 @@ def test_draft_prints_text_plan_and_stats(pair, run):
     assert result.exit_code == 0, result.output
     for part in ("prompt 2:", "strategy full_loop", "group draft", "accepted", "host us a round"):
         assert part in result.output
+
+
+def test_draft_runs_the_small_pair_with_one_thread(pair, run, monkeypatch):
+    counts = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    run(*draft_words(pair, "x", "-k", "0", "--max-new-tokens", "1"))
+    assert counts == [1]
 
 
 def test_draft_reads_prompts_from_a_file(pair, tmp_path, run):

@@ -64,7 +64,8 @@ def test_matrix_on_standard_output_is_nothing_else(tagged, run):
 
 
 def test_matrix_writes_files(tagged, tmp_path, run):
-    assert run("matrix", "--markdown", "out/m.md", "--json", "out/m.json", "--html", "out/m.html").exit_code == 0
+    result = run("matrix", "--markdown", "out/m.md", "--json", "out/m.json", "--html", "out/m.html")
+    assert result.output.splitlines() == ["wrote out/m.md", "wrote out/m.html", "wrote out/m.json"]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"m.md", "m.json", "m.html"}
 
 
