@@ -13,6 +13,7 @@ from attn_backends.base import AttentionBackend, KVCache, Sinks, check_forward_i
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fused_writes import FusedRopeWrite
 from builders import AttentionSpec
+from builders.devices import on_device
 from builders.errors import require
 from builders.flashinfer.builder import (
     CudaCoreBuilder,
@@ -103,11 +104,12 @@ class FlashInferXqa(FlashInfer):
 
 def _xqa(query: Tensor, cache: KVCache, metadata: FlashInferMetadata, spec: AttentionSpec) -> Tensor:
     query = query.contiguous()  # XQA knows no strides of it
-    out: Tensor = trtllm_batch_decode_with_kv_cache(
-        query=query, kv_cache=(cache.key, cache.value), workspace_buffer=metadata.launch.workspace,
-        block_tables=metadata.block_table, seq_lens=metadata.seq_lens, max_seq_len=metadata.max_seq_len,
-        bmm1_scale=spec.softmax_scale, bmm2_scale=1.0, window_left=spec.window_left,
-        kv_layout="NHD", backend="xqa", enable_pdl=False,
-    )  # fmt: skip
+    with on_device(query.device):  # it launches on the current one
+        out: Tensor = trtllm_batch_decode_with_kv_cache(
+            query=query, kv_cache=(cache.key, cache.value), workspace_buffer=metadata.launch.workspace,
+            block_tables=metadata.block_table, seq_lens=metadata.seq_lens, max_seq_len=metadata.max_seq_len,
+            bmm1_scale=spec.softmax_scale, bmm2_scale=1.0, window_left=spec.window_left,
+            kv_layout="NHD", backend="xqa", enable_pdl=False,
+        )  # fmt: skip
     # Where there are no tokens XQA multiplies 0 by the inverse of the weights' sum.
     return out.masked_fill_((metadata.seq_lens == 0)[:, None, None], 0.0)
