@@ -7,11 +7,14 @@ import pytest
 import torch
 
 from spec_decode.sampling import noise
+from spec_decode.verification import verifier
 from spec_decode.verification.kernels.block_verify import block_verify
+from spec_decode.verification.kernels.hash_seeds import hash_seeds
 from spec_decode.verification.kernels.rejection_sample import rejection_sample
 from spec_decode.verification.kernels.synthetic_accept import synthetic_accept
 from spec_decode.verification.kernels.verify_arguments import VerifyArguments
 from tests.spec_decode.sampling.noise_words import each_device, seeds_of
+from tests.spec_decode.verification.verify_helpers import sampling_of
 from tests.spec_decode.verification.verify_oracle import (
     FIRST,
     STEPS,
@@ -72,3 +75,42 @@ def test_synthetic_acceptance_of_a_tiny_mean(fraction, device):
     seeds = seeds_of(wanted, first, noise.ACCEPT)
     drafts = torch.zeros(2, STEPS, dtype=torch.int64)
     assert synthetic_accept(*(x.to(device) for x in (drafts, seeds, first)), fraction)[0].tolist() == [1, 0]
+
+
+@each_device
+@each_kind
+def test_where_the_residual_is_empty_the_targets_own_token_follows(op, oracle, passes, device):
+    # Neither model can produce token 0, which is rejected, and p is q: max(p - q, 0) holds nothing.
+    rows, vocab = 64, 5
+    row = torch.arange(vocab, dtype=torch.float32).masked_fill(torch.arange(vocab) == 0, -math.inf)
+    seeds, first = torch.arange(rows), torch.full((rows,), FIRST)
+    arguments = VerifyArguments(
+        row.expand(rows, 2, -1).contiguous(), torch.zeros(rows, 1, dtype=torch.int64), row.expand(rows, 1, -1),
+        torch.ones(rows), seeds, seeds, first,
+    )  # fmt: skip
+    accepted, next_tokens = op(*(x.to(device) for x in arguments))
+    gumbel = noise.gumbel(noise.key(seeds, first, noise.TARGET)[:, None], torch.arange(vocab))
+    assert accepted.eq(0).all() and torch.equal(next_tokens.cpu(), (row + gumbel).argmax(-1))
+
+
+@each_device
+def test_the_seeds_of_a_blocks_draft_are_none_of_the_keys_of_the_noise(device):
+    seeds, first = torch.arange(100), torch.full((100,), FIRST)
+    hashed = hash_seeds(seeds.to(device), first.to(device)).cpu()
+    assert len(set(hashed.tolist())) == 100
+    assert not any(hashed.eq(noise.key(seeds, first, x)).any() for x in (noise.DRAFT, noise.ACCEPT, noise.TARGET))
+
+
+@each_device
+@pytest.mark.parametrize("name", ["rejection", "block"])
+def test_a_verifiers_uniforms_are_those_of_the_seeds_it_drafts_with(name, device):
+    how, op = verifier(name, num_speculative_tokens=STEPS), KINDS[name][0]
+    case = Case(TABLES)
+    rows = len(case.rows)
+    logits, tokens, draft_logits = (x.to(device) for x in (case.p_logits, case.tokens, case.q_logits))
+    sampling, first = sampling_of(rows, 1.0), torch.full((rows,), FIRST, device=device)
+    sampling = type(sampling)(*(x.to(device) for x in sampling))
+    output = how.verify(logits, tokens, draft_logits, sampling=sampling, draft_positions=first)
+    accept_seeds = how.draft_seeds(sampling.seeds, first)
+    expected = op(logits, tokens, draft_logits, sampling.temperature, sampling.seeds, accept_seeds, first)
+    assert torch.equal(output.accepted, expected[0]) and torch.equal(output.next_tokens, expected[1])

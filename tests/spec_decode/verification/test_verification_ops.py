@@ -59,6 +59,14 @@ def test_arguments_of_wrong_tensors_are_refused_by_name(name, tensor):
         verify_arguments(**{name: tensor}).checked()
 
 
+def test_arguments_become_contiguous_but_for_the_drafts_logits_which_stay_where_they_are():
+    wide = torch.zeros(ROWS, 2 * STEPS, 2 * VOCAB)[:, :STEPS, ::2]
+    seeds, tokens = zeros(2 * ROWS)[::2], zeros(ROWS, 2 * STEPS)[:, ::2]
+    checked = verify_arguments(draft_logits=wide, draft_tokens=tokens, seeds=seeds, accept_seeds=seeds).checked()
+    assert checked.draft_logits is wide
+    assert all(tensor.is_contiguous() for tensor in checked if tensor is not wide)
+
+
 def test_logits_on_another_device_are_refused():
     with pytest.raises(BatchError, match=r"draft_logits must be .* on cpu, got .* on meta"):
         verify_arguments(draft_logits=torch.zeros(ROWS, STEPS, VOCAB, device="meta")).checked()
