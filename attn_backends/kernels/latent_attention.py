@@ -94,11 +94,13 @@ class LatentAttentionArguments(NamedTuple):
         lse = torch.empty(splits, tokens, heads, device=query.device) if split else out
         config = config or tile_config(self.max_query_len * heads, dim, query.element_size())
         tiles = triton.cdiv(self.max_query_len * heads, config["BLOCK_M"])
+        page_size = self.latent_cache.shape[1]
         latent_attention_kernel[(self.seq_lens.shape[0] * tiles, splits)](
             query, *self[1:5], partial, lse, self.scale, tiles, tokens,
             *query.stride()[:2], *self.latent_cache.stride()[:2], self.block_table.stride(0),
-            HEADS=heads, PAGE_SIZE=self.latent_cache.shape[1], VALUE_DIM=value_dim, ROTARY_DIM=dim - value_dim,
-            SPLITS=splits, FP32_DOT=interpreted, **config, **dependent_launch(query.device),
+            HEADS=heads, PAGE_SIZE=page_size, VALUE_DIM=value_dim, ROTARY_DIM=dim - value_dim,
+            SPLITS=splits, WIDE_PAGES=page_size * self.latent_cache.stride(1) >= 1 << 31,
+            FP32_DOT=interpreted, **config, **dependent_launch(query.device),
         )  # fmt: skip
         if split:
             merge_kernel[(tokens, heads)](

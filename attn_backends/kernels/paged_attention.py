@@ -110,8 +110,9 @@ class PagedAttentionArguments(NamedTuple):
             self.block_table.stride(0),
             HEADS=heads, GROUP=group, PAGE_SIZE=page_size, DIM=dim, VALUE_DIM=value_dim, BLOCK_D=block_d,
             BLOCK_E=block_e, BLOCK_M=block_m, SPLITS=splits, WINDOW=self.sliding_window or 0,
-            SOFT_CAP=bool(self.soft_cap), SINKS=sinks is not None and not split, FP32_DOT=interpreted,
-            **tile, **dependent_launch(query.device),
+            SOFT_CAP=bool(self.soft_cap), SINKS=sinks is not None and not split,
+            WIDE_PAGES=page_size * max(self.key_cache.stride(1), self.value_cache.stride(1)) >= 1 << 31,
+            FP32_DOT=interpreted, **tile, **dependent_launch(query.device),
         )  # fmt: skip
         if split:
             merge_kernel[(tokens, heads)](

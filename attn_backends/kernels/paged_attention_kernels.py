@@ -12,12 +12,13 @@ def attention_kernel(
     v_head_stride, table_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, FP32_DOT: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, WIDE_PAGES: tl.constexpr,
+    FP32_DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_previous(PDL)
     request = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
-    kv_head = tl.program_id(1).to(tl.int64)  # times a stride it may pass 2^31; so may what follows
+    kv_head = tl.program_id(1)
     split = tl.program_id(2)
     first = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - first
@@ -46,7 +47,7 @@ def attention_kernel(
     hi = tl.minimum(lo + share, first_block + blocks)
 
     q = tl.load(
-        query + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :],
+        query + token[:, None] * q_token_stride + head.to(tl.int64)[:, None] * q_head_stride + dim[None, :],
         mask=in_row[:, None] & (dim[None, :] < DIM),
         other=0.0,
     )
@@ -57,24 +58,24 @@ def attention_kernel(
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     table = block_table + request.to(tl.int64) * table_stride
+    key_cache += kv_head.to(tl.int64) * k_head_stride
+    value_cache += kv_head.to(tl.int64) * v_head_stride
     for block in range(lo, hi):
         kv = block * BLOCK_N + tl.arange(0, BLOCK_N)
         owned = kv < end
         if WINDOW > 0:  # an older token's page may be another request's by now, or hold NaN
             owned = owned & (kv >= start)
-        offset = (kv % PAGE_SIZE).to(tl.int64)
+        offset = kv % PAGE_SIZE
+        if WIDE_PAGES:  # where this is not needed, it costs up to 40 % of the time
+            offset = offset.to(tl.int64)
         page = tl.load(table + kv // PAGE_SIZE, mask=owned, other=0).to(tl.int64)
         k = tl.load(
-            key_cache
-            + (page * k_page_stride + offset * k_token_stride + kv_head * k_head_stride)[None, :]
-            + dim[:, None],
+            key_cache + (page * k_page_stride + offset * k_token_stride)[None, :] + dim[:, None],
             mask=owned[None, :] & (dim[:, None] < DIM),
             other=0.0,
         )
         v = tl.load(
-            value_cache
-            + (page * v_page_stride + offset * v_token_stride + kv_head * v_head_stride)[:, None]
-            + edim[None, :],
+            value_cache + (page * v_page_stride + offset * v_token_stride)[:, None] + edim[None, :],
             mask=owned[:, None] & (edim[None, :] < VALUE_DIM),
             other=0.0,
         )

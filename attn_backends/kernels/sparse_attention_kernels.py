@@ -25,11 +25,13 @@ def sparse_attention_kernel(
 ):  # fmt: skip
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     dim = tl.arange(0, DIM)
     in_head = head < HEADS
     q = tl.load(
-        query + token * q_token_stride + head[:, None] * q_head_stride + dim[None, :], mask=in_head[:, None], other=0.0
+        query + token * q_token_stride + head.to(tl.int64)[:, None] * q_head_stride + dim[None, :],
+        mask=in_head[:, None],
+        other=0.0,
     )
     if FP32_DOT:
         q = q.to(tl.float32)
@@ -107,8 +109,9 @@ def _block(
     entry = start + tl.arange(0, BLOCK_N)
     # Masked by the width alone, so that the slots need not wait for the length.
     slot = tl.load(indices + entry, mask=entry < width, other=-1)
-    listed = (entry < length) & (slot >= 0) & (slot < num_slots)
-    slot = slot.to(tl.uint32)  # an unsigned division by a power of two is a shift
+    # Unsigned, a negative slot is beyond every pool, and a division by a power of two is a shift.
+    slot = slot.to(tl.uint32)
+    listed = (entry < length) & (slot < num_slots)
     page = cache + (slot // PAGE_SIZE).to(tl.int64) * page_stride
     offset = (slot % PAGE_SIZE).to(tl.int64)
     if FP8_DS_MLA:

@@ -11,9 +11,10 @@ from attn_backends import Capabilities
 from builders import AttentionSpec
 from spec_decode.testing.expectations import Measurements, expect
 
-_SUM_ORDER_ERROR = 32 * torch.finfo(torch.float32).eps
-"""What two right kernels may differ by in the order of their fp32 sums, beyond the low-precision reference's error:
-that of a score of tens goes through the exponential."""
+_EPS = torch.finfo(torch.float32).eps
+_SCORE = 32.0
+"""A score of usual size. Two right kernels sum in another order: a score differs by as many epsilons, and its
+exponential by as much of itself, beyond the low-precision reference's error."""
 
 
 class LogicalBatch(NamedTuple):
@@ -101,7 +102,17 @@ def assert_within_budget(
     low_precision = torch.cat(attention(spec, batch, dtype=spec.dtype, operands=operands))
     expected = f"attention over the logical prefix of {list(batch.seq_lens)} tokens"
     found = out[: reference.shape[0]]
-    return assert_as_precise(found, low_precision, reference, spec, contract=contract, expected=expected)
+    score = _largest_score(spec, batch)
+    return assert_as_precise(found, low_precision, reference, spec, contract=contract, expected=expected, score=score)
+
+
+def _largest_score(spec: AttentionSpec, batch: LogicalBatch) -> float:
+    """A bound: the product of the longest query and the longest key."""
+    largest = 0.0
+    for query, key, length in zip(batch.queries, batch.keys, batch.seq_lens, strict=True):
+        longest = query.double().norm(dim=-1).max() * key[:length].double().norm(dim=-1).max()
+        largest = max(largest, float(longest) * spec.softmax_scale)
+    return largest
 
 
 def assert_as_precise(
@@ -113,12 +124,14 @@ def assert_as_precise(
     contract: str,
     expected: str,
     factor: int = 2,
+    score: float = _SCORE,
 ) -> Measurements:
     """Raise CheckFailure where found's error is more than `factor` times the low-precision reference's.
 
-    found, low_precision, reference: [..., dim] of one shape, in any dtypes.
+    found, low_precision, reference: [..., dim] of one shape, in any dtypes. score: the largest that went through the
+    exponential, if it is beyond the usual.
     """
-    budget = factor * relative_error(low_precision, reference) + _SUM_ORDER_ERROR
+    budget = factor * relative_error(low_precision, reference) + max(score, _SCORE) * _EPS
     error = relative_error(found, reference)
     expect(
         error <= budget,

@@ -148,17 +148,6 @@ def test_sizes_left_out_for_want_of_memory_are_served_by_the_next_larger(strateg
     assert set(fixture.drafter.graphs.left_out) == {1, 2} and tokens[0] == tokens[1]
 
 
-@pytest.mark.parametrize("strategy", CAPTURING)
-@pytest.mark.parametrize("make", [advancing, decode_only])
-def test_a_capture_anew_after_live_rounds_touches_nothing_of_a_live_request(make, strategy):
-    fixture = make(strategy=strategy)
-    fixture.rounds(2)
-    fixture.drafter.graphs.release()
-    before = [tensor.clone() for tensor in fixture.caches()]
-    fixture.drafter.capture()
-    assert all(torch.equal(a, b) for a, b in zip(before, fixture.caches(), strict=True))
-
-
 def test_a_loop_ends_at_its_last_step_even_where_requests_seem_to_draft_on(monkeypatch):
     limits = []
     capture_loop = EmulatedRuntime.capture_loop
