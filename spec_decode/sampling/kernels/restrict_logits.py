@@ -111,7 +111,8 @@ class RestrictLogits(NamedTuple):
 
         size = (vocab, rows // len(self.top_k))
         bin_members, found = (edges, counts, bins, members), (bins, members, thresholds, targets)
-        by_part, by_row, pdl = (rows, parts), (rows,), dependent_launch(device)
+        by_part, by_row = (rows, parts), (rows,)
+        pdl = dependent_launch(device)
         find_range_kernel[by_part](*self, part_min, part_max, *size, **walk, **pdl)
         count_bins_kernel[by_part](*self, part_min, part_max, edges, maxima, counts, sums, *size, **count, **pdl)
         gather_bin_kernel[by_part](*self, *bin_members, *size, TOP_P=False, **gather, **pdl)

@@ -83,10 +83,16 @@ def definitions():
 def launches():
     """Every launch of a kernel: its file, its name, and whether it passes the options."""
     for path in SOURCES:
-        for call in ast.walk(ast.parse(path.read_text())):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        assigned = [ast.unparse(node) for node in nodes if isinstance(node, ast.Assign)]
+        options = (
+            "dependent_launch(",
+            *(line.partition(" = ")[0] for line in assigned if " = dependent_launch(" in line),
+        )
+        for call in nodes:
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript):
                 unpacked = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg is None]
-                yield path.name, ast.unparse(call.func.value), any(o.startswith("dependent_launch(") for o in unpacked)
+                yield path.name, ast.unparse(call.func.value), any(o.startswith(options) for o in unpacked)
 
 
 def test_every_kernel_of_a_draft_step_is_launched_so_and_no_other_kernel_asks_for_it():
