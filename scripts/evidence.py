@@ -65,7 +65,7 @@ def shared_steps(backends: Sequence[str]) -> list[Step]:
     """The others, the longest first."""
     soak = ("--rounds", "20000", "--max-reqs", "8", "-k", "4", "--seed", "0", "--device", "cuda")
     return [
-        Step("memcheck", ("scripts/memcheck.py", *backends, "--jobs", "10")),
+        Step("memcheck", ("scripts/memcheck.py", *backends, "--jobs", "26")),
         *(Step(f"check-{name}", (*CLI, "check", name, "--device", "cuda")) for name in backends),
         Step("engine-run", ("scripts/engine_run.py", "--requests", "5000")),
         Step("pair-agreement", ("scripts/pair_agreement.py", "--jobs", "7")),
