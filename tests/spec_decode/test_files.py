@@ -1,5 +1,6 @@
 """A file that several processes write is always one of theirs, whole."""
 
+import os
 import subprocess
 import sys
 
@@ -42,3 +43,23 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_beside_it(tmp_path, monke
     with pytest.raises(OSError, match="No space left"):
         write_whole(path, b"new")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_pipe_that_nobody_reads_is_refused_and_not_waited_for(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+
+    with pytest.raises(OSError, match="No such device or address"):
+        write_whole(path, b"new")
+    assert path.is_fifo()
+
+
+def test_a_pipe_with_a_reader_is_written_to(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+
+    write_whole(path, b"new")
+
+    assert os.read(reader, 10) == b"new"
+    os.close(reader)
