@@ -1,8 +1,9 @@
 """Make all evidence of one commit on the GPUs of one machine: python scripts/evidence.py --into reports/h200.
 
-Timings have the first GPU to themselves, one after another; everything else shares the others, and the first once the
-timings are done. A report is put in place as its step ends, also where the step found failures; the exit status is 1 if
-any did. Refuses a checkout with changes: a report of them could not be made again.
+Timings come first, one after another, with the machine to themselves: beside other work the host's times double. Then
+memcheck has the first GPU to itself, for its processes need all of the memory, and everything else shares the others. A
+report is put in place as its step ends, also where the step found failures; the exit status is 1 if any did. Refuses a
+checkout with changes: a report of them could not be made again.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -61,11 +63,15 @@ def timed_steps() -> list[Step]:
     return [Step(f"bench-{name}", (*CLI, "bench", *which, "--device", "cuda")) for name, which in cases.items()]
 
 
+def lone_steps(backends: Sequence[str]) -> list[Step]:
+    """Those that need a GPU's memory."""
+    return [Step("memcheck", ("scripts/memcheck.py", *backends, "--jobs", "12"))]
+
+
 def shared_steps(backends: Sequence[str]) -> list[Step]:
     """The others, the longest first."""
     soak = ("--rounds", "20000", "--max-reqs", "8", "-k", "4", "--seed", "0", "--device", "cuda")
     return [
-        Step("memcheck", ("scripts/memcheck.py", *backends, "--jobs", "26")),
         *(Step(f"check-{name}", (*CLI, "check", name, "--device", "cuda")) for name in backends),
         Step("engine-run", ("scripts/engine_run.py", "--requests", "5000")),
         Step("pair-agreement", ("scripts/pair_agreement.py", "--jobs", "7")),
@@ -79,8 +85,10 @@ def shared_steps(backends: Sequence[str]) -> list[Step]:
 class Evidence:
     """Runs steps on the GPUs, and keeps what each ended with."""
 
-    def __init__(self, gpus: Sequence[int], timed: Sequence[Step], shared: Sequence[Step], into: Path) -> None:
-        self.gpus, self.timed, self.into = gpus, timed, into
+    def __init__(
+        self, gpus: Sequence[int], *, timed: Sequence[Step], lone: Sequence[Step], shared: Sequence[Step], into: Path
+    ) -> None:
+        self.gpus, self.timed, self.lone, self.into = gpus, timed, lone, into
         self.began = time.monotonic()
         self.failed: list[str] = []
         self._waiting: queue.SimpleQueue[Step] = queue.SimpleQueue()
@@ -90,21 +98,15 @@ class Evidence:
     def run(self) -> None:
         """Until every step has ended."""
         first, *others = self.gpus
-        threads = [threading.Thread(target=self._first, args=(first,))]
-        threads += [threading.Thread(target=self._share, args=(gpu,)) for gpu in others for _ in range(SLOTS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    def _first(self, gpu: int) -> None:
         for step in self.timed:
+            self._run(step, first)
+        workers = [partial(self._share, gpu) for gpu in others for _ in range(SLOTS)]
+        _together([partial(self._alone, first), *workers])
+
+    def _alone(self, gpu: int) -> None:
+        for step in self.lone:
             self._run(step, gpu)
-        sharing = [threading.Thread(target=self._share, args=(gpu,)) for _ in range(SLOTS)]
-        for thread in sharing:
-            thread.start()
-        for thread in sharing:
-            thread.join()
+        _together([partial(self._share, gpu)] * SLOTS)
 
     def _share(self, gpu: int) -> None:
         while True:
@@ -136,6 +138,14 @@ class Evidence:
         print(f"{time.monotonic() - self.began:5.0f} s  {step.report}: {done.returncode}  {last[:100]}", flush=True)
 
 
+def _together(work: Sequence[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=each) for each in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def _beside(made: Path, folder: Path) -> Path:
     """A copy on the file system of the folder, so that it can be put in place at once."""
     copy = folder / f".{made.name}"
@@ -160,7 +170,13 @@ def main() -> None:
         return [step for step in steps if any(fnmatchcase(step.report, only) for only in flags.only or ["*"])]
 
     flags.into.mkdir(parents=True, exist_ok=True)
-    evidence = Evidence(gpus, asked(timed_steps()), asked(shared_steps(names())), flags.into)
+    evidence = Evidence(
+        gpus,
+        timed=asked(timed_steps()),
+        lone=asked(lone_steps(names())),
+        shared=asked(shared_steps(names())),
+        into=flags.into,
+    )
     evidence.run()
     if evidence.failed:
         print(f"ended with failures: {', '.join(sorted(evidence.failed))}; see their logs in {flags.into}")

@@ -29,8 +29,8 @@ def made(folder):
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
-def ran(folder, timed, shared, gpus=(0, 1)):
-    run = Evidence(gpus, timed, shared, folder)
+def ran(folder, timed, shared, lone=(), gpus=(0, 1)):
+    run = Evidence(gpus, timed=timed, lone=lone, shared=shared, into=folder)
     run.run()
     return run, made(folder)
 
@@ -42,14 +42,20 @@ def test_every_step_leaves_its_report_and_no_log(tmp_path):
     assert not list(tmp_path.glob("*.log")) and not list(tmp_path.glob(".*"))
 
 
-def test_nothing_else_uses_the_first_gpu_until_the_timings_have_ended(tmp_path):
+def test_nothing_else_runs_until_the_timings_have_ended(tmp_path):
     timed = [step("t0", seconds=0.3), step("t1", seconds=0.3)]
-    _, reports = ran(tmp_path, timed, [step(f"s{i}", seconds=0.2) for i in range(30)])
+    _, reports = ran(tmp_path, timed, [step(f"s{i}", seconds=0.2) for i in range(6)], [step("l")])
 
     assert reports["t0"]["ended"] <= reports["t1"]["began"]
     assert reports["t0"]["gpu"] == reports["t1"]["gpu"] == "0"
-    others = [row for name, row in reports.items() if name.startswith("s") and row["gpu"] == "0"]
-    assert all(row["began"] >= reports["t1"]["ended"] for row in others)
+    assert all(row["began"] >= reports["t1"]["ended"] for name, row in reports.items() if name[0] != "t")
+
+
+def test_a_lone_step_has_the_first_gpu_to_itself(tmp_path):
+    _, reports = ran(tmp_path, [], [step(f"s{i}", seconds=0.1) for i in range(30)], [step("l", seconds=0.5)])
+
+    beside = [row for name, row in reports.items() if name != "l" and row["gpu"] == "0"]
+    assert reports["l"]["gpu"] == "0" and all(row["began"] >= reports["l"]["ended"] for row in beside)
 
 
 def test_with_one_gpu_the_timings_come_first_and_the_rest_after_them(tmp_path):
@@ -85,6 +91,7 @@ def test_only_the_reports_asked_for_are_made(tmp_path, monkeypatch):
     clean = replace_dirty(False)
     monkeypatch.setattr(evidence, "environment", lambda device: clean)
     monkeypatch.setattr(evidence, "timed_steps", lambda: [step("bench-a")])
+    monkeypatch.setattr(evidence, "lone_steps", lambda names: [step("memcheck")])
     monkeypatch.setattr(evidence, "shared_steps", lambda names: [step("check-a"), step("soak-a")])
     monkeypatch.setattr("sys.argv", ["evidence.py", "--into", str(tmp_path), "--gpus", "0", "--only", "check-*"])
 
@@ -94,7 +101,8 @@ def test_only_the_reports_asked_for_are_made(tmp_path, monkeypatch):
 
 
 def test_every_backend_is_checked_and_soaked_and_no_report_is_made_twice():
-    steps = [*evidence.timed_steps(), *evidence.shared_steps(["one", "two"])]
+    backends = ["one", "two"]
+    steps = [*evidence.timed_steps(), *evidence.lone_steps(backends), *evidence.shared_steps(backends)]
     reports = [each.report for each in steps]
 
     assert len(set(reports)) == len(reports)
