@@ -53,7 +53,7 @@ def test_demo_shows_every_part_in_full_and_succeeds(pair, checks, short_demo, ru
     assert result.exit_code == 0, result.output
     for part in ("asked for:", "continued", "full_loop", "yes, 2 of 2", "not eager:", "verified 1/1"):
         assert part in result.output
-    assert checks.calls[0][1]["families"] == ("contract", "builder")
+    assert list(checks.calls[0][1]["families"]) == ["contract", "builder"]
 
 
 def test_demo_drafts_with_every_draft_of_the_pair(latent_pair, checks, short_demo, run):
