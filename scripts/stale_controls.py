@@ -47,6 +47,10 @@ def stale(name: str) -> AttentionBackend:
     class Stale(original):  # type: ignore[misc]
         building = False
 
+        def allocate(self) -> None:
+            super().allocate()
+            self.kept: list[dict[str, torch.Tensor]] = []
+
         @classmethod
         def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
             support: AdvanceSupport = original.advance_support(spec, device)
@@ -58,7 +62,10 @@ def stale(name: str) -> AttentionBackend:
             self.building = False
             shared = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(batch).values()}
             views = {n: t for n, t in tensors_of(metadata).items() if t.untyped_storage().data_ptr() in shared}
-            return replace(metadata, **{name: views[name].clone() for name in self.step_fields if name in views})
+            copies = {name: views[name].clone() for name in self.step_fields if name in views}
+            # As a builder's own buffers do, they live as long as it: a graph may still read them after the metadata.
+            self.kept.append(copies)
+            return replace(metadata, **copies)
 
         def advance(self, metadata: Any) -> None:
             if self.building:
