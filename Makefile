@@ -8,7 +8,7 @@ export PIP_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache/pip
 export TRITON_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache/triton
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache/inductor
 
-.PHONY: demo test lint docs check clean
+.PHONY: demo test slow lint docs check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/attn-backends demo
@@ -19,6 +19,11 @@ test: $(VENV)/.installed
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -q -m "not slow" tests/interpreter || { \
 		echo "make test: FAILED in the interpreter, see above"; exit 1; }
 	@echo "make test: every test passed"
+
+# Statistics, and whole kits in the interpreter: minutes each.
+slow: $(VENV)/.installed
+	$(BIN)/python -m pytest -n 2 -q -m slow
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -q -m slow tests/interpreter
 
 lint: $(VENV)/.linters
 	$(BIN)/ruff check .
