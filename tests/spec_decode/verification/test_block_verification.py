@@ -214,4 +214,4 @@ STALE = {
 @pytest.mark.parametrize(("how", "draft_seeds"), STALE.values(), ids=STALE)
 def test_noise_used_twice_for_a_block_would_change_the_distribution(how, draft_seeds):
     # Not a promise but the reason for draft_seeds, and the proof that the test above would notice.
-    assert p_value(*texts(how, draft_seeds, 4), VOCAB**4) < 1e-9
+    assert p_value(*texts(how, draft_seeds, 4), VOCAB**4) < 1e-5
