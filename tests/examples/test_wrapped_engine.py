@@ -33,6 +33,7 @@ def lie(stranger: tuple[Stranger, Path]) -> dict[str, Result]:
     return {f"{r.check}[{r.case}]": r for r in Report.load(checkout / "lie.json").results}
 
 
+@pytest.mark.slow
 def test_the_engines_builder_is_clean(stranger: tuple[Stranger, Path]) -> None:
     environment, checkout = stranger
     environment.must(f"attn-backends check engine_paged {_QUICK} --json right.json", checkout)

@@ -48,7 +48,11 @@ def small(monkeypatch):
     monkeypatch.setattr(random_draft_cases, "RANDOM_DRAFTS", {name: tiny(name) for name in RANDOM_DRAFTS})
 
 
-@pytest.mark.parametrize("name", RANDOM_DRAFTS)
+ALIKE = ("eagle-1024", "gpt-oss-20b-eagle3")
+"""Of the kinds of two others, in other sizes."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in RANDOM_DRAFTS])
 def test_every_draft_is_timed_in_every_strategy(small, name):
     bench = Bench(CPU, None)
     rows = list(random_draft_rows(bench, name))
