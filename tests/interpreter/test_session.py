@@ -8,11 +8,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("file", ["Makefile", ".ci/run"])
-def test_the_kernels_have_a_session_of_their_own(file: str) -> None:
-    commands = (ROOT / file).read_text()
-    session = r"TRITON_INTERPRET=1 \S*python -m pytest .*-m \"?%s\"? tests/interpreter"
-    assert re.search(session % {"Makefile": "not slow", ".ci/run": "slow"}[file], commands)
+@pytest.mark.parametrize("which", ["not slow", "slow"])
+def test_the_kernels_have_a_session_of_their_own(which):
+    session = rf"TRITON_INTERPRET=1 \S*python -m pytest .*-m \"?{which}\"? tests/interpreter"
+    assert re.search(session, (ROOT / "Makefile").read_text())
+
+
+@pytest.mark.parametrize("target", ["test", "slow"])
+def test_ci_runs_both_sessions(target):
+    assert re.search(rf"^\s*make {target}$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
 
 
 def test_every_file_of_kernels_is_collected_where_they_are_interpreted() -> None:
