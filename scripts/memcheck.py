@@ -94,7 +94,8 @@ def sanitize(target: Target, seconds: float) -> dict[str, Any]:
         results = json.loads(report.read_text())["results"] if report.exists() else []
     summary = re.search(r"ERROR SUMMARY: (\d+) error", text)
     outcomes = Counter(result["outcome"] for result in results)
-    ended = bool(results) and "not_run" not in outcomes if target.checks else done.returncode == 0
+    # An error is a check that broke off, of memory that ran out, say: what it would have done was not seen.
+    ended = bool(results) and not outcomes.keys() & {"not_run", "error"} if target.checks else done.returncode == 0
     return {
         **row,
         "finished": summary is not None and ended,

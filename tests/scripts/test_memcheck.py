@@ -78,7 +78,9 @@ def test_a_process_that_fails_or_leaves_no_summary_has_not_finished(sanitizer):
     assert not memcheck.sanitize(target("pass"), 60)["finished"]
 
 
-@pytest.mark.parametrize("outcomes, finished", [(["pass"], True), ([], False), (["pass", "not_run"], False)])
+@pytest.mark.parametrize(
+    "outcomes, finished", [(["pass"], True), ([], False), (["pass", "not_run"], False), (["pass", "error"], False)]
+)
 def test_checks_have_finished_when_all_of_them_ran(sanitizer, outcomes, finished):
     sanitizer()
     report = json.dumps({"results": [{"outcome": outcome} for outcome in outcomes]})
