@@ -28,6 +28,7 @@ import torch
 
 from attn_backends import names
 from spec_decode.environment import environment
+from spec_decode.files import write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 CLI = ("-m", "spec_decode")
@@ -129,7 +130,7 @@ class Evidence:
                     stdin=subprocess.DEVNULL,
                 )
             if made.exists():
-                os.replace(_beside(made, self.into), self.into / made.name)
+                write_whole(self.into / made.name, made.read_bytes())
         last = log.read_text().strip().rpartition("\n")[2]
         if done.returncode:
             self.failed.append(step.report)
@@ -144,13 +145,6 @@ def _together(work: Sequence[Callable[[], None]]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-
-
-def _beside(made: Path, folder: Path) -> Path:
-    """A copy on the file system of the folder, so that it can be put in place at once."""
-    copy = folder / f".{made.name}"
-    copy.write_bytes(made.read_bytes())
-    return copy
 
 
 def main() -> None:
