@@ -537,6 +537,14 @@ def _lists_lengths_in_build(self: Any, batch: Any, *, horizon: int = 0) -> Any:
     return ReferenceBuilder.build(self, batch, horizon=horizon)
 
 
+def _unseen_after_five_advances(self: Any, metadata: Any) -> None:
+    """No attention shows it: whoever begins at -1 sees what one that begins at 0 sees."""
+    ReferenceBuilder.advance(self, metadata)
+    self.advances = getattr(self, "advances", 0) + 1
+    if self.advances > 5:
+        metadata.kv_start.masked_fill_(metadata.kv_start == 0, -1)
+
+
 def _pages_of_16(self: Any, metadata: Any) -> torch.Tensor:
     return (metadata.seq_lens + 15) // 16
 
@@ -802,6 +810,11 @@ EDGE_MUTANTS = (
         "lists_lengths_in_build",
         "builder.build_reads_no_device",
         builder=derived("Lists", build=_lists_lengths_in_build),
+    ),
+    _claims(
+        "unseen_after_five_advances",
+        "graph.replayed_advances_mean_a_rebuild",
+        builder=derived("Unseen", advance=_unseen_after_five_advances),
     ),
 )
 """Beside the others: right in every other check, and in a drafter of one layer at the usual sizes."""

@@ -13,6 +13,7 @@ from spec_decode.conformance.coverage import ADVANCE, CAPTURE, with_case
 from spec_decode.graphs import runtime_for
 from spec_decode.testing.batches import DECODE, VERIFY, Batch, Case
 from spec_decode.testing.expectations import Measurements, expect, worst
+from spec_decode.testing.metadata_fields import expect_same_fields
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
 
@@ -90,6 +91,30 @@ def loop_replays_over_other_batches(subject: Subject, case: Case) -> Measurement
     fixture = PagedFixture(subject, case.spec, DECODE.rows)
     loop = _CapturedLoop(fixture, fixture.load(case.batch), fixture.builder(), DECODE.rows)
     return worst(loop.replay(batch, name) for name, batch in _BATCHES.items())
+
+
+@check(
+    "a captured loop of advances, replayed over batches of other lengths: every field is what a fresh builder builds",
+    _CASES,
+    advances=True,
+    since=(1, 1),
+)
+def replayed_advances_mean_a_rebuild(subject: Subject, case: Case) -> None:
+    fixture, rows = PagedFixture(subject, case.spec, DECODE.rows), DECODE.rows
+    built = fixture.build(Batch((1,), (1,), rows), horizon=_STEPS)
+
+    def advance() -> None:
+        for _ in range(_STEPS):
+            advance_shared_state(built.buffers, rows)
+            built.builder.advance(built.metadata)
+
+    advance()
+    graph = runtime_for(fixture.device).capture(advance)
+    for name, batch in _BATCHES.items():
+        fixture.replace_batch(built.buffers, batch)
+        graph.replay()
+        view = fixture.view(built.buffers, batch, [n + _STEPS for n in batch.seq_lens])
+        expect_same_fields(built.metadata, fixture.builder().build(view), f"after a replay over '{name}'")
 
 
 @check("a replay gives, bit for bit, what the same steps give with fresh builds", _CASES, advances=True, quick="")

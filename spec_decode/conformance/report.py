@@ -72,13 +72,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     contract: the contract version it was built for. claims: by tag; empty where the backend did not load. sources: by
     package, digests of the product's source that was checked. package: of another project that declares the backend,
-    with its version.
+    with its version. engine: whose own builder was checked, with its version; empty for a backend of the library.
     """
 
     schema: str = SCHEMA
     backend: str
     version: str
     package: str = ""
+    engine: str = ""
     contract: str = ""
     env: Environment
     command: str

@@ -104,7 +104,7 @@ def run(
 
 
 def plan(
-    backend: str | AttentionBackend,
+    backend: str | AttentionBackend | Subject,
     *,
     device: torch.device | None = None,
     families: Sequence[str] | None = None,
@@ -116,10 +116,11 @@ def plan(
 ) -> Plan:
     """The checks that `check_backend` runs, and the report to fill in.
 
-    quick: only the cases that each check names for a quick run. command: how to run them all again.
+    backend: its name, itself, or a whole subject, which has a device. quick: only the cases that each check names for a
+    quick run. command: how to run them all again.
     """
-    device = device or default_device()
-    name = backend if isinstance(backend, str) else backend.name
+    device = backend.device if isinstance(backend, Subject) else device or default_device()
+    name = backend if isinstance(backend, str) else _backend_of(backend).name
     try:
         # Before anything that may initialise CUDA, so that one that does so itself is seen.
         subject = _subject(backend, device)
@@ -135,9 +136,10 @@ def plan(
         sources=source_digests(CHECKS),
         version=str(subject.backend.version),
         package=_package_of(name),
+        engine=subject.engine,
         contract=".".join(map(str, subject.backend.contract_version)),
         claims=claims_of(subject, [column for check in every for column in check.covers]),
-        results=tuple(_not_run(check, name, device) for check in wanted),
+        results=tuple(_not_run(check, subject, name) for check in wanted),
     )
     return Plan(report, tuple(wanted), known, notes_on(subject, report.claims, every, known))
 
@@ -196,18 +198,25 @@ def _package_of(name: str) -> str:
     return packages[name]
 
 
-def _not_run(check: Check, backend: str, device: torch.device) -> Result:
+def _not_run(check: Check, subject: Subject, name: str) -> Result:
+    asked = f"--engine {subject.engine.partition(' ')[0]} {name}" if subject.engine else name
     return Result(
         check=check.name,
         family=check.family,
         case=check.case,
         outcome=Outcome.NOT_RUN,
-        repro=f"attn-backends check {backend} --device {device.type} --only '{check.name}*{check.case}*'",
+        repro=f"attn-backends check {asked} --device {subject.device.type} --only '{check.name}*{check.case}*'",
         tags=check.covers,
     )
 
 
-def _subject(backend: str | AttentionBackend, device: torch.device | None) -> Subject:
+def _backend_of(backend: AttentionBackend | Subject) -> AttentionBackend:
+    return backend.backend if isinstance(backend, Subject) else backend
+
+
+def _subject(backend: str | AttentionBackend | Subject, device: torch.device | None) -> Subject:
+    if isinstance(backend, Subject):
+        return backend
     device = device or default_device()
     return Subject(get(backend), device, backend) if isinstance(backend, str) else Subject(backend, device)
 

@@ -12,7 +12,7 @@ from builders import AttentionBatch, AttentionKind, BatchBuffers, MetadataBuilde
 from builders.spec import AttentionSpec
 from spec_decode.testing import oracle
 from spec_decode.testing.batches import MAX_SEQ_LEN, Batch
-from spec_decode.testing.expectations import Measurements, expect
+from spec_decode.testing.expectations import Measurements, Unsupported, expect
 from spec_decode.testing.layouts import layout_of
 from spec_decode.testing.poison import bits
 from spec_decode.testing.subject import Subject
@@ -176,7 +176,12 @@ class PagedFixture:
         return self.forward(query, metadata)
 
     def forward(self, query: torch.Tensor, metadata: Any) -> torch.Tensor:
-        """The backend's attention of query [num_tokens, num_q_heads, head_dim] over the cache as it is."""
+        """The backend's attention of query [num_tokens, num_q_heads, head_dim] over the cache as it is.
+
+        Raises Unsupported where nothing attends by the builder's metadata.
+        """
+        if why := self.subject.no_attention:
+            raise Unsupported(f"no attention to check: {why}")
         return self.subject.backend.forward(query, self.cache, metadata, spec=self.spec, sinks=self.device_sinks)
 
     def inputs(

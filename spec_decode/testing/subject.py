@@ -40,6 +40,10 @@ class Subject:
     device: torch.device
     asked_as: str = ""
     """The name it was requested by; empty where the backend itself was given."""
+    engine: str = ""
+    """The engine, with its version, whose own builder this is; empty for a backend of this library."""
+    no_attention: str = ""
+    """Why nothing attends by the builder's metadata, so that only fields are checked; empty where a forward does."""
 
     def base_spec(self) -> AttentionSpec:
         """The plainest spec that the backend accepts: grouped and in fp32 where it has that.

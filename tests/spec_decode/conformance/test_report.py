@@ -119,7 +119,19 @@ def test_a_long_failure_is_cut_with_a_count():
 def test_the_json_has_exactly_the_documented_fields():
     document = msgspec.json.decode(of(**{"pass": 1}).to_json())
     assert list(document) == [
-        *("schema", "backend", "version", "package", "contract", "env", "command", "sources", "claims", "results")
+        *(
+            "schema",
+            "backend",
+            "version",
+            "package",
+            "engine",
+            "contract",
+            "env",
+            "command",
+            "sources",
+            "claims",
+            "results",
+        )
     ]
     assert list(document["env"]) == [
         *("device", "torch", "triton", "python", "commit", "dirty", "date", "driver", "cuda", "platform", "stated")

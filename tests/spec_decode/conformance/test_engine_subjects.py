@@ -1,0 +1,50 @@
+"""A subject may be an engine's own builder, and there may be no attention that goes by its metadata."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attn_backends import get
+from spec_decode.conformance.report import Report
+from spec_decode.conformance.runner import plan, run
+from spec_decode.testing.outcome import Outcome
+from spec_decode.testing.subject import Subject
+from tests.mutants import ALL_MUTANTS
+
+SLOTS = Subject(get("torch_reference"), torch.device("cpu"), engine="engine 1.2", no_attention="it maps slots")
+BY_FIELDS = ("builder.advance_refreshes_another_batch", "graph.replayed_advances_mean_a_rebuild")
+
+
+def report_of(subject: Subject, *checks: str) -> Report:
+    return run(plan(subject, checks=[f"{check}[[]base-*" for check in checks]))
+
+
+def mutant(name: str) -> Subject:
+    return replace(SLOTS, backend=next(each.backend for each in ALL_MUTANTS if each.name == name))
+
+
+def test_a_report_names_the_engine_and_repeats_with_it() -> None:
+    report = report_of(SLOTS, "builder.build_leaves_the_batch_alone")
+
+    assert report.engine == "engine 1.2"
+    assert report.results[0].repro.startswith("attn-backends check --engine engine torch_reference --device cpu")
+
+
+@pytest.mark.parametrize("check", BY_FIELDS)
+def test_fields_are_compared_where_nothing_attends(check: str) -> None:
+    assert {result.outcome for result in report_of(SLOTS, check).results} == {Outcome.PASS}
+
+
+@pytest.mark.parametrize("name", ["increments_its_own_contents", "unseen_after_five_advances"])
+def test_a_stale_field_fails_where_nothing_attends(name: str) -> None:
+    assert Outcome.FAIL in {result.outcome for result in report_of(mutant(name), *BY_FIELDS).results}
+
+
+def test_a_check_of_attention_is_unsupported_where_nothing_attends() -> None:
+    (result,) = report_of(SLOTS, "builder.padding_stays_inert").results[:1]
+
+    assert result.outcome is Outcome.UNSUPPORTED
+    assert "it maps slots" in result.reason
