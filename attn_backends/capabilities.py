@@ -158,7 +158,11 @@ class Capabilities:
 
     def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
         """Why this spec cannot run on this device; empty when it can."""
-        return [*self._device_reasons(device), *self._shape_reasons(spec), *self._feature_reasons(spec)]
+        return [*self._device_reasons(device), *self.spec_reasons(spec)]
+
+    def spec_reasons(self, spec: AttentionSpec) -> list[str]:
+        """Why this spec can run on no device; empty where one could run it."""
+        return [*self._shape_reasons(spec), *self._feature_reasons(spec)]
 
     def _device_reasons(self, device: torch.device) -> list[str]:
         if device.type not in self.devices:

@@ -1,6 +1,6 @@
 """Ground floor: specs, the shared state of a batch, and the metadata builders over it."""
 
-from builders.batch import NO_SLOT, AttentionBatch, BatchBuffers
+from builders.batch import NO_SLOT, AttentionBatch, BatchBuffers, check_batch
 from builders.contract import (
     CONTRACT_VERSION,
     AdvanceLevel,
@@ -50,4 +50,5 @@ __all__ = [
     "advance_shared_state",
     "begin_decode",
     "begin_extend",
+    "check_batch",
 ]

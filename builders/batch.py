@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from builders.errors import require, require_counts
+from builders.errors import require, require_counts, require_tensor
 from builders.tables import RequestTables
 
 NO_SLOT = -1
@@ -25,8 +25,8 @@ class AttentionBatch:
     slot_mapping     int64 [num_tokens]           -1 writes nothing
 
     Kernels need not check pages: the entries of a row that its seq_len reaches are pages of the cache.
-    `RequestTables` and `BatchBuffers` refuse on the host what would break that; whoever fills a batch by other means
-    promises it.
+    `RequestTables` and `BatchBuffers` refuse on the host what would break that; whoever fills a batch by other means,
+    such as an engine with tables of its own, promises it. `check_batch` checks what the host can see of such a batch.
     """
 
     num_reqs: int
@@ -47,6 +47,32 @@ class AttentionBatch:
     host_seq_lens_exact: bool = False
     host_query_lens: tuple[int, ...] | None = None
     """Query tokens of each row, padding included, as the host knows them; `BatchBuffers` always does."""
+
+
+def check_batch(batch: AttentionBatch, device: torch.device) -> None:
+    """Raise BatchError for tensors that a builder's kernels would misread. No sync: their contents are not looked at.
+
+    Rows of the block table may lie any stride apart; positions may be empty where the builder's step_fields have none.
+    """
+    rows, tokens = (batch.num_reqs,), (batch.num_tokens,)
+    require_tensor("query_start_loc", batch.query_start_loc, shape=(rows[0] + 1,), dtype=torch.int32, device=device)
+    require_tensor("seq_lens", batch.seq_lens, shape=rows, dtype=torch.int32, device=device)
+    require_tensor("block_table", batch.block_table, shape=(*rows, None), dtype=torch.int32, device=device)
+    require_tensor("slot_mapping", batch.slot_mapping, shape=tokens, dtype=torch.int64, device=device)
+    if batch.positions.numel():
+        require_tensor("positions", batch.positions, shape=tokens, dtype=torch.int64, device=device)
+    vectors = (batch.query_start_loc, batch.seq_lens, batch.slot_mapping, batch.positions)
+    require(
+        batch.block_table.stride(1) == 1 and all(vector.is_contiguous() for vector in vectors),
+        f"rows of the block table and all other tensors of a batch must be contiguous, got strides "
+        f"{batch.block_table.stride()} and {[vector.stride() for vector in vectors]}; a kernel would read the elements "
+        "between, so nothing was built. Pass slices of persistent buffers.",
+    )
+    require(
+        batch.num_tokens == rows[0] * batch.max_query_len or not batch.uniform,
+        f"a uniform batch of {rows[0]} rows of {batch.max_query_len} tokens has {rows[0] * batch.max_query_len}, got "
+        f"{batch.num_tokens}; rows would end elsewhere, so nothing was built. Say uniform=False.",
+    )
 
 
 class BatchBuffers:

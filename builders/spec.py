@@ -27,6 +27,8 @@ class AttentionSpec:
 
     With s_j = soft_cap * tanh(scale * q.k_j / soft_cap) (or scale * q.k_j without a cap) and a per-head sink z:
     out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(z)).
+
+    Where heads are divided over several devices, the counts are those of one of them: kernels and plans see no others.
     """
 
     num_q_heads: int

@@ -145,7 +145,7 @@ class CapturedStep:
         found, ends = plan.cpu(), torch.zeros(ROWS, dtype=torch.int32)
         expected = torch.zeros_like(found)
         with torch_implementations():
-            replan(lens.cpu(), ends, expected, layout, table_width=self.metadata.block_table.shape[1])
+            replan(lens.cpu(), ends, expected, layout, row_stride=self.metadata.block_table.shape[1])
         for offset, length in layout.arrays.values():
             part = slice(4 * offset, 4 * (offset + length))
             if not torch.equal(expected[part], found[part]):

@@ -11,6 +11,7 @@ from builders.batch import AttentionBatch
 from builders.contract import AdvanceLevel, AdvanceSupport, GraphSupport
 from builders.errors import require
 from builders.flashinfer.plan import replan
+from builders.flashinfer.table_rows import row_stride
 from builders.flashinfer.wrappers import FlashInferWrappers, Kernel, Launch
 from builders.metadata import BatchMetadata, BatchMetadataBuilder
 from builders.spec import AttentionSpec
@@ -41,7 +42,7 @@ class FlashInferBuilder(BatchMetadataBuilder[FlashInferMetadata]):
     """The kernel of single-token batches; None chooses by the spec, see choose_kernel."""
 
     def allocate(self) -> None:
-        self._launches: dict[tuple[int, int, int, int], Launch] = {}
+        self._launches: dict[tuple[int, ...], Launch] = {}
         self.wrappers = FlashInferWrappers(self.spec, self.device)
 
     @classmethod
@@ -67,9 +68,10 @@ class FlashInferBuilder(BatchMetadataBuilder[FlashInferMetadata]):
             f"only a batch of one query length advances, this one has up to {metadata.max_query_len} tokens a row in "
             f"{metadata.num_tokens} of {metadata.num_reqs} rows; its plan would be of other lengths. Build it anew.",
         )
-        if (layout := metadata.launch.layout) is not None:
-            width = metadata.block_table.shape[1]
-            replan(metadata.seq_lens, metadata.last_page_len, metadata.plan, layout, table_width=width)
+        launch = metadata.launch
+        if launch.layout is not None:
+            tensors = (metadata.seq_lens, metadata.last_page_len, metadata.plan)
+            replan(*tensors, launch.layout, row_stride=launch.row_stride)
 
     def length_bound(self, batch: AttentionBatch) -> int:
         """The tokens of a row of the block table: a plan fits them all."""
@@ -77,12 +79,8 @@ class FlashInferBuilder(BatchMetadataBuilder[FlashInferMetadata]):
 
     def _launch(self, batch: AttentionBatch) -> Launch:
         """What serves every batch of this shape over this block table."""
-        require(
-            batch.block_table.is_contiguous(),
-            f"FlashInfer reads the block table as one list of pages, got strides {batch.block_table.stride()}; a copy "
-            "would not follow its changes. Pass rows of one table, all of their columns.",
-        )
-        key = (*batch.block_table.shape, batch.max_query_len, batch.block_table.data_ptr())
+        table = batch.block_table
+        key = (*table.shape, row_stride(table), batch.max_query_len, table.data_ptr())
         if key not in self._launches:
             self._launches[key] = self._plan(batch)
         return self._launches[key]

@@ -25,16 +25,16 @@ from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
-def replan(seq_lens: Tensor, last_page_len: Tensor, workspace: Tensor, layout: PlanLayout, *, table_width: int) -> None:
+def replan(seq_lens: Tensor, last_page_len: Tensor, workspace: Tensor, layout: PlanLayout, *, row_stride: int) -> None:
     """Make a wrapper's plan and last_page_len those of `seq_lens`, in place; graph-safe, one kernel.
 
     seq_lens       int32 [num_reqs]   KV tokens of each request; 0 in padding rows, which get one tile without tokens
     last_page_len  int32 [num_reqs]   the wrapper's buffer
     workspace      uint8 [n]          the wrapper's int workspace
-    table_width    pages of a row where kv_indptr is arange(num_reqs + 1) * table_width: the flattened block table
+    row_stride     where kv_indptr is arange(num_reqs + 1) * row_stride, as `TableRows` has it
 
-    last_page_len becomes seq_len - (table_width - 1) * page_size, mostly negative: FlashInfer adds the row's other
-    pages back in uint32, which leaves seq_len. A tile starts below its request's seq_len, except the tile of an empty
+    last_page_len becomes seq_len - (row_stride - 1) * page_size, mostly negative: FlashInfer adds the row's other
+    entries back in uint32, which leaves seq_len. A tile starts below its request's seq_len, except the tile of an empty
     row and, with a sliding window, one that FlashInfer clamps: the CUDA-core kernel never ends on any other.
     Plan and kernel must not overlap: order this before run(), and a plain kernel in between where run() uses PDL.
     Raises BatchError, with nothing written, for tensors or a workspace that do not fit the layout.
@@ -49,9 +49,9 @@ def replan(seq_lens: Tensor, last_page_len: Tensor, workspace: Tensor, layout: P
         "bytes; nothing was written. Pass the int workspace of the wrapper that made the plan.",
     )
     if not layout.split:
-        torch.sub(seq_lens, (table_width - 1) * layout.page_size, out=last_page_len)
+        torch.sub(seq_lens, (row_stride - 1) * layout.page_size, out=last_page_len)
         return
-    _replan(seq_lens, last_page_len, workspace, table_width, [int(value) for value in astuple(layout)])
+    _replan(seq_lens, last_page_len, workspace, row_stride, [int(value) for value in astuple(layout)])
 
 
 class Replan(NamedTuple):
@@ -60,12 +60,12 @@ class Replan(NamedTuple):
     seq_lens: Tensor
     last_page_len: Tensor
     workspace: Tensor
-    table_width: int
+    row_stride: int
     layout: Sequence[int]
 
     def reference(self) -> None:
         layout = _plan_layout(self.layout)
-        self.last_page_len.copy_(self.seq_lens - (self.table_width - 1) * layout.page_size)
+        self.last_page_len.copy_(self.seq_lens - (self.row_stride - 1) * layout.page_size)
         # An empty row counts as a page. FlashInfer's CUDA-core planner gives it a tile but leaves it out of the search
         # for the chunk, and among many of them it writes past its grid.
         pages = (-(-self.seq_lens // layout.page_size)).clamp(1, layout.window_pages)
@@ -97,7 +97,7 @@ class Replan(NamedTuple):
         largest = max(block_tiles, block_units)
         warps = 1 if largest <= 256 else 4 if largest <= 1024 else 8
         _replan_kernel[(1,)](
-            *self[:3], self.workspace.view(torch.int32), units, (self.table_width - 1) * layout.page_size,
+            *self[:3], self.workspace.view(torch.int32), units, (self.row_stride - 1) * layout.page_size,
             layout.min_chunk_pages, layout.window_pages, layout.padded_tiles, layout.tile_budget,
             layout.request_indices, layout.qo_tile_indices, layout.kv_tile_indices, layout.o_indptr,
             layout.merge_indptr, layout.kv_chunk_size, layout.block_valid_mask,

@@ -10,7 +10,9 @@ import flashinfer  # type: ignore[import-not-found]
 import torch
 
 from builders.batch import AttentionBatch
+from builders.errors import require
 from builders.flashinfer.layout import PlanLayout
+from builders.flashinfer.table_rows import TableRows, row_stride
 from builders.paged import num_sms
 from builders.spec import AttentionSpec
 
@@ -48,6 +50,8 @@ class Launch:
     wrapper: Any = field(default=None, compare=False, repr=False)
     workspace: torch.Tensor | None = field(default=None, compare=False, repr=False)
     layout: PlanLayout | None = field(default=None, compare=False, repr=False)
+    row_stride: int = field(default=0, compare=False, repr=False)
+    """Entries from one row of the block table to the next."""
 
 
 class FlashInferWrappers:
@@ -70,21 +74,26 @@ class FlashInferWrappers:
 
     def xqa(self, batch: AttentionBatch) -> Launch:
         """XQA reads lengths and pages itself. It counts in its workspace from 0, and leaves 0 after itself: no other
-        kernel may write there."""
+        kernel may write there. Raises BatchError for a block table whose rows lie apart."""
+        require(
+            batch.block_table.is_contiguous(),
+            f"XQA reads the block table as one list of pages without gaps, got strides {batch.block_table.stride()}; "
+            "it would take the wrong pages, so nothing was built. Pass all columns of one table.",
+        )
         if self._counters is None:
             self._counters = torch.zeros(_PARTIALS, dtype=torch.uint8, device=self.device)
         return self._launch(Kernel.XQA, batch, workspace=self._counters)
 
     def decode(self, batch: AttentionBatch, kernel: Kernel) -> Launch:
         """For single-token rows over the batch's block table, by TENSOR_CORES or CUDA_CORES."""
-        indptr, last_page_len = self._table_rows(batch)
+        indptr, pages, last_page_len = TableRows.of(batch.block_table)
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace(batch.num_reqs, batch.num_reqs),
             "NHD",
             use_cuda_graph=True,
             use_tensor_cores=kernel is Kernel.TENSOR_CORES,
             paged_kv_indptr_buffer=indptr.to(self.device),
-            paged_kv_indices_buffer=batch.block_table.view(-1),
+            paged_kv_indices_buffer=pages,
             paged_kv_last_page_len_buffer=last_page_len,
         )
         plan = self._plan_of(wrapper)
@@ -103,14 +112,14 @@ class FlashInferWrappers:
     def extend(self, batch: AttentionBatch) -> Launch:
         """For rows of max_query_len tokens each over the batch's block table."""
         starts = torch.arange(batch.num_reqs + 1, dtype=torch.int32) * batch.max_query_len
-        indptr, last_page_len = self._table_rows(batch)
+        indptr, pages, last_page_len = TableRows.of(batch.block_table)
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             self._workspace(batch.num_reqs, batch.num_tokens),
             "NHD",
             use_cuda_graph=True,
             qo_indptr_buf=starts.to(self.device),
             paged_kv_indptr_buf=indptr.to(self.device),
-            paged_kv_indices_buf=batch.block_table.view(-1),
+            paged_kv_indices_buf=pages,
             paged_kv_last_page_len_buf=last_page_len,
             backend="fa2",
         )
@@ -151,12 +160,6 @@ class FlashInferWrappers:
             self._partials = torch.empty(needed, dtype=torch.uint8, device=self.device)
         return self._partials
 
-    def _table_rows(self, batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of the block table as they lie, whatever their lengths: indptr int32 [num_reqs + 1] on the host, and
-        last_page_len int32 [num_reqs] on the device."""
-        indptr = torch.arange(batch.num_reqs + 1, dtype=torch.int32) * batch.block_table.shape[1]
-        return indptr, torch.ones(batch.num_reqs, dtype=torch.int32, device=self.device)
-
     def _plan_of(self, wrapper: Any) -> torch.Tensor:
         plan = torch.zeros(_PLAN, dtype=torch.uint8, device=self.device)
         wrapper.reset_workspace_buffer(self._partials, plan)
@@ -174,7 +177,10 @@ class FlashInferWrappers:
             sms = num_sms(self.device)
             layout = PlanLayout.of_tensor_cores(info, self.spec, num_reqs=num_reqs, num_sms=sms, query_len=query_len)
         plan = plan[: -(-layout.num_bytes // 4) * 4]
-        return self._launch(kernel, batch, last_page_len=last_page_len, plan=plan, wrapper=wrapper, layout=layout)
+        stride = row_stride(batch.block_table)
+        return self._launch(
+            kernel, batch, last_page_len=last_page_len, plan=plan, wrapper=wrapper, layout=layout, row_stride=stride
+        )
 
     def _launch(self, kernel: Kernel, batch: AttentionBatch, **made: Any) -> Launch:
         unplanned = {"last_page_len": self._none, "plan": self._none.view(torch.uint8)}

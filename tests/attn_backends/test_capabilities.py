@@ -160,3 +160,9 @@ def test_triton_paged_keeps_a_pages_keys_and_values_side_by_side():
     page = 4 * 2 * 64
     assert cache.key.stride(0) == 2 * page
     assert cache.value.data_ptr() - cache.key.data_ptr() == page * cache.key.element_size()
+
+
+def test_a_specs_own_reasons_need_no_device():
+    spec = make_spec(head_dim=12, page_size=3, sinks=True)
+    assert NARROW.spec_reasons(spec) == NARROW.unsupported_reasons(spec, CPU)
+    assert len(NARROW.spec_reasons(spec)) > 2

@@ -1,8 +1,9 @@
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from builders import BatchBuffers, BatchError
+from builders import AttentionBatch, BatchBuffers, BatchError, check_batch
 from tests.factories import make_tables, state_of
 
 
@@ -180,3 +181,47 @@ def test_a_view_has_one_entry_per_row_and_token():
         len(t) for t in (view.query_start_loc, view.seq_lens, view.positions, view.block_table, view.slot_mapping)
     ]
     assert shapes == [4, 3, 6, 3, 6]
+
+
+def of_an_engine(**changes):
+    """A batch of two rows over tensors that no `BatchBuffers` made; the rows of its table lie apart."""
+    table = torch.arange(14, dtype=torch.int32).view(2, 7)[:, :4]
+    fields = {
+        "num_reqs": 2,
+        "num_tokens": 2,
+        "max_query_len": 1,
+        "max_seq_len": 16,
+        "uniform": True,
+        "query_start_loc": torch.tensor([0, 1, 2], dtype=torch.int32),
+        "seq_lens": torch.tensor([3, 5], dtype=torch.int32),
+        "positions": torch.tensor([2, 4]),
+        "block_table": table,
+        "slot_mapping": torch.tensor([2, 4]),
+    }
+    return AttentionBatch(**{**fields, **changes})
+
+
+def test_a_batch_over_an_engines_tensors_is_accepted():
+    check_batch(of_an_engine(), torch.device("cpu"))
+
+
+def test_positions_may_be_left_out():
+    check_batch(of_an_engine(positions=torch.empty(0, dtype=torch.int64)), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"query_start_loc": torch.tensor([0, 1], dtype=torch.int32)}, r"query_start_loc must be .* \[3\]"),
+        ({"seq_lens": torch.tensor([3, 5])}, r"seq_lens must be torch.int32 .* got torch.int64"),
+        ({"block_table": torch.zeros(3, 4, dtype=torch.int32)}, r"block_table must be .* got torch.int32 \[3, 4\]"),
+        ({"slot_mapping": torch.tensor([2, 4, 6])}, r"slot_mapping must be torch.int64 \[2\]"),
+        ({"positions": torch.tensor([2, 4], dtype=torch.int32)}, r"positions must be torch.int64"),
+        ({"block_table": torch.zeros(4, 2, dtype=torch.int32).t()}, r"got strides \(1, 2\)"),
+        ({"seq_lens": torch.zeros(4, dtype=torch.int32)[::2]}, r"all other tensors of a batch must be contiguous"),
+        ({"max_query_len": 2}, r"2 rows of 2 tokens has 4, got 2; .* Say uniform=False"),
+    ],
+)
+def test_tensors_that_a_kernel_would_misread_are_refused(changes, found):
+    with pytest.raises(BatchError, match=found):
+        check_batch(of_an_engine(**changes), torch.device("cpu"))

@@ -197,7 +197,7 @@ class Case:
         return [ceil_div(length, self.page_size) for length in self.seq_lens]
 
     @property
-    def table_width(self) -> int:
+    def row_stride(self) -> int:
         return max(1, *self.pages) + 3
 
     def host_plan(self, pages: list[int] | None = None) -> HostPlan:
@@ -244,7 +244,7 @@ class Case:
         layout, workspace = self.layout(), self.workspace()
         last_page_len = torch.full((self.num_reqs,), -77, dtype=torch.int32)
         seq_lens = torch.tensor(self.seq_lens, dtype=torch.int32)
-        replan(seq_lens, last_page_len, workspace, layout, table_width=self.table_width)
+        replan(seq_lens, last_page_len, workspace, layout, row_stride=self.row_stride)
         return workspace, last_page_len
 
     def plan(self) -> dict[str, list[int]]:

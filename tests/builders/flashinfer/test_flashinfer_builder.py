@@ -269,12 +269,47 @@ def test_a_ragged_batch_refuses_to_advance():
         builder.advance(metadata)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_rows_that_are_not_one_list_of_pages_are_refused(name):
-    fixture = fixture_of(backend(name), 2)
-    view = fixture.view(fixture.load(replace(SHORT, rows=2)), replace(SHORT, rows=2))
-    with pytest.raises(BatchError, match=r"one list of pages, got strides \(10, 1\)"):
-        fixture.builder().build(replace(view, block_table=view.block_table[:, :4]))
+def in_wider_rows(table, *, before, after, rows=0):
+    """The same table as columns of rows that are wider by other entries, and in memory for more rows."""
+    wide = torch.full((len(table) + rows, before + table.shape[1] + after), -7, dtype=table.dtype)
+    view = wide[: len(table), before : before + table.shape[1]]
+    return view.copy_(table)
+
+
+@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize("batch", [LONG, VERIFY], ids=["decode", "extend"])
+def test_rows_may_lie_any_stride_apart(name, batch):
+    fixture = fixture_of(backend(name), batch.rows)
+    view = fixture.view(fixture.load(batch), batch)
+    spread = replace(view, block_table=in_wider_rows(view.block_table, before=3, after=2, rows=1))
+    builder = fixture.builder()
+    builder.build(view)
+    metadata = builder.build(spread)
+    view.block_table.fill_(-1)
+    assert_attends_right(fixture, batch, metadata)
+
+
+@pytest.mark.parametrize(
+    ("change", "strides"),
+    [
+        pytest.param(lambda table: table.t().contiguous().t(), r"\(1, 3\)", id="rows strided themselves"),
+        pytest.param(lambda table: table[:1].expand(3, -1), r"\(0, 1\)", id="rows that overlap"),
+        pytest.param(lambda table: in_wider_rows(table, before=3, after=0), r"\(13, 1\)", id="memory that ends"),
+    ],
+)
+def test_rows_that_are_not_one_list_of_pages_are_refused(change, strides):
+    fixture = fixture_of(backend("flashinfer"), LONG.rows)
+    view = fixture.view(fixture.load(LONG), LONG)
+    with pytest.raises(BatchError, match=f"one list of pages, got rows of 10 with strides {strides}"):
+        fixture.builder().build(replace(view, block_table=change(view.block_table)))
+
+
+def test_xqa_refuses_rows_that_lie_apart():
+    fixture = fixture_of(backend("flashinfer_xqa"), LONG.rows)
+    view = fixture.view(fixture.load(LONG), LONG)
+    with pytest.raises(BatchError, match=r"without gaps, got strides \(15, 1\)"):
+        spread = in_wider_rows(view.block_table, before=3, after=2, rows=1)
+        fixture.builder().build(replace(view, block_table=spread))
 
 
 @pytest.mark.parametrize("name", PLANNED)

@@ -114,7 +114,7 @@ def test_empty_rows_take_a_tile_each_so_that_the_grid_is_never_outgrown():
 
 @given(st.one_of(CUDA_CORES, TENSOR_CORES))
 def test_last_page_len_gives_back_the_length_in_uint32(case):
-    pages_before = (case.table_width - 1) * case.page_size
+    pages_before = (case.row_stride - 1) * case.page_size
     _, last_page_len = case.replanned()
     assert [(pages_before + last) % 2**32 for last in last_page_len.tolist()] == case.seq_lens
 
@@ -133,7 +133,7 @@ def test_without_splits_the_plan_that_fixed_the_layout_is_kept():
     case = Case([5, 0, 4000] * 50)
     workspace, last_page_len = case.replanned()
     assert not case.layout().split and torch.equal(workspace, case.workspace())
-    assert last_page_len[0] == 5 - (case.table_width - 1) * 16
+    assert last_page_len[0] == 5 - (case.row_stride - 1) * 16
 
 
 @pytest.mark.parametrize("tensor_cores", [False, True])
@@ -143,7 +143,7 @@ def test_a_replay_plans_for_the_lengths_of_the_replay(tensor_cores, num_reqs):
     layout, workspace = before.layout(), before.workspace()
     seq_lens, last_page_len = (torch.tensor(before.seq_lens, dtype=torch.int32) for _ in range(2))
     graph = runtime_for(CPU).capture(
-        lambda: replan(seq_lens, last_page_len, workspace, layout, table_width=after.table_width)
+        lambda: replan(seq_lens, last_page_len, workspace, layout, row_stride=after.row_stride)
     )
     seq_lens.copy_(torch.tensor(after.seq_lens))
     graph.replay()
@@ -159,7 +159,7 @@ def test_the_op_writes_what_its_schema_says(case):
     values = [int(getattr(layout, name)) for name in PlanLayout.__dataclass_fields__]
     torch.library.opcheck(
         torch.ops.builders.flashinfer_replan.default,
-        (seq_lens, last_page_len, workspace, case.table_width, values),
+        (seq_lens, last_page_len, workspace, case.row_stride, values),
         test_utils=("test_schema", "test_faketensor"),
     )
 
@@ -224,17 +224,17 @@ def buffers():
 def test_lengths_of_another_batch_are_refused(buffers):
     buffers[0] = torch.zeros(3, dtype=torch.int32)
     with pytest.raises(BatchError, match=r"seq_lens must be torch.int32 \[2\]"):
-        replan(*buffers, table_width=4)
+        replan(*buffers, row_stride=4)
 
 
 @pytest.mark.parametrize("num_bytes", [1000, 4001])
 def test_a_workspace_that_does_not_hold_the_plan_is_refused(buffers, num_bytes):
     buffers[2] = torch.zeros(num_bytes, dtype=torch.uint8)
     with pytest.raises(BatchError, match=f"whole int32 elements, got {num_bytes} bytes"):
-        replan(*buffers, table_width=4)
+        replan(*buffers, row_stride=4)
 
 
 def test_a_layout_of_another_batch_is_refused_by_its_buffers(buffers):
     buffers[3] = replace(buffers[3], num_reqs=3)
     with pytest.raises(BatchError, match="seq_lens must be"):
-        replan(*buffers, table_width=4)
+        replan(*buffers, row_stride=4)

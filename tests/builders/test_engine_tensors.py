@@ -1,0 +1,103 @@
+"""Builders over tensors that an engine owns and moves itself: no `RequestTables`, and rows any stride apart."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from attn_backends import get
+from builders import AttentionBatch, AttentionKind, check_batch
+from spec_decode.graphs import runtime_for
+from tests import flashinfer_stand_in
+from tests.factories import CPU, make_spec
+
+PAGE, PAGES, ROWS = 16, 6, 3
+LATENT = {"kind": AttentionKind.MLA, "num_kv_heads": 1}
+SPECS = {
+    "torch_reference": {},
+    "triton_paged": {"head_dim": 64},
+    "triton_mla": {**LATENT, "head_dim": 48, "value_dim": 32},
+    "sparse_swa_mla": {**LATENT, "head_dim": 64, "sliding_window": 20},
+    "flashinfer": {"head_dim": 64, "dtype": torch.bfloat16},
+}
+
+
+class Engine:
+    """An engine's persistent buffers: more rows than a batch has, and a table wider than a request may be."""
+
+    def __init__(self):
+        self.query_start_loc = torch.arange(ROWS + 3, dtype=torch.int32)
+        self.seq_lens = torch.zeros(ROWS + 2, dtype=torch.int32)
+        self.positions = torch.zeros(ROWS + 2, dtype=torch.int64)
+        self.slot_mapping = torch.full((ROWS + 2,), -1)
+        self.table = torch.zeros(ROWS + 2, PAGES + 5, dtype=torch.int32)
+
+    def fill(self, lens, seed):
+        self.table[:ROWS, :PAGES] = torch.randperm(100, generator=torch.Generator().manual_seed(seed))[
+            : ROWS * PAGES
+        ].view(ROWS, PAGES)
+        self.move_to(lens)
+
+    def move_to(self, lens):
+        self.seq_lens[:ROWS] = torch.tensor(lens)
+        position = self.seq_lens[:ROWS].long() - 1
+        self.positions[:ROWS] = position
+        page = self.table[torch.arange(ROWS), position // PAGE].long()
+        self.slot_mapping[:ROWS] = page * PAGE + position % PAGE
+
+    def batch(self):
+        return AttentionBatch(
+            num_reqs=ROWS,
+            num_tokens=ROWS,
+            max_query_len=1,
+            max_seq_len=PAGES * PAGE,
+            uniform=True,
+            query_start_loc=self.query_start_loc[: ROWS + 1],
+            seq_lens=self.seq_lens[:ROWS],
+            positions=self.positions[:ROWS],
+            block_table=self.table[:ROWS, :PAGES],
+            slot_mapping=self.slot_mapping[:ROWS],
+        )
+
+
+def builder_of(name):
+    backend = flashinfer_stand_in.backend(name) if name == "flashinfer" else get(name)
+    spec = make_spec(page_size=PAGE, **SPECS[name])
+    return backend.builder(spec, CPU, max_reqs=ROWS, max_tokens=ROWS, max_seq_len=PAGES * PAGE)
+
+
+def step_fields(metadata, builder):
+    return {name: getattr(metadata, name).clone() for name in builder.step_fields}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_captured_advance_follows_an_engines_own_lengths_and_tables(name):
+    with flashinfer_stand_in.installed():
+        engine, builder = Engine(), builder_of(name)
+        engine.fill([1, 1, 1], seed=1)  # as for a capture: lengths that no batch will have
+        check_batch(engine.batch(), CPU)
+        metadata = builder.build(engine.batch())
+        graph = runtime_for(CPU).capture(lambda: builder.advance(metadata))
+        for seed, lens in ((2, [40, 17, 96]), (3, [5, 80, 33])):
+            engine.fill(lens, seed)
+            graph.replay()
+            found = step_fields(metadata, builder)
+            fresh = builder_of(name)
+            truth = step_fields(fresh.build(engine.batch()), fresh)
+            assert all(torch.equal(found[field], truth[field]) for field in truth), name
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_an_advance_moves_no_length_itself(name):
+    """An engine moves its lengths itself, and may refresh twice in one step."""
+    with flashinfer_stand_in.installed():
+        engine, builder = Engine(), builder_of(name)
+        engine.fill([40, 17, 96], seed=1)
+        batch = engine.batch()
+        metadata = builder.build(batch)
+        before = {field.name: getattr(batch, field.name) for field in fields(batch)}
+        held = replace(batch, **{key: value.clone() for key, value in before.items() if torch.is_tensor(value)})
+        builder.advance(metadata)
+        builder.advance(metadata)
+        names = [key for key, value in before.items() if torch.is_tensor(value)]
+        assert all(torch.equal(getattr(batch, key), getattr(held, key)) for key in names)
