@@ -92,7 +92,8 @@ class _Definition:
 
     def _preview(self, subject: Subject) -> str:
         built_for = subject.backend.contract_version
-        if self.since <= built_for:
+        # An engine's builder was built for no version.
+        if subject.engine or self.since <= built_for:
             return ""
         new, own = (".".join(map(str, version)) for version in (self.since, built_for))
         return f"new in contract {new}, the backend was built for {own}"

@@ -21,7 +21,8 @@ from spec_decode.testing.subject import Subject
 def claims_of(subject: Subject, columns: Iterable[str]) -> dict[str, Claim]:
     """The claim for each of these columns, and for all that some backend is checked for.
 
-    From the capability record, the builder's class and the drafter's own choice. A backend that refuses every spec on
+    From the capability record, the builder's class and the drafter's own choice. An engine's builder claims only
+    what it says of graphs and advances: the record is of whoever wrapped it. A backend that refuses every spec on
     this device claims nothing there, with its reasons. A claim that cannot be read is none, and says so.
     """
     try:
@@ -30,7 +31,8 @@ def claims_of(subject: Subject, columns: Iterable[str]) -> dict[str, Claim]:
         return {EVERYTHING: Claim(claimed=False, reason=str(refusal))}
     except Exception as error:  # a plug-in's record may hold anything
         return {EVERYTHING: _unreadable(error)}
-    return {column: _claim(subject, column) for column in sorted({*_READERS, *columns} - {EVERYTHING})}
+    claimed = _OF_A_BUILDER if subject.engine else {*_READERS, *columns} - {EVERYTHING}
+    return {column: _claim(subject, column) for column in sorted(claimed)}
 
 
 def level_words(level: GraphSupport | AdvanceLevel) -> str:
@@ -87,6 +89,7 @@ def _size(field: str, size: int, subject: Subject) -> Claim:
     return Claim(claimed=size in sizes, reason=f"{field.removesuffix('s').replace('_', ' ')} {sizes}")
 
 
+_OF_A_BUILDER = {coverage.CAPTURE, coverage.ADVANCE}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _READERS: dict[str, Callable[[Subject], Claim]] = {
     coverage.CAPTURE: _capture,

@@ -30,6 +30,7 @@ def test_a_report_names_the_engine_and_repeats_with_it() -> None:
     report = report_of(SLOTS, "builder.build_leaves_the_batch_alone")
 
     assert report.engine == "engine 1.2"
+    assert set(report.claims) == {"graph:capture", "graph:advance"}
     assert report.results[0].repro.startswith("attn-backends check --engine engine torch_reference --device cpu")
 
 
@@ -40,7 +41,16 @@ def test_fields_are_compared_where_nothing_attends(check: str) -> None:
 
 @pytest.mark.parametrize("name", ["increments_its_own_contents", "unseen_after_five_advances"])
 def test_a_stale_field_fails_where_nothing_attends(name: str) -> None:
+    """And no such failure is a preview: an engine's builder was built for no version of the contract."""
     assert Outcome.FAIL in {result.outcome for result in report_of(mutant(name), *BY_FIELDS).results}
+
+
+def test_an_engines_builder_has_no_previews() -> None:
+    old = type("Old", (type(SLOTS.backend),), {"contract_version": (1, 0)})()
+    planned = plan(replace(SLOTS, backend=old), checks=["graph.replayed*"])
+
+    assert [check.preview for check in planned.checks] == [""] * len(planned.checks)
+    assert all(check.preview for check in plan(old, device=SLOTS.device, checks=["graph.replayed*"]).checks)
 
 
 def test_a_check_of_attention_is_unsupported_where_nothing_attends() -> None:
