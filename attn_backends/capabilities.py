@@ -21,6 +21,8 @@ class Feature(str, Enum):
     SINKS = "sinks"
     VALUE_DIM = "value_dim"
     """A value dim that differs from the head dim."""
+    BATCH_INVARIANT = "batch_invariant"
+    """Outputs whose bits do not depend on the rest of the batch: see `AttentionSpec.batch_invariant`."""
 
 
 class FusedWrite(str, Enum):
@@ -255,5 +257,6 @@ def features_of(spec: AttentionSpec) -> list[Feature]:
         Feature.SOFT_CAP: spec.soft_cap is not None,
         Feature.SINKS: spec.sinks,
         Feature.VALUE_DIM: spec.out_dim != spec.head_dim,
+        Feature.BATCH_INVARIANT: spec.batch_invariant,
     }
     return [feature for feature, wanted in asked.items() if wanted]

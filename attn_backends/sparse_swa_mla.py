@@ -29,7 +29,7 @@ class SparseSwaMla(FusedLatentWrite, AttentionBackend):
         kv_dtypes=(torch.float8_e4m3fn,),
         head_dims=Sizes(minimum=64, maximum=512, power_of_two=True),
         page_sizes=Sizes(),
-        features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW, Feature.SINKS}),
+        features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW, Feature.SINKS, Feature.BATCH_INVARIANT}),
         fused_writes=frozenset({FusedWrite.KV_A_NORM_ROPE}),
         required=frozenset({Feature.SLIDING_WINDOW}),
         kinds=(AttentionKind.MLA,),
@@ -44,5 +44,5 @@ class SparseSwaMla(FusedLatentWrite, AttentionBackend):
         check_forward_inputs(query, cache, metadata, spec, sinks)
         return sparse_attention(
             query, cache.latents, metadata.window_indices, metadata.window_lens, sinks, spec.page_size,
-            spec.softmax_scale,
+            spec.softmax_scale, spec.batch_invariant,
         )  # fmt: skip

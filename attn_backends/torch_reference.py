@@ -28,7 +28,7 @@ class TorchReference(FusedLatentWrite, FusedRopeWrite, AttentionBackend):
         dtypes=(torch.float32, torch.float16, torch.bfloat16),
         head_dims=Sizes(),
         page_sizes=Sizes(),
-        features=frozenset(Feature),
+        features=frozenset(Feature) - {Feature.BATCH_INVARIANT},
         fused_writes=frozenset(FusedWrite),
         kinds=tuple(AttentionKind),
         kv_dtypes=(torch.float8_e4m3fn,),

@@ -22,6 +22,10 @@ class PagedMetadata(BatchMetadata):
     """Parts that a request's KV tokens are divided into; a capture constant, since it sizes the launch."""
 
 
+SPLIT_TOKENS = 256
+"""KV tokens of a split of batch-invariant attention: a split begins at the same position in every batch."""
+
+
 class PagedViewBuilder(BatchMetadataBuilder[PagedMetadata]):
     """Everything that depends on the position is a view, so that an advance has nothing left to refresh."""
 
@@ -34,10 +38,16 @@ class PagedViewBuilder(BatchMetadataBuilder[PagedMetadata]):
 
     def build(self, batch: AttentionBatch, *, horizon: int = 0) -> PagedMetadata:
         self.check_horizon(batch, horizon)
-        return PagedMetadata(**self.batch_fields(batch), num_splits=self.splits(batch))
+        return PagedMetadata(**self.batch_fields(batch), num_splits=self._splits_of(batch))
 
     def advance(self, metadata: PagedMetadata) -> None:
         """Nothing to do: see step_fields."""
+
+    def _splits_of(self, batch: AttentionBatch) -> int:
+        if not self.spec.batch_invariant:
+            return self.splits(batch)
+        # The merge rounds once more than a single split does: one of the two forms for all lengths.
+        return 1 if self.spec.sliding_window else max(2, -(-batch.max_seq_len // SPLIT_TOKENS))
 
     @abstractmethod
     def splits(self, batch: AttentionBatch) -> int:

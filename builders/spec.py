@@ -49,6 +49,8 @@ class AttentionSpec:
     sinks: bool = False
     """Whether each query head has an fp32 sink logit, passed to the forward as ``sinks [num_q_heads]``."""
     kind: AttentionKind = AttentionKind.MHA
+    batch_invariant: bool = False
+    """Whether a query's output must be the same bits whatever other requests and query tokens are in the batch."""
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
@@ -138,4 +140,6 @@ class AttentionSpec:
             parts.append("sinks")
         if self.kind is not AttentionKind.MHA:
             parts.append(self.kind.value)
+        if self.batch_invariant:
+            parts.append("batch invariant")
         return ", ".join(parts)

@@ -19,6 +19,7 @@ from attn_backends.kernels.paged_attention_kernels import merge_kernel
 from builders.errors import require
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import dependent_launch, triton
+from builders.paged import SPLIT_TOKENS
 
 _DIMS = frozenset({16, 32, 64, 128, 256, 512})
 _SHARED_MEMORY = 227 * 1024
@@ -36,6 +37,7 @@ class LatentAttentionArguments(NamedTuple):
     max_query_len    a capture constant, which sizes the launch; so is num_splits
     value_dim        V
     scale            of q.latent
+    batch_invariant  as of paged attention
 
     The op raises BatchError unless V and D - V are powers of two from 16 to 512, and for a cache of another
     width or dtype, or with a strided last dim.
@@ -50,6 +52,7 @@ class LatentAttentionArguments(NamedTuple):
     num_splits: int
     value_dim: int
     scale: float
+    batch_invariant: bool = False
 
     def _check(self) -> None:
         (*_, dim), cache = self.query.shape, self.latent_cache
@@ -73,7 +76,7 @@ class LatentAttentionArguments(NamedTuple):
         latents = self.latent_cache[:, :, None]
         return PagedAttentionArguments(
             self.query, latents, latents[..., : self.value_dim], self.block_table, self.seq_lens, self.query_start_loc,
-            None, self.max_query_len, 0, self.num_splits, self.scale, None, None,
+            None, self.max_query_len, 0, self.num_splits, self.scale, None, None, self.batch_invariant,
         ).reference()  # fmt: skip
 
     def fake(self) -> torch.Tensor:
@@ -92,21 +95,23 @@ class LatentAttentionArguments(NamedTuple):
         split = splits > 1
         partial = torch.empty(splits, tokens, heads, value_dim, device=query.device) if split else out
         lse = torch.empty(splits, tokens, heads, device=query.device) if split else out
-        config = config or tile_config(self.max_query_len * heads, dim, query.element_size())
+        fixed = self.batch_invariant
+        config = config or tile_config(heads if fixed else self.max_query_len * heads, dim, query.element_size())
         tiles = triton.cdiv(self.max_query_len * heads, config["BLOCK_M"])
         page_size = self.latent_cache.shape[1]
         latent_attention_kernel[(self.seq_lens.shape[0] * tiles, splits)](
             query, *self[1:5], partial, lse, self.scale, tiles, tokens,
             *query.stride()[:2], *self.latent_cache.stride()[:2], self.block_table.stride(0),
             HEADS=heads, PAGE_SIZE=page_size, VALUE_DIM=value_dim, ROTARY_DIM=dim - value_dim,
-            SPLITS=splits, WIDE_PAGES=page_size * self.latent_cache.stride(1) >= 1 << 31,
+            SPLITS=splits, SPLIT_BLOCKS=SPLIT_TOKENS // config["BLOCK_N"] if fixed else 0,
+            WIDE_PAGES=page_size * self.latent_cache.stride(1) >= 1 << 31,
             FP32_DOT=interpreted, **config, **dependent_launch(query.device),
         )  # fmt: skip
         if split:
             merge_kernel[(tokens, heads)](
                 partial, lse, None, out, tokens, HEADS=heads, VALUE_DIM=value_dim, BLOCK_E=value_dim, SPLITS=splits,
-                BLOCK_S=triton.next_power_of_2(splits), SINKS=False,
-                num_warps=merge_warps(splits, value_dim), **dependent_launch(query.device),
+                BLOCK_S=triton.next_power_of_2(splits), SINKS=False, IN_ORDER=fixed,
+                num_warps=merge_warps(1 if fixed else splits, value_dim), **dependent_launch(query.device),
             )  # fmt: skip
         return out.to(query.dtype)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attn_backends.kernels.paged_attention_kernels import split_range
 from builders.kernels.triton_runtime import await_previous, tl, triton
 
 
@@ -10,8 +11,8 @@ def latent_attention_kernel(
     query, latent_cache, block_table, seq_lens, query_start_loc, out, lse, scale, tiles, tokens,
     q_token_stride, q_head_stride, page_stride, token_stride, table_stride,
     HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, WIDE_PAGES: tl.constexpr,
-    FP32_DOT: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCKS: tl.constexpr,
+    WIDE_PAGES: tl.constexpr, FP32_DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_previous(PDL)
     # Tiles of one request are neighbours: they run at the same time and share its latents in the L2 cache.
@@ -37,9 +38,7 @@ def latent_attention_kernel(
     end = seq_len - query_len + last_row // HEADS + 1
     seen_by_all = seq_len - query_len + (tile * BLOCK_M) // HEADS + 1
     blocks = tl.cdiv(end, BLOCK_N)
-    share = tl.cdiv(blocks, SPLITS)
-    lo = split * share
-    hi = tl.minimum(lo + share, blocks)
+    lo, hi = split_range(0, blocks, split, SPLITS, SPLIT_BLOCKS)
     # The loop below runs at least once: on a path around it, ptxas would wait for every single wgmma.
     if lo >= hi:
         if SPLITS > 1:

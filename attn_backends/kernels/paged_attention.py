@@ -15,7 +15,7 @@ from attn_backends.kernels.paged_attention_kernels import attention_kernel, merg
 from attn_backends.kernels.softmax import softmax_with_sinks
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import dependent_launch, triton
-from builders.paged import num_sms
+from builders.paged import SPLIT_TOKENS, num_sms
 
 
 class PagedAttentionArguments(NamedTuple):
@@ -34,6 +34,8 @@ class PagedAttentionArguments(NamedTuple):
     scale            of q.k
     sliding_window   tokens a query sees, itself included; None is all
     soft_cap         None is no cap
+    batch_invariant  cut by the op's sizes and a token's position alone: a row's bits are those it has in any batch;
+                     splits are of SPLIT_TOKENS tokens, and the last takes what is left
     """
 
     query: torch.Tensor
@@ -49,16 +51,20 @@ class PagedAttentionArguments(NamedTuple):
     scale: float
     sliding_window: int | None
     soft_cap: float | None
+    batch_invariant: bool = False
 
     def reference(self) -> torch.Tensor:
         out = self.fake().zero_()
         starts, lens = self.query_start_loc.tolist(), self.seq_lens.tolist()
         for request, length in enumerate(lens):
             first, last = starts[request], starts[request + 1]
-            if length and last > first:
-                pages = self.block_table[request]
-                key, value = _tokens(self.key_cache, pages, length), _tokens(self.value_cache, pages, length)
-                out[first:last] = self._attend_one(self.query[first:last].float(), key, value).to(out.dtype)
+            # Sums of torch depend on the shape: where they must not, each token is attended alone.
+            step = 1 if self.batch_invariant else max(1, last - first)
+            for start in range(first, last if length else first, step):
+                end = length - (last - start - step)
+                pages, rows = self.block_table[request], slice(start, start + step)
+                key, value = _tokens(self.key_cache, pages, end), _tokens(self.value_cache, pages, end)
+                out[rows] = self._attend_one(self.query[rows].float(), key, value).to(out.dtype)
         return out
 
     def _attend_one(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -95,13 +101,15 @@ class PagedAttentionArguments(NamedTuple):
         partial = torch.empty(splits, tokens, heads, value_dim, device=query.device) if split else out
         lse = torch.empty(splits, tokens, heads, device=query.device) if split else out
         block_d, block_e = triton.next_power_of_2(dim), triton.next_power_of_2(value_dim)
-        block_m = max(16, min(64, triton.next_power_of_2(self.max_query_len * group)))
-        tiles = triton.cdiv(self.max_query_len * group, block_m)
+        fixed, max_rows = self.batch_invariant, self.max_query_len * group
+        block_m = max(16, min(64, triton.next_power_of_2(group if fixed else max_rows)))
+        tiles = triton.cdiv(max_rows, block_m)
         grid = (self.seq_lens.shape[0] * tiles, kv_heads, splits)
+        visible = triton.cdiv(min(self.max_seq_len, self.sliding_window or self.max_seq_len), splits)
         tile = tile_config(
             row_bytes=(block_d + block_e) * query.element_size(),
-            tokens=triton.cdiv(min(self.max_seq_len, self.sliding_window or self.max_seq_len), splits),
-            alone=math.prod(grid) <= num_sms(query.device),
+            tokens=SPLIT_TOKENS if fixed else visible,
+            alone=not fixed and math.prod(grid) <= num_sms(query.device),
             block_m=block_m,
         )
         attention_kernel[grid](
@@ -109,7 +117,8 @@ class PagedAttentionArguments(NamedTuple):
             *query.stride()[:2], *self.key_cache.stride()[:3], *self.value_cache.stride()[:3],
             self.block_table.stride(0),
             HEADS=heads, GROUP=group, PAGE_SIZE=page_size, DIM=dim, VALUE_DIM=value_dim, BLOCK_D=block_d,
-            BLOCK_E=block_e, BLOCK_M=block_m, SPLITS=splits, WINDOW=self.sliding_window or 0,
+            BLOCK_E=block_e, BLOCK_M=block_m, SPLITS=splits,
+            SPLIT_BLOCKS=SPLIT_TOKENS // tile["BLOCK_N"] if fixed else 0, WINDOW=self.sliding_window or 0,
             SOFT_CAP=bool(self.soft_cap), SINKS=sinks is not None and not split,
             WIDE_PAGES=page_size * max(self.key_cache.stride(1), self.value_cache.stride(1)) >= 1 << 31,
             FP32_DOT=interpreted, **tile, **dependent_launch(query.device),
@@ -117,7 +126,7 @@ class PagedAttentionArguments(NamedTuple):
         if split:
             merge_kernel[(tokens, heads)](
                 partial, lse, sinks, out, tokens, HEADS=heads, VALUE_DIM=value_dim, BLOCK_E=block_e, SPLITS=splits,
-                BLOCK_S=triton.next_power_of_2(splits), SINKS=sinks is not None,
+                BLOCK_S=triton.next_power_of_2(splits), SINKS=sinks is not None, IN_ORDER=fixed,
                 num_warps=2, **dependent_launch(query.device),
             )  # fmt: skip
         return out.to(query.dtype)

@@ -12,8 +12,8 @@ def attention_kernel(
     v_head_stride, table_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, WIDE_PAGES: tl.constexpr,
-    FP32_DOT: tl.constexpr, PDL: tl.constexpr,
+    SPLIT_BLOCKS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr,
+    WIDE_PAGES: tl.constexpr, FP32_DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_previous(PDL)
     request = tl.program_id(0) // tiles
@@ -42,9 +42,7 @@ def attention_kernel(
         start = tl.maximum(seq_len - query_len + (tile * BLOCK_M) // GROUP - WINDOW + 1, 0)
     first_block = start // BLOCK_N
     blocks = tl.cdiv(end, BLOCK_N) - first_block
-    share = tl.cdiv(blocks, SPLITS)
-    lo = first_block + split * share
-    hi = tl.minimum(lo + share, first_block + blocks)
+    lo, hi = split_range(first_block, blocks, split, SPLITS, SPLIT_BLOCKS)
 
     q = tl.load(
         query + token[:, None] * q_token_stride + head.to(tl.int64)[:, None] * q_head_stride + dim[None, :],
@@ -117,6 +115,21 @@ def attention_kernel(
 
 
 @triton.jit
+def split_range(first_block, blocks, split, SPLITS: tl.constexpr, SPLIT_BLOCKS: tl.constexpr):
+    """The blocks of a split, from and to: an equal share of them, or SPLIT_BLOCKS where that is not 0; the last split
+    then has the rest."""
+    end = first_block + blocks
+    if SPLIT_BLOCKS > 0:
+        lo = first_block + split * SPLIT_BLOCKS
+        hi = tl.where(split == SPLITS - 1, end, tl.minimum(lo + SPLIT_BLOCKS, end))
+    else:
+        share = tl.cdiv(blocks, SPLITS)
+        lo = first_block + split * share
+        hi = tl.minimum(lo + share, end)
+    return lo, hi
+
+
+@triton.jit
 def _finite_above(sink):
     """A sink as an exponent of 2. One of +inf becomes finite and outweighs every score, without inf - inf."""
     return tl.where(sink > 1e30, 1e30, sink * 1.4426950408889634)
@@ -126,8 +139,9 @@ def _finite_above(sink):
 def merge_kernel(
     partial, lse, sinks, out, tokens,
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_E: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
-    SINKS: tl.constexpr, PDL: tl.constexpr,
+    SINKS: tl.constexpr, IN_ORDER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """IN_ORDER: splits are added one after another, so that those without tokens change no bit of the sum."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -135,22 +149,35 @@ def merge_kernel(
     edim = tl.arange(0, BLOCK_E)
     at = (split.to(tl.int64) * tokens + token) * HEADS + head
     part = tl.load(lse + at, mask=split < SPLITS, other=float("-inf"))
-    # Not masked by what the load above brings, so that both are under way at once.
-    rows = tl.load(
-        partial + at[:, None] * VALUE_DIM + edim[None, :],
-        mask=(split < SPLITS)[:, None] & (edim[None, :] < VALUE_DIM),
-        other=0.0,
-    )
+    if not IN_ORDER:
+        # Not masked by what the load above brings, so that both are under way at once.
+        rows = tl.load(
+            partial + at[:, None] * VALUE_DIM + edim[None, :],
+            mask=(split < SPLITS)[:, None] & (edim[None, :] < VALUE_DIM),
+            other=0.0,
+        )
     peak = tl.max(part, 0)
     if SINKS:
         sink = _finite_above(tl.load(sinks + head))
         peak = tl.maximum(peak, sink)
     peak = tl.maximum(peak, -3.0e38)
-    weight = tl.exp2(part - peak)
-    total = tl.sum(weight, 0)
+    if IN_ORDER:
+        merged = tl.zeros((BLOCK_E,), tl.float32)
+        total = tl.zeros((BLOCK_E,), tl.float32)
+        for index in range(SPLITS):
+            place = (index * tokens + token) * HEADS + head
+            part = tl.load(lse + place)
+            row = tl.load(partial + place * VALUE_DIM + edim, mask=edim < VALUE_DIM, other=0.0)
+            weight = tl.exp2(part - peak)
+            total += weight
+            merged = tl.fma(tl.where(part == float("-inf"), 0.0, row), weight + tl.zeros_like(row), merged)
+    else:
+        weight = tl.exp2(part - peak)
+        total = tl.sum(weight, 0)
+        rows = tl.where((part == float("-inf"))[:, None], 0.0, rows)
+        merged = tl.sum(rows * weight[:, None], 0)
     if SINKS:
         total += tl.exp2(sink - peak)
-    rows = tl.where((part == float("-inf"))[:, None], 0.0, rows)
-    merged = tl.sum(rows * weight[:, None], 0) / tl.where(total == 0, 1.0, total)
+    merged = merged / tl.where(total == 0, 1.0, total)
     to = out + (token * HEADS + head) * VALUE_DIM + edim
     tl.store(to, merged.to(out.dtype.element_ty), mask=edim < VALUE_DIM)

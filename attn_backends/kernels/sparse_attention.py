@@ -33,6 +33,7 @@ class SparseAttentionArguments(NamedTuple):
     sinks      fp32 [H]; -inf is none, +inf gives 0
     page_size  of the cache, whose shape may not say it
     scale      of q.k
+    batch_invariant  cut by the op's sizes alone: a token's bits are those it has in any batch
 
     With s_j = scale q.k_j over the listed slots, out = sum e^s_j k_j / (sum e^s_j + e^sink). A token with an empty list
     comes out as exactly 0. The op raises BatchError for tensors that do not fit.
@@ -45,6 +46,7 @@ class SparseAttentionArguments(NamedTuple):
     sinks: torch.Tensor | None
     page_size: int
     scale: float
+    batch_invariant: bool = False
 
     def _check(self) -> None:
         (tokens, heads, dim), indices, lens, device = self.query.shape, self.indices, self.lens, self.query.device
@@ -85,10 +87,16 @@ class SparseAttentionArguments(NamedTuple):
     def reference(self) -> torch.Tensor:
         self._check()
         latents, listed = self._listed_latents()
-        scores = torch.matmul(self.query.float(), latents.transpose(1, 2)) * self.scale
-        scores = scores.masked_fill(~listed[:, None], -math.inf)
-        weights = softmax_with_sinks(scores, None if self.sinks is None else self.sinks[:, None])
-        return torch.matmul(weights, latents).to(self.query.dtype)
+        # Sums of torch depend on the shape: where they must not, each token is attended alone.
+        tokens = self.query.shape[0]
+        parts = [slice(token, token + 1) for token in range(tokens)] if self.batch_invariant else [slice(tokens)]
+        out = self.fake()
+        for part in parts:
+            scores = torch.matmul(self.query[part].float(), latents[part].transpose(1, 2)) * self.scale
+            scores = scores.masked_fill(~listed[part, None], -math.inf)
+            weights = softmax_with_sinks(scores, None if self.sinks is None else self.sinks[:, None])
+            out[part] = torch.matmul(weights, latents[part]).to(out.dtype)
+        return out
 
     def _listed_latents(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The latents of the lists, fp32 [T, width, D], 0 where an entry names none; and where one does, [T, width]."""
@@ -113,7 +121,7 @@ class SparseAttentionArguments(NamedTuple):
         # The interpreter truncates fp32 to bf16 where the hardware rounds: let torch do that conversion.
         out = torch.empty(query.shape, dtype=torch.float32 if interpreted else query.dtype, device=query.device)
         width = self.indices.shape[1]
-        config = tile_config(tokens, heads, query.element_size(), width)
+        config = tile_config(1 if self.batch_invariant else tokens, heads, query.element_size(), width)
         sparse_attention_kernel[(tokens, triton.cdiv(heads, config["BLOCK_M"]))](
             query, *self[1:5], out, self.scale * math.log2(math.e), width, len(cache) * self.page_size,
             *query.stride()[:2], self.indices.stride(0), cache.stride(0), cache.stride(-2),

@@ -10,7 +10,7 @@ from builders import BatchError, RequestTables, begin_decode
 from builders.errors import require, require_tensor
 from spec_decode.drafter.kernels.gather_last_hidden import gather_last_hidden
 from spec_decode.drafter.kernels.shift_tokens import shift_tokens
-from spec_decode.drafter.kv_groups import KVGroup
+from spec_decode.drafter.kv_groups import KVGroup, products_of
 from spec_decode.drafter.metadata_plan import MetadataPlan
 from spec_decode.drafter.step_buffers import StepBuffers
 from spec_decode.drafter.verified_tokens import VerifiedTokens
@@ -27,6 +27,7 @@ class DraftStep:
     decode     StepBuffers of a later step, one token a row
     sampler    DraftSampler, which holds the draft tokens and logits
     hidden     [R, hidden_size], what the next later step starts from
+    products   makes the context in which the model runs
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class DraftStep:
         decode_plan: MetadataPlan,
     ) -> None:
         self.model = model
+        self.products = products_of(model, groups)
         self.groups = tuple(groups)
         self.tables = tables
         self.num_speculative_tokens = num_speculative_tokens
@@ -104,12 +106,13 @@ class DraftStep:
         Raises BatchError for a draft model that returns states of another shape.
         """
         inputs, query_len, last = self.inputs, self.extend.query_len, self.hidden[:size]
-        hidden = self.model.forward(
-            shift_tokens(inputs.token_ids[:size], inputs.next_tokens, inputs.accepted),
-            self.model.combine(inputs.target_hidden_states[:size].flatten(0, 1)),
-            self.extend.batch.positions[: size * query_len],
-            self.extend.attention,
-        )
+        with self.products():
+            hidden = self.model.forward(
+                shift_tokens(inputs.token_ids[:size], inputs.next_tokens, inputs.accepted),
+                self.model.combine(inputs.target_hidden_states[:size].flatten(0, 1)),
+                self.extend.batch.positions[: size * query_len],
+                self.extend.attention,
+            )
         require(
             hidden.shape == (size * query_len, last.shape[1]),
             f"{size} rows of {query_len} tokens need states [{size * query_len}, {last.shape[1]}], got "
@@ -118,18 +121,24 @@ class DraftStep:
         )
         begin_decode(self.decode.batch, self.extend.batch.seq_lens, inputs.accepted, size, query_len)
         gather_last_hidden(hidden, inputs.accepted, last, query_len)
-        self.sampler(self.model.logits(last))
+        self.sampler(self._logits(last))
 
     def run_decode(self, size: int, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
         """A later step from the last one's hidden states [size, hidden_size]; returns its own, of the same shape."""
         hidden = self._forward(size, hidden, attention)
-        self.sampler(self.model.logits(hidden))
+        self.sampler(self._logits(hidden))
         return hidden
 
     def run_decode_in_place(self, size: int, attention: Attention) -> None:
         """A later step that leaves its hidden states in `hidden`, where the next one starts from."""
         hidden = self._forward(size, self.hidden[:size], attention)
-        self.sampler(self.model.logits(hidden), hidden, self.hidden)
+        self.sampler(self._logits(hidden), hidden, self.hidden)
 
     def _forward(self, size: int, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
-        return self.model.forward(self.sampler.next_ids[:size], hidden, self.decode.batch.positions[:size], attention)
+        positions = self.decode.batch.positions[:size]
+        with self.products():
+            return self.model.forward(self.sampler.next_ids[:size], hidden, positions, attention)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        with self.products():
+            return self.model.logits(hidden)

@@ -196,8 +196,9 @@ class Drafter:
             device=tables.device,
         )  # fmt: skip
         batch, metadata = build_ragged(self.groups, tables, query_lens, seq_lens)
-        hidden = self.model.combine(target_hidden_states.to(self.inputs.target_hidden_states.dtype))
-        self.model.forward(token_ids, hidden, batch.positions, PagedAttention(self.groups, metadata))
+        with self._step.products():
+            hidden = self.model.combine(target_hidden_states.to(self.inputs.target_hidden_states.dtype))
+            self.model.forward(token_ids, hidden, batch.positions, PagedAttention(self.groups, metadata))
 
     @on_own_device
     def capture(self, *, progress: bool = False) -> None:

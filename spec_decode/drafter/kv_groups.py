@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -14,6 +16,7 @@ from builders import AttentionKind, AttentionSpec, BatchBuffers, MetadataBuilder
 from builders.errors import require
 from spec_decode.drafter.metadata_plan import GroupFacts
 from spec_decode.models.base import DraftModel, LayerGroup, TargetModel
+from spec_decode.models.kernels.batch_invariance import batch_invariance
 
 BackendChoice: TypeAlias = AttentionBackend | Mapping[str, AttentionBackend] | Callable[[LayerGroup], AttentionBackend]
 """One backend for all of a model's groups, one for each group's name, or a function that chooses."""
@@ -97,12 +100,19 @@ def make_groups(
     page_size: int,
     num_pages: int,
     device: torch.device,
+    *,
+    batch_invariant: bool = False,
 ) -> list[KVGroup]:
     """Groups with caches of num_pages pages, in the model's order, called `name`, and by their own names if several.
 
+    batch_invariant: ask every backend for it, and through the groups' specs whoever runs the model.
+
     Raises BatchError for a mapping without one of the groups, and NoBackend for a backend that refuses one.
     """
-    layer_groups = model.layer_groups(page_size)
+    layer_groups = [
+        replace(group, spec=replace(group.spec, batch_invariant=batch_invariant))
+        for group in model.layer_groups(page_size)
+    ]
     backends = [_backend(name, group, choice) for group in layer_groups]
     names = [name if len(layer_groups) == 1 else f"{name} {group.name}" for group in layer_groups]
     return [
@@ -122,6 +132,24 @@ def _backend(name: str, group: LayerGroup, choice: BackendChoice) -> AttentionBa
         "allocated. Add it, or pass one backend for all.",
     )
     return choice[group.name]
+
+
+def products_of(
+    model: TargetModel | DraftModel, groups: Sequence[KVGroup]
+) -> Callable[[], AbstractContextManager[None]]:
+    """Makes the context in which the model runs: its products are batch invariant where the groups' specs are.
+
+    Raises BatchError for groups of which only some are, and for a model that cannot be.
+    """
+    asked = {group.spec.batch_invariant for group in groups}
+    require(
+        asked == {False} or (asked == {True} and model.batch_invariant),
+        "all groups must be batch invariant or none, and the model's products with them, got "
+        f"{[group.spec.batch_invariant for group in groups]} and {type(model).__name__}, which "
+        f"{'can' if model.batch_invariant else 'cannot'}; its tokens would still depend on the batch, so nothing was "
+        "run. Take a model made of the layers here, or leave batch_invariant out.",
+    )
+    return partial(batch_invariance, True in asked)
 
 
 def check_pools(groups: Sequence[KVGroup], tables: RequestTables) -> None:

@@ -51,6 +51,10 @@ class EngineConfig:
     """The drafter's: bytes for its graphs."""
     extend_in_graph: bool = True
     """The drafter's: False runs its step 0 eagerly, for comparison."""
+    batch_invariant: bool = False
+    """Give every request the very tokens that it has alone, in any dtype: no sum's order depends on the batch. A greedy
+    text is then that of plain decoding, too. It takes backends with the feature batch_invariant and models made of the
+    layers here, and costs time: see the guide."""
 
     def __post_init__(self) -> None:
         self.drafter_config()

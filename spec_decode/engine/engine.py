@@ -17,8 +17,8 @@ because requests that ended or grew less than expected may leave enough, and bec
 where lengths, pages and sampling parameters of requests that begin are copied to the device.
 
 Noise is defined by seed and position, drafts end by a request's own limit and never for want of pages, and a preempted
-request goes on with the text it had. So a request's text does not depend on which requests run beside it: exactly in
-fp32, as tested; within rounding otherwise, because kernels may add in another order for another batch.
+request goes on with the text it had. So a request's text does not depend on which requests run beside it: within
+rounding, because kernels may add in another order for another batch, and exactly with `batch_invariant`, at a cost.
 """
 
 from __future__ import annotations
@@ -107,7 +107,11 @@ class Engine:
         self._stepping = False
 
     def _make_groups(self, name: str, model: TargetModel | DraftModel, choice: BackendChoice) -> list[KVGroup]:
-        return make_groups(name, model, choice, self.config.page_size, self.config.pool_size, self.device)
+        config = self.config
+        return make_groups(
+            name, model, choice, config.page_size, config.pool_size, self.device,
+            batch_invariant=config.batch_invariant,
+        )  # fmt: skip
 
     def _make_tables(self, groups: Sequence[KVGroup]) -> RequestTables:
         config = self.config

@@ -62,7 +62,7 @@ class Prefill:
         """The token after each prefill: sampled, or for a preempted request the one that its text goes on with."""
         sampling = Sampling.of([chunk.request.handle.request.sampling for chunk, _ in ends], self._tables.device)
         positions = self._tensor([chunk.end for chunk, _ in ends])
-        sampled = sample_target(self._target.model.logits(hidden), sampling=sampling, positions=positions)
+        sampled = sample_target(self._target.logits(hidden), sampling=sampling, positions=positions)
         known = self._tensor([text[chunk.end] if chunk.end < len(text) else -1 for chunk, text in ends])
         return torch.where(known >= 0, known, sampled)
 

@@ -11,7 +11,7 @@ import torch
 from builders import RequestTables
 from spec_decode.drafter import GraphMode, default_capture_sizes, padded_size
 from spec_decode.drafter.attention import PagedAttention
-from spec_decode.drafter.kv_groups import KVGroup, build_ragged
+from spec_decode.drafter.kv_groups import KVGroup, build_ragged, products_of
 from spec_decode.drafter.metadata_plan import plan_uniform_step
 from spec_decode.drafter.step_buffers import StepBuffers
 from spec_decode.graphs import Capturable, GraphManager, SplitOp
@@ -47,6 +47,7 @@ class TargetRunner:
         other modes call so only that of the groups which no graph can hold. `plan` has the reasons.
         """
         self.model = model
+        self._products = products_of(model, groups)
         self.groups = tuple(groups)
         self.tables = tables
         self.plan = plan_uniform_step([group.facts(tables.device) for group in groups], query_len, graph_mode)
@@ -63,8 +64,14 @@ class TargetRunner:
         tables: other requests than those of the steps, over the same caches.
         """
         batch, metadata = build_ragged(self.groups, tables, query_lens, seq_lens)
-        states: TargetStates = self.model(token_ids, batch.positions, PagedAttention(self.groups, metadata))
+        with self._products():
+            states: TargetStates = self.model(token_ids, batch.positions, PagedAttention(self.groups, metadata))
         return states
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's logits [T, V] of hidden [T, H]."""
+        with self._products():
+            return self.model.logits(hidden)
 
     @torch.no_grad()
     def run(self, step: Step, context_lens: Callable[[int], torch.Tensor]) -> None:
@@ -110,6 +117,7 @@ class TargetRunner:
         return self._forward(attention, token_ids)
 
     def _forward(self, attention: Attention, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        states = self.model(token_ids.flatten(), self._buffers.batch.positions[: token_ids.numel()], attention)
-        logits, shape = self.model.logits(states.hidden), token_ids.shape
+        with self._products():
+            states = self.model(token_ids.flatten(), self._buffers.batch.positions[: token_ids.numel()], attention)
+        logits, shape = self.logits(states.hidden), token_ids.shape
         return logits.unflatten(0, shape), states.target_hidden_states.unflatten(0, shape)

@@ -45,6 +45,12 @@ class _Model(nn.Module, ABC):
     target_states_size: int
     max_positions: int
 
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether, under `batch_invariance`, no bit of a token's states and logits depends on the other tokens: true
+        where all sums are those of the layers here, and of attention that is batch invariant."""
+        return False
+
     @abstractmethod
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
         """Every layer with attention, each in one group, in the model's dtype, over pages of page_size tokens."""

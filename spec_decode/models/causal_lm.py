@@ -14,6 +14,7 @@ from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
 from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.draft import DecoderDraft, check_shared
+from spec_decode.models.kernels.skinny_linear import plain_linear
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
 from spec_decode.models.layers.rms_norm import RMSNorm
 
@@ -37,6 +38,11 @@ class CausalDraft(DecoderDraft):
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
 
+    @property
+    def batch_invariant(self) -> bool:
+        """See the base."""
+        return True
+
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
@@ -49,8 +55,7 @@ class CausalDraft(DecoderDraft):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, H]; logits [T, vocab_size]."""
-        out: torch.Tensor = self.lm_head(hidden)
-        return out
+        return plain_linear(hidden, self.lm_head.weight)
 
 
 def serves(store: TensorStore) -> bool:

@@ -56,6 +56,11 @@ class HiddenStatesDraft(DecoderDraft):
         self._target = (target,)
 
     @property
+    def batch_invariant(self) -> bool:
+        """As far as the target, whose modules it may share."""
+        return self._target[0].batch_invariant
+
+    @property
     def embedding(self) -> torch.Tensor:
         """[V, H]."""
         return target_embedding(self._target[0]) if self.embed is None else self.embed.weight

@@ -44,6 +44,11 @@ class EagleDraft(DraftModel):
         # A tuple hides the target's modules from this module's own parameters.
         self._shared = (target.embed, target.lm_head)
 
+    @property
+    def batch_invariant(self) -> bool:
+        """See the base."""
+        return True
+
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
         """The one layer, in a group of its own."""
         return self.config.layer_groups(page_size, self.fuse.weight.dtype)

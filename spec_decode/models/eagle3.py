@@ -19,6 +19,7 @@ from spec_decode.models.config import ModelConfig
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
 from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.draft import HiddenStatesDraft, check_target, decoder_fields
+from spec_decode.models.kernels.skinny_linear import plain_linear
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
 from spec_decode.models.layers.linear import NormLinear, ResidualStream
 from spec_decode.models.layers.rms_norm import RMSNorm
@@ -68,8 +69,7 @@ class Eagle3(HiddenStatesDraft):
         """target_hidden_states [T, 3 * the target's hidden size]; states [T, H]."""
         if self.input_norm is not None:
             target_hidden_states = self.input_norm(target_hidden_states)[1]
-        states: torch.Tensor = self.fc(target_hidden_states)
-        return states
+        return plain_linear(target_hidden_states, self.fc.weight)
 
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention

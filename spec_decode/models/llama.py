@@ -36,6 +36,11 @@ class LlamaTarget(TargetModel):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = RotaryEmbedding(config)
 
+    @property
+    def batch_invariant(self) -> bool:
+        """See the base."""
+        return True
+
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
         """One group: all layers are alike."""
         return self.config.layer_groups(page_size, self.embed.weight.dtype)

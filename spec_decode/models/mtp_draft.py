@@ -41,6 +41,11 @@ class MtpDraft(DraftModel):
         self.embedding_norm = RMSNorm.read(weights, "enorm.weight", hidden, eps)
         self.state_norm = RMSNorm.read(weights, "hnorm.weight", hidden, eps)
 
+    @property
+    def batch_invariant(self) -> bool:
+        """As far as the target, whose modules it may share."""
+        return self._target[0].batch_invariant
+
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
         """The one layer."""
         spec = self.attention.shape.spec(page_size, self.state_norm.weight.dtype)

@@ -13,6 +13,9 @@ from torch.nn import functional as F
 from builders.errors import BatchError, require
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import dependent_launch, triton
+from spec_decode.models.kernels.add_rms_norm import add_rms_norm
+from spec_decode.models.kernels.batch_invariance import is_batch_invariant
+from spec_decode.models.kernels.batch_invariant_linear import batch_invariant_linear
 from spec_decode.models.kernels.skinny_linear_kernels import matvec_kernel
 from spec_decode.models.kernels.skinny_tiling import Tiling, power_of_two, tile_of
 from spec_decode.models.kernels.stored_as import stored_as
@@ -32,7 +35,7 @@ _KEPT_IN_CACHE = 32 << 20
 
 def is_skinny(x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False, largest: int | None = None) -> bool:
     """Whether the rows x [T, K] go through these kernels: from 1 to MAX_ROWS, few enough for it to pay (measured on an
-    H200), no gradient, no autocast.
+    H200), no gradient, no autocast, and not batch invariant.
 
     gated    of a gate, whose two products a row pay for fewer rows
     largest  elements of the weight that decides, where it is not `weight` but the largest of its layer
@@ -42,6 +45,7 @@ def is_skinny(x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False, lar
     nbytes = weight.nbytes if largest is None else largest * weight.itemsize
     return (
         x.dim() == 2
+        and not is_batch_invariant()
         and 0 < x.shape[0] <= (MAX_ROWS if nbytes <= _SMALL_WEIGHT and not gated else _ANY_WEIGHT)
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled(x.device.type)
@@ -57,8 +61,23 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor 
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x @ weight^T for any number of rows: by these kernels where they pay, else by torch's."""
-    return skinny_linear(x, weight) if is_skinny(x, weight) and weight.is_contiguous() else F.linear(x, weight)
+    """x @ weight^T for any number of rows: by these kernels where they pay, else as `plain_linear`."""
+    return skinny_linear(x, weight) if is_skinny(x, weight) and weight.is_contiguous() else plain_linear(x, weight)
+
+
+def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [T, K] @ weight^T + bias: torch's own, or where products are to be batch invariant, that kernel."""
+    if not is_batch_invariant():
+        return F.linear(x, weight, bias)
+    out = batch_invariant_linear(x[:, None], weight[None])[:, 0]
+    return out if bias is None else out + bias
+
+
+def stacked_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [T, B, K] @ weight [B, N, K]^T, matrix by matrix; [T, B, N], torch's own or batch invariant."""
+    if is_batch_invariant():
+        return batch_invariant_linear(x, weight)
+    return torch.bmm(x.transpose(0, 1), weight.mT).transpose(0, 1)
 
 
 def norm_linear(
@@ -100,6 +119,10 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor, *, norm_eps: float | None
         f"a wide linear takes floats x [T, K] and a weight float32 [N, K], got x {x.dtype} {list(x.shape)} and weight "
         f"{weight.dtype} {list(weight.shape)}; nothing was run. Keep the weight in float32.",
     )
+    if is_batch_invariant():
+        ones = weight.new_ones(weight.shape[1])
+        wide = x if norm_eps is None else add_rms_norm(x.float(), None, ones, norm_eps)[1]
+        return batch_invariant_linear(wide[:, None], weight[None])[:, 0]
     arguments = SkinnyLinear(x, weight, eps=norm_eps)
     few = is_skinny(x, weight) and weight.is_contiguous() and x.stride(1) == 1
     with torch.autocast(x.device.type, enabled=False):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from spec_decode.models.kernels.batch_invariance import is_batch_invariant
+from spec_decode.models.kernels.batch_invariant_linear import batch_invariant_linear
+
 _GATHERED_BYTES = 256 * 2**20
 """Weights copied at a time where no kernel reads them in place."""
 
@@ -15,8 +18,11 @@ def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor)
     [R, N], where a row of group e is row @ weight[e].T. The work is of fixed shape, so a graph can hold it. For bf16 on
     Hopper and Blackwell it is torch's grouped matmul, which reads the weights of groups that have rows, once. Elsewhere
     every row's weight is copied out and multiplied: no group without rows is read here either, but a group with many
-    rows is read as often as it has rows.
+    rows is read as often as it has rows. So it is for batch invariant
+    products.
     """
+    if is_batch_invariant():
+        return batch_invariant_linear(rows[:, None], weight, ends)[:, 0]
     return (_grouped_mm if _has_kernel(rows, weight) else _gathered)(rows, weight, ends)
 
 

@@ -15,6 +15,7 @@ from attn_backends.kernels.rope import Rope
 from attn_backends.kernels.write_latent import KvANormRope
 from spec_decode.models.attention import Attention, AttentionInputs
 from spec_decode.models.config import ModelConfig
+from spec_decode.models.kernels.skinny_linear import plain_linear
 from spec_decode.models.layers.decoder_layer import ResidualLayer
 from spec_decode.models.layers.linear import ResidualStream
 from spec_decode.models.layers.rms_norm import RMSNorm
@@ -46,14 +47,15 @@ class LatentDecoderLayer(ResidualLayer):
 
     def attend(self, x: torch.Tensor, rope: Rope, attention: Attention) -> torch.Tensor:
         """x [T, H] normed; the residual's delta [T, H]."""
-        query = self.q_b(self.q_norm(self.q_a(x))[1]).view(-1, self.heads, self.head_dim)
+        query = plain_linear(self.q_norm(plain_linear(x, self.q_a.weight))[1], self.q_b.weight).view(
+            -1, self.heads, self.head_dim
+        )
         query = prepare_query(query, rope.positions, rope.table, eps=self.q_norm.eps)
-        latent = self.kv(x)[:, None]
+        latent = plain_linear(x, self.kv.weight)[:, None]
         norm = KvANormRope(weight=self.kv_norm.weight, eps=self.kv_norm.eps, positions=rope.positions, table=rope.table)
         sinks = None if self.sinks is None else self.sinks.float()
         value = latent[..., : self.value_dim]
         out = attention(AttentionInputs(self.layer, query, latent, value, kv_a_norm_rope=norm, sinks=sinks))
         if self.value_dim == self.head_dim:
             out = inverse_rotary(out, rope.positions, rope.table)
-        delta: torch.Tensor = self.out_b(self.out_a(out.flatten(1)))
-        return delta
+        return plain_linear(plain_linear(out.flatten(1), self.out_a.weight), self.out_b.weight)

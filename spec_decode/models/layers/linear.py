@@ -9,10 +9,9 @@ from typing import ClassVar
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from spec_decode.models.kernels.embed_concat import embed_concat
-from spec_decode.models.kernels.skinny_linear import embed_linear, is_skinny, norm_linear, skinny_linear
+from spec_decode.models.kernels.skinny_linear import embed_linear, is_skinny, norm_linear, plain_linear, skinny_linear
 from spec_decode.models.kernels.swiglu import swiglu
 from spec_decode.models.layers.rms_norm import RMSNorm
 
@@ -47,8 +46,8 @@ class FusingLinear(nn.Module):
         return self.fuse and is_skinny(x, self.weight, gated=gated, largest=self.largest)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, K] through torch's linear layer; [T, N]."""
-        return F.linear(x, self.weight, self.bias)
+        """x [T, K] through the layer alone, with its bias; [T, N]."""
+        return plain_linear(x, self.weight, self.bias)
 
 
 class Linear(FusingLinear):

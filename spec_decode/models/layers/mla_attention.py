@@ -18,7 +18,7 @@ from builders import AttentionKind, AttentionSpec
 from spec_decode.models.attention import Attention, AttentionInputs
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights, frozen
-from spec_decode.models.kernels.skinny_linear import linear
+from spec_decode.models.kernels.skinny_linear import linear, stacked_linear
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.rope import RopeConfig
 from spec_decode.models.layers.yarn import Yarn, read_latent_rope
@@ -105,10 +105,10 @@ class MlaAttention(nn.Module):
         if self.q_norm is not None and self.q_up is not None:
             query = linear(self.q_norm(query)[1], self.q_up)
         nope, rotated = query.unflatten(-1, (shape.heads, -1)).split([shape.nope_dim, shape.rope.dims], -1)
-        absorbed = torch.bmm(nope.transpose(0, 1), self.key_up).transpose(0, 1)
+        absorbed = stacked_linear(nope, self.key_up.mT)
         query = inverse_rotary(torch.cat([absorbed, rotated], -1), positions, self.back)
         latent, shared = latent.split([shape.kv_rank, shape.rope.dims], -1)
         key = inverse_rotary(torch.cat([self.kv_norm(latent)[1], shared], -1)[:, None], positions, self.back)
         out = attention(AttentionInputs(layer, query, key, key[..., : shape.kv_rank]))
-        values = torch.bmm(out.transpose(0, 1), self.value_up.mT).transpose(0, 1)
+        values = stacked_linear(out, self.value_up)
         return linear(values.flatten(1), self.out)

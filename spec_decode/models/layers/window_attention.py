@@ -19,7 +19,7 @@ from spec_decode.models.attention import Attention, AttentionInputs
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights, frozen
-from spec_decode.models.kernels.skinny_linear import linear
+from spec_decode.models.kernels.skinny_linear import linear, stacked_linear
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.rope import RopeConfig
 
@@ -107,5 +107,5 @@ class WindowAttention(nn.Module):
         latent = latent[:, None]
         out = attention(AttentionInputs(layer, query, latent, latent, kv_a_norm_rope=norm, sinks=self.sinks))
         groups = inverse_rotary(out, positions, self.table).view(x.shape[0], shape.groups, -1)
-        narrow = torch.bmm(groups.transpose(0, 1), self.out_down.mT).transpose(0, 1)
+        narrow = stacked_linear(groups, self.out_down)
         return linear(narrow.flatten(1), self.out_up)
