@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,10 @@ _GATHERED_ELEMENTS = 1 << 24
 """Key elements gathered at a time, so that a long prefill does not need all of tokens x context at once."""
 
 
+_BLOCK = 64
+"""Tokens of a block where outputs are batch invariant."""
+
+
 class TorchReference(FusedLatentWrite, FusedRopeWrite, AttentionBackend):
     """Gathers each query token's keys by its metadata and computes softmax(q k^T) v in fp32."""
 
@@ -28,7 +34,7 @@ class TorchReference(FusedLatentWrite, FusedRopeWrite, AttentionBackend):
         dtypes=(torch.float32, torch.float16, torch.bfloat16),
         head_dims=Sizes(),
         page_sizes=Sizes(),
-        features=frozenset(Feature) - {Feature.BATCH_INVARIANT},
+        features=frozenset(Feature),
         fused_writes=frozenset(FusedWrite),
         kinds=tuple(AttentionKind),
         kv_dtypes=(torch.float8_e4m3fn,),
@@ -40,32 +46,48 @@ class TorchReference(FusedLatentWrite, FusedRopeWrite, AttentionBackend):
         self, query: Tensor, cache: KVCache, metadata: ReferenceMetadata, *, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
-        context = -(-metadata.max_seq_len // spec.page_size) * spec.page_size
+        # Sums of torch depend on the shape: where they must not, each token is attended alone, block by block.
+        unit = _BLOCK if spec.batch_invariant else spec.page_size
+        context = -(-metadata.max_seq_len // unit) * unit
         chunk = max(1, _GATHERED_ELEMENTS // (context * spec.num_kv_heads * spec.head_dim))
+        chunk = 1 if spec.batch_invariant else chunk
         chunks = [slice(start, start + chunk) for start in range(0, metadata.num_tokens, chunk)]
-        parts = [_attend(query[tokens], cache, metadata, tokens, spec, sinks) for tokens in chunks]
+        parts = [_attend(query[tokens], cache, metadata, tokens, spec, sinks, context) for tokens in chunks]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _attend(
-    query: Tensor, cache: KVCache, metadata: ReferenceMetadata, part: slice, spec: AttentionSpec, sinks: Sinks
+    query: Tensor,
+    cache: KVCache,
+    metadata: ReferenceMetadata,
+    part: slice,
+    spec: AttentionSpec,
+    sinks: Sinks,
+    context: int,
 ) -> Tensor:
-    """query [T, Hq, D], of `part` of the tokens. Pages outside of a token's kv_start .. kv_end - 1 stay unread."""
+    """query [T, Hq, D], of `part` of the tokens. Pages outside of a token's kv_start .. kv_end - 1 stay unread.
+
+    context: positions from 0 on that are looked at.
+    """
     tokens, size = query.shape[0], spec.page_size
-    pages = -(-metadata.max_seq_len // size)
-    position = torch.arange(pages * size, device=query.device)
+    block = _BLOCK if spec.batch_invariant else context
+    position = torch.arange(context, device=query.device)
     seen = (position >= metadata.kv_start[part, None]) & (position < metadata.kv_end[part, None])
-    page = metadata.block_table[metadata.token_to_req[part], :pages].long().repeat_interleave(size, 1)
+    table = metadata.block_table[metadata.token_to_req[part]].long()
+    page = table[:, (position // size).clamp(max=table.shape[1] - 1)]
     slot = torch.where(seen, page * size + position % size, 0)
     key = _gather(cache, cache.key, slot, seen)
     value = _gather(cache, cache.value, slot, seen)
     grouped = query.float().view(tokens, spec.num_kv_heads, spec.group_size, spec.head_dim)
-    scores = torch.einsum("thgd,tlhd->thgl", grouped, key) * spec.softmax_scale
+    scores = torch.cat([torch.einsum("thgd,tlhd->thgl", grouped, keys) for keys in key.split(block, 1)], -1)
+    scores = scores * spec.softmax_scale
     if spec.soft_cap is not None:
         scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
     scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
-    weights = softmax_with_sinks(scores, None if sinks is None else sinks.view(spec.num_kv_heads, spec.group_size, 1))
-    out = torch.einsum("thgl,tlhd->thgd", weights, value)
+    by_head = None if sinks is None else sinks.view(spec.num_kv_heads, spec.group_size, 1)
+    weights = softmax_with_sinks(scores, by_head, block)
+    parts = zip(weights.split(block, -1), value.split(block, 1), strict=True)
+    out = reduce(torch.add, [torch.einsum("thgl,tlhd->thgd", *pair) for pair in parts])
     return out.reshape(tokens, spec.num_q_heads, spec.out_dim).to(query.dtype)
 
 

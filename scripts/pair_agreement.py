@@ -2,8 +2,9 @@
 
 For 2, 3, 4 and 5 draft tokens, in every graph mode and strategy, greedily and at temperature 1, with fixed seeds: draft
 tokens kept in each round and final text must be those of eager drafting. In float32 where a backend has it, else in
-bfloat16, whose greedy text may leave plain decoding's where two candidates lie within rounding. A process for each
-draft and backend.
+bfloat16, whose greedy text may leave plain decoding's where two candidates lie within rounding; and in bfloat16 with
+batch invariance where a backend has that. There and in float32 a greedy text must be that of plain decoding, and every
+text that of the prompt alone. A process for each draft and backend.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,83 +27,127 @@ from spec_decode.cli.byte_pair import PAGE_SIZE, Pair, load_byte_pair
 from spec_decode.cli.generate import Backends, backends_named
 from spec_decode.drafter import GraphMode, Strategy, StrategyError
 from spec_decode.engine import Engine, EngineConfig, Request
+from spec_decode.matrix.sources import AGREEMENT_SCHEMA
 from spec_decode.models import SHIPPED_PAIR, draft_names
 from spec_decode.models.byte_tokenizer import encode
 from spec_decode.models.held_out_text import held_out_prompts
 
-SCHEMA = "attn-pair-agreement/2"
 TEMPERATURES = (0.0, 1.0)
 DRAFT_TOKENS = (2, 3, 4, 5)
+INVARIANT_DRAFT_TOKENS = (2, 5)
 PROMPTS, PROMPT_BYTES, NEW_TOKENS, SEED = 6, 64, 48, 7
 
 Texts = list[tuple[list[int], list[int]]]
 """For every prompt the new tokens, and the draft tokens kept in each round."""
 
 
-def run(
-    pair: Pair,
-    backends: Backends,
-    count: int,
-    temperature: float,
-    mode: GraphMode = GraphMode.NONE,
-    strategy: Strategy | None = None,
-) -> tuple[Texts, float]:
-    """How an engine continues the prompts, and the mean number of draft tokens kept."""
-    requests = [
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A pair on its backends, in whose engines every text that is compared is made."""
+
+    pair: Pair
+    backends: Backends
+    batch_invariant: bool
+
+    def engine(self, count: int, mode: GraphMode = GraphMode.NONE, strategy: Strategy | None = None) -> Engine:
+        """An engine that drafts `count` tokens a round, none for plain decoding."""
+        config = EngineConfig(
+            num_speculative_tokens=count,
+            max_reqs=4,
+            max_seq_len=max(request.max_len for request in requests_at(0.0)),
+            page_size=PAGE_SIZE,
+            graph_mode=mode,
+            strategy=strategy,
+            batch_invariant=self.batch_invariant,
+        )
+        return Engine(
+            self.pair.target, self.pair.draft, self.backends.target, config, draft_backend=self.backends.draft
+        )
+
+    @property
+    def exact(self) -> bool:
+        """Whether no rounding can excuse another text."""
+        return self.batch_invariant or next(self.pair.target.parameters()).dtype == torch.float32
+
+
+def requests_at(temperature: float) -> list[Request]:
+    """The prompts, each with a seed of its own."""
+    return [
         Request(prompt=encode(text), max_new_tokens=NEW_TOKENS, temperature=temperature, seed=SEED + index)
         for index, text in enumerate(held_out_prompts(PROMPTS, PROMPT_BYTES))
     ]
-    config = EngineConfig(
-        num_speculative_tokens=count,
-        max_reqs=4,
-        max_seq_len=max(request.max_len for request in requests),
-        page_size=PAGE_SIZE,
-        graph_mode=mode,
-        strategy=strategy,
-    )
-    engine = Engine(pair.target, pair.draft, backends.target, config, draft_backend=backends.draft)
-    texts = [(generation.token_ids, generation.accepted) for generation in engine.generate(requests)]
-    return texts, engine.stats.mean_accepted
 
 
-def compare(pair: Pair, backends: Backends) -> Iterator[dict[str, Any]]:
+def together(engine: Engine, temperature: float) -> Texts:
+    """How an engine continues the prompts side by side."""
+    return [(made.token_ids, made.accepted) for made in engine.generate(requests_at(temperature))]
+
+
+def alone(engine: Engine, temperature: float) -> Texts:
+    """How it continues each prompt while it has no other."""
+    made = [engine.generate([request])[0] for request in requests_at(temperature)]
+    return [(generation.token_ids, generation.accepted) for generation in made]
+
+
+def compare(subject: Subject) -> Iterator[dict[str, Any]]:
     """A row for each number of draft tokens, temperature, graph mode and strategy."""
-    for count, temperature in product(DRAFT_TOKENS, TEMPERATURES):
-        plain, _ = run(pair, backends, 0, temperature)
-        eager, accepted = run(pair, backends, count, temperature, strategy=Strategy.EAGER)
+    counts = INVARIANT_DRAFT_TOKENS if subject.batch_invariant else DRAFT_TOKENS
+    plain = {temperature: together(subject.engine(0), temperature) for temperature in TEMPERATURES}
+    for count, temperature in product(counts, TEMPERATURES):
+        engine = subject.engine(count, strategy=Strategy.EAGER)
+        eager = together(engine, temperature)
         cell = {"num_speculative_tokens": count, "temperature": temperature, "prompts": PROMPTS}
+        cell |= {"batch_invariant": subject.batch_invariant, "accepted": round(engine.stats.mean_accepted, 3)}
         for mode, strategy in product(GraphMode, Strategy):
             if (mode is GraphMode.NONE) != (strategy is Strategy.EAGER):
                 continue
-            row = {**cell, "graph_mode": mode.value, "strategy": strategy.value, "accepted": round(accepted, 3)}
+            row = {**cell, "graph_mode": mode.value, "strategy": strategy.value}
             try:
-                found, _ = run(pair, backends, count, temperature, mode, strategy)
+                engine = subject.engine(count, mode, strategy)
             except StrategyError as error:
-                yield {**row, "refusal": str(error), "unlike_eager": None, "unlike_plain": None}
+                nothing = {"unlike_eager": None, "unlike_plain": None, "unlike_alone": None}
+                yield {**row, "refusal": str(error), **nothing}
                 continue
-            unlike_plain = sum(ours[0] != theirs[0] for ours, theirs in zip(found, plain, strict=True))
+            found = together(engine, temperature)
+            unlike_plain = sum(ours[0] != theirs[0] for ours, theirs in zip(found, plain[temperature], strict=True))
             yield {
                 **row,
                 "refusal": "",
-                "unlike_eager": sum(ours != theirs for ours, theirs in zip(found, eager, strict=True)),
+                "unlike_eager": unlike(found, eager),
                 "unlike_plain": unlike_plain if temperature == 0 else None,
+                "unlike_alone": unlike(found, alone(engine, temperature)) if subject.exact else None,
             }
 
 
+def unlike(found: Texts, expected: Texts) -> int:
+    """Prompts with another text, or other tokens kept in a round."""
+    return sum(ours != theirs for ours, theirs in zip(found, expected, strict=True))
+
+
 def agreement(job: tuple[str, str, str]) -> list[dict[str, Any]]:
-    """The rows of one draft on one backend; none where it serves the draft in no dtype."""
+    """The rows of one draft on one backend: in the first dtype that it serves, and batch invariant in bfloat16."""
     draft, name, where = job
-    device = torch.device(where)
-    for dtype in (torch.float32, torch.bfloat16):
+    device, rows, plain = torch.device(where), [], False
+    for dtype, batch_invariant in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+        if plain and not batch_invariant:
+            continue
         pair = load_byte_pair(SHIPPED_PAIR, dtype, device, draft=draft)
-        if backends := backends_named(pair, name):
+        if backends := backends_named(pair, name, batch_invariant=batch_invariant):
             head = {"draft": draft, "backend": name, "dtype": str(dtype).removeprefix("torch.")}
-            return [{**head, **row} for row in compare(pair, backends)]
-    return []
+            subject = Subject(pair=pair, backends=backends, batch_invariant=batch_invariant)
+            rows += [{**head, **row} for row in compare(subject)]
+            plain = True
+    return rows
+
+
+def is_broken(row: dict[str, Any]) -> bool:
+    """Whether a text differs that must not."""
+    exact = row["batch_invariant"] or row["dtype"] == "float32"
+    return bool(row["unlike_eager"] or (exact and (row["unlike_plain"] or row["unlike_alone"])))
 
 
 def main() -> None:
-    """Compare, write the report, and fail if a strategy drafted other tokens than eager."""
+    """Compare, write the report, and fail if a text differs that must not."""
     parser = script_options(__doc__)
     parser.add_argument("--jobs", type=int, default=4)
     flags = parser.parse_args()
@@ -111,10 +157,9 @@ def main() -> None:
         for job, found in zip(jobs, pool.imap(agreement, jobs), strict=True):
             rows += found
             ran = [row for row in found if not row["refusal"]]
-            unlike = sum(bool(row["unlike_eager"]) for row in ran)
-            print(*job[:2], f"{len(ran)} ran, {unlike} unlike eager", flush=True)
-    write_report(flags.json, SCHEMA, flags.device, rows=rows)
-    if not rows or any(row["unlike_eager"] for row in rows):
+            print(*job[:2], f"{len(ran)} ran, {sum(map(is_broken, ran))} with a text that must not differ", flush=True)
+    write_report(flags.json, AGREEMENT_SCHEMA, flags.device, rows=rows)
+    if not rows or any(map(is_broken, rows)):
         raise SystemExit(1)
 
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from attn_backends import Accepted, AttentionBackend, Capabilities, KVCache, Rejected, get, registry
+from attn_backends import Accepted, AttentionBackend, Capabilities, Feature, KVCache, Rejected, get, registry
 from attn_backends.kernels.rope import apply_rope, rope_formula
 from attn_backends.torch_reference import TorchReference
 from builders import (
@@ -24,6 +24,7 @@ from builders import (
     ReferenceMetadata,
 )
 from spec_decode.graphs import CaptureError
+from spec_decode.testing.poison import bits
 from tests.foreseen import Foreseen, ForeseenBuilder
 from tests.page_lists import PageListBuilder, PageLists
 
@@ -567,6 +568,13 @@ def _fields(record: Any) -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
+def _rounds_by_the_rows(self: Any, query: Any, cache: Any, metadata: Any, **options: Any) -> torch.Tensor:
+    """The last bit of every output tells whether it was alone."""
+    out = TorchReference.forward(self, query, cache, metadata, **options)
+    bits(out).bitwise_and_(-2).bitwise_or_(int(metadata.num_reqs == 1))
+    return out
+
+
 def _claims(name: str, killer: str, *, around: Any = nullcontext, **attributes: Any) -> Mutant:
     attributes = {"name": name, "contract_version": (1, 1), **attributes}
     return Mutant(name, killer, type(name, (TorchReference,), attributes)(), around=around)
@@ -794,6 +802,12 @@ EDGE_MUTANTS = (
     _claims("wrong_for_pages_of_24", _EDGES, forward=_only(lambda spec: spec.page_size == 24)),
     _claims("wrong_for_dims_of_192", _EDGES, forward=_only(lambda spec: spec.head_dim == 192)),
     _claims("wrong_for_dims_above_256", _EDGES, forward=_only(lambda spec: spec.head_dim > 256)),
+    _claims(
+        "rounds_by_the_rows",
+        "numerics.bits_do_not_depend_on_the_batch",
+        capabilities=replace(TorchReference.capabilities, features=frozenset(Feature)),
+        forward=_rounds_by_the_rows,
+    ),
     _claims("knows_one_layout", "numerics.strides_are_followed", forward=_knows_one_layout),
     _claims("reads_each_page_once", "numerics.shared_pages_are_read_by_each_row", forward=_reads_each_page_once),
     _claims(

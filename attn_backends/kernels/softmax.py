@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
 
 import torch
 
 
-def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None, block: int | None = None) -> torch.Tensor:
     """exp(score) / (sum of exp(score) + exp(sink)) over the last dim, in scores' dtype; differentiable.
 
     scores  fp32 [..., L], -inf for a token that is not seen
     sinks   fp32, broadcasts to [..., 1]; None or -inf: no sink
+    block   tokens that are summed at a time, from the first on; None: all at once
 
     A row that sees no token gets weights of 0, sink or not, and so does every row under a sink of +inf. NaN stays NaN.
     """
@@ -20,7 +22,8 @@ def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torc
         peak = torch.maximum(peak, sinks)
     peak = peak.clamp(min=torch.finfo(scores.dtype).min)
     weights = torch.exp(scores - peak)
-    total = weights.sum(-1, keepdim=True)
+    parts = weights.split(block or weights.shape[-1], -1)
+    total: torch.Tensor = reduce(torch.add, [part.sum(-1, keepdim=True) for part in parts])
     if sinks is not None:
         total = total + torch.where(sinks == math.inf, 1.0, torch.exp(sinks - peak))
     return weights / total.clamp(min=1e-38)

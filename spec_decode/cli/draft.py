@@ -25,6 +25,8 @@ _TARGET = "Folder of a published causal language model, run through the transfor
 _STRATEGY = "How steps 1 to K-1 are run; auto takes the fastest that the backend allows, on a GPU as timed there."
 _VERIFY = "How drafts are verified: rejection, block, or synthetic:MEAN, which keeps that many whatever they are."
 
+_INVARIANT = "No bit of a text depends on the prompts beside it, nor greedily on drafting; slower, see the guide."
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Options:
@@ -42,6 +44,7 @@ class _Options:
     strategy: Annotated[str, StrategyChoice(), _STRATEGY] = "auto"
     num_speculative_tokens: Annotated[int, "-k", "Draft tokens a round; 0: plain decoding."] = 4
     verification: Annotated[str, "--verify", _VERIFY] = "rejection"
+    batch_invariant: Annotated[bool, _INVARIANT] = False
     temperature: Annotated[float, "0 is greedy."] = 0.0
     top_k: Annotated[int, "Sample from the k most probable tokens; 0 from all."] = 0
     top_p: Annotated[float, "Of those, from the fewest that hold this probability."] = 1.0
@@ -84,7 +87,13 @@ def draft(options: _Options) -> None:
     from spec_decode.drafter import Strategy
 
     models = _load(options, dtype, device)
-    backends = choose_backends(models, options.backend, options.draft_backend, page_size=options.page_size)
+    backends = choose_backends(
+        models,
+        options.backend,
+        options.draft_backend,
+        page_size=options.page_size,
+        batch_invariant=options.batch_invariant,
+    )
     result = generate(
         models,
         backends,
@@ -93,6 +102,7 @@ def draft(options: _Options) -> None:
         None if options.strategy == "auto" else Strategy(options.strategy),
         options.verification,
         options.page_size,
+        batch_invariant=options.batch_invariant,
     )
     console = stdout()
     _print_texts(console, texts, [models.decode(generation.token_ids) for generation in result.generations])

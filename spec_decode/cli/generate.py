@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from attn_backends import AttentionBackend, NoBackend, registry, select
 from spec_decode.cli.byte_pair import PAGE_SIZE, Pair
 from spec_decode.drafter import Strategy
+from spec_decode.drafter.kv_groups import layer_groups_of
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.engine import Engine, EngineConfig, EngineStats, Generation, Request
 from spec_decode.models import DraftModel, LayerGroup, TargetModel
@@ -42,16 +44,22 @@ class GenerateResult:
 
 
 def choose_backends(
-    pair: Pair, backend: str | None = None, draft_backend: str | None = None, *, page_size: int = PAGE_SIZE
+    pair: Pair,
+    backend: str | None = None,
+    draft_backend: str | None = None,
+    *,
+    page_size: int = PAGE_SIZE,
+    batch_invariant: bool = False,
 ) -> Backends:
     """For each group the first backend that serves it, or the one asked for, the draft's too unless it has its own.
 
     Raises NoBackend where one that was asked for cannot serve; no other is taken in its place.
     """
     device, asked = pair.device, backend if draft_backend is None else draft_backend
-    target = _chosen(pair.target.layer_groups(page_size), device, backend)
+    groups_of = partial(layer_groups_of, page_size=page_size, batch_invariant=batch_invariant)
+    target = _chosen(groups_of(pair.target), device, backend)
     try:
-        draft = _chosen(pair.draft.layer_groups(page_size), device, asked)
+        draft = _chosen(groups_of(pair.draft), device, asked)
     except NoBackend as refusal:
         if asked == draft_backend:
             raise
@@ -59,13 +67,16 @@ def choose_backends(
     return Backends(target, draft)
 
 
-def backends_named(pair: Pair, name: str) -> Backends | None:
+def backends_named(pair: Pair, name: str, *, batch_invariant: bool = False) -> Backends | None:
     """The backend of that name for the draft, and for the target too where it serves it; None: not even the draft."""
 
     def serves(model: TargetModel | DraftModel) -> bool:
-        return all(registry.explain(name, group.spec, pair.device) for group in model.layer_groups(PAGE_SIZE))
+        groups = layer_groups_of(model, PAGE_SIZE, batch_invariant=batch_invariant)
+        return all(registry.explain(name, group.spec, pair.device) for group in groups)
 
-    return choose_backends(pair, name if serves(pair.target) else None, name) if serves(pair.draft) else None
+    if not serves(pair.draft):
+        return None
+    return choose_backends(pair, name if serves(pair.target) else None, name, batch_invariant=batch_invariant)
 
 
 def _chosen(groups: Sequence[LayerGroup], device: torch.device, asked: str | None) -> dict[str, AttentionBackend]:
@@ -80,6 +91,8 @@ def generate(
     strategy: Strategy | None = None,
     verification: str = "rejection",
     page_size: int = PAGE_SIZE,
+    *,
+    batch_invariant: bool = False,
 ) -> GenerateResult:
     """Continue the requests. Graphs are captured and kernels compiled before: the stats time neither."""
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
@@ -90,6 +103,7 @@ def generate(
         page_size=page_size,
         strategy=strategy,
         verification=verification,
+        batch_invariant=batch_invariant,
     )
     engine = Engine(pair.target, pair.draft, backends.target, config, draft_backend=backends.draft)
     engine.capture()

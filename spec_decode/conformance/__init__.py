@@ -1,6 +1,7 @@
 """The conformance kit: one generator of checks for any backend, and the faces over it. Needs no GPU and no pytest."""
 
 from spec_decode.conformance import (  # noqa: F401  the families define their checks on import
+    batch_invariance_checks,
     builder_checks,
     contract_checks,
     drafter_checks,

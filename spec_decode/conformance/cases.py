@@ -37,6 +37,8 @@ _COMMON: dict[str, dict[str, Any]] = {
     "fp16": {"dtype": torch.float16},
     "bf16": {"dtype": torch.bfloat16},
     "fp32": {"dtype": torch.float32},
+    "batch_invariant": {"batch_invariant": True},
+    "batch_invariant_window": {"batch_invariant": True, "sliding_window": 40},
 }
 _VARIANTS: dict[AttentionKind, dict[str, dict[str, Any]]] = {
     AttentionKind.MHA: {

@@ -93,6 +93,14 @@ def _require_memory(name: str, spec: AttentionSpec, num_layers: int, num_pages: 
     )
 
 
+def layer_groups_of(
+    model: TargetModel | DraftModel, page_size: int, *, batch_invariant: bool = False
+) -> list[LayerGroup]:
+    """The model's layer groups, whose specs ask for batch invariance or not."""
+    groups = model.layer_groups(page_size)
+    return [replace(group, spec=replace(group.spec, batch_invariant=batch_invariant)) for group in groups]
+
+
 def make_groups(
     name: str,
     model: TargetModel | DraftModel,
@@ -109,10 +117,7 @@ def make_groups(
 
     Raises BatchError for a mapping without one of the groups, and NoBackend for a backend that refuses one.
     """
-    layer_groups = [
-        replace(group, spec=replace(group.spec, batch_invariant=batch_invariant))
-        for group in model.layer_groups(page_size)
-    ]
+    layer_groups = layer_groups_of(model, page_size, batch_invariant=batch_invariant)
     backends = [_backend(name, group, choice) for group in layer_groups]
     names = [name if len(layer_groups) == 1 else f"{name} {group.name}" for group in layer_groups]
     return [

@@ -12,9 +12,11 @@ from spec_decode.matrix.sources import Agreement, AgreementRow, Quantiles, Timin
 
 
 class Parity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Drafting of some tokens at one temperature compared with eager drafting, and greedily with plain decoding.
+    """Drafting of some tokens at one temperature compared with eager drafting, greedily with plain decoding, and beside
+    others with alone.
 
-    The prompts of all graph modes are counted together.
+    exact: no text may differ in either, because no rounding can excuse it. The prompts of all graph modes are counted
+    together.
     """
 
     num_speculative_tokens: int
@@ -23,7 +25,14 @@ class Parity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prompts: int
     unlike_eager: int
     unlike_plain: int | None
+    unlike_alone: int | None
+    exact: bool
     accepted: float | None
+
+    @property
+    def broken(self) -> bool:
+        """Whether a text differs that must not."""
+        return bool(self.unlike_eager or (self.exact and (self.unlike_plain or self.unlike_alone)))
 
 
 class HostTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,7 +84,7 @@ def draft_rows(agreements: Sequence[Agreement], timings: Sequence[Timing], runs:
         device = agreement.env.device
         groups: dict[tuple[str, str, str], dict[str, list[AgreementRow]]] = {}
         for row in agreement.rows:
-            by_strategy = groups.setdefault((row.draft, row.backend, row.dtype), {})
+            by_strategy = groups.setdefault((row.draft, row.backend, _numbers(row)), {})
             by_strategy.setdefault(row.strategy, []).append(row)
         for (draft, backend, dtype), by_strategy in groups.items():
             cells = [
@@ -84,6 +93,10 @@ def draft_rows(agreements: Sequence[Agreement], timings: Sequence[Timing], runs:
             ]
             rows.append(DraftRow(draft=draft, backend=backend, dtype=dtype, device=device, cells=tuple(cells)))
     return tuple(rows)
+
+
+def _numbers(row: AgreementRow) -> str:
+    return f"{row.dtype}, batch invariant" if row.batch_invariant else row.dtype
 
 
 def _cell(rows: Sequence[AgreementRow], run: int, host: tuple[HostTime, ...]) -> DraftCell:
@@ -104,6 +117,7 @@ def _cell(rows: Sequence[AgreementRow], run: int, host: tuple[HostTime, ...]) ->
 
 def _parity(rows: Sequence[AgreementRow]) -> Parity:
     plain = [row.unlike_plain for row in rows if row.unlike_plain is not None]
+    alone = [row.unlike_alone for row in rows if row.unlike_alone is not None]
     return Parity(
         num_speculative_tokens=rows[0].num_speculative_tokens,
         temperature=rows[0].temperature,
@@ -111,12 +125,14 @@ def _parity(rows: Sequence[AgreementRow]) -> Parity:
         prompts=sum(row.prompts for row in rows),
         unlike_eager=sum(row.unlike_eager or 0 for row in rows),
         unlike_plain=sum(plain) if plain else None,
+        unlike_alone=sum(alone) if alone else None,
+        exact=rows[0].batch_invariant or rows[0].dtype == "float32",
         accepted=rows[0].accepted,
     )
 
 
 def _status(parity: Sequence[Parity]) -> Status:
-    if any(found.unlike_eager for found in parity):
+    if any(found.broken for found in parity):
         return Status.BROKEN
     if not parity:
         return Status.REFUSED

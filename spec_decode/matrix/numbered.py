@@ -61,6 +61,7 @@ def draft_lines(cell: DraftCell | None) -> list[str]:
         f"K {found.num_speculative_tokens}, T {found.temperature:g}: "
         f"{found.unlike_eager} of {counted(found.prompts, 'prompt')} unlike eager"
         + (f", {found.unlike_plain} unlike plain decoding" if found.unlike_plain is not None else "")
+        + (f", {found.unlike_alone} unlike alone" if found.unlike_alone is not None else "")
         + (f", {found.accepted:.2f} tokens kept" if found.accepted is not None else "")
         for found in cell.parity
     ]

@@ -15,20 +15,22 @@ from spec_decode.tools.timing_limit import TimingLimit
 
 PATTERNS = ("check-*.json", "pair-agreement*.json", "bench-*.json")
 """Names of the files that a folder is searched for."""
-AGREEMENT_SCHEMA = "attn-pair-agreement/2"
+AGREEMENT_SCHEMA = "attn-pair-agreement/3"
 TIMING_SCHEMA = "attn-bench/2"
 
 
 class AgreementRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A draft model on a backend in a strategy: how many prompts got other tokens than by eager drafting.
 
-    unlike_plain: other text than plain decoding gives; None where sampling makes that no question. accepted: tokens
+    unlike_plain: other text than plain decoding gives; None where sampling makes that no question. unlike_alone: other
+    text or kept tokens than where the prompt has the engine to itself; None where it was not tried. accepted: tokens
     kept a round by eager drafting. Where the strategy was refused nothing was compared.
     """
 
     draft: str
     backend: str
     dtype: str
+    batch_invariant: bool
     strategy: str
     graph_mode: str
     num_speculative_tokens: int
@@ -37,6 +39,7 @@ class AgreementRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prompts: int
     unlike_eager: int | None
     unlike_plain: int | None
+    unlike_alone: int | None
     accepted: float | None
 
 

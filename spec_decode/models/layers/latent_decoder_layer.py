@@ -47,9 +47,8 @@ class LatentDecoderLayer(ResidualLayer):
 
     def attend(self, x: torch.Tensor, rope: Rope, attention: Attention) -> torch.Tensor:
         """x [T, H] normed; the residual's delta [T, H]."""
-        query = plain_linear(self.q_norm(plain_linear(x, self.q_a.weight))[1], self.q_b.weight).view(
-            -1, self.heads, self.head_dim
-        )
+        narrow = self.q_norm(plain_linear(x, self.q_a.weight))[1]
+        query = plain_linear(narrow, self.q_b.weight).view(-1, self.heads, self.head_dim)
         query = prepare_query(query, rope.positions, rope.table, eps=self.q_norm.eps)
         latent = plain_linear(x, self.kv.weight)[:, None]
         norm = KvANormRope(weight=self.kv_norm.weight, eps=self.kv_norm.eps, positions=rope.positions, table=rope.table)

@@ -40,6 +40,7 @@ class Decoding:
     num_speculative_tokens: int
     accepted: float = 0.0
     extend_in_graph: bool = True
+    batch_invariant: bool = False
 
 
 _EXTEND_ON = Decoding(num_speculative_tokens=2, accepted=1.0)
@@ -48,6 +49,7 @@ _EXTEND_OFF = replace(_EXTEND_ON, extend_in_graph=False)
 divides out of the gain, which is a ratio of times of a round."""
 _PLAIN = Decoding(num_speculative_tokens=0)
 _SPECULATIVE = Decoding(num_speculative_tokens=4, accepted=2.5)
+_INVARIANT = replace(_SPECULATIVE, batch_invariant=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,13 +120,18 @@ class Rates:
 
 
 def throughput_rows(bench: Bench, case: ThroughputCase = LLAMA3_8B) -> Iterator[BenchRow]:
-    """The graph of step 0 on against off, then speculation against plain decoding."""
+    """The graph of step 0 on against off, then speculation against plain decoding, then batch invariant against not."""
     with bench.noting(NAME):
         target, draft = case.models(bench.device)
         timed = _Timed(case, target, draft, _backend(bench, case, target))
-        for what, rows in (("extend-graph", _extend_rows), ("speculation", _speculation_rows)):
+        everywhere = replace(timed, backend=registry.get(case.backends[-1]))
+        for what, rows, subject in (
+            ("extend-graph", _extend_rows, timed),
+            ("speculation", _speculation_rows, timed),
+            ("batch-invariant", _batch_invariant_rows, everywhere),
+        ):
             with bench.noting(f"{NAME}/{what}"):
-                yield from rows(timed)
+                yield from rows(subject)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +155,7 @@ class _Timed:
             strategy=Strategy.FULL_LOOP,
             verification=f"synthetic:{decoding.accepted}",
             extend_in_graph=decoding.extend_in_graph,
+            batch_invariant=decoding.batch_invariant,
         )
         draft_backend = registry.get(case.draft.backends[0])
         return Engine(self.target, None if plain else self.draft, self.backend, config, draft_backend=draft_backend)
@@ -168,6 +176,7 @@ class _Timed:
             "output_tokens": case.output,
             "timed_tokens": rates.tokens,
             "extend_in_graph": None if plain else decoding.extend_in_graph,
+            "batch_invariant": decoding.batch_invariant,
             "host_waits": host_waits,
             "accepted": None if plain else round(rates.accepted, 3),
             "wall_us": rates.round_us,
@@ -199,6 +208,17 @@ def _speculation_rows(timed: _Timed) -> Iterator[BenchRow]:
         yield timed.row("speculation", _PLAIN, num_reqs, False, slow)
         ratio = fast.tokens_per_second / slow.tokens_per_second
         yield {**timed.row("speculation", _SPECULATIVE, num_reqs, False, fast), "plain_ratio": round(ratio, 3)}
+
+
+def _batch_invariant_rows(timed: _Timed) -> Iterator[BenchRow]:
+    """On a backend that has both."""
+    case, free, fixed = timed.case, timed.engine(_SPECULATIVE), timed.engine(_INVARIANT)
+    for num_reqs in case.num_reqs:
+        requests = case.requests(num_reqs)
+        fast, slow = (rates_of(engine, requests, case.warm_up_tokens, False) for engine in (free, fixed))
+        yield timed.row("batch-invariant", _SPECULATIVE, num_reqs, False, fast)
+        ratio = slow.tokens_per_second / fast.tokens_per_second
+        yield {**timed.row("batch-invariant", _INVARIANT, num_reqs, False, slow), "free_ratio": round(ratio, 3)}
 
 
 def rates_of(engine: Engine, requests: Sequence[Request], warm_up_tokens: int, host_waits: bool) -> Rates:

@@ -45,9 +45,10 @@ def agreement(**fields) -> Agreement:
     row = {
         "draft": "draft", "backend": "k", "dtype": "float32", "strategy": "full_loop", "graph_mode": "full",
         "num_speculative_tokens": 4, "temperature": 0.0,
-        "refusal": "", "prompts": 6, "unlike_eager": 0, "unlike_plain": 0, "accepted": 3.351,
+        "refusal": "", "prompts": 6, "unlike_eager": 0, "unlike_plain": 0, "unlike_alone": 0, "accepted": 3.351,
+        "batch_invariant": False,
     }  # fmt: skip
-    document = {"schema": "attn-pair-agreement/2", "env": ENV, "command": "pair", "rows": [{**row, **fields}]}
+    document = {"schema": "attn-pair-agreement/3", "env": ENV, "command": "pair", "rows": [{**row, **fields}]}
     return msgspec.convert(document, Agreement)
 
 

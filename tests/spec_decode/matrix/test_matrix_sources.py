@@ -36,7 +36,7 @@ def test_a_file_named_twice_is_read_once(tmp_path):
 @pytest.mark.parametrize("schema", ["attn-report/1", "attn-report/2", "attn-soak/1", "attn-bench/1", None, 7])
 def test_another_schema_is_named_with_what_is_read_and_what_to_do(tmp_path, schema):
     path = write(tmp_path, "x.json", {**report().document(), "schema": schema})
-    with pytest.raises(ReportError, match=r"attn-report/3, attn-pair-agreement/2 and attn-bench/2") as caught:
+    with pytest.raises(ReportError, match=r"attn-report/3, attn-pair-agreement/3 and attn-bench/2") as caught:
         Sources.read([path])
     told, named = str(caught.value), schema if isinstance(schema, str) else None
     assert f"x.json has {named!r}; nothing was shown" in told

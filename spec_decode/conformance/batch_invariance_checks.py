@@ -1,0 +1,77 @@
+"""Family numerics: where a spec asks for it, no bit of a token's output depends on the rest of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from builders import AttentionSpec
+from spec_decode.conformance.cases import spec_cases
+from spec_decode.conformance.check import Family
+from spec_decode.conformance.coverage import with_case
+from spec_decode.testing.batches import Batch, Case
+from spec_decode.testing.expectations import expect
+from spec_decode.testing.paged_fixture import PagedFixture
+from spec_decode.testing.poison import bits
+from spec_decode.testing.subject import Subject
+
+_LENGTHS = (5, 33, 290)
+"""Shorter than a block, shorter than a split, and longer than one."""
+_BOUND = 304
+_QUERY_LEN = 4
+
+check = Family("numerics", covers=with_case())
+
+
+def _asking(subject: Subject) -> Iterable[tuple[str, Case]]:
+    """Specs that ask for it: a few telling variants."""
+    variants = ("base", "bf16", "window", "window_sinks_cap", "sinks", "deepseek_v3", "deepseek_v4_packed")
+    batch = Batch((_QUERY_LEN,) * 3, _LENGTHS, 5)
+    for name, case in spec_cases({"texts": batch}, variants)(subject):
+        yield name, Case(replace(case.spec, batch_invariant=True), batch)
+
+
+@check(
+    "the bits of a token's output do not depend on the rows beside it, its query's length, the padding or the bound on "
+    "lengths, where the spec asks for that",
+    _asking,
+)
+def bits_do_not_depend_on_the_batch(subject: Subject, case: Case) -> None:
+    generator = torch.Generator().manual_seed(1)
+    shape = (_QUERY_LEN, case.spec.num_q_heads, case.spec.head_dim)
+    queries = [torch.randn(shape, generator=generator).to(case.spec.dtype) for _ in _LENGTHS]
+    together = _attended(subject, case.spec, range(len(_LENGTHS)), queries, case.batch.rows, _BOUND)
+    for request, length in enumerate(_LENGTHS):
+        (block,) = _attended(subject, case.spec, [request], queries, 1, length)
+        (last,) = _attended(subject, case.spec, [request], [query[-1:] for query in queries], 1, _BOUND)
+        for what, alone, beside in (
+            (f"a block of {_QUERY_LEN} tokens alone", block, together[request]),
+            ("its last token alone", last, together[request][-1:]),
+        ):
+            differing = int((bits(alone) != bits(beside)).sum())
+            expect(
+                differing == 0,
+                contract="a token's output is the same bits in every batch",
+                expected=f"{what}, of a request of {length} tokens, as beside {len(_LENGTHS) - 1} others",
+                got=f"{differing} of {alone.numel()} elements differ, by up to {(alone - beside).abs().max():.2e}",
+            )
+
+
+def _attended(
+    subject: Subject,
+    spec: AttentionSpec,
+    requests: Sequence[int],
+    queries: Sequence[torch.Tensor],
+    rows: int,
+    max_seq_len: int,
+) -> list[torch.Tensor]:
+    """The outputs of these requests in one batch of that many rows, padding included, on the CPU."""
+    asked = [queries[request] for request in requests]
+    lens = tuple(len(query) for query in asked)
+    fixture = PagedFixture(subject, spec, max(rows, len(_LENGTHS)), max_seq_len=_BOUND)
+    fixture.reorder(requests)
+    batch = Batch(lens, tuple(_LENGTHS[request] for request in requests), rows)
+    out = fixture.build(batch, max_seq_len=max_seq_len).attend(asked).cpu()
+    return list(out[: sum(lens)].split(list(lens)))

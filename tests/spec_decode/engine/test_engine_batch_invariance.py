@@ -1,0 +1,113 @@
+from functools import cache
+
+import pytest
+import torch
+
+from attn_backends import Feature, NoBackend, get
+from builders import BatchError
+from spec_decode.drafter import GraphMode, Strategy, StrategyError
+from spec_decode.engine import Engine, EngineConfig, Request
+from spec_decode.models.kernels.batch_invariance import is_batch_invariant
+from tests.factories import make_config, make_latent_config, make_pair
+
+SIZES = {"head_dim": 64, "max_positions": 400}
+
+
+@cache
+def pair(latent):
+    """In bfloat16, whose roundings change tokens where a sum's order changes."""
+    draft = make_latent_config(**{**SIZES, "head_dim": 64}) if latent else None
+    target, draft = make_pair(make_config(**SIZES), draft)
+    for model in (target, draft):
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+    return target, draft
+
+
+def make_engine(count, *, latent=False, backend="triton_paged", **options):
+    options = {"graph_mode": GraphMode.NONE, "batch_invariant": True, **options}
+    config = EngineConfig(num_speculative_tokens=count, max_reqs=4, max_seq_len=64, page_size=4, **options)
+    draft_backend = get("sparse_swa_mla") if latent else None
+    return Engine(*pair(latent), get(backend), config, draft_backend=draft_backend)
+
+
+def requests_at(temperature):
+    generator = torch.Generator().manual_seed(5)
+    lens = (3, 17, 9, 30, 11)
+    prompts = [torch.randint(0, 24, (n,), generator=generator).tolist() for n in lens]
+    return [
+        Request(prompt=prompt, max_new_tokens=24, temperature=temperature, seed=seed)
+        for seed, prompt in enumerate(prompts)
+    ]
+
+
+def together(engine, temperature=0.0):
+    return [(made.token_ids, made.accepted) for made in engine.generate(requests_at(temperature))]
+
+
+def alone(engine, temperature=0.0):
+    made = [engine.generate([request])[0] for request in requests_at(temperature)]
+    return [(generation.token_ids, generation.accepted) for generation in made]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("latent", [False, True])
+def test_a_text_in_bfloat16_is_the_one_that_the_request_has_alone(latent, temperature):
+    engine = make_engine(3, latent=latent)
+    assert together(engine, temperature) == alone(engine, temperature)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_greedy_text_in_bfloat16_is_that_of_plain_decoding(count):
+    plain, drafted = together(make_engine(0)), together(make_engine(count))
+    assert [text for text, _ in drafted] == [text for text, _ in plain]
+
+
+@pytest.mark.parametrize("strategy", [s for s in Strategy if s is not Strategy.EAGER])
+def test_every_strategy_drafts_what_eager_drafts(strategy):
+    mode = GraphMode.PIECEWISE if strategy is Strategy.PIECEWISE else GraphMode.FULL
+    try:
+        engine = make_engine(3, strategy=strategy, graph_mode=mode)
+    except StrategyError as refusal:
+        pytest.skip(str(refusal))
+    assert together(engine) == together(make_engine(3))
+
+
+def test_a_small_pool_that_preempts_changes_no_token():
+    engine = make_engine(3, num_pages=24)
+    found = together(engine)
+    assert engine.stats.preemptions > 0
+    assert [text for text, _ in found] == [text for text, _ in together(make_engine(3))]
+
+
+def test_prefilling_in_small_chunks_changes_no_token():
+    assert together(make_engine(3, max_prefill_tokens=7)) == together(make_engine(3))
+
+
+def test_models_run_with_batch_invariant_products_and_leave_nothing_behind(monkeypatch):
+    seen = []
+    for model in pair(False):
+        original = model.logits
+        monkeypatch.setattr(model, "logits", lambda h, f=original: seen.append(is_batch_invariant()) or f(h))
+    together(make_engine(2))
+    assert seen and all(seen) and not is_batch_invariant()
+    seen.clear()
+    together(make_engine(2, batch_invariant=False))
+    assert seen and not any(seen)
+
+
+def test_a_backend_without_the_feature_is_refused():
+    backend = get("triton_paged")
+    lacking = backend.capabilities.features - {Feature.BATCH_INVARIANT}
+    object.__setattr__(backend.capabilities, "features", lacking)
+    try:
+        with pytest.raises(NoBackend, match="has no batch_invariant"):
+            make_engine(2)
+    finally:
+        object.__setattr__(backend.capabilities, "features", frozenset(Feature))
+
+
+def test_a_model_whose_sums_are_its_own_is_refused(monkeypatch):
+    monkeypatch.setattr(type(pair(False)[0]), "batch_invariant", property(lambda self: False))
+    with pytest.raises(BatchError, match="LlamaTarget, which cannot"):
+        make_engine(2)
