@@ -98,6 +98,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     """Of a whole engine: output tokens a second of one request."""
     extend_in_graph: bool | None = None
     host_waits: bool | None = None
+    batch_invariant: bool = False
     env: TimingEnvironment
     command: str
     sources: dict[str, str] = {}

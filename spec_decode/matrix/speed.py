@@ -180,6 +180,7 @@ def _engine(timing: Timing) -> list[str]:
     if timing.case.endswith("extend-graph"):
         found += ["in a graph" if timing.extend_in_graph else "launched"]
         found += ["host waits"] if timing.host_waits else []
+    found += ["batch invariant"] if timing.batch_invariant else []
     return [", ".join(found)]
 
 

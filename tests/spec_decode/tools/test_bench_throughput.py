@@ -80,6 +80,13 @@ def test_speculation_is_set_against_plain_decoding(timed):
     assert (fast["draft_backend"], fast["strategy"], fast["extend_in_graph"]) == ("triton_paged", "full_loop", True)
 
 
+def test_batch_invariance_is_set_against_the_same_decoding_without_it(timed):
+    free, fixed = rows_of(timed, "batch-invariant")[:2]
+    assert (free["batch_invariant"], fixed["batch_invariant"]) == (False, True)
+    assert free["num_speculative_tokens"] == fixed["num_speculative_tokens"] == 4
+    assert fixed["free_ratio"] == pytest.approx(fixed["per_user"] / free["per_user"], rel=0.01)
+
+
 @NO_CUDA
 def test_a_backend_that_does_not_serve_here_is_noted_and_the_next_one_named(timed):
     rows, bench = timed
@@ -95,7 +102,7 @@ def test_a_part_that_fails_leaves_the_other_its_rows(monkeypatch):
     monkeypatch.setattr(throughput_cases, "_extend_rows", broken)
     bench = Bench(CPU, None)
     rows = list(throughput_rows(bench, replace(TINY, num_reqs=(1,), output=12)))
-    assert {row["case"] for row in rows} == {"throughput/speculation"}
+    assert {row["case"] for row in rows} == {"throughput/speculation", "throughput/batch-invariant"}
     assert bench.stopped == ["throughput/extend-graph: stopped by RuntimeError: out of memory"]
 
 
