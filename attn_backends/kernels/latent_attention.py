@@ -52,7 +52,7 @@ class LatentAttentionArguments(NamedTuple):
     num_splits: int
     value_dim: int
     scale: float
-    batch_invariant: bool = False
+    batch_invariant: bool
 
     def _check(self) -> None:
         (*_, dim), cache = self.query.shape, self.latent_cache

@@ -51,7 +51,7 @@ class PagedAttentionArguments(NamedTuple):
     scale: float
     sliding_window: int | None
     soft_cap: float | None
-    batch_invariant: bool = False
+    batch_invariant: bool
 
     def reference(self) -> torch.Tensor:
         out = self.fake().zero_()

@@ -46,7 +46,7 @@ class SparseAttentionArguments(NamedTuple):
     sinks: torch.Tensor | None
     page_size: int
     scale: float
-    batch_invariant: bool = False
+    batch_invariant: bool
 
     def _check(self) -> None:
         (tokens, heads, dim), indices, lens, device = self.query.shape, self.indices, self.lens, self.query.device

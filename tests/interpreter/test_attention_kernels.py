@@ -14,6 +14,7 @@ from tests.factories import make_cache, make_spec, make_tables
 PLAIN = make_spec(head_dim=64)
 SPECS = {
     "plain": PLAIN,
+    "batch invariant": replace(PLAIN, sinks=True, batch_invariant=True),
     "no grouping": replace(PLAIN, num_kv_heads=4),
     "three heads a group": replace(PLAIN, num_q_heads=6),
     "window": replace(PLAIN, sliding_window=5),
@@ -49,6 +50,7 @@ def attention(spec, query_lens, seq_lens, pad_reqs, splits):
         batch.query_start_loc[: num_reqs + 1], max_query_len=max(query_lens), max_seq_len=136,
         num_splits=splits,
         scale=spec.softmax_scale, sliding_window=spec.sliding_window, soft_cap=spec.soft_cap, sinks=sinks,
+        batch_invariant=spec.batch_invariant,
     )  # fmt: skip
 
 
@@ -128,7 +130,7 @@ def requests(spec, seq_lens, splits, sinks=None):
     starts, lens = torch.arange(len(seq_lens) + 1, dtype=torch.int32), torch.tensor(seq_lens, dtype=torch.int32)
     args = (
         query, cache.key, cache.value, table, lens, starts, sinks, 1, max(seq_lens), splits, spec.softmax_scale,
-        spec.sliding_window, spec.soft_cap,
+        spec.sliding_window, spec.soft_cap, spec.batch_invariant,
     )  # fmt: skip
     return args, [t.unflatten(0, (-1, pages)).flatten(1, 2) for t in (cache.key, cache.value)]
 

@@ -48,6 +48,7 @@ class Asked:
             num_splits=2,
             value_dim=self.value_dim,
             scale=self.scale,
+            batch_invariant=False,
         )
 
     def where(self, request, position):

@@ -39,6 +39,7 @@ class Asked:
         self.query = torch.randn(tokens, heads, dim, generator=self.rng).to(dtype)
         self.sinks = torch.randn(heads, generator=self.rng) if sinks else None
         self.scale = 3 * dim**-0.5
+        self.batch_invariant = False
         self.page_size, self.lens = page_size, torch.tensor(lens, dtype=torch.int32)
         self.fill(lens, page_size, fp8)
 

@@ -21,17 +21,17 @@ DEVICES = ["cpu", *["cuda"] * torch.cuda.is_available()]
 
 def paged(query, key_cache, value_cache):
     table, lens, starts = ints([0, 1], query).view(1, 2), ints([6], query), ints([0, len(query)], query)
-    return [paged_attention(query, key_cache, value_cache, table, lens, starts, None, 3, 6, 1, 0.1, None, None)]
+    return [paged_attention(query, key_cache, value_cache, table, lens, starts, None, 3, 6, 1, 0.1, None, None, False)]
 
 
 def latent(query, cache):
     table, lens, starts = ints([0, 1], query).view(1, 2), ints([6], query), ints([0, len(query)], query)
-    return [latent_attention(query, cache, table, lens, starts, 3, 1, 32, 0.1)]
+    return [latent_attention(query, cache, table, lens, starts, 3, 1, 32, 0.1, False)]
 
 
 def sparse(query, cache):
     lists = ints([0, 5, 2, 4, 3, 1], query).view(3, 2)
-    return [sparse_attention(query, cache, lists, ints([2, 2, 2], query), None, 3, 0.1)]
+    return [sparse_attention(query, cache, lists, ints([2, 2, 2], query), None, 3, 0.1, False)]
 
 
 def stored(key, value, key_cache, value_cache):

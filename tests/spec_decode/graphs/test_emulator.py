@@ -186,7 +186,7 @@ def test_a_custom_op_that_reads_its_own_tensors_on_the_cpu_is_no_host_read():
 
     def attend():
         sinks, max_query_len, max_seq_len, num_splits, scale, sliding_window, soft_cap = None, 1, 8, 1, 1.0, None, None
-        options = (sinks, max_query_len, max_seq_len, num_splits, scale, sliding_window, soft_cap)
+        options = (sinks, max_query_len, max_seq_len, num_splits, scale, sliding_window, soft_cap, False)
         out.copy_(paged_attention(torch.ones(1, 1, 64), cache, cache, *ints, *options))
 
     graph = capture(attend)
