@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from vllm.third_party.flashmla import flash_mla_interface as flashmla  # type: ignore[import-not-found]
+from vllm.third_party.flashmla import flash_mla_interface as flashmla
 
 from attn_backends.base import AttentionBackend, KVCache, Sinks, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes

@@ -53,7 +53,7 @@ class FlashMlaSparseBuilder(SparseWindowBuilder):
 
     def _make_schedule(self, num_tokens: int) -> Any:
         """Let the kernel make it now, on empty lists: one made during a capture would belong to the graph."""
-        from vllm.third_party.flashmla import flash_mla_interface as flashmla  # type: ignore[import-not-found]
+        from vllm.third_party.flashmla import flash_mla_interface as flashmla
 
         schedule, _ = flashmla.get_mla_metadata()
         if not self.spec.fp8_ds_mla:

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-FLOORS = ["builders", "attn_backends", "spec_decode"]
+FLOORS = ["builders", "attn_backends", "spec_decode", "engines"]
 """From the ground up."""
 
 Uses = dict[str, set[str]]

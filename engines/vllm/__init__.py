@@ -1,0 +1,33 @@
+"""Attention backends for vLLM, found by it through the entry point group vllm.general_plugins.
+
+vLLM calls `register` in each of its processes, perhaps more than once. A backend's module is imported when vLLM asks
+for the backend: on another minor of vLLM, or without the package of its kernels, it then refuses in words.
+"""
+
+from __future__ import annotations
+
+import logging
+
+NAMES = {
+    "FLASHINFER_IN_GRAPH": "engines.vllm.v0_33.flashinfer.InGraphFlashInfer",
+    "ATTN_BACKENDS_TRITON_PAGED": "engines.vllm.v0_33.paged.TritonPaged",
+    "ATTN_BACKENDS_FLASH_ATTN3": "engines.vllm.v0_33.paged.FlashAttn3",
+    "ATTN_BACKENDS_TRITON_MLA": "engines.vllm.v0_33.mla.TritonLatents",
+}
+"""Name and class of each backend. A class's get_name() says the same name: vLLM looks a layer's backend up by it."""
+
+_log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Tell vLLM the names. vLLM starts without them, with a warning, where names are not free or one is taken."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if not hasattr(AttentionBackendEnum, "register"):
+        _log.warning("attn-backends needs a vLLM whose backends have free names, 0.33 say; it registered none.")
+        return
+    for name, path in NAMES.items():
+        if name not in AttentionBackendEnum.__members__:
+            register_backend(name, path)
+        elif (taken := AttentionBackendEnum[name].get_path()) != path:
+            _log.warning("vLLM's backend %s is %s already, that of attn-backends was left out.", name, taken)

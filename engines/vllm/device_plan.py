@@ -1,0 +1,44 @@
+"""The plan of a FlashInfer wrapper that an engine made, from then on written on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from builders import AttentionSpec
+from builders.flashinfer import PlanLayout, TableRows, replan
+from builders.paged import num_sms
+
+
+class DevicePlan:
+    """Owns a decode wrapper in graph mode that was planned once, for any lengths: `refresh` writes its plan.
+
+    wrapper      FlashInfer's, of tensor cores, planned for rows of query_len tokens each; nobody else plans it again
+    spec         the attention of one rank: its heads, page size and window
+    seq_lens     int32 [num_reqs]              the engine's buffer, read by each refresh
+    block_table  int32 [num_reqs, max_pages]   the engine's too, rows any stride apart, read by the kernel
+
+    Raises BatchError for a plan of another kind, another FlashInfer or another batch.
+    """
+
+    def __init__(
+        self, wrapper: Any, spec: AttentionSpec, seq_lens: torch.Tensor, block_table: torch.Tensor, *, query_len: int
+    ) -> None:
+        rows = TableRows.of(block_table)
+        num_reqs, device = len(seq_lens), block_table.device
+        info = list(wrapper._plan_info)
+        self.layout = PlanLayout.of_tensor_cores(
+            info, spec, num_reqs=num_reqs, num_sms=num_sms(device), query_len=query_len
+        )
+        self.wrapper, self.seq_lens, self.last_page_len = wrapper, seq_lens, rows.last_page_len
+        self.row_stride = int(rows.indptr[1])
+        # The engine's own buffers of these serve all of its wrappers, and its other batches write them.
+        wrapper._paged_kv_indptr_buf = rows.indptr.to(device)
+        wrapper._paged_kv_indices_buf = rows.pages
+        wrapper._paged_kv_last_page_len_buf = rows.last_page_len
+        self.workspace = wrapper._int_workspace_buffer
+
+    def refresh(self) -> None:
+        """Make the plan that of the lengths as they stand; graph-safe, one kernel."""
+        replan(self.seq_lens, self.last_page_len, self.workspace, self.layout, row_stride=self.row_stride)

@@ -1,0 +1,181 @@
+"""vLLM's FlashInfer backend with its decode plan made on the device: metadata that updates in a graph.
+
+Everything but the plan stays vLLM's. On Hopper vLLM decodes by XQA where it can, which it cannot update in a graph;
+this one takes FlashInfer's FA2 kernel, for one token a request and for 1 + K.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends.flashinfer import (
+    FIDecode,
+    FlashInferBackend,
+    FlashInferMetadata,
+    FlashInferMetadataBuilder,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from builders import AttentionSpec
+from builders.errors import require
+from engines.vllm.device_plan import DevicePlan
+from engines.vllm.v0_33.log import say_update
+
+_MOST_ADDRESSES = 4
+"""Sets of vLLM's buffers that one shape is planned for: its persistent ones make one or two."""
+
+
+class Shape(NamedTuple):
+    """A batch that a wrapper in graph mode serves: rows that all have query_len tokens, padding included."""
+
+    num_reqs: int
+    query_len: int
+
+
+@dataclass
+class InGraphMetadata(FlashInferMetadata):
+    """vLLM's metadata, with the plan that an update refreshes; None where the batch was planned on the host."""
+
+    plan: DevicePlan | None = None
+    common: CommonAttentionMetadata | None = None
+
+
+class InGraphBuilder(FlashInferMetadataBuilder):
+    """Plans a batch shape on the host once; every later build and every update is one kernel.
+
+    Batches without a graph of their own, such as prefills, are planned by vLLM as ever.
+    """
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.use_trtllm_decode_attention = self.use_xqa = False
+        self.flashinfer_trtllm_api_decode_kernel = None
+        self.use_fa2_native_decode = True
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        refusals = {
+            "decode context parallelism has lengths of its own": self.use_dcp,
+            "batch-invariant splits are not those of a plan": self.disable_split_kv or self.decode_fixed_split_size > 0,
+            "a quantised cache is not served": self.cache_dtype != "auto",
+            "full graphs are off": not self.enable_cuda_graph,
+        }
+        self.reasons = [reason for reason, holds in refusals.items() if holds]
+        self.supports_draft_decode_metadata_update = not self.reasons
+        say_update(InGraphFlashInfer.get_name(), self.reasons)
+        self._plans: dict[tuple[Shape, tuple[int, ...]], tuple[DevicePlan, InGraphMetadata]] = {}
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Graphs of 1 + K tokens a request: vLLM takes the smallest of all its groups, the target's too."""
+        if vllm_config.parallel_config.decode_context_parallel_size > 1 or vllm_config.attention_config.use_non_causal:
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return AttentionCGSupport.UNIFORM_BATCH
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> None:
+        """None: a plan is of one query length."""
+        return None
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> InGraphMetadata:
+        """See vLLM. Raises BatchError where vLLM plans a shape by other rules than ours."""
+        common, shape = common_attn_metadata, self._shape_of(common_attn_metadata)
+        key = (shape, _addresses(common)) if shape else None
+        if key in self._plans:
+            plan, planned = self._plans[key]
+            plan.refresh()
+            again = copy(planned)
+            again.slot_mapping, again.common = common.slot_mapping, common
+            return again
+        theirs = super().build(common_prefix_len, common, fast_build)
+        metadata = InGraphMetadata(**vars(theirs), common=common)
+        if key and self._is_ours(key[0], theirs):
+            # No other batch may plan this wrapper on the host: that would write its pages into vLLM's block table.
+            wrapper = self._decode_wrappers_cudagraph.pop(key[0])
+            metadata.plan = self._take(wrapper, common, key[0])
+            metadata.plan.refresh()
+            self._plans[key] = (metadata.plan, metadata)
+        return metadata
+
+    def update_draft_decode_metadata(self, metadata: InGraphMetadata) -> None:
+        """Refresh the plan from vLLM's lengths as they stand, by one kernel; on the host for a batch without a graph.
+
+        Raises BatchError where a batch that has no plan on the device is captured.
+        """
+        if metadata.plan is not None:
+            metadata.plan.refresh()
+            return
+        require(
+            not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()),
+            f"an update in a graph needs a plan on the device, this batch of {metadata.num_decodes} decodes has none; "
+            "a replay would attend by an old plan, so nothing was captured. Choose FLASH_ATTN for the draft.",
+        )
+        assert metadata.common is not None
+        metadata.decode = super().build(0, metadata.common).decode
+
+    def _shape_of(self, common: CommonAttentionMetadata) -> Shape | None:
+        """The shape of a batch that a wrapper in graph mode serves, else None."""
+        if self.reasons or common.causal is not True:
+            return None
+        split = split_decodes_and_prefills(common, decode_threshold=self.reorder_batch_threshold, require_uniform=True)
+        decodes, prefills, tokens, _ = split
+        if prefills or decodes != common.num_reqs or not tokens or tokens % decodes:
+            return None
+        return Shape(decodes, tokens // decodes)
+
+    def _is_ours(self, shape: Shape, theirs: FlashInferMetadata) -> bool:
+        known = sum(planned == shape for planned, _ in self._plans)
+        graph = isinstance(theirs.decode, FIDecode) and theirs.decode.wrapper.is_cuda_graph_enabled
+        return graph and known < _MOST_ADDRESSES
+
+    def _take(self, wrapper: Any, common: CommonAttentionMetadata, shape: Shape) -> DevicePlan:
+        spec = AttentionSpec(
+            num_q_heads=self.num_qo_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            page_size=self.page_size,
+            dtype=self.model_config.dtype,
+            sliding_window=self.window_left + 1 if self.window_left >= 0 else None,
+        )
+        return DevicePlan(wrapper, spec, common.seq_lens, common.block_table_tensor, query_len=shape.query_len)
+
+
+class InGraphFlashInfer(FlashInferBackend):
+    """vLLM's FlashInfer, without its quantised caches and sinks: those have kernels of their own there."""
+
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLASHINFER_IN_GRAPH"
+
+    @staticmethod
+    def get_builder_cls() -> type[InGraphBuilder]:
+        return InGraphBuilder
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
+        return kv_cache_dtype is None or kv_cache_dtype in cls.supported_kv_cache_dtypes
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [16, 32, 64]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """Where FA2 decodes: on compute capability 10 vLLM takes other kernels for the same metadata."""
+        return (8, 0) <= (capability.major, capability.minor) < (10, 0)
+
+
+def _addresses(common: CommonAttentionMetadata) -> tuple[int, ...]:
+    """What a plan is bound to: where vLLM's lengths and table lie."""
+    table = common.block_table_tensor
+    return (common.seq_lens.data_ptr(), table.data_ptr(), table.stride(0), table.shape[1])

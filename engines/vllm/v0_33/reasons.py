@@ -1,0 +1,64 @@
+"""Why one of our backends cannot serve what vLLM asks for, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from attn_backends import AttentionBackend
+from builders import AttentionSpec
+
+_PAGE_SIZE = 16
+"""Stands for any: which sizes a backend takes, vLLM asks it itself."""
+_CUDA = torch.device("cuda")
+_CACHE_DTYPES = {"auto": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def selector_reasons(
+    ours: AttentionBackend,
+    *,
+    head_size: int,
+    dtype: torch.dtype,
+    kv_cache_dtype: str | None = None,
+    has_sink: bool = False,
+    has_sliding_window: bool = False,
+    **others: Any,
+) -> list[str]:
+    """What speaks against a model, as far as vLLM's selector tells of it: no head counts, and no soft cap."""
+    spec = AttentionSpec(
+        num_q_heads=1,
+        num_kv_heads=1,
+        head_dim=head_size,
+        page_size=_PAGE_SIZE,
+        dtype=dtype,
+        sliding_window=1 if has_sliding_window else None,
+        sinks=has_sink,
+    )
+    return cache_reasons(kv_cache_dtype, dtype) + _spec_reasons(ours, spec)
+
+
+def require_served(ours: AttentionBackend, spec: AttentionSpec, extras: Mapping[str, Any]) -> None:
+    """Raise ValueError for a layer that the backend does not serve; here vLLM tells all of it.
+
+    extras: what a layer may have beside its spec, by name; None where it has not.
+    """
+    reasons = [f"has no {name}, the layer has {value!r}" for name, value in extras.items() if value is not None]
+    if reasons := reasons + _spec_reasons(ours, spec):
+        raise ValueError(
+            f"a layer must be one that {ours.name} serves, this one is not: {'; '.join(reasons)}. Its numbers would be "
+            "wrong, so vLLM was not started. Choose one of vLLM's own backends."
+        )
+
+
+def _spec_reasons(ours: AttentionBackend, spec: AttentionSpec) -> list[str]:
+    return ours.capabilities.spec_reasons(spec) + ours.unsupported_reasons(spec, _CUDA)
+
+
+def cache_reasons(kv_cache_dtype: str | None, dtype: torch.dtype) -> list[str]:
+    """What speaks against a cache of vLLM's name for its dtype, with queries of this one."""
+    held = _CACHE_DTYPES.get(kv_cache_dtype or "auto", kv_cache_dtype)
+    if held in (None, dtype):
+        return []
+    return [f"the KV cache must have the dtype of the queries, {dtype}, got {held}; use --kv-cache-dtype auto"]

@@ -1,0 +1,48 @@
+"""Whether the vLLM that is here is one that the adapters were written for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+SUPPORTED = "0.33"
+"""The minor of vLLM whose classes `engines.vllm.v0_33` extends."""
+_HOOKS = {
+    "vllm.v1.attention.backend:AttentionMetadataBuilder.update_draft_decode_metadata": "the update in a graph",
+    "vllm.v1.attention.backend:AttentionBackend.validate_configuration": "the reasons against a backend",
+    "vllm.v1.attention.backend:CommonAttentionMetadata.__dataclass_fields__": "the batch that builders are given",
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum.register": "backends by free names",
+    "vllm.v1.kv_cache_interface:create_kv_cache_views": "the packed KV cache",
+}
+"""What the adapters build on, and what it is."""
+
+
+class UnsupportedVllm(ImportError):
+    """The vLLM that is installed is none that the adapters were written for. vLLM shows it as a backend's reason."""
+
+
+def require_supported() -> None:
+    """Raise UnsupportedVllm unless vLLM is of the supported minor and has every hook that the adapters use."""
+    import vllm
+
+    found = str(getattr(vllm, "__version__", "unknown"))
+    if found.split(".")[:2] != SUPPORTED.split("."):
+        raise UnsupportedVllm(
+            f"attn-backends' adapters are for vLLM {SUPPORTED}, got {found}; its classes and cache may mean something "
+            f"else, so none was loaded. Install vllm=={SUPPORTED}.*, or choose one of vLLM's own backends."
+        )
+    if missing := [f"{path} ({what})" for path, what in _HOOKS.items() if not _is_there(path)]:
+        raise UnsupportedVllm(
+            f"attn-backends' adapters build on hooks of vLLM {SUPPORTED}, this {found} lacks {', '.join(missing)}; its "
+            "drafts would not be updated, so none was loaded. Install a released vLLM."
+        )
+
+
+def _is_there(path: str) -> bool:
+    module, _, names = path.partition(":")
+    try:
+        found = import_module(module)
+        for name in names.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError):
+        return False
+    return True

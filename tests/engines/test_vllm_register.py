@@ -1,0 +1,96 @@
+"""What vLLM is told, over a stand-in for its registry; and that another vLLM gets a reason, not a backend."""
+
+import importlib
+import logging
+import sys
+from types import ModuleType
+
+import pytest
+
+from engines import vllm as plug_in
+from engines.vllm.version import UnsupportedVllm
+
+REGISTRY = "vllm.v1.attention.backends.registry"
+
+
+class Member:
+    def __init__(self, path):
+        self.path = path
+
+    def get_path(self):
+        return self.path
+
+
+def registry(monkeypatch, taken=(), free_names=True):
+    """vLLM's registry of names, as far as a plug-in sees it."""
+
+    class Names(type):
+        def __getitem__(cls, name):
+            return cls.__members__[name]
+
+    body = {"__members__": {name: Member("another.package") for name in taken}}
+    if free_names:
+        body["register"] = None
+    names = Names("AttentionBackendEnum", (), body)
+
+    def register_backend(name, path):
+        if name in names.__members__:
+            raise ValueError(f"Backend {name} already exists")
+        names.__members__[name] = Member(path)
+
+    module = ModuleType(REGISTRY)
+    module.AttentionBackendEnum, module.register_backend = names, register_backend
+    for parent in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
+        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    monkeypatch.setitem(sys.modules, REGISTRY, module)
+    return names.__members__
+
+
+def test_every_name_is_registered_with_a_path_below_the_supported_minor(monkeypatch):
+    members = registry(monkeypatch)
+    plug_in.register()
+    assert {name: member.path for name, member in members.items()} == plug_in.NAMES
+    assert all(path.startswith("engines.vllm.v0_33.") for path in plug_in.NAMES.values())
+
+
+def test_a_second_registration_changes_nothing_and_is_not_warned_about(monkeypatch, caplog):
+    members = registry(monkeypatch)
+    plug_in.register()
+    before = dict(members)
+    plug_in.register()
+    assert members == before and not caplog.records
+
+
+def test_a_name_that_another_plug_in_took_stays_its_own_with_a_warning(monkeypatch, caplog):
+    members = registry(monkeypatch, taken=["FLASHINFER_IN_GRAPH"])
+    with caplog.at_level(logging.WARNING):
+        plug_in.register()
+    assert members["FLASHINFER_IN_GRAPH"].path == "another.package"
+    assert "FLASHINFER_IN_GRAPH is another.package already" in caplog.text
+
+
+def test_a_vllm_without_free_names_starts_with_a_warning(monkeypatch, caplog):
+    members = registry(monkeypatch, free_names=False)
+    with caplog.at_level(logging.WARNING):
+        plug_in.register()
+    assert not members and "needs a vLLM whose backends have free names" in caplog.text
+
+
+def test_registering_imports_no_adapter(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("engines.vllm.v0_33")]:
+        monkeypatch.delitem(sys.modules, name)
+    registry(monkeypatch)
+    plug_in.register()
+    assert not [name for name in sys.modules if name.startswith("engines.vllm.v0_33")]
+
+
+@pytest.mark.parametrize("path", plug_in.NAMES.values())
+def test_a_backend_of_another_minor_is_refused_when_vllm_asks_for_it(monkeypatch, path):
+    for name in [name for name in sys.modules if name.startswith("engines.vllm.v0_33")]:
+        monkeypatch.delitem(sys.modules, name)
+    vllm = ModuleType("vllm")
+    vllm.__version__ = "0.34.0"
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    module, _, _ = path.rpartition(".")
+    with pytest.raises(UnsupportedVllm, match=r"are for vLLM 0\.33, got 0\.34\.0"):
+        importlib.import_module(module)
