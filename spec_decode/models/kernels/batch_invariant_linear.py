@@ -72,21 +72,17 @@ class BatchInvariantLinear(NamedTuple):
 
 
 def tile_of(outputs: int, itemsize: int) -> dict[str, int]:
-    """A program's rows, outputs and inputs at a time, by the weight's sizes and nothing else: of those tried on an H200,
-    for 1 to 512 rows, the best compromise. A narrow weight gets programs of fewer outputs, so that more of them read it.
+    """A program's rows, outputs and inputs at a time, by the weight's sizes and nothing else.
+
+    Of those tried on an H200 the best compromise for 1 to 512 rows. A narrow weight gets programs of fewer outputs, so
+    that more of them read it.
     """
     if itemsize == 4:
         return {"BLOCK_T": 16, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 3}
     if outputs > 8192:
         return {"BLOCK_T": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
-    wide = outputs > 2048
-    return {
-        "BLOCK_T": 64,
-        "BLOCK_N": 64 if wide else 32,
-        "BLOCK_K": 128,
-        "num_warps": 4,
-        "num_stages": 3 if wide else 4,
-    }
+    block_n, stages = (64, 3) if outputs > 2048 else (32, 4)
+    return {"BLOCK_T": 64, "BLOCK_N": block_n, "BLOCK_K": 128, "num_warps": 4, "num_stages": stages}
 
 
 @triton.jit
