@@ -140,7 +140,7 @@ def test_the_op_says_what_it_does():
     args = asked.query, asked.cache, asked.indices, asked.lens
     op = torch.ops.attn_backends.sparse_attention.default
     for sinks in (asked.sinks, None):
-        torch.library.opcheck(op, (*args, sinks, 4, 0.5), test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(op, (*args, sinks, 4, 0.5, False), test_utils=("test_schema", "test_faketensor"))
 
 
 def refusal(asked=None, **change):
