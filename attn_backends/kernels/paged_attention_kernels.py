@@ -166,11 +166,11 @@ def merge_kernel(
         total = tl.zeros((BLOCK_E,), tl.float32)
         for index in range(SPLITS):
             place = (index * tokens + token) * HEADS + head
-            part = tl.load(lse + place)
+            of_split = tl.load(lse + place)
             row = tl.load(partial + place * VALUE_DIM + edim, mask=edim < VALUE_DIM, other=0.0)
-            weight = tl.exp2(part - peak)
-            total += weight
-            merged = tl.fma(tl.where(part == float("-inf"), 0.0, row), weight + tl.zeros_like(row), merged)
+            share = tl.exp2(of_split - peak) + tl.zeros_like(row)
+            total += share
+            merged = tl.fma(tl.where(of_split == float("-inf"), 0.0, row), share, merged)
     else:
         weight = tl.exp2(part - peak)
         total = tl.sum(weight, 0)

@@ -21,6 +21,7 @@ _LENGTHS = (5, 33, 290)
 """Shorter than a block, shorter than a split, and longer than one."""
 _BOUND = 304
 _QUERY_LEN = 4
+_ROWS = 5
 
 check = Family("numerics", covers=with_case())
 
@@ -28,7 +29,7 @@ check = Family("numerics", covers=with_case())
 def _asking(subject: Subject) -> Iterable[tuple[str, Case]]:
     """Specs that ask for it: a few telling variants."""
     variants = ("base", "bf16", "window", "window_sinks_cap", "sinks", "deepseek_v3", "deepseek_v4_packed")
-    batch = Batch((_QUERY_LEN,) * 3, _LENGTHS, 5)
+    batch = Batch((_QUERY_LEN,) * 3, _LENGTHS, _ROWS)
     for name, case in spec_cases({"texts": batch}, variants)(subject):
         yield name, Case(replace(case.spec, batch_invariant=True), batch)
 
@@ -70,7 +71,8 @@ def _attended(
     """The outputs of these requests in one batch of that many rows, padding included, on the CPU."""
     asked = [queries[request] for request in requests]
     lens = tuple(len(query) for query in asked)
-    fixture = PagedFixture(subject, spec, max(rows, len(_LENGTHS)), max_seq_len=_BOUND)
+    # Of one size, so that every one has the same keys and values.
+    fixture = PagedFixture(subject, spec, _ROWS, max_seq_len=_BOUND)
     fixture.reorder(requests)
     batch = Batch(lens, tuple(_LENGTHS[request] for request in requests), rows)
     out = fixture.build(batch, max_seq_len=max_seq_len).attend(asked).cpu()
