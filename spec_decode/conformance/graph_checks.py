@@ -41,8 +41,8 @@ class _CapturedLoop:
         self.out = torch.zeros(*shape, spec.num_q_heads, spec.out_dim, dtype=spec.dtype, device=device)
         fixture.load_tables(1)
         self._run(self._build())
-        metadata = self._build()
-        self.graph = runtime_for(device).capture(lambda: self._run(metadata))
+        self._metadata = self._build()  # the graph goes on reading its tensors
+        self.graph = runtime_for(device).capture(lambda: self._run(self._metadata))
 
     def _build(self) -> Any:
         dummy = Batch((1,), (1,), self.rows)

@@ -14,7 +14,15 @@ import torch
 
 from attn_backends import AttentionBackend, BrokenBackend, Feature, get, register, registry
 from attn_backends.torch_reference import TorchReference
-from builders import CONTRACT_VERSION, AttentionKind, AttentionSpec, ReferenceBuilder, ReferenceMetadata
+from builders import (
+    CONTRACT_VERSION,
+    AdvanceSupport,
+    AttentionBatch,
+    AttentionKind,
+    AttentionSpec,
+    ReferenceBuilder,
+    ReferenceMetadata,
+)
 from spec_decode.conformance import check_backend, runner
 from spec_decode.conformance.report import Report, Result
 from spec_decode.environment import Environment, environment
@@ -28,7 +36,7 @@ LOADING = "contract.loading_touches_no_cuda"
 
 
 def keeping(
-    keep: Callable[[ReferenceMetadata], object], name: str = "leaker", built_for: tuple[int, int] = (1, 1)
+    keep: Callable[[ReferenceMetadata], object], name: str = "leaker", built_for: tuple[int, int] = CONTRACT_VERSION
 ) -> Report:
     """What the check of memory says of a backend whose advance calls this too."""
 
@@ -103,9 +111,9 @@ def test_a_cache_that_fills_up_passes(bounded: Report) -> None:
     assert only(bounded).outcome is Outcome.PASS
 
 
-def test_a_leak_in_a_backend_of_today_is_a_preview_that_names_it() -> None:
+def test_a_leak_in_a_backend_of_contract_1_0_is_a_preview_that_names_it() -> None:
     kept: list[ReferenceMetadata] = []
-    found = only(keeping(kept.append, built_for=CONTRACT_VERSION))
+    found = only(keeping(kept.append, built_for=(1, 0)))
     assert found.outcome is Outcome.PREVIEW
     assert found.reason.startswith("new in contract 1.1, the backend was built for 1.0: ")
 
@@ -114,6 +122,24 @@ def test_a_leak_is_broken_in_the_matrix_and_the_backend_beside_it_verified(leake
     matrix = build_matrix([leaker, bounded])
     assert word(matrix, "leaker", "mode:decode") is Status.BROKEN
     assert word(matrix, "bounded", "mode:decode") is Status.VERIFIED
+
+
+class OwnsItsTensors(ReferenceBuilder):
+    """What it builds has tensors of its own: they live as long as the metadata, and what a graph reads goes with it."""
+
+    @classmethod
+    def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
+        return ReferenceBuilder.advance_support(spec, device)
+
+    def build(self, batch: AttentionBatch, *, horizon: int = 0) -> ReferenceMetadata:
+        built = super().build(batch, horizon=horizon)
+        return replace(built, kv_start=built.kv_start.clone(), kv_end=built.kv_end.clone())
+
+
+def test_the_captured_loop_keeps_the_metadata_that_its_graph_reads() -> None:
+    backend = type("Owner", (TorchReference,), {"name": "owner", "builder": OwnsItsTensors})()
+    report = check_backend(backend, device=CPU, checks=["graph.loop_replays_over_other_batches[[]base-decode]"])
+    report.raise_if_failed()
 
 
 @pytest.fixture
@@ -129,7 +155,6 @@ def cuda_starter() -> AttentionBackend:
 
 class Later(TorchReference):
     name = "later"
-    contract_version = (1, 1)
 
 
 def test_starting_cuda_while_loading_fails_where_it_works(machine_with_cuda: None) -> None:
