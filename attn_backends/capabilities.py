@@ -127,6 +127,8 @@ class Capabilities:
     """Dtypes of the KV cache beside that of the queries."""
     quantises_queries: bool = False
     """Whether, over a cache of a narrower dtype, queries and weights are rounded to it too."""
+    rounds_partials: bool = False
+    """Whether outputs over parts of a prefix are rounded to the dtype of the queries and summed in it."""
     mixed_kv_dtypes: bool = False
     """Whether the KV cache may have another of `dtypes` than the queries."""
     fused_writes: frozenset[FusedWrite] = frozenset()
@@ -152,6 +154,7 @@ class Capabilities:
             ("value_dims", f"{sizes} or None", self.value_dims is None or isinstance(self.value_dims, Sizes)),
             ("kv_dtypes", f"a tuple of {dtypes}", self.kv_dtypes == () or _is_tuple_of(torch.dtype, self.kv_dtypes)),
             ("quantises_queries", "a bool", isinstance(self.quantises_queries, bool)),
+            ("rounds_partials", "a bool", isinstance(self.rounds_partials, bool)),
             ("mixed_kv_dtypes", "a bool", isinstance(self.mixed_kv_dtypes, bool)),
             ("fused_writes", "a frozenset of FusedWrite", _is_set_of(FusedWrite, self.fused_writes)),
             ("compute_capability", "two counts such as (8, 0)", is_version(self.compute_capability)),

@@ -26,7 +26,7 @@ class FlashAttn3(FusedRopeWrite, AttentionBackend):
 
     name = "flash_attn3"
     version = PROVIDER.version
-    contract_version = (1, 0)
+    contract_version = (1, 1)
     builder = FlashAttn3Builder
     capabilities = Capabilities(
         devices=("cuda",),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
-from flashinfer import __version__ as _version  # type: ignore[import-not-found]
-from flashinfer.decode import trtllm_batch_decode_with_kv_cache  # type: ignore[import-not-found]
 from torch import Tensor
 
 from attn_backends.base import AttentionBackend, KVCache, Sinks, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
+from attn_backends.fa3_providers import package_version
 from attn_backends.fused_writes import FusedRopeWrite
 from builders import AttentionSpec
 from builders.devices import on_device
@@ -30,6 +32,14 @@ _CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)
 """Those that FlashInfer compiles the kernel for."""
 
 
+def _version() -> str:
+    """Of the package, which is only looked for: its import starts CUDA. Raises ImportError where it is absent."""
+    found = find_spec("flashinfer")
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError("No module named 'flashinfer'", name="flashinfer")
+    return package_version("flashinfer-python", kernels=Path(found.origin).parent, pattern="_build_meta.py")
+
+
 class FlashInfer(FusedRopeWrite, AttentionBackend):
     """Decodes by the kernel that serves the spec best; extends by the prefill wrapper.
 
@@ -38,8 +48,8 @@ class FlashInfer(FusedRopeWrite, AttentionBackend):
     """
 
     name = "flashinfer"
-    version = f"flashinfer {_version}"
-    contract_version = (1, 0)
+    version = _version()
+    contract_version = (1, 1)
     builder = FlashInferBuilder
     capabilities = Capabilities(
         devices=("cuda",),
@@ -49,6 +59,16 @@ class FlashInfer(FusedRopeWrite, AttentionBackend):
         features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW, Feature.SOFT_CAP}),
         fused_writes=frozenset({FusedWrite.ROPE}),
     )
+
+    def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
+        """What keeps the package from being imported, which is tried for a CUDA device alone."""
+        if device.type != "cuda":
+            return []
+        try:
+            import_module("flashinfer.decode")
+        except Exception as error:  # a broken build fails in any way; its own words become the reason
+            return [f"flashinfer is installed and cannot be imported: {type(error).__name__}: {error}"]
+        return []
 
     def forward(
         self, query: Tensor, cache: KVCache, metadata: FlashInferMetadata, *, spec: AttentionSpec, sinks: Sinks = None
@@ -84,9 +104,10 @@ class FlashInferCudaCores(FlashInfer):
     builder = CudaCoreBuilder
 
     def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
-        if spec.group_size in _CUDA_CORE_GROUPS:
-            return []
-        return [f"query heads a KV head must be one of {_CUDA_CORE_GROUPS}, got {spec.group_size}"]
+        reasons = super().unsupported_reasons(spec, device)
+        if spec.group_size not in _CUDA_CORE_GROUPS:
+            reasons.append(f"query heads a KV head must be one of {_CUDA_CORE_GROUPS}, got {spec.group_size}")
+        return reasons
 
 
 class FlashInferXqa(FlashInfer):
@@ -99,10 +120,14 @@ class FlashInferXqa(FlashInfer):
         page_sizes=Sizes(minimum=16, maximum=128, power_of_two=True),
         features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW}),
         compute_capability=(9, 0),
+        # A CTA's groups of warps and the CTAs of a request: mha.cu of csrc/xqa, mergeAndSaveOutTile.
+        rounds_partials=True,
     )
 
 
 def _xqa(query: Tensor, cache: KVCache, metadata: FlashInferMetadata, spec: AttentionSpec) -> Tensor:
+    from flashinfer.decode import trtllm_batch_decode_with_kv_cache  # type: ignore[import-not-found]
+
     query = query.contiguous()  # XQA knows no strides of it
     with on_device(query.device):  # it launches on the current one
         out: Tensor = trtllm_batch_decode_with_kv_cache(

@@ -23,7 +23,7 @@ class FlashMlaSparse(FusedLatentWrite, AttentionBackend):
 
     name = "flashmla_sparse"
     version = package_version("vllm", kernels=Path(flashmla.__file__).parents[2], pattern="_flashmla_C*.so")
-    contract_version = (1, 0)
+    contract_version = (1, 1)
     builder = FlashMlaSparseBuilder
     capabilities = Capabilities(
         devices=("cuda",),

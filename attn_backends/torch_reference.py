@@ -27,7 +27,7 @@ class TorchReference(FusedLatentWrite, FusedRopeWrite, AttentionBackend):
 
     name = "torch_reference"
     version = str(torch.__version__)
-    contract_version = (1, 0)
+    contract_version = (1, 1)
     builder = ReferenceBuilder
     capabilities = Capabilities(
         devices=("cpu", "cuda"),

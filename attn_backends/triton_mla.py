@@ -21,7 +21,7 @@ class TritonMla(FusedLatentWrite, AttentionBackend):
 
     name = "triton_mla"
     version = TRITON_VERSION
-    contract_version = (1, 0)
+    contract_version = (1, 1)
     builder = TritonMlaBuilder
     capabilities = Capabilities(
         devices=("cpu", "cuda"),

@@ -18,7 +18,7 @@ class TritonPaged(FusedRopeWrite, AttentionBackend):
 
     name = "triton_paged"
     version = TRITON_VERSION
-    contract_version = (1, 0)
+    contract_version = (1, 1)
     builder = TritonPagedBuilder
     capabilities = Capabilities(
         devices=("cpu", "cuda"),

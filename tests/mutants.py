@@ -73,9 +73,9 @@ def with_builder(builder: type[MetadataBuilder[Any]], base: str = "torch_referen
     return type(f"{backend.__name__}Mutant", (backend,), {"builder": builder, "name": f"{base}_mutant"})()
 
 
-def with_forward(change: Callable[..., torch.Tensor], contract_version: tuple[int, int] = (1, 0)) -> AttentionBackend:
+def with_forward(change: Callable[..., torch.Tensor]) -> AttentionBackend:
     """The reference backend with another forward."""
-    changed = {"forward": change, "name": "forward_mutant", "contract_version": contract_version}
+    changed = {"forward": change, "name": "forward_mutant"}
     return type("ForwardMutant", (TorchReference,), changed)()
 
 
@@ -386,7 +386,6 @@ def _under_another_name(backend: AttentionBackend) -> Iterator[str]:
 
 class _FusedWithoutKeyRotation(TorchReference):
     name = "fused_without_key_rotation"
-    contract_version = (1, 1)
 
     def rope_and_write_kv(self, query: Any, key: Any, value: Any, rope: Any, cache: Any, metadata: Any) -> None:
         apply_rope(query, rope)
@@ -395,7 +394,6 @@ class _FusedWithoutKeyRotation(TorchReference):
 
 class _FusedWithoutQueryRotation(TorchReference):
     name = "fused_without_query_rotation"
-    contract_version = (1, 1)
 
     def rope_and_write_kv(self, query: Any, key: Any, value: Any, rope: Any, cache: Any, metadata: Any) -> None:
         self.write_kv(rope_formula(key, rope), value, cache, metadata)
@@ -403,7 +401,6 @@ class _FusedWithoutQueryRotation(TorchReference):
 
 class _FusedWritesPadding(TorchReference):
     name = "fused_writes_padding"
-    contract_version = (1, 1)
 
     def rope_and_write_kv(self, query: Any, key: Any, value: Any, rope: Any, cache: Any, metadata: Any) -> None:
         everywhere = replace(metadata, slot_mapping=metadata.slot_mapping.clamp(min=0))
@@ -412,7 +409,6 @@ class _FusedWritesPadding(TorchReference):
 
 class _FusedWithAnotherEpsilon(TorchReference):
     name = "fused_with_another_epsilon"
-    contract_version = (1, 1)
 
     def norm_rope_and_write_latent(self, latent: Any, norm_rope: Any, cache: Any, metadata: Any) -> None:
         super().norm_rope_and_write_latent(latent, replace(norm_rope, eps=1.0), cache, metadata)
@@ -576,7 +572,7 @@ def _rounds_by_the_rows(self: Any, query: Any, cache: Any, metadata: Any, **opti
 
 
 def _claims(name: str, killer: str, *, around: Any = nullcontext, **attributes: Any) -> Mutant:
-    attributes = {"name": name, "contract_version": (1, 1), **attributes}
+    attributes = {"name": name, **attributes}
     return Mutant(name, killer, type(name, (TorchReference,), attributes)(), around=around)
 
 
@@ -657,7 +653,7 @@ MUTANTS = (
     Mutant(
         "takes_infinite_sinks_for_large",
         "numerics.infinite_sinks_are_defined",
-        with_forward(_takes_infinite_sinks_for_large, contract_version=(1, 1)),
+        with_forward(_takes_infinite_sinks_for_large),
         not_shown="a draft's sinks are finite",
     ),
     Mutant("reads_past_the_end", "poison.stale_table_entries_are_not_read", with_forward(_reads_a_token_too_many)),

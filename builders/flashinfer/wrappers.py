@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from importlib import import_module
 from typing import Any
 
-import flashinfer  # type: ignore[import-not-found]
 import torch
 
 from builders.batch import AttentionBatch
@@ -60,6 +60,8 @@ class FlashInferWrappers:
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         self.spec = spec
         self.device = device
+        # Here and no earlier: the package starts CUDA when it is imported.
+        self._flashinfer: Any = import_module("flashinfer")
         self._partials = torch.empty(0, dtype=torch.uint8, device=device)
         self._counters: torch.Tensor | None = None
         self._none = torch.empty(0, dtype=torch.int32, device=device)
@@ -87,7 +89,7 @@ class FlashInferWrappers:
     def decode(self, batch: AttentionBatch, kernel: Kernel) -> Launch:
         """For single-token rows over the batch's block table, by TENSOR_CORES or CUDA_CORES."""
         indptr, pages, last_page_len = TableRows.of(batch.block_table)
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace(batch.num_reqs, batch.num_reqs),
             "NHD",
             use_cuda_graph=True,
@@ -113,7 +115,7 @@ class FlashInferWrappers:
         """For rows of max_query_len tokens each over the batch's block table."""
         starts = torch.arange(batch.num_reqs + 1, dtype=torch.int32) * batch.max_query_len
         indptr, pages, last_page_len = TableRows.of(batch.block_table)
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             self._workspace(batch.num_reqs, batch.num_tokens),
             "NHD",
             use_cuda_graph=True,
@@ -140,7 +142,7 @@ class FlashInferWrappers:
             (lens - (pages - 1).clamp_(min=0) * size).int(),
         )
         workspace = self._workspace(batch.num_reqs, batch.num_tokens)
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+        wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
         wrapper.plan(*rows, *self._sizes, causal=True, **self._numbers)
         return self._launch(Kernel.RAGGED, batch, wrapper=wrapper)
 

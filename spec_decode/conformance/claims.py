@@ -73,6 +73,12 @@ def _kv(dtype: torch.dtype, subject: Subject) -> Claim:
     return Claim(claimed=dtype in able.kv_dtypes, reason=rounded)
 
 
+def _dtype(dtype: torch.dtype, subject: Subject) -> Claim:
+    able = subject.backend.capabilities
+    rounded = "outputs over parts of a prefix are rounded to it and summed in it" if able.rounds_partials else ""
+    return Claim(claimed=dtype in able.dtypes, reason=rounded)
+
+
 def _feature(feature: Feature, subject: Subject) -> Claim:
     able = subject.backend.capabilities
     return Claim(claimed=feature in able.features, reason="a spec must ask for it" if feature in able.required else "")
@@ -95,7 +101,7 @@ _READERS: dict[str, Callable[[Subject], Claim]] = {
     coverage.CAPTURE: _capture,
     coverage.ADVANCE: _advance,
     **{coverage.strategy_column(strategy): partial(_strategy, strategy) for strategy in Strategy},
-    **{coverage.dtype_column(dtype): partial(_listed, "dtypes", dtype) for dtype in _DTYPES},
+    **{coverage.dtype_column(dtype): partial(_dtype, dtype) for dtype in _DTYPES},
     coverage.MIXED_KV: lambda subject: Claim(claimed=subject.backend.capabilities.mixed_kv_dtypes),
     coverage.kv_column(torch.float8_e4m3fn): partial(_kv, torch.float8_e4m3fn),
     **{coverage.page_column(size): partial(_size, "page_sizes", size) for size in tested_values("page_size")},

@@ -17,6 +17,11 @@ _SCORE = 32.0
 exponential by as much of itself, beyond the low-precision reference's error."""
 
 
+_PARTIALS = 4
+"""Parts of a prefix whose outputs a backend with `rounds_partials` rounds before it sums them, in the reference: XQA's
+are four groups of warps at 64 dims, fewer at more, and as often again where several CTAs share a request."""
+
+
 class LogicalBatch(NamedTuple):
     """Requests without a page table, all on the CPU.
 
@@ -35,17 +40,23 @@ class LogicalBatch(NamedTuple):
 
 
 def attention(
-    spec: AttentionSpec, batch: LogicalBatch, *, dtype: torch.dtype = torch.float64, operands: torch.dtype | None = None
+    spec: AttentionSpec,
+    batch: LogicalBatch,
+    *,
+    dtype: torch.dtype = torch.float64,
+    operands: torch.dtype | None = None,
+    partials: int = 1,
 ) -> list[torch.Tensor]:
     """The output of each request, [q, num_q_heads, value_dim] in `dtype`.
 
     float64 is the reference. In a lower precision, operands and weights are rounded to it and sums are fp32, as a
     correct kernel of that precision does: its error is what such a kernel may have. operands: what they are rounded to
-    if that is not the dtype of the output.
+    if that is not the dtype of the output. partials: parts of a prefix whose outputs are rounded to `dtype`, and summed
+    in it.
     """
     queries, keys, values, seq_lens, sinks = batch
     return [
-        _one(spec, query, key[:length], value[:length], sinks, dtype, operands or dtype)
+        _one(spec, query, key[:length], value[:length], sinks, dtype, operands or dtype, partials)
         for query, key, value, length in zip(queries, keys, values, seq_lens, strict=True)
     ]
 
@@ -58,10 +69,11 @@ def _one(
     sinks: torch.Tensor | None,
     dtype: torch.dtype,
     operands: torch.dtype,
+    partials: int,
 ) -> torch.Tensor:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     count, length = query.shape[0], key.shape[0]
-    out = torch.empty(count, spec.num_q_heads, spec.out_dim, dtype=wide)
+    out = torch.empty(count, spec.num_q_heads, spec.out_dim, dtype=dtype)
     for token in range(count):
         position = length - count + token
         first = 0 if spec.sliding_window is None else max(0, position - spec.sliding_window + 1)
@@ -76,8 +88,10 @@ def _one(
             peak = torch.maximum(scores.amax(1), sink)
             weights = torch.exp(scores - peak[:, None])
             total = weights.sum(1) + torch.exp(sink - peak).masked_fill(sink == torch.inf, 1)
-            out[token, heads] = (weights.to(operands).to(wide) @ values) / total[:, None]
-    return out.to(dtype)
+            weights = weights.to(operands).to(wide)
+            parts = zip(weights.tensor_split(partials, 1), values.tensor_split(partials), strict=True)
+            out[token, heads] = sum((part @ rows / total[:, None]).to(dtype) for part, rows in parts)
+    return out
 
 
 def relative_error(found: torch.Tensor, reference: torch.Tensor) -> float:
@@ -99,7 +113,8 @@ def assert_within_budget(
     reference = torch.cat(attention(spec, batch))
     quantised = capabilities.quantises_queries and spec.cache_dtype.itemsize == 1
     operands = spec.cache_dtype if quantised else spec.dtype
-    low_precision = torch.cat(attention(spec, batch, dtype=spec.dtype, operands=operands))
+    partials = _PARTIALS if capabilities.rounds_partials else 1
+    low_precision = torch.cat(attention(spec, batch, dtype=spec.dtype, operands=operands, partials=partials))
     expected = f"attention over the logical prefix of {list(batch.seq_lens)} tokens"
     found = out[: reference.shape[0]]
     score = _largest_score(spec, batch)

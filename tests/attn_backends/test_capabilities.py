@@ -35,6 +35,7 @@ WRONG = [
     ("value_dims", (64,)),
     ("kv_dtypes", [torch.float16]),
     ("quantises_queries", 1),
+    ("rounds_partials", None),
     ("mixed_kv_dtypes", "no"),
     ("fused_writes", frozenset({Feature.GQA})),
     ("compute_capability", 9),

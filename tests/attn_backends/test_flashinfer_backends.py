@@ -171,6 +171,37 @@ def test_on_the_cpu_it_is_refused(name):
     assert "runs on cuda, not on cpu" in verdict.reasons
 
 
+@pytest.fixture
+def package_that_breaks(monkeypatch, tmp_path):
+    """A flashinfer whose import ends in an error, and no backend over it."""
+    (tmp_path / "flashinfer").mkdir()
+    (tmp_path / "flashinfer/__init__.py").write_text("raise OSError('libcudart.so.13 is not here')")
+    with absent():
+        del sys.modules["flashinfer"]
+        monkeypatch.syspath_prepend(tmp_path)
+        yield
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loading_a_backend_does_not_import_the_package_which_would_start_cuda(name, package_that_breaks):
+    verdict = explain(name, make_spec(dtype=torch.bfloat16, head_dim=64, page_size=16), CPU)
+
+    assert verdict == Rejected(("runs on cuda, not on cpu",))
+    assert "flashinfer" not in sys.modules
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_package_that_cannot_be_imported_is_a_reason_on_a_cuda_device(name, package_that_breaks):
+    verdict = explain(name, make_spec(), torch.device("cuda"))
+
+    broken = "flashinfer is installed and cannot be imported: OSError: libcudart.so.13 is not here"
+    assert isinstance(verdict, Rejected) and broken in verdict.reasons
+
+
+def test_xqa_alone_declares_that_it_rounds_partial_outputs():
+    assert [name for name in NAMES if backend(name).capabilities.rounds_partials] == ["flashinfer_xqa"]
+
+
 def test_the_stand_in_leaves_no_trace():
     names = ("flashinfer", "flashinfer.decode", "builders.flashinfer.builder", "attn_backends.flashinfer")
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from attn_backends import AttentionBackend, registry
@@ -30,7 +31,7 @@ def installed(partials: int = 1 << 13) -> Iterator[None]:
     """
     package, decode = ModuleType("flashinfer"), ModuleType("flashinfer.decode")
     vars(package).update(
-        __version__="0.6.12",
+        __spec__=ModuleSpec("flashinfer", None, origin=__file__),
         decode=decode,
         BatchDecodeWithPagedKVCacheWrapper=BatchDecodeWithPagedKVCacheWrapper,
         BatchPrefillWithPagedKVCacheWrapper=BatchPrefillWithPagedKVCacheWrapper,

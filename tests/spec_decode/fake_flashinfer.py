@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import torch
@@ -53,7 +54,7 @@ class Mla:
 def modules() -> dict[str, ModuleType]:
     """What goes into sys.modules."""
     package, decode, mla = (ModuleType(f"flashinfer{name}") for name in ("", ".decode", ".mla"))
-    package.__version__ = "of the tests"
+    package.__spec__ = ModuleSpec("flashinfer", None, origin=__file__)
     package.BatchDecodeWithPagedKVCacheWrapper = Decode
     decode.trtllm_batch_decode_with_kv_cache = None
     mla.BatchMLAPagedAttentionWrapper = Mla

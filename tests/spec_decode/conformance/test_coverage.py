@@ -10,7 +10,7 @@ from attn_backends.torch_reference import TorchReference
 from builders import AdvanceLevel, AdvanceSupport, AttentionSpec, ReferenceBuilder
 from spec_decode.conformance import iter_checks
 from spec_decode.conformance.claims import claims_of
-from spec_decode.conformance.coverage import DECLARED, every_strategy, one_strategy, only, with_case
+from spec_decode.conformance.coverage import DECLARED, dtype_column, every_strategy, one_strategy, only, with_case
 from spec_decode.conformance.report import EVERYTHING
 from spec_decode.conformance.runner import check_backend, plan
 from spec_decode.drafter import Strategy
@@ -166,7 +166,7 @@ def test_every_check_of_a_backend_covers_something():
 
 def test_a_report_records_claims_contract_and_tags():
     report = check_backend("torch_reference", device=CPU, tags=["contract:declared"])
-    assert report.contract == "1.0" and report.claims["feature:sinks"].claimed
+    assert report.contract == "1.1" and report.claims["feature:sinks"].claimed
     assert {tag for result in report.results for tag in result.tags} == {"contract:declared"}
 
 
@@ -202,3 +202,11 @@ def test_a_claim_that_cannot_be_read_is_none_and_says_so():
 
     claim = claims(OddBackend())["graph:capture"]
     assert not claim.claimed and "cannot be read: ValueError" in claim.reason
+
+
+def test_a_claim_of_a_dtype_says_what_is_rounded_to_it():
+    able = replace(TorchReference.capabilities, rounds_partials=True)
+    backend = type("Rounding", (TorchReference,), {"capabilities": able})()
+    found = claims(backend, dtype_column(torch.bfloat16))[dtype_column(torch.bfloat16)]
+
+    assert found.claimed and found.reason == "outputs over parts of a prefix are rounded to it and summed in it"

@@ -48,8 +48,8 @@ class Misnamed(TorchReference):
     name = "another_name"
 
 
-class MisnamedSince(Misnamed):
-    contract_version = (1, 1)
+class MisnamedBefore(Misnamed):
+    contract_version = (1, 0)
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_what_is_unsupported_is_listed_on_demand(plug_in: Callable[..., None], r
     assert "unsupported: " not in run(*asked).output
 
 
-@pytest.mark.parametrize(("backend", "outcome"), [(Misnamed, Outcome.PREVIEW), (MisnamedSince, Outcome.FAIL)])
+@pytest.mark.parametrize(("backend", "outcome"), [(MisnamedBefore, Outcome.PREVIEW), (Misnamed, Outcome.FAIL)])
 def test_a_name_that_is_not_the_registered_one_is_told_with_both(
     backend: type[AttentionBackend], outcome: Outcome, plug_in: Callable[..., None]
 ) -> None:
