@@ -105,6 +105,7 @@ class Engine:
         self._pages_in_tables: list[int] = []
         self._captured = False
         self._stepping = False
+        self._broken = False  # whether a step broke off and was not recovered from
 
     def _make_groups(self, name: str, model: TargetModel | DraftModel, choice: BackendChoice) -> list[KVGroup]:
         config = self.config
@@ -196,9 +197,10 @@ class Engine:
             while not all(handle.done for handle in handles):
                 self.step()
         finally:
-            for handle in handles:
-                self.cancel(handle)
-            self._scheduler.free_finished()
+            try:
+                self._cancel_all(handles)
+            finally:  # again, since an interrupt may have broken it off
+                self._cancel_all(handles)
         return [handle.generation for handle in handles]
 
     @on_own_device
@@ -212,18 +214,40 @@ class Engine:
         """
         self._require_outside()
         try:
-            self._stepping = True
+            self._recover()
+            self._stepping = self._broken = True
             self.capture()
             self._outputs.stream(self.stats)
             self._step()
-            return self._scheduler.has_unfinished or bool(self._outputs)
+            more = self._scheduler.has_unfinished or bool(self._outputs)
+            self._broken = False
+            return more
         except BaseException:
-            if not self._outputs.in_callback:
-                self._batched, self._pages_in_tables = [], []
-                self._scheduler.restart(self._outputs.drop())
+            self._broken = self._broken and not self._outputs.in_callback
+            self._recover()
             raise
         finally:
             self._outputs.in_callback = self._stepping = False
+            # Again, since a second interrupt may have broken it off; after a third, the next step does it.
+            self._recover()
+
+    def _recover(self) -> None:
+        """After a step that broke off, take back every page and let all requests wait. What is left half done by an
+        interrupt is right once it is done again."""
+        if self._broken:
+            self._batched, self._pages_in_tables = [], []
+            self._scheduler.restart(self._outputs.requests())
+            self._outputs.clear()
+            self._broken = False
+
+    def _cancel_all(self, handles: Sequence[Handle]) -> None:
+        """End these requests and return their pages, now."""
+        self._recover()
+        for handle in handles:
+            self.cancel(handle)
+        self._broken = True
+        self._scheduler.free_finished()
+        self._broken = False
 
     def _require_outside(self) -> None:
         require(

@@ -66,7 +66,7 @@ class PendingOutputs:
 
     def process_oldest(self, stats: EngineStats) -> None:
         """Wait for the oldest output and stream its tokens. What a callback raises comes through: see `stream`."""
-        pending = self._pending.popleft()
+        pending = self._pending[0]
         for request, row in zip(pending.requests, pending.output.read(), strict=True):
             if pending.first:
                 self._read.append((request, row[0], None))
@@ -75,26 +75,33 @@ class PendingOutputs:
             request.step_read(self._num_drafts, accepted)
             self._read.append((request, row[1], accepted))
             self._read.extend((request, token, None) for token in row[2 : 2 + accepted])
+        self._pending.popleft()
         self.stream(stats)
 
-    def drop(self) -> list[RequestState]:
-        """Forget everything that is not in the texts yet; returns the requests that it was of."""
-        dropped = [*(request for request, _, _ in self._read), *(r for out in self._pending for r in out.requests)]
+    def requests(self) -> list[RequestState]:
+        """The requests of everything that is not in the texts yet, each as often as it has something."""
+        return [*(request for request, _, _ in self._read), *(r for out in self._pending for r in out.requests)]
+
+    def clear(self) -> None:
+        """Forget everything that is not in the texts yet."""
         self._read.clear()
         self._pending.clear()
-        return dropped
 
     def stream(self, stats: EngineStats) -> None:
         """Append what was read to the texts. What a callback raises comes through; the next call goes on after it."""
         while self._read:
-            request, token, accepted = self._read.popleft()
+            request, token, accepted = self._read[0]
             if request.handle.done:
+                self._read.popleft()
                 continue
             if accepted is not None and self._num_drafts:
                 request.handle.generation.accepted.append(accepted)
                 stats.accepted += accepted
                 stats.drafted_for += 1
             stats.new_tokens += 1
-            self.in_callback = request.handle.on_token is not None
-            request.handle.append_token(token)
-            self.in_callback = False
+            in_text = request.handle.append_token(token)
+            self._read.popleft()
+            if in_text and request.handle.on_token:
+                self.in_callback = True
+                request.handle.on_token(token)
+                self.in_callback = False

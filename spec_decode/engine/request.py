@@ -65,17 +65,19 @@ class Handle:
     def done(self) -> bool:
         return self.generation.finish is not None
 
-    def append_token(self, token: int) -> None:
-        """Let the text grow by a token, or end it. What on_token raises comes through, with the token in the text."""
-        generation = self.generation
+    def append_token(self, token: int) -> bool:
+        """Let the text grow by a token, or end it; whether the token is in the text."""
         if token in self.request.stop_ids:
-            generation.finish = Finish.STOP
-            return
-        generation.token_ids.append(token)
-        if len(generation.token_ids) == self.request.max_new_tokens:
-            generation.finish = Finish.LENGTH
-        if self.on_token:
-            self.on_token(token)
+            self.generation.finish = Finish.STOP
+            return False
+        self.generation.token_ids.append(token)
+        self.finish_if_full()
+        return True
+
+    def finish_if_full(self) -> None:
+        """End the text where it has all the tokens that were asked for."""
+        if len(self.generation.token_ids) == self.request.max_new_tokens:
+            self.generation.finish = Finish.LENGTH
 
 
 @dataclass(eq=False, slots=True)

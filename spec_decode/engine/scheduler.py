@@ -75,17 +75,19 @@ class Scheduler:
         return preempted
 
     def restart(self, requests: Iterable[RequestState]) -> None:
-        """Take back every page and let all requests wait, after a step that broke off at any point.
+        """Take back every page and let all requests wait, after a step that broke off at any point, or after a restart
+        that did.
 
         requests: those whose output was lost, which may have been dropped as complete.
         """
         everybody = dict.fromkeys([*self.running, *self._prefilling, *requests, *self._waiting])
-        self._waiting = deque(request for request in everybody if not request.handle.done)
-        self.running, self._prefilling = [], []
         self.pool.reset()
         for request in everybody:
             request.pages, request.num_prefilled = [], 0
             request.len_lower_bound = request.len_upper_bound = 0
+            request.handle.finish_if_full()
+        self._waiting = deque(request for request in everybody if not request.handle.done)
+        self.running, self._prefilling = [], []
 
     def free_finished(self) -> None:
         """Drop the finished requests and free their pages."""

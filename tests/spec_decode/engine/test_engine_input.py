@@ -11,6 +11,7 @@ from builders import BatchError
 from spec_decode.drafter import GraphMode
 from spec_decode.engine import Engine, EngineConfig, Finish, Request
 from spec_decode.engine import engine as module
+from spec_decode.engine.request import Handle
 from spec_decode.engine.target_runner import TargetRunner
 from tests.factories import make_pair
 
@@ -214,11 +215,19 @@ def test_generate_returns_every_page_when_a_round_breaks_off_and_is_right_the_ne
     assert engine.pool.num_free == 24 and texts(engine) == WHOLE
 
 
-class Interrupt:
-    """Raises KeyboardInterrupt at one line of the engine's own code, counted from the first step on."""
+RECOVERY = ("_recover", "restart", "requests", "clear", "reset", "finish_if_full")
+"""What puts things right after a step that broke off."""
+CANCELLING = ("_cancel_all", "cancel", "free_finished", "_free", "free")
 
-    def __init__(self, at):
-        self.left, self.where = at, None
+
+class Interrupt:
+    """Raises KeyboardInterrupt at one line of the engine's own code, counted from the first step on.
+
+    within: names of the only functions to interrupt; without them it is all but RECOVERY.
+    """
+
+    def __init__(self, at, within=()):
+        self.left, self.where, self.within = at, None, within
 
     def __enter__(self):
         if self.where is None:
@@ -229,10 +238,12 @@ class Interrupt:
 
     def __call__(self, frame, event, arg):
         code = frame.f_code
-        # What puts things right after a break, and a generator's frame, are not interrupted a second time.
-        mine = Path(code.co_filename).parent == ENGINE and code.co_name not in ("drop", "restart", "reset")
-        if not mine or code.co_name in ("step", "generate") or code.co_name.startswith("<"):
-            return self if code.co_name in ("step", "generate") else None
+        # A generator's frame cannot be interrupted twice.
+        mine = Path(code.co_filename).parent == ENGINE and not code.co_name.startswith("<")
+        if mine and code.co_name in ("step", "generate"):
+            return self
+        if not mine or (code.co_name not in self.within if self.within else code.co_name in RECOVERY):
+            return None
         if event == "line":
             self.left -= 1
             if self.left == 0:
@@ -256,3 +267,87 @@ def test_an_interrupt_at_any_line_of_the_engine_loses_no_page_and_no_text(at):
     engine.step()
     assert [handle.generation.token_ids for handle in handles] == WHOLE, interrupt.where
     assert all(handle.generation.finish is Finish.LENGTH for handle in handles) and engine.pool.num_free == 14
+
+
+def interrupted_twice(monkeypatch, engine, at, within):
+    """The third target step is interrupted, and line number `at` of what follows within these functions."""
+    work, calls, second = engine.target.run, [], Interrupt(at, within)
+
+    def run(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            second.__enter__()
+            raise KeyboardInterrupt
+        return work(*args)
+
+    monkeypatch.setattr(engine.target, "run", run)
+    return second
+
+
+@pytest.mark.parametrize("at", range(1, 36, 2))
+def test_a_second_interrupt_within_the_recovery_from_the_first_loses_no_page_and_no_text(at, monkeypatch):
+    engine = make_engine()
+    handles = [engine.submit(request) for request in ASKED]
+    second = interrupted_twice(monkeypatch, engine, at, RECOVERY)
+    with pytest.raises(KeyboardInterrupt):
+        try:
+            while engine.step():
+                pass
+        finally:
+            sys.settrace(None)
+    assert second.where and engine.pool.num_free == 24, second.where
+    while engine.step():
+        pass
+    assert [handle.generation.token_ids for handle in handles] == WHOLE and engine.pool.num_free == 24, second.where
+
+
+@pytest.mark.parametrize("at", range(1, 81, 4))
+def test_a_second_interrupt_while_generate_ends_its_requests_returns_every_page(at, monkeypatch):
+    engine = make_engine()
+    second = interrupted_twice(monkeypatch, engine, at, (*RECOVERY, *CANCELLING))
+    with pytest.raises(KeyboardInterrupt):
+        try:
+            engine.generate(ASKED)
+        finally:
+            sys.settrace(None)
+    assert second.where and engine.pool.num_free == 24, second.where
+    assert texts(engine) == WHOLE, second.where
+
+
+def test_a_third_interrupt_leaves_what_the_next_step_puts_right(monkeypatch):
+    engine = make_engine()
+    handles = [engine.submit(request) for request in ASKED]
+    with monkeypatch.context() as context:
+        broken_once(context, engine.target, "run", 3, KeyboardInterrupt())
+        context.setattr(engine.pool, "reset", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(3):
+                engine.step()
+    while engine.step():
+        pass
+    assert [handle.generation.token_ids for handle in handles] == WHOLE and engine.pool.num_free == 24
+
+
+def interrupted():
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_before_a_full_text_is_ended_does_not_lengthen_it(monkeypatch):
+    engine = make_engine()
+    handles = [engine.submit(request) for request in ASKED]
+    ended, full = Handle.finish_if_full, []
+
+    def finish_if_full(handle):
+        if len(handle.generation.token_ids) == handle.request.max_new_tokens and not full:
+            full.append(handle)
+            raise KeyboardInterrupt
+        ended(handle)
+
+    monkeypatch.setattr(Handle, "finish_if_full", finish_if_full)
+    with pytest.raises(KeyboardInterrupt):
+        while engine.step():
+            pass
+    while engine.step():
+        pass
+    assert [handle.generation.token_ids for handle in handles] == WHOLE
+    assert full[0].generation.finish is Finish.LENGTH and engine.pool.num_free == 24
