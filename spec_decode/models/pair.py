@@ -13,12 +13,11 @@ from typing import Any, TypeVar
 
 import msgspec
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from spec_decode.models.checkpoints.errors import CheckpointError
-from spec_decode.models.checkpoints.store import read_object
+from spec_decode.models.checkpoints.files import check_safetensors, is_finite, read_object
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.draft import check_shared
 from spec_decode.models.eagle import EagleDraft
@@ -123,13 +122,8 @@ def _load(folder: Path, name: str, make: Callable[[], M], dtype: torch.dtype, de
             f"the models of {folder / 'config.json'} cannot be made: {error}; nothing was loaded. Fix their sizes."
         ) from error
     path = folder / f"{name}.safetensors"
-    try:
-        state = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read as safetensors: {error}; it is missing, truncated or corrupt, and nothing was "
-            "loaded. Restore the file."
-        ) from error
+    check_safetensors(path)
+    state = load_file(path)
     _check_state(path, model, state)
     # Assigned, so that parameters take dtype while the rotary tables stay fp32; so do sinks, as kernels take them.
     typed = {name: value.to(torch.float32 if name.endswith("sinks") else dtype) for name, value in state.items()}
@@ -141,7 +135,7 @@ def _load(folder: Path, name: str, make: Callable[[], M], dtype: torch.dtype, de
 def _check_state(path: Path, model: nn.Module, state: dict[str, torch.Tensor]) -> None:
     wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     found = {name: tuple(value.shape) for name, value in state.items()}
-    problems = [f"{name} must hold finite numbers" for name, value in state.items() if not value.isfinite().all()]
+    problems = [f"{name} must hold finite numbers" for name, value in state.items() if not is_finite(value)]
     problems += [f"{name} is missing" for name in sorted(wanted.keys() - found.keys())]
     problems += [f"{name} is not part of the model" for name in sorted(found.keys() - wanted.keys())]
     problems += [

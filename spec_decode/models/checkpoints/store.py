@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.checkpoints.files import check_safetensors, is_finite, read_object, unreadable
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Where weights are looked for; the first that exists is the one that is read."""
@@ -81,7 +81,7 @@ class TensorStore:
                 f"{name} in {self._files[name]} must be stored as {wanted}, got {found.dtype}; without the scales of a "
                 "quantised checkpoint its numbers mean nothing, so nothing was loaded. Use an unquantised checkpoint."
             )
-        if found.is_floating_point() and found.itemsize >= 2 and not bool(found.isfinite().all()):
+        if not is_finite(found):
             raise CheckpointError(
                 f"{name} in {self._files[name]} must hold finite numbers, got NaN or infinity among them; every text "
                 "would be NaN's, so nothing was loaded. Restore the file."
@@ -118,7 +118,7 @@ class TensorStore:
         try:
             return shard.read(name)
         except SafetensorError as error:
-            raise _unreadable(path, error) from error
+            raise unreadable(path, error) from error
 
     def _shard(self, path: Path) -> _Shard:
         if path not in self._shards:
@@ -130,29 +130,6 @@ def _kind(dtype: torch.dtype) -> str:
     if not dtype.is_floating_point:
         return "integers"
     return "floats of 16 bits or more" if dtype.itemsize >= 2 else "floats of 8 bits"
-
-
-def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """The JSON object in a file; raises CheckpointError, which ends in the remedy for a file that cannot be read."""
-    try:
-        value = json.loads(path.read_bytes(), object_pairs_hook=_distinct)
-    except OSError as error:
-        raise CheckpointError(
-            f"a checkpoint needs {path}, which cannot be read: {error.strerror}; nothing was loaded. {remedy}"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} must hold JSON: {error}; nothing was loaded. Restore the file.") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(
-            f"{path} must hold a JSON object, got {type(value).__name__}; nothing was loaded. Restore the file."
-        )
-    return value
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) < len(pairs):
-        raise ValueError(f"one of {', '.join(sorted(found))} is said twice in one object")
-    return found
 
 
 def _indexed(index: Path) -> dict[str, Path]:
@@ -177,10 +154,8 @@ def _indexed(index: Path) -> dict[str, Path]:
 
 
 def _open_safetensors(path: Path) -> _Shard:
-    try:
-        handle = safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise _unreadable(path, error) from error
+    check_safetensors(path)
+    handle = safe_open(path, framework="pt")
     return _Shard(frozenset(handle.keys()), handle.get_tensor)
 
 
@@ -189,7 +164,7 @@ def _open_bin(path: Path) -> _Shard:
         # Files older than the zip format cannot be mapped.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # a corrupt pickle raises whatever its bytes happen to spell
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     if not isinstance(state, dict) or not all(_is_plain(value) for value in state.values()):
         raise CheckpointError(
             f"{path} must hold tensors by name, got {type(state).__name__} with other values, or tensors that are "
@@ -200,11 +175,3 @@ def _open_bin(path: Path) -> _Shard:
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
-
-
-def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    kind = "a PyTorch state" if path.suffix == ".bin" else "safetensors"
-    return CheckpointError(
-        f"{path} cannot be read as {kind}: {error}; it is truncated or corrupt, and nothing was loaded. Restore the "
-        "file."
-    )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from spec_decode.models.checkpoints.errors import CheckpointError
-from spec_decode.models.checkpoints.store import read_object
+from spec_decode.models.checkpoints.files import check_safetensors, read_object, require_regular
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,6 +23,8 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str =
     from transformers import AutoModelForCausalLM
 
     _require_file(folder, "config.json")
+    for weights in sorted(folder.glob("*.safetensors")):
+        check_safetensors(weights)
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
@@ -72,3 +74,8 @@ def _require_file(folder: Path, file: str) -> None:
         raise CheckpointError(
             f"{folder / file} is needed, {found}; nothing was loaded. Name the folder of a downloaded model."
         )
+    for path in sorted(folder.iterdir()):  # the library opens whichever it knows by name
+        try:
+            require_regular(path)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}; nothing was loaded. Remove it.") from error

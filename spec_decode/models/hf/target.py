@@ -17,6 +17,8 @@ from torch import nn
 from builders import AttentionSpec
 from spec_decode.models.attention import Attention, AttentionInputs
 from spec_decode.models.base import LayerGroup, TargetModel, TargetStates
+from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.checkpoints.files import is_finite
 from spec_decode.models.hf.attention import ATTENTION_NAME, serving, unserved
 from spec_decode.models.hf.hidden_states import catching, set_hooks
 
@@ -40,12 +42,14 @@ class TransformersTarget(TargetModel):
         target_hidden_states (EAGLE-3 reads 2, n // 2 and n - 3 of n layers; n stands for what leaves the last one,
         before the final norm). None: the hidden states after the final norm are.
 
-        Raises UnservedModel where the model has anything that `transformers`' attention interface does not hand over.
+        Raises UnservedModel where the model has anything that `transformers`' attention interface does not hand over,
+        and CheckpointError for weights that are NaN or infinite.
         """
         super().__init__()
         self.model = model.eval().requires_grad_(False)
         self.config: Any = model.config.get_text_config()
         _refuse_other_architectures(model, self.config)
+        _refuse_no_numbers(model)
         self._accepts = inspect.signature(type(self._decoder).forward).parameters.keys()
         self.vocab_size = self.lm_head.out_features
         self.hidden_size = self.config.hidden_size
@@ -190,6 +194,14 @@ def _decoder_of(model: PreTrainedModel) -> nn.Module:
     # Some models, in older versions of the library, name themselves; their base is it then.
     decoder: nn.Module = model.base_model if model.get_decoder() is model else model.get_decoder()
     return decoder
+
+
+def _refuse_no_numbers(model: PreTrainedModel) -> None:
+    if wrong := [name for name, weight in model.named_parameters() if not is_finite(weight)]:
+        raise CheckpointError(
+            f"the weights of {type(model).__name__} must be finite numbers, got NaN or infinity in {len(wrong)} of "
+            f"them, {wrong[0]} first; every text would be NaN's, so no target was made. Restore them."
+        )
 
 
 def _refuse_other_architectures(model: PreTrainedModel, config: Any) -> None:

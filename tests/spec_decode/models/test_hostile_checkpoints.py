@@ -71,8 +71,8 @@ def test_a_number_that_is_none_is_refused_by_its_name(tmp_path, field, lie):
 
 
 CONFIGS = {
-    "said twice": (b'{"a": 1, "a": 2}', "one of a is said twice"),
-    "said twice inside": (b'{"a": {"b": 1, "c": 0, "b": 1}}', "one of b, c is said twice"),
+    "said twice": (b'{"a": 1, "a": 2}', "a is said twice"),
+    "said twice inside": (b'{"a": {"b": 1, "c": 0, "b": 1}}', ": b is said twice"),
     "nested deeply": (b"[" * 200_000, "must hold JSON"),
     "objects nested deeply": (b'{"a":' * 200_000, "must hold JSON"),
     "a number of many digits": (b'{"a": %s}' % (b"9" * 5000), "must hold JSON"),
@@ -125,6 +125,36 @@ def test_a_safetensors_header_that_lies_is_refused(tmp_path, header):
 @pytest.mark.parametrize("length", [0, 2**32, 2**62, 2**64 - 1])
 def test_a_header_of_another_length_is_refused(tmp_path, length):
     refusal(lambda: TensorStore.open(write_raw(tmp_path, {"a": entry()}, length)))
+
+
+def test_a_safetensors_header_that_says_a_name_twice_is_refused(tmp_path):
+    write_raw(tmp_path, {"a": entry()})
+    header = b'{"a": %s, "a": %s}' % (json.dumps(entry()).encode(), json.dumps(entry(shape=[4])).encode())
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
+    assert "a is said twice in one object" in refusal(lambda: TensorStore.open(tmp_path))
+
+
+@pytest.mark.parametrize("load", [TensorStore.open, load_pair], ids=["a checkpoint", "a pair"])
+def test_a_config_that_is_a_pipe_is_refused_and_not_waited_for(tmp_path, pipe, load):
+    pipe(tmp_path / "config.json")
+    assert "it is a pipe or a device, not a file" in refusal(lambda: load(tmp_path))
+
+
+def test_weights_of_a_pair_that_are_a_pipe_are_refused_and_not_waited_for(pair, pipe):
+    pipe(pair / "draft.safetensors")
+    assert "it is a pipe or a device, not a file" in refusal(lambda: load_pair(pair))
+
+
+def test_a_pairs_weights_that_say_a_name_twice_are_refused(pair):
+    path = pair / "target.safetensors"
+    raw = path.read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    header = raw[8 : 8 + length].rstrip()
+    name = next(name for name in json.loads(header) if name != "__metadata__")
+    again = b", %s: %s}" % (json.dumps(name).encode(), json.dumps(json.loads(header)[name]).encode())
+    header = header.removesuffix(b"}") + again
+    path.write_bytes(struct.pack("<Q", len(header)) + header + raw[8 + length :])
+    assert f"{name} is said twice in one object" in refusal(lambda: load_pair(pair))
 
 
 PLACES = ["../x.safetensors", "/etc/passwd", "a/../../b", "..", "", "a\0b", "\ud800"]

@@ -1,6 +1,8 @@
-"""A folder's own code is never run, and nobody is asked whether it may be."""
+"""A folder's own code is never run, nobody is asked whether it may be, and its files are not believed."""
 
 import json
+import math
+import struct
 
 import pytest
 
@@ -9,6 +11,7 @@ from spec_decode.models import CheckpointError
 transformers = pytest.importorskip("transformers")
 
 from spec_decode.models.hf.folder import load_model, load_tokenizer  # noqa: E402
+from spec_decode.models.hf.target import TransformersTarget  # noqa: E402
 
 CODE = """
 from pathlib import Path
@@ -69,3 +72,33 @@ def test_a_tokenizer_that_only_its_own_code_knows_is_refused(folder):
     with pytest.raises(CheckpointError, match=r"auto_map to code beside it, which is never run; nothing was loaded\."):
         load_tokenizer(folder)
     assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_no_numbers_make_no_target(folder, value):
+    model = load_model(folder, dtype=None)
+    # Far from the tokens that a target is tried on.
+    model.model.embed_tokens.weight.data[-1, 3] = value
+
+    named = r"NaN or infinity in 1 of them, model\.embed_tokens\.weight first; .* no target was made"
+    with pytest.raises(CheckpointError, match=named):
+        TransformersTarget(model)
+
+
+def test_a_header_that_says_a_name_twice_is_refused(folder):
+    path = folder / "model.safetensors"
+    raw = path.read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    name, entry = next(item for item in json.loads(raw[8 : 8 + length]).items() if item[0] != "__metadata__")
+    header = raw[8 : 8 + length].rstrip().removesuffix(b"}") + f", {json.dumps(name)}: {json.dumps(entry)}}}".encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + raw[8 + length :])
+    with pytest.raises(CheckpointError, match=f"{name} is said twice"):
+        load_model(folder, dtype=None)
+
+
+@pytest.mark.parametrize(("name", "load"), [("generation_config.json", load_model), ("tokenizer.json", load_tokenizer)])
+def test_a_folder_that_holds_a_pipe_is_refused_before_the_library_waits_for_it(folder, pipe, name, load):
+    change(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    pipe(folder / name)
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read: it is a pipe or a device"):
+        load(folder) if load is load_tokenizer else load(folder, dtype=None)

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+
+@pytest.fixture
+def pipe() -> Iterator[Callable[[Path], None]]:
+    """Makes a pipe of a path; whoever reads from it gets an empty object."""
+    made: list[tuple[Path, Thread]] = []
+
+    def write(path: Path) -> None:
+        with suppress(BrokenPipeError):
+            path.write_bytes(b"{}")
+
+    def make(path: Path) -> None:
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+        writer = Thread(target=write, args=[path], daemon=True)
+        writer.start()
+        made.append((path, writer))
+
+    yield make
+    for path, writer in made:
+        # Opened for reading, it lets go of a writer that nobody read from.
+        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        writer.join()
+        os.close(reader)
