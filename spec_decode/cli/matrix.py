@@ -15,6 +15,7 @@ from spec_decode.cli.output import UserError, say, stdout, write
 if TYPE_CHECKING:
     from spec_decode.conformance.report import Report
     from spec_decode.matrix import Matrix, Sources
+    from spec_decode.matrix.sources import Documents
 
 REPORTS = Path("reports")
 PUBLISHED = {"markdown": "docs/compatibility.md", "html": "docs/compatibility.html"}
@@ -74,10 +75,11 @@ def matrix(options: _Options) -> None:
     source as it is.
     """
     options.require_sense()
-    from spec_decode.matrix import Sources, build_matrix
+    from spec_decode.matrix import build_matrix
 
-    # A fresh run is shown by itself; without one, paths that hold nothing are an error.
-    sources = Sources() if options.names and not options.paths else _read(options.paths or (REPORTS,))
+    # A fresh run is shown by itself.
+    paths = options.paths or (() if options.names else (REPORTS,))
+    sources, documents = _read(paths)
     fresh = _run(options) if options.names else []
     sources.reports.extend(fresh)
     result = build_matrix(
@@ -87,30 +89,32 @@ def matrix(options: _Options) -> None:
         tags=options.tags,
         current=_installed(sources) if options.installed else None,
     )
-    paths = options.paths or (() if options.names else (REPORTS,))
     if options.only_check:
         # Both are asked, so that one run names all that is to be made again.
-        if not all([_published(result, options.targets(), paths), _up_to_date(paths)]):
+        if not all([_published(result, options.targets(), paths), _up_to_date(documents)]):
             raise SystemExit(1)
         return
     _show(result, options.targets())
     if "-" not in options.targets().values():
-        _up_to_date(paths)
+        _up_to_date(documents)
     if not all(report.ok for report in fresh):
         raise SystemExit(1)
 
 
-def _read(paths: tuple[Path, ...]) -> Sources:
+def _read(paths: tuple[Path, ...]) -> tuple[Sources, Documents]:
+    """What the matrix is made from, and all JSON below the paths. Paths that hold nothing are an error."""
     from spec_decode.matrix import Sources
-    from spec_decode.matrix.sources import PATTERNS, files_below
+    from spec_decode.matrix.sources import PATTERNS, files_below, read_documents
 
     there = [path for path in paths if path != REPORTS or path.exists()]
-    if not files_below(there):
+    shown = files_below(there)
+    if paths and not shown:
         raise UserError(
             f"a matrix needs reports, found no {' or '.join(PATTERNS)} below {', '.join(map(str, paths))}; nothing was "
             "shown. Name reports, or use --run available for fresh ones."
         )
-    return Sources.read(there)
+    documents = read_documents(files_below(there, ("*.json",)))
+    return Sources.of({path: documents[path] for path in shown}), documents
 
 
 def _run(options: _Options) -> list[Report]:
@@ -174,11 +178,11 @@ def _published(result: Matrix, targets: dict[str, str | None], paths: tuple[Path
     return True
 
 
-def _up_to_date(paths: tuple[Path, ...]) -> bool:
+def _up_to_date(documents: Documents) -> bool:
     """Whether the reports of a GPU are of the source as it is; names those that are not."""
     from spec_decode.matrix.staleness import out_of_date
 
-    reasons = out_of_date(paths)
+    reasons = out_of_date(documents)
     for path, reason in reasons.items():
         say(stdout(), f"out of date: {path}: {reason}")
     if reasons:

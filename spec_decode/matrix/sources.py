@@ -15,6 +15,8 @@ from spec_decode.tools.timing_limit import TimingLimit
 
 PATTERNS = ("check-*.json", "pair-agreement*.json", "bench-*.json")
 """Names of the files that a folder is searched for."""
+Documents = dict[Path, Any]
+"""What each JSON file holds, or the ReportError of why it cannot be read."""
 AGREEMENT_SCHEMA = "attn-pair-agreement/3"
 TIMING_SCHEMA = "attn-bench/2"
 
@@ -123,13 +125,17 @@ class Sources:
 
     @classmethod
     def read(cls, paths: Iterable[Path]) -> Sources:
-        """The files of these paths; a folder stands for those below it that are named like evidence.
+        """The files of these paths; a folder stands for those below it that are named like evidence. Raises as `of`."""
+        return cls.of(read_documents(files_below(paths)))
 
-        Raises ReportError for a file that is none of the known schemas or does not follow its own.
-        """
+    @classmethod
+    def of(cls, documents: Documents) -> Sources:
+        """Raises ReportError for a file that cannot be read, and one that follows none of the known schemas."""
         sources = cls()
-        for path in files_below(paths):
-            sources._add(read_json(path), str(path))
+        for path, document in documents.items():
+            if isinstance(document, ReportError):
+                raise document
+            sources._add(document, str(path))
         return sources
 
     def _add(self, document: Any, where: str) -> None:
@@ -146,6 +152,18 @@ class Sources:
                 f"{schema or None!r}; nothing was shown. Make the report again, leave the file out, or read it with "
                 "the version that wrote it."
             )
+
+
+def read_documents(files: Iterable[Path]) -> Documents:
+    """Each file's document, read once."""
+
+    def read(file: Path) -> Any:
+        try:
+            return read_json(file)
+        except ReportError as error:
+            return error
+
+    return {file: read(file) for file in files}
 
 
 def files_below(paths: Iterable[Path], patterns: Sequence[str] = PATTERNS) -> list[Path]:

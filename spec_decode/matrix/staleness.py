@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from spec_decode.conformance.report import ReportError, read_json
-from spec_decode.matrix.sources import files_below
+from spec_decode.conformance.report import ReportError
+from spec_decode.matrix.sources import Documents
 from spec_decode.source_digests import changed_since
 
 
@@ -23,22 +23,21 @@ class _Provenance(msgspec.Struct):
     sources: dict[str, str] = {}
 
 
-def out_of_date(paths: Iterable[Path]) -> dict[Path, str]:
-    """Why a report of a GPU says nothing of the source as it is, for each below these paths of which that is so.
+def out_of_date(documents: Documents) -> dict[Path, str]:
+    """Why a report of a GPU says nothing of the source as it is, for each of these of which that is so.
 
     Of every kind, those that the matrix does not show too. JSON that is no report is left out.
     """
-    reasons = {path: _reason(path) for path in files_below(paths, ("*.json",))}
+    reasons = {path: _reason(document) for path, document in documents.items()}
     return {path: reason for path, reason in reasons.items() if reason}
 
 
-def _reason(path: Path) -> str:
+def _reason(document: Any) -> str:
+    if isinstance(document, ReportError):
+        return str(document)
+    rows = document if isinstance(document, list) else [document]
     try:
-        document = read_json(path)
-        rows = document if isinstance(document, list) else [document]
         found = [row for row in msgspec.convert(rows, list[_Provenance]) if row.env.cuda is not None]
-    except ReportError as error:
-        return str(error)
     except msgspec.ValidationError:
         return ""
     if not all(row.sources for row in found):

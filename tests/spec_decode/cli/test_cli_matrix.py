@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from spec_decode.conformance.report import EVERYTHING, Claim, Report, Result
+from spec_decode.conformance.report import EVERYTHING, Claim, Report, Result, read_json
 from spec_decode.environment import environment
 from spec_decode.testing.outcome import Outcome
 from tests.spec_decode.cli.conftest import CPU
@@ -197,6 +197,19 @@ def test_check_fails_on_a_gpu_report_of_other_source_and_the_matrix_names_it(tag
     result = run("matrix", "--check")
     assert result.exit_code == 1 and "what the reports say" in result.output
     assert "out of date: reports/cpu/check-torch_reference.json: builders changed since" in result.output
+
+
+def test_each_report_is_read_once(tagged, run, monkeypatch):
+    read = []
+
+    def counted(path):
+        read.append(path)
+        return read_json(path)
+
+    monkeypatch.setattr("spec_decode.matrix.sources.read_json", counted)
+    monkeypatch.setattr("spec_decode.conformance.report.read_json", counted)
+    assert run("matrix").exit_code == 0
+    assert [path.resolve() for path in read] == [tagged.resolve()]
 
 
 def test_check_fails_where_there_is_no_page(tagged, run):
