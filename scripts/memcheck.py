@@ -14,12 +14,15 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +76,8 @@ def targets(names: Sequence[str], only: Sequence[str]) -> Iterator[Target]:
 
 
 def sanitize(target: Target, seconds: float) -> dict[str, Any]:
-    """What the sanitizer says of the process, and how its checks came out, if it is one of checks."""
+    """What the sanitizer says of the process, and how its checks came out, if it is one of checks; of one that outlives
+    the seconds, what it had found until then."""
     row = {"target": target.name, "caching": target.caching}
     with tempfile.TemporaryDirectory() as folder:
         log, report = Path(folder, "log"), Path(folder, "report.json")
@@ -86,25 +90,49 @@ def sanitize(target: Target, seconds: float) -> dict[str, Any]:
         env = {name: value for name, value in os.environ.items() if name != NO_CACHING}
         env |= {} if target.caching else {NO_CACHING: "1"}
         root = Path(__file__).resolve().parent.parent
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env, cwd=root)
-        except subprocess.TimeoutExpired:
-            return {**row, "finished": False, "errors": None, "seconds_allowed": seconds}
+        printed = Path(folder, "printed")
+        with printed.open("w") as output:
+            exit_status = _run(command, seconds, env=env, cwd=root, stdout=output, stderr=output)
+        if exit_status is None:
+            printed.write_text(f"cut off after {seconds:g} s")
         text = log.read_text() if log.exists() else ""
-        results = json.loads(report.read_text())["results"] if report.exists() else []
+        results, last = _results(report), printed.read_text(errors="replace").splitlines()[-5:]
     summary = re.search(r"ERROR SUMMARY: (\d+) error", text)
     outcomes = Counter(result["outcome"] for result in results)
     # An error is a check that broke off, of memory that ran out, say: what it would have done was not seen.
-    ended = bool(results) and not outcomes.keys() & {"not_run", "error"} if target.checks else done.returncode == 0
+    whole = bool(results) and exit_status is not None and not outcomes.keys() & {"not_run", "error"}
     return {
         **row,
-        "finished": summary is not None and ended,
+        "finished": summary is not None and (whole if target.checks else exit_status == 0),
         "errors": int(summary.group(1)) if summary else None,
         "checks": dict(outcomes),
-        "exit_status": done.returncode,
+        "exit_status": exit_status,
         "said": [line for line in text.splitlines() if "Invalid" in line or "error" in line.lower()][:20],
-        "printed": (done.stdout + done.stderr).splitlines()[-5:],
+        "printed": last,
     }
+
+
+def _run(command: Sequence[str], seconds: float, **options: Any) -> int | None:
+    """The exit status; None where the time was up, and with the process everything that it had started was ended."""
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **options)
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _results(report: Path) -> list[dict[str, Any]]:
+    """What the checks found; of a process that was cut off, what it had kept of that until then."""
+    if report.exists():
+        return list(json.loads(report.read_text())["results"])
+    kept = report.with_name(f"{report.name}.part")
+    lines = kept.read_text().splitlines(keepends=True) if kept.exists() else []
+    # The last line is no whole one where the process was killed while it wrote.
+    return [result for line in lines if line.endswith("\n") for result in json.loads(line)["results"]]
 
 
 def serve(verification: str, mode: GraphMode, device: torch.device) -> engine_run.BusyRun:
@@ -134,13 +162,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not flags.names or flags.json is None:
         parser.error("backends to check and --json are needed; nothing was run. Name both.")
     watched = list(targets(flags.names, flags.only))
-    with ThreadPoolExecutor(flags.jobs) as pool:
-        rows = list(pool.map(lambda target: sanitize(target, flags.seconds), watched))
     covers = list(dict.fromkeys((*CHECKED, *SERVING)))
     checks = {"only": flags.only} if flags.only else {"uncaptured": UNCAPTURED, "captured": CAPTURED}
-    write_report(flags.json, SCHEMA, torch.device("cuda"), covers, checks=checks, targets=rows)
-    for row in rows:
-        print(row)
+    rows: list[dict[str, Any]] = []
+    began = time.monotonic()
+    with ThreadPoolExecutor(flags.jobs) as pool:
+        for future in as_completed([pool.submit(sanitize, target, flags.seconds) for target in watched]):
+            rows.append(future.result())
+            print(f"{time.monotonic() - began:5.0f} s", rows[-1], flush=True)
+            # As it stands, for a run that is cut off: it says then that it was.
+            content = {"finished": len(rows) == len(watched), "checks": checks, "targets": rows}
+            write_report(flags.json, SCHEMA, torch.device("cuda"), covers, **content)
     if not all(row["finished"] and row["errors"] == 0 for row in rows):
         raise SystemExit(1)
 

@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from spec_decode.environment import environment
+from spec_decode.files import write_whole
 from spec_decode.source_digests import SERVING, source_digests
 
 
@@ -37,4 +38,4 @@ def write_report(
     command = shlex.join(["python", sys.argv[0], *arguments, "--json", "FILE"])
     env = msgspec.to_builtins(environment(device))
     head = {"schema": schema, "env": env, "command": command, "sources": source_digests(covers)}
-    path.write_text(json.dumps({**head, **content}, indent=1) + "\n")
+    write_whole(path, (json.dumps({**head, **content}, indent=1) + "\n").encode())

@@ -88,6 +88,39 @@ def test_checks_have_finished_when_all_of_them_ran(sanitizer, outcomes, finished
     assert row["finished"] == finished
 
 
+KEEPS_AND_HANGS = """
+import json, sys, time
+with open(sys.argv[-1] + ".part", "w") as file:
+    for outcome in ("pass", "fail"):
+        file.write(json.dumps({"results": [{"outcome": outcome}]}) + chr(10))
+    file.write('{"results": [')
+time.sleep(600)
+"""
+
+
+def test_a_process_that_is_cut_off_has_not_finished_and_what_it_found_is_kept(sanitizer):
+    sanitizer()
+    row = memcheck.sanitize(target(KEEPS_AND_HANGS, checks=True), 5)
+    assert not row["finished"] and row["errors"] is None and row["exit_status"] is None
+    assert row["checks"] == {"pass": 1, "fail": 1} and row["printed"] == ["cut off after 5 s"]
+
+
+def test_the_report_has_each_target_as_soon_as_it_ended(tmp_path, monkeypatch):
+    path, seen = tmp_path / "report.json", []
+
+    def sanitize(target, seconds):
+        seen.append(len(json.loads(path.read_text())["targets"]) if path.exists() else 0)
+        return {"target": target.name, "finished": True, "errors": 0}
+
+    monkeypatch.setattr(memcheck, "sanitize", sanitize)
+    monkeypatch.setattr(memcheck, "VERIFIERS", ())
+    monkeypatch.setattr(memcheck, "write_report", lambda path, *_, **content: path.write_text(json.dumps(content)))
+    memcheck.main(["a", "b", "--jobs", "1", "--json", str(path)])
+
+    report = json.loads(path.read_text())
+    assert report["finished"] and len(report["targets"]) == 4 and seen == sorted(seen)
+
+
 @pytest.mark.parametrize("verification", memcheck.VERIFIERS)
 @pytest.mark.parametrize("mode", [GraphMode.NONE, GraphMode.FULL])
 def test_the_engine_that_is_watched_serves_every_request(verification, mode, monkeypatch):
