@@ -8,17 +8,21 @@ and without graphs: plainly, with a random draft and with the target as its own 
 model's argmax or lie within the budget of it, so that texts can differ at near ties alone; how many differ from
 plain decoding's is counted. Of its own draft the target must keep most.
 
-A backend that refuses a group, and a model that cannot be built with the installed version, are rows with the reason.
+A backend that refuses a group, and a model that cannot be built with the installed version, are rows with the reason. A
+model, a dtype and a backend are a task for one of several processes.
 """
 
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -302,25 +306,36 @@ def refusals(subject: ModelUnderTest, name: str) -> list[str]:
     return [f"{group}: {reason}" for group, verdict in verdicts for reason in getattr(verdict, "reasons", ())]
 
 
-def rows_of(kind: str, dtype: torch.dtype, device: torch.device, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The rows of one model in one dtype: a row for each phase and backend, or one that says why there are none."""
+@cache
+def subject_of(kind: str, dtype: torch.dtype, device: torch.device) -> ModelUnderTest:
+    """The model, made once in a process with its exact logits, for all backends that it is run on there."""
+    subject = ModelUnderTest.make(kind, dtype, device)
+    subject.target  # noqa: B018 - made here, where a failure is the model's and no backend's
+    return subject
+
+
+def rows_of(kind: str, dtype: torch.dtype, device: torch.device, name: str) -> list[dict[str, Any]]:
+    """A row for each phase of one model in one dtype on one backend, or one that says why there are none."""
     head = {"model": kind, "dtype": str(dtype).removeprefix("torch.")}
     try:
-        subject = ModelUnderTest.make(kind, dtype, device)
-        subject.target  # noqa: B018 - made here, where a failure is the model's and no backend's
+        subject = subject_of(kind, dtype, device)
     except Exception as error:  # the library's own, of any class: the other models still count
-        yield {**head, "backend": "-", "phase": "build", **_failed(error)}
-        return
-    for name in names:
-        if reasons := refusals(subject, name):
-            yield {**head, "backend": name, "phase": "-", "ok": True, "refused": reasons}
-            continue
-        for phase, job in jobs_of(subject, registry.get(name)).items():
-            try:
-                found = job()
-            except Exception as error:  # one row fails, the others are still wanted
-                found = _failed(error)
-            yield {**head, "backend": name, "phase": phase, **found}
+        return [{**head, "backend": "-", "phase": "build", **_failed(error)}]
+    head["backend"] = name
+    if reasons := refusals(subject, name):
+        return [{**head, "phase": "-", "ok": True, "refused": reasons}]
+    jobs = jobs_of(subject, registry.get(name))
+    return [{**head, "phase": phase, **_timed(job)} for phase, job in jobs.items()]
+
+
+def _timed(job: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What the job finds, and the seconds that it took."""
+    began = time.monotonic()
+    try:
+        found = job()
+    except Exception as error:  # one row fails, the others are still wanted
+        found = _failed(error)
+    return {**found, "seconds": round(time.monotonic() - began, 1)}
 
 
 def jobs_of(subject: ModelUnderTest, backend: AttentionBackend) -> dict[str, Callable[[], dict[str, Any]]]:
@@ -336,22 +351,34 @@ def _failed(error: Exception) -> dict[str, Any]:
     return {"ok": False, "failed": f"{type(error).__name__}: {error}"}
 
 
+def _part(part: tuple[str, torch.dtype, str], device: torch.device) -> list[dict[str, Any]]:
+    """The rows of a model, a dtype and a backend, in a process of the pool."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    kind, dtype, name = part
+    return rows_of(kind, dtype, device, name)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Compare, write the report, and fail if any row is not ok."""
     parser = script_options(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--backends", nargs="+", default=registry.names())
+    parser.add_argument("--jobs", type=int, default=8, help="processes; most of the time goes into compiling kernels")
     flags = parser.parse_args(argv)
-    transformers.logging.set_verbosity_error()
+    parts = list(product(flags.models, (torch.bfloat16, torch.float32), flags.backends))
     rows: list[dict[str, Any]] = []
-    for kind, dtype in product(flags.models, (torch.bfloat16, torch.float32)):
-        for row in rows_of(kind, dtype, flags.device, flags.backends):
-            rows.append(row)
-            print(*row.values(), flush=True)
-        # As it stands, for a run that is cut off: it says then that it was.
-        finished = (kind, dtype) == (flags.models[-1], torch.float32)
-        content = {"transformers": transformers.__version__, "finished": finished, "rows": rows}
-        write_report(flags.json, SCHEMA, flags.device, **content)
+    began = time.monotonic()
+    with ProcessPoolExecutor(min(flags.jobs, len(parts)), multiprocessing.get_context("spawn")) as pool:
+        tasks = [pool.submit(_part, part, flags.device) for part in parts]
+        for done, task in enumerate(as_completed(tasks), start=1):
+            new = [row for row in task.result() if row not in rows]  # a model that cannot be built is one row
+            rows += new
+            for row in new:
+                print(f"{time.monotonic() - began:5.0f} s", *row.values(), flush=True)
+            # As it stands, for a run that is cut off: it says then that it was.
+            content = {"transformers": transformers.__version__, "finished": done == len(parts), "rows": rows}
+            write_report(flags.json, SCHEMA, flags.device, **content)
     if not all(row["ok"] for row in rows) or all("refused" in row for row in rows):
         raise SystemExit(1)
 
