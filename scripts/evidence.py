@@ -75,7 +75,7 @@ def shared_steps(backends: Sequence[str]) -> list[Step]:
     return [
         *(Step(f"check-{name}", (*CLI, "check", name, "--device", "cuda")) for name in backends),
         Step("engine-run", ("scripts/engine_run.py", "--requests", "5000")),
-        Step("pair-agreement", ("scripts/pair_agreement.py", "--jobs", "7")),
+        Step("pair-agreement", ("scripts/pair_agreement.py", "--jobs", "10")),
         Step("transformers-logits", ("scripts/transformers_logits.py",)),
         *(Step(f"soak-{name}", (*CLI, "soak", name, *soak)) for name in backends),
         Step("stale-controls", ("scripts/stale_controls.py", *backends, "--jobs", "10")),

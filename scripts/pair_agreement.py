@@ -34,7 +34,7 @@ from spec_decode.models.held_out_text import held_out_prompts
 
 TEMPERATURES = (0.0, 1.0)
 DRAFT_TOKENS = (2, 3, 4, 5)
-INVARIANT_DRAFT_TOKENS = (2, 5)
+INVARIANT_DRAFT_TOKENS = (3,)
 PROMPTS, PROMPT_BYTES, NEW_TOKENS, SEED = 6, 64, 48, 7
 
 Texts = list[tuple[list[int], list[int]]]
