@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 from rich.console import Console
 
+from spec_decode.cli.engine_builders import builder_names, kit_of
 from spec_decode.cli.options import (
     chosen_names,
     device_option,
@@ -37,11 +39,15 @@ if TYPE_CHECKING:
 
     from spec_decode.conformance.kept_results import KeptResults
     from spec_decode.conformance.report import Report, Result
+    from spec_decode.testing.subject import Subject
 
 
 @dataclass(frozen=True, slots=True)
 class CheckRun:
-    """Which checks run on which device, and whether refusals are printed too."""
+    """Which checks run on which device, and whether refusals are printed too.
+
+    engine: whose builders the names are, or empty for backends.
+    """
 
     console: Console
     device: torch.device
@@ -49,6 +55,7 @@ class CheckRun:
     checks: Sequence[str] = ()
     verbose: bool = False
     quick: bool = False
+    engine: str = ""
 
     def of(
         self,
@@ -75,16 +82,24 @@ class CheckRun:
                 asked |= {"device": str(self.device), **keep}
                 env = environment(self.device)
                 return check_isolated(name, env=env, request=asked, on_result=on_result, on_note=on_note)
+            from builders.kernels.triton_runtime import torch_implementations
             from spec_decode.conformance.runner import plan, run
 
-            return run(plan(name, device=self.device, **asked), on_result=on_result, on_note=on_note, kept=kept)
+            # Triton's interpreter is for the engine's kernels then, and what is ours has been checked elsewhere.
+            with torch_implementations() if self.engine else nullcontext():
+                planned = plan(self._subject(name), device=self.device, **asked)
+                return run(planned, on_result=on_result, on_note=on_note, kept=kept)
+
+    def _subject(self, name: str) -> str | Subject:
+        return kit_of(self.engine).subjects([name])[0] if self.engine else name
 
     def _command(self, name: str) -> str:
         options = ["--device", str(self.device)]
         options += [part for family in self.families for part in ("--family", family)]
         options += [part for pattern in self.checks for part in ("--only", pattern)]
         options += ["--quick"] * self.quick
-        return shlex.join(["attn-backends", "check", name, *options])
+        engine = ["--engine", self.engine] if self.engine else []
+        return shlex.join(["attn-backends", "check", *engine, name, *options])
 
     def _printer(self, name: str, update: Callable[[str], None]) -> Callable[[Result], None]:
         from spec_decode.conformance.report import FAILURES
@@ -126,7 +141,8 @@ def count_results(title: str, update: Callable[[str], None]) -> Callable[[Result
 class _Options:
     """The options of `check`, as the user gave them."""
 
-    names: Annotated[tuple[str, ...], click.argument("names", nargs=-1, required=True, metavar="NAME...")]
+    names: Annotated[tuple[str, ...], click.argument("names", nargs=-1, metavar="NAME...")]
+    engine: Annotated[str | None, "Check builders of an engine, NAME or all of them: vllm."]
     device: Annotated[str | None, device_option]
     families: Annotated[tuple[str, ...], "--family", "Only this family of checks; repeatable."]
     checks: Annotated[tuple[str, ...], "--only", "Only checks like this pattern; repeatable."]
@@ -144,7 +160,8 @@ def check(options: _Options) -> None:
     """Check backends against the contract.
 
     NAME is a registered backend, `available` (each made for the device) or `all`. Each failure comes with its
-    reason and the command that repeats it; a check that is newer than the contract a
+    reason and the command that repeats it. With --engine, NAME is a metadata builder of that engine as it is installed,
+    and its claims are checked on the CPU, with no engine, model or GPU. A check that is newer than the contract a
     backend was built for is a preview, and fails nobody. Under the summary is what no result shows: an
     advance that was not tried, or a known failure that covers nothing. On the CPU, Triton's kernels run in its
     interpreter. The exit status is 0 only if every backend passes, and a backend for which nothing ran does not.
@@ -157,21 +174,39 @@ def check(options: _Options) -> None:
     """
     if options.resume and options.target is None:
         raise UserError("--resume needs the --json of the run to go on with, got none; nothing was run. Add --json.")
-    where = resolve_device(options.device)
+    where = resolve_device("cpu" if options.engine and options.device is None else options.device)
     interpret_kernels_on(where)
     use_threads(options.threads)
-    if "available" in options.names:
-        _print_refused_plug_ins()
-    chosen = chosen_names(options.names, where)
+    chosen = _chosen_builders(options, where) if options.engine else _chosen_backends(options, where)
     _require_known(options.families)
-    run = CheckRun(stdout(), where, options.families, options.checks, options.verbose, options.quick)
-    isolated, paths = _isolated(chosen, options.isolate), _report_paths(options.target, chosen)
+    families = options.families or (kit_of(options.engine).FAMILIES if options.engine else ())
+    run = CheckRun(stdout(), where, families, options.checks, options.verbose, options.quick, options.engine or "")
+    isolated = set() if options.engine else _isolated(chosen, options.isolate)
+    paths = _report_paths(options.target, chosen, f"check-{options.engine}-" if options.engine else "check-")
     with sigterm_interrupts():
         reports = [_check_and_save(run, name, name in isolated, paths.get(name), options.resume) for name in chosen]
     if options.checks and not any(report.results for report in reports if report):
         raise _no_such_check(options.checks)
     if not all(report and report.ok for report in reports):
         raise SystemExit(1)
+
+
+def _chosen_backends(options: _Options, where: torch.device) -> list[str]:
+    if not options.names:
+        raise click.UsageError("Missing argument 'NAME...'.")
+    if "available" in options.names:
+        _print_refused_plug_ins()
+    return chosen_names(options.names, where)
+
+
+def _chosen_builders(options: _Options, where: torch.device) -> list[str]:
+    assert options.engine is not None
+    if where.type != "cpu" or options.isolate:
+        raise UserError(
+            "builders of an engine are checked on the CPU and in this process, where the engine is loaded once; got "
+            f"{'--isolate' if options.isolate else f'--device {where}'}; nothing was run. Leave it out."
+        )
+    return builder_names(options.engine, options.names)
 
 
 def _isolated(names: Sequence[str], isolate: bool) -> set[str]:
@@ -245,13 +280,13 @@ def _no_such_check(patterns: Sequence[str]) -> UserError:
     )
 
 
-def _report_paths(target: str | None, names: Sequence[str]) -> dict[str, Path]:
+def _report_paths(target: str | None, names: Sequence[str], prefix: str) -> dict[str, Path]:
     """Where each report goes; made before anything runs, so that a bad path does not cost a run."""
     if target is None:
         return {}
     path = Path(target)
     if path.suffix != ".json" or path.is_dir() or target.endswith("/"):
-        paths = {name: path / f"check-{name}.json" for name in names}
+        paths = {name: path / f"{prefix}{name}.json" for name in names}
     elif len(names) == 1:
         paths = {names[0]: path}
     else:

@@ -25,13 +25,15 @@ SCHEMA = "attn-matrix/3"
 class MatrixRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One version of a backend on one device.
 
-    package: of another project that declares it, with its version; empty for this project's own. runs: indices of its
+    package: of another project that declares it, with its version; empty for this project's own. engine: whose own
+    builder it is, with its version; empty for a backend. runs: indices of its
     reports, newest first. stale: why the row may no longer hold. cells: as the columns.
     """
 
     backend: str
     version: str
     package: str = ""
+    engine: str = ""
     device: str
     runs: tuple[int, ...]
     stale: tuple[str, ...]
@@ -39,7 +41,7 @@ class MatrixRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def title(self) -> str:
-        return f"{self.backend}@{self.version}"
+        return _title(self)
 
     @property
     def absent(self) -> str:
@@ -60,6 +62,10 @@ class Matrix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     drafters: tuple[DraftRow, ...]
     speed: tuple[Section, ...]
     runs: tuple[Run, ...]
+
+
+def _title(row: MatrixRow | Report) -> str:
+    return f"{row.engine}: {row.backend}" if row.engine else f"{row.backend}@{row.version}"
 
 
 def build_matrix(
@@ -105,19 +111,25 @@ def _tags_of(result: Result) -> tuple[str, ...]:
 
 def _row(reports: Sequence[Report], columns: Sequence[Column], runs: Runs, stale: tuple[str, ...]) -> MatrixRow:
     newest = reports[0]
-    title = f"{newest.backend}@{newest.version}"
-    seen = [(each, _by_tag(each.results), runs.number(title, each.env, each.command)) for each in reports]
-    where = "cpu" if newest.env.cuda is None else "cuda"
-    again = f"attn-backends matrix --run {newest.backend} --device {where} --tag"
+    seen = [(each, _by_tag(each.results), runs.number(_title(newest), each.env, each.command)) for each in reports]
     return MatrixRow(
         backend=newest.backend,
         version=newest.version,
         package=newest.package,
+        engine=newest.engine,
         device=newest.env.device,
         runs=tuple(run for _, _, run in seen),
         stale=stale,
-        cells=tuple(_cell(column.tag, seen, f"{again} {column.tag}") for column in columns),
+        cells=tuple(_cell(column.tag, seen, _again(newest, column.tag)) for column in columns),
     )
+
+
+def _again(report: Report, tag: str) -> str:
+    """The command that checks a column of a row again."""
+    if report.engine:
+        return f"attn-backends check --engine {report.engine.partition(' ')[0]} {report.backend}"
+    where = "cpu" if report.env.cuda is None else "cuda"
+    return f"attn-backends matrix --run {report.backend} --device {where} --tag {tag}"
 
 
 def _by_tag(results: Iterable[Result]) -> dict[str, list[Result]]:

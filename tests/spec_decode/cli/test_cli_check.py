@@ -173,3 +173,29 @@ def test_what_a_run_finds_is_kept_beside_its_report(checks, run, tmp_path, names
 def test_there_is_nothing_to_resume_without_a_report(checks, refused):
     assert "Add --json" in refused("check", "torch_reference", "--device", "cpu", "--resume")
     assert not checks.calls
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--engine", "vlm"), "an engine whose builders can be checked is vllm, got 'vlm'"),
+        (("--engine", "vllm", "KpoolTail"), "a builder of vllm must be one of FlashAttentionMetadataBuilder, "),
+        (("--engine", "vllm", "--device", "cuda"), "device cuda was asked for"),
+        (("--engine", "vllm", "--isolate"), "got --isolate; nothing was run"),
+    ],
+)
+def test_what_an_engine_cannot_be_asked_is_refused(words, why, refused):
+    assert why in refused("check", *words)
+
+
+def test_without_the_engine_nothing_of_it_is_checked(run):
+    result = run("check", "--engine", "vllm", "KpoolTailMetadataBuilder")
+
+    assert result.exit_code == 1
+    assert "vLLM's builders are checked as 0.33.x has them, found none" in result.output
+
+
+def test_without_a_name_there_is_nothing_to_check(run):
+    result = run("check")
+
+    assert result.exit_code == 2 and "Missing argument 'NAME...'" in result.output

@@ -1,0 +1,150 @@
+"""A builder of vLLM behind the contract of this library: its build, its in-place update, its claims as they stand."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+
+from attn_backends import KVCache
+from builders import (
+    AdvanceLevel,
+    AdvanceSupport,
+    AttentionBatch,
+    AttentionSpec,
+    CaptureConstants,
+    HostLengths,
+    MetadataBuilder,
+)
+from spec_decode.testing.expectations import Unsupported
+
+_HOST = ("num_reqs", "num_tokens", "max_query_len", "max_seq_len")
+
+
+@dataclass(frozen=True, eq=False)
+class Inner:
+    """vLLM's own metadata, and the batch it is of. The kit compares the tensors beside it."""
+
+    metadata: Any
+    batch: AttentionBatch
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Inner)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class EngineBuilder(MetadataBuilder[Any]):
+    """Plays vLLM's runner: it keeps the input buffers as vLLM does, and calls the builder as vLLM does.
+
+    Page p of the kit is block p + 1 of vLLM, whose block 0 is the null block that padding owns and nothing may write.
+    """
+
+    host_lengths = HostLengths.UPPER_BOUND
+    scratch: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of names of tensors whose content means nothing between two kernels."""
+
+    @staticmethod
+    def make(spec: AttentionSpec, device: torch.device, block_table_width: int) -> Any:
+        """vLLM's builder of a KV group of this spec, for tables of so many blocks a row."""
+        raise NotImplementedError
+
+    @classmethod
+    def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
+        # The claim belongs to an instance.
+        if cls.make(spec, device, 1).supports_draft_decode_metadata_update:
+            return AdvanceSupport(AdvanceLevel.IN_GRAPH, "it says supports_draft_decode_metadata_update")
+        return AdvanceSupport(AdvanceLevel.REBUILD, "it does not say supports_draft_decode_metadata_update")
+
+    def allocate(self) -> None:
+        pages = -(-self.max_seq_len // self.spec.page_size)
+        self.inner = self.make(self.spec, self.device, pages)
+        self._blocks = torch.zeros(self.max_reqs, pages, dtype=torch.int32, device=self.device)
+        self._slots = torch.full((self.max_tokens,), -1, dtype=torch.int64, device=self.device)
+
+    def build(self, batch: AttentionBatch, *, horizon: int = 0) -> Any:
+        self.check_horizon(batch, horizon)
+        self._fill_inputs(batch)
+        metadata = self.inner.build(0, self._common(batch))
+        tensors = self.tensors_of(metadata)
+        host = (batch.num_reqs, batch.num_tokens, batch.max_query_len, batch.max_seq_len)
+        return _record(tuple(tensors))(*tensors.values(), *host, Inner(metadata, batch))
+
+    def advance(self, metadata: Any) -> None:
+        """Raises Unsupported for more than one token a request, for which vLLM never calls it."""
+        if metadata.max_query_len > 1:
+            raise Unsupported("vLLM updates metadata in place for decodes of one token, this batch has more")
+        self._fill_inputs(metadata.inner.batch)
+        self.inner.update_draft_decode_metadata(metadata.inner.metadata)
+
+    def capture_constants(self, metadata: Any) -> CaptureConstants:
+        return CaptureConstants(
+            max_reqs=metadata.num_reqs, max_query_len=metadata.max_query_len, max_seq_len=metadata.max_seq_len
+        )
+
+    def tensors_of(self, metadata: Any) -> dict[str, torch.Tensor]:
+        """What of vLLM's metadata a captured graph holds on to, by name; what is nested joined by _."""
+        return {name: tensor for name, tensor in _tensors(metadata) if not name.startswith(self.scratch or ("/",))}
+
+    def _fill_inputs(self, batch: AttentionBatch) -> None:
+        """The block table and the slots that vLLM's runner makes before it builds or updates."""
+        blocks, slots = self._inputs(batch)
+        torch.add(batch.block_table, 1, out=blocks)
+        slots.copy_(torch.where(batch.slot_mapping < 0, -1, batch.slot_mapping + self.spec.page_size))
+
+    def _inputs(self, batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        width = batch.block_table.shape[1]
+        return self._blocks[: batch.num_reqs, :width], self._slots[: batch.num_tokens]
+
+    def _common(self, batch: AttentionBatch) -> Any:
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        assert batch.host_seq_lens is not None and batch.host_query_lens is not None
+        blocks, slots = self._inputs(batch)
+        starts = torch.tensor([0, *batch.host_query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return CommonAttentionMetadata(
+            query_start_loc=batch.query_start_loc,
+            query_start_loc_cpu=starts,
+            seq_lens=batch.seq_lens,
+            num_reqs=batch.num_reqs,
+            num_actual_tokens=batch.num_tokens,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            block_table_tensor=blocks,
+            slot_mapping=slots,
+            positions=batch.positions,
+            is_prefilling=torch.zeros(batch.num_reqs, dtype=torch.bool),
+            seq_lens_cpu_upper_bound=torch.tensor(batch.host_seq_lens, dtype=torch.int32),
+        )
+
+
+@cache
+def _record(names: tuple[str, ...]) -> type:
+    """Frozen metadata with these tensors."""
+    tensors = [(name, torch.Tensor) for name in names]
+    host = [(name, int) for name in _HOST]
+    return dataclasses.make_dataclass("EngineMetadata", [*tensors, *host, ("inner", Inner)], frozen=True)
+
+
+def _tensors(metadata: Any, prefix: str = "") -> list[tuple[str, torch.Tensor]]:
+    found: list[tuple[str, torch.Tensor]] = []
+    for field in dataclasses.fields(metadata):
+        value, name = getattr(metadata, field.name), prefix + field.name
+        if isinstance(value, torch.Tensor):
+            found.append((name, value))
+        elif dataclasses.is_dataclass(value):
+            found += _tensors(value, f"{name}_")
+    return found
+
+
+def with_null_block(cache: KVCache) -> KVCache:
+    """The cache that vLLM's blocks are of: the kit's pages, and the null block before them."""
+    return KVCache(*map(_from_the_null_block, (cache.key, cache.value)))
+
+
+def _from_the_null_block(pages: torch.Tensor) -> torch.Tensor:
+    start = pages.storage_offset() - pages.stride(0)
+    return pages.as_strided((pages.shape[0] + 1, *pages.shape[1:]), pages.stride(), start)

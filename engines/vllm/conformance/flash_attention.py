@@ -1,0 +1,26 @@
+"""FlashAttention's builder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attn_backends import AttentionBackend
+from engines.vllm.conformance.forwards import PackedHeads
+from engines.vllm.conformance.making import HEADS, backend_class, builder_class, heads_group
+
+_FIELDS = ("seq_lens", "slot_mapping", "scheduler_metadata")
+
+
+def backend() -> type[AttentionBackend]:
+    import vllm.v1.attention.backends.flash_attn as theirs
+
+    vars(theirs)["get_scheduler_metadata"] = _schedule
+    builder = builder_class(theirs.FlashAttentionMetadataBuilder, heads_group, _FIELDS)
+    return backend_class(__name__, builder, HEADS, PackedHeads)
+
+
+def _schedule(*, cache_seqlens: torch.Tensor, **_: Any) -> torch.Tensor:
+    """For FlashAttention's own op: like its plan, this one depends on every length."""
+    return torch.cat([cache_seqlens.new_zeros(1), ((cache_seqlens + 127) // 128).repeat(4)])

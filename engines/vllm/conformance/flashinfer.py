@@ -1,0 +1,47 @@
+"""FlashInfer's builder in native decode, as it is on Hopper without kernels from the network."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from attn_backends import AttentionBackend, Sizes
+from builders import AttentionSpec
+from engines.vllm.conformance.config import LAYER
+from engines.vllm.conformance.forwards import NoAttention
+from engines.vllm.conformance.making import HEADS, backend_class, builder_class, heads_group
+
+
+def backend() -> type[AttentionBackend]:
+    from vllm.v1.attention.backends.flashinfer import FlashInferMetadataBuilder
+
+    fields = ("slot_mapping", "page_indices")
+    builder = builder_class(FlashInferMetadataBuilder, heads_group, fields, prepare=_prepare)
+
+    def tensors_of(self: Any, metadata: Any) -> dict[str, torch.Tensor]:
+        # The wrapper of a decode, which is no tensor, holds the builder's list.
+        return {"slot_mapping": metadata.slot_mapping, "page_indices": self.inner.paged_kv_indices}
+
+    builder.tensors_of = tensors_of  # type: ignore[method-assign]
+    pages = replace(HEADS, page_sizes=Sizes(minimum=16, maximum=64, multiple_of=16))
+    return backend_class(__name__, builder, pages, NoAttention)
+
+
+def _prepare(config: Any, spec: AttentionSpec) -> None:
+    """The layer whose scale and window are planned for."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.v1.attention.backends.flashinfer import FlashInferImpl
+
+    impl = object.__new__(FlashInferImpl)
+    window = None if spec.sliding_window is None else (spec.window_left, 0)
+    sizes = {"num_heads": spec.num_q_heads, "scale": spec.softmax_scale}
+    vars(impl).update(sizes, sliding_window=window, logits_soft_cap=None, sinks=None)
+    without = dict.fromkeys(AttentionLayerBase.__abstractmethods__)
+    layer: Any = type("Layer", (AttentionLayerBase,), without)()
+    layer.impl = impl
+    config.compilation_config.static_forward_context[LAYER] = layer
+    config.cache_config.kv_cache_layout = "LBNHC"
+    # Else vLLM asks the network for kernels of XQA, which claims no update either.
+    config.attention_config.use_trtllm_attention = False

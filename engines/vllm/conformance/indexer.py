@@ -1,0 +1,21 @@
+"""The builder of DeepSeek-V3.2's indexer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from attn_backends import AttentionBackend, Sizes
+from engines.vllm.conformance.forwards import NoAttention
+from engines.vllm.conformance.making import LATENT, backend_class, builder_class, index_group
+
+_FIELDS = ("seq_lens", "slot_mapping", "decode_seq_lens")
+
+
+def backend() -> type[AttentionBackend]:
+    from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBuilder
+
+    # DeepGEMM makes the schedule; without it nothing writes there.
+    scratch = ("decode_schedule_metadata",)
+    builder = builder_class(DeepseekV32IndexerMetadataBuilder, index_group, _FIELDS, scratch=scratch)
+    pages = replace(LATENT, page_sizes=Sizes(minimum=64, multiple_of=64))
+    return backend_class(__name__, builder, pages, NoAttention)

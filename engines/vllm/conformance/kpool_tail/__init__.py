@@ -1,0 +1,16 @@
+"""The builder of the tail cache of GLM-5.3-Flash's pooled indexer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from attn_backends import AttentionBackend, Sizes
+from engines.vllm.conformance.forwards import NoAttention
+from engines.vllm.conformance.making import LATENT, backend_class, builder_class, index_group
+
+
+def backend() -> type[AttentionBackend]:
+    from vllm.v1.attention.backends.mla.indexer import KpoolTailMetadataBuilder
+
+    builder = builder_class(KpoolTailMetadataBuilder, index_group, ("seq_lens", "slot_mapping", "positions"))
+    return backend_class(__name__, builder, replace(LATENT, page_sizes=Sizes(minimum=4)), NoAttention)

@@ -1,0 +1,107 @@
+"""vLLM's Python on a machine without a GPU: a platform that says it is an H200, and nothing where its kernels are."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+
+from attn_backends import BrokenBackend
+from engines.vllm.conformance.launches import record_launches
+
+SERIES = "0.33."
+_ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",  # else vLLM finds Triton without a driver, and does without it
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+_EXTENSIONS = ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch")
+_FLASH_ATTENTION = ("vllm.vllm_flash_attn", "vllm.vllm_flash_attn.flash_attn_interface")
+_FLASHINFER = ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.utils")
+_OPS = ("_C", "_moe_C", "_C_cache_ops", "_C_utils", "_C_custom_ar", "_vllm_fa2_C", "_vllm_fa3_C", "_flashmla_C")
+
+
+def vllm_version() -> str:
+    """The installed vLLM's. Raises BrokenBackend where there is none, or one of another series."""
+    try:
+        found = version("vllm")
+    except PackageNotFoundError:
+        found = "none"
+    if not found.startswith(SERIES):
+        raise BrokenBackend(
+            f"vLLM's builders are checked as {SERIES}x has them, found {found}; another version calls them in another "
+            "way, so nothing was run. Run make engines, which unpacks the right one, or install it."
+        )
+    return found
+
+
+def enter() -> None:
+    """Make vLLM importable here, and have it believe in the GPU. Before anything imports vllm; once in a process."""
+    if "vllm" in sys.modules:
+        return
+    record_launches()
+    os.environ.update(_ENVIRONMENT)
+    for name in _EXTENSIONS:
+        sys.modules[name] = ModuleType(name)
+    import vllm.platforms
+
+    vars(vllm.platforms)["_current_platform"] = _platform()
+    # Its ops are declared before their names are taken.
+    import vllm._custom_ops
+
+    for name in _OPS:
+        setattr(torch.ops, name, MagicMock(name=name))
+    for name in (*_FLASH_ATTENTION, *_FLASHINFER):
+        sys.modules[name] = _AnyKernel(name)
+
+
+class _AnyKernel(ModuleType):
+    """A package of kernels, each of which does nothing. FlashAttention is there in version 3, as on Hopper."""
+
+    FA2_AVAILABLE, FA3_AVAILABLE = False, True
+    __path__: list[str] = []  # noqa: RUF012  as a package has it
+
+    @staticmethod
+    def is_fa_version_supported(version: int, device: object = None) -> bool:
+        return version == 3
+
+    @staticmethod
+    def fa_version_unsupported_reason(version: int, device: object = None) -> str | None:
+        return None if version == 3 else "it is not installed"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return MagicMock(name=name)
+
+
+def _platform() -> Any:
+    from vllm.platforms.cuda import NonNvmlCudaPlatform
+    from vllm.platforms.interface import DeviceCapability
+
+    hopper = (9, 0)
+
+    def pair(capability: Any) -> Any:
+        return capability if isinstance(capability, tuple) else divmod(capability, 10)
+
+    facts = {
+        "get_device_capability": lambda cls, device_id=0: DeviceCapability(*hopper),
+        "has_device_capability": lambda cls, capability, device_id=0: pair(capability) <= hopper,
+        "is_device_capability": lambda cls, capability, device_id=0: pair(capability) == hopper,
+        "is_device_capability_family": lambda cls, capability, device_id=0: pair(capability)[0] == 9,
+        "get_device_name": lambda cls, device_id=0: "NVIDIA H200",
+        "get_device_total_memory": lambda cls, device_id=0: 141 << 30,
+        "num_compute_units": lambda cls, device_id=0: 132,
+        "device_count": lambda cls: 1,
+        "is_fully_connected": lambda cls, ids: True,
+        "is_pin_memory_available": lambda cls: False,
+    }
+    methods = {name: classmethod(fact) for name, fact in facts.items()}  # type: ignore[arg-type]
+    return type("StandInH200", (NonNvmlCudaPlatform,), methods)()

@@ -1,0 +1,47 @@
+"""The builder of vLLM's dense latent attention in Triton."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+from attn_backends import AttentionBackend, Feature, Sizes
+from builders import AttentionSpec
+from engines.vllm.conformance.config import LAYER
+from engines.vllm.conformance.forwards import Latents
+from engines.vllm.conformance.making import LATENT, backend_class, builder_class
+
+_DENSE = replace(
+    LATENT,
+    kv_dtypes=(),
+    head_dims=Sizes(minimum=64, maximum=576),
+    value_dims=Sizes(minimum=64, maximum=512, power_of_two=True),
+    features=frozenset({Feature.GQA, Feature.VALUE_DIM}),
+    required=frozenset({Feature.VALUE_DIM}),
+)
+
+
+def backend() -> type[AttentionBackend]:
+    from vllm.v1.attention.backends.mla.triton_mla import TritonMLAMetadataBuilder
+
+    fields = ("slot_mapping", "decode_seq_lens")
+    builder = builder_class(TritonMLAMetadataBuilder, _group, fields, prepare=_prepare)
+    return backend_class(__name__, builder, _DENSE, Latents)
+
+
+def _group(spec: AttentionSpec) -> Any:
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    return MLAAttentionSpec(block_size=spec.page_size, num_kv_heads=1, head_size=spec.head_dim, dtype=spec.dtype)
+
+
+def _prepare(config: Any, spec: AttentionSpec) -> None:
+    """The layer whose dims and whose prefill the builder asks for."""
+    rotary = spec.head_dim - spec.out_dim
+    dims = {"kv_lora_rank": spec.out_dim, "qk_rope_head_dim": rotary, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    # vLLM knows two sizes of a model's heads; those of the layer, which count here, may be smaller.
+    config.model_config.model_arch_config.head_size = 576
+    layer = SimpleNamespace(**dims, q_lora_rank=None, prefill_backend=MagicMock(name="prefill_backend"))
+    config.compilation_config.static_forward_context[LAYER] = layer

@@ -1,0 +1,45 @@
+"""An engine's Python without its compiled parts: python scripts/unpack_engine.py vllm==0.33.0 FOLDER [PACKAGE ...].
+
+The wheel is downloaded by itself and only its Python is unpacked; each PACKAGE that it imports
+is installed beside it, without what that depends on in turn. The extra of the engine would bring gigabytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+KEPT = (".py", ".json", ".jinja", ".toml", "METADATA", "entry_points.txt")
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("engine")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("packages", nargs="*")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    if options.packages:
+        target = ["--no-deps", "--upgrade", "--target", str(options.folder)]
+        subprocess.run([*PIP, "install", *target, *options.packages], check=True)
+    with TemporaryDirectory() as downloads:
+        subprocess.run([*PIP, "download", "--no-deps", "-d", downloads, options.engine], check=True)
+        (wheel,) = Path(downloads).glob("*.whl")
+        unpack(wheel, options.folder)
+
+
+def unpack(wheel: Path, folder: Path) -> None:
+    """The Python of the wheel, into the folder."""
+    with zipfile.ZipFile(wheel) as archive:
+        for entry in archive.infolist():
+            if entry.filename.endswith(KEPT):
+                archive.extract(entry, folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The engines whose own metadata builders `check --engine` tries. Their kits are loaded by name, and only then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol, cast
+
+from spec_decode.cli.output import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from spec_decode.testing.subject import Subject
+
+ENGINES = ("vllm",)
+
+
+class EngineKit(Protocol):
+    """What a module engines.ENGINE.conformance has."""
+
+    NAMES: Sequence[str]
+    FAMILIES: Sequence[str]
+
+    def subjects(self, names: Sequence[str]) -> list[Subject]: ...
+
+
+def kit_of(engine: str) -> EngineKit:
+    """The kit over an engine's builders. Raises UserError for an engine that has none."""
+    if engine not in ENGINES:
+        raise UserError(
+            f"an engine whose builders can be checked is {' or '.join(ENGINES)}, got {engine!r}; nothing was run. Fix "
+            f"--engine.{did_you_mean(engine, ENGINES)}"
+        )
+    return cast(EngineKit, import_module(f"engines.{engine}.conformance"))
+
+
+def builder_names(engine: str, asked: Sequence[str]) -> list[str]:
+    """The builders asked for, each once; all of the engine's where none is. Raises UserError for an unknown one."""
+    known = kit_of(engine).NAMES
+    for name in asked:
+        if name not in known:
+            raise UserError(
+                f"a builder of {engine} must be one of {', '.join(known)}, got {name!r}; nothing was run. Fix the name."
+                f"{did_you_mean(name, known)}"
+            )
+    return list(dict.fromkeys(asked or known))

@@ -1,0 +1,55 @@
+"""The kit over vLLM's builders, as far as it goes without vLLM: `make engines` runs it over them."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+import torch
+
+from attn_backends import AttentionBackend, BrokenBackend
+from builders import AttentionKind, AttentionSpec
+from engines.vllm.conformance import stand_in, subjects
+from engines.vllm.conformance.builder import with_null_block
+from engines.vllm.conformance.forwards import NoAttention, PackedHeads
+
+HEADS = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
+LATENTS = AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=128, page_size=16, kind=AttentionKind.MLA)
+PACKED = AttentionSpec(
+    num_q_heads=4, num_kv_heads=1, head_dim=512, page_size=16, kind=AttentionKind.MLA, kv_dtype=torch.float8_e4m3fn
+)
+
+
+def backend_of(kind: type[AttentionBackend]) -> AttentionBackend:
+    return type(kind.__name__, (kind,), {"name": "it"})()
+
+
+@pytest.mark.parametrize("found", ["0.32.4", "0.330.0", "1.33.0"])
+def test_another_vllm_is_refused(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stand_in, "version", lambda package: found)
+
+    with pytest.raises(BrokenBackend, match=f"found {found}; .* make engines"):
+        subjects()
+
+
+def test_no_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(stand_in, "version", version)
+    with pytest.raises(BrokenBackend, match="found none"):
+        subjects()
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"), [(PackedHeads, HEADS), (NoAttention, LATENTS), (NoAttention, PACKED)], ids=["heads", "mla", "fp8"]
+)
+def test_pages_follow_a_null_block_of_nan(kind: type[AttentionBackend], spec: AttentionSpec) -> None:
+    cache = backend_of(kind).allocate_kv(spec, 3, torch.device("cpu"))
+    blocks = with_null_block(cache)
+
+    assert (cache.num_pages, blocks.num_pages) == (3, 4)
+    for pages, every in ((cache.key, blocks.key), (cache.value, blocks.value)):
+        assert every[1:].data_ptr() == pages.data_ptr() and every[1:].stride() == pages.stride()
+        null = every[0].view(torch.float8_e4m3fn) if spec.fp8_ds_mla else every[0]
+        assert null.float().isnan().all()
