@@ -49,7 +49,10 @@ class EngineBuilder(MetadataBuilder[Any]):
 
     @staticmethod
     def make(spec: AttentionSpec, device: torch.device, block_table_width: int) -> Any:
-        """vLLM's builder of a KV group of this spec, for tables of so many blocks a row."""
+        """vLLM's builder of a KV group of this spec, for tables of so many blocks a row.
+
+        Raises NotImplementedError: the class of each of vLLM's builders has its own.
+        """
         raise NotImplementedError
 
     @classmethod

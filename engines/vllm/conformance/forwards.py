@@ -32,6 +32,7 @@ class NoAttention(EngineCache):
     def forward(
         self, query: Tensor, cache: KVCache, metadata: Any, *, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
+        """Raises NotImplementedError: the kit does not call it."""
         raise NotImplementedError("nothing attends by this metadata")
 
 

@@ -103,5 +103,5 @@ def _platform() -> Any:
         "is_fully_connected": lambda cls, ids: True,
         "is_pin_memory_available": lambda cls: False,
     }
-    methods = {name: classmethod(fact) for name, fact in facts.items()}  # type: ignore[arg-type]
+    methods: dict[str, Any] = {name: classmethod(fact) for name, fact in facts.items()}  # type: ignore[arg-type]
     return type("StandInH200", (NonNvmlCudaPlatform,), methods)()

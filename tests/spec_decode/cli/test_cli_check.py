@@ -188,7 +188,8 @@ def test_what_an_engine_cannot_be_asked_is_refused(words, why, refused):
     assert why in refused("check", *words)
 
 
-def test_without_the_engine_nothing_of_it_is_checked(run):
+def test_without_the_engine_nothing_of_it_is_checked(run, monkeypatch):
+    monkeypatch.setattr("engines.vllm.conformance.stand_in.version", lambda package: "none")
     result = run("check", "--engine", "vllm", "KpoolTailMetadataBuilder")
 
     assert result.exit_code == 1

@@ -33,11 +33,13 @@ def result(outcome: str, *tags: str, **fields) -> Result:
     return Result(**{**given, **fields}, outcome=Outcome(outcome), tags=tags or (TAG,))
 
 
-def report(*results: Result, backend="k", version="1", package="", contract="", claims=None, **where) -> Report:
+def report(
+    *results: Result, backend="k", version="1", package="", engine="", contract="", claims=None, **where
+) -> Report:
     claims = {tag: Claim(claimed=yes) if isinstance(yes, bool) else yes for tag, yes in (claims or {}).items()}
     return Report(
-        backend=backend, version=version, package=package, contract=contract, env=env(**where), command="c",
-        claims=claims, results=results,
+        backend=backend, version=version, package=package, engine=engine, contract=contract, env=env(**where),
+        command="c", claims=claims, results=results,
     )  # fmt: skip
 
 

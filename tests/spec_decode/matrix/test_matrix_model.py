@@ -109,6 +109,12 @@ def test_a_cell_has_the_command_that_checks_it_again():
     assert "--device cpu" in cpu.repro
 
 
+def test_a_row_of_an_engines_builder_names_the_engine_and_repeats_with_it():
+    row = build_matrix([report(result("pass"), backend="Builder", version="1.2", engine="engine 1.2")]).rows[0]
+    assert row.title == "engine 1.2: Builder"
+    assert row.cells[0].repro == "attn-backends check --engine engine Builder"
+
+
 def test_an_older_version_is_stale_once_a_newer_one_was_checked_there():
     reports = [report(version="1", date=OLD), report(version="2", date=NEW), report(version="1", device="y", date=OLD)]
     stale = {(row.device, row.version): row.stale for row in build_matrix(reports).rows}
