@@ -70,8 +70,6 @@ class InGraphBuilder(FlashInferMetadataBuilder):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """Graphs of 1 + K tokens a request: vLLM takes the smallest of all its groups, the target's too."""
-        if vllm_config.parallel_config.decode_context_parallel_size > 1 or vllm_config.attention_config.use_non_causal:
-            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return AttentionCGSupport.UNIFORM_BATCH
 
     @classmethod
@@ -159,6 +157,22 @@ class InGraphFlashInfer(FlashInferBackend):
 
     @classmethod
     def supports_sink(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_dcp(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_pcp(cls) -> bool:
         return False
 
     @classmethod

@@ -79,7 +79,8 @@ class LatentImpl(TritonMLAImpl):
         super().__init__(*args, **named)
         dims = (self.num_heads, self.kv_lora_rank, self.qk_rope_head_dim)
         spec = latent_spec(*dims, _PAGE_SIZE, torch.get_default_dtype(), scale=self.scale)
-        require_served(OURS, spec, {})
+        padded = None if self.q_pad_num_heads in (None, self.num_heads) else self.q_pad_num_heads
+        require_served(OURS, spec, {"q_pad_num_heads": padded})
         self.spec = cache(lambda page_size: replace(spec, page_size=page_size))
 
     def forward_mqa(

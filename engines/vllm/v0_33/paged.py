@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 import torch
+from vllm import envs
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -103,6 +104,7 @@ class PagedImpl(AttentionImpl[Any]):
             scale=self.scale,
             soft_cap=asked.pop("logits_soft_cap") or None,
             sinks=sinks is not None,
+            batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
         )
         if asked["attn_type"] == AttentionType.DECODER:
             asked.pop("attn_type")
@@ -175,6 +177,10 @@ class PagedBackend(AttentionBackend):
     @classmethod
     def supports_sink(cls) -> bool:
         return Feature.SINKS in cls.ours.capabilities.features
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return Feature.BATCH_INVARIANT in cls.ours.capabilities.features
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:

@@ -1,0 +1,493 @@
+"""The plug-in inside vLLM 0.33's own classes, as installed: no engine, model or GPU, and a stand-in for FlashInfer.
+
+Needs vLLM's Python, such as `make engines` unpacks, and TRITON_INTERPRET=1 for vLLM's own Triton kernels.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from builders.kernels.triton_runtime import torch_implementations
+from engines import vllm as plug_in
+from spec_decode.graphs import runtime_for
+from tests.builders.flashinfer.host_planner import read_plan
+from tests.engines import vllm_flashinfer
+from tests.factories import CPU, make_spec
+
+try:
+    FOUND = version("vllm")
+except PackageNotFoundError:
+    FOUND = "none"
+pytestmark = [
+    pytest.mark.skipif(not FOUND.startswith("0.33."), reason=f"vllm 0.33 is not installed: found {FOUND}"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="vLLM's kernels need TRITON_INTERPRET=1 here"),
+]
+PAGE, WIDTH, TOKENS = 16, 12, 4
+HEADS, KV_HEADS, DIM = 4, 2, 64
+PAGED = ("ATTN_BACKENDS_TRITON_PAGED", "FLASHINFER_IN_GRAPH")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def inside():
+    """vLLM, with our names registered as its plug-in loader registers them: twice."""
+    from engines.vllm.conformance.stand_in import enter
+
+    enter()
+    plug_in.register()
+    plug_in.register()
+
+
+@pytest.fixture(autouse=True)
+def flashinfer(monkeypatch):
+    vllm_flashinfer.HOST_PLANS.clear()
+    monkeypatch.setenv("VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE", str(16 << 20))
+    vllm_flashinfer.install(monkeypatch, importlib.import_module("vllm.v1.attention.backends.flashinfer"))
+    with torch_implementations():
+        yield
+
+
+def backend_of(name):
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return AttentionBackendEnum[name].get_class()
+
+
+class Runner:
+    """vLLM's persistent buffers of one KV group, and its own AttentionGroup over them, for up to 8 rows."""
+
+    ROWS = 8
+
+    def __init__(self, name, query_len=1, dtype=torch.bfloat16, kernel_block=PAGE, block=PAGE):
+        from vllm.config import set_current_vllm_config
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+        from vllm.v1.worker.utils import AttentionGroup
+
+        from engines.vllm.conformance.config import LAYER, config_of
+
+        self.config = config_of(
+            make_spec(num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, page_size=PAGE), TOKENS
+        )
+        self.config.cache_config.kv_cache_layout = "LBNHC"
+        self.query_len, self.layer_name, backend = query_len, LAYER, backend_of(name)
+        group = FullAttentionSpec(block_size=block, num_kv_heads=KV_HEADS, head_size=DIM, dtype=dtype)
+        with set_current_vllm_config(self.config), default_dtype(dtype):
+            numbers = (HEADS, DIM, DIM**-0.5, KV_HEADS, None, None, "auto", None)
+            self.layer = layer_of(backend.get_impl_cls()(*numbers))
+            self.config.compilation_config.static_forward_context = {LAYER: self.layer}
+            self.group = AttentionGroup(backend, [LAYER], group, 0)
+            self.group.create_metadata_builders(self.config, CPU, kernel_block_size=kernel_block)
+        self.allocate()
+        self.cache = torch.randn(100, KV_HEADS, PAGE, 2 * DIM, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def allocate(self):
+        query_len = self.query_len
+        self.seq_lens = torch.zeros(self.ROWS, dtype=torch.int32)
+        self.table = torch.zeros(self.ROWS, WIDTH, dtype=torch.int32)
+        self.slots = torch.full((self.ROWS * query_len,), -1)
+        self.positions = torch.zeros(self.ROWS * query_len, dtype=torch.int64)
+        self.starts = torch.arange(self.ROWS + 1, dtype=torch.int32) * query_len
+
+    @property
+    def builder(self):
+        return self.group.get_metadata_builder()
+
+    def fill(self, lens, seed=0):
+        """Rows of these lengths over pages of their own; the others are padding, as vLLM leaves it."""
+        pages = torch.randperm(99, generator=torch.Generator().manual_seed(seed)).int() + 1
+        self.seq_lens.zero_()
+        self.seq_lens[: len(lens)] = torch.tensor(lens)
+        self.table[: len(lens)] = pages[: len(lens) * WIDTH].view(-1, WIDTH)
+
+    def common(self, rows=None):
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        rows = rows or self.ROWS
+        live = int((self.seq_lens[:rows] > 0).sum())
+        starts = torch.arange(rows + 1, dtype=torch.int32).clamp(max=live) * self.query_len
+        return CommonAttentionMetadata(
+            query_start_loc=self.starts[: rows + 1],
+            query_start_loc_cpu=starts,
+            seq_lens=self.seq_lens[:rows],
+            num_reqs=rows,
+            num_actual_tokens=rows * self.query_len,
+            max_query_len=self.query_len,
+            max_seq_len=WIDTH * PAGE,
+            block_table_tensor=self.table[:rows],
+            slot_mapping=self.slots[: rows * self.query_len],
+            positions=self.positions[: rows * self.query_len],
+            seq_lens_cpu_upper_bound=self.seq_lens[:rows].clone(),
+        )
+
+    def attend(self, metadata, query):
+        """What the layer's own forward computes, as vLLM calls it."""
+        out = torch.zeros_like(query)
+        call = (self.layer, query, None, None, self.cache, metadata)
+        self.layer.impl.forward(*call, output=out, output_scale=None, output_block_scale=None)
+        return out
+
+    def truth(self, query, lens):
+        """Attention of the live rows in fp64, by their lengths and tables alone."""
+        key, value = self.cache.double().transpose(1, 2).split(DIM, -1)
+        rows = []
+        for row, length in enumerate(lens):
+            pages = self.table[row, : -(-length // PAGE)].long()
+            its_key, its_value = (each[pages].flatten(0, 1)[:length].repeat_interleave(2, 1) for each in (key, value))
+            for token in range(self.query_len):
+                seen = length - self.query_len + token + 1
+                q = query[row * self.query_len + token].double()
+                weights = (torch.einsum("hd,shd->hs", q, its_key[:seen]) * DIM**-0.5).softmax(-1)
+                rows.append(torch.einsum("hs,shd->hd", weights, its_value[:seen]))
+        return torch.stack(rows)
+
+
+class default_dtype:
+    """vLLM makes layers with the model's dtype as the default one."""
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    def __enter__(self):
+        self.before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+
+    def __exit__(self, *error):
+        torch.set_default_dtype(self.before)
+
+
+def layer_of(impl):
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    layer = type("Layer", (AttentionLayerBase,), dict.fromkeys(AttentionLayerBase.__abstractmethods__))()
+    layer.impl = impl
+    for name in ("_q_scale", "_k_scale", "_v_scale"):
+        setattr(layer, name, torch.ones(1))
+        setattr(layer, f"{name}_float", 1.0)
+    return layer
+
+
+def assert_attends(runner, metadata, lens):
+    query = torch.randn(
+        runner.ROWS * runner.query_len, HEADS, DIM, generator=torch.Generator().manual_seed(9)
+    ).bfloat16()
+    found = runner.attend(metadata, query)[: len(lens) * runner.query_len].double()
+    torch.testing.assert_close(found, runner.truth(query, lens), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("name", plug_in.NAMES)
+def test_a_class_says_the_name_that_vllm_knows_it_by(name):
+    if name == "ATTN_BACKENDS_FLASH_ATTN3":
+        with pytest.raises(ImportError, match=r"backend 'flash_attn3' .* does not load"):
+            backend_of(name)
+    else:
+        assert backend_of(name).get_name() == name
+
+
+def test_a_misspelt_name_is_refused_with_ours_among_the_valid_ones():
+    with pytest.raises(ValueError, match=r"Unknown attention backend: 'FLASHINFER_INGRAPH'.*FLASHINFER_IN_GRAPH"):
+        backend_of("FLASHINFER_INGRAPH")
+
+
+def select(name, **changes):
+    """What vLLM's platform answers for a layer."""
+    from vllm.config import set_current_vllm_config
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    from engines.vllm.conformance.config import config_of
+
+    asked = {"head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16, **changes}
+    with set_current_vllm_config(config_of(make_spec(head_dim=DIM, page_size=PAGE), TOKENS)):
+        return current_platform.get_attn_backend_cls(AttentionBackendEnum[name], AttentionSelectorConfig(**asked))
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_vllm_selects_a_backend_by_its_name(name):
+    assert select(name).rpartition(".")[0].startswith("engines.vllm.v0_33")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        (PAGED[0], {"head_size": 40}, "head_dim must be 64 to 256, a multiple of 8, got 40"),
+        (PAGED[0], {"dtype": torch.float32}, "dtype not supported"),
+        (PAGED[0], {"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
+        (
+            PAGED[0],
+            {"kv_cache_dtype": "float16"},
+            "must have the dtype of the queries, torch.bfloat16, got torch.float16",
+        ),
+        (PAGED[0], {"use_dcp": True}, "DCP not supported"),
+        (PAGED[0], {"use_mla": True}, "MLA not supported"),
+        (PAGED[0], {"use_non_causal": True}, "non-causal attention not supported"),
+        (PAGED[0], {"use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
+        (PAGED[1], {"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
+        (PAGED[1], {"use_batch_invariant": True}, "batch invariance not supported"),
+        (PAGED[1], {"use_non_causal": True}, "non-causal attention not supported"),
+        (PAGED[1], {"has_sink": True}, "attention sinks not supported"),
+        (PAGED[1], {"use_dcp": True}, "DCP not supported"),
+        (
+            "ATTN_BACKENDS_TRITON_MLA",
+            {"head_size": 576, "use_mla": True, "kv_cache_dtype": "fp8"},
+            "kv_cache_dtype not",
+        ),
+        ("ATTN_BACKENDS_TRITON_MLA", {"head_size": 576, "use_mla": True, "use_dcp": True}, "DCP not supported"),
+        ("ATTN_BACKENDS_TRITON_MLA", {"head_size": 128}, "non-MLA not supported"),
+    ],
+)
+def test_vllm_shows_the_reason_against_a_model(name, changes, reason):
+    with pytest.raises(ValueError, match=f"is not valid for this configuration.*{reason}"):
+        select(name, **changes)
+
+
+@pytest.mark.parametrize(
+    ("extras", "reason"),
+    [
+        ({"alibi_slopes": [0.5]}, "has no alibi_slopes"),
+        ({"attn_type": "encoder_only"}, "has no attn_type, the layer has 'encoder_only'"),
+        ({"kv_sharing_target_layer_name": "model.0"}, "has no kv_sharing_target_layer_name"),
+        ({"block_m": 64}, "has no block_m, the layer has 64"),
+    ],
+)
+def test_a_layer_with_what_ours_lacks_is_refused_when_it_is_made(extras, reason):
+    with default_dtype(torch.bfloat16), pytest.raises(ValueError, match=f"{reason}.*vLLM was not started"):
+        backend_of(PAGED[0]).get_impl_cls()(HEADS, DIM, 0.125, KV_HEADS, **extras)
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_the_draft_and_the_verification_of_a_batch_have_full_graphs(name):
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    runner = Runner(name)
+    support = type(runner.builder).get_cudagraph_support(runner.config, runner.group.kv_cache_spec)
+    assert support is AttentionCGSupport.UNIFORM_BATCH
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_vllm_fuses_a_draft_group(name):
+    assert Runner(name).group.supports_draft_decode_metadata_update
+
+
+@pytest.mark.parametrize("query_len", [1, 1 + TOKENS])
+@pytest.mark.parametrize("name", PAGED)
+def test_a_build_attends_right(name, query_len):
+    runner = Runner(name, query_len)
+    for seed, lens in enumerate([[5, 150, 33, 16, 90, 7, 12, 64], [40, 6, 190]]):
+        runner.fill(lens, seed)
+        assert_attends(runner, runner.group.build_metadata(runner.common()), lens)
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_an_update_captured_on_a_dummy_batch_replays_over_others(name):
+    """As the fused loop does: nothing is built between the capture and a batch that it never saw."""
+    runner = Runner(name)
+    runner.fill([1] * runner.ROWS)
+    metadata = runner.group.build_metadata_for_cudagraph_capture(runner.common())
+    graph = runtime_for(CPU).capture(lambda: runner.group.update_draft_decode_metadata({runner.layer_name: metadata}))
+    planned = len(vllm_flashinfer.HOST_PLANS)
+    for seed, lens in enumerate([[5, 150, 33, 16, 90, 7, 12, 64], [40, 6, 190]]):
+        runner.fill(lens, seed + 1)
+        for step in range(TOKENS - 1):
+            graph.replay()
+            assert_attends(runner, metadata, [length + step for length in lens])
+            runner.seq_lens[: len(lens)] += 1  # vLLM moves its lengths itself
+    assert len(vllm_flashinfer.HOST_PLANS) == planned
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_a_block_table_of_kernel_blocks_is_read_where_vllm_maps_it(name):
+    runner = Runner(name, block=2 * PAGE)
+    assert runner.group.kernel_block_table is not None
+    runner.fill([5, 150, 33])
+    mapped = runner.group.map_to_kernel_block_table(runner.table[:, : WIDTH // 2])
+    assert mapped.stride(0) > mapped.shape[1]
+    metadata = runner.builder.build(0, runner.common().replace(block_table_tensor=mapped))
+    runner.table[:, :WIDTH] = mapped
+    runner.cache = runner.cache.repeat(2, 1, 1, 1)
+    assert_attends(runner, metadata, [5, 150, 33])
+
+
+def test_a_common_prefix_or_a_batch_that_is_not_causal_is_not_built_by_ours():
+    from builders import BatchError
+
+    runner = Runner(PAGED[0])
+    runner.fill([5, 150])
+    with pytest.raises(BatchError, match="no cascade attention, got a common prefix of 16 tokens"):
+        runner.builder.build(16, runner.common())
+    with pytest.raises(BatchError, match="attends causally, got a batch with causal=False"):
+        runner.builder.build(0, runner.common().replace(causal=False))
+
+
+def test_batch_invariance_is_ours_where_vllm_asks_for_it(monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert select(PAGED[0], use_batch_invariant=True)
+    assert Runner(PAGED[0]).layer.impl.spec(PAGE).batch_invariant
+
+
+def test_a_graph_is_made_for_the_longest_request_of_the_engine_not_of_the_batch():
+    runner = Runner(PAGED[0])
+    runner.fill([5, 7])
+    metadata = runner.group.build_metadata_for_cudagraph_capture(runner.common().replace(max_seq_len=8))
+    assert metadata.max_seq_len == runner.config.model_config.max_model_len
+
+
+def test_keys_and_values_are_written_where_vllm_keeps_them():
+    runner = Runner(PAGED[0])
+    key, value = torch.randn(2, 2, KV_HEADS, DIM).bfloat16()
+    runner.layer.impl.do_kv_cache_update(runner.layer, key, value, runner.cache, torch.tensor([3 * PAGE + 7, -1]))
+    assert torch.equal(runner.cache[3, :, 7], torch.cat([key[0], value[0]], -1))
+
+
+def test_memory_is_measured_without_metadata():
+    runner = Runner(PAGED[0])
+    assert not runner.attend(None, torch.randn(3, HEADS, DIM)).any()
+
+
+def test_flashinfer_plans_a_shape_on_the_host_once():
+    runner = Runner(PAGED[1])
+    for seed in range(5):
+        runner.fill([5 + seed, 150], seed)
+        runner.group.build_metadata(runner.common())
+    assert vllm_flashinfer.HOST_PLANS == ["decode"]
+
+
+def test_a_plan_is_flashinfers_own_for_the_lengths_as_they_stand():
+    runner, fresh = Runner(PAGED[1]), Runner(PAGED[1])
+    runner.fill([3] * 8)
+    runner.group.build_metadata(runner.common())
+    for seed, lens in enumerate([[5, 150, 33, 16, 90, 7, 12, 64], [190] * 8]):
+        runner.fill(lens, seed)
+        fresh.fill(lens, seed)
+        plan = runner.group.build_metadata(runner.common()).plan
+        theirs = super(type(fresh.builder), fresh.builder).build(0, fresh.common()).decode.wrapper
+        assert read_plan(plan.workspace, plan.layout) == read_plan(theirs._int_workspace_buffer, plan.layout)
+
+
+def test_no_build_writes_vllms_block_table():
+    """A wrapper that is bound to it must never be planned on the host again: that would copy pages into it."""
+    runner = Runner(PAGED[1])
+    runner.fill([5, 150, 33])
+    before = runner.table.clone()
+    elsewhere = runner.common().replace(seq_lens=runner.seq_lens.clone(), block_table_tensor=runner.table.clone())
+    for common in (runner.common(), elsewhere, runner.common()):
+        runner.builder.build(0, common)
+    assert torch.equal(runner.table, before)
+
+
+def test_two_sets_of_buffers_have_plans_of_their_own():
+    runner = Runner(PAGED[1])
+    runner.fill([5, 150, 33])
+    here = runner.builder.build(0, runner.common())
+    other = runner.common().replace(seq_lens=runner.seq_lens.clone())
+    there = runner.builder.build(0, other)
+    other.seq_lens[:3] = torch.tensor([20, 20, 20])
+    runner.builder.update_draft_decode_metadata(there)
+    runner.builder.update_draft_decode_metadata(here)
+    assert here.decode.wrapper is not there.decode.wrapper
+    assert_attends(runner, here, [5, 150, 33])
+    assert_attends(runner, there, [20, 20, 20])
+
+
+def test_a_batch_with_a_prefill_is_planned_by_vllm():
+    runner = Runner(PAGED[1])
+    runner.fill([5, 150])
+    common = runner.common(rows=2).replace(
+        query_start_loc=torch.tensor([0, 1, 21], dtype=torch.int32),
+        query_start_loc_cpu=torch.tensor([0, 1, 21], dtype=torch.int32),
+        num_actual_tokens=21,
+        max_query_len=20,
+    )
+    metadata = runner.builder.build(0, common)
+    assert metadata.plan is None and metadata.num_prefills == 1
+    assert "prefill" in vllm_flashinfer.HOST_PLANS
+
+
+def test_without_full_graphs_flashinfer_says_that_it_does_not_update():
+    from vllm.config import CUDAGraphMode, set_current_vllm_config
+
+    runner = Runner(PAGED[1])
+    runner.config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+    with set_current_vllm_config(runner.config):
+        runner.group.create_metadata_builders(runner.config, CPU, kernel_block_size=PAGE)
+    assert runner.builder.reasons == ["full graphs are off"]
+    assert not runner.group.supports_draft_decode_metadata_update
+
+
+class LatentRunner(Runner):
+    """The same for latents of 512 + 64 dims, with vLLM's builder of their metadata and its layer's decode."""
+
+    def __init__(self, query_len=1):
+        from vllm.config import set_current_vllm_config
+        from vllm.v1.kv_cache_interface import MLAAttentionSpec
+        from vllm.v1.worker.utils import AttentionGroup
+
+        from engines.vllm.conformance.config import LAYER, config_of
+
+        spec = make_spec(num_q_heads=HEADS, num_kv_heads=1, head_dim=576, page_size=PAGE)
+        self.config, self.query_len, self.layer_name = config_of(spec, TOKENS), query_len, LAYER
+        self.config.model_config.model_arch_config.head_size = 576
+        dims = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+        prefill = SimpleNamespace(clone=lambda: None)
+        layer = SimpleNamespace(**dims, q_lora_rank=None, prefill_backend=prefill)
+        self.config.compilation_config.static_forward_context = {LAYER: layer}
+        backend = backend_of("ATTN_BACKENDS_TRITON_MLA")
+        group = MLAAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+        with set_current_vllm_config(self.config), default_dtype(torch.bfloat16):
+            numbers = (HEADS, 576, 0.1, 1, None, None, "auto", None, "decoder", None)
+            self.impl = backend.get_impl_cls()(*numbers, **dims, q_lora_rank=None, qk_head_dim=192, kv_b_proj=None)
+            self.group = AttentionGroup(backend, [LAYER], group, 0)
+            self.group.create_metadata_builders(self.config, CPU, kernel_block_size=PAGE)
+        self.allocate()
+        self.cache = torch.randn(100, PAGE, 576, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def common(self, rows=None):
+        return super().common(rows).replace(is_prefilling=torch.zeros(rows or self.ROWS, dtype=torch.bool))
+
+    def truth(self, query, lens):
+        rows = []
+        for row, length in enumerate(lens):
+            pages = self.table[row, : -(-length // PAGE)].long()
+            latents = self.cache[pages].flatten(0, 1)[:length].double()
+            for token in range(self.query_len):
+                seen = latents[: length - self.query_len + token + 1]
+                weights = (query[row * self.query_len + token].double() @ seen.T * 0.1).softmax(-1)
+                rows.append(weights @ seen[:, :512])
+        return torch.stack(rows)
+
+
+@pytest.mark.parametrize("query_len", [1, 1 + TOKENS])
+def test_latents_are_attended_to_over_vllms_metadata(query_len):
+    runner = LatentRunner(query_len)
+    runner.fill([1 + query_len] * runner.ROWS)
+    metadata = runner.group.build_metadata_for_cudagraph_capture(runner.common())
+    for seed, lens in enumerate([[5, 150, 33, 16, 90, 7, 12, 64], [40, 6, 190]]):
+        runner.fill(lens, seed + 1)
+        runner.group.update_draft_decode_metadata({runner.layer_name: metadata})
+        query = torch.randn(runner.ROWS * query_len, HEADS, 576, generator=torch.Generator().manual_seed(9)).bfloat16()
+        found, logsumexp = runner.impl.forward_mqa(query, runner.cache, metadata, None)
+        live = found[: len(lens) * query_len].double()
+        torch.testing.assert_close(live, runner.truth(query, lens), atol=2e-2, rtol=2e-2)
+        assert logsumexp is None
+
+
+def test_vllm_fuses_a_draft_of_latents():
+    assert LatentRunner().group.supports_draft_decode_metadata_update
+
+
+def test_a_draft_alone_takes_the_backend_that_its_speculative_config_names():
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from engines.vllm.conformance.config import config_of
+
+    config = config_of(make_spec(head_dim=DIM, page_size=PAGE), TOKENS)
+    speculation = config.speculative_config
+    speculation.attention_backend = type(speculation)._parse_attention_backend("attn_backends_triton_paged")
+    draft = speculation.apply_draft_overrides(config)
+    assert draft.attention_config.backend is AttentionBackendEnum["ATTN_BACKENDS_TRITON_PAGED"]
+    assert config.attention_config.backend is None
