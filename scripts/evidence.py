@@ -1,7 +1,7 @@
 """Make all evidence of one commit on the GPUs of one machine: python scripts/evidence.py --into reports/h200.
 
-Timings come first, one after another, with the machine to themselves: beside other work the host's times double. Then
-memcheck has the first GPU to itself, for its processes need all of the memory, and everything else shares the others. A
+Timings come first, one on each GPU, with the cores of the machine to themselves: beside much other work the host's times
+double. Then memcheck has the first GPU to itself, for its processes need all of the memory, and everything else shares the others. A
 report is put in place as its step ends, also where the step found failures; the exit status is 1 if any did. Refuses a
 checkout with changes: a report of them could not be made again.
 """
@@ -89,30 +89,27 @@ class Evidence:
     def __init__(
         self, gpus: Sequence[int], *, timed: Sequence[Step], lone: Sequence[Step], shared: Sequence[Step], into: Path
     ) -> None:
-        self.gpus, self.timed, self.lone, self.into = gpus, timed, lone, into
+        self.gpus, self.lone, self.into = gpus, lone, into
         self.began = time.monotonic()
         self.failed: list[str] = []
-        self._waiting: queue.SimpleQueue[Step] = queue.SimpleQueue()
-        for step in shared:
-            self._waiting.put(step)
+        self._timed, self._shared = _waiting(timed), _waiting(shared)
 
     def run(self) -> None:
         """Until every step has ended."""
         first, *others = self.gpus
-        for step in self.timed:
-            self._run(step, first)
-        workers = [partial(self._share, gpu) for gpu in others for _ in range(SLOTS)]
+        _together([partial(self._take, self._timed, gpu) for gpu in self.gpus])
+        workers = [partial(self._take, self._shared, gpu) for gpu in others for _ in range(SLOTS)]
         _together([partial(self._alone, first), *workers])
 
     def _alone(self, gpu: int) -> None:
         for step in self.lone:
             self._run(step, gpu)
-        _together([partial(self._share, gpu)] * SLOTS)
+        _together([partial(self._take, self._shared, gpu)] * SLOTS)
 
-    def _share(self, gpu: int) -> None:
+    def _take(self, waiting: queue.SimpleQueue[Step], gpu: int) -> None:
         while True:
             try:
-                step = self._waiting.get_nowait()
+                step = waiting.get_nowait()
             except queue.Empty:
                 return
             self._run(step, gpu)
@@ -137,6 +134,13 @@ class Evidence:
         else:
             log.unlink()
         print(f"{time.monotonic() - self.began:5.0f} s  {step.report}: {done.returncode}  {last[:100]}", flush=True)
+
+
+def _waiting(steps: Sequence[Step]) -> queue.SimpleQueue[Step]:
+    waiting: queue.SimpleQueue[Step] = queue.SimpleQueue()
+    for step in steps:
+        waiting.put(step)
+    return waiting
 
 
 def _together(work: Sequence[Callable[[], None]]) -> None:

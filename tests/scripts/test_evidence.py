@@ -43,12 +43,19 @@ def test_every_step_leaves_its_report_and_no_log(tmp_path):
 
 
 def test_nothing_else_runs_until_the_timings_have_ended(tmp_path):
-    timed = [step("t0", seconds=0.3), step("t1", seconds=0.3)]
+    timed = [step(f"t{i}", seconds=0.3) for i in range(3)]
     _, reports = ran(tmp_path, timed, [step(f"s{i}", seconds=0.2) for i in range(6)], [step("l")])
 
-    assert reports["t0"]["ended"] <= reports["t1"]["began"]
-    assert reports["t0"]["gpu"] == reports["t1"]["gpu"] == "0"
-    assert all(row["began"] >= reports["t1"]["ended"] for name, row in reports.items() if name[0] != "t")
+    timings = [reports.pop(step.report) for step in timed]
+    assert all(row["began"] >= max(timing["ended"] for timing in timings) for row in reports.values())
+
+
+def test_a_timing_has_its_gpu_to_itself(tmp_path):
+    _, reports = ran(tmp_path, [step(f"t{i}", seconds=0.3) for i in range(4)], [])
+
+    for gpu in "01":
+        first, second = sorted((row for row in reports.values() if row["gpu"] == gpu), key=lambda row: row["began"])
+        assert first["ended"] <= second["began"]
 
 
 def test_a_lone_step_has_the_first_gpu_to_itself(tmp_path):
