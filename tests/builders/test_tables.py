@@ -18,6 +18,18 @@ def contents(tables):
     )  # fmt: skip
 
 
+def test_a_group_with_too_few_rows_is_refused_beside_one_that_has_them_all():
+    tables = RequestTables(page_sizes=[4, 4], num_pages=[8, 8], max_reqs=3, max_seq_len=16, device="cpu")
+    with pytest.raises(BatchError, match=re.escape("pages must hold 2 groups of 1 rows, got [1, 0] rows")):
+        tables.load([[[0]], []], [4])
+
+
+def test_everything_that_kernels_read_of_the_tables_is_int32():
+    tables = empty_tables()
+    read = (tables.block_tables, tables.token_limits, tables.overflow, tables.page_sizes)
+    assert [tensor.dtype for tensor in read] == [torch.int32] * 4
+
+
 REFUSED = {
     "too many requests": (([[[0], [1], [2], [3]]], [4] * 4), "at most 3 requests fit these tables, got 4"),
     "too few groups": (([], [4]), "pages must hold 1 groups of 1 rows"),

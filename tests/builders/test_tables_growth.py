@@ -36,6 +36,12 @@ def test_a_request_grows_again_behind_what_it_has():
     assert tables.block_tables[0, :2].tolist() == [[0, 1, 4, 6, -1], [2, -1, -1, -1, -1]]
 
 
+def test_growth_may_fill_the_row_of_a_table():
+    tables = loaded(1)
+    tables.grow({0: [[4, 6, 8]]}, {0: 20})
+    assert tables.block_tables[0, 0].tolist() == [0, 1, 4, 6, 8]
+
+
 def test_a_limit_may_rise_within_the_pages_that_are_there():
     tables = loaded(1)
     tables.grow({0: [[]]}, {0: 8})

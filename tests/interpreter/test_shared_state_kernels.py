@@ -48,6 +48,15 @@ def test_begin_extend(shared, query_len, data):
     assert by_kernel == by_torch
 
 
+def test_begin_extend_of_several_rows_over_pages_of_their_own():
+    table = [[[4 * row + column for column in range(4)] for row in range(first, first + 4)] for first in (0, 4)]
+    shared = Shared([4, 2], table, [8] * 4, [0] * 4, 4)
+    lens = torch.tensor([3, 0, 5, 1], dtype=torch.int32)
+    by_kernel, by_torch = both_ways(shared, lambda batch: begin_extend(batch, lens, 4, 3), 3)
+    assert by_kernel == by_torch
+    assert min(by_kernel["seq_lens"]) > 0
+
+
 @FEW
 @given(shared_states(), st.integers(1, 5), st.data())
 def test_begin_decode(shared, query_len, data):

@@ -11,6 +11,7 @@ import torch
 from attn_backends.kernels.fp8_ds_mla import gather_and_dequantise, page_bytes, quantise_and_insert
 from attn_backends.kernels.write_latent import KvANormRope, write_latent
 from builders import BatchError
+from tests.op_checks import check_op
 
 NOPE, ROPE = 448, 64
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 2**-7, "atol": 1e-5}}
@@ -238,7 +239,7 @@ def test_the_op_writes_what_its_schema_says(fp8):
     norm = make_norm(512, 64, [3, 0, 7])
     args = noise(3, 512), cache, torch.tensor([2, -1, 7]), norm.weight, norm.positions, norm.table, 4, norm.eps
     op = torch.ops.attn_backends.write_latent.default
-    torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+    check_op(op, args)
 
 
 @pytest.mark.parametrize("slot", [8, 2**31 - 1, -2, -(2**31)])

@@ -8,6 +8,7 @@ from spec_decode.engine.input_batch import InputBatch
 from spec_decode.engine.kernels.prepare_inputs import prepare_inputs
 from spec_decode.engine.kernels.update_requests import UpdateRequests, update_requests
 from spec_decode.verification import RejectionSampling, VerifyOutput
+from tests.op_checks import check_op
 
 INT32 = torch.int32
 ROWS, STEPS = 3, 2
@@ -40,7 +41,7 @@ CALLS = {
 @pytest.mark.parametrize(("name", "arguments"), CALLS.items(), ids=CALLS)
 def test_the_schema_is_true(name, arguments):
     op = getattr(torch.ops.spec_decode, name.split()[0]).default
-    torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+    check_op(op, arguments)
 
 
 @pytest.mark.parametrize("name", ["accepted", "next_tokens"])

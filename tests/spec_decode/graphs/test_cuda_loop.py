@@ -56,9 +56,12 @@ def test_older_bindings_are_named_with_their_version(installed):
     assert "cuda.bindings 13 or later, found 12.9.2" in loop_unsupported_reason(torch.device("cuda"))
 
 
-def test_an_older_driver_is_named_with_what_it_serves(installed):
-    installed(driver=12080)
-    assert "needs a driver for CUDA 13.0, the one here serves 12.8" in loop_unsupported_reason(torch.device("cuda"))
+@pytest.mark.parametrize(("driver", "served"), [(12080, "12.8"), (12990, "12.99")])
+def test_an_older_driver_is_named_with_what_it_serves(installed, driver, served):
+    installed(driver=driver)
+    assert f"needs a driver for CUDA 13.0, the one here serves {served};" in loop_unsupported_reason(
+        torch.device("cuda")
+    )
 
 
 def test_bindings_that_do_not_find_their_library_say_so(installed):

@@ -221,6 +221,7 @@ HOST_READS = {
     "any in a condition": lambda: 1 if FLAG.any() else 2,
     "in": lambda: 2.0 in NUMBERS,
     "to a named cpu": lambda: NUMBERS.to("cpu:0"),
+    "to a named cpu and a dtype": lambda: NUMBERS.to("cpu", torch.float64),
     "to a cpu by keyword": lambda: NUMBERS.to(device="cpu"),
     "made on the cpu": lambda: torch.zeros(3, device="cpu") + NUMBERS,
     "linalg.inv": lambda: torch.linalg.inv(MATRIX),

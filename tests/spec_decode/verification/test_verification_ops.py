@@ -6,6 +6,7 @@ import torch
 from builders import BatchError
 from spec_decode.verification import BlockVerification, SyntheticAcceptance
 from spec_decode.verification.kernels.verify_arguments import VerifyArguments
+from tests.op_checks import check_op
 from tests.spec_decode.verification.verify_helpers import sampling_of
 
 OPS, INT32 = torch.ops.spec_decode, torch.int32
@@ -37,9 +38,8 @@ CALLS = {
 
 
 @pytest.mark.parametrize(("name", "arguments"), CALLS.items(), ids=CALLS)
-def test_the_schema_is_true(name, arguments):
-    op = getattr(OPS, name.split()[0]).default
-    torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+def test_the_schema_is_true_and_the_fake_is_like_the_op(name, arguments):
+    check_op(getattr(OPS, name.split()[0]).default, arguments)
 
 
 WRONG = {

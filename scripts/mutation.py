@@ -1,0 +1,280 @@
+"""Change the product's code in small ways and count how many changes the tests find: python scripts/mutation.py --json
+FILE.
+
+A change is drawn with a fixed seed, the more from a file the longer it is. It is tried in a copy of the project, by the
+tests of `make test` that enter the function it is in, and dies when one fails, crashes or never ends. The report has
+every survivor; fails if fewer than --least of a hundred die.
+
+Which tests enter which function, and which changes died of which test, is kept in a folder (--kept) until the file of
+the tests changes, and for a death the changed file. Remove the folder to try all afresh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from scripts.mutation_operators import Mutant, keywords_with_defaults, mutants
+from scripts.mutation_rooms import EQUIVALENT, ROOMS
+from scripts.mutation_session import PACKAGES
+from scripts.mutation_tests import ROOT, Copy, TracedTest, digest, share, traced_tests
+from scripts.script_report import write_report
+
+SCHEMA = "attn-mutation/1"
+COVERED = ("builders", "attn_backends", *(f"spec_decode.{room}" for room in ("graphs", "drafter", "engine")))
+COVERED += ("spec_decode.sampling", "spec_decode.verification")
+QUICK, QUICK_FILE = 15, 1
+"""Seconds of tests that are tried first, and of each of their files."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a mutant. by: the test that failed, or how the session ended; empty for a survivor."""
+
+    mutant: Mutant
+    outcome: str
+    by: str
+    tests: int
+
+
+def sources(patterns: Iterable[str]) -> dict[str, str]:
+    """The files of these patterns, by their path from the root."""
+    paths = sorted({path for pattern in patterns for path in ROOT.glob(pattern)})
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
+
+
+def draw(count: int, seed: int) -> list[Mutant]:
+    """Mutants of the rooms, no two of one line, and none of those known to be equivalent."""
+    defaults = keywords_with_defaults(sources(f"{package}/**/*.py" for package in PACKAGES))
+    lines = {file: _by_line(mutants(file, source, defaults)) for file, source in sources(ROOMS).items()}
+    found: list[Mutant] = []
+    for file, number in shares({file: len(of_file) for file, of_file in lines.items()}, count).items():
+        chance = random.Random(f"{seed} {file}")
+        found += [_one_of(line, chance) for line in chance.sample(lines[file], number)]
+    return found
+
+
+def _by_line(found: Iterable[Mutant]) -> list[list[Mutant]]:
+    """Without those known to be equivalent."""
+    unlike = (mutant for mutant in found if (mutant.file, mutant.before, mutant.after) not in EQUIVALENT)
+    return [list(group) for _, group in groupby(unlike, lambda mutant: mutant.line)]
+
+
+def _one_of(line: Sequence[Mutant], chance: random.Random) -> Mutant:
+    """By operator first: of constants there are more than of all else."""
+    operator = chance.choice(sorted({mutant.operator for mutant in line}))
+    return chance.choice([mutant for mutant in line if mutant.operator == operator])
+
+
+def shares(lines: Mapping[str, int], count: int) -> dict[str, int]:
+    """count divided among the files in proportion to the lines that can be changed, by largest remainder."""
+    exact = {file: count * number / sum(lines.values()) for file, number in lines.items()}
+    found = {file: int(part) for file, part in exact.items()}
+    by_remainder = sorted(exact, key=lambda file: found[file] - exact[file])
+    for file in by_remainder[: count - sum(found.values())]:
+        found[file] += 1
+    return found
+
+
+def batches(tests: Sequence[TracedTest], most: float) -> list[list[TracedTest]]:
+    """The tests in the order to try them: a few of each file, then the rest, at most so many seconds of them."""
+    quick: list[TracedTest] = []
+    rest: list[TracedTest] = []
+    for _, of_file in groupby(sorted(tests, key=lambda test: (test.interpreted, test.file, test.seconds)), _file):
+        taken = 0.0
+        for test in of_file:
+            (quick if not taken or taken + test.seconds < QUICK_FILE else rest).append(test)
+            taken += test.seconds
+    first, late = _within(_by_file(quick), QUICK)
+    others, _ = _within(_by_file([*late, *rest]), most)
+    return [
+        batch
+        for part in (first, others)
+        for interpreted in (False, True)
+        if (batch := [test for test in part if test.interpreted is interpreted])
+    ]
+
+
+def _file(test: TracedTest) -> tuple[bool, str]:
+    return test.interpreted, test.file
+
+
+def _by_file(tests: Iterable[TracedTest]) -> list[TracedTest]:
+    """By file, those first whose tests take the least time together."""
+    whole: Counter[tuple[bool, str]] = Counter()
+    tests = list(tests)
+    for test in tests:
+        whole[_file(test)] += test.seconds  # type: ignore[assignment]
+    return sorted(tests, key=lambda test: (whole[_file(test)], _file(test), test.seconds))
+
+
+def _within(tests: Iterable[TracedTest], seconds: float) -> tuple[list[TracedTest], list[TracedTest]]:
+    """Those that fit, at least one, and the others."""
+    inside: list[TracedTest] = []
+    outside: list[TracedTest] = []
+    for test in tests:
+        seconds -= test.seconds
+        (inside if seconds > 0 or not inside else outside).append(test)
+    return inside, outside
+
+
+def tests_of(mutant: Mutant, tests: Sequence[TracedTest]) -> list[TracedTest]:
+    """Those that enter its function, or others of its file where none does: it may run on import. And its readers."""
+    function = f"{mutant.file}::{mutant.function}"
+    entering = [test for test in tests if function in test.functions]
+    if not entering:
+        entering = [test for test in tests if any(name.startswith(f"{mutant.file}::") for name in test.functions)]
+    return [*entering, *(test for test in tests if mutant.file in test.read and test not in entering)]
+
+
+def attempt(copy: Copy, mutant: Mutant, tests: Sequence[TracedTest], most: float) -> Result:
+    """Run the tests on a mutant until one fails.
+
+    Raises RuntimeError for a session that ends without a test that failed, and does so without the mutant too.
+    """
+    tried = 0
+    for batch in batches(tests_of(mutant, tests), most):
+        with changed(copy, mutant):
+            answer = _run(copy, batch)
+        tried += len(answer["tests"])
+        failed = [name for name, found in answer["tests"].items() if found["outcome"] == "failed"]
+        if failed:
+            return Result(mutant, "killed", failed[0], tried)
+        # Every test passed, or none is left of those asked for.
+        if answer["status"] not in (0, 5):
+            sound = _run(copy, batch)
+            if sound["status"] not in (0, 1):
+                raise RuntimeError(f"the tests do not run without a change either: {sound['status']}, {batch[0].name}")
+            return Result(mutant, "hung" if answer["status"] == "hung" else "killed", str(answer["status"]), tried)
+    return Result(mutant, "survived", "", tried)
+
+
+def _run(copy: Copy, batch: Sequence[TracedTest]) -> dict[str, Any]:
+    seconds = sum(test.seconds for test in batch)
+    return copy.run([test.name for test in batch], interpreted=batch[0].interpreted, seconds=seconds)
+
+
+@contextmanager
+def changed(copy: Copy, mutant: Mutant) -> Iterator[None]:
+    """The copy with the change in it."""
+    path = copy.folder / mutant.file
+    source = path.read_text()
+    path.write_text(mutant.apply(source))
+    try:
+        yield
+    finally:
+        path.write_text(source)
+
+
+class Deaths:
+    """A file of what died of which test: true until the file that was changed, or that of the test, is another."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known: dict[str, dict[str, str]] = json.loads(path.read_text()) if path.exists() else {}
+        self._lock = threading.Lock()
+
+    def add(self, result: Result) -> None:
+        """Keep it, if a test found it."""
+        file = ROOT / result.by.partition("::")[0]
+        if result.outcome == "killed" and file.is_file():
+            with self._lock:
+                self._known[self._key(result.mutant)] = {"by": result.by, "test": digest(file.read_text())}
+                self._path.write_text(json.dumps(self._known))
+
+    def find(self, mutant: Mutant) -> Result | None:
+        """How it died, if that still holds."""
+        known = self._known.get(self._key(mutant), {"by": "", "test": ""})
+        file = ROOT / known["by"].partition("::")[0]
+        holds = file.is_file() and digest(file.read_text()) == known["test"]
+        return Result(mutant, "killed", known["by"], 0) if holds else None
+
+    @staticmethod
+    def _key(mutant: Mutant) -> str:
+        return f"{mutant.file} {digest(mutant.apply((ROOT / mutant.file).read_text()))}"
+
+
+def room_of(file: str) -> str:
+    """The package that a file is in, kernels with what they belong to."""
+    return str(Path(file).parent).removesuffix("/kernels").removesuffix("/strategies")
+
+
+def table(results: Sequence[Result]) -> str:
+    """Killed and drawn by room."""
+    drawn = Counter(room_of(result.mutant.file) for result in results)
+    dead = Counter(room_of(result.mutant.file) for result in results if result.outcome != "survived")
+    rows = [*((room, dead[room], drawn[room]) for room in sorted(drawn)), ("all", dead.total(), drawn.total())]
+    return "\n".join(f"{room:30} {killed:4} of {all_of_them:4} died" for room, killed, all_of_them in rows)
+
+
+def say(result: Result) -> None:
+    """One line, and the change of a survivor."""
+    mutant = result.mutant
+    print(f"{result.outcome}  {mutant.file}:{mutant.line}  {mutant.operator}  {result.by}", flush=True)
+    if result.outcome == "survived":
+        print(f"    {mutant.before}\n -> {mutant.after}   ({result.tests} tests)", flush=True)
+
+
+def main() -> None:
+    """Draw, try, and write what was found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, required=True, help="file of the report")
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--least", type=float, default=90, help="of a hundred mutants, how many must die")
+    parser.add_argument("--most", type=float, default=300, help="seconds of tests that are tried on a mutant")
+    parser.add_argument("--tests", nargs="+", default=["tests"], help="files and folders of tests; all if left out")
+    parser.add_argument("--only", help="only mutants whose file:line begins so")
+    parser.add_argument("--kept", type=Path, default=ROOT / "build/mutation", help="folder of what is kept")
+    flags = parser.parse_args()
+    flags.kept.mkdir(parents=True, exist_ok=True)
+    deaths = Deaths(flags.kept / "deaths.json")
+    drawn = [each for each in draw(flags.count, flags.seed) if f"{each.file}:{each.line}".startswith(flags.only or "")]
+    with tempfile.TemporaryDirectory() as folder:
+        copies = [Copy(Path(folder, str(job))) for job in range(flags.jobs)]
+        tests, not_passed = traced_tests(copies, flags.tests, flags.kept / "traced.json")
+
+        def work(copy: Copy, mutant: Mutant) -> Result:
+            result = deaths.find(mutant) or attempt(copy, mutant, tests, flags.most)
+            deaths.add(result)
+            say(result)
+            return result
+
+        results = share(copies, drawn, work)
+        for copy in copies:
+            copy.close()
+    outcomes = Counter(result.outcome for result in results)
+    print(table(results))
+    write_report(
+        flags.json, SCHEMA, torch.device("cpu"), COVERED, outcomes=outcomes,
+        left_out=[{"file": file, "before": before, "after": after, "why": why}
+                  for (file, before, after), why in EQUIVALENT.items()],
+        not_passed=not_passed, mutants=[_row(result) for result in results],
+    )  # fmt: skip
+    if 100 * (len(results) - outcomes["survived"]) < flags.least * len(results):
+        raise SystemExit(1)
+
+
+def _row(result: Result) -> dict[str, object]:
+    shown = {name: value for name, value in asdict(result.mutant).items() if name not in ("begin", "end", "text")}
+    return {**shown, "outcome": result.outcome, "by": result.by, "tests": result.tests}
+
+
+if __name__ == "__main__":
+    main()

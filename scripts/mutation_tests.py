@@ -1,0 +1,202 @@
+"""Which tests enter which functions, and whether any fails: copies of the project, with warm sessions in each."""
+
+from __future__ import annotations
+
+import ast
+import compileall
+import hashlib
+import json
+import os
+import py_compile
+import queue
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from scripts.mutation_session import PACKAGES
+
+ROOT = Path(__file__).resolve().parent.parent
+INTERPRETED = "tests/interpreter"
+"""Tests of this folder run a second time, with every kernel in Triton's interpreter."""
+PATIENCE = 120
+"""Seconds that a request may take over ten times what its tests took before: on a busy machine they take longer."""
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class TracedTest:
+    """A test of one of the two sessions of `make test`, and how long it takes."""
+
+    name: str
+    interpreted: bool
+    seconds: float
+    functions: frozenset[str]
+    """Those it enters, as file::name."""
+    read: frozenset[str] = frozenset()
+    """Files whose text it reads."""
+
+    @property
+    def file(self) -> str:
+        return self.name.partition("::")[0]
+
+
+class Copy:
+    """A copy of the project's tracked files in which one file at a time may be another."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, stdout=-1, check=True)
+        for name in listed.stdout.decode().split("\0"):
+            if (ROOT / name).is_file():
+                target = folder / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, target)
+        # Byte code that says of which source it is: by time and size alone one mutant could pass for another.
+        for package in PACKAGES:
+            compileall.compile_dir(
+                folder / package, quiet=1, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH
+            )
+        self._sessions: dict[bool, subprocess.Popen[str]] = {}
+
+    def run(
+        self, tests: Sequence[str], *, interpreted: bool, trace: bool = False, seconds: float = 600
+    ) -> dict[str, Any]:
+        """What `mutation_session` answers. seconds: what the tests take."""
+        session = self._session(interpreted)
+        assert session.stdin and session.stdout
+        request = {"tests": list(tests), "trace": trace, "timeout": PATIENCE + 10 * seconds}
+        print(json.dumps(request), file=session.stdin, flush=True)
+        answer: dict[str, Any] = json.loads(session.stdout.readline())
+        return answer
+
+    def _session(self, interpreted: bool) -> subprocess.Popen[str]:
+        if interpreted not in self._sessions:
+            env = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
+            env.pop("TRITON_INTERPRET", None)
+            if interpreted:
+                env["TRITON_INTERPRET"] = "1"
+            self._sessions[interpreted] = subprocess.Popen(
+                [sys.executable, "scripts/mutation_session.py"],
+                cwd=self.folder,
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        return self._sessions[interpreted]
+
+    def close(self) -> None:
+        """End its sessions."""
+        for session in self._sessions.values():
+            assert session.stdin
+            session.stdin.close()
+            session.wait()
+
+
+def share(copies: Sequence[Copy], jobs: Iterable[T], work: Callable[[Copy, T], R]) -> list[R]:
+    """The result of each job in the order of the jobs, each done in one of the copies."""
+    free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+    for copy in copies:
+        free.put(copy)
+
+    def one(job: T) -> R:
+        copy = free.get()
+        try:
+            return work(copy, job)
+        finally:
+            free.put(copy)
+
+    with ThreadPoolExecutor(len(copies)) as pool:
+        return list(pool.map(one, jobs))
+
+
+def traced_tests(copies: Sequence[Copy], paths: Sequence[str], kept: Path) -> tuple[list[TracedTest], list[str]]:
+    """The tests below the paths that pass, with the functions that each enters, and the names of those that do not.
+
+    kept: a file of what was seen before; only files of tests that are not in it as they are now run again.
+    """
+    seen: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    lock = threading.Lock()
+
+    def trace(copy: Copy, job: tuple[str, bool]) -> None:
+        file, interpreted = job
+        answer = copy.run([file], interpreted=interpreted, trace=True, seconds=600)
+        for found in answer["tests"].values():
+            found["functions"] = sorted({name for at in found["functions"] if (name := _function(copy.folder, *at))})
+        with lock:
+            seen[keys[job]] = answer
+            kept.write_text(json.dumps(seen))
+        print(f"{file}: {len(answer['tests'])} tests, {answer['status']}", flush=True)
+
+    files = sorted({str(f.relative_to(ROOT)) for path in paths for f in _test_files(ROOT / path)})
+    jobs = [(file, interpreted) for file in files for interpreted in _sessions_of(file)]
+    keys = {job: _key(*job) for job in jobs}
+    share(copies, [job for job in jobs if keys[job] not in seen], trace)
+    passed, not_passed = [], []
+    for file, interpreted in jobs:
+        answer = seen[keys[file, interpreted]]
+        if not isinstance(answer["status"], int):
+            not_passed.append(f"{file}: {answer['status']}")
+        for name, found in answer["tests"].items():
+            if found["outcome"] == "passed":
+                entered, read = frozenset(found["functions"]), frozenset(found.get("read", ()))
+                passed.append(TracedTest(name, interpreted, found["seconds"], entered, read))
+            elif found["outcome"] == "failed":
+                not_passed.append(name)
+    return passed, not_passed
+
+
+def _test_files(path: Path) -> Iterable[Path]:
+    return [path] if path.is_file() else path.rglob("test_*.py")
+
+
+def _sessions_of(file: str) -> list[bool]:
+    """Without and with the interpreter, as the file's conftest has it."""
+    if not file.startswith(INTERPRETED):
+        return [False]
+    return [True] if "_kernel" in file else [False, True]
+
+
+def _key(file: str, interpreted: bool) -> str:
+    return f"{file} {'interpreted' if interpreted else 'plain'} {digest((ROOT / file).read_text())}"
+
+
+def digest(text: str) -> str:
+    """A short name for a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _function(folder: Path, file: str, line: int) -> str:
+    """The function that a line of a file is in, as file::name; empty for none."""
+    name = min(
+        ((end - begin, name) for name, begin, end in functions((folder / file).read_text()) if begin <= line <= end),
+        default=(0, ""),
+    )[1]
+    return f"{file}::{name}" if name else ""
+
+
+@cache
+def functions(source: str) -> tuple[tuple[str, int, int], ...]:
+    """Dotted name, first line with the decorators, and last line of every function of a source."""
+    found: list[tuple[str, int, int]] = []
+
+    def visit(parent: ast.AST, prefix: str) -> None:
+        for node in ast.iter_child_nodes(parent):
+            inner = prefix
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                inner = f"{prefix}{node.name}."
+                if not isinstance(node, ast.ClassDef):
+                    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                    found.append((f"{prefix}{node.name}", first, node.end_lineno or first))
+            visit(node, inner)
+
+    visit(ast.parse(source), "")
+    return tuple(found)

@@ -1,0 +1,114 @@
+"""What a mutation run changes, what it leaves alone, how it draws, and what it takes for a death."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts import mutation
+from scripts.mutation import batches, draw, shares
+from scripts.mutation_operators import keywords_with_defaults, mutants
+from scripts.mutation_rooms import EQUIVALENT, ROOMS
+from scripts.mutation_tests import ROOT, TracedTest, functions
+
+
+def changes(body: str, **defaults: set[str]) -> set[str]:
+    return {mutant.after for mutant in mutants("file.py", f"def f(x, y):\n    {body}\n", defaults)}
+
+
+@pytest.mark.parametrize(
+    ("body", "after"),
+    [
+        ("x = x < y", {"x = x <= y"}),
+        ("x = x is not y", {"x = x is y"}),
+        ("x = x // y", {"x = x * y"}),
+        ("x = x and y", {"x = x or y"}),
+        ("x = not y", {"x = y"}),
+        ("x = -(x.y)", {"x = (x.y)"}),
+        ("x = min(x, y)", {"x = max(x, y)"}),
+        ("x = 7", {"x = 8", "x = 6"}),
+        ("x = True", {"x = False"}),
+        ("x = y[:x]", {"x = y[:x + 1]"}),
+        ("x += y", {"pass", "x -= y"}),
+        ("y.call(x)", {"pass"}),
+        ("return x", {"return None"}),
+        ("x = y.sum(x, dtype=y)", {"x = y.sum(x)"}),
+    ],
+)
+def test_an_operator_changes_its_sign_alone(body: str, after: set[str]) -> None:
+    assert changes(body) == after
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '"""One of 3."""',
+        'raise ValueError(f"1 + {x}")',
+        'x = f"{x + 1}"',
+        "x: Literal[1] = y",
+        "x = kernel(x, num_warps=4)",
+        'x = {"num_stages": 2}',
+        "x = isinstance(x, int | float)",
+        "return None",
+    ],
+)
+def test_what_no_test_could_or_should_see_is_left_alone(body: str) -> None:
+    assert not changes(body)
+
+
+def test_of_a_requirement_only_the_condition_changes() -> None:
+    assert changes("require(x < y, message(1))") == {"pass", "require(x <= y, message(1))"}
+
+
+def test_only_bodies_change() -> None:
+    source = "LIMIT = 1\n\n\n@decorated(1)\ndef f(x: Literal[1] = 1) -> Literal[1]:\n    ...\n"
+    assert not mutants("file.py", source, {})
+
+
+def test_a_keyword_is_dropped_only_where_the_callee_has_a_default() -> None:
+    defaults = keywords_with_defaults({"a.py": "def g(x, *, must, may=1): ...\nclass C:\n    a: int\n    b: int = 1\n"})
+    assert changes("x = g(x, must=y, may=y)", **defaults) == {"x = g(x, must=y)"}
+    assert changes("x = C(a=y, b=y)", **defaults) == {"x = C(a=y)"}
+
+
+def test_a_change_stands_where_it_was_found_beyond_ascii_text() -> None:
+    source = 'def f(x):\n    y = "×"; return x < 2\n'
+    found = {mutant.apply(source) for mutant in mutants("file.py", source, {}) if mutant.operator == "comparison"}
+    assert found == {source.replace("<", "<=")}
+
+
+def test_a_draw_repeats_and_has_no_two_changes_of_a_line() -> None:
+    drawn = draw(60, 3)
+    assert drawn == draw(60, 3) != draw(60, 4)
+    assert len({(mutant.file, mutant.line) for mutant in drawn}) == len(drawn) == 60
+
+
+def test_a_file_has_its_share_by_its_lines() -> None:
+    assert shares({"a": 70, "b": 20, "c": 10}, 10) == {"a": 7, "b": 2, "c": 1}
+    assert shares({"a": 1, "b": 1, "c": 1}, 2) == {"a": 1, "b": 1, "c": 0}
+
+
+def test_every_room_has_files_and_every_equivalent_change_is_one_that_can_be_drawn() -> None:
+    assert all(list(ROOT.glob(pattern)) for pattern in ROOMS)
+    defaults = keywords_with_defaults(
+        mutation.sources(["builders/**/*.py", "attn_backends/**/*.py", "spec_decode/**/*.py"])
+    )
+    found = {
+        (mutant.file, mutant.before, mutant.after)
+        for file, source in mutation.sources(file for file, _, _ in EQUIVALENT).items()
+        for mutant in mutants(file, source, defaults)
+    }
+    assert EQUIVALENT.keys() <= found and all(EQUIVALENT.values())
+
+
+def test_quick_tests_of_every_file_come_first_and_the_sessions_apart() -> None:
+    def test(name: str, seconds: float, interpreted: bool = False) -> TracedTest:
+        return TracedTest(name, interpreted, seconds, frozenset())
+
+    slow, quick, other = test("a.py::slow", 9), test("a.py::quick", 0.5), test("b.py::other", 2)
+    kernel, huge = test("k.py::kernel", 1, True), test("a.py::huge", 1000)
+    assert batches([slow, quick, other, kernel, huge], 100) == [[quick, other], [kernel], [slow]]
+
+
+def test_a_function_is_named_with_what_it_is_in() -> None:
+    source = "class C:\n    @property\n    def f(self):\n        def g(): ...\n"
+    assert functions(source) == (("C.f", 2, 4), ("C.f.g", 4, 4))
