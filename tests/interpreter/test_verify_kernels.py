@@ -93,6 +93,21 @@ def test_the_output_is_the_references(op, steps, vocab):
     assert agrees(op, make_arguments(steps, vocab, 10 * steps))
 
 
+@pytest.mark.parametrize("row", [0, 1])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_single_token_of_a_single_request_over_several_blocks(op, temperature, row):
+    arguments = VerifyArguments(*(field[row : row + 1] for field in make_arguments(1, 1600, ends=False)))
+    assert agrees(op, arguments._replace(temperature=torch.tensor([temperature])))
+
+
+def test_a_column_has_the_argmax_of_its_own_blocks_though_the_next_one_has_larger_logits(op):
+    drawn = make_arguments(2, 1100, ends=False)
+    processed = drawn.processed.abs() * torch.tensor([1.0, 100.0, 100.0])[:, None]
+    drafts, greedy = processed[:, :2].argmax(-1), torch.zeros(ROWS)
+    accepted = op(drawn._replace(processed=processed, draft_tokens=drafts, temperature=greedy))[0]
+    assert accepted.tolist() == [2] * ROWS
+
+
 def test_the_arguments_above_give_outputs_of_every_kind(op):
     counts = {
         "rejected random": 0,
