@@ -160,7 +160,8 @@ def attempt(copy: Copy, mutant: Mutant, tests: Sequence[TracedTest], most: float
             sound = _run(copy, batch)
             if sound["status"] not in (0, 1):
                 raise RuntimeError(f"the tests do not run without a change either: {sound['status']}, {batch[0].name}")
-            return Result(mutant, "hung" if answer["status"] == "hung" else "killed", str(answer["status"]), tried)
+            outcome = "hung" if answer["status"] == "hung" else "killed"
+            return Result(mutant, outcome, f"the session: {answer['status']}", tried)
     return Result(mutant, "survived", "", tried)
 
 
