@@ -58,6 +58,7 @@ def paged_attention_args():
     seq_lens, starts = (torch.tensor(v, dtype=torch.int32) for v in ([6, 3, 0], [0, 2, 4, 6]))
     return (
         torch.randn(6, 4, 16), cache.key, cache.value, table, seq_lens, starts, torch.randn(4), 2, 6, 2, 0.25, 3, 20.0,
+        False,
     )  # fmt: skip
 
 
