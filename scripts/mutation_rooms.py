@@ -12,5 +12,31 @@ ROOMS = (
 )
 """Patterns of the files whose mutants must die."""
 
-EQUIVALENT: dict[tuple[str, str, str], str] = {}
+EQUIVALENT: dict[tuple[str, str, str], str] = {
+    (
+        "attn_backends/kernels/e4m3.py",
+        "code = tl.where(size < 0x3C800000, small, large)",
+        "code = tl.where(size <= 0x3C800000, small, large)",
+    ): "both give 8 for 2^-6 itself",
+    (
+        "spec_decode/sampling/kernels/restrict_logits.py",
+        "part = min(_PART, triton.next_power_of_2(vocab))",
+        "part = max(_PART, triton.next_power_of_2(vocab))",
+    ): "how a row is divided changes the time that it takes, and nothing else",
+    (
+        "spec_decode/sampling/kernels/restrict_logits_kernels.py",
+        "count, sum_exp = _count_part(logits, row, part, vocab, edge, largest, False, PART, LANES, BINS)",
+        "count, sum_exp = _count_part(logits, row, part, vocab, edge, largest, True, PART, LANES, BINS)",
+    ): "without top_p nothing reads the sums",
+    (
+        "spec_decode/verification/kernels/block_verify.py",
+        "count = tl.min(tl.where(passes, columns, column), 0)",
+        "count = tl.min(tl.where(passes, columns, column), (-1))",
+    ): "of one axis the first is the last",
+    (
+        "spec_decode/verification/kernels/partial_max.py",
+        "argmax = torch.empty(rows * columns, blocks, dtype=torch.int32, device=device)",
+        "argmax = torch.empty(rows * columns, blocks, device=device)",
+    ): "a float holds every token of a vocabulary below 2^24",
+}
 """Why a change leaves everything as it was, by file, line before and line after."""
