@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 
+ENTRY_POINT_GROUP = "vllm.general_plugins"
+"""Of the packages that vLLM calls in every process."""
 NAMES = {
     "FLASHINFER_IN_GRAPH": "engines.vllm.v0_33.flashinfer.InGraphFlashInfer",
     "ATTN_BACKENDS_TRITON_PAGED": "engines.vllm.v0_33.paged.TritonPaged",

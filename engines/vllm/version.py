@@ -20,16 +20,23 @@ class UnsupportedVllm(ImportError):
     """The vLLM that is installed is none that the adapters were written for. vLLM shows it as a backend's reason."""
 
 
+def unsupported_reason(found: str) -> str:
+    """Why the adapters are not for a vLLM of this version, or nothing."""
+    if found.split(".")[:2] == SUPPORTED.split("."):
+        return ""
+    return (
+        f"attn-backends' adapters are for vLLM {SUPPORTED}, got {found}; its classes and cache may mean something "
+        f"else, so none was loaded. Install vllm=={SUPPORTED}.*, or choose one of vLLM's own backends."
+    )
+
+
 def require_supported() -> None:
     """Raise UnsupportedVllm unless vLLM is of the supported minor and has every hook that the adapters use."""
     import vllm
 
     found = str(getattr(vllm, "__version__", "unknown"))
-    if found.split(".")[:2] != SUPPORTED.split("."):
-        raise UnsupportedVllm(
-            f"attn-backends' adapters are for vLLM {SUPPORTED}, got {found}; its classes and cache may mean something "
-            f"else, so none was loaded. Install vllm=={SUPPORTED}.*, or choose one of vLLM's own backends."
-        )
+    if reason := unsupported_reason(found):
+        raise UnsupportedVllm(reason)
     if missing := [f"{path} ({what})" for path, what in _HOOKS.items() if not _is_there(path)]:
         raise UnsupportedVllm(
             f"attn-backends' adapters build on hooks of vLLM {SUPPORTED}, this {found} lacks {', '.join(missing)}; its "

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from importlib import import_module
 from itertools import chain
 
 import click
 
+from spec_decode.cli.engine_builders import ENGINES
 from spec_decode.cli.options import PAGE_SIZE, device_option, resolve_device
 from spec_decode.cli.output import say, stdout
 
@@ -25,7 +27,7 @@ _WIDTHS = (26, 8)
 def doctor(
     device: str | None, as_json: bool, backend: str | None, rounds: int, every: int, page_size: int | None
 ) -> None:
-    """Say what is installed, which kernels are found, what is refused and why, and whether graphs work here.
+    """Say what is installed, which kernels and engines are found, what is refused and why, and whether graphs work.
 
     With --validate-metadata a small random draft model runs while requests join and leave; what its kernels read is
     compared with fresh builds and its attention with an oracle, and the first field that drifts is named. Exit status 1
@@ -41,7 +43,8 @@ def doctor(
     # Asked for by name, a backend that cannot be had is refused before anything runs.
     asked = [] if backend is None else [registry.get(backend)]
     validated = (validate_metadata(b, where, rounds=rounds, every=every, page_size=page_size) for b in asked)
-    for finding in chain(examine(where), validated):
+    engines = chain.from_iterable(import_module(f"engines.{engine}.doctor").examine() for engine in ENGINES)
+    for finding in chain(examine(where), engines, validated):
         findings.append(finding)
         if as_json:
             continue

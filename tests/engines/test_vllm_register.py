@@ -5,10 +5,16 @@ import logging
 import sys
 from types import ModuleType
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 import pytest
 
 from engines import vllm as plug_in
 from engines.vllm.version import UnsupportedVllm
+from tests.import_graph import ROOT
 
 REGISTRY = "vllm.v1.attention.backends.registry"
 
@@ -94,3 +100,9 @@ def test_a_backend_of_another_minor_is_refused_when_vllm_asks_for_it(monkeypatch
     module, _, _ = path.rpartition(".")
     with pytest.raises(UnsupportedVllm, match=r"are for vLLM 0\.33, got 0\.34\.0"):
         importlib.import_module(module)
+
+
+def test_the_package_declares_what_vllm_calls_and_the_minor_that_it_is_for():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["entry-points"][plug_in.ENTRY_POINT_GROUP] == {"attn_backends": "engines.vllm:register"}
+    assert project["optional-dependencies"]["vllm"] == ["vllm>=0.33,<0.34; sys_platform == 'linux'"]
