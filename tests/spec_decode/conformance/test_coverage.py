@@ -105,6 +105,7 @@ def test_every_check_of_a_family_covers_the_same_columns_beside_its_case(family,
 def test_the_checks_of_fused_writes_cover_them():
     assert declared("numerics") == {
         "numerics.attention_is_right": set(),
+        "numerics.bits_do_not_depend_on_the_batch": set(),
         "numerics.edges_are_right": set(),
         "numerics.forward_leaves_its_inputs_alone": set(),
         "numerics.infinite_sinks_are_defined": set(),
