@@ -571,9 +571,9 @@ def _rounds_by_the_rows(self: Any, query: Any, cache: Any, metadata: Any, **opti
     return out
 
 
-def _claims(name: str, killer: str, *, around: Any = nullcontext, **attributes: Any) -> Mutant:
+def _claims(name: str, killer: str, *, around: Any = nullcontext, cases: str = "*", **attributes: Any) -> Mutant:
     attributes = {"name": name, **attributes}
-    return Mutant(name, killer, type(name, (TorchReference,), attributes)(), around=around)
+    return Mutant(name, killer, type(name, (TorchReference,), attributes)(), cases=cases, around=around)
 
 
 def _builder_mutant(
@@ -623,7 +623,12 @@ MUTANTS = (
         advance=_reads_the_host,
         refused=CaptureError,
     ),
-    _builder_mutant("off_by_one_slot_at_a_page_edge", "numerics.attention_is_right", build=_off_by_one_at_a_page_edge),
+    _builder_mutant(
+        "off_by_one_slot_at_a_page_edge",
+        "numerics.attention_is_right",
+        cases="page_*",
+        build=_off_by_one_at_a_page_edge,
+    ),
     _builder_mutant("padding_writes_slot_0", "builder.padding_stays_inert", build=_padding_writes_slot_0),
     _builder_mutant("bakes_max_seq_len", "builder.advance_attends_right", build=_bakes_max_seq_len, refused=TypeError),
     _builder_mutant("writes_into_the_batch", "builder.build_leaves_the_batch_alone", build=_writes_the_batch),
@@ -642,13 +647,14 @@ MUTANTS = (
         not_shown="what a builder declares of its fields, no kernel reads",
     ),
     Mutant("builders_share_buffers", "contract.builders_share_no_state", with_builder(_SharedBuffers)),
-    Mutant("top_left_causal", "numerics.attention_is_right", with_forward(_top_left_causal)),
-    Mutant("gqa_interleaved", "numerics.attention_is_right", with_forward(_interleaved_groups)),
+    Mutant("top_left_causal", "numerics.attention_is_right", with_forward(_top_left_causal), cases="base-*"),
+    Mutant("gqa_interleaved", "numerics.attention_is_right", with_forward(_interleaved_groups), cases="base-*"),
     Mutant(
         "forgets_sinks",
         "numerics.attention_is_right",
         with_forward(_forgets_sinks),
         not_shown="the draft of a backend of keys and values has no sinks",
+        cases="sinks-*",
     ),
     Mutant(
         "takes_infinite_sinks_for_large",
@@ -789,15 +795,15 @@ EDGE_MUTANTS = (
         ),
     ),
     _claims("changes_its_metadata", "numerics.forward_leaves_its_inputs_alone", forward=_consumes_its_metadata),
-    _claims("serves_64_rows", _EDGES, forward=_serves_64_rows),
-    _claims("counts_in_fp16", _EDGES, forward=_counts_in_fp16),
-    _claims("stops_at_4096", _EDGES, forward=_stops_at_4096),
-    _claims("subtracts_no_maximum", _EDGES, forward=_subtracts_no_maximum),
-    _claims("wrong_for_groups_of_3", _EDGES, forward=_only(lambda spec: spec.group_size == 3)),
-    _claims("wrong_for_groups_of_7", _EDGES, forward=_only(lambda spec: spec.group_size == 7)),
-    _claims("wrong_for_pages_of_24", _EDGES, forward=_only(lambda spec: spec.page_size == 24)),
-    _claims("wrong_for_dims_of_192", _EDGES, forward=_only(lambda spec: spec.head_dim == 192)),
-    _claims("wrong_for_dims_above_256", _EDGES, forward=_only(lambda spec: spec.head_dim > 256)),
+    _claims("serves_64_rows", _EDGES, cases="rows_96", forward=_serves_64_rows),
+    _claims("counts_in_fp16", _EDGES, cases="length_4099", forward=_counts_in_fp16),
+    _claims("stops_at_4096", _EDGES, cases="length_4099", forward=_stops_at_4096),
+    _claims("subtracts_no_maximum", _EDGES, cases="scores_200", forward=_subtracts_no_maximum),
+    _claims("wrong_for_groups_of_3", _EDGES, cases="group_3", forward=_only(lambda spec: spec.group_size == 3)),
+    _claims("wrong_for_groups_of_7", _EDGES, cases="group_7", forward=_only(lambda spec: spec.group_size == 7)),
+    _claims("wrong_for_pages_of_24", _EDGES, cases="page_24", forward=_only(lambda spec: spec.page_size == 24)),
+    _claims("wrong_for_dims_of_192", _EDGES, cases="dim_192", forward=_only(lambda spec: spec.head_dim == 192)),
+    _claims("wrong_for_dims_above_256", _EDGES, cases="dim_512", forward=_only(lambda spec: spec.head_dim > 256)),
     _claims(
         "rounds_by_the_rows",
         "numerics.bits_do_not_depend_on_the_batch",

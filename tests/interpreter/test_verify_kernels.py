@@ -128,9 +128,8 @@ def test_the_arguments_above_give_outputs_of_every_kind(op):
     assert min(counts.values()) > 0, counts
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_draft_that_lacks_tokens_and_a_target_that_may_not_produce_all(op, seed):
-    arguments = make_arguments(2, 600, seed, ends=False)
+def test_a_draft_that_lacks_tokens_and_a_target_that_may_not_produce_all(op):
+    arguments = make_arguments(2, 600, ends=False)
     lacking = torch.arange(600) % 3 == 0
     impossible = torch.arange(600) >= 515  # a whole block of -inf at the end of p
     drafts = arguments.draft_tokens

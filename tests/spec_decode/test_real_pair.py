@@ -16,8 +16,8 @@ from spec_decode.models import SHIPPED_PAIR, AttentionInputs, EagleDraft, LlamaT
 from spec_decode.models.byte_tokenizer import encode
 from spec_decode.models.held_out_text import held_out_prompts
 
-PROMPTS = 50
-GREEDY_PROMPTS = 20
+PROMPTS = 20
+GREEDY_PROMPTS = 6
 """Of these, where every strategy of every backend writes them."""
 NEW_TOKENS = 40
 CLOSE = 1e-4
@@ -27,6 +27,10 @@ CLOSE = 1e-4
 @cache
 def pair(draft: str = "draft") -> tuple[LlamaTarget, EagleDraft]:
     return load_pair(SHIPPED_PAIR, draft=draft)
+
+
+# In one process: the plain text and the models are made once.
+pytestmark = pytest.mark.xdist_group("real_pair")
 
 
 def requests(prompts: int = PROMPTS, **changes: object) -> list[Request]:
@@ -46,7 +50,7 @@ def run(
     requests, only so many."""
     config = EngineConfig(
         num_speculative_tokens=steps,
-        max_reqs=25,
+        max_reqs=6,
         max_seq_len=160,
         graph_mode=GraphMode.NONE if strategy is Strategy.EAGER else GraphMode.FULL,
         strategy=strategy,
@@ -58,7 +62,7 @@ def run(
 
 @cache
 def plain() -> list[list[int]]:
-    return [generation.token_ids for generation in run("triton_paged", 0)[1]]
+    return [generation.token_ids for generation in run("triton_paged", 0, first=GREEDY_PROMPTS)[1]]
 
 
 @torch.no_grad()
@@ -127,7 +131,7 @@ def test_hot_text_is_the_same_in_every_strategy(draft: str, backend: str) -> Non
     texts = [
         [
             generation.token_ids
-            for generation in run(backend, 4, strategy, draft, prompts=15, temperature=1.0, seed=11)[1]
+            for generation in run(backend, 4, strategy, draft, prompts=6, temperature=1.0, seed=11)[1]
         ]
         for strategy in STRATEGIES
     ]

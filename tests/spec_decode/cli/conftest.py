@@ -84,6 +84,10 @@ def plug_in():
 
 @pytest.fixture
 def checks(monkeypatch):
+    return stand_in_kit(monkeypatch)
+
+
+def stand_in_kit(monkeypatch):
     """A stand-in for the conformance kit; `outcomes` are what it finds, `calls` how it was asked, `isolated` which of
     them were to run in a subprocess.
     """
@@ -126,9 +130,13 @@ def rebuilt(plug_in):
     plug_in("rebuilt", RebuildBackend)
 
 
+def invoke(*words):
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
 @pytest.fixture
 def run():
-    return lambda *words: CliRunner().invoke(main, [str(word) for word in words])
+    return invoke
 
 
 @pytest.fixture

@@ -191,7 +191,7 @@ def test_variables_with_nonsense_in_them_cost_no_traceback(tmp_path):
 
 
 def test_a_text_that_the_terminal_cannot_show_is_spelled_out(pair, tmp_path):
-    words = f"draft \u00e9 --device cpu --pair {pair} --max-new-tokens 1 -k 0"
+    words = f"draft \u00e9 --device cpu --pair {pair} --max-new-tokens 1 -k 0 --strategy eager"
     process = start(words, tmp_path, stdout=subprocess.PIPE, env={"PYTHONIOENCODING": "ascii"})
     said, complaints = process.communicate()
     assert process.returncode == 0 and "\\xe9" in said, complaints

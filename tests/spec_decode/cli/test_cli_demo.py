@@ -1,20 +1,61 @@
+from types import SimpleNamespace
+
 import click
 import pytest
 
+from attn_backends import registry
+from spec_decode.cli import demo
 from spec_decode.cli import strategy_comparison as comparison
 from spec_decode.drafter import Strategy
+from tests.spec_decode.cli.conftest import RebuildBackend, invoke, stand_in_kit
+
+pytestmark = pytest.mark.xdist_group("demo")
 
 
-@pytest.fixture
-def short_demo(monkeypatch):
+def shorten(monkeypatch):
     monkeypatch.setattr(comparison, "PROMPTS", 2)
     monkeypatch.setattr(comparison, "NEW_TOKENS", 6)
 
 
-def test_demo_fits_a_screen(pair, reports, short_demo, run):
-    result = run("demo", "--device", "cpu", "--pair", pair)
-    assert result.exit_code == 0, result.output
-    assert len(result.stdout.splitlines()) <= 40
+@pytest.fixture
+def short_demo(monkeypatch):
+    shorten(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def shown(pair, tmp_path_factory):
+    """The demo beside a report, once: what it printed, the page it wrote, what it opened and the checks it ran."""
+    folder, opened = tmp_path_factory.mktemp("demo"), []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(folder)
+        shorten(monkeypatch)
+        kit = stand_in_kit(monkeypatch)
+        invoke("check", "torch_reference", "--device", "cpu", "--json", folder / "reports" / "cpu")
+        kit.calls.clear()
+        monkeypatch.setattr(click, "launch", opened.append)
+        result = invoke("demo", "--device", "cpu", "--pair", pair)
+    page = folder / "build" / "demo.html"
+    return SimpleNamespace(result=result, page=page, opened=opened, checks=kit.calls)
+
+
+@pytest.fixture(scope="module")
+def shown_in_full(latent_pair, tmp_path_factory):
+    """`demo --full` without reports, once, with two drafts and a backend that cannot be run in every strategy."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(tmp_path_factory.mktemp("demo"))
+        shorten(monkeypatch)
+        kit = stand_in_kit(monkeypatch)
+        registry.register("rebuilt", RebuildBackend)
+        try:
+            result = invoke("demo", "--full", "--device", "cpu", "--pair", latent_pair)
+        finally:
+            registry.unregister("rebuilt")
+    return SimpleNamespace(result=result, checks=kit.calls)
+
+
+def test_demo_fits_a_screen(shown):
+    assert shown.result.exit_code == 0, shown.result.output
+    assert len(shown.result.stdout.splitlines()) <= 40
     for part in (
         "backends made for cpu: torch_reference",
         "not here: ",
@@ -22,24 +63,23 @@ def test_demo_fits_a_screen(pair, reports, short_demo, run):
         "strategy full_loop: ",
         "yes",
     ):
-        assert part in result.stdout
-    assert "every run agrees" in result.stdout
+        assert part in shown.result.stdout
+    assert "every run agrees" in shown.result.stdout
 
 
-def test_demo_writes_the_page_of_the_matrix_and_names_it(pair, reports, short_demo, tmp_path, run, monkeypatch):
+def test_demo_writes_the_page_of_the_matrix_and_names_it(shown):
+    assert str(shown.page) in shown.result.stdout and shown.page.read_text().startswith("<!doctype html>")
+
+
+def test_demo_opens_nothing_where_there_is_no_desktop(shown):
+    assert not shown.opened
+
+
+def test_demo_opens_the_page_where_there_is_a_desktop(monkeypatch):
     opened = []
     monkeypatch.setattr(click, "launch", opened.append)
-    result = run("demo", "--device", "cpu", "--pair", pair)
-    page = tmp_path / "build" / "demo.html"
-    assert str(page) in result.stdout and page.read_text().startswith("<!doctype html>")
-    assert not opened
-
-
-def test_demo_opens_the_page_where_there_is_a_desktop(pair, reports, short_demo, run, monkeypatch):
-    opened = []
-    monkeypatch.setattr(click, "launch", opened.append)
-    monkeypatch.setattr("spec_decode.cli.demo._has_desktop", lambda console: True)
-    run("demo", "--device", "cpu", "--pair", pair)
+    monkeypatch.setattr(demo, "_has_desktop", lambda console: True)
+    demo._conclude(demo.stdout(), True, True, "build/demo.html")
     assert opened == ["build/demo.html"]
 
 
@@ -48,31 +88,32 @@ def test_demo_refuses_a_page_that_cannot_be_written_before_it_drafts(pair, tmp_p
     assert "writable" in refused("demo", "--device", "cpu", "--pair", pair)
 
 
-def test_demo_shows_every_part_in_full_and_succeeds(pair, checks, short_demo, run):
-    result = run("demo", "--full", "--device", "cpu", "--pair", pair)
-    assert result.exit_code == 0, result.output
+def test_demo_shows_every_part_in_full_and_succeeds(shown_in_full):
+    assert shown_in_full.result.exit_code == 0, shown_in_full.result.output
     for part in ("asked for:", "continued", "full_loop", "yes, 2 of 2", "not eager:", "verified 1/1"):
-        assert part in result.output
-    assert list(checks.calls[0][1]["families"]) == ["contract", "builder"]
+        assert part in shown_in_full.result.output
 
 
-def test_demo_drafts_with_every_draft_of_the_pair(latent_pair, checks, short_demo, run):
-    result = run("demo", "--full", "--device", "cpu", "--pair", latent_pair)
-    assert result.exit_code == 0, result.output
-    first, latent = result.output.split("latent_draft [")
+def test_demo_without_reports_runs_the_quick_families(shown_in_full):
+    assert list(shown_in_full.checks[0][1]["families"]) == ["contract", "builder"]
+
+
+def test_demo_drafts_with_every_draft_of_the_pair(shown_in_full):
+    first, latent = shown_in_full.result.output.split("latent_draft [")
     assert "\ndraft [2/1 heads" in first and "window 24, sinks, mla]:" in latent
     table, explained = latent.split("3. Why")
     assert "torch_reference" in table and "triton_paged  " not in table and "NO:" not in table
     assert "torch_reference, draft" in explained and "torch_reference, latent_draft" in explained
 
 
-def test_demo_prefers_reports_that_are_there(pair, reports, checks, short_demo, run):
-    checks.calls.clear()
-    result = run("demo", "--device", "cpu", "--pair", pair)
-    assert result.exit_code == 0 and "of 1 reports" in result.output and not checks.calls
+def test_demo_prefers_reports_that_are_there(shown):
+    assert "of 1 reports" in shown.result.output and not shown.checks
 
 
-def test_demo_fails_if_one_strategy_differs(pair, checks, short_demo, monkeypatch, run):
+@pytest.mark.parametrize(
+    ("full", "says"), [([], (" NO ", "NOT EVERY RUN AGREES")), (["--full"], ("NO: 1 of 2 differ",))]
+)
+def test_demo_fails_if_one_strategy_differs(pair, checks, short_demo, monkeypatch, run, full, says):
     untampered = comparison.generate
 
     def tampered(models, backends, requests, count, strategy=None):
@@ -81,12 +122,11 @@ def test_demo_fails_if_one_strategy_differs(pair, checks, short_demo, monkeypatc
             outcome.generations[0].token_ids[-1] ^= 1
         return outcome
 
+    monkeypatch.setattr(registry, "names", lambda: ["torch_reference"])
     monkeypatch.setattr(comparison, "generate", tampered)
-    result = run("demo", "--device", "cpu", "--pair", pair)
-    assert result.exit_code == 1 and " NO " in result.output and "NOT EVERY RUN AGREES" in result.output
-    assert "NO: 1 of 2 differ" in run("demo", "--full", "--device", "cpu", "--pair", pair).output
+    result = run("demo", *full, "--device", "cpu", "--pair", pair)
+    assert result.exit_code == 1 and all(part in result.output for part in says), result.output
 
 
-def test_demo_shows_why_a_strategy_cannot_be_run(pair, checks, short_demo, run, rebuilt):
-    result = run("demo", "--full", "--device", "cpu", "--pair", pair)
-    assert result.exit_code == 0 and "cannot run" in result.output and "for the test" in result.output
+def test_demo_shows_why_a_strategy_cannot_be_run(shown_in_full):
+    assert "cannot run" in shown_in_full.result.output and "for the test" in shown_in_full.result.output

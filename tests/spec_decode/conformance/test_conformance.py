@@ -19,10 +19,33 @@ from spec_decode.testing.outcome import Outcome
 from tests.mutants import derived, with_builder
 
 CPU = torch.device("cpu")
+STRATEGIES_AGREE = "drafter.strategies_agree"
 DEVICE_WORK = "builder.advance_is_device_work"
 
 
-@parametrize_with_checks("torch_reference", "triton_paged", device=CPU)
+ROUNDS = ("k1-n1", "k1-n32", "k2-n2", "k3-n3", "k4-n7", "k5-n1", "k6-n2", "k7-n3", "k8-n7", "k16-n1")
+"""Of `drafter.strategies_agree`, which has every number of draft tokens with every number of requests, each of them."""
+
+
+def every_check(*backends: str) -> pytest.MarkDecorator:
+    """As an author has them, but of the rounds these; the others are slow, and left to the reference."""
+    name, params = parametrize_with_checks(*backends, device=CPU).args
+    rounds = {param.id for param in params if f"-{STRATEGIES_AGREE}[" in param.id}
+    others = rounds - {f"{backend}-{STRATEGIES_AGREE}[{case}]" for backend in backends for case in ROUNDS}
+    often = [param for param in params if param.id not in others]
+    slow = [param for param in params if param.id in others and param.id.startswith("torch_reference-")]
+    return pytest.mark.parametrize(
+        name, [*often, *(pytest.param(*p.values, id=p.id, marks=[*p.marks, pytest.mark.slow]) for p in slow)]
+    )
+
+
+def test_the_rounds_that_are_not_slow_have_each_number_of_drafts_and_requests() -> None:
+    checks = [check.case for check in iter_checks("torch_reference", device=CPU) if check.name == STRATEGIES_AGREE]
+    for part in (0, 1):
+        assert {case.split("-")[part] for case in ROUNDS} == {case.split("-")[part] for case in checks}
+
+
+@every_check("torch_reference", "triton_paged")
 def test_backend_keeps_the_contract(check: Callable[[], None]) -> None:
     check()
 

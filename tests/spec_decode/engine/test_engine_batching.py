@@ -48,9 +48,16 @@ def texts(engine, requests, **options):
     return [generation.token_ids for generation in engine.generate(requests, **options)]
 
 
-def alone(requests, pair=PAIR, **options):
-    engine = make_engine(pair, max_reqs=1, **options)
-    return [texts(engine, [request])[0] for request in requests]
+_ALONE = {}
+
+
+def alone(requests, **options):
+    """The text of each by itself; decoded once in a process, for several cases compare themselves with the same."""
+    asked = repr((requests, options))
+    if asked not in _ALONE:
+        engine = make_engine(max_reqs=1, **options)
+        _ALONE[asked] = [texts(engine, [request])[0] for request in requests]
+    return _ALONE[asked]
 
 
 def all_pages(engine):
@@ -147,10 +154,9 @@ def test_a_request_that_the_pool_can_never_hold_is_refused_with_what_would_fit()
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("chunk", [1, 3, 7])
 def test_a_prompt_in_chunks_says_what_it_says_as_a_whole(chunk, steps):
-    requests = make_requests(6, 5, prompt=20)
-    wanted = texts(make_engine(num_speculative_tokens=steps), requests)
+    requests = make_requests(4, 5, prompt=20, new=8)
     engine = make_engine(num_speculative_tokens=steps, max_prefill_tokens=chunk)
-    assert texts(engine, requests) == wanted
+    assert texts(engine, requests) == alone(requests, num_speculative_tokens=steps)
     assert engine.stats.prefill_tokens == sum(len(request.prompt) for request in requests)
 
 
@@ -435,7 +441,7 @@ class Uncapturable(TorchReference):
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("mode", [mode for mode in GraphMode if mode is not GraphMode.NONE])
 def test_a_captured_target_says_what_an_eager_one_says(mode, steps):
-    requests = make_requests(7, 11)
+    requests = make_requests(5, 11, new=8)
     engine = make_engine(graph_mode=mode, num_speculative_tokens=steps)
     assert texts(engine, requests) == texts(make_engine(num_speculative_tokens=steps), requests)
     assert engine.target.plan.uncaptured_groups == ((0,) if mode is GraphMode.PIECEWISE else ())
