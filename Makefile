@@ -7,23 +7,41 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 export PIP_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache/pip
 export TRITON_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache/triton
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache/inductor
+# Each process of the tests would compile the modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test slow lint docs check clean
+# Tests of one group share what is dear to make: they run in one process.
+PYTEST := -m pytest -n 2 --dist loadgroup -q
+
+# What the releases of torch, triton and transformers may break.
+RELEASE_TESTS := tests/builders tests/attn_backends/test_registry.py tests/attn_backends/kernels \
+	tests/spec_decode/graphs tests/spec_decode/sampling tests/spec_decode/drafter/test_strategies.py \
+	tests/spec_decode/models/hf tests/spec_decode/cli/test_cli_draft.py
+RELEASE_KERNELS := $(addprefix tests/interpreter/test_,attention_kernels.py latent_attention_kernel.py \
+	sample_draft_kernel.py shared_state_kernels.py step_0_kernels.py verify_kernels.py)
+
+.PHONY: demo test slow oldest newest lint docs check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/attn-backends demo
 
 test: $(VENV)/.installed
-	@$(BIN)/python -m pytest -n 2 -q -m "not slow" || { echo "make test: FAILED, see above"; exit 1; }
+	@$(BIN)/python $(PYTEST) -m "not slow" || { echo "make test: FAILED, see above"; exit 1; }
 	@echo "make test: now every Triton kernel in Triton's interpreter"
-	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -q -m "not slow" tests/interpreter || { \
+	@TRITON_INTERPRET=1 $(BIN)/python $(PYTEST) -m "not slow" tests/interpreter || { \
 		echo "make test: FAILED in the interpreter, see above"; exit 1; }
 	@echo "make test: every test passed"
 
 # Statistics, and whole kits in the interpreter: minutes each.
 slow: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2 -q -m slow
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -q -m slow tests/interpreter
+	$(BIN)/python $(PYTEST) -m slow
+	TRITON_INTERPRET=1 $(BIN)/python $(PYTEST) -m slow tests/interpreter
+
+# The oldest releases that are promised and the newest that were run, each in an environment of its own.
+oldest newest: %: $(VENV)/%/.installed
+	$(VENV)/$@/bin/python $(PYTEST) -m "not slow" $(RELEASE_TESTS)
+	TRITON_INTERPRET=1 $(VENV)/$@/bin/python $(PYTEST) -m "not slow" $(RELEASE_KERNELS)
+	$(VENV)/$@/bin/attn-backends draft 'def read(path):' --device cpu --max-new-tokens 8
 
 lint: $(VENV)/.linters
 	$(BIN)/ruff check .
@@ -49,6 +67,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch 'triton; sys_platform == "linux"'
 	$(PIP) -e '.[test]'
+	@touch $@
+
+# Gigabytes, used once: not kept in the cache of downloads.
+$(VENV)/%/.installed: pyproject.toml constraints-%.txt
+	$(PYTHON) -m venv $(VENV)/$*
+	$(VENV)/$*/bin/python -m pip install -q --no-cache-dir --disable-pip-version-check -c constraints-$*.txt -e '.[test]'
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.installed

@@ -30,12 +30,13 @@ _PACKAGES = (
 """Whatever may bring a kernel, a model or a graph's node."""
 
 TESTED = {
-    "torch": ("2.11.0", "2.13.0", "2.13.0"),
-    "triton": ("3.6.0", "3.7.1", "3.7.1"),
+    "torch": ("2.9.0", "2.13.0", "2.15.0"),
+    "triton": ("3.5.0", "3.7.1", "3.9.0"),
     "flashinfer-python": ("0.6.12", "0.6.12", "0.6.12"),
-    "transformers": ("5.23.0", "5.23.0", "5.23.0"),
+    "transformers": ("4.56.0", "5.23.0", "5.23.0"),
 }
-"""The releases that the tests were run with: the oldest, that of every commit, and the newest."""
+"""The releases that the tests are run with: the oldest (`make oldest`), that of every test, and the newest (`make
+newest`); of FlashInfer, which needs a GPU, those that a GPU's reports were made with."""
 
 _SPECS = {
     "decode of a common 8B model": GQA,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,7 @@ from spec_decode.tools import doctor
 from spec_decode.tools.doctor import Finding, FindingStatus, examine
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[3]
 
 
 def findings(topic: str) -> dict[str, Finding]:
@@ -187,3 +190,18 @@ def test_a_release_that_was_not_tested_is_marked(found: str, told: str, monkeypa
     monkeypatch.setitem(doctor.TESTED, "torch", ("2.11.0", "2.13.0", "2.13.0"))
     packages = {finding.subject: finding for finding in doctor._packages()}
     assert packages["torch"].detail.startswith(told) and packages["vllm"].detail == found
+
+
+@pytest.mark.parametrize("name", ["torch", "triton", "transformers"])
+def test_what_it_calls_tested_is_what_is_installed_for_the_tests(name: str) -> None:
+    def pinned(file: str) -> str:
+        return re.findall(rf"^{name}==([\d.]+)", (ROOT / file).read_text(), re.MULTILINE)[0]
+
+    files = ("constraints-oldest.txt", "constraints.txt", "constraints-newest.txt")
+    assert doctor.TESTED[name] == tuple(map(pinned, files))
+
+
+def test_the_oldest_that_are_tested_are_the_oldest_that_are_promised() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    assert all(f'"{name}>={doctor.TESTED[name][0].removesuffix(".0")}' in project for name in ("torch", "triton"))
+    assert f'"transformers>={doctor.TESTED["transformers"][0].removesuffix(".0")}"' in project
