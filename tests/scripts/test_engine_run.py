@@ -17,11 +17,6 @@ CONFIG = engine_run.RunConfig(get("triton_paged"), torch.float32, CPU, page_size
 GREEDY = Request(prompt=list(b"def "), max_new_tokens=6)
 
 
-@pytest.fixture(autouse=True)
-def few_tries(monkeypatch):
-    monkeypatch.setattr(engine_run, "TRIES", 6)
-
-
 def busy_run_of(*handles):
     return engine_run.BusyRun("rejection", list(handles), None, 1.0, 0, {"preemptions": 1, "finished": {"stop": 1}})
 
@@ -54,7 +49,8 @@ def test_a_run_serves_every_kind_of_request_and_reports_no_problem(tmp_path, mon
         assert row["preemptions"] > 0 and row["sample"]["equal"] == 2
 
 
-def test_a_text_that_is_not_its_own_fails_the_run():
+def test_a_text_that_is_not_its_own_fails_the_run(monkeypatch):
+    monkeypatch.setattr(engine_run, "TRIES", 6)
     handle = finished(GREEDY)
     handle.generation.token_ids[3] += 1
 
