@@ -20,7 +20,7 @@ RELEASE_TESTS := tests/builders tests/attn_backends/test_registry.py tests/attn_
 RELEASE_KERNELS := $(addprefix tests/interpreter/test_,attention_kernels.py latent_attention_kernel.py \
 	sample_draft_kernel.py shared_state_kernels.py step_0_kernels.py verify_kernels.py)
 
-.PHONY: demo test slow oldest newest lint docs check clean
+.PHONY: demo test slow engines oldest newest lint docs check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/attn-backends demo
@@ -42,6 +42,15 @@ oldest newest: %: $(VENV)/%/.installed
 	$(VENV)/$@/bin/python $(PYTEST) -m "not slow" $(RELEASE_TESTS)
 	TRITON_INTERPRET=1 $(VENV)/$@/bin/python $(PYTEST) -m "not slow" $(RELEASE_KERNELS)
 	$(VENV)/$@/bin/attn-backends draft 'def read(path):' --device cpu --max-new-tokens 8
+
+# The kit over the metadata builders of vLLM, of which only the Python is needed.
+VLLM := $(VENV)/engines/vllm-0.33.0
+engines: $(VLLM)/.unpacked
+	PYTHONPATH=$(VLLM) $(BIN)/attn-backends check --engine vllm --json build/engines
+
+$(VLLM)/.unpacked: $(VENV)/.installed engines/vllm/conformance/requirements.txt
+	$(BIN)/python scripts/unpack_engine.py vllm==0.33.0 $(VLLM) engines/vllm/conformance/requirements.txt
+	@touch $@
 
 lint: $(VENV)/.linters
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
-"""An engine's Python without its compiled parts: python scripts/unpack_engine.py vllm==0.33.0 FOLDER [PACKAGE ...].
+"""An engine's Python without its compiled parts: python scripts/unpack_engine.py vllm==0.33.0 FOLDER [REQUIREMENTS].
 
-The wheel is downloaded by itself and only its Python is unpacked; each PACKAGE that it imports
-is installed beside it, without what that depends on in turn. The extra of the engine would bring gigabytes.
+The wheel is downloaded by itself and only its Python is unpacked; what the file REQUIREMENTS lists is installed beside it,
+and nothing that this depends on in turn. The extra of the engine would bring gigabytes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("engine")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("packages", nargs="*")
+    parser.add_argument("requirements", nargs="?")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    if options.packages:
+    if options.requirements:
         target = ["--no-deps", "--upgrade", "--target", str(options.folder)]
-        subprocess.run([*PIP, "install", *target, *options.packages], check=True)
+        subprocess.run([*PIP, "install", *target, "-r", options.requirements], check=True)
     with TemporaryDirectory() as downloads:
         subprocess.run([*PIP, "download", "--no-deps", "-d", downloads, options.engine], check=True)
         (wheel,) = Path(downloads).glob("*.whl")
