@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from attn_backends import AttentionBackend, BrokenBackend
 from builders import AttentionKind, AttentionSpec
 from engines.vllm.conformance import stand_in, subjects
 from engines.vllm.conformance.builder import with_null_block
-from engines.vllm.conformance.forwards import NoAttention, PackedHeads
+from engines.vllm.conformance.forwards import Latents, NoAttention, PackedHeads, WindowLists
 
 HEADS = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
 LATENTS = AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=128, page_size=16, kind=AttentionKind.MLA)
+DENSE = AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=128, value_dim=64, page_size=16, kind=AttentionKind.MLA)
 PACKED = AttentionSpec(
     num_q_heads=4, num_kv_heads=1, head_dim=512, page_size=16, kind=AttentionKind.MLA, kv_dtype=torch.float8_e4m3fn
 )
@@ -53,3 +55,31 @@ def test_pages_follow_a_null_block_of_nan(kind: type[AttentionBackend], spec: At
         assert every[1:].data_ptr() == pages.data_ptr() and every[1:].stride() == pages.stride()
         null = every[0].view(torch.float8_e4m3fn) if spec.fp8_ds_mla else every[0]
         assert null.float().isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [(PackedHeads, HEADS), (Latents, DENSE), (WindowLists, LATENTS)],
+    ids=["heads", "latents", "window"],
+)
+def test_a_token_that_sees_itself_alone_gets_its_own_value(kind: type[AttentionBackend], spec: AttentionSpec) -> None:
+    """In block 1 of vLLM, which is the kit's first page."""
+    backend = backend_of(kind)
+    cache = backend.allocate_kv(spec, 2, torch.device("cpu"))
+    block = torch.tensor([[1]], dtype=torch.int32)
+    length = torch.ones(1, dtype=torch.int32)
+    metadata = SimpleNamespace(
+        num_tokens=1, max_query_len=1, max_seq_len=16, slot_mapping=torch.tensor([16]),
+        query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+        block_table=block, seq_lens=length, decode_block_table=block, decode_seq_lens=length,
+        decode_swa_indices=torch.tensor([[[16]]], dtype=torch.int32), decode_swa_lens=length,
+    )  # fmt: skip
+    key = torch.randn(1, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype)
+    value = torch.randn_like(key) if kind is PackedHeads else key[..., : spec.out_dim]
+    query = torch.randn(1, spec.num_q_heads, spec.head_dim, dtype=spec.dtype)
+
+    backend.write_kv(key, value, cache, metadata)
+    out = backend.forward(query, cache, metadata, spec=spec)
+
+    expected = value.repeat_interleave(spec.group_size, 1)
+    torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-2)

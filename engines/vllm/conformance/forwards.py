@@ -52,6 +52,7 @@ class PackedHeads(EngineCache):
         return paged_attention(
             query, blocks.key, blocks.value, metadata.block_table, metadata.seq_lens, metadata.query_start_loc, sinks,
             metadata.max_query_len, metadata.max_seq_len, 1, spec.softmax_scale, spec.sliding_window, spec.soft_cap,
+            False,
         )  # fmt: skip
 
 
@@ -64,7 +65,7 @@ class Latents(EngineCache):
         check_forward_inputs(query, cache, metadata, spec, sinks)
         return latent_attention(
             query, with_null_block(cache).latents, metadata.decode_block_table, metadata.decode_seq_lens,
-            metadata.query_start_loc, metadata.max_query_len, 1, spec.out_dim, spec.softmax_scale,
+            metadata.query_start_loc, metadata.max_query_len, 1, spec.out_dim, spec.softmax_scale, False,
         )  # fmt: skip
 
 
@@ -78,7 +79,7 @@ class WindowLists(EngineCache):
         tokens = query.shape[0]
         return sparse_attention(
             query, with_null_block(cache).latents, metadata.decode_swa_indices[:tokens, 0],
-            metadata.decode_swa_lens[:tokens], sinks, spec.page_size, spec.softmax_scale,
+            metadata.decode_swa_lens[:tokens], sinks, spec.page_size, spec.softmax_scale, False,
         )  # fmt: skip
 
 
