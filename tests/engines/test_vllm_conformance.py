@@ -17,7 +17,7 @@ from engines.vllm.conformance.forwards import Latents, NoAttention, PackedHeads,
 HEADS = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
 LATENTS = AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=128, page_size=16, kind=AttentionKind.MLA)
 DENSE = AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=128, value_dim=64, page_size=16, kind=AttentionKind.MLA)
-PACKED = AttentionSpec(
+FP8_DS_MLA = AttentionSpec(
     num_q_heads=4, num_kv_heads=1, head_dim=512, page_size=16, kind=AttentionKind.MLA, kv_dtype=torch.float8_e4m3fn
 )
 
@@ -44,7 +44,9 @@ def test_no_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "spec"), [(PackedHeads, HEADS), (NoAttention, LATENTS), (NoAttention, PACKED)], ids=["heads", "mla", "fp8"]
+    ("kind", "spec"),
+    [(PackedHeads, HEADS), (NoAttention, LATENTS), (NoAttention, FP8_DS_MLA)],
+    ids=["heads", "mla", "fp8"],
 )
 def test_pages_follow_a_null_block_of_nan(kind: type[AttentionBackend], spec: AttentionSpec) -> None:
     cache = backend_of(kind).allocate_kv(spec, 3, torch.device("cpu"))
