@@ -15,10 +15,12 @@ from engines.vllm.conformance.making import HEADS, backend_class, builder_class,
 
 
 def backend() -> type[AttentionBackend]:
-    from vllm.v1.attention.backends.flashinfer import FlashInferMetadataBuilder
+    import vllm.v1.attention.backends.flashinfer as theirs
 
+    for name in ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"):
+        vars(theirs)[name] = _Wrapper
     fields = ("slot_mapping", "page_indices")
-    builder = builder_class(FlashInferMetadataBuilder, heads_group, fields, prepare=_prepare)
+    builder = builder_class(theirs.FlashInferMetadataBuilder, heads_group, fields, prepare=_prepare)
 
     def tensors_of(self: Any, metadata: Any) -> dict[str, torch.Tensor]:
         # The wrapper of a decode, which is no tensor, holds the builder's list.
@@ -27,6 +29,16 @@ def backend() -> type[AttentionBackend]:
     builder.tensors_of = tensors_of  # type: ignore[method-assign]
     pages = replace(HEADS, page_sizes=Sizes(minimum=16, maximum=64, multiple_of=16))
     return backend_class(__name__, builder, pages, NoAttention)
+
+
+class _Wrapper:
+    """For FlashInfer's own, which plans and attends on a GPU. It keeps nothing: a workspace is large."""
+
+    is_cuda_graph_enabled = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def plan(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 def _prepare(config: Any, spec: AttentionSpec) -> None:

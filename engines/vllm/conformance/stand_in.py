@@ -21,6 +21,7 @@ _ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE": str(1 << 20),  # which nothing works in
 }
 _EXTENSIONS = ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch")
 _FLASH_ATTENTION = ("vllm.vllm_flash_attn", "vllm.vllm_flash_attn.flash_attn_interface")
