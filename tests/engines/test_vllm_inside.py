@@ -63,16 +63,15 @@ class Runner:
 
     ROWS = 8
 
-    def __init__(self, name, query_len=1, dtype=torch.bfloat16, kernel_block=PAGE, block=PAGE):
+    def __init__(self, name, query_len=1, dtype=torch.bfloat16, kernel_block=PAGE, block=PAGE, ranks=1):
         from vllm.config import set_current_vllm_config
         from vllm.v1.kv_cache_interface import FullAttentionSpec
         from vllm.v1.worker.utils import AttentionGroup
 
         from engines.vllm.conformance.config import LAYER, config_of
 
-        self.config = config_of(
-            make_spec(num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, page_size=PAGE), TOKENS
-        )
+        heads = {"num_q_heads": ranks * HEADS, "num_kv_heads": ranks * KV_HEADS}
+        self.config = config_of(make_spec(**heads, head_dim=DIM, page_size=PAGE), TOKENS)
         self.config.cache_config.kv_cache_layout = "LBNHC"
         self.query_len, self.layer_name, backend = query_len, LAYER, backend_of(name)
         group = FullAttentionSpec(block_size=block, num_kv_heads=KV_HEADS, head_size=DIM, dtype=dtype)
@@ -188,6 +187,14 @@ def test_a_class_says_the_name_that_vllm_knows_it_by(name):
         assert backend_of(name).get_name() == name
 
 
+def test_a_forked_worker_registers_again_and_has_the_backends():
+    child = os.fork()
+    if child == 0:
+        plug_in.register()
+        os._exit(backend_of(PAGED[0]).get_name() != PAGED[0])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_a_misspelt_name_is_refused_with_ours_among_the_valid_ones():
     with pytest.raises(ValueError, match=r"Unknown attention backend: 'FLASHINFER_INGRAPH'.*FLASHINFER_IN_GRAPH"):
         backend_of("FLASHINFER_INGRAPH")
@@ -298,6 +305,14 @@ def test_an_update_captured_on_a_dummy_batch_replays_over_others(name):
             assert_attends(runner, metadata, [length + step for length in lens])
             runner.seq_lens[: len(lens)] += 1  # vLLM moves its lengths itself
     assert len(vllm_flashinfer.HOST_PLANS) == planned
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_heads_are_those_of_the_layer_on_its_rank_not_of_the_model(name):
+    runner = Runner(name, ranks=2)
+    assert runner.config.model_config.get_num_kv_heads(runner.config.parallel_config) == 2 * KV_HEADS
+    runner.fill([5, 150, 33])
+    assert_attends(runner, runner.group.build_metadata(runner.common()), [5, 150, 33])
 
 
 @pytest.mark.parametrize("name", PAGED)
