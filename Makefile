@@ -43,10 +43,11 @@ oldest newest: %: $(VENV)/%/.installed
 	TRITON_INTERPRET=1 $(VENV)/$@/bin/python $(PYTEST) -m "not slow" $(RELEASE_KERNELS)
 	$(VENV)/$@/bin/attn-backends draft 'def read(path):' --device cpu --max-new-tokens 8
 
-# The kit over the metadata builders of vLLM, of which only the Python is needed.
+# The kit over the metadata builders of vLLM, and our plug-in inside it: only its Python is needed.
 VLLM := $(VENV)/engines/vllm-0.33.0
 engines: $(VLLM)/.unpacked
 	PYTHONPATH=$(VLLM) $(BIN)/attn-backends check --engine vllm --json build/engines
+	PYTHONPATH=$(VLLM) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/engines/test_vllm_inside.py
 
 $(VLLM)/.unpacked: $(VENV)/.installed engines/vllm/conformance/requirements.txt
 	$(BIN)/python scripts/unpack_engine.py vllm==0.33.0 $(VLLM) engines/vllm/conformance/requirements.txt
