@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from attn_backends import AttentionBackend, Capabilities, Feature, Sizes
-from builders import AttentionKind, AttentionSpec, GraphSupport
+from builders import CONTRACT_VERSION, AttentionKind, AttentionSpec, GraphSupport
 from engines.vllm.conformance.builder import EngineBuilder
 from engines.vllm.conformance.config import LAYER, config_of
 
@@ -87,8 +87,9 @@ def backend_class(
 
     module: that of the subject, beside which its known failures are.
     """
-    facts = {"name": builder.__name__, "builder": builder, "capabilities": capabilities, "contract_version": (1, 0)}
-    return type(builder.__name__, (attends,), {"__module__": module, **facts})
+    facts = {"name": builder.__name__, "builder": builder, "capabilities": capabilities}
+    # It is asked for whatever the contract says now.
+    return type(builder.__name__, (attends,), {"__module__": module, "contract_version": CONTRACT_VERSION, **facts})
 
 
 _GRAPH_SUPPORT = {
