@@ -37,7 +37,7 @@ def installed(partials: int = 1 << 13) -> Iterator[None]:
         BatchPrefillWithPagedKVCacheWrapper=BatchPrefillWithPagedKVCacheWrapper,
     )
     vars(decode).update(trtllm_batch_decode_with_kv_cache=trtllm_batch_decode_with_kv_cache)
-    with _modules({"flashinfer": package, "flashinfer.decode": decode}):
+    with _backends_of_their_own(), _modules({"flashinfer": package, "flashinfer.decode": decode}):
         vars(import_module("builders.flashinfer.wrappers"))["_PARTIALS"] = partials
         yield
 
@@ -45,12 +45,8 @@ def installed(partials: int = 1 << 13) -> Iterator[None]:
 @contextmanager
 def absent() -> Iterator[None]:
     """`import flashinfer` fails, wherever it is installed, and no backend over it has been made."""
-    loaded = {name: registry._loaded.pop(name) for name in NAMES if name in registry._loaded}
-    try:
-        with _modules({"flashinfer": None}):
-            yield
-    finally:
-        registry._loaded.update(loaded)
+    with _backends_of_their_own(), _modules({"flashinfer": None}):
+        yield
 
 
 def backend(name: str) -> AttentionBackend:
@@ -60,6 +56,21 @@ def backend(name: str) -> AttentionBackend:
     capabilities = replace(base.capabilities, devices=("cpu",))
     made: AttentionBackend = type(base.__name__, (base,), {"capabilities": capabilities})()
     return made
+
+
+@contextmanager
+def _backends_of_their_own() -> Iterator[None]:
+    """No backend over the package has been made, and none that is made now stays."""
+    loaded = _forget()
+    try:
+        yield
+    finally:
+        _forget()
+        registry._loaded.update(loaded)
+
+
+def _forget() -> dict[str, AttentionBackend]:
+    return {name: registry._loaded.pop(name) for name in NAMES if name in registry._loaded}
 
 
 @contextmanager

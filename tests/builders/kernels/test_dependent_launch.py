@@ -22,6 +22,7 @@ KERNELS = {
     "_write_latent_kernel", "_list_window_slots_kernel", "_replan_kernel", "_route_kernel", "_order_kernel",
     "_combine_kernel", "read_streams_kernel", "write_streams_kernel", "find_range_kernel", "count_bins_kernel",
     "gather_bin_kernel", "top_k_threshold_kernel", "top_p_threshold_kernel", "mask_logits_kernel",
+    "batch_invariant_linear_kernel",
 }  # fmt: skip
 CHOSEN = {"PDL": True, "launch_pdl": True}
 

@@ -262,14 +262,14 @@ def test_the_matrix_shows_no_evidence_for_a_plug_in_that_does_not_load_but_the_r
 def test_a_crash_is_named_with_its_check_and_last_words(together: list[Report]) -> None:
     crasher = together[0]
     (error,) = [result for result in crasher.results if result.outcome is Outcome.ERROR]
-    assert error.check == "numerics.attention_is_right" and "--only" in error.repro
+    assert error.check == "numerics.bits_do_not_depend_on_the_batch" and "--only" in error.repro
     assert "SIGABRT; it printed: no such kernel image" in error.reason
 
 
 def test_a_hang_is_named_with_its_check_and_limit(together: list[Report]) -> None:
     hanger = together[2]
     (error,) = [result for result in hanger.results if result.outcome is Outcome.ERROR]
-    assert error.check == "numerics.attention_is_right"
+    assert error.check == "numerics.bits_do_not_depend_on_the_batch"
     assert error.reason.startswith("the process outlived the limit of 10 s for a check and was ended")
 
 
