@@ -27,6 +27,7 @@ _AXES: dict[str, tuple[str, dict[str, str]]] = {
             "soft_cap": "soft cap",
             "gqa": "GQA",
             "value_dim": "value dim",
+            "batch_invariant": "batch invariant",
             "mla": "MLA",
             "sparse": "sparse",
         },
