@@ -1,8 +1,8 @@
 """Make all evidence of one commit on the GPUs of one machine: python scripts/evidence.py --into reports/h200.
 
 Timings come first, one on each GPU, with the cores of the machine to themselves: beside much other work the host's
-times double. Then memcheck has the first GPU to itself, for its processes need all of the memory, and everything else
-shares the others. A report is put in place as its step ends, also where the step found failures; the exit status is 1
+times double. Then memcheck has the GPUs to itself, for its processes need all of their memory, and everything else shares
+them. A report is put in place as its step ends, also where the step found failures; the exit status is 1
 if any did. Refuses a checkout with changes: a report of them could not be made again.
 """
 
@@ -65,8 +65,8 @@ def timed_steps() -> list[Step]:
 
 
 def lone_steps(backends: Sequence[str]) -> list[Step]:
-    """Those that need a GPU's memory."""
-    return [Step("memcheck", ("scripts/memcheck.py", *backends, "--jobs", "12"))]
+    """Those that need the memory of all GPUs."""
+    return [Step("memcheck", ("scripts/memcheck.py", *backends))]
 
 
 def shared_steps(backends: Sequence[str]) -> list[Step]:
@@ -96,15 +96,10 @@ class Evidence:
 
     def run(self) -> None:
         """Until every step has ended."""
-        first, *others = self.gpus
         _together([partial(self._take, self._timed, gpu) for gpu in self.gpus])
-        workers = [partial(self._take, self._shared, gpu) for gpu in others for _ in range(SLOTS)]
-        _together([partial(self._alone, first), *workers])
-
-    def _alone(self, gpu: int) -> None:
         for step in self.lone:
-            self._run(step, gpu)
-        _together([partial(self._take, self._shared, gpu)] * SLOTS)
+            self._run(step, *self.gpus)
+        _together([partial(self._take, self._shared, gpu) for gpu in self.gpus for _ in range(SLOTS)])
 
     def _take(self, waiting: queue.SimpleQueue[Step], gpu: int) -> None:
         while True:
@@ -114,14 +109,14 @@ class Evidence:
                 return
             self._run(step, gpu)
 
-    def _run(self, step: Step, gpu: int) -> None:
+    def _run(self, step: Step, *gpus: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
             made, log = Path(folder, f"{step.report}.json"), self.into / f"{step.report}.log"
             with log.open("w") as output:
                 done = subprocess.run(
                     [sys.executable, *step.command, "--json", str(made)],
                     cwd=ROOT,
-                    env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)},
+                    env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))},
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     stdin=subprocess.DEVNULL,

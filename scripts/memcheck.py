@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
 import random
 import re
 import signal
@@ -75,9 +76,9 @@ def targets(names: Sequence[str], only: Sequence[str]) -> Iterator[Target]:
             yield Target(f"engine, {verification}, graph mode {mode.value}", serve, mode is GraphMode.FULL)
 
 
-def sanitize(target: Target, seconds: float) -> dict[str, Any]:
-    """What the sanitizer says of the process, and how its checks came out, if it is one of checks; of one that outlives
-    the seconds, what it had found until then."""
+def sanitize(target: Target, seconds: float, gpu: str = "0") -> dict[str, Any]:
+    """What the sanitizer says of the process on that GPU, and how its checks came out, if it is one of checks; of one
+    that outlives the seconds, what it had found until then."""
     row = {"target": target.name, "caching": target.caching}
     with tempfile.TemporaryDirectory() as folder:
         log, report = Path(folder, "log"), Path(folder, "report.json")
@@ -88,7 +89,7 @@ def sanitize(target: Target, seconds: float) -> dict[str, Any]:
             *(sys.executable, *target.arguments, *(("--json", str(report)) if target.checks else ())),
         ]
         env = {name: value for name, value in os.environ.items() if name != NO_CACHING}
-        env |= {} if target.caching else {NO_CACHING: "1"}
+        env |= {"CUDA_VISIBLE_DEVICES": gpu} | ({} if target.caching else {NO_CACHING: "1"})
         root = Path(__file__).resolve().parent.parent
         printed = Path(folder, "printed")
         with printed.open("w") as output:
@@ -144,13 +145,19 @@ def serve(verification: str, mode: GraphMode, device: torch.device) -> engine_ru
     return engine_run.serve(config, config.load_pair(), verification, requests, random.Random(0), **options)
 
 
+def _visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return named.split(",") if named else [str(index) for index in range(max(1, torch.cuda.device_count()))]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run every target, write the report, and fail unless each finished without an error."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--only", action="append", default=[], help="patterns of checks, in the place of everything")
     parser.add_argument("--seconds", type=float, default=600.0, help="time allowed for a target")
-    parser.add_argument("--jobs", type=int, default=4)
+    parser.add_argument("--jobs", type=int, default=3, help="targets at a time on each GPU, whose memory they share")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", nargs=2, metavar=("VERIFIER", "MODE"), help="be the engine that is watched")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"), help="of --serve")
@@ -166,8 +173,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     checks = {"only": flags.only} if flags.only else {"uncaptured": UNCAPTURED, "captured": CAPTURED}
     rows: list[dict[str, Any]] = []
     began = time.monotonic()
-    with ThreadPoolExecutor(flags.jobs) as pool:
-        for future in as_completed([pool.submit(sanitize, target, flags.seconds) for target in watched]):
+    gpus = _visible_gpus() * flags.jobs
+    free: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for gpu in gpus:
+        free.put(gpu)
+
+    def on_a_free_gpu(target: Target) -> dict[str, Any]:
+        gpu = free.get()
+        try:
+            return sanitize(target, flags.seconds, gpu)
+        finally:
+            free.put(gpu)
+
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        for future in as_completed([pool.submit(on_a_free_gpu, target) for target in watched]):
             rows.append(future.result())
             print(f"{time.monotonic() - began:5.0f} s", rows[-1], flush=True)
             # As it stands, for a run that is cut off: it says then that it was.

@@ -58,11 +58,12 @@ def test_a_timing_has_its_gpu_to_itself(tmp_path):
         assert first["ended"] <= second["began"]
 
 
-def test_a_lone_step_has_the_first_gpu_to_itself(tmp_path):
+def test_a_lone_step_has_every_gpu_to_itself(tmp_path):
     _, reports = ran(tmp_path, [], [step(f"s{i}", seconds=0.1) for i in range(30)], [step("l", seconds=0.5)])
 
-    beside = [row for name, row in reports.items() if name != "l" and row["gpu"] == "0"]
-    assert reports["l"]["gpu"] == "0" and all(row["began"] >= reports["l"]["ended"] for row in beside)
+    lone = reports.pop("l")
+    assert lone["gpu"] == "0,1" and {row["gpu"] for row in reports.values()} == {"0", "1"}
+    assert all(row["began"] >= lone["ended"] for row in reports.values())
 
 
 def test_with_one_gpu_the_timings_come_first_and_the_rest_after_them(tmp_path):

@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+import time
+from collections import Counter
 
 import pytest
 import torch
@@ -108,7 +110,7 @@ def test_a_process_that_is_cut_off_has_not_finished_and_what_it_found_is_kept(sa
 def test_the_report_has_each_target_as_soon_as_it_ended(tmp_path, monkeypatch):
     path, seen = tmp_path / "report.json", []
 
-    def sanitize(target, seconds):
+    def sanitize(target, seconds, gpu):
         seen.append(len(json.loads(path.read_text())["targets"]) if path.exists() else 0)
         return {"target": target.name, "finished": True, "errors": 0}
 
@@ -119,6 +121,24 @@ def test_the_report_has_each_target_as_soon_as_it_ended(tmp_path, monkeypatch):
 
     report = json.loads(path.read_text())
     assert report["finished"] and len(report["targets"]) == 4 and seen == sorted(seen)
+
+
+def test_each_gpu_has_as_many_targets_at_a_time_as_were_allowed(tmp_path, monkeypatch):
+    running, most = Counter(), Counter()
+
+    def sanitize(target, seconds, gpu):
+        running[gpu] += 1
+        most[gpu] = max(most[gpu], running[gpu])
+        time.sleep(0.05)
+        running[gpu] -= 1
+        return {"target": target.name, "finished": True, "errors": 0}
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    monkeypatch.setattr(memcheck, "sanitize", sanitize)
+    monkeypatch.setattr(memcheck, "write_report", lambda *args, **content: None)
+    memcheck.main([*"abcdef", "--jobs", "2", "--json", str(tmp_path / "report.json")])
+
+    assert most == {"2": 2, "5": 2}
 
 
 @pytest.mark.parametrize("verification", memcheck.VERIFIERS)
