@@ -13,8 +13,9 @@ import torch
 
 from attn_backends import BrokenBackend
 from engines.vllm.conformance.launches import record_launches
+from engines.vllm.version import SUPPORTED
 
-SERIES = "0.33."
+SERIES = f"{SUPPORTED}."
 _ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",  # else vLLM finds Triton without a driver, and does without it
     "HF_HUB_OFFLINE": "1",

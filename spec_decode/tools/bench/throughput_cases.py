@@ -124,14 +124,15 @@ def throughput_rows(bench: Bench, case: ThroughputCase = LLAMA3_8B) -> Iterator[
     with bench.noting(NAME):
         target, draft = case.models(bench.device)
         timed = _Timed(case, target, draft, _backend(bench, case, target))
+        # On a backend that has both.
         everywhere = replace(timed, backend=registry.get(case.backends[-1]))
-        for what, rows, subject in (
-            ("extend-graph", _extend_rows, timed),
-            ("speculation", _speculation_rows, timed),
-            ("batch-invariant", _batch_invariant_rows, everywhere),
+        for what, rows in (
+            ("extend-graph", _extend_rows(timed)),
+            ("speculation", _compared_rows(timed, "speculation", _PLAIN, _SPECULATIVE, "plain_ratio")),
+            ("batch-invariant", _compared_rows(everywhere, "batch-invariant", _SPECULATIVE, _INVARIANT, "free_ratio")),
         ):
             with bench.noting(f"{NAME}/{what}"):
-                yield from rows(subject)
+                yield from rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,25 +201,15 @@ def _extend_rows(timed: _Timed) -> Iterator[BenchRow]:
         yield with_limits({**row, "gain_percent": round(gain, 2)}, *limits)
 
 
-def _speculation_rows(timed: _Timed) -> Iterator[BenchRow]:
-    case, plain, speculative = timed.case, timed.engine(_PLAIN), timed.engine(_SPECULATIVE)
+def _compared_rows(timed: _Timed, part: str, without: Decoding, within: Decoding, ratio: str) -> Iterator[BenchRow]:
+    """Two ways to decode the same requests; the second row has its rate over the first's, called `ratio`."""
+    case, first, second = timed.case, timed.engine(without), timed.engine(within)
     for num_reqs in case.num_reqs:
         requests = case.requests(num_reqs)
-        slow, fast = (rates_of(engine, requests, case.warm_up_tokens, False) for engine in (plain, speculative))
-        yield timed.row("speculation", _PLAIN, num_reqs, False, slow)
-        ratio = fast.tokens_per_second / slow.tokens_per_second
-        yield {**timed.row("speculation", _SPECULATIVE, num_reqs, False, fast), "plain_ratio": round(ratio, 3)}
-
-
-def _batch_invariant_rows(timed: _Timed) -> Iterator[BenchRow]:
-    """On a backend that has both."""
-    case, free, fixed = timed.case, timed.engine(_SPECULATIVE), timed.engine(_INVARIANT)
-    for num_reqs in case.num_reqs:
-        requests = case.requests(num_reqs)
-        fast, slow = (rates_of(engine, requests, case.warm_up_tokens, False) for engine in (free, fixed))
-        yield timed.row("batch-invariant", _SPECULATIVE, num_reqs, False, fast)
-        ratio = slow.tokens_per_second / fast.tokens_per_second
-        yield {**timed.row("batch-invariant", _INVARIANT, num_reqs, False, slow), "free_ratio": round(ratio, 3)}
+        before, after = (rates_of(engine, requests, case.warm_up_tokens, False) for engine in (first, second))
+        yield timed.row(part, without, num_reqs, False, before)
+        over = round(after.tokens_per_second / before.tokens_per_second, 3)
+        yield {**timed.row(part, within, num_reqs, False, after), ratio: over}
 
 
 def rates_of(engine: Engine, requests: Sequence[Request], warm_up_tokens: int, host_waits: bool) -> Rates:
