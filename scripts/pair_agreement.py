@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import msgspec
 import torch
 
 from attn_backends import registry
@@ -27,7 +28,7 @@ from spec_decode.cli.byte_pair import PAGE_SIZE, Pair, load_byte_pair
 from spec_decode.cli.generate import Backends, backends_named
 from spec_decode.drafter import GraphMode, Strategy, StrategyError
 from spec_decode.engine import Engine, EngineConfig, Request
-from spec_decode.matrix.sources import AGREEMENT_SCHEMA
+from spec_decode.matrix.sources import AGREEMENT_SCHEMA, AgreementRow
 from spec_decode.models import SHIPPED_PAIR, draft_names
 from spec_decode.models.byte_tokenizer import encode
 from spec_decode.models.held_out_text import held_out_prompts
@@ -142,8 +143,7 @@ def agreement(job: tuple[str, str, str]) -> list[dict[str, Any]]:
 
 def is_broken(row: dict[str, Any]) -> bool:
     """Whether a text differs that must not."""
-    exact = row["batch_invariant"] or row["dtype"] == "float32"
-    return bool(row["unlike_eager"] or (exact and (row["unlike_plain"] or row["unlike_alone"])))
+    return msgspec.convert(row, AgreementRow).broken
 
 
 def main() -> None:

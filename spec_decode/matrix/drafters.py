@@ -15,8 +15,7 @@ class Parity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Drafting of some tokens at one temperature compared with eager drafting, greedily with plain decoding, and beside
     others with alone.
 
-    exact: no text may differ in either, because no rounding can excuse it. The prompts of all graph modes are counted
-    together.
+    The prompts of all graph modes are counted together.
     """
 
     num_speculative_tokens: int
@@ -26,13 +25,7 @@ class Parity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     unlike_eager: int
     unlike_plain: int | None
     unlike_alone: int | None
-    exact: bool
     accepted: float | None
-
-    @property
-    def broken(self) -> bool:
-        """Whether a text differs that must not."""
-        return bool(self.unlike_eager or (self.exact and (self.unlike_plain or self.unlike_alone)))
 
 
 class HostTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -107,7 +100,7 @@ def _cell(rows: Sequence[AgreementRow], run: int, host: tuple[HostTime, ...]) ->
     parity = tuple(_parity(by_shape[shape]) for shape in sorted(by_shape))
     return DraftCell(
         strategy=rows[0].strategy,
-        status=_status(parity),
+        status=_status(rows, parity),
         parity=parity,
         refusal=next((row.refusal for row in rows if row.refusal), ""),
         host=host,
@@ -126,13 +119,12 @@ def _parity(rows: Sequence[AgreementRow]) -> Parity:
         unlike_eager=sum(row.unlike_eager or 0 for row in rows),
         unlike_plain=sum(plain) if plain else None,
         unlike_alone=sum(alone) if alone else None,
-        exact=rows[0].batch_invariant or rows[0].dtype == "float32",
         accepted=rows[0].accepted,
     )
 
 
-def _status(parity: Sequence[Parity]) -> Status:
-    if any(found.broken for found in parity):
+def _status(rows: Sequence[AgreementRow], parity: Sequence[Parity]) -> Status:
+    if any(row.broken for row in rows):
         return Status.BROKEN
     if not parity:
         return Status.REFUSED

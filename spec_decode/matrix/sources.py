@@ -44,6 +44,16 @@ class AgreementRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     unlike_alone: int | None
     accepted: float | None
 
+    @property
+    def exact(self) -> bool:
+        """Whether no rounding can excuse a text that differs from plain decoding's, or from the one alone."""
+        return self.batch_invariant or self.dtype == "float32"
+
+    @property
+    def broken(self) -> bool:
+        """Whether a text differs that must not."""
+        return bool(self.unlike_eager or (self.exact and (self.unlike_plain or self.unlike_alone)))
+
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A report of scripts/pair_agreement.py. sources: digests of the source that it covers, by package."""

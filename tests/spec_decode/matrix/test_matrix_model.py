@@ -149,6 +149,16 @@ def test_a_draft_that_leaves_eager_drafting_is_broken():
     assert row.cells[0].status is Status.BROKEN
 
 
+@pytest.mark.parametrize("unlike", ["unlike_plain", "unlike_alone"])
+def test_a_text_that_leaves_plain_decodings_or_the_one_alone_breaks_a_cell_that_rounding_cannot_excuse(unlike):
+    def status(**fields):
+        (row,) = build_matrix([], [agreement(**fields, **{unlike: 1})]).drafters
+        return row.cells[0].status
+
+    assert status(dtype="float32") is status(dtype="bfloat16", batch_invariant=True) is Status.BROKEN
+    assert status(dtype="bfloat16") is Status.VERIFIED
+
+
 def test_a_refused_strategy_is_refused_with_its_reason():
     (row,) = build_matrix([], [agreement(refusal="needs a graph", accepted=None)]).drafters
     assert row.cells[0].status is Status.REFUSED and row.cells[0].refusal == "needs a graph"
