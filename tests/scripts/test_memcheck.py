@@ -1,9 +1,11 @@
 """The sanitizer's run: what is watched, under which allocator, and when it has finished; the engines, on the CPU."""
 
+import gc
 import json
 import os
 import sys
 import time
+import weakref
 from collections import Counter
 
 import pytest
@@ -108,19 +110,16 @@ def test_a_process_that_is_cut_off_has_not_finished_and_what_it_found_is_kept(sa
 
 
 def test_the_report_has_each_target_as_soon_as_it_ended(tmp_path, monkeypatch):
-    path, seen = tmp_path / "report.json", []
-
-    def sanitize(target, seconds, gpu):
-        seen.append(len(json.loads(path.read_text())["targets"]) if path.exists() else 0)
-        return {"target": target.name, "finished": True, "errors": 0}
-
-    monkeypatch.setattr(memcheck, "sanitize", sanitize)
+    written = []
+    monkeypatch.setattr(memcheck, "sanitize", lambda target, *_: {"target": target.name, "finished": True, "errors": 0})
     monkeypatch.setattr(memcheck, "VERIFIERS", ())
-    monkeypatch.setattr(memcheck, "write_report", lambda path, *_, **content: path.write_text(json.dumps(content)))
-    memcheck.main(["a", "b", "--jobs", "1", "--json", str(path)])
+    monkeypatch.setattr(
+        memcheck, "write_report", lambda *_, **content: written.append((len(content["targets"]), content["finished"]))
+    )
+    memcheck.main(["a", "b", "--jobs", "1", "--json", str(tmp_path / "report.json")])
 
-    report = json.loads(path.read_text())
-    assert report["finished"] and len(report["targets"]) == 4 and seen == sorted(seen)
+    assert [count for count, _ in written] == [1, 2, 3, 4]
+    assert [finished for _, finished in written] == [False, False, False, True]
 
 
 def test_each_gpu_has_as_many_targets_at_a_time_as_were_allowed(tmp_path, monkeypatch):
@@ -147,3 +146,25 @@ def test_the_engine_that_is_watched_serves_every_request(verification, mode, mon
     monkeypatch.setattr(memcheck, "REQUESTS", 3)
     run = memcheck.serve(verification, mode, torch.device("cpu"))
     assert run.counts["requests"] == 3 and run.pages_lost == 0 and "never" not in run.counts["finished"]
+
+
+def test_a_check_that_is_watched_keeps_every_looping_graph(monkeypatch):
+    alive: list[weakref.ref] = []
+
+    class Loop:
+        def __init__(self, name):
+            self.name = name
+
+    def check(arguments, **_):
+        assert arguments == ["k", "--json", "report.json"]
+        alive.append(weakref.ref(Loop("body")))
+        assert alive[0]().name == "body"
+        raise SystemExit(0)
+
+    monkeypatch.setattr(memcheck, "WhileGraph", Loop)
+    monkeypatch.setattr(memcheck, "check", check)
+    with pytest.raises(SystemExit):
+        memcheck.main(["--check", "k", "--json", "report.json"])
+
+    gc.collect()
+    assert alive[0]() is not None
