@@ -1,7 +1,7 @@
 """Make all evidence of one commit on the GPUs of one machine: python scripts/evidence.py --into reports/h200.
 
 Timings come first, one on each GPU, with the cores of the machine to themselves: beside much other work the host's
-times double. Then memcheck has the GPUs to itself, for its processes need all of their memory, and everything else
+times double. Then memcheck has the GPUs to itself, whose processes it shares out among them, and everything else
 shares them. A report is put in place as its step ends, also where the step found failures; the exit status is 1 if any
 did. Refuses a checkout with changes: a report of them could not be made again.
 """
@@ -65,7 +65,7 @@ def timed_steps() -> list[Step]:
 
 
 def lone_steps(backends: Sequence[str]) -> list[Step]:
-    """Those that need the memory of all GPUs."""
+    """Those that take all GPUs at once."""
     return [Step("memcheck", ("scripts/memcheck.py", *backends))]
 
 

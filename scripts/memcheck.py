@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--only", action="append", default=[], help="patterns of checks, in the place of everything")
     parser.add_argument("--seconds", type=float, default=600.0, help="time allowed for a target")
-    parser.add_argument("--jobs", type=int, default=3, help="targets at a time on each GPU, whose memory they share")
+    parser.add_argument("--jobs", type=int, default=6, help="targets at a time on each GPU")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", nargs=2, metavar=("VERIFIER", "MODE"), help="be the engine that is watched")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"), help="of --serve")
