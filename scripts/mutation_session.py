@@ -92,7 +92,9 @@ class Recorder:
 
     def _functions(self) -> set[tuple[str, int]]:
         """Files and first lines of what was entered, of the project alone."""
-        inside = [code for code in list(self._entered.values()) if code.co_filename.startswith(self._folders)]
+        # A template that is rendered is code, too.
+        files = [code for code in list(self._entered.values()) if code.co_filename.endswith(".py")]
+        inside = [code for code in files if code.co_filename.startswith(self._folders)]
         return {(os.path.relpath(code.co_filename), code.co_firstlineno) for code in inside}
 
 

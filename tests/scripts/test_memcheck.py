@@ -1,12 +1,11 @@
 """The sanitizer's run: what is watched, under which allocator, and when it has finished; the engines, on the CPU."""
 
-import gc
 import json
 import os
 import sys
 import time
-import weakref
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import torch
 from scripts import memcheck
 from scripts.memcheck import NO_CACHING, Target
 from spec_decode.drafter import GraphMode
+from spec_decode.graphs import cuda
 
 SANITIZER = """#!{python}
 import os, subprocess, sys
@@ -148,23 +148,30 @@ def test_the_engine_that_is_watched_serves_every_request(verification, mode, mon
     assert run.counts["requests"] == 3 and run.pages_lost == 0 and "never" not in run.counts["finished"]
 
 
-def test_a_check_that_is_watched_keeps_every_looping_graph(monkeypatch):
-    alive: list[weakref.ref] = []
-
-    class Loop:
-        def __init__(self, name):
-            self.name = name
+def test_a_check_that_is_watched_repeats_its_looping_graphs_from_the_host(monkeypatch):
+    monkeypatch.setattr(cuda, "WhileGraph", cuda.WhileGraph)
+    used = []
 
     def check(arguments, **_):
         assert arguments == ["k", "--json", "report.json"]
-        alive.append(weakref.ref(Loop("body")))
-        assert alive[0]().name == "body"
+        used.append(cuda.WhileGraph)
         raise SystemExit(0)
 
-    monkeypatch.setattr(memcheck, "WhileGraph", Loop)
     monkeypatch.setattr(memcheck, "check", check)
     with pytest.raises(SystemExit):
         memcheck.main(["--check", "k", "--json", "report.json"])
+    assert used == [memcheck.HostLoop]
 
-    gc.collect()
-    assert alive[0]() is not None
+
+@pytest.mark.parametrize("iterations", [1, 2, 5])
+def test_the_hosts_loop_runs_its_body_until_the_flag_is_zero(iterations):
+    flag, runs = torch.zeros(1, dtype=torch.int32), []
+
+    def body():
+        runs.append(None)
+        flag.fill_(int(len(runs) < iterations))
+
+    loop = memcheck.HostLoop(flag, body, lambda fn: SimpleNamespace(replay=fn))
+    assert not runs
+    loop.replay()
+    assert len(runs) == iterations
