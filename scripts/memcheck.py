@@ -6,9 +6,9 @@ and padding checks of each backend, its advance, its fused writes, and an engine
 capture needs the allocator: memory of a graph must stay. So the graph family, whole rounds in every strategy and an
 engine with graphs run under it.
 
-A looping graph is repeated by the host here, iteration by iteration. In one that the device repeats, the sanitizer
-(2025.3.1) mistakes accesses once other memory was freed: it reports them "out of bounds" and "inside the nearest
-allocation", or the driver meets an illegal instruction. So it does with a WHILE node around a single sum of torch.
+A looping graph is repeated by the host here, iteration by iteration: in one that the device repeats, the sanitizer
+(2025.3.1) reports accesses "out of bounds" and "inside the nearest allocation", or the driver meets an illegal
+instruction. So it does with a WHILE node around a single product of torch, which without it runs right.
 """
 
 from __future__ import annotations
