@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from scripts import mutation
@@ -112,3 +114,36 @@ def test_quick_tests_of_every_file_come_first_and_the_sessions_apart() -> None:
 def test_a_function_is_named_with_what_it_is_in() -> None:
     source = "class C:\n    @property\n    def f(self):\n        def g(): ...\n"
     assert functions(source) == (("C.f", 2, 4), ("C.f.g", 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("sound", "outcome"),
+    [("passed", "killed"), ("failed", "survived")],
+    ids=["by its test alone", "not by one that fails"],
+)
+def test_a_change_dies_of_a_test_that_passes_without_it(tmp_path: Path, sound: str, outcome: str) -> None:
+    (mutant,) = [each for each in mutants("f.py", SOURCE, {}) if each.operator == "comparison"]
+    copy = FakeCopy(tmp_path, sound)
+    tests = [TracedTest(name, False, 0.1, frozenset({"f.py::f"})) for name in ("a.py::good", "a.py::bad")]
+
+    result = mutation.attempt(copy, mutant, tests, 100)  # type: ignore[arg-type]
+
+    assert result.outcome == outcome and (tmp_path / "f.py").read_text() == SOURCE
+    assert copy.asked == [["a.py::good", "a.py::bad"], ["a.py::bad"]]
+
+
+SOURCE = "def f(x):\n    return x < 2\n"
+
+
+class FakeCopy:
+    """Of a file that `bad` looks at. sound: how that ends without a change."""
+
+    def __init__(self, folder: Path, sound: str) -> None:
+        self.folder, self.sound, self.asked = folder, sound, list[list[str]]()
+        (folder / "f.py").write_text(SOURCE)
+
+    def run(self, tests: list[str], *, interpreted: bool, seconds: float) -> dict[str, object]:
+        self.asked.append(tests)
+        bad = self.sound if (self.folder / "f.py").read_text() == SOURCE else "failed"
+        found = {name: {"outcome": bad if name.endswith("bad") else "passed"} for name in tests}
+        return {"status": int(bad == "failed"), "tests": found}
