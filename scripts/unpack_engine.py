@@ -13,7 +13,7 @@ import zipfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-KEPT = (".py", ".json", ".jinja", ".toml", "METADATA", "entry_points.txt")
+KEPT = (".py", ".cuh", ".h", ".json", ".jinja", ".toml", "METADATA", "entry_points.txt")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
 
 

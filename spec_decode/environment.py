@@ -110,5 +110,8 @@ def _git_state() -> tuple[str, bool | None]:
 
 
 def _git_commit() -> str:
-    _run("git", "ls-files", "--error-unmatch", f"{_PACKAGE.name}/__init__.py")
+    try:
+        _run("git", "ls-files", "--error-unmatch", f"{_PACKAGE.name}/__init__.py")
+    except subprocess.CalledProcessError as error:
+        raise LookupError("this package is not in a checkout of git") from error
     return _run("git", "rev-parse", "HEAD")

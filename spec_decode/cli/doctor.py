@@ -9,10 +9,11 @@ from itertools import chain
 
 import click
 
-from spec_decode.cli.engine_builders import ENGINES
 from spec_decode.cli.options import PAGE_SIZE, device_option, resolve_device
 from spec_decode.cli.output import say, stdout
 
+_ENGINES = ("vllm", "sglang")
+"""Those with a plug-in of ours, as modules of `engines`."""
 _STYLES = {"ok": "green", "absent": "dim", "refused": "yellow", "failed": "bold red"}
 _WIDTHS = (26, 8)
 
@@ -43,7 +44,7 @@ def doctor(
     # Asked for by name, a backend that cannot be had is refused before anything runs.
     asked = [] if backend is None else [registry.get(backend)]
     validated = (validate_metadata(b, where, rounds=rounds, every=every, page_size=page_size) for b in asked)
-    engines = chain.from_iterable(import_module(f"engines.{engine}.doctor").examine() for engine in ENGINES)
+    engines = chain.from_iterable(import_module(f"engines.{engine}.doctor").examine() for engine in _ENGINES)
     for finding in chain(examine(where), engines, validated):
         findings.append(finding)
         if as_json:

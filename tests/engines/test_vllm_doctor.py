@@ -5,6 +5,7 @@ from importlib.metadata import EntryPoint, PackageNotFoundError
 
 import pytest
 
+from engines import findings
 from engines.vllm import NAMES, doctor
 
 
@@ -18,7 +19,7 @@ def examine(monkeypatch, found, points=(("attn_backends", "engines.vllm:register
 
     declared = [EntryPoint(name, value, "vllm.general_plugins") for name, value in points]
     monkeypatch.setattr(doctor, "version", version)
-    monkeypatch.setattr(doctor, "entry_points", lambda group: declared)
+    monkeypatch.setattr(findings, "entry_points", lambda group: declared)
     before = "vllm" in sys.modules
     answers = {finding.subject: finding for finding in doctor.examine()}
     assert before or "vllm" not in sys.modules

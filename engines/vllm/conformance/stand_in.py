@@ -27,6 +27,8 @@ _ENVIRONMENT = {
 _EXTENSIONS = ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch")
 _FLASH_ATTENTION = ("vllm.vllm_flash_attn", "vllm.vllm_flash_attn.flash_attn_interface")
 _FLASHINFER = ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.utils")
+_DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")
+"""It has no schedule to make without a GPU, and vLLM does without it."""
 _OPS = ("_C", "_moe_C", "_C_cache_ops", "_C_utils", "_C_custom_ar", "_vllm_fa2_C", "_vllm_fa3_C", "_flashmla_C")
 
 
@@ -52,6 +54,8 @@ def enter() -> None:
     os.environ.update(_ENVIRONMENT)
     for name in _EXTENSIONS:
         sys.modules[name] = ModuleType(name)
+    absent: dict[str, Any] = dict.fromkeys(_DEEP_GEMM)
+    sys.modules.update(absent)
     import vllm.platforms
 
     vars(vllm.platforms)["_current_platform"] = _platform()

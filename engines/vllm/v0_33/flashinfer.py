@@ -24,6 +24,7 @@ from builders import AttentionSpec
 from builders.errors import require
 from engines.vllm.device_plan import DevicePlan
 from engines.vllm.v0_33.log import say_update
+from engines.vllm.v0_33.reasons import cache_reasons
 
 _MOST_ADDRESSES = 4
 """Sets of vLLM's buffers that one shape is planned for: its persistent ones make one or two."""
@@ -176,8 +177,19 @@ class InGraphFlashInfer(FlashInferBackend):
         return False
 
     @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """No: a plan is of one query length."""
+        return False
+
+    @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
         return kv_cache_dtype is None or kv_cache_dtype in cls.supported_kv_cache_dtypes
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **asked: Any) -> list[str]:
+        """vLLM's reasons in its words, and ours in ours."""
+        ours = cache_reasons(asked.get("kv_cache_dtype"), asked["dtype"])
+        return [*super().validate_configuration(*args, **asked), *ours]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:

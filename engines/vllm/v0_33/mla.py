@@ -131,7 +131,16 @@ class TritonLatents(TritonMLABackend):
         return False
 
     @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size in OURS.capabilities.head_dims
+
+    @classmethod
     def supports_non_causal(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """No: a launch is sized by the longest query that the host knows of."""
         return False
 
     @classmethod

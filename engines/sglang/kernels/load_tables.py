@@ -1,0 +1,66 @@
+"""The rows of a batch, out of an engine's table of every request, in one kernel."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from builders.kernels.op import define_op
+from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+
+
+class LoadTables(NamedTuple):
+    """seq_lens[r] = context_lens[r] + 1, and block_table[r] = the pages of slots[requests[r]] that such steps reach.
+
+    slots         int32 [requests, >= max_pages * page_size]   cache slot of each token; rows any stride apart
+    requests      int64 [R]                 rows of `slots`; outside of them counts as the nearest
+    context_lens  int64 or int32 [R]        tokens that lie in the cache
+    seq_lens      int32 [>= R]
+    block_table   int32 [>= R, max_pages]   entries beyond a row's length and steps keep what they held
+    page_size     slots of a page; the tokens of a page have adjacent slots, the first of them a multiple of it
+    steps         steps to come, each of which sees a token more
+    """
+
+    slots: torch.Tensor
+    requests: torch.Tensor
+    context_lens: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    page_size: int
+    steps: int
+
+    def reference(self) -> None:
+        rows, pages = len(self.requests), self.block_table.shape[1]
+        self.seq_lens[:rows] = self.context_lens + 1
+        first = torch.arange(pages) * self.page_size
+        found = self.slots[self.requests.clamp(0, len(self.slots) - 1)][:, first] // self.page_size
+        reached = first < (self.context_lens + self.steps)[:, None]
+        self.block_table[:rows] = torch.where(reached, found, self.block_table[:rows])
+
+    def launch(self) -> None:
+        rows, block = len(self.requests), 1024
+        _load_tables_kernel[(rows,)](
+            *self, len(self.slots), self.slots.stride(0), self.block_table.shape[1], self.block_table.stride(0),
+            BLOCK=block, num_warps=4, **dependent_launch(self.slots.device),
+        )  # fmt: skip
+
+
+@triton.jit
+def _load_tables_kernel(
+    slots, requests, context_lens, seq_lens, block_table, page_size, steps,
+    num_requests, slots_stride, max_pages, table_stride, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    await_previous(PDL)
+    row = tl.program_id(0)
+    request = tl.minimum(tl.maximum(tl.load(requests + row), 0), num_requests - 1).to(tl.int64)
+    context = tl.load(context_lens + row).to(tl.int32)
+    tl.store(seq_lens + row, context + 1)
+    pages = tl.minimum((context + steps + page_size - 1) // page_size, max_pages)
+    for begin in range(0, pages, BLOCK):
+        page = begin + tl.arange(0, BLOCK)
+        slot = tl.load(slots + request * slots_stride + page.to(tl.int64) * page_size, mask=page < pages, other=0)
+        tl.store(block_table + row.to(tl.int64) * table_stride + page, slot // page_size, mask=page < pages)
+
+
+load_tables = define_op("engines::load_tables", LoadTables, mutates=("seq_lens", "block_table"))

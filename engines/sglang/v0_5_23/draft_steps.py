@@ -1,0 +1,217 @@
+"""The decode steps of a draft in SGLang: a view for each step over one state, which moves on inside the graph.
+
+SGLang asks for a whole attention backend for every step, plans all of them before a graph is replayed, and has indices
+of every request and step for it. Here all steps share one table, one vector of lengths and one builder's metadata; the
+first layer of a step moves them on, and a capture records that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+import attn_backends
+from attn_backends import KVCache
+from builders import AdvanceLevel, AttentionBatch, AttentionSpec, MetadataBuilder, check_batch
+from builders.batch import NO_SLOT
+from builders.errors import require
+from engines.sglang.kernels.load_tables import load_tables
+from engines.sglang.v0_5_23.reasons import UnsupportedDraft, reasons_against
+
+
+class DraftSteps:
+    """What SGLang holds for a draft: `attn_backends`, a view for each step but the last, which only samples.
+
+    Made once for a runner; SGLang's graph runner records `init_forward_metadata_in_graph` and the views' forwards.
+    """
+
+    needs_cpu_seq_lens = False
+    prefill_attention_backend_str: str | None = None
+    decode_attention_backend_str: str | None = None
+
+    def __init__(self, ours: attn_backends.AttentionBackend, runner: Any, num_steps: int) -> None:
+        """runner: SGLang's ModelRunner of the draft. num_steps: tokens that are drafted, 2 or more."""
+        self.ours, self.num_steps = ours, num_steps
+        self.device = torch.device(runner.device)
+        self.token_to_kv_pool, self.req_to_token_pool = runner.token_to_kv_pool, runner.req_to_token_pool
+        self.kv_index_translator = runner.kv_index_translator
+        self.page_size = int(runner.token_to_kv_pool.page_size)
+        self.specs = layer_specs(runner)
+        self.attn_backends = [StepView(self, step) for step in range(num_steps - 1)]
+        self.step = 0
+        self._allocate(self.req_to_token_pool.size)
+
+    @classmethod
+    def of(cls, name: str, runner: Any, *, topk: int, num_steps: int) -> DraftSteps:
+        """By the name that a backend is registered with. Raises UnsupportedDraft, with every reason."""
+        reasons = reasons_against(runner, topk=topk)
+        try:
+            ours = attn_backends.get(name)
+        except attn_backends.BackendError as error:
+            raise UnsupportedDraft.because(name, [*reasons, str(error)]) from error
+        device = torch.device(runner.device)
+        for spec in set(layer_specs(runner).values()) if not reasons else ():
+            reasons += ours.capabilities.spec_reasons(spec) + ours.unsupported_reasons(spec, device)
+            support = ours.builder.advance_support(spec, device)
+            if support.level is not AdvanceLevel.IN_GRAPH:
+                reasons.append(f"its metadata does not advance in a graph: {support.reason}")
+        if reasons:
+            raise UnsupportedDraft.because(name, reasons)
+        return cls(ours, runner, num_steps)
+
+    def _allocate(self, max_reqs: int) -> None:
+        self.max_seq_len = int(self.req_to_token_pool.req_to_token.shape[1])
+        pages = -(-self.max_seq_len // self.page_size)
+        self.seq_lens = torch.zeros(max_reqs, dtype=torch.int32, device=self.device)
+        self.block_table = torch.zeros(max_reqs, pages, dtype=torch.int32, device=self.device)
+        self.query_start_loc = torch.arange(max_reqs + 1, dtype=torch.int32, device=self.device)
+        self.no_slots = torch.full((max_reqs,), NO_SLOT, dtype=torch.int64, device=self.device)
+        self.builders: dict[AttentionSpec, MetadataBuilder[Any]] = {
+            spec: self.ours.builder(
+                spec, self.device, max_reqs=max_reqs, max_tokens=max_reqs, max_seq_len=self.max_seq_len
+            )
+            for spec in set(self.specs.values())
+        }
+        self.metadata: Mapping[AttentionSpec, Any] = MappingProxyType({})
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Room for the largest batch that is captured."""
+        if max_bs > len(self.seq_lens):
+            self._allocate(max_bs)
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Without a graph: as with one. Raises as `init_forward_metadata_in_graph`."""
+        self.init_forward_metadata_in_graph(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Nothing: a replay plans nothing outside of its graph."""
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """The state of step 0, by one kernel, from the lengths and the table as they stand on the device.
+
+        Raises BatchError for a batch of more rows than there is room for, and for tensors that a kernel would misread.
+        """
+        rows = int(forward_batch.batch_size)
+        require(
+            rows <= len(self.seq_lens),
+            f"a draft has tables for {len(self.seq_lens)} requests, got a batch of {rows}; its last rows would have no "
+            "pages, so nothing was run. Lower --max-running-requests or the largest batch of --cuda-graph-bs.",
+        )
+        load_tables(
+            self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices[:rows], forward_batch.seq_lens[:rows],
+            self.seq_lens, self.block_table, self.page_size, self.num_steps - 1,
+        )  # fmt: skip
+        batch = AttentionBatch(
+            num_reqs=rows,
+            num_tokens=rows,
+            max_query_len=1,
+            max_seq_len=self.max_seq_len,
+            uniform=True,
+            query_start_loc=self.query_start_loc[: rows + 1],
+            seq_lens=self.seq_lens[:rows],
+            positions=forward_batch.positions[:rows],
+            block_table=self.block_table[:rows],
+            slot_mapping=self.no_slots[:rows],
+        )
+        check_batch(batch, self.device)
+        horizon = self.num_steps - 2
+        self.metadata = {spec: builder.build(batch, horizon=horizon) for spec, builder in self.builders.items()}
+        self.step, self.rows = 0, rows
+
+    def enter(self, step: int) -> None:
+        """Make the state that of a step; once for all of its layers.
+
+        Raises BatchError for a step before the current one, which a view of another round would ask for.
+        """
+        require(
+            step >= self.step,
+            f"steps of a draft come in order, got step {step} after {self.step}; it would see tokens that are not "
+            "there yet, so nothing was run. Begin each round with init_forward_metadata.",
+        )
+        for _ in range(step - self.step):
+            self.seq_lens[: self.rows].add_(1)
+            for spec, builder in self.builders.items():
+                builder.advance(self.metadata[spec])
+        self.step = step
+
+
+class StepView(AttentionBackend):
+    """What SGLang takes for the attention backend of one step."""
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, steps: DraftSteps, step: int) -> None:
+        self.steps, self.speculative_step_id = steps, step
+        self.token_to_kv_pool, self.req_to_token_pool = steps.token_to_kv_pool, steps.req_to_token_pool
+        self.kv_index_translator = steps.kv_index_translator
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Nothing: all steps share the state of DraftSteps."""
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Tokens of a padding row's context: it attends to a slot that nobody reads."""
+        return 1
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **extras: Any,
+    ) -> torch.Tensor:
+        """Store keys and values where SGLang says, and attend: [rows, heads * value dim].
+
+        Raises BatchError for what a layer has beside its spec, such as sinks.
+        """
+        asked = sorted(name for name, value in extras.items() if value is not None)
+        require(
+            not asked,
+            f"a draft's layer must have nothing beside its spec, got {', '.join(asked)}; it would be left out, so "
+            "nothing was run. Choose one of SGLang's own backends for the draft.",
+        )
+        steps = self.steps
+        steps.enter(self.speculative_step_id)
+        pool, spec = self.token_to_kv_pool, steps.specs[layer.layer_id]
+        if save_kv_cache:
+            where = KVWriteLoc.for_batch(forward_batch)
+            key, value = (
+                k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
+                v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
+            )
+            pool.set_kv_buffer(layer, where, key, value, layer.k_scale, layer.v_scale)
+        by_page = (-1, steps.page_size)
+        cache = KVCache(
+            pool.get_key_buffer(layer.layer_id).unflatten(0, by_page),
+            pool.get_value_buffer(layer.layer_id).unflatten(0, by_page),
+        )
+        query = q.view(-1, spec.num_q_heads, spec.head_dim)
+        return steps.ours.forward(query, cache, steps.metadata[spec], spec=spec).flatten(1)
+
+
+def layer_specs(runner: Any) -> dict[int, AttentionSpec]:
+    """The attention of each of a draft's layers, by layer id, with the heads of this rank."""
+    return {
+        layer.layer_id: AttentionSpec(
+            num_q_heads=layer.tp_q_head_num,
+            num_kv_heads=layer.tp_k_head_num,
+            head_dim=layer.qk_head_dim,
+            value_dim=layer.v_head_dim,
+            page_size=int(runner.token_to_kv_pool.page_size),
+            dtype=runner.dtype,
+            # SGLang's counts the tokens before the query's own.
+            sliding_window=layer.sliding_window_size + 1 if layer.sliding_window_size > -1 else None,
+            scale=float(layer.scaling),
+            soft_cap=layer.logit_cap or None,
+        )
+        for layer in runner.model.modules()
+        if isinstance(layer, RadixAttention)
+    }

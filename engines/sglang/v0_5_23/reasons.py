@@ -1,0 +1,38 @@
+"""Why a draft of SGLang cannot be decoded by one of ours, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.runtime_context import get_parallel
+
+
+class UnsupportedDraft(ValueError):
+    """A draft that a backend does not serve."""
+
+    @classmethod
+    def because(cls, name: str, reasons: Sequence[str]) -> UnsupportedDraft:
+        return cls(
+            f"the draft must be one that {name} serves, this one is not: {'; '.join(reasons)}. Its drafts would be "
+            "wrong, so SGLang was not started. Choose one of SGLang's own with --speculative-draft-attention-backend."
+        )
+
+
+def reasons_against(runner: Any, *, topk: int) -> list[str]:
+    """What speaks against a runner, whatever its layers are."""
+    pool = runner.token_to_kv_pool
+    layout = getattr(pool, "kv_cache_layout", "nhd")
+    found = {
+        f"it drafts a chain, --speculative-eagle-topk is {topk}; use 1": topk != 1,
+        "it has no latent attention; use a draft with keys and values": bool(runner.use_mla_backend),
+        f"it reads SGLang's plain KV cache, this pool is {type(pool).__name__}": type(pool) is not MHATokenToKVPool,
+        f"the KV cache must have the draft's dtype, {runner.dtype}, got {pool.dtype}; use --kv-cache-dtype auto": (
+            pool.dtype != runner.dtype
+        ),
+        f"a slot must hold a token's heads beside each other, the layout is {layout}; use nhd": layout != "nhd",
+        "slots must be those of the cache, this pool translates them": runner.kv_index_translator.is_translating,
+        "it has no decode context parallelism": get_parallel().dcp_enabled,
+    }
+    return [reason for reason, holds in found.items() if holds]

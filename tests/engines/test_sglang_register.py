@@ -1,0 +1,99 @@
+"""What SGLang is told, over stand-ins for its modules; and that another SGLang gets a reason, not a backend."""
+
+import logging
+import sys
+from importlib import metadata
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from engines import sglang as plug_in
+from engines.sglang import version
+from engines.sglang.version import UnsupportedSglang, require_supported
+
+NAME = "attn_backends_triton_paged"
+
+
+class Factory:
+    def _create_backend(self, backend_name, backend_map, error_template, stamps_children=False):
+        return backend_map
+
+
+def install(monkeypatch, found="0.5.23", factory=Factory):
+    """An SGLang of this version; returns what it was told."""
+    told = SimpleNamespace(choices=[], draft_choices=[], hooks=[], backends={"triton": "made", "fa3": "made too"})
+    modules = {
+        "sglang.srt.speculative.draft_utils": {"DraftBackendFactory": factory},
+        "sglang.srt.arg_groups.choices": {
+            "add_attention_backend_choices": told.choices.extend,
+            "add_draft_attention_backend_choices": told.draft_choices.extend,
+        },
+        "sglang.srt.layers.attention.attention_registry": {"ATTENTION_BACKENDS": told.backends},
+        "sglang.srt.plugins.hook_registry": {
+            "HookRegistry": SimpleNamespace(register=lambda *hook: told.hooks.append(hook)),
+            "HookType": SimpleNamespace(AROUND="around"),
+        },
+    }
+    for name, names in modules.items():
+        module = ModuleType(name)
+        vars(module).update(names)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(version.metadata, "version", lambda name: found)
+    return told
+
+
+def test_the_names_are_told_and_one_method_is_hooked(monkeypatch):
+    told = install(monkeypatch)
+    plug_in.register()
+    assert told.choices == told.draft_choices == list(plug_in.NAMES)
+    assert told.backends[NAME] == "made" and told.backends["attn_backends_flash_attn3"] == "made too"
+    assert told.hooks == [(plug_in.LOOK_UP, plug_in.look_up, "around")]
+
+
+@pytest.mark.parametrize("found", ["0.5.22", "0.5.24", "0.6.0", "0.5.23.post1"])
+def test_another_release_is_told_nothing_and_warned_of(monkeypatch, found, caplog):
+    told = install(monkeypatch, found)
+    with caplog.at_level(logging.WARNING):
+        plug_in.register()
+    assert f"are for SGLang 0.5.23, got {found}" in caplog.text
+    assert not (told.choices or told.hooks or NAME in told.backends)
+    with pytest.raises(UnsupportedSglang, match=r"Install sglang==0\.5\.23"):
+        require_supported()
+
+
+def test_without_sglang_the_reason_says_so(monkeypatch):
+    def version_of(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(version.metadata, "version", version_of)
+    assert "got none" in version.unsupported_reason()
+
+
+def test_a_method_with_other_parameters_is_not_hooked(monkeypatch, caplog):
+    class Patched:
+        def _create_backend(self, backend_name, backend_map):
+            return backend_map
+
+    told = install(monkeypatch, factory=Patched)
+    with caplog.at_level(logging.WARNING):
+        plug_in.register()
+    assert "got self, backend_name, backend_map, so no backend was registered" in caplog.text and not told.hooks
+
+
+def test_the_look_up_keeps_what_it_was_given():
+    def original(*arguments, **options):
+        return arguments, options
+
+    theirs = {"triton": lambda: ("triton", "theirs"), "aiter": lambda: ("aiter", "theirs")}
+    (factory, setting, backends, error), options = plug_in.look_up(
+        original, "factory", "decode_attention_backend", theirs, "not {backend_type}", stamps_children=True
+    )
+    assert (factory, setting, error) == ("factory", "decode_attention_backend", "not {backend_type}")
+    assert options == {"stamps_children": True} and backends.keys() == {*theirs, NAME}
+    assert backends["triton"] is theirs["triton"]
+
+
+def test_the_step_that_reads_the_text_is_made_by_sglangs_own():
+    theirs = {"triton": lambda: ("triton", "theirs")}
+    backends = plug_in.look_up(lambda factory, setting, backends, error: backends, None, "prefill", theirs, "")
+    assert backends[NAME]() == ("triton", "theirs")
