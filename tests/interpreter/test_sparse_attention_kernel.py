@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from attn_backends.kernels import sparse_attention
+from builders import BatchError
 from tests.attn_backends.kernels.test_sparse_attention import BF16, FP8, FP16, Asked
 
 FORMS = {"plain": {"dtype": BF16, "dim": 512}, "fp8_ds_mla": FP8}
@@ -100,3 +101,9 @@ def test_a_latent_of_nan_makes_nan_of_the_token_that_lists_it(monkeypatch, tile)
     asked.cache[slot // 4, slot % 4] = math.nan
     found = asked.run().isnan()
     assert found[0].all() and not found[1].any()
+
+
+def test_what_the_kernel_would_misread_is_refused_before_its_launch():
+    asked = Asked()
+    with pytest.raises(BatchError, match="indices must be torch.int32"):
+        asked.run(indices=asked.indices.long())
