@@ -105,5 +105,5 @@ def test_a_latent_of_nan_makes_nan_of_the_token_that_lists_it(monkeypatch, tile)
 
 def test_what_the_kernel_would_misread_is_refused_before_its_launch():
     asked = Asked()
-    with pytest.raises(BatchError, match="indices must be torch.int32"):
+    with pytest.raises(BatchError, match=r"indices must be torch\.int32"):
         asked.run(indices=asked.indices.long())
