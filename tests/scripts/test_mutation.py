@@ -111,6 +111,12 @@ def test_quick_tests_of_every_file_come_first_and_the_sessions_apart() -> None:
     assert batches([slow, quick, other, kernel, huge], 100) == [[quick, other], [kernel], [slow]]
 
 
+def test_tests_that_enter_few_functions_come_before_those_that_enter_many() -> None:
+    whole = TracedTest("a.py::whole", False, 2, frozenset("fgh"))
+    about_it = TracedTest("b.py::about_it", False, 5, frozenset("f"))
+    assert batches([whole, about_it], 100) == [[about_it, whole]]
+
+
 def test_a_function_is_named_with_what_it_is_in() -> None:
     source = "class C:\n    @property\n    def f(self):\n        def g(): ...\n"
     assert functions(source) == (("C.f", 2, 4), ("C.f.g", 4, 4))
