@@ -26,10 +26,10 @@ from spec_decode.cli.output import (
     Terminated,
     UserError,
     did_you_mean,
+    interrupts,
     progress,
     require_writable,
     say,
-    sigterm_interrupts,
     stdout,
     write,
 )
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 class CheckRun:
     """Which checks run on which device, and whether refusals are printed too.
 
-    engine: whose builders the names are, or empty for backends.
+    engine: whose builders the names are, or empty for backends. again: raises an interrupt that came and was swallowed.
     """
 
     console: Console
@@ -56,6 +56,7 @@ class CheckRun:
     verbose: bool = False
     quick: bool = False
     engine: str = ""
+    again: Callable[[], None] = lambda: None
 
     def of(
         self,
@@ -114,6 +115,7 @@ class CheckRun:
         count = count_results(name, update)
 
         def on_result(result: Result) -> None:
+            self.again()
             if style := styles.get(result.outcome):
                 say(self.console, f"{result.outcome.value}: {result.check}[{result.case}]: {result.reason}", style)
             if result.outcome in bad:
@@ -180,10 +182,11 @@ def check(options: _Options) -> None:
     chosen = _chosen_builders(options, where) if options.engine else _chosen_backends(options, where)
     _require_known(options.families)
     families = options.families or (kit_of(options.engine).FAMILIES if options.engine else ())
-    run = CheckRun(stdout(), where, families, options.checks, options.verbose, options.quick, options.engine or "")
     isolated = set() if options.engine else _isolated(chosen, options.isolate)
     paths = _report_paths(options.target, chosen, f"check-{options.engine}-" if options.engine else "check-")
-    with sigterm_interrupts():
+    shown = (options.verbose, options.quick, options.engine or "")
+    with interrupts() as again:
+        run = CheckRun(stdout(), where, families, options.checks, *shown, again=again)
         reports = [_check_and_save(run, name, name in isolated, paths.get(name), options.resume) for name in chosen]
     if options.checks and not any(report.results for report in reports if report):
         raise _no_such_check(options.checks)
@@ -238,7 +241,9 @@ def _check_and_save(run: CheckRun, name: str, isolated: bool, path: Path | None,
     kept = KeptResults(path, resume=resume) if path else None
     try:
         report = run.of(name, isolated=isolated, kept=kept, on_note=notes.append)
+        run.again()
     except BrokenBackend as error:
+        run.again()
         # One of `all` that does not load must not cost the others their checks.
         click.echo(f"error: {' '.join(str(error).split())}", err=True)
         return None

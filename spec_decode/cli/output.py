@@ -38,17 +38,28 @@ class Terminated(KeyboardInterrupt):
 
 
 @contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """Inside, SIGTERM raises Terminated, so that what was found is kept and what was started is ended."""
+def interrupts() -> Iterator[Callable[[], None]]:
+    """Inside, SIGTERM raises Terminated as SIGINT does KeyboardInterrupt, so that what was found is kept and what was
+    started is ended. Yields what raises it once more: a library whose import is interrupted may swallow it.
+    """
+    came: list[KeyboardInterrupt] = []
 
     def raise_it(number: int, frame: object) -> None:
-        raise Terminated
+        came.append(Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
+        raise came[-1]
 
-    before = signal.signal(signal.SIGTERM, raise_it)
+    def again() -> None:
+        if came:
+            raise came[-1]
+
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, raise_it)}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # in the background it may be ignored
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, raise_it)
     try:
-        yield
+        yield again
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def stdout() -> Console:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +15,8 @@ import pytest
 
 from spec_decode.__main__ import main as run_main
 from spec_decode.cli.output import write
+from spec_decode.conformance import runner
+from tests.spec_decode.cli.conftest import invoke
 from tests.spec_decode.cli.test_cli_draft import draft_words
 
 COMMAND = [sys.executable, "-m", "spec_decode"]
@@ -144,6 +147,30 @@ def test_an_interrupt_ends_with_130_and_leaves_the_old_report(tmp_path):
     assert process.returncode == 130 and "Traceback" not in said and "interrupted" in said
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
     assert (tmp_path / "report.json").read_text() == "old"
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["int", "term"])
+def test_an_interrupt_that_somebody_swallows_ends_a_check_all_the_same(monkeypatch, tmp_path, number, status):
+    real = runner.run
+
+    def run(*arguments, **options):
+        with suppress(KeyboardInterrupt):  # as an import inside a bare except does
+            signal.raise_signal(number)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(runner, "run", run)
+    result = invoke(
+        "check",
+        "torch_reference",
+        "--device",
+        "cpu",
+        "--only",
+        "contract.version_matches",
+        "--json",
+        tmp_path / "report.json",
+    )
+    assert result.exit_code == status and "interrupted in torch_reference: no report" in result.stderr
+    assert not (tmp_path / "report.json").exists()
 
 
 def test_an_interrupt_while_the_command_line_is_loaded_ends_with_130(monkeypatch):
