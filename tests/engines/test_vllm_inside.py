@@ -241,7 +241,7 @@ def test_vllm_selects_a_backend_by_its_name(name):
         (PAGED[1], {"use_dcp": True}, "DCP not supported"),
         (PAGED[1], {"use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
         (PAGED[1], {"kv_cache_dtype": "float16"}, "must have the dtype of the queries"),
-        ("ATTN_BACKENDS_TRITON_MLA", {"head_size": 584, "use_mla": True}, "head_size not supported"),
+        ("ATTN_BACKENDS_TRITON_MLA", {"head_size": 1088, "use_mla": True}, "head_size not supported"),
         (
             "ATTN_BACKENDS_TRITON_MLA",
             {"head_size": 576, "use_mla": True, "use_adaptive_verification": True},
