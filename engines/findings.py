@@ -1,34 +1,65 @@
-"""What the doctor asks of every engine with a plug-in of ours."""
+"""What the doctor says of an engine with a plug-in of ours, without importing it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from importlib.metadata import entry_points
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
 
 import attn_backends
 from spec_decode.tools.doctor import Finding, FindingStatus
 
-TOPIC = "engines"
+_TOPIC = "engines"
 
 
-def finding(subject: str, reason: str, detail: str) -> Finding:
-    """Refused for a reason, or in order."""
-    status = FindingStatus.REFUSED if reason else FindingStatus.OK
-    return Finding(TOPIC, subject, status, reason or detail)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlugIn:
+    """Our plug-in for an engine.
 
-
-def why_not_found(group: str, register: str, variable: str) -> str:
-    """Why an engine does not find the plug-in, or nothing.
-
-    group: of the entry points that it calls; register: ours; variable: the one that restricts it to some of them.
+    package, title     the engine's, as pip and as its makers write it
+    unsupported        why it is not for an engine of this version, or nothing
+    group, variable    of the entry points that the engine calls, and what restricts it to some of them
+    needs              by the name of each backend, why it does not load, or nothing
+    chosen_by          how a draft takes one of them
     """
-    allowed = os.environ.get(variable)
-    if not any(point.value == register for point in entry_points(group=group)):
-        return f"no package declares attn_backends in {group}: install attn-backends again"
-    if allowed is not None and "attn_backends" not in allowed.split(","):
-        return f"{variable}={allowed} leaves attn_backends out: add it, or unset the variable"
-    return ""
+
+    package: str
+    title: str
+    unsupported: Callable[[str], str]
+    group: str
+    variable: str
+    needs: Mapping[str, Callable[[], str]]
+    chosen_by: str
+
+    def examine(self) -> Iterator[Finding]:
+        """The engine, and where it is of a supported version, how it finds the plug-in and each backend of it."""
+        try:
+            found = version(self.package)
+        except PackageNotFoundError:
+            remedy = f"not installed: pip install 'attn-backends[{self.package}]'"
+            yield Finding(_TOPIC, self.package, FindingStatus.ABSENT, remedy)
+            return
+        reason = self.unsupported(found)
+        yield _finding(self.package, reason, found)
+        if reason:
+            return
+        yield _finding("its plug-ins", self._why_not_found(), f"{self.title} finds attn_backends among them")
+        for name, why_not in self.needs.items():
+            yield _finding(name, why_not(), f"it loads; a draft takes it by {self.chosen_by}")
+
+    def _why_not_found(self) -> str:
+        allowed = os.environ.get(self.variable)
+        if not any(point.value == f"engines.{self.package}:register" for point in entry_points(group=self.group)):
+            return f"no package declares attn_backends in {self.group}: install attn-backends again"
+        if allowed is not None and "attn_backends" not in allowed.split(","):
+            return f"{self.variable}={allowed} leaves attn_backends out: add it, or unset the variable"
+        return ""
+
+
+def _finding(subject: str, reason: str, detail: str) -> Finding:
+    """Refused for a reason, or in order."""
+    return Finding(_TOPIC, subject, FindingStatus.REFUSED if reason else FindingStatus.OK, reason or detail)
 
 
 def why_not_loaded(name: str) -> Callable[[], str]:

@@ -57,32 +57,26 @@ def register() -> None:
 def look_up(
     original: Callable[..., Any],
     factory: Any,
-    setting: str,
-    backends: Mapping[str, Callable[[], tuple[str, Any]]],
-    *rest: Any,
-    **options: Any,
+    backend_name: str,
+    backend_map: Mapping[str, Callable[[], tuple[str, Any]]],
+    error_template: str,
+    stamps_children: bool = False,
 ) -> Any:
     """SGLang's look-up of a draft's backend, with ours among those it finds.
 
-    backends: what makes each of SGLang's, by name; those of draft decoding know it by the word in `setting`. Raises
-    UnsupportedDraft where ours cannot serve the draft.
+    backend_map: what makes each of SGLang's, by name. stamps_children: whether a container of a backend for each step
+    is asked for, not the backend of the step that reads the text. Raises UnsupportedDraft where ours cannot serve the
+    draft.
     """
-    of_steps = _is_of_steps(options, rest)
-    ours = {name: _maker(factory, each, backends, of_steps) for name, each in NAMES.items() if each.theirs in backends}
-    return original(factory, setting, {**backends, **ours}, *rest, **options)
+    ours = {
+        name: _maker(factory, each) if stamps_children else backend_map[each.theirs]
+        for name, each in NAMES.items()
+        if each.theirs in backend_map
+    }
+    return original(factory, backend_name, {**backend_map, **ours}, error_template, stamps_children=stamps_children)
 
 
-def _is_of_steps(options: Mapping[str, Any], rest: tuple[Any, ...]) -> bool:
-    """Whether a container of a backend for each step is asked for, not the backend of the step that reads the text."""
-    return bool(options.get("stamps_children", rest[1] if len(rest) > 1 else False))
-
-
-def _maker(
-    factory: Any, name: Name, backends: Mapping[str, Callable[[], tuple[str, Any]]], of_steps: bool
-) -> Callable[[], tuple[str, Any]]:
-    if not of_steps:
-        return backends[name.theirs]
-
+def _maker(factory: Any, name: Name) -> Callable[[], tuple[str, Any]]:
     def make() -> tuple[str, Any]:
         draft_steps = import_module("engines.sglang.v0_5_23.draft_steps")
         made = draft_steps.DraftSteps.of(

@@ -17,7 +17,7 @@ def examine(monkeypatch, found, points=(("attn_backends", "engines.sglang:regist
 
     declared = [EntryPoint(name, value, "sglang.srt.plugins") for name, value in points]
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
-    monkeypatch.setattr(doctor, "version", version)
+    monkeypatch.setattr(findings, "version", version)
     monkeypatch.setattr(findings, "entry_points", lambda group: declared)
     before = "sglang" in sys.modules
     answers = {finding.subject: finding for finding in doctor.examine()}

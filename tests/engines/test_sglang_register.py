@@ -95,5 +95,9 @@ def test_the_look_up_keeps_what_it_was_given():
 
 def test_the_step_that_reads_the_text_is_made_by_sglangs_own():
     theirs = {"triton": lambda: ("triton", "theirs")}
-    backends = plug_in.look_up(lambda factory, setting, backends, error: backends, None, "prefill", theirs, "")
+
+    def original(factory, setting, backends, error, **options):
+        return backends
+
+    backends = plug_in.look_up(original, None, "prefill", theirs, "")
     assert backends[NAME]() == ("triton", "theirs")

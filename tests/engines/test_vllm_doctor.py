@@ -18,7 +18,7 @@ def examine(monkeypatch, found, points=(("attn_backends", "engines.vllm:register
         return found
 
     declared = [EntryPoint(name, value, "vllm.general_plugins") for name, value in points]
-    monkeypatch.setattr(doctor, "version", version)
+    monkeypatch.setattr(findings, "version", version)
     monkeypatch.setattr(findings, "entry_points", lambda group: declared)
     before = "vllm" in sys.modules
     answers = {finding.subject: finding for finding in doctor.examine()}

@@ -8,7 +8,6 @@ first layer of a step moves them on, and a capture records that.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,16 +34,18 @@ class DraftSteps:
     prefill_attention_backend_str: str | None = None
     decode_attention_backend_str: str | None = None
 
-    def __init__(self, ours: attn_backends.AttentionBackend, runner: Any, num_steps: int) -> None:
-        """runner: SGLang's ModelRunner of the draft. num_steps: tokens that are drafted, 2 or more."""
+    def __init__(
+        self, ours: attn_backends.AttentionBackend, runner: Any, specs: Mapping[int, AttentionSpec], num_steps: int
+    ) -> None:
+        """runner: SGLang's ModelRunner of the draft. specs: as `layer_specs`. num_steps: tokens drafted, 2 or more."""
         self.ours, self.num_steps = ours, num_steps
         self.device = torch.device(runner.device)
         self.token_to_kv_pool, self.req_to_token_pool = runner.token_to_kv_pool, runner.req_to_token_pool
         self.kv_index_translator = runner.kv_index_translator
         self.page_size = int(runner.token_to_kv_pool.page_size)
-        self.specs = layer_specs(runner)
+        self.specs = specs
         self.attn_backends = [StepView(self, step) for step in range(num_steps - 1)]
-        self.step = 0
+        self.step = self.rows = 0
         self._allocate(self.req_to_token_pool.size)
 
     @classmethod
@@ -56,14 +57,15 @@ class DraftSteps:
         except attn_backends.BackendError as error:
             raise UnsupportedDraft.because(name, [*reasons, str(error)]) from error
         device = torch.device(runner.device)
-        for spec in set(layer_specs(runner).values()) if not reasons else ():
+        specs = {} if reasons else layer_specs(runner)
+        for spec in set(specs.values()):
             reasons += ours.capabilities.spec_reasons(spec) + ours.unsupported_reasons(spec, device)
             support = ours.builder.advance_support(spec, device)
             if support.level is not AdvanceLevel.IN_GRAPH:
                 reasons.append(f"its metadata does not advance in a graph: {support.reason}")
         if reasons:
             raise UnsupportedDraft.because(name, reasons)
-        return cls(ours, runner, num_steps)
+        return cls(ours, runner, specs, num_steps)
 
     def _allocate(self, max_reqs: int) -> None:
         self.max_seq_len = int(self.req_to_token_pool.req_to_token.shape[1])
@@ -78,7 +80,7 @@ class DraftSteps:
             )
             for spec in set(self.specs.values())
         }
-        self.metadata: Mapping[AttentionSpec, Any] = MappingProxyType({})
+        self.metadata: dict[AttentionSpec, Any] = {}
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Room for the largest batch that is captured."""
