@@ -14,7 +14,7 @@ _TOPIC = "engines"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlugIn:
+class EnginePlugIn:
     """Our plug-in for an engine.
 
     package, title     the engine's, as pip and as its makers write it

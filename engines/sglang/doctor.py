@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from engines.findings import PlugIn, why_not_loaded
+from engines.findings import EnginePlugIn, why_not_loaded
 from engines.sglang import ENTRY_POINT_GROUP, NAMES
 from engines.sglang.version import release_reason
 
-examine = PlugIn(
+examine = EnginePlugIn(
     package="sglang",
     title="SGLang",
     unsupported=release_reason,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from engines.findings import PlugIn, why_not_loaded
+from engines.findings import EnginePlugIn, why_not_loaded
 from engines.vllm import ENTRY_POINT_GROUP
 from engines.vllm.version import unsupported_reason
 
@@ -13,7 +13,7 @@ def _flashinfer() -> str:
     return "" if find_spec("flashinfer") else "needs FlashInfer: pip install 'attn-backends[flashinfer]'"
 
 
-examine = PlugIn(
+examine = EnginePlugIn(
     package="vllm",
     title="vLLM",
     unsupported=unsupported_reason,
