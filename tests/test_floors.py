@@ -16,11 +16,11 @@ from tests.import_graph import FLOORS, ROOT, Uses, circles, imported, loaded_use
 OUTSIDE = ["tests", "examples", "scripts", "train_pair"]
 ROOMS = [
     "__init__", "files", "environment", "source_digests",
-    "graphs", "sampling", "verification", "models", "drafter", "engine",
+    "graphs", "sampling", "verification", "trees", "models", "drafter", "engine",
     "testing", "conformance", "tools", "matrix", "cli", "__main__",
 ]  # fmt: skip
 """What may stand in the root of spec_decode. A room uses only those before it."""
-SERVING = ("graphs", "sampling", "verification", "models", "drafter", "drafter.autotune", "engine")
+SERVING = ("graphs", "sampling", "verification", "trees", "models", "drafter", "drafter.autotune", "engine")
 PRODUCTION = (*SERVING, "tools.metadata_validator")
 """What serves requests, and what may look on while it does."""
 LIMIT = 5

@@ -1,0 +1,113 @@
+"""The shape of a tree of draft tokens, known before anything is drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from builders.errors import require
+
+MAX_TREE_TOKENS = 64
+"""Query tokens of a tree, its root included: a token's ancestors are the bits of one 64-bit word."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """A tree of draft tokens, as the query tokens of the target's forward.
+
+    Query token 0 is the root, the last verified token; query token 1 + i is draft token i.
+
+    - parents  of draft token i, the query token that it follows: 0, or 1 + that of an earlier draft token
+
+    Raises BatchError for a parent that is none, or that does not come before its child, and for more than
+    MAX_TREE_TOKENS query tokens.
+    """
+
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        wrong = next((i for i, parent in enumerate(self.parents) if not _is_before(parent, i)), None)
+        require(
+            wrong is None,
+            f"the parent of draft token i must be 0, the root, or 1 + an earlier draft token, so 0 to i, got "
+            f"{self.parents[wrong or 0] if self.parents else None!r} for draft token {wrong}; attention would not be "
+            "over a path to the root. List parents before their children.",
+        )
+        require(
+            1 <= len(self.parents) < MAX_TREE_TOKENS,
+            f"a tree must have 1 to {MAX_TREE_TOKENS - 1} draft tokens, got {len(self.parents)}; the ancestors of a "
+            "token are the bits of one word, so nothing was drafted. Leave out the least probable paths.",
+        )
+
+    @classmethod
+    def chain(cls, num_speculative_tokens: int) -> DraftTree:
+        """One path: token after token."""
+        return cls(tuple(range(num_speculative_tokens)))
+
+    @classmethod
+    def from_paths(cls, paths: Iterable[Sequence[int]]) -> DraftTree:
+        """The tree of these paths, in any order, each by the ranks of its tokens: (0, 2) is the third choice after the
+        first. Draft tokens are numbered by depth, then by path.
+
+        Raises BatchError for a path that is empty or listed twice, without its parent or without the choice before it,
+        and as the class does.
+        """
+        ordered = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
+        known: dict[tuple[int, ...], int] = {(): 0}
+        for path in ordered:
+            _require_path(path, known)
+            known[path] = len(known)
+        return cls(tuple(known[path[:-1]] for path in ordered))
+
+    @property
+    def num_tokens(self) -> int:
+        """Draft tokens."""
+        return len(self.parents)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Of each query token, the tokens between it and the root, itself included: 0 for the root."""
+        found = [0]
+        for parent in self.parents:
+            found.append(found[parent] + 1)
+        return tuple(found)
+
+    @property
+    def max_depth(self) -> int:
+        """The most draft tokens that can be accepted: the draft's steps."""
+        return max(self.depths)
+
+    @property
+    def max_children(self) -> int:
+        """The most draft tokens that follow one query token."""
+        return max(self.parents.count(token) for token in set(self.parents))
+
+    def require_depth(self, num_speculative_tokens: int) -> None:
+        """Raise BatchError for a tree that is deeper than a draft's steps."""
+        require(
+            self.max_depth <= num_speculative_tokens,
+            f"a tree must be at most as deep as the draft has steps, {num_speculative_tokens}, got a path of "
+            f"{self.max_depth} tokens; its last tokens would never be drafted. Shorten it, or draft more steps.",
+        )
+
+    def rows(self, num_reqs: int, device: torch.device | str) -> torch.Tensor:
+        """The parents of every request, int64 [num_reqs, N]."""
+        return torch.tensor(self.parents, dtype=torch.int64, device=device).repeat(num_reqs, 1)
+
+
+def _is_before(parent: object, token: int) -> bool:
+    return type(parent) is int and 0 <= parent <= token
+
+
+def _require_path(path: tuple[int, ...], known: dict[tuple[int, ...], int]) -> None:
+    require(
+        bool(path) and path not in known and path[:-1] in known and _follows_its_sibling(path, known),
+        f"a tree's paths must each be there once, with every shorter path of its own and every smaller choice beside "
+        f"it, got {path} without one of them, or twice; it would hang in the air. Add what is missing.",
+    )
+
+
+def _follows_its_sibling(path: tuple[int, ...], known: dict[tuple[int, ...], int]) -> bool:
+    return type(path[-1]) is int and (path[-1] == 0 or (*path[:-1], path[-1] - 1) in known)

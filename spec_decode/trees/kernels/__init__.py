@@ -1,0 +1,1 @@
+"""Ops over trees of draft tokens and their kernels."""

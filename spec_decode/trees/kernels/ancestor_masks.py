@@ -1,0 +1,82 @@
+"""Who may see whom in each request's tree."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from builders.kernels.op import define_op
+from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+
+
+class AncestorMasks(NamedTuple):
+    """Masks and depths, both int64 [R, 1 + N], of the query tokens of R trees of up to N draft tokens.
+
+    Bit j of a token's mask is set where it may see query token j: its ancestors, the root and itself. Its depth is how
+    many draft tokens lead to it. A token after its tree's end has mask 0 and depth 0.
+
+    - parents  int64 [R, N], contiguous: of each draft token the query token that it follows, as DraftTree has them; the
+               first -1 ends a row's tree. N is below MAX_TREE_TOKENS
+    """
+
+    parents: torch.Tensor
+
+    def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
+        masks, depths = (torch.zeros(len(self.parents), 1 + self.parents.shape[1], dtype=torch.int64) for _ in range(2))
+        masks[:, 0] = 1
+        row = torch.arange(len(self.parents))
+        for token, parent in enumerate(trees_alone(self.parents).unbind(1), 1):
+            own = -(2**63) if token == 63 else 1 << token
+            masks[:, token] = torch.where(parent >= 0, masks[row, parent.clamp(min=0)] | own, 0)
+            depths[:, token] = torch.where(parent >= 0, depths[row, parent.clamp(min=0)] + 1, 0)
+        return masks, depths
+
+    def launch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        masks, depths = self.fake()
+        rows, tokens = masks.shape
+        _ancestor_masks_kernel[(rows,)](
+            self.parents, masks, depths, tokens,
+            BLOCK=triton.next_power_of_2(tokens), num_warps=1, **dependent_launch(masks.device),
+        )  # fmt: skip
+        return masks, depths
+
+    def fake(self) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, tokens = self.parents.shape
+        return self.parents.new_empty(rows, 1 + tokens), self.parents.new_empty(rows, 1 + tokens)
+
+
+def trees_alone(parents: torch.Tensor) -> torch.Tensor:
+    """Parents int64 [R, N] with -1 everywhere from a row's first -1 on."""
+    return parents.where((parents >= 0).long().cumprod(1).bool(), -1)
+
+
+@triton.jit
+def read_parents(parents, row, tokens, BLOCK: tl.constexpr):
+    """The parents int64 [BLOCK] of a row's query tokens, -1 of the root and from the tree's end on."""
+    token = tl.arange(0, BLOCK)
+    found = tl.load(parents + row * (tokens - 1) + token - 1, mask=(token > 0) & (token < tokens), other=-1)
+    end = tl.min(tl.where((token > 0) & (found < 0), token, BLOCK), 0)
+    return tl.where(token < end, found, -1)
+
+
+@triton.jit
+def _ancestor_masks_kernel(parents, masks, depths, tokens, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    await_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.arange(0, BLOCK)
+    parent = read_parents(parents, row, tokens, BLOCK)
+    mask = tl.where(token == 0, 1, 0).to(tl.int64)
+    depth = tl.zeros((BLOCK,), tl.int64)
+    for at in range(1, tokens):
+        own = tl.sum(tl.where(token == at, parent, 0), 0)
+        if own >= 0:
+            above = tl.sum(tl.where(token == own, mask, 0), 0) | (tl.full((), 1, tl.int64) << at)
+            below = tl.sum(tl.where(token == own, depth, 0), 0) + 1
+            mask = tl.where(token == at, above, mask)
+            depth = tl.where(token == at, below, depth)
+    tl.store(masks + row * tokens + token, mask, mask=token < tokens)
+    tl.store(depths + row * tokens + token, depth, mask=token < tokens)
+
+
+ancestor_masks = define_op("spec_decode::ancestor_masks", AncestorMasks)

@@ -1,0 +1,110 @@
+"""The path that accepted draft tokens make through a tree."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from builders.kernels.op import define_op
+from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+from spec_decode.trees.kernels.ancestor_masks import read_parents, trees_alone
+
+
+class FollowTree(NamedTuple):
+    """Follows the target's tokens down R trees of up to N draft tokens, K deep at most.
+
+    - draft_tokens   int64 [R, N]
+    - parents        int64 [R, N], as DraftTree has them; the first -1 ends a row's tree
+    - target_tokens  int64 [R, 1 + N], the target's own token after each query token
+    - max_depth      K
+
+    All contiguous. Of draft tokens that are the same after the same token the first counts. Returns
+
+    - accepted       int64 [R], draft tokens of the path
+    - path           int64 [R, K], their query tokens; -1 after the last
+    - next_tokens    int64 [R], the target's token after the last of them
+    """
+
+    draft_tokens: torch.Tensor
+    parents: torch.Tensor
+    target_tokens: torch.Tensor
+    max_depth: int
+
+    def reference(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        parents = trees_alone(self.parents)
+        passes = self.draft_tokens == self.target_tokens.gather(1, parents.clamp(min=0))
+        accepted, path, last = walk(parents, passes, self.max_depth)
+        return accepted, path, self.target_tokens.gather(1, last[:, None])[:, 0]
+
+    def launch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        accepted, path, next_tokens = self.fake()
+        rows, tokens = self.target_tokens.shape
+        _follow_tree_kernel[(rows,)](
+            *self[:3], accepted, path, next_tokens, tokens, self.max_depth,
+            BLOCK=triton.next_power_of_2(tokens), num_warps=1, **dependent_launch(accepted.device),
+        )  # fmt: skip
+        return accepted, path, next_tokens
+
+    def fake(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows, new = len(self.parents), self.parents.new_empty
+        return new(rows), new(rows, self.max_depth), new(rows)
+
+
+def walk(
+    parents: torch.Tensor, passes: torch.Tensor, max_depth: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """From the root to the first child that passes, and on from there.
+
+    - parents  int64 [R, N], -1 from a tree's end on
+    - passes   bool [R, N]
+
+    Returns how many are accepted int64 [R], their query tokens int64 [R, K] as FollowTree has them, and the last query
+    token int64 [R].
+    """
+    last = parents.new_zeros(len(parents))
+    path = parents.new_full((len(parents), max_depth), -1)
+    for step in range(max_depth):
+        follows = (parents == last[:, None]) & passes
+        continues = follows.any(1)
+        last = torch.where(continues, follows.long().argmax(1) + 1, last)
+        path[:, step] = torch.where(continues, last, -1)
+        passes = passes & continues[:, None]
+    return (path > 0).sum(1), path, last
+
+
+@triton.jit
+def walk_tree(parent, passes, path, max_depth, stores, BLOCK: tl.constexpr):
+    """As `walk`, of one row: how many are accepted, and the last query token; the path is stored if `stores`.
+
+    - parent, passes  [BLOCK], of the query tokens, parents as `read_parents` returns them
+    """
+    token = tl.arange(0, BLOCK)
+    last = 0
+    accepted = 0
+    for step in range(0, max_depth):
+        child = tl.min(tl.where((parent == last) & passes, token, BLOCK), 0)
+        continues = (child < BLOCK) & (accepted == step)
+        last = tl.where(continues, child, last)
+        accepted += tl.where(continues, 1, 0)
+        tl.store(path + step, tl.where(continues, child, -1).to(tl.int64), mask=stores)
+    return accepted, last
+
+
+@triton.jit
+def _follow_tree_kernel(
+    draft_tokens, parents, target_tokens, accepted, path, next_tokens, tokens, max_depth,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    await_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.arange(0, BLOCK)
+    parent = read_parents(parents, row, tokens, BLOCK)
+    drafted = tl.load(draft_tokens + row * (tokens - 1) + token - 1, mask=parent >= 0, other=-1)
+    due = tl.load(target_tokens + row * tokens + parent, mask=parent >= 0, other=-2)
+    count, last = walk_tree(parent, drafted == due, path + row * max_depth, max_depth, True, BLOCK)
+    tl.store(accepted + row, count.to(tl.int64))
+    tl.store(next_tokens + row, tl.load(target_tokens + row * tokens + last))
+
+
+follow_tree = define_op("spec_decode::follow_tree", FollowTree)

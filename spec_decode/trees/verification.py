@@ -1,0 +1,131 @@
+"""Which path of each request's tree the target accepts, and the token it adds. All on the device, no host read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from builders.errors import require, require_tensor
+from spec_decode.sampling.kernels.draw_tokens import draw_tokens
+from spec_decode.sampling.parameters import Sampling
+from spec_decode.sampling.target_sampler import process_target_logits
+from spec_decode.trees.draft_tree import MAX_TREE_TOKENS
+from spec_decode.trees.kernels.ancestor_masks import ancestor_masks
+from spec_decode.trees.kernels.follow_tree import follow_tree
+from spec_decode.trees.kernels.tree_rejection import TreeRejection, tree_rejection
+
+
+class TreeBatch(NamedTuple):
+    """The trees of R requests, each of up to N draft tokens.
+
+    - draft_tokens  int64 [R, N]
+    - parents       int64 [R, N], as DraftTree has them; the first -1 ends a row's tree, and nothing after it is read
+    """
+
+    draft_tokens: torch.Tensor
+    parents: torch.Tensor
+
+    def checked(self, device: torch.device) -> TreeBatch:
+        """These, contiguous. Raises BatchError for tensors of another shape, dtype or device, and for more tokens than
+        a tree may have."""
+        rows, tokens = self.draft_tokens.shape
+        for name, tensor in self._asdict().items():
+            require_tensor(name, tensor, shape=(rows, tokens), dtype=torch.int64, device=device)
+        require(
+            1 <= tokens < MAX_TREE_TOKENS,
+            f"trees must have 1 to {MAX_TREE_TOKENS - 1} draft tokens, got room for {tokens}; the ancestors of a token "
+            "are the bits of one word, so nothing was run. Leave out the least probable paths.",
+        )
+        return TreeBatch(self.draft_tokens.contiguous(), self.parents.contiguous())
+
+
+@dataclass(frozen=True, slots=True)
+class TreeVerifyOutput:
+    """What is accepted of R trees, K draft tokens deep at most.
+
+    - accepted     int64 [R], draft tokens accepted
+    - path         int64 [R, K], their query tokens from the root's child on; -1 after the last
+    - next_tokens  int64 [R], the target's own token after them
+    """
+
+    accepted: torch.Tensor
+    path: torch.Tensor
+    next_tokens: torch.Tensor
+
+
+class TreeSampling:
+    """Draws the target's token after every query token, as plain decoding would there, and follows those down the tree.
+
+    The text is plain decoding's of the same seeds, token for token, at any temperature, whatever the trees: how they
+    were chosen may depend on anything. Temperature 0 accepts tokens that are the target's argmax.
+    """
+
+    def __init__(self, max_depth: int) -> None:
+        """max_depth: K, no tree is deeper."""
+        self._max_depth = max_depth
+
+    def verify(
+        self, target_logits: torch.Tensor, trees: TreeBatch, *, sampling: Sampling, draft_positions: torch.Tensor
+    ) -> TreeVerifyOutput:
+        """Which path of each row is accepted, and the token after it. Device work only, fixed shapes, no host read.
+
+        - target_logits    [R, 1 + N, V] any float: of query token j, the logits of the token after it
+        - sampling         R rows
+        - draft_positions  int64 [R], absolute position of the root's children
+
+        Raises BatchError for tensors of another shape, dtype or device.
+        """
+        draft_tokens, parents = trees.checked(target_logits.device)
+        rows, tokens = draft_tokens.shape
+        _require_logits(target_logits, rows, 1 + tokens)
+        require_tensor("draft_positions", draft_positions, shape=(rows,), dtype=torch.int64, device=parents.device)
+        processed = process_target_logits(target_logits, sampling)
+        positions = (draft_positions[:, None] + ancestor_masks(parents)[1]).flatten()
+        temperature, seeds = (
+            tensor[:, None].expand(rows, 1 + tokens).flatten() for tensor in (sampling.temperature, sampling.seeds)
+        )
+        drawn = draw_tokens(processed.flatten(0, 1), temperature, seeds, positions).view(rows, 1 + tokens)
+        return TreeVerifyOutput(*follow_tree(draft_tokens, parents, drawn, self._max_depth))
+
+
+class TreeRejectionSampling:
+    """Tries each token's children in turn against what the target has left; the text has the target's distribution.
+
+    It keeps more drafts than TreeSampling where a draft is close to the target and both are undecided. For trees whose
+    shape was fixed before their tokens were drawn, and children drawn without replacement; see TreeRejection.
+    """
+
+    def __init__(self, max_depth: int, max_children: int) -> None:
+        """max_depth: K, no tree is deeper. max_children: no query token has more."""
+        self._limits = (max_depth, max_children)
+
+    def verify(
+        self,
+        target_logits: torch.Tensor,
+        trees: TreeBatch,
+        draft_logits: torch.Tensor,
+        draft_columns: torch.Tensor,
+        *,
+        sampling: Sampling,
+        draft_positions: torch.Tensor,
+    ) -> TreeVerifyOutput:
+        """As TreeSampling.verify, and
+
+        - draft_logits   fp32 [R, C, V], the processed logits that the children of C query tokens were drawn from; -inf
+                         where the draft could not draw
+        - draft_columns  int64 [R, 1 + N], which column of them is a query token's; read where it has children
+        """
+        draft_tokens, parents = trees.checked(target_logits.device)
+        _require_logits(target_logits, *(draft_columns.shape if draft_columns.ndim == 2 else (None, None)))
+        arguments = TreeRejection(
+            process_target_logits(target_logits, sampling), draft_tokens, parents, draft_logits, draft_columns,
+            sampling.temperature, sampling.seeds, sampling.seeds, draft_positions, *self._limits,
+        )  # fmt: skip
+        return TreeVerifyOutput(*tree_rejection(*arguments.checked()))
+
+
+def _require_logits(logits: torch.Tensor, rows: int | None, tokens: int | None) -> None:
+    shape = (rows, tokens, None)
+    require_tensor("target_logits", logits, shape=shape, dtype=logits.dtype, device=logits.device)

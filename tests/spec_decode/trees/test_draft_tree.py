@@ -1,0 +1,83 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from builders import BatchError
+from spec_decode.trees import MAX_TREE_TOKENS, DraftTree
+
+
+@st.composite
+def trees(draw):
+    count = draw(st.integers(1, MAX_TREE_TOKENS - 1))
+    return DraftTree(tuple(draw(st.integers(0, i)) for i in range(count)))
+
+
+def paths_of(tree):
+    """The path of each draft token, by ranks among its siblings."""
+    paths, children = [()], {}
+    for token, parent in enumerate(tree.parents, 1):
+        children.setdefault(parent, []).append(token)
+        paths.append((*paths[parent], len(children[parent]) - 1))
+    return paths[1:]
+
+
+@given(trees())
+def test_depths_count_the_way_to_the_root(tree):
+    assert tree.depths == (0, *(len(path) for path in paths_of(tree)))
+    assert tree.max_depth == max(len(path) for path in paths_of(tree))
+
+
+@given(trees())
+def test_max_children_is_the_widest_choice(tree):
+    assert tree.max_children == 1 + max(path[-1] for path in paths_of(tree))
+
+
+@given(trees(), st.randoms())
+def test_a_tree_is_the_one_of_its_paths_in_any_order(tree, random):
+    paths = paths_of(tree)
+    random.shuffle(paths)
+    found = DraftTree.from_paths(paths)
+    assert paths_of(found) == sorted(paths, key=lambda path: (len(path), path))
+
+
+def test_a_chain_is_one_path():
+    assert DraftTree.chain(3).parents == (0, 1, 2)
+
+
+def test_rows_are_the_same_tree_for_every_request():
+    rows = DraftTree((0, 0, 1)).rows(2, "cpu")
+    assert torch.equal(rows, torch.tensor([[0, 0, 1]] * 2))
+
+
+def test_a_tree_is_as_deep_as_the_draft_has_steps_at_most():
+    DraftTree.chain(3).require_depth(3)
+    with pytest.raises(BatchError, match=r"at most as deep as the draft has steps, 2, got a path of 3"):
+        DraftTree.chain(3).require_depth(2)
+
+
+@pytest.mark.parametrize(
+    ("parents", "message"),
+    [
+        ((0, 2), r"so 0 to i, got 2 for draft token 1"),
+        ((0, -1), r"got -1 for draft token 1"),
+        ((1,), r"got 1 for draft token 0"),
+        ((0, 1.0), r"got 1.0 for draft token 1"),
+        ((False,), r"got False for draft token 0"),
+        ((), r"1 to 63 draft tokens, got 0"),
+        ((0,) * 64, r"1 to 63 draft tokens, got 64"),
+    ],
+)
+def test_parents_that_make_no_tree_are_refused(parents, message):
+    with pytest.raises(BatchError, match=message):
+        DraftTree(parents)
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [[(0,), (0,)], [(0, 0)], [(1,)], [(0,), (0, 1)], [()], [(0,), (-1,)], [(0.0,)]],
+    ids=["twice", "without its parent", "without the choice before", "a gap below", "empty", "negative", "no integer"],
+)
+def test_paths_that_make_no_tree_are_refused(paths):
+    with pytest.raises(BatchError, match=r"each be there once, with every shorter path"):
+        DraftTree.from_paths(paths)

@@ -1,0 +1,80 @@
+"""Trees of drafts in bulk, drawn from tables of logits, and what a verifier made of them."""
+
+from dataclasses import dataclass
+
+import torch
+
+from spec_decode.sampling import sample_target
+from spec_decode.trees import DraftTree, TreeBatch, TreeRejectionSampling, TreeSampling
+from tests.spec_decode.verification.verify_helpers import FIRST, sampling_of
+
+TREES = {
+    "three roots' children": DraftTree.from_paths([(0,), (1,), (2,)]),
+    "a chain": DraftTree.chain(3),
+    "two levels": DraftTree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0)]),
+    "wide and deep": DraftTree.from_paths(
+        [(0,), (1,), (2,), (0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (0, 0, 0), (0, 0, 1)]
+    ),
+}
+
+
+class Tables:
+    """Logits fp32 [depth, last token, V] of both models; the draft's are the target's, blurred with noise."""
+
+    def __init__(self, vocab, depth, likeness=0.5, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        self.vocab = vocab
+        self.p = torch.randn(depth + 1, vocab, vocab, generator=generator) * 1.5
+        noise = torch.randn(depth, vocab, vocab, generator=generator) * 1.5
+        self.q = likeness * self.p[:depth] + (1 - likeness) * noise
+
+
+@dataclass
+class Drafted:
+    """Trees of R rows whose root is token 0: tokens int64 [R, 1 + N], both models' logits fp32 [R, 1 + N, V]."""
+
+    tree: DraftTree
+    tokens: torch.Tensor
+    p_logits: torch.Tensor
+    q_logits: torch.Tensor
+
+    @property
+    def batch(self):
+        return TreeBatch(self.tokens[:, 1:].contiguous(), self.tree.rows(len(self.tokens), "cpu"))
+
+
+def draft(tables, tree, rows, *, seed=0, temperature=1.0):
+    """Each token's children are drawn without replacement: the largest of logits with Gumbel noise, in their order."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.zeros(rows, 1 + tree.num_tokens, dtype=torch.int64)
+    q_logits = torch.zeros(rows, 1 + tree.num_tokens, tables.vocab)
+    for token, depth in enumerate(tree.depths):
+        children = [1 + i for i, parent in enumerate(tree.parents) if parent == token]
+        if children:
+            q_logits[:, token] = tables.q[depth][tokens[:, token]] / temperature
+            gumbel = -torch.empty(rows, tables.vocab).exponential_(generator=generator).log()
+            tokens[:, children] = (q_logits[:, token] + gumbel).topk(len(children)).indices
+    p_logits = torch.stack([tables.p[depth][tokens[:, token]] for token, depth in enumerate(tree.depths)], 1)
+    return Drafted(tree, tokens, p_logits, q_logits)
+
+
+def verify(kind, drafted, *, first=FIRST, **sampling):
+    """The output of TreeSampling or TreeRejectionSampling."""
+    rows, tokens = drafted.tokens.shape
+    place = {"sampling": sampling_of(rows, **sampling), "draft_positions": torch.full((rows,), first)}
+    if kind is TreeSampling:
+        return TreeSampling(drafted.tree.max_depth).verify(drafted.p_logits, drafted.batch, **place)
+    verifier = TreeRejectionSampling(drafted.tree.max_depth, drafted.tree.max_children)
+    columns = torch.arange(tokens).expand(rows, -1)
+    return verifier.verify(drafted.p_logits, drafted.batch, drafted.q_logits, columns, **place)
+
+
+def first_two(tables, drafted, output, temperature):
+    """The first two tokens int64 [R] of each text: accepted, added, or decoded after that."""
+    path = drafted.tokens.gather(1, output.path.clamp(min=0))
+    first = torch.where(output.accepted > 0, path[:, 0], output.next_tokens)
+    positions = torch.full_like(first, FIRST + 1)
+    later = sample_target(tables.p[1][first], sampling=sampling_of(len(first), temperature), positions=positions)
+    second = path[:, 1] if path.shape[1] > 1 else later
+    second = torch.where(output.accepted > 1, second, torch.where(output.accepted == 1, output.next_tokens, later))
+    return first, second
