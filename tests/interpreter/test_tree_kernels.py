@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from builders.kernels.triton_runtime import torch_implementations
-from spec_decode.trees import DraftTree, move_accepted_kv
+from spec_decode.trees import DraftTree, DynamicTree, move_accepted_kv
 from spec_decode.trees.kernels.ancestor_masks import ancestor_masks
 from spec_decode.trees.kernels.follow_tree import follow_tree
+from spec_decode.trees.kernels.keep_best import keep_best
+from spec_decode.trees.kernels.top_children import top_children
 from spec_decode.trees.kernels.tree_rejection import TreeRejection, tree_rejection
 
 ROWS = 8
@@ -151,3 +153,56 @@ def test_moved_keys_and_values_are_the_references(value_dim):
     with torch_implementations():
         move_accepted_kv(*by_torch, slots, path)
     assert same(by_kernel, by_torch) and not same(by_kernel, caches)
+
+
+@pytest.mark.parametrize(("vocab", "width"), [(4, 4), (40, 3), (1300, 8), (9000, 2)])
+@pytest.mark.parametrize("grain", [0.0, 1.0], ids=["all unlike", "many alike"])
+def test_top_children_are_the_references(vocab, width, grain):
+    logits = torch.randn(3, vocab, generator=generator(vocab)) * 3
+    logits = logits.round() if grain else logits
+    found = top_children(logits, width)
+    with torch_implementations():
+        expected = top_children(logits, width)
+    assert torch.equal(found[0], expected[0]) and torch.allclose(found[1], expected[1], atol=1e-6)
+
+
+def test_top_children_of_rows_with_few_tokens_or_none():
+    logits = torch.full((3, 700), -math.inf)
+    logits[0, 650], logits[0, 3], logits[1] = 1.0, 0.5, math.nan
+    tokens, scores = top_children(logits, 3)
+    assert tokens[0, :2].tolist() == [650, 3] and ((tokens >= 0) & (tokens < 700)).all()
+    assert (scores > -math.inf).tolist() == [[True, True, False], [False] * 3, [False] * 3]
+
+
+@pytest.mark.parametrize(("width", "steps"), [(1, 3), (3, 3), (5, 2)])
+def test_a_grown_tree_is_the_references(width, steps):
+    step = torch.zeros(1, dtype=torch.int64)
+    sizes = {"num_speculative_tokens": steps, "width": width, "num_tokens": min(9, width * steps)}
+    by_kernel, by_torch = (DynamicTree(ROWS, step, **sizes) for _ in range(2))
+    for at in range(steps):
+        step.fill_(at)
+        rows = ROWS * (width if at else 1)
+        # So far apart, log-probabilities are exact but for how many share the top.
+        logits = whole(-3, 1, (rows, 12), at).float() * 64
+        by_kernel.grow(logits)
+        with torch_implementations():
+            by_torch.grow(logits)
+        for name in ("parents", "frontier", "frontier_tokens", "frontier_places"):
+            assert torch.equal(getattr(by_kernel, name), getattr(by_torch, name)), name
+    found = keep_best(by_kernel.tokens, by_kernel.parents, by_torch.scores, sizes["num_tokens"])
+    with torch_implementations():
+        assert same(found, by_torch.kept())
+
+
+@pytest.mark.parametrize(("candidates", "count"), [(1, 1), (20, 63), (70, 9), (130, 63)])
+def test_the_kept_paths_are_the_references(candidates, count):
+    parents = torch.stack([whole(-1, 10**6, (candidates,), row) for row in range(ROWS)])
+    parents = parents.where(parents < 0, parents % torch.arange(candidates).clamp(min=1))
+    parents[:, 0] = -1
+    scores = torch.zeros(ROWS, candidates)
+    for at in range(candidates):
+        down = -whole(0, 3, (ROWS,), at).float()
+        above = scores.gather(1, parents[:, at : at + 1].clamp(min=0))[:, 0]
+        scores[:, at] = down + torch.where(parents[:, at] >= 0, above, 0.0)
+    scores[0, candidates // 2 :] = -math.inf
+    assert agrees(keep_best, whole(0, 99, (ROWS, candidates), 5), parents, scores, count)

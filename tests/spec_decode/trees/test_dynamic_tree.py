@@ -1,0 +1,209 @@
+"""Dynamic trees, against the whole tree of every path, scored in plain Python."""
+
+import heapq
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from builders import BatchError
+from spec_decode.graphs.emulator import EmulatedRuntime
+from spec_decode.trees import DraftTree, DynamicTree, TreeSampling
+from spec_decode.trees.kernels.keep_best import keep_best
+from spec_decode.trees.kernels.top_children import top_children
+from tests.op_checks import check_op
+from tests.spec_decode.verification.verify_helpers import sampling_of
+
+ROWS, VOCAB = 3, 7
+
+
+class Growth:
+    """A dynamic tree of W choices and K steps, and a draft whose logits are a table by depth and last token."""
+
+    def __init__(self, width, steps, seed=0, num_tokens=None):
+        self.table = torch.randn(steps, ROWS, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
+        self.step, self.steps = torch.zeros(1, dtype=torch.int64), steps
+        candidates = width + (steps - 1) * width * width
+        self.tree = DynamicTree(
+            ROWS, self.step, num_speculative_tokens=steps, width=width, num_tokens=num_tokens or candidates
+        )
+
+    def logits(self):
+        step = int(self.step)
+        last = self.tree.frontier_tokens if step else torch.zeros(ROWS, 1, dtype=torch.int64)
+        return self.table[step, torch.arange(ROWS)[:, None], last].flatten(0, 1)
+
+    def run(self):
+        for step in range(self.steps):
+            self.step.fill_(step)
+            self.tree.grow(self.logits())
+        return self
+
+    def paths(self, row):
+        """Each candidate's tokens from the root on, and its score."""
+        found = []
+        for token, parent in zip(self.tree.tokens[row].tolist(), self.tree.parents[row].tolist(), strict=True):
+            found.append((*(found[parent] if parent >= 0 else ()), token))
+        return list(zip(found, self.tree.scores[row].tolist(), strict=True))
+
+
+def best_paths(growth, row):
+    """What EAGLE-2 drafts: of each step's W best paths, the W best children each."""
+    laws, found, frontier = growth.table[:, row].double().log_softmax(-1), [], [((), 0.0)]
+    for step in range(growth.steps):
+        grown = []
+        for path, score in frontier:
+            law = laws[step, path[-1] if path else 0].tolist()
+            best = heapq.nlargest(growth.tree.width, range(VOCAB), key=lambda token, law=law: law[token])
+            grown += [((*path, token), score + law[token]) for token in best]
+        found += grown
+        frontier = heapq.nlargest(growth.tree.width, grown, key=lambda each: each[1])
+    return found
+
+
+@pytest.mark.parametrize(("width", "steps"), [(1, 3), (2, 1), (3, 4), (7, 2)])
+def test_the_best_children_of_the_best_paths_are_the_candidates(width, steps):
+    growth = Growth(width, steps).run()
+    for row in range(ROWS):
+        expected, found = best_paths(growth, row), growth.paths(row)
+        assert [path for path, _ in found] == [path for path, _ in expected]
+        assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-5)
+
+
+@pytest.mark.parametrize(("width", "steps"), [(1, 3), (3, 4)])
+def test_the_next_frontier_is_the_best_of_the_last_step(width, steps):
+    growth = Growth(width, steps).run()
+    last = width * width if steps > 1 else width
+    for row in range(ROWS):
+        paths = growth.paths(row)
+        best = sorted(range(len(paths) - last, len(paths)), key=lambda at: -paths[at][1])[:width]
+        assert growth.tree.frontier[row].tolist() == best
+        assert growth.tree.frontier_tokens[row].tolist() == [paths[at][0][-1] for at in best]
+        assert growth.tree.frontier_scores[row].tolist() == [paths[at][1] for at in best]
+        assert growth.tree.frontier_places[row].tolist() == [(at - len(paths) + last) // width for at in best]
+
+
+@pytest.mark.parametrize("count", [1, 5, 20, 30])
+def test_the_kept_tree_is_the_best_paths(count):
+    growth = Growth(3, 4, num_tokens=count).run()
+    draft_tokens, parents = growth.tree.kept()
+    for row in range(ROWS):
+        paths = growth.paths(row)
+        best = sorted(range(len(paths)), key=lambda at: -paths[at][1])[:count]
+        tree, found = DraftTree(tuple(parents[row].tolist())), [()]
+        for token, parent in zip(draft_tokens[row].tolist(), tree.parents, strict=True):
+            found.append((*found[parent], token))
+        assert found[1:] == [paths[at][0] for at in sorted(best)]
+
+
+def scored_trees():
+    """Candidates of any shape whose scores are steps down from their parents', many of them 0."""
+    steps = st.sampled_from([0.0, 0.0, -1.0, -2.0, -math.inf])
+    return st.lists(st.tuples(st.integers(-1, 2**20), steps), min_size=1, max_size=40)
+
+
+@given(scored_trees(), st.integers(1, 45))
+def test_whoever_is_kept_has_its_path_kept(drawn, count):
+    parents, scores = [], []
+    for at, (parent, step) in enumerate(drawn):
+        parents.append(parent % (at + 1) - 1 if at else -1)
+        scores.append(step + (scores[parents[-1]] if parents[-1] >= 0 else 0.0))
+    tokens = torch.arange(len(drawn))[None]
+    draft_tokens, tree = keep_best(tokens, torch.tensor([parents]), torch.tensor([scores]), count)
+    kept = [token for token in draft_tokens[0].tolist() if token >= 0]
+    alive = sorted((at for at in range(len(drawn)) if scores[at] > -math.inf), key=lambda at: (-scores[at], at))
+    assert kept == sorted(alive[:count])
+    follows = [0 if parents[token] < 0 else 1 + kept.index(parents[token]) for token in kept]
+    assert tree[0].tolist() == follows + [-1] * (count - len(kept))
+
+
+def test_logits_of_all_equal_tokens_are_taken_in_their_order():
+    tokens, scores = top_children(torch.zeros(2, 5), 3)
+    assert tokens.tolist() == [[0, 1, 2]] * 2
+    assert scores.flatten().tolist() == pytest.approx([-math.log(5)] * 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_children_are_the_most_probable_tokens(dtype):
+    wide = torch.randn(4, 80, generator=torch.Generator().manual_seed(0)).to(dtype)
+    tokens, scores = top_children(wide[:, ::2], 6) if dtype == torch.float32 else top_children(wide[:, :40], 6)
+    logits = (wide[:, ::2] if dtype == torch.float32 else wide[:, :40]).double()
+    assert torch.equal(tokens, logits.sort(dim=1, descending=True, stable=True).indices[:, :6])
+    assert torch.allclose(scores.double(), logits.log_softmax(-1).gather(1, tokens), atol=1e-5)
+
+
+def test_a_token_that_cannot_be_drafted_has_no_probability():
+    logits = torch.tensor([[0.0, -math.inf, math.nan, -math.inf], [math.nan] * 4])
+    tokens, scores = top_children(logits, 3)
+    assert tokens[0, 0] == 0 and scores.tolist() == [[0.0, -math.inf, -math.inf], [-math.inf] * 3]
+    assert ((tokens >= 0) & (tokens < 4)).all()
+
+
+def test_no_score_is_above_0():
+    logits = torch.tensor([[200.0, 0.0, 0.0], [1e-8, 0.0, 0.0]])
+    assert (top_children(logits, 3)[1] <= 0).all()
+
+
+def test_a_graph_grows_the_trees_of_each_replay():
+    expected, growth = Growth(3, 3, seed=1).run(), Growth(3, 3, seed=1)
+    runtime, logits = EmulatedRuntime(), torch.zeros(3 * ROWS, VOCAB)
+    rows = [ROWS, 3 * ROWS, 3 * ROWS]
+    graphs = {count: runtime.capture(lambda count=count: growth.tree.grow(logits[:count])) for count in rows}
+    for step, count in enumerate(rows):
+        growth.step.fill_(step)
+        logits[:count] = growth.logits()
+        graphs[count].replay()
+    assert growth.tree.frontier_scores.equal(expected.tree.frontier_scores)
+    assert all(map(torch.equal, growth.tree.kept(), expected.tree.kept()))
+
+
+def test_a_kept_tree_may_be_verified():
+    growth = Growth(3, 3, num_tokens=10).run()
+    place = {"sampling": sampling_of(ROWS), "draft_positions": torch.full((ROWS,), 5)}
+    kept = growth.tree.kept()
+    # The target says at each query token what the tree's last path does.
+    logits = torch.zeros(ROWS, 11, VOCAB)
+    last = 10
+    while last > 0:
+        parent = int(kept.parents[0, last - 1])
+        logits[0, parent, kept.draft_tokens[0, last - 1]] = 9
+        last = parent
+    output = TreeSampling(3).verify(logits, kept, **place)
+    assert output.path[0, output.accepted[0] - 1] == 10
+
+
+def test_the_ops_are_as_they_say():
+    tree, ops = Growth(2, 2).tree, torch.ops.spec_decode
+    check_op(ops.top_children.default, [torch.randn(3, 9), 2])
+    buffers = (tree.tokens, tree.parents, tree.scores)
+    frontier = (tree.frontier, tree.frontier_scores, tree.frontier_tokens, tree.frontier_places)
+    children = torch.zeros(ROWS, 2, 2, dtype=torch.int64), torch.zeros(ROWS, 2, 2)
+    check_op(ops.grow_tree.default, [torch.ones(1, dtype=torch.int64), *children, *buffers, *frontier])
+    check_op(ops.keep_best.default, [*buffers, 4])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"width": 0}, "1 to 64 choices"),
+        ({"width": 3, "num_tokens": 0}, "1 to 63 draft tokens"),
+        ({"width": 8, "num_tokens": 64}, "1 to 63 draft tokens"),
+        ({"width": 2, "num_tokens": 7}, "at most the 6 candidates"),
+    ],
+)
+def test_sizes_of_no_tree_are_refused(sizes, message):
+    with pytest.raises(BatchError, match=message):
+        DynamicTree(1, torch.zeros(1, dtype=torch.int64), **{"num_speculative_tokens": 2, "num_tokens": 4, **sizes})
+
+
+@pytest.mark.parametrize("rows", [ROWS + 1, 2 * ROWS])
+def test_logits_of_another_frontier_are_refused(rows):
+    with pytest.raises(BatchError, match=f"logits of {ROWS} or {3 * ROWS} rows, got {rows}"):
+        Growth(3, 2).tree.grow(torch.zeros(rows, VOCAB))
+
+
+def test_a_vocabulary_without_so_many_choices_is_refused():
+    with pytest.raises(BatchError, match="at least 3 tokens, got 2"):
+        Growth(3, 2).tree.grow(torch.zeros(ROWS, 2))
