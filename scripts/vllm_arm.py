@@ -1,0 +1,162 @@
+"""One engine of vLLM, measured: python scripts/vllm_arm.py ARM FILE, with an Arm as JSON. See vllm_figures.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = {
+    "llama3-8b": (4096, 14336, 32, 8, 128, 128256, 32),
+    "small": (1024, 2816, 16, 4, 64, 32000, 4),
+}
+"""hidden_size, intermediate_size, heads, KV heads, head_dim, vocab_size, layers."""
+REQUESTS = (1, 4, 16, 32)
+PROMPT, NEW_TOKENS, REPEATS = 512, 256, 2
+SEED = 20
+# NVLink multicast stays off: where it does not work, vLLM's collectives hang.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_PLUGINS": "attn_backends",
+    "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1", "VLLM_ALLREDUCE_USE_FLASHINFER": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_USE_NCCL_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC": "0",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One engine.
+
+    draft          the draft's attention backend; empty: no draft
+    steps          draft tokens a round
+    size           of SIZES
+    kept           drafts kept a round on average, whatever they are; 0: as the target decides
+    num_gpus       tensor parallelism
+    requests       numbers of requests that are timed
+    """
+
+    draft: str
+    steps: int
+    size: str = "llama3-8b"
+    kept: float = 0.0
+    num_gpus: int = 1
+    requests: tuple[int, ...] = REQUESTS
+
+    @property
+    def name(self) -> str:
+        kept = f"keeps {self.kept:g}" if self.kept else "exact"
+        return f"{self.draft or 'no draft'} K={self.steps} {self.size} {kept} TP={self.num_gpus}"
+
+
+def model_folder(size: str, *, is_draft: bool) -> str:
+    """A folder with a configuration alone: weights come later."""
+    hidden, wide, heads, kv_heads, head_dim, vocab, layers = SIZES[size]
+    config = {
+        "architectures": ["EagleLlamaForCausalLM" if is_draft else "LlamaForCausalLM"], "model_type": "llama",
+        "hidden_size": hidden, "intermediate_size": wide, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": head_dim, "vocab_size": vocab,
+        "num_hidden_layers": 1 if is_draft else layers, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    folder = tempfile.mkdtemp()
+    Path(folder, "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def engine_options(arm: Arm) -> dict[str, Any]:
+    """Arguments of vllm.LLM."""
+    options = {
+        "model": model_folder(arm.size, is_draft=False), "load_format": "dummy", "skip_tokenizer_init": True,
+        "max_model_len": 4096, "max_num_seqs": max(REQUESTS), "max_num_batched_tokens": 8192, "dtype": "bfloat16",
+        "seed": 0, "gpu_memory_utilization": 0.85, "kv_cache_memory_bytes": 8 << 30, "enable_prefix_caching": False,
+        "tensor_parallel_size": arm.num_gpus, "disable_custom_all_reduce": True, "enable_flashinfer_autotune": False,
+        "worker_extension_cls": "scripts.vllm_worker.MeasuredWorker",
+        "attention_config": {"backend": "FLASH_ATTN"},
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    }  # fmt: skip
+    if arm.draft:
+        speculation: dict[str, Any] = {
+            "method": "eagle", "model": model_folder(arm.size, is_draft=True), "num_speculative_tokens": arm.steps,
+            "attention_backend": arm.draft,
+        }  # fmt: skip
+        if arm.kept:
+            # vLLM counts the target's own token too.
+            speculation |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 1 + arm.kept}
+        options["speculative_config"] = speculation
+    return options
+
+
+def prompts(count: int, vocab: int) -> list[dict[str, list[int]]]:
+    """The same ones in every arm, of unlike lengths."""
+    chance = random.Random(count)
+    lengths = [PROMPT + chance.randrange(-64, 64) for _ in range(count)]
+    return [{"prompt_token_ids": [chance.randrange(3, vocab) for _ in range(length)]} for length in lengths]
+
+
+def measure(arm: Arm) -> dict[str, Any]:
+    """Rows of each number of requests, and how the engine runs."""
+    os.environ.update(ENVIRONMENT)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    import torch
+    import vllm
+
+    began = time.monotonic()
+    llm = vllm.LLM(**engine_options(arm))
+    llm.collective_rpc("fill_weights", args=(SEED,))
+    config = llm.llm_engine.vllm_config
+    found: dict[str, Any] = {
+        "arm": asdict(arm) | {"name": arm.name}, "vllm": vllm.__version__, "up_s": round(time.monotonic() - began, 1),
+        "graph_mode": str(config.compilation_config.cudagraph_mode), "rows": [],
+    }  # fmt: skip
+    greedy = vllm.SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+
+    def generate(count: int, *, count_waits: bool = False) -> tuple[float, list[list[int]]]:
+        if arm.draft:
+            llm.collective_rpc("watch_drafts", args=(count_waits,))
+        start = time.perf_counter()
+        answers = llm.generate(prompts(count, SIZES[arm.size][5]), greedy, use_tqdm=False)
+        torch.cuda.synchronize()
+        return time.perf_counter() - start, [list(answer.outputs[0].token_ids) for answer in answers]
+
+    for count in arm.requests:
+        # Whatever is compiled at first use is compiled here.
+        _, texts = generate(count, count_waits=True)
+        counted = llm.collective_rpc("drafts_seen") if arm.draft else []
+        row: dict[str, Any] = {"requests": count, "texts": texts, "tokens_per_s": [], "host_us": []}
+        if counted:
+            row |= {"drafts": counted[0]["drafts"], "plans": counted[0]["plans"], "waits": counted[0]["waits"]}
+            found["fused"] = [rank["fused"] for rank in counted]
+        for _ in range(REPEATS):
+            seconds, timed = generate(count)
+            row["tokens_per_s"].append(round(sum(map(len, timed)) / seconds, 1))
+            if arm.draft:
+                row["host_us"].append(_percentiles(llm.collective_rpc("drafts_seen")[0]["host_s"]))
+        found["rows"].append(row)
+    return found
+
+
+def _percentiles(seconds: list[float]) -> dict[str, float]:
+    """Of steps after the prompts', in microseconds."""
+    steady = sorted(seconds[len(seconds) // 4 :])
+    p20, p50, p80 = (round(1e6 * value, 1) for value in (statistics.quantiles(steady, n=10)[i] for i in (1, 4, 7)))
+    return {"p20": p20, "p50": p50, "p80": p80}
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    Path(sys.argv[2]).write_text(json.dumps(measure(Arm(**{**given, "requests": tuple(given["requests"])}))))
+    # An engine's threads need not be waited for.
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,192 @@
+"""vLLM with its own draft backends and with ours, on the GPUs of one machine: python scripts/vllm_figures.py --json
+reports/h200/vllm.json.
+
+A Llama of the 8B shape with an EAGLE draft, random weights, the target on FLASH_ATTN. Timed arms keep as many drafts a
+round as they are told, whatever was drafted, so that all do the same work. Exact arms of a small model keep what the
+target says: all draft from the same texts, and their draft tokens are compared with those of FLASH_ATTN's draft. How
+far two of vLLM's own backends are apart there is what rounding does. With two GPUs, tensor parallelism over both
+against one. Every arm is a process, which runs each batch once before it is timed.
+
+Fails where a draft of ours is not fused, plans on the host, waits for the device, takes the engine's graphs, or drafts
+other tokens more often than vLLM's own backends do among themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from scripts.script_report import script_options, write_report
+from scripts.vllm_arm import ROOT, Arm
+
+SCHEMA = "attn-vllm/1"
+COVERED = ("builders", "attn_backends", "engines.vllm")
+BASE, REBUILT, CONTROL = "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"
+OURS = ("FLASHINFER_IN_GRAPH", "ATTN_BACKENDS_TRITON_PAGED", "ATTN_BACKENDS_FLASH_ATTN3")
+KEPT = {3: 1.8, 7: 3.2}
+"""Drafts kept a round, by the draft tokens of one."""
+MARGIN = 0.02
+"""By how much more than vLLM's own backends ours may differ from FLASH_ATTN, of draft tokens: the count is small."""
+
+
+def arms(num_gpus: int) -> list[Arm]:
+    """The longest first."""
+    timed = [
+        Arm(draft, steps, kept=kept, num_gpus=count)
+        for count in ((2, 1) if num_gpus > 1 else (1,))
+        for steps, kept in KEPT.items()
+        for draft in ((BASE, OURS[0]) if count > 1 else (BASE, REBUILT, *OURS))
+        if count == 1 or steps == 3
+    ]
+    exact = [Arm(draft, 3, "small", requests=(1, 4, 32)) for draft in (BASE, REBUILT, CONTROL, *OURS)]
+    across = [Arm(OURS[0], 3, "small", num_gpus=2, requests=(4,))] if num_gpus > 1 else []
+    return [*timed, Arm("", 0), *exact, *across]
+
+
+def run(arm: Arm, gpus: Sequence[int], logs: Path) -> dict[str, Any]:
+    """What the arm found, or how it ended with the end of its log."""
+    log = logs / (arm.name.replace(" ", "_") + ".log")
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder, "arm.json")
+        with log.open("w") as output:
+            ended = subprocess.run(
+                [sys.executable, str(ROOT / "scripts" / "vllm_arm.py"), json.dumps(asdict(arm)), str(made)],
+                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))},
+            )  # fmt: skip
+        found: dict[str, Any] = {"arm": asdict(arm) | {"name": arm.name}, "exit_status": ended.returncode}
+        if made.exists():
+            return found | json.loads(made.read_text())
+    return found | {"rows": [], "said": log.read_text(errors="replace").splitlines()[-30:]}
+
+
+def run_all(asked: Sequence[Arm], gpus: Sequence[int], logs: Path) -> list[dict[str, Any]]:
+    """Arms over several GPUs one after another, then the others, one on each."""
+    free: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for gpu in gpus:
+        free.put(gpu)
+
+    def alone(arm: Arm) -> dict[str, Any]:
+        gpu = free.get()
+        try:
+            return said(run(arm, [gpu], logs))
+        finally:
+            free.put(gpu)
+
+    def said(found: dict[str, Any]) -> dict[str, Any]:
+        print(found["arm"]["name"], *[f"{row['requests']}: {row['tokens_per_s']}" for row in found["rows"]], flush=True)
+        return found
+
+    wide = [said(run(arm, gpus[: arm.num_gpus], logs)) for arm in asked if arm.num_gpus > 1]
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        return [*wide, *pool.map(alone, [arm for arm in asked if arm.num_gpus == 1])]
+
+
+def same_drafts(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, int]:
+    """Of one row of two arms: draft tokens compared, and how many are equal, as long as the texts are.
+
+    A draft token is compared where all before it in its round are equal: after one that differs the drafts are of
+    unlike texts.
+    """
+    compared = equal = 0
+    for mine, theirs in zip(base["drafts"], other["drafts"], strict=False):
+        for left, right in zip(mine, theirs, strict=True):
+            for a, b in zip(left, right, strict=True):
+                compared += 1
+                equal += a == b
+                if a != b:
+                    break
+    texts = sum(a == b for a, b in zip(base["texts"], other["texts"], strict=True))
+    return {"draft_tokens": compared, "equal": equal, "texts": len(base["texts"]), "equal_texts": texts}
+
+
+def agreement(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each exact arm beside FLASH_ATTN's, row by row."""
+    exact = [each for each in found if not each["arm"]["kept"] and each["arm"]["draft"] and each["rows"]]
+    base = next((each for each in exact if each["arm"]["draft"] == BASE), None)
+    if base is None:
+        return []
+    rows = {row["requests"]: row for row in base["rows"]}
+    return [
+        {"name": each["arm"]["name"], "draft": each["arm"]["draft"], "requests": row["requests"]}
+        | same_drafts(rows[row["requests"]], row)
+        for each in exact
+        if each is not base
+        for row in each["rows"]
+    ]
+
+
+def unlike(compared: Sequence[Mapping[str, Any]], draft: str) -> float:
+    """The share of a draft backend's tokens that are not FLASH_ATTN's."""
+    rows = [row for row in compared if row["draft"] == draft]
+    tokens = sum(row["draft_tokens"] for row in rows)
+    return 1 - sum(row["equal"] for row in rows) / tokens if tokens else 1.0
+
+
+def problems(found: Sequence[Mapping[str, Any]], compared: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What of the claims does not hold."""
+    said = [f"{each['arm']['name']}: ended with {each['exit_status']}" for each in found if not each["rows"]]
+    plain = {each["graph_mode"] for each in found if not each["arm"]["draft"] and each["rows"]}
+    for each in found:
+        if each["arm"]["draft"] not in OURS or not each["rows"]:
+            continue
+        name = each["arm"]["name"]
+        if not all(each["fused"]):
+            said.append(f"{name}: not fused on every rank")
+        if plain and each["graph_mode"] not in plain:
+            said.append(f"{name}: graphs {each['graph_mode']}, without a draft {plain}")
+        said += [f"{name}: {row['plans']} plans on the host" for row in each["rows"] if row["plans"]]
+        said += [f"{name}: waits for the device: {row['waits'][0]}" for row in each["rows"] if row["waits"]]
+    allowed = max(unlike(compared, CONTROL), unlike(compared, REBUILT)) + MARGIN
+    drafts = {row["draft"] for row in compared} & set(OURS)
+    said += [
+        f"{draft}: {unlike(compared, draft):.1%} of draft tokens are not {BASE}'s, of vLLM's own {allowed - MARGIN:.1%}"
+        for draft in sorted(drafts)
+        if unlike(compared, draft) > allowed
+    ]
+    return said
+
+
+def main() -> None:
+    parser = script_options(__doc__)
+    parser.add_argument("--only", action="append", help="patterns of arms' names; all if left out")
+    parser.add_argument("--logs", type=Path, default=Path("build/vllm"), help="folder of the arms' output")
+    flags = parser.parse_args()
+    gpus = list(range(torch.cuda.device_count()))
+    if not gpus:
+        parser.error(
+            "vLLM's figures need a CUDA device, none was found; nothing was run. Run it on a machine with one."
+        )
+    flags.logs.mkdir(parents=True, exist_ok=True)
+    asked = [arm for arm in arms(len(gpus)) if any(fnmatchcase(arm.name, only) for only in flags.only or ["*"])]
+    found = run_all(asked, gpus, flags.logs)
+    compared = agreement(found)
+    said = problems(found, compared)
+    for each in found:
+        for row in each["rows"]:
+            # Thousands of tokens each: what they say is in the agreement.
+            del row["texts"]
+            row.pop("drafts", None)
+    write_report(
+        flags.json, SCHEMA, flags.device, COVERED, arms=found, agreement=compared, problems=said, finished=True
+    )
+    print(*said, sep="\n")
+    raise SystemExit(bool(said))
+
+
+if __name__ == "__main__":
+    main()
