@@ -695,7 +695,7 @@ MUTANTS = (
         advance=_knows_the_rows_of_the_last_build,
     ),
     _builder_mutant("advances_decodes_only", "graph.verify_replays_over_other_batches", advance=_advances_decodes_only),
-    _builder_mutant("advance_does_nothing", "drafter.strategies_agree", cases="k4-n3", advance=_stays),
+    _builder_mutant("advance_does_nothing", "drafter.strategies_agree", cases="k3-n3", advance=_stays),
     Mutant(
         "kv_end_as_built",
         "drafter.steps_attend_to_the_logical_prefix",
@@ -706,7 +706,7 @@ MUTANTS = (
         "live_rows_come_first",
         "drafter.requests_stop_on_their_own",
         with_forward(_live_rows_come_first),
-        cases="k4-n3",
+        cases="k4-n7",
     ),
     Mutant(
         "waits_for_lengths",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,42 +12,69 @@ import torch
 from attn_backends import Feature, Sizes, get, register, registry, unregister
 from attn_backends.torch_reference import TorchReference
 from builders import ReferenceBuilder, ReferenceMetadata
-from spec_decode.conformance import KnownFailure, check_backend, iter_checks, parametrize_with_checks, runner
+from spec_decode.conformance import Check, KnownFailure, check_backend, iter_checks, parametrize_with_checks, runner
 from spec_decode.conformance.report import FAMILIES
 from spec_decode.conformance.runner import plan
 from spec_decode.testing.batches import Case
 from spec_decode.testing.outcome import Outcome
+from tests.kit_rounds import OFTEN, STRATEGIES_AGREE, tried_often
 from tests.mutants import derived, with_builder
 
 CPU = torch.device("cpu")
-STRATEGIES_AGREE = "drafter.strategies_agree"
 DEVICE_WORK = "builder.advance_is_device_work"
 
+ON_A_DEVICE = "drafter.a_round_never_waits[k4-n3-device_loop]"
+"""The one check that the CPU cannot try."""
 
-ROUNDS = ("k1-n1", "k1-n32", "k2-n2", "k3-n3", "k4-n7", "k5-n1", "k6-n2", "k7-n3", "k8-n7", "k16-n1")
-"""Of `drafter.strategies_agree`, which has every number of draft tokens with every number of requests, each of them."""
+ROUNDS_OF_ANOTHER = {
+    "drafter.strategies_agree": ("k1-n32", "k2-n2", "k4-n7"),
+    "drafter.requests_stop_on_their_own": ("k2-n3",),
+    "drafter.strategies_agree_on_layers_and_groups": ("k3-n2-groups",),
+}
+"""How strategies run is the reference's to show; another backend brings its metadata, in each strategy."""
 
 
-def every_check(*backends: str) -> pytest.MarkDecorator:
-    """As an author has them, but of the rounds these; the others are slow, and left to the reference."""
-    name, params = parametrize_with_checks(*backends, device=CPU).args
-    rounds = {param.id for param in params if f"-{STRATEGIES_AGREE}[" in param.id}
-    others = rounds - {f"{backend}-{STRATEGIES_AGREE}[{case}]" for backend in backends for case in ROUNDS}
-    often = [param for param in params if param.id not in others]
-    slow = [param for param in params if param.id in others and param.id.startswith("torch_reference-")]
-    return pytest.mark.parametrize(
-        name, [*often, *(pytest.param(*p.values, id=p.id, marks=[*p.marks, pytest.mark.slow]) for p in slow)]
-    )
+def params_of(backend: str) -> dict[Check, Any]:
+    """Its checks, as an author has them, and the test's parameter of each."""
+    params = parametrize_with_checks(backend, device=CPU).args[1]
+    return dict(zip(iter_checks(backend, device=CPU), params, strict=True))
+
+
+def reference_checks() -> list[Any]:
+    return [
+        param
+        if tried_often(check)
+        else pytest.param(*param.values, id=param.id, marks=[*param.marks, pytest.mark.slow])
+        for check, param in params_of("torch_reference").items()
+        if check.id != ON_A_DEVICE
+    ]
+
+
+def checks_of_another(backend: str) -> list[Any]:
+    return [
+        param
+        for check, param in params_of(backend).items()
+        if check.case in ROUNDS_OF_ANOTHER.get(check.name, (check.case,))
+    ]
 
 
 def test_the_rounds_that_are_not_slow_have_each_number_of_drafts_and_requests() -> None:
     checks = [check.case for check in iter_checks("torch_reference", device=CPU) if check.name == STRATEGIES_AGREE]
     for part in (0, 1):
-        assert {case.split("-")[part] for case in ROUNDS} == {case.split("-")[part] for case in checks}
+        assert {case.split("-")[part] for case in OFTEN[STRATEGIES_AGREE]} == {case.split("-")[part] for case in checks}
 
 
-@every_check("torch_reference", "triton_paged")
-def test_backend_keeps_the_contract(check: Callable[[], None]) -> None:
+@pytest.mark.parametrize("check", reference_checks())
+def test_the_reference_serves_every_case_and_keeps_the_contract(check: Callable[[], None]) -> None:
+    """A refusal is a failure here: a check that the reference skips would show no mutant of it."""
+    try:
+        check()
+    except pytest.skip.Exception as refusal:
+        pytest.fail(str(refusal))
+
+
+@pytest.mark.parametrize("check", checks_of_another("triton_paged"))
+def test_another_backend_keeps_the_contract(check: Callable[[], None]) -> None:
     check()
 
 
@@ -96,7 +124,7 @@ def test_a_crashing_check_is_an_error_and_the_rest_still_runs() -> None:
         def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
             raise RuntimeError("no kernel image")
 
-    report = check_backend(Crashes(), device=CPU, families=["contract", "numerics"])
+    report = check_backend(Crashes(), device=CPU, checks=["contract.*", "numerics.attention_is_right[[]base-*"])
 
     assert report.counts[Outcome.ERROR] > 0
     assert report.counts[Outcome.PASS] > 0
@@ -146,7 +174,7 @@ def test_a_known_failure_is_an_xfail_with_its_issue() -> None:
             raise RuntimeError("no kernel image")
 
     known = [KnownFailure(check="numerics.attention_*", reason="kernel missing", issue="#7")]
-    report = check_backend(Crashes(), device=CPU, checks=["numerics.attention_is_right"], known_failures=known)
+    report = check_backend(Crashes(), device=CPU, checks=["numerics.attention_is_right[[]base-*"], known_failures=known)
 
     assert set(report.counts) - {Outcome.XFAIL} == {k for k, n in report.counts.items() if not n} - {Outcome.XFAIL}
     assert all("#7: kernel missing" in result.reason for result in report.results)
@@ -172,9 +200,10 @@ def test_a_backend_without_a_feature_is_refused_not_failed() -> None:
             TorchReference.capabilities, features=TorchReference.capabilities.features - {Feature.SINKS}
         )
 
-    report = check_backend(NoSinks(), device=CPU, families=["numerics", "refusal"])
+    asked = [f"numerics.*{which}*" for which in ("sinks", "deepseek", "[[]base-")]
+    report = check_backend(NoSinks(), device=CPU, checks=[*asked, "refusal.*"])
 
-    assert report.ok
+    assert report.ok and report.counts[Outcome.PASS] > 10
     refused = {result.case for result in report.results if result.outcome is Outcome.UNSUPPORTED}
     assert any(case.startswith("sinks") for case in refused)
 
@@ -186,7 +215,7 @@ def test_a_backend_without_gqa_can_be_checked() -> None:
             TorchReference.capabilities, features=TorchReference.capabilities.features - {Feature.GQA}
         )
 
-    report = check_backend(NoGroups(), device=CPU, families=["contract", "numerics"])
+    report = runner.run(plan(NoGroups(), device=CPU, families=["contract", "numerics"], quick=True))
 
     assert report.ok, report.summary()
 

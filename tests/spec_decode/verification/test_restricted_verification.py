@@ -36,11 +36,18 @@ def restriction(request):
     return RESTRICTIONS[request.param]
 
 
-@pytest.mark.parametrize(("temperature", "likeness"), [(0.6, 0.6), (1.0, 0.0), (1.7, 0.9)])
-def test_the_first_two_tokens_are_jointly_distributed_as_the_restricted_target(
-    lossless, restriction, temperature, likeness
-):
-    first, second, _, _, exact = two_tokens(lossless, 5, temperature, likeness, 3, **restriction)
+@pytest.mark.parametrize(
+    ("name", "temperature", "likeness"),
+    [
+        ("top_k", 1.0, 0.0),
+        ("top_p", 1.0, 0.0),
+        ("top_k and top_p", 0.6, 0.6),
+        ("top_k and top_p", 1.0, 0.0),
+        ("top_k and top_p", 1.7, 0.9),
+    ],
+)
+def test_the_first_two_tokens_are_jointly_distributed_as_the_restricted_target(lossless, name, temperature, likeness):
+    first, second, _, _, exact = two_tokens(lossless, 5, temperature, likeness, 3, **RESTRICTIONS[name])
     assert p_value(first * 5 + second, exact[0][:, None] * exact[1], 25) > 1e-4
 
 

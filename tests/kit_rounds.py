@@ -1,0 +1,20 @@
+"""Of the conformance kit's whole rounds, those that are tried often; the others are slow."""
+
+from __future__ import annotations
+
+from spec_decode.conformance import Check
+
+STRATEGIES_AGREE = "drafter.strategies_agree"
+STOP_ON_THEIR_OWN = "drafter.requests_stop_on_their_own"
+
+OFTEN = {
+    STRATEGIES_AGREE: ("k1-n32", "k2-n2", "k3-n3", "k4-n7", "k5-n1", "k6-n2", "k7-n3", "k8-n7", "k16-n1"),
+    STOP_ON_THEIR_OWN: ("k2-n3", "k4-n7"),
+}
+"""By check, its cases. `strategies_agree` has every number of draft tokens with every number of requests, each of them
+here; the requests of k4-n7 stop at every length from 0 to 4."""
+
+
+def tried_often(check: Check) -> bool:
+    """Whether it is tried on the reference in every run of the tests."""
+    return check.case in OFTEN.get(check.name, (check.case,))
