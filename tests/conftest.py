@@ -1,8 +1,12 @@
+import os
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
+# The processes that tests start, too: more threads only wait for each other beside the other tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile(
     "repeatable",
     derandomize=True,
