@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from statistics import mean
@@ -61,13 +62,18 @@ def sources(patterns: Iterable[str]) -> dict[str, str]:
 
 def draw(count: int, seed: int) -> list[Mutant]:
     """Mutants of the rooms, no two of one line, and none of those known to be equivalent."""
-    defaults = keywords_with_defaults(sources(f"{package}/**/*.py" for package in PACKAGES))
-    lines = {file: _by_line(mutants(file, source, defaults)) for file, source in sources(ROOMS).items()}
-    found: list[Mutant] = []
+    lines, found = _lines(), list[Mutant]()
     for file, number in shares({file: len(of_file) for file, of_file in lines.items()}, count).items():
         chance = random.Random(f"{seed} {file}")
         found += [_one_of(line, chance) for line in chance.sample(lines[file], number)]
     return found
+
+
+@cache
+def _lines() -> dict[str, list[list[Mutant]]]:
+    """The mutants of each line that has any, by file."""
+    defaults = keywords_with_defaults(sources(f"{package}/**/*.py" for package in PACKAGES))
+    return {file: _by_line(mutants(file, source, defaults)) for file, source in sources(ROOMS).items()}
 
 
 def _by_line(found: Iterable[Mutant]) -> list[list[Mutant]]:

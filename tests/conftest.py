@@ -1,10 +1,13 @@
 import gc
+import os
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
+# The processes that tests start, too: more threads only wait for each other beside the other tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile(
     "repeatable",
     derandomize=True,
@@ -18,9 +21,19 @@ settings.load_profile("repeatable")
 _LONG = ("test_interpreter_conformance", "test_real_pair", "test_engine_batching", "tests/examples/")
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest tests first, so that no worker is left with one of them at the end."""
+    """The longest tests first, so that no worker is left with one of them at the end; groups where xdist looks."""
     items.sort(key=lambda item: not any(name in item.nodeid for name in _LONG))
+    for item in items:
+        _name_group(item)
+
+
+def _name_group(item: pytest.Item) -> None:
+    """xdist 3.8 appends a test's group to an attribute that pytest 9.2 no longer reads, and would group nothing."""
+    group = getattr(item, "_nodeid", item.nodeid).removeprefix(item.nodeid)
+    if group.startswith("@"):
+        item._id = item.parent.id.child(item.name + group)  # type: ignore[union-attr]
 
 
 def pytest_collection_finish() -> None:

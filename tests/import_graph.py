@@ -1,6 +1,7 @@
 """Which of our modules uses which: as their sources say, and as they hold one another after loading.
 
-`python -m tests.import_graph` loads all of them and prints the second kind as JSON.
+`python -m tests.import_graph MODULE...` loads those, then all of them, and prints as JSON what had come with those, and
+the uses of the second kind.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Collection, Iterable, Iterator
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
@@ -39,15 +41,26 @@ def imported(source: str, module: str = "", known: Collection[str] = ()) -> set[
     `from package import name` counts as package.name where that is a known module, and as package where it is not.
     """
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in _import_statements(source):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        else:
             origin = "." * node.level + (node.module or "")
             origin = importlib.util.resolve_name(origin, module.rpartition(".")[0])
             names = {f"{origin}.{alias.name}" for alias in node.names}
             found |= {name if _known_as(name, known) else origin for name in names}
     return found
+
+
+@cache
+def _import_statements(source: str) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+@cache
+def uses_here() -> Uses:
+    """Uses by import statements of every module of the floors."""
+    return source_uses(module_files())
 
 
 def source_uses(files: dict[str, Path]) -> Uses:
@@ -138,5 +151,8 @@ def _reachable(graph: Uses, start: str) -> set[str]:
 
 
 if __name__ == "__main__":
-    everything = module_files()
-    json.dump({module: sorted(used) for module, used in loaded_uses(everything).items()}, sys.stdout)
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
+    first = sorted(sys.modules)
+    uses = {module: sorted(used) for module, used in loaded_uses(module_files()).items()}
+    json.dump({"first": first, "uses": uses}, sys.stdout)

@@ -92,7 +92,10 @@ def retired(name: str, text: str) -> set[str]:
 def retired_names(name: str, source: str) -> set[str]:
     """Names by a retired word that a source defines, its own included."""
     whole, parts = _of(name, NAMES), _of(name, PARTS)
-    defined = {*_defined(ast.parse(source)), Path(name).stem}
+    lower = source.lower()
+    # To look for the letters is quicker than to parse, and most files have none of them.
+    spelled = any(word in source for word in whole) or any(part in lower for part in parts)
+    defined = {*(_defined(ast.parse(source)) if spelled else ()), Path(name).stem}
     return {d for d in defined if d in whole or {part.lower() for part in _PART.findall(d)} & parts.keys()}
 
 

@@ -6,12 +6,16 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.import_graph import ROOT, module_files
 from tests.retired_words import files, retired
+
+# In one process: the sources are parsed once.
+pytestmark = pytest.mark.xdist_group("glossary")
 
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
 
@@ -22,9 +26,12 @@ def terms(page: str) -> list[tuple[str, list[str]]]:
     return [(term.strip(), re.findall(r"`(\w+)`", code)) for term, code in rows if term.strip() != "term"]
 
 
+parsed = cache(ast.parse)
+
+
 def defined(path: Path) -> set[str]:
     """What a module defines: functions, classes, arguments and names that are assigned to."""
-    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    nodes = list(ast.walk(parsed(path.read_text(encoding="utf-8"))))
     names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     names |= {node.arg for node in nodes if isinstance(node, ast.arg)}
     return names | {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -38,7 +45,7 @@ def test_every_term_with_a_name_in_code_exists_there() -> None:
 
 def class_names(sources: Iterable[str]) -> list[str]:
     """Public classes that sources define outside of other things."""
-    bodies = (ast.parse(source).body for source in sources)
+    bodies = (parsed(source).body for source in sources)
     return [node.name for body in bodies for node in body if isinstance(node, ast.ClassDef) and node.name[0] != "_"]
 
 

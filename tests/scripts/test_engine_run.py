@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ def busy_run_of(*handles):
     return engine_run.BusyRun("rejection", list(handles), None, 1.0, 0, {"preemptions": 1, "finished": {"stop": 1}})
 
 
+@cache
 def alone():
     return CONFIG.make_engine(CONFIG.load_pair(), "rejection", max_reqs=1)
 
@@ -68,8 +70,9 @@ def test_a_cancelled_text_is_held_to_its_own_as_far_as_it_went():
     assert (compared(short).equal, compared(cut).equal) == (1, 0)
 
 
-@pytest.mark.parametrize(("noise", "excused"), [(0.5, True), (1e-4, False)])
-def test_a_difference_is_excused_where_noise_of_that_size_tips_the_decision_only(noise, excused, monkeypatch):
+@pytest.mark.parametrize(("noise", "tries", "excused"), [(0.5, 32, True), (1e-4, 6, False)])
+def test_a_difference_is_excused_where_noise_of_that_size_tips_the_decision_only(noise, tries, excused, monkeypatch):
+    monkeypatch.setattr(engine_run, "TRIES", tries)
     monkeypatch.setitem(engine_run.NOISE, torch.float32, noise)
     handle, target = finished(GREEDY), CONFIG.load_pair().target
     logits = target.logits(run_target(target, torch.tensor([GREEDY.prompt]))[0, -1])

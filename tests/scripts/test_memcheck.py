@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -96,15 +97,30 @@ KEEPS_AND_HANGS = """
 import json, sys, time
 with open(sys.argv[-1] + ".part", "w") as file:
     for outcome in ("pass", "fail"):
-        file.write(json.dumps({"results": [{"outcome": outcome}]}) + chr(10))
-    file.write('{"results": [')
+        file.write(json.dumps({{"results": [{{"outcome": outcome}}]}}) + chr(10))
+    file.write('{{"results": [')
+open({mark!r}, "w").close()
 time.sleep(600)
 """
 
 
-def test_a_process_that_is_cut_off_has_not_finished_and_what_it_found_is_kept(sanitizer):
+@pytest.fixture
+def hangs(tmp_path, monkeypatch):
+    """Code that keeps what it finds and hangs, whereupon its limit passes."""
+    mark, wait = tmp_path / "hangs", subprocess.Popen.wait
+
+    def waited(process, seconds=None):
+        while seconds is not None and process.poll() is None and not mark.exists():
+            time.sleep(0.02)
+        return wait(process, None if seconds is None else 0)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", waited)
+    return KEEPS_AND_HANGS.format(mark=str(mark))
+
+
+def test_a_process_that_is_cut_off_has_not_finished_and_what_it_found_is_kept(sanitizer, hangs):
     sanitizer()
-    row = memcheck.sanitize(target(KEEPS_AND_HANGS, checks=True), 5)
+    row = memcheck.sanitize(target(hangs, checks=True), 5)
     assert not row["finished"] and row["errors"] is None and row["exit_status"] is None
     assert row["checks"] == {"pass": 1, "fail": 1} and row["printed"] == ["cut off after 5 s"]
 

@@ -6,7 +6,10 @@ import pytest
 
 from spec_decode import source_digests
 from spec_decode.source_digests import CHECKS, ROUNDS, SERVING, SOAKS, changed_since, syntax_of
-from tests.import_graph import module_files, source_uses
+from tests.import_graph import module_files, uses_here
+
+# In one process with test_floors.py: the sources are parsed once.
+pytestmark = pytest.mark.xdist_group("import_graph")
 
 SOURCE = '''"""A module."""
 import math
@@ -81,8 +84,7 @@ def test_a_package_that_is_no_more_has_changed() -> None:
     ],
 )
 def test_a_report_covers_every_package_that_what_makes_it_uses(start: str, covered: tuple[str, ...]) -> None:
-    files = module_files()
-    uses = source_uses(files)
+    files, uses = module_files(), uses_here()
     todo = [module for module in files if module == start or module.startswith(f"{start}.")]
     seen: set[str] = set()
     while todo:

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.xdist_group("demo")
 
 def shorten(monkeypatch):
     monkeypatch.setattr(comparison, "PROMPTS", 2)
-    monkeypatch.setattr(comparison, "NEW_TOKENS", 6)
+    monkeypatch.setattr(comparison, "PROMPT_BYTES", 32)
+    monkeypatch.setattr(comparison, "NEW_TOKENS", 4)
+    monkeypatch.setattr(comparison, "DRAFT_TOKENS", 2)
 
 
 @pytest.fixture

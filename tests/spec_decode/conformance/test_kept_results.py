@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
-import time
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from attn_backends import registry
 from spec_decode.cli.main import main
 from spec_decode.conformance.kept_results import KeptResults
 from spec_decode.conformance.report import Report, ReportError
@@ -129,43 +130,65 @@ def test_the_date_is_no_difference(target: Path) -> None:
     assert len(KeptResults(target, resume=True).begin(later)) == 3
 
 
-SLOW = """
-import time
+TERMINATING = """
+import os, signal, time
+from pathlib import Path
 from attn_backends.torch_reference import TorchReference
 
-class Slow(TorchReference):
-    name = "slow"
-    def supports(self, spec, device):
-        return super().supports(spec, device)
+AT_WORK = Path({at_work!r})
+
+class Terminating(TorchReference):
+    name = "terminating"
     def write_kv(self, *args):
-        print("at work", flush=True)
-        time.sleep(600)
+        if not AT_WORK.exists():
+            AT_WORK.write_text(str(os.getpid()))
+            os.kill({command}, signal.SIGTERM)
+            time.sleep(600)
+        super().write_kv(*args)
 """
+"""Has the process of the command terminated, once, and says in a file which process was at work then."""
+
+
+@pytest.fixture
+def at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file of the plug-in that terminates this process, which is on the path of those it starts, too."""
+    info = tmp_path / "terminating-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: terminating\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[attn_backends]\nterminating = terminating:Terminating\n")
+    file = tmp_path / "at_work"
+    (tmp_path / "terminating.py").write_text(TERMINATING.format(at_work=str(file), command=os.getpid()))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "0"))
+    monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
+    # Where nothing else hears the signal, it fails the test instead of ending it with all the others.
+    before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("nothing listened for SIGTERM"))
+    yield file
+    signal.signal(signal.SIGTERM, before)
+    sys.modules.pop("terminating", None)
+
+
+def runs(process: int) -> bool:
+    with suppress(ProcessLookupError):
+        os.kill(process, 0)
+        return True
+    return False
 
 
 @pytest.mark.parametrize("options", [[], ["--isolate"]])
-def test_a_terminated_check_keeps_its_results_ends_its_children_and_goes_on(tmp_path: Path, options: list[str]) -> None:
-    info = tmp_path / "slow-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slow\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[attn_backends]\nslow = slow_backend:Slow\n")
-    (tmp_path / "slow_backend.py").write_text(SLOW)
-    target = tmp_path / "slow.json"
+def test_a_terminated_check_keeps_its_results_ends_its_children_and_goes_on(
+    target: Path, at_work: Path, options: list[str]
+) -> None:
     only = ["--only", "contract.version_matches", "--only", "contract.c*"]
-    command = [sys.executable, "-m", "spec_decode", "check", "slow", "--device", "cpu", "--json", str(target), *only]
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=env)
+    command = ["check", "terminating", "--device", "cpu", "--json", str(target), *only, *options]
+    ended = CliRunner().invoke(main, command)
     part = KeptResults(target).path
-    while not (part.exists() and len(part.read_bytes().splitlines()) == 2):
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate()
-    assert process.returncode == 143 and f"what it found is in {part}, go on with --resume" in said
-    assert not target.exists()
-    (tmp_path / "slow_backend.py").write_text(SLOW.replace("time.sleep(600)", "super().write_kv(*args)"))
-    done = subprocess.run([*command, *options, "--resume"], env=env, stdout=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 0 and "3 pass" in done.stdout and Report.load(target).ok and not part.exists()
+    assert ended.exit_code == 143 and f"what it found is in {part}, go on with --resume" in ended.stderr
+    assert len(part.read_bytes().splitlines()) == 2 and not target.exists()
+    assert runs(int(at_work.read_text())) is (not options)
+    done = CliRunner().invoke(main, [*command, "--resume"])
+    assert done.exit_code == 0 and "3 pass" in done.stdout and Report.load(target).ok and not part.exists()
 
 
 def test_a_resume_that_is_refused_is_one_line_also_from_a_subprocess(tmp_path: Path) -> None:

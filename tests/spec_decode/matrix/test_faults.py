@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -29,9 +29,13 @@ from spec_decode.testing.outcome import Outcome
 from spec_decode.tools import plug_ins
 from tests.hanging import HANG, UNLIMITED, pass_limits_at
 
+# In one process: what may end it is tried once.
+pytestmark = pytest.mark.xdist_group("faults")
 CPU = torch.device("cpu")
-TAG = "feature:sinks"
+TAG = "dim:96"
 """A column with few checks, so that a run takes little longer than its start."""
+PICKED = "numerics.attention_is_right*value_dim*"
+"""The checks of that column."""
 BRIEF = "contract.version_matches"
 HANG_LIMIT = 10.0
 """Seconds that the plug-in that hangs is given; they pass when it does."""
@@ -113,26 +117,27 @@ def install(site: Path, package: str, name: str, source: str) -> None:
     (info / "entry_points.txt").write_text(f"[attn_backends]\n{name} = {module}:Backend\n")
 
 
-@pytest.fixture(scope="module")
-def runs(installed: None) -> Iterator[tuple[Future[list[Report]], Future[list[Report]]]]:
-    """The matrix of a crash and then a sound backend, while another waits for one that hangs."""
+@dataclass(frozen=True)
+class Checked:
+    """What a command printed, and the reports it wrote."""
 
-    def run(limit: float, *asked: str) -> list[Report]:
-        return MatrixRun(device=CPU, tags=(TAG,), limits=TimeLimits(check=limit, backend=UNLIMITED)).of(asked)
-
-    with ThreadPoolExecutor(2) as pool:
-        yield pool.submit(run, UNLIMITED, "crasher", "healthy"), pool.submit(run, HANG_LIMIT, "hanger")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def started_early(runs: tuple[Future[list[Report]], Future[list[Report]]]) -> None:
-    """The processes run beside the tests that need none, which come first."""
+    result: Result
+    reports: list[Report]
 
 
 @pytest.fixture(scope="module")
-def together(runs: tuple[Future[list[Report]], Future[list[Report]]]) -> list[Report]:
+def crashed(installed: None, tmp_path_factory: pytest.TempPathFactory) -> Checked:
+    """The check of a crash and then a sound backend."""
+    folder = tmp_path_factory.mktemp("reports")
+    result = say("check", "crasher", "healthy", "--only", PICKED, "--json", str(folder))
+    return Checked(result, [Report.load(folder / f"check-{name}.json") for name in ("crasher", "healthy")])
+
+
+@pytest.fixture(scope="module")
+def together(crashed: Checked) -> list[Report]:
     """The reports of crasher, healthy, hanger."""
-    return [report for future in runs for report in future.result()]
+    hung = MatrixRun(device=CPU, tags=(TAG,), limits=TimeLimits(check=HANG_LIMIT, backend=UNLIMITED))
+    return [*crashed.reports, *hung.of(["hanger"])]
 
 
 def say(*words: str) -> Result:
@@ -230,12 +235,10 @@ def test_doctor_tells_each_plug_in_under_the_name_that_it_is_had_by() -> None:
     assert found["crashes_at_import"]["status"] == "failed"
 
 
-def test_check_names_a_crash_and_goes_on(tmp_path: Path) -> None:
-    picked = ("--only", BRIEF, "--only", "numerics.attention_is_right*base-single*")
-    result = say("check", "crasher", "healthy", *picked, "--json", str(tmp_path))
-    reports = [Report.load(tmp_path / f"check-{name}.json") for name in ("crasher", "healthy")]
+def test_check_names_a_crash_and_goes_on(crashed: Checked) -> None:
+    result, reports = crashed.result, crashed.reports
     assert result.exit_code == 1 and [report.ok for report in reports] == [False, True]
-    assert "error: numerics.attention_is_right[base-single]: the process ended with SIGABRT" in result.stdout
+    assert "error: numerics.attention_is_right[value_dim-decode]: the process ended with SIGABRT" in result.stdout
     assert f"{reports[0].summary()}\n" in result.stdout and f"{reports[1].summary()}\n" in result.stdout
 
 
@@ -264,14 +267,14 @@ def test_the_matrix_shows_no_evidence_for_a_plug_in_that_does_not_load_but_the_r
 def test_a_crash_is_named_with_its_check_and_last_words(together: list[Report]) -> None:
     crasher = together[0]
     (error,) = [result for result in crasher.results if result.outcome is Outcome.ERROR]
-    assert error.check == "numerics.bits_do_not_depend_on_the_batch" and "--only" in error.repro
+    assert error.check == "numerics.attention_is_right" and "--only" in error.repro
     assert "SIGABRT; it printed: no such kernel image" in error.reason
 
 
 def test_a_hang_is_named_with_its_check_and_limit(together: list[Report]) -> None:
     hanger = together[2]
     (error,) = [result for result in hanger.results if result.outcome is Outcome.ERROR]
-    assert error.check == "numerics.bits_do_not_depend_on_the_batch"
+    assert error.check == "numerics.attention_is_right"
     assert error.reason.startswith("the process outlived the limit of 10 s for a check and was ended")
 
 

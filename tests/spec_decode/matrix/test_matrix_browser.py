@@ -10,9 +10,17 @@ from tests.spec_decode.matrix.evidence import agreement, limit, report, result, 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
 axe_core = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium: apt-get install chromium")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium: apt-get install chromium"),
+    # In one process: the browser is started once.
+    pytest.mark.xdist_group("matrix_browser"),
+]
 
-_AXE = {"runOnly": {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}}
+_AXE = {
+    "runOnly": {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]},
+    # Of what passes one node a rule: to describe every node takes longer than to look at it.
+    "resultTypes": ["violations"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +56,22 @@ def browser():
         found.close()
 
 
+@pytest.fixture(scope="module")
+def usual(browser):
+    """The context of every visit without options of its own; nothing but a chosen theme would outlive a page there."""
+    context = browser.new_context(offline=True)
+    yield context
+    context.close()
+
+
 @pytest.fixture
-def visit(browser, page_file):
-    contexts = []
+def visit(browser, usual, page_file):
+    opened = []
 
     def open_page(*, address=None, **options):
-        contexts.append(browser.new_context(offline=True, **options))
-        page = contexts[-1].new_page()
+        context = browser.new_context(offline=True, **options) if options else usual
+        page = context.new_page()
+        opened.append(context if options else page)
         page.set_default_timeout(0)
         page.complaints = []
         page.on("console", lambda message: page.complaints.append(message.text))
@@ -65,8 +82,21 @@ def visit(browser, page_file):
         return page
 
     yield open_page
-    for context in contexts:
-        context.close()
+    for page_or_context in opened:
+        page_or_context.close()
+
+
+@pytest.fixture(scope="module")
+def opened_up(usual, page_file):
+    """A page with a cell and every list open, for one look after another."""
+    page = usual.new_page()
+    page.set_default_timeout(0)
+    page.goto(page_file.as_uri())
+    page.locator(".matrix summary", has_text="page 2 broken").first.click()
+    for details in page.locator("details:not([name])").all():
+        details.evaluate("node => { node.open = true }")
+    yield page
+    page.close()
 
 
 def shown_rows(page) -> list[str]:
@@ -172,15 +202,17 @@ def test_backends_that_could_not_be_loaded_are_one_folded_row(visit):
 
 
 def test_the_theme_follows_the_system_and_the_button(visit):
-    light, dark = visit(color_scheme="light"), visit(color_scheme="dark")
-    bright, dim = background(light), background(dark)
+    page = visit(color_scheme="light")
+    bright = background(page)
+    page.emulate_media(color_scheme="dark")
+    dim = background(page)
     assert bright != dim
-    button = dark.get_by_role("button", name="Theme")
+    button = page.get_by_role("button", name="Theme")
     button.click()
-    assert background(dark) == bright and "light" in button.inner_text()
+    assert background(page) == bright and "light" in button.inner_text()
     button.click()
     button.click()
-    assert background(dark) == dim and "system" in button.inner_text()
+    assert background(page) == dim and "system" in button.inner_text()
 
 
 def test_without_scripts_everything_but_the_filters_is_there(visit):
@@ -205,10 +237,9 @@ def test_on_a_phone_nothing_is_cut_off_and_each_mark_has_its_name(visit):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 360])
-def test_axe_finds_nothing(visit, scheme, width):
-    page = visit(color_scheme=scheme, viewport={"width": width, "height": 800})
-    page.locator(".matrix summary", has_text="page 2 broken").first.click()
-    for details in page.locator("details:not([name])").all():
-        details.evaluate("node => { node.open = true }")
-    found = axe_core.Axe().run(page, options=_AXE)
+def test_axe_finds_nothing(opened_up, scheme, width):
+    opened_up.emulate_media(color_scheme=scheme)
+    opened_up.set_viewport_size({"width": width, "height": 800})
+    assert opened_up.locator(".panel:visible").count() == 1
+    found = axe_core.Axe().run(opened_up, options=_AXE)
     assert found.response["passes"] and found.violations_count == 0, found.generate_report()

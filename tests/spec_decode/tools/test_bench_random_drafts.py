@@ -53,7 +53,9 @@ ALIKE = ("eagle-1024", "gpt-oss-20b-eagle3")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in RANDOM_DRAFTS])
-def test_every_draft_is_timed_in_every_strategy(small, name):
+def test_every_draft_is_timed_in_every_strategy(small, name, monkeypatch):
+    # The graphs for K 1 to 8 are no rounds, and take longer than all of them: see the next test.
+    monkeypatch.setattr(random_draft_cases, "_graph_set_rows", lambda *_: iter(()))
     bench = Bench(CPU, None)
     rows = list(random_draft_rows(bench, name))
     assert not bench.missing
