@@ -1,5 +1,6 @@
 import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -34,6 +35,20 @@ def _name_group(item: pytest.Item) -> None:
     group = getattr(item, "_nodeid", item.nodeid).removeprefix(item.nodeid)
     if group.startswith("@"):
         item._id = item.parent.id.child(item.name + group)  # type: ignore[union-attr]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[None]:
+    """What commands set for their own process is undone: here they share it with the tests to come."""
+    kept = {name: os.environ.pop(name, None) for name in ("TRITON_INTERPRET", "OMP_NUM_THREADS")}
+    given = {name: value for name, value in kept.items() if value is not None}
+    os.environ.update(given)
+    try:
+        return (yield)
+    finally:
+        for name in kept:
+            os.environ.pop(name, None)
+        os.environ.update(given)
 
 
 def pytest_collection_finish() -> None:

@@ -22,7 +22,9 @@ KERNELS = {
     "_write_latent_kernel", "_list_window_slots_kernel", "_replan_kernel", "_route_kernel", "_order_kernel",
     "_combine_kernel", "read_streams_kernel", "write_streams_kernel", "find_range_kernel", "count_bins_kernel",
     "gather_bin_kernel", "top_k_threshold_kernel", "top_p_threshold_kernel", "mask_logits_kernel",
-    "batch_invariant_linear_kernel",
+    "batch_invariant_linear_kernel", "_ancestor_masks_kernel", "_follow_tree_kernel", "_move_accepted_kv_kernel",
+    "try_children_kernel", "draw_left_kernel", "store_drawn_kernel", "_block_top_kernel", "_merge_top_kernel",
+    "_grow_tree_kernel", "_keep_best_kernel",
 }  # fmt: skip
 CHOSEN = {"PDL": True, "launch_pdl": True}
 
@@ -96,7 +98,7 @@ def launches():
                 yield path.name, ast.unparse(call.func.value), any(o.startswith(options) for o in unpacked)
 
 
-def test_every_kernel_of_a_draft_step_is_launched_so_and_no_other_kernel_asks_for_it():
+def test_every_kernel_of_a_round_is_launched_so_and_no_other_kernel_asks_for_it():
     assert {name for _, name, so in launches() if so} == KERNELS == {node.name for node in definitions()}
 
 

@@ -64,9 +64,6 @@ def make_pair():
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    # So that what `check` sets is undone; here it comes too late to have an effect.
-    monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "0"))
-    monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
 
 
 @pytest.fixture

@@ -160,7 +160,6 @@ def at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "terminating.py").write_text(TERMINATING.format(at_work=str(file), command=os.getpid()))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "0"))
     monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
     # Where nothing else hears the signal, it fails the test instead of ending it with all the others.
     before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("nothing listened for SIGTERM"))

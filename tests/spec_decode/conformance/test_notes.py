@@ -66,9 +66,7 @@ def plug_in() -> Iterator[Callable[[str, type[AttentionBackend]], None]]:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    # So that what `check` sets is undone.
-    monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "0"))
+def run() -> Callable[..., Result]:
     return lambda *words: CliRunner().invoke(main, ["check", *words])
 
 
