@@ -97,5 +97,5 @@ class DynamicTree:
         )  # fmt: skip
 
     def kept(self) -> TreeBatch:
-        """The N best paths of each row, after the last step."""
+        """The N best paths of each row, of the steps that were taken since step 0."""
         return TreeBatch(*keep_best(self.tokens, self.parents, self.scores, self._num_tokens))

@@ -179,16 +179,17 @@ def test_a_grown_tree_is_the_references(width, steps):
     step = torch.zeros(1, dtype=torch.int64)
     sizes = {"num_speculative_tokens": steps, "width": width, "num_tokens": min(9, width * steps)}
     by_kernel, by_torch = (DynamicTree(ROWS, step, **sizes) for _ in range(2))
-    for at in range(steps):
+    for draw, at in enumerate([*range(steps), *range(steps)]):
         step.fill_(at)
         rows = ROWS * (width if at else 1)
         # So far apart, log-probabilities are exact but for how many share the top.
-        logits = whole(-3, 1, (rows, 12), at).float() * 64
+        logits = whole(-3, 1, (rows, 12), draw).float() * 64
         by_kernel.grow(logits)
         with torch_implementations():
             by_torch.grow(logits)
         for name in ("parents", "frontier", "frontier_tokens", "frontier_places"):
             assert torch.equal(getattr(by_kernel, name), getattr(by_torch, name)), name
+        assert torch.equal(by_kernel.scores.isinf(), by_torch.scores.isinf())
     found = keep_best(by_kernel.tokens, by_kernel.parents, by_torch.scores, sizes["num_tokens"])
     with torch_implementations():
         assert same(found, by_torch.kept())

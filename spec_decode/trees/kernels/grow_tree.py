@@ -26,7 +26,7 @@ class GrowTree(NamedTuple):
 
     - tokens           int64 [R, C]
     - parents          int64 [R, C], the candidate that each follows; -1 is the root
-    - scores           fp32 [R, C]
+    - scores           fp32 [R, C]; step 0 begins a round: it sets those of all other candidates to -inf
     - frontier         int64 [R, W], the candidates that are drafted next. Read where F is W
     - frontier_scores  fp32 [R, W], their scores; -inf where there is none. Read where F is W
     - frontier_tokens  int64 [R, W], their tokens
@@ -52,6 +52,8 @@ class GrowTree(NamedTuple):
         parents = self.frontier if step else torch.full((rows, 1), -1)
         scores = (above[..., None] + self.child_scores).flatten(1)
         taken = slice(first, first + count)
+        if step == 0:
+            self.scores.fill_(-torch.inf)
         self.tokens[:, taken] = self.child_tokens.flatten(1)
         self.parents[:, taken] = parents[..., None].expand(rows, places, width).flatten(1)
         self.scores[:, taken] = scores
@@ -102,6 +104,10 @@ def _grow_tree_kernel(
         parent = tl.load(frontier + row * WIDTH + place, mask=inside, other=-1)
     # All of the last frontier is read before the next one is written over it.
     tl.debug_barrier()
+    if at_step == 0:
+        for start in range(PLACES * WIDTH, candidates, BLOCK):
+            other = start + candidate
+            tl.store(scores + row * candidates + other, float("-inf"), mask=other < candidates)
     stored = row * candidates + first + candidate
     tl.store(tokens + stored, token, mask=inside)
     tl.store(parents + stored, parent, mask=inside)

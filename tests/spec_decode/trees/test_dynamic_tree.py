@@ -98,6 +98,17 @@ def test_the_kept_tree_is_the_best_paths(count):
         assert found[1:] == [paths[at][0] for at in sorted(best)]
 
 
+@pytest.mark.parametrize("before", [0, 3], ids=["at first", "after another round"])
+def test_a_round_that_ends_early_keeps_its_own_paths_alone(before):
+    growth = Growth(3, 3, num_tokens=20)
+    for step in [*range(before), 0, 1]:
+        growth.step.fill_(step)
+        growth.tree.grow(growth.logits())
+    draft_tokens, parents = growth.tree.kept()
+    assert torch.equal(draft_tokens[:, :12], growth.tree.tokens[:, :12])
+    assert draft_tokens[:, 12:].eq(-1).all() and parents[:, 12:].eq(-1).all() and parents[:, :12].ge(0).all()
+
+
 def scored_trees():
     """Candidates of any shape whose scores are steps down from their parents', many of them 0."""
     steps = st.sampled_from([0.0, 0.0, -1.0, -2.0, -math.inf])
