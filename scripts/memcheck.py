@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import queue
 import random
 import re
 import signal
@@ -39,6 +38,7 @@ import torch
 
 from attn_backends import registry
 from scripts import engine_run
+from scripts.free_places import on_a_free_one
 from scripts.script_report import write_report
 from spec_decode.cli.check import check
 from spec_decode.drafter import GraphMode
@@ -204,17 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     began = time.monotonic()
     gpus = _visible_gpus() * flags.jobs
-    free: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for gpu in gpus:
-        free.put(gpu)
-
-    def on_a_free_gpu(target: Target) -> dict[str, Any]:
-        gpu = free.get()
-        try:
-            return sanitize(target, flags.seconds, gpu)
-        finally:
-            free.put(gpu)
-
+    on_a_free_gpu = on_a_free_one(gpus, lambda gpu, target: sanitize(target, flags.seconds, gpu))
     with ThreadPoolExecutor(len(gpus)) as pool:
         for future in as_completed([pool.submit(on_a_free_gpu, target) for target in watched]):
             rows.append(future.result())

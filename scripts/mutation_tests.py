@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import py_compile
-import queue
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from scripts.free_places import on_a_free_one
 from scripts.mutation_session import PACKAGES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,19 +103,8 @@ class Copy:
 
 def share(copies: Sequence[Copy], jobs: Iterable[T], work: Callable[[Copy, T], R]) -> list[R]:
     """The result of each job in the order of the jobs, each done in one of the copies."""
-    free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
-    for copy in copies:
-        free.put(copy)
-
-    def one(job: T) -> R:
-        copy = free.get()
-        try:
-            return work(copy, job)
-        finally:
-            free.put(copy)
-
     with ThreadPoolExecutor(len(copies)) as pool:
-        return list(pool.map(one, jobs))
+        return list(pool.map(on_a_free_one(copies, work), jobs))
 
 
 def traced_tests(copies: Sequence[Copy], paths: Sequence[str], kept: Path) -> tuple[list[TracedTest], list[str]]:

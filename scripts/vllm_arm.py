@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
-import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +116,7 @@ def measure(arm: Arm) -> dict[str, Any]:
     llm.collective_rpc("fill_weights", args=(SEED,))
     config = llm.llm_engine.vllm_config
     found: dict[str, Any] = {
-        "arm": asdict(arm) | {"name": arm.name}, "vllm": vllm.__version__, "up_s": round(time.monotonic() - began, 1),
+        "vllm": vllm.__version__, "up_s": round(time.monotonic() - began, 1),
         "graph_mode": str(config.compilation_config.cudagraph_mode), "rows": [],
     }  # fmt: skip
     greedy = vllm.SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
@@ -142,16 +141,16 @@ def measure(arm: Arm) -> dict[str, Any]:
             seconds, timed = generate(count)
             row["tokens_per_s"].append(round(sum(map(len, timed)) / seconds, 1))
             if arm.draft:
-                row["host_us"].append(_percentiles(llm.collective_rpc("drafts_seen")[0]["host_s"]))
+                row["host_us"].append(_quantiles_us(llm.collective_rpc("drafts_seen")[0]["host_s"]))
         found["rows"].append(row)
     return found
 
 
-def _percentiles(seconds: list[float]) -> dict[str, float]:
+def _quantiles_us(seconds: list[float]) -> Any:
     """Of steps after the prompts', in microseconds."""
-    steady = sorted(seconds[len(seconds) // 4 :])
-    p20, p50, p80 = (round(1e6 * value, 1) for value in (statistics.quantiles(steady, n=10)[i] for i in (1, 4, 7)))
-    return {"p20": p20, "p50": p50, "p80": p80}
+    from spec_decode.tools.bench.measure import quantiles
+
+    return quantiles([1e6 * each for each in seconds[len(seconds) // 4 :]])
 
 
 if __name__ == "__main__":

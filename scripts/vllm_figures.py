@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from scripts.free_places import on_a_free_one
 from scripts.script_report import script_options, write_report
 from scripts.vllm_arm import ROOT, Arm
 
@@ -76,22 +76,14 @@ def run(arm: Arm, gpus: Sequence[int], logs: Path) -> dict[str, Any]:
 
 def run_all(asked: Sequence[Arm], gpus: Sequence[int], logs: Path) -> list[dict[str, Any]]:
     """Arms over several GPUs one after another, then the others, one on each."""
-    free: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for gpu in gpus:
-        free.put(gpu)
 
-    def alone(arm: Arm) -> dict[str, Any]:
-        gpu = free.get()
-        try:
-            return said(run(arm, [gpu], logs))
-        finally:
-            free.put(gpu)
-
-    def said(found: dict[str, Any]) -> dict[str, Any]:
+    def run_on(some: Sequence[int], arm: Arm) -> dict[str, Any]:
+        found = run(arm, some, logs)
         print(found["arm"]["name"], *[f"{row['requests']}: {row['tokens_per_s']}" for row in found["rows"]], flush=True)
         return found
 
-    wide = [said(run(arm, gpus[: arm.num_gpus], logs)) for arm in asked if arm.num_gpus > 1]
+    wide = [run_on(gpus[: arm.num_gpus], arm) for arm in asked if arm.num_gpus > 1]
+    alone = on_a_free_one([[gpu] for gpu in gpus], run_on)
     with ThreadPoolExecutor(len(gpus)) as pool:
         return [*wide, *pool.map(alone, [arm for arm in asked if arm.num_gpus == 1])]
 

@@ -40,15 +40,15 @@ def _name_group(item: pytest.Item) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Iterator[None]:
     """What commands set for their own process is undone: here they share it with the tests to come."""
-    kept = {name: os.environ.pop(name, None) for name in ("TRITON_INTERPRET", "OMP_NUM_THREADS")}
-    given = {name: value for name, value in kept.items() if value is not None}
-    os.environ.update(given)
+    kept = {name: os.environ.get(name) for name in ("TRITON_INTERPRET", "OMP_NUM_THREADS")}
     try:
         return (yield)
     finally:
-        for name in kept:
-            os.environ.pop(name, None)
-        os.environ.update(given)
+        for name, value in kept.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def pytest_collection_finish() -> None:

@@ -35,11 +35,7 @@ class DraftTree:
             f"{self.parents[wrong or 0] if self.parents else None!r} for draft token {wrong}; attention would not be "
             "over a path to the root. List parents before their children.",
         )
-        require(
-            1 <= len(self.parents) < MAX_TREE_TOKENS,
-            f"a tree must have 1 to {MAX_TREE_TOKENS - 1} draft tokens, got {len(self.parents)}; the ancestors of a "
-            "token are the bits of one word, so nothing was drafted. Leave out the least probable paths.",
-        )
+        require_tree_size(len(self.parents))
 
     @classmethod
     def chain(cls, num_speculative_tokens: int) -> DraftTree:
@@ -95,6 +91,15 @@ class DraftTree:
     def rows(self, num_reqs: int, device: torch.device | str) -> torch.Tensor:
         """The parents of every request, int64 [num_reqs, N]."""
         return torch.tensor(self.parents, dtype=torch.int64, device=device).repeat(num_reqs, 1)
+
+
+def require_tree_size(num_tokens: int, got: str = "") -> None:
+    """Raise BatchError unless a tree may have so many draft tokens. got: what was found, if not in that number."""
+    require(
+        1 <= num_tokens < MAX_TREE_TOKENS,
+        f"a tree must have 1 to {MAX_TREE_TOKENS - 1} draft tokens, got {got or num_tokens}; the ancestors of a token "
+        "are the bits of one word, so nothing was run. Leave out the least probable paths.",
+    )
 
 
 def _is_before(parent: object, token: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from builders.errors import require, require_tensor
-from spec_decode.trees.draft_tree import MAX_TREE_TOKENS
+from spec_decode.trees.draft_tree import MAX_TREE_TOKENS, require_tree_size
 from spec_decode.trees.kernels.grow_tree import grow_tree
 from spec_decode.trees.kernels.keep_best import keep_best
 from spec_decode.trees.kernels.top_children import top_children
@@ -51,11 +51,7 @@ class DynamicTree:
             f"a dynamic tree must have 1 to {MAX_TREE_TOKENS} choices a step, got {width}; no path could be drafted. "
             "Pass such a width.",
         )
-        require(
-            1 <= num_tokens < MAX_TREE_TOKENS,
-            f"a tree must have 1 to {MAX_TREE_TOKENS - 1} draft tokens, got {num_tokens}; the ancestors of a token are "
-            "the bits of one word, so nothing was allocated. Keep fewer.",
-        )
+        require_tree_size(num_tokens)
         require(
             num_tokens <= candidates,
             f"a tree must keep at most the {candidates} candidates that {num_speculative_tokens} steps of {width} "
@@ -78,10 +74,11 @@ class DynamicTree:
 
         Raises BatchError, with nothing changed, for logits of another number of rows or of fewer tokens than W.
         """
+        require_tensor("logits", logits, shape=(None, None), dtype=logits.dtype, device=self.tokens.device)
         counts = (self.rows, self.rows * self.width)
         require(
-            logits.ndim == 2 and len(logits) in counts,
-            f"a step must have logits of {counts[0]} or {counts[1]} rows, got {list(logits.shape)[:1][0]}; they are "
+            len(logits) in counts,
+            f"a step must have logits of {counts[0]} or {counts[1]} rows, got {len(logits)}; they are "
             "of another frontier, so nothing was changed. Pass a row for each token on it.",
         )
         require(
@@ -89,7 +86,6 @@ class DynamicTree:
             f"logits must be of at least {self.width} tokens, got {logits.shape[1]}; there are no more choices, so "
             "nothing was changed. Use a smaller width.",
         )
-        require_tensor("logits", logits, shape=(None, None), dtype=logits.dtype, device=self.tokens.device)
         children = (each.view(self.rows, -1, self.width) for each in top_children(logits, self.width))
         grow_tree(
             self._step, *children, self.tokens, self.parents, self.scores,

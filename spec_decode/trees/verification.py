@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from builders.errors import require, require_tensor
+from builders.errors import require_tensor
 from spec_decode.sampling.kernels.draw_tokens import draw_tokens
 from spec_decode.sampling.parameters import Sampling
 from spec_decode.sampling.target_sampler import process_target_logits
-from spec_decode.trees.draft_tree import MAX_TREE_TOKENS
+from spec_decode.trees.draft_tree import require_tree_size
 from spec_decode.trees.kernels.ancestor_masks import ancestor_masks
 from spec_decode.trees.kernels.follow_tree import follow_tree
 from spec_decode.trees.kernels.tree_rejection import TreeRejection, tree_rejection
@@ -27,17 +27,15 @@ class TreeBatch(NamedTuple):
     draft_tokens: torch.Tensor
     parents: torch.Tensor
 
-    def checked(self, device: torch.device) -> TreeBatch:
-        """These, contiguous. Raises BatchError for tensors of another shape, dtype or device, and for more tokens than
-        a tree may have."""
-        rows, tokens = self.draft_tokens.shape
+    def checked(self, target_logits: torch.Tensor) -> TreeBatch:
+        """These, contiguous. Raises BatchError for tensors, or target_logits, of another shape, dtype or device, and
+        for more tokens than a tree may have."""
+        (rows, tokens), device = self.draft_tokens.shape, target_logits.device
         for name, tensor in self._asdict().items():
             require_tensor(name, tensor, shape=(rows, tokens), dtype=torch.int64, device=device)
-        require(
-            1 <= tokens < MAX_TREE_TOKENS,
-            f"trees must have 1 to {MAX_TREE_TOKENS - 1} draft tokens, got room for {tokens}; the ancestors of a token "
-            "are the bits of one word, so nothing was run. Leave out the least probable paths.",
-        )
+        shape, dtype = (rows, 1 + tokens, None), target_logits.dtype
+        require_tensor("target_logits", target_logits, shape=shape, dtype=dtype, device=device)
+        require_tree_size(tokens, f"room for {tokens}")
         return TreeBatch(self.draft_tokens.contiguous(), self.parents.contiguous())
 
 
@@ -77,9 +75,8 @@ class TreeSampling:
 
         Raises BatchError for tensors of another shape, dtype or device.
         """
-        draft_tokens, parents = trees.checked(target_logits.device)
+        draft_tokens, parents = trees.checked(target_logits)
         rows, tokens = draft_tokens.shape
-        _require_logits(target_logits, rows, 1 + tokens)
         require_tensor("draft_positions", draft_positions, shape=(rows,), dtype=torch.int64, device=parents.device)
         processed = process_target_logits(target_logits, sampling)
         positions = (draft_positions[:, None] + ancestor_masks(parents)[1]).flatten()
@@ -117,15 +114,9 @@ class TreeRejectionSampling:
                          where the draft could not draw
         - draft_columns  int64 [R, 1 + N], which column of them is a query token's; read where it has children
         """
-        draft_tokens, parents = trees.checked(target_logits.device)
-        _require_logits(target_logits, *(draft_columns.shape if draft_columns.ndim == 2 else (None, None)))
+        draft_tokens, parents = trees.checked(target_logits)
         arguments = TreeRejection(
             process_target_logits(target_logits, sampling), draft_tokens, parents, draft_logits, draft_columns,
-            sampling.temperature, sampling.seeds, sampling.seeds, draft_positions, *self._limits,
+            sampling.temperature, sampling.seeds, draft_positions, *self._limits,
         )  # fmt: skip
         return TreeVerifyOutput(*tree_rejection(*arguments.checked()))
-
-
-def _require_logits(logits: torch.Tensor, rows: int | None, tokens: int | None) -> None:
-    shape = (rows, tokens, None)
-    require_tensor("target_logits", logits, shape=shape, dtype=logits.dtype, device=logits.device)

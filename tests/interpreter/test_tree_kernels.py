@@ -98,8 +98,7 @@ def make_arguments(tokens, vocab, seed=0, likeness=0.6, ends=True):
     return TreeRejection(
         p, drafts, parents, torch.empty_like(q).scatter_(1, columns[..., None].expand_as(q), q), columns,
         (torch.rand(ROWS, generator=generator(seed + 3)) * 2 - 0.5).clamp(min=0),
-        whole(-(2**63), 2**63 - 1, (ROWS,), seed + 4), whole(-(2**63), 2**63 - 1, (ROWS,), seed + 5),
-        whole(0, 2**20, (ROWS,), seed + 6), tokens, 3,
+        whole(-(2**63), 2**63 - 1, (ROWS,), seed + 5), whole(0, 2**20, (ROWS,), seed + 6), tokens, 3,
     )  # fmt: skip
 
 

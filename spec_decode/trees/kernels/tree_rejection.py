@@ -38,8 +38,7 @@ class TreeRejection(NamedTuple):
     - draft_logits     fp32 [R, C, V] of any strides, q's processed logits of the query tokens that have children
     - draft_columns    int64 [R, 1 + N], the column of draft_logits that is a query token's, read where it has children
     - temperature      fp32 [R]; 0 is greedy
-    - seeds            int64 [R], of the target's draws
-    - accept_seeds     int64 [R], of the uniforms that decide what is accepted
+    - seeds            int64 [R], of the target's draws and of the uniforms that decide what is accepted
     - draft_positions  int64 [R], absolute position of the root's children
     - max_depth        K
     - max_children     the most that a query token has
@@ -54,7 +53,6 @@ class TreeRejection(NamedTuple):
     draft_columns: torch.Tensor
     temperature: torch.Tensor
     seeds: torch.Tensor
-    accept_seeds: torch.Tensor
     draft_positions: torch.Tensor
     max_depth: int
     max_children: int
@@ -72,15 +70,15 @@ class TreeRejection(NamedTuple):
             ((rows, None, vocab), torch.float32),
             ((rows, 1 + tokens), torch.int64),
             ((rows,), torch.float32),
-            *[((rows,), torch.int64)] * 3,
+            *[((rows,), torch.int64)] * 2,
         )
-        tensors = dict(zip(self._fields, self[:9], strict=False))
+        tensors = dict(zip(self._fields, self[:8], strict=False))
         for (name, tensor), (shape, dtype) in zip(tensors.items(), expected, strict=True):
             require_tensor(name, tensor, shape=shape, dtype=dtype, device=device)
         return TreeRejection(
             self.processed.contiguous(), self.draft_tokens.contiguous(), self.parents.contiguous(), self.draft_logits,
             self.draft_columns.contiguous(), self.temperature.contiguous(), self.seeds.contiguous(),
-            self.accept_seeds.contiguous(), self.draft_positions.contiguous(), self.max_depth, self.max_children,
+            self.draft_positions.contiguous(), self.max_depth, self.max_children,
         )  # fmt: skip
 
     def reference(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -104,7 +102,7 @@ class TreeRejection(NamedTuple):
         tried = torch.empty(rows * tokens, children, dtype=torch.int32, device=device)
         block = min(_BLOCK, triton.next_power_of_2(vocab))
         try_children_kernel[(rows, tokens)](
-            *self[:6], self.accept_seeds, self.draft_positions, passes, norms, scales, tried,
+            *self[:8], passes, norms, scales, tried,
             tokens, vocab, *self.draft_logits.stride(),
             BLOCK=block, NODES=nodes, CHILDREN=children, num_warps=max(1, min(16, block // 256)),
             **dependent_launch(device),
@@ -144,7 +142,7 @@ def _try_children(arguments: TreeRejection, parents: torch.Tensor) -> tuple[torc
         exists, parent = parent >= 0, parent.clamp(min=0)
         of_p, of_q = (_normalised(each[row, parent], was_tried[row, parent]) for each in (p, q))
         p_token, q_token = of_p[row, token], of_q[row, token]
-        keys = noise.key(arguments.accept_seeds, arguments.draft_positions + depths[row, parent], noise.ACCEPT)
+        keys = noise.key(arguments.seeds, arguments.draft_positions + depths[row, parent], noise.ACCEPT)
         # Strictly less: a product that underflows to 0 must not accept a token that the target cannot produce.
         is_accepted = (noise.uniform(keys, ranks[row, parent]) * q_token < p_token) & (q_token > 0)
         is_argmax = token == arguments.processed[row, parent].argmax(-1)

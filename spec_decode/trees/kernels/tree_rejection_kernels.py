@@ -78,7 +78,7 @@ def _norms(p_logits, q_logits, q_stride, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def try_children_kernel(
-    processed, draft_tokens, parents, draft_logits, draft_columns, temperature, accept_seeds, draft_positions,
+    processed, draft_tokens, parents, draft_logits, draft_columns, temperature, seeds, draft_positions,
     passes, norms, scales, tried, tokens, vocab, draft_row_stride, draft_column_stride, draft_token_stride,
     BLOCK: tl.constexpr, NODES: tl.constexpr, CHILDREN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -108,7 +108,7 @@ def try_children_kernel(
             while above > 0:
                 above = tl.sum(tl.where(node == above, parent, 0), 0).to(tl.int32)
                 depth += 1
-            key = triton_key(tl.load(accept_seeds + row), tl.load(draft_positions + row) + depth, _ACCEPT)
+            key = triton_key(tl.load(seeds + row), tl.load(draft_positions + row) + depth, _ACCEPT)
             rank = tl.arange(0, CHILDREN)
             p_scales = tl.full((CHILDREN,), 1.0, tl.float32)
             q_scales = tl.zeros((CHILDREN,), tl.float32)

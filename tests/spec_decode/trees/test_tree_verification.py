@@ -178,7 +178,7 @@ def test_a_graph_verifies_the_trees_of_each_replay(kind):
 def test_the_ops_are_as_they_say():
     drafted = draft(Tables(VOCAB, 2), TREES["two levels"], 3)
     tokens, parents = drafted.batch
-    numbers = [torch.arange(3)] * 3
+    numbers = [torch.arange(3)] * 2
     check_op(torch.ops.spec_decode.follow_tree.default, [tokens, parents, torch.zeros(3, 6, dtype=torch.int64), 2])
     columns = torch.arange(6).expand(3, -1).contiguous()
     check_op(
