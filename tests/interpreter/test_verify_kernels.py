@@ -194,14 +194,15 @@ def test_draft_logits_that_are_a_strided_view(op):
     assert agrees(op, arguments._replace(draft_logits=wide[:, :2, ::2]))
 
 
-# The weight of a prefix is the minimum of 1 and NaN: 1, when it is compiled.
-KEEPS_NAN = pytest.mark.xfail(reason="block verification keeps drafts whose target's logits are NaN", strict=True)
-
-
-@pytest.mark.parametrize("op", ["rejection", pytest.param("block", marks=KEEPS_NAN)], indirect=True)
-def test_logits_that_are_no_numbers_give_tokens_of_the_vocabulary(op):
+def test_where_the_targets_logits_are_no_numbers_no_draft_is_kept(op):
     arguments = make_arguments(2, 600, ends=False)
-    nothing = arguments._replace(processed=torch.full((ROWS, 3, 600), math.nan))
+    accepted, next_tokens = op(arguments._replace(processed=torch.full((ROWS, 3, 600), math.nan)))
+    assert accepted.eq(0).all() and ((next_tokens >= 0) & (next_tokens < 600)).all()
+
+
+def test_a_random_draft_by_logits_that_are_no_numbers_is_not_kept(op):
+    arguments = make_arguments(2, 600, ends=False)
+    nothing = arguments._replace(draft_logits=torch.full((ROWS, 2, 600), math.nan), temperature=torch.ones(ROWS))
     accepted, next_tokens = op(nothing)
     assert accepted.eq(0).all() and ((next_tokens >= 0) & (next_tokens < 600)).all()
 

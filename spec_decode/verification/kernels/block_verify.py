@@ -101,11 +101,13 @@ def _prefix_weights_kernel(
             row, token, length, processed, draft_logits, partial_max, partial_sum_exp, norms, columns, vocab, blocks,
             draft_row_stride, draft_column_stride, draft_token_stride, BLOCK, BLOCK_K,
         )  # fmt: skip
-        ratio = tl.div_rn(p, tl.maximum(q, TINY))
+        # A weight that is no number keeps no draft; by themselves, minimum and maximum drop it.
+        ratio = tl.div_rn(p, tl.maximum(q, TINY, propagate_nan=tl.PropagateNan.ALL))
         weight = 1.0
         row_weights = tl.zeros((BLOCK_K,), tl.float32)
         for at in range(0, length):
-            weight = tl.minimum(1.0, weight * tl.sum(tl.where(column == at, ratio, 0.0), 0))
+            product = weight * tl.sum(tl.where(column == at, ratio, 0.0), 0)
+            weight = tl.minimum(1.0, product, propagate_nan=tl.PropagateNan.ALL)
             row_weights = tl.where(column == at, weight, row_weights)
         tl.store(weights + row * columns + column, row_weights, mask=column < length)
     else:
