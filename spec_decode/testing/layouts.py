@@ -23,10 +23,17 @@ class Layout:
         for tensor in (cache.key, cache.value):
             tensor.copy_(torch.full((), float("nan")).to(tensor.dtype))
 
-    def put(self, cache: KVCache, page: int, offset: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store one token: key [num_kv_heads, D] and value [num_kv_heads, E], in any dtype."""
-        cache.key[page, offset] = key.to(cache.key)
-        cache.value[page, offset] = value.to(cache.value)
+    def put(
+        self, cache: KVCache, pages: torch.Tensor, offsets: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Store n tokens, no two in one place.
+
+        pages, offsets: int64 [n], on the CPU
+        key, value:     [n, num_kv_heads, D] and [n, num_kv_heads, E], in any dtype
+        """
+        places = pages.to(cache.key.device), offsets.to(cache.key.device)
+        cache.key[places] = key.to(cache.key)
+        cache.value[places] = value.to(cache.value)
 
     def take(self, cache: KVCache, page: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Key [num_kv_heads, D] and value [num_kv_heads, E] of one token, on the CPU."""
@@ -42,9 +49,14 @@ class Fp8DsMlaLayout(Layout):
     def poison(self, cache: KVCache) -> None:
         cache.key.fill_(0xFF)
 
-    def put(self, cache: KVCache, page: int, offset: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        for target, source in zip(self._bytes_of(cache, page, offset), self._encode(key.cpu()), strict=True):
-            target.copy_(source[0])
+    def put(
+        self, cache: KVCache, pages: torch.Tensor, offsets: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        rows, data_bytes = cache.key.view(len(cache.key), -1), cache.key.shape[1] * 576
+        starts = offsets[:, None] * 576, data_bytes + offsets[:, None] * 8
+        for start, source in zip(starts, self._encode(key.cpu().flatten(1)), strict=True):
+            places = pages[:, None], start + torch.arange(source.shape[1])
+            rows[tuple(place.to(rows.device) for place in places)] = source.to(rows.device)
 
     def take(self, cache: KVCache, page: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
         latent = self._decode(*(part[None].cpu() for part in self._bytes_of(cache, page, offset)))

@@ -125,10 +125,11 @@ class PagedFixture:
 
     def put(self, request: int, positions: range) -> None:
         """Place logical tokens in the cache by the page table's own arithmetic."""
-        for position in positions:
-            page, offset = divmod(position, self.spec.page_size)
-            key, value = self.key[request][position], self.value[request][position]
-            self.layout.put(self.cache, self.pages[request][page], offset, key, value)
+        places = [divmod(position, self.spec.page_size) for position in positions]
+        pages = torch.tensor([self.pages[request][page] for page, _ in places], dtype=torch.int64)
+        offsets = torch.tensor([offset for _, offset in places], dtype=torch.int64)
+        tokens = slice(positions.start, positions.stop)
+        self.layout.put(self.cache, pages, offsets, self.key[request][tokens], self.value[request][tokens])
 
     def builder(self) -> MetadataBuilder[Any]:
         """A fresh builder."""
