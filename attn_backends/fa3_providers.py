@@ -58,7 +58,7 @@ class Provider:
     # Pages that a tile of the kernel divides into are read whole, with what lies after the last token: on an H200, from
     # 128 on, NaN there reached the output of a prefill.
     page_sizes: Sizes = Sizes(maximum=64)
-    features: frozenset[Feature] = frozenset(Feature) - {Feature.BATCH_INVARIANT}
+    features: frozenset[Feature] = frozenset(Feature) - {Feature.BATCH_INVARIANT, Feature.TREE}
 
     def __init__(self, module: ModuleType) -> None:
         attend: Callable[..., Tensor] | None = getattr(module, self.entry, None)

@@ -27,7 +27,7 @@ class TorchReference(FusedLatentWrite, FusedRopeWrite, AttentionBackend):
 
     name = "torch_reference"
     version = str(torch.__version__)
-    contract_version = (1, 1)
+    contract_version = (1, 2)
     builder = ReferenceBuilder
     capabilities = Capabilities(
         devices=("cpu", "cuda"),
@@ -73,6 +73,8 @@ def _attend(
     block = _BLOCK if spec.batch_invariant else context
     position = torch.arange(context, device=query.device)
     seen = (position >= metadata.kv_start[part, None]) & (position < metadata.kv_end[part, None])
+    if metadata.tree_masks is not None:
+        seen &= _seen_in_trees(metadata, metadata.tree_masks[part], part, position)
     table = metadata.block_table[metadata.token_to_req[part]].long()
     page = table[:, (position // size).clamp(max=table.shape[1] - 1)]
     slot = torch.where(seen, page * size + position % size, 0)
@@ -89,6 +91,15 @@ def _attend(
     parts = zip(weights.split(block, -1), value.split(block, 1), strict=True)
     out = reduce(torch.add, [torch.einsum("thgl,tlhd->thgd", *pair) for pair in parts])
     return out.reshape(tokens, spec.num_q_heads, spec.out_dim).to(query.dtype)
+
+
+def _seen_in_trees(metadata: ReferenceMetadata, masks: Tensor, part: slice, position: Tensor) -> Tensor:
+    """Bool [T, L]: whether each token of `part` sees each position, as far as its mask decides on it."""
+    row = metadata.token_to_req[part]
+    starts = metadata.query_start_loc
+    cached = metadata.seq_lens[row] - (starts[row + 1] - starts[row])
+    query_token = position - cached[:, None]
+    return (query_token < 0) | (masks[:, None] >> query_token.clamp(0, 63) & 1).bool()
 
 
 def _gather(cache: KVCache, part: Tensor, slot: Tensor, seen: Tensor) -> Tensor:

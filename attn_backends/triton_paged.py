@@ -18,7 +18,7 @@ class TritonPaged(FusedRopeWrite, AttentionBackend):
 
     name = "triton_paged"
     version = TRITON_VERSION
-    contract_version = (1, 1)
+    contract_version = (1, 2)
     builder = TritonPagedBuilder
     capabilities = Capabilities(
         devices=("cpu", "cuda"),
@@ -46,6 +46,6 @@ class TritonPaged(FusedRopeWrite, AttentionBackend):
         check_forward_inputs(query, cache, metadata, spec, sinks)
         return paged_attention(
             query, cache.key, cache.value, metadata.block_table, metadata.seq_lens, metadata.query_start_loc, sinks,
-            metadata.max_query_len, metadata.max_seq_len, metadata.num_splits, spec.softmax_scale, spec.sliding_window,
-            spec.soft_cap, spec.batch_invariant,
+            metadata.tree_masks, metadata.max_query_len, metadata.max_seq_len, metadata.num_splits, spec.softmax_scale,
+            spec.sliding_window, spec.soft_cap, spec.batch_invariant,
         )  # fmt: skip

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from builders.errors import require, require_counts, require_tensor
+from builders.spec import MAX_TREE_TOKENS
 from builders.tables import RequestTables
 
 NO_SLOT = -1
@@ -47,6 +48,11 @@ class AttentionBatch:
     host_seq_lens_exact: bool = False
     host_query_lens: tuple[int, ...] | None = None
     """Query tokens of each row, padding included, as the host knows them; `BatchBuffers` always does."""
+    tree_masks: torch.Tensor | None = None
+    """int64 [num_tokens], of a batch whose queries are trees of at most MAX_TREE_TOKENS tokens; None where they are
+    chains. Of a query token, bit j is set where it sees query token j of its request; all see what is cached before.
+    It stands at the position where its ancestors end: as many tokens after the cached ones as bits are set, less one.
+    Its slot is that of its index. 0 in padding rows."""
 
 
 def check_batch(batch: AttentionBatch, device: torch.device) -> None:
@@ -68,10 +74,22 @@ def check_batch(batch: AttentionBatch, device: torch.device) -> None:
         f"{batch.block_table.stride()} and {[vector.stride() for vector in vectors]}; a kernel would read the elements "
         "between, so nothing was built. Pass slices of persistent buffers.",
     )
+    if batch.tree_masks is not None:
+        _check_trees(batch, batch.tree_masks, device)
     require(
         batch.num_tokens == rows[0] * batch.max_query_len or not batch.uniform,
         f"a uniform batch of {rows[0]} rows of {batch.max_query_len} tokens has {rows[0] * batch.max_query_len}, got "
         f"{batch.num_tokens}; rows would end elsewhere, so nothing was built. Say uniform=False.",
+    )
+
+
+def _check_trees(batch: AttentionBatch, masks: torch.Tensor, device: torch.device) -> None:
+    require_tensor("tree_masks", masks, shape=(batch.num_tokens,), dtype=torch.int64, device=device)
+    require(
+        batch.max_query_len <= MAX_TREE_TOKENS and masks.is_contiguous(),
+        f"a request's tree must have at most {MAX_TREE_TOKENS} query tokens, whose masks are contiguous, got "
+        f"{batch.max_query_len} and strides {masks.stride()}; a token's ancestors are the bits of one word, so nothing "
+        "was built. Leave out the least probable paths.",
     )
 
 
@@ -82,6 +100,7 @@ class BatchBuffers:
     seq_lens         int32 [max_reqs]                 padding rows 0
     positions        int64 [max_tokens]               padding 0
     slot_mappings    int64 [num_groups, max_tokens]   padding -1
+    tree_masks       int64 [max_tokens]               padding 0; read where a view says tree=True
     step             int64 [1]                        draft column being produced; moved by the advance
     """
 
@@ -94,6 +113,7 @@ class BatchBuffers:
         self.seq_lens = torch.zeros(self.max_reqs, dtype=torch.int32, device=device)
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.slot_mappings = torch.full((tables.num_groups, max_tokens), NO_SLOT, dtype=torch.int64, device=device)
+        self.tree_masks = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self._query_lens = (0,) * self.max_reqs
 
@@ -107,6 +127,7 @@ class BatchBuffers:
         self.seq_lens.zero_()
         self.positions.zero_()
         self.slot_mappings.fill_(NO_SLOT)
+        self.tree_masks.zero_()
         self.step.zero_()
 
     def load(
@@ -191,8 +212,10 @@ class BatchBuffers:
         uniform: bool = True,
         host_seq_lens: Sequence[int] | None = None,
         host_seq_lens_exact: bool = False,
+        tree: bool = False,
     ) -> AttentionBatch:
-        """What a builder of this group sees of the first num_reqs rows. max_seq_len: a bound; None is the tables'."""
+        """What a builder of this group sees of the first num_reqs rows. max_seq_len: a bound; None is the tables'.
+        tree: its queries are trees, by tree_masks."""
         return AttentionBatch(
             num_reqs=num_reqs,
             num_tokens=num_tokens,
@@ -207,4 +230,5 @@ class BatchBuffers:
             host_seq_lens=None if host_seq_lens is None else tuple(host_seq_lens),
             host_seq_lens_exact=host_seq_lens_exact,
             host_query_lens=self._query_lens[:num_reqs],
+            tree_masks=self.tree_masks[:num_tokens] if tree else None,
         )

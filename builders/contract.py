@@ -13,7 +13,7 @@ from builders.batch import AttentionBatch
 from builders.errors import BatchError, require
 from builders.spec import AttentionSpec
 
-CONTRACT_VERSION = (1, 1)
+CONTRACT_VERSION = (1, 2)
 """Major, minor. A builder written for another major version is refused."""
 
 M = TypeVar("M")

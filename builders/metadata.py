@@ -30,6 +30,8 @@ class BatchMetadata:
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
+    tree_masks: torch.Tensor | None = None
+    """int64 [num_tokens], a view of the batch's; None where its queries are chains."""
 
 
 B = TypeVar("B", bound=BatchMetadata)
@@ -54,6 +56,7 @@ class BatchMetadataBuilder(MetadataBuilder[B]):
             "seq_lens": batch.seq_lens,
             "block_table": batch.block_table,
             "slot_mapping": batch.slot_mapping,
+            "tree_masks": batch.tree_masks,
         }
 
     def length_bound(self, batch: AttentionBatch) -> int:

@@ -7,6 +7,9 @@ from enum import Enum
 
 import torch
 
+MAX_TREE_TOKENS = 64
+"""Query tokens of a request that form a tree, at most: a token's ancestors are the bits of one 64-bit word."""
+
 
 class AttentionKind(str, Enum):
     """How keys and values are stored."""
@@ -51,6 +54,8 @@ class AttentionSpec:
     kind: AttentionKind = AttentionKind.MHA
     batch_invariant: bool = False
     """Whether a query's output must be the same bits whatever other requests and query tokens are in the batch."""
+    tree: bool = False
+    """Whether a batch may have query tokens that form trees: see `AttentionBatch.tree_masks`."""
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
@@ -81,6 +86,11 @@ class AttentionSpec:
             problems.append(
                 "mla keeps one latent per token, whose first value_dim dims are the value: num_kv_heads must be 1 and "
                 f"value_dim at most head_dim, got {self.num_kv_heads} and {self.out_dim} of {self.head_dim}"
+            )
+        if self.tree and self.sliding_window is not None and self.sliding_window < MAX_TREE_TOKENS:
+            problems.append(
+                f"a tree's tokens must all lie within the window of each, so sliding_window must be at least "
+                f"{MAX_TREE_TOKENS}, got {self.sliding_window}"
             )
         return problems
 
@@ -142,4 +152,6 @@ class AttentionSpec:
             parts.append(self.kind.value)
         if self.batch_invariant:
             parts.append("batch invariant")
+        if self.tree:
+            parts.append("tree")
         return ", ".join(parts)

@@ -76,7 +76,7 @@ class LatentAttentionArguments(NamedTuple):
         latents = self.latent_cache[:, :, None]
         return PagedAttentionArguments(
             self.query, latents, latents[..., : self.value_dim], self.block_table, self.seq_lens, self.query_start_loc,
-            None, self.max_query_len, 0, self.num_splits, self.scale, None, None, self.batch_invariant,
+            None, None, self.max_query_len, 0, self.num_splits, self.scale, None, None, self.batch_invariant,
         ).reference()  # fmt: skip
 
     def fake(self) -> torch.Tensor:

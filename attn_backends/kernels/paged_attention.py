@@ -16,6 +16,7 @@ from attn_backends.kernels.softmax import softmax_with_sinks
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import dependent_launch, triton
 from builders.paged import SPLIT_TOKENS, num_sms
+from builders.spec import MAX_TREE_TOKENS
 
 
 class PagedAttentionArguments(NamedTuple):
@@ -28,6 +29,7 @@ class PagedAttentionArguments(NamedTuple):
     seq_lens         int32 [R]; the last query of request r is at position seq_lens[r] - 1; 0 gives rows of 0
     query_start_loc  int32 [R + 1]; request r's queries are rows query_start_loc[r] .. query_start_loc[r + 1] - 1
     sinks            fp32 [H]; -inf is none, +inf gives 0
+    tree_masks       int64 [T], or None: queries are trees, as AttentionBatch has them
     max_query_len    a capture constant, which sizes the launch
     max_seq_len      a capture constant: the bound on seq_lens by which tiles are chosen
     num_splits       a capture constant, which sizes the launch
@@ -45,6 +47,7 @@ class PagedAttentionArguments(NamedTuple):
     seq_lens: torch.Tensor
     query_start_loc: torch.Tensor
     sinks: torch.Tensor | None
+    tree_masks: torch.Tensor | None
     max_query_len: int
     max_seq_len: int
     num_splits: int
@@ -61,25 +64,38 @@ class PagedAttentionArguments(NamedTuple):
             # Sums of torch depend on the shape: where they must not, each token is attended alone.
             step = 1 if self.batch_invariant else max(1, last - first)
             for start in range(first, last if length else first, step):
-                end = length - (last - start - step)
+                end = length if self.tree_masks is not None else length - (last - start - step)
                 pages, rows = self.block_table[request], slice(start, start + step)
                 key, value = _tokens(self.key_cache, pages, end), _tokens(self.value_cache, pages, end)
-                out[rows] = self._attend_one(self.query[rows].float(), key, value).to(out.dtype)
+                hidden = self._hidden(rows, length - (last - first), end)
+                out[rows] = self._attend_one(self.query[rows].float(), key, value, hidden).to(out.dtype)
         return out
 
-    def _attend_one(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """query fp32 [q, H, D], key [K, length, D], value [K, length, E]; fp32 [q, H, E]."""
+    def _hidden(self, rows: slice, cached: int, length: int) -> torch.Tensor:
+        """Bool [q, length]: what the queries `rows` of a request do not see of it, after `cached` tokens."""
+        token = torch.arange(length)[None]
+        if self.tree_masks is None:
+            position = torch.arange(length - (rows.stop - rows.start), length)[:, None]
+            hidden = token > position
+        else:
+            masks = self.tree_masks[rows, None]
+            bits = masks >> torch.arange(MAX_TREE_TOKENS) & 1
+            position = cached + bits.sum(1, keepdim=True) - 1
+            hidden = (token >= cached) & (masks >> (token - cached).clamp(0, MAX_TREE_TOKENS - 1) & 1 == 0)
+        if self.sliding_window:
+            hidden |= token <= position - self.sliding_window
+        return hidden
+
+    def _attend_one(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """query fp32 [q, H, D], key [K, length, D], value [K, length, E], hidden bool [q, length]; fp32 [q, H, E]."""
         count, heads, dim = query.shape
-        kv_heads, length, _ = key.shape
+        kv_heads = len(key)
         grouped = query.view(count, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
         scores = torch.matmul(grouped, key[:, None].transpose(2, 3)) * self.scale
         if self.soft_cap:
             scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
-        position = torch.arange(length - count, length)[:, None]
-        token = torch.arange(length)[None]
-        hidden = token > position
-        if self.sliding_window:
-            hidden |= token <= position - self.sliding_window
         scores = scores.masked_fill(hidden, -math.inf)
         sinks = None if self.sinks is None else self.sinks.view(kv_heads, heads // kv_heads, 1, 1)
         weights = softmax_with_sinks(scores, sinks)
@@ -113,13 +129,13 @@ class PagedAttentionArguments(NamedTuple):
             block_m=block_m,
         )
         attention_kernel[grid](
-            query, *self[1:7], partial, lse, self.scale, self.soft_cap or 0.0, tiles, tokens,
+            query, *self[1:8], partial, lse, self.scale, self.soft_cap or 0.0, tiles, tokens,
             *query.stride()[:2], *self.key_cache.stride()[:3], *self.value_cache.stride()[:3],
             self.block_table.stride(0),
             HEADS=heads, GROUP=group, PAGE_SIZE=page_size, DIM=dim, VALUE_DIM=value_dim, BLOCK_D=block_d,
             BLOCK_E=block_e, BLOCK_M=block_m, SPLITS=splits,
             SPLIT_BLOCKS=SPLIT_TOKENS // tile["BLOCK_N"] if fixed else 0, WINDOW=self.sliding_window or 0,
-            SOFT_CAP=bool(self.soft_cap), SINKS=sinks is not None and not split,
+            TREE=self.tree_masks is not None, SOFT_CAP=bool(self.soft_cap), SINKS=sinks is not None and not split,
             WIDE_PAGES=page_size * max(self.key_cache.stride(1), self.value_cache.stride(1)) >= 1 << 31,
             FP32_DOT=interpreted, **tile, **dependent_launch(query.device),
         )  # fmt: skip

@@ -7,13 +7,13 @@ from builders.kernels.triton_runtime import await_previous, tl, triton
 
 @triton.jit
 def attention_kernel(
-    query, key_cache, value_cache, block_table, seq_lens, query_start_loc, sinks, out, lse, scale, soft_cap, tiles,
-    tokens, q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride, v_page_stride, v_token_stride,
-    v_head_stride, table_stride,
+    query, key_cache, value_cache, block_table, seq_lens, query_start_loc, sinks, tree_masks, out, lse, scale, soft_cap,
+    tiles, tokens, q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride, v_page_stride,
+    v_token_stride, v_head_stride, table_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    SPLIT_BLOCKS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr,
-    WIDE_PAGES: tl.constexpr, FP32_DOT: tl.constexpr, PDL: tl.constexpr,
+    SPLIT_BLOCKS: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr, SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr, WIDE_PAGES: tl.constexpr, FP32_DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_previous(PDL)
     request = tl.program_id(0) // tiles
@@ -30,16 +30,24 @@ def attention_kernel(
     in_row = row < query_len * GROUP
     token = (first + row // GROUP).to(tl.int64)
     head = kv_head * GROUP + row % GROUP
-    position = seq_len - query_len + row // GROUP
+    cached = seq_len - query_len
+    position = cached + row // GROUP
+    if TREE:
+        ancestors = tl.load(tree_masks + token, mask=in_row, other=0)
+        position = cached + _bits_set(ancestors) - 1
     dim = tl.arange(0, BLOCK_D)
     edim = tl.arange(0, BLOCK_E)
 
     # A padding row has no keys: its range is empty and its output is 0.
     last_row = tl.minimum(tile * BLOCK_M + BLOCK_M, query_len * GROUP) - 1
-    end = tl.where(seq_len > 0, seq_len - query_len + last_row // GROUP + 1, 0)
+    end = tl.where(seq_len > 0, cached + last_row // GROUP + 1, 0)
     start = 0
     if WINDOW > 0:
-        start = tl.maximum(seq_len - query_len + (tile * BLOCK_M) // GROUP - WINDOW + 1, 0)
+        start = tl.maximum(cached + (tile * BLOCK_M) // GROUP - WINDOW + 1, 0)
+    if TREE:  # any token may be the root's child, and any may be seen
+        end = seq_len
+        if WINDOW > 0:
+            start = tl.maximum(cached - WINDOW, 0)
     first_block = start // BLOCK_N
     blocks = tl.cdiv(end, BLOCK_N) - first_block
     lo, hi = split_range(first_block, blocks, split, SPLITS, SPLIT_BLOCKS)
@@ -85,7 +93,11 @@ def attention_kernel(
             ratio = tl.exp2(-2.8853900817779268 * tl.abs(scores / soft_cap))
             scores = soft_cap * tl.where(scores >= 0, 1.0, -1.0) * (1.0 - ratio) / (1.0 + ratio)
         scores = scores * 1.4426950408889634
-        seen = kv[None, :] <= position[:, None]
+        if TREE:
+            query_token = tl.minimum(tl.maximum(kv - cached, 0), 63).to(tl.int64)
+            seen = ((kv < cached)[None, :] | ((ancestors[:, None] >> query_token[None, :]) & 1 != 0)) & owned[None, :]
+        else:
+            seen = kv[None, :] <= position[:, None]
         if WINDOW > 0:
             seen = seen & (kv[None, :] > position[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
@@ -112,6 +124,16 @@ def attention_kernel(
     )
     if SPLITS > 1:
         tl.store(lse + at, peak + tl.log2(total), mask=in_row)
+
+
+@triton.jit
+def _bits_set(word):
+    """How many bits of each int64 are set, as int32: pairs, nibbles and bytes are summed side by side."""
+    x = word.to(tl.uint64)
+    x = x - ((x >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return ((x * 0x0101010101010101) >> 56).to(tl.int32)
 
 
 @triton.jit

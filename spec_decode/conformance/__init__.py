@@ -11,6 +11,7 @@ from spec_decode.conformance import (  # noqa: F401  the families define their c
     numerics_checks,
     poison_checks,
     refusal_checks,
+    tree_checks,
 )
 from spec_decode.conformance.check import Check
 from spec_decode.conformance.known_failures import KnownFailure

@@ -39,6 +39,7 @@ def _unclaimed(subject: Subject) -> Iterable[tuple[str, AttentionSpec]]:
         Feature.SINKS: replace(base, sinks=True),
         Feature.VALUE_DIM: replace(base, head_dim=128, value_dim=64),
         Feature.BATCH_INVARIANT: replace(base, batch_invariant=True),
+        Feature.TREE: replace(base, tree=True),
     }
     yield from ((feature.value, spec) for feature, spec in features.items() if feature not in claims.features)
     without = {Feature.SLIDING_WINDOW: replace(base, sliding_window=None), Feature.SINKS: replace(base, sinks=False)}

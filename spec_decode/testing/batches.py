@@ -17,6 +17,8 @@ class Batch:
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
     rows: int
+    trees: tuple[tuple[int, ...], ...] = ()
+    """Of each request, the query token that each but the first follows; empty where queries are chains."""
 
     @property
     def uniform(self) -> bool:
@@ -27,6 +29,20 @@ class Batch:
         """Query tokens, those of padding rows included. Only a uniform batch has padding tokens."""
         padding = self.query_lens[0] * (self.rows - len(self.query_lens)) if self.uniform else 0
         return sum(self.query_lens) + padding
+
+    def paths(self, request: int) -> list[tuple[int, ...]]:
+        """The query tokens that lead to each query token of a tree, itself included."""
+        found: list[tuple[int, ...]] = [(0,)]
+        for token, parent in enumerate(self.trees[request], 1):
+            found.append((*found[parent], token))
+        return found
+
+    def tree_masks(self) -> list[int]:
+        """Of every query token, padding included, the mask that AttentionBatch has."""
+        paths = [path for request in range(len(self.trees)) for path in self.paths(request)]
+        words = [sum(1 << token for token in path) for path in paths]
+        signed = [word - (1 << 64) if word >> 63 else word for word in words]
+        return signed + [0] * (self.num_tokens - len(signed))
 
 
 @dataclass(frozen=True, slots=True)

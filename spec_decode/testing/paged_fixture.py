@@ -17,6 +17,9 @@ from spec_decode.testing.layouts import layout_of
 from spec_decode.testing.poison import bits
 from spec_decode.testing.subject import Subject
 
+_TOKENS_OF_A_ROW = 64
+"""Query tokens of a row, at most."""
+
 
 class PagedFixture:
     """Tables, a poisoned cache, and the logical keys and values of up to `rows` requests of max_seq_len tokens each.
@@ -95,7 +98,7 @@ class PagedFixture:
     def load(self, batch: Batch) -> BatchBuffers:
         """Fresh shared state for the batch, with the KV of all but its query tokens in the cache."""
         self.load_tables(len(batch.seq_lens))
-        buffers = BatchBuffers(self.tables, max_tokens=self.rows * 32)
+        buffers = BatchBuffers(self.tables, max_tokens=self.rows * _TOKENS_OF_A_ROW)
         self.reload(buffers, batch)
         return buffers
 
@@ -107,8 +110,13 @@ class PagedFixture:
     def reload(self, buffers: BatchBuffers, batch: Batch) -> None:
         """Put another batch into the same buffers."""
         buffers.load(batch.query_lens, batch.seq_lens, pad_reqs=batch.rows)
+        buffers.tree_masks[: batch.num_tokens].copy_(torch.tensor(batch.tree_masks()))
         for request, (query, length) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
             self.put(request, range(length - query))
+            if batch.trees:
+                depths = torch.tensor([len(path) - 1 for path in batch.paths(request)])
+                at = sum(batch.query_lens[:request])
+                buffers.positions[at : at + query].copy_(length - query + depths)
 
     def replace_batch(self, buffers: BatchBuffers, batch: Batch) -> None:
         """Poison the cache, then put another batch with its tables into the same buffers."""
@@ -134,7 +142,11 @@ class PagedFixture:
     def builder(self) -> MetadataBuilder[Any]:
         """A fresh builder."""
         return self.subject.backend.builder(
-            self.spec, self.device, max_reqs=self.rows, max_tokens=self.rows * 32, max_seq_len=self.max_seq_len
+            self.spec,
+            self.device,
+            max_reqs=self.rows,
+            max_tokens=self.rows * _TOKENS_OF_A_ROW,
+            max_seq_len=self.max_seq_len,
         )
 
     def view(
@@ -157,6 +169,7 @@ class PagedFixture:
             uniform=batch.uniform,
             host_seq_lens=lens + [0] * (batch.rows - len(lens)),
             host_seq_lens_exact=True,
+            tree=bool(batch.trees),
         )
 
     def build(self, batch: Batch, *, horizon: int = 0, max_seq_len: int | None = None) -> BuiltBatch:
@@ -218,6 +231,26 @@ class PagedFixture:
         live = slice(first, first + len(seq_lens))
         batch = oracle.LogicalBatch(queries, self.key[live], self.value[live], seq_lens, self.sinks)
         return oracle.assert_within_budget(out, batch, self.spec, self.subject.backend.capabilities, contract=contract)
+
+    def expect_trees(
+        self, out: torch.Tensor, batch: Batch, queries: Sequence[torch.Tensor], *, contract: str
+    ) -> Measurements:
+        """Compare out [>= query tokens, num_q_heads, value_dim] with the oracle, to which each query token of a tree is
+        a text of its own: what was cached, and the path to it. Raises CheckFailure."""
+        alone: list[torch.Tensor] = []
+        rows: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for request, query in enumerate(queries):
+            cached = batch.seq_lens[request] - batch.query_lens[request]
+            for path in batch.paths(request):
+                alone.append(query[path[-1] : path[-1] + 1])
+                places = [*range(cached), *(cached + token for token in path)]
+                for found, of in zip(rows, (self.key, self.value), strict=True):
+                    found.append(of[request][places])
+        lengths = [len(key) for key in rows[0]]
+        logical = oracle.LogicalBatch(alone, *rows, lengths, self.sinks)
+        return oracle.assert_within_budget(
+            out, logical, self.spec, self.subject.backend.capabilities, contract=contract
+        )
 
     def stored(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Key [slots, num_kv_heads, head_dim] and value [..., value_dim] of every slot, fp32 on the CPU."""
@@ -302,6 +335,8 @@ class BuiltBatch:
         out = self.fixture.attend(used, self.batch, self.seq_lens, queries)
         if cache:
             self.fixture.expect_cache(self.seq_lens, contract=cache)
+        if self.batch.trees:
+            return self.fixture.expect_trees(out, self.batch, queries, contract=contract)
         return self.fixture.assert_within_budget(out, self.seq_lens, queries, contract=contract)
 
 

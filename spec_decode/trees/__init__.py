@@ -1,6 +1,7 @@
 """Trees of draft tokens: their shape, who may see whom, and which path the target accepts."""
 
-from spec_decode.trees.draft_tree import MAX_TREE_TOKENS, DraftTree
+from builders.spec import MAX_TREE_TOKENS
+from spec_decode.trees.draft_tree import DraftTree
 from spec_decode.trees.dynamic_tree import DynamicTree
 from spec_decode.trees.kernels.move_accepted_kv import move_accepted_kv
 from spec_decode.trees.verification import TreeBatch, TreeRejectionSampling, TreeSampling, TreeVerifyOutput

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from builders.errors import require
-
-MAX_TREE_TOKENS = 64
-"""Query tokens of a tree, its root included: a token's ancestors are the bits of one 64-bit word."""
+from builders.spec import MAX_TREE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from builders.errors import require, require_tensor
-from spec_decode.trees.draft_tree import MAX_TREE_TOKENS, require_tree_size
+from builders.spec import MAX_TREE_TOKENS
+from spec_decode.trees.draft_tree import require_tree_size
 from spec_decode.trees.kernels.grow_tree import grow_tree
 from spec_decode.trees.kernels.keep_best import keep_best
 from spec_decode.trees.kernels.top_children import top_children

@@ -31,7 +31,7 @@ BATCHES = {
 }
 
 
-def attention(spec, query_lens, seq_lens, pad_reqs, splits):
+def attention(spec, query_lens, seq_lens, pad_reqs, splits, tree_masks=None):
     """A call of the op as a function without arguments, over NaN wherever no request's token lies."""
     generator = torch.Generator().manual_seed(3)
     tables = make_tables(seq_lens, page_sizes=(spec.page_size,), max_reqs=4, max_seq_len=136)
@@ -50,6 +50,7 @@ def attention(spec, query_lens, seq_lens, pad_reqs, splits):
         batch.query_start_loc[: num_reqs + 1], max_query_len=max(query_lens), max_seq_len=136,
         num_splits=splits,
         scale=spec.softmax_scale, sliding_window=spec.sliding_window, soft_cap=spec.soft_cap, sinks=sinks,
+        tree_masks=tree_masks,
         batch_invariant=spec.batch_invariant,
     )  # fmt: skip
 
@@ -129,7 +130,7 @@ def requests(spec, seq_lens, splits, sinks=None):
     query = torch.randn(len(seq_lens), spec.num_q_heads, spec.head_dim, generator=generator)
     starts, lens = torch.arange(len(seq_lens) + 1, dtype=torch.int32), torch.tensor(seq_lens, dtype=torch.int32)
     args = (
-        query, cache.key, cache.value, table, lens, starts, sinks, 1, max(seq_lens), splits, spec.softmax_scale,
+        query, cache.key, cache.value, table, lens, starts, sinks, None, 1, max(seq_lens), splits, spec.softmax_scale,
         spec.sliding_window, spec.soft_cap, spec.batch_invariant,
     )  # fmt: skip
     return args, [t.unflatten(0, (-1, pages)).flatten(1, 2) for t in (cache.key, cache.value)]

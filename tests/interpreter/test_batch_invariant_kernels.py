@@ -34,8 +34,8 @@ def paged(query, requests, query_len, splits, window=None):
     asked = query[requests, -query_len:]
     return paged_attention(
         asked.flatten(0, 1), cache, cache.flip(3), tables()[requests], ints(*(LENGTHS[r] for r in requests)),
-        ints(*range(0, len(asked) * query_len + 1, query_len)), random(4, seed=2), query_len, max(LENGTHS), splits,
-        0.2, window, None, True,
+        ints(*range(0, len(asked) * query_len + 1, query_len)), random(4, seed=2), None, query_len, max(LENGTHS),
+        splits, 0.2, window, None, True,
     ).unflatten(0, asked.shape[:2])  # fmt: skip
 
 

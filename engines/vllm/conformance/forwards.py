@@ -51,8 +51,8 @@ class PackedHeads(EngineCache):
         blocks = with_null_block(cache)
         return paged_attention(
             query, blocks.key, blocks.value, metadata.block_table, metadata.seq_lens, metadata.query_start_loc, sinks,
-            metadata.max_query_len, metadata.max_seq_len, 1, spec.softmax_scale, spec.sliding_window, spec.soft_cap,
-            False,
+            None, metadata.max_query_len, metadata.max_seq_len, 1, spec.softmax_scale, spec.sliding_window,
+            spec.soft_cap, False,
         )  # fmt: skip
 
 

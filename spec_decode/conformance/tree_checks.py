@@ -1,0 +1,83 @@
+"""Families numerics and graph: where a spec asks for trees, a query token sees its ancestors and none beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from builders.spec import MAX_TREE_TOKENS
+from spec_decode.conformance.cases import spec_cases
+from spec_decode.conformance.check import Family
+from spec_decode.conformance.coverage import CAPTURE, with_case
+from spec_decode.graphs import runtime_for
+from spec_decode.testing.batches import Batch, Case
+from spec_decode.testing.expectations import Measurements
+from spec_decode.testing.paged_fixture import PagedFixture
+from spec_decode.testing.subject import Subject
+
+_BUSHY, _CHAIN, _STAR = (0, 0, 1, 1, 2), (0, 1, 2, 3, 4), (0, 0, 0, 0, 0)
+_WIDE = tuple((token - 1) // 3 for token in range(1, 64))
+_SHAPES = {
+    "trees": Batch((6, 6, 6), (6, 37, 150), 4, (_BUSHY, _CHAIN, _STAR)),
+    "ragged": Batch((6, 1, 3), (6, 64, 70), 3, (_BUSHY, (), (0, 0))),
+    "wide": Batch((64, 64), (64, 130), 2, (_WIDE, _WIDE)),
+}
+"""Three of unlike shapes at once, with a padding row; beside a decode; and as many tokens as a mask has bits."""
+_OTHERS = {
+    "trees": replace(_SHAPES["trees"], trees=(_STAR, _BUSHY, (0, 0, 2, 1, 4))),
+    "wide": replace(_SHAPES["wide"], trees=(tuple(range(63)), _WIDE)),
+}
+_VARIANTS = ("base", "bf16", "gqa", "sinks", "soft_cap", "page_1", "page_64", "dim_128", "deepseek_v3")
+_WINDOW = MAX_TREE_TOKENS
+"""The least there is: a tree lies within it, and begins at its edge."""
+_STORED = "write_kv stores each query token of a tree in its own slot and nothing else"
+
+numerics = Family("numerics", covers=with_case())
+graph = Family("graph", covers=with_case(CAPTURE))
+
+
+def _trees(subject: Subject) -> Iterable[tuple[str, Case]]:
+    """A few telling variants that ask for trees."""
+    for name, case in spec_cases(_SHAPES, _VARIANTS)(subject):
+        yield name, Case(replace(case.spec, tree=True), case.batch)
+        if name.startswith("base-"):
+            windowed = replace(case.spec, tree=True, sliding_window=_WINDOW)
+            yield name.replace("base", "window"), Case(windowed, case.batch)
+
+
+@numerics(
+    "a query token of a tree sees what is cached, its ancestors and itself, and none of its siblings and cousins",
+    _trees,
+    since=(1, 2),
+)
+def trees_see_their_ancestors(subject: Subject, case: Case) -> Measurements:
+    built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch)
+    return built.expect_attention("attention of a tree", cache=_STORED)
+
+
+@graph(
+    "a graph of a tree's attention reads the masks of each replay, and a spec that allows trees allows chains",
+    lambda subject: ((name, case) for name, case in _trees(subject) if name.partition("-")[2] in _OTHERS),
+    since=(1, 2),
+)
+def tree_replays_over_other_trees(subject: Subject, case: Case) -> Measurements:
+    fixture = PagedFixture(subject, case.spec, case.batch.rows)
+    built = fixture.build(case.batch)
+    query, key, value = fixture.inputs(case.batch, case.batch.seq_lens, fixture.queries(case.batch))
+    found: list[torch.Tensor] = []
+
+    def attend() -> None:
+        subject.backend.write_kv(key, value, fixture.cache, built.metadata)
+        found.append(fixture.forward(query, built.metadata))
+
+    attend()
+    captured = runtime_for(subject.device).capture(attend)
+    other = _OTHERS["trees" if len(case.batch.trees) == 3 else "wide"]
+    built.replace(other)
+    queries = fixture.queries(other)
+    for old, new in zip((query, key, value), fixture.inputs(other, other.seq_lens, queries), strict=True):
+        old.copy_(new)
+    captured.replay()
+    return fixture.expect_trees(found[-1], other, queries, contract="attention of the trees of a replay")
