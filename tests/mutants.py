@@ -170,6 +170,27 @@ def _interleaved_groups(
     return out[:, order.argsort()]
 
 
+_NO_TREE = "no draft is a tree yet"
+
+
+def _sees_its_siblings(self: Any, query: Any, cache: Any, metadata: Any, **options: Any) -> torch.Tensor:
+    return TorchReference.forward(self, query, cache, replace(metadata, tree_masks=None), **options)
+
+
+def _trees_are_chains(self: Any, query: Any, cache: Any, metadata: Any, **options: Any) -> torch.Tensor:
+    if metadata.tree_masks is not None:
+        index = torch.arange(metadata.num_tokens) - metadata.query_start_loc[metadata.token_to_req]
+        # All bits up to its own; of the last there is, all.
+        metadata = replace(metadata, tree_masks=torch.where(index < 63, (1 << (index + 1).clamp(max=63)) - 1, -1))
+    return TorchReference.forward(self, query, cache, metadata, **options)
+
+
+def _keeps_the_masks_it_was_built_with(self: Any, batch: Any, *, horizon: int = 0) -> Any:
+    metadata = ReferenceBuilder.build(self, batch, horizon=horizon)
+    masks = metadata.tree_masks
+    return metadata if masks is None else replace(metadata, tree_masks=masks.clone())
+
+
 def _forgets_sinks(self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
     bare = replace(spec, sinks=False)
     return TorchReference.forward(self, query, cache, metadata, spec=bare, sinks=None)
@@ -661,6 +682,18 @@ MUTANTS = (
         "numerics.infinite_sinks_are_defined",
         with_forward(_takes_infinite_sinks_for_large),
         not_shown="a draft's sinks are finite",
+    ),
+    Mutant(
+        "sees_its_siblings", "numerics.trees_see_their_ancestors", with_forward(_sees_its_siblings), not_shown=_NO_TREE
+    ),
+    Mutant(
+        "trees_are_chains", "numerics.trees_see_their_ancestors", with_forward(_trees_are_chains), not_shown=_NO_TREE
+    ),
+    _builder_mutant(
+        "masks_of_the_last_round",
+        "graph.tree_replays_over_other_trees",
+        build=_keeps_the_masks_it_was_built_with,
+        not_shown=_NO_TREE,
     ),
     Mutant("reads_past_the_end", "poison.stale_table_entries_are_not_read", with_forward(_reads_a_token_too_many)),
     Mutant(
