@@ -132,7 +132,7 @@ def test_a_plain_spec_asks_for_no_feature():
 
 
 def test_a_spec_asks_for_every_feature_it_uses():
-    spec = make_spec(sliding_window=4, soft_cap=2.0, sinks=True, value_dim=8, batch_invariant=True)
+    spec = make_spec(sliding_window=64, soft_cap=2.0, sinks=True, value_dim=8, batch_invariant=True, tree=True)
     assert set(features_of(spec)) == set(Feature)
 
 

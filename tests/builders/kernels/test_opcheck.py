@@ -57,8 +57,8 @@ def paged_attention_args():
     table = torch.tensor([[0, 1], [2, -1], [-1, -1]], dtype=torch.int32)
     seq_lens, starts = (torch.tensor(v, dtype=torch.int32) for v in ([6, 3, 0], [0, 2, 4, 6]))
     return (
-        torch.randn(6, 4, 16), cache.key, cache.value, table, seq_lens, starts, torch.randn(4), 2, 6, 2, 0.25, 3, 20.0,
-        False,
+        torch.randn(6, 4, 16), cache.key, cache.value, table, seq_lens, starts, torch.randn(4), None, 2, 6, 2, 0.25, 3,
+        20.0, False,
     )  # fmt: skip
 
 
