@@ -34,6 +34,7 @@ class LatentAttentionArguments(NamedTuple):
     block_table      int32 [R, max_pages], read only below seq_lens
     seq_lens         int32 [R]; the last query of request r is at position seq_lens[r] - 1; 0 gives rows of 0
     query_start_loc  int32 [R + 1]; request r's queries are rows query_start_loc[r] .. query_start_loc[r + 1] - 1
+    tree_masks       int64 [T], or None: queries are trees, as AttentionBatch has them
     max_query_len    a capture constant, which sizes the launch; so is num_splits
     value_dim        V
     scale            of q.latent
@@ -48,6 +49,7 @@ class LatentAttentionArguments(NamedTuple):
     block_table: torch.Tensor
     seq_lens: torch.Tensor
     query_start_loc: torch.Tensor
+    tree_masks: torch.Tensor | None
     max_query_len: int
     num_splits: int
     value_dim: int
@@ -76,7 +78,7 @@ class LatentAttentionArguments(NamedTuple):
         latents = self.latent_cache[:, :, None]
         return PagedAttentionArguments(
             self.query, latents, latents[..., : self.value_dim], self.block_table, self.seq_lens, self.query_start_loc,
-            None, None, self.max_query_len, 0, self.num_splits, self.scale, None, None, self.batch_invariant,
+            None, self.tree_masks, self.max_query_len, 0, self.num_splits, self.scale, None, None, self.batch_invariant,
         ).reference()  # fmt: skip
 
     def fake(self) -> torch.Tensor:
@@ -100,11 +102,11 @@ class LatentAttentionArguments(NamedTuple):
         tiles = triton.cdiv(self.max_query_len * heads, config["BLOCK_M"])
         page_size = self.latent_cache.shape[1]
         latent_attention_kernel[(self.seq_lens.shape[0] * tiles, splits)](
-            query, *self[1:5], partial, lse, self.scale, tiles, tokens,
+            query, *self[1:6], partial, lse, self.scale, tiles, tokens,
             *query.stride()[:2], *self.latent_cache.stride()[:2], self.block_table.stride(0),
             HEADS=heads, PAGE_SIZE=page_size, VALUE_DIM=value_dim, ROTARY_DIM=dim - value_dim,
             SPLITS=splits, SPLIT_BLOCKS=SPLIT_TOKENS // config["BLOCK_N"] if fixed else 0,
-            WIDE_PAGES=page_size * self.latent_cache.stride(1) >= 1 << 31,
+            TREE=self.tree_masks is not None, WIDE_PAGES=page_size * self.latent_cache.stride(1) >= 1 << 31,
             FP32_DOT=interpreted, **config, **dependent_launch(query.device),
         )  # fmt: skip
         if split:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from attn_backends.kernels.paged_attention_kernels import split_range
+from attn_backends.kernels.paged_attention_kernels import seen_in_tree, split_range
 from builders.kernels.triton_runtime import await_previous, tl, triton
 
 
 @triton.jit
 def latent_attention_kernel(
-    query, latent_cache, block_table, seq_lens, query_start_loc, out, lse, scale, tiles, tokens,
+    query, latent_cache, block_table, seq_lens, query_start_loc, tree_masks, out, lse, scale, tiles, tokens,
     q_token_stride, q_head_stride, page_stride, token_stride, table_stride,
     HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCKS: tl.constexpr,
-    WIDE_PAGES: tl.constexpr, FP32_DOT: tl.constexpr, PDL: tl.constexpr,
+    TREE: tl.constexpr, WIDE_PAGES: tl.constexpr, FP32_DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_previous(PDL)
     # Tiles of one request are neighbours: they run at the same time and share its latents in the L2 cache.
@@ -28,15 +28,21 @@ def latent_attention_kernel(
     in_row = row < query_len * HEADS
     token = (first + row // HEADS).to(tl.int64)
     head = row % HEADS
-    position = seq_len - query_len + row // HEADS
+    cached = seq_len - query_len
+    position = cached + row // HEADS
+    if TREE:
+        ancestors = tl.load(tree_masks + token, mask=in_row, other=0)
     value_dim = tl.arange(0, VALUE_DIM)
     rotary_dim = VALUE_DIM + tl.arange(0, ROTARY_DIM)
     at = (split.to(tl.int64) * tokens + token) * HEADS + head
 
     # A padding row has no keys: its range ends at 0 or before, and its output is 0.
     last_row = tl.minimum(tile * BLOCK_M + BLOCK_M, query_len * HEADS) - 1
-    end = seq_len - query_len + last_row // HEADS + 1
-    seen_by_all = seq_len - query_len + (tile * BLOCK_M) // HEADS + 1
+    end = cached + last_row // HEADS + 1
+    seen_by_all = cached + (tile * BLOCK_M) // HEADS + 1
+    if TREE:  # any token may be the root's child, and any may be seen
+        end = seq_len
+        seen_by_all = cached
     blocks = tl.cdiv(end, BLOCK_N)
     lo, hi = split_range(0, blocks, split, SPLITS, SPLIT_BLOCKS)
     # The loop below runs at least once: on a path around it, ptxas would wait for every single wgmma.
@@ -81,7 +87,11 @@ def latent_attention_kernel(
         scores = tl.dot(q_rotary, tl.trans(rotary), input_precision="ieee") * scale
         scores += tl.dot(q_value, tl.trans(value), input_precision="ieee") * scale
         if (block + 1) * BLOCK_N > seen_by_all:
-            scores = tl.where(kv[None, :] <= position[:, None], scores, float("-inf"))
+            if TREE:
+                seen = seen_in_tree(ancestors[:, None], (kv - cached)[None, :]) & (kv < end)[None, :]
+            else:
+                seen = kv[None, :] <= position[:, None]
+            scores = tl.where(seen, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - new_peak[:, None])
         fade = tl.exp2(peak - new_peak)

@@ -94,8 +94,7 @@ def attention_kernel(
             scores = soft_cap * tl.where(scores >= 0, 1.0, -1.0) * (1.0 - ratio) / (1.0 + ratio)
         scores = scores * 1.4426950408889634
         if TREE:
-            query_token = tl.minimum(tl.maximum(kv - cached, 0), 63).to(tl.int64)
-            seen = ((kv < cached)[None, :] | ((ancestors[:, None] >> query_token[None, :]) & 1 != 0)) & owned[None, :]
+            seen = seen_in_tree(ancestors[:, None], (kv - cached)[None, :]) & owned[None, :]
         else:
             seen = kv[None, :] <= position[:, None]
         if WINDOW > 0:
@@ -124,6 +123,13 @@ def attention_kernel(
     )
     if SPLITS > 1:
         tl.store(lse + at, peak + tl.log2(total), mask=in_row)
+
+
+@triton.jit
+def seen_in_tree(ancestors, query_token):
+    """Whether query tokens with these ancestors, int64, see those of these numbers; below 0 stands what was cached."""
+    bit = tl.minimum(tl.maximum(query_token, 0), 63).to(tl.int64)
+    return (query_token < 0) | ((ancestors >> bit) & 1 != 0)
 
 
 @triton.jit

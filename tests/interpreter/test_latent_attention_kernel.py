@@ -19,7 +19,7 @@ def inputs(batch, *, page_size=4, heads=6, widths=(32, 16), dtype=torch.float32)
     query_lens, seq_lens, pad_reqs = batch
     generator = torch.Generator().manual_seed(3)
     tables = make_tables(seq_lens, page_sizes=(page_size,), max_reqs=4, max_seq_len=72)
-    buffers = BatchBuffers(tables, max_tokens=40)
+    buffers = BatchBuffers(tables, max_tokens=80)
     num_reqs, num_tokens = buffers.load(query_lens, seq_lens, pad_reqs=pad_reqs)
     cache = torch.full((tables.num_pages[0], page_size, sum(widths)), float("nan"))
     for request, length in enumerate(seq_lens):
@@ -33,11 +33,29 @@ def inputs(batch, *, page_size=4, heads=6, widths=(32, 16), dtype=torch.float32)
     )  # fmt: skip
 
 
-def attention(*args, splits=1, value_dim=32):
+def attention(*args, splits=1, value_dim=32, tree_masks=None):
     *tensors, max_query_len = args
     return latent_attention(
-        *tensors, max_query_len=max_query_len, num_splits=splits, value_dim=value_dim, scale=0.2, batch_invariant=False
+        *tensors,
+        tree_masks,
+        max_query_len=max_query_len,
+        num_splits=splits,
+        value_dim=value_dim,
+        scale=0.2,
+        batch_invariant=False,
     )
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_latent_attention_of_trees(splits):
+    """Of any shape, as long as a mask has bits, with tokens that have no ancestors after the end of one."""
+    bushy = [sum(1 << at for at in path) for path in ((0,), (0, 1), (0, 2), (0, 1, 3), (0, 2, 4))]
+    wide = [1 | 1 << token | 1 << token // 2 for token in range(63)] + [-(2**63) | 1]
+    masks = torch.tensor([*bushy, *wide, 1, 0, 0])
+    args = inputs(([5, 64, 3], [20, 70, 30], None))
+    by_kernel = attention(*args, splits=splits, tree_masks=masks)
+    with torch_implementations():
+        torch.testing.assert_close(by_kernel, attention(*args, tree_masks=masks), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("splits", [1, 3])

@@ -65,7 +65,7 @@ class Latents(EngineCache):
         check_forward_inputs(query, cache, metadata, spec, sinks)
         return latent_attention(
             query, with_null_block(cache).latents, metadata.decode_block_table, metadata.decode_seq_lens,
-            metadata.query_start_loc, metadata.max_query_len, 1, spec.out_dim, spec.softmax_scale, False,
+            metadata.query_start_loc, None, metadata.max_query_len, 1, spec.out_dim, spec.softmax_scale, False,
         )  # fmt: skip
 
 

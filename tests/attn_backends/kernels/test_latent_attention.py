@@ -45,6 +45,7 @@ class Asked:
             self.tables.block_tables[0, : self.num_reqs],
             self.batch.seq_lens[: self.num_reqs],
             self.batch.query_start_loc[: self.num_reqs + 1],
+            tree_masks=None,
             max_query_len=max(self.query_lens),
             num_splits=2,
             value_dim=self.value_dim,

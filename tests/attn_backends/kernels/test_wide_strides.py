@@ -27,7 +27,7 @@ def paged(query, key_cache, value_cache):
 
 def latent(query, cache):
     table, lens, starts = ints([0, 1], query).view(1, 2), ints([6], query), ints([0, len(query)], query)
-    return [latent_attention(query, cache, table, lens, starts, 3, 1, 32, 0.1, False)]
+    return [latent_attention(query, cache, table, lens, starts, None, 3, 1, 32, 0.1, False)]
 
 
 def sparse(query, cache):
