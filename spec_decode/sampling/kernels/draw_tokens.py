@@ -90,7 +90,7 @@ def launch_draw(
         # Few logits a thread, as in a drafter's sampling: noise is arithmetic.
         num_warps=max(1, min(8, block // 128)), **dependent_launch(device),
     )  # fmt: skip
-    _store_draw_kernel[(rows,)](
+    store_draw_kernel[(rows,)](
         partial_score, partial_index, tokens, vocab, blocks,
         RESIDUAL=residual is not None, BLOCK=triton.next_power_of_2(blocks), num_warps=1, **dependent_launch(device),
     )  # fmt: skip
@@ -151,10 +151,11 @@ def residual_weight(x, y, weight, norms, at, count):
 
 
 @triton.jit
-def _store_draw_kernel(
+def store_draw_kernel(
     partial_score, partial_index, tokens, vocab, blocks,
     RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """A row's token: the best of its blocks', of the residual's plane where that has any."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCK)

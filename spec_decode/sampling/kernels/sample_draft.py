@@ -9,7 +9,7 @@ import torch
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling import noise
-from spec_decode.sampling.kernels.vocab_blocks import merge_argmax, store_max_sum_exp, vocab_block
+from spec_decode.sampling.kernels.vocab_blocks import merge_argmax, merge_sum_exp, store_max_sum_exp, vocab_block
 from spec_decode.sampling.noise import triton_gumbel, triton_key
 
 NO_TOKEN = -1
@@ -167,9 +167,8 @@ def _store_token_kernel(
     continues = proposes & (column + 1 < length)
     if threshold > 0:
         maxima = tl.load(partial_max + part, mask=inside, other=float("-inf"))
-        largest = tl.max(maxima, 0)
         sums = tl.load(partial_sum_exp + part, mask=inside, other=0.0)
-        total = tl.sum(tl.where(sums > 0, sums * tl.exp(maxima - largest), 0.0), 0)
+        largest, total = merge_sum_exp(maxima, sums)
         row_temperature = tl.load(temperature + row)
         score = tl.load(logits + row * logits_stride + chosen).to(tl.float32)
         score = tl.div_rn(score, tl.where(row_temperature > 0, row_temperature, 1.0))

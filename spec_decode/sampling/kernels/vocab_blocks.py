@@ -29,6 +29,17 @@ def store_max_sum_exp(x, partial_max, partial_sum_exp):
 
 
 @triton.jit
+def merge_sum_exp(largest, sum_exp):
+    """Of parts along the last axis, each with its largest logit and its sum of exp(logit - largest): both of all
+    together."""
+    axis: tl.constexpr = len(largest.shape) - 1
+    most = tl.max(largest, axis)
+    shifted = sum_exp * tl.exp(largest - tl.expand_dims(most, axis))
+    # A part of -inf alone has the sum 0; -inf minus itself would make it NaN.
+    return most, tl.sum(tl.where(sum_exp > 0, shifted, 0.0), axis)
+
+
+@triton.jit
 def merge_argmax(partial_score, partial_index, inside):
     """The largest of the blocks' scores, and the lowest index among the blocks that reach it."""
     score = tl.load(partial_score, mask=inside, other=float("-inf"))

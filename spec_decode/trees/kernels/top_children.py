@@ -8,7 +8,7 @@ import torch
 
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
-from spec_decode.sampling.kernels.vocab_blocks import store_max_sum_exp, vocab_block
+from spec_decode.sampling.kernels.vocab_blocks import merge_sum_exp, store_max_sum_exp, vocab_block
 
 
 class TopChildren(NamedTuple):
@@ -88,8 +88,8 @@ def _merge_top_kernel(
     block = tl.arange(0, BLOCKS)
     maxima = tl.load(block_max + row * blocks + block, mask=block < blocks, other=float("-inf"))
     sums = tl.load(sum_exp + row * blocks + block, mask=block < blocks, other=0.0)
-    peak = tl.max(maxima, 0)
-    total = tl.log(tl.sum(tl.where(sums > 0, sums * tl.exp(maxima - peak), 0.0), 0))
+    peak, total = merge_sum_exp(maxima, sums)
+    total = tl.log(total)
     candidate = tl.arange(0, BLOCK)
     inside = candidate < blocks * WIDTH
     x = tl.load(largest + row * blocks * WIDTH + candidate, mask=inside, other=float("-inf"))

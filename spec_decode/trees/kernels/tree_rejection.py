@@ -10,11 +10,11 @@ from builders.errors import require_tensor
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import dependent_launch, triton
 from spec_decode.sampling import noise
-from spec_decode.sampling.kernels.draw_tokens import DrawTokens
+from spec_decode.sampling.kernels.draw_tokens import DrawTokens, store_draw_kernel
 from spec_decode.sampling.kernels.vocab_blocks import vocab_block
 from spec_decode.trees.kernels.ancestor_masks import AncestorMasks, trees_alone
 from spec_decode.trees.kernels.follow_tree import walk
-from spec_decode.trees.kernels.tree_rejection_kernels import draw_left_kernel, store_drawn_kernel, try_children_kernel
+from spec_decode.trees.kernels.tree_rejection_kernels import draw_left_kernel, try_children_kernel
 
 _BLOCK = 4096
 """Logits that a program reads at a time."""
@@ -118,9 +118,9 @@ class TreeRejection(NamedTuple):
             BLOCK=block, NODES=nodes, CHILDREN=children, num_warps=max(1, min(8, block // 128)),
             **dependent_launch(device),
         )  # fmt: skip
-        store_drawn_kernel[(rows,)](
+        store_draw_kernel[(rows,)](
             best, best_token, next_tokens, vocab, blocks,
-            BLOCK=triton.next_power_of_2(blocks), num_warps=1, **dependent_launch(device),
+            RESIDUAL=False, BLOCK=triton.next_power_of_2(blocks), num_warps=1, **dependent_launch(device),
         )  # fmt: skip
         return accepted, path, next_tokens
 

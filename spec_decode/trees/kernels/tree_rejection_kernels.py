@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from builders.kernels.triton_runtime import await_previous, tl, triton
-from spec_decode.sampling.kernels.vocab_blocks import merge_argmax
+from spec_decode.sampling.kernels.vocab_blocks import merge_sum_exp
 from spec_decode.sampling.noise import ACCEPT, TARGET, triton_gumbel, triton_key, triton_uniform
 from spec_decode.trees.kernels.ancestor_masks import read_parents
 from spec_decode.trees.kernels.follow_tree import walk_tree
@@ -30,13 +30,6 @@ def _add_to_norm(x, largest, sum_exp):
     most = tl.maximum(largest, x)
     grown = tl.where(x == float("-inf"), 0.0, tl.exp(x - most))
     return most, tl.where(sum_exp > 0, sum_exp * tl.exp(largest - most), 0.0) + grown
-
-
-@triton.jit
-def _merge_norm(largest, sum_exp):
-    """The same of all lanes together."""
-    most = tl.max(largest, 0)
-    return most, tl.sum(tl.where(sum_exp > 0, sum_exp * tl.exp(largest - most), 0.0), 0)
 
 
 @triton.jit
@@ -71,8 +64,8 @@ def _norms(p_logits, q_logits, q_stride, vocab, BLOCK: tl.constexpr):
         p_most, p_sum = _add_to_norm(tl.load(p_logits + token, mask=inside, other=float("-inf")), p_most, p_sum)
         y = tl.load(q_logits + token.to(tl.int64) * q_stride, mask=inside, other=float("-inf"))
         q_most, q_sum = _add_to_norm(y, q_most, q_sum)
-    p_most, p_sum = _merge_norm(p_most, p_sum)
-    q_most, q_sum = _merge_norm(q_most, q_sum)
+    p_most, p_sum = merge_sum_exp(p_most, p_sum)
+    q_most, q_sum = merge_sum_exp(q_most, q_sum)
     return p_most, p_sum, q_most, q_sum
 
 
@@ -201,14 +194,3 @@ def draw_left_kernel(
     part = row * tl.num_programs(1) + block
     tl.store(best + part, largest)
     tl.store(best_token + part, block * BLOCK + first)
-
-
-@triton.jit
-def store_drawn_kernel(best, best_token, next_tokens, vocab, blocks, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    await_previous(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.arange(0, BLOCK)
-    part = row * blocks + block
-    _, token = merge_argmax(best + part, best_token + part, block < blocks)
-    # Where every logit is NaN none was found; the token must lie in the vocabulary all the same.
-    tl.store(next_tokens + row, tl.minimum(token, vocab - 1).to(tl.int64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from builders.kernels.triton_runtime import tl, triton
+from spec_decode.sampling.kernels.vocab_blocks import merge_sum_exp
 from spec_decode.sampling.noise import ACCEPT, triton_key, triton_uniform
 
 _ACCEPT = tl.constexpr(ACCEPT)
@@ -42,8 +43,7 @@ def _store_norms(
     inside = (column < length)[:, None] & (block < blocks)
     maxima = tl.load(partial_max + part, mask=inside, other=float("-inf"))
     sums = tl.load(partial_sum_exp + part, mask=inside, other=0.0)
-    largest = tl.max(maxima, 1)
-    sum_exp = tl.sum(tl.where(sums > 0, sums * tl.exp(maxima - largest[:, None]), 0.0), 1)
+    largest, sum_exp = merge_sum_exp(maxima, sums)
     count = tl.num_programs(0) * columns
     tl.store(norms + line, largest, mask=column < length)
     tl.store(norms + count + line, sum_exp, mask=column < length)

@@ -15,7 +15,7 @@ KERNELS = {
     "_advance_kernel", "matvec_kernel", "_rope_kernel", "_rope_and_write_kv_kernel", "_write_kv_kernel",
     "attention_kernel", "merge_kernel", "_block_argmax_kernel", "_store_token_kernel", "_add_rms_norm_kernel",
     "_swiglu_kernel", "_embed_concat_kernel", "_begin_extend_kernel", "_begin_decode_kernel", "_shift_tokens_kernel",
-    "_gather_last_hidden_kernel", "_process_kernel", "_block_draw_kernel", "_store_draw_kernel", "_partial_max_kernel",
+    "_gather_last_hidden_kernel", "_process_kernel", "_block_draw_kernel", "store_draw_kernel", "_partial_max_kernel",
     "_rejection_sample_kernel", "_prefix_weights_kernel", "_residual_sums_kernel", "_accept_prefix_kernel",
     "_synthetic_accept_kernel", "_hash_kernel", "_prepare_inputs_kernel", "_update_requests_kernel",
     "latent_attention_kernel", "sparse_attention_kernel", "_prepare_query_kernel", "_inverse_rotary_kernel",
@@ -23,7 +23,7 @@ KERNELS = {
     "_combine_kernel", "read_streams_kernel", "write_streams_kernel", "find_range_kernel", "count_bins_kernel",
     "gather_bin_kernel", "top_k_threshold_kernel", "top_p_threshold_kernel", "mask_logits_kernel",
     "batch_invariant_linear_kernel", "_ancestor_masks_kernel", "_follow_tree_kernel", "_move_accepted_kv_kernel",
-    "try_children_kernel", "draw_left_kernel", "store_drawn_kernel", "_block_top_kernel", "_merge_top_kernel",
+    "try_children_kernel", "draw_left_kernel", "_block_top_kernel", "_merge_top_kernel",
     "_grow_tree_kernel", "_keep_best_kernel",
 }  # fmt: skip
 CHOSEN = {"PDL": True, "launch_pdl": True}
