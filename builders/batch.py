@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -100,7 +100,7 @@ class BatchBuffers:
     seq_lens         int32 [max_reqs]                 padding rows 0
     positions        int64 [max_tokens]               padding 0
     slot_mappings    int64 [num_groups, max_tokens]   padding -1
-    tree_masks       int64 [max_tokens]               padding 0; read where a view says tree=True
+    tree_masks       int64 [max_tokens]               padding 0; read by a tree_view
     step             int64 [1]                        draft column being produced; moved by the advance
     """
 
@@ -212,10 +212,8 @@ class BatchBuffers:
         uniform: bool = True,
         host_seq_lens: Sequence[int] | None = None,
         host_seq_lens_exact: bool = False,
-        tree: bool = False,
     ) -> AttentionBatch:
-        """What a builder of this group sees of the first num_reqs rows. max_seq_len: a bound; None is the tables'.
-        tree: its queries are trees, by tree_masks."""
+        """What a builder of this group sees of the first num_reqs rows. max_seq_len: a bound; None is the tables'."""
         return AttentionBatch(
             num_reqs=num_reqs,
             num_tokens=num_tokens,
@@ -230,5 +228,8 @@ class BatchBuffers:
             host_seq_lens=None if host_seq_lens is None else tuple(host_seq_lens),
             host_seq_lens_exact=host_seq_lens_exact,
             host_query_lens=self._query_lens[:num_reqs],
-            tree_masks=self.tree_masks[:num_tokens] if tree else None,
         )
+
+    def tree_view(self, view: AttentionBatch) -> AttentionBatch:
+        """The same batch, whose queries are trees, by tree_masks."""
+        return replace(view, tree_masks=self.tree_masks[: view.num_tokens])

@@ -160,7 +160,7 @@ class PagedFixture:
         """What a builder sees. seq_lens: the present lengths, if they are no longer the batch's. max_seq_len: a bound
         on them; None is the fixture's."""
         lens = list(batch.seq_lens if seq_lens is None else seq_lens)
-        return buffers.view(
+        view = buffers.view(
             0,
             num_reqs=batch.rows,
             num_tokens=batch.num_tokens,
@@ -169,8 +169,8 @@ class PagedFixture:
             uniform=batch.uniform,
             host_seq_lens=lens + [0] * (batch.rows - len(lens)),
             host_seq_lens_exact=True,
-            tree=bool(batch.trees),
         )
+        return buffers.tree_view(view) if batch.trees else view
 
     def build(self, batch: Batch, *, horizon: int = 0, max_seq_len: int | None = None) -> BuiltBatch:
         """Load the batch and build its metadata with a fresh builder. max_seq_len: as `view` has it."""

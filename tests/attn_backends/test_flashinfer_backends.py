@@ -17,6 +17,7 @@ from spec_decode.testing.subject import Subject
 from tests.factories import CPU, make_spec
 from tests.flashinfer_stand_in import NAMES, absent, backend, installed
 
+NOT_SERVED = ("numerics.bits_do_not_depend_on_the_batch", "numerics.trees_see_their_ancestors")
 VARIANTS = ("base", "window", "window_1", "soft_cap", "scale", "page_1", "page_128", "fp16", "mha", "mqa", "dim_256")
 MQA = {"num_q_heads": 8, "num_kv_heads": 1}
 
@@ -52,13 +53,14 @@ def test_a_backend_passes_the_kit(name, family):
     report = check_backend(backend(name), device=CPU, families=[family])
 
     report.raise_if_failed()
-    assert not report.counts[Outcome.UNSUPPORTED]
+    refused = {result.check for result in report.results if result.outcome is Outcome.UNSUPPORTED}
+    assert refused <= {"graph.tree_replays_over_other_trees"}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_attention_is_right(name):
     report = check_backend(backend(name), device=CPU, checks=[f"numerics.*[[]{variant}-*" for variant in VARIANTS])
-    served = [result for result in report.results if result.check != "numerics.bits_do_not_depend_on_the_batch"]
+    served = [result for result in report.results if result.check not in NOT_SERVED]
     found = {v: {result.outcome for result in served if result.case.startswith(f"{v}-")} for v in VARIANTS}
 
     refused = ("soft_cap", "page_1") if name == "flashinfer_xqa" else ()

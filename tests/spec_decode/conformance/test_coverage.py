@@ -94,12 +94,17 @@ def declared(family: str) -> dict[str, set[str]]:
         ("contract", {"contract:declared"}),
         ("refusal", {"contract:refusals"}),
         ("poison", {"contract:memory"}),
-        ("graph", {"graph:capture", "graph:advance"}),
     ],
 )
 def test_every_check_of_a_family_covers_the_same_columns_beside_its_case(family, covered):
     found = declared(family)
     assert found and all(own == covered for own in found.values())
+
+
+def test_a_check_of_graphs_covers_advances_unless_its_batch_is_never_advanced():
+    found = declared("graph")
+    assert found.pop("graph.tree_replays_over_other_trees") == {"graph:capture"}
+    assert found and all(own == {"graph:capture", "graph:advance"} for own in found.values())
 
 
 def test_the_checks_of_fused_writes_cover_them():
@@ -111,6 +116,7 @@ def test_the_checks_of_fused_writes_cover_them():
         "numerics.infinite_sinks_are_defined": set(),
         "numerics.shared_pages_are_read_by_each_row": set(),
         "numerics.strides_are_followed": set(),
+        "numerics.trees_see_their_ancestors": set(),
         "numerics.fused_rope_write_stores_the_same": {"fused_write:rope"},
         "numerics.fused_latent_write_stores_the_same": {"fused_write:kv_a_norm_rope"},
     }
@@ -167,7 +173,7 @@ def test_every_check_of_a_backend_covers_something():
 
 def test_a_report_records_claims_contract_and_tags():
     report = check_backend("torch_reference", device=CPU, tags=["contract:declared"])
-    assert report.contract == "1.1" and report.claims["feature:sinks"].claimed
+    assert report.contract == "1.2" and report.claims["feature:sinks"].claimed
     assert {tag for result in report.results for tag in result.tags} == {"contract:declared"}
 
 

@@ -185,9 +185,10 @@ def test_a_custom_op_that_reads_its_own_tensors_on_the_cpu_is_no_host_read():
     ints = [torch.tensor(v, dtype=torch.int32) for v in ([[0, 1]], [0], [0, 1])]
 
     def attend():
-        sinks, max_query_len, max_seq_len, num_splits, scale, sliding_window, soft_cap = None, 1, 8, 1, 1.0, None, None
-        options = (sinks, max_query_len, max_seq_len, num_splits, scale, sliding_window, soft_cap, False)
-        out.copy_(paged_attention(torch.ones(1, 1, 64), cache, cache, *ints, *options))
+        tensors = (torch.ones(1, 1, 64), cache, cache, *ints)
+        lengths = {"max_query_len": 1, "max_seq_len": 8, "num_splits": 1}
+        absent = dict.fromkeys(("sinks", "tree_masks", "sliding_window", "soft_cap"))
+        out.copy_(paged_attention(*tensors, **lengths, **absent, scale=1.0, batch_invariant=False))
 
     graph = capture(attend)
     ints[1].fill_(3)

@@ -49,7 +49,7 @@ class Target:
         batch.positions.copy_(context + depths[0])
         sizes = {"num_reqs": 1, "num_tokens": count, "max_query_len": count, "max_seq_len": context + count}
         metadata = [
-            group.make_builder(self.tables, count).build(batch.view(index, **sizes, tree=True))
+            group.make_builder(self.tables, count).build(batch.tree_view(batch.view(index, **sizes)))
             for index, group in enumerate(self.groups)
         ]
         token_ids = torch.cat([torch.tensor([root]), tree.draft_tokens[0].clamp(min=0)])
