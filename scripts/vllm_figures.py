@@ -5,7 +5,9 @@ A Llama of the 8B shape with an EAGLE draft, random weights, the target on FLASH
 round as they are told, whatever was drafted, so that all do the same work. Exact arms of a small model keep what the
 target says: all draft from the same texts, and their draft tokens are compared with those of FLASH_ATTN's draft. How
 far two of vLLM's own backends are apart there is what rounding does. With two GPUs, tensor parallelism over both
-against one. Every arm is a process, which runs each batch once before it is timed.
+against one. Every arm is a process, which runs each batch once before it is timed, with its GPUs to itself; exact arms
+share one. What an arm found is kept in a folder, with its log: it is not run again while the code that the report
+covers, the GPU and the versions are the same.
 
 Fails where a draft of ours is not fused, plans on the host, waits for the device, takes the engine's graphs, or drafts
 other tokens more often than vLLM's own backends do among themselves.
@@ -27,11 +29,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import msgspec
 import torch
 
 from scripts.free_places import on_a_free_one
 from scripts.script_report import script_options, write_report
 from scripts.vllm_arm import ROOT, Arm
+from spec_decode.environment import environment
+from spec_decode.files import write_whole
+from spec_decode.source_digests import source_digests
 
 SCHEMA = "attn-vllm/1"
 COVERED = ("builders", "attn_backends", "engines.vllm")
@@ -39,6 +45,10 @@ BASE, REBUILT, CONTROL = "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"
 OURS = ("FLASHINFER_IN_GRAPH", "ATTN_BACKENDS_TRITON_PAGED", "ATTN_BACKENDS_FLASH_ATTN3")
 KEPT = {3: 1.8, 7: 3.2}
 """Drafts kept a round, by the draft tokens of one."""
+MACHINE = ("device", "driver", "cuda", "torch", "triton", "python")
+"""What an environment says of it, by which results are kept."""
+EXACT_ARMS = 3
+"""Those that share a GPU."""
 MARGIN = 0.02
 """By how much more than vLLM's own backends ours may differ from FLASH_ATTN, of draft tokens: the count is small."""
 
@@ -57,9 +67,32 @@ def arms(num_gpus: int) -> list[Arm]:
     return [*timed, Arm("", 0), *exact, *across]
 
 
-def run(arm: Arm, gpus: Sequence[int], logs: Path) -> dict[str, Any]:
+class Kept:
+    """What arms found, as JSON in a folder, each with what it is of: another source, GPU or version forgets it."""
+
+    def __init__(self, folder: Path, of: Mapping[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._of = folder, json.loads(json.dumps(of))
+
+    def path(self, arm: Arm, ending: str) -> Path:
+        """Of a file of the arm's."""
+        return self._folder / (arm.name.replace(" ", "_") + ending)
+
+    def load(self, arm: Arm) -> dict[str, Any] | None:
+        """None if the arm is to be run."""
+        path = self.path(arm, ".json")
+        kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return kept["found"] if kept.get("of") == self._of else None
+
+    def store(self, arm: Arm, found: Mapping[str, Any]) -> None:
+        write_whole(self.path(arm, ".json"), json.dumps({"of": self._of, "found": found}).encode())
+
+
+def run(arm: Arm, gpus: Sequence[int], kept: Kept) -> dict[str, Any]:
     """What the arm found, or how it ended with the end of its log."""
-    log = logs / (arm.name.replace(" ", "_") + ".log")
+    if (before := kept.load(arm)) is not None:
+        return before
+    log = kept.path(arm, ".log")
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder, "arm.json")
         with log.open("w") as output:
@@ -70,22 +103,28 @@ def run(arm: Arm, gpus: Sequence[int], logs: Path) -> dict[str, Any]:
             )  # fmt: skip
         found: dict[str, Any] = {"arm": asdict(arm) | {"name": arm.name}, "exit_status": ended.returncode}
         if made.exists():
-            return found | json.loads(made.read_text())
+            env = environment(torch.device("cuda"))
+            found |= {"commit": env.commit, "date": env.date} | json.loads(made.read_text())
+            kept.store(arm, found)
+            return found
     return found | {"rows": [], "said": log.read_text(errors="replace").splitlines()[-30:]}
 
 
-def run_all(asked: Sequence[Arm], gpus: Sequence[int], logs: Path) -> list[dict[str, Any]]:
-    """Arms over several GPUs one after another, then the others, one on each."""
+def run_all(asked: Sequence[Arm], gpus: Sequence[int], kept: Kept) -> list[dict[str, Any]]:
+    """Arms over several GPUs one after another, then the timed ones, one on each, then the others."""
 
     def run_on(some: Sequence[int], arm: Arm) -> dict[str, Any]:
-        found = run(arm, some, logs)
+        found = run(arm, some, kept)
         print(found["arm"]["name"], *[f"{row['requests']}: {row['tokens_per_s']}" for row in found["rows"]], flush=True)
         return found
 
-    wide = [run_on(gpus[: arm.num_gpus], arm) for arm in asked if arm.num_gpus > 1]
-    alone = on_a_free_one([[gpu] for gpu in gpus], run_on)
-    with ThreadPoolExecutor(len(gpus)) as pool:
-        return [*wide, *pool.map(alone, [arm for arm in asked if arm.num_gpus == 1])]
+    found = [run_on(gpus[: arm.num_gpus], arm) for arm in asked if arm.num_gpus > 1]
+    for is_timed, sharing in ((True, 1), (False, EXACT_ARMS)):
+        places = [[gpu] for gpu in gpus] * sharing
+        arms_here = [arm for arm in asked if arm.num_gpus == 1 and arm.is_timed is is_timed]
+        with ThreadPoolExecutor(len(places)) as pool:
+            found += pool.map(on_a_free_one(places, run_on), arms_here)
+    return found
 
 
 def same_drafts(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, int]:
@@ -156,16 +195,17 @@ def problems(found: Sequence[Mapping[str, Any]], compared: Sequence[Mapping[str,
 def main() -> None:
     parser = script_options(__doc__)
     parser.add_argument("--only", action="append", help="patterns of arms' names; all if left out")
-    parser.add_argument("--logs", type=Path, default=Path("build/vllm"), help="folder of the arms' output")
+    parser.add_argument("--kept", type=Path, default=ROOT / "build/vllm", help="folder of what is kept")
     flags = parser.parse_args()
     gpus = list(range(torch.cuda.device_count()))
     if not gpus:
         parser.error(
             "vLLM's figures need a CUDA device, none was found; nothing was run. Run it on a machine with one."
         )
-    flags.logs.mkdir(parents=True, exist_ok=True)
+    env = msgspec.to_builtins(environment(flags.device))
+    of = {name: env[name] for name in MACHINE} | {"sources": source_digests(COVERED)}
     asked = [arm for arm in arms(len(gpus)) if any(fnmatchcase(arm.name, only) for only in flags.only or ["*"])]
-    found = run_all(asked, gpus, flags.logs)
+    found = run_all(asked, gpus, Kept(flags.kept, of))
     compared = agreement(found)
     said = problems(found, compared)
     for each in found:

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from scripts.vllm_arm import SIZES, Arm, engine_options, model_folder, prompts
-from scripts.vllm_figures import BASE, CONTROL, OURS, REBUILT, agreement, arms, problems, same_drafts
+from scripts.vllm_figures import BASE, CONTROL, OURS, REBUILT, Kept, agreement, arms, problems, run_all, same_drafts
 from scripts.vllm_worker import MeasuredWorker, random_weights
 
 
@@ -100,6 +100,28 @@ def test_two_gpus_run_tensor_parallelism_too():
 def test_arms_are_told_apart_by_their_names():
     names = [each.name for each in arms(2)]
     assert len(names) == len(set(names))
+
+
+def test_what_an_arm_found_is_kept_until_its_source_or_machine_is_another(tmp_path):
+    asked = Arm(BASE, 3)
+    for of in ({"sources": {"builders": "1"}}, {"sources": {"builders": "2"}}):
+        kept = Kept(tmp_path / "kept", of)
+        assert kept.load(asked) is None
+        kept.store(asked, {"rows": [1]})
+        assert kept.load(asked) == {"rows": [1]} and kept.load(Arm(BASE, 7)) is None
+
+
+def test_arms_that_are_kept_are_not_run_again_and_come_in_their_order(tmp_path):
+    kept, asked = Kept(tmp_path, {}), arms(2)
+    for each in asked:
+        kept.store(each, {"arm": {"name": each.name}, "rows": []})
+    names = [found["arm"]["name"] for found in run_all(asked, [0, 1], kept)]
+    assert sorted(names) == sorted(each.name for each in asked)
+    assert [name.endswith("TP=2") for name in names] == sorted((each.num_gpus == 2 for each in asked), reverse=True)
+
+
+def test_exact_arms_are_not_timed():
+    assert [Arm(*told).is_timed for told in ((BASE, 3), (BASE, 3, "small", 1.8), ("", 0))] == [False, True, True]
 
 
 def test_the_weights_are_a_whole_llama():
