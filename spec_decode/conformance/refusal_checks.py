@@ -9,7 +9,7 @@ import torch
 
 from attn_backends import Feature, Rejected
 from builders import AttentionKind, AttentionSpec, BatchError
-from spec_decode.conformance.cases import spec_cases
+from spec_decode.conformance.cases import spec_cases, with_trees
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import REFUSALS, only
 from spec_decode.testing.batches import DECODE, Case
@@ -39,7 +39,7 @@ def _unclaimed(subject: Subject) -> Iterable[tuple[str, AttentionSpec]]:
         Feature.SINKS: replace(base, sinks=True),
         Feature.VALUE_DIM: replace(base, head_dim=128, value_dim=64),
         Feature.BATCH_INVARIANT: replace(base, batch_invariant=True),
-        Feature.TREE: replace(base, tree=True),
+        Feature.TREE: with_trees(base),
     }
     yield from ((feature.value, spec) for feature, spec in features.items() if feature not in claims.features)
     without = {Feature.SLIDING_WINDOW: replace(base, sliding_window=None), Feature.SINKS: replace(base, sinks=False)}

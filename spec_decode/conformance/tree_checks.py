@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from builders.spec import MAX_TREE_TOKENS
-from spec_decode.conformance.cases import spec_cases
+from spec_decode.conformance.cases import spec_cases, with_trees
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import CAPTURE, with_case
 from spec_decode.graphs import runtime_for
@@ -41,8 +41,8 @@ graph = Family("graph", covers=with_case(CAPTURE))
 def _trees(subject: Subject) -> Iterable[tuple[str, Case]]:
     """A few telling variants that ask for trees."""
     for name, case in spec_cases(_SHAPES, _VARIANTS)(subject):
-        yield name, Case(replace(case.spec, tree=True), case.batch)
-        if name.startswith("base-"):
+        yield name, Case(with_trees(case.spec), case.batch)
+        if name.startswith("base-") and case.spec.sliding_window is None:
             windowed = replace(case.spec, tree=True, sliding_window=_WINDOW)
             yield name.replace("base", "window"), Case(windowed, case.batch)
 
