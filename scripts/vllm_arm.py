@@ -140,7 +140,7 @@ def measure(arm: Arm) -> dict[str, Any]:
         counted = llm.collective_rpc("drafts_seen") if arm.draft else []
         row: dict[str, Any] = {"requests": count, "texts": texts, "tokens_per_s": [], "host_us": []}
         if counted:
-            row |= {"drafts": counted[0]["drafts"], "plans": counted[0]["plans"], "waits": counted[0]["waits"]}
+            row |= {name: counted[0][name] for name in ("drafts", "plans", "prefill_plans", "waits")}
             found["fused"] = [rank["fused"] for rank in counted]
         for _ in range(REPEATS if arm.is_timed else 0):
             seconds, timed = generate(count)

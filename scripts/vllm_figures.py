@@ -9,12 +9,14 @@ against one. Every arm is a process, which runs each batch once before it is tim
 share one. What an arm found is kept in a folder, with its log: it is not run again while the code that the report
 covers, the GPU and the versions are the same.
 
-Fails where a draft of ours is not fused, plans on the host, waits for the device, takes the engine's graphs, or drafts
-other tokens more often than vLLM's own backends do among themselves.
+Fails where a draft of ours is not fused, plans a batch of decodes on the host, waits for the device, takes the engine's
+graphs, or drafts other tokens more often than vLLM's own backends do among themselves. A batch with prefills has no
+graph, and vLLM plans it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -47,6 +49,8 @@ KEPT = {3: 1.8, 7: 3.2}
 """Drafts kept a round, by the draft tokens of one."""
 MACHINE = ("device", "driver", "cuda", "torch", "triton", "python")
 """What an environment says of it, by which results are kept."""
+SCRIPTS = ("vllm_arm.py", "vllm_worker.py")
+"""What measures an arm."""
 EXACT_ARMS = 3
 """Those that share a GPU."""
 MARGIN = 0.02
@@ -203,7 +207,8 @@ def main() -> None:
             "vLLM's figures need a CUDA device, none was found; nothing was run. Run it on a machine with one."
         )
     env = msgspec.to_builtins(environment(flags.device))
-    of = {name: env[name] for name in MACHINE} | {"sources": source_digests(COVERED)}
+    scripts = {name: hashlib.sha256((ROOT / "scripts" / name).read_bytes()).hexdigest() for name in SCRIPTS}
+    of = {name: env[name] for name in MACHINE} | {"sources": source_digests(COVERED), "scripts": scripts}
     asked = [arm for arm in arms(len(gpus)) if any(fnmatchcase(arm.name, only) for only in flags.only or ["*"])]
     found = run_all(asked, gpus, Kept(flags.kept, of))
     compared = agreement(found)

@@ -79,31 +79,36 @@ class MeasuredWorker:
                 model.load_weights(weights)
 
     def watch_drafts(self, count_waits: bool) -> None:
-        """From now on keep what each draft proposes and the host's time for it; count_waits: and whether the host
-        waited for the device, which takes time itself."""
+        """From now on keep what each draft proposes and the host's time for it, and count the plans that the host makes
+        for its batches; count_waits: and whether the host waited for the device, which takes time itself."""
         speculator = self.model_runner.speculator
         if not hasattr(self, "_seen"):
             self._propose, self._plans = speculator.propose, _count_plans()
             speculator.propose = self._watched
         self._count_waits = count_waits
-        self._seen: dict[str, Any] = {"host_s": [], "drafts": [], "waits": []}
+        self._seen: dict[str, Any] = {"host_s": [], "drafts": [], "waits": [], "plans": 0, "prefill_plans": 0}
         self._plans.clear()
 
-    def _watched(self, *args: Any, **options: Any) -> Any:
+    def _watched(self, batch: Any, *args: Any, **options: Any) -> Any:
         if options.get("dummy_run"):
-            return self._propose(*args, **options)
+            return self._propose(batch, *args, **options)
         with _waits_in(self._seen["waits"]) if self._count_waits else nullcontext():
             began = time.perf_counter()
-            found = self._propose(*args, **options)
+            found = self._propose(batch, *args, **options)
             self._seen["host_s"].append(time.perf_counter() - began)
         self._seen["drafts"].append(found.clone())
+        # vLLM plans a batch before it is drafted for: those since the last draft are of this one.
+        decodes = 1 + self.model_runner.speculator.num_speculative_steps
+        has_prefill = max(batch.num_scheduled_tokens) > decodes
+        self._seen["prefill_plans" if has_prefill else "plans"] += len(self._plans)
+        self._plans.clear()
         return found
 
     def drafts_seen(self) -> dict[str, Any]:
         """What was kept since watch_drafts, and how the draft loop runs."""
         drafts = [found.tolist() for found in self._seen["drafts"]]
         fused = self.model_runner.speculator.supports_decode_metadata_update
-        return {**self._seen, "drafts": drafts, "plans": len(self._plans), "fused": fused}
+        return {**self._seen, "drafts": drafts, "fused": fused}
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -156,8 +157,9 @@ def test_only_timed_arms_keep_what_was_not_asked_for():
 
 class Speculator:
     supports_decode_metadata_update = True
+    num_speculative_steps = 3
 
-    def propose(self, tokens, **options):
+    def propose(self, batch, tokens, **options):
         return torch.tensor(tokens)
 
 
@@ -166,16 +168,30 @@ class Runner:
         self.speculator = Speculator()
 
 
+DECODES, MIXED = SimpleNamespace(num_scheduled_tokens=[4, 4]), SimpleNamespace(num_scheduled_tokens=[4, 9])
+
+
 def test_a_worker_keeps_what_was_drafted_since_it_was_asked():
     worker = MeasuredWorker()
     worker.model_runner = Runner()
     worker.watch_drafts(False)
-    worker.model_runner.speculator.propose([1])
+    worker.model_runner.speculator.propose(DECODES, [1])
     worker.watch_drafts(False)
-    worker.model_runner.speculator.propose([2], dummy_run=True)
-    worker.model_runner.speculator.propose([3])
+    worker.model_runner.speculator.propose(DECODES, [2], dummy_run=True)
+    worker.model_runner.speculator.propose(DECODES, [3])
     seen = worker.drafts_seen()
     assert (seen["drafts"], len(seen["host_s"]), seen["fused"]) == ([[3]], 1, True)
+
+
+def test_plans_of_batches_with_prefills_are_counted_apart():
+    worker = MeasuredWorker()
+    worker.model_runner = Runner()
+    worker.watch_drafts(False)
+    for batch, plans in ((MIXED, 2), (DECODES, 0), (DECODES, 1)):
+        worker._plans += [None] * plans
+        worker.model_runner.speculator.propose(batch, [1])
+    seen = worker.drafts_seen()
+    assert (seen["plans"], seen["prefill_plans"]) == (1, 2)
 
 
 def test_waits_are_told_only_where_they_are_counted(monkeypatch):
@@ -183,18 +199,18 @@ def test_waits_are_told_only_where_they_are_counted(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
 
     class Waiting(Speculator):
-        def propose(self, tokens, **options):
+        def propose(self, batch, tokens, **options):
             if modes[-1:] == ["warn"]:
                 warnings.warn("called a synchronizing operation", stacklevel=1)
-            return super().propose(tokens)
+            return super().propose(batch, tokens)
 
     worker = MeasuredWorker()
     worker.model_runner = Runner()
     worker.model_runner.speculator = Waiting()
     for count_waits in (True, False):
         worker.watch_drafts(count_waits)
-        worker.model_runner.speculator.propose([1])
-        worker.model_runner.speculator.propose([2])
+        worker.model_runner.speculator.propose(DECODES, [1])
+        worker.model_runner.speculator.propose(DECODES, [2])
         assert worker.drafts_seen()["waits"] == ["called a synchronizing operation"] * 2 * count_waits
     assert modes == ["warn", "default"] * 2
 
