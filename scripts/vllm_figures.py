@@ -7,7 +7,7 @@ target says: all draft from the same texts, and their draft tokens are compared 
 far two of vLLM's own backends are apart there is what rounding does. With two GPUs, tensor parallelism over both
 against one. Every arm is a process, which runs each batch once before it is timed, with its GPUs to itself; exact arms
 share one. What an arm found is kept in a folder, with its log: it is not run again while the code that the report
-covers, the GPU and the versions are the same.
+covers, what measures an arm, the GPU and the versions are the same.
 
 Fails where a draft of ours is not fused, plans a batch of decodes on the host, waits for the device, takes the engine's
 graphs, or drafts other tokens more often than vLLM's own backends do among themselves. A batch with prefills has no
@@ -72,7 +72,7 @@ def arms(num_gpus: int) -> list[Arm]:
 
 
 class Kept:
-    """What arms found, as JSON in a folder, each with what it is of: another source, GPU or version forgets it."""
+    """What arms found, as JSON in a folder, each with what it is of: whatever of that is another forgets it."""
 
     def __init__(self, folder: Path, of: Mapping[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from attn_backends.kernels.write_kv import write_kv
 from builders import BatchBuffers
 from builders.kernels.triton_runtime import torch_implementations
 from tests.factories import make_cache, make_spec, make_tables
+from tests.tree_masks import TREE_LENS, tree_masks
 
 PLAIN = make_spec(head_dim=64)
 SPECS = {
@@ -68,11 +69,7 @@ def test_paged_attention_of_every_batch_shape(spec, batch, splits):
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("spec", [PLAIN, replace(PLAIN, sliding_window=64)], ids=["all", "window"])
 def test_paged_attention_of_trees(spec, splits):
-    """Of any shape, as long as a mask has bits, with tokens that have no ancestors after the end of one."""
-    bushy = [sum(1 << at for at in path) for path in ((0,), (0, 1), (0, 2), (0, 1, 3), (0, 2, 4))]
-    wide = [1 | 1 << token | 1 << token // 2 for token in range(63)] + [-(2**63) | 1]
-    masks = torch.tensor([*bushy, *wide, 1, 0, 0])
-    call = attention(spec, [5, 64, 3], [20, 130, 70], None, splits, masks)
+    call = attention(spec, TREE_LENS, [20, 130, 70], None, splits, tree_masks())
     by_kernel = call()
     with torch_implementations():
         torch.testing.assert_close(by_kernel, call(), rtol=1e-4, atol=1e-5)

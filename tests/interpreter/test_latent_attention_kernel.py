@@ -5,6 +5,7 @@ from attn_backends.kernels.latent_attention import LatentAttentionArguments, lat
 from builders import BatchBuffers
 from builders.kernels.triton_runtime import torch_implementations
 from tests.factories import make_tables
+from tests.tree_masks import TREE_LENS, tree_masks
 
 BATCHES = {
     "decode": ([1, 1, 1], [1, 34, 66], 4),
@@ -48,11 +49,7 @@ def attention(*args, splits=1, value_dim=32, tree_masks=None):
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_latent_attention_of_trees(splits):
-    """Of any shape, as long as a mask has bits, with tokens that have no ancestors after the end of one."""
-    bushy = [sum(1 << at for at in path) for path in ((0,), (0, 1), (0, 2), (0, 1, 3), (0, 2, 4))]
-    wide = [1 | 1 << token | 1 << token // 2 for token in range(63)] + [-(2**63) | 1]
-    masks = torch.tensor([*bushy, *wide, 1, 0, 0])
-    args = inputs(([5, 64, 3], [20, 70, 30], None))
+    args, masks = inputs((TREE_LENS, [20, 70, 30], None)), tree_masks()
     by_kernel = attention(*args, splits=splits, tree_masks=masks)
     with torch_implementations():
         torch.testing.assert_close(by_kernel, attention(*args, tree_masks=masks), rtol=1e-4, atol=1e-5)
