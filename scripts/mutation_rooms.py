@@ -14,6 +14,46 @@ ROOMS = (
 
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
+        "attn_backends/kernels/latent_attention_kernels.py",
+        "seen_by_all = cached + (tile * BLOCK_M) // HEADS + 1",
+        "seen_by_all = cached + (tile * BLOCK_M) // HEADS - 1",
+    ): "a block that need not be masked is masked, and comes out the same",
+    (
+        "attn_backends/kernels/paged_attention.py",
+        'SPLIT_BLOCKS=SPLIT_TOKENS // tile["BLOCK_N"] if fixed else 0, WINDOW=self.sliding_window or 0,',
+        'SPLIT_BLOCKS=SPLIT_TOKENS // tile["BLOCK_N"] if fixed else 0, WINDOW=self.sliding_window or (-1),',
+    ): "the kernel looks at a window above 0 alone",
+    (
+        "attn_backends/kernels/paged_attention.py",
+        "out = torch.empty(tokens, heads, value_dim, dtype=out_dtype, device=query.device)",
+        "out = torch.empty(tokens, heads, value_dim, device=query.device)",
+    ): "the result is brought to the query's dtype in the end",
+    (
+        "attn_backends/kernels/paged_attention_kernels.py",
+        "start = tl.maximum(cached + (tile * BLOCK_M) // GROUP - WINDOW + 1, 0)",
+        "start = tl.maximum(cached + (tile * BLOCK_M) // GROUP - WINDOW + 1, (-1))",
+    ): "-1 divided by the size of a block is the first block, as 0 is",
+    (
+        "attn_backends/kernels/paged_attention_kernels.py",
+        'merged = tl.fma(tl.where(of_split == float("-inf"), 0.0, row), share, merged)',
+        'merged = tl.fma(tl.where(of_split == float("-inf"), (-1.0), row), share, merged)',
+    ): "a split without tokens has no share: any number will do that is one",
+    (
+        "attn_backends/kernels/sparse_attention_kernels.py",
+        "peak = tl.where(sink > 1e30, 1e30, tl.maximum(sink * 1.4426950408889634, peak))",
+        "peak = tl.where(sink >= 1e30, 1e30, tl.maximum(sink * 1.4426950408889634, peak))",
+    ): "beside a sink of 1e30 no score has a weight, whichever the peak",
+    (
+        "attn_backends/torch_reference.py",
+        "return torch.where(seen[..., None, None], rows, 0.0)",
+        "return torch.where(seen[..., None, None], rows, (-1.0))",
+    ): "what is not seen has weight 0: any number will do that is one",
+    (
+        "builders/batch.py",
+        "for request, (query, seq) in enumerate(zip(lens, seqs, strict=True)):",
+        "for request, (query, seq) in enumerate(zip(lens, seqs)):",
+    ): "as many of both are required just before",
+    (
         "attn_backends/kernels/e4m3.py",
         "code = tl.where(size < 0x3C800000, small, large)",
         "code = tl.where(size <= 0x3C800000, small, large)",

@@ -23,6 +23,7 @@ SPECS = {
     "soft cap": replace(PLAIN, soft_cap=1.5),
     "everything": replace(PLAIN, sliding_window=70, sinks=True, soft_cap=2.0, value_dim=72),
     "dim that is no power of two": make_spec(head_dim=80),
+    "scores in the hundreds": replace(PLAIN, scale=30.0),
     "bfloat16": replace(PLAIN, dtype=torch.bfloat16, kv_dtype=torch.bfloat16),
 }
 BATCHES = {
