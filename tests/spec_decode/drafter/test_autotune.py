@@ -1,7 +1,9 @@
 import errno
 import os
 import pickle
+import time
 import warnings
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from attn_backends import get
 from builders import BatchError, RequestTables
-from spec_decode.drafter import DrafterConfig, GraphMode, Strategy
+from spec_decode.drafter import DrafterConfig, GraphMode, Strategy, autotune
 from spec_decode.drafter.autotune import MARGIN, StrategyCache, autotune_strategy
 from spec_decode.drafter.kv_groups import make_group
 from spec_decode.models import EagleDraft, LlamaTarget
@@ -219,6 +221,17 @@ def test_a_pool_without_room_for_a_round_is_refused(tmp_path):
 def test_wall_time_is_measured_where_no_clock_is_given(fixture):
     found = fixture.measure()
     assert set(found.wall_us) == {strategy.value for strategy in MEASURED} and min(found.wall_us.values()) > 0
+
+
+def test_a_gpus_time_ends_when_the_device_is_done(monkeypatch):
+    """By a clock that stands still but for what the device does when it is waited for."""
+    now = [0.0]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: now.append(now[-1] + 7e-6))
+    monkeypatch.setattr(time, "perf_counter", lambda: now[-1])
+    tables = SimpleNamespace(device=torch.device("cuda"), longest=40)
+    inputs = SimpleNamespace(context_lens=torch.zeros(2, dtype=torch.int32))
+    drafter = SimpleNamespace(tables=tables, inputs=inputs, num_speculative_tokens=3, propose=lambda: None)
+    assert autotune._wall_us(drafter) == pytest.approx(7.0)
 
 
 def test_a_folder_that_cannot_be_written_is_warned_of_and_the_measurement_is_used(tmp_path):
