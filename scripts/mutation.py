@@ -170,8 +170,8 @@ def attempt(copy: Copy, mutant: Mutant, tests: Sequence[TracedTest], most: float
 
 
 def _run(copy: Copy, batch: Sequence[TracedTest]) -> dict[str, Any]:
-    seconds = sum(test.seconds for test in batch)
-    return copy.run([test.name for test in batch], interpreted=batch[0].interpreted, seconds=seconds)
+    seconds = {test.name: test.seconds for test in batch}
+    return copy.run(list(seconds), interpreted=batch[0].interpreted, seconds=seconds)
 
 
 @contextmanager
@@ -195,11 +195,12 @@ class Deaths:
         self._lock = threading.Lock()
 
     def add(self, result: Result) -> None:
-        """Keep it, if a test found it."""
+        """Keep it, if a test found it: by failing, or by never ending."""
         file = ROOT / result.by.partition("::")[0]
-        if result.outcome == "killed" and file.is_file():
+        if result.outcome != "survived" and file.is_file():
             with self._lock:
-                self._known[self._key(result.mutant)] = {"by": result.by, "test": digest(file.read_text())}
+                known = {"by": result.by, "test": digest(file.read_text()), "outcome": result.outcome}
+                self._known[self._key(result.mutant)] = known
                 self._path.write_text(json.dumps(self._known))
 
     def find(self, mutant: Mutant) -> Result | None:
@@ -207,7 +208,7 @@ class Deaths:
         known = self._known.get(self._key(mutant), {"by": "", "test": ""})
         file = ROOT / known["by"].partition("::")[0]
         holds = file.is_file() and digest(file.read_text()) == known["test"]
-        return Result(mutant, "killed", known["by"], 0) if holds else None
+        return Result(mutant, known.get("outcome", "killed"), known["by"], 0) if holds else None
 
     @staticmethod
     def _key(mutant: Mutant) -> str:

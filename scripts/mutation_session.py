@@ -1,9 +1,9 @@
 """A session of pytest that stays warm: run in a copy of the project, it forks for every request that it reads.
 
-A line of JSON in, {"tests": [...], "trace": bool, "timeout": seconds}: files, or ids of tests, which then run in their
-order. A line out: the exit status of pytest, or how the fork ended, and each test's outcome, its seconds and, traced,
-the functions that it entered and the sources that it read. What is loaded before the forks holds nothing of the
-project: each has its own.
+A line of JSON in, {"tests": [...], "trace": bool, "timeout": seconds, "timeouts": {test: seconds}}: files, or ids of
+tests, which then run in their order, and how long all of them and each may take. A line out: the exit status of pytest,
+or how the fork ended, and each test's outcome, its seconds and, traced, the functions that it entered and the sources
+that it read. What is loaded before the forks holds nothing of the project: each has its own.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ PACKAGES = ("builders", "attn_backends", "spec_decode")
 class Recorder:
     """Runs the tests asked for, in the order asked for, and keeps what became of each."""
 
-    def __init__(self, tests: list[str], trace: bool) -> None:
+    def __init__(self, tests: list[str], trace: bool, running: Path) -> None:
+        """running: a file for the id of the test that runs."""
+        self.running = running
         self.order = {test: place for place, test in enumerate(tests)}
         self.trace = trace
         self.found: dict[str, dict[str, Any]] = {}
@@ -65,6 +67,7 @@ class Recorder:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
         self._entered.clear()
         self._opened.clear()
+        self.running.write_text(item.nodeid)
         found = self.found[item.nodeid] = {"outcome": "passed"}
         if self.trace:
             threading.settrace(self._enter)
@@ -112,29 +115,30 @@ def serve() -> None:
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "result.json")
+        result, running = Path(folder, "result.json"), Path(folder, "running")
         child = os.fork()
         if not child:
-            _run(request, result)
-        status = _wait(child, request["timeout"])
+            _run(request, result, running)
+        status = _wait(child, request, running)
         # Threads and children of a test that ended badly.
         with suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
         if status is None:
-            return {"status": "hung", "tests": {}}
+            hung = running.read_text() if running.exists() else ""
+            return {"status": "hung", "tests": {hung: {"outcome": "failed"}} if hung in request["tests"] else {}}
         if not result.exists():
             return {"status": f"ended by {os.waitstatus_to_exitcode(status)}", "tests": {}}
         answer: dict[str, Any] = json.loads(result.read_text())
         return answer
 
 
-def _run(request: dict[str, Any], result: Path) -> None:
+def _run(request: dict[str, Any], result: Path, running: Path) -> None:
     """In the fork; does not return."""
     os.setsid()
     silence = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(silence, descriptor)
-    recorder = Recorder(request["tests"], request["trace"])
+    recorder = Recorder(request["tests"], request["trace"], running)
     files = list(dict.fromkeys(test.partition("::")[0] for test in request["tests"]))
     options = [
         "-q",
@@ -155,13 +159,18 @@ def _run(request: dict[str, Any], result: Path) -> None:
         os._exit(70)
 
 
-def _wait(child: int, timeout: float) -> int | None:
-    """The status of a child, or None if it had to be killed."""
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
+def _wait(child: int, request: dict[str, Any], running: Path) -> int | None:
+    """The status of a child, or None if it had to be killed: all tests, or one of them, took too long."""
+    began = since = time.monotonic()
+    test = ""
+    while time.monotonic() < began + request["timeout"]:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
             return status
+        if running.exists() and (now := running.read_text()) != test:
+            test, since = now, time.monotonic()
+        if time.monotonic() > since + request["timeouts"].get(test, request["timeout"]):
+            break
         time.sleep(0.02)
     with suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 INTERPRETED = "tests/interpreter"
 """Tests of this folder run a second time, with every kernel in Triton's interpreter."""
 PATIENCE = 120
-"""Seconds that a request may take over ten times what its tests took before: on a busy machine they take longer."""
+"""Seconds that a test may take over ten times what it took before: on a busy machine it takes longer."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -67,12 +67,19 @@ class Copy:
         self._sessions: dict[bool, subprocess.Popen[str]] = {}
 
     def run(
-        self, tests: Sequence[str], *, interpreted: bool, trace: bool = False, seconds: float = 600
+        self,
+        tests: Sequence[str],
+        *,
+        interpreted: bool,
+        trace: bool = False,
+        seconds: Mapping[str, float] | None = None,
     ) -> dict[str, Any]:
-        """What `mutation_session` answers. seconds: what the tests take."""
+        """What `mutation_session` answers. seconds: what each test takes; None: ten minutes all of them."""
         session = self._session(interpreted)
         assert session.stdin and session.stdout
-        request = {"tests": list(tests), "trace": trace, "timeout": PATIENCE + 10 * seconds}
+        timeouts = {test: PATIENCE + 10 * own for test, own in (seconds or {}).items()}
+        longest = PATIENCE + 10 * (sum(seconds.values()) if seconds else 600)
+        request = {"tests": list(tests), "trace": trace, "timeout": longest, "timeouts": timeouts}
         print(json.dumps(request), file=session.stdin, flush=True)
         answer: dict[str, Any] = json.loads(session.stdout.readline())
         return answer
@@ -117,7 +124,7 @@ def traced_tests(copies: Sequence[Copy], paths: Sequence[str], kept: Path) -> tu
 
     def trace(copy: Copy, job: tuple[str, bool]) -> None:
         file, interpreted = job
-        answer = copy.run([file], interpreted=interpreted, trace=True, seconds=600)
+        answer = copy.run([file], interpreted=interpreted, trace=True)
         for found in answer["tests"].values():
             found["functions"] = sorted({name for at in found["functions"] if (name := _function(copy.folder, *at))})
         with lock:

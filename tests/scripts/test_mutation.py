@@ -148,7 +148,7 @@ class FakeCopy:
         self.folder, self.sound, self.asked = folder, sound, list[list[str]]()
         (folder / "f.py").write_text(SOURCE)
 
-    def run(self, tests: list[str], *, interpreted: bool, seconds: float) -> dict[str, object]:
+    def run(self, tests: list[str], *, interpreted: bool, seconds: dict[str, float]) -> dict[str, object]:
         self.asked.append(tests)
         bad = self.sound if (self.folder / "f.py").read_text() == SOURCE else "failed"
         found = {name: {"outcome": bad if name.endswith("bad") else "passed"} for name in tests}

@@ -59,7 +59,8 @@ def ask(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\npythonpath = .\n")
 
     def answers(*requests):
-        lines = "".join(json.dumps({"trace": False, "timeout": NEVER, **request}) + "\n" for request in requests)
+        usual = {"trace": False, "timeout": NEVER, "timeouts": {}}
+        lines = "".join(json.dumps({**usual, **request}) + "\n" for request in requests)
         env = {"PYTHONPATH": str(ROOT), "PATH": ""}
         done = subprocess.run(
             [sys.executable, "-c", SERVE],
@@ -106,6 +107,12 @@ def test_slow_tests_are_left_out(ask):
 def test_a_test_that_never_ends_is_ended(ask):
     (answer,) = ask({**asked("hangs"), "timeout": 1})
     assert answer["status"] == "hung"
+
+
+def test_a_test_that_takes_longer_than_it_may_is_ended_and_named(ask):
+    hangs = "test_it.py::test_hangs"
+    (answer,) = ask({**asked("one", "hangs", "two"), "timeouts": {hangs: 1}})
+    assert answer == {"status": "hung", "tests": {hangs: {"outcome": "failed"}}}
 
 
 def test_a_crash_is_told_and_the_session_goes_on(ask):
