@@ -40,6 +40,8 @@ from scripts.script_report import write_report
 SCHEMA = "attn-mutation/1"
 COVERED = ("builders", "attn_backends", *(f"spec_decode.{room}" for room in ("graphs", "drafter", "engine")))
 COVERED += ("spec_decode.sampling", "spec_decode.verification")
+ABOUT_MUTANTS = "tests/scripts/test_mutation.py"
+"""Its tests look up the lines of changes that change nothing: any other change of such a line fails them."""
 QUICK, QUICK_FILE = 15, 1
 """Seconds of tests that are tried first, and of each of their files."""
 
@@ -254,7 +256,8 @@ def main() -> None:
     drawn = [each for each in draw(flags.count, flags.seed) if f"{each.file}:{each.line}".startswith(flags.only or "")]
     with tempfile.TemporaryDirectory() as folder:
         copies = [Copy(Path(folder, str(job))) for job in range(flags.jobs)]
-        tests, not_passed = traced_tests(copies, flags.tests, flags.kept / "traced.json")
+        traced, not_passed = traced_tests(copies, flags.tests, flags.kept / "traced.json")
+        tests = [test for test in traced if test.file != ABOUT_MUTANTS]
 
         def work(copy: Copy, mutant: Mutant) -> Result:
             result = deaths.find(mutant) or attempt(copy, mutant, tests, flags.most)
