@@ -44,6 +44,8 @@ ABOUT_MUTANTS = "tests/scripts/test_mutation.py"
 """Its tests look up the lines of changes that change nothing: any other change of such a line fails them."""
 QUICK, QUICK_FILE = 15, 1
 """Seconds of tests that are tried first, and of each of their files."""
+READERS = 30
+"""Seconds of tests that only read the text of the file, which come last."""
 
 
 @dataclass(frozen=True)
@@ -142,19 +144,20 @@ def _within(tests: Iterable[TracedTest], seconds: float) -> tuple[list[TracedTes
     return inside, outside
 
 
-def tests_of(mutant: Mutant, tests: Sequence[TracedTest]) -> list[TracedTest]:
+def tests_of(mutant: Mutant, tests: Sequence[TracedTest]) -> tuple[list[TracedTest], list[TracedTest]]:
     """Those that enter its function, or others of its file where none does: it may run on import. And its readers."""
     function = f"{mutant.file}::{mutant.function}"
     entering = [test for test in tests if function in test.functions]
     if not entering:
         entering = [test for test in tests if any(name.startswith(f"{mutant.file}::") for name in test.functions)]
-    return [*entering, *(test for test in tests if mutant.file in test.read and test not in entering)]
+    return entering, [test for test in tests if mutant.file in test.read and test not in entering]
 
 
 def attempt(copy: Copy, mutant: Mutant, tests: Sequence[TracedTest], most: float) -> Result:
     """Run the tests on a mutant until one fails, which without the change does not."""
     tried = 0
-    for batch in batches(tests_of(mutant, tests), most):
+    entering, readers = tests_of(mutant, tests)
+    for batch in [*batches(entering, most), *batches(readers, READERS)]:
         with changed(copy, mutant):
             answer = _run(copy, batch)
         tried += len(answer["tests"])

@@ -14,6 +14,26 @@ ROOMS = (
 
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
+        "attn_backends/kernels/e4m3.py",
+        "code = tl.where(size < 0x3C800000, small, large)",
+        "code = tl.where(size < 1015021567, small, large)",
+    ): "the number below 2^-6 itself is rounded to it either way",
+    (
+        "attn_backends/kernels/paged_attention_kernels.py",
+        'merged = tl.fma(tl.where(of_split == float("-inf"), 0.0, row), share, merged)',
+        'merged = tl.fma(tl.where(of_split == float("-inf"), 1.0, row), share, merged)',
+    ): "a split without tokens has no share: any number will do that is one",
+    (
+        "attn_backends/torch_reference.py",
+        "return torch.where(seen[..., None, None], rows, 0.0)",
+        "return torch.where(seen[..., None, None], rows, 1.0)",
+    ): "what is not seen has weight 0: any number will do that is one",
+    (
+        "builders/batch.py",
+        "for request, (query, seq) in enumerate(zip(lens, seqs, strict=True)):",
+        "for request, (query, seq) in enumerate(zip(lens, seqs, strict=False)):",
+    ): "as many of both are required just before",
+    (
         "attn_backends/kernels/latent_attention_kernels.py",
         "seen_by_all = cached + (tile * BLOCK_M) // HEADS + 1",
         "seen_by_all = cached + (tile * BLOCK_M) // HEADS - 1",
