@@ -23,6 +23,8 @@ class Feature(str, Enum):
     """A value dim that differs from the head dim."""
     BATCH_INVARIANT = "batch_invariant"
     """Outputs whose bits do not depend on the rest of the batch: see `AttentionSpec.batch_invariant`."""
+    NON_CAUSAL = "non_causal"
+    """Queries that see the tokens behind them: see `AttentionSpec.causal`."""
     TREE = "tree"
     """Query tokens that form trees: see `AttentionBatch.tree_masks`."""
 
@@ -263,6 +265,7 @@ def features_of(spec: AttentionSpec) -> list[Feature]:
         Feature.SINKS: spec.sinks,
         Feature.VALUE_DIM: spec.out_dim != spec.head_dim,
         Feature.BATCH_INVARIANT: spec.batch_invariant,
+        Feature.NON_CAUSAL: not spec.causal,
         Feature.TREE: spec.tree,
     }
     return [feature for feature, wanted in asked.items() if wanted]

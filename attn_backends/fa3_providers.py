@@ -18,10 +18,13 @@ from torch import Tensor
 
 from attn_backends.base import KVCache, Sinks
 from attn_backends.capabilities import Feature, Sizes
-from builders import AttentionSpec, PagedMetadata
+from builders import AttentionSpec, FlashAttn3Metadata
 from builders.errors import require
 
 PROVIDER_VARIABLE = "ATTN_BACKENDS_FA3_PROVIDER"
+
+_LSE = "return_softmax_lse"
+"""The argument of every entry that asks for the lse; a build without it serves no trees."""
 
 _UPSTREAM_PARTS = {
     Feature.SLIDING_WINDOW: {"LOCAL"},
@@ -47,7 +50,7 @@ class Provider:
     remedy: ClassVar[str]
     entry: ClassVar[str]
     inputs: ClassVar[tuple[str, str, str, str]]
-    """What the entry calls keys, values, seq_lens and the block table."""
+    """What the entry calls keys, values, their lengths and the block table."""
     needs: ClassVar[tuple[str, ...]]
     """Further arguments that older builds of the entry lack."""
     sinks: ClassVar[str]
@@ -58,10 +61,10 @@ class Provider:
     # Pages that a tile of the kernel divides into are read whole, with what lies after the last token: on an H200, from
     # 128 on, NaN there reached the output of a prefill.
     page_sizes: Sizes = Sizes(maximum=64)
-    features: frozenset[Feature] = frozenset(Feature) - {Feature.BATCH_INVARIANT, Feature.TREE}
+    features: frozenset[Feature] = frozenset(Feature) - {Feature.BATCH_INVARIANT}
 
     def __init__(self, module: ModuleType) -> None:
-        attend: Callable[..., Tensor] | None = getattr(module, self.entry, None)
+        attend: Callable[..., Any] | None = getattr(module, self.entry, None)
         if attend is None:
             raise BrokenProvider(f"it has no {self.entry}")
         arguments = signature(attend).parameters
@@ -69,6 +72,8 @@ class Provider:
             raise BrokenProvider(f"its {self.entry} has no {', '.join(missing)}: it is too old or another one")
         if self.sinks not in arguments:
             self.features -= {Feature.SINKS}
+        if _LSE not in arguments:
+            self.features -= {Feature.TREE}
         self._attend = attend
         self._folder = Path(getattr(module, "__file__", None) or "/nonexistent/module").parent
 
@@ -78,7 +83,7 @@ class Provider:
         return package_version(*self.packages, kernels=self._folder)
 
     def attend(
-        self, query: Tensor, cache: KVCache, metadata: PagedMetadata, spec: AttentionSpec, *, sinks: Sinks = None
+        self, query: Tensor, cache: KVCache, metadata: FlashAttn3Metadata, spec: AttentionSpec, *, sinks: Sinks = None
     ) -> Tensor:
         """Attention over a paged cache; returns [num_tokens, num_q_heads, value_dim].
 
@@ -87,28 +92,56 @@ class Provider:
 
         Raises BatchError for sinks that the build does not take.
         """
-        inputs = (cache.key, cache.value, metadata.seq_lens, metadata.block_table)
-        arguments = dict(zip(self.inputs, inputs, strict=True), **self._more_arguments(metadata))
+        more = {}
         if sinks is not None:
             require(
                 Feature.SINKS in self.features,
                 f"sinks need a build of FlashAttention-3 that takes them, {self.version} does not; the softmax would "
                 f"be another one, so nothing was run. Name another provider in {PROVIDER_VARIABLE}.",
             )
-            arguments[self.sinks] = sinks.to(torch.bfloat16)
+            more[self.sinks] = sinks.to(torch.bfloat16)
+        out: Tensor = self._call(query, cache, metadata, spec, causal=spec.causal, **more)
+        return out
+
+    def attend_to_prefix(
+        self, query: Tensor, cache: KVCache, metadata: FlashAttn3Metadata, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of trees to what was cached before them, without sinks, and its lse.
+
+        query  [num_tokens, num_q_heads, head_dim]
+
+        Returns out [num_tokens, num_q_heads, value_dim], and lse fp32 [num_q_heads, num_tokens]: the natural logarithm
+        of the sum of exp(score). Where a prefix is empty they are 0 and -inf.
+        """
+        out, lse, *_ = self._call(query, cache, metadata, spec, causal=False, **{_LSE: True})
+        return out, lse
+
+    def _call(
+        self,
+        query: Tensor,
+        cache: KVCache,
+        metadata: FlashAttn3Metadata,
+        spec: AttentionSpec,
+        *,
+        causal: bool,
+        **more: Any,
+    ) -> Any:
+        inputs = (cache.key, cache.value, metadata.kv_lens, metadata.block_table)
         return self._attend(
             q=query,
-            **arguments,
+            **dict(zip(self.inputs, inputs, strict=True)),
+            **self._more_arguments(metadata),
             cu_seqlens_q=metadata.query_start_loc,
             max_seqlen_q=metadata.max_query_len,
             softmax_scale=spec.softmax_scale,
-            causal=True,
-            window_size=(spec.window_left, -1 if spec.sliding_window is None else 0),
+            causal=causal,
+            window_size=(spec.window_left, 0 if causal and spec.sliding_window is not None else -1),
             softcap=spec.soft_cap or 0.0,
             num_splits=metadata.num_splits,
+            **more,
         )
 
-    def _more_arguments(self, metadata: PagedMetadata) -> dict[str, Any]:
+    def _more_arguments(self, metadata: FlashAttn3Metadata) -> dict[str, Any]:
         """Those that the other entries do not take."""
         return {}
 
@@ -131,7 +164,7 @@ class Vllm(Provider):
             raise BrokenProvider(f"it is without FlashAttention-3: {reason}")
         super().__init__(module)
 
-    def _more_arguments(self, metadata: PagedMetadata) -> dict[str, Any]:
+    def _more_arguments(self, metadata: FlashAttn3Metadata) -> dict[str, Any]:
         return {"max_seqlen_k": metadata.max_seq_len, "fa_version": 3}
 
 

@@ -10,7 +10,8 @@ from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fa3_providers import find_provider
 from attn_backends.fused_writes import FusedRopeWrite
 from attn_backends.kernels.e4m3 import to_e4m3
-from builders import AttentionSpec, FlashAttn3Builder, PagedMetadata
+from attn_backends.merged_trees import merge_tree, merged_tree_reasons
+from builders import AttentionSpec, FlashAttn3Builder, FlashAttn3Metadata
 
 PROVIDER = find_provider()
 
@@ -21,12 +22,14 @@ class FlashAttn3(FusedRopeWrite, AttentionBackend):
     """Paged decode and extend by PROVIDER: split-KV decode, and the features that its kernels have.
 
     The kernels take sinks in bf16 only: they are rounded to it, in the graph too. Over a cache of e4m3 they multiply
-    e4m3: queries are clamped and rounded to it, unscaled as keys and values are, and come back as bf16.
+    e4m3: queries are clamped and rounded to it, unscaled as keys and values are, and come back as bf16. They know no
+    trees: their output over what was cached before one, and its lse, are merged with the tree's own attention, which
+    takes sinks as they are.
     """
 
     name = "flash_attn3"
     version = PROVIDER.version
-    contract_version = (1, 1)
+    contract_version = (1, 2)
     builder = FlashAttn3Builder
     capabilities = Capabilities(
         devices=("cuda",),
@@ -45,7 +48,7 @@ class FlashAttn3(FusedRopeWrite, AttentionBackend):
     def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
         head_dim, value_dim, features = spec.head_dim, spec.out_dim, self.capabilities.features
         alike = head_dim == value_dim
-        reasons = []
+        reasons = merged_tree_reasons(spec)
         # The limits of sinks that vLLM's build checks; the others are held to them too.
         if Feature.SINKS in features and spec.sinks and spec.num_q_heads > _SINK_HEADS:
             reasons.append(f"with sinks num_q_heads must be at most {_SINK_HEADS}, got {spec.num_q_heads}")
@@ -69,9 +72,12 @@ class FlashAttn3(FusedRopeWrite, AttentionBackend):
         return reasons
 
     def forward(
-        self, query: Tensor, cache: KVCache, metadata: PagedMetadata, *, spec: AttentionSpec, sinks: Sinks = None
+        self, query: Tensor, cache: KVCache, metadata: FlashAttn3Metadata, *, spec: AttentionSpec, sinks: Sinks = None
     ) -> Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
         if spec.cache_dtype.itemsize == 1:
             query = to_e4m3(query)
-        return PROVIDER.attend(query, cache, metadata, spec, sinks=sinks)
+        if metadata.tree_masks is None:
+            return PROVIDER.attend(query, cache, metadata, spec, sinks=sinks)
+        out, lse = PROVIDER.attend_to_prefix(query, cache, metadata, spec)
+        return merge_tree(out, lse.t(), query, cache, metadata, spec, sinks, lse_base_2=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +15,7 @@ from attn_backends.base import AttentionBackend, KVCache, Sinks, check_forward_i
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fa3_providers import package_version
 from attn_backends.fused_writes import FusedRopeWrite
+from attn_backends.merged_trees import merge_tree, merged_tree_reasons
 from builders import AttentionSpec
 from builders.devices import on_device
 from builders.errors import require
@@ -41,7 +43,8 @@ def _version() -> str:
 
 
 class FlashInfer(FusedRopeWrite, AttentionBackend):
-    """Decodes by the kernel that serves the spec best; extends by the prefill wrapper.
+    """Decodes by the kernel that serves the spec best; extends by the prefill wrapper, and attends by it to what was
+    cached before a tree: its output and lse, of base 2, are merged with the tree's own attention.
 
     run() is told not to overlap its prologue with the kernel before it (PDL): both kernels read their plan before they
     wait, and the kernel before may be the one that writes it.
@@ -49,26 +52,27 @@ class FlashInfer(FusedRopeWrite, AttentionBackend):
 
     name = "flashinfer"
     version = _version()
-    contract_version = (1, 1)
+    contract_version = (1, 2)
     builder = FlashInferBuilder
     capabilities = Capabilities(
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16),
         head_dims=Sizes(minimum=64, maximum=256, power_of_two=True),
         page_sizes=Sizes(),
-        features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW, Feature.SOFT_CAP}),
+        features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW, Feature.SOFT_CAP, Feature.NON_CAUSAL, Feature.TREE}),
         fused_writes=frozenset({FusedWrite.ROPE}),
     )
 
     def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
-        """What keeps the package from being imported, which is tried for a CUDA device alone."""
+        """And what keeps the package from being imported, which is tried for a CUDA device alone."""
+        reasons = merged_tree_reasons(spec)
         if device.type != "cuda":
-            return []
+            return reasons
         try:
             import_module("flashinfer.decode")
         except Exception as error:  # a broken build fails in any way; its own words become the reason
-            return [f"flashinfer is installed and cannot be imported: {type(error).__name__}: {error}"]
-        return []
+            reasons.append(f"flashinfer is installed and cannot be imported: {type(error).__name__}: {error}")
+        return reasons
 
     def forward(
         self, query: Tensor, cache: KVCache, metadata: FlashInferMetadata, *, spec: AttentionSpec, sinks: Sinks = None
@@ -86,8 +90,12 @@ class FlashInfer(FusedRopeWrite, AttentionBackend):
             return _xqa(query, cache, metadata, spec)
         # Left to itself the prefill wrapper would fill a new output with zeros first.
         out = query.new_empty(query.shape)
-        metadata.launch.wrapper.run(query, (cache.key, cache.value), out=out, enable_pdl=False)
-        return out
+        run = partial(metadata.launch.wrapper.run, query, (cache.key, cache.value), out=out, enable_pdl=False)
+        if metadata.tree_masks is None:
+            run()
+            return out
+        _, lse = run(return_lse=True)
+        return merge_tree(out, lse, query, cache, metadata, spec, sinks, lse_base_2=True)
 
 
 class FlashInferTensorCores(FlashInfer):
@@ -118,7 +126,7 @@ class FlashInferXqa(FlashInfer):
     capabilities = replace(
         FlashInfer.capabilities,
         page_sizes=Sizes(minimum=16, maximum=128, power_of_two=True),
-        features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW}),
+        features=FlashInfer.capabilities.features - {Feature.SOFT_CAP},
         compute_capability=(9, 0),
         # A CTA's groups of warps and the CTAs of a request: mha.cu of csrc/xqa, mergeAndSaveOutTile.
         rounds_partials=True,

@@ -29,7 +29,7 @@ class TritonMla(FusedLatentWrite, AttentionBackend):
         head_dims=Sizes(minimum=32, maximum=1024),
         value_dims=Sizes(minimum=16, maximum=512, power_of_two=True),
         page_sizes=Sizes(),
-        features=frozenset({Feature.GQA, Feature.VALUE_DIM, Feature.BATCH_INVARIANT, Feature.TREE}),
+        features=frozenset({Feature.GQA, Feature.VALUE_DIM, Feature.BATCH_INVARIANT, Feature.NON_CAUSAL, Feature.TREE}),
         fused_writes=frozenset({FusedWrite.KV_A_NORM_ROPE}),
         required=frozenset({Feature.VALUE_DIM}),
         kinds=(AttentionKind.MLA,),
@@ -49,5 +49,5 @@ class TritonMla(FusedLatentWrite, AttentionBackend):
         return latent_attention(
             query, cache.latents, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
             metadata.tree_masks, metadata.max_query_len, metadata.num_splits, spec.out_dim, spec.softmax_scale,
-            spec.batch_invariant,
+            spec.causal, spec.batch_invariant,
         )  # fmt: skip

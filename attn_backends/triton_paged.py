@@ -47,5 +47,5 @@ class TritonPaged(FusedRopeWrite, AttentionBackend):
         return paged_attention(
             query, cache.key, cache.value, metadata.block_table, metadata.seq_lens, metadata.query_start_loc, sinks,
             metadata.tree_masks, metadata.max_query_len, metadata.max_seq_len, metadata.num_splits, spec.softmax_scale,
-            spec.sliding_window, spec.soft_cap, spec.batch_invariant,
+            spec.sliding_window, spec.soft_cap, spec.causal, spec.batch_invariant,
         )  # fmt: skip

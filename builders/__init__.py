@@ -11,10 +11,11 @@ from builders.contract import (
     MetadataBuilder,
 )
 from builders.errors import BatchError
+from builders.flash_attn3 import FlashAttn3Builder, FlashAttn3Metadata
 from builders.kernels.advance import advance_shared_state
 from builders.kernels.begin_round import begin_decode, begin_extend
 from builders.metadata import BatchMetadata, BatchMetadataBuilder
-from builders.paged import FlashAttn3Builder, PagedMetadata, PagedViewBuilder, TritonMlaBuilder, TritonPagedBuilder
+from builders.paged import PagedMetadata, PagedViewBuilder, TritonMlaBuilder, TritonPagedBuilder
 from builders.reference import ReferenceBuilder, ReferenceMetadata
 from builders.sparse_window import SparseWindowBuilder, SparseWindowMetadata
 from builders.spec import AttentionKind, AttentionSpec, SpecError
@@ -34,6 +35,7 @@ __all__ = [
     "BatchMetadataBuilder",
     "CaptureConstants",
     "FlashAttn3Builder",
+    "FlashAttn3Metadata",
     "GraphSupport",
     "HostLengths",
     "MetadataBuilder",

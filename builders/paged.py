@@ -89,28 +89,6 @@ class TritonMlaBuilder(PagedViewBuilder):
         return max(1, min(wanted, -(-batch.max_seq_len // self._TOKENS_PER_SPLIT), self._MOST_SPLITS))
 
 
-class FlashAttn3Builder(PagedViewBuilder):
-    """The scheduler's own metadata is left out: the kernel then prepares it on the device in every call.
-
-    Measured on an H200, making it once a round saves about 1 us of GPU time a call and costs 20 us of host and 22 us of
-    GPU time a round; refreshing it in the graph costs 2 to 4 us more a step. Results are right even if it is stale.
-    """
-
-    _SPLITS = 32
-    """A positive, constant count: with 0 the kernel's host code would choose by the lengths of the captured batch."""
-
-    @classmethod
-    def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
-        return AdvanceSupport(AdvanceLevel.IN_GRAPH, "step fields are views; the kernel schedules itself in each call")
-
-    def length_bound(self, batch: AttentionBatch) -> int:
-        """The builder's own bound: given a small one, the kernel would drop its sliding window."""
-        return self.max_seq_len
-
-    def splits(self, batch: AttentionBatch) -> int:
-        return self._SPLITS if batch.max_query_len == 1 else 1
-
-
 @cache
 def num_sms(device: torch.device) -> int:
     """SMs of a device; a few on the CPU, so that its runs take the split path too."""

@@ -64,7 +64,8 @@ class ReferenceBuilder(BatchMetadataBuilder[ReferenceMetadata]):
         live = (metadata.seq_lens[row] > 0) & (token < starts[-1])
         end = torch.where(live, metadata.positions + 1, 0)
         metadata.token_to_req.copy_(row)
-        # Which of a tree's tokens a token sees does not end at its own.
-        metadata.kv_end.copy_(end if metadata.tree_masks is None else torch.where(live, metadata.seq_lens[row], 0))
+        # What a tree's token, or one of a block that is not causal, sees does not end at its own.
+        ends_at_own = self.spec.causal and metadata.tree_masks is None
+        metadata.kv_end.copy_(end if ends_at_own else torch.where(live, metadata.seq_lens[row], 0))
         window = self.spec.sliding_window
         metadata.kv_start.copy_(torch.zeros_like(end) if window is None else (end - window).clamp_(min=0))

@@ -26,7 +26,8 @@ class SpecError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
-    """The attention of one KV group. A query at position p sees positions max(0, p - sliding_window + 1) .. p.
+    """The attention of one KV group. A query at position p sees positions max(0, p - sliding_window + 1) .. p, and
+    those behind p too where the group is not causal.
 
     With s_j = soft_cap * tanh(scale * q.k_j / soft_cap) (or scale * q.k_j without a cap) and a per-head sink z:
     out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(z)).
@@ -52,6 +53,9 @@ class AttentionSpec:
     sinks: bool = False
     """Whether each query head has an fp32 sink logit, passed to the forward as ``sinks [num_q_heads]``."""
     kind: AttentionKind = AttentionKind.MHA
+    causal: bool = True
+    """False: a query sees its request's tokens behind it too, as in a block of drafts that is predicted at once. The
+    window ends at none of them: it is the symmetric one of published drafts as long as a block is no longer than it."""
     batch_invariant: bool = False
     """Whether a query's output must be the same bits whatever other requests and query tokens are in the batch."""
     tree: bool = False
@@ -86,6 +90,11 @@ class AttentionSpec:
             problems.append(
                 "mla keeps one latent per token, whose first value_dim dims are the value: num_kv_heads must be 1 and "
                 f"value_dim at most head_dim, got {self.num_kv_heads} and {self.out_dim} of {self.head_dim}"
+            )
+        if self.tree and not self.causal:
+            problems.append(
+                "a tree's masks say which query tokens see each other, so a spec with trees must be causal, got one "
+                "that is not"
             )
         if self.tree and self.sliding_window is not None and self.sliding_window < MAX_TREE_TOKENS:
             problems.append(
@@ -152,6 +161,8 @@ class AttentionSpec:
             parts.append(self.kind.value)
         if self.batch_invariant:
             parts.append("batch invariant")
+        if not self.causal:
+            parts.append("not causal")
         if self.tree:
             parts.append("tree")
         return ", ".join(parts)

@@ -56,6 +56,7 @@ def timed_steps() -> list[Step]:
     """Those whose numbers are times."""
     cases = {
         "drafter": ROUNDS,
+        "parallel": ("parallel",),
         "throughput": ("throughput",),
         "sampling": ("sampling",),
         "backends": ("backends",),

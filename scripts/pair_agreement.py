@@ -133,7 +133,8 @@ def agreement(job: tuple[str, str, str]) -> list[dict[str, Any]]:
         if plain and not batch_invariant:
             continue
         pair = load_byte_pair(SHIPPED_PAIR, dtype, device, draft=draft)
-        if backends := backends_named(pair, name, batch_invariant=batch_invariant):
+        config = EngineConfig(num_speculative_tokens=0, page_size=PAGE_SIZE, batch_invariant=batch_invariant)
+        if backends := backends_named(pair, config, name):
             head = {"draft": draft, "backend": name, "dtype": str(dtype).removeprefix("torch.")}
             subject = Subject(pair=pair, backends=backends, batch_invariant=batch_invariant)
             rows += [{**head, **row} for row in compare(subject)]

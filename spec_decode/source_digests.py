@@ -13,7 +13,8 @@ _ROOT = Path(__file__).parent.parent
 
 ROUNDS = (
     *("builders", "attn_backends"),
-    *("spec_decode.graphs", "spec_decode.sampling", "spec_decode.models", "spec_decode.drafter"),
+    *("spec_decode.graphs", "spec_decode.sampling", "spec_decode.models", "spec_decode.trees"),
+    "spec_decode.drafter",
 )
 """Packages that a timed round of a drafter covers, and each of its parts."""
 CHECKS = (*ROUNDS, "spec_decode.testing", "spec_decode.conformance")

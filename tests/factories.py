@@ -152,6 +152,22 @@ def make_latent_config(*, sinks: bool = True, value_dim: int | None = None, **ch
     return make_config(**{"head_dim": 32, "sliding_window": 6, "latent": latent, **changes})
 
 
+def make_block_config(target: ModelConfig, **changes: Any) -> dict[str, Any]:
+    """What config.json says of a block draft of two layers for that target: the next token and 5 masks."""
+    return {
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": target.intermediate_size,
+        "num_hidden_layers": 2,
+        "num_attention_heads": target.num_q_heads,
+        "num_key_value_heads": target.num_kv_heads,
+        "head_dim": target.head_dim,
+        "block_size": 6,
+        "dflash_config": {"mask_token_id": target.vocab_size - 1, "target_layer_ids": [target.num_layers - 1]},
+        **changes,
+    }
+
+
 def make_pair(
     config: ModelConfig | None = None,
     draft_config: ModelConfig | None = None,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
-from attn_backends import Feature
 from attn_backends.torch_reference import TorchReference
 from builders import (
     AdvanceLevel,
@@ -56,5 +54,4 @@ class ForeseenBuilder(MetadataBuilder[ReferenceMetadata]):
 
 class Foreseen(TorchReference):
     name = "foreseen"
-    capabilities = replace(TorchReference.capabilities, features=frozenset(Feature) - {Feature.TREE})
     builder: Any = ForeseenBuilder

@@ -12,19 +12,24 @@ import torch
 
 from attn_backends import Accepted, AttentionBackend, Capabilities, Feature, KVCache, Rejected, get, registry
 from attn_backends.kernels.rope import apply_rope, rope_formula
+from attn_backends.merged_trees import merge_tree
 from attn_backends.torch_reference import TorchReference
+from attn_backends.triton_paged import TritonPaged
 from builders import (
     AdvanceLevel,
     AdvanceSupport,
     AttentionBatch,
     AttentionSpec,
     BatchError,
+    FlashAttn3Builder,
+    FlashAttn3Metadata,
     MetadataBuilder,
     ReferenceBuilder,
     ReferenceMetadata,
 )
 from spec_decode.graphs import CaptureError
 from spec_decode.testing.poison import bits
+from tests import flash_attn3_stand_in
 from tests.foreseen import Foreseen, ForeseenBuilder
 from tests.page_lists import PageListBuilder, PageLists
 
@@ -170,7 +175,28 @@ def _interleaved_groups(
     return out[:, order.argsort()]
 
 
-_NO_TREE = "no draft is a tree yet"
+_NO_BLOCK = "the validator drafts no blocks"
+
+
+def _blocks_are_causal(self: Any, query: Any, cache: Any, metadata: Any, **options: Any) -> torch.Tensor:
+    own = torch.where(metadata.kv_end > 0, metadata.positions + 1, 0).int()
+    return TorchReference.forward(self, query, cache, replace(metadata, kv_end=own), **options)
+
+
+def _windows_end_at_a_blocks_own_tokens(self: Any, metadata: Any) -> None:
+    ReferenceBuilder.advance(self, metadata)
+    if not self.spec.causal and self.spec.sliding_window:
+        metadata.kv_start.copy_((metadata.kv_end - self.spec.sliding_window).clamp_(min=0))
+
+
+def _leaves_a_blocks_end(self: Any, metadata: Any) -> None:
+    end = metadata.kv_end.clone()
+    ReferenceBuilder.advance(self, metadata)
+    if not self.spec.causal:
+        metadata.kv_end.copy_(end)
+
+
+_NO_TREE = "the validator drafts no trees"
 
 
 def _sees_its_siblings(self: Any, query: Any, cache: Any, metadata: Any, **options: Any) -> torch.Tensor:
@@ -189,6 +215,40 @@ def _keeps_the_masks_it_was_built_with(self: Any, batch: Any, *, horizon: int = 
     metadata = ReferenceBuilder.build(self, batch, horizon=horizon)
     masks = metadata.tree_masks
     return metadata if masks is None else replace(metadata, tree_masks=masks.clone())
+
+
+class MergesTrees(TritonPaged):
+    """Trees as kernels serve them that know none: a prefix with its lse, then the tree. Right as it stands."""
+
+    name = "merges_trees"
+    builder: Any = FlashAttn3Builder
+    lse_base_2 = False
+
+    def forward(self, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
+        if metadata.tree_masks is None or spec.sliding_window:
+            return super().forward(query, cache, metadata, spec=spec, sinks=sinks)
+        tensors = (metadata.query_start_loc, metadata.kv_lens, metadata.block_table, None)
+        sizes = (spec.softmax_scale, False, -1, -1, spec.soft_cap or 0.0)
+        out, lse = flash_attn3_stand_in.attend(query, cache.key, cache.value, *tensors, *sizes)
+        return merge_tree(out, lse.t(), query, cache, metadata, spec, sinks, lse_base_2=self.lse_base_2)
+
+
+class _MistakesTheBase(MergesTrees):
+    lse_base_2 = True
+
+
+class _CountsPrefixesOnce(FlashAttn3Builder):
+    @classmethod
+    def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
+        return FlashAttn3Builder.advance_support(spec, device)
+
+    def advance(self, metadata: FlashAttn3Metadata) -> None:
+        if metadata.tree_masks is not None and not self._prefix_lens.any():
+            super().advance(metadata)
+
+
+class _LeavesPrefixes(MergesTrees):
+    builder = _CountsPrefixesOnce
 
 
 def _forgets_sinks(self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
@@ -232,6 +292,11 @@ def _writes_past_its_limit(self: Any, metadata: Any) -> None:
     page = metadata.block_table[metadata.token_to_req, column].long()
     inert = (metadata.slot_mapping < 0) & (page >= 0) & (position > 1)
     metadata.slot_mapping.copy_(torch.where(inert, page * size + position % size, metadata.slot_mapping))
+
+
+def _advances_short_queries_only(self: Any, metadata: Any) -> None:
+    if metadata.max_query_len <= 5:
+        ReferenceBuilder.advance(self, metadata)
 
 
 def _advances_decodes_only(self: Any, metadata: Any) -> None:
@@ -684,6 +749,25 @@ MUTANTS = (
         not_shown="a draft's sinks are finite",
     ),
     Mutant(
+        "blocks_are_causal",
+        "numerics.blocks_see_what_is_behind",
+        with_forward(_blocks_are_causal),
+        not_shown=_NO_BLOCK,
+    ),
+    Mutant(
+        "windows_of_a_blocks_end",
+        "numerics.blocks_see_what_is_behind",
+        with_builder(derived("windows_of_a_blocks_end", advance=_windows_end_at_a_blocks_own_tokens)),
+        not_shown=_NO_BLOCK,
+        cases="window-*",
+    ),
+    _builder_mutant(
+        "ends_of_the_last_blocks",
+        "graph.blocks_replay_over_other_batches",
+        advance=_leaves_a_blocks_end,
+        not_shown=_NO_BLOCK,
+    ),
+    Mutant(
         "sees_its_siblings", "numerics.trees_see_their_ancestors", with_forward(_sees_its_siblings), not_shown=_NO_TREE
     ),
     Mutant(
@@ -695,6 +779,22 @@ MUTANTS = (
         build=_keeps_the_masks_it_was_built_with,
         not_shown=_NO_TREE,
     ),
+    _builder_mutant(
+        "masks_of_the_capture",
+        "drafter.strategies_agree_on_trees",
+        build=_keeps_the_masks_it_was_built_with,
+        not_shown=_NO_TREE,
+        cases="k4-n3-dynamic",
+    ),
+    _builder_mutant(
+        "advances_short_queries_only",
+        "drafter.strategies_agree_on_blocks",
+        advance=_advances_short_queries_only,
+        not_shown=_NO_BLOCK,
+        cases="k4-n3",
+    ),
+    Mutant("mistakes_the_base_of_an_lse", "numerics.trees_see_their_ancestors", _MistakesTheBase(), not_shown=_NO_TREE),
+    Mutant("prefixes_of_the_last_trees", "graph.tree_replays_over_other_trees", _LeavesPrefixes(), not_shown=_NO_TREE),
     Mutant("reads_past_the_end", "poison.stale_table_entries_are_not_read", with_forward(_reads_a_token_too_many)),
     Mutant(
         "reads_unwritten_scratch",

@@ -1,4 +1,4 @@
-"""Causal attention over a paged cache of latents (multi-head latent attention, absorbed form), split over KV tokens.
+"""Attention over a paged cache of latents (multi-head latent attention, absorbed form), split over KV tokens.
 
 The absorbed form of the DeepSeek-V2 paper (arXiv:2405.04434, section 2.1): the up-projections of keys and values are
 folded into the query and the output, and what remains is attention of all heads over a single KV head.
@@ -27,7 +27,7 @@ _SHARED_MEMORY = 227 * 1024
 
 
 class LatentAttentionArguments(NamedTuple):
-    """softmax(scale * q . latent) @ latent[:V], causal; returns [T, H, V] in query's dtype.
+    """softmax(scale * q . latent) @ latent[:V]; returns [T, H, V] in query's dtype.
 
     query            [T, H, D] of bf16, fp16 or fp32
     latent_cache     [pages, page_size, D] of query's dtype, strided in all but the last dim
@@ -38,7 +38,7 @@ class LatentAttentionArguments(NamedTuple):
     max_query_len    a capture constant, which sizes the launch; so is num_splits
     value_dim        V
     scale            of q.latent
-    batch_invariant  as of paged attention
+    causal           as of paged attention; so is batch_invariant
 
     The op raises BatchError unless V and D - V are powers of two from 16 to 512, and for a cache of another
     width or dtype, or with a strided last dim.
@@ -54,6 +54,7 @@ class LatentAttentionArguments(NamedTuple):
     num_splits: int
     value_dim: int
     scale: float
+    causal: bool
     batch_invariant: bool
 
     def _check(self) -> None:
@@ -78,7 +79,8 @@ class LatentAttentionArguments(NamedTuple):
         latents = self.latent_cache[:, :, None]
         return PagedAttentionArguments(
             self.query, latents, latents[..., : self.value_dim], self.block_table, self.seq_lens, self.query_start_loc,
-            None, self.tree_masks, self.max_query_len, 0, self.num_splits, self.scale, None, None, self.batch_invariant,
+            None, self.tree_masks, self.max_query_len, 0, self.num_splits, self.scale, None, None, self.causal,
+            self.batch_invariant,
         ).reference()  # fmt: skip
 
     def fake(self) -> torch.Tensor:
@@ -106,8 +108,9 @@ class LatentAttentionArguments(NamedTuple):
             *query.stride()[:2], *self.latent_cache.stride()[:2], self.block_table.stride(0),
             HEADS=heads, PAGE_SIZE=page_size, VALUE_DIM=value_dim, ROTARY_DIM=dim - value_dim,
             SPLITS=splits, SPLIT_BLOCKS=SPLIT_TOKENS // config["BLOCK_N"] if fixed else 0,
-            TREE=self.tree_masks is not None, WIDE_PAGES=page_size * self.latent_cache.stride(1) >= 1 << 31,
-            FP32_DOT=interpreted, **config, **dependent_launch(query.device),
+            CAUSAL=self.causal, TREE=self.tree_masks is not None,
+            WIDE_PAGES=page_size * self.latent_cache.stride(1) >= 1 << 31, FP32_DOT=interpreted,
+            **config, **dependent_launch(query.device),
         )  # fmt: skip
         if split:
             merge_kernel[(tokens, heads)](

@@ -12,7 +12,7 @@ def latent_attention_kernel(
     q_token_stride, q_head_stride, page_stride, token_stride, table_stride,
     HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCKS: tl.constexpr,
-    TREE: tl.constexpr, WIDE_PAGES: tl.constexpr, FP32_DOT: tl.constexpr, PDL: tl.constexpr,
+    CAUSAL: tl.constexpr, TREE: tl.constexpr, WIDE_PAGES: tl.constexpr, FP32_DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_previous(PDL)
     # Tiles of one request are neighbours: they run at the same time and share its latents in the L2 cache.
@@ -40,6 +40,9 @@ def latent_attention_kernel(
     last_row = tl.minimum(tile * BLOCK_M + BLOCK_M, query_len * HEADS) - 1
     end = cached + last_row // HEADS + 1
     seen_by_all = cached + (tile * BLOCK_M) // HEADS + 1
+    if not CAUSAL:
+        end = seq_len
+        seen_by_all = seq_len
     if TREE:  # any token may be the root's child, and any may be seen
         end = seq_len
         seen_by_all = cached
@@ -89,8 +92,10 @@ def latent_attention_kernel(
         if (block + 1) * BLOCK_N > seen_by_all:
             if TREE:
                 seen = seen_in_tree(ancestors[:, None], (kv - cached)[None, :]) & (kv < end)[None, :]
-            else:
+            elif CAUSAL:
                 seen = kv[None, :] <= position[:, None]
+            else:
+                seen = (kv < end)[None, :]
             scores = tl.where(seen, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - new_peak[:, None])

@@ -1,4 +1,4 @@
-"""Causal attention over a paged cache: one kernel for decode and extend, split over KV tokens, and the merge.
+"""Attention over a paged cache: one kernel for decode and extend, split over KV tokens, and the merge.
 
 Shape legend: T query tokens, R requests, H query heads, K KV heads, G = H / K query heads a KV head, D head dim,
 E value dim, S splits, M rows of a tile (query token x head of the group), N KV tokens of a block.
@@ -20,7 +20,7 @@ from builders.spec import MAX_TREE_TOKENS
 
 
 class PagedAttentionArguments(NamedTuple):
-    """Causal attention of query [T, H, D] over paged caches; returns [T, H, E] in query's dtype.
+    """Attention of query [T, H, D] over paged caches; returns [T, H, E] in query's dtype.
 
     query            [T, H, D]
     key_cache        [pages, page_size, K, D] of query's dtype, strided in all but the last dim
@@ -36,6 +36,7 @@ class PagedAttentionArguments(NamedTuple):
     scale            of q.k
     sliding_window   tokens a query sees, itself included; None is all
     soft_cap         None is no cap
+    causal           False: a query sees its request's queries behind it too, where they form no tree
     batch_invariant  cut by the op's sizes and a token's position alone: a row's bits are those it has in any batch;
                      splits are of SPLIT_TOKENS tokens, and the last takes what is left
     """
@@ -54,6 +55,7 @@ class PagedAttentionArguments(NamedTuple):
     scale: float
     sliding_window: int | None
     soft_cap: float | None
+    causal: bool
     batch_invariant: bool
 
     def reference(self) -> torch.Tensor:
@@ -64,26 +66,28 @@ class PagedAttentionArguments(NamedTuple):
             # Sums of torch depend on the shape: where they must not, each token is attended alone.
             step = 1 if self.batch_invariant else max(1, last - first)
             for start in range(first, last if length else first, step):
-                end = length if self.tree_masks is not None else length - (last - start - step)
+                whole = self.tree_masks is not None or not self.causal
+                end = length if whole else length - (last - start - step)
                 pages, rows = self.block_table[request], slice(start, start + step)
                 key, value = _tokens(self.key_cache, pages, end), _tokens(self.value_cache, pages, end)
-                hidden = self._hidden(rows, length - (last - first), end)
+                hidden = self._hidden(rows, length - (last - first), start - first, end)
                 out[rows] = self._attend_one(self.query[rows].float(), key, value, hidden).to(out.dtype)
         return out
 
-    def _hidden(self, rows: slice, cached: int, length: int) -> torch.Tensor:
-        """Bool [q, length]: what the queries `rows` of a request do not see of it, after `cached` tokens."""
+    def _hidden(self, rows: slice, cached: int, before: int, length: int) -> torch.Tensor:
+        """Bool [q, length]: what the queries `rows` of a request do not see of it, after `cached` tokens and `before`
+        other queries."""
         token = torch.arange(length)[None]
         if self.tree_masks is None:
-            position = torch.arange(length - (rows.stop - rows.start), length)[:, None]
-            hidden = token > position
+            position = cached + before + torch.arange(rows.stop - rows.start)[:, None]
+            hidden = token > position if self.causal else token < 0
         else:
             masks = self.tree_masks[rows, None]
             bits = masks >> torch.arange(MAX_TREE_TOKENS) & 1
             position = cached + bits.sum(1, keepdim=True) - 1
             hidden = (token >= cached) & (masks >> (token - cached).clamp(0, MAX_TREE_TOKENS - 1) & 1 == 0)
         if self.sliding_window:
-            hidden |= token <= position - self.sliding_window
+            hidden = hidden | (token <= position - self.sliding_window)
         return hidden
 
     def _attend_one(
@@ -135,7 +139,8 @@ class PagedAttentionArguments(NamedTuple):
             HEADS=heads, GROUP=group, PAGE_SIZE=page_size, DIM=dim, VALUE_DIM=value_dim, BLOCK_D=block_d,
             BLOCK_E=block_e, BLOCK_M=block_m, SPLITS=splits,
             SPLIT_BLOCKS=SPLIT_TOKENS // tile["BLOCK_N"] if fixed else 0, WINDOW=self.sliding_window or 0,
-            TREE=self.tree_masks is not None, SOFT_CAP=bool(self.soft_cap), SINKS=sinks is not None and not split,
+            CAUSAL=self.causal, TREE=self.tree_masks is not None, SOFT_CAP=bool(self.soft_cap),
+            SINKS=sinks is not None and not split,
             WIDE_PAGES=page_size * max(self.key_cache.stride(1), self.value_cache.stride(1)) >= 1 << 31,
             FP32_DOT=interpreted, **tile, **dependent_launch(query.device),
         )  # fmt: skip

@@ -12,8 +12,8 @@ def attention_kernel(
     v_token_stride, v_head_stride, table_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    SPLIT_BLOCKS: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr, SOFT_CAP: tl.constexpr,
-    SINKS: tl.constexpr, WIDE_PAGES: tl.constexpr, FP32_DOT: tl.constexpr, PDL: tl.constexpr,
+    SPLIT_BLOCKS: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr,
+    SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, WIDE_PAGES: tl.constexpr, FP32_DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_previous(PDL)
     request = tl.program_id(0) // tiles
@@ -44,6 +44,8 @@ def attention_kernel(
     start = 0
     if WINDOW > 0:
         start = tl.maximum(cached + (tile * BLOCK_M) // GROUP - WINDOW + 1, 0)
+    if not CAUSAL:
+        end = seq_len
     if TREE:  # any token may be the root's child, and any may be seen
         end = seq_len
         if WINDOW > 0:
@@ -95,8 +97,10 @@ def attention_kernel(
         scores = scores * 1.4426950408889634
         if TREE:
             seen = seen_in_tree(ancestors[:, None], (kv - cached)[None, :]) & owned[None, :]
-        else:
+        elif CAUSAL:
             seen = kv[None, :] <= position[:, None]
+        else:
+            seen = owned[None, :]
         if WINDOW > 0:
             seen = seen & (kv[None, :] > position[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
@@ -108,7 +112,7 @@ def attention_kernel(
         peak = new_peak
 
     if SINKS:
-        sink = _finite_above(tl.load(sinks + head, mask=in_row, other=0.0))
+        sink = finite_above(tl.load(sinks + head, mask=in_row, other=0.0))
         new_peak = tl.maximum(peak, sink)
         fade = tl.exp2(peak - new_peak)
         total = total * fade + tl.exp2(sink - new_peak)
@@ -158,7 +162,7 @@ def split_range(first_block, blocks, split, SPLITS: tl.constexpr, SPLIT_BLOCKS: 
 
 
 @triton.jit
-def _finite_above(sink):
+def finite_above(sink):
     """A sink as an exponent of 2. One of +inf becomes finite and outweighs every score, without inf - inf."""
     return tl.where(sink > 1e30, 1e30, sink * 1.4426950408889634)
 
@@ -186,7 +190,7 @@ def merge_kernel(
         )
     peak = tl.max(part, 0)
     if SINKS:
-        sink = _finite_above(tl.load(sinks + head))
+        sink = finite_above(tl.load(sinks + head))
         peak = tl.maximum(peak, sink)
     peak = tl.maximum(peak, -3.0e38)
     if IN_ORDER:

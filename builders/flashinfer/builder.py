@@ -13,19 +13,22 @@ from builders.errors import require
 from builders.flashinfer.plan import replan
 from builders.flashinfer.table_rows import row_stride
 from builders.flashinfer.wrappers import FlashInferWrappers, Kernel, Launch
+from builders.kernels.prefix_lens import count_prefix
 from builders.metadata import BatchMetadata, BatchMetadataBuilder
 from builders.spec import AttentionSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlashInferMetadata(BatchMetadata):
-    """The launch, and its persistent buffers, which are empty where the kernel has no plan.
+    """The launch, its persistent buffers, which are empty where the kernel has no plan, and the lengths planned for.
 
+    kv_lens        int32 [num_reqs]   tokens that the kernel attends to: seq_lens, or of trees what was cached before
     last_page_len  int32 [num_reqs]
     plan           uint8 [n]          as FlashInfer lays it out
     """
 
     launch: Launch
+    kv_lens: torch.Tensor
     last_page_len: torch.Tensor
     plan: torch.Tensor
 
@@ -37,13 +40,14 @@ class FlashInferBuilder(BatchMetadataBuilder[FlashInferMetadata]):
     """
 
     graph_support = GraphSupport.UNIFORM_BATCH
-    step_fields: ClassVar[tuple[str, ...]] = ("seq_lens", "slot_mapping", "last_page_len", "plan")
+    step_fields: ClassVar[tuple[str, ...]] = ("seq_lens", "slot_mapping", "kv_lens", "last_page_len", "plan")
     decode_kernel: ClassVar[Kernel | None] = None
     """The kernel of single-token batches; None chooses by the spec, see choose_kernel."""
 
     def allocate(self) -> None:
         self._launches: dict[tuple[int, ...], Launch] = {}
         self.wrappers = FlashInferWrappers(self.spec, self.device)
+        self._prefix_lens = torch.zeros(self.max_reqs, dtype=torch.int32, device=self.device)
 
     @classmethod
     def advance_support(cls, spec: AttentionSpec, device: torch.device) -> AdvanceSupport:
@@ -53,9 +57,14 @@ class FlashInferBuilder(BatchMetadataBuilder[FlashInferMetadata]):
 
     def build(self, batch: AttentionBatch, *, horizon: int = 0) -> FlashInferMetadata:
         self.check_horizon(batch, horizon)
-        launch = self._launch(batch) if batch.uniform else self.wrappers.ragged(batch)
+        kv_lens = self._kv_lens(batch)
+        launch = self._launch(batch) if batch.uniform else self.wrappers.ragged(batch, kv_lens)
         metadata = FlashInferMetadata(
-            **self.batch_fields(batch), launch=launch, last_page_len=launch.last_page_len, plan=launch.plan
+            **self.batch_fields(batch),
+            launch=launch,
+            kv_lens=kv_lens,
+            last_page_len=launch.last_page_len,
+            plan=launch.plan,
         )
         if batch.uniform:
             self.advance(metadata)
@@ -68,25 +77,34 @@ class FlashInferBuilder(BatchMetadataBuilder[FlashInferMetadata]):
             f"only a batch of one query length advances, this one has up to {metadata.max_query_len} tokens a row in "
             f"{metadata.num_tokens} of {metadata.num_reqs} rows; its plan would be of other lengths. Build it anew.",
         )
+        if metadata.tree_masks is not None:
+            count_prefix(metadata.kv_lens, metadata.seq_lens, metadata.query_start_loc)
         launch = metadata.launch
         if launch.layout is not None:
-            tensors = (metadata.seq_lens, metadata.last_page_len, metadata.plan)
+            tensors = (metadata.kv_lens, metadata.last_page_len, metadata.plan)
             replan(*tensors, launch.layout, row_stride=launch.row_stride)
 
     def length_bound(self, batch: AttentionBatch) -> int:
         """The tokens of a row of the block table: a plan fits them all."""
         return batch.block_table.shape[1] * self.spec.page_size
 
+    def _kv_lens(self, batch: AttentionBatch) -> torch.Tensor:
+        if batch.tree_masks is None:
+            return batch.seq_lens
+        lens = self._prefix_lens[: batch.num_reqs]
+        count_prefix(lens, batch.seq_lens, batch.query_start_loc)
+        return lens
+
     def _launch(self, batch: AttentionBatch) -> Launch:
         """What serves every batch of this shape over this block table."""
-        table = batch.block_table
-        key = (*table.shape, row_stride(table), batch.max_query_len, table.data_ptr())
+        table, trees = batch.block_table, batch.tree_masks is not None
+        key = (*table.shape, row_stride(table), batch.max_query_len, trees, table.data_ptr())
         if key not in self._launches:
             self._launches[key] = self._plan(batch)
         return self._launches[key]
 
     def _plan(self, batch: AttentionBatch) -> Launch:
-        if batch.max_query_len > 1:
+        if batch.max_query_len > 1 or batch.tree_masks is not None:
             return self.wrappers.extend(batch)
         kernel = self.decode_kernel or choose_kernel(self.spec)[0]
         return self.wrappers.xqa(batch) if kernel is Kernel.XQA else self.wrappers.decode(batch, kernel)

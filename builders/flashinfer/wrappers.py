@@ -112,7 +112,7 @@ class FlashInferWrappers:
         wrapper.plan(indptr, self._none, last_page_len, *self._sizes, **self._numbers)
 
     def extend(self, batch: AttentionBatch) -> Launch:
-        """For rows of max_query_len tokens each over the batch's block table."""
+        """For rows of max_query_len tokens each over the batch's block table; of trees, over what was cached before."""
         starts = torch.arange(batch.num_reqs + 1, dtype=torch.int32) * batch.max_query_len
         indptr, pages, last_page_len = TableRows.of(batch.block_table)
         wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
@@ -127,12 +127,12 @@ class FlashInferWrappers:
         )
         plan = self._plan_of(wrapper)
         rows = (starts, indptr, self._none, last_page_len.cpu())
-        wrapper.plan(*rows, *self._sizes, causal=True, **self._numbers)
+        wrapper.plan(*rows, *self._sizes, causal=self._causal(batch), **self._numbers)
         return self._planned(Kernel.EXTEND, batch, wrapper, last_page_len, plan)
 
-    def ragged(self, batch: AttentionBatch) -> Launch:
-        """For this batch alone, planned on the host for its lengths."""
-        size, table, lens = self.spec.page_size, batch.block_table.cpu(), batch.seq_lens.cpu()
+    def ragged(self, batch: AttentionBatch, kv_lens: torch.Tensor) -> Launch:
+        """For this batch alone, planned on the host for kv_lens, int32 [num_reqs], the tokens to attend to."""
+        size, table, lens = self.spec.page_size, batch.block_table.cpu(), kv_lens.cpu()
         pages = (lens + size - 1) // size
         owned = torch.arange(table.shape[1]) < pages[:, None]
         rows = (
@@ -143,8 +143,12 @@ class FlashInferWrappers:
         )
         workspace = self._workspace(batch.num_reqs, batch.num_tokens)
         wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
-        wrapper.plan(*rows, *self._sizes, causal=True, **self._numbers)
+        wrapper.plan(*rows, *self._sizes, causal=self._causal(batch), **self._numbers)
         return self._launch(Kernel.RAGGED, batch, wrapper=wrapper)
+
+    def _causal(self, batch: AttentionBatch) -> bool:
+        """All of a tree's tokens see all that was cached before them."""
+        return self.spec.causal and batch.tree_masks is None
 
     def _workspace(self, num_reqs: int, num_tokens: int) -> torch.Tensor:
         """Bytes for the partial outputs of a batch.

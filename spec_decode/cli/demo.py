@@ -79,12 +79,12 @@ def _compare(console: Console, draft: str, pair: Pair) -> list[Comparison]:
     """Every backend that serves the draft; it serves the target too where it can."""
     from attn_backends import registry
     from spec_decode.cli.generate import backends_named
-    from spec_decode.cli.strategy_comparison import compare, demo_requests
+    from spec_decode.cli.strategy_comparison import CONFIG, compare, demo_requests
 
     comparisons = []
     with progress(console, f"{draft}: starting") as update:
         for name in registry.names():
-            if backends := backends_named(pair, name):
+            if backends := backends_named(pair, CONFIG, name):
                 comparisons.append(compare(pair, backends, demo_requests(), lambda run: update(f"{draft}, {run}")))
     return comparisons
 

@@ -12,18 +12,22 @@ from rich.console import Console
 
 from spec_decode.cli.options import PAGE_SIZE, StrategyChoice, device_option, options_as, resolve_device, use_threads
 from spec_decode.cli.output import UserError, printable, say, stdout
+from spec_decode.cli.tree_option import TREE_HELP, parse_tree
 
 if TYPE_CHECKING:
     import torch
 
     from spec_decode.cli.byte_pair import Pair
     from spec_decode.cli.generate import Backends, GenerateResult
-    from spec_decode.engine import Request
+    from spec_decode.engine import EngineConfig, Request
 
 _DTYPE = click.Choice(("float32", "bfloat16", "float16"))
 _TARGET = "Folder of a published causal language model, run through the transformers library; --draft is a folder then."
 _STRATEGY = "How steps 1 to K-1 are run; auto takes the fastest that the backend allows, on a GPU as timed there."
-_VERIFY = "How drafts are verified: rejection, block, or synthetic:MEAN, which keeps that many whatever they are."
+_VERIFY = (
+    "How drafts are verified: rejection, if left out, block, or synthetic:MEAN, which keeps that many whatever they "
+    "are. Trees: sampling alone."
+)
 
 _INVARIANT = "No bit of a text depends on the prompts beside it, nor greedily on drafting; slower, see the guide."
 
@@ -43,7 +47,8 @@ class _Options:
     page_size: Annotated[int, PAGE_SIZE, "Tokens of a page of the KV caches."] = 16
     strategy: Annotated[str, StrategyChoice(), _STRATEGY] = "auto"
     num_speculative_tokens: Annotated[int, "-k", "Draft tokens a round; 0: plain decoding."] = 4
-    verification: Annotated[str, "--verify", _VERIFY] = "rejection"
+    tree: Annotated[str | None, TREE_HELP]
+    verification: Annotated[str | None, "--verify", _VERIFY]
     batch_invariant: Annotated[bool, _INVARIANT] = False
     temperature: Annotated[float, "0 is greedy."] = 0.0
     top_k: Annotated[int, "Sample from the k most probable tokens; 0 from all."] = 0
@@ -53,6 +58,20 @@ class _Options:
     device: Annotated[str | None, device_option]
     dtype: Annotated[str | None, _DTYPE, "float32 on the CPU, else bfloat16, if left out."]
     explain: Annotated[bool, "Also say why other backends were not chosen."] = False
+
+    def config(self) -> EngineConfig:
+        """The engine's, for requests of any number and length."""
+        from spec_decode.drafter import Strategy
+        from spec_decode.engine import EngineConfig
+
+        return EngineConfig(
+            num_speculative_tokens=self.num_speculative_tokens,
+            page_size=self.page_size,
+            strategy=None if self.strategy == "auto" else Strategy(self.strategy),
+            verification=self.verification,
+            batch_invariant=self.batch_invariant,
+            tree=None if self.tree is None else parse_tree(self.tree),
+        )
 
     def request(self, models: Pair, text: str, index: int) -> Request:
         """The request that continues the index-th prompt."""
@@ -84,34 +103,19 @@ def draft(options: _Options) -> None:
     if options.target is None:
         use_threads(1)
     from spec_decode.cli.generate import choose_backends, generate
-    from spec_decode.drafter import Strategy
 
-    models = _load(options, dtype, device)
-    backends = choose_backends(
-        models,
-        options.backend,
-        options.draft_backend,
-        page_size=options.page_size,
-        batch_invariant=options.batch_invariant,
-    )
-    result = generate(
-        models,
-        backends,
-        [options.request(models, text, index) for index, text in enumerate(texts)],
-        options.num_speculative_tokens,
-        None if options.strategy == "auto" else Strategy(options.strategy),
-        options.verification,
-        options.page_size,
-        batch_invariant=options.batch_invariant,
-    )
+    models, config = _load(options, dtype, device), options.config()
+    backends = choose_backends(models, config, options.backend, options.draft_backend)
+    requests = [options.request(models, text, index) for index, text in enumerate(texts)]
+    result = generate(models, backends, requests, config)
     console = stdout()
     _print_texts(console, texts, [models.decode(generation.token_ids) for generation in result.generations])
     names = [backends.names(chosen) for chosen in (backends.target, backends.draft)]
     other = "" if names[0] == names[1] else f", {names[1]} for the draft"
     say(console, f"backend {names[0]}{other} on {device}, {dtype}")
     if options.explain:
-        _explain_backends(console, backends, models, options.page_size)
-    _print_stats(console, result, options.num_speculative_tokens, device)
+        _explain_backends(console, backends, models, config)
+    _print_stats(console, result, config, device)
 
 
 def _load(options: _Options, dtype_name: str, device: torch.device) -> Pair:
@@ -158,11 +162,12 @@ def _print_texts(console: Console, prompts: list[str], continued: list[str]) -> 
         say(console, "")
 
 
-def _explain_backends(console: Console, backends: Backends, pair: Pair, page_size: int) -> None:
+def _explain_backends(console: Console, backends: Backends, pair: Pair, config: EngineConfig) -> None:
     from attn_backends import Rejected, registry
+    from spec_decode.cli.generate import groups_asked
 
     for name, model, chosen in (("target", pair.target, backends.target), ("draft", pair.draft, backends.draft)):
-        for group in model.layer_groups(page_size):
+        for group in groups_asked(model, config):
             own = chosen[group.name].name
             say(console, f"{name} [{group.spec.describe()}]: {own}")
             for other in (other for other in registry.names() if other != own):
@@ -171,13 +176,16 @@ def _explain_backends(console: Console, backends: Backends, pair: Pair, page_siz
                 say(console, f"  not {other}: {why}")
 
 
-def _print_stats(console: Console, result: GenerateResult, count: int, device: torch.device) -> None:
-    stats = result.stats
+def _print_stats(console: Console, result: GenerateResult, config: EngineConfig, device: torch.device) -> None:
+    stats, count = result.stats, config.num_speculative_tokens
     if result.plan is None:
         say(console, f"no draft tokens were asked for: plain decoding, {stats.rounds} rounds")
         return
     for line in result.plan.explain():
         say(console, line)
-    say(console, f"accepted {stats.mean_accepted:.2f} of {count} draft tokens a request and round")
+    drafted = (
+        f"{count} draft tokens" if config.tree is None else f"{count}, the depth of a tree of {config.tree.num_tokens}"
+    )
+    say(console, f"accepted {stats.mean_accepted:.2f} of {drafted} a request and round")
     note = "; on the CPU that includes the arithmetic" if device.type == "cpu" else ""
     say(console, f"{stats.rounds} rounds, {stats.host_us_a_round:.0f} host us a round in the drafter{note}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.table import Table
 
@@ -12,12 +12,13 @@ from spec_decode.cli.generate import Backends, GenerateResult, generate
 from spec_decode.drafter import GraphMode, Strategy, StrategyError
 from spec_decode.drafter.kv_groups import make_groups
 from spec_decode.drafter.plan import DraftPlan, choose
-from spec_decode.engine import Generation, Request
+from spec_decode.engine import EngineConfig, Generation, Request
 from spec_decode.graphs import loop_unsupported_reason
 from spec_decode.models.byte_tokenizer import encode
 from spec_decode.models.held_out_text import held_out_prompts
 
 PROMPTS, PROMPT_BYTES, NEW_TOKENS, DRAFT_TOKENS = 6, 64, 64, 4
+CONFIG = EngineConfig(num_speculative_tokens=DRAFT_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,12 @@ def compare(pair: Pair, backends: Backends, requests: Sequence[Request], on_run:
     """Run the backends plainly and in every strategy that they can run."""
     name = backends.names(backends.draft)
     on_run(f"{name}: plain decoding")
-    plain = generate(pair, backends, requests, 0)
+    plain = generate(pair, backends, requests, EngineConfig(num_speculative_tokens=0))
     runs: dict[Strategy, GenerateResult | None] = {}
     for strategy in Strategy:
         on_run(f"{name}: {strategy.value}")
         try:
-            runs[strategy] = generate(pair, backends, requests, DRAFT_TOKENS, strategy)
+            runs[strategy] = generate(pair, backends, requests, replace(CONFIG, strategy=strategy))
         except StrategyError:
             runs[strategy] = None
     eager = runs[Strategy.EAGER]
@@ -84,7 +85,13 @@ def _differing(ours: GenerateResult | None, theirs: GenerateResult, what: Callab
 def _chosen_plan(pair: Pair, backends: Backends) -> DraftPlan:
     groups = make_groups("draft", pair.draft, backends.draft, PAGE_SIZE, 1, pair.device)
     facts = [group.facts(pair.device) for group in groups]
-    return choose(facts, DRAFT_TOKENS, GraphMode.FULL, loop_unsupported_reason=loop_unsupported_reason(pair.device))
+    return choose(
+        facts,
+        DRAFT_TOKENS,
+        GraphMode.FULL,
+        loop_unsupported_reason=loop_unsupported_reason(pair.device),
+        at_once=pair.draft.drafts_at_once,
+    )
 
 
 def to_table(comparisons: Sequence[Comparison], prompts: int) -> Table:

@@ -2,8 +2,10 @@
 
 from spec_decode.conformance import (  # noqa: F401  the families define their checks on import
     batch_invariance_checks,
+    block_checks,
     builder_checks,
     contract_checks,
+    draft_shape_checks,
     drafter_checks,
     fused_write_checks,
     graph_checks,

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from builders import AttentionKind, AttentionSpec
-from builders.spec import MAX_TREE_TOKENS
 from spec_decode.conformance.check import Cases
 from spec_decode.testing.batches import Batch, Case
 from spec_decode.testing.subject import PLAIN_SPECS, Subject
@@ -110,11 +109,6 @@ def spec_cases(batches: dict[str, Batch], variants: Collection[str] | None = Non
 def base_cases(batches: dict[str, Batch]) -> Cases:
     """A case generator: a few telling variants with every batch."""
     return spec_cases(batches, ("base", "window", "deepseek_v3", "deepseek_v4_packed"))
-
-
-def with_trees(spec: AttentionSpec) -> AttentionSpec:
-    """The spec with trees; a window becomes the narrowest that one lies in."""
-    return replace(spec, tree=True, sliding_window=None if spec.sliding_window is None else MAX_TREE_TOKENS)
 
 
 def edge_cases(subject: Subject) -> list[tuple[str, Case]]:

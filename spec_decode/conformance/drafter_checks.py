@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
@@ -10,90 +10,24 @@ from itertools import product
 import torch
 
 from builders import AttentionSpec, HostLengths
-from builders.kernels.triton_runtime import torch_implementations
 from spec_decode.conformance.check import Cases, Family
 from spec_decode.conformance.coverage import every_strategy, one_strategy
+from spec_decode.conformance.draft_runs import compare, draft, expect_same, verified_tokens, without_interpreter
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, StrategyError, VerifiedTokens
 from spec_decode.drafter.kv_groups import KVGroup
 from spec_decode.graphs.emulator import HostReadGuard
 from spec_decode.models import AttentionInputs, EagleDraft
 from spec_decode.sampling.draft_sampler import NO_TOKEN
 from spec_decode.testing import oracle
-from spec_decode.testing.draft_fixture import MAX_SEQ_LEN, VOCAB, DraftFixture, DraftShape, target_of
+from spec_decode.testing.draft_fixture import MAX_SEQ_LEN, DraftFixture, DraftShape, target_of
 from spec_decode.testing.error_location import error_location
 from spec_decode.testing.expectations import CheckFailure, Measurements, Unsupported, expect
 from spec_decode.testing.subject import Subject
 
 check = Family("drafter", covers=one_strategy)
 
-_without_interpreter = torch_implementations()
-"""Other checks cover the kernels one by one: whole rounds in the interpreter would take an hour."""
-_ROUNDS = 2
 _STEP_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 _BATCH_SIZES = (1, 2, 3, 7, 32)
-
-
-def _verified(fixture: DraftFixture, contexts: list[int], temperature: float, round_: int) -> VerifiedTokens:
-    generator = torch.Generator().manual_seed(100 + round_)
-    n, width, hidden = len(contexts), fixture.num_speculative_tokens + 1, fixture.model.config.hidden_size
-    tensors = {
-        "token_ids": torch.randint(0, VOCAB, (n, width), generator=generator),
-        "target_hidden_states": torch.randn(n, width, hidden, generator=generator).to(fixture.spec.dtype),
-        "context_lens": torch.tensor(contexts, dtype=torch.int32),
-        "accepted": torch.randint(0, width, (n,), generator=generator, dtype=torch.int32),
-        "next_tokens": torch.randint(0, VOCAB, (n,), generator=generator),
-        "temperature": torch.full((n,), temperature),
-        "seeds": torch.arange(n) * 7919 + 3,
-    }
-    return VerifiedTokens(**{name: tensor.to(fixture.subject.device) for name, tensor in tensors.items()})
-
-
-_DraftRun = dict[tuple[int, str], torch.Tensor]
-"""What two rounds left, by round and field: tokens and logits of each; after them the cache and the overflow flags."""
-_AXES = {
-    "draft tokens": ("step", "row"),
-    "cached logits": ("step", "row", "column"),
-    "key cache": ("layer", "page", "slot", "head", "dim"),
-    "value cache": ("layer", "page", "slot", "head", "dim"),
-    "overflow flags": ("row",),
-}
-
-
-def _draft(
-    fixture: DraftFixture,
-    strategy: Strategy,
-    *,
-    temperature: float,
-    draft_lens: Sequence[int] | None = None,
-    min_confidence: float = 0.0,
-) -> _DraftRun:
-    """Two rounds; in the second one request has left and the others sit in other rows. draft_lens: of each request."""
-    groups, tables = fixture.groups(), fixture.tables()
-    config = DrafterConfig(
-        num_speculative_tokens=fixture.num_speculative_tokens,
-        strategy=strategy,
-        capture_sizes=[fixture.num_reqs],
-        min_confidence=min_confidence,
-    )
-    drafter = Drafter(fixture.model, groups, tables, config)
-    lengths = None if draft_lens is None else torch.tensor(draft_lens, dtype=torch.int32, device=tables.device)
-    contexts, limits, pages = fixture.contexts(), fixture.limits(), fixture.pages
-    run: _DraftRun = {}
-    for round_ in range(_ROUNDS):
-        tables.load(pages, limits)
-        verified = _verified(fixture, contexts, temperature, round_)
-        if lengths is not None:
-            verified = verified._replace(draft_lens=lengths[-len(contexts) :])
-        drafts = drafter.propose(verified)
-        run[round_, "draft tokens"] = drafts.tokens.T.clone()
-        run[round_, "cached logits"] = torch.where(drafts.tokens[..., None] >= 0, drafts.logits, 0.0).transpose(0, 1)
-        moved = [c + int(a) + 1 for c, a in zip(contexts, verified.accepted.cpu(), strict=True)]
-        stay = slice(1, None) if len(moved) > 1 else slice(None)
-        contexts, limits, pages = moved[stay], limits[stay], [rows[stay] for rows in pages]
-    caches = [cache for group in groups for cache in group.caches.values()]
-    after = {f"{part} cache": torch.stack([getattr(cache, part) for cache in caches]) for part in ("key", "value")}
-    after["overflow flags"] = tables.overflow
-    return run | {(_ROUNDS, field): tensor for field, tensor in after.items()}
 
 
 def _shapes(*shapes: tuple[int, int]) -> Cases:
@@ -106,7 +40,7 @@ def _shapes(*shapes: tuple[int, int]) -> Cases:
     _shapes(*product(_STEP_COUNTS, _BATCH_SIZES)),
     covers=every_strategy,
 )
-@_without_interpreter
+@without_interpreter
 def strategies_agree(subject: Subject, case: tuple[int, int]) -> Measurements:
     return _compare_strategies(subject, *case)
 
@@ -115,24 +49,8 @@ def _compare_strategies(
     subject: Subject, steps: int, num_reqs: int, shape: DraftShape = DraftShape.ONE
 ) -> Measurements:
     fixture = DraftFixture.make(subject, num_reqs, steps, shape)
-    compared = [_compare(partial(_draft, fixture, temperature=t))[1] for t in (0.0, 1.0)]
+    compared = [compare(partial(draft, fixture, temperature=t))[1] for t in (0.0, 1.0)]
     return {"runs_compared": float(sum(compared))}
-
-
-def _compare(draft: partial[_DraftRun]) -> tuple[_DraftRun, int]:
-    """Eager's run, held against that of every other strategy that the backend can run, and how many these were."""
-    eager, compared = draft(Strategy.EAGER), 0
-    for strategy in Strategy:
-        if strategy is Strategy.EAGER:
-            continue
-        try:
-            run = draft(strategy)
-        except StrategyError:
-            continue
-        _expect_same(run, eager, f"{strategy.value} at temperature {draft.keywords['temperature']:g}")
-        compared += 1
-    expect(compared > 0, contract="the backend can be drafted with", expected="a graph strategy", got="none")
-    return eager, compared
 
 
 @check(
@@ -140,25 +58,25 @@ def _compare(draft: partial[_DraftRun]) -> tuple[_DraftRun, int]:
     _shapes((2, 3), (4, 3), (4, 7), (7, 2)),
     covers=every_strategy,
 )
-@_without_interpreter
+@without_interpreter
 def requests_stop_on_their_own(subject: Subject, case: tuple[int, int]) -> Measurements:
     steps, num_reqs = case
     lengths = [(3 * row + 2) % (steps + 1) for row in range(num_reqs)]
     compared = 0
     fixture = DraftFixture.make(subject, num_reqs, steps)
     for temperature in (0.0, 1.0):
-        draft = partial(_draft, fixture, temperature=temperature)
-        whole = draft(Strategy.EAGER)
+        run = partial(draft, fixture, temperature=temperature)
+        whole = run(Strategy.EAGER)
         least, kept = _doubt(whole[0, "draft tokens"], whole[0, "cached logits"])
         for short, lens, what in (
-            (partial(draft, draft_lens=lengths), torch.tensor(lengths), "a length each"),
-            (partial(draft, min_confidence=least), kept, "a least confidence"),
+            (partial(run, draft_lens=lengths), torch.tensor(lengths), "a length each"),
+            (partial(run, min_confidence=least), kept, "a least confidence"),
         ):
-            eager, strategies = _compare(short)
+            eager, strategies = compare(short)
             past_end = torch.arange(steps)[:, None] >= lens
             wanted = whole[0, "draft tokens"].cpu().masked_fill(past_end, NO_TOKEN)
             start = {(0, "draft tokens"): wanted.to(subject.device)}
-            _expect_same(eager, start, f"{what} ends the drafts and changes none before the end")
+            expect_same(eager, start, f"{what} ends the drafts and changes none before the end")
             compared += strategies
     return {"runs_compared": float(compared)}
 
@@ -174,27 +92,11 @@ def _doubt(tokens: torch.Tensor, logits: torch.Tensor) -> tuple[float, torch.Ten
     return least, (confidence >= least).int().cumprod(0).sum(0).cpu() + 1
 
 
-def _expect_same(run: _DraftRun, wanted: _DraftRun, what: str) -> None:
-    """Raise CheckFailure for the earliest step, row and field in which the run is not what is wanted."""
-    differing = {key: (run[key] != tensor).nonzero().tolist() for key, tensor in wanted.items()}
-    found = [(key[0], where[0], key) for key, where in differing.items() if where]
-    if found:
-        round_, where, key = min(found)
-        field, at = key[1], ", ".join(f"{axis} {i}" for axis, i in zip(_AXES[key[1]], where, strict=True))
-        when = f"in round {round_}" if round_ < _ROUNDS else "after the last round"
-        expect(
-            False,
-            contract=f"{what}: every field has the same bits; the first that differs is {field}, {at}, {when}",
-            expected=f"{wanted[key][tuple(where)].item()}",
-            got=f"{run[key][tuple(where)].item()} ({len(differing[key])} of {wanted[key].numel()} differ)",
-        )
-
-
 @check(
     "every step's logits are those of a dense computation over each request's logical tokens",
     _shapes((1, 3), (4, 3), (7, 2)),
 )
-@_without_interpreter
+@without_interpreter
 def steps_attend_to_the_logical_prefix(subject: Subject, case: tuple[int, int]) -> Measurements:
     return _compare_with_dense(subject, *case)
 
@@ -207,7 +109,7 @@ _SHAPES = {f"k3-n2-{shape.value}": (3, 2, shape) for shape in (DraftShape.LAYERS
     lambda subject: _SHAPES,
     since=(1, 1),
 )
-@_without_interpreter
+@without_interpreter
 def layers_and_groups_attend_to_their_own_prefix(subject: Subject, case: tuple[int, int, DraftShape]) -> Measurements:
     return _compare_with_dense(subject, *case)
 
@@ -218,7 +120,7 @@ def layers_and_groups_attend_to_their_own_prefix(subject: Subject, case: tuple[i
     covers=every_strategy,
     since=(1, 1),
 )
-@_without_interpreter
+@without_interpreter
 def strategies_agree_on_layers_and_groups(subject: Subject, case: tuple[int, int, DraftShape]) -> Measurements:
     return _compare_strategies(subject, *case)
 
@@ -232,7 +134,7 @@ def _compare_with_dense(
     context = _context_of(fixture, groups)
     drafter = Drafter(fixture.model, groups, tables, DrafterConfig(num_speculative_tokens=steps))
     tables.load(fixture.pages, [MAX_SEQ_LEN] * num_reqs)
-    verified = _verified(fixture, fixture.contexts(), 0.0, 0)
+    verified = verified_tokens(fixture, fixture.contexts(), 0.0, 0)
     drafts = drafter.propose(verified)
     reference = _dense_logits(fixture, context, verified, drafts.tokens.cpu(), torch.float64)
     low_precision = _dense_logits(fixture, context, verified, drafts.tokens.cpu(), fixture.spec.dtype)
@@ -329,7 +231,7 @@ def _dense_model(fixture: DraftFixture, dtype: torch.dtype) -> EagleDraft:
     "a round of the strategy chosen, and of the device loop, enqueues device work only",
     lambda subject: [("k4-n3", None), (f"k4-n3-{Strategy.DEVICE_LOOP.value}", Strategy.DEVICE_LOOP)],
 )
-@_without_interpreter
+@without_interpreter
 def a_round_never_waits(subject: Subject, case: Strategy | None) -> None:
     fixture = DraftFixture.make(subject, 3, 4)
     if subject.backend.builder.host_lengths is HostLengths.EXACT:
@@ -343,7 +245,7 @@ def a_round_never_waits(subject: Subject, case: Strategy | None) -> None:
     except StrategyError as error:
         raise Unsupported(str(error)) from error
     tables.load(fixture.pages, [MAX_SEQ_LEN] * 3)
-    verified = _verified(fixture, fixture.contexts(), 0.0, 0)
+    verified = verified_tokens(fixture, fixture.contexts(), 0.0, 0)
     drafter.propose(verified)
     try:
         with _waits_are_errors(subject.device):

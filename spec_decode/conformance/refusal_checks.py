@@ -9,10 +9,10 @@ import torch
 
 from attn_backends import Feature, Rejected
 from builders import AttentionKind, AttentionSpec, BatchError
-from spec_decode.conformance.cases import spec_cases, with_trees
+from spec_decode.conformance.cases import spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import REFUSALS, only
-from spec_decode.testing.batches import DECODE, Case
+from spec_decode.testing.batches import DECODE, Case, with_trees
 from spec_decode.testing.expectations import CheckFailure, expect
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
@@ -39,6 +39,7 @@ def _unclaimed(subject: Subject) -> Iterable[tuple[str, AttentionSpec]]:
         Feature.SINKS: replace(base, sinks=True),
         Feature.VALUE_DIM: replace(base, head_dim=128, value_dim=64),
         Feature.BATCH_INVARIANT: replace(base, batch_invariant=True),
+        Feature.NON_CAUSAL: replace(base, causal=False),
         Feature.TREE: with_trees(base),
     }
     yield from ((feature.value, spec) for feature, spec in features.items() if feature not in claims.features)

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 
 from builders.spec import MAX_TREE_TOKENS
-from spec_decode.conformance.cases import spec_cases, with_trees
+from spec_decode.conformance.cases import spec_cases
 from spec_decode.conformance.check import Family
-from spec_decode.conformance.coverage import CAPTURE, with_case
+from spec_decode.conformance.coverage import ADVANCE, CAPTURE, with_case
 from spec_decode.graphs import runtime_for
-from spec_decode.testing.batches import Batch, Case
+from spec_decode.testing.batches import Batch, Case, with_trees
 from spec_decode.testing.expectations import Measurements
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
@@ -26,16 +26,17 @@ _SHAPES = {
 }
 """Three of unlike shapes at once, with a padding row; beside a decode; and as many tokens as a mask has bits."""
 _OTHERS = {
-    "trees": replace(_SHAPES["trees"], trees=(_STAR, _BUSHY, (0, 0, 2, 1, 4))),
-    "wide": replace(_SHAPES["wide"], trees=(tuple(range(63)), _WIDE)),
+    "trees": Batch((6, 6, 6), (141, 64, 6), 4, (_STAR, _BUSHY, (0, 0, 2, 1, 4))),
+    "wide": Batch((64, 64), (150, 64), 2, (tuple(range(63)), _WIDE)),
 }
-_VARIANTS = ("base", "bf16", "gqa", "sinks", "soft_cap", "page_1", "page_64", "dim_128", "deepseek_v3")
+"""Of the same size, with other trees after prefixes of other lengths."""
+_VARIANTS = ("base", "bf16", "gqa", "sinks", "soft_cap", "page_1", "page_64", "dim_128", "fp8_cache", "deepseek_v3")
 _WINDOW = MAX_TREE_TOKENS
 """The least there is: a tree lies within it, and begins at its edge."""
 _STORED = "write_kv stores each query token of a tree in its own slot and nothing else"
 
 numerics = Family("numerics", covers=with_case())
-graph = Family("graph", covers=with_case(CAPTURE))
+graph = Family("graph", covers=with_case(CAPTURE, ADVANCE))
 
 
 def _trees(subject: Subject) -> Iterable[tuple[str, Case]]:
@@ -58,8 +59,9 @@ def trees_see_their_ancestors(subject: Subject, case: Case) -> Measurements:
 
 
 @graph(
-    "a graph of a tree's attention reads the masks of each replay, and a spec that allows trees allows chains",
+    "a graph of a tree's attention reads masks and lengths of each replay, and a spec that allows trees allows chains",
     lambda subject: ((name, case) for name, case in _trees(subject) if name.partition("-")[2] in _OTHERS),
+    advances=True,
     since=(1, 2),
 )
 def tree_replays_over_other_trees(subject: Subject, case: Case) -> Measurements:

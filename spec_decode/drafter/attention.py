@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from attn_backends.capabilities import FusedWrite
+from attn_backends.kernels.rope import Rope, apply_rope
 from builders import AttentionKind
 from spec_decode.drafter.kv_groups import KVGroup
 from spec_decode.graphs import SplitOp
@@ -30,6 +31,13 @@ class PagedAttention:
         query = _write(group, metadata, inputs)
         cache = group.caches[inputs.layer]
         return group.backend.forward(query, cache, metadata, spec=group.spec, sinks=inputs.sinks)
+
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor, rope: Rope) -> None:
+        """See `ContextAttention`."""
+        index = self._group_of[layer]
+        group, dtype = self._groups[index], self._groups[index].spec.new_kv_dtype
+        rotated = apply_rope(key, rope).to(dtype)
+        group.backend.write_kv(rotated, value.to(dtype), group.caches[layer], self._metadata[index])
 
 
 class SplitAttention:

@@ -127,7 +127,7 @@ def autotune_strategy(
     Raises BatchError where the caches have no room for a dummy request.
     """
     device, cache = tables.device, cache or StrategyCache()
-    able, refused = _candidates(groups, config, device)
+    able, refused = _candidates(model, groups, config, device)
     shape = _shape(model, groups, tables, config)
     if (known := cache.get(shape)) is not None and _fits(known, able):
         return known
@@ -154,14 +154,19 @@ def autotune_strategy(
 
 
 def _candidates(
-    groups: Sequence[KVGroup], config: DrafterConfig, device: torch.device
+    model: DraftModel, groups: Sequence[KVGroup], config: DrafterConfig, device: torch.device
 ) -> tuple[list[Strategy], dict[str, str]]:
-    """What these groups can run, the rule's choice first, and why the others cannot be run."""
+    """What the draft can run over these groups, the rule's choice first, and why the others cannot be run."""
     facts, no_loop = [group.facts(device) for group in groups], loop_unsupported_reason(device)
 
     def plan(forced: Strategy | None) -> Strategy:
         return choose(
-            facts, config.num_speculative_tokens, config.graph_mode, forced=forced, loop_unsupported_reason=no_loop
+            facts,
+            config.num_speculative_tokens,
+            config.graph_mode,
+            forced=forced,
+            loop_unsupported_reason=no_loop,
+            at_once=model.drafts_at_once,
         ).strategy
 
     able, refused = [plan(None)], {}

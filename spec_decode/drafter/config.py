@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from builders.errors import require
 from spec_decode.drafter.metadata_plan import GraphMode
 from spec_decode.drafter.strategies import Strategy
+from spec_decode.trees import DraftTree, DynamicTreeConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterConfig:
     """How a drafter drafts.
 
-    Raises BatchError for a min_confidence that is not a probability below 1, numbers that are no integers, and a graph
-    mode or strategy by another name.
+    Raises BatchError for a min_confidence that is not a probability below 1, numbers that are no integers, a graph mode
+    or strategy by another name, and a tree that does not fit K.
     """
 
     num_speculative_tokens: int
@@ -29,6 +30,8 @@ class DrafterConfig:
     """A request stops after a token to which the draft gives a lower probability, at the request's temperature."""
     graph_memory_limit: int | None = None
     """Bytes for the graphs; sizes that would not fit are left out."""
+    tree: DraftTree | DynamicTreeConfig | None = None
+    """Draft a tree a request, K tokens deep at most, instead of K tokens in a row."""
     extend_in_graph: bool = True
     """False runs step 0 eagerly and leaves the later steps to the plan, for comparison; the tokens are the same."""
 
@@ -49,4 +52,20 @@ class DrafterConfig:
             0.0 <= self.min_confidence < 1.0,
             f"min_confidence must be a probability below 1, got {self.min_confidence}; every draft would end at its "
             "first token. Pass 0 to draft on whatever the confidence.",
+        )
+        self._check_tree()
+
+    def _check_tree(self) -> None:
+        if self.tree is None:
+            return
+        require(
+            isinstance(self.tree, DraftTree | DynamicTreeConfig),
+            f"a tree must be a DraftTree or a DynamicTreeConfig, or None, got {self.tree!r}; nothing was allocated. "
+            "Make one.",
+        )
+        self.tree.require_depth(self.num_speculative_tokens)
+        require(
+            self.min_confidence == 0.0,
+            f"a tree keeps its most probable paths whatever their confidence, got min_confidence {self.min_confidence} "
+            "with a tree; it would end none, so nothing was allocated. Pass 0, or no tree.",
         )

@@ -11,16 +11,23 @@ import torch
 from builders import GraphSupport, RequestTables
 from builders.devices import on_own_device
 from builders.errors import require, require_tensor
-from spec_decode.drafter.attention import PagedAttention
 from spec_decode.drafter.config import DrafterConfig
-from spec_decode.drafter.draft_step import DraftStep
-from spec_decode.drafter.kv_groups import KVGroup, build_ragged
+from spec_decode.drafter.kv_groups import KVGroup
 from spec_decode.drafter.metadata_plan import GraphMode, plan_uniform_step
 from spec_decode.drafter.plan import choose
 from spec_decode.drafter.step_buffers import StepBuffers
+from spec_decode.drafter.steps.block_step import BlockStep
+from spec_decode.drafter.steps.context_block_step import ContextBlockStep
+from spec_decode.drafter.steps.draft_step import DraftStep
+from spec_decode.drafter.steps.extend_step import ExtendStep
+from spec_decode.drafter.steps.module_step import ModuleStep, check_modules
+from spec_decode.drafter.steps.tree_step import TreeStep
+from spec_decode.drafter.strategies.base import DraftStrategy
+from spec_decode.drafter.tree_sampler import TreeSampler
 from spec_decode.drafter.verified_tokens import VerifiedTokens
 from spec_decode.graphs import Capturable, GraphManager, loop_unsupported_reason
 from spec_decode.models import DraftModel
+from spec_decode.sampling import DraftSampler
 
 EXTEND = "extend"
 """The kind of the graphs of step 0."""
@@ -30,12 +37,14 @@ EXTEND = "extend"
 class Drafts:
     """Views of the drafter's buffers, valid until the next round, with a column for each token of the round.
 
-    tokens   int64 [n, K]     -1 where a request proposes nothing
-    logits   fp32 [n, K, V]   the processed logits that each token was drawn from; undefined after a request's last
+    tokens    int64 [n, K]     -1 where a request proposes nothing
+    logits    fp32 [n, K, V]   the processed logits that each token was drawn from; undefined after a request's last
+    parents   None; of trees   int64 [n, N], as TreeBatch has them: tokens are [n, N] then, and logits [n, 0, V]
     """
 
     tokens: torch.Tensor
     logits: torch.Tensor
+    parents: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +66,27 @@ class Drafter:
         self, model: DraftModel, groups: Sequence[KVGroup], tables: RequestTables, config: DrafterConfig
     ) -> None:
         """Raises, before any allocation, StrategyError for a K below 1 or a forced strategy that a group cannot run,
-        and BatchError for groups, a K or capture sizes that do not fit the tables.
+        and BatchError for groups, a K or capture sizes that do not fit the tables, and a K above the model's modules.
         """
         device, steps = tables.device, config.num_speculative_tokens
         facts = [group.facts(device) for group in groups]
         no_loop = loop_unsupported_reason(device)
-        self.plan = choose(facts, steps, config.graph_mode, forced=config.strategy, loop_unsupported_reason=no_loop)
+        self.plan = choose(
+            facts,
+            steps,
+            config.graph_mode,
+            forced=config.strategy,
+            loop_unsupported_reason=no_loop,
+            at_once=model.drafts_at_once,
+            tree=config.tree is not None,
+        )
         sizes = list(config.capture_sizes or default_capture_sizes(tables.max_reqs))
-        _check_shapes(groups, tables, steps, sizes)
+        check_modules(model, steps)
+        at_once = _at_once_step(model) if model.drafts_at_once else None
+        places = (at_once or DraftStep).places(steps)
+        if config.tree is not None:
+            places = max(places, 2 + config.tree.width * (steps - 1))
+        _check_shapes(groups, tables, steps, places, sizes)
         self.model = model
         self.groups = tuple(groups)
         self.tables = tables
@@ -74,34 +96,43 @@ class Drafter:
         uniform = all(group.graph_support >= GraphSupport.UNIFORM_BATCH for group in facts)
         self._extend_captured = config.extend_in_graph and strategy.uses_graphs and uniform
         extend_mode = GraphMode.FULL if self._extend_captured else GraphMode.NONE
-        self._step = DraftStep(
-            model,
-            groups,
-            tables,
-            num_speculative_tokens=steps,
-            min_confidence=config.min_confidence,
-            extend_plan=plan_uniform_step(facts, steps + 1, extend_mode),
-            decode_plan=self.plan,
-        )
-        self.inputs = self._step.inputs
+        extend_plan = plan_uniform_step(facts, places, extend_mode)
         self.graphs = GraphManager(device, sizes, memory_limit=config.graph_memory_limit)
-        self._strategy = strategy(self._step, self.graphs)
+        self._uses_graphs = strategy.uses_graphs
+        self._step: ExtendStep[DraftSampler] | TreeStep
+        self._later: DraftStrategy | None = None
+        sizes_of_step: dict[str, Any] = {"num_speculative_tokens": steps, "extend_plan": extend_plan}
+        if at_once is not None:
+            self._step = at_once(model, groups, tables, min_confidence=config.min_confidence, **sizes_of_step)
+        else:
+            sizes_of_step["decode_plan"] = self.plan
+            step: DraftStep | TreeStep
+            if config.tree is None:
+                step = DraftStep(model, groups, tables, min_confidence=config.min_confidence, **sizes_of_step)
+            else:
+                step = TreeStep(model, groups, tables, config.tree, **sizes_of_step)
+            self._later = strategy(step, self.graphs) if steps > 1 else None
+            self._step = step
+        self.inputs = self._step.inputs
         # What the device was last told: tokens of a round, and whether a request's own number may differ from K.
         self._asked = (steps, False)
 
     @property
     def drafts(self) -> Drafts:
         """What the last round proposed, in the drafter's own buffers of all rows and K columns."""
-        return Drafts(self._step.sampler.draft_tokens, self._step.sampler.draft_logits)
+        sampler = self._step.sampler
+        parents = sampler.parents if isinstance(sampler, TreeSampler) else None
+        return Drafts(sampler.draft_tokens, sampler.draft_logits, parents)
 
     def metadata_in_use(self) -> dict[int, StepMetadata]:
         """What step 0 and the last step of the last round read, by the step; the tables must not have changed.
 
         Waits for the device. A round of one token has only step 0.
         """
-        extend, decode, size = self._step.extend, self._step.decode, self._padded()
+        extend, size = self._step.extend, self._padded()
         found = {0: StepMetadata(extend, size, extend.metadata_in_use(size, 0))}
-        if step := int(decode.batch.step):
+        decode = self._step.decode if isinstance(self._step, DraftStep | TreeStep) else None
+        if decode is not None and (step := int(decode.batch.step)):
             found[step] = StepMetadata(decode, size, decode.metadata_in_use(size, step))
         return found
 
@@ -111,9 +142,9 @@ class Drafter:
         """Draft K tokens after each request's next_token. Waits for the device only where the plan says so.
 
         verified: what the round starts from, copied to `inputs`; None: a verifier wrote it to the live rows there.
-        num_tokens: how many tokens this round proposes, 1 to K; None is K. Every strategy proposes the same tokens and
-        captures nothing new: the full loop runs all K steps, the last ones without a request that still drafts, and the
-        other strategies run only as many as are asked for.
+        num_tokens: how many tokens this round proposes one after the other, 1 to K; None is K. Every strategy proposes
+        the same tokens and captures nothing new: the full loop runs all K steps, the last ones without a request that
+        still drafts, and the other strategies run only as many as are asked for.
 
         The requests are the live rows of the tables. One whose limit leaves no room for the 1 + K tokens of step 0
         proposes nothing and raises tables.overflow. So does one that reaches its limit on the way, from there on.
@@ -132,33 +163,36 @@ class Drafter:
         )
         size = self._padded()
         if verified is not None:
-            self._step.copy_inputs(verified, live)
+            self.inputs.copy_from(verified, live)
         self._ask(wanted, verified)
-        if self._strategy.uses_graphs and not self.graphs.complete:
+        if self._uses_graphs and not self.graphs.complete:
             self.capture()
             size = self._padded()
         self.run_extend(size)
         if wanted > 1:
             self.run_steps(size, wanted)
         drafts = self.drafts
+        if drafts.parents is not None:
+            return Drafts(drafts.tokens[:live], drafts.logits[:live], drafts.parents[:live])
         return Drafts(drafts.tokens[:live, :wanted], drafts.logits[:live, :wanted])
 
     def run_extend(self, size: int) -> None:
         """Run step 0 of `size` padded rows over the round's inputs."""
-        step, buffers = self._step, self._step.extend
-        if buffers.built_groups:
-            buffers.begin(self.inputs.context_lens, size)
+        step = self._step
+        if step.extend.built_groups:
+            step.begin(size)
         if self._extend_captured:
-            buffers.replay(self.graphs, EXTEND, size)
+            step.extend.replay(self.graphs, EXTEND, size)
         else:
             step.run_extend(size)
 
     def run_steps(self, size: int, num_tokens: int | None = None) -> None:
         """Run steps 1 to num_tokens - 1 of `size` padded rows from the state that step 0 left; None is K tokens."""
-        self._strategy.run(size, (num_tokens or self.num_speculative_tokens) - 1)
+        if self._later is not None:
+            self._later.run(size, (num_tokens or self.num_speculative_tokens) - 1)
 
     def _padded(self) -> int:
-        return padded_size(self.graphs, self.tables.num_live, eager=not self._strategy.uses_graphs)
+        return padded_size(self.graphs, self.tables.num_live, eager=not self._uses_graphs)
 
     def _ask(self, num_tokens: int, verified: VerifiedTokens | None) -> None:
         """Tell the device how many tokens the round proposes, where the last round proposed another number."""
@@ -195,10 +229,8 @@ class Drafter:
             "target_hidden_states", target_hidden_states, shape=(count, size), dtype=target_hidden_states.dtype,
             device=tables.device,
         )  # fmt: skip
-        batch, metadata = build_ragged(self.groups, tables, query_lens, seq_lens)
-        with self._step.products():
-            hidden = self.model.combine(target_hidden_states.to(self.inputs.target_hidden_states.dtype))
-            self.model.forward(token_ids, hidden, batch.positions, PagedAttention(self.groups, metadata))
+        states = target_hidden_states.to(self.inputs.target_hidden_states.dtype)
+        self._step.prefill(tables, query_lens, seq_lens, token_ids, states)
 
     @on_own_device
     def capture(self, *, progress: bool = False) -> None:
@@ -206,25 +238,31 @@ class Drafter:
 
         Graphs that are there are kept. Raises CaptureError where the largest batch's do not fit into their memory.
         """
-        if not self._strategy.uses_graphs:
+        if not self._uses_graphs:
             return
         limits = self.tables.token_limits.clone()
         self.tables.token_limits.zero_()
         try:
             extend = {EXTEND: self._capture_extend} if self._extend_captured else {}
-            later = self._strategy.capturables() if self.num_speculative_tokens > 1 else {}
+            later = {} if self._later is None else self._later.capturables()
             self.graphs.capture({**extend, **later}, progress=progress)
         finally:
             self.tables.token_limits.copy_(limits)
 
     def _capture_extend(self, size: int) -> Capturable:
-        step, buffers = self._step, self._step.extend
+        step = self._step
 
         def run() -> None:
-            buffers.begin_in_graph(self.inputs.context_lens, size)
+            step.begin_in_graph(size)
             step.run_extend(size)
 
-        return Capturable(run, buffers.prepare_capture(size))
+        return Capturable(run, step.prepare_capture(size))
+
+
+def _at_once_step(model: DraftModel) -> type[BlockStep | ContextBlockStep | ModuleStep]:
+    if model.mask_token_id is None:
+        return ModuleStep
+    return ContextBlockStep if model.keeps_context else BlockStep
 
 
 def padded_size(graphs: GraphManager, num_reqs: int, *, eager: bool) -> int:
@@ -241,7 +279,7 @@ def default_capture_sizes(max_reqs: int) -> list[int]:
 
 
 def _check_shapes(
-    groups: Sequence[KVGroup], tables: RequestTables, num_speculative_tokens: int, sizes: Sequence[int]
+    groups: Sequence[KVGroup], tables: RequestTables, num_speculative_tokens: int, places: int, sizes: Sequence[int]
 ) -> None:
     require(
         [group.spec.page_size for group in groups] == list(tables.page_sizes_host),
@@ -249,8 +287,8 @@ def _check_shapes(
         f"the tables' {list(tables.page_sizes_host)}; its slots would be wrong. Make one table per group.",
     )
     require(
-        num_speculative_tokens < tables.max_seq_len,
-        f"a round of {num_speculative_tokens} draft tokens takes {num_speculative_tokens + 1} places of a request, "
+        places <= tables.max_seq_len,
+        f"a round of {num_speculative_tokens} draft tokens takes {places} places of a request, "
         f"these tables hold {tables.max_seq_len}; no request could draft. Lower K or enlarge the tables.",
     )
     require(

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from builders import GraphSupport
 from spec_decode.drafter.metadata_plan import GraphMode, GroupFacts, GroupPlan, MetadataPlan
 from spec_decode.drafter.strategies import Strategy
+
+_NO_LATER_STEPS = "this draft proposes all its tokens in one step, and has no later ones"
 
 
 class StrategyError(ValueError):
@@ -37,13 +40,16 @@ def choose(
     *,
     forced: Strategy | None = None,
     loop_unsupported_reason: str | None = None,
+    at_once: bool = False,
+    tree: bool = False,
 ) -> DraftPlan:
     """The strategy with the least host work that every group can run, or the forced one.
 
-    loop_unsupported_reason: why the device cannot capture a loop; None where it can.
+    loop_unsupported_reason: why the device cannot capture a loop; None where it can. at_once: the draft proposes all
+    its tokens in step 0. tree: later steps have several tokens a request.
 
-    Raises StrategyError for no groups, and if the forced strategy is one that a group cannot run: an explicit choice
-    never falls back.
+    Raises StrategyError for no groups, for a tree of a draft that has no later steps, and if the forced strategy is one
+    that a group cannot run: an explicit choice never falls back.
     """
     if not groups:
         raise StrategyError(
@@ -55,10 +61,19 @@ def choose(
             f"a drafter proposes at least 1 token a round, got {num_speculative_tokens}; nothing was planned. Pass 1 "
             "or more, or decode without a drafter."
         )
+    if at_once and tree:
+        raise StrategyError(
+            "a tree needs a draft that goes step by step, this one proposes its tokens in one step; a token's children "
+            "would never be drafted, so nothing was planned. Draft no tree, or use another draft."
+        )
     unsupported = {
         strategy: strategy.implementation.unsupported_reason(groups, graph_mode, loop_unsupported_reason)
         for strategy in Strategy
     }
+    if tree:
+        unsupported |= {s: reason for s in Strategy if s.implementation.uses_graphs and (reason := _no_trees(groups))}
+    if at_once:
+        unsupported |= {s: _NO_LATER_STEPS for s in Strategy if s.implementation.needs_later_steps}
     if forced is not None and (reason := unsupported[forced]):
         raise StrategyError(
             f"strategy {forced.value} was asked for and cannot be run: {reason}. Nothing else was chosen in its "
@@ -85,3 +100,9 @@ def choose(
         ),
         not_chosen=not_chosen,
     )
+
+
+def _no_trees(groups: Sequence[GroupFacts]) -> str | None:
+    """Why no graph can hold a step over trees; None where one can."""
+    unable = [group for group in groups if group.graph_support < GraphSupport.UNIFORM_BATCH]
+    return f"{unable[0].describe()} captures steps of one token a request, a tree has more" if unable else None

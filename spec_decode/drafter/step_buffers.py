@@ -21,6 +21,7 @@ from spec_decode.drafter.attention import PagedAttention, SplitAttention
 from spec_decode.drafter.kv_groups import KVGroup, check_pools
 from spec_decode.drafter.metadata_plan import MetadataPlan, MetadataUpdate
 from spec_decode.graphs import GraphKey, GraphManager, SplitOp
+from spec_decode.trees.kernels.ancestor_masks import ancestor_masks
 
 
 class StepBuffers:
@@ -32,17 +33,26 @@ class StepBuffers:
     """
 
     def __init__(
-        self, groups: Sequence[KVGroup], tables: RequestTables, plan: MetadataPlan, *, query_len: int, horizon: int = 0
+        self,
+        groups: Sequence[KVGroup],
+        tables: RequestTables,
+        plan: MetadataPlan,
+        *,
+        query_len: int,
+        horizon: int = 0,
+        trees: bool = False,
     ) -> None:
         """query_len: tokens of every row. horizon: advances that metadata must survive between two builds, and that
-        are planned ahead for the groups which the plan says so of. Raises BatchError as `check_pools`.
+        are planned ahead for the groups which the plan says so of. trees: the rows' tokens are trees, by the batch's
+        tree_masks, and rows grow by no token from step to step. Raises BatchError as `check_pools`.
         """
         check_pools(groups, tables)
         self.batch = BatchBuffers(tables, max_tokens=tables.max_reqs * query_len)
         self.batch.set_uniform(query_len)
         self.plan = plan
         self.query_len = query_len
-        self.horizon = horizon
+        self.horizon = 0 if trees else horizon
+        self._trees = trees
         self.metadata: list[Any] = [None] * len(groups)
         self.attention = PagedAttention(groups, self.metadata)
         self.built_groups = plan.built_groups
@@ -82,6 +92,7 @@ class StepBuffers:
             host_seq_lens=lengths,
             host_seq_lens_exact=kind is HostLengths.EXACT,
         )
+        view = self.batch.tree_view(view) if self._trees else view
         return view if seq_lens is None else replace(view, seq_lens=seq_lens)
 
     def split_attention(self, split_op: SplitOp) -> SplitAttention:
@@ -102,6 +113,18 @@ class StepBuffers:
         if not self.built_groups:
             begin_extend(self.batch, context_lens, size, self.query_len)
         self.advance()
+
+    def set_trees(self, parents: torch.Tensor) -> None:
+        """Let the tokens of each row be a root and its tree, where `begin` has set a chain: masks and positions.
+
+        parents: int64 [size, query_len - 1], as TreeBatch has them. Device work only.
+        """
+        (size, _), batch = parents.shape, self.batch
+        masks, depths = ancestor_masks(parents)
+        count, live = masks.numel(), batch.seq_lens[:size, None] > 0
+        positions = batch.positions[:count].view(size, -1)
+        positions.copy_((positions[:, :1] + depths).where(live, 0))
+        batch.tree_masks[:count].view(size, -1).copy_(masks.where(live, 0))
 
     def build_round(self, size: int) -> None:
         """Build what is built once a round, before the first step: plans ahead, from the state before any advance."""
@@ -152,7 +175,10 @@ class StepBuffers:
         for index, builders in self._planners.items():
             if builders:
                 now = self.attention_batch(index, size)
-                self._planned[index] = [b.build(self._after(now, step)) for step, b in enumerate(builders, start=1)]
+                steps = [0] * len(builders) if self._trees else range(1, 1 + len(builders))
+                self._planned[index] = [
+                    b.build(self._after(now, step)) for step, b in zip(steps, builders, strict=True)
+                ]
 
     def _constants(self) -> CaptureConstants:
         """The tightest of the groups' constants."""

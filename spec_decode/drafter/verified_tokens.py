@@ -6,6 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from builders import BatchError
+from builders.errors import require, require_tensor
+from spec_decode.sampling.draft_settings import DraftSettings
+
 
 class VerifiedTokens(NamedTuple):
     """What a round starts from, for n live requests in the order of the tables; all on the drafter's device.
@@ -29,3 +33,49 @@ class VerifiedTokens(NamedTuple):
     temperature: torch.Tensor
     seeds: torch.Tensor
     draft_lens: torch.Tensor | None = None
+
+    @classmethod
+    def allocate(
+        cls, settings: DraftSettings, max_reqs: int, num_speculative_tokens: int, states_size: int, dtype: torch.dtype
+    ) -> VerifiedTokens:
+        """Buffers of all rows, zeros; temperature, seeds and draft_lens are the settings' own."""
+
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=settings.seeds.device)
+
+        width = 1 + num_speculative_tokens
+        return cls(
+            token_ids=zeros(max_reqs, width, dtype=torch.int64),
+            target_hidden_states=zeros(max_reqs, width, states_size, dtype=dtype),
+            context_lens=zeros(max_reqs, dtype=torch.int32),
+            accepted=zeros(max_reqs, dtype=torch.int32),
+            next_tokens=zeros(max_reqs, dtype=torch.int64),
+            temperature=settings.temperature,
+            seeds=settings.seeds,
+            draft_lens=settings.draft_lens,
+        )
+
+    def copy_from(self, verified: VerifiedTokens, live: int) -> None:
+        """Copy the tensors of `live` requests into these buffers. Raises BatchError, with nothing copied, for anything
+        but VerifiedTokens, one of its tensors missing, and one of another shape, dtype or device."""
+        require(
+            isinstance(verified, VerifiedTokens),
+            f"a round starts from VerifiedTokens, got {type(verified).__name__}; nothing was run. Make one of your "
+            "tensors, or pass None where they are in the drafter's inputs.",
+        )
+        buffers, given = [], []
+        for name, buffer, tensor in zip(self._fields, self, verified, strict=True):
+            if buffer is None or (tensor is None and name == "draft_lens"):
+                continue
+            if not isinstance(tensor, torch.Tensor):
+                raise BatchError(
+                    f"{name} must be a tensor, got {type(tensor).__name__}; the round would start from an earlier "
+                    "one's, so nothing was run. Pass it on the drafter's device."
+                )
+            buffers.append(buffer[:live])
+            given.append(tensor)
+            shape, dtype = buffers[-1].shape, buffer.dtype
+            # Compared here first: composing the message's parts for eight tensors would cost 10 us a round.
+            if tensor.shape != shape or tensor.dtype != dtype or tensor.device != buffer.device:
+                require_tensor(name, tensor, shape=shape, dtype=dtype, device=self.token_ids.device)
+        torch._foreach_copy_(buffers, given, non_blocking=True)

@@ -8,8 +8,13 @@ from dataclasses import dataclass, replace
 from builders import BatchError
 from builders.errors import require
 from spec_decode.drafter import DrafterConfig, GraphMode, Strategy
+from spec_decode.drafter.steps.module_step import check_modules
 from spec_decode.engine.request import Request
 from spec_decode.models import DraftModel, TargetModel
+from spec_decode.trees import DraftTree, DynamicTreeConfig
+
+TREE_VERIFICATION = "sampling"
+"""How trees are verified: by TreeSampling."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,8 +36,12 @@ class EngineConfig:
     """Pages of every KV group; None takes as many as max_reqs of the longest requests need."""
     max_prefill_tokens: int = 512
     """Prompt tokens that one step prefills, at most."""
-    verification: str = "rejection"
-    """A name that `spec_decode.verification.verifier` knows: rejection, block or synthetic:MEAN."""
+    verification: str | None = None
+    """A name that `spec_decode.verification.verifier` knows: rejection, block or synthetic:MEAN. None is rejection, and
+    with a tree the only one there: sampling, which follows the tokens that plain decoding would draw."""
+    tree: DraftTree | DynamicTreeConfig | None = None
+    """Let the drafter draft a tree a request, K tokens deep at most, and the target verify it whole. It takes backends
+    with the feature tree, for target and draft."""
     graph_mode: GraphMode = GraphMode.FULL
     """Of target and drafter."""
     strategy: Strategy | None = None
@@ -56,6 +65,9 @@ class EngineConfig:
     text is then that of plain decoding, too. It takes backends with the feature batch_invariant and models made of the
     layers here, and costs time: see the guide."""
 
+    draft_at_once: bool = False
+    """Whether the draft proposes all its tokens at once; an engine says it of its own draft."""
+
     def __post_init__(self) -> None:
         self.drafter_config()
         sizes = (self.num_speculative_tokens, self.max_reqs, self.max_seq_len, self.page_size, self.max_prefill_tokens)
@@ -63,6 +75,11 @@ class EngineConfig:
             all(type(size) is int for size in sizes) and (self.num_pages is None or type(self.num_pages) is int),
             "num_speculative_tokens, max_reqs, max_seq_len, page_size, max_prefill_tokens and num_pages must be "
             f"integers, got {', '.join(map(repr, (*sizes, self.num_pages)))}; nothing was allocated. Round them.",
+        )
+        require(
+            self.tree is None or self.verification in (None, TREE_VERIFICATION),
+            f"trees are verified by {TREE_VERIFICATION}, got verification {self.verification!r} with a tree; its rule "
+            f"is for tokens in a row, so nothing was allocated. Pass {TREE_VERIFICATION}, or no tree.",
         )
         require(
             self.num_speculative_tokens >= 0,
@@ -86,9 +103,22 @@ class EngineConfig:
             "ever be read, so nothing was allocated. Raise it.",
         )
 
+    def of_draft(self, draft: DraftModel | None) -> EngineConfig:
+        """The same for an engine with this draft."""
+        return replace(self, draft_at_once=draft is not None and draft.drafts_at_once)
+
+    @property
+    def draft_slots(self) -> int:
+        """KV slots that a step writes past a text's end: of its K drafts, or of the places of a draft that proposes all
+        at once, fewer than 2K; of a tree, or of all that its draft runs over."""
+        steps = self.num_speculative_tokens
+        if self.tree is not None:
+            return max(steps, self.tree.num_tokens, self.tree.width * (steps - 1))
+        return 2 * steps if self.draft_at_once else steps
+
     def max_slots(self, length: int) -> int:
-        """KV slots of a request of that length: a step also writes its K drafts, even past the end of the text."""
-        return length + self.num_speculative_tokens
+        """KV slots of a request of that length."""
+        return length + self.draft_slots
 
     @property
     def capacity(self) -> int:
@@ -102,7 +132,7 @@ class EngineConfig:
         return self.max_reqs * longest if self.num_pages is None else self.num_pages
 
     def drafter_config(self) -> DrafterConfig:
-        """The drafter's part. Raises BatchError for a min_confidence that is not a probability below 1."""
+        """The drafter's part. Raises BatchError as DrafterConfig does."""
         return DrafterConfig(
             num_speculative_tokens=self.num_speculative_tokens,
             graph_mode=self.graph_mode,
@@ -110,6 +140,7 @@ class EngineConfig:
             min_confidence=self.min_confidence,
             graph_memory_limit=self.graph_memory_limit,
             extend_in_graph=self.extend_in_graph,
+            tree=self.tree,
         )
 
 
@@ -135,6 +166,7 @@ def check_models(config: EngineConfig, target: TargetModel, draft: DraftModel | 
         f"{longest} positions, got {draft.vocab_size}, {draft_size} and {draft.max_positions}; nothing was allocated. "
         "Choose a draft made for this target.",
     )
+    check_modules(draft, steps)
 
 
 def checked_request(name: str, request: Request, config: EngineConfig, vocab_size: int) -> Request:
@@ -159,7 +191,7 @@ def checked_request(name: str, request: Request, config: EngineConfig, vocab_siz
     require(
         config.max_slots(prompt + new) <= slots,
         f"{name} needs prompt and new tokens that fit the {config.pool_size} pages of {config.page_size}, at most "
-        f"{slots - config.num_speculative_tokens} together beside the draft's, got {prompt} and {new}; it would wait "
+        f"{slots - config.draft_slots} together beside the draft's, got {prompt} and {new}; it would wait "
         "for ever, so nothing was run. Shorten it or raise num_pages.",
     )
     try:

@@ -46,10 +46,11 @@ from spec_decode.engine.prefill import Prefill, PrefillOutput
 from spec_decode.engine.request import Finish, Generation, Handle, Request, RequestState
 from spec_decode.engine.scheduler import Scheduler
 from spec_decode.engine.stats import EngineStats
-from spec_decode.engine.target_runner import TargetRunner
+from spec_decode.engine.target_runner import Step, TargetRunner
 from spec_decode.engine.target_step import TargetStep
+from spec_decode.engine.tree_target_step import TreeTargetStep
 from spec_decode.models import DraftModel, TargetModel
-from spec_decode.verification import verifier
+from spec_decode.verification import Verifier, verifier
 
 _log = logging.getLogger(__name__)
 
@@ -75,8 +76,12 @@ class Engine:
         without a backend, NoBackend for a backend that refuses a group, and StrategyError for a strategy that a group
         cannot run.
         """
+        config = config.of_draft(draft)
         check_models(config, target, draft)
-        verify = verifier(config.verification, num_speculative_tokens=config.num_speculative_tokens)
+        steps, verify = config.num_speculative_tokens, None
+        if config.tree is None:
+            rule = "rejection" if config.verification is None else config.verification
+            verify = verifier(rule, num_speculative_tokens=steps)
         self.config = config
         self.stats = EngineStats()
         self.autotuned: Measurement | None = None
@@ -86,7 +91,7 @@ class Engine:
         self._vocab_size = target.vocab_size
         target_groups = self._make_groups("target", target, backend)
         self._tables, prefill_tables = [self._make_tables(target_groups)], [self._make_tables(target_groups)]
-        if draft is not None and config.num_speculative_tokens:
+        if draft is not None and steps:
             groups = self._make_groups("draft", draft, draft_backend or backend)
             self._tables.append(self._make_tables(groups))
             prefill_tables.append(self._make_tables(groups))
@@ -95,12 +100,12 @@ class Engine:
         self._scheduler = Scheduler(self.pool, config)
         self._batch = InputBatch(config.max_reqs, self.device, self.drafter, verify)
         self.target = TargetRunner(
-            target, target_groups, self._tables[0], query_len=1 + config.num_speculative_tokens,
-            graph_mode=config.graph_mode,
+            target, target_groups, self._tables[0], query_len=1 + (config.tree.num_tokens if config.tree else steps),
+            trees=config.tree is not None, graph_mode=config.graph_mode,
         )  # fmt: skip
-        self._target_step = TargetStep(self._batch, self.drafter, verify)
+        self._target_step: Step = self._make_target_step(verify)
         self._prefill = Prefill(self.target, self.drafter, prefill_tables)
-        self._outputs = PendingOutputs(config.num_speculative_tokens)
+        self._outputs = PendingOutputs(steps)
         self._batched: list[RequestState] = []  # the requests in the batch, by row, and how many of their pages it has
         self._pages_in_tables: list[int] = []
         self._captured = False
@@ -111,8 +116,14 @@ class Engine:
         config = self.config
         return make_groups(
             name, model, choice, config.page_size, config.pool_size, self.device,
-            batch_invariant=config.batch_invariant,
+            batch_invariant=config.batch_invariant, tree=config.tree is not None,
         )  # fmt: skip
+
+    def _make_target_step(self, verify: Verifier | None) -> Step:
+        if verify is not None:
+            return TargetStep(self._batch, self.drafter, verify)
+        assert self.drafter is not None, "a tree has at least one step"
+        return TreeTargetStep(self._batch, self.drafter, self.target)
 
     def _make_tables(self, groups: Sequence[KVGroup]) -> RequestTables:
         config = self.config

@@ -28,7 +28,7 @@ class InputBatch:
     outputs      int64 [R, 2 + K]   of the last step: draft tokens kept, these tokens, and the target's own after them
     """
 
-    def __init__(self, max_reqs: int, device: torch.device, drafter: Drafter | None, verifier: Verifier) -> None:
+    def __init__(self, max_reqs: int, device: torch.device, drafter: Drafter | None, verifier: Verifier | None) -> None:
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(*shape, dtype=torch.int64, device=device)
 
@@ -41,14 +41,16 @@ class InputBatch:
 
     def prepare_inputs(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens in the target's cache, int32 [size], and the ids of those to run, the last token and the drafts,
-        int64 [size, 1 + K]."""
+        int64 [size, 1 + K], or 1 + N of a tree."""
         rows = slice(size)
-        context_lens, token_ids = prepare_inputs(self.lens[rows], self.last_tokens[rows], self._drafts(rows))
+        context_lens, token_ids = prepare_inputs(self.lens[rows], self.last_tokens[rows], self.drafts(rows))
         return context_lens, token_ids
 
-    def update_requests(self, rows: slice, token_ids: torch.Tensor, output: VerifyOutput) -> None:
+    def update_requests(self, rows: slice, token_ids: torch.Tensor, drafts: torch.Tensor, output: VerifyOutput) -> None:
         """Lengthen these n rows by what a step over token_ids, int64 [n, 1 + K], kept; write `outputs` and the
         drafter's token inputs. A row whose text is complete keeps its length.
+
+        drafts: int64 [n, K], of these what was proposed; -1 from its end on.
 
         Raises BatchError, with nothing written, for an output of another shape, dtype or device.
         """
@@ -57,7 +59,7 @@ class InputBatch:
         require_tensor("next_tokens", next_tokens, shape=lens.shape, dtype=torch.int64, device=lens.device)
         offset = self._drafter.model.position_offset if self._drafter else 0
         update_requests(
-            accepted, next_tokens, token_ids, self._drafts(rows),
+            accepted, next_tokens, token_ids, drafts,
             lens, self.max_lens[rows], self.last_tokens[rows], self.outputs[rows],
             *(_token_inputs(self._drafter.inputs, rows) if self._drafter else (None,) * 5), offset,
         )  # fmt: skip
@@ -67,7 +69,9 @@ class InputBatch:
         if self._drafter is not None:
             inputs = self._drafter.inputs
             inputs.target_hidden_states[rows].copy_(target_hidden_states)
-            inputs.seeds[rows].copy_(self._verifier.draft_seeds(self.sampling.seeds[rows], self.lens[rows]))
+            # Of a tree chance plays no part.
+            if self._verifier is not None:
+                inputs.seeds[rows].copy_(self._verifier.draft_seeds(self.sampling.seeds[rows], self.lens[rows]))
 
     def condense(self, requests: Sequence[Request], kept_rows: Sequence[int]) -> None:
         """Let row i be what row kept_rows[i] was; the rows after them become the new requests', all others padding.
@@ -99,11 +103,11 @@ class InputBatch:
         self.lens[rows].copy_(torch.tensor(lens, dtype=torch.int64, device=self.lens.device))
         # The drafter reads the first column of such a step and no other.
         token_ids = tokens[:, None].expand(-1, self._query_len)
-        self.update_requests(rows, token_ids, VerifyOutput(torch.zeros_like(tokens), tokens))
+        self.update_requests(rows, token_ids, token_ids[:, 1:], VerifyOutput(torch.zeros_like(tokens), tokens))
         self.set_draft_inputs(rows, target_hidden_states[:, None].expand(-1, self._query_len, -1))
 
-    def _drafts(self, rows: slice) -> torch.Tensor:
-        """Draft tokens int64 [n, K], -1 from where a row proposes none."""
+    def drafts(self, rows: slice) -> torch.Tensor:
+        """Draft tokens int64 [n, K], or N of a tree, -1 from where a row proposes none."""
         return self.outputs[rows, :0] if self._drafter is None else self._drafter.drafts.tokens[rows]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -16,13 +16,26 @@ from spec_decode.drafter.metadata_plan import plan_uniform_step
 from spec_decode.drafter.step_buffers import StepBuffers
 from spec_decode.graphs import Capturable, GraphManager, SplitOp
 from spec_decode.models import Attention, TargetModel, TargetStates
+from spec_decode.trees import move_accepted_kv
 
 TARGET = "target"
 """The kind of the target's graphs."""
 
-TargetForward: TypeAlias = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""From context_lens int32 [size], the tokens in the cache, and token_ids int64 [size, query_len], those after them, to
-logits [size, query_len, V] and target_hidden_states [size, query_len, F]. Padding rows hold anything finite."""
+
+class TargetForward(Protocol):
+    """The target's forward in a step of `size` rows."""
+
+    def __call__(
+        self, context_lens: torch.Tensor, token_ids: torch.Tensor, parents: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [size, query_len, V] and target_hidden_states [size, query_len, F]; of padding rows anything finite.
+
+        context_lens   int32 [size], the tokens in the cache
+        token_ids      int64 [size, query_len], those after them
+        parents        int64 [size, query_len - 1], of trees, as TreeBatch has them
+        """
+        ...
+
 
 Step: TypeAlias = Callable[[int, TargetForward], None]
 """Device work over `size` rows that calls the forward once; of fixed shape, since a graph holds it."""
@@ -38,10 +51,11 @@ class TargetRunner:
         tables: RequestTables,
         *,
         query_len: int,
+        trees: bool = False,
         graph_mode: GraphMode = GraphMode.FULL,
         capture_sizes: Sequence[int] | None = None,
     ) -> None:
-        """query_len: tokens of a row in a step, 1 to decode, 1 + K to verify.
+        """query_len: tokens of a row in a step, 1 to decode, 1 + K to verify. trees: they are a root and its tree.
 
         graph_mode: NONE runs steps eagerly. PIECEWISE calls the attention of every group between captured pieces; the
         other modes call so only that of the groups which no graph can hold. `plan` has the reasons.
@@ -51,7 +65,7 @@ class TargetRunner:
         self.groups = tuple(groups)
         self.tables = tables
         self.plan = plan_uniform_step([group.facts(tables.device) for group in groups], query_len, graph_mode)
-        self._buffers = StepBuffers(groups, tables, self.plan, query_len=query_len)
+        self._buffers = StepBuffers(groups, tables, self.plan, query_len=query_len, trees=trees)
         self.graphs = GraphManager(tables.device, list(capture_sizes or default_capture_sizes(tables.max_reqs)))
         self._eager = graph_mode is GraphMode.NONE
 
@@ -106,17 +120,37 @@ class TargetRunner:
         in_pieces = self.plan.uncaptured_groups
         return Capturable.pieces(run_in_pieces, constants) if in_pieces else Capturable(run, constants)
 
-    def _forward_eager(self, context_lens: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def move_accepted(self, path: torch.Tensor) -> None:
+        """Put the keys and values of each row's accepted path, int64 [size, K] as TreeVerifyOutput has it, where those
+        of a text without the rest of its tree are; after a step's forward."""
+        slots = self._buffers.batch.slot_mappings[:, : len(path) * self._buffers.query_len].unflatten(
+            1, (len(path), -1)
+        )
+        for own, group in zip(slots, self.groups, strict=True):
+            for cache in group.caches.values():
+                move_accepted_kv(cache.key, cache.value, own, path)
+
+    def _forward_eager(
+        self, context_lens: torch.Tensor, token_ids: torch.Tensor, parents: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self._buffers.begin(context_lens, len(token_ids))
-        return self._forward(self._buffers.attention, token_ids)
+        return self._forward(self._buffers.attention, token_ids, parents)
 
     def _forward_captured(
-        self, attention: Attention, context_lens: torch.Tensor, token_ids: torch.Tensor
+        self,
+        attention: Attention,
+        context_lens: torch.Tensor,
+        token_ids: torch.Tensor,
+        parents: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._buffers.begin_in_graph(context_lens, len(token_ids))
-        return self._forward(attention, token_ids)
+        return self._forward(attention, token_ids, parents)
 
-    def _forward(self, attention: Attention, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(
+        self, attention: Attention, token_ids: torch.Tensor, parents: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if parents is not None:
+            self._buffers.set_trees(parents)
         with self._products():
             states = self.model(token_ids.flatten(), self._buffers.batch.positions[: token_ids.numel()], attention)
         logits, shape = self.logits(states.hidden), token_ids.shape

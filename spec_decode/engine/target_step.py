@@ -25,7 +25,7 @@ class TargetStep:
         context_lens, token_ids = self._batch.prepare_inputs(size)
         logits, target_hidden_states = forward(context_lens, token_ids)
         output = self._verify(rows, logits)
-        self._batch.update_requests(rows, token_ids, output)
+        self._batch.update_requests(rows, token_ids, self._batch.drafts(rows), output)
         self._batch.set_draft_inputs(rows, target_hidden_states)
 
     def _verify(self, rows: slice, logits: torch.Tensor) -> VerifyOutput:

@@ -28,6 +28,7 @@ _AXES: dict[str, tuple[str, dict[str, str]]] = {
             "gqa": "GQA",
             "value_dim": "value dim",
             "batch_invariant": "batch invariant",
+            "non_causal": "blocks",
             "tree": "trees",
             "mla": "MLA",
             "sparse": "sparse",
@@ -51,6 +52,7 @@ _MEANINGS = {
     **{f"strategy:{each.value}": (inspect.getdoc(each.implementation) or "").partition("\n")[0] for each in Strategy},
     "kv:mixed": "The KV cache has another dtype than the queries, of the same width or wider.",
     "feature:sparse": "Lists of entries in a second, compressed cache join the softmax.",
+    "feature:non_causal": "Blocks of query tokens that are predicted at once: each sees those behind it too.",
     "feature:tree": "Query tokens that form trees: each sees its ancestors, not its siblings.",
     "feature:value_dim": "Value heads of another size than the key heads.",
 }

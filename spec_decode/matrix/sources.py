@@ -95,6 +95,10 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     num_groups: int | None = None
     """KV groups that one launch advances, where their number is what is compared."""
     strategy: str | None = None
+    num_tokens: int | None = None
+    """Query tokens of each request, where their number is what is compared."""
+    tree: bool | None = None
+    """Whether these are a tree, where that is compared with as many in a row."""
     num_reqs: int
     num_speculative_tokens: int | None = None
     context: int | None = None
@@ -104,6 +108,8 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     kernels_per_step: float | None = None
     floor_us: float | None = None
     limits: tuple[TimingLimit, ...] = ()
+    draft: str | None = None
+    """Of a whole engine: what drafts."""
     accepted: Annotated[float, msgspec.Meta(ge=0)] | None = None
     """Of a whole engine: draft tokens kept a round."""
     per_user: float | None = None

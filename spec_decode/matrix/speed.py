@@ -58,6 +58,12 @@ _DRAFTS = {
     "glm-4.7-flash-mtp": "GLM-4.7-Flash's MTP",
     "deepseek-v4-mtp": "DeepSeek-V4's MTP",
     "eagle-1024": "an EAGLE draft 1024 wide",
+    "llama3-8b-peagle": "Llama-3-8B's P-EAGLE",
+    "llama3-8b-peagle/llama3-8b-eagle": "Llama-3-8B's EAGLE, as many tokens step by step",
+    "gpt-oss-20b-peagle": "GPT-OSS-20B's P-EAGLE",
+    "gpt-oss-20b-peagle/gpt-oss-20b-eagle3": "GPT-OSS-20B's EAGLE-3, as many tokens step by step",
+    "qwen3-8b-dflash": "Qwen3-8B's DFlash",
+    "qwen3-8b-dflash/qwen3-8b-eagle3": "Qwen3-8B's EAGLE-3, as many tokens step by step",
 }
 TITLES = {
     "paged-decode": "Decode attention over paged KV",
@@ -70,6 +76,8 @@ TITLES = {
     "round/steps": "Steps 1 to K-1 of a draft round",
     **{f"{name}/round": f"A whole draft round of {draft}" for name, draft in _DRAFTS.items()},
     **{f"{name}/steps": f"Steps 1 to K-1 of {draft}" for name, draft in _DRAFTS.items()},
+    "tree-verify": "Attention of trees, beside that of as many tokens in a row",
+    "throughput/block-drafts": "A whole engine: a draft of a block at once beside one that goes step by step",
     "throughput/speculation": "A whole engine: speculation beside plain decoding",
     "throughput/extend-graph": "A whole engine: step 0 of the draft in a graph, or launched",
     "sampling/top-k": "Logits restricted to top-k, beside FlashInfer's sampling",
@@ -113,11 +121,11 @@ def _quantities(timing: Timing) -> list[str]:
 
 
 def _section(case: str, device: str, quantity: str, spec: str, timings: Sequence[Timing], runs: Runs) -> Section:
-    shapes: dict[tuple[int, int, int, str], list[Timing]] = {}
+    shapes: dict[tuple[int, int, int, int, str], list[Timing]] = {}
     for timing in timings:
         # Engines that draft different numbers of tokens are compared; rounds of different lengths are not.
         tokens = 0 if timing.token_us else timing.num_speculative_tokens or 0
-        shape = (tokens, timing.num_reqs, timing.context or 0, _shape_spec(timing))
+        shape = (tokens, timing.num_tokens or 0, timing.num_reqs, timing.context or 0, _shape_spec(timing))
         shapes.setdefault(shape, []).append(timing)
     return Section(
         title=TITLES.get(case, case),
@@ -132,10 +140,15 @@ def _panel(title: str, timings: Sequence[Timing], quantity: str, runs: Runs) -> 
     return Panel(title=title, bars=tuple(_bar(each, _label(each, timings), quantity, runs) for each in timings))
 
 
-def _shape(tokens: int, num_reqs: int, context: int, spec: str) -> str:
+def _shape(tokens: int, num_tokens: int, num_reqs: int, context: int, spec: str) -> str:
     parts = [counted(num_reqs, "request")]
     parts += [f"K = {tokens}"] if tokens else []
-    parts += [f"{context:,} tokens each"] if context and not tokens else []
+    parts += [f"{counted(num_tokens, 'query token')} each"] if num_tokens else []
+    parts += (
+        [f"{context:,} cached tokens each" if num_tokens else f"{context:,} tokens each"]
+        if context and not tokens
+        else []
+    )
     parts += [spec] if spec else []
     return ", ".join(parts)
 
@@ -165,6 +178,7 @@ def _label(timing: Timing, timings: Sequence[Timing]) -> str:
         (timing.strategy or "") if several else "",
         *_engine(timing),
         f"{timing.num_groups}-groups" if timing.num_groups else "",
+        "" if timing.tree is None else "a tree" if timing.tree else "in a row",
         _differing_spec(timing, twins),
         "(older)" if timing.env.date < newest else "",
     ]
@@ -177,6 +191,7 @@ def _engine(timing: Timing) -> list[str]:
         return []
     drafted = timing.num_speculative_tokens
     found = [f"K = {drafted}, {timing.accepted:.1f} kept" if drafted and timing.accepted is not None else "plain"]
+    found += [timing.draft] if timing.draft and timing.case.endswith("block-drafts") else []
     if timing.case.endswith("extend-graph"):
         found += ["in a graph" if timing.extend_in_graph else "launched"]
         found += ["host waits"] if timing.host_waits else []
@@ -185,7 +200,7 @@ def _engine(timing: Timing) -> list[str]:
 
 
 def _identity(timing: Timing) -> tuple[object, ...]:
-    return timing.case, timing.backend, timing.spec, timing.strategy, timing.num_groups, *_engine(timing)
+    return timing.case, timing.backend, timing.spec, timing.strategy, timing.num_groups, timing.tree, *_engine(timing)
 
 
 def _differing_spec(timing: Timing, twins: Sequence[Timing]) -> str:

@@ -40,6 +40,14 @@ class AttentionInputs(NamedTuple):
         return self.query, latent, latent[..., : self.value.shape[-1]]
 
 
+class ContextAttention(Protocol):
+    """Stores key and value of tokens that attend to nothing."""
+
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor, rope: Rope) -> None:
+        """key [T, num_kv_heads, head_dim], which is rotated first; value [T, num_kv_heads, value_dim]."""
+        ...
+
+
 class Attention(Protocol):
     """Stores key and value, and attends."""
 

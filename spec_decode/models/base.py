@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from builders import AttentionSpec
-from spec_decode.models.attention import Attention
+from spec_decode.models.attention import Attention, ContextAttention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +88,59 @@ class DraftModel(_Model):
 
     token_map: torch.Tensor | None = None
     """int64 [own vocabulary]: the target's id of each token that `logits` scores; None: the target's vocabulary."""
+
+    mask_token_id: int | None = None
+    """The token in the place of one that is not drafted yet: this draft proposes all K tokens in one forward, each from
+    the mask before it. None: a token a step."""
+
+    mask_hidden: torch.Tensor | None = None
+    """[F] in the dtype of states: what a mask has of the target, in place of states; None: zeros."""
+
+    @property
+    def drafts_at_once(self) -> bool:
+        """Whether all tokens of a round come from step 0, so that no later steps follow it."""
+        return self.mask_token_id is not None or len(self.prediction_modules) > 1
+
+    @property
+    def prediction_modules(self) -> tuple[DraftModel, ...]:
+        """The module of each draft token, where every token has one. The first reads the target's states, each other
+        one those of the module before it, at the same positions, and token_ids of one position later. One module, which
+        is the model itself: it drafts every token."""
+        return (self,)
+
+    keeps_context: ClassVar[bool] = False
+    """Whether what it attends to before a block is made of the target's states alone, by `write_context`. Its block is
+    then the next token and K masks, each of which predicts the token in its own place."""
+
+    predicts_from_next_token: bool = False
+    """Where it `keeps_context`: a block is the next token and K - 1 masks, each of which, the next token too, predicts
+    the token after its place."""
+
+    in_turn: bool = False
+    """Whether a place's logits depend on the token drafted before it, by `bias_after`."""
+
+    def bias_after(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """What is added to the logits of the place behind each of token_ids int64 [T], where tokens are drafted
+        `in_turn`: [T, own vocabulary]. Raises NotImplementedError where they are not."""
+        raise NotImplementedError
+
+    judges_itself: bool = False
+    """Whether it says by `confidence` how probable it is that a token is kept, beside the token's own probability."""
+
+    def confidence(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+        """How probable it is that the target keeps the token drafted from hidden [T, H] after the token previous int64
+        [T], where it `judges_itself`: fp32 [T]. Raises NotImplementedError where it does not."""
+        raise NotImplementedError
+
+    def write_context(self, states: torch.Tensor, positions: torch.Tensor, attention: ContextAttention) -> None:
+        """Store what every layer attends to of T verified tokens, where it `keeps_context`.
+
+        states     [T, H] as `combine` makes them
+        positions  int64 [T]
+
+        Raises NotImplementedError where it does not.
+        """
+        raise NotImplementedError
 
     def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
         """The states [T, H] that step 0 starts from, made of the target's [T, F]; by default those themselves."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from spec_decode.models.attention import Attention
 from spec_decode.models.base import TargetModel
+from spec_decode.models.checkpoints.mask_token import read_mask_token
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
@@ -24,7 +25,8 @@ ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "
 class CausalDraft(DecoderDraft):
     """At position p: the token at p gives a state that predicts the token at p + 1. It reads nothing of the target.
 
-    target_states_size is the target's, so that every target's hidden states can be handed to it.
+    target_states_size is the target's, so that every target's hidden states can be handed to it. With a mask token, as
+    PARD has one, it predicts K tokens at once.
     """
 
     position_offset: ClassVar[int] = 1
@@ -74,6 +76,7 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     weights = ScopedWeights(store, "", dtype, device)
     draft = read_parameters(draft, weights, lambda name: head if name == "lm_head.weight" else f"model.{name}")
     store.refuse_unused(ignorable=["lm_head.weight"] if tied else [])
+    draft.mask_token_id = read_mask_token(store, config.model.vocab_size)
     return draft
 
 

@@ -21,14 +21,18 @@ class DecoderConfig:
     scaling: Scaling | None
     windows: tuple[int | None, ...]
     """The sliding window of each layer, None for none."""
+    causal: tuple[bool, ...] | None = None
+    """Whether each layer is causal; None: all are."""
 
     def layer_groups(self, page_size: int, dtype: torch.dtype) -> list[LayerGroup]:
-        """A group for each window that layers have, in the order of their first layers."""
+        """A group for each window that layers have, causal or not, in the order of their first layers."""
+        kinds = list(zip(self.windows, self.causal or (True,) * len(self.windows), strict=True))
         groups = []
-        for window in dict.fromkeys(self.windows):
+        for window, causal in dict.fromkeys(kinds):
             spec = replace(self.model, sliding_window=window).attention_spec(page_size, dtype)
-            layers = tuple(layer for layer, found in enumerate(self.windows) if found == window)
-            groups.append(LayerGroup(name="layers" if window is None else f"window{window}", spec=spec, layers=layers))
+            layers = tuple(layer for layer, found in enumerate(kinds) if found == (window, causal))
+            name = ("layers" if window is None else f"window{window}") + ("" if causal else "_blocks")
+            groups.append(LayerGroup(name=name, spec=replace(spec, causal=causal), layers=layers))
         return groups
 
 

@@ -1,11 +1,11 @@
-"""From the tensors of a checkpoint to the parameters of a model with decoder layers.
+"""From the tensors of a checkpoint to the parameters of a model with decoder layers, and back.
 
 Checkpoints keep query, key and value apart, and gate and up; here each is one matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -39,12 +39,30 @@ def read_parameters(model: M, weights: ScopedWeights, renamed: Callable[[str], s
     state: dict[str, torch.Tensor] = {}
     taken: dict[tuple[str, ...], torch.Tensor] = {}
     for path, parameter in model.named_parameters():
-        *prefix, module, kind = path.split(".")
-        names = tuple(renamed(".".join([*prefix, part, kind])) for part in _PUBLISHED.get(module, (module,)))
+        names = tuple(map(renamed, _names(path)))
         if names not in taken:
-            layer = model.get_submodule(path.rpartition(".")[0])
-            rows = layer.outputs if isinstance(layer, FusingLinear) else parameter.shape[:1]
-            taken[names] = weights.stacked(names, rows, *parameter.shape[1:])
+            taken[names] = weights.stacked(names, _rows(model, path), *parameter.shape[1:])
         state[path] = taken[names]
     model.load_state_dict(state, assign=True)
     return model.eval().requires_grad_(False).to(weights.device)
+
+
+def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters as a checkpoint has them, by the names that `read_parameters` asks for: views, in their dtype."""
+    return {
+        name: part
+        for path, parameter in model.named_parameters()
+        for name, part in zip(_names(path), parameter.detach().split(list(_rows(model, path))), strict=True)
+    }
+
+
+def _names(path: str) -> list[str]:
+    """What checkpoints call the tensors that are stacked in the parameter at a path."""
+    *prefix, module, kind = path.split(".")
+    return [".".join([*prefix, part, kind]) for part in _PUBLISHED.get(module, (module,))]
+
+
+def _rows(model: nn.Module, path: str) -> Sequence[int]:
+    """How many rows of it are each tensor's."""
+    layer = model.get_submodule(path.rpartition(".")[0])
+    return layer.outputs if isinstance(layer, FusingLinear) else model.get_parameter(path).shape[:1]

@@ -12,6 +12,7 @@ from spec_decode.models.attention import Attention
 from spec_decode.models.base import TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.checkpoints.mask_token import require_mask_token
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.checkpoints.token_map import read_token_map
@@ -24,6 +25,8 @@ from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
 from spec_decode.models.layers.linear import NormLinear, ResidualStream
 from spec_decode.models.layers.rms_norm import RMSNorm
 
+MASK_HIDDEN = "mask_hidden"
+"""The tensor that P-EAGLE (Parallel EAGLE) adds: what a mask has in place of the target's states."""
 NUM_AUX_LAYERS = 3
 """How many of the target's layers a draft reads."""
 
@@ -45,7 +48,10 @@ class FirstLayer(DecoderLayer):
 
 
 class Eagle3(HiddenStatesDraft):
-    """At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2."""
+    """At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2.
+
+    With a mask, as P-EAGLE has one, it predicts K tokens at once.
+    """
 
     def __init__(
         self, weights: ScopedWeights, config: DecoderConfig, target: TargetModel, token_map: torch.Tensor | None
@@ -140,6 +146,9 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     with torch.device("meta"):
         draft = Eagle3(weights, config, target, None if token_map is None else token_map.to(device))
     draft = read_parameters(draft, weights, lambda name: name.replace("layers.0.", _first_prefix(store)))
+    if MASK_HIDDEN in store.names():
+        draft.mask_token_id = require_mask_token(store, model.vocab_size, f"it holds {MASK_HIDDEN}")
+        draft.mask_hidden = store.take_flat(MASK_HIDDEN, draft.target_states_size, dtype).to(device)
     store.refuse_unused()
     return draft
 

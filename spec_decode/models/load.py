@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
-from spec_decode.models import causal_lm, deepseek_v4, eagle, eagle3, mtp
+from spec_decode.models import causal_lm, deepseek_v4, dflash, dspark, eagle, eagle3, mtp
 from spec_decode.models.base import DraftModel, TargetModel
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.checkpoints.store import TensorStore
 
 _KINDS = {
+    "DSpark (markov_head among its tensors)": dspark,
+    "DFlash (fc and hidden_norm among its tensors)": dflash,
     "EAGLE-3 (d2t or hidden_norm among its tensors)": eagle3,
     "EAGLE (fc.weight among its tensors)": eagle,
     f"multi-token prediction ({', '.join(mtp.ARCHITECTURES)})": mtp,
@@ -49,4 +51,6 @@ def aux_hidden_state_layers(folder: Path, num_target_layers: int) -> tuple[int, 
     None: it reads the target's last hidden states, or nothing. Raises CheckpointError.
     """
     store = TensorStore.open(folder)
-    return eagle3.aux_hidden_state_layers(store, num_target_layers) if eagle3.serves(store) else None
+    kind: Any = next((module for module in (dspark, dflash, eagle3) if module.serves(store)), None)
+    layers: tuple[int, ...] | None = None if kind is None else kind.aux_hidden_state_layers(store, num_target_layers)
+    return layers

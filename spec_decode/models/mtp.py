@@ -1,16 +1,19 @@
 """Multi-token prediction as DeepSeek-V3 and GLM-4.7-Flash publish it (arXiv:2412.19437, section 2.2).
 
-The layer after the target's last, in the target's own checkpoint: one decoder layer with dense latent attention over
-the embedding of the token at p + 1 beside the target's state at p.
+The layers after the target's last, in the target's own checkpoint. Each is one decoder layer with dense latent
+attention; the first runs over the embedding of the token at p + 1 beside the target's state at p.
 """
 
 from __future__ import annotations
 
+from itertools import count
+
 import torch
 
 from spec_decode.models.attention import Attention
-from spec_decode.models.base import TargetModel
+from spec_decode.models.base import DraftModel, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
+from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.draft import check_target
@@ -20,6 +23,7 @@ from spec_decode.models.layers.mla_attention import MlaAttention, read_mla_shape
 from spec_decode.models.layers.moe import MixtureShape, read_mixture, read_mixture_shape
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.mtp_draft import MtpDraft, check_published_form
+from spec_decode.models.mtp_modules import MtpModules
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 
@@ -31,17 +35,34 @@ def serves(store: TensorStore) -> bool:
     return any(name in ARCHITECTURES for name in store.architectures)
 
 
-def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> MultiTokenPrediction:
+def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> DraftModel:
     """The draft in a target's checkpoint, or in one that holds nothing else.
 
-    Of several such layers the first is taken, and used at every step. Where it has no embedding or head of its own, it
-    shares the target's `embed.weight` and `logits`. Raises CheckpointError for anything amiss.
+    One such layer drafts at every step: a MultiTokenPrediction. Of several each drafts one token: MtpModules. Where a
+    layer has no embedding or head of its own, it shares the target's `embed.weight` and `logits`. Raises
+    CheckpointError for anything amiss.
     """
-    layer = store.config.get("num_hidden_layers", int)
-    weights = ScopedWeights(store, f"model.layers.{layer}.", dtype, device)
-    draft = MultiTokenPrediction(weights, target, layer)
-    weights.refuse_unused()
-    return draft
+    check_published_form(store.config)
+    first, modules = store.config.get("num_hidden_layers", int), []
+    for layer in range(first, first + _count_modules(store, first)):
+        weights = ScopedWeights(store, f"model.layers.{layer}.", dtype, device)
+        modules.append(MultiTokenPrediction(weights, target, layer))
+        weights.refuse_unused()
+    return modules[0] if len(modules) == 1 else MtpModules(modules)
+
+
+def _count_modules(store: TensorStore, first: int) -> int:
+    """How many layers from `first` on draft. Raises CheckpointError where config.json says another number."""
+    wanted = store.config.get("num_nextn_predict_layers", int)
+    layers = {name.split(".")[2] for name in store.names() if name.startswith("model.layers.")}
+    found = next(index for index in count() if str(first + index) not in layers)
+    if found != wanted:
+        raise CheckpointError(
+            f"{store.folder} must hold tensors of as many layers that draft as num_nextn_predict_layers says, {wanted} "
+            f"from model.layers.{first} on, got {found}; a token would be drafted by the wrong layer or by none, so "
+            "nothing was loaded. Complete the download, or write into config.json how many there are."
+        )
+    return wanted
 
 
 def _read_feed_forward_shape(config: ConfigReader, layer: int, hidden: int) -> MixtureShape | int:
@@ -54,20 +75,20 @@ def _read_feed_forward_shape(config: ConfigReader, layer: int, hidden: int) -> M
 
 
 class MultiTokenPrediction(MtpDraft):
-    """At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2.
+    """A layer. At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2.
 
     The target's hidden states are those after its final norm. The state handed on is the residual before the head's
     norm, which `logits` applies.
     """
 
     def __init__(self, weights: ScopedWeights, target: TargetModel, layer: int) -> None:
-        """layer: its index in the checkpoint, the number of the target's own layers."""
+        """layer: its index in the checkpoint, where those that draft come after the target's own."""
         config = weights.store.config
-        check_published_form(config)
         hidden, eps = config.get("hidden_size", int), config.get("rms_norm_eps", float)
         attention, kind = read_mla_shape(config, hidden, eps), _read_feed_forward_shape(config, layer, hidden)
         check_target(weights.store, target, config.get("vocab_size", int), hidden)
         super().__init__(weights, target, embedding="embed_tokens.weight", head="shared_head.head.weight")
+        self.layer = layer - config.get("num_hidden_layers", int)
         self.fuse = weights.parameter("eh_proj.weight", hidden, 2 * hidden)
         self.attention_norm = RMSNorm.read(weights, "input_layernorm.weight", hidden, eps)
         self.attention = MlaAttention(attention, weights.under("self_attn."), self.max_positions)
@@ -85,7 +106,7 @@ class MultiTokenPrediction(MtpDraft):
         embedded = self.embedding_norm(self.embedded(token_ids))[1]
         x = linear(torch.cat([embedded, self.state_norm(hidden)[1]], -1), self.fuse)
         x, normed = self.attention_norm(x)
-        x, normed = self.mlp_norm(x, self.attention(normed, positions, 0, attention))
+        x, normed = self.mlp_norm(x, self.attention(normed, positions, self.layer, attention))
         state: torch.Tensor = x + self.mlp(normed)
         return state
 

@@ -23,6 +23,8 @@ class MtpDraft(DraftModel):
     """A draft of one layer, which uses its target's embedding and head where the checkpoint has none for it."""
 
     attention: MlaAttention | WindowAttention
+    layer: int = 0
+    """Its own among the layers of a draft."""
 
     def __init__(self, weights: ScopedWeights, target: TargetModel, *, embedding: str, head: str) -> None:
         """embedding and head: the names of the layer's own [vocab, H] matrices, where there are any."""
@@ -49,7 +51,7 @@ class MtpDraft(DraftModel):
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
         """The one layer."""
         spec = self.attention.shape.spec(page_size, self.state_norm.weight.dtype)
-        return [LayerGroup(name="mtp", spec=spec, layers=(0,))]
+        return [LayerGroup(name="mtp", spec=spec, layers=(self.layer,))]
 
     def embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The embeddings [T, H] of token_ids int64 [T]."""

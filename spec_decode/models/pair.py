@@ -1,28 +1,34 @@
 """A target and its drafts on disk: config.json, and <name>.safetensors for `target`, `draft` and any further draft.
 
-Where they came from is in training.json for the pair and in <name>.training.json for a further draft.
+Where they came from is in training.json for the pair and in <name>.training.json for a further draft. A block draft has
+a folder <name> of its own, in the layout in which such drafts are published, with its training.json; config.json says
+null of it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from spec_decode.models.base import DraftModel
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.checkpoints.files import check_safetensors, is_finite, read_object
 from spec_decode.models.config import ModelConfig
+from spec_decode.models.decoder_weights import published_tensors
+from spec_decode.models.dflash import DFlash
 from spec_decode.models.draft import check_shared
 from spec_decode.models.eagle import EagleDraft
 from spec_decode.models.layers.rope import RotaryEmbedding
 from spec_decode.models.llama import LlamaTarget
+from spec_decode.models.load import aux_hidden_state_layers, load_draft
 
 SHIPPED_PAIR = Path(__file__).parent.parent / "pairs" / "pydoc"
 """The byte-level pair that travels with the package."""
@@ -32,58 +38,76 @@ STORED_DTYPE = torch.bfloat16
 M = TypeVar("M", LlamaTarget, EagleDraft)
 
 
+class _Index(NamedTuple):
+    """What config.json lists: the target, and each draft by its name, None for one in a folder of its own."""
+
+    target: ModelConfig
+    drafts: dict[str, ModelConfig | None]
+
+
 def save_pair(folder: Path, target: LlamaTarget, draft: EagleDraft, training: dict[str, Any]) -> None:
     """Write a pair in bf16, with `training` as its record. Further drafts, made for another target, are not kept."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", {"target": target.config, "draft": draft.config})
     _write_json(folder / "training.json", training)
-    _write_state(folder, "target", target)
-    _write_state(folder, "draft", draft)
+    _write_state(folder / "target.safetensors", target.state_dict())
+    _write_state(folder / "draft.safetensors", draft.state_dict())
 
 
-def save_draft(folder: Path, name: str, draft: EagleDraft, training: dict[str, Any]) -> None:
+def save_draft(folder: Path, name: str, draft: EagleDraft | DFlash, training: dict[str, Any]) -> None:
     """Write one more draft of the target in a folder, in bf16, with `training` as its record.
 
     Raises CheckpointError, with nothing written, for a folder without a pair or a name that no draft can have.
     """
-    configs = _read_configs(folder / "config.json")
+    index = _read_index(folder / "config.json")
     if name in ("target", "draft") or not name.isidentifier():
         raise CheckpointError(
             f"a further draft is named like a variable, and neither target nor draft, got {name!r}; nothing was "
             "written. Choose another name."
         )
-    _check_fits(folder, name, draft.config, configs["target"])
-    _write_state(folder, name, draft)
-    _write_json(folder / f"{name}.training.json", training)
-    _write_json(folder / "config.json", {**configs, name: draft.config})
+    if isinstance(draft, EagleDraft):
+        _check_fits(folder, name, draft.config, index.target)
+        _write_state(folder / f"{name}.safetensors", draft.state_dict())
+        _write_json(folder / f"{name}.training.json", training)
+        index.drafts[name] = draft.config
+    else:
+        _check_fits(folder, name, draft.config.model, index.target)
+        _write_published(folder / name, draft, training)
+        index.drafts[name] = None
+    _write_json(folder / "config.json", {"target": index.target, **index.drafts})
 
 
 def draft_names(folder: Path) -> list[str]:
     """The drafts in a folder, `draft` first. Raises CheckpointError where there is no pair."""
-    return ["draft", *sorted(_read_configs(folder / "config.json").keys() - {"target", "draft"})]
+    return ["draft", *sorted(_read_index(folder / "config.json").drafts.keys() - {"draft"})]
 
 
 def load_target(folder: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> LlamaTarget:
     """The target from a folder, ready to run. Raises CheckpointError for anything amiss."""
-    config = _read_configs(folder / "config.json")["target"]
+    config = _read_index(folder / "config.json").target
     return _load(folder, "target", lambda: LlamaTarget(config), dtype, device)
 
 
 def load_pair(
     folder: Path, *, draft: str = "draft", dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-) -> tuple[LlamaTarget, EagleDraft]:
+) -> tuple[LlamaTarget, DraftModel]:
     """The target and the draft of that name from a folder, ready to run; sinks stay fp32.
 
     Raises CheckpointError for anything amiss in it.
     """
-    configs = _read_configs(folder / "config.json")
+    index = _read_index(folder / "config.json")
     if draft not in (names := draft_names(folder)):
         raise CheckpointError(
             f"the drafts in {folder} are {', '.join(names)}, got {draft!r}; nothing was loaded. Name one of those."
         )
-    _check_fits(folder, draft, configs[draft], configs["target"])
+    config = index.drafts[draft]
+    if config is None:
+        _check_states(folder / draft, index.target.num_layers)
+        target = load_target(folder, dtype=dtype, device=device)
+        return target, load_draft(folder / draft, target, dtype=dtype, device=device)
+    _check_fits(folder, draft, config, index.target)
     target = load_target(folder, dtype=dtype, device=device)
-    return target, _load(folder, draft, lambda: EagleDraft(configs[draft], target), dtype, device)
+    return target, _load(folder, draft, lambda: EagleDraft(config, target), dtype, device)
 
 
 def _check_fits(folder: Path, name: str, draft: ModelConfig, target: ModelConfig) -> None:
@@ -91,26 +115,42 @@ def _check_fits(folder: Path, name: str, draft: ModelConfig, target: ModelConfig
         check_shared(f"the {name} in {folder}", field, getattr(draft, field), getattr(target, field))
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def _check_states(folder: Path, num_layers: int) -> None:
+    if (layers := aux_hidden_state_layers(folder, num_layers)) not in (None, (num_layers,)):
+        raise CheckpointError(
+            f"the target of a pair returns the states of its last layer, {num_layers - 1}, and target_layer_ids of the "
+            f"draft in {folder} asks for {[layer - 1 for layer in layers or ()]}; nothing was loaded. Use a draft "
+            "trained on this target."
+        )
+
+
+def _write_published(folder: Path, draft: DFlash, training: dict[str, Any]) -> None:
+    folder.mkdir(exist_ok=True)
+    _write_json(folder / "config.json", draft.config_json)
+    _write_json(folder / "training.json", training)
+    _write_state(folder / "model.safetensors", published_tensors(draft))
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, default=asdict, indent=1) + "\n")
 
 
-def _write_state(folder: Path, name: str, model: nn.Module) -> None:
-    state = {key: value.to(STORED_DTYPE).cpu().contiguous() for key, value in model.state_dict().items()}
-    save_file(state, folder / f"{name}.safetensors")
+def _write_state(path: Path, state: Mapping[str, torch.Tensor]) -> None:
+    # Copied, because tensors that share memory are refused.
+    save_file({name: value.to("cpu", STORED_DTYPE, copy=True).contiguous() for name, value in state.items()}, path)
 
 
-def _read_configs(path: Path) -> dict[str, ModelConfig]:
+def _read_index(path: Path) -> _Index:
+    values = read_object(path, "Name the folder that holds config.json.")
+    if missing := {"target", "draft"} - values.keys():
+        raise CheckpointError(f"{path} lacks {sorted(missing)}; nothing was loaded. Add the missing config.")
     try:
-        values = read_object(path, "Name the folder that holds config.json.")
-        configs = msgspec.convert(values, dict[str, ModelConfig])
+        target = msgspec.convert(values.pop("target"), ModelConfig)
+        return _Index(target, msgspec.convert(values, dict[str, ModelConfig | None]))
     except msgspec.MsgspecError as error:
         raise CheckpointError(
             f"{path} must hold a config for 'target' and 'draft': {error}; nothing was loaded. Fix the file."
         ) from error
-    if missing := {"target", "draft"} - configs.keys():
-        raise CheckpointError(f"{path} lacks {sorted(missing)}; nothing was loaded. Add the missing config.")
-    return configs
 
 
 def _load(folder: Path, name: str, make: Callable[[], M], dtype: torch.dtype, device: torch.device | str) -> M:

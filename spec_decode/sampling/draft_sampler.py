@@ -5,21 +5,19 @@ from __future__ import annotations
 import torch
 
 from builders.errors import require_tensor
+from spec_decode.sampling.draft_settings import DraftSettings
+from spec_decode.sampling.kernels.sample_block import sample_block
 from spec_decode.sampling.kernels.sample_draft import NO_TOKEN, sample_draft
 
 
-class DraftSampler:
+class DraftSampler(DraftSettings):
     """Samples each step's draft tokens, and decides which rows draft another.
 
     Greedy where temperature is 0, else Gumbel-max sampling from softmax(logits / temperature). All buffers keep their
     addresses. R rows, K speculative tokens, V tokens of the target.
 
-    Inputs, read at every step; the caller fills them:
+    Inputs, read at every step; the caller fills them: DraftSettings, and
 
-    - temperature     fp32 [R]         0 is greedy
-    - seeds           int64 [R]
-    - draft_lens      int32 [R]        tokens that a row proposes this round; below 1 none, above K as many as K
-    - num_tokens      int32 [1]        the most that any row proposes this round
     - min_confidence  fp32 [1]         a row stops after a token whose probability under softmax of the processed
                                        logits is lower; 0 stops no row, and costs nothing
 
@@ -64,10 +62,7 @@ class DraftSampler:
         if token_map is not None:
             require_tensor("token_map", token_map, shape=(None,), dtype=torch.int64, device=device)
         self._draft_vocab = vocab_size if token_map is None else len(token_map)
-        self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
-        self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.draft_lens = torch.full((rows,), columns, dtype=torch.int32, device=device)
-        self.num_tokens = torch.full((1,), columns, dtype=torch.int32, device=device)
+        super().__init__(rows, columns, device)
         self.min_confidence = torch.full((1,), min_confidence, dtype=torch.float32, device=device)
         self.draft_tokens = torch.zeros(rows, columns, dtype=torch.int64, device=device)
         self.draft_logits = torch.zeros(rows, columns, vocab_size, dtype=torch.float32, device=device)
@@ -100,6 +95,25 @@ class DraftSampler:
             for name, tensor in {"hidden": hidden, "next_hidden": next_hidden}.items():
                 require_tensor(name, tensor, shape=(rows, hidden.shape[1]), dtype=hidden.dtype, device=device)
         sample_draft(logits, *self._buffers, hidden, next_hidden)
+
+    def sample_block(self, logits: torch.Tensor, positions: torch.Tensor) -> None:
+        """Sample the first rows' K tokens at once, in place, and read no `step`; device work only.
+
+        - logits     [rows * K, V of the draft] any float: column k of row r at r * K + k
+        - positions  int64 [rows * K], of the draft's input that each column predicts from
+
+        seq_lens stays as it is, and so do next_ids and continue_flag. Raises BatchError, with nothing run, for tensors
+        of another shape, dtype or device.
+        """
+        lines, device = len(logits), self.next_ids.device
+        require_tensor("logits", logits, shape=(lines, self._draft_vocab), dtype=logits.dtype, device=device)
+        require_tensor("positions", positions, shape=(lines,), dtype=torch.int64, device=device)
+        temperature, seeds, _, seq_lens, _, tokens, draft_logits, _, lens, num_tokens, confidence, _, ids = (
+            self._buffers
+        )
+        sample_block(
+            logits, temperature, seeds, positions, seq_lens, tokens, draft_logits, lens, num_tokens, confidence, ids
+        )
 
 
 __all__ = ["NO_TOKEN", "DraftSampler"]

@@ -1,10 +1,11 @@
-"""Batch shapes that checks and tests run on."""
+"""Batch shapes that checks and tests run on, and specs for them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from builders import AttentionSpec
+from builders.spec import MAX_TREE_TOKENS
 
 MAX_SEQ_LEN = 160
 """Token limit of the checks' requests: enough for several pages, splits and windows, quick in an interpreter."""
@@ -60,3 +61,8 @@ VERIFY = Batch((5, 5, 5), (5, 37, 150), 4)
 """A uniform 1 + K, as in step 0 and in verification."""
 RAGGED = Batch((3, 1, 20, 7), (3, 64, 20, 100), 4)
 """A prefill beside decodes."""
+
+
+def with_trees(spec: AttentionSpec) -> AttentionSpec:
+    """The spec with trees; a window becomes the narrowest that one lies in."""
+    return replace(spec, tree=True, sliding_window=None if spec.sliding_window is None else MAX_TREE_TOKENS)

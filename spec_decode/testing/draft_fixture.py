@@ -12,6 +12,7 @@ from torch import nn
 from builders import AttentionKind, AttentionSpec, RequestTables
 from spec_decode.drafter.kv_groups import KVGroup, make_group
 from spec_decode.models import Attention, EagleDraft, LatentConfig, LayerGroup, LlamaTarget, ModelConfig
+from spec_decode.testing.batches import with_trees
 from spec_decode.testing.subject import Subject
 
 MAX_SEQ_LEN = 96
@@ -60,10 +61,23 @@ class DraftFixture:
 
     @classmethod
     def make(
-        cls, subject: Subject, num_reqs: int, num_speculative_tokens: int, shape: DraftShape = DraftShape.ONE
+        cls,
+        subject: Subject,
+        num_reqs: int,
+        num_speculative_tokens: int,
+        shape: DraftShape = DraftShape.ONE,
+        *,
+        trees: bool = False,
     ) -> DraftFixture:
-        """The fixture with a model of the backend's draft spec."""
+        """The fixture with a model of the backend's draft spec. trees: its batches may be trees.
+
+        Raises Unsupported where the backend refuses them.
+        """
         groups = _layer_groups(subject, shape)
+        if trees:
+            groups = tuple(replace(group, spec=with_trees(group.spec)) for group in groups)
+            for group in groups:
+                subject.require_supported(group.spec)
         num_layers = sum(len(group.layers) for group in groups)
         model = draft_model(groups[0].spec, subject.device, num_layers=num_layers)
         return cls(subject, groups, model, num_reqs, num_speculative_tokens)

@@ -77,9 +77,10 @@ def _one(
     for token in range(count):
         position = length - count + token
         first = 0 if spec.sliding_window is None else max(0, position - spec.sliding_window + 1)
+        end = position + 1 if spec.causal else length
         for kv_head in range(spec.num_kv_heads):
             heads = slice(kv_head * spec.group_size, (kv_head + 1) * spec.group_size)
-            keys, values = (rows[first : position + 1, kv_head].to(operands).to(wide) for rows in (key, value))
+            keys, values = (rows[first:end, kv_head].to(operands).to(wide) for rows in (key, value))
             scores = query[token, heads].to(operands).to(wide) @ keys.T * spec.softmax_scale
             if spec.soft_cap is not None:
                 scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)

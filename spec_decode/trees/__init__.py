@@ -2,14 +2,17 @@
 
 from builders.spec import MAX_TREE_TOKENS
 from spec_decode.trees.draft_tree import DraftTree
-from spec_decode.trees.dynamic_tree import DynamicTree
+from spec_decode.trees.dynamic_tree import DynamicTree, DynamicTreeConfig
 from spec_decode.trees.kernels.move_accepted_kv import move_accepted_kv
+from spec_decode.trees.static_tree import StaticTree
 from spec_decode.trees.verification import TreeBatch, TreeRejectionSampling, TreeSampling, TreeVerifyOutput
 
 __all__ = [
     "MAX_TREE_TOKENS",
     "DraftTree",
     "DynamicTree",
+    "DynamicTreeConfig",
+    "StaticTree",
     "TreeBatch",
     "TreeRejectionSampling",
     "TreeSampling",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -78,13 +79,25 @@ class DraftTree:
         """The most draft tokens that follow one query token."""
         return max(self.parents.count(token) for token in set(self.parents))
 
+    @property
+    def width(self) -> int:
+        """The most tokens of one depth that others follow: what a step of a draft drafts from."""
+        return max(Counter(self.depths[token] for token in set(self.parents)).values())
+
+    def by_depth(self) -> DraftTree:
+        """The same tree, whose draft tokens are numbered by depth, and otherwise in their order."""
+        order = sorted(range(1 + self.num_tokens), key=self.depths.__getitem__)
+        new = {token: at for at, token in enumerate(order)}
+        return DraftTree(tuple(new[self.parents[token - 1]] for token in order[1:]))
+
     def require_depth(self, num_speculative_tokens: int) -> None:
-        """Raise BatchError for a tree that is deeper than a draft's steps."""
+        """Raise BatchError for a tree that is deeper than a draft's steps, or whose frontiers no mask can hold."""
         require(
             self.max_depth <= num_speculative_tokens,
             f"a tree must be at most as deep as the draft has steps, {num_speculative_tokens}, got a path of "
             f"{self.max_depth} tokens; its last tokens would never be drafted. Shorten it, or draft more steps.",
         )
+        require_frontiers(self.width, num_speculative_tokens)
 
     def rows(self, num_reqs: int, device: torch.device | str) -> torch.Tensor:
         """The parents of every request, int64 [num_reqs, N]."""
@@ -97,6 +110,17 @@ def require_tree_size(num_tokens: int, got: str = "") -> None:
         1 <= num_tokens < MAX_TREE_TOKENS,
         f"a tree must have 1 to {MAX_TREE_TOKENS - 1} draft tokens, got {got or num_tokens}; the ancestors of a token "
         "are the bits of one word, so nothing was run. Leave out the least probable paths.",
+    )
+
+
+def require_frontiers(width: int, num_speculative_tokens: int) -> None:
+    """Raise BatchError unless a mask can hold the frontiers of so many tokens that a draft runs over."""
+    steps = num_speculative_tokens - 1
+    require(
+        width * steps <= MAX_TREE_TOKENS,
+        f"a draft sees all frontiers of its tree, at most {MAX_TREE_TOKENS} tokens, got {width} tokens to draft from "
+        f"at each of {steps} steps; the ancestors of a token are the bits of one word, so nothing was allocated. Draft "
+        "fewer steps, or let fewer tokens have children.",
     )
 
 

@@ -2,15 +2,50 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from builders.errors import require, require_tensor
 from builders.spec import MAX_TREE_TOKENS
-from spec_decode.trees.draft_tree import require_tree_size
+from spec_decode.trees.draft_tree import require_frontiers, require_tree_size
 from spec_decode.trees.kernels.grow_tree import grow_tree
 from spec_decode.trees.kernels.keep_best import keep_best
 from spec_decode.trees.kernels.top_children import top_children
 from spec_decode.trees.verification import TreeBatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DynamicTreeConfig:
+    """How a dynamic tree grows.
+
+    - width       W, choices at each step
+    - num_tokens  N, draft tokens that are verified
+
+    Raises BatchError for sizes of which no tree can be made.
+    """
+
+    width: int
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        require(
+            type(self.width) is int and 1 <= self.width <= MAX_TREE_TOKENS,
+            f"a dynamic tree must have 1 to {MAX_TREE_TOKENS} choices a step, got {self.width!r}; no path could be "
+            "drafted. Pass such a width.",
+        )
+        require_tree_size(self.num_tokens)
+
+    def require_depth(self, num_speculative_tokens: int) -> None:
+        """Raise BatchError for a tree that so many steps do not fill, or whose frontiers no mask can hold."""
+        steps, width = num_speculative_tokens - 1, self.width
+        candidates = width + steps * width * width
+        require(
+            self.num_tokens <= candidates,
+            f"a tree must keep at most the {candidates} candidates that {num_speculative_tokens} steps of {width} "
+            f"choices draft, got {self.num_tokens}; some would never be there. Keep fewer, or draft more.",
+        )
+        require_frontiers(width, num_speculative_tokens)
 
 
 class DynamicTree:
@@ -34,32 +69,28 @@ class DynamicTree:
     """
 
     def __init__(
-        self, rows: int, step: torch.Tensor, *, num_speculative_tokens: int, width: int, num_tokens: int
+        self,
+        rows: int,
+        step: torch.Tensor,
+        config: DynamicTreeConfig,
+        *,
+        num_speculative_tokens: int,
+        token_map: torch.Tensor | None = None,
     ) -> None:
         """Allocate the buffers.
 
         - rows                    R
         - step                    int64 [1], 0 to K - 1, the batch's own, read at every step
         - num_speculative_tokens  K, as deep as a tree can be
-        - width                   W
-        - num_tokens              N, draft tokens that are verified
+        - token_map               int64 [V of the draft], the target's id of each token that the draft's logits score
 
-        Raises BatchError for sizes of which no tree can be made.
+        Raises BatchError for a config that does not fit K.
         """
+        config.require_depth(num_speculative_tokens)
+        width, device = config.width, step.device
         candidates = width + (num_speculative_tokens - 1) * width * width
-        require(
-            1 <= width <= MAX_TREE_TOKENS,
-            f"a dynamic tree must have 1 to {MAX_TREE_TOKENS} choices a step, got {width}; no path could be drafted. "
-            "Pass such a width.",
-        )
-        require_tree_size(num_tokens)
-        require(
-            num_tokens <= candidates,
-            f"a tree must keep at most the {candidates} candidates that {num_speculative_tokens} steps of {width} "
-            f"choices draft, got {num_tokens}; some would never be there. Keep fewer, or draft more.",
-        )
-        device = step.device
-        self.rows, self.width, self._num_tokens, self._step = rows, width, num_tokens, step
+        self.width, self.num_tokens = width, config.num_tokens
+        self._step, self._token_map = step, token_map
         self.tokens = torch.zeros(rows, candidates, dtype=torch.int64, device=device)
         self.parents = torch.full((rows, candidates), -1, dtype=torch.int64, device=device)
         self.scores = torch.full((rows, candidates), -torch.inf, device=device)
@@ -67,32 +98,52 @@ class DynamicTree:
             3, rows, width, dtype=torch.int64, device=device
         )
         self.frontier_scores = torch.full((rows, width), -torch.inf, device=device)
+        later = (torch.arange(candidates, device=device) - width).div(width * width, rounding_mode="floor")
+        self._depths = later.clamp_(min=-1) + 2
 
     def grow(self, logits: torch.Tensor) -> None:
-        """Take the step's logits, in place.
+        """Take the step's logits of the first rows, in place.
 
-        - logits  [R, V] any float, of the root, at step 0; [R * W, V], of the frontier, at the others
+        - logits  [rows, 1, V of the draft] any float, of the root, at step 0; [rows, W, V], of the frontier, later
 
-        Raises BatchError, with nothing changed, for logits of another number of rows or of fewer tokens than W.
+        Raises BatchError, with nothing changed, for logits of more rows, of another frontier or of fewer tokens than W.
         """
-        require_tensor("logits", logits, shape=(None, None), dtype=logits.dtype, device=self.tokens.device)
-        counts = (self.rows, self.rows * self.width)
-        require(
-            len(logits) in counts,
-            f"a step must have logits of {counts[0]} or {counts[1]} rows, got {len(logits)}; they are "
-            "of another frontier, so nothing was changed. Pass a row for each token on it.",
-        )
-        require(
-            logits.shape[1] >= self.width,
-            f"logits must be of at least {self.width} tokens, got {logits.shape[1]}; there are no more choices, so "
-            "nothing was changed. Use a smaller width.",
-        )
-        children = (each.view(self.rows, -1, self.width) for each in top_children(logits, self.width))
+        rows = require_frontier(logits, self.frontier, self.width)
+        tokens, scores = top_children(logits.flatten(0, 1), self.width)
+        if self._token_map is not None:
+            tokens = self._token_map[tokens]
+        shape = (rows, -1, self.width)
         grow_tree(
-            self._step, *children, self.tokens, self.parents, self.scores,
-            self.frontier, self.frontier_scores, self.frontier_tokens, self.frontier_places,
+            self._step, tokens.view(shape), scores.view(shape),
+            self.tokens[:rows], self.parents[:rows], self.scores[:rows], self.frontier[:rows],
+            self.frontier_scores[:rows], self.frontier_tokens[:rows], self.frontier_places[:rows],
         )  # fmt: skip
 
-    def kept(self) -> TreeBatch:
-        """The N best paths of each row, of the steps that were taken since step 0."""
-        return TreeBatch(*keep_best(self.tokens, self.parents, self.scores, self._num_tokens))
+    def kept(self, draft_lens: torch.Tensor | None = None) -> TreeBatch:
+        """The N best paths of the first rows, of the steps that were taken since step 0.
+
+        - draft_lens  int [rows], tokens of a row's longest path; None: of all rows, as long as they are
+        """
+        rows, scores = len(self.scores), self.scores
+        if draft_lens is not None:
+            rows = len(draft_lens)
+            scores = scores[:rows].masked_fill(self._depths > draft_lens[:, None], -torch.inf)
+        return TreeBatch(*keep_best(self.tokens[:rows], self.parents[:rows], scores, self.num_tokens))
+
+
+def require_frontier(logits: torch.Tensor, frontier: torch.Tensor, num_choices: int) -> int:
+    """The rows of a step's logits [rows, F, V]. Raises BatchError for more than the frontier [R, W] has, an F that is
+    neither 1 nor W, and fewer than num_choices tokens."""
+    require_tensor("logits", logits, shape=(None, None, None), dtype=logits.dtype, device=frontier.device)
+    (rows, places, vocab), (most, width) = logits.shape, frontier.shape
+    require(
+        1 <= rows <= most and places in (1, width),
+        f"a step must have logits of 1 to {most} rows, and of the root or the {width} tokens of a frontier, got "
+        f"{list(logits.shape)}; they are of another frontier, so nothing was changed. Pass a row for each token on it.",
+    )
+    require(
+        vocab >= num_choices,
+        f"logits must be of at least {num_choices} tokens, got {vocab}; there are no more choices, so nothing was "
+        "changed. Use a smaller width.",
+    )
+    return rows

@@ -10,7 +10,7 @@ from attn_backends import Accepted, KVCache, Rejected, explain, registry
 from attn_backends import fa3_providers as providers
 from attn_backends.capabilities import Feature
 from attn_backends.fa3_providers import PROVIDER_VARIABLE, BrokenProvider, find_provider
-from builders import BatchError, PagedMetadata
+from builders import BatchError, FlashAttn3Metadata
 from tests.factories import CPU, make_cache, make_spec
 
 MODULES = {kind.name: kind.module for kind in providers.PROVIDERS}
@@ -21,20 +21,19 @@ calls = []
 FA3_AVAILABLE, FA3_UNAVAILABLE_REASON = True, None
 def flash_attn_varlen_func(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None,
         softmax_scale=None, causal=False, window_size=None, softcap=0.0, block_table=None,
-        num_splits=0, fa_version=2, s_aux=None):
+        num_splits=0, fa_version=2, s_aux=None, return_softmax_lse=False):
     calls.append(dict(locals()))
-    return q
+    return (q, q[..., 0].t()) if return_softmax_lse else q
 """
 UPSTREAM = """
 calls = []
 def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, page_table=None,
         cu_seqlens_q=None, max_seqlen_q=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-        num_splits=0):
+        num_splits=0, return_softmax_lse=False):
     calls.append(dict(locals()))
-    return q
+    return (q, q[..., 0].t(), None, None) if return_softmax_lse else q
 """
-SGL = UPSTREAM.replace("num_splits=0):\n    calls.append(dict(locals()))\n    return q", "num_splits=0, sinks=None):"
-                       "\n    calls.append(dict(locals()))\n    return q")  # fmt: skip
+SGL = UPSTREAM.replace("num_splits=0, return", "num_splits=0, sinks=None, return")
 WHOLE = {"vllm": VLLM, "upstream": UPSTREAM, "sgl": SGL}
 
 
@@ -178,6 +177,11 @@ def test_an_older_build_of_the_same_package_claims_no_sinks(install):
     assert Feature.SINKS not in find_provider().features
 
 
+def test_a_build_that_returns_no_lse_claims_no_trees(install):
+    install("vllm", VLLM.replace(", return_softmax_lse=False", "").replace("if return_softmax_lse", "if False"))
+    assert Feature.TREE not in find_provider().features
+
+
 def test_a_provider_without_sinks_never_drops_them_in_silence(install):
     install("upstream")
     with pytest.raises(BatchError, match="nothing was run"):
@@ -202,7 +206,8 @@ def test_upstream_claims_only_what_its_build_kept(flag, feature, build_record):
 
 def test_upstream_without_a_record_of_its_build_claims_no_value_dim(install):
     install("upstream")
-    assert find_provider().features == {Feature.GQA, Feature.SLIDING_WINDOW, Feature.SOFT_CAP}
+    found = {Feature.GQA, Feature.NON_CAUSAL, Feature.SLIDING_WINDOW, Feature.SOFT_CAP, Feature.TREE}
+    assert find_provider().features == found
 
 
 def test_upstream_built_for_fewer_dims_and_dtypes_claims_fewer(build_record):
@@ -230,7 +235,8 @@ def make_metadata(**changes):
         "block_table": torch.zeros(2, 8, dtype=torch.int32),
         "slot_mapping": torch.zeros(6, dtype=torch.int64),
     }
-    return PagedMetadata(**{**fields, **changes})
+    fields |= changes
+    return FlashAttn3Metadata(**{"kv_lens": fields["seq_lens"], **fields})
 
 
 def attend(provider, spec, metadata=None, **given):
@@ -270,6 +276,21 @@ def test_the_others_are_called_with_the_cache_and_its_table(name, install):
     )
     assert (call["max_seqlen_q"], call["softmax_scale"], call["causal"], call["num_splits"]) == (3, 0.3, True, 5)
     assert call["k"] is None and call["v"] is None
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_prefix_is_attended_to_without_causality_and_sinks_and_gives_its_lse(name, install):
+    install(name)
+    provider, spec = find_provider(), make_spec(sinks=True, tree=True)
+    query, cache = torch.zeros(6, spec.num_q_heads, spec.head_dim), make_cache(spec, 3)
+    metadata = make_metadata(kv_lens=torch.tensor([4, 6], dtype=torch.int32))
+
+    out, lse = provider.attend_to_prefix(query, cache, metadata, spec)
+
+    call = sys.modules[provider.module].calls[-1]
+    assert out is query and lse.shape == (spec.num_q_heads, 6)
+    assert call[provider.inputs[2]] is metadata.kv_lens and call["return_softmax_lse"] is True
+    assert (call["causal"], call["window_size"]) == (False, (-1, -1)) and call.get(provider.sinks) is None
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -344,7 +365,7 @@ def reasons(backend, spec):
 
 def test_the_backend_claims_what_its_provider_has(load):
     backend = load("upstream")
-    assert backend.capabilities.features == {Feature.GQA, Feature.SLIDING_WINDOW, Feature.SOFT_CAP}
+    assert backend.capabilities.features == find_provider().features
     assert "has no sinks" in reasons(backend, hopper_spec(sinks=True))
     assert "has no value_dim" in reasons(backend, hopper_spec(head_dim=192, value_dim=128))
 

@@ -17,7 +17,8 @@ from spec_decode.testing.subject import Subject
 from tests.factories import CPU, make_spec
 from tests.flashinfer_stand_in import NAMES, absent, backend, installed
 
-NOT_SERVED = ("numerics.bits_do_not_depend_on_the_batch", "numerics.trees_see_their_ancestors")
+NOT_SERVED = "numerics.bits_do_not_depend_on_the_batch"
+TREES = ("numerics.trees_see_their_ancestors", "graph.tree_replays_over_other_trees")
 VARIANTS = ("base", "window", "window_1", "soft_cap", "scale", "page_1", "page_128", "fp16", "mha", "mqa", "dim_256")
 MQA = {"num_q_heads": 8, "num_kv_heads": 1}
 
@@ -53,19 +54,57 @@ def test_a_backend_passes_the_kit(name, family):
     report = check_backend(backend(name), device=CPU, families=[family])
 
     report.raise_if_failed()
-    refused = {result.check for result in report.results if result.outcome is Outcome.UNSUPPORTED}
-    assert refused <= {"graph.tree_replays_over_other_trees"}
+    refused = {(result.check, result.case) for result in report.results if result.outcome is Outcome.UNSUPPORTED}
+    without_trees = {(check, case) for check, case in refused if "tree" not in check}
+    no_variants = ("sinks", "soft_cap", "page_1") if name == "flashinfer_xqa" else ("sinks",)
+    assert without_trees <= {("graph.blocks_replay_over_other_batches", f"{each}-block") for each in no_variants}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_attention_is_right(name):
     report = check_backend(backend(name), device=CPU, checks=[f"numerics.*[[]{variant}-*" for variant in VARIANTS])
-    served = [result for result in report.results if result.check not in NOT_SERVED]
+    served = [result for result in report.results if result.check not in (NOT_SERVED, *TREES)]
     found = {v: {result.outcome for result in served if result.case.startswith(f"{v}-")} for v in VARIANTS}
 
     refused = ("soft_cap", "page_1") if name == "flashinfer_xqa" else ()
     wanted = {variant: {Outcome.UNSUPPORTED if variant in refused else Outcome.PASS} for variant in VARIANTS}
     assert found == wanted, report.summary()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trees_are_served_but_for_windows(name):
+    report = check_backend(backend(name), device=CPU, checks=[f"{check}[[]*" for check in TREES])
+
+    report.raise_if_failed()
+    found = {result.case: result.outcome for result in report.results}
+    refused = {case.partition("-")[0] for case, outcome in found.items() if outcome is not Outcome.PASS}
+    no_variants = {"soft_cap", "page_1"} if name == "flashinfer_xqa" else set()
+    assert refused == {"window", "sinks", "fp8_cache"} | no_variants
+    assert {case.partition("-")[0] for case in found} - refused >= {"base", "gqa", "page_64", "dim_128"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_single_tokens_may_be_trees(name):
+    fixture = fixture_of(backend(name), 3, tree=True)
+
+    fixture.build(Batch((1, 1), (1, 150), 3, ((), ()))).expect_attention("attention of single tokens")
+
+
+def test_chains_and_trees_of_one_shape_have_plans_of_their_own():
+    fixture = fixture_of(backend("flashinfer"), 4, tree=True)
+    builder = fixture.builder()
+    for batch in (VERIFY, replace(VERIFY, trees=((0, 0, 1, 1),) * 3), VERIFY):
+        metadata, queries = builder.build(fixture.view(fixture.load(batch), batch)), fixture.queries(batch)
+        out = fixture.attend(metadata, batch, batch.seq_lens, queries)
+        expect = fixture.expect_trees if batch.trees else fixture.assert_within_budget
+        expect(out, batch if batch.trees else batch.seq_lens, queries, contract="attention")
+
+
+@pytest.mark.parametrize("lens", [(6, 150), (37, 141)], ids=["an empty prefix", "prefixes"])
+def test_trees_of_several_query_tiles_and_chunks_are_right(lens):
+    fixture = fixture_of(backend("flashinfer"), 3, tree=True, **MQA)
+
+    fixture.build(Batch((6, 6), lens, 3, ((0, 0, 1, 1, 2), (0, 1, 2, 3, 4)))).expect_attention("attention of trees")
 
 
 def test_a_group_that_the_cuda_cores_have_no_kernel_for_is_refused():

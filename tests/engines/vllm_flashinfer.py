@@ -48,7 +48,7 @@ class Decode(wrappers.BatchDecodeWithPagedKVCacheWrapper):
         self._plan([q_len_per_req] * rows, indptr, indices, last_page_len, *sizes, *dtypes)
 
     def run(self, q: torch.Tensor, cache: Any, *, out: torch.Tensor, **options: Any) -> torch.Tensor:
-        return self._run(q, cache, out, causal=self._query_len > 1)
+        return self._run(q, cache, out, causal=self._query_len > 1)[0]
 
 
 class Prefill(wrappers.BatchPrefillWithPagedKVCacheWrapper):
@@ -64,7 +64,7 @@ class Prefill(wrappers.BatchPrefillWithPagedKVCacheWrapper):
         super().plan(**{name: value for name, value in numbers.items() if name not in extra})
 
     def run(self, q: torch.Tensor, cache: Any, *, out: torch.Tensor, **options: Any) -> torch.Tensor:
-        return self._run(q, cache, out, causal=True)
+        return self._run(q, cache, out, causal=True)[0]
 
 
 def install(monkeypatch: Any, flashinfer: ModuleType) -> None:

@@ -3,14 +3,16 @@
 import pytest
 import torch
 from train_pair.attention import run_target
-from train_pair.generation import write
+from train_pair.drafts import make_draft
+from train_pair.generation import speculate, write
 from train_pair.losses import draft_loss
 from train_pair.recipe import Recipe
 
 from attn_backends import get
 from spec_decode.drafter import GraphMode
 from spec_decode.engine import Engine, EngineConfig, Request
-from tests.factories import make_config, make_latent_config, make_pair
+from spec_decode.models.byte_tokenizer import decode, encode
+from tests.factories import CPU, make_block_config, make_config, make_latent_config, make_pair
 
 PROMPTS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 WINDOWS = pytest.mark.parametrize("window", [None, 4])
@@ -47,3 +49,32 @@ def test_a_draft_is_trained_with_its_own_window(make):
         target, draft = make_pair(make_config(), make(sliding_window=window), context=1.0)
         losses.append(draft_loss(draft, target, tokens, Recipe()).item())
     assert losses[0] == pytest.approx(losses[1]) and losses[2] != pytest.approx(losses[0], rel=1e-4)
+
+
+def make_terse_pair(kind):
+    """A target that writes four letters alone, so that a draft of random numbers agrees now and then."""
+    target, draft = make_pair(make_config(vocab_size=256, max_positions=256), context=1.0)
+    target.lm_head.weight[: ord("a")] = 0
+    target.lm_head.weight[ord("e") :] = 0
+    if kind == "block":
+        torch.manual_seed(0)
+        draft = make_draft(make_block_config(target.config), target, CPU).eval().requires_grad_(False)
+        for parameter in draft.parameters():
+            parameter.mul_(12 if parameter.dim() > 1 else 1)
+    return target, draft
+
+
+@pytest.mark.parametrize("kind", ["eagle", "block"])
+@torch.no_grad()
+def test_a_pair_without_pages_accepts_what_the_engines_does(kind):
+    pair, prompts, rounds, drafted = make_terse_pair(kind), ["The for", "def rea"], 6, 3
+    config = EngineConfig(num_speculative_tokens=drafted, max_seq_len=64, graph_mode=GraphMode.NONE)
+    engine = Engine(*pair, get("torch_reference"), config)
+    made = engine.generate([Request(prompt=encode(prompt), max_new_tokens=28) for prompt in prompts])
+    accepted = [generation.accepted[:rounds] for generation in made]
+    texts = [
+        decode(encode(prompt) + generation.token_ids[: 1 + sum(kept) + rounds])
+        for prompt, generation, kept in zip(prompts, made, accepted, strict=True)
+    ]
+    assert speculate(*pair, prompts, rounds, drafted) == (sum(map(sum, accepted)) / (2 * rounds), texts)
+    assert len({kept for row in accepted for kept in row}) > 2

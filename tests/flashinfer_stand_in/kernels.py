@@ -87,6 +87,7 @@ def _attend(
     plan: torch.Tensor,
     partials: torch.Tensor,
     out: torch.Tensor,
+    lse: torch.Tensor,
     plan_info: Sequence[int],
     causal: bool,
     window_left: int,
@@ -96,7 +97,7 @@ def _attend(
     info = PlanInfo.of(plan_info)
     pages = _Pages(key, value, kv_indptr, kv_indices, last_page_len)
     group = query.shape[1] // key.shape[2]
-    targets, weights = _partials(info, partials, out) if info.split else (out, None)
+    targets, weights = _partials(info, partials, out) if info.split else (out, lse)
     if qo_indptr is None:
         tile_tokens = cuda_core_tile_tokens(query.shape[2], group, key.element_size())
         ctas = _cuda_core_ctas(info, plan, pages, group, tile_tokens)
@@ -110,10 +111,9 @@ def _attend(
         seen = _visible(cta, causal, window_left)
         found, weight = _softmax(by_group[cta.token, :, cta.head], keys, values, seen, soft_cap, scale)
         targets.unflatten(1, (-1, group))[cta.row, :, cta.head] = found.to(out.dtype)
-        if weights is not None:
-            weights.unflatten(1, (-1, group))[cta.row, :, cta.head] = weight
-    if weights is not None:
-        _merge(targets, weights, _merge_indptr(info, plan, len(last_page_len)), out)
+        weights.unflatten(1, (-1, group))[cta.row, :, cta.head] = weight
+    if info.split:
+        _merge(targets, weights, _merge_indptr(info, plan, len(last_page_len)), out, lse)
 
 
 def _ints(plan: torch.Tensor, offset: int, length: int) -> list[int]:
@@ -243,7 +243,9 @@ def _merge_indptr(info: PlanInfo, plan: torch.Tensor, num_reqs: int) -> list[int
     return _ints(plan, info.merge_indptr, rows + 1)
 
 
-def _merge(partial: torch.Tensor, weight: torch.Tensor, indptr: list[int], out: torch.Tensor) -> None:
+def _merge(
+    partial: torch.Tensor, weight: torch.Tensor, indptr: list[int], out: torch.Tensor, lse: torch.Tensor
+) -> None:
     counts = torch.tensor(indptr).diff()
     if (counts < 0).any() or indptr[-1] > len(partial):
         raise RuntimeError(f"illegal memory access: merges {indptr} of {len(partial)} partial outputs")
@@ -252,16 +254,17 @@ def _merge(partial: torch.Tensor, weight: torch.Tensor, indptr: list[int], out: 
     peak = torch.full((len(counts), out.shape[1]), _LOWEST)
     peak.scatter_reduce_(0, owner[:, None].expand_as(weight), weight, "amax")
     share = torch.exp2(weight - peak[owner])
-    total = torch.zeros_like(peak).index_add_(0, owner, share)[..., None]
+    total = torch.zeros_like(peak).index_add_(0, owner, share)
     merged = torch.zeros(len(counts), *out.shape[1:]).index_add_(0, owner, partial * share[..., None])
-    out[: len(counts)] = torch.where((counts == 0)[:, None, None], 0.0, merged / total)
+    out[: len(counts)] = torch.where((counts == 0)[:, None, None], 0.0, merged / total[..., None])
+    lse[: len(counts)] = torch.where((counts == 0)[:, None], _LOWEST, peak + total.log2())
 
 
 torch.library.define(
     "flashinfer_stand_in::attend",
     "(Tensor query, Tensor key, Tensor value, Tensor? qo_indptr, Tensor kv_indptr, Tensor kv_indices, "
-    "Tensor last_page_len, Tensor plan, Tensor(a!) partials, Tensor(b!) out, int[] plan_info, bool causal, "
-    "int window_left, float soft_cap, float scale) -> ()",
+    "Tensor last_page_len, Tensor plan, Tensor(a!) partials, Tensor(b!) out, Tensor(c!) lse, int[] plan_info, "
+    "bool causal, int window_left, float soft_cap, float scale) -> ()",
 )
 torch.library.impl("flashinfer_stand_in::attend", "cpu", _attend)
 attend = torch.ops.flashinfer_stand_in.attend.default

@@ -113,13 +113,15 @@ class _Wrapper:
 
     def _run(
         self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, causal: bool
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """out, and the lse of base 2, fp32 [num_tokens, num_q_heads]."""
         key, value = paged_kv_cache
         if (q.dtype, key.dtype) != self._dtypes:
             raise ValueError(f"queries and keys of {q.dtype} and {key.dtype} do not match the plan's {self._dtypes}")
         if key.stride() != value.stride():
             raise RuntimeError(f"k/v strides differs: {key.stride()} and {value.stride()}")
         check_layout(q, key, value, out)
+        lse = torch.empty(out.shape[:2])
         attend(
             q,
             key,
@@ -131,13 +133,14 @@ class _Wrapper:
             self._int_workspace_buffer,
             self._float_workspace_buffer,
             out,
+            lse,
             self._plan_info,
             causal,
             self._window_left,
             self._soft_cap,
             self._sm_scale,
         )
-        return out
+        return out, lse
 
 
 def check_layout(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
@@ -217,7 +220,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         refuse_overlap(enable_pdl)
         if len(q) != len(self._paged_kv_last_page_len_buf):
             raise ValueError(f"q.shape[0] ({len(q)}) does not match batch_size * q_len_per_req")
-        return self._run(q, paged_kv_cache, torch.empty_like(q) if out is None else out, causal=False)
+        return self._run(q, paged_kv_cache, torch.empty_like(q) if out is None else out, causal=False)[0]
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
@@ -286,9 +289,11 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
         *,
         out: torch.Tensor | None = None,
+        return_lse: bool = False,
         enable_pdl: bool | None = None,
-    ) -> torch.Tensor:
+    ) -> Any:
         refuse_overlap(enable_pdl)
         if len(q) != self._num_rows:
             raise ValueError(f"q.shape[0] ({len(q)}) does not match qo_indptr[-1] ({self._num_rows})")
-        return self._run(q, paged_kv_cache, torch.zeros_like(q) if out is None else out, causal=self._causal)
+        found = self._run(q, paged_kv_cache, torch.zeros_like(q) if out is None else out, causal=self._causal)
+        return found if return_lse else found[0]

@@ -52,7 +52,7 @@ def attention(spec, query_lens, seq_lens, pad_reqs, splits, tree_masks=None):
         batch.query_start_loc[: num_reqs + 1], max_query_len=max(query_lens), max_seq_len=136,
         num_splits=splits,
         scale=spec.softmax_scale, sliding_window=spec.sliding_window, soft_cap=spec.soft_cap, sinks=sinks,
-        tree_masks=tree_masks,
+        tree_masks=tree_masks, causal=spec.causal,
         batch_invariant=spec.batch_invariant,
     )  # fmt: skip
 
@@ -62,6 +62,16 @@ def attention(spec, query_lens, seq_lens, pad_reqs, splits, tree_masks=None):
 @pytest.mark.parametrize("spec", [SPECS["plain"], SPECS["everything"]], ids=["plain", "everything"])
 def test_paged_attention_of_every_batch_shape(spec, batch, splits):
     call = attention(spec, *batch, splits)
+    by_kernel = call()
+    with torch_implementations():
+        torch.testing.assert_close(by_kernel, call(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("name", ["plain", "everything"])
+def test_paged_attention_of_blocks(name, batch, splits):
+    call = attention(replace(SPECS[name], causal=False), *batch, splits)
     by_kernel = call()
     with torch_implementations():
         torch.testing.assert_close(by_kernel, call(), rtol=1e-4, atol=1e-5)
@@ -142,7 +152,7 @@ def requests(spec, seq_lens, splits, sinks=None):
     starts, lens = torch.arange(len(seq_lens) + 1, dtype=torch.int32), torch.tensor(seq_lens, dtype=torch.int32)
     args = (
         query, cache.key, cache.value, table, lens, starts, sinks, None, 1, max(seq_lens), splits, spec.softmax_scale,
-        spec.sliding_window, spec.soft_cap, spec.batch_invariant,
+        spec.sliding_window, spec.soft_cap, spec.causal, spec.batch_invariant,
     )  # fmt: skip
     return args, [t.unflatten(0, (-1, pages)).flatten(1, 2) for t in (cache.key, cache.value)]
 

@@ -35,7 +35,7 @@ def paged(query, requests, query_len, splits, window=None):
     return paged_attention(
         asked.flatten(0, 1), cache, cache.flip(3), tables()[requests], ints(*(LENGTHS[r] for r in requests)),
         ints(*range(0, len(asked) * query_len + 1, query_len)), random(4, seed=2), None, query_len, max(LENGTHS),
-        splits, 0.2, window, None, True,
+        splits, 0.2, window, None, True, True,
     ).unflatten(0, asked.shape[:2])  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def latent(query, requests, query_len, splits):
     asked = query[requests, -query_len:]
     return latent_attention(
         asked.flatten(0, 1), cache, tables()[requests], ints(*(LENGTHS[r] for r in requests)),
-        ints(*range(0, len(asked) * query_len + 1, query_len)), None, query_len, splits, 32, 0.2, True,
+        ints(*range(0, len(asked) * query_len + 1, query_len)), None, query_len, splits, 32, 0.2, True, True,
     ).unflatten(0, asked.shape[:2])  # fmt: skip
 
 

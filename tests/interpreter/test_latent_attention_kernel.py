@@ -34,7 +34,7 @@ def inputs(batch, *, page_size=4, heads=6, widths=(32, 16), dtype=torch.float32)
     )  # fmt: skip
 
 
-def attention(*args, splits=1, value_dim=32, tree_masks=None):
+def attention(*args, splits=1, value_dim=32, tree_masks=None, causal=True):
     *tensors, max_query_len = args
     return latent_attention(
         *tensors,
@@ -43,6 +43,7 @@ def attention(*args, splits=1, value_dim=32, tree_masks=None):
         num_splits=splits,
         value_dim=value_dim,
         scale=0.2,
+        causal=causal,
         batch_invariant=False,
     )
 
@@ -64,6 +65,15 @@ def test_latent_attention_of_every_batch_shape(batch, splits):
         torch.testing.assert_close(by_kernel, attention(*args), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+def test_latent_attention_of_blocks(batch, splits):
+    args = inputs(batch)
+    by_kernel = attention(*args, splits=splits, causal=False)
+    with torch_implementations():
+        torch.testing.assert_close(by_kernel, attention(*args, causal=False), rtol=1e-4, atol=1e-5)
+
+
 TILES = {
     "one row each": {"BLOCK_M": 16, "BLOCK_N": 32},
     "several tokens each": {"BLOCK_M": 32, "BLOCK_N": 64},
@@ -76,7 +86,7 @@ TILES = {
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 def test_latent_attention_in_every_tile(tile, page_size):
     args = inputs(BATCHES["verify"], page_size=page_size)
-    by_kernel = LatentAttentionArguments(*args, 2, 32, 0.2, False).launch(tile)
+    by_kernel = LatentAttentionArguments(*args[:-1], None, args[-1], 2, 32, 0.2, True, False).launch(tile)
     with torch_implementations():
         torch.testing.assert_close(by_kernel, attention(*args), rtol=1e-4, atol=1e-5)
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from builders.kernels.triton_runtime import torch_implementations
-from spec_decode.trees import DraftTree, DynamicTree, move_accepted_kv
+from spec_decode.trees import DraftTree, DynamicTree, DynamicTreeConfig, move_accepted_kv
 from spec_decode.trees.kernels.ancestor_masks import ancestor_masks
 from spec_decode.trees.kernels.follow_tree import follow_tree
 from spec_decode.trees.kernels.keep_best import keep_best
+from spec_decode.trees.kernels.place_frontier import place_frontier
 from spec_decode.trees.kernels.top_children import top_children
 from spec_decode.trees.kernels.tree_rejection import TreeRejection, tree_rejection
 
@@ -176,22 +177,43 @@ def test_top_children_of_rows_with_few_tokens_or_none():
 @pytest.mark.parametrize(("width", "steps"), [(1, 3), (3, 3), (5, 2)])
 def test_a_grown_tree_is_the_references(width, steps):
     step = torch.zeros(1, dtype=torch.int64)
-    sizes = {"num_speculative_tokens": steps, "width": width, "num_tokens": min(9, width * steps)}
-    by_kernel, by_torch = (DynamicTree(ROWS, step, **sizes) for _ in range(2))
+    config = DynamicTreeConfig(width=width, num_tokens=min(9, width * steps))
+    by_kernel, by_torch = (DynamicTree(ROWS, step, config, num_speculative_tokens=steps) for _ in range(2))
     for draw, at in enumerate([*range(steps), *range(steps)]):
         step.fill_(at)
-        rows = ROWS * (width if at else 1)
         # So far apart, log-probabilities are exact but for how many share the top.
-        logits = whole(-3, 1, (rows, 12), draw).float() * 64
+        logits = whole(-3, 1, (ROWS, width if at else 1, 12), draw).float() * 64
         by_kernel.grow(logits)
         with torch_implementations():
             by_torch.grow(logits)
         for name in ("parents", "frontier", "frontier_tokens", "frontier_places"):
             assert torch.equal(getattr(by_kernel, name), getattr(by_torch, name)), name
         assert torch.equal(by_kernel.scores.isinf(), by_torch.scores.isinf())
-    found = keep_best(by_kernel.tokens, by_kernel.parents, by_torch.scores, sizes["num_tokens"])
+    found = keep_best(by_kernel.tokens, by_kernel.parents, by_torch.scores, config.num_tokens)
     with torch_implementations():
         assert same(found, by_torch.kept())
+
+
+@pytest.mark.parametrize(("width", "steps"), [(1, 2), (3, 4), (8, 9)])
+def test_a_placed_frontier_is_the_references(width, steps):
+    queries, size = width * (steps - 1), 70
+    seq_lens = torch.tensor([0, 9, 30, 0, 4, 5, 6, 7], dtype=torch.int32)
+    first = seq_lens.long()[:, None] * 3
+
+    def buffers():
+        positions = (first + torch.arange(queries)).where(seq_lens[:, None] > 0, 0)
+        masks, ids = torch.full((2, ROWS, queries), 77)
+        return ids, torch.full((ROWS, queries, size), math.inf), positions, masks
+
+    by_kernel, by_torch, step = buffers(), buffers(), torch.zeros(1, dtype=torch.int64)
+    for at in range(steps):
+        step.fill_(at)
+        tokens, places = whole(0, 99, (ROWS, width), at), whole(0, width, (ROWS, width), 100 + at)
+        hidden = torch.randn(ROWS, queries if at else 1, size + 2, generator=generator(at))[..., 1:-1]
+        place_frontier(step, tokens, places, hidden, seq_lens, *by_kernel)
+        with torch_implementations():
+            place_frontier(step, tokens, places, hidden, seq_lens, *by_torch)
+        assert same(by_kernel, by_torch)
 
 
 @pytest.mark.parametrize(("candidates", "count"), [(1, 1), (20, 63), (70, 9), (130, 63)])

@@ -90,15 +90,30 @@ def excused(prompt: Sequence[int], wanted: list[int], found: list[int]) -> bool:
 # No backend here is one that a graph cannot hold, which is what the piecewise strategy is for.
 STRATEGIES = [strategy for strategy in Strategy if strategy is not Strategy.PIECEWISE]
 
+
+def strategies_of(draft: str) -> list[Strategy]:
+    """A draft that proposes its tokens at once has no later steps to loop over."""
+    return [strategy for strategy in STRATEGIES if draft != "block_draft" or strategy is not Strategy.DEVICE_LOOP]
+
+
 SERVED = [
     ("draft", "torch_reference"),
     ("draft", "triton_paged"),
     ("latent_draft", "sparse_swa_mla"),
+    ("block_draft", "triton_paged"),
 ]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.value)
-@pytest.mark.parametrize(("draft", "backend"), [pytest.param(*SERVED[0], marks=pytest.mark.slow), *SERVED[1:]])
+@pytest.mark.parametrize(
+    ("draft", "backend", "strategy"),
+    [
+        pytest.param(
+            *served, strategy, id="-".join((*served, strategy.value)), marks=[pytest.mark.slow] * (served == SERVED[0])
+        )
+        for served in SERVED
+        for strategy in strategies_of(served[0])
+    ],
+)
 def test_greedy_speculative_text_is_plain_greedy_text(draft: str, backend: str, strategy: Strategy) -> None:
     _, generations = run(backend, 4, strategy, draft, first=GREEDY_PROMPTS)
     found = [generation.token_ids for generation in generations]
@@ -116,7 +131,8 @@ def test_plain_text_is_the_targets_own_argmax() -> None:
 
 
 @pytest.mark.parametrize(
-    ("draft", "backend", "least"), [("draft", "triton_paged", 2.0), ("latent_draft", "sparse_swa_mla", 1.8)]
+    ("draft", "backend", "least"),
+    [("draft", "triton_paged", 2.0), ("latent_draft", "sparse_swa_mla", 1.8), ("block_draft", "triton_paged", 1.8)],
 )
 def test_draft_is_accepted_well_above_chance_on_held_out_text(draft: str, backend: str, least: float) -> None:
     engine, _ = run(backend, 4, Strategy.EAGER, draft)
@@ -126,7 +142,11 @@ def test_draft_is_accepted_well_above_chance_on_held_out_text(draft: str, backen
 
 @pytest.mark.parametrize(
     ("draft", "backend"),
-    [("draft", "triton_paged"), pytest.param("latent_draft", "sparse_swa_mla", marks=pytest.mark.slow)],
+    [
+        ("draft", "triton_paged"),
+        pytest.param("latent_draft", "sparse_swa_mla", marks=pytest.mark.slow),
+        ("block_draft", "triton_paged"),
+    ],
 )
 def test_hot_text_is_the_same_in_every_strategy(draft: str, backend: str) -> None:
     texts = [
@@ -134,7 +154,7 @@ def test_hot_text_is_the_same_in_every_strategy(draft: str, backend: str) -> Non
             generation.token_ids
             for generation in run(backend, 4, strategy, draft, prompts=3, temperature=1.0, seed=11)[1]
         ]
-        for strategy in STRATEGIES
+        for strategy in strategies_of(draft)
     ]
 
     assert all(text == texts[0] for text in texts)

@@ -52,7 +52,7 @@ class PackedHeads(EngineCache):
         return paged_attention(
             query, blocks.key, blocks.value, metadata.block_table, metadata.seq_lens, metadata.query_start_loc, sinks,
             None, metadata.max_query_len, metadata.max_seq_len, 1, spec.softmax_scale, spec.sliding_window,
-            spec.soft_cap, False,
+            spec.soft_cap, True, False,
         )  # fmt: skip
 
 
@@ -65,7 +65,8 @@ class Latents(EngineCache):
         check_forward_inputs(query, cache, metadata, spec, sinks)
         return latent_attention(
             query, with_null_block(cache).latents, metadata.decode_block_table, metadata.decode_seq_lens,
-            metadata.query_start_loc, None, metadata.max_query_len, 1, spec.out_dim, spec.softmax_scale, False,
+            metadata.query_start_loc, None, metadata.max_query_len, 1, spec.out_dim, spec.softmax_scale, True,
+            False,
         )  # fmt: skip
 
 

@@ -1,10 +1,14 @@
-"""Attention over whole sequences, without a paged cache. Legend: B sequences, L positions, H hidden, D head dim."""
+"""Attention over whole sequences, without a paged cache.
+
+Legend: B sequences, L positions, H hidden, D head dim, A blocks a sequence.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch.nn import functional as F
 
+from attn_backends.kernels.rope import Rope, apply_rope
 from spec_decode.models import Attention, AttentionInputs, LlamaTarget
 
 
@@ -60,10 +64,44 @@ def unrolled_attention(tokens: torch.Tensor, window: int | None = None) -> Atten
     return attention
 
 
+class BlockAttention:
+    """Attention of a draft's blocks in whole sequences, as at inference: each sees the context before it, which is
+    stored, and itself whole, and nothing of other blocks."""
+
+    def __init__(self, starts: torch.Tensor, lens: torch.Tensor, *, query_len: int, context: int) -> None:
+        """starts     int64 [B, A], each block's first position
+        lens       int64 [B, A], its tokens after the first; those of `query_len` that are left are padding
+        context    positions L that are stored
+        """
+        batch, count = starts.shape
+        place = torch.arange(query_len, device=starts.device)
+        before = torch.arange(context, device=starts.device) < starts[..., None]
+        own = torch.eye(count, dtype=torch.bool, device=starts.device)[:, :, None]
+        inside = own & (place <= lens[:, None, :, None])
+        seen = torch.cat([before, inside.flatten(2)], -1)
+        self._batch, self._seen = batch, seen.repeat_interleave(query_len, 1)[:, None]
+        self._context: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor, rope: Rope) -> None:
+        """See `ContextAttention`."""
+        self._context[layer] = apply_rope(key, rope), value
+
+    def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
+        """See `Attention`."""
+        query, *block = inputs.normed_and_rotated()
+        key, value = (
+            torch.cat([_heads_first(self._batch, x) for x in both], 2)
+            for both in zip(self._context[inputs.layer], block, strict=True)
+        )
+        out = _masked_attention(_heads_first(self._batch, query), key, value, self._seen, inputs.sinks)
+        return out.transpose(1, 2).flatten(0, 1)
+
+
 def _masked_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """query [B, Hq, L, D] over key [B, Hkv, M, D] and value where seen [L, M]; each row of scores gets its head's sink.
+    """query [B, Hq, L, D] over key [B, Hkv, M, D] and value where seen, [L, M] or [B, 1, L, M]; each row of scores gets
+    its head's sink.
 
     Sinks need plain torch: no fused kernel has a gradient for them, and none is fast for a latent's many dims.
     """

@@ -7,7 +7,10 @@ from torch.nn import functional as F
 
 from spec_decode.models import AttentionInputs, EagleDraft, LlamaTarget
 from spec_decode.models.byte_tokenizer import decode, encode
+from spec_decode.models.dflash import DFlash
 from train_pair.attention import causal_attention, positions_of, run_target
+from train_pair.blocks import Blocks, run_blocks
+from train_pair.drafts import Draft
 
 
 @torch.no_grad()
@@ -39,7 +42,7 @@ def write(target: LlamaTarget, prompts: torch.Tensor, length: int, dtype: torch.
 
 @torch.no_grad()
 def speculate(
-    target: LlamaTarget, draft: EagleDraft, prompts: list[str], rounds: int, drafted: int
+    target: LlamaTarget, draft: Draft, prompts: list[str], rounds: int, drafted: int
 ) -> tuple[float, list[str]]:
     """Greedy speculative decoding: the mean number of accepted draft tokens a round, and the texts.
 
@@ -56,8 +59,9 @@ def speculate(
     hidden = run_target(target, tokens)
     tokens[rows, last] = target.logits(hidden[rows, last - 1]).argmax(-1)
     total = torch.zeros((), device=device)
+    propose = _propose_block if isinstance(draft, DFlash) else _propose_in_steps
     for _ in range(rounds):
-        _propose(draft, tokens, hidden.clone(), rows, last, drafted)
+        propose(draft, tokens, hidden, last, drafted)
         hidden = run_target(target, tokens)
         choice = target.logits(hidden[rows, last + ahead]).argmax(-1)
         agrees = tokens[rows, last + 1 + ahead[:-1]] == choice[:, :-1]
@@ -70,15 +74,18 @@ def speculate(
     return total.item() / (rounds * len(prompts)), texts
 
 
-def _propose(
-    draft: EagleDraft,
-    tokens: torch.Tensor,
-    states: torch.Tensor,
-    rows: torch.Tensor,
-    last: torch.Tensor,
-    drafted: int,
+def _propose_block(draft: DFlash, tokens: torch.Tensor, hidden: torch.Tensor, last: torch.Tensor, drafted: int) -> None:
+    """Write the draft's tokens after `last` [B, 1]; hidden [B, L, H] are the target's states, up to there."""
+    states = run_blocks(draft, tokens, hidden, Blocks(last, torch.full_like(last, drafted), drafted))
+    places = last + 1 + torch.arange(drafted, device=last.device)
+    tokens.scatter_(1, places, draft.logits(states[:, 0]).argmax(-1))
+
+
+def _propose_in_steps(
+    draft: EagleDraft, tokens: torch.Tensor, hidden: torch.Tensor, last: torch.Tensor, drafted: int
 ) -> None:
-    """Write the draft's tokens after `last`; `states` [B, L, H] are the target's, the draft's from `last`."""
+    """The same, a token a step: from `last` on, states are the draft's own."""
+    rows, states = torch.arange(len(last), device=last.device)[:, None], hidden.clone()
     attention, positions = causal_attention(tokens.shape[0], draft.config.sliding_window), positions_of(tokens)
     for step in range(drafted):
         inputs = tokens.roll(-1, 1).flatten()

@@ -1,4 +1,4 @@
-"""Batches of text and the losses on them. Legend: B sequences, L positions."""
+"""Batches of text and the losses on them. Legend: B sequences, L positions, A blocks a sequence, K masks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from torch.nn import functional as F
 
 from spec_decode.models import EagleDraft, LlamaTarget
 from spec_decode.models.byte_tokenizer import BOS, encode
+from spec_decode.models.dflash import DFlash
 from train_pair.attention import positions_of, run_target, unrolled_attention
+from train_pair.blocks import draw_blocks, run_blocks
+from train_pair.drafts import Draft
 from train_pair.recipe import Recipe
 
 
@@ -46,7 +49,13 @@ def target_loss(target: LlamaTarget, tokens: torch.Tensor, noise: float = 0.0) -
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def draft_loss(draft: EagleDraft, target: LlamaTarget, tokens: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+def draft_loss(draft: Draft, target: LlamaTarget, tokens: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """The loss of a draft of either kind, fp32 []. tokens int64 [B, L + 1]."""
+    loss = block_loss if isinstance(draft, DFlash) else unrolled_loss
+    return loss(draft, target, tokens, recipe)
+
+
+def unrolled_loss(draft: EagleDraft, target: LlamaTarget, tokens: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     """Distance from the target's distribution (KL) and hidden states over unrolled steps, fp32 [].
 
     tokens int64 [B, L + 1].
@@ -66,3 +75,21 @@ def draft_loss(draft: EagleDraft, target: LlamaTarget, tokens: torch.Tensor, rec
         loss = loss + recipe.step_weight**step * (kl + recipe.hidden_weight * F.smooth_l1_loss(ours, theirs))
         state = F.pad(out[:, :-1], (0, 0, 1, 0))
     return loss
+
+
+def block_loss(draft: DFlash, target: LlamaTarget, tokens: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """Distance from the target's distribution (KL) at each mask of random blocks, fp32 []. tokens int64 [B, L].
+
+    A mask far from its block's start counts less: it is of use only where all before it were accepted.
+    """
+    blocks = draw_blocks(tokens, recipe.blocks, draft.config_json["block_size"] - 1)
+    place = torch.arange(blocks.num_masks, device=tokens.device)
+    with torch.no_grad():
+        hidden = run_target(target, tokens)
+        rows = torch.arange(len(tokens), device=tokens.device)[:, None, None]
+        # A mask predicts the token in its own place, the target the one after.
+        wanted = target.logits(hidden[rows, blocks.starts[..., None] + place]).float().log_softmax(-1)
+    found = draft.logits(run_blocks(draft, tokens, hidden, blocks)).float().log_softmax(-1)
+    kl = F.kl_div(found, wanted, log_target=True, reduction="none").sum(-1)
+    weight = recipe.place_weight**place * (place < blocks.lens[..., None])
+    return (kl * weight).sum() / weight.sum()

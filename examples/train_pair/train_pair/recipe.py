@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from spec_decode.models import LatentConfig, ModelConfig
 
@@ -11,14 +12,27 @@ TARGET = ModelConfig(
     num_q_heads=4, num_kv_heads=2, head_dim=64, max_positions=2048,
 )  # fmt: skip
 DRAFT = replace(TARGET, num_layers=1)
-FURTHER_DRAFTS = {
+FURTHER_DRAFTS: dict[str, ModelConfig | dict[str, Any]] = {
     # The dims and the window of DeepSeek-V4's layers, so that kernels made for those serve it.
     "latent_draft": replace(
         DRAFT, num_kv_heads=1, head_dim=512, sliding_window=128,
         latent=LatentConfig(rope_dim=64, q_rank=128, out_rank=128),
     ),
+    "block_draft": {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "vocab_size": TARGET.vocab_size,
+        "hidden_size": TARGET.hidden_size, "intermediate_size": TARGET.intermediate_size, "num_hidden_layers": 3,
+        "num_attention_heads": TARGET.num_q_heads, "num_key_value_heads": TARGET.num_kv_heads,
+        "head_dim": TARGET.head_dim, "hidden_act": "silu", "max_position_embeddings": TARGET.max_positions,
+        "rms_norm_eps": TARGET.norm_eps, "rope_theta": TARGET.rope_theta, "dtype": "bfloat16",
+        # The next token and 7 masks. No utf-8 text holds byte 255.
+        "block_size": 8, "num_target_layers": TARGET.num_layers,
+        "dflash_config": {"mask_token_id": 255, "target_layer_ids": [TARGET.num_layers - 1]},
+    },
 }  # fmt: skip
-"""Further drafts of the shipped target, by name. Training one leaves the target as it is."""
+"""Further drafts of the shipped target, by name. Training one leaves the target as it is.
+
+A block draft is what its config.json says, in the words of DFlash as published.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,5 +53,7 @@ class Recipe:
     unroll: int = 4
     step_weight: float = 0.9
     hidden_weight: float = 0.1
+    blocks: int = 64
+    place_weight: float = 0.8
     prompts: int = 32
     rounds: int = 32

@@ -1,7 +1,8 @@
 """The training runs.
 
 The target learns the next byte of real text. A draft learns the distribution of the frozen target, on real text and on
-text that the target wrote, over unrolled steps that feed it its own states (EAGLE-3, Li et al., 2025, section 3).
+text that the target wrote: over unrolled steps that feed it its own states (EAGLE-3, Li et al., 2025, section 3), or in
+blocks of masks at random places (DFlash, Chen et al., 2026).
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import hashlib
 import math
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from spec_decode.models import EagleDraft, LlamaTarget, ModelConfig, load_target, save_draft, save_pair
+from spec_decode.models import EagleDraft, LlamaTarget, load_target, save_draft, save_pair
+from spec_decode.models.dflash import DFlash
 from spec_decode.models.held_out_text import held_out_prompts
 from spec_decode.models.pair import STORED_DTYPE
 from train_pair.corpus import SPLIT_RULE, Corpus, corpus
+from train_pair.drafts import Draft, make_draft
 from train_pair.generation import speculate, write
 from train_pair.losses import Windows, draft_loss, target_loss
 from train_pair.recipe import DRAFT, FURTHER_DRAFTS, TARGET, Recipe
@@ -29,13 +33,20 @@ from train_pair.recipe import DRAFT, FURTHER_DRAFTS, TARGET, Recipe
 _Curve = list[tuple[int, float]]
 """Held-out loss by step."""
 
+_OF_THE_TARGET = {"target_steps", "target_lr", "target_decay", "byte_noise"}
+_OF_STEPS = {"unroll", "step_weight", "hidden_weight"}
+_OF_BLOCKS = {"blocks", "place_weight"}
+"""Settings that only the training of the target, of a draft a step at a time and of a block draft has."""
+
 
 def train_pair(out: Path, recipe: Recipe, device: torch.device, origin: dict[str, Any]) -> dict[str, Any]:
     """Train a target and its draft, save them in `out`, and return the record that is saved with them."""
     run = _Run(recipe, device)
     target, target_curve = run.target()
-    draft, draft_curve = run.draft(target, DRAFT)
-    record = {**origin, **run.record(target, draft, {"target_curve": target_curve, "draft_curve": draft_curve})}
+    draft = EagleDraft(DRAFT, target).to(device)
+    draft_curve = run.draft(target, draft)
+    curves = {"target_curve": target_curve, "draft_curve": draft_curve}
+    record = {**origin, **run.record(target, draft, curves, unused=_OF_BLOCKS)}
     save_pair(out, target, draft, record)
     return record
 
@@ -44,10 +55,10 @@ def train_draft(out: Path, name: str, recipe: Recipe, device: torch.device, orig
     """Train a draft of FURTHER_DRAFTS on the target in `out`, save it beside the target, and return its record."""
     target = load_target(out, device=device)
     run = _Run(recipe, device)
-    draft, curve = run.draft(target, FURTHER_DRAFTS[name])
-    record = {**origin, **run.record(target, draft, {"draft_curve": curve})}
-    for key in ("target_steps", "target_lr", "target_decay", "byte_noise"):
-        del record["recipe"][key]
+    draft = make_draft(FURTHER_DRAFTS[name], target, device)
+    curve = run.draft(target, draft)
+    unused = _OF_THE_TARGET | (_OF_STEPS if isinstance(draft, DFlash) else _OF_BLOCKS)
+    record = {**origin, **run.record(target, draft, {"draft_curve": curve}, unused=unused)}
     save_draft(out, name, draft, record)
     return record
 
@@ -75,27 +86,28 @@ class _Run:
             lambda: target_loss(target, self.measured_on["held_out"]),
         )  # fmt: skip
 
-    def draft(self, target: LlamaTarget, config: ModelConfig) -> tuple[EagleDraft, _Curve]:
-        """A draft of a frozen target, and its curve."""
-        recipe, draft = self.recipe, EagleDraft(config, target).to(self.device)
-        batches = _mixed_batches(target, self.train, recipe)
-        return draft, _fit(
+    def draft(self, target: LlamaTarget, draft: Draft) -> _Curve:
+        """Train a draft of a frozen target, and return its curve."""
+        recipe, batches = self.recipe, _mixed_batches(target, self.train, self.recipe)
+        return _fit(
             draft, recipe.draft_steps, recipe.draft_lr, recipe.draft_decay,
             lambda: draft_loss(draft, target, batches(), recipe),
             lambda: draft_loss(draft, target, self.measured_on["held_out"], recipe),
         )  # fmt: skip
 
-    def record(self, target: LlamaTarget, draft: EagleDraft, curves: dict[str, _Curve]) -> dict[str, Any]:
-        """How it was done and what came out."""
+    def record(
+        self, target: LlamaTarget, draft: Draft, curves: dict[str, _Curve], *, unused: set[str]
+    ) -> dict[str, Any]:
+        """How it was done and what came out; unused: settings of the recipe that no part of it had."""
         recipe, losses = self.recipe, {}
-        with torch.no_grad(), _autocast(self.device):
+        with _measuring(self.device):
             for text, tokens in self.measured_on.items():
                 losses[f"target_{text}"] = target_loss(target, tokens).item()
                 losses[f"draft_{text}"] = draft_loss(draft, target, tokens, recipe).item()
         accepted, texts = speculate(target, draft, held_out_prompts(recipe.prompts, 96), recipe.rounds, 4)
         return {
             **_provenance(self.text, self.device),
-            "recipe": asdict(recipe),
+            "recipe": {name: value for name, value in asdict(recipe).items() if name not in unused},
             "losses": losses,
             "accepted_of_4_per_round": accepted,
             "wall_seconds": round(time.perf_counter() - self.began, 1),
@@ -142,7 +154,7 @@ def _fit(
         optimizer.step()
         schedule.step()
         if step % max(1, steps // 25) == 0 or step == steps:
-            with torch.no_grad(), _autocast(device):
+            with _measuring(device):
                 value = held_out_loss().item()
             curve.append((step, round(value, 4)))
             print(f"{type(model).__name__} {step}: train {loss.item():.4f}, held out {value:.4f}", flush=True)
@@ -160,6 +172,14 @@ def _warm_cosine(step: int, steps: int) -> float:
 
 def _autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
+@contextmanager
+def _measuring(device: torch.device) -> Iterator[None]:
+    """No gradients, and the same draws each time, so that losses can be compared."""
+    with torch.no_grad(), _autocast(device), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        yield
 
 
 def _provenance(text: Corpus, device: torch.device) -> dict[str, Any]:

@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from builders import AdvanceLevel, GraphSupport
-from spec_decode.drafter.draft_step import DraftStep
 from spec_decode.drafter.metadata_plan import GraphMode, GroupFacts, MetadataUpdate
+from spec_decode.drafter.steps.draft_step import DraftStep
+from spec_decode.drafter.steps.tree_step import TreeStep
 from spec_decode.graphs import Capturable, Factory, GraphManager
 
 GRAPHS_OFF = "graphs are turned off"
 
 
 class DraftStrategy(ABC):
-    """One way to run the later steps of a round: steps 1 to K - 1, of one token a request."""
+    """One way to run the later steps of a round: steps 1 to K - 1, of one token a request or of its tree."""
 
     chosen_because: ClassVar[str] = "it was asked for"
     drawback: ClassVar[str] = "costs more host work"
@@ -25,6 +26,8 @@ class DraftStrategy(ABC):
     autotuned: ClassVar[bool] = True
     """Whether autotuning measures it where it can run: False for what is never the fastest."""
     uses_graphs: ClassVar[bool] = True
+    needs_later_steps: ClassVar[bool] = False
+    """Whether it does nothing for a draft whose tokens all come from step 0."""
     otherwise: ClassVar[MetadataUpdate] = MetadataUpdate.REBUILD
     """How it keeps the metadata of a group current that cannot advance in its graphs."""
     graph_kind: ClassVar[str] = "step"
@@ -39,7 +42,7 @@ class DraftStrategy(ABC):
                 "would fail, so it was not defined. Define _capturable, or set uses_graphs = False."
             )
 
-    def __init__(self, step: DraftStep, graphs: GraphManager) -> None:
+    def __init__(self, step: DraftStep | TreeStep, graphs: GraphManager) -> None:
         self._step = step
         self._buffers = step.decode
         self._graphs = graphs

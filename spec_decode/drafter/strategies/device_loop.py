@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from builders import AdvanceLevel, advance_shared_state
+from builders import AdvanceLevel
 from spec_decode.drafter.metadata_plan import GraphMode, GroupFacts
 from spec_decode.drafter.strategies.base import DraftStrategy, advance_unsupported_reason
 from spec_decode.graphs import Capturable
@@ -17,6 +17,7 @@ class DeviceLoop(DraftStrategy):
     step: the event nodes that NCCL captures are illegal in such a body.
     """
 
+    needs_later_steps = True
     drawback = "runs where it is asked for; an iteration costs the device more than an unrolled step"
     automatic = False
     graph_kind = "loop"
@@ -31,7 +32,7 @@ class DeviceLoop(DraftStrategy):
         step, buffers = self._step, self._buffers
 
         def body() -> None:
-            advance_shared_state(buffers.batch, size)
+            step.advance(size)
             buffers.advance()
             step.run_decode_in_place(size, buffers.attention)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from builders import advance_shared_state
 from spec_decode.drafter.metadata_plan import GraphMode, GroupFacts
 from spec_decode.drafter.strategies.base import DraftStrategy
 
@@ -25,6 +24,6 @@ class Eager(DraftStrategy):
     def run(self, size: int, num_steps: int) -> None:
         step, buffers = self._step, self._buffers
         for _ in range(num_steps):
-            advance_shared_state(buffers.batch, size)
+            step.advance(size)
             buffers.rebuild(size)
             step.run_decode_in_place(size, buffers.attention)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from builders import AdvanceLevel, advance_shared_state
+from builders import AdvanceLevel
 from spec_decode.drafter.attention import PagedAttention
 from spec_decode.drafter.metadata_plan import GraphMode, GroupFacts, MetadataUpdate
 from spec_decode.drafter.strategies.base import DraftStrategy, advance_unsupported_reason
@@ -30,7 +30,7 @@ class FullLoop(DraftStrategy):
         def run() -> None:
             hidden = step.hidden[:size]
             for index in range(1, step.num_speculative_tokens):
-                advance_shared_state(buffers.batch, size)
+                step.advance(size)
                 buffers.advance()
                 hidden = step.run_decode(size, hidden, PagedAttention(step.groups, buffers.metadata_of_step(index)))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from builders import advance_shared_state
 from spec_decode.drafter.metadata_plan import GraphMode, GroupFacts
 from spec_decode.drafter.strategies.base import DraftStrategy, capture_unsupported_reason
 from spec_decode.graphs import Capturable
@@ -34,6 +33,6 @@ class PerStep(DraftStrategy):
         buffers = self._buffers
         buffers.build_round(size)
         for _ in range(num_steps):
-            advance_shared_state(buffers.batch, size)
+            self._step.advance(size)
             buffers.rebuild(size)
             self._replay(size)

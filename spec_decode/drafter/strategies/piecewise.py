@@ -14,6 +14,7 @@ from spec_decode.graphs import Capturable, SplitOp
 class Piecewise(PerStep):
     """As per step, but the attention of groups that no graph holds runs eagerly between the pieces."""
 
+    needs_later_steps = True
     chosen_because = "the attention of a group cannot be captured, the rest of the step can"
     autotuned = False
 

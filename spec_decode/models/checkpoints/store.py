@@ -64,6 +64,12 @@ class TensorStore:
         """Every tensor of the checkpoint."""
         return frozenset(self._files)
 
+    def take_flat(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor [size] that may be stored with dims of 1 around it. Raises CheckpointError as `take`."""
+        shape = tuple(self._read(name).shape)
+        wanted = (1,) * (len(shape) - 1) + (size,)
+        return self.take(name, wanted, dtype).flatten()
+
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
         """A copy of one tensor, which must have that shape, on the CPU; dtype None keeps the dtype it is stored in.
 

@@ -15,7 +15,7 @@ from spec_decode.sampling.noise import triton_gumbel, triton_key
 NO_TOKEN = -1
 """Draft token of a row that proposes nothing: padding, a request that could not advance, or one that has stopped."""
 
-_POSITION_AHEAD = 2  # a draft input at position p stands for token p + 1 and predicts token p + 2
+POSITION_AHEAD = 2  # a draft input at position p stands for token p + 1 and predicts token p + 2
 
 
 class SampleDraft(NamedTuple):
@@ -44,7 +44,7 @@ class SampleDraft(NamedTuple):
         ids = torch.arange(vocab) if self.token_map is None else self.token_map
         is_random = temperature > 0
         processed = self.logits.float() / torch.where(is_random, temperature, 1.0)[:, None]
-        keys = noise.key(self.seeds[:rows], self.positions[:rows] + _POSITION_AHEAD, noise.DRAFT)
+        keys = noise.key(self.seeds[:rows], self.positions[:rows] + POSITION_AHEAD, noise.DRAFT)
         perturbed = processed + noise.gumbel(keys[:, None], ids[None])
         chosen = torch.where(is_random[:, None], perturbed, processed).argmax(-1)
         lengths = self.draft_lens[:rows].clamp(max=self.num_tokens).clamp(max=columns)
@@ -77,7 +77,7 @@ class SampleDraft(NamedTuple):
             self.min_confidence, self.continue_flag, self.token_map, self.hidden, self.next_hidden,
             partial_score, partial_max, partial_sum_exp, partial_index,
             vocab, columns, self.logits.stride(0), *self.draft_logits.stride()[:2], *hidden_strides,
-            STREAM=noise.DRAFT, AHEAD=_POSITION_AHEAD, WIDTH=width,
+            STREAM=noise.DRAFT, AHEAD=POSITION_AHEAD, WIDTH=width,
             SHARE=triton.next_power_of_2(triton.cdiv(width, blocks)), BLOCK=block,
             # Four logits a thread: noise costs so much arithmetic that few threads, not memory, would set the pace.
             num_warps=max(1, min(8, block // 128)), **dependent_launch(device),

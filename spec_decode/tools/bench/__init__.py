@@ -13,14 +13,17 @@ from builders.devices import on_device
 from spec_decode.environment import environment
 from spec_decode.source_digests import ROUNDS, SERVING, source_digests
 from spec_decode.tools.bench.advance_cases import advance_rows, step_rows
+from spec_decode.tools.bench.block_draft_cases import block_draft_rows
+from spec_decode.tools.bench.block_throughput_cases import block_throughput_rows
 from spec_decode.tools.bench.decode_cases import decode_rows
 from spec_decode.tools.bench.measure import copy_bandwidth
 from spec_decode.tools.bench.random_draft_cases import random_draft_rows
-from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS
+from spec_decode.tools.bench.random_drafts import BLOCK_DRAFTS, RANDOM_DRAFTS
 from spec_decode.tools.bench.round_cases import round_rows
 from spec_decode.tools.bench.rows import EMPTY, Bench, BenchRow
 from spec_decode.tools.bench.sampling_cases import sampling_rows
 from spec_decode.tools.bench.throughput_cases import throughput_rows
+from spec_decode.tools.bench.tree_cases import tree_rows
 
 __all__ = ["CASES", "CPU_CASES", "SCHEMA", "SUITES", "Bench", "run"]
 
@@ -37,14 +40,22 @@ _ROWS: dict[str, tuple[str, Callable[[Bench], Iterator[BenchRow]]]] = {
     "step": ("FlashInfer's advance and attention, planned on the device and on the host", step_rows),
     **{case: (description, partial(decode_rows, case=case)) for case, description in _DECODE.items()},
     "sampling": ("top-k, top-p, draws and argmax beside FlashInfer's sampling and torch", sampling_rows),
+    "tree-verify": ("attention of trees beside that of as many tokens in a row", tree_rows),
     "round": ("full-loop rounds of every backend, host and GPU time", round_rows),
     **{name: (case.description, partial(random_draft_rows, name=name)) for name, case in RANDOM_DRAFTS.items()},
+    **{name: (case.description, partial(block_draft_rows, name=name)) for name, case in BLOCK_DRAFTS.items()},
     "throughput": ("output tokens a second of the whole engine, step 0 in a graph or not", throughput_rows),
+    "block-throughput": (
+        "the same of a draft that proposes a block at once, beside one step by step",
+        block_throughput_rows,
+    ),
 }
+_WHOLE_ENGINE = ("throughput", "block-throughput")
 CPU_CASES = ("sampling", "round", "drafter-tiny")
 """Cases that a machine without a GPU can run; their gpu_us is null."""
 SUITES = {
     "backends": ("advance", "step", *_DECODE, "round"),
+    "parallel": (*BLOCK_DRAFTS, "tree-verify", "block-throughput"),
     "drafter": (*(name for name in RANDOM_DRAFTS if name not in CPU_CASES), "throughput"),
 }
 """Names for several cases at once."""
@@ -83,7 +94,7 @@ def run(
         if not on_cuda and case not in CPU_CASES:
             bench.miss(case, f"times a CUDA device and this run is on {device.type}")
             continue
-        sources = source_digests(SERVING if case == "throughput" else ROUNDS)
+        sources = source_digests(SERVING if case in _WHOLE_ENGINE else ROUNDS)
         with on_device(device), bench.noting(case):
             for row in _ROWS[case][1](bench):
                 bench.rows.append({"schema": SCHEMA, **EMPTY, **row, **shared, "sources": sources})

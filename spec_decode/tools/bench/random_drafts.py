@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from spec_decode.models import deepseek_v4, eagle, eagle3, mtp
+from spec_decode.models import deepseek_v4, dflash, eagle, eagle3, mtp
 from spec_decode.models.attention import Attention
 from spec_decode.models.base import DraftModel, LayerGroup, TargetModel, TargetStates
 from spec_decode.models.checkpoints.store import TensorStore
@@ -36,6 +36,10 @@ class RandomStore(TensorStore):
         if name.endswith(("norm.weight", "layernorm.weight")):
             return torch.ones(shape, dtype=dtype, device=self._device)
         return torch.randn(shape, dtype=dtype, device=self._device).mul_(_SPREAD)
+
+    def take_flat(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Normal numbers."""
+        return self.take(name, (size,), dtype)
 
 
 class Head(TargetModel):
@@ -82,6 +86,11 @@ class RandomDraft:
     num_speculative_tokens: tuple[int, ...] = (3, 7)
     context: int = 1024
 
+    @property
+    def name(self) -> str:
+        """What it drafts for and how, in a few words."""
+        return self.description.partition(":")[0]
+
     def make(self, device: torch.device) -> DraftModel:
         """The draft over a target of embedding and head alone."""
         vocab, hidden, dtype = self.config["vocab_size"], self.config["hidden_size"], self.dtype
@@ -127,6 +136,16 @@ _EAGLE3 = (
     *(f"midlayer.{name}" for name in (*_ATTENTION, *_MLP)),
 )
 
+_PEAGLE = (
+    *(*_EAGLE3, eagle3.MASK_HIDDEN),
+    *(f"layers.{layer}.{name}" for layer in range(1, 4) for name in (*_ATTENTION, *_MLP)),
+)
+_DFLASH = (
+    *("fc.weight", "hidden_norm.weight", "norm.weight", "layers.0.input_layernorm.weight"),
+    *(f"layers.0.self_attn.{part}_norm.weight" for part in "qk"),
+    *(f"layers.{layer}.{name}" for layer in range(5) for name in (*_ATTENTION, *_MLP)),
+)
+
 RANDOM_DRAFTS = {
     "llama3-8b-eagle": RandomDraft(
         description="Llama-3-8B's EAGLE draft: 4096 wide, 128k tokens",
@@ -152,6 +171,7 @@ RANDOM_DRAFTS = {
         description="GLM-4.7-Flash's MTP layer: dense MLA, 64 experts of which a token takes 4",
         kind=mtp,
         config=_GLM_FLASH,
+        names=("model.layers.47.eh_proj.weight",),
         page_size=64,
         backends=("triton_mla",),
     ),
@@ -182,3 +202,41 @@ RANDOM_DRAFTS = {
     ),
 }
 """By the name of their bench case."""
+
+BLOCK_DRAFTS = {
+    "llama3-8b-peagle": RandomDraft(
+        description="a P-EAGLE draft for Llama-3-8B: four layers 4096 wide, 32k tokens of its own",
+        kind=eagle3,
+        config={
+            **_llama(4096, 14336, 32, 8, 128, 128256),
+            **{"num_hidden_layers": 4, "draft_vocab_size": 32000, "ptd_token_id": 128002},
+        },
+        names=_PEAGLE,
+        num_target_states=3,
+        num_speculative_tokens=(3, 7, 15),
+    ),
+    "gpt-oss-20b-peagle": RandomDraft(
+        description="a P-EAGLE draft for GPT-OSS-20B: four layers 2880 wide, heads of 64, 64k tokens of its own",
+        kind=eagle3,
+        config={
+            **_llama(2880, 17280, 64, 8, 64, 201088),
+            **{"num_hidden_layers": 4, "draft_vocab_size": 64000, "ptd_token_id": 200002},
+        },
+        names=_PEAGLE,
+        num_target_states=3,
+        num_speculative_tokens=(3, 7, 15),
+    ),
+    "qwen3-8b-dflash": RandomDraft(
+        description="Qwen3-8B's DFlash draft: five layers 4096 wide over the states of five, the target's 152k tokens",
+        kind=dflash,
+        config={
+            **_llama(4096, 12288, 32, 8, 128, 151936),
+            **{"num_hidden_layers": 5},
+            "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+        },
+        names=_DFLASH,
+        num_target_states=5,
+        num_speculative_tokens=(3, 7, 15),
+    ),
+}
+"""Those that propose all K tokens in one step, likewise."""

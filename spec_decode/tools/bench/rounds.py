@@ -21,16 +21,27 @@ from spec_decode.tools.bench.rows import Bench, BenchRow
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimedDraft:
-    """A draft model, its attention and the context of its requests."""
+    """A draft model of one layer group, its attention and the context of its requests."""
 
     model: DraftModel
     spec: AttentionSpec
     context: int
 
+    @property
+    def at_once(self) -> bool:
+        """Whether it proposes all K tokens in one step, which is the whole round."""
+        return self.model.mask_token_id is not None
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        (group,) = self.model.layer_groups(self.spec.page_size)
+        return group.layers
+
     def step_bytes(self, num_reqs: int) -> float:
         """What a step must move at least: the weights, and the KV that it sees."""
         seen = min(self.context, self.spec.sliding_window or self.context)
-        return weight_bytes(self.model, num_reqs) + num_reqs * seen * token_bytes(self.spec)
+        kv_bytes = num_reqs * seen * token_bytes(self.spec) * len(self.layers)
+        return weight_bytes(self.model, num_reqs, whole_round=self.at_once) + kv_bytes
 
     def labels(self, case: str, run: RoundConfig) -> BenchRow:
         """The columns that say what a row is of."""
@@ -60,7 +71,7 @@ def time_round(bench: Bench, draft: TimedDraft, run: RoundConfig, names: Mapping
     drafter.propose(_verified(draft, run, bench.device))
     k, num_reqs = run.num_speculative_tokens, run.num_reqs
     parts: dict[str, tuple[Callable[[], object], int, Callable[[], object]]] = {
-        WHOLE: (drafter.propose, k, lambda: None),
+        WHOLE: (drafter.propose, 1 if draft.at_once else k, lambda: None),
         # Later steps advance the shared state: an untimed step 0 restores it before each.
         STEPS: (lambda: drafter.run_steps(num_reqs), k - 1, lambda: drafter.run_extend(num_reqs)),
     }
@@ -88,7 +99,7 @@ def make_drafter(draft: TimedDraft, run: RoundConfig, device: torch.device) -> D
     """A drafter over random pages."""
     limit = draft.context + 2 * run.num_speculative_tokens + 2
     tables, num_pages = shuffled_tables(draft.spec.page_size, run.num_reqs, limit, device)
-    group = make_group("draft", run.backend, draft.spec, [0], num_pages=num_pages, device=device)
+    group = make_group("draft", run.backend, draft.spec, draft.layers, num_pages=num_pages, device=device)
     config = DrafterConfig(
         num_speculative_tokens=run.num_speculative_tokens, strategy=run.strategy, capture_sizes=[run.num_reqs]
     )
@@ -115,11 +126,14 @@ def _verified(draft: TimedDraft, run: RoundConfig, device: torch.device) -> Veri
     )
 
 
-def weight_bytes(model: DraftModel, num_reqs: int) -> float:
+def weight_bytes(model: DraftModel, num_reqs: int, *, whole_round: bool = False) -> float:
     """Weights that a later step of so many requests reads: no embedding, nothing that step 0 alone uses, and of a
     mixture's experts as many as its tokens take if each takes any with equal chance.
+
+    whole_round: of a draft whose step 0 is the round, what that uses too.
     """
-    unread = ("embed", "fc.") if type(model).combine is not DraftModel.combine else ("embed",)
+    of_step_0 = type(model).combine is not DraftModel.combine and not whole_round
+    unread = ("embed", "fc.") if of_step_0 else ("embed",)
     read = {
         name: float(p.numel() * p.element_size()) for name, p in model.named_parameters() if not name.startswith(unread)
     }

@@ -23,6 +23,7 @@ from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.decoder_config import read_decoder
 from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.layers.rope import RotaryEmbedding
+from spec_decode.tools.bench.aux_states_target import AuxStatesTarget
 from spec_decode.tools.bench.measure import Quantiles, quantiles
 from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS, RandomDraft, RandomStore
 from spec_decode.tools.bench.rows import Bench, BenchRow, with_limits
@@ -74,8 +75,9 @@ class ThroughputCase:
         """Target and draft with random weights, made on the device in their dtype."""
         fields = ConfigReader(self.draft.config, "the draft's config")
         config = replace(read_decoder(fields).model, num_layers=self.num_layers)
+        num_states = self.draft.num_target_states
         with torch.device("meta"):
-            target = LlamaTarget(config)
+            target = LlamaTarget(config) if num_states == 1 else AuxStatesTarget(config, num_states)
         target.rotary = RotaryEmbedding(config)
         target = read_parameters(target, ScopedWeights(RandomStore({}, [], device), "", self.dtype, device))
         store = RandomStore(self.draft.config, list(self.draft.names), device)
@@ -122,21 +124,23 @@ class Rates:
 def throughput_rows(bench: Bench, case: ThroughputCase = LLAMA3_8B) -> Iterator[BenchRow]:
     """The graph of step 0 on against off, then speculation against plain decoding, then batch invariant against not."""
     with bench.noting(NAME):
-        target, draft = case.models(bench.device)
-        timed = _Timed(case, target, draft, _backend(bench, case, target))
+        timed = timed_pair(bench, case)
         # On a backend that has both.
         everywhere = replace(timed, backend=registry.get(case.backends[-1]))
         for what, rows in (
             ("extend-graph", _extend_rows(timed)),
-            ("speculation", _compared_rows(timed, "speculation", _PLAIN, _SPECULATIVE, "plain_ratio")),
-            ("batch-invariant", _compared_rows(everywhere, "batch-invariant", _SPECULATIVE, _INVARIANT, "free_ratio")),
+            ("speculation", compared_rows("speculation", (timed, _PLAIN), (timed, _SPECULATIVE), "plain_ratio")),
+            (
+                "batch-invariant",
+                compared_rows("batch-invariant", (everywhere, _SPECULATIVE), (everywhere, _INVARIANT), "free_ratio"),
+            ),
         ):
             with bench.noting(f"{NAME}/{what}"):
                 yield from rows
 
 
 @dataclass(frozen=True, slots=True)
-class _Timed:
+class TimedPair:
     """A case with its models, and the backend that the target got."""
 
     case: ThroughputCase
@@ -168,6 +172,7 @@ class _Timed:
         return {
             "case": f"{NAME}/{part}",
             "backend": self.backend.name,
+            "draft": None if plain else case.draft.name,
             "draft_backend": None if plain else case.draft.backends[0],
             "spec": group.spec.describe(),
             "strategy": None if plain else Strategy.FULL_LOOP.value,
@@ -187,7 +192,7 @@ class _Timed:
         }
 
 
-def _extend_rows(timed: _Timed) -> Iterator[BenchRow]:
+def _extend_rows(timed: TimedPair) -> Iterator[BenchRow]:
     """With the engine's host a round ahead of the device, and with one that waits for every round: the published gains
     are of an engine whose host waited, and work of a host that is ahead costs no time."""
     case, off, on = timed.case, timed.engine(_EXTEND_OFF), timed.engine(_EXTEND_ON)
@@ -201,15 +206,17 @@ def _extend_rows(timed: _Timed) -> Iterator[BenchRow]:
         yield with_limits({**row, "gain_percent": round(gain, 2)}, *limits)
 
 
-def _compared_rows(timed: _Timed, part: str, without: Decoding, within: Decoding, ratio: str) -> Iterator[BenchRow]:
+def compared_rows(
+    part: str, without: tuple[TimedPair, Decoding], within: tuple[TimedPair, Decoding], ratio: str
+) -> Iterator[BenchRow]:
     """Two ways to decode the same requests; the second row has its rate over the first's, called `ratio`."""
-    case, first, second = timed.case, timed.engine(without), timed.engine(within)
+    case, engines = without[0].case, [timed.engine(decoding) for timed, decoding in (without, within)]
     for num_reqs in case.num_reqs:
         requests = case.requests(num_reqs)
-        before, after = (rates_of(engine, requests, case.warm_up_tokens, False) for engine in (first, second))
-        yield timed.row(part, without, num_reqs, False, before)
+        before, after = (rates_of(engine, requests, case.warm_up_tokens, False) for engine in engines)
+        yield without[0].row(part, without[1], num_reqs, False, before)
         over = round(after.tokens_per_second / before.tokens_per_second, 3)
-        yield {**timed.row(part, within, num_reqs, False, after), ratio: over}
+        yield {**within[0].row(part, within[1], num_reqs, False, after), ratio: over}
 
 
 def rates_of(engine: Engine, requests: Sequence[Request], warm_up_tokens: int, host_waits: bool) -> Rates:
@@ -240,6 +247,12 @@ def rates_of(engine: Engine, requests: Sequence[Request], warm_up_tokens: int, h
     while engine.step():
         pass
     return rates
+
+
+def timed_pair(bench: Bench, case: ThroughputCase) -> TimedPair:
+    """The case's models on the bench's device, and the first of its backends that serves the target there."""
+    target, draft = case.models(bench.device)
+    return TimedPair(case, target, draft, _backend(bench, case, target))
 
 
 def _backend(bench: Bench, case: ThroughputCase, target: LlamaTarget) -> AttentionBackend:

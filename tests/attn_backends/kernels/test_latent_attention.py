@@ -50,6 +50,7 @@ class Asked:
             num_splits=2,
             value_dim=self.value_dim,
             scale=self.scale,
+            causal=True,
             batch_invariant=False,
         )
 
@@ -152,7 +153,7 @@ def test_latents_whose_last_dim_is_strided_are_refused():
 def test_the_latent_attention_op_keeps_its_schema_and_its_fake_matches():
     table = torch.tensor([[0, 1], [2, -1], [-1, -1]], dtype=torch.int32)
     seq_lens, starts = (torch.tensor(values, dtype=torch.int32) for values in ([6, 3, 0], [0, 2, 4, 6]))
-    args = torch.randn(6, 4, 48), torch.randn(5, 4, 48), table, seq_lens, starts, None, 2, 2, 32, 0.25, False
+    args = torch.randn(6, 4, 48), torch.randn(5, 4, 48), table, seq_lens, starts, None, 2, 2, 32, 0.25, True, False
     op = torch.ops.attn_backends.latent_attention.default
     check_op(op, args)
 

@@ -21,13 +21,13 @@ DEVICES = ["cpu", *["cuda"] * torch.cuda.is_available()]
 
 def paged(query, key_cache, value_cache):
     table, lens, starts = ints([0, 1], query).view(1, 2), ints([6], query), ints([0, len(query)], query)
-    numbers = (None, None, 3, 6, 1, 0.1, None, None, False)
+    numbers = (None, None, 3, 6, 1, 0.1, None, None, True, False)
     return [paged_attention(query, key_cache, value_cache, table, lens, starts, *numbers)]
 
 
 def latent(query, cache):
     table, lens, starts = ints([0, 1], query).view(1, 2), ints([6], query), ints([0, len(query)], query)
-    return [latent_attention(query, cache, table, lens, starts, None, 3, 1, 32, 0.1, False)]
+    return [latent_attention(query, cache, table, lens, starts, None, 3, 1, 32, 0.1, True, False)]
 
 
 def sparse(query, cache):

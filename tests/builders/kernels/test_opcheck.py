@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-import attn_backends.kernels.paged_attention  # noqa: F401
+import attn_backends.kernels.paged_attention
+import attn_backends.kernels.tree_attention  # noqa: F401
 import spec_decode.drafter.kernels.gather_last_hidden
 import spec_decode.drafter.kernels.shift_tokens
 import spec_decode.models.kernels.add_rms_norm
@@ -58,8 +59,19 @@ def paged_attention_args():
     seq_lens, starts = (torch.tensor(v, dtype=torch.int32) for v in ([6, 3, 0], [0, 2, 4, 6]))
     return (
         torch.randn(6, 4, 16), cache.key, cache.value, table, seq_lens, starts, torch.randn(4), None, 2, 6, 2, 0.25, 3,
-        20.0, False,
+        20.0, True, False,
     )  # fmt: skip
+
+
+def count_prefix_args():
+    lens, starts = torch.tensor([6, 8, 0], dtype=torch.int32), torch.tensor([0, 3, 6, 9], dtype=torch.int32)
+    return torch.zeros(3, dtype=torch.int32), lens, starts
+
+
+def tree_attention_args():
+    query, key, value, table, seq_lens, starts, sinks, *_ = paged_attention_args()
+    masks, out, lse = torch.tensor([1, 3, 1, 3, 0, 0]), torch.randn(6, 4, 16), torch.randn(4, 6).t()
+    return (query, key, value, table, seq_lens, starts, sinks, masks, out, lse, False, 2, 0.25, 20.0)
 
 
 def sample_draft_args():
@@ -124,6 +136,8 @@ OPS = {
     "builders::begin_decode": begin_decode_args,
     "attn_backends::write_kv": write_kv_args,
     "attn_backends::paged_attention": paged_attention_args,
+    "attn_backends::tree_attention": tree_attention_args,
+    "builders::count_prefix": count_prefix_args,
     "spec_decode::sample_draft": sample_draft_args,
     "attn_backends::rope": rope_args,
     "attn_backends::rope_and_write_kv": rope_and_write_kv_args,

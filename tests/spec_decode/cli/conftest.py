@@ -1,6 +1,7 @@
 import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +14,10 @@ from builders import AdvanceLevel, AdvanceSupport, ReferenceBuilder
 from spec_decode.cli.main import main
 from spec_decode.conformance.report import Report, Result
 from spec_decode.environment import environment
-from spec_decode.models import EagleDraft, LatentConfig, LlamaTarget, ModelConfig, save_draft, save_pair
+from spec_decode.models import EagleDraft, LatentConfig, LlamaTarget, ModelConfig, load_target, save_draft, save_pair
+from spec_decode.models.load import load_draft
 from spec_decode.testing.outcome import Outcome
+from tests.spec_decode.models.generated import make_dflash
 
 CPU = torch.device("cpu")
 
@@ -54,6 +57,16 @@ def pair(tmp_path_factory):
 def latent_pair(tmp_path_factory):
     """A pair with one more draft, which only backends of latents serve."""
     return write_pair(tmp_path_factory.mktemp("latent_pair"), latent=True)
+
+
+@pytest.fixture(scope="module")
+def block_pair(tmp_path_factory):
+    """A pair with one more draft, which proposes its tokens at once."""
+    pair, published = write_pair(tmp_path_factory.mktemp("block_pair")), tmp_path_factory.mktemp("published")
+    checkpoint = make_dflash(num_states=1, target_hidden=64, vocab_size=256, hidden_size=64)
+    draft = load_draft(checkpoint.write(published), load_target(Path(pair)), dtype=torch.float32)
+    save_draft(Path(pair), "block_draft", draft, {})
+    return pair
 
 
 @pytest.fixture

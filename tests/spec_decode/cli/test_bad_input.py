@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -108,6 +109,14 @@ def test_memory_that_is_not_there_is_asked_for_in_one_line(pair, monkeypatch, re
 
     monkeypatch.setattr("spec_decode.cli.generate.generate", exhausted)
     assert "must fit the memory" in refused(*draft_words(pair, "x"))
+
+
+@pytest.fixture(autouse=True)
+def interrupts_are_heard() -> Iterator[None]:
+    """A shell without job control has its background commands, and their children, ignore interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def start(words: str, tmp_path: Path, **options) -> subprocess.Popen[str]:

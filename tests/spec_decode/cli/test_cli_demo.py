@@ -1,12 +1,17 @@
+from pathlib import Path
 from types import SimpleNamespace
 
 import click
 import pytest
+import torch
 
 from attn_backends import registry
 from spec_decode.cli import demo
 from spec_decode.cli import strategy_comparison as comparison
+from spec_decode.cli.byte_pair import load_byte_pair
+from spec_decode.cli.generate import backends_named
 from spec_decode.drafter import Strategy
+from spec_decode.engine import Request
 from tests.spec_decode.cli.conftest import RebuildBackend, invoke, stand_in_kit
 
 pytestmark = pytest.mark.xdist_group("demo")
@@ -53,6 +58,15 @@ def shown_in_full(latent_pair, tmp_path_factory):
         finally:
             registry.unregister("rebuilt")
     return SimpleNamespace(result=result, checks=kit.calls)
+
+
+def test_a_draft_that_proposes_its_tokens_at_once_is_compared_in_the_strategies_that_it_has(block_pair):
+    pair = load_byte_pair(Path(block_pair), torch.float32, torch.device("cpu"), draft="block_draft")
+    backends = backends_named(pair, comparison.CONFIG, "torch_reference")
+    found = comparison.compare(pair, backends, [Request(prompt=[0], max_new_tokens=4)], lambda run: None)
+    assert not found.differs
+    assert [row.strategy for row in found.rows if row.run is None] == [Strategy.DEVICE_LOOP, Strategy.PIECEWISE]
+    assert "not device_loop: this draft proposes all its tokens in one step" in "\n".join(found.chosen.explain())
 
 
 def test_demo_fits_a_screen(shown):
@@ -118,9 +132,9 @@ def test_demo_prefers_reports_that_are_there(shown):
 def test_demo_fails_if_one_strategy_differs(pair, checks, short_demo, monkeypatch, run, full, says):
     untampered = comparison.generate
 
-    def tampered(models, backends, requests, count, strategy=None):
-        outcome = untampered(models, backends, requests, count, strategy)
-        if strategy is Strategy.FULL_LOOP:
+    def tampered(models, backends, requests, config):
+        outcome = untampered(models, backends, requests, config)
+        if config.strategy is Strategy.FULL_LOOP:
             outcome.generations[0].token_ids[-1] ^= 1
         return outcome
 

@@ -42,6 +42,12 @@ def test_draft_says_the_same_whichever_draft_it_uses(latent_pair, run):
     assert texts[0].partition("backend")[0] == texts[1].partition("backend")[0]
 
 
+def test_draft_says_the_same_with_a_draft_that_proposes_its_tokens_at_once(block_pair, run):
+    texts = [run(*draft_words(block_pair, "def ", *more)).output for more in (["-k", "0"], ["--draft", "block_draft"])]
+    assert texts[0].partition("backend")[0] == texts[1].partition("backend")[0]
+    assert "not piecewise: this draft proposes all its tokens in one step" in texts[1]
+
+
 def test_a_backend_that_serves_target_and_draft_is_taken_for_both(latent_pair, run):
     words = draft_words(latent_pair, "x", "--draft", "latent_draft", "--backend", "torch_reference")
     assert "backend torch_reference on cpu" in run(*words).output
@@ -105,6 +111,12 @@ def test_draft_refuses_a_strategy_that_the_backend_cannot_run(pair, refused, reb
         (["x", "--temperature", "-1"], "temperature"),
         (["x", "--verify", "dice"], "one of rejection, block"),
         (["x", "--verify", "synthetic:9"], "from 0 to 4"),
+        (["x", "--verify", "sampling"], "one of rejection, block"),
+        (["x", "--tree", "4x16", "--verify", "block"], "trees are verified by sampling, got verification 'block'"),
+        (["x", "--tree", "4x64"], "1 to 63 draft tokens, got 64"),
+        (["x", "--tree", "4x16", "-k", "1"], "at most the 4 candidates"),
+        (["x", "--tree", "nowhere"], "WIDTHxTOKENS, like 4x16, or a JSON file of paths, got 'nowhere'"),
+        (["x", "--tree", "4x16", "--backend", "flash_attn3"], "flash_attn3"),
         (["x", "--max-new-tokens", "0"], "new tokens"),
         (["x" * 300], "max_seq_len"),
         (["x", "--pair", "nowhere"], "config.json"),
@@ -115,6 +127,23 @@ def test_draft_refuses_a_strategy_that_the_backend_cannot_run(pair, refused, reb
 )
 def test_draft_refuses(pair, words, part, refused):
     assert part in refused(*draft_words(pair, *words))
+
+
+@pytest.mark.parametrize("tree", ["4x12", "paths.json"])
+def test_a_text_drafted_in_trees_is_plain_decodings(pair, run, tmp_path, tree, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "paths.json").write_text("[[0], [1], [0, 0], [0, 1]]")
+    words = draft_words(pair, "The for statement", "--max-new-tokens", "12")
+    plain, drafted = (run(*words, *more).output for more in (["-k", "0"], ["-k", "3", "--tree", tree]))
+    assert "of 3, the depth of a tree of" in drafted
+    assert plain.partition("backend")[0] == drafted.partition("backend")[0]
+
+
+@pytest.mark.parametrize("text", ["{}", "[0]", "[[1]]", "[["])
+def test_draft_refuses_a_file_without_a_tree(pair, tmp_path, refused, text):
+    (tmp_path / "paths.json").write_text(text)
+    line = refused(*draft_words(pair, "x", "--tree", str(tmp_path / "paths.json")))
+    assert "tree" in line
 
 
 def test_draft_refuses_prompts_that_are_not_utf8(pair, tmp_path, refused):

@@ -94,6 +94,7 @@ def declared(family: str) -> dict[str, set[str]]:
         ("contract", {"contract:declared"}),
         ("refusal", {"contract:refusals"}),
         ("poison", {"contract:memory"}),
+        ("graph", {"graph:capture", "graph:advance"}),
     ],
 )
 def test_every_check_of_a_family_covers_the_same_columns_beside_its_case(family, covered):
@@ -101,16 +102,11 @@ def test_every_check_of_a_family_covers_the_same_columns_beside_its_case(family,
     assert found and all(own == covered for own in found.values())
 
 
-def test_a_check_of_graphs_covers_advances_unless_its_batch_is_never_advanced():
-    found = declared("graph")
-    assert found.pop("graph.tree_replays_over_other_trees") == {"graph:capture"}
-    assert found and all(own == {"graph:capture", "graph:advance"} for own in found.values())
-
-
 def test_the_checks_of_fused_writes_cover_them():
     assert declared("numerics") == {
         "numerics.attention_is_right": set(),
         "numerics.bits_do_not_depend_on_the_batch": set(),
+        "numerics.blocks_see_what_is_behind": set(),
         "numerics.edges_are_right": set(),
         "numerics.forward_leaves_its_inputs_alone": set(),
         "numerics.infinite_sinks_are_defined": set(),

@@ -16,7 +16,7 @@ from spec_decode.conformance.runner import Plan, plan, run, run_check
 from spec_decode.testing.outcome import Outcome
 from tests.foreseen import Foreseen
 from tests.kit_rounds import tried_often
-from tests.mutants import ALL_MUTANTS, MUTANTS, ONE_PAGE_SIZE, Mutant, freeze
+from tests.mutants import ALL_MUTANTS, MUTANTS, ONE_PAGE_SIZE, MergesTrees, Mutant, freeze
 from tests.page_lists import PageLists
 
 CPU = torch.device("cpu")
@@ -87,6 +87,10 @@ def reasons(mutant: Mutant, check: str) -> list[str]:
 
 def test_a_right_page_list_passes_what_its_mutants_fail() -> None:
     check_backend(PageLists(), device=CPU, families=["contract", "builder"]).raise_if_failed()
+
+
+def test_a_right_merge_of_trees_passes_what_its_mutants_fail() -> None:
+    check_backend(MergesTrees(), device=CPU, checks=["*tree*[[]base-*"]).raise_if_failed()
 
 
 def test_a_page_size_in_advance_is_seen_only_on_other_page_sizes() -> None:

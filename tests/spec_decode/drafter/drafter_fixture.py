@@ -69,9 +69,11 @@ class DrafterFixture:
     ):  # fmt: skip
         torch.manual_seed(0)
         self.model = make_model(CONFIG).requires_grad_(False).to(device)
+        # A window takes in a whole tree.
+        both = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 64, "tree": "tree" in options}
         specs = [
-            make_spec(num_q_heads=2, num_kv_heads=1, head_dim=64, page_size=8),
-            make_spec(num_q_heads=2, num_kv_heads=1, head_dim=64, page_size=4, sliding_window=6),
+            make_spec(**both, page_size=8),
+            make_spec(**both, page_size=4, sliding_window=64 if "tree" in options else 6),
         ]
         each = [MAX_SEQ_LEN // spec.page_size for spec in specs]
         self.tables = RequestTables(

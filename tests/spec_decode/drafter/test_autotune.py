@@ -259,3 +259,10 @@ def test_the_folder_follows_the_environment(monkeypatch, tmp_path, variable, tai
     monkeypatch.delenv("ATTN_BACKENDS_CACHE", raising=False)
     monkeypatch.setenv(variable, str(tmp_path))
     assert StrategyCache().folder == tmp_path / tail / "strategies"
+
+
+def test_a_draft_that_proposes_all_tokens_at_once_is_measured_without_strategies_of_later_steps(fixture):
+    fixture.model.mask_token_id = 1
+    result = fixture.measure(times())
+    assert "no later ones" in result.not_measured[Strategy.DEVICE_LOOP.value]
+    assert Strategy.DEVICE_LOOP not in {strategy for strategy, *_ in fixture.seen}

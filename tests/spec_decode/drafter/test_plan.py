@@ -40,6 +40,21 @@ def test_the_cheapest_strategy_that_every_group_can_run_is_chosen(groups, mode, 
     assert (plan.strategy, list(plan.rebuild_groups)) == (strategy, rebuilt)
 
 
+@pytest.mark.parametrize(
+    ("groups", "strategy"),
+    [([ADVANCING], Strategy.FULL_LOOP), ([REBUILT], Strategy.PER_STEP), ([NEVER], Strategy.EAGER)],
+)
+def test_a_block_draft_runs_no_strategy_that_is_one_of_later_steps(groups, strategy):
+    plan = choose(groups, 4, FULL, at_once=True)
+    reasons = dict(plan.not_chosen)
+    assert plan.strategy is strategy and "in one step" in reasons[Strategy.DEVICE_LOOP] == reasons[Strategy.PIECEWISE]
+
+
+def test_a_strategy_of_later_steps_that_a_block_draft_was_asked_for_is_refused():
+    with pytest.raises(StrategyError, match=r"device_loop was asked for .* has no later ones"):
+        choose([ADVANCING], 4, FULL, forced=Strategy.DEVICE_LOOP, at_once=True)
+
+
 @pytest.mark.parametrize(("groups", "mode", "strategy", "rebuilt"), CHOSEN.values(), ids=CHOSEN)
 def test_every_strategy_not_chosen_has_a_reason(groups, mode, strategy, rebuilt):
     plan = choose(groups, 4, mode)
@@ -101,7 +116,7 @@ def test_a_step_in_pieces_is_run_where_it_is_asked_for():
 def test_a_device_that_cannot_capture_a_loop_says_so():
     reasons = dict(choose([ADVANCING], 4, FULL, loop_unsupported_reason="the driver is too old").not_chosen)
     assert reasons[Strategy.DEVICE_LOOP] == "the driver is too old"
-    with pytest.raises(StrategyError, match="device_loop was asked for and cannot be run: the driver is too old"):
+    with pytest.raises(StrategyError, match=r"device_loop was asked for and cannot be run: the driver is too old"):
         choose([ADVANCING], 4, FULL, forced=Strategy.DEVICE_LOOP, loop_unsupported_reason="the driver is too old")
 
 

@@ -188,7 +188,7 @@ def test_a_custom_op_that_reads_its_own_tensors_on_the_cpu_is_no_host_read():
         tensors = (torch.ones(1, 1, 64), cache, cache, *ints)
         lengths = {"max_query_len": 1, "max_seq_len": 8, "num_splits": 1}
         absent = dict.fromkeys(("sinks", "tree_masks", "sliding_window", "soft_cap"))
-        out.copy_(paged_attention(*tensors, **lengths, **absent, scale=1.0, batch_invariant=False))
+        out.copy_(paged_attention(*tensors, **lengths, **absent, scale=1.0, causal=True, batch_invariant=False))
 
     graph = capture(attend)
     ints[1].fill_(3)

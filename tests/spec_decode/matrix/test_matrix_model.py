@@ -272,6 +272,22 @@ def test_engines_with_step_0_in_a_graph_or_not_are_told_apart():
     ]  # fmt: skip
 
 
+def test_engines_that_draft_in_other_ways_are_told_apart():
+    base = {"case": "throughput/block-drafts", "num_speculative_tokens": 7, "accepted": 3.5, "strategy": "full_loop"}
+    rows = [engine(**base, draft=draft) for draft in ("EAGLE-3", "DFlash")]
+    (section,) = build_matrix([], (), rows).speed
+    assert [bar.label for bar in section.panels[0].bars] == ["k K = 7, 3.5 kept, EAGLE-3", "k K = 7, 3.5 kept, DFlash"]
+
+
+def test_a_tree_and_as_many_tokens_in_a_row_are_told_apart_by_their_number():
+    rows = [timing(case="tree-verify", num_tokens=count, tree=tree) for count in (16, 64) for tree in (False, True)]
+    (section,) = build_matrix([], (), rows).speed
+    assert [(panel.title.split(", ")[1], [bar.label for bar in panel.bars]) for panel in section.panels] == [
+        ("16 query tokens each", ["k in a row", "k a tree"]),
+        ("64 query tokens each", ["k in a row", "k a tree"]),
+    ]
+
+
 def timing_env(date: str) -> dict[str, object]:
     return {**msgspec.to_builtins(timing().env), "date": date}
 

@@ -170,10 +170,11 @@ def make_eagle3(
     first: str = "midlayer.",
     target_hidden: int = HIDDEN,
     qkv_bias: bool = False,
+    mask: tuple[int, ...] | None = None,
     seed: int = 0,
     **changes: Any,
 ) -> Generated:
-    """draft_vocab None: the target's, without a map."""
+    """draft_vocab None: the target's, without a map. mask: dims of 1 before those of P-EAGLE's mask_hidden."""
     config = decoder_config(**changes)
     hidden, tensors = config["hidden_size"], Tensors(seed)
     tensors.matrix("fc", hidden, 3 * target_hidden)
@@ -183,10 +184,52 @@ def make_eagle3(
     tensors.norm(f"{first}hidden_norm", hidden)
     for layer in range(1, config["num_hidden_layers"]):
         tensors.layer(f"layers.{layer}.", config, qkv_bias=qkv_bias)
+    if mask is not None:
+        tensors.made["mask_hidden"] = torch.randn(*mask, 3 * target_hidden, generator=tensors.generator)
     tensors.norm("norm", hidden)
     tensors.matrix("lm_head", draft_vocab or config["vocab_size"], hidden)
     if own_embedding:
         tensors.table("embed_tokens", config["vocab_size"], hidden)
+    if draft_vocab is not None:
+        config["draft_vocab_size"] = draft_vocab
+        tensors.made |= make_maps(draft_vocab, config["vocab_size"])
+    return Generated(config, tensors.made)
+
+
+def make_dflash(
+    *,
+    num_states: int = 2,
+    target_hidden: int = HIDDEN,
+    draft_vocab: int | None = None,
+    own_embedding: bool = False,
+    own_head: bool = False,
+    qk_norm: bool = True,
+    seed: int = 0,
+    dflash_config: dict[str, Any] | None = None,
+    markov_rank: int | None = None,
+    **changes: Any,
+) -> Generated:
+    """draft_vocab None: the target's, without a map. num_states: of the target's layers. markov_rank: of DSpark."""
+    said = {"mask_token_id": 3, "target_layer_ids": list(range(num_states)), **(dflash_config or {})}
+    config = decoder_config(**{"num_hidden_layers": 2, "dflash_config": said, **changes})
+    hidden, tensors = config["hidden_size"], Tensors(seed)
+    tensors.matrix("fc", hidden, num_states * target_hidden)
+    tensors.norm("hidden_norm", hidden)
+    for layer in range(config["num_hidden_layers"]):
+        tensors.layer(f"layers.{layer}.", config, qk_norm=qk_norm, qkv_bias=not qk_norm)
+    tensors.norm("norm", hidden)
+    if own_embedding:
+        tensors.table("embed_tokens", config["vocab_size"], hidden)
+    if markov_rank is not None:
+        config["markov_rank"] = markov_rank
+        tensors.table("markov_head.markov_w1", config["vocab_size"], markov_rank)
+        tensors.matrix("markov_head.markov_w2", draft_vocab or config["vocab_size"], markov_rank, gain=4)
+        if config.get("enable_confidence_head"):
+            more = markov_rank if config.get("confidence_head_with_markov") else 0
+            tensors.matrix("confidence_head.proj", 1, hidden + more, gain=3)
+            tensors.bias("confidence_head.proj", 1)
+    if own_head or draft_vocab is not None:
+        tensors.matrix("lm_head", draft_vocab or config["vocab_size"], hidden)
     if draft_vocab is not None:
         config["draft_vocab_size"] = draft_vocab
         tensors.made |= make_maps(draft_vocab, config["vocab_size"])

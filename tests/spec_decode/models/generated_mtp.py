@@ -4,6 +4,7 @@ The tensors come back with the folder, so that a test can compute with them by i
 """
 
 import json
+from functools import partial
 
 import torch
 from safetensors.torch import save_file
@@ -108,8 +109,8 @@ V4_CONFIG = {
 class _Random:
     """Matrices that keep sizes, norms that are not 1 everywhere, and biases that change what is chosen."""
 
-    def __init__(self):
-        self.generator = torch.Generator().manual_seed(0)
+    def __init__(self, seed=0):
+        self.generator = torch.Generator().manual_seed(seed)
 
     def matrix(self, rows, columns):
         return torch.randn(rows, columns, generator=self.generator) / columns**0.5 * 1.5
@@ -121,35 +122,43 @@ class _Random:
         return torch.randn(size, generator=self.generator)
 
 
-def v3_tensors(config, *, shared=False):
-    """The layer's tensors by name. shared: whether embedding and head are left to the target."""
-    make, prefix = _Random(), f"model.layers.{config['num_hidden_layers']}."
+def v3_modules(config, *, shared=False):
+    """The tensors of as many layers that draft as the config says."""
+    modules = range(config["num_nextn_predict_layers"])
+    return {name: t for module in modules for name, t in v3_tensors(config, shared=shared, module=module).items()}
+
+
+def v3_tensors(config, *, shared=False, module=0):
+    """A layer's tensors by name. shared: whether embedding and head are left to the target. module: which of those
+    that draft."""
+    make, prefix = _Random(module), f"model.layers.{config['num_hidden_layers'] + module}."
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
     heads, rope = config["num_attention_heads"], config["qk_rope_head_dim"]
     query, rank = config["qk_nope_head_dim"] + rope, config["kv_lora_rank"]
     values = config["v_head_dim"]
     tensors = {
-        "enorm.weight": make.norm(HIDDEN),
-        "hnorm.weight": make.norm(HIDDEN),
-        "eh_proj.weight": make.matrix(HIDDEN, 2 * HIDDEN),
-        "shared_head.norm.weight": make.norm(HIDDEN),
-        "input_layernorm.weight": make.norm(HIDDEN),
-        "post_attention_layernorm.weight": make.norm(HIDDEN),
-        "self_attn.kv_a_proj_with_mqa.weight": make.matrix(rank + rope, HIDDEN),
+        "enorm.weight": make.norm(hidden),
+        "hnorm.weight": make.norm(hidden),
+        "eh_proj.weight": make.matrix(hidden, 2 * hidden),
+        "shared_head.norm.weight": make.norm(hidden),
+        "input_layernorm.weight": make.norm(hidden),
+        "post_attention_layernorm.weight": make.norm(hidden),
+        "self_attn.kv_a_proj_with_mqa.weight": make.matrix(rank + rope, hidden),
         "self_attn.kv_a_layernorm.weight": make.norm(rank),
         "self_attn.kv_b_proj.weight": make.matrix(heads * (config["qk_nope_head_dim"] + values), rank),
-        "self_attn.o_proj.weight": make.matrix(HIDDEN, heads * values),
+        "self_attn.o_proj.weight": make.matrix(hidden, heads * values),
     }
     if not shared:
-        tensors["embed_tokens.weight"] = make.matrix(VOCAB, HIDDEN)
-        tensors["shared_head.head.weight"] = make.matrix(VOCAB, HIDDEN)
+        tensors["embed_tokens.weight"] = make.matrix(vocab, hidden)
+        tensors["shared_head.head.weight"] = make.matrix(vocab, hidden)
     if config.get("q_lora_rank") is None:
-        tensors["self_attn.q_proj.weight"] = make.matrix(heads * query, HIDDEN)
+        tensors["self_attn.q_proj.weight"] = make.matrix(heads * query, hidden)
     else:
-        tensors["self_attn.q_a_proj.weight"] = make.matrix(config["q_lora_rank"], HIDDEN)
+        tensors["self_attn.q_a_proj.weight"] = make.matrix(config["q_lora_rank"], hidden)
         tensors["self_attn.q_a_layernorm.weight"] = make.norm(config["q_lora_rank"])
         tensors["self_attn.q_b_proj.weight"] = make.matrix(heads * query, config["q_lora_rank"])
     if config.get("n_routed_experts") is None:
-        tensors |= _gated(make, "mlp.", ("gate_proj", "up_proj", "down_proj"), config["intermediate_size"])
+        tensors |= _gated(make, "mlp.", ("gate_proj", "up_proj", "down_proj"), config["intermediate_size"], hidden)
     else:
         tensors |= _mixture(make, config, "mlp.", ("gate_proj", "up_proj", "down_proj"), "gate.e_score_correction_bias")
     return {prefix + name: tensor for name, tensor in tensors.items()}
@@ -185,17 +194,17 @@ def v4_tensors(config):
     return {f"mtp.0.{name}": tensor for name, tensor in tensors.items()}
 
 
-def _gated(make, prefix, names, inner):
+def _gated(make, prefix, names, inner, hidden):
     gate, up, down = (f"{prefix}{name}.weight" for name in names)
-    return {gate: make.matrix(inner, HIDDEN), up: make.matrix(inner, HIDDEN), down: make.matrix(HIDDEN, inner)}
+    return {gate: make.matrix(inner, hidden), up: make.matrix(inner, hidden), down: make.matrix(hidden, inner)}
 
 
 def _mixture(make, config, prefix, names, bias):
-    count, inner = config["n_routed_experts"], config["moe_intermediate_size"]
-    tensors = {f"{prefix}gate.weight": make.matrix(count, HIDDEN), f"{prefix}{bias}": make.bias(count) / 2}
+    count, inner, hidden = config["n_routed_experts"], config["moe_intermediate_size"], config["hidden_size"]
+    tensors = {f"{prefix}gate.weight": make.matrix(count, hidden), f"{prefix}{bias}": make.bias(count) / 2}
     for index in range(count):
-        tensors |= _gated(make, f"{prefix}experts.{index}.", names, inner)
-    return tensors | _gated(make, f"{prefix}shared_experts.", names, inner * config["n_shared_experts"])
+        tensors |= _gated(make, f"{prefix}experts.{index}.", names, inner, hidden)
+    return tensors | _gated(make, f"{prefix}shared_experts.", names, inner * config["n_shared_experts"], hidden)
 
 
 def write(folder, config, tensors):
@@ -234,6 +243,9 @@ class DraftFixture:
     """A draft over a paged cache that starts as NaN, with two requests on shuffled pages."""
 
     CONTEXTS = (5, 9)
+    ACCEPTED = ((1, 3), (0, 2))
+    """Of each round, by request."""
+    STEPS = K
 
     def __init__(self, model, backend="torch_reference"):
         self.model = model
@@ -252,34 +264,37 @@ class DraftFixture:
             return self.model(ids, hidden, batch.positions, PagedAttention(self.groups, metadata))
 
     def drafts(self, strategy, temperature=0.0):
-        """A prefill and two rounds; tokens and logits of each."""
-        config = DrafterConfig(num_speculative_tokens=K, strategy=strategy)
-        drafter = Drafter(self.model, self.groups, self.tables, config)
+        """A prefill and rounds; tokens and logits of each."""
+        config = DrafterConfig(num_speculative_tokens=self.STEPS, strategy=strategy)
+        self.drafter = Drafter(self.model, self.groups, self.tables, config)
         generator = torch.Generator().manual_seed(1)
-        width, size, contexts = K + 1, self.model.target_states_size, list(self.CONTEXTS)
+        width, size, contexts = self.STEPS + 1, self.model.target_states_size, list(self.CONTEXTS)
         self.committed = [random_text(generator, n, size) for n in contexts]
-        drafter.prefill(
-            self.tables, contexts, contexts, *(torch.cat(part) for part in zip(*self.committed, strict=True))
-        )
+        self.prefill()
         found, self.rounds = [], []
-        for round_ in range(2):
+        for accepted in self.ACCEPTED:
             verified = VerifiedTokens(
                 token_ids=torch.randint(0, VOCAB, (2, width), generator=generator),
                 target_hidden_states=torch.randn(2, width, size, generator=generator).to(self.groups[0].spec.dtype),
                 context_lens=torch.tensor(contexts, dtype=torch.int32),
-                accepted=torch.tensor([[1, 3], [0, 2]][round_], dtype=torch.int32),
+                accepted=torch.tensor(accepted, dtype=torch.int32),
                 next_tokens=torch.randint(0, VOCAB, (2,), generator=generator),
                 temperature=torch.full((2,), temperature),
                 seeds=torch.arange(2),
             )
             self.rounds.append(verified)
-            drafts = drafter.propose(verified)
+            drafts = self.drafter.propose(verified)
             found.append((drafts.tokens.clone(), drafts.logits.clone()))
             contexts = [n + int(a) + 1 for n, a in zip(contexts, verified.accepted, strict=True)]
         return found
 
-    def dense_drafts(self, states_of, logits_of):
-        """The same greedy drafts by a draft without a cache: states_of(ids, hidden) of one whole text."""
+    def prefill(self):
+        lens, texts = list(self.CONTEXTS), zip(*self.committed, strict=True)
+        self.drafter.prefill(self.tables, lens, lens, *(torch.cat(part) for part in texts))
+
+    def dense_drafts(self, draft_after):
+        """The same rounds by a draft without a cache: draft_after(ids, hidden) gives the tokens and logits that come
+        after one whole text."""
         committed, found = list(self.committed), []
         for verified in self.rounds:
             tokens, logits = [], []
@@ -288,15 +303,22 @@ class DraftFixture:
                 new = torch.cat([verified.token_ids[row, 1 : kept + 1], verified.next_tokens[row : row + 1]])
                 ids, hidden = torch.cat([ids, new]), torch.cat([hidden, verified.target_hidden_states[row, : kept + 1]])
                 committed[row] = (ids, hidden)
-                drafted = []
-                for _ in range(K):
-                    state = states_of(ids, hidden)[-1:]
-                    logits.append(logits_of(state)[0])
-                    drafted.append(int(logits[-1].argmax()))
-                    ids, hidden = torch.cat([ids, torch.tensor(drafted[-1:])]), torch.cat([hidden, state])
-                tokens.append(drafted)
-            found.append((tokens, torch.stack(logits).unflatten(0, (2, K))))
+                drafted = draft_after(ids, hidden)
+                tokens.append(drafted[0])
+                logits.append(torch.stack(drafted[1]))
+            found.append((tokens, torch.stack(logits)))
         return found
+
+
+def one_layer_drafts(oracle, ids, hidden):
+    """K greedy tokens and their logits by one layer, which goes on from its own state."""
+    tokens, logits = [], []
+    for _ in range(K):
+        state = oracle.states(ids, hidden)[-1:]
+        logits.append(oracle.logits(state)[0])
+        tokens.append(int(logits[-1].argmax()))
+        ids, hidden = torch.cat([ids, torch.tensor(tokens[-1:])]), torch.cat([hidden, state])
+    return tokens, logits
 
 
 def random_text(generator, length, size):
@@ -328,7 +350,7 @@ def assert_pieces_say_what_whole_texts_say(model, oracle, lengths, firsts):
 def assert_drafts_are_those_without_a_cache(model, oracle):
     fixture = DraftFixture(model)
     found = fixture.drafts(Strategy.EAGER)
-    wanted = fixture.dense_drafts(oracle.states, oracle.logits)
+    wanted = fixture.dense_drafts(partial(one_layer_drafts, oracle))
     for (tokens, logits), (wanted_tokens, wanted_logits) in zip(found, wanted, strict=True):
         assert tokens.tolist() == wanted_tokens
         close(logits, wanted_logits)

@@ -181,3 +181,90 @@ def greedy(
         ids.append(int(scores[-1].argmax()))
         hidden = torch.cat([hidden, last[None].to(hidden.dtype)])
     return ids[-steps:], torch.stack(scores)
+
+
+def block(model: Eagle3 | Causal, ids: list[int], target_hidden_states: torch.Tensor, count: int) -> torch.Tensor:
+    """Scores [count, V] after the last `count` of the input tokens, masks among them, with target states [n, F]."""
+    states = model.states(ids, model.combine(target_hidden_states.to(model.decoder.dtype)))
+    return torch.stack([model.scores(state) for state in states[-count:]])
+
+
+class DFlash:
+    """A block of masks after context whose keys and values are made of the target's states, layer by layer."""
+
+    def __init__(
+        self,
+        checkpoint: Generated,
+        target: StubTarget,
+        layers: list[tuple[int | None, bool]],
+        dtype: torch.dtype,
+    ) -> None:
+        """layers: of each its window, None for none, and whether it is causal."""
+        self.decoder, self.layers = Decoder(checkpoint, dtype), layers
+        tensors = self.decoder.tensors
+        self.embedding = tensors.get("embed_tokens.weight", target.embed.weight.to(dtype))
+        self.head = tensors.get("lm_head.weight", target.lm_head.weight.to(dtype))
+        self.vocab_size, self.d2t = target.vocab_size, checkpoint.tensors.get("d2t")
+
+    def states(self, target_hidden_states: torch.Tensor, block: list[int]) -> torch.Tensor:
+        """Normed, of the tokens of a block after n verified tokens with target states [n, F]."""
+        decoder = self.decoder
+        context = decoder.norm("hidden_norm", decoder.linear("fc", target_hidden_states.to(decoder.dtype)))
+        x = self.embedding[block]
+        for layer, (window, causal) in enumerate(self.layers):
+            prefix = f"layers.{layer}."
+            inputs = decoder.norm(f"{prefix}input_layernorm", x)
+            x = x + self.attention(f"{prefix}self_attn.", torch.cat([context, inputs]), len(block), window, causal)
+            normed = decoder.norm(f"{prefix}post_attention_layernorm", x)
+            gate, up = (decoder.linear(f"{prefix}mlp.{part}_proj", normed) for part in ("gate", "up"))
+            x = x + decoder.linear(f"{prefix}mlp.down_proj", gate * gate.sigmoid() * up)
+        return decoder.norm("norm", x)
+
+    def scores(self, target_hidden_states: torch.Tensor, next_token: int, mask: int, steps: int) -> torch.Tensor:
+        """Of the places behind next_token, each by the mask in it."""
+        return self.whole(self.states(target_hidden_states, [next_token, *[mask] * steps])[1:] @ self.head.T)
+
+    def in_turn(
+        self, target_hidden_states: torch.Tensor, next_token: int, mask: int, steps: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same with a Markov head, each by the place before it and the token drafted there; and confidences."""
+        tensors, config = self.decoder.tensors, self.decoder.config
+        from_anchor = config.get("sample_from_anchor", True)
+        block = [next_token, *[mask] * (steps - from_anchor)]
+        states = self.states(target_hidden_states, block)[0 if from_anchor else 1 :]
+        scores, confidences, previous = [], [], next_token
+        for state in states:
+            known = tensors["markov_head.markov_w1.weight"][previous]
+            scores.append(self.whole((self.head @ state + tensors["markov_head.markov_w2.weight"] @ known)[None])[0])
+            if "confidence_head.proj.weight" in tensors:
+                inputs = torch.cat([state, known]) if config.get("confidence_head_with_markov") else state
+                confidences.append(self.decoder.linear("confidence_head.proj", inputs).sigmoid()[0])
+            previous = int(scores[-1].argmax())
+        return torch.stack(scores), torch.stack(confidences) if confidences else torch.ones(steps)
+
+    def whole(self, own: torch.Tensor) -> torch.Tensor:
+        if self.d2t is None:
+            return own
+        scores = torch.full((len(own), self.vocab_size), -math.inf, dtype=self.decoder.dtype)
+        scores[:, self.d2t + torch.arange(len(self.d2t))] = own
+        return scores
+
+    def attention(self, prefix: str, every: torch.Tensor, count: int, window: int | None, causal: bool) -> torch.Tensor:
+        decoder, n = self.decoder, len(every)
+        heads, kv_heads = decoder.config["num_attention_heads"], decoder.config["num_key_value_heads"]
+        query, key, value = (
+            decoder.linear(f"{prefix}{part}_proj", every).view(n, each, -1)
+            for part, each in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        )
+        if f"{prefix}q_norm.weight" in decoder.tensors:
+            query, key = decoder.norm(f"{prefix}q_norm", query), decoder.norm(f"{prefix}k_norm", key)
+        query, key = decoder.rotated(query)[-count:], decoder.rotated(key)
+        distance = torch.arange(n - count, n)[:, None] - torch.arange(n)[None]
+        unseen = (distance < 0) if causal else distance < -n
+        unseen = unseen | (distance >= (window or n))
+        out = torch.empty_like(query)
+        for head in range(heads):
+            shared = head // (heads // kv_heads)
+            scores = query[:, head] @ key[:, shared].T * query.shape[-1] ** -0.5
+            out[:, head] = scores.masked_fill(unseen, -math.inf).softmax(-1) @ value[:, shared]
+        return decoder.linear(f"{prefix}o_proj", out.flatten(1))

@@ -15,7 +15,10 @@ from spec_decode.models import (
     save_draft,
     save_pair,
 )
+from spec_decode.models.dflash import DFlash
+from spec_decode.models.load import load_draft
 from tests.factories import make_config, make_latent_config, make_pair
+from tests.spec_decode.models.generated import make_dflash
 
 
 @pytest.fixture
@@ -32,6 +35,21 @@ def make_latent_draft(**changes):
 def further(folder):
     """A pair with one more draft."""
     save_draft(folder, "latent_draft", make_latent_draft(), {"steps": 5})
+    return folder
+
+
+def make_block_draft(folder, target=None, **changes):
+    """A block draft of a pair's target, or of another, as its loader makes it of a checkpoint."""
+    target = target or make_pair()[0]
+    sizes = {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size, "target_hidden": target.hidden_size}
+    checkpoint = make_dflash(**{"num_states": 1, "qk_norm": True, **sizes, **changes})
+    return load_draft(checkpoint.write(folder), target, dtype=torch.float32)
+
+
+@pytest.fixture
+def with_block(folder, tmp_path):
+    """A pair with a block draft."""
+    save_draft(folder, "block_draft", make_block_draft(tmp_path / "published"), {"steps": 5})
     return folder
 
 
@@ -307,3 +325,88 @@ def test_a_config_from_before_latents_is_read(folder):
         del config["latent"]
     (folder / "config.json").write_text(json.dumps(configs))
     assert load_pair(folder)[1].config == make_config()
+
+
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": False}, {"own_embedding": True, "own_head": True}])
+def test_a_block_draft_comes_back_in_bf16_precision(folder, tmp_path, changes):
+    saved = make_block_draft(tmp_path / "published", **changes)
+    save_draft(folder, "block_draft", saved, {})
+    target, loaded = load_pair(folder, draft="block_draft")
+    assert type(loaded) is DFlash and loaded.config == saved.config and loaded.mask_token_id == saved.mask_token_id
+    state = loaded.state_dict()
+    assert saved.state_dict().keys() == state.keys()
+    for name, value in saved.state_dict().items():
+        assert torch.equal(value.bfloat16().float(), state[name])
+    assert loaded._target[0] is target
+
+
+def test_a_block_draft_is_stored_in_the_layout_in_which_such_drafts_are_published(with_block, tmp_path):
+    own, published = with_block / "block_draft", tmp_path / "published"
+    assert files(own).keys() == {"config.json", "model.safetensors", "training.json"}
+    assert json.loads((own / "training.json").read_text()) == {"steps": 5}
+    assert json.loads((own / "config.json").read_text()) == json.loads((published / "config.json").read_text())
+    ours, theirs = (load_file(place / "model.safetensors") for place in (own, published))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, theirs[name].bfloat16())
+
+
+def test_a_draft_that_was_loaded_in_bf16_is_stored_as_it_is(with_block):
+    before = files(with_block / "block_draft")
+    save_draft(
+        with_block, "block_draft", load_pair(with_block, draft="block_draft", dtype=torch.bfloat16)[1], {"steps": 5}
+    )
+    assert files(with_block / "block_draft") == before
+
+
+def test_a_block_draft_leaves_the_pair_and_further_drafts_as_they_are(further, tmp_path):
+    before = {name: path.read_bytes() for name, path in ((p.name, p) for p in further.iterdir())}
+    configs = json.loads(before.pop("config.json"))
+    save_draft(further, "block_draft", make_block_draft(tmp_path / "published"), {})
+    assert draft_names(further) == ["draft", "block_draft", "latent_draft"]
+    assert json.loads((further / "config.json").read_text()) == configs | {"block_draft": None}
+    assert {name: (further / name).read_bytes() for name in before} == before
+    for name in ("draft", "latent_draft"):
+        assert type(load_pair(further, draft=name)[1]) is EagleDraft
+
+
+def test_a_draft_can_be_replaced_by_one_of_the_other_kind(with_block, tmp_path):
+    save_draft(with_block, "block_draft", make_latent_draft(), {})
+    assert draft_names(with_block) == ["draft", "block_draft"]
+    assert type(load_pair(with_block, draft="block_draft")[1]) is EagleDraft
+    save_draft(with_block, "block_draft", make_block_draft(tmp_path / "again", seed=1), {})
+    assert type(load_pair(with_block, draft="block_draft")[1]) is DFlash
+
+
+def test_a_new_pair_has_no_block_draft(with_block):
+    save_pair(with_block, *make_pair(seed=1), {})
+    assert draft_names(with_block) == ["draft"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_block_draft_without_one_of_its_files_is_named(with_block, name):
+    (with_block / "block_draft" / name).unlink()
+    assert str(with_block / "block_draft") in refusal(with_block, "block_draft")
+    load_pair(with_block)
+
+
+def test_a_block_draft_of_another_target_is_refused(folder, tmp_path):
+    before, wide = files(folder), make_pair(make_config(hidden_size=64))[0]
+    with pytest.raises(CheckpointError, match="shares its target's hidden_size"):
+        save_draft(folder, "wide", make_block_draft(tmp_path / "wide", wide), {})
+    assert files(folder) == before
+
+
+def test_a_block_draft_of_states_that_no_pairs_target_returns_is_refused(with_block):
+    save_pair(with_block, *make_pair(make_config(num_layers=2)), {})
+    path = with_block / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"block_draft": None}))
+    said = refusal(with_block, "block_draft")
+    assert "its last layer, 1, and target_layer_ids" in said and "asks for [0]" in said
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_a_pair_has_a_target_and_a_draft_of_its_own(folder, name):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: None}))
+    assert str(folder) in refusal(folder)

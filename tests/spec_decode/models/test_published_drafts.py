@@ -20,6 +20,7 @@ from tests.spec_decode.models.generated import (
     StubTarget,
     as_speculators,
     make_causal,
+    make_dflash,
     make_eagle,
     make_eagle3,
 )
@@ -93,10 +94,46 @@ CASES = {
 }
 
 
+BLOCKS = {
+    "p_eagle": Case(make_eagle3(mask=(), ptd_token_id=7, rope_scaling=LLAMA3), oracle.Eagle3, THREE_STATES),
+    "p_eagle_by_speculators": Case(
+        as_speculators(make_eagle3(first="layers.0.", mask=(1, 1)), mask_token_id=0), oracle.Eagle3, THREE_STATES
+    ),
+    "pard": Case(make_causal(pard_token=VOCAB - 1), oracle.Causal, windows=[None] * 2),
+    "pard_in_a_window": Case(
+        make_causal("MistralForCausalLM", sliding_window=7, pard_token=3), oracle.Causal, windows=[7] * 2
+    ),
+}
+"""Drafts that predict K tokens in one forward."""
+
+
+WHOLE, SLIDING = (None, False), (6, True)
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+TWO_STATES = {"target_states_size": 2 * HIDDEN}
+CONTEXT_BLOCKS = {
+    "dflash": (make_dflash(rope_scaling=LLAMA3), [WHOLE, WHOLE]),
+    "dflash_with_all_that_is_optional": (
+        make_dflash(own_embedding=True, draft_vocab=24, qk_norm=False, head_dim=12),
+        [WHOLE, WHOLE],
+    ),
+    "dflash_of_mixed_layers": (make_dflash(own_head=True, **MIXED), [SLIDING, WHOLE]),
+    "dflash_of_mixed_layers_without_causality": (
+        make_dflash(dflash_config={"causal": False}, **MIXED),
+        [(6, False), WHOLE],
+    ),
+    "dflash_in_windows_of_its_own": (
+        make_dflash(dflash_config={"use_swa": True, "swa_window_size": 7}),
+        [(7, False), (7, False)],
+    ),
+    "causal_dflash": (make_dflash(is_causal=True), [(None, True), (None, True)]),
+}
+"""Drafts that keep the target's states as context, with each layer's window and whether it is causal."""
+
+
 class DraftFixture:
     """Three requests with a prefilled context each, and a round after it."""
 
-    def __init__(self, case, folder, strategy):
+    def __init__(self, case, folder, strategy, min_confidence=0.0):
         self.target = StubTarget(**case.target)
         self.model = load_draft(case.checkpoint.write(folder), self.target, dtype=torch.float32)
         layer_groups, reqs = self.model.layer_groups(PAGE), len(CONTEXTS)
@@ -127,7 +164,9 @@ class DraftFixture:
             seeds=torch.arange(reqs),
         )
         self.tables.load(self.pages, [MAX_SEQ_LEN] * reqs)
-        config = DrafterConfig(num_speculative_tokens=K, strategy=strategy, capture_sizes=[3])
+        config = DrafterConfig(
+            num_speculative_tokens=K, strategy=strategy, capture_sizes=[3], min_confidence=min_confidence
+        )
         self.drafter = Drafter(self.model, self.groups, self.tables, config)
 
     def make_tables(self, groups):
@@ -174,3 +213,92 @@ def test_a_draft_over_pages_is_the_published_model_over_whole_texts(name, strate
         assert drafts.tokens[request].tolist() == tokens, f"request {request}"
         assert drafts.logits[request].isfinite().equal(finite)
         assert (drafts.logits[request] - scores)[finite].abs().max() < budget, f"request {request}"
+
+
+@pytest.mark.parametrize("strategy", [Strategy.EAGER, Strategy.FULL_LOOP])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_over_pages_is_the_published_model_over_whole_texts_and_masks(name, strategy, tmp_path):
+    case = BLOCKS[name]
+    fixture = DraftFixture(case, tmp_path, strategy)
+    exact, rounded = (
+        case.oracle(case.checkpoint, fixture.target, case.windows, dtype) for dtype in (torch.float64, torch.float32)
+    )
+    mask, states = fixture.model.mask_token_id, fixture.model.mask_hidden
+    states = torch.zeros(fixture.target.target_states_size) if states is None else states
+    drafts = fixture.drafts()
+    for request in range(len(CONTEXTS)):
+        ids, target_states = fixture.inputs(request)
+        masked = [*ids, *[mask] * (K - 1)], torch.cat([target_states, states.expand(K - 1, -1)])
+        scores, wide = (oracle.block(each, *masked, K) for each in (exact, rounded))
+        finite = scores.isfinite()
+        budget = 4 * (wide - scores)[finite].abs().max() + 1e-5
+        assert drafts.tokens[request].tolist() == scores.argmax(-1).tolist(), f"request {request}"
+        assert drafts.logits[request].isfinite().equal(finite)
+        assert (drafts.logits[request] - scores)[finite].abs().max() < budget, f"request {request}"
+
+
+@pytest.mark.parametrize("strategy", [Strategy.EAGER, Strategy.PER_STEP, Strategy.FULL_LOOP])
+@pytest.mark.parametrize("name", ["p_eagle", "pard"])
+def test_sampled_blocks_are_the_same_in_every_strategy_and_stop_where_they_are_told(name, strategy, tmp_path):
+    fixture = DraftFixture(BLOCKS[name], tmp_path, strategy)
+    fixture.verified = fixture.verified._replace(
+        temperature=torch.tensor([0.8, 0.0, 1.3]), draft_lens=torch.tensor([K, 0, 2], dtype=torch.int32)
+    )
+    drafts = fixture.drafts()
+    eager = DraftFixture(BLOCKS[name], tmp_path / "eager", Strategy.EAGER)
+    eager.verified = fixture.verified
+    assert torch.equal(drafts.tokens, eager.drafts().tokens)
+    assert [sum(token >= 0 for token in row) for row in drafts.tokens.tolist()] == [K, 0, 2]
+
+
+@pytest.mark.parametrize("strategy", [Strategy.EAGER, Strategy.FULL_LOOP])
+@pytest.mark.parametrize("name", CONTEXT_BLOCKS)
+def test_a_block_after_the_targets_states_is_the_published_model_over_whole_texts(name, strategy, tmp_path):
+    checkpoint, layers = CONTEXT_BLOCKS[name]
+    fixture = DraftFixture(Case(checkpoint, oracle.DFlash, TWO_STATES), tmp_path, strategy)
+    exact, rounded = (
+        oracle.DFlash(checkpoint, fixture.target, layers, dtype) for dtype in (torch.float64, torch.float32)
+    )
+    drafts = fixture.drafts()
+    for request in range(len(CONTEXTS)):
+        ids, target_states = fixture.inputs(request)
+        scores, wide = (
+            each.scores(target_states, ids[-1], fixture.model.mask_token_id, K) for each in (exact, rounded)
+        )
+        finite = scores.isfinite()
+        budget = 4 * (wide - scores)[finite].abs().max() + 1e-5
+        assert drafts.tokens[request].tolist() == scores.argmax(-1).tolist(), f"request {request}"
+        assert drafts.logits[request].isfinite().equal(finite)
+        assert (drafts.logits[request] - scores)[finite].abs().max() < budget, f"request {request}"
+
+
+DSPARKS = {
+    "dspark": make_dflash(markov_rank=6),
+    "dspark_with_all_that_is_optional": make_dflash(
+        markov_rank=6, draft_vocab=24, enable_confidence_head=True, confidence_head_with_markov=True
+    ),
+    "dspark_by_speculators": make_dflash(
+        markov_rank=6, sample_from_anchor=False, enable_confidence_head=True, own_embedding=True
+    ),
+}
+
+
+@pytest.mark.parametrize("min_confidence", [0.0, 0.5])
+@pytest.mark.parametrize("strategy", [Strategy.EAGER, Strategy.FULL_LOOP])
+@pytest.mark.parametrize("name", DSPARKS)
+def test_a_block_drafted_in_turn_is_the_published_model_over_whole_texts(name, strategy, min_confidence, tmp_path):
+    checkpoint = DSPARKS[name]
+    case = Case(checkpoint, oracle.DFlash, TWO_STATES)
+    fixture = DraftFixture(case, tmp_path, strategy, min_confidence=min_confidence)
+    exact = oracle.DFlash(checkpoint, fixture.target, [WHOLE, WHOLE], torch.float64)
+    drafts = fixture.drafts()
+    for request in range(len(CONTEXTS)):
+        ids, target_states = fixture.inputs(request)
+        scores, confidences = exact.in_turn(target_states, ids[-1], fixture.model.mask_token_id, K)
+        if not fixture.model.judges_itself:
+            confidences = scores.softmax(-1).amax(-1)
+        stops = next((k + 1 for k in range(K) if confidences[k] < min_confidence), K)
+        wanted = [*scores.argmax(-1).tolist()[:stops], *[-1] * (K - stops)]
+        assert drafts.tokens[request].tolist() == wanted, f"request {request}"
+        finite = scores[:stops].isfinite()
+        assert (drafts.logits[request, :stops] - scores[:stops])[finite].abs().max() < 1e-3, f"request {request}"

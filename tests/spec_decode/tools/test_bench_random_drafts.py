@@ -36,8 +36,8 @@ TINY = {
 }
 
 
-def tiny(name):
-    case = RANDOM_DRAFTS[name]
+def tiny(name, drafts=RANDOM_DRAFTS):
+    case = drafts[name]
     config = {field: TINY.get(field, value) for field, value in case.config.items()}
     sizes = {"num_reqs": (1,), "num_speculative_tokens": (2,), "context": 12}
     return replace(case, config=config, backends=("torch_reference",), dtype=torch.float32, **sizes)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from builders import BatchError
 from spec_decode.graphs.emulator import EmulatedRuntime
-from spec_decode.trees import DraftTree, DynamicTree, TreeSampling
+from spec_decode.trees import DraftTree, DynamicTree, DynamicTreeConfig, TreeSampling
 from spec_decode.trees.kernels.keep_best import keep_best
 from spec_decode.trees.kernels.top_children import top_children
 from tests.op_checks import check_op
@@ -26,14 +26,13 @@ class Growth:
         self.table = torch.randn(steps, ROWS, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
         self.step, self.steps = torch.zeros(1, dtype=torch.int64), steps
         candidates = width + (steps - 1) * width * width
-        self.tree = DynamicTree(
-            ROWS, self.step, num_speculative_tokens=steps, width=width, num_tokens=num_tokens or candidates
-        )
+        config = DynamicTreeConfig(width=width, num_tokens=num_tokens or candidates)
+        self.tree = DynamicTree(ROWS, self.step, config, num_speculative_tokens=steps)
 
     def logits(self):
         step = int(self.step)
         last = self.tree.frontier_tokens if step else torch.zeros(ROWS, 1, dtype=torch.int64)
-        return self.table[step, torch.arange(ROWS)[:, None], last].flatten(0, 1)
+        return self.table[step, torch.arange(ROWS)[:, None], last]
 
     def run(self):
         for step in range(self.steps):
@@ -159,13 +158,12 @@ def test_no_score_is_above_0():
 
 def test_a_graph_grows_the_trees_of_each_replay():
     expected, growth = Growth(3, 3, seed=1).run(), Growth(3, 3, seed=1)
-    runtime, logits = EmulatedRuntime(), torch.zeros(3 * ROWS, VOCAB)
-    rows = [ROWS, 3 * ROWS, 3 * ROWS]
-    graphs = {count: runtime.capture(lambda count=count: growth.tree.grow(logits[:count])) for count in rows}
-    for step, count in enumerate(rows):
+    runtime, logits = EmulatedRuntime(), {places: torch.zeros(ROWS, places, VOCAB) for places in (1, 3)}
+    graphs = {places: runtime.capture(lambda own=own: growth.tree.grow(own)) for places, own in logits.items()}
+    for step, places in enumerate([1, 3, 3]):
         growth.step.fill_(step)
-        logits[:count] = growth.logits()
-        graphs[count].replay()
+        logits[places].copy_(growth.logits())
+        graphs[places].replay()
     assert growth.tree.frontier_scores.equal(expected.tree.frontier_scores)
     assert all(map(torch.equal, growth.tree.kept(), expected.tree.kept()))
 
@@ -199,22 +197,70 @@ def test_the_ops_are_as_they_say():
     ("sizes", "message"),
     [
         ({"width": 0}, "1 to 64 choices"),
+        ({"width": 3.0}, "1 to 64 choices"),
         ({"width": 3, "num_tokens": 0}, "1 to 63 draft tokens"),
         ({"width": 8, "num_tokens": 64}, "1 to 63 draft tokens"),
-        ({"width": 2, "num_tokens": 7}, "at most the 6 candidates"),
     ],
 )
 def test_sizes_of_no_tree_are_refused(sizes, message):
     with pytest.raises(BatchError, match=message):
-        DynamicTree(1, torch.zeros(1, dtype=torch.int64), **{"num_speculative_tokens": 2, "num_tokens": 4, **sizes})
+        DynamicTreeConfig(**{"num_tokens": 4, **sizes})
 
 
-@pytest.mark.parametrize("rows", [ROWS + 1, 2 * ROWS])
-def test_logits_of_another_frontier_are_refused(rows):
-    with pytest.raises(BatchError, match=f"logits of {ROWS} or {3 * ROWS} rows, got {rows}"):
-        Growth(3, 2).tree.grow(torch.zeros(rows, VOCAB))
+@pytest.mark.parametrize(
+    ("steps", "config", "message"),
+    [
+        (2, DynamicTreeConfig(width=2, num_tokens=7), "at most the 6 candidates"),
+        (4, DynamicTreeConfig(width=22, num_tokens=7), "at most 64 tokens, got 22 tokens to draft from at each of 3"),
+    ],
+)
+def test_a_tree_that_the_steps_do_not_fit_is_refused(steps, config, message):
+    with pytest.raises(BatchError, match=message):
+        DynamicTree(1, torch.zeros(1, dtype=torch.int64), config, num_speculative_tokens=steps)
+
+
+@pytest.mark.parametrize("shape", [(ROWS + 1, 1), (ROWS, 2), (0, 3)])
+def test_logits_of_another_frontier_are_refused(shape):
+    with pytest.raises(BatchError, match=rf"1 to {ROWS} rows, and of the root or the 3 tokens of a frontier, got"):
+        Growth(3, 2).tree.grow(torch.zeros(*shape, VOCAB))
 
 
 def test_a_vocabulary_without_so_many_choices_is_refused():
     with pytest.raises(BatchError, match="at least 3 tokens, got 2"):
-        Growth(3, 2).tree.grow(torch.zeros(ROWS, 2))
+        Growth(3, 2).tree.grow(torch.zeros(ROWS, 1, 2))
+
+
+def test_the_trees_of_the_first_rows_are_those_of_all_rows():
+    few, all_rows = Growth(3, 3), Growth(3, 3).run()
+    for step in range(3):
+        few.step.fill_(step)
+        few.tree.grow(few.logits()[:2])
+    lens = torch.tensor([3, 3])
+    assert all(map(torch.equal, few.tree.kept(lens), (each[:2] for each in all_rows.tree.kept())))
+
+
+@pytest.mark.parametrize("length", [0, 1, 2])
+def test_no_path_is_longer_than_its_row_asks_for(length):
+    growth = Growth(3, 3, num_tokens=12).run()
+    shallow = Growth(3, 3, num_tokens=12)
+    for step in range(length):
+        shallow.step.fill_(step)
+        shallow.tree.grow(shallow.logits())
+    found, whole = growth.tree.kept(torch.tensor([length, 3, length])), growth.tree.kept()
+    assert all(torch.equal(mine[1], its[1]) for mine, its in zip(found, whole, strict=True))
+    assert all(torch.equal(mine[::2], its[::2]) for mine, its in zip(found, shallow.tree.kept(), strict=True))
+
+
+def test_tokens_of_a_smaller_vocabulary_are_the_targets():
+    token_map = torch.tensor([11, 3, 8, 0, 19, 4, 6])
+    mapped, plain = Growth(3, 3), Growth(3, 3).run()
+    config = DynamicTreeConfig(width=3, num_tokens=9)
+    mapped.tree = DynamicTree(ROWS, mapped.step, config, num_speculative_tokens=3, token_map=token_map)
+    for step in range(3):
+        mapped.step.fill_(step)
+        last = mapped.tree.frontier_tokens
+        if step:
+            mapped.tree.frontier_tokens = (last[..., None] == token_map).long().argmax(-1)
+        logits, mapped.tree.frontier_tokens = mapped.logits(), last
+        mapped.tree.grow(logits)
+    assert torch.equal(mapped.tree.tokens, token_map[plain.tree.tokens])

@@ -12,7 +12,7 @@ from spec_decode.drafter.kv_groups import build_ragged, make_group
 from spec_decode.models import SHIPPED_PAIR, load_pair
 from spec_decode.models.byte_tokenizer import encode
 from spec_decode.sampling import Sampling, SamplingParams, sample_target
-from spec_decode.trees import DynamicTree, TreeSampling, move_accepted_kv
+from spec_decode.trees import DynamicTree, DynamicTreeConfig, TreeSampling, move_accepted_kv
 from spec_decode.trees.kernels.ancestor_masks import ancestor_masks
 
 CPU = torch.device("cpu")
@@ -85,12 +85,13 @@ def plain_text(target, sampling):
 def drafted(model, text, seed):
     """The tree of a draft that is the target itself, blurred with noise."""
     step, generator = torch.zeros(1, dtype=torch.int64), torch.Generator().manual_seed(seed)
-    tree = DynamicTree(1, step, num_speculative_tokens=STEPS, width=WIDTH, num_tokens=TOKENS)
+    config = DynamicTreeConfig(width=WIDTH, num_tokens=TOKENS)
+    tree = DynamicTree(1, step, config, num_speculative_tokens=STEPS)
     paths = [()]
     for at in range(STEPS):
         step.fill_(at)
         rows = torch.cat([Target(model, "torch_reference").logits([*text, *path], 0)[-1:] for path in paths])
-        tree.grow(rows + 2 * torch.randn(rows.shape, generator=generator))
+        tree.grow((rows + 2 * torch.randn(rows.shape, generator=generator))[None])
         frontier = zip(tree.frontier_places[0].tolist(), tree.frontier_tokens[0].tolist(), strict=True)
         paths = [(*paths[place], token) for place, token in frontier]
     return tree.kept()

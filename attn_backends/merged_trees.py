@@ -1,0 +1,44 @@
+"""Trees by kernels that know none: they attend to what was cached before, and a kernel of ours adds the tree."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attn_backends.base import KVCache, Sinks
+from attn_backends.kernels.tree_attention import tree_attention
+from builders import AttentionSpec, BatchMetadata
+
+
+def merged_tree_reasons(spec: AttentionSpec) -> list[str]:
+    """Why trees cannot be served so; empty where they can."""
+    if spec.tree and spec.sliding_window is not None:
+        return [
+            "with trees sliding_window must be None: a window begins by a token's depth in its tree, and this kernel's "
+            f"by its index, got {spec.sliding_window}"
+        ]
+    return []
+
+
+def merge_tree(
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    cache: KVCache,
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    sinks: Sinks,
+    *,
+    lse_base_2: bool,
+) -> Tensor:
+    """Add to the attention over each request's prefix, in place, that over its tree; returns out.
+
+    out    [num_tokens, num_q_heads, value_dim], contiguous: over the prefix alone, without sinks
+    lse    fp32 [num_tokens, num_q_heads]: the logarithm of the sum over the prefix of exp(score), of base 2 or natural
+    query  [num_tokens, num_q_heads, head_dim], as the prefix was attended to
+    """
+    assert metadata.tree_masks is not None
+    tree_attention(
+        query, cache.key, cache.value, metadata.block_table, metadata.seq_lens, metadata.query_start_loc, sinks,
+        metadata.tree_masks, out, lse, lse_base_2, metadata.max_query_len, spec.softmax_scale, spec.soft_cap,
+    )  # fmt: skip
+    return out

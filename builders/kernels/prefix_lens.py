@@ -1,0 +1,48 @@
+"""The prefix of a request: what was cached before its query tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from builders.kernels.op import define_op
+from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+
+_BLOCK = 128
+
+
+class PrefixLens(NamedTuple):
+    """Make prefix_lens those of the lengths, in place; graph-safe, one kernel.
+
+    prefix_lens      int32 [num_reqs]       written: seq_len less the request's query tokens; 0 in padding rows
+    seq_lens         int32 [num_reqs]       0 in padding rows
+    query_start_loc  int32 [num_reqs + 1]
+    """
+
+    prefix_lens: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+
+    def reference(self) -> None:
+        self.prefix_lens.copy_((self.seq_lens - self.query_start_loc.diff()).clamp(min=0))
+
+    def launch(self) -> None:
+        num_reqs = len(self.prefix_lens)
+        _prefix_lens_kernel[(triton.cdiv(num_reqs, _BLOCK),)](
+            *self, num_reqs, BLOCK=_BLOCK, num_warps=1, **dependent_launch(self.prefix_lens.device)
+        )
+
+
+@triton.jit
+def _prefix_lens_kernel(prefix_lens, seq_lens, query_start_loc, num_reqs, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    await_previous(PDL)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < num_reqs
+    start = tl.load(query_start_loc + row, mask=inside, other=0)
+    end = tl.load(query_start_loc + row + 1, mask=inside, other=0)
+    seq_len = tl.load(seq_lens + row, mask=inside, other=0)
+    tl.store(prefix_lens + row, tl.maximum(seq_len - (end - start), 0), mask=inside)
+
+
+count_prefix = define_op("builders::count_prefix", PrefixLens, mutates=("prefix_lens",))

@@ -1,0 +1,69 @@
+"""Families numerics and graph: where a spec is not causal, a query token sees those behind it too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from spec_decode.conformance.cases import spec_cases
+from spec_decode.conformance.check import Family
+from spec_decode.conformance.coverage import ADVANCE, CAPTURE, with_case
+from spec_decode.graphs import runtime_for
+from spec_decode.testing.batches import RAGGED, VERIFY, Batch, Case
+from spec_decode.testing.expectations import Measurements
+from spec_decode.testing.paged_fixture import PagedFixture
+from spec_decode.testing.subject import Subject
+
+_SHAPES = {"block": VERIFY, "long": Batch((16, 16), (16, 140), 3), "ragged": RAGGED}
+"""1 + K tokens for every request; 15 drafts, which fill more than a tile; and blocks of unlike lengths."""
+_OTHER = Batch((5, 5, 5), (141, 5, 64), 4)
+_VARIANTS = ("base", "bf16", "mqa", "window", "sinks", "soft_cap", "page_1", "page_64", "dim_128", "deepseek_v3")
+_STORED = "write_kv stores each token of a block in its own slot and nothing else"
+
+numerics = Family("numerics", covers=with_case())
+graph = Family("graph", covers=with_case(CAPTURE, ADVANCE))
+
+
+def _blocks(subject: Subject) -> Iterable[tuple[str, Case]]:
+    """A few telling variants, none of them causal."""
+    for name, case in spec_cases(_SHAPES, _VARIANTS)(subject):
+        yield name, Case(replace(case.spec, causal=False), case.batch)
+
+
+@numerics(
+    "a query token of a group that is not causal sees its request's tokens behind it, and a window ends at none",
+    _blocks,
+    since=(1, 2),
+)
+def blocks_see_what_is_behind(subject: Subject, case: Case) -> Measurements:
+    built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch)
+    return built.expect_attention("attention of a block", cache=_STORED)
+
+
+@graph(
+    "a graph of a block's attention replays over blocks that end elsewhere",
+    lambda subject: ((name, case) for name, case in _blocks(subject) if case.batch is VERIFY),
+    advances=True,
+    since=(1, 2),
+)
+def blocks_replay_over_other_batches(subject: Subject, case: Case) -> Measurements:
+    fixture = PagedFixture(subject, case.spec, case.batch.rows)
+    built = fixture.build(case.batch)
+    query, key, value = fixture.inputs(case.batch, case.batch.seq_lens, fixture.queries(case.batch))
+    found: list[torch.Tensor] = []
+
+    def attend() -> None:
+        built.builder.advance(built.metadata)
+        subject.backend.write_kv(key, value, fixture.cache, built.metadata)
+        found.append(fixture.forward(query, built.metadata))
+
+    attend()
+    captured = runtime_for(subject.device).capture(attend)
+    fixture.replace_batch(built.buffers, _OTHER)
+    queries = fixture.queries(_OTHER)
+    for old, new in zip((query, key, value), fixture.inputs(_OTHER, _OTHER.seq_lens, queries), strict=True):
+        old.copy_(new)
+    captured.replay()
+    return fixture.assert_within_budget(found[-1], _OTHER.seq_lens, queries, contract="attention of a replay's blocks")

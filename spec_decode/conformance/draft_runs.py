@@ -1,0 +1,124 @@
+"""Whole rounds of the draft fixture in a strategy, and the first bit in which two runs differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from builders.kernels.triton_runtime import torch_implementations
+from spec_decode.drafter import Drafter, DrafterConfig, Strategy, StrategyError, VerifiedTokens
+from spec_decode.testing.draft_fixture import VOCAB, DraftFixture
+from spec_decode.testing.expectations import expect
+from spec_decode.trees import DraftTree, DynamicTreeConfig
+
+without_interpreter = torch_implementations()
+"""Other checks cover the kernels one by one: whole rounds in the interpreter would take an hour."""
+_ROUNDS = 2
+
+
+def verified_tokens(fixture: DraftFixture, contexts: list[int], temperature: float, round_: int) -> VerifiedTokens:
+    """What a round starts from: the same for the same round."""
+    generator = torch.Generator().manual_seed(100 + round_)
+    n, width, hidden = len(contexts), fixture.num_speculative_tokens + 1, fixture.model.config.hidden_size
+    tensors = {
+        "token_ids": torch.randint(0, VOCAB, (n, width), generator=generator),
+        "target_hidden_states": torch.randn(n, width, hidden, generator=generator).to(fixture.spec.dtype),
+        "context_lens": torch.tensor(contexts, dtype=torch.int32),
+        "accepted": torch.randint(0, width, (n,), generator=generator, dtype=torch.int32),
+        "next_tokens": torch.randint(0, VOCAB, (n,), generator=generator),
+        "temperature": torch.full((n,), temperature),
+        "seeds": torch.arange(n) * 7919 + 3,
+    }
+    return VerifiedTokens(**{name: tensor.to(fixture.subject.device) for name, tensor in tensors.items()})
+
+
+DraftRun = dict[tuple[int, str], torch.Tensor]
+"""What two rounds left, by round and field: tokens and logits of each; after them the cache and the overflow flags."""
+_AXES = {
+    "draft tokens": ("step", "row"),
+    "parents": ("token of the tree", "row"),
+    "cached logits": ("step", "row", "column"),
+    "key cache": ("layer", "page", "slot", "head", "dim"),
+    "value cache": ("layer", "page", "slot", "head", "dim"),
+    "overflow flags": ("row",),
+}
+
+
+def draft(
+    fixture: DraftFixture,
+    strategy: Strategy,
+    *,
+    temperature: float,
+    draft_lens: Sequence[int] | None = None,
+    min_confidence: float = 0.0,
+    tree: DraftTree | DynamicTreeConfig | None = None,
+) -> DraftRun:
+    """Two rounds; in the second one request has left and the others sit in other rows. draft_lens: of each request."""
+    groups, tables = fixture.groups(), fixture.tables()
+    config = DrafterConfig(
+        num_speculative_tokens=fixture.num_speculative_tokens,
+        strategy=strategy,
+        capture_sizes=[fixture.num_reqs],
+        min_confidence=min_confidence,
+        tree=tree,
+    )
+    drafter = Drafter(fixture.model, groups, tables, config)
+    lengths = None if draft_lens is None else torch.tensor(draft_lens, dtype=torch.int32, device=tables.device)
+    contexts, limits, pages = fixture.contexts(), fixture.limits(), fixture.pages
+    run: DraftRun = {}
+    for round_ in range(_ROUNDS):
+        tables.load(pages, limits)
+        verified = verified_tokens(fixture, contexts, temperature, round_)
+        if lengths is not None:
+            verified = verified._replace(draft_lens=lengths[-len(contexts) :])
+        drafts = drafter.propose(verified)
+        run[round_, "draft tokens"] = drafts.tokens.T.clone()
+        if drafts.parents is None:
+            logits = torch.where(drafts.tokens[..., None] >= 0, drafts.logits, 0.0)
+            run[round_, "cached logits"] = logits.transpose(0, 1)
+        else:
+            run[round_, "parents"] = drafts.parents.T.clone()
+        moved = [c + int(a) + 1 for c, a in zip(contexts, verified.accepted.cpu(), strict=True)]
+        stay = slice(1, None) if len(moved) > 1 else slice(None)
+        contexts, limits, pages = moved[stay], limits[stay], [rows[stay] for rows in pages]
+    caches = [cache for group in groups for cache in group.caches.values()]
+    after = {f"{part} cache": torch.stack([getattr(cache, part) for cache in caches]) for part in ("key", "value")}
+    after["overflow flags"] = tables.overflow
+    return run | {(_ROUNDS, field): tensor for field, tensor in after.items()}
+
+
+def compare(draft: partial[DraftRun]) -> tuple[DraftRun, int]:
+    """Eager's run, held against that of every other strategy that the backend can run, and how many these were.
+
+    Raises CheckFailure where one differs, or where there is none.
+    """
+    eager, compared = draft(Strategy.EAGER), 0
+    for strategy in Strategy:
+        if strategy is Strategy.EAGER:
+            continue
+        try:
+            run = draft(strategy)
+        except StrategyError:
+            continue
+        expect_same(run, eager, f"{strategy.value} at temperature {draft.keywords['temperature']:g}")
+        compared += 1
+    expect(compared > 0, contract="the backend can be drafted with", expected="a graph strategy", got="none")
+    return eager, compared
+
+
+def expect_same(run: DraftRun, wanted: DraftRun, what: str) -> None:
+    """Raise CheckFailure for the earliest step, row and field in which the run is not what is wanted."""
+    differing = {key: (run[key] != tensor).nonzero().tolist() for key, tensor in wanted.items()}
+    found = [(key[0], where[0], key) for key, where in differing.items() if where]
+    if found:
+        round_, where, key = min(found)
+        field, at = key[1], ", ".join(f"{axis} {i}" for axis, i in zip(_AXES[key[1]], where, strict=True))
+        when = f"in round {round_}" if round_ < _ROUNDS else "after the last round"
+        expect(
+            False,
+            contract=f"{what}: every field has the same bits; the first that differs is {field}, {at}, {when}",
+            expected=f"{wanted[key][tuple(where)].item()}",
+            got=f"{run[key][tuple(where)].item()} ({len(differing[key])} of {wanted[key].numel()} differ)",
+        )

@@ -1,0 +1,86 @@
+"""What a block draft runs over: each request's accepted tokens as step 0 has them, and a mask for each token more."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from builders.kernels.op import define_op
+from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+
+
+class BlockInputs(NamedTuple):
+    """token_ids int64 [R * Q] and target_hidden_states [R * Q, F] of Q places a row.
+
+    Up to place accepted[r] row r has the tokens that ShiftTokens gives it, and the target's states there. Each place
+    behind has the mask: its token and its state.
+
+    token_ids             int64 [R, 1 + K]
+    target_hidden_states  [R, 1 + K, F]    contiguous
+    next_tokens           int64 [>= R]
+    accepted              int32 [>= R]     a count outside 0 to K, which only the device could know of, counts as the
+                                           nearest
+    mask_hidden           [F]              of the same dtype, contiguous
+    mask_token_id         of the mask
+    query_len             Q, at least 1 + K
+    """
+
+    token_ids: torch.Tensor
+    target_hidden_states: torch.Tensor
+    next_tokens: torch.Tensor
+    accepted: torch.Tensor
+    mask_hidden: torch.Tensor
+    mask_token_id: int
+    query_len: int
+
+    def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, verified = self.token_ids.shape
+        place, last = torch.arange(self.query_len)[None], self.accepted[:rows, None].clamp(0, verified - 1)
+        from_target = place.clamp(max=verified - 1).expand(rows, -1)
+        following = self.token_ids.roll(-1, 1).gather(1, from_target)
+        tokens = torch.where(place < last, following, self.next_tokens[:rows, None])
+        states = self.target_hidden_states[torch.arange(rows)[:, None], from_target]
+        is_mask = place > last
+        tokens = torch.where(is_mask, self.mask_token_id, tokens)
+        return tokens.flatten(), torch.where(is_mask[..., None], self.mask_hidden, states).flatten(0, 1)
+
+    def fake(self) -> tuple[torch.Tensor, torch.Tensor]:
+        places, states = len(self.token_ids) * self.query_len, self.target_hidden_states
+        return self.token_ids.new_empty(places), states.new_empty(places, states.shape[2])
+
+    def launch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, states = self.fake()
+        (rows, verified), width = self.token_ids.shape, states.shape[1]
+        block = min(1024, triton.next_power_of_2(width))
+        _block_inputs_kernel[(rows, self.query_len, triton.cdiv(width, block))](
+            *self[:6], tokens, states, verified, self.query_len, width, self.token_ids.stride(0),
+            BLOCK=block, num_warps=max(1, min(4, block // 256)), **dependent_launch(tokens.device),
+        )  # fmt: skip
+        return tokens, states
+
+
+@triton.jit
+def _block_inputs_kernel(
+    token_ids, target_hidden_states, next_tokens, accepted, mask_hidden, mask_token_id, tokens, states,
+    verified, query_len, width, row_stride, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    await_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1)
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    last = tl.minimum(tl.maximum(tl.load(accepted + row), 0), verified - 1)
+    # What is not read may lie behind the row.
+    following = tl.load(token_ids + row * row_stride + place + 1, mask=place < last, other=0)
+    token = tl.where(place < last, following, tl.load(next_tokens + row))
+    of_target = target_hidden_states + (row * verified + place) * width + column
+    state = tl.load(of_target, mask=inside & (place <= last), other=0.0)
+    mask = tl.load(mask_hidden + column, mask=inside & (place > last), other=0.0)
+    at = row * query_len + place
+    tl.store(states + at * width + column, tl.where(place > last, mask, state), mask=inside)
+    if tl.program_id(2) == 0:
+        tl.store(tokens + at, tl.where(place > last, mask_token_id, token))
+
+
+block_inputs = define_op("spec_decode::block_inputs", BlockInputs)

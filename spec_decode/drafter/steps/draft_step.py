@@ -1,0 +1,83 @@
+"""The device work of step 0 and of a later step, over buffers that never move: the same kernels eager or captured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from builders import RequestTables, advance_shared_state, begin_decode
+from spec_decode.drafter.kernels.gather_last_hidden import gather_last_hidden
+from spec_decode.drafter.kv_groups import KVGroup
+from spec_decode.drafter.metadata_plan import MetadataPlan
+from spec_decode.drafter.step_buffers import StepBuffers
+from spec_decode.drafter.steps.extend_step import ExtendStep, make_sampler
+from spec_decode.models import DraftModel
+from spec_decode.models.attention import Attention
+from spec_decode.sampling import DraftSampler
+
+
+class DraftStep(ExtendStep[DraftSampler]):
+    """A draft model's step 0, of 1 + K tokens a row, and later steps, of one token a row.
+
+    decode   StepBuffers of a later step
+    hidden   [R, hidden_size], what the next later step starts from
+    """
+
+    def __init__(
+        self,
+        model: DraftModel,
+        groups: Sequence[KVGroup],
+        tables: RequestTables,
+        *,
+        num_speculative_tokens: int,
+        min_confidence: float,
+        extend_plan: MetadataPlan,
+        decode_plan: MetadataPlan,
+    ) -> None:
+        extend = StepBuffers(groups, tables, extend_plan, query_len=self.places(num_speculative_tokens))
+        self.decode = StepBuffers(groups, tables, decode_plan, query_len=1, horizon=num_speculative_tokens - 1)
+        batch = self.decode.batch
+        super().__init__(
+            model,
+            groups,
+            num_speculative_tokens=num_speculative_tokens,
+            extend=extend,
+            sampler=make_sampler(
+                model, batch.seq_lens, batch.positions, batch.step,
+                num_speculative_tokens=num_speculative_tokens, min_confidence=min_confidence,
+            ),
+        )  # fmt: skip
+        dtype = groups[0].spec.dtype
+        self.hidden = torch.zeros(tables.max_reqs, model.hidden_size, dtype=dtype, device=tables.device)
+
+    def run_extend(self, size: int) -> None:
+        """Step 0: the draft's tokens are the target's, shifted by one, with the next token after the last accepted.
+
+        Raises BatchError for a draft model that returns states of another shape.
+        """
+        inputs, query_len, last = self.inputs, self.extend.query_len, self.hidden[:size]
+        hidden = self.forward_shifted(size)
+        begin_decode(self.decode.batch, self.extend.batch.seq_lens, inputs.accepted, size, query_len)
+        gather_last_hidden(hidden, inputs.accepted, last, query_len)
+        self.sampler(self.logits(last))
+
+    def advance(self, size: int) -> None:
+        """Move the state of the first `size` rows on to the next later step."""
+        advance_shared_state(self.decode.batch, size)
+
+    def run_decode(self, size: int, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
+        """A later step from the last one's hidden states [size, hidden_size]; returns its own, of the same shape."""
+        hidden = self._decode(size, hidden, attention)
+        self.sampler(self.logits(hidden))
+        return hidden
+
+    def run_decode_in_place(self, size: int, attention: Attention) -> None:
+        """A later step that leaves its hidden states in `hidden`, where the next one starts from."""
+        hidden = self._decode(size, self.hidden[:size], attention)
+        self.sampler(self.logits(hidden), hidden, self.hidden)
+
+    def _decode(self, size: int, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
+        positions = self.decode.batch.positions[:size]
+        with self.products():
+            return self.model.forward(self.sampler.next_ids[:size], hidden, positions, attention)

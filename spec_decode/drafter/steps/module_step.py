@@ -1,0 +1,159 @@
+"""The device work of a round whose K tokens are drafted by a module each, one after the other over the same places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from builders import BatchBuffers, RequestTables, advance_shared_state, begin_decode
+from builders.errors import require
+from spec_decode.drafter.attention import PagedAttention
+from spec_decode.drafter.input_cache import InputCache
+from spec_decode.drafter.kernels.gather_last_hidden import gather_last_hidden
+from spec_decode.drafter.kernels.shift_tokens import shift_tokens
+from spec_decode.drafter.kv_groups import KVGroup, build_ragged
+from spec_decode.drafter.metadata_plan import MetadataPlan
+from spec_decode.drafter.step_buffers import StepBuffers
+from spec_decode.drafter.steps.extend_step import ExtendStep, make_sampler
+from spec_decode.models import DraftModel
+from spec_decode.sampling import DraftSampler
+
+
+class ModuleStep(ExtendStep[DraftSampler]):
+    """The only step of a draft with prediction modules. The first reads the tokens and states that step 0 of every
+    draft reads. Each other one reads these tokens a place later than the module before it, with the token just drafted
+    after the last one, and the states of that module.
+
+    Module k thus makes its last k - 1 entries up to the last accepted token of drafted tokens, which may be rejected.
+    No later round reads them: it begins K - 1 places before its verified tokens, and writes every module's entries from
+    there on. A row has 2K places, all from position 0 on where the context is shorter; the places after the last
+    accepted token repeat its inputs.
+
+    A prefix that requests share must therefore end K - 1 tokens before the first one in which they differ: see
+    `writable_from` of RequestTables.
+
+    inputs_read  InputCache of the first module
+    drafting     BatchBuffers of the tokens that are drafted: for the sampler, no metadata is made of it
+    """
+
+    def __init__(
+        self,
+        model: DraftModel,
+        groups: Sequence[KVGroup],
+        tables: RequestTables,
+        *,
+        num_speculative_tokens: int,
+        min_confidence: float,
+        extend_plan: MetadataPlan,
+    ) -> None:
+        device, dtype, reqs = tables.device, groups[0].spec.dtype, tables.max_reqs
+        query_len = self.places(num_speculative_tokens)
+        self.drafting = BatchBuffers(tables, max_tokens=reqs)
+        batch = self.drafting
+        super().__init__(
+            model,
+            groups,
+            num_speculative_tokens=num_speculative_tokens,
+            extend=StepBuffers(groups, tables, extend_plan, query_len=query_len),
+            sampler=make_sampler(
+                model, batch.seq_lens, batch.positions, batch.step,
+                num_speculative_tokens=num_speculative_tokens, min_confidence=min_confidence,
+            ),
+        )  # fmt: skip
+        self.inputs_read = InputCache(groups[0], model.target_states_size, dtype, device)
+        self._modules = model.prediction_modules[:num_speculative_tokens]
+        self._hidden = torch.zeros(reqs, model.hidden_size, dtype=dtype, device=device)
+        self._starts = torch.zeros(reqs, dtype=torch.int32, device=device)
+        self._last = torch.zeros(reqs, dtype=torch.int32, device=device)
+        self._places = torch.arange(query_len, device=device)
+
+    @staticmethod
+    def places(num_speculative_tokens: int) -> int:
+        """Tokens of a row: K - 1 before the verified ones, and these."""
+        return 2 * num_speculative_tokens
+
+    def begin(self, size: int) -> None:
+        """Set the state of the step for the first `size` rows, and build what the host builds of it."""
+        self._find_places(size)
+        self.extend.begin(self._starts, size)
+
+    def begin_in_graph(self, size: int) -> None:
+        """What a graph holds of it."""
+        self._find_places(size)
+        self.extend.begin_in_graph(self._starts, size)
+
+    def _find_places(self, size: int) -> None:
+        """Where rows start, and the place of the last accepted token in each."""
+        context, starts, steps = self.inputs.context_lens[:size], self._starts[:size], self.num_speculative_tokens
+        torch.sub(context, steps - 1, out=starts).clamp_(min=0)
+        torch.add(self.inputs.accepted[:size].clamp(0, steps), context - starts, out=self._last[:size])
+
+    def run_extend(self, size: int) -> None:
+        """Draft K tokens for the first `size` rows.
+
+        Raises BatchError for a draft model that returns states of another shape.
+        """
+        last, batch = self._last[:size], self.drafting
+        token_ids, states = self._read_inputs(size)
+        with self.products():
+            states = self.model.combine(states)
+        begin_decode(batch, self.extend.batch.seq_lens, last, size, self.extend.query_len)
+        for index, module in enumerate(self._modules):
+            if index:
+                advance_shared_state(batch, size)
+                token_ids = shift_tokens(token_ids.view(size, -1), self.sampler.next_ids, last)
+            states = self.forward(size, token_ids, states, module)
+            gather_last_hidden(states, last, self._hidden[:size], self.extend.query_len)
+            self.sampler(self.logits(self._hidden[:size], module))
+
+    def _read_inputs(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first module's tokens int64 [size * 2K] and target states [size * 2K, F], those of this round kept."""
+        inputs, verified = self.inputs, 1 + self.num_speculative_tokens
+        slots = self.extend.batch.slot_mappings[0, : size * self.extend.query_len].view(size, -1)
+        first = inputs.context_lens[:size] - self._starts[:size]
+        new = slots.gather(1, first[:, None] + self._places[:verified])
+        token_ids = shift_tokens(inputs.token_ids[:size], inputs.next_tokens, inputs.accepted)
+        self.inputs_read.store(new.flatten(), token_ids, inputs.target_hidden_states[:size].flatten(0, 1))
+        read = torch.minimum(self._places, self._last[:size, None].long())
+        return self.inputs_read.load(slots.gather(1, read).flatten())
+
+    def prefill(
+        self,
+        tables: RequestTables,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        token_ids: torch.Tensor,
+        target_hidden_states: torch.Tensor,
+    ) -> None:
+        """See ExtendStep. Every module runs from K - 1 places before these tokens on. What it writes at the last ones,
+        where it lacks the tokens that come after them, the next part of the prompt or the first round writes again.
+
+        Raises BatchError, with nothing written, for lengths that the tables do not hold.
+        """
+        earlier = self.num_speculative_tokens - 1
+        lens = [query + max(0, min(earlier, seq - query)) for query, seq in zip(query_lens, seq_lens, strict=True)]
+        batch, metadata = build_ragged(self.groups, tables, lens, seq_lens)
+        ends, slots = list(accumulate(lens)), batch.slot_mappings[0]
+        new = [place for query, end in zip(query_lens, ends, strict=True) for place in range(end - query, end)]
+        self.inputs_read.store(slots[torch.tensor(new, device=slots.device)], token_ids, target_hidden_states)
+        token_ids, states = self.inputs_read.load(slots)
+        last, attention = torch.tensor(ends, device=slots.device) - 1, PagedAttention(self.groups, metadata)
+        with self.products():
+            states = self.model.combine(states)
+            for index, module in enumerate(self._modules):
+                if index:
+                    token_ids = token_ids.roll(-1).index_copy(0, last, token_ids[last])
+                states = module.forward(token_ids, states, batch.positions, attention)
+
+
+def check_modules(model: DraftModel, num_speculative_tokens: int) -> None:
+    """Raise BatchError for more tokens a round than a draft with several prediction modules has of these."""
+    count = len(model.prediction_modules)
+    require(
+        count == 1 or num_speculative_tokens <= count,
+        f"a draft with a prediction module for each token proposes at most {count} a round, got "
+        f"num_speculative_tokens {num_speculative_tokens}; no module was trained for the others, so nothing was "
+        f"allocated. Lower it to {count} or less.",
+    )

@@ -1,0 +1,114 @@
+"""The device work of a round that drafts a tree a request: step 0, and later steps over all that was drafted so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from builders import RequestTables, begin_extend
+from spec_decode.drafter.kernels.gather_last_hidden import gather_last_hidden
+from spec_decode.drafter.kv_groups import KVGroup
+from spec_decode.drafter.metadata_plan import MetadataPlan
+from spec_decode.drafter.step_buffers import StepBuffers
+from spec_decode.drafter.steps.extend_step import ExtendStep
+from spec_decode.drafter.tree_sampler import TreeSampler
+from spec_decode.models import DraftModel
+from spec_decode.models.attention import Attention
+from spec_decode.trees import DraftTree, DynamicTreeConfig
+from spec_decode.trees.kernels.place_frontier import place_frontier
+
+
+class TreeStep(ExtendStep[TreeSampler]):
+    """Step 0, of 1 + K tokens a row, and later steps, of the W tokens of each of K - 1 frontiers.
+
+    A later step runs over the frontiers before its own too, since tokens of a tree see each other as queries of one
+    batch: so few cost next to nothing while weights are read. What is not drafted yet is masked. So all later steps
+    have one shape, and their metadata stays as it is.
+
+    decode   StepBuffers of a later step; of K = 1 never run
+    hidden   [R, H], the state that the root's children follow
+    """
+
+    def __init__(
+        self,
+        model: DraftModel,
+        groups: Sequence[KVGroup],
+        tables: RequestTables,
+        tree: DraftTree | DynamicTreeConfig,
+        *,
+        num_speculative_tokens: int,
+        extend_plan: MetadataPlan,
+        decode_plan: MetadataPlan,
+    ) -> None:
+        """Raises BatchError for a tree that does not fit K."""
+        later, rows, device = num_speculative_tokens - 1, tables.max_reqs, tables.device
+        query_len = max(1, tree.width * later)
+        self.decode = StepBuffers(groups, tables, decode_plan, query_len=query_len, horizon=later, trees=True)
+        sampler = TreeSampler(
+            tree,
+            self.decode.batch.step,
+            self.decode.batch.seq_lens,
+            num_speculative_tokens=num_speculative_tokens,
+            vocab_size=model.vocab_size,
+            token_map=model.token_map,
+        )
+        extend = StepBuffers(groups, tables, extend_plan, query_len=self.places(num_speculative_tokens))
+        super().__init__(
+            model, groups, num_speculative_tokens=num_speculative_tokens, extend=extend, sampler=sampler
+        )  # fmt: skip
+        dtype = groups[0].spec.dtype
+        self.hidden = torch.zeros(rows, model.hidden_size, dtype=dtype, device=device)
+        self._states = torch.zeros(rows, query_len, model.hidden_size, dtype=dtype, device=device)
+        self._token_ids = torch.zeros(rows, query_len, dtype=torch.int64, device=device)
+        self._starts = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._frontier = torch.arange(tree.width, device=device)
+
+    def run_extend(self, size: int) -> None:
+        """Step 0, as DraftStep's, and the root's children.
+
+        Raises BatchError for a draft model that returns states of another shape.
+        """
+        inputs, last, batch = self.inputs, self.hidden[:size], self.decode.batch
+        hidden = self.forward_shifted(size)
+        gather_last_hidden(hidden, inputs.accepted, last, self.extend.query_len)
+        kept = inputs.accepted[:size].clamp(0, self.num_speculative_tokens)
+        torch.add(inputs.context_lens[:size], kept + 1, out=self._starts[:size])
+        if self.num_speculative_tokens > 1:
+            begin_extend(batch, self._starts, size, self.decode.query_len)
+        batch.step.zero_()
+        self._grow(last[:, None], self.logits(last)[:, None])
+
+    def advance(self, size: int) -> None:
+        """Move on to the next later step: only its number changes."""
+        self.decode.batch.step.add_(1)
+
+    def run_decode(self, size: int, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
+        """A later step. It starts from buffers, not from hidden, which is returned."""
+        self.run_decode_in_place(size, attention)
+        return hidden
+
+    def run_decode_in_place(self, size: int, attention: Attention) -> None:
+        """A later step, from the frontier that the last one left."""
+        token_ids, states = self._token_ids[:size].flatten(), self._states[:size].flatten(0, 1)
+        positions = self.decode.batch.positions[: len(token_ids)]
+        with self.products():
+            hidden = self.model.forward(token_ids, states, positions, attention)
+        hidden = hidden.view(size, self.decode.query_len, -1)
+        # A graph is captured, and warmed up, before any step 0.
+        before = (self.decode.batch.step - 1).clamp(0, self.num_speculative_tokens - 2)
+        frontier = before * len(self._frontier) + self._frontier
+        logits = self.logits(hidden.index_select(1, frontier).flatten(0, 1))
+        self._grow(hidden, logits.unflatten(0, (size, -1)))
+
+    def _grow(self, hidden: torch.Tensor, logits: torch.Tensor) -> None:
+        """Grow the trees by logits [rows, F, V], and place the next frontier after hidden, [rows, 1 or Q, H]."""
+        size, batch, tree = len(logits), self.decode.batch, self.sampler.tree
+        self.sampler(logits, self.extend.batch.seq_lens[:size])
+        if self.num_speculative_tokens > 1:
+            count = size * self.decode.query_len
+            place_frontier(
+                batch.step, tree.frontier_tokens[:size], tree.frontier_places[:size], hidden, batch.seq_lens,
+                self._token_ids[:size], self._states[:size],
+                batch.positions[:count].view(size, -1), batch.tree_masks[:count].view(size, -1),
+            )  # fmt: skip

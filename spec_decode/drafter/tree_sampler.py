@@ -1,0 +1,68 @@
+"""What a round of trees drafts: each request's tree, grown by every step's logits."""
+
+from __future__ import annotations
+
+import torch
+
+from spec_decode.sampling.draft_settings import DraftSettings
+from spec_decode.trees import DraftTree, DynamicTree, DynamicTreeConfig, StaticTree
+
+
+class TreeSampler(DraftSettings):
+    """Grows the trees of R requests, N draft tokens each and at most K deep, in buffers that keep their addresses.
+
+    Inputs: DraftSettings, of which temperature and seeds are not read. A token's path is at most as long as draft_lens
+    and num_tokens say. Outputs:
+
+    - draft_tokens   int64 [R, N], -1 after a row's last
+    - parents        int64 [R, N], as TreeBatch has them
+    - draft_logits   fp32 [R, 0, V]: verification needs none
+    - continue_flag  int32 [1], 1 if some row's tree can be deeper, else 0
+    """
+
+    def __init__(
+        self,
+        shape: DraftTree | DynamicTreeConfig,
+        step: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        num_speculative_tokens: int,
+        vocab_size: int,
+        token_map: torch.Tensor | None,
+    ) -> None:
+        """step, seq_lens: of the later steps' batch, read at every step. A row of seq_len 0 has no later steps.
+
+        Raises BatchError for a tree that does not fit K.
+        """
+        rows, device = len(seq_lens), seq_lens.device
+        super().__init__(rows, num_speculative_tokens, device)
+        self.tree: DynamicTree | StaticTree
+        if isinstance(shape, DynamicTreeConfig):
+            self.tree = DynamicTree(
+                rows, step, shape, num_speculative_tokens=num_speculative_tokens, token_map=token_map
+            )
+        else:
+            self.tree = StaticTree(
+                rows, step, shape, num_speculative_tokens=num_speculative_tokens, token_map=token_map
+            )
+        self.draft_tokens, self.parents = torch.full((2, rows, self.tree.num_tokens), -1, device=device)
+        self.draft_logits = torch.zeros(rows, 0, vocab_size, device=device)
+        self.continue_flag = torch.zeros(1, dtype=torch.int32, device=device)
+        self._step, self._seq_lens = step, seq_lens
+
+    def __call__(self, logits: torch.Tensor, extend_lens: torch.Tensor) -> None:
+        """Grow the first rows' trees, in place; device work only.
+
+        - logits       [rows, F, V of the draft]: see DynamicTree.grow
+        - extend_lens  int32 [rows], seq_lens of step 0; a row of 0 proposes nothing
+
+        Raises BatchError, with nothing changed, for logits of another frontier.
+        """
+        self.tree.grow(logits)
+        rows = len(logits)
+        lens = torch.minimum(self.draft_lens[:rows], self.num_tokens)
+        lens = lens.where(self._seq_lens[:rows] > 0, lens.clamp(max=1)).masked_fill(extend_lens == 0, 0)
+        kept = self.tree.kept(lens)
+        self.draft_tokens[:rows].copy_(kept.draft_tokens)
+        self.parents[:rows].copy_(kept.parents)
+        self.continue_flag.copy_((lens > self._step + 1).any())

@@ -1,0 +1,182 @@
+"""DFlash as published: a block of masks that sees itself whole, after keys and values made of the target's states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from spec_decode.models.attention import Attention, ContextAttention
+from spec_decode.models.base import TargetModel
+from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.checkpoints.mask_token import require_mask_token
+from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
+from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.checkpoints.token_map import read_token_map
+from spec_decode.models.decoder_config import DecoderConfig, read_decoder
+from spec_decode.models.decoder_weights import read_parameters
+from spec_decode.models.draft import HiddenStatesDraft, check_shared, check_target
+from spec_decode.models.kernels.skinny_linear import plain_linear
+from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
+from spec_decode.models.layers.rms_norm import RMSNorm
+
+D = TypeVar("D", bound="DFlash")
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+class DFlash(HiddenStatesDraft):
+    """The next token and K masks go through all layers at once; a mask predicts the token in its place.
+
+    What a layer attends to before them are keys and values of its own of the target's states, which `combine` and
+    `hidden_norm` make alike for all layers.
+    """
+
+    keeps_context: ClassVar[bool] = True
+
+    config_json: Mapping[str, Any]
+    """What config.json says, as it was read: a draft that is trained further is saved with it."""
+
+    def __init__(
+        self, weights: ScopedWeights, config: DecoderConfig, target: TargetModel, token_map: torch.Tensor | None
+    ) -> None:
+        """token_map: int64 [draft vocabulary], as `read_token_map` has it."""
+        super().__init__(weights, config, target)
+        store, model = weights.store, config.model
+        self.config_json = store.config.values
+        self.token_map = token_map
+        self.target_states_size = target.target_states_size
+        self.fc = nn.Linear(self.target_states_size, model.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(model.hidden_size, model.norm_eps)
+        options = LayerOptions.found(store, "layers.0.")
+        self.layers = nn.ModuleList(DecoderLayer(model, layer, options) for layer in range(model.num_layers))
+        self.norm = RMSNorm(model.hidden_size, model.norm_eps)
+        own = weights.has("lm_head.weight")
+        self.lm_head = nn.Linear(model.hidden_size, draft_vocab(store, model.vocab_size), bias=False) if own else None
+
+    def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
+        """target_hidden_states [T, F]; states [T, H], normed: what every layer's context is made of."""
+        normed: torch.Tensor = self.hidden_norm(plain_linear(target_hidden_states, self.fc.weight))[1]
+        return normed
+
+    def write_context(self, states: torch.Tensor, positions: torch.Tensor, attention: ContextAttention) -> None:
+        """states [T, H] as `combine` makes them, positions int64 [T]."""
+        rope = self.rotary(positions)
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            heads, kv_heads, _ = layer.heads
+            rows = slice(heads * layer.head_dim, None)
+            bias = None if layer.qkv.bias is None else layer.qkv.bias[rows]
+            both = plain_linear(states, layer.qkv.weight[rows], bias).view(len(states), 2 * kv_heads, layer.head_dim)
+            key, value = both.split(kv_heads, 1)
+            if layer.k_norm is not None:
+                key = layer.k_norm(key)[1]
+            attention.store(layer.layer, key.contiguous(), value, rope)
+
+    def forward(
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
+    ) -> torch.Tensor:
+        """token_ids, positions int64 [T], blocks of the next token and its masks; normed states [T, H]. hidden is not
+        read."""
+        x, delta, rope = F.embedding(token_ids, self.embedding), None, self.rotary(positions)
+        for layer in self.layers:
+            x, delta = layer(x, delta, rope, attention)
+        states: torch.Tensor = self.norm(x, delta)[1]
+        return states
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [T, H]; logits [T, draft vocabulary]."""
+        return self._target[0].logits(hidden) if self.lm_head is None else plain_linear(hidden, self.lm_head.weight)
+
+
+def serves(store: TensorStore) -> bool:
+    """Whether the checkpoint has DFlash's names."""
+    return {"fc.weight", "hidden_norm.weight", "layers.0.input_layernorm.weight"} <= store.names()
+
+
+def aux_hidden_state_layers(store: TensorStore, num_target_layers: int) -> tuple[int, ...]:
+    """The states of the target that the draft reads, by the layers they enter: target_layer_ids names those that they
+    leave. Raises CheckpointError for states that the target does not have."""
+    section = store.config.section("dflash_config")
+    found = [section.optional("target_layer_ids", list)]
+    found += [store.config.optional(name, list) for name in ("dspark_target_layer_ids", "target_layer_ids")]
+    listed = next((each for each in found if each is not None), [])
+    if not listed or not all(type(layer) is int and 0 <= layer < num_target_layers for layer in listed):
+        raise CheckpointError(
+            f"target_layer_ids in {store.config.place} must be of the target's {num_target_layers} layers, got "
+            f"{listed}; nothing was loaded. Use a draft trained on this target."
+        )
+    return tuple(layer + 1 for layer in listed)
+
+
+def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> DFlash:
+    """The draft, ready to run. Raises CheckpointError."""
+    if store.config.section("dflash_config").get("sample_from_anchor", bool, False):
+        raise CheckpointError(
+            f"sample_from_anchor in {store.config.place} must be false: a mask predicts its own place here; nothing "
+            "was loaded. Use a draft trained so."
+        )
+    return load_as(DFlash, store, target, dtype=dtype, device=device)
+
+
+def load_as(kind: type[D], store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> D:
+    """A draft of this kind, ready to run. Raises CheckpointError."""
+    if (store.folder / "mask_embedding.pt").exists():
+        raise CheckpointError(
+            f"{store.folder} holds mask_embedding.pt, which this model has no place for: masks would be drafted from "
+            "another embedding, so nothing was loaded. Put it into the table of embeddings."
+        )
+    config = _decoder(store, target)
+    model = config.model
+    read = store.config.get("target_hidden_size", int, target.hidden_size)
+    check_shared(store.folder, "target_hidden_size", read, target.hidden_size)
+    layers = len(aux_hidden_state_layers(store, 1 << 20))
+    remedy = f"Make the target with the states of {layers} layers: aux_hidden_state_layers says which."
+    check_target(store, target, model.vocab_size, target.hidden_size, states_size=layers * read, remedy=remedy)
+    token_map = read_token_map(store, draft_vocab(store, model.vocab_size), target.vocab_size)
+    weights = ScopedWeights(store, "", dtype, device)
+    if not weights.has("lm_head.weight"):
+        check_shared(store.folder, "hidden_size (for want of a head of its own)", model.hidden_size, target.hidden_size)
+    with torch.device("meta"):
+        draft = kind(weights, config, target, None if token_map is None else token_map.to(device))
+    draft = read_parameters(draft, weights)
+    draft.mask_token_id = require_mask_token(store, model.vocab_size, "a DFlash draft predicts masks")
+    store.refuse_unused()
+    return draft
+
+
+def _decoder(store: TensorStore, target: TargetModel) -> DecoderConfig:
+    """The layers, with each one's window and whether it is causal, as published checkpoints say it."""
+    config = read_decoder(store.config, max_positions=target.max_positions)
+    own, count = store.config.section("dflash_config"), config.model.num_layers
+    kinds = store.config.get("layer_types", list, [])
+    if kinds and (len(kinds) != count or not set(kinds) <= {_SLIDING, _FULL}):
+        raise CheckpointError(
+            f"layer_types in {store.config.place} must name {_SLIDING} or {_FULL} for each of {count} layers, got "
+            f"{kinds}; nothing was loaded. Restore the file."
+        )
+    everywhere = own.get("use_swa", bool, False) and _SLIDING not in kinds
+    sliding = [everywhere or kind == _SLIDING for kind in kinds or [_FULL] * count]
+    window = own.optional("swa_window_size", int) or store.config.optional("sliding_window", int)
+    if any(sliding) and window is None:
+        raise CheckpointError(
+            f"{store.config.place} has layers with a sliding window and must say how wide it is, as sliding_window or "
+            "dflash_config.swa_window_size; nothing was loaded. Restore the file."
+        )
+    told = store.config.optional("is_causal", bool)
+    told = own.optional("causal", bool) if told is None else told
+    causal = [kind == _SLIDING for kind in kinds or [_FULL] * count] if told is None else [told] * count
+    return DecoderConfig(
+        model=config.model,
+        scaling=config.scaling,
+        windows=tuple(window if slides else None for slides in sliding),
+        causal=tuple(causal),
+    )
+
+
+def draft_vocab(store: TensorStore, vocab_size: int) -> int:
+    """Tokens that the draft's own head scores."""
+    return store.config.get("draft_vocab_size", int, vocab_size)

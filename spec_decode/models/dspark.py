@@ -1,0 +1,79 @@
+"""DSpark as published: DFlash's block, whose tokens are drafted in turn by a Markov head, and judged by another."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from spec_decode.models.base import TargetModel
+from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
+from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.decoder_config import DecoderConfig
+from spec_decode.models.dflash import DFlash, draft_vocab, load_as
+from spec_decode.models.dflash import aux_hidden_state_layers as aux_hidden_state_layers
+from spec_decode.models.kernels.skinny_linear import plain_linear
+
+
+class MarkovHead(nn.Module):
+    """What a token adds to the logits after it, of low rank."""
+
+    def __init__(self, vocab_size: int, rank: int, draft_vocab_size: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
+
+
+class ConfidenceHead(nn.Module):
+    """One number of a state, and of what the Markov head knows of the token before it."""
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(inputs, 1)
+
+
+class DSpark(DFlash):
+    """The next token and K - 1 masks go through all layers at once, each predicts the token after its place; the token
+    drafted before it shifts its logits."""
+
+    in_turn = True
+
+    def __init__(
+        self, weights: ScopedWeights, config: DecoderConfig, target: TargetModel, token_map: torch.Tensor | None
+    ) -> None:
+        """As DFlash; raises CheckpointError for a rank below 1."""
+        super().__init__(weights, config, target, token_map)
+        said, model = weights.store.config, config.model
+        rank = said.get("markov_rank", int)
+        if rank < 1:
+            raise CheckpointError(
+                f"markov_rank in {said.place} must be 1 or more, got {rank}; nothing was loaded. Restore the file."
+            )
+        self.predicts_from_next_token = said.get("sample_from_anchor", bool, True)
+        self.markov_head = MarkovHead(model.vocab_size, rank, draft_vocab(weights.store, model.vocab_size))
+        self.judges_itself = said.get("enable_confidence_head", bool, False)
+        self._with_markov = said.get("confidence_head_with_markov", bool, False)
+        inputs = model.hidden_size + rank * self._with_markov
+        self.confidence_head = ConfidenceHead(inputs) if self.judges_itself else None
+
+    def bias_after(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids int64 [T]; [T, draft vocabulary]."""
+        return plain_linear(self.markov_head.markov_w1(token_ids), self.markov_head.markov_w2.weight)
+
+    def confidence(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+        """hidden [T, H] as `forward` returns it, previous int64 [T]; fp32 [T]."""
+        assert self.confidence_head is not None
+        inputs = torch.cat([hidden, self.markov_head.markov_w1(previous)], -1) if self._with_markov else hidden
+        proj = self.confidence_head.proj
+        return F.linear(inputs.float(), proj.weight.float(), proj.bias.float())[:, 0].sigmoid()
+
+
+def serves(store: TensorStore) -> bool:
+    """Whether the checkpoint has DSpark's names."""
+    return "markov_head.markov_w1.weight" in store.names()
+
+
+def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> DSpark:
+    """The draft, ready to run. Raises CheckpointError."""
+    return load_as(DSpark, store, target, dtype=dtype, device=device)

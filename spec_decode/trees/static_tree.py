@@ -1,0 +1,94 @@
+"""Trees of one shape for all requests, whose tokens are drafted with the tree."""
+
+from __future__ import annotations
+
+import torch
+
+from spec_decode.trees.draft_tree import DraftTree
+from spec_decode.trees.dynamic_tree import require_frontier
+from spec_decode.trees.kernels.top_children import top_children
+from spec_decode.trees.verification import TreeBatch
+
+
+class StaticTree:
+    """The trees of R requests, all of a DraftTree's shape: child r of a token is the draft's r-th choice after it.
+
+    On a frontier are the tokens of one depth that have children. Chance plays no part, so verification is
+    TreeSampling's. All buffers keep their addresses, and every method is device work of fixed shape. For the next step:
+
+    - frontier_tokens  int64 [R, W], the tokens to draft from; the last ones of a depth with fewer are not used
+    - frontier_places  int64 [R, W], on the frontier before, the token that each follows
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        step: torch.Tensor,
+        tree: DraftTree,
+        *,
+        num_speculative_tokens: int,
+        token_map: torch.Tensor | None = None,
+    ) -> None:
+        """Allocate the buffers: see DynamicTree. Raises BatchError for a tree that does not fit K."""
+        tree.require_depth(num_speculative_tokens)
+        tree = tree.by_depth()
+        places, device = _Places(tree, num_speculative_tokens), step.device
+        self.width, self.num_tokens = places.width, tree.num_tokens
+        self._step, self._token_map, self._choices = step, token_map, tree.max_children
+        self._children = torch.zeros(
+            rows, num_speculative_tokens, self.width, self._choices, dtype=torch.int64, device=device
+        )
+        self.frontier_tokens, self.frontier_places = torch.zeros(2, rows, self.width, dtype=torch.int64, device=device)
+        self._next_places, self._next_ranks = places.next_places.to(device), places.next_ranks.to(device)
+        self._sources, self._parents = places.sources.to(device), tree.rows(rows, device)
+        self._depths = torch.tensor(tree.depths[1:], device=device)
+
+    def grow(self, logits: torch.Tensor) -> None:
+        """Take the step's logits of the first rows, in place: see DynamicTree.grow.
+
+        Raises BatchError, with nothing changed, for logits of more rows, of another frontier or of too few tokens.
+        """
+        rows = require_frontier(logits, self.frontier_tokens, self._choices)
+        tokens = top_children(logits.flatten(0, 1), self._choices)[0]
+        if self._token_map is not None:
+            tokens = self._token_map[tokens]
+        found = tokens.view(rows, 1, -1, self._choices)
+        if found.shape[2] < self.width:
+            found = found.expand(-1, -1, self.width, -1)
+        self._children[:rows].index_copy_(1, self._step, found)
+        places, ranks = (table[self._step][0] for table in (self._next_places, self._next_ranks))
+        self.frontier_places[:rows].copy_(places.expand(rows, -1))
+        self.frontier_tokens[:rows].copy_(found[:, 0].flatten(1)[:, places * self._choices + ranks])
+
+    def kept(self, draft_lens: torch.Tensor | None = None) -> TreeBatch:
+        """The trees of the first rows: see DynamicTree.kept."""
+        rows = len(self._parents) if draft_lens is None else len(draft_lens)
+        tokens, parents = self._children[:rows].flatten(1)[:, self._sources], self._parents[:rows]
+        if draft_lens is None:
+            return TreeBatch(tokens, parents)
+        beyond = self._depths > draft_lens[:, None]
+        return TreeBatch(tokens.masked_fill(beyond, -1), parents.masked_fill(beyond, -1))
+
+
+class _Places:
+    """Where a tree's tokens are drafted, for K steps of at most W tokens on a frontier.
+
+    - next_places  int64 [K, W], of the frontier after a step, on the one before it
+    - next_ranks   int64 [K, W], which child of that each is
+    - sources      int64 [N], of a draft token, its place among the children [K, W, max_children] of all steps
+    """
+
+    def __init__(self, tree: DraftTree, num_speculative_tokens: int) -> None:
+        depths, choices = tree.depths, tree.max_children
+        inner = [[t for t in sorted(set(tree.parents)) if depths[t] == depth] for depth in range(tree.max_depth)]
+        self.width = tree.width
+        place = {token: at for of_depth in inner for at, token in enumerate(of_depth)}
+        rank = {1 + i: tree.parents[:i].count(parent) for i, parent in enumerate(tree.parents)}
+        above = {1 + i: place[parent] for i, parent in enumerate(tree.parents)}
+        self.next_places, self.next_ranks = torch.zeros(2, num_speculative_tokens, self.width, dtype=torch.int64)
+        for step, frontier in enumerate(inner[1:]):
+            for at, token in enumerate(frontier):
+                self.next_places[step, at], self.next_ranks[step, at] = above[token], rank[token]
+        tokens = range(1, 1 + tree.num_tokens)
+        steps = [((depths[token] - 1) * self.width + above[token]) * choices + rank[token] for token in tokens]
+        self.sources = torch.tensor(steps)

@@ -1,0 +1,73 @@
+"""The backend flash_attn3 by the conformance kit, over a stand-in for its kernels."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attn_backends import Rejected
+from spec_decode.conformance import check_backend
+from spec_decode.testing.batches import VERIFY
+from spec_decode.testing.outcome import Outcome
+from spec_decode.testing.paged_fixture import PagedFixture
+from spec_decode.testing.subject import Subject
+from tests.factories import CPU, make_spec
+from tests.flash_attn3_stand_in import installed
+
+VARIANTS = (
+    "base",
+    "window",
+    "soft_cap",
+    "sinks",
+    "page_1",
+    "page_64",
+    "fp16",
+    "dim_256",
+    "dims_64_and_256",
+    "fp8_cache",
+)
+TREES = ("numerics.trees_see_their_ancestors", "graph.tree_replays_over_other_trees")
+
+
+@pytest.fixture(scope="module")
+def backend():
+    with installed() as made:
+        yield made
+
+
+@pytest.mark.parametrize("family", ["contract", "builder", "poison", "graph", "refusal"])
+def test_it_passes_the_kit(backend, family):
+    check_backend(backend, device=CPU, families=[family]).raise_if_failed()
+
+
+def test_attention_is_right(backend):
+    report = check_backend(backend, device=CPU, checks=[f"numerics.*[[]{variant}-*" for variant in VARIANTS])
+    report.raise_if_failed()
+    served = {result.case.partition("-")[0] for result in report.results if result.outcome is Outcome.PASS}
+    assert served == set(VARIANTS)
+
+
+@pytest.mark.parametrize("check", TREES)
+def test_trees_are_served_but_for_windows(backend, check):
+    report = check_backend(backend, device=CPU, checks=[check])
+    report.raise_if_failed()
+    outcomes = {result.case: result.outcome for result in report.results}
+    refused = {case for case, outcome in outcomes.items() if outcome is not Outcome.PASS}
+    assert {"base-trees", "sinks-wide", "soft_cap-trees", "dim_128-wide"} <= outcomes.keys() - refused
+    assert {case.partition("-")[0] for case in refused} == {"window"}
+
+
+def test_a_spec_that_allows_trees_allows_chains(backend):
+    subject = Subject(backend, CPU)
+    fixture = PagedFixture(subject, replace(subject.base_spec(), tree=True), VERIFY.rows)
+    fixture.build(VERIFY).expect_attention("attention of chains")
+
+
+def test_trees_with_a_window_are_refused_with_the_reason(backend):
+    spec = make_spec(dtype=torch.bfloat16, head_dim=64, page_size=16, tree=True, sliding_window=64)
+    verdict = backend.supports(spec, CPU)
+    assert isinstance(verdict, Rejected)
+    assert verdict.reasons == (
+        "with trees sliding_window must be None: a window begins by a token's depth in its tree, and this kernel's by "
+        "its index, got 64",
+    )

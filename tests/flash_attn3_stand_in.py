@@ -1,0 +1,124 @@
+"""FlashAttention-3 for machines without a GPU: vLLM's entry, in torch, with the lse that its kernels have.
+
+From softmax.h and epilogue_fwd.hpp (hopper) of Dao-AILab/flash-attention: windows and causality end at the bottom
+right, the lse is natural, an empty row is 0 with an lse of -inf, and so is the lse of a row whose sum is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from attn_backends import AttentionBackend
+from attn_backends.fa3_providers import PROVIDER_VARIABLE, Vllm
+
+_BACKEND = "attn_backends.flash_attn3"
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    max_seqlen_q: int,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_k: int,
+    seqused_k: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    block_table: torch.Tensor,
+    num_splits: int,
+    fa_version: int,
+    return_softmax_lse: bool = False,
+    s_aux: torch.Tensor | None = None,
+) -> Any:
+    if fa_version != 3 or num_splits < 1:
+        raise RuntimeError(f"version 3 with splits of its own is asked for, got {fa_version} and {num_splits}")
+    if s_aux is not None and s_aux.dtype is not torch.bfloat16:
+        raise RuntimeError(f"sinks must be bf16, got {s_aux.dtype}")
+    sizes = softmax_scale, causal, *window_size, softcap
+    out, lse = attend(q, k, v, cu_seqlens_q, seqused_k, block_table, s_aux, *sizes)
+    return (out, lse) if return_softmax_lse else out
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor,
+    lens: torch.Tensor,
+    table: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    soft_cap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [T, H, E] in bf16 where queries are e4m3; lse fp32 [H, T]."""
+    tokens, heads, size, kv_heads = *query.shape[:2], key.shape[1], key.shape[2]
+    dtype = torch.bfloat16 if query.dtype.itemsize == 1 else query.dtype
+    out, lse = torch.zeros(tokens, heads, value.shape[3], dtype=dtype), torch.full((heads, tokens), -math.inf)
+    right = 0 if causal else window_right
+    bounds = starts.tolist()
+    for request, length in enumerate(lens.tolist()):
+        rows, at = slice(bounds[request], bounds[request + 1]), torch.arange(length)
+        page = table[request, at // size].long()
+        if ((page < 0) | (page >= len(key))).any():
+            raise RuntimeError(f"illegal memory access: pages {page.tolist()} of {len(key)}")
+        keys, values = (part[page, at % size].float() for part in (key, value))
+        place = torch.arange(rows.stop - rows.start)[:, None] + length - (rows.stop - rows.start)
+        hidden = (at < place - window_left) & (window_left >= 0) | (at > place + right) & (right >= 0)
+        scores = torch.einsum("qkgd,nkd->qkgn", query[rows].float().unflatten(1, (kv_heads, -1)), keys) * scale
+        scores = soft_cap * torch.tanh(scores / soft_cap) if soft_cap else scores
+        scores = scores.masked_fill(hidden[:, None, None], -math.inf).flatten(1, 2)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.float()[None, :, None].expand(len(scores), -1, 1)], -1)
+        sums = scores.logsumexp(-1)
+        weights = torch.where((sums == -math.inf)[..., None], 0.0, (scores - sums[..., None]).exp())[..., :length]
+        out[rows] = torch.einsum("qkgn,nkd->qkgd", weights.unflatten(1, (kv_heads, -1)), values).flatten(1, 2).to(dtype)
+        lse[:, rows] = sums.nan_to_num(-math.inf, posinf=math.inf, neginf=-math.inf).t()
+    return out, lse
+
+
+torch.library.define(
+    "flash_attn3_stand_in::attend",
+    "(Tensor query, Tensor key, Tensor value, Tensor starts, Tensor lens, Tensor table, Tensor? sinks, float scale, "
+    "bool causal, int window_left, int window_right, float soft_cap) -> (Tensor, Tensor)",
+)
+torch.library.impl("flash_attn3_stand_in::attend", "cpu", _attend)
+attend = torch.ops.flash_attn3_stand_in.attend.default
+
+
+@contextmanager
+def installed() -> Iterator[AttentionBackend]:
+    """The backend flash_attn3 over the stand-in, on the CPU; nothing is loaded for good."""
+    names = [Vllm.module.rsplit(".", dots)[0] for dots in (2, 1)] + [Vllm.module]
+    modules = {name: ModuleType(name) for name in names}
+    vars(modules[Vllm.module]).update(FA3_AVAILABLE=True, flash_attn_varlen_func=flash_attn_varlen_func)
+    taken = {name: sys.modules.pop(name, None) for name in (*names, _BACKEND)}
+    asked = os.environ.get(PROVIDER_VARIABLE)
+    sys.modules.update(modules)
+    os.environ[PROVIDER_VARIABLE] = Vllm.name
+    try:
+        base = import_module(_BACKEND).FlashAttn3
+        yield type("FlashAttn3", (base,), {"capabilities": replace(base.capabilities, devices=("cpu",))})()
+    finally:
+        os.environ.pop(PROVIDER_VARIABLE)
+        os.environ.update({} if asked is None else {PROVIDER_VARIABLE: asked})
+        vars(sys.modules["attn_backends"]).pop("flash_attn3", None)
+        for name, module in taken.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
+                vars(sys.modules["attn_backends"]).update({"flash_attn3": module} if name == _BACKEND else {})

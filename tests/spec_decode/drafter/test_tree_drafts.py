@@ -1,0 +1,198 @@
+"""A drafter of trees, against a search over paths that are decoded one by one, token by token."""
+
+import heapq
+
+import pytest
+import torch
+
+from attn_backends import get
+from builders import BatchError
+from spec_decode.drafter import Strategy, StrategyError
+from spec_decode.drafter.attention import PagedAttention
+from spec_decode.drafter.kv_groups import build_ragged
+from spec_decode.trees import DraftTree, DynamicTreeConfig
+from tests.spec_decode.drafter.drafter_fixture import (
+    CAPTURING,
+    CONTEXTS,
+    MAX_SEQ_LEN,
+    STRATEGIES,
+    DrafterFixture,
+    K,
+    TwoLayerDraft,
+)
+from tests.spec_decode.drafter.third_party_backends import DecodeOnly
+from tests.spec_decode.trees.tree_helpers import TREES
+
+DYNAMIC, STATIC = DynamicTreeConfig(width=3, num_tokens=10), TREES["wide and deep"]
+
+
+def trees(tree=DYNAMIC, backends=("triton_paged", "torch_reference"), **options):
+    return DrafterFixture([get(name) for name in backends], tree=tree, **options)
+
+
+def paths(drafts, row):
+    """The draft tokens of a row's tree, each as its path from the root."""
+    found = [()]
+    for token, parent in zip(drafts.tokens[row].tolist(), drafts.parents[row].tolist(), strict=True):
+        if parent < 0:
+            break
+        found.append((*found[parent], token))
+    return found[1:]
+
+
+class Chains:
+    """The laws of a request's draft after any path, by plain decoding over the caches of a fixture of its own."""
+
+    def __init__(self, verified, row):
+        self.fixture, self.verified, self.row = trees(strategy=Strategy.EAGER), verified, row
+        self.fixture.load([row])
+        self.start = int(verified.context_lens[row]) + int(verified.accepted[row]) + 1
+
+    def run(self, token_ids, hidden, end):
+        fixture = self.fixture
+        batch, metadata = build_ragged(fixture.groups, fixture.tables, [len(token_ids)], [end])
+        attention = PagedAttention(fixture.groups, metadata)
+        return fixture.model.forward(torch.tensor(token_ids), hidden, batch.positions, attention)[-1:]
+
+    def law(self, path):
+        """Log-probabilities [V] of the token after the root and these."""
+        count = int(self.verified.accepted[self.row]) + 1
+        ids = [*self.verified.token_ids[self.row, 1:count].tolist(), int(self.verified.next_tokens[self.row])]
+        hidden = self.run(ids, self.verified.target_hidden_states[self.row, :count], self.start)
+        for at, token in enumerate(path):
+            hidden = self.run([token], hidden, self.start + at + 1)
+        return self.fixture.model.logits(hidden)[0].double().log_softmax(-1)
+
+
+def best_paths(chains, width, num_tokens, steps=K):
+    """What EAGLE-2 keeps, in the order it was drafted in."""
+    found, frontier = [], [((), 0.0)]
+    for _ in range(steps):
+        grown = []
+        for path, score in frontier:
+            best = chains.law(path).topk(width)
+            pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            grown += [((*path, token), score + own) for own, token in pairs]
+        found += grown
+        frontier = heapq.nlargest(width, grown, key=lambda each: each[1])
+    kept = set(heapq.nlargest(num_tokens, range(len(found)), key=lambda at: found[at][1]))
+    return [path for at, (path, _) in enumerate(found) if at in kept]
+
+
+@pytest.mark.parametrize("row", range(len(CONTEXTS)))
+def test_a_dynamic_tree_has_the_most_probable_paths(row):
+    fixture = trees(strategy=Strategy.EAGER)
+    verified = fixture.verified()
+    drafts = fixture.drafter.propose(verified)
+    assert paths(drafts, row) == best_paths(Chains(verified, row), DYNAMIC.width, DYNAMIC.num_tokens)
+
+
+@pytest.mark.parametrize("row", range(len(CONTEXTS)))
+def test_a_static_trees_tokens_are_the_drafts_choices(row):
+    fixture = trees(STATIC, strategy=Strategy.EAGER)
+    verified = fixture.verified()
+    drafts = fixture.drafter.propose(verified)
+    chains, expected = Chains(verified, row), [()]
+    for at, parent in enumerate(STATIC.parents):
+        rank = STATIC.parents[:at].count(parent)
+        expected.append((*expected[parent], int(chains.law(expected[parent]).topk(rank + 1).indices[rank])))
+    assert paths(drafts, row) == expected[1:]
+
+
+def rounds(fixture, count=3):
+    """Consecutive rounds, each from where the last one's accepted tokens end."""
+    contexts, found = list(CONTEXTS), []
+    for round_ in range(count):
+        verified = fixture.verified(round_=round_, contexts=contexts)
+        drafts = fixture.drafter.propose(verified)
+        found.append((drafts.tokens.tolist(), drafts.parents.tolist()))
+        contexts = [c + int(a) + 1 for c, a in zip(contexts, verified.accepted, strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("tree", [DYNAMIC, STATIC], ids=["dynamic", "static"])
+@pytest.mark.parametrize("strategy", CAPTURING)
+def test_every_strategy_drafts_what_eager_drafts(strategy, tree):
+    expected = rounds(trees(tree, strategy=Strategy.EAGER))
+    fixture = trees(tree, strategy=strategy)
+    assert rounds(fixture) == expected
+    assert fixture.drafter.plan.strategy is strategy
+
+
+def test_a_tree_of_one_step_is_the_roots_children():
+    tree = DynamicTreeConfig(width=3, num_tokens=2)
+    fixture = trees(tree, steps=1)
+    verified = fixture.verified()
+    drafts = fixture.drafter.propose(verified)
+    for row in range(len(CONTEXTS)):
+        expected = Chains(verified, row).law(()).topk(2).indices.tolist()
+        assert paths(drafts, row) == [(token,) for token in expected]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_round_of_fewer_steps_has_shallower_trees(strategy):
+    fixture = trees(strategy=strategy)
+    verified = fixture.verified()
+    drafts = fixture.drafter.propose(verified, 2)
+    for row in range(len(CONTEXTS)):
+        assert paths(drafts, row) == best_paths(Chains(verified, row), 3, 10, steps=2)
+
+
+def test_each_request_gets_a_tree_as_deep_as_it_asks_for():
+    fixture = trees()
+    lens = torch.tensor([0, 1, 9], dtype=torch.int32)
+    verified = fixture.verified()._replace(draft_lens=lens)
+    drafts = fixture.drafter.propose(verified)
+    assert paths(drafts, 0) == []
+    for row, steps in ((1, 1), (2, K)):
+        assert paths(drafts, row) == best_paths(Chains(verified, row), 3, 10, steps=steps)
+
+
+def test_a_request_without_room_for_a_tree_has_the_roots_children_and_raises_overflow():
+    verified = trees().verified()
+    start = CONTEXTS[1] + int(verified.accepted[1]) + 1
+    limit = max(start + 2, CONTEXTS[1] + K + 1)
+    fixture = trees(limits=(MAX_SEQ_LEN, limit, MAX_SEQ_LEN))
+    drafts = fixture.drafter.propose(verified)
+    assert paths(drafts, 1) == best_paths(Chains(verified, 1), 3, 10, steps=1)
+    assert paths(drafts, 2) == best_paths(Chains(verified, 2), 3, 10)
+    assert fixture.tables.overflow[:3].tolist() == [0, 1, 0]
+
+
+def test_the_draft_of_a_tree_needs_no_logits():
+    drafts = trees().drafter.propose(trees().verified())
+    assert drafts.logits.shape[:2] == (3, 0) and drafts.tokens.shape == drafts.parents.shape == (3, 10)
+
+
+class AtOnce(TwoLayerDraft):
+    """A draft that proposes its tokens in one step."""
+
+    mask_token_id = 1
+
+
+def test_a_tree_of_a_draft_that_has_no_later_steps_is_refused():
+    with pytest.raises(StrategyError, match="a tree needs a draft that goes step by step"):
+        trees(make_model=AtOnce)
+
+
+def test_no_strategy_with_graphs_is_chosen_for_a_backend_that_captures_single_tokens_alone():
+    with pytest.raises(StrategyError, match="captures steps of one token a request, a tree has more"):
+        DrafterFixture([get("triton_paged"), DecodeOnly()], tree=DYNAMIC, strategy=Strategy.FULL_LOOP)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tree": DraftTree.chain(K + 1)}, f"at most as deep as the draft has steps, {K}"),
+        ({"tree": (0, 1)}, r"a DraftTree or a DynamicTreeConfig, or None, got \(0, 1\)"),
+        ({"min_confidence": 0.5}, "got min_confidence 0.5 with a tree"),
+    ],
+)
+def test_settings_that_fit_no_tree_are_refused(options, message):
+    with pytest.raises(BatchError, match=message):
+        trees(**options)
+
+
+def test_a_table_without_room_for_all_frontiers_is_refused():
+    with pytest.raises(BatchError, match="takes 59 places of a request, these tables hold 48"):
+        trees(DynamicTreeConfig(width=19, num_tokens=10))

@@ -1,0 +1,93 @@
+"""Whole texts with a prediction module for each draft token: what plain decoding says, whoever runs beside them."""
+
+import pytest
+import torch
+
+from attn_backends import get
+from builders import BatchError
+from spec_decode.drafter import GraphMode, Strategy
+from spec_decode.engine import Engine, EngineConfig, Request
+from spec_decode.models import SHIPPED_PAIR, load_pair
+from spec_decode.models.byte_tokenizer import encode
+from spec_decode.models.load import load_draft
+from tests.spec_decode.models.generated_mtp import V3_CONFIG, v3_modules, write
+
+PROMPTS = ["The for statement", "def read(path):", "x", "A list, like a tuple, holds"]
+TARGET = load_pair(SHIPPED_PAIR)[0]
+CONFIG = {
+    **V3_CONFIG,
+    "num_nextn_predict_layers": 4,
+    "vocab_size": TARGET.vocab_size,
+    "hidden_size": TARGET.hidden_size,
+    "max_position_embeddings": 512,
+}
+MOST_KEPT = "synthetic:3"
+"""Texts are then drafts for the most part, so that they change with any entry of any module's cache."""
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory):
+    folder = write(tmp_path_factory.mktemp("modules"), CONFIG, v3_modules(CONFIG, shared=True))
+    return load_draft(folder, TARGET, dtype=torch.float32)
+
+
+def make_engine(draft, steps, **options):
+    options = {"max_reqs": 3, "max_seq_len": 64, "page_size": 16, **options}
+    return Engine(TARGET, draft, get("torch_reference"), EngineConfig(num_speculative_tokens=steps, **options))
+
+
+def requests(**options):
+    return [
+        Request(prompt=encode(prompt), max_new_tokens=14 - 2 * i, seed=i, **options) for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def texts(engine, **options):
+    return [generation.token_ids for generation in engine.generate(requests(**options))]
+
+
+@pytest.fixture(scope="module")
+def alone(draft):
+    """The texts of one request after the other, each prefilled in one piece."""
+    return texts(make_engine(draft, 4, verification=MOST_KEPT, max_reqs=1))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_a_greedy_text_drafted_by_modules_is_what_plain_decoding_says(draft, steps):
+    assert texts(make_engine(draft, steps)) == texts(make_engine(None, 0))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_one_graph_of_a_whole_round_says_what_eager_says(draft, temperature):
+    graph = make_engine(draft, 4, graph_mode=GraphMode.FULL, verification=MOST_KEPT)
+    eager = make_engine(draft, 4, graph_mode=GraphMode.NONE, verification=MOST_KEPT)
+    assert texts(graph, temperature=temperature) == texts(eager, temperature=temperature)
+    assert graph.plan.strategy is Strategy.FULL_LOOP
+
+
+def test_drafts_do_not_depend_on_who_runs_beside_a_request(draft, alone):
+    assert texts(make_engine(draft, 4, verification=MOST_KEPT)) == alone
+    assert texts(make_engine(draft, 4, verification=MOST_KEPT, max_reqs=2)) == alone
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_drafts_do_not_depend_on_how_a_prompt_was_split(draft, alone, chunk):
+    split = make_engine(draft, 4, verification=MOST_KEPT, max_prefill_tokens=chunk)
+    assert texts(split) == alone
+
+
+def test_drafts_after_a_preemption_are_those_without_one(draft, alone):
+    tight = make_engine(draft, 4, verification=MOST_KEPT, page_size=4, num_pages=17)
+    assert texts(tight) == alone and tight.stats.preemptions > 0
+
+
+def test_a_request_drafts_to_the_end_of_its_text(draft):
+    engine = make_engine(draft, 4)
+    texts(engine)
+    assert not any(int(tables.overflow.sum()) for tables in engine._tables)
+
+
+def test_more_tokens_than_modules_are_refused_before_anything_is_allocated(draft, monkeypatch):
+    monkeypatch.setattr(torch, "zeros", None)
+    with pytest.raises(BatchError, match=r"at most 4 a round, got num_speculative_tokens 5; .* Lower it to 4 or less"):
+        make_engine(draft, 5)

@@ -1,0 +1,135 @@
+"""Whole texts drafted in trees: what plain decoding says, whatever the tree, the strategy and who runs beside."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from attn_backends import Feature, NoBackend, get
+from attn_backends.torch_reference import TorchReference
+from builders import BatchError
+from spec_decode.drafter import GraphMode, Strategy
+from spec_decode.engine import Engine, EngineConfig, Request
+from spec_decode.models import SHIPPED_PAIR, load_pair
+from spec_decode.models.byte_tokenizer import encode
+from spec_decode.trees import DraftTree, DynamicTreeConfig
+from tests.mutants import MergesTrees
+from tests.spec_decode.trees.tree_helpers import TREES
+
+PROMPTS = ["The for statement", "def read(path):", "x", "An assignment to a list"]
+TARGET, DRAFT = load_pair(SHIPPED_PAIR)
+DYNAMIC, STATIC = DynamicTreeConfig(width=4, num_tokens=12), TREES["wide and deep"]
+BOTH = pytest.mark.parametrize("tree", [DYNAMIC, STATIC], ids=["dynamic", "static"])
+
+
+def make_engine(tree, *, steps=3, backend="triton_paged", **options):
+    options = {"max_reqs": 3, "max_seq_len": 96, "page_size": 16, **options}
+    config = EngineConfig(num_speculative_tokens=steps, tree=tree, **options)
+    return Engine(TARGET, DRAFT if steps else None, get(backend), config)
+
+
+def requests(temperature=0.0, new=24):
+    return [
+        Request(prompt=encode(prompt), max_new_tokens=new, temperature=temperature, seed=3 + at)
+        for at, prompt in enumerate(PROMPTS)
+    ]
+
+
+def texts(engine, asked):
+    return [generation.token_ids for generation in engine.generate(asked)]
+
+
+class NoTrees(TorchReference):
+    """A backend without the feature."""
+
+    name = "no_trees"
+    capabilities = replace(TorchReference.capabilities, features=frozenset(Feature) - {Feature.TREE})
+
+
+@pytest.fixture(scope="module", params=[0.0, 0.8], ids=["greedy", "hot"])
+def plain(request):
+    """What plain decoding says, and to which requests."""
+    asked = requests(request.param)
+    return asked, texts(make_engine(None, steps=0), asked)
+
+
+@BOTH
+@pytest.mark.parametrize("backend", ["torch_reference", "triton_paged"])
+def test_a_text_drafted_in_trees_is_what_plain_decoding_says(plain, tree, backend):
+    asked, expected = plain
+    assert texts(make_engine(tree, backend=backend), asked) == expected
+
+
+@pytest.mark.parametrize("strategy", [Strategy.FULL_LOOP, Strategy.DEVICE_LOOP, Strategy.PER_STEP, Strategy.EAGER])
+def test_a_backend_that_merges_a_tree_with_its_prefix_says_what_plain_decoding_says(plain, strategy):
+    """The prefix grows inside of what is captured."""
+    asked, expected = plain
+    config = EngineConfig(
+        num_speculative_tokens=3, tree=DYNAMIC, max_reqs=3, max_seq_len=96, page_size=16, strategy=strategy
+    )
+    assert texts(Engine(TARGET, DRAFT, MergesTrees(), config), asked) == expected
+
+
+@pytest.mark.parametrize("strategy", [None, *Strategy])
+def test_every_strategy_says_what_plain_decoding_says(plain, strategy):
+    if strategy is Strategy.PIECEWISE:
+        strategy, options = None, {"graph_mode": GraphMode.PIECEWISE}
+    else:
+        options = {"strategy": strategy}
+    asked, expected = plain
+    assert texts(make_engine(DYNAMIC, **options), asked) == expected
+
+
+@pytest.mark.parametrize("tree", [DraftTree.chain(5), DynamicTreeConfig(width=1, num_tokens=5)])
+def test_a_tree_of_one_path_drafts_what_a_chain_drafts(tree):
+    chain, path = make_engine(None, steps=5), make_engine(tree, steps=5)
+    accepted = [[each.accepted for each in engine.generate(requests())] for engine in (chain, path)]
+    assert accepted[0] == accepted[1]
+
+
+def test_more_paths_have_more_tokens_accepted():
+    chain, tree = make_engine(None, steps=3), make_engine(DynamicTreeConfig(width=8, num_tokens=40), steps=3)
+    texts(chain, requests(new=60)), texts(tree, requests(new=60))
+    assert tree.stats.rounds < chain.stats.rounds
+
+
+def test_a_text_is_its_own_whoever_joins_leaves_or_is_preempted_beside_it(plain):
+    asked, expected = plain
+    crowd = asked * 3
+    order = random.Random(0).sample(range(len(crowd)), len(crowd))
+    engine = make_engine(DYNAMIC, num_pages=8)
+    found = texts(engine, [crowd[at] for at in order])
+    assert found == [expected[at % len(asked)] for at in order]
+    assert engine.stats.preemptions > 0 and engine.pool.num_free == 8
+
+
+def test_a_request_drafts_trees_to_the_end_of_its_text():
+    engine = make_engine(DYNAMIC)
+    texts(engine, requests())
+    assert not any(int(tables.overflow.sum()) for tables in engine._tables)
+
+
+def test_a_backend_without_trees_is_refused_by_name():
+    with pytest.raises(NoBackend, match=r"no_trees refuses.*tree"):
+        Engine(TARGET, DRAFT, NoTrees(), EngineConfig(num_speculative_tokens=3, tree=DYNAMIC))
+
+
+def test_a_draft_that_proposes_its_tokens_at_once_is_refused():
+    target, draft = load_pair(SHIPPED_PAIR)
+    draft.mask_token_id = 1
+    with pytest.raises(BatchError, match="a tree needs a draft that goes step by step"):
+        Engine(target, draft, get("triton_paged"), EngineConfig(num_speculative_tokens=3, tree=DYNAMIC))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"verification": "rejection"}, "trees are verified by sampling, got verification 'rejection'"),
+        ({"steps": 0}, "at most"),
+        ({"tree": "4x12"}, "a DraftTree or a DynamicTreeConfig, or None, got '4x12'"),
+        ({"tree": None, "verification": "sampling"}, "one of rejection, block, .* got 'sampling'"),
+    ],
+)
+def test_settings_that_fit_no_tree_are_refused(options, message):
+    with pytest.raises(BatchError, match=message):
+        make_engine(**{"tree": DYNAMIC, **options})

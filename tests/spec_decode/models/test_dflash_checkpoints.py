@@ -1,0 +1,76 @@
+"""How a DFlash checkpoint can be wrong, and what is said of it."""
+
+import pytest
+import torch
+
+from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.load import aux_hidden_state_layers, load_draft
+from tests.spec_decode.models.generated import HIDDEN, VOCAB, StubTarget, make_dflash
+
+TARGET = StubTarget(target_states_size=2 * HIDDEN)
+
+
+def load(checkpoint, folder, target=TARGET):
+    return load_draft(checkpoint.write(folder), target, dtype=torch.float32)
+
+
+def test_the_targets_layers_are_named_by_the_states_that_leave_them(tmp_path):
+    folder = make_dflash(dflash_config={"target_layer_ids": [1, 7]}).write(tmp_path)
+    assert aux_hidden_state_layers(folder, 8) == (2, 8)
+
+
+@pytest.mark.parametrize("layers", [[], [8], [-1], ["1"], [1.5], [True]])
+def test_layers_that_the_target_does_not_have_are_refused(layers, tmp_path):
+    folder = make_dflash(dflash_config={"target_layer_ids": layers}).write(tmp_path)
+    with pytest.raises(CheckpointError, match=r"target_layer_ids in .* must be of the target's 8 layers"):
+        aux_hidden_state_layers(folder, 8)
+
+
+WRONG = {
+    "no mask token": (make_dflash(dflash_config={"mask_token_id": None}), "a DFlash draft predicts masks"),
+    "a mask outside": (make_dflash(dflash_config={"mask_token_id": VOCAB}), f"0 to {VOCAB - 1}, got {VOCAB}"),
+    "too few layer types": (make_dflash(layer_types=["full_attention"]), "for each of 2 layers"),
+    "an unknown layer type": (make_dflash(layer_types=["full_attention", "linear"]), "layer_types in "),
+    "a window of no width": (
+        make_dflash(layer_types=["sliding_attention"] * 2, use_sliding_window=False),
+        "must say how wide it is",
+    ),
+    "a window that is none": (make_dflash(dflash_config={"use_swa": True}), "must say how wide it is"),
+    "more layers than are read": (make_dflash(num_states=3), "reads target hidden states of size 96"),
+    "an anchor that predicts": (make_dflash(dflash_config={"sample_from_anchor": True}), "sample_from_anchor in "),
+    "a Markov head of no rank": (make_dflash(markov_rank=4), "markov_rank in .* must be 1 or more, got 0"),
+    "another hidden size without a head": (make_dflash(hidden_size=48, own_embedding=True), "for want of a head"),
+    "causality that is no truth value": (make_dflash(is_causal="no"), "is_causal in .* must be true or false"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_checkpoint_is_refused_in_words(name, tmp_path):
+    checkpoint, says = WRONG[name]
+    if "Markov" in name:
+        checkpoint.config["markov_rank"] = 0
+    with pytest.raises(CheckpointError, match=says):
+        load(checkpoint, tmp_path)
+
+
+def test_a_mask_embedding_beside_the_weights_is_refused(tmp_path):
+    checkpoint = make_dflash()
+    checkpoint.write(tmp_path)
+    torch.save(torch.zeros(HIDDEN), tmp_path / "mask_embedding.pt")
+    with pytest.raises(CheckpointError, match=r"holds mask_embedding\.pt"):
+        load(checkpoint, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["fc.weight", "norm.weight", "layers.1.self_attn.k_norm.weight"])
+def test_a_checkpoint_without_one_of_its_tensors_is_refused(name, tmp_path):
+    checkpoint = make_dflash()
+    del checkpoint.tensors[name]
+    with pytest.raises(CheckpointError):
+        load(checkpoint, tmp_path)
+
+
+def test_a_tensor_too_many_is_refused(tmp_path):
+    checkpoint = make_dflash()
+    checkpoint.tensors["mask_hidden"] = torch.zeros(HIDDEN)
+    with pytest.raises(CheckpointError, match="no place for: mask_hidden"):
+        load(checkpoint, tmp_path)

@@ -1,0 +1,106 @@
+"""Static trees, against the choices of every path in plain Python."""
+
+import pytest
+import torch
+
+from builders import BatchError
+from spec_decode.graphs.emulator import EmulatedRuntime
+from spec_decode.trees import DraftTree, StaticTree
+from tests.spec_decode.trees.tree_helpers import TREES
+
+ROWS, VOCAB = 3, 9
+UNORDERED = DraftTree((0, 1, 0, 2, 3, 3))
+"""Whose draft tokens are not numbered by depth."""
+
+
+class Growth:
+    """A static tree, and a draft whose logits are a table by depth and last token."""
+
+    def __init__(self, shape, steps=None, **options):
+        self.steps, self.step = steps or shape.max_depth, torch.zeros(1, dtype=torch.int64)
+        self.table = torch.randn(self.steps, ROWS, VOCAB, VOCAB, generator=torch.Generator().manual_seed(0))
+        self.tree = StaticTree(ROWS, self.step, shape, num_speculative_tokens=self.steps, **options)
+
+    def logits(self):
+        step = int(self.step)
+        last = self.tree.frontier_tokens if step else torch.zeros(ROWS, 1, dtype=torch.int64)
+        return self.table[step, torch.arange(ROWS)[:, None], last]
+
+    def run(self):
+        for step in range(self.steps):
+            self.step.fill_(step)
+            self.tree.grow(self.logits())
+        return self
+
+
+def choices(growth, shape, row):
+    """The tokens of a row's tree: each query token's children are its best in turn."""
+    tokens, depths = [0], shape.depths
+    for at, parent in enumerate(shape.parents):
+        law = growth.table[depths[parent], row, tokens[parent]]
+        tokens.append(int(law.argsort(descending=True)[shape.parents[:at].count(parent)]))
+    return tokens[1:]
+
+
+@pytest.mark.parametrize("shape", TREES.values(), ids=TREES)
+def test_every_token_is_the_drafts_choice_of_its_rank(shape):
+    growth = Growth(shape).run()
+    tokens, parents = growth.tree.kept()
+    assert parents.tolist() == [list(shape.parents)] * ROWS
+    assert tokens.tolist() == [choices(growth, shape, row) for row in range(ROWS)]
+
+
+def test_a_draft_may_have_more_steps_than_a_tree_is_deep():
+    shape = TREES["two levels"]
+    growth = Growth(shape, steps=4).run()
+    assert growth.tree.kept().draft_tokens.tolist() == [choices(growth, shape, row) for row in range(ROWS)]
+
+
+def test_a_tree_in_another_order_is_drafted_by_depth():
+    growth = Growth(UNORDERED).run()
+    tokens, parents = growth.tree.kept()
+    by_depth = UNORDERED.by_depth()
+    assert list(by_depth.depths) == sorted(UNORDERED.depths) and by_depth.parents == (0, 0, 1, 2, 2, 3)
+    assert parents.tolist() == [list(by_depth.parents)] * ROWS
+    assert tokens.tolist() == [choices(growth, by_depth, row) for row in range(ROWS)]
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3])
+def test_no_path_is_longer_than_its_row_asks_for(length):
+    shape = TREES["wide and deep"]
+    growth = Growth(shape).run()
+    tokens, parents = growth.tree.kept(torch.tensor([length, 3]))
+    count = sum(0 < depth <= length for depth in shape.depths)
+    assert parents.tolist() == [[*shape.parents[:count], *[-1] * (10 - count)], list(shape.parents)]
+    assert torch.equal(tokens[:, :count], growth.tree.kept().draft_tokens[:2, :count])
+
+
+def test_tokens_of_a_smaller_vocabulary_are_the_targets():
+    token_map = torch.arange(VOCAB).flip(0) * 5
+    mapped, plain = Growth(DraftTree.from_paths([(0,), (1,)]), token_map=token_map), Growth(TREES["a chain"])
+    mapped.tree.grow(plain.logits())
+    assert torch.equal(mapped.tree.kept().draft_tokens, token_map[plain.logits()[:, 0].topk(2).indices])
+
+
+def test_a_graph_grows_the_trees_of_each_replay():
+    shape = TREES["wide and deep"]
+    expected, growth, runtime = Growth(shape).run(), Growth(shape), EmulatedRuntime()
+    logits = {places: torch.zeros(ROWS, places, VOCAB) for places in (1, growth.tree.width)}
+    graphs = {places: runtime.capture(lambda own=own: growth.tree.grow(own)) for places, own in logits.items()}
+    for step in range(3):
+        growth.step.fill_(step)
+        found = growth.logits()
+        logits[found.shape[1]].copy_(found)
+        graphs[found.shape[1]].replay()
+    assert all(map(torch.equal, growth.tree.kept(), expected.tree.kept()))
+
+
+def test_a_tree_deeper_than_the_drafts_steps_is_refused():
+    with pytest.raises(BatchError, match="at most as deep as the draft has steps, 2, got a path of 3 tokens"):
+        Growth(TREES["wide and deep"], steps=2)
+
+
+def test_a_tree_whose_frontiers_no_mask_holds_is_refused():
+    wide = DraftTree.from_paths([*((i,) for i in range(22)), *((i, 0) for i in range(22)), (0, 0, 0)])
+    with pytest.raises(BatchError, match="at most 64 tokens, got 22 tokens to draft from at each of 3 steps"):
+        Growth(wide, steps=4)
