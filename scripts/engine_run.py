@@ -306,6 +306,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     flags = parser.parse_args(argv)
     dtype = dtype_for(flags.backend, flags.page_size, flags.device)
+    torch.manual_seed(flags.seed)  # that of the noise
     config = RunConfig(registry.get(flags.backend), dtype, flags.device, flags.page_size)
     rows = run(config, flags.requests, flags.sample, random.Random(flags.seed))
     write_report(

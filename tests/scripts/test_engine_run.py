@@ -70,8 +70,9 @@ def test_a_cancelled_text_is_held_to_its_own_as_far_as_it_went():
     assert (compared(short).equal, compared(cut).equal) == (1, 0)
 
 
-@pytest.mark.parametrize(("noise", "tries", "excused"), [(0.5, 32, True), (1e-4, 6, False)])
+@pytest.mark.parametrize(("noise", "tries", "excused"), [(0.05, 32, True), (1e-4, 6, False)])
 def test_a_difference_is_excused_where_noise_of_that_size_tips_the_decision_only(noise, tries, excused, monkeypatch):
+    torch.manual_seed(0)
     monkeypatch.setattr(engine_run, "TRIES", tries)
     monkeypatch.setitem(engine_run.NOISE, torch.float32, noise)
     handle, target = finished(GREEDY), CONFIG.load_pair().target
