@@ -9,6 +9,9 @@ import torch
 from builders import AttentionSpec
 from builders.flashinfer import PlanLayout, TableRows, replan
 from builders.paged import num_sms
+from engines.vllm.version import SUPPORTED
+
+NO_FLASHINFER = f"needs FlashInfer, which vLLM asks for: pip install 'vllm=={SUPPORTED}.*' brings it"
 
 
 class DevicePlan:

@@ -6,11 +6,12 @@ from importlib.util import find_spec
 
 from engines.findings import EnginePlugIn, why_not_loaded
 from engines.vllm import ENTRY_POINT_GROUP
+from engines.vllm.device_plan import NO_FLASHINFER
 from engines.vllm.version import unsupported_reason
 
 
 def _flashinfer() -> str:
-    return "" if find_spec("flashinfer") else "needs FlashInfer: pip install 'attn-backends[flashinfer]'"
+    return "" if find_spec("flashinfer") else NO_FLASHINFER
 
 
 examine = EnginePlugIn(

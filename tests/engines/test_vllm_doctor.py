@@ -51,7 +51,7 @@ def test_the_supported_minor_has_an_answer_for_every_backend(monkeypatch):
 def test_a_package_that_is_missing_is_the_reason(monkeypatch):
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     finding = examine(monkeypatch, "0.33.0")["FLASHINFER_IN_GRAPH"]
-    assert finding.status == "refused" and "attn-backends[flashinfer]" in finding.detail
+    assert finding.status == "refused" and "pip install 'vllm==0.33.*' brings it" in finding.detail
 
 
 def test_an_entry_point_that_is_not_there_is_a_finding(monkeypatch):

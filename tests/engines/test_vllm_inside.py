@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 
@@ -254,11 +255,44 @@ def test_vllm_selects_a_backend_by_its_name(name):
         ),
         ("ATTN_BACKENDS_TRITON_MLA", {"head_size": 576, "use_mla": True, "use_dcp": True}, "DCP not supported"),
         ("ATTN_BACKENDS_TRITON_MLA", {"head_size": 128}, "non-MLA not supported"),
+        ("ATTN_BACKENDS_TRITON_MLA", {"head_size": 576, "use_mla": True, "use_pcp": True}, "PCP not supported"),
+        ("ATTN_BACKENDS_TRITON_MLA", {"head_size": 576, "use_mla": True, "use_sparse": True}, "sparse not supported"),
+        ("ATTN_BACKENDS_TRITON_MLA", {"head_size": 576, "use_mla": True, "dtype": torch.float32}, "dtype not"),
+        (PAGED[1], {"head_size": 512}, "head_size not supported"),
+        *((name, {"use_pcp": True}, "PCP not supported") for name in PAGED),
+        *((name, {"block_size": 8}, "block_size not supported") for name in PAGED),
+        *((name, {"attn_type": "encoder"}, "attention type encoder not supported") for name in PAGED),
     ],
 )
 def test_vllm_shows_the_reason_against_a_model(name, changes, reason):
     with pytest.raises(ValueError, match=f"is not valid for this configuration.*{reason}"):
         select(name, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "served"),
+    [
+        (PAGED[0], (8, 0), True),
+        (PAGED[0], (7, 5), False),
+        (PAGED[1], (9, 0), True),
+        (PAGED[1], (7, 5), False),
+        (PAGED[1], (10, 0), False),
+        ("ATTN_BACKENDS_TRITON_MLA", (9, 0), True),
+        ("ATTN_BACKENDS_TRITON_MLA", (7, 5), False),
+    ],
+)
+def test_vllm_offers_a_backend_on_the_devices_that_its_kernels_run_on(name, capability, served):
+    from vllm.platforms.interface import DeviceCapability
+
+    assert backend_of(name).supports_compute_capability(DeviceCapability(*capability)) is served
+
+
+def test_without_flashinfer_the_reason_says_what_brings_it(monkeypatch):
+    monkeypatch.delitem(sys.modules, "engines.vllm.v0_33.flashinfer", raising=False)
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.flashinfer", None)
+
+    with pytest.raises(ImportError, match=r"FLASHINFER_IN_GRAPH needs FlashInfer.*pip install 'vllm==0\.33\.\*'"):
+        importlib.import_module("engines.vllm.v0_33.flashinfer")
 
 
 @pytest.mark.parametrize(

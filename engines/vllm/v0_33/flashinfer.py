@@ -12,19 +12,23 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
-from vllm.v1.attention.backends.flashinfer import (
-    FIDecode,
-    FlashInferBackend,
-    FlashInferMetadata,
-    FlashInferMetadataBuilder,
-)
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from builders import AttentionSpec
 from builders.errors import require
-from engines.vllm.device_plan import DevicePlan
+from engines.vllm.device_plan import NO_FLASHINFER, DevicePlan
 from engines.vllm.v0_33.log import say_update
 from engines.vllm.v0_33.reasons import cache_reasons
+
+try:
+    from vllm.v1.attention.backends.flashinfer import (
+        FIDecode,
+        FlashInferBackend,
+        FlashInferMetadata,
+        FlashInferMetadataBuilder,
+    )
+except ModuleNotFoundError as error:
+    raise ImportError(f"{error}: FLASHINFER_IN_GRAPH {NO_FLASHINFER}") from error
 
 _MOST_ADDRESSES = 4
 """Sets of vLLM's buffers that one shape is planned for: its persistent ones make one or two."""
@@ -155,6 +159,11 @@ class InGraphFlashInfer(FlashInferBackend):
     @staticmethod
     def get_builder_cls() -> type[InGraphBuilder]:
         return InGraphBuilder
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Those that the checks of our own `flashinfer` have run; vLLM's takes 512 too."""
+        return [64, 128, 256]
 
     @classmethod
     def supports_sink(cls) -> bool:

@@ -13,7 +13,7 @@ import attn_backends
 from builders import AttentionBatch, AttentionKind, AttentionSpec
 from engines.vllm.kv_views import latents
 from engines.vllm.v0_33.log import say_update
-from engines.vllm.v0_33.reasons import cache_reasons, require_served
+from engines.vllm.v0_33.reasons import cache_reasons, require_served, serves_capability
 
 OURS = attn_backends.get("triton_mla")
 _PAGE_SIZE = 16
@@ -71,9 +71,10 @@ class LatentBuilder(TritonMLAMetadataBuilder):
 
 
 class LatentImpl(TritonMLAImpl):
-    """A layer whose decode is ours. It returns no logsumexp, so that nothing can be combined with its output."""
+    """A layer whose decode is ours. It returns no logsumexp, so that nothing can be combined with its output, and no
+    kind of context parallelism is offered."""
 
-    can_return_lse_for_decode = supports_dcp = False
+    can_return_lse_for_decode = supports_dcp = supports_pcp = False
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -133,6 +134,10 @@ class TritonLatents(TritonMLABackend):
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         return head_size in OURS.capabilities.head_dims
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return serves_capability(OURS, (capability.major, capability.minor))
 
     @classmethod
     def supports_non_causal(cls) -> bool:

@@ -26,7 +26,7 @@ from builders.errors import require
 from engines.vllm.kv_views import keys_and_values
 from engines.vllm.v0_33.batch import batch_of
 from engines.vllm.v0_33.log import say_update
-from engines.vllm.v0_33.reasons import require_served, selector_reasons
+from engines.vllm.v0_33.reasons import require_served, selector_reasons, serves_capability
 
 PREFIX = "ATTN_BACKENDS_"
 """Of vLLM's names for them."""
@@ -196,9 +196,7 @@ class PagedBackend(AttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        able, found = cls.ours.capabilities, (capability.major, capability.minor)
-        least = able.compute_capability
-        return found >= least and (found[0] == least[0] or not able.one_major_version)
+        return serves_capability(cls.ours, (capability.major, capability.minor))
 
     @classmethod
     def validate_configuration(cls, *args: Any, **asked: Any) -> list[str]:

@@ -56,6 +56,13 @@ def _spec_reasons(ours: AttentionBackend, spec: AttentionSpec) -> list[str]:
     return ours.capabilities.spec_reasons(spec) + ours.unsupported_reasons(spec, _CUDA)
 
 
+def serves_capability(ours: AttentionBackend, capability: tuple[int, int]) -> bool:
+    """Whether the backend's kernels run on a device of this compute capability, vLLM's (major, minor)."""
+    able, found = ours.capabilities, tuple(capability)
+    least = able.compute_capability
+    return found >= least and (found[0] == least[0] or not able.one_major_version)
+
+
 def cache_reasons(kv_cache_dtype: str | None, dtype: torch.dtype) -> list[str]:
     """What speaks against a cache of vLLM's name for its dtype, with queries of this one."""
     held = _CACHE_DTYPES.get(kv_cache_dtype or "auto", kv_cache_dtype)
