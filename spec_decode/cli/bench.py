@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
@@ -22,14 +23,18 @@ _SECONDS_BETWEEN_WRITES = 5.0
 @click.argument("cases", nargs=-1, metavar="[CASE...]")
 @device_option
 @click.option("--json", "target", metavar="PATH", help="Write the rows to a file, or - for standard output.")
+@click.option(
+    "--processes", type=click.IntRange(1), default=1, help="Run in so many, one after another; each row of the slowest."
+)
 @click.option("--list", "only_list", is_flag=True, help="List the cases and stop.")
-def bench(cases: tuple[str, ...], device: str | None, target: str | None, only_list: bool) -> None:
+def bench(cases: tuple[str, ...], device: str | None, target: str | None, processes: int, only_list: bool) -> None:
     """Time the drafter and its parts.
 
     Without a CASE, all of them. Exit status 1 if one began and failed.
     """
     from spec_decode.files import json_bytes
     from spec_decode.tools.bench import CASES, run
+    from spec_decode.tools.bench.processes import run_in_processes
 
     where, console = resolve_device(device), stdout()
     if only_list:
@@ -40,7 +45,9 @@ def bench(cases: tuple[str, ...], device: str | None, target: str | None, only_l
             f"a case must be one of {', '.join(CASES)}, got {', '.join(unknown)}; nothing was timed. "
             f"Fix the name.{did_you_mean(unknown[0], CASES)}"
         )
-    command = shlex.join(["attn-backends", "bench", *cases, "--device", str(where)])
+    several = ["--processes", str(processes)] if processes > 1 else []
+    command = shlex.join(["attn-backends", "bench", *cases, "--device", str(where), *several])
+    run_all = partial(run_in_processes, processes) if several else run
     keep = _writer_of_rows(target)
     require_writable(target)
     with progress(console) as update:
@@ -49,7 +56,7 @@ def bench(cases: tuple[str, ...], device: str | None, target: str | None, only_l
             update(f"timed {row['case']}")
             keep(row)
 
-        timings = run(device=where, cases=cases or None, on_row=on_row, command=command)
+        timings = run_all(device=where, cases=cases or None, on_row=on_row, command=command)
     if target != "-":
         _print_rows(console, [_short(row) for row in timings.rows])
         for line in timings.missing:

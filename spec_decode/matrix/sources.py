@@ -77,6 +77,8 @@ class TimingEnvironment(Environment, frozen=True, kw_only=True):
     """Where a timing was taken, and what its copies reached."""
 
     copy_bytes_per_us: float | None = None
+    kernel_interval_us: float | None = None
+    """From one kernel of a graph to the next, where each does next to nothing."""
 
     @property
     def plain(self) -> Environment:

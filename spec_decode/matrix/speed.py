@@ -76,6 +76,8 @@ TITLES = {
     "round/steps": "Steps 1 to K-1 of a draft round",
     **{f"{name}/round": f"A whole draft round of {draft}" for name, draft in _DRAFTS.items()},
     **{f"{name}/steps": f"Steps 1 to K-1 of {draft}" for name, draft in _DRAFTS.items()},
+    **{f"{name}/compiled-steps": f"Steps 1 to K-1 of {draft}, beside torch.compile" for name, draft in _DRAFTS.items()},
+    "products": "The products of these drafts, beside torch's own",
     "tree-verify": "Attention of trees, beside that of as many tokens in a row",
     "throughput/block-drafts": "A whole engine: a draft of a block at once beside one that goes step by step",
     "throughput/speculation": "A whole engine: speculation beside plain decoding",
@@ -103,8 +105,8 @@ def speed_sections(timings: Sequence[Timing], runs: Runs) -> tuple[Section, ...]
 
 
 def _shape_spec(timing: Timing) -> str:
-    """What a panel is about beside its size: what is sampled from belongs to the shape."""
-    return timing.spec or "" if timing.case.startswith("sampling/") else ""
+    """What a panel is about beside its size: what is sampled from or multiplied belongs to the shape."""
+    return timing.spec or "" if timing.case.startswith(("sampling/", "products")) else ""
 
 
 def _own_spec(timing: Timing) -> str:

@@ -15,10 +15,14 @@ from spec_decode.source_digests import ROUNDS, SERVING, source_digests
 from spec_decode.tools.bench.advance_cases import advance_rows, step_rows
 from spec_decode.tools.bench.block_draft_cases import block_draft_rows
 from spec_decode.tools.bench.block_throughput_cases import block_throughput_rows
+from spec_decode.tools.bench.compiled_step_cases import CASE as COMPILED_STEPS
+from spec_decode.tools.bench.compiled_step_cases import compiled_step_rows
 from spec_decode.tools.bench.decode_cases import decode_rows
-from spec_decode.tools.bench.measure import copy_bandwidth
+from spec_decode.tools.bench.measure import copy_bandwidth, kernel_interval
+from spec_decode.tools.bench.product_cases import CASE as PRODUCTS
+from spec_decode.tools.bench.product_cases import product_rows
 from spec_decode.tools.bench.random_draft_cases import random_draft_rows
-from spec_decode.tools.bench.random_drafts import BLOCK_DRAFTS, RANDOM_DRAFTS
+from spec_decode.tools.bench.random_drafts import BLOCK_DRAFTS, PUBLISHED_DRAFTS, RANDOM_DRAFTS
 from spec_decode.tools.bench.round_cases import round_rows
 from spec_decode.tools.bench.rows import EMPTY, Bench, BenchRow
 from spec_decode.tools.bench.sampling_cases import sampling_rows
@@ -44,6 +48,8 @@ _ROWS: dict[str, tuple[str, Callable[[Bench], Iterator[BenchRow]]]] = {
     "round": ("full-loop rounds of every backend, host and GPU time", round_rows),
     **{name: (case.description, partial(random_draft_rows, name=name)) for name, case in RANDOM_DRAFTS.items()},
     **{name: (case.description, partial(block_draft_rows, name=name)) for name, case in BLOCK_DRAFTS.items()},
+    PRODUCTS: ("the products of these drafts one by one, beside torch's own", product_rows),
+    COMPILED_STEPS: ("later steps of these drafts beside torch.compile's of the same", compiled_step_rows),
     "throughput": ("output tokens a second of the whole engine, step 0 in a graph or not", throughput_rows),
     "block-throughput": (
         "the same of a draft that proposes a block at once, beside one step by step",
@@ -56,7 +62,8 @@ CPU_CASES = ("sampling", "round", "drafter-tiny")
 SUITES = {
     "backends": ("advance", "step", *_DECODE, "round"),
     "parallel": (*BLOCK_DRAFTS, "tree-verify", "block-throughput"),
-    "drafter": (*(name for name in RANDOM_DRAFTS if name not in CPU_CASES), "throughput"),
+    "drafter": (*PUBLISHED_DRAFTS, "throughput"),
+    "competitors": (PRODUCTS, COMPILED_STEPS),
 }
 """Names for several cases at once."""
 CASES = {
@@ -89,6 +96,8 @@ def run(
         bench = Bench(device, copy_bandwidth() if on_cuda else None)
     env = msgspec.to_builtins(environment(device))
     env["copy_bytes_per_us"] = bench.bandwidth and round(bench.bandwidth)
+    with on_device(device):
+        env["kernel_interval_us"] = kernel_interval() if on_cuda else None
     shared = {"env": env, "command": command, "missing": bench.missing}
     for case in _expanded(cases):
         if not on_cuda and case not in CPU_CASES:

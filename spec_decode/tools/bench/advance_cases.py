@@ -12,7 +12,7 @@ from attn_backends import AttentionBackend, KVCache, get
 from builders import AttentionSpec, BatchBuffers, RequestTables, advance_shared_state
 from spec_decode.tools.bench.decode_fixture import DecodeFixture, time_attention
 from spec_decode.tools.bench.measure import kernels_in, time_call, time_kernels
-from spec_decode.tools.bench.rows import Bench, BenchRow, serving, with_limits
+from spec_decode.tools.bench.rows import SEEN, Bench, BenchRow, serving, with_limits
 from spec_decode.tools.specs import FP8_DS_MLA, GQA, MLA, SPARSE
 from spec_decode.tools.timing_limit import TimingLimit
 
@@ -116,4 +116,5 @@ def _step_row(bench: Bench, backend: AttentionBackend, num_reqs: int, context: i
         "gpu_us": time_attention(step, caches),
         "kernels_per_step": kernels_in(lambda: step(caches[0])),
         "floor_us": bench.floor_us(fixture.kv_bytes),
+        "floor_counts": SEEN,
     }

@@ -41,9 +41,7 @@ def block_draft_rows(bench: Bench, name: str) -> Iterator[BenchRow]:
 def _rounds(bench: Bench, name: str, case: RandomDraft, sizes: RandomDraft) -> Iterator[BenchRow]:
     """Rounds of a case in one graph, by its first backend, and of the largest K and batch by the others too."""
     with bench.noting(name):
-        model = case.make(bench.device)
-        (group,) = model.layer_groups(case.page_size)
-        draft = TimedDraft(model=model, spec=group.spec, context=case.context)
+        draft = TimedDraft.of(case, bench.device)
         first, *others = map(get, case.backends)
         runs = [(first, k, n) for k, n in product(sizes.num_speculative_tokens, sizes.num_reqs)]
         runs += [(other, sizes.num_speculative_tokens[-1], sizes.num_reqs[-1]) for other in others]

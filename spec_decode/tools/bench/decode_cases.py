@@ -11,7 +11,7 @@ from builders import AttentionSpec
 from spec_decode.tools.bench.decode_fixture import AttentionCall, DecodeFixture, time_attention
 from spec_decode.tools.bench.measure import Quantiles
 from spec_decode.tools.bench.peers import flashinfer_decode, flashinfer_mla
-from spec_decode.tools.bench.rows import Bench, BenchRow, with_limits
+from spec_decode.tools.bench.rows import SEEN, Bench, BenchRow, with_limits
 from spec_decode.tools.specs import FP8_DS_MLA, GQA, MLA, SPARSE
 from spec_decode.tools.timing_limit import TimingLimit
 
@@ -120,4 +120,4 @@ def _row(bench: Bench, comparison: PeerComparison, fixture: DecodeFixture, name:
     floor = bench.floor_us(fixture.kv_bytes) if comparison.cold else None
     share = floor and round(floor / gpu_us["p50"], 4)
     labels = fixture.labels(comparison.case, name)
-    return {**labels, "gpu_us": gpu_us, "floor_us": floor, "share_of_bandwidth": share}
+    return {**labels, "gpu_us": gpu_us, "floor_us": floor, "floor_counts": floor and SEEN, "share_of_bandwidth": share}

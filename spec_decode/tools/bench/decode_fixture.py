@@ -17,7 +17,7 @@ from spec_decode.tools.bench.rows import BenchRow
 AttentionCall = Callable[[KVCache], torch.Tensor]
 """Attention of a fixture's query over one of its caches."""
 
-_COLD_BYTES = 256 << 20
+COLD_BYTES = 256 << 20
 """Caches of this size in turn: what is timed is memory then, and not the L2 cache."""
 
 
@@ -70,7 +70,7 @@ class DecodeFixture:
 
     def caches(self, backend: AttentionBackend, *, cold: bool) -> list[KVCache]:
         """Of the backend's layout: one, which stays in L2, or so many that none is there when its turn comes again."""
-        return [self._filled(backend) for _ in range(max(1, -(-_COLD_BYTES // self.kv_bytes)) if cold else 1)]
+        return [self._filled(backend) for _ in range(max(1, -(-COLD_BYTES // self.kv_bytes)) if cold else 1)]
 
     def _filled(self, backend: AttentionBackend) -> KVCache:
         spec = self.spec

@@ -38,9 +38,7 @@ def random_draft_rows(bench: Bench, name: str) -> Iterator[BenchRow]:
     """Rows of one of RANDOM_DRAFTS."""
     case = RANDOM_DRAFTS[name]
     with bench.noting(name):
-        model = case.make(bench.device)
-        (group,) = model.layer_groups(case.page_size)
-        draft = TimedDraft(model=model, spec=group.spec, context=case.context)
+        draft = TimedDraft.of(case, bench.device)
         with bench.noting(name, at="graphs for K 1 to 8"):
             yield from _graph_set_rows(bench, name, draft)
         unrolled: dict[tuple[int, int], float] = {}

@@ -202,6 +202,8 @@ RANDOM_DRAFTS = {
     ),
 }
 """By the name of their bench case."""
+PUBLISHED_DRAFTS = {name: draft for name, draft in RANDOM_DRAFTS.items() if name != "drafter-tiny"}
+"""Those in published shapes, which take a GPU."""
 
 BLOCK_DRAFTS = {
     "llama3-8b-peagle": RandomDraft(

@@ -16,7 +16,8 @@ from spec_decode.models.deepseek_v4 import DeepseekV4Prediction
 from spec_decode.models.layers.moe import MixtureOfExperts
 from spec_decode.tools.bench.decode_fixture import shuffled_tables, token_bytes
 from spec_decode.tools.bench.measure import kernels_in, time_call
-from spec_decode.tools.bench.rows import Bench, BenchRow
+from spec_decode.tools.bench.random_drafts import RandomDraft
+from spec_decode.tools.bench.rows import SEEN, Bench, BenchRow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +27,13 @@ class TimedDraft:
     model: DraftModel
     spec: AttentionSpec
     context: int
+
+    @classmethod
+    def of(cls, case: RandomDraft, device: torch.device) -> TimedDraft:
+        """One of the drafts that hold random numbers."""
+        model = case.make(device)
+        (group,) = model.layer_groups(case.page_size)
+        return cls(model=model, spec=group.spec, context=case.context)
 
     @property
     def at_once(self) -> bool:
@@ -42,6 +50,12 @@ class TimedDraft:
         seen = min(self.context, self.spec.sliding_window or self.context)
         kv_bytes = num_reqs * seen * token_bytes(self.spec) * len(self.layers)
         return weight_bytes(self.model, num_reqs, whole_round=self.at_once) + kv_bytes
+
+    def counted(self, passes: int) -> str:
+        """What a floor of so many passes counts, in words."""
+        if self.at_once:
+            return f"every weight but embeddings once, and {SEEN}"
+        return f"{passes} times the weights of a later step, of a mixture those of the expected experts, and {SEEN}"
 
     def labels(self, case: str, run: RoundConfig) -> BenchRow:
         """The columns that say what a row is of."""
@@ -88,6 +102,7 @@ def time_round(bench: Bench, draft: TimedDraft, run: RoundConfig, names: Mapping
             **asdict(timing),
             "kernels_per_step": kernels and round(kernels, 2),
             "floor_us": floor,
+            "floor_counts": draft.counted(passes),
             "temperature": run.temperature,
             "floor_ratio": timing.gpu_us and floor and round(timing.gpu_us["p50"] / floor, 3),
             "capture_seconds": round(sum(report.seconds for report in drafter.graphs.reports), 4),

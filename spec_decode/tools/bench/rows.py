@@ -18,10 +18,13 @@ BenchRow = dict[str, Any]
 
 _COLUMNS = (
     *("case", "backend", "peer", "spec", "strategy", "num_reqs", "num_speculative_tokens", "context"),
-    *("wall_us", "host_us", "gpu_us", "kernels_per_step", "floor_us", "limits"),
+    *("wall_us", "host_us", "gpu_us", "kernels_per_step", "floor_us", "floor_counts", "limits"),
 )
 EMPTY: BenchRow = {**dict.fromkeys(_COLUMNS), "peer": False, "limits": ()}
 """The columns of every row; what a case does not measure is null. A case may add its own."""
+
+SEEN = "the keys and values that are seen"
+"""What a floor of attention counts."""
 
 _NOTE_LENGTH = 500
 """Characters: a compiler's message can fill pages. The log has all of it."""

@@ -33,6 +33,20 @@ def test_bench_prints_a_table_and_writes_rows(timings, tmp_path, run):
     assert timings.calls == [(("round",), "attn-backends bench round --device cpu")]
 
 
+def test_bench_runs_in_as_many_processes_as_asked_for(timings, monkeypatch, run):
+    seen = []
+
+    def in_processes(count, **how):
+        seen.append(count)
+        return timings_of(**how)
+
+    timings_of = sys.modules["spec_decode.tools.bench"].run
+    module = SimpleNamespace(run_in_processes=in_processes)
+    monkeypatch.setitem(sys.modules, "spec_decode.tools.bench.processes", module)
+    assert run("bench", "round", "--device", "cpu", "--processes", "2").exit_code == 0
+    assert seen == [2] and timings.calls == [(("round",), "attn-backends bench round --device cpu --processes 2")]
+
+
 def test_bench_shows_each_limit_with_its_verdict():
     limits = [TimingLimit("host_us", 80.0, met=True)]
     shown = _short({"case": "round", "peer": True, "limits": limits, "env": {}})

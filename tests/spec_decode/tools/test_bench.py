@@ -46,7 +46,7 @@ def timed(monkeypatch):
         return at(medians.pop(0))
 
     monkeypatch.setattr(decode_cases, "time_attention", time_attention)
-    monkeypatch.setattr(decode_fixture, "_COLD_BYTES", 1)
+    monkeypatch.setattr(decode_fixture, "COLD_BYTES", 1)
     return medians
 
 
