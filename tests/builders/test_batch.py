@@ -131,6 +131,12 @@ def test_the_host_knows_the_query_lengths_of_a_ragged_batch_and_of_its_padding()
     assert view.host_query_lens == (2, 3, 0)
 
 
+def test_rows_that_were_not_loaded_have_no_tokens_on_the_host_either():
+    batch = buffers()
+    batch.load([2], [5])
+    assert batch.view(0, num_reqs=3, num_tokens=2, max_query_len=2, uniform=False).host_query_lens == (2, 0, 0)
+
+
 def test_the_host_knows_the_query_lengths_of_a_uniform_batch_whose_lengths_are_the_devices():
     batch = buffers()
     batch.load([2, 3], [5, 9])

@@ -234,6 +234,20 @@ def test_a_gpus_time_ends_when_the_device_is_done(monkeypatch):
     assert autotune._wall_us(drafter) == pytest.approx(7.0)
 
 
+def test_a_strategys_time_is_that_of_its_rounds(monkeypatch):
+    """By a clock that a round alone moves on."""
+    now, rounds = [0.0], []
+
+    def propose():
+        rounds.append(now.append(now[-1] + 3e-6))
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[-1])
+    tables = SimpleNamespace(device=torch.device("cpu"), longest=40)
+    inputs = SimpleNamespace(context_lens=torch.zeros(2, dtype=torch.int32))
+    drafter = SimpleNamespace(tables=tables, inputs=inputs, num_speculative_tokens=3, propose=propose)
+    assert autotune._wall_us(drafter) == pytest.approx(3.0) and len(rounds) > 15
+
+
 def test_a_folder_that_cannot_be_written_is_warned_of_and_the_measurement_is_used(tmp_path):
     (tmp_path / "file").touch()
     fixture = AutotuneFixture(tmp_path / "file" / "strategies")

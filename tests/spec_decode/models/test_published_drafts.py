@@ -272,6 +272,18 @@ def test_a_block_after_the_targets_states_is_the_published_model_over_whole_text
         assert (drafts.logits[request] - scores)[finite].abs().max() < budget, f"request {request}"
 
 
+def test_a_token_drafted_in_turn_is_drawn_with_the_noise_of_its_place(tmp_path):
+    in_turn, at_once = make_dflash(markov_rank=6, sample_from_anchor=False), make_dflash()
+    in_turn.tensors["markov_head.markov_w2.weight"].zero_()
+    found = []
+    for name, checkpoint in {"in_turn": in_turn, "at_once": at_once}.items():
+        fixture = DraftFixture(Case(checkpoint, oracle.DFlash, TWO_STATES), tmp_path / name, Strategy.FULL_LOOP)
+        fixture.verified = fixture.verified._replace(temperature=torch.full((len(CONTEXTS),), 5.0))
+        found.append(fixture.drafts().tokens.clone())
+        assert fixture.model.in_turn is (name == "in_turn")
+    assert torch.equal(*found)
+
+
 DSPARKS = {
     "dspark": make_dflash(markov_rank=6),
     "dspark_with_all_that_is_optional": make_dflash(
