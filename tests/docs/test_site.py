@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "_site"))
 
+import vllm_figures  # noqa: E402
 from check_links import problems  # noqa: E402
 from inline_drawings import on_page_content  # noqa: E402
 from strategy_times import on_page_markdown, table  # noqa: E402
@@ -123,3 +125,52 @@ def test_a_subscript_is_code_and_no_link() -> None:
     assert to_markdown("pages[request][group] and x[t, : n[t]], a `b[0]`, int64 [n]", []) == (
         "`pages[request][group]` and `x[t, : n[t]]`, a `b[0]`, int64 [n]"
     )
+
+
+def vllm_arm(draft: str, steps: int, tokens_per_s: list[float], **more: object) -> dict[str, object]:
+    row = {"requests": 4, "tokens_per_s": tokens_per_s, "host_us": [{"p50": 80.0}, {"p50": 90.0}, {"p50": 70.0}]}
+    return {
+        "arm": {"draft": draft, "steps": steps, "kept": 1.8, "num_gpus": 1, **more},
+        "vllm": "0.33.0",
+        "rows": [row if draft else {**row, "host_us": []}],
+    }
+
+
+VLLM_REPORT = {
+    "env": {"device": "NVIDIA H200", "date": "2026-11-23T00:00:00", "commit": "0123456789abcdef"},
+    "arms": [
+        vllm_arm("FLASH_ATTN", 3, [100.0, 1200.0, 110.0]),
+        vllm_arm("FLASHINFER_IN_GRAPH", 3, [130.0], num_gpus=2),
+        vllm_arm("FLASH_ATTN", 7, [150.0]),
+        vllm_arm("", 0, [50.0]),
+        {**vllm_arm("TRITON_ATTN", 3, []), "rows": [{"requests": 4, "tokens_per_s": [], "host_us": []}]},
+    ],
+    "agreement": [
+        {"draft": "TRITON_ATTN", "draft_tokens": 100, "equal": 90},
+        {"draft": "TRITON_ATTN", "draft_tokens": 300, "equal": 300},
+    ],
+}
+
+
+def test_vllms_figures_are_medians_by_draft_tokens_beside_no_speculation() -> None:
+    said = vllm_figures.figures(VLLM_REPORT)
+
+    assert "| 3 draft tokens, 1.8 kept | 4 req. |" in said and "| 7 draft tokens, 1.8 kept | 4 req. |" in said
+    assert "| `FLASH_ATTN` | 110 (80) |" in said and "| `FLASHINFER_IN_GRAPH`, 2 GPUs | 130 (80) |" in said
+    assert said.count("| no speculation | 50 |") == 2 and "`TRITON_ATTN` 97.5%" in said
+    assert "vLLM 0.33.0 on NVIDIA H200 (2026-11-23, commit `0123456789ab`)" in said
+
+
+def test_a_report_of_vllm_without_timed_arms_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"vllm\.json has no arm that was timed"):
+        vllm_figures.figures({**VLLM_REPORT, "arms": VLLM_REPORT["arms"][-1:]})
+
+
+def test_vllms_page_says_that_nothing_was_measured_while_there_is_no_report(tmp_path: Path) -> None:
+    config = SimpleNamespace(config_file_path=str(tmp_path / "mkdocs.yml"))
+    assert "not measured yet" in vllm_figures.on_page_markdown("<!-- vllm figures -->", config=config)
+    report = tmp_path / "reports" / "h200" / "vllm.json"
+    report.parent.mkdir(parents=True)
+    report.write_text(json.dumps(VLLM_REPORT))
+    assert "output tokens a second" in vllm_figures.on_page_markdown("<!-- vllm figures -->", config=config)
+    assert vllm_figures.on_page_markdown("no mark", config=config) == "no mark"
