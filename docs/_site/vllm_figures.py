@@ -35,9 +35,9 @@ def figures(report: dict[str, Any]) -> str:
     if not timed:
         raise ValueError(f"{_REPORT} has no arm that was timed: nothing to show on vLLM's page")
     lines = [
-        f"A Llama of the 8B shape with an EAGLE draft, random weights, acceptance as stated, vLLM "
-        f"{timed[0]['vllm']} on {env['device']} ({env['date'][:10]}, commit `{env['commit'][:12]}`); output tokens a second, and in brackets "
-        "the microseconds that the host takes for a draft, medians:",
+        f"A Llama of the 8B shape with an EAGLE draft, random weights, acceptance as stated, vLLM {timed[0]['vllm']}",
+        f"on {env['device']} ({env['date'][:10]}, commit `{env['commit'][:12]}`); output tokens a second, and in",
+        "brackets the microseconds that the host takes for a draft, medians:",
     ]
     plain = [each for each in timed if not each["arm"]["draft"]]
     for steps in sorted({each["arm"]["steps"] for each in timed if each["arm"]["draft"]}):

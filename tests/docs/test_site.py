@@ -158,7 +158,7 @@ def test_vllms_figures_are_medians_by_draft_tokens_beside_no_speculation() -> No
     assert "| 3 draft tokens, 1.8 kept | 4 req. |" in said and "| 7 draft tokens, 1.8 kept | 4 req. |" in said
     assert "| `FLASH_ATTN` | 110 (80) |" in said and "| `FLASHINFER_IN_GRAPH`, 2 GPUs | 130 (80) |" in said
     assert said.count("| no speculation | 50 |") == 2 and "`TRITON_ATTN` 97.5%" in said
-    assert "vLLM 0.33.0 on NVIDIA H200 (2026-11-23, commit `0123456789ab`)" in said
+    assert "vLLM 0.33.0\non NVIDIA H200 (2026-11-23, commit `0123456789ab`)" in said
 
 
 def test_a_report_of_vllm_without_timed_arms_is_an_error() -> None:
