@@ -12,22 +12,22 @@ from builders import BatchError
 from builders.devices import on_device
 from spec_decode.environment import environment
 from spec_decode.source_digests import ROUNDS, SERVING, source_digests
-from spec_decode.tools.bench.advance_cases import advance_rows, step_rows
-from spec_decode.tools.bench.block_draft_cases import block_draft_rows
-from spec_decode.tools.bench.block_throughput_cases import block_throughput_rows
-from spec_decode.tools.bench.compiled_step_cases import CASE as COMPILED_STEPS
-from spec_decode.tools.bench.compiled_step_cases import compiled_step_rows
-from spec_decode.tools.bench.decode_cases import decode_rows
+from spec_decode.tools.bench.cases.advance import advance_rows, step_rows
+from spec_decode.tools.bench.cases.backend_rounds import round_rows
+from spec_decode.tools.bench.cases.block_draft_rounds import block_draft_rows
+from spec_decode.tools.bench.cases.block_throughput import block_throughput_rows
+from spec_decode.tools.bench.cases.compiled_steps import CASE as COMPILED_STEPS
+from spec_decode.tools.bench.cases.compiled_steps import compiled_step_rows
+from spec_decode.tools.bench.cases.decode import decode_rows
+from spec_decode.tools.bench.cases.draft_rounds import random_draft_rows
+from spec_decode.tools.bench.cases.products import CASE as PRODUCTS
+from spec_decode.tools.bench.cases.products import product_rows
+from spec_decode.tools.bench.cases.sampling import sampling_rows
+from spec_decode.tools.bench.cases.throughput import throughput_rows
+from spec_decode.tools.bench.cases.tree_verify import tree_rows
 from spec_decode.tools.bench.measure import copy_bandwidth, kernel_interval
-from spec_decode.tools.bench.product_cases import CASE as PRODUCTS
-from spec_decode.tools.bench.product_cases import product_rows
-from spec_decode.tools.bench.random_draft_cases import random_draft_rows
 from spec_decode.tools.bench.random_drafts import BLOCK_DRAFTS, PUBLISHED_DRAFTS, RANDOM_DRAFTS
-from spec_decode.tools.bench.round_cases import round_rows
 from spec_decode.tools.bench.rows import EMPTY, Bench, BenchRow
-from spec_decode.tools.bench.sampling_cases import sampling_rows
-from spec_decode.tools.bench.throughput_cases import throughput_rows
-from spec_decode.tools.bench.tree_cases import tree_rows
 
 __all__ = ["CASES", "CPU_CASES", "SCHEMA", "SUITES", "Bench", "run"]
 

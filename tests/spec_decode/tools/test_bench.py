@@ -11,8 +11,9 @@ from attn_backends import get
 from attn_backends.kernels.fp8_ds_mla import gather_and_dequantise
 from builders import AdvanceLevel, BatchError, advance_shared_state
 from spec_decode.tools import bench as benches
-from spec_decode.tools.bench import advance_cases, decode_cases, decode_fixture, measure, peers, round_cases
-from spec_decode.tools.bench.decode_cases import PeerComparison, by_backend, comparison_rows
+from spec_decode.tools.bench import decode_fixture, measure, peers
+from spec_decode.tools.bench.cases import advance, backend_rounds, decode
+from spec_decode.tools.bench.cases.decode import PeerComparison, by_backend, comparison_rows
 from spec_decode.tools.bench.decode_fixture import DecodeFixture
 from spec_decode.tools.bench.rows import Bench, serving, with_limits
 from spec_decode.tools.specs import FP8_DS_MLA, GQA, MLA
@@ -45,7 +46,7 @@ def timed(monkeypatch):
         attend(caches[0])
         return at(medians.pop(0))
 
-    monkeypatch.setattr(decode_cases, "time_attention", time_attention)
+    monkeypatch.setattr(decode, "time_attention", time_attention)
     monkeypatch.setattr(decode_fixture, "COLD_BYTES", 1)
     return medians
 
@@ -186,17 +187,13 @@ def counted(monkeypatch):
             call()
         return ops.count
 
-    monkeypatch.setattr(advance_cases, "kernels_in", kernels_in)
-    monkeypatch.setattr(advance_cases, "time_kernels", lambda launch: at(kernels_in(launch)))
+    monkeypatch.setattr(advance, "kernels_in", kernels_in)
+    monkeypatch.setattr(advance, "time_kernels", lambda launch: at(kernels_in(launch)))
 
 
 @pytest.fixture
 def advances(bench, counted):
-    return {
-        (row["backend"], row["spec"], row["num_reqs"]): row
-        for row in advance_cases.advance_rows(bench)
-        if "spec" in row
-    }
+    return {(row["backend"], row["spec"], row["num_reqs"]): row for row in advance.advance_rows(bench) if "spec" in row}
 
 
 def test_a_builder_of_views_launches_nothing_to_advance(advances):
@@ -226,7 +223,7 @@ def test_a_backend_that_serves_none_of_the_specs_gives_its_reasons(bench):
 
 @NO_PEERS
 def test_rows_of_flashinfer_are_noted_where_it_is_absent(bench):
-    assert not list(advance_cases.step_rows(bench))
+    assert not list(advance.step_rows(bench))
     assert [note.partition(": ")[0] for note in bench.missing] == ["step/flashinfer", "step/flashinfer-horizon"]
     assert all("flashinfer" in note.partition(": ")[2] for note in bench.missing)
 
@@ -303,11 +300,11 @@ def test_host_time_of_a_plan_a_step_is_held_against_the_loop(bench, monkeypatch)
     plans.FlashInferHorizon = plans.FlashInferPerStep = lambda: SimpleNamespace(name="planned")
     monkeypatch.setitem(sys.modules, plans.__name__, plans)
     monkeypatch.setattr(
-        round_cases, "_parts", lambda *_: iter([(part, {"host_us": at(300)}) for part in ("round", "steps")])
+        backend_rounds, "_parts", lambda *_: iter([(part, {"host_us": at(300)}) for part in ("round", "steps")])
     )
-    case = replace(round_cases._TINY, num_speculative_tokens=(4,))
+    case = replace(backend_rounds._TINY, num_speculative_tokens=(4,))
     loops = {("round", 4, 1): 50.0, ("steps", 4, 1): 40.0}
-    rows = list(round_cases._host_plan_rows(bench, case, None, loops))
+    rows = list(backend_rounds._host_plan_rows(bench, case, None, loops))
     assert [(row.get("host_ratio"), verdict(row.get("limits", ()))[1]) for row in rows] == [(None, None)] * 2 + [
         (6.0, None),
         (7.5, False),
@@ -320,8 +317,8 @@ def on_cpu():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "_WARMUP", 0)
         patch.setattr(measure, "_REPEATS", 1)
-        cases = [replace(case, num_speculative_tokens=(2,), context=20) for case in round_cases._CASES_ON_CPU]
-        patch.setattr(round_cases, "_CASES_ON_CPU", cases)
+        cases = [replace(case, num_speculative_tokens=(2,), context=20) for case in backend_rounds._CASES_ON_CPU]
+        patch.setattr(backend_rounds, "_CASES_ON_CPU", cases)
         return benches.run(device=CPU, cases=["backends"], command="bench backends")
 
 

@@ -7,7 +7,8 @@ from attn_backends import get
 from builders import AttentionKind
 from spec_decode.drafter import Strategy
 from spec_decode.models.attention import AttentionInputs
-from spec_decode.tools.bench import compiled_step, compiled_step_cases, product_cases
+from spec_decode.tools.bench import compiled_step
+from spec_decode.tools.bench.cases import compiled_steps, products
 from spec_decode.tools.bench.compiled_step import (
     CompiledStep,
     ContiguousAttention,
@@ -102,7 +103,7 @@ def test_a_draft_has_a_row_of_its_own_and_one_of_the_compiled_step(monkeypatch):
     monkeypatch.setattr(compiled_step, "_compile", lambda module: module)
     run = RoundConfig(get("torch_reference"), Strategy.FULL_LOOP, 3, 1)
 
-    ours, theirs = compiled_step_cases.beside_compiled(
+    ours, theirs = compiled_steps.beside_compiled(
         Bench(CPU, None), "x/compiled-steps", tiny_draft("llama3-8b-eagle"), run
     )
 
@@ -114,17 +115,17 @@ def test_a_draft_has_a_row_of_its_own_and_one_of_the_compiled_step(monkeypatch):
 
 def test_every_published_draft_is_compiled_at_each_of_its_sizes(monkeypatch):
     seen = []
-    monkeypatch.setattr(compiled_step_cases, "PUBLISHED_DRAFTS", {KINDS[0]: tiny(KINDS[0])})
-    monkeypatch.setattr(compiled_step_cases, "beside_compiled", lambda _, case, __, run: seen.append((case, run)) or [])
+    monkeypatch.setattr(compiled_steps, "PUBLISHED_DRAFTS", {KINDS[0]: tiny(KINDS[0])})
+    monkeypatch.setattr(compiled_steps, "beside_compiled", lambda _, case, __, run: seen.append((case, run)) or [])
     bench = Bench(CPU, None)
-    assert not list(compiled_step_cases.compiled_step_rows(bench)) and not bench.missing
+    assert not list(compiled_steps.compiled_step_rows(bench)) and not bench.missing
     assert [(case, run.num_reqs, run.num_speculative_tokens) for case, run in seen] == [
         (f"{KINDS[0]}/compiled-steps", 1, 7)
     ]
 
 
 def test_the_weights_of_a_step_are_those_that_it_multiplies_by():
-    shapes = [tuple(weight.shape) for weight in product_cases.weights_of(tiny_draft(KINDS[0]), CPU)]
+    shapes = [tuple(weight.shape) for weight in products.weights_of(tiny_draft(KINDS[0]), CPU)]
     assert shapes == [(32, 64), (6 * 64, 32), (32, 4 * 64), (96, 32), (32, 48), (64, 32)]
 
 
@@ -135,14 +136,14 @@ def test_each_product_has_a_row_of_ours_beside_torchs(monkeypatch):
         launch()
         return next(medians)
 
-    monkeypatch.setattr(product_cases, "time_kernels", time_kernels)
-    monkeypatch.setattr(product_cases, "PUBLISHED_DRAFTS", {KINDS[0]: tiny(KINDS[0])})
-    monkeypatch.setattr(product_cases, "COLD_BYTES", 0)
-    monkeypatch.setattr(product_cases, "_SMALLEST", 32 * 64)
-    monkeypatch.setattr(product_cases, "_ROWS", (1, 8))
+    monkeypatch.setattr(products, "time_kernels", time_kernels)
+    monkeypatch.setattr(products, "PUBLISHED_DRAFTS", {KINDS[0]: tiny(KINDS[0])})
+    monkeypatch.setattr(products, "COLD_BYTES", 0)
+    monkeypatch.setattr(products, "_SMALLEST", 32 * 64)
+    monkeypatch.setattr(products, "_ROWS", (1, 8))
     bench = Bench(CPU, 1000.0)
 
-    rows = list(product_cases.product_rows(bench))
+    rows = list(products.product_rows(bench))
 
     assert not bench.missing and PUBLISHED_DRAFTS
     # The head is of the shape of the first weight, turned; the others are too small but for two.

@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spec_decode.tools.bench import block_draft_cases, tree_cases
 from spec_decode.tools.bench.aux_states_target import AuxStatesTarget
-from spec_decode.tools.bench.block_draft_cases import block_draft_rows
-from spec_decode.tools.bench.block_throughput_cases import BlockThroughputCase, block_throughput_rows
+from spec_decode.tools.bench.cases import block_draft_rounds, tree_verify
+from spec_decode.tools.bench.cases.block_draft_rounds import block_draft_rows
+from spec_decode.tools.bench.cases.block_throughput import BlockThroughputCase, block_throughput_rows
+from spec_decode.tools.bench.cases.throughput import LLAMA3_8B
+from spec_decode.tools.bench.cases.tree_verify import tree_rows
 from spec_decode.tools.bench.random_drafts import BLOCK_DRAFTS, RANDOM_DRAFTS
 from spec_decode.tools.bench.rounds import weight_bytes
 from spec_decode.tools.bench.rows import Bench
-from spec_decode.tools.bench.throughput_cases import LLAMA3_8B
-from spec_decode.tools.bench.tree_cases import tree_rows
 from tests.factories import CPU, make_config
 from tests.spec_decode.tools.test_bench_random_drafts import tiny
 
@@ -28,8 +28,8 @@ def tiny_block(name):
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(block_draft_cases, "BLOCK_DRAFTS", {name: tiny_block(name) for name in BLOCK_DRAFTS})
-    monkeypatch.setattr(block_draft_cases, "RANDOM_DRAFTS", {name: tiny(name) for name in RANDOM_DRAFTS})
+    monkeypatch.setattr(block_draft_rounds, "BLOCK_DRAFTS", {name: tiny_block(name) for name in BLOCK_DRAFTS})
+    monkeypatch.setattr(block_draft_rounds, "RANDOM_DRAFTS", {name: tiny(name) for name in RANDOM_DRAFTS})
 
 
 @pytest.mark.parametrize("name", BLOCK_DRAFTS)
@@ -39,7 +39,7 @@ def test_a_block_draft_is_timed_beside_one_that_goes_step_by_step(small, name):
     assert not bench.missing
     assert [(row["case"], row.get("peer", False)) for row in rows] == [
         (f"{name}/round", False),
-        (f"{name}/{block_draft_cases._BESIDE[name]}/round", True),
+        (f"{name}/{block_draft_rounds._BESIDE[name]}/round", True),
     ]
 
 
@@ -81,8 +81,8 @@ def test_trees_are_timed_beside_as_many_tokens_in_a_row_on_every_backend_that_ha
         assert launch().isfinite().all()
         return {"p50": 2.0}
 
-    monkeypatch.setattr(tree_cases, "time_kernels", run_once)
-    monkeypatch.setattr(tree_cases, "_CONTEXT", 20)
+    monkeypatch.setattr(tree_verify, "time_kernels", run_once)
+    monkeypatch.setattr(tree_verify, "_CONTEXT", 20)
     rows = list(tree_rows(Bench(CPU, None)))
     assert {row["backend"] for row in rows} == {"torch_reference", "triton_paged", "triton_mla"}
     assert [row["tree"] for row in rows] == [False, True] * (len(rows) // 2)

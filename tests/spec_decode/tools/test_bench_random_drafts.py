@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from spec_decode.drafter import Strategy
-from spec_decode.tools.bench import random_draft_cases
-from spec_decode.tools.bench.random_draft_cases import random_draft_rows
+from spec_decode.tools.bench.cases import draft_rounds
+from spec_decode.tools.bench.cases.draft_rounds import random_draft_rows
 from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS
 from spec_decode.tools.bench.rounds import RoundConfig, weight_bytes
 from spec_decode.tools.bench.rows import Bench
@@ -45,7 +45,7 @@ def tiny(name, drafts=RANDOM_DRAFTS):
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(random_draft_cases, "RANDOM_DRAFTS", {name: tiny(name) for name in RANDOM_DRAFTS})
+    monkeypatch.setattr(draft_rounds, "RANDOM_DRAFTS", {name: tiny(name) for name in RANDOM_DRAFTS})
 
 
 ALIKE = ("eagle-1024", "gpt-oss-20b-eagle3")
@@ -55,7 +55,7 @@ ALIKE = ("eagle-1024", "gpt-oss-20b-eagle3")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in RANDOM_DRAFTS])
 def test_every_draft_is_timed_in_every_strategy(small, name, monkeypatch):
     # The graphs for K 1 to 8 are no rounds, and take longer than all of them: see the next test.
-    monkeypatch.setattr(random_draft_cases, "_graph_set_rows", lambda *_: iter(()))
+    monkeypatch.setattr(draft_rounds, "_graph_set_rows", lambda *_: iter(()))
     bench = Bench(CPU, None)
     rows = list(random_draft_rows(bench, name))
     assert not bench.missing
@@ -83,8 +83,8 @@ def test_a_device_loop_is_charged_for_what_its_steps_take_over_the_unrolled_ones
         return {"case": "x/steps", "gpu_us": {"p50": us}}
 
     unrolled = {}
-    random_draft_cases._with_limits("x", RoundConfig(None, Strategy.FULL_LOOP, 7, 1), row(60.0), unrolled)
-    found = random_draft_cases._with_limits("x", RoundConfig(None, Strategy.DEVICE_LOOP, 7, 1), row(90.0), unrolled)
+    draft_rounds._with_limits("x", RoundConfig(None, Strategy.FULL_LOOP, 7, 1), row(60.0), unrolled)
+    found = draft_rounds._with_limits("x", RoundConfig(None, Strategy.DEVICE_LOOP, 7, 1), row(90.0), unrolled)
     assert found["loop_us"] == 5.0 and verdict(found["limits"])[1] is False
 
 

@@ -7,9 +7,10 @@ import torch
 
 from spec_decode.sampling import SamplingParams
 from spec_decode.tools import bench as benches
-from spec_decode.tools.bench import measure, sampling_cases
+from spec_decode.tools.bench import measure
+from spec_decode.tools.bench.cases import sampling
+from spec_decode.tools.bench.cases.sampling import COMPARISONS, comparison_rows, sampling_rows, threshold
 from spec_decode.tools.bench.rows import Bench
-from spec_decode.tools.bench.sampling_cases import COMPARISONS, comparison_rows, sampling_rows, threshold
 from spec_decode.tools.bench.sampling_methods import KINDS, SamplingFixture, TimedCall, our_logits, our_target
 from tests.factories import CPU
 from tests.spec_decode import fake_flashinfer_sampling
@@ -169,9 +170,9 @@ def test_on_a_gpu_what_restores_the_logits_is_not_in_the_time(monkeypatch, large
         return {"p20": len(done) * 10 - 1, "p50": len(done) * 10, "p80": len(done) * 10 + 1}
 
     done, counts = [], []
-    monkeypatch.setattr(sampling_cases, "time_kernels", time_kernels)
+    monkeypatch.setattr(sampling, "time_kernels", time_kernels)
     timed = TimedCall(lambda: done.append("call"), lambda: done.append("prepare"))
-    times = sampling_cases._times(Bench(torch.device("cuda"), None), timed, large=large)
+    times = sampling._times(Bench(torch.device("cuda"), None), timed, large=large)
     assert times == {"gpu_us": {"p20": 9, "p50": 10, "p80": 11}} and counts == [calls, calls]
 
 

@@ -9,10 +9,10 @@ from builders import BatchError
 from spec_decode.drafter import GraphMode, Strategy
 from spec_decode.engine import Engine, EngineConfig
 from spec_decode.tools import bench as benches
-from spec_decode.tools.bench import throughput_cases
+from spec_decode.tools.bench.cases import throughput
+from spec_decode.tools.bench.cases.throughput import LLAMA3_8B, ThroughputCase, rates_of, throughput_rows
 from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS, _llama
 from spec_decode.tools.bench.rows import Bench
-from spec_decode.tools.bench.throughput_cases import LLAMA3_8B, ThroughputCase, rates_of, throughput_rows
 from spec_decode.tools.timing_limit import verdict
 from tests.factories import CPU, make_config, make_pair
 
@@ -101,7 +101,7 @@ def test_a_part_that_fails_leaves_the_other_its_rows(monkeypatch):
         raise RuntimeError("out of memory")
         yield
 
-    monkeypatch.setattr(throughput_cases, "_extend_rows", broken)
+    monkeypatch.setattr(throughput, "_extend_rows", broken)
     bench = Bench(CPU, None)
     rows = list(throughput_rows(bench, replace(TINY, num_reqs=(1,), output=12)))
     assert {row["case"] for row in rows} == {"throughput/speculation", "throughput/batch-invariant"}
@@ -119,7 +119,7 @@ def test_the_clock_runs_from_when_the_last_has_settled_to_when_the_first_is_comp
     engine = make_engine(TINY.models(CPU), graph_mode=GraphMode.NONE, strategy=None)
     # A second passes with every token, and with nothing else.
     clock = SimpleNamespace(perf_counter=lambda: float(engine.stats.new_tokens))
-    monkeypatch.setattr(throughput_cases, "time", clock)
+    monkeypatch.setattr(throughput, "time", clock)
     rates = rates_of(engine, TINY.requests(2), 8, host_waits)
     # One token by the prompt and two a round: each has settled with 9, and 32 are a text.
     assert (rates.tokens, rates.seconds, rates.tokens_per_second) == (2 * (32 - 9), 2 * (32 - 9), 1.0)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from spec_decode.tools.bench.random_drafts import BLOCK_DRAFTS, RANDOM_DRAFTS
-from spec_decode.tools.bench.rows import Bench, BenchRow
-from spec_decode.tools.bench.throughput_cases import (
+from spec_decode.tools.bench.cases.throughput import (
     LLAMA3_8B,
     NAME,
     Decoding,
@@ -15,6 +13,8 @@ from spec_decode.tools.bench.throughput_cases import (
     compared_rows,
     timed_pair,
 )
+from spec_decode.tools.bench.random_drafts import BLOCK_DRAFTS, RANDOM_DRAFTS
+from spec_decode.tools.bench.rows import Bench, BenchRow
 
 _PART = "block-drafts"
 

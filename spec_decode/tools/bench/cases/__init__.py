@@ -1,0 +1,1 @@
+"""What is timed, a file for each kind of comparison."""
