@@ -207,6 +207,32 @@ def test_after_a_round_that_broke_off_the_steps_to_come_end_every_text_as_it_wou
     assert engine.pool.num_free == 24
 
 
+def test_a_round_that_breaks_off_after_a_callback_has_returned_gives_every_page_back(monkeypatch):
+    after_a_callback = 0
+    for at in range(1, 12):
+        engine, told = make_engine(), []
+        for each in ASKED:
+            engine.submit(each, on_token=told.append)
+        broken_once(monkeypatch, engine._outputs, "process_oldest", at, RuntimeError("broken"))
+        while engine._scheduler.has_unfinished:
+            before = len(told)
+            try:
+                engine.step()
+            except RuntimeError:
+                after_a_callback += len(told) > before
+                assert engine.pool.num_free == 24
+                break
+    assert after_a_callback
+
+
+def test_capturing_with_progress_shows_that_of_target_and_drafter(monkeypatch):
+    engine, seen = make_engine(), []
+    for part in (engine.target, engine.drafter):
+        monkeypatch.setattr(part, "capture", lambda *_, progress=False, part=part: seen.append((part, progress)))
+    engine.capture(progress=True)
+    assert seen == [(engine.target, True), (engine.drafter, True)]
+
+
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_generate_returns_every_page_when_a_round_breaks_off_and_is_right_the_next_time(place, monkeypatch):
     engine = make_engine()

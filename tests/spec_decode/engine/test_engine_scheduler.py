@@ -202,3 +202,16 @@ def test_running_requests_get_their_pages_before_anybody_is_admitted():
     # Of the 4 free pages the running request takes one, and 3 are too few for 3 and one more for who runs.
     submitted(scheduler, 2)
     assert len(scheduler.running[0].pages) == 5 and scheduler.next_chunks() == []
+
+
+def test_whoever_waits_anew_after_a_restart_has_nothing_cached():
+    scheduler = scheduler_of()
+    submitted(scheduler, 3)
+    scheduler.chunks_prefilled(scheduler.next_chunks())
+    (running,) = scheduler.running
+    running.step_enqueued(0)
+
+    scheduler.restart([])
+
+    assert (running.len_lower_bound, running.len_upper_bound, running.num_prefilled, running.pages) == (0, 0, 0, [])
+    assert scheduler.pool.num_free == 20 and not scheduler.running and scheduler.has_unfinished
