@@ -100,7 +100,7 @@ def _short(row: dict[str, Any]) -> dict[str, Any]:
 
     limits, met = verdict(row.get("limits", ()))
     shown = {**row, "peer": row.get("peer") or None, "limits": limits or None, "met": met}
-    for name in ("schema", "env", "command", "missing", "sources"):
+    for name in ("schema", "env", "command", "missing", "sources", "floor_counts", "p50_of_processes"):
         shown.pop(name, None)
     return {name: value["p50"] if isinstance(value, dict) else value for name, value in shown.items()}
 

@@ -13,10 +13,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
 import torch
 
 from builders import BatchError
 from spec_decode.tools.bench.rows import Bench, BenchRow
+from spec_decode.tools.timing_limit import TimingLimit
 
 _CHILD = (sys.executable, "-m", "spec_decode")
 _SAME = (
@@ -66,12 +68,13 @@ def slowest(runs: Sequence[Sequence[BenchRow]]) -> Iterator[BenchRow]:
             found.setdefault((*what, seen[what]), []).append(row)
     for alike in found.values():
         medians = [_median(row) for row in alike]
-        yield {**alike[medians.index(max(medians))], "p50_of_processes": medians}
+        slow = alike[medians.index(max(medians, key=lambda median: median or 0.0))]
+        yield {**slow, "p50_of_processes": None if None in medians else medians}
 
 
-def _median(row: BenchRow) -> float:
+def _median(row: BenchRow) -> float | None:
     times = next((row[name] for name in _TIMES if row.get(name)), None)
-    return float(times["p50"]) if times else 0.0
+    return times and float(times["p50"])
 
 
 def _run_child(cases: Sequence[str], device: torch.device) -> tuple[list[BenchRow], int]:
@@ -81,6 +84,8 @@ def _run_child(cases: Sequence[str], device: torch.device) -> tuple[list[BenchRo
         arguments = ("bench", *cases, "--device", str(device), "--json", str(target))
         child = subprocess.run([*_CHILD, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         rows: list[BenchRow] = json.loads(target.read_text()) if target.exists() else []
+        for row in rows:
+            row["limits"] = msgspec.convert(row.get("limits", ()), tuple[TimingLimit, ...])
     if not rows:
         raise BatchError(
             f"a process of the bench must write rows, this one ended with {child.returncode} and none: "

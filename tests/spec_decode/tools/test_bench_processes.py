@@ -7,6 +7,7 @@ import pytest
 from builders import BatchError
 from spec_decode.tools.bench import processes
 from spec_decode.tools.bench.processes import run_in_processes, slowest
+from spec_decode.tools.timing_limit import verdict
 from tests.factories import CPU
 
 
@@ -38,10 +39,16 @@ def test_rows_that_say_the_same_of_themselves_are_paired_in_order():
     assert [found["gpu_us"]["p50"] for found in slowest(runs)] == [3.0, 7.0]
 
 
+def test_a_row_without_times_is_that_of_the_first_process():
+    (found,) = slowest([[{"case": "a", "graph_bytes": 1}], [{"case": "a", "graph_bytes": 2}]])
+    assert (found["graph_bytes"], found["p50_of_processes"]) == (1, None)
+
+
 CHILD = """
 import json, sys
 target, cases = sys.argv[sys.argv.index("--json") + 1], sys.argv[2:sys.argv.index("--device")]
-rows = [{"case": case, "gpu_us": {"p50": 1.0}, "missing": ["x: stopped by RuntimeError: y"]} for case in cases]
+rows = [{"case": case, "gpu_us": {"p50": 1.0}, "missing": ["x: stopped by RuntimeError: y"],
+         "limits": [{"column": "gpu_us", "bound": 2.0, "met": True}]} for case in cases]
 json.dump(rows, open(target, "w"))
 sys.exit(1)
 """
@@ -55,6 +62,7 @@ def test_each_process_is_the_bench_over_the_same_cases(monkeypatch):
         ("a", "the command", [1.0, 1.0]),
         ("b", "the command", [1.0, 1.0]),
     ]
+    assert [verdict(found["limits"]) for found in bench.rows] == [("gpu_us <= 2", True)] * 2
     assert seen == bench.rows and bench.missing == bench.stopped == ["x: stopped by RuntimeError: y"]
 
 
