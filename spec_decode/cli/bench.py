@@ -6,7 +6,7 @@ import shlex
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -15,6 +15,9 @@ from rich.text import Text
 
 from spec_decode.cli.options import device_option, resolve_device
 from spec_decode.cli.output import UserError, did_you_mean, progress, require_writable, say, stdout, write
+
+if TYPE_CHECKING:
+    from spec_decode.tools.bench.rows import Bench
 
 _SECONDS_BETWEEN_WRITES = 5.0
 
@@ -33,8 +36,7 @@ def bench(cases: tuple[str, ...], device: str | None, target: str | None, proces
     Without a CASE, all of them. Exit status 1 if one began and failed.
     """
     from spec_decode.files import json_bytes
-    from spec_decode.tools.bench import CASES, run
-    from spec_decode.tools.bench.processes import run_in_processes
+    from spec_decode.tools.bench import CASES
 
     where, console = resolve_device(device), stdout()
     if only_list:
@@ -47,7 +49,6 @@ def bench(cases: tuple[str, ...], device: str | None, target: str | None, proces
         )
     several = ["--processes", str(processes)] if processes > 1 else []
     command = shlex.join(["attn-backends", "bench", *cases, "--device", str(where), *several])
-    run_all = partial(run_in_processes, processes) if several else run
     keep = _writer_of_rows(target)
     require_writable(target)
     with progress(console) as update:
@@ -56,7 +57,7 @@ def bench(cases: tuple[str, ...], device: str | None, target: str | None, proces
             update(f"timed {row['case']}")
             keep(row)
 
-        timings = run_all(device=where, cases=cases or None, on_row=on_row, command=command)
+        timings = _runner(processes)(device=where, cases=cases or None, on_row=on_row, command=command)
     if target != "-":
         _print_rows(console, [_short(row) for row in timings.rows])
         for line in timings.missing:
@@ -65,6 +66,16 @@ def bench(cases: tuple[str, ...], device: str | None, target: str | None, proces
         write(target, json_bytes(timings.rows))
     if timings.stopped:
         raise SystemExit(1)
+
+
+def _runner(processes: int) -> Callable[..., Bench]:
+    if processes == 1:
+        from spec_decode.tools.bench import run
+
+        return run
+    from spec_decode.tools.bench.processes import run_in_processes
+
+    return partial(run_in_processes, processes)
 
 
 def _writer_of_rows(target: str | None) -> Callable[[dict[str, Any]], None]:
