@@ -40,6 +40,8 @@ ROUNDS = (
     "gpt-oss-20b-eagle3",
     "deepseek-v4-mtp",
 )
+IN_TWO = ("--processes", "2")
+"""What a driver does between two kernels may differ from process to process."""
 SLOTS = 12
 """Steps that share a GPU: most of them wait for the host."""
 
@@ -55,11 +57,12 @@ class Step:
 def timed_steps() -> list[Step]:
     """Those whose numbers are times."""
     cases = {
-        "drafter": ROUNDS,
+        "drafter": (*ROUNDS, *IN_TWO),
+        "competitors": ("competitors",),
         "parallel": ("parallel",),
         "throughput": ("throughput",),
         "sampling": ("sampling",),
-        "backends": ("backends",),
+        "backends": ("backends", *IN_TWO),
         "flashinfer-decode": ("flashinfer-decode",),
     }
     return [Step(f"bench-{name}", (*CLI, "bench", *which, "--device", "cuda")) for name, which in cases.items()]
