@@ -14,10 +14,10 @@ import click
 from rich.console import Console
 
 from spec_decode.cli.engine_builders import builder_names, kit_of
+from spec_decode.cli.interpreter import interpret_kernels_on
 from spec_decode.cli.options import (
     chosen_names,
     device_option,
-    interpret_kernels_on,
     options_as,
     resolve_device,
     use_threads,

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import click
 
-from spec_decode.cli.options import device_option, interpret_kernels_on, options_as, resolve_device
+from spec_decode.cli.interpreter import interpret_kernels_on
+from spec_decode.cli.options import device_option, options_as, resolve_device
 from spec_decode.cli.output import UserError, say, stdout, write
 
 if TYPE_CHECKING:

@@ -78,7 +78,7 @@ class StrategyChoice(click.Choice[str]):
 def resolve_device(name: str | None, *, present: bool = True) -> torch.device:
     """The device of that name. present: raise UserError for one that this machine has not, as for any other name.
 
-    Must stay free of imports from `builders` and `attn_backends`: see `interpret_kernels_on`.
+    Must stay free of imports from `builders` and `attn_backends`: see `interpreter.interpret_kernels_on`.
     """
     import torch
 
@@ -95,15 +95,6 @@ def resolve_device(name: str | None, *, present: bool = True) -> torch.device:
             "another --device; everything runs on cpu."
         )
     return device
-
-
-def interpret_kernels_on(device: torch.device) -> None:
-    """On the CPU, have Triton interpret its kernels, so that these are checked and not their torch implementation.
-
-    Triton reads the variable when a kernel is defined: call this before anything imports Triton.
-    """
-    if device.type == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def use_threads(count: int) -> None:

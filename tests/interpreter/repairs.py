@@ -1,9 +1,7 @@
 """What Triton's interpreter does unlike a compiled kernel, put right.
 
-A product goes to the BLAS of the machine, where the bits of a row may depend on its place among the others: here each
-element is a sum in the order of its terms. Before 3.9 the minimum of a NaN and a number is NaN; compiled, it is the
-number. Since 3.9 a mask of which one side is a scalar, `inside & (column < columns)`, is int32 and refused, and the arg
-max of numbers that are all NaN raises.
+Before 3.9 the minimum of a NaN and a number is NaN; compiled, it is the number. Since 3.9 a mask of which one side is a
+scalar, `inside & (column < columns)`, is int32 and refused, and the arg max of numbers that are all NaN raises.
 """
 
 from __future__ import annotations
@@ -15,27 +13,16 @@ import numpy as np
 import triton
 from triton.runtime import interpreter
 
+from spec_decode.cli.interpreter import sum_products_in_order
+
 
 def repair() -> None:
     """For the rest of the process."""
-    _sum_in_order()
+    sum_products_in_order()
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9):
         _ignore_nan()
     else:
         _take_masks_and_nan()
-
-
-def _sum_in_order() -> None:
-    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
-    dot = builder.create_dot
-
-    def dot_in_order(self: Any, a: Any, b: Any, total: Any, *rest: Any) -> Any:
-        for term in range(a.data.shape[-1]):
-            column = handle(a.data[..., term : term + 1], a.dtype)
-            total = dot(self, column, handle(b.data[..., term : term + 1, :], b.dtype), total, *rest)
-        return total
-
-    builder.create_dot = dot_in_order
 
 
 def _ignore_nan() -> None:

@@ -1,0 +1,43 @@
+"""Triton's interpreter, in which kernels are checked where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def interpret_kernels_on(device: torch.device) -> None:
+    """On the CPU, have Triton interpret its kernels, so that these are checked and not their torch implementation.
+
+    Triton reads the variable when a kernel is defined: call this before anything imports Triton.
+    """
+    if device.type == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+        if find_spec("triton"):
+            sum_products_in_order()
+
+
+def sum_products_in_order() -> None:
+    """Have the interpreter sum the terms of a product in their order, for the rest of the process.
+
+    It leaves a product to the BLAS of the machine, and on some machines the bits of a row then depend on its place
+    among the others. On a GPU they do not, and the contract's batch invariance is about that.
+    """
+    from triton.runtime import interpreter
+
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    dot = builder.create_dot
+    if dot.__name__ == "dot_in_order":
+        return
+
+    def dot_in_order(self: Any, a: Any, b: Any, total: Any, *rest: Any) -> Any:
+        for term in range(a.data.shape[-1]):
+            column = handle(a.data[..., term : term + 1], a.dtype)
+            total = dot(self, column, handle(b.data[..., term : term + 1, :], b.dtype), total, *rest)
+        return total
+
+    builder.create_dot = dot_in_order
