@@ -1,5 +1,6 @@
 """The page in a real Chromium, from disk: filters, evidence, themes, a phone's width, no scripts, and axe's rules."""
 
+import re
 import shutil
 
 import pytest
@@ -122,7 +123,7 @@ def test_rows_are_filtered_by_device_and_backend(visit):
     assert page.locator("#shown").inner_text() == "2 of 4 rows shown"
     assert not page.get_by_text("CPU two", exact=True).locator("visible=true").count()
     page.get_by_role("button", name="Show all").click()
-    page.wait_for_function("document.getElementById('shown').textContent.startsWith('4')")
+    playwright.expect(page.locator("#shown")).to_have_text(re.compile("^4"))
     assert len(shown_rows(page)) == 4
 
 
@@ -167,7 +168,7 @@ def test_filters_and_the_open_cell_are_in_the_address(visit):
     page.locator("#f-device").select_option("GPU one")
     page.locator("#f-feature").select_option(label="page 2")
     page.locator(".matrix summary", has_text="page 2 broken").nth(1).click()
-    page.wait_for_function("location.hash.includes('cell=')")
+    playwright.expect(page).to_have_url(re.compile("#.*cell="))
     again = visit(address=address_of(page))
     assert shown_rows(again) == shown_rows(page) and len(shown_rows(again)) == 3
     assert again.locator("#f-feature").input_value() == "page:2"
@@ -178,9 +179,9 @@ def test_filters_and_the_open_cell_are_in_the_address(visit):
 def test_what_is_no_longer_looked_at_leaves_the_address(visit):
     page = visit()
     page.locator("#f-backend").select_option("beta")
-    page.wait_for_function("location.hash.includes('beta')")
+    playwright.expect(page).to_have_url(re.compile("#.*beta"))
     page.get_by_role("button", name="Show all").click()
-    page.wait_for_function("!location.hash.includes('beta')")
+    playwright.expect(page).not_to_have_url(re.compile("#.*beta"))
 
 
 def test_an_address_of_something_that_is_gone_shows_everything(visit, page_file):
