@@ -21,6 +21,8 @@ SIZES = {
 }
 """hidden_size, intermediate_size, heads, KV heads, head_dim, vocab_size, layers."""
 REQUESTS = (1, 4, 16, 32)
+CAPTURED = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Tokens of a captured batch: those that are timed, and some between for when requests end."""
 PROMPT, NEW_TOKENS, REPEATS = 512, 256, 2
 SEED = 20
 # NVLink multicast stays off: where it does not work, vLLM's collectives hang.
@@ -88,7 +90,9 @@ def engine_options(arm: Arm) -> dict[str, Any]:
         "tensor_parallel_size": arm.num_gpus, "disable_custom_all_reduce": True, "enable_flashinfer_autotune": False,
         "worker_extension_cls": "scripts.vllm_worker.MeasuredWorker",
         "attention_config": {"backend": "FLASH_ATTN"},
-        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+        "compilation_config": {
+            "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": list(CAPTURED),
+        },
     }  # fmt: skip
     if arm.draft:
         speculation: dict[str, Any] = {
