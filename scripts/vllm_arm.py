@@ -45,6 +45,8 @@ class Arm:
     kept           drafts kept a round on average, whatever they are; 0: as the target decides
     num_gpus       tensor parallelism
     requests       numbers of requests that are timed
+    compiled       as vLLM runs by default: layers compiled by torch, graphs of pieces where full ones cannot be;
+                   otherwise layers as they are, with full graphs of decodes or none
     """
 
     draft: str
@@ -53,6 +55,7 @@ class Arm:
     kept: float = 0.0
     num_gpus: int = 1
     requests: tuple[int, ...] = REQUESTS
+    compiled: bool = False
 
     @property
     def is_timed(self) -> bool:
@@ -62,7 +65,8 @@ class Arm:
     @property
     def name(self) -> str:
         kept = f"keeps {self.kept:g}" if self.kept else "exact"
-        return f"{self.draft or 'no draft'} K={self.steps} {self.size} {kept} TP={self.num_gpus}"
+        compiled = " compiled" if self.compiled else ""
+        return f"{self.draft or 'no draft'} K={self.steps} {self.size} {kept} TP={self.num_gpus}{compiled}"
 
 
 def model_folder(size: str, *, is_draft: bool) -> str:
@@ -83,6 +87,7 @@ def model_folder(size: str, *, is_draft: bool) -> str:
 
 def engine_options(arm: Arm) -> dict[str, Any]:
     """Arguments of vllm.LLM."""
+    uncompiled = {} if arm.compiled else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     options = {
         "model": model_folder(arm.size, is_draft=False), "load_format": "dummy", "skip_tokenizer_init": True,
         "max_model_len": 4096, "max_num_seqs": max(REQUESTS), "max_num_batched_tokens": 8192, "dtype": "bfloat16",
@@ -90,9 +95,7 @@ def engine_options(arm: Arm) -> dict[str, Any]:
         "tensor_parallel_size": arm.num_gpus, "disable_custom_all_reduce": True, "enable_flashinfer_autotune": False,
         "worker_extension_cls": "scripts.vllm_worker.MeasuredWorker",
         "attention_config": {"backend": "FLASH_ATTN"},
-        "compilation_config": {
-            "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": list(CAPTURED),
-        },
+        "compilation_config": {"cudagraph_capture_sizes": list(CAPTURED)} | uncompiled,
     }  # fmt: skip
     if arm.draft:
         speculation: dict[str, Any] = {

@@ -17,8 +17,8 @@ def row(requests=1, drafts=(), texts=([1, 2],), **more):
     return {"requests": requests, "drafts": list(drafts), "texts": list(texts), "plans": 0, "waits": []} | more
 
 
-def arm(draft, *rows, kept=0.0, fused=(True,), graph_mode="FULL_DECODE_ONLY"):
-    named = {"draft": draft, "kept": kept, "name": f"{draft} {kept}"}
+def arm(draft, *rows, kept=0.0, fused=(True,), graph_mode="FULL_DECODE_ONLY", compiled=False):
+    named = {"draft": draft, "kept": kept, "name": f"{draft} {kept}", "compiled": compiled}
     return {"arm": named, "rows": list(rows), "fused": list(fused), "graph_mode": graph_mode, "exit_status": 0}
 
 
@@ -71,6 +71,19 @@ def test_a_draft_that_leaves_flash_attn_more_often_than_vllms_own_is_said():
     assert objections(found) == []
 
 
+@pytest.mark.parametrize(("graph_mode", "objected"), [("FULL_AND_PIECEWISE", False), ("PIECEWISE", True)])
+def test_graphs_of_compiled_drafts_are_judged_by_those_of_the_compiled_engine_without_one(graph_mode, objected):
+    plain = arm("", row(), graph_mode="FULL_AND_PIECEWISE", compiled=True)
+    draft = arm(OURS[0], row(), kept=1.8, graph_mode=graph_mode, compiled=True)
+    assert bool(objections([*engines(), plain, draft])) is objected
+
+
+def test_compiled_engines_run_as_vllm_does_by_default():
+    modes = [engine_options(Arm("", 0, compiled=told))["compilation_config"] for told in (True, False)]
+    assert "mode" not in modes[0] and "cudagraph_mode" not in modes[0]
+    assert (modes[1]["mode"], modes[1]["cudagraph_mode"]) == (0, "FULL_DECODE_ONLY")
+
+
 def test_draft_tokens_are_compared_up_to_the_first_that_differs():
     mine = row(drafts=[[[1, 2, 3], [4, 5, 6]], [[7, 8, 9]]], texts=[[1], [2]])
     theirs = row(drafts=[[[1, 9, 3], [4, 5, 6]], [[0, 8, 9]]], texts=[[1], [3]])
@@ -83,7 +96,7 @@ def test_timed_engines_are_not_compared():
 
 @pytest.mark.parametrize("num_gpus", [1, 2])
 def test_every_draft_is_timed_and_compared_on_one_gpu(num_gpus):
-    single = [each for each in arms(num_gpus) if each.num_gpus == 1]
+    single = [each for each in arms(num_gpus) if each.num_gpus == 1 and not each.compiled]
     for steps in (3, 7):
         timed = {each.draft for each in single if each.kept and each.steps == steps}
         assert timed == {BASE, REBUILT, *OURS}
