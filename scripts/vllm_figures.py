@@ -59,7 +59,7 @@ MARGIN = 0.02
 
 
 def arms(num_gpus: int) -> list[Arm]:
-    """The longest first; those compiled by torch last, as vLLM's defaults have it."""
+    """The longest first of those that are not compiled, then those that are."""
     timed = [
         Arm(draft, steps, kept=kept, num_gpus=count)
         for count in ((2, 1) if num_gpus > 1 else (1,))
@@ -181,19 +181,15 @@ def unlike(compared: Sequence[Mapping[str, Any]], draft: str) -> float:
 def problems(found: Sequence[Mapping[str, Any]], compared: Sequence[Mapping[str, Any]]) -> list[str]:
     """What of the claims does not hold."""
     said = [f"{each['arm']['name']}: ended with {each['exit_status']}" for each in found if not each["rows"]]
+    plain = {each["arm"]["compiled"]: each["graph_mode"] for each in found if not each["arm"]["draft"] and each["rows"]}
     for each in found:
         if each["arm"]["draft"] not in OURS or not each["rows"]:
             continue
-        name = each["arm"]["name"]
-        plain = {
-            other["graph_mode"]
-            for other in found
-            if not other["arm"]["draft"] and other["rows"] and other["arm"]["compiled"] is each["arm"]["compiled"]
-        }
+        name, without = each["arm"]["name"], plain.get(each["arm"]["compiled"])
         if not all(each["fused"]):
             said.append(f"{name}: not fused on every rank")
-        if plain and each["graph_mode"] not in plain:
-            said.append(f"{name}: graphs {each['graph_mode']}, without a draft {plain}")
+        if without not in (None, each["graph_mode"]):
+            said.append(f"{name}: graphs {each['graph_mode']}, without a draft {without}")
         said += [f"{name}: {row['plans']} plans on the host" for row in each["rows"] if row["plans"]]
         said += [f"{name}: waits for the device: {row['waits'][0]}" for row in each["rows"] if row["waits"]]
     allowed = max(unlike(compared, CONTROL), unlike(compared, REBUILT)) + MARGIN

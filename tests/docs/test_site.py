@@ -154,9 +154,10 @@ VLLM_REPORT = {
 
 
 def test_vllms_figures_are_medians_by_draft_tokens_beside_no_speculation() -> None:
-    said = vllm_figures.figures(VLLM_REPORT)
+    said = vllm_figures.figures(VLLM_REPORT, "vllm.json")
 
-    assert "| 3 draft tokens, 1.8 kept | graphs | 4 req. |" in said and "| 7 draft tokens, 1.8 kept | graphs |" in said
+    assert "| 3 draft tokens, 1.8 kept | graphs | 4 req. |" in said
+    assert "| 7 draft tokens, 1.8 kept | graphs | 4 req. |" in said
     assert "| `FLASH_ATTN` | `FULL_DECODE_ONLY` | 110 (80) |" in said
     assert "| `FLASHINFER_IN_GRAPH`, 2 GPUs | `FULL_DECODE_ONLY` | 130 (80) |" in said
     assert said.count("| no speculation | `FULL_DECODE_ONLY` | 50 |") == 2 and "`TRITON_ATTN` 97.5%" in said
@@ -166,15 +167,16 @@ def test_vllms_figures_are_medians_by_draft_tokens_beside_no_speculation() -> No
 def test_figures_of_compiled_engines_stand_apart_from_others() -> None:
     arms = [vllm_arm("", 0, [50.0]), vllm_arm("FLASH_ATTN", 3, [100.0]), vllm_arm("", 0, [60.0], compiled=True)]
     arms.append(vllm_arm("FLASH_ATTN", 3, [120.0], compiled=True))
-    uncompiled, compiled = vllm_figures.figures({**VLLM_REPORT, "arms": arms, "agreement": []}).split("vLLM's defaults")
+    said = vllm_figures.figures({**VLLM_REPORT, "arms": arms, "agreement": []}, "vllm.json")
+    compiled, uncompiled = said.split("Without compilation")
 
-    assert "Without compilation" in uncompiled and "| 50 |" in uncompiled and "| 100 (80) |" in uncompiled
-    assert "| 60 |" in compiled and "| 120 (80) |" in compiled and "Draft tokens equal" not in compiled
+    assert "| 50 |" in uncompiled and "| 100 (80) |" in uncompiled and "Draft tokens equal" not in said
+    assert "vLLM's defaults" in compiled and "| 60 |" in compiled and "| 120 (80) |" in compiled
 
 
 def test_a_report_of_vllm_without_timed_arms_is_an_error() -> None:
-    with pytest.raises(ValueError, match="has no arm that was timed"):
-        vllm_figures.figures({**VLLM_REPORT, "arms": VLLM_REPORT["arms"][-1:]})
+    with pytest.raises(ValueError, match=r"vllm\.json has no arm that was timed"):
+        vllm_figures.figures({**VLLM_REPORT, "arms": VLLM_REPORT["arms"][-1:]}, "vllm.json")
 
 
 def test_vllms_page_says_that_nothing_was_measured_while_there_is_no_report(tmp_path: Path) -> None:

@@ -103,6 +103,11 @@ def test_every_draft_is_timed_and_compared_on_one_gpu(num_gpus):
     assert {each.draft for each in single if not each.kept} == {"", BASE, REBUILT, CONTROL, *OURS}
 
 
+def test_compiled_arms_time_flashinfer_both_ways_beside_flash_attn_and_no_draft():
+    compiled = {(each.draft, each.steps) for each in arms(1) if each.compiled and each.is_timed}
+    assert compiled == {("", 0), *((draft, steps) for draft in (BASE, REBUILT, OURS[0]) for steps in (3, 7))}
+
+
 def test_two_gpus_run_tensor_parallelism_too():
     assert {(each.draft, bool(each.kept)) for each in arms(2) if each.num_gpus == 2} == {
         (BASE, True),
