@@ -8,7 +8,7 @@ import torch
 
 from builders.errors import require_tensor
 from spec_decode.sampling.parameters import Sampling
-from spec_decode.sampling.target_sampler import draw_target_tokens, process_target_logits
+from spec_decode.sampling.target_sampler import sample_target
 from spec_decode.verification.base import Verifier, VerifyOutput
 from spec_decode.verification.kernels.synthetic_accept import synthetic_accept
 
@@ -45,5 +45,6 @@ class SyntheticAcceptance(Verifier):
         accepted, positions = synthetic_accept(
             draft_tokens.contiguous(), sampling.seeds.contiguous(), draft_positions.contiguous(), self.mean
         )
-        processed = process_target_logits(target_logits, sampling, accepted)
-        return VerifyOutput(accepted, draw_target_tokens(processed, sampling, positions))
+        return VerifyOutput(
+            accepted, sample_target(target_logits, sampling=sampling, positions=positions, column=accepted)
+        )

@@ -31,6 +31,12 @@ def test_a_vocabulary_of_any_size(vocab):
     assert same(both_ways(noise(4, vocab), [5, 0, 5, 0], [1.0, 0.9, 0.8, 1.0]))
 
 
+@pytest.mark.parametrize("programs", [1, 8])
+def test_a_program_that_takes_several_parts_of_a_row(monkeypatch, programs):
+    monkeypatch.setattr(kernel, "_PROGRAMS", programs)
+    assert same(both_ways(noise(4, 13000), [5, 0, 5, 0], [1.0, 0.9, 0.8, 1.0]))
+
+
 @pytest.mark.parametrize("top_k", [1, 2, 50, 299, 300, 301, 2**31 - 1])
 def test_top_k_of_any_size(top_k):
     by_kernel, by_torch = both_ways(noise(1, 300), [top_k], [1.0])

@@ -9,6 +9,7 @@ from builders.kernels.triton_runtime import torch_implementations
 from spec_decode.sampling import Sampling
 from spec_decode.sampling.kernels.draw_tokens import draw_tokens
 from spec_decode.sampling.kernels.process_logits import process_logits
+from spec_decode.sampling.target_sampler import process_target_logits, sample_target
 from spec_decode.verification import verifier
 from spec_decode.verification.kernels.block_verify import block_verify
 from spec_decode.verification.kernels.hash_seeds import hash_seeds
@@ -234,7 +235,40 @@ def test_a_whole_verifier_with_restrictions(name, dtype):
 def test_processed_logits(vocab, selected, dtype):
     logits = torch.randn(4, 3, 2 * vocab, generator=generator(0)).to(dtype)[..., ::2]
     temperature, column = torch.tensor([0.0, 0.7, 1.0, 1e-3]), torch.tensor([2, 0, 1, 2])
-    assert same(*both_ways(lambda: (process_logits(logits, temperature, column if selected else None),)))
+    assert same(*both_ways(lambda: (process_logits(logits, temperature, column if selected else None, None, None),)))
+
+
+def test_only_rows_that_are_restricted_are_processed():
+    logits, top_p = torch.randn(5, 2, 40, generator=generator(0)), torch.tensor([1.0, 1, 0.5, 1, 1])
+    top_k = torch.tensor([0, 3, 0, 40, 39], dtype=torch.int32)
+
+    def call():
+        out = process_logits(logits, torch.full((5,), 2.0), None, top_k, top_p)
+        return (out[[1, 2, 4]],)
+
+    assert same(*both_ways(call)) and torch.equal(call()[0], logits[[1, 2, 4]] / 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("selected", [False, True])
+@pytest.mark.parametrize("vocab", [37, 2000])
+def test_the_targets_tokens(vocab, selected, dtype):
+    logits = (torch.randn(6, 3, 2 * vocab, generator=generator(0)) * 3).to(dtype)[..., ::2]
+    sampling = Sampling(
+        temperature=torch.tensor([0.0, 1.0, 0.5] * 2), top_k=torch.tensor([0, 0, vocab, 5, 0, 7], dtype=torch.int32),
+        top_p=torch.tensor([1.0, 1, 1, 1, 0.5, 0.5]), seeds=whole(-(2**63), 2**63 - 1, 6, 1),
+    )  # fmt: skip
+    positions, column = whole(0, 2**40, 6, 2), torch.tensor([2, 0, 1] * 2)
+
+    def call():
+        if selected:
+            return (sample_target(logits, sampling=sampling, positions=positions, column=column),)
+        return (sample_target(logits[:, 0], sampling=sampling, positions=positions),)
+
+    picked = logits[torch.arange(6), column if selected else 0][:, None].contiguous()
+    processed = process_target_logits(picked, sampling)[:, 0]
+    assert same(*both_ways(call))
+    assert torch.equal(call()[0], draw_tokens(processed, sampling.temperature, sampling.seeds, positions))
 
 
 @pytest.mark.parametrize("vocab", [1, 37, 512, 2000])

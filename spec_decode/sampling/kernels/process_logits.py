@@ -8,6 +8,7 @@ import torch
 
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+from spec_decode.sampling.kernels.restriction import is_restricted, restriction
 from spec_decode.sampling.kernels.vocab_blocks import vocab_block
 
 
@@ -17,17 +18,24 @@ class ProcessLogits(NamedTuple):
     - logits       [R, G, V] any float, of any strides
     - temperature  fp32 [R]; 0, which is greedy, leaves logits as they are
     - column       int64 [R], 0 to G - 1, or None for all
+    - top_k        int32 [R] and top_p fp32 [R]: only rows that one of them restricts are written; None, all are
     """
 
     logits: torch.Tensor
     temperature: torch.Tensor
     column: torch.Tensor | None
+    top_k: torch.Tensor | None
+    top_p: torch.Tensor | None
 
     def reference(self) -> torch.Tensor:
         logits, temperature = self.logits, self.temperature
         if self.column is not None:
             logits = logits[torch.arange(len(logits)), self.column][:, None]
-        return (logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None, None]).contiguous()
+        out = (logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None, None]).contiguous()
+        if self.top_k is not None and self.top_p is not None:
+            # Whoever reads a row that nobody asked for is to notice.
+            out[~is_restricted(self.top_k, self.top_p, logits.shape[2])] = float("nan")
+        return out
 
     def launch(self) -> torch.Tensor:
         out = self.fake()
@@ -46,7 +54,7 @@ class ProcessLogits(NamedTuple):
 
 @triton.jit
 def _process_kernel(
-    logits, temperature, selected, out, group, vocab, row_stride, column_stride, token_stride,
+    logits, temperature, selected, top_k, top_p, out, group, vocab, row_stride, column_stride, token_stride,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_previous(PDL)
@@ -56,6 +64,9 @@ def _process_kernel(
         column = tl.load(selected + row)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
+    if top_k is not None:
+        _, _, has_top_k, has_top_p = restriction(top_k, top_p, row, vocab)
+        inside = inside & (has_top_k | has_top_p)
     x = tl.load(logits + row * row_stride + column * column_stride + token * token_stride, mask=inside)
     row_temperature = tl.load(temperature + row)
     x = x.to(tl.float32)

@@ -21,6 +21,9 @@ from spec_decode.sampling.kernels.restrict_logits_kernels import (
 _PART = 4096
 """Logits of a row that one program takes: few enough that a single row keeps many SMs busy."""
 
+_PROGRAMS = 2048
+"""Programs that keep a device busy: more of them would only cost rows without a restriction their start."""
+
 _BINS = 32
 """Sections of a row's range that are counted at once: a thread holds a count and a sum for each in registers."""
 
@@ -109,16 +112,16 @@ class RestrictLogits(NamedTuple):
         thresholds = empty(rows)  # top_k's, then the larger of both
         targets = empty(rows)  # the sum of exponentials that the kept members of top_p's bin have to reach
 
-        size = (vocab, rows // len(self.top_k))
+        size = (vocab, rows // len(self.top_k), parts)
         bin_members, found = (edges, counts, bins, members), (bins, members, thresholds, targets)
-        by_part, by_row = (rows, parts), (rows,)
+        by_part, by_row = (rows, min(parts, max(1, _PROGRAMS // rows))), (rows,)
         pdl = dependent_launch(device)
         find_range_kernel[by_part](*self, part_min, part_max, *size, **walk, **pdl)
         count_bins_kernel[by_part](*self, part_min, part_max, edges, maxima, counts, sums, *size, **count, **pdl)
         gather_bin_kernel[by_part](*self, *bin_members, *size, TOP_P=False, **gather, **pdl)
-        top_k_threshold_kernel[by_row](*self, edges, maxima, counts, sums, *found, *size, parts, **search, **pdl)
+        top_k_threshold_kernel[by_row](*self, edges, maxima, counts, sums, *found, *size, **search, **pdl)
         gather_bin_kernel[by_part](*self, *bin_members, *size, TOP_P=True, **gather, **pdl)
-        top_p_threshold_kernel[by_row](*self, edges, maxima, counts, *found, *size, parts, **search, **pdl)
+        top_p_threshold_kernel[by_row](*self, edges, maxima, counts, *found, *size, **search, **pdl)
         mask_logits_kernel[by_part](*self, thresholds, *size, **walk, **pdl)
 
 

@@ -8,6 +8,7 @@ stored once: an edge computed again could be rounded differently.
 from __future__ import annotations
 
 from builders.kernels.triton_runtime import await_previous, tl, triton
+from spec_decode.sampling.kernels.restriction import restriction
 from spec_decode.sampling.kernels.threshold_search import search, walk
 
 _MASK = tl.constexpr(-1e9)
@@ -15,28 +16,31 @@ _LEAST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
-def find_range_kernel(logits, top_k, top_p, part_min, part_max, vocab, group, PART: tl.constexpr, PDL: tl.constexpr):
+def find_range_kernel(
+    logits, top_k, top_p, part_min, part_max, vocab, group, parts, PART: tl.constexpr, PDL: tl.constexpr
+):
     """The least logit of a part that is not a mask, else inf, and its largest, else -inf."""
     await_previous(PDL)
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, _, has_top_k, has_top_p = _restriction(top_k, top_p, row, group, vocab)
+    row = tl.program_id(0).to(tl.int64)
+    _, _, has_top_k, has_top_p = restriction(top_k, top_p, row // group, vocab)
     if has_top_k | has_top_p:
-        x = _load(logits, row, part * PART + tl.arange(0, PART), vocab)
-        at = row * tl.num_programs(1) + part
-        # A mask other than -inf is not worth a bin: the lowest bin takes it in.
-        tl.store(part_min + at, tl.min(tl.where(x > _MASK, x, float("inf")), 0))
-        tl.store(part_max + at, tl.max(tl.where(x > float("-inf"), x, float("-inf")), 0))
+        for part in range(tl.program_id(1), parts, tl.num_programs(1)):
+            x = _load(logits, row, part * PART + tl.arange(0, PART), vocab)
+            at = row * parts + part
+            # A mask other than -inf is not worth a bin: the lowest bin takes it in.
+            tl.store(part_min + at, tl.min(tl.where(x > _MASK, x, float("inf")), 0))
+            tl.store(part_max + at, tl.max(tl.where(x > float("-inf"), x, float("-inf")), 0))
 
 
 @triton.jit
 def count_bins_kernel(
-    logits, top_k, top_p, part_min, part_max, edges, maxima, counts, sums, vocab, group,
+    logits, top_k, top_p, part_min, part_max, edges, maxima, counts, sums, vocab, group, parts,
     PART: tl.constexpr, LANES: tl.constexpr, BINS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """How many logits of a part are not below each edge, and for top_p their sum of exponentials."""
     await_previous(PDL)
-    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    _, p, has_top_k, has_top_p = _restriction(top_k, top_p, row, group, vocab)
+    row = tl.program_id(0).to(tl.int64)
+    _, p, has_top_k, has_top_p = restriction(top_k, top_p, row // group, vocab)
     if has_top_k | has_top_p:
         every = tl.arange(0, PARTS)
         largest = tl.max(tl.load(part_max + row * parts + every, mask=every < parts, other=float("-inf")), 0)
@@ -47,16 +51,17 @@ def count_bins_kernel(
         low = tl.minimum(low, largest)
         bin = tl.arange(0, BINS)
         edge = tl.where(bin > 0, low + (largest - low) * (bin * (1.0 / BINS)), _LEAST)
-        if part == 0:
+        if tl.program_id(1) == 0:
             tl.store(edges + row * BINS + bin, edge)
             tl.store(maxima + row, largest)
-        at = (row * BINS + bin) * parts + part
-        if has_top_p:
-            count, sum_exp = _count_part(logits, row, part, vocab, edge, largest, True, PART, LANES, BINS)
-            tl.store(sums + at, sum_exp)
-        else:
-            count, sum_exp = _count_part(logits, row, part, vocab, edge, largest, False, PART, LANES, BINS)
-        tl.store(counts + at, count)
+        for part in range(tl.program_id(1), parts, tl.num_programs(1)):
+            at = (row * BINS + bin) * parts + part
+            if has_top_p:
+                count, sum_exp = _count_part(logits, row, part, vocab, edge, largest, True, PART, LANES, BINS)
+                tl.store(sums + at, sum_exp)
+            else:
+                count, sum_exp = _count_part(logits, row, part, vocab, edge, largest, False, PART, LANES, BINS)
+            tl.store(counts + at, count)
 
 
 @triton.jit
@@ -79,7 +84,7 @@ def _count_part(
 
 @triton.jit
 def gather_bin_kernel(
-    logits, top_k, top_p, edges, counts, bins, members, vocab, group, TOP_P: tl.constexpr,
+    logits, top_k, top_p, edges, counts, bins, members, vocab, group, parts, TOP_P: tl.constexpr,
     PART: tl.constexpr, BINS: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Copy out the members of the bin that holds a threshold, in the order of their tokens, up to CAPACITY.
@@ -87,25 +92,26 @@ def gather_bin_kernel(
     With TOP_P the bin was chosen before; else the k-th largest logit's is chosen here.
     """
     await_previous(PDL)
-    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    k, _, has_top_k, has_top_p = _restriction(top_k, top_p, row, group, vocab)
+    row = tl.program_id(0).to(tl.int64)
+    k, _, has_top_k, has_top_p = restriction(top_k, top_p, row // group, vocab)
     wanted = has_top_p if TOP_P else has_top_k
     if wanted:
         if TOP_P:
             bin = tl.load(bins + row)
         else:
             bin = _last_bin_reaching(_totals(counts, row, parts, BINS, PARTS), k)
-            if part == 0:
+            if tl.program_id(1) == 0:
                 tl.store(bins + row, bin)
-        number = _members_of_part(counts, row, bin, part, parts, BINS)
-        if number > 0:
-            lower, upper = _bounds(edges, row, bin, BINS)
-            every = tl.arange(0, PARTS)
-            before = tl.sum(tl.where(every < part, _members_of_part(counts, row, bin, every, parts, BINS), 0), 0)
-            x = _load(logits, row, part * PART + tl.arange(0, PART), vocab)
-            inside = (x >= lower) & (x < upper)
-            place = before + tl.cumsum(inside.to(tl.int32), 0) - 1
-            tl.store(members + row * CAPACITY + place, x, mask=inside & (place < CAPACITY))
+        lower, upper = _bounds(edges, row, bin, BINS)
+        every = tl.arange(0, PARTS)
+        numbers = _members_of_part(counts, row, bin, every, parts, BINS)
+        for part in range(tl.program_id(1), parts, tl.num_programs(1)):
+            if _members_of_part(counts, row, bin, part, parts, BINS) > 0:
+                before = tl.sum(tl.where(every < part, numbers, 0), 0)
+                x = _load(logits, row, part * PART + tl.arange(0, PART), vocab)
+                inside = (x >= lower) & (x < upper)
+                place = before + tl.cumsum(inside.to(tl.int32), 0) - 1
+                tl.store(members + row * CAPACITY + place, x, mask=inside & (place < CAPACITY))
 
 
 @triton.jit
@@ -116,7 +122,7 @@ def top_k_threshold_kernel(
     """top_k's threshold; for top_p, its bin and the sum of exponentials which that bin has to add to those above."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    k, p, has_top_k, has_top_p = _restriction(top_k, top_p, row, group, vocab)
+    k, p, has_top_k, has_top_p = restriction(top_k, top_p, row // group, vocab)
     if has_top_k | has_top_p:
         largest = tl.load(maxima + row)
         sum_exp = tl.zeros((BINS,), tl.float32)
@@ -151,7 +157,7 @@ def top_p_threshold_kernel(
     """top_p's threshold, which is not below top_k's."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    _, _, _, has_top_p = _restriction(top_k, top_p, row, group, vocab)
+    _, _, _, has_top_p = restriction(top_k, top_p, row // group, vocab)
     if has_top_p:
         bin = tl.load(bins + row)
         lower, upper = _bounds(edges, row, bin, BINS)
@@ -164,24 +170,17 @@ def top_p_threshold_kernel(
 
 
 @triton.jit
-def mask_logits_kernel(logits, top_k, top_p, thresholds, vocab, group, PART: tl.constexpr, PDL: tl.constexpr):
+def mask_logits_kernel(logits, top_k, top_p, thresholds, vocab, group, parts, PART: tl.constexpr, PDL: tl.constexpr):
     """-inf for a part's logits below the row's threshold."""
     await_previous(PDL)
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, _, has_top_k, has_top_p = _restriction(top_k, top_p, row, group, vocab)
+    row = tl.program_id(0).to(tl.int64)
+    _, _, has_top_k, has_top_p = restriction(top_k, top_p, row // group, vocab)
     if has_top_k | has_top_p:
-        token = part * PART + tl.arange(0, PART)
-        x = _load(logits, row, token, vocab)
-        below = (token < vocab) & (x < tl.load(thresholds + row))
-        tl.store(logits + row * vocab + token, float("-inf"), mask=below)
-
-
-@triton.jit
-def _restriction(top_k, top_p, row, group, vocab):
-    """A row's k and p, and whether each of them is on."""
-    k = tl.load(top_k + row // group)
-    p = tl.load(top_p + row // group)
-    return k, p, (k > 0) & (k < vocab), p < 1
+        threshold = tl.load(thresholds + row)
+        for part in range(tl.program_id(1), parts, tl.num_programs(1)):
+            token = part * PART + tl.arange(0, PART)
+            x = _load(logits, row, token, vocab)
+            tl.store(logits + row * vocab + token, float("-inf"), mask=(token < vocab) & (x < threshold))
 
 
 @triton.jit

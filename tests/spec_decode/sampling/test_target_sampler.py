@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from builders import BatchError
-from spec_decode.sampling.target_sampler import draw_target_tokens, process_target_logits
+from spec_decode.sampling.target_sampler import process_target_logits, sample_target
 from tests.spec_decode.verification.verify_helpers import sampling_of
 
 ROWS, VOCAB = 3, 7
@@ -10,14 +10,15 @@ ZEROS = torch.zeros(ROWS, dtype=torch.int64)
 REFUSED = {
     "flat logits": lambda: process_target_logits(torch.zeros(ROWS, VOCAB), sampling_of(ROWS)),
     "temperatures of fewer rows": lambda: process_target_logits(torch.zeros(ROWS, 1, VOCAB), sampling_of(1)),
-    "a column of int32": lambda: process_target_logits(torch.zeros(ROWS, 1, VOCAB), sampling_of(ROWS), ZEROS.int()),
-    "a draw from bfloat16": lambda: draw_target_tokens(
-        torch.zeros(ROWS, 1, VOCAB).bfloat16(), sampling_of(ROWS, 1.0), ZEROS
-    ),
-    "a draw at no position": lambda: draw_target_tokens(
-        torch.zeros(ROWS, 1, VOCAB), sampling_of(ROWS, 1.0), torch.zeros(0, dtype=torch.int64)
-    ),
+    "a column of int32": lambda: sample(torch.zeros(ROWS, 1, VOCAB), column=ZEROS.int()),
+    "columns of flat logits": lambda: sample(torch.zeros(ROWS, VOCAB), column=ZEROS),
+    "a draw at no position": lambda: sample(torch.zeros(ROWS, VOCAB), positions=ZEROS[:0]),
+    "a draw for fewer requests": lambda: sample(torch.zeros(ROWS + 1, VOCAB)),
 }
+
+
+def sample(logits, positions=ZEROS, column=None):
+    return sample_target(logits, sampling=sampling_of(ROWS, 1.0), positions=positions, column=column)
 
 
 @pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
@@ -26,10 +27,20 @@ def test_wrong_tensors_are_refused(call):
         call()
 
 
-def test_only_the_column_asked_for_is_processed():
-    logits, sampling = torch.arange(12.0).view(2, 3, 2), sampling_of(2)
-    sampling.temperature[0] = 2.0
-    assert process_target_logits(logits, sampling, torch.tensor([2, 0])).tolist() == [[[2, 2.5]], [[6, 7]]]
+def test_only_the_column_asked_for_is_drawn_from():
+    logits = torch.zeros(2, 3, VOCAB)
+    logits[0, 2, 5] = logits[1, 0, 3] = 1.0
+    tokens = sample_target(logits, sampling=sampling_of(2), positions=ZEROS[:2], column=torch.tensor([2, 0]))
+    assert tokens.tolist() == [5, 3]
+
+
+def test_a_restricted_row_draws_from_what_is_left():
+    sampling = sampling_of(ROWS, 1.0)
+    sampling.top_k[1] = 1
+    logits = torch.zeros(ROWS, VOCAB)
+    logits[1, 4] = 1e-3
+    drawn = torch.stack([sample_target(logits, sampling=sampling, positions=ZEROS + at) for at in range(50)])
+    assert drawn[:, 1].eq(4).all() and drawn[:, 0].unique().numel() == VOCAB
 
 
 def test_processed_logits_are_a_tensor_of_their_own():

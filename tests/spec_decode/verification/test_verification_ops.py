@@ -27,8 +27,25 @@ def verify_arguments(**changed):
 
 
 CALLS = {
-    "process_logits": (torch.randn(ROWS, STEPS, VOCAB), torch.ones(ROWS), None),
-    "process_logits of a column": (torch.randn(ROWS, STEPS, VOCAB), torch.ones(ROWS), zeros(ROWS)),
+    "process_logits": (torch.randn(ROWS, STEPS, VOCAB), torch.ones(ROWS), None, None, None),
+    "process_logits of a column": (torch.randn(ROWS, STEPS, VOCAB), torch.ones(ROWS), zeros(ROWS), None, None),
+    "process_logits where restricted": (
+        torch.randn(ROWS, STEPS, VOCAB),
+        torch.ones(ROWS),
+        None,
+        torch.full((ROWS,), 2, dtype=INT32),
+        torch.ones(ROWS),
+    ),
+    "draw_target": (
+        torch.randn(ROWS, STEPS, VOCAB),
+        torch.randn(ROWS, 1, VOCAB),
+        torch.ones(ROWS),
+        zeros(ROWS, dtype=INT32),
+        torch.full((ROWS,), 0.5),
+        zeros(ROWS),
+        zeros(ROWS),
+        zeros(ROWS),
+    ),
     "draw_tokens": (torch.randn(ROWS, VOCAB), torch.ones(ROWS), zeros(ROWS), zeros(ROWS)),
     "rejection_sample": verify_arguments().checked(),
     "block_verify": verify_arguments().checked(),
