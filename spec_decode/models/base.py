@@ -6,14 +6,18 @@ Legend: T flat tokens, H hidden_size, F target_states_size, V vocabulary. States
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import nn
 
 from builders import AttentionSpec
 from spec_decode.models.attention import Attention, ContextAttention
+
+KeepRows: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""Takes something of every token, [T, ...], and returns that of the tokens that are wanted, [R, ...]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,6 +160,19 @@ class DraftModel(_Model):
         hidden     [T, H], the state before each of them
         positions  int64 [T]
         """
+
+    def forward_kept(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Attention,
+        keep: KeepRows,
+    ) -> torch.Tensor:
+        """keep(forward(token_ids, hidden, positions, attention)), [R, H]: step 0 drafts from one token of each request,
+        the others are there for their keys and values. A model whose last layer drops them after its attention computes
+        that much less."""
+        return keep(self.forward(token_ids, hidden, positions, attention))
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -6,16 +6,17 @@ Legend: T tokens, H hidden size, S streams of the residual.
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 
 from spec_decode.models.attention import Attention
-from spec_decode.models.base import TargetModel
+from spec_decode.models.base import KeepRows, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.draft import check_target
 from spec_decode.models.kernels.hyper_connections import write_streams
-from spec_decode.models.kernels.skinny_linear import linear, plain_linear
+from spec_decode.models.kernels.linear import linear, plain_linear
 from spec_decode.models.layers.feed_forward import Names
 from spec_decode.models.layers.hyper_connections import HyperConnection, HyperHead, HyperShape
 from spec_decode.models.layers.moe import read_mixture, read_mixture_shape
@@ -99,17 +100,24 @@ class DeepseekV4Prediction(MtpDraft):
         self.collapse = HyperHead.from_weights(weights, "hc_head", hyper, hyper.streams, 1)
         self.head_norm = RMSNorm.read(weights, "norm.weight", hidden, eps)
 
-    def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
+    def states(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Attention,
+        keep: KeepRows | None,
     ) -> torch.Tensor:
         """token_ids, positions int64 [T], hidden [T, S H]; states [T, S H]."""
-        embedded = self.embedding_norm(self.embedded(token_ids))[1]
+        embedded = self.embedding_norm(F.embedding(token_ids, self.embedding))[1]
         streams = hidden.unflatten(-1, (self.streams, -1))
         streams = plain_linear(self.state_norm(streams)[1].flatten(0, 1), self.from_state).view_as(streams)
         streams = streams + linear(embedded, self.from_embedding)[:, None]
 
         x, *into = self.attention_connection.read(streams)
-        x = self.attention(self.attention_norm(x)[1], positions, 0, attention)
+        x = self.attention(self.attention_norm(x)[1], positions, 0, attention, keep)
+        if keep is not None:
+            streams, *into = (keep(each) for each in (streams, *into))
         streams = write_streams(streams, x, *into)
 
         x, *into = self.mlp_connection.read(streams)

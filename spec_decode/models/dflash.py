@@ -19,7 +19,7 @@ from spec_decode.models.checkpoints.token_map import read_token_map
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
 from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.draft import HiddenStatesDraft, check_shared, check_target
-from spec_decode.models.kernels.skinny_linear import plain_linear
+from spec_decode.models.kernels.linear import plain_linear
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
 from spec_decode.models.layers.rms_norm import RMSNorm
 

@@ -13,7 +13,7 @@ from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.decoder_config import DecoderConfig
 from spec_decode.models.dflash import DFlash, draft_vocab, load_as
 from spec_decode.models.dflash import aux_hidden_state_layers as aux_hidden_state_layers
-from spec_decode.models.kernels.skinny_linear import plain_linear
+from spec_decode.models.kernels.linear import plain_linear
 
 
 class MarkovHead(nn.Module):

@@ -5,27 +5,30 @@ Legend: T tokens, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from attn_backends.kernels.rope import Rope
 from spec_decode.models.attention import Attention
-from spec_decode.models.base import DraftModel, LayerGroup, TargetModel
+from spec_decode.models.base import KeepRows, LayerGroup, TargetModel
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
 from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.draft import HiddenStatesDraft, check_target, decoder_fields
-from spec_decode.models.kernels.skinny_linear import linear
-from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
+from spec_decode.models.kept_rows import KeptRowsDraft
+from spec_decode.models.kernels.linear import linear
+from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions, ResidualLayer
 from spec_decode.models.layers.latent_decoder_layer import LatentDecoderLayer
-from spec_decode.models.layers.linear import EmbedLinear, ResidualStream
+from spec_decode.models.layers.linear import EmbedLinear, ResidualStream, joined
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.rope import RotaryEmbedding
 from spec_decode.models.llama import LlamaTarget
 
 
-class EagleDraft(DraftModel):
+class EagleDraft(KeptRowsDraft):
     """At position p: the token at p + 1 and the hidden state at p give a hidden state that predicts the token at p + 2.
 
     Embedding and output projection are the target's own modules, shared, not copied.
@@ -49,16 +52,29 @@ class EagleDraft(DraftModel):
         """See the base."""
         return True
 
+    @property
+    def stack(self) -> Sequence[ResidualLayer]:
+        """The layers, in order."""
+        return (self.layer,)
+
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
         """The one layer, in a group of its own."""
         return self.config.layer_groups(page_size, self.fuse.weight.dtype)
 
-    def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
+    def states(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Attention,
+        keep: KeepRows | None,
     ) -> torch.Tensor:
         """token_ids, positions int64 [T], hidden [T, H]; normed hidden states [T, H]."""
-        x = self.fuse(token_ids, self._shared[0].weight, hidden)
-        x, delta = self.layer(x, None, self.rotary(positions), attention)
+        x, delta, rope = self.fuse(token_ids, self._shared[0].weight, hidden), None, self.rotary(positions)
+        *others, last = self.stack
+        for layer in others:
+            x, delta = layer(x, delta, rope, attention)
+        x, delta = last(x, delta, rope, attention, keep)
         hidden_states: torch.Tensor = self.norm(x, delta)[1]
         return hidden_states
 
@@ -74,12 +90,19 @@ class UnnormedLayer(DecoderLayer):
         super().__init__(config, 0, options, qkv_inputs=config.hidden_size)
         del self.attn_norm
 
-    def forward(self, x: torch.Tensor, delta: torch.Tensor | None, rope: Rope, attention: Attention) -> ResidualStream:
-        """x [T, H]; it and the delta yet to be added to it."""
-        return self.after_qkv(x, self.qkv(x), rope, attention)
+    def forward(
+        self,
+        x: torch.Tensor,
+        delta: torch.Tensor | None,
+        rope: Rope,
+        attention: Attention,
+        keep: KeepRows | None = None,
+    ) -> ResidualStream:
+        """x [T, H]; it and the delta yet to be added to it, of the rows kept."""
+        return self.after_qkv(x, self.qkv(x), rope, attention, keep)
 
 
-class PublishedEagle(HiddenStatesDraft):
+class PublishedEagle(HiddenStatesDraft, KeptRowsDraft):
     """At position p: the token at p + 1 and the hidden state at p give a hidden state that predicts the token at p + 2.
 
     The output projection is the target's.
@@ -92,14 +115,21 @@ class PublishedEagle(HiddenStatesDraft):
         self.fc = EmbedLinear(2 * self.hidden_size, self.hidden_size, bias="fc.bias" in store.names())
         self.layers = self.stack(store, UnnormedLayer(config.model, LayerOptions.found(store, "layers.0.")))
 
-    def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
+    def states(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Attention,
+        keep: KeepRows | None,
     ) -> torch.Tensor:
         """token_ids, positions int64 [T], hidden [T, H]; hidden states [T, H]."""
         x, delta, rope = self.fc(token_ids, self.embedding, hidden), None, self.rotary(positions)
-        for layer in self.layers:
+        *others, last = self.layers
+        for layer in others:
             x, delta = layer(x, delta, rope, attention)
-        states: torch.Tensor = x if delta is None else x + delta
+        x, delta = last(x, delta, rope, attention, keep)
+        states = joined(x, delta)
         return states
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

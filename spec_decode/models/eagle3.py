@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from attn_backends.kernels.rope import Rope
 from spec_decode.models.attention import Attention
-from spec_decode.models.base import TargetModel
+from spec_decode.models.base import KeepRows, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.checkpoints.mask_token import require_mask_token
@@ -20,9 +19,11 @@ from spec_decode.models.config import ModelConfig
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
 from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.draft import HiddenStatesDraft, check_target, decoder_fields
-from spec_decode.models.kernels.skinny_linear import plain_linear
+from spec_decode.models.kept_rows import KeptRowsDraft
+from spec_decode.models.kernels.embed_concat import embed_concat
+from spec_decode.models.kernels.linear import plain_linear
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
-from spec_decode.models.layers.linear import NormLinear, ResidualStream
+from spec_decode.models.layers.linear import NormLinear, ResidualStream, joined
 from spec_decode.models.layers.rms_norm import RMSNorm
 
 MASK_HIDDEN = "mask_hidden"
@@ -40,14 +41,21 @@ class FirstLayer(DecoderLayer):
         self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.normed_residual = normed_residual
 
-    def fuse(self, embedded: torch.Tensor, hidden: torch.Tensor, rope: Rope, attention: Attention) -> ResidualStream:
-        """embedded and hidden [T, H]; the residual and the delta yet to be added to it, both [T, H]."""
-        normed = self.hidden_norm(hidden)[1]
-        qkv = self.qkv(torch.cat([self.attn_norm(embedded)[1], normed], -1))
-        return self.after_qkv(normed if self.normed_residual else hidden, qkv, rope, attention)
+    def fuse(
+        self,
+        both: torch.Tensor,
+        hidden: torch.Tensor,
+        rope: Rope,
+        attention: Attention,
+        keep: KeepRows | None,
+    ) -> ResidualStream:
+        """both [T, 2 H]: the normed embedding beside normed states, hidden [T, H] these states; the residual and the
+        delta yet to be added to it, both [T, H], of the rows kept."""
+        residual = both.chunk(2, -1)[1].contiguous() if self.normed_residual else hidden
+        return self.after_qkv(residual, self.qkv(both), rope, attention, keep)
 
 
-class Eagle3(HiddenStatesDraft):
+class Eagle3(HiddenStatesDraft, KeptRowsDraft):
     """At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2.
 
     With a mask, as P-EAGLE has one, it predicts K tokens at once.
@@ -77,17 +85,24 @@ class Eagle3(HiddenStatesDraft):
             target_hidden_states = self.input_norm(target_hidden_states)[1]
         return plain_linear(target_hidden_states, self.fc.weight)
 
-    def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
+    def states(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Attention,
+        keep: KeepRows | None,
     ) -> torch.Tensor:
         """token_ids, positions int64 [T], hidden [T, H]; states [T, H] before the last norm."""
         first, *others = self.layers
         assert isinstance(first, FirstLayer)
         rope = self.rotary(positions)
-        x, delta = first.fuse(F.embedding(token_ids, self.embedding), hidden, rope, attention)
+        norms = (first.attn_norm, first.hidden_norm)
+        both = embed_concat(token_ids, self.embedding, hidden, [each.weight for each in norms], norms[0].eps)
+        x, delta = first.fuse(both, hidden, rope, attention, None if others else keep)
         for layer in others:
-            x, delta = layer(x, delta, rope, attention)
-        return x if delta is None else x + delta
+            x, delta = layer(x, delta, rope, attention, keep if layer is others[-1] else None)
+        return joined(x, delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, H]; logits [T, draft vocabulary]."""

@@ -8,7 +8,7 @@ from torch import nn
 from spec_decode.models.attention import Attention
 from spec_decode.models.base import LayerGroup, TargetModel, TargetStates
 from spec_decode.models.config import ModelConfig
-from spec_decode.models.kernels.skinny_linear import linear
+from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.decoder_layer import DecoderLayer
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.rope import RotaryEmbedding

@@ -11,13 +11,14 @@ from itertools import count
 import torch
 
 from spec_decode.models.attention import Attention
-from spec_decode.models.base import DraftModel, TargetModel
+from spec_decode.models.base import DraftModel, KeepRows, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.draft import check_target
-from spec_decode.models.kernels.skinny_linear import linear
+from spec_decode.models.kernels.embed_concat import embed_concat
+from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.feed_forward import Names, read_dense
 from spec_decode.models.layers.mla_attention import MlaAttention, read_mla_shape
 from spec_decode.models.layers.moe import MixtureShape, read_mixture, read_mixture_shape
@@ -99,15 +100,21 @@ class MultiTokenPrediction(MtpDraft):
         )
         self.head_norm = RMSNorm.read(weights, "shared_head.norm.weight", hidden, eps)
 
-    def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
+    def states(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Attention,
+        keep: KeepRows | None,
     ) -> torch.Tensor:
         """token_ids, positions int64 [T], hidden [T, H]; states [T, H]."""
-        embedded = self.embedding_norm(self.embedded(token_ids))[1]
-        x = linear(torch.cat([embedded, self.state_norm(hidden)[1]], -1), self.fuse)
-        x, normed = self.attention_norm(x)
-        x, normed = self.mlp_norm(x, self.attention(normed, positions, self.layer, attention))
-        state: torch.Tensor = x + self.mlp(normed)
+        norms = [self.embedding_norm.weight, self.state_norm.weight]
+        both = embed_concat(token_ids, self.embedding, hidden, norms, self.state_norm.eps)
+        x, normed = self.attention_norm(linear(both, self.fuse))
+        delta = self.attention(normed, positions, self.layer, attention, keep)
+        x, normed = self.mlp_norm(x if keep is None else keep(x), delta)
+        state: torch.Tensor = self.mlp(normed, x)
         return state
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

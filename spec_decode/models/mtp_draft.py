@@ -6,20 +6,20 @@ Legend: T tokens, H hidden size. Floats are in the draft's dtype.
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
 
-from spec_decode.models.base import DraftModel, LayerGroup, TargetModel
+from spec_decode.models.base import LayerGroup, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.draft import check_embedding, target_embedding
-from spec_decode.models.kernels.skinny_linear import linear
+from spec_decode.models.kept_rows import KeptRowsDraft
+from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.mla_attention import MlaAttention
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.window_attention import WindowAttention
 
 
-class MtpDraft(DraftModel):
+class MtpDraft(KeptRowsDraft):
     """A draft of one layer, which uses its target's embedding and head where the checkpoint has none for it."""
 
     attention: MlaAttention | WindowAttention
@@ -53,9 +53,10 @@ class MtpDraft(DraftModel):
         spec = self.attention.shape.spec(page_size, self.state_norm.weight.dtype)
         return [LayerGroup(name="mtp", spec=spec, layers=(self.layer,))]
 
-    def embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The embeddings [T, H] of token_ids int64 [T]."""
-        return F.embedding(token_ids, target_embedding(self._target[0]) if self.embed is None else self.embed)
+    @property
+    def embedding(self) -> torch.Tensor:
+        """[V, H]."""
+        return target_embedding(self._target[0]) if self.embed is None else self.embed
 
     def projected(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits [T, vocab_size] of normed states [T, H]."""

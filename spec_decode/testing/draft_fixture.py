@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import cast
 
 import torch
 from torch import nn
 
 from builders import AttentionKind, AttentionSpec, RequestTables
 from spec_decode.drafter.kv_groups import KVGroup, make_group
-from spec_decode.models import Attention, EagleDraft, LatentConfig, LayerGroup, LlamaTarget, ModelConfig
+from spec_decode.models import EagleDraft, LatentConfig, LayerGroup, LlamaTarget, ModelConfig
+from spec_decode.models.layers.decoder_layer import ResidualLayer
 from spec_decode.testing.batches import with_trees
 from spec_decode.testing.subject import Subject
 
@@ -37,16 +39,10 @@ class StackedDraft(EagleDraft):
         super().__init__(config, target)
         self.more = nn.ModuleList(type(self.layer)(config, index) for index in range(1, config.num_layers))
 
-    def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
-    ) -> torch.Tensor:
+    @property
+    def stack(self) -> Sequence[ResidualLayer]:
         """See EagleDraft."""
-        rope, delta = self.rotary(positions), None
-        x = self.fuse(token_ids, self._shared[0].weight, hidden)
-        for layer in (self.layer, *self.more):
-            x, delta = layer(x, delta, rope, attention)
-        hidden_states: torch.Tensor = self.norm(x, delta)[1]
-        return hidden_states
+        return (self.layer, *cast(Iterable[ResidualLayer], self.more))
 
 
 @dataclass(frozen=True, slots=True)

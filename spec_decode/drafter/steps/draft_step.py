@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from builders import RequestTables, advance_shared_state, begin_decode
-from spec_decode.drafter.kernels.gather_last_hidden import gather_last_hidden
 from spec_decode.drafter.kv_groups import KVGroup
 from spec_decode.drafter.metadata_plan import MetadataPlan
 from spec_decode.drafter.step_buffers import StepBuffers
@@ -56,11 +55,10 @@ class DraftStep(ExtendStep[DraftSampler]):
 
         Raises BatchError for a draft model that returns states of another shape.
         """
-        inputs, query_len, last = self.inputs, self.extend.query_len, self.hidden[:size]
-        hidden = self.forward_shifted(size)
-        begin_decode(self.decode.batch, self.extend.batch.seq_lens, inputs.accepted, size, query_len)
-        gather_last_hidden(hidden, inputs.accepted, last, query_len)
-        self.sampler(self.logits(last))
+        hidden = self.forward_last(size)
+        extend = self.extend
+        begin_decode(self.decode.batch, extend.batch.seq_lens, self.inputs.accepted, size, extend.query_len)
+        self.sampler(self.logits(hidden), hidden, self.hidden)
 
     def advance(self, size: int) -> None:
         """Move the state of the first `size` rows on to the next later step."""

@@ -11,6 +11,7 @@ import torch
 from builders import CaptureConstants, RequestTables
 from builders.errors import require
 from spec_decode.drafter.attention import PagedAttention
+from spec_decode.drafter.kernels.gather_last_hidden import gather_last_hidden
 from spec_decode.drafter.kernels.shift_tokens import shift_tokens
 from spec_decode.drafter.kv_groups import KVGroup, build_ragged, products_of
 from spec_decode.drafter.step_buffers import StepBuffers
@@ -116,16 +117,35 @@ class ExtendStep(ABC, Generic[S]):
         )
         return hidden
 
-    def forward_shifted(self, size: int) -> torch.Tensor:
-        """The model's states of the target's tokens, shifted by one, with the next token after the last accepted.
+    def forward_last(self, size: int) -> torch.Tensor:
+        """The model's states [size, H] of each row's last accepted token, from `shifted`.
 
         Raises BatchError as `forward` does.
         """
+        query_len, width, accepted = self.extend.query_len, self.model.hidden_size, self.inputs.accepted
+
+        def keep(each: torch.Tensor) -> torch.Tensor:
+            last = each.new_empty(size, *each.shape[1:])
+            gather_last_hidden(each.flatten(1), accepted, last.flatten(1), query_len)
+            return last
+
+        positions = self.extend.batch.positions[: size * query_len]
+        with self.products():
+            hidden = self.model.forward_kept(*self.shifted(size), positions, self.extend.attention, keep)
+        require(
+            hidden.shape == (size, width),
+            f"the last tokens of {size} rows need states [{size}, {width}], got {list(hidden.shape)}; no token was "
+            "drafted. Have the draft model return a state of its hidden_size for every token that is kept.",
+        )
+        return hidden
+
+    def shifted(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's tokens, shifted by one, with the next token after the last accepted, int64 [T], and the states
+        [T, H] that the model reads of each."""
         inputs = self.inputs
         token_ids = shift_tokens(inputs.token_ids[:size], inputs.next_tokens, inputs.accepted)
         with self.products():
-            states = self.model.combine(inputs.target_hidden_states[:size].flatten(0, 1))
-        return self.forward(size, token_ids, states)
+            return token_ids, self.model.combine(inputs.target_hidden_states[:size].flatten(0, 1))
 
     def logits(self, hidden: torch.Tensor, module: DraftModel | None = None) -> torch.Tensor:
         """Logits [T, V of the draft] of hidden [T, H] by one of the model's modules, or the model itself."""

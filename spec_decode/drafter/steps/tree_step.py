@@ -70,7 +70,7 @@ class TreeStep(ExtendStep[TreeSampler]):
         Raises BatchError for a draft model that returns states of another shape.
         """
         inputs, last, batch = self.inputs, self.hidden[:size], self.decode.batch
-        hidden = self.forward_shifted(size)
+        hidden = self.forward(size, *self.shifted(size))
         gather_last_hidden(hidden, inputs.accepted, last, self.extend.query_len)
         kept = inputs.accepted[:size].clamp(0, self.num_speculative_tokens)
         torch.add(inputs.context_lens[:size], kept + 1, out=self._starts[:size])

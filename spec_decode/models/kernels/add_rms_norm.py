@@ -17,7 +17,7 @@ def add_rms_norm(
     """The sum x + delta (x itself where there is no delta), and sum / rms(sum) * weight, computed in fp32.
 
     x       float [..., H]
-    delta   as x and contiguous, or None
+    delta   as x and contiguous; or fp32 [S, T, H] contiguous, whose sum over S it is, of x [T, H]; or None
     weight  float [H]
 
     Both results have the shape and dtype of x.
@@ -37,8 +37,16 @@ class AddRmsNorm(NamedTuple):
     weight: torch.Tensor
     eps: float
 
+    @property
+    def shares(self) -> int:
+        """S; 0 for a delta as x."""
+        return len(self.delta) if self.delta is not None and self.delta.dim() > self.x.dim() else 0
+
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
         total = self.x.new_empty(0) if self.delta is None else self.x + self.delta
+        if self.shares:
+            assert self.delta is not None, "shares are of a delta"
+            total = (self.x.float() + self.delta.sum(0)).to(self.x.dtype)
         x = self.x if self.delta is None else total
         return total, F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
@@ -53,13 +61,16 @@ class AddRmsNorm(NamedTuple):
         block = triton.next_power_of_2(width)
         _add_rms_norm_kernel[(rows.shape[0],)](
             rows, self.delta, self.weight, total, normed, width, rows.stride(0), self.eps,
-            BLOCK=block, num_warps=1 if block <= 256 else 4 if block <= 2048 else 8, **dependent_launch(self.x.device),
+            SHARES=self.shares, BLOCK=block, num_warps=1 if block <= 256 else 4 if block <= 2048 else 8,
+            **dependent_launch(self.x.device),
         )  # fmt: skip
         return total, normed
 
 
 @triton.jit
-def _add_rms_norm_kernel(x, delta, weight, total, normed, width, stride, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _add_rms_norm_kernel(
+    x, delta, weight, total, normed, width, stride, eps, SHARES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -67,7 +78,14 @@ def _add_rms_norm_kernel(x, delta, weight, total, normed, width, stride, eps, BL
     row = tl.load(x + token * stride + column, mask=inside, other=0.0)
     if delta is not None:
         # The residual stream is rounded to its dtype before the norm, as separate kernels would leave it.
-        row = (row + tl.load(delta + token * width + column, mask=inside, other=0.0)).to(x.dtype.element_ty)
+        if SHARES == 0:
+            added = tl.load(delta + token * width + column, mask=inside, other=0.0)
+        else:
+            added = tl.zeros((BLOCK,), tl.float32)
+            for share in tl.static_range(SHARES):
+                of_share = delta + (share * tl.num_programs(0) + token) * width
+                added += tl.load(of_share + column, mask=inside, other=0.0)
+        row = (row + added).to(x.dtype.element_ty)
         tl.store(total + token * width + column, row, mask=inside)
     wide = row.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)

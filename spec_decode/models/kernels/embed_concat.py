@@ -1,25 +1,35 @@
-"""The draft's input: a token's embedding beside the hidden state before it."""
+"""The draft's input: a token's embedding beside the hidden state before it, each normed where the draft has norms."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+from spec_decode.models.kernels.stored_as import stored_as
 
 
-def embed_concat(token_ids: torch.Tensor, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+def embed_concat(
+    token_ids: torch.Tensor,
+    embedding: torch.Tensor,
+    hidden: torch.Tensor,
+    norms: Sequence[torch.Tensor] = (),
+    eps: float = 0.0,
+) -> torch.Tensor:
     """embedding[token_ids] | hidden, [T, 2 H] in their dtype.
 
     token_ids  int64 [T]
     embedding  float [V, H]
     hidden     as embedding, [T, H]
+    norms      of the embedding and of the hidden state, the weights [H] of their RMS norms with eps; none: no norms
     """
-    if hidden.requires_grad or embedding.requires_grad:
-        return EmbedConcat(token_ids, embedding, hidden).reference()
-    return _embed_concat(token_ids, embedding, hidden)
+    if hidden.requires_grad or embedding.requires_grad or any(weight.requires_grad for weight in norms):
+        return EmbedConcat(token_ids, embedding, hidden, norms, eps).reference()
+    return _embed_concat(token_ids, embedding, hidden, norms, eps)
 
 
 class EmbedConcat(NamedTuple):
@@ -28,38 +38,60 @@ class EmbedConcat(NamedTuple):
     token_ids: torch.Tensor
     embedding: torch.Tensor
     hidden: torch.Tensor
+    norms: Sequence[torch.Tensor]
+    eps: float
 
     def reference(self) -> torch.Tensor:
-        return torch.cat([torch.nn.functional.embedding(self.token_ids, self.embedding), self.hidden], -1)
+        both = [F.embedding(self.token_ids, self.embedding), self.hidden]
+        if self.norms:
+            both = [F.rms_norm(x, x.shape[1:], weight, self.eps) for x, weight in zip(both, self.norms, strict=True)]
+        return torch.cat(both, -1)
 
     def fake(self) -> torch.Tensor:
         return self.hidden.new_empty(self.hidden.shape[0], 2 * self.hidden.shape[1])
 
     def launch(self) -> torch.Tensor:
         out, (tokens, width) = self.fake(), self.hidden.shape
-        block = min(1024, triton.next_power_of_2(width))
-        _embed_concat_kernel[(tokens, triton.cdiv(width, block))](
-            *self, out, self.embedding.shape[0], width, self.hidden.stride(0),
-            BLOCK=block, **dependent_launch(out.device),
+        stored = stored_as(out)
+        block = triton.next_power_of_2(width) if self.norms else min(1024, triton.next_power_of_2(width))
+        _embed_concat_kernel[(tokens, triton.cdiv(width, block), 2)](
+            self.token_ids, self.embedding, self.hidden, *(self.norms or (None, None)), stored,
+            self.embedding.shape[0], width, self.hidden.stride(0), self.eps,
+            BLOCK=block, num_warps=4 if block <= 2048 else 8, **dependent_launch(out.device),
         )  # fmt: skip
-        return out
+        return stored.to(out.dtype)
 
 
 @triton.jit
 def _embed_concat_kernel(
-    token_ids, embedding, hidden, out, vocab, width, hidden_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    token_ids, embedding, hidden, embedding_norm, hidden_norm, out, vocab, width, hidden_stride, eps,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One half of a token's row; with norms a block is all of it."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    index = tl.load(token_ids + token)
-    # An id outside the vocabulary must not lead the read out of the table.
-    known = (index >= 0) & (index < vocab)
-    row = tl.load(embedding + index * width + column, mask=inside & known, other=0.0)
-    state = tl.load(hidden + token * hidden_stride + column, mask=inside)
-    tl.store(out + token * 2 * width + column, row, mask=inside)
-    tl.store(out + token * 2 * width + width + column, state, mask=inside)
+    out += token * 2 * width + column
+    if tl.program_id(2) == 0:
+        index = tl.load(token_ids + token)
+        # An id outside the vocabulary must not lead the read out of the table.
+        known = (index >= 0) & (index < vocab)
+        embedded = tl.load(embedding + index * width + column, mask=inside & known, other=0.0)
+        tl.store(out, _normed(embedded, embedding_norm, column, inside, width, eps, out), mask=inside)
+    else:
+        state = tl.load(hidden + token * hidden_stride + column, mask=inside, other=0.0)
+        tl.store(out + width, _normed(state, hidden_norm, column, inside, width, eps, out), mask=inside)
+
+
+@triton.jit
+def _normed(row, norm, column, inside, width, eps, out):
+    """The row, or its RMS norm where there is a weight, as out has it."""
+    wide = row.to(tl.float32)
+    if norm is not None:
+        scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+        wide = wide * scale * tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+    return wide.to(out.dtype.element_ty)
 
 
 _embed_concat = define_op("spec_decode::embed_concat", EmbedConcat)

@@ -20,33 +20,29 @@ from spec_decode.models.kernels.skinny_linear_kernels import matvec_kernel
 from spec_decode.models.kernels.skinny_tiling import Tiling, power_of_two, tile_of
 from spec_decode.models.kernels.stored_as import stored_as
 
-MAX_ROWS = 4
-"""Above it these kernels run out of registers."""
+MAX_ROWS = 2
+"""Above it the products themselves would take longer than reading the weight (measured on an H200)."""
 
-_ANY_WEIGHT = 2
-"""Rows up to which every weight pays; for more, reading it no longer hides the multiplications of a large one."""
+MAX_WIDE_ROWS = 64
+"""Those of a wide linear, whose weight is small enough to be read again for every _TOGETHER of them."""
 
-_SMALL_WEIGHT = 16 << 20
-"""Bytes of a weight that pays up to MAX_ROWS: the launches saved by folding outweigh its multiplications."""
+_TOGETHER = 4
+"""Rows of one program at most: more would not leave it the registers."""
 
 _KEPT_IN_CACHE = 32 << 20
 """Bytes of a weight above which no L2 cache would hold it until the next step: it is read to be dropped first."""
 
 
-def is_skinny(x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False, largest: int | None = None) -> bool:
-    """Whether the rows x [T, K] go through these kernels: from 1 to MAX_ROWS, few enough for it to pay (measured on an
-    H200), no gradient, no autocast, and not batch invariant.
+def is_skinny(x: torch.Tensor) -> bool:
+    """Whether the rows x [T, K] go through these kernels: from 1 to MAX_ROWS, no gradient, no autocast, and not batch
+    invariant.
 
-    gated    of a gate, whose two products a row pay for fewer rows
-    largest  elements of the weight that decides, where it is not `weight` but the largest of its layer
-
-    It reads host values alone, the same for every replay of a graph. Everywhere else torch's linear layers run.
+    It reads host values alone, the same for every replay of a graph.
     """
-    nbytes = weight.nbytes if largest is None else largest * weight.itemsize
     return (
         x.dim() == 2
         and not is_batch_invariant()
-        and 0 < x.shape[0] <= (MAX_ROWS if nbytes <= _SMALL_WEIGHT and not gated else _ANY_WEIGHT)
+        and 0 < x.shape[0] <= MAX_ROWS
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled(x.device.type)
     )
@@ -60,24 +56,9 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor 
     return _skinny_linear(*SkinnyLinear(x, weight, residual=residual).checked())[1]
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x @ weight^T for any number of rows: by these kernels where they pay, else as `plain_linear`."""
-    return skinny_linear(x, weight) if is_skinny(x, weight) and weight.is_contiguous() else plain_linear(x, weight)
-
-
-def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, K] @ weight^T + bias: torch's own, or where products are to be batch invariant, that kernel."""
-    if not is_batch_invariant():
-        return F.linear(x, weight, bias)
-    out = batch_invariant_linear(x[:, None], weight[None])[:, 0]
-    return out if bias is None else out + bias
-
-
-def stacked_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [T, B, K] @ weight [B, N, K]^T, matrix by matrix; [T, B, N], torch's own or batch invariant."""
-    if is_batch_invariant():
-        return batch_invariant_linear(x, weight)
-    return torch.bmm(x.transpose(0, 1), weight.mT).transpose(0, 1)
+def skinny_gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of x @ weight^T, weight [2 N, K], gate above up; else as `skinny_linear`."""
+    return _skinny_linear(*SkinnyLinear(x, weight, gated=True).checked())[1]
 
 
 def norm_linear(
@@ -124,7 +105,7 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor, *, norm_eps: float | None
         wide = x if norm_eps is None else add_rms_norm(x.float(), None, ones, norm_eps)[1]
         return batch_invariant_linear(wide[:, None], weight[None])[:, 0]
     arguments = SkinnyLinear(x, weight, eps=norm_eps)
-    few = is_skinny(x, weight) and weight.is_contiguous() and x.stride(1) == 1
+    few = x.shape[0] <= MAX_WIDE_ROWS and is_skinny(x[:1]) and weight.is_contiguous() and x.stride(1) == 1
     with torch.autocast(x.device.type, enabled=False):
         out: torch.Tensor = (_skinny_linear(*arguments) if few else arguments.reference())[1]
     return out
@@ -218,11 +199,12 @@ class SkinnyLinear(NamedTuple):
         """tile: how the kernel is cut; None: as `tile_of` does."""
         x, weight, (total, out), outputs = self.x, self.weight, self.fake(), self.outputs
         rows, inputs, stored = x.shape[0], weight.shape[1], stored_as(out)
-        tile = tile or tile_of(rows, outputs, inputs, gated=self.gated, itemsize=weight.element_size())
-        matvec_kernel[(triton.cdiv(outputs, tile.block_n),)](
+        together = min(rows, _TOGETHER)
+        tile = tile or tile_of(together, outputs, inputs, gated=self.gated, itemsize=weight.element_size())
+        matvec_kernel[(triton.cdiv(outputs, tile.block_n), triton.cdiv(rows, together))](
             *self[:7], total, stored, rows, 0 if self.embedding is None else self.embedding.shape[0], x.stride(0),
             self.eps, N=outputs, K=inputs, GATED=self.gated,
-            EVICTION="evict_first" if weight.nbytes > _KEPT_IN_CACHE else "", BLOCK_T=power_of_two(rows),
+            EVICTION="evict_first" if weight.nbytes > _KEPT_IN_CACHE else "", BLOCK_T=power_of_two(together),
             BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages, num_warps=tile.num_warps,
             **dependent_launch(x.device),
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """The Triton kernel of skinny_linear; skinny_linear.py holds its contract.
 
-A program owns BLOCK_N outputs (with GATED their gate rows and their up rows) of all rows and walks all of K, so that a
-result has one order of summation whatever the device does. Legend: T rows, N outputs, K inputs of a row.
+A program owns BLOCK_N outputs (with GATED their gate rows and their up rows) of BLOCK_T rows and walks all of K, so
+that a result has one order of summation whatever the device does. Legend: T rows, N outputs, K inputs of a row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def matvec_kernel(
     """Products in fp32, summed over K at the end: for so few rows that a tensor core would run nearly empty."""
     await_previous(PDL)
     # Every tile has three axes, T, N and K, so that no load needs another layout than the products.
-    row = tl.arange(0, BLOCK_T)[:, None, None]
+    row = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None, None]
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows_of_weight = weight + output[None, :, None].to(tl.int64) * K
     token = _token(token_ids, row, rows)
@@ -39,7 +39,7 @@ def matvec_kernel(
             up = tl.load(rows_of_weight + N * K + column, mask=owned, other=0.0, eviction_policy=EVICTION)
             up_sums += wide * up.to(tl.float32)
     result, up_result, square = tl.sum(sums, 2), tl.sum(up_sums, 2), tl.sum(squares, 2)
-    row = tl.arange(0, BLOCK_T)[:, None]
+    row = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
     _finish(result, up_result, square, eps, residual, out, row, output[None, :], rows, N, K, GATED)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from attn_backends.kernels.rope import Rope
 from spec_decode.models.attention import Attention, AttentionInputs
+from spec_decode.models.base import KeepRows
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.layers.linear import Linear, NormGateUp, NormLinear, ResidualLinear, ResidualStream
@@ -44,8 +45,6 @@ class ResidualLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        # Gate and up together decide for how few rows the whole layer fuses.
-        self.largest = 2 * config.intermediate_size * config.hidden_size
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def add_feed_forward(self, config: ModelConfig) -> None:
@@ -53,7 +52,7 @@ class ResidualLayer(nn.Module):
         hidden, intermediate = config.hidden_size, config.intermediate_size
         self.mlp_norm = RMSNorm(hidden, config.norm_eps)
         self.gate_up = NormGateUp(hidden, intermediate, intermediate)
-        self.down = ResidualLinear(intermediate, hidden, largest=self.largest)
+        self.down = ResidualLinear(intermediate, hidden)
 
     def feed_forward(self, x: torch.Tensor, delta: torch.Tensor | None) -> ResidualStream:
         """The second half, over what attention leaves: x and delta [T, H]; the same pair after the layer."""
@@ -74,18 +73,27 @@ class DecoderLayer(ResidualLayer):
         hidden, dim, plain = config.hidden_size, config.head_dim, options == LayerOptions()
         self.heads, self.head_dim = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads), dim
         rows, kind = [count * dim for count in self.heads], NormLinear if qkv_inputs is None else Linear
-        self.qkv = kind(qkv_inputs or hidden, *rows, bias=options.qkv_bias, fuse=plain, largest=self.largest)
-        self.out = ResidualLinear(rows[0], hidden, bias=options.out_bias, fuse=plain, largest=self.largest)
+        self.qkv = kind(qkv_inputs or hidden, *rows, bias=options.qkv_bias, fuse=plain)
+        self.out = ResidualLinear(rows[0], hidden, bias=options.out_bias, fuse=plain)
         self.q_norm = RMSNorm(dim, config.norm_eps) if options.qk_norm else None
         self.k_norm = RMSNorm(dim, config.norm_eps) if options.qk_norm else None
         self.add_feed_forward(config)
 
-    def forward(self, x: torch.Tensor, delta: torch.Tensor | None, rope: Rope, attention: Attention) -> ResidualStream:
-        """x and the delta yet to be added to it, both [T, H]; the same pair after the layer."""
+    def forward(
+        self,
+        x: torch.Tensor,
+        delta: torch.Tensor | None,
+        rope: Rope,
+        attention: Attention,
+        keep: KeepRows | None = None,
+    ) -> ResidualStream:
+        """x and the delta yet to be added to it, both [T, H]; the same pair after the layer, of the rows kept."""
         x, qkv = self.qkv(x, delta, self.attn_norm)
-        return self.after_qkv(x, qkv, rope, attention)
+        return self.after_qkv(x, qkv, rope, attention, keep)
 
-    def after_qkv(self, x: torch.Tensor, qkv: torch.Tensor, rope: Rope, attention: Attention) -> ResidualStream:
+    def after_qkv(
+        self, x: torch.Tensor, qkv: torch.Tensor, rope: Rope, attention: Attention, keep: KeepRows | None
+    ) -> ResidualStream:
         """The layer after its first projection, over x [T, H] and qkv [T, (heads + 2 KV heads) * D]."""
         qkv = qkv.view(x.shape[0], sum(self.heads), self.head_dim)
         query, key, value = qkv.split(self.heads, 1)
@@ -93,4 +101,7 @@ class DecoderLayer(ResidualLayer):
             qkv = torch.cat([self.q_norm(query)[1], self.k_norm(key)[1], value], 1)
             query, key, value = qkv.split(self.heads, 1)
         attended = attention(AttentionInputs(self.layer, query, key, value, rope=rope))
-        return self.feed_forward(*self.out(attended.flatten(1), x))
+        attended = attended.flatten(1)
+        if keep is not None:
+            x, attended = keep(x), keep(attended)
+        return self.feed_forward(*self.out(attended, x))

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights, frozen
-from spec_decode.models.kernels.skinny_linear import linear
-from spec_decode.models.kernels.swiglu import swiglu
+from spec_decode.models.kernels.linear import gated_linear, linear
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,9 +32,9 @@ class FeedForward(nn.Module):
         self.gate_up, self.down = frozen(gate_up), frozen(down)
         self.limit = limit
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, H]; [T, H]."""
-        return linear(swiglu(linear(x, self.gate_up), self.limit), self.down)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, H]; [T, H], with a residual [T, H] added to it."""
+        return linear(gated_linear(x, self.gate_up, self.limit), self.down, residual)
 
 
 def read_dense(

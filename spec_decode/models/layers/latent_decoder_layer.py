@@ -14,8 +14,9 @@ from attn_backends.kernels.latent_rotary import inverse_rotary, prepare_query
 from attn_backends.kernels.rope import Rope
 from attn_backends.kernels.write_latent import KvANormRope
 from spec_decode.models.attention import Attention, AttentionInputs
+from spec_decode.models.base import KeepRows
 from spec_decode.models.config import ModelConfig
-from spec_decode.models.kernels.skinny_linear import plain_linear
+from spec_decode.models.kernels.linear import plain_linear
 from spec_decode.models.layers.decoder_layer import ResidualLayer
 from spec_decode.models.layers.linear import ResidualStream
 from spec_decode.models.layers.rms_norm import RMSNorm
@@ -40,13 +41,21 @@ class LatentDecoderLayer(ResidualLayer):
         self.out_b = nn.Linear(out_rank, hidden, bias=False)
         self.add_feed_forward(config)
 
-    def forward(self, x: torch.Tensor, delta: torch.Tensor | None, rope: Rope, attention: Attention) -> ResidualStream:
-        """x and the delta yet to be added to it, both [T, H]; the same pair after the layer."""
+    def forward(
+        self,
+        x: torch.Tensor,
+        delta: torch.Tensor | None,
+        rope: Rope,
+        attention: Attention,
+        keep: KeepRows | None = None,
+    ) -> ResidualStream:
+        """x and the delta yet to be added to it, both [T, H]; the same pair after the layer, of the rows kept."""
         x, normed = self.attn_norm(x, delta)
-        return self.feed_forward(x, self.attend(normed, rope, attention))
+        delta = self.attend(normed, rope, attention, keep)
+        return self.feed_forward(x if keep is None else keep(x), delta)
 
-    def attend(self, x: torch.Tensor, rope: Rope, attention: Attention) -> torch.Tensor:
-        """x [T, H] normed; the residual's delta [T, H]."""
+    def attend(self, x: torch.Tensor, rope: Rope, attention: Attention, keep: KeepRows | None = None) -> torch.Tensor:
+        """x [T, H] normed; the residual's delta [T, H], of the rows kept."""
         narrow = self.q_norm(plain_linear(x, self.q_a.weight))[1]
         query = plain_linear(narrow, self.q_b.weight).view(-1, self.heads, self.head_dim)
         query = prepare_query(query, rope.positions, rope.table, eps=self.q_norm.eps)
@@ -57,4 +66,5 @@ class LatentDecoderLayer(ResidualLayer):
         out = attention(AttentionInputs(self.layer, query, latent, value, kv_a_norm_rope=norm, sinks=sinks))
         if self.value_dim == self.head_dim:
             out = inverse_rotary(out, rope.positions, rope.table)
-        return plain_linear(plain_linear(out.flatten(1), self.out_a.weight), self.out_b.weight)
+        out = out.flatten(1) if keep is None else keep(out.flatten(1))
+        return plain_linear(plain_linear(out, self.out_a.weight), self.out_b.weight)

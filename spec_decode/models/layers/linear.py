@@ -11,12 +11,22 @@ import torch
 from torch import nn
 
 from spec_decode.models.kernels.embed_concat import embed_concat
-from spec_decode.models.kernels.skinny_linear import embed_linear, is_skinny, norm_linear, plain_linear, skinny_linear
-from spec_decode.models.kernels.swiglu import swiglu
+from spec_decode.models.kernels.linear import gated_linear, plain_linear
+from spec_decode.models.kernels.skinny_linear import embed_linear, is_skinny, norm_linear, skinny_linear
+from spec_decode.models.kernels.streamed_linear import is_streamed, num_shares, streamed_linear
+from spec_decode.models.kernels.streamed_shares import streamed_shares, sum_shares
 from spec_decode.models.layers.rms_norm import RMSNorm
 
 ResidualStream = tuple[torch.Tensor, torch.Tensor | None]
-"""Hidden states x and the delta yet to be added to them (None: nothing), both [T, H]."""
+"""Hidden states x [T, H] and the delta yet to be added to them: [T, H], or fp32 [S, T, H] whose sum it is, or None for
+nothing. The next norm adds it, or `joined`."""
+
+
+def joined(x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    """x [T, H] with the delta of a ResidualStream."""
+    if delta is None:
+        return x
+    return sum_shares(delta, x) if delta.dim() > x.dim() else x + delta
 
 
 class FusingLinear(nn.Module):
@@ -28,22 +38,18 @@ class FusingLinear(nn.Module):
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    def __init__(
-        self, inputs: int, *outputs: int, bias: bool = False, fuse: bool = True, largest: int | None = None
-    ) -> None:
+    def __init__(self, inputs: int, *outputs: int, bias: bool = False, fuse: bool = True) -> None:
         """outputs   rows of the weight, of each matrix where several are stacked in it
-        fuse      False: torch's own always
-        largest   elements of the weight that decides which rows are few, where it is not this one: a decoder layer
-                  fuses all that touches its residual, or nothing
+        fuse      False: nothing is fused
         """
         super().__init__()
         linear = nn.Linear(inputs, sum(outputs), bias=bias)
         self.weight, self.bias = linear.weight, linear.bias
-        self.outputs, self.fuse, self.largest = outputs, fuse and not bias, largest
+        self.outputs, self.fuse = outputs, fuse and not bias
 
-    def fuses(self, x: torch.Tensor, *, gated: bool = False) -> bool:
+    def fuses(self, x: torch.Tensor) -> bool:
         """Whether rows x [T, K] take the fused kernel."""
-        return self.fuse and is_skinny(x, self.weight, gated=gated, largest=self.largest)
+        return self.fuse and is_skinny(x)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, K] through the layer alone, with its bias; [T, N]."""
@@ -65,10 +71,10 @@ class NormLinear(FusingLinear):
 
     def forward(self, x: torch.Tensor, delta: torch.Tensor | None, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
         """x and delta [T, K]; x + delta [T, K], and the layer over its norm [T, N] ([T, I] with a gate)."""
-        if self.fuses(x, gated=self.gated):
+        if self.fuses(x):
             return norm_linear(x, delta, norm.weight, norm.eps, self.weight, self.gated)
         x, normed = norm(x, delta)
-        return x, swiglu(self.product(normed)) if self.gated else self.product(normed)
+        return x, gated_linear(normed, self.weight) if self.gated else self.product(normed)
 
 
 class NormGateUp(NormLinear):
@@ -81,9 +87,13 @@ class ResidualLinear(FusingLinear):
     """A linear layer whose output is added to the residual: at once where that is one kernel, else by the next norm."""
 
     def forward(self, inputs: torch.Tensor, x: torch.Tensor) -> ResidualStream:
-        """inputs [T, K], x [T, N]; the sum and None, or x and the delta yet to be added, all [T, N]."""
+        """inputs [T, K], x [T, N]; the sum and None, or x and the delta yet to be added."""
         if self.fuses(x):
             return skinny_linear(inputs, self.weight, residual=x), None
+        if is_streamed(inputs, self.weight):
+            if self.bias is None and not is_skinny(x) and num_shares(inputs, self.weight) > 1:
+                return x, streamed_shares(inputs, self.weight)
+            return streamed_linear(inputs, self.weight, self.bias, residual=x), None
         return x, self.product(inputs)
 
 

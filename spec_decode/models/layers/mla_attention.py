@@ -13,12 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from attn_backends.kernels.latent_rotary import inverse_rotary
+from attn_backends.kernels.rope import Rope
 from builders import AttentionKind, AttentionSpec
 from spec_decode.models.attention import Attention, AttentionInputs
+from spec_decode.models.base import KeepRows
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights, frozen
-from spec_decode.models.kernels.skinny_linear import linear, stacked_linear
+from spec_decode.models.kernels.linear import linear, stacked_linear
+from spec_decode.models.kernels.mla_query_key import mla_query_key
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.rope import RopeConfig
 from spec_decode.models.layers.yarn import Yarn, read_latent_rope
@@ -75,7 +77,7 @@ def read_mla_shape(config: ConfigReader, hidden: int, eps: float) -> MlaShape:
 class MlaAttention(nn.Module):
     """One layer, from tensors named as DeepSeek-V3 names them."""
 
-    back: torch.Tensor
+    table: torch.Tensor
 
     def __init__(self, shape: MlaShape, weights: ScopedWeights, max_positions: int) -> None:
         super().__init__()
@@ -94,21 +96,25 @@ class MlaAttention(nn.Module):
         key_up, value_up = ups.unflatten(0, (shape.heads, -1)).split([shape.nope_dim, shape.value_dim], 1)
         self.key_up, self.value_up = frozen(key_up.contiguous()), frozen(value_up.contiguous())
         self.out = weights.parameter("o_proj.weight", shape.hidden, shape.heads * shape.value_dim)
-        cos, sin = shape.rope.table(max_positions).to(weights.device).chunk(2, -1)
-        # Angles of the other sign: the inverse rotation by them is the rotation, in place and without a norm.
-        self.register_buffer("back", torch.cat([cos, -sin], -1), persistent=False)
+        self.register_buffer("table", shape.rope.table(max_positions).to(weights.device), persistent=False)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, layer: int, attention: Attention) -> torch.Tensor:
-        """x [T, H] normed, positions int64 [T]; the residual's delta [T, H]."""
+    def forward(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        layer: int,
+        attention: Attention,
+        keep: KeepRows | None = None,
+    ) -> torch.Tensor:
+        """x [T, H] normed, positions int64 [T]; the residual's delta [T, H], of the rows kept."""
         shape = self.shape
         query, latent = linear(x, self.project_in).split([self.queries, shape.kv_rank + shape.rope.dims], -1)
         if self.q_norm is not None and self.q_up is not None:
             query = linear(self.q_norm(query)[1], self.q_up)
         nope, rotated = query.unflatten(-1, (shape.heads, -1)).split([shape.nope_dim, shape.rope.dims], -1)
         absorbed = stacked_linear(nope, self.key_up.mT)
-        query = inverse_rotary(torch.cat([absorbed, rotated], -1), positions, self.back)
-        latent, shared = latent.split([shape.kv_rank, shape.rope.dims], -1)
-        key = inverse_rotary(torch.cat([self.kv_norm(latent)[1], shared], -1)[:, None], positions, self.back)
+        rope = Rope(positions, self.table)
+        query, key = mla_query_key(absorbed, rotated, latent, self.kv_norm.weight, shape.eps, rope)
         out = attention(AttentionInputs(layer, query, key, key[..., : shape.kv_rank]))
-        values = stacked_linear(out, self.value_up)
+        values = stacked_linear(out if keep is None else keep(out), self.value_up)
         return linear(values.flatten(1), self.out)

@@ -18,9 +18,8 @@ from spec_decode.models.kernels.combine_experts import combine_experts
 from spec_decode.models.kernels.order_by_expert import order_by_expert
 from spec_decode.models.kernels.route_tokens import Routing, route_tokens
 from spec_decode.models.kernels.skinny_linear import wide_linear
-from spec_decode.models.kernels.swiglu import swiglu
 from spec_decode.models.layers.feed_forward import FeedForward, Names, read_dense
-from spec_decode.models.layers.grouped_linear import grouped_linear
+from spec_decode.models.layers.grouped_linear import grouped_gated_linear, grouped_linear
 
 
 class Experts(nn.Module):
@@ -41,8 +40,8 @@ class Experts(nn.Module):
         experts have a row, and then no more.
         """
         tokens, places, ends = order_by_expert(experts, self.gate_up.shape[0])
-        inner = grouped_linear(x[tokens], self.gate_up, ends)
-        rows = grouped_linear(swiglu(inner, self.limit), self.down, ends)
+        inner = grouped_gated_linear(x, tokens, self.gate_up, ends, self.limit)
+        rows = grouped_linear(inner, self.down, ends)
         return combine_experts(rows, weights, places, shared)
 
 
@@ -57,10 +56,10 @@ class MixtureOfExperts(nn.Module):
         self.router, self.bias = frozen(router), frozen(bias)
         self.experts, self.shared = experts, shared
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, H]; [T, H]."""
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, H]; [T, H], with a residual [T, H] added to it."""
         weights, experts = route_tokens(wide_linear(x, self.router), self.bias, self.routing)
-        shared = None if self.shared is None else self.shared(x)
+        shared = residual if self.shared is None else self.shared(x, residual)
         out: torch.Tensor = self.experts(x, weights, experts, shared)
         return out
 

@@ -16,10 +16,11 @@ from attn_backends.kernels.latent_rotary import inverse_rotary, prepare_query
 from attn_backends.kernels.write_latent import KvANormRope
 from builders import AttentionKind, AttentionSpec
 from spec_decode.models.attention import Attention, AttentionInputs
+from spec_decode.models.base import KeepRows
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights, frozen
-from spec_decode.models.kernels.skinny_linear import linear, stacked_linear
+from spec_decode.models.kernels.linear import linear, stacked_linear
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.rope import RopeConfig
 
@@ -97,8 +98,15 @@ class WindowAttention(nn.Module):
         self.out_up = weights.parameter("wo_b.weight", shape.hidden, shape.groups * shape.out_rank)
         self.register_buffer("table", shape.rope.table(max_positions).to(weights.device), persistent=False)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, layer: int, attention: Attention) -> torch.Tensor:
-        """x [T, H] normed, positions int64 [T]; [T, H]."""
+    def forward(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        layer: int,
+        attention: Attention,
+        keep: KeepRows | None = None,
+    ) -> torch.Tensor:
+        """x [T, H] normed, positions int64 [T]; [T, H], of the rows kept."""
         shape = self.shape
         query, latent = linear(x, self.project_in).split([shape.q_rank, shape.head_dim], -1)
         query = linear(self.q_norm(query)[1], self.q_up).unflatten(-1, (shape.heads, -1))
@@ -106,6 +114,7 @@ class WindowAttention(nn.Module):
         norm = KvANormRope(weight=self.kv_norm.weight, eps=shape.eps, positions=positions, table=self.table)
         latent = latent[:, None]
         out = attention(AttentionInputs(layer, query, latent, latent, kv_a_norm_rope=norm, sinks=self.sinks))
-        groups = inverse_rotary(out, positions, self.table).view(x.shape[0], shape.groups, -1)
-        narrow = stacked_linear(groups, self.out_down)
+        out = inverse_rotary(out, positions, self.table)
+        out = out if keep is None else keep(out)
+        narrow = stacked_linear(out.view(out.shape[0], shape.groups, -1), self.out_down)
         return linear(narrow.flatten(1), self.out_up)

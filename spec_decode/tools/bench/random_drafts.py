@@ -13,7 +13,7 @@ from spec_decode.models import deepseek_v4, dflash, eagle, eagle3, mtp
 from spec_decode.models.attention import Attention
 from spec_decode.models.base import DraftModel, LayerGroup, TargetModel, TargetStates
 from spec_decode.models.checkpoints.store import TensorStore
-from spec_decode.models.kernels.skinny_linear import linear
+from spec_decode.models.kernels.linear import linear
 
 _ATTENTION = [f"self_attn.{part}_proj.weight" for part in "qkvo"]
 _MLP = [f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")]

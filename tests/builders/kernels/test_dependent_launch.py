@@ -25,7 +25,8 @@ KERNELS = {
     "batch_invariant_linear_kernel", "_ancestor_masks_kernel", "_follow_tree_kernel", "_move_accepted_kv_kernel",
     "try_children_kernel", "draw_left_kernel", "_block_top_kernel", "_merge_top_kernel",
     "_grow_tree_kernel", "_keep_best_kernel", "_block_inputs_kernel", "_gather_block_kernel", "_line_argmax_kernel",
-    "_store_block_kernel", "_place_frontier_kernel", "_prefix_lens_kernel", "_tree_attention_kernel",
+    "_store_block_kernel", "_place_frontier_kernel", "_prefix_lens_kernel", "_tree_attention_kernel", "streamed_kernel",
+    "sum_shares_kernel", "_mla_query_key_kernel", "_block_target_kernel",
 }  # fmt: skip
 CHOSEN = {"PDL": True, "launch_pdl": True}
 

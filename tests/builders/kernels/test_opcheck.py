@@ -8,6 +8,7 @@ import spec_decode.drafter.kernels.shift_tokens
 import spec_decode.models.kernels.add_rms_norm
 import spec_decode.models.kernels.combine_experts
 import spec_decode.models.kernels.embed_concat
+import spec_decode.models.kernels.mla_query_key
 import spec_decode.models.kernels.order_by_expert
 import spec_decode.models.kernels.route_tokens
 import spec_decode.models.kernels.swiglu
@@ -119,7 +120,12 @@ def combine_experts_args():
 
 
 def embed_concat_args():
-    return torch.tensor([3, 0, 3]), torch.randn(5, 8), torch.randn(3, 8)
+    return torch.tensor([3, 0, 3]), torch.randn(5, 8), torch.randn(3, 8), [torch.randn(8), torch.randn(8)], 1e-6
+
+
+def mla_query_key_args():
+    parts = torch.randn(3, 4, 8), torch.randn(3, 4, 2), torch.randn(3, 10), torch.randn(8)
+    return *parts, torch.tensor([5, 0, 2]), torch.randn(6, 2), 1e-6
 
 
 def shift_tokens_args():
@@ -147,6 +153,7 @@ OPS = {
     "spec_decode::order_by_expert": order_by_expert_args,
     "spec_decode::combine_experts": combine_experts_args,
     "spec_decode::embed_concat": embed_concat_args,
+    "spec_decode::mla_query_key": mla_query_key_args,
     "spec_decode::shift_tokens": shift_tokens_args,
     "spec_decode::gather_last_hidden": gather_last_hidden_args,
 }

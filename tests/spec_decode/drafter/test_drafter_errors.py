@@ -41,9 +41,9 @@ def test_nothing_runs_when_verified_tokens_are_refused(changes, message):
 @pytest.mark.parametrize("wrong", [lambda x: x[:-1], lambda x: x[:, 1:], lambda x: x[None]])
 def test_a_draft_model_that_returns_states_of_another_shape_is_refused(wrong, monkeypatch):
     fixture = advancing(strategy=Strategy.EAGER)
-    forward = fixture.model.forward
-    monkeypatch.setattr(fixture.model, "forward", lambda *args: wrong(forward(*args)))
-    with pytest.raises(BatchError, match=r"need states \[20, 64\], got \["):
+    forward = fixture.model.forward_kept
+    monkeypatch.setattr(fixture.model, "forward_kept", lambda *args: wrong(forward(*args)))
+    with pytest.raises(BatchError, match=r"need states \[4, 64\], got \["):
         fixture.drafter.propose(fixture.verified())
 
 
@@ -142,6 +142,12 @@ def test_a_round_of_a_number_of_tokens_that_the_drafter_has_not_is_refused(count
     fixture = advancing()
     with pytest.raises(BatchError, match=f"proposes 1 to {K} tokens a round, asked for {count!r}"):
         fixture.drafter.propose(fixture.verified(), num_tokens=count)
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, True, "2"])
+def test_a_loop_of_no_steps_is_refused(steps):
+    with pytest.raises(BatchError, match=f"loop_steps must be a number of steps, 1 or more, got {steps!r}"):
+        advancing(loop_steps=steps)
 
 
 @pytest.mark.parametrize("least", [-0.1, 1.0, float("nan")])

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spec_decode.models.kernels.skinny_linear import linear
+from spec_decode.models.kernels.linear import linear
 from spec_decode.tools.bench.compiled_step import model_step, step_inputs
 from spec_decode.tools.bench.decode_fixture import COLD_BYTES
 from spec_decode.tools.bench.measure import Quantiles, time_kernels

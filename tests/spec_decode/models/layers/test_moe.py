@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from spec_decode.graphs import runtime_for
 from spec_decode.models.kernels.route_tokens import Routing, route_tokens
+from spec_decode.models.kernels.swiglu import swiglu
 from spec_decode.models.layers import grouped_linear as products
 from spec_decode.models.layers.feed_forward import FeedForward
 from spec_decode.models.layers.moe import Experts, MixtureOfExperts
@@ -94,26 +94,16 @@ def test_a_mixture_can_be_captured_and_goes_by_what_the_replay_finds():
     assert torch.equal(out, module(x))
 
 
-class Gathered(TorchDispatchMode):
-    """The indices by which a stack of weights [E, ., .] is read."""
-
-    def __init__(self):
-        super().__init__()
-        self.groups = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.index.Tensor and args[0].dim() == 3:
-            self.groups |= set(args[1][0].tolist())
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_single_token_reads_the_weights_of_its_own_experts_alone():
     module, *_ = make_mixture()
     x = noise(1, HIDDEN)
     _, chosen = route_tokens(x @ module.router.T, module.bias, module.routing)
-    with Gathered() as seen, torch.no_grad():
-        module(x)
-    assert seen.groups == set(chosen[0].tolist()) and len(seen.groups) == TOP_K
+    with torch.no_grad():
+        wanted = module(x)
+        others = [expert for expert in range(COUNT) if expert not in chosen[0]]
+        assert len(others) == COUNT - TOP_K
+        module.experts.gate_up[others] = module.experts.down[others] = torch.nan
+        assert torch.equal(module(x), wanted)
 
 
 def test_routing_takes_the_best_of_the_best_groups():
@@ -190,8 +180,10 @@ def test_torchs_grouped_matmul_is_called_as_it_asks_to_be(ends):
     torch.testing.assert_close(found, plain_products(rows, weight, ends), rtol=2e-2, atol=2e-2)
 
 
-def test_many_rows_are_done_piece_by_piece(monkeypatch):
-    monkeypatch.setattr(products, "_GATHERED_BYTES", 3 * 16 * 8 * 4)
-    rows, weight, ends = noise(7, 8), noise(4, 16, 8, seed=1), [2, 3, 3, 7]
-    found = products.grouped_linear(rows, weight, torch.tensor(ends, dtype=torch.int32))
-    torch.testing.assert_close(found, plain_products(rows, weight, ends), rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("limit", [None, 0.5])
+@pytest.mark.parametrize("ends", GROUPS.values(), ids=GROUPS)
+def test_tokens_meet_the_gate_and_up_projection_of_their_group(ends, limit):
+    x, tokens, weight = noise(3, 8), torch.tensor([2, 0, 0, 1, 2, 1, 0]), noise(4, 16, 8, seed=1)
+    found = products.grouped_gated_linear(x, tokens, weight, torch.tensor(ends, dtype=torch.int32), limit)
+    wanted = swiglu(plain_products(x[tokens], weight, ends), limit)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)

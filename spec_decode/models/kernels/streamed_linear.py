@@ -1,0 +1,245 @@
+"""Linear layers over too many rows for skinny_linear and too few to keep a tensor core busy: bound by reading the
+weight, which goes through once.
+
+Legend: T rows, K inputs, N outputs, E weights. All work of a row happens in fp32 between the loads and the store.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from builders.errors import BatchError, require
+from builders.kernels.op import define_op
+from builders.kernels.triton_runtime import dependent_launch, triton
+from spec_decode.models.kernels.batch_invariance import is_batch_invariant
+from spec_decode.models.kernels.stored_as import stored_as
+from spec_decode.models.kernels.streamed_linear_kernels import streamed_kernel, sum_shares_kernel
+from spec_decode.models.kernels.streamed_tiling import StreamedTiling, power_of_two, room_of, streamed_tiling
+
+MAX_ROWS = 96
+"""Above it torch's own are as fast (measured on an H200)."""
+
+_KEPT_IN_CACHE = 32 << 20
+"""Bytes of weights above which no L2 cache would hold them until the next step: they are read to be dropped first."""
+
+_SUM_BLOCK = 512
+
+
+def is_streamed(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the rows x [T, K] go through these kernels: from 1 to MAX_ROWS, few enough for it to pay (measured on an
+    H200), of 16 bits, no gradient, no autocast, and not batch invariant.
+
+    It reads host values alone, the same for every replay of a graph. Everywhere else torch's linear layers run.
+    """
+    return (
+        x.dim() == 2
+        and 0 < x.shape[0] <= MAX_ROWS
+        and x.dtype == weight.dtype
+        and weight.itemsize == 2
+        and weight.is_contiguous()
+        and x.stride(1) == 1
+        and not is_batch_invariant()
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(x.device.type)
+    )
+
+
+def num_shares(x: torch.Tensor, weight: torch.Tensor) -> int:
+    """How many shares K is cut into for rows x [T, K] and weight [N, K]: more than 1 where N alone gives too few
+    programs."""
+    return StreamedLinear(x, weight).cut().shares
+
+
+def streamed_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    *,
+    gated: bool = False,
+    limit: float | None = None,
+) -> torch.Tensor:
+    """x @ weight^T, plus bias [N] and residual [T, N] where there are such; [T, N].
+
+    x [T, K], adjacent along K; weight [N, K], contiguous, of one dtype. gated: weight [2 N, K] holds gate above up, and
+    the result is silu(gate) * up, with a limit silu(min(gate, limit)) * clamp(up, -limit, limit), and there is no bias.
+    Raises BatchError for more than MAX_ROWS rows and for shapes or dtypes that do not fit, with nothing run.
+    """
+    require(
+        0 < x.shape[0] <= MAX_ROWS,
+        f"a streamed linear takes 1 to {MAX_ROWS} rows, got {x.shape[0]}; nothing was run. Ask is_streamed, and use "
+        "torch's linear where it says no.",
+    )
+    return _streamed_linear(
+        *StreamedLinear(x, weight, bias=bias, residual=residual, gated=gated, limit=limit).checked()
+    )
+
+
+def streamed_groups(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    ends: torch.Tensor,
+    tokens: torch.Tensor | None = None,
+    *,
+    gated: bool = False,
+    limit: float | None = None,
+) -> torch.Tensor:
+    """Rows sorted by group, each times its group's weight; [R, N].
+
+    x       float [R, K], or [T, K] with tokens
+    weight  as x, [E, N, K], contiguous; gated: [E, 2 N, K], gate above up, and a row becomes silu(gate) * up
+    ends    int32 [E]: one past each group's last row; rows from ends[-1] on are of the last group
+    tokens  int64 [R], in 0..T-1: the row of x that each of the R rows is; None: they are x
+    limit   with it, silu(min(gate, limit)) * clamp(up, -limit, limit)
+
+    The weights of groups that have rows are read, once for every 16 of their rows. Raises BatchError for shapes or
+    dtypes that do not fit, with nothing run.
+    """
+    return _streamed_linear(*StreamedLinear(x, weight, ends, tokens, gated=gated, limit=limit).checked())
+
+
+class Cut(NamedTuple):
+    """How a product is cut. share: inputs of each of so many shares of a row's, of which the last may have fewer."""
+
+    tile: StreamedTiling
+    share: int
+    shares: int
+
+
+class StreamedLinear(NamedTuple):
+    """Rows x, the weight or the weights of groups, and what comes after; None for what a form does without.
+
+    As `streamed_linear` and `streamed_groups` have them; returns the result [T, N] in the weight's dtype.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    ends: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    gated: bool = False
+    limit: float | None = None
+
+    @property
+    def outputs(self) -> int:
+        """N."""
+        return self.weight.shape[-2] // 2 if self.gated else self.weight.shape[-2]
+
+    @property
+    def rows(self) -> int:
+        """T, or R of groups."""
+        return self.x.shape[0] if self.tokens is None else self.tokens.shape[0]
+
+    def checked(self) -> StreamedLinear:
+        """These. Raises BatchError for shapes or dtypes that do not fit."""
+        x, weight, ends, tokens, bias, residual = self[:6]
+        kind = (weight.dtype, x.device)
+        if not (
+            x.dim() == 2
+            and weight.dim() == (2 if ends is None else 3)
+            and weight.shape[-1] == x.shape[1]
+            and weight.is_contiguous()
+            and x.stride(1) == 1
+            and (x.dtype, weight.device) == kind
+            and not (self.gated and (bias is not None or weight.shape[-2] % 2))
+            and (ends is None or (ends.shape == weight.shape[:1] and ends.dtype == torch.int32))
+            and (tokens is None or (ends is not None and tokens.dim() == 1 and tokens.dtype == torch.int64))
+            and (bias is None or (bias.shape == (self.outputs,) and bias.is_contiguous()))
+            and (residual is None or (residual.shape == (self.rows, self.outputs) and residual.is_contiguous()))
+            and all(each is None or (each.dtype, each.device) == kind for each in (bias, residual))
+            and all(each is None or (each.is_contiguous() and each.device == x.device) for each in (ends, tokens))
+        ):
+            tensors = {name: value for name, value in self._asdict().items() if isinstance(value, torch.Tensor)}
+            found = ", ".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items())
+            raise BatchError(
+                "a streamed linear needs contiguous tensors of one dtype and device whose sizes fit, got "
+                f"{found}; nothing was run. See its docstring for the shapes."
+            )
+        return self
+
+    def reference(self) -> torch.Tensor:
+        x = (self.x if self.tokens is None else self.x[self.tokens]).float()
+        if self.ends is None:
+            out = F.linear(x, self.weight.float(), None if self.bias is None else self.bias.float())
+        else:
+            rows = torch.arange(self.rows, dtype=torch.int32, device=x.device)
+            groups = torch.searchsorted(self.ends[:-1], rows, right=True)
+            # Every row alone: torch's own sums depend on how many there are.
+            out = x.new_empty(self.rows, self.weight.shape[1])
+            for t in range(self.rows):
+                weight = self.weight.index_select(0, groups[t : t + 1])[0]
+                out[t] = F.linear(x[t : t + 1], weight.float())[0]
+        if self.gated:
+            gate, up = out.chunk(2, -1)
+            if self.limit is not None:
+                gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+            out = F.silu(gate) * up
+        if self.residual is not None:
+            out = self.residual.float() + out
+        return out.to(self.weight.dtype)
+
+    def fake(self) -> torch.Tensor:
+        return self.weight.new_empty(self.rows, self.outputs)
+
+    def launch(self, tile: StreamedTiling | None = None) -> torch.Tensor:
+        """tile: how the kernel is cut; None: as `streamed_tiling` does."""
+        out, cut = self.fake(), self.cut(tile)
+        if not self.rows:
+            return out
+        stored = stored_as(out)
+        if cut.shares == 1:
+            self.multiply(stored, cut)
+        else:
+            sums = torch.empty(cut.shares, self.rows, self.weight.shape[-2], dtype=torch.float32, device=out.device)
+            self.multiply(sums, cut)
+            launch_sum_shares(sums, stored, self.bias, self.residual, gated=self.gated, limit=self.limit)
+        return stored.to(out.dtype)
+
+    def cut(self, tile: StreamedTiling | None = None) -> Cut:
+        """How the product is cut; tile: of the program, None: as `streamed_tiling` does."""
+        (height, inputs), itemsize = self.weight.shape[-2:], self.weight.element_size()
+        groups = 0 if self.ends is None else self.weight.shape[0]
+        room = room_of(self.x.device)
+        tile = tile or streamed_tiling(self.rows, height, inputs, room, groups=groups, itemsize=itemsize)
+        share = triton.cdiv(triton.cdiv(inputs, tile.block_k), tile.shares) * tile.block_k
+        return Cut(tile, share, triton.cdiv(inputs, share))
+
+    def multiply(self, out: torch.Tensor, cut: Cut) -> None:
+        """Launch the product: into `out` [T, N] whole, or where it is cut into shares their sums, fp32 [shares, T, N]
+        (2 N with a gate)."""
+        x, weight, ends, tokens, bias, residual, gated, limit = self
+        (height, inputs), rows, (tile, share, shares) = weight.shape[-2:], self.rows, cut
+        groups, split = 0 if ends is None else weight.shape[0], shares > 1
+        streamed_kernel[(triton.cdiv(height, tile.block_n), shares, rows if groups else 1)](
+            x, weight, ends, tokens, *((None, None) if split else (bias, residual)), out, rows, x.stride(0), share,
+            limit, N=self.outputs, K=inputs, GROUPS=groups, GATED=gated, SPLIT=split,
+            EVICTION="evict_first" if weight.nbytes > _KEPT_IN_CACHE else "",
+            BLOCK_T=tile.block_t, BLOCK_MORE=tile.block_more, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+            BLOCK_E=power_of_two(max(1, groups)), STAGES=tile.stages, FP32_DOT=x.device.type == "cpu",
+            num_warps=tile.num_warps, **dependent_launch(x.device),
+        )  # fmt: skip
+
+
+def launch_sum_shares(
+    sums: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    *,
+    gated: bool = False,
+    limit: float | None = None,
+) -> None:
+    """Launch what adds sums fp32 [shares, T, N] (2 N with a gate) up, and what comes after the product, into out
+    [T, N]."""
+    rows, outputs = out.shape
+    sum_shares_kernel[(rows, triton.cdiv(outputs, _SUM_BLOCK))](
+        sums, bias, residual, out, rows, limit, N=outputs, GATED=gated, SHARES=len(sums), BLOCK=_SUM_BLOCK,
+        num_warps=4, **dependent_launch(out.device),
+    )  # fmt: skip
+
+
+_streamed_linear = define_op("spec_decode::streamed_linear", StreamedLinear)

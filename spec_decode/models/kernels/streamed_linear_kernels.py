@@ -1,0 +1,154 @@
+"""The Triton kernels of streamed_linear; streamed_linear.py holds its contract.
+
+The weight is the tall side of the tensor core's product and the rows its narrow one, so that few rows leave little of
+it empty. A program owns a tile of outputs and, where K is split, a share of K, whose partial sums a second kernel adds
+in order: a result has one order of summation whatever the device does. Legend: T rows, N outputs, K inputs of a row.
+"""
+
+from __future__ import annotations
+
+from builders.kernels.triton_runtime import await_previous, tl, triton
+
+
+@triton.jit
+def streamed_kernel(
+    x, weight, ends, tokens, bias, residual, out, rows, x_stride, share, limit,
+    N: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, GATED: tl.constexpr, SPLIT: tl.constexpr,
+    EVICTION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_MORE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr, FP32_DOT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile of outputs over one share of K, for all rows, or with `ends` for those of one group.
+
+    BLOCK_MORE: rows after the first BLOCK_T, or 0: a tile's sizes are powers of two, and 80 rows make 64 and 16.
+    """
+    await_previous(PDL)
+    # With a gate the upper half of a tile is of the gate, the lower one of the up projection, and both of one output.
+    HEIGHT: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    index = tl.arange(0, BLOCK_N)
+    within = tl.program_id(0) * HEIGHT + index % HEIGHT
+    output = within + index // HEIGHT * N
+    owned = within < N
+    row = tl.arange(0, BLOCK_T)
+    last = rows
+    if ends is not None:
+        row, last, group = _rows_of_group(ends, row, rows, GROUPS, BLOCK_T, BLOCK_E)
+        weight += group.to(tl.int64) * (N * (2 if GATED else 1)) * K
+    source = row if tokens is None else tl.load(tokens + row, mask=row < last, other=0)
+    of_weight = weight + output.to(tl.int64)[:, None] * K
+    of_x = x + source.to(tl.int64)[None, :] * x_stride
+    begin = tl.program_id(1) * share
+    # A program without rows reads nothing.
+    end = tl.where(tl.min(row, 0) < last, tl.minimum(begin + share, K), begin)
+    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    if BLOCK_MORE:
+        more_row = BLOCK_T + tl.arange(0, BLOCK_MORE)
+        of_more = x + more_row.to(tl.int64)[None, :] * x_stride
+        more_acc = tl.zeros((BLOCK_N, BLOCK_MORE), tl.float32)
+    for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
+        column = start + tl.arange(0, BLOCK_K)
+        if K % BLOCK_K == 0:
+            a = tl.load(of_weight + column[None, :], mask=owned[:, None], other=0.0, eviction_policy=EVICTION)
+        else:
+            a = tl.load(of_weight + column[None, :], mask=owned[:, None] & (column < K)[None, :], other=0.0,
+                        eviction_policy=EVICTION)  # fmt: skip
+        if FP32_DOT:
+            a = a.to(tl.float32)
+        acc = tl.dot(a, _inputs(of_x, row, last, column, K, BLOCK_K, FP32_DOT), acc, input_precision="ieee")
+        if BLOCK_MORE:
+            more = _inputs(of_more, more_row, last, column, K, BLOCK_K, FP32_DOT)
+            more_acc = tl.dot(a, more, more_acc, input_precision="ieee")
+    _store(acc, row, last, bias, residual, out, rows, limit, output, owned, N, GATED, SPLIT, BLOCK_T, HEIGHT)
+    if BLOCK_MORE:
+        _store(more_acc, more_row, last, bias, residual, out, rows, limit, output, owned, N, GATED, SPLIT, BLOCK_MORE,
+               HEIGHT)  # fmt: skip
+
+
+@triton.jit
+def sum_shares_kernel(
+    partial, bias, residual, out, rows, limit,
+    N: tl.constexpr, GATED: tl.constexpr, SHARES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The sums of all shares, and what comes after the product; a program takes a block of a row's outputs."""
+    await_previous(PDL)
+    width: tl.constexpr = N * (2 if GATED else 1)
+    row = tl.program_id(0).to(tl.int64)
+    output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = output < N
+    result = tl.zeros((BLOCK,), tl.float32)
+    up = tl.zeros((BLOCK,), tl.float32)
+    # Unrolled, so that all loads are on their way before the first sum waits for one.
+    for share in tl.static_range(SHARES):
+        summed = partial + (share * rows + row) * width + output
+        result += tl.load(summed, mask=inside, other=0.0)
+        if GATED:
+            up += tl.load(summed + N, mask=inside, other=0.0)
+    _finish(result, up, bias, residual, out, row, output, inside, limit, N, GATED)
+
+
+@triton.jit
+def _inputs(of_x, row, last, column, K: tl.constexpr, BLOCK_K: tl.constexpr, FP32_DOT: tl.constexpr):
+    """A tile of rows' inputs, [BLOCK_K, rows]."""
+    if K % BLOCK_K == 0:
+        b = tl.load(of_x + column[:, None], mask=(row < last)[None, :], other=0.0)
+    else:
+        b = tl.load(of_x + column[:, None], mask=(row < last)[None, :] & (column < K)[:, None], other=0.0)
+    if FP32_DOT:
+        b = b.to(tl.float32)
+    return b
+
+
+@triton.jit
+def _store(
+    acc, row, last, bias, residual, out, rows, limit, output, owned,
+    N: tl.constexpr, GATED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, HEIGHT: tl.constexpr,
+):  # fmt: skip
+    """A tile's sums, [outputs, rows]: the share's as they are, or all with what comes after."""
+    result = tl.trans(acc)
+    if SPLIT:
+        width: tl.constexpr = N * (2 if GATED else 1)
+        to = out + (tl.program_id(1) * rows + row).to(tl.int64)[:, None] * width + output[None, :]
+        tl.store(to, result, mask=(row < last)[:, None] & owned[None, :])
+    else:
+        up = result
+        if GATED:
+            halves = tl.permute(tl.reshape(result, (BLOCK_T, 2, HEIGHT)), (0, 2, 1))
+            result, up = tl.split(halves)
+        output = tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)[None, :]
+        inside = (row < last)[:, None] & (output < N)
+        _finish(result, up, bias, residual, out, row.to(tl.int64)[:, None], output, inside, limit, N, GATED)
+
+
+@triton.jit
+def _rows_of_group(ends, row, rows, GROUPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
+    """The sorted rows of this program, one past their group's last, and the group.
+
+    There is a program for every sorted row. Of a group's rows every BLOCK_T-th has a tile, and the programs of the
+    others have no rows: so many programs do for any groups, without knowing on the host how many there are.
+    """
+    at = tl.program_id(2)
+    index = tl.arange(0, BLOCK_E)
+    # The last group has no end, so that every row belongs to one.
+    end = tl.load(ends + index, mask=index < GROUPS - 1, other=2147483647)
+    before = end <= at
+    group = tl.sum(before.to(tl.int32), 0)
+    first = tl.max(tl.where(before, end, 0), 0)
+    last = tl.minimum(tl.min(tl.where(before, 2147483647, end), 0), rows)
+    return tl.where((at - first) % BLOCK_T == 0, at + row, rows), last, group
+
+
+@triton.jit
+def _finish(
+    result, up, bias, residual, out, row, output, inside, limit, N: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
+    """Gate, add and store."""
+    if bias is not None:
+        result += tl.load(bias + output, mask=output < N, other=0.0).to(tl.float32)
+    if GATED:
+        if limit is not None:
+            # Comparisons and not minima, which would make a number of NaN.
+            result = tl.where(result > limit, limit, result)
+            up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        result = result / (1.0 + tl.exp(-result)) * up
+    if residual is not None:
+        result += tl.load(residual + row * N + output, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * N + output, result.to(out.dtype.element_ty), mask=inside)

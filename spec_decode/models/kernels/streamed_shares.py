@@ -1,0 +1,70 @@
+"""A streamed linear whose shares of K are yet to be added up: by the norm that comes next, in the same kernel."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from builders.kernels.op import define_op
+from spec_decode.models.kernels.stored_as import stored_as
+from spec_decode.models.kernels.streamed_linear import StreamedLinear, launch_sum_shares
+
+
+def streamed_shares(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """fp32 [S, T, N], whose sum over S is x [T, K] @ weight [N, K]^T; S is `num_shares`, 2 or more.
+
+    For rows of which `is_streamed` says yes. Raises BatchError for shapes or dtypes that do not fit, with nothing run.
+    """
+    StreamedLinear(x, weight).checked()
+    return _streamed_shares(x, weight)
+
+
+def sum_shares(shares: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """x + shares.sum(0), added in fp32 and rounded once: shares fp32 [S, T, N], x and the result [T, N] contiguous."""
+    return _sum_shares(shares, x)
+
+
+class StreamedShares(NamedTuple):
+    """As `streamed_shares` has them."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+
+    def reference(self) -> torch.Tensor:
+        share = StreamedLinear(*self).cut().share
+        parts = zip(self.x.float().split(share, 1), self.weight.float().split(share, 1), strict=True)
+        return torch.stack([F.linear(x, weight) for x, weight in parts])
+
+    def fake(self) -> torch.Tensor:
+        cut = StreamedLinear(*self).cut()
+        return self.x.new_empty(cut.shares, self.x.shape[0], self.weight.shape[0], dtype=torch.float32)
+
+    def launch(self) -> torch.Tensor:
+        out = self.fake()
+        StreamedLinear(*self).multiply(out, StreamedLinear(*self).cut())
+        return out
+
+
+class SumShares(NamedTuple):
+    """As `sum_shares` has them."""
+
+    shares: torch.Tensor
+    x: torch.Tensor
+
+    def reference(self) -> torch.Tensor:
+        return (self.x.float() + self.shares.sum(0)).to(self.x.dtype)
+
+    def fake(self) -> torch.Tensor:
+        return torch.empty_like(self.x)
+
+    def launch(self) -> torch.Tensor:
+        out = self.fake()
+        stored = stored_as(out)
+        launch_sum_shares(self.shares, stored, None, self.x)
+        return stored.to(out.dtype)
+
+
+_streamed_shares = define_op("spec_decode::streamed_shares", StreamedShares)
+_sum_shares = define_op("spec_decode::sum_shares", SumShares)

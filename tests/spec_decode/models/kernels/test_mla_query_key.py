@@ -1,0 +1,69 @@
+"""The query and key of latent attention on the CPU: by the formula in float64, and what is refused."""
+
+import pytest
+import torch
+
+from attn_backends.kernels.rope import Rope
+from builders.errors import BatchError
+from spec_decode.models.kernels.mla_query_key import mla_query_key
+
+TOKENS, HEADS, DIMS, ROTARY = 3, 2, 4, 6
+
+
+def operands(**changes):
+    generator = torch.Generator().manual_seed(0)
+    angles = torch.rand(9, ROTARY // 2, generator=generator) * 6
+    made = {
+        "absorbed": torch.randn(TOKENS, HEADS, DIMS, generator=generator),
+        "rotated": torch.randn(TOKENS, HEADS, ROTARY, generator=generator),
+        "latent": torch.randn(TOKENS, DIMS + ROTARY, generator=generator),
+        "norm": 1 + torch.randn(DIMS, generator=generator) / 3,
+        "eps": 1e-6,
+        "rope": Rope(torch.tensor([0, 8, 3]), torch.cat([angles.cos(), angles.sin()], -1)),
+    }
+    return {**made, **changes}
+
+
+def turn(row, table):
+    """Pairs of adjacent dims as complex numbers, times those of the angles."""
+    cos, sin = table.double().chunk(2)
+    pairs = torch.view_as_complex(row.double().view(-1, 2).contiguous()) * torch.complex(cos, sin)
+    return torch.view_as_real(pairs).flatten()
+
+
+def test_the_turning_parts_turn_with_their_position_and_the_latent_is_normed():
+    made = operands()
+    query, key = mla_query_key(**made)
+    positions, table = made["rope"]
+    for token, position in enumerate(positions.tolist()):
+        latent = made["latent"][token].double()
+        normed = latent[:DIMS] / (latent[:DIMS].square().mean() + 1e-6).sqrt() * made["norm"].double()
+        wanted = torch.cat([normed, turn(latent[DIMS:], table[position])])
+        torch.testing.assert_close(key[token, 0].double(), wanted, rtol=1e-5, atol=1e-6)
+        for head in range(HEADS):
+            turned = turn(made["rotated"][token, head], table[position])
+            wanted = torch.cat([made["absorbed"][token, head].double(), turned])
+            torch.testing.assert_close(query[token, head].double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_all_parts_learn():
+    made = operands()
+    parts = [made[name].requires_grad_() for name in ("absorbed", "rotated", "latent", "norm")]
+    query, key = mla_query_key(**made)
+    (query.square().sum() + key.sum()).backward()
+    assert all(part.grad.abs().sum() > 0 for part in parts)
+
+
+MISFITS = {
+    "heads": ({"rotated": torch.zeros(TOKENS, HEADS + 1, ROTARY)}, "turning part"),
+    "the latent's size": ({"latent": torch.zeros(TOKENS, DIMS)}, "the latent must"),
+    "the latent's dtype": ({"latent": torch.zeros(TOKENS, DIMS + ROTARY).half()}, "the latent must"),
+    "the norm's size": ({"norm": torch.ones(DIMS + 1)}, "the norm of the latent"),
+    "parts that are not adjacent": ({"absorbed": torch.zeros(TOKENS, DIMS, HEADS).mT}, "adjacent in their last dim"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), MISFITS.values(), ids=MISFITS)
+def test_parts_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(BatchError, match=message):
+        mla_query_key(**operands(**changes))

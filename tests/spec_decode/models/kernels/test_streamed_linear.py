@@ -1,0 +1,198 @@
+"""Streamed linear layers on the CPU: the torch implementation, which rows are streamed, what is refused, and tiles."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from builders.errors import BatchError
+from spec_decode.models.kernels.batch_invariance import batch_invariance
+from spec_decode.models.kernels.streamed_linear import (
+    MAX_ROWS,
+    is_streamed,
+    num_shares,
+    streamed_groups,
+    streamed_linear,
+)
+from spec_decode.models.kernels.streamed_shares import streamed_shares, sum_shares
+from spec_decode.models.kernels.streamed_tiling import Room, streamed_tiling
+from tests.op_checks import check_op
+from tests.spec_decode.models.kernels.streamed_oracle import FORMS, LIMIT, assert_exact, make_arguments
+
+H200 = Room(num_sms=132, shared_memory=232448)
+
+
+def call(arguments):
+    """By the public function of the form."""
+    x, weight, ends, tokens, bias, residual, gated, limit = arguments
+    if ends is None:
+        return streamed_linear(x, weight, bias, residual, gated=gated, limit=limit)
+    return streamed_groups(x, weight, ends, tokens, gated=gated, limit=limit)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [1, 7])
+def test_the_torch_implementation_of_every_form(form, rows, dtype):
+    arguments = make_arguments(form, rows, 21, 50, dtype)
+    assert_exact(call(arguments), arguments)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_op_writes_nothing_and_its_fake_matches(form):
+    check_op(torch.ops.spec_decode.streamed_linear.default, tuple(make_arguments(form, 7, 21, 50)))
+
+
+@pytest.mark.parametrize(("rows", "streamed"), [(0, False), (1, True), (MAX_ROWS, True), (MAX_ROWS + 1, False)])
+@torch.no_grad()
+def test_up_to_so_many_rows_are_streamed(rows, streamed):
+    assert is_streamed(torch.zeros(rows, 8).half(), torch.zeros(4, 8).half()) is streamed
+
+
+def test_shares_add_up_to_the_product():
+    x, weight = make_arguments("plain", 5, 21, 600, torch.bfloat16)[:2]
+    shares = streamed_shares(x, weight)
+    assert shares.dtype == torch.float32 and shares.shape == (num_shares(x, weight), 5, 21) and len(shares) > 1
+    torch.testing.assert_close(shares.sum(0), x.float() @ weight.float().T)
+
+
+def test_the_sum_of_shares_is_added_to_the_residual_and_rounded_once():
+    arguments = make_arguments("residual", 5, 21, 600, torch.bfloat16)
+    assert_exact(sum_shares(streamed_shares(arguments.x, arguments.weight), arguments.residual), arguments)
+
+
+def test_shares_of_tensors_that_do_not_fit_are_refused():
+    with pytest.raises(BatchError, match=r"weight torch.float16 \[4, 8\].*nothing was run"):
+        streamed_shares(HALF[:, :7], torch.zeros(4, 8).half())
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments"),
+    [
+        ("streamed_shares", make_arguments("plain", 3, 21, 600, torch.bfloat16)[:2]),
+        ("sum_shares", (torch.randn(3, 2, 5), torch.randn(2, 5).bfloat16())),
+    ],
+)
+def test_the_schema_of_shares_is_true_and_the_fake_is_like_the_op(op, arguments):
+    check_op(getattr(torch.ops.spec_decode, op).default, tuple(arguments))
+
+
+@pytest.mark.parametrize(
+    ("rows", "blocks"),
+    [
+        (1, (16, 0)), (17, (32, 0)), (64, (64, 0)), (65, (64, 16)), (80, (64, 16)), (81, (64, 32)), (97, (128, 0)),
+        (129, (128, 16)), (160, (128, 32)),
+    ],
+)  # fmt: skip
+def test_rows_are_cut_into_one_part_or_two(rows, blocks):
+    tile = streamed_tiling(rows, 4096, 4096, H200)
+    assert (tile.block_t, tile.block_more) == blocks
+
+
+HALF = torch.zeros(3, 8).half()
+NOT_STREAMED = {
+    "fp32": (torch.zeros(3, 8), torch.zeros(4, 8)),
+    "two dtypes": (HALF, torch.zeros(4, 8).bfloat16()),
+    "sequences": (HALF[None], torch.zeros(4, 8).half()),
+    "a transposed weight": (HALF, torch.zeros(8, 4).half().T),
+    "rows that are not adjacent": (torch.zeros(8, 3).half().T, torch.zeros(4, 8).half()),
+}
+
+
+@pytest.mark.parametrize(("x", "weight"), NOT_STREAMED.values(), ids=NOT_STREAMED)
+@torch.no_grad()
+def test_what_the_kernel_would_misread_is_not_streamed(x, weight):
+    assert not is_streamed(x, weight)
+
+
+def test_rows_that_may_need_a_gradient_are_not_streamed():
+    assert not is_streamed(HALF, HALF)
+
+
+@torch.no_grad()
+def test_rows_under_autocast_are_not_streamed():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not is_streamed(HALF, HALF)
+
+
+@torch.no_grad()
+def test_rows_that_are_to_be_batch_invariant_are_not_streamed():
+    with batch_invariance(True):
+        assert not is_streamed(HALF, HALF)
+
+
+@pytest.mark.parametrize("rows", [0, MAX_ROWS + 1])
+def test_more_or_fewer_rows_are_refused(rows):
+    with pytest.raises(BatchError, match=f"1 to {MAX_ROWS} rows, got {rows}; nothing was run"):
+        streamed_linear(torch.zeros(rows, 8), torch.zeros(4, 8))
+
+
+MISFITS = {
+    "inputs": ({"weight": torch.zeros(4, 9)}, r"weight torch.float32 \[4, 9\]"),
+    "dtype": ({"weight": torch.zeros(4, 8).half()}, r"weight torch.float16 \[4, 8\]"),
+    "a weight that is not contiguous": ({"weight": torch.zeros(8, 4).T}, r"weight torch.float32 \[4, 8\]"),
+    "rows that are not adjacent": ({"x": torch.zeros(8, 3).T}, r"x torch.float32 \[3, 8\]"),
+    "bias": ({"bias": torch.zeros(5)}, r"bias torch.float32 \[5\]"),
+    "residual": ({"residual": torch.zeros(2, 4)}, r"residual torch.float32 \[2, 4\]"),
+    "the residual's dtype": ({"residual": torch.zeros(3, 4).half()}, r"residual torch.float16 \[3, 4\]"),
+    "a gate of an odd number of rows": ({"weight": torch.zeros(5, 8), "gated": True}, r"weight torch.float32 \[5, 8\]"),
+    "a gate with a bias": ({"bias": torch.zeros(2), "gated": True}, r"bias torch.float32 \[2\]"),
+    "a stack of weights": ({"weight": torch.zeros(2, 4, 8)}, r"weight torch.float32 \[2, 4, 8\]"),
+}
+
+
+@pytest.mark.parametrize(("change", "found"), MISFITS.values(), ids=MISFITS)
+def test_tensors_that_do_not_fit_are_named(change, found):
+    with pytest.raises(BatchError, match=f"{found}.*nothing was run"):
+        streamed_linear(**{"x": torch.zeros(3, 8), "weight": torch.zeros(4, 8), **change})
+
+
+MISFIT_GROUPS = {
+    "ends of another number": ({"ends": torch.zeros(3, dtype=torch.int32)}, r"ends torch.int32 \[3\]"),
+    "ends of another dtype": ({"ends": torch.zeros(2, dtype=torch.int64)}, r"ends torch.int64 \[2\]"),
+    "tokens of another dtype": ({"tokens": torch.zeros(3, dtype=torch.int32)}, r"tokens torch.int32 \[3\]"),
+    "one weight": ({"weight": torch.zeros(4, 8)}, r"weight torch.float32 \[4, 8\]"),
+}
+
+
+@pytest.mark.parametrize(("change", "found"), MISFIT_GROUPS.values(), ids=MISFIT_GROUPS)
+def test_groups_that_do_not_fit_are_named(change, found):
+    operands = {"x": torch.zeros(3, 8), "weight": torch.zeros(2, 4, 8), "ends": torch.tensor([1, 3]).int()}
+    with pytest.raises(BatchError, match=f"{found}.*nothing was run"):
+        streamed_groups(**{**operands, **change})
+
+
+def test_a_gate_that_is_nan_stays_nan_under_a_limit():
+    arguments = make_arguments("gated_limit", 2, 3, 8)
+    arguments.x[1] = torch.nan
+    found = streamed_linear(arguments.x, arguments.weight, gated=True, limit=LIMIT)
+    assert found[1].isnan().all() and found[0].isfinite().all()
+
+
+@given(
+    rows=st.integers(1, MAX_ROWS), n=st.integers(1, 300000), k=st.integers(1, 40000),
+    groups=st.sampled_from([0, 8]), itemsize=st.sampled_from([2, 4]),
+    room=st.sampled_from([H200, Room(108, 166912), Room(8, 101376)]),
+)  # fmt: skip
+def test_every_tiling_fits_its_device(rows, n, k, groups, itemsize, room):
+    tile = streamed_tiling(rows, n, k, room, groups=groups, itemsize=itemsize)
+    size = tile.block_t + tile.block_more + tile.block_n
+    assert tile.stages * size * tile.block_k * itemsize <= room.shared_memory
+    assert tile.block_t + tile.block_more >= (1 if groups else rows)
+    assert tile.shares == 1 or tile.shares * -(-n // tile.block_n) <= room.num_sms
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "shares", "stages"),
+    [
+        (32, 4096, 8192, 2, 6), (32, 6144, 4096, 1, 6), (4, 1024, 2816, 8, 6), (4, 1536, 4096, 5, 6),
+        (32, 28672, 4096, 1, 4), (64, 128256, 4096, 1, 3), (4, 128256, 4096, 1, 4),
+    ],
+)  # fmt: skip
+def test_a_layer_that_was_measured_has_its_fastest_tiling(rows, n, k, shares, stages):
+    tile = streamed_tiling(rows, n, k, H200)
+    assert (tile.block_n, tile.block_k, tile.shares, tile.stages) == (64, 128, shares, stages)
+
+
+def test_few_inputs_are_not_cut_into_shares_of_less_than_two_tiles():
+    assert streamed_tiling(4, 64, 300, H200).shares == 1
