@@ -140,6 +140,7 @@ def autotune_strategy(
                 graph_mode=config.graph_mode,
                 strategy=strategy,
                 capture_sizes=[tables.num_live],
+                loop_steps=config.loop_steps,
             )
             drafter = Drafter(model, groups, tables, candidate)
             times[strategy.value] = round((clock or _wall_us)(drafter), 2)
@@ -203,6 +204,7 @@ def _shape(
         "num_speculative_tokens": str(config.num_speculative_tokens),
         "max_seq_len": str(tables.max_seq_len),
         "graph_mode": config.graph_mode.value,
+        "loop_steps": str(config.loop_steps),
         "device": where.device,
         "driver": str(where.driver),
         "torch": where.torch,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,14 +24,15 @@ from spec_decode.drafter.steps.extend_step import ExtendStep
 from spec_decode.drafter.steps.module_step import ModuleStep, check_modules
 from spec_decode.drafter.steps.tree_step import TreeStep
 from spec_decode.drafter.strategies.base import DraftStrategy
+from spec_decode.drafter.strategies.loop import LoopStrategy
 from spec_decode.drafter.tree_sampler import TreeSampler
 from spec_decode.drafter.verified_tokens import VerifiedTokens
-from spec_decode.graphs import Capturable, GraphManager, loop_unsupported_reason
+from spec_decode.graphs import Capturable, Factory, GraphManager, loop_unsupported_reason
 from spec_decode.models import DraftModel
 from spec_decode.sampling import DraftSampler
 
-EXTEND = "extend"
-"""The kind of the graphs of step 0."""
+EXTEND, ROUND = "extend", "round"
+"""The kinds of the graphs of step 0, and of step 0 with all later steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +113,12 @@ class Drafter:
                 step = DraftStep(model, groups, tables, min_confidence=config.min_confidence, **sizes_of_step)
             else:
                 step = TreeStep(model, groups, tables, config.tree, **sizes_of_step)
-            self._later = strategy(step, self.graphs) if steps > 1 else None
+            self._later = strategy(step, self.graphs, loop_steps=config.loop_steps) if steps > 1 else None
             self._step = step
+        # The strategy whose graph holds whole rounds; None where step 0 is apart from the others.
+        self._joined: LoopStrategy | None = None
+        if self._extend_captured and isinstance(self._later, LoopStrategy) and self._later.joins_step_0:
+            self._joined = self._later
         self.inputs = self._step.inputs
         # What the device was last told: tokens of a round, and whether a request's own number may differ from K.
         self._asked = (steps, False)
@@ -168,9 +174,12 @@ class Drafter:
         if self._uses_graphs and not self.graphs.complete:
             self.capture()
             size = self._padded()
-        self.run_extend(size)
-        if wanted > 1:
-            self.run_steps(size, wanted)
+        if wanted > 1 and self._joined:
+            self._step.extend.replay(self.graphs, ROUND, size)
+        else:
+            self.run_extend(size)
+            if wanted > 1:
+                self.run_steps(size, wanted)
         drafts = self.drafts
         if drafts.parents is not None:
             return Drafts(drafts.tokens[:live], drafts.logits[:live], drafts.parents[:live])
@@ -187,7 +196,10 @@ class Drafter:
             step.run_extend(size)
 
     def run_steps(self, size: int, num_tokens: int | None = None) -> None:
-        """Run steps 1 to num_tokens - 1 of `size` padded rows from the state that step 0 left; None is K tokens."""
+        """Run steps 1 to num_tokens - 1 of `size` padded rows from the state that step 0 left; None is K tokens.
+
+        Raises BatchError, with nothing run, where they have no graph without step 0.
+        """
         if self._later is not None:
             self._later.run(size, (num_tokens or self.num_speculative_tokens) - 1)
 
@@ -243,11 +255,17 @@ class Drafter:
         limits = self.tables.token_limits.clone()
         self.tables.token_limits.zero_()
         try:
-            extend = {EXTEND: self._capture_extend} if self._extend_captured else {}
-            later = {} if self._later is None else self._later.capturables()
-            self.graphs.capture({**extend, **later}, progress=progress)
+            self.graphs.capture(self._capturables(), progress=progress)
         finally:
             self.tables.token_limits.copy_(limits)
+
+    def _capturables(self) -> Mapping[str, Factory]:
+        found: dict[str, Factory] = {EXTEND: self._capture_extend} if self._extend_captured else {}
+        if self._joined:
+            found[ROUND] = partial(self._capture_round, self._joined)
+        elif self._later is not None:
+            found |= self._later.capturables()
+        return found
 
     def _capture_extend(self, size: int) -> Capturable:
         step = self._step
@@ -257,6 +275,9 @@ class Drafter:
             step.run_extend(size)
 
         return Capturable(run, step.prepare_capture(size))
+
+    def _capture_round(self, loop: LoopStrategy, size: int) -> Capturable:
+        return loop.joined(size, self._capture_extend(size))
 
 
 def _at_once_step(model: DraftModel) -> type[BlockStep | ContextBlockStep | ModuleStep]:

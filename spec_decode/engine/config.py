@@ -60,6 +60,8 @@ class EngineConfig:
     """The drafter's: bytes for its graphs."""
     extend_in_graph: bool = True
     """The drafter's: False runs its step 0 eagerly, for comparison."""
+    loop_steps: int = 1
+    """The drafter's: steps that its device loop runs between two looks at whether to go on."""
     batch_invariant: bool = False
     """Give every request the very tokens that it has alone, in any dtype: no sum's order depends on the batch. A greedy
     text is then that of plain decoding, too. It takes backends with the feature batch_invariant and models made of the
@@ -140,6 +142,7 @@ class EngineConfig:
             min_confidence=self.min_confidence,
             graph_memory_limit=self.graph_memory_limit,
             extend_in_graph=self.extend_in_graph,
+            loop_steps=self.loop_steps,
             tree=self.tree,
         )
 

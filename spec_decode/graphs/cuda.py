@@ -37,8 +37,10 @@ class CudaRuntime:
     def capture(self, fn: Callable[[], Any]) -> CudaGraph:
         return CudaGraph(self._capture(fn))
 
-    def capture_loop(self, body: Callable[[], Any], continue_flag: torch.Tensor, limit: int) -> WhileGraph:
-        return WhileGraph(continue_flag, body, partial(self._capture, keep_graph=True))
+    def capture_loop(
+        self, first: Callable[[], Any], body: Callable[[], Any], continue_flag: torch.Tensor, limit: int
+    ) -> WhileGraph:
+        return WhileGraph(continue_flag, first, body, partial(self._capture, keep_graph=True))
 
     def capture_pieces(self, run: Callable[[SplitOp], Any]) -> PiecewiseGraph:
         parts: list[Graph] = []

@@ -1,10 +1,10 @@
 """A CUDA graph that repeats its body while a device scalar is set: a WHILE node, made with NVIDIA's own bindings.
 
-graph:  body -> WHILE node around the same body
-body:   the captured operations -> set the node's condition from the scalar
+graph:       first part -> WHILE node around the body
+each part:   the captured operations -> set the node's condition from the scalar
 
-The first iteration runs before the node, because an iteration of the node costs 3 to 6 us, and twice that in a process
-with many graphs (on an H200).
+What surely runs stands before the node: an iteration of the node costs 5 to 8 us (on an H200), so a body should be
+worth several times that.
 
 https://docs.nvidia.com/cuda/cuda-c-programming-guide/#conditional-graph-nodes
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -64,19 +64,20 @@ def unsupported_reason() -> str | None:
 
 
 class WhileGraph:
-    """A graph that runs its body once, and repeats it while the body leaves `continue_flag`, int32 [1], not zero."""
+    """A graph that runs its first part, and its body as long as `continue_flag`, int32 [1], is not zero after that."""
 
     num_nodes: int | None = None
 
     def __init__(
         self,
         continue_flag: torch.Tensor,
+        first: Callable[[], object],
         body: Callable[[], object],
         capture: Callable[[Callable[[], object]], torch.cuda.CUDAGraph],
     ) -> None:
-        """capture: records a function with keep_graph=True; the graph's memory is kept as long as the loop.
+        """capture: records a function with keep_graph=True; the graphs' memory is kept as long as the loop.
 
-        A child graph ran as fast as one captured straight into the node. Raises CaptureError where no loop can be
+        Child graphs ran as fast as what is captured straight into the node. Raises CaptureError where no loop can be
         captured.
         """
         if reason := unsupported_reason():
@@ -91,14 +92,14 @@ class WhileGraph:
             # Compiled before the capture, which allows no loading of code.
             kernel = _condition_kernel(self._device.index)
 
-            def once() -> None:
-                body()
+            def part(run: Callable[[], object]) -> None:
+                run()
                 self._set_condition(kernel)
 
-            self._captured = capture(once)
-            child = self._captured.raw_cuda_graph()
-            first = _done(runtime.cudaGraphAddChildGraphNode(self._graph, None, 0, child))
-            _done(runtime.cudaGraphAddChildGraphNode(self._add_while(first), None, 0, child))
+            self._captured = [capture(partial(part, run)) for run in (first, body)]
+            before, inside = (graph.raw_cuda_graph() for graph in self._captured)
+            begun = _done(runtime.cudaGraphAddChildGraphNode(self._graph, None, 0, before))
+            _done(runtime.cudaGraphAddChildGraphNode(self._add_while(begun), None, 0, inside))
             self._executable = _done(runtime.cudaGraphInstantiate(self._graph, 0))
             weakref.finalize(self, runtime.cudaGraphExecDestroy, self._executable).atexit = False
         self._launch = runtime.cudaGraphLaunch

@@ -109,22 +109,24 @@ class EmulatedGraph:
 
 
 class EmulatedLoop:
-    """A recorded run, replayed once and repeated while a device scalar is set."""
+    """A recorded run, and another that is repeated after it while a device scalar is set."""
 
-    def __init__(self, body: Graph, continue_flag: torch.Tensor, limit: int) -> None:
-        self._body, self._continue_flag, self._limit = body, continue_flag, limit
+    def __init__(self, first: Graph, body: Graph, continue_flag: torch.Tensor, limit: int) -> None:
+        self._first, self._body, self._continue_flag, self._limit = first, body, continue_flag, limit
         self.num_nodes = body.num_nodes
 
     def replay(self) -> None:
         """As Graph.replay. Raises CaptureError for a loop that goes past its limit."""
+        self._first.replay()
         for _ in range(self._limit):
-            self._body.replay()
             if not int(self._continue_flag):
                 return
-        raise CaptureError(
-            f"a captured loop must end within {self._limit} iterations, this one still goes on: its body has not set "
-            "the continue flag to 0. A device would never come back, so it was stopped here. Correct the body."
-        )
+            self._body.replay()
+        if int(self._continue_flag):
+            raise CaptureError(
+                f"a captured loop must end within {self._limit} iterations, this one still goes on: its body has not "
+                "set the continue flag to 0. A device would never come back, so it was stopped here. Correct the body."
+            )
 
 
 class EmulatedRuntime:
@@ -137,8 +139,10 @@ class EmulatedRuntime:
         (graph,) = self._record(lambda split_op: fn())
         return graph
 
-    def capture_loop(self, body: Callable[[], Any], continue_flag: torch.Tensor, limit: int) -> EmulatedLoop:
-        return EmulatedLoop(self.capture(body), continue_flag, limit)
+    def capture_loop(
+        self, first: Callable[[], Any], body: Callable[[], Any], continue_flag: torch.Tensor, limit: int
+    ) -> EmulatedLoop:
+        return EmulatedLoop(self.capture(first), self.capture(body), continue_flag, limit)
 
     def capture_pieces(self, run: Callable[[SplitOp], Any]) -> PiecewiseGraph:
         return PiecewiseGraph(self._record(run))

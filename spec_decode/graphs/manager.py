@@ -34,10 +34,19 @@ class Capturable:
 
     @staticmethod
     def loop(
-        body: Callable[[], Any], constants: CaptureConstants, continue_flag: torch.Tensor, limit: int
+        first: Callable[[], Any],
+        body: Callable[[], Any],
+        constants: CaptureConstants,
+        continue_flag: torch.Tensor,
+        limit: int,
     ) -> Capturable:
-        """Work that the graph repeats; continue_flag int32 [1] and limit as `GraphRuntime.capture_loop` takes them."""
-        return Capturable(body, constants, lambda runtime: runtime.capture_loop(body, continue_flag, limit))
+        """Work that the graph begins with, and work that it repeats, as `GraphRuntime.capture_loop` takes them."""
+
+        def once() -> None:
+            first()
+            body()
+
+        return Capturable(once, constants, lambda runtime: runtime.capture_loop(first, body, continue_flag, limit))
 
     @staticmethod
     def pieces(run: Callable[[SplitOp], Any], constants: CaptureConstants) -> Capturable:

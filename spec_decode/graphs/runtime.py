@@ -38,11 +38,13 @@ class GraphRuntime(Protocol):
     def capture(self, fn: Callable[[], Any]) -> Graph:
         """Record fn's device operations."""
 
-    def capture_loop(self, body: Callable[[], Any], continue_flag: torch.Tensor, limit: int) -> Graph:
-        """A graph that runs body's operations once, and repeats them while they leave continue_flag not zero.
+    def capture_loop(
+        self, first: Callable[[], Any], body: Callable[[], Any], continue_flag: torch.Tensor, limit: int
+    ) -> Graph:
+        """A graph that runs first's operations, and then body's as long as continue_flag is not zero.
 
-        continue_flag: int32 [1], written by body. Within `limit` iterations it must become 0; the emulator raises
-        CaptureError where it does not.
+        continue_flag: int32 [1], written by both. Within `limit` iterations of body it must become 0; the emulator
+        raises CaptureError where it does not.
         """
 
     def capture_pieces(self, run: Callable[[SplitOp], Any]) -> Graph:

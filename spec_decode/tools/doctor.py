@@ -164,7 +164,7 @@ def _loops(device: torch.device) -> str:
         continue_flag.copy_(cell < 3)
 
     before = runtime.memory_used()
-    graph = runtime.capture_loop(body, continue_flag, 3)
+    graph = runtime.capture_loop(body, body, continue_flag, 2)
     used = runtime.memory_used() - before
     graph.replay()
     if (found := int(cell)) != 3:

@@ -42,8 +42,10 @@ class DraftStrategy(ABC):
                 "would fail, so it was not defined. Define _capturable, or set uses_graphs = False."
             )
 
-    def __init__(self, step: DraftStep | TreeStep, graphs: GraphManager) -> None:
+    def __init__(self, step: DraftStep | TreeStep, graphs: GraphManager, *, loop_steps: int = 1) -> None:
+        """loop_steps: as DrafterConfig has it."""
         self._step = step
+        self._loop_steps = loop_steps
         self._buffers = step.decode
         self._graphs = graphs
 

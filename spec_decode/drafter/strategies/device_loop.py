@@ -1,17 +1,19 @@
-"""One captured step inside a graph's WHILE node."""
+"""Some captured steps, and some more inside a graph's WHILE node."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from builders import AdvanceLevel
 from spec_decode.drafter.metadata_plan import GraphMode, GroupFacts
-from spec_decode.drafter.strategies.base import DraftStrategy, advance_unsupported_reason
+from spec_decode.drafter.strategies.base import advance_unsupported_reason
+from spec_decode.drafter.strategies.loop import LoopStrategy
 from spec_decode.graphs import Capturable
 
 
-class DeviceLoop(DraftStrategy):
-    """The device decides after each step whether another follows.
+class DeviceLoop(LoopStrategy):
+    """The device decides after each step, or every few, whether another follows.
 
     One graph serves every number of draft tokens, and stops when no request drafts on. No collective may be in the
     step: the event nodes that NCCL captures are illegal in such a body.
@@ -20,7 +22,6 @@ class DeviceLoop(DraftStrategy):
     needs_later_steps = True
     drawback = "runs where it is asked for; an iteration costs the device more than an unrolled step"
     automatic = False
-    graph_kind = "loop"
 
     @classmethod
     def unsupported_reason(
@@ -28,18 +29,23 @@ class DeviceLoop(DraftStrategy):
     ) -> str | None:
         return advance_unsupported_reason(groups, graph_mode, AdvanceLevel.IN_GRAPH) or loop_unsupported_reason
 
-    def _capturable(self, size: int) -> Capturable:
+    def _after(self, size: int, before: Callable[[], object]) -> Capturable:
         step, buffers = self._step, self._buffers
+        num_steps, repeated = step.num_speculative_tokens - 1, self._loop_steps
+        # At least one step surely runs: it stands before the loop, with those that make up no iteration.
+        limit = (num_steps - 1) // repeated
 
-        def body() -> None:
-            step.advance(size)
-            buffers.advance()
-            step.run_decode_in_place(size, buffers.attention)
+        def run(steps: int) -> None:
+            for _ in range(steps):
+                step.advance(size)
+                buffers.advance()
+                step.run_decode_in_place(size, buffers.attention)
 
-        constants, limit = buffers.prepare_capture(size), step.num_speculative_tokens - 1
-        return Capturable.loop(body, constants, step.sampler.continue_flag, limit)
+        def begin() -> None:
+            before()
+            run(num_steps - limit * repeated)
 
-    def run(self, size: int, num_steps: int) -> None:
-        """The device knows the number of steps."""
-        self._buffers.build_round(size)
-        self._replay(size)
+        constants = buffers.prepare_capture(size)
+        if not limit:
+            return Capturable(begin, constants)
+        return Capturable.loop(begin, partial(run, repeated), constants, step.sampler.continue_flag, limit)

@@ -1,21 +1,24 @@
-"""All K - 1 later steps in one graph."""
+"""All K - 1 later steps in one graph, one after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from builders import AdvanceLevel
 from spec_decode.drafter.attention import PagedAttention
 from spec_decode.drafter.metadata_plan import GraphMode, GroupFacts, MetadataUpdate
-from spec_decode.drafter.strategies.base import DraftStrategy, advance_unsupported_reason
+from spec_decode.drafter.strategies.base import advance_unsupported_reason
+from spec_decode.drafter.strategies.loop import LoopStrategy
 from spec_decode.graphs import Capturable
 
 
-class FullLoop(DraftStrategy):
-    """A group's metadata advances inside the graph, or was planned for each step before the replay."""
+class FullLoop(LoopStrategy):
+    """A group's metadata advances inside the graph, or was planned for each step before the replay.
+
+    All K - 1 steps run; the last ones find no request that drafts on where fewer tokens were asked for.
+    """
 
     chosen_because = "every group's metadata advances in the graph, or is planned ahead"
-    graph_kind = "loop"
     otherwise = MetadataUpdate.PREPLANNED
 
     @classmethod
@@ -24,10 +27,11 @@ class FullLoop(DraftStrategy):
     ) -> str | None:
         return advance_unsupported_reason(groups, graph_mode, AdvanceLevel.PREPLANNED)
 
-    def _capturable(self, size: int) -> Capturable:
+    def _after(self, size: int, before: Callable[[], object]) -> Capturable:
         step, buffers = self._step, self._buffers
 
         def run() -> None:
+            before()
             hidden = step.hidden[:size]
             for index in range(1, step.num_speculative_tokens):
                 step.advance(size)
@@ -35,8 +39,3 @@ class FullLoop(DraftStrategy):
                 hidden = step.run_decode(size, hidden, PagedAttention(step.groups, buffers.metadata_of_step(index)))
 
         return Capturable(run, buffers.prepare_capture(size))
-
-    def run(self, size: int, num_steps: int) -> None:
-        """All K - 1 steps run; the last ones find no request that drafts on where fewer were asked for."""
-        self._buffers.build_round(size)
-        self._replay(size)

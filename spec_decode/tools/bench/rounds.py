@@ -11,6 +11,7 @@ from attn_backends import AttentionBackend
 from builders import AttentionSpec
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, VerifiedTokens
 from spec_decode.drafter.kv_groups import make_group
+from spec_decode.drafter.strategies.loop import LoopStrategy
 from spec_decode.models import DraftModel
 from spec_decode.models.deepseek_v4 import DeepseekV4Prediction
 from spec_decode.models.layers.moe import MixtureOfExperts
@@ -81,16 +82,14 @@ WHOLE, STEPS = "round", "steps"
 @torch.no_grad()
 def time_round(bench: Bench, draft: TimedDraft, run: RoundConfig, names: Mapping[str, str]) -> Iterator[BenchRow]:
     """A row for each part that `names` gives a case name to, with the time and memory of its graphs."""
-    drafter = make_drafter(draft, run, bench.device)
-    drafter.propose(_verified(draft, run, bench.device))
     k, num_reqs = run.num_speculative_tokens, run.num_reqs
-    parts: dict[str, tuple[Callable[[], object], int, Callable[[], object]]] = {
-        WHOLE: (drafter.propose, 1 if draft.at_once else k, lambda: None),
-        # Later steps advance the shared state: an untimed step 0 restores it before each.
-        STEPS: (lambda: drafter.run_steps(num_reqs), k - 1, lambda: drafter.run_extend(num_reqs)),
-    }
+    drafter = None
     for part, name in names.items():
-        call, passes, prepare = parts[part]
+        # A graph of a whole round runs no step alone.
+        if drafter is None or (part == STEPS and issubclass(run.strategy.implementation, LoopStrategy)):
+            drafter = make_drafter(draft, run, bench.device, extend_in_graph=part == WHOLE)
+            drafter.propose(_verified(draft, run, bench.device))
+        call, passes, prepare = _part(drafter, part, num_reqs, 1 if draft.at_once else k)
         prepare()
         # A temperature changes no kernel, and counting them takes longer than timing.
         kernels = kernels_in(call) / passes if bench.on_cuda and not run.temperature else None
@@ -110,14 +109,25 @@ def time_round(bench: Bench, draft: TimedDraft, run: RoundConfig, names: Mapping
         }
 
 
-def make_drafter(draft: TimedDraft, run: RoundConfig, device: torch.device) -> Drafter:
+def _part(
+    drafter: Drafter, part: str, num_reqs: int, passes: int
+) -> tuple[Callable[[], object], int, Callable[[], object]]:
+    """What is timed, how many steps of the draft it runs, and what goes before it untimed."""
+    if part == WHOLE:
+        return drafter.propose, passes, lambda: None
+    # Later steps advance the shared state: step 0 restores it before each.
+    return lambda: drafter.run_steps(num_reqs), passes - 1, lambda: drafter.run_extend(num_reqs)
+
+
+def make_drafter(draft: TimedDraft, run: RoundConfig, device: torch.device, *, extend_in_graph: bool = True) -> Drafter:
     """A drafter over random pages."""
     limit = draft.context + 2 * run.num_speculative_tokens + 2
     tables, num_pages = shuffled_tables(draft.spec.page_size, run.num_reqs, limit, device)
     group = make_group("draft", run.backend, draft.spec, draft.layers, num_pages=num_pages, device=device)
     config = DrafterConfig(
-        num_speculative_tokens=run.num_speculative_tokens, strategy=run.strategy, capture_sizes=[run.num_reqs]
-    )
+        num_speculative_tokens=run.num_speculative_tokens, strategy=run.strategy, capture_sizes=[run.num_reqs],
+        extend_in_graph=extend_in_graph,
+    )  # fmt: skip
     return Drafter(draft.model, [group], tables, config)
 
 

@@ -148,14 +148,15 @@ def test_sizes_left_out_for_want_of_memory_are_served_by_the_next_larger(strateg
     assert set(fixture.drafter.graphs.left_out) == {1, 2} and tokens[0] == tokens[1]
 
 
-def test_a_loop_ends_at_its_last_step_even_where_requests_seem_to_draft_on(monkeypatch):
-    limits = []
-    capture_loop = EmulatedRuntime.capture_loop
+@pytest.mark.parametrize(("loop_steps", "limits"), [(1, [K - 2]), (2, [1]), (K - 1, []), (9, [])])
+def test_a_loop_ends_at_its_last_step_at_the_latest_and_drafts_the_same(monkeypatch, loop_steps, limits):
+    found, capture_loop = [], EmulatedRuntime.capture_loop
 
-    def spy(self, body, continue_flag, limit):
-        limits.append(limit)
-        return capture_loop(self, body, continue_flag, limit)
+    def spy(self, first, body, continue_flag, limit):
+        found.append(limit)
+        return capture_loop(self, first, body, continue_flag, limit)
 
     monkeypatch.setattr(EmulatedRuntime, "capture_loop", spy)
-    advancing(strategy=Strategy.DEVICE_LOOP, capture_sizes=[4]).drafter.capture()
-    assert limits == [K - 1]
+    fixture = advancing(strategy=Strategy.DEVICE_LOOP, capture_sizes=[4], loop_steps=loop_steps)
+    assert_same(fixture.rounds(), advancing(strategy=Strategy.EAGER).rounds())
+    assert found == limits

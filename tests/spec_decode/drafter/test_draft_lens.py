@@ -96,6 +96,13 @@ def test_the_device_loop_runs_a_step_and_ends_with_the_last_request_that_drafts_
     assert max(fixture.drafter.metadata_in_use()) == steps
 
 
+@pytest.mark.parametrize(("lengths", "steps"), [([0, 0, 0], 1), ([2, 0, 1], 1), ([3, 1, 2], 3), ([1, 4, 2], 3)])
+def test_a_device_loop_of_two_steps_ends_between_them_only(lengths, steps):
+    fixture = advancing(strategy=Strategy.DEVICE_LOOP, capture_sizes=[4], loop_steps=2)
+    fixture.drafter.propose(fixture.verified()._replace(draft_lens=torch.tensor(lengths, dtype=torch.int32)))
+    assert max(fixture.drafter.metadata_in_use()) == steps
+
+
 def doubted(tokens, logits, temperature, least):
     """How many tokens of each request are drafted until the first one below the least confidence, itself included."""
     kept = logits.softmax(-1).gather(2, tokens[..., None])[..., 0] >= least

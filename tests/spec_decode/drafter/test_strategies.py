@@ -8,6 +8,7 @@ from attn_backends import get
 from spec_decode.drafter import GraphMode, Strategy, StrategyError
 from spec_decode.drafter.metadata_plan import MetadataUpdate
 from spec_decode.drafter.strategies import DraftStrategy
+from spec_decode.graphs import GraphManager
 from tests.foreseen import ForeseenBuilder
 from tests.spec_decode.drafter.drafter_fixture import (
     CAPTURING,
@@ -124,6 +125,23 @@ def test_a_group_captured_for_decode_alone_runs_step_0_eagerly_and_drafts_the_sa
     assert_same(found, advancing(strategy=Strategy.EAGER).rounds())
 
 
+@pytest.mark.parametrize(
+    ("make", "num_tokens", "kinds"),
+    [
+        (advancing, None, ["round"]), (advancing, 2, ["round"]), (advancing, 1, ["extend"]),
+        (preplanned, None, ["extend", "loop"]), (decode_only, None, ["loop"]),
+    ],
+)  # fmt: skip
+def test_one_graph_holds_the_round_where_the_host_builds_nothing_of_it(monkeypatch, make, num_tokens, kinds):
+    fixture, replayed, replay = make(strategy=Strategy.FULL_LOOP), [], GraphManager.replay
+    fixture.drafter.capture()
+    monkeypatch.setattr(
+        GraphManager, "replay", lambda self, key, needed: (replayed.append(key.kind), replay(self, key, needed))
+    )
+    fixture.drafter.propose(fixture.verified(), num_tokens)
+    assert replayed == kinds
+
+
 def test_turning_graphs_off_is_eager_and_captures_nothing():
     fixture = mixed(graph_mode=GraphMode.NONE)
     fixture.rounds(1)
@@ -137,7 +155,7 @@ def test_every_graph_mode_drafts_what_eager_drafts(mode, steps):
     found = advancing(steps=steps, graph_mode=mode, capture_sizes=[4])
     assert_same(found.rounds(2), expected)
     kinds = {report.key.kind for report in found.drafter.graphs.reports}
-    assert kinds == (set() if mode is GraphMode.NONE else {"extend", "loop"})
+    assert kinds == (set() if mode is GraphMode.NONE else {"extend", "round"})
 
 
 @pytest.mark.parametrize("other", ["torch_reference", "rebuilt"])

@@ -75,7 +75,7 @@ def test_bindings_that_do_not_find_their_library_say_so(installed):
 def test_a_loop_is_refused_in_the_same_words(installed):
     installed(version="12.9.2")
     with pytest.raises(CaptureError, match=r"found 12\.9\.2.*No graph was made"):
-        cuda_loop.WhileGraph(torch.ones(1, dtype=torch.int32), body=print, capture=print)
+        cuda_loop.WhileGraph(torch.ones(1, dtype=torch.int32), first=print, body=print, capture=print)
 
 
 def test_the_emulator_needs_nothing():

@@ -243,7 +243,7 @@ def test_work_says_how_it_is_captured():
 
     manager = captured(
         sizes=(1,),
-        loop=lambda size: Capturable.loop(body, ROOMY, continue_flag, 5),
+        loop=lambda size: Capturable.loop(body, body, ROOMY, continue_flag, 5),
     )
     total.zero_()
     continue_flag.fill_(1)

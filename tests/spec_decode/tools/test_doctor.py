@@ -59,8 +59,8 @@ def test_a_capture_and_a_loop_are_tried_and_their_memory_told() -> None:
 
 
 def test_a_loop_that_runs_another_number_of_times_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def once(self: EmulatedRuntime, body: Any, continue_flag: torch.Tensor, limit: int) -> Any:
-        return self.capture(body)
+    def once(self: EmulatedRuntime, first: Any, body: Any, continue_flag: torch.Tensor, limit: int) -> Any:
+        return self.capture(first)
 
     monkeypatch.setattr(EmulatedRuntime, "capture_loop", once)
     found = findings("graphs")["device loop"]
