@@ -89,6 +89,7 @@ TITLES = {
     "sampling/draw a target token": "Drawing the target's token, beside FlashInfer's sampling",
     "sampling/draw a restricted target token": "The same with top-k and top-p, beside FlashInfer's sampling",
     "sampling/argmax": "The most likely token, beside torch",
+    "sampling/argmax of a target": "The most likely token of a target, beside torch",
 }
 """By case; other cases go by their own name. Also the order of the sections."""
 

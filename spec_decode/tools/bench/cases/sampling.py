@@ -125,6 +125,9 @@ COMPARISONS = (
         "draw a restricted target token", "tokens", _TARGET, _RESTRICTED_DRAW, _BOTH, check_tokens, draws=True
     ),
     SamplingComparison("argmax", "tokens", _DRAFT, {"torch.argmax": by.torch_argmax}, _GREEDY, check_argmax),
+    SamplingComparison(
+        "argmax of a target", "tokens", _TARGET, {"torch.argmax": by.torch_argmax}, _GREEDY, check_argmax
+    ),
 )
 
 
