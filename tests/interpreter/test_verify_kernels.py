@@ -271,6 +271,17 @@ def test_the_targets_tokens(vocab, selected, dtype):
     assert torch.equal(call()[0], draw_tokens(processed, sampling.temperature, sampling.seeds, positions))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_token_beyond_the_vocabulary_is_not_drawn(temperature):
+    wide = torch.full((3, 601), math.inf)
+    wide[:, :600] = torch.randn(3, 600, generator=generator(0))
+    logits, zeros = wide[:, :600], torch.zeros(3, dtype=torch.int64)
+    sampling = Sampling(torch.full((3,), temperature), zeros.int(), torch.ones(3), zeros)
+    found = sample_target(logits, sampling=sampling, positions=zeros)
+    assert torch.equal(found, sample_target(logits.contiguous(), sampling=sampling, positions=zeros))
+    assert found.lt(599).all()
+
+
 @pytest.mark.parametrize("vocab", [1, 37, 512, 2000])
 def test_drawn_tokens(vocab):
     logits = torch.randn(6, vocab, generator=generator(0)) * 3

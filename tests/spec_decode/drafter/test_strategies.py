@@ -5,10 +5,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_backends import get
+from builders import CaptureConstants
 from spec_decode.drafter import GraphMode, Strategy, StrategyError
 from spec_decode.drafter.metadata_plan import MetadataUpdate
 from spec_decode.drafter.strategies import DraftStrategy
-from spec_decode.graphs import GraphManager
+from spec_decode.drafter.strategies.loop import LoopStrategy
+from spec_decode.graphs import Capturable, GraphManager
 from tests.foreseen import ForeseenBuilder
 from tests.spec_decode.drafter.drafter_fixture import (
     CAPTURING,
@@ -140,6 +142,20 @@ def test_one_graph_holds_the_round_where_the_host_builds_nothing_of_it(monkeypat
     )
     fixture.drafter.propose(fixture.verified(), num_tokens)
     assert replayed == kinds
+
+
+@pytest.mark.parametrize(("of_step_0", "of_later"), [(20, 10), (10, 20)])
+def test_a_graph_of_a_whole_round_is_as_wide_as_step_0_and_as_long_as_the_shorter_bound(of_step_0, of_later):
+    class Loop(LoopStrategy):
+        unsupported_reason = None
+
+        def _after(self, size, before):
+            return Capturable(before, CaptureConstants(max_reqs=size, max_query_len=1, max_seq_len=of_later))
+
+    step_0 = Capturable(print, CaptureConstants(max_reqs=4, max_query_len=5, max_seq_len=of_step_0))
+    joined = object.__new__(Loop).joined(4, step_0)
+    assert joined.run is print
+    assert joined.constants == CaptureConstants(max_reqs=4, max_query_len=5, max_seq_len=10)
 
 
 def test_turning_graphs_off_is_eager_and_captures_nothing():
