@@ -144,20 +144,21 @@ def _results(report: Path) -> list[dict[str, Any]]:
 
 
 class HostLoop:
-    """Stands in for WhileGraph: the same captured body, and the host asks after each run of it whether to go on."""
+    """Stands in for WhileGraph: the same captured parts, and the host asks after each run whether to go on."""
 
     num_nodes: int | None = None
 
     def __init__(
         self,
         continue_flag: torch.Tensor,
+        first: Callable[[], object],
         body: Callable[[], object],
         capture: Callable[[Callable[[], object]], torch.cuda.CUDAGraph],
     ) -> None:
-        self._continue_flag, self._body = continue_flag, capture(body)
+        self._continue_flag, self._first, self._body = continue_flag, capture(first), capture(body)
 
     def replay(self) -> None:
-        self._body.replay()
+        self._first.replay()
         while self._continue_flag.item():
             self._body.replay()
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from functools import partial
+from inspect import signature
 from types import SimpleNamespace
 
 import pytest
@@ -179,15 +181,19 @@ def test_a_check_that_is_watched_repeats_its_looping_graphs_from_the_host(monkey
     assert used == [memcheck.HostLoop]
 
 
-@pytest.mark.parametrize("iterations", [1, 2, 5])
-def test_the_hosts_loop_runs_its_body_until_the_flag_is_zero(iterations):
+@pytest.mark.parametrize("iterations", [0, 1, 5])
+def test_the_hosts_loop_runs_its_body_after_its_first_part_until_the_flag_is_zero(iterations):
     flag, runs = torch.zeros(1, dtype=torch.int32), []
 
-    def body():
-        runs.append(None)
-        flag.fill_(int(len(runs) < iterations))
+    def part(name):
+        runs.append(name)
+        flag.fill_(int(len(runs) <= iterations))
 
-    loop = memcheck.HostLoop(flag, body, lambda fn: SimpleNamespace(replay=fn))
+    loop = memcheck.HostLoop(flag, partial(part, "first"), partial(part, "body"), lambda fn: SimpleNamespace(replay=fn))
     assert not runs
     loop.replay()
-    assert len(runs) == iterations
+    assert runs == ["first"] + ["body"] * iterations
+
+
+def test_the_hosts_loop_is_made_as_the_devices_is():
+    assert list(signature(memcheck.HostLoop).parameters) == list(signature(cuda.WhileGraph).parameters)
