@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from spec_decode.models.kernels.hyper_connections import collapse_streams, read_streams, write_streams
+from tests.amid_nan import amid_nan
 from tests.spec_decode.models.kernels.hyper_oracle import (
     EPS,
     assert_rounded,
@@ -20,13 +21,6 @@ HIDDEN = [1, 50, 1024, 1100]
 
 def read(case, iterations=20):
     return read_streams(case.streams, case.mixes, case.scale, case.base, iterations=iterations, eps=EPS)
-
-
-def amid_nan(part):
-    """The same tensor in a buffer that holds NaN around it."""
-    buffer = torch.full((part.numel() + 2048,), torch.nan, dtype=part.dtype)
-    view = buffer[1024 : 1024 + part.numel()].view(part.shape)
-    return view.copy_(part)
 
 
 @pytest.mark.parametrize("iterations", [1, 2, 20])

@@ -11,10 +11,10 @@ from spec_decode.models.kernels.order_by_expert import order_by_expert
 from spec_decode.models.kernels.route_tokens import Routing
 from spec_decode.models.layers.feed_forward import FeedForward
 from spec_decode.models.layers.moe import Experts, MixtureOfExperts
+from tests.amid_nan import amid_nan
 from tests.spec_decode.models.kernels.mixture_oracle import (
     ORDERS,
     ROUTINGS,
-    amid_nan,
     assert_ordered,
     assert_routed,
     combine_inputs,

@@ -5,6 +5,7 @@ import torch
 
 from spec_decode.models.kernels.streamed_shares import StreamedShares, SumShares
 from spec_decode.models.kernels.streamed_tiling import StreamedTiling
+from tests.amid_nan import amid_nan
 from tests.spec_decode.models.kernels.streamed_oracle import FORMS, assert_exact, exact, make_arguments
 
 
@@ -74,15 +75,6 @@ def test_rows_beyond_the_last_end_are_of_the_last_group():
     arguments = make_arguments("groups", 5, 21, 50)
     wanted = exact(arguments._replace(ends=torch.tensor([0, 1, 2, 3, 5]).int()))
     assert_exact(arguments._replace(ends=torch.tensor([0, 1, 2, 3, 4]).int()).launch(tile()), arguments, wanted)
-
-
-def amid_nan(part):
-    """The same values as a part of a buffer that holds NaN everywhere else."""
-    if part is None or not part.is_floating_point():
-        return part
-    buffer = torch.full((part.shape[0] + 40, *part.shape[1:]), torch.nan, dtype=part.dtype)
-    buffer[8 : 8 + part.shape[0]] = part
-    return buffer[8 : 8 + part.shape[0]]
 
 
 @pytest.mark.parametrize("inputs", [9, 50])

@@ -41,13 +41,6 @@ def noise(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def amid_nan(part):
-    """The same values as a contiguous part of a buffer that holds NaN before and after them."""
-    buffer = torch.full((part.numel() + 128,), torch.nan, dtype=part.dtype)
-    view = buffer[64 : 64 + part.numel()].view(part.shape)
-    return view.copy_(part)
-
-
 def route(logits, bias, **routing):
     return route_tokens(logits, bias, Routing(num_experts=logits.shape[1], **{**PLAIN, **routing}))
 

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from spec_decode.models.kernels.skinny_linear import SkinnyLinear, embed_linear, norm_linear, skinny_linear, wide_linear
+from tests.amid_nan import amid_nan
 
 EPS = 1e-6
 VOCAB = 11
@@ -83,7 +84,7 @@ class Inputs:
     def poisoned(self):
         """The same inputs as parts of buffers that hold NaN everywhere else."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Inputs(**{name: _amid_nan(part, name == "x") for name, part in parts.items()})
+        return Inputs(**{name: _beside_nan(part) if name == "x" else amid_nan(part) for name, part in parts.items()})
 
 
 def make_inputs(form, rows, n, k, dtype=torch.float32):
@@ -121,12 +122,9 @@ def assert_within_budget(found, inputs):
     assert error <= budget, f"off by {error:.3g}, allowed {budget:.3g}"
 
 
-def _amid_nan(part, beside):
-    if not isinstance(part, torch.Tensor) or not part.is_floating_point():
-        return part
-    height, columns = part.shape[0], part.shape[1:]
-    wider = [columns[0] + 24] if beside else list(columns)
-    buffer = torch.full((height + 32, *wider), torch.nan, dtype=part.dtype)
-    view = buffer[8 : 8 + height, 16 : 16 + columns[0]] if beside else buffer[8 : 8 + height]
-    view.copy_(part)
-    return view
+def _beside_nan(rows):
+    """The same rows in a buffer that holds NaN on all sides of them."""
+    height, columns = rows.shape
+    buffer = torch.full((height + 32, columns + 24), torch.nan, dtype=rows.dtype)
+    view = buffer[8 : 8 + height, 16 : 16 + columns]
+    return view.copy_(rows)

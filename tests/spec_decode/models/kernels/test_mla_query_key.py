@@ -6,6 +6,7 @@ import torch
 from attn_backends.kernels.rope import Rope
 from builders.errors import BatchError
 from spec_decode.models.kernels.mla_query_key import mla_query_key
+from tests.attn_backends.kernels.test_latent_rotary import angles_of, turned
 
 TOKENS, HEADS, DIMS, ROTARY = 3, 2, 4, 6
 
@@ -24,26 +25,16 @@ def operands(**changes):
     return {**made, **changes}
 
 
-def turn(row, table):
-    """Pairs of adjacent dims as complex numbers, times those of the angles."""
-    cos, sin = table.double().chunk(2)
-    pairs = torch.view_as_complex(row.double().view(-1, 2).contiguous()) * torch.complex(cos, sin)
-    return torch.view_as_real(pairs).flatten()
-
-
 def test_the_turning_parts_turn_with_their_position_and_the_latent_is_normed():
     made = operands()
     query, key = mla_query_key(**made)
-    positions, table = made["rope"]
-    for token, position in enumerate(positions.tolist()):
-        latent = made["latent"][token].double()
-        normed = latent[:DIMS] / (latent[:DIMS].square().mean() + 1e-6).sqrt() * made["norm"].double()
-        wanted = torch.cat([normed, turn(latent[DIMS:], table[position])])
-        torch.testing.assert_close(key[token, 0].double(), wanted, rtol=1e-5, atol=1e-6)
-        for head in range(HEADS):
-            turned = turn(made["rotated"][token, head], table[position])
-            wanted = torch.cat([made["absorbed"][token, head].double(), turned])
-            torch.testing.assert_close(query[token, head].double(), wanted, rtol=1e-5, atol=1e-6)
+    factors = angles_of(*made["rope"])
+    latent, shared = made["latent"].double().split([DIMS, ROTARY], 1)
+    normed = latent / (latent.square().mean(1, keepdim=True) + 1e-6).sqrt() * made["norm"].double()
+    wanted = torch.cat([normed[:, None], turned(shared[:, None], factors)], -1)
+    torch.testing.assert_close(key.double(), wanted, rtol=1e-5, atol=1e-6)
+    wanted = torch.cat([made["absorbed"].double(), turned(made["rotated"].double(), factors)], -1)
+    torch.testing.assert_close(query.double(), wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("part", ["absorbed", "rotated", "latent", "norm"])
