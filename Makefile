@@ -20,7 +20,7 @@ RELEASE_TESTS := tests/builders tests/attn_backends/test_registry.py tests/attn_
 RELEASE_KERNELS := $(addprefix tests/interpreter/test_,attention_kernels.py latent_attention_kernel.py \
 	sample_draft_kernel.py shared_state_kernels.py step_0_kernels.py verify_kernels.py)
 
-.PHONY: demo test slow engines oldest newest lint docs check clean
+.PHONY: demo test slow engines oldest newest lint docs check release clean
 
 demo: $(VENV)/.installed
 	$(BIN)/attn-backends demo
@@ -67,10 +67,18 @@ lint: $(VENV)/.linters
 # A link, an anchor or a name of the reference that leads nowhere fails it. Never with -q: strict counts only the warnings
 # that are shown. The variable hides an advertisement.
 docs: $(VENV)/.docs
+	$(BIN)/attn-backends matrix reports --html docs/compatibility.html
+	$(BIN)/python scripts/schemas.py docs/schemas
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	$(BIN)/python docs/_site/check_links.py build/site
 
 check: lint test
+
+# What a release asks for besides: no evidence of older source, and a wheel.
+release: docs check
+	$(BIN)/attn-backends matrix --check --strict --readme README.md
+	$(PIP) build
+	$(BIN)/python -m build --wheel --outdir dist .
 
 clean:
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -313,6 +313,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         flags.json,
         SCHEMA,
         flags.device,
+        ["scripts.engine_run"],
+        backends=[flags.backend],
         backend=flags.backend,
         backend_version=config.backend.version,
         dtype=str(dtype).removeprefix("torch."),

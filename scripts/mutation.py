@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from attn_backends import registry
 from scripts.mutation_operators import Mutant, keywords_with_defaults, mutants
 from scripts.mutation_rooms import EQUIVALENT, ROOMS
 from scripts.mutation_session import PACKAGES
@@ -38,8 +39,8 @@ from scripts.mutation_tests import ROOT, Copy, TracedTest, digest, share, traced
 from scripts.script_report import write_report
 
 SCHEMA = "attn-mutation/1"
-COVERED = ("builders", "attn_backends", *(f"spec_decode.{room}" for room in ("graphs", "drafter", "engine")))
-COVERED += ("spec_decode.sampling", "spec_decode.verification")
+ROOTS = ("scripts.mutation", "spec_decode.engine.engine")
+"""What is mutated lies behind the engine."""
 ABOUT_MUTANTS = "tests/scripts/test_mutation.py"
 """Its tests look up the lines of changes that change nothing: any other change of such a line fails them."""
 QUICK, QUICK_FILE = 15, 1
@@ -274,7 +275,7 @@ def main() -> None:
     outcomes = Counter(result.outcome for result in results)
     print(table(results))
     write_report(
-        flags.json, SCHEMA, torch.device("cpu"), COVERED, outcomes=outcomes,
+        flags.json, SCHEMA, torch.device("cpu"), ROOTS, backends=registry.names(), outcomes=outcomes,
         left_out=[{"file": file, "before": before, "after": after, "why": why}
                   for (file, before, after), why in EQUIVALENT.items()],
         not_passed=not_passed, mutants=[_row(result) for result in results],

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -125,7 +125,7 @@ def unlike(found: Texts, expected: Texts) -> int:
     return sum(ours != theirs for ours, theirs in zip(found, expected, strict=True))
 
 
-def agreement(job: tuple[str, str, str]) -> list[dict[str, Any]]:
+def agreement(job: tuple[str, str, str]) -> list[AgreementRow]:
     """The rows of one draft on one backend: in the first dtype that it serves, and batch invariant in bfloat16."""
     draft, name, where = job
     device, rows, plain = torch.device(where), [], False
@@ -139,12 +139,19 @@ def agreement(job: tuple[str, str, str]) -> list[dict[str, Any]]:
             subject = Subject(pair=pair, backends=backends, batch_invariant=batch_invariant)
             rows += [{**head, **row} for row in compare(subject)]
             plain = True
-    return rows
+    return merged(rows)
 
 
-def is_broken(row: dict[str, Any]) -> bool:
-    """Whether a text differs that must not."""
-    return msgspec.convert(row, AgreementRow).broken
+def merged(rows: Iterable[dict[str, Any]]) -> list[AgreementRow]:
+    """Rows that differ in the graph mode alone as one, with all of their modes."""
+    modes: dict[bytes, list[str]] = {}
+    found: dict[bytes, dict[str, Any]] = {}
+    for row in rows:
+        rest = {name: value for name, value in row.items() if name != "graph_mode"}
+        key = msgspec.json.encode(rest, order="sorted")
+        modes.setdefault(key, []).append(row["graph_mode"])
+        found[key] = rest
+    return [AgreementRow(**row, graph_modes=tuple(modes[key])) for key, row in found.items()]
 
 
 def main() -> None:
@@ -157,10 +164,12 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(flags.jobs, maxtasksperchild=1) as pool:
         for job, found in zip(jobs, pool.imap(agreement, jobs), strict=True):
             rows += found
-            ran = [row for row in found if not row["refusal"]]
-            print(*job[:2], f"{len(ran)} ran, {sum(map(is_broken, ran))} with a text that must not differ", flush=True)
-    write_report(flags.json, AGREEMENT_SCHEMA, flags.device, rows=rows)
-    if not rows or any(map(is_broken, rows)):
+            ran = [row for row in found if not row.refusal]
+            broken = sum(row.broken for row in ran)
+            print(*job[:2], f"{len(ran)} ran, {broken} with a text that must not differ", flush=True)
+    roots, names = ["scripts.pair_agreement"], registry.names()
+    write_report(flags.json, AGREEMENT_SCHEMA, flags.device, roots, backends=names, rows=msgspec.to_builtins(rows))
+    if not rows or any(row.broken for row in rows):
         raise SystemExit(1)
 
 

@@ -12,13 +12,17 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from spec_decode.conformance.report import SCHEMA as REPORT
-from spec_decode.conformance.report import Report
-from spec_decode.files import json_bytes
+from spec_decode.conformance.report import ReportDocument
 from spec_decode.matrix.model import SCHEMA as MATRIX
 from spec_decode.matrix.model import Matrix
-from spec_decode.matrix.sources import AGREEMENT_SCHEMA, TIMING_SCHEMA, Agreement, Timing
+from spec_decode.matrix.sources import AGREEMENT_SCHEMA, TIMING_SCHEMA, Agreement, TimingReport
 
-_KINDS: dict[str, Any] = {REPORT: Report, MATRIX: Matrix, AGREEMENT_SCHEMA: Agreement, TIMING_SCHEMA: list[Timing]}
+_KINDS: dict[str, Any] = {
+    REPORT: ReportDocument,
+    MATRIX: Matrix,
+    AGREEMENT_SCHEMA: Agreement,
+    TIMING_SCHEMA: TimingReport,
+}
 
 
 def schemas() -> dict[str, bytes]:
@@ -28,15 +32,18 @@ def schemas() -> dict[str, bytes]:
 
 def _schema(name: str, kind: Any) -> bytes:
     found = msgspec.json.schema(kind)
-    for definition in found.get("$defs", {}).values():
+    for definition in found["$defs"].values():
         # Only newer Pythons strip a docstring's indentation.
         definition["description"] = inspect.cleandoc(definition.get("description", ""))
-        if "schema" in definition.get("properties", {}):
-            definition["properties"]["schema"] = {"const": name}
-            definition["required"] = ["schema", *definition.get("required", [])]
-    return json_bytes({"$schema": "https://json-schema.org/draft/2020-12/schema", "title": name, **found})
+    top = found["$defs"][found["$ref"].rpartition("/")[2]]
+    top["properties"]["schema"] = {"const": name}
+    top["required"] = list(dict.fromkeys(["schema", *top.get("required", [])]))
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": name}
+    return msgspec.json.encode({**head, **found}) + b"\n"
 
 
 if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
     for file, content in schemas().items():
-        (Path(sys.argv[1]) / file).write_bytes(content)
+        (folder / file).write_bytes(content)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -14,8 +13,8 @@ import msgspec
 import torch
 
 from spec_decode.environment import environment
-from spec_decode.files import write_whole
-from spec_decode.source_digests import SERVING, source_digests
+from spec_decode.files import report_bytes, write_whole
+from spec_decode.source_digests import SourceRecord, backend_modules
 
 
 def script_options(description: str | None) -> argparse.ArgumentParser:
@@ -27,15 +26,18 @@ def script_options(description: str | None) -> argparse.ArgumentParser:
 
 
 def write_report(
-    path: Path, schema: str, device: torch.device, covers: Sequence[str] = SERVING, **content: Any
+    path: Path, schema: str, device: torch.device, roots: Sequence[str], *, backends: Sequence[str] = (), **content: Any
 ) -> None:
-    """Write schema, environment, command, which leaves the report's own path out, the digests of the source that the
-    report covers, and then the content."""
+    """Write schema, environment, command, which leaves the report's own path out, the source behind the report, and
+    then the content.
+
+    roots, backends: the modules and the registered backends that the run is about.
+    """
     arguments = sys.argv[1:]
     if "--json" in arguments:
         at = arguments.index("--json")
         del arguments[at : at + 2]
     command = shlex.join(["python", sys.argv[0], *arguments, "--json", "FILE"])
-    env = msgspec.to_builtins(environment(device))
-    head = {"schema": schema, "env": env, "command": command, "sources": source_digests(covers)}
-    write_whole(path, (json.dumps({**head, **content}, indent=1) + "\n").encode())
+    sources = SourceRecord.of({"": [*roots, *backend_modules(backends)]})
+    head = {"schema": schema, "env": environment(device), "command": command, "sources": sources}
+    write_whole(path, report_bytes(msgspec.to_builtins({**head, **content})))

@@ -29,7 +29,6 @@ from scripts.script_report import script_options, write_report
 from spec_decode.graphs import runtime_for
 
 SCHEMA = "attn-shared-gpu-replays/1"
-COVERS = ("builders", "attn_backends", "spec_decode.graphs")
 ROWS, MAX_SEQ_LEN, TOLERANCE = 12, 512, 0.02
 """The tolerance is ten times what fp16 attention over this length was seen to be off by."""
 
@@ -196,7 +195,16 @@ def main() -> None:
     else:
         with multiprocessing.get_context("spawn").Pool(flags.processes) as pool:
             rows = pool.map(work, range(flags.processes))
-    write_report(flags.json, SCHEMA, flags.device, COVERS, tolerance=TOLERANCE, backend=flags.backend, processes=rows)
+    write_report(
+        flags.json,
+        SCHEMA,
+        flags.device,
+        ["scripts.shared_gpu_replays"],
+        backends=[flags.backend],
+        tolerance=TOLERANCE,
+        backend=flags.backend,
+        processes=rows,
+    )
     for row in rows:
         print({**row, "wrong": row["wrong"][:3]})
     if any(row["wrong"] for row in rows):

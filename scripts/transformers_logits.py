@@ -378,7 +378,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(f"{time.monotonic() - began:5.0f} s", *row.values(), flush=True)
             # As it stands, for a run that is cut off: it says then that it was.
             content = {"transformers": transformers.__version__, "finished": done == len(parts), "rows": rows}
-            write_report(flags.json, SCHEMA, flags.device, **content)
+            write_report(flags.json, SCHEMA, flags.device, ["scripts.transformers_logits"], **content)
     if not all(row["ok"] for row in rows) or all("refused" in row for row in rows):
         raise SystemExit(1)
 

@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch.nn import functional as F
 
+from benchmarks.measure import copy_bandwidth, time_kernels
+from benchmarks.random_drafts import RANDOM_DRAFTS
 from spec_decode.models.kernels.skinny_linear import SkinnyLinear
 from spec_decode.models.kernels.skinny_tiling import MAX_SUMS, Tiling, power_of_two, tile_of
-from spec_decode.tools.bench.measure import copy_bandwidth, time_kernels
-from spec_decode.tools.bench.random_drafts import RANDOM_DRAFTS
 
 ROWS = (1, 2, 3, 4)
 EPS = 1e-6

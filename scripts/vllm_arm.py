@@ -160,7 +160,7 @@ def measure(arm: Arm) -> dict[str, Any]:
 
 def _quantiles_us(seconds: list[float]) -> Any:
     """Of steps after the prompts', in microseconds."""
-    from spec_decode.tools.bench.measure import quantiles
+    from benchmarks.measure import quantiles
 
     return quantiles([1e6 * each for each in seconds[len(seconds) // 4 :]])
 

@@ -17,7 +17,6 @@ graph, and vLLM plans it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -35,23 +34,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import msgspec
 import torch
 
+from engines.vllm import NAMES
 from scripts.free_places import on_a_free_one
 from scripts.script_report import script_options, write_report
 from scripts.vllm_arm import ROOT, Arm
 from spec_decode.environment import environment
 from spec_decode.files import write_whole
-from spec_decode.source_digests import source_digests
+from spec_decode.source_digests import SourceRecord
 
 SCHEMA = "attn-vllm/1"
-COVERED = ("builders", "attn_backends", "engines.vllm")
+ROOTS = (
+    *("engines.vllm", "scripts.vllm_arm", "scripts.vllm_worker"),
+    *(path.rpartition(".")[0] for path in NAMES.values()),
+)
 BASE, REBUILT, CONTROL = "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"
 OURS = ("FLASHINFER_IN_GRAPH", "ATTN_BACKENDS_TRITON_PAGED", "ATTN_BACKENDS_FLASH_ATTN3")
 KEPT = {3: 1.8, 7: 3.2}
 """Drafts kept a round, by the draft tokens of one."""
 MACHINE = ("device", "driver", "cuda", "torch", "triton", "python")
 """What an environment says of it, by which results are kept."""
-SCRIPTS = ("vllm_arm.py", "vllm_worker.py")
-"""What measures an arm."""
 EXACT_ARMS = 3
 """Those that share a GPU."""
 MARGIN = 0.02
@@ -191,7 +192,7 @@ def problems(found: Sequence[Mapping[str, Any]], compared: Sequence[Mapping[str,
         if without not in (None, each["graph_mode"]):
             said.append(f"{name}: graphs {each['graph_mode']}, without a draft {without}")
         said += [f"{name}: {row['plans']} plans on the host" for row in each["rows"] if row["plans"]]
-        said += [f"{name}: waits for the device: {row['waits'][0]}" for row in each["rows"] if row["waits"]]
+        said += [f"{name}: waits for the device: {next(iter(row['waits']))}" for row in each["rows"] if row["waits"]]
     allowed = max(unlike(compared, CONTROL), unlike(compared, REBUILT)) + MARGIN
     drafts = {row["draft"] for row in compared} & set(OURS)
     said += [
@@ -213,8 +214,7 @@ def main() -> None:
             "vLLM's figures need a CUDA device, none was found; nothing was run. Run it on a machine with one."
         )
     env = msgspec.to_builtins(environment(flags.device))
-    scripts = {name: hashlib.sha256((ROOT / "scripts" / name).read_bytes()).hexdigest() for name in SCRIPTS}
-    of = {name: env[name] for name in MACHINE} | {"sources": source_digests(COVERED), "scripts": scripts}
+    of = {name: env[name] for name in MACHINE} | {"sources": SourceRecord.of({"": ROOTS}).modules}
     asked = [arm for arm in arms(len(gpus)) if any(fnmatchcase(arm.name, only) for only in flags.only or ["*"])]
     found = run_all(asked, gpus, Kept(flags.kept, of))
     compared = agreement(found)
@@ -224,9 +224,7 @@ def main() -> None:
             # Thousands of tokens each: what they say is in the agreement.
             del row["texts"]
             row.pop("drafts", None)
-    write_report(
-        flags.json, SCHEMA, flags.device, COVERED, arms=found, agreement=compared, problems=said, finished=True
-    )
+    write_report(flags.json, SCHEMA, flags.device, ROOTS, arms=found, agreement=compared, problems=said, finished=True)
     print(*said, sep="\n")
     raise SystemExit(bool(said))
 

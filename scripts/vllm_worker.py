@@ -86,7 +86,7 @@ class MeasuredWorker:
             self._propose, self._plans = speculator.propose, _count_plans()
             speculator.propose = self._watched
         self._count_waits = count_waits
-        self._seen: dict[str, Any] = {"host_s": [], "drafts": [], "waits": [], "plans": 0, "prefill_plans": 0}
+        self._seen: dict[str, Any] = {"host_s": [], "drafts": [], "waits": {}, "plans": 0, "prefill_plans": 0}
         self._plans.clear()
 
     def _watched(self, batch: Any, *args: Any, **options: Any) -> Any:
@@ -112,14 +112,16 @@ class MeasuredWorker:
 
 
 @contextmanager
-def _waits_in(seen: list[str]) -> Iterator[None]:
-    """Adds a line for each time that the host waits for the device."""
+def _waits_in(seen: dict[str, int]) -> Iterator[None]:
+    """Counts, by what says so, how often the host waits for the device."""
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as waits:
             warnings.simplefilter("always")
             yield
-        seen += [str(each.message)[:200] for each in waits]
+        for each in waits:
+            what = str(each.message)[:200]
+            seen[what] = seen.get(what, 0) + 1
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -7,7 +7,9 @@ import platform
 import re
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
@@ -15,6 +17,15 @@ import torch
 
 from builders.kernels.triton_runtime import TRITON_VERSION
 
+_KERNEL_PACKAGES = (
+    "flash-attn-3",
+    "tokenspeed-fa3",
+    "flashinfer-python",
+    "flash-mla",
+    "sgl-kernel",
+    "vllm",
+    "transformers",
+)
 _PROBE_SECONDS = 10
 _COMMIT, _DIRTY = "ATTN_BACKENDS_COMMIT", "ATTN_BACKENDS_DIRTY"
 _PACKAGE = Path(__file__).parent
@@ -25,7 +36,8 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Where a run took place. What could not be found out is "unknown: why"; dirty is then None.
 
     stated: what of commit and dirty was stated by environment variables, in words, with what git says where it differs;
-    None where git alone was asked.
+    None where git alone was asked. packages: those installed that bring kernels, "name version".
+    Raises ValueError for a date that is none.
     """
 
     device: str
@@ -39,6 +51,10 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     cuda: str | None
     platform: str
     stated: str | None = None
+    packages: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        datetime.fromisoformat(self.date)
 
 
 def environment(device: torch.device) -> Environment:
@@ -61,7 +77,16 @@ def environment(device: torch.device) -> Environment:
         cuda=torch.version.cuda if on_cuda else None,
         platform=_probe(platform.platform),
         stated=stated,
+        packages=_kernel_packages(),
     )
+
+
+def _kernel_packages() -> tuple[str, ...]:
+    found = []
+    for name in _KERNEL_PACKAGES:
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return tuple(found)
 
 
 def _probe(ask: Callable[[], str]) -> str:

@@ -1,50 +1,170 @@
-"""What evidence covers: digests of the product's source, so that a report can be told from one of other code."""
+"""Which source a report was made from: the modules that its run can load, each with a digest."""
 
 from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Iterable
+import importlib.util
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).parent.parent
+import msgspec
 
-ROUNDS = (
-    *("builders", "attn_backends"),
-    *("spec_decode.graphs", "spec_decode.sampling", "spec_decode.models", "spec_decode.trees"),
-    "spec_decode.drafter",
-)
-"""Packages that a timed round of a drafter covers, and each of its parts."""
-CHECKS = (*ROUNDS, "spec_decode.testing", "spec_decode.conformance")
-"""Packages that a check covers."""
-SOAKS = (*ROUNDS, "spec_decode.testing", "spec_decode.tools.soak")
-"""Packages that a soak covers."""
-SERVING = (*ROUNDS, "spec_decode.verification", "spec_decode.engine")
-"""Packages that a run of the whole engine covers."""
+from attn_backends import BackendError, registry
+
+PROJECT = ("builders", "attn_backends", "spec_decode", "engines")
+"""The packages whose modules count wherever they are used. Those of a root's own package count too."""
+
+RECORDERS = frozenset(f"spec_decode.{name}" for name in ("environment", "files", "source_digests"))
+"""What writes a report changes nothing of what was seen: it ages no evidence."""
+
+Digests = dict[str, str]
+"""By module."""
 
 
-def source_digests(packages: Iterable[str]) -> dict[str, str]:
-    """A digest for each package, of its .py files and those of the packages in it.
+class SourceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The source that a report was made from.
 
-    It is of their syntax without comments and docstrings, and the same under every version of Python that runs them.
+    modules: by package, every module with its digest, sorted. parts: which of them a part of the report depends on, as
+    indices; a part is a family of checks or a case of the bench, and one that is not named depends on all modules.
     """
-    return {package: _digest(package) for package in packages}
+
+    modules: dict[str, Digests] = {}
+    parts: dict[str, tuple[int, ...]] = {}
+
+    @classmethod
+    def of(cls, roots: Mapping[str, Iterable[str]]) -> SourceRecord:
+        """What lies behind the roots of each part, see `digests_behind`."""
+        behind = {part: digests_behind(found) for part, found in roots.items()}
+        modules: dict[str, Digests] = {}
+        for name, digest in sorted({item for digests in behind.values() for item in digests.items()}, key=_place):
+            package, _, module = name.rpartition(".")
+            modules.setdefault(package, {})[module] = digest
+        index = {name: i for i, (name, _) in enumerate(_flat(modules))}
+        return cls(
+            modules=modules, parts={part: tuple(map(index.__getitem__, found)) for part, found in behind.items()}
+        )
+
+    def changed(self, parts: Iterable[str] = ()) -> tuple[str, ...]:
+        """The modules that are no longer what they were, or are gone; of these parts alone, where any are named."""
+        modules = list(_flat(self.modules))
+        every = range(len(modules))
+        asked = [self.parts.get(part, every) for part in parts] or [every]
+        return tuple(modules[i][0] for i in sorted(set().union(*asked)) if _changed(*modules[i]))
 
 
-def changed_since(sources: dict[str, str]) -> list[str]:
-    """The packages whose source is no longer what it was when the digests were taken, or that are no more."""
-    return [package for package, digest in sources.items() if _digest(package) != digest]
+def backend_modules(names: Iterable[str]) -> list[str]:
+    """Where registered backends and their builders are defined, of those that load here; nobody imports these."""
+    found: list[str] = []
+    for name in names:
+        with suppress(BackendError):
+            backend = registry.get(name)
+            found += [type(backend).__module__, backend.builder.__module__]
+    return found
+
+
+def digests_behind(roots: Iterable[str]) -> Digests:
+    """The roots and every module that they import, directly or through other modules, each with its digest.
+
+    An import counts wherever it stands, inside functions too, but not under TYPE_CHECKING. `from package import name`
+    counts the module that defines the name, not the package that lists it. A backend that the registry loads by name is
+    imported by nobody, so it is a root. A digest covers the syntax without comments and docstrings, and is the same
+    under every version of Python. A root without a source file, as one typed into a shell is, has no entry.
+    """
+    roots = list(roots)
+    packages = frozenset((*PROJECT, *(root.partition(".")[0] for root in roots)))
+    found: Digests = {}
+    pending = roots
+    while pending:
+        name = pending.pop()
+        if name not in found and name not in RECORDERS and (module := _module(name)):
+            found[name] = module.digest
+            pending += [use for use in _uses(module) if use.partition(".")[0] in packages]
+    return dict(sorted(found.items()))
+
+
+def _place(item: tuple[str, str]) -> tuple[str, str]:
+    package, _, module = item[0].rpartition(".")
+    return package, module
+
+
+def _flat(modules: Mapping[str, Digests]) -> Iterator[tuple[str, str]]:
+    """Each module's full name with its digest."""
+    for package, digests in modules.items():
+        for module, digest in digests.items():
+            yield f"{package}.{module}" if package else module, digest
+
+
+def _changed(name: str, digest: str) -> bool:
+    module = _module(name)
+    return module is None or module.digest != digest
+
+
+@dataclass(frozen=True, slots=True)
+class _Module:
+    digest: str
+    imports: tuple[tuple[str, str, str], ...]
+    """(module, name, name here) of each `from module import name as name here`; (module, "", "") of `import module`."""
+
+
+def _uses(module: _Module) -> Iterator[str]:
+    for origin, name, _ in module.imports:
+        yield _definer(origin, name) if name else origin
+
+
+def _definer(origin: str, name: str) -> str:
+    """The module that defines what `from origin import name` imports, as far as imports at its top tell."""
+    if _file(f"{origin}.{name}"):
+        return f"{origin}.{name}"
+    package = _module(origin)
+    for deeper, its_name, here in package.imports if package else ():
+        if here == name:
+            return _definer(deeper, its_name)
+    return origin
 
 
 @cache
-def _digest(package: str) -> str:
-    folder = _ROOT.joinpath(*package.split("."))
-    found = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py"), key=lambda path: path.relative_to(folder).parts):
-        found.update(f"{path.relative_to(folder).as_posix()}\n{syntax_of(path.read_bytes())}\n".encode())
-    return found.hexdigest()[:16]
+def _module(name: str) -> _Module | None:
+    file = _file(name)
+    if file is None:
+        return None
+    tree = ast.parse(file.read_bytes())
+    digest = hashlib.sha256(_text(tree).encode()).hexdigest()[:8]
+    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+    return _Module(digest, tuple(_imports(tree, package)))
+
+
+@cache
+def _file(name: str) -> Path | None:
+    top, _, rest = name.partition(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):  # a module without a spec, as __main__ is
+        spec = None
+    folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
+    if spec and not folders:
+        return Path(spec.origin) if spec.origin and not rest and spec.origin.endswith(".py") else None
+    for base in (folder.joinpath(*rest.split(".")) if rest else folder for folder in folders):
+        for file in (base.with_suffix(".py"), base / "__init__.py"):
+            if file.is_file():
+                return file
+    return None
+
+
+def _imports(node: ast.AST, package: str) -> Iterator[tuple[str, str, str]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from ((alias.name, "", "") for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            origin = "." * child.level + (child.module or "")
+            origin = importlib.util.resolve_name(origin, package) if child.level else origin
+            yield from ((origin, alias.name, alias.asname or alias.name) for alias in child.names)
+        elif not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+            yield from _imports(child, package)
 
 
 def syntax_of(source: bytes) -> str:

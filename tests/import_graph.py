@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-FLOORS = ["builders", "attn_backends", "spec_decode", "engines"]
+FLOORS = ["builders", "attn_backends", "spec_decode", "engines", "benchmarks"]
 """From the ground up."""
 
 Uses = dict[str, set[str]]

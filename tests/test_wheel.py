@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -19,21 +21,34 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_the_wheel_brings_the_example_to_where_new_looks_for_it() -> None:
-    """What builds the wheel is slow, and so is what tries it; this much of it is always held."""
-    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     in_wheel, in_checkout = (folder.relative_to(ROOT).as_posix() for folder in new._FOLDERS)
 
-    assert wheel["force-include"] == {in_checkout: in_wheel} and (ROOT / in_checkout).is_dir()
-    assert in_wheel.split("/")[0] in wheel["packages"]
+    assert settings["force-include"] == {in_checkout: in_wheel} and (ROOT / in_checkout).is_dir()
+    assert in_wheel.split("/")[0] in settings["packages"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("hatchling", reason="needs what builds the wheel: pip install hatchling")
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder], cwd=ROOT, check=True)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+def test_the_wheel_has_the_packages_without_what_a_checkout_alone_needs(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {
+        "builders", "attn_backends", "spec_decode", "engines",
+    }  # fmt: skip
 
 
 @pytest.mark.slow
-def test_from_an_empty_folder_the_wheel_makes_a_backend_that_passes_its_checks(tmp_path: Path) -> None:
-    pytest.importorskip("hatchling", reason="needs what builds the wheel: pip install hatchling")
+def test_from_an_empty_folder_the_wheel_makes_a_backend_that_passes_its_checks(wheel: Path, tmp_path: Path) -> None:
     environment, empty = Stranger.arrive(tmp_path / "environment"), tmp_path / "empty"
     empty.mkdir()
-    environment.must(f"python -m hatchling build -t wheel -d {tmp_path}", ROOT)
-    environment.must(f"pip install --no-deps {tmp_path}/*.whl", empty)
+    environment.must(f"pip install --no-deps {wheel}", empty)
     where = environment.must("python -c 'import spec_decode; print(spec_decode.__file__)'", empty)
     assert Path(where.strip()).is_relative_to(environment.folder)
 
@@ -43,3 +58,6 @@ def test_from_an_empty_folder_the_wheel_makes_a_backend_that_passes_its_checks(t
     assert "mine" in environment.must("attn-backends doctor", empty)
     checked = environment.must("attn-backends check mine --family contract --family builder --device cpu", empty)
     assert "0 not_run" in checked
+
+    refused = environment.run("attn-backends bench round", empty)
+    assert refused.returncode == 2 and "in benchmarks/ of the repository" in refused.stdout

@@ -16,17 +16,17 @@ def on_page_markdown(markdown: str, *, config: Any, **_: Any) -> str:
     """The page with a table of medians where it asks for one."""
     if _MARK not in markdown:
         return markdown
-    rows = json.loads((Path(config.config_file_path).parent / _REPORT).read_text(encoding="utf-8"))
-    return markdown.replace(_MARK, table(rows))
+    report = json.loads((Path(config.config_file_path).parent / _REPORT).read_text(encoding="utf-8"))
+    return markdown.replace(_MARK, table(report))
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(report: dict[str, Any]) -> str:
     """Greedy rounds of one draft: GPU and host time by strategy. Raises ValueError for rows without such a round."""
-    found = {(row["strategy"], row["num_reqs"]): row for row in rows if _wanted(row)}
+    found = {(row["strategy"], row["num_reqs"]): row for row in report["rows"] if _wanted(row)}
     strategies = [name for name in dict.fromkeys(name for name, _ in found) if all((name, n) in found for n in _SIZES)]
     if not strategies:
         raise ValueError(f"{_REPORT} has no rounds of {_CASE} with K = {_K}: nothing to show on the strategies page")
-    env, context = (found[strategies[0], _SIZES[0]][field] for field in ("env", "context"))
+    env, context = report["env"], found[strategies[0], _SIZES[0]]["context"]
     lines = [
         f"A round of Llama-3-8B's EAGLE draft on `{_BACKEND}`, K = {_K}, {context:,} tokens of context, greedy, on "
         f"{env['device']} ({env['date'][:10]}, commit `{env['commit'][:12]}`); medians in microseconds:",
@@ -36,11 +36,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     for name in strategies:
         each = [found[name, n] for n in _SIZES]
-        times = [f"{row[kind]['p50']:,.0f}" for row in each for kind in ("gpu_us", "host_us")]
+        times = [f"{row[kind][1]:,.0f}" for row in each for kind in ("gpu_us", "host_us")]
         lines.append(f"| `{name}` | " + " | ".join(times) + f" | {each[-1]['graph_bytes'] / 2**20:.0f} |")
     return "\n".join(lines)
 
 
 def _wanted(row: dict[str, Any]) -> bool:
-    case = (row["case"], row["backend"], row["num_speculative_tokens"], row.get("temperature"))
+    case = (row["case"], row["backend"], row.get("num_speculative_tokens"), row.get("temperature"))
     return case == (_CASE, _BACKEND, _K, 0.0)

@@ -1,120 +1,17 @@
-"""`attn-backends bench`: timings; they inform and never gate."""
+"""`attn-backends bench`: the benchmarks, which are beside the packages in a checkout and in no wheel."""
 
 from __future__ import annotations
 
-import shlex
-import time
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
-
 import click
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from spec_decode.cli.options import device_option, resolve_device
-from spec_decode.cli.output import UserError, did_you_mean, progress, require_writable, say, stdout, write
-
-if TYPE_CHECKING:
-    from spec_decode.tools.bench.rows import Bench
-
-_SECONDS_BETWEEN_WRITES = 5.0
+from spec_decode.cli.checkout import from_checkout
 
 
-@click.command()
-@click.argument("cases", nargs=-1, metavar="[CASE...]")
-@device_option
-@click.option("--json", "target", metavar="PATH", help="Write the rows to a file, or - for standard output.")
-@click.option(
-    "--processes", type=click.IntRange(1), default=1, help="Run in so many, one after another; each row of the slowest."
-)
-@click.option("--list", "only_list", is_flag=True, help="List the cases and stop.")
-def bench(cases: tuple[str, ...], device: str | None, target: str | None, processes: int, only_list: bool) -> None:
-    """Time the drafter and its parts.
-
-    Without a CASE, all of them. Exit status 1 if one began and failed.
-    """
-    from spec_decode.files import json_bytes
-    from spec_decode.tools.bench import CASES
-
-    where, console = resolve_device(device), stdout()
-    if only_list:
-        _print_rows(console, [{"case": name, "what": what} for name, what in CASES.items()])
-        return
-    if unknown := [case for case in cases if case not in CASES]:
-        raise UserError(
-            f"a case must be one of {', '.join(CASES)}, got {', '.join(unknown)}; nothing was timed. "
-            f"Fix the name.{did_you_mean(unknown[0], CASES)}"
-        )
-    several = ["--processes", str(processes)] if processes > 1 else []
-    command = shlex.join(["attn-backends", "bench", *cases, "--device", str(where), *several])
-    keep = _writer_of_rows(target)
-    require_writable(target)
-    with progress(console) as update:
-
-        def on_row(row: dict[str, Any]) -> None:
-            update(f"timed {row['case']}")
-            keep(row)
-
-        timings = _runner(processes)(device=where, cases=cases or None, on_row=on_row, command=command)
-    if target != "-":
-        _print_rows(console, [_short(row) for row in timings.rows])
-        for line in timings.missing:
-            say(console, f"not timed: {line}")
-    if target is not None:
-        write(target, json_bytes(timings.rows))
-    if timings.stopped:
-        raise SystemExit(1)
-
-
-def _runner(processes: int) -> Callable[..., Bench]:
-    if processes == 1:
-        from spec_decode.tools.bench import run
-
-        return run
-    from spec_decode.tools.bench.processes import run_in_processes
-
-    return partial(run_in_processes, processes)
-
-
-def _writer_of_rows(target: str | None) -> Callable[[dict[str, Any]], None]:
-    """Writes the rows so far to the target, if that is a file: a run takes minutes and may be cut off."""
-    from spec_decode.files import json_bytes
-
-    rows: list[dict[str, Any]] = []
-    written = time.monotonic()
-
-    def keep(row: dict[str, Any]) -> None:
-        nonlocal written
-        rows.append(row)
-        if target is not None and target != "-" and time.monotonic() - written >= _SECONDS_BETWEEN_WRITES:
-            write(target, json_bytes(rows))
-            written = time.monotonic()
-
-    return keep
-
-
-def _print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
-    columns = list(dict.fromkeys(column for row in rows for column in row if row[column] is not None))
-    table = Table()
-    for column in columns:
-        table.add_column(column.replace("_", " "), overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(_text(row.get(column))) for column in columns))
-    console.print(table)
-
-
-def _short(row: dict[str, Any]) -> dict[str, Any]:
-    """A row for reading: medians, and no provenance; the JSON has it all."""
-    from spec_decode.tools.timing_limit import verdict
-
-    limits, met = verdict(row.get("limits", ()))
-    shown = {**row, "peer": row.get("peer") or None, "limits": limits or None, "met": met}
-    for name in ("schema", "env", "command", "missing", "sources", "floor_counts", "p50_of_processes"):
-        shown.pop(name, None)
-    return {name: value["p50"] if isinstance(value, dict) else value for name, value in shown.items()}
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+@click.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def bench(context: click.Context, arguments: tuple[str, ...]) -> None:
+    """Time the drafter and its parts, from a checkout."""
+    command: click.Command = from_checkout("benchmarks.command", what="the benchmarks", folder="benchmarks").bench
+    with command.make_context("bench", list(arguments), parent=context.parent) as inner:
+        command.invoke(inner)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -103,9 +104,10 @@ class CheckRun:
         return shlex.join(["attn-backends", "check", *engine, name, *options])
 
     def _printer(self, name: str, update: Callable[[str], None]) -> Callable[[Result], None]:
-        from spec_decode.conformance.report import FAILURES
+        from spec_decode.conformance.report import FAILURES, repro_command
         from spec_decode.testing.outcome import Outcome
 
+        repro = partial(repro_command, name, engine=self.engine, device=self.device.type)
         bad = FAILURES | {Outcome.NOT_RUN}
         styles = {
             **dict.fromkeys(bad, "red"),
@@ -119,7 +121,7 @@ class CheckRun:
             if style := styles.get(result.outcome):
                 say(self.console, f"{result.outcome.value}: {result.check}[{result.case}]: {result.reason}", style)
             if result.outcome in bad:
-                say(self.console, f"    {result.repro}")
+                say(self.console, f"    {repro(result.check, result.case)}")
             count(result)
 
         return on_result
@@ -266,7 +268,7 @@ def _check_and_save(run: CheckRun, name: str, isolated: bool, path: Path | None,
 
 
 def _require_known(families: Sequence[str]) -> None:
-    from spec_decode.conformance.report import FAMILIES
+    from spec_decode.conformance.coverage import FAMILIES
 
     if unknown := sorted(set(families) - set(FAMILIES)):
         raise UserError(

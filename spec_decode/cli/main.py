@@ -27,8 +27,8 @@ def _user_errors() -> tuple[type[Exception], ...]:
     """The library's exceptions that user input can cause."""
     from attn_backends import BackendError
     from builders import BatchError, SpecError
-    from spec_decode.conformance.report import ReportError
     from spec_decode.drafter import StrategyError
+    from spec_decode.files import ReportError
     from spec_decode.models import CheckpointError
 
     return BackendError, BatchError, SpecError, CheckpointError, ReportError, StrategyError

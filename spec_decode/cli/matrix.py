@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from spec_decode.matrix.sources import Documents
 
 REPORTS = Path("reports")
-PUBLISHED = {"markdown": "docs/compatibility.md", "html": "docs/compatibility.html"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,14 +38,14 @@ class _Options:
     markdown: Annotated[str | None, "Write Markdown to a file, or - for standard output."]
     html: Annotated[str | None, "Write one self-contained page to a file, or - for standard output."]
     as_json: Annotated[str | None, "--json", "Write JSON to a file, or - for standard output."]
+    readme: Annotated[Path | None, "Renew the short table between the markers of a Markdown file."]
     installed: Annotated[bool, "Mark rows of other versions than those installed here as stale."] = False
-    only_check: Annotated[bool, "--check", "Write nothing; fail for a report that is wrong."] = False
+    only_check: Annotated[bool, "--check", "Write nothing; fail for a report or a page that is wrong."] = False
     strict: Annotated[bool, "With --check, fail for a report of older source too."] = False
 
     def targets(self) -> dict[str, str | None]:
-        """Where each format goes; with --check alone, the published pages."""
-        named = {"markdown": self.markdown, "html": self.html, "json": self.as_json}
-        return {**named, **PUBLISHED} if self.only_check and not any(named.values()) else named
+        """Where each format goes."""
+        return {"markdown": self.markdown, "html": self.html, "json": self.as_json}
 
     def require_sense(self) -> None:
         """Raise UserError for options that contradict one another."""
@@ -59,7 +58,9 @@ class _Options:
                 "--resume needs the folder of the interrupted run, got no --into; nothing was run. Name it."
             )
         if self.names and self.only_check:
-            raise UserError("--check compares pages with kept reports, got --run too; nothing was run. Use one.")
+            raise UserError("--check is about kept reports, got --run too. Use one.")
+        if self.only_check and any(self.targets().values()):
+            raise UserError("--check writes nothing, got a file to write too. Use one.")
         if not (self.check_limit > 0 and self.limit > 0):
             raise UserError(
                 f"a limit must be a positive number of seconds, got {self.check_limit:g} and {self.limit:g}; nothing "
@@ -74,9 +75,11 @@ def matrix(options: _Options) -> None:
 
     PATH is a report of checks, draft pairs or timings; a folder stands for those below it. Without a PATH and without
     --run, reports/ is shown. With --run each backend, or `available`, or `all`, is checked in a subprocess: one that
-    crashes or hangs is named, and costs no other its results. --check compares the pages named, or else
-    docs/compatibility.md and .html, with what the reports say now, and warns of GPU reports that were made from other
-    source than is here now; with --strict it fails for them.
+    crashes or hangs is named, and costs no other its results.
+
+    --check fails for a report that cannot be read, was edited or follows another schema, for a page that cannot be
+    made, and for a table of --readme that is not what the reports say. Reports that were made from other source than
+    is here now are a warning; with --strict they fail too.
     """
     options.require_sense()
     from spec_decode.matrix import build_matrix
@@ -94,14 +97,13 @@ def matrix(options: _Options) -> None:
         current=_installed(sources) if options.installed else None,
     )
     if options.only_check:
-        # Both are asked, so that one run names all that is to be made again.
-        current = _up_to_date(documents) or not options.strict
-        if not all([_published(result, options.targets(), paths), current]):
-            raise SystemExit(1)
+        _check(result, sources, documents, options)
         return
-    _show(result, options.targets())
+    _show(result, options)
+    if options.readme:
+        _renew(options.readme, sources)
     if "-" not in options.targets().values():
-        _up_to_date(documents)
+        _warn_of_age(documents)
     if not all(report.ok for report in fresh):
         raise SystemExit(1)
 
@@ -153,10 +155,11 @@ def _writers() -> dict[str, Callable[[Matrix], str]]:
     return {"markdown": to_markdown, "html": to_html, "json": lambda matrix: to_json(matrix).decode()}
 
 
-def _show(result: Matrix, targets: dict[str, str | None]) -> None:
+def _show(result: Matrix, options: _Options) -> None:
     from spec_decode.matrix import to_table
 
-    if not any(targets.values()):
+    targets = options.targets()
+    if not any(targets.values()) and not options.readme:
         stdout().print(to_table(result))
     for name, render in _writers().items():
         if (target := targets[name]) is not None:
@@ -165,35 +168,49 @@ def _show(result: Matrix, targets: dict[str, str | None]) -> None:
                 say(stdout(), f"wrote {target}")
 
 
-def _published(result: Matrix, targets: dict[str, str | None], paths: tuple[Path, ...]) -> bool:
-    """Whether each target is what would be written, said in a line."""
-    writers = _writers()
-    drifted = {}
-    for name, target in targets.items():
-        if target is None:
-            continue
-        found = Path(target).read_text(encoding="utf-8") if Path(target).is_file() else None
-        if found != writers[name](result):
-            drifted[name] = target
+def _renew(readme: Path, sources: Sources) -> None:
+    write(str(readme), _renewed(readme, sources))
+    say(stdout(), f"wrote the table of {readme}")
+
+
+def _renewed(readme: Path, sources: Sources) -> str:
+    """The file with the table that the reports make."""
+    from spec_decode.matrix.summary import to_summary, with_summary
+
+    if not readme.is_file():
+        raise UserError(f"--readme names no file: {readme}. Name a Markdown file that has the markers.")
+    return with_summary(readme.read_text(encoding="utf-8"), to_summary(sources.reports), str(readme))
+
+
+def _check(result: Matrix, sources: Sources, documents: Documents, options: _Options) -> None:
+    """Make every page, and raise SystemExit for a table that is not current and, if strict, for older source."""
+    from spec_decode.files import require_unedited
+
+    for path, document in documents.items():
+        require_unedited(document, str(path))
+    for render in _writers().values():
+        render(result)
+    stale = _warn_of_age(documents)
+    drifted = options.readme and _renewed(options.readme, sources) != options.readme.read_text(encoding="utf-8")
     if drifted:
-        renew = " ".join(["attn-backends matrix", *map(str, paths), *(f"--{n} {t}" for n, t in drifted.items())])
-        click.echo(f"{', '.join(drifted.values())} must say what the reports say, and do not. Renew with: {renew}")
-        return False
-    say(stdout(), f"{', '.join(filter(None, targets.values()))}: what the reports say")
-    return True
+        say(stdout(), f"the table of {options.readme} is not what the reports say. Run attn-backends matrix --readme.")
+    if drifted or (stale and options.strict):
+        raise SystemExit(1)
+    say(stdout(), f"{len(documents)} reports are whole and unedited")
 
 
-def _up_to_date(documents: Documents) -> bool:
-    """Whether the reports of a GPU are of the source as it is; names those that are not."""
-    from spec_decode.matrix.staleness import out_of_date
+def _warn_of_age(documents: Documents) -> bool:
+    """Name the reports that were made from other source than is here now; whether there are any."""
+    from spec_decode.matrix.numbered import age_text
+    from spec_decode.matrix.staleness import stale_reports
 
-    reasons = out_of_date(documents)
-    for path, reason in reasons.items():
-        say(stdout(), f"out of date: {path}: {reason}")
-    if reasons:
+    stale = stale_reports(documents)
+    for path, changed in stale.items():
+        say(stdout(), f"{path}: {age_text(changed)}")
+    if stale:
         say(
             stdout(),
-            f"warning: {len(reasons)} GPU reports were made from other source than is here now. Run their commands "
-            "again.",
+            f"warning: {len(stale)} of {len(documents)} reports are of older source; python "
+            "scripts/evidence.py --stale renews them on a GPU",
         )
-    return not reasons
+    return bool(stale)

@@ -16,9 +16,11 @@ from attn_backends import registry
 from spec_decode.cli.check import count_results
 from spec_decode.cli.options import chosen_names
 from spec_decode.cli.output import progress, say, write
-from spec_decode.conformance.report import EVERYTHING, Report, ReportError
+from spec_decode.conformance.coverage import EVERYTHING
+from spec_decode.conformance.report import Report
 from spec_decode.conformance.subprocess_runner import TimeLimits, check_isolated
 from spec_decode.environment import Environment, environment
+from spec_decode.files import ReportError
 from spec_decode.testing.outcome import Outcome
 
 

@@ -8,8 +8,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from builders.devices import on_device
-from spec_decode.conformance.coverage import Coverage
-from spec_decode.conformance.report import EVERYTHING, FAMILIES
+from spec_decode.conformance.coverage import EVERYTHING, FAMILIES, Coverage
 from spec_decode.testing.expectations import Measurements
 from spec_decode.testing.shrink import run_and_shrink
 from spec_decode.testing.subject import Subject
@@ -40,6 +39,8 @@ class Check:
     """Why failing it is no failure yet: it came with a later contract than the backend was built for. Else empty."""
     quick: bool = True
     """Whether it is part of a quick run."""
+    module: str = ""
+    """Where its body is defined."""
 
     @property
     def id(self) -> str:
@@ -59,6 +60,7 @@ class _Definition:
     body: Body
     quick: str | None
     since: tuple[int, int]
+    module: str
 
     @property
     def name(self) -> str:
@@ -88,6 +90,7 @@ class _Definition:
             run=run,
             value=value,
             preview=self._preview(subject),
+            module=self.module,
         )
 
     def _preview(self, subject: Subject) -> str:
@@ -138,7 +141,9 @@ class Family:
                 return body(subject, case)
 
             verb, cover = body.__name__, covers or self.covers
-            _definitions.append(_Definition(self.name, verb, contract, cases or _one_case, cover, run, quick, since))
+            _definitions.append(
+                _Definition(self.name, verb, contract, cases or _one_case, cover, run, quick, since, body.__module__)
+            )
             return body
 
         return define

@@ -17,17 +17,18 @@ if TYPE_CHECKING:
 def main(name: str, writer: int, request: dict[str, Any]) -> None:
     """Plan and run the checks; the plan, each note and each result become a line of JSON."""
     from spec_decode.conformance.kept_results import KeptResults
-    from spec_decode.conformance.report import ReportError
     from spec_decode.conformance.runner import plan, run
+    from spec_decode.files import ReportError
+    from spec_decode.source_digests import SourceRecord
 
     keep = request.pop("keep", None)
     planned = plan(name, **{**request, "device": torch.device(request["device"])})
     _send(writer, {"report": planned.report.document()})
+    head = msgspec.structs.replace(planned.report, sources=SourceRecord(), claims={}, results=())
 
     def on_result(result: Result) -> None:
-        done = msgspec.structs.replace(planned.report, results=(result,))
         if planned.checks:  # else the plan has told
-            _send(writer, {"result": done.document()["results"][0]})
+            _send(writer, {"result": msgspec.structs.replace(head, results=(result,)).document()})
 
     kept = KeptResults(Path(keep["report"]), resume=keep["resume"]) if keep else None
     try:

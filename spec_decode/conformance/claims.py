@@ -11,8 +11,9 @@ from attn_backends import Feature, FusedWrite
 from builders import AdvanceLevel, AttentionKind, GraphSupport
 from spec_decode.conformance import coverage
 from spec_decode.conformance.cases import tested_values
-from spec_decode.conformance.report import EVERYTHING, Claim
-from spec_decode.conformance.strategies import unsupported_reason
+from spec_decode.conformance.coverage import EVERYTHING
+from spec_decode.conformance.report import Claim
+from spec_decode.conformance.strategies import strategy_column, unsupported_reason
 from spec_decode.drafter import Strategy
 from spec_decode.testing.expectations import Unsupported
 from spec_decode.testing.subject import Subject
@@ -100,7 +101,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _READERS: dict[str, Callable[[Subject], Claim]] = {
     coverage.CAPTURE: _capture,
     coverage.ADVANCE: _advance,
-    **{coverage.strategy_column(strategy): partial(_strategy, strategy) for strategy in Strategy},
+    **{strategy_column(strategy): partial(_strategy, strategy) for strategy in Strategy},
     **{coverage.dtype_column(dtype): partial(_dtype, dtype) for dtype in _DTYPES},
     coverage.MIXED_KV: lambda subject: Claim(claimed=subject.backend.capabilities.mixed_kv_dtypes),
     coverage.kv_column(torch.float8_e4m3fn): partial(_kv, torch.float8_e4m3fn),

@@ -10,14 +10,16 @@ import torch
 from attn_backends import Feature, FusedWrite
 from attn_backends.capabilities import features_of
 from builders import AttentionKind, AttentionSpec
-from spec_decode.conformance.strategies import supported_strategies
-from spec_decode.drafter import Strategy
 from spec_decode.testing.batches import Batch, Case
 from spec_decode.testing.subject import Subject
 
 Coverage = Callable[[Subject, Any], Iterable[str]]
 """The columns that a check on a case, its second argument, covers."""
 
+FAMILIES = ("contract", "builder", "numerics", "refusal", "poison", "graph", "drafter")
+"""Of checks, in the order in which they run."""
+EVERYTHING = "*"
+"""The tag of what holds for every column that has nothing of its own."""
 DECLARED, REFUSALS, MEMORY = "contract:declared", "contract:refusals", "contract:memory"
 CAPTURE, ADVANCE = "graph:capture", "graph:advance"
 MIXED_KV = "kv:mixed"
@@ -54,11 +56,6 @@ def fused_write_column(write: FusedWrite) -> str:
     return f"fused_write:{write.value}"
 
 
-def strategy_column(strategy: Strategy) -> str:
-    """Drafting in this strategy."""
-    return f"strategy:{strategy.value}"
-
-
 def only(*columns: str) -> Coverage:
     """These columns, whatever the case is."""
     return lambda subject, case: columns
@@ -74,18 +71,6 @@ def with_case(*columns: str) -> Coverage:
             yield from _of_batch(case.batch)
 
     return covers
-
-
-def every_strategy(subject: Subject, case: Any) -> Iterable[str]:
-    """The strategies that the backend can run: for a check that compares them."""
-    return map(strategy_column, supported_strategies(subject))
-
-
-def one_strategy(subject: Subject, case: Any) -> Iterable[str]:
-    """The strategy that the case is, else the one that a drafter chooses."""
-    # The device loop is run only where it is asked for.
-    able = [strategy for strategy in supported_strategies(subject) if strategy.implementation.automatic]
-    return map(strategy_column, [case] if isinstance(case, Strategy) else able[:1])
 
 
 def _name(dtype: torch.dtype) -> str:

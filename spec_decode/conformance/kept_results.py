@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from spec_decode.conformance.report import Report, ReportError, Result, read_json
-from spec_decode.files import write_whole
+from spec_decode.conformance.report import Report, Result
+from spec_decode.files import ReportError, parse_json, require_unedited, write_whole
 from spec_decode.testing.outcome import Outcome
 
 
@@ -22,6 +22,8 @@ class KeptResults:
 
     def begin(self, planned: Report) -> dict[tuple[str, str], Result]:
         """The results that are there already, by check and case. Raises ReportError if they are of another run."""
+        if self.path.exists() and not self.path.is_file():
+            raise ReportError(f"{self.path} is no regular file, and results are kept there. Move it away.")
         self._head = msgspec.structs.replace(planned, claims={}, results=())
         earlier = self._earlier() if self.resume else []
         for one in earlier:
@@ -44,24 +46,21 @@ class KeptResults:
         self.path.unlink(missing_ok=True)
 
     def _line(self, result: Result) -> bytes:
-        return msgspec.json.encode(msgspec.structs.replace(self._head, results=(result,)).document()) + b"\n"
+        return msgspec.structs.replace(self._head, results=(result,)).to_json()
 
     def _earlier(self) -> list[Report]:
         if self.path.is_file():
             # The last line is no whole one if the process was killed while it wrote.
             lines = self.path.read_bytes().splitlines(keepends=True)
             return [_report(line, str(self.path)) for line in lines if line.endswith(b"\n")]
-        return [Report.of(read_json(self.report), str(self.report))] if self.report.is_file() else []
+        return [Report.load(self.report)] if self.report.is_file() else []
 
 
 def _report(line: bytes, where: str) -> Report:
-    try:
-        document = msgspec.json.decode(line)
-    except msgspec.DecodeError as error:
-        raise ReportError(
-            f"kept results are lines of JSON, {where} is not: {error}; nothing was run. Remove the file."
-        ) from error
-    return Report.of(document, where)
+    document = parse_json(line, where)
+    report = Report.of(document, where)
+    require_unedited(document, where)
+    return report
 
 
 def _differences(earlier: Report, now: Report) -> str:

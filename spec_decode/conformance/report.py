@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
+from spec_decode.conformance.coverage import FAMILIES
 from spec_decode.environment import Environment
-from spec_decode.files import json_bytes, write_whole
+from spec_decode.files import ReportError, json_number, read_json, report_bytes, require_unedited, write_whole
+from spec_decode.source_digests import SourceRecord
 from spec_decode.testing.outcome import Outcome
 
-SCHEMA = "attn-report/3"
-EVERYTHING = "*"
-"""The tag of what holds for every column that has nothing of its own."""
-FAMILIES = ("contract", "builder", "numerics", "refusal", "poison", "graph", "drafter")
+SCHEMA = "attn-report/4"
 _SHOWN_FAILURES = 10
 _NON_FINITE = ("nan", "inf", "-inf")
 Number = Annotated[float, msgspec.Meta(extra_json_schema={"type": ["number", "string"], "pattern": "^(nan|-?inf)$"})]
 """JSON has no NaN and no infinity: they are written by name."""
-
-
-class ReportError(ValueError):
-    """A file that is not a report of this schema; the message says what it is instead."""
 
 
 class ConformanceFailure(AssertionError):
@@ -36,7 +31,7 @@ class ConformanceFailure(AssertionError):
 FAILURES = frozenset({Outcome.FAIL, Outcome.XPASS, Outcome.ERROR})
 
 
-class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a backend says of itself for one column. level: how much of it, where there are degrees. reason: why it
     claims this or not, or its own statement.
     """
@@ -47,35 +42,49 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One check on one case. evidence: measured numbers; "error_over_budget" is what the matrix shows.
+    """One check on one case. check: family.what_holds. evidence: measured numbers; "error_over_budget" is what the
+    matrix shows. tags: the columns of the matrix that it is evidence for, "axis:value".
 
-    tags: the columns of the matrix that it is evidence for, "axis:value".
+    Raises ReportError for an unknown family, and for seconds that are negative or not finite.
     """
 
     check: str
-    family: str
     case: str
     outcome: Outcome
     reason: str = ""
     evidence: dict[str, Number] = {}
     seconds: float = 0.0
-    repro: str = ""
     tags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.seconds):
-            raise ReportError(f"seconds of {self.check} must be finite, got {self.seconds}; no result was made.")
+        if self.family not in FAMILIES:
+            raise ReportError(f"{self.check} is of no known family. Families are {', '.join(FAMILIES)}.")
+        if not (math.isfinite(self.seconds) and self.seconds >= 0):
+            raise ReportError(f"seconds of {self.check} are {self.seconds}. They must be finite and not negative.")
+
+    @property
+    def family(self) -> str:
+        return self.check.partition(".")[0]
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every result of one backend on one device, and what the backend claimed there.
+class ReportRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A result in a file. columns and reason: indices into the report's tables."""
 
-    contract: the contract version it was built for. claims: by tag; empty where the backend did not load. sources: by
-    package, digests of the product's source that was checked. package: of another project that declares the backend,
-    with its version. engine: whose own builder was checked, with its version; empty for a backend of the library.
+    case: str
+    outcome: Outcome
+    seconds: float
+    columns: tuple[int, ...]
+    evidence: dict[str, Number] = {}
+    reason: int | None = None
+
+
+class ReportDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A report in a file: what many results share stands in it once. results: rows by check.
+
+    digest: of everything else, so that an edit shows.
     """
 
-    schema: str = SCHEMA
+    schema: str
     backend: str
     version: str
     package: str = ""
@@ -83,9 +92,38 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     contract: str = ""
     env: Environment
     command: str
-    sources: dict[str, str] = {}
+    sources: SourceRecord = SourceRecord()
+    claims: dict[str, Claim] = {}
+    columns: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+    results: dict[str, tuple[ReportRow, ...]]
+    digest: str = ""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every result of one backend on one device, and what the backend claimed there.
+
+    contract: the contract version it was built for. claims: by tag; empty where the backend did not load. sources: the
+    modules behind the checks, a part for each family. package: of another project that declares the backend, with its
+    version. engine: whose own builder was checked, with its version; empty for a backend of the library. Raises
+    ReportError for a check that stands twice on one case.
+    """
+
+    backend: str
+    version: str
+    package: str = ""
+    engine: str = ""
+    contract: str = ""
+    env: Environment
+    command: str
+    sources: SourceRecord = SourceRecord()
     claims: dict[str, Claim] = {}
     results: tuple[Result, ...]
+
+    def __post_init__(self) -> None:
+        seen = Counter((result.check, result.case) for result in self.results)
+        if twice := next((f"{check}[{case}]" for (check, case), count in seen.items() if count > 1), None):
+            raise ReportError(f"{twice} stands twice in the report of {self.backend}. Run the checks again.")
 
     @property
     def counts(self) -> dict[Outcome, int]:
@@ -111,23 +149,37 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if self.ok:
             return
         bad = [result for result in self.results if result.outcome in FAILURES | {Outcome.NOT_RUN}]
-        lines = [f"{r.outcome.value}: {r.check}[{r.case}]: {r.reason}\n    {r.repro}" for r in bad]
+        lines = [f"{r.outcome.value}: {r.check}[{r.case}]: {r.reason}\n    {self.repro(r.check, r.case)}" for r in bad]
         if len(lines) > _SHOWN_FAILURES:
             lines[_SHOWN_FAILURES:] = [f"and {len(lines) - _SHOWN_FAILURES} more"]
         if not self.counts[Outcome.PASS]:
             lines.append("no check passed, so nothing is proven")
         raise ConformanceFailure("\n".join([self.summary(), *lines]))
 
+    def repro(self, check: str, case: str) -> str:
+        """The command that runs a check on a case again."""
+        engine, device = self.engine.partition(" ")[0], "cpu" if self.env.cuda is None else "cuda"
+        return repro_command(self.backend, check, case, engine=engine, device=device)
+
     def document(self) -> dict[str, Any]:
-        """Plain data in a stable order, as JSON can hold it: such evidence as NaN by name."""
-        document: dict[str, Any] = msgspec.to_builtins(self)
-        for result in document["results"]:
-            result["evidence"] = {key: json_number(value) for key, value in sorted(result["evidence"].items())}
-        return document
+        """Plain data in a stable order, as JSON can hold it: such evidence as NaN by name. It is not sealed."""
+        columns = _index(tag for result in self.results for tag in result.tags)
+        reasons = _index(result.reason for result in self.results if result.reason)
+        rows: dict[str, list[ReportRow]] = {}
+        for r in self.results:
+            evidence: dict[str, Any] = {key: json_number(value) for key, value in sorted(r.evidence.items())}
+            at, why = tuple(columns[tag] for tag in r.tags), reasons[r.reason] if r.reason else None
+            rows.setdefault(r.check, []).append(ReportRow(r.case, r.outcome, r.seconds, at, evidence, why))
+        shared: dict[str, Any] = {name: getattr(self, name) for name in Report.__struct_fields__ if name != "results"}
+        shared |= {"columns": tuple(columns), "reasons": tuple(reasons)}
+        found = {check: tuple(each) for check, each in rows.items()}
+        document: dict[str, Any] = msgspec.to_builtins(ReportDocument(schema=SCHEMA, **shared, results=found))
+        results = {check: [_shortened(row) for row in each] for check, each in document["results"].items()}
+        return {**document, "results": results}
 
     def to_json(self) -> bytes:
-        """The document, indented."""
-        return json_bytes(self.document())
+        """The file: the document, sealed."""
+        return report_bytes(self.document())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON, making the folder; an interrupt leaves the old file or the new, never a part."""
@@ -135,60 +187,74 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
-        """The report in a file; ReportError when it cannot be read or is anything else."""
-        return cls.of(read_json(path), str(path))
+        """The report in a file; ReportError when it cannot be read, was edited, or is anything else."""
+        document = read_json(path)
+        report = cls.of(document, str(path))
+        require_unedited(document, str(path))
+        return report
 
     @classmethod
     def of(cls, document: Any, where: str) -> Report:
-        """The report in a document. Raises ReportError, which says where the document is from, for anything else."""
+        """The report in a document, sealed or not. Raises ReportError, which says where the document is from, for
+        anything else."""
         schema = document.get("schema") if isinstance(document, dict) else None
         if schema != SCHEMA:
             raise ReportError(
-                f"a report must have schema {SCHEMA!r}, {where} has {schema!r}; it was not loaded. Run the checks "
-                "again, or read it with the version that wrote it."
+                f"{where} has schema {schema!r}, a report has {SCHEMA!r}. Run the checks again, or read it with the "
+                "version that wrote it."
             )
         try:
-            return msgspec.convert(_with_numbers(document), cls)
-        except msgspec.ValidationError as error:
+            found = msgspec.convert(_with_numbers(document), ReportDocument)
+            head = {name: getattr(found, name) for name in cls.__struct_fields__ if name != "results"}
+            return cls(**head, results=tuple(_results_in(found)))
+        except (msgspec.ValidationError, ReportError, IndexError) as error:
             raise ReportError(
-                f"a report must follow {SCHEMA}, {where} does not: {error}; it was not loaded. Outcomes are "
+                f"{where} does not follow {SCHEMA}: {error}. Outcomes are "
                 f"{', '.join(outcome.value for outcome in Outcome)}. Run the checks again."
             ) from error
 
 
-def json_number(value: float) -> float | str:
-    """The value, or its name where JSON has no number for it."""
-    return value if math.isfinite(value) else str(float(value))
+def repro_command(backend: str, check: str, case: str, *, engine: str = "", device: str) -> str:
+    """The command that runs a check of a backend on a case again; engine: whose own builder it is, without version."""
+    asked = f"--engine {engine} {backend}" if engine else backend
+    return f"attn-backends check {asked} --device {device} --only '{check}*{case}*'"
 
 
-def read_json(path: str | os.PathLike[str]) -> Any:
-    """What a JSON file holds; ReportError when it cannot be read, is no whole JSON or says one thing twice."""
-    try:
-        content = Path(path).read_bytes()
-        document = msgspec.json.decode(content)
-        # Of a key that stands twice the decoder keeps the last, and nobody would know of the first.
-        json.loads(content, object_pairs_hook=_require_unique)
-        return document
-    except OSError as error:
-        raise ReportError(
-            f"a report must be a readable file, {path} is not: {error.strerror}; nothing was loaded. Check the path."
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise ReportError(
-            f"a report must be whole JSON, {path} is not: {error}; it was not loaded. Run the checks again."
-        ) from error
+def _results_in(document: ReportDocument) -> Iterable[Result]:
+    """The rows of a file as results, in its order. Raises IndexError for a tag or a reason that is not in its table."""
+    for check, rows in document.results.items():
+        for row in rows:
+            yield Result(
+                check=check,
+                case=row.case,
+                outcome=row.outcome,
+                reason="" if row.reason is None else document.reasons[row.reason],
+                evidence=row.evidence,
+                seconds=row.seconds,
+                tags=tuple(document.columns[i] for i in row.columns),
+            )
 
 
-def _require_unique(pairs: list[tuple[str, Any]]) -> None:
-    if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
-        raise ValueError(f"the key {twice[0]!r} stands twice in one object")
+def _index(values: Iterable[str]) -> dict[str, int]:
+    return {value: i for i, value in enumerate(dict.fromkeys(values))}
+
+
+def _shortened(row: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A row without what is at its end by default."""
+    return row if row[5] is not None else row[:5] if row[4] else row[:4]
 
 
 def _with_numbers(document: dict[str, Any]) -> dict[str, Any]:
-    """Turn the names of non-finite evidence into floats, in place; validation sees any other string."""
+    """The document with floats for the names of non-finite evidence; validation sees any other string."""
+
+    def row_with(row: Any) -> Any:
+        if not (isinstance(row, list) and len(row) > 4 and isinstance(row[4], dict)):
+            return row
+        numbers = {key: float(value) if value in _NON_FINITE else value for key, value in row[4].items()}
+        return [*row[:4], numbers, *row[5:]]
+
     results = document.get("results")
-    for result in results if isinstance(results, list) else []:
-        evidence = result.get("evidence") if isinstance(result, dict) else None
-        if isinstance(evidence, dict):
-            evidence.update({key: float(value) for key, value in evidence.items() if value in _NON_FINITE})
-    return document
+    if not isinstance(results, dict):
+        return document
+    rows = {check: [row_with(r) for r in each] if isinstance(each, list) else each for check, each in results.items()}
+    return {**document, "results": rows}

@@ -16,12 +16,13 @@ import torch
 from attn_backends import AttentionBackend, BrokenBackend, get, registry
 from spec_decode.conformance.check import Check, expand
 from spec_decode.conformance.claims import claims_of
+from spec_decode.conformance.coverage import EVERYTHING
 from spec_decode.conformance.kept_results import KeptResults
 from spec_decode.conformance.known_failures import KnownFailure, known_failures_of
 from spec_decode.conformance.notes import notes_on, tried
-from spec_decode.conformance.report import EVERYTHING, Report, Result
+from spec_decode.conformance.report import Report, Result
 from spec_decode.environment import Environment, environment
-from spec_decode.source_digests import CHECKS, source_digests
+from spec_decode.source_digests import SourceRecord
 from spec_decode.testing.error_location import error_location
 from spec_decode.testing.expectations import CheckFailure, Measurements, Unavailable, Unsupported
 from spec_decode.testing.outcome import Outcome
@@ -133,13 +134,13 @@ def plan(
         backend=name,
         env=environment(device),
         command=command,
-        sources=source_digests(CHECKS),
+        sources=_sources(subject, every),
         version=str(subject.backend.version),
         package=_package_of(name),
         engine=subject.engine,
         contract=".".join(map(str, subject.backend.contract_version)),
         claims=claims_of(subject, [column for check in every for column in check.covers]),
-        results=tuple(_not_run(check, subject, name) for check in wanted),
+        results=tuple(map(_not_run, wanted)),
     )
     return Plan(report, tuple(wanted), known, notes_on(subject, report.claims, every, known))
 
@@ -168,24 +169,25 @@ def run_check(check: Check, planned: Result, known_failures: Sequence[KnownFailu
         outcome, reason = Outcome.XPASS, f"{known.issue} says this fails, and it passes: remove the entry"
     elif check.preview and outcome in (Outcome.FAIL, Outcome.ERROR):
         outcome, reason = Outcome.PREVIEW, f"{check.preview}: {reason}"
-    seconds = round(time.perf_counter() - start, 4)
+    # What follows the fourth digit is noise, and would be most of the report.
+    evidence = {what: float(f"{value:.4g}") for what, value in evidence.items()}
+    seconds = round(time.perf_counter() - start, 3)
     return msgspec.structs.replace(planned, outcome=outcome, reason=reason, evidence=evidence, seconds=seconds)
 
 
 def unloaded(name: str, env: Environment, command: str, outcome: Outcome, reason: str = "") -> Report:
     """The report of a backend that is not loaded; its one result says why, in every column."""
-    loading = Result(
-        check="contract.loads",
-        family="contract",
-        case="any",
-        outcome=outcome,
-        reason=reason,
-        tags=(EVERYTHING,),
-        repro=command,
-    )
-    return Report(
-        backend=name, version="unknown", env=env, command=command, sources=source_digests(CHECKS), results=(loading,)
-    )
+    loading = Result(check="contract.loads", case="any", outcome=outcome, reason=reason, tags=(EVERYTHING,))
+    return Report(backend=name, version="unknown", env=env, command=command, results=(loading,))
+
+
+def _sources(subject: Subject, checks: Sequence[Check]) -> SourceRecord:
+    """The modules behind the checks of each family and the backend that they try."""
+    backend = (type(subject.backend).__module__, subject.backend.builder.__module__)
+    families: dict[str, set[str]] = {}
+    for check in checks:
+        families.setdefault(check.family, set(backend)).add(check.module)
+    return SourceRecord.of(families)
 
 
 def _package_of(name: str) -> str:
@@ -198,16 +200,8 @@ def _package_of(name: str) -> str:
     return packages[name]
 
 
-def _not_run(check: Check, subject: Subject, name: str) -> Result:
-    asked = f"--engine {subject.engine.partition(' ')[0]} {name}" if subject.engine else name
-    return Result(
-        check=check.name,
-        family=check.family,
-        case=check.case,
-        outcome=Outcome.NOT_RUN,
-        repro=f"attn-backends check {asked} --device {subject.device.type} --only '{check.name}*{check.case}*'",
-        tags=check.covers,
-    )
+def _not_run(check: Check) -> Result:
+    return Result(check=check.name, case=check.case, outcome=Outcome.NOT_RUN, tags=check.covers)
 
 
 def _backend_of(backend: AttentionBackend | Subject) -> AttentionBackend:

@@ -1,6 +1,9 @@
-"""Which strategies a drafter over one backend can run, and why it cannot run the others."""
+"""Which strategies a drafter over one backend can run, why not the others, and their columns of the matrix."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
 
 from spec_decode.drafter import GraphMode, Strategy, StrategyError
 from spec_decode.drafter.kv_groups import KVGroup
@@ -25,3 +28,20 @@ def unsupported_reason(subject: Subject, strategy: Strategy) -> str:
 def supported_strategies(subject: Subject) -> list[Strategy]:
     """Those without a reason, in the enum's order."""
     return [strategy for strategy in Strategy if not unsupported_reason(subject, strategy)]
+
+
+def strategy_column(strategy: Strategy) -> str:
+    """Drafting in this strategy."""
+    return f"strategy:{strategy.value}"
+
+
+def every_strategy(subject: Subject, case: Any) -> Iterable[str]:
+    """The strategies that the backend can run: for a check that compares them."""
+    return map(strategy_column, supported_strategies(subject))
+
+
+def one_strategy(subject: Subject, case: Any) -> Iterable[str]:
+    """The strategy that the case is, else the one that a drafter chooses."""
+    # The device loop is run only where it is asked for.
+    able = [strategy for strategy in supported_strategies(subject) if strategy.implementation.automatic]
+    return map(strategy_column, [case] if isinstance(case, Strategy) else able[:1])

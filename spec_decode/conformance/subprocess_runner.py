@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 
-from spec_decode.conformance.report import Report, ReportError, Result
+from spec_decode.conformance.report import Report, Result
 from spec_decode.conformance.runner import unloaded
 from spec_decode.environment import Environment
+from spec_decode.files import ReportError
 from spec_decode.testing.outcome import Outcome
 from spec_decode.testing.process_isolation import ProcessEnded, TimeLimit, start_isolated
 
@@ -79,8 +80,7 @@ class _Progress:
             if self._results and self._results[0].outcome is not Outcome.NOT_RUN:
                 self._record(self._results[0])
         elif "result" in message:
-            document = {**self.report.document(), "results": [message["result"]]}
-            self._record(Report.of(document, "the process").results[0])
+            self._record(Report.of(message["result"], "the process").results[0])
 
     def _record(self, result: Result) -> None:
         self._results[self._at] = result

@@ -23,7 +23,7 @@ from spec_decode.drafter import Drafter, DrafterConfig, Strategy, StrategyError
 from spec_decode.drafter.kv_groups import KVGroup
 from spec_decode.drafter.plan import choose
 from spec_decode.environment import Environment, environment
-from spec_decode.files import json_bytes, write_whole
+from spec_decode.files import write_whole
 from spec_decode.graphs import loop_unsupported_reason
 from spec_decode.models import DraftModel
 
@@ -93,7 +93,7 @@ class StrategyCache:
         Where the folder cannot be written it is not kept, with a RuntimeWarning: the measurement holds all the same.
         """
         try:
-            write_whole(self._path(measurement.shape), json_bytes(measurement))
+            write_whole(self._path(measurement.shape), msgspec.json.encode(measurement))
         except OSError as error:
             warnings.warn(
                 f"a measured strategy is kept in a folder that can be written, {self.folder} is not: {error}; "

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import msgspec
 
 from spec_decode.conformance.report import FAILURES, Claim, Number, Result
 from spec_decode.testing.outcome import Outcome
+
+OLDER = "*"
+"""Behind what was seen of older source than is here now."""
 
 
 class Status(str, Enum):
@@ -47,7 +50,7 @@ class RunEvidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     run: index into the matrix's runs. passed of total: checks that ran and are neither refusals nor failed previews;
     both are None where none is. refused: cases that were not claimed. worst: the largest error as a multiple of its
-    budget.
+    budget. changed: the modules behind these checks that are not what they were.
     """
 
     run: int
@@ -57,13 +60,14 @@ class RunEvidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     refused: int = 0
     worst: Number | None = None
     notes: tuple[Note, ...] = ()
+    changed: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
-        """The status, the count and the worst error."""
+        """The status, the count, the worst error, and a mark where the source is older."""
         count = f" {self.passed}/{self.total}" if self.total else ""
         worst = f" {self.worst:.2g}x" if self.worst is not None else ""
-        return f"{self.status.value}{count}{worst}"
+        return f"{self.status.value}{count}{worst}{OLDER if self.changed else ''}"
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -104,15 +108,24 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.claim.level if self.claim is not None else ""
 
 
-def evidence_of(results: Sequence[Result], claim: Claim | None = None, run: int = 0) -> RunEvidence:
-    """The evidence of one run's results in one column; there is at least one result."""
+def evidence_of(
+    results: Sequence[Result],
+    claim: Claim | None = None,
+    run: int = 0,
+    *,
+    changed: tuple[str, ...] = (),
+    repro: Callable[[str, str], str] | None = None,
+) -> RunEvidence:
+    """The evidence of one run's results in one column; there is at least one result. repro: the command that runs a
+    check on a case again.
+    """
     outcomes = [result.outcome for result in results]
     refused = outcomes.count(Outcome.UNSUPPORTED)
     status = _status(set(outcomes), claim)
     if status in (Status.UNKNOWN, Status.CLAIMED, Status.REFUSED):
         # A case that asks for several things is refused for all of them: the shortest reason is the most telling.
-        notes = sorted(_notes(results), key=lambda note: len(note.reason))
-        return RunEvidence(run=run, status=status, refused=refused, notes=tuple(notes))
+        notes = sorted(_notes(results, repro), key=lambda note: len(note.reason))
+        return RunEvidence(run=run, status=status, refused=refused, notes=tuple(notes), changed=changed)
     errors = [r.evidence["error_over_budget"] for r in results if "error_over_budget" in r.evidence]
     return RunEvidence(
         run=run,
@@ -122,7 +135,8 @@ def evidence_of(results: Sequence[Result], claim: Claim | None = None, run: int 
         refused=refused,
         # A NaN is worse than any number, and max() alone would lose it.
         worst=max(errors, key=lambda error: (error != error, error), default=None),
-        notes=_notes([result for result in results if result.outcome is not Outcome.UNSUPPORTED]),
+        notes=_notes([result for result in results if result.outcome is not Outcome.UNSUPPORTED], repro),
+        changed=changed,
     )
 
 
@@ -139,13 +153,20 @@ def _status(seen: set[Outcome], claim: Claim | None) -> Status:
     return Status.REFUSED if seen == {Outcome.UNSUPPORTED} else Status.UNKNOWN
 
 
-def _notes(results: Sequence[Result]) -> tuple[Note, ...]:
+def _notes(results: Sequence[Result], repro: Callable[[str, str], str] | None) -> tuple[Note, ...]:
     """Failures first."""
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in sorted(results, key=lambda result: result.outcome not in FAILURES):
         if result.outcome is not Outcome.PASS:
             groups.setdefault((result.outcome.value, result.reason), []).append(result)
     return tuple(
-        Note(outcome=outcome, reason=why, check=first.check, case=first.case, repro=first.repro, count=1 + len(more))
+        Note(
+            outcome=outcome,
+            reason=why,
+            check=first.check,
+            case=first.case,
+            repro=repro(first.check, first.case) if repro else "",
+            count=1 + len(more),
+        )
         for (outcome, why), (first, *more) in groups.items()
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from spec_decode.conformance.report import EVERYTHING
+from spec_decode.conformance.coverage import EVERYTHING
 from spec_decode.drafter import Strategy
 
 _AXES: dict[str, tuple[str, dict[str, str]]] = {

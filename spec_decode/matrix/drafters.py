@@ -39,7 +39,7 @@ class HostTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class DraftCell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One strategy. run: where the parity is from."""
+    """One strategy. run: where the parity is from. changed: the modules behind it that are not what they were."""
 
     strategy: str
     status: Status
@@ -47,6 +47,7 @@ class DraftCell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     refusal: str
     host: tuple[HostTime, ...]
     run: int
+    changed: tuple[str, ...] = ()
 
     @property
     def longest(self) -> tuple[Parity, ...]:
@@ -74,6 +75,7 @@ def draft_rows(agreements: Sequence[Agreement], timings: Sequence[Timing], runs:
     rows = []
     for agreement in sorted(agreements, key=lambda agreement: agreement.env.date, reverse=True):
         run = runs.number("draft pairs", agreement.env, agreement.command)
+        changed = agreement.sources.changed()
         device = agreement.env.device
         groups: dict[tuple[str, str, str], dict[str, list[AgreementRow]]] = {}
         for row in agreement.rows:
@@ -81,7 +83,7 @@ def draft_rows(agreements: Sequence[Agreement], timings: Sequence[Timing], runs:
             by_strategy.setdefault(row.strategy, []).append(row)
         for (draft, backend, dtype), by_strategy in groups.items():
             cells = [
-                _cell(found, run, _host_times(timings, device, backend, strategy, runs))
+                _cell(found, run, changed, _host_times(timings, device, backend, strategy, runs))
                 for strategy, found in by_strategy.items()
             ]
             rows.append(DraftRow(draft=draft, backend=backend, dtype=dtype, device=device, cells=tuple(cells)))
@@ -92,7 +94,7 @@ def _numbers(row: AgreementRow) -> str:
     return f"{row.dtype}, batch invariant" if row.batch_invariant else row.dtype
 
 
-def _cell(rows: Sequence[AgreementRow], run: int, host: tuple[HostTime, ...]) -> DraftCell:
+def _cell(rows: Sequence[AgreementRow], run: int, changed: tuple[str, ...], host: tuple[HostTime, ...]) -> DraftCell:
     by_shape: dict[tuple[int, float], list[AgreementRow]] = {}
     for row in rows:
         if not row.refusal:
@@ -105,18 +107,19 @@ def _cell(rows: Sequence[AgreementRow], run: int, host: tuple[HostTime, ...]) ->
         refusal=next((row.refusal for row in rows if row.refusal), ""),
         host=host,
         run=run,
+        changed=changed,
     )
 
 
 def _parity(rows: Sequence[AgreementRow]) -> Parity:
-    plain = [row.unlike_plain for row in rows if row.unlike_plain is not None]
-    alone = [row.unlike_alone for row in rows if row.unlike_alone is not None]
+    plain = [row.unlike_plain * len(row.graph_modes) for row in rows if row.unlike_plain is not None]
+    alone = [row.unlike_alone * len(row.graph_modes) for row in rows if row.unlike_alone is not None]
     return Parity(
         num_speculative_tokens=rows[0].num_speculative_tokens,
         temperature=rows[0].temperature,
-        graph_modes=tuple(dict.fromkeys(row.graph_mode for row in rows)),
-        prompts=sum(row.prompts for row in rows),
-        unlike_eager=sum(row.unlike_eager or 0 for row in rows),
+        graph_modes=tuple(dict.fromkeys(mode for row in rows for mode in row.graph_modes)),
+        prompts=sum(row.prompts * len(row.graph_modes) for row in rows),
+        unlike_eager=sum((row.unlike_eager or 0) * len(row.graph_modes) for row in rows),
         unlike_plain=sum(plain) if plain else None,
         unlike_alone=sum(alone) if alone else None,
         accepted=rows[0].accepted,

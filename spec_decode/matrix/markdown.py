@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from spec_decode.matrix.cells import Note, Status
+from spec_decode.matrix.cells import OLDER, Note, Status
 from spec_decode.matrix.model import Matrix, MatrixRow
 from spec_decode.matrix.numbered import HOW_TO_READ, Notes, draft_lines, grouped, time_text, verdict_text
 from spec_decode.matrix.speed import Bar
@@ -18,12 +18,11 @@ def to_markdown(matrix: Matrix) -> str:
     notes = Notes()
     legend = _table(["status", "meaning"], [[status.value, status.meaning] for status in Status])
     parts = ["# Compatibility", HOW_TO_READ, legend]
-    for title, at in grouped(matrix.columns):
-        columns = [matrix.columns[i] for i in at]
-        rows = [
-            [*_who(row), *(" ".join([row.cells[i].text, *notes.marks(row.cells[i])]) for i in at)]
-            for row in matrix.rows
-        ]
+    for title, columns in grouped(matrix.columns):
+        rows = []
+        for row in matrix.rows:
+            cells = [row.cells[column.tag] for column in columns]
+            rows.append([*_who(row), *(" ".join([cell.text, *notes.marks(cell)]) for cell in cells)])
         parts += [f"## {markdown(title)}", _table(["backend", "device", *(c.label for c in columns)], rows)]
         meanings = [f"{markdown(c.label)}: {markdown(c.meaning)}" for c in columns if c.meaning]
         parts += ["\n".join(f"- {line}" for line in meanings)] if meanings else []
@@ -65,7 +64,7 @@ def _speed(matrix: Matrix) -> list[str]:
 
 
 def _timing(bar: Bar) -> list[str]:
-    what = f"{bar.label}{' (peer)' if bar.peer else ''}\n{bar.spec}".strip()
+    what = f"{bar.label}{' (peer)' if bar.peer else ''}{OLDER if bar.changed else ''}\n{bar.spec}".strip()
     return [what, time_text(bar), "" if bar.floor is None else f"{bar.floor:.4g}", verdict_text(bar)]
 
 

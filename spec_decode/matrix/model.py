@@ -9,8 +9,9 @@ from itertools import chain
 import msgspec
 
 from builders import CONTRACT_VERSION
-from spec_decode.conformance.report import EVERYTHING, Claim, Report, Result, json_number
-from spec_decode.files import json_bytes
+from spec_decode.conformance.coverage import EVERYTHING
+from spec_decode.conformance.report import Claim, Report, Result
+from spec_decode.files import json_number
 from spec_decode.matrix.cells import Cell, Status, evidence_of
 from spec_decode.matrix.columns import Column, columns_of
 from spec_decode.matrix.drafters import DraftRow, draft_rows
@@ -19,15 +20,15 @@ from spec_decode.matrix.sources import Agreement, Timing
 from spec_decode.matrix.speed import Section, speed_sections
 from spec_decode.testing.outcome import Outcome
 
-SCHEMA = "attn-matrix/3"
+SCHEMA = "attn-matrix/4"
 
 
 class MatrixRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One version of a backend on one device.
 
     package: of another project that declares it, with its version; empty for this project's own. engine: whose own
-    builder it is, with its version; empty for a backend. runs: indices of its
-    reports, newest first. stale: why the row may no longer hold. cells: as the columns.
+    builder it is, with its version; empty for a backend. runs: indices of its reports, newest first. stale: why the row
+    may no longer hold. cells: by the tag of their column.
     """
 
     backend: str
@@ -37,7 +38,7 @@ class MatrixRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     device: str
     runs: tuple[int, ...]
     stale: tuple[str, ...]
-    cells: tuple[Cell, ...]
+    cells: dict[str, Cell]
 
     @property
     def title(self) -> str:
@@ -46,9 +47,9 @@ class MatrixRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def absent(self) -> str:
         """Why it could not be loaded, where that is all that was seen of it; else empty."""
-        notes = [note for cell in self.cells for evidence in cell.evidence for note in evidence.notes]
+        notes = [note for cell in self.cells.values() for evidence in cell.evidence for note in evidence.notes]
         reasons = {note.reason if note.outcome == Outcome.UNAVAILABLE.value else "" for note in notes}
-        unknown = all(cell.status is Status.UNKNOWN and cell.claim is None for cell in self.cells)
+        unknown = all(cell.status is Status.UNKNOWN and cell.claim is None for cell in self.cells.values())
         return reasons.pop() if unknown and len(reasons) == 1 else ""
 
 
@@ -120,7 +121,7 @@ def _row(reports: Sequence[Report], columns: Sequence[Column], runs: Runs, stale
         device=newest.env.device,
         runs=tuple(run for _, _, run in seen),
         stale=stale,
-        cells=tuple(_cell(column.tag, seen, _again(newest, column.tag)) for column in columns),
+        cells={column.tag: _cell(column.tag, seen, _again(newest, column.tag)) for column in columns},
     )
 
 
@@ -142,12 +143,16 @@ def _by_tag(results: Iterable[Result]) -> dict[str, list[Result]]:
 
 def _cell(tag: str, seen: Sequence[tuple[Report, dict[str, list[Result]], int]], repro: str) -> Cell:
     evidence = [
-        evidence_of(results, _claim(report, tag), run)
+        evidence_of(results, _claim(report, tag), run, changed=_changed(report, results), repro=report.repro)
         for report, by_tag, run in seen
         if (results := by_tag.get(tag) or by_tag.get(EVERYTHING))
     ]
     claims = (_claim(report, tag) for report, _, _ in seen)
     return Cell.of(next(filter(None, claims), None), evidence, repro)
+
+
+def _changed(report: Report, results: Sequence[Result]) -> tuple[str, ...]:
+    return report.sources.changed({result.family for result in results})
 
 
 def _claim(report: Report, tag: str) -> Claim | None:
@@ -168,10 +173,10 @@ def _stale(report: Report, later: Report, installed: str | None) -> tuple[str, .
 
 
 def to_json(matrix: Matrix) -> bytes:
-    """Indented, in a stable order; a worst error that is no number is written as its name."""
+    """In a stable order; a worst error that is no number is written as its name."""
     document = msgspec.to_builtins(matrix)
     for row in document["rows"]:
-        for cell in row["cells"]:
+        for cell in row["cells"].values():
             for evidence in cell["evidence"]:
                 evidence["worst"] = None if evidence["worst"] is None else json_number(evidence["worst"])
-    return json_bytes(document)
+    return msgspec.json.encode(document) + b"\n"

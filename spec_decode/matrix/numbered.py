@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from spec_decode.matrix.cells import Cell, Note, Status
+from spec_decode.matrix.cells import OLDER, Cell, Note, Status
 from spec_decode.matrix.columns import Column
 from spec_decode.matrix.drafters import DraftCell
 from spec_decode.matrix.speed import Bar
@@ -16,7 +16,8 @@ HOW_TO_READ = (
     "What each backend claims, and what was seen when it was checked. A count such as 72/72 is checks passed of those "
     "that ran, refusals left out; 0.4x says that the worst error was 0.4 of its budget, which is twice the error of a "
     "low-precision reference. Runs are never averaged: where runs of one version on one device disagree, the newest "
-    "comes first and the others are named."
+    "comes first and the others are named. Behind what was seen of older source than is here now stands "
+    f"{OLDER}: the evidence is dated, not withdrawn."
 )
 _REFUSALS_ONLY = frozenset({Status.REFUSED, Status.UNKNOWN, Status.CLAIMED})
 """Cells whose notes are refusals at most: one reason is enough."""
@@ -47,17 +48,21 @@ class Notes:
         return self._numbers.setdefault(key, (note, len(self._numbers) + 1))[1]
 
 
-def grouped(columns: Sequence[Column]) -> list[tuple[str, list[int]]]:
-    """Titles of the groups and the indices of their columns."""
-    found = groupby(range(len(columns)), key=lambda i: columns[i].group)
-    return [(title, list(indices)) for title, indices in found]
+def grouped(columns: Sequence[Column]) -> list[tuple[str, list[Column]]]:
+    """Titles of the groups and their columns."""
+    return [(title, list(found)) for title, found in groupby(columns, key=lambda column: column.group)]
+
+
+def age_text(changed: Sequence[str]) -> str:
+    """That something was seen of older source; empty where it was not."""
+    return f"of older source ({counted(len(changed), 'file')} changed)" if changed else ""
 
 
 def draft_lines(cell: DraftCell | None) -> list[str]:
     """A drafter's cell: its status, parity and kept tokens by shape, the first host time, or the refusal."""
     if cell is None:
         return [Status.UNKNOWN.value]
-    lines = [cell.status.value] + [
+    lines = [cell.status.value + (OLDER if cell.changed else "")] + [
         f"K {found.num_speculative_tokens}, T {found.temperature:g}: "
         f"{found.unlike_eager} of {counted(found.prompts, 'prompt')} unlike eager"
         + (f", {found.unlike_plain} unlike plain decoding" if found.unlike_plain is not None else "")

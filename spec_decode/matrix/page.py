@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from spec_decode.matrix.cells import Status
 from spec_decode.matrix.model import Matrix
-from spec_decode.matrix.numbered import HOW_TO_READ, grouped, time_text, verdict_text
+from spec_decode.matrix.numbered import HOW_TO_READ, age_text, grouped, time_text, verdict_text
 from spec_decode.matrix.plots import WIDTH, plot
 from spec_decode.matrix.speed import TITLES
 from spec_decode.matrix.text import counted, plain
@@ -29,7 +29,7 @@ def to_html(matrix: Matrix) -> str:
         matrix=matrix,
         columns=matrix.columns,
         groups=grouped(matrix.columns),
-        starts={indices[0] for _, indices in grouped(matrix.columns)},
+        starts={columns[0].tag for _, columns in grouped(matrix.columns)},
         devices=[(device, list(rows)) for device, rows in groupby(matrix.rows, key=lambda row: row.device)],
         backends=sorted({row.backend for row in matrix.rows}),
         statuses=list(Status),
@@ -38,6 +38,7 @@ def to_html(matrix: Matrix) -> str:
         plot=plot,
         width=WIDTH,
         counted=counted,
+        age_text=age_text,
         time_text=time_text,
         verdict_text=verdict_text,
         style=Markup((_FOLDER / "page.css").read_text(encoding="utf-8")),

@@ -6,6 +6,7 @@ from statistics import median_high
 
 import msgspec
 
+from spec_decode.matrix.cells import OLDER
 from spec_decode.matrix.numbered import time_text, verdict_text
 from spec_decode.matrix.speed import Bar, Panel
 
@@ -64,7 +65,7 @@ def _longest(panel: Panel) -> float:
 
 
 def _mark(bar: Bar, y: float, scale: float) -> Mark:
-    us, label = bar.us, bar.label + (" (peer)" if bar.peer else "")
+    us, label = bar.us, bar.label + (" (peer)" if bar.peer else "") + (OLDER if bar.changed else "")
     beyond = us is not None and _at(us.p50, scale) is None
     return Mark(
         bar=bar,

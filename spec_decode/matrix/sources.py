@@ -9,20 +9,23 @@ from typing import Annotated, Any
 
 import msgspec
 
-from spec_decode.conformance.report import SCHEMA, Report, ReportError, read_json
+from spec_decode.conformance.report import SCHEMA, Report
 from spec_decode.environment import Environment
+from spec_decode.files import ReportError, read_json, require_unedited
+from spec_decode.source_digests import SourceRecord
 from spec_decode.tools.timing_limit import TimingLimit
 
 PATTERNS = ("check-*.json", "pair-agreement*.json", "bench-*.json")
 """Names of the files that a folder is searched for."""
 Documents = dict[Path, Any]
 """What each JSON file holds, or the ReportError of why it cannot be read."""
-AGREEMENT_SCHEMA = "attn-pair-agreement/3"
-TIMING_SCHEMA = "attn-bench/2"
+AGREEMENT_SCHEMA = "attn-pair-agreement/4"
+TIMING_SCHEMA = "attn-bench/3"
 
 
-class AgreementRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A draft model on a backend in a strategy: how many prompts got other tokens than by eager drafting.
+class AgreementRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
+    """A draft model on a backend in a strategy: how many prompts got other tokens than by eager drafting, the same in
+    each of the graph modes.
 
     unlike_plain: other text than plain decoding gives; None where sampling makes that no question. unlike_alone: other
     text or kept tokens than where the prompt has the engine to itself; None where it was not tried. accepted: tokens
@@ -34,7 +37,7 @@ class AgreementRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: str
     batch_invariant: bool
     strategy: str
-    graph_mode: str
+    graph_modes: tuple[str, ...]
     num_speculative_tokens: int
     temperature: float
     refusal: str
@@ -56,17 +59,18 @@ class AgreementRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A report of scripts/pair_agreement.py. sources: digests of the source that it covers, by package."""
+    """A report of draft pairs. rows: in the order of AgreementRow's fields. digest: of everything else."""
 
     schema: str = AGREEMENT_SCHEMA
     env: Environment
     command: str
-    sources: dict[str, str] = {}
+    sources: SourceRecord = SourceRecord()
     rows: tuple[AgreementRow, ...]
+    digest: str = ""
 
 
-class Quantiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Microseconds."""
+class Quantiles(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Microseconds; in a file [p20, p50, p80]."""
 
     p20: float
     p50: float
@@ -85,10 +89,9 @@ class TimingEnvironment(Environment, frozen=True, kw_only=True):
         return Environment(**{name: getattr(self, name) for name in Environment.__struct_fields__})
 
 
-class Timing(msgspec.Struct, frozen=True, kw_only=True):
+class TimingRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A row of `attn-backends bench`. A case may add columns of its own, which are not read here."""
 
-    schema: str = TIMING_SCHEMA
     case: str
     backend: str
     peer: bool = False
@@ -109,6 +112,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     wall_us: Quantiles | None = None
     kernels_per_step: float | None = None
     floor_us: float | None = None
+    floor_counts: int | None = None
     limits: tuple[TimingLimit, ...] = ()
     draft: str | None = None
     """Of a whole engine: what drafts."""
@@ -119,10 +123,6 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     extend_in_graph: bool | None = None
     host_waits: bool | None = None
     batch_invariant: bool = False
-    env: TimingEnvironment
-    command: str
-    sources: dict[str, str] = {}
-    """Digests of the source that was timed, by package."""
 
     @property
     def token_us(self) -> Quantiles | None:
@@ -131,6 +131,30 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
             return None
         tokens, us = 1 + (self.accepted or 0.0), self.wall_us
         return Quantiles(p20=us.p20 / tokens, p50=us.p50 / tokens, p80=us.p80 / tokens)
+
+
+class TimingReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A report of `attn-backends bench`. missing: what could not be timed, and why. sources: the modules behind it, a
+    part for each case that was asked for. floor_counts: what floors count; a row has the index of its own. digest: of
+    everything else.
+    """
+
+    schema: str = TIMING_SCHEMA
+    env: TimingEnvironment
+    command: str
+    sources: SourceRecord = SourceRecord()
+    missing: tuple[str, ...] = ()
+    floor_counts: tuple[str, ...] = ()
+    rows: tuple[TimingRow, ...]
+    digest: str = ""
+
+
+class Timing(TimingRow, frozen=True, kw_only=True):
+    """A row with what its report says of all rows. changed: the modules behind it that are not what they were."""
+
+    env: TimingEnvironment
+    command: str
+    changed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,15 +185,15 @@ class Sources:
         if schema == AGREEMENT_SCHEMA:
             self.agreements.append(_follow(document, Agreement, where))
         elif schema == TIMING_SCHEMA:
-            self.timings.extend(_follow(document, list[Timing], where))
+            self.timings.extend(_timings(_follow(document, TimingReport, where)))
         elif schema == SCHEMA:
             self.reports.append(Report.of(document, where))
         else:
             raise ReportError(
-                f"the matrix is made from schemas {SCHEMA}, {AGREEMENT_SCHEMA} and {TIMING_SCHEMA}, {where} has "
-                f"{schema or None!r}; nothing was shown. Make the report again, leave the file out, or read it with "
-                "the version that wrote it."
+                f"{where} has schema {schema or None!r}, the matrix reads {SCHEMA}, {AGREEMENT_SCHEMA} and "
+                f"{TIMING_SCHEMA}. Make it again, leave it out, or read it with the version that wrote it."
             )
+        require_unedited(document, where)
 
 
 def read_documents(files: Iterable[Path]) -> Documents:
@@ -188,16 +212,34 @@ def files_below(paths: Iterable[Path], patterns: Sequence[str] = PATTERNS) -> li
     """The files that the paths name; a folder stands for those below it that match one of the patterns."""
     found: list[Path] = []
     for path in paths:
-        found += [file for pattern in patterns for file in sorted(path.rglob(pattern))] if path.is_dir() else [path]
+        below = (file for pattern in patterns for file in sorted(path.rglob(pattern)) if not file.is_dir())
+        found += below if path.is_dir() else [path]
     return list(dict.fromkeys(found))
 
 
 def _schema(document: Any) -> str:
-    """The schema that a document names, or that all of its rows do; the first that another of them has is no known."""
-    rows = document if isinstance(document, list) else [document]
-    found = [row.get("schema") if isinstance(row, dict) else None for row in rows] or [None]
-    schema = next((other for other in found if other != found[0]), found[0])
+    schema = document.get("schema") if isinstance(document, dict) else None
     return schema if isinstance(schema, str) else ""
+
+
+def _timings(report: TimingReport) -> list[Timing]:
+    changed: dict[str, tuple[str, ...]] = {}
+
+    def changed_behind(case: str) -> tuple[str, ...]:
+        part = next((name for name in report.sources.parts if case == name or case.startswith(f"{name}/")), "")
+        if part not in changed:
+            changed[part] = report.sources.changed([part] if part else ())
+        return changed[part]
+
+    return [
+        Timing(
+            **{name: getattr(row, name) for name in TimingRow.__struct_fields__},
+            env=report.env,
+            command=report.command,
+            changed=changed_behind(row.case),
+        )
+        for row in report.rows
+    ]
 
 
 def _follow(document: Any, kind: Any, where: str) -> Any:
@@ -205,5 +247,5 @@ def _follow(document: Any, kind: Any, where: str) -> Any:
         return msgspec.convert(document, kind)
     except msgspec.ValidationError as error:
         raise ReportError(
-            f"a file must follow the schema it names, {where} does not: {error}; it was not loaded. Make it again."
+            f"{where} does not follow the schema that it names: {error}. Run the command that made it again."
         ) from error

@@ -15,7 +15,8 @@ from spec_decode.tools.timing_limit import TimingLimit, verdict
 class Bar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One timing. us: None where nothing is launched. limit, floor: microseconds, where the timing has them.
 
-    limits: those on this quantity and on columns that are not drawn.
+    limits: those on this quantity and on columns that are not drawn. changed: the modules behind it that are not what
+    they were.
     """
 
     label: str
@@ -26,6 +27,7 @@ class Bar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     limit: float | None
     limits: tuple[TimingLimit, ...]
     run: int
+    changed: tuple[str, ...] = ()
 
     @property
     def met(self) -> bool | None:
@@ -168,6 +170,7 @@ def _bar(timing: Timing, label: str, quantity: str, runs: Runs) -> Bar:
         limit=min(most, default=None),
         limits=limits,
         run=runs.number("bench", timing.env.plain, timing.command),
+        changed=timing.changed,
     )
 
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spec_decode.matrix.cells import Cell, Status
+from spec_decode.matrix.columns import Column
 from spec_decode.matrix.drafters import DraftCell
 from spec_decode.matrix.model import Matrix, MatrixRow
 from spec_decode.matrix.numbered import Notes, draft_lines, grouped
@@ -27,7 +28,7 @@ _STYLES = {
 def to_table(matrix: Matrix) -> RenderableType:
     """A table for each group of columns, the drafters, the reasons by number, and where it all was seen."""
     notes = Notes()
-    tables: list[RenderableType] = [_group(matrix, title, at, notes) for title, at in grouped(matrix.columns)]
+    tables: list[RenderableType] = [_group(matrix, title, found, notes) for title, found in grouped(matrix.columns)]
     tables = tables or [_table("no evidence", ["backend"])]
     tables += [_drafters(matrix)] if matrix.drafters else []
     tables += [_reasons(notes)] if notes.all else []
@@ -42,10 +43,10 @@ def _table(title: str, columns: Iterable[str]) -> Table:
     return table
 
 
-def _group(matrix: Matrix, title: str, at: Sequence[int], notes: Notes) -> Table:
-    table = _table(plain(title), ["backend", *(matrix.columns[i].label for i in at)])
+def _group(matrix: Matrix, title: str, columns: Sequence[Column], notes: Notes) -> Table:
+    table = _table(plain(title), ["backend", *(column.label for column in columns)])
     for row in matrix.rows:
-        table.add_row(_who(row), *(_cell(row.cells[i], notes) for i in at))
+        table.add_row(_who(row), *(_cell(row.cells[column.tag], notes) for column in columns))
     return table
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 
-class TimingLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A bound on a column of a timing. met: None where the column was not measured."""
+class TimingLimit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A bound on a column of a timing. met: None where the column was not measured. In a file, an array."""
 
     column: str
     bound: float

@@ -13,7 +13,7 @@ import pytest
 
 from attn_backends import Capabilities, Feature, Sizes
 from builders import AttentionSpec
-from spec_decode.conformance.report import FAMILIES
+from spec_decode.conformance.coverage import FAMILIES
 from tests.examples.stranger import Stranger
 
 ROOT = Path(__file__).parents[2]

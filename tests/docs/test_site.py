@@ -85,7 +85,7 @@ def test_the_strategies_page_shows_what_the_report_holds() -> None:
 
 def test_a_report_without_such_rounds_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing to show on the strategies page"):
-        table([])
+        table({"env": {}, "rows": []})
 
 
 def test_field_tables_of_a_docstring_become_tables() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_decode.conformance.report import Report, Result
+from spec_decode.conformance.report import Report, Result, repro_command
 from spec_decode.testing.outcome import Outcome
 from tests.examples.stranger import Stranger
 
@@ -60,7 +60,7 @@ def test_a_wrong_update_is_named_with_its_field_and_step(lie: dict[str, Result])
 
 def test_a_wrong_update_says_how_to_see_it_again(lie: dict[str, Result], stranger: tuple[Stranger, Path]) -> None:
     environment, checkout = stranger
-    repro = lie["builder.advance_means_a_rebuild[base-decode]"].repro
+    repro = repro_command("engine_paged_drifting", "builder.advance_means_a_rebuild", "base-decode", device="cpu")
 
     assert "field kv_indptr" in environment.must(repro, checkout, status=1)
 

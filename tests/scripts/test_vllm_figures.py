@@ -14,7 +14,7 @@ from scripts.vllm_worker import MeasuredWorker, random_weights
 
 
 def row(requests=1, drafts=(), texts=([1, 2],), **more):
-    return {"requests": requests, "drafts": list(drafts), "texts": list(texts), "plans": 0, "waits": []} | more
+    return {"requests": requests, "drafts": list(drafts), "texts": list(texts), "plans": 0, "waits": {}} | more
 
 
 def arm(draft, *rows, kept=0.0, fused=(True,), graph_mode="FULL_DECODE_ONLY", compiled=False):
@@ -44,7 +44,7 @@ def test_sound_engines_meet_no_objection():
         (lambda each: each.update(graph_mode="NONE"), "graphs NONE"),
         (lambda each: each["rows"][0].update(plans=3), "3 plans on the host"),
         (
-            lambda each: each["rows"][0].update(waits=["called a synchronizing operation"]),
+            lambda each: each["rows"][0].update(waits={"called a synchronizing operation": 1}),
             "waits for the device: called",
         ),
         (lambda each: each.update(rows=[], exit_status=1), "ended with 1"),
@@ -59,7 +59,7 @@ def test_what_does_not_hold_of_a_draft_of_ours_is_said(change, says):
 def test_vllms_own_drafts_may_plan_wait_and_be_rebuilt():
     found = engines()
     found[1].update(fused=[False], graph_mode="NONE")
-    found[1]["rows"][0].update(plans=9, waits=["waits"])
+    found[1]["rows"][0].update(plans=9, waits={"waits": 2})
     assert objections(found) == []
 
 
@@ -229,7 +229,7 @@ def test_waits_are_told_only_where_they_are_counted(monkeypatch):
         worker.watch_drafts(count_waits)
         worker.model_runner.speculator.propose(DECODES, [1])
         worker.model_runner.speculator.propose(DECODES, [2])
-        assert worker.drafts_seen()["waits"] == ["called a synchronizing operation"] * 2 * count_waits
+        assert worker.drafts_seen()["waits"] == {"called a synchronizing operation": 2} if count_waits else {}
     assert modes == ["warn", "default"] * 2
 
 

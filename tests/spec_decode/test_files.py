@@ -12,9 +12,9 @@ from spec_decode.files import write_whole
 WRITER = """
 import sys
 from pathlib import Path
-from spec_decode.files import json_bytes, write_whole
+from spec_decode.files import report_bytes, write_whole
 for _ in range(60):
-    write_whole(Path(sys.argv[1]), json_bytes({"by": sys.argv[2], "numbers": list(range(int(sys.argv[3])))}))
+    write_whole(Path(sys.argv[1]), report_bytes({"by": sys.argv[2], "numbers": list(range(int(sys.argv[3])))}))
 """
 
 

@@ -1,15 +1,10 @@
-"""A digest changes with what the source does, and with nothing else; each kind of report covers what it runs."""
+"""A digest changes with what the source does, and with nothing else; a report records what its run can load."""
 
 from __future__ import annotations
 
 import pytest
 
-from spec_decode import source_digests
-from spec_decode.source_digests import CHECKS, ROUNDS, SERVING, SOAKS, changed_since, syntax_of
-from tests.import_graph import module_files, uses_here
-
-# In one process with test_floors.py: the sources are parsed once.
-pytestmark = pytest.mark.xdist_group("import_graph")
+from spec_decode.source_digests import SourceRecord, digests_behind, syntax_of
 
 SOURCE = '''"""A module."""
 import math
@@ -52,44 +47,38 @@ def test_text_that_a_program_uses_counts() -> None:
     assert syntax_of(b"x = f'{y:>{n}}a'") != syntax_of(b"x = f'{y:>{n}}b'")
 
 
-def test_a_package_has_changed_when_a_file_of_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(source_digests, "_ROOT", tmp_path)
-    (tmp_path / "room" / "inner").mkdir(parents=True)
-    file = tmp_path / "room" / "inner" / "kernel.py"
-    file.write_text(SOURCE)
-    source_digests._digest.cache_clear()
-    taken = source_digests.source_digests(["room"])
-    assert changed_since(taken) == []
-    file.write_text(SOURCE.replace("r**2", "r**3"))
-    source_digests._digest.cache_clear()
-    assert changed_since(taken) == ["room"]
-    source_digests._digest.cache_clear()
-
-
-def test_a_package_that_is_no_more_has_changed() -> None:
-    assert changed_since({"spec_decode.nonesuch": "0" * 16}) == ["spec_decode.nonesuch"]
-
-
 @pytest.mark.parametrize(
-    "start, covered",
+    ("root", "uses", "leaves_out"),
     [
-        ("spec_decode.conformance", CHECKS),
-        ("spec_decode.tools.bench.cases.backend_rounds", ROUNDS),
-        ("spec_decode.tools.bench.cases.draft_rounds", ROUNDS),
-        ("spec_decode.tools.bench.cases.decode", ROUNDS),
-        ("spec_decode.tools.bench.cases.sampling", ROUNDS),
-        ("spec_decode.tools.bench.cases.throughput", SERVING),
-        ("spec_decode.tools.soak.runner", SOAKS),
-        ("spec_decode.engine", SERVING),
+        # A name that a package lists counts for the module that defines it, an import inside a function counts too, and
+        # one for the type checker does not.
+        ("attn_backends.triton_paged", "attn_backends.kernels.paged_attention", "attn_backends.flashinfer"),
+        ("attn_backends.triton_paged", "builders.spec", "builders"),
+        ("spec_decode.graphs.runtimes", "spec_decode.graphs.cuda", "spec_decode.drafter.drafter"),
+        ("spec_decode.conformance.numerics_checks", "spec_decode.testing.oracle", "spec_decode.environment"),
+        ("spec_decode.conformance.child", "spec_decode.conformance.runner", "tests.mutants"),
+        ("spec_decode.conformance.drafter_checks", "spec_decode.models.kernels.linear", "spec_decode.engine.engine"),
     ],
 )
-def test_a_report_covers_every_package_that_what_makes_it_uses(start: str, covered: tuple[str, ...]) -> None:
-    files, uses = module_files(), uses_here()
-    todo = [module for module in files if module == start or module.startswith(f"{start}.")]
-    seen: set[str] = set()
-    while todo:
-        seen.add(module := todo.pop())
-        todo += uses[module] - seen
-    # Of the tools what times counts for nothing; the root of spec_decode has no kernels and no metadata.
-    found = {module for module in seen if not module.startswith("spec_decode.tools.") and module.count(".") != 1}
-    assert not {module for module in found if not module.startswith(tuple(f"{package}." for package in covered))}
+def test_what_lies_behind_a_module_is_what_it_imports(root: str, uses: str, leaves_out: str) -> None:
+    found = digests_behind([root])
+    assert root in found and uses in found and leaves_out not in found
+
+
+def test_a_root_of_another_project_brings_its_own_modules() -> None:
+    assert {"tests.mutants", "tests.page_lists", "builders.spec"} <= digests_behind(["tests.mutants"]).keys()
+
+
+@pytest.mark.parametrize("root", ["__main__", "no.such_module", ""])
+def test_a_root_without_a_file_has_no_entry(root: str) -> None:
+    assert digests_behind([root]) == {}
+
+
+def test_parts_share_their_modules_and_change_by_themselves() -> None:
+    record = SourceRecord.of({"a": ["builders.errors"], "b": ["builders.devices"]})
+    other = dict.fromkeys(record.modules["builders"], "0" * 8)
+    broken = SourceRecord(modules={**record.modules, "builders": other}, parts=record.parts)
+    assert record.changed() == () and record.changed(["a"]) == ()
+    assert "builders.errors" in broken.changed(["a"]) and "builders.devices" not in broken.changed(["a"])
+    assert set(broken.changed(["a", "b"])) == set(broken.changed()) == set(broken.changed(["unheard of"]))
+    assert SourceRecord(modules={"builders": {"gone": "0" * 8}}).changed() == ("builders.gone",)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from spec_decode.models import EagleDraft, LlamaTarget, ModelConfig
+from spec_decode.models.checkpoints.random_store import RandomStore
 from spec_decode.models.dflash import DFlash, load
-from spec_decode.tools.bench.random_drafts import RandomStore
 
 Draft = EagleDraft | DFlash
 

@@ -9,11 +9,12 @@ import msgspec
 from builders.errors import require
 from spec_decode.drafter import Strategy
 from spec_decode.environment import Environment
-from spec_decode.files import json_bytes
+from spec_decode.files import report_bytes
+from spec_decode.source_digests import SourceRecord
 from spec_decode.testing.outcome import Outcome
 from spec_decode.tools.soak.memory import Memory
 
-SCHEMA = "attn-soak/3"
+SCHEMA = "attn-soak/4"
 _MOST_REQS = 256
 _SEEDS = 2**62
 
@@ -137,14 +138,15 @@ class SoakResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class SoakReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The soak of every backend asked for, on one device. sources: digests of the source that it covers, by package."""
+    """The soak of every backend asked for, on one device. sources: the modules behind it."""
 
     schema: str = SCHEMA
     env: Environment
     command: str
-    sources: dict[str, str] = {}
+    sources: SourceRecord = SourceRecord()
     options: Options
     results: tuple[SoakResult, ...]
+    digest: str = ""
 
     @property
     def ok(self) -> bool:
@@ -152,8 +154,8 @@ class SoakReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return bool(self.results) and all(result.outcome is Outcome.PASS for result in self.results)
 
     def to_json(self) -> bytes:
-        """Indented, in a stable order."""
-        return json_bytes(self)
+        """The file: in a stable order, sealed."""
+        return report_bytes({name: value for name, value in msgspec.to_builtins(self).items() if name != "digest"})
 
 
 def _mib(count: int, sign: str = "") -> str:

@@ -15,7 +15,7 @@ from builders.errors import require
 from builders.kernels.triton_runtime import torch_implementations
 from spec_decode.drafter import Strategy, VerifiedTokens
 from spec_decode.environment import environment
-from spec_decode.source_digests import SOAKS, source_digests
+from spec_decode.source_digests import SourceRecord, backend_modules
 from spec_decode.testing.expectations import Unsupported
 from spec_decode.testing.memory import read, reset_peaks
 from spec_decode.testing.outcome import Outcome
@@ -55,7 +55,7 @@ def soak(
     return SoakReport(
         env=env,
         command=command_line(names, device, options),
-        sources=source_digests(SOAKS),
+        sources=SourceRecord.of({"soak": [__name__, *backend_modules(names)]}),
         options=options,
         results=tuple(results),
     )

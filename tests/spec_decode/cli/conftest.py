@@ -109,12 +109,9 @@ def stand_in_kit(monkeypatch):
         if "interrupt" in fake.outcomes:
             raise KeyboardInterrupt
         results = tuple(
-            Result(
-                check="graph.replay", family="graph", case="decode", outcome=Outcome(outcome),
-                reason="[stale] seq_lens", repro="attn-backends check it --only graph.replay",
-            )
-            for outcome in fake.outcomes
-        )  # fmt: skip
+            Result(check="graph.replay", case=f"decode{n or ''}", outcome=Outcome(outcome), reason="[stale] seq_lens")
+            for n, outcome in enumerate(fake.outcomes)
+        )
         for result in results:
             asked["on_result"](result)
         command = asked.get("command", "")

@@ -1,35 +1,43 @@
 import json
-import sys
-from types import SimpleNamespace
 
 import pytest
 
-from spec_decode.cli.bench import _short
+from benchmarks import Bench, command
+from benchmarks.command import _short
+from spec_decode.cli import checkout
 from spec_decode.tools.timing_limit import TimingLimit
+from tests.factories import CPU
+
+
+class Timings:
+    """A stand-in for the bench: `calls` are how it was asked, the rest is what it finds."""
+
+    def __init__(self):
+        self.calls, self.missing, self.stopped = [], [], []
+
+    def __call__(self, *, device, cases, on_row, command):
+        self.calls.append((cases, command))
+        bench = Bench(CPU, None, missing=self.missing, stopped=self.stopped)
+        bench.rows.append(
+            {"case": "round", "backend": "k", "host_us": {"p20": 1.0, "p50": 12.3456, "p80": 20.0}, "floor_us": None}
+        )
+        on_row(bench)
+        return bench
 
 
 @pytest.fixture
 def timings(monkeypatch):
-    """A stand-in for the bench: `calls` are how it was asked, the rest is what it finds."""
-    fake = SimpleNamespace(calls=[], missing=[], stopped=[])
-
-    def timed(*, device, cases, on_row, command):
-        fake.calls.append((cases, command))
-        row = {"case": "round", "host_us": {"p20": 1.0, "p50": 12.3456, "p80": 20.0}, "floor_us": None}
-        row["missing"] = fake.missing
-        on_row(row)
-        return SimpleNamespace(rows=[row], missing=fake.missing, stopped=fake.stopped)
-
-    module = SimpleNamespace(run=timed, CASES={"round": "one round", "step": "one step"})
-    monkeypatch.setitem(sys.modules, "spec_decode.tools.bench", module)
+    fake = Timings()
+    monkeypatch.setattr(command, "run", fake)
+    monkeypatch.setattr(command, "CASES", {"round": "one round", "step": "one step"})
     return fake
 
 
 def test_bench_prints_a_table_and_writes_rows(timings, tmp_path, run):
     result = run("bench", "round", "--device", "cpu", "--json", "out/rows.json")
     assert result.exit_code == 0 and "12.35" in result.output
-    [row] = json.loads((tmp_path / "out" / "rows.json").read_text())
-    assert (row["case"], row["host_us"]["p50"]) == ("round", 12.3456)
+    [row] = json.loads((tmp_path / "out" / "rows.json").read_text())["rows"]
+    assert (row["case"], row["host_us"]) == ("round", [1.0, 12.346, 20.0])
     assert timings.calls == [(("round",), "attn-backends bench round --device cpu")]
 
 
@@ -38,22 +46,18 @@ def test_bench_runs_in_as_many_processes_as_asked_for(timings, monkeypatch, run)
 
     def in_processes(count, **how):
         seen.append(count)
-        return timings_of(**how)
+        return timings(**how)
 
-    timings_of = sys.modules["spec_decode.tools.bench"].run
-    module = SimpleNamespace(run_in_processes=in_processes)
-    monkeypatch.setitem(sys.modules, "spec_decode.tools.bench.processes", module)
+    monkeypatch.setattr(command, "run_in_processes", in_processes)
     assert run("bench", "round", "--device", "cpu", "--processes", "2").exit_code == 0
     assert seen == [2] and timings.calls == [(("round",), "attn-backends bench round --device cpu --processes 2")]
 
 
 def test_bench_shows_each_limit_with_its_verdict():
     limits = [TimingLimit("host_us", 80.0, met=True)]
-    shown = _short({"case": "round", "peer": True, "limits": limits, "env": {}, "floor_counts": "the weights"})
-    assert (shown["limits"], shown["met"], shown["peer"]) == ("host_us <= 80", True, True) and {
-        "env",
-        "floor_counts",
-    }.isdisjoint(shown)
+    shown = _short({"case": "round", "peer": True, "limits": limits, "floor_counts": "the weights"})
+    assert (shown["limits"], shown["met"], shown["peer"]) == ("host_us <= 80", True, True)
+    assert "floor_counts" not in shown
 
 
 def test_bench_shows_no_column_that_nothing_was_measured_for(timings, run):
@@ -66,7 +70,7 @@ def test_bench_says_below_its_table_what_has_no_row(timings, tmp_path, run):
     result = run("bench", "--device", "cpu", "--json", "rows.json")
     assert result.exit_code == 0
     assert result.output.splitlines()[-1] == "not timed: step: flashinfer is not installed"
-    assert json.loads((tmp_path / "rows.json").read_text())[0]["missing"] == timings.missing
+    assert json.loads((tmp_path / "rows.json").read_text())["missing"] == timings.missing
 
 
 def test_bench_ends_with_1_when_something_began_and_failed(timings, tmp_path, run):
@@ -94,13 +98,26 @@ def test_bench_refuses_to_time_a_gpu_on_a_cpu(case, refused):
 
 
 def test_a_bench_that_is_cut_off_leaves_the_rows_it_has(timings, tmp_path, run, monkeypatch):
-    from spec_decode.cli import bench
-
-    def cut_off(*, on_row, **_):
-        on_row({"case": "round"})
+    def cut_off(**how):
+        timings(**how)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench, "_SECONDS_BETWEEN_WRITES", 0.0)
-    monkeypatch.setattr(sys.modules["spec_decode.tools.bench"], "run", cut_off)
+    monkeypatch.setattr(command, "_SECONDS_BETWEEN_WRITES", 0.0)
+    monkeypatch.setattr(command, "run", cut_off)
     run("bench", "--device", "cpu", "--json", "rows.json")
-    assert json.loads((tmp_path / "rows.json").read_text()) == [{"case": "round"}]
+    assert [row["case"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]] == ["round"]
+
+
+def test_bench_has_the_help_of_the_benchmarks(run):
+    result = run("bench", "--help")
+    assert result.exit_code == 0 and result.output.startswith("Usage: main bench") and "--processes" in result.output
+
+
+def test_bench_refuses_an_unknown_option(run):
+    result = run("bench", "--nonesuch")
+    assert result.exit_code == 2 and "No such option" in result.stderr
+
+
+def test_without_a_checkout_bench_says_where_the_benchmarks_are(refused, monkeypatch, tmp_path):
+    monkeypatch.setattr(checkout, "_ROOT", tmp_path)
+    assert "the benchmarks are not in the wheel, they are in benchmarks/ of the repository" in refused("bench", "round")

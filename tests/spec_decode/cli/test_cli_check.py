@@ -27,14 +27,16 @@ def test_a_failure_is_printed_with_its_reason_and_repro(checks, outcome, run):
     checks.outcomes = ["pass", outcome]
     result = run("check", "torch_reference", "--device", "cpu")
     assert result.exit_code == 1
-    assert f"{outcome}: graph.replay[decode]: [stale] seq_lens\n    attn-backends check it" in result.output
+    assert (
+        f"{outcome}: graph.replay[decode1]: [stale] seq_lens\n    attn-backends check torch_reference" in result.output
+    )
 
 
 def test_a_preview_is_printed_with_its_reason_and_fails_nobody(checks, run):
     checks.outcomes = ["pass", "preview"]
     result = run("check", "torch_reference", "--device", "cpu")
     assert result.exit_code == 0
-    assert "preview: graph.replay[decode]: [stale] seq_lens" in result.output and "1 preview" in result.output
+    assert "preview: graph.replay[decode1]: [stale] seq_lens" in result.output and "1 preview" in result.output
 
 
 def test_no_check_at_all_is_a_failure(checks, run):

@@ -4,8 +4,12 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from spec_decode.conformance.report import EVERYTHING, Claim, Report, Result, read_json
+from spec_decode.conformance.coverage import EVERYTHING
+from spec_decode.conformance.report import Claim, Report, Result
 from spec_decode.environment import environment
+from spec_decode.files import read_json, report_bytes, sealed
+from spec_decode.matrix.summary import BEGIN, END
+from spec_decode.source_digests import SourceRecord
 from spec_decode.testing.outcome import Outcome
 from tests.spec_decode.cli.conftest import CPU
 
@@ -22,7 +26,7 @@ def subprocesses(monkeypatch):
             raise KeyboardInterrupt
         elsewhere = {EVERYTHING: Claim(claimed=False, reason="runs on cuda")} if outcome == "unsupported" else {}
         result = Result(
-            check="graph.replay", family="graph", case="decode", outcome=Outcome(outcome), tags=("graph:capture",),
+            check="graph.replay", case="decode", outcome=Outcome(outcome), tags=("graph:capture",),
             reason="for the test",
         )  # fmt: skip
         on_result(result)
@@ -60,7 +64,7 @@ def test_matrix_takes_files_and_folders(tagged, run):
 def test_matrix_on_standard_output_is_nothing_else(tagged, run):
     assert run("matrix", "--markdown", "-").stdout.startswith("# Compatibility")
     assert run("matrix", "--html", "-").stdout.startswith("<!doctype html>")
-    assert json.loads(run("matrix", "--json", "-").stdout)["schema"] == "attn-matrix/3"
+    assert json.loads(run("matrix", "--json", "-").stdout)["schema"] == "attn-matrix/4"
 
 
 def test_matrix_writes_files(tagged, tmp_path, run):
@@ -158,10 +162,10 @@ def test_resume_checks_again_what_another_run_left_or_left_unfinished(tagged, su
     if "env" in change:
         document["env"]["commit"] = "other"
     elif "results" in change:
-        document["results"][0]["outcome"] = "not_run"
+        document["results"]["graph.replay"][0][1] = "not_run"
     else:
         document |= change
-    tagged.write_text(json.dumps(document))
+    tagged.write_text(json.dumps(sealed(document)))
     run("matrix", "--run", "torch_reference", "--device", "cpu", "--into", tagged.parent, "--resume")
     assert len(subprocesses.calls) == 1
 
@@ -171,34 +175,51 @@ def test_resume_keeps_an_unchanged_report(tagged, subprocesses, run):
     assert not subprocesses.calls
 
 
-def test_check_passes_on_pages_that_say_what_the_reports_say(tagged, run):
-    pages = ("--markdown", "docs/compatibility.md", "--html", "docs/compatibility.html")
-    run("matrix", *pages)
-    assert run("matrix", "--check").exit_code == 0
-
-
-def test_check_fails_on_a_page_that_drifted_and_says_how_to_renew_it(tagged, tmp_path, run):
-    run("matrix", "--markdown", "docs/compatibility.md", "--html", "docs/compatibility.html")
-    page = tmp_path / "docs" / "compatibility.md"
-    edited = page.read_text().replace("verified", "perfect")
-    page.write_text(edited)
+def test_check_passes_on_whole_reports_and_writes_nothing(tagged, tmp_path, run):
+    before = sorted(tmp_path.rglob("*"))
     result = run("matrix", "--check")
-    assert result.exit_code == 1
-    assert "Renew with: attn-backends matrix reports --markdown docs/compatibility.md" in result.output
-    assert "--html" not in result.output and page.read_text() == edited
+    assert result.exit_code == 0 and "1 reports are whole and unedited" in result.output
+    assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_check_warns_of_a_gpu_report_of_other_source_and_strict_fails(tagged, run):
-    report = msgspec.structs.replace(Report.load(tagged), sources={"builders": "0" * 16})
-    old = msgspec.structs.replace(report, env=msgspec.structs.replace(report.env, cuda="13.0"))
-    old.save(tagged)
-    shown = run("matrix", "--markdown", "docs/compatibility.md", "--html", "docs/compatibility.html")
-    assert shown.exit_code == 0 and "builders changed since" in shown.output
+def test_check_fails_on_an_edited_report_of_any_kind(tagged, tmp_path, run):
+    soak = tagged.with_name("soak-k.json")
+    soak.write_bytes(report_bytes({"schema": "attn-soak/4", "rounds": 7}).replace(b"7", b"8"))
     result = run("matrix", "--check")
-    assert result.exit_code == 0 and "what the reports say" in result.output
-    assert "out of date: reports/cpu/check-torch_reference.json: builders changed since" in result.output
+    assert result.exit_code == 2 and "soak-k.json was changed after it was written" in result.stderr
+
+
+def test_check_fails_where_a_page_cannot_be_made(tagged, run, monkeypatch):
+    monkeypatch.setattr("spec_decode.matrix.to_html", lambda matrix: 1 / 0)
+    assert run("matrix", "--check").exit_code != 0
+
+
+def test_older_source_is_a_warning_and_strict_fails_for_it(tagged, run):
+    sources = SourceRecord(modules={"builders": {"errors": "00000000"}})
+    msgspec.structs.replace(Report.load(tagged), sources=sources).save(tagged)
+    for words in (("matrix",), ("matrix", "--check")):
+        shown = run(*words)
+        assert shown.exit_code == 0 and "of older source (1 file changed)" in shown.output
+        assert "warning: 1 of 1 reports are of older source" in shown.output
     assert run("matrix", "--check", "--strict").exit_code == 1
     assert run("matrix", "--strict").exit_code == 2
+
+
+def test_the_table_of_a_readme_is_renewed_between_its_markers_and_checked(tagged, tmp_path, run):
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    assert run("matrix", "--check", "--readme", "README.md").exit_code == 1
+    assert run("matrix", "--readme", "README.md").exit_code == 0
+    assert page.read_text().startswith("before\n") and page.read_text().endswith("\nafter\n")
+    assert "| `torch_reference` | 1 of 1 (" in page.read_text() and "old" not in page.read_text()
+    assert run("matrix", "--check", "--readme", "README.md").exit_code == 0
+
+
+@pytest.mark.parametrize("text", ["", BEGIN, f"{END} {BEGIN}", f"{BEGIN}{END}{BEGIN}"])
+def test_a_readme_without_its_markers_is_refused(tagged, tmp_path, run, text):
+    (tmp_path / "README.md").write_text(text)
+    result = run("matrix", "--readme", "README.md")
+    assert result.exit_code == 2 and "once each" in result.stderr and (tmp_path / "README.md").read_text() == text
 
 
 def test_each_report_is_read_once(tagged, run, monkeypatch):
@@ -212,7 +233,3 @@ def test_each_report_is_read_once(tagged, run, monkeypatch):
     monkeypatch.setattr("spec_decode.conformance.report.read_json", counted)
     assert run("matrix").exit_code == 0
     assert [path.resolve() for path in read] == [tagged.resolve()]
-
-
-def test_check_fails_where_there_is_no_page(tagged, run):
-    assert run("matrix", "--check").exit_code == 1

@@ -48,7 +48,7 @@ def test_a_soak_prints_a_line_a_backend_and_writes_one_report(tmp_path, run):
     ]
 
     report = msgspec.json.decode((tmp_path / "out" / "soak.json").read_bytes(), type=SoakReport)
-    assert report.schema == "attn-soak/3" and report.env.python and report.ok
+    assert report.schema == "attn-soak/4" and report.env.python and report.ok
     assert [found.backend for found in report.results] == ["torch_reference", "triton_paged"]
     assert report.command.startswith("attn-backends soak torch_reference triton_paged --rounds 22 --max-reqs 2 -k 2")
 

@@ -13,7 +13,7 @@ from attn_backends import Feature, Sizes, get, register, registry, unregister
 from attn_backends.torch_reference import TorchReference
 from builders import ReferenceBuilder, ReferenceMetadata
 from spec_decode.conformance import Check, KnownFailure, check_backend, iter_checks, parametrize_with_checks, runner
-from spec_decode.conformance.report import FAMILIES
+from spec_decode.conformance.coverage import FAMILIES
 from spec_decode.conformance.runner import plan
 from spec_decode.testing.batches import Case
 from spec_decode.testing.outcome import Outcome

@@ -262,8 +262,7 @@ def matrix(liar: Report) -> Matrix:
 
 
 def word(matrix: Matrix, backend: str, tag: str) -> Status:
-    column = [column.tag for column in matrix.columns].index(tag)
-    return next(row for row in matrix.rows if row.backend == backend).cells[column].status
+    return next(row for row in matrix.rows if row.backend == backend).cells[tag].status
 
 
 def test_the_liar_claims_every_feature_dtype_and_the_best_of_levels(liar: Report) -> None:

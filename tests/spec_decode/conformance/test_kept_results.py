@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -18,8 +19,9 @@ from click.testing import CliRunner
 from attn_backends import registry
 from spec_decode.cli.main import main
 from spec_decode.conformance.kept_results import KeptResults
-from spec_decode.conformance.report import Report, ReportError
+from spec_decode.conformance.report import Report
 from spec_decode.conformance.runner import Plan, plan, run
+from spec_decode.files import ReportError, report_bytes
 from spec_decode.testing.outcome import Outcome
 
 FAMILY = "contract"
@@ -190,11 +192,37 @@ def test_a_terminated_check_keeps_its_results_ends_its_children_and_goes_on(
     assert done.exit_code == 0 and "3 pass" in done.stdout and Report.load(target).ok and not part.exists()
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["a whole report", "kept results"])
+def test_results_that_were_edited_are_not_taken_over(target: Path, whole: bool) -> None:
+    report = run(counting([]), kept=KeptResults(target))
+    if whole:
+        report.save(target)
+        KeptResults(target).discard()
+    file = target if whole else KeptResults(target).path
+    file.write_bytes(file.read_bytes().replace(b'"pass"', b'"xfail"', 1))
+    with pytest.raises(ReportError, match="was changed after it was written"):
+        run(counting([]), kept=KeptResults(target, resume=True))
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo], ids=["a folder", "a pipe"])
+def test_what_is_no_file_of_kept_results_is_refused_before_anything_runs(target: Path, make: object) -> None:
+    make(KeptResults(target).path)  # type: ignore[operator]
+    with pytest.raises(ReportError, match="is no regular file"):
+        run(counting([], end_at=0), kept=KeptResults(target))
+
+
+def test_a_line_that_is_nested_too_deep_is_refused(target: Path) -> None:
+    KeptResults(target).path.write_text("[" * 100_000 + "\n")
+    with pytest.raises(ReportError, match="not whole JSON"):
+        run(counting([]), kept=KeptResults(target, resume=True))
+
+
 def test_a_resume_that_is_refused_is_one_line_also_from_a_subprocess(tmp_path: Path) -> None:
     target = tmp_path / "report.json"
     end_after_three(target)
     part = KeptResults(target).path
-    part.write_bytes(part.read_bytes().replace(b'"backend":"torch_reference"', b'"backend":"other"'))
+    other = [json.loads(line) | {"backend": "other"} for line in part.read_bytes().splitlines()]
+    part.write_bytes(b"".join(map(report_bytes, other)))
     command = ["check", "torch_reference", "--device", "cpu", "--isolate", "--json", str(target), "--resume"]
     result = CliRunner().invoke(main, [*command, "--only", "contract.version_matches"])
     assert result.exit_code == 2 and "backend was other, is torch_reference" in result.stderr

@@ -5,8 +5,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from spec_decode.conformance.report import ConformanceFailure, Report, ReportError, Result
+from spec_decode.conformance.report import Claim, ConformanceFailure, Report, Result
 from spec_decode.environment import Environment
+from spec_decode.files import ReportError, report_bytes
+from spec_decode.source_digests import SourceRecord
 from spec_decode.testing.outcome import Outcome
 
 ENV = Environment(
@@ -23,13 +25,11 @@ ENV = Environment(
 )
 
 
+CLAIM = Claim(claimed=True)
+
+
 def result(outcome: str = "pass", **fields) -> Result:
-    given = {
-        "check": "graph.replay",
-        "family": "graph",
-        "case": "decode",
-        "repro": "attn-backends check mykernel",
-    }
+    given = {"check": "graph.replay", "case": "decode"}
     return Result(**{**given, **fields}, outcome=Outcome(outcome))
 
 
@@ -38,14 +38,14 @@ def report(*results: Result) -> Report:
 
 
 def of(**outcomes: int) -> Report:
-    return report(*(result(name) for name, count in outcomes.items() for _ in range(count)))
+    return report(*(result(name, case=f"{name}-{n}") for name, count in outcomes.items() for n in range(count)))
 
 
 def written(tmp_path: Path, change=lambda document: None) -> Path:
     document = msgspec.json.decode(of(**{"pass": 2}).to_json())
     change(document)
     path = tmp_path / "report.json"
-    path.write_bytes(msgspec.json.encode(document))
+    path.write_bytes(report_bytes(document))
     return path
 
 
@@ -98,12 +98,12 @@ def test_an_ok_report_raises_nothing():
 
 
 def test_a_failure_names_the_check_the_reason_and_the_command():
-    bad = result("fail", reason="slot 64 was written twice")
+    bad = result("fail", case="verify", reason="slot 64 was written twice")
     with pytest.raises(ConformanceFailure) as caught:
         report(result(), bad).raise_if_failed()
     message = str(caught.value)
-    assert "fail: graph.replay[decode]: slot 64 was written twice" in message
-    assert "attn-backends check mykernel" in message
+    assert "fail: graph.replay[verify]: slot 64 was written twice" in message
+    assert "attn-backends check mykernel --device cuda --only 'graph.replay*verify*'" in message
 
 
 def test_a_failure_of_an_empty_run_says_that_nothing_passed():
@@ -117,34 +117,41 @@ def test_a_long_failure_is_cut_with_a_count():
 
 
 def test_the_json_has_exactly_the_documented_fields():
-    document = msgspec.json.decode(of(**{"pass": 1}).to_json())
+    full = report(result(tags=("page:16",), evidence={"error": 0.5}), result("fail", case="prefill", reason="wrong"))
+    full = msgspec.structs.replace(full, package="p 1", engine="e 2", contract="1.0", claims={"page:16": CLAIM})
+    full = msgspec.structs.replace(full, sources=SourceRecord.of({"graph": ["builders.errors"]}))
+    document = msgspec.json.decode(full.to_json())
     assert list(document) == [
-        *(
-            "schema",
-            "backend",
-            "version",
-            "package",
-            "engine",
-            "contract",
-            "env",
-            "command",
-            "sources",
-            "claims",
-            "results",
-        )
+        *("schema", "backend", "version", "package", "engine", "contract", "env", "command", "sources", "claims"),
+        *("columns", "reasons", "results", "digest"),
     ]
     assert list(document["env"]) == [
-        *("device", "torch", "triton", "python", "commit", "dirty", "date", "driver", "cuda", "platform", "stated")
+        *("device", "torch", "triton", "python", "commit", "dirty", "date", "driver", "cuda", "platform", "stated"),
+        "packages",
     ]
-    assert list(document["results"][0]) == [
-        *("check", "family", "case", "outcome", "reason", "evidence", "seconds", "repro", "tags")
-    ]
-    assert document["schema"] == "attn-report/3"
+    assert document["schema"] == "attn-report/4" and list(document["sources"]) == ["modules", "parts"]
+    assert document["columns"] == ["page:16"] and document["reasons"] == ["wrong"]
+    assert document["results"] == {
+        "graph.replay": [["decode", "pass", 0.0, [0], {"error": 0.5}], ["prefill", "fail", 0.0, [], {}, 0]]
+    }
 
 
-def test_the_json_is_indented_and_ends_with_a_newline():
-    data = of(**{"pass": 1}).to_json()
-    assert data.startswith(b'{\n  "schema"') and data.endswith(b"}\n")
+def test_the_json_is_one_line():
+    assert of(**{"pass": 3}).to_json().count(b"\n") == 1
+
+
+def test_an_edited_report_is_refused(tmp_path):
+    path = tmp_path / "report.json"
+    path.write_bytes(of(fail=1).to_json().replace(b'"fail"', b'"pass"'))
+    with pytest.raises(ReportError, match=r"report\.json was changed after it was written: its digest does not fit"):
+        Report.load(path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["a pipe", "a folder"])
+def test_what_is_no_file_is_refused_at_once(tmp_path, make):
+    make(tmp_path / "r.json")
+    with pytest.raises(ReportError, match="is no regular file"):
+        Report.load(tmp_path / "r.json")
 
 
 def test_the_json_does_not_depend_on_the_order_evidence_came_in():
@@ -156,7 +163,7 @@ def test_the_json_does_not_depend_on_the_order_evidence_came_in():
 
 def test_non_finite_evidence_is_written_by_name():
     data = report(result(evidence={"a": math.nan, "b": math.inf, "c": -math.inf})).to_json()
-    assert msgspec.json.decode(data)["results"][0]["evidence"] == {"a": "nan", "b": "inf", "c": "-inf"}
+    assert msgspec.json.decode(data)["results"]["graph.replay"][0][4] == {"a": "nan", "b": "inf", "c": "-inf"}
 
 
 def test_non_finite_evidence_survives_a_round_trip(tmp_path):
@@ -165,13 +172,31 @@ def test_non_finite_evidence_survives_a_round_trip(tmp_path):
     assert math.isnan(evidence["a"]) and evidence["b"] == math.inf and evidence["c"] == -math.inf
 
 
-def test_non_finite_seconds_are_refused():
-    with pytest.raises(ReportError, match="must be finite"):
-        result(seconds=math.nan)
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -0.5])
+def test_seconds_that_are_no_duration_are_refused(seconds):
+    with pytest.raises(ReportError, match="must be finite and not negative"):
+        result(seconds=seconds)
+
+
+def test_an_unknown_family_is_refused():
+    with pytest.raises(ReportError, match="of no known family"):
+        result(check="luck.holds")
+
+
+@pytest.mark.parametrize("again", ["pass", "fail"])
+def test_a_check_that_stands_twice_is_refused(again):
+    with pytest.raises(ReportError, match=r"graph\.replay\[decode\] stands twice"):
+        report(result(), result(again))
+
+
+def test_a_date_that_is_none_is_refused(tmp_path):
+    path = written(tmp_path, lambda document: document["env"].update(date="yesterday"))
+    with pytest.raises(ReportError, match="yesterday"):
+        Report.load(path)
 
 
 def test_a_saved_report_loads_as_it_was(tmp_path):
-    saved = report(result(evidence={"error_over_budget": 0.4}, seconds=0.25), result("xfail", reason="#12"))
+    saved = report(result(evidence={"error_over_budget": 0.4}, seconds=0.25), result("xfail", case="b", reason="#12"))
     saved.save(tmp_path / "new folder" / "r.json")
     assert Report.load(tmp_path / "new folder" / "r.json") == saved
 
@@ -191,14 +216,14 @@ def test_an_interrupted_save_keeps_the_old_file_and_leaves_nothing_else(tmp_path
 
 
 def test_loading_a_missing_file_says_so(tmp_path):
-    with pytest.raises(ReportError, match=r"readable file.*No such file"):
+    with pytest.raises(ReportError, match=r"cannot read .*No such file"):
         Report.load(tmp_path / "absent.json")
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"[" * 100_000], ids=["empty", "not text", "too deep"])
 def test_loading_what_is_not_json_says_so(tmp_path, data):
     (tmp_path / "r.json").write_bytes(data)
-    with pytest.raises(ReportError, match="whole JSON"):
+    with pytest.raises(ReportError, match="not whole JSON"):
         Report.load(tmp_path / "r.json")
 
 
@@ -209,33 +234,33 @@ def test_loading_half_a_report_says_it_is_truncated(tmp_path):
         Report.load(tmp_path / "r.json")
 
 
-@pytest.mark.parametrize("schema", ["attn-report/1", "attn-report/2", "attn-report/4"])
+@pytest.mark.parametrize("schema", ["attn-report/1", "attn-report/3", "attn-report/5"])
 def test_another_schema_is_refused_and_named_beside_the_one_needed(tmp_path, schema):
     path = written(tmp_path, lambda document: document.update(schema=schema))
     with pytest.raises(ReportError) as caught:
         Report.load(path)
     assert str(caught.value) == (
-        f"a report must have schema 'attn-report/3', {path} has '{schema}'; it was not loaded. Run the checks again, "
-        "or read it with the version that wrote it."
+        f"{path} has schema '{schema}', a report has 'attn-report/4'. Run the checks again, or read it with the "
+        "version that wrote it."
     )
 
 
 def test_json_without_a_schema_is_refused(tmp_path):
     (tmp_path / "r.json").write_text("[1]")
-    with pytest.raises(ReportError, match="has None"):
+    with pytest.raises(ReportError, match="schema None"):
         Report.load(tmp_path / "r.json")
 
 
 def test_an_unknown_outcome_is_refused_with_its_place(tmp_path):
-    path = written(tmp_path, lambda document: document["results"][1].update(outcome="passed"))
-    with pytest.raises(ReportError, match=r"'passed'.*\$\.results\[1\]\.outcome.*pass, fail"):
+    path = written(tmp_path, lambda document: document["results"]["graph.replay"][1].__setitem__(1, "passed"))
+    with pytest.raises(ReportError, match=r"'passed'.*\$\.results.*pass, fail"):
         Report.load(path)
 
 
 @pytest.mark.parametrize("value", ["0.5", "NaN", None, [1]])
 def test_evidence_that_is_no_number_is_refused(tmp_path, value):
-    path = written(tmp_path, lambda document: document["results"][0]["evidence"].update(error=value))
-    with pytest.raises(ReportError, match=r"\$\.results\[0\]\.evidence"):
+    path = written(tmp_path, lambda document: document["results"]["graph.replay"][0].append({"error": value}))
+    with pytest.raises(ReportError, match=r"\$\.results"):
         Report.load(path)
 
 

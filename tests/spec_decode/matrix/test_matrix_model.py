@@ -3,7 +3,8 @@ import math
 import msgspec
 import pytest
 
-from spec_decode.conformance.report import EVERYTHING, Claim
+from spec_decode.conformance.coverage import EVERYTHING
+from spec_decode.conformance.report import Claim
 from spec_decode.matrix import Matrix, Status, build_matrix, to_json
 from spec_decode.matrix.plots import WIDTH, plot
 from tests.spec_decode.matrix.evidence import TAG, agreement, limit, report, result, timing
@@ -12,7 +13,7 @@ OLD, NEW = "2026-01-01T00:00:00+00:00", "2026-02-01T00:00:00+00:00"
 
 
 def statuses(matrix: Matrix) -> list[list[str]]:
-    return [[cell.status.value for cell in row.cells] for row in matrix.rows]
+    return [[cell.status.value for cell in row.cells.values()] for row in matrix.rows]
 
 
 def test_columns_come_in_groups_and_numbers_in_their_order():
@@ -54,7 +55,7 @@ def test_what_holds_for_everything_fills_only_what_has_nothing_of_its_own():
     whole = result("unavailable", EVERYTHING, reason="no package")
     matrix = build_matrix([report(result("pass", "page:4"), result("pass", "dim:64"), backend="a"), report(whole)])
     assert statuses(matrix)[1] == ["unknown", "unknown"]
-    assert matrix.rows[1].cells[0].evidence[0].notes[0].reason == "no package"
+    assert matrix.rows[1].cells["page:4"].evidence[0].notes[0].reason == "no package"
     both = build_matrix([report(result("pass", "page:4"), whole, claims={"page:4": True, "dim:64": False})])
     assert statuses(both) == [["verified", "unknown"]]
 
@@ -64,7 +65,7 @@ def test_a_backend_that_claims_nothing_on_a_device_claims_no_column():
     row = build_matrix(
         [report(result("unsupported", EVERYTHING), claims={EVERYTHING: nothing}), report(result("pass"), backend="a")]
     ).rows[1]
-    assert row.cells[0].status is Status.REFUSED and row.cells[0].claim == nothing
+    assert row.cells[TAG].status is Status.REFUSED and row.cells[TAG].claim == nothing
 
 
 def test_the_version_checked_last_stands_first():
@@ -86,7 +87,7 @@ def test_runs_of_one_version_share_a_row_and_are_not_averaged():
     matrix = build_matrix(reports)
     (row,) = matrix.rows
     assert [matrix.runs[run].env.date for run in row.runs] == [NEW, OLD]
-    assert row.cells[0].text == "verified 2/2; earlier broken 0/1" and row.cells[0].conflict
+    assert row.cells[TAG].text == "verified 2/2; earlier broken 0/1" and row.cells[TAG].conflict
 
 
 def test_a_newer_partial_run_leaves_the_other_columns_to_the_older_one():
@@ -94,17 +95,17 @@ def test_a_newer_partial_run_leaves_the_other_columns_to_the_older_one():
     newer = report(result("fail", "page:4"), date=NEW)
     matrix = build_matrix([older, newer])
     assert statuses(matrix) == [["broken", "verified"]]
-    assert matrix.runs[matrix.rows[0].cells[1].evidence[0].run].env.date == OLD
+    assert matrix.runs[matrix.rows[0].cells["dim:64"].evidence[0].run].env.date == OLD
 
 
 def test_every_piece_of_evidence_names_its_run():
     matrix = build_matrix([report(result("pass"), device="x"), report(result("pass"), device="y")])
     for row in matrix.rows:
-        assert matrix.runs[row.cells[0].evidence[0].run].env.device == row.device
+        assert matrix.runs[row.cells[TAG].evidence[0].run].env.device == row.device
 
 
 def test_a_cell_has_the_command_that_checks_it_again():
-    gpu, cpu = (build_matrix([report(result("pass"), cuda=cuda)]).rows[0].cells[0] for cuda in ("13.0", None))
+    gpu, cpu = (build_matrix([report(result("pass"), cuda=cuda)]).rows[0].cells[TAG] for cuda in ("13.0", None))
     assert gpu.repro == "attn-backends matrix --run k --device cuda --tag mode:decode"
     assert "--device cpu" in cpu.repro
 
@@ -112,7 +113,7 @@ def test_a_cell_has_the_command_that_checks_it_again():
 def test_a_row_of_an_engines_builder_names_the_engine_and_repeats_with_it():
     row = build_matrix([report(result("pass"), backend="Builder", version="1.2", engine="engine 1.2")]).rows[0]
     assert row.title == "engine 1.2: Builder"
-    assert row.cells[0].repro == "attn-backends check --engine engine Builder"
+    assert row.cells[TAG].repro == "attn-backends check --engine engine Builder"
 
 
 def test_an_older_version_is_stale_once_a_newer_one_was_checked_there():
@@ -136,7 +137,7 @@ def test_evidence_for_another_contract_is_stale():
 
 def test_the_json_carries_a_nan_by_name_and_the_status_of_each_cell():
     data = to_json(build_matrix([report(result("fail", evidence={"error_over_budget": math.nan}))]))
-    cell = msgspec.json.decode(data)["rows"][0]["cells"][0]
+    cell = msgspec.json.decode(data)["rows"][0]["cells"][TAG]
     assert (cell["status"], cell["evidence"][0]["worst"]) == ("broken", "nan")
 
 
@@ -166,7 +167,7 @@ def test_a_refused_strategy_is_refused_with_its_reason():
 
 @pytest.mark.parametrize("other", [{"backend": "x"}, {"strategy": "eager"}, {"case": "round/steps"}, {"host_us": None}])
 def test_host_time_is_that_of_whole_rounds_of_the_same_backend_and_strategy(other):
-    host = {"p20": 1.0, "p50": 2.0, "p80": 3.0}
+    host = [1.0, 2.0, 3.0]
     whole = {"case": "round", "strategy": "full_loop", "num_speculative_tokens": 4, "host_us": host}
     (row,) = build_matrix([], [agreement()], [timing(**whole), timing(**{**whole, **other})]).drafters
     assert [time.us.p50 for time in row.cells[0].host] == [2.0]
@@ -202,7 +203,7 @@ def test_a_limit_is_drawn_only_on_what_it_limits():
 
 
 def test_a_limit_on_the_host_is_no_verdict_on_the_gpu():
-    host = {"p20": 90.0, "p50": 90.0, "p80": 90.0}
+    host = [90.0, 90.0, 90.0]
     row = timing(case="round", strategy="full_loop", host_us=host, limits=[limit("host_us", 80, False)])
     sections = build_matrix([], (), [row]).speed
     assert [(section.quantity[:3], section.panels[0].bars[0].met) for section in sections] == [
@@ -227,7 +228,7 @@ def test_of_two_limits_one_that_is_open_leaves_the_bar_open():
 
 
 def test_a_bar_far_beyond_the_others_does_not_set_the_scale():
-    slow = {"p20": 900.0, "p50": 900.0, "p80": 900.0}
+    slow = [900.0, 900.0, 900.0]
     rows = [timing(), timing(backend="b"), timing(backend="c", gpu_us=slow)]
     (panel,) = build_matrix([], (), rows).speed[0].panels
     marks = plot(panel, "GPU time").marks
@@ -247,15 +248,13 @@ def test_an_older_timing_of_the_same_stays_and_says_so():
 
 def engine(**fields):
     """A row of a whole engine, whose rounds take 30 us."""
-    us = {"p20": 30.0, "p50": 30.0, "p80": 60.0}
+    us = [30.0, 30.0, 60.0]
     row = {"case": "throughput/speculation", "gpu_us": None, "wall_us": us, "per_user": 1.0, "floor_us": None}
     return timing(**{**row, "num_speculative_tokens": 0, **fields})
 
 
 def test_engines_are_compared_by_the_time_of_a_token_whatever_they_draft():
-    drafting = engine(
-        strategy="full_loop", num_speculative_tokens=4, accepted=2.0, host_us={"p20": 1, "p50": 1, "p80": 1}
-    )
+    drafting = engine(strategy="full_loop", num_speculative_tokens=4, accepted=2.0, host_us=[1, 1, 1])
     (section,) = build_matrix([], (), [engine(), drafting]).speed
     (panel,) = section.panels
     assert [(bar.label, bar.us.p50, bar.us.p80) for bar in panel.bars] == [
@@ -294,12 +293,12 @@ def timing_env(date: str) -> dict[str, object]:
 
 def test_prompts_of_all_graph_modes_are_counted_together_and_those_of_other_shapes_apart():
     one = agreement(unlike_eager=1)
-    more = [{"graph_mode": "piecewise"}, {"num_speculative_tokens": 5, "accepted": 4.0}]
+    more = [{"graph_modes": ["piecewise", "none"], "unlike_eager": 2}, {"num_speculative_tokens": 5, "accepted": 4.0}]
     rows = one.rows + tuple(agreement(**fields).rows[0] for fields in more)
     (row,) = build_matrix([], [msgspec.structs.replace(one, rows=rows)]).drafters
     (cell,) = row.cells
     assert [(p.num_speculative_tokens, p.prompts, p.unlike_eager, p.graph_modes) for p in cell.parity] == [
-        (4, 12, 1, ("full", "piecewise")),
+        (4, 18, 5, ("full", "piecewise", "none")),
         (5, 6, 0, ("full",)),
     ]
     assert [p.accepted for p in cell.longest] == [4.0]

@@ -1,25 +1,30 @@
-"""The published pages say what the committed reports say, and those cover every backend of the project."""
+"""The committed reports load, cover every backend of the project, and make the README's table."""
 
 from pathlib import Path
 
 import pytest
 
 from attn_backends import registry
-from spec_decode.matrix import Sources, build_matrix, to_html, to_markdown
+from spec_decode.matrix import Sources, build_matrix
+from spec_decode.matrix.summary import to_summary, with_summary
 
 ROOT = Path(__file__).parents[3]
-RENEW = "renew with: attn-backends matrix reports --markdown docs/compatibility.md --html docs/compatibility.html"
 
 
 @pytest.fixture(scope="module")
-def published():
-    sources = Sources.read([ROOT / "reports"])
+def sources():
+    return Sources.read([ROOT / "reports"])
+
+
+@pytest.fixture(scope="module")
+def published(sources):
     return build_matrix(sources.reports, sources.agreements, sources.timings)
 
 
-@pytest.mark.parametrize(("name", "render"), [("md", to_markdown), ("html", to_html)])
-def test_the_published_page_is_current(published, name, render):
-    assert (ROOT / "docs" / f"compatibility.{name}").read_text(encoding="utf-8") == render(published), RENEW
+def test_the_readme_says_what_the_reports_say(sources):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    renewed = with_summary(readme, to_summary(sources.reports), "README.md")
+    assert readme == renewed, "renew with: attn-backends matrix --readme README.md"
 
 
 def test_every_backend_of_the_project_was_checked_on_a_gpu(published):
@@ -29,7 +34,7 @@ def test_every_backend_of_the_project_was_checked_on_a_gpu(published):
 
 def test_no_evidence_is_without_its_provenance(published):
     for row in published.rows:
-        for cell in row.cells:
+        for cell in row.cells.values():
             for evidence in cell.evidence:
                 env = published.runs[evidence.run].env
                 assert env.device == row.device and env.date and env.commit and env.torch

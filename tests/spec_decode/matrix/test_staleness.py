@@ -1,60 +1,110 @@
-"""A report of a GPU is out of date as soon as the source that it covers is another."""
+"""Evidence is dated: what depends on a changed module is shown as older, and nothing else."""
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
+from spec_decode import source_digests
+from spec_decode.files import ReportError, report_bytes
+from spec_decode.matrix import build_matrix, to_html, to_json, to_markdown, to_table
 from spec_decode.matrix.sources import files_below, read_documents
-from spec_decode.matrix.staleness import out_of_date
-from spec_decode.source_digests import CHECKS, source_digests
-from tests.spec_decode.matrix.evidence import ENV
+from spec_decode.matrix.staleness import stale_reports
+from spec_decode.source_digests import SourceRecord
+from tests.spec_decode.matrix.evidence import ENV, report, result
 
-NOW = source_digests(CHECKS)
-
-
-def write(path: Path, sources: dict[str, str] | None, *, cuda: str | None = "13.0", rows: int = 0) -> Path:
-    document: dict[str, Any] = {"schema": "attn-soak/2", "env": {**ENV, "cuda": cuda}}
-    document |= {} if sources is None else {"sources": sources}
-    path.write_bytes(msgspec.json.encode([document] * rows if rows else document))
-    return path
+KERNEL = """
+def kernel(x):
+    \"\"\"Add one.\"\"\"
+    return x + 1  # by the book
+"""
 
 
-def stale_below(path: Path) -> dict[Path, str]:
-    return out_of_date(read_documents(files_below([path], ("*.json",))))
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small package: one family of checks uses the kernel, another does not."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    files = {
+        "__init__": "",
+        "kernel": KERNEL,
+        "numerics": "from tiny.kernel import kernel",
+        "contract": "import math",
+    }
+    for name, source in files.items():
+        (folder / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    forget()
+    yield folder
+    forget()
 
 
-def test_a_report_of_the_source_as_it_is_is_current(tmp_path: Path) -> None:
-    write(tmp_path / "soak.json", NOW)
-    assert stale_below(tmp_path) == {}
+def forget() -> None:
+    source_digests._module.cache_clear()
+    source_digests._file.cache_clear()
 
 
-@pytest.mark.parametrize("rows", [0, 2])
-def test_a_report_names_the_packages_that_changed(tmp_path: Path, rows: int) -> None:
-    path = write(tmp_path / "soak.json", {**NOW, "builders": "0" * 16, "spec_decode.drafter": "1" * 16}, rows=rows)
-    assert stale_below(tmp_path) == {path: "builders, spec_decode.drafter changed since"}
+def tiny_report() -> Any:
+    sources = SourceRecord.of({"numerics": ["tiny.numerics"], "contract": ["tiny.contract"]})
+    results = (result("pass", "page:16"), result("pass", "contract:declared", check="contract.declares"))
+    return msgspec.structs.replace(report(*results, claims={"page:16": True}), sources=sources)
 
 
-@pytest.mark.parametrize("sources", [None, {}])
-def test_a_report_that_does_not_say_what_it_covers_is_out_of_date(tmp_path: Path, sources: Any) -> None:
-    path = write(tmp_path / "soak.json", sources)
-    assert stale_below(path) == {path: "it does not say what source it covers"}
+def test_a_changed_kernel_makes_exactly_the_cells_older_that_depend_on_it(project: Path) -> None:
+    evidence = tiny_report()
+    (project / "kernel.py").write_text(KERNEL.replace("+ 1", "+ 2"))
+    forget()
+    cells = build_matrix([evidence]).rows[0].cells
+    assert cells["page:16"].evidence[0].changed == ("tiny.kernel",)
+    assert cells["page:16"].text == "verified 1/1*" and cells["page:16"].status.value == "verified"
+    assert cells["contract:declared"].evidence[0].changed == () and cells["contract:declared"].text == "verified 1/1"
 
 
-def test_reports_of_a_cpu_are_made_again_by_anyone(tmp_path: Path) -> None:
-    write(tmp_path / "soak.json", None, cuda=None)
-    assert stale_below(tmp_path) == {}
+def test_every_page_shows_the_age_with_its_files(project: Path) -> None:
+    evidence = tiny_report()
+    (project / "kernel.py").unlink()
+    forget()
+    matrix = build_matrix([evidence])
+    page = to_html(matrix)
+    assert "of older source (1 file changed)" in page and "<code>tiny.kernel</code>" in page
+    assert b'"changed":["tiny.kernel"]' in to_json(matrix)
+    stream = io.StringIO()
+    Console(width=120, file=stream).print(to_table(matrix))
+    assert "verified 1/1*" in stream.getvalue() and "verified 1/1\\*" in to_markdown(matrix)
 
 
-def test_json_that_is_no_report_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "notes.json").write_text('{"env": "none"}')
-    assert stale_below(tmp_path) == {}
+@pytest.mark.parametrize("old, new", [("# by the book", "# otherwise"), ("Add one.", "Add 1."), ("x + 1", "(x + 1)")])
+def test_comments_docstrings_and_layout_age_nothing(project: Path, old: str, new: str) -> None:
+    evidence = tiny_report()
+    assert old in KERNEL
+    (project / "kernel.py").write_text(KERNEL.replace(old, new))
+    forget()
+    assert evidence.sources.changed() == ()
+
+
+def test_reports_of_every_kind_and_device_are_named_with_what_changed(project: Path, tmp_path: Path) -> None:
+    sources = msgspec.to_builtins(SourceRecord.of({"": ["tiny.numerics"]}))
+    for name, cuda in (("gpu", "13.0"), ("cpu", None)):
+        document = {"schema": "attn-soak/4", "env": {**ENV, "cuda": cuda}, "sources": sources}
+        (tmp_path / f"soak-{name}.json").write_bytes(report_bytes(document))
+    (tmp_path / "fresh.json").write_bytes(report_bytes({"schema": "attn-soak/4", "env": ENV}))
+    (tmp_path / "notes.json").write_text('{"sources": 3}')
+    (project / "kernel.py").write_text("")
+    forget()
+    found = stale_reports(read_documents(files_below([tmp_path], ("*.json",))))
+    assert {path.name: changed for path, changed in found.items()} == {
+        "soak-gpu.json": ("tiny.kernel",),
+        "soak-cpu.json": ("tiny.kernel",),
+    }
 
 
 def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
     path = tmp_path / "soak.json"
     path.write_text('{"env": ')
-    assert "whole JSON" in stale_below(tmp_path)[path]
+    with pytest.raises(ReportError, match=r"soak\.json is not whole JSON"):
+        stale_reports(read_documents([path]))

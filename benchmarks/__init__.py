@@ -1,0 +1,120 @@
+"""Timings of the drafter and its parts. They inform and never gate: no test is timed.
+
+The package is not in the wheel. From a checkout, `attn-backends bench` runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import msgspec
+import torch
+
+from benchmarks.cases.advance import advance_rows, step_rows
+from benchmarks.cases.backend_rounds import round_rows
+from benchmarks.cases.block_draft_rounds import block_draft_rows
+from benchmarks.cases.block_throughput import block_throughput_rows
+from benchmarks.cases.compiled_steps import CASE as COMPILED_STEPS
+from benchmarks.cases.compiled_steps import compiled_step_rows
+from benchmarks.cases.decode import decode_rows
+from benchmarks.cases.draft_rounds import random_draft_rows
+from benchmarks.cases.products import CASE as PRODUCTS
+from benchmarks.cases.products import product_rows
+from benchmarks.cases.sampling import sampling_rows
+from benchmarks.cases.throughput import throughput_rows
+from benchmarks.cases.tree_verify import tree_rows
+from benchmarks.measure import copy_bandwidth, kernel_interval
+from benchmarks.random_drafts import BLOCK_DRAFTS, PUBLISHED_DRAFTS, RANDOM_DRAFTS
+from benchmarks.report import part_of
+from benchmarks.rows import EMPTY, Bench, BenchRow
+from builders import BatchError
+from builders.devices import on_device
+from spec_decode.environment import environment
+
+__all__ = ["CASES", "CPU_CASES", "SUITES", "Bench", "run"]
+
+_DECODE = {
+    "sparse-decode": "sparse_swa_mla beside FlashMLA, over fp8_ds_mla and over bf16",
+    "mla-decode": "triton_mla beside FlashInfer's latent attention",
+    "paged-decode": "triton_paged beside FlashAttention-3 and FlashInfer on tensor cores",
+    "flashinfer-decode": "flashinfer's choice beside each kernel it has, by query heads a KV head",
+}
+_ROWS: dict[str, tuple[str, Callable[[Bench], Iterator[BenchRow]]]] = {
+    "advance": ("GPU time of the fused advance of all KV groups, and of each backend's own", advance_rows),
+    "step": ("FlashInfer's advance and attention, planned on the device and on the host", step_rows),
+    **{case: (description, partial(decode_rows, case=case)) for case, description in _DECODE.items()},
+    "sampling": ("top-k, top-p, draws and argmax beside FlashInfer's sampling and torch", sampling_rows),
+    "tree-verify": ("attention of trees beside that of as many tokens in a row", tree_rows),
+    "round": ("full-loop rounds of every backend, host and GPU time", round_rows),
+    **{name: (case.description, partial(random_draft_rows, name=name)) for name, case in RANDOM_DRAFTS.items()},
+    **{name: (case.description, partial(block_draft_rows, name=name)) for name, case in BLOCK_DRAFTS.items()},
+    PRODUCTS: ("the products of these drafts one by one, beside torch's own", product_rows),
+    COMPILED_STEPS: ("later steps of these drafts beside torch.compile's of the same", compiled_step_rows),
+    "throughput": ("output tokens a second of the whole engine, step 0 in a graph or not", throughput_rows),
+    "block-throughput": (
+        "the same of a draft that proposes a block at once, beside one step by step",
+        block_throughput_rows,
+    ),
+}
+CPU_CASES = ("sampling", "round", "drafter-tiny")
+"""Cases that a machine without a GPU can run; their gpu_us is null."""
+SUITES = {
+    "backends": ("advance", "step", *_DECODE, "round"),
+    "parallel": (*BLOCK_DRAFTS, "tree-verify", "block-throughput"),
+    "drafter": (*PUBLISHED_DRAFTS, "throughput"),
+    "competitors": (PRODUCTS, COMPILED_STEPS),
+}
+"""Names for several cases at once."""
+CASES = {
+    **{name: description for name, (description, _) in _ROWS.items()},
+    **{name: f"all of {', '.join(cases)}" for name, cases in SUITES.items()},
+}
+
+
+def run(
+    *,
+    device: torch.device,
+    cases: Sequence[str] | None = None,
+    on_row: Callable[[Bench], None] | None = None,
+    command: str = "",
+) -> Bench:
+    """Time these cases and suites, or all; of a suite, what needs a GPU is noted where there is none.
+
+    on_row: called with the run as it is after each row.
+
+    Raises BatchError for a case that needs a CUDA device and was named, on a machine without one, and where nothing
+    at all could be timed.
+    """
+    on_cuda = device.type == "cuda"
+    stuck = [] if on_cuda else [case for case in cases or () if case not in (*CPU_CASES, *SUITES)]
+    if stuck:
+        raise BatchError(
+            f"the cases {', '.join(stuck)} time a CUDA device and this run is on {device.type}; nothing was timed. Run "
+            f"{', '.join(CPU_CASES)}, or use a machine with a GPU."
+        )
+    with on_device(device):
+        bandwidth, interval = (copy_bandwidth(), kernel_interval()) if on_cuda else (None, None)
+    env = msgspec.to_builtins(environment(device))
+    env |= {"copy_bytes_per_us": bandwidth and round(bandwidth), "kernel_interval_us": interval}
+    bench = Bench(device, bandwidth, env, command)
+    for case in _expanded(cases):
+        if not on_cuda and case not in CPU_CASES:
+            bench.miss(case, f"times a CUDA device and this run is on {device.type}")
+            continue
+        with on_device(device), bench.noting(case):
+            for row in (timed := _ROWS[case][1])(bench):
+                bench.rows.append({**EMPTY, **row})
+                bench.roots.setdefault(part_of(row), set()).add(getattr(timed, "func", timed).__module__)
+                if on_row:
+                    on_row(bench)
+    if not bench.rows:
+        raise BatchError(
+            f"nothing could be timed: {'; '.join(bench.missing)}. Install what is missing, or name others."
+        )
+    return bench
+
+
+def _expanded(cases: Sequence[str] | None) -> list[str]:
+    """Single cases, each once."""
+    return list(dict.fromkeys(case for name in cases or _ROWS for case in SUITES.get(name, (name,))))

@@ -1,0 +1,123 @@
+"""Decode attention beside its peers: the same batch, the same caches, the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+
+from attn_backends import NoBackend, Rejected, get
+from benchmarks.decode_fixture import AttentionCall, DecodeFixture, time_attention
+from benchmarks.measure import Quantiles
+from benchmarks.peers import flashinfer_decode, flashinfer_mla
+from benchmarks.rows import SEEN, Bench, BenchRow, with_limits
+from builders import AttentionSpec
+from spec_decode.tools.specs import FP8_DS_MLA, GQA, MLA, SPARSE
+from spec_decode.tools.timing_limit import TimingLimit
+
+AttentionMethod = Callable[[DecodeFixture], AttentionCall]
+
+
+def by_backend(name: str) -> AttentionMethod:
+    """Attention by a registered backend. Raises a BackendError where it is absent or refuses the fixture's spec."""
+
+    def method(fixture: DecodeFixture) -> AttentionCall:
+        backend = get(name)
+        verdict = backend.supports(fixture.spec, fixture.device)
+        if isinstance(verdict, Rejected):
+            raise NoBackend(f"refuses [{fixture.spec.describe()}]: {'; '.join(verdict.reasons)}")
+        return fixture.attention_by(backend)
+
+    return method
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerComparison:
+    """A backend of ours beside its peers. max_ratio: of its time to the best peer; cold: caches are not in L2."""
+
+    case: str
+    backend: str
+    peers: Mapping[str, AttentionMethod]
+    max_ratio: float
+    cold: bool = True
+    specs: tuple[AttentionSpec, ...] = ()
+    num_reqs: tuple[int, ...] = (1, 32)
+    contexts: tuple[int, ...] = (1024, 8192)
+
+
+_SPARSE = PeerComparison(
+    case="sparse-decode",
+    backend="sparse_swa_mla",
+    peers={"flashmla_sparse": by_backend("flashmla_sparse")},
+    max_ratio=1.0,
+    # A window of 128 tokens is small enough to be in L2 still from the write before the attention.
+    cold=False,
+    specs=tuple(replace(SPARSE, num_q_heads=heads) for heads in (64, 128)),
+    num_reqs=(1, 8, 32, 128),
+    contexts=(1024,),
+)
+COMPARISONS = (
+    replace(_SPARSE, specs=tuple(replace(FP8_DS_MLA, num_q_heads=heads) for heads in (64, 128)), max_ratio=0.8),
+    _SPARSE,
+    PeerComparison(
+        case="mla-decode",
+        backend="triton_mla",
+        peers={"flashinfer_mla": flashinfer_mla},
+        max_ratio=1.2,
+        specs=tuple(replace(MLA, num_q_heads=heads) for heads in (16, 128)),
+    ),
+    PeerComparison(
+        case="paged-decode",
+        backend="triton_paged",
+        peers={"flash_attn3": by_backend("flash_attn3"), "flashinfer": flashinfer_decode},
+        max_ratio=1.15,
+        specs=(GQA,),
+    ),
+    PeerComparison(
+        case="flashinfer-decode",
+        backend="flashinfer",
+        peers={name: by_backend(name) for name in ("flashinfer_tensor_cores", "flashinfer_cuda_cores")},
+        max_ratio=1.15,
+        specs=tuple(replace(GQA, num_q_heads=group * GQA.num_kv_heads) for group in (1, 2, 4)),
+    ),
+)
+
+
+def decode_rows(bench: Bench, case: str) -> Iterator[BenchRow]:
+    """Every comparison of the case at each of its specs and batch sizes."""
+    for comparison in COMPARISONS:
+        if comparison.case == case:
+            for spec, num_reqs, context in product(comparison.specs, comparison.num_reqs, comparison.contexts):
+                yield from comparison_rows(bench, comparison, spec, num_reqs, context)
+
+
+def comparison_rows(
+    bench: Bench, comparison: PeerComparison, spec: AttentionSpec, num_reqs: int, context: int
+) -> Iterator[BenchRow]:
+    """A row of the backend, with its time over the best peer's, and one of each peer that is there."""
+    at = f"[{spec.describe()}], {num_reqs} x {context}"
+    with bench.noting(f"{comparison.case}: {comparison.backend}", at=at):
+        fixture = DecodeFixture(spec, num_reqs, context, bench.device)
+        attend, backend = by_backend(comparison.backend)(fixture), get(comparison.backend)
+        caches = fixture.caches(backend, cold=comparison.cold)
+        expected = attend(caches[0]).float()
+        ours = time_attention(attend, caches)
+        peers = []
+        for name, method in comparison.peers.items():
+            with bench.noting(f"{comparison.case}: {name} (peer)", at=at):
+                attend = method(fixture)
+                difference = (attend(caches[0]).float() - expected).norm() / expected.norm()
+                row = _row(bench, comparison, fixture, name, time_attention(attend, caches))
+                peers.append({**row, "peer": True, "peer_difference": round(float(difference), 5)})
+        best = min((peer["gpu_us"]["p50"] for peer in peers), default=None)
+        row = _row(bench, comparison, fixture, comparison.backend, ours)
+        row["peer_ratio"] = best and round(ours["p50"] / best, 3)
+        yield with_limits(row, TimingLimit("peer_ratio", comparison.max_ratio))
+        yield from peers
+
+
+def _row(bench: Bench, comparison: PeerComparison, fixture: DecodeFixture, name: str, gpu_us: Quantiles) -> BenchRow:
+    floor = bench.floor_us(fixture.kv_bytes) if comparison.cold else None
+    share = floor and round(floor / gpu_us["p50"], 4)
+    labels = fixture.labels(comparison.case, name)
+    return {**labels, "gpu_us": gpu_us, "floor_us": floor, "floor_counts": floor and SEEN, "share_of_bandwidth": share}

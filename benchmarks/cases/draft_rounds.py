@@ -1,0 +1,109 @@
+"""Rounds of drafts in published shapes, every strategy side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from attn_backends import get
+from attn_backends.triton_paged import TritonPaged
+from benchmarks.random_drafts import RANDOM_DRAFTS, RandomDraft
+from benchmarks.rounds import STEPS, WHOLE, RoundConfig, TimedDraft, make_drafter, time_round
+from benchmarks.rows import Bench, BenchRow, with_limits
+from builders import AttentionBatch, PagedMetadata, TritonPagedBuilder
+from spec_decode.drafter import Strategy
+from spec_decode.tools.timing_limit import TimingLimit
+
+_FLOOR = {("llama3-8b-eagle", 1): TimingLimit("floor_ratio", 1.12), ("eagle-1024", 1): TimingLimit("floor_ratio", 2.0)}
+"""What a round may take of the time to move its bytes once, by draft and number of requests."""
+_LOOP = TimingLimit("loop_us", 4)
+"""GPU time that a step of the device loop may take over one of the full loop."""
+
+
+class RebuiltBuilder(TritonPagedBuilder):
+    """The same metadata, rebuilt between steps: overriding build() drops the claim to advance in the graph."""
+
+    def build(self, batch: AttentionBatch, *, horizon: int = 0) -> PagedMetadata:
+        return super().build(batch, horizon=horizon)
+
+
+class Rebuilt(TritonPaged):
+    """triton_paged as a backend would be that cannot advance in place."""
+
+    name = "triton_paged_rebuilt"
+    builder = RebuiltBuilder
+
+
+def random_draft_rows(bench: Bench, name: str) -> Iterator[BenchRow]:
+    """Rows of one of RANDOM_DRAFTS."""
+    case = RANDOM_DRAFTS[name]
+    with bench.noting(name):
+        draft = TimedDraft.of(case, bench.device)
+        with bench.noting(name, at="graphs for K 1 to 8"):
+            yield from _graph_set_rows(bench, name, draft)
+        unrolled: dict[tuple[int, int], float] = {}
+        for run, parts in _rounds(case):
+            names = {part: f"{name}/{part}" for part in parts}
+            at = f"{run.backend.name}, {run.strategy.value}, K {run.num_speculative_tokens}, {run.num_reqs} requests"
+            with bench.noting(name, at=at):
+                for row in time_round(bench, draft, run, names):
+                    yield _with_limits(name, run, row, unrolled)
+
+
+def _with_limits(name: str, run: RoundConfig, row: BenchRow, unrolled: dict[tuple[int, int], float]) -> BenchRow:
+    """The row with the limits of its size and strategy. unrolled: GPU time of full loops' later steps."""
+    limit = _FLOOR.get((name, run.num_reqs))
+    if limit and run.strategy is Strategy.FULL_LOOP and row["case"].endswith(WHOLE):
+        return with_limits(row, limit)
+    shape, gpu_us = (run.num_speculative_tokens, run.num_reqs), row["gpu_us"]
+    if gpu_us is None or not row["case"].endswith(STEPS):
+        return row
+    if run.strategy is Strategy.FULL_LOOP:
+        unrolled[shape] = gpu_us["p50"]
+    elif run.strategy is Strategy.DEVICE_LOOP and shape in unrolled:
+        row["loop_us"] = round((gpu_us["p50"] - unrolled[shape]) / (run.num_speculative_tokens - 1), 2)
+        return with_limits(row, _LOOP)
+    return row
+
+
+def _graph_set_rows(bench: Bench, name: str, draft: TimedDraft) -> Iterator[BenchRow]:
+    """What it takes to serve every K of 1 to 8: a full loop captured for each, or one device loop for all.
+
+    With their graphs of step 0, whose memory the loops use again.
+    """
+    backend, taken = get(RANDOM_DRAFTS[name].backends[0]), {}
+    # The first loop of a process compiles the kernel that sets its condition.
+    make_drafter(draft, RoundConfig(backend, Strategy.DEVICE_LOOP, 2, 1), bench.device).capture()
+    for strategy, counts in ((Strategy.FULL_LOOP, range(2, 9)), (Strategy.DEVICE_LOOP, (8,))):
+        graphs = []
+        for k in counts:
+            drafter = make_drafter(draft, RoundConfig(backend, strategy, k, 1), bench.device)
+            drafter.capture()
+            graphs += drafter.graphs.reports
+        taken[strategy] = sum(graph.seconds for graph in graphs), sum(graph.bytes for graph in graphs)
+        seconds, num_bytes = taken[strategy]
+        row = {
+            **draft.labels(f"{name}/graphs for K 1 to 8", RoundConfig(backend, strategy, k, 1)),
+            "capture_seconds": round(seconds, 4),
+            "graph_bytes": num_bytes,
+        }
+        if strategy is Strategy.DEVICE_LOOP:
+            unrolled_seconds, unrolled_bytes = taken[Strategy.FULL_LOOP]
+            row["capture_ratio"] = round(seconds / unrolled_seconds, 3)
+            row["bytes_ratio"] = round(num_bytes / unrolled_bytes, 3) if unrolled_bytes else None
+            row = with_limits(row, TimingLimit("capture_ratio", 0.334), TimingLimit("bytes_ratio", 0.334))
+        yield row
+
+
+def _rounds(case: RandomDraft) -> Iterator[tuple[RoundConfig, tuple[str, ...]]]:
+    """The rounds, each with those of its parts that are timed."""
+    first, *others = [get(name) for name in case.backends]
+    for k, num_reqs in product(case.num_speculative_tokens, case.num_reqs):
+        for strategy in (Strategy.FULL_LOOP, Strategy.DEVICE_LOOP):
+            yield RoundConfig(first, strategy, k, num_reqs), (WHOLE, STEPS)
+        yield RoundConfig(first, Strategy.FULL_LOOP, k, num_reqs, 1.0), (WHOLE,)
+    for num_reqs in dict.fromkeys((case.num_reqs[0], case.num_reqs[-1])):
+        ways = [(first, Strategy.PER_STEP), (first, Strategy.EAGER)]
+        ways += [(Rebuilt(), Strategy.PER_STEP)] if first.name == "triton_paged" else []
+        for backend, strategy in (*ways, *((other, Strategy.FULL_LOOP) for other in others)):
+            yield RoundConfig(backend, strategy, case.num_speculative_tokens[-1], num_reqs), (WHOLE,)

@@ -1,0 +1,80 @@
+"""The products of drafts one by one, ours beside torch's, which are cuBLAS's on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.compiled_step import model_step, step_inputs
+from benchmarks.decode_fixture import COLD_BYTES
+from benchmarks.measure import Quantiles, time_kernels
+from benchmarks.random_drafts import PUBLISHED_DRAFTS
+from benchmarks.rounds import TimedDraft
+from benchmarks.rows import Bench, BenchRow, with_limits
+from spec_decode.models.kernels.linear import linear
+from spec_decode.tools.timing_limit import TimingLimit
+
+CASE = "products"
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+_ROWS = (1, 2, 4, 8, 16, 32, 64)
+_SMALLEST = 1 << 19
+"""Elements of a weight from which it counts in a step's time."""
+_RIGHT = {torch.ops.aten.mm.default: 1, torch.ops.aten.addmm.default: 2}
+"""Which argument of a product is its right side."""
+_NO_SLOWER = TimingLimit("peer_ratio", 1.0)
+
+
+def product_rows(bench: Bench) -> Iterator[BenchRow]:
+    """A row of ours and one of torch's for each weight of the drafts, of several of one shape the first."""
+    seen: set[torch.Size] = set()
+    for name, case in PUBLISHED_DRAFTS.items():
+        with bench.noting(f"{CASE}: {name}"), torch.no_grad():
+            for weight in weights_of(TimedDraft.of(case, bench.device), bench.device):
+                if weight.shape not in seen and weight.numel() >= _SMALLEST:
+                    seen.add(weight.shape)
+                    yield from _compared(bench, f"{name}: {weight.shape[1]} to {weight.shape[0]}", weight)
+
+
+def weights_of(draft: TimedDraft, device: torch.device) -> list[torch.Tensor]:
+    """The matrices [N, K] that a later step multiplies rows by, the head's too; no experts of a mixture."""
+    step, inputs, products = model_step(draft, 1, device), step_inputs(draft, 1, device), _Products()
+    with torch.enable_grad(), products:  # with gradients, by the products of torch
+        step(*inputs)
+    return products.weights
+
+
+class _Products(TorchDispatchMode):
+    """Keeps the right sides of all products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _RIGHT:
+            self.weights.append(args[_RIGHT[func]].mT)
+        return func(*args, **(kwargs or {}))
+
+
+def _compared(bench: Bench, spec: str, weight: torch.Tensor) -> Iterator[BenchRow]:
+    copies = [weight, *(weight.clone() for _ in range(COLD_BYTES // weight.nbytes))]
+    for rows in _ROWS:
+        x = torch.randn(rows, weight.shape[1], device=weight.device).to(weight.dtype)
+        ours, theirs = (_timed(product, x, copies) for product in (linear, F.linear))
+        floor = {"floor_us": bench.floor_us(weight.nbytes), "floor_counts": "the weight"}
+        labels = {"case": CASE, "spec": spec, "num_reqs": rows, **floor}
+        ratio = round(ours["p50"] / theirs["p50"], 3)
+        row = {**labels, "backend": "attn-backends", "gpu_us": ours, "peer_ratio": ratio}
+        yield with_limits(row, _NO_SLOWER)
+        yield {**labels, "backend": "torch", "peer": True, "gpu_us": theirs}
+
+
+def _timed(product: Product, x: torch.Tensor, weights: list[torch.Tensor]) -> Quantiles:
+    """GPU microseconds of a product whose weight is in no cache."""
+    calls = max(2, min(50, 256 // len(weights)))
+    gpu = time_kernels(lambda: [product(x, weight) for weight in weights], calls=calls)
+    return {name: round(value / len(weights), 3) for name, value in gpu.items()}

@@ -1,0 +1,268 @@
+"""Output throughput of the whole engine: Llama-3-8B's shape with its EAGLE draft, random weights, set acceptance.
+
+All requests of a row are submitted at once, and rates are taken while every one of them decodes: from when each has
+`warm_up_tokens` tokens, so that prompts and first launches are over, until the first has all its `output`. What random
+weights say is arbitrary, so nothing stops a text early, and synthetic acceptance sets how many drafts are kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, product
+
+import torch
+
+from attn_backends import Accepted, AttentionBackend, registry
+from benchmarks.aux_states_target import AuxStatesTarget
+from benchmarks.measure import Quantiles, quantiles
+from benchmarks.random_drafts import RANDOM_DRAFTS, RandomDraft
+from benchmarks.rows import Bench, BenchRow, with_limits
+from spec_decode.drafter import Strategy
+from spec_decode.engine import Engine, EngineConfig, EngineStats, Request
+from spec_decode.models import DraftModel, LlamaTarget
+from spec_decode.models.checkpoints.config_reader import ConfigReader
+from spec_decode.models.checkpoints.random_store import RandomStore
+from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
+from spec_decode.models.decoder_config import read_decoder
+from spec_decode.models.decoder_weights import read_parameters
+from spec_decode.models.layers.rope import RotaryEmbedding
+from spec_decode.tools.timing_limit import TimingLimit
+
+NAME = "throughput"
+_PREFILL_TOKENS = 8192
+"""Tokens of prompts that a round prefills: large batches are read within a few rounds, in memory that stays bounded."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decoding:
+    """How an engine decodes. accepted: draft tokens kept a round, in the mean; num_speculative_tokens 0: plainly."""
+
+    num_speculative_tokens: int
+    accepted: float = 0.0
+    extend_in_graph: bool = True
+    batch_invariant: bool = False
+
+
+_EXTEND_ON = Decoding(num_speculative_tokens=2, accepted=1.0)
+_EXTEND_OFF = replace(_EXTEND_ON, extend_in_graph=False)
+"""SGLang #6606 drafts 2 tokens a round, the first by step 0, and names no acceptance: half of them here. The number
+divides out of the gain, which is a ratio of times of a round."""
+_PLAIN = Decoding(num_speculative_tokens=0)
+_SPECULATIVE = Decoding(num_speculative_tokens=4, accepted=2.5)
+_INVARIANT = replace(_SPECULATIVE, batch_invariant=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThroughputCase:
+    """A draft over a whole target of its shape, and the requests to time.
+
+    backends: the target's, the last where no other serves. prompt, output: tokens of each request. warm_up_tokens: of
+    the output, those before the clock starts. gains: percent that the graph of step 0 must bring, by requests.
+    """
+
+    draft: RandomDraft
+    num_layers: int
+    dtype: torch.dtype
+    backends: tuple[str, ...]
+    num_reqs: tuple[int, ...]
+    prompt: int
+    output: int
+    warm_up_tokens: int
+    gains: Mapping[int, float] = field(default_factory=dict)
+
+    def models(self, device: torch.device) -> tuple[LlamaTarget, DraftModel]:
+        """Target and draft with random weights, made on the device in their dtype."""
+        fields = ConfigReader(self.draft.config, "the draft's config")
+        config = replace(read_decoder(fields).model, num_layers=self.num_layers)
+        num_states = self.draft.num_target_states
+        with torch.device("meta"):
+            target = LlamaTarget(config) if num_states == 1 else AuxStatesTarget(config, num_states)
+        target.rotary = RotaryEmbedding(config)
+        target = read_parameters(target, ScopedWeights(RandomStore({}, [], device), "", self.dtype, device))
+        store = RandomStore(self.draft.config, list(self.draft.names), device)
+        return target, self.draft.kind.load(store, target, dtype=self.dtype, device=device)
+
+    def requests(self, count: int) -> list[Request]:
+        """Prompts of random tokens, greedy, with a seed each: requests of one seed would keep the same drafts."""
+        generator = torch.Generator().manual_seed(0)
+        prompts = torch.randint(0, self.draft.config["vocab_size"], (count, self.prompt), generator=generator).tolist()
+        return [Request(prompt=p, max_new_tokens=self.output, seed=seed) for seed, p in enumerate(prompts)]
+
+
+LLAMA3_8B = ThroughputCase(
+    draft=RANDOM_DRAFTS["llama3-8b-eagle"],
+    num_layers=32,
+    dtype=torch.bfloat16,
+    backends=("flash_attn3", "triton_paged"),
+    num_reqs=(1, 4, 16, 32),
+    prompt=1000,
+    output=256,
+    warm_up_tokens=32,
+    gains={1: 4.9, 4: 4.2, 16: 6.2, 32: 3.7},
+)
+"""The output is a quarter of the published runs' 1000 tokens: every round of it is alike, and GPU time is short."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What was seen while all requests decoded. round_us: from one step of the engine to the next; propose_us: host
+    time of the drafter in it."""
+
+    tokens: int
+    seconds: float
+    accepted: float
+    round_us: Quantiles
+    propose_us: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all requests together."""
+        return self.tokens / self.seconds
+
+
+def throughput_rows(bench: Bench, case: ThroughputCase = LLAMA3_8B) -> Iterator[BenchRow]:
+    """The graph of step 0 on against off, then speculation against plain decoding, then batch invariant against not."""
+    with bench.noting(NAME):
+        timed = timed_pair(bench, case)
+        # On a backend that has both.
+        everywhere = replace(timed, backend=registry.get(case.backends[-1]))
+        for what, rows in (
+            ("extend-graph", _extend_rows(timed)),
+            ("speculation", compared_rows("speculation", (timed, _PLAIN), (timed, _SPECULATIVE), "plain_ratio")),
+            (
+                "batch-invariant",
+                compared_rows("batch-invariant", (everywhere, _SPECULATIVE), (everywhere, _INVARIANT), "free_ratio"),
+            ),
+        ):
+            with bench.noting(f"{NAME}/{what}"):
+                yield from rows
+
+
+@dataclass(frozen=True, slots=True)
+class TimedPair:
+    """A case with its models, and the backend that the target got."""
+
+    case: ThroughputCase
+    target: LlamaTarget
+    draft: DraftModel
+    backend: AttentionBackend
+
+    def engine(self, decoding: Decoding) -> Engine:
+        """An engine for the most requests of the case: its graphs serve the smaller batches too."""
+        case, plain = self.case, decoding.num_speculative_tokens == 0
+        config = EngineConfig(
+            num_speculative_tokens=decoding.num_speculative_tokens,
+            max_reqs=max(case.num_reqs),
+            max_seq_len=case.prompt + case.output,
+            page_size=case.draft.page_size,
+            max_prefill_tokens=_PREFILL_TOKENS,
+            strategy=Strategy.FULL_LOOP,
+            verification=f"synthetic:{decoding.accepted}",
+            extend_in_graph=decoding.extend_in_graph,
+            batch_invariant=decoding.batch_invariant,
+        )
+        draft_backend = registry.get(case.draft.backends[0])
+        return Engine(self.target, None if plain else self.draft, self.backend, config, draft_backend=draft_backend)
+
+    def row(self, part: str, decoding: Decoding, num_reqs: int, host_waits: bool, rates: Rates) -> BenchRow:
+        """A row; per_user is tokens a second of one request."""
+        case, plain = self.case, decoding.num_speculative_tokens == 0
+        (group,) = self.target.layer_groups(case.draft.page_size)
+        return {
+            "case": f"{NAME}/{part}",
+            "backend": self.backend.name,
+            "draft": None if plain else case.draft.name,
+            "draft_backend": None if plain else case.draft.backends[0],
+            "spec": group.spec.describe(),
+            "strategy": None if plain else Strategy.FULL_LOOP.value,
+            "num_reqs": num_reqs,
+            "num_speculative_tokens": decoding.num_speculative_tokens,
+            "context": case.prompt,
+            "output_tokens": case.output,
+            "timed_tokens": rates.tokens,
+            "extend_in_graph": None if plain else decoding.extend_in_graph,
+            "batch_invariant": decoding.batch_invariant,
+            "host_waits": host_waits,
+            "accepted": None if plain else round(rates.accepted, 3),
+            "wall_us": rates.round_us,
+            "propose_us": None if plain else round(rates.propose_us, 1),
+            "tokens_per_second": round(rates.tokens_per_second, 2),
+            "per_user": round(rates.tokens_per_second / num_reqs, 2),
+        }
+
+
+def _extend_rows(timed: TimedPair) -> Iterator[BenchRow]:
+    """With the engine's host a round ahead of the device, and with one that waits for every round: the published gains
+    are of an engine whose host waited, and work of a host that is ahead costs no time."""
+    case, off, on = timed.case, timed.engine(_EXTEND_OFF), timed.engine(_EXTEND_ON)
+    for num_reqs, host_waits in product(case.num_reqs, (False, True)):
+        requests = case.requests(num_reqs)
+        without, within = (rates_of(engine, requests, case.warm_up_tokens, host_waits) for engine in (off, on))
+        yield timed.row("extend-graph", _EXTEND_OFF, num_reqs, host_waits, without)
+        gain = 100 * (within.tokens_per_second / without.tokens_per_second - 1)
+        row = timed.row("extend-graph", _EXTEND_ON, num_reqs, host_waits, within)
+        limits = [TimingLimit("gain_percent", case.gains[num_reqs], at_least=True)] if num_reqs in case.gains else []
+        yield with_limits({**row, "gain_percent": round(gain, 2)}, *limits)
+
+
+def compared_rows(
+    part: str, without: tuple[TimedPair, Decoding], within: tuple[TimedPair, Decoding], ratio: str
+) -> Iterator[BenchRow]:
+    """Two ways to decode the same requests; the second row has its rate over the first's, called `ratio`."""
+    case, engines = without[0].case, [timed.engine(decoding) for timed, decoding in (without, within)]
+    for num_reqs in case.num_reqs:
+        requests = case.requests(num_reqs)
+        before, after = (rates_of(engine, requests, case.warm_up_tokens, False) for engine in engines)
+        yield without[0].row(part, without[1], num_reqs, False, before)
+        over = round(after.tokens_per_second / before.tokens_per_second, 3)
+        yield {**within[0].row(part, within[1], num_reqs, False, after), ratio: over}
+
+
+def rates_of(engine: Engine, requests: Sequence[Request], warm_up_tokens: int, host_waits: bool) -> Rates:
+    """Rates of the requests side by side in an engine that has no others, and none of these afterwards.
+
+    warm_up_tokens: tokens that each must have before the clock starts; fewer than any request's. host_waits: for the
+    device, after every step.
+    """
+    device = next(engine.target.model.parameters()).device
+
+    def step() -> None:
+        engine.step()
+        if host_waits and device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    handles = [engine.submit(request) for request in requests]
+    while any(len(handle.generation.token_ids) < warm_up_tokens for handle in handles):
+        step()
+    engine.stats = EngineStats()
+    times = [time.perf_counter()]
+    while not any(handle.done for handle in handles):
+        step()
+        times.append(time.perf_counter())
+    stats, round_us = engine.stats, quantiles([1e6 * (end - start) for start, end in pairwise(times)])
+    rates = Rates(stats.new_tokens, times[-1] - times[0], stats.mean_accepted, round_us, stats.host_us_a_round)
+    for handle in handles:
+        engine.cancel(handle)
+    while engine.step():
+        pass
+    return rates
+
+
+def timed_pair(bench: Bench, case: ThroughputCase) -> TimedPair:
+    """The case's models on the bench's device, and the first of its backends that serves the target there."""
+    target, draft = case.models(bench.device)
+    return TimedPair(case, target, draft, _backend(bench, case, target))
+
+
+def _backend(bench: Bench, case: ThroughputCase, target: LlamaTarget) -> AttentionBackend:
+    """The first of the case's backends that serves the target here, with a note on those before it."""
+    (group,) = target.layer_groups(case.draft.page_size)
+    *preferred, last = case.backends
+    for name in preferred:
+        verdict = registry.explain(name, group.spec, bench.device)
+        if isinstance(verdict, Accepted):
+            return registry.get(name)
+        bench.miss(f"{NAME}/{name}", "; ".join(verdict.reasons))
+    return registry.get(last)

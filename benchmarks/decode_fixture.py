@@ -1,0 +1,101 @@
+"""A batch of one token per request over shuffled pages, and attention over it by any backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from attn_backends import AttentionBackend, KVCache
+from attn_backends.kernels.fp8_ds_mla import TOKEN_BYTES
+from benchmarks.measure import Quantiles, time_kernels
+from benchmarks.rows import BenchRow
+from builders import AttentionKind, AttentionSpec, BatchBuffers, MetadataBuilder, RequestTables
+
+AttentionCall = Callable[[KVCache], torch.Tensor]
+"""Attention of a fixture's query over one of its caches."""
+
+COLD_BYTES = 256 << 20
+"""Caches of this size in turn: what is timed is memory then, and not the L2 cache."""
+
+
+def shuffled_tables(page_size: int, num_reqs: int, limit: int, device: torch.device) -> tuple[RequestTables, int]:
+    """Tables of requests of `limit` tokens each over pages in random order, and the number of pages."""
+    each = -(-limit // page_size)
+    num_pages = num_reqs * each
+    tables = RequestTables(
+        page_sizes=[page_size], num_pages=[num_pages], max_reqs=num_reqs, max_seq_len=limit, device=device
+    )
+    order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(0)).view(num_reqs, each)
+    tables.load([order.tolist()], [limit] * num_reqs)
+    return tables, num_pages
+
+
+class DecodeFixture:
+    """One query token at position context - 1 for each request; pages reach `horizon` tokens further."""
+
+    def __init__(
+        self, spec: AttentionSpec, num_reqs: int, context: int, device: torch.device, *, horizon: int = 0
+    ) -> None:
+        self.spec, self.num_reqs, self.context, self.device = spec, num_reqs, context, device
+        self.tables, self.num_pages = shuffled_tables(spec.page_size, num_reqs, context + horizon, device)
+        self.buffers = BatchBuffers(self.tables, max_tokens=num_reqs)
+        self.buffers.load([1] * num_reqs, [context] * num_reqs)
+        self.batch = self.buffers.view(0, num_reqs=num_reqs, num_tokens=num_reqs, max_query_len=1)
+        self.query = torch.randn(num_reqs, spec.num_q_heads, spec.head_dim, device=device).to(spec.dtype)
+        self.sinks = torch.randn(spec.num_q_heads, device=device) if spec.sinks else None
+
+    @property
+    def kv_bytes(self) -> int:
+        """What attention reads of a cache at least."""
+        seen = min(self.context, self.spec.sliding_window or self.context)
+        return self.num_reqs * seen * token_bytes(self.spec)
+
+    def labels(self, case: str, backend: str) -> BenchRow:
+        """The columns that say what a row is of."""
+        shape = {"num_reqs": self.num_reqs, "context": self.context}
+        return {"case": case, "backend": backend, "spec": self.spec.describe(), **shape}
+
+    def builder(self, backend: AttentionBackend) -> MetadataBuilder[Any]:
+        """A builder of the backend for this batch."""
+        most, longest = self.num_reqs, self.tables.max_seq_len
+        return backend.builder(self.spec, self.device, max_reqs=most, max_tokens=most, max_seq_len=longest)
+
+    def attention_by(self, backend: AttentionBackend) -> AttentionCall:
+        """The backend's attention, with metadata built for the batch as it is."""
+        metadata = self.builder(backend).build(self.batch)
+        return lambda cache: backend.forward(self.query, cache, metadata, spec=self.spec, sinks=self.sinks)
+
+    def caches(self, backend: AttentionBackend, *, cold: bool) -> list[KVCache]:
+        """Of the backend's layout: one, which stays in L2, or so many that none is there when its turn comes again."""
+        return [self._filled(backend) for _ in range(max(1, -(-COLD_BYTES // self.kv_bytes)) if cold else 1)]
+
+    def _filled(self, backend: AttentionBackend) -> KVCache:
+        spec = self.spec
+        cache = backend.allocate_kv(spec, self.num_pages, self.device)
+        if not spec.fp8_ds_mla:
+            cache.key.normal_()
+            if not cache.latent:
+                cache.value.normal_()
+            return cache
+        slots = torch.arange(self.num_pages * spec.page_size, device=self.device)
+        latents = torch.randn(len(slots), 1, spec.head_dim, device=self.device).to(spec.new_kv_dtype)
+        backend.write_kv(latents, latents, cache, SimpleNamespace(slot_mapping=slots))
+        return cache
+
+
+def token_bytes(spec: AttentionSpec) -> int:
+    """Bytes of the cache that one token takes."""
+    if spec.fp8_ds_mla:
+        return TOKEN_BYTES
+    values = 0 if spec.kind is AttentionKind.MLA else spec.out_dim
+    return spec.num_kv_heads * (spec.head_dim + values) * spec.cache_dtype.itemsize
+
+
+def time_attention(attend: AttentionCall, caches: list[KVCache]) -> Quantiles:
+    """GPU microseconds of attention over one of the caches, each in its turn."""
+    calls = max(2, min(50, 256 // len(caches)))
+    gpu = time_kernels(lambda: [attend(cache) for cache in caches], calls=calls)
+    return {name: round(value / len(caches), 3) for name, value in gpu.items()}

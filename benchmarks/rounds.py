@@ -1,0 +1,179 @@
+"""A drafter's round, timed whole and in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+
+from attn_backends import AttentionBackend
+from benchmarks.decode_fixture import shuffled_tables, token_bytes
+from benchmarks.measure import kernels_in, time_call
+from benchmarks.random_drafts import RandomDraft
+from benchmarks.rows import SEEN, Bench, BenchRow
+from builders import AttentionSpec
+from spec_decode.drafter import Drafter, DrafterConfig, Strategy, VerifiedTokens
+from spec_decode.drafter.kv_groups import make_group
+from spec_decode.drafter.strategies.loop import LoopStrategy
+from spec_decode.models import DraftModel
+from spec_decode.models.deepseek_v4 import DeepseekV4Prediction
+from spec_decode.models.layers.moe import MixtureOfExperts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimedDraft:
+    """A draft model of one layer group, its attention and the context of its requests."""
+
+    model: DraftModel
+    spec: AttentionSpec
+    context: int
+
+    @classmethod
+    def of(cls, case: RandomDraft, device: torch.device) -> TimedDraft:
+        """One of the drafts that hold random numbers."""
+        model = case.make(device)
+        (group,) = model.layer_groups(case.page_size)
+        return cls(model=model, spec=group.spec, context=case.context)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether it proposes all K tokens in one step, which is the whole round."""
+        return self.model.mask_token_id is not None
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        (group,) = self.model.layer_groups(self.spec.page_size)
+        return group.layers
+
+    def step_bytes(self, num_reqs: int) -> float:
+        """What a step must move at least: the weights, and the KV that it sees."""
+        seen = min(self.context, self.spec.sliding_window or self.context)
+        kv_bytes = num_reqs * seen * token_bytes(self.spec) * len(self.layers)
+        return weight_bytes(self.model, num_reqs, whole_round=self.at_once) + kv_bytes
+
+    def counted(self, passes: int) -> str:
+        """What a floor of so many passes counts, in words."""
+        if self.at_once:
+            return f"every weight but embeddings once, and {SEEN}"
+        return f"{passes} times the weights of a later step, of a mixture those of the expected experts, and {SEEN}"
+
+    def labels(self, case: str, run: RoundConfig) -> BenchRow:
+        """The columns that say what a row is of."""
+        shape = {"spec": self.spec.describe(), "num_reqs": run.num_reqs, "context": self.context}
+        return {"case": case, "backend": run.backend.name, "strategy": run.strategy.value, **shape}
+
+
+@dataclass(frozen=True, slots=True)
+class RoundConfig:
+    """How a round is run: by which backend, in which strategy, for how many tokens of how many requests."""
+
+    backend: AttentionBackend
+    strategy: Strategy
+    num_speculative_tokens: int
+    num_reqs: int
+    temperature: float = 0.0
+
+
+WHOLE, STEPS = "round", "steps"
+"""Parts of a round: all of it with its inputs in place, and its later steps alone."""
+
+
+@torch.no_grad()
+def time_round(bench: Bench, draft: TimedDraft, run: RoundConfig, names: Mapping[str, str]) -> Iterator[BenchRow]:
+    """A row for each part that `names` gives a case name to, with the time and memory of its graphs."""
+    k, num_reqs = run.num_speculative_tokens, run.num_reqs
+    drafter = None
+    for part, name in names.items():
+        # A graph of a whole round runs no step alone.
+        if drafter is None or (part == STEPS and issubclass(run.strategy.implementation, LoopStrategy)):
+            drafter = make_drafter(draft, run, bench.device, extend_in_graph=part == WHOLE)
+            drafter.propose(_verified(draft, run, bench.device))
+        call, passes, prepare = _part(drafter, part, num_reqs, 1 if draft.at_once else k)
+        prepare()
+        # A temperature changes no kernel, and counting them takes longer than timing.
+        kernels = kernels_in(call) / passes if bench.on_cuda and not run.temperature else None
+        timing = time_call(call, bench.device, prepare=prepare)
+        floor = bench.floor_us(passes * draft.step_bytes(num_reqs))
+        yield {
+            **draft.labels(name, run),
+            "num_speculative_tokens": k,
+            **asdict(timing),
+            "kernels_per_step": kernels and round(kernels, 2),
+            "floor_us": floor,
+            "floor_counts": draft.counted(passes),
+            "temperature": run.temperature,
+            "floor_ratio": timing.gpu_us and floor and round(timing.gpu_us["p50"] / floor, 3),
+            "capture_seconds": round(sum(report.seconds for report in drafter.graphs.reports), 4),
+            "graph_bytes": drafter.graphs.bytes_used,
+        }
+
+
+def _part(
+    drafter: Drafter, part: str, num_reqs: int, passes: int
+) -> tuple[Callable[[], object], int, Callable[[], object]]:
+    """What is timed, how many steps of the draft it runs, and what goes before it untimed."""
+    if part == WHOLE:
+        return drafter.propose, passes, lambda: None
+    # Later steps advance the shared state: step 0 restores it before each.
+    return lambda: drafter.run_steps(num_reqs), passes - 1, lambda: drafter.run_extend(num_reqs)
+
+
+def make_drafter(draft: TimedDraft, run: RoundConfig, device: torch.device, *, extend_in_graph: bool = True) -> Drafter:
+    """A drafter over random pages."""
+    limit = draft.context + 2 * run.num_speculative_tokens + 2
+    tables, num_pages = shuffled_tables(draft.spec.page_size, run.num_reqs, limit, device)
+    group = make_group("draft", run.backend, draft.spec, draft.layers, num_pages=num_pages, device=device)
+    config = DrafterConfig(
+        num_speculative_tokens=run.num_speculative_tokens, strategy=run.strategy, capture_sizes=[run.num_reqs],
+        extend_in_graph=extend_in_graph,
+    )  # fmt: skip
+    return Drafter(draft.model, [group], tables, config)
+
+
+def _verified(draft: TimedDraft, run: RoundConfig, device: torch.device) -> VerifiedTokens:
+    """The same in every strategy: which experts of a mixture the tokens take decides what a step reads."""
+    rows, width = run.num_reqs, run.num_speculative_tokens + 1
+    generator = torch.Generator(device).manual_seed(0)
+
+    def tokens(*shape: int) -> torch.Tensor:
+        return torch.randint(0, draft.model.vocab_size, shape, device=device, generator=generator)
+
+    target_hidden_states = torch.randn(rows, width, draft.model.target_states_size, device=device, generator=generator)
+    return VerifiedTokens(
+        token_ids=tokens(rows, width),
+        target_hidden_states=target_hidden_states.to(draft.spec.dtype),
+        context_lens=torch.full((rows,), draft.context, dtype=torch.int32, device=device),
+        accepted=torch.full((rows,), run.num_speculative_tokens // 2, dtype=torch.int32, device=device),
+        next_tokens=tokens(rows),
+        temperature=torch.full((rows,), run.temperature, device=device),
+        seeds=torch.arange(rows, device=device),
+    )
+
+
+def weight_bytes(model: DraftModel, num_reqs: int, *, whole_round: bool = False) -> float:
+    """Weights that a later step of so many requests reads: no embedding, nothing that step 0 alone uses, and of a
+    mixture's experts as many as its tokens take if each takes any with equal chance.
+
+    whole_round: of a draft whose step 0 is the round, what that uses too.
+    """
+    of_step_0 = type(model).combine is not DraftModel.combine and not whole_round
+    unread = ("embed", "fc.") if of_step_0 else ("embed",)
+    read = {
+        name: float(p.numel() * p.element_size()) for name, p in model.named_parameters() if not name.startswith(unread)
+    }
+    shares = {
+        f"{name}.experts.": 1 - (1 - module.routing.top_k / module.routing.num_experts) ** num_reqs
+        for name, module in model.named_modules()
+        if isinstance(module, MixtureOfExperts)
+    }
+    for name in read:
+        read[name] *= next((share for prefix, share in shares.items() if name.startswith(prefix)), 1.0)
+    if not any(name.startswith(("lm_head", "head.")) or name == "head" for name in read):
+        read["the target's head"] = model.vocab_size * _head_width(model) * next(model.parameters()).element_size()
+    return sum(read.values())
+
+
+def _head_width(model: DraftModel) -> int:
+    """Columns of the output projection: those of the target's hidden state, of which a draft's may hold several."""
+    return model.hidden_size // (model.streams if isinstance(model, DeepseekV4Prediction) else 1)

@@ -1,0 +1,90 @@
+"""Rounds of block drafts and attention of trees, at tiny sizes in the emulator."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.aux_states_target import AuxStatesTarget
+from benchmarks.cases import block_draft_rounds, tree_verify
+from benchmarks.cases.block_draft_rounds import block_draft_rows
+from benchmarks.cases.block_throughput import BlockThroughputCase, block_throughput_rows
+from benchmarks.cases.throughput import LLAMA3_8B
+from benchmarks.cases.tree_verify import tree_rows
+from benchmarks.random_drafts import BLOCK_DRAFTS, RANDOM_DRAFTS
+from benchmarks.rounds import weight_bytes
+from benchmarks.rows import Bench
+from tests.benchmarks.test_bench_random_drafts import tiny
+from tests.factories import CPU, make_config
+
+
+def tiny_block(name):
+    made = tiny(name, BLOCK_DRAFTS)
+    masks = {key: 3 for key in ("ptd_token_id",) if key in made.config}
+    if "dflash_config" in made.config:
+        masks["dflash_config"] = {**made.config["dflash_config"], "mask_token_id": 3}
+    return replace(made, config={**made.config, **masks})
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(block_draft_rounds, "BLOCK_DRAFTS", {name: tiny_block(name) for name in BLOCK_DRAFTS})
+    monkeypatch.setattr(block_draft_rounds, "RANDOM_DRAFTS", {name: tiny(name) for name in RANDOM_DRAFTS})
+
+
+@pytest.mark.parametrize("name", BLOCK_DRAFTS)
+def test_a_block_draft_is_timed_beside_one_that_goes_step_by_step(small, name):
+    bench = Bench(CPU, None)
+    rows = list(block_draft_rows(bench, name))
+    assert not bench.missing
+    assert [(row["case"], row.get("peer", False)) for row in rows] == [
+        (f"{name}/round", False),
+        (f"{name}/{block_draft_rounds._BESIDE[name]}/round", True),
+    ]
+
+
+def test_engines_of_both_kinds_of_draft_keep_as_many_tokens_and_differ_in_the_draft_alone():
+    sizes = {"num_layers": 6, "dtype": torch.float32, "backends": ("triton_paged",), "num_reqs": (2,), "prompt": 12}
+    block = replace(LLAMA3_8B, draft=tiny_block("qwen3-8b-dflash"), **sizes, output=40, warm_up_tokens=8, gains={})
+    case = BlockThroughputCase(block=block, steps=replace(block, draft=tiny("qwen3-8b-eagle3")), kept={3: 2.0})
+    bench = Bench(CPU, None)
+    steps, found = block_throughput_rows(bench, case)
+    assert not bench.missing
+    assert (steps["draft"], found["draft"]) == ("Qwen3-8B's EAGLE-3 draft", "Qwen3-8B's DFlash draft")
+    assert all(row["accepted"] == pytest.approx(2.0, abs=0.3) for row in (steps, found))
+    assert found["step_ratio"] == pytest.approx(found["per_user"] / steps["per_user"], rel=0.01)
+    assert (steps["peer"], found["peer"]) == (True, False)
+
+
+@torch.no_grad()
+def test_a_target_hands_on_the_states_that_enter_its_layers():
+    target = AuxStatesTarget(make_config(num_layers=4), 3)
+    seen = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, args: seen.append(args[0] if args[1] is None else args[0] + args[1]))
+        for layer in target.layers[1:]
+    ]
+    states = target(torch.arange(5), torch.arange(5), lambda inputs: inputs.normed_and_rotated()[0])
+    for hook in hooks:
+        hook.remove()
+    assert states.target_hidden_states.equal(torch.cat(seen, -1))
+
+
+def test_a_block_reads_what_is_made_of_the_targets_states_too():
+    draft = tiny_block("qwen3-8b-dflash").make(CPU)
+    later, whole = weight_bytes(draft, 1), weight_bytes(draft, 1, whole_round=True)
+    assert whole - later == 4 * draft.fc.weight.numel() > 0
+
+
+def test_trees_are_timed_beside_as_many_tokens_in_a_row_on_every_backend_that_has_them(monkeypatch):
+    def run_once(launch):
+        assert launch().isfinite().all()
+        return {"p50": 2.0}
+
+    monkeypatch.setattr(tree_verify, "time_kernels", run_once)
+    monkeypatch.setattr(tree_verify, "_CONTEXT", 20)
+    rows = list(tree_rows(Bench(CPU, None)))
+    assert {row["backend"] for row in rows} == {"torch_reference", "triton_paged", "triton_mla"}
+    assert [row["tree"] for row in rows] == [False, True] * (len(rows) // 2)
+    assert {(row["num_tokens"], row["num_reqs"]) for row in rows} == {(n, r) for n in (16, 32, 64) for r in (1, 8)}
+    assert all(row["chain_ratio"] == 1.0 for row in rows if row["tree"])

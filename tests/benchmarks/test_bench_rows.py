@@ -1,0 +1,416 @@
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import benchmarks as benches
+from attn_backends import get
+from attn_backends.kernels.fp8_ds_mla import gather_and_dequantise
+from benchmarks import decode_fixture, measure, peers
+from benchmarks.cases import advance, backend_rounds, decode
+from benchmarks.cases.decode import PeerComparison, by_backend, comparison_rows
+from benchmarks.decode_fixture import DecodeFixture
+from benchmarks.report import read_report, report_bytes
+from benchmarks.rows import STOPPED, Bench, serving, with_limits
+from builders import AdvanceLevel, BatchError, advance_shared_state
+from spec_decode.matrix.sources import Sources, TimingReport
+from spec_decode.tools.specs import FP8_DS_MLA, GQA, MLA
+from spec_decode.tools.timing_limit import TimingLimit, verdict
+from tests.benchmarks import fake_flashinfer
+from tests.factories import CPU, make_spec
+
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+NO_PEERS = pytest.mark.skipif(
+    any(map(find_spec, ("flashinfer", "vllm"))), reason="needs a machine without flashinfer and vllm"
+)
+SPEC = make_spec(num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
+
+
+def at(p50):
+    return {"p20": p50, "p50": float(p50), "p80": p50}
+
+
+@pytest.fixture
+def bench():
+    return Bench(CPU, 1000.0)
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """The medians that timing gives, in turn; each call is made once."""
+    medians = []
+
+    def time_attention(attend, caches):
+        attend(caches[0])
+        return at(medians.pop(0))
+
+    monkeypatch.setattr(decode, "time_attention", time_attention)
+    monkeypatch.setattr(decode_fixture, "COLD_BYTES", 1)
+    return medians
+
+
+@pytest.fixture
+def flashinfer(monkeypatch):
+    """The stand-in, and what is built on it, gone again afterwards."""
+    ours = ("builders.flashinfer.builder", "builders.flashinfer.wrappers", "attn_backends.flashinfer")
+    names = (*ours, "benchmarks.flashinfer_plans")
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name, module in fake_flashinfer.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    from benchmarks import flashinfer_plans
+
+    yield flashinfer_plans
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def zeros(fixture):
+    return lambda cache: torch.zeros(fixture.num_reqs, fixture.spec.num_q_heads, fixture.spec.out_dim)
+
+
+def broken(fixture):
+    raise RuntimeError("no kernel image")
+
+
+def comparison(**peers):
+    return PeerComparison(case="comparison", backend="triton_paged", peers=peers, max_ratio=1.5)
+
+
+@pytest.mark.parametrize(
+    "row, met",
+    [
+        ({"gpu_us": 3.0}, True),
+        ({"gpu_us": at(3)}, True),
+        ({"gpu_us": {"p20": 1, "p50": 3.1, "p80": 4}}, False),
+        ({"gpu_us": None}, None),
+        ({}, None),
+    ],
+)
+def test_a_limit_holds_the_median_and_leaves_open_what_was_not_measured(row, met):
+    judged = with_limits(row, TimingLimit("gpu_us", 3))
+    assert verdict(judged["limits"]) == ("gpu_us <= 3", met)
+
+
+def test_a_limit_from_below():
+    judged = [with_limits({"host_ratio": ratio}, TimingLimit("host_ratio", 10, at_least=True)) for ratio in (10, 9.9)]
+    assert [verdict(row["limits"]) for row in judged] == [("host_ratio >= 10", True), ("host_ratio >= 10", False)]
+
+
+@pytest.mark.parametrize("row, met", [({"a": 1, "b": 2}, False), ({"a": 1}, None), ({"b": 2}, False)])
+def test_of_two_limits_one_that_is_broken_decides(row, met):
+    judged = with_limits(row, TimingLimit("a", 1), TimingLimit("b", 1))
+    assert verdict(judged["limits"]) == ("a <= 1 and b <= 1", met)
+
+
+def test_a_row_is_held_against_the_best_of_its_peers(bench, timed):
+    timed += [3, 4, 2]
+    peers = {"reference": by_backend("torch_reference"), "paged": by_backend("triton_paged")}
+    ours, *others = comparison_rows(bench, comparison(**peers), SPEC, 2, 40)
+    assert (ours["backend"], ours["peer_ratio"], verdict(ours["limits"])[1]) == ("triton_paged", 1.5, True)
+    assert [(row["backend"], row["peer"]) for row in others] == [("reference", True), ("paged", True)]
+    assert all(row["peer_difference"] < 1e-5 for row in others) and not bench.missing
+
+
+def test_the_floor_of_cold_caches_is_what_must_be_read(bench, timed):
+    timed += [82]
+    [row] = comparison_rows(bench, comparison(), SPEC, 2, 40)
+    assert (row["floor_us"], row["share_of_bandwidth"]) == (2 * 40 * 2 * 2 * 64 * 4 / 1000, 0.9990)
+
+
+def test_warm_caches_have_no_floor(bench, timed):
+    timed += [1]
+    [row] = comparison_rows(bench, replace(comparison(), cold=False), SPEC, 1, 16)
+    assert row["floor_us"] is None and row["share_of_bandwidth"] is None
+
+
+def test_a_peer_that_computes_something_else_is_seen(bench, timed):
+    timed += [1, 1]
+    assert [row.get("peer_difference") for row in comparison_rows(bench, comparison(zeros=zeros), SPEC, 1, 16)] == [
+        None,
+        1.0,
+    ]
+
+
+@NO_PEERS
+def test_an_absent_peer_has_a_note_and_no_row(bench, timed):
+    timed += [1]
+    [row] = comparison_rows(bench, comparison(flashmla=by_backend("flashmla_sparse")), SPEC, 1, 16)
+    assert row["peer_ratio"] is None and verdict(row["limits"]) == ("peer_ratio <= 1.5", None)
+    [note] = bench.missing
+    assert note.startswith("comparison: flashmla (peer): ") and "flash-attn" in note and not bench.stopped
+
+
+def test_a_peer_that_refuses_the_spec_gives_its_reasons(bench, timed):
+    timed += [1]
+    list(comparison_rows(bench, comparison(mla=by_backend("triton_mla")), SPEC, 1, 16))
+    assert "serves mla, not mha" in bench.missing[0]
+
+
+def test_a_peer_that_fails_costs_no_other_its_row(bench, timed):
+    timed += [1, 2]
+    ours, peer = comparison_rows(bench, comparison(broken=broken, reference=by_backend("torch_reference")), SPEC, 1, 16)
+    assert (ours["peer_ratio"], peer["backend"]) == (0.5, "reference")
+    [note] = bench.missing
+    assert note.startswith("comparison: broken (peer) at [4/2 heads, dim 64") and ", 1 x 16: stopped by" in note
+    assert note.endswith("RuntimeError: no kernel image") and bench.stopped == [note]
+
+
+def test_a_comparison_without_its_backend_is_noted(bench, timed):
+    assert not list(comparison_rows(bench, replace(comparison(), backend="nonesuch"), SPEC, 1, 16))
+    assert bench.missing[0].startswith("comparison: nonesuch: ")
+
+
+def test_an_fp8_ds_mla_cache_is_filled_by_its_own_write():
+    fixture = DecodeFixture(FP8_DS_MLA, 2, 64, CPU)
+    [cache] = fixture.caches(get("torch_reference"), cold=False)
+    slots = torch.arange(fixture.num_pages * FP8_DS_MLA.page_size)
+    latents = gather_and_dequantise(cache.latents, slots, FP8_DS_MLA.page_size).float()
+    assert 0.9 < latents.std() < 1.1
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Kernels are ops here, and time is 1 us each."""
+
+    class Ops(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            self.count += 1
+            return op(*args, **(kwargs or {}))
+
+    def kernels_in(call):
+        with Ops() as ops:
+            call()
+        return ops.count
+
+    monkeypatch.setattr(advance, "kernels_in", kernels_in)
+    monkeypatch.setattr(advance, "time_kernels", lambda launch: at(kernels_in(launch)))
+
+
+@pytest.fixture
+def advances(bench, counted):
+    return {(row["backend"], row["spec"], row["num_reqs"]): row for row in advance.advance_rows(bench) if "spec" in row}
+
+
+def test_a_builder_of_views_launches_nothing_to_advance(advances):
+    rows = [row for (backend, *_), row in advances.items() if backend in ("triton_paged", "triton_mla")]
+    assert len(rows) == 4
+    for row in rows:
+        assert (row["kernels_per_step"], row["gpu_us"]) == (0, None)
+        assert verdict(row["limits"]) == ("kernels_per_step <= 1", True)
+
+
+def test_window_lists_advance_by_one_kernel_over_both_caches(advances):
+    rows = [row for (backend, *_), row in advances.items() if backend == "sparse_swa_mla"]
+    assert len(rows) == 4 and {row["kernels_per_step"] for row in rows} == {1}
+    assert {verdict(row["limits"]) for row in rows} == {("kernels_per_step <= 1 and gpu_us <= 3", True)}
+
+
+def test_the_specification_is_held_to_no_time(advances):
+    row = advances["torch_reference", GQA.describe(), 1]
+    assert row["kernels_per_step"] > 1 and "limits" not in row
+
+
+def test_a_backend_that_serves_none_of_the_specs_gives_its_reasons(bench):
+    served = {backend.name for backend, _ in serving(bench, "advance", [MLA])}
+    assert served == {"torch_reference", "triton_mla"}
+    assert any(note.startswith("advance/triton_paged: ") and "serves mha, not mla" in note for note in bench.missing)
+
+
+@NO_PEERS
+def test_rows_of_flashinfer_are_noted_where_it_is_absent(bench):
+    assert not list(advance.step_rows(bench))
+    assert [note.partition(": ")[0] for note in bench.missing] == ["step/flashinfer", "step/flashinfer-horizon"]
+    assert all("flashinfer" in note.partition(": ")[2] for note in bench.missing)
+
+
+@pytest.mark.parametrize("context", [32, 41])
+def test_flashinfers_decode_is_planned_for_the_fixture(flashinfer, context):
+    fixture = DecodeFixture(replace(SPEC, dtype=torch.bfloat16, kv_dtype=None), 3, context, CPU)
+    [cache] = fixture.caches(get("torch_reference"), cold=False)
+    expected = fixture.attention_by(get("torch_reference"))(cache)
+    torch.testing.assert_close(peers.flashinfer_decode(fixture)(cache), expected, rtol=0.02, atol=0.02)
+
+
+def test_flashinfers_latent_attention_is_planned_for_the_fixture(flashinfer):
+    fixture = DecodeFixture(replace(MLA, dtype=torch.float32, kv_dtype=None), 2, 100, CPU)
+    [cache] = fixture.caches(get("torch_reference"), cold=False)
+    expected = fixture.attention_by(get("torch_reference"))(cache)
+    torch.testing.assert_close(peers.flashinfer_mla(fixture)(cache), expected)
+
+
+def planned(flashinfer, backend, num_reqs=2, context=250, horizon=7):
+    fixture = DecodeFixture(replace(SPEC, dtype=torch.bfloat16, kv_dtype=None), num_reqs, context, CPU, horizon=horizon)
+    return fixture, backend, fixture.builder(backend)
+
+
+def test_a_plan_for_the_horizon_holds_while_only_last_page_len_moves(flashinfer):
+    fixture, backend, builder = planned(flashinfer, flashinfer.FlashInferHorizon())
+    metadata = builder.build(fixture.batch)
+    plan, plans = metadata.plan.clone(), len(metadata.launch.wrapper.plans)
+    [cache] = fixture.caches(backend, cold=False)
+    for _ in range(7):
+        advance_shared_state(fixture.buffers, fixture.num_reqs)
+        builder.advance(metadata)
+        expected = fixture.attention_by(get("torch_reference"))(cache)
+        out = backend.forward(fixture.query, cache, metadata, spec=fixture.spec)
+        torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+    assert torch.equal(metadata.plan, plan) and len(metadata.launch.wrapper.plans) == plans
+
+
+def test_a_plan_for_the_start_alone_would_not_hold(flashinfer):
+    fixture, backend, builder = planned(flashinfer, flashinfer.FlashInferHorizon(), num_reqs=1, context=256)
+    metadata = builder.build(fixture.batch)
+    layout, [cache] = metadata.launch.layout, fixture.caches(backend, cold=False)
+    metadata.plan[layout.block_valid_mask + 2 :][: layout.padded_tiles - 2] = 0
+    advance_shared_state(fixture.buffers, fixture.num_reqs)
+    builder.advance(metadata)
+    out, expected = (
+        backend.forward(fixture.query, cache, metadata, spec=fixture.spec),
+        fixture.attention_by(get("torch_reference"))(cache),
+    )
+    assert not torch.allclose(out, expected, rtol=0.02, atol=0.02)
+
+
+def test_every_build_plans_on_the_host_and_keeps_the_lengths_of_the_device(flashinfer):
+    fixture, _, builder = planned(flashinfer, flashinfer.FlashInferPerStep())
+    metadata = builder.build(fixture.batch)
+    before = len(metadata.launch.wrapper.plans)
+    advance_shared_state(fixture.buffers, fixture.num_reqs)
+    builder.build(fixture.batch)
+    width = fixture.batch.block_table.shape[1]
+    assert metadata.launch.wrapper.plans[before:] == [([0, width, 2 * width], [16, 16])]
+    assert metadata.last_page_len.tolist() == [251 - (width - 1) * 16] * 2
+
+
+def test_a_plan_a_step_is_no_claim_to_advance_in_the_graph(flashinfer):
+    levels = [
+        backend.builder.advance_support(GQA, CPU).level
+        for backend in (flashinfer.FlashInferHorizon(), flashinfer.FlashInferPerStep())
+    ]
+    assert levels == [AdvanceLevel.IN_GRAPH, AdvanceLevel.REBUILD]
+
+
+def test_host_time_of_a_plan_a_step_is_held_against_the_loop(bench, monkeypatch):
+    plans = ModuleType("benchmarks.flashinfer_plans")
+    plans.FlashInferHorizon = plans.FlashInferPerStep = lambda: SimpleNamespace(name="planned")
+    monkeypatch.setitem(sys.modules, plans.__name__, plans)
+    monkeypatch.setattr(
+        backend_rounds, "_parts", lambda *_: iter([(part, {"host_us": at(300)}) for part in ("round", "steps")])
+    )
+    case = replace(backend_rounds._TINY, num_speculative_tokens=(4,))
+    loops = {("round", 4, 1): 50.0, ("steps", 4, 1): 40.0}
+    rows = list(backend_rounds._host_plan_rows(bench, case, None, loops))
+    assert [(row.get("host_ratio"), verdict(row.get("limits", ()))[1]) for row in rows] == [(None, None)] * 2 + [
+        (6.0, None),
+        (7.5, False),
+    ]
+
+
+@pytest.fixture(scope="module")
+def on_cpu():
+    """All that the suite `backends` can time on a CPU, each once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "_WARMUP", 0)
+        patch.setattr(measure, "_REPEATS", 1)
+        cases = [replace(case, num_speculative_tokens=(2,), context=20) for case in backend_rounds._CASES_ON_CPU]
+        patch.setattr(backend_rounds, "_CASES_ON_CPU", cases)
+        return benches.run(device=CPU, cases=["backends"], command="bench backends")
+
+
+@NO_CUDA
+def test_on_a_cpu_tiny_rounds_of_its_backends_run_and_no_limit_is_judged(on_cpu):
+    assert {(row["backend"], row["case"]) for row in on_cpu.rows} >= {
+        (name, case)
+        for name in ("torch_reference", "triton_paged", "triton_mla", "sparse_swa_mla")
+        for case in ("round", "round/steps")
+    }
+    assert all(row["gpu_us"] is None and not row["limits"] and row["host_us"]["p50"] > 0 for row in on_cpu.rows)
+    assert any(note.startswith("round: cpu has an emulator") for note in on_cpu.missing)
+
+
+@NO_CUDA
+def test_on_a_cpu_the_suite_says_what_it_leaves_out(on_cpu):
+    for case in ("advance", "step", "sparse-decode", "mla-decode", "paged-decode", "flashinfer-decode"):
+        assert f"{case}: times a CUDA device and this run is on cpu" in on_cpu.missing
+    assert {"round/flash_attn3", "round/flashinfer"} <= {note.partition(": ")[0] for note in on_cpu.missing}
+    assert not on_cpu.stopped
+
+
+@NO_CUDA
+def test_a_report_is_what_the_matrix_reads(on_cpu, tmp_path):
+    path = tmp_path / "bench-backends.json"
+    path.write_bytes(report_bytes(on_cpu))
+    timings = Sources.read([path]).timings
+    assert [(timing.case, timing.backend) for timing in timings] == [(r["case"], r["backend"]) for r in on_cpu.rows]
+    assert {timing.command for timing in timings} == {"bench backends"} and not any(t.changed for t in timings)
+    assert [t.host_us.p50 for t in timings] == [pytest.approx(r["host_us"]["p50"], rel=1e-4) for r in on_cpu.rows]
+
+
+@NO_CUDA
+def test_a_row_depends_on_its_case_and_its_backend(on_cpu):
+    sources = msgspec.convert(msgspec.json.decode(report_bytes(on_cpu)), TimingReport).sources
+    names = [f"{package}.{name}" for package, modules in sources.modules.items() for name in modules]
+    behind = {names[i] for i in sources.parts["round"]}
+    assert {"benchmarks.cases.backend_rounds", "attn_backends.triton_paged", "builders.paged"} <= behind
+    assert "benchmarks.cases.sampling" not in behind
+
+
+def rounded(value):
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+@NO_CUDA
+def test_a_report_gives_back_the_run(on_cpu, tmp_path):
+    limited = replace(on_cpu, rows=[with_limits(row, TimingLimit("host_us", 1)) for row in on_cpu.rows])
+    limited.stopped.append(limited.miss("round", f"{STOPPED}RuntimeError: no memory"))
+    path = tmp_path / "rows.json"
+    path.write_bytes(report_bytes(limited))
+    again = read_report(path, CPU)
+    assert (again.command, again.stopped) == (limited.command, limited.stopped)
+    assert again.env["date"] == limited.env["date"]
+    for found, row in zip(again.rows, limited.rows, strict=True):
+        has = {name: rounded(value) for name, value in row.items() if value is not None}
+        assert {name: value for name, value in found.items() if value is not None} == has
+    assert not read_report(tmp_path / "absent.json", CPU).rows
+
+
+@NO_CUDA
+@pytest.mark.parametrize("case", [case for case in benches.CASES if case not in (*benches.CPU_CASES, *benches.SUITES)])
+def test_a_case_that_needs_a_gpu_is_refused_when_it_is_named(case):
+    with pytest.raises(BatchError, match=f"the cases {case} time a CUDA device and this run is on cpu"):
+        benches.run(device=CPU, cases=["round", case])
+
+
+def test_a_suite_and_a_case_of_it_run_the_case_once():
+    assert benches._expanded(["round", "backends"]).count("round") == 1
+
+
+def test_a_run_without_any_row_is_refused_with_the_reasons(monkeypatch):
+    def nothing(bench):
+        bench.miss("round/this", "is absent")
+        return iter(())
+
+    monkeypatch.setitem(benches._ROWS, "round", ("", nothing))
+    with pytest.raises(BatchError, match="round/this: is absent"):
+        benches.run(device=CPU, cases=["round"])
+
+
+def test_a_case_that_fails_leaves_the_others_their_rows(monkeypatch):
+    def rows(bench):
+        yield {"case": "good"}
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setitem(benches._ROWS, "round", ("", rows))
+    timings = benches.run(device=CPU, cases=["round"])
+    assert [row["case"] for row in timings.rows] == ["good"]
+    assert timings.stopped == ["round: stopped by RuntimeError: out of memory"]

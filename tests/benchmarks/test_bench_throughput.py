@@ -1,0 +1,175 @@
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import benchmarks as benches
+from attn_backends import get
+from benchmarks.cases import throughput
+from benchmarks.cases.throughput import LLAMA3_8B, ThroughputCase, rates_of, throughput_rows
+from benchmarks.random_drafts import RANDOM_DRAFTS, _llama
+from benchmarks.rows import Bench
+from builders import BatchError
+from spec_decode.drafter import GraphMode, Strategy
+from spec_decode.engine import Engine, EngineConfig
+from spec_decode.tools.timing_limit import verdict
+from tests.factories import CPU, make_config, make_pair
+
+# In one process: the case is timed once.
+pytestmark = pytest.mark.xdist_group("throughput")
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+TINY = ThroughputCase(
+    draft=replace(RANDOM_DRAFTS["llama3-8b-eagle"], config=_llama(64, 96, 4, 2, 64, 96)),
+    num_layers=2,
+    dtype=torch.float32,
+    backends=("flash_attn3", "triton_paged"),
+    num_reqs=(1, 3),
+    prompt=20,
+    output=32,
+    warm_up_tokens=8,
+    gains={3: -100.0},
+)
+
+
+@pytest.fixture(scope="module")
+def timed():
+    bench = Bench(CPU, None)
+    return list(throughput_rows(bench, TINY)), bench
+
+
+def rows_of(timed, part):
+    return [row for row in timed[0] if row["case"] == f"throughput/{part}"]
+
+
+def test_a_tiny_pair_runs_all_of_the_case(timed):
+    assert not timed[1].stopped
+    extend = [(r["num_reqs"], r["host_waits"], r["extend_in_graph"]) for r in rows_of(timed, "extend-graph")]
+    assert extend == [(n, waits, on) for n in (1, 3) for waits in (False, True) for on in (False, True)]
+    speculation = [(r["num_reqs"], r["num_speculative_tokens"]) for r in rows_of(timed, "speculation")]
+    assert speculation == [(n, steps) for n in (1, 3) for steps in (0, 4)]
+
+
+def test_every_row_says_how_many_tokens_it_stands_for(timed):
+    for row in timed[0]:
+        assert (row["context"], row["output_tokens"]) == (20, 32)
+        lost = (32 - 8) * row["num_reqs"] - row["timed_tokens"]
+        # A round may settle a request with more tokens than it must have, and end one while others still decode.
+        assert 0 <= lost <= 2 * row["num_speculative_tokens"] * row["num_reqs"]
+        assert row["tokens_per_second"] == pytest.approx(row["per_user"] * row["num_reqs"], abs=0.02)
+        assert row["wall_us"]["p50"] > 0
+
+
+def test_drafts_are_kept_as_often_as_was_asked_for(timed):
+    assert all(row["accepted"] == pytest.approx(1.0, abs=0.1) for row in rows_of(timed, "extend-graph"))
+    kept = [row["accepted"] for row in rows_of(timed, "speculation")]
+    assert kept[0] is kept[2] is None and all(2.0 <= found <= 3.0 for found in kept[1::2])
+
+
+def test_the_gain_is_that_over_the_row_before_and_held_to_its_limit(timed):
+    rows = rows_of(timed, "extend-graph")
+    for off, on in zip(rows[::2], rows[1::2], strict=True):
+        assert "gain_percent" not in off and "limits" not in off
+        assert on["gain_percent"] == pytest.approx(100 * (on["per_user"] / off["per_user"] - 1), abs=0.1)
+    assert [verdict(row.get("limits", ()))[0] for row in rows[1::2]] == ["", "", *["gain_percent >= -100"] * 2]
+    assert all(verdict(row["limits"])[1] for row in rows[5::2])
+
+
+def test_speculation_is_set_against_plain_decoding(timed):
+    plain, fast = rows_of(timed, "speculation")[:2]
+    assert fast["plain_ratio"] == pytest.approx(fast["per_user"] / plain["per_user"], rel=0.01)
+    assert (plain["draft_backend"], plain["strategy"], plain["extend_in_graph"]) == (None, None, None)
+    assert (fast["draft_backend"], fast["strategy"], fast["extend_in_graph"]) == ("triton_paged", "full_loop", True)
+
+
+def test_batch_invariance_is_set_against_the_same_decoding_without_it(timed):
+    free, fixed = rows_of(timed, "batch-invariant")[:2]
+    assert (free["batch_invariant"], fixed["batch_invariant"]) == (False, True)
+    assert free["num_speculative_tokens"] == fixed["num_speculative_tokens"] == 4
+    assert fixed["free_ratio"] == pytest.approx(fixed["per_user"] / free["per_user"], rel=0.01)
+
+
+@NO_CUDA
+def test_a_backend_that_does_not_serve_here_is_noted_and_the_next_one_named(timed):
+    rows, bench = timed
+    assert {row["backend"] for row in rows} == {"triton_paged"}
+    assert [note.partition(": ")[0] for note in bench.missing] == ["throughput/flash_attn3"]
+
+
+def test_a_part_that_fails_leaves_the_other_its_rows(monkeypatch):
+    def broken(timed):
+        raise RuntimeError("out of memory")
+        yield
+
+    monkeypatch.setattr(throughput, "_extend_rows", broken)
+    bench = Bench(CPU, None)
+    rows = list(throughput_rows(bench, replace(TINY, num_reqs=(1,), output=12)))
+    assert {row["case"] for row in rows} == {"throughput/speculation", "throughput/batch-invariant"}
+    assert bench.stopped == ["throughput/extend-graph: stopped by RuntimeError: out of memory"]
+
+
+def make_engine(pair, **options):
+    options = {"strategy": Strategy.FULL_LOOP, "verification": "synthetic:1.0", **options}
+    config = EngineConfig(num_speculative_tokens=2, max_reqs=2, max_seq_len=52, **options)
+    return Engine(*pair, get("torch_reference"), config)
+
+
+@pytest.mark.parametrize("host_waits", [False, True])
+def test_the_clock_runs_from_when_the_last_has_settled_to_when_the_first_is_complete(host_waits, monkeypatch):
+    engine = make_engine(TINY.models(CPU), graph_mode=GraphMode.NONE, strategy=None)
+    # A second passes with every token, and with nothing else.
+    clock = SimpleNamespace(perf_counter=lambda: float(engine.stats.new_tokens))
+    monkeypatch.setattr(throughput, "time", clock)
+    rates = rates_of(engine, TINY.requests(2), 8, host_waits)
+    # One token by the prompt and two a round: each has settled with 9, and 32 are a text.
+    assert (rates.tokens, rates.seconds, rates.tokens_per_second) == (2 * (32 - 9), 2 * (32 - 9), 1.0)
+
+
+def test_an_engine_is_empty_behind_the_rates():
+    engine = make_engine(TINY.models(CPU), graph_mode=GraphMode.NONE, strategy=None)
+    before = engine.pool.num_free
+    rates_of(engine, TINY.requests(2), 8, False)
+    assert engine.pool.num_free == before and not engine.step()
+
+
+def test_the_target_has_the_shape_of_its_draft_and_a_depth_of_its_own():
+    target, draft = TINY.models(CPU)
+    assert (len(target.layers), target.config.num_q_heads, target.config.head_dim) == (2, 4, 64)
+    assert {p.dtype for p in target.parameters()} == {torch.float32}
+    assert draft.embedding is target.embed.weight
+    assert target.layers[1].attn_norm.weight.eq(1).all() and 0.015 < target.layers[1].down.weight.std() < 0.025
+
+
+def test_the_whole_target_has_as_many_parameters_as_llama_3_8b():
+    target, _ = LLAMA3_8B.models(torch.device("meta"))
+    assert sum(p.numel() for p in target.parameters()) == 8_030_261_248
+
+
+def test_requests_have_prompts_and_seeds_of_their_own():
+    first, second = TINY.requests(2)
+    assert first.prompt != second.prompt and first.seed != second.seed
+    assert (len(first.prompt), first.max_new_tokens, first.stop_ids) == (20, 32, frozenset())
+
+
+@pytest.mark.parametrize(
+    "strategy, with_step_0, later",
+    [
+        (Strategy.FULL_LOOP, "round", "loop"), (Strategy.DEVICE_LOOP, "round", "loop"),
+        (Strategy.PER_STEP, "step", "step"),
+    ],
+)  # fmt: skip
+def test_step_0_outside_its_graph_says_the_same(strategy, with_step_0, later):
+    pair, requests = make_pair(make_config(hidden_size=64, head_dim=64)), TINY.requests(2)
+    requests = [replace(request, prompt=[token % 20 for token in request.prompt]) for request in requests]
+    options = {"strategy": strategy, "verification": "rejection"}
+    engines = [make_engine(pair, extend_in_graph=on, **options) for on in (True, False)]
+    inside, outside = ([g.token_ids for g in engine.generate(requests)] for engine in engines)
+    assert inside == outside
+    kinds = [{report.key.kind for report in engine.drafter.graphs.reports} for engine in engines]
+    assert kinds == [{"extend", with_step_0}, {later}]
+
+
+@NO_CUDA
+def test_on_a_cpu_the_case_is_left_out_of_its_suite():
+    with pytest.raises(BatchError, match="throughput: times a CUDA device and this run is on cpu"):
+        benches.run(device=CPU, cases=["drafter"])
