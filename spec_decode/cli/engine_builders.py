@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
+from spec_decode.cli.checkout import from_checkout
 from spec_decode.cli.output import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -24,13 +24,18 @@ class EngineKit(Protocol):
 
 
 def kit_of(engine: str) -> EngineKit:
-    """The kit over an engine's builders. Raises UserError for an engine that has none."""
+    """The kit over an engine's builders. Raises UserError for an engine without one, and outside a checkout."""
     if engine not in ENGINES:
         raise UserError(
             f"an engine whose builders can be checked is {' or '.join(ENGINES)}, got {engine!r}; nothing was run. Fix "
             f"--engine.{did_you_mean(engine, ENGINES)}"
         )
-    return cast(EngineKit, import_module(f"engines.{engine}.conformance"))
+    kit = from_checkout(
+        f"engines.{engine}.conformance",
+        what=f"the checks of {engine}'s own builders",
+        folder=f"engines/{engine}/conformance",
+    )
+    return cast(EngineKit, kit)
 
 
 def builder_names(engine: str, asked: Sequence[str]) -> list[str]:

@@ -198,6 +198,12 @@ def test_without_the_engine_nothing_of_it_is_checked(run, monkeypatch):
     assert "vLLM's builders are checked as 0.33.x has them, found none" in result.output
 
 
+def test_without_a_checkout_the_check_of_an_engine_says_where_it_is(refused, monkeypatch, tmp_path):
+    monkeypatch.setattr("spec_decode.cli.checkout._ROOT", tmp_path)
+    line = refused("check", "--engine", "vllm")
+    assert "the checks of vllm's own builders are not in the wheel, they are in engines/vllm/conformance/" in line
+
+
 def test_without_a_name_there_is_nothing_to_check(run):
     result = run("check")
 
