@@ -13,16 +13,14 @@ import torch
 
 from benchmarks.cases.advance import advance_rows, step_rows
 from benchmarks.cases.backend_rounds import round_rows
-from benchmarks.cases.block_draft_rounds import block_draft_rows
-from benchmarks.cases.block_throughput import block_throughput_rows
 from benchmarks.cases.compiled_steps import CASE as COMPILED_STEPS
 from benchmarks.cases.compiled_steps import compiled_step_rows
 from benchmarks.cases.decode import decode_rows
-from benchmarks.cases.draft_rounds import random_draft_rows
+from benchmarks.cases.draft_rounds import block_draft_rows, random_draft_rows
 from benchmarks.cases.products import CASE as PRODUCTS
 from benchmarks.cases.products import product_rows
 from benchmarks.cases.sampling import sampling_rows
-from benchmarks.cases.throughput import throughput_rows
+from benchmarks.cases.throughput import block_throughput_rows, throughput_rows
 from benchmarks.cases.tree_verify import tree_rows
 from benchmarks.measure import copy_bandwidth, kernel_interval
 from benchmarks.random_drafts import BLOCK_DRAFTS, PUBLISHED_DRAFTS, RANDOM_DRAFTS

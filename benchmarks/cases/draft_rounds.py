@@ -1,4 +1,5 @@
-"""Rounds of drafts in published shapes, every strategy side by side."""
+"""Rounds of drafts in published shapes: every strategy side by side, and drafts that propose a block at once beside
+others of the same target that go step by step."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from itertools import product
 
 from attn_backends import get
 from attn_backends.triton_paged import TritonPaged
-from benchmarks.random_drafts import RANDOM_DRAFTS, RandomDraft
+from benchmarks.random_drafts import BLOCK_DRAFTS, RANDOM_DRAFTS, RandomDraft
 from benchmarks.rounds import STEPS, WHOLE, RoundConfig, TimedDraft, make_drafter, time_round
 from benchmarks.rows import Bench, BenchRow, with_limits
 from builders import AttentionBatch, PagedMetadata, TritonPagedBuilder
@@ -16,8 +17,17 @@ from spec_decode.tools.timing_limit import TimingLimit
 
 _FLOOR = {("llama3-8b-eagle", 1): TimingLimit("floor_ratio", 1.12), ("eagle-1024", 1): TimingLimit("floor_ratio", 2.0)}
 """What a round may take of the time to move its bytes once, by draft and number of requests."""
+_BLOCK_FLOOR = {1: TimingLimit("floor_ratio", 1.12), 32: TimingLimit("floor_ratio", 1.3)}
+"""The same of any block draft, by the number of requests."""
 _LOOP = TimingLimit("loop_us", 4)
 """GPU time that a step of the device loop may take over one of the full loop."""
+_BLOCK_HOST = TimingLimit("host_us", 40)
+_BESIDE = {
+    "llama3-8b-peagle": "llama3-8b-eagle",
+    "gpt-oss-20b-peagle": "gpt-oss-20b-eagle3",
+    "qwen3-8b-dflash": "qwen3-8b-eagle3",
+}
+"""The draft that goes step by step, by the one that does not."""
 
 
 class RebuiltBuilder(TritonPagedBuilder):
@@ -107,3 +117,32 @@ def _rounds(case: RandomDraft) -> Iterator[tuple[RoundConfig, tuple[str, ...]]]:
         ways += [(Rebuilt(), Strategy.PER_STEP)] if first.name == "triton_paged" else []
         for backend, strategy in (*ways, *((other, Strategy.FULL_LOOP) for other in others)):
             yield RoundConfig(backend, strategy, case.num_speculative_tokens[-1], num_reqs), (WHOLE,)
+
+
+def block_draft_rows(bench: Bench, name: str) -> Iterator[BenchRow]:
+    """Rows of one of BLOCK_DRAFTS, and of the draft beside it over the same K and requests; step_ratio: the time of its
+    round over that of the block's."""
+    block, chain = BLOCK_DRAFTS[name], RANDOM_DRAFTS[_BESIDE[name]]
+    block_us: dict[tuple[int, int], float] = {}
+    for row in _block_rounds(bench, name, block, block):
+        if row["gpu_us"] is not None:
+            block_us.setdefault((row["num_speculative_tokens"], row["num_reqs"]), row["gpu_us"]["p50"])
+        floor = _BLOCK_FLOOR.get(row["num_reqs"])
+        yield with_limits(row, *([floor] if floor else []), _BLOCK_HOST) if bench.on_cuda else row
+    for row in _block_rounds(bench, f"{name}/{_BESIDE[name]}", chain, block):
+        its = block_us.get((row["num_speculative_tokens"], row["num_reqs"]))
+        yield {**row, "peer": True, "step_ratio": its and round(row["gpu_us"]["p50"] / its, 3)}
+
+
+def _block_rounds(bench: Bench, name: str, case: RandomDraft, sizes: RandomDraft) -> Iterator[BenchRow]:
+    """Rounds of a case in one graph, by its first backend, and of the largest K and batch by the others too."""
+    with bench.noting(name):
+        draft = TimedDraft.of(case, bench.device)
+        first, *others = map(get, case.backends)
+        runs = [(first, k, n) for k, n in product(sizes.num_speculative_tokens, sizes.num_reqs)]
+        runs += [(other, sizes.num_speculative_tokens[-1], sizes.num_reqs[-1]) for other in others]
+        for backend, k, num_reqs in runs:
+            with bench.noting(name, at=f"{backend.name}, K {k}, {num_reqs} requests"):
+                yield from time_round(
+                    bench, draft, RoundConfig(backend, Strategy.FULL_LOOP, k, num_reqs), {WHOLE: f"{name}/round"}
+                )

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.compiled_step import model_step, step_inputs
+from benchmarks.cases.compiled_steps import model_step, step_inputs
 from benchmarks.decode_fixture import COLD_BYTES
 from benchmarks.measure import Quantiles, time_kernels
 from benchmarks.random_drafts import PUBLISHED_DRAFTS
@@ -61,10 +61,10 @@ class _Products(TorchDispatchMode):
 
 
 def _compared(bench: Bench, spec: str, weight: torch.Tensor) -> Iterator[BenchRow]:
-    copies = [weight, *(weight.clone() for _ in range(COLD_BYTES // weight.nbytes))]
+    copies = cold_copies(weight)
     for rows in _ROWS:
         x = torch.randn(rows, weight.shape[1], device=weight.device).to(weight.dtype)
-        ours, theirs = (_timed(product, x, copies) for product in (linear, F.linear))
+        ours, theirs = (time_product(product, x, copies) for product in (linear, F.linear))
         floor = {"floor_us": bench.floor_us(weight.nbytes), "floor_counts": "the weight"}
         labels = {"case": CASE, "spec": spec, "num_reqs": rows, **floor}
         ratio = round(ours["p50"] / theirs["p50"], 3)
@@ -73,8 +73,13 @@ def _compared(bench: Bench, spec: str, weight: torch.Tensor) -> Iterator[BenchRo
         yield {**labels, "backend": "torch", "peer": True, "gpu_us": theirs}
 
 
-def _timed(product: Product, x: torch.Tensor, weights: list[torch.Tensor]) -> Quantiles:
-    """GPU microseconds of a product whose weight is in no cache."""
+def cold_copies(weight: torch.Tensor) -> list[torch.Tensor]:
+    """The weight so often that none is still in a cache when its turn comes again."""
+    return [weight, *(weight.clone() for _ in range(COLD_BYTES // weight.nbytes))]
+
+
+def time_product(product: Product, x: torch.Tensor, weights: list[torch.Tensor]) -> Quantiles:
+    """GPU microseconds of a product with each of the weights in turn."""
     calls = max(2, min(50, 256 // len(weights)))
     gpu = time_kernels(lambda: [product(x, weight) for weight in weights], calls=calls)
     return {name: round(value / len(weights), 3) for name, value in gpu.items()}

@@ -15,13 +15,14 @@ from itertools import pairwise, product
 import torch
 
 from attn_backends import Accepted, AttentionBackend, registry
-from benchmarks.aux_states_target import AuxStatesTarget
 from benchmarks.measure import Quantiles, quantiles
-from benchmarks.random_drafts import RANDOM_DRAFTS, RandomDraft
+from benchmarks.random_drafts import BLOCK_DRAFTS, RANDOM_DRAFTS, RandomDraft
 from benchmarks.rows import Bench, BenchRow, with_limits
 from spec_decode.drafter import Strategy
 from spec_decode.engine import Engine, EngineConfig, EngineStats, Request
-from spec_decode.models import DraftModel, LlamaTarget
+from spec_decode.models import DraftModel, LlamaTarget, ModelConfig
+from spec_decode.models.attention import Attention
+from spec_decode.models.base import TargetStates
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.random_store import RandomStore
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
@@ -33,6 +34,26 @@ from spec_decode.tools.timing_limit import TimingLimit
 NAME = "throughput"
 _PREFILL_TOKENS = 8192
 """Tokens of prompts that a round prefills: large batches are read within a few rounds, in memory that stays bounded."""
+
+
+class AuxStatesTarget(LlamaTarget):
+    """Hands on the states that enter num_states of its layers, evenly spread: [T, num_states * H]."""
+
+    def __init__(self, config: ModelConfig, num_states: int) -> None:
+        super().__init__(config)
+        self.target_states_size = num_states * config.hidden_size
+        self.aux_layers = [1 + index * (config.num_layers - 1) // num_states for index in range(num_states)]
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> TargetStates:
+        """token_ids and positions int64 [T]."""
+        x, delta, rope = self.embed(token_ids), None, self.rotary(positions)
+        entered: list[torch.Tensor] = []
+        for index, layer in enumerate(self.layers):
+            if index in self.aux_layers:
+                entered.append(x if delta is None else x + delta)
+            x, delta = layer(x, delta, rope, attention)
+        hidden: torch.Tensor = self.norm(x, delta)[1]
+        return TargetStates(hidden, torch.cat(entered, -1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +80,8 @@ class ThroughputCase:
     """A draft over a whole target of its shape, and the requests to time.
 
     backends: the target's, the last where no other serves. prompt, output: tokens of each request. warm_up_tokens: of
-    the output, those before the clock starts. gains: percent that the graph of step 0 must bring, by requests.
+    the output, those before the clock starts. gains: percent that the graph of step 0 must bring, by requests. kept:
+    draft tokens that a round keeps in the mean, by the number that it drafts.
     """
 
     draft: RandomDraft
@@ -71,6 +93,7 @@ class ThroughputCase:
     output: int
     warm_up_tokens: int
     gains: Mapping[int, float] = field(default_factory=dict)
+    kept: Mapping[int, float] = field(default_factory=dict)
 
     def models(self, device: torch.device) -> tuple[LlamaTarget, DraftModel]:
         """Target and draft with random weights, made on the device in their dtype."""
@@ -103,6 +126,9 @@ LLAMA3_8B = ThroughputCase(
     gains={1: 4.9, 4: 4.2, 16: 6.2, 32: 3.7},
 )
 """The output is a quarter of the published runs' 1000 tokens: every round of it is alike, and GPU time is short."""
+QWEN3_8B = replace(
+    LLAMA3_8B, draft=BLOCK_DRAFTS["qwen3-8b-dflash"], num_layers=36, gains={}, kept={3: 2.0, 7: 3.5, 15: 5.0}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +164,20 @@ def throughput_rows(bench: Bench, case: ThroughputCase = LLAMA3_8B) -> Iterator[
         ):
             with bench.noting(f"{NAME}/{what}"):
                 yield from rows
+
+
+def block_throughput_rows(
+    bench: Bench, case: ThroughputCase = QWEN3_8B, steps: RandomDraft = RANDOM_DRAFTS["qwen3-8b-eagle3"]
+) -> Iterator[BenchRow]:
+    """For each number of draft tokens a draft of the same target that goes step by step, then the case's, which
+    proposes a block at once; step_ratio: its output tokens a second over those of the other."""
+    part = "block-drafts"
+    with bench.noting(f"{NAME}/{part}"):
+        chain, block = timed_pair(bench, replace(case, draft=steps)), timed_pair(bench, case)
+        for count, kept in case.kept.items():
+            decoding = Decoding(num_speculative_tokens=count, accepted=kept)
+            for row in compared_rows(part, (chain, decoding), (block, decoding), "step_ratio"):
+                yield {**row, "peer": "step_ratio" not in row}
 
 
 @dataclass(frozen=True, slots=True)

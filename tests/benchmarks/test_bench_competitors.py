@@ -1,12 +1,14 @@
 """What drafts are timed beside: their own steps compiled by torch, and torch's own products."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from attn_backends import get
-from benchmarks import compiled_step
+from benchmarks import tune_skinny_linear
 from benchmarks.cases import compiled_steps, products
-from benchmarks.compiled_step import (
+from benchmarks.cases.compiled_steps import (
     CompiledStep,
     ContiguousAttention,
     in_plain_torch,
@@ -19,6 +21,7 @@ from benchmarks.rows import Bench
 from builders import AttentionKind
 from spec_decode.drafter import Strategy
 from spec_decode.models.attention import AttentionInputs
+from spec_decode.models.kernels.skinny_tiling import tile_of
 from spec_decode.tools.timing_limit import verdict
 from tests.benchmarks.test_bench_random_drafts import tiny
 from tests.factories import CPU, make_spec
@@ -89,7 +92,7 @@ def test_a_step_in_plain_torch_is_the_models(name, num_reqs):
 
 
 def test_each_replay_goes_on_where_the_one_before_ended(monkeypatch):
-    monkeypatch.setattr(compiled_step, "_compile", lambda module: module)
+    monkeypatch.setattr(compiled_steps, "_compile", lambda module: module)
     draft = tiny_draft("llama3-8b-eagle")
     step = CompiledStep(draft, 2, CPU)
     expected = in_plain_torch(step._compiled, (step.token_ids, step.hidden, step.positions))
@@ -100,7 +103,7 @@ def test_each_replay_goes_on_where_the_one_before_ended(monkeypatch):
 
 
 def test_a_draft_has_a_row_of_its_own_and_one_of_the_compiled_step(monkeypatch):
-    monkeypatch.setattr(compiled_step, "_compile", lambda module: module)
+    monkeypatch.setattr(compiled_steps, "_compile", lambda module: module)
     run = RoundConfig(get("torch_reference"), Strategy.FULL_LOOP, 3, 1)
 
     ours, theirs = compiled_steps.beside_compiled(
@@ -153,3 +156,20 @@ def test_each_product_has_a_row_of_ours_beside_torchs(monkeypatch):
     ours, theirs = rows[:2]
     assert (ours["peer_ratio"], ours["floor_us"], theirs["backend"], theirs["peer"]) == (0.5, 8.192, "torch", True)
     assert [row["num_reqs"] for row in rows[:4]] == [1, 1, 8, 8]
+
+
+def test_tuning_tries_the_tables_tiling_first_and_says_which_is_best(monkeypatch):
+    tiny_bf16 = replace(tiny(KINDS[0]), dtype=torch.bfloat16)
+    monkeypatch.setattr(tune_skinny_linear, "_DEVICE", CPU)
+    monkeypatch.setattr(tune_skinny_linear, "PUBLISHED_DRAFTS", {KINDS[0]: tiny_bf16})
+    shapes = tune_skinny_linear.shapes([KINDS[0]], [1, 2])
+    assert {(shape.n, shape.k) for shape in shapes if shape.gated} == {(96, 32)} and len(shapes) == 12
+
+    shape = tune_skinny_linear.SkinnyProduct(2, 2048, 1024, gated=True)
+    own, *others = shape.tilings()
+    assert own == tile_of(2, 1024, 1024, gated=True) and others and own not in others
+    medians = iter([4.0, 2.0, *[3.0] * len(others)])
+    monkeypatch.setattr(tune_skinny_linear, "time_product", lambda *_: {"p50": next(medians)})
+    monkeypatch.setattr(products, "COLD_BYTES", 0)
+    line = tune_skinny_linear.tuned(shape, 1e6)
+    assert f"2.00 us, 0.48 of the floor 4.19; table 4.00; F.linear 3.00; {others[0]}" in line

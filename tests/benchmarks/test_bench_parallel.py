@@ -5,11 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.aux_states_target import AuxStatesTarget
-from benchmarks.cases import block_draft_rounds, tree_verify
-from benchmarks.cases.block_draft_rounds import block_draft_rows
-from benchmarks.cases.block_throughput import BlockThroughputCase, block_throughput_rows
-from benchmarks.cases.throughput import LLAMA3_8B
+from benchmarks.cases import draft_rounds, tree_verify
+from benchmarks.cases.draft_rounds import block_draft_rows
+from benchmarks.cases.throughput import LLAMA3_8B, AuxStatesTarget, block_throughput_rows
 from benchmarks.cases.tree_verify import tree_rows
 from benchmarks.random_drafts import BLOCK_DRAFTS, RANDOM_DRAFTS
 from benchmarks.rounds import weight_bytes
@@ -28,8 +26,8 @@ def tiny_block(name):
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(block_draft_rounds, "BLOCK_DRAFTS", {name: tiny_block(name) for name in BLOCK_DRAFTS})
-    monkeypatch.setattr(block_draft_rounds, "RANDOM_DRAFTS", {name: tiny(name) for name in RANDOM_DRAFTS})
+    monkeypatch.setattr(draft_rounds, "BLOCK_DRAFTS", {name: tiny_block(name) for name in BLOCK_DRAFTS})
+    monkeypatch.setattr(draft_rounds, "RANDOM_DRAFTS", {name: tiny(name) for name in RANDOM_DRAFTS})
 
 
 @pytest.mark.parametrize("name", BLOCK_DRAFTS)
@@ -39,16 +37,16 @@ def test_a_block_draft_is_timed_beside_one_that_goes_step_by_step(small, name):
     assert not bench.missing
     assert [(row["case"], row.get("peer", False)) for row in rows] == [
         (f"{name}/round", False),
-        (f"{name}/{block_draft_rounds._BESIDE[name]}/round", True),
+        (f"{name}/{draft_rounds._BESIDE[name]}/round", True),
     ]
 
 
 def test_engines_of_both_kinds_of_draft_keep_as_many_tokens_and_differ_in_the_draft_alone():
     sizes = {"num_layers": 6, "dtype": torch.float32, "backends": ("triton_paged",), "num_reqs": (2,), "prompt": 12}
-    block = replace(LLAMA3_8B, draft=tiny_block("qwen3-8b-dflash"), **sizes, output=40, warm_up_tokens=8, gains={})
-    case = BlockThroughputCase(block=block, steps=replace(block, draft=tiny("qwen3-8b-eagle3")), kept={3: 2.0})
+    sizes |= {"output": 40, "warm_up_tokens": 8, "gains": {}, "kept": {3: 2.0}}
+    case = replace(LLAMA3_8B, draft=tiny_block("qwen3-8b-dflash"), **sizes)
     bench = Bench(CPU, None)
-    steps, found = block_throughput_rows(bench, case)
+    steps, found = block_throughput_rows(bench, case, tiny("qwen3-8b-eagle3"))
     assert not bench.missing
     assert (steps["draft"], found["draft"]) == ("Qwen3-8B's EAGLE-3 draft", "Qwen3-8B's DFlash draft")
     assert all(row["accepted"] == pytest.approx(2.0, abs=0.3) for row in (steps, found))

@@ -1,0 +1,116 @@
+"""Time ways to cut the products of published drafts over few rows: python -m benchmarks.tune_skinny_linear, on a GPU.
+
+A line per weight and number of rows: the best tiling and its time, that over the time to read the weight once (the
+floor), the time of the table's own tiling, and that of torch's linear layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
+
+import torch
+from torch.nn import functional as F
+
+from benchmarks.cases.products import cold_copies, time_product, weights_of
+from benchmarks.measure import copy_bandwidth
+from benchmarks.random_drafts import PUBLISHED_DRAFTS
+from benchmarks.rounds import TimedDraft
+from spec_decode.models.kernels.skinny_linear import SkinnyLinear
+from spec_decode.models.kernels.skinny_tiling import MAX_SUMS, Tiling, power_of_two, tile_of
+
+_DEVICE = torch.device("cuda")
+_CUTS = [
+    Tiling(block_n, warps * inputs, warps, stages)
+    for block_n, warps, inputs, stages in product((1, 2, 4, 8), (2, 4, 8), (128, 256), (1, 3))
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyProduct:
+    """A product of so many rows with a weight [n, k]; gated: n holds gate above up."""
+
+    rows: int
+    n: int
+    k: int
+    gated: bool
+
+    def draw(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows and a weight, bfloat16."""
+        x, weight = (torch.randn(size, self.k, dtype=torch.bfloat16, device=_DEVICE) for size in (self.rows, self.n))
+        return x, weight * self.k**-0.5
+
+    def tilings(self) -> list[Tiling]:
+        """The table's first, then others whose sums stay in registers."""
+        height = power_of_two(self.rows) * (1 + self.gated)
+        own = tile_of(self.rows, self.n // (1 + self.gated), self.k, gated=self.gated)
+        others = [
+            cut
+            for cut in _CUTS
+            if height * cut.block_n * cut.block_k <= 2 * MAX_SUMS * 32 * cut.num_warps and cut.block_k <= self.k
+        ]
+        return list(dict.fromkeys([own, *others]))
+
+    def run(self, tile: Tiling, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The kernel, cut in that way."""
+        return SkinnyLinear(x, weight, gated=self.gated).launch(tile)[1]
+
+
+def shapes(names: list[str], rows: list[int]) -> list[SkinnyProduct]:
+    """The products of these drafts' steps, each once."""
+    found: dict[SkinnyProduct, None] = {}
+    for name in names:
+        draft = PUBLISHED_DRAFTS[name]
+        gated = 2 * draft.config["intermediate_size"]
+        for weight in weights_of(TimedDraft.of(draft, _DEVICE), _DEVICE):
+            if weight.dtype == torch.bfloat16:
+                n, k = weight.shape
+                found |= dict.fromkeys(SkinnyProduct(count, n, k, n == gated) for count in rows)
+    return list(found)
+
+
+@torch.no_grad()
+def compile_all(shape: SkinnyProduct) -> None:
+    """Run every tiling, so that its kernel lies in Triton's cache; raise for one that is wrong."""
+    x, weight = shape.draw()
+    expected = SkinnyLinear(x, weight, gated=shape.gated).reference()[1]
+    for tile in shape.tilings():
+        torch.testing.assert_close(shape.run(tile, x, weight), expected, rtol=2e-2, atol=2e-2)
+
+
+def tuned(shape: SkinnyProduct, bandwidth: float) -> str:
+    """The line of a shape."""
+    x, weight = shape.draw()
+    weights = cold_copies(weight)
+    times = {tile: time_product(partial(shape.run, tile), x, weights)["p50"] for tile in shape.tilings()}
+    own, best, floor = next(iter(times)), min(times, key=lambda tile: times[tile]), weight.nbytes / bandwidth
+    return (
+        f"{shape.rows} x {shape.k} to {shape.n}{' gated' * shape.gated}: {times[best]:.2f} us, "
+        f"{times[best] / floor:.2f} of the floor {floor:.2f}; table {times[own]:.2f}; "
+        f"F.linear {time_product(F.linear, x, weights)['p50']:.2f}; {best}"
+    )
+
+
+@torch.no_grad()
+def main() -> None:
+    """Print the lines."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("drafts", nargs="*", default=list(PUBLISHED_DRAFTS), help="of the bench's; all where none is")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2])
+    flags = parser.parse_args()
+    found, began = shapes(flags.drafts, flags.rows), time.monotonic()
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_all, found))
+    print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
+    bandwidth = copy_bandwidth()
+    for shape in found:
+        print(tuned(shape, bandwidth), flush=True)
+
+
+if __name__ == "__main__":
+    main()
