@@ -1,4 +1,4 @@
-"""A batch of one token per request over shuffled pages, and attention over it by any backend."""
+"""A batch of a few tokens per request over shuffled pages, and attention over it by any backend."""
 
 from __future__ import annotations
 
@@ -34,17 +34,25 @@ def shuffled_tables(page_size: int, num_reqs: int, limit: int, device: torch.dev
 
 
 class DecodeFixture:
-    """One query token at position context - 1 for each request; pages reach `horizon` tokens further."""
+    """For each request the last `tokens` of `context` tokens as its query; pages reach `horizon` tokens further."""
 
     def __init__(
-        self, spec: AttentionSpec, num_reqs: int, context: int, device: torch.device, *, horizon: int = 0
+        self,
+        spec: AttentionSpec,
+        num_reqs: int,
+        context: int,
+        device: torch.device,
+        *,
+        tokens: int = 1,
+        horizon: int = 0,
     ) -> None:
         self.spec, self.num_reqs, self.context, self.device = spec, num_reqs, context, device
         self.tables, self.num_pages = shuffled_tables(spec.page_size, num_reqs, context + horizon, device)
-        self.buffers = BatchBuffers(self.tables, max_tokens=num_reqs)
-        self.buffers.load([1] * num_reqs, [context] * num_reqs)
-        self.batch = self.buffers.view(0, num_reqs=num_reqs, num_tokens=num_reqs, max_query_len=1)
-        self.query = torch.randn(num_reqs, spec.num_q_heads, spec.head_dim, device=device).to(spec.dtype)
+        count = num_reqs * tokens
+        self.buffers = BatchBuffers(self.tables, max_tokens=count)
+        self.buffers.load([tokens] * num_reqs, [context] * num_reqs)
+        self.batch = self.buffers.view(0, num_reqs=num_reqs, num_tokens=count, max_query_len=tokens)
+        self.query = torch.randn(count, spec.num_q_heads, spec.head_dim, device=device).to(spec.dtype)
         self.sinks = torch.randn(spec.num_q_heads, device=device) if spec.sinks else None
 
     @property
@@ -60,8 +68,8 @@ class DecodeFixture:
 
     def builder(self, backend: AttentionBackend) -> MetadataBuilder[Any]:
         """A builder of the backend for this batch."""
-        most, longest = self.num_reqs, self.tables.max_seq_len
-        return backend.builder(self.spec, self.device, max_reqs=most, max_tokens=most, max_seq_len=longest)
+        sizes = {"max_reqs": self.num_reqs, "max_tokens": len(self.query), "max_seq_len": self.tables.max_seq_len}
+        return backend.builder(self.spec, self.device, **sizes)
 
     def attention_by(self, backend: AttentionBackend) -> AttentionCall:
         """The backend's attention, with metadata built for the batch as it is."""

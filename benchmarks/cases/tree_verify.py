@@ -6,24 +6,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-import torch
-
 from attn_backends import AttentionBackend
-from benchmarks.decode_fixture import shuffled_tables
-from benchmarks.measure import Quantiles, time_kernels
+from benchmarks.decode_fixture import DecodeFixture, time_attention
+from benchmarks.measure import Quantiles
 from benchmarks.rows import Bench, BenchRow, serving, with_limits
-from builders import AttentionBatch, AttentionKind, AttentionSpec, BatchBuffers
+from spec_decode.tools.specs import GQA, MLA
 from spec_decode.tools.timing_limit import TimingLimit
 from spec_decode.trees import DraftTree
 from spec_decode.trees.kernels.ancestor_masks import ancestor_masks
 
-_SPECS = (
-    AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16, tree=True),
-    AttentionSpec(
-        num_q_heads=16, num_kv_heads=1, head_dim=576, value_dim=512, page_size=64, dtype=torch.bfloat16, tree=True,
-        kind=AttentionKind.MLA,
-    ),
-)  # fmt: skip
+_SPECS = tuple(replace(spec, tree=True) for spec in (GQA, MLA))
 _CONTEXT = 1024
 _LIMIT = TimingLimit("chain_ratio", 1.15)
 """What a tree may take over as many tokens in a row."""
@@ -35,44 +27,31 @@ def tree_rows(bench: Bench) -> Iterator[BenchRow]:
         for num_tokens, num_reqs in product((16, 32, 64), (1, 8)):
             at = f"{num_tokens} tokens, {num_reqs} requests"
             with bench.noting(f"tree-verify/{backend.name}", at=at):
-                chain, tree = (_time(backend, spec, num_tokens, num_reqs, bench.device, own) for own in (False, True))
-                row = {
-                    "case": "tree-verify", "backend": backend.name, "spec": spec.describe(), "num_reqs": num_reqs,
-                    "context": _CONTEXT, "num_tokens": num_tokens,
-                }  # fmt: skip
+                length = _CONTEXT + num_tokens
+                fixtures = [
+                    DecodeFixture(replace(spec, tree=tree), num_reqs, length, bench.device, tokens=num_tokens)
+                    for tree in (False, True)
+                ]
+                chain, tree = (_time(fixture, backend) for fixture in fixtures)
+                labels = fixtures[1].labels("tree-verify", backend.name)
+                row = {**labels, "context": _CONTEXT, "num_tokens": num_tokens}
                 yield {**row, "tree": False, "gpu_us": chain}
                 ratio = round(tree["p50"] / chain["p50"], 3)
                 yield with_limits({**row, "tree": True, "gpu_us": tree, "chain_ratio": ratio}, _LIMIT)
 
 
-def _time(
-    backend: AttentionBackend, spec: AttentionSpec, num_tokens: int, num_reqs: int, device: torch.device, tree: bool
-) -> Quantiles:
+def _time(fixture: DecodeFixture, backend: AttentionBackend) -> Quantiles:
     """GPU microseconds of attention alone."""
-    spec = spec if tree else replace(spec, tree=False)
-    tables, num_pages = shuffled_tables(spec.page_size, num_reqs, _CONTEXT + num_tokens, device)
-    cache = backend.allocate_kv(spec, num_pages, device)
-    for part in (cache.key,) if cache.latent else (cache.key, cache.value):
-        part.normal_()
-    count = num_reqs * num_tokens
-    buffers = BatchBuffers(tables, max_tokens=count)
-    buffers.load([num_tokens] * num_reqs, [_CONTEXT + num_tokens] * num_reqs)
-    batch = _batch(buffers, num_reqs, num_tokens, tree)
-    builder = backend.builder(
-        spec, device, max_reqs=num_reqs, max_tokens=count, max_seq_len=tables.max_seq_len
-    )  # fmt: skip
-    metadata = builder.build(batch)
-    query = torch.randn(count, spec.num_q_heads, spec.head_dim, device=device).to(spec.dtype)
-    return time_kernels(lambda: backend.forward(query, cache, metadata, spec=spec))
+    if fixture.spec.tree:
+        _make_tree(fixture)
+    return time_attention(fixture.attention_by(backend), fixture.caches(backend, cold=False))
 
 
-def _batch(buffers: BatchBuffers, num_reqs: int, num_tokens: int, tree: bool) -> AttentionBatch:
-    count = num_reqs * num_tokens
-    batch = buffers.view(0, num_reqs=num_reqs, num_tokens=count, max_query_len=num_tokens)
-    if not tree:
-        return batch
+def _make_tree(fixture: DecodeFixture) -> None:
+    """Put a tree of three children a token into the place of the tokens in a row."""
+    buffers, num_tokens = fixture.buffers, fixture.batch.max_query_len
     shape = DraftTree(tuple(token // 3 for token in range(num_tokens - 1)))
-    masks, depths = ancestor_masks(shape.rows(num_reqs, buffers.positions.device))
+    masks, depths = ancestor_masks(shape.rows(fixture.num_reqs, fixture.device))
     buffers.tree_masks.copy_(masks.flatten())
-    buffers.positions.copy_((_CONTEXT + depths).flatten())
-    return buffers.tree_view(batch)
+    buffers.positions.copy_((fixture.context - num_tokens + depths).flatten())
+    fixture.batch = buffers.tree_view(fixture.batch)

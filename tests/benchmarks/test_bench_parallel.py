@@ -75,11 +75,11 @@ def test_a_block_reads_what_is_made_of_the_targets_states_too():
 
 
 def test_trees_are_timed_beside_as_many_tokens_in_a_row_on_every_backend_that_has_them(monkeypatch):
-    def run_once(launch):
-        assert launch().isfinite().all()
+    def run_once(attend, caches):
+        assert attend(caches[0]).isfinite().all()
         return {"p50": 2.0}
 
-    monkeypatch.setattr(tree_verify, "time_kernels", run_once)
+    monkeypatch.setattr(tree_verify, "time_attention", run_once)
     monkeypatch.setattr(tree_verify, "_CONTEXT", 20)
     rows = list(tree_rows(Bench(CPU, None)))
     assert {row["backend"] for row in rows} == {"torch_reference", "triton_paged", "triton_mla"}
