@@ -1,9 +1,11 @@
-"""Make all evidence of one commit on the GPUs of one machine: python scripts/evidence.py --into reports/h200.
+"""Make evidence on this machine's GPUs, or renew what is stale: python scripts/evidence.py [--stale] [--minutes N].
 
-Timings come first, one on each GPU, with the cores of the machine to themselves: beside much other work the host's
-times double. Then memcheck has the GPUs to itself, whose processes it shares out among them, and everything else
-shares them. A report is put in place as its step ends, also where the step found failures; the exit status is 1 if any
-did. Refuses a checkout with changes: a report of them could not be made again.
+Reports go to reports/<device>, reports/h200 say. A report is put in place as its step ends, also where the step found
+failures. Checks come first, since the matrix is made of them; they and other tests share the GPUs. Then memcheck has
+all GPUs to itself, and then the timings, one on each GPU, with the machine's cores to themselves: beside other work the
+host's times double. With --minutes, a step that would not end in time is left out and named, and one that outlives the
+time is ended. The exit status is 1 if a step failed. Refuses a checkout with changes: a report of them could not be
+made again.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,7 +31,9 @@ import torch
 
 from attn_backends import names
 from spec_decode.environment import environment
-from spec_decode.files import write_whole
+from spec_decode.files import ReportError, write_whole
+from spec_decode.matrix.sources import read_documents
+from spec_decode.matrix.staleness import stale_reports
 
 ROOT = Path(__file__).resolve().parent.parent
 CLI = ("-m", "spec_decode")
@@ -48,62 +53,78 @@ SLOTS = 12
 
 @dataclass(frozen=True)
 class Step:
-    """One report and the Python command that makes it; --json and its file are added."""
+    """One report and the Python command that makes it; --json and its file are added. seconds: about how long it takes
+    on one GPU, beside its like where it shares one.
+    """
 
     report: str
     command: tuple[str, ...]
+    seconds: float = 60.0
 
 
-def timed_steps() -> list[Step]:
-    """Those whose numbers are times."""
-    cases = {
-        "drafter": (*ROUNDS, *IN_TWO),
-        "competitors": ("competitors",),
-        "parallel": ("parallel",),
-        "throughput": ("throughput",),
-        "sampling": ("sampling",),
-        "backends": ("backends", *IN_TWO),
-        "flashinfer-decode": ("flashinfer-decode",),
-    }
-    return [Step(f"bench-{name}", (*CLI, "bench", *which, "--device", "cuda")) for name, which in cases.items()]
+def shared_steps(backends: Sequence[str]) -> list[Step]:
+    """Those that share the GPUs, the most valuable first."""
+    soak = ("--rounds", "20000", "--max-reqs", "8", "-k", "4", "--seed", "0", "--device", "cuda")
+    return [
+        *(Step(f"check-{name}", (*CLI, "check", name, "--device", "cuda"), 300) for name in backends),
+        Step("stale-controls", ("scripts/stale_controls.py", *backends, "--jobs", "10"), 120),
+        *(Step(f"soak-{name}", (*CLI, "soak", name, *soak), 200) for name in backends),
+        Step("pair-agreement", ("scripts/pair_agreement.py", "--jobs", "10"), 400),
+        Step("engine-run", ("scripts/engine_run.py", "--requests", "5000"), 300),
+        Step("transformers-logits", ("scripts/transformers_logits.py",), 300),
+        Step("shared-gpu-replays", ("scripts/shared_gpu_replays.py", "--seconds", "200"), 240),
+    ]
 
 
 def lone_steps(backends: Sequence[str]) -> list[Step]:
     """Those that take all GPUs at once."""
-    return [Step("memcheck", ("scripts/memcheck.py", *backends))]
+    return [Step("memcheck", ("scripts/memcheck.py", *backends), 240)]
 
 
-def shared_steps(backends: Sequence[str]) -> list[Step]:
-    """The others, the longest first."""
-    soak = ("--rounds", "20000", "--max-reqs", "8", "-k", "4", "--seed", "0", "--device", "cuda")
-    return [
-        *(Step(f"check-{name}", (*CLI, "check", name, "--device", "cuda")) for name in backends),
-        Step("engine-run", ("scripts/engine_run.py", "--requests", "5000")),
-        Step("pair-agreement", ("scripts/pair_agreement.py", "--jobs", "10")),
-        Step("transformers-logits", ("scripts/transformers_logits.py",)),
-        *(Step(f"soak-{name}", (*CLI, "soak", name, *soak)) for name in backends),
-        Step("stale-controls", ("scripts/stale_controls.py", *backends, "--jobs", "10")),
-        Step("shared-gpu-replays", ("scripts/shared_gpu_replays.py", "--seconds", "200")),
-    ]
+def timed_steps() -> list[Step]:
+    """Those whose numbers are times, the most valuable first."""
+    cases: dict[str, tuple[tuple[str, ...], float]] = {
+        "drafter": ((*ROUNDS, *IN_TWO), 400),
+        "backends": (("backends", *IN_TWO), 300),
+        "throughput": (("throughput",), 120),
+        "parallel": (("parallel",), 500),
+        "sampling": (("sampling",), 60),
+        "flashinfer-decode": (("flashinfer-decode",), 60),
+        "competitors": (("competitors",), 120),
+    }
+    bench = (*CLI, "bench")
+    return [Step(f"bench-{name}", (*bench, *of, "--device", "cuda"), t) for name, (of, t) in cases.items()]
 
 
 class Evidence:
-    """Runs steps on the GPUs, and keeps what each ended with."""
+    """Runs steps on the GPUs, and keeps what each ended with. seconds: how long all may take; None for no limit."""
 
     def __init__(
-        self, gpus: Sequence[int], *, timed: Sequence[Step], lone: Sequence[Step], shared: Sequence[Step], into: Path
+        self,
+        gpus: Sequence[int],
+        *,
+        shared: Sequence[Step],
+        lone: Sequence[Step],
+        timed: Sequence[Step],
+        into: Path,
+        seconds: float | None = None,
     ) -> None:
-        self.gpus, self.lone, self.into = gpus, lone, into
+        self.gpus, self.lone, self.into, self.seconds = gpus, lone, into, seconds
         self.began = time.monotonic()
         self.failed: list[str] = []
-        self._timed, self._shared = _waiting(timed), _waiting(shared)
+        self.left_out: list[str] = []
+        self._shared, self._timed = _waiting(shared), _waiting(timed)
 
     def run(self) -> None:
-        """Until every step has ended."""
-        _together([partial(self._take, self._timed, gpu) for gpu in self.gpus])
+        """Until every step has ended, or the time has."""
+        _together([partial(self._take, self._shared, gpu) for gpu in self.gpus for _ in range(SLOTS)])
         for step in self.lone:
             self._run(step, *self.gpus)
-        _together([partial(self._take, self._shared, gpu) for gpu in self.gpus for _ in range(SLOTS)])
+        _together([partial(self._take, self._timed, gpu) for gpu in self.gpus])
+
+    @property
+    def _left(self) -> float | None:
+        return None if self.seconds is None else max(0.0, self.began + self.seconds - time.monotonic())
 
     def _take(self, waiting: queue.SimpleQueue[Step], gpu: int) -> None:
         while True:
@@ -114,25 +135,55 @@ class Evidence:
             self._run(step, gpu)
 
     def _run(self, step: Step, *gpus: int) -> None:
+        if self._left is not None and step.seconds > self._left:
+            self.left_out.append(step.report)
+            self._say(f"{step.report}: left out, it takes about {step.seconds:.0f} s")
+            return
         with tempfile.TemporaryDirectory() as folder:
             made, log = Path(folder, f"{step.report}.json"), self.into / f"{step.report}.log"
             with log.open("w") as output:
-                done = subprocess.run(
-                    [sys.executable, *step.command, "--json", str(made)],
-                    cwd=ROOT,
-                    env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))},
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    stdin=subprocess.DEVNULL,
-                )
+                status = self._command([sys.executable, *step.command, "--json", str(made)], gpus, output.fileno())
             if made.exists():
                 write_whole(self.into / made.name, made.read_bytes())
         last = log.read_text().strip().rpartition("\n")[2]
-        if done.returncode:
+        if status:
             self.failed.append(step.report)
         else:
             log.unlink()
-        print(f"{time.monotonic() - self.began:5.0f} s  {step.report}: {done.returncode}  {last[:100]}", flush=True)
+        self._say(f"{step.report}: {status}  {last[:100]}")
+
+    def _command(self, command: Sequence[str], gpus: Sequence[int], output: int) -> int:
+        """Its exit status; it is ended, with all that it started, when the time is over."""
+        with subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        ) as process:
+            try:
+                return process.wait(self._left)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                return process.wait()
+
+    def _say(self, text: str) -> None:
+        print(f"{time.monotonic() - self.began:5.0f} s  {text}", flush=True)
+
+
+def folder_of(device: str) -> Path:
+    """Where the reports of a GPU go: NVIDIA H100 80GB HBM3 -> reports/h100."""
+    return ROOT / "reports" / device.removeprefix("NVIDIA ").split()[0].lower()
+
+
+def is_stale(path: Path) -> bool:
+    """Whether a report is missing, unreadable, or of older source."""
+    try:
+        return not path.exists() or bool(stale_reports(read_documents([path])))
+    except ReportError:
+        return True
 
 
 def _waiting(steps: Sequence[Step]) -> queue.SimpleQueue[Step]:
@@ -152,31 +203,40 @@ def _together(work: Sequence[Callable[[], None]]) -> None:
 
 def main() -> None:
     """Run the steps, say how each ended, and fail if any did."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--into", type=Path, required=True, help="folder of the reports")
-    parser.add_argument("--gpus", help="their numbers, 0,1 say; all of the machine if left out")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stale", action="store_true", help="only reports that are missing or of older source")
+    parser.add_argument("--minutes", type=float, help="how long it may take; without it, until all is done")
     parser.add_argument("--only", action="append", help="patterns of reports, check-* say; all if left out")
+    parser.add_argument("--gpus", help="their numbers, 0,1 say; all of the machine if left out")
+    parser.add_argument("--into", type=Path, help="folder of the reports; reports/<device> if left out")
     flags = parser.parse_args()
+    if flags.minutes is not None and not flags.minutes > 0:
+        parser.error(f"--minutes must be above 0, got {flags.minutes:g}.")
     if environment(torch.device("cpu")).dirty:
-        parser.error("evidence must be of a commit, this checkout has changes; nothing was run. Commit them first.")
+        parser.error("this checkout has changes, and evidence must be of a commit. Commit them first.")
     gpus = [int(gpu) for gpu in flags.gpus.split(",")] if flags.gpus else list(range(torch.cuda.device_count()))
     if not gpus:
-        parser.error("evidence needs a CUDA device, none was found; nothing was run. Run it on a machine with one.")
+        parser.error("evidence needs a CUDA device, none was found. Run it on a machine with one.")
+    into = flags.into or folder_of(torch.cuda.get_device_name(gpus[0]))
+    into.mkdir(parents=True, exist_ok=True)
 
     def asked(steps: Sequence[Step]) -> list[Step]:
-        return [step for step in steps if any(fnmatchcase(step.report, only) for only in flags.only or ["*"])]
+        wanted = [step for step in steps if any(fnmatchcase(step.report, only) for only in flags.only or ["*"])]
+        return [step for step in wanted if not flags.stale or is_stale(into / f"{step.report}.json")]
 
-    flags.into.mkdir(parents=True, exist_ok=True)
     evidence = Evidence(
         gpus,
-        timed=asked(timed_steps()),
-        lone=asked(lone_steps(names())),
         shared=asked(shared_steps(names())),
-        into=flags.into,
+        lone=asked(lone_steps(names())),
+        timed=asked(timed_steps()),
+        into=into,
+        seconds=flags.minutes and flags.minutes * 60,
     )
     evidence.run()
+    if evidence.left_out:
+        print(f"left out for lack of time: {', '.join(evidence.left_out)}")
     if evidence.failed:
-        print(f"ended with failures: {', '.join(sorted(evidence.failed))}; see their logs in {flags.into}")
+        print(f"ended with failures: {', '.join(sorted(evidence.failed))}; see their logs in {into}")
         raise SystemExit(1)
 
 

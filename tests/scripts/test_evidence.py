@@ -1,6 +1,7 @@
 """The run that makes all evidence: every report in place, timings undisturbed, failures named."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import msgspec
@@ -10,6 +11,8 @@ import torch
 from scripts import evidence
 from scripts.evidence import Evidence, Step
 from spec_decode.environment import environment
+from spec_decode.files import report_bytes
+from spec_decode.source_digests import SourceRecord
 
 RECORD = """
 import json, os, sys, time
@@ -30,8 +33,8 @@ def made(folder):
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
-def ran(folder, timed, shared, lone=(), gpus=(0, 1)):
-    run = Evidence(gpus, timed=timed, lone=lone, shared=shared, into=folder)
+def ran(folder, timed, shared, lone=(), gpus=(0, 1), seconds=None):
+    run = Evidence(gpus, timed=timed, lone=lone, shared=shared, into=folder, seconds=seconds)
     run.run()
     return run, made(folder)
 
@@ -43,12 +46,12 @@ def test_every_step_leaves_its_report_and_no_log(tmp_path):
     assert not list(tmp_path.glob("*.log")) and not list(tmp_path.glob(".*"))
 
 
-def test_nothing_else_runs_until_the_timings_have_ended(tmp_path):
+def test_timings_begin_when_everything_else_has_ended(tmp_path):
     timed = [step(f"t{i}", seconds=0.3) for i in range(3)]
     _, reports = ran(tmp_path, timed, [step(f"s{i}", seconds=0.2) for i in range(6)], [step("l")])
 
     timings = [reports.pop(step.report) for step in timed]
-    assert all(row["began"] >= max(timing["ended"] for timing in timings) for row in reports.values())
+    assert all(timing["began"] >= max(row["ended"] for row in reports.values()) for timing in timings)
 
 
 def test_a_timing_has_its_gpu_to_itself(tmp_path):
@@ -64,13 +67,23 @@ def test_a_lone_step_has_every_gpu_to_itself(tmp_path):
 
     lone = reports.pop("l")
     assert lone["gpu"] == "0,1" and {row["gpu"] for row in reports.values()} == {"0", "1"}
-    assert all(row["began"] >= lone["ended"] for row in reports.values())
+    assert all(row["ended"] <= lone["began"] for row in reports.values())
 
 
-def test_with_one_gpu_the_timings_come_first_and_the_rest_after_them(tmp_path):
-    _, reports = ran(tmp_path, [step("t")], [step("s")], gpus=(0,))
+def test_what_would_not_end_in_time_is_left_out_and_named(tmp_path):
+    long = replace(step("long"), seconds=100.0)
+    run, reports = ran(tmp_path, [long], [replace(step("short"), seconds=1.0)], seconds=60.0)
 
-    assert reports["s"]["began"] >= reports["t"]["ended"]
+    assert reports.keys() == {"short"} and run.left_out == ["long"] and not run.failed
+
+
+def test_what_outlives_the_time_is_ended_with_what_it_started_and_its_old_report_stays(tmp_path):
+    (tmp_path / "slow.json").write_text('{"old": true}')
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], *sys.argv[2:]])"
+    slow = Step("slow", ("-c", child, RECORD.format(seconds=600, status=0)), seconds=0.0)
+    run, reports = ran(tmp_path, [], [slow], seconds=0.5)
+
+    assert run.failed == ["slow"] and reports == {"slow": {"old": True}}
 
 
 def test_a_step_that_fails_is_named_and_keeps_its_report_and_its_log(tmp_path):
@@ -89,7 +102,7 @@ def test_a_checkout_with_changes_is_refused(tmp_path, monkeypatch, capsys):
         evidence.main()
 
     assert stopped.value.code == 2 and not (tmp_path / "reports").exists()
-    assert "this checkout has changes; nothing was run. Commit them first." in capsys.readouterr().err
+    assert "this checkout has changes, and evidence must be of a commit. Commit them first." in capsys.readouterr().err
 
 
 def replace_dirty(dirty):
@@ -116,3 +129,20 @@ def test_every_backend_is_checked_and_soaked_and_no_report_is_made_twice():
 
     assert len(set(reports)) == len(reports)
     assert {"check-one", "check-two", "soak-one", "soak-two"} <= set(reports)
+
+
+def test_only_stale_reports_are_renewed(tmp_path, monkeypatch):
+    fresh = {"schema": "attn-soak/4", "sources": msgspec.to_builtins(SourceRecord.of({"": ["builders.errors"]}))}
+    (tmp_path / "fresh.json").write_bytes(report_bytes(fresh))
+    (tmp_path / "old.json").write_bytes(report_bytes({**fresh, "sources": {"modules": {"builders": {"errors": "0"}}}}))
+    (tmp_path / "cut.json").write_text('{"schema')
+    (tmp_path / "edited.json").write_bytes(report_bytes(fresh).replace(b"soak", b"loaf"))
+    names = ("fresh", "old", "cut", "edited", "missing")
+    stale = [name for name in names if evidence.is_stale(tmp_path / f"{name}.json")]
+
+    assert stale == ["old", "cut", "edited", "missing"]
+
+
+@pytest.mark.parametrize(("device", "folder"), [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100")])
+def test_the_device_chooses_the_folder(device, folder):
+    assert evidence.folder_of(device) == evidence.ROOT / "reports" / folder
