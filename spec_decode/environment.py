@@ -24,7 +24,6 @@ _KERNEL_PACKAGES = (
     "flash-mla",
     "sgl-kernel",
     "vllm",
-    "transformers",
 )
 _PROBE_SECONDS = 10
 _COMMIT, _DIRTY = "ATTN_BACKENDS_COMMIT", "ATTN_BACKENDS_DIRTY"

@@ -229,7 +229,8 @@ def test_waits_are_told_only_where_they_are_counted(monkeypatch):
         worker.watch_drafts(count_waits)
         worker.model_runner.speculator.propose(DECODES, [1])
         worker.model_runner.speculator.propose(DECODES, [2])
-        assert worker.drafts_seen()["waits"] == {"called a synchronizing operation": 2} if count_waits else {}
+        counted = {"called a synchronizing operation": 2} if count_waits else {}
+        assert worker.drafts_seen()["waits"] == counted
     assert modes == ["warn", "default"] * 2
 
 

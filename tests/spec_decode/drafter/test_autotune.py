@@ -110,7 +110,7 @@ def test_a_cached_file_that_does_not_fit_is_measured_again(fixture, change):
     text = path.read_text()
     broken = {
         "truncated": text[:40],
-        "of another shape": text.replace('"num_reqs": "2"', '"num_reqs": "3"'),
+        "of another shape": text.replace('"num_reqs":"2"', '"num_reqs":"3"'),
         "of another schema": text.replace("attn-strategy/1", "attn-strategy/0"),
     }
     path.write_text(broken[change])
