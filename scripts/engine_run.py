@@ -24,9 +24,9 @@ import torch
 
 from attn_backends import AttentionBackend, NoBackend, registry
 from scripts.script_report import script_options, write_report
-from spec_decode.cli.byte_pair import Pair, load_byte_pair
 from spec_decode.drafter import GraphMode, Strategy
 from spec_decode.engine import Engine, EngineConfig, Finish, Generation, Handle, Request
+from spec_decode.llm.pair import Pair, load_byte_pair
 from spec_decode.models import SHIPPED_PAIR
 from spec_decode.models.held_out_text import held_out_documents
 

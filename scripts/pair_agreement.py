@@ -24,15 +24,16 @@ import torch
 
 from attn_backends import registry
 from scripts.script_report import script_options, write_report
-from spec_decode.cli.byte_pair import PAGE_SIZE, Pair, load_byte_pair
-from spec_decode.cli.generate import Backends, backends_named
 from spec_decode.drafter import GraphMode, Strategy, StrategyError
 from spec_decode.engine import Engine, EngineConfig, Request
+from spec_decode.llm.backends import Backends, backends_named
+from spec_decode.llm.pair import Pair, load_byte_pair
 from spec_decode.matrix.sources import AGREEMENT_SCHEMA, AgreementRow
 from spec_decode.models import SHIPPED_PAIR, draft_names
 from spec_decode.models.byte_tokenizer import encode
 from spec_decode.models.held_out_text import held_out_prompts
 
+PAGE_SIZE = 16
 TEMPERATURES = (0.0, 1.0)
 DRAFT_TOKENS = (2, 3, 4, 5)
 INVARIANT_DRAFT_TOKENS = (3,)

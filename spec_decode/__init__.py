@@ -1,1 +1,21 @@
-"""Top floor: the multi-step drafter, its strategies and graphs, and the proof that they are right."""
+"""Speculative decoding over attention backends whose metadata advances in place.
+
+`LLM` and `SamplingParams` are the front door. They are loaded when they are first asked for, as they bring torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spec_decode.llm import LLM, Chunk, Completion, SamplingParams
+
+__all__ = ["LLM", "Chunk", "Completion", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from spec_decode import llm
+
+    return getattr(llm, name)

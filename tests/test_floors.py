@@ -18,8 +18,8 @@ from tests.import_graph import FLOORS, ROOT, Uses, circles, imported, loaded_use
 pytestmark = pytest.mark.xdist_group("import_graph")
 OUTSIDE = ["tests", "examples", "scripts", "train_pair"]
 ROOMS = [
-    "__init__", "files", "environment", "source_digests",
-    "graphs", "sampling", "verification", "trees", "models", "drafter", "engine",
+    "files", "environment", "source_digests",
+    "graphs", "sampling", "verification", "trees", "models", "drafter", "engine", "llm", "__init__",
     "testing", "conformance", "tools", "matrix", "cli", "__main__",
 ]  # fmt: skip
 """What may stand in the root of spec_decode. A room uses only those before it."""

@@ -19,8 +19,8 @@ from spec_decode.cli.output import printable, progress, require_writable, say, s
 if TYPE_CHECKING:
     import torch
 
-    from spec_decode.cli.byte_pair import Pair
     from spec_decode.cli.strategy_comparison import Comparison
+    from spec_decode.llm.pair import Pair
     from spec_decode.matrix import Matrix
 
 _QUICK_FAMILIES = ("contract", "builder")
@@ -68,7 +68,7 @@ def _load(device: torch.device, folder: Path | None) -> dict[str, Pair]:
     """The target with each of its drafts, by the draft's name."""
     import torch
 
-    from spec_decode.cli.byte_pair import load_byte_pair
+    from spec_decode.llm.pair import load_byte_pair
     from spec_decode.models import SHIPPED_PAIR, draft_names
 
     folder = folder or SHIPPED_PAIR
@@ -78,8 +78,8 @@ def _load(device: torch.device, folder: Path | None) -> dict[str, Pair]:
 def _compare(console: Console, draft: str, pair: Pair) -> list[Comparison]:
     """Every backend that serves the draft; it serves the target too where it can."""
     from attn_backends import registry
-    from spec_decode.cli.generate import backends_named
     from spec_decode.cli.strategy_comparison import CONFIG, compare, demo_requests
+    from spec_decode.llm.backends import backends_named
 
     comparisons = []
     with progress(console, f"{draft}: starting") as update:
@@ -111,13 +111,14 @@ def _summarize(
 def _print_runs(
     console: Console, device: torch.device, pairs: dict[str, Pair], found: dict[str, list[Comparison]]
 ) -> None:
-    from spec_decode.cli.byte_pair import PAGE_SIZE
-    from spec_decode.cli.strategy_comparison import DRAFT_TOKENS, PROMPTS, to_table
+    from spec_decode.cli.strategy_comparison import CONFIG, DRAFT_TOKENS, PROMPTS, to_table
 
     _heading(console, f"2. Drafting {DRAFT_TOKENS} tokens a round for {PROMPTS} prompts, greedily, in float32")
     _print_a_text(console, next(iter(found.values()))[0])
     for name, comparisons in found.items():
-        (group, *_) = pairs[name].draft.layer_groups(PAGE_SIZE)
+        draft = pairs[name].draft
+        assert draft is not None
+        (group, *_) = draft.layer_groups(CONFIG.page_size)
         say(console, f"{name} [{group.spec.describe()}]:")
         console.print(to_table(comparisons, PROMPTS))
     say(console, "same tokens as eager: the same text, and in each round as many draft tokens kept.")

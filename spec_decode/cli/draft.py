@@ -1,35 +1,35 @@
-"""`attn-backends draft`: continue prompts with the drafter."""
+"""`attn-backends draft`: continue prompts, with a draft or without one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from textwrap import indent
 from typing import TYPE_CHECKING, Annotated
 
 import click
 from rich.console import Console
+from rich.text import Text
 
-from spec_decode.cli.options import PAGE_SIZE, StrategyChoice, device_option, options_as, resolve_device, use_threads
-from spec_decode.cli.output import UserError, printable, say, stdout
+from spec_decode.cli.options import PAGE_SIZE, StrategyChoice, device_option, options_as, resolve_device
+from spec_decode.cli.output import UserError, printable, progress, say, stdout
 from spec_decode.cli.tree_option import TREE_HELP, parse_tree
 
 if TYPE_CHECKING:
-    import torch
+    from spec_decode.llm import LLM, Chunk, SamplingParams
+    from spec_decode.llm.llm import Prompt
 
-    from spec_decode.cli.byte_pair import Pair
-    from spec_decode.cli.generate import Backends, GenerateResult
-    from spec_decode.engine import EngineConfig, Request
-
-_DTYPE = click.Choice(("float32", "bfloat16", "float16"))
-_TARGET = "Folder of a published causal language model, run through the transformers library; --draft is a folder then."
+_DTYPE = click.Choice(("auto", "float32", "bfloat16", "float16"))
+_TARGET = "Folder or name of the model; the shipped pair if left out."
+_DRAFT = "Folder or name of its draft; of a pair, which of its drafts. A --target alone is decoded plainly."
 _STRATEGY = "How steps 1 to K-1 are run; auto takes the fastest that the backend allows, on a GPU as timed there."
 _VERIFY = (
     "How drafts are verified: rejection, if left out, block, or synthetic:MEAN, which keeps that many whatever they "
     "are. Trees: sampling alone."
 )
-
 _INVARIANT = "No bit of a text depends on the prompts beside it, nor greedily on drafting; slower, see the guide."
+_MARGIN = "    "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,15 +38,14 @@ class _Options:
 
     prompts: Annotated[tuple[str, ...], click.argument("prompts", nargs=-1, metavar="[PROMPT...]")]
     prompts_file: Annotated[Path | None, "--prompts", "A file of prompts, one a line."]
-    pair: Annotated[Path | None, "Folder of a byte-level pair; the shipped one if left out."]
-    target: Annotated[Path | None, _TARGET]
-    draft: Annotated[str, "Which of the pair's drafts, or a folder."] = "draft"
-    chat: Annotated[bool, "With --target: prompts open conversations, by the model's chat template."] = False
+    target: Annotated[str | None, _TARGET]
+    draft: Annotated[str | None, _DRAFT]
+    chat: Annotated[bool, "Prompts open conversations, by the model's chat template."] = False
     backend: Annotated[str | None, "Backend of target and draft; for each the first that serves it if left out."]
     draft_backend: Annotated[str | None, "Backend of the draft, where it is another."]
     page_size: Annotated[int, PAGE_SIZE, "Tokens of a page of the KV caches."] = 16
     strategy: Annotated[str, StrategyChoice(), _STRATEGY] = "auto"
-    num_speculative_tokens: Annotated[int, "-k", "Draft tokens a round; 0: plain decoding."] = 4
+    num_speculative_tokens: Annotated[int | None, "-k", "Draft tokens a round, 4 if left out; 0: plain decoding."]
     tree: Annotated[str | None, TREE_HELP]
     verification: Annotated[str | None, "--verify", _VERIFY]
     batch_invariant: Annotated[bool, _INVARIANT] = False
@@ -56,136 +55,150 @@ class _Options:
     seed: Annotated[int, "Prompt i draws with seed + i."] = 0
     max_new_tokens: Annotated[int, "Longest continuation of a prompt."] = 64
     device: Annotated[str | None, device_option]
-    dtype: Annotated[str | None, _DTYPE, "float32 on the CPU, else bfloat16, if left out."]
+    dtype: Annotated[str, _DTYPE, "auto: float32 on the CPU, else bfloat16."] = "auto"
     explain: Annotated[bool, "Also say why other backends were not chosen."] = False
 
-    def config(self) -> EngineConfig:
-        """The engine's, for requests of any number and length."""
-        from spec_decode.drafter import Strategy
-        from spec_decode.engine import EngineConfig
+    @property
+    def drafts_with(self) -> str | None:
+        """The draft that is loaded: a pair has one of its own, another target the one that is named."""
+        from spec_decode.llm.load import find, is_pair
 
-        return EngineConfig(
+        if self.num_speculative_tokens == 0:
+            return None
+        has_its_own = self.target is None or is_pair(find(self.target))
+        return "draft" if self.draft is None and has_its_own else self.draft
+
+    def load(self) -> LLM:
+        """The models, ready to run."""
+        from spec_decode.llm import LLM
+        from spec_decode.models import SHIPPED_PAIR
+
+        return LLM(
+            SHIPPED_PAIR.name if self.target is None else self.target,
+            draft=self.drafts_with,
             num_speculative_tokens=self.num_speculative_tokens,
-            page_size=self.page_size,
-            strategy=None if self.strategy == "auto" else Strategy(self.strategy),
+            dtype=self.dtype,
+            device=resolve_device(self.device),
+            backend=self.backend,
+            draft_backend=self.draft_backend,
+            strategy=None if self.strategy == "auto" else self.strategy,
+            tree=None if self.tree is None else parse_tree(self.tree),
             verification=self.verification,
             batch_invariant=self.batch_invariant,
-            tree=None if self.tree is None else parse_tree(self.tree),
+            page_size=self.page_size,
         )
 
-    def request(self, models: Pair, text: str, index: int) -> Request:
-        """The request that continues the index-th prompt."""
-        from spec_decode.engine import Request
+    def params(self, count: int) -> list[SamplingParams]:
+        """How each of so many texts is sampled."""
+        from spec_decode.llm import SamplingParams
 
-        return Request(
-            prompt=models.encode(text),
-            max_new_tokens=self.max_new_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            seed=self.seed + index,
-            stop_ids=models.stop_ids,
-        )
+        return [
+            SamplingParams(
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                seed=self.seed + index,
+                max_tokens=self.max_new_tokens,
+            )
+            for index in range(count)
+        ]
+
+
+@dataclass(slots=True)
+class _Screen:
+    """Prints texts in the order of their prompts, each as it grows; what grows out of turn is kept until then."""
+
+    console: Console
+    prompts: Sequence[str]
+    first_token: float | None = None
+    _shown: int = -1
+    _kept: dict[int, list[Chunk]] = field(default_factory=dict)
+
+    def take(self, chunk: Chunk) -> None:
+        """Show a piece, or keep it."""
+        if self.first_token is None:
+            self.first_token = time.perf_counter()
+        if self._shown < 0:
+            self._begin(0)
+        self._kept.setdefault(chunk.index, []).append(chunk)
+        while self._kept.get(self._shown):
+            self._show(self._kept[self._shown].pop(0))
+
+    def _begin(self, index: int) -> None:
+        self._shown = index
+        if index < len(self.prompts):
+            say(self.console, f"prompt {index + 1}:", "bold")
+            say(self.console, _indented(self.prompts[index]), "dim")
+            say(self.console, "continued:", "bold")
+            self._put(_MARGIN)
+
+    def _show(self, chunk: Chunk) -> None:
+        self._put(printable(chunk.text).replace("\n", f"\n{_MARGIN}"))
+        if chunk.finish_reason is not None:
+            self._put("\n\n")
+            self._begin(self._shown + 1)
+
+    def _put(self, text: str) -> None:
+        self.console.print(Text(text), end="", soft_wrap=True)
 
 
 @click.command()
 @options_as(_Options)
 def draft(options: _Options) -> None:
-    """Continue each PROMPT by drafting and verifying.
+    """Continue each PROMPT by drafting and verifying; without a draft, plainly.
 
-    Then say how the drafter ran, why, and how many of its tokens were kept.
+    Then say how fast that was, how the drafter ran, why, and how many of its tokens were kept.
     """
     texts = [*options.prompts, *(_read_prompts(options.prompts_file) if options.prompts_file else ())]
     if not texts:
-        raise UserError("a draft needs a prompt, got none; nothing was run. Pass PROMPT or --prompts FILE.")
-    device = resolve_device(options.device)
-    dtype = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    if options.target is None:
-        use_threads(1)
-    from spec_decode.cli.generate import choose_backends, generate
-
-    models, config = _load(options, dtype, device), options.config()
-    backends = choose_backends(models, config, options.backend, options.draft_backend)
-    requests = [options.request(models, text, index) for index, text in enumerate(texts)]
-    result = generate(models, backends, requests, config)
+        raise UserError("there is no prompt. Pass PROMPT or --prompts FILE.")
+    if empty := [index for index, text in enumerate(texts, 1) if not text]:
+        raise UserError(f"prompt {empty[0]} is empty. Write something.")
     console = stdout()
-    _print_texts(console, texts, [models.decode(generation.token_ids) for generation in result.generations])
-    names = [backends.names(chosen) for chosen in (backends.target, backends.draft)]
-    other = "" if names[0] == names[1] else f", {names[1]} for the draft"
-    say(console, f"backend {names[0]}{other} on {device}, {dtype}")
-    if options.explain:
-        _explain_backends(console, backends, models, config)
-    _print_stats(console, result, config, device)
+    params = options.params(len(texts))
+    with progress(console, f"loading {options.target}" if console.is_terminal and options.target else ""):
+        llm = options.load()
+    started = time.perf_counter()
+    screen = _Screen(console, texts)
+    asked: list[Prompt] = [[{"role": "user", "content": text}] if options.chat else text for text in texts]
+    for chunk in llm.stream(asked, params):
+        screen.take(chunk)
+    took = time.perf_counter() - started
+    for line in _summary(options, llm, took, (screen.first_token or started) - started):
+        say(console, line)
 
 
-def _load(options: _Options, dtype_name: str, device: torch.device) -> Pair:
-    import torch
-
-    from spec_decode.models import SHIPPED_PAIR
-
-    dtype = getattr(torch, dtype_name)
-    if options.target is None:
-        if options.chat:
-            raise UserError(
-                "--chat follows a published model's chat template, no --target was given; nothing was run. Name the "
-                "model's folder, or leave --chat out."
-            )
-        from spec_decode.cli.byte_pair import load_byte_pair
-
-        return load_byte_pair(options.pair or SHIPPED_PAIR, dtype, device, draft=options.draft)
-    if options.pair is not None:
-        raise UserError(
-            f"--pair and --target each name a target, got {options.pair} and {options.target}; nothing was run. Leave "
-            "one of them out."
-        )
-    from spec_decode.cli.published_pair import load_published_pair
-
-    return load_published_pair(options.target, Path(options.draft), dtype=dtype, device=device, chat=options.chat)
+def _summary(options: _Options, llm: LLM, seconds: float, first: float) -> list[str]:
+    """How fast it was, who served it, and how the drafter ran."""
+    stats, chosen, count = llm.engine.stats, llm.backends, llm.config.num_speculative_tokens
+    names = [chosen.names(each) for each in (chosen.target, chosen.draft)]
+    other = f", {names[1]} for the draft" if names[1] not in ("", names[0]) else ""
+    dtype = str(next(llm.pair.target.parameters()).dtype).removeprefix("torch.")
+    lines = [
+        f"backend {names[0]}{other} on {llm.pair.device}, {dtype}",
+        f"{stats.new_tokens} tokens in {seconds:.2f} s: {stats.new_tokens / max(seconds, 1e-9):.0f} tokens a second, "
+        f"the first after {first:.2f} s",
+    ]
+    lines += llm.explain().splitlines() if options.explain else llm.plan.explain() if llm.plan else []
+    if llm.plan is None:
+        return [*lines, f"plain decoding, without a draft: {stats.rounds} rounds"]
+    tree = llm.config.tree
+    drafted = f"{count} draft tokens" if tree is None else f"{count}, the depth of a tree of {tree.num_tokens}"
+    note = "; on the CPU that includes the arithmetic" if llm.pair.device.type == "cpu" else ""
+    return [
+        *lines,
+        f"accepted {stats.mean_accepted:.2f} of {drafted} a request and round",
+        f"{stats.rounds} rounds, {stats.host_us_a_round:.0f} host us a round in the drafter{note}",
+    ]
 
 
 def _read_prompts(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"--prompts must be a readable utf-8 file, {path} is not: {error}; nothing was run. Check the path."
-        ) from error
+        raise UserError(f"cannot read the prompts in {path}: {error}. Pass a utf-8 file.") from error
     return [line for line in lines if line.strip()]
 
 
-def _print_texts(console: Console, prompts: list[str], continued: list[str]) -> None:
-    for index, (prompt, text) in enumerate(zip(prompts, continued, strict=True)):
-        say(console, f"prompt {index + 1}:", "bold")
-        say(console, indent(printable(prompt), "    "), "dim")
-        say(console, "continued:", "bold")
-        say(console, indent(printable(text), "    "))
-        say(console, "")
-
-
-def _explain_backends(console: Console, backends: Backends, pair: Pair, config: EngineConfig) -> None:
-    from attn_backends import Rejected, registry
-    from spec_decode.cli.generate import groups_asked
-
-    for name, model, chosen in (("target", pair.target, backends.target), ("draft", pair.draft, backends.draft)):
-        for group in groups_asked(model, config):
-            own = chosen[group.name].name
-            say(console, f"{name} [{group.spec.describe()}]: {own}")
-            for other in (other for other in registry.names() if other != own):
-                verdict = registry.explain(other, group.spec, pair.device)
-                why = "; ".join(verdict.reasons) if isinstance(verdict, Rejected) else "would serve it too"
-                say(console, f"  not {other}: {why}")
-
-
-def _print_stats(console: Console, result: GenerateResult, config: EngineConfig, device: torch.device) -> None:
-    stats, count = result.stats, config.num_speculative_tokens
-    if result.plan is None:
-        say(console, f"no draft tokens were asked for: plain decoding, {stats.rounds} rounds")
-        return
-    for line in result.plan.explain():
-        say(console, line)
-    drafted = (
-        f"{count} draft tokens" if config.tree is None else f"{count}, the depth of a tree of {config.tree.num_tokens}"
-    )
-    say(console, f"accepted {stats.mean_accepted:.2f} of {drafted} a request and round")
-    note = "; on the CPU that includes the arithmetic" if device.type == "cpu" else ""
-    say(console, f"{stats.rounds} rounds, {stats.host_us_a_round:.0f} host us a round in the drafter{note}")
+def _indented(text: str) -> str:
+    return "\n".join(_MARGIN + line for line in printable(text).splitlines())

@@ -7,18 +7,26 @@ from dataclasses import dataclass, replace
 
 from rich.table import Table
 
-from spec_decode.cli.byte_pair import PAGE_SIZE, Pair
-from spec_decode.cli.generate import Backends, GenerateResult, generate
 from spec_decode.drafter import GraphMode, Strategy, StrategyError
 from spec_decode.drafter.kv_groups import make_groups
 from spec_decode.drafter.plan import DraftPlan, choose
-from spec_decode.engine import EngineConfig, Generation, Request
+from spec_decode.engine import Engine, EngineConfig, EngineStats, Generation, Request
 from spec_decode.graphs import loop_unsupported_reason
+from spec_decode.llm.backends import Backends
+from spec_decode.llm.pair import Pair
 from spec_decode.models.byte_tokenizer import encode
 from spec_decode.models.held_out_text import held_out_prompts
 
 PROMPTS, PROMPT_BYTES, NEW_TOKENS, DRAFT_TOKENS = 6, 64, 64, 4
 CONFIG = EngineConfig(num_speculative_tokens=DRAFT_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """What a run produced."""
+
+    generations: list[Generation]
+    stats: EngineStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +85,24 @@ def compare(pair: Pair, backends: Backends, requests: Sequence[Request], on_run:
     return Comparison(name, plain, _chosen_plan(pair, backends), rows)
 
 
+def generate(pair: Pair, backends: Backends, requests: Sequence[Request], config: EngineConfig) -> GenerateResult:
+    """Continue the requests. Graphs are captured and kernels compiled before: the stats time neither."""
+    longest = max(request.max_len for request in requests)
+    config = replace(config, max_reqs=len(requests), max_seq_len=longest)
+    engine = Engine(pair.target, pair.draft, backends.target, config, draft_backend=backends.draft)
+    engine.capture()
+    engine.generate([Request(prompt=requests[0].prompt[:1], max_new_tokens=2)])
+    return GenerateResult(engine.generate(requests), engine.stats)
+
+
 def _differing(ours: GenerateResult | None, theirs: GenerateResult, what: Callable[[Generation], object]) -> int:
     pairs = zip(ours.generations, theirs.generations, strict=True) if ours else ()
     return sum(what(one) != what(other) for one, other in pairs)
 
 
 def _chosen_plan(pair: Pair, backends: Backends) -> DraftPlan:
-    groups = make_groups("draft", pair.draft, backends.draft, PAGE_SIZE, 1, pair.device)
+    assert pair.draft is not None
+    groups = make_groups("draft", pair.draft, backends.draft, CONFIG.page_size, 1, pair.device)
     facts = [group.facts(pair.device) for group in groups]
     return choose(
         facts,

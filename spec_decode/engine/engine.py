@@ -209,9 +209,9 @@ class Engine:
                 self.step()
         finally:
             try:
-                self._cancel_all(handles)
+                self.cancel_all(handles)
             finally:  # again, since an interrupt may have broken it off
-                self._cancel_all(handles)
+                self.cancel_all(handles)
         return [handle.generation for handle in handles]
 
     @on_own_device
@@ -251,8 +251,8 @@ class Engine:
             self._outputs.clear()
             self._broken = False
 
-    def _cancel_all(self, handles: Sequence[Handle]) -> None:
-        """End these requests and return their pages, now."""
+    def cancel_all(self, handles: Sequence[Handle]) -> None:
+        """End these requests and return their pages now; not from a callback."""
         self._recover()
         for handle in handles:
             self.cancel(handle)

@@ -43,7 +43,7 @@ NAMED = "check torch_reference --device cpu --only contract.version_matches"
         ("--backend", ["", "torch_referense"]),
         ("--draft", ["", "absent", "../pair"]),
         ("--device", ["", "cpu:7", "cuda:-1", "cuda:99", "meta", "tpu", f"cuda:{HUGE}"]),
-        ("--pair", ["absent", "a_file"]),
+        ("--target", ["", "absent", "a_file"]),
         ("--prompts", ["absent", ".", "bytes"]),
     ],
 )
@@ -107,7 +107,7 @@ def test_memory_that_is_not_there_is_asked_for_in_one_line(pair, monkeypatch, re
     def exhausted(*_, **__):
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 5 bytes.")
 
-    monkeypatch.setattr("spec_decode.cli.generate.generate", exhausted)
+    monkeypatch.setattr("spec_decode.llm.LLM.stream", exhausted)
     assert "must fit the memory" in refused(*draft_words(pair, "x"))
 
 
@@ -229,6 +229,6 @@ def test_variables_with_nonsense_in_them_cost_no_traceback(tmp_path):
 
 
 def test_a_text_that_the_terminal_cannot_show_is_spelled_out(pair):
-    words = f"draft \u00e9 --device cpu --pair {pair} --max-new-tokens 1 -k 0 --strategy eager"
+    words = f"draft \u00e9 --device cpu --target {pair} --max-new-tokens 1 -k 0 --strategy eager"
     result = CliRunner(charset="ascii").invoke(main, words.split())
     assert result.exit_code == 0 and "\\xe9" in result.stdout, result.output

@@ -8,10 +8,10 @@ import torch
 from attn_backends import registry
 from spec_decode.cli import demo
 from spec_decode.cli import strategy_comparison as comparison
-from spec_decode.cli.byte_pair import load_byte_pair
-from spec_decode.cli.generate import backends_named
 from spec_decode.drafter import Strategy
 from spec_decode.engine import Request
+from spec_decode.llm.backends import backends_named
+from spec_decode.llm.pair import load_byte_pair
 from tests.spec_decode.cli.conftest import RebuildBackend, invoke, stand_in_kit
 
 pytestmark = pytest.mark.xdist_group("demo")

@@ -1,9 +1,11 @@
+import re
+
 import pytest
 import torch
 
 
 def draft_words(pair, *words):
-    return ["draft", "--device", "cpu", "--pair", pair, "--max-new-tokens", "6", *words]
+    return ["draft", "--device", "cpu", "--target", pair, "--max-new-tokens", "6", *words]
 
 
 def test_draft_prints_text_plan_and_stats(pair, run):
@@ -14,10 +16,10 @@ def test_draft_prints_text_plan_and_stats(pair, run):
 
 
 def test_draft_runs_the_small_pair_with_one_thread(pair, run, monkeypatch):
-    counts = []
+    before, counts = torch.get_num_threads(), []
     monkeypatch.setattr(torch, "set_num_threads", counts.append)
     run(*draft_words(pair, "x", "-k", "0", "--max-new-tokens", "1"))
-    assert counts == [1]
+    assert len(counts) >= 4 and set(counts[::2]) == {1} and set(counts[1::2]) == {before}
 
 
 def test_draft_reads_prompts_from_a_file(pair, tmp_path, run):
@@ -55,12 +57,12 @@ def test_a_backend_that_serves_target_and_draft_is_taken_for_both(latent_pair, r
 
 def test_a_backend_that_cannot_serve_the_draft_is_no_reason_for_another(latent_pair, refused):
     line = refused(*draft_words(latent_pair, "x", "--draft", "latent_draft", "--backend", "triton_paged"))
-    assert "not mla" in line and line.endswith("name its backend with --draft-backend.")
+    assert "not mla" in line and line.endswith("name its backend with draft_backend.")
 
 
 def test_a_draft_backend_that_cannot_serve_the_draft_is_refused(latent_pair, refused):
     line = refused(*draft_words(latent_pair, "x", "--draft", "latent_draft", "--draft-backend", "triton_paged"))
-    assert "triton_paged: serves mha, not mla" in line and "--draft-backend" not in line
+    assert "triton_paged: serves mha, not mla" in line and "draft_backend" not in line
 
 
 def test_draft_explains_the_backends_of_target_and_draft(latent_pair, run):
@@ -80,6 +82,17 @@ def test_draft_without_draft_tokens_decodes_plainly(pair, run):
     assert "plain decoding" in run(*draft_words(pair, "x", "-k", "0")).output
 
 
+def test_draft_says_how_fast_it_was(pair, run):
+    output = run(*draft_words(pair, "x")).output
+    assert re.search(r"6 tokens in [\d.]+ s: \d+ tokens a second, the first after [\d.]+ s", output)
+
+
+def test_texts_come_in_the_order_of_their_prompts(pair, run):
+    together = run(*draft_words(pair, "a list is", "x", "def ")).output.partition("backend")[0]
+    alone = [run(*draft_words(pair, prompt)).output.partition("backend")[0] for prompt in ("a list is", "x", "def ")]
+    assert together == "".join(text.replace("prompt 1:", f"prompt {n}:") for n, text in enumerate(alone, 1))
+
+
 def test_draft_repeats_itself_for_a_seed(pair, run):
     words = draft_words(pair, "x", "--temperature", "1", "--seed")
     texts = [run(*words, seed).output.partition("backend")[0] for seed in ("1", "1", "2")]
@@ -90,10 +103,6 @@ def test_draft_takes_one_new_token(pair, run):
     assert run(*draft_words(pair, "x", "--max-new-tokens", "1")).exit_code == 0
 
 
-def test_draft_continues_an_empty_prompt(pair, run):
-    assert run(*draft_words(pair, "")).exit_code == 0
-
-
 def test_draft_refuses_a_strategy_that_the_backend_cannot_run(pair, refused, rebuilt):
     line = refused(*draft_words(pair, "x", "--backend", "rebuilt", "--strategy", "full_loop"))
     assert "for the test" in line
@@ -102,7 +111,9 @@ def test_draft_refuses_a_strategy_that_the_backend_cannot_run(pair, refused, reb
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        ([], "needs a prompt"),
+        ([], "no prompt"),
+        ([""], "prompt 1 is empty"),
+        (["x", "--chat"], "no chat template"),
         (["x", "--backend", "nonesuch"], "torch_reference"),
         (["x", "--draft", "nonesuch"], "are draft, got 'nonesuch'"),
         (["x", "--draft-backend", "nonesuch"], "torch_reference"),
@@ -117,9 +128,9 @@ def test_draft_refuses_a_strategy_that_the_backend_cannot_run(pair, refused, reb
         (["x", "--tree", "4x16", "-k", "1"], "at most the 4 candidates"),
         (["x", "--tree", "nowhere"], "WIDTHxTOKENS, like 4x16, or a JSON file of paths, got 'nowhere'"),
         (["x", "--tree", "4x16", "--backend", "flash_attn3"], "flash_attn3"),
-        (["x", "--max-new-tokens", "0"], "new tokens"),
-        (["x" * 300], "max_seq_len"),
-        (["x", "--pair", "nowhere"], "config.json"),
+        (["x", "--max-new-tokens", "0"], "max_tokens"),
+        (["x" * 600], "raise max_model_len"),
+        (["x", "--target", "nowhere"], "'nowhere' is no folder"),
         (["--prompts", "nowhere"], "utf-8 file"),
         (["\udcff"], "utf-8"),
         (["x", "--backend", "triton_paged", "--dtype", "float16", "--device", "mps"], "device"),
@@ -153,4 +164,4 @@ def test_draft_refuses_prompts_that_are_not_utf8(pair, tmp_path, refused):
 
 def test_draft_refuses_a_pair_of_another_vocabulary(make_pair, tmp_path, refused):
     folder = make_pair(tmp_path / "small", vocab_size=128)
-    assert "vocabulary of 256" in refused(*draft_words(folder, "x"))
+    assert "128 tokens, and its prompts are read as 256 bytes" in refused(*draft_words(folder, "x"))

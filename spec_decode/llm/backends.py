@@ -1,22 +1,17 @@
-"""Generation by a pair: its backends, an engine whose graphs are captured first, and what came out."""
+"""Which backends serve the attention of a target and its draft, and why the others do not."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from attn_backends import AttentionBackend, NoBackend, registry, select
-from spec_decode.cli.byte_pair import Pair
+from attn_backends import AttentionBackend, NoBackend, Rejected, registry, select
 from spec_decode.drafter.kv_groups import layer_groups_of
-from spec_decode.drafter.plan import DraftPlan
-from spec_decode.engine import Engine, EngineConfig, EngineStats, Generation, Request
+from spec_decode.engine import EngineConfig
+from spec_decode.llm.pair import Pair
 from spec_decode.models import DraftModel, LayerGroup, TargetModel
-
-_MAX_REQS = 8
-_WARM_UP_TOKENS = 2
-"""The prefill gives the first, a round the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +27,6 @@ class Backends:
         return ", ".join(dict.fromkeys(backend.name for backend in chosen.values()))
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateResult:
-    """What a run produced; plan is None for plain decoding."""
-
-    generations: list[Generation]
-    stats: EngineStats
-    plan: DraftPlan | None
-
-
 def groups_asked(model: TargetModel | DraftModel, config: EngineConfig) -> list[LayerGroup]:
     """The model's layer groups, whose specs ask for what the config does."""
     return layer_groups_of(
@@ -53,16 +39,18 @@ def choose_backends(
 ) -> Backends:
     """For each group the first backend that serves it, or the one asked for, the draft's too unless it has its own.
 
-    Raises NoBackend where one that was asked for cannot serve; no other is taken in its place.
+    Raises NoBackend where one that was asked for cannot serve: there is no fallback.
     """
     device, asked = pair.device, backend if draft_backend is None else draft_backend
     target = _chosen(groups_asked(pair.target, config), device, backend)
+    if pair.draft is None:
+        return Backends(target, {})
     try:
         draft = _chosen(groups_asked(pair.draft, config), device, asked)
     except NoBackend as refusal:
         if asked == draft_backend:
             raise
-        raise NoBackend(f"{refusal} This is the draft's attention: name its backend with --draft-backend.") from refusal
+        raise NoBackend(f"{refusal} This is the draft's attention: name its backend with draft_backend.") from refusal
     return Backends(target, draft)
 
 
@@ -72,7 +60,7 @@ def backends_named(pair: Pair, config: EngineConfig, name: str) -> Backends | No
     def serves(model: TargetModel | DraftModel) -> bool:
         return all(registry.explain(name, group.spec, pair.device) for group in groups_asked(model, config))
 
-    if not serves(pair.draft):
+    if pair.draft is None or not serves(pair.draft):
         return None
     return choose_backends(pair, config, name if serves(pair.target) else None, name)
 
@@ -81,14 +69,15 @@ def _chosen(groups: Sequence[LayerGroup], device: torch.device, asked: str | Non
     return {group.name: select(group.spec, device, [] if asked is None else [asked]).backend for group in groups}
 
 
-def generate(pair: Pair, backends: Backends, requests: Sequence[Request], config: EngineConfig) -> GenerateResult:
-    """Continue the requests. Graphs are captured and kernels compiled before: the stats time neither.
-
-    config: for requests of any number and length.
-    """
-    longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-    config = replace(config, max_reqs=min(len(requests), _MAX_REQS), max_seq_len=max(longest, 1 + _WARM_UP_TOKENS))
-    engine = Engine(pair.target, pair.draft, backends.target, config, draft_backend=backends.draft)
-    engine.capture()
-    engine.generate([Request(prompt=requests[0].prompt[:1], max_new_tokens=_WARM_UP_TOKENS)])
-    return GenerateResult(engine.generate(requests), engine.stats, engine.plan)
+def explain_backends(pair: Pair, backends: Backends, config: EngineConfig) -> list[str]:
+    """For each layer group the backend that serves it, and why each other one does not."""
+    lines = []
+    for name, model, chosen in (("target", pair.target, backends.target), ("draft", pair.draft, backends.draft)):
+        for group in groups_asked(model, config) if model is not None else ():
+            own = chosen[group.name].name
+            lines.append(f"{name} [{group.spec.describe()}]: {own}")
+            for other in (other for other in registry.names() if other != own):
+                verdict = registry.explain(other, group.spec, pair.device)
+                why = "; ".join(verdict.reasons) if isinstance(verdict, Rejected) else "would serve it too"
+                lines.append(f"  not {other}: {why}")
+    return lines

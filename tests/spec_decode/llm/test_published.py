@@ -1,4 +1,4 @@
-"""`draft --target DIR --draft DIR`: models, tokenizer and requests out of folders as they are published."""
+"""Models, tokenizer and texts out of folders as they are published."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from spec_decode.cli.byte_pair import Pair
+from builders import BatchError
 from spec_decode.cli.main import main
-from spec_decode.cli.output import UserError
+from spec_decode.llm import LLM, SamplingParams
+from spec_decode.llm.pair import Pair
 from spec_decode.models import CheckpointError
 from tests.factories import CPU
 
@@ -21,7 +22,7 @@ transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 transformers.logging.set_verbosity_error()
 
-from spec_decode.cli.published_pair import load_published_pair  # noqa: E402
+from spec_decode.llm.published import load_published_pair  # noqa: E402
 
 WORDS = ["<end>", "<turn>", "the", "cat", "sat"]
 TEMPLATE = "{% for m in messages %}<turn> {{ m.content }}{% endfor %}{% if add_generation_prompt %} <turn>{% endif %}"
@@ -63,8 +64,8 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     return target, draft
 
 
-def load(folders: tuple[Path, Path], *, chat: bool = False) -> Pair:
-    return load_published_pair(*folders, dtype=torch.float32, device=CPU, chat=chat)
+def load(folders: tuple[Path, Path | None]) -> Pair:
+    return load_published_pair(*folders, dtype=torch.float32, device=CPU)
 
 
 def test_a_pair_is_loaded_from_its_folders(folders: tuple[Path, Path]) -> None:
@@ -85,19 +86,44 @@ def test_a_text_stops_at_every_end_that_model_or_tokenizer_names(folders: tuple[
 
 
 def test_a_chat_follows_the_models_template(folders: tuple[Path, Path]) -> None:
-    assert load(folders, chat=True).encode("cat") == [1, 3, 1]
+    encode = load(folders).encode_chat
+
+    assert encode is not None and encode([{"role": "user", "content": "cat"}]) == [1, 3, 1]
 
 
 def test_a_chat_without_a_template_is_refused(folders: tuple[Path, Path]) -> None:
     write_tokenizer(folders[0], template=None)
     (folders[0] / "chat_template.jinja").unlink()
 
-    with pytest.raises(UserError, match="needs a chat template"):
-        load(folders, chat=True)
+    with pytest.raises(BatchError, match="has no chat template"):
+        LLM(folders[0], device="cpu").chat([{"role": "user", "content": "cat"}])
+
+
+def test_a_conversation_that_the_template_cannot_read_is_refused(folders: tuple[Path, Path]) -> None:
+    write_tokenizer(folders[0], template="{{ raise_exception('roles must alternate') }}")
+
+    with pytest.raises(CheckpointError, match="refuses this conversation: roles must alternate"):
+        LLM(folders[0], device="cpu").chat([{"role": "user", "content": "cat"}])
+
+
+def test_a_target_without_a_draft_is_decoded_plainly(folders: tuple[Path, Path]) -> None:
+    greedy = SamplingParams(max_tokens=6, ignore_eos=True)
+    plain, drafted = LLM(folders[0], device="cpu"), LLM(folders[0], draft=folders[1], device="cpu")
+
+    assert plain.plan is None and "no draft" in plain.explain() and drafted.plan is not None
+    assert plain.generate("the cat", greedy)[0].token_ids == drafted.generate("the cat", greedy)[0].token_ids
+
+
+def test_a_chat_is_answered(folders: tuple[Path, Path]) -> None:
+    llm, turns = LLM(folders[0], device="cpu"), [{"role": "user", "content": "cat"}]
+    greedy = SamplingParams(max_tokens=4, ignore_eos=True)
+
+    assert llm.chat([turns, turns], greedy)[1].token_ids == llm.generate([[1, 3, 1]], greedy)[0].token_ids
+    assert llm.chat(turns, greedy)[0].num_prompt_tokens == 3
 
 
 def test_a_prompt_without_tokens_is_refused(folders: tuple[Path, Path]) -> None:
-    with pytest.raises(UserError, match=r"must have a token"):
+    with pytest.raises(CheckpointError, match=r"has no token"):
         load(folders).encode("")
 
 
@@ -111,14 +137,14 @@ def test_a_target_without_a_tokenizer_is_refused(folders: tuple[Path, Path]) -> 
 def test_a_tokenizer_wider_than_the_model_is_refused(folders: tuple[Path, Path]) -> None:
     write_tokenizer(folders[0], [*WORDS, "a", "b", "c", "d"])
 
-    with pytest.raises(UserError, match="has 9 tokens, the model beside it knows 8"):
+    with pytest.raises(CheckpointError, match="has 9 tokens, the model beside it 8"):
         load(folders)
 
 
 def test_a_draft_that_numbers_tokens_otherwise_is_refused(folders: tuple[Path, Path]) -> None:
     write_tokenizer(folders[1], ["<end>", "<turn>", "cat", "the", "sat"])
 
-    with pytest.raises(UserError, match=r"2 of 5 differ: 'the' is 2 in .* and 3 in "):
+    with pytest.raises(CheckpointError, match=r"2 of 5 tokens have other numbers .*: 'the' is 2 in .* and 3 in "):
         load(folders)
 
 
@@ -133,7 +159,7 @@ def test_the_target_hands_out_the_states_that_the_draft_reads(
 ) -> None:
     write_model(folders[0], num_hidden_layers=6)
     # Only which layers are asked for: the draft itself has its own tests.
-    monkeypatch.setattr("spec_decode.cli.published_pair.aux_hidden_state_layers", lambda folder, n: (2, n // 2, n - 3))
+    monkeypatch.setattr("spec_decode.llm.published.aux_hidden_state_layers", lambda folder, n: (2, n // 2, n - 3))
 
     assert load(folders).target.aux_hidden_state_layers == (2, 3, 3)
 
@@ -152,7 +178,7 @@ def test_without_the_library_the_package_to_install_is_named(
         monkeypatch.delitem(sys.modules, f"spec_decode.models.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
 
-    with pytest.raises(UserError, match=r"Install attn-backends\[transformers\]"):
+    with pytest.raises(CheckpointError, match=r"Install attn-backends\[transformers\]"):
         load(folders)
 
 
@@ -172,14 +198,22 @@ def test_the_command_line_drafts_with_published_folders(folders: tuple[Path, Pat
         assert part in result.output
 
 
+@pytest.mark.parametrize("more", [[], ["-k", "0"], ["-k", "0", "--draft", "/nowhere"]])
+def test_the_command_line_decodes_a_target_alone(folders: tuple[Path, Path], more: list[str]) -> None:
+    words = ["draft", "the cat", "--target", str(folders[0]), "--device", "cpu", "--max-new-tokens", "6", *more]
+    result = CliRunner().invoke(main, words)
+
+    assert result.exit_code == 0 and "plain decoding, without a draft" in result.output
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--chat"], "no --target was given"),
-        (["--target", "x", "--pair", "y"], "each name a target"),
+        (["--chat"], "no chat template"),
+        (["--draft", "/nowhere"], "/nowhere"),
         (["--target", "/nowhere", "--draft", "/nowhere"], "/nowhere"),
     ],
-    ids=["chat without target", "two targets", "no such folder"],
+    ids=["chat without template", "no such draft", "no such folder"],
 )
 def test_the_command_line_refuses_what_names_no_pair(words: list[str], told: str) -> None:
     result = CliRunner().invoke(main, ["draft", "x", "--device", "cpu", *words])

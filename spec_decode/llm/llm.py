@@ -1,0 +1,322 @@
+"""The front door: a model from its folder, text in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from typing_extensions import TypedDict, Unpack
+
+from builders import BatchError
+from builders.errors import require
+from spec_decode.drafter import Strategy
+from spec_decode.drafter.plan import DraftPlan
+from spec_decode.engine import Engine, EngineConfig, EngineStats, Handle, Request
+from spec_decode.engine.config import checked_request
+from spec_decode.llm.backends import choose_backends, explain_backends
+from spec_decode.llm.load import Name, load
+from spec_decode.llm.outputs import Chunk, Completion, GrowingText, Reply
+from spec_decode.llm.pair import Message, Pair
+from spec_decode.llm.sampling_params import SamplingParams
+from spec_decode.trees import DraftTree, DynamicTreeConfig
+
+Prompt = str | Sequence[int] | Sequence[Message]
+"""A text, its token ids, or a conversation: [{"role": "user", "content": "Hello"}]."""
+Params = SamplingParams | Sequence[SamplingParams] | None
+_DRAFT_TOKENS, _MAX_MODEL_LEN = 4, 4096
+_SMALL = 20_000_000
+"""Weights of a model whose tensors are too small for several threads of a CPU: beside other work they wait for one
+another (24 tokens a second fell to 2 on two busy cores)."""
+
+
+class Settings(TypedDict, total=False):
+    """What an LLM may be told besides; EngineConfig explains tree, verification, batch_invariant and page_size.
+
+    - strategy       how later steps are run, see the guide; the fastest, where none is named
+    - max_model_len  tokens of prompt and text together; 4,096, or what the model has
+    - max_num_seqs   prompts that run at once, 8; others wait
+    """
+
+    strategy: str | Strategy | None
+    tree: DraftTree | DynamicTreeConfig | None
+    verification: str | None
+    batch_invariant: bool
+    max_model_len: int | None
+    max_num_seqs: int
+    page_size: int
+
+
+@dataclass(slots=True)
+class _Running:
+    """A prompt in the engine."""
+
+    request: Request
+    reply: Reply
+    handle: Handle | None = None
+
+
+class LLM:
+    """A model, perhaps with a draft, on one device: batches prompts, streams texts, drafts and verifies tokens.
+
+        llm = LLM("folder/of/target", draft="folder/of/draft")
+        print(llm.generate("A list is", SamplingParams(max_tokens=32))[0].text)
+
+    Use it from one thread at a time.
+    """
+
+    def __init__(
+        self,
+        model: Name,
+        *,
+        draft: Name | None = None,
+        num_speculative_tokens: int | None = None,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        backend: str | None = None,
+        draft_backend: str | None = None,
+        **settings: Unpack[Settings],
+    ) -> None:
+        """Load the models, allocate their caches, and capture their graphs.
+
+        - model, draft            a folder, `pydoc` (the pair that comes with the package), or the name of a model in
+                                  this machine's Hugging Face cache; without a draft, texts are decoded plainly
+        - num_speculative_tokens  draft tokens a round; 4 with a draft
+        - dtype                   "auto": float32 on a CPU, bfloat16 on a GPU
+        - device                  the first GPU where there is one, else the CPU
+        - backend, draft_backend  attention backends by name; without one, each layer group gets the first that can
+        - settings                see Settings
+
+        Raises CheckpointError for a model that cannot be loaded, NoBackend for a backend that cannot serve it,
+        BatchError for settings that do not fit, StrategyError for a strategy that the backend cannot run, and TypeError
+        for a setting that does not exist.
+        """
+        if unknown := sorted(settings.keys() - Settings.__annotations__.keys()):
+            raise TypeError(f"LLM has no setting {unknown[0]!r}. Settings are {', '.join(Settings.__annotations__)}.")
+        where = _device(device)
+        pair = load(model, draft, dtype=_dtype(dtype, where), device=where)
+        steps = (_DRAFT_TOKENS if pair.draft else 0) if num_speculative_tokens is None else num_speculative_tokens
+        require(
+            pair.draft is not None or steps == 0,
+            f"num_speculative_tokens is {steps!r} and there is no draft. Pass draft=, or leave it out.",
+        )
+        config = EngineConfig(
+            num_speculative_tokens=steps,
+            max_reqs=settings.get("max_num_seqs", 8),
+            page_size=settings.get("page_size", 16),
+            strategy=_strategy(settings.get("strategy")),
+            tree=settings.get("tree"),
+            verification=settings.get("verification"),
+            batch_invariant=settings.get("batch_invariant", False),
+        ).of_draft(pair.draft)
+        self._start(pair, config, settings.get("max_model_len"), backend, draft_backend)
+
+    @classmethod
+    def of(
+        cls, pair: Pair, config: EngineConfig, *, backend: str | None = None, draft_backend: str | None = None
+    ) -> LLM:
+        """One over models that are loaded already; config.max_seq_len counts."""
+        self = cls.__new__(cls)
+        self._start(pair, config.of_draft(pair.draft), config.max_seq_len, backend, draft_backend)
+        return self
+
+    def _start(
+        self, pair: Pair, config: EngineConfig, max_len: int | None, backend: str | None, draft_backend: str | None
+    ) -> None:
+        # A step writes drafts beyond the text, and all of that stays below the model's positions.
+        most = min(model.max_positions for model in (pair.target, pair.draft) if model is not None)
+        room = most - 1 - config.draft_slots
+        self.config = replace(config, max_seq_len=max(2, min(room, _MAX_MODEL_LEN)) if max_len is None else max_len)
+        self.pair = pair
+        self.backends = choose_backends(pair, self.config, backend, draft_backend)
+        draft = pair.draft if config.num_speculative_tokens else None
+        self.engine = Engine(pair.target, draft, self.backends.target, self.config, draft_backend=self.backends.draft)
+        small = sum(weight.numel() for weight in pair.target.parameters()) < _SMALL
+        self._one_thread = pair.device.type == "cpu" and small
+        with self._threads():
+            self.engine.capture()
+
+    @contextmanager
+    def _threads(self) -> Iterator[None]:
+        """One thread of torch inside, for a small model on a CPU; as many as before behind it."""
+        if not self._one_thread:
+            yield
+            return
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    @property
+    def plan(self) -> DraftPlan | None:
+        """How the drafter runs, and why; None without one."""
+        return self.engine.plan
+
+    def explain(self) -> str:
+        """Which backend serves each layer group and why no other does, and how the drafter runs and why."""
+        plan = self.plan.explain() if self.plan else ["no draft: every text is decoded plainly"]
+        return "\n".join([*explain_backends(self.pair, self.backends, self.config), *plan])
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[Completion]:
+        """Continue a prompt, or several; completions in the order of the prompts.
+
+        prompts: texts, or lists of token ids. sampling_params: one for all, or one each. Raises BatchError or
+        CheckpointError, before anything runs, for a prompt that is empty or too long and for parameters that are no
+        SamplingParams. An interrupt ends all of them, and the next call is right.
+        """
+        running = self._prepare(_listed(prompts), sampling_params)
+        return self._finish(running)
+
+    def chat(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Params = None
+    ) -> list[Completion]:
+        """Answer a conversation, or several, by the model's chat template: `generate`, for conversations alone.
+
+        messages: [{"role": "user", "content": "Hello"}], or a list of such lists. Raises BatchError and CheckpointError
+        as `generate` does.
+        """
+        for one in (conversations := _listed(messages)):
+            require(
+                isinstance(one, Sequence) and bool(one) and all(isinstance(turn, Mapping) for turn in one),
+                f'a conversation is {one!r:.200}. Pass a list of turns: [{{"role": "user", "content": "Hello"}}].',
+            )
+        return self._finish(self._prepare(conversations, sampling_params))
+
+    def stream(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> Iterator[Chunk]:
+        """The texts of `generate` piece by piece, as they grow. Closing the iterator ends what is left of them.
+
+        Raises as `generate` does, when it is called.
+        """
+        return self._run(self._prepare(_listed(prompts), sampling_params))
+
+    def _prepare(self, prompts: Sequence[object], sampling_params: Params) -> list[_Running]:
+        require(len(prompts) > 0, "there is no prompt. Pass a text, or a list of texts.")
+        params = _params_each(sampling_params, len(prompts))
+        return [self._one(i, prompt, each) for i, (prompt, each) in enumerate(zip(prompts, params, strict=True))]
+
+    def _one(self, index: int, prompt: object, params: SamplingParams) -> _Running:
+        token_ids = self._encode(index, prompt)
+        own = frozenset() if params.ignore_eos else self.pair.stop_ids
+        request = Request(
+            prompt=token_ids, max_new_tokens=params.max_tokens, temperature=params.temperature, top_k=params.top_k,
+            top_p=params.top_p, seed=params.seed, stop_ids=own | frozenset(params.stop_token_ids),
+        )  # fmt: skip
+        longest = self.config.max_seq_len
+        require(
+            len(token_ids) + params.max_tokens <= longest,
+            f"prompt {index} has {len(token_ids)} tokens and asks for {params.max_tokens} more, the model takes "
+            f"{longest} together. Shorten it, lower max_tokens, or raise max_model_len.",
+        )
+        request = checked_request(f"prompt {index}", request, self.config, self.pair.target.vocab_size)
+        text = GrowingText(self.pair.decode, params.stop_strings)
+        return _Running(request, Reply(index, prompt, len(token_ids), text))
+
+    def _encode(self, index: int, prompt: object) -> Sequence[int]:
+        if isinstance(prompt, str):
+            require(prompt != "", f"prompt {index} is empty. Write something.")
+            return self.pair.encode(prompt)
+        require(
+            isinstance(prompt, Sequence) and len(prompt) > 0,
+            f"prompt {index} is {prompt!r:.200}. Pass a text, or a list of token ids.",
+        )
+        assert isinstance(prompt, Sequence)
+        if isinstance(prompt[0], Mapping):
+            require(self.pair.encode_chat is not None, "the model has no chat template. Use generate with plain text.")
+            assert self.pair.encode_chat is not None
+            return self.pair.encode_chat(prompt)
+        return prompt
+
+    def _finish(self, running: list[_Running]) -> list[Completion]:
+        try:
+            for _ in self._run(running):
+                pass
+        finally:
+            self.engine.cancel_all([one.handle for one in running if one.handle is not None])
+        return [one.reply.completion(one.handle.generation) for one in running if one.handle is not None]
+
+    def _run(self, running: list[_Running]) -> Iterator[Chunk]:
+        """Submit, step until all have ended, and yield each piece as it is read."""
+        self.engine.stats = EngineStats()
+        try:
+            for one in running:
+                one.handle = self.engine.submit(one.request, on_token=self._taker(one))
+            while True:
+                for one in running:
+                    assert one.handle is not None
+                    if one.handle.done:
+                        one.reply.end(one.handle.generation)
+                    while one.reply.chunks:
+                        yield one.reply.chunks.popleft()
+                if all(one.handle is not None and one.handle.done for one in running):
+                    return
+                with self._threads():
+                    self.engine.step()
+        finally:
+            # Pages come back in the next step: an iterator may be closed in the middle of one.
+            for one in running:
+                if one.handle is not None:
+                    self.engine.cancel(one.handle)
+
+    def _taker(self, one: _Running) -> Callable[[int], None]:
+        def take(token: int) -> None:
+            if one.reply.take(token):
+                assert one.handle is not None
+                self.engine.cancel(one.handle)
+
+        return take
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[object]:
+    """A list of prompts; one text, one list of token ids, and one conversation are one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    require(
+        isinstance(prompts, Sequence) and not isinstance(prompts, bytes),
+        f"prompts are {prompts!r:.200}. Pass a text, or a list of texts.",
+    )
+    return [prompts] if prompts and isinstance(prompts[0], int | Mapping) else list(prompts)
+
+
+def _params_each(params: Params, count: int) -> list[SamplingParams]:
+    given = [params or SamplingParams()] * count if params is None or isinstance(params, SamplingParams) else params
+    require(
+        isinstance(given, Sequence) and len(given) == count and all(isinstance(p, SamplingParams) for p in given),
+        f"sampling_params is {params!r:.200} for {count} prompts. Pass a SamplingParams, or a list with one for each.",
+    )
+    return list(given)
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise BatchError(f"device is {device!r}. Pass cpu, cuda or cuda:N.") from error
+    require(
+        found.type == "cpu" or (found.type == "cuda" and (found.index or 0) < torch.cuda.device_count()),
+        f"device is {device!r}, this machine has {torch.cuda.device_count()} CUDA devices. Pass cpu, or one of them.",
+    )
+    return found
+
+
+def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    require(
+        found in (torch.float32, torch.bfloat16, torch.float16),
+        f"dtype is {dtype!r}. Pass auto, float32, bfloat16 or float16.",
+    )
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def _strategy(strategy: str | Strategy | None) -> Strategy | None:
+    try:
+        return None if strategy is None else Strategy(strategy)
+    except ValueError as error:
+        raise BatchError(f"strategy is {strategy!r}. Pass one of {', '.join(s.value for s in Strategy)}.") from error

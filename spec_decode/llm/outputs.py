@@ -1,0 +1,139 @@
+"""What becomes of a prompt: a completion, in chunks while it grows."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from spec_decode.engine import Finish, Generation
+
+_REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.CANCELLED: "abort"}
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer makes of a character whose other bytes are still to come."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """A prompt with its text.
+
+    - prompt          the text, the conversation or the token ids that were given
+    - text            without a stop string or an end token
+    - token_ids       of the text; where a stop string ended it, up to the token that completed it
+    - finish_reason   "stop" (an end token or a stop string), "length" (max_tokens), "abort" (it was cancelled)
+    - num_prompt_tokens
+    - accepted        draft tokens kept, an entry a round
+    """
+
+    prompt: object
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    num_prompt_tokens: int
+    accepted: list[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """A piece of a text as it grows. index: of its prompt; finish_reason: in the last piece of a text, else None."""
+
+    index: int
+    text: str
+    finish_reason: str | None = None
+
+
+class GrowingText:
+    """A text that takes token after token, gives out what can no longer change, and ends at a stop string.
+
+    What might be the beginning of a stop string, or of a character, is kept back until it is decided.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
+        self.text = ""
+        """All that was decoded so far; without the stop string, once one was found."""
+        self.stopped = False
+        self._decode, self._stop = decode, tuple(stop)
+        self._tokens: list[int] = []
+        self._start = self._read = 0  # tokens before _start are settled; those before _read are in `text`
+        self._given = 0
+
+    def add(self, token: int) -> None:
+        """Take a token. One behind a stop string changes nothing."""
+        if self.stopped:
+            return
+        self._tokens.append(token)
+        # Decoded with a few tokens before it: a tokenizer may join words by what stands before.
+        before = self._decode(self._tokens[self._start : self._read])
+        whole = self._decode(self._tokens[self._start :])
+        if len(whole) > len(before) and not whole.endswith(_UNFINISHED):
+            self._append(whole[len(before) :])
+            self._start, self._read = self._read, len(self._tokens)
+
+    def finish(self) -> None:
+        """Take what was kept back for a character that never came."""
+        if not self.stopped:
+            before = self._decode(self._tokens[self._start : self._read])
+            self._append(self._decode(self._tokens[self._start :])[len(before) :])
+            self._read = len(self._tokens)
+
+    def take(self, *, last: bool = False) -> str:
+        """What was not given out yet and can no longer change; last: all of it."""
+        settled = len(self.text) if last or self.stopped else len(self.text) - self._undecided()
+        given, self._given = self._given, max(self._given, settled)
+        return self.text[given : self._given]
+
+    def _append(self, piece: str) -> None:
+        seen = len(self.text)
+        self.text += piece
+        found = [at for stop in self._stop if (at := self.text.find(stop, max(0, seen - len(stop) + 1))) >= 0]
+        if found:
+            self.text, self.stopped = self.text[: min(found)], True
+
+    def _undecided(self) -> int:
+        """The length of the longest end of the text that a stop string begins with."""
+        longest = 0
+        for stop in self._stop:
+            at = self.text.find(stop[0], max(0, len(self.text) - len(stop) + 1))
+            while at >= 0 and not stop.startswith(self.text[at:]):
+                at = self.text.find(stop[0], at + 1)
+            longest = max(longest, len(self.text) - at if at >= 0 else 0)
+        return longest
+
+
+class Reply:
+    """One prompt on its way: the text as it grows, and the chunks that nobody has taken yet."""
+
+    def __init__(self, index: int, prompt: object, num_prompt_tokens: int, text: GrowingText) -> None:
+        self.index, self.prompt, self.num_prompt_tokens, self.growing = index, prompt, num_prompt_tokens, text
+        self.chunks: deque[Chunk] = deque()
+        self._ended = False
+
+    def take(self, token: int) -> bool:
+        """Let the text grow by a token; whether a stop string has ended it."""
+        self.growing.add(token)
+        if piece := self.growing.take():
+            self.chunks.append(Chunk(index=self.index, text=piece))
+        return self.growing.stopped
+
+    def end(self, generation: Generation) -> None:
+        """Give out the rest, once, with the reason."""
+        if not self._ended:
+            self._ended = True
+            self.growing.finish()
+            rest = self.growing.take(last=True)
+            self.chunks.append(Chunk(index=self.index, text=rest, finish_reason=self._reason(generation)))
+
+    def completion(self, generation: Generation) -> Completion:
+        """What became of the prompt."""
+        return Completion(
+            prompt=self.prompt,
+            text=self.growing.text,
+            token_ids=list(generation.token_ids),
+            finish_reason=self._reason(generation),
+            num_prompt_tokens=self.num_prompt_tokens,
+            accepted=list(generation.accepted),
+        )
+
+    def _reason(self, generation: Generation) -> str:
+        assert generation.finish is not None
+        return "stop" if self.growing.stopped else _REASONS[generation.finish]

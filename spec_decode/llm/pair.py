@@ -1,0 +1,59 @@
+"""A target, perhaps with a draft, and the way between text and tokens; the pairs whose tokens are bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from spec_decode.models import CheckpointError, DraftModel, TargetModel, load_pair, load_target
+from spec_decode.models.byte_tokenizer import BOS, decode, encode
+
+_BYTES = 256
+
+Message = Mapping[str, object]
+"""A turn of a conversation: {"role": "user", "content": "Hello"}."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A target and its draft on one device, and the way between text and their tokens."""
+
+    target: TargetModel
+    draft: DraftModel | None
+    """None: there is none, and texts are decoded plainly."""
+    stop_ids: frozenset[int]
+    """The tokens that end a text."""
+    encode: Callable[[str], list[int]]
+    """The tokens of a prompt. Raises CheckpointError for a text that has none."""
+    decode: Callable[[Sequence[int]], str]
+    """The text of tokens."""
+    encode_chat: Callable[[Sequence[Message]], list[int]] | None = None
+    """The tokens of a conversation, by the model's template; None where it has none."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.target.parameters()).device
+
+
+def load_byte_pair(folder: Path, dtype: torch.dtype, device: torch.device, *, draft: str | None = "draft") -> Pair:
+    """A pair whose tokens are bytes, with the draft of that name, or without one. Raises CheckpointError."""
+    if draft is None:
+        target, model = load_target(folder, dtype=dtype, device=device), None
+    else:
+        target, model = load_pair(folder, draft=draft, dtype=dtype, device=device)
+    if target.config.vocab_size != _BYTES:
+        raise CheckpointError(
+            f"the pair in {folder} has {target.config.vocab_size} tokens, and its prompts are read as {_BYTES} bytes. "
+            "Use a byte-level pair, or the Engine, which takes token ids."
+        )
+    return Pair(target, model, frozenset({BOS}), _encode, lambda token_ids: decode(list(token_ids)))
+
+
+def _encode(text: str) -> list[int]:
+    try:
+        return encode(text)
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"the prompt {text!a:.200} is not utf-8. Re-encode it.") from error

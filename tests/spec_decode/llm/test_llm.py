@@ -1,0 +1,227 @@
+"""The front door: texts, streams, stop strings, and what bad input gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import spec_decode
+from builders import BatchError
+from spec_decode import LLM, SamplingParams
+from spec_decode.drafter import StrategyError
+from spec_decode.models import SHIPPED_PAIR, CheckpointError
+
+PROMPTS = ["The for statement", "A list is"]
+GREEDY = SamplingParams(max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("pydoc", draft="draft", device="cpu", max_num_seqs=2, max_model_len=128)
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    return LLM(SHIPPED_PAIR, device="cpu", max_num_seqs=2, max_model_len=128)
+
+
+def rest_of(chunks: Iterator[Any]) -> tuple[str, list[Any]]:
+    found = list(chunks)
+    return "".join(chunk.text for chunk in found), found
+
+
+def test_drafting_changes_no_greedy_text(llm: LLM, plain: LLM) -> None:
+    drafted, alone = llm.generate(PROMPTS, GREEDY), plain.generate(PROMPTS, GREEDY)
+    assert [one.text for one in drafted] == [one.text for one in alone]
+    assert [one.prompt for one in drafted] == PROMPTS and sum(drafted[0].accepted) > 0 and not sum(alone[0].accepted)
+    assert {one.finish_reason for one in drafted} == {"length"} and len(drafted[0].token_ids) == 24
+
+
+def test_the_plan_says_how_the_drafter_runs(llm: LLM, plain: LLM) -> None:
+    assert llm.plan is not None and plain.plan is None
+    assert "target [" in llm.explain() and "strategy full_loop" in llm.explain() and "no draft" in plain.explain()
+
+
+def test_more_prompts_than_run_at_once_wait_their_turn(llm: LLM) -> None:
+    found = llm.generate(PROMPTS * 3, GREEDY)
+    assert [one.text for one in found] == [found[0].text, found[1].text] * 3
+
+
+def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=n, temperature=1.0, seed=7) for n in (4, 9)]
+    found = llm.generate(PROMPTS, params)
+    assert [len(one.token_ids) for one in found] == [4, 9]
+    assert llm.generate(PROMPTS[1], params[1])[0].text == found[1].text
+
+
+def test_a_prompt_may_be_token_ids(llm: LLM) -> None:
+    ids = llm.pair.encode(PROMPTS[1])
+    texts = {llm.generate(prompt, GREEDY)[0].text for prompt in (PROMPTS[1], ids, tuple(ids))}
+    assert len(texts) == 1 and llm.generate([ids, ids], GREEDY)[1].text in texts
+
+
+def test_a_stream_gives_the_same_text_piece_by_piece(llm: LLM) -> None:
+    whole = llm.generate(PROMPTS, GREEDY)
+    pieces = list(llm.stream(PROMPTS, GREEDY))
+    for index, one in enumerate(whole):
+        own = [chunk for chunk in pieces if chunk.index == index]
+        assert "".join(chunk.text for chunk in own) == one.text and len(own) > 2
+        assert [chunk.finish_reason for chunk in own] == [None] * (len(own) - 1) + ["length"]
+
+
+@pytest.mark.parametrize("stop", ["same", ["zzz", "same as"], "e", ["statement"]])
+def test_a_stop_string_ends_the_text_before_it(llm: LLM, stop: Any) -> None:
+    text = llm.generate(PROMPTS[0], GREEDY)[0].text
+    stops = [stop] if isinstance(stop, str) else stop
+    cut = min((text.find(each) for each in stops if each in text), default=None)
+    (found,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=24, stop=stop))
+    assert found.text == text[:cut] and found.finish_reason == ("length" if cut is None else "stop")
+    assert rest_of(llm.stream(PROMPTS[0], SamplingParams(max_tokens=24, stop=stop)))[0] == found.text
+
+
+def test_a_very_long_stop_string_changes_nothing(llm: LLM) -> None:
+    text = llm.generate(PROMPTS[0], GREEDY)[0].text
+    assert llm.generate(PROMPTS[0], SamplingParams(max_tokens=24, stop=text[:5] * 2_000))[0].text == text
+
+
+def test_a_stop_token_ends_the_text(llm: LLM) -> None:
+    (found,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=24, stop_token_ids=[ord("a")]))
+    assert found.finish_reason == "stop" and "a" not in found.text
+
+
+def test_a_stream_that_is_closed_frees_its_place(llm: LLM) -> None:
+    whole = [one.text for one in llm.generate(PROMPTS, GREEDY)]
+    stream = llm.stream(PROMPTS * 2, SamplingParams(max_tokens=100))
+    next(stream)
+    stream.close()
+    assert [one.text for one in llm.generate(PROMPTS, GREEDY)] == whole
+    assert llm.engine.pool.num_free == llm.config.pool_size
+
+
+def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, step = [one.text for one in llm.generate(PROMPTS, GREEDY)], llm.engine.step
+    calls = iter(range(9))
+
+    def interrupted() -> bool:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY)
+    monkeypatch.undo()
+    assert [one.text for one in llm.generate(PROMPTS, GREEDY)] == whole
+
+
+def test_two_streams_may_be_read_in_turn(llm: LLM) -> None:
+    whole = llm.generate(PROMPTS, GREEDY)
+    first, second = (llm.stream(prompt, GREEDY) for prompt in PROMPTS)
+    begun = next(first)
+    assert rest_of(second)[0] == whole[1].text and begun.text + rest_of(first)[0] == whole[0].text
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_small_model_steps_with_one_thread_and_leaves_the_setting(plain: LLM, threads: int) -> None:
+    before, seen, step = torch.get_num_threads(), [], plain.engine.step
+    torch.set_num_threads(threads)
+    try:
+        plain.engine.step = lambda: (seen.append(torch.get_num_threads()), step())[1]  # type: ignore[method-assign]
+        plain.generate(PROMPTS[0], GREEDY)
+        assert set(seen) == {1} and torch.get_num_threads() == threads
+    finally:
+        del plain.engine.step
+        torch.set_num_threads(before)
+
+
+BAD_PROMPTS = {
+    "no prompt": [],
+    "is empty": "",
+    "prompt 1 is empty": ["x", ""],
+    "prompt 0 has 201 tokens": "x" * 200,
+    "prompt 0 is 3": [3.0],
+    "prompts are 3": 3,
+    "prompts are b'x'": b"x",
+    "prompt 0 is None": [None],
+    "prompts are None": None,
+    "token ids, integers 0 to 255, got 256": [[256]],
+    "no chat template": [{"role": "user", "content": "x"}],
+}
+
+
+@pytest.mark.parametrize(("told", "prompts"), BAD_PROMPTS.items())
+def test_a_bad_prompt_is_refused_before_anything_runs(llm: LLM, told: str, prompts: Any) -> None:
+    for ask in (llm.generate, llm.stream):
+        with pytest.raises(BatchError, match=told.replace("[", r"\[")):
+            ask(prompts, GREEDY)
+    assert llm.generate(PROMPTS[1], GREEDY)[0].text
+
+
+@pytest.mark.parametrize("messages", [[], "hi", [[]], [["hi"]], None, [{"role": "user"}]])
+def test_a_bad_conversation_is_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(BatchError, match=r"conversation|no prompt|prompts are|no chat template"):
+        llm.chat(messages)
+
+
+@pytest.mark.parametrize("params", [3, "x", {}, [GREEDY], [GREEDY, None]])
+def test_parameters_that_are_none_are_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(BatchError, match=r"sampling_params is .* for 2 prompts"):
+        llm.generate(PROMPTS, params)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *({"max_tokens": value} for value in (0, -1, 1.0, True, None, "9")),
+        *({"stop": value} for value in ("", [""], [3], 3, None, {"a": 1})),
+        *({"stop_token_ids": value} for value in ([1.0], [True], 3, None)),
+        *({"ignore_eos": 1}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"seed": 1.5}),
+    ],
+    ids=str,
+)
+def test_a_parameter_outside_its_range_is_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(BatchError, match=next(iter(bad))):
+        SamplingParams(**bad)
+
+
+BAD_MODELS: dict[str, tuple[type[Exception], dict[str, Any]]] = {
+    "'nowhere' is no folder": (CheckpointError, {"model": "nowhere"}),
+    "named by a folder or a name, got 3": (CheckpointError, {"model": 3}),
+    "drafts in .* are": (CheckpointError, {"draft": "nowhere"}),
+    "Pass the name of a draft": (CheckpointError, {"draft": SHIPPED_PAIR}),
+    "there is no draft": (BatchError, {"draft": None, "num_speculative_tokens": 2}),
+    "speculative": (BatchError, {"num_speculative_tokens": -1}),
+    "dtype is 'int8'": (BatchError, {"dtype": "int8"}),
+    "device is 'tpu'": (BatchError, {"device": "tpu"}),
+    "device is 'cuda:99'": (BatchError, {"device": "cuda:99"}),
+    "strategy is 'fast'": (BatchError, {"strategy": "fast"}),
+    "max_reqs": (BatchError, {"max_num_seqs": 0}),
+    "positions": (BatchError, {"max_model_len": 10**6}),
+    "unknown|nonesuch": (Exception, {"backend": "nonesuch"}),
+    "cannot run|needs|piecewise": (StrategyError, {"strategy": "piecewise"}),
+    "no setting 'max_len'. Settings are": (TypeError, {"max_len": 9}),
+}
+
+
+@pytest.mark.parametrize(("told", "bad"), BAD_MODELS.items())
+def test_a_model_or_a_setting_that_does_not_fit_is_refused(told: str, bad: tuple[type[Exception], Any]) -> None:
+    kind, changes = bad
+    with pytest.raises(kind, match=told):
+        LLM(**{"model": "pydoc", "draft": "draft", "device": "cpu", **changes})
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        LLM(tmp_path, device="cpu")
+
+
+def test_the_front_door_has_what_it_lists_and_nothing_else() -> None:
+    assert {name: getattr(spec_decode, name).__name__ for name in spec_decode.__all__} == {
+        name: name for name in ("LLM", "Chunk", "Completion", "SamplingParams")
+    }
+    with pytest.raises(AttributeError, match="no attribute 'VLLM'"):
+        spec_decode.VLLM  # noqa: B018

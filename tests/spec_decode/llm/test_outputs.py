@@ -1,0 +1,59 @@
+"""A growing text gives out what can no longer change, and nothing of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spec_decode.llm.outputs import GrowingText
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
+
+
+def grown(data: bytes, stop: Sequence[str] = ()) -> tuple[list[str], GrowingText]:
+    text, pieces = GrowingText(decode, stop), []
+    for token in data:
+        text.add(token)
+        pieces.append(text.take())
+    text.finish()
+    return [*pieces, text.take(last=True)], text
+
+
+@given(st.text(max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
+def test_pieces_make_the_text_up_to_the_first_stop_string(whole: str, stop: list[str]) -> None:
+    whole = whole.replace("\ufffd", "")
+    pieces, text = grown(whole.encode(), stop)
+    ends = [whole.find(each) + len(each) for each in stop if each in whole]
+    first = whole[: min(ends)] if ends else whole
+    cut = min((first.find(each) for each in stop if each in first), default=len(first))
+    assert "".join(pieces) == text.text == first[:cut] and text.stopped == bool(ends)
+
+
+@given(st.text("ab", max_size=20))
+def test_a_piece_is_never_taken_back(whole: str) -> None:
+    pieces, text = grown(whole.encode(), ["abba", "bb"])
+    assert text.text.startswith("".join(pieces[:-1]))
+
+
+@pytest.mark.parametrize("character", ["é", "€", "😀"])
+def test_a_character_is_given_out_once_it_is_whole(character: str) -> None:
+    pieces, _ = grown(f"a{character}b".encode())
+    assert pieces[0] == "a" and "".join(pieces) == f"a{character}b" and "\ufffd" not in "".join(pieces)
+
+
+def test_half_a_character_at_the_end_is_shown_as_that() -> None:
+    assert grown("a€".encode()[:-1])[1].text == "a\ufffd"
+
+
+def test_what_may_become_a_stop_string_is_kept_back() -> None:
+    assert grown(b"xenough", ["end"])[0] == ["x", "", "", "eno", "u", "g", "h", ""]
+
+
+def test_nothing_comes_after_a_stop_string() -> None:
+    pieces, text = grown(b"one two three", [" two"])
+    assert "".join(pieces) == text.text == "one" and text.stopped
