@@ -5,7 +5,7 @@ from spec_decode.trees.draft_tree import DraftTree
 from spec_decode.trees.dynamic_tree import DynamicTree, DynamicTreeConfig
 from spec_decode.trees.kernels.move_accepted_kv import move_accepted_kv
 from spec_decode.trees.static_tree import StaticTree
-from spec_decode.trees.verification import TreeBatch, TreeRejectionSampling, TreeSampling, TreeVerifyOutput
+from spec_decode.trees.verification import TreeBatch, TreeSampling, TreeVerifyOutput
 
 __all__ = [
     "MAX_TREE_TOKENS",
@@ -14,7 +14,6 @@ __all__ = [
     "DynamicTreeConfig",
     "StaticTree",
     "TreeBatch",
-    "TreeRejectionSampling",
     "TreeSampling",
     "TreeVerifyOutput",
     "move_accepted_kv",

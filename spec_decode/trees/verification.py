@@ -14,7 +14,6 @@ from spec_decode.sampling.target_sampler import process_target_logits
 from spec_decode.trees.draft_tree import require_tree_size
 from spec_decode.trees.kernels.ancestor_masks import ancestor_masks
 from spec_decode.trees.kernels.follow_tree import follow_tree
-from spec_decode.trees.kernels.tree_rejection import TreeRejection, tree_rejection
 
 
 class TreeBatch(NamedTuple):
@@ -85,38 +84,3 @@ class TreeSampling:
         )
         drawn = draw_tokens(processed.flatten(0, 1), temperature, seeds, positions).view(rows, 1 + tokens)
         return TreeVerifyOutput(*follow_tree(draft_tokens, parents, drawn, self._max_depth))
-
-
-class TreeRejectionSampling:
-    """Tries each token's children in turn against what the target has left; the text has the target's distribution.
-
-    It keeps more drafts than TreeSampling where a draft is close to the target and both are undecided. For trees whose
-    shape was fixed before their tokens were drawn, and children drawn without replacement; see TreeRejection.
-    """
-
-    def __init__(self, max_depth: int, max_children: int) -> None:
-        """max_depth: K, no tree is deeper. max_children: no query token has more."""
-        self._limits = (max_depth, max_children)
-
-    def verify(
-        self,
-        target_logits: torch.Tensor,
-        trees: TreeBatch,
-        draft_logits: torch.Tensor,
-        draft_columns: torch.Tensor,
-        *,
-        sampling: Sampling,
-        draft_positions: torch.Tensor,
-    ) -> TreeVerifyOutput:
-        """As TreeSampling.verify, and
-
-        - draft_logits   fp32 [R, C, V], the processed logits that the children of C query tokens were drawn from; -inf
-                         where the draft could not draw
-        - draft_columns  int64 [R, 1 + N], which column of them is a query token's; read where it has children
-        """
-        draft_tokens, parents = trees.checked(target_logits)
-        arguments = TreeRejection(
-            process_target_logits(target_logits, sampling), draft_tokens, parents, draft_logits, draft_columns,
-            sampling.temperature, sampling.seeds, draft_positions, *self._limits,
-        )  # fmt: skip
-        return TreeVerifyOutput(*tree_rejection(*arguments.checked()))

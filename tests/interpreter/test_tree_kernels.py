@@ -12,7 +12,6 @@ from spec_decode.trees.kernels.follow_tree import follow_tree
 from spec_decode.trees.kernels.keep_best import keep_best
 from spec_decode.trees.kernels.place_frontier import place_frontier
 from spec_decode.trees.kernels.top_children import top_children
-from spec_decode.trees.kernels.tree_rejection import TreeRejection, tree_rejection
 
 ROWS = 8
 
@@ -37,22 +36,20 @@ def whole(low, high, shape, seed):
     return torch.randint(low, high, shape, generator=generator(seed))
 
 
-def random_parents(tokens, seed, widest=3, ends=True):
-    """Trees of every shape up to so many children, some of which end early."""
+def random_parents(tokens, seed):
+    """Trees of every shape up to three children a token, some of which end early."""
     parents = torch.zeros(ROWS, tokens, dtype=torch.int64)
     for row in range(ROWS):
-        free = [widest] * (1 + tokens)
+        free = [3] * (1 + tokens)
         for token in range(tokens):
             allowed = [at for at in range(token + 1) if free[at]]
             parent = allowed[int(whole(0, len(allowed), (1,), 1000 * seed + 100 * row + token))]
             free[parent] -= 1
             parents[row, token] = parent
-    if ends:
-        length = whole(0, 2 * tokens, (ROWS, 1), seed)
-        parents = parents.where(torch.arange(tokens) < length, -1)
-        # What follows the first -1 is no tree.
-        parents = parents.where(torch.arange(tokens) <= length, 2**40)
-    return parents
+    length = whole(0, 2 * tokens, (ROWS, 1), seed)
+    parents = parents.where(torch.arange(tokens) < length, -1)
+    # What follows the first -1 is no tree.
+    return parents.where(torch.arange(tokens) <= length, 2**40)
 
 
 def same(found, expected):
@@ -77,69 +74,6 @@ def test_the_path_is_the_references(tokens):
     drafts, targets = whole(0, 3, (ROWS, tokens), 1), whole(0, 3, (ROWS, 1 + tokens), 2)
     for max_depth in (1, 4, tokens):
         assert agrees(follow_tree, drafts, parents, targets, max_depth)
-
-
-def make_arguments(tokens, vocab, seed=0, likeness=0.6, ends=True):
-    """Random and greedy rows; children in the order of a draw without replacement."""
-    parents = random_parents(tokens, seed, ends=ends)
-    p = torch.randn(ROWS, 1 + tokens, vocab, generator=generator(seed)) * 3
-    q = likeness * p + (1 - likeness) * 3 * torch.randn(ROWS, 1 + tokens, vocab, generator=generator(seed + 1))
-    gumbel = -torch.empty_like(q).exponential_(generator=generator(seed + 2)).log()
-    order = (q + gumbel).argsort(2, descending=True)
-    drafts = torch.zeros(ROWS, tokens, dtype=torch.int64)
-    for row in range(ROWS):
-        counts = [0] * (1 + tokens)
-        for token in range(tokens):
-            parent = int(parents[row, token])
-            if not 0 <= parent <= token:
-                break
-            drafts[row, token] = order[row, parent, counts[parent]]
-            counts[parent] += 1
-    columns = torch.stack([torch.randperm(1 + tokens, generator=generator(seed + row)) for row in range(ROWS)])
-    return TreeRejection(
-        p, drafts, parents, torch.empty_like(q).scatter_(1, columns[..., None].expand_as(q), q), columns,
-        (torch.rand(ROWS, generator=generator(seed + 3)) * 2 - 0.5).clamp(min=0),
-        whole(-(2**63), 2**63 - 1, (ROWS,), seed + 5), whole(0, 2**20, (ROWS,), seed + 6), tokens, 3,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(("tokens", "vocab"), [(1, 9), (3, 2), (6, 9), (9, 40), (4, 1100), (2, 5000)])
-def test_rejections_are_the_references(tokens, vocab):
-    assert agrees(tree_rejection, *make_arguments(tokens, vocab, 10 * tokens).checked())
-
-
-def test_the_arguments_above_accept_every_number_of_tokens_by_every_child():
-    accepted, children = set(), set()
-    for tokens, vocab in [(6, 9), (9, 40)]:
-        arguments = make_arguments(tokens, vocab, 10 * tokens)
-        with torch_implementations():
-            found = tree_rejection(*arguments.checked())
-        accepted |= set(found[0].tolist())
-        for row, path in enumerate(found[1].tolist()):
-            parents = arguments.parents[row].tolist()
-            children |= {parents[: at - 1].count(parents[at - 1]) for at in path if at > 0}
-    assert accepted >= {0, 1, 2, 3} and children == {0, 1, 2}
-
-
-def test_draft_logits_that_are_a_strided_view():
-    arguments = make_arguments(4, 40)
-    wide = torch.full((ROWS, 7, 80), math.nan)
-    wide[:, :5, ::2] = arguments.draft_logits
-    assert agrees(tree_rejection, *arguments._replace(draft_logits=wide[:, :5, ::2]).checked())
-
-
-def test_children_that_the_draft_could_not_draw_are_passed_over():
-    arguments = make_arguments(4, 40, ends=False)._replace(temperature=torch.ones(ROWS))
-    lacking = arguments.draft_logits.masked_fill(torch.arange(40) > 1, -math.inf)
-    assert agrees(tree_rejection, *arguments._replace(draft_logits=lacking).checked())
-
-
-@pytest.mark.parametrize("whose", ["processed", "draft_logits"])
-def test_drafts_by_logits_that_are_no_numbers_are_not_kept(whose):
-    arguments = make_arguments(4, 600)._replace(temperature=torch.ones(ROWS))
-    nothing = torch.full_like(getattr(arguments, whose), math.nan)
-    accepted, path, added = tree_rejection(*arguments._replace(**{whose: nothing}).checked())
-    assert accepted.eq(0).all() and path.eq(-1).all() and ((added >= 0) & (added < 600)).all()
 
 
 @pytest.mark.parametrize("value_dim", [8, 12])

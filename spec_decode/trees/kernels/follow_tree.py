@@ -34,8 +34,15 @@ class FollowTree(NamedTuple):
     def reference(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         parents = trees_alone(self.parents)
         passes = self.draft_tokens == self.target_tokens.gather(1, parents.clamp(min=0))
-        accepted, path, last = walk(parents, passes, self.max_depth)
-        return accepted, path, self.target_tokens.gather(1, last[:, None])[:, 0]
+        last = parents.new_zeros(len(parents))
+        path = parents.new_full((len(parents), self.max_depth), -1)
+        for step in range(self.max_depth):
+            follows = (parents == last[:, None]) & passes
+            continues = follows.any(1)
+            last = torch.where(continues, follows.long().argmax(1) + 1, last)
+            path[:, step] = torch.where(continues, last, -1)
+            passes = passes & continues[:, None]
+        return (path > 0).sum(1), path, self.target_tokens.gather(1, last[:, None])[:, 0]
 
     def launch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         accepted, path, next_tokens = self.fake()
@@ -51,46 +58,6 @@ class FollowTree(NamedTuple):
         return new(rows), new(rows, self.max_depth), new(rows)
 
 
-def walk(
-    parents: torch.Tensor, passes: torch.Tensor, max_depth: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """From the root to the first child that passes, and on from there.
-
-    - parents  int64 [R, N], -1 from a tree's end on
-    - passes   bool [R, N]
-
-    Returns how many are accepted int64 [R], their query tokens int64 [R, K] as FollowTree has them, and the last query
-    token int64 [R].
-    """
-    last = parents.new_zeros(len(parents))
-    path = parents.new_full((len(parents), max_depth), -1)
-    for step in range(max_depth):
-        follows = (parents == last[:, None]) & passes
-        continues = follows.any(1)
-        last = torch.where(continues, follows.long().argmax(1) + 1, last)
-        path[:, step] = torch.where(continues, last, -1)
-        passes = passes & continues[:, None]
-    return (path > 0).sum(1), path, last
-
-
-@triton.jit
-def walk_tree(parent, passes, path, max_depth, stores, BLOCK: tl.constexpr):
-    """As `walk`, of one row: how many are accepted, and the last query token; the path is stored if `stores`.
-
-    - parent, passes  [BLOCK], of the query tokens, parents as `read_parents` returns them
-    """
-    token = tl.arange(0, BLOCK)
-    last = 0
-    accepted = 0
-    for step in range(0, max_depth):
-        child = tl.min(tl.where((parent == last) & passes, token, BLOCK), 0)
-        continues = (child < BLOCK) & (accepted == step)
-        last = tl.where(continues, child, last)
-        accepted += tl.where(continues, 1, 0)
-        tl.store(path + step, tl.where(continues, child, -1).to(tl.int64), mask=stores)
-    return accepted, last
-
-
 @triton.jit
 def _follow_tree_kernel(
     draft_tokens, parents, target_tokens, accepted, path, next_tokens, tokens, max_depth,
@@ -102,8 +69,16 @@ def _follow_tree_kernel(
     parent = read_parents(parents, row, tokens, BLOCK)
     drafted = tl.load(draft_tokens + row * (tokens - 1) + token - 1, mask=parent >= 0, other=-1)
     due = tl.load(target_tokens + row * tokens + parent, mask=parent >= 0, other=-2)
-    count, last = walk_tree(parent, drafted == due, path + row * max_depth, max_depth, True, BLOCK)
-    tl.store(accepted + row, count.to(tl.int64))
+    passes = drafted == due
+    last = 0
+    count = 0
+    for step in range(0, max_depth):
+        child = tl.min(tl.where((parent == last) & passes, token, BLOCK), 0)
+        continues = (child < BLOCK) & (count == step)
+        last = tl.where(continues, child, last)
+        count += tl.where(continues, 1, 0)
+        tl.store(path + row * max_depth + step, tl.where(continues, child, -1).to(tl.int64))
+    tl.store(accepted + row, count)
     tl.store(next_tokens + row, tl.load(target_tokens + row * tokens + last))
 
 

@@ -23,7 +23,7 @@ KERNELS = {
     "_combine_kernel", "read_streams_kernel", "write_streams_kernel", "find_range_kernel", "count_bins_kernel",
     "gather_bin_kernel", "top_k_threshold_kernel", "top_p_threshold_kernel", "mask_logits_kernel",
     "batch_invariant_linear_kernel", "_ancestor_masks_kernel", "_follow_tree_kernel", "_move_accepted_kv_kernel",
-    "try_children_kernel", "draw_left_kernel", "_block_top_kernel", "_merge_top_kernel",
+    "_block_top_kernel", "_merge_top_kernel",
     "_grow_tree_kernel", "_keep_best_kernel", "_block_inputs_kernel", "_gather_block_kernel", "_line_argmax_kernel",
     "_store_block_kernel", "_place_frontier_kernel", "_prefix_lens_kernel", "_tree_attention_kernel", "streamed_kernel",
     "sum_shares_kernel", "_mla_query_key_kernel", "_block_target_kernel",

@@ -8,16 +8,14 @@ from hypothesis import strategies as st
 from builders import BatchError
 from spec_decode.graphs.emulator import EmulatedRuntime
 from spec_decode.sampling import sample_target
-from spec_decode.trees import DraftTree, TreeBatch, TreeRejectionSampling, TreeSampling
+from spec_decode.trees import DraftTree, TreeBatch, TreeSampling
 from spec_decode.trees.kernels.follow_tree import follow_tree
-from spec_decode.verification import verifier
 from tests.op_checks import check_op
 from tests.spec_decode.trees.test_draft_tree import trees
 from tests.spec_decode.trees.tree_helpers import TREES, Drafted, Tables, draft, first_two, verify
 from tests.spec_decode.verification.verify_helpers import FIRST, law, p_value, sampling_of
 
 COUNT, VOCAB = 100_000, 5
-KINDS = [TreeSampling, TreeRejectionSampling]
 # Two children of the root, tokens 4 and 6; of the first of them, 5; of the second, 4 and 7; of that 7, 2.
 TREE = DraftTree((0, 0, 1, 2, 2, 5))
 TOKENS = [4, 6, 5, 4, 7, 2]
@@ -33,29 +31,24 @@ GREEDY = {
 
 def peaked(tokens):
     return Drafted(
-        TREE, torch.tensor([[0, *TOKENS]]), torch.nn.functional.one_hot(torch.tensor([tokens]), 10).float() * 9,
-        torch.zeros(1, 7, 10),
-    )  # fmt: skip
+        TREE, torch.tensor([[0, *TOKENS]]), torch.nn.functional.one_hot(torch.tensor([tokens]), 10).float() * 9
+    )
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("target", "path", "added"), GREEDY.values(), ids=GREEDY)
-def test_greedy_accepts_the_path_of_the_targets_own_tokens(kind, target, path, added):
-    output = verify(kind, peaked(target))
+def test_greedy_accepts_the_path_of_the_targets_own_tokens(target, path, added):
+    output = verify(peaked(target))
     assert output.path.tolist() == [path + [-1] * (3 - len(path))]
     assert (output.accepted.tolist(), output.next_tokens.tolist()) == ([len(path)], [added])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_after_a_trees_end_is_read(kind):
+def test_nothing_after_a_trees_end_is_read():
     drafted = peaked([6, 0, 7, 0, 0, 2, 3])
-    drafted.p_logits[:, 5:], drafted.q_logits[:, 5:] = math.nan, math.nan
+    drafted.p_logits[:, 5:] = math.nan
     parents = torch.tensor([[0, 0, 1, 2, -1, 5]])
     place = {"sampling": sampling_of(1), "draft_positions": torch.tensor([FIRST])}
     batch = TreeBatch(drafted.batch.draft_tokens, parents)
-    verifier = TreeSampling(3) if kind is TreeSampling else TreeRejectionSampling(3, 2)
-    rest = () if kind is TreeSampling else (drafted.q_logits, torch.arange(7)[None])
-    output = verifier.verify(drafted.p_logits, batch, *rest, **place)
+    output = TreeSampling(3).verify(drafted.p_logits, batch, **place)
     assert (output.path.tolist(), output.next_tokens.tolist()) == ([[2, -1, -1]], [7])
 
 
@@ -77,49 +70,14 @@ def test_the_path_is_the_one_a_walk_finds(tree, seed):
 
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_first_two_tokens_are_jointly_distributed_as_the_targets(kind, tree):
+def test_the_first_two_tokens_are_jointly_distributed_as_the_targets(tree):
     tables = Tables(VOCAB, tree.max_depth)
     drafted = draft(tables, tree, COUNT, temperature=0.8)
-    output = verify(kind, drafted, temperature=0.8)
+    output = verify(drafted, temperature=0.8)
     first, second = first_two(tables, drafted, output, 0.8)
     joint = law(tables.p[0, 0], 0.8)[:, None] * law(tables.p[1], 0.8)
     assert p_value(first * VOCAB + second, joint, VOCAB * VOCAB) > 1e-3
     assert output.accepted.unique().tolist() == list(range(tree.max_depth + 1))
-
-
-@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-def test_after_a_whole_path_the_added_token_is_the_targets(tree):
-    tables = Tables(VOCAB, tree.max_depth)
-    drafted = draft(tables, tree, COUNT)
-    output = verify(TreeRejectionSampling, drafted, temperature=1.0)
-    whole = output.accepted == tree.max_depth
-    last = drafted.tokens[whole].gather(1, output.path[whole, -1:])[:, 0]
-    for token in range(VOCAB):
-        assert p_value(output.next_tokens[whole][last == token], law(tables.p[-1, token], 1.0), VOCAB) > 1e-4
-
-
-def test_a_draft_that_can_draw_few_tokens_leaves_the_distribution():
-    tables = Tables(VOCAB, 1)
-    tables.q[..., 2:] = -math.inf
-    drafted = draft(tables, TREES["three roots' children"], COUNT)
-    output = verify(TreeRejectionSampling, drafted, temperature=1.0)
-    first = torch.where(
-        output.accepted > 0, drafted.tokens.gather(1, output.path.clamp(min=0))[:, 0], output.next_tokens
-    )
-    assert p_value(first, law(tables.p[0, 0], 1.0), VOCAB) > 1e-3
-
-
-def test_a_draft_that_is_the_target_is_always_accepted():
-    tables = Tables(VOCAB, 2, likeness=1.0)
-    drafted = draft(tables, TREES["two levels"], 2000)
-    assert verify(TreeRejectionSampling, drafted, temperature=1.0).accepted[drafted.tokens[:, 1] >= 0].ge(1).all()
-
-
-def test_rejection_sampling_accepts_more_of_an_undecided_draft():
-    drafted = draft(Tables(VOCAB, 2, likeness=0.9), TREES["two levels"], COUNT)
-    kept = [verify(kind, drafted, temperature=1.0).accepted.float().mean() for kind in KINDS]
-    assert kept[1] > kept[0] + 0.1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -127,7 +85,7 @@ def test_sampling_says_what_plain_decoding_says(temperature):
     tree = TREES["wide and deep"]
     tables = Tables(VOCAB, tree.max_depth)
     drafted = draft(tables, tree, 2000)
-    output = verify(TreeSampling, drafted, temperature=temperature)
+    output = verify(drafted, temperature=temperature)
     text = torch.cat([drafted.tokens.gather(1, output.path.clamp(min=0)), output.next_tokens[:, None]], 1)
     text.scatter_(1, output.accepted[:, None], output.next_tokens[:, None])
     last = torch.zeros(2000, dtype=torch.int64)
@@ -138,38 +96,15 @@ def test_sampling_says_what_plain_decoding_says(temperature):
         assert torch.equal(text[said, step], last[said])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_chain_is_verified_as_a_draft_of_one_path(temperature):
-    drafted = draft(Tables(VOCAB, 3), TREES["a chain"], 5000)
-    output = verify(TreeRejectionSampling, drafted, temperature=temperature)
-    expected = verifier("rejection", num_speculative_tokens=3).verify(
-        drafted.p_logits, drafted.tokens[:, 1:].contiguous(), drafted.q_logits[:, :3],
-        sampling=sampling_of(5000, temperature), draft_positions=torch.full((5000,), FIRST),
-    )  # fmt: skip
-    assert torch.equal(output.accepted, expected.accepted) and torch.equal(output.next_tokens, expected.next_tokens)
-
-
-@pytest.mark.parametrize("whose", ["p_logits", "q_logits"])
-def test_drafts_by_logits_that_are_no_numbers_are_not_kept(whose):
-    drafted = draft(Tables(VOCAB, 2), TREES["two levels"], 50)
-    setattr(drafted, whose, torch.full_like(getattr(drafted, whose), math.nan))
-    output = verify(TreeRejectionSampling, drafted, temperature=1.0)
-    assert output.accepted.eq(0).all() and ((output.next_tokens >= 0) & (output.next_tokens < VOCAB)).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_graph_verifies_the_trees_of_each_replay(kind):
+def test_a_graph_verifies_the_trees_of_each_replay():
     tables = Tables(VOCAB, 2)
     drafted, other = (draft(tables, TREES["two levels"], 64, seed=seed) for seed in (1, 2))
-    expected = verify(kind, other, temperature=1.0)
+    expected = verify(other, temperature=1.0)
     batch = drafted.batch
     place = {"sampling": sampling_of(64, 1.0), "draft_positions": torch.full((64,), FIRST)}
-    columns, found = torch.arange(6).expand(64, -1).contiguous(), []
-    verifier = TreeSampling(2) if kind is TreeSampling else TreeRejectionSampling(2, 2)
-    rest = () if kind is TreeSampling else (drafted.q_logits, columns)
-    graph = EmulatedRuntime().capture(lambda: found.append(verifier.verify(drafted.p_logits, batch, *rest, **place)))
-    for name in ("p_logits", "q_logits"):
-        getattr(drafted, name).copy_(getattr(other, name))
+    verifier, found = TreeSampling(2), []
+    graph = EmulatedRuntime().capture(lambda: found.append(verifier.verify(drafted.p_logits, batch, **place)))
+    drafted.p_logits.copy_(other.p_logits)
     batch.draft_tokens.copy_(other.batch.draft_tokens)
     graph.replay()
     assert torch.equal(found[0].path, expected.path) and torch.equal(found[0].next_tokens, expected.next_tokens)
@@ -178,38 +113,28 @@ def test_a_graph_verifies_the_trees_of_each_replay(kind):
 def test_the_ops_are_as_they_say():
     drafted = draft(Tables(VOCAB, 2), TREES["two levels"], 3)
     tokens, parents = drafted.batch
-    numbers = [torch.arange(3)] * 2
     check_op(torch.ops.spec_decode.follow_tree.default, [tokens, parents, torch.zeros(3, 6, dtype=torch.int64), 2])
-    columns = torch.arange(6).expand(3, -1).contiguous()
-    check_op(
-        torch.ops.spec_decode.tree_rejection.default,
-        [drafted.p_logits, tokens, parents, drafted.q_logits, columns, torch.ones(3), *numbers, 2, 2],
-    )
 
 
 WRONG = {
-    "draft_tokens": lambda b, q, c: (b._replace(draft_tokens=b.draft_tokens.int()), q, c),
-    "parents": lambda b, q, c: (b._replace(parents=b.parents[:, 1:]), q, c),
-    "draft_logits": lambda b, q, c: (b, q[..., 1:], c),
-    "draft_columns": lambda b, q, c: (b, q, c.int()),
+    "draft_tokens": lambda batch: batch._replace(draft_tokens=batch.draft_tokens.int()),
+    "parents": lambda batch: batch._replace(parents=batch.parents[:, 1:]),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_tensors_of_another_kind_are_refused(name):
     drafted = draft(Tables(VOCAB, 2), TREES["two levels"], 3)
-    arguments = WRONG[name](drafted.batch, drafted.q_logits, torch.arange(6).expand(3, -1))
     place = {"sampling": sampling_of(3), "draft_positions": torch.full((3,), FIRST)}
     with pytest.raises(BatchError, match=f"{name} must be"):
-        TreeRejectionSampling(2, 2).verify(drafted.p_logits, *arguments, **place)
+        TreeSampling(2).verify(drafted.p_logits, WRONG[name](drafted.batch), **place)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_target_logits_of_another_tree_are_refused(kind):
+def test_target_logits_of_another_tree_are_refused():
     drafted = draft(Tables(VOCAB, 2), TREES["two levels"], 3)
     drafted.p_logits = drafted.p_logits[:, 1:]
     with pytest.raises(BatchError, match="target_logits must be"):
-        verify(kind, drafted)
+        verify(drafted)
 
 
 def test_more_tokens_than_a_mask_has_bits_are_refused():

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from spec_decode.sampling import sample_target
-from spec_decode.trees import DraftTree, TreeBatch, TreeRejectionSampling, TreeSampling
+from spec_decode.trees import DraftTree, TreeBatch, TreeSampling
 from tests.spec_decode.verification.verify_helpers import FIRST, sampling_of
 
 TREES = {
@@ -21,22 +21,21 @@ TREES = {
 class Tables:
     """Logits fp32 [depth, last token, V] of both models; the draft's are the target's, blurred with noise."""
 
-    def __init__(self, vocab, depth, likeness=0.5, seed=0):
+    def __init__(self, vocab, depth, seed=0):
         generator = torch.Generator().manual_seed(seed)
         self.vocab = vocab
         self.p = torch.randn(depth + 1, vocab, vocab, generator=generator) * 1.5
         noise = torch.randn(depth, vocab, vocab, generator=generator) * 1.5
-        self.q = likeness * self.p[:depth] + (1 - likeness) * noise
+        self.q = 0.5 * (self.p[:depth] + noise)
 
 
 @dataclass
 class Drafted:
-    """Trees of R rows whose root is token 0: tokens int64 [R, 1 + N], both models' logits fp32 [R, 1 + N, V]."""
+    """Trees of R rows whose root is token 0: tokens int64 [R, 1 + N], the target's logits fp32 [R, 1 + N, V]."""
 
     tree: DraftTree
     tokens: torch.Tensor
     p_logits: torch.Tensor
-    q_logits: torch.Tensor
 
     @property
     def batch(self):
@@ -47,26 +46,21 @@ def draft(tables, tree, rows, *, seed=0, temperature=1.0):
     """Each token's children are drawn without replacement: the largest of logits with Gumbel noise, in their order."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.zeros(rows, 1 + tree.num_tokens, dtype=torch.int64)
-    q_logits = torch.zeros(rows, 1 + tree.num_tokens, tables.vocab)
     for token, depth in enumerate(tree.depths):
         children = [1 + i for i, parent in enumerate(tree.parents) if parent == token]
         if children:
-            q_logits[:, token] = tables.q[depth][tokens[:, token]] / temperature
+            q_logits = tables.q[depth][tokens[:, token]] / temperature
             gumbel = -torch.empty(rows, tables.vocab).exponential_(generator=generator).log()
-            tokens[:, children] = (q_logits[:, token] + gumbel).topk(len(children)).indices
+            tokens[:, children] = (q_logits + gumbel).topk(len(children)).indices
     p_logits = torch.stack([tables.p[depth][tokens[:, token]] for token, depth in enumerate(tree.depths)], 1)
-    return Drafted(tree, tokens, p_logits, q_logits)
+    return Drafted(tree, tokens, p_logits)
 
 
-def verify(kind, drafted, *, first=FIRST, **sampling):
-    """The output of TreeSampling or TreeRejectionSampling."""
-    rows, tokens = drafted.tokens.shape
-    place = {"sampling": sampling_of(rows, **sampling), "draft_positions": torch.full((rows,), first)}
-    if kind is TreeSampling:
-        return TreeSampling(drafted.tree.max_depth).verify(drafted.p_logits, drafted.batch, **place)
-    verifier = TreeRejectionSampling(drafted.tree.max_depth, drafted.tree.max_children)
-    columns = torch.arange(tokens).expand(rows, -1)
-    return verifier.verify(drafted.p_logits, drafted.batch, drafted.q_logits, columns, **place)
+def verify(drafted, **sampling):
+    """The output of TreeSampling."""
+    rows = len(drafted.tokens)
+    place = {"sampling": sampling_of(rows, **sampling), "draft_positions": torch.full((rows,), FIRST)}
+    return TreeSampling(drafted.tree.max_depth).verify(drafted.p_logits, drafted.batch, **place)
 
 
 def first_two(tables, drafted, output, temperature):
