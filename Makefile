@@ -70,7 +70,6 @@ docs: $(VENV)/.docs
 	$(BIN)/attn-backends matrix reports --html docs/compatibility.html
 	$(BIN)/python scripts/schemas.py docs/schemas
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
-	$(BIN)/python docs/_site/check_links.py build/site
 
 check: lint test
 
