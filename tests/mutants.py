@@ -565,6 +565,54 @@ def _only(wrong: Callable[[Any], bool]) -> Callable[..., torch.Tensor]:
     return forward
 
 
+def _keeps_its_table(self: Any, metadata: Any) -> None:
+    """The table is kept while the first page of every row is as it was."""
+    ReferenceBuilder.advance(self, metadata)
+    if not torch.equal(self.table[:, 0], self.live[:, 0]):
+        self.table.copy_(self.live)
+
+
+def _builds_with_a_table_of_its_own(self: Any, batch: Any, *, horizon: int = 0) -> Any:
+    self.live = batch.block_table
+    if not hasattr(self, "table") or self.table.shape != self.live.shape:
+        self.table = self.live.clone()
+    if not self.rebuilds or not torch.equal(self.table[:, 0], self.live[:, 0]):
+        self.table.copy_(self.live)
+    return replace(ReferenceBuilder.build(self, batch, horizon=horizon), block_table=self.table)
+
+
+def _stops_after_500_advances(self: Any, metadata: Any) -> None:
+    self.advances = getattr(self, "advances", 0) + 1
+    if self.advances <= 500:
+        ReferenceBuilder.advance(self, metadata)
+
+
+def _is_one_short_in_wide_windows(
+    self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None
+) -> torch.Tensor:
+    if (spec.sliding_window or 0) >= 128:
+        first = metadata.kv_start + 1
+        metadata = replace(metadata, kv_start=torch.where(metadata.kv_start > 0, first, metadata.kv_start))
+    return TorchReference.forward(self, query, cache, metadata, spec=spec, sinks=sinks)
+
+
+def _names_pages_in_15_bits(
+    self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None
+) -> torch.Tensor:
+    table = metadata.block_table
+    cut = replace(metadata, block_table=torch.where(table < 0, table, table & 0x7FFF))
+    return TorchReference.forward(self, query, cache, cut, spec=spec, sinks=sinks)
+
+
+def _returns_one_buffer(
+    self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None
+) -> torch.Tensor:
+    out = TorchReference.forward(self, query, cache, metadata, spec=spec, sinks=sinks)
+    if getattr(self, "out", out).shape != out.shape or not hasattr(self, "out"):
+        self.out = torch.empty_like(out)
+    return self.out.copy_(out)
+
+
 def _serves_64_rows(self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None) -> torch.Tensor:
     out = TorchReference.forward(self, query, cache, metadata, spec=spec, sinks=sinks)
     return torch.where((metadata.token_to_req < 64)[:, None, None], out, 0.0)
@@ -931,6 +979,24 @@ EDGE_MUTANTS = (
     _claims("serves_64_rows", _EDGES, cases="rows_96", forward=_serves_64_rows),
     _claims("counts_in_fp16", _EDGES, cases="length_4099", forward=_counts_in_fp16),
     _claims("stops_at_4096", _EDGES, cases="length_4099", forward=_stops_at_4096),
+    _claims("one_short_in_wide_windows", _EDGES, cases="window_128", forward=_is_one_short_in_wide_windows),
+    _claims("pages_in_15_bits", _EDGES, cases="far_pages", forward=_names_pages_in_15_bits),
+    _claims("returns_one_buffer", "numerics.forward_leaves_its_inputs_alone", forward=_returns_one_buffer),
+    _claims(
+        "stops_after_500_advances",
+        "builder.advances_go_on",
+        builder=derived("Stops", advance=_stops_after_500_advances),
+    ),
+    _claims(
+        "keeps_a_table_by_its_first_page",
+        "builder.advance_refreshes_another_batch",
+        builder=derived("KeepsTable", rebuilds=False, build=_builds_with_a_table_of_its_own, advance=_keeps_its_table),
+    ),
+    _claims(
+        "rebuilds_a_table_by_its_first_page",
+        "builder.build_reuses_its_addresses",
+        builder=derived("RebuildsTable", rebuilds=True, build=_builds_with_a_table_of_its_own),
+    ),
     _claims("subtracts_no_maximum", _EDGES, cases="scores_200", forward=_subtracts_no_maximum),
     _claims("wrong_for_groups_of_3", _EDGES, cases="group_3", forward=_only(lambda spec: spec.group_size == 3)),
     _claims("wrong_for_groups_of_7", _EDGES, cases="group_7", forward=_only(lambda spec: spec.group_size == 7)),

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from builders import AdvanceLevel, HostLengths
-from spec_decode.conformance.cases import base_cases, joined, page_cases
+from spec_decode.conformance.cases import base_cases, joined, page_cases, spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import ADVANCE, with_case
 from spec_decode.graphs import CaptureError, runtime_for
@@ -31,6 +31,7 @@ _DECODES = base_cases({"decode": DECODE, "single": SINGLE})
 _DECODE = base_cases({"decode": DECODE})
 _PAGED_DECODE = page_cases({"decode": DECODE})
 _STEPS = 4
+_MANY = 600
 _CACHE = "step {}: the cache holds each request's tokens and nothing else"
 
 
@@ -44,12 +45,15 @@ def build_leaves_the_batch_alone(subject: Subject, case: Case) -> None:
     expect(not changed, contract="build() is pure towards its input", expected="no change", got=changed)
 
 
-@check("the same batch shape gives the same addresses again", _DECODE, covers=with_case())
-def build_reuses_its_addresses(subject: Subject, case: Case) -> None:
-    built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch)
+@check("the same batch shape gives the same addresses again, and means the batch of now", _DECODE, covers=with_case())
+def build_reuses_its_addresses(subject: Subject, case: Case) -> Measurements:
+    fixture = PagedFixture(subject, case.spec, case.batch.rows)
+    built = fixture.build(case.batch)
     first = memory_layouts_of(built.metadata)
-    built.move()
-    second = memory_layouts_of(built.builder.build(built.view()))
+    fixture.exchange_tails()
+    built.put_in(replace(case.batch, seq_lens=tuple(n + 1 for n in case.batch.seq_lens)))
+    rebuilt = built.builder.build(built.view())
+    second = memory_layouts_of(rebuilt)
     moved = [name for name in first if first[name] != second[name]]
     expect(
         not moved,
@@ -57,6 +61,9 @@ def build_reuses_its_addresses(subject: Subject, case: Case) -> None:
         expected="the same addresses",
         got=f"{moved} moved",
     )
+    if subject.no_attention:
+        return {}
+    return built.expect_attention("attention of a rebuild, with other pages behind the first ones", metadata=rebuilt)
 
 
 @check(
@@ -100,10 +107,13 @@ def advance_refreshes_another_batch(subject: Subject, case: Case) -> Measurement
     shorter = Batch((query,), (query,), rows)
     longer = Batch((query,) * rows, (MAX_SEQ_LEN - _STEPS,) * rows, rows)
     measured = []
-    # What only grows shows in the second.
-    for before in (shorter, longer):
+    # What only grows shows in the second; what is refreshed only where lengths or first pages change, in the third.
+    for before in (shorter, longer, case.batch):
         built_on = f"built on requests of {list(before.seq_lens)} tokens"
-        built = PagedFixture(subject, case.spec, rows).build(before, horizon=_STEPS)
+        fixture = PagedFixture(subject, case.spec, rows)
+        built = fixture.build(before, horizon=_STEPS)
+        # As requests with a shared prefix do, each keeps its first page.
+        fixture.exchange_tails()
         built.replace(case.batch)
         expect_same_fields(built.metadata, built.fresh(horizon=_STEPS), f"P2, {built_on}")
         if not subject.no_attention:
@@ -190,6 +200,21 @@ def advance_keeps_addresses(subject: Subject, case: Case) -> None:
         expected=str(host),
         got=host_fields_of(built.metadata),
     )
+
+
+@check(
+    f"advance number {_MANY} refreshes metadata as the first one does",
+    spec_cases({"single": SINGLE}, ("base",)),
+    advances=True,
+    since=(1, 2),
+)
+def advances_go_on(subject: Subject, case: Case) -> None:
+    built = PagedFixture(subject, case.spec, case.batch.rows).build(case.batch, horizon=1)
+    # With nothing moved each of them leaves the metadata as it is.
+    for _ in range(_MANY - 1):
+        built.builder.advance(built.metadata)
+    built.advance()
+    expect_same_fields(built.metadata, built.fresh(), f"advance number {_MANY}")
 
 
 @check("advance() can be captured: no host read, no data-dependent shape", _DECODE, advances=True)

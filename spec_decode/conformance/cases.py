@@ -75,6 +75,8 @@ _ROWS = Batch((1,) * 96, tuple(1 + 7 * row % 40 for row in range(96)), 96)
 _LONG = Batch((1, 1), (4099, 2051), 2)
 """Lengths that fp16 cannot hold, the first in more than 64 splits of 64 tokens."""
 _SHORT = Batch((1, 1, 1), (1, 24, 49), 4)
+_FAR_PAGES = 33_000
+"""Pages of a pool whose last ones 15 bits cannot name."""
 _EDGES: dict[str, tuple[dict[str, Any], Batch]] = {
     "rows_96": ({}, _ROWS),
     "length_4099": ({}, _LONG),
@@ -82,6 +84,8 @@ _EDGES: dict[str, tuple[dict[str, Any], Batch]] = {
     "group_3": ({"num_q_heads": 3, "num_kv_heads": 1}, _SHORT),
     "group_7": ({"num_q_heads": 7, "num_kv_heads": 1}, _SHORT),
     "page_24": ({"page_size": 24}, _SHORT),
+    "far_pages": ({"page_size": 1}, _SHORT),
+    "window_128": ({"sliding_window": 128}, Batch((1, 1, 1), (128, 129, 290), 4)),
     "dim_192": ({"head_dim": 192}, _SHORT),
     "dim_512": ({"head_dim": 512}, _SHORT),
 }
@@ -114,7 +118,8 @@ def base_cases(batches: dict[str, Batch]) -> Cases:
 def edge_cases(subject: Subject) -> list[tuple[str, Case]]:
     """The edges of size and number that the variants stay within."""
     base = subject.base_spec()
-    return [(edge, Case(_changed(base, changes), batch)) for edge, (changes, batch) in _EDGES.items()]
+    pools = {"far_pages": _FAR_PAGES}
+    return [(e, Case(_changed(base, changes), batch, pools.get(e, 0))) for e, (changes, batch) in _EDGES.items()]
 
 
 _PAGES = ("page_4", "page_64", "page_128")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from builders import BatchBuffers, MetadataBuilder, advance_shared_state, begin_extend
-from spec_decode.conformance.cases import base_cases
+from spec_decode.conformance.cases import base_cases, joined, spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import ADVANCE, CAPTURE, with_case
 from spec_decode.graphs import runtime_for
@@ -21,6 +21,10 @@ check = Family("graph", covers=with_case(CAPTURE, ADVANCE))
 
 _STEPS = 5
 _CASES = base_cases({"decode": DECODE})
+_FEW = Batch((1, 1), (15, 126), 3)
+"""For a quick run: fewer rows, and fewer steps."""
+_FEW_OR_MORE = joined(spec_cases({"few": _FEW}, ("base",)), _CASES)
+
 _BATCHES = {
     "as_large": Batch((1,) * 5, (1, 15, 16, 17, 130), 7),
     "shrunk": Batch((1, 1), (31, 3), 7),
@@ -29,12 +33,19 @@ _BATCHES = {
 
 
 class _CapturedLoop:
-    """_STEPS advances with attention over persistent inputs, captured on padding rows and one short request."""
+    """Advances with attention over persistent inputs, captured on padding rows and one short request."""
 
-    def __init__(self, fixture: PagedFixture, buffers: BatchBuffers, builder: MetadataBuilder[Any], rows: int) -> None:
+    def __init__(
+        self,
+        fixture: PagedFixture,
+        buffers: BatchBuffers,
+        builder: MetadataBuilder[Any],
+        rows: int,
+        steps: int = _STEPS,
+    ) -> None:
         spec, device = fixture.spec, fixture.device
-        self.fixture, self.buffers, self.builder, self.rows = fixture, buffers, builder, rows
-        shape = (_STEPS, rows)
+        self.fixture, self.buffers, self.builder, self.rows, self.steps = fixture, buffers, builder, rows, steps
+        shape = (steps, rows)
         self.query = torch.zeros(*shape, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
         self.key = torch.zeros(*shape, spec.num_kv_heads, spec.head_dim, dtype=spec.new_kv_dtype, device=device)
         self.value = torch.zeros(*shape, spec.num_kv_heads, spec.out_dim, dtype=spec.new_kv_dtype, device=device)
@@ -47,11 +58,11 @@ class _CapturedLoop:
     def _build(self) -> Any:
         dummy = Batch((1,), (1,), self.rows)
         self.buffers.load(dummy.query_lens, dummy.seq_lens, pad_reqs=dummy.rows)
-        return self.builder.build(self.fixture.view(self.buffers, dummy), horizon=_STEPS)
+        return self.builder.build(self.fixture.view(self.buffers, dummy), horizon=self.steps)
 
     def _run(self, metadata: Any) -> None:
         fixture = self.fixture
-        for step in range(_STEPS):
+        for step in range(self.steps):
             advance_shared_state(self.buffers, self.rows)
             self.builder.advance(metadata)
             fixture.subject.backend.write_kv(self.key[step], self.value[step], fixture.cache, metadata)
@@ -63,7 +74,7 @@ class _CapturedLoop:
         fixture.replace_batch(self.buffers, batch)
         for request, length in enumerate(batch.seq_lens):
             fixture.put(request, range(length))
-        steps = [[n + step for n in batch.seq_lens] for step in range(1, _STEPS + 1)]
+        steps = [[n + step for n in batch.seq_lens] for step in range(1, self.steps + 1)]
         asked = [self._fill(step, batch, lens) for step, lens in enumerate(steps)]
         self.out.fill_(float("nan"))
         self.graph.replay()
@@ -82,15 +93,25 @@ class _CapturedLoop:
         return queries
 
 
+def _steps_of(case: Case) -> int:
+    return 2 if case.batch is _FEW else _STEPS
+
+
+def _cut(batch: Batch, rows: int) -> Batch:
+    """Its last requests, as many as there are rows."""
+    return Batch(batch.query_lens[-rows:], batch.seq_lens[-rows:], rows)
+
+
 @check(
     "one captured loop, replayed over batches of other lengths, smaller and larger, is right at every step",
-    _CASES,
+    _FEW_OR_MORE,
     advances=True,
 )
 def loop_replays_over_other_batches(subject: Subject, case: Case) -> Measurements:
-    fixture = PagedFixture(subject, case.spec, DECODE.rows)
-    loop = _CapturedLoop(fixture, fixture.load(case.batch), fixture.builder(), DECODE.rows)
-    return worst(loop.replay(batch, name) for name, batch in _BATCHES.items())
+    rows = case.batch.rows
+    fixture = PagedFixture(subject, case.spec, rows)
+    loop = _CapturedLoop(fixture, fixture.load(case.batch), fixture.builder(), rows, _steps_of(case))
+    return worst(loop.replay(_cut(batch, rows), name) for name, batch in _BATCHES.items())
 
 
 @check(
@@ -117,14 +138,15 @@ def replayed_advances_mean_a_rebuild(subject: Subject, case: Case) -> None:
         expect_same_fields(built.metadata, fixture.builder().build(view), f"after a replay over '{name}'")
 
 
-@check("a replay gives, bit for bit, what the same steps give with fresh builds", _CASES, advances=True, quick="")
+@check("a replay gives, bit for bit, what the same steps give with fresh builds", _FEW_OR_MORE, advances=True)
 def replay_equals_eager(subject: Subject, case: Case) -> None:
-    fixture, batch = PagedFixture(subject, case.spec, DECODE.rows), _BATCHES["grown"]
+    rows = case.batch.rows
+    fixture, batch = PagedFixture(subject, case.spec, rows), _cut(_BATCHES["grown"], rows)
     buffers = fixture.load(case.batch)
-    loop = _CapturedLoop(fixture, buffers, fixture.builder(), DECODE.rows)
+    loop = _CapturedLoop(fixture, buffers, fixture.builder(), rows, _steps_of(case))
     loop.replay(batch, "grown")
     fixture.reload(buffers, batch)
-    for step in range(_STEPS):
+    for step in range(loop.steps):
         advance_shared_state(buffers, batch.rows)
         fresh = fixture.builder().build(fixture.view(buffers, batch, [n + step + 1 for n in batch.seq_lens]))
         subject.backend.write_kv(loop.key[step], loop.value[step], fixture.cache, fresh)
@@ -137,13 +159,13 @@ def replay_equals_eager(subject: Subject, case: Case) -> None:
         )
 
 
-@check("graphs of two padded sizes over the same buffers do not disturb each other", _CASES, advances=True, quick="")
+@check("graphs of two padded sizes over the same buffers do not disturb each other", _FEW_OR_MORE, advances=True)
 def two_sizes_interleave(subject: Subject, case: Case) -> Measurements:
-    fixture = PagedFixture(subject, case.spec, DECODE.rows)
+    large, small = case.batch.rows, Batch((1, 1), (16, 45), 2)
+    fixture = PagedFixture(subject, case.spec, large)
     buffers, builder = fixture.load(case.batch), fixture.builder()
-    small = Batch((1, 1), (16, 45), 2)
-    loops = {rows: _CapturedLoop(fixture, buffers, builder, rows) for rows in (DECODE.rows, small.rows)}
-    order = (small, _BATCHES["grown"], small, _BATCHES["shrunk"])
+    loops = {n: _CapturedLoop(fixture, buffers, builder, n, _steps_of(case)) for n in (large, small.rows)}
+    order = (small, _cut(_BATCHES["grown"], large), small, _cut(_BATCHES["shrunk"], large))
     return worst(loops[batch.rows].replay(batch, f"{batch.rows} rows") for batch in order)
 
 

@@ -61,7 +61,6 @@ class _MemoryInUse:
 @check(
     "rounds that repeat leave as much memory in use as there was",
     spec_cases({"single": SINGLE}, ("base",)),
-    quick="",
     since=(1, 1),
 )
 def rounds_keep_no_memory(subject: Subject, case: Case) -> Measurements:

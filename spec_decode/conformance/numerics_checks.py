@@ -14,6 +14,7 @@ from spec_decode.testing.batches import DECODE, RAGGED, SINGLE, VERIFY, Batch, C
 from spec_decode.testing.expectations import Measurements, Unsupported, expect
 from spec_decode.testing.metadata_fields import changed_since, copies_of
 from spec_decode.testing.paged_fixture import PagedFixture
+from spec_decode.testing.poison import bits
 from spec_decode.testing.subject import Subject
 
 _LAYOUTS = base_cases({"decode": Batch((1, 1, 1), (1, 33, 142), 4), "verify": Batch((3, 3), (17, 60), 3)})
@@ -58,13 +59,14 @@ def infinite_sinks_are_defined(subject: Subject, case: Case) -> Measurements:
 
 
 @check(
-    "attention is right beside the usual sizes: many rows, long contexts, large scores, odd groups, pages and dims",
+    "attention is right beside the usual sizes: many rows, long contexts, large scores, groups, pages, dims, windows",
     edge_cases,
     shrink=True,
     since=(1, 1),
 )
 def edges_are_right(subject: Subject, case: Case) -> Measurements:
-    fixture = PagedFixture(subject, case.spec, case.batch.rows, max_seq_len=max(case.batch.seq_lens))
+    longest = max(case.batch.seq_lens)
+    fixture = PagedFixture(subject, case.spec, case.batch.rows, max_seq_len=longest, pool=case.pool)
     return fixture.build(case.batch).expect_attention("attention", cache=_STORED)
 
 
@@ -89,18 +91,22 @@ def shared_pages_are_read_by_each_row(subject: Subject, case: Case) -> Measureme
     return fixture.build(batch).expect_attention("attention over a shared prefix", cache=_STORED)
 
 
-@check("forward() changes neither its metadata nor its query", _LAYOUTS, since=(1, 1))
+@check("forward() changes neither its metadata, nor its query, nor what it returned before", _LAYOUTS, since=(1, 1))
 def forward_leaves_its_inputs_alone(subject: Subject, case: Case) -> None:
     fixture = PagedFixture(subject, case.spec, case.batch.rows)
     metadata = fixture.build(case.batch).metadata
     query, key, value = fixture.inputs(case.batch, case.batch.seq_lens, fixture.queries(case.batch))
     subject.backend.write_kv(key, value, fixture.cache, metadata)
     before, asked = copies_of(metadata), query.clone()
-    fixture.forward(query, metadata)
+    out = fixture.forward(query, metadata)
+    returned = bits(out).clone()
+    fixture.forward(query.flip(-1), metadata)
     changed = changed_since(before, metadata) + ([] if torch.equal(query, asked) else ["query"])
+    changed += [] if torch.equal(bits(out), returned) else ["what the call before returned"]
     expect(
         not changed,
-        contract="the next layer of the group gets the same metadata, and a model may read its query again",
+        contract="the next layer of the group gets the same metadata, and a model may read its query again, and "
+        "outputs too",
         expected="no change",
         got=f"{changed} changed",
     )

@@ -52,6 +52,8 @@ class Case:
 
     spec: AttentionSpec
     batch: Batch
+    pool: int = 0
+    """Pages of the cache, if more than the batch needs."""
 
 
 DECODE = Batch((1, 1, 1, 1, 1), (1, 15, 16, 126, 142), 7)

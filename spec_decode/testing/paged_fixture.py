@@ -37,8 +37,11 @@ class PagedFixture:
         seed: int = 0,
         limits: Sequence[int] | None = None,
         max_seq_len: int = MAX_SEQ_LEN,
+        pool: int = 0,
     ) -> None:
-        """limits: tokens that each request may have. Raises Unsupported where the backend refuses the spec."""
+        """limits: tokens that each request may have. pool: pages of the cache, if more than the requests need; theirs
+        are the last ones. Raises Unsupported where the backend refuses the spec.
+        """
         subject.require_supported(spec)
         self.subject, self.spec, self.rows = subject, spec, rows
         self.device = subject.device
@@ -46,8 +49,9 @@ class PagedFixture:
         self.max_seq_len = max_seq_len
         self.shared_tokens = 0
         per_request = -(-max_seq_len // spec.page_size)
-        self.num_pages = rows * per_request + 3
-        order = torch.randperm(self.num_pages, generator=self.generator).tolist()
+        needed = rows * per_request + 3
+        self.num_pages = max(pool, needed)
+        order = (torch.randperm(needed, generator=self.generator) + (self.num_pages - needed)).tolist()
         self.pages = [order[r * per_request : (r + 1) * per_request] for r in range(rows)]
         self.tables = RequestTables(
             page_sizes=[spec.page_size],
@@ -123,6 +127,11 @@ class PagedFixture:
         self.poison()
         self.load_tables(len(batch.seq_lens))
         self.reload(buffers, batch)
+
+    def exchange_tails(self) -> None:
+        """Let every request keep its first page and have those behind it of the next request."""
+        tails = [pages[1:] for pages in self.pages]
+        self.pages = [pages[:1] + tail for pages, tail in zip(self.pages, tails[1:] + tails[:1], strict=True)]
 
     def reorder(self, order: Sequence[int]) -> None:
         """Let the first requests be those of `order`, with their pages, keys and values."""
@@ -313,10 +322,14 @@ class BuiltBatch:
         self.move()
         self.builder.advance(self.metadata)
 
-    def replace(self, batch: Batch) -> None:
-        """Put another batch of as many rows into the same buffers and refresh the metadata."""
+    def put_in(self, batch: Batch) -> None:
+        """Put another batch of as many rows into the same buffers."""
         self.fixture.replace_batch(self.buffers, batch)
         self.batch, self.seq_lens = batch, list(batch.seq_lens)
+
+    def replace(self, batch: Batch) -> None:
+        """Put another batch of as many rows into the same buffers and refresh the metadata."""
+        self.put_in(batch)
         self.builder.advance(self.metadata)
 
     def attend(self, queries: Sequence[torch.Tensor] | None = None) -> torch.Tensor:

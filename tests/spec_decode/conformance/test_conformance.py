@@ -93,13 +93,12 @@ def test_a_quick_run_has_the_first_case_of_each_check_and_attention_on_every_spe
     every, quick = (plan("torch_reference", device=CPU, quick=quick).checks for quick in (False, True))
     attention = {check.case for check in quick if check.name == "numerics.attention_is_right"}
     cases = {check.name: check.case for check in quick if check.name != "numerics.attention_is_right"}
-    left_out = {"graph.replay_equals_eager", "graph.two_sizes_interleave", "builder.rounds_keep_no_memory"}
 
     single = {check.case for check in every if check.name.startswith("numerics.") and check.case.endswith("-single")}
     assert attention == single and len(single) > 20
     assert cases["builder.advance_attends_right"] == "base-single" and cases["drafter.strategies_agree"] == "k1-n1"
     assert len(quick) == len(attention) + len(cases)
-    assert {check.name for check in every} - {check.name for check in quick} == left_out
+    assert {check.name for check in every} == {check.name for check in quick}
 
 
 def test_a_backend_that_does_not_load_is_unavailable_and_not_ok() -> None:
