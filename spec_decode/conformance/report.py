@@ -133,9 +133,20 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def ok(self) -> bool:
-        """At least one pass, and no fail, xpass, error or not_run: zero checks run is a failure."""
+        """No fail, xpass, error or not_run, and something shown: at least one pass, and one of the families builder and
+        numerics where any check of theirs was asked for. So a backend that refuses every spec is not ok."""
         counts = self.counts
-        return counts[Outcome.PASS] > 0 and not any(counts[bad] for bad in (*FAILURES, Outcome.NOT_RUN))
+        return not self.unproven and not any(counts[bad] for bad in (*FAILURES, Outcome.NOT_RUN))
+
+    @property
+    def unproven(self) -> str:
+        """Why the passes prove nothing; empty where they do."""
+        if not self.counts[Outcome.PASS]:
+            return "no check passed, so nothing is proven"
+        telling = [result.outcome for result in self.results if result.family in ("builder", "numerics")]
+        if telling and Outcome.PASS not in telling:
+            return "no builder or numerics check passed, so nothing is proven"
+        return ""
 
     def summary(self) -> str:
         """One line; pass and not_run are named even when they are 0."""
@@ -152,8 +163,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         lines = [f"{r.outcome.value}: {r.check}[{r.case}]: {r.reason}\n    {self.repro(r.check, r.case)}" for r in bad]
         if len(lines) > _SHOWN_FAILURES:
             lines[_SHOWN_FAILURES:] = [f"and {len(lines) - _SHOWN_FAILURES} more"]
-        if not self.counts[Outcome.PASS]:
-            lines.append("no check passed, so nothing is proven")
+        if self.unproven:
+            lines.append(self.unproven)
         raise ConformanceFailure("\n".join([self.summary(), *lines]))
 
     def repro(self, check: str, case: str) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from attn_backends import AttentionBackend, Rejected
 from builders import AdvanceLevel, AttentionKind, AttentionSpec
-from spec_decode.testing.expectations import Unsupported
+from spec_decode.testing.expectations import Unsupported, expect
 
 PAGE_SIZE = 16
 
@@ -48,7 +48,8 @@ class Subject:
     def base_spec(self) -> AttentionSpec:
         """The plainest spec that the backend accepts: grouped and in fp32 where it has that.
 
-        Raises Unsupported, with every reason it gave, where it refuses them all.
+        Raises Unsupported, with every reason it gave, where it refuses them all; CheckFailure for a refusal that has
+        none.
         """
         dtypes = sorted(self.backend.capabilities.dtypes, key=lambda dtype: -torch.finfo(dtype).bits)
         reasons: list[str] = []
@@ -58,14 +59,16 @@ class Subject:
                 answer = self.backend.supports(spec, self.device)
                 if not isinstance(answer, Rejected):
                     return spec
-                reasons += answer.reasons
+                reasons += _reasons_of(answer)
         raise Unsupported("; ".join(dict.fromkeys(reasons)) or "claims no dtype, or no kind of attention")
 
     def require_supported(self, spec: AttentionSpec) -> None:
-        """Raise Unsupported, with the backend's own reasons, unless it accepts the spec."""
+        """Raise Unsupported, with the backend's own reasons, unless it accepts the spec; CheckFailure where it refuses
+        without any."""
         answer = self.backend.supports(spec, self.device)
-        if isinstance(answer, Rejected):
-            raise Unsupported("; ".join(answer.reasons))
+        if not isinstance(answer, Rejected):
+            return
+        raise Unsupported("; ".join(_reasons_of(answer)))
 
     def require_in_graph_advance(self, spec: AttentionSpec) -> None:
         """Raise Unsupported unless the backend accepts the spec and claims to advance it inside a graph."""
@@ -73,3 +76,14 @@ class Subject:
         support = self.backend.builder.advance_support(spec, self.device)
         if support.level is not AdvanceLevel.IN_GRAPH:
             raise Unsupported(f"advance is {support.level.name}: {support.reason}")
+
+
+def _reasons_of(answer: Rejected) -> tuple[str, ...]:
+    said = answer.reasons
+    expect(
+        bool(said) and all(reason.strip() for reason in said),
+        contract="a refusal has a reason, and none is blank",
+        expected="Rejected(reasons)",
+        got=answer,
+    )
+    return said

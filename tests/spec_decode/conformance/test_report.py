@@ -49,6 +49,21 @@ def written(tmp_path: Path, change=lambda document: None) -> Path:
     return path
 
 
+@pytest.mark.parametrize("family", ["builder", "numerics"])
+def test_passes_beside_families_that_refuse_every_spec_are_not_ok(family):
+    refused = [result("unsupported", check=f"{check}.holds") for check in ("builder", "numerics")]
+    declared = result(check="contract.holds")
+    found = report(declared, *refused)
+    assert not found.ok
+    with pytest.raises(ConformanceFailure, match="no builder or numerics check passed, so nothing is proven"):
+        found.raise_if_failed()
+    assert report(declared, *refused, result(check=f"{family}.holds", case="other")).ok
+
+
+def test_a_run_that_asked_for_neither_of_these_families_is_ok_without_them():
+    assert report(result(check="contract.holds")).ok
+
+
 def test_counts_name_every_outcome_in_order():
     counts = of(**{"pass": 2, "error": 1}).counts
     assert list(counts) == [
