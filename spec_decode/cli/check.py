@@ -141,6 +141,13 @@ def count_results(title: str, update: Callable[[str], None]) -> Callable[[Result
     return on_result
 
 
+isolate_option = click.option(
+    "--isolate/--no-isolate",
+    default=None,
+    help="Each backend in a subprocess, as without this option, or all in this process, for a debugger.",
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Options:
     """The options of `check`, as the user gave them."""
@@ -152,7 +159,7 @@ class _Options:
     checks: Annotated[tuple[str, ...], "--only", "Only checks like this pattern; repeatable."]
     target: Annotated[str | None, "--json", "Report file; a folder gets one check-NAME.json each."]
     verbose: Annotated[bool, "Print what is unsupported, too, each with its reason."] = False
-    isolate: Annotated[bool, "Run in a subprocess, as several backends do."] = False
+    isolate: Annotated[bool | None, isolate_option]
     threads: Annotated[int, click.IntRange(min=1), "Threads of torch; more seldom help."] = 1
     quick: Annotated[bool, "Only what an author repeats: a case of each check, and of each spec."] = False
     resume: Annotated[bool, "Go on with the --json of a run like this one that was ended early."] = False
@@ -170,8 +177,9 @@ def check(options: _Options) -> None:
     advance that was not tried, or a known failure that covers nothing. On the CPU, Triton's kernels run in its
     interpreter. The exit status is 0 only if every backend passes, and a backend for which nothing ran does not.
 
-    Of several, each runs in a subprocess: one that crashes, or hangs for ten minutes in a check, costs no
-    other its results. One alone runs in this process, where a debugger finds it.
+    Each backend runs in a subprocess: one that ends its process, crashes, or hangs for ten minutes in a check is named
+    with that check, and costs no other its results. With --no-isolate it runs in this process, where a debugger finds
+    it.
 
     With --json, each result is kept in FILE.part as it comes, until the report is whole: a run that is ended early,
     whatever ends it, goes on with --resume.
@@ -214,7 +222,7 @@ def _chosen_builders(options: _Options, where: torch.device) -> list[str]:
     return builder_names(options.engine, options.names)
 
 
-def _isolated(names: Sequence[str], isolate: bool) -> set[str]:
+def _isolated(names: Sequence[str], isolate: bool | None) -> set[str]:
     """The backends that run in a subprocess; what a call has registered here does not exist in one."""
     from attn_backends import registry
 
@@ -224,7 +232,7 @@ def _isolated(names: Sequence[str], isolate: bool) -> set[str]:
             f"--isolate needs backends that a subprocess has too, {', '.join(ours)} were registered by a call in this "
             "process; nothing was run. Leave --isolate out, or declare them as entry points."
         )
-    return set(names) - set(ours) if isolate or len(names) > 1 else set()
+    return set() if isolate is False else set(names) - set(ours)
 
 
 def _print_refused_plug_ins() -> None:
@@ -258,6 +266,8 @@ def _check_and_save(run: CheckRun, name: str, isolated: bool, path: Path | None,
             kept.discard()
         return report
     say(run.console, report.summary(), "green" if report.ok else "bold red")
+    if report.unproven:
+        say(run.console, f"    {report.unproven}", "bold red")
     for note in notes:
         say(run.console, f"    {note}", "yellow")
     if path is not None:

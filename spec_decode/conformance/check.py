@@ -10,6 +10,7 @@ from typing import Any
 from builders.devices import on_device
 from spec_decode.conformance.coverage import EVERYTHING, FAMILIES, Coverage
 from spec_decode.testing.expectations import Measurements
+from spec_decode.testing.process_exit import refuse_process_exit
 from spec_decode.testing.shrink import run_and_shrink
 from spec_decode.testing.subject import Subject
 
@@ -78,7 +79,7 @@ class _Definition:
 
     def _check(self, subject: Subject, case: str, covers: Iterable[str], value: object, body: Body) -> Check:
         def run() -> Measurements:
-            with on_device(subject.device):
+            with on_device(subject.device), refuse_process_exit():
                 return body(subject, value) or {}
 
         return Check(

@@ -12,6 +12,7 @@ from spec_decode.conformance.check import Check
 from spec_decode.conformance.known_failures import KnownFailure, known_failures_of
 from spec_decode.conformance.runner import iter_checks
 from spec_decode.testing.expectations import Unavailable, Unsupported
+from spec_decode.testing.process_exit import refuse_process_exit
 
 
 def parametrize_with_checks(
@@ -20,16 +21,20 @@ def parametrize_with_checks(
     """``@parametrize_with_checks("mykernel")`` over ``def test_conformance(check): check()``; needs pytest.
 
     An unclaimed case counts as a skip with the backend's own reasons, a known failure as an xfail with its issue, and a
-    failure of a check that is newer than the backend's contract as an xfail that says so.
+    failure of a check that is newer than the backend's contract as an xfail that says so. While a backend is loaded or
+    checked, `os._exit` raises RuntimeError: the tests would end with no summary.
     """
     import pytest
 
-    params = [
-        pytest.param(_for_pytest(check), id=f"{own.name}-{check.id}", marks=_expected(check, known_failures_of(own)))
-        for backend in backends
-        for own in [get(backend) if isinstance(backend, str) else backend]
-        for check in iter_checks(own, device=device)
-    ]
+    with refuse_process_exit():
+        params = [
+            pytest.param(
+                _for_pytest(check), id=f"{own.name}-{check.id}", marks=_expected(check, known_failures_of(own))
+            )
+            for backend in backends
+            for own in [get(backend) if isinstance(backend, str) else backend]
+            for check in iter_checks(own, device=device)
+        ]
     mark: Callable[..., Any] = pytest.mark.parametrize("check", params)
     return mark
 

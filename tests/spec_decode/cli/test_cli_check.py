@@ -56,9 +56,10 @@ def test_a_broken_backend_costs_the_others_nothing(checks, plug_in, run):
     assert "torch_reference: 1 checks" in result.output
 
 
-def test_one_backend_runs_in_this_process_where_a_debugger_works(checks, run):
-    run("check", "torch_reference", "--device", "cpu")
-    assert checks.calls and not checks.isolated
+@pytest.mark.parametrize("names", [("torch_reference",), ("torch_reference", "triton_paged")])
+def test_in_this_process_a_debugger_works(names, checks, run):
+    run("check", *names, "--device", "cpu", "--no-isolate")
+    assert [name for name, *_ in checks.calls] == list(names) and not checks.isolated
 
 
 def test_each_of_several_runs_in_a_subprocess(checks, run):
@@ -69,8 +70,9 @@ def test_each_of_several_runs_in_a_subprocess(checks, run):
     assert asked["command"] == "attn-backends check triton_paged --device cpu --family graph --only 'graph.*'"
 
 
-def test_one_backend_runs_in_a_subprocess_when_asked_to(checks, run):
-    assert run("check", "torch_reference", "--device", "cpu", "--isolate").exit_code == 0
+@pytest.mark.parametrize("options", [(), ("--isolate",)])
+def test_one_backend_runs_in_a_subprocess_too(options, checks, run):
+    assert run("check", "torch_reference", "--device", "cpu", *options).exit_code == 0
     assert checks.isolated == ["torch_reference"]
 
 
@@ -161,12 +163,12 @@ def test_quick_is_asked_of_the_kit_and_stands_in_the_command(checks, run, tmp_pa
     assert Report.load(tmp_path / "check-torch_reference.json").command.endswith("--device cpu --quick")
 
 
-@pytest.mark.parametrize("names", [["torch_reference"], ["torch_reference", "triton_paged"]])
-def test_what_a_run_finds_is_kept_beside_its_report(checks, run, tmp_path, names):
-    run("check", *names, "--device", "cpu", "--json", tmp_path, "--resume")
+@pytest.mark.parametrize("options", [(), ("--no-isolate",)])
+def test_what_a_run_finds_is_kept_beside_its_report(checks, run, tmp_path, options):
+    run("check", "torch_reference", "--device", "cpu", "--json", tmp_path, "--resume", *options)
     _, asked, _ = checks.calls[0]
     path = tmp_path / "check-torch_reference.json"
-    if len(names) == 1:
+    if options:
         assert (asked["kept"].report, asked["kept"].resume) == (path, True)
     else:
         assert asked["keep"] == {"report": str(path), "resume": True}

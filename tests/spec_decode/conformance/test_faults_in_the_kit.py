@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends import AttentionBackend, BrokenBackend, Feature, get, register, registry
+from attn_backends import AttentionBackend, BrokenBackend, Feature, Rejected, get, register, registry
 from attn_backends.torch_reference import TorchReference
 from builders import (
     CONTRACT_VERSION,
@@ -23,7 +24,7 @@ from builders import (
     ReferenceBuilder,
     ReferenceMetadata,
 )
-from spec_decode.conformance import check_backend, runner
+from spec_decode.conformance import check_backend, parametrize_with_checks, runner
 from spec_decode.conformance.report import Report, Result
 from spec_decode.environment import Environment, environment
 from spec_decode.matrix import Matrix, Status, build_matrix
@@ -341,6 +342,61 @@ def test_a_backend_that_fails_when_asked_about_a_spec_is_rejected_in_words(decla
     assert not verdict and "backend 'odd' was asked and failed: KeyError: 'no table'" in str(verdict)
 
 
+def refusing(*reasons: str) -> Callable[..., Rejected]:
+    return lambda self, spec, device: Rejected(reasons)
+
+
+def test_a_backend_that_refuses_every_spec_is_not_ok(declared: Callable[..., str]) -> None:
+    report = runner.run(runner.plan(declared(supports=refusing("not today, sorry")), device=CPU, quick=True))
+    assert not report.ok and report.counts[Outcome.PASS] and not report.counts[Outcome.FAIL]
+
+
+@pytest.mark.parametrize("reasons", [(), ("",), (" ",)])
+def test_a_refusal_without_a_reason_is_no_refusal(reasons: tuple[str, ...], declared: Callable[..., str]) -> None:
+    report = check_backend(declared(supports=refusing(*reasons)), device=CPU, checks=[NUMERICS])
+    found = only(report)
+    assert found.outcome is Outcome.FAIL and "a refusal has a reason, and none is blank" in found.reason
+
+
+def test_a_spec_refused_without_a_reason_fails(declared: Callable[..., str]) -> None:
+    def supports(self: Any, spec: AttentionSpec, device: torch.device) -> Any:
+        return Rejected(("",)) if spec.sinks else TorchReference.supports(self, spec, device)
+
+    report = check_backend(declared(supports=supports), device=CPU, checks=[f"{NUMERICS}[[]sinks-single]"])
+    found = only(report)
+    assert found.outcome is Outcome.FAIL and "a refusal has a reason, and none is blank" in found.reason
+
+
 def test_a_check_whose_cases_cannot_be_made_is_an_error_in_every_column(declared: Callable[..., str]) -> None:
     report = check_backend(declared(supports=fail), device=CPU, checks=[NUMERICS])
     assert [(r.case, r.outcome, r.tags) for r in report.results] == [("any", Outcome.ERROR, ("*",))]
+
+
+def test_ending_the_process_with_status_0_is_an_error_of_the_check_and_the_rest_still_runs(
+    declared: Callable[..., str],
+) -> None:
+    report = check_backend(
+        declared(forward=lambda *_, **__: os._exit(0)), device=CPU, checks=[f"{NUMERICS}[[]base-*", "contract.v*"]
+    )
+    ended = [result for result in report.results if result.check == NUMERICS]
+    assert len(ended) == 4 and {result.outcome for result in ended} == {Outcome.ERROR}
+    assert all("os._exit(0) would end the process that checks the backend" in result.reason for result in ended)
+    assert report.counts[Outcome.PASS] == 1
+
+
+def test_a_process_that_a_backend_forks_may_end_itself(declared: Callable[..., str]) -> None:
+    def forward(self: TorchReference, *inputs: Any, **options: Any) -> torch.Tensor:
+        if not (child := os.fork()):
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        return TorchReference.forward(self, *inputs, **options)
+
+    check_backend(declared(forward=forward), device=CPU, checks=[f"{NUMERICS}[[]base-single]"]).raise_if_failed()
+
+
+def test_ending_the_process_where_pytest_collects_is_an_error(declared: Callable[..., str]) -> None:
+    name = declared(supports=lambda *_: os._exit(0))
+    params = parametrize_with_checks(name, device=CPU).args[1]
+    (collected,) = [param.values[0] for param in params if param.id.endswith(f"-{NUMERICS}[any]")]
+    with pytest.raises(RuntimeError, match=r"os._exit\(0\) would end the process"):
+        collected()

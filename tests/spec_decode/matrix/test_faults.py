@@ -77,6 +77,7 @@ PLUG_INS = {
     "healthy": (FORWARD, "pass"),
     "crasher": (FORWARD, "print('no such kernel image', flush=True); os.abort()"),
     "hanger": (FORWARD, HANG.format(mark="MARK")),
+    "exiter": (FORWARD, "import ctypes; ctypes.CDLL(None)._exit(0)"),
     "quitter": (FORWARD, "sys.exit('licence expired')"),
     "quits_at_import": (AT_IMPORT, "sys.exit('licence expired')"),
     "crashes_at_import": (AT_IMPORT, "print('no such driver', flush=True); os.abort()"),
@@ -239,6 +240,12 @@ def test_check_names_a_crash_and_goes_on(crashed: Checked) -> None:
     assert result.exit_code == 1 and [report.ok for report in reports] == [False, True]
     assert "error: numerics.attention_is_right[value_dim-decode]: the process ended with SIGABRT" in result.stdout
     assert f"{reports[0].summary()}\n" in result.stdout and f"{reports[1].summary()}\n" in result.stdout
+
+
+def test_one_that_ends_its_process_with_status_0_is_not_taken_for_finished() -> None:
+    result = say("check", "exiter", "--only", PICKED)
+    assert result.exit_code == 1 and "exiter: 4 checks = 0 pass, 1 error, 3 not_run" in result.stdout
+    assert "error: numerics.attention_is_right[value_dim-decode]: the process ended with exit status 0" in result.stdout
 
 
 def test_what_is_available_is_found_without_what_crashes_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
