@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from functools import cache
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -18,11 +22,40 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_counts(name: str, values: Iterable[object]) -> None:
-    """Raise BatchError unless every value is an int: a tensor of ints would round another number without a word."""
-    if wrong := [value for value in values if not isinstance(value, int)]:
-        raise BatchError(
-            f"{name} must be ints, got {wrong[0]!r}; a tensor would hold another, so nothing was changed. Convert it."
-        )
+    """Raise BatchError unless every value is an int, and no bool: a tensor would round or count another in silence."""
+    if wrong := [value for value in values if type(value) is not int]:
+        raise BatchError(f"{name} must be ints, got {wrong[0]!r}; a tensor would hold another number. Convert it.")
+
+
+def type_problems(record: Any) -> list[str]:
+    """What is wrong with a dataclass's values by its annotations. A bool is no int, a float may be an int and is finite,
+    and of a collection only its own type is looked at."""
+    hints = _hints(type(record))
+    return [
+        f"{name} must be {_describe(hint)}, got {value!r}"
+        for name, hint in hints.items()
+        if not _has_type(value := getattr(record, name), hint)
+    ]
+
+
+@cache
+def _hints(record: type) -> dict[str, Any]:
+    return get_type_hints(record)
+
+
+def _has_type(value: object, hint: Any) -> bool:
+    if isinstance(hint, UnionType) or get_origin(hint) is Union:
+        return any(_has_type(value, one) for one in get_args(hint))
+    if hint is float:
+        return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+    return type(value) is int if hint is int else isinstance(value, get_origin(hint) or hint)
+
+
+def _describe(hint: Any) -> str:
+    if isinstance(hint, UnionType) or get_origin(hint) is Union:
+        return " or ".join(_describe(one) for one in get_args(hint))
+    names = {int: "an int", float: "a finite number", bool: "True or False", str: "a string", type(None): "None"}
+    return names.get(hint, f"of type {hint.__qualname__}")
 
 
 def require_tensor(

@@ -7,6 +7,8 @@ from enum import Enum
 
 import torch
 
+from builders.errors import type_problems
+
 MAX_TREE_TOKENS = 64
 """Query tokens of a request that form a tree, at most: a token's ancestors are the bits of one 64-bit word."""
 
@@ -48,7 +50,7 @@ class AttentionSpec:
     sliding_window: int | None = None
     """Tokens a query sees, itself included; None means all."""
     scale: float | None = None
-    """Factor on q.k; None means head_dim ** -0.5."""
+    """Factor on q.k, positive: kernels take a row's maximum before they scale. None means head_dim ** -0.5."""
     soft_cap: float | None = None
     sinks: bool = False
     """Whether each query head has an fp32 sink logit, passed to the forward as ``sinks [num_q_heads]``."""
@@ -67,9 +69,9 @@ class AttentionSpec:
             set_field(self, "value_dim", self.head_dim)
         if self.kv_dtype is None:
             set_field(self, "kv_dtype", self.dtype)
-        if self.scale is None and self.head_dim > 0:
+        if self.scale is None and type(self.head_dim) is int and self.head_dim > 0:
             set_field(self, "scale", self.head_dim**-0.5)
-        if problems := self._problems():
+        if problems := type_problems(self) or self._problems():
             raise SpecError("this AttentionSpec describes no attention: " + "; ".join(problems))
 
     def _problems(self) -> list[str]:
@@ -84,8 +86,11 @@ class AttentionSpec:
             )
         if self.sliding_window is not None and self.sliding_window < 1:
             problems.append(f"sliding_window counts the query itself and must be at least 1, got {self.sliding_window}")
-        if self.soft_cap is not None and not self.soft_cap > 0:
-            problems.append(f"soft_cap must be positive, got {self.soft_cap}")
+        problems += [
+            f"{name} must be positive, got {value}"
+            for name in ("scale", "soft_cap")
+            if (value := getattr(self, name)) is not None and not value > 0
+        ]
         if self.kind is AttentionKind.MLA and (self.num_kv_heads != 1 or self.out_dim > self.head_dim):
             problems.append(
                 "mla keeps one latent per token, whose first value_dim dims are the value: num_kv_heads must be 1 and "

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -13,7 +15,28 @@ BROKEN = {
     "heads do not group": ({"num_q_heads": 5}, "num_q_heads must be a multiple of num_kv_heads, got 5 and 2"),
     "empty window": ({"sliding_window": 0}, "sliding_window counts the query itself"),
     "zero soft cap": ({"soft_cap": 0.0}, "soft_cap must be positive, got 0.0"),
-    "nan soft cap": ({"soft_cap": float("nan")}, "soft_cap must be positive, got nan"),
+    "nan soft cap": ({"soft_cap": float("nan")}, "soft_cap must be a finite number or None, got nan"),
+    "infinite soft cap": ({"soft_cap": math.inf}, "soft_cap must be a finite number or None, got inf"),
+    "nan scale": ({"scale": math.nan}, "scale must be a finite number or None, got nan"),
+    "infinite scale": ({"scale": math.inf}, "scale must be a finite number or None, got inf"),
+    "no scale": ({"scale": 0}, "scale must be positive, got 0"),
+    "kind as a string": ({"kind": "mla"}, "kind must be of type AttentionKind, got 'mla'"),
+    "heads as a float": ({"num_q_heads": 16.0}, "num_q_heads must be an int, got 16.0"),
+    "half a head": ({"num_kv_heads": 4.5}, "num_kv_heads must be an int, got 4.5"),
+    "half a page": ({"page_size": 8.5}, "page_size must be an int, got 8.5"),
+    "page as a bool": ({"page_size": True}, "page_size must be an int, got True"),
+    "window as a bool": ({"sliding_window": True}, "sliding_window must be an int or None, got True"),
+    "head dim as a string": ({"head_dim": "16"}, "head_dim must be an int, got '16'"),
+    "dtype as a string": ({"dtype": "float32"}, "dtype must be of type dtype, got 'float32'"),
+    "cache dtype as a string": ({"kv_dtype": "float32"}, "kv_dtype must be of type dtype or None, got 'float32'"),
+    "invariance as a string": ({"batch_invariant": "yes"}, "batch_invariant must be True or False, got 'yes'"),
+    "invariance as a number": ({"batch_invariant": 1}, "batch_invariant must be True or False, got 1"),
+    "half invariant": ({"batch_invariant": 0.5}, "batch_invariant must be True or False, got 0.5"),
+    "two latents": ({"kind": AttentionKind.MLA}, "num_kv_heads must be 1 and value_dim at most head_dim, got 2"),
+    "value beyond the latent": (
+        {"kind": AttentionKind.MLA, "num_kv_heads": 1, "value_dim": 17},
+        "value_dim at most head_dim, got 1 and 17 of 16",
+    ),
 }
 
 
