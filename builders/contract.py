@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 
 from builders.batch import AttentionBatch
-from builders.errors import BatchError, require
+from builders.errors import BatchError, require, require_counts
 from builders.spec import AttentionSpec
 
 CONTRACT_VERSION = (1, 2)
@@ -118,6 +118,9 @@ class MetadataBuilder(ABC, Generic[M]):
     def build(self, batch: AttentionBatch, *, horizon: int = 0) -> M:
         """Metadata for any batch within the bounds. Host work is allowed; the batch is never written to.
 
+        The batch's tensors are not looked at: `BatchBuffers` makes none that is wrong, and this runs every round. Give
+        a batch that you fill by other means to `check_batch` first.
+
         horizon: how many advances the metadata must survive before the next build. Raises BatchError for one that no
         request could see the end of; a request that meets its own limit on the way becomes inert instead.
         """
@@ -133,6 +136,7 @@ class MetadataBuilder(ABC, Generic[M]):
                 f"{batch.max_seq_len}; a kernel would leave them, so nothing was built. Make one for larger bounds."
             )
         capacity = batch.block_table.shape[1] * self.spec.page_size
+        require_counts("horizons", (horizon,))
         require(
             0 <= horizon < capacity,
             f"a horizon must be 0 to {capacity - 1}, the tokens of the {batch.block_table.shape[1]} pages of a row but "

@@ -28,8 +28,8 @@ def require_counts(name: str, values: Iterable[object]) -> None:
 
 
 def type_problems(record: Any) -> list[str]:
-    """What is wrong with a dataclass's values by its annotations. A bool is no int, a float may be an int and is finite,
-    and of a collection only its own type is looked at."""
+    """What is wrong with a dataclass's values by its annotations. A bool is no int, and a float may be an int but must
+    be finite; of a collection only its own type is looked at."""
     hints = _hints(type(record))
     return [
         f"{name} must be {_describe(hint)}, got {value!r}"

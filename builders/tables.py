@@ -22,7 +22,8 @@ class RequestTables:
     overflow       int32 [max_reqs]   raised by the advance of a request that could not move; read it when convenient
     page_sizes     int32 [num_groups]
 
-    Raises BatchError for no KV groups, another number of page sizes than of page counts, and sizes below 1.
+    Raises BatchError for no KV groups, another number of page sizes than of page counts, sizes below 1, and pools or
+    requests of more tokens than an int32 counts.
     """
 
     def __init__(
@@ -46,6 +47,12 @@ class RequestTables:
             f"page sizes, page counts, max_reqs and max_seq_len must be 1 or more, got {list(page_sizes)}, "
             f"{list(num_pages)}, {max_reqs} and {max_seq_len}; no request would fit, so no table was allocated. Raise "
             "what is too small.",
+        )
+        slots = max(size * count for size, count in zip(page_sizes, num_pages, strict=True))
+        require(
+            max(slots, max_seq_len) < 1 << 31,
+            f"a pool and a request must hold fewer than {1 << 31} tokens, got {slots} slots and max_seq_len "
+            f"{max_seq_len}; kernels count them in 32 bits. Make the pool or max_seq_len smaller.",
         )
         self.page_sizes_host = tuple(page_sizes)
         self.num_pages = tuple(num_pages)
@@ -203,9 +210,9 @@ class RequestTables:
         )
         require_counts("token limits and writable_from", (*token_limits, *writable_from))
         require(
-            min(writable_from, default=0) >= 0,
-            f"writable_from must be positions, 0 or more, got {list(writable_from)}; pages of a prefix would pass for "
-            "others, so nothing was loaded. Pass 0 where everything is written.",
+            all(0 <= start <= limit for start, limit in zip(writable_from, token_limits, strict=True)),
+            f"writable_from must be positions, 0 to the request's token limit, got {list(writable_from)} of limits "
+            f"{list(token_limits)}; pages of a prefix would pass for others. Pass 0 where everything is written.",
         )
 
     def _check_group(

@@ -22,6 +22,12 @@ def test_a_horizon_beyond_the_pages_is_refused_at_build(name, horizon):
         build(name, horizon)
 
 
+@pytest.mark.parametrize("horizon", [1.5, "2", True])
+def test_a_horizon_that_is_no_int_is_refused(horizon):
+    with pytest.raises(BatchError, match=f"horizons must be ints, got {horizon!r}"):
+        build("torch_reference", horizon)
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_the_longest_horizon_that_fits_the_pages_is_built(name):
     assert build(name, 31).num_reqs == 1

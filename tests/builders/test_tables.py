@@ -172,7 +172,15 @@ def test_a_batch_may_write_from_the_end_of_a_shared_prefix_on():
         ([[["0"]]], [4], {}, "page ids of group 0 must be ints, got '0'"),
         ([[[0]]], [2.5], {}, "token limits and writable_from must be ints, got 2.5"),
         ([[[0]]], [4], {"writable_from": [1.0]}, "must be ints, got 1.0"),
-        ([[[0, 1], [0, 2]]], [8, 8], {"writable_from": [-4, -4]}, "must be positions, 0 or more, got [-4, -4]"),
+        (
+            [[[0, 1], [0, 2]]],
+            [8, 8],
+            {"writable_from": [-4, -4]},
+            "must be positions, 0 to the request's",
+        ),
+        ([[[0, 1]]], [8], {"writable_from": [9]}, "to the request's token limit, got [9] of limits [8]"),
+        ([[[True]]], [4], {}, "page ids of group 0 must be ints, got True"),
+        ([[[0]]], [True], {}, "token limits and writable_from must be ints, got True"),
     ],
 )
 def test_what_a_tensor_of_ints_would_round_or_a_slice_wrap_is_refused(pages, limits, options, message):
@@ -183,9 +191,26 @@ def test_what_a_tensor_of_ints_would_round_or_a_slice_wrap_is_refused(pages, lim
 
 
 @pytest.mark.parametrize(
-    "changes", [{"page_sizes": [0]}, {"num_pages": [-1]}, {"max_reqs": -1}, {"max_seq_len": 0}, {"max_reqs": 1.5}]
+    "changes",
+    [
+        {"max_reqs": True},
+        {"page_sizes": [0]},
+        {"num_pages": [-1]},
+        {"max_reqs": -1},
+        {"max_seq_len": 0},
+        {"max_reqs": 1.5},
+    ],
 )
 def test_tables_of_no_size_are_refused_before_anything_is_allocated(changes):
     sizes = {"page_sizes": [4], "num_pages": [8], "max_reqs": 2, "max_seq_len": 16}
     with pytest.raises(BatchError, match=r"page sizes, page counts, max_reqs and max_seq_len must be (1 or more|ints)"):
+        RequestTables(**{**sizes, **changes}, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"page_sizes": [1 << 16], "num_pages": [1 << 15]}, {"max_seq_len": 1 << 31, "page_sizes": [1 << 30]}]
+)
+def test_pools_and_requests_that_an_int32_does_not_count_are_refused(changes):
+    sizes = {"page_sizes": [4], "num_pages": [1], "max_reqs": 1, "max_seq_len": 16}
+    with pytest.raises(BatchError, match="must hold fewer than 2147483648 tokens, got"):
         RequestTables(**{**sizes, **changes}, device="cpu")
