@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from functools import cache
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -27,10 +27,10 @@ def require_counts(name: str, values: Iterable[object]) -> None:
         raise BatchError(f"{name} must be ints, got {wrong[0]!r}; a tensor would hold another number. Convert it.")
 
 
-def type_problems(record: Any) -> list[str]:
+def type_problems(record: object) -> list[str]:
     """What is wrong with a dataclass's values by its annotations. A bool is no int, and a float may be an int but must
     be finite; of a collection only its own type is looked at."""
-    hints = _hints(type(record))
+    hints = _hints(type(record))  # type: ignore[arg-type]
     return [
         f"{name} must be {_describe(hint)}, got {value!r}"
         for name, hint in hints.items()
@@ -39,7 +39,7 @@ def type_problems(record: Any) -> list[str]:
 
 
 @cache
-def _hints(record: type) -> dict[str, Any]:
+def _hints(record: Hashable) -> dict[str, Any]:
     return get_type_hints(record)
 
 

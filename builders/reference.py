@@ -61,11 +61,13 @@ class ReferenceBuilder(BatchMetadataBuilder[ReferenceMetadata]):
         starts = metadata.query_start_loc
         token = torch.arange(metadata.num_tokens, dtype=starts.dtype, device=starts.device)
         row = torch.searchsorted(starts[1:], token, right=True).clamp_(max=metadata.num_reqs - 1)
-        live = (metadata.seq_lens[row] > 0) & (token < starts[-1])
+        # A length beyond the bound, for which there may be no pages, is as inert as none.
+        length = metadata.seq_lens[row]
+        live = (length > 0) & (length <= metadata.max_seq_len) & (token < starts[-1])
         end = torch.where(live, metadata.positions + 1, 0)
         metadata.token_to_req.copy_(row)
         # What a tree's token, or one of a block that is not causal, sees does not end at its own.
         ends_at_own = self.spec.causal and metadata.tree_masks is None
-        metadata.kv_end.copy_(end if ends_at_own else torch.where(live, metadata.seq_lens[row], 0))
+        metadata.kv_end.copy_(end if ends_at_own else torch.where(live, length, 0))
         window = self.spec.sliding_window
         metadata.kv_start.copy_(torch.zeros_like(end) if window is None else (end - window).clamp_(min=0))

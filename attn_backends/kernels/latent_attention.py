@@ -32,7 +32,8 @@ class LatentAttentionArguments(NamedTuple):
     query            [T, H, D] of bf16, fp16 or fp32
     latent_cache     [pages, page_size, D] of query's dtype, strided in all but the last dim
     block_table      int32 [R, max_pages], read only below seq_lens
-    seq_lens         int32 [R]; the last query of request r is at position seq_lens[r] - 1; 0 gives rows of 0
+    seq_lens         int32 [R]; the last query of request r is at position seq_lens[r] - 1; 0 gives rows of 0, and so
+                     does one that is negative or beyond the block table
     query_start_loc  int32 [R + 1]; request r's queries are rows query_start_loc[r] .. query_start_loc[r + 1] - 1
     tree_masks       int64 [T], or None: queries are trees, as AttentionBatch has them
     max_query_len    a capture constant, which sizes the launch; so is num_splits
@@ -73,14 +74,18 @@ class LatentAttentionArguments(NamedTuple):
             "numbers, so nothing was run. Convert the cache or the query.",
         )
 
+    @property
+    def _longest(self) -> int:
+        return self.block_table.shape[1] * self.latent_cache.shape[1]
+
     def reference(self) -> torch.Tensor:
         """Latents are the keys of the only KV head, and their first V dims its values."""
         self._check()
         latents = self.latent_cache[:, :, None]
         return PagedAttentionArguments(
             self.query, latents, latents[..., : self.value_dim], self.block_table, self.seq_lens, self.query_start_loc,
-            None, self.tree_masks, self.max_query_len, 0, self.num_splits, self.scale, None, None, self.causal,
-            self.batch_invariant,
+            None, self.tree_masks, self.max_query_len, self._longest, self.num_splits, self.scale, None, None,
+            self.causal, self.batch_invariant,
         ).reference()  # fmt: skip
 
     def fake(self) -> torch.Tensor:
@@ -104,7 +109,7 @@ class LatentAttentionArguments(NamedTuple):
         tiles = triton.cdiv(self.max_query_len * heads, config["BLOCK_M"])
         page_size = self.latent_cache.shape[1]
         latent_attention_kernel[(self.seq_lens.shape[0] * tiles, splits)](
-            query, *self[1:6], partial, lse, self.scale, tiles, tokens,
+            query, *self[1:6], partial, lse, self.scale, tiles, tokens, self._longest,
             *query.stride()[:2], *self.latent_cache.stride()[:2], self.block_table.stride(0),
             HEADS=heads, PAGE_SIZE=page_size, VALUE_DIM=value_dim, ROTARY_DIM=dim - value_dim,
             SPLITS=splits, SPLIT_BLOCKS=SPLIT_TOKENS // config["BLOCK_N"] if fixed else 0,

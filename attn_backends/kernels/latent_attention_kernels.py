@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from attn_backends.kernels.paged_attention_kernels import seen_in_tree, split_range
+from attn_backends.kernels.paged_attention_kernels import length_within, seen_in_tree, split_range
 from builders.kernels.triton_runtime import await_previous, tl, triton
 
 
 @triton.jit
 def latent_attention_kernel(
-    query, latent_cache, block_table, seq_lens, query_start_loc, tree_masks, out, lse, scale, tiles, tokens,
+    query, latent_cache, block_table, seq_lens, query_start_loc, tree_masks, out, lse, scale, tiles, tokens, longest,
     q_token_stride, q_head_stride, page_stride, token_stride, table_stride,
     HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCKS: tl.constexpr,
@@ -23,7 +23,7 @@ def latent_attention_kernel(
     query_len = tl.load(query_start_loc + request + 1) - first
     if tile * BLOCK_M >= query_len * HEADS:
         return
-    seq_len = tl.load(seq_lens + request)
+    seq_len = length_within(tl.load(seq_lens + request), longest)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     in_row = row < query_len * HEADS
     token = (first + row // HEADS).to(tl.int64)

@@ -26,7 +26,8 @@ class PagedAttentionArguments(NamedTuple):
     key_cache        [pages, page_size, K, D] of query's dtype, strided in all but the last dim
     value_cache      [pages, page_size, K, E] likewise
     block_table      int32 [R, max_pages], read only below seq_lens
-    seq_lens         int32 [R]; the last query of request r is at position seq_lens[r] - 1; 0 gives rows of 0
+    seq_lens         int32 [R]; the last query of request r is at position seq_lens[r] - 1; 0 gives rows of 0, and so
+                     does one that is negative, or beyond max_seq_len or the block table
     query_start_loc  int32 [R + 1]; request r's queries are rows query_start_loc[r] .. query_start_loc[r + 1] - 1
     sinks            fp32 [H]; -inf is none, +inf gives 0
     tree_masks       int64 [T], or None: queries are trees, as AttentionBatch has them
@@ -58,10 +59,16 @@ class PagedAttentionArguments(NamedTuple):
     causal: bool
     batch_invariant: bool
 
+    @property
+    def longest(self) -> int:
+        """The length that a row of the block table has entries for, max_seq_len at most."""
+        return min(self.max_seq_len, self.block_table.shape[1] * self.key_cache.shape[1])
+
     def reference(self) -> torch.Tensor:
         out = self.fake().zero_()
         starts, lens = self.query_start_loc.tolist(), self.seq_lens.tolist()
         for request, length in enumerate(lens):
+            length = length if 0 <= length <= self.longest else 0
             first, last = starts[request], starts[request + 1]
             # Sums of torch depend on the shape: where they must not, each token is attended alone.
             step = 1 if self.batch_invariant else max(1, last - first)
@@ -133,7 +140,7 @@ class PagedAttentionArguments(NamedTuple):
             block_m=block_m,
         )
         attention_kernel[grid](
-            query, *self[1:8], partial, lse, self.scale, self.soft_cap or 0.0, tiles, tokens,
+            query, *self[1:8], partial, lse, self.scale, self.soft_cap or 0.0, tiles, tokens, self.longest,
             *query.stride()[:2], *self.key_cache.stride()[:3], *self.value_cache.stride()[:3],
             self.block_table.stride(0),
             HEADS=heads, GROUP=group, PAGE_SIZE=page_size, DIM=dim, VALUE_DIM=value_dim, BLOCK_D=block_d,

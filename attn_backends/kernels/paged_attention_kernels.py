@@ -8,7 +8,7 @@ from builders.kernels.triton_runtime import await_previous, tl, triton
 @triton.jit
 def attention_kernel(
     query, key_cache, value_cache, block_table, seq_lens, query_start_loc, sinks, tree_masks, out, lse, scale, soft_cap,
-    tiles, tokens, q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride, v_page_stride,
+    tiles, tokens, longest, q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride, v_page_stride,
     v_token_stride, v_head_stride, table_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
@@ -23,7 +23,7 @@ def attention_kernel(
     first = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - first
     # After the branch it would wait for the loads above.
-    seq_len = tl.load(seq_lens + request)
+    seq_len = length_within(tl.load(seq_lens + request), longest)
     if tile * BLOCK_M >= query_len * GROUP:
         return
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -127,6 +127,12 @@ def attention_kernel(
     )
     if SPLITS > 1:
         tl.store(lse + at, peak + tl.log2(total), mask=in_row)
+
+
+@triton.jit
+def length_within(seq_len, longest):
+    """seq_len, or 0 where it is negative or beyond `longest`: the block table has no entries there."""
+    return tl.where((seq_len >= 0) & (seq_len <= longest), seq_len, 0)
 
 
 @triton.jit

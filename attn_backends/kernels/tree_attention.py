@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from attn_backends.kernels.paged_attention_kernels import finite_above, seen_in_tree
+from attn_backends.kernels.paged_attention_kernels import finite_above, length_within, seen_in_tree
 from attn_backends.kernels.softmax import softmax_with_sinks
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
@@ -28,7 +28,7 @@ class TreeAttentionArguments(NamedTuple):
     value_cache      [pages, page_size, K, E] likewise
     block_table      int32 [R, max_pages], read only below seq_lens
     seq_lens         int32 [R], those of the prefix and of the query tokens, whose keys and values are cached after it;
-                     0 gives rows of 0
+                     0 gives rows of 0, and so does one of fewer than the query tokens or beyond the block table
     query_start_loc  int32 [R + 1]; request r's queries are rows query_start_loc[r] .. query_start_loc[r + 1] - 1
     sinks            fp32 [H], which the prefix was attended to without; -inf is none, +inf gives 0
     tree_masks       int64 [T], as AttentionBatch has them
@@ -55,12 +55,17 @@ class TreeAttentionArguments(NamedTuple):
     scale: float
     soft_cap: float | None
 
+    @property
+    def _longest(self) -> int:
+        return self.block_table.shape[1] * self.key_cache.shape[1]
+
     def reference(self) -> None:
         starts, lens = self.query_start_loc.tolist(), self.seq_lens.tolist()
         for request, length in enumerate(lens):
             rows = slice(starts[request], starts[request + 1])
             if rows.stop > rows.start:
-                self.out[rows] = self._merged(request, rows, length).to(self.out.dtype) if length else 0.0
+                inside = rows.stop - rows.start <= length <= self._longest
+                self.out[rows] = self._merged(request, rows, length).to(self.out.dtype) if inside else 0.0
 
     def _merged(self, request: int, rows: slice, length: int) -> torch.Tensor:
         """fp32 [q, H, E]: the prefix counts as one token, whose score is its lse and whose value is its output."""
@@ -99,7 +104,7 @@ class TreeAttentionArguments(NamedTuple):
         # The interpreter truncates fp32 to bf16 where the hardware rounds: let torch do that conversion.
         out = self.out.float() if query.device.type == "cpu" else self.out
         _tree_attention_kernel[(len(self.seq_lens) * tiles, kv_heads)](
-            *self[:8], out, self.lse, self.scale, self.soft_cap or 0.0, tiles,
+            *self[:8], out, self.lse, self.scale, self.soft_cap or 0.0, tiles, self._longest,
             *query.stride()[:2], *self.key_cache.stride()[:3], *self.value_cache.stride()[:3],
             self.block_table.stride(0), *self.lse.stride(),
             HEADS=heads, GROUP=heads // kv_heads, PAGE_SIZE=page_size, DIM=dim, VALUE_DIM=value_dim,
@@ -115,8 +120,8 @@ class TreeAttentionArguments(NamedTuple):
 @triton.jit
 def _tree_attention_kernel(
     query, key_cache, value_cache, block_table, seq_lens, query_start_loc, sinks, tree_masks, out, lse, scale, soft_cap,
-    tiles, q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride, v_page_stride, v_token_stride,
-    v_head_stride, table_stride, lse_token_stride, lse_head_stride,
+    tiles, longest, q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride, v_page_stride,
+    v_token_stride, v_head_stride, table_stride, lse_token_stride, lse_head_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, LSE_BASE_2: tl.constexpr, PDL: tl.constexpr,
@@ -127,13 +132,14 @@ def _tree_attention_kernel(
     kv_head = tl.program_id(1)
     first = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - first
-    seq_len = tl.load(seq_lens + request)
+    seq_len = length_within(tl.load(seq_lens + request), longest)
     if tile * BLOCK_M >= query_len * GROUP:
         return
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     in_row = row < query_len * GROUP
     token = (first + row // GROUP).to(tl.int64)
     head = kv_head * GROUP + row % GROUP
+    seq_len = tl.where(seq_len < query_len, 0, seq_len)
     cached = seq_len - query_len
     dim = tl.arange(0, BLOCK_D)
     edim = tl.arange(0, BLOCK_E)

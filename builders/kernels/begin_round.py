@@ -17,8 +17,8 @@ def begin_extend(batch: BatchBuffers, context_lens: torch.Tensor, num_reqs: int,
     context_lens   int32 [num_reqs]   tokens in the cache; not before the first position that the row may write, which
                                       only the device knows and nothing here can check
 
-    A row with token limit 0 is padding. A live row whose tokens do not all fit under its limit, or lack a page in some
-    group, raises tables.overflow. Both are inert: seq_lens 0, positions 0, slots -1.
+    A row with token limit 0 is padding. A live row whose context is negative, whose tokens do not all fit under its
+    limit, or lack a page in some group, raises tables.overflow. Both are inert: seq_lens 0, positions 0, slots -1.
     """
     tables = batch.tables
     num_tokens = num_reqs * query_len
@@ -65,9 +65,9 @@ class BeginExtend(NamedTuple):
         token = self.context_lens[:num_reqs].long()[:, None] + torch.arange(self.query_len)
         sizes = self.page_sizes.long()[:, None, None]
         column = token[None] // sizes
-        in_table = column < self.block_tables.shape[2]
+        in_table = (column >= 0) & (column < self.block_tables.shape[2])
         page = self.block_tables[:, :num_reqs].long().gather(2, column * in_table)
-        fits = (limits > 0) & (token[:, -1] < limits) & (in_table & (page >= 0)).all(0).all(1)
+        fits = (limits > 0) & (token[:, 0] >= 0) & (token[:, -1] < limits) & (in_table & (page >= 0)).all(0).all(1)
         self.slot_mappings.copy_(torch.where(fits[:, None], page * sizes + token % sizes, NO_SLOT).flatten(1))
         self.positions.copy_(torch.where(fits[:, None], token, 0).flatten())
         self.seq_lens.copy_(torch.where(fits, token[:, -1] + 1, 0))
@@ -95,7 +95,8 @@ def _begin_extend_kernel(
     limit = tl.load(token_limits + row)
     context = tl.load(context_lens + row)
     token = context + query
-    fits = (limit > 0) & (context + query_len <= limit)
+    # A sum could pass the largest int32 and come out below the limit.
+    fits = (limit > 0) & (context >= 0) & (context <= limit - query_len)
     table = block_tables + row.to(tl.int64) * row_stride
     for group in tl.static_range(GROUPS):
         column = token // tl.load(page_sizes + group)

@@ -15,7 +15,8 @@ class ListWindowSlots(NamedTuple):
     """List, for every query token, the slots of the last `window` tokens up to its own, in the order of positions.
 
     window_indices   int32 [T, W] contiguous     slots page * page_size + offset, then -1
-    window_lens      int32 [T]                   slots listed; 0 for the tokens of inert rows and after the last row
+    window_lens      int32 [T]                   slots listed; 0 for the tokens of inert rows, after the last row and
+                                                 beyond the block table
     positions        int64 [T]
     seq_lens         int32 [R]
     query_start_loc  int32 [R + 1]
@@ -31,12 +32,17 @@ class ListWindowSlots(NamedTuple):
     window: int
     page_size: int
 
+    @property
+    def _capacity(self) -> int:
+        return self.block_table.shape[1] * self.page_size
+
     def reference(self) -> None:
         tokens, width = self.window_indices.shape
         starts = self.query_start_loc
         token = torch.arange(tokens, dtype=starts.dtype)
         row = torch.searchsorted(starts[1:], token, right=True).clamp_(max=self.seq_lens.shape[0] - 1)
-        live = (self.seq_lens[row] > 0) & (token < starts[-1])
+        in_table = (self.positions >= 0) & (self.positions < self._capacity)
+        live = (self.seq_lens[row] > 0) & (token < starts[-1]) & in_table
         first = (self.positions - self.window + 1).clamp_(min=0)
         lens = torch.where(live, self.positions + 1 - first, 0)
         lane = torch.arange(width)
@@ -49,7 +55,8 @@ class ListWindowSlots(NamedTuple):
     def launch(self) -> None:
         (tokens, width), num_reqs = self.window_indices.shape, self.seq_lens.shape[0]
         _list_window_slots_kernel[(tokens,)](
-            *self[:6], num_reqs, self.block_table.stride(0), WINDOW=self.window, PAGE_SIZE=self.page_size, WIDTH=width,
+            *self[:6], num_reqs, self._capacity, self.block_table.stride(0),
+            WINDOW=self.window, PAGE_SIZE=self.page_size, WIDTH=width,
             BLOCK_W=triton.next_power_of_2(width), BLOCK_R=triton.next_power_of_2(num_reqs),
             num_warps=1 if width <= 256 else 4, **dependent_launch(self.positions.device),
         )  # fmt: skip
@@ -57,7 +64,7 @@ class ListWindowSlots(NamedTuple):
 
 @triton.jit
 def _list_window_slots_kernel(
-    window_indices, window_lens, positions, seq_lens, query_start_loc, block_table, num_reqs, table_stride,
+    window_indices, window_lens, positions, seq_lens, query_start_loc, block_table, num_reqs, capacity, table_stride,
     WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -67,7 +74,9 @@ def _list_window_slots_kernel(
     ends = tl.load(query_start_loc + 1 + request, mask=request < num_reqs, other=0x7FFFFFFF)
     row = tl.sum((ends <= token).to(tl.int32), 0)
     live = tl.load(seq_lens + row, mask=row < num_reqs, other=0) > 0
-    position = tl.load(positions + token).to(tl.int32)
+    wide = tl.load(positions + token)
+    live = live & (wide >= 0) & (wide < capacity)
+    position = wide.to(tl.int32)
     first = tl.maximum(position - WINDOW + 1, 0)
     length = tl.where(live, position + 1 - first, 0)
     lane = tl.arange(0, BLOCK_W)

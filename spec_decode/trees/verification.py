@@ -20,7 +20,7 @@ class TreeBatch(NamedTuple):
     """The trees of R requests, each of up to N draft tokens.
 
     - draft_tokens  int64 [R, N]
-    - parents       int64 [R, N], as DraftTree has them; the first -1 ends a row's tree, and nothing after it is read
+    - parents       int64 [R, N], as DraftTree has them; the first that is none ends a row's tree: nothing after is read
     """
 
     draft_tokens: torch.Tensor

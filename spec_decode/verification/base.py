@@ -42,8 +42,8 @@ class Verifier(Protocol):
         Device work only, fixed shapes, no host read.
 
         - target_logits    [R, 1 + K, V] any float; column i holds the logits of the token after draft token i - 1
-        - draft_tokens     int64 [R, K]; the first -1 ends a row's draft, and nothing after it is read. Where a draft
-                           ends must not depend on the token that is withheld
+        - draft_tokens     int64 [R, K]; the first below 0 ends a row's draft, and nothing after it is read; one beyond
+                           the vocabulary is rejected. Where a draft ends must not depend on the token that is withheld
         - draft_logits     fp32 [R, K, V], the processed logits that the draft tokens were drawn from, whatever else the
                            draft did to them; -inf where it could not draw
         - sampling         R rows

@@ -23,7 +23,7 @@ def embed_concat(
     """embedding[token_ids] | hidden, [T, 2 H] in their dtype.
 
     token_ids  int64 [T]
-    embedding  float [V, H]
+    embedding  float [V, H]; an id outside the vocabulary counts as a row of 0
     hidden     as embedding, [T, H]
     norms      of the embedding and of the hidden state, the weights [H] of their RMS norms with eps; none: no norms
     """
@@ -42,7 +42,7 @@ class EmbedConcat(NamedTuple):
     eps: float
 
     def reference(self) -> torch.Tensor:
-        both = [F.embedding(self.token_ids, self.embedding), self.hidden]
+        both = [embedded(self.token_ids, self.embedding), self.hidden]
         if self.norms:
             both = [F.rms_norm(x, x.shape[1:], weight, self.eps) for x, weight in zip(both, self.norms, strict=True)]
         return torch.cat(both, -1)
@@ -60,6 +60,12 @@ class EmbedConcat(NamedTuple):
             BLOCK=block, num_warps=4 if block <= 2048 else 8, **dependent_launch(out.device),
         )  # fmt: skip
         return stored.to(out.dtype)
+
+
+def embedded(token_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+    """embedding[token_ids], and a row of 0 for an id outside the vocabulary: what kernels that embed do."""
+    known = (token_ids >= 0) & (token_ids < len(embedding))
+    return torch.where(known[..., None], F.embedding(token_ids * known, embedding), 0)
 
 
 @triton.jit

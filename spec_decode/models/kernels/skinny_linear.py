@@ -16,6 +16,7 @@ from builders.kernels.triton_runtime import dependent_launch, triton
 from spec_decode.models.kernels.add_rms_norm import add_rms_norm
 from spec_decode.models.kernels.batch_invariance import is_batch_invariant
 from spec_decode.models.kernels.batch_invariant_linear import batch_invariant_linear
+from spec_decode.models.kernels.embed_concat import embedded
 from spec_decode.models.kernels.skinny_linear_kernels import matvec_kernel
 from spec_decode.models.kernels.skinny_tiling import Tiling, power_of_two, tile_of
 from spec_decode.models.kernels.stored_as import stored_as
@@ -178,7 +179,7 @@ class SkinnyLinear(NamedTuple):
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.x
         if self.token_ids is not None and self.embedding is not None:
-            x = torch.cat([F.embedding(self.token_ids, self.embedding), x], -1)
+            x = torch.cat([embedded(self.token_ids, self.embedding), x], -1)
         total = x.new_empty(0) if self.delta is None else x + self.delta
         wide = (x if self.delta is None else total).float()
         if self.eps is not None:

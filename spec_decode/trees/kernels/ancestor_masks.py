@@ -17,7 +17,7 @@ class AncestorMasks(NamedTuple):
     many draft tokens lead to it. A token after its tree's end has mask 0 and depth 0.
 
     - parents  int64 [R, N], contiguous: of each draft token the query token that it follows, as DraftTree has them; the
-               first -1 ends a row's tree. N is below MAX_TREE_TOKENS
+               first that is none, -1 say, ends a row's tree. N is below MAX_TREE_TOKENS
     """
 
     parents: torch.Tensor
@@ -47,8 +47,9 @@ class AncestorMasks(NamedTuple):
 
 
 def trees_alone(parents: torch.Tensor) -> torch.Tensor:
-    """Parents int64 [R, N] with -1 everywhere from a row's first -1 on."""
-    return parents.where((parents >= 0).long().cumprod(1).bool(), -1)
+    """Parents int64 [R, N] with -1 everywhere from a row's first on that is no query token before its child."""
+    token = torch.arange(parents.shape[1], device=parents.device)
+    return parents.where(((parents >= 0) & (parents <= token)).long().cumprod(1).bool(), -1)
 
 
 @triton.jit
@@ -56,7 +57,7 @@ def read_parents(parents, row, tokens, BLOCK: tl.constexpr):
     """The parents int64 [BLOCK] of a row's query tokens, -1 of the root and from the tree's end on."""
     token = tl.arange(0, BLOCK)
     found = tl.load(parents + row * (tokens - 1) + token - 1, mask=(token > 0) & (token < tokens), other=-1)
-    end = tl.min(tl.where((token > 0) & (found < 0), token, BLOCK), 0)
+    end = tl.min(tl.where((token > 0) & ((found < 0) | (found >= token)), token, BLOCK), 0)
     return tl.where(token < end, found, -1)
 
 

@@ -15,7 +15,7 @@ class FollowTree(NamedTuple):
     """Follows the target's tokens down R trees of up to N draft tokens, K deep at most.
 
     - draft_tokens   int64 [R, N]
-    - parents        int64 [R, N], as DraftTree has them; the first -1 ends a row's tree
+    - parents        int64 [R, N], as DraftTree has them; the first that is none ends a row's tree
     - target_tokens  int64 [R, 1 + N], the target's own token after each query token
     - max_depth      K
 

@@ -20,7 +20,7 @@ def move_accepted_kv(
     value_cache   [pages, page_size, heads, value_dim], likewise
     slot_mapping  int64 [R, 1 + N], the slots of each row's query tokens, no two the same; below 0 or beyond the last
                   page nothing is read or written
-    path          int64 [R, K], as TreeVerifyOutput has it
+    path          int64 [R, K], as TreeVerifyOutput has it; what is no query token moves nothing
 
     Device work only, no host read. Raises BatchError for caches of unlike sizes, a path as long as the
     tree, and for tensors of another shape, dtype or device.
@@ -54,8 +54,9 @@ class MoveAcceptedKV(NamedTuple):
         num_slots = key_cache.shape[0] * page_size
         # In order: a later token comes from behind where an earlier one goes.
         for at, token in enumerate(path.unbind(1), 1):
-            source, target = slot_mapping.gather(1, token.clamp(min=0)[:, None])[:, 0], slot_mapping[:, at]
-            moved = (token > 0) & (source >= 0) & (source < num_slots) & (target >= 0) & (target < num_slots)
+            known = (token > 0) & (token < slot_mapping.shape[1])
+            source, target = slot_mapping.gather(1, (token * known)[:, None])[:, 0], slot_mapping[:, at]
+            moved = known & (source >= 0) & (source < num_slots) & (target >= 0) & (target < num_slots)
             source, target = source[moved], target[moved]
             for cache in (key_cache, value_cache):
                 cache[target // page_size, target % page_size] = cache[source // page_size, source % page_size]
@@ -87,7 +88,7 @@ def _move_accepted_kv_kernel(
     value = value_cache + head * value_head_stride + dim * value_dim_stride
     for at in range(0, depth):
         token = tl.load(path + row * depth + at)
-        if token > 0:
+        if (token > 0) & (token < tokens):
             source = tl.load(slot_mapping + row * tokens + token)
             target = tl.load(slot_mapping + row * tokens + at + 1)
             if (source >= 0) & (source < num_slots) & (target >= 0) & (target < num_slots):

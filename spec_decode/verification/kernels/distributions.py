@@ -23,13 +23,15 @@ class Distributions:
     """
 
     def __init__(self, arguments: VerifyArguments) -> None:
-        token = arguments.draft_tokens.clamp(min=0)
+        token, vocab = arguments.draft_tokens, arguments.processed.shape[2]
+        known = (token >= 0) & (token < vocab)
+        at = (token * known)[..., None]
         columns = token.shape[1]
         self._arguments = arguments
         self.p = arguments.processed.softmax(-1)
         self.q = arguments.draft_logits.softmax(-1)
-        self.p_token = self.p[:, :columns].gather(2, token[..., None])[..., 0]
-        self.q_token = self.q.gather(2, token[..., None])[..., 0]
+        self.p_token = self.p[:, :columns].gather(2, at)[..., 0].where(known, 0)
+        self.q_token = self.q.gather(2, at)[..., 0].where(known, 0)
         self.is_argmax = token == arguments.processed[:, :columns].argmax(-1)
         self.proposed = (arguments.draft_tokens >= 0).long().cumprod(1).bool()
         self.is_random = arguments.temperature > 0

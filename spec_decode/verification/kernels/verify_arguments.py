@@ -15,7 +15,8 @@ class VerifyArguments(NamedTuple):
     R rows, K draft tokens, V vocabulary, p the target's distributions, q the draft's:
 
     - processed        fp32 [R, 1 + K, V], p's logits after temperature, top_k and top_p
-    - draft_tokens     int64 [R, K]; the first -1 ends a row's draft, and nothing after it is read
+    - draft_tokens     int64 [R, K]; the first below 0 ends a row's draft, and nothing after it is read. One beyond the
+                       vocabulary has probability 0 in both models: it is rejected
     - draft_logits     fp32 [R, K, V] of any strides, q's processed logits
     - temperature      fp32 [R]; 0 is greedy
     - seeds            int64 [R], of the target's draws
