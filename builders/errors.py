@@ -38,6 +38,12 @@ def type_problems(record: object) -> list[str]:
     ]
 
 
+def require_types(record: object) -> None:
+    """Raise BatchError, with every problem, for a dataclass whose values do not have the types of its annotations."""
+    if problems := type_problems(record):
+        raise BatchError(f"{'; '.join(problems)}. Pass such values.")
+
+
 @cache
 def _hints(record: Hashable) -> dict[str, Any]:
     return get_type_hints(record)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from builders.errors import require
+from builders.errors import require, require_counts, require_types
 from spec_decode.drafter.metadata_plan import GraphMode
 from spec_decode.drafter.strategies import Strategy
 from spec_decode.trees import DraftTree, DynamicTreeConfig
@@ -15,8 +15,8 @@ from spec_decode.trees import DraftTree, DynamicTreeConfig
 class DrafterConfig:
     """How a drafter drafts.
 
-    Raises BatchError for a min_confidence that is not a probability below 1, numbers that are no integers, a graph mode
-    or strategy by another name, and a tree that does not fit K.
+    Raises BatchError for a min_confidence that is not a probability below 1, values of another type than annotated, and
+    a tree that does not fit K.
     """
 
     num_speculative_tokens: int
@@ -40,20 +40,10 @@ class DrafterConfig:
     to 8 us (measured on an H200), and each step too many a step."""
 
     def __post_init__(self) -> None:
-        sizes, limit = self.capture_sizes or (), self.graph_memory_limit or 0
+        require_types(self)
+        require_counts("capture_sizes", self.capture_sizes or ())
         require(
-            isinstance(sizes, Sequence)
-            and all(type(number) is int for number in (self.num_speculative_tokens, limit, *sizes)),
-            "num_speculative_tokens and graph_memory_limit must be integers and capture_sizes a list of them, got "
-            f"{self.num_speculative_tokens!r}, {limit!r} and {sizes!r}; nothing was allocated. Round them.",
-        )
-        require(
-            isinstance(self.graph_mode, GraphMode) and (self.strategy is None or isinstance(self.strategy, Strategy)),
-            f"a GraphMode and a Strategy, or None, are needed, got {self.graph_mode!r} and {self.strategy!r}; nothing "
-            "was allocated. Pass for example GraphMode.FULL and Strategy.FULL_LOOP.",
-        )
-        require(
-            type(self.loop_steps) is int and self.loop_steps > 0,
+            self.loop_steps > 0,
             f"loop_steps must be a number of steps, 1 or more, got {self.loop_steps!r}; a loop would never advance, so "
             "nothing was allocated. Pass 1 to look after every step.",
         )
@@ -67,11 +57,6 @@ class DrafterConfig:
     def _check_tree(self) -> None:
         if self.tree is None:
             return
-        require(
-            isinstance(self.tree, DraftTree | DynamicTreeConfig),
-            f"a tree must be a DraftTree or a DynamicTreeConfig, or None, got {self.tree!r}; nothing was allocated. "
-            "Make one.",
-        )
         self.tree.require_depth(self.num_speculative_tokens)
         require(
             self.min_confidence == 0.0,

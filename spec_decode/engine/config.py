@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from builders import BatchError
-from builders.errors import require
+from builders.errors import require, require_types
 from spec_decode.drafter import DrafterConfig, GraphMode, Strategy
 from spec_decode.drafter.steps.module_step import check_modules
 from spec_decode.engine.request import Request
@@ -21,7 +21,7 @@ TREE_VERIFICATION = "sampling"
 class EngineConfig:
     """How an engine serves requests.
 
-    Raises BatchError for sizes with which no request could run, and for what DrafterConfig refuses.
+    Raises BatchError for values of another type, sizes with which no request could run, and what DrafterConfig refuses.
     """
 
     num_speculative_tokens: int
@@ -71,13 +71,8 @@ class EngineConfig:
     """Whether the draft proposes all its tokens at once; an engine says it of its own draft."""
 
     def __post_init__(self) -> None:
+        require_types(self)
         self.drafter_config()
-        sizes = (self.num_speculative_tokens, self.max_reqs, self.max_seq_len, self.page_size, self.max_prefill_tokens)
-        require(
-            all(type(size) is int for size in sizes) and (self.num_pages is None or type(self.num_pages) is int),
-            "num_speculative_tokens, max_reqs, max_seq_len, page_size, max_prefill_tokens and num_pages must be "
-            f"integers, got {', '.join(map(repr, (*sizes, self.num_pages)))}; nothing was allocated. Round them.",
-        )
         require(
             self.tree is None or self.verification in (None, TREE_VERIFICATION),
             f"trees are verified by {TREE_VERIFICATION}, got verification {self.verification!r} with a tree; its rule "

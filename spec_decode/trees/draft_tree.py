@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from builders.errors import require
+from builders.errors import require, require_counts
 from builders.spec import MAX_TREE_TOKENS
 
 
@@ -27,6 +27,12 @@ class DraftTree:
     parents: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        require(
+            isinstance(self.parents, Sequence) and not isinstance(self.parents, str),
+            f"a tree's parents must be a tuple of ints, got {self.parents!r}. Pass DraftTree.chain(K) for one path.",
+        )
+        # Of its own: whoever made it may change a list afterwards.
+        object.__setattr__(self, "parents", tuple(self.parents))
         wrong = next((i for i, parent in enumerate(self.parents) if not _is_before(parent, i)), None)
         require(
             wrong is None,
@@ -49,7 +55,14 @@ class DraftTree:
         Raises BatchError for a path that is empty or listed twice, without its parent or without the choice before it,
         and as the class does.
         """
-        ordered = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
+        listed = list(paths) if isinstance(paths, Iterable) else [paths]
+        for path in listed:
+            require(
+                isinstance(path, Sequence) and all(type(choice) is int for choice in path),
+                f"a tree's paths must be sequences of ints, the ranks of their tokens, got {path!r} among them. Pass "
+                "for example [(0,), (0, 0), (1,)].",
+            )
+        ordered = sorted((tuple(path) for path in listed), key=lambda path: (len(path), path))
         known: dict[tuple[int, ...], int] = {(): 0}
         for path in ordered:
             _require_path(path, known)
@@ -106,6 +119,7 @@ class DraftTree:
 
 def require_tree_size(num_tokens: int, got: str = "") -> None:
     """Raise BatchError unless a tree may have so many draft tokens. got: what was found, if not in that number."""
+    require_counts("a tree's draft tokens", (num_tokens,))
     require(
         1 <= num_tokens < MAX_TREE_TOKENS,
         f"a tree must have 1 to {MAX_TREE_TOKENS - 1} draft tokens, got {got or num_tokens}; the ancestors of a token "
@@ -137,4 +151,4 @@ def _require_path(path: tuple[int, ...], known: dict[tuple[int, ...], int]) -> N
 
 
 def _follows_its_sibling(path: tuple[int, ...], known: dict[tuple[int, ...], int]) -> bool:
-    return type(path[-1]) is int and (path[-1] == 0 or (*path[:-1], path[-1] - 1) in known)
+    return path[-1] == 0 or (*path[:-1], path[-1] - 1) in known

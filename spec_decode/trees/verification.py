@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from builders.errors import require_tensor
+from builders.errors import require, require_counts, require_tensor
 from spec_decode.sampling.kernels.draw_tokens import draw_tokens
 from spec_decode.sampling.parameters import Sampling
 from spec_decode.sampling.target_sampler import process_target_logits
@@ -60,7 +60,9 @@ class TreeSampling:
     """
 
     def __init__(self, max_depth: int) -> None:
-        """max_depth: K, no tree is deeper."""
+        """max_depth: K, no tree is deeper. Raises BatchError for a K that is no int of 1 or more."""
+        require_counts("the depth of trees", (max_depth,))
+        require(max_depth >= 1, f"the depth of trees must be 1 or more, got {max_depth}. Pass the draft's K.")
         self._max_depth = max_depth
 
     def verify(

@@ -110,13 +110,18 @@ def test_what_is_no_record_of_tensors_is_refused_and_the_next_round_is_right(cha
 
 
 SETTINGS = {
-    "a fraction of a token": ({"steps": 1.5}, "must be integers.*got 1.5"),
-    "a truth": ({"steps": True}, "must be integers.*got True"),
-    "a capture size in words": ({"capture_sizes": ["4"]}, "capture_sizes a list of them.*'4'"),
-    "one capture size": ({"capture_sizes": 4}, "capture_sizes a list of them.*got 4, 0 and 4"),
-    "a memory limit in parts": ({"graph_memory_limit": 1e9}, "got 4, 1000000000.0"),
-    "a strategy in words": ({"strategy": "full_loop"}, "a Strategy, or None, are needed, got .*'full_loop'"),
-    "a graph mode in words": ({"graph_mode": "none"}, "GraphMode.*got 'none'"),
+    "a fraction of a token": ({"steps": 1.5}, "num_speculative_tokens must be an int, got 1.5"),
+    "a truth": ({"steps": True}, "num_speculative_tokens must be an int, got True"),
+    "a capture size in words": ({"capture_sizes": ["4"]}, "capture_sizes must be ints, got '4'"),
+    "one capture size": ({"capture_sizes": 4}, "capture_sizes must be of type Sequence or None, got 4"),
+    "a memory limit in parts": (
+        {"graph_memory_limit": 1e9},
+        "graph_memory_limit must be an int or None, got 1000",
+    ),
+    "a strategy in words": ({"strategy": "full_loop"}, "strategy must be of type Strategy or None, got 'full_loop'"),
+    "a graph mode in words": ({"graph_mode": "none"}, "graph_mode must be of type GraphMode, got 'none'"),
+    "a confidence in words": ({"min_confidence": "x"}, "min_confidence must be a finite number, got 'x'"),
+    "no confidence": ({"min_confidence": float("nan")}, "min_confidence must be a finite number, got nan"),
 }
 
 
@@ -146,11 +151,11 @@ def test_a_round_of_a_number_of_tokens_that_the_drafter_has_not_is_refused(count
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True, "2"])
 def test_a_loop_of_no_steps_is_refused(steps):
-    with pytest.raises(BatchError, match=f"loop_steps must be a number of steps, 1 or more, got {steps!r}"):
+    with pytest.raises(BatchError, match=f"loop_steps must be (an int|a number of steps, 1 or more), got {steps!r}"):
         advancing(loop_steps=steps)
 
 
-@pytest.mark.parametrize("least", [-0.1, 1.0, float("nan")])
+@pytest.mark.parametrize("least", [-0.1, 1.0])
 def test_a_least_confidence_that_is_no_probability_below_1_is_refused(least):
     with pytest.raises(BatchError, match="min_confidence must be a probability below 1"):
         advancing(min_confidence=least)

@@ -18,6 +18,9 @@ REFUSED = {
     "no room for a new token": ({"max_seq_len": 1}, "max_seq_len 1"),
     "no pages": ({"num_pages": 0}, "1 page or more of 1 token or more, got 0 of 16"),
     "empty pages": ({"page_size": 0}, "1 page or more of 1 token or more, got None of 0"),
+    "a verification that has no name": ({"verification": 3}, "verification must be a string or None, got 3"),
+    "an answer in words": ({"autotune": "no"}, "autotune must be True or False, got 'no'"),
+    "a confidence in words": ({"min_confidence": "x"}, "min_confidence must be a finite number, got 'x'"),
     "no prefill": ({"max_prefill_tokens": 0}, "must prefill 1 token or more, got max_prefill_tokens 0"),
 }
 

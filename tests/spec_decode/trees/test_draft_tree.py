@@ -1,10 +1,12 @@
+import re
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import BatchError
-from spec_decode.trees import MAX_TREE_TOKENS, DraftTree
+from spec_decode.trees import MAX_TREE_TOKENS, DraftTree, DynamicTreeConfig, TreeSampling
 
 
 @st.composite
@@ -65,6 +67,9 @@ def test_a_tree_is_as_deep_as_the_draft_has_steps_at_most():
         ((0, 1.0), r"got 1.0 for draft token 1"),
         ((False,), r"got False for draft token 0"),
         ((), r"1 to 63 draft tokens, got 0"),
+        (None, r"parents must be a tuple of ints, got None"),
+        (3, r"parents must be a tuple of ints, got 3"),
+        ("00", r"parents must be a tuple of ints, got '00'"),
         ((0,) * 64, r"1 to 63 draft tokens, got 64"),
     ],
 )
@@ -75,9 +80,36 @@ def test_parents_that_make_no_tree_are_refused(parents, message):
 
 @pytest.mark.parametrize(
     "paths",
-    [[(0,), (0,)], [(0, 0)], [(1,)], [(0,), (0, 1)], [()], [(0,), (-1,)], [(0.0,)]],
-    ids=["twice", "without its parent", "without the choice before", "a gap below", "empty", "negative", "no integer"],
+    [[(0,), (0,)], [(0, 0)], [(1,)], [(0,), (0, 1)], [()], [(0,), (-1,)]],
+    ids=["twice", "without its parent", "without the choice before", "a gap below", "empty", "negative"],
 )
 def test_paths_that_make_no_tree_are_refused(paths):
     with pytest.raises(BatchError, match=r"each be there once, with every shorter path"):
         DraftTree.from_paths(paths)
+
+
+@pytest.mark.parametrize(("paths", "found"), [(None, "None"), ([None], "None"), ([(0,), 3], "3"), ([(0.0,)], "(0.0,)")])
+def test_paths_that_are_no_ranks_are_refused(paths, found):
+    with pytest.raises(
+        BatchError, match=re.escape(f"must be sequences of ints, the ranks of their tokens, got {found}")
+    ):
+        DraftTree.from_paths(paths)
+
+
+def test_a_tree_keeps_no_list_that_its_maker_may_change():
+    parents = [0, 1]
+    tree = DraftTree(parents)
+    parents.append(7)
+    assert tree.parents == (0, 1) and hash(tree)
+
+
+@pytest.mark.parametrize("count", [3.0, "3", True])
+def test_a_number_of_tokens_that_is_no_int_is_refused(count):
+    with pytest.raises(BatchError, match=f"a tree's draft tokens must be ints, got {count!r}"):
+        DynamicTreeConfig(width=2, num_tokens=count)
+
+
+@pytest.mark.parametrize(("depth", "message"), [(-1, "1 or more, got -1"), ("x", "ints, got 'x'"), (True, "got True")])
+def test_a_verification_of_no_depth_is_refused(depth, message):
+    with pytest.raises(BatchError, match=f"the depth of trees must be .*{message}"):
+        TreeSampling(depth)
