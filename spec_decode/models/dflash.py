@@ -129,6 +129,11 @@ def load_as(kind: type[D], store: TensorStore, target: TargetModel, *, dtype: to
             f"{store.folder} holds mask_embedding.pt, which this model has no place for: masks would be drafted from "
             "another embedding, so nothing was loaded. Put it into the table of embeddings."
         )
+    # Not read otherwise: the drafter's K says how many masks a block has.
+    if (block := store.config.get("block_size", int, 1)) < 1:
+        raise CheckpointError(
+            f"block_size in {store.config.place} must be 1 or more, got {block}; nothing was loaded. Restore the file."
+        )
     config = _decoder(store, target)
     model = config.model
     read = store.config.get("target_hidden_size", int, target.hidden_size)

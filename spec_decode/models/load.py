@@ -35,6 +35,12 @@ def load_draft(
     anything amiss in the folder and for a draft that does not fit the target.
     """
     store = TensorStore.open(folder)
+    if quantised := store.config.section("quantization_config").values:
+        raise CheckpointError(
+            f"{store.config.place} must have no quantization_config, got quant_method "
+            f"{quantised.get('quant_method')!r}: such weights mean nothing without their scales, which are not read; "
+            "nothing was loaded. Convert the checkpoint to bf16."
+        )
     kind: Any = next((module for module in _KINDS.values() if module.serves(store)), None)
     if kind is None:
         raise CheckpointError(

@@ -64,18 +64,12 @@ class MtpDraft(KeptRowsDraft):
 
 
 def check_published_form(config: ConfigReader) -> None:
-    """Raise CheckpointError for a checkpoint without such a layer, a quantised one, and one with other activations."""
+    """Raise CheckpointError for a checkpoint without such a layer, and one with other activations."""
     if config.get("num_nextn_predict_layers", int, 0) < 1:
         raise CheckpointError(
             f"num_nextn_predict_layers in {config.place} must be at least 1, got "
             f"{config.values.get('num_nextn_predict_layers')}; the checkpoint has no layer that drafts, so nothing was "
             "loaded. Use one that was published with it."
-        )
-    if quantised := config.section("quantization_config").values:
-        raise CheckpointError(
-            f"{config.place} must have no quantization_config, got quant_method {quantised.get('quant_method')!r}: "
-            "such weights mean nothing without their scales, which are not read; nothing was loaded. Convert the "
-            "checkpoint to bf16."
         )
     config.require("hidden_act", "silu")
     config.require("attention_bias", False)

@@ -87,14 +87,20 @@ class TensorStore:
                 f"{name} in {self._files[name]} must be stored as {wanted}, got {found.dtype}; without the scales of a "
                 "quantised checkpoint its numbers mean nothing, so nothing was loaded. Use an unquantised checkpoint."
             )
-        if not is_finite(found):
+        # Copied: a file that is mapped would still be read, and could still change, while the model runs.
+        cast = found.to(dtype or found.dtype, copy=True)
+        if not is_finite(cast):
+            if is_finite(found):
+                raise CheckpointError(
+                    f"{name} in {self._files[name]} must hold numbers that {cast.dtype} has, got one of "
+                    f"{found.abs().max():g}; it would become infinite, so nothing was loaded. Load it as bfloat16."
+                )
             raise CheckpointError(
                 f"{name} in {self._files[name]} must hold finite numbers, got NaN or infinity among them; every text "
                 "would be NaN's, so nothing was loaded. Restore the file."
             )
         self._taken.add(name)
-        # Copied: a file that is mapped would still be read, and could still change, while the model runs.
-        return found.to(dtype or found.dtype, copy=True)
+        return cast
 
     def refuse_unused(self, ignorable: Iterable[str] = (), *, under: str = "") -> None:
         """Raise CheckpointError for tensors under a prefix that nobody took, but for ignorable names, and for the
@@ -151,12 +157,19 @@ def _indexed(index: Path) -> dict[str, Path]:
         raise CheckpointError(
             f"{index} must name files beside it, got {outside[0]!r}; nothing was loaded. Restore the file."
         )
-    if missing := [shard for shard in shards if not (index.parent / shard).is_file()]:
+    if missing := [shard[:80] for shard in shards if not _is_file(index.parent / shard)]:
         raise CheckpointError(
             f"{index} names {len(shards)} files, {len(missing)} of them missing: {', '.join(missing[:8])}; nothing was "
             "loaded. Complete the download."
         )
     return {name: index.parent / place for name, place in places.items()}
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file can have
+        return False
 
 
 def _open_safetensors(path: Path) -> _Shard:

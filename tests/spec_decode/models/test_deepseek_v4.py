@@ -182,7 +182,6 @@ def test_only_the_checkpoints_of_the_family_are_served():
 
 
 CONFIG_PROBLEMS = {
-    "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "no quantization_config, got quant_method 'fp8'"),
     "compressed": ({"compress_ratios": [0, 4, 4]}, "0 or 1 at the draft's layer 2, got 4"),
     "groups": ({"o_groups": 3}, "4 heads in 3 groups"),
     "rotary": ({"qk_rope_head_dim": 66}, "66 dims of 64"),

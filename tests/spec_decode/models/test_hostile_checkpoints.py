@@ -13,7 +13,7 @@ from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.load import load_draft
 from tests.factories import make_pair
 from tests.spec_decode.models import generated_mtp
-from tests.spec_decode.models.generated import Generated
+from tests.spec_decode.models.generated import Generated, make_dflash
 from tests.spec_decode.models.generated_mtp import V3_CONFIG, V4_CONFIG, v3_tensors, v4_tensors
 from tests.spec_decode.models.test_load_draft import MAKERS, target_for
 
@@ -216,3 +216,33 @@ def test_a_pairs_weights_that_are_no_numbers_are_refused_by_name(pair):
     state["norm.weight"][0] = math.nan
     save_file(state, pair / "target.safetensors")
     assert "norm.weight must hold finite numbers" in refusal(lambda: load_pair(pair))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantised_checkpoint_is_refused_whatever_its_kind(tmp_path, kind):
+    make, target = KINDS[kind]
+    config = {**make().config, "quantization_config": {"quant_method": "gptq"}}
+    folder = Generated(config, whole(make().tensors)).write(tmp_path)
+    message = refusal(lambda: load_draft(folder, target(), dtype=torch.float32))
+    assert "must have no quantization_config, got quant_method 'gptq'" in message
+
+
+def test_a_number_that_the_dtype_asked_for_has_not_is_refused(tmp_path):
+    Generated({}, {"a": torch.tensor([1.0, -1e6])}).write(tmp_path)
+    message = refusal(lambda: TensorStore.open(tmp_path).take("a", (2,), torch.float16))
+    assert "a in" in message and "must hold numbers that torch.float16 has, got one of 1e+06" in message
+    assert TensorStore.open(tmp_path).take("a", (2,), torch.bfloat16).isfinite().all()
+
+
+def test_an_index_with_a_name_that_no_file_can_have_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 5000}}))
+    message = refusal(lambda: TensorStore.open(tmp_path))
+    assert "names 1 files, 1 of them missing: xxx" in message and len(message) < 1000
+
+
+@pytest.mark.parametrize("size", [0, -3])
+def test_a_block_of_no_size_is_refused(tmp_path, size):
+    folder = make_dflash(block_size=size).write(tmp_path)
+    message = refusal(lambda: load_draft(folder, target_for("eagle"), dtype=torch.float32))
+    assert f"block_size in {folder / 'config.json'} must be 1 or more, got {size}" in message

@@ -133,7 +133,6 @@ def test_only_the_checkpoints_of_the_family_are_served():
 
 
 CONFIG_PROBLEMS = {
-    "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "no quantization_config, got quant_method 'fp8'"),
     "no_such_layer": ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers .* at least 1, got 0"),
     "missing_field": ({"kv_lora_rank": None}, "must say kv_lora_rank"),
     "wrong_type": ({"num_attention_heads": "many"}, "num_attention_heads .* got 'many'"),
