@@ -80,7 +80,8 @@ class MetadataBuilder(ABC, Generic[M]):
 
     Constructed from a spec, a device and bounds; it needs no engine. Tensors that `build` returns are either views of
     the batch's shared state or persistent buffers of the builder, so that the same batch shape gives the same
-    addresses again: a graph captured with them is replayed over another batch after `build` or `advance`.
+    addresses again: a graph captured with them is replayed over another batch after `build` or `advance`. For the same
+    reason a builder is used by one thread: a second `build` would overwrite the metadata of the first.
     """
 
     graph_support: ClassVar[GraphSupport]

@@ -109,7 +109,7 @@ class Engine:
         self._batched: list[RequestState] = []  # the requests in the batch, by row, and how many of their pages it has
         self._pages_in_tables: list[int] = []
         self._captured = False
-        self._stepping = False
+        self._stepper: dict[str, object] = {}  # the call of `step` that is under way
         self._broken = False  # whether a step broke off and was not recovered from
 
     def _make_groups(self, name: str, model: TargetModel | DraftModel, choice: BackendChoice) -> list[KVGroup]:
@@ -189,7 +189,7 @@ class Engine:
         Raises BatchError, with nothing run, for a request that this engine can never serve and for a call from a
         callback. What a callback raises ends all of them. `stats` start anew.
         """
-        self._require_outside()
+        self._require_outside(not self._stepper)
         require(
             isinstance(requests, Iterable) and (on_token is None or callable(on_token)),
             f"generate needs a list of requests and a function of an index and a token, or None, got "
@@ -221,12 +221,21 @@ class Engine:
 
         What a callback raises comes through; the next step goes on with the token after it. After anything else that
         is raised, an interrupt too, every request has returned its pages and waits, and is prefilled anew with its text
-        so far. Raises BatchError for a step within a step.
+        so far. Raises BatchError for a step within a step, and for one beside a step of another thread.
         """
-        self._require_outside()
+        call = object()
+        try:
+            # One operation, so that of two threads one is refused, and no interrupt leaves the engine locked.
+            self._require_outside(self._stepper.setdefault("step", call) is call)
+            return self._guarded_step()
+        finally:
+            if self._stepper.get("step") is call:
+                self._stepper.clear()
+
+    def _guarded_step(self) -> bool:
         try:
             self._recover()
-            self._stepping = self._broken = True
+            self._broken = True
             self.capture()
             self._outputs.stream(self.stats)
             self._step()
@@ -238,7 +247,7 @@ class Engine:
             self._recover()
             raise
         finally:
-            self._outputs.in_callback = self._stepping = False
+            self._outputs.in_callback = False
             # Again, since a second interrupt may have broken it off; after a third, the next step does it.
             self._recover()
 
@@ -260,11 +269,11 @@ class Engine:
         self._scheduler.free_finished()
         self._broken = False
 
-    def _require_outside(self) -> None:
+    def _require_outside(self, outside: bool) -> None:
         require(
-            not self._stepping,
-            "a step may not begin within another, this one was asked for by a callback; nothing was run. Submit or "
-            "cancel requests there, and step outside.",
+            outside,
+            "a step may not begin within another, this one was asked for by a callback or by another thread; nothing "
+            "was run. Submit or cancel requests in a callback and step outside, and step from one thread.",
         )
 
     def _step(self) -> None:
