@@ -269,9 +269,9 @@ class Engine:
         self._scheduler.free_finished()
         self._broken = False
 
-    def _require_outside(self, outside: bool) -> None:
+    def _require_outside(self, alone: bool) -> None:
         require(
-            outside,
+            alone,
             "a step may not begin within another, this one was asked for by a callback or by another thread; nothing "
             "was run. Submit or cancel requests in a callback and step outside, and step from one thread.",
         )
