@@ -45,12 +45,13 @@ class BatchInvariantLinear(NamedTuple):
     ends: torch.Tensor | None
 
     def reference(self) -> torch.Tensor:
-        """Every row alone: torch's own sums depend on how many there are."""
+        """Every row alone, and copied: torch's own sums depend on how many there are, and on a row's alignment."""
         out, weight, ends = self.fake(), self.weight.float(), self.ends
         for t, row in enumerate(self.x.float()):
             used = weight if ends is None else weight[int((ends[:-1] <= t).sum())][None]
             for b, (inputs, matrix) in enumerate(zip(row, used, strict=True)):
-                out[t, b] = F.linear(inputs[None], matrix)[0].to(out.dtype)
+                aligned = inputs.clone(memory_format=torch.contiguous_format)
+                out[t, b] = F.linear(aligned[None], matrix)[0].to(out.dtype)
         return out
 
     def fake(self) -> torch.Tensor:

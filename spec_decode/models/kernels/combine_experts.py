@@ -12,6 +12,7 @@ import torch
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+from spec_decode.models.kernels.batch_invariance import by_row
 from spec_decode.models.kernels.stored_as import stored_as
 
 _BLOCK = 512
@@ -53,10 +54,7 @@ class CombineExperts(NamedTuple):
     shared: torch.Tensor | None
 
     def reference(self) -> torch.Tensor:
-        out = torch.bmm(self.weights[:, None], self.rows[self.places].float())[:, 0]
-        if self.shared is not None:
-            out = out + self.shared
-        return out.to(self.rows.dtype)
+        return by_row(_sum, self.weights, self.rows[self.places], *([] if self.shared is None else [self.shared]))
 
     def fake(self) -> torch.Tensor:
         return self.rows.new_empty(self.weights.shape[0], self.rows.shape[1])
@@ -68,6 +66,11 @@ class CombineExperts(NamedTuple):
             *self, out, width, TOP_K=top_k, BLOCK=_BLOCK, **dependent_launch(out.device)
         )
         return out.to(self.rows.dtype)
+
+
+def _sum(weights: torch.Tensor, rows: torch.Tensor, shared: torch.Tensor | None = None) -> torch.Tensor:
+    out = torch.bmm(weights[:, None], rows.float())[:, 0]
+    return (out if shared is None else out + shared).to(rows.dtype)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import torch
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import dependent_launch, triton
+from spec_decode.models.kernels.batch_invariance import by_row
 from spec_decode.models.kernels.hyper_connections_kernels import read_streams_kernel, write_streams_kernel
 from spec_decode.models.kernels.stored_as import stored_as
 
@@ -90,7 +91,11 @@ class ReadStreams(NamedTuple):
     eps: float
 
     def reference(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        streams, mixes, scale, base, iterations, eps = self
+        x, write, carry = by_row(self._read, self.streams, self.mixes)
+        return x, write, carry
+
+    def _read(self, streams: torch.Tensor, mixes: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scale, base, iterations, eps = self[2:]
         count = streams.shape[1]
         if iterations == 0:
             return _mixed(streams, mixes * scale + base, eps), mixes.new_empty(0), mixes.new_empty(0)
@@ -129,8 +134,7 @@ class WriteStreams(NamedTuple):
     carry: torch.Tensor
 
     def reference(self) -> torch.Tensor:
-        added = self.write[..., None] * self.output.float()[:, None]
-        return torch.baddbmm(added, self.carry.mT, self.streams.float()).to(self.streams.dtype)
+        return by_row(_written, *self)
 
     def fake(self) -> torch.Tensor:
         return self.streams.new_empty(self.streams.shape)
@@ -144,6 +148,11 @@ class WriteStreams(NamedTuple):
             **dependent_launch(stored.device),
         )  # fmt: skip
         return stored.to(self.streams.dtype)
+
+
+def _written(streams: torch.Tensor, output: torch.Tensor, write: torch.Tensor, carry: torch.Tensor) -> torch.Tensor:
+    added = write[..., None] * output.float()[:, None]
+    return torch.baddbmm(added, carry.mT, streams.float()).to(streams.dtype)
 
 
 def _mixed(streams: torch.Tensor, logits: torch.Tensor, eps: float) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from builders.errors import require_tensor
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+from spec_decode.models.kernels.batch_invariance import by_row
 
 Scoring = Literal["sigmoid", "softmax", "sqrtsoftplus"]
 
@@ -93,7 +94,11 @@ class RouteTokens(NamedTuple):
     scale: float
 
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = _scores(self.logits, self.scoring)
+        weights, experts = by_row(self._routed, self.logits)
+        return weights, experts
+
+    def _routed(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scores = _scores(logits, self.scoring)
         experts = _best(_among_best_groups(scores + self.bias, self.groups, self.top_groups), self.top_k)
         weights = scores.gather(1, experts)
         if self.normalised:

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+from spec_decode.models.kernels.batch_invariance import by_row
 
 _BLOCK = 1024
 
@@ -29,10 +30,13 @@ class SwiGLU(NamedTuple):
     limit: float | None
 
     def reference(self) -> torch.Tensor:
-        gate, up = self.gate_up.float().chunk(2, -1)
+        return by_row(self._activated, self.gate_up)
+
+    def _activated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.float().chunk(2, -1)
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return (F.silu(gate) * up).to(self.gate_up.dtype)
+        return (F.silu(gate) * up).to(gate_up.dtype)
 
     def fake(self) -> torch.Tensor:
         return self.gate_up.new_empty(self.gate_up.shape[0], self.gate_up.shape[1] // 2)
