@@ -128,7 +128,12 @@ def aux_hidden_state_layers(store: TensorStore, num_target_layers: int) -> tuple
     name = "eagle_aux_hidden_state_layer_ids"
     section = _aux_section(store, name)
     listed = section.get(name, list, [2, num_target_layers // 2, num_target_layers - 3])
-    numbers = len(listed) == NUM_AUX_LAYERS and all(type(layer) is int for layer in listed)
+    if len(listed) != NUM_AUX_LAYERS:
+        raise CheckpointError(
+            f"{name} in {section.place} must list {NUM_AUX_LAYERS} layers, the number that is supported, got "
+            f"{len(listed)}: {listed}; nothing was loaded. Use a draft that reads the states of {NUM_AUX_LAYERS}."
+        )
+    numbers = all(type(layer) is int for layer in listed)
     states = [layer + (listed[0] == 1) for layer in listed] if numbers else []
     if not states or not all(0 <= state <= num_target_layers for state in states):
         raise CheckpointError(

@@ -111,7 +111,7 @@ class TensorStore:
                 f"{self.folder} holds {len(extra)} tensors{f' under {under}' if under else ''} that this model has no "
                 f"place for: {', '.join(extra[:8])}"
                 f"{', ...' if len(extra) > 8 else ''}; without them it would compute something else, so nothing was "
-                "loaded. Check that config.json describes these weights."
+                "loaded. Use a model without such tensors; if config.json is another model's, restore it."
             )
 
     def _read(self, name: str) -> torch.Tensor:

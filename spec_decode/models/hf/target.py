@@ -60,6 +60,7 @@ class TransformersTarget(TargetModel):
         num_states = 1 if aux_hidden_state_layers is None else len(aux_hidden_state_layers)
         self.target_states_size = num_states * self.hidden_size
         self._specs: dict[int, AttentionSpec] = {}
+        _silence_padding_warning(model)
         model.set_attn_implementation(ATTENTION_NAME)
         if self.config._attn_implementation != ATTENTION_NAME:
             raise unserved(f"{type(model).__name__} computes its attention itself, not through the library's interface")
@@ -196,6 +197,13 @@ def _decoder_of(model: PreTrainedModel) -> nn.Module:
     return decoder
 
 
+def _silence_padding_warning(model: PreTrainedModel) -> None:
+    """Nothing is ever padded, and to look for pad tokens the warning reads ids on the host, which no capture allows."""
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            module.warn_if_padding_and_no_attention_mask = lambda *_: None
+
+
 def _refuse_no_numbers(model: PreTrainedModel) -> None:
     if wrong := [name for name, weight in model.named_parameters() if not is_finite(weight)]:
         raise CheckpointError(
@@ -210,7 +218,10 @@ def _refuse_other_architectures(model: PreTrainedModel, config: Any) -> None:
     if model.config.is_encoder_decoder:
         raise unserved(f"{name} is an encoder and a decoder")
     if getattr(model, "_is_stateful", False):
-        raise unserved(f"{name} has recurrent or convolutional layers, whose state it keeps itself")
+        raise unserved(
+            f"{name} keeps a state of its own beside keys and values, of recurrent or convolutional layers or of "
+            "compressed keys, which goes back for no draft that is rejected"
+        )
     for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind not in _SERVED_LAYER_TYPES:
             raise unserved(f"layer {layer} of {name} is of type {kind}, not {' or '.join(_SERVED_LAYER_TYPES)}")

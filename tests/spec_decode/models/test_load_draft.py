@@ -192,9 +192,15 @@ def test_the_list_may_lie_in_nvidias_section(tmp_path):
     assert layers_of(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}) == (2, 16, 29)
 
 
-@pytest.mark.parametrize("layers", [[1, 2], [1, 2, 36], [2, 3, 37], [-1, 2, 3], [2, 3, "4"], [True, 2, 3]])
+@pytest.mark.parametrize("layers", [[1, 2, 36], [2, 3, 37], [-1, 2, 3], [2, 3, "4"], [True, 2, 3]])
 def test_aux_layers_that_the_target_does_not_have_are_refused(tmp_path, layers):
     with pytest.raises(CheckpointError, match="must be 3 of the target's 36 layers"):
+        layers_of(tmp_path, eagle_aux_hidden_state_layer_ids=layers)
+
+
+@pytest.mark.parametrize("layers", [[1, 2], [2, 11, 20, 33]])
+def test_another_number_of_auxiliary_layers_is_called_unsupported(tmp_path, layers):
+    with pytest.raises(CheckpointError, match=f"list 3 layers, the number that is supported, got {len(layers)}: "):
         layers_of(tmp_path, eagle_aux_hidden_state_layer_ids=layers)
 
 

@@ -65,7 +65,9 @@ def test_a_tensor_outlives_its_file(checkpoint, tmp_path, form):
 def test_tensors_that_nobody_took_are_refused(tmp_path):
     store = TensorStore.open(Generated({}, {name: torch.ones(2) for name in ("c", "a", "b")}).write(tmp_path))
     store.take("b", (2,))
-    assert "holds 2 tensors that this model has no place for: a, c;" in refusal(store.refuse_unused)
+    message = refusal(store.refuse_unused)
+    assert "holds 2 tensors that this model has no place for: a, c;" in message
+    assert message.endswith("Use a model without such tensors; if config.json is another model's, restore it.")
 
 
 def test_unused_tensors_are_refused_by_name_but_for_the_ignorable(tmp_path):

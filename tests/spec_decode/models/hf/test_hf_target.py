@@ -211,6 +211,37 @@ def test_a_captured_forward_replays_over_other_tokens(kind: str) -> None:
     assert float((out.view(2, 3, 64) - judged(kind)[:, 9:12]).abs().max()) <= budget(kind)
 
 
+def test_a_target_with_a_pad_token_is_captured() -> None:
+    sizes = {"n_embd": 64, "n_head": 1, "n_layer": 1, "n_inner": 48}
+    model = make_model("GPT2Config", pad_token_id=0, **sizes)
+    wanted = model(TEXTS[:, :6]).logits
+    runner = Runner(TransformersTarget(model), "torch_reference")
+    batch, metadata = build_ragged(runner.groups, runner.tables, [6, 6], [6, 6])
+    tokens, out = torch.zeros(12, dtype=torch.int64), torch.zeros(12, 64)
+
+    def forward() -> None:
+        states = runner.model(tokens, batch.positions, PagedAttention(runner.groups, metadata))
+        out.copy_(runner.model.logits(states.hidden))
+
+    graph = runtime_for(CPU).capture(forward)
+    tokens.copy_(TEXTS[:, :6].flatten())
+    graph.replay()
+
+    assert torch.allclose(out.view(2, 6, 64), wanted, atol=1e-3)
+
+
+def test_deepseek_v4_is_refused_for_the_state_of_its_compressors() -> None:
+    if not hasattr(transformers, "DeepseekV4Config"):
+        pytest.skip("this transformers has no DeepSeek-V4")
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
+
+    model = object.__new__(DeepseekV4ForCausalLM)
+    torch.nn.Module.__init__(model)
+    model.config = transformers.DeepseekV4Config()
+    with pytest.raises(UnservedModel, match=r"keeps a state of its own .* or of compressed keys"):
+        TransformersTarget(model)
+
+
 def speculate(runner: Runner, prompt: list[int], plain: list[int], count: int) -> list[int]:
     """Greedy text after a prompt, from drafts whose first 0, 1, ... count tokens in turn are the plain text's."""
     idle = TEXTS[1, :1]
@@ -321,7 +352,7 @@ def test_an_attention_that_changes_after_the_target_was_made_is_refused() -> Non
     ("kind", "fields", "reason"),
     [
         ("BloomConfig", {}, "BloomForCausalLM takes no position_ids"),
-        ("MambaConfig", {}, "MambaForCausalLM has recurrent or convolutional layers"),
+        ("MambaConfig", {}, "MambaForCausalLM keeps a state of its own"),
         ("MiniMaxConfig", {}, "layer 1 of MiniMaxForCausalLM is of type linear_attention"),
         (
             "LlamaConfig",
