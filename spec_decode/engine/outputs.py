@@ -98,6 +98,7 @@ class PendingOutputs:
                 request.handle.generation.accepted.append(accepted)
                 stats.accepted += accepted
                 stats.drafted_for += 1
+                stats.had_room_for += request.handle.room > 1
             stats.new_tokens += 1
             in_text = request.handle.append_token(token)
             self._read.popleft()

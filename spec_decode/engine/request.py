@@ -65,6 +65,11 @@ class Handle:
     def done(self) -> bool:
         return self.generation.finish is not None
 
+    @property
+    def room(self) -> int:
+        """Tokens that the text may still take."""
+        return self.request.max_new_tokens - len(self.generation.token_ids)
+
     def append_token(self, token: int) -> bool:
         """Let the text grow by a token, or end it; whether the token is in the text."""
         if token in self.request.stop_ids:
@@ -76,7 +81,7 @@ class Handle:
 
     def finish_if_full(self) -> None:
         """End the text where it has all the tokens that were asked for."""
-        if len(self.generation.token_ids) == self.request.max_new_tokens:
+        if not self.room:
             self.generation.finish = Finish.LENGTH
 
 

@@ -16,6 +16,8 @@ class EngineStats:
     """Draft tokens kept, over drafted_for rows of all rounds. A row that runs once more after its end counts in rounds
     alone."""
     drafted_for: int = 0
+    had_room_for: int = 0
+    """Those of drafted_for whose text had room for a draft token: 2 tokens or more were left of max_new_tokens."""
     new_tokens: int = 0
     """Tokens that the host has read, stop ids included."""
     prefill_tokens: int = 0
@@ -24,8 +26,12 @@ class EngineStats:
 
     @property
     def mean_accepted(self) -> float:
-        """Draft tokens kept per request and round."""
-        return self.accepted / max(1, self.drafted_for)
+        """Draft tokens kept per request and round, over the rounds that had room for one: accepted / had_room_for.
+
+        A round always adds one token of the target's. Where a text has room for that one alone, no draft token could
+        be kept, and the round does not count. One with room for some of the K counts whole, with those it kept.
+        """
+        return self.accepted / max(1, self.had_room_for)
 
     @property
     def host_us_a_round(self) -> float:

@@ -213,6 +213,22 @@ def test_synthetic_acceptance_keeps_as_many_as_asked():
     assert engine.stats.mean_accepted == 2.0
 
 
+@pytest.mark.parametrize("max_new_tokens", [2, 5, 32])
+def test_a_round_without_room_for_a_draft_token_counts_in_no_mean(max_new_tokens):
+    engine = make_engine(verification="synthetic:2")
+    # After the first token and whole rounds of 3, one is left: the last round could keep nothing.
+    (made,) = engine.generate([Request(prompt=[1, 2], max_new_tokens=max_new_tokens)])
+    whole = (max_new_tokens - 2) // 3
+    assert made.accepted == [2] * whole + [0] and engine.stats.drafted_for == whole + 1
+    assert engine.stats.had_room_for == whole and engine.stats.mean_accepted == (2.0 if whole else 0.0)
+
+
+def test_a_round_with_room_for_some_draft_tokens_counts_whole():
+    engine = make_engine(verification="synthetic:2")
+    engine.generate([Request(prompt=[1, 2], max_new_tokens=6)])
+    assert engine.stats.mean_accepted == 1.5  # 2, and 1 of the room for 1
+
+
 def test_an_unknown_verifier_is_refused():
     with pytest.raises(BatchError, match=r"one of rejection, block, synthetic:MEAN, got 'other'"):
         make_engine(verification="other")
