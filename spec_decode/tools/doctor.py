@@ -33,7 +33,7 @@ TESTED = {
     "torch": ("2.9.0", "2.13.0", "2.15.0"),
     "triton": ("3.5.0", "3.7.1", "3.9.0"),
     "flashinfer-python": ("0.6.12", "0.6.12", "0.6.12"),
-    "transformers": ("4.57.1", "5.23.0", "5.23.0"),
+    "transformers": ("4.57.1", "5.23.0", "5.24.0"),
 }
 """The releases that the tests are run with: the oldest (`make oldest`), that of every test, and the newest (`make
 newest`); of FlashInfer, which needs a GPU, those that a GPU's reports were made with."""
