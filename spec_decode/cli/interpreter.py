@@ -19,6 +19,7 @@ def interpret_kernels_on(device: torch.device) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
         if find_spec("triton"):
             sum_products_in_order()
+            divide_in_silence()
 
 
 def sum_products_in_order() -> None:
@@ -41,3 +42,17 @@ def sum_products_in_order() -> None:
         return total
 
     builder.create_dot = dot_in_order
+
+
+def divide_in_silence() -> None:
+    """Have the interpreter compute 1 / 0 and the log of 0 without numpy's warning, for the rest of the process: a
+    compiled kernel says nothing either, and an empty row is meant to have the log of 0.
+    """
+    import numpy as np
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    for name in ("unary_op", "binary_op"):
+        op = getattr(builder, name)
+        if not hasattr(op, "__wrapped__"):  # once
+            setattr(builder, name, np.errstate(divide="ignore")(op))

@@ -13,12 +13,13 @@ import numpy as np
 import triton
 from triton.runtime import interpreter
 
-from spec_decode.cli.interpreter import sum_products_in_order
+from spec_decode.cli.interpreter import divide_in_silence, sum_products_in_order
 
 
 def repair() -> None:
     """For the rest of the process."""
     sum_products_in_order()
+    divide_in_silence()
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9):
         _ignore_nan()
     else:
