@@ -12,6 +12,7 @@ import torch
 
 from attn_backends import Accepted, AttentionBackend, Capabilities, Feature, KVCache, Rejected, get, registry
 from attn_backends.kernels.rope import apply_rope, rope_formula
+from attn_backends.kernels.softmax import softmax_with_sinks
 from attn_backends.merged_trees import merge_tree
 from attn_backends.torch_reference import TorchReference
 from attn_backends.triton_paged import TritonPaged
@@ -637,6 +638,16 @@ def _subtracts_no_maximum(
     return out + 0 * scores.exp().sum(-1, keepdim=True)
 
 
+def _begins_its_maximum_at_a_number(
+    self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None
+) -> torch.Tensor:
+    def softmax(scores: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return softmax_with_sinks(scores, *rest) * (scores.amax(-1, keepdim=True) > -5e4)
+
+    with mock.patch("attn_backends.torch_reference.softmax_with_sinks", softmax):
+        return TorchReference.forward(self, query, cache, metadata, spec=spec, sinks=sinks)
+
+
 def _knows_one_layout(
     self: Any, query: Any, cache: Any, metadata: Any, *, spec: Any, sinks: Any = None
 ) -> torch.Tensor:
@@ -998,6 +1009,9 @@ EDGE_MUTANTS = (
         builder=derived("RebuildsTable", rebuilds=True, build=_builds_with_a_table_of_its_own),
     ),
     _claims("subtracts_no_maximum", _EDGES, cases="scores_200", forward=_subtracts_no_maximum),
+    _claims(
+        "begins_its_maximum_at_a_number", _EDGES, cases="one_key_of_low_score", forward=_begins_its_maximum_at_a_number
+    ),
     _claims("wrong_for_groups_of_3", _EDGES, cases="group_3", forward=_only(lambda spec: spec.group_size == 3)),
     _claims("wrong_for_groups_of_7", _EDGES, cases="group_7", forward=_only(lambda spec: spec.group_size == 7)),
     _claims("wrong_for_pages_of_24", _EDGES, cases="page_24", forward=_only(lambda spec: spec.page_size == 24)),
