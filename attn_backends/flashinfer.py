@@ -106,7 +106,11 @@ class FlashInferTensorCores(FlashInfer):
 
 
 class FlashInferCudaCores(FlashInfer):
-    """Decodes on CUDA cores."""
+    """Decodes on CUDA cores.
+
+    Before FlashInfer 0.7.2.post1 the kernel's maximum begins at a number and not at -inf: a token whose scores all lie
+    as low as -46,341 comes out as 0, also where it sees one key and its weight is 1.
+    """
 
     name = "flashinfer_cuda_cores"
     builder = CudaCoreBuilder

@@ -27,7 +27,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None 
 
 def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [T, K] @ weight^T + bias: where products are to be batch invariant by that kernel, else by the one that streams
-    the weight where that pays, and torch's own for many rows."""
+    the weight where that pays, and torch's own for many rows: on a GPU as precise as torch's switches for sums of bf16
+    and fp16 say (`torch.backends.cuda.matmul`), which are the process's and stay as they are."""
     if is_streamed(x, weight):
         return streamed_linear(x, weight, bias)
     if not is_batch_invariant():
