@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import BatchError
+from spec_decode.engine import scheduler as scheduler_module
 from spec_decode.engine.block_pool import BlockPool
 from spec_decode.engine.config import EngineConfig
 from spec_decode.engine.request import Finish, Handle, Request
@@ -77,7 +78,7 @@ class Device:
 WORLDS = st.fixed_dictionaries(
     {
         "page_size": st.integers(1, 5),
-        "spare_pages": st.integers(0, 8),
+        "spare_pages": st.integers(0, 8) | st.integers(0, 100),
         "max_reqs": st.integers(1, 4),
         "ahead": st.integers(0, 4),
         "chunk": st.integers(1, 9),
@@ -87,28 +88,56 @@ WORLDS = st.fixed_dictionaries(
 )
 
 
-@given(WORLDS)
-@settings(max_examples=150, deadline=None)
-def test_every_request_ends_within_its_pages_whatever_the_device_keeps(world):
-    longest = max(prompt + new for prompt, new in world["lens"]) + world["ahead"]
-    pool = BlockPool(-(-longest // world["page_size"]) + world["spare_pages"], world["page_size"])
+def serve(world):
+    """Every step's admitted requests, by number, until all have ended; checks what every step may rely on."""
+    longest = max(prompt + new for prompt, new in world["lens"])
+    pool = BlockPool(-(-(longest + world["ahead"]) // world["page_size"]) + world["spare_pages"], world["page_size"])
     config = EngineConfig(
-        max_reqs=world["max_reqs"], num_speculative_tokens=world["ahead"], max_prefill_tokens=world["chunk"]
+        max_reqs=world["max_reqs"],
+        num_speculative_tokens=world["ahead"],
+        max_seq_len=longest,
+        max_prefill_tokens=world["chunk"],
     )
     scheduler = Scheduler(pool, config)
     handles = [Handle(Request(prompt=[0] * prompt, max_new_tokens=new)) for prompt, new in world["lens"]]
     for handle in handles:
         scheduler.submit(handle)
-    device, steps = Device(scheduler, pool, world["ahead"], world["seed"]), 0
+    device, admitted = Device(scheduler, pool, world["ahead"], world["seed"]), []
     while scheduler.has_unfinished or device.outputs:
         device.step()
         owned = [page for request in device.admitted for page in request.pages]
         assert len(device.admitted) <= world["max_reqs"]
         assert len(owned) == len(set(owned)) and len(owned) + pool.num_free == pool.num_pages
-        steps += 1
-        assert steps < 1000
+        admitted.append([handles.index(request.handle) for request in device.admitted])
+        assert len(admitted) < 1000
     assert pool.num_free == pool.num_pages
     assert [len(h.generation.token_ids) for h in handles] == [new for _, new in world["lens"]]
+    return admitted
+
+
+@given(WORLDS)
+@settings(max_examples=150, deadline=None)
+def test_every_request_ends_within_its_pages_whatever_the_device_keeps(world):
+    serve(world)
+
+
+@given(WORLDS)
+@settings(max_examples=150, deadline=None)
+def test_pages_of_later_rounds_preempt_nobody_and_keep_nobody_waiting(world):
+    early = serve(world)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler_module, "_ROUNDS_AHEAD", 0)
+        assert early == serve(world)
+
+
+def test_nobody_waits_for_pages_of_a_pool_that_holds_the_longest_in_every_row():
+    scheduler = scheduler_of(num_pages=16, max_reqs=2, max_seq_len=8)
+    submitted(scheduler, 5)
+    scheduler.chunks_prefilled(scheduler.next_chunks())
+    scheduler.running[0].step_enqueued(0)
+    # The first owns its 8 pages before it needs them, and the 8 that are left hold the longest request.
+    submitted(scheduler, 7)
+    assert len(scheduler.running[0].pages) == 8 and len(scheduler._prefilling) == 1
 
 
 def scheduler_of(num_pages=20, **options):
