@@ -77,8 +77,8 @@ def dependent_launch(device: torch.device) -> dict[str, bool]:
 
     Programmatic dependent launch needs compute capability 9 and a Triton that knows it. The invariant, on which the
     order of everything after it on the stream rests: a kernel launched with these options takes `PDL: tl.constexpr`,
-    and its first statement, on every path, is await_previous(PDL). Then a kernel that has ended proves that all before
-    it have, whoever launched them, and reads and writes as usual.
+    and calls await_previous(PDL) on every path before it reads or writes a value. Then a kernel that has ended proves
+    that all before it have, whoever launched them, and reads and writes as usual.
     """
     asked = os.environ.get(PDL_VARIABLE, "")
     require(

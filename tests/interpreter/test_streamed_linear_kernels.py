@@ -1,18 +1,34 @@
 """The kernels of streamed_linear against float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from spec_decode.models.kernels import streamed_linear
 from spec_decode.models.kernels.streamed_shares import StreamedShares, SumShares
-from spec_decode.models.kernels.streamed_tiling import StreamedTiling
+from spec_decode.models.kernels.streamed_tiling import StreamedTiling, row_blocks
 from tests.amid_nan import amid_nan
 from tests.spec_decode.models.kernels.streamed_oracle import FORMS, assert_exact, exact, make_arguments
 
+WHOLE = [form for form in FORMS if not form.endswith("groups")]
 
-def tile(shares=1, block_more=0):
-    return StreamedTiling(
-        block_t=16, block_more=block_more, block_n=32, block_k=16, shares=shares, num_warps=4, stages=2
-    )
+
+def tile(shares=1, block_more=0, tma=False):
+    return StreamedTiling(16, block_more, block_n=32, block_k=16, shares=shares, num_warps=4, stages=2, tma=tma)
+
+
+@pytest.fixture
+def tma_launches(monkeypatch):
+    """What the kernel of the bulk copy engine was launched with."""
+    launches, kernel = [], streamed_linear.streamed_tma_kernel
+
+    class Spy:
+        def __getitem__(self, grid):
+            return lambda *args, **options: (launches.append(options), kernel[grid](*args, **options))
+
+    monkeypatch.setattr(streamed_linear, "streamed_tma_kernel", Spy())
+    return launches
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -32,10 +48,72 @@ def test_every_form_in_whole_and_partial_tiles_and_shares(form, n, k, shares):
 
 @pytest.mark.parametrize("shares", [1, 2])
 @pytest.mark.parametrize("rows", [17, 32])
-@pytest.mark.parametrize("form", [form for form in FORMS if not form.endswith("groups")])
+@pytest.mark.parametrize("form", WHOLE)
 def test_every_form_of_rows_in_two_parts(form, rows, shares):
     arguments = make_arguments(form, rows, 37, 50)
     assert_exact(arguments.launch(tile(shares, block_more=16)), arguments)
+
+
+@pytest.mark.parametrize("form", WHOLE)
+@pytest.mark.parametrize(
+    ("rows", "dtype"),
+    [
+        (33, torch.float16), (64, torch.bfloat16), (65, torch.float16), (96, torch.bfloat16), (97, torch.float16),
+        (160, torch.bfloat16),
+    ],
+)  # fmt: skip
+def test_the_copy_engine_fetches_the_tiles_of_many_rows(form, rows, dtype, tma_launches):
+    arguments = make_arguments(form, rows, 37, 552, dtype)
+    if form != "gated_limit":
+        # The tiling is the device's own, cut into shares.
+        assert_exact(arguments.launch(), arguments)
+        assert tma_launches[-1]["SPLIT"]
+    # A gate without shares has half a tile for each half of the weight.
+    blocks = dict(zip(("block_t", "block_more"), row_blocks(rows), strict=True))
+    assert_exact(arguments.launch(replace(tile(tma=True), **blocks)), arguments)
+    assert not tma_launches[-1]["SPLIT"]
+
+
+@pytest.mark.parametrize("shares", [1, 2, 3])
+@pytest.mark.parametrize("rows", [5, 17, 32])
+@pytest.mark.parametrize("form", WHOLE)
+@pytest.mark.parametrize(("n", "k"), [(32, 64), (37, 56)])
+def test_the_copy_engine_fetches_whole_and_partial_tiles_and_shares(form, rows, n, k, shares, tma_launches):
+    arguments = make_arguments(form, rows, n, k)
+    assert_exact(arguments.launch(tile(shares, block_more=16, tma=True)), arguments)
+    assert len(tma_launches) == 1
+
+
+def of_wide_rows(x, columns, start=0):
+    """The same rows as part of wider ones that hold NaN."""
+    wide = torch.full((len(x), columns), torch.nan, dtype=x.dtype)
+    wide[:, start : start + x.shape[1]] = x
+    return wide[:, start : start + x.shape[1]]
+
+
+MISALIGNED = {
+    "inputs": (50, lambda x: x),
+    "a start": (56, lambda x: of_wide_rows(x, 64, 1)),
+    "a stride": (56, lambda x: of_wide_rows(x, 57)),
+    "rows that overlap": (56, lambda x: x[:1].expand(5, -1)),
+}
+
+
+@pytest.mark.parametrize("form", WHOLE)
+@pytest.mark.parametrize(("inputs", "change"), MISALIGNED.values(), ids=MISALIGNED)
+def test_what_the_copy_engine_cannot_fetch_goes_to_the_other_kernel(form, inputs, change, tma_launches):
+    arguments = make_arguments(form, 5, 37, inputs)
+    arguments = arguments._replace(x=change(arguments.x))
+    assert_exact(arguments.launch(tile(2, block_more=16, tma=True)), arguments)
+    assert tma_launches == []
+
+
+@pytest.mark.parametrize("form", WHOLE)
+def test_the_copy_engine_reads_rows_of_a_wider_buffer_and_nothing_around_them(form, tma_launches):
+    arguments = make_arguments(form, 5, 37, 56)
+    poisoned = arguments._replace(**{name: amid_nan(getattr(arguments, name)) for name in ("bias", "residual")})
+    poisoned = poisoned._replace(x=of_wide_rows(arguments.x, 72, 4))
+    assert torch.equal(poisoned.launch(tile(tma=True)), arguments.launch(tile(tma=True))) and len(tma_launches) == 2
 
 
 def test_shares_add_up_to_the_product():
@@ -92,12 +170,14 @@ def test_rows_of_a_wider_buffer_are_read_in_place():
     assert_exact(arguments._replace(x=wide[:, 7:57]).launch(tile()), arguments)
 
 
+@pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("form", ["plain", "gated", "groups"])
-def test_a_row_of_nan_stays_alone(form):
-    arguments = make_arguments(form, 3, 37, 50)
-    clean = arguments.launch(tile())
+def test_a_row_of_nan_stays_alone(form, tma):
+    arguments = make_arguments(form, 3, 37, 56)
+    cut = tile(tma=tma and form != "groups")
+    clean = arguments.launch(cut)
     arguments.x[1] = torch.nan
-    found = arguments.launch(tile())
+    found = arguments.launch(cut)
     assert found[1].isnan().all() and torch.equal(found[::2], clean[::2])
 
 

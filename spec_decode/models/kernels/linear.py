@@ -41,7 +41,7 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, limit: float | None = No
     """swiglu(x @ weight^T, limit) for any number of rows x [T, K]: weight [2 N, K], gate above up; [T, N]."""
     if is_skinny(x) and weight.is_contiguous() and limit is None:
         return skinny_gated_linear(x, weight)
-    if is_streamed(x, weight):
+    if is_streamed(x, weight, gated=True):
         return streamed_linear(x, weight, gated=True, limit=limit)
     return swiglu(plain_linear(x, weight), limit)
 

@@ -17,10 +17,15 @@ from builders.kernels.triton_runtime import dependent_launch, triton
 from spec_decode.models.kernels.batch_invariance import is_batch_invariant
 from spec_decode.models.kernels.stored_as import stored_as
 from spec_decode.models.kernels.streamed_linear_kernels import streamed_kernel, sum_shares_kernel
-from spec_decode.models.kernels.streamed_tiling import StreamedTiling, power_of_two, room_of, streamed_tiling
-
-MAX_ROWS = 96
-"""Above it torch's own are as fast (measured on an H200)."""
+from spec_decode.models.kernels.streamed_tiling import (
+    MAX_ROWS,
+    StreamedTiling,
+    most_rows,
+    power_of_two,
+    room_of,
+    streamed_tiling,
+)
+from spec_decode.models.kernels.streamed_tma_kernel import describe, is_describable, streamed_tma_kernel
 
 _KEPT_IN_CACHE = 32 << 20
 """Bytes of weights above which no L2 cache would hold them until the next step: they are read to be dropped first."""
@@ -28,17 +33,18 @@ _KEPT_IN_CACHE = 32 << 20
 _SUM_BLOCK = 512
 
 
-def is_streamed(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the rows x [T, K] go through these kernels: from 1 to MAX_ROWS, few enough for it to pay (measured on an
-    H200), of 16 bits, no gradient, no autocast, and not batch invariant.
+def is_streamed(x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False) -> bool:
+    """Whether the rows x [T, K] go through these kernels: 1 to `most_rows`, of 16 bits, no gradient, no autocast, and
+    not batch invariant. gated: as in `streamed_linear`.
 
     It reads host values alone, the same for every replay of a graph. Everywhere else torch's linear layers run.
     """
     return (
         x.dim() == 2
-        and 0 < x.shape[0] <= MAX_ROWS
+        and x.shape[0] > 0
         and x.dtype == weight.dtype
         and weight.itemsize == 2
+        and x.shape[0] <= most_rows(weight.shape[0], weight.shape[1], room_of(x.device), gated=gated)
         and weight.is_contiguous()
         and x.stride(1) == 1
         and not is_batch_invariant()
@@ -204,22 +210,38 @@ class StreamedLinear(NamedTuple):
         (height, inputs), itemsize = self.weight.shape[-2:], self.weight.element_size()
         groups = 0 if self.ends is None else self.weight.shape[0]
         room = room_of(self.x.device)
-        tile = tile or streamed_tiling(self.rows, height, inputs, room, groups=groups, itemsize=itemsize)
+        tile = tile or streamed_tiling(
+            self.rows, height, inputs, room, groups=groups, itemsize=itemsize, gated=self.gated
+        )
         share = triton.cdiv(triton.cdiv(inputs, tile.block_k), tile.shares) * tile.block_k
         return Cut(tile, share, triton.cdiv(inputs, share))
 
     def multiply(self, out: torch.Tensor, cut: Cut) -> None:
         """Launch the product: into `out` [T, N] whole, or where it is cut into shares their sums, fp32 [shares, T, N]
-        (2 N with a gate)."""
+        (2 N with a gate). The plain kernel stands in where operands are not aligned for the bulk copy engine."""
         x, weight, ends, tokens, bias, residual, gated, limit = self
-        (height, inputs), rows, (tile, share, shares) = weight.shape[-2:], self.rows, cut
-        groups, split = 0 if ends is None else weight.shape[0], shares > 1
-        streamed_kernel[(triton.cdiv(height, tile.block_n), shares, rows if groups else 1)](
-            x, weight, ends, tokens, *((None, None) if split else (bias, residual)), out, rows, x.stride(0), share,
-            limit, N=self.outputs, K=inputs, GROUPS=groups, GATED=gated, SPLIT=split,
+        outputs, (tile, share, shares) = self.outputs, cut
+        if split := shares > 1:
+            # Gate, bias and residual come after the sum of the shares.
+            outputs, gated, bias, residual, limit = weight.shape[-2], False, None, None, None
+        height = tile.block_n // (2 if gated else 1)
+        programs, fp32_dot = triton.cdiv(outputs, height), x.device.type == "cpu"
+        if tile.tma and is_describable(x) and is_describable(weight):
+            streamed_tma_kernel[programs, shares](
+                describe(x, tile.block_t, tile.block_k), describe(x, tile.block_more or tile.block_t, tile.block_k),
+                describe(weight, height, tile.block_k), weight, bias, residual, out, self.rows, share, limit,
+                N=outputs, K=x.shape[1], GATED=gated, SPLIT=split, BLOCK_T=tile.block_t, BLOCK_MORE=tile.block_more,
+                HEIGHT=height, BLOCK_K=tile.block_k, STAGES=tile.stages, FP32_DOT=fp32_dot,
+                num_warps=tile.num_warps, **dependent_launch(x.device),
+            )  # fmt: skip
+            return
+        groups = 0 if ends is None else len(weight)
+        streamed_kernel[programs, shares, self.rows if groups else 1](
+            x, weight, ends, tokens, bias, residual, out, self.rows, x.stride(0), share, limit,
+            N=outputs, K=x.shape[1], GROUPS=groups, GATED=gated, SPLIT=split,
             EVICTION="evict_first" if weight.nbytes > _KEPT_IN_CACHE else "",
             BLOCK_T=tile.block_t, BLOCK_MORE=tile.block_more, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-            BLOCK_E=power_of_two(max(1, groups)), STAGES=tile.stages, FP32_DOT=x.device.type == "cpu",
+            BLOCK_E=power_of_two(max(1, groups)), STAGES=tile.stages, FP32_DOT=fp32_dot,
             num_warps=tile.num_warps, **dependent_launch(x.device),
         )  # fmt: skip
 

@@ -21,13 +21,16 @@ def streamed_kernel(
 
     BLOCK_MORE: rows after the first BLOCK_T, or 0: a tile's sizes are powers of two, and 80 rows make 64 and 16.
     """
-    await_previous(PDL)
     # With a gate the upper half of a tile is of the gate, the lower one of the up projection, and both of one output.
     HEIGHT: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     index = tl.arange(0, BLOCK_N)
     within = tl.program_id(0) * HEIGHT + index % HEIGHT
     output = within + index // HEIGHT * N
     owned = within < N
+    begin = tl.program_id(1) * share
+    if ends is None:
+        ask_for_weight(weight, output, begin, N * (2 if GATED else 1), K, BLOCK_K, PDL)
+    await_previous(PDL)
     row = tl.arange(0, BLOCK_T)
     last = rows
     if ends is not None:
@@ -36,7 +39,6 @@ def streamed_kernel(
     source = row if tokens is None else tl.load(tokens + row, mask=row < last, other=0)
     of_weight = weight + output.to(tl.int64)[:, None] * K
     of_x = x + source.to(tl.int64)[None, :] * x_stride
-    begin = tl.program_id(1) * share
     # A program without rows reads nothing.
     end = tl.where(tl.min(row, 0) < last, tl.minimum(begin + share, K), begin)
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
@@ -82,7 +84,31 @@ def sum_shares_kernel(
         result += tl.load(summed, mask=inside, other=0.0)
         if GATED:
             up += tl.load(summed + N, mask=inside, other=0.0)
-    _finish(result, up, bias, residual, out, row, output, inside, limit, N, GATED)
+    finish(result, up, bias, residual, out, row, output, inside, limit, N, GATED)
+
+
+@triton.jit
+def ask_for_weight(
+    weight,  # [height, K]
+    row,  # of the weight, any number; what lies outside of it is cut to its last row
+    begin,
+    height,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Bring a program's first tile of the weight, BLOCK_K inputs from `begin` on, into the L2 cache.
+
+    It may run before await_previous: it reads no value, and memory is idle while a program waits.
+    """
+    if PDL:
+        LINE: tl.constexpr = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
+        LINES: tl.constexpr = BLOCK_K // LINE if BLOCK_K > LINE else 1
+        column = tl.minimum(begin + tl.arange(0, LINES) * LINE, K - 1)
+        line = weight + tl.minimum(row, height - 1).to(tl.int64)[:, None] * K + column[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)], tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -105,8 +131,7 @@ def _store(
     """A tile's sums, [outputs, rows]: the share's as they are, or all with what comes after."""
     result = tl.trans(acc)
     if SPLIT:
-        width: tl.constexpr = N * (2 if GATED else 1)
-        to = out + (tl.program_id(1) * rows + row).to(tl.int64)[:, None] * width + output[None, :]
+        to = out + (tl.program_id(1) * rows + row).to(tl.int64)[:, None] * N + output[None, :]
         tl.store(to, result, mask=(row < last)[:, None] & owned[None, :])
     else:
         up = result
@@ -115,7 +140,7 @@ def _store(
             result, up = tl.split(halves)
         output = tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)[None, :]
         inside = (row < last)[:, None] & (output < N)
-        _finish(result, up, bias, residual, out, row.to(tl.int64)[:, None], output, inside, limit, N, GATED)
+        finish(result, up, bias, residual, out, row.to(tl.int64)[:, None], output, inside, limit, N, GATED)
 
 
 @triton.jit
@@ -137,7 +162,7 @@ def _rows_of_group(ends, row, rows, GROUPS: tl.constexpr, BLOCK_T: tl.constexpr,
 
 
 @triton.jit
-def _finish(
+def finish(
     result, up, bias, residual, out, row, output, inside, limit, N: tl.constexpr, GATED: tl.constexpr
 ):  # fmt: skip
     """Gate, add and store."""

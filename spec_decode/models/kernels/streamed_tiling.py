@@ -12,8 +12,20 @@ from builders.paged import num_sms
 LEAST_ROWS = 16
 """The tensor core's narrow side has no fewer."""
 
+MAX_ROWS = 160
+"""Rows that a streamed linear takes at most. More were not measured."""
+
+ROWS_OF_ANY_WEIGHT = 96
+"""Up to this many rows these kernels beat torch's own with every weight that was measured."""
+
+_ROWS_BY_THREADS = 32
+"""Up to this many rows the threads of a program fetch its tiles as fast as the bulk copy engine does."""
+
 _WHOLE_ROWS = 64
 """Rows that stay in one part."""
+
+_BLOCK_N = 64
+"""Rows of the weight in a tile, the least that keep a tensor core busy: more would leave more multiprocessors idle."""
 
 _BLOCK_BYTES = 256
 """Inputs of a row that are loaded at a time, in bytes."""
@@ -41,6 +53,7 @@ class StreamedTiling:
     block_n     rows of the weight; with a gate half of them are of the gate
     block_k     inputs it takes at once
     shares      parts that K is cut into
+    tma         whether the bulk copy engine fetches the tiles
     """
 
     block_t: int
@@ -50,14 +63,17 @@ class StreamedTiling:
     shares: int
     num_warps: int
     stages: int
+    tma: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a device has: multiprocessors, and bytes of shared memory that a program may have."""
+    """What a device has: multiprocessors, bytes of shared memory that a program may have, and whether a bulk copy
+    engine is to fetch its tiles."""
 
     num_sms: int
     shared_memory: int
+    tma: bool = True
 
 
 @cache
@@ -66,25 +82,69 @@ def room_of(device: torch.device) -> Room:
     if device.type != "cuda":
         return Room(num_sms(device), 227 * 1024)
     properties = torch.cuda.get_device_properties(device)
-    return Room(num_sms(device), int(properties.shared_memory_per_block_optin))  # type: ignore[attr-defined]  # not in the stub
+    shared = int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]  # not in the stub
+    # Later devices have a bulk copy engine too. These tilings were not measured on them.
+    return Room(num_sms(device), shared, tma=properties.major == 9 and torch.version.hip is None)
 
 
-def streamed_tiling(rows: int, n: int, k: int, room: Room, *, groups: int = 0, itemsize: int = 2) -> StreamedTiling:
+def most_rows(n: int, k: int, room: Room, *, gated: bool = False) -> int:
+    """Up to how many rows these kernels beat torch's own (measured on an H200), with a weight of n rows of k inputs of
+    16 bits. gated: the weight is of gate and up."""
+    pays = _shares(n, k * 2, room) > 1 if _is_alone(n, room) else gated
+    return MAX_ROWS if pays and _rows_are_aligned(k, 2) and room.tma else ROWS_OF_ANY_WEIGHT
+
+
+@cache
+def streamed_tiling(
+    rows: int, n: int, k: int, room: Room, *, groups: int = 0, itemsize: int = 2, gated: bool = False
+) -> StreamedTiling:
     """For so many rows, a weight of n rows of k inputs of itemsize bytes, and a device's room.
 
-    groups: weights that rows are sorted by; 0: there is one, for all rows.
+    groups: weights that rows are sorted by; 0: there is one, for all rows. gated: the weight is of gate and up.
     """
-    block_t, block_more = (LEAST_ROWS, 0) if groups else _row_blocks(rows)
-    block_n, block_k, warps = 64, _BLOCK_BYTES // itemsize, 4
-    tiles = -(-n // block_n)
-    alone = tiles <= room.num_sms and not groups
-    shares = max(1, min(room.num_sms // tiles, _MOST_SHARES, k // (_LEAST_BLOCKS * block_k))) if alone else 1
-    fitting = room.shared_memory // ((block_t + block_more + block_n) * _BLOCK_BYTES * (1 if alone else 2))
-    stages = max(2, min(_MOST_STAGES if alone else _GROUP_STAGES if groups else _SHARED_STAGES, fitting))
-    return StreamedTiling(block_t, block_more, block_n, block_k, shares, warps, stages)
+    block_t, block_more = (LEAST_ROWS, 0) if groups else row_blocks(rows)
+    alone = _is_alone(n, room) and not groups
+    shares = _shares(n, k * itemsize, room) if alone else 1
+    tma = (
+        room.tma and itemsize == 2 and not groups and _rows_are_aligned(k, itemsize)
+        # A gate in a tile of 64 leaves 32 rows to each of its two products: too few for a tensor core at full speed.
+        and not (gated and alone and shares == 1)
+        and rows > (_ROWS_BY_THREADS if alone else LEAST_ROWS)
+    )  # fmt: skip
+    block_n, width = _BLOCK_N, _BLOCK_BYTES
+    most = _GROUP_STAGES if groups else _MOST_STAGES if alone else _SHARED_STAGES
+    if tma and not alone:
+        block_n, width = 2 * _BLOCK_N, _BLOCK_BYTES // 2
+        most -= gated and rows > _ROWS_BY_THREADS
+    elif tma and rows > ROWS_OF_ANY_WEIGHT:
+        width = _BLOCK_BYTES // 2
+    elif tma:
+        most -= 1
+    fitting = room.shared_memory // ((block_t + block_more + block_n) * width * (1 if alone else 2))
+    stages = max(2, min(most, fitting))
+    return StreamedTiling(block_t, block_more, block_n, width // itemsize, shares, num_warps=4, stages=stages, tma=tma)
 
 
-def _row_blocks(rows: int) -> tuple[int, int]:
+def _tiles(n: int) -> int:
+    return -(-n // _BLOCK_N)
+
+
+def _is_alone(n: int, room: Room) -> bool:
+    """Whether every program of a weight of n rows has a multiprocessor to itself."""
+    return _tiles(n) <= room.num_sms
+
+
+def _rows_are_aligned(k: int, itemsize: int) -> bool:
+    """Whether the bulk copy engine can fetch tiles of contiguous rows of k inputs."""
+    return k * itemsize % 16 == 0
+
+
+def _shares(n: int, width: int, room: Room) -> int:
+    """Shares of a row of so many bytes, of a weight whose n rows leave multiprocessors without a tile."""
+    return max(1, min(room.num_sms // _tiles(n), _MOST_SHARES, width // (_LEAST_BLOCKS * _BLOCK_BYTES)))
+
+
+def row_blocks(rows: int) -> tuple[int, int]:
     """The sizes, powers of two, of one part or two that rows are cut into: the fewest that leave little empty."""
     whole = max(LEAST_ROWS, power_of_two(rows))
     rest = max(LEAST_ROWS, power_of_two(rows - whole // 2))

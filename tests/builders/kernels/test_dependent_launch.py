@@ -1,6 +1,7 @@
 """Programmatic dependent launch: when it is chosen, and that every kernel launched so awaits its predecessor."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ KERNELS = {
     "_block_top_kernel", "_merge_top_kernel",
     "_grow_tree_kernel", "_keep_best_kernel", "_block_inputs_kernel", "_gather_block_kernel", "_line_argmax_kernel",
     "_store_block_kernel", "_place_frontier_kernel", "_prefix_lens_kernel", "_tree_attention_kernel", "streamed_kernel",
-    "sum_shares_kernel", "_mla_query_key_kernel", "_block_target_kernel",
+    "streamed_tma_kernel", "sum_shares_kernel", "_mla_query_key_kernel", "_block_target_kernel",
 }  # fmt: skip
 CHOSEN = {"PDL": True, "launch_pdl": True}
 
@@ -76,12 +77,17 @@ def test_the_cpu_never_has_it(monkeypatch):
     dependent_launch.cache_clear()
 
 
+ASKS_AHEAD = "ask_for_weight"
+"""It reads no value, and may come before the wait."""
+
+
 def definitions():
-    """Each function with a parameter PDL, helpers of the ground floor aside."""
+    """Each function with a parameter PDL, helpers of the ground floor and what asks ahead aside."""
     for path in SOURCES:
         if path.name != "triton_runtime.py":
             for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.FunctionDef) and "PDL" in [argument.arg for argument in node.args.args]:
+                is_kernel = isinstance(node, ast.FunctionDef) and node.name != ASKS_AHEAD
+                if is_kernel and "PDL" in [argument.arg for argument in node.args.args]:
                     yield node
 
 
@@ -108,11 +114,27 @@ def test_no_launch_of_such_a_kernel_leaves_the_options_out():
     assert not [(file, name) for file, name, so in launches() if name in KERNELS and not so]
 
 
-def first_statement(kernel):
-    body = kernel.body[1:] if ast.get_docstring(kernel) is not None else kernel.body
-    return ast.unparse(body[0])
+def statements_before_the_wait(kernel):
+    """What a kernel does before it awaits its predecessor, as source; None where it does not, or not on every path."""
+    body = [ast.unparse(statement) for statement in kernel.body[ast.get_docstring(kernel) is not None :]]
+    return body[: body.index("await_previous(PDL)")] if "await_previous(PDL)" in body else None
 
 
-def test_a_kernel_launched_so_awaits_its_predecessor_first_of_all():
-    found = {kernel.name: first_statement(kernel) for kernel in definitions()}
-    assert found == dict.fromkeys(KERNELS, "await_previous(PDL)")
+MEMORY = re.compile(r"\.?(load|store|atomic_\w+|inline_asm_elementwise)\(|return")
+
+
+def test_a_kernel_launched_so_touches_no_memory_before_it_awaits_its_predecessor():
+    before = {kernel.name: statements_before_the_wait(kernel) for kernel in definitions()}
+    assert before.keys() == KERNELS and None not in before.values()
+    assert not [(name, line) for name, lines in before.items() for line in lines if MEMORY.search(line)]
+
+
+def test_nothing_but_a_weight_asked_for_ahead_and_indices_come_before_the_wait():
+    called = {
+        (kernel.name, ast.unparse(call.func))
+        for kernel in definitions()
+        for statement in statements_before_the_wait(kernel) or ()
+        for call in ast.walk(ast.parse(statement))
+        if isinstance(call, ast.Call) and not ast.unparse(call.func).startswith("tl.")
+    }
+    assert called == {("streamed_kernel", ASKS_AHEAD), ("streamed_tma_kernel", ASKS_AHEAD)}

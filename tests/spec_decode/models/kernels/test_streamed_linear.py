@@ -1,21 +1,23 @@
 """Streamed linear layers on the CPU: the torch implementation, which rows are streamed, what is refused, and tiles."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from builders.errors import BatchError
+from builders.paged import num_sms
 from spec_decode.models.kernels.batch_invariance import batch_invariance
 from spec_decode.models.kernels.streamed_linear import (
-    MAX_ROWS,
     is_streamed,
     num_shares,
     streamed_groups,
     streamed_linear,
 )
 from spec_decode.models.kernels.streamed_shares import streamed_shares, sum_shares
-from spec_decode.models.kernels.streamed_tiling import Room, streamed_tiling
+from spec_decode.models.kernels.streamed_tiling import MAX_ROWS, ROWS_OF_ANY_WEIGHT, Room, most_rows, streamed_tiling
 from tests.op_checks import check_op
 from tests.spec_decode.models.kernels.streamed_oracle import FORMS, LIMIT, assert_exact, make_arguments
 
@@ -43,10 +45,37 @@ def test_the_op_writes_nothing_and_its_fake_matches(form):
     check_op(torch.ops.spec_decode.streamed_linear.default, tuple(make_arguments(form, 7, 21, 50)))
 
 
-@pytest.mark.parametrize(("rows", "streamed"), [(0, False), (1, True), (MAX_ROWS, True), (MAX_ROWS + 1, False)])
+@pytest.mark.parametrize(
+    ("rows", "streamed"), [(0, False), (1, True), (ROWS_OF_ANY_WEIGHT, True), (ROWS_OF_ANY_WEIGHT + 1, False)]
+)
 @torch.no_grad()
 def test_up_to_so_many_rows_are_streamed(rows, streamed):
     assert is_streamed(torch.zeros(rows, 8).half(), torch.zeros(4, 8).half()) is streamed
+
+
+MORE_ROWS = {
+    "a gate of many outputs": (28672, 4096, True, MAX_ROWS),
+    "a gate of few": (5632, 4096, True, ROWS_OF_ANY_WEIGHT),
+    "outputs that leave half of the device idle": (4096, 4096, False, MAX_ROWS),
+    "outputs that leave less idle": (6144, 4096, False, ROWS_OF_ANY_WEIGHT),
+    "too few inputs for shares": (4096, 504, False, ROWS_OF_ANY_WEIGHT),
+    "a gate of few that is cut into shares": (4096, 4096, True, MAX_ROWS),
+    "rows that the copy engine cannot fetch": (4096, 4100, False, ROWS_OF_ANY_WEIGHT),
+    "many outputs": (128256, 4096, False, ROWS_OF_ANY_WEIGHT),
+}
+
+
+@pytest.mark.parametrize(("n", "k", "gated", "most"), MORE_ROWS.values(), ids=MORE_ROWS)
+def test_up_to_so_many_rows_were_faster_than_torchs_own(n, k, gated, most):
+    assert most_rows(n, k, H200, gated=gated) == most
+    assert most_rows(n, k, replace(H200, tma=False), gated=gated) == ROWS_OF_ANY_WEIGHT
+
+
+@torch.no_grad()
+def test_more_rows_are_streamed_of_a_gate_than_of_the_same_weight_without():
+    x = torch.zeros(MAX_ROWS, 8).half()
+    weight = torch.zeros(64 * (num_sms(x.device) + 1), 8).half()
+    assert is_streamed(x, weight, gated=True) and not is_streamed(x, weight)
 
 
 def test_shares_add_up_to_the_product():
@@ -171,11 +200,11 @@ def test_a_gate_that_is_nan_stays_nan_under_a_limit():
 
 @given(
     rows=st.integers(1, MAX_ROWS), n=st.integers(1, 300000), k=st.integers(1, 40000),
-    groups=st.sampled_from([0, 8]), itemsize=st.sampled_from([2, 4]),
+    groups=st.sampled_from([0, 8]), itemsize=st.sampled_from([2, 4]), gated=st.booleans(),
     room=st.sampled_from([H200, Room(108, 166912), Room(8, 101376)]),
 )  # fmt: skip
-def test_every_tiling_fits_its_device(rows, n, k, groups, itemsize, room):
-    tile = streamed_tiling(rows, n, k, room, groups=groups, itemsize=itemsize)
+def test_every_tiling_fits_its_device(rows, n, k, groups, itemsize, gated, room):
+    tile = streamed_tiling(rows, n, k, room, groups=groups, itemsize=itemsize, gated=gated)
     size = tile.block_t + tile.block_more + tile.block_n
     assert tile.stages * size * tile.block_k * itemsize <= room.shared_memory
     assert tile.block_t + tile.block_more >= (1 if groups else rows)
@@ -186,12 +215,43 @@ def test_every_tiling_fits_its_device(rows, n, k, groups, itemsize, room):
     ("rows", "n", "k", "shares", "stages"),
     [
         (32, 4096, 8192, 2, 6), (32, 6144, 4096, 1, 6), (32, 132 * 64, 4096, 1, 6), (4, 1024, 2816, 8, 6),
-        (4, 1536, 4096, 5, 6), (32, 28672, 4096, 1, 4), (64, 128256, 4096, 1, 3), (4, 128256, 4096, 1, 4),
+        (4, 1536, 4096, 5, 6), (16, 28672, 4096, 1, 4), (4, 128256, 4096, 1, 4),
     ],
 )  # fmt: skip
 def test_a_layer_that_was_measured_has_its_fastest_tiling(rows, n, k, shares, stages):
     tile = streamed_tiling(rows, n, k, H200)
-    assert (tile.block_n, tile.block_k, tile.shares, tile.stages) == (64, 128, shares, stages)
+    assert (tile.tma, tile.block_n, tile.block_k, tile.shares, tile.stages) == (False, 64, 128, shares, stages)
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "gated", "expected"),
+    [
+        (33, 4096, 8192, False, (64, 128, 2, 5)), (96, 6144, 4096, False, (64, 128, 1, 5)),
+        (97, 4096, 14336, False, (64, 64, 2, 6)), (160, 4096, 4096, True, (64, 64, 2, 6)),
+        (17, 128256, 4096, False, (128, 64, 1, 4)), (160, 128256, 4096, False, (128, 64, 1, 3)),
+        (32, 28672, 4096, True, (128, 64, 1, 4)), (33, 28672, 4096, True, (128, 64, 1, 3)),
+    ],
+)  # fmt: skip
+def test_a_layer_that_was_measured_with_more_rows_has_its_fastest_tiling(rows, n, k, gated, expected):
+    tile = streamed_tiling(rows, n, k, H200, gated=gated)
+    assert tile.tma and (tile.block_n, tile.block_k, tile.shares, tile.stages) == expected
+
+
+BY_THREADS = {
+    "no copy engine": (64, 4096, 4096, {"room": replace(H200, tma=False)}),
+    "rows that it cannot fetch": (64, 4096, 4100, {}),
+    "a gate whose tiles would be of 32 rows": (64, 5632, 4096, {"gated": True}),
+    "groups": (64, 28672, 4096, {"groups": 8}),
+    "another dtype": (64, 28672, 4096, {"itemsize": 4}),
+    "few rows": (16, 28672, 4096, {}),
+    "few rows of a program alone": (32, 4096, 4096, {}),
+}
+
+
+@pytest.mark.parametrize(("rows", "n", "k", "options"), BY_THREADS.values(), ids=BY_THREADS)
+def test_without_the_copy_engine_the_tiling_is_of_the_other_kernel(rows, n, k, options):
+    tile = streamed_tiling(rows, n, k, **{"room": H200, **options})
+    assert not tile.tma and (tile.block_n, tile.block_k) == (64, 256 // options.get("itemsize", 2))
 
 
 def test_few_inputs_are_not_cut_into_shares_of_less_than_two_tiles():

@@ -9,6 +9,7 @@ import torch
 from spec_decode.models.kernels import skinny_linear as skinny
 from spec_decode.models.kernels import streamed_linear as streamed
 from spec_decode.models.kernels.skinny_linear import MAX_ROWS
+from spec_decode.models.kernels.streamed_tiling import ROWS_OF_ANY_WEIGHT
 from spec_decode.models.layers.linear import (
     EmbedLinear,
     FusingLinear,
@@ -102,7 +103,7 @@ def test_a_gate_that_is_forbidden_to_fuse_has_its_norm_apart(calls):
     assert [skinny.SkinnyLinear(*call).norm for call in calls] == [None]
 
 
-@pytest.mark.parametrize("rows", [MAX_ROWS + 1, streamed.MAX_ROWS])
+@pytest.mark.parametrize("rows", [MAX_ROWS + 1, ROWS_OF_ANY_WEIGHT])
 @pytest.mark.parametrize("kind", [NormGateUp, ResidualLinear])
 @torch.no_grad()
 def test_more_rows_stream_the_weight_with_what_comes_after(kind, rows, monkeypatch):
