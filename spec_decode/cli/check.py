@@ -6,7 +6,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 class CheckRun:
     """Which checks run on which device, and whether refusals are printed too.
 
-    engine: whose builders the names are, or empty for backends. again: raises an interrupt that came and was swallowed.
+    engine: whose builders the names are, or empty for backends. soak: rounds and seed, if soaks were asked for. again:
+    raises an interrupt that came and was swallowed.
     """
 
     console: Console
@@ -57,6 +58,7 @@ class CheckRun:
     verbose: bool = False
     quick: bool = False
     engine: str = ""
+    soak: dict[str, int] = field(default_factory=dict)
     again: Callable[[], None] = lambda: None
 
     def of(
@@ -81,14 +83,15 @@ class CheckRun:
                 from spec_decode.environment import environment
 
                 keep = {"keep": {"report": str(kept.report), "resume": kept.resume}} if kept else {}
-                asked |= {"device": str(self.device), **keep}
+                asked |= {"device": str(self.device), "soak": self.soak, **keep}
                 env = environment(self.device)
                 return check_isolated(name, env=env, request=asked, on_result=on_result, on_note=on_note)
             from builders.kernels.triton_runtime import torch_implementations
             from spec_decode.conformance.runner import plan, run
+            from spec_decode.conformance.soak_checks import soak_length
 
             # Triton's interpreter is for the engine's kernels then, and what is ours has been checked elsewhere.
-            with torch_implementations() if self.engine else nullcontext():
+            with torch_implementations() if self.engine else nullcontext(), soak_length(**self.soak):
                 planned = plan(self._subject(name), device=self.device, **asked)
                 return run(planned, on_result=on_result, on_note=on_note, kept=kept)
 
@@ -99,6 +102,7 @@ class CheckRun:
         options = ["--device", str(self.device)]
         options += [part for family in self.families for part in ("--family", family)]
         options += [part for pattern in self.checks for part in ("--only", pattern)]
+        options += [part for name, number in self.soak.items() for part in (f"--{name}", str(number))]
         options += ["--quick"] * self.quick
         engine = ["--engine", self.engine] if self.engine else []
         return shlex.join(["attn-backends", "check", *engine, name, *options])
@@ -162,6 +166,8 @@ class _Options:
     isolate: Annotated[bool | None, isolate_option]
     threads: Annotated[int, click.IntRange(min=1), "Threads of torch; more seldom help."] = 1
     quick: Annotated[bool, "Only what an author repeats: a case of each check, and of each spec."] = False
+    rounds: Annotated[int | None, click.IntRange(min=10), "Of a soak, in each strategy; 5,000 if left out."] = None
+    seed: Annotated[int | None, click.IntRange(0, 2**62), "Of a soak; 0 if left out."] = None
     resume: Annotated[bool, "Go on with the --json of a run like this one that was ended early."] = False
 
 
@@ -174,7 +180,8 @@ def check(options: _Options) -> None:
     reason and the command that repeats it. With --engine, NAME is a metadata builder of that engine as it is installed,
     and its claims are checked on the CPU, with no engine, model or GPU. A check that is newer than the contract a
     backend was built for is a preview, and fails nobody. Under the summary is what no result shows: an
-    advance that was not tried, or a known failure that covers nothing. On the CPU, Triton's kernels run in its
+    advance that was not tried, or a known failure that covers nothing. The family soak drafts thousands of rounds while
+    requests join and leave, and runs only if --family or --only names it. On the CPU, Triton's kernels run in its
     interpreter. The exit status is 0 only if every backend passes, and a backend for which nothing ran does not.
 
     Each backend runs in a subprocess: one that ends its process, crashes, or hangs for ten minutes in a check is named
@@ -194,7 +201,7 @@ def check(options: _Options) -> None:
     families = options.families or (kit_of(options.engine).FAMILIES if options.engine else ())
     isolated = set() if options.engine else _isolated(chosen, options.isolate)
     paths = _report_paths(options.target, chosen, f"check-{options.engine}-" if options.engine else "check-")
-    shown = (options.verbose, options.quick, options.engine or "")
+    shown = (options.verbose, options.quick, options.engine or "", _soak_length(options))
     with interrupts() as again:
         run = CheckRun(stdout(), where, families, options.checks, *shown, again=again)
         reports = [_check_and_save(run, name, name in isolated, paths.get(name), options.resume) for name in chosen]
@@ -285,6 +292,18 @@ def _require_known(families: Sequence[str]) -> None:
             f"a family must be one of {', '.join(FAMILIES)}, got {', '.join(unknown)}; nothing was run. Fix --family."
             f"{did_you_mean(unknown[0], FAMILIES)}"
         )
+
+
+def _soak_length(options: _Options) -> dict[str, int]:
+    """Rounds and seed, if soaks are among what is asked for. Raises UserError for either without a soak."""
+    given = {name: value for name, value in (("rounds", options.rounds), ("seed", options.seed)) if value is not None}
+    if "soak" in options.families or any(pattern.startswith("soak.") for pattern in options.checks):
+        from spec_decode.conformance.soak_checks import ROUNDS
+
+        return {"rounds": ROUNDS, "seed": 0, **given}
+    if given:
+        raise UserError(f"--{' and --'.join(given)} are for soaks, and none was asked for. Add --family soak.")
+    return {}
 
 
 def _no_such_check(patterns: Sequence[str]) -> UserError:

@@ -20,7 +20,6 @@ from spec_decode.cli.list import list_backends
 from spec_decode.cli.matrix import matrix
 from spec_decode.cli.new import new
 from spec_decode.cli.output import UserError
-from spec_decode.cli.soak import soak
 
 
 def _user_errors() -> tuple[type[Exception], ...]:
@@ -84,5 +83,5 @@ def main() -> None:
         os.environ.setdefault("TRITON_CACHE_DIR", str(Path(sys.prefix) / "cache" / "triton"))
 
 
-for _verb in (demo, list_backends, new, check, draft, matrix, bench, soak, doctor):
+for _verb in (demo, list_backends, new, check, draft, matrix, bench, doctor):
     main.add_command(_verb)

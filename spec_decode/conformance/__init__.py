@@ -13,6 +13,7 @@ from spec_decode.conformance import (  # noqa: F401  the families define their c
     numerics_checks,
     poison_checks,
     refusal_checks,
+    soak_checks,
     tree_checks,
 )
 from spec_decode.conformance.check import Check

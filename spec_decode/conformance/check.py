@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import Any
 
 from builders.devices import on_device
-from spec_decode.conformance.coverage import EVERYTHING, FAMILIES, Coverage
+from spec_decode.conformance.coverage import EVERYTHING, FAMILIES, ON_REQUEST, Coverage
 from spec_decode.testing.expectations import Measurements
 from spec_decode.testing.process_exit import refuse_process_exit
 from spec_decode.testing.shrink import run_and_shrink
@@ -155,9 +155,10 @@ def check_names() -> list[str]:
     return [f"{definition.family}.{definition.verb}" for definition in _definitions]
 
 
-def expand(subject: Subject) -> list[Check]:
-    """Every check on every case for this backend and device, family by family."""
-    ordered = sorted(_definitions, key=lambda definition: FAMILIES.index(definition.family))
+def expand(subject: Subject, asked: Collection[str] = ()) -> list[Check]:
+    """Every check on every case for this backend and device, family by family; asked: for families ON_REQUEST."""
+    wanted = (each for each in _definitions if each.family not in ON_REQUEST or each.family in asked)
+    ordered = sorted(wanted, key=lambda definition: FAMILIES.index(definition.family))
     return [check for definition in ordered for check in definition.expand(subject)]
 
 

@@ -18,11 +18,13 @@ def main(name: str, writer: int, request: dict[str, Any]) -> None:
     """Plan and run the checks; the plan, each note and each result become a line of JSON."""
     from spec_decode.conformance.kept_results import KeptResults
     from spec_decode.conformance.runner import plan, run
+    from spec_decode.conformance.soak_checks import soak_length
     from spec_decode.files import ReportError
     from spec_decode.source_digests import SourceRecord
 
     keep = request.pop("keep", None)
-    planned = plan(name, **{**request, "device": torch.device(request["device"])})
+    with soak_length(**request.pop("soak", {})):
+        planned = plan(name, **{**request, "device": torch.device(request["device"])})
     _send(writer, {"report": planned.report.document()})
     head = msgspec.structs.replace(planned.report, sources=SourceRecord(), claims={}, results=())
 

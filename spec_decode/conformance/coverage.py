@@ -16,8 +16,10 @@ from spec_decode.testing.subject import Subject
 Coverage = Callable[[Subject, Any], Iterable[str]]
 """The columns that a check on a case, its second argument, covers."""
 
-FAMILIES = ("contract", "builder", "numerics", "refusal", "poison", "graph", "drafter")
+FAMILIES = ("contract", "builder", "numerics", "refusal", "poison", "graph", "drafter", "soak")
 """Of checks, in the order in which they run."""
+ON_REQUEST = ("soak",)
+"""Those that run only if they are asked for: they take minutes."""
 EVERYTHING = "*"
 """The tag of what holds for every column that has nothing of its own."""
 DECLARED, REFUSALS, MEMORY = "contract:declared", "contract:refusals", "contract:memory"

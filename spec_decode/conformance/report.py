@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -228,7 +229,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 def repro_command(backend: str, check: str, case: str, *, engine: str = "", device: str) -> str:
     """The command that runs a check of a backend on a case again; engine: whose own builder it is, without version."""
     asked = f"--engine {engine} {backend}" if engine else backend
-    return f"attn-backends check {asked} --device {device} --only '{check}*{case}*'"
+    soak = re.match(r"r(\d+)-s(\d+)-", case) if check.startswith("soak.") else None
+    length = f" --rounds {soak[1]} --seed {soak[2]}" if soak else ""
+    return f"attn-backends check {asked} --device {device}{length} --only '{check}*{case}*'"
 
 
 def _results_in(document: ReportDocument) -> Iterable[Result]:

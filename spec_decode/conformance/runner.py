@@ -65,7 +65,8 @@ def check_backend(
 ) -> Report:
     """Run the checks and return the report; never raises for a check that fails.
 
-    families: run only these. checks: only ids that match one of these patterns. tags: only checks that cover a column
+    families: run only these. checks: only ids that match one of these patterns. A family that takes minutes, soak, runs
+    only if one of them names it, for as long as `soak_checks.soak_length` says. tags: only checks that cover a column
     which matches one of these. known_failures: None for those that the backend comes with. on_note: called before the
     first check with what no result states. A backend that does not load gives a report whose one result is
     `unavailable`, which is not ok.
@@ -128,7 +129,7 @@ def plan(
         known = known_failures_of(subject.backend) if known_failures is None else tuple(known_failures)
     except BrokenBackend as error:
         return Plan(unloaded(name, environment(device), command, Outcome.UNAVAILABLE, str(error)), ())
-    every = expand(subject)
+    every = expand(subject, {*(families or ()), *(pattern.partition(".")[0] for pattern in checks or ())})
     wanted = [check for check in every if check.quick >= quick and _wanted(check, families, checks, tags)]
     report = Report(
         backend=name,

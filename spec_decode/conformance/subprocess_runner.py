@@ -39,10 +39,10 @@ def check_isolated(
 ) -> Report:
     """`check_backend` in another process; always a whole report.
 
-    request: the keyword arguments of `spec_decode.conformance.runner.plan`, the device by name, and "keep": {"report":
-    path, "resume": bool} for `KeptResults`; raises ReportError where these are of another run. If the process dies or
-    outlives a limit, the check in flight is an `error` that says so, and those after it stay `not_run`. env: used until
-    the process reports its own.
+    request: the keyword arguments of `spec_decode.conformance.runner.plan`, the device by name, "soak": those of
+    `soak_length`, and "keep": {"report": path, "resume": bool} for `KeptResults`; raises ReportError where these are of
+    another run. If the process dies or outlives a limit, the check in flight is an `error` that says so, and those
+    after it stay `not_run`. env: used until the process reports its own.
     """
     limits = limits or TimeLimits()
     check_limit, backend_limit = TimeLimit(limits.check, "a check"), TimeLimit(limits.backend, "a backend")

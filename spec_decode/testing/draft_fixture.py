@@ -19,7 +19,8 @@ from spec_decode.testing.subject import Subject
 
 MAX_SEQ_LEN = 96
 VOCAB = 40
-_WINDOW = 24
+_WINDOWS = 4
+"""Sliding windows in the longest request."""
 
 
 class DraftShape(Enum):
@@ -54,6 +55,7 @@ class DraftFixture:
     model: EagleDraft
     num_reqs: int
     num_speculative_tokens: int
+    max_seq_len: int = MAX_SEQ_LEN
 
     @classmethod
     def make(
@@ -64,19 +66,22 @@ class DraftFixture:
         shape: DraftShape = DraftShape.ONE,
         *,
         trees: bool = False,
+        max_seq_len: int = MAX_SEQ_LEN,
+        page_size: int | None = None,
     ) -> DraftFixture:
-        """The fixture with a model of the backend's draft spec. trees: its batches may be trees.
+        """The fixture with a model of the backend's draft spec. trees: its batches may be trees. page_size: None for
+        the base spec's own.
 
         Raises Unsupported where the backend refuses them.
         """
-        groups = _layer_groups(subject, shape)
+        groups = _layer_groups(subject, shape, _draft_spec(subject, max_seq_len // _WINDOWS, page_size))
         if trees:
             groups = tuple(replace(group, spec=with_trees(group.spec)) for group in groups)
             for group in groups:
                 subject.require_supported(group.spec)
         num_layers = sum(len(group.layers) for group in groups)
-        model = draft_model(groups[0].spec, subject.device, num_layers=num_layers)
-        return cls(subject, groups, model, num_reqs, num_speculative_tokens)
+        model = _draft_model(groups[0].spec, subject.device, max_seq_len, num_layers)
+        return cls(subject, groups, model, num_reqs, num_speculative_tokens, max_seq_len)
 
     @property
     def spec(self) -> AttentionSpec:
@@ -85,8 +90,8 @@ class DraftFixture:
 
     @property
     def pages(self) -> list[list[list[int]]]:
-        """Of each group, the pages of each request, enough for MAX_SEQ_LEN tokens."""
-        each = -(-MAX_SEQ_LEN // self.spec.page_size)
+        """Of each group, the pages of each request, enough for max_seq_len tokens."""
+        each = -(-self.max_seq_len // self.spec.page_size)
         seeds = [self.num_reqs + 1000 * group for group in range(len(self.layer_groups))]
         orders = [
             torch.randperm(self.num_reqs * each, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -97,14 +102,14 @@ class DraftFixture:
     def contexts(self) -> list[int]:
         """KV tokens before the first round: at page edges, around the window, and near the limit."""
         size, window = self.spec.page_size, self.spec.sliding_window or 8
-        near_limit = MAX_SEQ_LEN - 2 * self.num_speculative_tokens - 3
+        near_limit = self.max_seq_len - 2 * self.num_speculative_tokens - 3
         edges = [size - 1, window - 1, 0, 2 * size, window, near_limit, size, window + 1, 5]
         return [max(0, edges[r % len(edges)]) + (r // len(edges)) for r in range(self.num_reqs)]
 
     def limits(self) -> list[int]:
         """The token limit of each request. Every third runs into it within two rounds."""
         return [
-            min(MAX_SEQ_LEN, context + 2 * self.num_speculative_tokens + 2) if r % 3 == 2 else MAX_SEQ_LEN
+            min(self.max_seq_len, context + 2 * self.num_speculative_tokens + 2) if r % 3 == 2 else self.max_seq_len
             for r, context in enumerate(self.contexts())
         ]
 
@@ -114,7 +119,7 @@ class DraftFixture:
 
     def groups(self) -> list[KVGroup]:
         """Fresh caches, filled with the same noise each time: the logical context of every request."""
-        return [noisy_group(self.subject, g.spec, self.num_pages, g.layers) for g in self.layer_groups]
+        return [_noisy_group(self.subject, g.spec, self.num_pages, g.layers) for g in self.layer_groups]
 
     def tables(self) -> RequestTables:
         """Tables for these requests, still empty."""
@@ -122,16 +127,13 @@ class DraftFixture:
             page_sizes=[group.spec.page_size for group in self.layer_groups],
             num_pages=[self.num_pages] * len(self.layer_groups),
             max_reqs=self.num_reqs,
-            max_seq_len=MAX_SEQ_LEN,
+            max_seq_len=self.max_seq_len,
             device=self.subject.device,
         )
 
 
-def draft_spec(subject: Subject, *, window: int = _WINDOW, page_size: int | None = None) -> AttentionSpec:
-    """The base spec with a window that the contexts outgrow, and with sinks in a latent layer, where it has them.
-
-    page_size: None for the base spec's own. Raises Unsupported where the backend refuses it.
-    """
+def _draft_spec(subject: Subject, window: int, page_size: int | None) -> AttentionSpec:
+    """The base spec with a window that the contexts outgrow, and with sinks in a latent layer, where it has them."""
     base = subject.base_spec()
     if page_size is not None:
         base = replace(base, page_size=page_size)
@@ -142,8 +144,7 @@ def draft_spec(subject: Subject, *, window: int = _WINDOW, page_size: int | None
     return next(spec for spec in (*with_sinks, windowed, base) if subject.backend.supports(spec, subject.device))
 
 
-def _layer_groups(subject: Subject, shape: DraftShape) -> tuple[LayerGroup, ...]:
-    spec = draft_spec(subject)
+def _layer_groups(subject: Subject, shape: DraftShape, spec: AttentionSpec) -> tuple[LayerGroup, ...]:
     if shape is not DraftShape.GROUPS:
         return (LayerGroup(name="draft", spec=spec, layers=(0, 1) if shape is DraftShape.LAYERS else (0,)),)
     whole = replace(spec, sliding_window=None)
@@ -151,9 +152,7 @@ def _layer_groups(subject: Subject, shape: DraftShape) -> tuple[LayerGroup, ...]
     return tuple(LayerGroup(name=f"draft {i}", spec=each, layers=(i,)) for i, each in enumerate(specs))
 
 
-def draft_model(
-    spec: AttentionSpec, device: torch.device, *, max_seq_len: int = MAX_SEQ_LEN, num_layers: int = 1
-) -> EagleDraft:
+def _draft_model(spec: AttentionSpec, device: torch.device, max_seq_len: int, num_layers: int) -> EagleDraft:
     """A draft with that attention for requests of max_seq_len tokens; its weights are always the same."""
     config = ModelConfig(
         vocab_size=VOCAB,
@@ -188,7 +187,7 @@ def target_of(config: ModelConfig) -> LlamaTarget:
     return LlamaTarget(replace(config, num_layers=0, latent=None))
 
 
-def noisy_group(subject: Subject, spec: AttentionSpec, num_pages: int, layers: Sequence[int] = (0,)) -> KVGroup:
+def _noisy_group(subject: Subject, spec: AttentionSpec, num_pages: int, layers: Sequence[int] = (0,)) -> KVGroup:
     """A group of these layers whose fresh caches hold noise, the same each time."""
     group = make_group("draft", subject.backend, spec, layers, num_pages=num_pages, device=subject.device)
     generator = torch.Generator().manual_seed(7 + layers[0])

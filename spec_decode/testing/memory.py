@@ -20,14 +20,6 @@ class MemoryReading:
     resident: int | None
 
 
-def reset_peaks(device: torch.device) -> None:
-    """Start anew: what an earlier backend left in the allocator's cache does not count for this one."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
 def read(device: torch.device) -> MemoryReading:
     """What is in use after all work has ended and garbage was collected. Waits for the device."""
     gc.collect()

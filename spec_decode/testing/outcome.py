@@ -1,4 +1,4 @@
-"""The outcomes of a check or a soak."""
+"""The outcomes of a check."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Bench, soak, doctor and the metadata validator."""
+"""Doctor and the metadata validator."""

@@ -19,8 +19,8 @@ from builders import CONTRACT_VERSION
 from spec_decode.environment import environment
 from spec_decode.graphs import loop_unsupported_reason, runtime_for
 from spec_decode.tools.plug_ins import try_plug_ins
-from spec_decode.tools.soak.validated_rounds import validate_rounds
 from spec_decode.tools.specs import GQA, MLA, SPARSE
+from spec_decode.tools.validated_rounds import validate_rounds
 
 _PACKAGES = (
     *("attn-backends", "torch", "triton"),

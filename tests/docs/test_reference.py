@@ -25,7 +25,6 @@ PUBLIC = [
             "matrix",
             "models",
             "sampling",
-            "tools.soak",
             "verification",
         )
     ),

@@ -63,7 +63,6 @@ def test_draft_ends_with_2_and_a_line_for_each_bad_value(pair, option, values, r
         "check torch_reference",
         "matrix --run torch_reference",
         "bench",
-        "soak torch_reference",
         "doctor",
         "demo",
     ],
@@ -76,11 +75,10 @@ def test_every_verb_refuses_a_device_that_is_none(verb, device, refused):
 @pytest.mark.parametrize(
     "words",
     [
-        "soak torch_reference --device cpu --rounds 1.5",
-        f"soak torch_reference --device cpu -k {HUGE}",
-        f"soak torch_reference --device cpu --max-reqs {HUGE}",
-        "soak torch_reference --device cpu --json .",
-        "soak torch_reference --device cpu --json a_file/x",
+        "check torch_reference --device cpu --rounds 5000",
+        "check torch_reference --device cpu --family soak --rounds 1.5",
+        "check torch_reference --device cpu --family soak --rounds 9",
+        f"check torch_reference --device cpu --family soak --seed {HUGE}",
         "bench raund --device cpu",
         "bench round --device cpu --json .",
         "bench round --device cpu --json a_file/x",

@@ -1,4 +1,5 @@
 import os
+import shlex
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ import torch
 from attn_backends import registry
 from spec_decode.cli import output
 from spec_decode.conformance.report import Report
+from tests.mutants import MUTANTS
 
 
 def test_check_prints_the_summary_and_interprets_kernels_on_the_cpu(checks, run):
@@ -20,6 +22,38 @@ def test_check_passes_on_what_was_asked_for(checks, run, tmp_path):
     assert asked["families"] == ["graph"] and asked["checks"] == ["graph.*"]
     report = Report.load(tmp_path / "check-torch_reference.json")
     assert report.command == "attn-backends check torch_reference --device cpu --family graph --only 'graph.*'"
+
+
+SOAK = ("check", "torch_reference", "--device", "cpu", "--family", "soak")
+
+
+def test_a_soak_is_recorded_with_its_rounds_and_seed(checks, run, tmp_path):
+    for words, length in (
+        ((), {"rounds": 5000, "seed": 0}),
+        (("--rounds", 10, "--seed", 3), {"rounds": 10, "seed": 3}),
+    ):
+        run(*SOAK, *words, "--isolate", "--json", tmp_path)
+        command = Report.load(tmp_path / "check-torch_reference.json").command
+        assert command.endswith(f"--family soak --rounds {length['rounds']} --seed {length['seed']}")
+        assert checks.calls[-1][1]["soak"] == length
+
+
+def test_rounds_without_a_soak_are_refused(checks, refused):
+    assert "Add --family soak" in refused("check", "torch_reference", "--device", "cpu", "--rounds", 10, "--seed", 3)
+    assert not checks.calls
+
+
+def test_a_failed_soak_is_printed_with_the_command_that_repeats_it(plug_in, run, tmp_path):
+    stale = next(mutant.backend for mutant in MUTANTS if mutant.name == "stale_seq_lens")
+    plug_in(stale.name, lambda: stale)
+    only = "soak.long_runs_stay_right*r10-s3-full_loop*"
+    words = ("check", stale.name, "--device", "cpu", "--rounds", "10", "--seed", "3", "--only", only)
+    result = run(*words, "--json", "soak.json")
+    assert result.exit_code == 1
+    report = Report.load(tmp_path / "soak.json")
+    (failure,) = report.results
+    assert shlex.join(["attn-backends", *words]) == report.command == report.repro(failure.check, failure.case)
+    assert f"{failure.reason}\n    {report.command}\n" in result.output and "with seed 3" in failure.reason
 
 
 @pytest.mark.parametrize("outcome", ["fail", "error", "xpass", "not_run"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -10,15 +11,15 @@ import torch
 
 from attn_backends import AttentionBackend, get
 from builders import AdvanceLevel, AdvanceSupport, AttentionSpec, BatchError, GraphSupport, ReferenceBuilder
+from spec_decode.conformance import soak_rounds
+from spec_decode.conformance.soak_rounds import SoakDrafter
+from spec_decode.conformance.soak_schedule import ScheduledRound
 from spec_decode.drafter import Drafter, Strategy
 from spec_decode.testing.expectations import Unsupported
 from spec_decode.testing.poison import bits
 from spec_decode.testing.subject import Subject
 from spec_decode.tools.metadata_validator import MetadataDrift, MetadataValidator
-from spec_decode.tools.soak import validated_rounds
-from spec_decode.tools.soak.fixture import SoakDrafter, SoakFixture
-from spec_decode.tools.soak.schedule import Schedule, ScheduledRound
-from spec_decode.tools.soak.validated_rounds import validate_rounds
+from spec_decode.tools.validated_rounds import validate_rounds
 from tests.foreseen import Foreseen
 from tests.mutants import MUTANTS, ONE_PAGE_SIZE, Mutant, freeze, with_builder
 
@@ -48,9 +49,9 @@ def candidate_of(
     backend: AttentionBackend, strategy: Strategy | None = None
 ) -> tuple[SoakDrafter, list[tuple[ScheduledRound, Any]]]:
     """A drafter, and rounds with what each starts from."""
-    fixture = SoakFixture.of(Subject(backend, CPU), max_reqs=2, num_speculative_tokens=3)
-    schedule = Schedule(fixture.limits, first=(1, 2), compare_every=100, seed=0)
-    return fixture.drafter(strategy), list(fixture.inputs(0).rounds(schedule, ROUNDS))
+    fixture = soak_rounds.soak_fixture(Subject(backend, CPU))
+    rounds = soak_rounds.soak_rounds(fixture, (1, 2), seed=0)
+    return SoakDrafter.make(fixture, strategy), list(islice(rounds, ROUNDS))
 
 
 def tensors_reached(root: object) -> dict[int, torch.Tensor]:
@@ -79,8 +80,8 @@ def tensors_reached(root: object) -> dict[int, torch.Tensor]:
 @pytest.fixture(autouse=True)
 def small_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer batch sizes to capture, and a loop of two steps behind the first."""
-    monkeypatch.setattr(validated_rounds, "MAX_REQS", 3)
-    monkeypatch.setattr(validated_rounds, "DRAFT_TOKENS", 3)
+    monkeypatch.setattr(soak_rounds, "MAX_REQS", 3)
+    monkeypatch.setattr(soak_rounds, "DRAFT_TOKENS", 3)
 
 
 @pytest.fixture(autouse=True)

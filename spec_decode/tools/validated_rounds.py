@@ -1,20 +1,18 @@
-"""Rounds of a soak's schedule with a drafter whose metadata is validated."""
+"""Rounds of the family soak with a drafter whose metadata is validated."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
 from attn_backends import AttentionBackend
 from builders.kernels.triton_runtime import torch_implementations
+from spec_decode.conformance.soak_rounds import SoakDrafter, soak_fixture, soak_rounds
 from spec_decode.drafter import Strategy
 from spec_decode.testing.subject import Subject
 from spec_decode.tools.metadata_validator import MetadataValidator
-from spec_decode.tools.soak.fixture import SoakFixture
-from spec_decode.tools.soak.schedule import Schedule
-
-MAX_REQS, DRAFT_TOKENS = 8, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +51,11 @@ def validate_rounds(
     """
     # On the CPU an interpreted kernel would take a second a round; the conformance checks cover the kernels.
     with torch.no_grad(), torch_implementations():
-        fixture = SoakFixture.of(
-            Subject(backend, device), max_reqs=MAX_REQS, num_speculative_tokens=DRAFT_TOKENS, page_size=page_size
-        )
-        candidate = fixture.drafter(strategy)
+        fixture = soak_fixture(Subject(backend, device), page_size)
+        candidate = SoakDrafter.make(fixture, strategy)
         validator = MetadataValidator(candidate.drafter, every=every)
-        schedule = Schedule(fixture.limits, first=candidate.drafter.graphs.sizes, compare_every=max(2, rounds), seed=0)
         joins = leaves = 0
-        for round_, verified in fixture.inputs(0).rounds(schedule, rounds):
+        for round_, verified in islice(soak_rounds(fixture, candidate.drafter.graphs.sizes, seed=0), rounds):
             joins, leaves = joins + round_.joined, leaves + round_.left
             candidate.draft(round_, verified, validator.propose)
     strategy, validations = candidate.drafter.plan.strategy.value, validator.validations
