@@ -101,8 +101,8 @@ class CheckRun:
     def _command(self, name: str) -> str:
         options = ["--device", str(self.device)]
         options += [part for family in self.families for part in ("--family", family)]
-        options += [part for pattern in self.checks for part in ("--only", pattern)]
         options += [part for name, number in self.soak.items() for part in (f"--{name}", str(number))]
+        options += [part for pattern in self.checks for part in ("--only", pattern)]
         options += ["--quick"] * self.quick
         engine = ["--engine", self.engine] if self.engine else []
         return shlex.join(["attn-backends", "check", *engine, name, *options])
