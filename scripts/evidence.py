@@ -64,11 +64,11 @@ class Step:
 
 def shared_steps(backends: Sequence[str]) -> list[Step]:
     """Those that share the GPUs, the most valuable first."""
-    soak = ("--rounds", "20000", "--max-reqs", "8", "-k", "4", "--seed", "0", "--device", "cuda")
+    soak = ("--family", "soak", "--device", "cuda")
     return [
         *(Step(f"check-{name}", (*CLI, "check", name, "--device", "cuda"), 300) for name in backends),
         Step("stale-controls", ("scripts/stale_controls.py", *backends, "--jobs", "10"), 120),
-        *(Step(f"soak-{name}", (*CLI, "soak", name, *soak), 200) for name in backends),
+        *(Step(f"check-{name}-soak", (*CLI, "check", name, *soak), 200) for name in backends),
         Step("pair-agreement", ("scripts/pair_agreement.py", "--jobs", "10"), 400),
         Step("engine-run", ("scripts/engine_run.py", "--requests", "5000"), 300),
         Step("transformers-logits", ("scripts/transformers_logits.py",), 300),

@@ -128,7 +128,7 @@ def test_every_backend_is_checked_and_soaked_and_no_report_is_made_twice():
     reports = [each.report for each in steps]
 
     assert len(set(reports)) == len(reports)
-    assert {"check-one", "check-two", "soak-one", "soak-two"} <= set(reports)
+    assert {"check-one", "check-two", "check-one-soak", "check-two-soak"} <= set(reports)
 
 
 def test_only_stale_reports_are_renewed(tmp_path, monkeypatch):
