@@ -26,7 +26,7 @@ demo: $(VENV)/.installed
 	$(BIN)/attn-backends demo
 
 test: $(VENV)/.installed
-	@$(BIN)/python $(PYTEST) -m "not slow" || { echo "make test: FAILED, see above"; exit 1; }
+	@$(BIN)/python $(PYTEST) -m "not slow and not gpu" || { echo "make test: FAILED, see above"; exit 1; }
 	@echo "make test: now every Triton kernel in Triton's interpreter"
 	@TRITON_INTERPRET=1 $(BIN)/python $(PYTEST) -m "not slow" tests/interpreter || { \
 		echo "make test: FAILED in the interpreter, see above"; exit 1; }

@@ -26,18 +26,30 @@ def script_options(description: str | None) -> argparse.ArgumentParser:
 
 
 def write_report(
-    path: Path, schema: str, device: torch.device, roots: Sequence[str], *, backends: Sequence[str] = (), **content: Any
+    path: Path,
+    schema: str,
+    device: torch.device,
+    roots: Sequence[str],
+    *,
+    backends: Sequence[str] = (),
+    command: Sequence[str] | None = None,
+    **content: Any,
 ) -> None:
     """Write schema, environment, command, which leaves the report's own path out, the source behind the report, and
     then the content.
 
-    roots, backends: the modules and the registered backends that the run is about.
+    roots, backends: the modules and the registered backends that the run is about. command: what Python was given, that
+    of this process if left out.
     """
-    arguments = sys.argv[1:]
-    if "--json" in arguments:
-        at = arguments.index("--json")
-        del arguments[at : at + 2]
-    command = shlex.join(["python", sys.argv[0], *arguments, "--json", "FILE"])
+    given = list(sys.argv if command is None else command)
+    if "--json" in given:
+        at = given.index("--json")
+        del given[at : at + 2]
     sources = SourceRecord.of({"": [*roots, *backend_modules(backends)]})
-    head = {"schema": schema, "env": environment(device), "command": command, "sources": sources}
+    head = {
+        "schema": schema,
+        "env": environment(device),
+        "command": shlex.join(["python", *given, "--json", "FILE"]),
+        "sources": sources,
+    }
     write_whole(path, report_bytes(msgspec.to_builtins({**head, **content})))

@@ -28,12 +28,13 @@ def make_tables(
     page_sizes: Sequence[int] = (4,),
     max_reqs: int | None = None,
     max_seq_len: int = 64,
+    device: torch.device = CPU,
 ) -> RequestTables:
     """Loaded tables in which every request owns pages for max_seq_len tokens, in shuffled order."""
     max_reqs = max_reqs or len(limits)
     counts = [max_reqs * -(-max_seq_len // size) for size in page_sizes]
     tables = RequestTables(
-        page_sizes=page_sizes, num_pages=counts, max_reqs=max_reqs, max_seq_len=max_seq_len, device="cpu"
+        page_sizes=page_sizes, num_pages=counts, max_reqs=max_reqs, max_seq_len=max_seq_len, device=device
     )
     tables.load([owned_pages(len(limits), count // max_reqs, count) for count in counts], limits)
     return tables

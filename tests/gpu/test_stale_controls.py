@@ -1,4 +1,4 @@
-"""Show that stale metadata is caught on a device: python scripts/stale_controls.py NAME... --json FILE.
+"""Stale metadata is caught on a device.
 
 For each backend, a builder that builds right and whose metadata then stays as it was built must pass the check of what
 it built, and fail the checks of its advance. A control that passes those means that they could not have found the
@@ -9,23 +9,24 @@ metadata may end in an illegal memory access, which takes the whole process's de
 from __future__ import annotations
 
 import multiprocessing
-import sys
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+import pytest
 import torch
 
 from attn_backends import AttentionBackend, get
 from builders import AdvanceSupport, AttentionBatch, AttentionSpec
-from scripts.script_report import script_options, write_report
 from spec_decode.conformance import check_backend
+from spec_decode.testing.batches import DECODE
+from spec_decode.testing.expectations import CheckFailure
 from spec_decode.testing.metadata_fields import tensors_of
+from spec_decode.testing.paged_fixture import PagedFixture
+from spec_decode.testing.subject import Subject
 
+JOBS = 10
 SCHEMA = "attn-stale-controls/3"
 CHECKS = (
     "builder.advance_attends_right",
@@ -92,23 +93,28 @@ def control(job: tuple[str, str], device: torch.device) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Run every check on every stale backend, write what they found, fail unless each built right and was caught."""
-    parser = script_options(__doc__)
-    parser.add_argument("names", nargs="+")
-    parser.add_argument("--jobs", type=int, default=4)
-    flags = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    rows = []
-    with context.Pool(flags.jobs, maxtasksperchild=1) as pool:
-        for row in pool.imap(partial(control, device=flags.device), product(flags.names, CHECKS)):
-            rows.append(row)
-            found = ("caught" if row["caught"] else "NOT CAUGHT") if row["built_right"] else "BUILT WRONG"
-            print(row["backend"], row["check"], found, row["first"], flush=True)
-    write_report(flags.json, SCHEMA, flags.device, ["scripts.stale_controls"], backends=flags.names, controls=rows)
-    if not all(row["caught"] and row["built_right"] for row in rows):
-        raise SystemExit(1)
+@pytest.mark.gpu
+def test_every_stale_backend_is_built_right_and_caught(backends, write_report):
+    with multiprocessing.get_context("spawn").Pool(JOBS, maxtasksperchild=1) as pool:
+        rows = list(pool.imap(partial(control, device=torch.device("cuda")), product(backends, CHECKS)))
+    write_report(SCHEMA, backends=backends, controls=rows)
+    assert rows and not [row for row in rows if not (row["caught"] and row["built_right"])]
 
 
-if __name__ == "__main__":
-    main()
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["torch_reference", "triton_paged", "triton_mla", "sparse_swa_mla"])
+def test_a_control_is_right_as_built_and_wrong_after_an_advance(name: str) -> None:
+    subject = Subject(stale(name), CPU)
+    built = PagedFixture(subject, subject.base_spec(), DECODE.rows).build(DECODE, horizon=2)
+    built.expect_attention("as built", cache="as built")
+    built.advance()
+    with pytest.raises(CheckFailure, match="after an advance"):
+        built.expect_attention("after an advance")
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_control_is_caught_by_every_check_of_an_advance(check: str) -> None:
+    found = control(("triton_paged", check), CPU)
+    assert found["built_right"] and found["caught"] and "step 0" not in found["first"]

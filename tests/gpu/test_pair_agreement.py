@@ -1,4 +1,4 @@
-"""Draft with the shipped pair on every backend it fits: python scripts/pair_agreement.py --json FILE.
+"""Drafting with the shipped pair on every backend it fits agrees in every graph mode and strategy.
 
 For 2, 3, 4 and 5 draft tokens, in every graph mode and strategy, greedily and at temperature 1, with fixed seeds: draft
 tokens kept in each round and final text must be those of eager drafting. In float32 where a backend has it, else in
@@ -10,20 +10,17 @@ text that of the prompt alone. A process for each draft and backend.
 from __future__ import annotations
 
 import multiprocessing
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import msgspec
+import pytest
 import torch
 
 from attn_backends import registry
-from scripts.script_report import script_options, write_report
+from attn_backends.triton_paged import TritonPaged
 from spec_decode.drafter import GraphMode, Strategy, StrategyError
 from spec_decode.engine import Engine, EngineConfig, Request
 from spec_decode.llm.backends import Backends, backends_named
@@ -34,6 +31,8 @@ from spec_decode.models.byte_tokenizer import encode
 from spec_decode.models.held_out_text import held_out_prompts
 
 PAGE_SIZE = 16
+JOBS = 10
+WAYS = [pair for pair in product(GraphMode, Strategy) if (GraphMode.NONE in pair) == (Strategy.EAGER in pair)]
 TEMPERATURES = (0.0, 1.0)
 DRAFT_TOKENS = (2, 3, 4, 5)
 INVARIANT_DRAFT_TOKENS = (3,)
@@ -100,9 +99,7 @@ def compare(subject: Subject) -> Iterator[dict[str, Any]]:
         eager = together(engine, temperature)
         cell = {"num_speculative_tokens": count, "temperature": temperature, "prompts": PROMPTS}
         cell |= {"batch_invariant": subject.batch_invariant, "accepted": round(engine.stats.mean_accepted, 3)}
-        for mode, strategy in product(GraphMode, Strategy):
-            if (mode is GraphMode.NONE) != (strategy is Strategy.EAGER):
-                continue
+        for mode, strategy in WAYS:
             row = {**cell, "graph_mode": mode.value, "strategy": strategy.value}
             try:
                 engine = subject.engine(count, mode, strategy)
@@ -155,24 +152,46 @@ def merged(rows: Iterable[dict[str, Any]]) -> list[AgreementRow]:
     return [AgreementRow(**row, graph_modes=tuple(modes[key])) for key, row in found.items()]
 
 
-def main() -> None:
-    """Compare, write the report, and fail if a text differs that must not."""
-    parser = script_options(__doc__)
-    parser.add_argument("--jobs", type=int, default=4)
-    flags = parser.parse_args()
-    jobs = [(draft, name, str(flags.device)) for draft, name in product(draft_names(SHIPPED_PAIR), registry.names())]
-    rows = []
-    with multiprocessing.get_context("spawn").Pool(flags.jobs, maxtasksperchild=1) as pool:
-        for job, found in zip(jobs, pool.imap(agreement, jobs), strict=True):
-            rows += found
-            ran = [row for row in found if not row.refusal]
-            broken = sum(row.broken for row in ran)
-            print(*job[:2], f"{len(ran)} ran, {broken} with a text that must not differ", flush=True)
-    roots, names = ["scripts.pair_agreement"], registry.names()
-    write_report(flags.json, AGREEMENT_SCHEMA, flags.device, roots, backends=names, rows=msgspec.to_builtins(rows))
-    if not rows or any(row.broken for row in rows):
-        raise SystemExit(1)
+@pytest.mark.gpu
+def test_drafts_and_texts_are_the_same_in_every_graph_mode_and_strategy(write_report):
+    jobs = list(product(draft_names(SHIPPED_PAIR), registry.names(), ["cuda"]))
+    with multiprocessing.get_context("spawn").Pool(JOBS, maxtasksperchild=1) as pool:
+        rows = [row for found in pool.imap(agreement, jobs) for row in found]
+    write_report(AGREEMENT_SCHEMA, backends=registry.names(), rows=msgspec.to_builtins(rows))
+    assert rows and not [row for row in rows if row.broken]
 
 
-if __name__ == "__main__":
-    main()
+# On a CPU, small.
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """Makes the rows of one backend: few and short texts, in the first and the last graph mode."""
+    small = {"PROMPTS": 2, "NEW_TOKENS": 4, "DRAFT_TOKENS": (2,), "TEMPERATURES": (0.0,), "INVARIANT_DRAFT_TOKENS": ()}
+    for name, value in {**small, "WAYS": [WAYS[0], WAYS[-1]]}.items():
+        monkeypatch.setattr(f"{__name__}.{name}", value)
+    return lambda: agreement(("draft", "triton_paged", "cpu"))
+
+
+def test_a_backend_that_is_right_agrees(rows):
+    assert [(row.dtype, row.graph_modes, row.refusal, row.broken) for row in rows()] == [
+        ("float32", (mode.value,), "", False) for mode, _ in (WAYS[0], WAYS[-1])
+    ]
+
+
+def test_texts_that_depend_on_those_beside_them_are_broken(rows, monkeypatch):
+    forward = TritonPaged.forward
+    monkeypatch.setattr(
+        TritonPaged, "forward", lambda self, *args, **options: forward(self, *args, **options) * len(args[0])
+    )
+    assert any(row.broken and row.unlike_alone for row in rows())
+
+
+def test_rows_that_differ_in_the_graph_mode_alone_are_one():
+    rest = {"draft": "draft", "backend": "b", "dtype": "float32", "batch_invariant": False, "strategy": "full_loop"}
+    rest |= {"num_speculative_tokens": 2, "temperature": 0.0, "refusal": "", "prompts": 2, "accepted": 1.0}
+    rest |= {"unlike_eager": 0, "unlike_plain": 0, "unlike_alone": 0}
+    found = merged(
+        [rest | {"graph_mode": "piecewise"}, rest | {"graph_mode": "full"}, rest | {"graph_mode": "full", "prompts": 3}]
+    )
+    assert [row.graph_modes for row in found] == [("piecewise", "full"), ("full",)]

@@ -1,5 +1,4 @@
-"""Compare models of `transformers` over paged attention with that library itself: python scripts/transformers_logits.py
---json FILE.
+"""Models of `transformers` over paged attention against that library itself.
 
 Random models of each kind, on every backend that serves all of their groups, through prefill, prefill in chunks,
 decoding and verification. A logit may be off by a budget: twice what the library's own eager attention is off by in the
@@ -8,46 +7,46 @@ and without graphs: plainly, with a random draft and with the target as its own 
 model's argmax or lie within the budget of it, so that texts can differ at near ties alone; how many differ from
 plain decoding's is counted. Of its own draft the target must keep most.
 
-A backend that refuses a group, and a model that cannot be built with the installed version, are rows with the reason. A
-model, a dtype and a backend are a task for one of several processes.
+A backend that refuses a group, and a model that cannot be built with the installed version, are rows with the reason.
 """
 
 from __future__ import annotations
 
 import copy
 import multiprocessing
-import random
-import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import product
-from pathlib import Path
 from typing import Any, cast
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+import pytest
 import torch
-import transformers
 
 from attn_backends import AttentionBackend, registry
-from builders import RequestTables
-from scripts.script_report import script_options, write_report
+from attn_backends.torch_reference import TorchReference
 from spec_decode.drafter import GraphMode
 from spec_decode.drafter.attention import PagedAttention
 from spec_decode.drafter.kv_groups import build_ragged, make_group
 from spec_decode.engine import Engine, EngineConfig, Request
 from spec_decode.models import Attention, DraftModel, EagleDraft, LayerGroup, ModelConfig
-from spec_decode.models.hf.target import TransformersTarget
+from tests.factories import make_tables
+
+transformers = pytest.importorskip("transformers")
+
+from spec_decode.models.hf.target import TransformersTarget  # noqa: E402
 
 SCHEMA = "attn-transformers-logits/2"
+JOBS = 8
+"""Processes; most of the time goes into compiling kernels."""
 PAGE, VOCAB, LENGTH, WINDOW, DRAFT_TOKENS, NEW_TOKENS = 16, 256, 96, 24, 3, 24
+MODES = {f"speculation_{mode.value}": mode for mode in (GraphMode.NONE, GraphMode.FULL)}
 SELF_ACCEPTED = 2.0
 """Tokens a round that a target must keep at least of its own draft's; without near ties they would be 2.8."""
-BANDS = {torch.float32: 64, torch.bfloat16: 1}
-"""Roundings of the largest logit, in units of the dtype's eps: fp32's own error may be small by luck."""
+BANDS = {torch.bfloat16: 1, torch.float32: 64}
+"""Roundings of the largest logit by dtype, in units of its eps: fp32's own error may be small by luck."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -154,19 +153,10 @@ class Paged:
     def __init__(self, subject: ModelUnderTest, backend: AttentionBackend) -> None:
         self._subject = subject
         described = subject.target.layer_groups(PAGE)
-        rows, columns = len(subject.texts), LENGTH // PAGE
-        pages = random.Random(3).sample(range(rows * columns), rows * columns)
-        self._tables = RequestTables(
-            page_sizes=[PAGE] * len(described),
-            num_pages=[len(pages)] * len(described),
-            max_reqs=rows,
-            max_seq_len=LENGTH,
-            device=subject.device,
-        )
-        owned = [pages[row * columns : (row + 1) * columns] for row in range(rows)]
-        self._tables.load([owned] * len(described), [LENGTH] * rows)
+        rows, sizes, device = len(subject.texts), [PAGE] * len(described), subject.device
+        self._tables = make_tables([LENGTH] * rows, page_sizes=sizes, max_seq_len=LENGTH, device=device)
         self._groups = [
-            make_group(group.name, backend, group.spec, group.layers, num_pages=len(pages), device=subject.device)
+            make_group(group.name, backend, group.spec, group.layers, num_pages=rows * LENGTH // PAGE, device=device)
             for group in described
         ]
         self._done = [0] * rows
@@ -309,79 +299,135 @@ def refusals(subject: ModelUnderTest, name: str) -> list[str]:
 @cache
 def subject_of(kind: str, dtype: torch.dtype, device: torch.device) -> ModelUnderTest:
     """The model, made once in a process with its exact logits, for all backends that it is run on there."""
-    subject = ModelUnderTest.make(kind, dtype, device)
-    subject.target  # noqa: B018 - made here, where a failure is the model's and no backend's
-    return subject
+    return ModelUnderTest.make(kind, dtype, device)
 
 
-def rows_of(kind: str, dtype: torch.dtype, device: torch.device, name: str) -> list[dict[str, Any]]:
+def rows_of(part: tuple[str, torch.dtype, str], device: torch.device) -> list[dict[str, Any]]:
     """A row for each phase of one model in one dtype on one backend, or one that says why there are none."""
-    head = {"model": kind, "dtype": str(dtype).removeprefix("torch.")}
-    try:
-        subject = subject_of(kind, dtype, device)
-    except Exception as error:  # the library's own, of any class: the other models still count
-        return [{**head, "backend": "-", "phase": "build", **_failed(error)}]
-    head["backend"] = name
-    if reasons := refusals(subject, name):
-        return [{**head, "phase": "-", "ok": True, "refused": reasons}]
-    jobs = jobs_of(subject, registry.get(name))
-    return [{**head, "phase": phase, **_timed(job)} for phase, job in jobs.items()]
-
-
-def _timed(job: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What the job finds, and the seconds that it took."""
-    began = time.monotonic()
-    try:
-        found = job()
-    except Exception as error:  # one row fails, the others are still wanted
-        found = _failed(error)
-    return {**found, "seconds": round(time.monotonic() - began, 1)}
-
-
-def jobs_of(subject: ModelUnderTest, backend: AttentionBackend) -> dict[str, Callable[[], dict[str, Any]]]:
-    """What makes the rest of each row, by its phase."""
-    jobs: dict[str, Callable[[], dict[str, Any]]] = {
-        phase: partial(phase_row, subject, backend, phase) for phase in PHASES
-    }
-    modes = (GraphMode.NONE, GraphMode.FULL)
-    return jobs | {f"speculation_{mode.value}": partial(speculation_row, subject, backend, mode) for mode in modes}
-
-
-def _failed(error: Exception) -> dict[str, Any]:
-    return {"ok": False, "failed": f"{type(error).__name__}: {error}"}
-
-
-def _part(part: tuple[str, torch.dtype, str], device: torch.device) -> list[dict[str, Any]]:
-    """The rows of a model, a dtype and a backend, in a process of the pool."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     kind, dtype, name = part
-    return rows_of(kind, dtype, device, name)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Compare, write the report, and fail if any row is not ok."""
-    parser = script_options(__doc__)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--backends", nargs="+", default=registry.names())
-    parser.add_argument("--jobs", type=int, default=8, help="processes; most of the time goes into compiling kernels")
-    flags = parser.parse_args(argv)
-    parts = list(product(flags.models, (torch.bfloat16, torch.float32), flags.backends))
+    head = {"model": kind, "dtype": str(dtype).removeprefix("torch."), "backend": name}
     rows: list[dict[str, Any]] = []
-    began = time.monotonic()
-    with ProcessPoolExecutor(min(flags.jobs, len(parts)), multiprocessing.get_context("spawn")) as pool:
-        tasks = [pool.submit(_part, part, flags.device) for part in parts]
-        for done, task in enumerate(as_completed(tasks), start=1):
-            new = [row for row in task.result() if row not in rows]  # a model that cannot be built is one row
-            rows += new
-            for row in new:
-                print(f"{time.monotonic() - began:5.0f} s", *row.values(), flush=True)
-            # As it stands, for a run that is cut off: it says then that it was.
-            content = {"transformers": transformers.__version__, "finished": done == len(parts), "rows": rows}
-            write_report(flags.json, SCHEMA, flags.device, ["scripts.transformers_logits"], **content)
-    if not all(row["ok"] for row in rows) or all("refused" in row for row in rows):
-        raise SystemExit(1)
+    try:
+        subject = subject_of(kind, dtype, device)
+        if reasons := refusals(subject, name):
+            return [{**head, "phase": "-", "ok": True, "refused": reasons}]
+        for phase in (*PHASES, *MODES):
+            row = partial(speculation_row, mode=MODES[phase]) if phase in MODES else partial(phase_row, phase=phase)
+            began = time.monotonic()
+            found = row(subject, registry.get(name))
+            rows.append({**head, "phase": phase, **found, "seconds": round(time.monotonic() - began, 1)})
+    except Exception as error:  # of any class, the library's own too: the other parts still count
+        rows.append({**head, "phase": "-", "ok": False, "failed": f"{type(error).__name__}: {error}"})
+    return rows
 
 
-if __name__ == "__main__":
-    main()
+def compare(
+    names: Sequence[str], device: torch.device, pool: Executor, write: Callable[..., None]
+) -> list[dict[str, Any]]:
+    """The rows of all models and dtypes on these backends, written as they come: a run that is cut off says so."""
+    tasks = [pool.submit(rows_of, part, device) for part in product(MODELS, BANDS, names)]
+    rows: list[dict[str, Any]] = []
+    for done, task in enumerate(as_completed(tasks), start=1):
+        rows += task.result()
+        write(SCHEMA, transformers=transformers.__version__, finished=done == len(tasks), rows=rows)
+    return rows
+
+
+def problems_of(rows: Sequence[dict[str, Any]]) -> list[Any]:
+    """Rows that are not ok; all of them if every backend refuses, since nothing is then shown to be right."""
+    return [row for row in rows if not row["ok"]] or [row for row in rows if all("refused" in row for row in rows)]
+
+
+@pytest.mark.gpu
+def test_every_model_computes_what_transformers_does(write_report):
+    with ProcessPoolExecutor(JOBS, multiprocessing.get_context("spawn")) as pool:
+        assert not problems_of(compare(registry.names(), torch.device("cuda"), pool, write_report))
+
+
+# On a CPU, small: it passes what is right and fails what is not.
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small(request, monkeypatch):
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setitem(SIZES, "num_hidden_layers", 2)
+        monkeypatch.setitem(SIZES, "intermediate_size", 32)
+        monkeypatch.setattr(f"{__name__}.NEW_TOKENS", 9)
+
+
+@cache
+def subject(dtype):
+    return ModelUnderTest.make("gpt_oss", dtype, CPU)
+
+
+def test_a_model_gets_a_row_for_each_phase_of_a_backend_and_the_reasons_of_one_that_refuses():
+    rows = rows_of(("gpt_oss", torch.float32, "torch_reference"), CPU)
+    refused = rows_of(("gpt_oss", torch.float32, "triton_mla"), CPU)
+    assert [row["phase"] for row in rows] == [*PHASES, *MODES]
+    assert all(row["ok"] and row["error"] <= row["budget"] and row["seconds"] >= 0 for row in rows)
+    assert any(reason.startswith("sliding: ") for reason in refused[0]["refused"])
+    assert not problems_of(rows + refused) and problems_of(refused) == refused
+
+
+class WrongScale(TorchReference):
+    def forward(self, query, cache, metadata, *, spec, sinks=None):
+        return super().forward(query, cache, metadata, spec=replace(spec, scale=1.25 * spec.scale), sinks=sinks)
+
+
+class OthersSinks(TorchReference):
+    def forward(self, query, cache, metadata, *, spec, sinks=None):
+        return super().forward(query, cache, metadata, spec=spec, sinks=sinks.flip(0))
+
+
+class ShortWindow(TorchReference):
+    class builder(TorchReference.builder):
+        def build(self, batch, *, horizon=0):
+            metadata = super().build(batch, horizon=horizon)
+            if self.spec.sliding_window:
+                metadata.kv_start.add_(1).clamp_(max=metadata.kv_end - 1)
+            return metadata
+
+
+class Nan(TorchReference):
+    def forward(self, *args, **options):
+        return super().forward(*args, **options) * torch.nan
+
+
+@pytest.mark.parametrize("broken", [WrongScale, OthersSinks, ShortWindow, Nan])
+def test_even_in_bfloat16_a_little_wrong_is_over_the_budget(broken):
+    right = phase_row(subject(torch.bfloat16), TorchReference(), "verify")
+    wrong = phase_row(subject(torch.bfloat16), broken(), "verify")
+    assert right["ok"] and not wrong["ok"] and wrong["error"] > 2 * wrong["budget"]
+
+
+def test_a_draft_that_attends_at_wrong_positions_is_not_ok(monkeypatch):
+    monkeypatch.setattr(TargetAsDraft, "position_offset", 0)
+    row = speculation_row(subject(torch.float32), TorchReference(), GraphMode.NONE)
+    assert row["error"] <= row["budget"] and not row["ok"] and row["accepted_of_target_as_draft"] < 1
+
+
+def test_a_token_that_the_model_would_not_say_is_off_by_more_than_the_budget():
+    model, request = subject(torch.float32), Request(prompt=[1, 2, 3], max_new_tokens=1)
+    logits = model.exact(torch.tensor([[1, 2, 3]])).logits[0, -1]
+    assert regret(model, request, [int(logits.argmax())]) == 0
+    assert regret(model, request, [int(logits.topk(2).indices[1])]) > model.budget
+    assert regret(model, request, []) == float("inf")
+
+
+def test_a_model_that_cannot_be_built_is_a_row_with_the_error(monkeypatch):
+    monkeypatch.setitem(MODELS, "llama", ("NoSuchConfig", {}))
+    [row] = rows_of(("llama", torch.float32, "torch_reference"), CPU)
+    assert problems_of([row]) == [row] and "NoSuchConfig" in row["failed"]
+
+
+def test_the_report_has_the_rows_of_all_parts_and_says_when_it_is_whole(monkeypatch):
+    written = []
+    monkeypatch.setattr(f"{__name__}.MODELS", {"llama": MODELS["llama"]})
+    with ThreadPoolExecutor(1) as pool:
+        write = lambda schema, *, finished, rows, **_: written.append((finished, len(rows)))  # noqa: E731
+        rows = compare(["triton_mla"], CPU, pool, write)
+    assert written == [(False, 1), (True, 2)] and {row["dtype"] for row in rows} == {"bfloat16", "float32"}

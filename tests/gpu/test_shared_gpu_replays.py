@@ -1,4 +1,4 @@
-"""Replay captured steps on a GPU that processes share: python scripts/shared_gpu_replays.py --json FILE.
+"""Captured steps replay right on a GPU that processes share.
 
 Each process makes a fresh builder with fresh wrappers for every graph, captures one uniform step, and replays it over
 batches that it writes without waiting: nothing on the host synchronises between the writes of the state, the replay and
@@ -9,26 +9,24 @@ attention over the logical keys, every plan with the one that torch's formula ma
 from __future__ import annotations
 
 import multiprocessing
-import sys
-import time
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+import pytest
 import torch
 from torch import Tensor
 
 from attn_backends import KVCache, get
+from attn_backends.triton_paged import TritonPaged
 from builders import AttentionSpec, BatchBuffers, RequestTables, begin_extend
 from builders.flashinfer.plan import replan
 from builders.kernels.triton_runtime import torch_implementations
-from scripts.script_report import script_options, write_report
 from spec_decode.graphs import runtime_for
 
 SCHEMA = "attn-shared-gpu-replays/1"
+BACKEND, PROCESSES, GRAPHS, REPLAYS = "flashinfer", 6, 100, 40
+"""How many graphs a process captures, in about three minutes on an H200, and how often it replays each."""
 ROWS, MAX_SEQ_LEN, TOLERANCE = 12, 512, 0.02
 """The tolerance is ten times what fp16 attention over this length was seen to be off by."""
 
@@ -153,16 +151,21 @@ class CapturedStep:
         return torch.equal(expected[mask], found[mask])
 
 
-def hunt(process: int, name: str, seconds: float, replays: int, device: torch.device) -> dict[str, Any]:
+def hunt(process: int, *, name: str, graphs: int, replays: int, device: torch.device) -> dict[str, Any]:
     """What one process saw: graphs, replays, and every output or plan that was off."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.set_num_threads(1)
     random = torch.Generator(device).manual_seed(process)
     host = torch.Generator().manual_seed(process)
-    found: dict[str, Any] = {"process": process, "graphs": 0, "replays": 0, "largest_error": 0.0, "wrong": []}
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        shape = SHAPES[found["graphs"] % len(SHAPES)]
+    found: dict[str, Any] = {
+        "process": process,
+        "graphs": graphs,
+        "replays": graphs * replays,
+        "largest_error": 0.0,
+        "wrong": [],
+    }
+    for graph in range(graphs):
+        shape = SHAPES[graph % len(SHAPES)]
         step = CapturedStep(name, shape, device, random)
         asked = [torch.randint(MAX_SEQ_LEN - shape.query_len, (ROWS,), generator=host).tolist() for _ in range(replays)]
         live = torch.randint(1, ROWS + 1, (replays,), generator=host).tolist()
@@ -174,42 +177,36 @@ def hunt(process: int, name: str, seconds: float, replays: int, device: torch.de
             right = torch.equal(lens.cpu().long(), contexts), step.plan_is_right(lens, plan)
             found["largest_error"] = max(found["largest_error"], error)
             if error > TOLERANCE or not all(right):
-                wrong = {"graph": found["graphs"], "replay": number, "error": error, "lengths_right": right[0]}
+                wrong = {"graph": graph, "replay": number, "error": error, "lengths_right": right[0]}
                 found["wrong"].append({**wrong, "plan_right": right[1], "lengths": lens.tolist(), **asdict(shape)})
-        found["graphs"] += 1
-        found["replays"] += replays
     return found
 
 
-def main() -> None:
-    """Hunt in every process at once, write what was seen, and fail unless every output and plan was right."""
-    parser = script_options(__doc__)
-    parser.add_argument("--backend", default="flashinfer")
-    parser.add_argument("--processes", type=int, default=6)
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--replays", type=int, default=40, help="of one graph")
-    flags = parser.parse_args()
-    work = partial(hunt, name=flags.backend, seconds=flags.seconds, replays=flags.replays, device=flags.device)
-    if flags.processes == 1:
-        rows = [work(0)]
-    else:
-        with multiprocessing.get_context("spawn").Pool(flags.processes) as pool:
-            rows = pool.map(work, range(flags.processes))
-    write_report(
-        flags.json,
-        SCHEMA,
-        flags.device,
-        ["scripts.shared_gpu_replays"],
-        backends=[flags.backend],
-        tolerance=TOLERANCE,
-        backend=flags.backend,
-        processes=rows,
-    )
-    for row in rows:
-        print({**row, "wrong": row["wrong"][:3]})
-    if any(row["wrong"] for row in rows):
-        raise SystemExit(1)
+@pytest.mark.gpu
+def test_every_replay_and_plan_is_right_beside_other_processes(write_report):
+    work = partial(hunt, name=BACKEND, graphs=GRAPHS, replays=REPLAYS, device=torch.device("cuda"))
+    with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
+        rows = pool.map(work, range(PROCESSES))
+    write_report(SCHEMA, backends=[BACKEND], tolerance=TOLERANCE, backend=BACKEND, processes=rows)
+    assert not [row | {"wrong": row["wrong"][:3]} for row in rows if row["wrong"]]
 
 
-if __name__ == "__main__":
-    main()
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("change, error", [(0.0, 0.0), (0.1, 0.1), (float("nan"), float("inf"))])
+def test_a_right_replay_is_within_the_tolerance_and_one_wrong_number_is_not(change: float, error: float) -> None:
+    step = CapturedStep("triton_paged", SHAPES[0], CPU, torch.Generator().manual_seed(0))
+    query, out, lens, _ = step.replay([3, 100, 0, 7] + [0] * 8, live=3)
+    out[5, 7, 11] += change
+    assert lens.tolist() == [11, 108, 8] + [0] * 9
+    assert step.error(query, out, lens) == pytest.approx(error, abs=TOLERANCE / 2)
+
+
+def test_a_process_counts_its_replays_and_names_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = partial(hunt, 0, name="triton_paged", graphs=1, replays=2, device=CPU)
+    assert small()["replays"] == 2 and not small()["wrong"]
+    real = get("triton_paged").forward
+    monkeypatch.setattr(TritonPaged, "forward", lambda self, *args, **kwargs: real(*args, **kwargs) + 1)
+    wrong = small()["wrong"]
+    assert len(wrong) == 2 and wrong[0]["graph"] == 0 and wrong[0]["lengths_right"] and wrong[0]["error"] > 0.9

@@ -1,0 +1,283 @@
+"""Backends and engines under NVIDIA's compute-sanitizer.
+
+torch's allocator keeps what is freed and rounds sizes up, so an access beyond a tensor may land in memory that is
+allocated, and nobody sees it. What is launched directly therefore runs with PYTORCH_NO_CUDA_MEMORY_CACHING=1: poison
+and padding checks of each backend, its advance, its fused writes, and an engine without graphs under each verifier. A
+capture needs the allocator: memory of a graph must stay. So the graph family, whole rounds in every strategy and an
+engine with graphs run under it.
+
+A looping graph is repeated by the host here, iteration by iteration: in one that the device repeats, the sanitizer
+(2025.3.1) reports accesses "out of bounds" and "inside the nearest allocation", or the driver meets an illegal
+instruction. So it does with a WHILE node around a single product of torch, which without it runs right.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from scripts.free_places import on_a_free_one
+from spec_decode.cli.check import check
+from spec_decode.drafter import GraphMode
+from spec_decode.graphs import cuda
+from tests.gpu import busy_engine
+from tests.import_graph import ROOT
+
+SCHEMA = "attn-memcheck/2"
+CHECKED = tuple(f"spec_decode.conformance.{name}_checks" for name in ("builder", "drafter", "graph", "numerics"))
+"""Where the checks that are watched are defined."""
+UNCAPTURED = ("poison.*", "builder.padding_stays_inert*", "builder.advance_attends_right*", "numerics.fused_*")
+CAPTURED = ("graph.*", "drafter.strategies_agree[[]k[1-8]-n[37][]]")
+"""The graph family, and whole rounds of K = 1..8 with requests that stop on the way."""
+VERIFIERS = ("rejection", "block", "synthetic:2")
+REQUESTS = 12
+JOBS = 6
+"""Targets at a time on each GPU."""
+NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A Python process to run under the sanitizer. caching: whether torch's allocator may keep memory. checks: whether
+    it takes --json FILE and writes the report of a check there."""
+
+    name: str
+    arguments: tuple[str, ...]
+    caching: bool = False
+    checks: bool = False
+
+
+def targets(names: Sequence[str]) -> Iterator[Target]:
+    """Checks of these backends, and engines."""
+    here = ("-m", "tests.gpu.test_memcheck")
+    for name in names:
+        for part, patterns, caching in (("uncaptured", UNCAPTURED, False), ("captured", CAPTURED, True)):
+            only = [word for pattern in patterns for word in ("--only", pattern)]
+            yield Target(f"{name}, {part}", (*here, "check", name, "--device", "cuda", *only), caching, checks=True)
+    for verification in VERIFIERS:
+        for mode in (GraphMode.NONE, GraphMode.FULL):
+            name = f"engine, {verification}, graph mode {mode.value}"
+            yield Target(name, (*here, "serve", verification, mode.value), mode is GraphMode.FULL)
+
+
+def sanitize(gpu: str, target: Target) -> dict[str, Any]:
+    """What the sanitizer says of the process on that GPU, and how its checks came out, if it is one of checks."""
+    env = {name: value for name, value in os.environ.items() if name != NO_CACHING}
+    env |= {"CUDA_VISIBLE_DEVICES": gpu} | ({} if target.caching else {NO_CACHING: "1"})
+    with tempfile.TemporaryDirectory() as folder:
+        log, report = Path(folder, "log"), Path(folder, "report.json")
+        command = [
+            # Accesses alone: a binding that asks the driver for a symbol which it lacks gets an API error, too.
+            *("compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no"),
+            *("--target-processes", "all", "--log-file", str(log)),
+            *(sys.executable, *target.arguments, *(("--json", str(report)) if target.checks else ())),
+        ]
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        done = subprocess.run(command, env=env, cwd=ROOT, text=True, errors="replace", **streams)
+        text = log.read_text() if log.exists() else ""
+        results = json.loads(report.read_text())["results"] if report.exists() else []
+    outcomes = Counter(result["outcome"] for result in results)
+    summary = re.search(r"ERROR SUMMARY: (\d+) error", text)
+    # An error is a check that broke off, of memory that ran out, say: what it would have done was not seen.
+    whole = bool(outcomes) and not outcomes.keys() & {"not_run", "error"}
+    return {
+        "target": target.name,
+        "caching": target.caching,
+        "finished": summary is not None and (whole if target.checks else done.returncode == 0),
+        "errors": int(summary.group(1)) if summary else None,
+        "checks": dict(outcomes),
+        "exit_status": done.returncode,
+        "said": [line for line in text.splitlines() if "Invalid" in line or "error" in line.lower()][:20],
+        "printed": done.stdout.splitlines()[-5:],
+    }
+
+
+class HostLoop:
+    """Stands in for WhileGraph: the same captured parts, and the host asks after each run whether to go on."""
+
+    num_nodes: int | None = None
+
+    def __init__(
+        self,
+        continue_flag: torch.Tensor,
+        first: Callable[[], object],
+        body: Callable[[], object],
+        capture: Callable[[Callable[[], object]], torch.cuda.CUDAGraph],
+    ) -> None:
+        self._continue_flag, self._first, self._body = continue_flag, capture(first), capture(body)
+
+    def replay(self) -> None:
+        self._first.replay()
+        while self._continue_flag.item():
+            self._body.replay()
+
+
+def serve(verification: str, mode: GraphMode, device: torch.device) -> busy_engine.BusyRun:
+    """Requests of every kind through a small engine of the shipped pair, under one verifier."""
+    requests = busy_engine.make_requests(REQUESTS, random.Random(0))
+    options = {"graph_mode": mode, "autotune": False}
+    return busy_engine.serve(busy_engine.load_pair(device), verification, requests, random.Random(0), **options)
+
+
+def watch(names: Sequence[str], write: Callable[..., None]) -> list[dict[str, Any]]:
+    """A row for each target, written as each ends: a run that is cut off says then that it was."""
+    watched, rows = list(targets(names)), []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = visible.split(",") * JOBS
+    on_a_free_gpu = on_a_free_one(gpus, sanitize)
+    roots = ["spec_decode.engine.engine", *CHECKED]
+    checks = {"uncaptured": UNCAPTURED, "captured": CAPTURED}
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        for future in as_completed([pool.submit(on_a_free_gpu, target) for target in watched]):
+            rows.append(future.result())
+            content = {"finished": len(rows) == len(watched), "checks": checks, "targets": rows}
+            write(SCHEMA, roots=roots, backends=names, **content)
+    return rows
+
+
+@pytest.mark.gpu
+def test_the_sanitizer_sees_no_wrong_access(backends, write_report):
+    assert not [row for row in watch(backends, write_report) if row["errors"] != 0 or not row["finished"]]
+
+
+def main(what: str, *arguments: str) -> None:
+    """Be the process that is watched: `serve VERIFIER MODE`, or `check` with the arguments of a check."""
+    if what == "serve":
+        verification, mode = arguments
+        print(json.dumps(serve(verification, GraphMode(mode), torch.device("cuda")).counts))
+    else:
+        mock.patch.object(cuda, "WhileGraph", HostLoop).start()
+        check(list(arguments), prog_name="check")
+
+
+# On a CPU: what is watched, under which allocator, and when it has finished; the engines.
+
+SANITIZER = """#!{python}
+import subprocess, sys
+at = sys.argv.index("--log-file") + 1
+ended = subprocess.run(sys.argv[at + 1:]).returncode
+open(sys.argv[at], "w").write({says!r})
+sys.exit(ended)
+"""
+
+
+@pytest.fixture
+def sanitized(tmp_path, monkeypatch):
+    """The row of a process that runs this code, under a stand-in for compute-sanitizer that says what it is told to."""
+
+    def row(code, says="========= ERROR SUMMARY: 0 errors", **options):
+        path = tmp_path / "compute-sanitizer"
+        path.write_text(SANITIZER.format(python=sys.executable, says=says))
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+        return sanitize("0", Target("t", ("-c", code), **options))
+
+    return row
+
+
+def test_what_is_launched_directly_is_watched_without_a_caching_allocator():
+    found = {target.name: target for target in targets(["k"])}
+    assert "poison.*" in found["k, uncaptured"].arguments and "graph.*" in found["k, captured"].arguments
+    assert {name: target.caching for name, target in found.items()} == {
+        "k, uncaptured": False,
+        "k, captured": True,
+        **{f"engine, {verifier}, graph mode none": False for verifier in ("rejection", "block", "synthetic:2")},
+        **{f"engine, {verifier}, graph mode full": True for verifier in ("rejection", "block", "synthetic:2")},
+    }
+
+
+@pytest.mark.parametrize("caching, seen", [(False, "1"), (True, "None")])
+def test_the_process_sees_the_allocator_that_its_target_asks_for(sanitized, caching, seen, monkeypatch):
+    monkeypatch.setenv(NO_CACHING, "0")
+    row = sanitized(f"import os; print(os.environ.get('{NO_CACHING}'))", caching=caching)
+    assert row["finished"] and row["errors"] == 0 and row["printed"] == [seen]
+
+
+def test_an_error_of_the_sanitizer_is_kept(sanitized):
+    row = sanitized("pass", "========= Invalid __global__ read of size 4 bytes\n========= ERROR SUMMARY: 1 error")
+    assert row["errors"] == 1 and "Invalid" in row["said"][0]
+
+
+@pytest.mark.parametrize("code, options", [("raise SystemExit(3)", {}), ("", {"says": ""}), ("", {"checks": True})])
+def test_a_process_that_fails_or_leaves_no_summary_or_no_report_has_not_finished(sanitized, code, options):
+    assert not sanitized(code, **options)["finished"]
+
+
+@pytest.mark.parametrize(
+    "outcomes, finished", [(["pass"], True), ([], False), (["pass", "not_run"], False), (["pass", "error"], False)]
+)
+def test_checks_have_finished_when_all_of_them_ran(sanitized, outcomes, finished):
+    report = json.dumps({"results": [{"outcome": outcome} for outcome in outcomes]})
+    assert sanitized(f"import sys; open(sys.argv[-1], 'w').write('{report}')", checks=True)["finished"] == finished
+
+
+def test_each_gpu_has_as_many_targets_at_a_time_as_allowed_and_the_report_each_that_ended(monkeypatch):
+    running, most, written = Counter(), Counter(), []
+
+    def pretend(gpu, target):
+        running[gpu] += 1
+        most[gpu] = max(most[gpu], running[gpu])
+        time.sleep(0.05)
+        running[gpu] -= 1
+        return {"target": target.name}
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    monkeypatch.setattr(f"{__name__}.sanitize", pretend)
+    monkeypatch.setattr(f"{__name__}.JOBS", 2)
+    watch("abc", lambda schema, *, finished, targets, **_: written.append((len(targets), finished)))
+    assert most == {"2": 2, "5": 2}
+    assert written == [(count, count == 12) for count in range(1, 13)]
+
+
+@pytest.mark.parametrize("verification", VERIFIERS)
+@pytest.mark.parametrize("mode", [GraphMode.NONE, GraphMode.FULL])
+def test_the_engine_that_is_watched_serves_every_request(verification, mode, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.REQUESTS", 3)
+    run = serve(verification, mode, torch.device("cpu"))
+    assert run.counts["requests"] == 3 and run.pages_lost == 0 and "never" not in run.counts["finished"]
+
+
+def test_a_check_that_is_watched_repeats_its_looping_graphs_from_the_host(monkeypatch):
+    monkeypatch.setattr(cuda, "WhileGraph", cuda.WhileGraph)
+    used = []
+    monkeypatch.setattr(f"{__name__}.check", lambda arguments, **_: used.extend([arguments, cuda.WhileGraph]))
+    main("check", "k", "--json", "report.json")
+    assert used == [["k", "--json", "report.json"], HostLoop]
+
+
+@pytest.mark.parametrize("iterations", [0, 1, 5])
+def test_the_hosts_loop_runs_its_body_after_its_first_part_until_the_flag_is_zero(iterations):
+    flag, runs = torch.zeros(1, dtype=torch.int32), []
+
+    def part(name):
+        runs.append(name)
+        flag.fill_(int(len(runs) <= iterations))
+
+    loop = HostLoop(flag, partial(part, "first"), partial(part, "body"), lambda fn: SimpleNamespace(replay=fn))
+    assert not runs
+    loop.replay()
+    assert runs == ["first"] + ["body"] * iterations
+    assert list(signature(HostLoop).parameters) == list(signature(cuda.WhileGraph).parameters)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,58 @@
+"""The one writer of reports; a GPU test is skipped without a device, and fails where its report was asked for."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from spec_decode.files import require_unedited
+from tests.import_graph import ROOT
+
+TESTS = """
+import pytest
+
+@pytest.mark.gpu
+def test_gpu(write_report): pass
+
+def test_cpu(write_report, backends):
+    write_report("attn-example/1", backends=backends, rows=[])
+    write_report("attn-example/1", backends=backends, rows=[1])
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    """Runs these two tests and returns what pytest said, and the report if there is one."""
+    (tmp_path / "conftest.py").write_text("from tests.gpu.conftest import *")
+    (tmp_path / "test_example.py").write_text(TESTS)
+    path = tmp_path / "report.json"
+
+    def run(*options: str) -> tuple[str, dict]:
+        command = [sys.executable, "-m", "pytest", "-c", "pyproject.toml", "-p", "no:cacheprovider", "-rs"]
+        done = subprocess.run([*command, str(tmp_path), "--json", str(path), *options], cwd=ROOT, stdout=-1, text=True)
+        return done.stdout, json.loads(path.read_text()) if path.exists() else {}
+
+    return run
+
+
+def test_the_last_report_is_sealed_and_says_how_to_make_it_again(run):
+    said, report = run("-k", "cpu", "--attn-backend", "triton_paged")
+    assert " 1 passed" in said and (report["schema"], report["rows"]) == ("attn-example/1", [1])
+    assert report["command"].startswith("python -m pytest") and report["env"]["torch"] == torch.__version__
+    assert report["command"].endswith("-k cpu --attn-backend triton_paged --json FILE")
+    assert "triton_paged" in report["sources"]["modules"]["attn_backends"]
+    require_unedited(report, "report.json")
+
+
+def test_a_report_of_more_than_one_test_is_refused(run):
+    said, report = run()
+    assert "--json takes the report of one test, 2 were collected" in said and not report
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a CUDA device")
+def test_evidence_that_needs_a_gpu_is_not_skipped_where_it_was_asked_for(run):
+    said, report = run("-m", "gpu")
+    assert " 1 error" in said and "needs a CUDA device, torch finds none" in said and not report
