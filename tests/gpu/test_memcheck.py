@@ -138,7 +138,7 @@ def serve(verification: str, mode: GraphMode, device: torch.device) -> busy_engi
     return busy_engine.serve(busy_engine.load_pair(device), verification, requests, random.Random(0), **options)
 
 
-def watch(names: Sequence[str], write: Callable[..., None]) -> list[dict[str, Any]]:
+def sanitize_all(names: Sequence[str], write: Callable[..., None]) -> list[dict[str, Any]]:
     """A row for each target, written as each ends: a run that is cut off says then that it was."""
     watched, rows = list(targets(names)), []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
@@ -156,7 +156,7 @@ def watch(names: Sequence[str], write: Callable[..., None]) -> list[dict[str, An
 
 @pytest.mark.gpu
 def test_the_sanitizer_sees_no_wrong_access(backends, write_report):
-    assert not [row for row in watch(backends, write_report) if row["errors"] != 0 or not row["finished"]]
+    assert not [row for row in sanitize_all(backends, write_report) if row["errors"] != 0 or not row["finished"]]
 
 
 def main(what: str, *arguments: str) -> None:
@@ -180,20 +180,6 @@ sys.exit(ended)
 """
 
 
-@pytest.fixture
-def sanitized(tmp_path, monkeypatch):
-    """The row of a process that runs this code, under a stand-in for compute-sanitizer that says what it is told to."""
-
-    def row(code, says="========= ERROR SUMMARY: 0 errors", **options):
-        path = tmp_path / "compute-sanitizer"
-        path.write_text(SANITIZER.format(python=sys.executable, says=says))
-        path.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-        return sanitize("0", Target("t", ("-c", code), **options))
-
-    return row
-
-
 def test_what_is_launched_directly_is_watched_without_a_caching_allocator():
     found = {target.name: target for target in targets(["k"])}
     assert "poison.*" in found["k, uncaptured"].arguments and "graph.*" in found["k, captured"].arguments
@@ -205,29 +191,40 @@ def test_what_is_launched_directly_is_watched_without_a_caching_allocator():
     }
 
 
-@pytest.mark.parametrize("caching, seen", [(False, "1"), (True, "None")])
-def test_the_process_sees_the_allocator_that_its_target_asks_for(sanitized, caching, seen, monkeypatch):
-    monkeypatch.setenv(NO_CACHING, "0")
-    row = sanitized(f"import os; print(os.environ.get('{NO_CACHING}'))", caching=caching)
-    assert row["finished"] and row["errors"] == 0 and row["printed"] == [seen]
+CLEAN, WRONG = (
+    "========= ERROR SUMMARY: 0 errors",
+    "========= Invalid __global__ read\n========= ERROR SUMMARY: 1 error",
+)
+PRINTS = f"import os; print(os.environ.get('{NO_CACHING}'))"
 
 
-def test_an_error_of_the_sanitizer_is_kept(sanitized):
-    row = sanitized("pass", "========= Invalid __global__ read of size 4 bytes\n========= ERROR SUMMARY: 1 error")
-    assert row["errors"] == 1 and "Invalid" in row["said"][0]
-
-
-@pytest.mark.parametrize("code, options", [("raise SystemExit(3)", {}), ("", {"says": ""}), ("", {"checks": True})])
-def test_a_process_that_fails_or_leaves_no_summary_or_no_report_has_not_finished(sanitized, code, options):
-    assert not sanitized(code, **options)["finished"]
+def reports(*outcomes):
+    report = json.dumps({"results": [{"outcome": outcome} for outcome in outcomes]})
+    return f"import sys; open(sys.argv[-1], 'w').write('{report}')"
 
 
 @pytest.mark.parametrize(
-    "outcomes, finished", [(["pass"], True), ([], False), (["pass", "not_run"], False), (["pass", "error"], False)]
+    ("code", "says", "options", "expected"),
+    [
+        (PRINTS, CLEAN, {}, {"finished": True, "errors": 0, "printed": ["1"]}),
+        (PRINTS, CLEAN, {"caching": True}, {"finished": True, "printed": ["None"]}),
+        (PRINTS, WRONG, {}, {"finished": True, "errors": 1, "said": WRONG.splitlines()}),
+        ("raise SystemExit(3)", CLEAN, {}, {"finished": False, "exit_status": 3}),
+        (PRINTS, "", {}, {"finished": False, "errors": None}),
+        (PRINTS, CLEAN, {"checks": True}, {"finished": False, "checks": {}}),
+        (reports(), CLEAN, {"checks": True}, {"finished": False}),
+        (reports("pass", "fail"), CLEAN, {"checks": True}, {"finished": True, "checks": {"pass": 1, "fail": 1}}),
+        (reports("pass", "not_run"), CLEAN, {"checks": True}, {"finished": False}),
+        (reports("pass", "error"), CLEAN, {"checks": True}, {"finished": False}),
+    ],
 )
-def test_checks_have_finished_when_all_of_them_ran(sanitized, outcomes, finished):
-    report = json.dumps({"results": [{"outcome": outcome} for outcome in outcomes]})
-    assert sanitized(f"import sys; open(sys.argv[-1], 'w').write('{report}')", checks=True)["finished"] == finished
+def test_a_row_says_what_was_seen_under_the_targets_allocator(code, says, options, expected, tmp_path, monkeypatch):
+    sanitizer = tmp_path / "compute-sanitizer"
+    sanitizer.write_text(SANITIZER.format(python=sys.executable, says=says))
+    sanitizer.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv(NO_CACHING, "0")
+    assert expected.items() <= sanitize("0", Target("t", ("-c", code), **options)).items()
 
 
 def test_each_gpu_has_as_many_targets_at_a_time_as_allowed_and_the_report_each_that_ended(monkeypatch):
@@ -243,7 +240,7 @@ def test_each_gpu_has_as_many_targets_at_a_time_as_allowed_and_the_report_each_t
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     monkeypatch.setattr(f"{__name__}.sanitize", pretend)
     monkeypatch.setattr(f"{__name__}.JOBS", 2)
-    watch("abc", lambda schema, *, finished, targets, **_: written.append((len(targets), finished)))
+    sanitize_all("abc", lambda schema, *, finished, targets, **_: written.append((len(targets), finished)))
     assert most == {"2": 2, "5": 2}
     assert written == [(count, count == 12) for count in range(1, 13)]
 

@@ -62,30 +62,20 @@ class CapturedStep:
         backend, width = get(name), MAX_SEQ_LEN // shape.page_size
         num_pages = ROWS * width + 3
         order = torch.randperm(num_pages, device=device, generator=random)[: ROWS * width].view(ROWS, width)
-        self.tables = RequestTables(
-            page_sizes=[shape.page_size],
-            num_pages=[num_pages],
-            max_reqs=ROWS,
-            max_seq_len=MAX_SEQ_LEN,
-            device=device,
-        )
+        tokens, sizes = ROWS * shape.query_len, {"max_reqs": ROWS, "max_seq_len": MAX_SEQ_LEN}
+        self.tables = RequestTables(page_sizes=[shape.page_size], num_pages=[num_pages], device=device, **sizes)
         self.pages = order.tolist()
         heads = (shape.num_kv_heads, self.spec.head_dim)
         self.key, self.value = (self._numbers(ROWS, MAX_SEQ_LEN, *heads) for _ in range(2))
         self.cache = KVCache(*(self._paged(t, order, num_pages) for t in (self.key, self.value)))
-        self.buffers = BatchBuffers(self.tables, max_tokens=ROWS * shape.query_len)
+        self.buffers = BatchBuffers(self.tables, max_tokens=tokens)
         self.context = torch.zeros(ROWS, dtype=torch.int32, device=device)
-        self.query = self._numbers(ROWS * shape.query_len, shape.num_q_heads, self.spec.head_dim)
+        self.query = self._numbers(tokens, shape.num_q_heads, self.spec.head_dim)
         self.out = torch.empty_like(self.query)
-        self.builder = backend.builder(
-            self.spec, device, max_reqs=ROWS, max_tokens=ROWS * shape.query_len, max_seq_len=MAX_SEQ_LEN
-        )
+        self.builder = backend.builder(self.spec, device, max_tokens=tokens, **sizes)
         self.buffers.set_uniform(shape.query_len)
-        self.metadata = self.builder.build(
-            self.buffers.view(
-                0, num_reqs=ROWS, num_tokens=ROWS * shape.query_len, max_query_len=shape.query_len, host_seq_lens=None
-            )
-        )
+        batch = {"num_reqs": ROWS, "num_tokens": tokens, "max_query_len": shape.query_len}
+        self.metadata = self.builder.build(self.buffers.view(0, **batch, host_seq_lens=None))
         self.backend = backend
         self.launch = getattr(self.metadata, "launch", None)
         """FlashInfer's; other backends have no plan to compare."""

@@ -85,7 +85,6 @@ PHASES = {
 class ModelUnderTest:
     """A model in one dtype: the library's own, and its fp64 reference. texts int64 [3, LENGTH]."""
 
-    kind: str
     dtype: torch.dtype
     own: Any
     texts: torch.Tensor
@@ -107,7 +106,7 @@ class ModelUnderTest:
         # The parameters alone: the library keeps tables of its own in fp32.
         for parameter in own.parameters():
             parameter.data = parameter.data.to(dtype)
-        return cls(kind=kind, dtype=dtype, own=own.eval().to(device), texts=texts.to(device))
+        return cls(dtype=dtype, own=own.eval().to(device), texts=texts.to(device))
 
     @cached_property
     def exact(self) -> Any:
@@ -192,16 +191,9 @@ def phase_row(subject: ModelUnderTest, backend: AttentionBackend, phase: str) ->
 def random_draft(subject: ModelUnderTest) -> EagleDraft:
     """A random draft with the heads of the target, but neither windows nor sinks."""
     spec = subject.target.layer_groups(PAGE)[0].spec
-    config = ModelConfig(
-        vocab_size=VOCAB,
-        hidden_size=SIZES["hidden_size"],
-        intermediate_size=SIZES["intermediate_size"],
-        num_layers=1,
-        num_q_heads=spec.num_q_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        max_positions=SIZES["max_position_embeddings"],
-    )
+    heads = {name: getattr(spec, name) for name in ("num_q_heads", "num_kv_heads", "head_dim")}
+    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    config = ModelConfig(**sizes, **heads, num_layers=1, max_positions=SIZES["max_position_embeddings"])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
         # It reads the target's embedding and output projection, which any target has.
@@ -226,16 +218,16 @@ class TargetAsDraft(DraftModel):
         """The target's."""
         return self.target.layer_groups(page_size)
 
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's."""
+        return self.target.logits(hidden)
+
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
         """The target's states; those handed over are not read."""
         states: torch.Tensor = self.target(token_ids, positions, attention).hidden
         return states
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's."""
-        return self.target.logits(hidden)
 
 
 def speculation_row(subject: ModelUnderTest, backend: AttentionBackend, mode: GraphMode) -> dict[str, Any]:
