@@ -62,23 +62,28 @@ class Step:
     seconds: float = 60.0
 
 
+def gpu_test(name: str, seconds: float) -> Step:
+    """The test of that name under tests/gpu."""
+    return Step(name.replace("_", "-"), ("-m", "pytest", "-q", "-m", "gpu", f"tests/gpu/test_{name}.py"), seconds)
+
+
 def shared_steps(backends: Sequence[str]) -> list[Step]:
     """Those that share the GPUs, the most valuable first."""
     soak = ("--family", "soak", "--device", "cuda")
     return [
         *(Step(f"check-{name}", (*CLI, "check", name, "--device", "cuda"), 300) for name in backends),
-        Step("stale-controls", ("scripts/stale_controls.py", *backends, "--jobs", "10"), 120),
+        gpu_test("stale_controls", 120),
         *(Step(f"check-{name}-soak", (*CLI, "check", name, *soak), 200) for name in backends),
-        Step("pair-agreement", ("scripts/pair_agreement.py", "--jobs", "10"), 400),
-        Step("engine-run", ("scripts/engine_run.py", "--requests", "5000"), 300),
-        Step("transformers-logits", ("scripts/transformers_logits.py",), 300),
-        Step("shared-gpu-replays", ("scripts/shared_gpu_replays.py", "--seconds", "200"), 240),
+        gpu_test("pair_agreement", 400),
+        gpu_test("engine_run", 300),
+        gpu_test("transformers_logits", 300),
+        gpu_test("shared_gpu_replays", 240),
     ]
 
 
-def lone_steps(backends: Sequence[str]) -> list[Step]:
+def lone_steps() -> list[Step]:
     """Those that take all GPUs at once."""
-    return [Step("memcheck", ("scripts/memcheck.py", *backends), 240)]
+    return [gpu_test("memcheck", 240)]
 
 
 def timed_steps() -> list[Step]:
@@ -227,7 +232,7 @@ def main() -> None:
     evidence = Evidence(
         gpus,
         shared=asked(shared_steps(names())),
-        lone=asked(lone_steps(names())),
+        lone=asked(lone_steps()),
         timed=asked(timed_steps()),
         into=into,
         seconds=flags.minutes and flags.minutes * 60,

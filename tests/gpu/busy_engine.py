@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from attn_backends import registry
-from spec_decode.cli.byte_pair import Pair, load_byte_pair
 from spec_decode.drafter import Strategy
 from spec_decode.engine import Engine, EngineConfig, Handle, Request
+from spec_decode.llm.pair import Pair, load_byte_pair
 from spec_decode.models import SHIPPED_PAIR
 from spec_decode.models.held_out_text import held_out_documents
 

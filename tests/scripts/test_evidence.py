@@ -113,7 +113,7 @@ def test_only_the_reports_asked_for_are_made(tmp_path, monkeypatch):
     clean = replace_dirty(False)
     monkeypatch.setattr(evidence, "environment", lambda device: clean)
     monkeypatch.setattr(evidence, "timed_steps", lambda: [step("bench-a")])
-    monkeypatch.setattr(evidence, "lone_steps", lambda names: [step("memcheck")])
+    monkeypatch.setattr(evidence, "lone_steps", lambda: [step("memcheck")])
     monkeypatch.setattr(evidence, "shared_steps", lambda names: [step("check-a"), step("soak-a")])
     monkeypatch.setattr("sys.argv", ["evidence.py", "--into", str(tmp_path), "--gpus", "0", "--only", "check-*"])
 
@@ -124,7 +124,7 @@ def test_only_the_reports_asked_for_are_made(tmp_path, monkeypatch):
 
 def test_every_backend_is_checked_and_soaked_and_no_report_is_made_twice():
     backends = ["one", "two"]
-    steps = [*evidence.timed_steps(), *evidence.lone_steps(backends), *evidence.shared_steps(backends)]
+    steps = [*evidence.timed_steps(), *evidence.lone_steps(), *evidence.shared_steps(backends)]
     reports = [each.report for each in steps]
 
     assert len(set(reports)) == len(reports)

@@ -198,7 +198,7 @@ def test_one_thing_is_in_the_singular(count, words):
 
 def test_a_page_without_draft_pairs_says_so_and_how_to_make_some():
     text = to_html(build_matrix([report(result("pass"))]))
-    assert "No report of draft pairs" in text and "scripts/pair_agreement.py" in text
+    assert "No report of draft pairs" in text and "tests/gpu/test_pair_agreement.py" in text
     assert "No report of draft pairs" not in to_html(build_matrix([], [agreement()]))
 
 
