@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeGuard, cast
@@ -133,6 +134,8 @@ class Capabilities:
     """Whether, over a cache of a narrower dtype, queries and weights are rounded to it too."""
     rounds_partials: bool = False
     """Whether outputs over parts of a prefix are rounded to the dtype of the queries and summed in it."""
+    lowest_score: float | None = None
+    """Scores below it may count as masked: a token that sees nothing higher then attends to nothing. None: no score."""
     mixed_kv_dtypes: bool = False
     """Whether the KV cache may have another of `dtypes` than the queries."""
     fused_writes: frozenset[FusedWrite] = frozenset()
@@ -159,6 +162,7 @@ class Capabilities:
             ("kv_dtypes", f"a tuple of {dtypes}", self.kv_dtypes == () or _is_tuple_of(torch.dtype, self.kv_dtypes)),
             ("quantises_queries", "a bool", isinstance(self.quantises_queries, bool)),
             ("rounds_partials", "a bool", isinstance(self.rounds_partials, bool)),
+            ("lowest_score", "a finite float below 0, or None", _is_low(self.lowest_score)),
             ("mixed_kv_dtypes", "a bool", isinstance(self.mixed_kv_dtypes, bool)),
             ("fused_writes", "a frozenset of FusedWrite", _is_set_of(FusedWrite, self.fused_writes)),
             ("compute_capability", "two counts such as (8, 0)", is_version(self.compute_capability)),
@@ -232,6 +236,10 @@ def _is_count(value: object) -> bool:
 
 def _is_tuple_of(kind: type, value: object) -> bool:
     return isinstance(value, tuple) and value != () and all(isinstance(each, kind) for each in value)
+
+
+def _is_low(score: object) -> bool:
+    return score is None or (isinstance(score, float) and -math.inf < score < 0)
 
 
 def _is_set_of(kind: type, value: object) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -42,6 +44,12 @@ def _version() -> str:
     return package_version("flashinfer-python", kernels=Path(found.origin).parent, pattern="_build_meta.py")
 
 
+def _lowest_score(version: str) -> float | None:
+    """Before 0.7.2.post1 decode on CUDA cores gives 0 where every score is as low as -46,341 (seen on an H100)."""
+    release = tuple(int(part) for part in re.findall(r"\d+", version)[:4])
+    return -46_341.0 if release < (0, 7, 2, 1) else None
+
+
 class FlashInfer(FusedRopeWrite, AttentionBackend):
     """Decodes by the kernel that serves the spec best; extends by the prefill wrapper, and attends by it to what was
     cached before a tree: its output and lse, of base 2, are merged with the tree's own attention.
@@ -61,6 +69,7 @@ class FlashInfer(FusedRopeWrite, AttentionBackend):
         page_sizes=Sizes(),
         features=frozenset({Feature.GQA, Feature.SLIDING_WINDOW, Feature.SOFT_CAP, Feature.NON_CAUSAL, Feature.TREE}),
         fused_writes=frozenset({FusedWrite.ROPE}),
+        lowest_score=_lowest_score(version),
     )
 
     def unsupported_reasons(self, spec: AttentionSpec, device: torch.device) -> list[str]:
@@ -106,11 +115,7 @@ class FlashInferTensorCores(FlashInfer):
 
 
 class FlashInferCudaCores(FlashInfer):
-    """Decodes on CUDA cores.
-
-    Before FlashInfer 0.7.2.post1 the kernel's maximum begins at a number and not at -inf: a token whose scores all lie
-    as low as -46,341 comes out as 0, also where it sees one key and its weight is 1.
-    """
+    """Decodes on CUDA cores."""
 
     name = "flashinfer_cuda_cores"
     builder = CudaCoreBuilder
@@ -134,6 +139,8 @@ class FlashInferXqa(FlashInfer):
         compute_capability=(9, 0),
         # A CTA's groups of warps and the CTAs of a request: mha.cu of csrc/xqa, mergeAndSaveOutTile.
         rounds_partials=True,
+        # safeInitRowMax of csrc/xqa, -1e5 of a score times log2(e), begins each row's maximum.
+        lowest_score=-1e5 / math.log2(math.e),
     )
 
 

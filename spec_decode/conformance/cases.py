@@ -77,12 +77,13 @@ _LONG = Batch((1, 1), (4099, 2051), 2)
 _SHORT = Batch((1, 1, 1), (1, 24, 49), 4)
 _FAR_PAGES = 33_000
 """Pages of a pool whose last ones 15 bits cannot name."""
+SCALE_OF_LOW_SCORES = 3e4
 _EDGES: dict[str, tuple[dict[str, Any], Batch]] = {
     "rows_96": ({}, _ROWS),
     "length_4099": ({}, _LONG),
     "scores_200": ({"scale": 8.0}, Batch((1, 1, 1), (1, 33, 142), 4)),
-    # Half of them far below -46,341, and a softmax over one key is 1: a maximum that begins at a number makes it 0.
-    "one_key_of_low_score": ({"scale": 3e4}, Batch((1, 1, 1), (1, 1, 1), 4)),
+    # Half of them far below -70,000, and a softmax over one key is 1: a maximum that begins at a number makes it 0.
+    "one_key_of_low_score": ({"scale": SCALE_OF_LOW_SCORES}, Batch((1, 1, 1), (1, 1, 1), 4)),
     "group_3": ({"num_q_heads": 3, "num_kv_heads": 1}, _SHORT),
     "group_7": ({"num_q_heads": 7, "num_kv_heads": 1}, _SHORT),
     "page_24": ({"page_size": 24}, _SHORT),

@@ -7,7 +7,7 @@ import math
 import torch
 
 from builders import BatchError
-from spec_decode.conformance.cases import base_cases, edge_cases, spec_cases
+from spec_decode.conformance.cases import SCALE_OF_LOW_SCORES, base_cases, edge_cases, spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import with_case
 from spec_decode.testing.batches import DECODE, RAGGED, SINGLE, VERIFY, Batch, Case
@@ -65,7 +65,9 @@ def infinite_sinks_are_defined(subject: Subject, case: Case) -> Measurements:
     since=(1, 1),
 )
 def edges_are_right(subject: Subject, case: Case) -> Measurements:
-    longest = max(case.batch.seq_lens)
+    longest, lowest = max(case.batch.seq_lens), subject.backend.capabilities.lowest_score
+    if case.spec.softmax_scale >= SCALE_OF_LOW_SCORES and lowest is not None:
+        raise Unsupported(f"claims that scores below {lowest:,.0f} may count as masked")
     fixture = PagedFixture(subject, case.spec, case.batch.rows, max_seq_len=longest, pool=case.pool)
     return fixture.build(case.batch).expect_attention("attention", cache=_STORED)
 

@@ -1,5 +1,6 @@
 """FlashInfer's four backends by the conformance kit, over a stand-in for its kernels that attends by their plans."""
 
+import importlib
 import sys
 from dataclasses import replace
 
@@ -240,6 +241,16 @@ def test_a_package_that_cannot_be_imported_is_a_reason_on_a_cuda_device(name, pa
 
 def test_xqa_alone_declares_that_it_rounds_partial_outputs():
     assert [name for name in NAMES if backend(name).capabilities.rounds_partials] == ["flashinfer_xqa"]
+
+
+@pytest.mark.parametrize(
+    ("release", "lowest"),
+    [("0.6.12", -46_341.0), ("0.7.2", -46_341.0), ("0.7.2.post1", None), ("0.8.0", None)],
+)
+def test_scores_that_older_kernels_take_for_masked_are_claimed(release, lowest):
+    module = importlib.import_module("attn_backends.flashinfer")
+    assert module._lowest_score(f"flashinfer-python {release}") == lowest
+    assert module.FlashInferXqa.capabilities.lowest_score == pytest.approx(-69_315, rel=1e-4)
 
 
 def test_the_stand_in_leaves_no_trace():

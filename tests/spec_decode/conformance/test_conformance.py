@@ -228,3 +228,13 @@ def test_the_report_of_another_packages_backend_names_it_with_its_version(monkey
     monkeypatch.setattr(registry, "plug_ins", lambda: declared)
     assert runner._package_of("theirs") == f"pytest {pytest.__version__}"
     assert (runner._package_of("unknown"), runner._package_of("triton_paged")) == ("no-such-package", "")
+
+
+def test_low_scores_are_not_asked_of_a_backend_that_claims_to_take_them_for_masked():
+    class Masking(TorchReference):
+        name, capabilities = "masking", replace(TorchReference.capabilities, lowest_score=-5e4)
+
+    edge = "numerics.edges_are_right[[]one_key_of_low_score]"
+    (result,) = check_backend(Masking(), device=CPU, checks=[edge]).results
+    assert result.outcome is Outcome.UNSUPPORTED
+    assert result.reason == "claims that scores below -50,000 may count as masked"
