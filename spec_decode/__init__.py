@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spec_decode.llm import LLM, Chunk, Completion, SamplingParams
+    from spec_decode.llm import LLM, Completion, SamplingParams, TextChunk
 
-__all__ = ["LLM", "Chunk", "Completion", "SamplingParams"]
+__all__ = ["LLM", "Completion", "SamplingParams", "TextChunk"]
 
 
 def __getattr__(name: str) -> Any:

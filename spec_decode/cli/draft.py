@@ -17,7 +17,7 @@ from spec_decode.cli.output import UserError, printable, progress, say, stdout
 from spec_decode.cli.tree_option import TREE_HELP, parse_tree
 
 if TYPE_CHECKING:
-    from spec_decode.llm import LLM, Chunk, SamplingParams
+    from spec_decode.llm import LLM, SamplingParams, TextChunk
     from spec_decode.llm.llm import Prompt
 
 _DTYPE = click.Choice(("auto", "float32", "bfloat16", "float16"))
@@ -112,9 +112,9 @@ class _Screen:
     prompts: Sequence[str]
     first_token: float | None = None
     _shown: int = -1
-    _kept: dict[int, list[Chunk]] = field(default_factory=dict)
+    _kept: dict[int, list[TextChunk]] = field(default_factory=dict)
 
-    def take(self, chunk: Chunk) -> None:
+    def take(self, chunk: TextChunk) -> None:
         """Show a piece, or keep it."""
         if self.first_token is None:
             self.first_token = time.perf_counter()
@@ -132,7 +132,7 @@ class _Screen:
             say(self.console, "continued:", "bold")
             self._put(_MARGIN)
 
-    def _show(self, chunk: Chunk) -> None:
+    def _show(self, chunk: TextChunk) -> None:
         self._put(printable(chunk.text).replace("\n", f"\n{_MARGIN}"))
         if chunk.finish_reason is not None:
             self._put("\n\n")

@@ -17,9 +17,9 @@ from spec_decode.engine import Engine, EngineConfig, EngineStats, Handle, Reques
 from spec_decode.engine.config import checked_request
 from spec_decode.llm.backends import choose_backends, explain_backends
 from spec_decode.llm.load import Name, load
-from spec_decode.llm.outputs import Chunk, Completion, GrowingText, Reply
+from spec_decode.llm.outputs import Completion, GrowingText, Reply, TextChunk
 from spec_decode.llm.pair import Message, Pair
-from spec_decode.llm.sampling_params import SamplingParams
+from spec_decode.sampling import SamplingParams
 from spec_decode.trees import DraftTree, DynamicTreeConfig
 
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -185,7 +185,7 @@ class LLM:
             )
         return self._finish(self._prepare(conversations, sampling_params))
 
-    def stream(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> Iterator[Chunk]:
+    def stream(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> Iterator[TextChunk]:
         """The texts of `generate` piece by piece, as they grow. Closing the iterator ends what is left of them.
 
         Raises as `generate` does, when it is called.
@@ -237,7 +237,7 @@ class LLM:
             self.engine.cancel_all([one.handle for one in running if one.handle is not None])
         return [one.reply.completion(one.handle.generation) for one in running if one.handle is not None]
 
-    def _run(self, running: list[_Running]) -> Iterator[Chunk]:
+    def _run(self, running: list[_Running]) -> Iterator[TextChunk]:
         """Submit, step until all have ended, and yield each piece as it is read."""
         self.engine.stats = EngineStats()
         try:

@@ -34,7 +34,7 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chunk:
+class TextChunk:
     """A piece of a text as it grows. index: of its prompt; finish_reason: in the last piece of a text, else None."""
 
     index: int
@@ -105,14 +105,14 @@ class Reply:
 
     def __init__(self, index: int, prompt: object, num_prompt_tokens: int, text: GrowingText) -> None:
         self.index, self.prompt, self.num_prompt_tokens, self.growing = index, prompt, num_prompt_tokens, text
-        self.chunks: deque[Chunk] = deque()
+        self.chunks: deque[TextChunk] = deque()
         self._ended = False
 
     def take(self, token: int) -> bool:
         """Let the text grow by a token; whether a stop string has ended it."""
         self.growing.add(token)
         if piece := self.growing.take():
-            self.chunks.append(Chunk(index=self.index, text=piece))
+            self.chunks.append(TextChunk(index=self.index, text=piece))
         return self.growing.stopped
 
     def end(self, generation: Generation) -> None:
@@ -121,7 +121,7 @@ class Reply:
             self._ended = True
             self.growing.finish()
             rest = self.growing.take(last=True)
-            self.chunks.append(Chunk(index=self.index, text=rest, finish_reason=self._reason(generation)))
+            self.chunks.append(TextChunk(index=self.index, text=rest, finish_reason=self._reason(generation)))
 
     def completion(self, generation: Generation) -> Completion:
         """What became of the prompt."""

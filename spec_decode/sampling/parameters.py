@@ -19,19 +19,30 @@ _MAX_TOP_K = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How one request is sampled. Raises BatchError for a value outside the ranges below.
+    """How one request is sampled and where its text ends. Raises BatchError for a value outside the ranges below.
 
     - temperature  0 is greedy, and top_k and top_p change nothing; otherwise at least MIN_TEMPERATURE
     - top_k        keeps tokens whose logit is among the k largest; 0 keeps the whole vocabulary
     - top_p        keeps, of those, the fewest most probable that hold this share of their probability, in (0, 1]; 1
                    keeps all
     - seed         64 bits, signed. Same seed, same noise, whatever else is in the batch; in fp32 the same text
+
+    Where a text ends is LLM's business; rows of a batch do not read it:
+
+    - max_tokens      the most tokens of the text, 1 or more
+    - stop            strings that end the text and are not part of it: one, or several
+    - stop_token_ids  tokens that do the same, besides those of the model
+    - ignore_eos      whether the text goes on after the model's own end tokens
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    max_tokens: int = 64
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         require(
@@ -55,6 +66,25 @@ class SamplingParams:
             f"seed must be a signed 64-bit integer, got {self.seed!r}; the device could not hold it. Choose a smaller "
             "one.",
         )
+        require(
+            type(self.max_tokens) is int and self.max_tokens >= 1,
+            f"max_tokens is {self.max_tokens!r}. Pass an integer of 1 or more.",
+        )
+        require(
+            isinstance(self.stop, Sequence) and all(isinstance(text, str) and text for text in self.stop_strings),
+            f"stop is {self.stop!r:.200}. Pass a string, or a list of strings, none of them empty.",
+        )
+        require(
+            isinstance(self.stop_token_ids, Sequence | frozenset | set)
+            and all(type(token) is int for token in self.stop_token_ids),
+            f"stop_token_ids is {self.stop_token_ids!r:.200}. Pass a list of integers.",
+        )
+        require(type(self.ignore_eos) is bool, f"ignore_eos is {self.ignore_eos!r}. Pass True or False.")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple; an empty string names none."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 def _is_number(value: object) -> bool:

@@ -64,14 +64,14 @@ def test_every_form_of_rows_in_two_parts(form, rows, shares):
 )  # fmt: skip
 def test_the_copy_engine_fetches_the_tiles_of_many_rows(form, rows, dtype, tma_launches):
     arguments = make_arguments(form, rows, 37, 552, dtype)
-    if form != "gated_limit":
+    if form != "gated_limit" and rows > 80:
         # The tiling is the device's own, cut into shares.
         assert_exact(arguments.launch(), arguments)
         assert tma_launches[-1]["SPLIT"]
     # A gate without shares has half a tile for each half of the weight.
     blocks = dict(zip(("block_t", "block_more"), row_blocks(rows), strict=True))
     assert_exact(arguments.launch(replace(tile(tma=True), **blocks)), arguments)
-    assert not tma_launches[-1]["SPLIT"]
+    assert tma_launches and not tma_launches[-1]["SPLIT"]
 
 
 @pytest.mark.parametrize("shares", [1, 2, 3])

@@ -171,6 +171,7 @@ def test_an_interrupt_that_somebody_swallows_ends_a_check_all_the_same(monkeypat
     result = invoke(
         "check",
         "torch_reference",
+        "--no-isolate",
         "--device",
         "cpu",
         "--only",

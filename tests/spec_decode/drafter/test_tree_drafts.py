@@ -184,7 +184,7 @@ def test_no_strategy_with_graphs_is_chosen_for_a_backend_that_captures_single_to
     ("options", "message"),
     [
         ({"tree": DraftTree.chain(K + 1)}, f"at most as deep as the draft has steps, {K}"),
-        ({"tree": (0, 1)}, r"a DraftTree or a DynamicTreeConfig, or None, got \(0, 1\)"),
+        ({"tree": (0, 1)}, r"tree must be of type DraftTree or of type DynamicTreeConfig or None, got \(0, 1\)"),
         ({"min_confidence": 0.5}, "got min_confidence 0.5 with a tree"),
     ],
 )

@@ -271,7 +271,7 @@ def test_generate_returns_every_page_when_a_round_breaks_off_and_is_right_the_ne
 
 RECOVERY = ("_recover", "restart", "requests", "clear", "reset", "finish_if_full")
 """What puts things right after a step that broke off."""
-CANCELLING = ("_cancel_all", "cancel", "free_finished", "_free", "free")
+CANCELLING = ("cancel_all", "cancel", "free_finished", "_free", "free")
 
 
 class Interrupt:

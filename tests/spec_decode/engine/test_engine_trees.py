@@ -126,7 +126,7 @@ def test_a_draft_that_proposes_its_tokens_at_once_is_refused():
     [
         ({"verification": "rejection"}, "trees are verified by sampling, got verification 'rejection'"),
         ({"steps": 0}, "at most"),
-        ({"tree": "4x12"}, "a DraftTree or a DynamicTreeConfig, or None, got '4x12'"),
+        ({"tree": "4x12"}, "tree must be of type DraftTree or of type DynamicTreeConfig or None, got '4x12'"),
         ({"tree": None, "verification": "sampling"}, "one of rejection, block, .* got 'sampling'"),
     ],
 )

@@ -221,7 +221,7 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
 
 def test_the_front_door_has_what_it_lists_and_nothing_else() -> None:
     assert {name: getattr(spec_decode, name).__name__ for name in spec_decode.__all__} == {
-        name: name for name in ("LLM", "Chunk", "Completion", "SamplingParams")
+        name: name for name in ("LLM", "Completion", "SamplingParams", "TextChunk")
     }
     with pytest.raises(AttributeError, match="no attribute 'VLLM'"):
         spec_decode.VLLM  # noqa: B018

@@ -58,6 +58,7 @@ MORE_ROWS = {
     "a gate of few": (5632, 4096, True, ROWS_OF_ANY_WEIGHT),
     "outputs that leave half of the device idle": (4096, 4096, False, MAX_ROWS),
     "outputs that leave less idle": (6144, 4096, False, ROWS_OF_ANY_WEIGHT),
+    "many inputs": (4096, 14336, False, ROWS_OF_ANY_WEIGHT),
     "too few inputs for shares": (4096, 504, False, ROWS_OF_ANY_WEIGHT),
     "a gate of few that is cut into shares": (4096, 4096, True, MAX_ROWS),
     "rows that the copy engine cannot fetch": (4096, 4100, False, ROWS_OF_ANY_WEIGHT),
@@ -226,10 +227,10 @@ def test_a_layer_that_was_measured_has_its_fastest_tiling(rows, n, k, shares, st
 @pytest.mark.parametrize(
     ("rows", "n", "k", "gated", "expected"),
     [
-        (33, 4096, 8192, False, (64, 128, 2, 5)), (96, 6144, 4096, False, (64, 128, 1, 5)),
+        (81, 4096, 8192, False, (64, 128, 2, 5)), (96, 6144, 4096, False, (64, 128, 1, 5)),
         (97, 4096, 14336, False, (64, 64, 2, 6)), (160, 4096, 4096, True, (64, 64, 2, 6)),
-        (17, 128256, 4096, False, (128, 64, 1, 4)), (160, 128256, 4096, False, (128, 64, 1, 3)),
-        (32, 28672, 4096, True, (128, 64, 1, 4)), (33, 28672, 4096, True, (128, 64, 1, 3)),
+        (96, 128256, 4096, False, (128, 64, 1, 4)), (160, 128256, 4096, False, (128, 64, 1, 3)),
+        (96, 28672, 4096, True, (128, 64, 1, 3)), (128, 28672, 4096, True, (128, 64, 1, 3)),
     ],
 )  # fmt: skip
 def test_a_layer_that_was_measured_with_more_rows_has_its_fastest_tiling(rows, n, k, gated, expected):
@@ -238,13 +239,13 @@ def test_a_layer_that_was_measured_with_more_rows_has_its_fastest_tiling(rows, n
 
 
 BY_THREADS = {
-    "no copy engine": (64, 4096, 4096, {"room": replace(H200, tma=False)}),
-    "rows that it cannot fetch": (64, 4096, 4100, {}),
-    "a gate whose tiles would be of 32 rows": (64, 5632, 4096, {"gated": True}),
-    "groups": (64, 28672, 4096, {"groups": 8}),
-    "another dtype": (64, 28672, 4096, {"itemsize": 4}),
-    "few rows": (16, 28672, 4096, {}),
-    "few rows of a program alone": (32, 4096, 4096, {}),
+    "no copy engine": (96, 4096, 4096, {"room": replace(H200, tma=False)}),
+    "rows that it cannot fetch": (96, 4096, 4100, {}),
+    "a gate whose tiles would be of 32 rows": (96, 5632, 4096, {"gated": True}),
+    "groups": (96, 28672, 4096, {"groups": 8}),
+    "another dtype": (96, 28672, 4096, {"itemsize": 4}),
+    "few rows": (80, 28672, 4096, {}),
+    "few rows of a program alone": (80, 4096, 4096, {}),
 }
 
 
