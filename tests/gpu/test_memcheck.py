@@ -37,6 +37,7 @@ import torch
 
 from scripts.free_places import on_a_free_one
 from spec_decode.cli.check import check
+from spec_decode.conformance.report import Report
 from spec_decode.drafter import GraphMode
 from spec_decode.graphs import cuda
 from tests.gpu import busy_engine
@@ -72,7 +73,12 @@ def targets(names: Sequence[str]) -> Iterator[Target]:
     for name in names:
         for part, patterns, caching in (("uncaptured", UNCAPTURED, False), ("captured", CAPTURED, True)):
             only = [word for pattern in patterns for word in ("--only", pattern)]
-            yield Target(f"{name}, {part}", (*here, "check", name, "--device", "cuda", *only), caching, checks=True)
+            yield Target(
+                f"{name}, {part}",
+                (*here, "check", name, "--no-isolate", "--device", "cuda", *only),
+                caching,
+                checks=True,
+            )
     for verification in VERIFIERS:
         for mode in (GraphMode.NONE, GraphMode.FULL):
             name = f"engine, {verification}, graph mode {mode.value}"
@@ -94,8 +100,8 @@ def sanitize(gpu: str, target: Target) -> dict[str, Any]:
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         done = subprocess.run(command, env=env, cwd=ROOT, text=True, errors="replace", **streams)
         text = log.read_text() if log.exists() else ""
-        results = json.loads(report.read_text())["results"] if report.exists() else []
-    outcomes = Counter(result["outcome"] for result in results)
+        results = Report.load(report).results if report.exists() else ()
+    outcomes = Counter(result.outcome.value for result in results)
     summary = re.search(r"ERROR SUMMARY: (\d+) error", text)
     # An error is a check that broke off, of memory that ran out, say: what it would have done was not seen.
     whole = bool(outcomes) and not outcomes.keys() & {"not_run", "error"}
