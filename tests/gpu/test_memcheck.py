@@ -42,6 +42,7 @@ from spec_decode.drafter import GraphMode
 from spec_decode.graphs import cuda
 from tests.gpu import busy_engine
 from tests.import_graph import ROOT
+from tests.spec_decode.matrix.evidence import report, result
 
 SCHEMA = "attn-memcheck/2"
 CHECKED = tuple(f"spec_decode.conformance.{name}_checks" for name in ("builder", "drafter", "graph", "numerics"))
@@ -73,12 +74,9 @@ def targets(names: Sequence[str]) -> Iterator[Target]:
     for name in names:
         for part, patterns, caching in (("uncaptured", UNCAPTURED, False), ("captured", CAPTURED, True)):
             only = [word for pattern in patterns for word in ("--only", pattern)]
-            yield Target(
-                f"{name}, {part}",
-                (*here, "check", name, "--no-isolate", "--device", "cuda", *only),
-                caching,
-                checks=True,
-            )
+            # In its own process, where the loop of a graph is replaced.
+            check_it = (*here, "check", name, "--no-isolate", "--device", "cuda", *only)
+            yield Target(f"{name}, {part}", check_it, caching, checks=True)
     for verification in VERIFIERS:
         for mode in (GraphMode.NONE, GraphMode.FULL):
             name = f"engine, {verification}, graph mode {mode.value}"
@@ -205,8 +203,9 @@ PRINTS = f"import os; print(os.environ.get('{NO_CACHING}'))"
 
 
 def reports(*outcomes):
-    report = json.dumps({"results": [{"outcome": outcome} for outcome in outcomes]})
-    return f"import sys; open(sys.argv[-1], 'w').write('{report}')"
+    """A child that writes a report of checks with these outcomes."""
+    whole = report(*(result(outcome) for outcome in outcomes)).to_json().decode()
+    return f"import sys; open(sys.argv[-1], 'w').write({whole!r})"
 
 
 @pytest.mark.parametrize(
