@@ -17,8 +17,8 @@ PYTEST := -m pytest -n 2 --dist loadgroup -q
 RELEASE_TESTS := tests/builders tests/attn_backends/test_registry.py tests/attn_backends/kernels \
 	tests/spec_decode/graphs tests/spec_decode/sampling tests/spec_decode/drafter/test_strategies.py \
 	tests/spec_decode/models/hf tests/spec_decode/cli/test_cli_draft.py
-RELEASE_KERNELS := $(addprefix tests/interpreter/test_,attention_kernels.py latent_attention_kernel.py \
-	sample_draft_kernel.py shared_state_kernels.py step_0_kernels.py verify_kernels.py)
+RELEASE_KERNELS := $(addprefix tests/interpreter/test_,op_kernels.py attention_kernels.py \
+	latent_attention_kernel.py sample_draft_kernel.py shared_state_kernels.py verify_kernels.py)
 
 .PHONY: demo test slow engines oldest newest lint docs check release clean
 

@@ -11,7 +11,6 @@ from builders import AdvanceLevel, AttentionKind, BatchBuffers, BatchError, Grap
 from builders.sparse_window import SparseWindowBuilder
 from spec_decode.graphs import runtime_for
 from tests.factories import CPU, make_spec, make_tables
-from tests.op_checks import check_op
 
 MAX_SEQ_LEN = 192
 BATCHES = {
@@ -213,11 +212,3 @@ def test_the_claims_are_those_of_a_backend_that_drafts_in_one_graph():
 def test_a_spec_without_a_window_is_refused():
     with pytest.raises(BatchError, match="a list of slots needs a sliding window, got sliding_window=None"):
         SparseWindowBuilder(make_spec(), CPU, max_reqs=8, max_tokens=64, max_seq_len=MAX_SEQ_LEN)
-
-
-def test_the_op_writes_what_its_schema_says():
-    metadata = (asked := Asked("ragged")).builder().build(asked.view)
-    inputs = (metadata.positions, metadata.seq_lens, metadata.query_start_loc, metadata.block_table)
-    args = (*(getattr(metadata, name) for name in FIELDS), *inputs, 17, 16)
-    op = torch.ops.builders.list_window_slots.default
-    check_op(op, args)

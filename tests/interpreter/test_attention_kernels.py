@@ -4,9 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attn_backends import KVCache
 from attn_backends.kernels.paged_attention import paged_attention
-from attn_backends.kernels.write_kv import write_kv
 from builders import BatchBuffers
 from builders.kernels.triton_runtime import torch_implementations
 from tests.factories import make_cache, make_spec, make_tables
@@ -104,39 +102,6 @@ def test_paged_attention_of_padding_rows_is_zero(splits):
 def test_more_splits_than_blocks_change_nothing():
     args = (PLAIN, [1, 1], [1, 130], 2)
     torch.testing.assert_close(attention(*args, 8)(), attention(*args, 1)(), rtol=1e-5, atol=1e-6)
-
-
-LAYOUTS = {
-    "apart": lambda key, value: (key.clone(), value.clone()),
-    "a page's side by side": lambda key, value: torch.stack([key, value], 1).unbind(1),
-    "in one last dim": lambda key, value: torch.cat([key, value], -1).split(key.shape[-1], -1),
-    "heads before tokens": lambda key, value: [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (key, value)],
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_write_kv_into_every_layout(layout, dtype):
-    empty = make_cache(replace(make_spec(num_q_heads=3, num_kv_heads=3, head_dim=24), kv_dtype=dtype), 5)
-    caches = [KVCache(*layout(empty.key, empty.value)) for _ in range(2)]
-    packed = torch.randn(4, 9, 24).to(dtype)
-    args = packed[:, 3:6], packed[:, 6:]
-    slots = torch.tensor([7, -1, 19, 0])
-    write_kv(*args, caches[0].key, caches[0].value, slots)
-    with torch_implementations():
-        write_kv(*args, caches[1].key, caches[1].value, slots)
-    assert torch.equal(caches[0].key, caches[1].key) and torch.equal(caches[0].value, caches[1].value)
-    assert not torch.equal(caches[0].key, empty.key)
-
-
-def test_write_kv_of_another_value_dim():
-    spec = make_spec(value_dim=40)
-    caches = [make_cache(spec, 5) for _ in range(2)]
-    args, slots = (torch.randn(2, 2, 16), torch.randn(2, 2, 40)), torch.tensor([7, 3])
-    write_kv(*args, caches[0].key, caches[0].value, slots)
-    with torch_implementations():
-        write_kv(*args, caches[1].key, caches[1].value, slots)
-    assert torch.equal(caches[0].key, caches[1].key) and torch.equal(caches[0].value, caches[1].value)
 
 
 SPLITS = [1, 2, 4]

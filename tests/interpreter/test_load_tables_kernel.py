@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from builders.kernels.triton_runtime import torch_implementations
 from engines.sglang.kernels.load_tables import load_tables
 
 STEPS = 3
@@ -37,25 +36,6 @@ def test_rows_hold_the_pages_that_the_steps_reach_and_keep_the_rest(lens, page_s
     assert (table[-1] == -7).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize(("lens", "page_size"), SHAPES)
-def test_the_kernel_is_the_torch_implementation(lens, page_size, dtype):
-    found = load(lens, page_size, dtype)[:2]
-    with torch_implementations():
-        expected = load(lens, page_size, dtype)[:2]
-    assert all(map(torch.equal, found, expected))
-
-
-def test_a_row_of_more_pages_than_one_block():
-    seq_lens, table, pages, requests = load([2000, 1], 1, width=2048)
-    assert seq_lens[:2].tolist() == [2001, 2] and torch.equal(table[0, :2003], pages[requests[0], :2003])
-
-
 def test_a_request_outside_of_the_table_counts_as_the_nearest():
     _, table, pages, _ = load([5, 5], 1, requests=[-3, 99])
     assert torch.equal(table[0, :8], pages[0, :8]) and torch.equal(table[1, :8], pages[4, :8])
-
-
-def test_no_more_pages_than_a_row_has():
-    _, table, pages, requests = load([64], 1)
-    assert torch.equal(table[0], pages[requests[0]])

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from builders.kernels.triton_runtime import torch_implementations
-from spec_decode.trees import DraftTree, DynamicTree, DynamicTreeConfig, move_accepted_kv
+from spec_decode.trees import DraftTree, DynamicTree, DynamicTreeConfig
 from spec_decode.trees.kernels.ancestor_masks import ancestor_masks
 from spec_decode.trees.kernels.follow_tree import follow_tree
 from spec_decode.trees.kernels.keep_best import keep_best
-from spec_decode.trees.kernels.place_frontier import place_frontier
 from spec_decode.trees.kernels.top_children import top_children
 
 ROWS = 8
@@ -76,30 +75,6 @@ def test_the_path_is_the_references(tokens):
         assert agrees(follow_tree, drafts, parents, targets, max_depth)
 
 
-@pytest.mark.parametrize("value_dim", [8, 12])
-def test_moved_keys_and_values_are_the_references(value_dim):
-    caches = [torch.randn(9, 2, 4, dim, generator=generator(dim)).transpose(1, 2) for dim in (8, value_dim)]
-    slots = torch.randperm(36, generator=generator(0)).view(4, 9)
-    slots[0, 3], slots[1, 2] = -1, 36
-    path = torch.tensor([[3, 4, 8], [1, 5, 6], [2, 3, 4], [7, -1, -1]])
-    by_kernel, by_torch = ([cache.clone() for cache in caches] for _ in range(2))
-    move_accepted_kv(*by_kernel, slots, path)
-    with torch_implementations():
-        move_accepted_kv(*by_torch, slots, path)
-    assert same(by_kernel, by_torch) and not same(by_kernel, caches)
-
-
-@pytest.mark.parametrize(("vocab", "width"), [(4, 4), (40, 3), (1300, 8), (9000, 2)])
-@pytest.mark.parametrize("grain", [0.0, 1.0], ids=["all unlike", "many alike"])
-def test_top_children_are_the_references(vocab, width, grain):
-    logits = torch.randn(3, vocab, generator=generator(vocab)) * 3
-    logits = logits.round() if grain else logits
-    found = top_children(logits, width)
-    with torch_implementations():
-        expected = top_children(logits, width)
-    assert torch.equal(found[0], expected[0]) and torch.allclose(found[1], expected[1], atol=1e-6)
-
-
 def test_top_children_of_rows_with_few_tokens_or_none():
     logits = torch.full((3, 700), -math.inf)
     logits[0, 650], logits[0, 3], logits[1] = 1.0, 0.5, math.nan
@@ -126,28 +101,6 @@ def test_a_grown_tree_is_the_references(width, steps):
     found = keep_best(by_kernel.tokens, by_kernel.parents, by_torch.scores, config.num_tokens)
     with torch_implementations():
         assert same(found, by_torch.kept())
-
-
-@pytest.mark.parametrize(("width", "steps"), [(1, 2), (3, 4), (8, 9)])
-def test_a_placed_frontier_is_the_references(width, steps):
-    queries, size = width * (steps - 1), 70
-    seq_lens = torch.tensor([0, 9, 30, 0, 4, 5, 6, 7], dtype=torch.int32)
-    first = seq_lens.long()[:, None] * 3
-
-    def buffers():
-        positions = (first + torch.arange(queries)).where(seq_lens[:, None] > 0, 0)
-        masks, ids = torch.full((2, ROWS, queries), 77)
-        return ids, torch.full((ROWS, queries, size), math.inf), positions, masks
-
-    by_kernel, by_torch, step = buffers(), buffers(), torch.zeros(1, dtype=torch.int64)
-    for at in range(steps):
-        step.fill_(at)
-        tokens, places = whole(0, 99, (ROWS, width), at), whole(0, width, (ROWS, width), 100 + at)
-        hidden = torch.randn(ROWS, queries if at else 1, size + 2, generator=generator(at))[..., 1:-1]
-        place_frontier(step, tokens, places, hidden, seq_lens, *by_kernel)
-        with torch_implementations():
-            place_frontier(step, tokens, places, hidden, seq_lens, *by_torch)
-        assert same(by_kernel, by_torch)
 
 
 @pytest.mark.parametrize(("candidates", "count"), [(1, 1), (20, 63), (70, 9), (130, 63)])

@@ -12,9 +12,7 @@ from spec_decode.sampling.kernels.process_logits import process_logits
 from spec_decode.sampling.target_sampler import process_target_logits, sample_target
 from spec_decode.verification import verifier
 from spec_decode.verification.kernels.block_verify import block_verify
-from spec_decode.verification.kernels.hash_seeds import hash_seeds
 from spec_decode.verification.kernels.rejection_sample import rejection_sample
-from spec_decode.verification.kernels.synthetic_accept import synthetic_accept
 from spec_decode.verification.kernels.verify_arguments import VerifyArguments
 from tests.spec_decode.verification.verify_oracle import Case, block_oracle, rejection_oracle
 
@@ -229,15 +227,6 @@ def test_a_whole_verifier_with_restrictions(name, dtype):
     assert same(*both_ways(call))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("selected", [False, True])
-@pytest.mark.parametrize("vocab", [3, 1100])
-def test_processed_logits(vocab, selected, dtype):
-    logits = torch.randn(4, 3, 2 * vocab, generator=generator(0)).to(dtype)[..., ::2]
-    temperature, column = torch.tensor([0.0, 0.7, 1.0, 1e-3]), torch.tensor([2, 0, 1, 2])
-    assert same(*both_ways(lambda: (process_logits(logits, temperature, column if selected else None, None, None),)))
-
-
 def test_only_rows_that_are_restricted_are_processed():
     logits, top_p = torch.randn(5, 2, 40, generator=generator(0)), torch.tensor([1.0, 1, 0.5, 1, 1])
     top_k = torch.tensor([0, 3, 0, 40, 39], dtype=torch.int32)
@@ -282,34 +271,11 @@ def test_a_token_beyond_the_vocabulary_is_not_drawn(temperature):
     assert found.lt(599).all()
 
 
-@pytest.mark.parametrize("vocab", [1, 37, 512, 2000])
-def test_drawn_tokens(vocab):
-    logits = torch.randn(6, vocab, generator=generator(0)) * 3
-    temperature = torch.tensor([0.0, 1.0, 0.5] * 2)
-    seeds, positions = whole(-(2**63), 2**63 - 1, 6, 1), whole(0, 2**40, 6, 2)
-    assert same(*both_ways(lambda: (draw_tokens(logits, temperature, seeds, positions),)))
-
-
 def test_ties_are_won_by_the_first_token_across_blocks():
     logits = torch.zeros(1, 5000)
     logits[0, [700, 4000]] = 1.0
     zero = torch.zeros(1, dtype=torch.int64)
     assert draw_tokens(logits, torch.zeros(1), zero, zero).tolist() == [700]
-
-
-@pytest.mark.parametrize("mean", [0.0, 0.4, 1.0, 1.5, 3.0])
-@pytest.mark.parametrize("steps", [1, 3])
-def test_accepted_counts(steps, mean):
-    drafts = torch.zeros(40, steps, dtype=torch.int64)
-    drafts[::4, -1] = -1
-    seeds, positions = whole(-(2**63), 2**63 - 1, 40, 1), whole(0, 2**40, 40, 2)
-    assert same(*both_ways(lambda: synthetic_accept(drafts, seeds, positions, mean)))
-
-
-@pytest.mark.parametrize("rows", [1, 300])
-def test_hashed_seeds(rows):
-    seeds, positions = whole(-(2**63), 2**63 - 1, rows, 1), whole(0, 2**40, rows, 2)
-    assert same(*both_ways(lambda: (hash_seeds(seeds, positions),)))
 
 
 ORACLES = {"rejection": rejection_oracle, "block": block_oracle}

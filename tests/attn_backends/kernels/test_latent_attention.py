@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from attn_backends.kernels.latent_attention import latent_attention, merge_warps, tile_config
 from builders import BatchBuffers, BatchError
 from tests.factories import make_tables
-from tests.op_checks import check_op
 
 CASES = {
     "decode": {"query_lens": [1, 1, 1], "seq_lens": [1, 4, 17]},
@@ -148,14 +147,6 @@ def test_latents_whose_last_dim_is_strided_are_refused():
     assert "contiguous last dim" in refusal(
         lambda asked: setattr(asked, "cache", asked.cache.transpose(1, 2).contiguous().transpose(1, 2))
     )
-
-
-def test_the_latent_attention_op_keeps_its_schema_and_its_fake_matches():
-    table = torch.tensor([[0, 1], [2, -1], [-1, -1]], dtype=torch.int32)
-    seq_lens, starts = (torch.tensor(values, dtype=torch.int32) for values in ([6, 3, 0], [0, 2, 4, 6]))
-    args = torch.randn(6, 4, 48), torch.randn(5, 4, 48), table, seq_lens, starts, None, 2, 2, 32, 0.25, True, False
-    op = torch.ops.attn_backends.latent_attention.default
-    check_op(op, args)
 
 
 DIMS = st.sampled_from([16, 32, 64, 128, 256, 512])

@@ -9,7 +9,6 @@ import torch
 
 from attn_backends.kernels.latent_rotary import inverse_rotary, prepare_query
 from builders import BatchError
-from tests.op_checks import check_op
 
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 2**-7, "atol": 1e-5}}
 SHAPES = [(3, 64, 512, 64), (2, 5, 576, 64), (3, 1, 64, 64), (2, 3, 80, 6), (1, 7, 2, 2)]
@@ -153,13 +152,3 @@ def test_tensors_that_a_kernel_would_misread_are_refused(change, message):
     with pytest.raises(BatchError, match=message):
         inverse_rotary(*args.values())
     assert torch.equal(args["x"], before)
-
-
-OPS = {"prepare_query": (1e-6,), "inverse_rotary": ()}
-
-
-@pytest.mark.parametrize(("name", "rest"), OPS.items(), ids=OPS)
-def test_an_op_writes_what_its_schema_says_and_its_fake_matches(name, rest):
-    args = noise(2, 3, 64), torch.tensor([3, 5]), make_table(16), *rest
-    op = getattr(torch.ops.attn_backends, name).default
-    check_op(op, args)

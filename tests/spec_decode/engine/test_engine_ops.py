@@ -8,7 +8,6 @@ from spec_decode.engine.input_batch import InputBatch
 from spec_decode.engine.kernels.prepare_inputs import prepare_inputs
 from spec_decode.engine.kernels.update_requests import UpdateRequests, update_requests
 from spec_decode.verification import RejectionSampling, VerifyOutput
-from tests.op_checks import check_op
 
 INT32 = torch.int32
 ROWS, STEPS = 3, 2
@@ -31,17 +30,6 @@ def step_of(drafts, accepted, lens, max_lens, *, drafting=True, position_offset=
 
 
 THREE = {"drafts": [[1, 2], [3, -1], [4, 5]], "accepted": [2, 0, 1], "lens": [4, 9, 1], "max_lens": [40, 10, 4]}
-CALLS = {
-    "prepare_inputs": (zeros(ROWS), zeros(ROWS), zeros(ROWS, STEPS)),
-    "update_requests": tuple(step_of(**THREE, position_offset=1)),
-    "update_requests without a drafter": tuple(step_of(**THREE, drafting=False)),
-}
-
-
-@pytest.mark.parametrize(("name", "arguments"), CALLS.items(), ids=CALLS)
-def test_the_schema_is_true(name, arguments):
-    op = getattr(torch.ops.spec_decode, name.split()[0]).default
-    check_op(op, arguments)
 
 
 @pytest.mark.parametrize("name", ["accepted", "next_tokens"])

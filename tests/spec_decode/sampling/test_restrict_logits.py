@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 
 from builders import BatchError
 from spec_decode.sampling.kernels.restrict_logits import restrict_logits
-from tests.op_checks import check_op
 from tests.spec_decode.verification.verify_helpers import law
 
 INF = float("inf")
@@ -98,9 +97,3 @@ def test_tensors_that_a_kernel_would_misread_are_refused(logits, k_dtype, p_dtyp
     with pytest.raises(BatchError, match="must be"):
         restrict_logits(logits, top_k=torch.ones(2, dtype=k_dtype), top_p=torch.ones(2, dtype=p_dtype))
     assert not logits.any()
-
-
-def test_the_op_writes_what_its_schema_says_and_its_fake_matches():
-    args = torch.randn(4, 11), torch.tensor([3, 0], dtype=torch.int32), torch.tensor([0.5, 1.0])
-    op = torch.ops.spec_decode.restrict_logits.default
-    check_op(op, args)

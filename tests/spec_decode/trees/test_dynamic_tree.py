@@ -13,7 +13,6 @@ from spec_decode.graphs.emulator import EmulatedRuntime
 from spec_decode.trees import DraftTree, DynamicTree, DynamicTreeConfig, TreeSampling
 from spec_decode.trees.kernels.keep_best import keep_best
 from spec_decode.trees.kernels.top_children import top_children
-from tests.op_checks import check_op
 from tests.spec_decode.verification.verify_helpers import sampling_of
 
 ROWS, VOCAB = 3, 7
@@ -181,16 +180,6 @@ def test_a_kept_tree_may_be_verified():
         last = parent
     output = TreeSampling(3).verify(logits, kept, **place)
     assert output.path[0, output.accepted[0] - 1] == 10
-
-
-def test_the_ops_are_as_they_say():
-    tree, ops = Growth(2, 2).tree, torch.ops.spec_decode
-    check_op(ops.top_children.default, [torch.randn(3, 9), 2])
-    buffers = (tree.tokens, tree.parents, tree.scores)
-    frontier = (tree.frontier, tree.frontier_scores, tree.frontier_tokens, tree.frontier_places)
-    children = torch.zeros(ROWS, 2, 2, dtype=torch.int64), torch.zeros(ROWS, 2, 2)
-    check_op(ops.grow_tree.default, [torch.ones(1, dtype=torch.int64), *children, *buffers, *frontier])
-    check_op(ops.keep_best.default, [*buffers, 4])
 
 
 @pytest.mark.parametrize(

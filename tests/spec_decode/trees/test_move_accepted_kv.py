@@ -4,7 +4,6 @@ import torch
 from builders import BatchError
 from spec_decode.graphs.emulator import EmulatedRuntime
 from spec_decode.trees import move_accepted_kv
-from tests.op_checks import check_op
 
 PAGES, PAGE_SIZE, HEADS, DIM, VALUE_DIM = 6, 4, 2, 3, 5
 
@@ -79,11 +78,6 @@ def test_a_graph_moves_by_the_path_of_each_replay():
     path.copy_(torch.tensor([[3, -1]]))
     graph.replay()
     assert torch.equal(at(key, 1), at(caches()[0], 3)) and torch.equal(at(key, 2), at(caches()[0], 2))
-
-
-def test_the_op_is_as_it_says():
-    key, value = (cache.clone() for cache in caches())
-    check_op(torch.ops.spec_decode.move_accepted_kv.default, [key, value, slots([0, 1, 2]), torch.tensor([[2, -1]])])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from spec_decode.graphs.emulator import EmulatedRuntime
 from spec_decode.sampling import sample_target
 from spec_decode.trees import DraftTree, TreeBatch, TreeSampling
 from spec_decode.trees.kernels.follow_tree import follow_tree
-from tests.op_checks import check_op
 from tests.spec_decode.trees.test_draft_tree import trees
 from tests.spec_decode.trees.tree_helpers import TREES, Drafted, Tables, draft, first_two, verify
 from tests.spec_decode.verification.verify_helpers import FIRST, law, p_value, sampling_of
@@ -108,12 +107,6 @@ def test_a_graph_verifies_the_trees_of_each_replay():
     batch.draft_tokens.copy_(other.batch.draft_tokens)
     graph.replay()
     assert torch.equal(found[0].path, expected.path) and torch.equal(found[0].next_tokens, expected.next_tokens)
-
-
-def test_the_ops_are_as_they_say():
-    drafted = draft(Tables(VOCAB, 2), TREES["two levels"], 3)
-    tokens, parents = drafted.batch
-    check_op(torch.ops.spec_decode.follow_tree.default, [tokens, parents, torch.zeros(3, 6, dtype=torch.int64), 2])
 
 
 WRONG = {

@@ -6,7 +6,6 @@ import torch
 from builders import BatchError
 from spec_decode.verification import BlockVerification, SyntheticAcceptance
 from spec_decode.verification.kernels.verify_arguments import VerifyArguments
-from tests.op_checks import check_op
 from tests.spec_decode.verification.verify_helpers import sampling_of
 
 OPS, INT32 = torch.ops.spec_decode, torch.int32
@@ -24,39 +23,6 @@ def verify_arguments(**changed):
         "accept_seeds": zeros(ROWS), "draft_positions": zeros(ROWS),
     }  # fmt: skip
     return VerifyArguments(**fields | changed)
-
-
-CALLS = {
-    "process_logits": (torch.randn(ROWS, STEPS, VOCAB), torch.ones(ROWS), None, None, None),
-    "process_logits of a column": (torch.randn(ROWS, STEPS, VOCAB), torch.ones(ROWS), zeros(ROWS), None, None),
-    "process_logits where restricted": (
-        torch.randn(ROWS, STEPS, VOCAB),
-        torch.ones(ROWS),
-        None,
-        torch.full((ROWS,), 2, dtype=INT32),
-        torch.ones(ROWS),
-    ),
-    "draw_target": (
-        torch.randn(ROWS, STEPS, VOCAB),
-        torch.randn(ROWS, 1, VOCAB),
-        torch.ones(ROWS),
-        zeros(ROWS, dtype=INT32),
-        torch.full((ROWS,), 0.5),
-        zeros(ROWS),
-        zeros(ROWS),
-        zeros(ROWS),
-    ),
-    "draw_tokens": (torch.randn(ROWS, VOCAB), torch.ones(ROWS), zeros(ROWS), zeros(ROWS)),
-    "rejection_sample": verify_arguments().checked(),
-    "block_verify": verify_arguments().checked(),
-    "synthetic_accept": (zeros(ROWS, STEPS), zeros(ROWS), zeros(ROWS), 1.5),
-    "hash_seeds": (zeros(ROWS), zeros(ROWS)),
-}
-
-
-@pytest.mark.parametrize(("name", "arguments"), CALLS.items(), ids=CALLS)
-def test_the_schema_is_true_and_the_fake_is_like_the_op(name, arguments):
-    check_op(getattr(OPS, name.split()[0]).default, arguments)
 
 
 WRONG = {

@@ -18,7 +18,6 @@ from spec_decode.models.kernels.streamed_linear import (
 )
 from spec_decode.models.kernels.streamed_shares import streamed_shares, sum_shares
 from spec_decode.models.kernels.streamed_tiling import MAX_ROWS, ROWS_OF_ANY_WEIGHT, Room, most_rows, streamed_tiling
-from tests.op_checks import check_op
 from tests.spec_decode.models.kernels.streamed_oracle import FORMS, LIMIT, assert_exact, make_arguments
 
 H200 = Room(num_sms=132, shared_memory=232448)
@@ -38,11 +37,6 @@ def call(arguments):
 def test_the_torch_implementation_of_every_form(form, rows, dtype):
     arguments = make_arguments(form, rows, 21, 50, dtype)
     assert_exact(call(arguments), arguments)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_op_writes_nothing_and_its_fake_matches(form):
-    check_op(torch.ops.spec_decode.streamed_linear.default, tuple(make_arguments(form, 7, 21, 50)))
 
 
 @pytest.mark.parametrize(
@@ -94,17 +88,6 @@ def test_the_sum_of_shares_is_added_to_the_residual_and_rounded_once():
 def test_shares_of_tensors_that_do_not_fit_are_refused():
     with pytest.raises(BatchError, match=r"weight torch.float16 \[4, 8\].*nothing was run"):
         streamed_shares(HALF[:, :7], torch.zeros(4, 8).half())
-
-
-@pytest.mark.parametrize(
-    ("op", "arguments"),
-    [
-        ("streamed_shares", make_arguments("plain", 3, 21, 600, torch.bfloat16)[:2]),
-        ("sum_shares", (torch.randn(3, 2, 5), torch.randn(2, 5).bfloat16())),
-    ],
-)
-def test_the_schema_of_shares_is_true_and_the_fake_is_like_the_op(op, arguments):
-    check_op(getattr(torch.ops.spec_decode, op).default, tuple(arguments))
 
 
 @pytest.mark.parametrize(

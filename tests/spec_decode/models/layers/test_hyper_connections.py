@@ -6,7 +6,6 @@ import torch
 from builders.errors import BatchError
 from spec_decode.models.kernels.hyper_connections import collapse_streams, read_streams, write_streams
 from spec_decode.models.layers.hyper_connections import HyperConnection, HyperHead, HyperShape
-from tests.op_checks import check_op
 from tests.spec_decode.models.kernels.hyper_oracle import (
     EPS,
     assert_rounded,
@@ -44,18 +43,6 @@ def test_the_torch_implementation_of_what_is_read_and_written(streams, iteration
 def test_the_torch_implementation_of_a_collapse(dtype):
     case = make_case(dtype=dtype)
     assert_rounded(collapse_streams(case.streams, *case.head, eps=EPS), exact_collapse(case), dtype)
-
-
-@pytest.mark.parametrize("name", ["read_streams", "write_streams", "collapse"])
-def test_the_ops_say_what_they_return_and_write(name):
-    case = make_case(dtype=torch.bfloat16)
-    arguments = {
-        "read_streams": (case.streams, case.mixes, case.scale, case.base, 20, EPS),
-        "collapse": (case.streams, *case.head, 0, EPS),
-        "write_streams": (case.streams, case.output, noise(3, 4), noise(3, 4, 4)),
-    }
-    op = getattr(torch.ops.spec_decode, "read_streams" if name == "collapse" else name).default
-    check_op(op, arguments[name])
 
 
 @pytest.mark.parametrize(

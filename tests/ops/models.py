@@ -1,0 +1,136 @@
+"""Samples of the ops of models."""
+
+import torch
+
+import spec_decode.models.kernels.add_rms_norm
+import spec_decode.models.kernels.batch_invariant_linear
+import spec_decode.models.kernels.embed_concat
+import spec_decode.models.kernels.hyper_connections
+import spec_decode.models.kernels.mla_query_key
+import spec_decode.models.kernels.streamed_shares
+import spec_decode.models.kernels.swiglu  # noqa: F401
+from tests.ops.sample import CLOSE, each, noise, op
+from tests.spec_decode.models.kernels import mixture_oracle, skinny_oracle, streamed_oracle
+from tests.spec_decode.models.kernels.hyper_oracle import EPS, make_case
+
+DTYPES = [torch.float32, torch.float16]
+
+
+@op("spec_decode::add_rms_norm", close=CLOSE, strided="x")
+def add_rms_norm():
+    for width in (20, 1, 64, 300):
+        for dtype in DTYPES:
+            x, weight = noise(4, width, dtype=dtype), noise(width, seed=1, dtype=dtype)
+            yield x, x.flip(0), weight, 1e-6
+            yield x, None, weight, 1e-6
+    for shares in (1, 3):
+        for dtype in DTYPES:
+            yield noise(4, 48, dtype=dtype), noise(shares, 4, 48), noise(48, seed=1, dtype=dtype), 1e-6
+    for view in (lambda x: x[:, 1], lambda x: x[:, 1:3], lambda x: x[:, :, ::2], lambda x: x.mT):
+        x = view(noise(5, 4, 6))
+        yield x, None, noise(x.shape[-1], seed=1), 1e-6
+
+
+@op("spec_decode::swiglu", close=CLOSE, strided="gate_up")
+def swiglu():
+    for width, dtype, limit in each((40, 2, 3000), DTYPES, (None, 0.7)):
+        yield noise(3, width, dtype=dtype), limit
+    nan = noise(1, 8)
+    nan[0, [1, 6]] = torch.nan
+    yield nan, 0.7
+
+
+@op("spec_decode::embed_concat", close=CLOSE, strided="hidden")
+def embed_concat():
+    ids = torch.tensor([3, 0, 3])
+    for width in (20, 1, 64, 1500):
+        for dtype in DTYPES:
+            table, hidden = noise(5, width, dtype=dtype), noise(3, width, seed=1, dtype=dtype)
+            norms = [noise(width, seed=2, dtype=dtype), noise(2 * width, seed=3, dtype=dtype)[width:]]
+            yield ids, table, hidden, [], 0.0
+            yield ids, table, hidden, norms, 1e-6
+
+
+@op("spec_decode::mla_query_key", close=CLOSE, strided="absorbed rotated latent")
+def mla_query_key():
+    positions = torch.tensor([0, 31, 7])
+    for heads, dims, rotary in ((5, 24, 8), (1, 2, 2), (3, 20, 6)):
+        for dtype in DTYPES:
+            absorbed = noise(heads, 3, dims, dtype=dtype).transpose(0, 1)
+            rotated = noise(3, heads, 4 + rotary, seed=1, dtype=dtype)[..., 4:]
+            latent = noise(3, 9 + dims + rotary, seed=2, dtype=dtype)[:, 9:]
+            yield absorbed, rotated, latent, noise(dims, seed=3), positions, noise(32, rotary, seed=4).cos(), 1e-6
+
+
+@op("spec_decode::route_tokens", close=CLOSE)
+def route_tokens():
+    for experts, routing in mixture_oracle.ROUTINGS.values():
+        options = {**mixture_oracle.PLAIN, **routing}
+        yield noise(5, experts), noise(experts, seed=1) / 4, *options.values()
+
+
+@op("spec_decode::order_by_expert")
+def order_by_expert():
+    for experts, count in mixture_oracle.ORDERS.values():
+        yield torch.tensor(experts), count
+    yield torch.zeros(0, 3, dtype=torch.int64), 5
+
+
+@op("spec_decode::combine_experts")
+def combine_experts():
+    for shared in (True, False):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            for sizes in ((5, 1, 70), (1, 4, 1), (3, 3, 600)):
+                yield mixture_oracle.combine_inputs(*sizes, dtype, shared=shared)
+
+
+@op("spec_decode::read_streams", close=CLOSE)
+def read_streams():
+    for streams, hidden, dtype in each((4, 1, 2, 3), (50, 1, 1100), (torch.float32, torch.float16)):
+        case = make_case(streams=streams, hidden=hidden, dtype=dtype)
+        yield case.streams, case.mixes, case.scale, case.base, 20, EPS
+    for iterations in (1, 2):
+        yield case.streams, case.mixes, case.scale, case.base, iterations, EPS
+    head = make_case(streams=3)
+    yield head.streams, *head.head, 0, EPS
+
+
+@op("spec_decode::write_streams", close=CLOSE)
+def write_streams():
+    for streams, hidden, dtype in each((4, 1, 3), (50, 1, 1024, 1100), (torch.float32, torch.float16)):
+        case = make_case(streams=streams, hidden=hidden, dtype=dtype)
+        yield case.streams, case.output, noise(3, streams), noise(3, streams, streams, seed=1)
+
+
+SUMS = {dtype: {"rtol": 2 * close["rtol"], "atol": 2e-2 if dtype.itemsize == 2 else 1e-4}
+        for dtype, close in CLOSE.items()}  # fmt: skip
+
+
+@op("spec_decode::skinny_linear", close=SUMS)
+def skinny_linear():
+    for form in skinny_oracle.FORMS:
+        yield tuple(skinny_oracle.make_inputs(form, 2, 21, 40).arguments())
+
+
+@op("spec_decode::streamed_linear", close=SUMS)
+def streamed_linear():
+    for form in streamed_oracle.FORMS:
+        yield tuple(streamed_oracle.make_arguments(form, 7, 21, 50))
+
+
+@op("spec_decode::streamed_shares", close=SUMS)
+def streamed_shares():
+    yield streamed_oracle.make_arguments("plain", 3, 21, 600, torch.bfloat16)[:2]
+
+
+@op("spec_decode::sum_shares", close=SUMS)
+def sum_shares():
+    for shares, width in ((3, 5), (2, 300), (1, 21)):
+        yield noise(shares, 2, width), noise(2, width, seed=1, dtype=torch.bfloat16)
+
+
+@op("spec_decode::batch_invariant_linear", close=SUMS, strided="x weight")
+def batch_invariant_linear():
+    for outputs, inputs, dtype in each((40, 1), (300, 1), (torch.float32, torch.bfloat16)):
+        yield noise(9, 2, inputs, dtype=dtype), noise(2, outputs, inputs, seed=1, dtype=dtype) / 8, None
+    yield noise(9, 1, 50), noise(4, 20, 50, seed=1), torch.tensor([2, 2, 7, 9], dtype=torch.int32)

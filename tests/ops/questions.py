@@ -1,0 +1,126 @@
+"""What every op is asked, by the CPU's session, the interpreter's and a GPU's alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from builders.kernels.triton_runtime import torch_implementations
+from tests.ops.sample import Op
+
+_AROUND = 1 << 15
+"""Elements on either side: more than the tile of a kernel reaches beyond its operand."""
+
+
+class Placed:
+    """An operand within a buffer of poison, with the strides that it had, or with gaps between its rows too."""
+
+    def __init__(self, part: torch.Tensor, device: torch.device, *, apart: bool = False):
+        strides = _apart(part.shape) if apart else part.stride()
+        span = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, strides, strict=True))
+        self.buffer = _poison(span + 2 * _AROUND, part.dtype, device)
+        self.view = self.buffer.as_strided(part.shape, strides, _AROUND)
+        self.view.copy_(part)
+
+    def assert_alone(self) -> None:
+        """Raise AssertionError if anything but the operand was written."""
+        inside = torch.zeros(self.buffer.shape, dtype=torch.bool, device=self.buffer.device)
+        inside.as_strided(self.view.shape, self.view.stride(), _AROUND).fill_(True)
+        beside = self.buffer[~inside]
+        assert torch.equal(_bits(beside), _bits(_poison(len(beside), beside.dtype, beside.device)))
+
+
+def ask(op: Op, sample: Sequence[Any], device: torch.device, *, apart: bool = False) -> None:
+    """Raise AssertionError unless the kernel, amid poison, gives what the reference gives and writes nothing else."""
+    wanted = tree_map_only(torch.Tensor, torch.clone, [*sample])
+    with torch_implementations():
+        returned = op.call(*wanted)
+    parameters = op.call._schema.arguments
+    strided = [apart and parameter.name in op.strided for parameter in parameters]
+    placed: list[Placed] = []
+
+    def place(part: torch.Tensor, gaps: bool) -> torch.Tensor:
+        placed.append(Placed(part, device, apart=gaps))
+        return placed[-1].view
+
+    arguments = [
+        tree_map_only(torch.Tensor, lambda part, gaps=gaps: place(part, gaps), argument)
+        for argument, gaps in zip(sample, strided, strict=True)
+    ]
+    found = op.call(*arguments)
+    for parameter, argument, right in zip(parameters, arguments, wanted, strict=True):
+        written = parameter.alias_info is not None and parameter.alias_info.is_write
+        _compare(argument, right, op.close if written else {}, parameter.name)
+    _compare(found, returned, op.close, "what is returned")
+    for each in placed:
+        each.assert_alone()
+
+
+def _compare(found: Any, wanted: Any, close: dict[torch.dtype, dict[str, float]], what: str) -> None:
+    def message(text: str) -> str:
+        return f"{what}: {text}"
+
+    pairs = [
+        (a, b) for a, b in zip(tree_leaves(found), tree_leaves(wanted), strict=True) if isinstance(b, torch.Tensor)
+    ]
+    for a, b in pairs:
+        if b.dtype.itemsize == 1:
+            a, b = _bits(a), _bits(b)
+        tolerance = close.get(b.dtype, {"rtol": 0, "atol": 0})
+        torch.testing.assert_close(a.cpu(), b, **tolerance, equal_nan=True, msg=message)
+
+
+class Garbage:
+    """What a kernel allocates, amid poison: it holds garbage, which must reach no output."""
+
+    def __init__(self) -> None:
+        self.placed: list[Placed] = []
+
+    def given_by(self, empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def allocate(*args: Any, **options: Any) -> torch.Tensor:
+            tensor = empty(*args, **options)
+            if not tensor.numel() or tensor.dtype.itemsize == 1:
+                return tensor
+            garbage = torch.nan if tensor.dtype.is_floating_point else -(2**30)
+            self.placed.append(Placed(tensor.fill_(garbage), tensor.device))
+            return self.placed[-1].view
+
+        return allocate
+
+
+def _apart(shape: Sequence[int]) -> list[int]:
+    """Strides with a gap after every dimension but the last."""
+    strides, reach = [1], shape[-1] + 3
+    for size in reversed(shape[:-1]):
+        strides.insert(0, reach)
+        reach *= size + 1
+    return strides
+
+
+def _poison(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """NaN; of whole numbers a small one, which as an index or a length is wrong and within reach."""
+    if dtype.itemsize == 1:
+        return torch.full((length,), 0x7F, dtype=torch.uint8, device=device).view(dtype)
+    return torch.full((length,), torch.nan if dtype.is_floating_point else 5, dtype=dtype, device=device)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def check_schema(op: Any, arguments: Sequence[Any]) -> None:
+    """Raise AssertionError, or what opcheck raises, for an op that is not as it says."""
+    torch.library.opcheck(op, tuple(arguments), test_utils=("test_schema", "test_faketensor"))
+    # opcheck compares nothing with a fake that returns None.
+    with FakeTensorMode() as mode:
+        fake = op(*tree_map_only(torch.Tensor, mode.from_tensor, tuple(arguments)))
+    assert _described(fake) == _described(op(*arguments))
+
+
+def _described(result: Any) -> list[tuple[torch.Size, torch.dtype]]:
+    tensors = () if result is None else (result,) if isinstance(result, torch.Tensor) else result
+    return [(tensor.shape, tensor.dtype) for tensor in tensors]

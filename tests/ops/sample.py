@@ -1,0 +1,68 @@
+"""What an op is called with in tests: every op declares its samples once, beside those of its room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+CLOSE = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.float16: {"rtol": 2e-3, "atol": 1e-3},
+    torch.bfloat16: {"rtol": 2**-7, "atol": 1e-5},
+}
+"""Sums in another order; of the 16-bit ones it may tip a rounding."""
+EXACT: dict[torch.dtype, dict[str, float]] = {}
+
+TABLE: dict[str, Op] = {}
+
+
+@dataclass
+class Op:
+    """An op's samples; `close`: tolerances by dtype, none where every bit must agree; `strided`: the arguments that may
+    be views with gaps between their rows."""
+
+    name: str
+    samples: list[tuple[Any, ...]]
+    close: dict[torch.dtype, dict[str, float]]
+    strided: Sequence[str]
+
+    @property
+    def call(self) -> Any:
+        namespace, name = self.name.split("::")
+        return getattr(getattr(torch.ops, namespace), name).default
+
+
+def op(
+    name: str, *, close: dict[torch.dtype, dict[str, float]] = EXACT, strided: str = ""
+) -> Callable[[Callable[[], Iterable[tuple[Any, ...]]]], None]:
+    """Put what the function yields, each a tuple of the op's arguments, into the table."""
+
+    def declare(samples: Callable[[], Iterable[tuple[Any, ...]]]) -> None:
+        TABLE[name] = Op(name, [*samples()], close, strided.split())
+
+    return declare
+
+
+def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 2).to(dtype)
+
+
+def whole(low: int, high: int, *shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def each(*axes: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+    """The first value of every axis, then each other value of one axis with the first of the others."""
+    values = [[*axis] for axis in axes]
+    first = tuple(axis[0] for axis in values)
+    yield first
+    for at, axis in enumerate(values):
+        for value in axis[1:]:
+            yield (*first[:at], value, *first[at + 1 :])
