@@ -22,6 +22,9 @@ def main(name: str, writer: int, request: dict[str, Any]) -> None:
     from spec_decode.files import ReportError
     from spec_decode.source_digests import SourceRecord
 
+    if not {"", os.getcwd()} & set(request.pop("path", sys.path)):
+        # `python -m` has put it there, and a folder in it that is named like a plug-in would hide the installed one.
+        sys.path[:] = [place for place in sys.path if place != os.getcwd()]
     keep = request.pop("keep", None)
     with soak_length(**request.pop("soak", {})):
         planned = plan(name, **{**request, "device": torch.device(request["device"])})

@@ -48,7 +48,7 @@ def check_isolated(
     check_limit, backend_limit = TimeLimit(limits.check, "a check"), TimeLimit(limits.backend, "a backend")
     unknown = unloaded(name, env, str(request.get("command", "")), Outcome.NOT_RUN)
     progress = _Progress(unknown, on_result, on_note)
-    with start_isolated([*child, name], request) as process:
+    with start_isolated([*child, name], {**request, "path": sys.path}) as process:
         try:
             for message in process.messages(check_limit, backend_limit):
                 progress.take(message)

@@ -123,3 +123,9 @@ def test_a_plug_in_that_crashes_on_import_is_named_and_harms_nothing_here(tmp_pa
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     found = check_isolated("crasher", env=env(), request={"device": "cpu"})
     assert outcomes(found) == ["error"] and "SIGSEGV" in found.results[0].reason
+
+
+def test_the_process_looks_for_plug_ins_where_this_one_does(monkeypatch):
+    monkeypatch.syspath_prepend("/a/place/of/mine")
+    found = run("say(notes=[json.loads(sys.argv[3])['path'][0]]); say(report=plan)", on_note=(told := []).append)
+    assert told == ["/a/place/of/mine"] and outcomes(found)
