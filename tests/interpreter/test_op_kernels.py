@@ -32,4 +32,4 @@ def test_the_kernel_is_the_reference_and_touches_nothing_else(op: str, sample: i
 
 @pytest.mark.parametrize(("op", "sample"), STRIDED, ids=str)
 def test_operands_with_gaps_between_rows_are_read_in_place(op: str, sample: int) -> None:
-    ask(TABLE[op], TABLE[op].samples[sample], torch.device("cpu"), apart=True)
+    ask(TABLE[op], TABLE[op].samples[sample], torch.device("cpu"), gaps=True)

@@ -19,8 +19,8 @@ _AROUND = 1 << 15
 class Placed:
     """An operand within a buffer of poison, with the strides that it had, or with gaps between its rows too."""
 
-    def __init__(self, part: torch.Tensor, device: torch.device, *, apart: bool = False):
-        strides = _apart(part.shape) if apart else part.stride()
+    def __init__(self, part: torch.Tensor, device: torch.device, *, gaps: bool = False):
+        strides = _apart(part.shape) if gaps else part.stride()
         span = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, strides, strict=True))
         self.buffer = _poison(span + 2 * _AROUND, part.dtype, device)
         self.view = self.buffer.as_strided(part.shape, strides, _AROUND)
@@ -34,17 +34,17 @@ class Placed:
         assert torch.equal(_bits(beside), _bits(_poison(len(beside), beside.dtype, beside.device)))
 
 
-def ask(op: Op, sample: Sequence[Any], device: torch.device, *, apart: bool = False) -> None:
+def ask(op: Op, sample: Sequence[Any], device: torch.device, *, gaps: bool = False) -> None:
     """Raise AssertionError unless the kernel, amid poison, gives what the reference gives and writes nothing else."""
     wanted = tree_map_only(torch.Tensor, torch.clone, [*sample])
     with torch_implementations():
         returned = op.call(*wanted)
     parameters = op.call._schema.arguments
-    strided = [apart and parameter.name in op.strided for parameter in parameters]
+    strided = [gaps and parameter.name in op.strided for parameter in parameters]
     placed: list[Placed] = []
 
     def place(part: torch.Tensor, gaps: bool) -> torch.Tensor:
-        placed.append(Placed(part, device, apart=gaps))
+        placed.append(Placed(part, device, gaps=gaps))
         return placed[-1].view
 
     arguments = [
