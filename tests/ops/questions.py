@@ -20,7 +20,7 @@ class Placed:
     """An operand within a buffer of poison, with the strides that it had, or with gaps between its rows too."""
 
     def __init__(self, part: torch.Tensor, device: torch.device, *, gaps: bool = False):
-        strides = _apart(part.shape) if gaps else part.stride()
+        strides = _with_gaps(part.shape) if gaps else part.stride()
         span = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, strides, strict=True))
         self.buffer = _poison(span + 2 * _AROUND, part.dtype, device)
         self.view = self.buffer.as_strided(part.shape, strides, _AROUND)
@@ -92,7 +92,7 @@ class Garbage:
         return allocate
 
 
-def _apart(shape: Sequence[int]) -> list[int]:
+def _with_gaps(shape: Sequence[int]) -> list[int]:
     """Strides with a gap after every dimension but the last."""
     strides, reach = [1], shape[-1] + 3
     for size in reversed(shape[:-1]):
