@@ -18,7 +18,7 @@ from spec_decode.engine.config import checked_request
 from spec_decode.llm.backends import choose_backends, explain_backends
 from spec_decode.llm.load import Name, load
 from spec_decode.llm.outputs import Completion, GrowingText, Reply, TextChunk
-from spec_decode.llm.pair import Message, Pair
+from spec_decode.llm.pair import Message
 from spec_decode.sampling import SamplingParams
 from spec_decode.trees import DraftTree, DynamicTreeConfig
 
@@ -110,28 +110,17 @@ class LLM:
             verification=settings.get("verification"),
             batch_invariant=settings.get("batch_invariant", False),
         ).of_draft(pair.draft)
-        self._start(pair, config, settings.get("max_model_len"), backend, draft_backend)
-
-    @classmethod
-    def of(
-        cls, pair: Pair, config: EngineConfig, *, backend: str | None = None, draft_backend: str | None = None
-    ) -> LLM:
-        """One over models that are loaded already; config.max_seq_len counts."""
-        self = cls.__new__(cls)
-        self._start(pair, config.of_draft(pair.draft), config.max_seq_len, backend, draft_backend)
-        return self
-
-    def _start(
-        self, pair: Pair, config: EngineConfig, max_len: int | None, backend: str | None, draft_backend: str | None
-    ) -> None:
         # A step writes drafts beyond the text, and all of that stays below the model's positions.
         most = min(model.max_positions for model in (pair.target, pair.draft) if model is not None)
         room = most - 1 - config.draft_slots
-        self.config = replace(config, max_seq_len=max(2, min(room, _MAX_MODEL_LEN)) if max_len is None else max_len)
+        asked = settings.get("max_model_len")
+        self.config = replace(config, max_seq_len=max(2, min(room, _MAX_MODEL_LEN)) if asked is None else asked)
         self.pair = pair
         self.backends = choose_backends(pair, self.config, backend, draft_backend)
-        draft = pair.draft if config.num_speculative_tokens else None
-        self.engine = Engine(pair.target, draft, self.backends.target, self.config, draft_backend=self.backends.draft)
+        drafting = pair.draft if config.num_speculative_tokens else None
+        self.engine = Engine(
+            pair.target, drafting, self.backends.target, self.config, draft_backend=self.backends.draft
+        )
         small = sum(weight.numel() for weight in pair.target.parameters()) < _SMALL
         self._one_thread = pair.device.type == "cpu" and small
         with self._threads():
@@ -281,7 +270,8 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[object]:
 
 
 def _params_each(params: Params, count: int) -> list[SamplingParams]:
-    given = [params or SamplingParams()] * count if params is None or isinstance(params, SamplingParams) else params
+    one = SamplingParams() if params is None else params
+    given = [one] * count if isinstance(one, SamplingParams) else one
     require(
         isinstance(given, Sequence) and len(given) == count and all(isinstance(p, SamplingParams) for p in given),
         f"sampling_params is {params!r:.200} for {count} prompts. Pass a SamplingParams, or a list with one for each.",
