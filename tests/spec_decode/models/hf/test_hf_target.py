@@ -212,6 +212,8 @@ def test_a_captured_forward_replays_over_other_tokens(kind: str) -> None:
 
 
 def test_a_target_with_a_pad_token_is_captured() -> None:
+    if transformers.__version__.startswith("4."):
+        pytest.skip("before its version 5 the library gives GPT-2's attention no scale: refused")
     sizes = {"n_embd": 64, "n_head": 1, "n_layer": 1, "n_inner": 48}
     model = make_model("GPT2Config", pad_token_id=0, **sizes)
     wanted = model(TEXTS[:, :6]).logits
