@@ -75,7 +75,7 @@ check: lint test
 
 # What a release asks for besides: no evidence of older source, and a wheel.
 release: docs check
-	$(BIN)/attn-backends matrix --check --strict --readme README.md
+	$(BIN)/attn-backends matrix --check --strict
 	$(PIP) build
 	$(BIN)/python -m build --wheel --outdir dist .
 

@@ -38,7 +38,6 @@ class _Options:
     markdown: Annotated[str | None, "Write Markdown to a file, or - for standard output."]
     html: Annotated[str | None, "Write one self-contained page to a file, or - for standard output."]
     as_json: Annotated[str | None, "--json", "Write JSON to a file, or - for standard output."]
-    readme: Annotated[Path | None, "Renew the short table between the markers of a Markdown file."]
     installed: Annotated[bool, "Mark rows of other versions than those installed here as stale."] = False
     only_check: Annotated[bool, "--check", "Write nothing; fail for a report or a page that is wrong."] = False
     strict: Annotated[bool, "With --check, fail for a report of older source too."] = False
@@ -77,9 +76,8 @@ def matrix(options: _Options) -> None:
     --run, reports/ is shown. With --run each backend, or `available`, or `all`, is checked in a subprocess: one that
     crashes or hangs is named, and costs no other its results.
 
-    --check fails for a report that cannot be read, was edited or follows another schema, for a page that cannot be
-    made, and for a table of --readme that is not what the reports say. Reports that were made from other source than
-    is here now are a warning; with --strict they fail too.
+    --check fails for a report that cannot be read, was edited or follows another schema, and for a page that cannot be
+    made. Reports that were made from other source than is here now are a warning; with --strict they fail too.
     """
     options.require_sense()
     from spec_decode.matrix import build_matrix
@@ -97,11 +95,9 @@ def matrix(options: _Options) -> None:
         current=_installed(sources) if options.installed else None,
     )
     if options.only_check:
-        _check(result, sources, documents, options)
+        _check(result, documents, options)
         return
     _show(result, options)
-    if options.readme:
-        _renew(options.readme, sources)
     if "-" not in options.targets().values():
         _warn_of_age(documents)
     if not all(report.ok for report in fresh):
@@ -159,7 +155,7 @@ def _show(result: Matrix, options: _Options) -> None:
     from spec_decode.matrix import to_table
 
     targets = options.targets()
-    if not any(targets.values()) and not options.readme:
+    if not any(targets.values()):
         stdout().print(to_table(result))
     for name, render in _writers().items():
         if (target := targets[name]) is not None:
@@ -168,29 +164,11 @@ def _show(result: Matrix, options: _Options) -> None:
                 say(stdout(), f"wrote {target}")
 
 
-def _renew(readme: Path, sources: Sources) -> None:
-    write(str(readme), _renewed(readme, sources))
-    say(stdout(), f"wrote the table of {readme}")
-
-
-def _renewed(readme: Path, sources: Sources) -> str:
-    """The file with the table that the reports make."""
-    from spec_decode.matrix.summary import to_summary, with_summary
-
-    if not readme.is_file():
-        raise UserError(f"--readme names no file: {readme}. Name a Markdown file that has the markers.")
-    return with_summary(readme.read_text(encoding="utf-8"), to_summary(sources.reports), str(readme))
-
-
-def _check(result: Matrix, sources: Sources, documents: Documents, options: _Options) -> None:
-    """Make every page, and raise SystemExit for a table that is not current and, if strict, for older source."""
+def _check(result: Matrix, documents: Documents, options: _Options) -> None:
+    """Make every page, and raise SystemExit for older source if strict."""
     for render in _writers().values():
         render(result)
-    stale = _warn_of_age(documents)
-    drifted = options.readme and _renewed(options.readme, sources) != options.readme.read_text(encoding="utf-8")
-    if drifted:
-        say(stdout(), f"the table of {options.readme} is not what the reports say. Run attn-backends matrix --readme.")
-    if drifted or (stale and options.strict):
+    if _warn_of_age(documents) and options.strict:
         raise SystemExit(1)
     say(stdout(), f"{len(documents)} reports are whole and unedited")
 

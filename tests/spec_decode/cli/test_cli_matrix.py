@@ -8,7 +8,6 @@ from spec_decode.conformance.coverage import EVERYTHING
 from spec_decode.conformance.report import Claim, Report, Result
 from spec_decode.environment import environment
 from spec_decode.files import read_json, report_bytes, sealed
-from spec_decode.matrix.summary import BEGIN, END
 from spec_decode.source_digests import SourceRecord
 from spec_decode.testing.outcome import Outcome
 from tests.spec_decode.cli.conftest import CPU
@@ -203,23 +202,6 @@ def test_older_source_is_a_warning_and_strict_fails_for_it(tagged, run):
         assert "warning: 1 of 1 reports are of older source" in shown.output
     assert run("matrix", "--check", "--strict").exit_code == 1
     assert run("matrix", "--strict").exit_code == 2
-
-
-def test_the_table_of_a_readme_is_renewed_between_its_markers_and_checked(tagged, tmp_path, run):
-    page = tmp_path / "README.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    assert run("matrix", "--check", "--readme", "README.md").exit_code == 1
-    assert run("matrix", "--readme", "README.md").exit_code == 0
-    assert page.read_text().startswith("before\n") and page.read_text().endswith("\nafter\n")
-    assert "| `torch_reference` | 1 of 1 (" in page.read_text() and "old" not in page.read_text()
-    assert run("matrix", "--check", "--readme", "README.md").exit_code == 0
-
-
-@pytest.mark.parametrize("text", ["", BEGIN, f"{END} {BEGIN}", f"{BEGIN}{END}{BEGIN}"])
-def test_a_readme_without_its_markers_is_refused(tagged, tmp_path, run, text):
-    (tmp_path / "README.md").write_text(text)
-    result = run("matrix", "--readme", "README.md")
-    assert result.exit_code == 2 and "once each" in result.stderr and (tmp_path / "README.md").read_text() == text
 
 
 def test_each_report_is_read_once(tagged, run, monkeypatch):

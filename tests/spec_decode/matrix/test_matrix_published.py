@@ -1,4 +1,4 @@
-"""The committed reports load, cover every backend of the project, and make the README's table."""
+"""The committed reports load, and cover every backend of the project."""
 
 from pathlib import Path
 
@@ -6,7 +6,6 @@ import pytest
 
 from attn_backends import registry
 from spec_decode.matrix import Sources, build_matrix
-from spec_decode.matrix.summary import to_summary, with_summary
 
 ROOT = Path(__file__).parents[3]
 
@@ -19,12 +18,6 @@ def sources():
 @pytest.fixture(scope="module")
 def published(sources):
     return build_matrix(sources.reports, sources.agreements, sources.timings)
-
-
-def test_the_readme_says_what_the_reports_say(sources):
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    renewed = with_summary(readme, to_summary(sources.reports), "README.md")
-    assert readme == renewed, "renew with: attn-backends matrix --readme README.md"
 
 
 def test_every_backend_of_the_project_was_checked_on_a_gpu(published):

@@ -1,0 +1,235 @@
+"""What the README shows of the reports: its tables and its plot.
+
+python scripts/readme.py            writes them
+python scripts/readme.py --check    fails where they are not what the reports say
+
+The figures are medians; each row names the device, the date and the command of the report that it is read from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.line_plot import Line, line_plot
+from spec_decode.conformance.report import FAILURES, Report
+from spec_decode.files import write_whole
+from spec_decode.matrix import Sources
+from spec_decode.matrix.text import markdown
+from spec_decode.testing.outcome import Outcome
+
+ROOT = Path(__file__).resolve().parent.parent
+README, PLOT = Path("README.md"), Path("docs/drawings/tokens-per-second.svg")
+VLLM = "h200/vllm-compiled.json"
+"""The report of vLLM's defaults, layers compiled."""
+SIZES = (1, 32)
+"""Requests at once, in the table."""
+DRAFT_TOKENS = 7
+"""Draft tokens of a round, in the figures of vLLM and of the host's time."""
+SPECULATION = "throughput/speculation"
+"""The rows of our engine's throughput with and without a draft."""
+NO_DRAFT, THEIRS, OURS, IN_PLACE = "", "FLASHINFER", "FLASHINFER_IN_GRAPH", "FLASH_ATTN"
+"""vLLM's arms by the draft's attention backend; the last is vLLM's own that updates in place by itself."""
+
+
+class StaleReadme(Exception):
+    """A file is not what the reports say, or lacks a marker; the message says which, and what to do."""
+
+
+def contents(root: Path) -> dict[Path, str]:
+    """README and plot as the reports under root make them. Raises StaleReadme for a README without its markers."""
+    page = (root / README).read_text(encoding="utf-8")
+    page = between(page, "figures", figures(root))
+    page = between(page, "matrix", summary(Sources.read([root / "reports"]).reports))
+    return {README: page, PLOT: plot(_load(root, VLLM))}
+
+
+def between(page: str, name: str, table: str) -> str:
+    """The page with the table between the markers of a name. Raises StaleReadme unless it has both, once each."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, found, rest = page.partition(begin)
+    _, ended, after = rest.partition(end)
+    if not (found and ended) or begin in after or end in after:
+        raise StaleReadme(f"{README} must have the lines {begin} and {end}, once each. Add them.")
+    return f"{before}{begin}\n{table}\n{end}{after}"
+
+
+def summary(reports: Sequence[Report]) -> str:
+    """A row for each backend, a column for each device, GPUs first: checks passed of those that ran, and the date.
+
+    Refusals are left out; of several reports the newest counts.
+    """
+    newest: dict[tuple[str, str], Report] = {}
+    for report in sorted(reports, key=lambda report: report.env.date):
+        if not report.engine:
+            newest[report.backend, report.env.device] = report
+    devices = sorted({(report.env.cuda is None, report.env.device) for report in newest.values()})
+    lines = [["backend", *("CPU" if on_cpu else _short(device) for on_cpu, device in devices)]]
+    lines += [["---"] * (1 + len(devices))]
+    for backend in sorted({backend for backend, _ in newest}):
+        cells = [_passed(newest.get((backend, device))) for _, device in devices]
+        lines.append([f"`{backend}`", *map(markdown, cells)])
+    return _table(lines)
+
+
+def figures(root: Path) -> str:
+    """Four headline rows, what was measured without and with this library and by what, and below them what was run."""
+    vllm, engine = _load(root, VLLM), _load(root, "h200/bench-throughput.json")
+    rounds, builders = _load(root, "h200/bench-drafter.json"), in_place_claims(root)
+    arms, speeds, host = vllm_arms(vllm), engine_speeds(engine), host_times(rounds)
+    plain, drafted = min(speeds), max(speeds)
+    version, sizes = vllm["arms"][0]["vllm"], " / ".join(map(str, SIZES))
+    refuted = [report for report in builders if any(report.counts[bad] for bad in (*FAILURES, Outcome.XFAIL))]
+    lines = [
+        ["", "without", "with", "measured on, by"],
+        ["---", "---:", "---:", "---"],
+        [
+            f"Tokens/s in vLLM {version} at {sizes} requests, FlashInfer draft of {DRAFT_TOKENS} tokens",
+            _pair(arms[THEIRS]),
+            f"**{_pair(arms[OURS])}**",
+            _source(vllm, "scripts/vllm_figures.py"),
+        ],
+        [
+            f"Tokens/s in our engine at {sizes} requests, no draft → EAGLE draft of {drafted} tokens",
+            _pair(speeds[plain]),
+            f"**{_pair(speeds[drafted])}**",
+            _source(engine, "attn-backends bench throughput"),
+        ],
+        [
+            f"Host time of a {DRAFT_TOKENS}-token draft round, eager → one graph",
+            f"{host['eager'] / 1e3:.1f} ms",
+            f"**{host['full_loop'] / 1e3:.2f} ms**",
+            _source(rounds, "attn-backends bench llama3-8b-eagle"),
+        ],
+        [
+            f"vLLM {version}'s builders that claim in-place updates → refuted by our checks",
+            str(len(builders)),
+            f"**{len(refuted)}**",
+            f"CPU, {max(report.env.date for report in builders)[:10]}, `attn-backends check --engine vllm`",
+        ],
+    ]
+    kept = _kept(vllm)
+    accepted = [row["accepted"] for row in engine["rows"] if row["case"] == SPECULATION and "accepted" in row]
+    return (
+        f"{_table(lines)}\n\nAn 8B Llama with its EAGLE draft, random weights, acceptance set: {kept:g} of "
+        f"{DRAFT_TOKENS} draft tokens in vLLM, {min(accepted):.1f} to {max(accepted):.1f} of {drafted} in our engine. "
+        f"Without a draft vLLM makes {_pair(arms[NO_DRAFT])} tokens/s."
+    )
+
+
+def vllm_arms(report: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """Output tokens a second by draft backend and requests: without a draft, and with drafts of DRAFT_TOKENS."""
+    return {
+        arm["arm"]["draft"]: {row["requests"]: median(row["tokens_per_s"]) for row in arm["rows"]}
+        for arm in report["arms"]
+        if arm["arm"]["steps"] in (0, DRAFT_TOKENS)
+    }
+
+
+def engine_speeds(report: Mapping[str, Any]) -> dict[int, dict[int, float]]:
+    """Output tokens a second of our engine, by the draft tokens of a round (0: no draft) and by requests."""
+    speeds: dict[int, dict[int, float]] = {}
+    for row in report["rows"]:
+        if row["case"] == SPECULATION:
+            speeds.setdefault(row["num_speculative_tokens"], {})[row["num_reqs"]] = row["tokens_per_second"]
+    return speeds
+
+
+def host_times(report: Mapping[str, Any]) -> dict[str, float]:
+    """Microseconds of the host for a greedy round of one request on triton_paged, by strategy."""
+    wanted = ("llama3-8b-eagle/round", "triton_paged", DRAFT_TOKENS, 0.0, 1)
+    keys = ("case", "backend", "num_speculative_tokens", "temperature", "num_reqs")
+    return {
+        row["strategy"]: row["host_us"][1] for row in report["rows"] if tuple(row.get(key) for key in keys) == wanted
+    }
+
+
+def in_place_claims(root: Path) -> list[Report]:
+    """The reports on those metadata builders of vLLM that claim updates in place."""
+    reports = [Report.load(path) for path in sorted((root / "reports/cpu").glob("check-vllm-*.json"))]
+    return [report for report in reports if report.claims["graph:advance"].claimed]
+
+
+def plot(report: Mapping[str, Any]) -> str:
+    """vLLM's output tokens a second against requests, as an SVG for light and dark pages."""
+    arms, device = vllm_arms(report), _short(report["env"]["device"])
+    kept = _kept(report)
+    names = {
+        OURS: "FLASHINFER_IN_GRAPH (ours)",
+        IN_PLACE: "FLASH_ATTN (vLLM's)",
+        THEIRS: "FLASHINFER (vLLM's)",
+        NO_DRAFT: "no draft",
+    }
+    dashes = {IN_PLACE: "2 5", NO_DRAFT: "7 5"}
+    lines = [Line(label, arms[name], strong=name == OURS, dash=dashes.get(name, "")) for name, label in names.items()]
+    return line_plot(
+        lines,
+        title="Output tokens a second in vLLM, by the draft's attention backend",
+        subtitle=f"8B Llama, EAGLE draft of {DRAFT_TOKENS} tokens of which {kept:g} are kept, {device}",
+        x="requests at once",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0, or 1 where --check finds a file that is not what the reports say."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where a file is not current")
+    only_check = parser.parse_args(argv).check
+    stale = [path for path, text in contents(ROOT).items() if not _is_current(ROOT / path, text)]
+    for path in stale:
+        if only_check:
+            print(f"{path} is not what the reports say: run python scripts/readme.py")
+        else:
+            write_whole(ROOT / path, contents(ROOT)[path].encode())
+            print(f"wrote {path}")
+    return int(only_check and bool(stale))
+
+
+def _is_current(path: Path, text: str) -> bool:
+    return path.exists() and path.read_text(encoding="utf-8") == text
+
+
+def _load(root: Path, name: str) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((root / "reports" / name).read_text(encoding="utf-8"))
+    return report
+
+
+def _table(lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _pair(values: Mapping[int, float]) -> str:
+    return " / ".join(f"{values[size]:,.0f}" for size in SIZES)
+
+
+def _source(report: Mapping[str, Any], command: str) -> str:
+    return f"{_short(report['env']['device'])}, {report['env']['date'][:10]}, `{command}`"
+
+
+def _kept(report: Mapping[str, Any]) -> float:
+    """Draft tokens that vLLM's arms of DRAFT_TOKENS keep a round."""
+    kept: float = next(arm["arm"]["kept"] for arm in report["arms"] if arm["arm"]["steps"] == DRAFT_TOKENS)
+    return kept
+
+
+def _short(device: str) -> str:
+    return device.removeprefix("NVIDIA ")
+
+
+def _passed(report: Report | None) -> str:
+    if report is None:
+        return ""
+    counts = report.counts
+    ran = counts[Outcome.PASS] + sum(counts[bad] for bad in (*FAILURES, Outcome.XFAIL))
+    return f"{counts[Outcome.PASS]} of {ran} ({report.env.date[:10]})" if ran else "needs other hardware or a package"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

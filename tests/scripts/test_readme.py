@@ -1,0 +1,103 @@
+"""The README shows what the committed reports say, and where a report says something else the page changes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from scripts import readme
+from scripts.line_plot import GAP, Line, line_plot
+
+ROOT = readme.ROOT
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A folder with the README and the reports."""
+    shutil.copytree(ROOT / "reports", tmp_path / "reports")
+    shutil.copy(ROOT / "README.md", tmp_path)
+    return tmp_path
+
+
+def test_tables_and_plot_are_what_the_reports_say() -> None:
+    for path, text in readme.contents(ROOT).items():
+        assert (ROOT / path).read_text(encoding="utf-8") == text, f"{path}: run python scripts/readme.py"
+
+
+def change(root: Path, name: str, old: str, new: str) -> None:
+    path = root / "reports" / name
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "shown"),
+    [
+        ("h200/vllm-compiled.json", '"kept":3.2', '"kept":3.4', "3.4 of 7 draft tokens in vLLM"),
+        ("h200/vllm-compiled.json", "[4401.4,4489.5]", "[4401.4,5489.5]", "203 / 4,945"),
+        ("h200/bench-throughput.json", '"tokens_per_second":12013.0', '"tokens_per_second":13013.0', "564 / 13,013"),
+        ("h200/bench-drafter.json", "16637.0", "17637.0", "17.6 ms"),
+    ],
+)
+def test_every_figure_comes_from_its_report(copy: Path, name: str, old: str, new: str, shown: str) -> None:
+    assert shown not in (copy / "README.md").read_text()
+    change(copy, name, old, new)
+    assert shown in readme.figures(copy)
+
+
+def test_a_claim_counts_as_refuted_where_a_check_failed_or_is_known_to_fail(copy: Path) -> None:
+    claims = {report.backend: report for report in readme.in_place_claims(copy)}
+    assert "KpoolTailMetadataBuilder" in claims and "FlashInferMetadataBuilder" not in claims
+    (copy / "reports/cpu/check-vllm-KpoolTailMetadataBuilder.json").unlink()
+    assert "| 5 | **0** |" in readme.figures(copy)
+
+
+def test_check_names_what_is_not_current_and_writes_nothing(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(readme, "ROOT", copy)
+    page = copy / "README.md"
+    page.write_text(page.read_text().replace("**488 / 6,953**", "**999 / 9,999**"))
+    edited = page.read_text()
+
+    assert readme.main(["--check"]) == 1 and page.read_text() == edited
+    assert "README.md is not what the reports say" in capsys.readouterr().out
+    assert readme.main([]) == 0 and "**488 / 6,953**" in page.read_text()
+    assert (copy / readme.PLOT).exists() and readme.main(["--check"]) == 0
+
+
+def test_the_newest_report_of_a_device_counts() -> None:
+    table = readme.summary(readme.Sources.read([ROOT / "reports"]).reports)
+    assert table.startswith("| backend | H100 80GB HBM3 | H200 | CPU |")
+    assert "needs other hardware or a package" in next(line for line in table.splitlines() if "`flashinfer`" in line)
+
+
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+
+
+@pytest.mark.parametrize("page", ["", BEGIN, f"{END} {BEGIN}", f"{BEGIN}{END}{BEGIN}", f"{BEGIN}{END}{END}"])
+def test_a_page_without_its_markers_is_refused(page: str) -> None:
+    with pytest.raises(readme.StaleReadme, match="once each"):
+        readme.between(page, "figures", "table")
+
+
+def test_what_is_around_the_markers_stays() -> None:
+    assert readme.between(f"before\n{BEGIN}\nold\n{END}\nafter", "figures", "new") == (
+        f"before\n{BEGIN}\nnew\n{END}\nafter"
+    )
+
+
+def test_labels_of_lines_that_end_together_keep_their_distance() -> None:
+    import re
+
+    drawn = line_plot(
+        [Line("a", {1: 10.0, 2: 100.0}), Line("b & c", {1: 20.0, 2: 101.0}, strong=True), Line("d", {1: 5.0, 2: 99.0})],
+        title="t", subtitle="s", x="n",
+    )  # fmt: skip
+    heights = sorted(float(y) for y in re.findall(r'class="label[^"]*" x="\d+" y="([\d.]+)"', drawn))
+    assert len(heights) == 3 and heights[1] - heights[0] >= GAP and heights[2] - heights[1] >= GAP
+    assert "b &amp; c: 20 at 1, 101 at 2" in drawn and drawn.count("<circle") == 6
+    assert "prefers-color-scheme: dark" in drawn
