@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple, TypeVar
+from urllib.parse import quote
 
 import torch
 
 from attn_backends.base import AttentionBackend
 from attn_backends.capabilities import Accepted, Capabilities, Rejected, is_version
+from attn_backends.torch_settings import torch_settings_kept
 from builders import CONTRACT_VERSION, AttentionSpec, MetadataBuilder
 
 ENTRY_POINT_GROUP = "attn_backends"
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_NAME_RULE = "ASCII letters, digits, _, . and -, beginning with a letter or a digit"
+"""What a report's file, a terminal and a table can all show."""
+_TAKEN_BY_COMMANDS = ("all", "available")
 
 Factory = Callable[[], AttentionBackend]
 F = TypeVar("F", bound=Factory)
@@ -71,13 +80,22 @@ def register(name: str, factory: F | str, *, extra: str | None = None, replace: 
     factory  a class or function that makes the backend, or "package.module:attribute", imported on first use
     extra    the extra of this package, or the package, that brings what the backend imports; errors name it
 
-    Raises DuplicateBackend, with nothing registered, for a taken name without replace=True.
+    Raises BackendError for a name that is none, and DuplicateBackend for one that differs from another by case alone,
+    or that is taken without replace=True; nothing is registered then.
     """
-    if not replace and name in names():
-        raise DuplicateBackend(
-            f"a backend name must be free, {name!r} is registered already; nothing changed. Choose another name, or "
-            "pass replace=True to take it over."
-        )
+    if problem := _name_problem(name):
+        raise BackendError(f"{problem}. Choose another name.")
+    for known in names():
+        if name != known and name.casefold() == known.casefold():
+            raise DuplicateBackend(
+                f"a backend name must differ from others by more than case, {name!r} is {known!r} but for that. Choose "
+                "another name."
+            )
+        if name == known and not replace:
+            raise DuplicateBackend(
+                f"a backend name must be free, {name!r} is registered already; nothing changed. Choose another name, "
+                "or pass replace=True to take it over."
+            )
     _registered[name] = _Registration(factory, extra)
     _loaded.pop(name, None)
     return factory
@@ -96,7 +114,8 @@ def names() -> list[str]:
     """Every known name: built in, registered by call, then declared by entry points.
 
     A declared name that is built in stays ours; its declaration is listed as "package:name", and loading it is refused.
-    A name that several packages declare means none of them; `get` knows each as "package:name".
+    A name that several packages declare, or that differs by case alone, means none of them; `get` knows each as
+    "package:name". A declared name that is none is listed so too, percent-encoded, and loading it is refused.
     """
     return [*_registered, *(name for name in _declared() if name not in _registered)]
 
@@ -109,7 +128,8 @@ def get(name: str) -> AttentionBackend:
     if name not in _loaded:
         registration = _registered.get(name) or _from_entry_point(name)
         cuda_before = torch.cuda.is_initialized()
-        _loaded[name] = _checked(name, _make(name, registration))
+        with torch_settings_kept(f"backend {name!r}, while it was loaded,"):
+            _loaded[name] = _checked(name, _make(name, registration))
         if torch.cuda.is_initialized() and not cuda_before:
             _started_cuda.append(_loaded[name])
     return _loaded[name]
@@ -148,24 +168,43 @@ def explain(name: str, spec: AttentionSpec, device: torch.device) -> Accepted | 
         return Rejected((str(error),))
     try:
         verdict = backend.supports(spec, device)
-    except (Exception, SystemExit) as error:  # a plug-in may fail in any way; the others must get their answers
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plug-in may fail in any way; the others must get their answers
         return Rejected((f"backend {name!r} was asked and failed: {type(error).__name__}: {error}",))
     if isinstance(verdict, Accepted | Rejected):
         return verdict
     return Rejected((f"backend {name!r} must answer Accepted or Rejected, its supports() gave {verdict!r}",))
 
 
+def _closest(name: str, known: Iterable[str]) -> str:
+    """A question to append to an error, empty where nothing known resembles the name."""
+    found = get_close_matches(name, list(known), 1)
+    return f" Did you mean {found[0]}?" if found else ""
+
+
+def _name_problem(name: object) -> str:
+    """What is wrong with a name; empty for one that may be used."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        return f"a backend name must be made of {_NAME_RULE}, got {name!r}"
+    if name in _TAKEN_BY_COMMANDS:
+        return f"a backend name must be free, {name!r} stands for several backends on the command line"
+    return ""
+
+
 def _declared() -> dict[str, list[EntryPoint]]:
     """What packages declare, by the names that `get` knows it by. Of a name with several points, none is meant."""
-    by_name: dict[str, list[EntryPoint]] = {}
+    alike: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=ENTRY_POINT_GROUP):
-        by_name.setdefault(point.name, []).append(point)
+        alike.setdefault(point.name.casefold(), []).append(point)
     found: dict[str, list[EntryPoint]] = {}
-    for name, points in by_name.items():
-        if name not in _BUILT_IN:
-            found[name] = points
-        if name in _BUILT_IN or len(points) > 1:
-            found |= {_full_name(point): [point] for point in points}
+    for folded, points in alike.items():
+        named = [point for point in points if not _name_problem(point.name)]
+        if folded not in _BUILT_IN:
+            found |= dict.fromkeys((point.name for point in named), named)
+        if folded in _BUILT_IN or len(named) > 1:
+            found |= {_full_name(point): [point] for point in named}
+        found |= {_full_name(point): [point] for point in points if point not in named}
     return found
 
 
@@ -174,7 +213,7 @@ def _package(point: EntryPoint) -> str:
 
 
 def _full_name(point: EntryPoint) -> str:
-    return f"{_package(point)}:{point.name}"
+    return quote(f"{_package(point)}:{point.name}", safe=":")
 
 
 def _from_entry_point(name: str) -> _Registration:
@@ -183,17 +222,20 @@ def _from_entry_point(name: str) -> _Registration:
     points = _declared().get(name)
     if points is None:
         raise UnknownBackend(
-            f"a backend must be one of {', '.join(sorted(names()))}, got {name!r}; nothing was chosen in its place. "
-            "Fix the name, or install the package that registers it."
+            f"a backend must be one of {', '.join(sorted(names()))}, got {name!r}. Fix the name, or install the "
+            f"package that registers it.{_closest(name, names())}"
         )
     if len(points) > 1:
+        packages, declared = map(_package, points), dict.fromkeys(repr(point.name) for point in points)
         raise BrokenBackend(
-            f"a backend name must be free, packages {' and '.join(map(_package, points))} all declare {name!r}; which "
-            f"one is meant is not known, so none was loaded. Ask for {' or '.join(map(_full_name, points))}, or "
+            f"a backend name must be free, packages {' and '.join(packages)} all declare {' and '.join(declared)}; "
+            f"which one is meant is not known, so none was loaded. Ask for {' or '.join(map(_full_name, points))}, or "
             "uninstall all but one."
         )
     (point,) = points
-    if point.name in _BUILT_IN:
+    if problem := _name_problem(point.name):
+        raise BrokenBackend(f"{problem} from package {_package(point)}. Rename its entry point.")
+    if point.name.casefold() in _BUILT_IN:
         raise BrokenBackend(
             f"a backend name must be free, package {_package(point)} declares {point.name!r}, which is built in; its "
             "backend was not loaded, and the name means the built-in one. Rename its entry point."
@@ -211,7 +253,9 @@ def _make(name: str, registration: _Registration) -> AttentionBackend:
         return factory()
     except ImportError as error:
         raise BrokenBackend(f"backend {name!r} needs a package that is not here: {error}.{hint}") from error
-    except (Exception, SystemExit) as error:  # a plug-in may fail in any way; its own words become the reason
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plug-in may fail in any way; its own words become the reason
         raise BrokenBackend(
             f"backend {name!r} is registered but does not load: {type(error).__name__}: {error}."
         ) from error
@@ -257,5 +301,7 @@ def _contract_problems(backend: AttentionBackend) -> Iterator[str]:
 def _stated(backend: AttentionBackend, attribute: str) -> object:
     try:
         return getattr(backend, attribute, None)
-    except Exception as error:  # a property of a plug-in may fail in any way; what it raised is shown as what it stated
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plug-in's property may fail in any way; what it raised is shown as stated
         return error

@@ -4,9 +4,11 @@ from importlib.metadata import EntryPoint
 from types import ModuleType
 
 import pytest
+import torch
 
 from attn_backends import (
     Accepted,
+    BackendError,
     BrokenBackend,
     DuplicateBackend,
     FusedWrite,
@@ -63,7 +65,9 @@ def test_a_backend_is_made_once():
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(UnknownBackend, match=r"one of flash_attn3, .*triton_paged, got 'torch_referense'"):
+    with pytest.raises(
+        UnknownBackend, match=r"one of flash_attn3, .*triton_paged, got 'torch_referense'.*mean torch_re"
+    ):
         get("torch_referense")
 
 
@@ -287,3 +291,98 @@ def test_a_fused_write_without_its_method_is_refused_at_load(write, method):
     register("promises", Promises)
     with pytest.raises(BrokenBackend, match=rf"it lacks {method}; a layer would fail.*leave the write out"):
         get("promises")
+
+
+@pytest.mark.parametrize(
+    "name", ["", " ", "a b", "a\nb", "\x1b[31mred", "a/b", "a|b", "_a", "-a", "a:b", "\u017fa", 3, None]
+)
+def test_a_name_that_no_file_or_table_can_show_is_refused(name):
+    before = names()
+    with pytest.raises(BackendError, match=r"must be made of ASCII letters.*Choose another"):
+        register(name, Other)
+    assert names() == before
+
+
+@pytest.mark.parametrize("name", ["all", "available"])
+def test_a_word_of_the_command_line_is_no_name(name):
+    with pytest.raises(BackendError, match="stands for several"):
+        register(name, Other)
+
+
+@pytest.mark.parametrize("replace_it", [True, False])
+def test_names_that_differ_by_case_alone_are_refused(replace_it):
+    with pytest.raises(DuplicateBackend, match=r"'Torch_Reference' is 'torch_reference' but for that"):
+        register("Torch_Reference", Other, replace=replace_it)
+    assert "Torch_Reference" not in names()
+
+
+@pytest.mark.parametrize("name", ["", " ", "a\nb", "\x1b[31mred", "a/b", "a|b", "all"])
+def test_a_declared_name_that_is_none_is_listed_harmlessly_and_not_loaded(declare, plug_in_module, name):
+    declare(**{name: "a_plug_in:Other"})
+    (listed,) = {*names()} - {*registry._BUILT_IN}
+    assert listed.startswith("unknown:") and listed.isprintable() and not {*listed} & {*" /|"}
+    with pytest.raises(BrokenBackend, match=r"a backend name must .* from package unknown. Rename its entry point"):
+        get(listed)
+
+
+def test_declared_names_that_differ_by_case_alone_mean_none_of_them(declare, plug_in_module):
+    declare(fast="a_plug_in:Other", Fast="a_plug_in:Other", TRITON_PAGED="a_plug_in:Other")
+    for name in ("fast", "Fast"):
+        with pytest.raises(BrokenBackend, match=r"all declare 'fast' and 'Fast'.*Ask for unknown:fast or unknown:Fast"):
+            get(name)
+    assert isinstance(get("unknown:Fast"), Other)
+    with pytest.raises(BrokenBackend, match="'TRITON_PAGED', which is built in"):
+        get("unknown:TRITON_PAGED")
+
+
+@pytest.mark.parametrize(
+    ("what", "change", "read"),
+    [
+        ("default dtype", lambda: torch.set_default_dtype(torch.float64), torch.get_default_dtype),
+        ("default device", lambda: torch.set_default_device("meta"), torch.get_default_device),
+        ("grad mode", lambda: torch.set_grad_enabled(not torch.is_grad_enabled()), torch.is_grad_enabled),
+        ("number of threads", lambda: torch.set_num_threads(torch.get_num_threads() + 1), torch.get_num_threads),
+    ],
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_setting_of_torch_that_loading_changes_is_put_back_and_told(what, change, read, fails):
+    def factory():
+        change()
+        if fails:
+            raise OSError("no libcuda")
+        return Other()
+
+    register("rude", factory)
+    before = read()
+    with pytest.warns(RuntimeWarning, match=f"backend 'rude', while it was loaded, has set torch's {what} to"):
+        if fails:
+            with pytest.raises(BrokenBackend):
+                get("rude")
+        else:
+            get("rude")
+    assert read() == before
+
+
+def test_numbers_that_loading_draws_are_not_missed():
+    register("draws", lambda: torch.rand(3) is not None and Other())
+    torch.manual_seed(5)
+    expected = torch.rand(4)
+    torch.manual_seed(5)
+    get("draws")
+    assert torch.equal(torch.rand(4), expected)
+
+
+class Abrupt(BaseException):
+    """What no `except Exception` catches."""
+
+
+def test_a_backend_that_raises_what_is_no_exception_costs_no_other_its_answer():
+    def raise_it(*_):
+        raise Abrupt("enough")
+
+    register("abrupt", raise_it)
+    assert "does not load: Abrupt: enough" in str(explain("abrupt", make_spec(), CPU))
+    register("asked", type("Asked", (TorchReference,), {"supports": raise_it}))
+    assert "was asked and failed: Abrupt: enough" in str(explain("asked", make_spec(), CPU))
+    register("stated", type("Stated", (TorchReference,), {"capabilities": property(raise_it)}))
+    assert "must state capabilities" in str(explain("stated", make_spec(), CPU))

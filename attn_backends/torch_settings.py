@@ -1,0 +1,54 @@
+"""Settings of torch that belong to the process: a package that is imported must not change them for everybody else."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+
+class _Setting(NamedTuple):
+    what: str
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
+
+
+def _set_default_device(device: torch.device) -> None:
+    # The CPU is what torch takes without a default; a default that is set slows down every call.
+    torch.set_default_device(None if device.type == "cpu" else device)
+
+
+_SETTINGS = (
+    # The default device first: the tensors of the others are made on it.
+    _Setting("default device", torch.get_default_device, _set_default_device),
+    _Setting("default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    _Setting("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
+    _Setting("number of threads", torch.get_num_threads, torch.set_num_threads),
+)
+
+
+@contextmanager
+def torch_settings_kept(who: str) -> Iterator[None]:
+    """Put back, on leaving, torch's default device and dtype, grad mode, number of threads and random generators.
+
+    Warns with what `who` has changed, but for the generators: to draw a number is no more than bad manners.
+    """
+    settings = [setting.get() for setting in _SETTINGS]
+    states = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    try:
+        yield
+    finally:
+        for setting, before in zip(_SETTINGS, settings, strict=True):
+            if (after := setting.get()) != before:
+                setting.set(before)
+                warnings.warn(
+                    f"{who} has set torch's {setting.what} to {after} for the whole process; it is {before} again. Set "
+                    "it where it is needed, and put it back.",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+        torch.set_rng_state(states[0])
+        torch.cuda.set_rng_state_all(states[1])
