@@ -7,7 +7,7 @@ ROOMS = (
     *("builders/sparse_window.py", "builders/flash_attn3.py", "builders/flashinfer/plan.py", "builders/kernels/*.py"),
     *("attn_backends/torch_reference.py", "attn_backends/sparse_swa_mla.py", "attn_backends/selection.py"),
     *("attn_backends/capabilities.py", "attn_backends/kernels/*.py"),
-    *("spec_decode/graphs/*.py", "spec_decode/drafter/*.py", "spec_decode/drafter/*/*.py"),
+    *("spec_decode/graphs/*.py", "spec_decode/paged/*.py", "spec_decode/drafter/*.py", "spec_decode/drafter/*/*.py"),
     *("spec_decode/engine/**/*.py", "spec_decode/sampling/**/*.py", "spec_decode/verification/**/*.py"),
     *("spec_decode/models/kernels/*.py", "spec_decode/models/kept_rows.py"),
 )

@@ -15,9 +15,9 @@ EXEMPT = ["docs/compatibility.html", "tests/retired_words.py", "tests/docs/test_
 """Made from reports, which keep what they said; this list and its test. The changelog names old words on purpose."""
 
 ANYWHERE = ("",)
-DRAFTING = ("spec_decode/drafter", "spec_decode/graphs", "spec_decode/engine", "docs")
+DRAFTING = ("spec_decode/paged", "spec_decode/drafter", "spec_decode/graphs", "spec_decode/engine", "docs")
 ENGINE = ("spec_decode/engine",)
-RUNNING = ("spec_decode/drafter", "spec_decode/engine")
+RUNNING = ("spec_decode/paged", "spec_decode/drafter", "spec_decode/engine")
 KIT = ("spec_decode/conformance", "spec_decode/testing")
 VERIFYING = ("spec_decode/verification", "spec_decode/sampling", "spec_decode/drafter", "spec_decode/engine", "docs")
 """Rooms in which a word means what is given here. Each stands for its tests as well."""

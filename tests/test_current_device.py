@@ -15,11 +15,11 @@ from builders.devices import on_device
 from builders.kernels.op import define_op
 from spec_decode.conformance import check
 from spec_decode.conformance.check import Family, expand
-from spec_decode.drafter import GraphMode
 from spec_decode.engine import Engine, EngineConfig
 from spec_decode.engine.outputs import AsyncOutput
 from spec_decode.graphs.cuda import CudaRuntime
 from spec_decode.graphs.cuda_loop import WhileGraph
+from spec_decode.paged import GraphMode
 from spec_decode.testing.subject import Subject
 from tests.factories import make_pair
 from tests.spec_decode.drafter.drafter_fixture import advancing

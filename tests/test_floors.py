@@ -19,11 +19,11 @@ pytestmark = pytest.mark.xdist_group("import_graph")
 OUTSIDE = ["tests", "examples", "scripts", "train_pair"]
 ROOMS = [
     "files", "environment", "source_digests",
-    "graphs", "sampling", "verification", "trees", "models", "drafter", "engine", "llm", "__init__",
+    "graphs", "sampling", "verification", "trees", "models", "paged", "drafter", "engine", "llm", "__init__",
     "testing", "conformance", "tools", "matrix", "cli", "__main__",
 ]  # fmt: skip
 """What may stand in the root of spec_decode. A room uses only those before it."""
-SERVING = ("graphs", "sampling", "verification", "trees", "models", "drafter", "drafter.autotune", "engine")
+SERVING = ("graphs", "sampling", "verification", "trees", "models", "paged", "drafter", "engine")
 PRODUCTION = (*SERVING, "tools.metadata_validator")
 """What serves requests, and what may look on while it does."""
 LIMIT = 5
@@ -106,6 +106,13 @@ def test_a_room_uses_only_those_before_it(kind: str, request: pytest.FixtureRequ
 @pytest.mark.parametrize("kind", ["sources", "loaded"])
 def test_no_files_or_folders_use_one_another_in_a_circle(kind: str, request: pytest.FixtureRequest) -> None:
     assert circles(request.getfixturevalue(kind)) == []
+
+
+def test_the_engine_uses_the_drafter_by_its_public_names_and_the_target_does_not(sources: Uses) -> None:
+    used_by = {module: {use for use in used if room_of(use) == "drafter"} for module, used in sources.items()}
+    engine = {module: used for module, used in used_by.items() if room_of(module) == "engine"}
+    assert set().union(*engine.values()) == {"spec_decode.drafter.__init__"}
+    assert engine["spec_decode.engine.target_runner"] == set()
 
 
 def test_most_modules_were_loaded(loaded: Uses) -> None:

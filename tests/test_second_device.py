@@ -7,8 +7,9 @@ import torch
 
 from attn_backends import AttentionBackend, get, names, registry
 from spec_decode.cli.options import available_names
-from spec_decode.drafter import GraphMode, Strategy
+from spec_decode.drafter import Strategy
 from spec_decode.engine import Engine, EngineConfig, Request
+from spec_decode.paged import GraphMode
 from spec_decode.testing.batches import DECODE, VERIFY
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject

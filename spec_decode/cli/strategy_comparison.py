@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from rich.table import Table
 
-from spec_decode.drafter import GraphMode, Strategy, StrategyError
-from spec_decode.drafter.kv_groups import make_groups
+from spec_decode.drafter import Strategy, StrategyError
 from spec_decode.drafter.plan import DraftPlan, choose
 from spec_decode.engine import Engine, EngineConfig, EngineStats, Generation, Request
 from spec_decode.graphs import loop_unsupported_reason
@@ -16,6 +15,8 @@ from spec_decode.llm.backends import Backends
 from spec_decode.llm.pair import Pair
 from spec_decode.models.byte_tokenizer import encode
 from spec_decode.models.held_out_text import held_out_prompts
+from spec_decode.paged import GraphMode
+from spec_decode.paged.kv_groups import make_groups
 
 PROMPTS, PROMPT_BYTES, NEW_TOKENS, DRAFT_TOKENS = 6, 64, 64, 4
 CONFIG = EngineConfig(num_speculative_tokens=DRAFT_TOKENS)

@@ -14,9 +14,9 @@ from spec_decode.conformance.check import Cases, Family
 from spec_decode.conformance.draft_runs import compare, draft, expect_same, verified_tokens, without_interpreter
 from spec_decode.conformance.strategies import every_strategy, one_strategy
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, StrategyError, VerifiedTokens
-from spec_decode.drafter.kv_groups import KVGroup
 from spec_decode.graphs.emulator import HostReadGuard
 from spec_decode.models import AttentionInputs, EagleDraft
+from spec_decode.paged.kv_groups import KVGroup
 from spec_decode.sampling.draft_sampler import NO_TOKEN
 from spec_decode.testing import oracle
 from spec_decode.testing.draft_fixture import MAX_SEQ_LEN, DraftFixture, DraftShape, target_of

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from spec_decode.drafter import GraphMode, Strategy, StrategyError
-from spec_decode.drafter.kv_groups import KVGroup
+from spec_decode.drafter import Strategy, StrategyError
 from spec_decode.drafter.plan import choose
 from spec_decode.graphs import loop_unsupported_reason
+from spec_decode.paged import GraphMode
+from spec_decode.paged.kv_groups import KVGroup
 from spec_decode.testing.subject import Subject
 
 

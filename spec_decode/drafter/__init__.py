@@ -1,21 +1,21 @@
 """The multi-step drafter: its plan, its strategies, and what they run over."""
 
+from spec_decode.drafter.autotune import Measurement, autotune_strategy
 from spec_decode.drafter.config import DrafterConfig
-from spec_decode.drafter.drafter import Drafter, Drafts, StepMetadata, default_capture_sizes, padded_size
-from spec_decode.drafter.metadata_plan import GraphMode
-from spec_decode.drafter.plan import StrategyError
+from spec_decode.drafter.drafter import Drafter, Drafts, StepMetadata
+from spec_decode.drafter.plan import DraftPlan, StrategyError
 from spec_decode.drafter.strategies import Strategy
 from spec_decode.drafter.verified_tokens import VerifiedTokens
 
 __all__ = [
+    "DraftPlan",
     "Drafter",
     "DrafterConfig",
     "Drafts",
-    "GraphMode",
+    "Measurement",
     "StepMetadata",
     "Strategy",
     "StrategyError",
     "VerifiedTokens",
-    "default_capture_sizes",
-    "padded_size",
+    "autotune_strategy",
 ]

@@ -19,13 +19,15 @@ import torch
 
 from builders import RequestTables
 from builders.errors import require
-from spec_decode.drafter import Drafter, DrafterConfig, Strategy, StrategyError
-from spec_decode.drafter.kv_groups import KVGroup
-from spec_decode.drafter.plan import choose
+from spec_decode.drafter.config import DrafterConfig
+from spec_decode.drafter.drafter import Drafter
+from spec_decode.drafter.plan import StrategyError, choose
+from spec_decode.drafter.strategies import Strategy
 from spec_decode.environment import Environment, environment
 from spec_decode.files import write_whole
 from spec_decode.graphs import loop_unsupported_reason
 from spec_decode.models import DraftModel
+from spec_decode.paged.kv_groups import KVGroup
 
 SCHEMA = "attn-strategy/1"
 MARGIN = 0.02

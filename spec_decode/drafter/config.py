@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from builders.errors import require, require_counts, require_types
-from spec_decode.drafter.metadata_plan import GraphMode
 from spec_decode.drafter.strategies import Strategy
+from spec_decode.paged.metadata_plan import GraphMode
 from spec_decode.trees import DraftTree, DynamicTreeConfig
 
 

@@ -13,22 +13,22 @@ from builders import GraphSupport, RequestTables
 from builders.devices import on_own_device
 from builders.errors import require, require_tensor
 from spec_decode.drafter.config import DrafterConfig
-from spec_decode.drafter.kv_groups import KVGroup
-from spec_decode.drafter.metadata_plan import GraphMode, plan_uniform_step
 from spec_decode.drafter.plan import choose
-from spec_decode.drafter.step_buffers import StepBuffers
 from spec_decode.drafter.steps.block_step import BlockStep
 from spec_decode.drafter.steps.context_block_step import ContextBlockStep
 from spec_decode.drafter.steps.draft_step import DraftStep
 from spec_decode.drafter.steps.extend_step import ExtendStep
-from spec_decode.drafter.steps.module_step import ModuleStep, check_modules
+from spec_decode.drafter.steps.module_step import ModuleStep
 from spec_decode.drafter.steps.tree_step import TreeStep
 from spec_decode.drafter.strategies.base import DraftStrategy
 from spec_decode.drafter.strategies.loop import LoopStrategy
 from spec_decode.drafter.tree_sampler import TreeSampler
 from spec_decode.drafter.verified_tokens import VerifiedTokens
-from spec_decode.graphs import Capturable, Factory, GraphManager, loop_unsupported_reason
+from spec_decode.graphs import Capturable, Factory, GraphManager, default_capture_sizes, loop_unsupported_reason
 from spec_decode.models import DraftModel
+from spec_decode.paged.kv_groups import KVGroup
+from spec_decode.paged.metadata_plan import GraphMode, plan_uniform_step
+from spec_decode.paged.step_buffers import StepBuffers
 from spec_decode.sampling import DraftSampler
 
 EXTEND, ROUND = "extend", "round"
@@ -83,7 +83,7 @@ class Drafter:
             tree=config.tree is not None,
         )
         sizes = list(config.capture_sizes or default_capture_sizes(tables.max_reqs))
-        check_modules(model, steps)
+        model.check_num_tokens(steps)
         at_once = _at_once_step(model) if model.drafts_at_once else None
         places = (at_once or DraftStep).places(steps)
         if config.tree is not None:
@@ -204,7 +204,7 @@ class Drafter:
             self._later.run(size, (num_tokens or self.num_speculative_tokens) - 1)
 
     def _padded(self) -> int:
-        return padded_size(self.graphs, self.tables.num_live, eager=not self._uses_graphs)
+        return self.graphs.padded(self.tables.num_live, eager=not self._uses_graphs)
 
     def _ask(self, num_tokens: int, verified: VerifiedTokens | None) -> None:
         """Tell the device how many tokens the round proposes, where the last round proposed another number."""
@@ -284,19 +284,6 @@ def _at_once_step(model: DraftModel) -> type[BlockStep | ContextBlockStep | Modu
     if model.mask_token_id is None:
         return ModuleStep
     return ContextBlockStep if model.keeps_context else BlockStep
-
-
-def padded_size(graphs: GraphManager, num_reqs: int, *, eager: bool) -> int:
-    """Rows of a batch: eager or not, all run the same shapes, and only graphs end at the largest captured size.
-
-    Raises BatchError for a batch that is not eager above that size.
-    """
-    return num_reqs if eager and num_reqs > graphs.sizes[-1] else graphs.padded(num_reqs)
-
-
-def default_capture_sizes(max_reqs: int) -> list[int]:
-    """Powers of two up to max_reqs, and max_reqs itself."""
-    return sorted({*(1 << power for power in range(max_reqs.bit_length())), max_reqs})
 
 
 def _check_shapes(

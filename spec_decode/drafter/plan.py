@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from builders import GraphSupport
-from spec_decode.drafter.metadata_plan import GraphMode, GroupFacts, GroupPlan, MetadataPlan
 from spec_decode.drafter.strategies import Strategy
+from spec_decode.paged.metadata_plan import GraphMode, GroupFacts, GroupPlan, MetadataPlan
 
 _NO_LATER_STEPS = "this draft proposes all its tokens in one step, and has no later ones"
 

@@ -1,9 +1,8 @@
 """An engine that serves many requests at once: see spec_decode.engine.engine for how a step goes."""
 
-from spec_decode.drafter.kv_groups import BackendChoice
 from spec_decode.engine.config import EngineConfig
 from spec_decode.engine.engine import Engine
 from spec_decode.engine.request import Finish, Generation, Handle, Request
 from spec_decode.engine.stats import EngineStats
 
-__all__ = ["BackendChoice", "Engine", "EngineConfig", "EngineStats", "Finish", "Generation", "Handle", "Request"]
+__all__ = ["Engine", "EngineConfig", "EngineStats", "Finish", "Generation", "Handle", "Request"]

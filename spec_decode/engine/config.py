@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from builders import BatchError
 from builders.errors import require, require_types
-from spec_decode.drafter import DrafterConfig, GraphMode, Strategy
-from spec_decode.drafter.steps.module_step import check_modules
+from spec_decode.drafter import DrafterConfig, Strategy
 from spec_decode.engine.request import Request
 from spec_decode.models import DraftModel, TargetModel
+from spec_decode.paged import GraphMode
 from spec_decode.trees import DraftTree, DynamicTreeConfig
 
 TREE_VERIFICATION = "sampling"
@@ -164,7 +164,7 @@ def check_models(config: EngineConfig, target: TargetModel, draft: DraftModel | 
         f"{longest} positions, got {draft.vocab_size}, {draft_size} and {draft.max_positions}; nothing was allocated. "
         "Choose a draft made for this target.",
     )
-    check_modules(draft, steps)
+    draft.check_num_tokens(steps)
 
 
 def checked_request(name: str, request: Request, config: EngineConfig, vocab_size: int) -> Request:

@@ -34,10 +34,7 @@ import torch
 from builders import RequestTables
 from builders.devices import on_own_device
 from builders.errors import require
-from spec_decode.drafter import Drafter
-from spec_decode.drafter.autotune import Measurement, autotune_strategy
-from spec_decode.drafter.kv_groups import BackendChoice, KVGroup, make_groups
-from spec_decode.drafter.plan import DraftPlan
+from spec_decode.drafter import Drafter, DraftPlan, Measurement, autotune_strategy
 from spec_decode.engine.block_pool import BlockPool
 from spec_decode.engine.config import EngineConfig, check_models, checked_request
 from spec_decode.engine.input_batch import InputBatch
@@ -50,6 +47,7 @@ from spec_decode.engine.target_runner import Step, TargetRunner
 from spec_decode.engine.target_step import TargetStep
 from spec_decode.engine.tree_target_step import TreeTargetStep
 from spec_decode.models import DraftModel, TargetModel
+from spec_decode.paged.kv_groups import BackendChoice, KVGroup, make_groups
 from spec_decode.verification import Verifier, verifier
 
 _log = logging.getLogger(__name__)

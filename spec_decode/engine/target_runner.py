@@ -9,13 +9,13 @@ from typing import Protocol, TypeAlias
 import torch
 
 from builders import RequestTables
-from spec_decode.drafter import GraphMode, default_capture_sizes, padded_size
-from spec_decode.drafter.attention import PagedAttention
-from spec_decode.drafter.kv_groups import KVGroup, build_ragged, products_of
-from spec_decode.drafter.metadata_plan import plan_uniform_step
-from spec_decode.drafter.step_buffers import StepBuffers
-from spec_decode.graphs import Capturable, GraphManager, SplitOp
+from spec_decode.graphs import Capturable, GraphManager, SplitOp, default_capture_sizes
 from spec_decode.models import Attention, TargetModel, TargetStates
+from spec_decode.paged import GraphMode
+from spec_decode.paged.attention import PagedAttention
+from spec_decode.paged.kv_groups import KVGroup, build_ragged, products_of
+from spec_decode.paged.metadata_plan import plan_uniform_step
+from spec_decode.paged.step_buffers import StepBuffers
 from spec_decode.trees import move_accepted_kv
 
 TARGET = "target"
@@ -95,7 +95,7 @@ class TargetRunner:
         for nothing, unless a group's builder must know the exact lengths. Raises BatchError, with nothing run, where
         there is no graph for so many requests.
         """
-        size = padded_size(self.graphs, self.tables.num_live, eager=self._eager)
+        size = self.graphs.padded(self.tables.num_live, eager=self._eager)
         if self._eager:
             step(size, self._forward_eager)
             return

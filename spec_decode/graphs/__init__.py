@@ -1,6 +1,6 @@
 """Capture, replay, and their emulation on the CPU."""
 
-from spec_decode.graphs.manager import Capturable, CaptureReport, Factory, GraphKey, GraphManager
+from spec_decode.graphs.manager import Capturable, CaptureReport, Factory, GraphKey, GraphManager, default_capture_sizes
 from spec_decode.graphs.runtime import CaptureError, Graph, GraphRuntime, SplitOp
 from spec_decode.graphs.runtimes import loop_unsupported_reason, runtime_for
 
@@ -14,6 +14,7 @@ __all__ = [
     "GraphManager",
     "GraphRuntime",
     "SplitOp",
+    "default_capture_sizes",
     "loop_unsupported_reason",
     "runtime_for",
 ]

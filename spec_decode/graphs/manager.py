@@ -76,6 +76,11 @@ Factory = Callable[[int], Capturable]
 """Prepares the dummy metadata for a padded size and returns the work over it."""
 
 
+def default_capture_sizes(max_reqs: int) -> list[int]:
+    """Powers of two up to max_reqs, and max_reqs itself."""
+    return sorted({*(1 << power for power in range(max_reqs.bit_length())), max_reqs})
+
+
 class GraphManager:
     """Graphs in a pool of their own, captured largest first, dispatched by padded batch size.
 
@@ -111,11 +116,17 @@ class GraphManager:
         """What the graphs captured so far took, as measured."""
         return sum(report.bytes for report in self.reports)
 
-    def padded(self, num_reqs: int) -> int:
-        """The smallest captured size that serves num_reqs requests. Raises BatchError above the largest."""
+    def padded(self, num_reqs: int, *, eager: bool = False) -> int:
+        """Rows of a batch: the smallest captured size that serves num_reqs requests.
+
+        An eager batch has the same shapes, so that its tokens are the same, and may be larger than all of them. Raises
+        BatchError above the largest for one that is not eager.
+        """
         for size in self.sizes:
             if num_reqs <= size and size not in self.left_out:
                 return size
+        if eager:
+            return num_reqs
         raise BatchError(
             f"graphs were asked for and the largest captured batch is {self.sizes[-1]} requests, got {num_reqs}; "
             "running it without a graph would be another strategy, so nothing was run. Capture that size, or split "

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from attn_backends import AttentionBackend, NoBackend, Rejected, registry, select
-from spec_decode.drafter.kv_groups import layer_groups_of
 from spec_decode.engine import EngineConfig
 from spec_decode.llm.pair import Pair
 from spec_decode.models import DraftModel, LayerGroup, TargetModel
+from spec_decode.paged.kv_groups import layer_groups_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from builders import AttentionSpec
+from builders.errors import require
 from spec_decode.models.attention import Attention, ContextAttention
 
 KeepRows: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -111,6 +112,16 @@ class DraftModel(_Model):
         one those of the module before it, at the same positions, and token_ids of one position later. One module, which
         is the model itself: it drafts every token."""
         return (self,)
+
+    def check_num_tokens(self, num_speculative_tokens: int) -> None:
+        """Raise BatchError for more tokens a round than a draft with several prediction modules has of these."""
+        count = len(self.prediction_modules)
+        require(
+            count == 1 or num_speculative_tokens <= count,
+            f"a draft with a prediction module for each token proposes at most {count} a round, got "
+            f"num_speculative_tokens {num_speculative_tokens}; no module was trained for the others, so nothing was "
+            f"allocated. Lower it to {count} or less.",
+        )
 
     keeps_context: ClassVar[bool] = False
     """Whether what it attends to before a block is made of the target's states alone, by `write_context`. Its block is

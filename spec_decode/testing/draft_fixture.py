@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from builders import AttentionKind, AttentionSpec, RequestTables
-from spec_decode.drafter.kv_groups import KVGroup, make_group
 from spec_decode.models import EagleDraft, LatentConfig, LayerGroup, LlamaTarget, ModelConfig
 from spec_decode.models.layers.decoder_layer import ResidualLayer
+from spec_decode.paged.kv_groups import KVGroup, make_group
 from spec_decode.testing.batches import with_trees
 from spec_decode.testing.subject import Subject
 

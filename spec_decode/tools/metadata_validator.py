@@ -28,7 +28,7 @@ from attn_backends import KVCache
 from builders import AttentionBatch, MetadataBuilder
 from builders.errors import require
 from spec_decode.drafter import Drafter, Drafts, StepMetadata, VerifiedTokens
-from spec_decode.drafter.kv_groups import KVGroup
+from spec_decode.paged.kv_groups import KVGroup
 from spec_decode.testing.expectations import CheckFailure, expect
 from spec_decode.testing.layouts import layout_of
 from spec_decode.testing.metadata_fields import (

@@ -11,8 +11,9 @@ from benchmarks.cases.throughput import LLAMA3_8B, ThroughputCase, rates_of, thr
 from benchmarks.random_drafts import RANDOM_DRAFTS, _llama
 from benchmarks.rows import Bench
 from builders import BatchError
-from spec_decode.drafter import GraphMode, Strategy
+from spec_decode.drafter import Strategy
 from spec_decode.engine import Engine, EngineConfig
+from spec_decode.paged import GraphMode
 from spec_decode.tools.timing_limit import verdict
 from tests.factories import CPU, make_config, make_pair
 

@@ -24,6 +24,7 @@ PUBLIC = [
             "graphs",
             "matrix",
             "models",
+            "paged",
             "sampling",
             "verification",
         )

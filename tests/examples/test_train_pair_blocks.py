@@ -11,7 +11,7 @@ from train_pair.recipe import Recipe
 from attn_backends import get
 from builders import RequestTables
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, VerifiedTokens
-from spec_decode.drafter.kv_groups import make_group
+from spec_decode.paged.kv_groups import make_group
 from tests.factories import CPU, make_block_config, make_pair, owned_pages
 
 STARTS, MASKS = torch.tensor([[2, 9, 10, 26], [4, 5, 17, 33]]), 5

@@ -9,9 +9,9 @@ from train_pair.losses import draft_loss
 from train_pair.recipe import Recipe
 
 from attn_backends import get
-from spec_decode.drafter import GraphMode
 from spec_decode.engine import Engine, EngineConfig, Request
 from spec_decode.models.byte_tokenizer import decode, encode
+from spec_decode.paged import GraphMode
 from tests.factories import CPU, make_block_config, make_config, make_latent_config, make_pair
 
 PROMPTS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])

@@ -17,8 +17,8 @@ import torch
 from train_pair.attention import run_target
 
 from attn_backends import registry
-from spec_decode.drafter import GraphMode
 from spec_decode.engine import Engine, Finish, Generation, Handle, Request
+from spec_decode.paged import GraphMode
 from tests.gpu import busy_engine
 from tests.gpu.busy_engine import BusyRun, load_pair, make_engine, make_requests, serve
 

@@ -38,8 +38,8 @@ import torch
 from scripts.free_places import on_a_free_one
 from spec_decode.cli.check import check
 from spec_decode.conformance.report import Report
-from spec_decode.drafter import GraphMode
 from spec_decode.graphs import cuda
+from spec_decode.paged import GraphMode
 from tests.gpu import busy_engine
 from tests.import_graph import ROOT
 from tests.spec_decode.matrix.evidence import report, result

@@ -27,11 +27,11 @@ import torch
 
 from attn_backends import AttentionBackend, registry
 from attn_backends.torch_reference import TorchReference
-from spec_decode.drafter import GraphMode
-from spec_decode.drafter.attention import PagedAttention
-from spec_decode.drafter.kv_groups import build_ragged, make_group
 from spec_decode.engine import Engine, EngineConfig, Request
 from spec_decode.models import Attention, DraftModel, EagleDraft, LayerGroup, ModelConfig
+from spec_decode.paged import GraphMode
+from spec_decode.paged.attention import PagedAttention
+from spec_decode.paged.kv_groups import build_ragged, make_group
 from tests.factories import make_tables
 
 transformers = pytest.importorskip("transformers")

@@ -9,11 +9,11 @@ import torch
 from builders import RequestTables
 from spec_decode.drafter.kernels.block_inputs import block_inputs
 from spec_decode.drafter.kernels.gather_block import gather_block
-from spec_decode.drafter.kv_groups import KVGroup
-from spec_decode.drafter.metadata_plan import MetadataPlan
-from spec_decode.drafter.step_buffers import StepBuffers
 from spec_decode.drafter.steps.extend_step import ExtendStep, make_sampler
 from spec_decode.models import DraftModel
+from spec_decode.paged.kv_groups import KVGroup
+from spec_decode.paged.metadata_plan import MetadataPlan
+from spec_decode.paged.step_buffers import StepBuffers
 from spec_decode.sampling import DraftSampler
 
 

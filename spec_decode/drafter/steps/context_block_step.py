@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from builders import CaptureConstants, RequestTables
-from spec_decode.drafter.attention import PagedAttention
-from spec_decode.drafter.kv_groups import KVGroup
-from spec_decode.drafter.metadata_plan import MetadataPlan
-from spec_decode.drafter.step_buffers import StepBuffers
 from spec_decode.drafter.steps.extend_step import ExtendStep, make_sampler
 from spec_decode.models import DraftModel
+from spec_decode.paged.attention import PagedAttention
+from spec_decode.paged.kv_groups import KVGroup
+from spec_decode.paged.metadata_plan import MetadataPlan
+from spec_decode.paged.step_buffers import StepBuffers
 from spec_decode.sampling import DraftSampler
 from spec_decode.sampling.draft_sampler import NO_TOKEN
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from builders import RequestTables, advance_shared_state, begin_decode
-from spec_decode.drafter.kv_groups import KVGroup
-from spec_decode.drafter.metadata_plan import MetadataPlan
-from spec_decode.drafter.step_buffers import StepBuffers
 from spec_decode.drafter.steps.extend_step import ExtendStep, make_sampler
 from spec_decode.models import DraftModel
 from spec_decode.models.attention import Attention
+from spec_decode.paged.kv_groups import KVGroup
+from spec_decode.paged.metadata_plan import MetadataPlan
+from spec_decode.paged.step_buffers import StepBuffers
 from spec_decode.sampling import DraftSampler
 
 

@@ -10,13 +10,13 @@ import torch
 
 from builders import CaptureConstants, RequestTables
 from builders.errors import require
-from spec_decode.drafter.attention import PagedAttention
 from spec_decode.drafter.kernels.gather_last_hidden import gather_last_hidden
 from spec_decode.drafter.kernels.shift_tokens import shift_tokens
-from spec_decode.drafter.kv_groups import KVGroup, build_ragged, products_of
-from spec_decode.drafter.step_buffers import StepBuffers
 from spec_decode.drafter.verified_tokens import VerifiedTokens
 from spec_decode.models import DraftModel
+from spec_decode.paged.attention import PagedAttention
+from spec_decode.paged.kv_groups import KVGroup, build_ragged, products_of
+from spec_decode.paged.step_buffers import StepBuffers
 from spec_decode.sampling import DraftSampler
 from spec_decode.sampling.draft_settings import DraftSettings
 

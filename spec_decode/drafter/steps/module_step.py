@@ -8,16 +8,15 @@ from itertools import accumulate
 import torch
 
 from builders import BatchBuffers, RequestTables, advance_shared_state, begin_decode
-from builders.errors import require
-from spec_decode.drafter.attention import PagedAttention
-from spec_decode.drafter.input_cache import InputCache
 from spec_decode.drafter.kernels.gather_last_hidden import gather_last_hidden
 from spec_decode.drafter.kernels.shift_tokens import shift_tokens
-from spec_decode.drafter.kv_groups import KVGroup, build_ragged
-from spec_decode.drafter.metadata_plan import MetadataPlan
-from spec_decode.drafter.step_buffers import StepBuffers
 from spec_decode.drafter.steps.extend_step import ExtendStep, make_sampler
 from spec_decode.models import DraftModel
+from spec_decode.paged.attention import PagedAttention
+from spec_decode.paged.input_cache import InputCache
+from spec_decode.paged.kv_groups import KVGroup, build_ragged
+from spec_decode.paged.metadata_plan import MetadataPlan
+from spec_decode.paged.step_buffers import StepBuffers
 from spec_decode.sampling import DraftSampler
 
 
@@ -146,14 +145,3 @@ class ModuleStep(ExtendStep[DraftSampler]):
                 if index:
                     token_ids = token_ids.roll(-1).index_copy(0, last, token_ids[last])
                 states = module.forward(token_ids, states, batch.positions, attention)
-
-
-def check_modules(model: DraftModel, num_speculative_tokens: int) -> None:
-    """Raise BatchError for more tokens a round than a draft with several prediction modules has of these."""
-    count = len(model.prediction_modules)
-    require(
-        count == 1 or num_speculative_tokens <= count,
-        f"a draft with a prediction module for each token proposes at most {count} a round, got "
-        f"num_speculative_tokens {num_speculative_tokens}; no module was trained for the others, so nothing was "
-        f"allocated. Lower it to {count} or less.",
-    )

@@ -8,13 +8,13 @@ import torch
 
 from builders import RequestTables, begin_extend
 from spec_decode.drafter.kernels.gather_last_hidden import gather_last_hidden
-from spec_decode.drafter.kv_groups import KVGroup
-from spec_decode.drafter.metadata_plan import MetadataPlan
-from spec_decode.drafter.step_buffers import StepBuffers
 from spec_decode.drafter.steps.extend_step import ExtendStep
 from spec_decode.drafter.tree_sampler import TreeSampler
 from spec_decode.models import DraftModel
 from spec_decode.models.attention import Attention
+from spec_decode.paged.kv_groups import KVGroup
+from spec_decode.paged.metadata_plan import MetadataPlan
+from spec_decode.paged.step_buffers import StepBuffers
 from spec_decode.trees import DraftTree, DynamicTreeConfig
 from spec_decode.trees.kernels.place_frontier import place_frontier
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from builders import AdvanceLevel, GraphSupport
-from spec_decode.drafter.metadata_plan import GraphMode, GroupFacts, MetadataUpdate
 from spec_decode.drafter.steps.draft_step import DraftStep
 from spec_decode.drafter.steps.tree_step import TreeStep
 from spec_decode.graphs import Capturable, Factory, GraphManager
+from spec_decode.paged.metadata_plan import GraphMode, GroupFacts, MetadataUpdate
 
 GRAPHS_OFF = "graphs are turned off"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spec_decode.drafter.metadata_plan import GraphMode, GroupFacts
 from spec_decode.drafter.strategies.base import DraftStrategy
+from spec_decode.paged.metadata_plan import GraphMode, GroupFacts
 
 
 class Eager(DraftStrategy):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spec_decode.drafter.metadata_plan import GraphMode, GroupFacts
 from spec_decode.drafter.strategies.base import DraftStrategy, capture_unsupported_reason
 from spec_decode.graphs import Capturable
+from spec_decode.paged.metadata_plan import GraphMode, GroupFacts
 
 
 class PerStep(DraftStrategy):

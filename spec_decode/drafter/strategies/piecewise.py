@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from builders import GraphSupport
-from spec_decode.drafter.metadata_plan import GraphMode, GroupFacts
 from spec_decode.drafter.strategies.base import GRAPHS_OFF
 from spec_decode.drafter.strategies.per_step import PerStep
 from spec_decode.graphs import Capturable, SplitOp
+from spec_decode.paged.metadata_plan import GraphMode, GroupFacts
 
 
 class Piecewise(PerStep):

@@ -6,8 +6,8 @@ from torch import nn
 from attn_backends import get
 from builders import RequestTables
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, VerifiedTokens
-from spec_decode.drafter.kv_groups import make_group
 from spec_decode.models import AttentionInputs, DraftModel
+from spec_decode.paged.kv_groups import make_group
 from tests.factories import CPU, make_config, make_spec, owned_pages
 from tests.foreseen import Foreseen
 from tests.spec_decode.drafter.third_party_backends import Advancing, DecodeOnly, Rebuilt, Uncapturable

@@ -11,10 +11,11 @@ import torch
 
 from attn_backends import get
 from builders import BatchError, RequestTables
-from spec_decode.drafter import DrafterConfig, GraphMode, Strategy, autotune
+from spec_decode.drafter import DrafterConfig, Strategy, autotune
 from spec_decode.drafter.autotune import MARGIN, StrategyCache, autotune_strategy
-from spec_decode.drafter.kv_groups import make_group
 from spec_decode.models import EagleDraft, LlamaTarget
+from spec_decode.paged import GraphMode
+from spec_decode.paged.kv_groups import make_group
 from tests.factories import CPU, make_config
 
 CONFIG = make_config(vocab_size=32, hidden_size=16, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=64)

@@ -6,7 +6,8 @@ import torch
 from attn_backends import get
 from attn_backends.torch_reference import TorchReference
 from builders import BatchError, ReferenceBuilder
-from spec_decode.drafter import Strategy, default_capture_sizes
+from spec_decode.drafter import Strategy
+from spec_decode.graphs import default_capture_sizes
 from spec_decode.graphs.emulator import EmulatedRuntime
 from tests.spec_decode.drafter.drafter_fixture import (
     CAPTURING,

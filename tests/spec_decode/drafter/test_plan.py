@@ -1,9 +1,10 @@
 import pytest
 
 from builders import AdvanceLevel, AdvanceSupport, GraphSupport, HostLengths
-from spec_decode.drafter import GraphMode, Strategy, StrategyError
-from spec_decode.drafter.metadata_plan import GroupFacts, plan_uniform_step
+from spec_decode.drafter import Strategy, StrategyError
 from spec_decode.drafter.plan import choose
+from spec_decode.paged import GraphMode
+from spec_decode.paged.metadata_plan import GroupFacts, plan_uniform_step
 
 FULL, NONE = GraphMode.FULL, GraphMode.NONE
 

@@ -6,11 +6,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_backends import get
 from builders import CaptureConstants
-from spec_decode.drafter import GraphMode, Strategy, StrategyError
-from spec_decode.drafter.metadata_plan import MetadataUpdate
+from spec_decode.drafter import Strategy, StrategyError
 from spec_decode.drafter.strategies import DraftStrategy
 from spec_decode.drafter.strategies.loop import LoopStrategy
 from spec_decode.graphs import Capturable, GraphManager
+from spec_decode.paged import GraphMode
+from spec_decode.paged.metadata_plan import MetadataUpdate
 from tests.foreseen import ForeseenBuilder
 from tests.spec_decode.drafter.drafter_fixture import (
     CAPTURING,

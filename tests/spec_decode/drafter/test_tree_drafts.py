@@ -8,8 +8,8 @@ import torch
 from attn_backends import get
 from builders import BatchError
 from spec_decode.drafter import Strategy, StrategyError
-from spec_decode.drafter.attention import PagedAttention
-from spec_decode.drafter.kv_groups import build_ragged
+from spec_decode.paged.attention import PagedAttention
+from spec_decode.paged.kv_groups import build_ragged
 from spec_decode.trees import DraftTree, DynamicTreeConfig
 from tests.spec_decode.drafter.drafter_fixture import (
     CAPTURING,

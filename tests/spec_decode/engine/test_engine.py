@@ -7,10 +7,11 @@ from train_pair.generation import speculate
 
 from attn_backends import get
 from builders import BatchError
-from spec_decode.drafter import GraphMode, Strategy
+from spec_decode.drafter import Strategy
 from spec_decode.engine import Engine, EngineConfig, Request
 from spec_decode.engine import engine as module
 from spec_decode.models.byte_tokenizer import encode
+from spec_decode.paged import GraphMode
 from spec_decode.verification import BlockVerification
 from tests.factories import make_config, make_pair
 

@@ -6,9 +6,10 @@ import torch
 
 from attn_backends import Feature, NoBackend, get
 from builders import BatchError
-from spec_decode.drafter import GraphMode, Strategy, StrategyError
+from spec_decode.drafter import Strategy, StrategyError
 from spec_decode.engine import Engine, EngineConfig, Request
 from spec_decode.models.kernels.batch_invariance import is_batch_invariant
+from spec_decode.paged import GraphMode
 from tests.factories import make_config, make_latent_config, make_pair
 
 # In one process: what eager drafting says is made once.

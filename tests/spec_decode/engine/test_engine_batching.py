@@ -11,9 +11,9 @@ from train_pair.attention import causal_attention, positions_of
 from attn_backends import get
 from attn_backends.torch_reference import TorchReference
 from builders import BatchError, GraphSupport, ReferenceBuilder
-from spec_decode.drafter import GraphMode
 from spec_decode.engine import Engine, EngineConfig, Finish, Request
 from spec_decode.models import DraftModel, LayerGroup, LlamaTarget
+from spec_decode.paged import GraphMode
 from tests.factories import make_config, make_pair
 
 PAIR = make_pair()

@@ -9,11 +9,11 @@ import torch
 
 from attn_backends import get
 from builders import BatchError
-from spec_decode.drafter import GraphMode
 from spec_decode.engine import Engine, EngineConfig, Finish, Request
 from spec_decode.engine import engine as module
 from spec_decode.engine.request import Handle
 from spec_decode.engine.target_runner import TargetRunner
+from spec_decode.paged import GraphMode
 from tests.factories import make_pair
 
 PAIR = make_pair()

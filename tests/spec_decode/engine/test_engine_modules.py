@@ -5,11 +5,12 @@ import torch
 
 from attn_backends import get
 from builders import BatchError
-from spec_decode.drafter import GraphMode, Strategy
+from spec_decode.drafter import Strategy
 from spec_decode.engine import Engine, EngineConfig, Request
 from spec_decode.models import SHIPPED_PAIR, load_pair
 from spec_decode.models.byte_tokenizer import encode
 from spec_decode.models.load import load_draft
+from spec_decode.paged import GraphMode
 from tests.spec_decode.models.generated_mtp import V3_CONFIG, v3_modules, write
 
 PROMPTS = ["The for statement", "def read(path):", "x", "A list, like a tuple, holds"]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from attn_backends import get
-from spec_decode.drafter import GraphMode
 from spec_decode.engine import Engine, EngineConfig, Request
+from spec_decode.paged import GraphMode
 from tests.factories import make_pair
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]

@@ -8,10 +8,11 @@ import pytest
 from attn_backends import Feature, NoBackend, get
 from attn_backends.torch_reference import TorchReference
 from builders import BatchError
-from spec_decode.drafter import GraphMode, Strategy
+from spec_decode.drafter import Strategy
 from spec_decode.engine import Engine, EngineConfig, Request
 from spec_decode.models import SHIPPED_PAIR, load_pair
 from spec_decode.models.byte_tokenizer import encode
+from spec_decode.paged import GraphMode
 from spec_decode.trees import DraftTree, DynamicTreeConfig
 from tests.mutants import MergesTrees
 from tests.spec_decode.trees.tree_helpers import TREES

@@ -13,9 +13,9 @@ from torch import nn
 from attn_backends import get
 from builders import RequestTables
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, VerifiedTokens
-from spec_decode.drafter.attention import PagedAttention
-from spec_decode.drafter.kv_groups import build_ragged, make_group
 from spec_decode.models import TargetModel, TargetStates
+from spec_decode.paged.attention import PagedAttention
+from spec_decode.paged.kv_groups import build_ragged, make_group
 from tests.factories import CPU, owned_pages
 
 VOCAB, HIDDEN, LAYER, K = 24, 32, 2, 3

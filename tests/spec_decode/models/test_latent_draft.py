@@ -13,10 +13,11 @@ from attn_backends import Feature, NoBackend, get
 from attn_backends.torch_reference import TorchReference
 from builders import AttentionKind
 from spec_decode.conformance.check import expand
-from spec_decode.drafter import GraphMode, Strategy
+from spec_decode.drafter import Strategy
 from spec_decode.engine import Engine, EngineConfig, Request
 from spec_decode.models import LatentConfig, LlamaTarget
 from spec_decode.models.byte_tokenizer import encode
+from spec_decode.paged import GraphMode
 from spec_decode.testing.expectations import CheckFailure
 from spec_decode.testing.subject import Subject
 from tests.factories import CPU, make_config, make_latent_config, make_pair

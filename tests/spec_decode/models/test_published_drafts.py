@@ -9,8 +9,8 @@ import torch
 from attn_backends import get
 from builders import RequestTables
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, VerifiedTokens
-from spec_decode.drafter.kv_groups import make_group
 from spec_decode.models.load import load_draft
+from spec_decode.paged.kv_groups import make_group
 from tests.factories import CPU, owned_pages
 from tests.spec_decode.models import oracle
 from tests.spec_decode.models.generated import (

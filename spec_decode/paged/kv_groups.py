@@ -14,9 +14,9 @@ import torch
 from attn_backends import AttentionBackend, KVCache, NoBackend, Rejected
 from builders import AttentionKind, AttentionSpec, BatchBuffers, MetadataBuilder, RequestTables
 from builders.errors import require
-from spec_decode.drafter.metadata_plan import GroupFacts
 from spec_decode.models.base import DraftModel, LayerGroup, TargetModel
 from spec_decode.models.kernels.batch_invariance import batch_invariance
+from spec_decode.paged.metadata_plan import GroupFacts
 
 BackendChoice: TypeAlias = AttentionBackend | Mapping[str, AttentionBackend] | Callable[[LayerGroup], AttentionBackend]
 """One backend for all of a model's groups, one for each group's name, or a function that chooses."""

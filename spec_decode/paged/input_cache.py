@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from builders import NO_SLOT
-from spec_decode.drafter.kv_groups import KVGroup
+from spec_decode.paged.kv_groups import KVGroup
 
 _FIRST_SLOT = -NO_SLOT
 """The line of slot 0: line 0 takes what has no slot."""

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from spec_decode.drafter.kv_groups import build_ragged
+from spec_decode.paged.kv_groups import build_ragged
 from tests.factories import make_tables
 
 
@@ -22,7 +22,7 @@ def make_groups(count):
 
 
 def test_a_launch_is_sized_by_the_longest_of_ragged_prompts(monkeypatch):
-    monkeypatch.setattr("spec_decode.drafter.kv_groups.check_pools", lambda groups, tables: None)
+    monkeypatch.setattr("spec_decode.paged.kv_groups.check_pools", lambda groups, tables: None)
     tables = make_tables([20, 9, 30], page_sizes=(4, 8), max_reqs=3, max_seq_len=32)
 
     batch, views = build_ragged(make_groups(2), tables, [5, 9, 1], [20, 9, 30])
@@ -34,7 +34,7 @@ def test_a_launch_is_sized_by_the_longest_of_ragged_prompts(monkeypatch):
 
 
 def test_prompts_of_one_length_are_uniform(monkeypatch):
-    monkeypatch.setattr("spec_decode.drafter.kv_groups.check_pools", lambda groups, tables: None)
+    monkeypatch.setattr("spec_decode.paged.kv_groups.check_pools", lambda groups, tables: None)
     tables = make_tables([20, 9], page_sizes=(4,), max_reqs=2, max_seq_len=32)
     _, (view,) = build_ragged(make_groups(1), tables, [4, 4], [20, 9])
     assert view.uniform and view.max_query_len == 4

@@ -17,10 +17,10 @@ from builders import (
     RequestTables,
     begin_extend,
 )  # fmt: skip
-from spec_decode.drafter.attention import PagedAttention, SplitAttention
-from spec_decode.drafter.kv_groups import KVGroup, check_pools
-from spec_decode.drafter.metadata_plan import MetadataPlan, MetadataUpdate
 from spec_decode.graphs import GraphKey, GraphManager, SplitOp
+from spec_decode.paged.attention import PagedAttention, SplitAttention
+from spec_decode.paged.kv_groups import KVGroup, check_pools
+from spec_decode.paged.metadata_plan import MetadataPlan, MetadataUpdate
 from spec_decode.trees.kernels.ancestor_masks import ancestor_masks
 
 

@@ -10,9 +10,9 @@ import torch
 from attn_backends.capabilities import FusedWrite
 from attn_backends.kernels.rope import Rope, apply_rope
 from builders import AttentionKind
-from spec_decode.drafter.kv_groups import KVGroup
 from spec_decode.graphs import SplitOp
 from spec_decode.models.attention import AttentionInputs
+from spec_decode.paged.kv_groups import KVGroup
 
 
 class PagedAttention:

@@ -1,0 +1,29 @@
+"""A model over paged caches: its KV groups, their metadata, and the steps of one batch shape over them."""
+
+from spec_decode.paged.attention import PagedAttention
+from spec_decode.paged.kv_groups import BackendChoice, KVGroup, build_ragged, make_group, make_groups
+from spec_decode.paged.metadata_plan import (
+    GraphMode,
+    GroupFacts,
+    GroupPlan,
+    MetadataPlan,
+    MetadataUpdate,
+    plan_uniform_step,
+)
+from spec_decode.paged.step_buffers import StepBuffers
+
+__all__ = [
+    "BackendChoice",
+    "GraphMode",
+    "GroupFacts",
+    "GroupPlan",
+    "KVGroup",
+    "MetadataPlan",
+    "MetadataUpdate",
+    "PagedAttention",
+    "StepBuffers",
+    "build_ragged",
+    "make_group",
+    "make_groups",
+    "plan_uniform_step",
+]
