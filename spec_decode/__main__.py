@@ -2,15 +2,28 @@
 
 import sys
 
+from spec_decode.testing.process_exit import end_at_once, running_threads
+
 
 def main() -> None:
-    """The command line; an interrupt ends it with 130 and without a traceback, even while it is loaded."""
+    """The command line; an interrupt ends it with 130 and without a traceback, even while it is loaded.
+
+    Threads that a plug-in leaves running are not waited for.
+    """
     try:
         from spec_decode.cli.main import main
 
         main(prog_name="attn-backends")
     except KeyboardInterrupt:
-        sys.exit(130)
+        status = 130
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+    else:
+        status = 0
+    if threads := ", ".join(running_threads()):
+        print(f"not waited for: {threads}, which a backend has started and left running", file=sys.stderr)
+        end_at_once(status)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

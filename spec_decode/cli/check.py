@@ -34,6 +34,7 @@ from spec_decode.cli.output import (
     stdout,
     write,
 )
+from spec_decode.cli.plug_ins import try_plug_ins_aloud
 
 if TYPE_CHECKING:
     import torch
@@ -244,9 +245,7 @@ def _isolated(names: Sequence[str], isolate: bool | None) -> set[str]:
 
 def _print_refused_plug_ins() -> None:
     """Try the plug-ins before `available` loads them, and name those that cannot be loaded."""
-    from spec_decode.tools.plug_ins import try_plug_ins
-
-    for why in try_plug_ins().values():
+    for why in try_plug_ins_aloud().values():
         click.echo(f"not available: {' '.join(why.split())}", err=True)
 
 

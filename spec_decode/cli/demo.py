@@ -15,6 +15,7 @@ from spec_decode.cli.list import describe, print_backends
 from spec_decode.cli.matrix import REPORTS
 from spec_decode.cli.options import available_names, device_option, resolve_device, use_threads
 from spec_decode.cli.output import printable, progress, require_writable, say, stdout, write
+from spec_decode.cli.plug_ins import try_plug_ins_aloud
 
 if TYPE_CHECKING:
     import torch
@@ -55,10 +56,9 @@ def demo(device: str | None, full: bool, page: str, pair: Path | None) -> None:
 
 def _list(console: Console, device: torch.device) -> None:
     from attn_backends import registry
-    from spec_decode.tools.plug_ins import try_plug_ins
     from spec_decode.tools.specs import GQA
 
-    try_plug_ins()
+    try_plug_ins_aloud()
     _heading(console, "1. The backends of this machine")
     entries = [describe(name, GQA, device) for name in registry.names()]
     print_backends(console, entries, f"{GQA.describe()} on {device}")

@@ -11,6 +11,7 @@ import click
 
 from spec_decode.cli.options import PAGE_SIZE, device_option, resolve_device
 from spec_decode.cli.output import say, stdout
+from spec_decode.cli.plug_ins import try_plug_ins_aloud
 
 _ENGINES = ("vllm", "sglang")
 """Those with a plug-in of ours, as modules of `engines`."""
@@ -36,11 +37,10 @@ def doctor(
     """
     from attn_backends import registry
     from spec_decode.tools.doctor import FindingStatus, examine, validate_metadata
-    from spec_decode.tools.plug_ins import try_plug_ins
 
     where = resolve_device(device, present=backend is not None)
     console, topic, findings = stdout(), "", []
-    try_plug_ins()
+    try_plug_ins_aloud()
     # Asked for by name, a backend that cannot be had is refused before anything runs.
     asked = [] if backend is None else [registry.get(backend)]
     validated = (validate_metadata(b, where, rounds=rounds, every=every, page_size=page_size) for b in asked)

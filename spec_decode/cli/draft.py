@@ -14,6 +14,7 @@ from rich.text import Text
 
 from spec_decode.cli.options import PAGE_SIZE, StrategyChoice, device_option, options_as, resolve_device
 from spec_decode.cli.output import UserError, printable, progress, say, stdout
+from spec_decode.cli.plug_ins import try_plug_ins_aloud
 from spec_decode.cli.tree_option import TREE_HELP, parse_tree
 
 if TYPE_CHECKING:
@@ -154,8 +155,12 @@ def draft(options: _Options) -> None:
         raise UserError("there is no prompt. Pass PROMPT or --prompts FILE.")
     if empty := [index for index, text in enumerate(texts, 1) if not text]:
         raise UserError(f"prompt {empty[0]} is empty. Write something.")
+    from attn_backends.registry import plug_ins
+
     console = stdout()
     params = options.params(len(texts))
+    if options.explain or {options.backend, options.draft_backend} & {plug_in.name for plug_in in plug_ins()}:
+        try_plug_ins_aloud()
     with progress(console, f"loading {options.target}" if console.is_terminal and options.target else ""):
         llm = options.load()
     started = time.perf_counter()

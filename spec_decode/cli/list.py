@@ -11,6 +11,7 @@ from rich.console import Console
 
 from spec_decode.cli.options import device_option, resolve_device
 from spec_decode.cli.output import UserError, say, stdout
+from spec_decode.cli.plug_ins import try_plug_ins_aloud
 
 if TYPE_CHECKING:
     import torch
@@ -40,11 +41,10 @@ def list_backends(device: str | None, dtype: str | None, fields: tuple[str, ...]
     ends or holds up the process that loads or asks it is named, and costs no other its lines.
     """
     from attn_backends import registry
-    from spec_decode.tools.plug_ins import try_plug_ins
 
     spec = _asked(dtype, fields)
     where = resolve_device(device, present=False)
-    try_plug_ins()
+    try_plug_ins_aloud()
     entries = [describe(name, spec, where) for name in registry.names()]
     if as_json:
         click.echo(json.dumps({"spec": spec.describe(), "device": str(where), "backends": entries}, indent=2))
@@ -108,7 +108,9 @@ def describe(name: str, spec: AttentionSpec, device: torch.device) -> dict[str, 
         return {**entry, **_claims(registry.get(name), spec, device)}
     except BrokenBackend:
         return entry
-    except (Exception, SystemExit) as error:  # a plug-in may claim anything; it must not cost the others their lines
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plug-in may claim anything; it must not cost the others their lines
         return {**entry, "unreadable": f"{type(error).__name__}: {error}"}
 
 

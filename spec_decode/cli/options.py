@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_h
 import click
 
 from spec_decode.cli.output import UserError, did_you_mean
+from spec_decode.cli.plug_ins import try_plug_ins_aloud
 
 if TYPE_CHECKING:
     import torch
@@ -135,9 +136,8 @@ def chosen_names(asked: Sequence[str], device: torch.device) -> list[str]:
 def available_names(device: torch.device) -> list[str]:
     """The backends that load and are made for the device, whichever specs they serve."""
     from attn_backends import BrokenBackend, registry
-    from spec_decode.tools.plug_ins import try_plug_ins
 
-    try_plug_ins()
+    try_plug_ins_aloud()
     found = []
     for name in registry.names():
         try:

@@ -74,9 +74,9 @@ def say(console: Console, text: str, style: str = "") -> None:
 
 
 @contextmanager
-def progress(console: Console, text: str = "") -> Iterator[Callable[[str], None]]:
+def progress(console: Console, text: str = "", *, each: bool = False) -> Iterator[Callable[[str], None]]:
     """Show what is being done, and yield what changes it: beside a spinner, or without a terminal now and then a line
-    on stderr.
+    on stderr; each: a line for every change, as what hangs must be the last that was named.
     """
     if console.is_terminal:
         with console.status(Text(text)) as status:
@@ -86,7 +86,7 @@ def progress(console: Console, text: str = "") -> Iterator[Callable[[str], None]
 
     def show(text: str) -> None:
         nonlocal shown
-        if time.monotonic() - shown >= _SECONDS_BETWEEN_LINES:
+        if each or time.monotonic() - shown >= _SECONDS_BETWEEN_LINES:
             click.echo(text, err=True)
             shown = time.monotonic()
 

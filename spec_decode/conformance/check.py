@@ -71,7 +71,9 @@ class _Definition:
         """The check on each of its cases; one that raises what was raised where no case could be made."""
         try:
             cases = list(self.cases(subject))
-        except Exception as error:  # Unsupported, or whatever a plug-in's record leads to; here it is the check's
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # Unsupported, or whatever a plug-in's record leads to; here it is the check's
             return [self._check(subject, "any", (EVERYTHING,), error, _raising(error))]
         every = [self._check(subject, name, self.covers(subject, case), case, self.body) for name, case in cases]
         quick = every[:1] if self.quick is None else [check for check in every if fnmatch(check.case, self.quick)]
@@ -166,7 +168,7 @@ def _one_case(subject: Subject) -> list[tuple[str, None]]:
     return [("any", None)]
 
 
-def _raising(error: Exception) -> Body:
+def _raising(error: BaseException) -> Body:
     def body(subject: Subject, value: object) -> Measurements:
         raise error
 

@@ -1,4 +1,4 @@
-"""The process that `spec_decode.conformance.subprocess_runner` starts: python -m ...child NAME FD REQUEST."""
+"""The process that `spec_decode.conformance.subprocess_runner` starts, with the arguments NAME FD REQUEST."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+
+from spec_decode.testing.process_exit import end_at_once, running_threads
 
 if TYPE_CHECKING:
     from spec_decode.conformance.report import Result
@@ -22,9 +24,6 @@ def main(name: str, writer: int, request: dict[str, Any]) -> None:
     from spec_decode.files import ReportError
     from spec_decode.source_digests import SourceRecord
 
-    if not {"", os.getcwd()} & set(request.pop("path", sys.path)):
-        # `python -m` has put it there, and a folder in it that is named like a plug-in would hide the installed one.
-        sys.path[:] = [place for place in sys.path if place != os.getcwd()]
     keep = request.pop("keep", None)
     with soak_length(**request.pop("soak", {})):
         planned = plan(name, **{**request, "device": torch.device(request["device"])})
@@ -40,6 +39,10 @@ def main(name: str, writer: int, request: dict[str, Any]) -> None:
         run(planned, on_result=on_result, on_note=lambda note: _send(writer, {"notes": [note]}), kept=kept)
     except ReportError as error:
         _send(writer, {"refused": str(error)})
+    if threads := ", ".join(running_threads()):
+        why = f"still running after the last check: {threads}. A program that loads the backend would not end"
+        _send(writer, {"notes": [f"{why}: stop them, or make them daemons."]})
+        end_at_once(0)
 
 
 def _send(writer: int, message: dict[str, Any]) -> None:

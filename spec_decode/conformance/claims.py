@@ -30,7 +30,9 @@ def claims_of(subject: Subject, columns: Iterable[str]) -> dict[str, Claim]:
         subject.base_spec()
     except Unsupported as refusal:
         return {EVERYTHING: Claim(claimed=False, reason=str(refusal))}
-    except Exception as error:  # a plug-in's record may hold anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plug-in's record may hold anything
         return {EVERYTHING: _unreadable(error)}
     claimed = _OF_A_BUILDER if subject.engine else {*_READERS, *columns} - {EVERYTHING}
     return {column: _claim(subject, column) for column in sorted(claimed)}
@@ -45,11 +47,13 @@ def _claim(subject: Subject, column: str) -> Claim:
     read = _READERS.get(column)
     try:
         return read(subject) if read else Claim(claimed=True)
-    except Exception as error:  # a plug-in's record may hold anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plug-in's record may hold anything
         return _unreadable(error)
 
 
-def _unreadable(error: Exception) -> Claim:
+def _unreadable(error: BaseException) -> Claim:
     return Claim(claimed=False, reason=f"the claim cannot be read: {type(error).__name__}: {error}")
 
 

@@ -37,7 +37,7 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def may_cover(self, check: Check) -> bool:
         """Whether it covers the check, or one that could make no cases, so that their names are not known."""
-        return self.covers(check) or (isinstance(check.value, Exception) and fnmatch(check.name, self.check))
+        return self.covers(check) or (isinstance(check.value, BaseException) and fnmatch(check.name, self.check))
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

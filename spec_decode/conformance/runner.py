@@ -161,7 +161,9 @@ def run_check(check: Check, planned: Result, known_failures: Sequence[KnownFailu
         outcome, reason = Outcome.UNSUPPORTED, str(refusal)
     except Unavailable as lack:
         outcome, reason = Outcome.UNAVAILABLE, str(lack)
-    except (Exception, SystemExit) as error:  # a backend may fail in any way; one check's must not end the run
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a backend may fail in any way; one check's must not end the run
         outcome, reason = Outcome.ERROR, f"{type(error).__name__}: {error}{error_location(error)}"
     known = next((entry for entry in known_failures if entry.covers(check)), None)
     if known and outcome in (Outcome.FAIL, Outcome.ERROR):

@@ -21,7 +21,9 @@ def unsupported_reason(subject: Subject, strategy: Strategy) -> str:
         choose([facts], 4, GraphMode.FULL, forced=strategy, loop_unsupported_reason=no_loop)
     except StrategyError as error:
         return str(error)
-    except Exception as error:  # a plug-in's builder may fail in any way; its checks report it too
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plug-in's builder may fail in any way; its checks report it too
         return f"cannot be asked: {type(error).__name__}: {error}"
     return ""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +13,9 @@ from spec_decode.conformance.runner import unloaded
 from spec_decode.environment import Environment
 from spec_decode.files import ReportError
 from spec_decode.testing.outcome import Outcome
-from spec_decode.testing.process_isolation import ProcessEnded, TimeLimit, start_isolated
+from spec_decode.testing.process_isolation import ProcessEnded, TimeLimit, python_module, start_isolated
 
-_CHILD = (sys.executable, "-m", "spec_decode.conformance.child")
+_CHILD = "spec_decode.conformance.child"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +34,7 @@ def check_isolated(
     limits: TimeLimits | None = None,
     on_result: Callable[[Result], None] | None = None,
     on_note: Callable[[str], None] | None = None,
-    child: Sequence[str] = _CHILD,
+    child: Sequence[str] | None = None,
 ) -> Report:
     """`check_backend` in another process; always a whole report.
 
@@ -48,7 +47,7 @@ def check_isolated(
     check_limit, backend_limit = TimeLimit(limits.check, "a check"), TimeLimit(limits.backend, "a backend")
     unknown = unloaded(name, env, str(request.get("command", "")), Outcome.NOT_RUN)
     progress = _Progress(unknown, on_result, on_note)
-    with start_isolated([*child, name], {**request, "path": sys.path}) as process:
+    with start_isolated([*(child or python_module(_CHILD)), name], request) as process:
         try:
             for message in process.messages(check_limit, backend_limit):
                 progress.take(message)

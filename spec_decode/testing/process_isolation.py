@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -70,6 +71,16 @@ class IsolatedProcess:
         self.output.seek(0)
         printed = " ".join(self.output.read().decode(errors="replace").split())
         return f"; it printed: {printed[-_PRINTED_TAIL:]}" if printed else ""
+
+
+def python_module(name: str) -> tuple[str, ...]:
+    """The command that runs a module, with modules found where this process finds them.
+
+    `python -m` would put the current folder first, and a folder in it that is named like a package would hide that one.
+    """
+    places = [str(place) for place in sys.path]
+    run = f"run_module({name!r}, run_name='__main__', alter_sys=True)"
+    return (sys.executable, "-c", f"import sys; sys.path[:] = {places!r}; from runpy import run_module; {run}")
 
 
 @contextmanager

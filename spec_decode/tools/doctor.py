@@ -212,7 +212,9 @@ def _asked(name: str, backend: AttentionBackend, device: torch.device) -> Findin
         served = [asked for asked, verdict in verdicts.items() if isinstance(verdict, Accepted)]
         reasons = {why for verdict in verdicts.values() if not isinstance(verdict, Accepted) for why in verdict.reasons}
         detail = f"{backend.version}: {'; '.join(served) or '; '.join(sorted(reasons))}"
-    except (Exception, SystemExit) as error:  # a plug-in may fail in any way when it is asked
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plug-in may fail in any way when it is asked
         return Finding("backends", name, FindingStatus.FAILED, f"{type(error).__name__}: {error}")
     return Finding("backends", name, FindingStatus.OK if served else FindingStatus.REFUSED, detail)
 
@@ -234,5 +236,7 @@ def _class_of(plug_in: PlugIn) -> str:
 def _tried(topic: str, subject: str, ask: Callable[[], str]) -> Finding:
     try:
         return Finding(topic, subject, FindingStatus.OK, ask())
-    except (Exception, SystemExit) as error:  # a diagnosis must survive whatever it looks at
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a diagnosis must survive whatever it looks at
         return Finding(topic, subject, FindingStatus.FAILED, f"{type(error).__name__}: {error}")

@@ -1,7 +1,7 @@
 """Other packages' backends, loaded and asked in a subprocess before this process does: one may end its process.
 
-The subprocess is python -m spec_decode.tools.plug_ins FD {"names": [...]}, which says each name before it loads it and
-asks what it supports.
+The subprocess runs this module with the arguments FD {"names": [...]}. It says each name before it loads it and asks
+what it supports.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,26 +17,36 @@ import msgspec
 import torch
 
 from attn_backends import AttentionBackend, BackendError, registry
-from spec_decode.testing.process_isolation import ProcessEnded, TimeLimit, start_isolated
+from attn_backends.registry import PlugIn
+from spec_decode.testing.process_isolation import ProcessEnded, TimeLimit, python_module, start_isolated
 from spec_decode.tools.specs import GQA
 
 _EACH = TimeLimit(60.0, "a package to load and say what it supports")
 _ALL = TimeLimit(math.inf, "all of them")
-_CHILD = (sys.executable, "-m", "spec_decode.tools.plug_ins")
+_CHILD = "spec_decode.tools.plug_ins"
 _tried: dict[str, str] = {}
 """Why a plug-in was refused, by name; empty for one that was not."""
 
 
-def try_plug_ins(child: Sequence[str] = _CHILD, each: TimeLimit = _EACH) -> dict[str, str]:
+def try_plug_ins(
+    child: Sequence[str] | None = None,
+    each: TimeLimit = _EACH,
+    on_loading: Callable[[PlugIn], None] = lambda plug_in: None,
+) -> dict[str, str]:
     """Have the registry refuse, from here on, the plug-ins that end or hold up the process that loads and asks them.
 
     Returns why, by name. One process loads all that were not tried before, and another one what is left whenever one
     ends it, so that what this process may load has been loaded together. Without plug-ins nothing is started.
+    on_loading: told of each plug-in before the process loads it.
     """
     packages = {plug_in.name: plug_in.package for plug_in in registry.plug_ins()}
     had = [name for name in packages if registry.is_loaded(name) or registry.registered_here(name)]
     names = [name for name in packages if name not in _tried and name not in had]
-    while names and (ended := _load_isolated(names, child, each)):
+
+    def tell(name: str) -> None:
+        on_loading(PlugIn(name, packages[name]))
+
+    while names and (ended := _load_isolated(names, child or python_module(_CHILD), each, tell)):
         culprits, how = ended
         for name in culprits:
             _tried[name] = (
@@ -49,7 +59,9 @@ def try_plug_ins(child: Sequence[str] = _CHILD, each: TimeLimit = _EACH) -> dict
     return {name: _tried[name] for name in packages if _tried.get(name)}
 
 
-def _load_isolated(names: Sequence[str], child: Sequence[str], each: TimeLimit) -> tuple[Sequence[str], str] | None:
+def _load_isolated(
+    names: Sequence[str], child: Sequence[str], each: TimeLimit, on_loading: Callable[[str], None]
+) -> tuple[Sequence[str], str] | None:
     """None if a subprocess has loaded all; else the one it was at, or all where it named none, and how it ended."""
     at = names
     with start_isolated(child, {"names": names}) as process:
@@ -58,6 +70,7 @@ def _load_isolated(names: Sequence[str], child: Sequence[str], each: TimeLimit) 
                 if "loading" not in message:
                     return None
                 at = [message["loading"]]
+                on_loading(at[0])
             raise ProcessEnded(f"the process ended with {process.status() or 'exit status 0'}")
         except ProcessEnded as ended:
             return at, f"{ended}{process.printed_tail()}"

@@ -21,6 +21,7 @@ from spec_decode.cli.output import write
 from spec_decode.conformance import runner
 from tests.spec_decode.cli.conftest import invoke
 from tests.spec_decode.cli.test_cli_draft import draft_words
+from tests.spec_decode.matrix.test_faults import install
 
 COMMAND = [sys.executable, "-m", "spec_decode"]
 ROOT = Path(__file__).parents[3]
@@ -192,6 +193,21 @@ def test_an_interrupt_while_the_command_line_is_loaded_ends_with_130(monkeypatch
     with pytest.raises(SystemExit) as ended:
         run_main()
     assert ended.value.code == 130
+
+
+@pytest.mark.parametrize("words", ["list", "check lent --no-isolate --only contract.version_matches"])
+def test_a_thread_of_a_plug_in_keeps_no_verb_from_ending(words, tmp_path):
+    install(
+        tmp_path,
+        "lender",
+        "lent",
+        "import threading\n"
+        "from attn_backends.torch_reference import TorchReference as Backend\n"
+        "threading.Thread(target=threading.Event().wait, name='watcher').start()\n",
+    )
+    process = start(f"{words} --device cpu", tmp_path, env={"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}, stdout=-1)
+    printed, said = process.communicate()
+    assert process.returncode == 0 and "lent" in printed and "not waited for: watcher" in said
 
 
 def test_two_that_write_one_file_leave_one_of_their_outputs_whole(tmp_path):

@@ -1,7 +1,11 @@
 import re
+from importlib.metadata import EntryPoint
 
 import pytest
 import torch
+
+from attn_backends import registry
+from spec_decode.tools import plug_ins
 
 
 def draft_words(pair, *words):
@@ -76,6 +80,27 @@ def test_draft_explains_the_backends_of_target_and_draft(latent_pair, run):
 def test_draft_explains_the_backends_it_did_not_choose(pair, run):
     output = run(*draft_words(pair, "x", "--explain", "--backend", "torch_reference")).output
     assert "backend torch_reference" in output and "not triton_paged" in output
+
+
+@pytest.fixture
+def slow_plug_in(monkeypatch):
+    """Another package declares the backend `slow`."""
+    point = EntryPoint("slow", "attn_backends.torch_reference:TorchReference", "attn_backends")
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
+    monkeypatch.setattr(plug_ins, "_tried", {})
+
+
+def test_a_plug_in_is_named_before_it_is_asked_so_that_one_that_hangs_is_seen(pair, run, slow_plug_in):
+    words = draft_words(pair, "x", "--max-new-tokens", "1")
+    assert "loading" not in run(*words).stderr
+    assert "loading backend slow of package unknown\n" in run(*words, "--explain").stderr
+
+
+@pytest.mark.parametrize("verb", ["list", "doctor", "draft x --max-new-tokens 1 --backend slow"])
+def test_every_verb_that_loads_plug_ins_names_them(verb, run, slow_plug_in):
+    result = run(*verb.split(), "--device", "cpu")
+    assert result.exit_code == 0 and result.stderr.startswith("loading backend slow of package unknown\n")
 
 
 def test_draft_without_draft_tokens_decodes_plainly(pair, run):

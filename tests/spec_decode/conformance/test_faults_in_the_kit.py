@@ -372,6 +372,26 @@ def test_a_check_whose_cases_cannot_be_made_is_an_error_in_every_column(declared
     assert [(r.case, r.outcome, r.tags) for r in report.results] == [("any", Outcome.ERROR, ("*",))]
 
 
+class Abrupt(BaseException):
+    """What no `except Exception` catches."""
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), Abrupt("enough")], ids=["exit", "abrupt"])
+@pytest.mark.parametrize("method", ["supports", "advance_support"])
+def test_what_is_no_exception_ends_no_run_wherever_the_kit_asks(
+    method: str, error: BaseException, declared: Callable[..., str]
+) -> None:
+    def abrupt(*_: object) -> None:
+        raise error
+
+    attributes: dict[str, Any] = {"supports": abrupt}
+    if method == "advance_support":
+        attributes = {"builder": type("Builder", (ReferenceBuilder,), {method: abrupt})}
+    report = check_backend(declared(**attributes), device=CPU, checks=["contract.version_matches", "builder.*any*"])
+    assert not report.ok and report.results[0].outcome is Outcome.PASS
+    assert any(f"{type(error).__name__}: {error}" in result.reason for result in report.results)
+
+
 def test_ending_the_process_with_status_0_is_an_error_of_the_check_and_the_rest_still_runs(
     declared: Callable[..., str],
 ) -> None:

@@ -114,18 +114,34 @@ def test_the_real_process_checks_a_real_backend():
     assert outcomes(found) == ["pass"] and found.env.torch == torch.__version__ and found.claims
 
 
-def test_a_plug_in_that_crashes_on_import_is_named_and_harms_nothing_here(tmp_path, monkeypatch):
-    (tmp_path / "crasher.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
-    info = tmp_path / "crasher-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: crasher\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[attn_backends]\ncrasher = crasher:Backend\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    found = check_isolated("crasher", env=env(), request={"device": "cpu"})
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """install(code) makes a package `lent` findable that declares the backend `lent`, lent.py's Backend."""
+
+    def install(code):
+        (tmp_path / "lent.py").write_text(code)
+        info = tmp_path / "lent-1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lent\nVersion: 1\n")
+        (info / "entry_points.txt").write_text("[attn_backends]\nlent = lent:Backend\n")
+        monkeypatch.syspath_prepend(tmp_path)
+
+    return install
+
+
+def test_a_plug_in_that_crashes_on_import_is_named_and_harms_nothing_here(install):
+    install("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    found = check_isolated("lent", env=env(), request={"device": "cpu"})
     assert outcomes(found) == ["error"] and "SIGSEGV" in found.results[0].reason
 
 
-def test_the_process_looks_for_plug_ins_where_this_one_does(monkeypatch):
-    monkeypatch.syspath_prepend("/a/place/of/mine")
-    found = run("say(notes=[json.loads(sys.argv[3])['path'][0]]); say(report=plan)", on_note=(told := []).append)
-    assert told == ["/a/place/of/mine"] and outcomes(found)
+def test_a_thread_of_a_backend_is_named_and_not_waited_for(install):
+    install(
+        "import threading\n"
+        "from attn_backends.torch_reference import TorchReference as Backend\n"
+        "threading.Thread(target=threading.Event().wait, name='watcher').start()\n"
+    )
+    notes = []
+    request = {"device": "cpu", "checks": ["contract.version_matches"]}
+    found = check_isolated("lent", env=env(), request=request, on_note=notes.append)
+    assert outcomes(found) == ["pass"] and "still running after the last check: watcher" in notes[-1]

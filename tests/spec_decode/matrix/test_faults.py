@@ -79,6 +79,7 @@ PLUG_INS = {
     "hanger": (FORWARD, HANG.format(mark="MARK")),
     "exiter": (FORWARD, "import ctypes; ctypes.CDLL(None)._exit(0)"),
     "quitter": (FORWARD, "sys.exit('licence expired')"),
+    "no_exception": (FORWARD, "raise type('Abrupt', (BaseException,), {})('enough')"),
     "quits_at_import": (AT_IMPORT, "sys.exit('licence expired')"),
     "crashes_at_import": (AT_IMPORT, "print('no such driver', flush=True); os.abort()"),
     "crashes_when_asked": (WHEN_ASKED, "print('no such device', flush=True); os.abort()"),
@@ -172,11 +173,14 @@ def test_leaving_python_at_import_is_refused_and_leaves_nothing() -> None:
     assert "does not load: SystemExit: licence expired" in refusal("quits_at_import")
 
 
-def test_leaving_python_in_a_check_is_that_checks_error() -> None:
-    report = check_backend("quitter", device=CPU, checks=["numerics.attention_is_right*base-single*", BRIEF])
+@pytest.mark.parametrize(
+    ("name", "reason"), [("quitter", "SystemExit: licence expired"), ("no_exception", "Abrupt: enough")]
+)
+def test_leaving_python_in_a_check_is_that_checks_error(name: str, reason: str) -> None:
+    report = check_backend(name, device=CPU, checks=["numerics.attention_is_right*base-single*", BRIEF])
     outcomes = {result.check: result.outcome for result in report.results}
     assert outcomes == {"numerics.attention_is_right": Outcome.ERROR, BRIEF: Outcome.PASS}
-    assert any(result.reason.startswith("SystemExit: licence expired") for result in report.results)
+    assert any(result.reason.startswith(reason) for result in report.results)
 
 
 def test_declaring_a_name_of_ours_is_refused_and_the_name_stays_ours() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from attn_backends import BrokenBackend, get, registry
+from attn_backends.registry import PlugIn
 from attn_backends.torch_reference import TorchReference
 from spec_decode.testing.process_isolation import TimeLimit
 from spec_decode.tools import plug_ins
@@ -57,9 +58,11 @@ def tried(tmp_path: Path) -> Tried:
     log = tmp_path / "log"
     log.touch()
 
-    def tried(seconds: float = UNLIMITED) -> tuple[dict[str, str], list[list[str]]]:
+    def tried(
+        seconds: float = UNLIMITED, on_loading: Callable[[PlugIn], None] = lambda plug_in: None
+    ) -> tuple[dict[str, str], list[list[str]]]:
         child = (sys.executable, "-c", LOADER.format(log=str(log)))
-        refused = try_plug_ins(child, TimeLimit(seconds, "a package to load"))
+        refused = try_plug_ins(child, TimeLimit(seconds, "a package to load"), on_loading)
         return refused, [line.split() for line in log.read_text().splitlines()]
 
     return tried
@@ -94,6 +97,13 @@ def test_what_crashes_is_refused_with_its_signal_and_last_words(declare: Callabl
 def test_what_hangs_is_refused_with_its_limit(declare: Callable[..., None], tried: Tried) -> None:
     declare("hang")
     assert "outlived the limit of 0.3 s for a package to load" in tried(0.3)[0]["hang"]
+
+
+def test_what_hangs_was_the_last_that_was_named(declare: Callable[..., None], tried: Tried) -> None:
+    declare("a", "hang", "b")
+    told: list[str] = []
+    tried(0.3, lambda plug_in: told.append(f"{plug_in.name} of {plug_in.package}"))
+    assert told[:2] == ["a of unknown", "hang of unknown"] and told[2:] == ["a of unknown", "b of unknown"]
 
 
 def test_what_ends_its_process_without_a_fault_is_refused_too(declare: Callable[..., None], tried: Tried) -> None:
