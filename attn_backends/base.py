@@ -105,8 +105,8 @@ class AttentionBackend(ABC):
         if cache.latent:
             require(
                 key.dim() == 3 and key.shape[1] == 1,
-                f"a cache of latents takes one a token, got keys {list(key.shape)}; the others would be lost, so "
-                "nothing was written. Pass keys [num_tokens, 1, head_dim].",
+                f"a cache of latents takes one a token, got keys {list(key.shape)}; the others would be lost. "
+                "Pass keys [num_tokens, 1, head_dim].",
             )
             write_latent(key[:, 0], cache.latents, metadata.slot_mapping, page_size=cache.key.shape[1])
         else:
@@ -148,7 +148,7 @@ def check_forward_inputs(query: Tensor, cache: KVCache, metadata: Any, spec: Att
         if tensor.stride(-1) != 1:
             raise BatchError(
                 f"the last dim of the {name} must be contiguous, got strides {tuple(tensor.stride())}; a kernel would "
-                "read the wrong elements, so nothing was run. Keep the head dim innermost."
+                "read the wrong elements. Keep the head dim innermost."
             )
     if (sinks is not None) != spec.sinks:
         raise BatchError(

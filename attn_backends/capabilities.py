@@ -73,8 +73,7 @@ class Sizes:
             smallest = max(self.multiple_of, 1 << (self.minimum - 1).bit_length())
         if smallest not in self:
             raise CapabilitiesError(
-                f"sizes must have one at least, there is none that is {self}; every spec would be refused, so nothing "
-                "was made. Widen them."
+                f"sizes must have one at least, there is none that is {self}; every spec would be refused. Widen them."
             )
 
     def __contains__(self, size: int) -> bool:

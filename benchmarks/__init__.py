@@ -88,7 +88,7 @@ def run(
     stuck = [] if on_cuda else [case for case in cases or () if case not in (*CPU_CASES, *SUITES)]
     if stuck:
         raise BatchError(
-            f"the cases {', '.join(stuck)} time a CUDA device and this run is on {device.type}; nothing was timed. Run "
+            f"the cases {', '.join(stuck)} time a CUDA device and this run is on {device.type}. Run "
             f"{', '.join(CPU_CASES)}, or use a machine with a GPU."
         )
     with on_device(device):

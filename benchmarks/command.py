@@ -42,7 +42,7 @@ def bench(cases: tuple[str, ...], device: str | None, target: str | None, proces
         return
     if unknown := [case for case in cases if case not in CASES]:
         raise UserError(
-            f"a case must be one of {', '.join(CASES)}, got {', '.join(unknown)}; nothing was timed. "
+            f"a case must be one of {', '.join(CASES)}, got {', '.join(unknown)}. "
             f"Fix the name.{did_you_mean(unknown[0], CASES)}"
         )
     several = ["--processes", str(processes)] if processes > 1 else []

@@ -72,14 +72,14 @@ def check_batch(batch: AttentionBatch, device: torch.device) -> None:
         batch.block_table.stride(1) == 1 and all(vector.is_contiguous() for vector in vectors),
         f"rows of the block table and all other tensors of a batch must be contiguous, got strides "
         f"{batch.block_table.stride()} and {[vector.stride() for vector in vectors]}; a kernel would read the elements "
-        "between, so nothing was built. Pass slices of persistent buffers.",
+        "between. Pass slices of persistent buffers.",
     )
     if batch.tree_masks is not None:
         _check_trees(batch, batch.tree_masks, device)
     require(
         batch.num_tokens == rows[0] * batch.max_query_len or not batch.uniform,
         f"a uniform batch of {rows[0]} rows of {batch.max_query_len} tokens has {rows[0] * batch.max_query_len}, got "
-        f"{batch.num_tokens}; rows would end elsewhere, so nothing was built. Say uniform=False.",
+        f"{batch.num_tokens}; rows would end elsewhere. Say uniform=False.",
     )
 
 
@@ -88,8 +88,8 @@ def _check_trees(batch: AttentionBatch, masks: torch.Tensor, device: torch.devic
     require(
         batch.max_query_len <= MAX_TREE_TOKENS and masks.is_contiguous(),
         f"a request's tree must have at most {MAX_TREE_TOKENS} query tokens, whose masks are contiguous, got "
-        f"{batch.max_query_len} and strides {masks.stride()}; a token's ancestors are the bits of one word, so nothing "
-        "was built. Leave out the least probable paths.",
+        f"{batch.max_query_len} and strides {masks.stride()}; a token's ancestors are the bits of one word. "
+        "Leave out the least probable paths.",
     )
 
 
@@ -147,8 +147,8 @@ class BatchBuffers:
         num_tokens = sum(padded)
         require(
             num_tokens <= self.max_tokens,
-            f"these buffers hold {self.max_tokens} query tokens, the padded batch has {num_tokens}; nothing was "
-            "written. Use larger buffers or a smaller batch.",
+            f"these buffers hold {self.max_tokens} query tokens, the padded batch has {num_tokens}. "
+            "Use larger buffers or a smaller batch.",
         )
         self._write(lens, seqs, padded)
         return num_reqs, num_tokens
@@ -159,7 +159,7 @@ class BatchBuffers:
         require(
             0 < len(lens) == len(seqs) <= num_reqs <= self.max_reqs and len(lens) <= len(limits),
             f"a batch has 1 to {min(self.max_reqs, len(limits))} requests with a query length and a sequence length "
-            f"each, got {len(lens)} and {len(seqs)} padded to {num_reqs}; nothing was written. Load the requests' "
+            f"each, got {len(lens)} and {len(seqs)} padded to {num_reqs}. Load the requests' "
             "tables first and pass one of each per request.",
         )
         for request, (query, seq) in enumerate(zip(lens, seqs, strict=True)):

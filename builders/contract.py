@@ -134,14 +134,14 @@ class MetadataBuilder(ABC, Generic[M]):
             raise BatchError(
                 f"this builder has buffers for {self.max_reqs} rows, {self.max_tokens} tokens and lengths up to "
                 f"{self.max_seq_len}, got a batch of {batch.num_reqs}, {batch.num_tokens} and up to "
-                f"{batch.max_seq_len}; a kernel would leave them, so nothing was built. Make one for larger bounds."
+                f"{batch.max_seq_len}; a kernel would leave them. Make one for larger bounds."
             )
         capacity = batch.block_table.shape[1] * self.spec.page_size
         require_counts("horizons", (horizon,))
         require(
             0 <= horizon < capacity,
             f"a horizon must be 0 to {capacity - 1}, the tokens of the {batch.block_table.shape[1]} pages of a row but "
-            f"one, got {horizon}; every request would leave its pages on the way, so nothing was built. Build again "
+            f"one, got {horizon}; every request would leave its pages on the way. Build again "
             "sooner, or allocate wider tables.",
         )
 
@@ -154,7 +154,7 @@ class MetadataBuilder(ABC, Generic[M]):
         """
         raise BatchError(
             f"metadata advances only by a builder that defines advance(), {type(self).__name__} does not; it would be "
-            "stale, so nothing was refreshed. Define it for a claim of IN_GRAPH, or build again for every step."
+            "stale. Define it for a claim of IN_GRAPH, or build again for every step."
         )
 
     @abstractmethod

@@ -76,7 +76,7 @@ def require_tensor(
     if not fits or tensor.dtype != dtype or not _same_device(tensor.device, device):
         raise BatchError(
             f"{name} must be {dtype} {list(wanted)} on {device}, got {tensor.dtype} {list(found)} on "
-            f"{tensor.device}; a kernel would read it as something else, so nothing was run. Convert it first."
+            f"{tensor.device}; a kernel would read it as something else. Convert it first."
         )
 
 

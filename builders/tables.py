@@ -123,7 +123,7 @@ class RequestTables:
         require(
             pages.keys() == token_limits.keys() and all(0 <= request < self.num_live for request in pages),
             f"pages and limits must be of the same requests, 0 to {self.num_live - 1}, got {sorted(pages)} and "
-            f"{sorted(token_limits)}; nothing was changed. Load a request before it grows.",
+            f"{sorted(token_limits)}. Load a request before it grows.",
         )
         require_counts("token limits", token_limits.values())
         for request, groups in pages.items():
@@ -171,14 +171,14 @@ class RequestTables:
             len(groups) == self.num_groups
             and all(n + len(new) <= self.max_pages for n, new in zip(has, groups, strict=True)),
             f"request {request} has {has} pages in {self.num_groups} groups and may have {self.max_pages} in each, got "
-            f"{[len(new) for new in groups]} more; nothing was changed. Pass one list a group, or enlarge the tables.",
+            f"{[len(new) for new in groups]} more. Pass one list a group, or enlarge the tables.",
         )
         room = min((n + len(new)) * size for n, new, size in zip(has, groups, self.page_sizes_host, strict=True))
         most = min(room, self.max_seq_len)
         require(
             self.limits_host[request] <= limit <= most,
             f"request {request} may hold {self.limits_host[request]} tokens, and {most} once it has grown, got a limit "
-            f"of {limit}; its writes would leave its pages, so nothing was changed. Grow by more, or raise it less.",
+            f"of {limit}; its writes would leave its pages. Grow by more, or raise it less.",
         )
 
     def _check_appended(self, pages: Mapping[int, Sequence[Sequence[int]]]) -> None:
@@ -189,7 +189,7 @@ class RequestTables:
                 len(set(appended)) == len(appended)
                 and all(0 <= page < self.num_pages[group] and page not in self._taken[group] for page in appended),
                 f"pages appended in group {group} must be among 0 to {self.num_pages[group] - 1} and free, got "
-                f"{appended}; two requests would share a slot, so nothing was changed. Take them from the free list.",
+                f"{appended}; two requests would share a slot. Take them from the free list.",
             )
 
     def _check_shape(
@@ -198,7 +198,7 @@ class RequestTables:
         num_reqs = len(token_limits)
         require(
             num_reqs <= self.max_reqs,
-            f"at most {self.max_reqs} requests fit these tables, got {num_reqs}; nothing was loaded. "
+            f"at most {self.max_reqs} requests fit these tables, got {num_reqs}. "
             "Allocate larger tables or run the rest in another batch.",
         )
         require(
@@ -206,7 +206,7 @@ class RequestTables:
             and all(len(rows) == num_reqs for rows in pages)
             and len(writable_from) == num_reqs,
             f"pages must hold {self.num_groups} groups of {num_reqs} rows, got {[len(rows) for rows in pages]} rows "
-            f"and {len(writable_from)} writable_from; nothing was loaded. Pass one row per request and group.",
+            f"and {len(writable_from)} writable_from. Pass one row per request and group.",
         )
         require_counts("token limits and writable_from", (*token_limits, *writable_from))
         require(
@@ -226,7 +226,7 @@ class RequestTables:
             require(
                 1 <= limit <= self.max_seq_len and len(row) <= self.max_pages,
                 f"request {request} must hold 1 to {self.max_seq_len} tokens in at most {self.max_pages} pages, got "
-                f"{limit} tokens in {len(row)} pages; nothing was loaded. Lower the limit or raise max_seq_len.",
+                f"{limit} tokens in {len(row)} pages. Lower the limit or raise max_seq_len.",
             )
             require(
                 len(row) >= needed,
@@ -236,20 +236,20 @@ class RequestTables:
             require(
                 len(set(row)) == len(row),
                 f"request {request} must name each page of group {group} once, got {list(row)}; two of its positions "
-                "would share a slot, so nothing was loaded. Fix the block table.",
+                "would share a slot. Fix the block table.",
             )
             for page in row:
                 require(
                     0 <= page < self.num_pages[group],
                     f"page ids of group {group} must be 0 to {self.num_pages[group] - 1}, request {request} names "
-                    f"{page}; a kernel would read outside the cache, so nothing was loaded. Fix the block table.",
+                    f"{page}; a kernel would read outside the cache. Fix the block table.",
                 )
             for page in row[writable_from[request] // size :]:
                 other = owner.setdefault(page, request)
                 require(
                     other == request,
                     f"page {page} of group {group} is writable by requests {other} and {request}; each would overwrite "
-                    "the other's keys, so nothing was loaded. Share only pages before writable_from.",
+                    "the other's keys. Share only pages before writable_from.",
                 )
         for request, row in enumerate(rows):
             for page in row[: writable_from[request] // size]:
@@ -257,5 +257,5 @@ class RequestTables:
                 require(
                     other == request,
                     f"page {page} of group {group} is read by request {request} and writable by request {other}; its "
-                    "prefix would be overwritten, so nothing was loaded. Copy the page first.",
+                    "prefix would be overwritten. Copy the page first.",
                 )

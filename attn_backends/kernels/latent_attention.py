@@ -64,14 +64,14 @@ class LatentAttentionArguments(NamedTuple):
         require(
             {self.value_dim, rotary_dim} <= _DIMS,
             "latent attention needs value dims and rotary dims that are powers of two from 16 to 512, got "
-            f"{self.value_dim} and {rotary_dim} of {dim}; the kernel's tiles would not cover them, so nothing was run. "
+            f"{self.value_dim} and {rotary_dim} of {dim}; the kernel's tiles would not cover them. "
             "Pad the latents.",
         )
         require(
             cache.dtype == self.query.dtype and cache.shape[2] == dim and cache.stride(2) == 1,
             f"the latent cache must be {self.query.dtype} [pages, page_size, {dim}] with a contiguous last dim, got "
             f"{cache.dtype} {list(cache.shape)} with strides {list(cache.stride())}; the kernel would read other "
-            "numbers, so nothing was run. Convert the cache or the query.",
+            "numbers. Convert the cache or the query.",
         )
 
     @property

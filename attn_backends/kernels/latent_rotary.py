@@ -69,8 +69,8 @@ def check_rotary(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) 
     require(
         0 < rotary <= dim and rotary % 2 == 0 and dim % 2 == 0 and table.is_contiguous(),
         "a rotary table is contiguous, and it and a row have an even number of dims, its own at most the row's, got "
-        f"{list(table.shape)} with strides {list(table.stride())} for rows of {dim}; pairs would meet other angles, "
-        "so nothing was run. Build the table for the dims that turn.",
+        f"{list(table.shape)} with strides {list(table.stride())} for rows of {dim}; pairs would meet other angles. "
+        "Build the table for the dims that turn.",
     )
 
 
@@ -78,7 +78,7 @@ def _check(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> Non
     require(
         x.dim() == 3 and x.stride(2) == 1,
         f"rotated heads must be [tokens, heads, dim] with a contiguous last dim, got {list(x.shape)} with strides "
-        f"{list(x.stride())}; a kernel would pair other dims, so nothing was run. Make it contiguous first.",
+        f"{list(x.stride())}; a kernel would pair other dims. Make it contiguous first.",
     )
     check_rotary(x, positions, table)
 

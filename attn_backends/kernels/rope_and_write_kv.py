@@ -43,7 +43,7 @@ def rope_and_write_kv(
             False,
             f"query heads must be a multiple of {key.shape[1]} and every head's dims adjacent, got {query.shape[1]} "
             f"and strides {query.stride()}, {key.stride()}, {value.stride()}, table {rope.table.stride()}; a "
-            "kernel would read other elements, so nothing was run. Keep the head dim innermost.",
+            "kernel would read other elements. Keep the head dim innermost.",
         )
     _op(query, key, value, *rope, key_cache, value_cache, slot_mapping)
 

@@ -52,8 +52,8 @@ class SparseAttentionArguments(NamedTuple):
         (tokens, heads, dim), indices, lens, device = self.query.shape, self.indices, self.lens, self.query.device
         require(
             dim in DIMS,
-            f"the latent dim must be one of {DIMS}, got {dim}; the kernel's tiles do not fit others, so nothing was "
-            "run. Pad the latents and the query with zeros.",
+            f"the latent dim must be one of {DIMS}, got {dim}; the kernel's tiles do not fit others. "
+            "Pad the latents and the query with zeros.",
         )
         if self.sinks is not None:
             require_tensor("sinks", self.sinks, shape=(heads,), dtype=torch.float32, device=device)
@@ -63,7 +63,7 @@ class SparseAttentionArguments(NamedTuple):
         require(
             indices.stride(1) == 1 and lens.is_contiguous(),
             f"indices must be contiguous along a row, and lens as a whole, got strides {indices.stride()} and "
-            f"{lens.stride()}; the kernel would read other entries, so nothing was run. Slice rows only.",
+            f"{lens.stride()}; the kernel would read other entries. Slice rows only.",
         )
 
     def _check_cache(self) -> None:
@@ -73,14 +73,14 @@ class SparseAttentionArguments(NamedTuple):
             require(
                 dim == fp8_ds_mla.LATENT and dtype == torch.bfloat16,
                 f"an fp8_ds_mla cache serves bfloat16 queries of dim {fp8_ds_mla.LATENT}, got {dtype} of dim {dim}"
-                "; its bytes mean nothing else, so nothing was run. Convert the query or use a cache of its dtype.",
+                "; its bytes mean nothing else. Convert the query or use a cache of its dtype.",
             )
             dtype, page = torch.uint8, [fp8_ds_mla.page_bytes(self.page_size)]
         require_tensor("the latent cache", cache, shape=(None, *page), dtype=dtype, device=query.device)
         require(
             cache.stride(-1) == 1 and not (fp8 and cache.stride(0) % 16),
             "the latent cache must be contiguous in its last dim, and an fp8_ds_mla page must start at a multiple of "
-            f"16 bytes, got strides {cache.stride()}; the kernel would read other bytes, so nothing was run. Lay the "
+            f"16 bytes, got strides {cache.stride()}; the kernel would read other bytes. Lay the "
             "cache out again.",
         )
 

@@ -151,7 +151,7 @@ def _checked(plan_info: Sequence[int], *, length: int, graph_flag: int) -> list[
     require(
         len(info) == length,
         f"plan info of this kernel holds {length} values in FlashInfer 0.6.12 to 0.7.2, got {len(info)}; their meaning "
-        "is unknown, so nothing was read from them. Use one of these releases, and the layout of the right kernel.",
+        "is unknown. Use one of these releases, and the layout of the right kernel.",
     )
     require(
         bool(info[graph_flag]),
@@ -165,6 +165,6 @@ def _elements(**offsets: int) -> dict[str, int]:
     require(
         not any(offset % 4 for offset in offsets.values()),
         f"int32 arrays start at multiples of 4 bytes, got offsets {offsets}; the plan info means something else than "
-        "this layout knows, so nothing was written. Use FlashInfer 0.6.12 to 0.7.2.",
+        "this layout knows. Use FlashInfer 0.6.12 to 0.7.2.",
     )
     return {name: offset // 4 for name, offset in offsets.items()}

@@ -46,7 +46,7 @@ def replan(seq_lens: Tensor, last_page_len: Tensor, workspace: Tensor, layout: P
     require(
         workspace.shape[0] >= layout.num_bytes and workspace.shape[0] % 4 == 0,
         f"this plan takes {layout.num_bytes} bytes of a workspace of whole int32 elements, got {workspace.shape[0]} "
-        "bytes; nothing was written. Pass the int workspace of the wrapper that made the plan.",
+        "bytes. Pass the int workspace of the wrapper that made the plan.",
     )
     if not layout.split:
         torch.sub(seq_lens, (row_stride - 1) * layout.page_size, out=last_page_len)

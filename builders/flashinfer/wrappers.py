@@ -80,7 +80,7 @@ class FlashInferWrappers:
         require(
             batch.block_table.is_contiguous(),
             f"XQA reads the block table as one list of pages without gaps, got strides {batch.block_table.stride()}; "
-            "it would take the wrong pages, so nothing was built. Pass all columns of one table.",
+            "it would take the wrong pages. Pass all columns of one table.",
         )
         if self._counters is None:
             self._counters = torch.zeros(_PARTIALS, dtype=torch.uint8, device=self.device)

@@ -83,7 +83,7 @@ def dependent_launch(device: torch.device) -> dict[str, bool]:
     asked = os.environ.get(PDL_VARIABLE, "")
     require(
         asked in ("", "0", "1"),
-        f"{PDL_VARIABLE} must be 0 or 1, got {asked!r}; nothing was launched. Set one of them, or unset it.",
+        f"{PDL_VARIABLE} must be 0 or 1, got {asked!r}. Set one of them, or unset it.",
     )
     if device.type != "cuda" or asked == "0":
         return {"PDL": False}
@@ -92,7 +92,7 @@ def dependent_launch(device: torch.device) -> dict[str, bool]:
     require(
         able or asked == "",
         f"{PDL_VARIABLE}=1 needs compute capability 9.0 and a Triton with dependent launch, got {found} and Triton "
-        f"{TRITON_VERSION}; nothing was launched. Unset it.",
+        f"{TRITON_VERSION}. Unset it.",
     )
     return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
 

@@ -87,8 +87,8 @@ class _Borrowed:
         if owner is None or (owner.data_ptr(), owner.nbytes()) != (self._address, self._bytes):
             raise CaptureError(
                 f"a replay uses the addresses of its capture, but {self._bytes} bytes that {self._user} uses were "
-                f"{'freed' if owner is None else 'moved'} since; a device would run over whatever lies there now, so "
-                "nothing was run. Keep each tensor that a captured function uses for as long as its graph."
+                f"{'freed' if owner is None else 'moved'} since; a device would run over whatever lies there now. "
+                "Keep each tensor that a captured function uses for as long as its graph."
             )
 
 
@@ -318,5 +318,5 @@ def _refused(name: str, why: str) -> Callable[..., Any]:
 def _capture_error(name: str, why: str) -> CaptureError:
     return CaptureError(
         f"a captured function may only enqueue device work of fixed shape, but {name} {why}; a graph would freeze what "
-        "it saw once, so nothing was captured. Compute it on the device, or move it before the capture."
+        "it saw once. Compute it on the device, or move it before the capture."
     )

@@ -97,8 +97,8 @@ class GraphManager:
         """
         if not sizes or min(sizes) < 1:
             raise BatchError(
-                f"capture sizes must be at least one number of requests, each 1 or more, got {list(sizes)}; nothing "
-                "was captured. Pass for example [1, 2, 4, 8]."
+                f"capture sizes must be at least one number of requests, each 1 or more, got {list(sizes)}. "
+                "Pass for example [1, 2, 4, 8]."
             )
         self.device = device
         self.sizes = tuple(sorted(set(sizes)))
@@ -129,7 +129,7 @@ class GraphManager:
             return num_reqs
         raise BatchError(
             f"graphs were asked for and the largest captured batch is {self.sizes[-1]} requests, got {num_reqs}; "
-            "running it without a graph would be another strategy, so nothing was run. Capture that size, or split "
+            "running it without a graph would be another strategy. Capture that size, or split "
             "the batch."
         )
 
@@ -161,14 +161,14 @@ class GraphManager:
         if key not in self._graphs:
             raise BatchError(
                 f"a replay needs a captured graph, there is none of kind {key.kind} for {key.num_reqs} requests "
-                f"({self.left_out.get(key.num_reqs, 'it was never captured, or was released')}); nothing was run. "
+                f"({self.left_out.get(key.num_reqs, 'it was never captured, or was released')}). "
                 "Pad the batch to a size that padded() gives, after capture()."
             )
         graph, constants = self._graphs[key]
         if problems := constants.exceeded_by(needed):
             raise BatchError(
                 f"a replay may not go past its capture: {'; '.join(problems)} ({key.kind} graph of "
-                f"{key.num_reqs} requests). Its kernels would drop keys or rows, so nothing was run. Capture with "
+                f"{key.num_reqs} requests). Its kernels would drop keys or rows. Capture with "
                 "larger bounds."
             )
         graph.replay()

@@ -13,7 +13,7 @@ from spec_decode.tools.timing_limit import TimingLimit, verdict
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One timing. us: None where nothing is launched. limit, floor: microseconds, where the timing has them.
+    """One timing. us: None where. limit, floor: microseconds, where the timing has them.
 
     limits: those on this quantity and on columns that are not drawn. changed: the modules behind it that are not what
     they were.

@@ -119,8 +119,8 @@ class DraftModel(_Model):
         require(
             count == 1 or num_speculative_tokens <= count,
             f"a draft with a prediction module for each token proposes at most {count} a round, got "
-            f"num_speculative_tokens {num_speculative_tokens}; no module was trained for the others, so nothing was "
-            f"allocated. Lower it to {count} or less.",
+            f"num_speculative_tokens {num_speculative_tokens}; no module was trained for the others. "
+            f"Lower it to {count} or less.",
         )
 
     keeps_context: ClassVar[bool] = False

@@ -63,9 +63,7 @@ def read_decoder(config: ConfigReader, *, max_positions: int | None = None) -> D
     except CheckpointError:
         raise
     except ValueError as error:
-        raise CheckpointError(
-            f"{config.place} describes no decoder: {error}; nothing was loaded. Restore the file."
-        ) from error
+        raise CheckpointError(f"{config.place} describes no decoder: {error}. Restore the file.") from error
     return decoder
 
 
@@ -73,8 +71,8 @@ def _require_whole_heads(config: ConfigReader) -> None:
     for section in (rope_section(config), config):
         if (part := section.get("partial_rotary_factor", float, 1.0)) != 1.0:
             raise CheckpointError(
-                f"partial_rotary_factor in {section.place} must be 1, got {part}: this model rotates whole heads; "
-                "nothing was loaded. Use a checkpoint without it."
+                f"partial_rotary_factor in {section.place} must be 1, got {part}: this model rotates whole heads. "
+                "Use a checkpoint without it."
             )
 
 
@@ -93,6 +91,6 @@ def _windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
     if len(kinds) != num_layers or not set(kinds) <= places.keys():
         raise CheckpointError(
             f"layer_types in {config.place} must name {' or '.join(places)} for each of {num_layers} layers, got "
-            f"{kinds}; nothing was loaded. Restore the file."
+            f"{kinds}. Restore the file."
         )
     return tuple(places[kind] for kind in kinds)

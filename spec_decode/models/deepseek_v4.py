@@ -51,8 +51,8 @@ def _read_hyper_shape(config: ConfigReader, hidden: int, eps: float) -> HyperSha
     for name, count in counts.items():
         if count < 1:
             raise CheckpointError(
-                f"{name} in {config.place} must be at least 1, got {count}; there would be no residual, so nothing was "
-                "loaded. Restore the file."
+                f"{name} in {config.place} must be at least 1, got {count}; there would be no residual. "
+                "Restore the file."
             )
     streams, iterations = counts.values()
     return HyperShape(
@@ -66,7 +66,7 @@ def _check_uncompressed(config: ConfigReader) -> None:
     if layer < len(ratios) and ratios[layer] not in (0, 1):
         raise CheckpointError(
             f"compress_ratios in {config.place} must be 0 or 1 at the draft's layer {layer}, got {ratios[layer]}; a "
-            "draft with a compressed cache is not known, so nothing was loaded. Use another checkpoint."
+            "draft with a compressed cache is not known. Use another checkpoint."
         )
 
 

@@ -107,7 +107,7 @@ def aux_hidden_state_layers(store: TensorStore, num_target_layers: int) -> tuple
     if not listed or not all(type(layer) is int and 0 <= layer < num_target_layers for layer in listed):
         raise CheckpointError(
             f"target_layer_ids in {store.config.place} must be of the target's {num_target_layers} layers, got "
-            f"{listed}; nothing was loaded. Use a draft trained on this target."
+            f"{listed}. Use a draft trained on this target."
         )
     return tuple(layer + 1 for layer in listed)
 
@@ -116,8 +116,8 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     """The draft, ready to run. Raises CheckpointError."""
     if store.config.section("dflash_config").get("sample_from_anchor", bool, False):
         raise CheckpointError(
-            f"sample_from_anchor in {store.config.place} must be false: a mask predicts its own place here; nothing "
-            "was loaded. Use a draft trained so."
+            f"sample_from_anchor in {store.config.place} must be false: a mask predicts its own place here. "
+            "Use a draft trained so."
         )
     return load_as(DFlash, store, target, dtype=dtype, device=device)
 
@@ -127,13 +127,11 @@ def load_as(kind: type[D], store: TensorStore, target: TargetModel, *, dtype: to
     if (store.folder / "mask_embedding.pt").exists():
         raise CheckpointError(
             f"{store.folder} holds mask_embedding.pt, which this model has no place for: masks would be drafted from "
-            "another embedding, so nothing was loaded. Put it into the table of embeddings."
+            "another embedding. Put it into the table of embeddings."
         )
     # Not read otherwise: the drafter's K says how many masks a block has.
     if (block := store.config.get("block_size", int, 1)) < 1:
-        raise CheckpointError(
-            f"block_size in {store.config.place} must be 1 or more, got {block}; nothing was loaded. Restore the file."
-        )
+        raise CheckpointError(f"block_size in {store.config.place} must be 1 or more, got {block}. Restore the file.")
     config = _decoder(store, target)
     model = config.model
     read = store.config.get("target_hidden_size", int, target.hidden_size)
@@ -161,7 +159,7 @@ def _decoder(store: TensorStore, target: TargetModel) -> DecoderConfig:
     if kinds and (len(kinds) != count or not set(kinds) <= {_SLIDING, _FULL}):
         raise CheckpointError(
             f"layer_types in {store.config.place} must name {_SLIDING} or {_FULL} for each of {count} layers, got "
-            f"{kinds}; nothing was loaded. Restore the file."
+            f"{kinds}. Restore the file."
         )
     everywhere = own.get("use_swa", bool, False) and _SLIDING not in kinds
     sliding = [everywhere or kind == _SLIDING for kind in kinds or [_FULL] * count]
@@ -169,7 +167,7 @@ def _decoder(store: TensorStore, target: TargetModel) -> DecoderConfig:
     if any(sliding) and window is None:
         raise CheckpointError(
             f"{store.config.place} has layers with a sliding window and must say how wide it is, as sliding_window or "
-            "dflash_config.swa_window_size; nothing was loaded. Restore the file."
+            "dflash_config.swa_window_size. Restore the file."
         )
     told = store.config.optional("is_causal", bool)
     told = own.optional("causal", bool) if told is None else told

@@ -90,7 +90,7 @@ def check_shared(draft: str | Path, name: str, ours: int, theirs: int) -> None:
     if ours != theirs:
         raise CheckpointError(
             f"a draft shares its target's {name}, {draft} has {ours} and the target {theirs}; what one hands to the "
-            "other would mean nothing, so it was refused. Use a draft trained on this target."
+            "other would mean nothing. Use a draft trained on this target."
         )
 
 
@@ -115,7 +115,7 @@ def check_target(
     if target.target_states_size != states_size:
         raise CheckpointError(
             f"the draft in {store.folder} reads target hidden states of size {states_size}, this target returns "
-            f"{target.target_states_size}; nothing was loaded. {remedy}"
+            f"{target.target_states_size}. {remedy}"
         )
 
 
@@ -124,5 +124,5 @@ def check_embedding(weights: ScopedWeights, target: TargetModel) -> None:
     if (theirs := target_embedding(target).dtype) != weights.dtype:
         raise CheckpointError(
             f"the draft in {weights.store.folder} uses its target's embedding, in {theirs}, and was asked for in "
-            f"{weights.dtype}; nothing was loaded. Ask for the target's dtype."
+            f"{weights.dtype}. Ask for the target's dtype."
         )

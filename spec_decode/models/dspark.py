@@ -47,9 +47,7 @@ class DSpark(DFlash):
         said, model = weights.store.config, config.model
         rank = said.get("markov_rank", int)
         if rank < 1:
-            raise CheckpointError(
-                f"markov_rank in {said.place} must be 1 or more, got {rank}; nothing was loaded. Restore the file."
-            )
+            raise CheckpointError(f"markov_rank in {said.place} must be 1 or more, got {rank}. Restore the file.")
         self.predicts_from_next_token = said.get("sample_from_anchor", bool, True)
         self.markov_head = MarkovHead(model.vocab_size, rank, draft_vocab(weights.store, model.vocab_size))
         self.judges_itself = said.get("enable_confidence_head", bool, False)

@@ -131,14 +131,14 @@ def aux_hidden_state_layers(store: TensorStore, num_target_layers: int) -> tuple
     if len(listed) != NUM_AUX_LAYERS:
         raise CheckpointError(
             f"{name} in {section.place} must list {NUM_AUX_LAYERS} layers, the number that is supported, got "
-            f"{len(listed)}: {listed}; nothing was loaded. Use a draft that reads the states of {NUM_AUX_LAYERS}."
+            f"{len(listed)}: {listed}. Use a draft that reads the states of {NUM_AUX_LAYERS}."
         )
     numbers = all(type(layer) is int for layer in listed)
     states = [layer + (listed[0] == 1) for layer in listed] if numbers else []
     if not states or not all(0 <= state <= num_target_layers for state in states):
         raise CheckpointError(
             f"{name} in {section.place} must be {NUM_AUX_LAYERS} of the target's {num_target_layers} layers, got "
-            f"{listed}; nothing was loaded. Use a draft trained on this target."
+            f"{listed}. Use a draft trained on this target."
         )
     return tuple(states)
 
@@ -159,7 +159,7 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     if store.config.get("norm_output", bool, False):
         raise CheckpointError(
             f"norm_output in {store.config.place} must be false: this model feeds states back unnormed, and every "
-            "token after the first would be drafted from others; nothing was loaded. Use a draft trained without it."
+            "token after the first would be drafted from others. Use a draft trained without it."
         )
     token_map = read_token_map(store, _draft_vocab(store, model), target.vocab_size)
     weights = ScopedWeights(store, "", dtype, device)

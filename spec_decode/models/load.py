@@ -38,14 +38,14 @@ def load_draft(
     if quantised := store.config.section("quantization_config").values:
         raise CheckpointError(
             f"{store.config.place} must have no quantization_config, got quant_method "
-            f"{quantised.get('quant_method')!r}: such weights mean nothing without their scales, which are not read; "
-            "nothing was loaded. Convert the checkpoint to bf16."
+            f"{quantised.get('quant_method')!r}: such weights mean nothing without their scales, which are not read. "
+            "Convert the checkpoint to bf16."
         )
     kind: Any = next((module for module in _KINDS.values() if module.serves(store)), None)
     if kind is None:
         raise CheckpointError(
             f"{folder} must hold a draft of a known kind, got architectures "
-            f"{store.config.values.get('architectures')}; nothing was loaded. Known are {'; '.join(_KINDS)}."
+            f"{store.config.values.get('architectures')}. Known are {'; '.join(_KINDS)}."
         )
     draft: DraftModel = kind.load(store, target, dtype=dtype, device=torch.device(device))
     return draft

@@ -60,8 +60,8 @@ def _count_modules(store: TensorStore, first: int) -> int:
     if found != wanted:
         raise CheckpointError(
             f"{store.folder} must hold tensors of as many layers that draft as num_nextn_predict_layers says, {wanted} "
-            f"from model.layers.{first} on, got {found}; a token would be drafted by the wrong layer or by none, so "
-            "nothing was loaded. Complete the download, or write into config.json how many there are."
+            f"from model.layers.{first} on, got {found}; a token would be drafted by the wrong layer or by none. "
+            "Complete the download, or write into config.json how many there are."
         )
     return wanted
 

@@ -62,8 +62,8 @@ def save_draft(folder: Path, name: str, draft: EagleDraft | DFlash, training: di
     index = _read_index(folder / "config.json")
     if name in ("target", "draft") or not name.isidentifier():
         raise CheckpointError(
-            f"a further draft is named like a variable, and neither target nor draft, got {name!r}; nothing was "
-            "written. Choose another name."
+            f"a further draft is named like a variable, and neither target nor draft, got {name!r}. "
+            "Choose another name."
         )
     if isinstance(draft, EagleDraft):
         _check_fits(folder, name, draft.config, index.target)
@@ -97,9 +97,7 @@ def load_pair(
     """
     index = _read_index(folder / "config.json")
     if draft not in (names := draft_names(folder)):
-        raise CheckpointError(
-            f"the drafts in {folder} are {', '.join(names)}, got {draft!r}; nothing was loaded. Name one of those."
-        )
+        raise CheckpointError(f"the drafts in {folder} are {', '.join(names)}, got {draft!r}. Name one of those.")
     config = index.drafts[draft]
     if config is None:
         _check_states(folder / draft, index.target.num_layers)
@@ -119,7 +117,7 @@ def _check_states(folder: Path, num_layers: int) -> None:
     if (layers := aux_hidden_state_layers(folder, num_layers)) not in (None, (num_layers,)):
         raise CheckpointError(
             f"the target of a pair returns the states of its last layer, {num_layers - 1}, and target_layer_ids of the "
-            f"draft in {folder} asks for {[layer - 1 for layer in layers or ()]}; nothing was loaded. Use a draft "
+            f"draft in {folder} asks for {[layer - 1 for layer in layers or ()]}. Use a draft "
             "trained on this target."
         )
 
@@ -143,14 +141,12 @@ def _write_state(path: Path, state: Mapping[str, torch.Tensor]) -> None:
 def _read_index(path: Path) -> _Index:
     values = read_object(path, "Name the folder that holds config.json.")
     if missing := {"target", "draft"} - values.keys():
-        raise CheckpointError(f"{path} lacks {sorted(missing)}; nothing was loaded. Add the missing config.")
+        raise CheckpointError(f"{path} lacks {sorted(missing)}. Add the missing config.")
     try:
         target = msgspec.convert(values.pop("target"), ModelConfig)
         return _Index(target, msgspec.convert(values, dict[str, ModelConfig | None]))
     except msgspec.MsgspecError as error:
-        raise CheckpointError(
-            f"{path} must hold a config for 'target' and 'draft': {error}; nothing was loaded. Fix the file."
-        ) from error
+        raise CheckpointError(f"{path} must hold a config for 'target' and 'draft': {error}. Fix the file.") from error
 
 
 def _load(folder: Path, name: str, make: Callable[[], M], dtype: torch.dtype, device: torch.device | str) -> M:
@@ -159,7 +155,7 @@ def _load(folder: Path, name: str, make: Callable[[], M], dtype: torch.dtype, de
             model = make()
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(
-            f"the models of {folder / 'config.json'} cannot be made: {error}; nothing was loaded. Fix their sizes."
+            f"the models of {folder / 'config.json'} cannot be made: {error}. Fix their sizes."
         ) from error
     path = folder / f"{name}.safetensors"
     check_safetensors(path)
@@ -186,5 +182,5 @@ def _check_state(path: Path, model: nn.Module, state: dict[str, torch.Tensor]) -
     if problems:
         raise CheckpointError(
             f"{path} does not fit its config.json: {'; '.join(problems[:8])}"
-            f"{f'; and {len(problems) - 8} more' if len(problems) > 8 else ''}. Nothing was loaded; use matching files."
+            f"{f'; and {len(problems) - 8} more' if len(problems) > 8 else ''}. Use matching files."
         )

@@ -130,7 +130,7 @@ class Sampling(NamedTuple):
         rows = len(self.seeds)
         require(
             len(params) <= rows,
-            f"at most {rows} requests fit these sampling parameters, got {len(params)}; nothing was written. Allocate "
+            f"at most {rows} requests fit these sampling parameters, got {len(params)}. Allocate "
             "more rows or run the rest in another batch.",
         )
         padded = [*params, *[SamplingParams()] * (rows - len(params))]

@@ -123,7 +123,7 @@ def require_tree_size(num_tokens: int, got: str = "") -> None:
     require(
         1 <= num_tokens < MAX_TREE_TOKENS,
         f"a tree must have 1 to {MAX_TREE_TOKENS - 1} draft tokens, got {got or num_tokens}; the ancestors of a token "
-        "are the bits of one word, so nothing was run. Leave out the least probable paths.",
+        "are the bits of one word. Leave out the least probable paths.",
     )
 
 
@@ -133,7 +133,7 @@ def require_frontiers(width: int, num_speculative_tokens: int) -> None:
     require(
         width * steps <= MAX_TREE_TOKENS,
         f"a draft sees all frontiers of its tree, at most {MAX_TREE_TOKENS} tokens, got {width} tokens to draft from "
-        f"at each of {steps} steps; the ancestors of a token are the bits of one word, so nothing was allocated. Draft "
+        f"at each of {steps} steps; the ancestors of a token are the bits of one word. Draft "
         "fewer steps, or let fewer tokens have children.",
     )
 

@@ -139,11 +139,11 @@ def require_frontier(logits: torch.Tensor, frontier: torch.Tensor, num_choices: 
     require(
         1 <= rows <= most and places in (1, width),
         f"a step must have logits of 1 to {most} rows, and of the root or the {width} tokens of a frontier, got "
-        f"{list(logits.shape)}; they are of another frontier, so nothing was changed. Pass a row for each token on it.",
+        f"{list(logits.shape)}; they are of another frontier. Pass a row for each token on it.",
     )
     require(
         vocab >= num_choices,
-        f"logits must be of at least {num_choices} tokens, got {vocab}; there are no more choices, so nothing was "
-        "changed. Use a smaller width.",
+        f"logits must be of at least {num_choices} tokens, got {vocab}; there are no more choices. "
+        "Use a smaller width.",
     )
     return rows

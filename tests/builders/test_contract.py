@@ -85,7 +85,7 @@ class Replanned(MetadataBuilder):
 
 def test_a_builder_that_claims_no_advance_need_not_define_one():
     builder = Replanned(make_spec(), CPU, max_reqs=1, max_tokens=1, max_seq_len=8)
-    with pytest.raises(BatchError, match=r"a builder that defines advance\(\), Replanned does not; .* nothing was"):
+    with pytest.raises(BatchError, match=r"a builder that defines advance\(\), Replanned does not;"):
         builder.advance(None)
 
 

@@ -103,7 +103,7 @@ class DraftSteps:
         require(
             rows <= len(self.seq_lens),
             f"a draft has tables for {len(self.seq_lens)} requests, got a batch of {rows}; its last rows would have no "
-            "pages, so nothing was run. Lower --max-running-requests or the largest batch of --cuda-graph-bs.",
+            "pages. Lower --max-running-requests or the largest batch of --cuda-graph-bs.",
         )
         load_tables(
             self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices[:rows], forward_batch.seq_lens[:rows],
@@ -134,7 +134,7 @@ class DraftSteps:
         require(
             step >= self.step,
             f"steps of a draft come in order, got step {step} after {self.step}; it would see tokens that are not "
-            "there yet, so nothing was run. Begin each round with init_forward_metadata.",
+            "there yet. Begin each round with init_forward_metadata.",
         )
         for _ in range(step - self.step):
             self.seq_lens[: self.rows].add_(1)
@@ -177,8 +177,8 @@ class StepView(AttentionBackend):
         asked = sorted(name for name, value in extras.items() if value is not None)
         require(
             not asked,
-            f"a draft's layer must have nothing beside its spec, got {', '.join(asked)}; it would be left out, so "
-            "nothing was run. Choose one of SGLang's own backends for the draft.",
+            f"a draft's layer must have nothing beside its spec, got {', '.join(asked)}; it would be left out. "
+            "Choose one of SGLang's own backends for the draft.",
         )
         steps = self.steps
         steps.enter(self.speculative_step_id)

@@ -36,8 +36,7 @@ def subjects(names: Sequence[str] = NAMES) -> list[Subject]:
 def _subject(name: str, version: str) -> Subject:
     if name not in NAMES:
         raise BrokenBackend(
-            f"a builder of vLLM that is checked must be one of {', '.join(NAMES)}, got {name!r}; nothing was run. Fix "
-            "the name."
+            f"a builder of vLLM that is checked must be one of {', '.join(NAMES)}, got {name!r}. Fix the name."
         )
     module, no_attention = _SUBJECTS[name]
     backend = import_module(f"{__name__}.{module}").backend()

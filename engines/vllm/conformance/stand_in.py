@@ -41,7 +41,7 @@ def vllm_version() -> str:
     if not found.startswith(SERIES):
         raise BrokenBackend(
             f"vLLM's builders are checked as {SERIES}x has them, found {found}; another version calls them in another "
-            "way, so nothing was run. Run make engines, which unpacks the right one, or install it."
+            "way. Run make engines, which unpacks the right one, or install it."
         )
     return found
 

@@ -16,8 +16,8 @@ def batch_of(common: CommonAttentionMetadata, *, max_seq_len: int) -> AttentionB
     """
     require(
         common.causal is True,
-        f"attn-backends attends causally, got a batch with causal={common.causal!r}; later tokens would be left out, "
-        "so nothing was built. Use a backend of vLLM's own for it.",
+        f"attn-backends attends causally, got a batch with causal={common.causal!r}; later tokens would be left out. "
+        "Use a backend of vLLM's own for it.",
     )
     rows, tokens, query_len = common.num_reqs, common.num_actual_tokens, common.max_query_len
     positions = common.positions

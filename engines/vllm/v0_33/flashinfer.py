@@ -115,7 +115,7 @@ class InGraphBuilder(FlashInferMetadataBuilder):
         require(
             not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()),
             f"an update in a graph needs a plan on the device, this batch of {metadata.num_decodes} decodes has none; "
-            "a replay would attend by an old plan, so nothing was captured. Choose FLASH_ATTN for the draft.",
+            "a replay would attend by an old plan. Choose FLASH_ATTN for the draft.",
         )
         assert metadata.common is not None
         metadata.decode = super().build(0, metadata.common).decode

@@ -74,7 +74,7 @@ class PagedBuilder(AttentionMetadataBuilder[Any]):
         require(
             common_prefix_len == 0,
             f"attn-backends has no cascade attention, got a common prefix of {common_prefix_len} tokens; they would be "
-            "attended to twice or never, so nothing was built. Use a vLLM 0.33, which passes 0.",
+            "attended to twice or never. Use a vLLM 0.33, which passes 0.",
         )
         return self.inner.build(batch_of(common_attn_metadata, max_seq_len=self.max_seq_len))
 

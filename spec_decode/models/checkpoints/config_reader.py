@@ -34,9 +34,7 @@ class ConfigReader:
         value = self.values.get(name, default)
         value = default if value is None else value
         if value is None:
-            raise CheckpointError(
-                f"{self.place} must say {name}, {_WORDS[kind]}, and does not; nothing was loaded. Restore the file."
-            )
+            raise CheckpointError(f"{self.place} must say {name}, {_WORDS[kind]}, and does not. Restore the file.")
         return _checked(value, kind, f"{name} in {self.place}")
 
     def optional(self, name: str, kind: type[T]) -> T | None:
@@ -47,8 +45,8 @@ class ConfigReader:
         """Raise CheckpointError for a field that says anything but this; it may be left out."""
         if (found := self.values.get(name, wanted)) not in (wanted, None):
             raise CheckpointError(
-                f"{name} in {self.place} must be {wanted!r}, got {found!r}, which this model does not compute; nothing "
-                "was loaded. Use another checkpoint."
+                f"{name} in {self.place} must be {wanted!r}, got {found!r}, which this model does not compute. "
+                "Use another checkpoint."
             )
 
     def section(self, name: str) -> ConfigReader:
@@ -60,12 +58,12 @@ class ConfigReader:
 def _checked(value: Any, kind: type[T], name: str) -> T:
     if isinstance(value, int | float) and kind in _LIMITS and not abs(value) < (limit := _LIMITS[kind]):
         raise CheckpointError(
-            f"{name} must be a number between {-limit:g} and {limit:g}, got {value!r}; no model has such a size, and "
-            "nothing was loaded. Restore the file."
+            f"{name} must be a number between {-limit:g} and {limit:g}, got {value!r}; no model has such a size. "
+            "Restore the file."
         )
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     # JSON's true is an int to Python.
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise CheckpointError(f"{name} must be {_WORDS[kind]}, got {value!r}; nothing was loaded. Restore the file.")
+        raise CheckpointError(f"{name} must be {_WORDS[kind]}, got {value!r}. Restore the file.")
     return value

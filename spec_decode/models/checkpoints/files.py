@@ -20,15 +20,11 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
         require_regular(path)
         value = json.loads(path.read_bytes(), object_pairs_hook=_distinct)
     except OSError as error:
-        raise CheckpointError(
-            f"a checkpoint needs {path}, which cannot be read: {error.strerror}; nothing was loaded. {remedy}"
-        ) from error
+        raise CheckpointError(f"a checkpoint needs {path}, which cannot be read: {error.strerror}. {remedy}") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} must hold JSON: {error}; nothing was loaded. Restore the file.") from error
+        raise CheckpointError(f"{path} must hold JSON: {error}. Restore the file.") from error
     if not isinstance(value, dict):
-        raise CheckpointError(
-            f"{path} must hold a JSON object, got {type(value).__name__}; nothing was loaded. Restore the file."
-        )
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}. Restore the file.")
     return value
 
 
@@ -54,8 +50,7 @@ def unreadable(path: Path, error: Exception) -> CheckpointError:
     """What to raise for weights that cannot be read."""
     kind = "a PyTorch state" if path.suffix == ".bin" else "safetensors"
     return CheckpointError(
-        f"{path} cannot be read as {kind}: {error}; it is missing, truncated or corrupt, and nothing was loaded. "
-        "Restore the file."
+        f"{path} cannot be read as {kind}: {error}; it is missing, truncated or corrupt. Restore the file."
     )
 
 

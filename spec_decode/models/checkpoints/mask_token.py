@@ -20,7 +20,7 @@ def read_mask_token(store: TensorStore, vocab_size: int) -> int | None:
             if not 0 <= found < vocab_size:
                 raise CheckpointError(
                     f"{name} in {section.place} must be a token of the vocabulary, 0 to {vocab_size - 1}, got {found}; "
-                    "its embedding would be another's or none, so nothing was loaded. Restore the file."
+                    "its embedding would be another's or none. Restore the file."
                 )
             return found
     return None
@@ -33,6 +33,6 @@ def require_mask_token(store: TensorStore, vocab_size: int, because: str) -> int
         names = ", ".join(("dflash_config.mask_token_id", *_KEYS))
         raise CheckpointError(
             f"{store.config.place} must say which token masks one that is not drafted yet, since {because}; none of "
-            f"{names} is there, so nothing was loaded. Restore the file."
+            f"{names} is there. Restore the file."
         )
     return found

@@ -46,7 +46,7 @@ class TensorStore:
         if weights is None:
             raise CheckpointError(
                 f"a checkpoint has its weights in {', '.join(WEIGHTS[:-1])} or {WEIGHTS[-1]}, {folder} holds none of "
-                "them; nothing was loaded. Complete the download."
+                "them. Complete the download."
             )
         if weights.suffix == ".json":
             return cls(folder, config, _indexed(weights))
@@ -79,13 +79,13 @@ class TensorStore:
         found = self._read(name)
         if tuple(found.shape) != shape:
             raise CheckpointError(
-                f"{name} in {self._files[name]} must be {list(shape)}, got {list(found.shape)}; nothing was loaded. "
+                f"{name} in {self._files[name]} must be {list(shape)}, got {list(found.shape)}. "
                 "Use weights and a config.json of one model."
             )
         if dtype is not None and (wanted := _kind(dtype)) != _kind(found.dtype):
             raise CheckpointError(
                 f"{name} in {self._files[name]} must be stored as {wanted}, got {found.dtype}; without the scales of a "
-                "quantised checkpoint its numbers mean nothing, so nothing was loaded. Use an unquantised checkpoint."
+                "quantised checkpoint its numbers mean nothing. Use an unquantised checkpoint."
             )
         # Copied: a file that is mapped would still be read, and could still change, while the model runs.
         cast = found.to(dtype or found.dtype, copy=True)
@@ -93,11 +93,11 @@ class TensorStore:
             if is_finite(found):
                 raise CheckpointError(
                     f"{name} in {self._files[name]} must hold numbers that {cast.dtype} has, got one of "
-                    f"{found.abs().max():g}; it would become infinite, so nothing was loaded. Load it as bfloat16."
+                    f"{found.abs().max():g}; it would become infinite. Load it as bfloat16."
                 )
             raise CheckpointError(
                 f"{name} in {self._files[name]} must hold finite numbers, got NaN or infinity among them; every text "
-                "would be NaN's, so nothing was loaded. Restore the file."
+                "would be NaN's. Restore the file."
             )
         self._taken.add(name)
         return cast
@@ -110,21 +110,21 @@ class TensorStore:
             raise CheckpointError(
                 f"{self.folder} holds {len(extra)} tensors{f' under {under}' if under else ''} that this model has no "
                 f"place for: {', '.join(extra[:8])}"
-                f"{', ...' if len(extra) > 8 else ''}; without them it would compute something else, so nothing was "
-                "loaded. Use a model without such tensors; if config.json is another model's, restore it."
+                f"{', ...' if len(extra) > 8 else ''}; without them it would compute something else. "
+                "Use a model without such tensors; if config.json is another model's, restore it."
             )
 
     def _read(self, name: str) -> torch.Tensor:
         if name not in self._files:
             raise CheckpointError(
-                f"{self.folder} must hold a tensor {name}, its {len(self._files)} tensors do not include it; nothing "
-                "was loaded. Use weights and a config.json of one model."
+                f"{self.folder} must hold a tensor {name}, its {len(self._files)} tensors do not include it. "
+                "Use weights and a config.json of one model."
             )
         path = self._files[name]
         shard = self._shard(path)
         if name not in shard.names:
             raise CheckpointError(
-                f"the index of {self.folder} places {name} in {path.name}, which does not hold it; nothing was loaded. "
+                f"the index of {self.folder} places {name} in {path.name}, which does not hold it. "
                 "Download the index and its shards anew."
             )
         try:
@@ -149,18 +149,16 @@ def _indexed(index: Path) -> dict[str, Path]:
     places = read_object(index, "Restore the file.").get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
         raise CheckpointError(
-            f"{index} must hold a weight_map from tensor names to file names, got {type(places).__name__}; nothing was "
-            "loaded. Restore the file."
+            f"{index} must hold a weight_map from tensor names to file names, got {type(places).__name__}. "
+            "Restore the file."
         )
     shards = sorted(set(places.values()))
     if outside := [shard for shard in shards if Path(shard).name != shard]:
-        raise CheckpointError(
-            f"{index} must name files beside it, got {outside[0]!r}; nothing was loaded. Restore the file."
-        )
+        raise CheckpointError(f"{index} must name files beside it, got {outside[0]!r}. Restore the file.")
     if missing := [shard[:80] for shard in shards if not _is_file(index.parent / shard)]:
         raise CheckpointError(
-            f"{index} names {len(shards)} files, {len(missing)} of them missing: {', '.join(missing[:8])}; nothing was "
-            "loaded. Complete the download."
+            f"{index} names {len(shards)} files, {len(missing)} of them missing: {', '.join(missing[:8])}. "
+            "Complete the download."
         )
     return {name: index.parent / place for name, place in places.items()}
 
@@ -187,7 +185,7 @@ def _open_bin(path: Path) -> _Shard:
     if not isinstance(state, dict) or not all(_is_plain(value) for value in state.values()):
         raise CheckpointError(
             f"{path} must hold tensors by name, got {type(state).__name__} with other values, or tensors that are "
-            "sparse or have no data; nothing was loaded. Store a state_dict."
+            "sparse or have no data. Store a state_dict."
         )
     return _Shard(frozenset(state), state.__getitem__)
 

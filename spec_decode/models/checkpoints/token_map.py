@@ -23,7 +23,7 @@ def read_token_map(store: TensorStore, draft_vocab: int, target_vocab: int) -> t
     if problems:
         raise CheckpointError(
             f"d2t in {store.folder} must map {draft_vocab} tokens to as many of the target's {target_vocab}: "
-            f"{'; '.join(problems)}; the draft would propose other tokens than it means, so nothing was loaded. "
+            f"{'; '.join(problems)}; the draft would propose other tokens than it means. "
             "Restore the checkpoint."
         )
     return ids

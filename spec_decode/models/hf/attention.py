@@ -21,8 +21,8 @@ try:
     from transformers import AttentionInterface
 except ImportError as error:
     raise ImportError(
-        f"a target of the library transformers needs that package, which cannot be imported: {error}; nothing was "
-        "loaded. Install attn-backends[transformers]."
+        f"a target of the library transformers needs that package, which cannot be imported: {error}. "
+        "Install attn-backends[transformers]."
     ) from error
 
 ATTENTION_NAME = "attn_backends_paged"
@@ -127,7 +127,7 @@ def unserved(reason: str) -> UnservedModel:
     """The error for a model that is not what a target must be: `reason` says which part, and what it does."""
     return UnservedModel(
         "a target needs layers of causal softmax attention over its own keys and values, and nothing else that mixes "
-        f"tokens: {reason}. Its text would be another model's, so it was refused. Use another model."
+        f"tokens: {reason}. Its text would be another model's. Use another model."
     )
 
 

@@ -32,13 +32,13 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str =
     except Exception as error:  # the library's own, its dependencies', and whatever a model's code raises
         _refuse_own_code(folder / "config.json", error)
         raise CheckpointError(
-            f"{folder} must hold a causal language model that the installed transformers knows, it says: {error}; "
-            "nothing was loaded. Restore the folder, or update transformers."
+            f"{folder} must hold a causal language model that the installed transformers knows, it says: {error}. "
+            "Restore the folder, or update transformers."
         ) from error
     if missing := sorted(found["missing_keys"]):
         raise CheckpointError(
             f"the weights in {folder} lack {len(missing)} of the model's tensors: {', '.join(missing[:8])}"
-            f"{', ...' if len(missing) > 8 else ''}; those would be random, so nothing was loaded. Complete the "
+            f"{', ...' if len(missing) > 8 else ''}; those would be random. Complete the "
             "download."
         )
     return model.to(device)
@@ -54,7 +54,7 @@ def load_tokenizer(folder: Path) -> Any:
     except Exception as error:  # as above: there is no one class of them
         _refuse_own_code(folder / "tokenizer_config.json", error)
         raise CheckpointError(
-            f"the tokenizer in {folder} cannot be read: {error}; texts cannot become tokens, so nothing was loaded. "
+            f"the tokenizer in {folder} cannot be read: {error}; texts cannot become tokens. "
             "Restore the tokenizer's files."
         ) from error
 
@@ -64,18 +64,16 @@ def _refuse_own_code(path: Path, error: Exception) -> None:
     if read_object(path, "Restore the file.").get("auto_map"):
         raise CheckpointError(
             f"{path} must name classes that the installed transformers has, got an auto_map to code beside it, which "
-            "is never run; nothing was loaded. Use a model that transformers knows, or update it."
+            "is never run. Use a model that transformers knows, or update it."
         ) from error
 
 
 def _require_file(folder: Path, file: str) -> None:
     if not (folder / file).is_file():
         found = "there is no such folder" if not folder.is_dir() else "the folder does not hold it"
-        raise CheckpointError(
-            f"{folder / file} is needed, {found}; nothing was loaded. Name the folder of a downloaded model."
-        )
+        raise CheckpointError(f"{folder / file} is needed, {found}. Name the folder of a downloaded model.")
     for path in sorted(folder.iterdir()):  # the library opens whichever it knows by name
         try:
             require_regular(path)
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}; nothing was loaded. Remove it.") from error
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}. Remove it.") from error

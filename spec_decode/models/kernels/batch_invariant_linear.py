@@ -31,8 +31,8 @@ def batch_invariant_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Te
     require(
         fits and (ends is None or (ends.shape == weight.shape[:1] and ends.dtype == torch.int32)),
         "weights [B, N, K] multiply x [T, B, K], or sorted rows [T, 1, K] with int32 ends [B], got weights "
-        f"{list(weight.shape)}, x {list(x.shape)} and ends {None if ends is None else list(ends.shape)}; nothing was "
-        "run. Reshape them.",
+        f"{list(weight.shape)}, x {list(x.shape)} and ends {None if ends is None else list(ends.shape)}. "
+        "Reshape them.",
     )
     return _batch_invariant_linear(x, weight, ends)
 

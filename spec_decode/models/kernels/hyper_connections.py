@@ -34,7 +34,7 @@ def read_streams(
     """
     require(
         iterations >= 1,
-        f"hyper-connections normalise at least 1 time, got iterations={iterations}; nothing was run. Use "
+        f"hyper-connections normalise at least 1 time, got iterations={iterations}. Use "
         "collapse_streams where nothing is written back.",
     )
     tokens, count, _ = _sizes(streams)

@@ -45,7 +45,7 @@ def mla_query_key(
     require(
         absorbed.stride(2) == rotated.stride(2) == latent.stride(1) == 1,
         f"a query and a key are put together of parts adjacent in their last dim, got strides {absorbed.stride()}, "
-        f"{rotated.stride()} and {latent.stride()}; nothing was run. Make them contiguous.",
+        f"{rotated.stride()} and {latent.stride()}. Make them contiguous.",
     )
     arguments = MlaQueryKey(absorbed, rotated, latent, norm, *rope, eps)
     if any(each.requires_grad for each in (absorbed, rotated, latent, norm)):

@@ -99,7 +99,7 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor, *, norm_eps: float | None
     require(
         x.dim() == 2 and x.is_floating_point() and weight.dtype == torch.float32 and weight.shape[1:] == x.shape[1:],
         f"a wide linear takes floats x [T, K] and a weight float32 [N, K], got x {x.dtype} {list(x.shape)} and weight "
-        f"{weight.dtype} {list(weight.shape)}; nothing was run. Keep the weight in float32.",
+        f"{weight.dtype} {list(weight.shape)}. Keep the weight in float32.",
     )
     if is_batch_invariant():
         ones = weight.new_ones(weight.shape[1])
@@ -154,7 +154,7 @@ class SkinnyLinear(NamedTuple):
         rows, inputs = x.shape[0], x.shape[1] * (1 if embedding is None else 2)
         require(
             0 < rows <= MAX_ROWS,
-            f"a skinny linear takes 1 to {MAX_ROWS} rows, got {rows}; nothing was run. Ask is_skinny, and use torch's "
+            f"a skinny linear takes 1 to {MAX_ROWS} rows, got {rows}. Ask is_skinny, and use torch's "
             "linear where it says no.",
         )
         if not (
@@ -172,7 +172,7 @@ class SkinnyLinear(NamedTuple):
             found = ", ".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items())
             raise BatchError(
                 f"a skinny linear of {inputs} inputs and {self.outputs} outputs needs contiguous tensors of one dtype "
-                f"and of these sizes, got {found}; nothing was run. See its docstring for the shapes."
+                f"and of these sizes, got {found}. See its docstring for the shapes."
             )
         return self
 

@@ -76,7 +76,7 @@ def streamed_linear(
     """
     require(
         0 < x.shape[0] <= MAX_ROWS,
-        f"a streamed linear takes 1 to {MAX_ROWS} rows, got {x.shape[0]}; nothing was run. Ask is_streamed, and use "
+        f"a streamed linear takes 1 to {MAX_ROWS} rows, got {x.shape[0]}. Ask is_streamed, and use "
         "torch's linear where it says no.",
     )
     return _streamed_linear(
@@ -163,7 +163,7 @@ class StreamedLinear(NamedTuple):
             found = ", ".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items())
             raise BatchError(
                 "a streamed linear needs contiguous tensors of one dtype and device whose sizes fit, got "
-                f"{found}; nothing was run. See its docstring for the shapes."
+                f"{found}. See its docstring for the shapes."
             )
         return self
 

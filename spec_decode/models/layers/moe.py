@@ -98,9 +98,7 @@ def read_mixture_shape(config: ConfigReader, hidden: int, *, scoring: str) -> Mi
     except ValueError as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(
-            f"{config.place} describes no mixture of experts: {error}; nothing was loaded. Restore the file."
-        ) from error
+        raise CheckpointError(f"{config.place} describes no mixture of experts: {error}. Restore the file.") from error
     return MixtureShape(
         hidden=hidden,
         intermediate=intermediate,

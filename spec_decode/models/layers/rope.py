@@ -73,7 +73,7 @@ class RopeConfig:
         if not 0 < max_positions * self.dims <= _MAX_TABLE:
             raise CheckpointError(
                 f"max_position_embeddings times the {self.dims} rotated dims must be 1 to {_MAX_TABLE}, got "
-                f"{max_positions} positions; a table of their angles would not fit, so nothing was loaded. Restore "
+                f"{max_positions} positions; a table of their angles would not fit. Restore "
                 "config.json."
             )
         half = self.dims // 2
@@ -118,8 +118,8 @@ def read_rope(config: ConfigReader, scalings: Mapping[str, ScalingReader]) -> tu
     if kind not in scalings:
         *others, last = "default", *scalings
         raise CheckpointError(
-            f"rope_type in {section.place} must be {', '.join(others)} or {last}, got {kind!r}; angles would be wrong, "
-            "so nothing was loaded. Use a checkpoint with one of those."
+            f"rope_type in {section.place} must be {', '.join(others)} or {last}, got {kind!r}; angles would be wrong. "
+            "Use a checkpoint with one of those."
         )
     return theta, scalings[kind](section, theta)
 
@@ -128,8 +128,8 @@ def _read_llama3(section: ConfigReader, _: float) -> Llama3Scaling:
     low, high = _positive(section, "low_freq_factor"), _positive(section, "high_freq_factor")
     if not low < high:
         raise CheckpointError(
-            f"low_freq_factor must be below high_freq_factor in {section.place}, got {low} and {high}; nothing was "
-            "loaded. Restore the file."
+            f"low_freq_factor must be below high_freq_factor in {section.place}, got {low} and {high}. "
+            "Restore the file."
         )
     return Llama3Scaling(
         factor=_positive(section, "factor"),
@@ -142,9 +142,7 @@ def _read_llama3(section: ConfigReader, _: float) -> Llama3Scaling:
 def _positive(section: ConfigReader, name: str) -> float:
     value = section.get(name, float)
     if not value > 0:
-        raise CheckpointError(
-            f"{name} in {section.place} must be positive, got {value}; nothing was loaded. Restore the file."
-        )
+        raise CheckpointError(f"{name} in {section.place} must be positive, got {value}. Restore the file.")
     return value
 
 

@@ -62,7 +62,7 @@ def read_window_shape(config: ConfigReader, hidden: int, eps: float) -> WindowSh
         raise CheckpointError(
             f"{config.place} must divide its heads into o_groups, rotate an even number of dims of a head and have a "
             f"sliding_window of 1 and more, got {heads} heads in {groups} groups, {rotated} dims of {dim} and a window "
-            f"of {window}; nothing was loaded. Restore the file."
+            f"of {window}. Restore the file."
         )
     return WindowShape(
         hidden=hidden,

@@ -62,7 +62,7 @@ def read_latent_rope(config: ConfigReader, dims: int) -> RopeConfig:
     if theta <= 1 or dims < 2 or dims % 2:
         raise CheckpointError(
             f"rotary embedding needs a rope_theta above 1 and an even number of dims, {config.place} says {theta} and "
-            f"qk_rope_head_dim {dims}; nothing was loaded. Restore the file."
+            f"qk_rope_head_dim {dims}. Restore the file."
         )
     return RopeConfig(dims=dims, theta=theta, scaling=yarn)
 
@@ -73,7 +73,7 @@ def _read_yarn(section: ConfigReader, theta: float) -> Yarn:
     if factor < 1 or original < 1:
         raise CheckpointError(
             f"yarn needs a factor and original_max_position_embeddings of at least 1, {section.place} says {factor} "
-            f"and {original}; nothing was loaded. Restore the file."
+            f"and {original}. Restore the file."
         )
     return Yarn(
         theta=theta,

@@ -59,7 +59,7 @@ def restrict_logits(logits: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.T
     require(
         rows > 0 and len(logits) % rows == 0 and logits.is_contiguous(),
         f"logits must be contiguous, with as many rows for each of the {rows} requests, got {len(logits)} rows of "
-        f"strides {logits.stride()}; rows would be cut by another request's top_k and top_p, so nothing was written. "
+        f"strides {logits.stride()}; rows would be cut by another request's top_k and top_p. "
         "Pass [requests * tokens, vocabulary].",
     )
     _restrict_logits(logits, top_k, top_p)

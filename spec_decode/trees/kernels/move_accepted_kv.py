@@ -34,7 +34,7 @@ def move_accepted_kv(
     require(
         path.shape[1] < slot_mapping.shape[1],
         f"a path must be shorter than its tree has query tokens, {slot_mapping.shape[1]}, got room for "
-        f"{path.shape[1]}; its last tokens would have no slot, so nothing was moved. Pass the tree's own slots and "
+        f"{path.shape[1]}; its last tokens would have no slot. Pass the tree's own slots and "
         "path.",
     )
     _move_accepted_kv(key_cache, value_cache, slot_mapping.contiguous(), path.contiguous())

@@ -66,5 +66,5 @@ REFUSED = {
 
 @pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
 def test_wrong_tensors_are_refused(call):
-    with pytest.raises(BatchError, match=r"must be torch\..* nothing was run"):
+    with pytest.raises(BatchError, match=r"must be torch\."):
         call()

@@ -86,7 +86,7 @@ def test_the_sum_of_shares_is_added_to_the_residual_and_rounded_once():
 
 
 def test_shares_of_tensors_that_do_not_fit_are_refused():
-    with pytest.raises(BatchError, match=r"weight torch.float16 \[4, 8\].*nothing was run"):
+    with pytest.raises(BatchError, match=r"weight torch.float16 \[4, 8\]"):
         streamed_shares(HALF[:, :7], torch.zeros(4, 8).half())
 
 
@@ -136,7 +136,7 @@ def test_rows_that_are_to_be_batch_invariant_are_not_streamed():
 
 @pytest.mark.parametrize("rows", [0, MAX_ROWS + 1])
 def test_more_or_fewer_rows_are_refused(rows):
-    with pytest.raises(BatchError, match=f"1 to {MAX_ROWS} rows, got {rows}; nothing was run"):
+    with pytest.raises(BatchError, match=rf"1 to {MAX_ROWS} rows, got {rows}\."):
         streamed_linear(torch.zeros(rows, 8), torch.zeros(4, 8))
 
 
@@ -156,7 +156,7 @@ MISFITS = {
 
 @pytest.mark.parametrize(("change", "found"), MISFITS.values(), ids=MISFITS)
 def test_tensors_that_do_not_fit_are_named(change, found):
-    with pytest.raises(BatchError, match=f"{found}.*nothing was run"):
+    with pytest.raises(BatchError, match=f"{found}"):
         streamed_linear(**{"x": torch.zeros(3, 8), "weight": torch.zeros(4, 8), **change})
 
 
@@ -171,7 +171,7 @@ MISFIT_GROUPS = {
 @pytest.mark.parametrize(("change", "found"), MISFIT_GROUPS.values(), ids=MISFIT_GROUPS)
 def test_groups_that_do_not_fit_are_named(change, found):
     operands = {"x": torch.zeros(3, 8), "weight": torch.zeros(2, 4, 8), "ends": torch.tensor([1, 3]).int()}
-    with pytest.raises(BatchError, match=f"{found}.*nothing was run"):
+    with pytest.raises(BatchError, match=f"{found}"):
         streamed_groups(**{**operands, **change})
 
 
