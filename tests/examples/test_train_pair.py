@@ -82,7 +82,7 @@ def test_training_twice_gives_the_same_draft(folder, name):
 
 @NAMES
 def test_without_a_target_nothing_is_trained(tmp_path, name):
-    with pytest.raises(CheckpointError, match="config.json, which cannot be read"):
+    with pytest.raises(CheckpointError, match=r"config\.json, which cannot be read"):
         train_draft(tmp_path, name, RECIPE, CPU, {})
 
 
