@@ -196,3 +196,15 @@ def make_pair(
     for model in (target, draft):
         model.eval().requires_grad_(False)
     return target, draft
+
+
+def batch_of(query_lens, seq_lens, pad_reqs, page_size, max_seq_len):
+    """Block table, lengths and starts of a batch; which slots of the pages hold a token of it; and its query tokens."""
+    tables = make_tables(seq_lens, page_sizes=(page_size,), max_reqs=4, max_seq_len=max_seq_len)
+    batch = BatchBuffers(tables, max_tokens=80)
+    num_reqs, num_tokens = batch.load(query_lens, seq_lens, pad_reqs=pad_reqs)
+    owned = torch.zeros(tables.num_pages[0], page_size, dtype=torch.bool)
+    for pages, length in zip(table := tables.block_tables[0], seq_lens, strict=False):
+        at = torch.arange(length)
+        owned[pages[at // page_size].long(), at % page_size] = True
+    return (table[:num_reqs], batch.seq_lens[:num_reqs], batch.query_start_loc[: num_reqs + 1]), owned, num_tokens

@@ -1,5 +1,8 @@
 """Samples of the ops of attention backends."""
 
+from dataclasses import replace
+from itertools import product
+
 import torch
 
 import attn_backends.kernels.latent_attention
@@ -12,9 +15,19 @@ import attn_backends.kernels.tree_attention
 import attn_backends.kernels.write_kv
 import attn_backends.kernels.write_latent  # noqa: F401
 from attn_backends.kernels.fp8_ds_mla import page_bytes
+from attn_backends.kernels.sparse_attention import SparseAttentionArguments
+from tests.attn_backends.kernels import test_sparse_attention as sparse
+from tests.attn_backends.kernels import test_tree_attention
 from tests.attn_backends.kernels.test_write_latent import hard_latents
-from tests.ops.sample import CLOSE, each, int32, noise, op, whole
+from tests.factories import batch_of, make_cache, make_spec
+from tests.ops.sample import CLOSE, each, noise, op, whole
+from tests.tree_masks import TREE_LENS, tree_masks
 
+ROUNDED_ONCE = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.float16: {"rtol": 2**-10, "atol": 1e-5},
+    torch.bfloat16: {"rtol": 2**-7, "atol": 1e-5},
+}
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SLOTS = torch.tensor([7, -1, 19, 0])
 OUTSIDE = [torch.tensor([slot, 7, -1, slot]) for slot in (20, 2**40, -2, -(2**40))]
@@ -38,6 +51,11 @@ def write_kv():
     key, value = noise(4, 3, 24), noise(4, 3, 24, seed=1)
     for slots in OUTSIDE:
         yield key, value, *noise(2, 5, 4, 3, 24), slots
+    edges = torch.tensor([0.0, 448, 449, 464, 465, 470, 500, 6e4, 2**-9, 2**-10, 1.5 * 2**-9, 0.3, torch.inf])
+    for dtype in DTYPES:
+        # Numbers at every edge of e4m3, and beyond.
+        new = torch.cat([edges, -edges, torch.tensor([torch.nan]), noise(101) * 50]).to(dtype).view(4, 2, 16)
+        yield new, new, *torch.zeros(2, 5, 4, 2, 16).to(torch.float8_e4m3fn), SLOTS
     heads_first = noise(2, 5, 3, 4, 24).transpose(2, 3)
     yield key, value, *heads_first, SLOTS
     yield key, value, *noise(5, 2, 4, 3, 24).unbind(1), SLOTS
@@ -45,13 +63,20 @@ def write_kv():
 
 @op("attn_backends::rope_and_write_kv", close=CLOSE, strided="query key value key_cache value_cache")
 def rope_and_write_kv():
-    for (queries, keys, dim), dtype in each(((8, 2, 16), (9, 3, 16), (2, 2, 16), (3, 1, 24)), DTYPES[:2]):
-        for slots in (SLOTS, *OUTSIDE[:2]):
-            yield (
-                noise(4, queries, dim, dtype=dtype), noise(4, keys, dim, seed=1, dtype=dtype),
-                noise(4, keys, dim, seed=2, dtype=dtype), torch.tensor([3, 39, 0, 17]), noise(40, dim).cos(),
-                *noise(2, 5, 4, keys, dim, dtype=dtype), slots,
-            )  # fmt: skip
+    def of(queries=8, keys=2, dim=16, value_dim=None, dtype=torch.float32, kv_dtype=None, slots=SLOTS):
+        packed = noise(4, queries + 2 * keys, dim, dtype=dtype)
+        query, key, value = packed.split([queries, keys, keys], 1)
+        value = value if value_dim is None else noise(4, keys, value_dim, seed=2, dtype=dtype)
+        caches = (noise(5, 4, keys, part.shape[2], dtype=dtype).to(kv_dtype or dtype) for part in (key, value))
+        return query, key, value, torch.tensor([3, 39, 0, 17]), noise(40, dim).cos(), *caches, slots
+
+    for dtype in DTYPES[:2]:
+        for sizes in ((8, 2, 16), (9, 3, 16), (2, 2, 16), (3, 1, 24)):
+            yield of(*sizes, dtype=dtype)
+    for slots in OUTSIDE:
+        yield of(slots=slots)
+    yield of(value_dim=40)
+    yield of(dtype=torch.float16, kv_dtype=torch.float8_e4m3fn)
 
 
 @op("attn_backends::prepare_query", close=CLOSE, strided="query")
@@ -93,43 +118,91 @@ def write_latent():
         yield latents, cache, torch.arange(len(latents)) * 2 + 1, *plain, page_size, 0.0
 
 
-def paged():
-    table = torch.tensor([[0, 1], [2, 4], [3, 3]], dtype=torch.int32)
-    return noise(6, 4, 16), *noise(2, 5, 4, 2, 16, seed=1), table, int32(6, 3, 0), int32(0, 2, 4, 6)
+PLAIN = make_spec(head_dim=64)
+EVERYTHING = replace(PLAIN, sliding_window=70, sinks=True, soft_cap=2.0, value_dim=72)
+SPECS = (
+    PLAIN,
+    replace(PLAIN, sinks=True, batch_invariant=True),
+    replace(PLAIN, num_kv_heads=4),
+    replace(PLAIN, num_q_heads=6),
+    replace(PLAIN, sliding_window=5),
+    replace(PLAIN, sinks=True),
+    replace(PLAIN, soft_cap=1.5),
+    EVERYTHING,
+    make_spec(head_dim=80),
+    replace(PLAIN, scale=30.0),
+    replace(PLAIN, dtype=torch.bfloat16, kv_dtype=torch.bfloat16),
+)
+DECODE = ([1, 1, 1], [1, 66, 130], 4)
+BATCHES = (DECODE, ([5, 5], [5, 99], 3), ([9, 1, 40], [20, 3, 130], None))
+TREES = (TREE_LENS, [20, 130, 70], None)
+LATENT_BATCHES = (([1, 1, 1], [1, 34, 66], 4), ([5, 5], [5, 67], 3), ([9, 1, 20], [20, 3, 70], None))
+
+
+def paged(spec, batch, splits, masks=None):
+    """Over NaN wherever no request's token lies."""
+    tensors, owned, tokens = batch_of(*batch, spec.page_size, 136)
+    cache = make_cache(spec, len(owned))
+    cache.key[~owned] = cache.value[~owned] = torch.nan
+    return (
+        noise(tokens, spec.num_q_heads, spec.head_dim, seed=3, dtype=spec.dtype) / 2, cache.key, cache.value, *tensors,
+        noise(spec.num_q_heads) / 2 if spec.sinks else None, masks, max(batch[0]), 136, splits, spec.softmax_scale,
+        spec.sliding_window, spec.soft_cap, spec.causal, spec.batch_invariant,
+    )  # fmt: skip
 
 
 @op("attn_backends::paged_attention", close=CLOSE, strided="query key_cache value_cache")
 def paged_attention():
-    options = (
-        (2, 1, 4),
-        (None, 3),
-        (None, 20.0),
-        (True, False),
-        (None, noise(4)),
-        (None, torch.tensor([1, 3, 1, 3, 0, 0])),
-    )
-    for splits, window, soft_cap, causal, sinks, masks in each(*options):
-        yield *paged(), sinks, masks, 2, 6, splits, 0.25, window, soft_cap, causal, False
+    for splits in (1, 3):
+        for batch, spec, causal in product(BATCHES, (PLAIN, EVERYTHING), (True, False)):
+            yield paged(replace(spec, causal=causal), batch, splits)
+        for window in (None, 64):
+            yield paged(replace(PLAIN, sliding_window=window), TREES, splits, tree_masks())
+        for spec in SPECS:
+            yield paged(spec, ([2, 2], [7, 70], 3), splits)
+    yield paged(PLAIN, ([1, 1], [1, 130], 2), 8)
 
 
-@op("attn_backends::tree_attention", close=CLOSE, strided="query key_cache value_cache")
-def tree_attention():
-    for base_2, soft_cap, sinks in each((False, True), (None, 20.0), (None, noise(4))):
-        lse = noise(4, 6).t()
-        lse[4:] = -torch.inf
-        masks = torch.tensor([1, 3, 1, 3, 0, 0])
-        yield *paged(), sinks, masks, noise(6, 4, 16, seed=2), lse, base_2, 2, 0.25, soft_cap
+op("attn_backends::tree_attention", close=CLOSE, strided="query key_cache value_cache")(test_tree_attention.samples)
+
+
+def latent(batch, splits=2, *, page_size=4, heads=6, widths=(32, 16), dtype=torch.float32, masks=None, causal=True):
+    """Over NaN wherever no request's token lies."""
+    tensors, owned, tokens = batch_of(*batch, page_size, 72)
+    cache = noise(*owned.shape, sum(widths), seed=1).where(owned[..., None], torch.nan) / 2
+    query = noise(tokens, heads, sum(widths), seed=3, dtype=dtype) / 2
+    return query, cache.to(dtype), *tensors, masks, max(batch[0]), splits, widths[0], 0.2, causal, False
 
 
 @op("attn_backends::latent_attention", close=CLOSE, strided="query latent_cache")
 def latent_attention():
-    _, _, _, *tables = paged()
-    for splits, causal, masks in each((2, 1, 3), (True, False), (None, torch.tensor([1, 3, 1, 3, 0, 0]))):
-        yield noise(6, 4, 48), noise(5, 4, 48, seed=1), *tables, masks, 2, splits, 32, 0.25, causal, False
+    for splits in (1, 3):
+        for batch, causal in product(LATENT_BATCHES, (True, False)):
+            yield latent(batch, splits, causal=causal)
+        yield latent((TREE_LENS, [20, 70, 30], None), splits, masks=tree_masks())
+    for heads in (2, 16, 20, 128):
+        yield latent(([1, 1], [7, 20], 3), heads=heads)
+    for widths, dtype in product(((512, 64), (16, 32)), DTYPES):
+        yield latent(([2, 2], [7, 70], 3), widths=widths, dtype=dtype)
+    yield latent(([1, 1], [1, 66], 2), 32)
 
 
-@op("attn_backends::sparse_attention", close=CLOSE, strided="query")
+@op("attn_backends::sparse_attention", close=ROUNDED_ONCE, strided="query latent_cache indices")
 def sparse_attention():
-    lists = torch.tensor([[0, 5, -1, 9], [3, 1, 2, 7], [1, 1, 1, 1]], dtype=torch.int32)
-    for dim, sinks in each((64, 512), (None, noise(3))):
-        yield noise(3, 3, dim), noise(5, 4, dim, seed=1), lists, int32(3, 4, 0), sinks, 4, 0.1, False
+    def of(asked, sinks=None):
+        if sinks is not None:
+            asked.sinks = torch.tensor(sinks)
+        return tuple(getattr(asked, name) for name in SparseAttentionArguments._fields)
+
+    for case in sparse.CASES.values():
+        yield of(sparse.Asked(**case))
+    for lists, form in product(
+        ((20, 3, 0, 1, 17), (0, 40, 6, 0, 16)), ({"dtype": torch.bfloat16, "dim": 512}, sparse.FP8)
+    ):
+        yield of(sparse.Asked(lists, **form, heads=20))
+    yield of(sparse.Asked(), sinks=[-torch.inf] * 3)
+    yield of(sparse.Asked((12, 0, 3)), sinks=[torch.inf, -torch.inf, 0.0])
+    for form, beyond in product(({}, sparse.FP8), (None, 2**31 - 1, -(2**31))):
+        asked = sparse.Asked((5, 3), **form)
+        asked.indices[0, 2] = asked.cache.shape[0] * asked.page_size if beyond is None else beyond
+        yield of(asked)

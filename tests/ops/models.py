@@ -1,5 +1,7 @@
 """Samples of the ops of models."""
 
+from itertools import product
+
 import torch
 
 import spec_decode.models.kernels.add_rms_norm
@@ -14,6 +16,13 @@ from tests.spec_decode.models.kernels import mixture_oracle, skinny_oracle, stre
 from tests.spec_decode.models.kernels.hyper_oracle import EPS, make_case
 
 DTYPES = [torch.float32, torch.float16]
+
+
+def with_nan(inputs, *names):
+    """The second row or token is no number."""
+    for name in names or ("x",):
+        getattr(inputs, name)[1] = torch.nan
+    return inputs
 
 
 @op("spec_decode::add_rms_norm", close=CLOSE, strided="x")
@@ -62,11 +71,20 @@ def mla_query_key():
             yield absorbed, rotated, latent, noise(dims, seed=3), positions, noise(32, rotary, seed=4).cos(), 1e-6
 
 
-@op("spec_decode::route_tokens", close=CLOSE)
+@op("spec_decode::route_tokens", close={torch.float32: {"rtol": 3e-6, "atol": 0}})
 def route_tokens():
+    def routed(logits, bias, **routing):
+        return logits, bias, *{**mixture_oracle.PLAIN, **routing}.values()
+
     for experts, routing in mixture_oracle.ROUTINGS.values():
-        options = {**mixture_oracle.PLAIN, **routing}
-        yield noise(5, experts), noise(experts, seed=1) / 4, *options.values()
+        for tokens in (5, 1):
+            yield routed(noise(tokens, experts), noise(experts, seed=1) / 4, **routing)
+    far = torch.tensor([[-40.0, -17.0, -12.0, -8.0, -5.0, 0.0, 5.0, 17.0, 40.0]])
+    for scoring in mixture_oracle.SCORE:
+        yield routed(far, torch.arange(9.0), scoring=scoring, normalised=False, top_k=9)
+    yield routed(torch.zeros(2, 70), torch.zeros(70), top_k=16)
+    yield routed(torch.zeros(1, 15), torch.zeros(15), groups=5, top_groups=2, top_k=6)
+    yield routed(noise(1, 6), torch.full((6,), -torch.inf).index_fill(0, torch.tensor([4]), 0.0))
 
 
 @op("spec_decode::order_by_expert")
@@ -82,6 +100,9 @@ def combine_experts():
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             for sizes in ((5, 1, 70), (1, 4, 1), (3, 3, 600)):
                 yield mixture_oracle.combine_inputs(*sizes, dtype, shared=shared)
+    rows, weights, places, shared = mixture_oracle.combine_inputs(3, 2, 40, torch.float32, shared=True)
+    rows[places[1]] = torch.nan
+    yield rows, weights, places, shared
 
 
 @op("spec_decode::read_streams", close=CLOSE)
@@ -91,8 +112,11 @@ def read_streams():
         yield case.streams, case.mixes, case.scale, case.base, 20, EPS
     for iterations in (1, 2):
         yield case.streams, case.mixes, case.scale, case.base, iterations, EPS
-    head = make_case(streams=3)
-    yield head.streams, *head.head, 0, EPS
+    for streams, hidden, dtype in product((1, 3, 4), (50, 1100), DTYPES):
+        head = make_case(streams=streams, hidden=hidden, dtype=dtype)
+        yield head.streams, *head.head, 0, EPS
+    for case in (with_nan(make_case(), "streams", "mixes", "output"), make_case(tokens=0)):
+        yield case.streams, case.mixes, case.scale, case.base, 20, EPS
 
 
 @op("spec_decode::write_streams", close=CLOSE)
@@ -100,27 +124,38 @@ def write_streams():
     for streams, hidden, dtype in each((4, 1, 3), (50, 1, 1024, 1100), (torch.float32, torch.float16)):
         case = make_case(streams=streams, hidden=hidden, dtype=dtype)
         yield case.streams, case.output, noise(3, streams), noise(3, streams, streams, seed=1)
+    for case in (with_nan(make_case(), "streams", "mixes", "output"), make_case(tokens=0)):
+        tokens = len(case.output)
+        yield case.streams, case.output, noise(tokens, 4), noise(tokens, 4, 4, seed=1)
 
 
 SUMS = {dtype: {"rtol": 2 * close["rtol"], "atol": 2e-2 if dtype.itemsize == 2 else 1e-4}
         for dtype, close in CLOSE.items()}  # fmt: skip
 
 
-@op("spec_decode::skinny_linear", close=SUMS)
+@op("spec_decode::skinny_linear", close=SUMS, strided="x")
 def skinny_linear():
     for form in skinny_oracle.FORMS:
         yield tuple(skinny_oracle.make_inputs(form, 2, 21, 40).arguments())
+        yield tuple(with_nan(skinny_oracle.make_inputs(form, 2, 18, 50).arguments()))
+    for token in (-1, -(2**40), skinny_oracle.VOCAB, 2**40):
+        inputs = skinny_oracle.make_inputs("embed", 2, 18, 50)
+        inputs.token_ids[1] = token
+        yield tuple(inputs.arguments())
 
 
-@op("spec_decode::streamed_linear", close=SUMS)
+@op("spec_decode::streamed_linear", close=SUMS, strided="x")
 def streamed_linear():
     for form in streamed_oracle.FORMS:
-        yield tuple(streamed_oracle.make_arguments(form, 7, 21, 50))
+        for inputs in (50, 9):
+            yield tuple(streamed_oracle.make_arguments(form, 7, 21, inputs))
+        yield tuple(with_nan(streamed_oracle.make_arguments(form, 3, 37, 56)))
 
 
 @op("spec_decode::streamed_shares", close=SUMS)
 def streamed_shares():
-    yield streamed_oracle.make_arguments("plain", 3, 21, 600, torch.bfloat16)[:2]
+    for rows in (3, 5):
+        yield streamed_oracle.make_arguments("plain", rows, 21, 600, torch.bfloat16)[:2]
 
 
 @op("spec_decode::sum_shares", close=SUMS)

@@ -13,6 +13,14 @@ def seeds(rows, seed=1):
     return whole(-(2**63), 2**63 - 1, rows, seed=seed)
 
 
+def ties(vocab, *best):
+    """Logits of which two are the largest, so that the first must win."""
+    logits = torch.zeros(len(best), vocab)
+    for row, tokens in zip(logits, best, strict=True):
+        row[[*tokens]] = 1.0
+    return logits
+
+
 @op("spec_decode::process_logits", strided="logits")
 def process_logits():
     for vocab, dtype, column in each((1100, 3), DTYPES, (None, torch.tensor([2, 0, 1, 2]))):
@@ -25,6 +33,7 @@ def process_logits():
 def draw_tokens():
     for vocab in (37, 1, 512, 2000):
         yield noise(6, vocab), torch.tensor([0.0, 1.0, 0.5] * 2), seeds(6), whole(0, 2**40, 6, seed=2)
+    yield ties(5000, (700, 4000)), torch.zeros(1), *torch.zeros(2, 1, dtype=torch.int64)
 
 
 @op("spec_decode::draw_target")
@@ -42,6 +51,21 @@ def restrict_logits():
     for vocab in (37, 1, 2, 1000, 9001):
         yield noise(4, vocab), int32(5, 0, 5, 0), torch.tensor([1.0, 0.9, 0.8, 1.0])
     yield noise(6, 100), int32(3, 0, 0), torch.tensor([1.0, 0.5, 1.0])
+    yield noise(7, 300), int32(1, 2, 50, 299, 300, 301, 2**31 - 1), torch.ones(7)
+    for scale in (0.01, 1.0, 10.0):
+        rows = (noise(1, 300) * scale).repeat(5, 1)
+        yield rows, int32(*[0] * 5), torch.tensor([1e-30, 0.01, 0.5, 0.9, 0.999])
+    for seed in range(4):
+        yield noise(3, 300, seed=seed), int32(2, 20, 200), torch.tensor([0.5, 0.9, 0.97])
+    for scale in (1.0, 2.0, 4.0):
+        yield (noise(3, 400) * scale).round() / scale, int32(40, 0, 40), torch.tensor([1.0, 0.8, 0.8])
+    yield torch.full((2, 70), -2.5), int32(3, 0), torch.tensor([1.0, 0.2])
+    powers = torch.cat([2.0 ** torch.arange(-140, 127), -(2.0 ** torch.arange(-140, 127)), torch.tensor([0.0, -0.0])])
+    powers = powers[torch.randperm(len(powers), generator=torch.Generator().manual_seed(0))]
+    yield powers.repeat(3, 1), int32(9, 268, 500), torch.ones(3)
+    some_out = noise(3, 100).masked_fill(torch.arange(100) % 3 == 0, -torch.inf)
+    yield some_out, int32(10, 90, 0), torch.tensor([1.0, 1.0, 0.9])
+    yield torch.full((2, 50), torch.nan), int32(0, 50), torch.ones(2)
 
 
 @op("spec_decode::sample_block")
@@ -57,39 +81,104 @@ def sample_block():
             )  # fmt: skip
 
 
+def draft(logits, temperature, live, *, column=1, lens=None, confidence=0.0, token_map=None, hidden=None):
+    """On buffers that hold 7s."""
+    rows, vocab = logits.shape
+    return (
+        logits, torch.tensor(temperature), seeds(rows), whole(0, 2**20, rows), int32(*live), torch.tensor([column]),
+        torch.full((rows, 3), 7), torch.full((rows, 3, vocab if token_map is None else 2 * vocab), 7.0),
+        torch.full((rows,), 7), int32(*lens or [3] * rows), int32(3), torch.tensor([confidence]), int32(7), token_map,
+        hidden, None if hidden is None else torch.full_like(hidden, 7.0),
+    )  # fmt: skip
+
+
 @op("spec_decode::sample_draft", strided="logits hidden")
 def sample_draft():
     widths = None, *(noise(3, width) for width in (24, 1, 1000))
     for vocab, column, confidence, hidden, dtype in each((37, 2, 4100, 9001), (1, 0, 2, 3), (0.0, 0.5), widths, DTYPES):
-        for token_map in (None, torch.arange(vocab) * 2):
-            size = vocab if token_map is None else 2 * vocab
-            yield (
-                noise(3, vocab, dtype=dtype), torch.tensor([0.0, 1.0, 0.5]), seeds(3), whole(0, 2**20, 3),
-                int32(3, 4, 0), torch.tensor([column]), torch.full((3, 3), 7), torch.full((3, 3, size), 7.0),
-                torch.full((3,), 7), int32(2, 1, 3), int32(3), torch.tensor([confidence]), int32(7), token_map, hidden,
-                None if hidden is None else torch.full_like(hidden, 7.0),
+        some = torch.randperm(2 * vocab, generator=torch.Generator().manual_seed(0))[:vocab].sort().values
+        for token_map in (None, some):
+            yield draft(
+                noise(3, vocab, dtype=dtype), [0.0, 1.0, 0.5], [3, 4, 0], column=column, lens=[2, 1, 3],
+                confidence=confidence, token_map=token_map, hidden=hidden,
             )  # fmt: skip
+    yield draft(ties(9001, (4100, 8200), (5, 4099)), [0.0, 0.0], [5, 5])
+    for column in range(3):
+        yield draft(noise(5, 50) * 1.5, [0.0, 1.0, 1.0, 0.5, 1.0], [5] * 5, column=column, lens=[0, 1, 2, 3, 9])
+    for vocab in (7, 9001):
+        logits = noise(6, vocab) * 1.5
+        logits[::2, 3] += 12
+        logits[1::2] *= 0.1
+        logits[1, 4096:] = -torch.inf
+        yield draft(logits, [0.0, 0.7, 1.0, 0.0, 1.9, 1.0], [5] * 6, confidence=0.5)
+    for minimum in (0.5, 0.5 + 2**-24):
+        yield draft(torch.zeros(1, 2), [0.0], [5], confidence=minimum)
 
 
-def verify_arguments(steps, vocab):
-    p = noise(10, steps + 1, vocab)
-    q = p[:, :steps] + noise(10, steps, vocab, seed=1) / 2
+def verify_arguments(steps, vocab, seed=0, likeness=0.5, ends=True):
+    """Random and greedy rows; drafts that agree often, whole, cut short and empty, with NaN after their end."""
+    p = noise(10, steps + 1, vocab, seed=seed) * 1.5
+    q = p[:, :steps] + (1 - likeness) * noise(10, steps, vocab, seed=seed + 1)
     drafts = torch.where(torch.arange(10)[:, None] % 3 > 0, q.argmax(-1), p[:, :steps].argmax(-1))
-    temperature = (torch.rand(10, generator=torch.Generator().manual_seed(3)) * 2 - 0.5).clamp(min=0)
-    drafts[4:6, -1] = -1
-    return VerifyArguments(p, drafts, q, temperature, seeds(10, 4), seeds(10, 5), whole(0, 2**20, 10, seed=6))
+    if ends:
+        after = torch.arange(steps) >= whole(0, 2 * steps + 1, 10, 1, seed=seed + 2)
+        q = q.masked_fill(after[..., None], torch.nan)
+        p = torch.cat([p[:, :1], p[:, 1:].masked_fill(after[..., None], torch.nan)], 1)
+        # What follows the first -1 is no token of the vocabulary.
+        drafts = drafts.masked_fill(after, 2**40).masked_fill(after & (after.long().cumsum(1) == 1), -1)
+    temperature = (torch.rand(10, generator=torch.Generator().manual_seed(seed + 3)) * 2 - 0.5).clamp(min=0)
+    numbers = seeds(10, seed + 4), seeds(10, seed + 5), whole(0, 2**20, 10, seed=seed + 6)
+    return VerifyArguments(p, drafts, q, temperature, *numbers)
 
 
-@op("spec_decode::rejection_sample")
-def rejection_sample():
-    for steps, vocab in ((3, 9), (1, 9), (5, 37), (2, 1100)):
-        yield verify_arguments(steps, vocab).checked()
+SHAPES = [(1, 9), (2, 2), (3, 9), (5, 37), (2, 1100), (3, 1600)]
+"""Draft tokens and vocabulary."""
 
 
-@op("spec_decode::block_verify")
-def block_verify():
-    for steps, vocab in ((3, 9), (1, 9), (5, 37), (2, 1100)):
-        yield verify_arguments(steps, vocab).checked()
+def verified():
+    for steps, vocab in SHAPES:
+        yield verify_arguments(steps, vocab, 10 * steps).checked()
+    alone = verify_arguments(1, 1600, ends=False)
+    for row, temperature in ((0, 0.0), (1, 0.0), (0, 1.0), (1, 1.0)):
+        yield VerifyArguments(*(f[row : row + 1] for f in alone))._replace(temperature=torch.tensor([temperature]))
+    long, warm = verify_arguments(2, 600, ends=False), torch.ones(10)
+    # A draft that lacks tokens, and a target that may not produce all: a whole block of -inf at the end of p.
+    lacks, impossible = torch.arange(600) % 3 == 0, torch.arange(600) >= 515
+    yield long._replace(
+        draft_tokens=long.draft_tokens + (long.draft_tokens % 3 == 0),
+        draft_logits=long.draft_logits.masked_fill(lacks, -torch.inf),
+        processed=long.processed.masked_fill(impossible, -torch.inf),
+    )
+    # Greedy, with larger logits in each later column.
+    p = long.processed.abs() * torch.tensor([1.0, 100.0, 100.0])[:, None]
+    yield long._replace(processed=p, draft_tokens=p[:, :2].argmax(-1), temperature=warm * 0)
+    same = verify_arguments(2, 520, likeness=1.0, ends=False)
+    yield same._replace(temperature=warm, draft_tokens=same.draft_logits.argmax(-1))
+    # Neither model can produce token 3, so it is rejected, and p is q.
+    p = long.processed.index_fill(2, torch.tensor([3]), -torch.inf)
+    yield long._replace(
+        processed=p, draft_logits=p[:, :2], draft_tokens=torch.full_like(long.draft_tokens, 3), temperature=warm
+    )
+    for drafted in range(3):
+        # Token 2 is the likeliest of both models and more so of the draft's: no residual would hold it.
+        column, two = torch.arange(3)[:, None], torch.arange(6) == 2
+        yield verify_arguments(2, 6)._replace(
+            processed=torch.zeros(10, 3, 6).masked_fill((column == drafted) & two, 2.0), temperature=warm,
+            draft_logits=torch.where(column[:2] == drafted, 8.0 * two, 0.0).repeat(10, 1, 1),
+            draft_tokens=torch.where(torch.arange(2) < drafted, 3, -1).repeat(10, 1),
+        )  # fmt: skip
+    wide = torch.full((10, 5, 80), torch.nan)
+    wide[:, :2, ::2] = (narrow := verify_arguments(2, 40)).draft_logits
+    yield narrow._replace(draft_logits=wide[:, :2, ::2])
+    # Flat, so that weights of long prefixes decide the draw.
+    for vocab, seed in ((5, 40), (40, 10)):
+        flat = verify_arguments(6, vocab, seed, likeness=0.0, ends=False)
+        flat = VerifyArguments(*(field[:5] for field in flat))
+        yield flat._replace(processed=flat.processed / 3, draft_logits=flat.draft_logits / 3, temperature=warm[:5])
+
+
+op("spec_decode::rejection_sample", strided="draft_logits")(verified)
+op("spec_decode::block_verify", strided="draft_logits")(verified)
 
 
 @op("spec_decode::synthetic_accept")
@@ -107,18 +196,34 @@ def hash_seeds():
         yield seeds(rows), whole(0, 2**40, rows, seed=2)
 
 
+def random_parents(tokens, seed):
+    """Trees of every shape up to three children a token, some of which end early."""
+    parents = torch.zeros(8, tokens, dtype=torch.int64)
+    for row in range(8):
+        free = [3] * (1 + tokens)
+        for token in range(tokens):
+            allowed = [at for at in range(token + 1) if free[at]]
+            parent = allowed[int(whole(0, len(allowed), 1, seed=1000 * seed + 100 * row + token))]
+            free[parent] -= 1
+            parents[row, token] = parent
+    length = whole(0, 2 * tokens, 8, 1, seed=seed)
+    parents = parents.where(torch.arange(tokens) < length, -1)
+    # What follows the first -1 is no tree.
+    return parents.where(torch.arange(tokens) <= length, 2**40)
+
+
 @op("spec_decode::ancestor_masks")
 def ancestor_masks():
     yield (torch.tensor([[0, 1, -1], [0, 0, 2]]),)
-    for tokens in (1, 7, 63):
+    for tokens in (1, 2, 7, 31, 63):
         yield (DraftTree.chain(tokens).rows(2, "cpu"),)
+        yield (random_parents(tokens, tokens),)
 
 
 @op("spec_decode::follow_tree")
 def follow_tree():
-    for tokens in (5, 1, 32):
-        parents = whole(0, 10**6, 8, tokens) % torch.arange(1, 1 + tokens)
-        parents[3, tokens // 2 :] = -1
+    for tokens in (5, 1, 32, 63):
+        parents = random_parents(tokens, tokens)
         for depth in (4, 1, tokens):
             yield whole(0, 3, 8, tokens, seed=1), parents, whole(0, 3, 8, 1 + tokens, seed=2), depth
 
@@ -142,9 +247,17 @@ def grow_tree():
 
 @op("spec_decode::keep_best")
 def keep_best():
-    for candidates, count in ((20, 9), (1, 1), (70, 9)):
-        parents = torch.full((8, candidates), -1)
-        yield whole(0, 99, 8, candidates), parents, -whole(0, 9, 8, candidates, seed=1).float(), count
+    for candidates, count in ((20, 9), (1, 1), (20, 63), (70, 9), (130, 63)):
+        parents = torch.stack([whole(-1, 10**6, candidates, seed=row) for row in range(8)])
+        parents = parents.where(parents < 0, parents % torch.arange(candidates).clamp(min=1))
+        parents[:, 0] = -1
+        scores = torch.zeros(8, candidates)
+        for at in range(candidates):
+            down = -whole(0, 3, 8, seed=at).float()
+            above = scores.gather(1, parents[:, at : at + 1].clamp(min=0))[:, 0]
+            scores[:, at] = down + torch.where(parents[:, at] >= 0, above, 0.0)
+        scores[0, candidates // 2 :] = -torch.inf
+        yield whole(0, 99, 8, candidates, seed=5), parents, scores, count
 
 
 @op("spec_decode::place_frontier", strided="hidden")

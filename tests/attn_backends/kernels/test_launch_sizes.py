@@ -8,8 +8,8 @@ import torch
 from attn_backends.kernels import paged_attention, tree_attention
 from attn_backends.kernels.paged_attention import SPLIT_TOKENS
 from builders.kernels.triton_runtime import HAVE_TRITON
+from tests.attn_backends.kernels.test_tree_attention import BATCHES, Trees
 from tests.factories import make_spec
-from tests.interpreter.test_tree_attention_kernel import BATCHES, Trees
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="needs the package triton")
 SPEC = make_spec(head_dim=64, num_q_heads=8, num_kv_heads=2)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
 from spec_decode.models.kernels.skinny_linear import SkinnyLinear, embed_linear, norm_linear, skinny_linear, wide_linear
-from tests.amid_nan import amid_nan
 
 EPS = 1e-6
 VOCAB = 11
@@ -81,11 +80,6 @@ class Inputs:
             out = F.silu(gate) * up
         return out if self.residual is None else out + self.residual
 
-    def poisoned(self):
-        """The same inputs as parts of buffers that hold NaN everywhere else."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Inputs(**{name: _beside_nan(part) if name == "x" else amid_nan(part) for name, part in parts.items()})
-
 
 def make_inputs(form, rows, n, k, dtype=torch.float32):
     """Inputs of `form` with n outputs and k inputs (k even for "embed"), weights scaled as a trained layer's are."""
@@ -120,11 +114,3 @@ def assert_within_budget(found, inputs):
     error = (found.double() - exact).abs().max()
     assert found.dtype == inputs.weight.dtype and found.shape == exact.shape
     assert error <= budget, f"off by {error:.3g}, allowed {budget:.3g}"
-
-
-def _beside_nan(rows):
-    """The same rows in a buffer that holds NaN on all sides of them."""
-    height, columns = rows.shape
-    buffer = torch.full((height + 32, columns + 24), torch.nan, dtype=rows.dtype)
-    view = buffer[8 : 8 + height, 16 : 16 + columns]
-    return view.copy_(rows)

@@ -1,4 +1,4 @@
-"""The kernel that merges a tree with its prefix, beside its formula and beside attention to everything at once."""
+"""A tree merged with its prefix, beside attention to everything at once."""
 
 import math
 from dataclasses import replace
@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from attn_backends.kernels.tree_attention import tree_attention
-from builders import BatchBuffers
 from builders.kernels.prefix_lens import count_prefix
-from builders.kernels.triton_runtime import torch_implementations
-from tests.factories import make_cache, make_spec, make_tables
+from tests.factories import batch_of, make_cache, make_spec
 
 PLAIN = make_spec(head_dim=64)
 SPECS = {
@@ -32,6 +30,7 @@ BATCHES = {
     "ragged, as wide as a mask": ([5, 64, 1, 3], [20, 130, 70, 3], [*BUSHY, *WIDE, 1, 1, 3, 5], None),
     "single tokens": ([1, 1], [1, 66], [1, 1], 3),
 }
+UNIFORM = BATCHES["uniform, with an empty prefix and a row of padding"]
 
 
 class Trees:
@@ -39,16 +38,11 @@ class Trees:
 
     def __init__(self, spec, query_lens, seq_lens, masks, pad_reqs):
         generator = torch.Generator().manual_seed(3)
-        tables = make_tables(seq_lens, page_sizes=(spec.page_size,), max_reqs=4, max_seq_len=136)
-        batch = BatchBuffers(tables, max_tokens=80)
-        num_reqs, num_tokens = batch.load(query_lens, seq_lens, pad_reqs=pad_reqs)
-        cache = make_cache(spec, tables.num_pages[0])
-        owned = torch.zeros(cache.num_pages, spec.page_size, dtype=torch.bool)
-        self.slots = []
-        for request, length in enumerate(seq_lens):
-            at = torch.arange(length)
-            self.slots.append((tables.block_tables[0, request, at // spec.page_size].long(), at % spec.page_size))
-            owned[self.slots[-1]] = True
+        self.tensors, owned, num_tokens = batch_of(query_lens, seq_lens, pad_reqs, spec.page_size, 136)
+        cache = make_cache(spec, len(owned))
+        at = [torch.arange(length) for length in seq_lens]
+        pages = zip(self.tensors[0], at, strict=False)
+        self.slots = [(table[at // spec.page_size].long(), at % spec.page_size) for table, at in pages]
         for part in (cache.key, cache.value):
             part.copy_(torch.where(owned[..., None, None], part.float(), torch.nan).to(part.dtype))
         query = torch.randn(num_tokens, spec.num_q_heads + 1, spec.head_dim, generator=generator)[:, 1:]
@@ -57,11 +51,6 @@ class Trees:
         self.masks = torch.tensor(masks + [0] * (num_tokens - len(masks)))
         self.spec, self.cache, self.max_query_len = spec, cache, max(query_lens)
         self.query_lens, self.seq_lens = query_lens, seq_lens
-        self.tensors = (
-            tables.block_tables[0, :num_reqs],
-            batch.seq_lens[:num_reqs],
-            batch.query_start_loc[: num_reqs + 1],
-        )
 
     def of_prefix(self, base_2):
         """What another kernel leaves: out and lse over the prefixes; where one is empty, what must not be read."""
@@ -76,13 +65,16 @@ class Trees:
                 lse[:, rows] = prefix.logsumexp(-1) / (math.log(2) if base_2 else 1.0)
         return out, lse.t()
 
-    def merged(self, base_2=False):
-        out, lse = self.of_prefix(base_2)
-        tree_attention(
-            self.query, self.cache.key, self.cache.value, *self.tensors, self.sinks, self.masks, out, lse, base_2,
-            self.max_query_len, self.spec.softmax_scale, self.spec.soft_cap,
+    def arguments(self, base_2=False):
+        """Of the op."""
+        return (
+            self.query, self.cache.key, self.cache.value, *self.tensors, self.sinks, self.masks,
+            *self.of_prefix(base_2), base_2, self.max_query_len, self.spec.softmax_scale, self.spec.soft_cap,
         )  # fmt: skip
-        return out
+
+    def merged(self, base_2=False):
+        tree_attention(*(arguments := self.arguments(base_2)))
+        return arguments[8]
 
     def at_once(self):
         """Attention in fp32 to all that each query token sees, in one softmax."""
@@ -121,83 +113,96 @@ def tolerance(spec):
 @pytest.mark.parametrize("name", ["plain", "everything"])
 def test_merged_trees_of_every_batch_shape(name, batch, base_2):
     trees = Trees(SPECS[name], *batch)
-    by_kernel = trees.merged(base_2)
-    torch.testing.assert_close(by_kernel, trees.at_once(), rtol=1e-4, atol=1e-5)
-    with torch_implementations():
-        torch.testing.assert_close(trees.merged(base_2), by_kernel, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(trees.merged(base_2), trees.at_once(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_merged_trees_of_every_kind_of_spec(spec):
-    trees = Trees(spec, *BATCHES["uniform, with an empty prefix and a row of padding"])
-    by_kernel = trees.merged()
-    torch.testing.assert_close(by_kernel.float(), trees.at_once(), **tolerance(spec))
-    with torch_implementations():
-        torch.testing.assert_close(trees.merged(), by_kernel, **tolerance(spec))
+    trees = Trees(spec, *UNIFORM)
+    torch.testing.assert_close(trees.merged().float(), trees.at_once(), **tolerance(spec))
 
 
-def by_both(trees, call):
-    yield call()
-    with torch_implementations():
-        yield call()
+def padding_with(sink):
+    trees = Trees(SPECS["everything"], *UNIFORM)
+    trees.sinks = torch.full_like(trees.sinks, sink)
+    return trees
 
 
-def test_rows_of_padding_are_zero_whatever_the_sinks():
-    trees = Trees(SPECS["everything"], *BATCHES["uniform, with an empty prefix and a row of padding"])
-    for sink in (0.5, math.inf, -math.inf):
-        trees.sinks = torch.full_like(trees.sinks, sink)
-        assert all(out[15:].eq(0).all() for out in by_both(trees, trees.merged))
+@pytest.mark.parametrize("sink", [0.5, math.inf, -math.inf])
+def test_rows_of_padding_are_zero_whatever_the_sinks(sink):
+    assert padding_with(sink).merged()[15:].eq(0).all()
+
+
+def sinks_without_end():
+    trees = Trees(SPECS["sinks"], *BATCHES["ragged, as wide as a mask"])
+    trees.sinks = torch.tensor([-math.inf, math.inf, 0.5, -math.inf])
+    return trees
 
 
 def test_a_sink_of_minus_infinity_is_none_and_one_of_infinity_gives_zero():
-    trees = Trees(SPECS["sinks"], *BATCHES["ragged, as wide as a mask"])
-    trees.sinks = torch.tensor([-math.inf, math.inf, 0.5, -math.inf])
-    found = list(by_both(trees, trees.merged))
+    trees = sinks_without_end()
+    out = trees.merged()
     trees.sinks = None
-    for out, bare in zip(found, by_both(trees, trees.merged), strict=True):
-        assert out[:, 1].eq(0).all() and not torch.equal(out[:, 2], bare[:, 2])
-        torch.testing.assert_close(out[:, [0, 3]], bare[:, [0, 3]], rtol=1e-6, atol=1e-7)
+    bare = trees.merged()
+    assert out[:, 1].eq(0).all() and not torch.equal(out[:, 2], bare[:, 2])
+    torch.testing.assert_close(out[:, [0, 3]], bare[:, [0, 3]], rtol=1e-6, atol=1e-7)
 
 
-def test_a_key_of_nan_makes_nan_of_the_tokens_and_heads_that_see_it_and_of_no_other():
-    trees = Trees(PLAIN, *BATCHES["uniform, with an empty prefix and a row of padding"])
+def key_of_nan():
+    """Of the second request's star, seen by the token of that place alone, in the heads of the second KV head."""
+    trees = Trees(PLAIN, *UNIFORM)
     page, offset = (int(part[32 + 3]) for part in trees.slots[1])
     trees.cache.key[page, offset, 1] = torch.nan
-    for out in by_both(trees, trees.merged):
-        wrong = torch.zeros_like(out, dtype=torch.bool)
-        wrong[5 + 3, 2:] = True  # of the star's tokens that one alone sees it
-        assert torch.equal(out.isnan(), wrong)
+    return trees
 
 
-@pytest.mark.parametrize("lse", [-math.inf, math.nan], ids=["lse of none", "lse of nan"])
-def test_a_prefix_of_nan_passes_through_whatever_its_lse(lse):
+def prefix_of_nan(lse):
     """FlashAttention-3 has -inf for a sum that is NaN."""
-    trees = Trees(PLAIN, *BATCHES["uniform, with an empty prefix and a row of padding"])
-    right = trees.of_prefix
+    trees = Trees(PLAIN, *UNIFORM)
+    out, of_prefix = trees.of_prefix(False)
+    out[7, 1], of_prefix[7, 1] = torch.nan, lse
+    trees.of_prefix = lambda base_2: (out.clone(), of_prefix)
+    return trees
 
-    def broken(base_2):
-        out, of_prefix = right(base_2)
-        out[7, 1], of_prefix[7, 1] = torch.nan, lse
-        return out, of_prefix
 
-    trees.of_prefix = broken
-    for out in by_both(trees, trees.merged):
-        wrong = torch.zeros_like(out, dtype=torch.bool)
-        wrong[7, 1] = True
-        assert torch.equal(out.isnan(), wrong)
+WRONG = {"key": (key_of_nan, (8, slice(2, None)))} | {
+    f"prefix, lse {lse}": (lambda lse=lse: prefix_of_nan(lse), (7, 1)) for lse in (-math.inf, math.nan)
+}
+
+
+@pytest.mark.parametrize(("make", "place"), WRONG.values(), ids=WRONG)
+def test_nan_makes_nan_of_the_tokens_and_heads_that_see_it_and_of_no_other(make, place):
+    out = make().merged()
+    wrong = torch.zeros_like(out, dtype=torch.bool)
+    wrong[place] = True
+    assert torch.equal(out.isnan(), wrong)
+
+
+def weighed(lse):
+    """Every prefix weighs as much as this says."""
+    trees = Trees(PLAIN, *UNIFORM)
+    out, of_prefix = trees.of_prefix(False)
+    trees.of_prefix = lambda base_2: (out.clone(), torch.full_like(of_prefix, lse))
+    return trees
 
 
 def test_a_prefix_that_outweighs_the_tree_leaves_it_no_share_and_the_other_way_round():
-    trees = Trees(PLAIN, *BATCHES["uniform, with an empty prefix and a row of padding"])
-    right = trees.of_prefix(False)
-    for lse, wanted in ((1e4, right[0][5:15]), (-1e4, None)):
-        trees.of_prefix = lambda base_2, lse=lse: (right[0].clone(), torch.full_like(right[1], lse))
-        for out in by_both(trees, trees.merged):
-            assert out.isfinite().all()
-            if wanted is not None:
-                torch.testing.assert_close(out[5:15], wanted, rtol=1e-6, atol=1e-7)
-            else:
-                assert not torch.allclose(out[5:15], right[0][5:15])
+    (heavy, light), prefix = (weighed(lse).merged() for lse in (1e4, -1e4)), Trees(PLAIN, *UNIFORM).of_prefix(False)[0]
+    assert heavy.isfinite().all() and light.isfinite().all()
+    torch.testing.assert_close(heavy[5:15], prefix[5:15], rtol=1e-6, atol=1e-7)
+    assert not torch.allclose(light[5:15], prefix[5:15])
+
+
+def samples():
+    """Of the op, for its kernel."""
+    for name in ("plain", "everything"):
+        for batch in BATCHES.values():
+            for base_2 in (False, True):
+                yield Trees(SPECS[name], *batch).arguments(base_2)
+    made = [Trees(spec, *UNIFORM) for spec in SPECS.values()]
+    made += [padding_with(sink) for sink in (0.5, math.inf, -math.inf)]
+    made += [sinks_without_end(), weighed(1e4), weighed(-1e4), *(make() for make, _ in WRONG.values())]
+    yield from (trees.arguments() for trees in made)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 300])
@@ -209,7 +214,4 @@ def test_count_prefix(rows):
     found = torch.full((rows + 1,), 7, dtype=torch.int32)
     count_prefix(found[:rows], lengths.int(), starts)
     wanted = [max(length - count, 0) for length, count in zip(lengths.tolist(), counts.tolist(), strict=True)]
-    assert found.tolist() == [*wanted, 7]
-    with torch_implementations():
-        count_prefix(found[:rows].zero_(), lengths.int(), starts)
     assert found.tolist() == [*wanted, 7]

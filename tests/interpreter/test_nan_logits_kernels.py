@@ -1,0 +1,60 @@
+"""What kernels make of logits that are no numbers: tokens of the vocabulary, none of them from a draft."""
+
+import pytest
+import torch
+
+from builders.kernels.triton_runtime import torch_implementations
+from spec_decode.sampling.kernels.sample_block import sample_block
+from spec_decode.sampling.kernels.sample_draft import sample_draft
+from spec_decode.trees.kernels.top_children import top_children
+from spec_decode.verification.kernels.block_verify import block_verify
+from spec_decode.verification.kernels.rejection_sample import rejection_sample
+from tests.ops.sample import int32, noise
+from tests.ops.sampling import draft, verify_arguments
+
+NAN = torch.nan
+
+
+def sampled(columns, vocab):
+    logits = noise(4 * columns, vocab, seed=vocab) * 1.5
+    logits[1] = NAN
+    tokens, cached = torch.full((4, columns), 7), torch.full((4, columns, vocab), 7.0)
+    sample_block(
+        logits, torch.tensor([0.0, 0.7, 1.0, 0.0]), torch.arange(4), torch.arange(4 * columns), int32(*[5] * 4),
+        tokens, cached, int32(*[9] * 4), int32(columns), torch.zeros(1), None,
+    )  # fmt: skip
+    return tokens, cached
+
+
+@pytest.mark.parametrize(("columns", "vocab"), [(1, 3), (4, 37), (7, 600), (15, 2100)])
+def test_a_block_keeps_them(columns, vocab):
+    tokens, cached = sampled(columns, vocab)
+    with torch_implementations():
+        _, wanted = sampled(columns, vocab)
+    assert torch.equal(cached.nan_to_num(9), wanted.nan_to_num(9)) and tokens.lt(vocab).all()
+
+
+def test_a_step_drafts_a_token_of_the_vocabulary():
+    sample_draft(*(arguments := draft(torch.full((2, 4100), NAN), [0.0, 1.0], [5, 5])))
+    tokens = arguments[6][:, 1]
+    assert ((tokens >= 0) & (tokens < 4100)).all()
+
+
+def test_they_have_no_children_of_a_tree():
+    logits = torch.full((3, 700), -torch.inf)
+    logits[0, 650], logits[0, 3], logits[1] = 1.0, 0.5, NAN
+    tokens, scores = top_children(logits, 3)
+    assert tokens[0, :2].tolist() == [650, 3] and ((tokens >= 0) & (tokens < 700)).all()
+    assert (scores > -torch.inf).tolist() == [[True, True, False], [False] * 3, [False] * 3]
+
+
+@pytest.mark.parametrize("verify", [rejection_sample, block_verify])
+@pytest.mark.parametrize("whose", ["processed", "draft_logits"])
+def test_no_draft_is_kept(verify, whose):
+    arguments = verify_arguments(2, 600, ends=False)
+    nothing = arguments._replace(**{whose: torch.full_like(getattr(arguments, whose), NAN)})
+    if whose == "draft_logits":
+        # A greedy row does not read them.
+        nothing = nothing._replace(temperature=torch.ones(10))
+    accepted, next_tokens = verify(*nothing.checked())
+    assert accepted.eq(0).all() and ((next_tokens >= 0) & (next_tokens < 600)).all()
