@@ -18,7 +18,7 @@ from spec_decode.conformance.runner import plan
 from spec_decode.testing.batches import Case
 from spec_decode.testing.outcome import Outcome
 from tests.kit_rounds import OFTEN, STRATEGIES_AGREE, tried_often
-from tests.mutants import derived, with_builder
+from tests.mutants.mutant import derived, with_builder
 
 CPU = torch.device("cpu")
 DEVICE_WORK = "builder.advance_is_device_work"

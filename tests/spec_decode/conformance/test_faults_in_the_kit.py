@@ -29,7 +29,7 @@ from spec_decode.conformance.report import Report, Result
 from spec_decode.environment import Environment, environment
 from spec_decode.matrix import Matrix, Status, build_matrix
 from spec_decode.testing.outcome import Outcome
-from tests.mutants import cuda_that_starts
+from tests.mutants.claims import cuda_that_starts
 
 CPU = torch.device("cpu")
 KEEPS_NOTHING = "builder.rounds_keep_no_memory"

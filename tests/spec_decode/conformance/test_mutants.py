@@ -16,7 +16,9 @@ from spec_decode.conformance.runner import Plan, plan, run, run_check
 from spec_decode.testing.outcome import Outcome
 from tests.foreseen import Foreseen
 from tests.kit_rounds import tried_often
-from tests.mutants import ALL_MUTANTS, MUTANTS, ONE_PAGE_SIZE, MergesTrees, Mutant, freeze
+from tests.mutants import ALL_MUTANTS, MUTANTS, ONE_PAGE_SIZE
+from tests.mutants.draft_shapes import MergesTrees
+from tests.mutants.mutant import Mutant, freeze
 from tests.page_lists import PageLists
 
 CPU = torch.device("cpu")
@@ -75,7 +77,7 @@ def test_a_check_that_is_emptied_lets_a_mutant_through(name: str, monkeypatch: p
     ]
     monkeypatch.setattr(kit, "_definitions", emptied)
     assert any(mutant.killer == name and not killed(mutant) for mutant in ALL_MUTANTS), (
-        f"no mutant in tests/mutants.py has the killer {name}: nothing shows that it can fail. Add one."
+        f"no mutant in tests/mutants/ has the killer {name}: nothing shows that it can fail. Add one."
     )
 
 

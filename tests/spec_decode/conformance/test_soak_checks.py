@@ -25,7 +25,8 @@ from spec_decode.conformance.soak_schedule import Schedule, ScheduledRound, draf
 from spec_decode.drafter import Drafts, Strategy
 from spec_decode.testing.memory import MemoryReading
 from spec_decode.testing.outcome import Outcome
-from tests.mutants import MUTANTS, freeze, with_builder, with_forward
+from tests.mutants import MUTANTS
+from tests.mutants.mutant import freeze, with_builder, with_forward
 
 CPU = torch.device("cpu")
 ROUNDS = 30

@@ -14,7 +14,7 @@ from spec_decode.models import SHIPPED_PAIR, load_pair
 from spec_decode.models.byte_tokenizer import encode
 from spec_decode.paged import GraphMode
 from spec_decode.trees import DraftTree, DynamicTreeConfig
-from tests.mutants import MergesTrees
+from tests.mutants.draft_shapes import MergesTrees
 from tests.spec_decode.trees.tree_helpers import TREES
 
 PROMPTS = ["The for statement", "def read(path):", "x", "An assignment to a list"]

@@ -21,7 +21,8 @@ from spec_decode.testing.subject import Subject
 from spec_decode.tools.metadata_validator import MetadataDrift, MetadataValidator
 from spec_decode.tools.validated_rounds import validate_rounds
 from tests.foreseen import Foreseen
-from tests.mutants import MUTANTS, ONE_PAGE_SIZE, Mutant, freeze, with_builder
+from tests.mutants import MUTANTS, ONE_PAGE_SIZE
+from tests.mutants.mutant import Mutant, freeze, with_builder
 
 CPU = torch.device("cpu")
 ROUNDS = 8
