@@ -8,15 +8,15 @@ from functools import partial
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from attn_backends import get
 from builders import RequestTables
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, VerifiedTokens
-from spec_decode.models import TargetModel, TargetStates
+from spec_decode.models import TargetStates
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import build_ragged, make_group
 from tests.factories import CPU, owned_pages
+from tests.spec_decode.models import generated
 
 VOCAB, HIDDEN, LAYER, K = 24, 32, 2, 3
 
@@ -215,28 +215,17 @@ def write(folder, config, tensors):
     return folder
 
 
-class StubTarget(TargetModel):
-    """What a draft sees of a target: its sizes, embedding and head."""
+class StubTarget(generated.StubTarget):
+    """With this vocabulary, and run for nothing but its embedding."""
 
-    def __init__(self, *, vocab_size=VOCAB, hidden_size=HIDDEN, target_states_size=HIDDEN):
-        super().__init__()
-        generator = torch.Generator().manual_seed(7)
-        self.vocab_size, self.hidden_size, self.target_states_size = vocab_size, hidden_size, target_states_size
-        self.max_positions = 96
-        self.embed = nn.Embedding(vocab_size, hidden_size)
-        self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
-        for weight in (self.embed.weight, self.lm_head.weight):
-            weight.data.copy_(torch.randn(weight.shape, generator=generator) / 2)
-        self.requires_grad_(False)
+    def __init__(self, **sizes):
+        super().__init__(**{"vocab_size": VOCAB, **sizes})
 
     def layer_groups(self, page_size):
         return []
 
     def forward(self, token_ids, positions, attention):
         return TargetStates(self.embed(token_ids), self.embed(token_ids))
-
-    def logits(self, hidden):
-        return self.lm_head(hidden)
 
 
 class DraftFixture:

@@ -12,21 +12,11 @@ from spec_decode.models import CheckpointError, load_pair, save_pair
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.load import load_draft
 from tests.factories import make_pair
-from tests.spec_decode.models import generated_mtp
 from tests.spec_decode.models.generated import Generated, make_dflash
-from tests.spec_decode.models.generated_mtp import V3_CONFIG, V4_CONFIG, v3_tensors, v4_tensors
-from tests.spec_decode.models.test_load_draft import MAKERS, target_for
+from tests.spec_decode.models.generated_mtp import V4_CONFIG
+from tests.spec_decode.models.test_load_draft import EVERY, target_for
 
 LIES = [10**12, 2**63, 10**400, 2**30, -1, 1.5, True, "7", math.nan, math.inf, [], {}]
-WIDTH = V4_CONFIG["hc_mult"] * generated_mtp.HIDDEN
-KINDS = {
-    **{name: (make, lambda name=name: target_for(name)) for name, make in MAKERS.items()},
-    "mtp": (lambda: Generated(V3_CONFIG, v3_tensors(V3_CONFIG)), generated_mtp.StubTarget),
-    "deepseek_v4": (
-        lambda: Generated(V4_CONFIG, v4_tensors(V4_CONFIG)),
-        lambda: generated_mtp.StubTarget(target_states_size=WIDTH),
-    ),
-}
 SIZES = {
     "eagle": ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
     "eagle3": ("draft_vocab_size", "num_key_value_heads", "intermediate_size", "num_hidden_layers"),
@@ -49,25 +39,24 @@ def whole(tensors):
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: f"{lie!r:.12}")
 @pytest.mark.parametrize(("kind", "field"), [(kind, field) for kind, fields in SIZES.items() for field in fields])
 def test_a_config_that_lies_about_a_size_is_refused(tmp_path, kind, field, lie):
-    make, target = KINDS[kind]
-    checkpoint = make()
+    checkpoint = EVERY[kind]()
     folder = Generated({**checkpoint.config, field: lie}, whole(checkpoint.tensors)).write(tmp_path)
-    refusal(lambda: load_draft(folder, target(), dtype=torch.float32))
+    refusal(lambda: load_draft(folder, target_for(kind), dtype=torch.float32))
 
 
 @pytest.mark.parametrize("window", [0, -1, 10**12, True])
 def test_a_window_that_holds_no_token_is_refused(tmp_path, window):
-    make, target = KINDS["deepseek_v4"]
+    make, kind = EVERY["deepseek_v4"], "deepseek_v4"
     folder = Generated({**V4_CONFIG, "sliding_window": window}, whole(make().tensors)).write(tmp_path)
-    refusal(lambda: load_draft(folder, target(), dtype=torch.float32))
+    refusal(lambda: load_draft(folder, target_for(kind), dtype=torch.float32))
 
 
 @pytest.mark.parametrize("lie", [10**400, -1.0, 0, math.nan, math.inf, -math.inf, True, "7"], ids=repr)
 @pytest.mark.parametrize("field", ["rms_norm_eps", "rope_theta"])
 def test_a_number_that_is_none_is_refused_by_its_name(tmp_path, field, lie):
-    make, target = KINDS["causal"]
+    make, kind = EVERY["causal"], "causal"
     folder = Generated({**make().config, field: lie}, make().tensors).write(tmp_path)
-    assert field.removeprefix("rms_") in refusal(lambda: load_draft(folder, target(), dtype=torch.float32))
+    assert field.removeprefix("rms_") in refusal(lambda: load_draft(folder, target_for(kind), dtype=torch.float32))
 
 
 CONFIGS = {
@@ -181,11 +170,11 @@ def test_a_shard_may_be_a_link_as_in_the_hubs_cache(tmp_path):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path, dtype, value):
-    make, target = KINDS["eagle"]
+    make, kind = EVERY["eagle"], "eagle"
     checkpoint = make()
     checkpoint.tensors["fc.weight"] = checkpoint.tensors["fc.weight"].to(dtype)
     checkpoint.tensors["fc.weight"][3, 5] = value
-    message = refusal(lambda: load_draft(checkpoint.write(tmp_path), target(), dtype=torch.float32))
+    message = refusal(lambda: load_draft(checkpoint.write(tmp_path), target_for(kind), dtype=torch.float32))
     assert message.startswith("fc.weight in ") and "must hold finite numbers" in message
 
 
@@ -218,12 +207,12 @@ def test_a_pairs_weights_that_are_no_numbers_are_refused_by_name(pair):
     assert "norm.weight must hold finite numbers" in refusal(lambda: load_pair(pair))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_a_quantised_checkpoint_is_refused_whatever_its_kind(tmp_path, kind):
-    make, target = KINDS[kind]
+    make = EVERY[kind]
     config = {**make().config, "quantization_config": {"quant_method": "gptq"}}
     folder = Generated(config, whole(make().tensors)).write(tmp_path)
-    message = refusal(lambda: load_draft(folder, target(), dtype=torch.float32))
+    message = refusal(lambda: load_draft(folder, target_for(kind), dtype=torch.float32))
     assert "must have no quantization_config, got quant_method 'gptq'" in message
 
 

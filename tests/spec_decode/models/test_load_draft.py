@@ -5,9 +5,14 @@ import torch
 
 from spec_decode.models import CheckpointError
 from spec_decode.models.causal_lm import CausalDraft
+from spec_decode.models.deepseek_v4 import DeepseekV4Prediction
+from spec_decode.models.dflash import DFlash
 from spec_decode.models.eagle import PublishedEagle
 from spec_decode.models.eagle3 import Eagle3
 from spec_decode.models.load import aux_hidden_state_layers, load_draft
+from spec_decode.models.mtp import MultiTokenPrediction
+from spec_decode.models.mtp_modules import MtpModules
+from tests.spec_decode.models import generated_mtp
 from tests.spec_decode.models.generated import (
     FORMS,
     HIDDEN,
@@ -16,21 +21,38 @@ from tests.spec_decode.models.generated import (
     StubTarget,
     as_speculators,
     make_causal,
+    make_dflash,
     make_eagle,
     make_eagle3,
 )
+from tests.spec_decode.models.generated_mtp import V3_CONFIG, V4_CONFIG, v3_modules, v3_tensors, v4_tensors
 
 MAKERS = {"eagle": make_eagle, "eagle3": make_eagle3, "causal": make_causal}
-KINDS = {"eagle": PublishedEagle, "eagle3": Eagle3, "causal": CausalDraft}
+V3_MODULES = {**V3_CONFIG, "num_nextn_predict_layers": 2}
+EVERY = MAKERS | {
+    "dflash": make_dflash,
+    "mtp": lambda: Generated(V3_CONFIG, v3_tensors(V3_CONFIG)),
+    "mtp_modules": lambda: Generated(V3_MODULES, v3_modules(V3_MODULES)),
+    "deepseek_v4": lambda: Generated(V4_CONFIG, v4_tensors(V4_CONFIG)),
+}
+KINDS = {
+    "eagle": PublishedEagle, "eagle3": Eagle3, "causal": CausalDraft, "dflash": DFlash,
+    "mtp": MultiTokenPrediction, "mtp_modules": MtpModules, "deepseek_v4": DeepseekV4Prediction,
+}  # fmt: skip
+TARGETS = {
+    "eagle3": {"target_states_size": 3 * HIDDEN}, "dflash": {"target_states_size": 2 * HIDDEN},
+    "mtp": {"vocab_size": generated_mtp.VOCAB}, "mtp_modules": {"vocab_size": generated_mtp.VOCAB},
+    "deepseek_v4": {"vocab_size": generated_mtp.VOCAB, "target_states_size": V4_CONFIG["hc_mult"] * HIDDEN},
+}  # fmt: skip
 
 
 def target_for(kind, **changes):
-    return StubTarget(**{"target_states_size": 3 * HIDDEN if kind == "eagle3" else HIDDEN, **changes})
+    return StubTarget(**TARGETS.get(kind, {}) | changes)
 
 
 def load(folder, kind, checkpoint=None, **options):
     target = options.pop("target", None) or target_for(kind)
-    checkpoint = checkpoint or MAKERS[kind]()
+    checkpoint = checkpoint or EVERY[kind]()
     return load_draft(checkpoint.write(folder), target, **{"dtype": torch.float32, **options})
 
 
@@ -47,7 +69,7 @@ def without(checkpoint, *, field=None, tensor=None):
     )
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_a_checkpoint_is_known_by_its_names_and_its_architecture(tmp_path, kind):
     assert type(load(tmp_path, kind)) is KINDS[kind]
 
@@ -297,29 +319,48 @@ def test_a_config_that_describes_no_such_decoder_is_refused(tmp_path, changes, s
     assert said in message and str(tmp_path / "config.json") in message
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+NO_PLACE = ["input_norm.weight", "layers.9.mlp.up_proj.weight", "layers.0.mlp.up_proj.bias"]
+UNDER = {
+    "mtp": "model.layers.2.self_attn.indexer.wk.weight",
+    "mtp_modules": "model.layers.3.self_attn.indexer.wk.weight",
+    "deepseek_v4": "mtp.0.attn.indexer.wq_b.weight",
+}
+"""Beside the target's own tensors, which may be there, one under the names of the draft."""
+MAY_BE_LEFT_OUT = "t2d", ".embed_tokens.weight", "shared_head.head.weight", "e_score_correction_bias", "gate.bias"
+KNOWN_BY = {
+    "dflash": ("fc.weight", "hidden_norm.weight", "layers.0.input_layernorm.weight", "layers.0.self_attn.q_norm.weight")
+}
+"""Without it a checkpoint is of another kind, and lacks something else; an EAGLE without its fc is none."""
+
+
+@pytest.mark.parametrize("kind", EVERY)
 def test_each_tensor_that_is_missing_is_named(tmp_path, kind):
-    checkpoint = MAKERS[kind]()
-    # Without its fc an EAGLE is not known for one, and t2d may be left out.
-    for name in checkpoint.tensors.keys() - ({"fc.weight"} if kind == "eagle" else {"t2d"}):
-        assert name in refusal(tmp_path / name, kind, without(checkpoint, tensor=name))
+    checkpoint = EVERY[kind]()
+    names = [name for name in checkpoint.tensors if not name.endswith(MAY_BE_LEFT_OUT)]
+    for index, name in enumerate(names):
+        if (kind, name) != ("eagle", "fc.weight"):
+            message = refusal(tmp_path / str(index), kind, without(checkpoint, tensor=name))
+            assert name in message or name in KNOWN_BY.get(kind, ())
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_each_tensor_of_another_shape_is_named_with_both_shapes(tmp_path, kind):
-    checkpoint = MAKERS[kind]()
-    for name, tensor in checkpoint.tensors.items():
+    checkpoint = EVERY[kind]()
+    for index, (name, tensor) in enumerate(checkpoint.tensors.items()):
         longer = torch.cat([tensor, tensor[:1]])
-        message = refusal(tmp_path / name, kind, Generated(checkpoint.config, {**checkpoint.tensors, name: longer}))
+        wrong = Generated(checkpoint.config, {**checkpoint.tensors, name: longer})
+        message = refusal(tmp_path / str(index), kind, wrong)
         assert f"{name} in" in message and f"must be {list(tensor.shape)}, got {list(longer.shape)}" in message
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("name", ["input_norm.weight", "layers.1.mlp.up_proj.weight", "layers.0.mlp.up_proj.bias"])
+@pytest.mark.parametrize(
+    ("kind", "name"), [*((kind, name) for kind in (*MAKERS, "dflash") for name in NO_PLACE), *UNDER.items()]
+)
 def test_a_tensor_that_the_model_has_no_place_for_is_named(tmp_path, kind, name):
-    checkpoint = MAKERS[kind]()
+    checkpoint = EVERY[kind]()
     checkpoint.tensors[name] = torch.ones(2)
-    assert f"1 tensors that this model has no place for: {name}" in refusal(tmp_path, kind, checkpoint)
+    message = refusal(tmp_path, kind, checkpoint)
+    assert "1 tensors " in message and f"this model has no place for: {name}" in message
 
 
 def test_a_bias_that_the_config_denies_is_refused(tmp_path):
