@@ -1,0 +1,90 @@
+"""What the doctor says of an engine, without importing it."""
+
+import importlib
+import sys
+from importlib.metadata import EntryPoint, PackageNotFoundError
+
+import pytest
+
+from engines import findings
+
+GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
+BOTH = pytest.mark.parametrize("engine", GROUPS)
+
+
+@pytest.fixture(autouse=True)
+def all_plug_ins(monkeypatch):
+    for engine in GROUPS:
+        monkeypatch.delenv(f"{engine.upper()}_PLUGINS", raising=False)
+
+
+def examine(monkeypatch, engine, found, value="engines.{}:register"):
+    """The findings by subject, where this version is installed and this plug-in is declared."""
+
+    def version(name):
+        if found is None:
+            raise PackageNotFoundError(name)
+        return found
+
+    declared = [EntryPoint("attn_backends", value.format(engine), GROUPS[engine])] if value else []
+    monkeypatch.setattr(findings, "version", version)
+    monkeypatch.setattr(findings, "entry_points", lambda group: declared if group == GROUPS[engine] else [])
+    before = engine in sys.modules
+    answers = {finding.subject: finding for finding in importlib.import_module(f"engines.{engine}.doctor").examine()}
+    assert before or engine not in sys.modules
+    return answers
+
+
+@BOTH
+def test_without_the_engine_the_extra_that_brings_it_is_named(monkeypatch, engine):
+    (finding,) = examine(monkeypatch, engine, None).values()
+    assert finding.status == "absent" and f"pip install 'attn-backends[{engine}]'" in finding.detail
+
+
+@pytest.mark.parametrize(
+    ("engine", "found", "said"),
+    [("vllm", "0.34.1", "vLLM 0.33, got 0.34.1"), ("sglang", "0.5.24", "SGLang 0.5.23, got 0.5.24")],
+)
+def test_another_release_is_refused_with_the_reason(monkeypatch, engine, found, said):
+    (finding,) = examine(monkeypatch, engine, found).values()
+    assert finding.status == "refused" and f"are for {said}" in finding.detail
+
+
+SUPPORTED = {"vllm": "0.33.0", "sglang": "0.5.23"}
+
+
+@BOTH
+def test_the_supported_release_has_an_answer_for_every_backend(monkeypatch, engine):
+    found = examine(monkeypatch, engine, SUPPORTED[engine])
+    names = importlib.import_module(f"engines.{engine}").NAMES
+    assert found[engine].detail == SUPPORTED[engine] and found["its plug-ins"].status == "ok"
+    assert set(names) < set(found)
+    triton = next(name for name in names if name.lower() == "attn_backends_triton_paged")
+    assert found[triton].status == "ok"
+
+
+def test_a_backend_that_this_machine_lacks_is_refused(monkeypatch):
+    assert examine(monkeypatch, "sglang", "0.5.23")["attn_backends_flash_attn3"].status == "refused"
+
+
+def test_a_package_that_is_missing_is_the_reason(monkeypatch):
+    from engines.vllm import doctor
+
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    finding = examine(monkeypatch, "vllm", "0.33.0")["FLASHINFER_IN_GRAPH"]
+    assert finding.status == "refused" and "pip install 'vllm==0.33.*' brings it" in finding.detail
+
+
+@BOTH
+@pytest.mark.parametrize("value", ["", "other:register"])
+def test_an_entry_point_that_is_not_there_is_a_finding(monkeypatch, engine, value):
+    finding = examine(monkeypatch, engine, SUPPORTED[engine], value)["its plug-ins"]
+    assert finding.status == "refused" and f"{GROUPS[engine]}: install attn-backends again" in finding.detail
+
+
+@BOTH
+def test_a_variable_that_leaves_the_plug_in_out_is_a_finding(monkeypatch, engine):
+    variable = f"{engine.upper()}_PLUGINS"
+    monkeypatch.setenv(variable, "other,more")
+    finding = examine(monkeypatch, engine, SUPPORTED[engine])["its plug-ins"]
+    assert finding.status == "refused" and f"{variable}=other,more leaves attn_backends out" in finding.detail
