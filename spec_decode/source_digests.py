@@ -133,7 +133,7 @@ def _module(name: str) -> _Module | None:
     if file is None:
         return None
     tree = ast.parse(file.read_bytes())
-    digest = hashlib.sha256(_text(tree).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(syntax_of(tree).encode()).hexdigest()[:8]
     package = name if file.name == "__init__.py" else name.rpartition(".")[0]
     return _Module(digest, tuple(_imports(tree, package)))
 
@@ -167,21 +167,19 @@ def _imports(node: ast.AST, package: str) -> Iterator[tuple[str, str, str]]:
             yield from _imports(child, package)
 
 
-def syntax_of(source: bytes) -> str:
-    """The syntax of a module as text. `ast.dump` would not do: what it writes differs between versions of Python."""
-    return _text(ast.parse(source))
-
-
-def _text(node: Any) -> str:
+def syntax_of(node: Any) -> str:
+    """A tree as text. `ast.dump` would not do: what it writes differs between versions of Python."""
     if isinstance(node, ast.JoinedStr):
         # Python 3.12 ends a nested format with an empty piece.
-        return f"JoinedStr({','.join(_text(piece) for piece in node.values if getattr(piece, 'value', None) != '')})"
+        return (
+            f"JoinedStr({','.join(syntax_of(piece) for piece in node.values if getattr(piece, 'value', None) != '')})"
+        )
     if isinstance(node, ast.AST):
         # A field that a later Python adds is empty in the sources of an earlier one.
-        fields = [f"{name}={_text(value)}" for name, value in ast.iter_fields(node) if value not in (None, [])]
+        fields = [f"{name}={syntax_of(value)}" for name, value in ast.iter_fields(node) if value not in (None, [])]
         return f"{type(node).__name__}({','.join(fields)})"
     if isinstance(node, list):
-        return f"[{','.join(_text(item) for item in node if not _is_docstring(item))}]"
+        return f"[{','.join(syntax_of(item) for item in node if not _is_docstring(item))}]"
     return repr(node)
 
 
