@@ -39,7 +39,7 @@ class TimedDraft:
     @property
     def at_once(self) -> bool:
         """Whether it proposes all K tokens in one step, which is the whole round."""
-        return self.model.mask_token_id is not None
+        return self.model.drafts_at_once
 
     @property
     def layers(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from functools import partial
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.draft_runs import compare, draft, without_interpreter
 from spec_decode.conformance.strategies import every_strategy
-from spec_decode.testing.draft_fixture import DraftFixture
+from spec_decode.testing.draft_fixture import DraftFixture, StackedBlockDraft
 from spec_decode.testing.expectations import Measurements
 from spec_decode.testing.subject import Subject
 from spec_decode.trees import DraftTree, DynamicTreeConfig
@@ -43,6 +43,5 @@ def strategies_agree_on_trees(subject: Subject, case: tuple[int, int, DraftTree 
 @without_interpreter
 def strategies_agree_on_blocks(subject: Subject, case: tuple[int, int]) -> Measurements:
     steps, num_reqs = case
-    fixture = DraftFixture.make(subject, num_reqs, steps)
-    fixture.model.mask_token_id = 1
+    fixture = DraftFixture.make(subject, num_reqs, steps, kind=StackedBlockDraft)
     return {"runs_compared": float(sum(compare(partial(draft, fixture, temperature=t))[1] for t in (0.0, 1.0)))}

@@ -2,8 +2,9 @@
 
 from spec_decode.drafter.autotune import Measurement, autotune_strategy
 from spec_decode.drafter.config import DrafterConfig
-from spec_decode.drafter.drafter import Drafter, Drafts, StepMetadata
+from spec_decode.drafter.drafter import Drafter, StepMetadata
 from spec_decode.drafter.plan import DraftPlan, StrategyError
+from spec_decode.drafter.steps import Drafts
 from spec_decode.drafter.strategies import Strategy
 from spec_decode.drafter.verified_tokens import VerifiedTokens
 

@@ -4,49 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
-from builders import GraphSupport, RequestTables
+from builders import RequestTables
 from builders.devices import on_own_device
 from builders.errors import require, require_tensor
 from spec_decode.drafter.config import DrafterConfig
 from spec_decode.drafter.plan import choose
-from spec_decode.drafter.steps.block_step import BlockStep
-from spec_decode.drafter.steps.context_block_step import ContextBlockStep
-from spec_decode.drafter.steps.draft_step import DraftStep
-from spec_decode.drafter.steps.extend_step import ExtendStep
-from spec_decode.drafter.steps.module_step import ModuleStep
-from spec_decode.drafter.steps.tree_step import TreeStep
-from spec_decode.drafter.strategies.base import DraftStrategy
-from spec_decode.drafter.strategies.loop import LoopStrategy
-from spec_decode.drafter.tree_sampler import TreeSampler
+from spec_decode.drafter.steps import Drafts, make_step
+from spec_decode.drafter.strategies import DraftStrategy
 from spec_decode.drafter.verified_tokens import VerifiedTokens
 from spec_decode.graphs import Capturable, Factory, GraphManager, default_capture_sizes, loop_unsupported_reason
 from spec_decode.models import DraftModel
 from spec_decode.paged.kv_groups import KVGroup
-from spec_decode.paged.metadata_plan import GraphMode, plan_uniform_step
 from spec_decode.paged.step_buffers import StepBuffers
-from spec_decode.sampling import DraftSampler
 
 EXTEND, ROUND = "extend", "round"
 """The kinds of the graphs of step 0, and of step 0 with all later steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class Drafts:
-    """Views of the drafter's buffers, valid until the next round, with a column for each token of the round.
-
-    tokens    int64 [n, K]     -1 where a request proposes nothing
-    logits    fp32 [n, K, V]   the processed logits that each token was drawn from; undefined after a request's last
-    parents   None; of trees   int64 [n, N], as TreeBatch has them: tokens are [n, N] then, and logits [n, 0, V]
-    """
-
-    tokens: torch.Tensor
-    logits: torch.Tensor
-    parents: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,65 +46,42 @@ class Drafter:
         """Raises, before any allocation, StrategyError for a K below 1 or a forced strategy that a group cannot run,
         and BatchError for groups, a K or capture sizes that do not fit the tables, and a K above the model's modules.
         """
-        device, steps = tables.device, config.num_speculative_tokens
-        facts = [group.facts(device) for group in groups]
-        no_loop = loop_unsupported_reason(device)
+        device = tables.device
         self.plan = choose(
-            facts,
-            steps,
+            [group.facts(device) for group in groups],
+            config.num_speculative_tokens,
             config.graph_mode,
             forced=config.strategy,
-            loop_unsupported_reason=no_loop,
+            loop_unsupported_reason=loop_unsupported_reason(device),
             at_once=model.drafts_at_once,
             tree=config.tree is not None,
         )
         sizes = list(config.capture_sizes or default_capture_sizes(tables.max_reqs))
-        model.check_num_tokens(steps)
-        at_once = _at_once_step(model) if model.drafts_at_once else None
-        places = (at_once or DraftStep).places(steps)
-        if config.tree is not None:
-            places = max(places, 2 + config.tree.width * (steps - 1))
-        _check_shapes(groups, tables, steps, places, sizes)
+        model.check_num_tokens(config.num_speculative_tokens)
+        _check_shapes(groups, tables, sizes)
         self.model = model
         self.groups = tuple(groups)
         self.tables = tables
         self.device = device
-        self.num_speculative_tokens = steps
+        self.num_speculative_tokens = config.num_speculative_tokens
         strategy = self.plan.strategy.implementation
-        uniform = all(group.graph_support >= GraphSupport.UNIFORM_BATCH for group in facts)
-        self._extend_captured = config.extend_in_graph and strategy.uses_graphs and uniform
-        extend_mode = GraphMode.FULL if self._extend_captured else GraphMode.NONE
-        extend_plan = plan_uniform_step(facts, places, extend_mode)
         self.graphs = GraphManager(device, sizes, memory_limit=config.graph_memory_limit)
         self._uses_graphs = strategy.uses_graphs
-        self._step: ExtendStep[DraftSampler] | TreeStep
-        self._later: DraftStrategy | None = None
-        sizes_of_step: dict[str, Any] = {"num_speculative_tokens": steps, "extend_plan": extend_plan}
-        if at_once is not None:
-            self._step = at_once(model, groups, tables, min_confidence=config.min_confidence, **sizes_of_step)
-        else:
-            sizes_of_step["decode_plan"] = self.plan
-            step: DraftStep | TreeStep
-            if config.tree is None:
-                step = DraftStep(model, groups, tables, min_confidence=config.min_confidence, **sizes_of_step)
-            else:
-                step = TreeStep(model, groups, tables, config.tree, **sizes_of_step)
-            self._later = strategy(step, self.graphs, loop_steps=config.loop_steps) if steps > 1 else None
-            self._step = step
-        # The strategy whose graph holds whole rounds; None where step 0 is apart from the others.
-        self._joined: LoopStrategy | None = None
-        if self._extend_captured and isinstance(self._later, LoopStrategy) and self._later.joins_step_0:
-            self._joined = self._later
+        self._step = make_step(model, groups, tables, config, self.plan)
         self.inputs = self._step.inputs
+        self._later: DraftStrategy | None = None
+        # The graphs of whole rounds; None where step 0 is apart from the others.
+        self._round: Factory | None = None
+        if (later := self._step.later) and self.num_speculative_tokens > 1:
+            self._later = strategy(later, self.graphs, loop_steps=config.loop_steps)
+            self._round = self._later.joined(self._capture_extend) if self._step.captured else None
         # What the device was last told: tokens of a round, and whether a request's own number may differ from K.
-        self._asked = (steps, False)
+        self._asked = (self.num_speculative_tokens, False)
 
     @property
     def drafts(self) -> Drafts:
         """What the last round proposed, in the drafter's own buffers of all rows and K columns."""
-        sampler = self._step.sampler
-        parents = sampler.parents if isinstance(sampler, TreeSampler) else None
-        return Drafts(sampler.draft_tokens, sampler.draft_logits, parents)
+        return self._step.drafts(self.tables.max_reqs, self.num_speculative_tokens)
 
     def metadata_in_use(self) -> dict[int, StepMetadata]:
         """What step 0 and the last step of the last round read, by the step; the tables must not have changed.
@@ -137,9 +90,8 @@ class Drafter:
         """
         extend, size = self._step.extend, self._padded()
         found = {0: StepMetadata(extend, size, extend.metadata_in_use(size, 0))}
-        decode = self._step.decode if isinstance(self._step, DraftStep | TreeStep) else None
-        if decode is not None and (step := int(decode.batch.step)):
-            found[step] = StepMetadata(decode, size, decode.metadata_in_use(size, step))
+        if (later := self._step.later) and (step := int(later.decode.batch.step)):
+            found[step] = StepMetadata(later.decode, size, later.decode.metadata_in_use(size, step))
         return found
 
     @on_own_device
@@ -174,23 +126,20 @@ class Drafter:
         if self._uses_graphs and not self.graphs.complete:
             self.capture()
             size = self._padded()
-        if wanted > 1 and self._joined:
+        if wanted > 1 and self._round:
             self._step.extend.replay(self.graphs, ROUND, size)
         else:
             self.run_extend(size)
             if wanted > 1:
                 self.run_steps(size, wanted)
-        drafts = self.drafts
-        if drafts.parents is not None:
-            return Drafts(drafts.tokens[:live], drafts.logits[:live], drafts.parents[:live])
-        return Drafts(drafts.tokens[:live, :wanted], drafts.logits[:live, :wanted])
+        return self._step.drafts(live, wanted)
 
     def run_extend(self, size: int) -> None:
         """Run step 0 of `size` padded rows over the round's inputs."""
         step = self._step
         if step.extend.built_groups:
             step.begin(size)
-        if self._extend_captured:
+        if self._step.captured:
             step.extend.replay(self.graphs, EXTEND, size)
         else:
             step.run_extend(size)
@@ -260,9 +209,9 @@ class Drafter:
             self.tables.token_limits.copy_(limits)
 
     def _capturables(self) -> Mapping[str, Factory]:
-        found: dict[str, Factory] = {EXTEND: self._capture_extend} if self._extend_captured else {}
-        if self._joined:
-            found[ROUND] = partial(self._capture_round, self._joined)
+        found: dict[str, Factory] = {EXTEND: self._capture_extend} if self._step.captured else {}
+        if self._round:
+            found[ROUND] = self._round
         elif self._later is not None:
             found |= self._later.capturables()
         return found
@@ -276,28 +225,12 @@ class Drafter:
 
         return Capturable(run, step.prepare_capture(size))
 
-    def _capture_round(self, loop: LoopStrategy, size: int) -> Capturable:
-        return loop.joined(size, self._capture_extend(size))
 
-
-def _at_once_step(model: DraftModel) -> type[BlockStep | ContextBlockStep | ModuleStep]:
-    if model.mask_token_id is None:
-        return ModuleStep
-    return ContextBlockStep if model.keeps_context else BlockStep
-
-
-def _check_shapes(
-    groups: Sequence[KVGroup], tables: RequestTables, num_speculative_tokens: int, places: int, sizes: Sequence[int]
-) -> None:
+def _check_shapes(groups: Sequence[KVGroup], tables: RequestTables, sizes: Sequence[int]) -> None:
     require(
         [group.spec.page_size for group in groups] == list(tables.page_sizes_host),
         f"group i of the drafter uses block table i, with page sizes {[g.spec.page_size for g in groups]} against "
         f"the tables' {list(tables.page_sizes_host)}; its slots would be wrong. Make one table per group.",
-    )
-    require(
-        places <= tables.max_seq_len,
-        f"a round of {num_speculative_tokens} draft tokens takes {places} places of a request, "
-        f"these tables hold {tables.max_seq_len}; no request could draft. Lower K or enlarge the tables.",
     )
     require(
         max(sizes) <= tables.max_reqs,

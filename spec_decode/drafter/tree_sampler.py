@@ -47,7 +47,6 @@ class TreeSampler(DraftSettings):
             )
         self.draft_tokens, self.parents = torch.full((2, rows, self.tree.num_tokens), -1, device=device)
         self.draft_logits = torch.zeros(rows, 0, vocab_size, device=device)
-        self.continue_flag = torch.zeros(1, dtype=torch.int32, device=device)
         self._step, self._seq_lens = step, seq_lens
 
     def __call__(self, logits: torch.Tensor, extend_lens: torch.Tensor) -> None:

@@ -1,7 +1,16 @@
 """A Llama-style target and its EAGLE drafts, small enough to ship, and how a pair is stored."""
 
 from spec_decode.models.attention import Attention, AttentionInputs
-from spec_decode.models.base import DraftModel, LayerGroup, TargetModel, TargetStates
+from spec_decode.models.base import (
+    BlockDraft,
+    ContextBlockDraft,
+    DraftModel,
+    InTurnBlockDraft,
+    LayerGroup,
+    ModuleDraft,
+    TargetModel,
+    TargetStates,
+)
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.config import LatentConfig, ModelConfig
 from spec_decode.models.eagle import EagleDraft
@@ -12,13 +21,17 @@ __all__ = [
     "SHIPPED_PAIR",
     "Attention",
     "AttentionInputs",
+    "BlockDraft",
     "CheckpointError",
+    "ContextBlockDraft",
     "DraftModel",
     "EagleDraft",
+    "InTurnBlockDraft",
     "LatentConfig",
     "LayerGroup",
     "LlamaTarget",
     "ModelConfig",
+    "ModuleDraft",
     "TargetModel",
     "TargetStates",
     "draft_names",

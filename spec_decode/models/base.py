@@ -81,7 +81,8 @@ class TargetModel(_Model):
 
 
 class DraftModel(_Model):
-    """One step of drafting over flat tokens.
+    """One step of drafting over flat tokens: later steps start from its own states. The kinds below propose all tokens
+    of a round in step 0.
 
     vocab_size is the target's; hidden_size H: dims of the states handed from step to step; target_states_size F: dims
     of the target's states that step 0 reads.
@@ -94,68 +95,11 @@ class DraftModel(_Model):
     token_map: torch.Tensor | None = None
     """int64 [own vocabulary]: the target's id of each token that `logits` scores; None: the target's vocabulary."""
 
-    mask_token_id: int | None = None
-    """The token in the place of one that is not drafted yet: this draft proposes all K tokens in one forward, each from
-    the mask before it. None: a token a step."""
-
-    mask_hidden: torch.Tensor | None = None
-    """[F] in the dtype of states: what a mask has of the target, in place of states; None: zeros."""
-
-    @property
-    def drafts_at_once(self) -> bool:
-        """Whether all tokens of a round come from step 0, so that no later steps follow it."""
-        return self.mask_token_id is not None or len(self.prediction_modules) > 1
-
-    @property
-    def prediction_modules(self) -> tuple[DraftModel, ...]:
-        """The module of each draft token, where every token has one. The first reads the target's states, each other
-        one those of the module before it, at the same positions, and token_ids of one position later. One module, which
-        is the model itself: it drafts every token."""
-        return (self,)
+    drafts_at_once: ClassVar[bool] = False
+    """Whether all tokens of a round come from step 0, so that no later steps follow it."""
 
     def check_num_tokens(self, num_speculative_tokens: int) -> None:
-        """Raise BatchError for more tokens a round than a draft with several prediction modules has of these."""
-        count = len(self.prediction_modules)
-        require(
-            count == 1 or num_speculative_tokens <= count,
-            f"a draft with a prediction module for each token proposes at most {count} a round, got "
-            f"num_speculative_tokens {num_speculative_tokens}; no module was trained for the others. "
-            f"Lower it to {count} or less.",
-        )
-
-    keeps_context: ClassVar[bool] = False
-    """Whether what it attends to before a block is made of the target's states alone, by `write_context`. Its block is
-    then the next token and K masks, each of which predicts the token in its own place."""
-
-    predicts_from_next_token: bool = False
-    """Where it `keeps_context`: a block is the next token and K - 1 masks, each of which, the next token too, predicts
-    the token after its place."""
-
-    in_turn: bool = False
-    """Whether a place's logits depend on the token drafted before it, by `bias_after`."""
-
-    def bias_after(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """What is added to the logits of the place behind each of token_ids int64 [T], where tokens are drafted
-        `in_turn`: [T, own vocabulary]. Raises NotImplementedError where they are not."""
-        raise NotImplementedError
-
-    judges_itself: bool = False
-    """Whether it says by `confidence` how probable it is that a token is kept, beside the token's own probability."""
-
-    def confidence(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-        """How probable it is that the target keeps the token drafted from hidden [T, H] after the token previous int64
-        [T], where it `judges_itself`: fp32 [T]. Raises NotImplementedError where it does not."""
-        raise NotImplementedError
-
-    def write_context(self, states: torch.Tensor, positions: torch.Tensor, attention: ContextAttention) -> None:
-        """Store what every layer attends to of T verified tokens, where it `keeps_context`.
-
-        states     [T, H] as `combine` makes them
-        positions  int64 [T]
-
-        Raises NotImplementedError where it does not.
-        """
-        raise NotImplementedError
+        """Raise BatchError for more tokens a round than it can propose."""
 
     def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
         """The states [T, H] that step 0 starts from, made of the target's [T, F]; by default those themselves."""
@@ -188,3 +132,75 @@ class DraftModel(_Model):
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [T, own vocabulary] of hidden [T, H], as `forward` returns it."""
+
+
+class BlockDraft(DraftModel):
+    """All K tokens come from one forward over the verified tokens and masks, each token from the place before it."""
+
+    drafts_at_once: ClassVar[bool] = True
+
+    mask_token_id: int
+    """The token in the place of one that is not drafted yet."""
+
+    mask_hidden: torch.Tensor | None = None
+    """[F] in the dtype of states: what a mask has of the target, in place of states; None: zeros."""
+
+
+class ContextBlockDraft(DraftModel):
+    """All K tokens come from one forward over a block: the next token, and masks after it.
+
+    What a block attends to before itself is made of the target's states alone, by `write_context`.
+    """
+
+    drafts_at_once: ClassVar[bool] = True
+
+    mask_token_id: int
+    """The token in the place of one that is not drafted yet."""
+
+    first_place: int = 1
+    """The place of the block that predicts the first token. 1: each of K masks predicts the token in its own place. 0:
+    the next token and K - 1 masks predict the token after their places."""
+
+    @abstractmethod
+    def write_context(self, states: torch.Tensor, positions: torch.Tensor, attention: ContextAttention) -> None:
+        """Store what every layer attends to of T verified tokens.
+
+        states     [T, H] as `combine` makes them
+        positions  int64 [T]
+        """
+
+
+class InTurnBlockDraft(ContextBlockDraft):
+    """A block's places are computed at once, and its tokens drawn in turn: each shifts the logits of the next."""
+
+    @property
+    def confidence(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+        """Takes the states [T, H] that tokens were drafted from and the tokens before them, int64 [T]; returns how
+        probable it is that the target keeps each, fp32 [T]. None: a token's own probability says it."""
+        return None
+
+    @abstractmethod
+    def bias_after(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """What is added to the logits of the place after each of token_ids int64 [T]: [T, own vocabulary]."""
+
+
+class ModuleDraft(DraftModel):
+    """A module for each token of the round. `forward` and `logits` are those of the first."""
+
+    drafts_at_once: ClassVar[bool] = True
+
+    @property
+    @abstractmethod
+    def prediction_modules(self) -> tuple[DraftModel, ...]:
+        """In the order of their tokens. The first reads the target's states, each other one those of the module before
+        it, at the same positions, and token_ids of one position later."""
+
+    def check_num_tokens(self, num_speculative_tokens: int) -> None:
+        """Raise BatchError for more tokens a round than there are modules."""
+        count = len(self.prediction_modules)
+        require(
+            num_speculative_tokens <= count,
+            f"a draft with a prediction module for each token proposes at most {count} a round, got "
+            f"num_speculative_tokens {num_speculative_tokens}; no module was trained for the others. "
+            f"Lower it to {count} or less.",
+        )

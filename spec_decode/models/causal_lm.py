@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from spec_decode.models.attention import Attention
-from spec_decode.models.base import TargetModel
+from spec_decode.models.base import BlockDraft, TargetModel
 from spec_decode.models.checkpoints.mask_token import read_mask_token
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.checkpoints.store import TensorStore
@@ -25,8 +25,7 @@ ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "
 class CausalDraft(DecoderDraft):
     """At position p: the token at p gives a state that predicts the token at p + 1. It reads nothing of the target.
 
-    target_states_size is the target's, so that every target's hidden states can be handed to it. With a mask token, as
-    PARD has one, it predicts K tokens at once.
+    target_states_size is the target's, so that every target's hidden states can be handed to it.
     """
 
     position_offset: ClassVar[int] = 1
@@ -60,6 +59,16 @@ class CausalDraft(DecoderDraft):
         return plain_linear(hidden, self.lm_head.weight)
 
 
+class ParallelCausalDraft(BlockDraft, CausalDraft):
+    """A language model trained to predict K tokens at once from a mask token, as PARD is."""
+
+    def __init__(
+        self, config: DecoderConfig, options: LayerOptions, target_states_size: int, mask_token_id: int
+    ) -> None:
+        super().__init__(config, options, target_states_size)
+        self.mask_token_id = mask_token_id
+
+
 def serves(store: TensorStore) -> bool:
     """Whether config.json names one of the architectures."""
     return len(store.architectures) == 1 and store.architectures[0] in ARCHITECTURES
@@ -69,14 +78,15 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     """The draft, ready to run. Raises CheckpointError."""
     config, options = read_decoder(store.config), _options(store)
     check_shared(store.folder, "vocab_size", config.model.vocab_size, target.vocab_size)
+    mask_token_id = read_mask_token(store, config.model.vocab_size)
+    arguments = (config, options, target.target_states_size)
     with torch.device("meta"):
-        draft = CausalDraft(config, options, target.target_states_size)
+        draft = CausalDraft(*arguments) if mask_token_id is None else ParallelCausalDraft(*arguments, mask_token_id)
     tied = store.config.get("tie_word_embeddings", bool, False)
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"
     weights = ScopedWeights(store, "", dtype, device)
     draft = read_parameters(draft, weights, lambda name: head if name == "lm_head.weight" else f"model.{name}")
     store.refuse_unused(ignorable=["lm_head.weight"] if tied else [])
-    draft.mask_token_id = read_mask_token(store, config.model.vocab_size)
     return draft
 
 

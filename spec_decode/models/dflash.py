@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from spec_decode.models.attention import Attention, ContextAttention
-from spec_decode.models.base import TargetModel
+from spec_decode.models.base import ContextBlockDraft, TargetModel
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.checkpoints.mask_token import require_mask_token
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
@@ -28,14 +28,12 @@ D = TypeVar("D", bound="DFlash")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
-class DFlash(HiddenStatesDraft):
+class DFlash(HiddenStatesDraft, ContextBlockDraft):
     """The next token and K masks go through all layers at once; a mask predicts the token in its place.
 
     What a layer attends to before them are keys and values of its own of the target's states, which `combine` and
     `hidden_norm` make alike for all layers.
     """
-
-    keeps_context: ClassVar[bool] = True
 
     config_json: Mapping[str, Any]
     """What config.json says, as it was read: a draft that is trained further is saved with it."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spec_decode.models.base import TargetModel
+from spec_decode.models.base import InTurnBlockDraft, TargetModel
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.checkpoints.store import TensorStore
@@ -33,11 +35,9 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(inputs, 1)
 
 
-class DSpark(DFlash):
+class DSpark(DFlash, InTurnBlockDraft):
     """The next token and K - 1 masks go through all layers at once, each predicts the token after its place; the token
     drafted before it shifts its logits."""
-
-    in_turn = True
 
     def __init__(
         self, weights: ScopedWeights, config: DecoderConfig, target: TargetModel, token_map: torch.Tensor | None
@@ -48,19 +48,22 @@ class DSpark(DFlash):
         rank = said.get("markov_rank", int)
         if rank < 1:
             raise CheckpointError(f"markov_rank in {said.place} must be 1 or more, got {rank}. Restore the file.")
-        self.predicts_from_next_token = said.get("sample_from_anchor", bool, True)
+        self.first_place = 0 if said.get("sample_from_anchor", bool, True) else 1
         self.markov_head = MarkovHead(model.vocab_size, rank, draft_vocab(weights.store, model.vocab_size))
-        self.judges_itself = said.get("enable_confidence_head", bool, False)
         self._with_markov = said.get("confidence_head_with_markov", bool, False)
         inputs = model.hidden_size + rank * self._with_markov
-        self.confidence_head = ConfidenceHead(inputs) if self.judges_itself else None
+        self.confidence_head = ConfidenceHead(inputs) if said.get("enable_confidence_head", bool, False) else None
 
     def bias_after(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids int64 [T]; [T, draft vocabulary]."""
         return plain_linear(self.markov_head.markov_w1(token_ids), self.markov_head.markov_w2.weight)
 
-    def confidence(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-        """hidden [T, H] as `forward` returns it, previous int64 [T]; fp32 [T]."""
+    @property
+    def confidence(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+        """That of the head, of hidden [T, H] as `forward` returns it and previous int64 [T], fp32 [T]."""
+        return None if self.confidence_head is None else self._confidence
+
+    def _confidence(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         assert self.confidence_head is not None
         inputs = torch.cat([hidden, self.markov_head.markov_w1(previous)], -1) if self._with_markov else hidden
         proj = self.confidence_head.proj

@@ -8,7 +8,7 @@ from torch import nn
 
 from attn_backends.kernels.rope import Rope
 from spec_decode.models.attention import Attention
-from spec_decode.models.base import KeepRows, TargetModel
+from spec_decode.models.base import BlockDraft, KeepRows, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.checkpoints.mask_token import require_mask_token
@@ -56,10 +56,7 @@ class FirstLayer(DecoderLayer):
 
 
 class Eagle3(HiddenStatesDraft, KeptRowsDraft):
-    """At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2.
-
-    With a mask, as P-EAGLE has one, it predicts K tokens at once.
-    """
+    """At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2."""
 
     def __init__(
         self, weights: ScopedWeights, config: DecoderConfig, target: TargetModel, token_map: torch.Tensor | None
@@ -108,6 +105,22 @@ class Eagle3(HiddenStatesDraft, KeptRowsDraft):
         """hidden [T, H]; logits [T, draft vocabulary]."""
         out: torch.Tensor = self.lm_head(hidden, None, self.norm)[1]
         return out
+
+
+class ParallelEagle3(BlockDraft, Eagle3):
+    """One that is trained to predict K tokens at once from a mask and its states, as P-EAGLE is."""
+
+    def __init__(
+        self,
+        weights: ScopedWeights,
+        config: DecoderConfig,
+        target: TargetModel,
+        token_map: torch.Tensor | None,
+        mask: tuple[int, torch.Tensor],
+    ) -> None:
+        """As Eagle3; mask: its token and its states [F]."""
+        super().__init__(weights, config, target, token_map)
+        self.mask_token_id, self.mask_hidden = mask
 
 
 def serves(store: TensorStore) -> bool:
@@ -163,14 +176,23 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
         )
     token_map = read_token_map(store, _draft_vocab(store, model), target.vocab_size)
     weights = ScopedWeights(store, "", dtype, device)
+    arguments = (weights, config, target, None if token_map is None else token_map.to(device))
+    mask = _read_mask(store, model.vocab_size, target.target_states_size, dtype, device)
     with torch.device("meta"):
-        draft = Eagle3(weights, config, target, None if token_map is None else token_map.to(device))
+        draft = Eagle3(*arguments) if mask is None else ParallelEagle3(*arguments, mask)
     draft = read_parameters(draft, weights, lambda name: name.replace("layers.0.", _first_prefix(store)))
-    if MASK_HIDDEN in store.names():
-        draft.mask_token_id = require_mask_token(store, model.vocab_size, f"it holds {MASK_HIDDEN}")
-        draft.mask_hidden = store.take_flat(MASK_HIDDEN, draft.target_states_size, dtype).to(device)
     store.refuse_unused()
     return draft
+
+
+def _read_mask(
+    store: TensorStore, vocab_size: int, states_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[int, torch.Tensor] | None:
+    """The token and the states of a mask; None where the checkpoint has none."""
+    if MASK_HIDDEN not in store.names():
+        return None
+    token = require_mask_token(store, vocab_size, f"it holds {MASK_HIDDEN}")
+    return token, store.take_flat(MASK_HIDDEN, states_size, dtype).to(device)
 
 
 def _draft_vocab(store: TensorStore, model: ModelConfig) -> int:

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from spec_decode.models.attention import Attention
-from spec_decode.models.base import DraftModel, LayerGroup
+from spec_decode.models.base import LayerGroup, ModuleDraft
 from spec_decode.models.mtp_draft import MtpDraft
 
 
-class MtpModules(DraftModel):
+class MtpModules(ModuleDraft):
     """At position p, module k reads the token at p + k and the state of module k - 1 at p, which for the first is the
     target's; its state there predicts the token at p + k + 1.
     """

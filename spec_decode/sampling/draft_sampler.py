@@ -69,7 +69,6 @@ class DraftSampler(DraftSettings):
         if token_map is not None:
             self.draft_logits.fill_(float("-inf"))
         self.next_ids = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.continue_flag = torch.zeros(1, dtype=torch.int32, device=device)
         # The op's arguments between logits and hidden states, put together once: this runs at every step.
         self._buffers = (
             self.temperature, self.seeds, positions, seq_lens, step, self.draft_tokens, self.draft_logits,

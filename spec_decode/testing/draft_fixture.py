@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from builders import AttentionKind, AttentionSpec, RequestTables
-from spec_decode.models import EagleDraft, LatentConfig, LayerGroup, LlamaTarget, ModelConfig
+from spec_decode.models import BlockDraft, EagleDraft, LatentConfig, LayerGroup, LlamaTarget, ModelConfig
 from spec_decode.models.layers.decoder_layer import ResidualLayer
 from spec_decode.paged.kv_groups import KVGroup, make_group
 from spec_decode.testing.batches import with_trees
@@ -46,13 +46,19 @@ class StackedDraft(EagleDraft):
         return (self.layer, *cast(Iterable[ResidualLayer], self.more))
 
 
+class StackedBlockDraft(BlockDraft, StackedDraft):
+    """The same layers as a draft that proposes all tokens at once."""
+
+    mask_token_id = 1
+
+
 @dataclass(frozen=True, slots=True)
 class DraftFixture:
     """A model on the backend with n requests; everything random is drawn from fixed seeds."""
 
     subject: Subject
     layer_groups: tuple[LayerGroup, ...]
-    model: EagleDraft
+    model: StackedDraft
     num_reqs: int
     num_speculative_tokens: int
     max_seq_len: int = MAX_SEQ_LEN
@@ -66,6 +72,7 @@ class DraftFixture:
         shape: DraftShape = DraftShape.ONE,
         *,
         trees: bool = False,
+        kind: type[StackedDraft] = StackedDraft,
         max_seq_len: int = MAX_SEQ_LEN,
         page_size: int | None = None,
     ) -> DraftFixture:
@@ -80,7 +87,7 @@ class DraftFixture:
             for group in groups:
                 subject.require_supported(group.spec)
         num_layers = sum(len(group.layers) for group in groups)
-        model = _draft_model(groups[0].spec, subject.device, max_seq_len, num_layers)
+        model = _draft_model(kind, groups[0].spec, subject.device, max_seq_len, num_layers)
         return cls(subject, groups, model, num_reqs, num_speculative_tokens, max_seq_len)
 
     @property
@@ -152,7 +159,9 @@ def _layer_groups(subject: Subject, shape: DraftShape, spec: AttentionSpec) -> t
     return tuple(LayerGroup(name=f"draft {i}", spec=each, layers=(i,)) for i, each in enumerate(specs))
 
 
-def _draft_model(spec: AttentionSpec, device: torch.device, max_seq_len: int, num_layers: int) -> EagleDraft:
+def _draft_model(
+    kind: type[StackedDraft], spec: AttentionSpec, device: torch.device, max_seq_len: int, num_layers: int
+) -> StackedDraft:
     """A draft with that attention for requests of max_seq_len tokens; its weights are always the same."""
     config = ModelConfig(
         vocab_size=VOCAB,
@@ -171,7 +180,7 @@ def _draft_model(spec: AttentionSpec, device: torch.device, max_seq_len: int, nu
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         target = target_of(config)
-        draft = StackedDraft(config, target)
+        draft = kind(config, target)
         for parameter in (*target.parameters(), *draft.parameters()):
             parameter.requires_grad_(False).mul_(2.0)
         for name, parameter in draft.named_parameters():

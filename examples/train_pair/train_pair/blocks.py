@@ -42,7 +42,6 @@ def run_blocks(draft: DFlash, tokens: torch.Tensor, hidden: torch.Tensor, blocks
     states = draft.combine(hidden.flatten(0, 1))
     draft.write_context(states, positions_of(tokens), attention)
     places = blocks.starts[..., None] + torch.arange(1 + blocks.num_masks, device=tokens.device)
-    assert draft.mask_token_id is not None
     inputs = torch.full_like(places, draft.mask_token_id)
     inputs[..., 0] = tokens.gather(1, blocks.starts)
     out: torch.Tensor = draft(inputs.flatten(), states, places.flatten(), attention)

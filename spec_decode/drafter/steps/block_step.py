@@ -2,59 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from builders import RequestTables
 from spec_decode.drafter.kernels.block_inputs import block_inputs
 from spec_decode.drafter.kernels.gather_block import gather_block
-from spec_decode.drafter.steps.extend_step import ExtendStep, make_sampler
-from spec_decode.models import DraftModel
-from spec_decode.paged.kv_groups import KVGroup
-from spec_decode.paged.metadata_plan import MetadataPlan
-from spec_decode.paged.step_buffers import StepBuffers
+from spec_decode.drafter.plan import DraftPlan
+from spec_decode.drafter.steps.step import Step
+from spec_decode.models import BlockDraft
 from spec_decode.sampling import DraftSampler
 
 
-class BlockStep(ExtendStep[DraftSampler]):
+class BlockStep(Step[BlockDraft, DraftSampler]):
     """A block draft's only step. A row has 2K places: up to 1 + K tokens, a mask for each draft token but the first,
     and what is left, which no token sees.
     """
 
-    def __init__(
-        self,
-        model: DraftModel,
-        groups: Sequence[KVGroup],
-        tables: RequestTables,
-        *,
-        num_speculative_tokens: int,
-        min_confidence: float,
-        extend_plan: MetadataPlan,
-    ) -> None:
-        extend = StepBuffers(groups, tables, extend_plan, query_len=self.places(num_speculative_tokens))
-        batch = extend.batch
-        super().__init__(
-            model,
-            groups,
-            num_speculative_tokens=num_speculative_tokens,
-            extend=extend,
-            sampler=make_sampler(
-                model, batch.seq_lens, batch.positions, batch.step,
-                num_speculative_tokens=num_speculative_tokens, min_confidence=min_confidence,
-            ),
-        )  # fmt: skip
-        assert model.mask_token_id is not None
-        self._mask_token_id = model.mask_token_id
-        self._mask_hidden = model.mask_hidden
-        if self._mask_hidden is None:
-            dtype = groups[0].spec.dtype
-            self._mask_hidden = torch.zeros(model.target_states_size, dtype=dtype, device=tables.device)
-
-    @staticmethod
-    def places(num_speculative_tokens: int) -> int:
+    @property
+    def extend_len(self) -> int:
         """Tokens of a row: 2K."""
-        return 2 * num_speculative_tokens
+        return 2 * self.num_speculative_tokens
+
+    def _allocate(self, tables: RequestTables, plan: DraftPlan) -> DraftSampler:
+        batch, dtype = self.extend.batch, self.groups[0].spec.dtype
+        hidden = self.model.mask_hidden
+        zeros = torch.zeros(self.model.target_states_size, dtype=dtype, device=tables.device)
+        self._mask_hidden = zeros if hidden is None else hidden
+        return self._draft_sampler(batch.seq_lens, batch.positions, batch.step)
 
     def run_extend(self, size: int) -> None:
         """Draft K tokens for the first `size` rows.
@@ -64,7 +38,7 @@ class BlockStep(ExtendStep[DraftSampler]):
         inputs, query_len = self.inputs, self.extend.query_len
         token_ids, states = block_inputs(
             inputs.token_ids[:size], inputs.target_hidden_states[:size], inputs.next_tokens, inputs.accepted,
-            self._mask_hidden, self._mask_token_id, query_len,
+            self._mask_hidden, self.model.mask_token_id, query_len,
         )  # fmt: skip
         with self.products():
             states = self.model.combine(states)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 
-from builders import CaptureConstants, RequestTables
-from spec_decode.drafter.steps.extend_step import ExtendStep, make_sampler
-from spec_decode.models import DraftModel
+from builders import BatchBuffers, CaptureConstants, RequestTables
+from spec_decode.drafter.plan import DraftPlan
+from spec_decode.drafter.steps.step import Step
+from spec_decode.models import ContextBlockDraft, InTurnBlockDraft
 from spec_decode.paged.attention import PagedAttention
-from spec_decode.paged.kv_groups import KVGroup
-from spec_decode.paged.metadata_plan import MetadataPlan
 from spec_decode.paged.step_buffers import StepBuffers
 from spec_decode.sampling import DraftSampler
 from spec_decode.sampling.draft_sampler import NO_TOKEN
 
 
-class ContextBlockStep(ExtendStep[DraftSampler]):
+class ContextBlockStep(Step[ContextBlockDraft, DraftSampler]):
     """Keys and values of the verified tokens' states are stored, then the block runs: the next token, and a mask for
     each draft token, which predicts the token in its own place. Where the next token predicts too, each predicts the
     one after its place, and there is a mask less: the block has 1 + K tokens a row, or K.
@@ -25,39 +24,25 @@ class ContextBlockStep(ExtendStep[DraftSampler]):
     context    StepBuffers of the verified tokens, 1 + K a row; those that were rejected lie where the block will
     """
 
-    def __init__(
-        self,
-        model: DraftModel,
-        groups: Sequence[KVGroup],
-        tables: RequestTables,
-        *,
-        num_speculative_tokens: int,
-        min_confidence: float,
-        extend_plan: MetadataPlan,
-    ) -> None:
-        self._first = 0 if model.predicts_from_next_token else 1
-        query_len = num_speculative_tokens + self._first
-        self.context = StepBuffers(groups, tables, extend_plan, query_len=self.places(num_speculative_tokens))
-        extend = StepBuffers(groups, tables, extend_plan, query_len=query_len)
-        batch = extend.batch
-        # Of tokens that are sampled in turn: a row that stops does so for the sampler alone.
-        self._lens, self._positions = torch.zeros_like(batch.seq_lens), torch.zeros_like(batch.positions)
-        self._min_confidence = min_confidence
-        self._judged = model.judges_itself and min_confidence > 0
-        super().__init__(
-            model,
-            groups,
-            num_speculative_tokens=num_speculative_tokens,
-            extend=extend,
-            sampler=make_sampler(
-                model, self._lens if model.in_turn else batch.seq_lens, self._positions, batch.step,
-                num_speculative_tokens=num_speculative_tokens,
-                min_confidence=0.0 if self._judged else min_confidence,
-            ),
-        )  # fmt: skip
-        self._block_starts = torch.zeros(tables.max_reqs, dtype=torch.int32, device=tables.device)
-        assert model.mask_token_id is not None
-        self._token_ids = torch.full((tables.max_reqs, query_len), model.mask_token_id, device=tables.device)
+    @property
+    def extend_len(self) -> int:
+        """Tokens of a row of the block."""
+        return self.num_speculative_tokens + self.model.first_place
+
+    @property
+    def places(self) -> int:
+        """The 1 + K verified tokens."""
+        return 1 + self.num_speculative_tokens
+
+    def _allocate(self, tables: RequestTables, plan: DraftPlan) -> DraftSampler:
+        rows, device = tables.max_reqs, tables.device
+        self.context = StepBuffers(self.groups, tables, self._extend_plan, query_len=self.places)
+        self._block_starts = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._token_ids = torch.full((rows, self.extend_len), self.model.mask_token_id, device=device)
+        return self._make_sampler(self.extend.batch)
+
+    def _make_sampler(self, batch: BatchBuffers) -> DraftSampler:
+        return self._draft_sampler(batch.seq_lens, batch.positions, batch.step)
 
     def write_prompt(
         self, token_ids: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attention: PagedAttention
@@ -98,18 +83,35 @@ class ContextBlockStep(ExtendStep[DraftSampler]):
             positions = self.context.batch.positions[: size * self.context.query_len]
             model.write_context(states, positions, self.context.attention)
         hidden = self.forward(size, self._token_ids[:size].flatten(), states)
-        drafted = hidden.unflatten(0, (size, query_len))[:, self._first :].flatten(0, 1)
+        first = model.first_place
+        drafted = hidden.unflatten(0, (size, query_len))[:, first:].flatten(0, 1)
         # A step's input predicts the second token after its place; here it is the first, or the one in it.
         positions = self.extend.batch.positions[: size * query_len]
-        places = positions.view(size, query_len)[:, self._first :] - 1 - self._first
-        logits = self.logits(drafted).unflatten(0, (size, self.num_speculative_tokens))
-        if not model.in_turn:
-            self.sampler.sample_block(logits.flatten(0, 1), places.flatten())
-            return
+        self._sample(drafted, positions.view(size, query_len)[:, first:] - 1 - first)
+
+    def _sample(self, drafted: torch.Tensor, places: torch.Tensor) -> None:
+        """Draw K tokens a row from states [rows * K, H]; places int64 [rows, K], of inputs that would predict them."""
+        self.sampler.sample_block(self.logits(drafted), places.flatten())
+
+
+class InTurnBlockStep(ContextBlockStep):
+    """A block whose tokens are drawn one after the other, each from logits that the one before it shifts."""
+
+    model: InTurnBlockDraft
+
+    def _make_sampler(self, batch: BatchBuffers) -> DraftSampler:
+        # Own lengths: a row that stops does so for the sampler alone.
+        self._lens, self._positions = torch.zeros_like(batch.seq_lens), torch.zeros_like(batch.positions)
+        self._confidence = self.model.confidence if self.config.min_confidence > 0 else None
+        min_confidence = None if self._confidence is None else 0.0
+        return self._draft_sampler(self._lens, self._positions, batch.step, min_confidence)
+
+    def _sample(self, drafted: torch.Tensor, places: torch.Tensor) -> None:
+        logits = self.logits(drafted).unflatten(0, places.shape)
         with self.products():
             self._sample_in_turn(logits, places)
-            if self._judged:
-                self._stop_where_unsure(drafted, size)
+            if self._confidence is not None:
+                self._stop_where_unsure(self._confidence, drafted, len(places))
 
     def _sample_in_turn(self, logits: torch.Tensor, places: torch.Tensor) -> None:
         """Each column's tokens from logits [rows, K, V of the draft], by those of the column before."""
@@ -122,10 +124,12 @@ class ContextBlockStep(ExtendStep[DraftSampler]):
             self.sampler(logits[:, column] + self.model.bias_after(previous))
             previous = self.sampler.next_ids[:rows]
 
-    def _stop_where_unsure(self, drafted: torch.Tensor, rows: int) -> None:
+    def _stop_where_unsure(
+        self, confidence_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], drafted: torch.Tensor, rows: int
+    ) -> None:
         """Let no token stand behind one that the model itself takes for improbable; drafted [rows * K, H]."""
         tokens = self.sampler.draft_tokens[:rows]
         previous = torch.cat([self.inputs.next_tokens[:rows, None], tokens[:, :-1].clamp(min=0)], 1)
-        confidence = self.model.confidence(drafted, previous.flatten())
-        unsure = (confidence < self._min_confidence).view(rows, -1)[:, :-1].cumsum(1) > 0
+        confidence = confidence_of(drafted, previous.flatten())
+        unsure = (confidence < self.config.min_confidence).view(rows, -1)[:, :-1].cumsum(1) > 0
         tokens[:, 1:].masked_fill_(unsure, NO_TOKEN)

@@ -2,53 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from builders import RequestTables, advance_shared_state, begin_decode
-from spec_decode.drafter.steps.extend_step import ExtendStep, make_sampler
+from spec_decode.drafter.plan import DraftPlan
+from spec_decode.drafter.steps.step import Step
+from spec_decode.drafter.strategies.base import LaterSteps
 from spec_decode.models import DraftModel
 from spec_decode.models.attention import Attention
-from spec_decode.paged.kv_groups import KVGroup
-from spec_decode.paged.metadata_plan import MetadataPlan
 from spec_decode.paged.step_buffers import StepBuffers
 from spec_decode.sampling import DraftSampler
 
 
-class DraftStep(ExtendStep[DraftSampler]):
+class DraftStep(Step[DraftModel, DraftSampler]):
     """A draft model's step 0, of 1 + K tokens a row, and later steps, of one token a row.
 
     decode   StepBuffers of a later step
     hidden   [R, hidden_size], what the next later step starts from
     """
 
-    def __init__(
-        self,
-        model: DraftModel,
-        groups: Sequence[KVGroup],
-        tables: RequestTables,
-        *,
-        num_speculative_tokens: int,
-        min_confidence: float,
-        extend_plan: MetadataPlan,
-        decode_plan: MetadataPlan,
-    ) -> None:
-        extend = StepBuffers(groups, tables, extend_plan, query_len=self.places(num_speculative_tokens))
-        self.decode = StepBuffers(groups, tables, decode_plan, query_len=1, horizon=num_speculative_tokens - 1)
-        batch = self.decode.batch
-        super().__init__(
-            model,
-            groups,
-            num_speculative_tokens=num_speculative_tokens,
-            extend=extend,
-            sampler=make_sampler(
-                model, batch.seq_lens, batch.positions, batch.step,
-                num_speculative_tokens=num_speculative_tokens, min_confidence=min_confidence,
-            ),
-        )  # fmt: skip
-        dtype = groups[0].spec.dtype
-        self.hidden = torch.zeros(tables.max_reqs, model.hidden_size, dtype=dtype, device=tables.device)
+    @property
+    def later(self) -> LaterSteps:
+        """Steps of one token a row."""
+        return self
+
+    def _allocate(self, tables: RequestTables, plan: DraftPlan) -> DraftSampler:
+        self.decode = StepBuffers(self.groups, tables, plan, query_len=1, horizon=self.num_speculative_tokens - 1)
+        dtype, batch = self.groups[0].spec.dtype, self.decode.batch
+        self.hidden = torch.zeros(tables.max_reqs, self.model.hidden_size, dtype=dtype, device=tables.device)
+        return self._draft_sampler(batch.seq_lens, batch.positions, batch.step)
 
     def run_extend(self, size: int) -> None:
         """Step 0: the draft's tokens are the target's, shifted by one, with the next token after the last accepted.

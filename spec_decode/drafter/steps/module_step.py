@@ -10,17 +10,16 @@ import torch
 from builders import BatchBuffers, RequestTables, advance_shared_state, begin_decode
 from spec_decode.drafter.kernels.gather_last_hidden import gather_last_hidden
 from spec_decode.drafter.kernels.shift_tokens import shift_tokens
-from spec_decode.drafter.steps.extend_step import ExtendStep, make_sampler
-from spec_decode.models import DraftModel
+from spec_decode.drafter.plan import DraftPlan
+from spec_decode.drafter.steps.step import Step
+from spec_decode.models import ModuleDraft
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.input_cache import InputCache
-from spec_decode.paged.kv_groups import KVGroup, build_ragged
-from spec_decode.paged.metadata_plan import MetadataPlan
-from spec_decode.paged.step_buffers import StepBuffers
+from spec_decode.paged.kv_groups import build_ragged
 from spec_decode.sampling import DraftSampler
 
 
-class ModuleStep(ExtendStep[DraftSampler]):
+class ModuleStep(Step[ModuleDraft, DraftSampler]):
     """The only step of a draft with prediction modules. The first reads the tokens and states that step 0 of every
     draft reads. Each other one reads these tokens a place later than the module before it, with the token just drafted
     after the last one, and the states of that module.
@@ -37,41 +36,20 @@ class ModuleStep(ExtendStep[DraftSampler]):
     drafting     BatchBuffers of the tokens that are drafted: for the sampler, no metadata is made of it
     """
 
-    def __init__(
-        self,
-        model: DraftModel,
-        groups: Sequence[KVGroup],
-        tables: RequestTables,
-        *,
-        num_speculative_tokens: int,
-        min_confidence: float,
-        extend_plan: MetadataPlan,
-    ) -> None:
-        device, dtype, reqs = tables.device, groups[0].spec.dtype, tables.max_reqs
-        query_len = self.places(num_speculative_tokens)
-        self.drafting = BatchBuffers(tables, max_tokens=reqs)
-        batch = self.drafting
-        super().__init__(
-            model,
-            groups,
-            num_speculative_tokens=num_speculative_tokens,
-            extend=StepBuffers(groups, tables, extend_plan, query_len=query_len),
-            sampler=make_sampler(
-                model, batch.seq_lens, batch.positions, batch.step,
-                num_speculative_tokens=num_speculative_tokens, min_confidence=min_confidence,
-            ),
-        )  # fmt: skip
-        self.inputs_read = InputCache(groups[0], model.target_states_size, dtype, device)
-        self._modules = model.prediction_modules[:num_speculative_tokens]
-        self._hidden = torch.zeros(reqs, model.hidden_size, dtype=dtype, device=device)
-        self._starts = torch.zeros(reqs, dtype=torch.int32, device=device)
-        self._last = torch.zeros(reqs, dtype=torch.int32, device=device)
-        self._places = torch.arange(query_len, device=device)
-
-    @staticmethod
-    def places(num_speculative_tokens: int) -> int:
+    @property
+    def extend_len(self) -> int:
         """Tokens of a row: K - 1 before the verified ones, and these."""
-        return 2 * num_speculative_tokens
+        return 2 * self.num_speculative_tokens
+
+    def _allocate(self, tables: RequestTables, plan: DraftPlan) -> DraftSampler:
+        model, device, dtype, reqs = self.model, tables.device, self.groups[0].spec.dtype, tables.max_reqs
+        self.drafting = BatchBuffers(tables, max_tokens=reqs)
+        self.inputs_read = InputCache(self.groups[0], model.target_states_size, dtype, device)
+        self._modules = model.prediction_modules[: self.num_speculative_tokens]
+        self._hidden = torch.zeros(reqs, model.hidden_size, dtype=dtype, device=device)
+        self._starts, self._last = torch.zeros(2, reqs, dtype=torch.int32, device=device)
+        self._places = torch.arange(self.extend_len, device=device)
+        return self._draft_sampler(self.drafting.seq_lens, self.drafting.positions, self.drafting.step)
 
     def begin(self, size: int) -> None:
         """Set the state of the step for the first `size` rows, and build what the host builds of it."""
@@ -126,7 +104,7 @@ class ModuleStep(ExtendStep[DraftSampler]):
         token_ids: torch.Tensor,
         target_hidden_states: torch.Tensor,
     ) -> None:
-        """See ExtendStep. Every module runs from K - 1 places before these tokens on. What it writes at the last ones,
+        """See Step. Every module runs from K - 1 places before these tokens on. What it writes at the last ones,
         where it lacks the tokens that come after them, the next part of the prompt or the first round writes again.
 
         Raises BatchError, with nothing written, for lengths that the tables do not hold.

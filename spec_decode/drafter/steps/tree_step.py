@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from builders import RequestTables, begin_extend
 from spec_decode.drafter.kernels.gather_last_hidden import gather_last_hidden
-from spec_decode.drafter.steps.extend_step import ExtendStep
+from spec_decode.drafter.plan import DraftPlan
+from spec_decode.drafter.steps.step import Drafts, Step
+from spec_decode.drafter.strategies.base import LaterSteps
 from spec_decode.drafter.tree_sampler import TreeSampler
 from spec_decode.models import DraftModel
 from spec_decode.models.attention import Attention
-from spec_decode.paged.kv_groups import KVGroup
-from spec_decode.paged.metadata_plan import MetadataPlan
 from spec_decode.paged.step_buffers import StepBuffers
 from spec_decode.trees import DraftTree, DynamicTreeConfig
 from spec_decode.trees.kernels.place_frontier import place_frontier
 
 
-class TreeStep(ExtendStep[TreeSampler]):
+class TreeStep(Step[DraftModel, TreeSampler]):
     """Step 0, of 1 + K tokens a row, and later steps, of the W tokens of each of K - 1 frontiers.
 
     A later step runs over the frontiers before its own too, since tokens of a tree see each other as queries of one
@@ -30,39 +28,44 @@ class TreeStep(ExtendStep[TreeSampler]):
     hidden   [R, H], the state that the root's children follow
     """
 
-    def __init__(
-        self,
-        model: DraftModel,
-        groups: Sequence[KVGroup],
-        tables: RequestTables,
-        tree: DraftTree | DynamicTreeConfig,
-        *,
-        num_speculative_tokens: int,
-        extend_plan: MetadataPlan,
-        decode_plan: MetadataPlan,
-    ) -> None:
-        """Raises BatchError for a tree that does not fit K."""
-        later, rows, device = num_speculative_tokens - 1, tables.max_reqs, tables.device
+    @property
+    def places(self) -> int:
+        """The last verified token, and those of all frontiers after it."""
+        return max(self.extend_len, 2 + self._tree.width * (self.num_speculative_tokens - 1))
+
+    @property
+    def later(self) -> LaterSteps:
+        """Steps over all frontiers."""
+        return self
+
+    @property
+    def _tree(self) -> DraftTree | DynamicTreeConfig:
+        assert self.config.tree is not None
+        return self.config.tree
+
+    def _allocate(self, tables: RequestTables, plan: DraftPlan) -> TreeSampler:
+        tree, model, later = self._tree, self.model, self.num_speculative_tokens - 1
+        dtype, rows, device = self.groups[0].spec.dtype, tables.max_reqs, tables.device
         query_len = max(1, tree.width * later)
-        self.decode = StepBuffers(groups, tables, decode_plan, query_len=query_len, horizon=later, trees=True)
-        sampler = TreeSampler(
-            tree,
-            self.decode.batch.step,
-            self.decode.batch.seq_lens,
-            num_speculative_tokens=num_speculative_tokens,
-            vocab_size=model.vocab_size,
-            token_map=model.token_map,
-        )
-        extend = StepBuffers(groups, tables, extend_plan, query_len=self.places(num_speculative_tokens))
-        super().__init__(
-            model, groups, num_speculative_tokens=num_speculative_tokens, extend=extend, sampler=sampler
-        )  # fmt: skip
-        dtype = groups[0].spec.dtype
+        self.decode = StepBuffers(self.groups, tables, plan, query_len=query_len, horizon=later, trees=True)
         self.hidden = torch.zeros(rows, model.hidden_size, dtype=dtype, device=device)
         self._states = torch.zeros(rows, query_len, model.hidden_size, dtype=dtype, device=device)
         self._token_ids = torch.zeros(rows, query_len, dtype=torch.int64, device=device)
         self._starts = torch.zeros(rows, dtype=torch.int32, device=device)
         self._frontier = torch.arange(tree.width, device=device)
+        return TreeSampler(
+            tree,
+            self.decode.batch.step,
+            self.decode.batch.seq_lens,
+            num_speculative_tokens=self.num_speculative_tokens,
+            vocab_size=model.vocab_size,
+            token_map=model.token_map,
+        )
+
+    def drafts(self, num_reqs: int, num_tokens: int) -> Drafts:
+        """See Step: the whole trees, which are as deep as num_tokens at most."""
+        sampler = self.sampler
+        return Drafts(sampler.draft_tokens[:num_reqs], sampler.draft_logits[:num_reqs], sampler.parents[:num_reqs])
 
     def run_extend(self, size: int) -> None:
         """Step 0, as DraftStep's, and the root's children.

@@ -4,15 +4,50 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Protocol
+
+import torch
 
 from builders import AdvanceLevel, GraphSupport
-from spec_decode.drafter.steps.draft_step import DraftStep
-from spec_decode.drafter.steps.tree_step import TreeStep
 from spec_decode.graphs import Capturable, Factory, GraphManager
+from spec_decode.models.attention import Attention
+from spec_decode.paged.kv_groups import KVGroup
 from spec_decode.paged.metadata_plan import GraphMode, GroupFacts, MetadataUpdate
+from spec_decode.paged.step_buffers import StepBuffers
+from spec_decode.sampling.draft_settings import DraftSettings
 
 GRAPHS_OFF = "graphs are turned off"
+
+
+class LaterSteps(Protocol):
+    """What a strategy runs: the later steps of a draft that has any.
+
+    extend, decode  StepBuffers of step 0 and of a later step
+    hidden          [R, H], what the next later step starts from
+    """
+
+    num_speculative_tokens: int
+    groups: tuple[KVGroup, ...]
+    extend: StepBuffers
+    decode: StepBuffers
+    hidden: torch.Tensor
+
+    @property
+    def sampler(self) -> DraftSettings:
+        """Which holds what was drafted."""
+        ...
+
+    def advance(self, size: int) -> None:
+        """Move the state of the first `size` rows on to the next later step."""
+        ...
+
+    def run_decode(self, size: int, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
+        """A later step from the last one's hidden states [size, H]; returns its own, of the same shape."""
+        ...
+
+    def run_decode_in_place(self, size: int, attention: Attention) -> None:
+        """A later step that leaves its hidden states in `hidden`, where the next one starts from."""
+        ...
 
 
 class DraftStrategy(ABC):
@@ -42,7 +77,7 @@ class DraftStrategy(ABC):
                 "would fail, so it was not defined. Define _capturable, or set uses_graphs = False."
             )
 
-    def __init__(self, step: DraftStep | TreeStep, graphs: GraphManager, *, loop_steps: int = 1) -> None:
+    def __init__(self, step: LaterSteps, graphs: GraphManager, *, loop_steps: int = 1) -> None:
         """loop_steps: as DrafterConfig has it."""
         self._step = step
         self._loop_steps = loop_steps
@@ -73,6 +108,10 @@ class DraftStrategy(ABC):
 
     def _capturable(self, size: int) -> Capturable:
         raise NotImplementedError  # never reached: see __init_subclass__
+
+    def joined(self, step_0: Factory) -> Factory | None:
+        """What it captures of a whole round, step 0 and every later one; None where step 0 runs apart from them."""
+        return None
 
     @abstractmethod
     def run(self, size: int, num_steps: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from spec_decode.drafter.strategies.base import DraftStrategy
-from spec_decode.graphs import Capturable
+from spec_decode.graphs import Capturable, Factory
 
 
 class LoopStrategy(DraftStrategy):
@@ -15,17 +15,19 @@ class LoopStrategy(DraftStrategy):
 
     graph_kind = "loop"
 
-    @property
-    def joins_step_0(self) -> bool:
-        """Whether the graph can hold step 0 too."""
-        return not self._step.extend.built_groups and not self._buffers.built_groups
+    def joined(self, step_0: Factory) -> Factory | None:
+        """See the base: where the host builds nothing of the round."""
+        if self._step.extend.built_groups or self._buffers.built_groups:
+            return None
 
-    def joined(self, size: int, step_0: Capturable) -> Capturable:
-        """Step 0 of `size` rows and every later step."""
-        later = self._after(size, step_0.run)
-        # As wide as step 0, and as long as the shorter bound of the two.
-        max_seq_len = min(step_0.constants.max_seq_len, later.constants.max_seq_len)
-        return replace(later, constants=replace(step_0.constants, max_seq_len=max_seq_len))
+        def whole(size: int) -> Capturable:
+            first = step_0(size)
+            later = self._after(size, first.run)
+            # As wide as step 0, and as long as the shorter bound of the two.
+            max_seq_len = min(first.constants.max_seq_len, later.constants.max_seq_len)
+            return replace(later, constants=replace(first.constants, max_seq_len=max_seq_len))
+
+        return whole
 
     def _capturable(self, size: int) -> Capturable:
         return self._after(size, lambda: None)

@@ -13,7 +13,7 @@ from attn_backends import get
 from builders import BatchError, RequestTables
 from spec_decode.drafter import DrafterConfig, Strategy, autotune
 from spec_decode.drafter.autotune import MARGIN, StrategyCache, autotune_strategy
-from spec_decode.models import EagleDraft, LlamaTarget
+from spec_decode.models import BlockDraft, EagleDraft, LlamaTarget
 from spec_decode.paged import GraphMode
 from spec_decode.paged.kv_groups import make_group
 from tests.factories import CPU, make_config
@@ -276,8 +276,12 @@ def test_the_folder_follows_the_environment(monkeypatch, tmp_path, variable, tai
     assert StrategyCache().folder == tmp_path / tail / "strategies"
 
 
+class EagleBlock(BlockDraft, EagleDraft):
+    mask_token_id = 1
+
+
 def test_a_draft_that_proposes_all_tokens_at_once_is_measured_without_strategies_of_later_steps(fixture):
-    fixture.model.mask_token_id = 1
+    fixture.model = EagleBlock(CONFIG, LlamaTarget(CONFIG)).requires_grad_(False)
     result = fixture.measure(times())
     assert "no later ones" in result.not_measured[Strategy.DEVICE_LOOP.value]
     assert Strategy.DEVICE_LOOP not in {strategy for strategy, *_ in fixture.seen}

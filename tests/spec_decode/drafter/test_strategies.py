@@ -1,4 +1,5 @@
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -154,7 +155,9 @@ def test_a_graph_of_a_whole_round_is_as_wide_as_step_0_and_as_long_as_the_shorte
             return Capturable(before, CaptureConstants(max_reqs=size, max_query_len=1, max_seq_len=of_later))
 
     step_0 = Capturable(print, CaptureConstants(max_reqs=4, max_query_len=5, max_seq_len=of_step_0))
-    joined = object.__new__(Loop).joined(4, step_0)
+    buffers = SimpleNamespace(built_groups=())
+    loop = Loop(SimpleNamespace(extend=buffers, decode=buffers), graphs=None)
+    joined = loop.joined(lambda size: step_0)(4)
     assert joined.run is print
     assert joined.constants == CaptureConstants(max_reqs=4, max_query_len=5, max_seq_len=10)
 

@@ -8,6 +8,7 @@ import torch
 from attn_backends import get
 from builders import BatchError
 from spec_decode.drafter import Strategy, StrategyError
+from spec_decode.models import BlockDraft
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import build_ragged
 from spec_decode.trees import DraftTree, DynamicTreeConfig
@@ -164,7 +165,7 @@ def test_the_draft_of_a_tree_needs_no_logits():
     assert drafts.logits.shape[:2] == (3, 0) and drafts.tokens.shape == drafts.parents.shape == (3, 10)
 
 
-class AtOnce(TwoLayerDraft):
+class AtOnce(BlockDraft, TwoLayerDraft):
     """A draft that proposes its tokens in one step."""
 
     mask_token_id = 1

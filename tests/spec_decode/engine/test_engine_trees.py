@@ -116,8 +116,7 @@ def test_a_backend_without_trees_is_refused_by_name():
 
 
 def test_a_draft_that_proposes_its_tokens_at_once_is_refused():
-    target, draft = load_pair(SHIPPED_PAIR)
-    draft.mask_token_id = 1
+    target, draft = load_pair(SHIPPED_PAIR, draft="block_draft")
     with pytest.raises(BatchError, match="a tree needs a draft that goes step by step"):
         Engine(target, draft, get("triton_paged"), EngineConfig(num_speculative_tokens=3, tree=DYNAMIC))
 

@@ -9,6 +9,7 @@ import torch
 from attn_backends import get
 from builders import RequestTables
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, VerifiedTokens
+from spec_decode.models import InTurnBlockDraft
 from spec_decode.models.load import load_draft
 from spec_decode.paged.kv_groups import make_group
 from tests.factories import CPU, owned_pages
@@ -280,7 +281,7 @@ def test_a_token_drafted_in_turn_is_drawn_with_the_noise_of_its_place(tmp_path):
         fixture = DraftFixture(Case(checkpoint, oracle.DFlash, TWO_STATES), tmp_path / name, Strategy.FULL_LOOP)
         fixture.verified = fixture.verified._replace(temperature=torch.full((len(CONTEXTS),), 5.0))
         found.append(fixture.drafts().tokens.clone())
-        assert fixture.model.in_turn is (name == "in_turn")
+        assert isinstance(fixture.model, InTurnBlockDraft) is (name == "in_turn")
     assert torch.equal(*found)
 
 
@@ -307,7 +308,7 @@ def test_a_block_drafted_in_turn_is_the_published_model_over_whole_texts(name, s
     for request in range(len(CONTEXTS)):
         ids, target_states = fixture.inputs(request)
         scores, confidences = exact.in_turn(target_states, ids[-1], fixture.model.mask_token_id, K)
-        if not fixture.model.judges_itself:
+        if fixture.model.confidence is None:
             confidences = scores.softmax(-1).amax(-1)
         stops = next((k + 1 for k in range(K) if confidences[k] < min_confidence), K)
         wanted = [*scores.argmax(-1).tolist()[:stops], *[-1] * (K - stops)]

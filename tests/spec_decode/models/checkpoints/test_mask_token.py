@@ -27,7 +27,7 @@ def test_dflashs_own_mask_token_goes_before_the_others(tmp_path):
 
 
 def test_a_plain_language_model_has_none_and_drafts_a_token_a_step(tmp_path):
-    assert load(make_causal(), tmp_path).mask_token_id is None
+    assert not load(make_causal(), tmp_path).drafts_at_once
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB, 10**9])

@@ -4,57 +4,117 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 
-from builders import CaptureConstants, RequestTables
+from builders import CaptureConstants, GraphSupport, RequestTables
 from builders.errors import require
+from spec_decode.drafter.config import DrafterConfig
 from spec_decode.drafter.kernels.gather_last_hidden import gather_last_hidden
 from spec_decode.drafter.kernels.shift_tokens import shift_tokens
+from spec_decode.drafter.plan import DraftPlan
+from spec_decode.drafter.strategies.base import LaterSteps
 from spec_decode.drafter.verified_tokens import VerifiedTokens
 from spec_decode.models import DraftModel
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import KVGroup, build_ragged, products_of
+from spec_decode.paged.metadata_plan import GraphMode, plan_uniform_step
 from spec_decode.paged.step_buffers import StepBuffers
 from spec_decode.sampling import DraftSampler
 from spec_decode.sampling.draft_settings import DraftSettings
 
+M = TypeVar("M", bound=DraftModel)
 S = TypeVar("S", bound=DraftSettings)
 
 
-class ExtendStep(ABC, Generic[S]):
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Views of the drafter's buffers, valid until the next round, with a column for each token of the round.
+
+    tokens    int64 [n, K]     -1 where a request proposes nothing
+    logits    fp32 [n, K, V]   the processed logits that each token was drawn from; undefined after a request's last
+    parents   None; of trees   int64 [n, N], as TreeBatch has them: tokens are [n, N] then, and logits [n, 0, V]
+    """
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+    parents: torch.Tensor | None = None
+
+
+class Step(ABC, Generic[M, S]):
     """Step 0 of a round, over buffers that never move: the same kernels eager or captured.
 
     inputs     VerifiedTokens, of all rows R of the tables
     extend     StepBuffers of the step
+    captured   whether a graph holds the step
     sampler    which holds what was drafted
     products   makes the context in which the model runs
     """
 
     def __init__(
-        self,
-        model: DraftModel,
-        groups: Sequence[KVGroup],
-        *,
-        num_speculative_tokens: int,
-        extend: StepBuffers,
-        sampler: S,
+        self, model: M, groups: Sequence[KVGroup], tables: RequestTables, config: DrafterConfig, plan: DraftPlan
     ) -> None:
+        """plan: of these groups. Raises BatchError, before any allocation, for tables without room for a round."""
         self.model = model
         self.groups = tuple(groups)
+        self.config = config
+        self.num_speculative_tokens = config.num_speculative_tokens
+        require(
+            self.places <= tables.max_seq_len,
+            f"a round of {self.num_speculative_tokens} draft tokens takes {self.places} places of a request, "
+            f"these tables hold {tables.max_seq_len}; no request could draft. Lower K or enlarge the tables.",
+        )
         self.products = products_of(model, groups)
-        self.extend = extend
-        self.sampler = sampler
-        self.num_speculative_tokens = num_speculative_tokens
+        facts = [group.facts for group in plan.groups]
+        uniform = all(group.graph_support >= GraphSupport.UNIFORM_BATCH for group in facts)
+        self.captured = config.extend_in_graph and plan.strategy.implementation.uses_graphs and uniform
+        mode = GraphMode.FULL if self.captured else GraphMode.NONE
+        self._extend_plan = plan_uniform_step(facts, self.places, mode)
+        self.extend = StepBuffers(groups, tables, self._extend_plan, query_len=self.extend_len)
+        self.sampler = self._allocate(tables, plan)
         self.inputs = VerifiedTokens.allocate(
-            sampler, extend.batch.max_reqs, num_speculative_tokens, model.target_states_size, groups[0].spec.dtype
+            self.sampler, tables.max_reqs, self.num_speculative_tokens, model.target_states_size, groups[0].spec.dtype
         )
 
-    @staticmethod
-    def places(num_speculative_tokens: int) -> int:
+    @property
+    def extend_len(self) -> int:
         """Tokens of a row of step 0: the 1 + K verified ones."""
-        return 1 + num_speculative_tokens
+        return 1 + self.num_speculative_tokens
+
+    @property
+    def places(self) -> int:
+        """Places of a request that a round takes at least."""
+        return self.extend_len
+
+    @property
+    def later(self) -> LaterSteps | None:
+        """The later steps; None where every token comes from step 0."""
+        return None
+
+    @abstractmethod
+    def _allocate(self, tables: RequestTables, plan: DraftPlan) -> S:
+        """Allocate what this kind of draft needs besides `extend`, and its sampler, which is returned."""
+
+    def _draft_sampler(
+        self, seq_lens: torch.Tensor, positions: torch.Tensor, step: torch.Tensor, min_confidence: float | None = None
+    ) -> DraftSampler:
+        """A sampler over the tensors of a batch: see DraftSampler. min_confidence: None for the config's."""
+        return DraftSampler(
+            seq_lens,
+            positions,
+            step,
+            num_speculative_tokens=self.num_speculative_tokens,
+            vocab_size=self.model.vocab_size,
+            token_map=self.model.token_map,
+            min_confidence=self.config.min_confidence if min_confidence is None else min_confidence,
+        )
+
+    def drafts(self, num_reqs: int, num_tokens: int) -> Drafts:
+        """What the last round proposed, num_tokens one after the other at most."""
+        sampler = self.sampler
+        return Drafts(sampler.draft_tokens[:num_reqs, :num_tokens], sampler.draft_logits[:num_reqs, :num_tokens])
 
     def prefill(
         self,
@@ -151,24 +211,3 @@ class ExtendStep(ABC, Generic[S]):
         """Logits [T, V of the draft] of hidden [T, H] by one of the model's modules, or the model itself."""
         with self.products():
             return (self.model if module is None else module).logits(hidden)
-
-
-def make_sampler(
-    model: DraftModel,
-    seq_lens: torch.Tensor,
-    positions: torch.Tensor,
-    step: torch.Tensor,
-    *,
-    num_speculative_tokens: int,
-    min_confidence: float,
-) -> DraftSampler:
-    """A draft model's sampler over the tensors of a batch: see DraftSampler."""
-    return DraftSampler(
-        seq_lens,
-        positions,
-        step,
-        num_speculative_tokens=num_speculative_tokens,
-        vocab_size=model.vocab_size,
-        token_map=model.token_map,
-        min_confidence=min_confidence,
-    )
