@@ -116,7 +116,7 @@ def _part(
     if part == WHOLE:
         return drafter.propose, passes, lambda: None
     # Later steps advance the shared state: step 0 restores it before each.
-    return lambda: drafter.run_steps(num_reqs), passes - 1, lambda: drafter.run_extend(num_reqs)
+    return lambda: drafter.launch_later_steps(num_reqs), passes - 1, lambda: drafter.launch_step_0(num_reqs)
 
 
 def make_drafter(draft: TimedDraft, run: RoundConfig, device: torch.device, *, extend_in_graph: bool = True) -> Drafter:

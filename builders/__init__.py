@@ -12,8 +12,8 @@ from builders.contract import (
 )
 from builders.errors import BatchError
 from builders.flash_attn3 import FlashAttn3Builder, FlashAttn3Metadata
-from builders.kernels.advance import advance_shared_state
-from builders.kernels.begin_round import begin_decode, begin_extend
+from builders.kernels.advance import advance_state
+from builders.kernels.set_state import set_decode_state, set_extend_state
 from builders.metadata import BatchMetadata, BatchMetadataBuilder
 from builders.paged import PagedMetadata, PagedViewBuilder, TritonMlaBuilder, TritonPagedBuilder
 from builders.reference import ReferenceBuilder, ReferenceMetadata
@@ -49,8 +49,8 @@ __all__ = [
     "SpecError",
     "TritonMlaBuilder",
     "TritonPagedBuilder",
-    "advance_shared_state",
-    "begin_decode",
-    "begin_extend",
+    "advance_state",
     "check_batch",
+    "set_decode_state",
+    "set_extend_state",
 ]

@@ -34,6 +34,9 @@ NAMES: dict[tuple[str, ...], dict[str, str]] = {
         "LatentNorm": "KvANormRope", "Extras": "LayerOptions", "Fields": "ConfigReader",
         "packed_latent": "fp8_ds_mla", "PackedLatents": "fp8_ds_mla", "PACKED": "fp8_ds_mla", "_PACKED": "fp8_ds_mla",
         "first_position": "position_offset", "first_positions": "draft_positions",
+        "advance_shared_state": "advance_state", "begin_extend": "set_extend_state",
+        "begin_decode": "set_decode_state", "begin_in_graph": "advance_to", "run_extend": "run_step_0",
+        "run_decode": "run_later_step", "build_round": "build_round_metadata",
         "Attend": "Attention", "attend_with": "PagedAttention", "Rotation": "Rope",
     },
     ENGINE: {

@@ -12,7 +12,7 @@ from attn_backends import AttentionBackend, KVCache, get
 from benchmarks.decode_fixture import DecodeFixture, time_attention
 from benchmarks.measure import kernels_in, time_call, time_kernels
 from benchmarks.rows import SEEN, Bench, BenchRow, serving, with_limits
-from builders import AttentionSpec, BatchBuffers, RequestTables, advance_shared_state
+from builders import AttentionSpec, BatchBuffers, RequestTables, advance_state
 from spec_decode.tools.specs import FP8_DS_MLA, GQA, MLA, SPARSE
 from spec_decode.tools.timing_limit import TimingLimit
 
@@ -61,7 +61,7 @@ def _shared_rows(bench: Bench) -> Iterator[BenchRow]:
         tables.load([pages] * num_groups, [1024] * num_reqs)
         buffers = BatchBuffers(tables, max_tokens=num_reqs)
         buffers.load([1] * num_reqs, [300] * num_reqs)
-        gpu_us = time_kernels(partial(advance_shared_state, buffers, num_reqs))
+        gpu_us = time_kernels(partial(advance_state, buffers, num_reqs))
         shape = {"num_groups": num_groups, "num_reqs": num_reqs, "context": 300}
         row = {"case": "advance", "backend": "shared", **shape, "gpu_us": gpu_us, "kernels_per_step": 1}
         yield with_limits(row, _ADVANCE)

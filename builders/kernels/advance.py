@@ -13,7 +13,7 @@ from builders.kernels.triton_runtime import await_previous, dependent_launch, tl
 _BLOCK = 64
 
 
-def advance_shared_state(batch: BatchBuffers, num_reqs: int) -> None:
+def advance_state(batch: BatchBuffers, num_reqs: int) -> None:
     """Move the first num_reqs single-token rows of `batch` one token forward, in place; graph-safe, one kernel.
 
     For a live row (seq_lens > 0) below its token limit whose next position has a page in every group:

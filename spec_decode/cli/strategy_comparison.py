@@ -7,15 +7,12 @@ from dataclasses import dataclass, replace
 
 from rich.table import Table
 
-from spec_decode.drafter import Strategy, StrategyError
-from spec_decode.drafter.plan import DraftPlan, choose
+from spec_decode.drafter import DrafterConfig, DraftPlan, Strategy, StrategyError, plan_draft
 from spec_decode.engine import Engine, EngineConfig, EngineStats, Generation, Request
-from spec_decode.graphs import loop_unsupported_reason
 from spec_decode.llm.backends import Backends
 from spec_decode.llm.pair import Pair
 from spec_decode.models.byte_tokenizer import encode
 from spec_decode.models.held_out_text import held_out_prompts
-from spec_decode.paged import GraphMode
 from spec_decode.paged.kv_groups import make_groups
 
 PROMPTS, PROMPT_BYTES, NEW_TOKENS, DRAFT_TOKENS = 6, 64, 64, 4
@@ -104,14 +101,7 @@ def _differing(ours: GenerateResult | None, theirs: GenerateResult, what: Callab
 def _chosen_plan(pair: Pair, backends: Backends) -> DraftPlan:
     assert pair.draft is not None
     groups = make_groups("draft", pair.draft, backends.draft, CONFIG.page_size, 1, pair.device)
-    facts = [group.facts(pair.device) for group in groups]
-    return choose(
-        facts,
-        DRAFT_TOKENS,
-        GraphMode.FULL,
-        loop_unsupported_reason=loop_unsupported_reason(pair.device),
-        at_once=pair.draft.drafts_at_once,
-    )
+    return plan_draft(pair.draft, groups, pair.device, DrafterConfig(num_speculative_tokens=DRAFT_TOKENS))
 
 
 def to_table(comparisons: Sequence[Comparison], prompts: int) -> Table:

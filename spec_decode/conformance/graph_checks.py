@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from builders import BatchBuffers, MetadataBuilder, advance_shared_state, begin_extend
+from builders import BatchBuffers, MetadataBuilder, advance_state, set_extend_state
 from spec_decode.conformance.cases import base_cases, joined, spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import ADVANCE, CAPTURE, with_case
@@ -63,7 +63,7 @@ class _CapturedLoop:
     def _run(self, metadata: Any) -> None:
         fixture = self.fixture
         for step in range(self.steps):
-            advance_shared_state(self.buffers, self.rows)
+            advance_state(self.buffers, self.rows)
             self.builder.advance(metadata)
             fixture.subject.backend.write_kv(self.key[step], self.value[step], fixture.cache, metadata)
             self.out[step].copy_(fixture.forward(self.query[step], metadata))
@@ -126,7 +126,7 @@ def replayed_advances_mean_a_rebuild(subject: Subject, case: Case) -> None:
 
     def advance() -> None:
         for _ in range(_STEPS):
-            advance_shared_state(built.buffers, rows)
+            advance_state(built.buffers, rows)
             built.builder.advance(built.metadata)
 
     advance()
@@ -147,7 +147,7 @@ def replay_equals_eager(subject: Subject, case: Case) -> None:
     loop.replay(batch, "grown")
     fixture.reload(buffers, batch)
     for step in range(loop.steps):
-        advance_shared_state(buffers, batch.rows)
+        advance_state(buffers, batch.rows)
         fresh = fixture.builder().build(fixture.view(buffers, batch, [n + step + 1 for n in batch.seq_lens]))
         subject.backend.write_kv(loop.key[step], loop.value[step], fixture.cache, fresh)
         out = fixture.forward(loop.query[step], fresh)
@@ -187,7 +187,7 @@ def verify_replays_over_other_batches(subject: Subject, case: Case) -> Measureme
     out = torch.zeros_like(query)[..., : case.spec.out_dim]
 
     def run() -> None:
-        begin_extend(buffers, context, batch.rows, query_len)
+        set_extend_state(buffers, context, batch.rows, query_len)
         builder.advance(metadata)
         subject.backend.write_kv(key, value, fixture.cache, metadata)
         out.copy_(fixture.forward(query, metadata))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from builders import AdvanceLevel, advance_shared_state
+from builders import AdvanceLevel, advance_state
 from spec_decode.conformance.cases import spec_cases
 from spec_decode.conformance.check import Family
 from spec_decode.conformance.coverage import with_case
@@ -96,7 +96,7 @@ def _round(subject: Subject, case: Case) -> Callable[[], None]:
         buffers.load(batch.query_lens, batch.seq_lens, pad_reqs=batch.rows)
         metadata = builder.build(fixture.view(buffers, batch), horizon=1)
         if level is AdvanceLevel.IN_GRAPH:
-            advance_shared_state(buffers, batch.rows)
+            advance_state(buffers, batch.rows)
             builder.advance(metadata)
         subject.backend.write_kv(key, value, fixture.cache, metadata)
         fixture.forward(query, metadata)

@@ -3,7 +3,7 @@
 from spec_decode.drafter.autotune import Measurement, autotune_strategy
 from spec_decode.drafter.config import DrafterConfig
 from spec_decode.drafter.drafter import Drafter, StepMetadata
-from spec_decode.drafter.plan import DraftPlan, StrategyError
+from spec_decode.drafter.plan import DraftPlan, StrategyError, plan_draft
 from spec_decode.drafter.steps import Drafts
 from spec_decode.drafter.strategies import Strategy
 from spec_decode.drafter.verified_tokens import VerifiedTokens
@@ -19,4 +19,5 @@ __all__ = [
     "StrategyError",
     "VerifiedTokens",
     "autotune_strategy",
+    "plan_draft",
 ]

@@ -21,11 +21,10 @@ from builders import RequestTables
 from builders.errors import require
 from spec_decode.drafter.config import DrafterConfig
 from spec_decode.drafter.drafter import Drafter
-from spec_decode.drafter.plan import StrategyError, choose
+from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.strategies import Strategy
 from spec_decode.environment import Environment, environment
 from spec_decode.files import write_whole
-from spec_decode.graphs import loop_unsupported_reason
 from spec_decode.models import DraftModel
 from spec_decode.paged.kv_groups import KVGroup
 
@@ -115,6 +114,7 @@ def autotune_strategy(
     groups: Sequence[KVGroup],
     tables: RequestTables,
     config: DrafterConfig,
+    plan: DraftPlan,
     *,
     cache: StrategyCache | None = None,
     clock: Callable[[Drafter], float] | None = None,
@@ -123,13 +123,15 @@ def autotune_strategy(
 
     Call it before any request: it runs rounds of dummy requests over the groups' caches and leaves the tables empty.
 
+    plan: as `plan_draft` makes it, with the rule's choice.
     config: only its number of tokens and its graph mode count; every other setting has its default in a measurement.
     clock: microseconds of a round of a drafter whose tables are loaded; None measures wall time.
 
     Raises BatchError where the caches have no room for a dummy request.
     """
-    device, cache = tables.device, cache or StrategyCache()
-    able, refused = _candidates(model, groups, config, device)
+    cache = cache or StrategyCache()
+    timed = [strategy for strategy in Strategy if strategy.implementation.autotuned]
+    able = list(dict.fromkeys([plan.strategy, *(strategy for strategy in timed if strategy not in plan.unsupported)]))
     shape = _shape(model, groups, tables, config)
     if (known := cache.get(shape)) is not None and _fits(known, able):
         return known
@@ -144,41 +146,20 @@ def autotune_strategy(
                 capture_sizes=[tables.num_live],
                 loop_steps=config.loop_steps,
             )
-            drafter = Drafter(model, groups, tables, candidate)
+            drafter = Drafter(model, groups, tables, candidate, plan.autotuned(strategy, "to be timed"))
             times[strategy.value] = round((clock or _wall_us)(drafter), 2)
             drafter.graphs.release()
         tables.load([[] for _ in groups], [])
     measurement = Measurement(
-        shape=shape, strategy=_best(able, times), wall_us=times, not_measured=refused, env=environment(device)
+        shape=shape,
+        strategy=_best(able, times),
+        wall_us=times,
+        not_measured={strategy.value: plan.unsupported[strategy] for strategy in timed if strategy in plan.unsupported},
+        env=environment(tables.device),
     )
     if times:
         cache.put(measurement)
     return measurement
-
-
-def _candidates(
-    model: DraftModel, groups: Sequence[KVGroup], config: DrafterConfig, device: torch.device
-) -> tuple[list[Strategy], dict[str, str]]:
-    """What the draft can run over these groups, the rule's choice first, and why the others cannot be run."""
-    facts, no_loop = [group.facts(device) for group in groups], loop_unsupported_reason(device)
-
-    def plan(forced: Strategy | None) -> Strategy:
-        return choose(
-            facts,
-            config.num_speculative_tokens,
-            config.graph_mode,
-            forced=forced,
-            loop_unsupported_reason=no_loop,
-            at_once=model.drafts_at_once,
-        ).strategy
-
-    able, refused = [plan(None)], {}
-    for strategy in (s for s in Strategy if s.implementation.autotuned):
-        try:
-            able.append(plan(strategy))
-        except StrategyError as error:
-            refused[strategy.value] = str(error)
-    return list(dict.fromkeys(able)), refused
 
 
 def _fits(known: Measurement, able: Sequence[Strategy]) -> bool:

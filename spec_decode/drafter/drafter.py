@@ -12,11 +12,11 @@ from builders import RequestTables
 from builders.devices import on_own_device
 from builders.errors import require, require_tensor
 from spec_decode.drafter.config import DrafterConfig
-from spec_decode.drafter.plan import choose
+from spec_decode.drafter.plan import DraftPlan, plan_draft
 from spec_decode.drafter.steps import Drafts, make_step
 from spec_decode.drafter.strategies import DraftStrategy
 from spec_decode.drafter.verified_tokens import VerifiedTokens
-from spec_decode.graphs import Capturable, Factory, GraphManager, default_capture_sizes, loop_unsupported_reason
+from spec_decode.graphs import Factory, GraphManager, default_capture_sizes
 from spec_decode.models import DraftModel
 from spec_decode.paged.kv_groups import KVGroup
 from spec_decode.paged.step_buffers import StepBuffers
@@ -41,31 +41,29 @@ class Drafter:
     """Proposes K tokens a round for the requests in `tables`, in the strategy that the groups' builders allow."""
 
     def __init__(
-        self, model: DraftModel, groups: Sequence[KVGroup], tables: RequestTables, config: DrafterConfig
+        self,
+        model: DraftModel,
+        groups: Sequence[KVGroup],
+        tables: RequestTables,
+        config: DrafterConfig,
+        plan: DraftPlan | None = None,
     ) -> None:
-        """Raises, before any allocation, StrategyError for a K below 1 or a forced strategy that a group cannot run,
+        """plan: of this draft, as `plan_draft` makes it; None makes it here.
+
+        Raises, before any allocation, StrategyError for a K below 1 or a forced strategy that a group cannot run,
         and BatchError for groups, a K or capture sizes that do not fit the tables, and a K above the model's modules.
         """
-        device = tables.device
-        self.plan = choose(
-            [group.facts(device) for group in groups],
-            config.num_speculative_tokens,
-            config.graph_mode,
-            forced=config.strategy,
-            loop_unsupported_reason=loop_unsupported_reason(device),
-            at_once=model.drafts_at_once,
-            tree=config.tree is not None,
-        )
+        self.plan = plan_draft(model, groups, tables.device, config) if plan is None else plan
         sizes = list(config.capture_sizes or default_capture_sizes(tables.max_reqs))
         model.check_num_tokens(config.num_speculative_tokens)
         _check_shapes(groups, tables, sizes)
         self.model = model
         self.groups = tuple(groups)
         self.tables = tables
-        self.device = device
+        self.device = tables.device
         self.num_speculative_tokens = config.num_speculative_tokens
         strategy = self.plan.strategy.implementation
-        self.graphs = GraphManager(device, sizes, memory_limit=config.graph_memory_limit)
+        self.graphs = GraphManager(self.device, sizes, memory_limit=config.graph_memory_limit)
         self._uses_graphs = strategy.uses_graphs
         self._step = make_step(model, groups, tables, config, self.plan)
         self.inputs = self._step.inputs
@@ -74,7 +72,7 @@ class Drafter:
         self._round: Factory | None = None
         if (later := self._step.later) and self.num_speculative_tokens > 1:
             self._later = strategy(later, self.graphs, loop_steps=config.loop_steps)
-            self._round = self._later.joined(self._capture_extend) if self._step.captured else None
+            self._round = self._later.joined(self._step.capturable) if self._step.captured else None
         # What the device was last told: tokens of a round, and whether a request's own number may differ from K.
         self._asked = (self.num_speculative_tokens, False)
 
@@ -129,28 +127,28 @@ class Drafter:
         if wanted > 1 and self._round:
             self._step.extend.replay(self.graphs, ROUND, size)
         else:
-            self.run_extend(size)
+            self.launch_step_0(size)
             if wanted > 1:
-                self.run_steps(size, wanted)
+                self.launch_later_steps(size, wanted)
         return self._step.drafts(live, wanted)
 
-    def run_extend(self, size: int) -> None:
+    def launch_step_0(self, size: int) -> None:
         """Run step 0 of `size` padded rows over the round's inputs."""
         step = self._step
         if step.extend.built_groups:
-            step.begin(size)
+            step.prepare_step_0(size)
         if self._step.captured:
             step.extend.replay(self.graphs, EXTEND, size)
         else:
-            step.run_extend(size)
+            step.run_step_0(size)
 
-    def run_steps(self, size: int, num_tokens: int | None = None) -> None:
+    def launch_later_steps(self, size: int, num_tokens: int | None = None) -> None:
         """Run steps 1 to num_tokens - 1 of `size` padded rows from the state that step 0 left; None is K tokens.
 
         Raises BatchError, with nothing run, where they have no graph without step 0.
         """
         if self._later is not None:
-            self._later.run(size, (num_tokens or self.num_speculative_tokens) - 1)
+            self._later.run_later_steps(size, (num_tokens or self.num_speculative_tokens) - 1)
 
     def _padded(self) -> int:
         return self.graphs.padded(self.tables.num_live, eager=not self._uses_graphs)
@@ -209,21 +207,12 @@ class Drafter:
             self.tables.token_limits.copy_(limits)
 
     def _capturables(self) -> Mapping[str, Factory]:
-        found: dict[str, Factory] = {EXTEND: self._capture_extend} if self._step.captured else {}
+        found: dict[str, Factory] = {EXTEND: self._step.capturable} if self._step.captured else {}
         if self._round:
             found[ROUND] = self._round
         elif self._later is not None:
             found |= self._later.capturables()
         return found
-
-    def _capture_extend(self, size: int) -> Capturable:
-        step = self._step
-
-        def run() -> None:
-            step.begin_in_graph(size)
-            step.run_extend(size)
-
-        return Capturable(run, step.prepare_capture(size))
 
 
 def _check_shapes(groups: Sequence[KVGroup], tables: RequestTables, sizes: Sequence[int]) -> None:

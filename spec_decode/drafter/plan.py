@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from builders import GraphSupport
+from spec_decode.drafter.config import DrafterConfig
 from spec_decode.drafter.strategies import Strategy
+from spec_decode.graphs import loop_unsupported_reason
+from spec_decode.models import DraftModel
+from spec_decode.paged.kv_groups import KVGroup
 from spec_decode.paged.metadata_plan import GraphMode, GroupFacts, GroupPlan, MetadataPlan
 
 _NO_LATER_STEPS = "this draft proposes all its tokens in one step, and has no later ones"
@@ -23,6 +29,13 @@ class DraftPlan(MetadataPlan):
     strategy: Strategy
     reason: str
     not_chosen: tuple[tuple[Strategy, str], ...]
+    unsupported: Mapping[Strategy, str]
+    """Why each strategy that cannot run over these groups cannot."""
+
+    def autotuned(self, strategy: Strategy, reason: str) -> DraftPlan:
+        """The plan of another strategy that can run, which a measurement chose for that reason."""
+        instead = f"{strategy.value} was measured to be faster"
+        return _plan([group.facts for group in self.groups], self.unsupported, strategy, reason, instead)
 
     def explain(self) -> list[str]:
         """The plan in words, one line each."""
@@ -67,29 +80,53 @@ def choose(
             "would never be drafted, so nothing was planned. Draft no tree, or use another draft."
         )
     unsupported = {
-        strategy: strategy.implementation.unsupported_reason(groups, graph_mode, loop_unsupported_reason)
+        strategy: reason
         for strategy in Strategy
+        if (reason := strategy.implementation.unsupported_reason(groups, graph_mode, loop_unsupported_reason))
     }
-    if tree:
-        unsupported |= {s: reason for s in Strategy if s.implementation.uses_graphs and (reason := _no_trees(groups))}
+    if tree and (reason := _no_trees(groups)):
+        unsupported |= {s: reason for s in Strategy if s.implementation.uses_graphs}
     if at_once:
         unsupported |= {s: _NO_LATER_STEPS for s in Strategy if s.implementation.needs_later_steps}
-    if forced is not None and (reason := unsupported[forced]):
+    if forced is None:
+        chosen = next(s for s in Strategy if s.implementation.automatic and s not in unsupported)
+        return _plan(groups, unsupported, chosen, chosen.implementation.chosen_because, None)
+    if forced in unsupported:
         raise StrategyError(
-            f"strategy {forced.value} was asked for and cannot be run: {reason}. Nothing else was chosen in its "
-            "place. Ask for another strategy, or change the group's backend."
+            f"strategy {forced.value} was asked for and cannot be run: {unsupported[forced]}. Nothing else was chosen "
+            "in its place. Ask for another strategy, or change the group's backend."
         )
-    chosen = forced or next(s for s in Strategy if s.implementation.automatic and unsupported[s] is None)
-    asked = f"{chosen.value} was asked for" if forced else None
-    not_chosen = tuple(
-        (strategy, unsupported[strategy] or asked or strategy.implementation.drawback)
-        for strategy in Strategy
-        if strategy is not chosen
+    return _plan(groups, unsupported, forced, "asked for", f"{forced.value} was asked for")
+
+
+def plan_draft(model: DraftModel, groups: Sequence[KVGroup], device: torch.device, config: DrafterConfig) -> DraftPlan:
+    """The plan of a drafter. Raises StrategyError as `choose` does."""
+    return choose(
+        [group.facts(device) for group in groups],
+        config.num_speculative_tokens,
+        config.graph_mode,
+        forced=config.strategy,
+        loop_unsupported_reason=loop_unsupported_reason(device),
+        at_once=model.drafts_at_once,
+        tree=config.tree is not None,
     )
-    implementation = chosen.implementation
+
+
+def _plan(
+    groups: Sequence[GroupFacts],
+    unsupported: Mapping[Strategy, str],
+    strategy: Strategy,
+    reason: str,
+    instead: str | None,
+) -> DraftPlan:
+    """instead: why the others that can run were not chosen; None for their own drawbacks."""
+    others = [other for other in Strategy if other is not strategy]
+    implementation = strategy.implementation
     return DraftPlan(
-        strategy=chosen,
-        reason="asked for" if forced else implementation.chosen_because,
+        strategy=strategy,
+        reason=reason,
+        not_chosen=tuple((s, unsupported.get(s) or instead or s.implementation.drawback) for s in others),
+        unsupported=unsupported,
         groups=tuple(
             GroupPlan(
                 facts=group,
@@ -98,7 +135,6 @@ def choose(
             )
             for group in groups
         ),
-        not_chosen=not_chosen,
     )
 
 

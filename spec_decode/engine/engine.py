@@ -26,7 +26,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -34,7 +33,7 @@ import torch
 from builders import RequestTables
 from builders.devices import on_own_device
 from builders.errors import require
-from spec_decode.drafter import Drafter, DraftPlan, Measurement, autotune_strategy
+from spec_decode.drafter import Drafter, DraftPlan, Measurement, autotune_strategy, plan_draft
 from spec_decode.engine.block_pool import BlockPool
 from spec_decode.engine.config import EngineConfig, check_models, checked_request
 from spec_decode.engine.input_batch import InputBatch
@@ -132,19 +131,19 @@ class Engine:
 
     def _make_drafter(self, draft: DraftModel, groups: Sequence[KVGroup]) -> Drafter:
         config, tables = self.config.drafter_config(), self._tables[1]
+        plan = plan_draft(draft, groups, tables.device, config)
         # An emulated graph has no speed to measure.
         if config.strategy is None and self.config.autotune and self.device.type == "cuda":
-            self.autotuned = autotune_strategy(draft, groups, tables, config)
+            self.autotuned = autotune_strategy(draft, groups, tables, config, plan)
             _log.info("autotune: %s", self.autotuned.explain())
-            config = replace(config, strategy=self.autotuned.strategy)
-        return Drafter(draft, groups, tables, config)
+            if self.autotuned.wall_us:
+                plan = plan.autotuned(self.autotuned.strategy, self.autotuned.explain())
+        return Drafter(draft, groups, tables, config, plan)
 
     @property
     def plan(self) -> DraftPlan | None:
         """The drafter's plan; None when decoding plainly."""
-        if self.drafter is None or self.autotuned is None or not self.autotuned.wall_us:
-            return self.drafter.plan if self.drafter else None
-        return replace(self.drafter.plan, reason=self.autotuned.explain())
+        return self.drafter.plan if self.drafter else None
 
     @on_own_device
     def capture(self, *, progress: bool = False) -> None:

@@ -100,7 +100,7 @@ class TargetRunner:
             step(size, self._forward_eager)
             return
         if self._buffers.built_groups:
-            self._buffers.begin(context_lens(size), size)
+            self._buffers.build_at(context_lens(size), size)
         self._buffers.replay(self.graphs, TARGET, size)
 
     def capture(self, step: Step, *, progress: bool = False) -> None:
@@ -133,7 +133,7 @@ class TargetRunner:
     def _forward_eager(
         self, context_lens: torch.Tensor, token_ids: torch.Tensor, parents: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._buffers.begin(context_lens, len(token_ids))
+        self._buffers.build_at(context_lens, len(token_ids))
         return self._forward(self._buffers.attention, token_ids, parents)
 
     def _forward_captured(
@@ -143,7 +143,7 @@ class TargetRunner:
         token_ids: torch.Tensor,
         parents: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._buffers.begin_in_graph(context_lens, len(token_ids))
+        self._buffers.advance_to(context_lens, len(token_ids))
         return self._forward(attention, token_ids, parents)
 
     def _forward(

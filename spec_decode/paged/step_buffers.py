@@ -15,7 +15,7 @@ from builders import (
     HostLengths,
     MetadataBuilder,
     RequestTables,
-    begin_extend,
+    set_extend_state,
 )  # fmt: skip
 from spec_decode.graphs import GraphKey, GraphManager, SplitOp
 from spec_decode.paged.attention import PagedAttention, SplitAttention
@@ -102,20 +102,20 @@ class StepBuffers:
             split_op=split_op,
         )  # fmt: skip
 
-    def begin(self, context_lens: torch.Tensor, size: int) -> None:
+    def build_at(self, context_lens: torch.Tensor, size: int) -> None:
         """Set the state of a step after context_lens, int32 [size] tokens, and build what the host builds of it."""
-        begin_extend(self.batch, context_lens, size, self.query_len)
-        self.build_round(size)
-        self.rebuild(size)
+        set_extend_state(self.batch, context_lens, size, self.query_len)
+        self.build_round_metadata(size)
+        self.build_step_metadata(size)
 
-    def begin_in_graph(self, context_lens: torch.Tensor, size: int) -> None:
-        """What a graph holds of it: all of it, or where the host builds, the advance of the other groups."""
+    def advance_to(self, context_lens: torch.Tensor, size: int) -> None:
+        """The same in a graph: metadata is refreshed in place. Where the host builds, it has set the state before."""
         if not self.built_groups:
-            begin_extend(self.batch, context_lens, size, self.query_len)
-        self.advance()
+            set_extend_state(self.batch, context_lens, size, self.query_len)
+        self.advance_metadata()
 
     def set_trees(self, parents: torch.Tensor) -> None:
-        """Let the tokens of each row be a root and its tree, where `begin` has set a chain: masks and positions.
+        """Let the tokens of each row be a root and its tree, where a chain was set: masks and positions.
 
         parents: int64 [size, query_len - 1], as TreeBatch has them. Device work only.
         """
@@ -126,16 +126,16 @@ class StepBuffers:
         positions.copy_((positions[:, :1] + depths).where(live, 0))
         batch.tree_masks[:count].view(size, -1).copy_(masks.where(live, 0))
 
-    def build_round(self, size: int) -> None:
+    def build_round_metadata(self, size: int) -> None:
         """Build what is built once a round, before the first step: plans ahead, from the state before any advance."""
         self._build(size, self._built_per_round)
         self._plan_ahead(size)
 
-    def rebuild(self, size: int) -> None:
+    def build_step_metadata(self, size: int) -> None:
         """Build the groups that the plan rebuilds at every step, for the state as it stands."""
         self._build(size, self._rebuilt)
 
-    def advance(self) -> None:
+    def advance_metadata(self) -> None:
         """Refresh in place the metadata of the groups that advance in the graph; graph-safe."""
         for index in self._in_graph:
             self._builders[index].advance(self.metadata[index])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from attn_backends import KVCache
-from builders import AttentionBatch, AttentionKind, BatchBuffers, MetadataBuilder, RequestTables, advance_shared_state
+from builders import AttentionBatch, AttentionKind, BatchBuffers, MetadataBuilder, RequestTables, advance_state
 from builders.spec import AttentionSpec
 from spec_decode.testing import oracle
 from spec_decode.testing.batches import MAX_SEQ_LEN, Batch
@@ -314,7 +314,7 @@ class BuiltBatch:
 
     def move(self) -> None:
         """Move the shared state one token forward."""
-        advance_shared_state(self.buffers, self.batch.rows)
+        advance_state(self.buffers, self.batch.rows)
         self.seq_lens = [n + 1 for n in self.seq_lens]
 
     def advance(self) -> None:

@@ -17,7 +17,7 @@ from benchmarks.cases.decode import PeerComparison, by_backend, comparison_rows
 from benchmarks.decode_fixture import DecodeFixture
 from benchmarks.report import read_report, report_bytes
 from benchmarks.rows import STOPPED, Bench, serving, with_limits
-from builders import AdvanceLevel, BatchError, advance_shared_state
+from builders import AdvanceLevel, BatchError, advance_state
 from spec_decode.matrix.sources import Sources, TimingReport
 from spec_decode.tools.specs import FP8_DS_MLA, GQA, MLA
 from spec_decode.tools.timing_limit import TimingLimit, verdict
@@ -257,7 +257,7 @@ def test_a_plan_for_the_horizon_holds_while_only_last_page_len_moves(flashinfer)
     plan, plans = metadata.plan.clone(), len(metadata.launch.wrapper.plans)
     [cache] = fixture.caches(backend, cold=False)
     for _ in range(7):
-        advance_shared_state(fixture.buffers, fixture.num_reqs)
+        advance_state(fixture.buffers, fixture.num_reqs)
         builder.advance(metadata)
         expected = fixture.attention_by(get("torch_reference"))(cache)
         out = backend.forward(fixture.query, cache, metadata, spec=fixture.spec)
@@ -270,7 +270,7 @@ def test_a_plan_for_the_start_alone_would_not_hold(flashinfer):
     metadata = builder.build(fixture.batch)
     layout, [cache] = metadata.launch.layout, fixture.caches(backend, cold=False)
     metadata.plan[layout.block_valid_mask + 2 :][: layout.padded_tiles - 2] = 0
-    advance_shared_state(fixture.buffers, fixture.num_reqs)
+    advance_state(fixture.buffers, fixture.num_reqs)
     builder.advance(metadata)
     out, expected = (
         backend.forward(fixture.query, cache, metadata, spec=fixture.spec),
@@ -283,7 +283,7 @@ def test_every_build_plans_on_the_host_and_keeps_the_lengths_of_the_device(flash
     fixture, _, builder = planned(flashinfer, flashinfer.FlashInferPerStep())
     metadata = builder.build(fixture.batch)
     before = len(metadata.launch.wrapper.plans)
-    advance_shared_state(fixture.buffers, fixture.num_reqs)
+    advance_state(fixture.buffers, fixture.num_reqs)
     builder.build(fixture.batch)
     width = fixture.batch.block_table.shape[1]
     assert metadata.launch.wrapper.plans[before:] == [([0, width, 2 * width], [16, 16])]

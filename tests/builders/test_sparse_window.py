@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from builders import AdvanceLevel, AttentionKind, BatchBuffers, BatchError, GraphSupport, advance_shared_state
+from builders import AdvanceLevel, AttentionKind, BatchBuffers, BatchError, GraphSupport, advance_state
 from builders.sparse_window import SparseWindowBuilder
 from spec_decode.graphs import runtime_for
 from tests.factories import CPU, make_spec, make_tables
@@ -47,7 +47,7 @@ class Asked:
         return SparseWindowBuilder(spec, CPU, max_reqs=8, max_tokens=64, max_seq_len=MAX_SEQ_LEN)
 
     def advance(self):
-        advance_shared_state(self.buffers, self.view.num_reqs)
+        advance_state(self.buffers, self.view.num_reqs)
 
     def lists_by_hand(self):
         """Per token the slots it sees; None for a token of no live request."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attn_backends import KVCache, get
 from attn_backends.triton_paged import TritonPaged
-from builders import AttentionSpec, BatchBuffers, RequestTables, begin_extend
+from builders import AttentionSpec, BatchBuffers, RequestTables, set_extend_state
 from builders.flashinfer.plan import replan
 from builders.kernels.triton_runtime import torch_implementations
 from spec_decode.graphs import runtime_for
@@ -93,7 +93,7 @@ class CapturedStep:
 
     def _step(self) -> None:
         query_len = self.shape.query_len
-        begin_extend(self.buffers, self.context, ROWS, query_len)
+        set_extend_state(self.buffers, self.context, ROWS, query_len)
         self.builder.advance(self.metadata)
         at = self.buffers.positions.view(ROWS, query_len)
         row = torch.arange(ROWS, device=self.device)[:, None]

@@ -8,7 +8,7 @@ import torch
 from attn_backends.kernels.latent_attention import latent_attention
 from attn_backends.kernels.paged_attention import paged_attention
 from attn_backends.kernels.tree_attention import tree_attention
-from builders import BatchBuffers, begin_extend
+from builders import BatchBuffers, set_extend_state
 from builders.kernels.list_window_slots import list_window_slots
 from spec_decode.models.kernels.embed_concat import embed_concat
 from spec_decode.trees.kernels.ancestor_masks import ancestor_masks
@@ -85,7 +85,7 @@ def test_a_tree_longer_than_its_sequence_gives_rows_of_0():
 def test_a_context_out_of_range_is_inert_and_overflows(context):
     tables = make_tables([8, 8], page_sizes=(4,), max_reqs=2, max_seq_len=8)
     batch = BatchBuffers(tables, max_tokens=4)
-    begin_extend(batch, lens(context, 3), 2, 2)
+    set_extend_state(batch, lens(context, 3), 2, 2)
     assert batch.seq_lens.tolist() == [0, 5] and batch.positions.tolist() == [0, 0, 3, 4]
     assert batch.slot_mappings[0, :2].tolist() == [-1, -1] and batch.slot_mappings[0, 2:].ge(0).all()
     assert tables.overflow.tolist() == [1, 0]

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from builders import advance_shared_state, begin_decode, begin_extend
+from builders import advance_state, set_decode_state, set_extend_state
 from builders.kernels.triton_runtime import torch_implementations
 from tests.factories import Shared, shared_states, state_of
 
@@ -23,7 +23,7 @@ def both_ways(shared: Shared, operation, query_len=1):
 def test_advance(shared, steps):
     def advance(batch):
         for _ in range(steps):
-            advance_shared_state(batch, shared.num_reqs)
+            advance_state(batch, shared.num_reqs)
 
     by_kernel, by_torch = both_ways(shared, advance)
     assert by_kernel == by_torch
@@ -33,7 +33,7 @@ def test_advance_of_more_rows_than_one_block():
     rows = 300
     table = [[[-1 if row % 7 == 0 else row % 100, row % 50] for row in range(rows)]]
     shared = Shared([4], table, [(row * 5) % 11 for row in range(rows)], [row % 9 for row in range(rows)], rows - 3)
-    by_kernel, by_torch = both_ways(shared, lambda batch: advance_shared_state(batch, shared.num_reqs))
+    by_kernel, by_torch = both_ways(shared, lambda batch: advance_state(batch, shared.num_reqs))
     assert by_kernel == by_torch
 
 
@@ -43,7 +43,7 @@ def test_begin_extend(shared, query_len, data):
     context = data.draw(st.lists(st.integers(0, 30), min_size=shared.rows, max_size=shared.rows))
     lens = torch.tensor(context, dtype=torch.int32)
     by_kernel, by_torch = both_ways(
-        shared, lambda batch: begin_extend(batch, lens, shared.num_reqs, query_len), query_len
+        shared, lambda batch: set_extend_state(batch, lens, shared.num_reqs, query_len), query_len
     )
     assert by_kernel == by_torch
 
@@ -52,7 +52,7 @@ def test_begin_extend_of_several_rows_over_pages_of_their_own():
     table = [[[4 * row + column for column in range(4)] for row in range(first, first + 4)] for first in (0, 4)]
     shared = Shared([4, 2], table, [8] * 4, [0] * 4, 4)
     lens = torch.tensor([3, 0, 5, 1], dtype=torch.int32)
-    by_kernel, by_torch = both_ways(shared, lambda batch: begin_extend(batch, lens, 4, 3), 3)
+    by_kernel, by_torch = both_ways(shared, lambda batch: set_extend_state(batch, lens, 4, 3), 3)
     assert by_kernel == by_torch
     assert min(by_kernel["seq_lens"]) > 0
 
@@ -68,7 +68,7 @@ def test_begin_decode(shared, query_len, data):
 
     def begin(batch):
         batch.step.fill_(3)
-        begin_decode(batch, extended, accepted, shared.num_reqs, query_len)
+        set_decode_state(batch, extended, accepted, shared.num_reqs, query_len)
 
     by_kernel, by_torch = both_ways(shared, begin)
     assert by_kernel == by_torch

@@ -40,8 +40,8 @@ def advance_decode():
             )  # fmt: skip
 
 
-@op("builders::begin_extend")
-def begin_extend():
+@op("builders::set_extend_state")
+def set_extend_state():
     for query_len, context in ((3, (4, 5)), (1, (0, 19)), (5, (17, 3, 0, 30))):
         batch, tables = loaded(query_len, [query_len + 1] * len(context))
         yield (
@@ -50,8 +50,8 @@ def begin_extend():
         )  # fmt: skip
 
 
-@op("builders::begin_decode")
-def begin_decode():
+@op("builders::set_decode_state")
+def set_decode_state():
     for accepted in ((1, 2), (-(2**31), 2**31 - 1), (0, -2)):
         batch, _ = loaded()
         yield batch.seq_lens, batch.positions, batch.slot_mappings, batch.step, int32(6, 0), int32(*accepted), 3

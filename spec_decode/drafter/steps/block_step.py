@@ -30,7 +30,7 @@ class BlockStep(Step[BlockDraft, DraftSampler]):
         self._mask_hidden = zeros if hidden is None else hidden
         return self._draft_sampler(batch.seq_lens, batch.positions, batch.step)
 
-    def run_extend(self, size: int) -> None:
+    def run_step_0(self, size: int) -> None:
         """Draft K tokens for the first `size` rows.
 
         Raises BatchError for a draft model that returns states of another shape.

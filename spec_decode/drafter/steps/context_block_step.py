@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -50,28 +50,17 @@ class ContextBlockStep(Step[ContextBlockDraft, DraftSampler]):
         """Write what the layers attend to of T tokens, of their states [T, H] alone; positions int64 [T]."""
         self.model.write_context(states, positions, attention)
 
-    def begin(self, size: int) -> None:
-        """Set the state of the step for the first `size` rows, and build what the host builds of it."""
-        self._place_block(size)
-        self.context.begin(self.inputs.context_lens, size)
-        self.extend.begin(self._block_starts, size)
+    def _place(self, size: int) -> Sequence[tuple[StepBuffers, torch.Tensor]]:
+        """See Step: the verified tokens, and the block after those of them that were accepted."""
+        kept = self.inputs.accepted[:size].clamp(0, self.num_speculative_tokens)
+        torch.add(self.inputs.context_lens[:size], kept + 1, out=self._block_starts[:size])
+        return [(self.context, self.inputs.context_lens), (self.extend, self._block_starts)]
 
-    def begin_in_graph(self, size: int) -> None:
-        """What a graph holds of it."""
-        self._place_block(size)
-        self.context.begin_in_graph(self.inputs.context_lens, size)
-        self.extend.begin_in_graph(self._block_starts, size)
-
-    def prepare_capture(self, size: int) -> CaptureConstants:
-        """The host constants that a capture of `size` rows bakes in."""
+    def _prepare_capture(self, size: int) -> CaptureConstants:
         self.context.prepare_capture(size)
         return self.extend.prepare_capture(size)
 
-    def _place_block(self, size: int) -> None:
-        kept = self.inputs.accepted[:size].clamp(0, self.num_speculative_tokens)
-        torch.add(self.inputs.context_lens[:size], kept + 1, out=self._block_starts[:size])
-
-    def run_extend(self, size: int) -> None:
+    def run_step_0(self, size: int) -> None:
         """Draft K tokens for the first `size` rows.
 
         Raises BatchError for a draft model that returns states of another shape.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from builders import RequestTables, advance_shared_state, begin_decode
+from builders import RequestTables, advance_state, set_decode_state
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.steps.step import Step
 from spec_decode.drafter.strategies.base import LaterSteps
@@ -32,32 +32,32 @@ class DraftStep(Step[DraftModel, DraftSampler]):
         self.hidden = torch.zeros(tables.max_reqs, self.model.hidden_size, dtype=dtype, device=tables.device)
         return self._draft_sampler(batch.seq_lens, batch.positions, batch.step)
 
-    def run_extend(self, size: int) -> None:
+    def run_step_0(self, size: int) -> None:
         """Step 0: the draft's tokens are the target's, shifted by one, with the next token after the last accepted.
 
         Raises BatchError for a draft model that returns states of another shape.
         """
         hidden = self.forward_last(size)
         extend = self.extend
-        begin_decode(self.decode.batch, extend.batch.seq_lens, self.inputs.accepted, size, extend.query_len)
+        set_decode_state(self.decode.batch, extend.batch.seq_lens, self.inputs.accepted, size, extend.query_len)
         self.sampler(self.logits(hidden), hidden, self.hidden)
 
-    def advance(self, size: int) -> None:
+    def advance_state(self, size: int) -> None:
         """Move the state of the first `size` rows on to the next later step."""
-        advance_shared_state(self.decode.batch, size)
+        advance_state(self.decode.batch, size)
 
-    def run_decode(self, size: int, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
+    def run_later_step(self, size: int, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
         """A later step from the last one's hidden states [size, hidden_size]; returns its own, of the same shape."""
-        hidden = self._decode(size, hidden, attention)
+        hidden = self._forward_later(size, hidden, attention)
         self.sampler(self.logits(hidden))
         return hidden
 
-    def run_decode_in_place(self, size: int, attention: Attention) -> None:
+    def run_later_step_in_place(self, size: int, attention: Attention) -> None:
         """A later step that leaves its hidden states in `hidden`, where the next one starts from."""
-        hidden = self._decode(size, self.hidden[:size], attention)
+        hidden = self._forward_later(size, self.hidden[:size], attention)
         self.sampler(self.logits(hidden), hidden, self.hidden)
 
-    def _decode(self, size: int, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
+    def _forward_later(self, size: int, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
         positions = self.decode.batch.positions[:size]
         with self.products():
             return self.model.forward(self.sampler.next_ids[:size], hidden, positions, attention)

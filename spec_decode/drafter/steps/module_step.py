@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from builders import BatchBuffers, RequestTables, advance_shared_state, begin_decode
+from builders import BatchBuffers, RequestTables, advance_state, set_decode_state
 from spec_decode.drafter.kernels.gather_last_hidden import gather_last_hidden
 from spec_decode.drafter.kernels.shift_tokens import shift_tokens
 from spec_decode.drafter.plan import DraftPlan
@@ -16,6 +16,7 @@ from spec_decode.models import ModuleDraft
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.input_cache import InputCache
 from spec_decode.paged.kv_groups import build_ragged
+from spec_decode.paged.step_buffers import StepBuffers
 from spec_decode.sampling import DraftSampler
 
 
@@ -51,23 +52,14 @@ class ModuleStep(Step[ModuleDraft, DraftSampler]):
         self._places = torch.arange(self.extend_len, device=device)
         return self._draft_sampler(self.drafting.seq_lens, self.drafting.positions, self.drafting.step)
 
-    def begin(self, size: int) -> None:
-        """Set the state of the step for the first `size` rows, and build what the host builds of it."""
-        self._find_places(size)
-        self.extend.begin(self._starts, size)
-
-    def begin_in_graph(self, size: int) -> None:
-        """What a graph holds of it."""
-        self._find_places(size)
-        self.extend.begin_in_graph(self._starts, size)
-
-    def _find_places(self, size: int) -> None:
-        """Where rows start, and the place of the last accepted token in each."""
+    def _place(self, size: int) -> Sequence[tuple[StepBuffers, torch.Tensor]]:
+        """See Step. Finds the place of the last accepted token in each row, too."""
         context, starts, steps = self.inputs.context_lens[:size], self._starts[:size], self.num_speculative_tokens
         torch.sub(context, steps - 1, out=starts).clamp_(min=0)
         torch.add(self.inputs.accepted[:size].clamp(0, steps), context - starts, out=self._last[:size])
+        return [(self.extend, self._starts)]
 
-    def run_extend(self, size: int) -> None:
+    def run_step_0(self, size: int) -> None:
         """Draft K tokens for the first `size` rows.
 
         Raises BatchError for a draft model that returns states of another shape.
@@ -76,10 +68,10 @@ class ModuleStep(Step[ModuleDraft, DraftSampler]):
         token_ids, states = self._read_inputs(size)
         with self.products():
             states = self.model.combine(states)
-        begin_decode(batch, self.extend.batch.seq_lens, last, size, self.extend.query_len)
+        set_decode_state(batch, self.extend.batch.seq_lens, last, size, self.extend.query_len)
         for index, module in enumerate(self._modules):
             if index:
-                advance_shared_state(batch, size)
+                advance_state(batch, size)
                 token_ids = shift_tokens(token_ids.view(size, -1), self.sampler.next_ids, last)
             states = self.forward(size, token_ids, states, module)
             gather_last_hidden(states, last, self._hidden[:size], self.extend.query_len)

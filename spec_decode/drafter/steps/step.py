@@ -17,6 +17,7 @@ from spec_decode.drafter.kernels.shift_tokens import shift_tokens
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.strategies.base import LaterSteps
 from spec_decode.drafter.verified_tokens import VerifiedTokens
+from spec_decode.graphs import Capturable
 from spec_decode.models import DraftModel
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import KVGroup, build_ragged, products_of
@@ -140,22 +141,33 @@ class Step(ABC, Generic[M, S]):
         """Write the KV of T tokens; token_ids, positions int64 [T], states [T, H] as `combine` makes them."""
         self.model.forward(token_ids, states, positions, attention)
 
-    def begin(self, size: int) -> None:
-        """Set the state of the step for the first `size` rows, and build what the host builds of it."""
-        self.extend.begin(self.inputs.context_lens, size)
+    def prepare_step_0(self, size: int) -> None:
+        """Set the state of step 0 for the first `size` rows, and build what the host builds of it."""
+        for buffers, context_lens in self._place(size):
+            buffers.build_at(context_lens, size)
 
-    def begin_in_graph(self, size: int) -> None:
-        """What a graph holds of it."""
-        self.extend.begin_in_graph(self.inputs.context_lens, size)
-
-    def prepare_capture(self, size: int) -> CaptureConstants:
-        """The host constants that a capture of `size` rows bakes in."""
-        return self.extend.prepare_capture(size)
+    def _place(self, size: int) -> Sequence[tuple[StepBuffers, torch.Tensor]]:
+        """The batches of step 0, each with the tokens before it in every row, int32 [rows]; device work only."""
+        return [(self.extend, self.inputs.context_lens)]
 
     @abstractmethod
-    def run_extend(self, size: int) -> None:
+    def run_step_0(self, size: int) -> None:
         """The step of the first `size` rows. Raises BatchError for a draft model that returns states of another
         shape."""
+
+    def capturable(self, size: int) -> Capturable:
+        """Step 0 of `size` rows, and what a graph holds of its preparation."""
+
+        def run() -> None:
+            for buffers, context_lens in self._place(size):
+                buffers.advance_to(context_lens, size)
+            self.run_step_0(size)
+
+        return Capturable(run, self._prepare_capture(size))
+
+    def _prepare_capture(self, size: int) -> CaptureConstants:
+        """Build all metadata of step 0 over padding rows; the host constants that a capture bakes in."""
+        return self.extend.prepare_capture(size)
 
     def forward(
         self, size: int, token_ids: torch.Tensor, states: torch.Tensor, module: DraftModel | None = None

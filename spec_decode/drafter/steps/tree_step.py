@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from builders import RequestTables, begin_extend
+from builders import RequestTables, set_extend_state
 from spec_decode.drafter.kernels.gather_last_hidden import gather_last_hidden
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.steps.step import Drafts, Step
@@ -67,7 +67,7 @@ class TreeStep(Step[DraftModel, TreeSampler]):
         sampler = self.sampler
         return Drafts(sampler.draft_tokens[:num_reqs], sampler.draft_logits[:num_reqs], sampler.parents[:num_reqs])
 
-    def run_extend(self, size: int) -> None:
+    def run_step_0(self, size: int) -> None:
         """Step 0, as DraftStep's, and the root's children.
 
         Raises BatchError for a draft model that returns states of another shape.
@@ -78,20 +78,20 @@ class TreeStep(Step[DraftModel, TreeSampler]):
         kept = inputs.accepted[:size].clamp(0, self.num_speculative_tokens)
         torch.add(inputs.context_lens[:size], kept + 1, out=self._starts[:size])
         if self.num_speculative_tokens > 1:
-            begin_extend(batch, self._starts, size, self.decode.query_len)
+            set_extend_state(batch, self._starts, size, self.decode.query_len)
         batch.step.zero_()
         self._grow(last[:, None], self.logits(last)[:, None])
 
-    def advance(self, size: int) -> None:
+    def advance_state(self, size: int) -> None:
         """Move on to the next later step: only its number changes."""
         self.decode.batch.step.add_(1)
 
-    def run_decode(self, size: int, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
+    def run_later_step(self, size: int, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
         """A later step. It starts from buffers, not from hidden, which is returned."""
-        self.run_decode_in_place(size, attention)
+        self.run_later_step_in_place(size, attention)
         return hidden
 
-    def run_decode_in_place(self, size: int, attention: Attention) -> None:
+    def run_later_step_in_place(self, size: int, attention: Attention) -> None:
         """A later step, from the frontier that the last one left."""
         token_ids, states = self._token_ids[:size].flatten(), self._states[:size].flatten(0, 1)
         positions = self.decode.batch.positions[: len(token_ids)]

@@ -37,15 +37,15 @@ class LaterSteps(Protocol):
         """Which holds what was drafted."""
         ...
 
-    def advance(self, size: int) -> None:
+    def advance_state(self, size: int) -> None:
         """Move the state of the first `size` rows on to the next later step."""
         ...
 
-    def run_decode(self, size: int, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
+    def run_later_step(self, size: int, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
         """A later step from the last one's hidden states [size, H]; returns its own, of the same shape."""
         ...
 
-    def run_decode_in_place(self, size: int, attention: Attention) -> None:
+    def run_later_step_in_place(self, size: int, attention: Attention) -> None:
         """A later step that leaves its hidden states in `hidden`, where the next one starts from."""
         ...
 
@@ -114,7 +114,7 @@ class DraftStrategy(ABC):
         return None
 
     @abstractmethod
-    def run(self, size: int, num_steps: int) -> None:
+    def run_later_steps(self, size: int, num_steps: int) -> None:
         """Run the next num_steps later steps of `size` padded rows, from the state that step 0 left.
 
         Raises BatchError, with nothing replayed, where no captured graph can serve the batch.

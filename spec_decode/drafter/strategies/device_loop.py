@@ -37,9 +37,9 @@ class DeviceLoop(LoopStrategy):
 
         def run(steps: int) -> None:
             for _ in range(steps):
-                step.advance(size)
-                buffers.advance()
-                step.run_decode_in_place(size, buffers.attention)
+                step.advance_state(size)
+                buffers.advance_metadata()
+                step.run_later_step_in_place(size, buffers.attention)
 
         def begin() -> None:
             before()

@@ -21,9 +21,9 @@ class Eager(DraftStrategy):
     ) -> None:
         return None
 
-    def run(self, size: int, num_steps: int) -> None:
+    def run_later_steps(self, size: int, num_steps: int) -> None:
         step, buffers = self._step, self._buffers
         for _ in range(num_steps):
-            step.advance(size)
-            buffers.rebuild(size)
-            step.run_decode_in_place(size, buffers.attention)
+            step.advance_state(size)
+            buffers.build_step_metadata(size)
+            step.run_later_step_in_place(size, buffers.attention)

@@ -34,8 +34,8 @@ class FullLoop(LoopStrategy):
             before()
             hidden = step.hidden[:size]
             for index in range(1, step.num_speculative_tokens):
-                step.advance(size)
-                buffers.advance()
-                hidden = step.run_decode(size, hidden, PagedAttention(step.groups, buffers.metadata_of_step(index)))
+                step.advance_state(size)
+                buffers.advance_metadata()
+                hidden = step.run_later_step(size, hidden, PagedAttention(step.groups, buffers.metadata_of_step(index)))
 
         return Capturable(run, buffers.prepare_capture(size))

@@ -36,7 +36,7 @@ class LoopStrategy(DraftStrategy):
     def _after(self, size: int, before: Callable[[], object]) -> Capturable:
         """Every later step of `size` rows after something else."""
 
-    def run(self, size: int, num_steps: int) -> None:
+    def run_later_steps(self, size: int, num_steps: int) -> None:
         """The graph, or the device, knows the number of steps."""
-        self._buffers.build_round(size)
+        self._buffers.build_round_metadata(size)
         self._replay(size)

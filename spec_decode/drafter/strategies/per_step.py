@@ -24,15 +24,15 @@ class PerStep(DraftStrategy):
         step, buffers = self._step, self._buffers
 
         def run() -> None:
-            buffers.advance()
-            step.run_decode_in_place(size, buffers.attention)
+            buffers.advance_metadata()
+            step.run_later_step_in_place(size, buffers.attention)
 
         return Capturable(run, buffers.prepare_capture(size))
 
-    def run(self, size: int, num_steps: int) -> None:
+    def run_later_steps(self, size: int, num_steps: int) -> None:
         buffers = self._buffers
-        buffers.build_round(size)
+        buffers.build_round_metadata(size)
         for _ in range(num_steps):
-            self._step.advance(size)
-            buffers.rebuild(size)
+            self._step.advance_state(size)
+            buffers.build_step_metadata(size)
             self._replay(size)

@@ -36,7 +36,7 @@ class Piecewise(PerStep):
         step, buffers = self._step, self._buffers
 
         def run(split_op: SplitOp) -> None:
-            buffers.advance()
-            step.run_decode_in_place(size, buffers.split_attention(split_op))
+            buffers.advance_metadata()
+            step.run_later_step_in_place(size, buffers.split_attention(split_op))
 
         return Capturable.pieces(run, buffers.prepare_capture(size))

@@ -11,7 +11,7 @@ import torch
 
 from attn_backends import get
 from builders import BatchError, RequestTables
-from spec_decode.drafter import DrafterConfig, Strategy, autotune
+from spec_decode.drafter import DrafterConfig, Strategy, autotune, plan_draft
 from spec_decode.drafter.autotune import MARGIN, StrategyCache, autotune_strategy
 from spec_decode.models import BlockDraft, EagleDraft, LlamaTarget
 from spec_decode.paged import GraphMode
@@ -49,11 +49,13 @@ class AutotuneFixture:
             return times[drafter.plan.strategy]
 
         options.setdefault("num_speculative_tokens", K)
+        config = DrafterConfig(**options)
         return autotune_strategy(
             self.model,
             [self.group],
             self.tables,
-            DrafterConfig(**options),
+            config,
+            plan_draft(self.model, [self.group], CPU, config),
             cache=self.cache,
             clock=times and clock,
         )

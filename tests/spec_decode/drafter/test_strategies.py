@@ -228,7 +228,7 @@ def test_a_round_sets_the_state_of_step_0_once(make, strategy):
     verified = fixture.verified()
     with CountedOps() as counted:
         fixture.drafter.propose(verified)
-    assert counted.runs["builders::begin_extend"] == 1
+    assert counted.runs["builders::set_extend_state"] == 1
 
 
 def test_a_strategy_that_uses_graphs_and_says_nothing_of_them_is_refused_when_it_is_defined():

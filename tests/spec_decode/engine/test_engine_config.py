@@ -61,7 +61,7 @@ def make_engine(monkeypatch, device="cuda", **options):
     """An engine on the CPU that takes itself for one on `device` when it chooses a strategy."""
     calls = []
 
-    def autotune(model, groups, tables, config):
+    def autotune(model, groups, tables, config, plan):
         calls.append(config)
         return Autotuned()
 

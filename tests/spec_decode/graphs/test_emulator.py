@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from builders import BatchBuffers, advance_shared_state
+from builders import BatchBuffers, advance_state
 from spec_decode.graphs import CaptureError, runtime_for
 from tests.factories import CPU, make_tables, state_of
 
@@ -171,7 +171,7 @@ def test_a_custom_op_is_recorded_as_one_operation():
     batch = BatchBuffers(make_tables([20, 20]), max_tokens=2)
     batch.load([1, 1], [3, 4])
     before = state_of(batch)
-    graph = capture(lambda: advance_shared_state(batch, 2))
+    graph = capture(lambda: advance_state(batch, 2))
     assert state_of(batch) == before and graph.num_nodes == 1
     batch.load([1, 1], [9, 15])
     graph.replay()

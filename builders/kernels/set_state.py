@@ -11,7 +11,7 @@ from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
 
-def begin_extend(batch: BatchBuffers, context_lens: torch.Tensor, num_reqs: int, query_len: int) -> None:
+def set_extend_state(batch: BatchBuffers, context_lens: torch.Tensor, num_reqs: int, query_len: int) -> None:
     """Set a uniform batch of query_len tokens a row, after the context_lens[r] KV tokens of row r. One kernel.
 
     context_lens   int32 [num_reqs]   tokens in the cache; not before the first position that the row may write, which
@@ -22,13 +22,13 @@ def begin_extend(batch: BatchBuffers, context_lens: torch.Tensor, num_reqs: int,
     """
     tables = batch.tables
     num_tokens = num_reqs * query_len
-    _begin_extend(
+    _set_extend_state(
         batch.seq_lens[:num_reqs], batch.positions[:num_tokens], batch.slot_mappings[:, :num_tokens], tables.overflow,
         context_lens, tables.block_tables, tables.page_sizes, tables.token_limits, query_len,
     )  # fmt: skip
 
 
-def begin_decode(
+def set_decode_state(
     batch: BatchBuffers, extend_seq_lens: torch.Tensor, accepted: torch.Tensor, num_reqs: int, query_len: int
 ) -> None:
     """Set the state that the first advance starts from, after a uniform batch of query_len tokens a row. One kernel.
@@ -39,13 +39,13 @@ def begin_decode(
 
     seq_lens becomes extend_seq_lens - query_len + accepted + 1, step becomes 0 and slots -1: nothing is written yet.
     """
-    _begin_decode(
+    _set_decode_state(
         batch.seq_lens[:num_reqs], batch.positions[:num_reqs], batch.slot_mappings[:, :num_reqs], batch.step,
         extend_seq_lens, accepted, query_len,
     )  # fmt: skip
 
 
-class BeginExtend(NamedTuple):
+class SetExtendState(NamedTuple):
     """seq_lens int32 [R], positions int64 [R * query_len], slot_mappings int64 [G, R * query_len], context_lens int32
     of at least R rows; the others as RequestTables has them, of at least R rows."""
 
@@ -75,7 +75,7 @@ class BeginExtend(NamedTuple):
 
     def launch(self) -> None:
         groups, _, max_pages = self.block_tables.shape
-        _begin_extend_kernel[(self.seq_lens.shape[0],)](
+        _set_extend_state_kernel[(self.seq_lens.shape[0],)](
             *self, max_pages, self.slot_mappings.stride(0), *self.block_tables.stride()[:2],
             GROUPS=groups, BLOCK=triton.next_power_of_2(self.query_len),
             num_warps=1, **dependent_launch(self.seq_lens.device),
@@ -83,7 +83,7 @@ class BeginExtend(NamedTuple):
 
 
 @triton.jit
-def _begin_extend_kernel(
+def _set_extend_state_kernel(
     seq_lens, positions, slot_mappings, overflow, context_lens, block_tables, page_sizes, token_limits, query_len,
     max_pages, slots_stride, table_stride, row_stride,
     GROUPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -113,7 +113,7 @@ def _begin_extend_kernel(
         tl.store(overflow + row, 1)
 
 
-class BeginDecode(NamedTuple):
+class SetDecodeState(NamedTuple):
     """seq_lens int32 [R], positions int64 [R], slot_mappings int64 [G, R], step int64 [1]; extend_seq_lens and accepted
     int32 of at least R rows."""
 
@@ -137,14 +137,14 @@ class BeginDecode(NamedTuple):
 
     def launch(self) -> None:
         num_reqs, block = self.seq_lens.shape[0], 128
-        _begin_decode_kernel[(triton.cdiv(num_reqs, block),)](
+        _set_decode_state_kernel[(triton.cdiv(num_reqs, block),)](
             *self, num_reqs, self.slot_mappings.stride(0), GROUPS=self.slot_mappings.shape[0], BLOCK=block,
             num_warps=1, **dependent_launch(self.seq_lens.device),
         )  # fmt: skip
 
 
 @triton.jit
-def _begin_decode_kernel(
+def _set_decode_state_kernel(
     seq_lens, positions, slot_mappings, step, extend_seq_lens, accepted, query_len, num_reqs, slots_stride,
     GROUPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -163,9 +163,9 @@ def _begin_decode_kernel(
         tl.store(step, tl.full((), 0, tl.int64))
 
 
-_begin_extend = define_op(
-    "builders::begin_extend", BeginExtend, mutates=("seq_lens", "positions", "slot_mappings", "overflow")
+_set_extend_state = define_op(
+    "builders::set_extend_state", SetExtendState, mutates=("seq_lens", "positions", "slot_mappings", "overflow")
 )
-_begin_decode = define_op(
-    "builders::begin_decode", BeginDecode, mutates=("seq_lens", "positions", "slot_mappings", "step")
+_set_decode_state = define_op(
+    "builders::set_decode_state", SetDecodeState, mutates=("seq_lens", "positions", "slot_mappings", "step")
 )

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from builders import BatchBuffers, begin_decode, begin_extend
+from builders import BatchBuffers, set_decode_state, set_extend_state
 from tests.factories import Shared, make_tables, shared_states, state_of
 
 
@@ -37,7 +37,7 @@ def test_an_extend_follows_the_rule_written_in_plain_python(shared, query_len, d
     context = data.draw(st.lists(st.integers(0, 30), min_size=shared.rows, max_size=shared.rows))
     batch = shared.buffers(query_len)
     expected = state_of(batch)
-    begin_extend(batch, torch.tensor(context, dtype=torch.int32), shared.num_reqs, query_len)
+    set_extend_state(batch, torch.tensor(context, dtype=torch.int32), shared.num_reqs, query_len)
     extend_by_hand(shared, expected, context, query_len)
     assert state_of(batch) == expected
 
@@ -52,7 +52,7 @@ def test_a_decode_begins_behind_the_accepted_token(shared, query_len, data):
     batch.step.fill_(3)
     expected = state_of(batch)
     tensors = [torch.tensor(values, dtype=torch.int32) for values in (extended, accepted)]
-    begin_decode(batch, *tensors, shared.num_reqs, query_len)
+    set_decode_state(batch, *tensors, shared.num_reqs, query_len)
     decode_by_hand(shared.num_reqs, expected, extended, accepted, query_len)
     assert state_of(batch) == expected
 
@@ -61,7 +61,7 @@ def extending(context, limits, query_len=3, **options):
     batch = BatchBuffers(
         make_tables(limits, **options), max_tokens=query_len * (options.get("max_reqs") or len(limits))
     )
-    begin_extend(batch, torch.tensor(context, dtype=torch.int32), batch.max_reqs, query_len)
+    set_extend_state(batch, torch.tensor(context, dtype=torch.int32), batch.max_reqs, query_len)
     return batch
 
 
@@ -85,7 +85,7 @@ def test_a_row_that_does_not_fit_is_inert_and_flagged_and_its_neighbour_is_not()
 def test_a_page_missing_in_one_group_makes_the_row_inert_in_all():
     batch = BatchBuffers(make_tables([20], page_sizes=(4, 8)), max_tokens=3)
     batch.tables.block_tables[1, 0, 1] = -1
-    begin_extend(batch, torch.tensor([6], dtype=torch.int32), 1, 3)
+    set_extend_state(batch, torch.tensor([6], dtype=torch.int32), 1, 3)
     assert batch.seq_lens.tolist() == [0] and batch.slot_mappings.tolist() == [[-1] * 3] * 2
     assert batch.tables.overflow.tolist() == [1]
 
@@ -99,12 +99,12 @@ def test_a_padding_row_is_inert_whatever_context_it_was_left_with():
 def test_an_extend_leaves_the_draft_column_alone():
     batch = BatchBuffers(make_tables([20]), max_tokens=3)
     batch.step.fill_(2)
-    begin_extend(batch, torch.tensor([6], dtype=torch.int32), 1, 3)
+    set_extend_state(batch, torch.tensor([6], dtype=torch.int32), 1, 3)
     assert batch.step.tolist() == [2]
 
 
 def test_a_row_that_was_inert_in_the_extend_stays_inert_in_the_decode():
     extend = extending([7, 6], [9, 20])
     decode = BatchBuffers(extend.tables, max_tokens=2)
-    begin_decode(decode, extend.seq_lens, torch.tensor([2, 2], dtype=torch.int32), 2, 3)
+    set_decode_state(decode, extend.seq_lens, torch.tensor([2, 2], dtype=torch.int32), 2, 3)
     assert decode.seq_lens.tolist() == [0, 9] and decode.slot_mappings.tolist() == [[-1, -1]]
