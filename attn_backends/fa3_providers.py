@@ -18,13 +18,15 @@ from torch import Tensor
 
 from attn_backends.base import KVCache, Sinks
 from attn_backends.capabilities import Feature, Sizes
-from builders import AttentionSpec, FlashAttn3Metadata
-from builders.errors import require
+from builders import AttentionSpec, BatchError, FlashAttn3Metadata
 
 PROVIDER_VARIABLE = "ATTN_BACKENDS_FA3_PROVIDER"
 
 _LSE = "return_softmax_lse"
 """The argument of every entry that asks for the lse; a build without it serves no trees."""
+
+_SINKS = ("sinks", "s_aux")
+"""What builds call the argument that takes sinks, in bf16; a build with neither has none."""
 
 _UPSTREAM_PARTS = {
     Feature.SLIDING_WINDOW: {"LOCAL"},
@@ -46,17 +48,19 @@ class Provider:
     name: ClassVar[str]
     module: ClassVar[str]
     packages: ClassVar[tuple[str, ...]]
-    """Names on the registry, the current one first."""
+    """Distributions that bring it, the one to install first."""
+    library: ClassVar[str] = "*.so"
+    """Its compiled kernels, a pattern from the module's folder on."""
     remedy: ClassVar[str]
     entry: ClassVar[str]
     inputs: ClassVar[tuple[str, str, str, str]]
     """What the entry calls keys, values, their lengths and the block table."""
     needs: ClassVar[tuple[str, ...]]
     """Further arguments that older builds of the entry lack."""
-    sinks: ClassVar[str]
-    """The argument that takes sinks, in bf16; a build without it has none."""
 
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+    kv_dtypes: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)
+    # A head dim without a kernel of its own is padded to the next that has one.
     head_dims: Sizes = Sizes(minimum=16, maximum=256, multiple_of=8)
     # Pages that a tile of the kernel divides into are read whole, with what lies after the last token: on an H200, from
     # 128 on, NaN there reached the output of a prefill.
@@ -70,7 +74,8 @@ class Provider:
         arguments = signature(attend).parameters
         if missing := [name for name in (*self.inputs, *self.needs) if name not in arguments]:
             raise BrokenProvider(f"its {self.entry} has no {', '.join(missing)}: it is too old or another one")
-        if self.sinks not in arguments:
+        self.sinks = next((name for name in _SINKS if name in arguments), None)
+        if self.sinks is None:
             self.features -= {Feature.SINKS}
         if _LSE not in arguments:
             self.features -= {Feature.TREE}
@@ -80,7 +85,7 @@ class Provider:
     @property
     def version(self) -> str:
         """Package and version, for provenance."""
-        return package_version(*self.packages, kernels=self._folder)
+        return package_version(*self.packages, kernels=self._folder, pattern=self.library)
 
     def attend(
         self, query: Tensor, cache: KVCache, metadata: FlashAttn3Metadata, spec: AttentionSpec, *, sinks: Sinks = None
@@ -94,11 +99,11 @@ class Provider:
         """
         more = {}
         if sinks is not None:
-            require(
-                Feature.SINKS in self.features,
-                f"sinks need a build of FlashAttention-3 that takes them, {self.version} does not; the softmax would "
-                f"be another one, so nothing was run. Name another provider in {PROVIDER_VARIABLE}.",
-            )
+            if self.sinks is None:
+                raise BatchError(
+                    f"sinks need a build of FlashAttention-3 that takes them, {self.version} does not. Name another "
+                    f"provider in {PROVIDER_VARIABLE}."
+                )
             more[self.sinks] = sinks.to(torch.bfloat16)
         out: Tensor = self._call(query, cache, metadata, spec, causal=spec.causal, **more)
         return out
@@ -152,11 +157,10 @@ class Vllm(Provider):
     name = "vllm"
     module = "vllm.vllm_flash_attn.flash_attn_interface"
     packages = ("vllm",)
-    remedy = "pip install 'attn-backends[flash-attn]'"
+    remedy = "pip install 'attn-backends[vllm]'"
     entry = "flash_attn_varlen_func"
     inputs = ("k", "v", "seqused_k", "block_table")
     needs = ("num_splits", "fa_version")
-    sinks = "s_aux"
 
     def __init__(self, module: ModuleType) -> None:
         if not getattr(module, "FA3_AVAILABLE", False):
@@ -177,16 +181,16 @@ class _WithKVCache(Provider):
 
 
 class Upstream(_WithKVCache):
-    """Dao-AILab's own build, whose parts can be left out one by one: flash_attn_config records which were.
+    """Dao-AILab's sources, as tokenspeed-fa3 or built by hand. Parts can be left out: flash_attn_config records which.
 
     Raises BrokenProvider for one without a part that every call needs.
     """
 
     name = "upstream"
     module = "flash_attn_interface"
-    packages = ("flash_attn_3",)
-    remedy = "build hopper/ of Dao-AILab/flash-attention from source; the registry has no package of it"
-    sinks = "s_aux"  # no release has it yet; vLLM's fork, which brought sinks, calls it so
+    packages = ("tokenspeed-fa3", "flash-attn-3")
+    library = "flash_attn_3/_C*.so"
+    remedy = "pip install 'attn-backends[flash-attn]'"
 
     def __init__(self, module: ModuleType) -> None:
         super().__init__(module)
@@ -195,6 +199,7 @@ class Upstream(_WithKVCache):
             raise BrokenProvider(f"it was built without {', '.join(sorted(lacking))}")
         self.features -= {feature for feature, parts in _UPSTREAM_PARTS.items() if parts & left_out}
         self.dtypes = self.dtypes[:1] if "FP16" in left_out else self.dtypes
+        self.kv_dtypes = () if "FP8" in left_out else self.kv_dtypes
         widest = max((dim for dim in (64, 96, 128, 192, 256) if f"HDIM{dim}" not in left_out), default=0)
         self.head_dims = Sizes(minimum=16, maximum=widest, multiple_of=8)
 
@@ -206,14 +211,13 @@ class Sgl(_WithKVCache):
     module = "sgl_kernel.flash_attn"
     packages = ("sglang-kernel", "sgl-kernel")
     remedy = "pip install sglang-kernel (sgl-kernel before 0.4)"
-    sinks = "sinks"
 
 
 def package_version(*packages: str, kernels: Path, pattern: str = "*.so") -> str:
     """The first of these packages that is installed, with its version, for provenance.
 
-    Kernels that were unpacked without their wheel's metadata have no version: they are named by the digest of the
-    library that is in the folder `kernels` and called `pattern`.
+    Kernels that were unpacked without their wheel's metadata have no version: the digest of the library that matches
+    `pattern` in the folder `kernels` names them.
     """
     for package in packages:
         try:
@@ -251,9 +255,7 @@ def find_provider() -> Provider:
             f"in its place. {named[asked].remedy}"
         )
     ways = "; ".join(f"{kind.name} (module {kind.module}): {kind.remedy}" for kind in PROVIDERS)
-    raise ImportError(
-        f"FlashAttention-3's kernels come with one of {len(PROVIDERS)} packages, none is installed. {ways}"
-    )
+    raise ImportError(f"FlashAttention-3 is not installed; any of these brings it: {ways}")
 
 
 def load_provider(kind: type[Provider]) -> Provider | None:

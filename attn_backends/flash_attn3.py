@@ -34,7 +34,7 @@ class FlashAttn3(FusedRopeWrite, AttentionBackend):
     capabilities = Capabilities(
         devices=("cuda",),
         dtypes=PROVIDER.dtypes,
-        kv_dtypes=(torch.float8_e4m3fn,),
+        kv_dtypes=PROVIDER.kv_dtypes,
         quantises_queries=True,
         head_dims=PROVIDER.head_dims,
         value_dims=Sizes(minimum=16, maximum=512, multiple_of=8) if Feature.VALUE_DIM in PROVIDER.features else None,

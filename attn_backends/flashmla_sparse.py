@@ -1,4 +1,4 @@
-"""FlashMLA's sparse kernels on Hopper, in vLLM's build of them: DeepSeek-V4's attention over window lists."""
+"""FlashMLA's sparse kernels on Hopper, in whichever package has them: DeepSeek-V4's attention over window lists."""
 
 from __future__ import annotations
 
@@ -6,23 +6,31 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from vllm.third_party.flashmla import flash_mla_interface as flashmla
 
 from attn_backends.base import AttentionBackend, KVCache, Sinks, check_forward_inputs
 from attn_backends.capabilities import Capabilities, Feature, FusedWrite, Sizes
 from attn_backends.fa3_providers import package_version
 from attn_backends.fused_writes import FusedLatentWrite
 from builders import AttentionKind, AttentionSpec
-from builders.flashmla import FlashMlaMetadata, FlashMlaSparseBuilder
+from builders.flashmla import FlashMlaMetadata, FlashMlaSparseBuilder, load_flashmla
 
+flashmla = load_flashmla()
+
+_FOLDER = Path(flashmla.__file__).parent
 _HEADS = (64, 128)
+
+
+def _version() -> str:
+    if flashmla.__name__.startswith("vllm."):
+        return package_version("vllm", kernels=_FOLDER.parents[1], pattern="_flashmla_C*.so")
+    return package_version("tokenspeed-flashmla", "flash-mla", kernels=_FOLDER, pattern="cuda*.so")
 
 
 class FlashMlaSparse(FusedLatentWrite, AttentionBackend):
     """fp8_ds_mla by the decode kernel, every token a request of its own; bf16 by the prefill kernel."""
 
     name = "flashmla_sparse"
-    version = package_version("vllm", kernels=Path(flashmla.__file__).parents[2], pattern="_flashmla_C*.so")
+    version = _version()
     contract_version = (1, 1)
     builder = FlashMlaSparseBuilder
     capabilities = Capabilities(

@@ -54,12 +54,12 @@ _BUILT_IN = {
     "triton_paged": _Registration("attn_backends.triton_paged:TritonPaged"),
     "triton_mla": _Registration("attn_backends.triton_mla:TritonMla"),
     "sparse_swa_mla": _Registration("attn_backends.sparse_swa_mla:SparseSwaMla"),
-    "flash_attn3": _Registration("attn_backends.flash_attn3:FlashAttn3", "flash-attn"),
+    "flash_attn3": _Registration("attn_backends.flash_attn3:FlashAttn3"),
     "flashinfer": _Registration("attn_backends.flashinfer:FlashInfer", "flashinfer"),
     "flashinfer_tensor_cores": _Registration("attn_backends.flashinfer:FlashInferTensorCores", "flashinfer"),
     "flashinfer_cuda_cores": _Registration("attn_backends.flashinfer:FlashInferCudaCores", "flashinfer"),
     "flashinfer_xqa": _Registration("attn_backends.flashinfer:FlashInferXqa", "flashinfer"),
-    "flashmla_sparse": _Registration("attn_backends.flashmla_sparse:FlashMlaSparse", "flash-attn"),
+    "flashmla_sparse": _Registration("attn_backends.flashmla_sparse:FlashMlaSparse", "vllm"),
 }
 _registered = dict(_BUILT_IN)
 _loaded: dict[str, AttentionBackend] = {}

@@ -1,8 +1,10 @@
-"""Metadata of FlashMLA over window lists: the lists, and the schedule of a batch shape."""
+"""FlashMLA over window lists: its Python, the lists, and the schedule of a batch shape."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,6 +16,34 @@ from builders.spec import AttentionSpec
 
 _TOKEN_BYTES = 584
 """Of a token in the fp8_ds_mla format: see attn_backends.kernels.fp8_ds_mla."""
+
+
+_MODULES = ("flash_mla.flash_mla_interface", "vllm.third_party.flashmla.flash_mla_interface")
+_SPARSE = {"flash_mla_sparse_fwd": {"attn_sink"}, "flash_mla_with_kvcache": {"indices", "attn_sink"}}
+"""The entries that are called, each with the arguments that older releases lack."""
+
+
+def load_flashmla() -> Any:
+    """FlashMLA's module: from a package of its own if one is installed, else from vLLM's wheel.
+
+    Raises ImportError if neither is installed, and RuntimeError if the one found does not load or has no sparse
+    attention with sinks; the other is not tried then.
+    """
+    for name in _MODULES:
+        package = name.partition(".")[0]
+        try:
+            import_module(package)
+            module = import_module(name)
+        except Exception as error:  # a broken build fails in any way; its own words become the reason
+            if isinstance(error, ModuleNotFoundError) and error.name == package:
+                continue
+            raise RuntimeError(f"{name} is installed and cannot be used: {type(error).__name__}: {error}") from error
+        for entry, needed in _SPARSE.items():
+            found = set(signature(getattr(module, entry)).parameters) if hasattr(module, entry) else set()
+            if missing := sorted(needed - found):
+                raise RuntimeError(f"{name} is too old: its {entry} must take {' and '.join(missing)}")
+        return module
+    raise ImportError("FlashMLA is not installed, as flash_mla or in vllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +83,7 @@ class FlashMlaSparseBuilder(SparseWindowBuilder):
 
     def _make_schedule(self, num_tokens: int) -> Any:
         """Let the kernel make it now, on empty lists: one made during a capture would belong to the graph."""
-        from vllm.third_party.flashmla import flash_mla_interface as flashmla
-
+        flashmla = load_flashmla()
         schedule, _ = flashmla.get_mla_metadata()
         if not self.spec.fp8_ds_mla:
             return schedule

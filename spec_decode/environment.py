@@ -17,14 +17,17 @@ import torch
 
 from builders.kernels.triton_runtime import TRITON_VERSION
 
-_KERNEL_PACKAGES = (
-    "flash-attn-3",
-    "tokenspeed-fa3",
+KERNEL_PACKAGES = (
     "flashinfer-python",
+    "tokenspeed-fa3",
+    "flash-attn-3",
+    "tokenspeed-flashmla",
     "flash-mla",
-    "sgl-kernel",
     "vllm",
+    "sglang-kernel",
+    "sgl-kernel",
 )
+"""Distributions that may bring a kernel."""
 _PROBE_SECONDS = 10
 _COMMIT, _DIRTY = "ATTN_BACKENDS_COMMIT", "ATTN_BACKENDS_DIRTY"
 _PACKAGE = Path(__file__).parent
@@ -82,7 +85,7 @@ def environment(device: torch.device) -> Environment:
 
 def _kernel_packages() -> tuple[str, ...]:
     found = []
-    for name in _KERNEL_PACKAGES:
+    for name in KERNEL_PACKAGES:
         with suppress(PackageNotFoundError):
             found.append(f"{name} {version(name)}")
     return tuple(found)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
 
+from attn_backends import registry
+from attn_backends.fa3_providers import PROVIDERS
 from spec_decode.cli import new
 from tests.examples.stranger import Stranger
 
@@ -43,6 +47,39 @@ def test_the_wheel_has_the_packages_without_what_a_checkout_alone_needs(wheel: P
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {
         "builders", "attn_backends", "spec_decode", "engines",
     }  # fmt: skip
+
+
+def test_every_extra_of_a_user_has_its_size_on_the_page_of_installation() -> None:
+    page = (ROOT / "docs" / "installation.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w-]+)` \|.*\| [\d.]+ [MG]B \|", page, re.MULTILINE)
+    assert {*rows} == extras() - {"test", "docs"}
+
+
+def test_a_refusal_names_extras_that_there_are() -> None:
+    named = {registration.extra for registration in registry._BUILT_IN.values() if registration.extra}
+    named |= {extra for kind in PROVIDERS for extra in re.findall(r"attn-backends\[([\w-]+)\]", kind.remedy)}
+    assert {"flash-attn", "flashinfer", "vllm"} <= named <= extras()
+
+
+def extras() -> set[str]:
+    return {*tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]}
+
+
+@pytest.mark.slow
+def test_the_wheel_lists_its_backends_with_nothing_beside_it_but_what_it_requires(wheel: Path, tmp_path: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    required = message_from_bytes(archive.read(metadata)).get_all("Requires-Dist") or []
+    environment, empty = Stranger.arrive(tmp_path / "environment", [*required, "pip"]), tmp_path / "empty"
+    empty.mkdir()
+    # Else it would find more than it requires, and this test nothing.
+    environment.must("python -c 'import pytest'", empty, status=1)
+
+    environment.must(f"pip install {wheel}", empty)
+    listed = environment.must("attn-backends list --device cpu", empty)
+    assert "torch_reference" in listed and "pip install 'attn-backends[flashinfer]'" in listed
+    drafted = environment.must("attn-backends draft 'A list is' --device cpu --max-new-tokens 4", empty)
+    assert "A list is" in drafted
 
 
 @pytest.mark.slow

@@ -16,17 +16,13 @@ from attn_backends import Accepted, AttentionBackend, BrokenBackend, registry
 from attn_backends.fa3_providers import PROVIDER_VARIABLE, PROVIDERS, BrokenProvider, load_provider
 from attn_backends.registry import PlugIn
 from builders import CONTRACT_VERSION
-from spec_decode.environment import environment
+from spec_decode.environment import KERNEL_PACKAGES, environment
 from spec_decode.graphs import loop_unsupported_reason, runtime_for
 from spec_decode.tools.plug_ins import try_plug_ins
 from spec_decode.tools.specs import GQA, MLA, SPARSE
 from spec_decode.tools.validated_rounds import validate_rounds
 
-_PACKAGES = (
-    *("attn-backends", "torch", "triton"),
-    *("flashinfer-python", "flash-attn-3", "vllm", "sgl-kernel", "flash-mla"),
-    *("transformers", "cuda-python"),
-)
+_PACKAGES = ("attn-backends", "torch", "triton", *KERNEL_PACKAGES, "transformers", "cuda-python")
 """Whatever may bring a kernel, a model or a graph's node."""
 
 TESTED = {

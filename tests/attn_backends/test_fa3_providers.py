@@ -29,12 +29,17 @@ UPSTREAM = """
 calls = []
 def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, page_table=None,
         cu_seqlens_q=None, max_seqlen_q=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-        num_splits=0, return_softmax_lse=False):
+        num_splits=0, return_softmax_lse=False, sinks=None):
     calls.append(dict(locals()))
     return (q, q[..., 0].t(), None, None) if return_softmax_lse else q
 """
-SGL = UPSTREAM.replace("num_splits=0, return", "num_splits=0, sinks=None, return")
-WHOLE = {"vllm": VLLM, "upstream": UPSTREAM, "sgl": SGL}
+WITHOUT_SINKS = UPSTREAM.replace(", sinks=None", "")
+WHOLE = {"vllm": VLLM, "upstream": UPSTREAM, "sgl": UPSTREAM}
+TOKENSPEED = [
+    *(f"FLASHATTENTION_DISABLE_{part}" for part in ("BACKWARD", "SOFTCAP", "HDIM96", "SM8x")),
+    *(f"FLASH_ATTENTION_DISABLE_HDIMDIFF{dim}" for dim in (64, 192)),
+]
+"""What flash_attn_config of tokenspeed-fa3 3.0.0.post20260810 says was left out."""
 
 
 @pytest.fixture
@@ -91,7 +96,7 @@ def test_the_first_that_is_installed_is_taken(installed, chosen, install):
 def test_with_none_installed_all_three_are_named_with_what_brings_them(install):
     with pytest.raises(ImportError) as refusal:
         find_provider()
-    for words in (*MODULES.values(), "from source", "attn-backends[flash-attn]", "sglang-kernel"):
+    for words in (*MODULES.values(), "attn-backends[flash-attn]", "attn-backends[vllm]", "sglang-kernel"):
         assert words in str(refusal.value)
 
 
@@ -166,15 +171,15 @@ def test_an_empty_choice_is_none(install, monkeypatch):
     assert find_provider().name == "vllm"
 
 
-@pytest.mark.parametrize(("name", "has_sinks"), [("vllm", True), ("upstream", False), ("sgl", True)])
-def test_sinks_are_claimed_where_the_entry_takes_them(name, has_sinks, install):
-    install(name)
-    assert (Feature.SINKS in find_provider().features) is has_sinks
+@pytest.mark.parametrize("argument", ["sinks", "s_aux", "no_such"])
+@pytest.mark.parametrize("name", MODULES)
+def test_sinks_are_claimed_where_the_entry_takes_them(name, argument, install):
+    install(name, renamed_sinks(name, argument))
+    assert (Feature.SINKS in find_provider().features) is (argument != "no_such")
 
 
-def test_an_older_build_of_the_same_package_claims_no_sinks(install):
-    install("vllm", VLLM.replace(", s_aux=None", ""))
-    assert Feature.SINKS not in find_provider().features
+def renamed_sinks(name, argument):
+    return WHOLE[name].replace("s_aux", "sinks").replace("sinks=None", f"{argument}=None")
 
 
 def test_a_build_that_returns_no_lse_claims_no_trees(install):
@@ -183,8 +188,8 @@ def test_a_build_that_returns_no_lse_claims_no_trees(install):
 
 
 def test_a_provider_without_sinks_never_drops_them_in_silence(install):
-    install("upstream")
-    with pytest.raises(BatchError, match="nothing was run"):
+    install("upstream", WITHOUT_SINKS)
+    with pytest.raises(BatchError, match="Name another provider"):
         attend(find_provider(), make_spec(sinks=True), sinks=torch.zeros(4))
 
 
@@ -206,14 +211,23 @@ def test_upstream_claims_only_what_its_build_kept(flag, feature, build_record):
 
 def test_upstream_without_a_record_of_its_build_claims_no_value_dim(install):
     install("upstream")
-    found = {Feature.GQA, Feature.NON_CAUSAL, Feature.SLIDING_WINDOW, Feature.SOFT_CAP, Feature.TREE}
-    assert find_provider().features == found
+    assert find_provider().features == frozenset(Feature) - {Feature.VALUE_DIM, Feature.BATCH_INVARIANT}
 
 
 def test_upstream_built_for_fewer_dims_and_dtypes_claims_fewer(build_record):
-    build_record("FLASHATTENTION_DISABLE_HDIM256", "FLASHATTENTION_DISABLE_FP16")
+    build_record("FLASHATTENTION_DISABLE_HDIM256", "FLASHATTENTION_DISABLE_FP16", "FLASHATTENTION_DISABLE_FP8")
     found = find_provider()
-    assert found.head_dims.maximum == 192 and found.dtypes == (torch.bfloat16,)
+    assert found.head_dims.maximum == 192 and found.dtypes == (torch.bfloat16,) and found.kv_dtypes == ()
+
+
+def test_the_package_of_the_registry_claims_what_its_record_says(build_record):
+    build_record(*TOKENSPEED)
+    found = find_provider()
+    lacking = {Feature.SOFT_CAP, Feature.VALUE_DIM, Feature.BATCH_INVARIANT}
+    assert found.features == frozenset(Feature) - lacking
+    assert (found.dtypes, found.kv_dtypes) == ((torch.bfloat16, torch.float16), (torch.float8_e4m3fn,))
+    # A head dim without a kernel of its own, here up to 96, runs in the next wider one.
+    assert found.head_dims.maximum == 256 and 96 in found.head_dims
 
 
 def test_a_record_that_cannot_be_read_is_a_broken_build(install):
@@ -309,12 +323,26 @@ def test_no_soft_cap_is_zero(name, install):
     assert attend(provider, make_spec())[0]["softcap"] == 0.0
 
 
-@pytest.mark.parametrize(("name", "argument"), [("vllm", "s_aux"), ("sgl", "sinks")])
-def test_sinks_are_handed_over_in_bf16(name, argument, install):
-    install(name)
+@pytest.mark.parametrize("argument", ["s_aux", "sinks"])
+@pytest.mark.parametrize("name", MODULES)
+def test_sinks_are_handed_over_in_bf16_by_whichever_name_the_entry_gives_them(name, argument, install):
+    install(name, renamed_sinks(name, argument))
     logits = torch.tensor([0.1, -2.0, 3.3, 4.0])
     call = attend(find_provider(), make_spec(sinks=True), sinks=logits)[0]
     assert call[argument].dtype == torch.bfloat16 and torch.equal(call[argument], logits.bfloat16())
+
+
+def test_the_version_of_upstream_is_of_its_own_library(install, tmp_path, monkeypatch):
+    monkeypatch.setattr(providers, "version_of", mock_absent)
+    install("upstream")
+    (tmp_path / "flash_attn_3").mkdir()
+    (tmp_path / "_another_package.abi3.so").write_bytes(b"not these")
+    (tmp_path / "flash_attn_3" / "_C.abi3.so").write_bytes(b"kernels")
+    assert find_provider().version == ("tokenspeed-fa3 without its wheel's metadata (_C.abi3.so, sha256 e98f56f907c4)")
+
+
+def mock_absent(package):
+    raise providers.PackageNotFoundError(package)
 
 
 def test_the_version_names_the_package_even_where_it_has_no_metadata(install, monkeypatch, tmp_path):
@@ -363,11 +391,14 @@ def reasons(backend, spec):
     return "; ".join(backend.unsupported_reasons(spec, CPU) + backend.capabilities.unsupported_reasons(spec, CPU))
 
 
-def test_the_backend_claims_what_its_provider_has(load):
-    backend = load("upstream")
+def test_the_backend_claims_what_its_provider_has(load, build_record):
+    build_record(*TOKENSPEED, "FLASHATTENTION_DISABLE_FP8")
+    backend = load("upstream", WITHOUT_SINKS)
     assert backend.capabilities.features == find_provider().features
     assert "has no sinks" in reasons(backend, hopper_spec(sinks=True))
+    assert "has no soft_cap" in reasons(backend, hopper_spec(soft_cap=5.0))
     assert "has no value_dim" in reasons(backend, hopper_spec(head_dim=192, value_dim=128))
+    assert "float8_e4m3fn" in reasons(backend, hopper_spec(kv_dtype=torch.float8_e4m3fn))
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (64, 200), (64, 512), (136, 104), (192, 128), (256, 256)])

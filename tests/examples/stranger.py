@@ -6,8 +6,12 @@ import os
 import subprocess
 import sysconfig
 import venv
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import distribution
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 _SCRIPTS = {
     "attn-backends": "from spec_decode.cli.main import main; sys.exit(main())",
@@ -25,13 +29,18 @@ class Stranger:
     folder: Path
 
     @classmethod
-    def arrive(cls, folder: Path) -> Stranger:
-        """Make the environment in an empty folder."""
+    def arrive(cls, folder: Path, needing: Sequence[str] | None = None) -> Stranger:
+        """Make the environment in an empty folder. needing: requirements, which are then all that it has, each with
+        what it requires itself.
+        """
         venv.create(folder, with_pip=False, symlinks=True)
         inside = Path(sysconfig.get_path("purelib", "posix_prefix", {"base": str(folder), "platbase": str(folder)}))
-        here = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-        # addsitedir, unlike a plain path, follows the .pth files there: the project may be installed editable.
-        (inside / "here.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in here))
+        if needing is None:
+            here = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+            # addsitedir, unlike a plain path, follows the .pth files there: the project may be installed editable.
+            (inside / "here.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in here))
+        for entry in _entries(needing or ()):
+            (inside / entry.name).symlink_to(entry)
         for name, code in _SCRIPTS.items():
             script = folder / "bin" / name
             script.write_text(f"#!{folder}/bin/python\nimport sys\n{_with_options(name)}{code}\n")
@@ -63,6 +72,26 @@ class Stranger:
         done = self.run(command, cwd)
         assert done.returncode == status, f"$ {command}\nended with {done.returncode}, not {status}:\n{done.stdout}"
         return done.stdout
+
+
+def _entries(needing: Sequence[str]) -> set[Path]:
+    """What the required distributions, and those that they require, have in the folder of packages."""
+    entries: set[Path] = set()
+    seen: set[str] = set()
+    wanted = [Requirement(text) for text in needing]
+    while wanted:
+        required = wanted.pop()
+        if str(required) in seen or (required.marker and not required.marker.evaluate({"extra": ""})):
+            continue
+        seen.add(str(required))
+        found = distribution(required.name)
+        entries |= {Path(str(found.locate_file(file.parts[0]))) for file in found.files or () if file.parts[0] != ".."}
+        for text in found.requires or ():
+            further = Requirement(text)
+            if any(further.marker is None or further.marker.evaluate({"extra": e}) for e in ("", *required.extras)):
+                further.marker = None
+                wanted.append(further)
+    return {entry for entry in entries if entry.exists() and entry.name != "__pycache__"}
 
 
 def _with_options(name: str) -> str:

@@ -84,7 +84,8 @@ def test_each_absent_provider_of_flash_attention_3_comes_with_what_brings_it() -
     found = providers()
     assert found.keys() == {"upstream", "vllm", "sgl"}
     assert {finding.status for finding in found.values()} == {FindingStatus.ABSENT}
-    assert "attn-backends[flash-attn]" in found["vllm"].detail and "sglang-kernel" in found["sgl"].detail
+    for name, remedy in {"upstream": "attn-backends[flash-attn]", "vllm": "[vllm]", "sgl": "sglang-kernel"}.items():
+        assert remedy in found[name].detail
 
 
 @pytest.mark.parametrize(("asked", "used"), [("", True), ("sgl", True), ("vllm", False)])

@@ -1,0 +1,157 @@
+"""FlashMLA's packages, with modules on disk that have the entries' signatures and no kernels."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from attn_backends import BrokenBackend, KVCache, fa3_providers, registry
+from attn_backends.kernels.fp8_ds_mla import TOKEN_BYTES
+from builders import AttentionKind, AttentionSpec
+from builders.flashmla import FlashMlaMetadata, FlashMlaSchedule, FlashMlaSparseBuilder, load_flashmla
+from tests.factories import CPU
+
+OWN, VLLM = "flash_mla.flash_mla_interface", "vllm.third_party.flashmla.flash_mla_interface"
+SOURCE = """
+calls = []
+def get_mla_metadata(*args, **kwargs):
+    return object(), None
+def flash_mla_with_kvcache(q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata,
+        num_splits=None, softmax_scale=None, causal=False, is_fp8_kvcache=False, indices=None, attn_sink=None,
+        extra_k_cache=None, extra_indices_in_kvcache=None, topk_length=None, extra_topk_length=None):
+    calls.append(dict(locals()))
+    return q[..., :head_dim_v], q[..., 0].float()
+def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None):
+    calls.append(dict(locals()))
+    return q[..., :d_v], q[..., 0].float(), q[..., 0].float()
+"""
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Install]:
+    """Puts a package's module on disk; what is not put there is absent, and nobody has loaded the backend."""
+    ours = ("flash_mla", "vllm", "attn_backends.flashmla_sparse")
+    before = {name: module for name, module in sys.modules.items() if name.startswith(ours)}
+    for name in before:
+        del sys.modules[name]
+    for name in ours[:2]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "_loaded", {})
+
+    def install(module: str, source: str = SOURCE) -> None:
+        *packages, leaf = module.split(".")
+        folder = tmp_path
+        for package in packages:
+            folder = folder / package
+            folder.mkdir(exist_ok=True)
+            (folder / "__init__.py").touch()
+        (folder / f"{leaf}.py").write_text(source)
+        monkeypatch.delitem(sys.modules, packages[0], raising=False)
+        importlib.invalidate_caches()
+
+    yield install
+    for name in [name for name in sys.modules if name.startswith(ours)]:
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+def make_spec(fp8: bool) -> AttentionSpec:
+    return AttentionSpec(
+        num_q_heads=64, num_kv_heads=1, head_dim=512, page_size=64, dtype=torch.bfloat16, sliding_window=128,
+        kind=AttentionKind.MLA, kv_dtype=torch.float8_e4m3fn if fp8 else None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("module", [OWN, VLLM])
+def test_either_package_brings_it(module: str, install: Install) -> None:
+    install(module)
+    assert load_flashmla().__name__ == module
+
+
+def test_of_both_packages_its_own_is_taken(install: Install) -> None:
+    install(VLLM)
+    install(OWN)
+    assert load_flashmla().__name__ == OWN
+
+
+def test_with_neither_the_refusal_says_what_brings_it(install: Install) -> None:
+    with pytest.raises(BrokenBackend, match=r"FlashMLA is not installed.*pip install 'attn-backends\[vllm\]'"):
+        registry.get("flashmla_sparse")
+
+
+OLD = {
+    "no sinks in decode": SOURCE.replace("indices=None, attn_sink=None", "indices=None"),
+    "no sparse prefill": SOURCE.replace("flash_mla_sparse_fwd", "flash_attn_varlen_func"),
+}
+
+
+@pytest.mark.parametrize("case", OLD)
+def test_an_older_release_is_refused_and_the_other_package_not_tried(case: str, install: Install) -> None:
+    install(VLLM)
+    install(OWN, OLD[case])
+    with pytest.raises(BrokenBackend, match=f"{OWN} is too old: its flash_mla_.* must take .*attn_sink"):
+        registry.get("flashmla_sparse")
+
+
+def test_a_build_that_does_not_load_is_refused_in_its_own_words(install: Install) -> None:
+    install(VLLM)
+    install(OWN, "raise ImportError('undefined symbol: _ZN3c10')")
+    with pytest.raises(BrokenBackend, match="installed and cannot be used: ImportError: undefined symbol: _ZN3c10"):
+        registry.get("flashmla_sparse")
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.parametrize("module", [OWN, VLLM])
+def test_builder_and_backend_call_the_same_module(module: str, fp8: bool, install: Install) -> None:
+    install(module)
+    backend, spec = registry.get("flashmla_sparse"), make_spec(fp8)
+    builder = FlashMlaSparseBuilder(spec, CPU, max_reqs=2, max_tokens=2, max_seq_len=256)
+    schedule = builder._make_schedule(2)
+    query, indices = torch.zeros(2, 64, 512, dtype=torch.bfloat16), torch.zeros(2, 128, dtype=torch.int32)
+    page = torch.zeros(3, 64, 1, TOKEN_BYTES if fp8 else 512, dtype=torch.uint8 if fp8 else torch.bfloat16)
+    metadata = FlashMlaMetadata(
+        num_reqs=2, num_tokens=2, max_query_len=1, max_seq_len=2,
+        query_start_loc=torch.arange(3, dtype=torch.int32), seq_lens=torch.ones(2, dtype=torch.int32),
+        block_table=torch.zeros(2, 4, dtype=torch.int32), slot_mapping=torch.zeros(2, dtype=torch.int64),
+        positions=torch.zeros(2, dtype=torch.int64), window_indices=indices,
+        window_lens=torch.ones(2, dtype=torch.int32), schedule=FlashMlaSchedule(2, schedule),
+    )  # fmt: skip
+    out = backend.forward(query, KVCache(page, page), metadata, spec=spec)
+
+    calls = sys.modules[module].calls
+    assert out.shape == (2, 64, 512) and len(calls) == (2 if fp8 else 1)
+    assert torch.equal(calls[-1]["indices"], indices[:, None])
+    assert not fp8 or (
+        calls[0]["tile_scheduler_metadata"] is schedule and calls[1]["tile_scheduler_metadata"] is schedule
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "library", "version"),
+    [
+        (
+            OWN,
+            "flash_mla/cuda.cpython-311-x86_64-linux-gnu.so",
+            "tokenspeed-flashmla without its wheel's metadata (cuda.",
+        ),
+        (VLLM, "vllm/_flashmla_C.abi3.so", "vllm without its wheel's metadata (_flashmla_C."),
+    ],
+)
+def test_the_version_is_of_the_package_that_was_taken(
+    module: str, library: str, version: str, install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(package: str) -> str:
+        raise fa3_providers.PackageNotFoundError(package)
+
+    monkeypatch.setattr(fa3_providers, "version_of", absent)
+    install(module)
+    (tmp_path / library).write_bytes(b"kernels")
+    assert registry.get("flashmla_sparse").version.startswith(version)
