@@ -83,7 +83,7 @@ def register(name: str, factory: F | str, *, extra: str | None = None, replace: 
     Raises BackendError for a name that is none, and DuplicateBackend for one that differs from another by case alone,
     or that is taken without replace=True; nothing is registered then.
     """
-    if problem := _name_problem(name):
+    if problem := name_problem(name):
         raise BackendError(f"{problem}. Choose another name.")
     for known in names():
         if name != known and name.casefold() == known.casefold():
@@ -140,6 +140,15 @@ def plug_ins() -> list[PlugIn]:
     return [PlugIn(name, _package(points[0])) for name, points in _declared().items() if len(points) == 1]
 
 
+def name_problem(name: object) -> str:
+    """What is wrong with a name; empty for one that may be used."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        return f"a backend name must be made of {_NAME_RULE}, got {name!r}"
+    if name in _TAKEN_BY_COMMANDS:
+        return f"a backend name must be free, {name!r} stands for several backends on the command line"
+    return ""
+
+
 def is_loaded(name: str) -> bool:
     """Whether `get` has loaded the backend before."""
     return name in _loaded
@@ -183,15 +192,6 @@ def _closest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {found[0]}?" if found else ""
 
 
-def _name_problem(name: object) -> str:
-    """What is wrong with a name; empty for one that may be used."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        return f"a backend name must be made of {_NAME_RULE}, got {name!r}"
-    if name in _TAKEN_BY_COMMANDS:
-        return f"a backend name must be free, {name!r} stands for several backends on the command line"
-    return ""
-
-
 def _declared() -> dict[str, list[EntryPoint]]:
     """What packages declare, by the names that `get` knows it by. Of a name with several points, none is meant."""
     alike: dict[str, list[EntryPoint]] = {}
@@ -199,7 +199,7 @@ def _declared() -> dict[str, list[EntryPoint]]:
         alike.setdefault(point.name.casefold(), []).append(point)
     found: dict[str, list[EntryPoint]] = {}
     for folded, points in alike.items():
-        named = [point for point in points if not _name_problem(point.name)]
+        named = [point for point in points if not name_problem(point.name)]
         if folded not in _BUILT_IN:
             found |= dict.fromkeys((point.name for point in named), named)
         if folded in _BUILT_IN or len(named) > 1:
@@ -233,7 +233,7 @@ def _from_entry_point(name: str) -> _Registration:
             "uninstall all but one."
         )
     (point,) = points
-    if problem := _name_problem(point.name):
+    if problem := name_problem(point.name):
         raise BrokenBackend(f"{problem} from package {_package(point)}. Rename its entry point.")
     if point.name.casefold() in _BUILT_IN:
         raise BrokenBackend(

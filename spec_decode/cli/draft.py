@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,8 +13,9 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from spec_decode.cli.interpreter import divide_in_silence
 from spec_decode.cli.options import PAGE_SIZE, StrategyChoice, device_option, options_as, resolve_device
-from spec_decode.cli.output import UserError, printable, progress, say, stdout
+from spec_decode.cli.output import UserError, printable, progress, say, stdout, told_again
 from spec_decode.cli.plug_ins import try_plug_ins_aloud
 from spec_decode.cli.tree_option import TREE_HELP, parse_tree
 
@@ -30,6 +32,10 @@ _VERIFY = (
     "are. Trees: sampling alone."
 )
 _INVARIANT = "No bit of a text depends on the prompts beside it, nor greedily on drafting; slower, see the guide."
+_INTERPRETED = (
+    "TRITON_INTERPRET=1: kernels run in Triton's interpreter, which takes minutes for a few tokens. Unset it to run "
+    "their torch implementation."
+)
 _MARGIN = "    "
 
 
@@ -89,6 +95,19 @@ class _Options:
             page_size=self.page_size,
         )
 
+    def try_plug_ins(self) -> None:
+        """Try the plug-ins that this run may load, before this process does."""
+        from attn_backends.registry import plug_ins
+
+        if self.explain or {self.backend, self.draft_backend} & {plug_in.name for plug_in in plug_ins()}:
+            try_plug_ins_aloud()
+
+    def is_interpreted(self) -> bool:
+        """Whether Triton's interpreter runs the kernels, as TRITON_INTERPRET asks."""
+        from builders.kernels.triton_runtime import interpreting
+
+        return interpreting() and resolve_device(self.device).type == "cpu"
+
     def params(self, count: int) -> list[SamplingParams]:
         """How each of so many texts is sampled."""
         from spec_decode.llm import SamplingParams
@@ -111,6 +130,7 @@ class _Screen:
 
     console: Console
     prompts: Sequence[str]
+    llm: LLM | None = None
     first_token: float | None = None
     _shown: int = -1
     _kept: dict[int, list[TextChunk]] = field(default_factory=dict)
@@ -124,6 +144,14 @@ class _Screen:
         self._kept.setdefault(chunk.index, []).append(chunk)
         while self._kept.get(self._shown):
             self._show(self._kept[self._shown].pop(0))
+
+    def so_far(self, seconds: float) -> str:
+        """How far it is; empty where a terminal shows that by the text."""
+        if self.first_token is not None and self.console.is_terminal:
+            return ""
+        stats = self.llm.engine.stats if self.llm else None
+        done = f"{stats.rounds} rounds, {stats.new_tokens} tokens" if stats else "loading and capturing"
+        return f"{seconds:.0f} s: {done}"
 
     def _begin(self, index: int) -> None:
         self._shown = index
@@ -155,22 +183,30 @@ def draft(options: _Options) -> None:
         raise UserError("there is no prompt. Pass PROMPT or --prompts FILE.")
     if empty := [index for index, text in enumerate(texts, 1) if not text]:
         raise UserError(f"prompt {empty[0]} is empty. Write something.")
-    from attn_backends.registry import plug_ins
-
     console = stdout()
     params = options.params(len(texts))
-    if options.explain or {options.backend, options.draft_backend} & {plug_in.name for plug_in in plug_ins()}:
-        try_plug_ins_aloud()
-    with progress(console, f"loading {options.target}" if console.is_terminal and options.target else ""):
-        llm = options.load()
-    started = time.perf_counter()
     screen = _Screen(console, texts)
     asked: list[Prompt] = [[{"role": "user", "content": text}] if options.chat else text for text in texts]
-    for chunk in llm.stream(asked, params):
-        screen.take(chunk)
+    options.try_plug_ins()
+    with _interpretation(screen) if options.is_interpreted() else nullcontext():
+        with progress(console, f"loading {options.target}" if console.is_terminal and options.target else ""):
+            llm = screen.llm = options.load()
+        started = time.perf_counter()
+        for chunk in llm.stream(asked, params):
+            screen.take(chunk)
     took = time.perf_counter() - started
     for line in _summary(options, llm, took, (screen.first_token or started) - started):
         say(console, line)
+
+
+@contextmanager
+def _interpretation(screen: _Screen) -> Iterator[None]:
+    """Say that kernels are interpreted, and inside say again and again how far the run is."""
+    divide_in_silence()
+    click.echo(_INTERPRETED, err=True)
+    started = time.perf_counter()
+    with told_again(lambda: screen.so_far(time.perf_counter() - started)):
+        yield
 
 
 def _summary(options: _Options, llm: LLM, seconds: float, first: float) -> list[str]:

@@ -20,6 +20,8 @@ class EngineKit(Protocol):
     NAMES: Sequence[str]
     FAMILIES: Sequence[str]
 
+    def require_engine(self) -> None: ...
+
     def subjects(self, names: Sequence[str]) -> list[Subject]: ...
 
 
@@ -39,12 +41,17 @@ def kit_of(engine: str) -> EngineKit:
 
 
 def builder_names(engine: str, asked: Sequence[str]) -> list[str]:
-    """The builders asked for, each once; all of the engine's where none is. Raises UserError for an unknown one."""
-    known = kit_of(engine).NAMES
+    """The builders asked for, each once; all of the engine's where none is.
+
+    Raises UserError for an unknown one, and BackendError where the engine is not installed, or in another version.
+    """
+    kit = kit_of(engine)
+    known = kit.NAMES
     for name in asked:
         if name not in known:
             raise UserError(
                 f"a builder of {engine} must be one of {', '.join(known)}, got {name!r}; nothing was run. Fix the name."
                 f"{did_you_mean(name, known)}"
             )
+    kit.require_engine()
     return list(dict.fromkeys(asked or known))

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from spec_decode.cli import kernel_cache
 from spec_decode.cli.bench import bench
 from spec_decode.cli.check import check
 from spec_decode.cli.demo import demo
@@ -80,7 +81,7 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # a prompt may have what the terminal's encoding has not
     if sys.prefix != sys.base_prefix:
         # Compiled kernels belong to the environment that made them, not to the home folder.
-        os.environ.setdefault("TRITON_CACHE_DIR", str(Path(sys.prefix) / "cache" / "triton"))
+        os.environ.setdefault(kernel_cache.VARIABLE, str(Path(sys.prefix) / "cache" / "triton"))
 
 
 for _verb in (demo, list_backends, new, check, draft, matrix, bench, doctor):

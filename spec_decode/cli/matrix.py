@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,7 @@ import click
 
 from spec_decode.cli.interpreter import interpret_kernels_on
 from spec_decode.cli.options import device_option, options_as, resolve_device
-from spec_decode.cli.output import UserError, say, stdout, write
+from spec_decode.cli.output import UserError, did_you_mean, say, stdout, write
 
 if TYPE_CHECKING:
     from spec_decode.conformance.report import Report
@@ -87,6 +88,7 @@ def matrix(options: _Options) -> None:
     sources, documents = _read(paths)
     fresh = _run(options) if options.names else []
     sources.reports.extend(fresh)
+    _require_columns(options.tags, sources.reports)
     result = build_matrix(
         sources.reports,
         sources.agreements,
@@ -102,6 +104,18 @@ def matrix(options: _Options) -> None:
         _warn_of_age(documents)
     if not all(report.ok for report in fresh):
         raise SystemExit(1)
+
+
+def _require_columns(patterns: tuple[str, ...], reports: Sequence[Report]) -> None:
+    from spec_decode.matrix.model import tags_of
+
+    known = tags_of(reports)
+    for pattern in patterns:
+        if not any(fnmatch(tag, pattern) for tag in known):
+            raise UserError(
+                f"--tag must be like a column of these reports, {pattern!r} is like none. Fix --tag."
+                f"{did_you_mean(pattern.strip('*'), known)}"
+            )
 
 
 def _read(paths: tuple[Path, ...]) -> tuple[Sources, Documents]:

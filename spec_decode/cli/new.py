@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
+from contextlib import suppress
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, requires
+from keyword import iskeyword
 from pathlib import Path
 
 import click
@@ -11,6 +16,7 @@ from spec_decode.cli.output import UserError
 
 _FOLDERS = (Path(__file__).parent / "example", Path(__file__).parents[2] / "examples" / "window_pages")
 """The example: as the wheel has it, and as a checkout does."""
+_OURS = {"attn_backends", "benchmarks", "builders", "engines", "spec_decode", "tests"}
 
 
 @click.command("new")
@@ -27,9 +33,18 @@ def new(name: str) -> None:
             f"a backend's name must be lower-case letters, digits and _, as a module's is, got {name!r}; nothing was "
             "written. Choose another."
         )
+    if problem := registry.name_problem(name):
+        raise UserError(f"{problem}. Choose another name.")
+    if iskeyword(name):
+        raise UserError(f"a backend's name becomes a module's, and {name!r} is a keyword of Python. Choose another.")
     if name in registry.names():
         raise UserError(
             f"a backend's name must be free, {name!r} is registered already; nothing was written. Choose another."
+        )
+    if _hides_a_module(name):
+        raise UserError(
+            f"a backend's name becomes a module's, and a module {name!r} would hide the one of Python or of a package "
+            "that has this name. Choose another."
         )
     folder = Path(name)
     example = next(folder for folder in _FOLDERS if folder.is_dir())
@@ -47,6 +62,19 @@ def new(name: str) -> None:
         path.write_text(_renamed(text, name), encoding="utf-8")
         click.echo(path)
     click.echo(f"next: pip install -e ./{name} && attn-backends check {name} --family builder")
+
+
+def _hides_a_module(name: str) -> bool:
+    """Whether Python, an installed package, or one that this project may need has a module of this name."""
+    needed: set[str] = set()
+    with suppress(PackageNotFoundError):  # a checkout that is not installed
+        needed = {re.split(r"[^\w-]", package)[0].replace("-", "_") for package in requires("attn-backends") or ()}
+    if name in _OURS | needed | sys.stdlib_module_names:
+        return True
+    # What stands in the current folder is no package of this machine: the folder must be new is another error.
+    places = [place for place in sys.path if place and Path(place).resolve() != Path.cwd()]
+    found = PathFinder.find_spec(name, places)
+    return found is not None and found.origin is not None
 
 
 def _files(example: Path) -> list[Path]:

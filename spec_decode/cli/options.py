@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_h
 
 import click
 
+from spec_decode.cli.kernel_cache import require_kernel_cache
 from spec_decode.cli.output import UserError, did_you_mean
 from spec_decode.cli.plug_ins import try_plug_ins_aloud
 
@@ -77,7 +78,8 @@ class StrategyChoice(click.Choice[str]):
 
 
 def resolve_device(name: str | None, *, present: bool = True) -> torch.device:
-    """The device of that name. present: raise UserError for one that this machine has not, as for any other name.
+    """The device of that name. present: raise UserError for one that this machine has not, as for any other name, and
+    for a cache of kernels that would fail in the middle of a run there.
 
     Must stay free of imports from `builders` and `attn_backends`: see `interpreter.interpret_kernels_on`.
     """
@@ -95,6 +97,8 @@ def resolve_device(name: str | None, *, present: bool = True) -> torch.device:
             f"device {device} was asked for, this machine has {count} CUDA devices; nothing was run. Use "
             "another --device; everything runs on cpu."
         )
+    if present and device.type == "cuda":
+        require_kernel_cache()
     return device
 
 

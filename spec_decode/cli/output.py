@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -93,6 +94,25 @@ def progress(console: Console, text: str = "", *, each: bool = False) -> Iterato
     if text:
         show(text)
     yield show
+
+
+@contextmanager
+def told_again(text: Callable[[], str], every: float = _SECONDS_BETWEEN_LINES) -> Iterator[None]:
+    """Inside, print a line on stderr every so many seconds, unless it is empty."""
+    ended = threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(every):
+            if line := text():
+                click.echo(line, err=True)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def did_you_mean(asked: str, known: Iterable[str]) -> str:

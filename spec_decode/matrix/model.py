@@ -83,8 +83,7 @@ def build_matrix(
     another version is marked stale.
     """
     runs = Runs()
-    known = {tag for report in reports for tag in chain(report.claims, *map(_tags_of, report.results))}
-    columns = columns_of(tag for tag in known if not tags or any(fnmatch(tag, pattern) for pattern in tags))
+    columns = columns_of(tag for tag in tags_of(reports) if not tags or any(fnmatch(tag, pattern) for pattern in tags))
     groups: dict[tuple[str, str, str], list[Report]] = {}
     newest: dict[tuple[str, str], Report] = {}
     for report in sorted(reports, key=lambda report: report.env.date, reverse=True):
@@ -103,6 +102,11 @@ def build_matrix(
         speed=speed_sections(timings, runs),
         runs=runs.all,
     )
+
+
+def tags_of(reports: Iterable[Report]) -> set[str]:
+    """Every tag that these reports claim something of, or have a result for."""
+    return {tag for report in reports for tag in chain(report.claims, *map(_tags_of, report.results))}
 
 
 def _tags_of(result: Result) -> tuple[str, ...]:

@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from attn_backends import AttentionBackend, BrokenBackend
 from builders import AttentionKind, AttentionSpec
 from engines.vllm.conformance import stand_in, subjects
 from engines.vllm.conformance.builder import with_null_block
 from engines.vllm.conformance.forwards import Latents, NoAttention, PackedHeads, WindowLists
+from spec_decode.cli.main import main
 
 HEADS = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
 LATENTS = AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=128, page_size=16, kind=AttentionKind.MLA)
@@ -30,7 +32,7 @@ def backend_of(kind: type[AttentionBackend]) -> AttentionBackend:
 def test_another_vllm_is_refused(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stand_in, "version", lambda package: found)
 
-    with pytest.raises(BrokenBackend, match=f"found {found}; .* make engines"):
+    with pytest.raises(BrokenBackend, match=f"found {found}. Run `make engines`"):
         subjects()
 
 
@@ -41,6 +43,8 @@ def test_no_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stand_in, "version", version)
     with pytest.raises(BrokenBackend, match="found none"):
         subjects()
+    result = CliRunner().invoke(main, ["check", "--engine", "vllm", "--device", "cpu"])
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1 and "pip install 'vllm==0.33.*'" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,11 @@ _SUBJECTS = {
 NAMES = tuple(_SUBJECTS)
 
 
+def require_engine() -> None:
+    """Raise BrokenBackend where vLLM is not installed, or another than 0.33."""
+    stand_in.vllm_version()
+
+
 def subjects(names: Sequence[str] = NAMES) -> list[Subject]:
     """These builders of the installed vLLM. Raises BrokenBackend for an unknown one, and for another vLLM than 0.33."""
     version = stand_in.vllm_version()

@@ -40,8 +40,8 @@ def vllm_version() -> str:
         found = "none"
     if not found.startswith(SERIES):
         raise BrokenBackend(
-            f"vLLM's builders are checked as {SERIES}x has them, found {found}; another version calls them in another "
-            "way. Run make engines, which unpacks the right one, or install it."
+            f"vLLM's builders are checked as {SERIES}x has them, found {found}. Run `make engines`, which "
+            f"unpacks the right one, or pip install 'vllm=={SERIES}*'."
         )
     return found
 

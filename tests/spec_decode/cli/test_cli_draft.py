@@ -1,10 +1,13 @@
 import re
+import threading
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint
 
 import pytest
 import torch
 
 from attn_backends import registry
+from spec_decode.cli import output
 from spec_decode.tools import plug_ins
 
 
@@ -101,6 +104,40 @@ def test_a_plug_in_is_named_before_it_is_asked_so_that_one_that_hangs_is_seen(pa
 def test_every_verb_that_loads_plug_ins_names_them(verb, run, slow_plug_in):
     result = run(*verb.split(), "--device", "cpu")
     assert result.exit_code == 0 and result.stderr.startswith("loading backend slow of package unknown\n")
+
+
+def test_a_run_in_the_interpreter_says_so_and_how_far_it_is(pair, run, monkeypatch):
+    seen = []
+
+    @contextmanager
+    def told_again(text):
+        seen.append(text())
+        yield
+        seen.append(text())
+
+    words = draft_words(pair, "x", "--max-new-tokens", "3")
+    assert "interpreter" not in run(*words).stderr
+    monkeypatch.setattr("builders.kernels.triton_runtime.interpreting", lambda: True)
+    monkeypatch.setattr("spec_decode.cli.draft.told_again", told_again)
+    assert "TRITON_INTERPRET=1: kernels run in Triton's interpreter" in run(*words).stderr
+    assert re.fullmatch(r"\d+ s: loading and capturing", seen[0]) and re.fullmatch(
+        r"\d+ s: \d rounds, 3 tokens", seen[1]
+    )
+
+
+def test_what_is_told_again_is_told_until_the_end(capsys):
+    told, texts = threading.Event(), iter(["", "one", "two"])
+
+    def text():
+        if not (found := next(texts, "")):
+            return found
+        if found == "two":
+            told.set()
+        return found
+
+    with output.told_again(text, every=1e-4):
+        told.wait()
+    assert capsys.readouterr().err == "one\ntwo\n"
 
 
 def test_draft_without_draft_tokens_decodes_plainly(pair, run):

@@ -34,7 +34,7 @@ def subprocesses(monkeypatch):
             version="1",
             env=environment(CPU),
             command=request["command"],
-            claims=elsewhere,
+            claims=elsewhere or {"page:16": Claim(claimed=False)},
             results=(result,),
         )
 
@@ -72,9 +72,22 @@ def test_matrix_writes_files(tagged, tmp_path, run):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"m.md", "m.json", "m.html"}
 
 
+@pytest.mark.parametrize("patterns", [["graph:captur"], ["graph:*", "graph:captrue"]])
+def test_a_tag_that_is_like_no_column_is_refused(tagged, refused, patterns):
+    line = refused("matrix", *(word for pattern in patterns for word in ("--tag", pattern)))
+    assert f"is like none. Fix --tag. Did you mean graph:capture?" in line
+
+
+def test_a_tag_that_no_result_of_a_run_has_is_refused(tagged, refused_after):
+    assert "'graph:captur' is like none" in refused_after(
+        "matrix", "--run", "torch_reference", "--device", "cpu", "--tag", "graph:captur"
+    )
+
+
 def test_matrix_shows_only_the_columns_asked_for(tagged, run):
     assert "graph support" in run("matrix", "--tag", "graph:*").output
-    assert "graph support" not in run("matrix", "--tag", "page:*").output
+    result = run("matrix", "--tag", "page:*")
+    assert result.exit_code == 0 and "graph support" not in result.output
 
 
 def test_matrix_marks_other_versions_than_the_installed_as_stale(tagged, run):
