@@ -67,6 +67,9 @@ class TargetModel(_Model):
     vocab_size; hidden_size H; max_positions; target_states_size F: dims of the states that a draft reads.
     """
 
+    num_layers: int | None = None
+    """How many it has, where it says so: a draft that reads states of others is refused."""
+
     @abstractmethod
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> TargetStates:
         """The states of T tokens.

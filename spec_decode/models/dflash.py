@@ -134,7 +134,8 @@ def load_as(kind: type[D], store: TensorStore, target: TargetModel, *, dtype: to
     model = config.model
     read = store.config.get("target_hidden_size", int, target.hidden_size)
     check_shared(store.folder, "target_hidden_size", read, target.hidden_size)
-    layers = len(aux_hidden_state_layers(store, 1 << 20))
+    # A target that does not say how many it has is held to the number of its states.
+    layers = len(aux_hidden_state_layers(store, target.num_layers or 1 << 20))
     remedy = f"Make the target with the states of {layers} layers: aux_hidden_state_layers says which."
     check_target(store, target, model.vocab_size, target.hidden_size, states_size=layers * read, remedy=remedy)
     token_map = read_token_map(store, draft_vocab(store, model.vocab_size), target.vocab_size)

@@ -28,6 +28,7 @@ class LlamaTarget(TargetModel):
                 "out of the target's config."
             )
         self.config = config
+        self.num_layers = config.num_layers
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self.hidden_size = self.target_states_size = config.hidden_size
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)

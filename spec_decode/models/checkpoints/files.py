@@ -28,6 +28,15 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
     return value
 
 
+def require_plain_utf8(path: Path) -> None:
+    """Raise CheckpointError for JSON that begins with a byte order mark, or is utf-16: `transformers` takes neither."""
+    with path.open("rb") as file:
+        if (encoding := json.detect_encoding(file.read(4))) != "utf-8":
+            raise CheckpointError(
+                f"{path} must be utf-8 without a byte order mark, it is {encoding}; nothing was loaded. Save it so."
+            )
+
+
 def check_safetensors(path: Path) -> None:
     """Raise CheckpointError for a file that is none of safetensors, and for a header that says a name twice, of which
     the library would take one."""
@@ -63,4 +72,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found := dict(pairs)) < len(pairs):
         twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
         raise ValueError(f"{', '.join(sorted(twice))} is said twice in one object")
+    if lost := [key for key, value in pairs if value != value]:
+        # Python reads it, and what reads the field next would be blamed. Infinity is a limit in some configs.
+        raise ValueError(f"{', '.join(lost)} is NaN, which is no number")
     return found

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from spec_decode.models.checkpoints.errors import CheckpointError
-from spec_decode.models.checkpoints.files import check_safetensors, read_object, require_regular
+from spec_decode.models.checkpoints.files import check_safetensors, read_object, require_plain_utf8, require_regular
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_READ_FIRST = ("config.json", "generation_config.json", "tokenizer_config.json")
+"""What the library does without where it cannot read it, or blames on something else."""
 
 
 def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
@@ -77,3 +80,7 @@ def _require_file(folder: Path, file: str) -> None:
             require_regular(path)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}. Remove it.") from error
+        if path.suffix == ".json" and path.is_file():
+            require_plain_utf8(path)
+        if path.name in _READ_FIRST:
+            read_object(path, "Restore the file.")

@@ -75,7 +75,7 @@ def test_matrix_writes_files(tagged, tmp_path, run):
 @pytest.mark.parametrize("patterns", [["graph:captur"], ["graph:*", "graph:captrue"]])
 def test_a_tag_that_is_like_no_column_is_refused(tagged, refused, patterns):
     line = refused("matrix", *(word for pattern in patterns for word in ("--tag", pattern)))
-    assert f"is like none. Fix --tag. Did you mean graph:capture?" in line
+    assert "is like none. Fix --tag. Did you mean graph:capture?" in line
 
 
 def test_a_tag_that_no_result_of_a_run_has_is_refused(tagged, refused_after):

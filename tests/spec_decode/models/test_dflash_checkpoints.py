@@ -44,6 +44,15 @@ WRONG = {
 }
 
 
+def test_layers_that_the_target_has_not_are_refused_where_it_says_how_many_it_has(tmp_path):
+    folder = make_dflash(dflash_config={"target_layer_ids": [99, 0]}).write(tmp_path)
+    target = StubTarget(target_states_size=2 * HIDDEN)
+    load_draft(folder, target, dtype=torch.float32)
+    target.num_layers = 8
+    with pytest.raises(CheckpointError, match=r"must be of the target's 8 layers, got \[99, 0\]"):
+        load_draft(folder, target, dtype=torch.float32)
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_checkpoint_is_refused_in_words(name, tmp_path):
     checkpoint, says = WRONG[name]

@@ -66,6 +66,7 @@ CONFIGS = {
     "objects nested deeply": (b'{"a":' * 200_000, "must hold JSON"),
     "a number of many digits": (b'{"a": %s}' % (b"9" * 5000), "must hold JSON"),
     "not utf-8": (b'{"a": "\xff"}', "must hold JSON"),
+    "NaN that nothing reads": (b'{"a": {"b": NaN}}', "b is NaN, which is no number"),
 }
 
 
@@ -75,6 +76,14 @@ def test_a_config_that_no_writer_would_write_is_refused(tmp_path, text, said):
     (tmp_path / "config.json").write_bytes(text)
     assert said in refusal(lambda: TensorStore.open(tmp_path))
     assert said in refusal(lambda: load_pair(tmp_path))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_drafts_config_may_begin_with_a_byte_order_mark(tmp_path, encoding):
+    make, target = KINDS["causal"]
+    path = make().write(tmp_path) / "config.json"
+    path.write_bytes(path.read_text().encode(encoding))
+    load_draft(tmp_path, target(), dtype=torch.float32)
 
 
 def entry(**changes):

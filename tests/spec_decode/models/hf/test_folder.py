@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+from functools import partial
 
 import pytest
 
@@ -83,6 +84,30 @@ def test_weights_that_are_no_numbers_make_no_target(folder, value):
     named = r"NaN or infinity in 1 of them, model\.embed_tokens\.weight first; .* no target was made"
     with pytest.raises(CheckpointError, match=named):
         TransformersTarget(model)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("load", [load_tokenizer, partial(load_model, dtype=None)], ids=["tokenizer", "model"])
+def test_a_byte_order_mark_is_named_and_nothing_else_is_blamed(folder, load, name, encoding):
+    change(folder / "tokenizer_config.json")
+    (folder / name).write_bytes((folder / name).read_text().encode(encoding))
+    with pytest.raises(CheckpointError, match=f"{name} must be utf-8 without a byte order mark, it is utf"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("load", [load_tokenizer, partial(load_model, dtype=None)], ids=["tokenizer", "model"])
+def test_nan_is_named_with_its_field_and_nothing_else_is_blamed(folder, load, name):
+    change(folder / "tokenizer_config.json")
+    change(folder / name, rms_norm_eps=math.nan)
+    with pytest.raises(CheckpointError, match=f"{name} must hold JSON: rms_norm_eps is NaN"):
+        load(folder)
+
+
+def test_a_limit_of_infinity_is_none_to_refuse(folder):
+    change(folder / "config.json", time_step_limit=[0.0, math.inf], a_limit=math.inf)
+    load_model(folder, dtype=None)
 
 
 def test_a_header_that_says_a_name_twice_is_refused(folder):
