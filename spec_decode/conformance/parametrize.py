@@ -22,7 +22,8 @@ def parametrize_with_checks(
 
     An unclaimed case counts as a skip with the backend's own reasons, a known failure as an xfail with its issue, and a
     failure of a check that is newer than the backend's contract as an xfail that says so. While a backend is loaded or
-    checked, `os._exit` raises RuntimeError: the tests would end with no summary.
+    checked, `os._exit` raises RuntimeError: the tests would end with no summary. Native code that ends the process is
+    out of reach here: run the tests with pytest-xdist (`-n 1`), which fails the test that it happened in.
     """
     import pytest
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +36,40 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for command in ci_commands():
         stranger.must(command + _NARROWED.get(command, ""), checkout)
     return checkout
+
+
+EXITS = """
+import ctypes
+from attn_backends import register
+from attn_backends.torch_reference import TorchReference
+from spec_decode.conformance import parametrize_with_checks
+
+class Exits(TorchReference):
+    def forward(self, *inputs, **options):
+        ctypes.CDLL(None)._exit(0)
+
+register("exits", Exits)
+
+@parametrize_with_checks("exits")
+def test_conformance(check):
+    check()
+"""
+
+
+@pytest.mark.parametrize("code", [EXITS, "import ctypes; ctypes.CDLL(None)._exit(0)"], ids=["in a check", "at import"])
+def test_its_tests_fail_where_native_code_ends_their_process_with_status_0(code: str, tmp_path: Path) -> None:
+    shutil.copy(EXAMPLE / "pyproject.toml", tmp_path)
+    (tmp_path / "test_conformance.py").write_text(code)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-k", "attention_is_right[base-single] or not conformance"],
+        cwd=tmp_path,
+        env={**env, "PYTHONPATH": str(EXAMPLE.parents[1])},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    said = "crashed while running 'test_conformance.py::test_conformance[" if code is EXITS else "no tests ran"
+    assert ended.returncode != 0 and said in ended.stdout
 
 
 def test_its_ci_has_the_commands_that_are_narrowed_here() -> None:

@@ -26,6 +26,15 @@ def test_layers_that_the_target_does_not_have_are_refused(layers, tmp_path):
         aux_hidden_state_layers(folder, 8)
 
 
+def test_layers_that_the_target_has_not_are_refused_where_it_says_how_many_it_has(tmp_path):
+    folder = make_dflash(dflash_config={"target_layer_ids": [99, 0]}).write(tmp_path)
+    target = StubTarget(target_states_size=2 * HIDDEN)
+    load_draft(folder, target, dtype=torch.float32)
+    target.num_layers = 8
+    with pytest.raises(CheckpointError, match=r"must be of the target's 8 layers, got \[99, 0\]"):
+        load_draft(folder, target, dtype=torch.float32)
+
+
 WRONG = {
     "no mask token": (make_dflash(dflash_config={"mask_token_id": None}), "a DFlash draft predicts masks"),
     "a mask outside": (make_dflash(dflash_config={"mask_token_id": VOCAB}), f"0 to {VOCAB - 1}, got {VOCAB}"),
@@ -42,15 +51,6 @@ WRONG = {
     "another hidden size without a head": (make_dflash(hidden_size=48, own_embedding=True), "for want of a head"),
     "causality that is no truth value": (make_dflash(is_causal="no"), "is_causal in .* must be true or false"),
 }
-
-
-def test_layers_that_the_target_has_not_are_refused_where_it_says_how_many_it_has(tmp_path):
-    folder = make_dflash(dflash_config={"target_layer_ids": [99, 0]}).write(tmp_path)
-    target = StubTarget(target_states_size=2 * HIDDEN)
-    load_draft(folder, target, dtype=torch.float32)
-    target.num_layers = 8
-    with pytest.raises(CheckpointError, match=r"must be of the target's 8 layers, got \[99, 0\]"):
-        load_draft(folder, target, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("name", WRONG)
