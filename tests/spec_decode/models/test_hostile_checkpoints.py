@@ -80,10 +80,9 @@ def test_a_config_that_no_writer_would_write_is_refused(tmp_path, text, said):
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
 def test_a_drafts_config_may_begin_with_a_byte_order_mark(tmp_path, encoding):
-    make, target = KINDS["causal"]
-    path = make().write(tmp_path) / "config.json"
+    path = EVERY["causal"]().write(tmp_path) / "config.json"
     path.write_bytes(path.read_text().encode(encoding))
-    load_draft(tmp_path, target(), dtype=torch.float32)
+    load_draft(tmp_path, target_for("causal"), dtype=torch.float32)
 
 
 def entry(**changes):
