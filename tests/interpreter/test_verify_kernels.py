@@ -35,9 +35,9 @@ def test_the_samples_give_outputs_of_every_kind(op):
         with torch_implementations():
             accepted = TABLE[f"spec_decode::{op}"].call(*sample)[0]
         length = (arguments.draft_tokens >= 0).long().cumprod(1).sum(1)
-        for kept, proposed, heat in zip(accepted, length, arguments.temperature, strict=True):
+        for kept, proposed, temperature in zip(accepted, length, arguments.temperature, strict=True):
             ended = kept == proposed and proposed < arguments.draft_tokens.shape[1]
-            kinds.add("ended" if ended else (bool(kept < proposed), bool(heat > 0)))
+            kinds.add("ended" if ended else (bool(kept < proposed), bool(temperature > 0)))
     assert len(kinds) == 5
 
 

@@ -37,7 +37,7 @@ def test_a_verifiers_output_of_another_dtype_is_refused_and_nothing_written(name
     batch = InputBatch(2, torch.device("cpu"), None, RejectionSampling())
     output = {"accepted": zeros(2), "next_tokens": zeros(2) + 90}
     output[name] = output[name].int()
-    with pytest.raises(BatchError, match=rf"{name} must be torch\.int64.* nothing was run"):
+    with pytest.raises(BatchError, match=rf"{name} must be torch\.int64"):
         batch.update_requests(slice(2), zeros(2, 1), zeros(2, 0), VerifyOutput(**output))
     assert not batch.last_tokens.any()
 
