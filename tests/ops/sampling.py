@@ -82,13 +82,13 @@ def sample_block():
 
 
 def draft(logits, temperature, live, *, column=1, lens=None, confidence=0.0, token_map=None, hidden=None):
-    """On buffers that hold 7s."""
+    """On buffers that hold 7s, with room for a row more."""
     rows, vocab = logits.shape
     return (
         logits, torch.tensor(temperature), seeds(rows), whole(0, 2**20, rows), int32(*live), torch.tensor([column]),
-        torch.full((rows, 3), 7), torch.full((rows, 3, vocab if token_map is None else 2 * vocab), 7.0),
-        torch.full((rows,), 7), int32(*lens or [3] * rows), int32(3), torch.tensor([confidence]), int32(7), token_map,
-        hidden, None if hidden is None else torch.full_like(hidden, 7.0),
+        torch.full((rows + 1, 3), 7), torch.full((rows + 1, 3, vocab if token_map is None else 2 * vocab), 7.0),
+        torch.full((rows + 1,), 7), int32(*lens or [3] * rows), int32(3), torch.tensor([confidence]), int32(7),
+        token_map, hidden, None if hidden is None else torch.full_like(hidden, 7.0),
     )  # fmt: skip
 
 
