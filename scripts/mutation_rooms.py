@@ -13,91 +13,54 @@ ROOMS = (
 )
 """Patterns of the files whose mutants must die."""
 
-EQUIVALENT: dict[tuple[str, str, str], str] = {
-    (
-        "attn_backends/kernels/e4m3.py",
-        "code = tl.where(size < 0x3C800000, small, large)",
-        "code = tl.where(size < 1015021567, small, large)",
-    ): "the number below 2^-6 itself is rounded to it either way",
-    (
-        "attn_backends/kernels/paged_attention_kernels.py",
-        'merged = tl.fma(tl.where(of_split == float("-inf"), 0.0, row), share, merged)',
-        'merged = tl.fma(tl.where(of_split == float("-inf"), 1.0, row), share, merged)',
-    ): "a split without tokens has no share: any number will do that is one",
-    (
-        "attn_backends/torch_reference.py",
-        "return torch.where(seen[..., None, None], rows, 0.0)",
-        "return torch.where(seen[..., None, None], rows, 1.0)",
-    ): "what is not seen has weight 0: any number will do that is one",
-    (
-        "builders/batch.py",
-        "for request, (query, seq) in enumerate(zip(lens, seqs, strict=True)):",
-        "for request, (query, seq) in enumerate(zip(lens, seqs, strict=False)):",
-    ): "as many of both are required just before",
-    (
-        "attn_backends/kernels/latent_attention_kernels.py",
-        "seen_by_all = cached + (tile * BLOCK_M) // HEADS + 1",
-        "seen_by_all = cached + (tile * BLOCK_M) // HEADS - 1",
-    ): "a block that need not be masked is masked, and comes out the same",
-    (
-        "attn_backends/kernels/paged_attention.py",
-        'SPLIT_BLOCKS=SPLIT_TOKENS // tile["BLOCK_N"] if fixed else 0, WINDOW=self.sliding_window or 0,',
-        'SPLIT_BLOCKS=SPLIT_TOKENS // tile["BLOCK_N"] if fixed else 0, WINDOW=self.sliding_window or (-1),',
-    ): "the kernel looks at a window above 0 alone",
-    (
-        "attn_backends/kernels/paged_attention.py",
-        "out = torch.empty(tokens, heads, value_dim, dtype=out_dtype, device=query.device)",
-        "out = torch.empty(tokens, heads, value_dim, device=query.device)",
-    ): "the result is brought to the query's dtype in the end",
-    (
-        "attn_backends/kernels/paged_attention_kernels.py",
-        "start = tl.maximum(cached + (tile * BLOCK_M) // GROUP - WINDOW + 1, 0)",
-        "start = tl.maximum(cached + (tile * BLOCK_M) // GROUP - WINDOW + 1, (-1))",
-    ): "-1 divided by the size of a block is the first block, as 0 is",
-    (
-        "attn_backends/kernels/paged_attention_kernels.py",
-        'merged = tl.fma(tl.where(of_split == float("-inf"), 0.0, row), share, merged)',
-        'merged = tl.fma(tl.where(of_split == float("-inf"), (-1.0), row), share, merged)',
-    ): "a split without tokens has no share: any number will do that is one",
-    (
-        "attn_backends/kernels/sparse_attention_kernels.py",
-        "peak = tl.where(sink > 1e30, 1e30, tl.maximum(sink * 1.4426950408889634, peak))",
-        "peak = tl.where(sink >= 1e30, 1e30, tl.maximum(sink * 1.4426950408889634, peak))",
-    ): "beside a sink of 1e30 no score has a weight, whichever the peak",
-    (
-        "attn_backends/torch_reference.py",
-        "return torch.where(seen[..., None, None], rows, 0.0)",
-        "return torch.where(seen[..., None, None], rows, (-1.0))",
-    ): "what is not seen has weight 0: any number will do that is one",
-    (
-        "builders/batch.py",
-        "for request, (query, seq) in enumerate(zip(lens, seqs, strict=True)):",
-        "for request, (query, seq) in enumerate(zip(lens, seqs)):",
-    ): "as many of both are required just before",
-    (
-        "attn_backends/kernels/e4m3.py",
-        "code = tl.where(size < 0x3C800000, small, large)",
-        "code = tl.where(size <= 0x3C800000, small, large)",
-    ): "both give 8 for 2^-6 itself",
-    (
-        "spec_decode/sampling/kernels/restrict_logits.py",
-        "part = min(_PART, triton.next_power_of_2(vocab))",
-        "part = max(_PART, triton.next_power_of_2(vocab))",
-    ): "how a row is divided changes the time that it takes, and nothing else",
-    (
-        "spec_decode/sampling/kernels/restrict_logits_kernels.py",
-        "count, sum_exp = _count_part(logits, row, part, vocab, edge, largest, False, PART, LANES, BINS)",
-        "count, sum_exp = _count_part(logits, row, part, vocab, edge, largest, True, PART, LANES, BINS)",
-    ): "without top_p nothing reads the sums",
-    (
-        "spec_decode/verification/kernels/block_verify.py",
-        "count = tl.min(tl.where(passes, columns, column), 0)",
-        "count = tl.min(tl.where(passes, columns, column), (-1))",
-    ): "of one axis the first is the last",
-    (
-        "spec_decode/verification/kernels/partial_max.py",
-        "argmax = torch.empty(rows * columns, blocks, dtype=torch.int32, device=device)",
-        "argmax = torch.empty(rows * columns, blocks, device=device)",
-    ): "a float holds every token of a vocabulary below 2^24",
+EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
+    "attn_backends/kernels/e4m3.py": {
+        ("size < 0x3C800000", "size < 1015021567"): "the number below 2^-6 itself is rounded to it either way",
+        ("size < 0x3C800000", "size <= 0x3C800000"): "both give 8 for 2^-6 itself",
+    },
+    "attn_backends/kernels/paged_attention_kernels.py": {
+        (
+            '"-inf"), 0.0, row)',
+            '"-inf"), 1.0, row)',
+        ): "a split without tokens has no share",
+        ("WINDOW + 1, 0)", "WINDOW + 1, (-1))"): "-1 divided by the size of a block is the first block, as 0 is",
+        (
+            '"-inf"), 0.0, row)',
+            '"-inf"), (-1.0), row)',
+        ): "a split without tokens has no share",
+    },
+    "attn_backends/torch_reference.py": {
+        ("rows, 0.0)", "rows, 1.0)"): "what is not seen has weight 0: any number will do that is one",
+        ("rows, 0.0)", "rows, (-1.0))"): "what is not seen has weight 0: any number will do that is one",
+    },
+    "builders/batch.py": {
+        ("lens, seqs, strict=True", "lens, seqs, strict=False"): "as many of both are required just before",
+        ("lens, seqs, strict=True", "lens, seqs"): "as many of both are required just before",
+    },
+    "attn_backends/kernels/latent_attention_kernels.py": {
+        (") // HEADS + 1", ") // HEADS - 1"): "a block that need not be masked is masked, and comes out the same",
+    },
+    "attn_backends/kernels/paged_attention.py": {
+        ("sliding_window or 0,", "sliding_window or (-1),"): "the kernel looks at a window above 0 alone",
+        (
+            "value_dim, dtype=out_dtype, device",
+            "value_dim, device",
+        ): "it is brought to the query's dtype in the end",
+    },
+    "attn_backends/kernels/sparse_attention_kernels.py": {
+        ("sink > 1e30", "sink >= 1e30"): "beside a sink of 1e30 no score has a weight, whichever the peak",
+    },
+    "spec_decode/sampling/kernels/restrict_logits.py": {
+        ("part = min(", "part = max("): "how a row is divided changes the time that it takes, and nothing else",
+    },
+    "spec_decode/sampling/kernels/restrict_logits_kernels.py": {
+        ("largest, False, PART", "largest, True, PART"): "without top_p nothing reads the sums",
+    },
+    "spec_decode/verification/kernels/block_verify.py": {
+        ("columns, column), 0)", "columns, column), (-1))"): "of one axis the first is the last",
+    },
+    "spec_decode/verification/kernels/partial_max.py": {
+        ("blocks, dtype=torch.int32, device", "blocks, device"): "a float holds every token of a vocabulary below 2^24",
+    },
 }
-"""Why a change leaves everything as it was, by file, line before and line after."""
+"""Why a change leaves everything as it was, by file, and by what of it, which stands there once, becomes what."""
