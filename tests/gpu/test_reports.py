@@ -1,16 +1,13 @@
 """The one writer of reports; a GPU test is skipped without a device, and fails where its report was asked for."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from spec_decode.files import require_unedited
-from tests.import_graph import ROOT
 
+pytest_plugins = "pytester"
 TESTS = """
 import pytest
 
@@ -24,16 +21,17 @@ def test_cpu(write_report, backends):
 
 
 @pytest.fixture
-def run(tmp_path: Path):
+def run(pytester: pytest.Pytester):
     """Runs these two tests and returns what pytest said, and the report if there is one."""
-    (tmp_path / "conftest.py").write_text("from tests.gpu.conftest import *")
-    (tmp_path / "test_example.py").write_text(TESTS)
-    path = tmp_path / "report.json"
+    pytester.makeconftest("from tests.gpu.conftest import *")
+    pytester.makepyfile(test_example=TESTS)
+    path = pytester.path / "report.json"
 
     def run(*options: str) -> tuple[str, dict]:
-        command = [sys.executable, "-m", "pytest", "-c", "pyproject.toml", "-p", "no:cacheprovider", "-rs"]
-        done = subprocess.run([*command, str(tmp_path), "--json", str(path), *options], cwd=ROOT, stdout=-1, text=True)
-        return done.stdout, json.loads(path.read_text()) if path.exists() else {}
+        done = pytester.runpytest_inprocess(
+            "-p", "spec_decode.conformance.pytest_plugin", "-rs", "--json", str(path), *options
+        )
+        return done.stdout.str(), json.loads(path.read_text()) if path.exists() else {}
 
     return run
 
