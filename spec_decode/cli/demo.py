@@ -138,7 +138,7 @@ def _print_runs(
 
 def _print_a_text(console: Console, comparison: Comparison) -> None:
     from spec_decode.cli.strategy_comparison import demo_requests
-    from spec_decode.models.byte_tokenizer import decode
+    from spec_decode.llm.byte_tokenizer import decode
 
     say(console, "\nprompt", "bold")
     say(console, printable(decode(list(demo_requests()[0].prompt))), "dim")

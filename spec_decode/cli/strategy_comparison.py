@@ -10,10 +10,10 @@ from rich.table import Table
 from spec_decode.drafter import DrafterConfig, DraftPlan, Strategy, StrategyError, plan_draft
 from spec_decode.engine import Engine, EngineConfig, EngineStats, Generation, Request
 from spec_decode.llm.backends import Backends
+from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.llm.pair import Pair
-from spec_decode.models.byte_tokenizer import encode
-from spec_decode.models.held_out_text import held_out_prompts
 from spec_decode.paged.kv_groups import make_groups
+from spec_decode.testing.held_out_text import held_out_prompts
 
 PROMPTS, PROMPT_BYTES, NEW_TOKENS, DRAFT_TOKENS = 6, 64, 64, 4
 CONFIG = EngineConfig(num_speculative_tokens=DRAFT_TOKENS)

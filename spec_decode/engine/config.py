@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from builders import BatchError
 from builders.errors import require, require_types
 from spec_decode.drafter import DrafterConfig, Strategy
+from spec_decode.engine.page_pool import PagePool
 from spec_decode.engine.request import Request
 from spec_decode.models import DraftModel, TargetModel
 from spec_decode.paged import GraphMode
@@ -67,9 +68,6 @@ class EngineConfig:
     text is then that of plain decoding, too. It takes backends with the feature batch_invariant and models made of the
     layers here, and costs time: see the guide."""
 
-    draft_at_once: bool = False
-    """Whether the draft proposes all its tokens at once; an engine says it of its own draft."""
-
     def __post_init__(self) -> None:
         require_types(self)
         self.drafter_config()
@@ -100,34 +98,6 @@ class EngineConfig:
             "ever be read, so nothing was allocated. Raise it.",
         )
 
-    def of_draft(self, draft: DraftModel | None) -> EngineConfig:
-        """The same for an engine with this draft."""
-        return replace(self, draft_at_once=draft is not None and draft.drafts_at_once)
-
-    @property
-    def draft_slots(self) -> int:
-        """KV slots that a step writes past a text's end: of its K drafts, or of the places of a draft that proposes all
-        at once, fewer than 2K; of a tree, or of all that its draft runs over."""
-        steps = self.num_speculative_tokens
-        if self.tree is not None:
-            return max(steps, self.tree.num_tokens, self.tree.width * (steps - 1))
-        return 2 * steps if self.draft_at_once else steps
-
-    def max_slots(self, length: int) -> int:
-        """KV slots of a request of that length."""
-        return length + self.draft_slots
-
-    @property
-    def capacity(self) -> int:
-        """KV slots of the longest request."""
-        return self.max_slots(self.max_seq_len)
-
-    @property
-    def pool_size(self) -> int:
-        """Pages of every KV group."""
-        longest = -(-self.capacity // self.page_size)
-        return self.max_reqs * longest if self.num_pages is None else self.num_pages
-
     def drafter_config(self) -> DrafterConfig:
         """The drafter's part. Raises BatchError as DrafterConfig does."""
         return DrafterConfig(
@@ -142,9 +112,26 @@ class EngineConfig:
         )
 
 
+def draft_slots(config: EngineConfig, draft: DraftModel | None) -> int:
+    """KV slots that a step writes past a text's end: of its K drafts, or of the places of a draft that proposes all at
+    once, fewer than 2K; of a tree, or of all that its draft runs over."""
+    steps = config.num_speculative_tokens
+    if config.tree is not None:
+        return max(steps, config.tree.num_tokens, config.tree.width * (steps - 1))
+    return 2 * steps if draft is not None and draft.drafts_at_once else steps
+
+
+def make_pool(config: EngineConfig, draft: DraftModel | None) -> PagePool:
+    """The pool of an engine with this draft."""
+    slots = draft_slots(config, draft)
+    longest = -(-(config.max_seq_len + slots) // config.page_size)
+    num_pages = config.max_reqs * longest if config.num_pages is None else config.num_pages
+    return PagePool(num_pages, config.page_size, slots)
+
+
 def check_models(config: EngineConfig, target: TargetModel, draft: DraftModel | None) -> None:
     """Raise BatchError for models that do not fit the settings, or each other."""
-    steps, longest = config.num_speculative_tokens, config.capacity
+    steps, longest = config.num_speculative_tokens, config.max_seq_len + draft_slots(config, draft)
     require(
         longest < target.max_positions,
         f"requests and their speculative tokens must stay below the model's {target.max_positions} positions, got "
@@ -167,7 +154,7 @@ def check_models(config: EngineConfig, target: TargetModel, draft: DraftModel | 
     draft.check_num_tokens(steps)
 
 
-def checked_request(name: str, request: Request, config: EngineConfig, vocab_size: int) -> Request:
+def checked_request(name: str, request: Request, config: EngineConfig, pool: PagePool, vocab_size: int) -> Request:
     """A copy that nobody else can change. Raises BatchError for a request that can never be served."""
     require(
         isinstance(request, Request),
@@ -185,12 +172,11 @@ def checked_request(name: str, request: Request, config: EngineConfig, vocab_siz
         f"{name} needs a prompt and new tokens of at most {config.max_seq_len} together, got {prompt} and {new}; "
         "nothing was run. Shorten it or raise max_seq_len.",
     )
-    slots = config.pool_size * config.page_size
     require(
-        config.max_slots(prompt + new) <= slots,
-        f"{name} needs prompt and new tokens that fit the {config.pool_size} pages of {config.page_size}, at most "
-        f"{slots - config.draft_slots} together beside the draft's, got {prompt} and {new}; it would wait "
-        "for ever, so nothing was run. Shorten it or raise num_pages.",
+        pool.pages_for(prompt + new) <= pool.num_pages,
+        f"{name} needs prompt and new tokens that fit the {pool.num_pages} pages of {pool.page_size}, at most "
+        f"{pool.num_pages * pool.page_size - pool.draft_slots} together beside the draft's, got {prompt} and {new}; it "
+        "would wait for ever, so nothing was run. Shorten it or raise num_pages.",
     )
     try:
         _ = request.sampling

@@ -34,8 +34,7 @@ from builders import RequestTables
 from builders.devices import on_own_device
 from builders.errors import require
 from spec_decode.drafter import Drafter, DraftPlan, Measurement, autotune_strategy, plan_draft
-from spec_decode.engine.block_pool import BlockPool
-from spec_decode.engine.config import EngineConfig, check_models, checked_request
+from spec_decode.engine.config import EngineConfig, check_models, checked_request, make_pool
 from spec_decode.engine.input_batch import InputBatch
 from spec_decode.engine.outputs import PendingOutputs
 from spec_decode.engine.prefill import Prefill, PrefillOutput
@@ -73,13 +72,13 @@ class Engine:
         without a backend, NoBackend for a backend that refuses a group, and StrategyError for a strategy that a group
         cannot run.
         """
-        config = config.of_draft(draft)
         check_models(config, target, draft)
         steps, verify = config.num_speculative_tokens, None
         if config.tree is None:
             rule = "rejection" if config.verification is None else config.verification
             verify = verifier(rule, num_speculative_tokens=steps)
         self.config = config
+        self.pool = make_pool(config, draft)
         self.stats = EngineStats()
         self.autotuned: Measurement | None = None
         """What decided on the drafter's strategy, where `config.autotune` did."""
@@ -93,7 +92,6 @@ class Engine:
             self._tables.append(self._make_tables(groups))
             prefill_tables.append(self._make_tables(groups))
             self.drafter = self._make_drafter(draft, groups)
-        self.pool = BlockPool(config.pool_size, config.page_size)
         self._scheduler = Scheduler(self.pool, config)
         self._batch = InputBatch(config.max_reqs, self.device, self.drafter, verify)
         self.target = TargetRunner(
@@ -112,7 +110,7 @@ class Engine:
     def _make_groups(self, name: str, model: TargetModel | DraftModel, choice: BackendChoice) -> list[KVGroup]:
         config = self.config
         return make_groups(
-            name, model, choice, config.page_size, config.pool_size, self.device,
+            name, model, choice, config.page_size, self.pool.num_pages, self.device,
             batch_invariant=config.batch_invariant, tree=config.tree is not None,
         )  # fmt: skip
 
@@ -125,8 +123,8 @@ class Engine:
     def _make_tables(self, groups: Sequence[KVGroup]) -> RequestTables:
         config = self.config
         return RequestTables(
-            page_sizes=[config.page_size] * len(groups), num_pages=[config.pool_size] * len(groups),
-            max_reqs=config.max_reqs, max_seq_len=config.capacity, device=self.device,
+            page_sizes=[config.page_size] * len(groups), num_pages=[self.pool.num_pages] * len(groups),
+            max_reqs=config.max_reqs, max_seq_len=self.pool.slots_for(config.max_seq_len), device=self.device,
         )  # fmt: skip
 
     def _make_drafter(self, draft: DraftModel, groups: Sequence[KVGroup]) -> Drafter:
@@ -154,13 +152,18 @@ class Engine:
                 self.drafter.capture(progress=progress)
             self._captured = True
 
+    def checked(self, name: str, request: Request) -> Request:
+        """A copy that nobody else can change. Raises BatchError, which calls it by that name, for a request that can
+        never be served."""
+        return checked_request(name, request, self.config, self.pool, self._vocab_size)
+
     def submit(self, request: Request, *, on_token: Callable[[int], None] | None = None) -> Handle:
         """Let a request wait for its turn in the steps to come; at any time, from a callback too.
 
         What is submitted is a copy: the caller's lists may change. Requests have no ids: one submitted twice is served
         twice. Raises BatchError for a request that this engine can never serve, and a callback that cannot be called.
         """
-        request = checked_request("the request", request, self.config, self._vocab_size)
+        request = self.checked("the request", request)
         require(
             on_token is None or callable(on_token),
             f"on_token must be a function of a token, got {type(on_token).__name__}; the first token would raise, so "
@@ -192,10 +195,7 @@ class Engine:
             f"generate needs a list of requests and a function of an index and a token, or None, got "
             f"{type(requests).__name__} and {type(on_token).__name__}; nothing was run. Pass [request] for one.",
         )
-        checked = [
-            checked_request(f"request {index}", request, self.config, self._vocab_size)
-            for index, request in enumerate(requests)
-        ]
+        checked = [self.checked(f"request {index}", request) for index, request in enumerate(requests)]
         self.stats = EngineStats()
         handles: list[Handle] = []
         try:
@@ -331,7 +331,7 @@ class Engine:
             self._pages_in_tables = [len(request.pages) for request in self._batched]
 
     def _token_limit(self, request: RequestState) -> int:
-        return min(len(request.pages) * self.pool.page_size, self.config.max_slots(request.max_len))
+        return min(len(request.pages) * self.pool.page_size, self.pool.slots_for(request.max_len))
 
     def _run_round(self) -> None:
         self.stats.rounds += 1

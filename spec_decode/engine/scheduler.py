@@ -19,8 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from spec_decode.engine.block_pool import BlockPool
 from spec_decode.engine.config import EngineConfig
+from spec_decode.engine.page_pool import PagePool
 from spec_decode.engine.request import Handle, RequestState
 
 _ROUNDS_AHEAD = 8
@@ -44,13 +44,13 @@ class Chunk:
 class Scheduler:
     """See the module. running: in the order of their rows, which is that of admission."""
 
-    def __init__(self, pool: BlockPool, config: EngineConfig) -> None:
+    def __init__(self, pool: PagePool, config: EngineConfig) -> None:
         self.pool = pool
         self.running: list[RequestState] = []
         self._prefilling: list[RequestState] = []
         self._waiting: deque[RequestState] = deque()
         self._config = config
-        self._never_short = pool.num_pages >= config.max_reqs * pool.pages_for(config.capacity)
+        self._never_short = pool.num_pages >= config.max_reqs * pool.pages_for(config.max_seq_len)
 
     @property
     def has_unfinished(self) -> bool:
@@ -121,7 +121,7 @@ class Scheduler:
         missing, growth = {}, rounds_ahead * (1 + self._config.num_speculative_tokens)
         for request in self.running:
             length = min(request.len_upper_bound + growth, request.max_len)
-            count = self.pool.pages_for(self._config.max_slots(length)) - len(request.pages)
+            count = self.pool.pages_for(length) - len(request.pages)
             if count > 0:
                 missing[request] = count
         return missing
@@ -137,7 +137,7 @@ class Scheduler:
         config = self._config
         while self._waiting and (admitted := len(self.running) + len(self._prefilling)) < config.max_reqs:
             request = self._waiting[0]
-            needed = self.pool.pages_for(config.max_slots(request.prefill_len + 1))
+            needed = self.pool.pages_for(request.prefill_len + 1)
             kept_free = 0 if self._never_short else admitted
             if needed + kept_free > self.pool.num_free:
                 return

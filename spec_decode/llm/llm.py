@@ -14,7 +14,7 @@ from builders.errors import require
 from spec_decode.drafter import Strategy
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.engine import Engine, EngineConfig, EngineStats, Handle, Request
-from spec_decode.engine.config import checked_request
+from spec_decode.engine.config import draft_slots
 from spec_decode.llm.backends import choose_backends, explain_backends
 from spec_decode.llm.load import Name, load
 from spec_decode.llm.outputs import Completion, GrowingText, Reply, TextChunk
@@ -109,10 +109,10 @@ class LLM:
             tree=settings.get("tree"),
             verification=settings.get("verification"),
             batch_invariant=settings.get("batch_invariant", False),
-        ).of_draft(pair.draft)
+        )
         # A step writes drafts beyond the text, and all of that stays below the model's positions.
         most = min(model.max_positions for model in (pair.target, pair.draft) if model is not None)
-        room = most - 1 - config.draft_slots
+        room = most - 1 - draft_slots(config, pair.draft)
         asked = settings.get("max_model_len")
         self.config = replace(config, max_seq_len=max(2, min(room, _MAX_MODEL_LEN)) if asked is None else asked)
         self.pair = pair
@@ -199,7 +199,7 @@ class LLM:
             f"prompt {index} has {len(token_ids)} tokens and asks for {params.max_tokens} more, the model takes "
             f"{longest} together. Shorten it, lower max_tokens, or raise max_model_len.",
         )
-        request = checked_request(f"prompt {index}", request, self.config, self.pair.target.vocab_size)
+        request = self.engine.checked(f"prompt {index}", request)
         text = GrowingText(self.pair.decode, params.stop_strings)
         return _Running(request, Reply(index, prompt, len(token_ids), text))
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from spec_decode.llm.byte_tokenizer import BOS, decode, encode
 from spec_decode.models import CheckpointError, DraftModel, TargetModel, load_pair, load_target
-from spec_decode.models.byte_tokenizer import BOS, decode, encode
 
 _BYTES = 256
 

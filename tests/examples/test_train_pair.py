@@ -11,8 +11,8 @@ from train_pair.training import train_draft
 
 from attn_backends import get
 from spec_decode.engine import Engine, EngineConfig, Request
+from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import SHIPPED_PAIR, CheckpointError, draft_names, load_pair, load_target, save_pair
-from spec_decode.models.byte_tokenizer import encode
 from tests.factories import CPU, make_block_config, make_config, make_latent_config, make_pair
 
 RECIPE = Recipe(draft_steps=12, batch=4, window=16, unroll=2, written=8, prompts=2, rounds=2, blocks=8)

@@ -10,7 +10,7 @@ from train_pair.recipe import Recipe
 
 from attn_backends import get
 from spec_decode.engine import Engine, EngineConfig, Request
-from spec_decode.models.byte_tokenizer import decode, encode
+from spec_decode.llm.byte_tokenizer import decode, encode
 from spec_decode.paged import GraphMode
 from tests.factories import CPU, make_block_config, make_config, make_latent_config, make_pair
 

@@ -16,7 +16,7 @@ from spec_decode.drafter import Strategy
 from spec_decode.engine import Engine, EngineConfig, Handle, Request
 from spec_decode.llm.pair import Pair, load_byte_pair
 from spec_decode.models import SHIPPED_PAIR
-from spec_decode.models.held_out_text import held_out_documents
+from spec_decode.testing.held_out_text import held_out_documents
 
 BACKEND, DTYPE = "triton_paged", torch.float32
 PAGE_SIZE = 1

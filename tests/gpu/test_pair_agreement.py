@@ -24,12 +24,12 @@ from attn_backends.triton_paged import TritonPaged
 from spec_decode.drafter import Strategy, StrategyError
 from spec_decode.engine import Engine, EngineConfig, Request
 from spec_decode.llm.backends import Backends, backends_named
+from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.llm.pair import Pair, load_byte_pair
 from spec_decode.matrix.sources import AGREEMENT_SCHEMA, AgreementRow
 from spec_decode.models import SHIPPED_PAIR, draft_names
-from spec_decode.models.byte_tokenizer import encode
-from spec_decode.models.held_out_text import held_out_prompts
 from spec_decode.paged import GraphMode
+from spec_decode.testing.held_out_text import held_out_prompts
 
 PAGE_SIZE = 16
 JOBS = 10

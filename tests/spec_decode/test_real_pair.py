@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from attn_backends import get
 from spec_decode.drafter import Strategy
 from spec_decode.engine import Engine, EngineConfig, Generation, Request
+from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import SHIPPED_PAIR, AttentionInputs, EagleDraft, LlamaTarget, load_pair
-from spec_decode.models.byte_tokenizer import encode
-from spec_decode.models.held_out_text import held_out_prompts
 from spec_decode.paged import GraphMode
+from spec_decode.testing.held_out_text import held_out_prompts
 
 PROMPTS = 20
 GREEDY_PROMPTS = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydoc_data.topics import topics
 from typing import NamedTuple
 
-from spec_decode.models.held_out_text import held_out_documents, is_held_out
+from spec_decode.testing.held_out_text import held_out_documents, is_held_out
 
 SPLIT_RULE = "held out: sha256(topic name)[0] % 12 == 0; training drops their paragraphs and its own repeats"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from spec_decode.llm.byte_tokenizer import BOS, encode
 from spec_decode.models import EagleDraft, LlamaTarget
-from spec_decode.models.byte_tokenizer import BOS, encode
 from spec_decode.models.dflash import DFlash
 from train_pair.attention import positions_of, run_target, unrolled_attention
 from train_pair.blocks import draw_blocks, run_blocks

@@ -22,8 +22,8 @@ from torch import nn
 
 from spec_decode.models import EagleDraft, LlamaTarget, load_target, save_draft, save_pair
 from spec_decode.models.dflash import DFlash
-from spec_decode.models.held_out_text import held_out_prompts
 from spec_decode.models.pair import STORED_DTYPE
+from spec_decode.testing.held_out_text import held_out_prompts
 from train_pair.corpus import SPLIT_RULE, Corpus, corpus
 from train_pair.drafts import Draft, make_draft
 from train_pair.generation import speculate, write

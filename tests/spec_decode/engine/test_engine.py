@@ -10,7 +10,7 @@ from builders import BatchError
 from spec_decode.drafter import Strategy
 from spec_decode.engine import Engine, EngineConfig, Request
 from spec_decode.engine import engine as module
-from spec_decode.models.byte_tokenizer import encode
+from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.paged import GraphMode
 from spec_decode.verification import BlockVerification
 from tests.factories import make_config, make_pair

@@ -6,8 +6,8 @@ import torch
 from attn_backends import get
 from spec_decode.drafter import Strategy
 from spec_decode.engine import Engine, EngineConfig, Request
+from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import SHIPPED_PAIR, load_pair
-from spec_decode.models.byte_tokenizer import encode
 from spec_decode.models.load import load_draft
 from spec_decode.paged import GraphMode
 from tests.spec_decode.models.generated import make_causal, make_dflash

@@ -10,6 +10,7 @@ from builders import BatchError
 from spec_decode.drafter.plan import Strategy
 from spec_decode.engine import Engine, EngineConfig
 from spec_decode.engine import engine as module
+from spec_decode.engine.config import make_pool
 from tests.factories import make_pair
 
 REFUSED = {
@@ -46,8 +47,9 @@ def test_settings_are_frozen_and_named():
 
 def test_without_a_number_of_pages_the_longest_requests_fit():
     config = EngineConfig(num_speculative_tokens=3, max_reqs=2, max_seq_len=30, page_size=16)
-    assert config.capacity == 33 and config.pool_size == 2 * 3
-    assert EngineConfig(num_speculative_tokens=3, num_pages=7).pool_size == 7
+    pool = make_pool(config, None)
+    assert pool.slots_for(30) == 33 and pool.num_pages == 2 * 3
+    assert make_pool(EngineConfig(num_speculative_tokens=3, num_pages=7), None).num_pages == 7
 
 
 class Autotuned:

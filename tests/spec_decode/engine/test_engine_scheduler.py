@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from builders import BatchError
 from spec_decode.engine import scheduler as scheduler_module
-from spec_decode.engine.block_pool import BlockPool
 from spec_decode.engine.config import EngineConfig
+from spec_decode.engine.page_pool import PagePool
 from spec_decode.engine.request import Finish, Handle, Request
 from spec_decode.engine.scheduler import Scheduler
 
@@ -91,7 +91,8 @@ WORLDS = st.fixed_dictionaries(
 def serve(world):
     """Every step's admitted requests, by number, until all have ended; checks what every step may rely on."""
     longest = max(prompt + new for prompt, new in world["lens"])
-    pool = BlockPool(-(-(longest + world["ahead"]) // world["page_size"]) + world["spare_pages"], world["page_size"])
+    num_pages = -(-(longest + world["ahead"]) // world["page_size"]) + world["spare_pages"]
+    pool = PagePool(num_pages, world["page_size"], world["ahead"])
     config = EngineConfig(
         max_reqs=world["max_reqs"],
         num_speculative_tokens=world["ahead"],
@@ -142,7 +143,7 @@ def test_nobody_waits_for_pages_of_a_pool_that_holds_the_longest_in_every_row():
 
 def scheduler_of(num_pages=20, **options):
     options = {"max_reqs": 4, "num_speculative_tokens": 0, "max_prefill_tokens": 8, **options}
-    return Scheduler(BlockPool(num_pages, 1), EngineConfig(**options))
+    return Scheduler(PagePool(num_pages, 1), EngineConfig(**options))
 
 
 def submitted(scheduler, *prompts):
@@ -216,7 +217,7 @@ def test_a_preempted_request_waits_ahead_of_the_others_and_starts_anew_with_its_
 
 
 def test_a_pool_gives_no_page_that_it_does_not_have():
-    pool = BlockPool(3, 4)
+    pool = PagePool(3, 4)
     pool.allocate(2)
     with pytest.raises(BatchError, match="2 pages were asked for and 1 of 3 are free"):
         pool.allocate(2)

@@ -6,10 +6,10 @@ import pytest
 
 from attn_backends import get
 from spec_decode.engine import Engine, EngineConfig, Request
+from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import SHIPPED_PAIR, load_pair
-from spec_decode.models.byte_tokenizer import encode
-from spec_decode.models.held_out_text import held_out_prompts
 from spec_decode.paged import GraphMode
+from spec_decode.testing.held_out_text import held_out_prompts
 
 
 @cache

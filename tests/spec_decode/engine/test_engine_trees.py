@@ -10,8 +10,8 @@ from attn_backends.torch_reference import TorchReference
 from builders import BatchError
 from spec_decode.drafter import Strategy
 from spec_decode.engine import Engine, EngineConfig, Request
+from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import SHIPPED_PAIR, load_pair
-from spec_decode.models.byte_tokenizer import encode
 from spec_decode.paged import GraphMode
 from spec_decode.trees import DraftTree, DynamicTreeConfig
 from tests.mutants.draft_shapes import MergesTrees

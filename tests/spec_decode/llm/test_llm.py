@@ -99,7 +99,7 @@ def test_a_stream_that_is_closed_frees_its_place(llm: LLM) -> None:
     next(stream)
     stream.close()
     assert [one.text for one in llm.generate(PROMPTS, GREEDY)] == whole
-    assert llm.engine.pool.num_free == llm.config.pool_size
+    assert llm.engine.pool.num_free == llm.engine.pool.num_pages
 
 
 def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from builders import AttentionKind
 from spec_decode.conformance.check import expand
 from spec_decode.drafter import Strategy
 from spec_decode.engine import Engine, EngineConfig, Request
+from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import LatentConfig, LlamaTarget
-from spec_decode.models.byte_tokenizer import encode
 from spec_decode.paged import GraphMode
 from spec_decode.testing.expectations import CheckFailure
 from spec_decode.testing.subject import Subject

@@ -7,8 +7,8 @@ import torch
 
 from attn_backends import get
 from builders import BatchBuffers, RequestTables
+from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import SHIPPED_PAIR, load_pair
-from spec_decode.models.byte_tokenizer import encode
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import build_ragged, make_group
 from spec_decode.sampling import Sampling, SamplingParams, sample_target

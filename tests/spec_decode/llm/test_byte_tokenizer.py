@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spec_decode.models.byte_tokenizer import BOS, decode, encode
+from spec_decode.llm.byte_tokenizer import BOS, decode, encode
 
 
 @pytest.mark.parametrize("text", ["", "def f(x):\n    return x\n", "“naïve” → ≥ 1"])

@@ -7,30 +7,37 @@ from collections.abc import Sequence
 from builders.errors import require
 
 
-class BlockPool:
+class PagePool:
     """Allocates KV pages to requests.
 
     A page id names one page of every KV group of both models: all groups hold the same tokens of a request, in pages of
     one size, so that one list of ids serves them all.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, draft_slots: int = 0) -> None:
+        """draft_slots: KV slots that a step writes past a text's end."""
         self.num_pages = num_pages
         self.page_size = page_size
+        self.draft_slots = draft_slots
         self.reset()
 
     def reset(self) -> None:
         """Take every page back, whoever has it."""
-        self._free = list(range(self.num_pages))[::-1]
+        self._returned: list[int] = []
+        self._num_used = 0  # pages that were ever allocated: the first ones
 
     @property
     def num_free(self) -> int:
         """Pages that no request owns."""
-        return len(self._free)
+        return self.num_pages - self._num_used + len(self._returned)
+
+    def slots_for(self, num_tokens: int) -> int:
+        """KV slots of a request of this many tokens."""
+        return num_tokens + self.draft_slots
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold this many tokens of one request."""
-        return -(-num_tokens // self.page_size)
+        """Pages of a request of this many tokens."""
+        return -(-self.slots_for(num_tokens) // self.page_size)
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` pages. Raises BatchError, with none taken, when fewer are free."""
@@ -39,8 +46,11 @@ class BlockPool:
             f"{count} pages were asked for and {self.num_free} of {self.num_pages} are free; none was taken. Free some "
             "first: let a request finish, or preempt one.",
         )
-        return [self._free.pop() for _ in range(count)]
+        returned = [self._returned.pop() for _ in range(min(count, len(self._returned)))]
+        first = self._num_used
+        self._num_used += count - len(returned)
+        return [*returned, *range(first, self._num_used)]
 
     def free(self, pages: Sequence[int]) -> None:
         """Return pages that were allocated."""
-        self._free += pages
+        self._returned += pages

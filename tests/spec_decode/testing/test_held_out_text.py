@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spec_decode.models.held_out_text import held_out_documents, held_out_prompts
+from spec_decode.testing.held_out_text import held_out_documents, held_out_prompts
 
 
 def test_prompts_are_distinct_pieces_of_held_out_text_at_line_starts() -> None:
