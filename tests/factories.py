@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -12,14 +12,17 @@ from hypothesis import strategies as st
 
 from attn_backends import KVCache
 from builders import AttentionSpec, BatchBuffers, RequestTables
+from spec_decode.drafter import DrafterConfig
+from spec_decode.engine import EngineConfig
 from spec_decode.models import EagleDraft, LatentConfig, LlamaTarget, ModelConfig
+from spec_decode.paged import GraphMode
 
 CPU = torch.device("cpu")
 
 
 def make_spec(**changes: Any) -> AttentionSpec:
-    fields = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "page_size": 4, "dtype": torch.float32}
-    return AttentionSpec(**{**fields, **changes})
+    defaults = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "page_size": 4, "dtype": torch.float32}
+    return AttentionSpec(**{**defaults, **changes})
 
 
 def make_tables(
@@ -208,3 +211,16 @@ def batch_of(query_lens, seq_lens, pad_reqs, page_size, max_seq_len):
         at = torch.arange(length)
         owned[pages[at // page_size].long(), at % page_size] = True
     return (table[:num_reqs], batch.seq_lens[:num_reqs], batch.query_start_loc[: num_reqs + 1]), owned, num_tokens
+
+
+def engine_config(
+    *, num_speculative_tokens: int = 0, graph_mode: GraphMode = GraphMode.FULL, **options: Any
+) -> EngineConfig:
+    """An EngineConfig of flat options: those of a drafter go to its own, but for 0 tokens there is none. graph_mode: of
+    both."""
+    names = {field.name for field in fields(DrafterConfig)} & options.keys()
+    own: dict[str, Any] = {name: options.pop(name) for name in names}
+    drafter = None
+    if num_speculative_tokens != 0:
+        drafter = DrafterConfig(num_speculative_tokens=num_speculative_tokens, graph_mode=graph_mode, **own)
+    return EngineConfig(drafter=drafter, graph_mode=graph_mode, **options)

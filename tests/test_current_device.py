@@ -15,13 +15,13 @@ from builders.devices import on_device
 from builders.kernels.op import define_op
 from spec_decode.conformance import check
 from spec_decode.conformance.check import Family, expand
-from spec_decode.engine import Engine, EngineConfig
+from spec_decode.engine import Engine
 from spec_decode.engine.outputs import AsyncOutput
 from spec_decode.graphs.cuda import CudaRuntime
 from spec_decode.graphs.cuda_loop import WhileGraph
 from spec_decode.paged import GraphMode
 from spec_decode.testing.subject import Subject
-from tests.factories import make_pair
+from tests.factories import engine_config, make_pair
 from tests.spec_decode.drafter.drafter_fixture import advancing
 
 SECOND = torch.device("cuda", 1)
@@ -102,7 +102,7 @@ def test_a_check_of_the_kit_runs_on_the_device_it_is_asked_for(cuda: FakeCuda, m
 
 def test_a_step_of_an_engine_runs_on_its_device(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = make_pair()
-    config = EngineConfig(num_speculative_tokens=0, max_reqs=1, max_seq_len=32, page_size=4, graph_mode=GraphMode.NONE)
+    config = engine_config(num_speculative_tokens=0, max_reqs=1, max_seq_len=32, page_size=4, graph_mode=GraphMode.NONE)
     engine = Engine(target, draft, get("torch_reference"), config)
     engine.capture()
     seen: list[int] = []

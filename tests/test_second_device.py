@@ -8,12 +8,12 @@ import torch
 from attn_backends import AttentionBackend, get, names, registry
 from spec_decode.cli.options import available_names
 from spec_decode.drafter import Strategy
-from spec_decode.engine import Engine, EngineConfig, Request
+from spec_decode.engine import Engine, Request
 from spec_decode.paged import GraphMode
 from spec_decode.testing.batches import DECODE, VERIFY
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
-from tests.factories import make_config, make_pair
+from tests.factories import engine_config, make_config, make_pair
 from tests.spec_decode.drafter.drafter_fixture import CAPTURING, advancing, mixed, preplanned
 
 SECOND = torch.device("cuda", 1)
@@ -62,7 +62,7 @@ def test_an_engine_generates_there_what_it_generates_on_the_first(graph_mode: Gr
     texts = []
     for device in (torch.device("cuda", 0), SECOND):
         target, draft = (model.to(device) for model in make_pair(make_config(hidden_size=64, head_dim=64)))
-        config = EngineConfig(
+        config = engine_config(
             num_speculative_tokens=3, max_reqs=3, max_seq_len=64, page_size=4, graph_mode=graph_mode, autotune=False
         )
         engine = Engine(target, draft, get("triton_paged"), config)

@@ -18,7 +18,7 @@ from attn_backends import Accepted, AttentionBackend, registry
 from benchmarks.measure import Quantiles, quantiles
 from benchmarks.random_drafts import BLOCK_DRAFTS, RANDOM_DRAFTS, RandomDraft
 from benchmarks.rows import Bench, BenchRow, with_limits
-from spec_decode.drafter import Strategy
+from spec_decode.drafter import DrafterConfig, Strategy
 from spec_decode.engine import Engine, EngineConfig, EngineStats, Request
 from spec_decode.models import DraftModel, LlamaTarget, ModelConfig
 from spec_decode.models.attention import Attention
@@ -192,15 +192,20 @@ class TimedPair:
     def engine(self, decoding: Decoding) -> Engine:
         """An engine for the most requests of the case: its graphs serve the smaller batches too."""
         case, plain = self.case, decoding.num_speculative_tokens == 0
+        drafter = None
+        if not plain:
+            drafter = DrafterConfig(
+                num_speculative_tokens=decoding.num_speculative_tokens,
+                strategy=Strategy.FULL_LOOP,
+                extend_in_graph=decoding.extend_in_graph,
+            )
         config = EngineConfig(
-            num_speculative_tokens=decoding.num_speculative_tokens,
+            drafter=drafter,
             max_reqs=max(case.num_reqs),
             max_seq_len=case.prompt + case.output,
             page_size=case.draft.page_size,
             max_prefill_tokens=_PREFILL_TOKENS,
-            strategy=Strategy.FULL_LOOP,
             verification=f"synthetic:{decoding.accepted}",
-            extend_in_graph=decoding.extend_in_graph,
             batch_invariant=decoding.batch_invariant,
         )
         draft_backend = registry.get(case.draft.backends[0])

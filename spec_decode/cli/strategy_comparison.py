@@ -16,7 +16,8 @@ from spec_decode.paged.kv_groups import make_groups
 from spec_decode.testing.held_out_text import held_out_prompts
 
 PROMPTS, PROMPT_BYTES, NEW_TOKENS, DRAFT_TOKENS = 6, 64, 64, 4
-CONFIG = EngineConfig(num_speculative_tokens=DRAFT_TOKENS)
+DRAFTER = DrafterConfig(num_speculative_tokens=DRAFT_TOKENS)
+CONFIG = EngineConfig(drafter=DRAFTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,13 @@ def compare(pair: Pair, backends: Backends, requests: Sequence[Request], on_run:
     """Run the backends plainly and in every strategy that they can run."""
     name = backends.names(backends.draft)
     on_run(f"{name}: plain decoding")
-    plain = generate(pair, backends, requests, EngineConfig(num_speculative_tokens=0))
+    plain = generate(pair, backends, requests, EngineConfig())
     runs: dict[Strategy, GenerateResult | None] = {}
     for strategy in Strategy:
         on_run(f"{name}: {strategy.value}")
         try:
-            runs[strategy] = generate(pair, backends, requests, replace(CONFIG, strategy=strategy))
+            config = replace(CONFIG, drafter=replace(DRAFTER, strategy=strategy))
+            runs[strategy] = generate(pair, backends, requests, config)
         except StrategyError:
             runs[strategy] = None
     eager = runs[Strategy.EAGER]
@@ -101,7 +103,7 @@ def _differing(ours: GenerateResult | None, theirs: GenerateResult, what: Callab
 def _chosen_plan(pair: Pair, backends: Backends) -> DraftPlan:
     assert pair.draft is not None
     groups = make_groups("draft", pair.draft, backends.draft, CONFIG.page_size, 1, pair.device)
-    return plan_draft(pair.draft, groups, pair.device, DrafterConfig(num_speculative_tokens=DRAFT_TOKENS))
+    return plan_draft(pair.draft, groups, pair.device, DRAFTER)
 
 
 def to_table(comparisons: Sequence[Comparison], prompts: int) -> Table:

@@ -15,8 +15,8 @@ from spec_decode.trees import DraftTree, DynamicTreeConfig
 class DrafterConfig:
     """How a drafter drafts.
 
-    Raises BatchError for a min_confidence that is not a probability below 1, values of another type than annotated, and
-    a tree that does not fit K.
+    Raises BatchError for a K below 1, a min_confidence that is not a probability below 1, values of another type than
+    annotated, and a tree that does not fit K.
     """
 
     num_speculative_tokens: int
@@ -42,6 +42,11 @@ class DrafterConfig:
     def __post_init__(self) -> None:
         require_types(self)
         require_counts("capture_sizes", self.capture_sizes or ())
+        require(
+            self.num_speculative_tokens >= 1,
+            f"num_speculative_tokens must be 1 or more, got {self.num_speculative_tokens}. To decode without drafts, "
+            "leave the drafter out.",
+        )
         require(
             self.loop_steps > 0,
             f"loop_steps must be a number of steps, 1 or more, got {self.loop_steps!r}; a loop would never advance, so "

@@ -50,7 +50,7 @@ class Drafter:
     ) -> None:
         """plan: of this draft, as `plan_draft` makes it; None makes it here.
 
-        Raises, before any allocation, StrategyError for a K below 1 or a forced strategy that a group cannot run,
+        Raises, before any allocation, StrategyError for a forced strategy that a group cannot run,
         and BatchError for groups, a K or capture sizes that do not fit the tables, and a K above the model's modules.
         """
         self.plan = plan_draft(model, groups, tables.device, config) if plan is None else plan

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from builders import BatchError
 from builders.errors import require, require_types
-from spec_decode.drafter import DrafterConfig, Strategy
+from spec_decode.drafter import DrafterConfig
 from spec_decode.engine.page_pool import PagePool
 from spec_decode.engine.request import Request
 from spec_decode.models import DraftModel, TargetModel
@@ -22,11 +22,12 @@ TREE_VERIFICATION = "sampling"
 class EngineConfig:
     """How an engine serves requests.
 
-    Raises BatchError for values of another type, sizes with which no request could run, and what DrafterConfig refuses.
+    Raises BatchError for values of another type, and sizes with which no request could run.
     """
 
-    num_speculative_tokens: int
-    """K: draft tokens of a request and round, at most; 0 decodes without a draft."""
+    drafter: DrafterConfig | None = None
+    """How tokens are drafted; None decodes without a draft. With a tree, target and draft take backends with the
+    feature tree, and the target verifies each request's tree whole."""
     max_reqs: int = 8
     """Requests that run at once."""
     max_seq_len: int = 512
@@ -40,29 +41,16 @@ class EngineConfig:
     verification: str | None = None
     """A name that `spec_decode.verification.verifier` knows: rejection, block or synthetic:MEAN. None is rejection, and
     with a tree the only one there: sampling, which follows the tokens that plain decoding would draw."""
-    tree: DraftTree | DynamicTreeConfig | None = None
-    """Let the drafter draft a tree a request, K tokens deep at most, and the target verify it whole. It takes backends
-    with the feature tree, for target and draft."""
     graph_mode: GraphMode = GraphMode.FULL
-    """Of target and drafter."""
-    strategy: Strategy | None = None
-    """The drafter's; None leaves it to `autotune`."""
+    """Of the target; a drafter has its own."""
     autotune: bool = True
-    """Without a strategy, on a CUDA device: measure those that can run and take the fastest.
+    """Where the drafter has no strategy, on a CUDA device: measure those that can run and take the fastest.
 
     The first engine of a shape on a machine captures a drafter for each of them in turn, which takes seconds. The
     result is kept in $ATTN_BACKENDS_CACHE/strategies, by default ~/.cache/attn-backends/strategies, and read from there
     afterwards. False takes the choice of `spec_decode.drafter.plan.choose`, captures one drafter and writes nothing.
     On a CPU nothing is measured: emulated graphs have no speed.
     """
-    min_confidence: float = 0.0
-    """The drafter's: see DrafterConfig."""
-    graph_memory_limit: int | None = None
-    """The drafter's: bytes for its graphs."""
-    extend_in_graph: bool = True
-    """The drafter's: False runs its step 0 eagerly, for comparison."""
-    loop_steps: int = 1
-    """The drafter's: steps that its device loop runs between two looks at whether to go on."""
     batch_invariant: bool = False
     """Give every request the very tokens that it has alone, in any dtype: no sum's order depends on the batch. A greedy
     text is then that of plain decoding, too. It takes backends with the feature batch_invariant and models made of the
@@ -70,16 +58,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         require_types(self)
-        self.drafter_config()
         require(
             self.tree is None or self.verification in (None, TREE_VERIFICATION),
             f"trees are verified by {TREE_VERIFICATION}, got verification {self.verification!r} with a tree; its rule "
             f"is for tokens in a row, so nothing was allocated. Pass {TREE_VERIFICATION}, or no tree.",
-        )
-        require(
-            self.num_speculative_tokens >= 0,
-            f"speculative tokens must be 0 or more, got {self.num_speculative_tokens}; nothing was allocated. Pass 0 "
-            "to decode without a draft.",
         )
         require(
             self.max_reqs >= 1 and self.max_seq_len >= 2,
@@ -98,18 +80,15 @@ class EngineConfig:
             "ever be read, so nothing was allocated. Raise it.",
         )
 
-    def drafter_config(self) -> DrafterConfig:
-        """The drafter's part. Raises BatchError as DrafterConfig does."""
-        return DrafterConfig(
-            num_speculative_tokens=self.num_speculative_tokens,
-            graph_mode=self.graph_mode,
-            strategy=self.strategy,
-            min_confidence=self.min_confidence,
-            graph_memory_limit=self.graph_memory_limit,
-            extend_in_graph=self.extend_in_graph,
-            loop_steps=self.loop_steps,
-            tree=self.tree,
-        )
+    @property
+    def num_speculative_tokens(self) -> int:
+        """K: draft tokens of a request and round, at most; 0 without a drafter."""
+        return 0 if self.drafter is None else self.drafter.num_speculative_tokens
+
+    @property
+    def tree(self) -> DraftTree | DynamicTreeConfig | None:
+        """The drafter's."""
+        return None if self.drafter is None else self.drafter.tree
 
 
 def draft_slots(config: EngineConfig, draft: DraftModel | None) -> int:

@@ -128,7 +128,8 @@ class Engine:
         )  # fmt: skip
 
     def _make_drafter(self, draft: DraftModel, groups: Sequence[KVGroup]) -> Drafter:
-        config, tables = self.config.drafter_config(), self._tables[1]
+        config, tables = self.config.drafter, self._tables[1]
+        assert config is not None
         plan = plan_draft(draft, groups, tables.device, config)
         # An emulated graph has no speed to measure.
         if config.strategy is None and self.config.autotune and self.device.type == "cuda":

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict, Unpack
 
 from builders import BatchError
 from builders.errors import require
-from spec_decode.drafter import Strategy
+from spec_decode.drafter import DrafterConfig, Strategy
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.engine import Engine, EngineConfig, EngineStats, Handle, Request
 from spec_decode.engine.config import draft_slots
@@ -32,7 +32,8 @@ another (24 tokens a second fell to 2 on two busy cores)."""
 
 
 class Settings(TypedDict, total=False):
-    """What an LLM may be told besides; EngineConfig explains tree, verification, batch_invariant and page_size.
+    """What an LLM may be told besides. DrafterConfig explains tree; EngineConfig verification, batch_invariant and
+    page_size.
 
     - strategy       how later steps are run, see the guide; the fastest, where none is named
     - max_model_len  tokens of prompt and text together; 4,096, or what the model has
@@ -101,12 +102,14 @@ class LLM:
             pair.draft is not None or steps == 0,
             f"num_speculative_tokens is {steps!r} and there is no draft. Pass draft=, or leave it out.",
         )
+        strategy, tree = _strategy(settings.get("strategy")), settings.get("tree")
+        drafter = None
+        if steps or tree is not None:
+            drafter = DrafterConfig(num_speculative_tokens=steps, strategy=strategy, tree=tree)
         config = EngineConfig(
-            num_speculative_tokens=steps,
+            drafter=drafter,
             max_reqs=settings.get("max_num_seqs", 8),
             page_size=settings.get("page_size", 16),
-            strategy=_strategy(settings.get("strategy")),
-            tree=settings.get("tree"),
             verification=settings.get("verification"),
             batch_invariant=settings.get("batch_invariant", False),
         )

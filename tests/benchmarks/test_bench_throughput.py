@@ -12,10 +12,10 @@ from benchmarks.random_drafts import RANDOM_DRAFTS, _llama
 from benchmarks.rows import Bench
 from builders import BatchError
 from spec_decode.drafter import Strategy
-from spec_decode.engine import Engine, EngineConfig
+from spec_decode.engine import Engine
 from spec_decode.paged import GraphMode
 from spec_decode.tools.timing_limit import verdict
-from tests.factories import CPU, make_config, make_pair
+from tests.factories import CPU, engine_config, make_config, make_pair
 
 # In one process: the case is timed once.
 pytestmark = pytest.mark.xdist_group("throughput")
@@ -111,7 +111,7 @@ def test_a_part_that_fails_leaves_the_other_its_rows(monkeypatch):
 
 def make_engine(pair, **options):
     options = {"strategy": Strategy.FULL_LOOP, "verification": "synthetic:1.0", **options}
-    config = EngineConfig(num_speculative_tokens=2, max_reqs=2, max_seq_len=52, **options)
+    config = engine_config(num_speculative_tokens=2, max_reqs=2, max_seq_len=52, **options)
     return Engine(*pair, get("torch_reference"), config)
 
 

@@ -13,10 +13,11 @@ import torch
 
 from attn_backends import registry
 from spec_decode.drafter import Strategy
-from spec_decode.engine import Engine, EngineConfig, Handle, Request
+from spec_decode.engine import Engine, Handle, Request
 from spec_decode.llm.pair import Pair, load_byte_pair
 from spec_decode.models import SHIPPED_PAIR
 from spec_decode.testing.held_out_text import held_out_documents
+from tests.factories import engine_config
 
 BACKEND, DTYPE = "triton_paged", torch.float32
 PAGE_SIZE = 1
@@ -72,7 +73,7 @@ def load_pair(device: torch.device) -> Pair:
 
 def make_engine(pair: Pair, verification: str, **options: Any) -> Engine:
     """An engine for such requests."""
-    config = EngineConfig(
+    config = engine_config(
         num_speculative_tokens=DRAFT_TOKENS,
         max_seq_len=PROMPT[1] + NEW[1],
         page_size=PAGE_SIZE,

@@ -22,7 +22,7 @@ import torch
 from attn_backends import registry
 from attn_backends.triton_paged import TritonPaged
 from spec_decode.drafter import Strategy, StrategyError
-from spec_decode.engine import Engine, EngineConfig, Request
+from spec_decode.engine import Engine, Request
 from spec_decode.llm.backends import Backends, backends_named
 from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.llm.pair import Pair, load_byte_pair
@@ -30,6 +30,7 @@ from spec_decode.matrix.sources import AGREEMENT_SCHEMA, AgreementRow
 from spec_decode.models import SHIPPED_PAIR, draft_names
 from spec_decode.paged import GraphMode
 from spec_decode.testing.held_out_text import held_out_prompts
+from tests.factories import engine_config
 
 PAGE_SIZE = 16
 JOBS = 10
@@ -56,7 +57,7 @@ class Subject:
 
     def engine(self, count: int, mode: GraphMode = GraphMode.NONE, strategy: Strategy | None = None) -> Engine:
         """An engine that drafts `count` tokens a round, none for plain decoding."""
-        config = EngineConfig(
+        config = engine_config(
             num_speculative_tokens=count,
             max_reqs=4,
             max_seq_len=max(request.max_len for request in requests_at(0.0)),
@@ -144,7 +145,7 @@ def agreement(job: tuple[str, str, str]) -> list[AgreementRow]:
         if rows and not batch_invariant:
             continue
         pair = load_byte_pair(SHIPPED_PAIR, dtype, torch.device(where), draft=draft)
-        config = EngineConfig(num_speculative_tokens=0, page_size=PAGE_SIZE, batch_invariant=batch_invariant)
+        config = engine_config(num_speculative_tokens=0, page_size=PAGE_SIZE, batch_invariant=batch_invariant)
         if backends := backends_named(pair, config, name):
             head = {"draft": draft, "backend": name, "dtype": str(dtype).removeprefix("torch.")}
             rows += compare(Subject(pair=pair, backends=backends, batch_invariant=batch_invariant), head)

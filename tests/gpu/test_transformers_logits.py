@@ -27,12 +27,12 @@ import torch
 
 from attn_backends import AttentionBackend, registry
 from attn_backends.torch_reference import TorchReference
-from spec_decode.engine import Engine, EngineConfig, Request
+from spec_decode.engine import Engine, Request
 from spec_decode.models import Attention, DraftModel, EagleDraft, LayerGroup, ModelConfig
 from spec_decode.paged import GraphMode
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import build_ragged, make_group
-from tests.factories import make_tables
+from tests.factories import engine_config, make_tables
 
 transformers = pytest.importorskip("transformers")
 
@@ -258,7 +258,7 @@ def speculation_row(subject: ModelUnderTest, backend: AttentionBackend, mode: Gr
 
 def _engine(subject: ModelUnderTest, draft: DraftModel | None, backend: AttentionBackend, mode: GraphMode) -> Engine:
     # Measuring which strategy is the fastest would take longer than the run.
-    config = EngineConfig(
+    config = engine_config(
         num_speculative_tokens=DRAFT_TOKENS if draft else 0,
         graph_mode=mode,
         autotune=False,

@@ -11,11 +11,12 @@ from torch.nn import functional as F
 
 from attn_backends import get
 from spec_decode.drafter import Strategy
-from spec_decode.engine import Engine, EngineConfig, Generation, Request
+from spec_decode.engine import Engine, Generation, Request
 from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import SHIPPED_PAIR, AttentionInputs, EagleDraft, LlamaTarget, load_pair
 from spec_decode.paged import GraphMode
 from spec_decode.testing.held_out_text import held_out_prompts
+from tests.factories import engine_config
 
 PROMPTS = 20
 GREEDY_PROMPTS = 3
@@ -50,7 +51,7 @@ def run(
     """backend: the draft's, and the target's too unless the draft is another than the pair's own. first: of the
     requests, only so many."""
     asked = requests(**changes)[:first]
-    config = EngineConfig(
+    config = engine_config(
         num_speculative_tokens=steps,
         max_reqs=min(6, len(asked)),
         max_seq_len=160,

@@ -134,7 +134,7 @@ def test_demo_fails_if_one_strategy_differs(pair, checks, short_demo, monkeypatc
 
     def tampered(models, backends, requests, config):
         outcome = untampered(models, backends, requests, config)
-        if config.strategy is Strategy.FULL_LOOP:
+        if config.drafter and config.drafter.strategy is Strategy.FULL_LOOP:
             outcome.generations[0].token_ids[-1] ^= 1
         return outcome
 

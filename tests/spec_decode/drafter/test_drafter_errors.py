@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from builders import BatchError, RequestTables
-from spec_decode.drafter import Drafter, DrafterConfig, Strategy, StrategyError
+from spec_decode.drafter import Drafter, DrafterConfig, Strategy
 from tests.spec_decode.drafter.drafter_fixture import MAX_SEQ_LEN, K, advancing, assert_same
 
 
@@ -80,7 +80,7 @@ def test_tables_of_other_page_sizes_than_the_groups_are_refused():
 
 
 def test_a_drafter_of_no_tokens_is_refused():
-    with pytest.raises(StrategyError, match="at least 1 token a round, got 0"):
+    with pytest.raises(BatchError, match="num_speculative_tokens must be 1 or more, got 0"):
         advancing(steps=0)
 
 

@@ -8,12 +8,12 @@ from train_pair.generation import speculate
 from attn_backends import get
 from builders import BatchError
 from spec_decode.drafter import Strategy
-from spec_decode.engine import Engine, EngineConfig, Request
+from spec_decode.engine import Engine, Request
 from spec_decode.engine import engine as module
 from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.paged import GraphMode
 from spec_decode.verification import BlockVerification
-from tests.factories import make_config, make_pair
+from tests.factories import engine_config, make_config, make_pair
 
 PAIR = make_pair()
 VOCAB = PAIR[0].config.vocab_size
@@ -24,7 +24,7 @@ def make_engine(
     pair=PAIR, *, backend=REFERENCE, draft_backend=None, num_speculative_tokens=3, graph_mode=GraphMode.NONE, **options
 ):
     options = {"max_reqs": 3, "max_seq_len": 64, "page_size": 4, **options}
-    config = EngineConfig(num_speculative_tokens=num_speculative_tokens, graph_mode=graph_mode, **options)
+    config = engine_config(num_speculative_tokens=num_speculative_tokens, graph_mode=graph_mode, **options)
     return Engine(*pair, backend, config, draft_backend=draft_backend)
 
 

@@ -7,10 +7,10 @@ import torch
 from attn_backends import Feature, NoBackend, get
 from builders import BatchError
 from spec_decode.drafter import Strategy, StrategyError
-from spec_decode.engine import Engine, EngineConfig, Request
+from spec_decode.engine import Engine, Request
 from spec_decode.models.kernels.batch_invariance import is_batch_invariant
 from spec_decode.paged import GraphMode
-from tests.factories import make_config, make_latent_config, make_pair
+from tests.factories import engine_config, make_config, make_latent_config, make_pair
 
 # In one process: what eager drafting says is made once.
 pytestmark = pytest.mark.xdist_group("batch_invariance")
@@ -31,7 +31,7 @@ def pair(latent):
 
 def make_engine(count, *, latent=False, backend="triton_paged", **options):
     options = {"graph_mode": GraphMode.NONE, "batch_invariant": True, **options}
-    config = EngineConfig(num_speculative_tokens=count, max_reqs=4, max_seq_len=64, page_size=4, **options)
+    config = engine_config(num_speculative_tokens=count, max_reqs=4, max_seq_len=64, page_size=4, **options)
     draft_backend = get("sparse_swa_mla") if latent else None
     return Engine(*pair(latent), get(backend), config, draft_backend=draft_backend)
 

@@ -11,10 +11,10 @@ from train_pair.attention import causal_attention, positions_of
 from attn_backends import get
 from attn_backends.torch_reference import TorchReference
 from builders import BatchError, GraphSupport, ReferenceBuilder
-from spec_decode.engine import Engine, EngineConfig, Finish, Request
+from spec_decode.engine import Engine, Finish, Request
 from spec_decode.models import DraftModel, LayerGroup, LlamaTarget
 from spec_decode.paged import GraphMode
-from tests.factories import make_config, make_pair
+from tests.factories import engine_config, make_config, make_pair
 
 PAIR = make_pair()
 VOCAB = PAIR[0].vocab_size
@@ -25,7 +25,7 @@ def make_engine(
     pair=PAIR, *, backend=REFERENCE, draft_backend=None, num_speculative_tokens=3, graph_mode=GraphMode.NONE, **options
 ):
     options = {"max_reqs": 4, "max_seq_len": 64, "page_size": 4, **options}
-    config = EngineConfig(num_speculative_tokens=num_speculative_tokens, graph_mode=graph_mode, **options)
+    config = engine_config(num_speculative_tokens=num_speculative_tokens, graph_mode=graph_mode, **options)
     return Engine(*pair, backend, config, draft_backend=draft_backend)
 
 

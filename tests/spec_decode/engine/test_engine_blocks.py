@@ -5,11 +5,12 @@ import torch
 
 from attn_backends import get
 from spec_decode.drafter import Strategy
-from spec_decode.engine import Engine, EngineConfig, Request
+from spec_decode.engine import Engine, Request
 from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import SHIPPED_PAIR, load_pair
 from spec_decode.models.load import load_draft
 from spec_decode.paged import GraphMode
+from tests.factories import engine_config
 from tests.spec_decode.models.generated import make_causal, make_dflash
 
 PROMPTS = ["The for statement", "def read(path):", "x"]
@@ -31,7 +32,7 @@ def draft(request, tmp_path_factory):
 
 
 def make_engine(draft, steps, **options):
-    config = EngineConfig(num_speculative_tokens=steps, max_reqs=3, max_seq_len=64, page_size=16, **options)
+    config = engine_config(num_speculative_tokens=steps, max_reqs=3, max_seq_len=64, page_size=16, **options)
     return Engine(TARGET, draft, get("torch_reference"), config)
 
 

@@ -11,10 +11,10 @@ from spec_decode.drafter.plan import Strategy
 from spec_decode.engine import Engine, EngineConfig
 from spec_decode.engine import engine as module
 from spec_decode.engine.config import make_pool
-from tests.factories import make_pair
+from tests.factories import engine_config, make_pair
 
 REFUSED = {
-    "a negative number of drafts": ({"num_speculative_tokens": -1}, "must be 0 or more, got -1.*Pass 0"),
+    "a negative number of drafts": ({"num_speculative_tokens": -1}, "num_speculative_tokens must be 1 or more, got -1"),
     "no rows": ({"max_reqs": 0}, "1 request or more.*max_reqs 0"),
     "no room for a new token": ({"max_seq_len": 1}, "max_seq_len 1"),
     "no pages": ({"num_pages": 0}, "1 page or more of 1 token or more, got 0 of 16"),
@@ -29,16 +29,16 @@ REFUSED = {
 @pytest.mark.parametrize(("changed", "message"), REFUSED.values(), ids=REFUSED)
 def test_a_size_with_which_no_request_could_run_is_refused(changed, message):
     with pytest.raises(BatchError, match=f"(?s){message}"):
-        EngineConfig(**{"num_speculative_tokens": 3, **changed})
+        engine_config(**{"num_speculative_tokens": 3, **changed})
 
 
 def test_a_confidence_that_is_no_probability_is_refused_with_the_drafter():
     with pytest.raises(BatchError, match="min_confidence must be a probability below 1"):
-        EngineConfig(num_speculative_tokens=3, min_confidence=1.0).drafter_config()
+        engine_config(num_speculative_tokens=3, min_confidence=1.0)
 
 
 def test_settings_are_frozen_and_named():
-    config = EngineConfig(num_speculative_tokens=3)
+    config = engine_config(num_speculative_tokens=3)
     with pytest.raises(FrozenInstanceError):
         config.max_reqs = 4
     with pytest.raises(TypeError):
@@ -46,10 +46,10 @@ def test_settings_are_frozen_and_named():
 
 
 def test_without_a_number_of_pages_the_longest_requests_fit():
-    config = EngineConfig(num_speculative_tokens=3, max_reqs=2, max_seq_len=30, page_size=16)
+    config = engine_config(num_speculative_tokens=3, max_reqs=2, max_seq_len=30, page_size=16)
     pool = make_pool(config, None)
     assert pool.slots_for(30) == 33 and pool.num_pages == 2 * 3
-    assert make_pool(EngineConfig(num_speculative_tokens=3, num_pages=7), None).num_pages == 7
+    assert make_pool(engine_config(num_speculative_tokens=3, num_pages=7), None).num_pages == 7
 
 
 class Autotuned:
@@ -78,7 +78,7 @@ def make_engine(monkeypatch, device="cuda", **options):
             self.device = torch.device("cpu")
 
     monkeypatch.setattr(Engine, "_make_drafter", on_device)
-    config = EngineConfig(num_speculative_tokens=3, max_seq_len=32, page_size=4, **options)
+    config = engine_config(num_speculative_tokens=3, max_seq_len=32, page_size=4, **options)
     return Engine(*make_pair(), get("torch_reference"), config), len(calls)
 
 

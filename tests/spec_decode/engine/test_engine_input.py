@@ -9,12 +9,12 @@ import torch
 
 from attn_backends import get
 from builders import BatchError
-from spec_decode.engine import Engine, EngineConfig, Finish, Request
+from spec_decode.engine import Engine, Finish, Request
 from spec_decode.engine import engine as module
 from spec_decode.engine.request import Handle
 from spec_decode.engine.target_runner import TargetRunner
 from spec_decode.paged import GraphMode
-from tests.factories import make_pair
+from tests.factories import engine_config, make_pair
 
 PAIR = make_pair()
 ENGINE = Path(module.__file__).parent
@@ -30,7 +30,7 @@ def make_engine(**options):
         "num_pages": 24,
         **options,
     }
-    return Engine(*PAIR, get("torch_reference"), EngineConfig(graph_mode=GraphMode.NONE, **options))
+    return Engine(*PAIR, get("torch_reference"), engine_config(graph_mode=GraphMode.NONE, **options))
 
 
 def texts(engine, requests=ASKED, **options):
@@ -169,7 +169,7 @@ CONFIGS = {
 @pytest.mark.parametrize(("changed", "message"), CONFIGS.values(), ids=CONFIGS)
 def test_settings_of_another_type_are_refused(changed, message):
     with pytest.raises(BatchError, match=f"(?s){message}"):
-        EngineConfig(**{"num_speculative_tokens": 3, **changed})
+        engine_config(**{"num_speculative_tokens": 3, **changed})
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ import torch
 from attn_backends import get
 from builders import BatchError
 from spec_decode.drafter import Strategy
-from spec_decode.engine import Engine, EngineConfig, Request
+from spec_decode.engine import Engine, Request
 from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import SHIPPED_PAIR, load_pair
 from spec_decode.models.load import load_draft
 from spec_decode.paged import GraphMode
+from tests.factories import engine_config
 from tests.spec_decode.models.generated_mtp import V3_CONFIG, v3_modules, write
 
 PROMPTS = ["The for statement", "def read(path):", "x", "A list, like a tuple, holds"]
@@ -34,7 +35,7 @@ def draft(tmp_path_factory):
 
 def make_engine(draft, steps, **options):
     options = {"max_reqs": 3, "max_seq_len": 64, "page_size": 16, **options}
-    return Engine(TARGET, draft, get("torch_reference"), EngineConfig(num_speculative_tokens=steps, **options))
+    return Engine(TARGET, draft, get("torch_reference"), engine_config(num_speculative_tokens=steps, **options))
 
 
 def requests(**options):

@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from attn_backends import get
-from spec_decode.engine import Engine, EngineConfig, Request
+from spec_decode.engine import Engine, Request
 from spec_decode.paged import GraphMode
-from tests.factories import make_pair
+from tests.factories import engine_config, make_pair
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 
 
 def draft_caches(max_prefill_tokens):
     """What the draft's caches hold after a prompt and a round."""
-    config = EngineConfig(
+    config = engine_config(
         num_speculative_tokens=2, max_reqs=1, max_seq_len=32, page_size=4, max_prefill_tokens=max_prefill_tokens,
         graph_mode=GraphMode.NONE,
     )  # fmt: skip

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from builders import BatchError
 from spec_decode.engine import scheduler as scheduler_module
-from spec_decode.engine.config import EngineConfig
 from spec_decode.engine.page_pool import PagePool
 from spec_decode.engine.request import Finish, Handle, Request
 from spec_decode.engine.scheduler import Scheduler
+from tests.factories import engine_config
 
 
 class Device:
@@ -93,7 +93,7 @@ def serve(world):
     longest = max(prompt + new for prompt, new in world["lens"])
     num_pages = -(-(longest + world["ahead"]) // world["page_size"]) + world["spare_pages"]
     pool = PagePool(num_pages, world["page_size"], world["ahead"])
-    config = EngineConfig(
+    config = engine_config(
         max_reqs=world["max_reqs"],
         num_speculative_tokens=world["ahead"],
         max_seq_len=longest,
@@ -143,7 +143,7 @@ def test_nobody_waits_for_pages_of_a_pool_that_holds_the_longest_in_every_row():
 
 def scheduler_of(num_pages=20, **options):
     options = {"max_reqs": 4, "num_speculative_tokens": 0, "max_prefill_tokens": 8, **options}
-    return Scheduler(PagePool(num_pages, 1), EngineConfig(**options))
+    return Scheduler(PagePool(num_pages, 1), engine_config(**options))
 
 
 def submitted(scheduler, *prompts):

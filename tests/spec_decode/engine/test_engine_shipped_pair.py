@@ -5,11 +5,12 @@ from functools import cache
 import pytest
 
 from attn_backends import get
-from spec_decode.engine import Engine, EngineConfig, Request
+from spec_decode.engine import Engine, Request
 from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import SHIPPED_PAIR, load_pair
 from spec_decode.paged import GraphMode
 from spec_decode.testing.held_out_text import held_out_prompts
+from tests.factories import engine_config
 
 
 @cache
@@ -26,7 +27,7 @@ def requests(temperature):
 
 
 def make_engine(steps=4, **options):
-    config = EngineConfig(
+    config = engine_config(
         num_speculative_tokens=steps, max_seq_len=64, page_size=4, graph_mode=GraphMode.NONE, **options
     )
     return Engine(*pair(), get("triton_paged"), config)

@@ -9,11 +9,12 @@ from attn_backends import Feature, NoBackend, get
 from attn_backends.torch_reference import TorchReference
 from builders import BatchError
 from spec_decode.drafter import Strategy
-from spec_decode.engine import Engine, EngineConfig, Request
+from spec_decode.engine import Engine, Request
 from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import SHIPPED_PAIR, load_pair
 from spec_decode.paged import GraphMode
 from spec_decode.trees import DraftTree, DynamicTreeConfig
+from tests.factories import engine_config
 from tests.mutants.draft_shapes import MergesTrees
 from tests.spec_decode.trees.tree_helpers import TREES
 
@@ -25,7 +26,7 @@ BOTH = pytest.mark.parametrize("tree", [DYNAMIC, STATIC], ids=["dynamic", "stati
 
 def make_engine(tree, *, steps=3, backend="triton_paged", **options):
     options = {"max_reqs": 3, "max_seq_len": 96, "page_size": 16, **options}
-    config = EngineConfig(num_speculative_tokens=steps, tree=tree, **options)
+    config = engine_config(num_speculative_tokens=steps, tree=tree, **options)
     return Engine(TARGET, DRAFT if steps else None, get(backend), config)
 
 
@@ -65,7 +66,7 @@ def test_a_text_drafted_in_trees_is_what_plain_decoding_says(plain, tree, backen
 def test_a_backend_that_merges_a_tree_with_its_prefix_says_what_plain_decoding_says(plain, strategy):
     """The prefix grows inside of what is captured."""
     asked, expected = plain
-    config = EngineConfig(
+    config = engine_config(
         num_speculative_tokens=3, tree=DYNAMIC, max_reqs=3, max_seq_len=96, page_size=16, strategy=strategy
     )
     assert texts(Engine(TARGET, DRAFT, MergesTrees(), config), asked) == expected
@@ -112,20 +113,20 @@ def test_a_request_drafts_trees_to_the_end_of_its_text():
 
 def test_a_backend_without_trees_is_refused_by_name():
     with pytest.raises(NoBackend, match=r"no_trees refuses.*tree"):
-        Engine(TARGET, DRAFT, NoTrees(), EngineConfig(num_speculative_tokens=3, tree=DYNAMIC))
+        Engine(TARGET, DRAFT, NoTrees(), engine_config(num_speculative_tokens=3, tree=DYNAMIC))
 
 
 def test_a_draft_that_proposes_its_tokens_at_once_is_refused():
     target, draft = load_pair(SHIPPED_PAIR, draft="block_draft")
     with pytest.raises(BatchError, match="a tree needs a draft that goes step by step"):
-        Engine(target, draft, get("triton_paged"), EngineConfig(num_speculative_tokens=3, tree=DYNAMIC))
+        Engine(target, draft, get("triton_paged"), engine_config(num_speculative_tokens=3, tree=DYNAMIC))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"verification": "rejection"}, "trees are verified by sampling, got verification 'rejection'"),
-        ({"steps": 0}, "at most"),
+        ({"steps": 1, "tree": STATIC}, "at most"),
         ({"tree": "4x12"}, "tree must be of type DraftTree or of type DynamicTreeConfig or None, got '4x12'"),
         ({"tree": None, "verification": "sampling"}, "one of rejection, block, .* got 'sampling'"),
     ],

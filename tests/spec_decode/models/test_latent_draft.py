@@ -14,13 +14,13 @@ from attn_backends.torch_reference import TorchReference
 from builders import AttentionKind
 from spec_decode.conformance.check import expand
 from spec_decode.drafter import Strategy
-from spec_decode.engine import Engine, EngineConfig, Request
+from spec_decode.engine import Engine, Request
 from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import LatentConfig, LlamaTarget
 from spec_decode.paged import GraphMode
 from spec_decode.testing.expectations import CheckFailure
 from spec_decode.testing.subject import Subject
-from tests.factories import CPU, make_config, make_latent_config, make_pair
+from tests.factories import CPU, engine_config, make_config, make_latent_config, make_pair
 
 REFERENCE = get("torch_reference")
 FORMS = {
@@ -185,7 +185,7 @@ def make_engine(
     pair, backend=REFERENCE, *, draft_backend=None, num_speculative_tokens=3, graph_mode=GraphMode.FULL, **options
 ):
     options = {"max_reqs": 3, "max_seq_len": 64, "page_size": 4, **options}
-    config = EngineConfig(num_speculative_tokens=num_speculative_tokens, graph_mode=graph_mode, **options)
+    config = engine_config(num_speculative_tokens=num_speculative_tokens, graph_mode=graph_mode, **options)
     return Engine(*pair, backend, config, draft_backend=draft_backend)
 
 
