@@ -1,4 +1,11 @@
-"""A Llama-style target and its EAGLE drafts, small enough to ship, and how a pair is stored."""
+"""Targets and drafts: a Llama-style pair small enough to ship, and those read from folders.
+
+`TransformersTarget` is loaded when it is first asked for, as it brings transformers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from spec_decode.models.attention import Attention, AttentionInputs
 from spec_decode.models.base import (
@@ -15,7 +22,11 @@ from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.config import LatentConfig, ModelConfig
 from spec_decode.models.eagle import EagleDraft
 from spec_decode.models.llama import LlamaTarget
+from spec_decode.models.load import load_draft
 from spec_decode.models.pair import SHIPPED_PAIR, draft_names, load_pair, load_target, save_draft, save_pair
+
+if TYPE_CHECKING:
+    from spec_decode.models.hf.target import TransformersTarget
 
 __all__ = [
     "SHIPPED_PAIR",
@@ -34,9 +45,19 @@ __all__ = [
     "ModuleDraft",
     "TargetModel",
     "TargetStates",
+    "TransformersTarget",
     "draft_names",
+    "load_draft",
     "load_pair",
     "load_target",
     "save_draft",
     "save_pair",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "TransformersTarget":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from spec_decode.models.hf.target import TransformersTarget
+
+    return TransformersTarget
