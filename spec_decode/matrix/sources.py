@@ -120,6 +120,8 @@ class TimingRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of a whole engine: draft tokens kept a round."""
     per_user: float | None = None
     """Of a whole engine: output tokens a second of one request."""
+    temperature: float | None = None
+    """Of a draft round: the requests'; 0 is greedy."""
     extend_in_graph: bool | None = None
     host_waits: bool | None = None
     batch_invariant: bool = False

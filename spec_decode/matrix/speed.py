@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -36,7 +37,7 @@ class Bar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Panel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One shape; its bars are comparable with each other."""
+    """One shape; its bars are comparable with each other, fastest first, and no two have one label."""
 
     title: str
     bars: tuple[Bar, ...]
@@ -142,7 +143,22 @@ def _section(case: str, device: str, quantity: str, spec: str, timings: Sequence
 
 
 def _panel(title: str, timings: Sequence[Timing], quantity: str, runs: Runs) -> Panel:
-    return Panel(title=title, bars=tuple(_bar(each, _label(each, timings), quantity, runs) for each in timings))
+    bars = [_bar(each, _label(each, timings), quantity, runs) for each in timings]
+    bars.sort(key=lambda bar: bar.us.p50 if bar.us else 0.0)
+    return Panel(title=title, bars=tuple(_told_apart(bars)))
+
+
+def _told_apart(bars: Sequence[Bar]) -> Iterator[Bar]:
+    """Bars of one label with the run of each behind it, and those of one run with a number too."""
+    alike = Counter((bar.label, bar.peer) for bar in bars)
+    of_one_run = Counter((bar.label, bar.peer, bar.run) for bar in bars)
+    seen: Counter[tuple[str, bool, int]] = Counter()
+    for bar in bars:
+        key = (bar.label, bar.peer, bar.run)
+        seen[key] += 1
+        number = f", {seen[key]} of {of_one_run[key]}" if of_one_run[key] > 1 else ""
+        told = alike[key[:2]] > 1
+        yield msgspec.structs.replace(bar, label=f"{bar.label} (run {bar.run + 1}{number})") if told else bar
 
 
 def _shape(tokens: int, num_tokens: int, num_reqs: int, context: int, spec: str) -> str:
@@ -178,11 +194,13 @@ def _label(timing: Timing, timings: Sequence[Timing]) -> str:
     """The timing's backend, with what sets it apart from the panel's others of the same backend."""
     twins = [other for other in timings if (other.backend, other.peer) == (timing.backend, timing.peer)]
     several = len({twin.strategy for twin in twins}) > 1 and timing.token_us is None
+    several_temperatures = len({twin.temperature for twin in twins if twin.strategy == timing.strategy}) > 1
     newest = max(twin.env.date for twin in twins if _identity(timing) == _identity(twin))
     parts = [
         timing.backend,
         (timing.strategy or "") if several else "",
         *_engine(timing),
+        f"temperature {timing.temperature:g}" if several_temperatures and timing.temperature is not None else "",
         f"{timing.num_groups}-groups" if timing.num_groups else "",
         "" if timing.tree is None else "a tree" if timing.tree else "in a row",
         _differing_spec(timing, twins),
@@ -206,7 +224,8 @@ def _engine(timing: Timing) -> list[str]:
 
 
 def _identity(timing: Timing) -> tuple[object, ...]:
-    return timing.case, timing.backend, timing.spec, timing.strategy, timing.num_groups, timing.tree, *_engine(timing)
+    what = (timing.case, timing.backend, timing.spec, timing.strategy, timing.temperature, timing.num_groups)
+    return *what, timing.tree, *_engine(timing)
 
 
 def _differing_spec(timing: Timing, twins: Sequence[Timing]) -> str:

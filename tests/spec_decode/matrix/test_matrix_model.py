@@ -246,6 +246,31 @@ def test_an_older_timing_of_the_same_stays_and_says_so():
     assert [bar.label for bar in build_matrix([], (), rows).speed[0].panels[0].bars] == ["k", "k (older)"]
 
 
+def labels(*rows):
+    (section,) = build_matrix([], (), rows).speed
+    (panel,) = section.panels
+    return [bar.label for bar in panel.bars]
+
+
+def test_bars_go_from_fast_to_slow_and_what_launches_nothing_comes_first():
+    rows = [timing(backend=name, gpu_us=us) for name, us in {"b": [3, 9, 9], "c": [1, 4, 5], "d": [7, 7, 7]}.items()]
+    nothing = timing(backend="a", gpu_us=None, kernels_per_step=0, floor_us=None)
+    assert labels(*rows, nothing) == ["a", "c", "d", "b"]
+
+
+def test_rounds_of_one_strategy_are_told_apart_by_their_temperature():
+    rows = [timing(case="round", strategy="full_loop", temperature=each) for each in (0.0, 1.0)]
+    assert labels(*rows) == ["k temperature 0", "k temperature 1"]
+    assert labels(rows[0]) == ["k"]
+
+
+def test_no_two_bars_of_a_panel_have_one_label():
+    once, elsewhere = timing(), timing(command="attn-backends bench again")
+    assert labels(once, elsewhere) == ["k (run 1)", "k (run 2)"]
+    assert labels(once, once, elsewhere) == ["k (run 1, 1 of 2)", "k (run 1, 2 of 2)", "k (run 2)"]
+    assert labels(once, timing(peer=True)) == ["k", "k"]  # a peer has its word and colour
+
+
 def engine(**fields):
     """A row of a whole engine, whose rounds take 30 us."""
     us = [30.0, 30.0, 60.0]
@@ -258,7 +283,7 @@ def test_engines_are_compared_by_the_time_of_a_token_whatever_they_draft():
     (section,) = build_matrix([], (), [engine(), drafting]).speed
     (panel,) = section.panels
     assert [(bar.label, bar.us.p50, bar.us.p80) for bar in panel.bars] == [
-        ("k plain", 30.0, 60.0), ("k K = 4, 2.0 kept", 10.0, 20.0),
+        ("k K = 4, 2.0 kept", 10.0, 20.0), ("k plain", 30.0, 60.0),
     ]  # fmt: skip
 
 
