@@ -1,4 +1,4 @@
-"""Backends by name: the built-in ones, those registered by call, and those other packages declare."""
+"""Backends by name: the built-in ones, those registered by `@register`, and those other packages declare."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, overload
 from urllib.parse import quote
 
 import torch
@@ -25,7 +25,7 @@ _NAME_RULE = "ASCII letters, digits, _, . and -, beginning with a letter or a di
 _TAKEN_BY_COMMANDS = ("all", "available")
 
 Factory = Callable[[], AttentionBackend]
-F = TypeVar("F", bound=Factory)
+B = TypeVar("B", bound=AttentionBackend)
 
 
 class BackendError(LookupError):
@@ -74,17 +74,31 @@ class PlugIn(NamedTuple):
     package: str
 
 
-def register(name: str, factory: F | str, *, extra: str | None = None, replace: bool = False) -> F | str:
-    """Register a backend under a name and return the factory.
+@overload
+def register(backend: type[B], /) -> type[B]: ...
+@overload
+def register(*, replace: bool = False) -> Callable[[type[B]], type[B]]: ...
+def register(backend: type[B] | None = None, /, *, replace: bool = False) -> Any:
+    """Register the decorated class of a backend under its `name`, as ``@register`` or ``@register(replace=True)``.
 
-    factory  a class or function that makes the backend, or "package.module:attribute", imported on first use
-    extra    the extra of this package, or the package, that brings what the backend imports; errors name it
+    It is made, with no arguments, when it is first asked for. replace: take a name over that is registered already.
 
-    Raises BackendError for a name that is none, and DuplicateBackend for one that differs from another by case alone,
-    or that is taken without replace=True; nothing is registered then.
+    Raises BackendError for what is no class of a backend and for a name that is none, and DuplicateBackend for a name
+    that differs from another by case alone, or that is taken without replace=True; nothing is registered then.
     """
+    if backend is None:
+        return lambda decorated: _register(decorated, replace)
+    return _register(backend, replace)
+
+
+def _register(backend: type[B], replace: bool) -> type[B]:
+    if not (isinstance(backend, type) and issubclass(backend, AttentionBackend)):
+        raise BackendError(
+            f"@register must decorate a class of AttentionBackend, got {backend!r}. State the name in the class."
+        )
+    name: str = getattr(backend, "name", "")
     if problem := name_problem(name):
-        raise BackendError(f"{problem}. Choose another name.")
+        raise BackendError(f"{problem}, the name of {backend.__qualname__}. Choose another name.")
     for known in names():
         if name != known and name.casefold() == known.casefold():
             raise DuplicateBackend(
@@ -93,12 +107,11 @@ def register(name: str, factory: F | str, *, extra: str | None = None, replace: 
             )
         if name == known and not replace:
             raise DuplicateBackend(
-                f"a backend name must be free, {name!r} is registered already; nothing changed. Choose another name, "
-                "or pass replace=True to take it over."
+                f"backend {name!r} is already registered; pass replace=True to override it, or choose another name"
             )
-    _registered[name] = _Registration(factory, extra)
+    _registered[name] = _Registration(backend)
     _loaded.pop(name, None)
-    return factory
+    return backend
 
 
 def unregister(name: str) -> None:

@@ -38,6 +38,7 @@ class GatherBuilder(MetadataBuilder[AttentionBatch]):
         return CaptureConstants(max_reqs=m.num_reqs, max_query_len=m.max_query_len, max_seq_len=m.max_seq_len)
 
 
+@register
 class Gather(AttentionBackend):
     name, builder, contract_version = "gather", GatherBuilder, (1, 1)
     capabilities = Capabilities(
@@ -64,6 +65,3 @@ class Gather(AttentionBackend):
         scores = torch.einsum("thd,tlhd->thl", query, key) * spec.softmax_scale
         weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1).nan_to_num(0)
         return torch.einsum("thl,tlhd->thd", weights, value)
-
-
-register("gather", Gather)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
-from attn_backends import KVCache
+from attn_backends import AttentionBackend, KVCache, register
+from attn_backends.torch_reference import TorchReference
 from builders import AttentionSpec, BatchBuffers, RequestTables
 from spec_decode.drafter import DrafterConfig
 from spec_decode.engine import EngineConfig
@@ -18,6 +19,12 @@ from spec_decode.models import EagleDraft, LatentConfig, LlamaTarget, ModelConfi
 from spec_decode.paged import GraphMode
 
 CPU = torch.device("cpu")
+
+
+def register_as(name: object, make: Callable[[], Any], *, replace: bool = False) -> type[AttentionBackend]:
+    """Register under any name what `make` returns, a backend as a rule."""
+    made = type("Made", (TorchReference,), {"name": name, "__new__": lambda cls: make()})
+    return register(replace=replace)(made)
 
 
 def make_spec(**changes: Any) -> AttentionSpec:

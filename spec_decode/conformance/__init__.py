@@ -19,13 +19,16 @@ from spec_decode.conformance import (  # noqa: F401  the families define their c
 from spec_decode.conformance.check import Check
 from spec_decode.conformance.known_failures import KnownFailure
 from spec_decode.conformance.parametrize import parametrize_with_checks
+from spec_decode.conformance.report import ConformanceFailure, Report
 from spec_decode.conformance.runner import check_backend, iter_checks
 from spec_decode.testing.expectations import CheckFailure, Unavailable, Unsupported
 
 __all__ = [
     "Check",
     "CheckFailure",
+    "ConformanceFailure",
     "KnownFailure",
+    "Report",
     "Unavailable",
     "Unsupported",
     "check_backend",

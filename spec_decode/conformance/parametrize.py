@@ -16,9 +16,14 @@ from spec_decode.testing.process_exit import refuse_process_exit
 
 
 def parametrize_with_checks(
-    *backends: str | AttentionBackend, device: torch.device | None = None
+    *backends: str | AttentionBackend,
+    device: torch.device | None = None,
+    families: Sequence[str] | None = None,
+    quick: bool = False,
 ) -> Callable[..., Any]:
     """``@parametrize_with_checks("mykernel")`` over ``def test_conformance(check): check()``; needs pytest.
+
+    families, quick: as `iter_checks` takes them, to keep a session short. Raises ValueError for an unknown family.
 
     An unclaimed case counts as a skip with the backend's own reasons, a known failure as an xfail with its issue, and a
     failure of a check that is newer than the backend's contract as an xfail that says so. While a backend is loaded or
@@ -34,7 +39,7 @@ def parametrize_with_checks(
             )
             for backend in backends
             for own in [get(backend) if isinstance(backend, str) else backend]
-            for check in iter_checks(own, device=device)
+            for check in iter_checks(own, device=device, families=families, quick=quick)
         ]
     mark: Callable[..., Any] = pytest.mark.parametrize("check", params)
     return mark

@@ -28,6 +28,12 @@ Number = Annotated[float, msgspec.Meta(extra_json_schema={"type": ["number", "st
 class ConformanceFailure(AssertionError):
     """A report that is not ok; the message names each check that failed and the command that repeats it."""
 
+    report: Report
+
+    def __init__(self, message: str, report: Report) -> None:
+        super().__init__(message)
+        self.report = report
+
 
 FAILURES = frozenset({Outcome.FAIL, Outcome.XPASS, Outcome.ERROR})
 
@@ -134,10 +140,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def ok(self) -> bool:
-        """No fail, xpass, error or not_run, and something shown: at least one pass, and one of the families builder and
-        numerics where any check of theirs was asked for. So a backend that refuses every spec is not ok."""
-        counts = self.counts
-        return not self.unproven and not any(counts[bad] for bad in (*FAILURES, Outcome.NOT_RUN))
+        """No failures, and something shown: at least one pass, and one of the families builder and numerics where any
+        check of theirs was asked for. So a backend that refuses every spec is not ok."""
+        return not self.unproven and not self.failures
+
+    @property
+    def failures(self) -> tuple[Result, ...]:
+        """The results that came out as fail, xpass, error or not_run."""
+        return tuple(result for result in self.results if result.outcome in FAILURES | {Outcome.NOT_RUN})
 
     @property
     def unproven(self) -> str:
@@ -160,13 +170,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Raise ConformanceFailure unless ok."""
         if self.ok:
             return
-        bad = [result for result in self.results if result.outcome in FAILURES | {Outcome.NOT_RUN}]
-        lines = [f"{r.outcome.value}: {r.check}[{r.case}]: {r.reason}\n    {self.repro(r.check, r.case)}" for r in bad]
+        lines = [
+            f"{r.outcome.value}: {r.check}[{r.case}]: {r.reason}\n    {self.repro(r.check, r.case)}"
+            for r in self.failures
+        ]
         if len(lines) > _SHOWN_FAILURES:
             lines[_SHOWN_FAILURES:] = [f"and {len(lines) - _SHOWN_FAILURES} more"]
         if self.unproven:
             lines.append(self.unproven)
-        raise ConformanceFailure("\n".join([self.summary(), *lines]))
+        raise ConformanceFailure("\n".join([self.summary(), *lines]), self)
 
     def repro(self, check: str, case: str) -> str:
         """The command that runs a check on a case again."""

@@ -16,7 +16,7 @@ import torch
 from attn_backends import AttentionBackend, BrokenBackend, get, registry
 from spec_decode.conformance.check import Check, expand
 from spec_decode.conformance.claims import claims_of
-from spec_decode.conformance.coverage import EVERYTHING
+from spec_decode.conformance.coverage import EVERYTHING, FAMILIES
 from spec_decode.conformance.kept_results import KeptResults
 from spec_decode.conformance.known_failures import KnownFailure, known_failures_of
 from spec_decode.conformance.notes import notes_on, tried
@@ -47,9 +47,21 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def iter_checks(backend: str | AttentionBackend, *, device: torch.device | None = None) -> list[Check]:
-    """Every check on every case for the backend."""
-    return expand(_subject(backend, device))
+def iter_checks(
+    backend: str | AttentionBackend,
+    *,
+    device: torch.device | None = None,
+    families: Sequence[str] | None = None,
+    quick: bool = False,
+) -> list[Check]:
+    """Every check on every case for the backend.
+
+    families: only theirs; a family that takes minutes, soak, only if it is named. quick: only the cases that each check
+    names for a quick run. Raises ValueError for an unknown family.
+    """
+    _require_families(families)
+    every = expand(_subject(backend, device), families or ())
+    return [check for check in every if check.quick >= quick and _wanted(check, families, None, None)]
 
 
 def check_backend(
@@ -60,19 +72,24 @@ def check_backend(
     checks: Sequence[str] | None = None,
     tags: Sequence[str] | None = None,
     known_failures: Sequence[KnownFailure] | None = None,
+    report: bool = False,
     on_result: Callable[[Result], None] | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> Report:
-    """Run the checks and return the report; never raises for a check that fails.
+    """Run the checks and return their report. Raises ConformanceFailure, which lists the failures, unless it is ok.
 
-    families: run only these. checks: only ids that match one of these patterns. A family that takes minutes, soak, runs
-    only if one of them names it, for as long as `soak_checks.soak_length` says. tags: only checks that cover a column
-    which matches one of these. known_failures: None for those that the backend comes with. on_note: called before the
-    first check with what no result states. A backend that does not load gives a report whose one result is
-    `unavailable`, which is not ok.
+    report: return the report however the checks come out. families: run only these. checks: only ids that match one of
+    these patterns. A family that takes minutes, soak, runs only if one of them names it, for as long as
+    `soak_checks.soak_length` says. tags: only checks that cover a column which matches one of these. known_failures:
+    None for those that the backend comes with. on_note: called before the first check with what no result states. A
+    backend that does not load gives a report whose one result is `unavailable`, which is not ok. Raises ValueError for
+    an unknown family.
     """
     planned = plan(backend, device=device, families=families, checks=checks, tags=tags, known_failures=known_failures)
-    return run(planned, on_result=on_result, on_note=on_note)
+    found = run(planned, on_result=on_result, on_note=on_note)
+    if not report:
+        found.raise_if_failed()
+    return found
 
 
 def run(
@@ -121,6 +138,7 @@ def plan(
     backend: its name, itself, or a whole subject, which has a device. quick: only the cases that each check names for a
     quick run. command: how to run them all again.
     """
+    _require_families(families)
     device = backend.device if isinstance(backend, Subject) else device or default_device()
     name = backend if isinstance(backend, str) else _backend_of(backend).name
     try:
@@ -216,6 +234,11 @@ def _subject(backend: str | AttentionBackend | Subject, device: torch.device | N
         return backend
     device = device or default_device()
     return Subject(get(backend), device, backend) if isinstance(backend, str) else Subject(backend, device)
+
+
+def _require_families(families: Sequence[str] | None) -> None:
+    if unknown := sorted({*(families or ())} - {*FAMILIES}):
+        raise ValueError(f"families must be of {', '.join(FAMILIES)}, got {', '.join(map(repr, unknown))}")
 
 
 def _wanted(

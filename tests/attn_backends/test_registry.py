@@ -8,6 +8,7 @@ import torch
 
 from attn_backends import (
     Accepted,
+    AttentionBackend,
     BackendError,
     BrokenBackend,
     DuplicateBackend,
@@ -24,7 +25,7 @@ from attn_backends import (
 from attn_backends.torch_reference import TorchReference
 from attn_backends.triton_paged import TritonPaged
 from builders import CONTRACT_VERSION
-from tests.factories import CPU, make_spec
+from tests.factories import CPU, make_spec, register_as
 
 
 class Other(TorchReference):
@@ -77,49 +78,61 @@ def test_an_unknown_name_is_unknown_to_explain_too():
 
 
 def test_a_registered_backend_is_had_by_its_name():
-    register("other", Other)
+    register(Other)
     assert isinstance(get("other"), Other) and "other" in names()
 
 
-def test_a_backend_may_be_named_by_its_import_path(plug_in_module):
-    register("other", "a_plug_in:Other")
-    assert isinstance(get("other"), Other)
+def test_register_decorates():
+    assert register(Other) is Other and register(replace=True)(Other) is Other
 
 
-def test_register_returns_the_factory_so_that_it_can_decorate():
-    assert register("other", Other) is Other
+@pytest.mark.parametrize("what", ["other", TorchReference(), dict, lambda: Other(), None.__class__])
+def test_what_is_no_class_of_a_backend_is_refused(what):
+    before = names()
+    for decorate in (register, register(replace=True)):
+        with pytest.raises(BackendError, match=r"@register must decorate a class of AttentionBackend, got"):
+            decorate(what)
+    assert names() == before
+
+
+def test_a_class_without_a_name_is_refused():
+    with pytest.raises(BackendError, match=r"got '', the name of .*Nameless"):
+
+        @register
+        class Nameless(AttentionBackend):
+            pass
 
 
 @pytest.mark.parametrize("name", ["torch_reference", "other"])
 def test_a_duplicate_is_refused_and_nothing_changes(name):
-    register("other", Other)
+    register(Other)
     before = get(name), names()
-    with pytest.raises(DuplicateBackend, match=f"'{name}' is registered already"):
-        register(name, TritonPaged)
+    with pytest.raises(DuplicateBackend, match=f"'{name}' is already registered; pass replace=True"):
+        register_as(name, TritonPaged)
     assert (get(name), names()) == before
 
 
 def test_a_name_that_a_package_declares_is_taken_too(declare):
     declare(declared="a_plug_in:Other")
     with pytest.raises(DuplicateBackend):
-        register("declared", TritonPaged)
+        register_as("declared", TritonPaged)
 
 
 def test_a_name_is_taken_over_when_asked_to():
     get("torch_reference")
-    register("torch_reference", Other, replace=True)
+    register_as("torch_reference", Other, replace=True)
     assert isinstance(get("torch_reference"), Other)
 
 
 def test_unregistering_gives_a_built_in_name_back():
-    register("torch_reference", Other, replace=True)
+    register_as("torch_reference", Other, replace=True)
     get("torch_reference")
     unregister("torch_reference")
     assert type(get("torch_reference")) is TorchReference
 
 
 def test_unregistering_forgets_a_backend():
-    register("other", Other)
+    register(Other)
     get("other")
     unregister("other")
     with pytest.raises(UnknownBackend):
@@ -127,13 +140,13 @@ def test_unregistering_forgets_a_backend():
 
 
 def test_a_missing_package_names_the_extra_that_brings_it():
-    register("gone", "a_package_that_is_not_here:Backend", extra="gone-kernels")
+    registry._registered["gone"] = registry._Registration("a_package_that_is_not_here:Backend", "gone-kernels")
     with pytest.raises(BrokenBackend, match=r"a_package_that_is_not_here.*pip install 'attn-backends\[gone-kernels\]'"):
         get("gone")
 
 
-def test_a_missing_attribute_is_a_broken_backend(plug_in_module):
-    register("gone", "a_plug_in:Missing")
+def test_a_missing_attribute_is_a_broken_backend(declare, plug_in_module):
+    declare(gone="a_plug_in:Missing")
     with pytest.raises(BrokenBackend, match=r"does not load: AttributeError.*Missing"):
         get("gone")
 
@@ -142,13 +155,13 @@ def test_a_factory_that_fails_is_a_broken_backend_in_its_own_words():
     def fail():
         raise OSError("no libcuda")
 
-    register("failing", fail)
+    register_as("failing", fail)
     with pytest.raises(BrokenBackend, match="does not load: OSError: no libcuda"):
         get("failing")
 
 
 def test_a_factory_of_something_else_is_a_broken_backend():
-    register("wrong", dict)
+    register_as("wrong", dict)
     with pytest.raises(BrokenBackend, match=r"must be an attn_backends\.AttentionBackend, its factory made a dict"):
         get("wrong")
 
@@ -157,7 +170,7 @@ def test_another_contract_major_is_refused_with_both_numbers():
     class Old(TorchReference):
         contract_version = (CONTRACT_VERSION[0] + 1, 0)
 
-    register("old", Old)
+    register_as("old", Old)
     with pytest.raises(BrokenBackend) as refused:
         get("old")
     assert str(Old.contract_version) in str(refused.value) and str(CONTRACT_VERSION) in str(refused.value)
@@ -167,7 +180,7 @@ def test_another_contract_minor_is_taken():
     class Newer(TorchReference):
         contract_version = (CONTRACT_VERSION[0], CONTRACT_VERSION[1] + 7)
 
-    register("newer", Newer)
+    register_as("newer", Newer)
     assert isinstance(get("newer"), Newer)
 
 
@@ -184,7 +197,7 @@ def test_an_unknown_name_lists_declared_ones_too(declare):
 
 def test_a_registered_name_wins_over_a_declared_one(declare, plug_in_module):
     declare(declared="a_plug_in:Other")
-    register("declared", TritonPaged, replace=True)
+    register_as("declared", TritonPaged, replace=True)
     assert isinstance(get("declared"), TritonPaged) and names().count("declared") == 1
 
 
@@ -208,7 +221,7 @@ def test_a_backend_that_failed_is_tried_again():
             raise result
         return result
 
-    register("late", factory)
+    register_as("late", factory)
     with pytest.raises(BrokenBackend):
         get("late")
     assert isinstance(get("late"), Other)
@@ -236,8 +249,8 @@ def test_a_plug_in_is_named_as_it_is_had(declare):
 
 def test_what_a_call_has_registered_is_known_here_alone(declare):
     declare(declared="a_plug_in:Other")
-    register("other", Other)
-    register("triton_paged", Other, replace=True)
+    register(Other)
+    register_as("triton_paged", Other, replace=True)
     asked = ("torch_reference", "declared", "other", "triton_paged")
     assert [registry.registered_here(name) for name in asked] == [False, False, True, True]
 
@@ -252,13 +265,13 @@ def test_a_refused_plug_in_is_not_loaded_and_keeps_its_name(declare):
 
 @pytest.mark.parametrize("answer", [None, True, "yes"])
 def test_an_answer_that_is_none_is_a_rejection_that_says_so(answer):
-    register("odd", type("Odd", (TorchReference,), {"supports": lambda *asked: answer}))
+    register_as("odd", type("Odd", (TorchReference,), {"supports": lambda *asked: answer}))
     verdict = explain("odd", make_spec(), CPU)
     assert isinstance(verdict, Rejected) and f"supports() gave {answer!r}" in verdict.reasons[0]
 
 
 def test_a_backend_that_leaves_python_when_asked_is_rejected_in_words():
-    register("odd", type("Odd", (TorchReference,), {"supports": lambda *asked: sys.exit("licence expired")}))
+    register_as("odd", type("Odd", (TorchReference,), {"supports": lambda *asked: sys.exit("licence expired")}))
     assert "SystemExit: licence expired" in str(explain("odd", make_spec(), CPU))
 
 
@@ -266,7 +279,7 @@ def test_a_backend_whose_record_raises_is_refused_with_what_it_raised():
     def no_record(self):
         raise KeyError("no table")
 
-    register("odd", type("Odd", (TorchReference,), {"capabilities": property(no_record)}))
+    register_as("odd", type("Odd", (TorchReference,), {"capabilities": property(no_record)}))
     with pytest.raises(BrokenBackend, match=r"must state capabilities, .*got KeyError\('no table'\)"):
         get("odd")
 
@@ -275,7 +288,7 @@ def test_a_backend_whose_record_cannot_be_made_is_broken_in_the_records_words():
     def with_a_wrong_record():
         return type("Odd", (TorchReference,), {"capabilities": replace(TorchReference.capabilities, devices="cpu")})()
 
-    register("odd", with_a_wrong_record)
+    register_as("odd", with_a_wrong_record)
     with pytest.raises(BrokenBackend, match=r"CapabilitiesError: devices must be .*, got 'cpu'"):
         get("odd")
 
@@ -288,7 +301,7 @@ def test_a_fused_write_without_its_method_is_refused_at_load(write, method):
         capabilities = replace(TorchReference.capabilities, fused_writes=frozenset({FusedWrite[write]}))
 
     setattr(Promises, method, None)
-    register("promises", Promises)
+    register_as("promises", Promises)
     with pytest.raises(BrokenBackend, match=rf"it lacks {method}; a layer would fail.*leave the write out"):
         get("promises")
 
@@ -299,20 +312,20 @@ def test_a_fused_write_without_its_method_is_refused_at_load(write, method):
 def test_a_name_that_no_file_or_table_can_show_is_refused(name):
     before = names()
     with pytest.raises(BackendError, match=r"must be made of ASCII letters.*Choose another"):
-        register(name, Other)
+        register_as(name, Other)
     assert names() == before
 
 
 @pytest.mark.parametrize("name", ["all", "available"])
 def test_a_word_of_the_command_line_is_no_name(name):
     with pytest.raises(BackendError, match="stands for several"):
-        register(name, Other)
+        register_as(name, Other)
 
 
 @pytest.mark.parametrize("replace_it", [True, False])
 def test_names_that_differ_by_case_alone_are_refused(replace_it):
     with pytest.raises(DuplicateBackend, match=r"'Torch_Reference' is 'torch_reference' but for that"):
-        register("Torch_Reference", Other, replace=replace_it)
+        register_as("Torch_Reference", Other, replace=replace_it)
     assert "Torch_Reference" not in names()
 
 
@@ -352,7 +365,7 @@ def test_a_setting_of_torch_that_loading_changes_is_put_back_and_told(what, chan
             raise OSError("no libcuda")
         return Other()
 
-    register("rude", factory)
+    register_as("rude", factory)
     before = read()
     with pytest.warns(RuntimeWarning, match=f"backend 'rude', while it was loaded, has set torch's {what} to"):
         if fails:
@@ -364,7 +377,7 @@ def test_a_setting_of_torch_that_loading_changes_is_put_back_and_told(what, chan
 
 
 def test_numbers_that_loading_draws_are_not_missed():
-    register("draws", lambda: torch.rand(3) is not None and Other())
+    register_as("draws", lambda: torch.rand(3) is not None and Other())
     torch.manual_seed(5)
     expected = torch.rand(4)
     torch.manual_seed(5)
@@ -380,9 +393,9 @@ def test_a_backend_that_raises_what_is_no_exception_costs_no_other_its_answer():
     def raise_it(*_):
         raise Abrupt("enough")
 
-    register("abrupt", raise_it)
+    register_as("abrupt", raise_it)
     assert "does not load: Abrupt: enough" in str(explain("abrupt", make_spec(), CPU))
-    register("asked", type("Asked", (TorchReference,), {"supports": raise_it}))
+    register_as("asked", type("Asked", (TorchReference,), {"supports": raise_it}))
     assert "was asked and failed: Abrupt: enough" in str(explain("asked", make_spec(), CPU))
-    register("stated", type("Stated", (TorchReference,), {"capabilities": property(raise_it)}))
+    register_as("stated", type("Stated", (TorchReference,), {"capabilities": property(raise_it)}))
     assert "must state capabilities" in str(explain("stated", make_spec(), CPU))

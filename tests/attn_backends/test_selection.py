@@ -1,9 +1,11 @@
+from importlib import import_module
+
 import pytest
 import torch
 
 from attn_backends import NoBackend, UnknownBackend, register, select, unregister
 from attn_backends.torch_reference import TorchReference
-from tests.factories import CPU, make_spec
+from tests.factories import CPU, make_spec, register_as
 
 SERVED_BY_TRITON = make_spec(head_dim=64)
 NOT_SERVED_BY_TRITON = make_spec(head_dim=16)
@@ -11,7 +13,7 @@ NOT_SERVED_BY_TRITON = make_spec(head_dim=16)
 
 @pytest.fixture
 def broken():
-    register("broken", "a_package_that_is_not_here:Backend")
+    register_as("broken", lambda: import_module("a_package_that_is_not_here"))
     yield "broken"
     unregister("broken")
 
@@ -67,7 +69,7 @@ def test_a_registered_backend_is_used_only_when_asked_for():
     class Eager(TorchReference):
         name = "eager"
 
-    register("eager", Eager)
+    register(Eager)
     try:
         assert select(SERVED_BY_TRITON, CPU).backend.name == "triton_paged"
         assert select(SERVED_BY_TRITON, CPU, ["eager"]).backend.name == "eager"

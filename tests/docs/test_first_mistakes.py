@@ -185,7 +185,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
 def test_a_first_mistake_gets_the_answer_on_the_page(mistake: Mistake) -> None:
-    report = check_backend(mistake.make(), device=CPU, checks=[mistake.check])
+    report = check_backend(mistake.make(), device=CPU, checks=[mistake.check], report=True)
 
     family, check = mistake.check.split(".")
     assert f"`{check}`" in PAGE or f"`{mistake.check}`" in PAGE or f"`{family}.*`" in PAGE
@@ -196,7 +196,7 @@ def test_a_first_mistake_gets_the_answer_on_the_page(mistake: Mistake) -> None:
 
 def test_one_page_size_for_all_shows_in_the_cases_of_other_pages_alone() -> None:
     mistake = next(mistake for mistake in MISTAKES if mistake.name == "takes_one_page_size_for_all")
-    report = check_backend(mistake.make(), device=CPU, checks=[mistake.check])
+    report = check_backend(mistake.make(), device=CPU, checks=[mistake.check], report=True)
 
     assert {result.case for result in report.results if result.outcome in FAILURES} == {
         "page_4-decode",
@@ -210,7 +210,9 @@ def test_a_claim_lost_by_overriding_build_is_noted_in_the_words_of_the_page() ->
 
     silent = type("Silent", (WindowPages,), {"builder": type("Loses", (WindowPagesBuilder,), {"build": build})})()
     told: list[str] = []
-    report = check_backend(silent, device=CPU, checks=["builder.advance_is_device_work"], on_note=told.append)
+    report = check_backend(
+        silent, device=CPU, checks=["builder.advance_is_device_work"], on_note=told.append, report=True
+    )
 
     assert {result.outcome for result in report.results} == {Outcome.UNSUPPORTED}
     for words in ("advance is REBUILD", "it must state advance_support() again"):
@@ -219,6 +221,4 @@ def test_a_claim_lost_by_overriding_build_is_noted_in_the_words_of_the_page() ->
 
 def test_counting_on_is_right_until_another_batch_comes() -> None:
     counts_on = next(mistake for mistake in MISTAKES if mistake.name == "counts_on")
-    report = check_backend(counts_on.make(), device=CPU, checks=["builder.advance_means_a_rebuild"])
-
-    report.raise_if_failed()
+    check_backend(counts_on.make(), device=CPU, checks=["builder.advance_means_a_rebuild"])

@@ -78,8 +78,8 @@ def stale(name: str) -> AttentionBackend:
 def control(job: tuple[str, str], device: torch.device) -> dict[str, Any]:
     """What one check finds of one stale backend: how many cases, the first that is no pass, how it built."""
     name, check = job
-    built = check_backend(stale(name), device=device, checks=[BUILT_RIGHT])
-    report = check_backend(stale(name), device=device, checks=[check])
+    built = check_backend(stale(name), device=device, checks=[BUILT_RIGHT], report=True)
+    report = check_backend(stale(name), device=device, checks=[check], report=True)
     ran = [result for result in report.results if result.outcome.value not in ("unsupported", "unavailable")]
     wrong = [result for result in ran if result.outcome.value == "fail" or any(x in result.reason for x in FAULTS)]
     return {

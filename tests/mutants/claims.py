@@ -14,6 +14,7 @@ from attn_backends import Accepted, AttentionBackend, Capabilities, Rejected, re
 from attn_backends.kernels.rope import apply_rope, rope_formula
 from attn_backends.torch_reference import TorchReference
 from builders import AdvanceLevel, AdvanceSupport, AttentionSpec, BatchError, ReferenceBuilder
+from tests.factories import register_as
 from tests.mutants.mutant import Mutant, attends_by, claims, derived, values_of
 
 
@@ -83,14 +84,14 @@ def _starting_when_loaded(backend: AttentionBackend) -> Iterator[str]:
         return backend
 
     with cuda_that_starts():
-        registry.register(backend.name, load)
+        register_as(backend.name, load)
         yield backend.name
 
 
 @contextmanager
 def _under_another_name(backend: AttentionBackend) -> Iterator[str]:
     with cuda_that_starts():
-        registry.register("another_name", lambda: backend)
+        register_as("another_name", lambda: backend)
         yield "another_name"
 
 

@@ -112,7 +112,7 @@ REPLAYS = tuple(check for check in WHOLE if "another_batch" in check or check.st
 )
 @pytest.mark.parametrize("name", PLANNED)
 def test_a_stale_advance_fails_the_checks_that_are_about_it(name, stale, killers):
-    report = check_backend(with_advance(name, stale), device=CPU, checks=killers)
+    report = check_backend(with_advance(name, stale), device=CPU, checks=killers, report=True)
 
     assert len({result.check for result in report.results}) == len(killers)
     assert {result.outcome for result in report.results} <= {Outcome.FAIL, Outcome.ERROR}

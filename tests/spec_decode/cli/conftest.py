@@ -17,6 +17,7 @@ from spec_decode.environment import environment
 from spec_decode.models import EagleDraft, LatentConfig, LlamaTarget, ModelConfig, load_target, save_draft, save_pair
 from spec_decode.models.load import load_draft
 from spec_decode.testing.outcome import Outcome
+from tests.factories import register_as
 from tests.spec_decode.models.generated import make_dflash
 
 CPU = torch.device("cpu")
@@ -84,7 +85,7 @@ def plug_in():
     added = []
 
     def add(name, factory):
-        registry.register(name, factory)
+        register_as(name, factory)
         added.append(name)
 
     yield add

@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ def test_list_refuses_a_question_that_is_none(wrong, refused):
 
 
 def test_list_survives_a_backend_that_does_not_load(plug_in, run):
-    plug_in("broken", "no_such_module:Backend")
+    plug_in("broken", lambda: import_module("no_such_module"))
     result = run("list", "--device", "cpu")
     assert result.exit_code == 0 and "no_such_module" in result.output
 

@@ -52,7 +52,7 @@ def shown_in_full(latent_pair, tmp_path_factory):
         monkeypatch.chdir(tmp_path_factory.mktemp("demo"))
         shorten(monkeypatch)
         kit = stand_in_kit(monkeypatch)
-        registry.register("rebuilt", RebuildBackend)
+        registry.register(RebuildBackend)
         try:
             result = invoke("demo", "--full", "--device", "cpu", "--pair", latent_pair)
         finally:

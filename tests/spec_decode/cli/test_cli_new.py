@@ -14,7 +14,7 @@ def test_what_is_written_passes_its_checks(run, monkeypatch):
     monkeypatch.syspath_prepend("my_own2")
     backend = import_module("my_own2.backend").MyOwn2()
     assert backend.name == "my_own2"
-    report = check_backend(backend, device=CPU, families=["contract", "builder"])
+    report = check_backend(backend, device=CPU, families=["contract", "builder"], report=True)
     assert report.ok and len(report.results) > 20
 
 

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 
-from attn_backends import Feature, Sizes, get, register, registry, unregister
+from attn_backends import Feature, Sizes, get, registry, unregister
 from attn_backends.torch_reference import TorchReference
 from builders import ReferenceBuilder, ReferenceMetadata
-from spec_decode.conformance import Check, KnownFailure, check_backend, iter_checks, parametrize_with_checks, runner
+from spec_decode.conformance import (
+    Check,
+    ConformanceFailure,
+    KnownFailure,
+    check_backend,
+    iter_checks,
+    parametrize_with_checks,
+    runner,
+)
 from spec_decode.conformance.coverage import FAMILIES, ON_REQUEST
 from spec_decode.conformance.runner import plan
 from spec_decode.testing.batches import Case
 from spec_decode.testing.outcome import Outcome
+from tests.factories import register_as
 from tests.kit_rounds import OFTEN, STRATEGIES_AGREE, tried_often
 from tests.mutants.mutant import derived, with_builder
 
@@ -102,9 +112,9 @@ def test_a_quick_run_has_the_first_case_of_each_check_and_attention_on_every_spe
 
 
 def test_a_backend_that_does_not_load_is_unavailable_and_not_ok() -> None:
-    register("missing", "no_such_package:Backend", extra="missing")
+    register_as("missing", lambda: import_module("no_such_package"))
     try:
-        report = check_backend("missing", device=CPU)
+        report = check_backend("missing", device=CPU, report=True)
     finally:
         unregister("missing")
 
@@ -113,7 +123,42 @@ def test_a_backend_that_does_not_load_is_unavailable_and_not_ok() -> None:
 
 
 def test_a_run_without_checks_is_not_ok() -> None:
-    assert not check_backend("torch_reference", device=CPU, checks=["no.such.check"]).ok
+    assert not check_backend("torch_reference", device=CPU, checks=["no.such.check"], report=True).ok
+
+
+def test_a_backend_that_fails_raises_with_its_failures_and_report() -> None:
+    class Crashes(TorchReference):
+        name = "crashes"
+
+        def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
+            raise RuntimeError("no kernel image")
+
+    asked: dict[str, Any] = {"device": CPU, "checks": ["contract.name*", "numerics.attention_is_right[[]base-single]"]}
+    with pytest.raises(
+        ConformanceFailure, match=r"error: numerics.attention_is_right\[base-single\]: .*no kernel image"
+    ) as failed:
+        check_backend(Crashes(), **asked)
+    (failure,) = failed.value.report.failures
+    assert (failure.check, failure.outcome) == ("numerics.attention_is_right", Outcome.ERROR)
+    assert check_backend(Crashes(), **asked, report=True).failures[0].check == failure.check
+    assert check_backend("torch_reference", **asked).failures == ()
+
+
+def test_a_session_may_be_of_some_families_and_of_their_quick_cases() -> None:
+    def names(**asked: Any) -> set[str]:
+        return {param.id for param in parametrize_with_checks("torch_reference", device=CPU, **asked).args[1]}
+
+    some, quick = names(families=["contract", "builder"]), names(families=["contract", "builder"], quick=True)
+    assert {name.split("-")[1].split(".")[0] for name in some} == {"contract", "builder"}
+    assert set() < quick < some
+    assert {name.split("[")[0] for name in quick} == {name.split("[")[0] for name in some}
+
+
+@pytest.mark.parametrize("families", [["builders"], "contract", ["contract", "numeric"]])
+def test_an_unknown_family_is_refused_with_those_that_there_are(families: Any) -> None:
+    for ask in (check_backend, iter_checks, parametrize_with_checks):
+        with pytest.raises(ValueError, match=r"families must be of contract, builder, .*, got "):
+            ask("torch_reference", device=CPU, families=families)
 
 
 def test_a_crashing_check_is_an_error_and_the_rest_still_runs() -> None:
@@ -123,7 +168,9 @@ def test_a_crashing_check_is_an_error_and_the_rest_still_runs() -> None:
         def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
             raise RuntimeError("no kernel image")
 
-    report = check_backend(Crashes(), device=CPU, checks=["contract.*", "numerics.attention_is_right[[]base-*"])
+    report = check_backend(
+        Crashes(), device=CPU, checks=["contract.*", "numerics.attention_is_right[[]base-*"], report=True
+    )
 
     assert report.counts[Outcome.ERROR] > 0
     assert report.counts[Outcome.PASS] > 0
@@ -134,7 +181,9 @@ def test_a_device_read_is_told_with_the_line_of_its_author() -> None:
     def advance(self: ReferenceBuilder, metadata: ReferenceMetadata) -> None:
         int(metadata.seq_lens.max())
 
-    report = check_backend(with_builder(derived("Reads", advance=advance)), device=CPU, checks=[DEVICE_WORK])
+    report = check_backend(
+        with_builder(derived("Reads", advance=advance)), device=CPU, checks=[DEVICE_WORK], report=True
+    )
 
     assert {result.outcome for result in report.results} == {Outcome.FAIL}
     assert all("(in advance, test_conformance.py:" in result.reason for result in report.results)
@@ -149,7 +198,7 @@ def test_a_device_read_is_told_with_the_line_of_its_author() -> None:
 )
 def test_step_fields_are_told_by_what_is_wrong_with_them(fields: tuple[str, ...], says: str) -> None:
     made = with_builder(derived("Declares", step_fields=fields))
-    (result,) = check_backend(made, device=CPU, checks=["builder.step_fields_are_complete"]).results
+    (result,) = check_backend(made, device=CPU, checks=["builder.step_fields_are_complete"], report=True).results
 
     assert result.outcome is Outcome.FAIL and result.reason.endswith(says)
 
@@ -173,7 +222,9 @@ def test_a_known_failure_is_an_xfail_with_its_issue() -> None:
             raise RuntimeError("no kernel image")
 
     known = [KnownFailure(check="numerics.attention_*", reason="kernel missing", issue="#7")]
-    report = check_backend(Crashes(), device=CPU, checks=["numerics.attention_is_right[[]base-*"], known_failures=known)
+    report = check_backend(
+        Crashes(), device=CPU, checks=["numerics.attention_is_right[[]base-*"], known_failures=known, report=True
+    )
 
     assert set(report.counts) - {Outcome.XFAIL} == {k for k, n in report.counts.items() if not n} - {Outcome.XFAIL}
     assert all("#7: kernel missing" in result.reason for result in report.results)
@@ -181,7 +232,9 @@ def test_a_known_failure_is_an_xfail_with_its_issue() -> None:
 
 def test_a_known_failure_that_passes_is_a_failure() -> None:
     known = [KnownFailure(check="contract.version_matches", reason="old", issue="#8")]
-    report = check_backend("torch_reference", device=CPU, checks=["contract.version_matches"], known_failures=known)
+    report = check_backend(
+        "torch_reference", device=CPU, checks=["contract.version_matches"], known_failures=known, report=True
+    )
 
     assert [result.outcome for result in report.results] == [Outcome.XPASS]
     assert not report.ok
@@ -200,7 +253,7 @@ def test_a_backend_without_a_feature_is_refused_not_failed() -> None:
         )
 
     asked = [f"numerics.*{which}*" for which in ("sinks", "deepseek", "[[]base-")]
-    report = check_backend(NoSinks(), device=CPU, checks=[*asked, "refusal.*"])
+    report = check_backend(NoSinks(), device=CPU, checks=[*asked, "refusal.*"], report=True)
 
     assert report.ok and report.counts[Outcome.PASS] > 10
     refused = {result.case for result in report.results if result.outcome is Outcome.UNSUPPORTED}
@@ -235,6 +288,6 @@ def test_low_scores_are_not_asked_of_a_backend_that_claims_to_take_them_for_mask
         name, capabilities = "masking", replace(TorchReference.capabilities, lowest_score=-5e4)
 
     edge = "numerics.edges_are_right[[]one_key_of_low_score]"
-    (result,) = check_backend(Masking(), device=CPU, checks=[edge]).results
+    (result,) = check_backend(Masking(), device=CPU, checks=[edge], report=True).results
     assert result.outcome is Outcome.UNSUPPORTED
     assert result.reason == "claims that scores below -50,000 may count as masked"

@@ -29,6 +29,7 @@ from spec_decode.conformance.report import Report, Result
 from spec_decode.environment import Environment, environment
 from spec_decode.matrix import Matrix, Status, build_matrix
 from spec_decode.testing.outcome import Outcome
+from tests.factories import register_as
 from tests.mutants.claims import cuda_that_starts
 
 CPU = torch.device("cpu")
@@ -48,7 +49,7 @@ def keeping(
 
     namespace = {"name": name, "builder": Builder, "contract_version": built_for}
     backend: AttentionBackend = type("Keeper", (TorchReference,), namespace)()
-    return check_backend(backend, device=CPU, checks=[KEEPS_NOTHING])
+    return check_backend(backend, device=CPU, checks=[KEEPS_NOTHING], report=True)
 
 
 def only(report: Report) -> Result:
@@ -139,8 +140,7 @@ class OwnsItsTensors(ReferenceBuilder):
 
 def test_the_captured_loop_keeps_the_metadata_that_its_graph_reads() -> None:
     backend = type("Owner", (TorchReference,), {"name": "owner", "builder": OwnsItsTensors})()
-    report = check_backend(backend, device=CPU, checks=["graph.loop_replays_over_other_batches[[]base-decode]"])
-    report.raise_if_failed()
+    check_backend(backend, device=CPU, checks=["graph.loop_replays_over_other_batches[[]base-decode]"])
 
 
 @pytest.fixture
@@ -159,8 +159,8 @@ class Later(TorchReference):
 
 
 def test_starting_cuda_while_loading_fails_where_it_works(machine_with_cuda: None) -> None:
-    register("starter", cuda_starter)
-    found = only(check_backend("starter", device=CPU, checks=[LOADING]))
+    register_as("starter", cuda_starter)
+    found = only(check_backend("starter", device=CPU, checks=[LOADING], report=True))
     assert found.outcome is Outcome.FAIL and "initialised while it was loaded" in found.reason
 
 
@@ -172,15 +172,15 @@ def test_looking_at_the_device_for_the_report_does_not_hide_who_started_cuda(
         return environment(device)
 
     monkeypatch.setattr(runner, "environment", look)
-    register("starter", cuda_starter)
-    assert only(check_backend("starter", device=CPU, checks=[LOADING])).outcome is Outcome.FAIL
+    register_as("starter", cuda_starter)
+    assert only(check_backend("starter", device=CPU, checks=[LOADING], report=True)).outcome is Outcome.FAIL
 
 
 def test_starting_cuda_is_not_laid_on_whoever_is_loaded_later(machine_with_cuda: None) -> None:
-    register("starter", cuda_starter)
-    register("later", Later)
+    register_as("starter", cuda_starter)
+    register(Later)
     get("starter")
-    assert only(check_backend("later", device=CPU, checks=[LOADING])).outcome is Outcome.PASS
+    assert only(check_backend("later", device=CPU, checks=[LOADING], report=True)).outcome is Outcome.PASS
 
 
 class NarrowBuilder(ReferenceBuilder):
@@ -249,7 +249,7 @@ LIES = {
 
 def told(backend: AttentionBackend) -> Report:
     asked = [f"{check}[[]{case}]" for check, case in LIES.values()]
-    return check_backend(backend, device=CPU, checks=asked)
+    return check_backend(backend, device=CPU, checks=asked, report=True)
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +291,7 @@ def declared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
         monkeypatch.setattr(registry, store, dict(getattr(registry, store)))
 
     def declare(**attributes: Any) -> str:
-        register("odd", type("Odd", (TorchReference,), {"contract_version": (1, 0), **attributes}))
+        register_as("odd", type("Odd", (TorchReference,), {"contract_version": (1, 0), **attributes}))
         return "odd"
 
     return declare
@@ -330,7 +330,7 @@ def fail(*asked: object) -> Any:
 def test_a_backend_that_cannot_be_asked_has_a_whole_report_of_errors(
     attributes: dict[str, Any], declared: Callable[..., str]
 ) -> None:
-    report = check_backend(declared(**attributes), device=CPU, families=["contract"])
+    report = check_backend(declared(**attributes), device=CPU, families=["contract"], report=True)
     assert not report.ok and not report.counts[Outcome.NOT_RUN] and report.counts[Outcome.ERROR]
     assert all(result.reason for result in report.results if result.outcome is Outcome.ERROR)
     assert any("cannot be read: " in claim.reason for claim in report.claims.values())
@@ -353,7 +353,7 @@ def test_a_backend_that_refuses_every_spec_is_not_ok(declared: Callable[..., str
 
 @pytest.mark.parametrize("reasons", [(), ("",), (" ",)])
 def test_a_refusal_without_a_reason_is_no_refusal(reasons: tuple[str, ...], declared: Callable[..., str]) -> None:
-    report = check_backend(declared(supports=refusing(*reasons)), device=CPU, checks=[NUMERICS])
+    report = check_backend(declared(supports=refusing(*reasons)), device=CPU, checks=[NUMERICS], report=True)
     found = only(report)
     assert found.outcome is Outcome.FAIL and "a refusal has a reason, and none is blank" in found.reason
 
@@ -362,13 +362,13 @@ def test_a_spec_refused_without_a_reason_fails(declared: Callable[..., str]) -> 
     def supports(self: Any, spec: AttentionSpec, device: torch.device) -> Any:
         return Rejected(("",)) if spec.sinks else TorchReference.supports(self, spec, device)
 
-    report = check_backend(declared(supports=supports), device=CPU, checks=[f"{NUMERICS}[[]sinks-single]"])
+    report = check_backend(declared(supports=supports), device=CPU, checks=[f"{NUMERICS}[[]sinks-single]"], report=True)
     found = only(report)
     assert found.outcome is Outcome.FAIL and "a refusal has a reason, and none is blank" in found.reason
 
 
 def test_a_check_whose_cases_cannot_be_made_is_an_error_in_every_column(declared: Callable[..., str]) -> None:
-    report = check_backend(declared(supports=fail), device=CPU, checks=[NUMERICS])
+    report = check_backend(declared(supports=fail), device=CPU, checks=[NUMERICS], report=True)
     assert [(r.case, r.outcome, r.tags) for r in report.results] == [("any", Outcome.ERROR, ("*",))]
 
 
@@ -387,7 +387,9 @@ def test_what_is_no_exception_ends_no_run_wherever_the_kit_asks(
     attributes: dict[str, Any] = {"supports": abrupt}
     if method == "advance_support":
         attributes = {"builder": type("Builder", (ReferenceBuilder,), {method: abrupt})}
-    report = check_backend(declared(**attributes), device=CPU, checks=["contract.version_matches", "builder.*any*"])
+    report = check_backend(
+        declared(**attributes), device=CPU, checks=["contract.version_matches", "builder.*any*"], report=True
+    )
     assert not report.ok and report.results[0].outcome is Outcome.PASS
     assert any(f"{type(error).__name__}: {error}" in result.reason for result in report.results)
 
@@ -396,7 +398,10 @@ def test_ending_the_process_with_status_0_is_an_error_of_the_check_and_the_rest_
     declared: Callable[..., str],
 ) -> None:
     report = check_backend(
-        declared(forward=lambda *_, **__: os._exit(0)), device=CPU, checks=[f"{NUMERICS}[[]base-*", "contract.v*"]
+        declared(forward=lambda *_, **__: os._exit(0)),
+        device=CPU,
+        checks=[f"{NUMERICS}[[]base-*", "contract.v*"],
+        report=True,
     )
     ended = [result for result in report.results if result.check == NUMERICS]
     assert len(ended) == 4 and {result.outcome for result in ended} == {Outcome.ERROR}
@@ -411,7 +416,7 @@ def test_a_process_that_a_backend_forks_may_end_itself(declared: Callable[..., s
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         return TorchReference.forward(self, *inputs, **options)
 
-    check_backend(declared(forward=forward), device=CPU, checks=[f"{NUMERICS}[[]base-single]"]).raise_if_failed()
+    check_backend(declared(forward=forward), device=CPU, checks=[f"{NUMERICS}[[]base-single]"])
 
 
 def test_ending_the_process_where_pytest_collects_is_an_error(declared: Callable[..., str]) -> None:

@@ -44,7 +44,10 @@ def test_a_file_beside_the_backend_makes_its_failures_expected(crashes: Attentio
     found = {
         r.case: r.outcome
         for r in check_backend(
-            crashes, device=CPU, checks=["numerics.attention*[[]scale-decode]", "numerics.attention*[[]base-decode]"]
+            crashes,
+            device=CPU,
+            checks=["numerics.attention*[[]scale-decode]", "numerics.attention*[[]base-decode]"],
+            report=True,
         ).results
     }
 
@@ -79,12 +82,12 @@ def test_a_file_that_says_something_else_is_refused(
 def test_a_broken_file_makes_the_backend_unavailable(crashes: AttentionBackend, tmp_path: Path) -> None:
     (tmp_path / "known_failures.toml").write_text("[[known_failure]]")
 
-    report = check_backend(crashes, device=CPU)
+    report = check_backend(crashes, device=CPU, report=True)
 
     assert [result.outcome for result in report.results] == [Outcome.UNAVAILABLE] and not report.ok
 
 
 def test_an_error_says_where_it_was_raised(crashes: AttentionBackend) -> None:
-    (result,) = check_backend(crashes, device=CPU, checks=["*.attention_is_right[[]base-decode]"]).results
+    (result,) = check_backend(crashes, device=CPU, checks=["*.attention_is_right[[]base-decode]"], report=True).results
 
     assert result.reason == "RuntimeError: no kernel image (in forward, crashing_backend.py:8)"

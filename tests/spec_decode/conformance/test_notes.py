@@ -21,6 +21,7 @@ from spec_decode.conformance.report import Claim
 from spec_decode.conformance.runner import plan
 from spec_decode.testing.batches import DECODE
 from spec_decode.testing.outcome import Outcome
+from tests.factories import register_as
 from tests.foreseen import Foreseen
 
 CPU = torch.device("cpu")
@@ -56,7 +57,7 @@ def plug_in() -> Iterator[Callable[[str, type[AttentionBackend]], None]]:
     added: list[str] = []
 
     def add(name: str, backend: type[AttentionBackend]) -> None:
-        registry.register(name, backend)
+        register_as(name, backend)
         added.append(name)
 
     yield add
@@ -86,13 +87,13 @@ def notes(backend: str | AttentionBackend, *checks: str, known: list[KnownFailur
     """What was told, but for what was tried, which is told last."""
     told: list[str] = []
     only = checks or ("contract.version_matches",)
-    check_backend(backend, device=CPU, checks=only, known_failures=known, on_note=told.append)
+    check_backend(backend, device=CPU, checks=only, known_failures=known, on_note=told.append, report=True)
     return told[:-1]
 
 
 def tried(*checks: str) -> str:
     told: list[str] = []
-    check_backend("torch_reference", device=CPU, checks=checks, on_note=told.append)
+    check_backend("torch_reference", device=CPU, checks=checks, on_note=told.append, report=True)
     return told[-1]
 
 
@@ -207,15 +208,20 @@ def test_a_name_that_is_not_the_registered_one_is_told_with_both(
     backend: type[AttentionBackend], outcome: Outcome, plug_in: Callable[..., None]
 ) -> None:
     plug_in("registered_as", backend)
-    (result,) = check_backend("registered_as", device=CPU, checks=["contract.name_is_the_registered_one"]).results
+    (result,) = check_backend(
+        "registered_as", device=CPU, checks=["contract.name_is_the_registered_one"], report=True
+    ).results
 
     assert result.outcome is outcome
     assert f"expected: name = 'registered_as' in {backend.__name__}" in result.reason
     assert result.reason.endswith("got: 'another_name'")
 
 
-def test_a_backend_asked_for_by_its_package_has_the_registered_name(plug_in: Callable[..., None]) -> None:
-    plug_in("a-package:another_name", Misnamed)
-    report = check_backend("a-package:another_name", device=CPU, checks=["contract.name_is_the_registered_one"])
+def test_a_backend_asked_for_by_its_package_has_the_registered_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._registered, "a-package:another_name", registry._Registration(Misnamed))
+    monkeypatch.setattr(registry, "_loaded", {})
+    report = check_backend(
+        "a-package:another_name", device=CPU, checks=["contract.name_is_the_registered_one"], report=True
+    )
 
     assert [result.outcome for result in report.results] == [Outcome.PASS]

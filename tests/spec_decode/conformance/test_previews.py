@@ -63,7 +63,7 @@ def pytest_face(backend: AttentionBackend, name: str) -> Callable[[], None]:
 
 
 def test_an_older_backend_sees_previews_and_stays_ok() -> None:
-    report = check_backend(Before(), device=CPU)
+    report = check_backend(Before(), device=CPU, report=True)
 
     assert report.ok
     assert outcomes(report) == {
@@ -77,7 +77,7 @@ def test_an_older_backend_sees_previews_and_stays_ok() -> None:
 
 
 def test_a_backend_of_that_version_fails() -> None:
-    report = check_backend(Since(), device=CPU)
+    report = check_backend(Since(), device=CPU, report=True)
 
     assert not report.ok
     assert outcomes(report) == {
@@ -88,13 +88,13 @@ def test_a_backend_of_that_version_fails() -> None:
 
 
 def test_previews_alone_prove_nothing() -> None:
-    assert not check_backend(Before(), device=CPU, checks=["builder.fails"]).ok
+    assert not check_backend(Before(), device=CPU, checks=["builder.fails"], report=True).ok
 
 
 def test_a_known_failure_wins_over_a_preview() -> None:
     known = [KnownFailure(check="builder.*", reason="later", issue="#9")]
 
-    assert outcomes(check_backend(Before(), device=CPU, known_failures=known)) == {
+    assert outcomes(check_backend(Before(), device=CPU, known_failures=known, report=True)) == {
         "builder.fails": Outcome.XFAIL,
         "builder.crashes": Outcome.XFAIL,
         "builder.passes": Outcome.XPASS,
@@ -102,7 +102,7 @@ def test_a_known_failure_wins_over_a_preview() -> None:
 
 
 def test_a_report_with_previews_is_read_as_it_was_written() -> None:
-    report = check_backend(Before(), device=CPU)
+    report = check_backend(Before(), device=CPU, report=True)
 
     assert outcomes(Report.of(report.document(), "here")) == outcomes(report)
 
@@ -126,7 +126,7 @@ def test_pytest_lets_a_failure_through_that_is_no_preview(name: str, error: type
 def test_a_backend_that_does_not_state_its_contract_fails_the_check_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     silent = type("Silent", (AttentionBackend,), {k: v for k, v in vars(TorchReference).items() if k in _OF_A_BACKEND})
-    report = check_backend(silent(), device=CPU, checks=["contract.version_matches"])
+    report = check_backend(silent(), device=CPU, checks=["contract.version_matches"], report=True)
 
     assert [result.outcome for result in report.results] == [Outcome.FAIL]
     assert f"contract_version = {CONTRACT_VERSION} in Silent" in report.results[0].reason

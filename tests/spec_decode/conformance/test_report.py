@@ -121,6 +121,13 @@ def test_a_failure_names_the_check_the_reason_and_the_command():
     assert "attn-backends check mykernel --device cuda --only 'graph.replay*verify*'" in message
 
 
+def test_failures_are_whatever_makes_a_report_not_ok():
+    bad = [result(outcome, case=outcome) for outcome in ("fail", "error", "xpass", "not_run")]
+    fine = [result(outcome, case=outcome) for outcome in ("pass", "unsupported", "xfail", "preview", "unavailable")]
+    assert report(*fine, *bad).failures == tuple(bad)
+    assert report(*fine).failures == () and report(*fine).ok
+
+
 def test_a_failure_of_an_empty_run_says_that_nothing_passed():
     with pytest.raises(ConformanceFailure, match="no check passed"):
         report().raise_if_failed()

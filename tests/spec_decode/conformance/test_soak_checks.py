@@ -41,7 +41,7 @@ def small_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def soaked(backend: Any, strategy: str = "*", rounds: int = ROUNDS, seed: int = 0) -> Report:
     with soak_length(rounds, seed):
-        return check_backend(backend, device=CPU, checks=[f"soak.*-{strategy}]"])
+        return check_backend(backend, device=CPU, checks=[f"soak.*-{strategy}]"], report=True)
 
 
 def reason(backend: Any, strategy: str = "per_step", seed: int = 0) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from importlib import import_module
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -18,6 +19,7 @@ from attn_backends.torch_reference import TorchReference
 from spec_decode.graphs.emulator import EmulatedRuntime
 from spec_decode.tools import doctor
 from spec_decode.tools.doctor import Finding, FindingStatus, examine
+from tests.factories import register_as
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[3]
@@ -136,7 +138,7 @@ def fail(*asked: object) -> Any:
 def test_a_backend_that_cannot_be_asked_has_failed_by_name(
     supports: Any, detail: str, registry_as_it_was: None
 ) -> None:
-    registry.register("odd", type("Odd", (TorchReference,), {"supports": supports}))
+    register_as("odd", type("Odd", (TorchReference,), {"supports": supports}))
     found = findings("backends")
     assert found["odd"].status is FindingStatus.FAILED and detail in found["odd"].detail
     assert found.keys() == set(registry.names())
@@ -145,8 +147,8 @@ def test_a_backend_that_cannot_be_asked_has_failed_by_name(
 def test_a_backend_whose_package_is_absent_is_absent_and_one_that_does_not_load_has_failed(
     registry_as_it_was: None,
 ) -> None:
-    registry.register("absent", "a_package_that_is_not_here:Backend")
-    registry.register("failing", fail)
+    register_as("absent", lambda: import_module("a_package_that_is_not_here"))
+    register_as("failing", fail)
     found = findings("backends")
     assert (found["absent"].status, found["failing"].status) == (FindingStatus.ABSENT, FindingStatus.FAILED)
 
@@ -169,7 +171,7 @@ def test_a_plug_in_that_declares_a_name_of_ours_is_not_shown_as_ok_with_our_clas
 
 
 def test_a_plug_in_whose_name_a_call_has_taken_is_told_as_not_used(declared: None) -> None:
-    registry.register("mine", TorchReference, replace=True)
+    register_as("mine", TorchReference, replace=True)
     found = findings("plug-ins")["mine"]
     assert (
         found.status is FindingStatus.REFUSED and "a call has registered another backend under its name" in found.detail

@@ -15,6 +15,7 @@ from attn_backends.torch_reference import TorchReference
 from spec_decode.testing.process_isolation import TimeLimit
 from spec_decode.tools import plug_ins
 from spec_decode.tools.plug_ins import try_plug_ins
+from tests.factories import register_as
 from tests.hanging import UNLIMITED
 
 LOADER = """
@@ -127,14 +128,14 @@ def test_nothing_is_tried_twice_and_a_refusal_is_told_again(declare: Callable[..
 def test_what_is_loaded_here_or_registered_by_a_call_is_not_tried(declare: Callable[..., None], tried: Tried) -> None:
     declare("here", "by_call", "new")
     get("here")
-    registry.register("by_call", TorchReference, replace=True)
+    register_as("by_call", TorchReference, replace=True)
     assert tried() == ({}, [["new"]])
 
 
 def test_a_backend_registered_under_a_refused_name_is_had(declare: Callable[..., None], tried: Tried) -> None:
     declare("crash")
     tried()
-    registry.register("crash", TorchReference, replace=True)
+    register_as("crash", TorchReference, replace=True)
     assert type(get("crash")) is TorchReference
 
 
