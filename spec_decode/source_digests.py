@@ -76,15 +76,19 @@ def digests_behind(roots: Iterable[str]) -> Digests:
     under every version of Python. A root without a source file, as one typed into a shell is, has no entry.
     """
     roots = list(roots)
-    packages = frozenset((*PROJECT, *(root.partition(".")[0] for root in roots)))
+    packages = frozenset((*PROJECT, *map(_top, roots)))
     found: Digests = {}
     pending = roots
     while pending:
         name = pending.pop()
         if name not in found and name not in RECORDERS and (module := _module(name)):
             found[name] = module.digest
-            pending += [use for use in _uses(module) if use.partition(".")[0] in packages]
+            pending += _uses(module, packages)
     return dict(sorted(found.items()))
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def _place(item: tuple[str, str]) -> tuple[str, str]:
@@ -111,19 +115,24 @@ class _Module:
     """(module, name, name here) of each `from module import name as name here`; (module, "", "") of `import module`."""
 
 
-def _uses(module: _Module) -> Iterator[str]:
+def _uses(module: _Module, packages: frozenset[str]) -> Iterator[str]:
+    """The modules of these packages that a module imports. No other is read: torch alone is longer than all of them."""
     for origin, name, _ in module.imports:
-        yield _definer(origin, name) if name else origin
+        use = _definer(origin, name, packages) if name else origin
+        if _top(use) in packages:
+            yield use
 
 
-def _definer(origin: str, name: str) -> str:
+def _definer(origin: str, name: str, packages: frozenset[str]) -> str:
     """The module that defines what `from origin import name` imports, as far as imports at its top tell."""
+    if _top(origin) not in packages:
+        return origin
     if _file(f"{origin}.{name}"):
         return f"{origin}.{name}"
     package = _module(origin)
     for deeper, its_name, here in package.imports if package else ():
         if here == name:
-            return _definer(deeper, its_name)
+            return _definer(deeper, its_name, packages)
     return origin
 
 

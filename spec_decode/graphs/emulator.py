@@ -203,7 +203,16 @@ def _is_basic(index: Any) -> bool:
     return all(part is None or part is ... or type(part) in (int, slice) for part in parts)
 
 
-class _Recorder(TorchDispatchMode):
+class PlainDispatchMode(TorchDispatchMode):
+    """A mode without torch's guard against its compiler: that imports the compiler at the first operation, which takes
+    a second, and wraps each operation. Nothing is compiled inside these modes."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class _Recorder(PlainDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._nodes: list[_Node] = []

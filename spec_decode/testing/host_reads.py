@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from spec_decode.graphs.emulator import HOST_READS, host_read
+from spec_decode.graphs.emulator import HOST_READS, PlainDispatchMode, host_read
 
 
 class HostRead(RuntimeError):
@@ -36,7 +35,7 @@ def refuse_host_reads(device: torch.device, tensors: Iterable[torch.Tensor]) -> 
         yield
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(PlainDispatchMode):
     """Follows what is computed from the device's tensors, and refuses operations that hand it to the host."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -6,6 +6,7 @@ import ast
 
 import pytest
 
+from spec_decode import source_digests
 from spec_decode.source_digests import SourceRecord, digests_behind, syntax_of
 
 SOURCE = '''"""A module."""
@@ -88,3 +89,10 @@ def test_parts_share_their_modules_and_change_by_themselves() -> None:
     assert "builders.errors" in broken.changed(["a"]) and "builders.devices" not in broken.changed(["a"])
     assert set(broken.changed(["a", "b"])) == set(broken.changed()) == set(broken.changed(["unheard of"]))
     assert SourceRecord(modules={"builders": {"gone": "0" * 8}}).changed() == ("builders.gone",)
+
+
+def test_no_module_of_another_package_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, find = [], source_digests._module
+    monkeypatch.setattr(source_digests, "_module", lambda name: read.append(name) or find(name))
+    digests_behind(["spec_decode.graphs.emulator"])
+    assert {name.partition(".")[0] for name in read} <= {*source_digests.PROJECT}
