@@ -243,19 +243,17 @@ def find_provider() -> Provider:
     asked, named = os.environ.get(PROVIDER_VARIABLE), {kind.name: kind for kind in PROVIDERS}
     if asked and asked not in named:
         raise ValueError(
-            f"{PROVIDER_VARIABLE} must be one of {', '.join(named)}, got {asked!r}; nothing was chosen in its place. "
-            "Fix it, or leave it out to take the first that is installed"
+            f"{PROVIDER_VARIABLE} must be one of {', '.join(named)}, got {asked!r}. Fix it, or leave it out to take the "
+            "first that is installed"
         )
     for kind in (named[asked],) if asked else PROVIDERS:
         if (provider := load_provider(kind)) is not None:
             return provider
     if asked:
         raise ImportError(
-            f"{PROVIDER_VARIABLE}={asked} asks for {named[asked].module}, which is not installed; nothing was chosen "
-            f"in its place. {named[asked].remedy}"
+            f"{named[asked].module}, which {PROVIDER_VARIABLE}={asked} pins, is not installed: {named[asked].remedy}"
         )
-    ways = "; ".join(f"{kind.name} (module {kind.module}): {kind.remedy}" for kind in PROVIDERS)
-    raise ImportError(f"FlashAttention-3 is not installed; any of these brings it: {ways}")
+    raise ImportError(f"FlashAttention-3 is not installed: {PROVIDERS[0].remedy}")
 
 
 def load_provider(kind: type[Provider]) -> Provider | None:

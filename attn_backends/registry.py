@@ -44,6 +44,14 @@ class BrokenBackend(BackendError):
     """The backend is registered but does not load."""
 
 
+class MissingPackage(BrokenBackend):
+    """A package that the backend imports is not installed. missing: which one, and how to install it."""
+
+    def __init__(self, name: str, missing: str) -> None:
+        super().__init__(f"backend {name!r} needs a package that is not installed: {missing}")
+        self.missing = missing
+
+
 class _Registration(NamedTuple):
     factory: Factory | str
     extra: str | None = None
@@ -257,7 +265,6 @@ def _from_entry_point(name: str) -> _Registration:
 
 
 def _make(name: str, registration: _Registration) -> AttentionBackend:
-    hint = f" Install it with: pip install 'attn-backends[{registration.extra}]'." if registration.extra else ""
     try:
         factory = registration.factory
         if isinstance(factory, str):
@@ -265,7 +272,8 @@ def _make(name: str, registration: _Registration) -> AttentionBackend:
             factory = getattr(import_module(module), attribute)
         return factory()
     except ImportError as error:
-        raise BrokenBackend(f"backend {name!r} needs a package that is not here: {error}.{hint}") from error
+        remedy = f": pip install 'attn-backends[{registration.extra}]'" if registration.extra else ""
+        raise MissingPackage(name, f"{error}{remedy}") from error
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a plug-in may fail in any way; its own words become the reason

@@ -43,6 +43,6 @@ def select(spec: AttentionSpec, device: torch.device, prefer: Sequence[str] = ()
         rejected[name] = verdict
     reasons = "; ".join(f"{name}: {', '.join(verdict.reasons)}" for name, verdict in rejected.items())
     raise NoBackend(
-        f"some backend must serve [{spec.describe()}] on {device.type}, every one tried refuses: {reasons}. Nothing "
-        "was chosen in their place. Change the spec, or name a backend that serves it."
+        f"no backend supports [{spec.describe()}] on {device.type}: {reasons}. Change the spec, or name a backend that "
+        "serves it."
     )

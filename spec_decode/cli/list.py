@@ -93,10 +93,10 @@ def _value(name: str, text: str) -> object:
 
 
 def describe(name: str, spec: AttentionSpec, device: torch.device) -> dict[str, Any]:
-    """One backend as plain data. One that does not load has a name and reasons only; "unreadable" is there where its
-    claims are not, and says why.
+    """One backend as plain data. One that does not load has a name and reasons only, and "missing" says which package
+    it needs if that is why; "unreadable" is there where its claims are not, and says why.
     """
-    from attn_backends import BrokenBackend, Rejected, registry
+    from attn_backends import BrokenBackend, MissingPackage, Rejected, registry
 
     verdict = registry.explain(name, spec, device)
     entry: dict[str, Any] = {
@@ -106,6 +106,8 @@ def describe(name: str, spec: AttentionSpec, device: torch.device) -> dict[str, 
     }
     try:
         return {**entry, **_claims(registry.get(name), spec, device)}
+    except MissingPackage as error:
+        return {**entry, "missing": error.missing}
     except BrokenBackend:
         return entry
     except KeyboardInterrupt:
@@ -131,15 +133,22 @@ def _claims(backend: AttentionBackend, spec: AttentionSpec, device: torch.device
 
 
 def print_backends(console: Console, entries: list[dict[str, Any]], question: str) -> None:
-    """One block per backend; `question` is what each one accepts or rejects."""
+    """One block per backend, and a line for each whose package is not installed; `question` is what they were asked."""
     say(console, f"asked for: {question}")
+    missing = {entry["name"]: entry["missing"] for entry in entries if "missing" in entry}
     for entry in entries:
+        if entry["name"] in missing:
+            continue
         say(console, "")
         verdict, style = ("accepted", "green") if entry["accepted"] else ("rejected", "bold red")
         version = f" {entry['version']}" if "version" in entry else ""
         say(console, f"{entry['name']}{version}: {verdict}", style)
         for label, text in _lines(entry):
             say(console, f"  {label:<{_WIDTH}}  {text}")
+    if missing:
+        say(console, "\nnot installed", "bold")
+    for name, why in missing.items():
+        say(console, f"  {name:<{max(map(len, missing))}}  {why}")
 
 
 def _lines(entry: dict[str, Any]) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from attn_backends import Accepted, AttentionBackend, BrokenBackend, registry
+from attn_backends import Accepted, AttentionBackend, BrokenBackend, MissingPackage, registry
 from attn_backends.fa3_providers import PROVIDER_VARIABLE, PROVIDERS, BrokenProvider, load_provider
 from attn_backends.registry import PlugIn
 from builders import CONTRACT_VERSION
@@ -195,9 +195,10 @@ def _backends(device: torch.device) -> Iterator[Finding]:
     for name in registry.names():
         try:
             backend = registry.get(name)
+        except MissingPackage as error:
+            yield Finding("backends", name, FindingStatus.ABSENT, error.missing)
         except BrokenBackend as error:
-            absent = isinstance(error.__cause__, ImportError)
-            yield Finding("backends", name, FindingStatus.ABSENT if absent else FindingStatus.FAILED, str(error))
+            yield Finding("backends", name, FindingStatus.FAILED, str(error))
         else:
             yield _asked(name, backend, device)
 

@@ -57,11 +57,11 @@ def test_an_unknown_preference_is_unknown():
 def test_a_broken_preference_is_passed_over_for_the_next(broken):
     selection = select(SERVED_BY_TRITON, CPU, [broken, "torch_reference"])
     assert selection.backend.name == "torch_reference"
-    assert "needs a package that is not here" in selection.rejected[broken].reasons[0]
+    assert "needs a package that is not installed" in selection.rejected[broken].reasons[0]
 
 
 def test_a_broken_preference_alone_is_refused_with_the_reason(broken):
-    with pytest.raises(NoBackend, match="needs a package that is not here"):
+    with pytest.raises(NoBackend, match="needs a package that is not installed"):
         select(SERVED_BY_TRITON, CPU, [broken])
 
 

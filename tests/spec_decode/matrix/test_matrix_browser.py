@@ -39,7 +39,7 @@ def page_file(tmp_path_factory):
             ("beta", "GPU one", "1", "2026-01-01"), ("beta", "CPU two", "1", "2026-01-01"),
         ]
     ]  # fmt: skip
-    absent = result("unavailable", "*", check="contract.loads", reason="needs a package that is not here")
+    absent = result("unavailable", "*", check="contract.loads", reason="needs a package that is not installed")
     reports += [report(absent, backend=name, device="CPU two", version="unknown") for name in ("gone", "lost")]
     missed = {"limits": [limit("gpu_us", 8, False)]}
     timings = [timing(), timing(backend="p", peer=True, **missed), timing(num_reqs=32, **missed)]
@@ -195,7 +195,7 @@ def test_backends_that_could_not_be_loaded_are_one_folded_row(visit):
     assert folded.inner_text() == "2 backends could not be loaded here"
     folded.click()
     assert page.locator(".absent li:visible").count() == 2
-    assert "needs a package that is not here" in page.locator(".absent li").first.inner_text()
+    assert "needs a package that is not installed" in page.locator(".absent li").first.inner_text()
     page.locator("#f-backend").select_option("gone")
     assert [item.inner_text()[:4] for item in page.locator(".absent li:visible").all()] == ["gone"]
     page.locator("#f-backend").select_option("alpha")
