@@ -243,8 +243,8 @@ def find_provider() -> Provider:
     asked, named = os.environ.get(PROVIDER_VARIABLE), {kind.name: kind for kind in PROVIDERS}
     if asked and asked not in named:
         raise ValueError(
-            f"{PROVIDER_VARIABLE} must be one of {', '.join(named)}, got {asked!r}. Fix it, or leave it out to take the "
-            "first that is installed"
+            f"{PROVIDER_VARIABLE} must be one of {', '.join(named)}, got {asked!r}. Fix it, or leave it out to take "
+            "the first that is installed"
         )
     for kind in (named[asked],) if asked else PROVIDERS:
         if (provider := load_provider(kind)) is not None:
