@@ -42,8 +42,7 @@ from spec_decode.engine.request import Finish, Generation, Handle, Request, Requ
 from spec_decode.engine.scheduler import Scheduler
 from spec_decode.engine.stats import EngineStats
 from spec_decode.engine.target_runner import Step, TargetRunner
-from spec_decode.engine.target_step import TargetStep
-from spec_decode.engine.tree_target_step import TreeTargetStep
+from spec_decode.engine.target_step import TargetStep, TreeTargetStep
 from spec_decode.models import DraftModel, TargetModel
 from spec_decode.paged.kv_groups import BackendChoice, KVGroup, make_groups
 from spec_decode.verification import Verifier, verifier

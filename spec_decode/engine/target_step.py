@@ -1,13 +1,15 @@
-"""A step of the target over the running requests: it verifies their drafts and gives each its next token."""
+"""A step of the target over the running requests: it verifies their drafts, and gives each its next token."""
 
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 
 from spec_decode.drafter import Drafter
 from spec_decode.engine.input_batch import InputBatch
-from spec_decode.engine.target_runner import TargetForward
+from spec_decode.engine.target_runner import TargetForward, TargetRunner
 from spec_decode.sampling import sample_target
+from spec_decode.trees import TreeBatch, TreeSampling
 from spec_decode.verification import Verifier, VerifyOutput
 
 
@@ -38,3 +40,33 @@ class TargetStep:
         return self._verifier.verify(
             logits, drafts.tokens[rows], drafts.logits[rows], sampling=sampling, draft_positions=positions
         )
+
+
+class TreeTargetStep:
+    """A `Step` of the target runner, as TargetStep is one. What was accepted goes on as a chain: its keys and values
+    move to their places, and the requests and the drafter see its tokens and states alone."""
+
+    def __init__(self, batch: InputBatch, drafter: Drafter, target: TargetRunner) -> None:
+        self._batch = batch
+        self._drafter = drafter
+        self._target = target
+        self._verifier = TreeSampling(drafter.num_speculative_tokens)
+
+    def __call__(self, size: int, forward: TargetForward) -> None:
+        """What the graph of `size` rows holds."""
+        rows, batch, drafts = slice(size), self._batch, self._drafter.drafts
+        assert drafts.parents is not None
+        trees = TreeBatch(drafts.tokens[rows], drafts.parents[rows])
+        context_lens, token_ids = batch.prepare_inputs(size)
+        logits, target_hidden_states = forward(context_lens, token_ids, trees.parents)
+        found = self._verifier.verify(
+            logits, trees, sampling=batch.sampling.head(size), draft_positions=batch.lens[rows]
+        )  # fmt: skip
+        self._target.move_accepted(found.path)
+        # The root and the path; after a path's end the root, which nothing reads.
+        kept = F.pad(found.path.clamp(min=0), (1, 0))
+        chain = token_ids.gather(1, kept)
+        drafted = chain[:, 1:].where(found.path >= 0, -1)
+        batch.update_requests(rows, chain, drafted, VerifyOutput(found.accepted, found.next_tokens))
+        states = kept[..., None].expand(-1, -1, target_hidden_states.shape[2])
+        batch.set_draft_inputs(rows, target_hidden_states.gather(1, states))
