@@ -93,7 +93,7 @@ class FlashInfer(FusedRopeWrite, AttentionBackend):
             cache.key.stride() == cache.value.stride() and not any(s % unit for s in cache.key.stride()[:3]),
             f"FlashInfer's {metadata.launch.kernel.value} kernel reads keys and values by the same strides, each a "
             f"multiple of {unit} elements, got {cache.key.stride()} and {cache.value.stride()}; it would read wrong "
-            "numbers, so nothing was run. Lay both out alike.",
+            "numbers. Lay both out alike.",
         )
         if metadata.launch.kernel is Kernel.XQA:
             return _xqa(query, cache, metadata, spec)

@@ -193,7 +193,7 @@ def check(options: _Options) -> None:
     whatever ends it, goes on with --resume.
     """
     if options.resume and options.target is None:
-        raise UserError("--resume needs the --json of the run to go on with, got none; nothing was run. Add --json.")
+        raise UserError("--resume needs the --json of the run to go on with, got none. Add --json.")
     where = resolve_device("cpu" if options.engine and options.device is None else options.device)
     interpret_kernels_on(where)
     use_threads(options.threads)
@@ -225,7 +225,7 @@ def _chosen_builders(options: _Options, where: torch.device) -> list[str]:
     if where.type != "cpu" or options.isolate:
         raise UserError(
             "builders of an engine are checked on the CPU and in this process, where the engine is loaded once; got "
-            f"{'--isolate' if options.isolate else f'--device {where}'}; nothing was run. Leave it out."
+            f"{'--isolate' if options.isolate else f'--device {where}'}. Leave it out."
         )
     return builder_names(options.engine, options.names)
 
@@ -238,7 +238,7 @@ def _isolated(names: Sequence[str], isolate: bool | None) -> set[str]:
     if isolate and ours:
         raise UserError(
             f"--isolate needs backends that a subprocess has too, {', '.join(ours)} were registered by a call in this "
-            "process; nothing was run. Leave --isolate out, or declare them as entry points."
+            "process. Leave --isolate out, or declare them as entry points."
         )
     return set() if isolate is False else set(names) - set(ours)
 
@@ -288,7 +288,7 @@ def _require_known(families: Sequence[str]) -> None:
 
     if unknown := sorted(set(families) - set(FAMILIES)):
         raise UserError(
-            f"a family must be one of {', '.join(FAMILIES)}, got {', '.join(unknown)}; nothing was run. Fix --family."
+            f"a family must be one of {', '.join(FAMILIES)}, got {', '.join(unknown)}. Fix --family."
             f"{did_you_mean(unknown[0], FAMILIES)}"
         )
 
@@ -310,7 +310,7 @@ def _no_such_check(patterns: Sequence[str]) -> UserError:
 
     asked = " or ".join(patterns)
     return UserError(
-        f"--only must be like a check's name or its name[case], {asked} is like none here; nothing was run. Fix --only."
+        f"--only must be like a check's name or its name[case], {asked} is like none here. Fix --only."
         f"{did_you_mean(patterns[0].partition('[')[0].strip('*'), check_names())}"
     )
 
@@ -326,8 +326,7 @@ def _report_paths(target: str | None, names: Sequence[str], prefix: str) -> dict
         paths = {names[0]: path}
     else:
         raise UserError(
-            f"several reports need a folder, --json names the file {path} for {', '.join(names)}; nothing "
-            "was run. Name a folder."
+            f"several reports need a folder, --json names the file {path} for {', '.join(names)}. Name a folder."
         )
     for path in paths.values():
         require_writable(path)

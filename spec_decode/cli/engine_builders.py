@@ -29,7 +29,7 @@ def kit_of(engine: str) -> EngineKit:
     """The kit over an engine's builders. Raises UserError for an engine without one, and outside a checkout."""
     if engine not in ENGINES:
         raise UserError(
-            f"an engine whose builders can be checked is {' or '.join(ENGINES)}, got {engine!r}; nothing was run. Fix "
+            f"an engine whose builders can be checked is {' or '.join(ENGINES)}, got {engine!r}. Fix "
             f"--engine.{did_you_mean(engine, ENGINES)}"
         )
     kit = from_checkout(
@@ -50,7 +50,7 @@ def builder_names(engine: str, asked: Sequence[str]) -> list[str]:
     for name in asked:
         if name not in known:
             raise UserError(
-                f"a builder of {engine} must be one of {', '.join(known)}, got {name!r}; nothing was run. Fix the name."
+                f"a builder of {engine} must be one of {', '.join(known)}, got {name!r}. Fix the name."
                 f"{did_you_mean(name, known)}"
             )
     kit.require_engine()

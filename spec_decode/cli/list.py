@@ -66,8 +66,8 @@ def _asked(dtype: str | None, changes: tuple[str, ...]) -> AttentionSpec:
             given[name] = _value(name, text)
         except (KeyError, ValueError) as error:
             raise UserError(
-                f"a spec's field must be given as head_dim=64, sinks=true, kind=mla or dtype=float32, got {change!r}; "
-                "nothing was asked. Fix --spec or --dtype."
+                f"a spec's field must be given as head_dim=64, sinks=true, kind=mla or dtype=float32, got {change!r}. "
+                "Fix --spec or --dtype."
             ) from error
     return AttentionSpec(**given)
 

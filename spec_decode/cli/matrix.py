@@ -50,21 +50,18 @@ class _Options:
     def require_sense(self) -> None:
         """Raise UserError for options that contradict one another."""
         if (self.into or self.resume) and not self.names:
-            raise UserError("--into and --resume are about a run, no --run was given; nothing was done. Name backends.")
+            raise UserError("--into and --resume are about a run, no --run was given. Name backends.")
         if self.strict and not self.only_check:
             raise UserError("--strict is about --check, which is missing. Add it.")
         if self.resume and not self.into:
-            raise UserError(
-                "--resume needs the folder of the interrupted run, got no --into; nothing was run. Name it."
-            )
+            raise UserError("--resume needs the folder of the interrupted run, got no --into. Name it.")
         if self.names and self.only_check:
             raise UserError("--check is about kept reports, got --run too. Use one.")
         if self.only_check and any(self.targets().values()):
             raise UserError("--check writes nothing, got a file to write too. Use one.")
         if not (self.check_limit > 0 and self.limit > 0):
             raise UserError(
-                f"a limit must be a positive number of seconds, got {self.check_limit:g} and {self.limit:g}; nothing "
-                "was run. Fix it."
+                f"a limit must be a positive number of seconds, got {self.check_limit:g} and {self.limit:g}. Fix it."
             )
 
 
@@ -127,8 +124,8 @@ def _read(paths: tuple[Path, ...]) -> tuple[Sources, Documents]:
     shown = files_below(there)
     if paths and not shown:
         raise UserError(
-            f"a matrix needs reports, found no {' or '.join(PATTERNS)} below {', '.join(map(str, paths))}; nothing was "
-            "shown. Name reports, or use --run available for fresh ones."
+            f"a matrix needs reports, found no {' or '.join(PATTERNS)} below {', '.join(map(str, paths))}. "
+            "Name reports, or use --run available for fresh ones."
         )
     documents = read_documents(files_below(there, ("*.json",)))
     return Sources.of({path: documents[path] for path in shown}), documents

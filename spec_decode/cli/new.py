@@ -30,17 +30,15 @@ def new(name: str) -> None:
 
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise UserError(
-            f"a backend's name must be lower-case letters, digits and _, as a module's is, got {name!r}; nothing was "
-            "written. Choose another."
+            f"a backend's name must be lower-case letters, digits and _, as a module's is, got {name!r}. "
+            "Choose another."
         )
     if problem := registry.name_problem(name):
         raise UserError(f"{problem}. Choose another name.")
     if iskeyword(name):
         raise UserError(f"a backend's name becomes a module's, and {name!r} is a keyword of Python. Choose another.")
     if name in registry.names():
-        raise UserError(
-            f"a backend's name must be free, {name!r} is registered already; nothing was written. Choose another."
-        )
+        raise UserError(f"a backend's name must be free, {name!r} is registered already. Choose another.")
     if _hides_a_module(name):
         raise UserError(
             f"a backend's name becomes a module's, and a module {name!r} would hide the one of Python or of a package "
@@ -53,7 +51,7 @@ def new(name: str) -> None:
         folder.mkdir()
     except OSError as error:
         raise UserError(
-            f"the folder {folder} must be new and its place writable, got {error.strerror}; nothing was written. Run "
+            f"the folder {folder} must be new and its place writable, got {error.strerror}. Run "
             "this elsewhere, or choose another name."
         ) from error
     for relative, text in texts.items():

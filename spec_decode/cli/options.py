@@ -90,11 +90,11 @@ def resolve_device(name: str | None, *, present: bool = True) -> torch.device:
     except RuntimeError:
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
-        raise UserError(f"a device must be cpu, cuda or cuda:N, got {name!r}; nothing was run. Fix --device.")
+        raise UserError(f"a device must be cpu, cuda or cuda:N, got {name!r}. Fix --device.")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if present and device.type == "cuda" and (device.index or 0) >= count:
         raise UserError(
-            f"device {device} was asked for, this machine has {count} CUDA devices; nothing was run. Use "
+            f"device {device} was asked for, this machine has {count} CUDA devices. Use "
             "another --device; everything runs on cpu."
         )
     if present and device.type == "cuda":
@@ -129,11 +129,11 @@ def chosen_names(asked: Sequence[str], device: torch.device) -> list[str]:
     for name in chosen:
         if name not in known:
             raise UnknownBackend(
-                f"a backend must be one of {', '.join(known)}, or all, or available, got {name!r}; nothing "
-                f"was run. Fix the name, or install the package that registers it.{did_you_mean(name, known)}"
+                f"a backend must be one of {', '.join(known)}, or all, or available, got {name!r}. "
+                f"Fix the name, or install the package that registers it.{did_you_mean(name, known)}"
             )
     if asked and not chosen:
-        raise UserError(f"a backend is needed, none is available on {device}; nothing was run. Name one.")
+        raise UserError(f"a backend is needed, none is available on {device}. Name one.")
     return list(chosen)
 
 

@@ -145,7 +145,7 @@ def require_writable(target: str | Path | None) -> None:
         return
     path = Path(target)
     if path.is_dir():
-        raise UserError(f"{path} must be a file, it is a folder; nothing was run. Name a file.")
+        raise UserError(f"{path} must be a file, it is a folder. Name a file.")
     with _named(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_file() or not path.exists():  # not a device, nor a pipe

@@ -25,12 +25,12 @@ def parse_tree(text: str) -> DraftTree | DynamicTreeConfig:
         paths = json.loads(Path(text).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(
-            f"--tree must be WIDTHxTOKENS, like 4x16, or a JSON file of paths, got {text!r}: {error}; nothing was run. "
+            f"--tree must be WIDTHxTOKENS, like 4x16, or a JSON file of paths, got {text!r}: {error}. "
             "Write one of the two."
         ) from error
     if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
         raise UserError(
-            f"the file of --tree must hold a list of paths, each a list of choices, {text} does not; nothing was run. "
+            f"the file of --tree must hold a list of paths, each a list of choices, {text} does not. "
             "Write it like [[0], [1], [0, 0]]."
         )
     return DraftTree.from_paths(paths)

@@ -30,7 +30,7 @@ class KeptResults:
             if why := _differences(one, planned):
                 raise ReportError(
                     f"--resume goes on with a run of the same backend, machine, versions and sources, {self.report} "
-                    f"began with another: {why}; nothing was run. Leave --resume out to run everything."
+                    f"began with another: {why}. Leave --resume out to run everything."
                 )
         done = {(r.check, r.case): r for one in earlier for r in one.results if r.outcome is not Outcome.NOT_RUN}
         write_whole(self.path, b"".join(map(self._line, done.values())))

@@ -73,8 +73,8 @@ class StrategyCache:
         self.folder = folder or Path(os.path.expanduser(stated)) / tail
         require(
             not str(self.folder).startswith("~"),
-            f"a measured strategy is kept in a folder, there is no home folder to make {self.folder} of; nothing was "
-            "measured. Name a folder in ATTN_BACKENDS_CACHE, or a strategy.",
+            f"autotuning saves its result in a folder, and there is no home folder to make {self.folder} of. Name a "
+            "folder in ATTN_BACKENDS_CACHE, or a strategy.",
         )
 
     def get(self, shape: dict[str, str]) -> Measurement | None:
@@ -203,7 +203,7 @@ def _load_dummies(tables: RequestTables, num_speculative_tokens: int) -> None:
     require(
         rows > 0,
         f"measuring a round takes room for a request of {least} tokens in every KV group, the groups have {counts} "
-        f"pages of {sizes} tokens; nothing was measured. Allocate more pages, or name a strategy.",
+        f"pages of {sizes} tokens. Allocate more pages, or name a strategy.",
     )
     limit = min(tables.max_seq_len, *(count // rows * size for size, count in zip(sizes, counts, strict=True)))
     pages = []

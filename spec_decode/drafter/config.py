@@ -49,8 +49,8 @@ class DrafterConfig:
         )
         require(
             self.loop_steps > 0,
-            f"loop_steps must be a number of steps, 1 or more, got {self.loop_steps!r}; a loop would never advance, so "
-            "nothing was allocated. Pass 1 to look after every step.",
+            f"loop_steps must be a number of steps, 1 or more, got {self.loop_steps!r}; a loop would never advance. "
+            "Pass 1 to look after every step.",
         )
         require(
             0.0 <= self.min_confidence < 1.0,
@@ -66,5 +66,5 @@ class DrafterConfig:
         require(
             self.min_confidence == 0.0,
             f"a tree keeps its most probable paths whatever their confidence, got min_confidence {self.min_confidence} "
-            "with a tree; it would end none, so nothing was allocated. Pass 0, or no tree.",
+            "with a tree; it would end none. Pass 0, or no tree.",
         )

@@ -109,13 +109,13 @@ class Drafter:
         live = self.tables.num_live
         require(
             live > 0,
-            "a round needs at least one live request, the tables hold none; nothing was run. Load the tables first.",
+            "a round needs at least one live request, the tables hold none. Load the tables first.",
         )
         wanted = self.num_speculative_tokens if num_tokens is None else num_tokens
         require(
             type(wanted) is int and 1 <= wanted <= self.num_speculative_tokens,
-            f"this drafter proposes 1 to {self.num_speculative_tokens} tokens a round, asked for {wanted!r}; nothing "
-            "was run. Make a drafter for more, or leave the drafter out of a round without drafts.",
+            f"this drafter proposes 1 to {self.num_speculative_tokens} tokens a round, asked for {wanted!r}. "
+            "Make a drafter for more, or leave the drafter out of a round without drafts.",
         )
         size = self._padded()
         if verified is not None:

@@ -66,18 +66,18 @@ def choose(
     """
     if not groups:
         raise StrategyError(
-            "a plan needs at least one KV group, got none; every strategy would be able to run nothing, so nothing was "
-            "planned. Pass the facts of each of the draft's groups."
+            "a plan needs at least one KV group, got none; every strategy would be able to run nothing. "
+            "Pass the facts of each of the draft's groups."
         )
     if num_speculative_tokens < 1:
         raise StrategyError(
-            f"a drafter proposes at least 1 token a round, got {num_speculative_tokens}; nothing was planned. Pass 1 "
+            f"a drafter proposes at least 1 token a round, got {num_speculative_tokens}. Pass 1 "
             "or more, or decode without a drafter."
         )
     if at_once and tree:
         raise StrategyError(
             "a tree needs a draft that goes step by step, this one proposes its tokens in one step; a token's children "
-            "would never be drafted, so nothing was planned. Draft no tree, or use another draft."
+            "would never be drafted. Draft no tree, or use another draft."
         )
     unsupported = {
         strategy: reason
@@ -93,8 +93,8 @@ def choose(
         return _plan(groups, unsupported, chosen, chosen.implementation.chosen_because, None)
     if forced in unsupported:
         raise StrategyError(
-            f"strategy {forced.value} was asked for and cannot be run: {unsupported[forced]}. Nothing else was chosen "
-            "in its place. Ask for another strategy, or change the group's backend."
+            f"strategy {forced.value} cannot run: {unsupported[forced]}. Pick another strategy, or change the group's "
+            "backend."
         )
     return _plan(groups, unsupported, forced, "asked for", f"{forced.value} was asked for")
 

@@ -60,7 +60,7 @@ class VerifiedTokens(NamedTuple):
         but VerifiedTokens, one of its tensors missing, and one of another shape, dtype or device."""
         require(
             isinstance(verified, VerifiedTokens),
-            f"a round starts from VerifiedTokens, got {type(verified).__name__}; nothing was run. Make one of your "
+            f"a round starts from VerifiedTokens, got {type(verified).__name__}. Make one of your "
             "tensors, or pass None where they are in the drafter's inputs.",
         )
         buffers, given = [], []
@@ -70,7 +70,7 @@ class VerifiedTokens(NamedTuple):
             if not isinstance(tensor, torch.Tensor):
                 raise BatchError(
                     f"{name} must be a tensor, got {type(tensor).__name__}; the round would start from an earlier "
-                    "one's, so nothing was run. Pass it on the drafter's device."
+                    "one's. Pass it on the drafter's device."
                 )
             buffers.append(buffer[:live])
             given.append(tensor)

@@ -61,23 +61,23 @@ class EngineConfig:
         require(
             self.tree is None or self.verification in (None, TREE_VERIFICATION),
             f"trees are verified by {TREE_VERIFICATION}, got verification {self.verification!r} with a tree; its rule "
-            f"is for tokens in a row, so nothing was allocated. Pass {TREE_VERIFICATION}, or no tree.",
+            f"is for tokens in a row. Pass {TREE_VERIFICATION}, or no tree.",
         )
         require(
             self.max_reqs >= 1 and self.max_seq_len >= 2,
             "an engine must run 1 request or more of a prompt token and a new one or more, got max_reqs "
-            f"{self.max_reqs} and max_seq_len {self.max_seq_len}; no request could run, so nothing was allocated. "
+            f"{self.max_reqs} and max_seq_len {self.max_seq_len}; no request could run. "
             "Raise it.",
         )
         require(
             self.page_size >= 1 and (self.num_pages is None or self.num_pages >= 1),
             f"a pool needs 1 page or more of 1 token or more, got {self.num_pages} of {self.page_size}; no request "
-            "could run, so nothing was allocated. Raise num_pages or page_size.",
+            "could run. Raise num_pages or page_size.",
         )
         require(
             self.max_prefill_tokens >= 1,
             f"a step must prefill 1 token or more, got max_prefill_tokens {self.max_prefill_tokens}; no prompt would "
-            "ever be read, so nothing was allocated. Raise it.",
+            "ever be read. Raise it.",
         )
 
     @property
@@ -114,20 +114,20 @@ def check_models(config: EngineConfig, target: TargetModel, draft: DraftModel | 
     require(
         longest < target.max_positions,
         f"requests and their speculative tokens must stay below the model's {target.max_positions} positions, got "
-        f"max_seq_len {config.max_seq_len} and {steps}; nothing was allocated. Lower either.",
+        f"max_seq_len {config.max_seq_len} and {steps}. Lower either.",
     )
     if steps == 0:
         return
     require(
         draft is not None,
-        f"{steps} speculative tokens need a draft model, got none; nothing was allocated. Pass one, or 0 tokens.",
+        f"{steps} speculative tokens need a draft model, got none. Pass one, or 0 tokens.",
     )
     assert draft is not None
     size, draft_size = target.target_states_size, draft.target_states_size
     require(
         draft.vocab_size == target.vocab_size and draft_size == size and longest < draft.max_positions,
         f"a draft must have the target's {target.vocab_size} tokens, read its hidden states of size {size} and reach "
-        f"{longest} positions, got {draft.vocab_size}, {draft_size} and {draft.max_positions}; nothing was allocated. "
+        f"{longest} positions, got {draft.vocab_size}, {draft_size} and {draft.max_positions}. "
         "Choose a draft made for this target.",
     )
     draft.check_num_tokens(steps)
@@ -137,25 +137,24 @@ def checked_request(name: str, request: Request, config: EngineConfig, pool: Pag
     """A copy that nobody else can change. Raises BatchError for a request that can never be served."""
     require(
         isinstance(request, Request),
-        f"{name} must be a Request, got {type(request).__name__}; nothing was run. Make one of the prompt.",
+        f"{name} must be a Request, got {type(request).__name__}. Make one of the prompt.",
     )
     token_ids, new = _checked_prompt(name, request.prompt, vocab_size), request.max_new_tokens
     prompt = len(token_ids)
     require(
         type(new) is int,
-        f"{name} needs max_new_tokens as an integer, got {new!r}; its text would never be that long, so nothing was "
-        "run. Round it.",
+        f"{name} needs max_new_tokens as an integer, got {new!r}; its text would never be that long. Round it.",
     )
     require(
         prompt > 0 and new > 0 and prompt + new <= config.max_seq_len,
-        f"{name} needs a prompt and new tokens of at most {config.max_seq_len} together, got {prompt} and {new}; "
-        "nothing was run. Shorten it or raise max_seq_len.",
+        f"{name} needs a prompt and new tokens of at most {config.max_seq_len} together, got {prompt} and {new}. "
+        "Shorten it or raise max_seq_len.",
     )
     require(
         pool.pages_for(prompt + new) <= pool.num_pages,
         f"{name} needs prompt and new tokens that fit the {pool.num_pages} pages of {pool.page_size}, at most "
         f"{pool.num_pages * pool.page_size - pool.draft_slots} together beside the draft's, got {prompt} and {new}; it "
-        "would wait for ever, so nothing was run. Shorten it or raise num_pages.",
+        "would wait for ever. Shorten it or raise num_pages.",
     )
     try:
         _ = request.sampling
@@ -167,16 +166,16 @@ def checked_request(name: str, request: Request, config: EngineConfig, pool: Pag
 def _checked_prompt(name: str, prompt: object, vocab_size: int) -> tuple[int, ...]:
     require(
         isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes, bytearray)),
-        f"{name} needs its prompt as a list, tuple or range of token ids, got {type(prompt).__name__}; nothing was "
-        "run. Encode a text; of an array or a tensor, pass tolist().",
+        f"{name} needs its prompt as a list, tuple or range of token ids, got {type(prompt).__name__}. "
+        "Encode a text; of an array or a tensor, pass tolist().",
     )
     assert isinstance(prompt, Sequence)
     token_ids = tuple(prompt)
     for place, token in enumerate(token_ids):
         if type(token) is not int or not 0 <= token < vocab_size:
             raise BatchError(
-                f"{name} must hold token ids, integers 0 to {vocab_size - 1}, got {token!r} at place {place}; nothing "
-                "was run. Encode it with this model's vocabulary."
+                f"{name} must hold token ids, integers 0 to {vocab_size - 1}, got {token!r} at place {place}. "
+                "Encode it with this model's vocabulary."
             )
     return token_ids
 
@@ -184,8 +183,8 @@ def _checked_prompt(name: str, prompt: object, vocab_size: int) -> tuple[int, ..
 def _checked_stop_ids(name: str, stop_ids: object) -> frozenset[int]:
     require(
         isinstance(stop_ids, Collection) and all(type(token) is int for token in stop_ids),
-        f"{name} needs stop_ids as a set of integers, got {stop_ids!r}; its text would never stop there, so nothing "
-        "was run. Pass frozenset() for none.",
+        f"{name} needs stop_ids as a set of integers, got {stop_ids!r}; its text would never stop there. "
+        "Pass frozenset() for none.",
     )
     assert isinstance(stop_ids, Collection)
     return frozenset(stop_ids)

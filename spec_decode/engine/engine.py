@@ -166,8 +166,8 @@ class Engine:
         request = self.checked("the request", request)
         require(
             on_token is None or callable(on_token),
-            f"on_token must be a function of a token, got {type(on_token).__name__}; the first token would raise, so "
-            "nothing was submitted. Pass a function, or None.",
+            f"on_token must be a function of a token, got {type(on_token).__name__}; the first token would raise. "
+            "Pass a function, or None.",
         )
         handle = Handle(request, on_token)
         self._scheduler.submit(handle)
@@ -193,7 +193,7 @@ class Engine:
         require(
             isinstance(requests, Iterable) and (on_token is None or callable(on_token)),
             f"generate needs a list of requests and a function of an index and a token, or None, got "
-            f"{type(requests).__name__} and {type(on_token).__name__}; nothing was run. Pass [request] for one.",
+            f"{type(requests).__name__} and {type(on_token).__name__}. Pass [request] for one.",
         )
         checked = [self.checked(f"request {index}", request) for index, request in enumerate(requests)]
         self.stats = EngineStats()
@@ -269,8 +269,8 @@ class Engine:
     def _require_outside(self, alone: bool) -> None:
         require(
             alone,
-            "a step may not begin within another, this one was asked for by a callback or by another thread; nothing "
-            "was run. Submit or cancel requests in a callback and step outside, and step from one thread.",
+            "a step may not begin within another, this one was asked for by a callback or by another thread. "
+            "Submit or cancel requests in a callback and step outside, and step from one thread.",
         )
 
     def _step(self) -> None:

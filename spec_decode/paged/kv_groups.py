@@ -89,7 +89,7 @@ def _require_memory(name: str, spec: AttentionSpec, num_layers: int, num_pages: 
     require(
         needed <= total,
         f"group {name} needs {num_pages} pages of {spec.page_size} tokens in {num_layers} layers, {needed / 2**30:.1f} "
-        f"GiB, {device} has {total / 2**30:.1f}; nothing was allocated. Take fewer or smaller pages.",
+        f"GiB, {device} has {total / 2**30:.1f}. Take fewer or smaller pages.",
     )
 
 
@@ -103,7 +103,7 @@ def layer_groups_of(
     require(
         not (tree and isinstance(model, DraftModel) and model.drafts_at_once),
         "a tree needs a draft that goes step by step, this one proposes its tokens in one step; a token's children "
-        "would never be drafted, so nothing was allocated. Draft no tree, or use another draft.",
+        "would never be drafted. Draft no tree, or use another draft.",
     )
     groups = model.layer_groups(page_size)
     return [replace(group, spec=replace(group.spec, batch_invariant=batch_invariant, tree=tree)) for group in groups]
@@ -144,8 +144,8 @@ def _backend(name: str, group: LayerGroup, choice: BackendChoice) -> AttentionBa
         return choice(group)
     require(
         group.name in choice,
-        f"every KV group of the {name} needs a backend, {group.name!r} has none among {sorted(choice)}; nothing was "
-        "allocated. Add it, or pass one backend for all.",
+        f"every KV group of the {name} needs a backend, {group.name!r} has none among {sorted(choice)}. "
+        "Add it, or pass one backend for all.",
     )
     return choice[group.name]
 
@@ -162,8 +162,8 @@ def products_of(
         asked == {False} or (asked == {True} and model.batch_invariant),
         "all groups must be batch invariant or none, and the model's products with them, got "
         f"{[group.spec.batch_invariant for group in groups]} and {type(model).__name__}, which "
-        f"{'can' if model.batch_invariant else 'cannot'}; its tokens would still depend on the batch, so nothing was "
-        "run. Take a model made of the layers here, or leave batch_invariant out.",
+        f"{'can' if model.batch_invariant else 'cannot'}; its tokens would still depend on the batch. "
+        "Take a model made of the layers here, or leave batch_invariant out.",
     )
     return partial(batch_invariance, True in asked)
 
@@ -175,7 +175,7 @@ def check_pools(groups: Sequence[KVGroup], tables: RequestTables) -> None:
         require(
             pages <= held,
             f"the tables of group {group.name} must name pages of its caches alone, they may name {pages} and there "
-            f"are {held}; a kernel would read and write outside, so nothing was run. Use one count.",
+            f"are {held}; a kernel would read and write outside. Use one count.",
         )
 
 

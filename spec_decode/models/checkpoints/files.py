@@ -32,9 +32,7 @@ def require_plain_utf8(path: Path) -> None:
     """Raise CheckpointError for JSON that begins with a byte order mark, or is utf-16: `transformers` takes neither."""
     with path.open("rb") as file:
         if (encoding := json.detect_encoding(file.read(4))) != "utf-8":
-            raise CheckpointError(
-                f"{path} must be utf-8 without a byte order mark, it is {encoding}; nothing was loaded. Save it so."
-            )
+            raise CheckpointError(f"{path} must be utf-8 without a byte order mark, it is {encoding}. Save it so.")
 
 
 def check_safetensors(path: Path) -> None:

@@ -70,8 +70,8 @@ def _attention(
     serve = _SERVE.get(None)
     if serve is None:
         raise UnservedModel(
-            "a model that was made a target gets its attention from the target's forward, and was called by itself; "
-            "nothing was computed. Call the target, or load the model again for other uses."
+            "this model belongs to a TransformersTarget, which serves its attention, and was called by itself. Call "
+            "the target, or load the model again for other uses."
         )
     window, soft_cap, sinks = (others.pop(name, None) for name in ("sliding_window", "softcap", "s_aux"))
     _refuse_other_attention(module, query, attention_mask, scaling, dropout, others)

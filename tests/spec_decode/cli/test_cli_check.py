@@ -220,7 +220,7 @@ def test_there_is_nothing_to_resume_without_a_report(checks, refused):
         (("--engine", "vlm"), "an engine whose builders can be checked is vllm, got 'vlm'"),
         (("--engine", "vllm", "KpoolTail"), "a builder of vllm must be one of FlashAttentionMetadataBuilder, "),
         (("--engine", "vllm", "--device", "cuda"), "device cuda was asked for"),
-        (("--engine", "vllm", "--isolate"), "got --isolate; nothing was run"),
+        (("--engine", "vllm", "--isolate"), "got --isolate. Leave"),
     ],
 )
 def test_what_an_engine_cannot_be_asked_is_refused(words, why, refused):
@@ -231,7 +231,7 @@ def test_without_the_engine_nothing_of_it_is_checked(run, monkeypatch):
     monkeypatch.setattr("engines.vllm.conformance.stand_in.version", lambda package: "none")
     result = run("check", "--engine", "vllm", "KpoolTailMetadataBuilder")
 
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "vLLM's builders are checked as 0.33.x has them, found none" in result.output
 
 

@@ -62,5 +62,5 @@ def test_a_word_that_stands_for_several_backends_is_refused(name, refused):
 
 
 def test_a_name_that_is_taken_is_refused(refused):
-    assert "'triton_paged' is registered already; nothing was written" in refused("new", "triton_paged")
+    assert "'triton_paged' is registered already. Choose" in refused("new", "triton_paged")
     assert not Path("triton_paged").exists()
