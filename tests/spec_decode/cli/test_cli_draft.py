@@ -180,7 +180,7 @@ def test_draft_refuses_a_strategy_that_the_backend_cannot_run(pair, refused, reb
         (["x", "--draft", "nonesuch"], "are draft, got 'nonesuch'"),
         (["x", "--draft-backend", "nonesuch"], "torch_reference"),
         (["x", "-k", "-1"], "num_speculative_tokens must be"),
-        (["x", "-k", "999"], "num_speculative_tokens must be"),
+        (["x", "-k", "999"], "speculative tokens"),
         (["x", "--temperature", "-1"], "temperature"),
         (["x", "--verify", "dice"], "one of rejection, block"),
         (["x", "--verify", "synthetic:9"], "from 0 to 4"),
