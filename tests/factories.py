@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from attn_backends import AttentionBackend, KVCache, register
 from attn_backends.torch_reference import TorchReference
 from builders import AttentionSpec, BatchBuffers, RequestTables
 from spec_decode.drafter import DrafterConfig
-from spec_decode.engine import EngineConfig
+from spec_decode.engine import EngineConfig, Request
 from spec_decode.models import EagleDraft, LatentConfig, LlamaTarget, ModelConfig
 from spec_decode.paged import GraphMode
+from spec_decode.sampling import SamplingParams
 
 CPU = torch.device("cpu")
 
@@ -231,3 +232,13 @@ def engine_config(
     if num_speculative_tokens != 0:
         drafter = DrafterConfig(num_speculative_tokens=num_speculative_tokens, graph_mode=graph_mode, **own)
     return EngineConfig(drafter=drafter, graph_mode=graph_mode, **options)
+
+
+def make_request(prompt: Sequence[int], **sampling: Any) -> Request:
+    """A request with these of the SamplingParams."""
+    return Request(prompt=prompt, sampling=SamplingParams(**sampling))
+
+
+def resampled(request: Request, **changes: Any) -> Request:
+    """The same request with other SamplingParams."""
+    return replace(request, sampling=replace(request.sampling, **changes))

@@ -8,12 +8,12 @@ import torch
 from attn_backends import AttentionBackend, get, names, registry
 from spec_decode.cli.options import available_names
 from spec_decode.drafter import Strategy
-from spec_decode.engine import Engine, Request
+from spec_decode.engine import Engine
 from spec_decode.paged import GraphMode
 from spec_decode.testing.batches import DECODE, VERIFY
 from spec_decode.testing.paged_fixture import PagedFixture
 from spec_decode.testing.subject import Subject
-from tests.factories import engine_config, make_config, make_pair
+from tests.factories import engine_config, make_config, make_pair, make_request
 from tests.spec_decode.drafter.drafter_fixture import CAPTURING, advancing, mixed, preplanned
 
 SECOND = torch.device("cuda", 1)
@@ -58,7 +58,7 @@ def test_a_drafter_proposes_there_what_it_proposes_on_the_cpu(make: object, stra
 
 @pytest.mark.parametrize("graph_mode", [GraphMode.NONE, GraphMode.FULL])
 def test_an_engine_generates_there_what_it_generates_on_the_first(graph_mode: GraphMode) -> None:
-    requests = [Request(prompt=[1, 2, 3 + i], max_new_tokens=12, seed=i) for i in range(3)]
+    requests = [make_request(prompt=[1, 2, 3 + i], max_tokens=12, seed=i) for i in range(3)]
     texts = []
     for device in (torch.device("cuda", 0), SECOND):
         target, draft = (model.to(device) for model in make_pair(make_config(hidden_size=64, head_dim=64)))

@@ -29,6 +29,7 @@ from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.decoder_config import read_decoder
 from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.layers.rope import RotaryEmbedding
+from spec_decode.sampling import SamplingParams
 from spec_decode.tools.timing_limit import TimingLimit
 
 NAME = "throughput"
@@ -111,7 +112,10 @@ class ThroughputCase:
         """Prompts of random tokens, greedy, with a seed each: requests of one seed would keep the same drafts."""
         generator = torch.Generator().manual_seed(0)
         prompts = torch.randint(0, self.draft.config["vocab_size"], (count, self.prompt), generator=generator).tolist()
-        return [Request(prompt=p, max_new_tokens=self.output, seed=seed) for seed, p in enumerate(prompts)]
+        return [
+            Request(prompt=p, sampling=SamplingParams(max_tokens=self.output, seed=seed))
+            for seed, p in enumerate(prompts)
+        ]
 
 
 LLAMA3_8B = ThroughputCase(

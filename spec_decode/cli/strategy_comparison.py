@@ -13,6 +13,7 @@ from spec_decode.llm.backends import Backends
 from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.llm.pair import Pair
 from spec_decode.paged.kv_groups import make_groups
+from spec_decode.sampling import SamplingParams
 from spec_decode.testing.held_out_text import held_out_prompts
 
 PROMPTS, PROMPT_BYTES, NEW_TOKENS, DRAFT_TOKENS = 6, 64, 64, 4
@@ -55,7 +56,7 @@ class Comparison:
 def demo_requests() -> list[Request]:
     """Greedy requests from text that the shipped pair was not trained on."""
     prompts = held_out_prompts(PROMPTS, PROMPT_BYTES)
-    return [Request(prompt=encode(prompt), max_new_tokens=NEW_TOKENS) for prompt in prompts]
+    return [Request(prompt=encode(prompt), sampling=SamplingParams(max_tokens=NEW_TOKENS)) for prompt in prompts]
 
 
 def compare(pair: Pair, backends: Backends, requests: Sequence[Request], on_run: Callable[[str], None]) -> Comparison:
@@ -91,7 +92,7 @@ def generate(pair: Pair, backends: Backends, requests: Sequence[Request], config
     config = replace(config, max_reqs=len(requests), max_seq_len=longest)
     engine = Engine(pair.target, pair.draft, backends.target, config, draft_backend=backends.draft)
     engine.capture()
-    engine.generate([Request(prompt=requests[0].prompt[:1], max_new_tokens=2)])
+    engine.generate([Request(prompt=requests[0].prompt[:1], sampling=SamplingParams(max_tokens=2))])
     return GenerateResult(engine.generate(requests), engine.stats)
 
 

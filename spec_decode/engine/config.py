@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from builders import BatchError
@@ -12,6 +12,7 @@ from spec_decode.engine.page_pool import PagePool
 from spec_decode.engine.request import Request
 from spec_decode.models import DraftModel, TargetModel
 from spec_decode.paged import GraphMode
+from spec_decode.sampling import SamplingParams
 from spec_decode.trees import DraftTree, DynamicTreeConfig
 
 TREE_VERIFICATION = "sampling"
@@ -139,14 +140,20 @@ def checked_request(name: str, request: Request, config: EngineConfig, pool: Pag
         isinstance(request, Request),
         f"{name} must be a Request, got {type(request).__name__}. Make one of the prompt.",
     )
-    token_ids, new = _checked_prompt(name, request.prompt, vocab_size), request.max_new_tokens
-    prompt = len(token_ids)
+    sampling = request.sampling
     require(
-        type(new) is int,
-        f"{name} needs max_new_tokens as an integer, got {new!r}; its text would never be that long. Round it.",
+        isinstance(sampling, SamplingParams),
+        f"{name} needs SamplingParams as its sampling, got {type(sampling).__name__}. Pass some, or leave it out.",
     )
     require(
-        prompt > 0 and new > 0 and prompt + new <= config.max_seq_len,
+        not sampling.stop_strings,
+        f"{name} has stop strings, {sampling.stop_strings}, and an engine knows tokens alone; its text would never "
+        "stop there. Pass stop_token_ids, or use LLM.",
+    )
+    token_ids, new = _checked_prompt(name, request.prompt, vocab_size), sampling.max_tokens
+    prompt = len(token_ids)
+    require(
+        prompt > 0 and prompt + new <= config.max_seq_len,
         f"{name} needs a prompt and new tokens of at most {config.max_seq_len} together, got {prompt} and {new}. "
         "Shorten it or raise max_seq_len.",
     )
@@ -156,11 +163,10 @@ def checked_request(name: str, request: Request, config: EngineConfig, pool: Pag
         f"{pool.num_pages * pool.page_size - pool.draft_slots} together beside the draft's, got {prompt} and {new}; it "
         "would wait for ever. Shorten it or raise num_pages.",
     )
-    try:
-        _ = request.sampling
-    except (BatchError, TypeError) as error:
-        raise BatchError(f"{name} cannot be sampled: {error}") from error
-    return replace(request, prompt=token_ids, stop_ids=_checked_stop_ids(name, request.stop_ids))
+    # A set, since each token of the text is looked up.
+    return replace(
+        request, prompt=token_ids, sampling=replace(sampling, stop_token_ids=frozenset(sampling.stop_token_ids))
+    )
 
 
 def _checked_prompt(name: str, prompt: object, vocab_size: int) -> tuple[int, ...]:
@@ -178,13 +184,3 @@ def _checked_prompt(name: str, prompt: object, vocab_size: int) -> tuple[int, ..
                 "Encode it with this model's vocabulary."
             )
     return token_ids
-
-
-def _checked_stop_ids(name: str, stop_ids: object) -> frozenset[int]:
-    require(
-        isinstance(stop_ids, Collection) and all(type(token) is int for token in stop_ids),
-        f"{name} needs stop_ids as a set of integers, got {stop_ids!r}; its text would never stop there. "
-        "Pass frozenset() for none.",
-    )
-    assert isinstance(stop_ids, Collection)
-    return frozenset(stop_ids)

@@ -11,29 +11,20 @@ from spec_decode.sampling import SamplingParams
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A prompt and how to continue it; temperature, top_k, top_p and seed as SamplingParams has them.
+    """A prompt and how to continue it.
 
     prompt: a list, tuple or range of token ids, copied when it is submitted; of an array or a tensor, pass tolist().
-    stop_ids end the text and are not part of it.
+    sampling: how tokens are drawn and where the text ends. An engine knows tokens alone: it refuses stop strings, and
+    has no end tokens of its own.
     """
 
     prompt: Sequence[int]
-    max_new_tokens: int
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    stop_ids: frozenset[int] = frozenset()
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """Raises BatchError for values that no token can be sampled with."""
-        return SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
 
     @property
     def max_len(self) -> int:
         """Tokens of prompt and text together, at most."""
-        return len(self.prompt) + self.max_new_tokens
+        return len(self.prompt) + self.sampling.max_tokens
 
 
 class Finish(str, Enum):
@@ -68,11 +59,11 @@ class Handle:
     @property
     def room(self) -> int:
         """Tokens that the text may still take."""
-        return self.request.max_new_tokens - len(self.generation.token_ids)
+        return self.request.sampling.max_tokens - len(self.generation.token_ids)
 
     def append_token(self, token: int) -> bool:
         """Let the text grow by a token, or end it; whether the token is in the text."""
-        if token in self.request.stop_ids:
+        if token in self.request.sampling.stop_token_ids:
             self.generation.finish = Finish.STOP
             return False
         self.generation.token_ids.append(token)

@@ -17,7 +17,7 @@ class EngineStats:
     alone."""
     drafted_for: int = 0
     had_room_for: int = 0
-    """Those of drafted_for whose text had room for a draft token: 2 tokens or more were left of max_new_tokens."""
+    """Those of drafted_for whose text had room for a draft token: 2 tokens or more were left of max_tokens."""
     new_tokens: int = 0
     """Tokens that the host has read, stop ids included."""
     prefill_tokens: int = 0

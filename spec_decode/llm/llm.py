@@ -192,10 +192,8 @@ class LLM:
     def _one(self, index: int, prompt: object, params: SamplingParams) -> _Running:
         token_ids = self._encode(index, prompt)
         own = frozenset() if params.ignore_eos else self.pair.stop_ids
-        request = Request(
-            prompt=token_ids, max_new_tokens=params.max_tokens, temperature=params.temperature, top_k=params.top_k,
-            top_p=params.top_p, seed=params.seed, stop_ids=own | frozenset(params.stop_token_ids),
-        )  # fmt: skip
+        sampling = replace(params, stop=(), stop_token_ids=own | frozenset(params.stop_token_ids))
+        request = Request(prompt=token_ids, sampling=sampling)
         longest = self.config.max_seq_len
         require(
             len(token_ids) + params.max_tokens <= longest,

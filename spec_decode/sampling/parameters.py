@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ class SamplingParams:
                    keeps all
     - seed         64 bits, signed. Same seed, same noise, whatever else is in the batch; in fp32 the same text
 
-    Where a text ends is LLM's business; rows of a batch do not read it:
+    Where a text ends; rows of a batch do not read it:
 
     - max_tokens      the most tokens of the text, 1 or more
     - stop            strings that end the text and are not part of it: one, or several
@@ -41,7 +41,7 @@ class SamplingParams:
     seed: int = 0
     max_tokens: int = 64
     stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop_token_ids: Collection[int] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:

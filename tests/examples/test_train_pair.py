@@ -10,10 +10,18 @@ from train_pair.recipe import FURTHER_DRAFTS, TARGET, Recipe
 from train_pair.training import train_draft
 
 from attn_backends import get
-from spec_decode.engine import Engine, Request
+from spec_decode.engine import Engine
 from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import SHIPPED_PAIR, CheckpointError, draft_names, load_pair, load_target, save_pair
-from tests.factories import CPU, engine_config, make_block_config, make_config, make_latent_config, make_pair
+from tests.factories import (
+    CPU,
+    engine_config,
+    make_block_config,
+    make_config,
+    make_latent_config,
+    make_pair,
+    make_request,
+)
 
 RECIPE = Recipe(draft_steps=12, batch=4, window=16, unroll=2, written=8, prompts=2, rounds=2, blocks=8)
 NAMES = pytest.mark.parametrize("name", ["latent_draft", "block_draft"])
@@ -93,7 +101,7 @@ def test_an_engine_that_drafts_with_it_writes_what_plain_decoding_does(folder, n
     for steps in (0, 1, 4):
         config = engine_config(num_speculative_tokens=steps, max_seq_len=64)
         engine = Engine(*pair, get("torch_reference"), config)
-        requests = [Request(prompt=encode(prompt), max_new_tokens=20) for prompt in ("The for statement", "x")]
+        requests = [make_request(prompt=encode(prompt), max_tokens=20) for prompt in ("The for statement", "x")]
         texts.append([made.token_ids for made in engine.generate(requests)])
     assert texts[0] == texts[1] == texts[2]
 

@@ -9,10 +9,18 @@ from train_pair.losses import draft_loss
 from train_pair.recipe import Recipe
 
 from attn_backends import get
-from spec_decode.engine import Engine, Request
+from spec_decode.engine import Engine
 from spec_decode.llm.byte_tokenizer import decode, encode
 from spec_decode.paged import GraphMode
-from tests.factories import CPU, engine_config, make_block_config, make_config, make_latent_config, make_pair
+from tests.factories import (
+    CPU,
+    engine_config,
+    make_block_config,
+    make_config,
+    make_latent_config,
+    make_pair,
+    make_request,
+)
 
 PROMPTS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 WINDOWS = pytest.mark.parametrize("window", [None, 4])
@@ -21,7 +29,7 @@ WINDOWS = pytest.mark.parametrize("window", [None, 4])
 def greedy(pair, prompt, count):
     config = engine_config(num_speculative_tokens=0, max_seq_len=64, graph_mode=GraphMode.NONE)
     engine = Engine(*pair, get("torch_reference"), config)
-    return engine.generate([Request(prompt=prompt, max_new_tokens=count)])[0].token_ids
+    return engine.generate([make_request(prompt=prompt, max_tokens=count)])[0].token_ids
 
 
 @WINDOWS
@@ -70,7 +78,7 @@ def test_a_pair_without_pages_accepts_what_the_engines_does(kind):
     pair, prompts, rounds, drafted = make_terse_pair(kind), ["The for", "def rea"], 6, 3
     config = engine_config(num_speculative_tokens=drafted, max_seq_len=64, graph_mode=GraphMode.NONE)
     engine = Engine(*pair, get("torch_reference"), config)
-    made = engine.generate([Request(prompt=encode(prompt), max_new_tokens=28) for prompt in prompts])
+    made = engine.generate([make_request(prompt=encode(prompt), max_tokens=28) for prompt in prompts])
     accepted = [generation.accepted[:rounds] for generation in made]
     texts = [
         decode(encode(prompt) + generation.token_ids[: 1 + sum(kept) + rounds])

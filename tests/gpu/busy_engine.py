@@ -17,7 +17,7 @@ from spec_decode.engine import Engine, Handle, Request
 from spec_decode.llm.pair import Pair, load_byte_pair
 from spec_decode.models import SHIPPED_PAIR
 from spec_decode.testing.held_out_text import held_out_documents
-from tests.factories import engine_config
+from tests.factories import engine_config, make_request
 
 BACKEND, DTYPE = "triton_paged", torch.float32
 PAGE_SIZE = 1
@@ -53,14 +53,14 @@ def make_requests(count: int, rng: random.Random) -> list[Request]:
         return text[start : start + PROMPT[0] + int((PROMPT[1] - PROMPT[0]) * rng.random() ** 3)]
 
     return [
-        Request(
+        make_request(
             prompt=list(prompt()),
-            max_new_tokens=NEW[1] - int((NEW[1] - NEW[0]) * rng.random() ** 2),
+            max_tokens=NEW[1] - int((NEW[1] - NEW[0]) * rng.random() ** 2),
             temperature=rng.choice((0.0, 1.0)),
             top_k=rng.choice((0, 0, 3, 20)),
             top_p=rng.choice((1.0, 1.0, 0.7, 0.95)),
             seed=rng.getrandbits(62),
-            stop_ids=frozenset(rng.sample(STOPS, 2)) if index % 4 == 0 else frozenset(),
+            stop_token_ids=frozenset(rng.sample(STOPS, 2)) if index % 4 == 0 else frozenset(),
         )
         for index in range(count)
     ]

@@ -19,6 +19,7 @@ from train_pair.attention import run_target
 from attn_backends import registry
 from spec_decode.engine import Engine, Finish, Generation, Handle, Request
 from spec_decode.paged import GraphMode
+from tests.factories import make_request
 from tests.gpu import busy_engine
 from tests.gpu.busy_engine import BusyRun, load_pair, make_engine, make_requests, serve
 
@@ -96,8 +97,8 @@ def compare(busy_run: BusyRun, handles: Sequence[Handle], alone: Engine, noisy: 
     sample = Sample()
     for handle in handles:
         request, generation = handle.request, handle.generation
-        sample.sampled += request.temperature > 0
-        sample.greedy += request.temperature == 0
+        sample.sampled += request.sampling.temperature > 0
+        sample.greedy += request.sampling.temperature == 0
         sample.cancelled += generation.finish is Finish.CANCELLED
         found, expected = tokens_of(generation), tokens_of(alone.generate([request])[0])
         if (expected[: len(found)] if generation.finish is Finish.CANCELLED else expected) == found:
@@ -106,7 +107,7 @@ def compare(busy_run: BusyRun, handles: Sequence[Handle], alone: Engine, noisy: 
         pairs = enumerate(zip(found, expected, strict=False))
         at = next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(found), len(expected)))
         excused = at < len(found) and noisy.leads_to(request, found, at)
-        row = {"request": busy_run.handles.index(handle), "temperature": request.temperature, "token": at}
+        row = {"request": busy_run.handles.index(handle), "temperature": request.sampling.temperature, "token": at}
         (sample.excused if excused else sample.wrong).append({**row, "tokens": found, "tokens_alone": expected})
     return sample
 
@@ -173,7 +174,7 @@ def test_every_text_of_a_busy_engine_is_that_of_its_request_alone(write_report):
 # On a CPU, small: it passes for an engine that is right, and not for wrong texts.
 
 CPU = torch.device("cpu")
-GREEDY = Request(prompt=list(b"def "), max_new_tokens=6)
+GREEDY = make_request(prompt=list(b"def "), max_tokens=6)
 
 
 def busy_run_of(*handles):
@@ -238,6 +239,6 @@ def test_a_run_in_which_something_never_happened_is_no_proof():
 
 
 def test_requests_are_of_every_kind():
-    requests = make_requests(200, random.Random(0))
-    assert {r.temperature for r in requests} == {0.0, 1.0} and {bool(r.stop_ids) for r in requests} == {True, False}
-    assert {r.top_k > 0 for r in requests} == {r.top_p < 1 for r in requests} == {True, False}
+    params = [request.sampling for request in make_requests(200, random.Random(0))]
+    assert {p.temperature for p in params} == {0.0, 1.0} and {bool(p.stop_token_ids) for p in params} == {True, False}
+    assert {p.top_k > 0 for p in params} == {p.top_p < 1 for p in params} == {True, False}

@@ -30,7 +30,7 @@ from spec_decode.matrix.sources import AGREEMENT_SCHEMA, AgreementRow
 from spec_decode.models import SHIPPED_PAIR, draft_names
 from spec_decode.paged import GraphMode
 from spec_decode.testing.held_out_text import held_out_prompts
-from tests.factories import engine_config
+from tests.factories import engine_config, make_request
 
 PAGE_SIZE = 16
 JOBS = 10
@@ -79,7 +79,7 @@ class Subject:
 def requests_at(temperature: float) -> list[Request]:
     """The prompts, each with a seed of its own."""
     return [
-        Request(prompt=encode(text), max_new_tokens=NEW_TOKENS, temperature=temperature, seed=SEED + index)
+        make_request(prompt=encode(text), max_tokens=NEW_TOKENS, temperature=temperature, seed=SEED + index)
         for index, text in enumerate(held_out_prompts(PROMPTS, PROMPT_BYTES))
     ]
 

@@ -32,7 +32,7 @@ from spec_decode.models import Attention, DraftModel, EagleDraft, LayerGroup, Mo
 from spec_decode.paged import GraphMode
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import build_ragged, make_group
-from tests.factories import engine_config, make_tables
+from tests.factories import engine_config, make_request, make_tables
 
 transformers = pytest.importorskip("transformers")
 
@@ -233,7 +233,7 @@ class TargetAsDraft(DraftModel):
 def speculation_row(subject: ModelUnderTest, backend: AttentionBackend, mode: GraphMode) -> dict[str, Any]:
     """Greedy texts in one graph mode: plain, with a random draft and with the target as its own draft."""
     rows = subject.texts.tolist()
-    requests = [Request(prompt=row[: 5 + 9 * i], max_new_tokens=NEW_TOKENS) for i, row in enumerate(rows * 2)]
+    requests = [make_request(prompt=row[: 5 + 9 * i], max_tokens=NEW_TOKENS) for i, row in enumerate(rows * 2)]
     plain = _engine(subject, None, backend, mode).generate(requests)
     runs, accepted, strategies = [plain], [], []
     for draft in (random_draft(subject), TargetAsDraft(subject.target)):
@@ -272,7 +272,7 @@ def _engine(subject: ModelUnderTest, draft: DraftModel | None, backend: Attentio
 @torch.no_grad()
 def regret(subject: ModelUnderTest, request: Request, tokens: Sequence[int]) -> float:
     """By how much the exact model's logit of any token of the text falls short of its largest."""
-    if len(tokens) != request.max_new_tokens:
+    if len(tokens) != request.sampling.max_tokens:
         return float("inf")
     text = torch.tensor([[*request.prompt, *tokens]], device=subject.device)
     logits = subject.exact(text).logits[0, len(request.prompt) - 1 : -1].double()
@@ -403,7 +403,7 @@ def test_a_draft_that_attends_at_wrong_positions_is_not_ok(monkeypatch):
 
 
 def test_a_token_that_the_model_would_not_say_is_off_by_more_than_the_budget():
-    model, request = subject(torch.float32), Request(prompt=[1, 2, 3], max_new_tokens=1)
+    model, request = subject(torch.float32), make_request(prompt=[1, 2, 3], max_tokens=1)
     logits = model.exact(torch.tensor([[1, 2, 3]])).logits[0, -1]
     assert regret(model, request, [int(logits.argmax())]) == 0
     assert regret(model, request, [int(logits.topk(2).indices[1])]) > model.budget

@@ -16,7 +16,7 @@ from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import SHIPPED_PAIR, AttentionInputs, EagleDraft, LlamaTarget, load_pair
 from spec_decode.paged import GraphMode
 from spec_decode.testing.held_out_text import held_out_prompts
-from tests.factories import engine_config
+from tests.factories import engine_config, make_request
 
 PROMPTS = 20
 GREEDY_PROMPTS = 3
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.xdist_group("real_pair")
 
 def requests(prompts: int = PROMPTS, **changes: object) -> list[Request]:
     texts = held_out_prompts(prompts, 96)
-    return [Request(prompt=encode(text), max_new_tokens=NEW_TOKENS, **changes) for text in texts]  # type: ignore[arg-type]
+    return [make_request(prompt=encode(text), max_tokens=NEW_TOKENS, **changes) for text in texts]  # type: ignore[arg-type]
 
 
 def run(

@@ -9,9 +9,9 @@ from attn_backends import registry
 from spec_decode.cli import demo
 from spec_decode.cli import strategy_comparison as comparison
 from spec_decode.drafter import Strategy
-from spec_decode.engine import Request
 from spec_decode.llm.backends import backends_named
 from spec_decode.llm.pair import load_byte_pair
+from tests.factories import make_request
 from tests.spec_decode.cli.conftest import RebuildBackend, invoke, stand_in_kit
 
 pytestmark = pytest.mark.xdist_group("demo")
@@ -63,7 +63,7 @@ def shown_in_full(latent_pair, tmp_path_factory):
 def test_a_draft_that_proposes_its_tokens_at_once_is_compared_in_the_strategies_that_it_has(block_pair):
     pair = load_byte_pair(Path(block_pair), torch.float32, torch.device("cpu"), draft="block_draft")
     backends = backends_named(pair, comparison.CONFIG, "torch_reference")
-    found = comparison.compare(pair, backends, [Request(prompt=[0], max_new_tokens=4)], lambda run: None)
+    found = comparison.compare(pair, backends, [make_request(prompt=[0], max_tokens=4)], lambda run: None)
     assert not found.differs
     assert [row.strategy for row in found.rows if row.run is None] == [Strategy.DEVICE_LOOP, Strategy.PIECEWISE]
     assert "not device_loop: this draft proposes all its tokens in one step" in "\n".join(found.chosen.explain())

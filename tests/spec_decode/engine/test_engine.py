@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 import torch
 from train_pair.attention import causal_attention, run_target
@@ -8,12 +6,12 @@ from train_pair.generation import speculate
 from attn_backends import get
 from builders import BatchError
 from spec_decode.drafter import Strategy
-from spec_decode.engine import Engine, Request
+from spec_decode.engine import Engine
 from spec_decode.engine import engine as module
 from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.paged import GraphMode
 from spec_decode.verification import BlockVerification
-from tests.factories import engine_config, make_config, make_pair
+from tests.factories import engine_config, make_config, make_pair, make_request, resampled
 
 PAIR = make_pair()
 VOCAB = PAIR[0].config.vocab_size
@@ -34,7 +32,7 @@ def make_requests(count, seed=0, **options):
     new = torch.randint(1, 20, (count,), generator=generator).tolist()
     prompts = [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lens]
     return [
-        Request(prompt=prompt, max_new_tokens=n, seed=index, **options)
+        make_request(prompt=prompt, max_tokens=n, seed=index, **options)
         for index, (prompt, n) in enumerate(zip(prompts, new, strict=True))
     ]
 
@@ -46,7 +44,7 @@ def texts(engine, requests, **options):
 def dense_greedy(target, request):
     """The continuation by attention over the whole text each time, with no cache, page or batch."""
     tokens = list(request.prompt)
-    for _ in range(request.max_new_tokens):
+    for _ in range(request.sampling.max_tokens):
         tokens.append(int(target.logits(run_target(target, torch.tensor([tokens])))[0, -1].argmax()))
     return tokens[len(request.prompt) :]
 
@@ -109,12 +107,12 @@ def test_a_hot_request_says_the_same_twice():
 
 
 def test_another_seed_says_something_else():
-    said = texts(make_engine(), [Request(prompt=[3], max_new_tokens=20, temperature=1.5, seed=s) for s in range(4)])
+    said = texts(make_engine(), [make_request(prompt=[3], max_tokens=20, temperature=1.5, seed=s) for s in range(4)])
     assert len({tuple(text) for text in said}) == 4
 
 
 def test_greedy_and_hot_requests_share_a_batch():
-    requests = [Request(prompt=[5, 6], max_new_tokens=12, temperature=t, seed=1) for t in (0.0, 1.0, 0.0)]
+    requests = [make_request(prompt=[5, 6], max_tokens=12, temperature=t, seed=1) for t in (0.0, 1.0, 0.0)]
     together = texts(make_engine(), requests)
     assert together[0] == together[2] == texts(make_engine(), requests[:1])[0]
     assert together[1] == texts(make_engine(), requests[1:2])[0]
@@ -127,7 +125,7 @@ def test_as_much_is_kept_as_when_the_same_pair_speculates_without_a_cache(length
     prompts = ["aardvark!"[:length], "bumblebee"[:length], "crocodile"[:length]]
     rounds = 12
     kept, _ = speculate(*pair, prompts, rounds, 3)
-    requests = [Request(prompt=encode(prompt), max_new_tokens=50) for prompt in prompts]
+    requests = [make_request(prompt=encode(prompt), max_tokens=50) for prompt in prompts]
     results = make_engine(pair).generate(requests)
     first = [accepted for result in results for accepted in result.accepted[:rounds]]
     assert len(first) == rounds * 3 and 0.2 < kept < 2.5
@@ -146,7 +144,7 @@ def test_the_first_draft_is_the_dense_drafts_over_the_whole_prompt(monkeypatch):
         return drafts
 
     monkeypatch.setattr(engine.drafter, "propose", spy)
-    requests = [Request(prompt=request.prompt, max_new_tokens=5) for request in requests]
+    requests = [make_request(prompt=request.prompt, max_tokens=5) for request in requests]
     for request, result, found in zip(requests, engine.generate(requests), logits[0], strict=True):
         hidden = run_target(target, torch.tensor([request.prompt]))[0]
         ids = torch.tensor([*request.prompt[1:], result.token_ids[0]])
@@ -170,7 +168,7 @@ class Recording(BlockVerification):
 
 
 def test_verification_gets_the_position_of_each_draft_token(monkeypatch):
-    request, recording = Request(prompt=[3, 1, 4], max_new_tokens=20, temperature=1.0), Recording()
+    request, recording = make_request(prompt=[3, 1, 4], max_tokens=20, temperature=1.0), Recording()
     monkeypatch.setattr(module, "verifier", lambda name, **options: recording)
     [result] = make_engine().generate([request])
     # The host reads of the end one round late; the positions of that round do not matter.
@@ -194,7 +192,7 @@ def test_block_verification_keeps_no_fewer_drafts_than_rejection():
     kept = {}
     for name in ("rejection", "block"):
         engine = make_engine(verification=name, max_reqs=len(asked))
-        engine.generate([replace(request, max_new_tokens=30) for request in asked])
+        engine.generate([resampled(request, max_tokens=30) for request in asked])
         kept[name] = engine.stats.mean_accepted
     assert kept["block"] >= 0.97 * kept["rejection"]
 
@@ -210,23 +208,23 @@ def test_every_strategy_says_the_same_under_block_verification(strategy):
 def test_synthetic_acceptance_keeps_as_many_as_asked():
     engine = make_engine(verification="synthetic:2")
     # A first token from the prompt, then whole rounds of 3: the last is not cut short by the limit.
-    engine.generate([Request(prompt=[1, 2], max_new_tokens=31)])
+    engine.generate([make_request(prompt=[1, 2], max_tokens=31)])
     assert engine.stats.mean_accepted == 2.0
 
 
-@pytest.mark.parametrize("max_new_tokens", [2, 5, 32])
-def test_a_round_without_room_for_a_draft_token_counts_in_no_mean(max_new_tokens):
+@pytest.mark.parametrize("max_tokens", [2, 5, 32])
+def test_a_round_without_room_for_a_draft_token_counts_in_no_mean(max_tokens):
     engine = make_engine(verification="synthetic:2")
     # After the first token and whole rounds of 3, one is left: the last round could keep nothing.
-    (made,) = engine.generate([Request(prompt=[1, 2], max_new_tokens=max_new_tokens)])
-    whole = (max_new_tokens - 2) // 3
+    (made,) = engine.generate([make_request(prompt=[1, 2], max_tokens=max_tokens)])
+    whole = (max_tokens - 2) // 3
     assert made.accepted == [2] * whole + [0] and engine.stats.drafted_for == whole + 1
     assert engine.stats.had_room_for == whole and engine.stats.mean_accepted == (2.0 if whole else 0.0)
 
 
 def test_a_round_with_room_for_some_draft_tokens_counts_whole():
     engine = make_engine(verification="synthetic:2")
-    engine.generate([Request(prompt=[1, 2], max_new_tokens=6)])
+    engine.generate([make_request(prompt=[1, 2], max_tokens=6)])
     assert engine.stats.mean_accepted == 1.5  # 2, and 1 of the room for 1
 
 
@@ -247,7 +245,7 @@ def test_any_number_of_rows_gives_the_same_texts_in_order(max_reqs, steps):
 def test_every_request_says_as_much_as_was_asked(steps):
     requests = make_requests(9)
     said = texts(make_engine(num_speculative_tokens=steps), requests)
-    assert [len(text) for text in said] == [request.max_new_tokens for request in requests]
+    assert [len(text) for text in said] == [request.sampling.max_tokens for request in requests]
 
 
 def test_every_page_is_returned():
@@ -278,7 +276,7 @@ def test_no_request_ever_overflows_its_pages():
 
 
 def test_a_request_that_fills_the_engine_to_the_brim_is_served():
-    request = Request(prompt=[1] * 20, max_new_tokens=44)
+    request = make_request(prompt=[1] * 20, max_tokens=44)
     assert texts(make_engine(), [request])[0] == texts(make_engine(num_speculative_tokens=0), [request])[0]
 
 
@@ -288,14 +286,14 @@ def test_no_requests_give_no_results():
 
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_prompt_of_one_token_is_continued(steps):
-    request = Request(prompt=[7], max_new_tokens=10)
+    request = make_request(prompt=[7], max_tokens=10)
     assert texts(make_engine(num_speculative_tokens=steps), [request]) == [dense_greedy(PAIR[0], request)]
 
 
 @pytest.mark.parametrize("steps", [0, 3])
 def test_one_new_token_needs_no_round(steps):
     engine = make_engine(num_speculative_tokens=steps)
-    assert [len(text) for text in texts(engine, [Request(prompt=[1, 2], max_new_tokens=1)])] == [1]
+    assert [len(text) for text in texts(engine, [make_request(prompt=[1, 2], max_tokens=1)])] == [1]
     assert engine.stats.rounds == 0
 
 
@@ -303,11 +301,11 @@ def test_one_new_token_needs_no_round(steps):
 @pytest.mark.parametrize("at", [0, 1, 4, 9])
 def test_a_stop_id_ends_the_text_and_is_no_part_of_it(steps, at):
     prompt = [2, 9, 4]
-    whole = texts(make_engine(num_speculative_tokens=0), [Request(prompt=prompt, max_new_tokens=12, temperature=1.3)])[
+    whole = texts(make_engine(num_speculative_tokens=0), [make_request(prompt=prompt, max_tokens=12, temperature=1.3)])[
         0
     ]
     stop = whole[at]
-    request = Request(prompt=prompt, max_new_tokens=12, stop_ids=frozenset([stop]), temperature=1.3)
+    request = make_request(prompt=prompt, max_tokens=12, stop_token_ids=frozenset([stop]), temperature=1.3)
     said = texts(make_engine(num_speculative_tokens=0), [request])[0]
     assert said == whole[: whole.index(stop)]
     spoken = texts(make_engine(num_speculative_tokens=steps), [request])[0]
@@ -320,23 +318,23 @@ def test_greedy_texts_stop_where_plain_ones_do(steps):
     stop = frozenset(range(0, VOCAB, 3))
     whole = [dense_greedy(PAIR[0], request) for request in requests]
     wanted = [text[: next((i for i, t in enumerate(text) if t in stop), len(text))] for text in whole]
-    stopping = [replace(request, stop_ids=stop) for request in requests]
+    stopping = [resampled(request, stop_token_ids=stop) for request in requests]
     assert texts(make_engine(num_speculative_tokens=steps), stopping) == wanted
 
 
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_prompt_that_ends_in_a_stop_id_is_continued(steps):
-    request = Request(prompt=[2, 9], max_new_tokens=6)
+    request = make_request(prompt=[2, 9], max_tokens=6)
     whole = dense_greedy(PAIR[0], request)
     assert 9 not in whole
-    assert texts(make_engine(num_speculative_tokens=steps), [replace(request, stop_ids=frozenset([9]))]) == [whole]
+    assert texts(make_engine(num_speculative_tokens=steps), [resampled(request, stop_token_ids=[9])]) == [whole]
 
 
 def test_a_stop_id_that_is_the_last_token_asked_for_is_no_part_of_the_text():
-    request = Request(prompt=[2, 9, 4], max_new_tokens=6)
+    request = make_request(prompt=[2, 9, 4], max_tokens=6)
     whole = dense_greedy(PAIR[0], request)
     stop = frozenset([whole[-1]])
-    said = texts(make_engine(), [Request(prompt=[2, 9, 4], max_new_tokens=6, stop_ids=stop)])[0]
+    said = texts(make_engine(), [make_request(prompt=[2, 9, 4], max_tokens=6, stop_token_ids=stop)])[0]
     assert said == whole[: whole.index(whole[-1])]
 
 
@@ -351,9 +349,9 @@ def test_streaming_tells_each_requests_tokens_in_order(steps):
 
 
 def test_streaming_tells_no_stop_id():
-    request = Request(prompt=[2, 9, 4], max_new_tokens=10)
+    request = make_request(prompt=[2, 9, 4], max_tokens=10)
     whole, streamed = dense_greedy(PAIR[0], request), []
-    stopping = Request(prompt=[2, 9, 4], max_new_tokens=10, stop_ids=frozenset([whole[3]]))
+    stopping = make_request(prompt=[2, 9, 4], max_tokens=10, stop_token_ids=frozenset([whole[3]]))
     said = texts(make_engine(), [stopping], on_token=lambda index, token: streamed.append(token))[0]
     assert streamed == said and whole[3] not in streamed
 
@@ -365,14 +363,10 @@ def test_a_shorter_request_is_told_to_the_end_before_one_that_waits_for_its_row(
 
 
 REFUSED = {
-    "an empty prompt": (Request(prompt=[], max_new_tokens=3), "needs a prompt and new tokens.*got 0 and 3"),
-    "no new tokens": (Request(prompt=[1], max_new_tokens=0), "got 1 and 0"),
-    "too long": (Request(prompt=[1] * 60, max_new_tokens=5), "at most 64 together, got 60 and 5"),
-    "out of the vocabulary": (Request(prompt=[1, VOCAB], max_new_tokens=3), f"to {VOCAB - 1}, got {VOCAB} at place 1"),
-    "a negative token": (Request(prompt=[-1, 3], max_new_tokens=3), "got -1 at place 0"),
-    "a negative temperature": (Request(prompt=[1], max_new_tokens=3, temperature=-0.1), "at least 0.*-0.1"),
-    "a temperature that is no number": (Request(prompt=[1], max_new_tokens=3, temperature=float("nan")), "got nan"),
-    "a seed beyond 64 bits": (Request(prompt=[1], max_new_tokens=3, seed=2**63), "a signed 64-bit integer"),
+    "an empty prompt": (make_request(prompt=[], max_tokens=3), "needs a prompt and new tokens.*got 0 and 3"),
+    "too long": (make_request(prompt=[1] * 60, max_tokens=5), "at most 64 together, got 60 and 5"),
+    "out of the vocabulary": (make_request(prompt=[1, VOCAB], max_tokens=3), f"to {VOCAB - 1}, got {VOCAB} at place 1"),
+    "a negative token": (make_request(prompt=[-1, 3], max_tokens=3), "got -1 at place 0"),
 }  # fmt: skip
 
 
@@ -381,13 +375,13 @@ def test_a_request_that_no_row_can_hold_is_refused_before_anything_runs(request_
     told = []
     with pytest.raises(BatchError, match=f"request 1 .*{message}"):
         make_engine().generate(
-            [Request(prompt=[1], max_new_tokens=3), request_], on_token=lambda index, token: told.append(index)
+            [make_request(prompt=[1], max_tokens=3), request_], on_token=lambda index, token: told.append(index)
         )
     assert told == []
 
 
 def test_an_engine_serves_on_after_a_refusal():
-    engine, good = make_engine(), Request(prompt=[1], max_new_tokens=3)
+    engine, good = make_engine(), make_request(prompt=[1], max_tokens=3)
     with pytest.raises(BatchError):
         engine.generate([REFUSED["an empty prompt"][0]])
     assert texts(engine, [good]) == texts(make_engine(), [good])

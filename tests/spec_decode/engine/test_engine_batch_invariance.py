@@ -7,10 +7,10 @@ import torch
 from attn_backends import Feature, NoBackend, get
 from builders import BatchError
 from spec_decode.drafter import Strategy, StrategyError
-from spec_decode.engine import Engine, Request
+from spec_decode.engine import Engine
 from spec_decode.models.kernels.batch_invariance import is_batch_invariant
 from spec_decode.paged import GraphMode
-from tests.factories import engine_config, make_config, make_latent_config, make_pair
+from tests.factories import engine_config, make_config, make_latent_config, make_pair, make_request
 
 # In one process: what eager drafting says is made once.
 pytestmark = pytest.mark.xdist_group("batch_invariance")
@@ -41,7 +41,7 @@ def requests_at(temperature):
     lens = (3, 17, 9, 30, 11)
     prompts = [torch.randint(0, 24, (n,), generator=generator).tolist() for n in lens]
     return [
-        Request(prompt=prompt, max_new_tokens=14, temperature=temperature, seed=seed)
+        make_request(prompt=prompt, max_tokens=14, temperature=temperature, seed=seed)
         for seed, prompt in enumerate(prompts)
     ]
 

@@ -11,10 +11,10 @@ from train_pair.attention import causal_attention, positions_of
 from attn_backends import get
 from attn_backends.torch_reference import TorchReference
 from builders import BatchError, GraphSupport, ReferenceBuilder
-from spec_decode.engine import Engine, Finish, Request
+from spec_decode.engine import Engine, Finish
 from spec_decode.models import DraftModel, LayerGroup, LlamaTarget
 from spec_decode.paged import GraphMode
-from tests.factories import engine_config, make_config, make_pair
+from tests.factories import engine_config, make_config, make_pair, make_request, resampled
 
 PAIR = make_pair()
 VOCAB = PAIR[0].vocab_size
@@ -33,12 +33,12 @@ def make_requests(count, seed=0, *, prompt=12, new=20):
     """Random requests, greedy and hot by turns, every third with stop ids."""
     rng = random.Random(seed)
     return [
-        Request(
+        make_request(
             prompt=[rng.randrange(VOCAB) for _ in range(rng.randint(1, prompt))],
-            max_new_tokens=rng.randint(1, new),
+            max_tokens=rng.randint(1, new),
             temperature=rng.choice([0.0, 1.0]),
             seed=index,
-            stop_ids=frozenset(rng.sample(range(VOCAB), 2)) if index % 3 == 0 else frozenset(),
+            stop_token_ids=frozenset(rng.sample(range(VOCAB), 2)) if index % 3 == 0 else frozenset(),
         )
         for index in range(count)
     ]
@@ -92,7 +92,7 @@ VERIFIERS = ("rejection", "block", "synthetic:1.5")
 @pytest.mark.parametrize("verification", VERIFIERS)
 def test_a_preempted_request_goes_on_with_the_text_it_had(verification):
     # With these seeds, one goes on from a token that the target would not draw again by itself.
-    requests = [Request(prompt=[i, 3], max_new_tokens=45, temperature=1.0, seed=16 + i) for i in range(4)]
+    requests = [make_request(prompt=[i, 3], max_tokens=45, temperature=1.0, seed=16 + i) for i in range(4)]
     tight = make_engine(num_pages=26, verification=verification)
     assert texts(tight, requests) == alone(requests, verification=verification)
     # More was prefilled again than prompts: whoever was preempted had a text.
@@ -101,7 +101,7 @@ def test_a_preempted_request_goes_on_with_the_text_it_had(verification):
 
 
 def test_plain_decoding_survives_preemption():
-    requests = [replace(request, max_new_tokens=25) for request in make_requests(5, 3)]
+    requests = [resampled(request, max_tokens=25) for request in make_requests(5, 3)]
     tight = make_engine(num_pages=13, num_speculative_tokens=0)
     assert texts(tight, requests) == alone(requests, num_speculative_tokens=0)
     assert tight.stats.preemptions > 0 and tight.pool.num_free == 13
@@ -110,12 +110,12 @@ def test_plain_decoding_survives_preemption():
 def test_nobody_is_preempted_for_pages_that_turn_out_not_to_be_needed():
     # Each keeps no draft, but the host must reckon with all of them until it hears of the round.
     engine = make_engine(num_pages=17, page_size=1, verification="synthetic:0")
-    engine.generate([Request(prompt=[1], max_new_tokens=10), Request(prompt=[2], max_new_tokens=4)])
+    engine.generate([make_request(prompt=[1], max_tokens=10), make_request(prompt=[2], max_tokens=4)])
     assert engine.stats.preemptions == 0
 
 
 def test_the_youngest_is_preempted_and_the_oldest_never():
-    told, requests = [], [Request(prompt=[index + 1], max_new_tokens=30) for index in range(3)]
+    told, requests = [], [make_request(prompt=[index + 1], max_tokens=30) for index in range(3)]
     tight = make_engine(num_pages=12)
     tight.generate(requests, on_token=lambda index, token: told.append(index))
     ends = [len(told) - told[::-1].index(index) for index in range(3)]
@@ -125,7 +125,7 @@ def test_the_youngest_is_preempted_and_the_oldest_never():
 @pytest.mark.parametrize(("num_pages", "rounds"), [(66, 1), (67, 1 + 8)])
 def test_a_request_owns_pages_for_the_next_round_or_where_the_pool_holds_the_longest_for_some_more(num_pages, rounds):
     engine = make_engine(max_reqs=1, page_size=1, num_pages=num_pages)
-    engine.submit(Request(prompt=[1, 2, 3], max_new_tokens=40))
+    engine.submit(make_request(prompt=[1, 2, 3], max_tokens=40))
     owned = []
     while engine.step():
         owned.append(all_pages(engine) - engine.pool.num_free)
@@ -137,8 +137,8 @@ def test_a_request_owns_pages_for_the_next_round_or_where_the_pool_holds_the_lon
 
 def test_a_request_waits_until_its_prompt_fits():
     engine = make_engine(num_pages=10, num_speculative_tokens=0, page_size=4)
-    engine.submit(Request(prompt=[1] * 20, max_new_tokens=12))
-    late = engine.submit(Request(prompt=[2] * 20, max_new_tokens=2))
+    engine.submit(make_request(prompt=[1] * 20, max_tokens=12))
+    late = engine.submit(make_request(prompt=[2] * 20, max_tokens=2))
     engine.step()
     assert not late.generation.token_ids and engine.pool.num_free == 10 - 6
     while engine.step():
@@ -148,9 +148,9 @@ def test_a_request_waits_until_its_prompt_fits():
 
 def test_a_request_that_the_pool_can_never_hold_is_refused_with_what_would_fit():
     engine = make_engine(num_pages=4)
-    engine.submit(Request(prompt=[1] * 7, max_new_tokens=6))
+    engine.submit(make_request(prompt=[1] * 7, max_tokens=6))
     with pytest.raises(BatchError, match="fit the 4 pages of 4, at most 13 together beside the draft's, got 7 and 7"):
-        engine.submit(Request(prompt=[1] * 7, max_new_tokens=7))
+        engine.submit(make_request(prompt=[1] * 7, max_tokens=7))
 
 
 @pytest.mark.parametrize("steps", [0, 3])
@@ -164,9 +164,9 @@ def test_a_prompt_in_chunks_says_what_it_says_as_a_whole(chunk, steps):
 
 def test_a_long_prompt_holds_the_others_up_by_a_chunk_a_round():
     engine, prefilled = make_engine(max_prefill_tokens=4), []
-    short = engine.submit(Request(prompt=[1], max_new_tokens=50))
+    short = engine.submit(make_request(prompt=[1], max_tokens=50))
     engine.step()
-    long = engine.submit(Request(prompt=[2] * 40, max_new_tokens=2))
+    long = engine.submit(make_request(prompt=[2] * 40, max_tokens=2))
     while not long.generation.token_ids:
         rounds, before = engine.stats.rounds, engine.stats.prefill_tokens
         engine.step()
@@ -178,7 +178,7 @@ def test_a_long_prompt_holds_the_others_up_by_a_chunk_a_round():
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("when", ["waiting", "in its prompt", "running", "in its own callback", "in another's"])
 def test_a_cancelled_request_leaves_the_others_texts_as_they_are(when, steps):
-    requests = [replace(r, temperature=1.0, max_new_tokens=16, stop_ids=frozenset()) for r in make_requests(4, 7)]
+    requests = [resampled(r, temperature=1.0, max_tokens=16, stop_token_ids=frozenset()) for r in make_requests(4, 7)]
     requests[2] = replace(requests[2], prompt=[5] * 12)
     engine = make_engine(max_reqs=2 if when == "waiting" else 4, num_speculative_tokens=steps, max_prefill_tokens=9)
     handles = []
@@ -207,7 +207,7 @@ def test_a_cancelled_request_leaves_the_others_texts_as_they_are(when, steps):
 
 def test_cancelling_what_is_done_changes_nothing():
     engine = make_engine()
-    handle = engine.submit(Request(prompt=[1], max_new_tokens=2))
+    handle = engine.submit(make_request(prompt=[1], max_tokens=2))
     while engine.step():
         pass
     engine.cancel(handle)
@@ -215,9 +215,9 @@ def test_cancelling_what_is_done_changes_nothing():
 
 
 def test_a_generation_says_why_it_ended():
-    whole = alone([Request(prompt=[2, 9], max_new_tokens=6)])[0]
-    stopping = Request(prompt=[2, 9], max_new_tokens=6, stop_ids=frozenset(whole[2:3]))
-    assert [g.finish for g in make_engine().generate([stopping, replace(stopping, max_new_tokens=1)])] == [
+    whole = alone([make_request(prompt=[2, 9], max_tokens=6)])[0]
+    stopping = make_request(prompt=[2, 9], max_tokens=6, stop_token_ids=frozenset(whole[2:3]))
+    assert [g.finish for g in make_engine().generate([stopping, resampled(stopping, max_tokens=1)])] == [
         Finish.STOP,
         Finish.LENGTH,
     ]
@@ -225,13 +225,13 @@ def test_a_generation_says_why_it_ended():
 
 def test_a_request_may_be_submitted_by_a_callback():
     engine, handles = make_engine(), []
-    second = Request(prompt=[4], max_new_tokens=5, temperature=1.0, seed=3)
+    second = make_request(prompt=[4], max_tokens=5, temperature=1.0, seed=3)
 
     def chain(token):
         if len(handles) == 1:
             handles.append(engine.submit(second))
 
-    handles.append(engine.submit(Request(prompt=[3], max_new_tokens=9), on_token=chain))
+    handles.append(engine.submit(make_request(prompt=[3], max_tokens=9), on_token=chain))
     while engine.step():
         pass
     assert handles[1].generation.token_ids == alone([second])[0]
@@ -239,7 +239,7 @@ def test_a_request_may_be_submitted_by_a_callback():
 
 def test_a_step_within_a_step_is_refused():
     engine = make_engine()
-    engine.submit(Request(prompt=[3], max_new_tokens=9), on_token=lambda token: engine.step())
+    engine.submit(make_request(prompt=[3], max_tokens=9), on_token=lambda token: engine.step())
     with pytest.raises(BatchError, match="may not begin within another"):
         while engine.step():
             pass
@@ -248,7 +248,7 @@ def test_a_step_within_a_step_is_refused():
 @pytest.mark.parametrize("every", [1, 5])
 @pytest.mark.parametrize("num_pages", [None, 16])
 def test_no_token_is_lost_when_a_callback_raises(num_pages, every):
-    requests = [replace(request, max_new_tokens=15) for request in make_requests(4, 9)]
+    requests = [resampled(request, max_tokens=15) for request in make_requests(4, 9)]
     engine, told = make_engine(num_pages=num_pages), []
 
     def fail(index):
@@ -281,7 +281,7 @@ def test_the_host_hears_of_a_round_when_the_next_one_is_under_way(monkeypatch):
         return propose(verified)
 
     monkeypatch.setattr(engine.drafter, "propose", spy)
-    engine.generate([Request(prompt=[1], max_new_tokens=9)], on_token=lambda index, token: events.append("token"))
+    engine.generate([make_request(prompt=[1], max_tokens=9)], on_token=lambda index, token: events.append("token"))
     rounds_before = [events[:at].count("round") for at, event in enumerate(events) if event == "token"]
     # The first token is the prompt's own; every later one was decided a round before the latest.
     assert rounds_before[1] == 2
@@ -296,14 +296,14 @@ def test_a_request_near_its_limit_gets_as_many_drafts_as_its_text_has_room_for(m
         proposed.append((propose(verified).tokens[0] >= 0).sum().item())
 
     monkeypatch.setattr(engine.drafter, "propose", spy)
-    engine.generate([Request(prompt=[1], max_new_tokens=20)])
+    engine.generate([make_request(prompt=[1], max_tokens=20)])
     assert proposed == [min(3, left) for left in room] and {0, 3} <= set(proposed)
 
 
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_row_whose_end_nobody_has_heard_of_stays_within_its_pages(steps):
     engine = make_engine(num_speculative_tokens=steps, page_size=1)
-    engine.submit(Request(prompt=[1], max_new_tokens=5))
+    engine.submit(make_request(prompt=[1], max_tokens=5))
     engine.step()
     for _ in range(9):
         for request, count in engine._scheduler._missing_pages().items():
@@ -316,7 +316,7 @@ def test_a_row_whose_end_nobody_has_heard_of_stays_within_its_pages(steps):
 
 def test_totals_count_tokens_and_rounds():
     engine = make_engine(max_reqs=2)
-    requests = [replace(request, stop_ids=frozenset()) for request in make_requests(5)]
+    requests = [resampled(request, stop_token_ids=frozenset()) for request in make_requests(5)]
     results = engine.generate(requests)
     assert engine.stats.new_tokens == sum(len(result.token_ids) for result in results)
     assert engine.stats.prefill_tokens == sum(len(request.prompt) for request in requests)
@@ -371,7 +371,7 @@ def dense_text(target, request):
     def attend(inputs):
         return causal_attention(1, layer_windows(inputs.layer))(inputs)
 
-    for _ in range(request.max_new_tokens):
+    for _ in range(request.sampling.max_tokens):
         hidden = target(tokens.flatten(), positions_of(tokens), attend).hidden
         tokens = torch.cat([tokens, target.logits(hidden[-1:]).argmax(-1)[None]], 1)
     return tokens[0, len(request.prompt) :].tolist()
@@ -381,7 +381,7 @@ def dense_text(target, request):
 @pytest.mark.parametrize("chunk", [2, 512])
 def test_a_draft_that_is_the_target_is_always_right(chunk, graph_mode):
     target = two_groups()
-    requests = [Request(prompt=p, max_new_tokens=n) for p, n in (([1, 2, 3, 4, 5, 6, 7], 17), ([9], 12), ([3, 8], 1))]
+    requests = [make_request(prompt=p, max_tokens=n) for p, n in (([1, 2, 3, 4, 5, 6, 7], 17), ([9], 12), ([3, 8], 1))]
     engine = make_engine((target, SameModel(target)), max_prefill_tokens=chunk, graph_mode=graph_mode)
     results = engine.generate(requests)
     assert [result.token_ids for result in results] == [dense_text(target, request) for request in requests]
@@ -390,7 +390,7 @@ def test_a_draft_that_is_the_target_is_always_right(chunk, graph_mode):
 
 def test_a_draft_that_is_the_target_is_right_behind_a_preemption():
     target = two_groups()
-    requests = [Request(prompt=[index, 4], max_new_tokens=30) for index in range(3)]
+    requests = [make_request(prompt=[index, 4], max_tokens=30) for index in range(3)]
     engine = make_engine((target, SameModel(target)), num_pages=14)
     results = engine.generate(requests)
     assert engine.stats.preemptions > 0 and engine.stats.mean_accepted > 2.5
@@ -402,7 +402,7 @@ class Other(TorchReference):
 
 
 def test_every_group_gets_the_backend_chosen_for_it():
-    target, request = two_groups(), Request(prompt=[1, 2, 3], max_new_tokens=12)
+    target, request = two_groups(), make_request(prompt=[1, 2, 3], max_tokens=12)
     by_name = {"full": REFERENCE, "sliding": Other()}
     engines = [
         make_engine((target, SameModel(target)), backend=by_name, draft_backend=lambda group: by_name[group.name])
@@ -427,7 +427,7 @@ def test_a_draft_made_for_another_target_is_refused():
 
 
 def test_speculation_without_a_draft_is_refused_and_plain_decoding_is_not():
-    request = Request(prompt=[1], max_new_tokens=5)
+    request = make_request(prompt=[1], max_tokens=5)
     assert texts(make_engine((PAIR[0], None), num_speculative_tokens=0), [request]) == alone([request])
     with pytest.raises(BatchError, match="3 speculative tokens need a draft model"):
         make_engine((PAIR[0], None))

@@ -5,12 +5,12 @@ import torch
 
 from attn_backends import get
 from spec_decode.drafter import Strategy
-from spec_decode.engine import Engine, Request
+from spec_decode.engine import Engine
 from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import SHIPPED_PAIR, load_pair
 from spec_decode.models.load import load_draft
 from spec_decode.paged import GraphMode
-from tests.factories import engine_config
+from tests.factories import engine_config, make_request
 from tests.spec_decode.models.generated import make_causal, make_dflash
 
 PROMPTS = ["The for statement", "def read(path):", "x"]
@@ -37,7 +37,7 @@ def make_engine(draft, steps, **options):
 
 
 def texts(engine, **options):
-    requests = [Request(prompt=encode(prompt), max_new_tokens=20, seed=3, **options) for prompt in PROMPTS]
+    requests = [make_request(prompt=encode(prompt), max_tokens=20, seed=3, **options) for prompt in PROMPTS]
     return [generation.token_ids for generation in engine.generate(requests)]
 
 

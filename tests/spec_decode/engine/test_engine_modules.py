@@ -6,12 +6,12 @@ import torch
 from attn_backends import get
 from builders import BatchError
 from spec_decode.drafter import Strategy
-from spec_decode.engine import Engine, Request
+from spec_decode.engine import Engine
 from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import SHIPPED_PAIR, load_pair
 from spec_decode.models.load import load_draft
 from spec_decode.paged import GraphMode
-from tests.factories import engine_config
+from tests.factories import engine_config, make_request
 from tests.spec_decode.models.generated_mtp import V3_CONFIG, v3_modules, write
 
 PROMPTS = ["The for statement", "def read(path):", "x", "A list, like a tuple, holds"]
@@ -40,7 +40,8 @@ def make_engine(draft, steps, **options):
 
 def requests(**options):
     return [
-        Request(prompt=encode(prompt), max_new_tokens=14 - 2 * i, seed=i, **options) for i, prompt in enumerate(PROMPTS)
+        make_request(prompt=encode(prompt), max_tokens=14 - 2 * i, seed=i, **options)
+        for i, prompt in enumerate(PROMPTS)
     ]
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from attn_backends import get
-from spec_decode.engine import Engine, Request
+from spec_decode.engine import Engine
 from spec_decode.paged import GraphMode
-from tests.factories import engine_config, make_pair
+from tests.factories import engine_config, make_pair, make_request
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 
@@ -18,7 +18,7 @@ def draft_caches(max_prefill_tokens):
         graph_mode=GraphMode.NONE,
     )  # fmt: skip
     engine = Engine(*make_pair(), get("torch_reference"), config)
-    engine.generate([Request(prompt=PROMPT, max_new_tokens=2)])
+    engine.generate([make_request(prompt=PROMPT, max_tokens=2)])
     return [
         part for group in engine.drafter.groups for cache in group.caches.values() for part in (cache.key, cache.value)
     ]

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from builders import BatchError
 from spec_decode.engine import scheduler as scheduler_module
 from spec_decode.engine.page_pool import PagePool
-from spec_decode.engine.request import Finish, Handle, Request
+from spec_decode.engine.request import Finish, Handle
 from spec_decode.engine.scheduler import Scheduler
-from tests.factories import engine_config
+from tests.factories import engine_config, make_request
 
 
 class Device:
@@ -100,7 +100,7 @@ def serve(world):
         max_prefill_tokens=world["chunk"],
     )
     scheduler = Scheduler(pool, config)
-    handles = [Handle(Request(prompt=[0] * prompt, max_new_tokens=new)) for prompt, new in world["lens"]]
+    handles = [Handle(make_request(prompt=[0] * prompt, max_tokens=new)) for prompt, new in world["lens"]]
     for handle in handles:
         scheduler.submit(handle)
     device, admitted = Device(scheduler, pool, world["ahead"], world["seed"]), []
@@ -147,7 +147,7 @@ def scheduler_of(num_pages=20, **options):
 
 
 def submitted(scheduler, *prompts):
-    handles = [Handle(Request(prompt=[0] * length, max_new_tokens=3)) for length in prompts]
+    handles = [Handle(make_request(prompt=[0] * length, max_tokens=3)) for length in prompts]
     for handle in handles:
         scheduler.submit(handle)
     scheduler.make_room(lambda: None)

@@ -5,12 +5,12 @@ from functools import cache
 import pytest
 
 from attn_backends import get
-from spec_decode.engine import Engine, Request
+from spec_decode.engine import Engine
 from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import SHIPPED_PAIR, load_pair
 from spec_decode.paged import GraphMode
 from spec_decode.testing.held_out_text import held_out_prompts
-from tests.factories import engine_config
+from tests.factories import engine_config, make_request
 
 
 @cache
@@ -21,7 +21,7 @@ def pair():
 def requests(temperature):
     prompts = [encode(text) for text in held_out_prompts(4, 16)]
     return [
-        Request(prompt=prompt[: 16 - 2 * index], max_new_tokens=24 + index, temperature=temperature, seed=index)
+        make_request(prompt=prompt[: 16 - 2 * index], max_tokens=24 + index, temperature=temperature, seed=index)
         for index, prompt in enumerate(prompts)
     ]
 

@@ -9,12 +9,12 @@ from attn_backends import Feature, NoBackend, get
 from attn_backends.torch_reference import TorchReference
 from builders import BatchError
 from spec_decode.drafter import Strategy
-from spec_decode.engine import Engine, Request
+from spec_decode.engine import Engine
 from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import SHIPPED_PAIR, load_pair
 from spec_decode.paged import GraphMode
 from spec_decode.trees import DraftTree, DynamicTreeConfig
-from tests.factories import engine_config
+from tests.factories import engine_config, make_request
 from tests.mutants.draft_shapes import MergesTrees
 from tests.spec_decode.trees.tree_helpers import TREES
 
@@ -32,7 +32,7 @@ def make_engine(tree, *, steps=3, backend="triton_paged", **options):
 
 def requests(temperature=0.0, new=24):
     return [
-        Request(prompt=encode(prompt), max_new_tokens=new, temperature=temperature, seed=3 + at)
+        make_request(prompt=encode(prompt), max_tokens=new, temperature=temperature, seed=3 + at)
         for at, prompt in enumerate(PROMPTS)
     ]
 

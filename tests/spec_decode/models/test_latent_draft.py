@@ -14,13 +14,13 @@ from attn_backends.torch_reference import TorchReference
 from builders import AttentionKind
 from spec_decode.conformance.check import expand
 from spec_decode.drafter import Strategy
-from spec_decode.engine import Engine, Request
+from spec_decode.engine import Engine
 from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import LatentConfig, LlamaTarget
 from spec_decode.paged import GraphMode
 from spec_decode.testing.expectations import CheckFailure
 from spec_decode.testing.subject import Subject
-from tests.factories import CPU, engine_config, make_config, make_latent_config, make_pair
+from tests.factories import CPU, engine_config, make_config, make_latent_config, make_pair, make_request, resampled
 
 REFERENCE = get("torch_reference")
 FORMS = {
@@ -192,7 +192,7 @@ def make_engine(
 def make_requests(**options):
     prompts = ([3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [4, 6])
     return [
-        Request(prompt=p, max_new_tokens=n, seed=n, **options) for p, n in zip(prompts, (14, 19, 8, 1), strict=True)
+        make_request(prompt=p, max_tokens=n, seed=n, **options) for p, n in zip(prompts, (14, 19, 8, 1), strict=True)
     ]
 
 
@@ -237,7 +237,7 @@ def test_the_first_draft_is_the_dense_drafts_over_the_whole_prompt(config, monke
         return drafts
 
     monkeypatch.setattr(engine.drafter, "propose", spy)
-    requests = [replace(request, max_new_tokens=5) for request in make_requests()]
+    requests = [resampled(request, max_tokens=5) for request in make_requests()]
     for request, result, found in zip(requests, engine.generate(requests), logits[0], strict=True):
         hidden = run_target(target, torch.tensor([request.prompt]))[0]
         ids = torch.tensor([*request.prompt[1:], result.token_ids[0]])
@@ -251,7 +251,7 @@ def test_as_much_is_kept_as_when_the_same_pair_speculates_without_a_cache(config
     pair = make_pair(make_config(vocab_size=256, num_q_heads=4), config, context=0.5)
     prompts, rounds = ["aardvark!", "bumblebee", "crocodile"], 12
     kept, _ = speculate(*pair, prompts, rounds, 3)
-    results = make_engine(pair).generate([Request(prompt=encode(prompt), max_new_tokens=50) for prompt in prompts])
+    results = make_engine(pair).generate([make_request(prompt=encode(prompt), max_tokens=50) for prompt in prompts])
     first = [accepted for result in results for accepted in result.accepted[:rounds]]
     assert len(first) == rounds * 3 and 0.2 < kept < 2.5
     assert sum(first) / len(first) == pytest.approx(kept)
