@@ -148,7 +148,7 @@ def test_the_whole_target_has_as_many_parameters_as_llama_3_8b():
 
 def test_requests_have_prompts_and_seeds_of_their_own():
     first, second = TINY.requests(2)
-    assert first.prompt != second.prompt and first.seed != second.seed
+    assert first.prompt != second.prompt and first.sampling.seed != second.sampling.seed
     assert (len(first.prompt), first.sampling.max_tokens, first.sampling.stop_token_ids) == (20, 32, ())
 
 
