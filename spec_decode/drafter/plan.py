@@ -37,10 +37,13 @@ class DraftPlan(MetadataPlan):
         instead = f"{strategy.value} was measured to be faster"
         return _plan([group.facts for group in self.groups], self.unsupported, strategy, reason, instead)
 
+    def __str__(self) -> str:
+        return f"{self.strategy.value}: {self.reason}"
+
     def explain(self) -> list[str]:
         """The plan in words, one line each."""
         return [
-            f"strategy {self.strategy.value}: {self.reason}",
+            f"strategy {self}",
             *(f"not {strategy.value}: {reason}" for strategy, reason in self.not_chosen),
             *(group.explain() for group in self.groups),
         ]

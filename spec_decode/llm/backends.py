@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attn_backends import AttentionBackend, NoBackend, Rejected, registry, select
+from attn_backends import AttentionBackend, BackendError, MissingPackage, NoBackend, Rejected, registry, select
 from spec_decode.engine import EngineConfig
 from spec_decode.llm.pair import Pair
 from spec_decode.models import DraftModel, LayerGroup, TargetModel
@@ -70,14 +70,28 @@ def _chosen(groups: Sequence[LayerGroup], device: torch.device, asked: str | Non
 
 
 def explain_backends(pair: Pair, backends: Backends, config: EngineConfig) -> list[str]:
-    """For each layer group the backend that serves it, and why each other one does not."""
+    """For each layer group the backend that serves it, and why each other one does not; then those not installed."""
+    absent = [name for name in registry.names() if not _is_installed(name)]
     lines = []
     for name, model, chosen in (("target", pair.target, backends.target), ("draft", pair.draft, backends.draft)):
         for group in groups_asked(model, config) if model is not None else ():
             own = chosen[group.name].name
             lines.append(f"{name} [{group.spec.describe()}]: {own}")
-            for other in (other for other in registry.names() if other != own):
+            for other in (other for other in registry.names() if other not in (own, *absent)):
                 verdict = registry.explain(other, group.spec, pair.device)
                 why = "; ".join(verdict.reasons) if isinstance(verdict, Rejected) else "would serve it too"
                 lines.append(f"  not {other}: {why}")
+    if absent:
+        lines.append(f"not installed: {', '.join(absent)}; attn-backends list says how to install each")
     return lines
+
+
+def _is_installed(name: str) -> bool:
+    """Whether the packages of a backend are there; one that is broken is."""
+    try:
+        registry.get(name)
+    except MissingPackage:
+        return False
+    except BackendError:
+        return True
+    return True

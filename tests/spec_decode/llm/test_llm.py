@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import spec_decode
+from attn_backends import AttentionBackend, registry
 from builders import BatchError
 from spec_decode import LLM, SamplingParams
 from spec_decode.drafter import StrategyError
@@ -44,6 +46,25 @@ def test_drafting_changes_no_greedy_text(llm: LLM, plain: LLM) -> None:
 def test_the_plan_says_how_the_drafter_runs(llm: LLM, plain: LLM) -> None:
     assert llm.plan is not None and plain.plan is None
     assert "target [" in llm.explain() and "strategy full_loop" in llm.explain() and "no draft" in plain.explain()
+    assert str(llm.plan).startswith("full_loop: every group's metadata advances in the graph")
+
+
+def test_backends_without_their_package_are_named_once_and_broken_ones_with_why(llm: LLM) -> None:
+    unloadable = {"absent": ImportError("No module named 'kernels'"), "broken": OSError("no libcuda")}
+    for name, error in unloadable.items():
+        registry._registered[name] = registry._Registration(partial(_raise, error))
+    try:
+        lines = llm.explain().splitlines()
+    finally:
+        for name in unloadable:
+            registry.unregister(name)
+    (missing,) = [line for line in lines if "absent" in line]
+    assert missing.startswith("not installed: ") and missing.endswith("attn-backends list says how to install each")
+    assert len([line for line in lines if line.startswith("  not broken: ") and "no libcuda" in line]) == 2
+
+
+def _raise(error: Exception) -> AttentionBackend:
+    raise error
 
 
 def test_more_prompts_than_run_at_once_wait_their_turn(llm: LLM) -> None:
