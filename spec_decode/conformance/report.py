@@ -85,46 +85,44 @@ class ReportRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     reason: int | None = None
 
 
-class ReportDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class _Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was checked, where and by what.
+
+    contract: the contract version it was built for. claims: by tag; empty where the backend did not load. sources: the
+    modules behind the checks, a part for each family. package: of another project that declares the backend, with its
+    version. engine: whose own builder was checked, with its version; empty for a backend of the library.
+    """
+
+    backend: str
+    version: str
+    package: str = ""
+    engine: str = ""
+    contract: str = ""
+    env: Environment
+    command: str
+    sources: SourceRecord = SourceRecord()
+    claims: dict[str, Claim] = {}
+
+
+class ReportDocument(_Run, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A report in a file: what many results share stands in it once. results: rows by check.
 
     digest: of everything else, so that an edit shows.
     """
 
     schema: str
-    backend: str
-    version: str
-    package: str = ""
-    engine: str = ""
-    contract: str = ""
-    env: Environment
-    command: str
-    sources: SourceRecord = SourceRecord()
-    claims: dict[str, Claim] = {}
     columns: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
     results: dict[str, tuple[ReportRow, ...]]
     digest: str = ""
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Report(_Run, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every result of one backend on one device, and what the backend claimed there.
 
-    contract: the contract version it was built for. claims: by tag; empty where the backend did not load. sources: the
-    modules behind the checks, a part for each family. package: of another project that declares the backend, with its
-    version. engine: whose own builder was checked, with its version; empty for a backend of the library. Raises
-    ReportError for a check that stands twice on one case.
+    Raises ReportError for a check that stands twice on one case.
     """
 
-    backend: str
-    version: str
-    package: str = ""
-    engine: str = ""
-    contract: str = ""
-    env: Environment
-    command: str
-    sources: SourceRecord = SourceRecord()
-    claims: dict[str, Claim] = {}
     results: tuple[Result, ...]
 
     def __post_init__(self) -> None:
@@ -194,12 +192,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             evidence: dict[str, Any] = {key: json_number(value) for key, value in sorted(r.evidence.items())}
             at, why = tuple(columns[tag] for tag in r.tags), reasons[r.reason] if r.reason else None
             rows.setdefault(r.check, []).append(ReportRow(r.case, r.outcome, r.seconds, at, evidence, why))
-        shared: dict[str, Any] = {name: getattr(self, name) for name in Report.__struct_fields__ if name != "results"}
+        shared: dict[str, Any] = {name: getattr(self, name) for name in _Run.__struct_fields__}
         shared |= {"columns": tuple(columns), "reasons": tuple(reasons)}
         found = {check: tuple(each) for check, each in rows.items()}
         document: dict[str, Any] = msgspec.to_builtins(ReportDocument(schema=SCHEMA, **shared, results=found))
         results = {check: [_shortened(row) for row in each] for check, each in document["results"].items()}
-        return {**document, "results": results}
+        return {"schema": SCHEMA, **document, "results": results}
 
     def to_json(self) -> bytes:
         """The file: the document, sealed."""
@@ -229,7 +227,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
         try:
             found = msgspec.convert(_with_numbers(document), ReportDocument)
-            head = {name: getattr(found, name) for name in cls.__struct_fields__ if name != "results"}
+            head = {name: getattr(found, name) for name in _Run.__struct_fields__}
             return cls(**head, results=tuple(_results_in(found)))
         except (msgspec.ValidationError, ReportError, IndexError) as error:
             raise ReportError(

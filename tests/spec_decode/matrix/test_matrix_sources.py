@@ -76,8 +76,8 @@ def nested(depth: int) -> str:
 BAD = {
     "NaN": ("0.0", "NaN", "malformed"),
     "a huge integer": ("0.0", f"{10**400}", "out of range"),
-    "deep nesting": ('"sources": {}', f'"sources": {nested(100_000)}', "recursion"),
-    "an array in the place of an object": ('"sources": {}', f'"sources": {nested(500)}', r"\$\.sources"),
+    "deep nesting": ('"c"', f'"c", "sources": {nested(100_000)}', "recursion"),
+    "an array in the place of an object": ('"c"', f'"c", "sources": {nested(500)}', r"\$\.sources"),
     "a key twice": ('"backend": "k"', '"backend": "k", "backend": "other"', "'backend' stands twice"),
     "half a character": ('"backend": "k"', r'"backend": "\ud800"', "surrogate"),
 }
@@ -122,7 +122,7 @@ def test_an_unknown_field_of_a_report_is_refused_with_its_place(tmp_path, place)
     document = report(result("pass")).document()
     inner = document
     for step in place:
-        inner = inner[step]
+        inner = inner.setdefault(step, {})
     inner["colour"] = "blue"
     with pytest.raises(ReportError, match=r"colour"):
         Sources.read([write(tmp_path, "x.json", document)])
