@@ -73,7 +73,6 @@ def check_backend(
     tags: Sequence[str] | None = None,
     known_failures: Sequence[KnownFailure] | None = None,
     report: bool = False,
-    on_result: Callable[[Result], None] | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> Report:
     """Run the checks and return their report. Raises ConformanceFailure, which lists the failures, unless it is ok.
@@ -86,7 +85,7 @@ def check_backend(
     an unknown family.
     """
     planned = plan(backend, device=device, families=families, checks=checks, tags=tags, known_failures=known_failures)
-    found = run(planned, on_result=on_result, on_note=on_note)
+    found = run(planned, on_note=on_note)
     if not report:
         found.raise_if_failed()
     return found
