@@ -38,7 +38,7 @@ from spec_decode.engine.config import EngineConfig, check_models, checked_reques
 from spec_decode.engine.input_batch import InputBatch
 from spec_decode.engine.outputs import PendingOutputs
 from spec_decode.engine.prefill import Prefill, PrefillOutput
-from spec_decode.engine.request import Finish, Generation, Handle, Request, RequestState
+from spec_decode.engine.request import Generation, Handle, Request, RequestState
 from spec_decode.engine.scheduler import Scheduler
 from spec_decode.engine.stats import EngineStats
 from spec_decode.engine.target_runner import Step, TargetRunner
@@ -179,7 +179,7 @@ class Engine:
         One that is done stays as it is.
         """
         if not handle.done:
-            handle.generation.finish = Finish.CANCELLED
+            handle.generation.finish_reason = "abort"
 
     def generate(
         self, requests: Iterable[Request], *, on_token: Callable[[int, int], None] | None = None

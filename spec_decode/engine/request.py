@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from typing import Literal
 
 from spec_decode.sampling import SamplingParams
 
@@ -27,21 +27,17 @@ class Request:
         return len(self.prompt) + self.sampling.max_tokens
 
 
-class Finish(str, Enum):
-    """Why a request takes no more tokens."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    CANCELLED = "cancelled"
+FinishReason = Literal["stop", "length", "abort"]
+"""Why a request takes no more tokens: a stop token, as many tokens as it may have, or a call of `cancel`."""
 
 
 @dataclass(slots=True)
 class Generation:
-    """What became of a request. accepted: draft tokens kept, one entry a round; finish: None while it runs."""
+    """What became of a request. accepted: draft tokens kept, one entry a round; finish_reason: None while it runs."""
 
     token_ids: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-    finish: Finish | None = None
+    finish_reason: FinishReason | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -54,7 +50,7 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        return self.generation.finish is not None
+        return self.generation.finish_reason is not None
 
     @property
     def room(self) -> int:
@@ -64,7 +60,7 @@ class Handle:
     def append_token(self, token: int) -> bool:
         """Let the text grow by a token, or end it; whether the token is in the text."""
         if token in self.request.sampling.stop_token_ids:
-            self.generation.finish = Finish.STOP
+            self.generation.finish_reason = "stop"
             return False
         self.generation.token_ids.append(token)
         self.finish_if_full()
@@ -73,7 +69,7 @@ class Handle:
     def finish_if_full(self) -> None:
         """End the text where it has all the tokens that were asked for."""
         if not self.room:
-            self.generation.finish = Finish.LENGTH
+            self.generation.finish_reason = "length"
 
 
 @dataclass(eq=False, slots=True)

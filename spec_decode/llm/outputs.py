@@ -6,9 +6,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from spec_decode.engine import Finish, Generation
+from spec_decode.engine import FinishReason, Generation
 
-_REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.CANCELLED: "abort"}
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer makes of a character whose other bytes are still to come."""
 
@@ -28,7 +27,7 @@ class Completion:
     prompt: object
     text: str
     token_ids: list[int]
-    finish_reason: str
+    finish_reason: FinishReason
     num_prompt_tokens: int
     accepted: list[int]
 
@@ -39,7 +38,7 @@ class TextChunk:
 
     index: int
     text: str
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
 
 
 class GrowingText:
@@ -134,6 +133,6 @@ class Reply:
             accepted=list(generation.accepted),
         )
 
-    def _reason(self, generation: Generation) -> str:
-        assert generation.finish is not None
-        return "stop" if self.growing.stopped else _REASONS[generation.finish]
+    def _reason(self, generation: Generation) -> FinishReason:
+        assert generation.finish_reason is not None
+        return "stop" if self.growing.stopped else generation.finish_reason

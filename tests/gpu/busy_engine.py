@@ -113,7 +113,7 @@ def serve(pair: Pair, verification: str, requests: Sequence[Request], rng: rando
     seconds, stats = time.perf_counter() - start, engine.stats
     counts = {
         "requests": len(handles),
-        "finished": dict(Counter(h.generation.finish.value if h.generation.finish else "never" for h in handles)),
+        "finished": dict(Counter(h.generation.finish_reason or "never" for h in handles)),
         "cancelled": dict(cancels),
         "preemptions": stats.preemptions,
         "rounds": stats.rounds,

@@ -17,7 +17,7 @@ import torch
 from train_pair.attention import run_target
 
 from attn_backends import registry
-from spec_decode.engine import Engine, Finish, Generation, Handle, Request
+from spec_decode.engine import Engine, Generation, Handle, Request
 from spec_decode.paged import GraphMode
 from tests.factories import make_request
 from tests.gpu import busy_engine
@@ -53,7 +53,7 @@ class Sample:
 
 def tokens_of(generation: Generation) -> list[int]:
     """The text, with STOPPED after one that a stop token ended."""
-    return generation.token_ids + [STOPPED] * (generation.finish is Finish.STOP)
+    return generation.token_ids + [STOPPED] * (generation.finish_reason == "stop")
 
 
 class NoisyEngine:
@@ -99,9 +99,9 @@ def compare(busy_run: BusyRun, handles: Sequence[Handle], alone: Engine, noisy: 
         request, generation = handle.request, handle.generation
         sample.sampled += request.sampling.temperature > 0
         sample.greedy += request.sampling.temperature == 0
-        sample.cancelled += generation.finish is Finish.CANCELLED
+        sample.cancelled += generation.finish_reason == "abort"
         found, expected = tokens_of(generation), tokens_of(alone.generate([request])[0])
-        if (expected[: len(found)] if generation.finish is Finish.CANCELLED else expected) == found:
+        if (expected[: len(found)] if generation.finish_reason == "abort" else expected) == found:
             sample.equal += 1
             continue
         pairs = enumerate(zip(found, expected, strict=False))
@@ -120,7 +120,7 @@ def problems_of(busy_run: BusyRun, sample: Sample) -> list[str]:
         f"{busy_run.pages_lost} pages did not come back": busy_run.pages_lost,
         f"{finished.get('never', 0)} requests never ended": "never" in finished,
         "nobody was preempted": not busy_run.counts["preemptions"],
-        "nobody was cancelled": "cancelled" not in finished,
+        "nobody was cancelled": "abort" not in finished,
         "no stop token was met": "stop" not in finished,
         "none of the sample was decoded to its end": sample.cancelled == sample.greedy + sample.sampled,
     }
@@ -213,10 +213,10 @@ def test_a_text_that_is_not_its_own_fails_the_run(monkeypatch):
     assert "1 texts differ from those decoded alone" in problems_of(busy_run_of(handle), sample)
 
 
-@pytest.mark.parametrize(("finish", "equal"), [(Finish.CANCELLED, 1), (Finish.LENGTH, 0)])
-def test_a_cancelled_text_alone_may_end_early(finish, equal):
+@pytest.mark.parametrize(("finish_reason", "equal"), [("abort", 1), ("length", 0)])
+def test_a_cancelled_text_alone_may_end_early(finish_reason, equal):
     own = finished().generation.token_ids
-    assert compared(finished(token_ids=own[:3], finish=finish)).equal == equal
+    assert compared(finished(token_ids=own[:3], finish_reason=finish_reason)).equal == equal
 
 
 @pytest.mark.parametrize(("noise", "tries", "excused"), [(0.05, 32, True), (1e-4, 6, False)])

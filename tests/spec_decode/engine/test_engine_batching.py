@@ -11,7 +11,7 @@ from train_pair.attention import causal_attention, positions_of
 from attn_backends import get
 from attn_backends.torch_reference import TorchReference
 from builders import BatchError, GraphSupport, ReferenceBuilder
-from spec_decode.engine import Engine, Finish
+from spec_decode.engine import Engine
 from spec_decode.models import DraftModel, LayerGroup, LlamaTarget
 from spec_decode.paged import GraphMode
 from tests.factories import engine_config, make_config, make_pair, make_request, resampled
@@ -143,7 +143,7 @@ def test_a_request_waits_until_its_prompt_fits():
     assert not late.generation.token_ids and engine.pool.num_free == 10 - 6
     while engine.step():
         pass
-    assert late.generation.finish is Finish.LENGTH and engine.stats.preemptions == 0
+    assert late.generation.finish_reason == "length" and engine.stats.preemptions == 0
 
 
 def test_a_request_that_the_pool_can_never_hold_is_refused_with_what_would_fit():
@@ -200,7 +200,7 @@ def test_a_cancelled_request_leaves_the_others_texts_as_they_are(when, steps):
         pass
     wanted = alone(requests, num_speculative_tokens=steps)
     said = [handle.generation.token_ids for handle in handles]
-    assert handles[2].generation.finish is Finish.CANCELLED and said[2] == wanted[2][: len(said[2])]
+    assert handles[2].generation.finish_reason == "abort" and said[2] == wanted[2][: len(said[2])]
     assert [*said[:2], said[3]] == [*wanted[:2], wanted[3]]
     assert engine.pool.num_free == all_pages(engine)
 
@@ -211,15 +211,15 @@ def test_cancelling_what_is_done_changes_nothing():
     while engine.step():
         pass
     engine.cancel(handle)
-    assert handle.generation.finish is Finish.LENGTH
+    assert handle.generation.finish_reason == "length"
 
 
 def test_a_generation_says_why_it_ended():
     whole = alone([make_request(prompt=[2, 9], max_tokens=6)])[0]
     stopping = make_request(prompt=[2, 9], max_tokens=6, stop_token_ids=frozenset(whole[2:3]))
-    assert [g.finish for g in make_engine().generate([stopping, resampled(stopping, max_tokens=1)])] == [
-        Finish.STOP,
-        Finish.LENGTH,
+    assert [g.finish_reason for g in make_engine().generate([stopping, resampled(stopping, max_tokens=1)])] == [
+        "stop",
+        "length",
     ]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from attn_backends import get
 from builders import BatchError
-from spec_decode.engine import Engine, Finish, Request
+from spec_decode.engine import Engine, Request
 from spec_decode.engine import engine as module
 from spec_decode.engine.request import Handle
 from spec_decode.engine.target_runner import TargetRunner
@@ -315,7 +315,7 @@ def test_an_interrupt_at_any_line_of_the_engine_loses_no_page_and_no_text(at):
     assert interrupt.where
     engine.step()
     assert [handle.generation.token_ids for handle in handles] == WHOLE, interrupt.where
-    assert all(handle.generation.finish is Finish.LENGTH for handle in handles) and engine.pool.num_free == 14
+    assert all(handle.generation.finish_reason == "length" for handle in handles) and engine.pool.num_free == 14
 
 
 def interrupted_twice(monkeypatch, engine, at, within):
@@ -399,4 +399,4 @@ def test_an_interrupt_before_a_full_text_is_ended_does_not_lengthen_it(monkeypat
     while engine.step():
         pass
     assert [handle.generation.token_ids for handle in handles] == WHOLE
-    assert full[0].generation.finish is Finish.LENGTH and engine.pool.num_free == 24
+    assert full[0].generation.finish_reason == "length" and engine.pool.num_free == 24

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from builders import BatchError
 from spec_decode.engine import scheduler as scheduler_module
 from spec_decode.engine.page_pool import PagePool
-from spec_decode.engine.request import Finish, Handle
+from spec_decode.engine.request import Handle
 from spec_decode.engine.scheduler import Scheduler
 from tests.factories import engine_config, make_request
 
@@ -193,7 +193,7 @@ def test_where_pages_are_short_everything_is_read_before_anybody_is_preempted():
     scheduler, handles = short_scheduler()
 
     def read():
-        handles[0].generation.finish = Finish.STOP
+        handles[0].generation.finish_reason = "stop"
 
     assert scheduler.make_room(read) == 0
     assert [request.handle for request in scheduler.running] == [handles[1]]
@@ -209,7 +209,7 @@ def test_the_youngest_is_preempted_and_no_request_is_admitted_in_that_step():
 def test_a_preempted_request_waits_ahead_of_the_others_and_starts_anew_with_its_text():
     scheduler, handles = short_scheduler()
     scheduler.make_room(lambda: None)
-    handles[0].generation.finish = Finish.CANCELLED
+    handles[0].generation.finish_reason = "abort"
     scheduler.make_room(lambda: None)
     first, second = scheduler.next_chunks()
     assert [first.request.handle, second.request.handle] == handles[1:]
