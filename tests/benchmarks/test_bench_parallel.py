@@ -20,7 +20,7 @@ def tiny_block(name):
     made = tiny(name, BLOCK_DRAFTS)
     masks = {key: 3 for key in ("ptd_token_id",) if key in made.config}
     if "dflash_config" in made.config:
-        masks["dflash_config"] = {**made.config["dflash_config"], "mask_token_id": 3}
+        masks["dflash_config"] = {"mask_token_id": 3, "target_layer_ids": [*range(5)]}
     return replace(made, config={**made.config, **masks})
 
 

@@ -39,7 +39,7 @@ def test_advance_of_more_rows_than_one_block():
 
 @FEW
 @given(shared_states(), st.integers(1, 5), st.data())
-def test_begin_extend(shared, query_len, data):
+def test_set_extend_state(shared, query_len, data):
     context = data.draw(st.lists(st.integers(0, 30), min_size=shared.rows, max_size=shared.rows))
     lens = torch.tensor(context, dtype=torch.int32)
     by_kernel, by_torch = both_ways(
@@ -48,7 +48,7 @@ def test_begin_extend(shared, query_len, data):
     assert by_kernel == by_torch
 
 
-def test_begin_extend_of_several_rows_over_pages_of_their_own():
+def test_set_extend_state_of_several_rows_over_pages_of_their_own():
     table = [[[4 * row + column for column in range(4)] for row in range(first, first + 4)] for first in (0, 4)]
     shared = Shared([4, 2], table, [8] * 4, [0] * 4, 4)
     lens = torch.tensor([3, 0, 5, 1], dtype=torch.int32)
@@ -59,7 +59,7 @@ def test_begin_extend_of_several_rows_over_pages_of_their_own():
 
 @FEW
 @given(shared_states(), st.integers(1, 5), st.data())
-def test_begin_decode(shared, query_len, data):
+def test_set_decode_state(shared, query_len, data):
     lengths = st.one_of(st.just(0), st.integers(query_len, query_len + 20))
     rows = {"min_size": shared.rows, "max_size": shared.rows}
     extended = torch.tensor(data.draw(st.lists(lengths, **rows)), dtype=torch.int32)
