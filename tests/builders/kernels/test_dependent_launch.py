@@ -15,7 +15,8 @@ SOURCES = [path for folder in ("builders", "attn_backends", "spec_decode") for p
 KERNELS = {
     "_advance_kernel", "matvec_kernel", "_rope_kernel", "_rope_and_write_kv_kernel", "_write_kv_kernel",
     "attention_kernel", "merge_kernel", "_block_argmax_kernel", "_store_token_kernel", "_add_rms_norm_kernel",
-    "_swiglu_kernel", "_embed_concat_kernel", "_set_extend_state_kernel", "_set_decode_state_kernel", "_shift_tokens_kernel",
+    "_swiglu_kernel", "_embed_concat_kernel", "_set_extend_state_kernel", "_set_decode_state_kernel",
+    "_shift_tokens_kernel",
     "_gather_last_hidden_kernel", "_process_kernel", "_block_draw_kernel", "store_draw_kernel", "_partial_max_kernel",
     "_rejection_sample_kernel", "_prefix_weights_kernel", "_residual_sums_kernel", "_accept_prefix_kernel",
     "_synthetic_accept_kernel", "_hash_kernel", "_prepare_inputs_kernel", "_update_requests_kernel",
