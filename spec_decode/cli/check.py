@@ -149,7 +149,7 @@ def count_results(title: str, update: Callable[[str], None]) -> Callable[[Result
 isolate_option = click.option(
     "--isolate/--no-isolate",
     default=None,
-    help="Each backend in a subprocess, as without this option, or all in this process, for a debugger.",
+    help="Run each backend in a subprocess (the default), or all in this process, for a debugger.",
 )
 
 
@@ -158,18 +158,18 @@ class _Options:
     """The options of `check`, as the user gave them."""
 
     names: Annotated[tuple[str, ...], click.argument("names", nargs=-1, metavar="NAME...")]
-    engine: Annotated[str | None, "Check builders of an engine, NAME or all of them: vllm."]
+    engine: Annotated[str | None, "Check metadata builders of an engine: vllm. Without NAME, all of them."]
     device: Annotated[str | None, device_option]
-    families: Annotated[tuple[str, ...], "--family", "Only this family of checks; repeatable."]
-    checks: Annotated[tuple[str, ...], "--only", "Only checks like this pattern; repeatable."]
-    target: Annotated[str | None, "--json", "Report file; a folder gets one check-NAME.json each."]
-    verbose: Annotated[bool, "Print what is unsupported, too, each with its reason."] = False
+    families: Annotated[tuple[str, ...], "--family", "Run only this family of checks; repeatable."]
+    checks: Annotated[tuple[str, ...], "--only", "Run only checks that match this pattern; repeatable."]
+    target: Annotated[str | None, "--json", "File of the report, or a folder for one check-NAME.json each."]
+    verbose: Annotated[bool, "Also print unsupported cases, with reasons."] = False
     isolate: Annotated[bool | None, isolate_option]
-    threads: Annotated[int, click.IntRange(min=1), "Threads of torch; more seldom help."] = 1
-    quick: Annotated[bool, "Only what an author repeats: a case of each check, and of each spec."] = False
-    rounds: Annotated[int | None, click.IntRange(min=10), "Of a soak, in each strategy; 5,000 if left out."] = None
-    seed: Annotated[int | None, click.IntRange(0, 2**62), "Of a soak; 0 if left out."] = None
-    resume: Annotated[bool, "Go on with the --json of a run like this one that was ended early."] = False
+    threads: Annotated[int, click.IntRange(min=1), "Threads of torch; more rarely help."] = 1
+    quick: Annotated[bool, "Run one case of each check, and of each spec: seconds instead of minutes."] = False
+    rounds: Annotated[int | None, click.IntRange(min=10), "Rounds of a soak in each strategy; default 5,000."] = None
+    seed: Annotated[int | None, click.IntRange(0, 2**62), "Seed of a soak; default 0."] = None
+    resume: Annotated[bool, "Continue the --json of the same run that ended early."] = False
 
 
 @click.command()
@@ -177,20 +177,21 @@ class _Options:
 def check(options: _Options) -> None:
     """Check backends against the contract.
 
-    NAME is a registered backend, `available` (each made for the device) or `all`. Each failure comes with its
-    reason and the command that repeats it. With --engine, NAME is a metadata builder of that engine as it is installed,
-    and its claims are checked on the CPU, with no engine, model or GPU. A check that is newer than the contract a
-    backend was built for is a preview, and fails nobody. Under the summary is what no result shows: an
-    advance that was not tried, or a known failure that covers nothing. The family soak drafts thousands of rounds while
-    requests join and leave, and runs only if --family or --only names it. On the CPU, Triton's kernels run in its
-    interpreter. The exit status is 0 only if every backend passes, and a backend for which nothing ran does not.
+    NAME is a registered backend, `available` (all that are made for the device) or `all`. Each failure is printed with
+    its reason and the command that repeats it. The exit status is 0 only if every backend passes; a backend for which
+    no check ran does not pass.
 
-    Each backend runs in a subprocess: one that ends its process, crashes, or hangs for ten minutes in a check is named
-    with that check, and costs no other its results. With --no-isolate it runs in this process, where a debugger finds
-    it.
+    With --engine, NAME is a metadata builder of that installed engine. Its claims are checked on the CPU, without the
+    engine, a model or a GPU. On the CPU, Triton kernels run in Triton's interpreter.
 
-    With --json, each result is kept in FILE.part as it comes, until the report is whole: a run that is ended early,
-    whatever ends it, goes on with --resume.
+    A check that is newer than the contract that a backend was built for is a preview, and fails nothing. Notes below
+    the summary name what no result shows, such as a known failure that covers nothing. The family soak drafts thousands
+    of rounds while requests join and leave; it runs only if --family or --only names it.
+
+    Each backend runs in a subprocess: if a check ends the process, crashes it, or hangs for ten minutes, the check is
+    named and the other backends still run. --no-isolate runs the checks in this process, for a debugger.
+
+    With --json, results are saved in FILE.part as they come; --resume continues a run that ended early.
     """
     if options.resume and options.target is None:
         raise UserError("--resume needs the --json of the run to go on with, got none. Add --json.")

@@ -29,14 +29,15 @@ _QUICK_FAMILIES = ("contract", "builder")
 
 @click.command()
 @device_option
-@click.option("--full", is_flag=True, help="Also every claim, time and plan, and the whole matrix.")
-@click.option("--html", "page", default="build/demo.html", metavar="PATH", help="Where the page of the matrix goes.")
+@click.option("--full", is_flag=True, help="Also show every claim, time and plan, and the whole matrix.")
+@click.option("--html", "page", default="build/demo.html", metavar="PATH", help="File of the matrix page.")
 @click.option("--pair", type=click.Path(path_type=Path), hidden=True)
 def demo(device: str | None, full: bool, page: str, pair: Path | None) -> None:
-    """See all of it at once, on any machine.
+    """Show the whole library at work, on any machine.
 
-    Drafts with each backend in every strategy, compares the results, and writes the matrix of what each was seen to do
-    as a page, which is opened where there is a desktop. The exit status is 1 if two runs that must agree do not.
+    Prints the backends on this machine, one drafted prompt with its plan, and a table that checks that every strategy
+    agrees with plain decoding; then writes the matrix as a page, and opens it if there is a desktop. Exits with 1 on any
+    mismatch.
     """
     where, console = resolve_device(device), stdout()
     use_threads(1)

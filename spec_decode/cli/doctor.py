@@ -22,18 +22,20 @@ _WIDTHS = (26, 8)
 @click.command()
 @device_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
-@click.option("--validate-metadata", "backend", metavar="NAME", help="Draft with it; validate what it reads.")
-@click.option("--rounds", type=click.IntRange(min=1), default=100, show_default=True, help="Rounds to draft for it.")
-@click.option("--every", type=click.IntRange(min=1), default=1, show_default=True, help="Validate every N-th of them.")
-@click.option("--page-size", type=PAGE_SIZE, help="Tokens of a page there; 16 if left out.")
+@click.option(
+    "--validate-metadata", "backend", metavar="NAME", help="Draft with this backend and validate its metadata."
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=100, show_default=True, help="Rounds to draft.")
+@click.option("--every", type=click.IntRange(min=1), default=1, show_default=True, help="Validate every N-th round.")
+@click.option("--page-size", type=PAGE_SIZE, help="Tokens of a page; default 16.")
 def doctor(
     device: str | None, as_json: bool, backend: str | None, rounds: int, every: int, page_size: int | None
 ) -> None:
-    """Say what is installed, which kernels and engines are found, what is refused and why, and whether graphs work.
+    """Show what is installed, which kernels and engines are found, what is refused and why, and whether graphs work.
 
-    With --validate-metadata a small random draft model runs while requests join and leave; what its kernels read is
-    compared with fresh builds and its attention with an oracle, and the first field that drifts is named. Exit status 1
-    if something that is here does not work.
+    With --validate-metadata, a small random draft model runs while requests join and leave. Its metadata is compared
+    with fresh builds and its attention with an oracle, and the first field that drifts is named. The exit status is 1
+    if something that is installed does not work.
     """
     from attn_backends import registry
     from spec_decode.tools.doctor import FindingStatus, examine, validate_metadata

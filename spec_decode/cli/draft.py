@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from spec_decode.llm.llm import Prompt
 
 _DTYPE = click.Choice(("auto", "float32", "bfloat16", "float16"))
-_TARGET = "Folder or name of the model; the shipped pair if left out."
-_DRAFT = "Folder or name of its draft; of a pair, which of its drafts. A --target alone is decoded plainly."
-_STRATEGY = "How steps 1 to K-1 are run; auto takes the fastest that the backend allows, on a GPU as timed there."
+_TARGET = "Folder or name of the model; default: the pair that ships with the package."
+_DRAFT = "Folder or name of the draft, or which draft of a pair. With --target alone, decoding is plain."
+_STRATEGY = "How steps 1 to K-1 run; auto: the fastest that the backend allows, as measured on a GPU."
 _VERIFY = (
-    "How drafts are verified: rejection, if left out, block, or synthetic:MEAN, which keeps that many whatever they "
-    "are. Trees: sampling alone."
+    "How drafts are verified: rejection (default), block, or synthetic:MEAN, which accepts that many on average. "
+    "Trees: only sampling."
 )
-_INVARIANT = "No bit of a text depends on the prompts beside it, nor greedily on drafting; slower, see the guide."
+_INVARIANT = "Make texts independent of the other prompts, bit for bit; slower, see the guide."
 _INTERPRETED = (
-    "TRITON_INTERPRET=1: kernels run in Triton's interpreter, which takes minutes for a few tokens. Unset it to run "
+    "TRITON_INTERPRET=1: kernels run in Triton's interpreter, which takes minutes for a few tokens. Unset it to use "
     "their torch implementation."
 )
 _MARGIN = "    "
@@ -44,26 +44,26 @@ class _Options:
     """The options of `draft`, as the user gave them."""
 
     prompts: Annotated[tuple[str, ...], click.argument("prompts", nargs=-1, metavar="[PROMPT...]")]
-    prompts_file: Annotated[Path | None, "--prompts", "A file of prompts, one a line."]
+    prompts_file: Annotated[Path | None, "--prompts", "A file with one prompt a line."]
     target: Annotated[str | None, _TARGET]
     draft: Annotated[str | None, _DRAFT]
-    chat: Annotated[bool, "Prompts open conversations, by the model's chat template."] = False
-    backend: Annotated[str | None, "Backend of target and draft; for each the first that serves it if left out."]
-    draft_backend: Annotated[str | None, "Backend of the draft, where it is another."]
-    page_size: Annotated[int, PAGE_SIZE, "Tokens of a page of the KV caches."] = 16
+    chat: Annotated[bool, "Wrap each prompt in the model's chat template."] = False
+    backend: Annotated[str | None, "Backend of target and draft; default: for each group the first that supports it."]
+    draft_backend: Annotated[str | None, "Backend of the draft, if it differs."]
+    page_size: Annotated[int, PAGE_SIZE, "Tokens of a KV page."] = 16
     strategy: Annotated[str, StrategyChoice(), _STRATEGY] = "auto"
-    num_speculative_tokens: Annotated[int | None, "-k", "Draft tokens a round, 4 if left out; 0: plain decoding."]
+    num_speculative_tokens: Annotated[int | None, "-k", "Draft tokens a round; default 4; 0: plain decoding."]
     tree: Annotated[str | None, TREE_HELP]
     verification: Annotated[str | None, "--verify", _VERIFY]
     batch_invariant: Annotated[bool, _INVARIANT] = False
     temperature: Annotated[float, "0 is greedy."] = 0.0
-    top_k: Annotated[int, "Sample from the k most probable tokens; 0 from all."] = 0
-    top_p: Annotated[float, "Of those, from the fewest that hold this probability."] = 1.0
-    seed: Annotated[int, "Prompt i draws with seed + i."] = 0
-    max_new_tokens: Annotated[int, "Longest continuation of a prompt."] = 64
+    top_k: Annotated[int, "Sample from the k most probable tokens; 0: from all."] = 0
+    top_p: Annotated[float, "Sample from the fewest tokens that hold this probability."] = 1.0
+    seed: Annotated[int, "Seed of the first prompt; prompt i uses seed + i."] = 0
+    max_new_tokens: Annotated[int, "Most tokens to generate for a prompt."] = 64
     device: Annotated[str | None, device_option]
-    dtype: Annotated[str, _DTYPE, "auto: float32 on the CPU, else bfloat16."] = "auto"
-    explain: Annotated[bool, "Also say why other backends were not chosen."] = False
+    dtype: Annotated[str, _DTYPE, "auto: float32 on a CPU, bfloat16 on a GPU."] = "auto"
+    explain: Annotated[bool, "Also say why the other backends were not chosen."] = False
 
     @property
     def drafts_with(self) -> str | None:
@@ -174,9 +174,9 @@ class _Screen:
 @click.command()
 @options_as(_Options)
 def draft(options: _Options) -> None:
-    """Continue each PROMPT by drafting and verifying; without a draft, plainly.
+    """Continue each PROMPT by speculative decoding, or plainly without a draft.
 
-    Then say how fast that was, how the drafter ran, why, and how many of its tokens were kept.
+    Then print the speed, how the drafter ran and why, and how many of its tokens were accepted.
     """
     texts = [*options.prompts, *(_read_prompts(options.prompts_file) if options.prompts_file else ())]
     if not texts:

@@ -24,21 +24,20 @@ _WIDTH = 10
 
 @click.command("list")
 @device_option
-@click.option("--dtype", help="Of queries and cache: float32, bfloat16 or float16; bfloat16 without it.")
+@click.option("--dtype", help="Dtype of queries and cache: float32, bfloat16 or float16; default bfloat16.")
 @click.option(
     "--spec",
     "fields",
     metavar="FIELD=VALUE",
     multiple=True,
-    help="Of the question, as AttentionSpec has it: head_dim=64, sinks=true, kind=mla; several times.",
+    help="A field of the AttentionSpec to ask about: head_dim=64, sinks=true, kind=mla; repeatable.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
 def list_backends(device: str | None, dtype: str | None, fields: tuple[str, ...], as_json: bool) -> None:
-    """List every registered backend.
+    """List every registered backend, what it claims, and whether it runs here, with reasons.
 
-    What it claims, and whether it runs here and if not, why. The question asked is 32 query and 8 KV heads
-    of dim 128, pages of 16 tokens, bfloat16, or what --dtype and --spec make of it. A package whose backend
-    ends or holds up the process that loads or asks it is named, and costs no other its lines.
+    Each backend is asked for 32 query and 8 KV heads of dim 128, pages of 16 tokens and bfloat16; --dtype and --spec
+    change the question. A package whose backend crashes or hangs is named, and the others are still listed.
     """
     from attn_backends import registry
 

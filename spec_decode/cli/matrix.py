@@ -29,19 +29,19 @@ class _Options:
     paths: Annotated[
         tuple[Path, ...], click.argument("paths", nargs=-1, metavar="[PATH...]", type=click.Path(path_type=Path))
     ]
-    names: Annotated[tuple[str, ...], "--run", "Check this backend afresh and show it; repeatable."]
+    names: Annotated[tuple[str, ...], "--run", "Check this backend now and show the result; repeatable."]
     device: Annotated[str | None, device_option]
-    tags: Annotated[tuple[str, ...], "--tag", "Only columns like this pattern; repeatable."]
-    into: Annotated[Path | None, "Keep the reports of --run in a folder."]
-    resume: Annotated[bool, "Do not check again what an interrupted --run --into has finished."] = False
-    check_limit: Annotated[float, "Seconds that one check runs at most."] = 600.0
-    limit: Annotated[float, "Seconds that one backend runs at most."] = 7200.0
+    tags: Annotated[tuple[str, ...], "--tag", "Show only columns that match this pattern; repeatable."]
+    into: Annotated[Path | None, "Save the reports of --run in this folder."]
+    resume: Annotated[bool, "Skip what an interrupted --run --into has finished."] = False
+    check_limit: Annotated[float, "Most seconds that one check may run."] = 600.0
+    limit: Annotated[float, "Most seconds that one backend may run."] = 7200.0
     markdown: Annotated[str | None, "Write Markdown to a file, or - for standard output."]
     html: Annotated[str | None, "Write one self-contained page to a file, or - for standard output."]
     as_json: Annotated[str | None, "--json", "Write JSON to a file, or - for standard output."]
-    installed: Annotated[bool, "Mark rows of other versions than those installed here as stale."] = False
-    only_check: Annotated[bool, "--check", "Write nothing; fail for a report or a page that is wrong."] = False
-    strict: Annotated[bool, "With --check, fail for a report of older source too."] = False
+    installed: Annotated[bool, "Mark rows of versions that are not installed here as stale."] = False
+    only_check: Annotated[bool, "--check", "Write nothing, and fail for a wrong report or page."] = False
+    strict: Annotated[bool, "With --check, also fail for reports of older source."] = False
 
     def targets(self) -> dict[str, str | None]:
         """Where each format goes."""
@@ -68,14 +68,14 @@ class _Options:
 @click.command()
 @options_as(_Options)
 def matrix(options: _Options) -> None:
-    """Show what each backend claims and was seen to do.
+    """Show what each backend claims next to what was observed.
 
-    PATH is a report of checks, draft pairs or timings; a folder stands for those below it. Without a PATH and without
-    --run, reports/ is shown. With --run each backend, or `available`, or `all`, is checked in a subprocess: one that
-    crashes or hangs is named, and costs no other its results.
+    PATH is a report of checks, draft pairs or timings, or a folder of them. Without PATH and --run, the matrix shows
+    reports/. --run checks a backend (or `available`, or `all`) in a subprocess: one that crashes or hangs is named, and
+    the others still run.
 
-    --check fails for a report that cannot be read, was edited or follows another schema, and for a page that cannot be
-    made. Reports that were made from other source than is here now are a warning; with --strict they fail too.
+    --check fails for a report that cannot be read, was edited or has another schema, and for a page that cannot be
+    made. Reports that were made from different source are a warning; with --strict they fail too.
     """
     options.require_sense()
     from spec_decode.matrix import build_matrix

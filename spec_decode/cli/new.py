@@ -24,7 +24,7 @@ _OURS = {"attn_backends", "benchmarks", "builders", "engines", "spec_decode", "t
 def new(name: str) -> None:
     """Write a package with a backend called NAME into a new folder.
 
-    It is the example of the documentation, which passes its checks: change its builder and its attention to yours.
+    The package is the example of the documentation, which passes its checks: replace its builder and its attention.
     """
     from attn_backends import registry
 

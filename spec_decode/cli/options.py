@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 device_option = click.option(
-    "--device", metavar="DEVICE", help="cpu, cuda or cuda:N; without it cuda where there is one, else cpu."
+    "--device", metavar="DEVICE", help="cpu, cuda or cuda:N; default: cuda if there is one, else cpu."
 )
 """For `resolve_device`."""
 PAGE_SIZE = click.IntRange(1, 2**16)

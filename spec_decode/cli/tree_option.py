@@ -12,7 +12,9 @@ from spec_decode.cli.output import UserError
 if TYPE_CHECKING:
     from spec_decode.trees import DraftTree, DynamicTreeConfig
 
-TREE_HELP = "Draft trees, -k tokens deep: WIDTHxTOKENS, say 4x16, or a JSON file of paths, say [[0], [1], [0, 0]]."
+TREE_HELP = (
+    "Draft trees, -k tokens deep: WIDTHxTOKENS such as 4x16, or a JSON file of paths such as [[0], [1], [0, 0]]."
+)
 
 
 def parse_tree(text: str) -> DraftTree | DynamicTreeConfig:
