@@ -36,8 +36,8 @@ def demo(device: str | None, full: bool, page: str, pair: Path | None) -> None:
     """Show the whole library at work, on any machine.
 
     Prints the backends on this machine, one drafted prompt with its plan, and a table that checks that every strategy
-    agrees with plain decoding; then writes the matrix as a page, and opens it if there is a desktop. Exits with 1 on any
-    mismatch.
+    agrees with plain decoding. Then writes the matrix as a page, and opens it if there is a desktop. Exits with 1 on
+    any mismatch.
     """
     where, console = resolve_device(device), stdout()
     use_threads(1)
