@@ -18,7 +18,7 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
         ("size < 0x3C800000", "size < 1015021567"): "the number below 2^-6 itself is rounded to it either way",
         ("size < 0x3C800000", "size <= 0x3C800000"): "both give 8 for 2^-6 itself",
     },
-    "attn_backends/kernels/paged_attention_kernels.py": {
+    "attn_backends/kernels/paged_attention.py": {
         (
             '"-inf"), 0.0, row)',
             '"-inf"), 1.0, row)',
@@ -28,6 +28,11 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
             '"-inf"), 0.0, row)',
             '"-inf"), (-1.0), row)',
         ): "a split without tokens has no share",
+        ("sliding_window or 0,", "sliding_window or (-1),"): "the kernel looks at a window above 0 alone",
+        (
+            "value_dim, dtype=out_dtype, device",
+            "value_dim, device",
+        ): "it is brought to the query's dtype in the end",
     },
     "attn_backends/torch_reference.py": {
         ("rows, 0.0)", "rows, 1.0)"): "what is not seen has weight 0: any number will do that is one",
@@ -37,23 +42,14 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
         ("lens, seqs, strict=True", "lens, seqs, strict=False"): "as many of both are required just before",
         ("lens, seqs, strict=True", "lens, seqs"): "as many of both are required just before",
     },
-    "attn_backends/kernels/latent_attention_kernels.py": {
+    "attn_backends/kernels/latent_attention.py": {
         (") // HEADS + 1", ") // HEADS - 1"): "a block that need not be masked is masked, and comes out the same",
     },
-    "attn_backends/kernels/paged_attention.py": {
-        ("sliding_window or 0,", "sliding_window or (-1),"): "the kernel looks at a window above 0 alone",
-        (
-            "value_dim, dtype=out_dtype, device",
-            "value_dim, device",
-        ): "it is brought to the query's dtype in the end",
-    },
-    "attn_backends/kernels/sparse_attention_kernels.py": {
+    "attn_backends/kernels/sparse_attention.py": {
         ("sink > 1e30", "sink >= 1e30"): "beside a sink of 1e30 no score has a weight, whichever the peak",
     },
     "spec_decode/sampling/kernels/restrict_logits.py": {
         ("part = min(", "part = max("): "how a row is divided changes the time that it takes, and nothing else",
-    },
-    "spec_decode/sampling/kernels/restrict_logits_kernels.py": {
         ("largest, False, PART", "largest, True, PART"): "without top_p nothing reads the sums",
     },
     "spec_decode/verification/kernels/block_verify.py": {

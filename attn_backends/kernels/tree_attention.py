@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from attn_backends.kernels.paged_attention_kernels import finite_above, length_within, seen_in_tree
+from attn_backends.kernels.paged_attention import finite_above, length_within, seen_in_tree
 from attn_backends.kernels.softmax import softmax_with_sinks
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton

@@ -1,4 +1,9 @@
-"""Top-k and top-p: set to -inf the logits of tokens that may not be sampled."""
+"""Top-k and top-p: set to -inf the logits of tokens that may not be sampled.
+
+The kernels search for two thresholds: top_k's by counting logits, top_p's by summing exp(x - the row's largest logit).
+A bin holds the logits from its edge to the next bin's. Bin membership is decided by comparing logits with edges that
+were stored once: an edge computed again could be rounded differently.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +13,9 @@ import torch
 
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
-from builders.kernels.triton_runtime import dependent_launch, triton
-from spec_decode.sampling.kernels.restrict_logits_kernels import (
-    count_bins_kernel,
-    find_range_kernel,
-    gather_bin_kernel,
-    mask_logits_kernel,
-    top_k_threshold_kernel,
-    top_p_threshold_kernel,
-)
+from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+from spec_decode.sampling.kernels.restriction import restriction
+from spec_decode.sampling.kernels.threshold_search import search, walk
 
 _PART = 4096
 """Logits of a row that one program takes: few enough that a single row keeps many SMs busy."""
@@ -126,3 +125,225 @@ class RestrictLogits(NamedTuple):
 
 
 _restrict_logits = define_op("spec_decode::restrict_logits", RestrictLogits, mutates=("logits",))
+
+
+_MASK = tl.constexpr(-1e9)
+_LEAST = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def find_range_kernel(
+    logits, top_k, top_p, part_min, part_max, vocab, group, parts, PART: tl.constexpr, PDL: tl.constexpr
+):
+    """The least logit of a part that is not a mask, else inf, and its largest, else -inf."""
+    await_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    _, _, has_top_k, has_top_p = restriction(top_k, top_p, row // group, vocab)
+    if has_top_k | has_top_p:
+        for part in range(tl.program_id(1), parts, tl.num_programs(1)):
+            x = _load(logits, row, part * PART + tl.arange(0, PART), vocab)
+            at = row * parts + part
+            # A mask other than -inf is not worth a bin: the lowest bin takes it in.
+            tl.store(part_min + at, tl.min(tl.where(x > _MASK, x, float("inf")), 0))
+            tl.store(part_max + at, tl.max(tl.where(x > float("-inf"), x, float("-inf")), 0))
+
+
+@triton.jit
+def count_bins_kernel(
+    logits, top_k, top_p, part_min, part_max, edges, maxima, counts, sums, vocab, group, parts,
+    PART: tl.constexpr, LANES: tl.constexpr, BINS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """How many logits of a part are not below each edge, and for top_p their sum of exponentials."""
+    await_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    _, p, has_top_k, has_top_p = restriction(top_k, top_p, row // group, vocab)
+    if has_top_k | has_top_p:
+        every = tl.arange(0, PARTS)
+        largest = tl.max(tl.load(part_max + row * parts + every, mask=every < parts, other=float("-inf")), 0)
+        low = tl.min(tl.load(part_min + row * parts + every, mask=every < parts, other=float("inf")), 0)
+        if has_top_p & (not has_top_k):
+            # All logits below this together weigh less than 1 - p of the largest logit alone.
+            low = tl.maximum(low, largest - tl.log(vocab / (1.0 - p)))
+        low = tl.minimum(low, largest)
+        bin = tl.arange(0, BINS)
+        edge = tl.where(bin > 0, low + (largest - low) * (bin * (1.0 / BINS)), _LEAST)
+        if tl.program_id(1) == 0:
+            tl.store(edges + row * BINS + bin, edge)
+            tl.store(maxima + row, largest)
+        for part in range(tl.program_id(1), parts, tl.num_programs(1)):
+            at = (row * BINS + bin) * parts + part
+            if has_top_p:
+                count, sum_exp = _count_part(logits, row, part, vocab, edge, largest, True, PART, LANES, BINS)
+                tl.store(sums + at, sum_exp)
+            else:
+                count, sum_exp = _count_part(logits, row, part, vocab, edge, largest, False, PART, LANES, BINS)
+            tl.store(counts + at, count)
+
+
+@triton.jit
+def _count_part(
+    logits, row, part, vocab, edge, largest,
+    SUM_EXP: tl.constexpr, PART: tl.constexpr, LANES: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """Every thread compares its own logits with all edges: no sum crosses threads before the end."""
+    count = tl.zeros((BINS, LANES), tl.float32)
+    sum_exp = tl.zeros((BINS, LANES), tl.float32)
+    for start in tl.range(part * PART, tl.minimum((part + 1) * PART, vocab), LANES, loop_unroll_factor=4):
+        x = _load(logits, row, start + tl.arange(0, LANES), vocab)
+        # Factors, not conditions: 32 conditions would not fit in a thread's predicates.
+        reached = (x[None, :] >= edge[:, None]).to(tl.float32)
+        count += reached
+        if SUM_EXP:
+            sum_exp += reached * tl.exp(x - largest)[None, :]
+    return tl.sum(count, 1).to(tl.int32), tl.sum(sum_exp, 1)
+
+
+@triton.jit
+def gather_bin_kernel(
+    logits, top_k, top_p, edges, counts, bins, members, vocab, group, parts, TOP_P: tl.constexpr,
+    PART: tl.constexpr, BINS: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Copy out the members of the bin that holds a threshold, in the order of their tokens, up to CAPACITY.
+
+    With TOP_P the bin was chosen before; else the k-th largest logit's is chosen here.
+    """
+    await_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    k, _, has_top_k, has_top_p = restriction(top_k, top_p, row // group, vocab)
+    wanted = has_top_p if TOP_P else has_top_k
+    if wanted:
+        if TOP_P:
+            bin = tl.load(bins + row)
+        else:
+            bin = _last_bin_reaching(_totals(counts, row, parts, BINS, PARTS), k)
+            if tl.program_id(1) == 0:
+                tl.store(bins + row, bin)
+        lower, upper = _bounds(edges, row, bin, BINS)
+        every = tl.arange(0, PARTS)
+        numbers = _members_of_part(counts, row, bin, every, parts, BINS)
+        for part in range(tl.program_id(1), parts, tl.num_programs(1)):
+            if _members_of_part(counts, row, bin, part, parts, BINS) > 0:
+                before = tl.sum(tl.where(every < part, numbers, 0), 0)
+                x = _load(logits, row, part * PART + tl.arange(0, PART), vocab)
+                inside = (x >= lower) & (x < upper)
+                place = before + tl.cumsum(inside.to(tl.int32), 0) - 1
+                tl.store(members + row * CAPACITY + place, x, mask=inside & (place < CAPACITY))
+
+
+@triton.jit
+def top_k_threshold_kernel(
+    logits, top_k, top_p, edges, maxima, counts, sums, bins, members, thresholds, targets, vocab, group, parts,
+    BINS: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """top_k's threshold; for top_p, its bin and the sum of exponentials which that bin has to add to those above."""
+    await_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    k, p, has_top_k, has_top_p = restriction(top_k, top_p, row // group, vocab)
+    if has_top_k | has_top_p:
+        largest = tl.load(maxima + row)
+        sum_exp = tl.zeros((BINS,), tl.float32)
+        if has_top_p:
+            sum_exp = _totals(sums, row, parts, BINS, PARTS)
+        threshold = float("-inf")
+        kept = _at(sum_exp, 0)
+        bin = 0
+        if has_top_k:
+            bin = tl.load(bins + row)
+            lower, upper = _bounds(edges, row, bin, BINS)
+            count = _totals(counts, row, parts, BINS, PARTS)
+            above = _at(count, bin + 1)
+            x, length = _members(logits, row, vocab, members, _at(count, bin) - above, CAPACITY)
+            threshold = search(x, length, lower, upper, (k - above).to(tl.float32), largest, False, BLOCK)
+            if has_top_p:
+                kept, _, _ = walk(x, length, threshold, threshold, upper, upper, largest, True, BLOCK)
+                kept += _at(sum_exp, bin + 1)
+        tl.store(thresholds + row, threshold)
+        if has_top_p:
+            target = p * kept
+            bin = _last_bin_reaching(sum_exp, target)
+            tl.store(bins + row, bin)
+            tl.store(targets + row, target - _at(sum_exp, bin + 1))
+
+
+@triton.jit
+def top_p_threshold_kernel(
+    logits, top_k, top_p, edges, maxima, counts, bins, members, thresholds, targets, vocab, group, parts,
+    BINS: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """top_p's threshold, which is not below top_k's."""
+    await_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    _, _, _, has_top_p = restriction(top_k, top_p, row // group, vocab)
+    if has_top_p:
+        bin = tl.load(bins + row)
+        lower, upper = _bounds(edges, row, bin, BINS)
+        # Rounded sums may ask for more than top_k kept: then the search ends where it starts.
+        lower = tl.maximum(lower, tl.load(thresholds + row))
+        count = _totals(counts, row, parts, BINS, PARTS)
+        x, length = _members(logits, row, vocab, members, _at(count, bin) - _at(count, bin + 1), CAPACITY)
+        target, largest = tl.load(targets + row), tl.load(maxima + row)
+        tl.store(thresholds + row, search(x, length, lower, upper, target, largest, True, BLOCK))
+
+
+@triton.jit
+def mask_logits_kernel(logits, top_k, top_p, thresholds, vocab, group, parts, PART: tl.constexpr, PDL: tl.constexpr):
+    """-inf for a part's logits below the row's threshold."""
+    await_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    _, _, has_top_k, has_top_p = restriction(top_k, top_p, row // group, vocab)
+    if has_top_k | has_top_p:
+        threshold = tl.load(thresholds + row)
+        for part in range(tl.program_id(1), parts, tl.num_programs(1)):
+            token = part * PART + tl.arange(0, PART)
+            x = _load(logits, row, token, vocab)
+            tl.store(logits + row * vocab + token, float("-inf"), mask=(token < vocab) & (x < threshold))
+
+
+@triton.jit
+def _load(logits, row, token, vocab):
+    """A row's logits at tokens, -inf after its end."""
+    return tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf"))
+
+
+@triton.jit
+def _totals(values, row, parts, BINS: tl.constexpr, PARTS: tl.constexpr):
+    """A row's totals from each edge on, [BINS], of its parts' counts or sums."""
+    bin = tl.arange(0, BINS)[:, None]
+    part = tl.arange(0, PARTS)[None, :]
+    return tl.sum(tl.load(values + (row * BINS + bin) * parts + part, mask=part < parts, other=0), 1)
+
+
+@triton.jit
+def _members_of_part(counts, row, bin, part, parts, BINS: tl.constexpr):
+    """How many members of a bin a part has."""
+    at = counts + (row * BINS + bin) * parts + part
+    reached = tl.load(at, mask=part < parts, other=0)
+    return reached - tl.load(at + parts, mask=(part < parts) & (bin + 1 < BINS), other=0)
+
+
+@triton.jit
+def _at(totals, bin):
+    """The total from a bin's edge on; 0 after the last bin."""
+    return tl.sum(tl.where(tl.arange(0, totals.shape[0]) == bin, totals, 0), 0)
+
+
+@triton.jit
+def _last_bin_reaching(totals, target):
+    """The last bin from whose edge on the total reaches `target`, or the first if none does."""
+    return tl.maximum(tl.sum((totals >= target).to(tl.int32), 0) - 1, 0)
+
+
+@triton.jit
+def _bounds(edges, row, bin, BINS: tl.constexpr):
+    """A bin's own edge, and the next bin's."""
+    edge = edges + row * BINS + bin
+    return tl.load(edge), tl.load(edge + 1, mask=bin + 1 < BINS, other=float("inf"))
+
+
+@triton.jit
+def _members(logits, row, vocab, members, number, CAPACITY: tl.constexpr):
+    """Where to find a bin's members, and how many logits to read: the row itself if they exceed CAPACITY."""
+    x = members + row * CAPACITY
+    if number > CAPACITY:
+        x = logits + row * vocab
+    return x, tl.where(number > CAPACITY, vocab, number)
