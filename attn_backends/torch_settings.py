@@ -19,6 +19,10 @@ class _Setting(NamedTuple):
 def _set_default_device(device: torch.device) -> None:
     # The CPU is what torch takes without a default; a default that is set slows down every call.
     torch.set_default_device(None if device.type == "cpu" else device)
+    try:
+        torch.get_default_device()
+    except AttributeError:  # torch 2.9 cannot tell the default once it was reset
+        torch.set_default_device(device)
 
 
 _SETTINGS = (

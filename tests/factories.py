@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 
@@ -20,6 +21,9 @@ from spec_decode.paged import GraphMode
 from spec_decode.sampling import SamplingParams
 
 CPU = torch.device("cpu")
+indexes_fp8 = pytest.mark.xfail(
+    torch.__version__.startswith("2.9."), reason="torch 2.9 indexes no fp8 on a CPU", strict=True
+)
 
 
 def register_as(name: object, make: Callable[[], Any], *, replace: bool = False) -> type[AttentionBackend]:

@@ -9,7 +9,7 @@ from attn_backends import KVCache
 from attn_backends.kernels.rope import Rope, apply_rope
 from attn_backends.kernels.rope_and_write_kv import rope_and_write_kv
 from attn_backends.kernels.write_kv import write_kv
-from tests.factories import make_cache, make_spec
+from tests.factories import indexes_fp8, make_cache, make_spec
 
 TOKENS, MAX_POSITIONS = 4, 40
 SLOTS = torch.tensor([7, -1, 19, 0])
@@ -70,7 +70,10 @@ def test_queries_are_turned_in_place_and_turned_keys_and_values_stored(sizes, dt
     assert torch.equal(whole[:, rest].nan_to_num(), projected[:, rest].nan_to_num()) and whole[:, 0].isnan().all()
 
 
-@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["its own dtype", "e4m3"])
+@pytest.mark.parametrize(
+    "kv_dtype",
+    [pytest.param(None, id="its own dtype"), pytest.param(torch.float8_e4m3fn, id="e4m3", marks=indexes_fp8)],
+)
 def test_the_numbers_are_those_of_the_two_ops(kv_dtype):
     spec = make_spec(dtype=torch.float16)
     caches = [make_cache(replace(spec, kv_dtype=kv_dtype) if kv_dtype else spec, 5) for _ in range(2)]

@@ -3,7 +3,7 @@ import torch
 
 from attn_backends.kernels.write_kv import write_kv
 from builders import BatchError
-from tests.factories import make_cache, make_spec
+from tests.factories import indexes_fp8, make_cache, make_spec
 
 SPEC = make_spec(value_dim=8)
 
@@ -81,7 +81,7 @@ def e4m3_caches():
     return [torch.zeros(1, 2, 1, 4, dtype=torch.float8_e4m3fn) for _ in range(2)]
 
 
-@pytest.mark.xfail(torch.__version__.startswith("2.9."), reason="torch 2.9 indexes no fp8 on a CPU", strict=True)
+@indexes_fp8
 def test_a_cache_of_e4m3_gets_the_nearest_number_in_its_range():
     new = torch.tensor([[[0.3, -1.06, 500.0, 448.0]]], dtype=torch.bfloat16)
     caches = e4m3_caches()
@@ -100,7 +100,7 @@ def test_a_cache_of_e4m3_refuses_keys_and_values_of_unlike_dtypes():
         write_kv(new, new.half(), *caches, torch.tensor([1]))
 
 
-@pytest.mark.xfail(torch.__version__.startswith("2.9."), reason="torch 2.9 indexes no fp8 on a CPU", strict=True)
+@indexes_fp8
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_no_number_beyond_the_range_of_e4m3_reaches_a_cast_whose_result_depends_on_the_torch(monkeypatch, dtype):
     cast, seen = torch.Tensor.to, []
