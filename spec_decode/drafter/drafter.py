@@ -185,9 +185,12 @@ class Drafter:
         count, size = sum(query_lens), self.model.target_states_size
         require_tensor("token_ids", token_ids, shape=(count,), dtype=torch.int64, device=tables.device)
         require_tensor(
-            "target_hidden_states", target_hidden_states, shape=(count, size), dtype=target_hidden_states.dtype,
+            "target_hidden_states",
+            target_hidden_states,
+            shape=(count, size),
+            dtype=target_hidden_states.dtype,
             device=tables.device,
-        )  # fmt: skip
+        )
         states = target_hidden_states.to(self.inputs.target_hidden_states.dtype)
         self._step.prefill(tables, query_lens, seq_lens, token_ids, states)
 

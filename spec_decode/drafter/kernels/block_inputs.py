@@ -54,23 +54,45 @@ class BlockInputs(NamedTuple):
         (rows, verified), width = self.token_ids.shape, states.shape[1]
         block = min(1024, triton.next_power_of_2(width))
         _block_inputs_kernel[(rows, self.query_len, triton.cdiv(width, block))](
-            *self[:6], tokens, states, verified, self.query_len, width, self.token_ids.stride(0),
-            BLOCK=block, num_warps=max(1, min(4, block // 256)), **dependent_launch(tokens.device),
-        )  # fmt: skip
+            *self[:6],
+            tokens,
+            states,
+            verified,
+            self.query_len,
+            width,
+            self.token_ids.stride(0),
+            BLOCK=block,
+            num_warps=max(1, min(4, block // 256)),
+            **dependent_launch(tokens.device),
+        )
         return tokens, states
 
 
 @triton.jit
 def _block_inputs_kernel(
-    token_ids, target_hidden_states, next_tokens, accepted, mask_hidden, mask_token_id, tokens, states,
-    verified, query_len, width, row_stride, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    token_ids,  # int64 [R, 1 + K]
+    target_hidden_states,  # [R, 1 + K, F]
+    next_tokens,  # int64 [>= R]
+    accepted,  # int32 [>= R]
+    mask_hidden,  # [F]
+    mask_token_id,
+    tokens,  # out: int64 [R * Q]
+    states,  # out: [R * Q, F]
+    verified,  # 1 + K
+    query_len,  # Q
+    width,  # F
+    row_stride,  # of token_ids
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per row, place and block of columns; the first block of a place also writes its token."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     last = tl.minimum(tl.maximum(tl.load(accepted + row), 0), verified - 1)
+    # The token and the state of this place
     # What is not read may lie behind the row.
     following = tl.load(token_ids + row * row_stride + place + 1, mask=place < last, other=0)
     token = tl.where(place < last, following, tl.load(next_tokens + row))

@@ -40,17 +40,35 @@ class GatherBlock(NamedTuple):
         width = hidden.shape[1]
         block = min(1024, triton.next_power_of_2(width))
         _gather_block_kernel[(len(hidden), triton.cdiv(width, block))](
-            *self[:3], hidden, positions, self.query_len, self.columns, width, self.hidden.stride(0),
-            BLOCK=block, num_warps=max(1, min(4, block // 256)), **dependent_launch(hidden.device),
-        )  # fmt: skip
+            *self[:3],
+            hidden,
+            positions,
+            self.query_len,
+            self.columns,
+            width,
+            self.hidden.stride(0),
+            BLOCK=block,
+            num_warps=max(1, min(4, block // 256)),
+            **dependent_launch(hidden.device),
+        )
         return hidden, positions
 
 
 @triton.jit
 def _gather_block_kernel(
-    hidden, positions, accepted, out, out_positions, query_len, columns, width, row_stride,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    hidden,  # [R * Q, H]
+    positions,  # int64 [R * Q]
+    accepted,  # int32 [>= R]
+    out,  # [R * K, H]
+    out_positions,  # int64 [R * K]
+    query_len,  # Q
+    columns,  # K
+    width,  # H
+    row_stride,  # of hidden
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per row of `out` and block of columns; the first block also writes the position."""
     await_previous(PDL)
     line = tl.program_id(0).to(tl.int64)
     row = line // columns

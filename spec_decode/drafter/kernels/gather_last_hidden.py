@@ -33,15 +33,28 @@ class GatherLastHidden(NamedTuple):
         rows, width = self.last.shape
         block = min(1024, triton.next_power_of_2(width))
         _gather_last_hidden_kernel[(rows, triton.cdiv(width, block))](
-            *self, width, *self.hidden.stride(),
-            BLOCK=block, num_warps=max(1, min(4, block // 256)), **dependent_launch(self.hidden.device),
-        )  # fmt: skip
+            *self,
+            width,
+            *self.hidden.stride(),
+            BLOCK=block,
+            num_warps=max(1, min(4, block // 256)),
+            **dependent_launch(self.hidden.device),
+        )
 
 
 @triton.jit
 def _gather_last_hidden_kernel(
-    hidden, accepted, last, query_len, width, row_stride, column_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
+    hidden,  # [R * query_len, H]
+    accepted,  # int32 [>= R]
+    last,  # out: [R, H]
+    query_len,
+    width,  # H
+    row_stride,  # of hidden
+    column_stride,  # of hidden
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    """One program per row and block of columns."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

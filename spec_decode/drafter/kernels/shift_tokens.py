@@ -34,16 +34,29 @@ class ShiftTokens(NamedTuple):
         out = self.fake()
         rows, query_len = self.token_ids.shape
         _shift_tokens_kernel[(rows,)](
-            *self, out, query_len, self.token_ids.stride(0),
-            BLOCK=triton.next_power_of_2(query_len), num_warps=1, **dependent_launch(self.token_ids.device),
-        )  # fmt: skip
+            *self,
+            out,
+            query_len,
+            self.token_ids.stride(0),
+            BLOCK=triton.next_power_of_2(query_len),
+            num_warps=1,
+            **dependent_launch(self.token_ids.device),
+        )
         return out
 
 
 @triton.jit
 def _shift_tokens_kernel(
-    token_ids, next_tokens, accepted, out, query_len, stride, BLOCK: tl.constexpr, PDL: tl.constexpr
+    token_ids,  # int64 [R, 1 + K]
+    next_tokens,  # int64 [>= R]
+    accepted,  # int32 [>= R]
+    out,  # int64 [R * (1 + K)]
+    query_len,  # 1 + K
+    stride,  # of a row of token_ids
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    """One program per row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)

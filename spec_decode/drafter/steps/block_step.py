@@ -37,9 +37,14 @@ class BlockStep(Step[BlockDraft, DraftSampler]):
         """
         inputs, query_len = self.inputs, self.extend.query_len
         token_ids, states = block_inputs(
-            inputs.token_ids[:size], inputs.target_hidden_states[:size], inputs.next_tokens, inputs.accepted,
-            self._mask_hidden, self.model.mask_token_id, query_len,
-        )  # fmt: skip
+            inputs.token_ids[:size],
+            inputs.target_hidden_states[:size],
+            inputs.next_tokens,
+            inputs.accepted,
+            self._mask_hidden,
+            self.model.mask_token_id,
+            query_len,
+        )
         with self.products():
             states = self.model.combine(states)
         hidden = self.forward(size, token_ids, states)

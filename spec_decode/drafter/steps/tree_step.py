@@ -111,7 +111,13 @@ class TreeStep(Step[DraftModel, TreeSampler]):
         if self.num_speculative_tokens > 1:
             count = size * self.decode.query_len
             place_frontier(
-                batch.step, tree.frontier_tokens[:size], tree.frontier_places[:size], hidden, batch.seq_lens,
-                self._token_ids[:size], self._states[:size],
-                batch.positions[:count].view(size, -1), batch.tree_masks[:count].view(size, -1),
-            )  # fmt: skip
+                batch.step,
+                tree.frontier_tokens[:size],
+                tree.frontier_places[:size],
+                hidden,
+                batch.seq_lens,
+                self._token_ids[:size],
+                self._states[:size],
+                batch.positions[:count].view(size, -1),
+                batch.tree_masks[:count].view(size, -1),
+            )
