@@ -16,7 +16,7 @@ from builders import (
     MetadataBuilder,
     RequestTables,
     set_extend_state,
-)  # fmt: skip
+)
 from spec_decode.graphs import GraphKey, GraphManager, SplitOp
 from spec_decode.paged.attention import PagedAttention, SplitAttention
 from spec_decode.paged.kv_groups import KVGroup, check_pools
@@ -98,9 +98,12 @@ class StepBuffers:
     def split_attention(self, split_op: SplitOp) -> SplitAttention:
         """The attention of a step that is captured in pieces."""
         return SplitAttention(
-            self._groups, self.metadata, uncaptured=self.plan.uncaptured_groups, rebuilt=self.built_groups,
+            self._groups,
+            self.metadata,
+            uncaptured=self.plan.uncaptured_groups,
+            rebuilt=self.built_groups,
             split_op=split_op,
-        )  # fmt: skip
+        )
 
     def build_at(self, context_lens: torch.Tensor, size: int) -> None:
         """Set the state of a step after context_lens, int32 [size] tokens, and build what the host builds of it."""
