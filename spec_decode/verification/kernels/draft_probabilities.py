@@ -25,7 +25,7 @@ def matches_argmax(row, token, length, largest, argmax, columns, blocks, BLOCK: 
     part = (row * columns + column[:, None]) * blocks + block
     inside = (column < length)[:, None] & (block < blocks)
     x = tl.load(largest + part, mask=inside, other=float("-inf"))
-    at = tl.load(argmax + part, mask=inside, other=2147483647)
+    at = tl.load(argmax + part, mask=inside, other=2147483647)  # the largest int32
     best = tl.max(x, 1)
     return (token == tl.min(tl.where(x == best[:, None], at, 2147483647), 1)) & (column < length)
 
@@ -52,9 +52,23 @@ def _store_norms(
 
 @triton.jit
 def draft_probabilities(
-    row, token, length, processed, draft_logits, partial_max, partial_sum_exp, norms, columns, vocab, blocks,
-    draft_row_stride, draft_column_stride, draft_token_stride, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    row,
+    token,  # int64 [BLOCK_K]
+    length,
+    processed,  # fp32 [R, 1 + K, V]
+    draft_logits,  # fp32 [R, K, V]
+    partial_max,  # fp32 [2, R * K, blocks]
+    partial_sum_exp,  # fp32 [2, R * K, blocks]
+    norms,  # out: fp32 [4, R * K]
+    columns,  # K
+    vocab,  # V
+    blocks,  # of the vocabulary
+    draft_row_stride,
+    draft_column_stride,
+    draft_token_stride,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """p and q fp32 [BLOCK_K] of a random row's first `length` tokens, 0 of the others; stores their columns' norms.
 
     One program per row."""
@@ -62,9 +76,17 @@ def draft_probabilities(
     count = tl.num_programs(0) * columns
     p_max, p_sum = _store_norms(row, length, partial_max, partial_sum_exp, norms, columns, blocks, BLOCK, BLOCK_K)
     q_max, q_sum = _store_norms(
-        row, length, partial_max + count * blocks, partial_sum_exp + count * blocks, norms + 2 * count,
-        columns, blocks, BLOCK, BLOCK_K,
-    )  # fmt: skip
+        row,
+        length,
+        partial_max + count * blocks,
+        partial_sum_exp + count * blocks,
+        norms + 2 * count,
+        columns,
+        blocks,
+        BLOCK,
+        BLOCK_K,
+    )
+    # Both models' logits of the draft's tokens, and their probabilities
     inside = (column < length) & (token < vocab)
     x = tl.load(processed + (row * (columns + 1) + column) * vocab + token, mask=inside, other=float("-inf"))
     y = draft_logits + row * draft_row_stride + column * draft_column_stride + token * draft_token_stride

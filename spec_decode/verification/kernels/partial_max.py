@@ -33,9 +33,19 @@ class PartialMax(NamedTuple):
         largest, sum_exp = torch.empty(2, 2, rows * columns, blocks, dtype=torch.float32, device=device)
         argmax = torch.empty(rows * columns, blocks, dtype=torch.int32, device=device)
         _partial_max_kernel[(rows * columns, blocks)](
-            processed, draft_logits, temperature, largest, sum_exp, argmax, columns, vocab, *draft_logits.stride(),
-            BLOCK=block, num_warps=max(1, min(8, block // 256)), **dependent_launch(device),
-        )  # fmt: skip
+            processed,
+            draft_logits,
+            temperature,
+            largest,
+            sum_exp,
+            argmax,
+            columns,
+            vocab,
+            *draft_logits.stride(),
+            BLOCK=block,
+            num_warps=max(1, min(8, block // 256)),
+            **dependent_launch(device),
+        )
         return cls(largest, sum_exp, argmax)
 
     def launch_options(self, columns: int) -> dict[str, int]:
@@ -48,9 +58,21 @@ class PartialMax(NamedTuple):
 
 @triton.jit
 def _partial_max_kernel(
-    processed, draft_logits, temperature, largest, sum_exp, argmax, columns, vocab,
-    draft_row_stride, draft_column_stride, draft_token_stride, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    processed,  # fp32 [R, 1 + K, V]
+    draft_logits,  # fp32 [R, K, V]
+    temperature,  # fp32 [R]
+    largest,  # out: fp32 [2, R * K, blocks]
+    sum_exp,  # out: fp32 [2, R * K, blocks]
+    argmax,  # out: int32 [R * K, blocks]
+    columns,  # K
+    vocab,  # V
+    draft_row_stride,
+    draft_column_stride,
+    draft_token_stride,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per draft column of a row and block of the vocabulary."""
     await_previous(PDL)
     line = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -61,12 +83,14 @@ def _partial_max_kernel(
     row_temperature = tl.load(temperature + row)
     x = tl.load(processed + (line + row) * vocab + token, mask=inside, other=float("-inf"))
     if row_temperature > 0:
+        # A random row: the largest logit and the sum of p, then those of q
         y = draft_logits + row * draft_row_stride + column * draft_column_stride + token * draft_token_stride
         y = tl.load(y, mask=inside, other=float("-inf"))
         store_max_sum_exp(x, largest + part, sum_exp + part)
         part += tl.num_programs(0) * tl.num_programs(1)
         store_max_sum_exp(y, largest + part, sum_exp + part)
     else:
+        # A greedy row: the first largest logit of p
         best, first = tl.max(x, 0, return_indices=True)
         tl.store(largest + part, best)
         tl.store(argmax + part, block * BLOCK + first)

@@ -39,29 +39,69 @@ class RejectionSample(VerifyArguments):
         rows, columns = self.draft_tokens.shape
         partial, residual = PartialMax.launch(self), Residual.allocate(self.draft_logits)
         _rejection_sample_kernel[(rows,)](
-            *self, *partial, *residual[:3], columns, self.processed.shape[2], partial.argmax.shape[1],
-            *self.draft_logits.stride(), **partial.launch_options(columns), **dependent_launch(self.processed.device),
-        )  # fmt: skip
+            *self,
+            *partial,
+            *residual[:3],
+            columns,
+            self.processed.shape[2],
+            partial.argmax.shape[1],
+            *self.draft_logits.stride(),
+            **partial.launch_options(columns),
+            **dependent_launch(self.processed.device),
+        )
         next_tokens = launch_draw(self.processed, self.temperature, self.seeds, self.draft_positions, residual)
         return residual.accepted, next_tokens
 
 
 @triton.jit
 def _rejection_sample_kernel(
-    processed, draft_tokens, draft_logits, temperature, seeds, accept_seeds, draft_positions,
-    partial_max, partial_sum_exp, partial_argmax, accepted, weight, norms,
-    columns, vocab, blocks, draft_row_stride, draft_column_stride, draft_token_stride,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    processed,  # fp32 [R, 1 + K, V]
+    draft_tokens,  # int64 [R, K]
+    draft_logits,  # fp32 [R, K, V]
+    temperature,  # fp32 [R]
+    seeds,  # int64 [R]
+    accept_seeds,  # int64 [R]
+    draft_positions,  # int64 [R]
+    partial_max,  # fp32 [2, R * K, blocks]
+    partial_sum_exp,  # fp32 [2, R * K, blocks]
+    partial_argmax,  # int32 [R * K, blocks]
+    accepted,  # out: int64 [R]
+    weight,  # out: fp32 [R]
+    norms,  # out: fp32 [4, R * K]
+    columns,  # K
+    vocab,  # V
+    blocks,  # of the vocabulary
+    draft_row_stride,
+    draft_column_stride,
+    draft_token_stride,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_K)
     token, length = read_draft(row, draft_tokens, columns, BLOCK_K)
     if tl.load(temperature + row) > 0:
         p, q = draft_probabilities(
-            row, token, length, processed, draft_logits, partial_max, partial_sum_exp, norms, columns, vocab, blocks,
-            draft_row_stride, draft_column_stride, draft_token_stride, BLOCK, BLOCK_K,
-        )  # fmt: skip
+            row,
+            token,
+            length,
+            processed,
+            draft_logits,
+            partial_max,
+            partial_sum_exp,
+            norms,
+            columns,
+            vocab,
+            blocks,
+            draft_row_stride,
+            draft_column_stride,
+            draft_token_stride,
+            BLOCK,
+            BLOCK_K,
+        )
         passes = accept_uniform(tl.load(accept_seeds + row), tl.load(draft_positions + row) + column) * q < p
     else:
         passes = matches_argmax(row, token, length, partial_max, partial_argmax, columns, blocks, BLOCK, BLOCK_K)

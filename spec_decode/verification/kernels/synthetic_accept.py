@@ -41,9 +41,16 @@ class SyntheticAccept(NamedTuple):
         (rows, columns), whole = self.draft_tokens.shape, math.floor(self.mean)
         accepted, positions = self.fake()
         _synthetic_accept_kernel[(rows,)](
-            *self[:3], accepted, positions, whole, self.mean - whole, columns,
-            BLOCK_K=triton.next_power_of_2(columns), num_warps=1, **dependent_launch(accepted.device),
-        )  # fmt: skip
+            *self[:3],
+            accepted,
+            positions,
+            whole,
+            self.mean - whole,
+            columns,
+            BLOCK_K=triton.next_power_of_2(columns),
+            num_warps=1,
+            **dependent_launch(accepted.device),
+        )
         return accepted, positions
 
     def fake(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,9 +59,18 @@ class SyntheticAccept(NamedTuple):
 
 @triton.jit
 def _synthetic_accept_kernel(
-    draft_tokens, seeds, draft_positions, accepted, positions, whole, fraction, columns,
-    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    draft_tokens,  # int64 [R, K]
+    seeds,  # int64 [R]
+    draft_positions,  # int64 [R]
+    accepted,  # out: int64 [R]
+    positions,  # out: int64 [R]
+    whole,  # floor(mean)
+    fraction,  # mean - floor(mean)
+    columns,  # K
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     _, length = read_draft(row, draft_tokens, columns, BLOCK_K)
