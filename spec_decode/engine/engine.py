@@ -94,9 +94,13 @@ class Engine:
         self._scheduler = Scheduler(self.pool, config)
         self._batch = InputBatch(config.max_reqs, self.device, self.drafter, verify)
         self.target = TargetRunner(
-            target, target_groups, self._tables[0], query_len=1 + (config.tree.num_tokens if config.tree else steps),
-            trees=config.tree is not None, graph_mode=config.graph_mode,
-        )  # fmt: skip
+            target,
+            target_groups,
+            self._tables[0],
+            query_len=1 + (config.tree.num_tokens if config.tree else steps),
+            trees=config.tree is not None,
+            graph_mode=config.graph_mode,
+        )
         self._target_step: Step = self._make_target_step(verify)
         self._prefill = Prefill(self.target, self.drafter, prefill_tables)
         self._outputs = PendingOutputs(steps)
@@ -109,9 +113,15 @@ class Engine:
     def _make_groups(self, name: str, model: TargetModel | DraftModel, choice: BackendChoice) -> list[KVGroup]:
         config = self.config
         return make_groups(
-            name, model, choice, config.page_size, self.pool.num_pages, self.device,
-            batch_invariant=config.batch_invariant, tree=config.tree is not None,
-        )  # fmt: skip
+            name,
+            model,
+            choice,
+            config.page_size,
+            self.pool.num_pages,
+            self.device,
+            batch_invariant=config.batch_invariant,
+            tree=config.tree is not None,
+        )
 
     def _make_target_step(self, verify: Verifier | None) -> Step:
         if verify is not None:
@@ -122,9 +132,12 @@ class Engine:
     def _make_tables(self, groups: Sequence[KVGroup]) -> RequestTables:
         config = self.config
         return RequestTables(
-            page_sizes=[config.page_size] * len(groups), num_pages=[self.pool.num_pages] * len(groups),
-            max_reqs=config.max_reqs, max_seq_len=self.pool.slots_for(config.max_seq_len), device=self.device,
-        )  # fmt: skip
+            page_sizes=[config.page_size] * len(groups),
+            num_pages=[self.pool.num_pages] * len(groups),
+            max_reqs=config.max_reqs,
+            max_seq_len=self.pool.slots_for(config.max_seq_len),
+            device=self.device,
+        )
 
     def _make_drafter(self, draft: DraftModel, groups: Sequence[KVGroup]) -> Drafter:
         config, tables = self.config.drafter, self._tables[1]

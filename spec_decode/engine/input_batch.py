@@ -59,10 +59,17 @@ class InputBatch:
         require_tensor("next_tokens", next_tokens, shape=lens.shape, dtype=torch.int64, device=lens.device)
         offset = self._drafter.model.position_offset if self._drafter else 0
         update_requests(
-            accepted, next_tokens, token_ids, drafts,
-            lens, self.max_lens[rows], self.last_tokens[rows], self.outputs[rows],
-            *(_token_inputs(self._drafter.inputs, rows) if self._drafter else (None,) * 5), offset,
-        )  # fmt: skip
+            accepted,
+            next_tokens,
+            token_ids,
+            drafts,
+            lens,
+            self.max_lens[rows],
+            self.last_tokens[rows],
+            self.outputs[rows],
+            *(_token_inputs(self._drafter.inputs, rows) if self._drafter else (None,) * 5),
+            offset,
+        )
 
     def set_draft_inputs(self, rows: slice, target_hidden_states: torch.Tensor) -> None:
         """The drafter's other inputs of these n rows: target_hidden_states [n, 1 + K, F], and the seeds."""

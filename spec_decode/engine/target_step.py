@@ -61,7 +61,7 @@ class TreeTargetStep:
         logits, target_hidden_states = forward(context_lens, token_ids, trees.parents)
         found = self._verifier.verify(
             logits, trees, sampling=batch.sampling.head(size), draft_positions=batch.lens[rows]
-        )  # fmt: skip
+        )
         self._target.move_accepted(found.path)
         # The root and the path; after a path's end the root, which nothing reads.
         kept = F.pad(found.path.clamp(min=0), (1, 0))

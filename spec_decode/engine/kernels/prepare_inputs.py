@@ -30,9 +30,15 @@ class PrepareInputs(NamedTuple):
         context_lens, token_ids = self.fake()
         rows, query_len = token_ids.shape
         _prepare_inputs_kernel[(rows,)](
-            *self, context_lens, token_ids, query_len, *self.drafts.stride(),
-            BLOCK=triton.next_power_of_2(query_len), num_warps=1, **dependent_launch(self.lens.device),
-        )  # fmt: skip
+            *self,
+            context_lens,
+            token_ids,
+            query_len,
+            *self.drafts.stride(),
+            BLOCK=triton.next_power_of_2(query_len),
+            num_warps=1,
+            **dependent_launch(self.lens.device),
+        )
         return context_lens, token_ids
 
     def fake(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,9 +48,18 @@ class PrepareInputs(NamedTuple):
 
 @triton.jit
 def _prepare_inputs_kernel(
-    lens, last_tokens, drafts, context_lens, token_ids, query_len, row_stride, column_stride,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    lens,  # int64 [R]
+    last_tokens,  # int64 [R]
+    drafts,  # int64 [R, K]
+    context_lens,  # out: int32 [R]
+    token_ids,  # out: int64 [R, 1 + K]
+    query_len,  # 1 + K
+    row_stride,  # of drafts
+    column_stride,  # of drafts
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)

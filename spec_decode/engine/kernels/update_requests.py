@@ -63,19 +63,47 @@ class UpdateRequests(NamedTuple):
     def launch(self) -> None:
         (rows, num_drafts), draft_ids = self.drafts.shape, self.draft_token_ids
         _update_requests_kernel[(rows,)](
-            *self, num_drafts, *self.token_ids.stride(), *self.drafts.stride(), self.outputs.stride(0),
-            0 if draft_ids is None else draft_ids.stride(0), DRAFTING=draft_ids is not None,
-            BLOCK=triton.next_power_of_2(2 + num_drafts), num_warps=1, **dependent_launch(self.drafts.device),
-        )  # fmt: skip
+            *self,
+            num_drafts,
+            *self.token_ids.stride(),
+            *self.drafts.stride(),
+            self.outputs.stride(0),
+            0 if draft_ids is None else draft_ids.stride(0),
+            DRAFTING=draft_ids is not None,
+            BLOCK=triton.next_power_of_2(2 + num_drafts),
+            num_warps=1,
+            **dependent_launch(self.drafts.device),
+        )
 
 
 @triton.jit
 def _update_requests_kernel(
-    accepted, next_tokens, token_ids, drafts, lens, max_lens, last_tokens, outputs,
-    draft_token_ids, draft_context_lens, draft_accepted, draft_next_tokens, draft_lens, position_offset, num_drafts,
-    ids_row_stride, ids_column_stride, drafts_row_stride, drafts_column_stride, outputs_stride, draft_ids_stride,
-    DRAFTING: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    accepted,  # int64 [R]
+    next_tokens,  # int64 [R]
+    token_ids,  # int64 [R, 1 + K]
+    drafts,  # int64 [R, K]
+    lens,  # in and out: int64 [R]
+    max_lens,  # int64 [R]
+    last_tokens,  # out: int64 [R]
+    outputs,  # out: int64 [R, 2 + K]
+    draft_token_ids,  # out: int64 [R, 1 + K]
+    draft_context_lens,  # out: int32 [R]
+    draft_accepted,  # out: int32 [R]
+    draft_next_tokens,  # out: int64 [R]
+    draft_lens,  # out: int32 [R]
+    position_offset,
+    num_drafts,  # K
+    ids_row_stride,
+    ids_column_stride,
+    drafts_row_stride,
+    drafts_column_stride,
+    outputs_stride,
+    draft_ids_stride,
+    DRAFTING: tl.constexpr,  # whether there is a drafter: without one the five draft tensors are None
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -83,11 +111,13 @@ def _update_requests_kernel(
     next_token = tl.load(next_tokens + row)
     length = tl.load(lens + row)
     limit = tl.load(max_lens + row)
+    # The output for the host
     drafted = (column > 0) & (column <= num_drafts)
     output = tl.load(drafts + row * drafts_row_stride + (column - 1) * drafts_column_stride, mask=drafted, other=0)
     output = tl.where(column == 0, kept, tl.where(column == 1 + kept, next_token, output))
     grown = tl.minimum(length + kept + 1, limit)
     if DRAFTING:
+        # Where the drafter's next round starts
         in_step = column <= num_drafts
         ids = tl.load(token_ids + row * ids_row_stride + column * ids_column_stride, mask=in_step)
         tl.store(draft_token_ids + row * draft_ids_stride + column, ids, mask=in_step)
@@ -95,6 +125,7 @@ def _update_requests_kernel(
         tl.store(draft_accepted + row, kept.to(tl.int32))
         tl.store(draft_next_tokens + row, next_token)
         tl.store(draft_lens + row, tl.minimum(tl.maximum(limit - grown - 1, 0), num_drafts).to(tl.int32))
+    # The requests and the output
     tl.store(outputs + row * outputs_stride + column, output, mask=column < 2 + num_drafts)
     tl.store(last_tokens + row, next_token)
     tl.store(lens + row, grown)
@@ -104,7 +135,13 @@ update_requests = define_op(
     "spec_decode::update_requests",
     UpdateRequests,
     mutates=(
-        "lens", "last_tokens", "outputs",
-        "draft_token_ids", "draft_context_lens", "draft_accepted", "draft_next_tokens", "draft_lens",
+        "lens",
+        "last_tokens",
+        "outputs",
+        "draft_token_ids",
+        "draft_context_lens",
+        "draft_accepted",
+        "draft_next_tokens",
+        "draft_lens",
     ),
-)  # fmt: skip
+)
