@@ -36,9 +36,14 @@ class AncestorMasks(NamedTuple):
         masks, depths = self.fake()
         rows, tokens = masks.shape
         _ancestor_masks_kernel[(rows,)](
-            self.parents, masks, depths, tokens,
-            BLOCK=triton.next_power_of_2(tokens), num_warps=1, **dependent_launch(masks.device),
-        )  # fmt: skip
+            self.parents,
+            masks,
+            depths,
+            tokens,
+            BLOCK=triton.next_power_of_2(tokens),
+            num_warps=1,
+            **dependent_launch(masks.device),
+        )
         return masks, depths
 
     def fake(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,7 +67,15 @@ def read_parents(parents, row, tokens, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _ancestor_masks_kernel(parents, masks, depths, tokens, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _ancestor_masks_kernel(
+    parents,  # int64 [R, N]
+    masks,  # out: int64 [R, 1 + N]
+    depths,  # out: int64 [R, 1 + N]
+    tokens,  # 1 + N
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     token = tl.arange(0, BLOCK)

@@ -48,9 +48,16 @@ class FollowTree(NamedTuple):
         accepted, path, next_tokens = self.fake()
         rows, tokens = self.target_tokens.shape
         _follow_tree_kernel[(rows,)](
-            *self[:3], accepted, path, next_tokens, tokens, self.max_depth,
-            BLOCK=triton.next_power_of_2(tokens), num_warps=1, **dependent_launch(accepted.device),
-        )  # fmt: skip
+            *self[:3],
+            accepted,
+            path,
+            next_tokens,
+            tokens,
+            self.max_depth,
+            BLOCK=triton.next_power_of_2(tokens),
+            num_warps=1,
+            **dependent_launch(accepted.device),
+        )
         return accepted, path, next_tokens
 
     def fake(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -60,16 +67,27 @@ class FollowTree(NamedTuple):
 
 @triton.jit
 def _follow_tree_kernel(
-    draft_tokens, parents, target_tokens, accepted, path, next_tokens, tokens, max_depth,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    draft_tokens,  # int64 [R, N]
+    parents,  # int64 [R, N]
+    target_tokens,  # int64 [R, 1 + N]
+    accepted,  # out: int64 [R]
+    path,  # out: int64 [R, K]
+    next_tokens,  # out: int64 [R]
+    tokens,  # 1 + N
+    max_depth,  # K
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     token = tl.arange(0, BLOCK)
+    # Which draft tokens are the target's own after their parent
     parent = read_parents(parents, row, tokens, BLOCK)
     drafted = tl.load(draft_tokens + row * (tokens - 1) + token - 1, mask=parent >= 0, other=-1)
     due = tl.load(target_tokens + row * tokens + parent, mask=parent >= 0, other=-2)
     passes = drafted == due
+    # Down the tree, one token a step
     last = 0
     count = 0
     for step in range(0, max_depth):

@@ -49,10 +49,17 @@ class KeepBest(NamedTuple):
         rows, candidates = self.tokens.shape
         block = triton.next_power_of_2(candidates)
         _keep_best_kernel[(rows,)](
-            *self[:3], draft_tokens, parents, candidates, self.num_tokens,
-            KEPT=triton.next_power_of_2(self.num_tokens), BLOCK=block, CHUNK=min(_CHUNK, block),
-            num_warps=max(1, min(8, block // 64)), **dependent_launch(draft_tokens.device),
-        )  # fmt: skip
+            *self[:3],
+            draft_tokens,
+            parents,
+            candidates,
+            self.num_tokens,
+            KEPT=triton.next_power_of_2(self.num_tokens),
+            BLOCK=block,
+            CHUNK=min(_CHUNK, block),
+            num_warps=max(1, min(8, block // 64)),
+            **dependent_launch(draft_tokens.device),
+        )
         return draft_tokens, parents
 
     def fake(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,19 +69,31 @@ class KeepBest(NamedTuple):
 
 @triton.jit
 def _keep_best_kernel(
-    tokens, parents, scores, draft_tokens, tree_parents, candidates, count,
-    KEPT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    tokens,  # int64 [R, C]
+    parents,  # int64 [R, C]
+    scores,  # fp32 [R, C]
+    draft_tokens,  # out: int64 [R, N]
+    tree_parents,  # out: int64 [R, N]
+    candidates,  # C
+    count,  # N
+    KEPT: tl.constexpr,  # N, rounded up to a power of two
+    BLOCK: tl.constexpr,  # C, rounded up to a power of two
+    CHUNK: tl.constexpr,  # candidates that all others are compared with at a time
+    PDL: tl.constexpr,
+):
+    """One program per row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     candidate = tl.arange(0, BLOCK)
     inside = candidate < candidates
     score = tl.load(scores + row * candidates + candidate, mask=inside, other=float("-inf"))
+    # How many candidates come before each
     rank = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, candidates, CHUNK):
         at = start + tl.arange(0, CHUNK)
         among = tl.load(scores + row * candidates + at, mask=at < candidates, other=float("-inf"))
         rank += ranks(score, candidate, among, at)
+    # The candidates that are kept
     kept = inside & (rank < count) & (score > float("-inf"))
     query_token = tl.cumsum(kept.to(tl.int32), 0)
     token = tl.load(tokens + row * candidates + candidate, mask=inside, other=0)
@@ -87,6 +106,7 @@ def _keep_best_kernel(
         above = tl.sum(tl.where(own, parent, 0), 0)
         before = tl.sum((kept & (candidate <= above)).to(tl.int64), 0)
         follows = tl.where(at == place, tl.where(above < 0, 0, before), follows)
+    # The tree, -1 behind its end
     total = tl.sum(kept.to(tl.int32), 0)
     tl.store(tree_parents + row * count + at, tl.where(at < total, follows, -1), mask=at < count)
     tl.store(draft_tokens + row * count + at, tl.full((KEPT,), -1, tl.int64), mask=(at < count) & (at >= total))
