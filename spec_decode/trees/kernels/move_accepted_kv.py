@@ -66,19 +66,44 @@ class MoveAcceptedKV(NamedTuple):
         pages, page_size, heads, dim = key_cache.shape
         value_dim = value_cache.shape[3]
         _move_accepted_kv_kernel[(len(path), heads)](
-            *self, *key_cache.stride(), *value_cache.stride(), slot_mapping.shape[1], path.shape[1], pages * page_size,
-            PAGE_SIZE=page_size, DIM=dim, VALUE_DIM=value_dim, BLOCK=triton.next_power_of_2(max(dim, value_dim)),
-            num_warps=1, **dependent_launch(key_cache.device),
-        )  # fmt: skip
+            *self,
+            *key_cache.stride(),
+            *value_cache.stride(),
+            slot_mapping.shape[1],
+            path.shape[1],
+            pages * page_size,
+            PAGE_SIZE=page_size,
+            DIM=dim,
+            VALUE_DIM=value_dim,
+            BLOCK=triton.next_power_of_2(max(dim, value_dim)),
+            num_warps=1,
+            **dependent_launch(key_cache.device),
+        )
 
 
 @triton.jit
 def _move_accepted_kv_kernel(
-    key_cache, value_cache, slot_mapping, path,
-    key_page_stride, key_token_stride, key_head_stride, key_dim_stride,
-    value_page_stride, value_token_stride, value_head_stride, value_dim_stride, tokens, depth, num_slots,
-    PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    key_cache,  # in and out: [pages, page_size, heads, dim]
+    value_cache,  # in and out: [pages, page_size, heads, value_dim]
+    slot_mapping,  # int64 [R, 1 + N]
+    path,  # int64 [R, K]
+    key_page_stride,
+    key_token_stride,
+    key_head_stride,
+    key_dim_stride,
+    value_page_stride,
+    value_token_stride,
+    value_head_stride,
+    value_dim_stride,
+    tokens,  # 1 + N
+    depth,  # K
+    num_slots,  # pages * page_size
+    PAGE_SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One head of a row. A thread reads what it wrote itself, so that the order of the path is kept."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
