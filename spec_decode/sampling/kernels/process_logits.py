@@ -42,9 +42,15 @@ class ProcessLogits(NamedTuple):
         rows, group, vocab = out.shape
         block = vocab_block(vocab)
         _process_kernel[(rows * group, triton.cdiv(vocab, block))](
-            *self, out, group, vocab, *self.logits.stride(),
-            BLOCK=block, num_warps=max(1, min(8, block // 256)), **dependent_launch(out.device),
-        )  # fmt: skip
+            *self,
+            out,
+            group,
+            vocab,
+            *self.logits.stride(),
+            BLOCK=block,
+            num_warps=max(1, min(8, block // 256)),
+            **dependent_launch(out.device),
+        )
         return out
 
     def fake(self) -> torch.Tensor:
@@ -54,9 +60,21 @@ class ProcessLogits(NamedTuple):
 
 @triton.jit
 def _process_kernel(
-    logits, temperature, selected, top_k, top_p, out, group, vocab, row_stride, column_stride, token_stride,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits,  # [R, G, V]
+    temperature,  # fp32 [R]
+    selected,  # int64 [R], or None: all columns
+    top_k,  # int32 [R], or None: all rows
+    top_p,  # fp32 [R], or None: all rows
+    out,  # out: fp32 [R, G, V]; [R, 1, V] with `selected`
+    group,  # columns of out: G, or 1 with `selected`
+    vocab,  # V
+    row_stride,
+    column_stride,
+    token_stride,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per row and column of `out` and block of the vocabulary."""
     await_previous(PDL)
     line = tl.program_id(0).to(tl.int64)
     row, column = line // group, line % group
