@@ -41,7 +41,7 @@ def type_problems(record: object) -> list[str]:
 def require_types(record: object) -> None:
     """Raise BatchError, with every problem, for a dataclass whose values do not have the types of its annotations."""
     if problems := type_problems(record):
-        raise BatchError(f"{'; '.join(problems)}. Pass such values.")
+        raise BatchError(f"{'; '.join(problems)}.")
 
 
 @cache

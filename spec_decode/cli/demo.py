@@ -184,7 +184,8 @@ def _conclude(console: Console, agree: bool, passed: bool, page: str) -> None:
     if page == "-":
         return
     say(console, f"the matrix of what each backend was seen to do: {Path(page).resolve()}")
-    say(console, "more: attn-backends demo --full, attn-backends list, attn-backends draft 'The for statement'")
+    command = sys.argv[0] if os.path.basename(sys.argv[0]) == "attn-backends" else "attn-backends"
+    say(console, f"more: {command} demo --full, {command} list, {command} draft 'The for statement'")
     if _has_desktop(console):
         click.launch(page)
 

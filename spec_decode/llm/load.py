@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from spec_decode.llm.pair import Pair, load_byte_pair
-from spec_decode.models import SHIPPED_PAIR, CheckpointError
+from spec_decode.models import SHIPPED_PAIR, CheckpointError, draft_names
 
 Name = str | os.PathLike[str]
 
@@ -23,9 +23,10 @@ def load(model: Name, draft: Name | None, *, dtype: torch.dtype, device: torch.d
     """
     folder = find(model)
     if is_pair(folder):
-        if draft is not None and Path(draft).is_dir():
+        if draft is not None and os.fspath(draft) not in (own := draft_names(folder)) and Path(draft).is_dir():
             raise CheckpointError(
-                f"{folder} holds a target with its own drafts, and {draft} is a folder. Pass the name of a draft."
+                f"{folder} is a target with its own drafts, and {draft} is a folder. Pass the draft's target too, or "
+                f"one of the names {', '.join(own)}."
             )
         return load_byte_pair(folder, dtype, device, draft=None if draft is None else os.fspath(draft))
     from spec_decode.llm.published import load_published_pair

@@ -15,6 +15,7 @@ from builders import CONTRACT_VERSION
 from spec_decode.conformance import KnownFailure, check_backend, parametrize_with_checks
 from spec_decode.conformance import check as kit
 from spec_decode.conformance.coverage import with_case
+from spec_decode.conformance.parametrize import _for_pytest
 from spec_decode.conformance.report import Report
 from spec_decode.testing.expectations import CheckFailure, expect
 from spec_decode.testing.outcome import Outcome
@@ -121,6 +122,17 @@ def test_pytest_lets_a_failure_through_that_is_no_preview(name: str, error: type
 
     with pytest.raises(error):
         run()
+
+
+def test_pytest_runs_a_check_on_one_thread_and_restores_the_setting() -> None:
+    seen: list[int] = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        _for_pytest(lambda: seen.append(torch.get_num_threads()))()
+        assert seen == [1] and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_backend_that_does_not_state_its_contract_fails_the_check_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

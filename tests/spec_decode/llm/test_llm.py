@@ -213,7 +213,7 @@ BAD_MODELS: dict[str, tuple[type[Exception], dict[str, Any]]] = {
     "'nowhere' is no folder": (CheckpointError, {"model": "nowhere"}),
     "named by a folder or a name, got 3": (CheckpointError, {"model": 3}),
     "drafts in .* are": (CheckpointError, {"draft": "nowhere"}),
-    "Pass the name of a draft": (CheckpointError, {"draft": SHIPPED_PAIR}),
+    "Pass the draft's target too": (CheckpointError, {"draft": SHIPPED_PAIR}),
     "there is no draft": (BatchError, {"draft": None, "num_speculative_tokens": 2}),
     "speculative": (BatchError, {"num_speculative_tokens": -1}),
     "dtype is 'int8'": (BatchError, {"dtype": "int8"}),
@@ -246,3 +246,14 @@ def test_the_front_door_has_what_it_lists_and_nothing_else() -> None:
     }
     with pytest.raises(AttributeError, match="no attribute 'VLLM'"):
         spec_decode.VLLM  # noqa: B018
+
+
+def test_a_folder_named_like_a_draft_of_the_pair_hides_it_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert LLM("pydoc", draft="draft", device="cpu", max_model_len=64).plan is not None
+    with pytest.raises(
+        CheckpointError, match=r"other is a folder. Pass the draft's target too, or one of .*block_draft"
+    ):
+        LLM("pydoc", draft="other", device="cpu")
