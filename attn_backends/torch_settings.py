@@ -35,6 +35,20 @@ _SETTINGS = (
 
 
 @contextmanager
+def one_thread() -> Iterator[None]:
+    """One thread of torch inside, as many as before behind it.
+
+    For small tensors: several threads wait for one another at the end of each operation, on a busy machine for long.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def torch_settings_kept(who: str) -> Iterator[None]:
     """Put back, on leaving, torch's default device and dtype, grad mode, number of threads and random generators.
 

@@ -180,12 +180,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a file is not current")
     only_check = parser.parse_args(argv).check
-    stale = [path for path, text in contents(ROOT).items() if not _is_current(ROOT / path, text)]
-    for path in stale:
+    stale = {path: text for path, text in contents(ROOT).items() if not _is_current(ROOT / path, text)}
+    for path, text in stale.items():
         if only_check:
             print(f"{path} is not what the reports say: run python scripts/readme.py")
         else:
-            write_whole(ROOT / path, contents(ROOT)[path].encode())
+            write_whole(ROOT / path, text.encode())
             print(f"wrote {path}")
     return int(only_check and bool(stale))
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from attn_backends import AttentionBackend, get
+from attn_backends.torch_settings import one_thread
 from spec_decode.conformance.check import Check
 from spec_decode.conformance.known_failures import KnownFailure, known_failures_of
 from spec_decode.conformance.runner import iter_checks
@@ -56,11 +57,9 @@ def _for_pytest(check: Check) -> Callable[[], None]:
     import pytest
 
     def run() -> None:
-        threads = torch.get_num_threads()
-        # As `attn-backends check` does: tensors are so small that several threads take ten times as long.
-        torch.set_num_threads(1)
         try:
-            with torch.no_grad():
+            # As `attn-backends check` does: with more threads the kit took twelve times as long.
+            with one_thread(), torch.no_grad():
                 check()
         except (Unsupported, Unavailable) as reason:
             pytest.skip(str(reason))
@@ -68,7 +67,5 @@ def _for_pytest(check: Check) -> Callable[[], None]:
             if not check.preview:
                 raise
             pytest.xfail(f"{check.preview}: {failure}")
-        finally:
-            torch.set_num_threads(threads)
 
     return run

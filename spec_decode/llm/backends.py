@@ -90,8 +90,6 @@ def _is_installed(name: str) -> bool:
     """Whether the packages of a backend are there; one that is broken is."""
     try:
         registry.get(name)
-    except MissingPackage:
-        return False
-    except BackendError:
-        return True
+    except BackendError as error:
+        return not isinstance(error, MissingPackage)
     return True

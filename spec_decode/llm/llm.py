@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from typing_extensions import TypedDict, Unpack
 
+from attn_backends.torch_settings import one_thread
 from builders import BatchError
 from builders.errors import require
 from spec_decode.drafter import DrafterConfig, Strategy
@@ -129,18 +130,9 @@ class LLM:
         with self._threads():
             self.engine.capture()
 
-    @contextmanager
-    def _threads(self) -> Iterator[None]:
-        """One thread of torch inside, for a small model on a CPU; as many as before behind it."""
-        if not self._one_thread:
-            yield
-            return
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
+    def _threads(self) -> AbstractContextManager[None]:
+        """One thread of torch inside, for a small model on a CPU."""
+        return one_thread() if self._one_thread else nullcontext()
 
     @property
     def plan(self) -> DraftPlan | None:
