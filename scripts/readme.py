@@ -64,11 +64,11 @@ def between(page: str, name: str, table: str) -> str:
 def summary(reports: Sequence[Report]) -> str:
     """A row for each backend, a column for each device, GPUs first: checks passed of those that ran, and the date.
 
-    Refusals are left out; of several reports the newest counts.
+    Refusals are left out; of several reports the newest counts. One of soaks alone is no report of the whole kit.
     """
     newest: dict[tuple[str, str], Report] = {}
     for report in sorted(reports, key=lambda report: report.env.date):
-        if not report.engine:
+        if not report.engine and {result.family for result in report.results} != {"soak"}:
             newest[report.backend, report.env.device] = report
     devices = sorted({(report.env.cuda is None, report.env.device) for report in newest.values()})
     lines = [["backend", *("CPU" if on_cpu else _short(device) for on_cpu, device in devices)]]

@@ -1,10 +1,10 @@
 """Backends and engines under NVIDIA's compute-sanitizer.
 
 torch's allocator keeps what is freed and rounds sizes up, so an access beyond a tensor may land in memory that is
-allocated, and nobody sees it. What is launched directly therefore runs with PYTORCH_NO_CUDA_MEMORY_CACHING=1: poison
-and padding checks of each backend, its advance, its fused writes, and an engine without graphs under each verifier. A
-capture needs the allocator: memory of a graph must stay. So the graph family, whole rounds in every strategy and an
-engine with graphs run under it.
+allocated, and nobody sees it. What is launched directly therefore runs with PYTORCH_NO_CUDA_MEMORY_CACHING=1: values
+out of range in every kernel that reads such, poison and padding checks of each backend, its advance, its fused writes,
+and an engine without graphs under each verifier. A capture needs the allocator: memory of a graph must stay. So the
+graph family, whole rounds in every strategy and an engine with graphs run under it.
 
 A looping graph is repeated by the host here, iteration by iteration: in one that the device repeats, the sanitizer
 (2025.3.1) reports accesses "out of bounds" and "inside the nearest allocation", or the driver meets an illegal
@@ -69,8 +69,9 @@ class Target:
 
 
 def targets(names: Sequence[str]) -> Iterator[Target]:
-    """Checks of these backends, and engines."""
+    """Values out of range in every kernel that reads such, checks of these backends, and engines."""
     here = ("-m", "tests.gpu.test_memcheck")
+    yield Target("values out of range", (*here, "values"))
     for name in names:
         for part, patterns, caching in (("uncaptured", UNCAPTURED, False), ("captured", CAPTURED, True)):
             only = [word for pattern in patterns for word in ("--only", pattern)]
@@ -164,7 +165,12 @@ def test_the_sanitizer_sees_no_wrong_access(backends, write_report):
 
 
 def main(what: str, *arguments: str) -> None:
-    """Be the process that is watched: `serve VERIFIER MODE`, or `check` with the arguments of a check."""
+    """Be the process that is watched: `values`, `serve VERIFIER MODE`, or `check` with the arguments of a check."""
+    if what == "values":
+        os.environ["OUT_OF_RANGE_DEVICE"] = "cuda"
+        raise SystemExit(
+            pytest.main(["-q", "-p", "no:cacheprovider", str(ROOT / "tests/interpreter/test_out_of_range.py")])
+        )
     if what == "serve":
         verification, mode = arguments
         print(json.dumps(serve(verification, GraphMode(mode), torch.device("cuda")).counts))
@@ -188,6 +194,7 @@ def test_what_is_launched_directly_is_watched_without_a_caching_allocator():
     found = {target.name: target for target in targets(["k"])}
     assert "poison.*" in found["k, uncaptured"].arguments and "graph.*" in found["k, captured"].arguments
     assert {name: target.caching for name, target in found.items()} == {
+        "values out of range": False,
         "k, uncaptured": False,
         "k, captured": True,
         **{f"engine, {verifier}, graph mode none": False for verifier in ("rejection", "block", "synthetic:2")},
@@ -247,7 +254,7 @@ def test_each_gpu_has_as_many_targets_at_a_time_as_allowed_and_the_report_each_t
     monkeypatch.setattr(f"{__name__}.JOBS", 2)
     sanitize_all("abc", lambda schema, *, finished, targets, **_: written.append((len(targets), finished)))
     assert most == {"2": 2, "5": 2}
-    assert written == [(count, count == 12) for count in range(1, 13)]
+    assert written == [(count, count == 13) for count in range(1, 14)]
 
 
 @pytest.mark.parametrize("verification", VERIFIERS)

@@ -1,6 +1,10 @@
 """Values on the device that no host can refuse: they are inert or masked, and their neighbour's numbers do not change.
 
-The ops run as torch has them, and in the kernels' session as kernels."""
+The ops run as torch has them, and in the kernels' session as kernels. With OUT_OF_RANGE_DEVICE=cuda they run on a GPU,
+where memcheck watches them.
+"""
+
+import os
 
 import pytest
 import torch
@@ -19,13 +23,20 @@ from spec_decode.verification.kernels.rejection_sample import rejection_sample
 from spec_decode.verification.kernels.verify_arguments import VerifyArguments
 from tests.factories import make_tables
 
-TABLE = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)
+DEVICE = torch.device(os.environ.get("OUT_OF_RANGE_DEVICE", "cpu"))
+TABLE = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32, device=DEVICE)
 """Pages of 4 tokens: a row has room for 8."""
 LARGEST = 2**31 - 1
 
 
+@pytest.fixture(autouse=True)
+def on_the_device():
+    with DEVICE:
+        yield
+
+
 def noise(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(5))
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(5), device="cpu").to(DEVICE)
 
 
 def lens(first, second):
@@ -83,7 +94,7 @@ def test_a_tree_longer_than_its_sequence_gives_rows_of_0():
 
 @pytest.mark.parametrize("context", [-5, -1, -LARGEST, 1000, LARGEST])
 def test_a_context_out_of_range_is_inert_and_overflows(context):
-    tables = make_tables([8, 8], page_sizes=(4,), max_reqs=2, max_seq_len=8)
+    tables = make_tables([8, 8], page_sizes=(4,), max_reqs=2, max_seq_len=8, device=DEVICE)
     batch = BatchBuffers(tables, max_tokens=4)
     set_extend_state(batch, lens(context, 3), 2, 2)
     assert batch.seq_lens.tolist() == [0, 5] and batch.positions.tolist() == [0, 0, 3, 4]

@@ -72,6 +72,7 @@ def test_check_names_what_is_not_current_and_writes_nothing(
 def test_the_newest_report_of_a_device_counts() -> None:
     table = readme.summary(readme.Sources.read([ROOT / "reports"]).reports)
     assert table.startswith("| backend | H100 80GB HBM3 | H200 | CPU |")
+    assert "| 4 of 4" not in table, "a newer report of soaks alone is no report of all checks"
     assert "needs other hardware or a package" in next(line for line in table.splitlines() if "`flashinfer`" in line)
 
 
