@@ -15,7 +15,7 @@ from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
 from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.draft import DecoderDraft, check_shared
-from spec_decode.models.kernels.linear import plain_linear
+from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
 from spec_decode.models.layers.rms_norm import RMSNorm
 
@@ -56,7 +56,7 @@ class CausalDraft(DecoderDraft):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, H]; logits [T, vocab_size]."""
-        return plain_linear(hidden, self.lm_head.weight)
+        return linear(hidden, self.lm_head.weight)
 
 
 class ParallelCausalDraft(BlockDraft, CausalDraft):

@@ -16,7 +16,7 @@ from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.draft import check_target
 from spec_decode.models.kernels.hyper_connections import write_streams
-from spec_decode.models.kernels.linear import linear, plain_linear
+from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.feed_forward import Names
 from spec_decode.models.layers.hyper_connections import HyperConnection, HyperHead, HyperShape
 from spec_decode.models.layers.moe import read_mixture, read_mixture_shape
@@ -111,7 +111,7 @@ class DeepseekV4Prediction(MtpDraft):
         """token_ids, positions int64 [T], hidden [T, S H]; states [T, S H]."""
         embedded = self.embedding_norm(F.embedding(token_ids, self.embedding))[1]
         streams = hidden.unflatten(-1, (self.streams, -1))
-        streams = plain_linear(self.state_norm(streams)[1].flatten(0, 1), self.from_state).view_as(streams)
+        streams = linear(self.state_norm(streams)[1].flatten(0, 1), self.from_state).view_as(streams)
         streams = streams + linear(embedded, self.from_embedding)[:, None]
 
         x, *into = self.attention_connection.read(streams)

@@ -19,7 +19,7 @@ from spec_decode.models.checkpoints.token_map import read_token_map
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
 from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.draft import HiddenStatesDraft, check_shared, check_target
-from spec_decode.models.kernels.linear import plain_linear
+from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
 from spec_decode.models.layers.rms_norm import RMSNorm
 
@@ -57,7 +57,7 @@ class DFlash(HiddenStatesDraft, ContextBlockDraft):
 
     def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
         """target_hidden_states [T, F]; states [T, H], normed: what every layer's context is made of."""
-        normed: torch.Tensor = self.hidden_norm(plain_linear(target_hidden_states, self.fc.weight))[1]
+        normed: torch.Tensor = self.hidden_norm(linear(target_hidden_states, self.fc.weight))[1]
         return normed
 
     def write_context(self, states: torch.Tensor, positions: torch.Tensor, attention: ContextAttention) -> None:
@@ -68,7 +68,7 @@ class DFlash(HiddenStatesDraft, ContextBlockDraft):
             heads, kv_heads, _ = layer.heads
             rows = slice(heads * layer.head_dim, None)
             bias = None if layer.qkv.bias is None else layer.qkv.bias[rows]
-            both = plain_linear(states, layer.qkv.weight[rows], bias).view(len(states), 2 * kv_heads, layer.head_dim)
+            both = linear(states, layer.qkv.weight[rows], bias).view(len(states), 2 * kv_heads, layer.head_dim)
             key, value = both.split(kv_heads, 1)
             if layer.k_norm is not None:
                 key = layer.k_norm(key)[1]
@@ -87,7 +87,7 @@ class DFlash(HiddenStatesDraft, ContextBlockDraft):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, H]; logits [T, draft vocabulary]."""
-        return self._target[0].logits(hidden) if self.lm_head is None else plain_linear(hidden, self.lm_head.weight)
+        return self._target[0].logits(hidden) if self.lm_head is None else linear(hidden, self.lm_head.weight)
 
 
 def serves(store: TensorStore) -> bool:

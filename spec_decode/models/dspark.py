@@ -15,7 +15,7 @@ from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.decoder_config import DecoderConfig
 from spec_decode.models.dflash import DFlash, draft_vocab, load_as
 from spec_decode.models.dflash import aux_hidden_state_layers as aux_hidden_state_layers
-from spec_decode.models.kernels.linear import plain_linear
+from spec_decode.models.kernels.linear import linear
 
 
 class MarkovHead(nn.Module):
@@ -56,7 +56,7 @@ class DSpark(DFlash, InTurnBlockDraft):
 
     def bias_after(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids int64 [T]; [T, draft vocabulary]."""
-        return plain_linear(self.markov_head.markov_w1(token_ids), self.markov_head.markov_w2.weight)
+        return linear(self.markov_head.markov_w1(token_ids), self.markov_head.markov_w2.weight)
 
     @property
     def confidence(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:

@@ -21,7 +21,7 @@ from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.draft import HiddenStatesDraft, check_target, decoder_fields
 from spec_decode.models.kept_rows import KeptRowsDraft
 from spec_decode.models.kernels.embed_concat import embed_concat
-from spec_decode.models.kernels.linear import plain_linear
+from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
 from spec_decode.models.layers.linear import NormLinear, ResidualStream, joined
 from spec_decode.models.layers.rms_norm import RMSNorm
@@ -80,7 +80,7 @@ class Eagle3(HiddenStatesDraft, KeptRowsDraft):
         """target_hidden_states [T, 3 * the target's hidden size]; states [T, H]."""
         if self.input_norm is not None:
             target_hidden_states = self.input_norm(target_hidden_states)[1]
-        return plain_linear(target_hidden_states, self.fc.weight)
+        return linear(target_hidden_states, self.fc.weight)
 
     def states(
         self,

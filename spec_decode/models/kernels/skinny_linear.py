@@ -19,11 +19,9 @@ from spec_decode.models.kernels.add_rms_norm import add_rms_norm
 from spec_decode.models.kernels.batch_invariance import is_batch_invariant
 from spec_decode.models.kernels.batch_invariant_linear import batch_invariant_linear
 from spec_decode.models.kernels.embed_concat import embedded
-from spec_decode.models.kernels.skinny_tiling import Tiling, power_of_two, tile_of
+from spec_decode.models.kernels.product_kind import may_launch
+from spec_decode.models.kernels.skinny_tiling import MAX_ROWS, Tiling, power_of_two, tile_of
 from spec_decode.models.kernels.stored_as import stored_as
-
-MAX_ROWS = 2
-"""Above it the products themselves would take longer than reading the weight (measured on an H200)."""
 
 MAX_WIDE_ROWS = 64
 """Those of a wide linear, whose weight is small enough to be read again for every _TOGETHER of them."""
@@ -33,21 +31,6 @@ _TOGETHER = 4
 
 _KEPT_IN_CACHE = 32 << 20
 """Bytes of a weight above which no L2 cache would hold it until the next step: it is read to be dropped first."""
-
-
-def is_skinny(x: torch.Tensor) -> bool:
-    """Whether the rows x [T, K] go through these kernels: from 1 to MAX_ROWS, no gradient, no autocast, and not batch
-    invariant.
-
-    It reads host values alone, the same for every replay of a graph.
-    """
-    return (
-        x.dim() == 2
-        and not is_batch_invariant()
-        and 0 < x.shape[0] <= MAX_ROWS
-        and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled(x.device.type)
-    )
 
 
 def skinny_linear(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -107,7 +90,7 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor, *, norm_eps: float | None
         wide = x if norm_eps is None else add_rms_norm(x.float(), None, ones, norm_eps)[1]
         return batch_invariant_linear(wide[:, None], weight[None])[:, 0]
     arguments = SkinnyLinear(x, weight, eps=norm_eps)
-    few = x.shape[0] <= MAX_WIDE_ROWS and is_skinny(x[:1]) and weight.is_contiguous() and x.stride(1) == 1
+    few = 0 < x.shape[0] <= MAX_WIDE_ROWS and may_launch(x.device) and weight.is_contiguous() and x.stride(1) == 1
     with torch.autocast(x.device.type, enabled=False):
         out: torch.Tensor = (_skinny_linear(*arguments) if few else arguments.reference())[1]
     return out
@@ -155,8 +138,8 @@ class SkinnyLinear(NamedTuple):
         rows, inputs = x.shape[0], x.shape[1] * (1 if embedding is None else 2)
         require(
             0 < rows <= MAX_ROWS,
-            f"a skinny linear takes 1 to {MAX_ROWS} rows, got {rows}. Ask is_skinny, and use torch's "
-            "linear where it says no.",
+            f"a skinny linear takes 1 to {MAX_ROWS} rows, got {rows}. Ask product_kind, and use "
+            "torch's linear where it says so.",
         )
         if not (
             weight.shape[1] == inputs

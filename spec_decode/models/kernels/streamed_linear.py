@@ -14,13 +14,11 @@ from torch.nn import functional as F
 from builders.errors import BatchError, require
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import dependent_launch, triton
-from spec_decode.models.kernels.batch_invariance import is_batch_invariant
 from spec_decode.models.kernels.stored_as import stored_as
 from spec_decode.models.kernels.streamed_linear_kernels import streamed_kernel, sum_shares_kernel
 from spec_decode.models.kernels.streamed_tiling import (
     MAX_ROWS,
     StreamedTiling,
-    most_rows,
     power_of_two,
     room_of,
     streamed_tiling,
@@ -31,26 +29,6 @@ _KEPT_IN_CACHE = 32 << 20
 """Bytes of weights above which no L2 cache would hold them until the next step: they are read to be dropped first."""
 
 _SUM_BLOCK = 512
-
-
-def is_streamed(x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False) -> bool:
-    """Whether the rows x [T, K] go through these kernels: 1 to `most_rows`, of 16 bits, no gradient, no autocast, and
-    not batch invariant. gated: as in `streamed_linear`.
-
-    It reads host values alone, the same for every replay of a graph. Everywhere else torch's linear layers run.
-    """
-    return (
-        x.dim() == 2
-        and x.shape[0] > 0
-        and x.dtype == weight.dtype
-        and weight.itemsize == 2
-        and x.shape[0] <= most_rows(weight.shape[0], weight.shape[1], room_of(x.device), gated=gated)
-        and weight.is_contiguous()
-        and x.stride(1) == 1
-        and not is_batch_invariant()
-        and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled(x.device.type)
-    )
 
 
 def num_shares(x: torch.Tensor, weight: torch.Tensor) -> int:
@@ -76,8 +54,8 @@ def streamed_linear(
     """
     require(
         0 < x.shape[0] <= MAX_ROWS,
-        f"a streamed linear takes 1 to {MAX_ROWS} rows, got {x.shape[0]}. Ask is_streamed, and use "
-        "torch's linear where it says no.",
+        f"a streamed linear takes 1 to {MAX_ROWS} rows, got {x.shape[0]}. Ask product_kind, and use "
+        "torch's linear where it says so.",
     )
     return _streamed_linear(
         *StreamedLinear(x, weight, bias=bias, residual=residual, gated=gated, limit=limit).checked()

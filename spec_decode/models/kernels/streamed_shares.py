@@ -15,7 +15,7 @@ from spec_decode.models.kernels.streamed_linear import StreamedLinear, launch_su
 def streamed_shares(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """fp32 [S, T, N], whose sum over S is x [T, K] @ weight [N, K]^T; S is `num_shares`, 2 or more.
 
-    For rows of which `is_streamed` says yes. Raises BatchError for shapes or dtypes that do not fit, with nothing run.
+    For a product that is ProductKind.STREAMED. Raises BatchError for shapes or dtypes that do not fit.
     """
     StreamedLinear(x, weight).checked()
     return _streamed_shares(x, weight)

@@ -70,11 +70,11 @@ class DecoderLayer(ResidualLayer):
         """qkv_inputs: dims of what a subclass projects to query, key and value; None: the normed hidden states."""
         super().__init__(config, layer)
         options = options or LayerOptions()
-        hidden, dim, plain = config.hidden_size, config.head_dim, options == LayerOptions()
+        hidden, dim = config.hidden_size, config.head_dim
         self.heads, self.head_dim = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads), dim
         rows, kind = [count * dim for count in self.heads], NormLinear if qkv_inputs is None else Linear
-        self.qkv = kind(qkv_inputs or hidden, *rows, bias=options.qkv_bias, fuse=plain)
-        self.out = ResidualLinear(rows[0], hidden, bias=options.out_bias, fuse=plain)
+        self.qkv = kind(qkv_inputs or hidden, *rows, bias=options.qkv_bias)
+        self.out = ResidualLinear(rows[0], hidden, bias=options.out_bias)
         self.q_norm = RMSNorm(dim, config.norm_eps) if options.qk_norm else None
         self.k_norm = RMSNorm(dim, config.norm_eps) if options.qk_norm else None
         self.add_feed_forward(config)

@@ -34,7 +34,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, H]; [T, H], with a residual [T, H] added to it."""
-        return linear(gated_linear(x, self.gate_up, self.limit), self.down, residual)
+        return linear(gated_linear(x, self.gate_up, self.limit), self.down, residual=residual)
 
 
 def read_dense(

@@ -16,7 +16,7 @@ from attn_backends.kernels.write_latent import KvANormRope
 from spec_decode.models.attention import Attention, AttentionInputs
 from spec_decode.models.base import KeepRows
 from spec_decode.models.config import ModelConfig
-from spec_decode.models.kernels.linear import plain_linear
+from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.decoder_layer import ResidualLayer
 from spec_decode.models.layers.linear import ResidualStream
 from spec_decode.models.layers.rms_norm import RMSNorm
@@ -56,10 +56,10 @@ class LatentDecoderLayer(ResidualLayer):
 
     def attend(self, x: torch.Tensor, rope: Rope, attention: Attention, keep: KeepRows | None = None) -> torch.Tensor:
         """x [T, H] normed; the residual's delta [T, H], of the rows kept."""
-        narrow = self.q_norm(plain_linear(x, self.q_a.weight))[1]
-        query = plain_linear(narrow, self.q_b.weight).view(-1, self.heads, self.head_dim)
+        narrow = self.q_norm(linear(x, self.q_a.weight))[1]
+        query = linear(narrow, self.q_b.weight).view(-1, self.heads, self.head_dim)
         query = prepare_query(query, rope.positions, rope.table, eps=self.q_norm.eps)
-        latent = plain_linear(x, self.kv.weight)[:, None]
+        latent = linear(x, self.kv.weight)[:, None]
         norm = KvANormRope(weight=self.kv_norm.weight, eps=self.kv_norm.eps, positions=rope.positions, table=rope.table)
         sinks = None if self.sinks is None else self.sinks.float()
         value = latent[..., : self.value_dim]
@@ -67,4 +67,4 @@ class LatentDecoderLayer(ResidualLayer):
         if self.value_dim == self.head_dim:
             out = inverse_rotary(out, rope.positions, rope.table)
         out = out.flatten(1) if keep is None else keep(out.flatten(1))
-        return plain_linear(plain_linear(out, self.out_a.weight), self.out_b.weight)
+        return linear(linear(out, self.out_a.weight), self.out_b.weight)

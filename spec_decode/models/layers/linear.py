@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from spec_decode.models.kernels.embed_concat import embed_concat
-from spec_decode.models.kernels.linear import gated_linear, plain_linear
-from spec_decode.models.kernels.skinny_linear import embed_linear, is_skinny, norm_linear, skinny_linear
-from spec_decode.models.kernels.streamed_linear import is_streamed, num_shares, streamed_linear
+from spec_decode.models.kernels.linear import gated_linear, linear
+from spec_decode.models.kernels.product_kind import ProductKind, product_kind
+from spec_decode.models.kernels.skinny_linear import embed_linear, norm_linear
+from spec_decode.models.kernels.streamed_linear import num_shares
 from spec_decode.models.kernels.streamed_shares import streamed_shares, sum_shares
 from spec_decode.models.layers.rms_norm import RMSNorm
 
@@ -32,28 +33,26 @@ def joined(x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
 class FusingLinear(nn.Module):
     """weight [N, K], and bias [N] or None. What a subclass's forward fuses, it fuses for few rows without a gradient.
 
-    A bias is never fused. `is_skinny` says which rows are few.
+    A bias is never fused. `product_kind` says which rows are few.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    def __init__(self, inputs: int, *outputs: int, bias: bool = False, fuse: bool = True) -> None:
-        """outputs   rows of the weight, of each matrix where several are stacked in it
-        fuse      False: nothing is fused
-        """
+    def __init__(self, inputs: int, *outputs: int, bias: bool = False) -> None:
+        """outputs: rows of the weight, of each matrix where several are stacked in it."""
         super().__init__()
-        linear = nn.Linear(inputs, sum(outputs), bias=bias)
-        self.weight, self.bias = linear.weight, linear.bias
-        self.outputs, self.fuse = outputs, fuse and not bias
+        layer = nn.Linear(inputs, sum(outputs), bias=bias)
+        self.weight, self.bias = layer.weight, layer.bias
+        self.outputs = outputs
 
     def fuses(self, x: torch.Tensor) -> bool:
-        """Whether rows x [T, K] take the fused kernel."""
-        return self.fuse and is_skinny(x)
+        """Whether so many rows as x [T, ...] has take the fused kernel."""
+        return self.bias is None and product_kind(x, self.weight) is ProductKind.SKINNY
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, K] through the layer alone, with its bias; [T, N]."""
-        return plain_linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class Linear(FusingLinear):
@@ -61,7 +60,7 @@ class Linear(FusingLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, K]; [T, N]."""
-        return skinny_linear(x, self.weight) if self.fuses(x) else self.product(x)
+        return self.product(x)
 
 
 class NormLinear(FusingLinear):
@@ -71,7 +70,8 @@ class NormLinear(FusingLinear):
 
     def forward(self, x: torch.Tensor, delta: torch.Tensor | None, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
         """x and delta [T, K]; x + delta [T, K], and the layer over its norm [T, N] ([T, I] with a gate)."""
-        if self.fuses(x):
+        # The sum of a delta's shares is the norm kernel's.
+        if self.fuses(x) and (delta is None or delta.dim() == x.dim()):
             return norm_linear(x, delta, norm.weight, norm.eps, self.weight, self.gated)
         x, normed = norm(x, delta)
         return x, gated_linear(normed, self.weight) if self.gated else self.product(normed)
@@ -88,12 +88,11 @@ class ResidualLinear(FusingLinear):
 
     def forward(self, inputs: torch.Tensor, x: torch.Tensor) -> ResidualStream:
         """inputs [T, K], x [T, N]; the sum and None, or x and the delta yet to be added."""
-        if self.fuses(x):
-            return skinny_linear(inputs, self.weight, residual=x), None
-        if is_streamed(inputs, self.weight):
-            if self.bias is None and not is_skinny(x) and num_shares(inputs, self.weight) > 1:
-                return x, streamed_shares(inputs, self.weight)
-            return streamed_linear(inputs, self.weight, self.bias, residual=x), None
+        kind = product_kind(inputs, self.weight, skinny=self.bias is None)
+        if kind is ProductKind.STREAMED and self.bias is None and num_shares(inputs, self.weight) > 1:
+            return x, streamed_shares(inputs, self.weight)
+        if kind in (ProductKind.SKINNY, ProductKind.STREAMED):
+            return linear(inputs, self.weight, self.bias, x), None
         return x, self.product(inputs)
 
 

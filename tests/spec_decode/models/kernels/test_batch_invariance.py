@@ -12,7 +12,7 @@ from spec_decode.models.kernels.add_rms_norm import add_rms_norm
 from spec_decode.models.kernels.batch_invariance import batch_invariance
 from spec_decode.models.kernels.combine_experts import combine_experts
 from spec_decode.models.kernels.hyper_connections import collapse_streams, read_streams, write_streams
-from spec_decode.models.kernels.linear import gated_linear, plain_linear, stacked_linear
+from spec_decode.models.kernels.linear import gated_linear, linear, stacked_linear
 from spec_decode.models.kernels.route_tokens import Routing, route_tokens
 from spec_decode.models.kernels.skinny_linear import wide_linear
 from spec_decode.models.kernels.swiglu import swiglu
@@ -117,8 +117,8 @@ def gate_and_up(n, k):
 
 
 OPS = {
-    "product": row_by(plain_linear, matrix),
-    "product with a bias": row_by(plain_linear, matrix, lambda n, k: (n,)),
+    "product": row_by(linear, matrix),
+    "product with a bias": row_by(linear, matrix, lambda n, k: (n,)),
     "products of a stack": stack,
     "product in groups": grouped,
     "product in groups with a gate": grouped_gated,

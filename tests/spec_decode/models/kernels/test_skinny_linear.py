@@ -7,13 +7,11 @@ from hypothesis import strategies as st
 
 from builders.errors import BatchError
 from spec_decode.models.kernels import skinny_linear as module
-from spec_decode.models.kernels.batch_invariance import batch_invariance
 from spec_decode.models.kernels.skinny_linear import (
     MAX_ROWS,
     MAX_WIDE_ROWS,
     SkinnyLinear,
     embed_linear,
-    is_skinny,
     norm_linear,
     skinny_linear,
     wide_linear,
@@ -42,33 +40,6 @@ def test_the_new_residual_is_x_plus_delta():
 def test_without_a_delta_x_itself_is_the_residual():
     inputs = make_inputs("norm", 2, 20, 50)
     assert norm_linear(inputs.x, None, inputs.norm, EPS, inputs.weight)[0] is inputs.x
-
-
-@pytest.mark.parametrize(("rows", "few"), [(0, False), (1, True), (2, True), (3, False)])
-@torch.no_grad()
-def test_one_row_and_two_are_skinny(rows, few):
-    assert is_skinny(torch.zeros(rows, 8)) is few
-
-
-def test_rows_that_may_need_a_gradient_are_not_skinny():
-    assert not is_skinny(torch.zeros(1, 8))
-
-
-@torch.no_grad()
-def test_rows_that_are_to_be_batch_invariant_are_not_skinny():
-    with batch_invariance(True):
-        assert not is_skinny(torch.zeros(1, 8))
-
-
-@torch.no_grad()
-def test_rows_under_autocast_are_not_skinny():
-    with torch.autocast("cpu", torch.bfloat16):
-        assert not is_skinny(torch.zeros(1, 8))
-
-
-@torch.no_grad()
-def test_a_batch_of_sequences_is_not_skinny():
-    assert not is_skinny(torch.zeros(2, 3, 8))
 
 
 @pytest.mark.parametrize("rows", [0, MAX_ROWS + 1])

@@ -1,4 +1,4 @@
-"""Streamed linear layers on the CPU: the torch implementation, which rows are streamed, what is refused, and tiles."""
+"""Streamed linear layers on the CPU: the torch implementation, what is refused, and tiles."""
 
 from dataclasses import replace
 
@@ -8,10 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders.errors import BatchError
-from builders.paged import num_sms
-from spec_decode.models.kernels.batch_invariance import batch_invariance
 from spec_decode.models.kernels.streamed_linear import (
-    is_streamed,
     num_shares,
     streamed_groups,
     streamed_linear,
@@ -39,14 +36,6 @@ def test_the_torch_implementation_of_every_form(form, rows, dtype):
     assert_exact(call(arguments), arguments)
 
 
-@pytest.mark.parametrize(
-    ("rows", "streamed"), [(0, False), (1, True), (ROWS_OF_ANY_WEIGHT, True), (ROWS_OF_ANY_WEIGHT + 1, False)]
-)
-@torch.no_grad()
-def test_up_to_so_many_rows_are_streamed(rows, streamed):
-    assert is_streamed(torch.zeros(rows, 8).half(), torch.zeros(4, 8).half()) is streamed
-
-
 MORE_ROWS = {
     "a gate of many outputs": (28672, 4096, True, MAX_ROWS),
     "a gate of few": (5632, 4096, True, ROWS_OF_ANY_WEIGHT),
@@ -64,13 +53,6 @@ MORE_ROWS = {
 def test_up_to_so_many_rows_were_faster_than_torchs_own(n, k, gated, most):
     assert most_rows(n, k, H200, gated=gated) == most
     assert most_rows(n, k, replace(H200, tma=False), gated=gated) == ROWS_OF_ANY_WEIGHT
-
-
-@torch.no_grad()
-def test_more_rows_are_streamed_of_a_gate_than_of_the_same_weight_without():
-    x = torch.zeros(MAX_ROWS, 8).half()
-    weight = torch.zeros(64 * (num_sms(x.device) + 1), 8).half()
-    assert is_streamed(x, weight, gated=True) and not is_streamed(x, weight)
 
 
 def test_shares_add_up_to_the_product():
@@ -103,35 +85,6 @@ def test_rows_are_cut_into_one_part_or_two(rows, blocks):
 
 
 HALF = torch.zeros(3, 8).half()
-NOT_STREAMED = {
-    "fp32": (torch.zeros(3, 8), torch.zeros(4, 8)),
-    "two dtypes": (HALF, torch.zeros(4, 8).bfloat16()),
-    "sequences": (HALF[None], torch.zeros(4, 8).half()),
-    "a transposed weight": (HALF, torch.zeros(8, 4).half().T),
-    "rows that are not adjacent": (torch.zeros(8, 3).half().T, torch.zeros(4, 8).half()),
-}
-
-
-@pytest.mark.parametrize(("x", "weight"), NOT_STREAMED.values(), ids=NOT_STREAMED)
-@torch.no_grad()
-def test_what_the_kernel_would_misread_is_not_streamed(x, weight):
-    assert not is_streamed(x, weight)
-
-
-def test_rows_that_may_need_a_gradient_are_not_streamed():
-    assert not is_streamed(HALF, HALF)
-
-
-@torch.no_grad()
-def test_rows_under_autocast_are_not_streamed():
-    with torch.autocast("cpu", torch.bfloat16):
-        assert not is_streamed(HALF, HALF)
-
-
-@torch.no_grad()
-def test_rows_that_are_to_be_batch_invariant_are_not_streamed():
-    with batch_invariance(True):
-        assert not is_streamed(HALF, HALF)
 
 
 @pytest.mark.parametrize("rows", [0, MAX_ROWS + 1])

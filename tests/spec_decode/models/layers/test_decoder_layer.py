@@ -67,9 +67,9 @@ def fused_calls(monkeypatch):
         (1, {}, ["norm+delta", "residual", "norm+gate", "residual"]),
         (MAX_ROWS, {}, ["norm+delta", "residual", "norm+gate", "residual"]),
         (MAX_ROWS + 1, {}, []),
-        (1, {"qkv_bias": True}, ["norm+delta+gate", "residual"]),
-        (1, {"qk_norm": True}, ["norm+delta+gate", "residual"]),
-        (MAX_ROWS, {"out_bias": True}, ["norm+delta+gate", "residual"]),
+        (1, {"qkv_bias": True}, ["residual", "norm+gate", "residual"]),
+        (1, {"qk_norm": True}, ["norm+delta", "residual", "norm+gate", "residual"]),
+        (MAX_ROWS, {"out_bias": True}, ["norm+delta", "norm+delta+gate", "residual"]),
     ],
 )
 @torch.no_grad()
@@ -88,4 +88,4 @@ def test_a_latent_layer_fuses_its_feed_forward_alone(monkeypatch):
     module, rope = LatentDecoderLayer(config, 0), RotaryEmbedding(config)(torch.arange(2))
     calls = fused_calls(monkeypatch)
     module(torch.randn(2, config.hidden_size), None, rope, averaging)
-    assert calls == ["norm+delta+gate", "residual"]
+    assert [call for call in calls if call] == ["norm+delta+gate", "residual"]
