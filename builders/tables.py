@@ -97,12 +97,12 @@ class RequestTables:
         self._check_shape(pages, token_limits, starts)
         for group, rows in enumerate(pages):
             self._check_group(group, rows, token_limits, starts)
-        host = torch.full(tuple(self.block_tables.shape), UNALLOCATED, dtype=torch.int32)
+        host = torch.full(tuple(self.block_tables.shape), UNALLOCATED, dtype=torch.int32, device="cpu")
         for group, rows in enumerate(pages):
             for request, row in enumerate(rows):
-                host[group, request, : len(row)] = torch.tensor(row, dtype=torch.int32)
-        limits = torch.zeros(self.max_reqs, dtype=torch.int32)
-        limits[:num_reqs] = torch.tensor(list(token_limits), dtype=torch.int32)
+                host[group, request, : len(row)] = torch.tensor(row, dtype=torch.int32, device="cpu")
+        limits = torch.zeros(self.max_reqs, dtype=torch.int32, device="cpu")
+        limits[:num_reqs] = torch.tensor(list(token_limits), dtype=torch.int32, device="cpu")
         self._send(host, self.block_tables)
         self._send(limits, self.token_limits)
         self.overflow.zero_()
@@ -156,7 +156,7 @@ class RequestTables:
 
     def _staged(self, rows: Sequence[tuple[int, ...]]) -> torch.Tensor:
         """rows as int64 on the device, by a copy that nobody waits for."""
-        host = torch.tensor(rows, dtype=torch.int64)
+        host = torch.tensor(rows, dtype=torch.int64, device="cpu")
         staged = torch.empty_like(host, device=self.device)
         self._send(host, staged)
         return staged

@@ -214,3 +214,11 @@ def test_pools_and_requests_that_an_int32_does_not_count_are_refused(changes):
     sizes = {"page_sizes": [4], "num_pages": [1], "max_reqs": 1, "max_seq_len": 16}
     with pytest.raises(BatchError, match="must hold fewer than 2147483648 tokens, got"):
         RequestTables(**{**sizes, **changes}, device="cpu")
+
+
+def test_tables_are_filled_from_the_cpu_whatever_the_default_device_is():
+    with torch.device("meta"):
+        tables = RequestTables(page_sizes=[4], num_pages=[4], max_reqs=1, max_seq_len=16, device=torch.device("cpu"))
+        tables.load([[[2]]], [4])
+        tables.grow({0: [[1]]}, {0: 8})
+    assert tables.block_tables[0, 0, :2].tolist() == [2, 1] and tables.token_limits.tolist() == [8]

@@ -33,6 +33,13 @@ def test_the_number_of_rows_decides(count, kind):
     assert product_kind(rows(count), WEIGHT) is kind
 
 
+@pytest.mark.parametrize(("count", "kind"), [(1, SKINNY), (2, STREAMED)])
+@torch.no_grad()
+def test_two_rows_of_a_large_weight_are_streamed(count, kind):
+    assert product_kind(rows(count), torch.zeros(3 << 17, 8).half()) is kind
+    assert product_kind(rows(count), torch.zeros((3 << 17) - 1, 8).half()) is SKINNY
+
+
 @pytest.mark.parametrize(("count", "kind"), [(1, SKINNY), (2, SKINNY), (3, TORCH)])
 @torch.no_grad()
 def test_weights_of_32_bits_are_not_streamed(count, kind):
