@@ -139,23 +139,56 @@ class PagedAttentionArguments(NamedTuple):
             block_m=block_m,
         )
         attention_kernel[grid](
-            query, *self[1:8], partial, lse, self.scale, self.soft_cap or 0.0, tiles, tokens, self.longest,
-            *query.stride()[:2], *self.key_cache.stride()[:3], *self.value_cache.stride()[:3],
+            query,
+            *self[1:8],
+            partial,
+            lse,
+            self.scale,
+            self.soft_cap or 0.0,
+            tiles,
+            tokens,
+            self.longest,
+            *query.stride()[:2],
+            *self.key_cache.stride()[:3],
+            *self.value_cache.stride()[:3],
             self.block_table.stride(0),
-            HEADS=heads, GROUP=group, PAGE_SIZE=page_size, DIM=dim, VALUE_DIM=value_dim, BLOCK_D=block_d,
-            BLOCK_E=block_e, BLOCK_M=block_m, SPLITS=splits,
-            SPLIT_BLOCKS=SPLIT_TOKENS // tile["BLOCK_N"] if fixed else 0, WINDOW=self.sliding_window or 0,
-            CAUSAL=self.causal, TREE=self.tree_masks is not None, SOFT_CAP=bool(self.soft_cap),
+            HEADS=heads,
+            GROUP=group,
+            PAGE_SIZE=page_size,
+            DIM=dim,
+            VALUE_DIM=value_dim,
+            BLOCK_D=block_d,
+            BLOCK_E=block_e,
+            BLOCK_M=block_m,
+            SPLITS=splits,
+            SPLIT_BLOCKS=SPLIT_TOKENS // tile["BLOCK_N"] if fixed else 0,
+            WINDOW=self.sliding_window or 0,
+            CAUSAL=self.causal,
+            TREE=self.tree_masks is not None,
+            SOFT_CAP=bool(self.soft_cap),
             SINKS=sinks is not None and not split,
             WIDE_PAGES=page_size * max(self.key_cache.stride(1), self.value_cache.stride(1)) >= 1 << 31,
-            FP32_DOT=interpreted, **tile, **dependent_launch(query.device),
-        )  # fmt: skip
+            FP32_DOT=interpreted,
+            **tile,
+            **dependent_launch(query.device),
+        )
         if split:
             merge_kernel[(tokens, heads)](
-                partial, lse, sinks, out, tokens, HEADS=heads, VALUE_DIM=value_dim, BLOCK_E=block_e, SPLITS=splits,
-                BLOCK_S=triton.next_power_of_2(splits), SINKS=sinks is not None, IN_ORDER=fixed,
-                num_warps=2, **dependent_launch(query.device),
-            )  # fmt: skip
+                partial,
+                lse,
+                sinks,
+                out,
+                tokens,
+                HEADS=heads,
+                VALUE_DIM=value_dim,
+                BLOCK_E=block_e,
+                SPLITS=splits,
+                BLOCK_S=triton.next_power_of_2(splits),
+                SINKS=sinks is not None,
+                IN_ORDER=fixed,
+                num_warps=2,
+                **dependent_launch(query.device),
+            )
         return out.to(query.dtype)
 
 
@@ -185,15 +218,58 @@ paged_attention = define_op("attn_backends::paged_attention", PagedAttentionArgu
 
 @triton.jit
 def attention_kernel(
-    query, key_cache, value_cache, block_table, seq_lens, query_start_loc, sinks, tree_masks, out, lse, scale, soft_cap,
-    tiles, tokens, longest, q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride, v_page_stride,
-    v_token_stride, v_head_stride, table_stride,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    SPLIT_BLOCKS: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr,
-    SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, WIDE_PAGES: tl.constexpr, FP32_DOT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    query,  # [T, H, D]
+    key_cache,  # [pages, page_size, K, D]
+    value_cache,  # [pages, page_size, K, E]
+    block_table,  # int32 [R, max_pages]
+    seq_lens,  # int32 [R]
+    query_start_loc,  # int32 [R + 1]
+    sinks,  # fp32 [H], or None
+    tree_masks,  # int64 [T], or None: which query tokens each one sees
+    out,  # out: [T, H, E]; of more than one split fp32 [S, T, H, E]
+    lse,  # out: fp32 [S, T, H], log2 of each split's sum of exponentials; not written for one split
+    scale,  # of q.k
+    soft_cap,  # not read unless SOFT_CAP
+    tiles,  # of a request
+    tokens,  # T
+    longest,  # a length above it counts as 0
+    q_token_stride,
+    q_head_stride,
+    k_page_stride,
+    k_token_stride,
+    k_head_stride,
+    v_page_stride,
+    v_token_stride,
+    v_head_stride,
+    table_stride,
+    HEADS: tl.constexpr,  # H
+    GROUP: tl.constexpr,  # G
+    PAGE_SIZE: tl.constexpr,
+    DIM: tl.constexpr,  # D
+    VALUE_DIM: tl.constexpr,  # E
+    BLOCK_D: tl.constexpr,  # D, up to a power of two
+    BLOCK_E: tl.constexpr,  # E, likewise
+    BLOCK_M: tl.constexpr,  # M
+    BLOCK_N: tl.constexpr,  # N
+    SPLITS: tl.constexpr,  # S
+    SPLIT_BLOCKS: tl.constexpr,  # blocks of a split; 0 shares them out equally
+    WINDOW: tl.constexpr,  # tokens that a query sees, itself included; 0 is all
+    CAUSAL: tl.constexpr,
+    TREE: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    WIDE_PAGES: tl.constexpr,  # whether an offset within a page may need 64 bits
+    FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
+    PDL: tl.constexpr,
+):
+    """One program computes M query rows of one KV head over one split of their request's KV tokens.
+
+    Its grid is [R * tiles, K, S]. It walks the split in blocks of N tokens and keeps a running softmax: `peak` is the
+    largest score so far, `total` the sum of exponentials and `acc` the weighted values, both relative to `peak`; `fade`
+    brings them to a new peak. Scores are exponents of 2.
+    """
     await_previous(PDL)
+    # The request, tile, KV head and split of this program
     request = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     kv_head = tl.program_id(1)
@@ -204,6 +280,8 @@ def attention_kernel(
     seq_len = length_within(tl.load(seq_lens + request), longest)
     if tile * BLOCK_M >= query_len * GROUP:
         return
+
+    # The query token, head and position of each row
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     in_row = row < query_len * GROUP
     token = (first + row // GROUP).to(tl.int64)
@@ -216,7 +294,8 @@ def attention_kernel(
     dim = tl.arange(0, BLOCK_D)
     edim = tl.arange(0, BLOCK_E)
 
-    # A padding row has no keys: its range is empty and its output is 0.
+    # The range of KV tokens that any row of this tile sees, and this split's blocks of it. A padding row has no keys:
+    # its range is empty and its output is 0.
     last_row = tl.minimum(tile * BLOCK_M + BLOCK_M, query_len * GROUP) - 1
     end = tl.where(seq_len > 0, cached + last_row // GROUP + 1, 0)
     start = 0
@@ -232,6 +311,7 @@ def attention_kernel(
     blocks = tl.cdiv(end, BLOCK_N) - first_block
     lo, hi = split_range(first_block, blocks, split, SPLITS, SPLIT_BLOCKS)
 
+    # The queries, and the running softmax
     q = tl.load(
         query + token[:, None] * q_token_stride + head.to(tl.int64)[:, None] * q_head_stride + dim[None, :],
         mask=in_row[:, None] & (dim[None, :] < DIM),
@@ -247,6 +327,7 @@ def attention_kernel(
     key_cache += kv_head.to(tl.int64) * k_head_stride
     value_cache += kv_head.to(tl.int64) * v_head_stride
     for block in range(lo, hi):
+        # Keys and values of one block
         kv = block * BLOCK_N + tl.arange(0, BLOCK_N)
         owned = kv < end
         if WINDOW > 0:  # an older token's page may be another request's by now, or hold NaN
@@ -268,11 +349,13 @@ def attention_kernel(
         if FP32_DOT:
             k = k.to(tl.float32)
             v = v.to(tl.float32)
+        # Their scores, soft_cap * tanh(score / soft_cap) where there is a cap
         scores = tl.dot(q, k, input_precision="ieee") * scale
         if SOFT_CAP:
-            ratio = tl.exp2(-2.8853900817779268 * tl.abs(scores / soft_cap))
+            ratio = tl.exp2(-2.8853900817779268 * tl.abs(scores / soft_cap))  # 2 * log2(e)
             scores = soft_cap * tl.where(scores >= 0, 1.0, -1.0) * (1.0 - ratio) / (1.0 + ratio)
-        scores = scores * 1.4426950408889634
+        scores = scores * 1.4426950408889634  # log2(e)
+        # Hide what a row does not see
         if TREE:
             seen = seen_in_tree(ancestors[:, None], (kv - cached)[None, :]) & owned[None, :]
         elif CAUSAL:
@@ -282,6 +365,7 @@ def attention_kernel(
         if WINDOW > 0:
             seen = seen & (kv[None, :] > position[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
+        # The running softmax takes the block in
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - new_peak[:, None])
         fade = tl.exp2(peak - new_peak)
@@ -289,13 +373,14 @@ def attention_kernel(
         acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         peak = new_peak
 
+    # The sink adds to the sum alone
     if SINKS:
         sink = finite_above(tl.load(sinks + head, mask=in_row, other=0.0))
         new_peak = tl.maximum(peak, sink)
         fade = tl.exp2(peak - new_peak)
         total = total * fade + tl.exp2(sink - new_peak)
         acc = acc * fade[:, None]
-    # By equality, so that a NaN is not taken for an empty row, here and in the merge.
+    # Divide and store. By equality, so that a NaN is not taken for an empty row, here and in the merge.
     acc = acc / tl.where(total == 0, 1.0, total)[:, None]
     at = (split.to(tl.int64) * tokens + token) * HEADS + head
     tl.store(
@@ -331,7 +416,13 @@ def _bits_set(word):
 
 
 @triton.jit
-def split_range(first_block, blocks, split, SPLITS: tl.constexpr, SPLIT_BLOCKS: tl.constexpr):
+def split_range(
+    first_block,  # of the visible range
+    blocks,  # of the visible range
+    split,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCKS: tl.constexpr,  # blocks of a split; 0 shares them out equally
+):
     """The blocks of a split, from and to: an equal share of them, or SPLIT_BLOCKS where that is not 0; the last split
     then has the rest."""
     end = first_block + blocks
@@ -348,21 +439,35 @@ def split_range(first_block, blocks, split, SPLITS: tl.constexpr, SPLIT_BLOCKS: 
 @triton.jit
 def finite_above(sink):
     """A sink as an exponent of 2. One of +inf becomes finite and outweighs every score, without inf - inf."""
-    return tl.where(sink > 1e30, 1e30, sink * 1.4426950408889634)
+    return tl.where(sink > 1e30, 1e30, sink * 1.4426950408889634)  # log2(e)
 
 
 @triton.jit
 def merge_kernel(
-    partial, lse, sinks, out, tokens,
-    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_E: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
-    SINKS: tl.constexpr, IN_ORDER: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """IN_ORDER: splits are added one after another, so that those without tokens change no bit of the sum."""
+    partial,  # fp32 [S, T, H, E]
+    lse,  # fp32 [S, T, H], log2 of each split's sum of exponentials
+    sinks,  # fp32 [H], or None
+    out,  # out: [T, H, E]
+    tokens,  # T
+    HEADS: tl.constexpr,  # H
+    VALUE_DIM: tl.constexpr,  # E
+    BLOCK_E: tl.constexpr,  # E, up to a power of two
+    SPLITS: tl.constexpr,  # S
+    BLOCK_S: tl.constexpr,  # S, likewise
+    SINKS: tl.constexpr,
+    IN_ORDER: tl.constexpr,  # add the splits one after another
+    PDL: tl.constexpr,
+):
+    """One program merges the splits of one head of one query token: their outputs, weighted by their sums.
+
+    IN_ORDER: splits are added one after another, so that those without tokens change no bit of the sum.
+    """
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.arange(0, BLOCK_S)
     edim = tl.arange(0, BLOCK_E)
+    # The splits' sums, and their outputs
     at = (split.to(tl.int64) * tokens + token) * HEADS + head
     part = tl.load(lse + at, mask=split < SPLITS, other=float("-inf"))
     if not IN_ORDER:
@@ -372,11 +477,13 @@ def merge_kernel(
             mask=(split < SPLITS)[:, None] & (edim[None, :] < VALUE_DIM),
             other=0.0,
         )
+    # The largest exponent
     peak = tl.max(part, 0)
     if SINKS:
         sink = finite_above(tl.load(sinks + head))
         peak = tl.maximum(peak, sink)
-    peak = tl.maximum(peak, -3.0e38)
+    peak = tl.maximum(peak, -3.0e38)  # finite, where no split saw a token
+    # The weighted sum of the outputs, and that of the weights
     if IN_ORDER:
         merged = tl.zeros((BLOCK_E,), tl.float32)
         total = tl.zeros((BLOCK_E,), tl.float32)
@@ -394,6 +501,7 @@ def merge_kernel(
         merged = tl.sum(rows * weight[:, None], 0)
     if SINKS:
         total += tl.exp2(sink - peak)
+    # Divide and store
     merged = merged / tl.where(total == 0, 1.0, total)
     to = out + (token * HEADS + head) * VALUE_DIM + edim
     tl.store(to, merged.to(out.dtype.element_ty), mask=edim < VALUE_DIM)
