@@ -206,22 +206,59 @@ class StreamedLinear(NamedTuple):
         programs, fp32_dot = triton.cdiv(outputs, height), x.device.type == "cpu"
         if tile.tma and is_describable(x) and is_describable(weight):
             streamed_tma_kernel[programs, shares](
-                describe(x, tile.block_t, tile.block_k), describe(x, tile.block_more or tile.block_t, tile.block_k),
-                describe(weight, height, tile.block_k), weight, bias, residual, out, self.rows, share, limit,
-                N=outputs, K=x.shape[1], GATED=gated, SPLIT=split, BLOCK_T=tile.block_t, BLOCK_MORE=tile.block_more,
-                HEIGHT=height, BLOCK_K=tile.block_k, STAGES=tile.stages, FP32_DOT=fp32_dot,
-                num_warps=tile.num_warps, **dependent_launch(x.device),
-            )  # fmt: skip
+                describe(x, tile.block_t, tile.block_k),
+                describe(x, tile.block_more or tile.block_t, tile.block_k),
+                describe(weight, height, tile.block_k),
+                weight,
+                bias,
+                residual,
+                out,
+                self.rows,
+                share,
+                limit,
+                N=outputs,
+                K=x.shape[1],
+                GATED=gated,
+                SPLIT=split,
+                BLOCK_T=tile.block_t,
+                BLOCK_MORE=tile.block_more,
+                HEIGHT=height,
+                BLOCK_K=tile.block_k,
+                STAGES=tile.stages,
+                FP32_DOT=fp32_dot,
+                num_warps=tile.num_warps,
+                **dependent_launch(x.device),
+            )
             return
         groups = 0 if ends is None else len(weight)
         streamed_kernel[programs, shares, self.rows if groups else 1](
-            x, weight, ends, tokens, bias, residual, out, self.rows, x.stride(0), share, limit,
-            N=outputs, K=x.shape[1], GROUPS=groups, GATED=gated, SPLIT=split,
+            x,
+            weight,
+            ends,
+            tokens,
+            bias,
+            residual,
+            out,
+            self.rows,
+            x.stride(0),
+            share,
+            limit,
+            N=outputs,
+            K=x.shape[1],
+            GROUPS=groups,
+            GATED=gated,
+            SPLIT=split,
             EVICTION="evict_first" if weight.nbytes > _KEPT_IN_CACHE else "",
-            BLOCK_T=tile.block_t, BLOCK_MORE=tile.block_more, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-            BLOCK_E=power_of_two(max(1, groups)), STAGES=tile.stages, FP32_DOT=fp32_dot,
-            num_warps=tile.num_warps, **dependent_launch(x.device),
-        )  # fmt: skip
+            BLOCK_T=tile.block_t,
+            BLOCK_MORE=tile.block_more,
+            BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k,
+            BLOCK_E=power_of_two(max(1, groups)),
+            STAGES=tile.stages,
+            FP32_DOT=fp32_dot,
+            num_warps=tile.num_warps,
+            **dependent_launch(x.device),
+        )
 
 
 def launch_sum_shares(
@@ -237,9 +274,19 @@ def launch_sum_shares(
     [T, N]."""
     rows, outputs = out.shape
     sum_shares_kernel[(rows, triton.cdiv(outputs, _SUM_BLOCK))](
-        sums, bias, residual, out, rows, limit, N=outputs, GATED=gated, SHARES=len(sums), BLOCK=_SUM_BLOCK,
-        num_warps=4, **dependent_launch(out.device),
-    )  # fmt: skip
+        sums,
+        bias,
+        residual,
+        out,
+        rows,
+        limit,
+        N=outputs,
+        GATED=gated,
+        SHARES=len(sums),
+        BLOCK=_SUM_BLOCK,
+        num_warps=4,
+        **dependent_launch(out.device),
+    )
 
 
 _streamed_linear = define_op("spec_decode::streamed_linear", StreamedLinear)

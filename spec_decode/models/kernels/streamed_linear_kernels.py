@@ -12,16 +12,40 @@ from builders.kernels.triton_runtime import await_previous, tl, triton
 
 @triton.jit
 def streamed_kernel(
-    x, weight, ends, tokens, bias, residual, out, rows, x_stride, share, limit,
-    N: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, GATED: tl.constexpr, SPLIT: tl.constexpr,
-    EVICTION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_MORE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr, FP32_DOT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,  # [T, K]; with tokens of any number of rows
+    weight,  # [N, K], with a gate [2 N, K]; with ends [E, N, K] or [E, 2 N, K]
+    ends,  # int32 [E], one past each group's last row, or None
+    tokens,  # int64 [T], the row of x for each sorted row, or None
+    bias,  # [N], or None
+    residual,  # [T, N], or None
+    out,  # out: [T, N]; SPLIT: fp32 [shares, T, N]
+    rows,  # T
+    x_stride,  # of a row
+    share,  # inputs of a program, a multiple of BLOCK_K
+    limit,  # of gate and up, or None
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,  # E; 0 without ends
+    GATED: tl.constexpr,
+    SPLIT: tl.constexpr,  # store a share's sums as they are, for sum_shares_kernel
+    EVICTION: tl.constexpr,  # the eviction policy of the weight's loads
+    BLOCK_T: tl.constexpr,  # rows of the first tile
+    BLOCK_MORE: tl.constexpr,  # rows of the second tile, or 0
+    BLOCK_N: tl.constexpr,  # rows of the weight in a tile; with a gate half of them are the up projection's
+    BLOCK_K: tl.constexpr,  # inputs multiplied at a time
+    BLOCK_E: tl.constexpr,  # E, up to a power of two
+    STAGES: tl.constexpr,  # tiles in flight
+    FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
+    PDL: tl.constexpr,
+):
     """One tile of outputs over one share of K, for all rows, or with `ends` for those of one group.
 
-    BLOCK_MORE: rows after the first BLOCK_T, or 0: a tile's sizes are powers of two, and 80 rows make 64 and 16.
+    Its grid is [tiles of outputs, shares, 1], with `ends` [tiles of outputs, shares, T]. A tile of the weight is loaded
+    once and multiplied with BLOCK_T rows and BLOCK_MORE rows after them: a tile's sizes are powers of two, and 80 rows
+    make 64 and 16.
     """
-    # With a gate the upper half of a tile is of the gate, the lower one of the up projection, and both of one output.
+    # The outputs and the share of this program. With a gate the upper half of a tile is of the gate, the lower one of
+    # the up projection, and both are of the same outputs.
     HEIGHT: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     index = tl.arange(0, BLOCK_N)
     within = tl.program_id(0) * HEIGHT + index % HEIGHT
@@ -31,6 +55,8 @@ def streamed_kernel(
     if ends is None:
         ask_for_weight(weight, output, begin, N * (2 if GATED else 1), K, BLOCK_K, PDL)
     await_previous(PDL)
+
+    # The rows of this program, in one tile or two, and where their inputs start
     row = tl.arange(0, BLOCK_T)
     last = rows
     if ends is not None:
@@ -46,30 +72,62 @@ def streamed_kernel(
         more_row = BLOCK_T + tl.arange(0, BLOCK_MORE)
         of_more = x + more_row.to(tl.int64)[None, :] * x_stride
         more_acc = tl.zeros((BLOCK_N, BLOCK_MORE), tl.float32)
+
+    # The products, BLOCK_K inputs at a time
     for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         column = start + tl.arange(0, BLOCK_K)
         if K % BLOCK_K == 0:
             a = tl.load(of_weight + column[None, :], mask=owned[:, None], other=0.0, eviction_policy=EVICTION)
         else:
-            a = tl.load(of_weight + column[None, :], mask=owned[:, None] & (column < K)[None, :], other=0.0,
-                        eviction_policy=EVICTION)  # fmt: skip
+            a = tl.load(
+                of_weight + column[None, :],
+                mask=owned[:, None] & (column < K)[None, :],
+                other=0.0,
+                eviction_policy=EVICTION,
+            )
         if FP32_DOT:
             a = a.to(tl.float32)
         acc = tl.dot(a, _inputs(of_x, row, last, column, K, BLOCK_K, FP32_DOT), acc, input_precision="ieee")
         if BLOCK_MORE:
             more = _inputs(of_more, more_row, last, column, K, BLOCK_K, FP32_DOT)
             more_acc = tl.dot(a, more, more_acc, input_precision="ieee")
+
+    # What comes after the product, and the store
     _store(acc, row, last, bias, residual, out, rows, limit, output, owned, N, GATED, SPLIT, BLOCK_T, HEIGHT)
     if BLOCK_MORE:
-        _store(more_acc, more_row, last, bias, residual, out, rows, limit, output, owned, N, GATED, SPLIT, BLOCK_MORE,
-               HEIGHT)  # fmt: skip
+        _store(
+            more_acc,
+            more_row,
+            last,
+            bias,
+            residual,
+            out,
+            rows,
+            limit,
+            output,
+            owned,
+            N,
+            GATED,
+            SPLIT,
+            BLOCK_MORE,
+            HEIGHT,
+        )
 
 
 @triton.jit
 def sum_shares_kernel(
-    partial, bias, residual, out, rows, limit,
-    N: tl.constexpr, GATED: tl.constexpr, SHARES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    partial,  # fp32 [shares, T, N], with a gate [shares, T, 2 N]
+    bias,  # [N], or None
+    residual,  # [T, N], or None
+    out,  # out: [T, N]
+    rows,  # T
+    limit,  # of gate and up, or None
+    N: tl.constexpr,
+    GATED: tl.constexpr,
+    SHARES: tl.constexpr,
+    BLOCK: tl.constexpr,  # outputs of a program
+    PDL: tl.constexpr,
+):
     """The sums of all shares, and what comes after the product; a program takes a block of a row's outputs."""
     await_previous(PDL)
     width: tl.constexpr = N * (2 if GATED else 1)
@@ -125,9 +183,22 @@ def _inputs(of_x, row, last, column, K: tl.constexpr, BLOCK_K: tl.constexpr, FP3
 
 @triton.jit
 def _store(
-    acc, row, last, bias, residual, out, rows, limit, output, owned,
-    N: tl.constexpr, GATED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, HEIGHT: tl.constexpr,
-):  # fmt: skip
+    acc,  # fp32 [BLOCK_N, BLOCK_T]
+    row,  # [BLOCK_T]
+    last,  # one past the last row that is stored
+    bias,  # [N], or None
+    residual,  # [T, N], or None
+    out,  # out: [T, N]; SPLIT: fp32 [shares, T, N]
+    rows,  # T
+    limit,  # of gate and up, or None
+    output,  # [BLOCK_N]
+    owned,  # bool [BLOCK_N], whether an output is one of the N
+    N: tl.constexpr,
+    GATED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    HEIGHT: tl.constexpr,  # outputs of a program
+):
     """A tile's sums, [outputs, rows]: the share's as they are, or all with what comes after."""
     result = tl.trans(acc)
     if SPLIT:
@@ -163,8 +234,18 @@ def _rows_of_group(ends, row, rows, GROUPS: tl.constexpr, BLOCK_T: tl.constexpr,
 
 @triton.jit
 def finish(
-    result, up, bias, residual, out, row, output, inside, limit, N: tl.constexpr, GATED: tl.constexpr
-):  # fmt: skip
+    result,  # fp32, of shape `inside`; with a gate the gate's
+    up,  # with a gate the same of the up projection
+    bias,  # [N], or None
+    residual,  # [T, N], or None
+    out,  # out: [T, N]
+    row,  # int64, broadcasts to `inside`
+    output,  # broadcasts to `inside`
+    inside,  # bool
+    limit,  # of gate and up, or None
+    N: tl.constexpr,
+    GATED: tl.constexpr,
+):
     """Gate, add and store."""
     if bias is not None:
         result += tl.load(bias + output, mask=output < N, other=0.0).to(tl.float32)

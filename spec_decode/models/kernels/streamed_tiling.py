@@ -110,11 +110,14 @@ def streamed_tiling(
     alone = _is_alone(n, room) and not groups
     shares = _shares(n, k * itemsize, room) if alone else 1
     tma = (
-        room.tma and itemsize == 2 and not groups and _rows_are_aligned(k, itemsize)
+        room.tma
+        and itemsize == 2
+        and not groups
+        and _rows_are_aligned(k, itemsize)
         # A gate in a tile of 64 leaves 32 rows to each of its two products: too few for a tensor core at full speed.
         and not (gated and alone and shares == 1)
         and rows > _ROWS_BY_THREADS
-    )  # fmt: skip
+    )
     block_n, width = _BLOCK_N, _BLOCK_BYTES
     most = _GROUP_STAGES if groups else _MOST_STAGES if alone else _SHARED_STAGES
     if tma and not alone:

@@ -40,7 +40,7 @@ def streamed_tma_kernel(
     weight,  # where the weight starts
     bias,  # [N], or None
     residual,  # [T, N], or None
-    out,  # [T, N]; SPLIT: fp32 [shares, T, N]
+    out,  # out: [T, N]; SPLIT: fp32 [shares, T, N]
     rows,  # T
     share,  # inputs of a program, a multiple of BLOCK_K
     limit,  # of gate and up, or None
@@ -56,7 +56,8 @@ def streamed_tma_kernel(
     FP32_DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """HEIGHT outputs of every row, over one share of K."""
+    """HEIGHT outputs of every row, over one share of K. Its grid is [tiles of outputs, shares]."""
+    # The outputs and the share of this program; its first tiles of the weight are asked for at once
     first = tl.program_id(0) * HEIGHT
     begin = tl.program_id(1) * share
     output = first + tl.arange(0, HEIGHT)
@@ -65,6 +66,7 @@ def streamed_tma_kernel(
         ask_for_weight(weight, N + output, begin, 2 * N, K, BLOCK_K, PDL)
     await_previous(PDL)
 
+    # The products, BLOCK_K inputs at a time, with one tile of rows or two
     acc = tl.zeros((HEIGHT, BLOCK_T), tl.float32)
     up = acc
     if BLOCK_MORE:
@@ -83,6 +85,7 @@ def streamed_tma_kernel(
             if BLOCK_MORE:
                 more_up = tl.dot(a, more_b, more_up, input_precision="ieee")
 
+    # What comes after the product, and the store
     row = tl.arange(0, BLOCK_T)
     _store(acc, up, row, bias, residual, out, rows, limit, output, N, GATED, SPLIT)
     if BLOCK_MORE:
@@ -102,13 +105,13 @@ def _tile(tiles, row, column, FP32_DOT: tl.constexpr):
 def _store(
     acc,  # fp32 [HEIGHT, BLOCK_T]
     up,  # with a gate the same of the up projection
-    row,
-    bias,
-    residual,
-    out,
-    rows,
-    limit,
-    output,
+    row,  # [BLOCK_T]
+    bias,  # [N], or None
+    residual,  # [T, N], or None
+    out,  # out: [T, N]; SPLIT: fp32 [shares, T, N]
+    rows,  # T
+    limit,  # of gate and up, or None
+    output,  # [HEIGHT]
     N: tl.constexpr,
     GATED: tl.constexpr,
     SPLIT: tl.constexpr,
