@@ -150,10 +150,18 @@ def _xqa(query: Tensor, cache: KVCache, metadata: FlashInferMetadata, spec: Atte
     query = query.contiguous()  # XQA knows no strides of it
     with on_device(query.device):  # it launches on the current one
         out: Tensor = trtllm_batch_decode_with_kv_cache(
-            query=query, kv_cache=(cache.key, cache.value), workspace_buffer=metadata.launch.workspace,
-            block_tables=metadata.block_table, seq_lens=metadata.seq_lens, max_seq_len=metadata.max_seq_len,
-            bmm1_scale=spec.softmax_scale, bmm2_scale=1.0, window_left=spec.window_left,
-            kv_layout="NHD", backend="xqa", enable_pdl=False,
-        )  # fmt: skip
+            query=query,
+            kv_cache=(cache.key, cache.value),
+            workspace_buffer=metadata.launch.workspace,
+            block_tables=metadata.block_table,
+            seq_lens=metadata.seq_lens,
+            max_seq_len=metadata.max_seq_len,
+            bmm1_scale=spec.softmax_scale,
+            bmm2_scale=1.0,
+            window_left=spec.window_left,
+            kv_layout="NHD",
+            backend="xqa",
+            enable_pdl=False,
+        )
     # Where there are no tokens XQA multiplies 0 by the inverse of the weights' sum.
     return out.masked_fill_((metadata.seq_lens == 0)[:, None, None], 0.0)

@@ -62,8 +62,15 @@ class FlashMlaSparse(FusedLatentWrite, AttentionBackend):
             )[0]
             return out
         out = flashmla.flash_mla_with_kvcache(
-            q=query[:, None], k_cache=cache.key, block_table=None, cache_seqlens=None, head_dim_v=spec.head_dim,
-            tile_scheduler_metadata=metadata.schedule.made, softmax_scale=spec.softmax_scale, is_fp8_kvcache=True,
-            indices=indices, attn_sink=sinks,
-        )[0]  # fmt: skip
+            q=query[:, None],
+            k_cache=cache.key,
+            block_table=None,
+            cache_seqlens=None,
+            head_dim_v=spec.head_dim,
+            tile_scheduler_metadata=metadata.schedule.made,
+            softmax_scale=spec.softmax_scale,
+            is_fp8_kvcache=True,
+            indices=indices,
+            attn_sink=sinks,
+        )[0]
         return out[:, 0]

@@ -38,7 +38,19 @@ def merge_tree(
     """
     assert metadata.tree_masks is not None
     tree_attention(
-        query, cache.key, cache.value, metadata.block_table, metadata.seq_lens, metadata.query_start_loc, sinks,
-        metadata.tree_masks, out, lse, lse_base_2, metadata.max_query_len, spec.softmax_scale, spec.soft_cap,
-    )  # fmt: skip
+        query,
+        cache.key,
+        cache.value,
+        metadata.block_table,
+        metadata.seq_lens,
+        metadata.query_start_loc,
+        sinks,
+        metadata.tree_masks,
+        out,
+        lse,
+        lse_base_2,
+        metadata.max_query_len,
+        spec.softmax_scale,
+        spec.soft_cap,
+    )
     return out

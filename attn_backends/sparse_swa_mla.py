@@ -43,6 +43,12 @@ class SparseSwaMla(FusedLatentWrite, AttentionBackend):
     ) -> Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
         return sparse_attention(
-            query, cache.latents, metadata.window_indices, metadata.window_lens, sinks, spec.page_size,
-            spec.softmax_scale, spec.batch_invariant,
-        )  # fmt: skip
+            query,
+            cache.latents,
+            metadata.window_indices,
+            metadata.window_lens,
+            sinks,
+            spec.page_size,
+            spec.softmax_scale,
+            spec.batch_invariant,
+        )

@@ -47,7 +47,16 @@ class TritonMla(FusedLatentWrite, AttentionBackend):
     ) -> Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
         return latent_attention(
-            query, cache.latents, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
-            metadata.tree_masks, metadata.max_query_len, metadata.num_splits, spec.out_dim, spec.softmax_scale,
-            spec.causal, spec.batch_invariant,
-        )  # fmt: skip
+            query,
+            cache.latents,
+            metadata.block_table,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            metadata.tree_masks,
+            metadata.max_query_len,
+            metadata.num_splits,
+            spec.out_dim,
+            spec.softmax_scale,
+            spec.causal,
+            spec.batch_invariant,
+        )

@@ -45,7 +45,20 @@ class TritonPaged(FusedRopeWrite, AttentionBackend):
     ) -> Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
         return paged_attention(
-            query, cache.key, cache.value, metadata.block_table, metadata.seq_lens, metadata.query_start_loc, sinks,
-            metadata.tree_masks, metadata.max_query_len, metadata.max_seq_len, metadata.num_splits, spec.softmax_scale,
-            spec.sliding_window, spec.soft_cap, spec.causal, spec.batch_invariant,
-        )  # fmt: skip
+            query,
+            cache.key,
+            cache.value,
+            metadata.block_table,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            sinks,
+            metadata.tree_masks,
+            metadata.max_query_len,
+            metadata.max_seq_len,
+            metadata.num_splits,
+            spec.softmax_scale,
+            spec.sliding_window,
+            spec.soft_cap,
+            spec.causal,
+            spec.batch_invariant,
+        )

@@ -26,8 +26,9 @@ def e4m3_byte(x):
     and the exponent's bias goes from 127 to 7.
     """
     bits = x.to(tl.int32, bitcast=True)
-    size = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)
-    small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    size = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # at most 448
+    # Below 2^-6, and from there on
+    small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # 2^14
     large = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-    code = tl.where(size < 0x3C800000, small, large)
+    code = tl.where(size < 0x3C800000, small, large)  # 2^-6
     return (tl.where(x == x, code, 0x7F) | ((bits >> 24) & 0x80)).to(tl.uint8)

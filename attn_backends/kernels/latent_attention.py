@@ -87,10 +87,23 @@ class LatentAttentionArguments(NamedTuple):
         self._check()
         latents = self.latent_cache[:, :, None]
         return PagedAttentionArguments(
-            self.query, latents, latents[..., : self.value_dim], self.block_table, self.seq_lens, self.query_start_loc,
-            None, self.tree_masks, self.max_query_len, self._longest, self.num_splits, self.scale, None, None,
-            self.causal, self.batch_invariant,
-        ).reference()  # fmt: skip
+            self.query,
+            latents,
+            latents[..., : self.value_dim],
+            self.block_table,
+            self.seq_lens,
+            self.query_start_loc,
+            None,
+            self.tree_masks,
+            self.max_query_len,
+            self._longest,
+            self.num_splits,
+            self.scale,
+            None,
+            None,
+            self.causal,
+            self.batch_invariant,
+        ).reference()
 
     def fake(self) -> torch.Tensor:
         return self.query.new_empty(*self.query.shape[:2], self.value_dim)
@@ -113,20 +126,47 @@ class LatentAttentionArguments(NamedTuple):
         tiles = triton.cdiv(self.max_query_len * heads, config["BLOCK_M"])
         page_size = self.latent_cache.shape[1]
         latent_attention_kernel[(self.seq_lens.shape[0] * tiles, splits)](
-            query, *self[1:6], partial, lse, self.scale, tiles, tokens, self._longest,
-            *query.stride()[:2], *self.latent_cache.stride()[:2], self.block_table.stride(0),
-            HEADS=heads, PAGE_SIZE=page_size, VALUE_DIM=value_dim, ROTARY_DIM=dim - value_dim,
-            SPLITS=splits, SPLIT_BLOCKS=SPLIT_TOKENS // config["BLOCK_N"] if fixed else 0,
-            CAUSAL=self.causal, TREE=self.tree_masks is not None,
-            WIDE_PAGES=page_size * self.latent_cache.stride(1) >= 1 << 31, FP32_DOT=interpreted,
-            **config, **dependent_launch(query.device),
-        )  # fmt: skip
+            query,
+            *self[1:6],
+            partial,
+            lse,
+            self.scale,
+            tiles,
+            tokens,
+            self._longest,
+            *query.stride()[:2],
+            *self.latent_cache.stride()[:2],
+            self.block_table.stride(0),
+            HEADS=heads,
+            PAGE_SIZE=page_size,
+            VALUE_DIM=value_dim,
+            ROTARY_DIM=dim - value_dim,
+            SPLITS=splits,
+            SPLIT_BLOCKS=SPLIT_TOKENS // config["BLOCK_N"] if fixed else 0,
+            CAUSAL=self.causal,
+            TREE=self.tree_masks is not None,
+            WIDE_PAGES=page_size * self.latent_cache.stride(1) >= 1 << 31,
+            FP32_DOT=interpreted,
+            **config,
+            **dependent_launch(query.device),
+        )
         if split:
             merge_kernel[(tokens, heads)](
-                partial, lse, None, out, tokens, HEADS=heads, VALUE_DIM=value_dim, BLOCK_E=value_dim, SPLITS=splits,
-                BLOCK_S=triton.next_power_of_2(splits), SINKS=False, IN_ORDER=fixed,
-                num_warps=merge_warps(1 if fixed else splits, value_dim), **dependent_launch(query.device),
-            )  # fmt: skip
+                partial,
+                lse,
+                None,
+                out,
+                tokens,
+                HEADS=heads,
+                VALUE_DIM=value_dim,
+                BLOCK_E=value_dim,
+                SPLITS=splits,
+                BLOCK_S=triton.next_power_of_2(splits),
+                SINKS=False,
+                IN_ORDER=fixed,
+                num_warps=merge_warps(1 if fixed else splits, value_dim),
+                **dependent_launch(query.device),
+            )
         return out.to(query.dtype)
 
 
@@ -162,14 +202,45 @@ latent_attention = define_op("attn_backends::latent_attention", LatentAttentionA
 
 @triton.jit
 def latent_attention_kernel(
-    query, latent_cache, block_table, seq_lens, query_start_loc, tree_masks, out, lse, scale, tiles, tokens, longest,
-    q_token_stride, q_head_stride, page_stride, token_stride, table_stride,
-    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCKS: tl.constexpr,
-    CAUSAL: tl.constexpr, TREE: tl.constexpr, WIDE_PAGES: tl.constexpr, FP32_DOT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    query,  # [T, H, D]
+    latent_cache,  # [pages, page_size, D]
+    block_table,  # int32 [R, max_pages]
+    seq_lens,  # int32 [R]
+    query_start_loc,  # int32 [R + 1]
+    tree_masks,  # int64 [T], or None: which query tokens each one sees
+    out,  # out: [T, H, V]; of more than one split fp32 [S, T, H, V]
+    lse,  # out: fp32 [S, T, H], log2 of each split's sum of exponentials; not written for one split
+    scale,  # of q.latent
+    tiles,  # of a request
+    tokens,  # T
+    longest,  # a length above it counts as 0
+    q_token_stride,
+    q_head_stride,
+    page_stride,
+    token_stride,
+    table_stride,
+    HEADS: tl.constexpr,  # H
+    PAGE_SIZE: tl.constexpr,
+    VALUE_DIM: tl.constexpr,  # V
+    ROTARY_DIM: tl.constexpr,  # P
+    BLOCK_M: tl.constexpr,  # M
+    BLOCK_N: tl.constexpr,  # N
+    SPLITS: tl.constexpr,  # S
+    SPLIT_BLOCKS: tl.constexpr,  # blocks of a split; 0 shares them out equally
+    CAUSAL: tl.constexpr,
+    TREE: tl.constexpr,
+    WIDE_PAGES: tl.constexpr,  # whether an offset within a page may need 64 bits
+    FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
+    PDL: tl.constexpr,
+):
+    """One program computes M query rows over one split of their request's KV tokens; its grid is [R * tiles, S].
+
+    It keeps a running softmax as `attention_kernel` does, with `total` spread over the N columns of a block until the
+    end. A latent's first V dims are its key and its value, its last P dims belong to the key alone.
+    """
     await_previous(PDL)
-    # Tiles of one request are neighbours: they run at the same time and share its latents in the L2 cache.
+    # The request, tile and split of this program. Tiles of one request are neighbours: they run at the same time and
+    # share its latents in the L2 cache.
     request = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     split = tl.program_id(1)
@@ -178,6 +249,8 @@ def latent_attention_kernel(
     if tile * BLOCK_M >= query_len * HEADS:
         return
     seq_len = length_within(tl.load(seq_lens + request), longest)
+
+    # The query token, head and position of each row
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     in_row = row < query_len * HEADS
     token = (first + row // HEADS).to(tl.int64)
@@ -190,7 +263,8 @@ def latent_attention_kernel(
     rotary_dim = VALUE_DIM + tl.arange(0, ROTARY_DIM)
     at = (split.to(tl.int64) * tokens + token) * HEADS + head
 
-    # A padding row has no keys: its range ends at 0 or before, and its output is 0.
+    # The range of KV tokens that any row of this tile sees, and this split's blocks of it. A padding row has no keys:
+    # its range ends at 0 or before, and its output is 0.
     last_row = tl.minimum(tile * BLOCK_M + BLOCK_M, query_len * HEADS) - 1
     end = cached + last_row // HEADS + 1
     seen_by_all = cached + (tile * BLOCK_M) // HEADS + 1
@@ -211,13 +285,14 @@ def latent_attention_kernel(
             tl.store(out + at[:, None] * VALUE_DIM + value_dim[None, :], nothing, mask=in_row[:, None])
         return
 
+    # The queries, and the running softmax
     q = query + (token * q_token_stride + head.to(tl.int64) * q_head_stride)[:, None]
     q_value = tl.load(q + value_dim[None, :], mask=in_row[:, None], other=0.0)
     q_rotary = tl.load(q + rotary_dim[None, :], mask=in_row[:, None], other=0.0)
     if FP32_DOT:
         q_value = q_value.to(tl.float32)
         q_rotary = q_rotary.to(tl.float32)
-    scale *= 1.4426950408889634
+    scale *= 1.4426950408889634  # log2(e)
     # Finite, so that a row which sees none of this split's tokens takes no infinity from another.
     peak = tl.full((BLOCK_M,), -3.0e38, tl.float32)
     # Summed over a row after the loop, since a row is spread over several warps.
@@ -226,6 +301,7 @@ def latent_attention_kernel(
     table = block_table + request.to(tl.int64) * table_stride
     page = _pages(table, lo, end, PAGE_SIZE, BLOCK_N)
     for block in range(lo, hi):
+        # The latents of one block
         kv = block * BLOCK_N + tl.arange(0, BLOCK_N)
         owned = (kv < end)[:, None]
         offset = kv % PAGE_SIZE
@@ -239,10 +315,12 @@ def latent_attention_kernel(
         if FP32_DOT:
             value = value.to(tl.float32)
             rotary = rotary.to(tl.float32)
-        # Triton gives a product whose result flows into another product to the warps by rows alone, and two warpgroups
-        # would each compute all 64 rows. Neither of these flows on: they are summed after scaling, then branched over.
+        # Their scores. Triton gives a product whose result flows into another product to the warps by rows alone, and
+        # two warpgroups would each compute all 64 rows. Neither of these flows on: they are summed after scaling, then
+        # branched over.
         scores = tl.dot(q_rotary, tl.trans(rotary), input_precision="ieee") * scale
         scores += tl.dot(q_value, tl.trans(value), input_precision="ieee") * scale
+        # Hide what a row does not see; every row sees most blocks whole
         if (block + 1) * BLOCK_N > seen_by_all:
             if TREE:
                 seen = seen_in_tree(ancestors[:, None], (kv - cached)[None, :]) & (kv < end)[None, :]
@@ -251,6 +329,7 @@ def latent_attention_kernel(
             else:
                 seen = (kv < end)[None, :]
             scores = tl.where(seen, scores, float("-inf"))
+        # The running softmax takes the block in
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - new_peak[:, None])
         fade = tl.exp2(peak - new_peak)
@@ -259,7 +338,7 @@ def latent_attention_kernel(
         peak = new_peak
 
     sum_exp = tl.sum(total, 1)
-    # By equality, so that a NaN is not taken for an empty row, here and in the merge.
+    # Divide and store. By equality, so that a NaN is not taken for an empty row, here and in the merge.
     acc = acc / tl.where(sum_exp == 0, 1.0, sum_exp)[:, None]
     to = out + at[:, None] * VALUE_DIM + value_dim[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=in_row[:, None])
@@ -268,7 +347,13 @@ def latent_attention_kernel(
 
 
 @triton.jit
-def _pages(table, block, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def _pages(
+    table,  # int32 [max_pages], the row of a request
+    block,
+    end,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """The page of every token of a block below `end`; a single number where a block lies within one page."""
     token = block * BLOCK_N
     if PAGE_SIZE % BLOCK_N != 0:

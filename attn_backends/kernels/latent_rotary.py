@@ -105,10 +105,18 @@ class PrepareQuery(NamedTuple):
         block_d = triton.next_power_of_2(dim)
         block_h = _heads_a_program(heads, block_d)
         _prepare_query_kernel[(tokens, triton.cdiv(heads, block_h))](
-            *self[:3], out, *self.query.stride()[:2], self.eps,
-            HEADS=heads, DIM=dim, ROTARY=self.table.shape[1], BLOCK_H=block_h, BLOCK_D=block_d,
-            num_warps=4, **dependent_launch(out.device),
-        )  # fmt: skip
+            *self[:3],
+            out,
+            *self.query.stride()[:2],
+            self.eps,
+            HEADS=heads,
+            DIM=dim,
+            ROTARY=self.table.shape[1],
+            BLOCK_H=block_h,
+            BLOCK_D=block_d,
+            num_warps=4,
+            **dependent_launch(out.device),
+        )
         return out
 
 
@@ -128,9 +136,16 @@ class InverseRotary(NamedTuple):
         block_r = triton.next_power_of_2(rotary)
         block_h = _heads_a_program(heads, block_r)
         _inverse_rotary_kernel[(tokens, triton.cdiv(heads, block_h))](
-            *self, *self.out.stride()[:2], HEADS=heads, SKIPPED=dim - rotary, ROTARY=rotary, BLOCK_H=block_h,
-            BLOCK_R=block_r, num_warps=4, **dependent_launch(self.out.device),
-        )  # fmt: skip
+            *self,
+            *self.out.stride()[:2],
+            HEADS=heads,
+            SKIPPED=dim - rotary,
+            ROTARY=rotary,
+            BLOCK_H=block_h,
+            BLOCK_R=block_r,
+            num_warps=4,
+            **dependent_launch(self.out.device),
+        )
 
 
 def _heads_a_program(heads: int, block: int) -> int:
@@ -139,9 +154,14 @@ def _heads_a_program(heads: int, block: int) -> int:
 
 @triton.jit
 def turn_tail(
-    rows, angles,
-    DIM: tl.constexpr, ROTARY: tl.constexpr, INVERSE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    rows,  # fp32 [ROWS, BLOCK]
+    angles,  # fp32 [ROTARY], the table's row of a position
+    DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INVERSE: tl.constexpr,  # turn back
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """rows fp32 [ROWS, BLOCK], of which DIM columns count, the last ROTARY of them turned by cos | sin at angles."""
     pair = tl.arange(0, BLOCK // 2)
     angle = pair - (DIM - ROTARY) // 2
@@ -170,10 +190,21 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def _prepare_query_kernel(
-    query, positions, table, out, token_stride, head_stride, eps,
-    HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    query,  # [T, H, D]
+    positions,  # int64 [T]
+    table,  # fp32 [max_positions, R]
+    out,  # out: [T, H, D], contiguous
+    token_stride,
+    head_stride,
+    eps,
+    HEADS: tl.constexpr,  # H
+    DIM: tl.constexpr,  # D
+    ROTARY: tl.constexpr,  # R
+    BLOCK_H: tl.constexpr,  # heads of a program
+    BLOCK_D: tl.constexpr,  # D, up to a power of two
     PDL: tl.constexpr,
-):  # fmt: skip
+):
+    """One program norms and rotates BLOCK_H heads of one token."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
@@ -188,10 +219,19 @@ def _prepare_query_kernel(
 
 @triton.jit
 def _inverse_rotary_kernel(
-    out, positions, table, token_stride, head_stride,
-    HEADS: tl.constexpr, SKIPPED: tl.constexpr, ROTARY: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+    out,  # in and out: [T, H, D]
+    positions,  # int64 [T]
+    table,  # fp32 [max_positions, R]
+    token_stride,
+    head_stride,
+    HEADS: tl.constexpr,  # H
+    SKIPPED: tl.constexpr,  # D - R
+    ROTARY: tl.constexpr,  # R
+    BLOCK_H: tl.constexpr,  # heads of a program
+    BLOCK_R: tl.constexpr,  # R, up to a power of two
     PDL: tl.constexpr,
-):  # fmt: skip
+):
+    """One program rotates the last R dims of BLOCK_H heads of one token back."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]

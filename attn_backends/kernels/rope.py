@@ -47,17 +47,31 @@ class _RopeArguments(NamedTuple):
     def launch(self) -> None:
         tokens, heads, dim = self.x.shape
         _rope_kernel[(tokens,)](
-            *self, *self.x.stride()[:2],
-            HEADS=heads, HALF=dim // 2, BLOCK_H=triton.next_power_of_2(heads), BLOCK_D=triton.next_power_of_2(dim // 2),
-            num_warps=4, **dependent_launch(self.x.device),
-        )  # fmt: skip
+            *self,
+            *self.x.stride()[:2],
+            HEADS=heads,
+            HALF=dim // 2,
+            BLOCK_H=triton.next_power_of_2(heads),
+            BLOCK_D=triton.next_power_of_2(dim // 2),
+            num_warps=4,
+            **dependent_launch(self.x.device),
+        )
 
 
 @triton.jit
 def _rope_kernel(
-    x, positions, table, token_stride, head_stride,
-    HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,  # in and out: [T, H, D]
+    positions,  # int64 [T]
+    table,  # fp32 [max_positions, D]
+    token_stride,
+    head_stride,
+    HEADS: tl.constexpr,  # H
+    HALF: tl.constexpr,  # D / 2
+    BLOCK_H: tl.constexpr,  # H, up to a power of two
+    BLOCK_D: tl.constexpr,  # D / 2, likewise
+    PDL: tl.constexpr,
+):
+    """One program rotates all heads of one token."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK_H).to(tl.int64)[:, None]

@@ -69,24 +69,59 @@ class _RopeAndWriteKV(NamedTuple):
         tokens, heads, dim = key.shape
         group, value_dim = query.shape[1] // heads, value.shape[2]
         _rope_and_write_kv_kernel[(tokens, heads)](
-            *self, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
-            *key_cache.stride()[:3], *value_cache.stride()[:3], key_cache.shape[0] * key_cache.shape[1],
-            GROUP=group, PAGE_SIZE=key_cache.shape[1], HALF=dim // 2, VALUE_DIM=value_dim,
-            BLOCK_G=triton.next_power_of_2(group), BLOCK_D=triton.next_power_of_2(dim // 2),
-            BLOCK_E=triton.next_power_of_2(value_dim), QUANTISE=key.dtype != key_cache.dtype,
-            num_warps=1 if group * dim <= 1024 else 4, **dependent_launch(key.device),
-        )  # fmt: skip
+            *self,
+            *query.stride()[:2],
+            *key.stride()[:2],
+            *value.stride()[:2],
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            key_cache.shape[0] * key_cache.shape[1],
+            GROUP=group,
+            PAGE_SIZE=key_cache.shape[1],
+            HALF=dim // 2,
+            VALUE_DIM=value_dim,
+            BLOCK_G=triton.next_power_of_2(group),
+            BLOCK_D=triton.next_power_of_2(dim // 2),
+            BLOCK_E=triton.next_power_of_2(value_dim),
+            QUANTISE=key.dtype != key_cache.dtype,
+            num_warps=1 if group * dim <= 1024 else 4,
+            **dependent_launch(key.device),
+        )
 
 
 @triton.jit
 def _rope_and_write_kv_kernel(
-    query, key, value, positions, table, key_cache, value_cache, slot_mapping,
-    query_token_stride, query_head_stride, key_token_stride, key_head_stride, value_token_stride, value_head_stride,
-    kc_page_stride, kc_token_stride, kc_head_stride, vc_page_stride, vc_token_stride, vc_head_stride,
-    num_slots,
-    GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HALF: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, QUANTISE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    query,  # in and out: [num_tokens, num_q_heads, D]
+    key,  # [num_tokens, num_kv_heads, D]
+    value,  # [num_tokens, num_kv_heads, value_dim]
+    positions,  # int64 [num_tokens]
+    table,  # fp32 [max_positions, D]
+    key_cache,  # out: [pages, page_size, num_kv_heads, D]
+    value_cache,  # out: [pages, page_size, num_kv_heads, value_dim]
+    slot_mapping,  # int64 [num_tokens]
+    query_token_stride,
+    query_head_stride,
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    kc_page_stride,
+    kc_token_stride,
+    kc_head_stride,
+    vc_page_stride,
+    vc_token_stride,
+    vc_head_stride,
+    num_slots,  # pages * page_size
+    GROUP: tl.constexpr,  # query heads a KV head
+    PAGE_SIZE: tl.constexpr,
+    HALF: tl.constexpr,  # D / 2
+    VALUE_DIM: tl.constexpr,
+    BLOCK_G: tl.constexpr,  # GROUP, up to a power of two
+    BLOCK_D: tl.constexpr,  # D / 2, likewise
+    BLOCK_E: tl.constexpr,  # value_dim, likewise
+    QUANTISE: tl.constexpr,  # whether the caches are e4m3 and key and value wider
+    PDL: tl.constexpr,
+):
     """A program has one token and KV head, and the query heads of its group."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -98,6 +133,7 @@ def _rope_and_write_kv_kernel(
     edim = tl.arange(0, BLOCK_E)
     in_half = dim < HALF
     in_group = in_half & (member < GROUP)
+    # Rotate the queries and the key
     cos, sin = angles_of(table, tl.load(positions + token), dim, HALF)
     query_at = query + token * query_token_stride + (head * GROUP + member) * query_head_stride + dim
     query_first, query_second = rotated_pairs(query_at, in_group, cos, sin, HALF)
@@ -108,6 +144,7 @@ def _rope_and_write_kv_kernel(
     if QUANTISE:
         key_first, key_second = quantised(key_first, key_cache), quantised(key_second, key_cache)
         new_value = quantised(new_value, value_cache)
+    # Store the queries in place, key and value in the slot
     tl.store(query_at, query_first, mask=in_group)
     tl.store(query_at + HALF, query_second, mask=in_group)
     page = slot // PAGE_SIZE

@@ -125,12 +125,26 @@ class SparseAttentionArguments(NamedTuple):
         width = self.indices.shape[1]
         config = tile_config(1 if self.batch_invariant else tokens, heads, query.element_size(), width)
         sparse_attention_kernel[(tokens, triton.cdiv(heads, config["BLOCK_M"]))](
-            query, *self[1:5], out, self.scale * math.log2(math.e), width, len(cache) * self.page_size,
-            *query.stride()[:2], self.indices.stride(0), cache.stride(0), cache.stride(-2),
-            HEADS=heads, DIM=dim, PAGE_SIZE=self.page_size, FP8_DS_MLA=cache.dtype == torch.uint8,
-            SINKS=self.sinks is not None, ONE_BLOCK=width <= config["BLOCK_N"], FP32_DOT=interpreted,
-            **config, **dependent_launch(query.device),
-        )  # fmt: skip
+            query,
+            *self[1:5],
+            out,
+            self.scale * math.log2(math.e),
+            width,
+            len(cache) * self.page_size,
+            *query.stride()[:2],
+            self.indices.stride(0),
+            cache.stride(0),
+            cache.stride(-2),
+            HEADS=heads,
+            DIM=dim,
+            PAGE_SIZE=self.page_size,
+            FP8_DS_MLA=cache.dtype == torch.uint8,
+            SINKS=self.sinks is not None,
+            ONE_BLOCK=width <= config["BLOCK_N"],
+            FP32_DOT=interpreted,
+            **config,
+            **dependent_launch(query.device),
+        )
         return out.to(self.query.dtype)
 
 
@@ -157,13 +171,39 @@ SCALE_BYTES = tl.constexpr(fp8_ds_mla.SCALE_BYTES)
 
 @triton.jit
 def sparse_attention_kernel(
-    query, cache, indices, lens, sinks, out, scale, width, num_slots, q_token_stride, q_head_stride, list_stride,
-    page_stride, token_stride,
-    HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, FP8_DS_MLA: tl.constexpr, SINKS: tl.constexpr,
-    ONE_BLOCK: tl.constexpr, TOKENS_FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    FP32_DOT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    query,  # [T, H, D]
+    cache,  # [pages, page_size, D]; FP8_DS_MLA: uint8 [pages, page_bytes]
+    indices,  # int32 [T, width], slots
+    lens,  # int32 [T]
+    sinks,  # fp32 [H], or None
+    out,  # out: [T, H, D]
+    scale,  # of q.k, times log2(e)
+    width,  # of a list
+    num_slots,  # pages * page_size
+    q_token_stride,
+    q_head_stride,
+    list_stride,
+    page_stride,
+    token_stride,  # not read if FP8_DS_MLA
+    HEADS: tl.constexpr,  # H
+    DIM: tl.constexpr,  # D
+    PAGE_SIZE: tl.constexpr,
+    FP8_DS_MLA: tl.constexpr,  # whether that is the cache's format
+    SINKS: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,  # whether a block holds the longest list
+    TOKENS_FIRST: tl.constexpr,  # whether a dot's first operand holds the tokens, not the heads
+    BLOCK_M: tl.constexpr,  # M
+    BLOCK_N: tl.constexpr,  # N
+    FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
+    PDL: tl.constexpr,
+):
+    """One program attends M heads of one query token to its whole list; its grid is [T, ceil(H / M)].
+
+    It keeps a running softmax: `peak` is the largest score so far, `total` the sum of exponentials and `acc` the
+    weighted latents, both relative to `peak`. Scores are exponents of 2.
+    """
     await_previous(PDL)
+    # The queries of this program's heads
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     dim = tl.arange(0, DIM)
@@ -175,21 +215,34 @@ def sparse_attention_kernel(
     )
     if FP32_DOT:
         q = q.to(tl.float32)
-    # A sink is a first token that has a weight and no value. Where there is none, it lies so far below every score that
-    # its weight fades to nothing, and an empty list needs no care. One of +inf lies as far above: inf - inf is NaN.
+    # The running softmax. A sink is a first token that has a weight and no value. Where there is none, it lies so far
+    # below every score that its weight fades to nothing, and an empty list needs no care. One of +inf lies as far
+    # above: inf - inf is NaN.
     peak = tl.full((BLOCK_M,), -1e30, tl.float32)
     if SINKS:
         sink = tl.load(sinks + head, mask=in_head, other=float("-inf"))
-        peak = tl.where(sink > 1e30, 1e30, tl.maximum(sink * 1.4426950408889634, peak))
+        peak = tl.where(sink > 1e30, 1e30, tl.maximum(sink * 1.4426950408889634, peak))  # log2(e)
     total = tl.full((BLOCK_M,), 1.0, tl.float32)
     acc = tl.zeros((BLOCK_M, DIM), tl.float32)
+    # The list, in one block or several
     length = tl.load(lens + token)
     indices += token * list_stride
     if ONE_BLOCK:
         k, listed = _block(
-            cache, indices, 0, length, width, num_slots, page_stride, token_stride, DIM, PAGE_SIZE, FP8_DS_MLA,
-            BLOCK_N, FP32_DOT,
-        )  # fmt: skip
+            cache,
+            indices,
+            0,
+            length,
+            width,
+            num_slots,
+            page_stride,
+            token_stride,
+            DIM,
+            PAGE_SIZE,
+            FP8_DS_MLA,
+            BLOCK_N,
+            FP32_DOT,
+        )
         if TOKENS_FIRST:
             # A loop of at most one iteration: a dot's first operand stays in shared memory if a loop carries it, and is
             # copied to registers, which run out, if it was just computed.
@@ -201,22 +254,43 @@ def sparse_attention_kernel(
     else:
         for start in tl.range(0, length, BLOCK_N):
             k, listed = _block(
-                cache, indices, start, length, width, num_slots, page_stride, token_stride, DIM, PAGE_SIZE, FP8_DS_MLA,
-                BLOCK_N, FP32_DOT,
-            )  # fmt: skip
+                cache,
+                indices,
+                start,
+                length,
+                width,
+                num_slots,
+                page_stride,
+                token_stride,
+                DIM,
+                PAGE_SIZE,
+                FP8_DS_MLA,
+                BLOCK_N,
+                FP32_DOT,
+            )
             peak, total, fade, update = _attend(q, k, listed, length > 0, scale, peak, total, False)
             acc = acc * fade[:, None] + update
+    # Divide and store
     acc = acc * (1.0 / total)[:, None]
     at = out + (token * HEADS + head)[:, None] * DIM + dim[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=in_head[:, None])
 
 
 @triton.jit
-def _attend(q, k, listed, live, scale, peak, total, TOKENS_FIRST: tl.constexpr):
+def _attend(
+    q,  # [M, D]
+    k,  # [N, D]
+    listed,  # bool [N]
+    live,  # whether the list has an entry at all
+    scale,
+    peak,  # fp32 [M]
+    total,  # fp32 [M]
+    TOKENS_FIRST: tl.constexpr,
+):
     """A block's part of the running softmax: the new peak and total, what older sums fade by, and the block's sum.
 
-    q [M, D], k [N, D]. On Hopper a dot's first operand has at least 64 rows: the tokens of the block where few heads
-    share a program, the heads where they are many.
+    On Hopper a dot's first operand has at least 64 rows: the tokens of the block where few heads share a program, the
+    heads where they are many.
     """
     if TOKENS_FIRST:
         scores = tl.trans(tl.dot(k, tl.trans(q), input_precision="ieee"))
@@ -242,9 +316,20 @@ def _attend(q, k, listed, live, scale, peak, total, TOKENS_FIRST: tl.constexpr):
 
 @triton.jit
 def _block(
-    cache, indices, start, length, width, num_slots, page_stride, token_stride,
-    DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, FP8_DS_MLA: tl.constexpr, BLOCK_N: tl.constexpr, FP32_DOT: tl.constexpr,
-):  # fmt: skip
+    cache,  # [pages, page_size, D]; FP8_DS_MLA: uint8 [pages, page_bytes]
+    indices,  # int32 [width], the slots of one list
+    start,
+    length,  # of the list
+    width,
+    num_slots,
+    page_stride,
+    token_stride,
+    DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    FP8_DS_MLA: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FP32_DOT: tl.constexpr,
+):
     """The latents [N, D] of a list's entries from `start` on, 0 where nothing is listed, and which are listed [N]."""
     entry = start + tl.arange(0, BLOCK_N)
     # Masked by the width alone, so that the slots need not wait for the length.
@@ -267,14 +352,22 @@ def _block(
 
 
 @triton.jit
-def _fp8_ds_mla_latents(page, offset, listed, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def _fp8_ds_mla_latents(
+    page,  # where the page of each entry starts, [N]
+    offset,  # within the page, int64 [N]
+    listed,  # bool [N]
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Latents bfloat16 [N, LATENT] from fp8_ds_mla: tiles of e4m3, each times a power of two, then one of bf16."""
-    tile = tl.arange(0, 8)
+    tile = tl.arange(0, 8)  # LATENT // TILE
     lane = tl.arange(0, TILE)
     rotated = (tile * TILE >= NOPE)[None, :, None]
+    # The scale of each tile
     exponents = (page + PAGE_SIZE * DATA_BYTES + offset * SCALE_BYTES)[:, None] + tile[None, :]
     exponents = tl.load(exponents, mask=listed[:, None], other=0)
     powers = (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    # The e4m3 tiles, then the bf16 one
     data = page + offset * DATA_BYTES
     listed = listed[:, None, None]
     nope = (data[:, None] + (tile * TILE)[None, :])[:, :, None] + lane[None, None, :]

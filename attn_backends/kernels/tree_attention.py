@@ -104,29 +104,85 @@ class TreeAttentionArguments(NamedTuple):
         # The interpreter truncates fp32 to bf16 where the hardware rounds: let torch do that conversion.
         out = self.out.float() if query.device.type == "cpu" else self.out
         _tree_attention_kernel[(len(self.seq_lens) * tiles, kv_heads)](
-            *self[:8], out, self.lse, self.scale, self.soft_cap or 0.0, tiles, self._longest,
-            *query.stride()[:2], *self.key_cache.stride()[:3], *self.value_cache.stride()[:3],
-            self.block_table.stride(0), *self.lse.stride(),
-            HEADS=heads, GROUP=heads // kv_heads, PAGE_SIZE=page_size, DIM=dim, VALUE_DIM=value_dim,
-            BLOCK_D=block_d, BLOCK_E=block_e, BLOCK_M=block_m,
-            BLOCK_N=max(16, triton.next_power_of_2(self.max_query_len)), SOFT_CAP=bool(self.soft_cap),
-            SINKS=sinks is not None, LSE_BASE_2=self.lse_base_2,
-            num_warps=8 if max(block_d, block_e) >= 128 else 4, num_stages=1, **dependent_launch(query.device),
-        )  # fmt: skip
+            *self[:8],
+            out,
+            self.lse,
+            self.scale,
+            self.soft_cap or 0.0,
+            tiles,
+            self._longest,
+            *query.stride()[:2],
+            *self.key_cache.stride()[:3],
+            *self.value_cache.stride()[:3],
+            self.block_table.stride(0),
+            *self.lse.stride(),
+            HEADS=heads,
+            GROUP=heads // kv_heads,
+            PAGE_SIZE=page_size,
+            DIM=dim,
+            VALUE_DIM=value_dim,
+            BLOCK_D=block_d,
+            BLOCK_E=block_e,
+            BLOCK_M=block_m,
+            BLOCK_N=max(16, triton.next_power_of_2(self.max_query_len)),
+            SOFT_CAP=bool(self.soft_cap),
+            SINKS=sinks is not None,
+            LSE_BASE_2=self.lse_base_2,
+            num_warps=8 if max(block_d, block_e) >= 128 else 4,
+            num_stages=1,
+            **dependent_launch(query.device),
+        )
         if out is not self.out:
             self.out.copy_(out)
 
 
 @triton.jit
 def _tree_attention_kernel(
-    query, key_cache, value_cache, block_table, seq_lens, query_start_loc, sinks, tree_masks, out, lse, scale, soft_cap,
-    tiles, longest, q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride, v_page_stride,
-    v_token_stride, v_head_stride, table_stride, lse_token_stride, lse_head_stride,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, LSE_BASE_2: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    query,  # [T, H, D]
+    key_cache,  # [pages, page_size, K, D]
+    value_cache,  # [pages, page_size, K, E]
+    block_table,  # int32 [R, max_pages]
+    seq_lens,  # int32 [R]
+    query_start_loc,  # int32 [R + 1]
+    sinks,  # fp32 [H], or None
+    tree_masks,  # int64 [T]: which query tokens each one sees
+    out,  # in and out: [T, H, E]
+    lse,  # fp32 [T, H], of the prefix
+    scale,  # of q.k
+    soft_cap,  # not read unless SOFT_CAP
+    tiles,  # of a request
+    longest,  # a length above it counts as 0
+    q_token_stride,
+    q_head_stride,
+    k_page_stride,
+    k_token_stride,
+    k_head_stride,
+    v_page_stride,
+    v_token_stride,
+    v_head_stride,
+    table_stride,
+    lse_token_stride,
+    lse_head_stride,
+    HEADS: tl.constexpr,  # H
+    GROUP: tl.constexpr,  # G
+    PAGE_SIZE: tl.constexpr,
+    DIM: tl.constexpr,  # D
+    VALUE_DIM: tl.constexpr,  # E
+    BLOCK_D: tl.constexpr,  # D, up to a power of two
+    BLOCK_E: tl.constexpr,  # E, likewise
+    BLOCK_M: tl.constexpr,  # M
+    BLOCK_N: tl.constexpr,  # N, likewise
+    SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    LSE_BASE_2: tl.constexpr,  # whether lse is a logarithm of base 2 or natural
+    PDL: tl.constexpr,
+):
+    """One program merges M query rows of one KV head: their prefix, from out and lse, and their request's query tokens.
+
+    Its grid is [R * tiles, K]. All N query tokens are one block. Scores are exponents of 2.
+    """
     await_previous(PDL)
+    # The request, tile and KV head of this program
     request = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     kv_head = tl.program_id(1)
@@ -135,6 +191,8 @@ def _tree_attention_kernel(
     seq_len = length_within(tl.load(seq_lens + request), longest)
     if tile * BLOCK_M >= query_len * GROUP:
         return
+
+    # The query token and head of each row
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     in_row = row < query_len * GROUP
     token = (first + row // GROUP).to(tl.int64)
@@ -146,7 +204,8 @@ def _tree_attention_kernel(
     to = out + (token * HEADS + head)[:, None] * VALUE_DIM + edim[None, :]
     in_out = in_row[:, None] & (edim[None, :] < VALUE_DIM)
 
-    # A padding row has no keys and no prefix: its sum is empty and its output is 0.
+    # Keys and values of the request's query tokens. A padding row has no keys and no prefix: its sum is empty and its
+    # output is 0.
     own = tl.arange(0, BLOCK_N)
     owned = (own < query_len) & (seq_len > 0)
     position = cached + own
@@ -175,25 +234,27 @@ def _tree_attention_kernel(
         other=0.0,
     ).to(out.dtype.element_ty)
 
+    # Their scores, soft_cap * tanh(score / soft_cap) where there is a cap, and their softmax
     scores = tl.dot(q, k, input_precision="ieee") * scale
     if SOFT_CAP:
-        ratio = tl.exp2(-2.8853900817779268 * tl.abs(scores / soft_cap))
+        ratio = tl.exp2(-2.8853900817779268 * tl.abs(scores / soft_cap))  # 2 * log2(e)
         scores = soft_cap * tl.where(scores >= 0, 1.0, -1.0) * (1.0 - ratio) / (1.0 + ratio)
     ancestors = tl.load(tree_masks + token, mask=in_row, other=0)
     seen = seen_in_tree(ancestors[:, None], own[None, :]) & owned[None, :]
-    scores = tl.where(seen, scores * 1.4426950408889634, float("-inf"))
+    scores = tl.where(seen, scores * 1.4426950408889634, float("-inf"))  # log2(e)
     peak = tl.maximum(tl.max(scores, 1), -3.0e38)
     weights = tl.exp2(scores - peak[:, None])
     total = tl.sum(weights, 1)
     acc = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
 
-    # Whether a prefix is empty is told by its length: libraries differ in the lse of an empty one, and FlashAttention-3
-    # has -inf for one whose sum is NaN, too.
+    # The prefix counts as one token of score lse. Whether it is empty is told by its length: libraries differ in the
+    # lse of an empty one, and FlashAttention-3 has -inf for one whose sum is NaN, too.
     merges = in_row & (cached > 0)
     prefix = tl.load(to, mask=in_out & (cached > 0), other=0.0).to(tl.float32)
     of_prefix = tl.load(lse + token * lse_token_stride + head * lse_head_stride, mask=merges, other=float("-inf"))
     if not LSE_BASE_2:
-        of_prefix = of_prefix * 1.4426950408889634
+        of_prefix = of_prefix * 1.4426950408889634  # log2(e)
+    # The shares of the query tokens, the prefix and the sink
     joint = tl.maximum(peak, of_prefix)
     if SINKS:
         sink = finite_above(tl.load(sinks + head, mask=in_row, other=0.0))
@@ -204,7 +265,7 @@ def _tree_attention_kernel(
     if SINKS:
         total += tl.exp2(sink - joint)
     acc = acc * share[:, None] + prefix * prefix_share[:, None]
-    # By equality, so that a NaN is not taken for an empty row.
+    # Divide and store. By equality, so that a NaN is not taken for an empty row.
     acc = acc / tl.where(total == 0, 1.0, total)[:, None]
     tl.store(to, acc.to(out.dtype.element_ty), mask=in_out)
 

@@ -72,22 +72,52 @@ class WriteKV(NamedTuple):
         pages, page_size, heads, dim = key_cache.shape
         value_dim = value_cache.shape[3]
         _write_kv_kernel[(slot_mapping.shape[0],)](
-            *self, *key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
+            *self,
+            *key.stride()[:2],
+            *value.stride()[:2],
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
             pages * page_size,
-            PAGE_SIZE=page_size, HEADS=heads, DIM=dim, VALUE_DIM=value_dim, BLOCK_H=triton.next_power_of_2(heads),
-            BLOCK_D=triton.next_power_of_2(max(dim, value_dim)), QUANTISE=key.dtype != key_cache.dtype,
-            num_warps=1 if heads * dim <= 512 else 4, **dependent_launch(key.device),
-        )  # fmt: skip
+            PAGE_SIZE=page_size,
+            HEADS=heads,
+            DIM=dim,
+            VALUE_DIM=value_dim,
+            BLOCK_H=triton.next_power_of_2(heads),
+            BLOCK_D=triton.next_power_of_2(max(dim, value_dim)),
+            QUANTISE=key.dtype != key_cache.dtype,
+            num_warps=1 if heads * dim <= 512 else 4,
+            **dependent_launch(key.device),
+        )
 
 
 @triton.jit
 def _write_kv_kernel(
-    key, value, key_cache, value_cache, slot_mapping, key_token_stride, key_head_stride, value_token_stride,
-    value_head_stride, kc_page_stride, kc_token_stride, kc_head_stride, vc_page_stride, vc_token_stride, vc_head_stride,
-    num_slots,
-    PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr, QUANTISE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    key,  # [num_tokens, heads, dim]
+    value,  # [num_tokens, heads, value_dim]
+    key_cache,  # out: [pages, page_size, heads, dim]
+    value_cache,  # out: [pages, page_size, heads, value_dim]
+    slot_mapping,  # int64 [num_tokens]
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    kc_page_stride,
+    kc_token_stride,
+    kc_head_stride,
+    vc_page_stride,
+    vc_token_stride,
+    vc_head_stride,
+    num_slots,  # pages * page_size
+    PAGE_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,  # heads, up to a power of two
+    BLOCK_D: tl.constexpr,  # the wider of dim and value_dim, likewise
+    QUANTISE: tl.constexpr,  # whether the caches are e4m3 and key and value wider
+    PDL: tl.constexpr,
+):
+    """One program writes all heads of one token."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)

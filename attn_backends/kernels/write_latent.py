@@ -126,22 +126,54 @@ class _WriteLatent(NamedTuple):
         latent = self.latent if self.latent.stride(1) == 1 else self.latent.contiguous()
         fp8 = self.cache.dtype == torch.uint8
         _write_latent_kernel[(tokens,)](
-            latent, *self[1:6], latent.stride(0), self.cache.stride(0), 0 if fp8 else self.cache.stride(1), self.eps,
+            latent,
+            *self[1:6],
+            latent.stride(0),
+            self.cache.stride(0),
+            0 if fp8 else self.cache.stride(1),
+            self.eps,
             self.cache.shape[0] * self.page_size,
-            PAGE_SIZE=self.page_size, DIM=dim, ROTARY=0 if self.table is None else self.table.shape[1],
-            BLOCK=triton.next_power_of_2(dim), NORM=self.weight is not None, FP8_DS_MLA=fp8, TILE=fp8_ds_mla.TILE,
-            TILES=fp8_ds_mla.TILES, DATA_BYTES=fp8_ds_mla.DATA_BYTES, SCALE_BYTES=fp8_ds_mla.SCALE_BYTES,
-            num_warps=4, **dependent_launch(latent.device),
-        )  # fmt: skip
+            PAGE_SIZE=self.page_size,
+            DIM=dim,
+            ROTARY=0 if self.table is None else self.table.shape[1],
+            BLOCK=triton.next_power_of_2(dim),
+            NORM=self.weight is not None,
+            FP8_DS_MLA=fp8,
+            TILE=fp8_ds_mla.TILE,
+            TILES=fp8_ds_mla.TILES,
+            DATA_BYTES=fp8_ds_mla.DATA_BYTES,
+            SCALE_BYTES=fp8_ds_mla.SCALE_BYTES,
+            num_warps=4,
+            **dependent_launch(latent.device),
+        )
 
 
 @triton.jit
 def _write_latent_kernel(
-    latent, cache, slot_mapping, weight, positions, table, latent_stride, page_stride, token_stride, eps, num_slots,
-    PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
-    FP8_DS_MLA: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, DATA_BYTES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    latent,  # [num_tokens, D]
+    cache,  # out: [pages, page_size, D]; FP8_DS_MLA: uint8 [pages, page_bytes]
+    slot_mapping,  # int64 [num_tokens]
+    weight,  # [D], or None
+    positions,  # int64 [num_tokens], or None
+    table,  # fp32 [max_positions, ROTARY], or None
+    latent_stride,
+    page_stride,
+    token_stride,  # not read if FP8_DS_MLA
+    eps,  # of the norm
+    num_slots,  # pages * page_size
+    PAGE_SIZE: tl.constexpr,
+    DIM: tl.constexpr,  # D
+    ROTARY: tl.constexpr,  # last dims that are rotated; 0 without a table
+    BLOCK: tl.constexpr,  # D, up to a power of two
+    NORM: tl.constexpr,  # norm and rotate
+    FP8_DS_MLA: tl.constexpr,  # whether that is the cache's format; its constants follow
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    DATA_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program writes the latent of one token."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
@@ -164,11 +196,17 @@ def _write_latent_kernel(
 
 @triton.jit
 def _store_fp8_ds_mla(
-    row, page, offset,
-    PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, DATA_BYTES: tl.constexpr,
+    row,  # bf16 [1, (TILES + 1) * TILE]
+    page,  # where the page starts
+    offset,  # of the token in the page
+    PAGE_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    DATA_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
-):  # fmt: skip
+):
     """A row of TILES + 1 tiles, the last of them rotary, to its offset in a page, by the rule of fp8_ds_mla.py."""
+    # The exponent byte of each tile
     tiles = tl.reshape(row, (TILES + 1, TILE))
     tile = tl.arange(0, TILES + 1)
     column = tl.arange(0, TILE)[None, :]
@@ -177,7 +215,8 @@ def _store_fp8_ds_mla(
     # From the bits of 1e-4 to those of infinity: a NaN, whose bits lie above, must not carry into the sign.
     peak = tl.minimum(tl.maximum(tl.max(magnitude, 1), 0x38D1B717), 0x7F800000)
     exponent = ((peak + 0x1FFFFF) >> 23) - 8
-    inverse_scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    inverse_scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^(127 - exponent)
+    # Store the e4m3 values, the bf16 values and the exponents
     data = page + offset * DATA_BYTES
     at = tile[:, None] * TILE + column
     tl.store(data + at, e4m3_byte(wide * inverse_scale[:, None]), mask=tile[:, None] < TILES)
