@@ -28,10 +28,18 @@ except ImportError as error:
 ATTENTION_NAME = "attn_backends_paged"
 """What the function is registered as. The library makes no masks for a name that it knows none for."""
 
-_MEANINGLESS_HERE = frozenset({
-    "cache_position", "logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits",
-    "position_ids", "return_dict", "use_cache",
-})  # fmt: skip
+_MEANINGLESS_HERE = frozenset(
+    {
+        "cache_position",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
 """What models pass through to their attention without asking for other attention by it."""
 
 

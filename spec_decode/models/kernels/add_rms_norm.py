@@ -60,21 +60,42 @@ class AddRmsNorm(NamedTuple):
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         block = triton.next_power_of_2(width)
         _add_rms_norm_kernel[(rows.shape[0],)](
-            rows, self.delta, self.weight, total, normed, width, rows.stride(0), self.eps,
-            SHARES=self.shares, BLOCK=block, num_warps=1 if block <= 256 else 4 if block <= 2048 else 8,
+            rows,
+            self.delta,
+            self.weight,
+            total,
+            normed,
+            width,
+            rows.stride(0),
+            self.eps,
+            SHARES=self.shares,
+            BLOCK=block,
+            num_warps=1 if block <= 256 else 4 if block <= 2048 else 8,
             **dependent_launch(self.x.device),
-        )  # fmt: skip
+        )
         return total, normed
 
 
 @triton.jit
 def _add_rms_norm_kernel(
-    x, delta, weight, total, normed, width, stride, eps, SHARES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x,  # [T, H]
+    delta,  # [T, H], with SHARES fp32 [S, T, H], or None
+    weight,  # [H]
+    total,  # out: [T, H]; empty without a delta
+    normed,  # out: [T, H]
+    width,  # H
+    stride,  # of a row of x
+    eps,
+    SHARES: tl.constexpr,  # S; 0 for a delta as x
+    BLOCK: tl.constexpr,  # H, up to a power of two
+    PDL: tl.constexpr,
 ):
+    """One program per row, all dims of x but the last taken for T."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
+    # The sum of x and delta
     row = tl.load(x + token * stride + column, mask=inside, other=0.0)
     if delta is not None:
         # The residual stream is rounded to its dtype before the norm, as separate kernels would leave it.
@@ -87,6 +108,7 @@ def _add_rms_norm_kernel(
                 added += tl.load(of_share + column, mask=inside, other=0.0)
         row = (row + added).to(x.dtype.element_ty)
         tl.store(total + token * width + column, row, mask=inside)
+    # Its RMS norm
     wide = row.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
     factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)

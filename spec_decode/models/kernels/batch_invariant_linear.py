@@ -64,11 +64,22 @@ class BatchInvariantLinear(NamedTuple):
         tiles = rows if self.ends is not None else triton.cdiv(rows, tile["BLOCK_T"])
         if rows and stacked:
             batch_invariant_linear_kernel[(tiles, triton.cdiv(outputs, tile["BLOCK_N"]), stacked)](
-                self.x, self.weight, self.ends, out, rows, *self.x.stride(), *self.weight.stride(), *out.stride()[:2],
-                N=outputs, K=inputs, WEIGHTS=self.weight.shape[0],
-                BLOCK_E=triton.next_power_of_2(self.weight.shape[0]), FP32_DOT=out.device.type == "cpu", **tile,
+                self.x,
+                self.weight,
+                self.ends,
+                out,
+                rows,
+                *self.x.stride(),
+                *self.weight.stride(),
+                *out.stride()[:2],
+                N=outputs,
+                K=inputs,
+                WEIGHTS=self.weight.shape[0],
+                BLOCK_E=triton.next_power_of_2(self.weight.shape[0]),
+                FP32_DOT=out.device.type == "cpu",
+                **tile,
                 **dependent_launch(out.device),
-            )  # fmt: skip
+            )
         return out.to(self.weight.dtype)
 
 
@@ -88,13 +99,35 @@ def tile_of(outputs: int, itemsize: int) -> dict[str, int]:
 
 @triton.jit
 def batch_invariant_linear_kernel(
-    x, weight, ends, out, rows, x_row_stride, x_stack_stride, x_stride, w_stack_stride, w_row_stride, w_stride,
-    o_row_stride, o_stack_stride,
-    N: tl.constexpr, K: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FP32_DOT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A tile of rows by a tile of outputs, over all inputs in order; with `ends`, the tile holds one row."""
+    x,  # [T, B, K]; with ends [T, 1, K]
+    weight,  # [B, N, K]
+    ends,  # int32 [B], one past each weight's last row, or None
+    out,  # out: [T, B, N]; with ends [T, 1, N]
+    rows,  # T
+    x_row_stride,
+    x_stack_stride,
+    x_stride,
+    w_stack_stride,
+    w_row_stride,
+    w_stride,
+    o_row_stride,
+    o_stack_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    WEIGHTS: tl.constexpr,  # B
+    BLOCK_E: tl.constexpr,  # B, up to a power of two
+    BLOCK_T: tl.constexpr,  # rows of a tile
+    BLOCK_N: tl.constexpr,  # outputs of a tile
+    BLOCK_K: tl.constexpr,  # inputs multiplied at a time
+    FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
+    PDL: tl.constexpr,
+):
+    """A tile of rows by a tile of outputs, over all inputs in order; with `ends`, the tile holds one row.
+
+    Its grid is [tiles of rows, tiles of outputs, B], with `ends` [T, tiles of outputs, 1].
+    """
     await_previous(PDL)
+    # The rows of this program, and the weight that multiplies them
     stack = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     used = stack
@@ -110,6 +143,7 @@ def batch_invariant_linear_kernel(
     output = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
     x += stack * x_stack_stride + row * x_row_stride
     weight += used * w_stack_stride + output * w_row_stride
+    # The products, BLOCK_K inputs at a time
     acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)

@@ -75,8 +75,17 @@ def _sum(weights: torch.Tensor, rows: torch.Tensor, shared: torch.Tensor | None 
 
 @triton.jit
 def _combine_kernel(
-    rows, weights, places, shared, out, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+    rows,  # [T k, H]
+    weights,  # fp32 [T, k]
+    places,  # int64 [T, k], rows of `rows`
+    shared,  # [T, H], or None
+    out,  # out: [T, H]
+    width,  # H
+    TOP_K: tl.constexpr,  # k
+    BLOCK: tl.constexpr,  # columns of a program
+    PDL: tl.constexpr,
+):
+    """One program per token and BLOCK of its columns."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -55,10 +55,19 @@ class EmbedConcat(NamedTuple):
         stored = stored_as(out)
         block = triton.next_power_of_2(width) if self.norms else min(1024, triton.next_power_of_2(width))
         _embed_concat_kernel[(tokens, triton.cdiv(width, block), 2)](
-            self.token_ids, self.embedding, self.hidden, *(self.norms or (None, None)), stored,
-            self.embedding.shape[0], width, self.hidden.stride(0), self.eps,
-            BLOCK=block, num_warps=4 if block <= 2048 else 8, **dependent_launch(out.device),
-        )  # fmt: skip
+            self.token_ids,
+            self.embedding,
+            self.hidden,
+            *(self.norms or (None, None)),
+            stored,
+            self.embedding.shape[0],
+            width,
+            self.hidden.stride(0),
+            self.eps,
+            BLOCK=block,
+            num_warps=4 if block <= 2048 else 8,
+            **dependent_launch(out.device),
+        )
         return stored.to(out.dtype)
 
 
@@ -70,10 +79,20 @@ def embedded(token_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _embed_concat_kernel(
-    token_ids, embedding, hidden, embedding_norm, hidden_norm, out, vocab, width, hidden_stride, eps,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One half of a token's row; with norms a block is all of it."""
+    token_ids,  # int64 [T]
+    embedding,  # [V, H]
+    hidden,  # [T, H]
+    embedding_norm,  # [H], or None
+    hidden_norm,  # [H], or None
+    out,  # out: [T, 2 H]
+    vocab,  # V
+    width,  # H
+    hidden_stride,  # of a row
+    eps,  # of the norms
+    BLOCK: tl.constexpr,  # columns of a program
+    PDL: tl.constexpr,
+):
+    """One block of columns of one half of a token's row; with norms a block is all of the half."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -91,7 +110,15 @@ def _embed_concat_kernel(
 
 
 @triton.jit
-def _normed(row, norm, column, inside, width, eps, out):
+def _normed(
+    row,  # [BLOCK]
+    norm,  # [H], or None
+    column,  # [BLOCK]
+    inside,  # bool [BLOCK]
+    width,  # H
+    eps,
+    out,
+):
     """The row, or its RMS norm where there is a weight, as out has it."""
     wide = row.to(tl.float32)
     if norm is not None:

@@ -119,10 +119,23 @@ class ReadStreams(NamedTuple):
         stored = stored_as(x)
         blocks = triton.cdiv(hidden, _BLOCK_H)
         read_streams_kernel[(tokens, blocks + (self.iterations > 0))](
-            self.streams.contiguous(), self.mixes.contiguous(), self.scale.contiguous(), self.base.contiguous(),
-            stored, write, carry, self.eps, S=count, H=hidden, WIDTH=self.mixes.shape[1], ITERATIONS=self.iterations,
-            BLOCKS=blocks, BLOCK_S=triton.next_power_of_2(count), BLOCK_H=_BLOCK_H, **dependent_launch(x.device),
-        )  # fmt: skip
+            self.streams.contiguous(),
+            self.mixes.contiguous(),
+            self.scale.contiguous(),
+            self.base.contiguous(),
+            stored,
+            write,
+            carry,
+            self.eps,
+            S=count,
+            H=hidden,
+            WIDTH=self.mixes.shape[1],
+            ITERATIONS=self.iterations,
+            BLOCKS=blocks,
+            BLOCK_S=triton.next_power_of_2(count),
+            BLOCK_H=_BLOCK_H,
+            **dependent_launch(x.device),
+        )
         return stored.to(x.dtype), write, carry
 
 
@@ -144,10 +157,17 @@ class WriteStreams(NamedTuple):
         tokens, count, hidden = self.streams.shape
         stored = stored_as(self.fake())
         write_streams_kernel[(tokens, triton.cdiv(hidden, _BLOCK_H))](
-            self.streams.contiguous(), self.output.contiguous(), self.write.contiguous(), self.carry.contiguous(),
-            stored, S=count, H=hidden, BLOCK_S=triton.next_power_of_2(count), BLOCK_H=_BLOCK_H,
+            self.streams.contiguous(),
+            self.output.contiguous(),
+            self.write.contiguous(),
+            self.carry.contiguous(),
+            stored,
+            S=count,
+            H=hidden,
+            BLOCK_S=triton.next_power_of_2(count),
+            BLOCK_H=_BLOCK_H,
             **dependent_launch(stored.device),
-        )  # fmt: skip
+        )
         return stored.to(self.streams.dtype)
 
 
@@ -176,10 +196,24 @@ _write_streams = define_op("spec_decode::write_streams", WriteStreams)
 
 @triton.jit
 def read_streams_kernel(
-    streams, mixes, scale, base, x, write, carry, eps, S: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr,
-    ITERATIONS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """x [T, H] from streams [T, S, H] and mixes [T, WIDTH]; with ITERATIONS write [T, S] and carry [T, S, S] too."""
+    streams,  # [T, S, H]
+    mixes,  # fp32 [T, WIDTH]
+    scale,  # fp32 [3]; without ITERATIONS [1]
+    base,  # fp32 [WIDTH]
+    x,  # out: [T, H]
+    write,  # out: fp32 [T, S]; without ITERATIONS empty
+    carry,  # out: fp32 [T, S, S]; without ITERATIONS empty
+    eps,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    WIDTH: tl.constexpr,  # S (2 + S); without ITERATIONS S
+    ITERATIONS: tl.constexpr,  # of Sinkhorn; 0 leaves write and carry alone
+    BLOCKS: tl.constexpr,  # of columns
+    BLOCK_S: tl.constexpr,  # S, up to a power of two
+    BLOCK_H: tl.constexpr,  # columns of a program
+    PDL: tl.constexpr,
+):
+    """One token's x, BLOCK_H columns of it, or in the program after the last block its write and carry."""
     await_previous(PDL)
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     mixes += token * WIDTH
@@ -196,14 +230,26 @@ def read_streams_kernel(
 
 
 @triton.jit
-def _connect(mixes, scale, base, write, carry, eps, S: tl.constexpr, ITERATIONS: tl.constexpr, BLOCK_S: tl.constexpr):
+def _connect(
+    mixes,  # fp32 [WIDTH]
+    scale,  # fp32 [3]
+    base,  # fp32 [WIDTH]
+    write,  # out: fp32 [S]
+    carry,  # out: fp32 [S, S]
+    eps,
+    S: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
     """One token's write [S] and carry [S, S]."""
+    # write, 2 sigmoid(m1)
     stream = tl.arange(0, BLOCK_S)
     inside = stream < S
     writes = tl.load(mixes + S + stream, mask=inside, other=0.0) * tl.load(scale + 1)
     writes += tl.load(base + S + stream, mask=inside, other=0.0)
     tl.store(write + stream, 2.0 * _sigmoid(writes), mask=inside)
 
+    # carry, sinkhorn(m2)
     at = stream[:, None] * S + stream[None, :]
     square = inside[:, None] & inside[None, :]
     matrix = tl.load(mixes + 2 * S + at, mask=square, other=0.0) * tl.load(scale + 2)
@@ -226,10 +272,18 @@ def _sigmoid(logits):
 
 @triton.jit
 def write_streams_kernel(
-    streams, output, write, carry, out,
-    S: tl.constexpr, H: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """out [T, S, H] from streams [T, S, H], output [T, H], write [T, S] and carry [T, S, S]."""
+    streams,  # [T, S, H]
+    output,  # [T, H]
+    write,  # fp32 [T, S]
+    carry,  # fp32 [T, S, S]
+    out,  # out: [T, S, H]
+    S: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK_S: tl.constexpr,  # S, up to a power of two
+    BLOCK_H: tl.constexpr,  # columns of a program
+    PDL: tl.constexpr,
+):
+    """All streams of one token, BLOCK_H of their columns."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     stream, column = tl.arange(0, BLOCK_S), tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)

@@ -81,19 +81,46 @@ class MlaQueryKey(NamedTuple):
         query, key = self.fake()
         stored = stored_as(query), stored_as(key)
         _mla_query_key_kernel[(tokens, heads + 1)](
-            *self[:6], *stored, *self.absorbed.stride()[:2], *self.rotated.stride()[:2], self.latent.stride(0),
-            self.eps, heads, DIMS=dims, ROTARY=self.table.shape[1], BLOCK=triton.next_power_of_2(dims),
-            BLOCK_R=triton.next_power_of_2(self.table.shape[1] // 2), num_warps=4, **dependent_launch(query.device),
-        )  # fmt: skip
+            *self[:6],
+            *stored,
+            *self.absorbed.stride()[:2],
+            *self.rotated.stride()[:2],
+            self.latent.stride(0),
+            self.eps,
+            heads,
+            DIMS=dims,
+            ROTARY=self.table.shape[1],
+            BLOCK=triton.next_power_of_2(dims),
+            BLOCK_R=triton.next_power_of_2(self.table.shape[1] // 2),
+            num_warps=4,
+            **dependent_launch(query.device),
+        )
         return stored[0].to(query.dtype), stored[1].to(key.dtype)
 
 
 @triton.jit
 def _mla_query_key_kernel(
-    absorbed, rotated, latent, norm, positions, table, query, key, absorbed_stride, absorbed_head_stride,
-    rotated_stride, rotated_head_stride, latent_stride, eps, heads,
-    DIMS: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    absorbed,  # [T, H, L]
+    rotated,  # [T, H, R]
+    latent,  # [T, L + R]
+    norm,  # [L]
+    positions,  # int64 [T]
+    table,  # fp32 [max_positions, R]
+    query,  # out: [T, H, L + R]
+    key,  # out: [T, 1, L + R]
+    absorbed_stride,  # of a token
+    absorbed_head_stride,
+    rotated_stride,  # of a token
+    rotated_head_stride,
+    latent_stride,  # of a token
+    eps,
+    heads,  # H
+    DIMS: tl.constexpr,  # L
+    ROTARY: tl.constexpr,  # R
+    BLOCK: tl.constexpr,  # L, up to a power of two
+    BLOCK_R: tl.constexpr,  # R / 2, likewise
+    PDL: tl.constexpr,
+):
     """One head of a token's query, or after the last of them its key."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -104,8 +131,14 @@ def _mla_query_key_kernel(
         to = query + (token * heads + head) * (DIMS + ROTARY)
         of_query = absorbed + token * absorbed_stride + head * absorbed_head_stride
         tl.store(to + column, tl.load(of_query + column, mask=inside).to(query.dtype.element_ty), mask=inside)
-        _turn(rotated + token * rotated_stride + head * rotated_head_stride, positions + token, table, to + DIMS,
-              ROTARY, BLOCK_R)  # fmt: skip
+        _turn(
+            rotated + token * rotated_stride + head * rotated_head_stride,
+            positions + token,
+            table,
+            to + DIMS,
+            ROTARY,
+            BLOCK_R,
+        )
     else:
         to = key + token * (DIMS + ROTARY)
         of_key = latent + token * latent_stride
@@ -117,7 +150,14 @@ def _mla_query_key_kernel(
 
 
 @triton.jit
-def _turn(source, position, table, to, ROTARY: tl.constexpr, BLOCK_R: tl.constexpr):
+def _turn(
+    source,  # [R], where its dims start
+    position,  # int64, where it is stored
+    table,  # fp32 [max_positions, R]
+    to,  # out: [R], where the rotated dims start
+    ROTARY: tl.constexpr,  # R
+    BLOCK_R: tl.constexpr,
+):
     """Rotate ROTARY dims, pairs of adjacent ones, by the angles of a position."""
     pair = tl.arange(0, BLOCK_R)
     inside = pair < ROTARY // 2

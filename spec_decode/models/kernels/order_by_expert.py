@@ -73,18 +73,37 @@ class OrderByExpert(NamedTuple):
             return self.reference()
         tokens, places, ends = self.fake()
         _order_kernel[(triton.cdiv(rows + self.num_experts, _BLOCK),)](
-            self.experts, tokens, places, ends, rows, self.num_experts, TOP_K=self.experts.shape[1],
-            BLOCK=_BLOCK, CHUNK=min(_CHUNK, triton.next_power_of_2(max(rows, 1))), **dependent_launch(tokens.device),
-        )  # fmt: skip
+            self.experts,
+            tokens,
+            places,
+            ends,
+            rows,
+            self.num_experts,
+            TOP_K=self.experts.shape[1],
+            BLOCK=_BLOCK,
+            CHUNK=min(_CHUNK, triton.next_power_of_2(max(rows, 1))),
+            **dependent_launch(tokens.device),
+        )
         return tokens, places, ends
 
 
 @triton.jit
 def _order_kernel(
-    experts, tokens, places, ends, rows, num_experts,
-    TOP_K: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Where something belongs is the number of rows that come before it, be it a row or the end of an expert."""
+    experts,  # int64 [T, k]
+    tokens,  # out: int64 [T k]
+    places,  # out: int64 [T, k]
+    ends,  # out: int32 [E]
+    rows,  # T k
+    num_experts,  # E
+    TOP_K: tl.constexpr,  # k
+    BLOCK: tl.constexpr,  # rows and ends of a program
+    CHUNK: tl.constexpr,  # rows compared with at a time
+    PDL: tl.constexpr,
+):
+    """Where something belongs is the number of rows that come before it, be it a row or the end of an expert.
+
+    One program counts for BLOCK of the T k rows and E ends.
+    """
     await_previous(PDL)
     # Keys number rows by expert, then by row, and no two are alike; an expert ends below the next one's least key.
     query = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

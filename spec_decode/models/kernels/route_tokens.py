@@ -116,11 +116,22 @@ class RouteTokens(NamedTuple):
             return self.reference()
         weights, experts = self.fake()
         _route_kernel[(self.logits.shape[0],)](
-            self.logits, self.bias, weights, experts, self.scale, TOP_K=self.top_k, SCORING=self.scoring,
-            GROUPS=self.groups, SIZE=size, TOP_GROUPS=self.top_groups, NORMALISED=self.normalised,
-            BLOCK_G=block_g, BLOCK_S=block_s, num_warps=1 if block_g * block_s <= 512 else 4,
+            self.logits,
+            self.bias,
+            weights,
+            experts,
+            self.scale,
+            TOP_K=self.top_k,
+            SCORING=self.scoring,
+            GROUPS=self.groups,
+            SIZE=size,
+            TOP_GROUPS=self.top_groups,
+            NORMALISED=self.normalised,
+            BLOCK_G=block_g,
+            BLOCK_S=block_s,
+            num_warps=1 if block_g * block_s <= 512 else 4,
             **dependent_launch(weights.device),
-        )  # fmt: skip
+        )
         return weights, experts
 
 
@@ -150,12 +161,25 @@ def _among_best_groups(choice: torch.Tensor, groups: int, top_groups: int) -> to
 
 @triton.jit
 def _route_kernel(
-    logits, bias, weights, experts, scale, TOP_K: tl.constexpr, SCORING: tl.constexpr, GROUPS: tl.constexpr,
-    SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, NORMALISED: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_S: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits,  # fp32 [T, E]
+    bias,  # fp32 [E]
+    weights,  # out: fp32 [T, k]
+    experts,  # out: int64 [T, k]
+    scale,  # of the weights
+    TOP_K: tl.constexpr,  # k
+    SCORING: tl.constexpr,  # "sigmoid", "softmax" or "sqrtsoftplus"
+    GROUPS: tl.constexpr,  # G
+    SIZE: tl.constexpr,  # E / G
+    TOP_GROUPS: tl.constexpr,  # groups to choose from
+    NORMALISED: tl.constexpr,  # make the weights sum up to 1
+    BLOCK_G: tl.constexpr,  # G, up to a power of two
+    BLOCK_S: tl.constexpr,  # E / G, likewise
+    PDL: tl.constexpr,
+):
+    """One program per token, whose experts lie in a tile of groups by members."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
+    # Scores, and the choice among them: with the bias, and of the best groups alone
     group = tl.arange(0, BLOCK_G)
     member = tl.arange(0, BLOCK_S)
     inside = (group < GROUPS)[:, None] & (member < SIZE)[None, :]
@@ -168,9 +192,11 @@ def _route_kernel(
         taken = _best_groups(tl.where(inside, choice, float("-inf")), group, GROUPS, SIZE, TOP_GROUPS)
         choice = tl.where(taken[:, None], choice, float("-inf"))
 
+    # The best experts, one after another; rank is TOP_K for one that is not chosen
     rank = tl.full([BLOCK_G, BLOCK_S], TOP_K, tl.int32)
     for place in range(TOP_K):
         rank = tl.where(expert == _first_best(choice, inside & (rank == TOP_K), expert), place, rank)
+    # Their weights
     chosen = rank < TOP_K
     if NORMALISED:
         scores = scores / (tl.sum(tl.where(chosen, scores, 0.0)) + 1e-20)

@@ -187,12 +187,24 @@ class SkinnyLinear(NamedTuple):
         together = min(rows, _TOGETHER)
         tile = tile or tile_of(together, outputs, inputs, gated=self.gated, itemsize=weight.element_size())
         matvec_kernel[(triton.cdiv(outputs, tile.block_n), triton.cdiv(rows, together))](
-            *self[:7], total, stored, rows, 0 if self.embedding is None else self.embedding.shape[0], x.stride(0),
-            self.eps, N=outputs, K=inputs, GATED=self.gated,
-            EVICTION="evict_first" if weight.nbytes > _KEPT_IN_CACHE else "", BLOCK_T=power_of_two(together),
-            BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages, num_warps=tile.num_warps,
+            *self[:7],
+            total,
+            stored,
+            rows,
+            0 if self.embedding is None else self.embedding.shape[0],
+            x.stride(0),
+            self.eps,
+            N=outputs,
+            K=inputs,
+            GATED=self.gated,
+            EVICTION="evict_first" if weight.nbytes > _KEPT_IN_CACHE else "",
+            BLOCK_T=power_of_two(together),
+            BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k,
+            STAGES=tile.stages,
+            num_warps=tile.num_warps,
             **dependent_launch(x.device),
-        )  # fmt: skip
+        )
         return total, stored.to(out.dtype)
 
 
@@ -201,11 +213,33 @@ _skinny_linear = define_op("spec_decode::skinny_linear", SkinnyLinear)
 
 @triton.jit
 def matvec_kernel(
-    x, weight, token_ids, embedding, delta, norm, residual, total, out, rows, vocab, x_stride, eps,
-    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, EVICTION: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Products in fp32, summed over K at the end: for so few rows that a tensor core would run nearly empty."""
+    x,  # [T, K]; with an embedding [T, K / 2]
+    weight,  # [N, K], with a gate [2 N, K]
+    token_ids,  # int64 [T], or None
+    embedding,  # [V, K / 2], or None
+    delta,  # [T, K], or None
+    norm,  # [K], or None
+    residual,  # [T, N], or None
+    total,  # out: [T, K]; empty without a delta
+    out,  # out: [T, N]
+    rows,  # T
+    vocab,  # V; 0 without an embedding
+    x_stride,  # of a row
+    eps,  # of the norm; None: no norm
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GATED: tl.constexpr,
+    EVICTION: tl.constexpr,  # the eviction policy of the weight's loads
+    BLOCK_T: tl.constexpr,  # rows of a program
+    BLOCK_N: tl.constexpr,  # outputs of a program
+    BLOCK_K: tl.constexpr,  # inputs multiplied at a time
+    STAGES: tl.constexpr,  # tiles in flight
+    PDL: tl.constexpr,
+):
+    """BLOCK_N outputs of BLOCK_T rows; its grid is [tiles of outputs, tiles of rows].
+
+    Products in fp32, summed over K at the end: for so few rows that a tensor core would run nearly empty.
+    """
     await_previous(PDL)
     # Every tile has three axes, T, N and K, so that no load needs another layout than the products.
     row = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None, None]
@@ -215,6 +249,7 @@ def matvec_kernel(
     sums = tl.zeros([BLOCK_T, BLOCK_N, BLOCK_K], tl.float32)
     up_sums = tl.zeros([BLOCK_T, BLOCK_N, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_T, 1, BLOCK_K], tl.float32)
+    # Products and squares, BLOCK_K inputs at a time
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         column = start + tl.arange(0, BLOCK_K)[None, None, :]
         owned = (output[None, :, None] < N) & (column < K)
@@ -228,19 +263,36 @@ def matvec_kernel(
         if GATED:
             up = tl.load(rows_of_weight + N * K + column, mask=owned, other=0.0, eviction_policy=EVICTION)
             up_sums += wide * up.to(tl.float32)
+    # Their sums over K, what comes after the product, and the store
     result, up_result, square = tl.sum(sums, 2), tl.sum(up_sums, 2), tl.sum(squares, 2)
     row = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
     _finish(result, up_result, square, eps, residual, out, row, output[None, :], rows, N, K, GATED)
 
 
 @triton.jit
-def _token(token_ids, row, rows):
+def _token(
+    token_ids,  # int64 [T], or None
+    row,
+    rows,  # T
+):
     """The token of each row, shaped as row; 0 where there are no tokens."""
     return tl.load(token_ids + row, mask=row < rows, other=0) if token_ids is not None else row * 0
 
 
 @triton.jit
-def _input(x, x_stride, embedding, token, vocab, delta, total, row, column, rows, K: tl.constexpr):
+def _input(
+    x,  # [T, K]; with an embedding [T, K / 2]
+    x_stride,
+    embedding,  # [V, K / 2], or None
+    token,
+    vocab,  # V
+    delta,  # [T, K], or None
+    total,  # out: [T, K]
+    row,
+    column,
+    rows,  # T
+    K: tl.constexpr,
+):
     """What the rows hold at the columns, fp32: x, x + delta, or the token's embedding beside x."""
     inside = (row < rows) & (column < K)
     if embedding is not None:
@@ -263,10 +315,20 @@ def _input(x, x_stride, embedding, token, vocab, delta, total, row, column, rows
 
 @triton.jit
 def _finish(
-    result, up, square, eps, residual, out, row, output, rows,
-    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr,
-):  # fmt: skip
-    """Norm the sums, gate or add, and store: result, up [T, N] and square [T, 1]."""
+    result,  # fp32 [BLOCK_T, BLOCK_N]
+    up,  # fp32 [BLOCK_T, BLOCK_N], of the up projection
+    square,  # fp32 [BLOCK_T, 1], a row's sum of squares
+    eps,  # of the norm; None: no norm
+    residual,  # [T, N], or None
+    out,  # out: [T, N]
+    row,  # [BLOCK_T, 1]
+    output,  # [1, BLOCK_N]
+    rows,  # T
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Norm the sums, gate or add, and store."""
     if eps is not None:
         # A row's scale is the same for all of its products: taken out of the sum, x is read once, not twice.
         scale = tl.rsqrt(square / K + eps)

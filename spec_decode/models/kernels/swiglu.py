@@ -45,14 +45,28 @@ class SwiGLU(NamedTuple):
         out = self.fake()
         tokens, width = out.shape
         _swiglu_kernel[(tokens, triton.cdiv(width, _BLOCK))](
-            self.gate_up, out, width, self.gate_up.stride(0), self.limit,
-            BLOCK=_BLOCK, **dependent_launch(out.device),
-        )  # fmt: skip
+            self.gate_up,
+            out,
+            width,
+            self.gate_up.stride(0),
+            self.limit,
+            BLOCK=_BLOCK,
+            **dependent_launch(out.device),
+        )
         return out
 
 
 @triton.jit
-def _swiglu_kernel(gate_up, out, width, stride, limit, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _swiglu_kernel(
+    gate_up,  # [T, 2 I]
+    out,  # out: [T, I]
+    width,  # I
+    stride,  # of a row of gate_up
+    limit,  # of gate and up, or None
+    BLOCK: tl.constexpr,  # columns of a program
+    PDL: tl.constexpr,
+):
+    """One program per token and BLOCK of its columns."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
