@@ -201,7 +201,7 @@ def _prepare_query_kernel(
     DIM: tl.constexpr,  # D
     ROTARY: tl.constexpr,  # R
     BLOCK_H: tl.constexpr,  # heads of a program
-    BLOCK_D: tl.constexpr,  # D, up to a power of two
+    BLOCK_D: tl.constexpr,  # D, rounded up to a power of two
     PDL: tl.constexpr,
 ):
     """One program norms and rotates BLOCK_H heads of one token."""
@@ -228,7 +228,7 @@ def _inverse_rotary_kernel(
     SKIPPED: tl.constexpr,  # D - R
     ROTARY: tl.constexpr,  # R
     BLOCK_H: tl.constexpr,  # heads of a program
-    BLOCK_R: tl.constexpr,  # R, up to a power of two
+    BLOCK_R: tl.constexpr,  # R, rounded up to a power of two
     PDL: tl.constexpr,
 ):
     """One program rotates the last R dims of BLOCK_H heads of one token back."""

@@ -247,7 +247,7 @@ def attention_kernel(
     PAGE_SIZE: tl.constexpr,
     DIM: tl.constexpr,  # D
     VALUE_DIM: tl.constexpr,  # E
-    BLOCK_D: tl.constexpr,  # D, up to a power of two
+    BLOCK_D: tl.constexpr,  # D, rounded up to a power of two
     BLOCK_E: tl.constexpr,  # E, likewise
     BLOCK_M: tl.constexpr,  # M
     BLOCK_N: tl.constexpr,  # N
@@ -451,7 +451,7 @@ def merge_kernel(
     tokens,  # T
     HEADS: tl.constexpr,  # H
     VALUE_DIM: tl.constexpr,  # E
-    BLOCK_E: tl.constexpr,  # E, up to a power of two
+    BLOCK_E: tl.constexpr,  # E, rounded up to a power of two
     SPLITS: tl.constexpr,  # S
     BLOCK_S: tl.constexpr,  # S, likewise
     SINKS: tl.constexpr,

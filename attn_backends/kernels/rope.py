@@ -67,7 +67,7 @@ def _rope_kernel(
     head_stride,
     HEADS: tl.constexpr,  # H
     HALF: tl.constexpr,  # D / 2
-    BLOCK_H: tl.constexpr,  # H, up to a power of two
+    BLOCK_H: tl.constexpr,  # H, rounded up to a power of two
     BLOCK_D: tl.constexpr,  # D / 2, likewise
     PDL: tl.constexpr,
 ):

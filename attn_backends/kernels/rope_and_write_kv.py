@@ -116,7 +116,7 @@ def _rope_and_write_kv_kernel(
     PAGE_SIZE: tl.constexpr,
     HALF: tl.constexpr,  # D / 2
     VALUE_DIM: tl.constexpr,
-    BLOCK_G: tl.constexpr,  # GROUP, up to a power of two
+    BLOCK_G: tl.constexpr,  # GROUP, rounded up to a power of two
     BLOCK_D: tl.constexpr,  # D / 2, likewise
     BLOCK_E: tl.constexpr,  # value_dim, likewise
     QUANTISE: tl.constexpr,  # whether the caches are e4m3 and key and value wider

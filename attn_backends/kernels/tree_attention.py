@@ -168,7 +168,7 @@ def _tree_attention_kernel(
     PAGE_SIZE: tl.constexpr,
     DIM: tl.constexpr,  # D
     VALUE_DIM: tl.constexpr,  # E
-    BLOCK_D: tl.constexpr,  # D, up to a power of two
+    BLOCK_D: tl.constexpr,  # D, rounded up to a power of two
     BLOCK_E: tl.constexpr,  # E, likewise
     BLOCK_M: tl.constexpr,  # M
     BLOCK_N: tl.constexpr,  # N, likewise

@@ -112,7 +112,7 @@ def _write_kv_kernel(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,  # heads, up to a power of two
+    BLOCK_H: tl.constexpr,  # heads, rounded up to a power of two
     BLOCK_D: tl.constexpr,  # the wider of dim and value_dim, likewise
     QUANTISE: tl.constexpr,  # whether the caches are e4m3 and key and value wider
     PDL: tl.constexpr,

@@ -164,7 +164,7 @@ def _write_latent_kernel(
     PAGE_SIZE: tl.constexpr,
     DIM: tl.constexpr,  # D
     ROTARY: tl.constexpr,  # last dims that are rotated; 0 without a table
-    BLOCK: tl.constexpr,  # D, up to a power of two
+    BLOCK: tl.constexpr,  # D, rounded up to a power of two
     NORM: tl.constexpr,  # norm and rotate
     FP8_DS_MLA: tl.constexpr,  # whether that is the cache's format; its constants follow
     TILE: tl.constexpr,

@@ -71,9 +71,20 @@ class DraftSampler(DraftSettings):
         self.next_ids = torch.zeros(rows, dtype=torch.int64, device=device)
         # The op's arguments between logits and hidden states, put together once: this runs at every step.
         self._buffers = (
-            self.temperature, self.seeds, positions, seq_lens, step, self.draft_tokens, self.draft_logits,
-            self.next_ids, self.draft_lens, self.num_tokens, self.min_confidence, self.continue_flag, token_map,
-        )  # fmt: skip
+            self.temperature,
+            self.seeds,
+            positions,
+            seq_lens,
+            step,
+            self.draft_tokens,
+            self.draft_logits,
+            self.next_ids,
+            self.draft_lens,
+            self.num_tokens,
+            self.min_confidence,
+            self.continue_flag,
+            token_map,
+        )
 
     def __call__(
         self, logits: torch.Tensor, hidden: torch.Tensor | None = None, next_hidden: torch.Tensor | None = None

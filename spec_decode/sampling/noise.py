@@ -84,4 +84,4 @@ def triton_uniform(key, token):
 def triton_gumbel(key, token):
     x = triton_uniform(key, token)
     series = x * (1.0 + x * (0.5 + x * (0.3333333333333333 + x * 0.25)))
-    return -tl.log(tl.where(x < 0.03125, series, -tl.log(1.0 - x)))
+    return -tl.log(tl.where(x < 0.03125, series, -tl.log(1.0 - x)))  # 1 / 32

@@ -87,7 +87,7 @@ def _add_rms_norm_kernel(
     stride,  # of a row of x
     eps,
     SHARES: tl.constexpr,  # S; 0 for a delta as x
-    BLOCK: tl.constexpr,  # H, up to a power of two
+    BLOCK: tl.constexpr,  # H, rounded up to a power of two
     PDL: tl.constexpr,
 ):
     """One program per row, all dims of x but the last taken for T."""

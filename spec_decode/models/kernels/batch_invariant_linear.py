@@ -115,7 +115,7 @@ def batch_invariant_linear_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     WEIGHTS: tl.constexpr,  # B
-    BLOCK_E: tl.constexpr,  # B, up to a power of two
+    BLOCK_E: tl.constexpr,  # B, rounded up to a power of two
     BLOCK_T: tl.constexpr,  # rows of a tile
     BLOCK_N: tl.constexpr,  # outputs of a tile
     BLOCK_K: tl.constexpr,  # inputs multiplied at a time

@@ -209,7 +209,7 @@ def read_streams_kernel(
     WIDTH: tl.constexpr,  # S (2 + S); without ITERATIONS S
     ITERATIONS: tl.constexpr,  # of Sinkhorn; 0 leaves write and carry alone
     BLOCKS: tl.constexpr,  # of columns
-    BLOCK_S: tl.constexpr,  # S, up to a power of two
+    BLOCK_S: tl.constexpr,  # S, rounded up to a power of two
     BLOCK_H: tl.constexpr,  # columns of a program
     PDL: tl.constexpr,
 ):
@@ -279,7 +279,7 @@ def write_streams_kernel(
     out,  # out: [T, S, H]
     S: tl.constexpr,
     H: tl.constexpr,
-    BLOCK_S: tl.constexpr,  # S, up to a power of two
+    BLOCK_S: tl.constexpr,  # S, rounded up to a power of two
     BLOCK_H: tl.constexpr,  # columns of a program
     PDL: tl.constexpr,
 ):

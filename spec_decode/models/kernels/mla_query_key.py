@@ -117,7 +117,7 @@ def _mla_query_key_kernel(
     heads,  # H
     DIMS: tl.constexpr,  # L
     ROTARY: tl.constexpr,  # R
-    BLOCK: tl.constexpr,  # L, up to a power of two
+    BLOCK: tl.constexpr,  # L, rounded up to a power of two
     BLOCK_R: tl.constexpr,  # R / 2, likewise
     PDL: tl.constexpr,
 ):

@@ -172,7 +172,7 @@ def _route_kernel(
     SIZE: tl.constexpr,  # E / G
     TOP_GROUPS: tl.constexpr,  # groups to choose from
     NORMALISED: tl.constexpr,  # make the weights sum up to 1
-    BLOCK_G: tl.constexpr,  # G, up to a power of two
+    BLOCK_G: tl.constexpr,  # G, rounded up to a power of two
     BLOCK_S: tl.constexpr,  # E / G, likewise
     PDL: tl.constexpr,
 ):

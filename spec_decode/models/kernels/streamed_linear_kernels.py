@@ -33,7 +33,7 @@ def streamed_kernel(
     BLOCK_MORE: tl.constexpr,  # rows of the second tile, or 0
     BLOCK_N: tl.constexpr,  # rows of the weight in a tile; with a gate half of them are the up projection's
     BLOCK_K: tl.constexpr,  # inputs multiplied at a time
-    BLOCK_E: tl.constexpr,  # E, up to a power of two
+    BLOCK_E: tl.constexpr,  # E, rounded up to a power of two
     STAGES: tl.constexpr,  # tiles in flight
     FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
     PDL: tl.constexpr,

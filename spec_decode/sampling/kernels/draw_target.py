@@ -55,13 +55,27 @@ class DrawTarget(NamedTuple):
         partial_index = torch.empty(rows, blocks, dtype=torch.int32, device=device)
         tokens = self.fake()
         _block_target_kernel[(rows, blocks)](
-            *self, partial_score, partial_index, vocab, *logits.stride(), STREAM=noise.TARGET, BLOCK=block,
-            num_warps=max(1, min(8, block // 128)), **dependent_launch(device),
-        )  # fmt: skip
+            *self,
+            partial_score,
+            partial_index,
+            vocab,
+            *logits.stride(),
+            STREAM=noise.TARGET,
+            BLOCK=block,
+            num_warps=max(1, min(8, block // 128)),
+            **dependent_launch(device),
+        )
         store_draw_kernel[(rows,)](
-            partial_score, partial_index, tokens, vocab, blocks,
-            RESIDUAL=False, BLOCK=triton.next_power_of_2(blocks), num_warps=1, **dependent_launch(device),
-        )  # fmt: skip
+            partial_score,
+            partial_index,
+            tokens,
+            vocab,
+            blocks,
+            RESIDUAL=False,
+            BLOCK=triton.next_power_of_2(blocks),
+            num_warps=1,
+            **dependent_launch(device),
+        )
         return tokens
 
     def fake(self) -> torch.Tensor:
@@ -70,13 +84,30 @@ class DrawTarget(NamedTuple):
 
 @triton.jit
 def _block_target_kernel(
-    logits, restricted, temperature, top_k, top_p, seeds, positions, selected, partial_score, partial_index, vocab,
-    row_stride, column_stride, token_stride, STREAM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits,  # [R, G, V]
+    restricted,  # fp32 [R, 1, V]
+    temperature,  # fp32 [R]
+    top_k,  # int32 [R]
+    top_p,  # fp32 [R]
+    seeds,  # int64 [R]
+    positions,  # int64 [R]
+    selected,  # int64 [R], or None: the first column
+    partial_score,  # out: fp32 [R, blocks]
+    partial_index,  # out: int32 [R, blocks]
+    vocab,  # V
+    row_stride,
+    column_stride,
+    token_stride,
+    STREAM: tl.constexpr,  # of the noise
+    BLOCK: tl.constexpr,  # logits of a program
+    PDL: tl.constexpr,
+):
+    """One program per row and block of the vocabulary: the block's best token."""
     await_previous(PDL)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
+    # The processed logits, restricted before or made here
     row_temperature = tl.load(temperature + row)
     _, _, has_top_k, has_top_p = restriction(top_k, top_p, row, vocab)
     if has_top_k | has_top_p:
@@ -88,6 +119,7 @@ def _block_target_kernel(
         x = tl.load(line + token * token_stride, mask=inside, other=float("-inf")).to(tl.float32)
         if row_temperature > 0:
             x = tl.div_rn(x, row_temperature)
+    # The best of them, with noise in a random row
     if row_temperature > 0:
         x += triton_gumbel(triton_key(tl.load(seeds + row), tl.load(positions + row), STREAM), token)
     best, first = tl.max(x, 0, return_indices=True)

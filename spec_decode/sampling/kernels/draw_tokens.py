@@ -84,26 +84,60 @@ def launch_draw(
     partial_index = torch.empty(planes, rows, blocks, dtype=torch.int32, device=device)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     _block_draw_kernel[(rows, blocks)](
-        processed, temperature, seeds, positions, *(residual or (None, None, None, None)),
-        partial_score, partial_index, group, vocab, *(residual.draft_logits.stride() if residual else (0, 0, 0)),
-        STREAM=noise.TARGET, BLOCK=block,
+        processed,
+        temperature,
+        seeds,
+        positions,
+        *(residual or (None, None, None, None)),
+        partial_score,
+        partial_index,
+        group,
+        vocab,
+        *(residual.draft_logits.stride() if residual else (0, 0, 0)),
+        STREAM=noise.TARGET,
+        BLOCK=block,
         # Few logits a thread, as in a drafter's sampling: noise is arithmetic.
-        num_warps=max(1, min(8, block // 128)), **dependent_launch(device),
-    )  # fmt: skip
+        num_warps=max(1, min(8, block // 128)),
+        **dependent_launch(device),
+    )
     store_draw_kernel[(rows,)](
-        partial_score, partial_index, tokens, vocab, blocks,
-        RESIDUAL=residual is not None, BLOCK=triton.next_power_of_2(blocks), num_warps=1, **dependent_launch(device),
-    )  # fmt: skip
+        partial_score,
+        partial_index,
+        tokens,
+        vocab,
+        blocks,
+        RESIDUAL=residual is not None,
+        BLOCK=triton.next_power_of_2(blocks),
+        num_warps=1,
+        **dependent_launch(device),
+    )
     return tokens
 
 
 @triton.jit
 def _block_draw_kernel(
-    processed, temperature, seeds, positions, accepted, weights, norms, draft_logits, partial_score, partial_index,
-    group, vocab, draft_row_stride, draft_column_stride, draft_token_stride,
-    STREAM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    processed,  # fp32 [R, G, V]
+    temperature,  # fp32 [R]
+    seeds,  # int64 [R]
+    positions,  # int64 [R]
+    accepted,  # int64 [R], or None without a residual; the next three likewise
+    weights,  # fp32 [R]
+    norms,  # fp32 [4, R * (G - 1)]
+    draft_logits,  # fp32 [R, G - 1, V]
+    partial_score,  # out: fp32 [1, R, blocks]; with a residual fp32 [2, R, blocks], of p and of it
+    partial_index,  # out: int32 of the same shape
+    group,  # G
+    vocab,  # V
+    draft_row_stride,
+    draft_column_stride,
+    draft_token_stride,
+    STREAM: tl.constexpr,  # of the noise
+    BLOCK: tl.constexpr,  # logits of a program
+    PDL: tl.constexpr,
+):
+    """One program per row and block of the vocabulary: the block's best token of p, and of the residual."""
     await_previous(PDL)
+    # The column that is drawn from, and its position
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     rows, blocks = tl.num_programs(0), tl.num_programs(1)
@@ -120,12 +154,14 @@ def _block_draw_kernel(
         position += column
         if row_temperature > 0:
             weight = tl.load(weights + row)
+    # The best of p
     x = tl.load(processed + line * vocab + token, mask=inside, other=float("-inf"))
     gumbel = tl.zeros((BLOCK,), tl.float32)
     if row_temperature > 0:
         gumbel = triton_gumbel(triton_key(seed, position, STREAM), token)
     best, first = tl.max(x + gumbel, 0, return_indices=True)
     part = row * blocks + block
+    # The best of the residual, with the same noise
     if accepted is not None:
         score = tl.full((BLOCK,), float("-inf"), tl.float32)
         if weight > 0:
@@ -141,7 +177,14 @@ def _block_draw_kernel(
 
 
 @triton.jit
-def residual_weight(x, y, weight, norms, at, count):
+def residual_weight(
+    x,  # fp32 [BLOCK]
+    y,  # fp32 [BLOCK]
+    weight,
+    norms,  # fp32 [4, count]
+    at,
+    count,
+):
     """max(weight p - q, 0) of logits x of p and y of q, by Residual's norms of column `at` of `count`."""
     p_scale = tl.div_rn(weight, tl.load(norms + count + at))
     q_scale = tl.div_rn(1.0, tl.load(norms + 3 * count + at))
@@ -152,10 +195,16 @@ def residual_weight(x, y, weight, norms, at, count):
 
 @triton.jit
 def store_draw_kernel(
-    partial_score, partial_index, tokens, vocab, blocks,
-    RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A row's token: the best of its blocks', of the residual's plane where that has any."""
+    partial_score,  # fp32 [R, blocks]; RESIDUAL: fp32 [2, R, blocks], of p and of it
+    partial_index,  # int32 of the same shape
+    tokens,  # out: int64 [R]
+    vocab,  # V
+    blocks,  # of the vocabulary
+    RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,  # blocks, rounded up to a power of two
+    PDL: tl.constexpr,
+):
+    """One program per row: its token, the best of its blocks', of the residual's plane where that has any."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCK)

@@ -127,15 +127,24 @@ class RestrictLogits(NamedTuple):
 _restrict_logits = define_op("spec_decode::restrict_logits", RestrictLogits, mutates=("logits",))
 
 
-_MASK = tl.constexpr(-1e9)
-_LEAST = tl.constexpr(-3.4028234663852886e38)
+_MASK = tl.constexpr(-1e9)  # a logit no larger is taken for a mask
+_LEAST = tl.constexpr(-3.4028234663852886e38)  # the least finite float
 
 
 @triton.jit
 def find_range_kernel(
-    logits, top_k, top_p, part_min, part_max, vocab, group, parts, PART: tl.constexpr, PDL: tl.constexpr
+    logits,  # fp32 [R * G, V]
+    top_k,  # int32 [R]
+    top_p,  # fp32 [R]
+    part_min,  # out: fp32 [R * G, parts]
+    part_max,  # out: fp32 [R * G, parts]
+    vocab,  # V
+    group,  # G
+    parts,  # of a row
+    PART: tl.constexpr,  # logits of a part
+    PDL: tl.constexpr,
 ):
-    """The least logit of a part that is not a mask, else inf, and its largest, else -inf."""
+    """A program takes parts of one row: each one's least logit that is no mask, else inf, and its largest, else -inf."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     _, _, has_top_k, has_top_p = restriction(top_k, top_p, row // group, vocab)
@@ -150,14 +159,32 @@ def find_range_kernel(
 
 @triton.jit
 def count_bins_kernel(
-    logits, top_k, top_p, part_min, part_max, edges, maxima, counts, sums, vocab, group, parts,
-    PART: tl.constexpr, LANES: tl.constexpr, BINS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """How many logits of a part are not below each edge, and for top_p their sum of exponentials."""
+    logits,  # fp32 [R * G, V]
+    top_k,  # int32 [R]
+    top_p,  # fp32 [R]
+    part_min,  # fp32 [R * G, parts]
+    part_max,  # fp32 [R * G, parts]
+    edges,  # out: fp32 [R * G, BINS]
+    maxima,  # out: fp32 [R * G]
+    counts,  # out: int32 [R * G, BINS, parts]
+    sums,  # out: fp32 [R * G, BINS, parts]
+    vocab,  # V
+    group,  # G
+    parts,  # of a row
+    PART: tl.constexpr,  # logits of a part
+    LANES: tl.constexpr,  # logits counted at a time
+    BINS: tl.constexpr,
+    PARTS: tl.constexpr,  # parts, rounded up to a power of two
+    PDL: tl.constexpr,
+):
+    """A program takes parts of one row: how many logits of each are not below each edge, and for top_p their sum of
+    exponentials.
+    """
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     _, p, has_top_k, has_top_p = restriction(top_k, top_p, row // group, vocab)
     if has_top_k | has_top_p:
+        # The row's range, and the edges of its bins
         every = tl.arange(0, PARTS)
         largest = tl.max(tl.load(part_max + row * parts + every, mask=every < parts, other=float("-inf")), 0)
         low = tl.min(tl.load(part_min + row * parts + every, mask=every < parts, other=float("inf")), 0)
@@ -170,6 +197,7 @@ def count_bins_kernel(
         if tl.program_id(1) == 0:
             tl.store(edges + row * BINS + bin, edge)
             tl.store(maxima + row, largest)
+        # What each part has from each edge on
         for part in range(tl.program_id(1), parts, tl.num_programs(1)):
             at = (row * BINS + bin) * parts + part
             if has_top_p:
@@ -182,9 +210,17 @@ def count_bins_kernel(
 
 @triton.jit
 def _count_part(
-    logits, row, part, vocab, edge, largest,
-    SUM_EXP: tl.constexpr, PART: tl.constexpr, LANES: tl.constexpr, BINS: tl.constexpr,
-):  # fmt: skip
+    logits,  # fp32 [R * G, V]
+    row,
+    part,
+    vocab,  # V
+    edge,  # fp32 [BINS]
+    largest,  # the row's largest logit
+    SUM_EXP: tl.constexpr,  # sum exponentials too
+    PART: tl.constexpr,
+    LANES: tl.constexpr,
+    BINS: tl.constexpr,
+):
     """Every thread compares its own logits with all edges: no sum crosses threads before the end."""
     count = tl.zeros((BINS, LANES), tl.float32)
     sum_exp = tl.zeros((BINS, LANES), tl.float32)
@@ -200,18 +236,33 @@ def _count_part(
 
 @triton.jit
 def gather_bin_kernel(
-    logits, top_k, top_p, edges, counts, bins, members, vocab, group, parts, TOP_P: tl.constexpr,
-    PART: tl.constexpr, BINS: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits,  # fp32 [R * G, V]
+    top_k,  # int32 [R]
+    top_p,  # fp32 [R]
+    edges,  # fp32 [R * G, BINS]
+    counts,  # int32 [R * G, BINS, parts]
+    bins,  # in and out: int32 [R * G]
+    members,  # out: fp32 [R * G, CAPACITY]
+    vocab,  # V
+    group,  # G
+    parts,  # of a row
+    TOP_P: tl.constexpr,
+    PART: tl.constexpr,  # logits of a part
+    BINS: tl.constexpr,
+    PARTS: tl.constexpr,  # parts, rounded up to a power of two
+    CAPACITY: tl.constexpr,  # logits of a bin that are copied out
+    PDL: tl.constexpr,
+):
     """Copy out the members of the bin that holds a threshold, in the order of their tokens, up to CAPACITY.
 
-    With TOP_P the bin was chosen before; else the k-th largest logit's is chosen here.
+    With TOP_P the bin was chosen before; else the k-th largest logit's is chosen here. A program takes parts of a row.
     """
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     k, _, has_top_k, has_top_p = restriction(top_k, top_p, row // group, vocab)
     wanted = has_top_p if TOP_P else has_top_k
     if wanted:
+        # The bin
         if TOP_P:
             bin = tl.load(bins + row)
         else:
@@ -219,6 +270,7 @@ def gather_bin_kernel(
             if tl.program_id(1) == 0:
                 tl.store(bins + row, bin)
         lower, upper = _bounds(edges, row, bin, BINS)
+        # Its members of each part, after those of the parts before
         every = tl.arange(0, PARTS)
         numbers = _members_of_part(counts, row, bin, every, parts, BINS)
         for part in range(tl.program_id(1), parts, tl.num_programs(1)):
@@ -232,10 +284,29 @@ def gather_bin_kernel(
 
 @triton.jit
 def top_k_threshold_kernel(
-    logits, top_k, top_p, edges, maxima, counts, sums, bins, members, thresholds, targets, vocab, group, parts,
-    BINS: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """top_k's threshold; for top_p, its bin and the sum of exponentials which that bin has to add to those above."""
+    logits,  # fp32 [R * G, V]
+    top_k,  # int32 [R]
+    top_p,  # fp32 [R]
+    edges,  # fp32 [R * G, BINS]
+    maxima,  # fp32 [R * G]
+    counts,  # int32 [R * G, BINS, parts]
+    sums,  # fp32 [R * G, BINS, parts]
+    bins,  # in and out: int32 [R * G]
+    members,  # fp32 [R * G, CAPACITY]
+    thresholds,  # out: fp32 [R * G]
+    targets,  # out: fp32 [R * G]
+    vocab,  # V
+    group,  # G
+    parts,  # of a row
+    BINS: tl.constexpr,
+    PARTS: tl.constexpr,  # parts, rounded up to a power of two
+    CAPACITY: tl.constexpr,  # logits of a bin that are copied out
+    BLOCK: tl.constexpr,  # logits that a search reads at a time
+    PDL: tl.constexpr,
+):
+    """One program per row: top_k's threshold; for top_p, its bin and the sum of exponentials which that bin has to add
+    to those above.
+    """
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     k, p, has_top_k, has_top_p = restriction(top_k, top_p, row // group, vocab)
@@ -244,6 +315,7 @@ def top_k_threshold_kernel(
         sum_exp = tl.zeros((BINS,), tl.float32)
         if has_top_p:
             sum_exp = _totals(sums, row, parts, BINS, PARTS)
+        # top_k's threshold, and the sum of exponentials of what it keeps
         threshold = float("-inf")
         kept = _at(sum_exp, 0)
         bin = 0
@@ -258,6 +330,7 @@ def top_k_threshold_kernel(
                 kept, _, _ = walk(x, length, threshold, threshold, upper, upper, largest, True, BLOCK)
                 kept += _at(sum_exp, bin + 1)
         tl.store(thresholds + row, threshold)
+        # top_p's bin and target
         if has_top_p:
             target = p * kept
             bin = _last_bin_reaching(sum_exp, target)
@@ -267,10 +340,26 @@ def top_k_threshold_kernel(
 
 @triton.jit
 def top_p_threshold_kernel(
-    logits, top_k, top_p, edges, maxima, counts, bins, members, thresholds, targets, vocab, group, parts,
-    BINS: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """top_p's threshold, which is not below top_k's."""
+    logits,  # fp32 [R * G, V]
+    top_k,  # int32 [R]
+    top_p,  # fp32 [R]
+    edges,  # fp32 [R * G, BINS]
+    maxima,  # fp32 [R * G]
+    counts,  # int32 [R * G, BINS, parts]
+    bins,  # int32 [R * G]
+    members,  # fp32 [R * G, CAPACITY]
+    thresholds,  # in and out: fp32 [R * G]
+    targets,  # fp32 [R * G]
+    vocab,  # V
+    group,  # G
+    parts,  # of a row
+    BINS: tl.constexpr,
+    PARTS: tl.constexpr,  # parts, rounded up to a power of two
+    CAPACITY: tl.constexpr,  # logits of a bin that are copied out
+    BLOCK: tl.constexpr,  # logits that a search reads at a time
+    PDL: tl.constexpr,
+):
+    """One program per row: top_p's threshold, which is not below top_k's."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     _, _, _, has_top_p = restriction(top_k, top_p, row // group, vocab)
@@ -286,8 +375,18 @@ def top_p_threshold_kernel(
 
 
 @triton.jit
-def mask_logits_kernel(logits, top_k, top_p, thresholds, vocab, group, parts, PART: tl.constexpr, PDL: tl.constexpr):
-    """-inf for a part's logits below the row's threshold."""
+def mask_logits_kernel(
+    logits,  # in and out: fp32 [R * G, V]
+    top_k,  # int32 [R]
+    top_p,  # fp32 [R]
+    thresholds,  # fp32 [R * G]
+    vocab,  # V
+    group,  # G
+    parts,  # of a row
+    PART: tl.constexpr,  # logits of a part
+    PDL: tl.constexpr,
+):
+    """-inf for a part's logits below the row's threshold; a program takes parts of one row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     _, _, has_top_k, has_top_p = restriction(top_k, top_p, row // group, vocab)

@@ -57,31 +57,81 @@ class SampleBlock(NamedTuple):
         partial_score, partial_max, partial_sum_exp = torch.empty(3, lines, blocks, dtype=torch.float32, device=device)
         partial_index = torch.empty(lines, blocks, dtype=torch.int32, device=device)
         _line_argmax_kernel[(lines, blocks)](
-            self.logits, self.temperature, self.seeds, self.positions, self.draft_logits, self.min_confidence,
-            self.token_map, partial_score, partial_max, partial_sum_exp, partial_index,
-            vocab, columns, self.logits.stride(0), *self.draft_logits.stride()[:2],
-            STREAM=noise.DRAFT, AHEAD=POSITION_AHEAD, BLOCK=block,
+            self.logits,
+            self.temperature,
+            self.seeds,
+            self.positions,
+            self.draft_logits,
+            self.min_confidence,
+            self.token_map,
+            partial_score,
+            partial_max,
+            partial_sum_exp,
+            partial_index,
+            vocab,
+            columns,
+            self.logits.stride(0),
+            *self.draft_logits.stride()[:2],
+            STREAM=noise.DRAFT,
+            AHEAD=POSITION_AHEAD,
+            BLOCK=block,
             # As of a single step: noise is arithmetic.
-            num_warps=max(1, min(8, block // 128)), **dependent_launch(device),
-        )  # fmt: skip
+            num_warps=max(1, min(8, block // 128)),
+            **dependent_launch(device),
+        )
         parts = triton.next_power_of_2(columns) * triton.next_power_of_2(blocks)
         _store_block_kernel[(lines // columns,)](
-            self.logits, self.temperature, self.seq_lens, self.draft_tokens, self.draft_lens, self.num_tokens,
-            self.min_confidence, self.token_map, partial_score, partial_max, partial_sum_exp, partial_index,
-            vocab, columns, blocks, self.logits.stride(0), self.draft_tokens.stride(0),
-            BLOCK=triton.next_power_of_2(blocks), BLOCK_K=triton.next_power_of_2(columns),
-            num_warps=max(1, min(8, parts // 256)), **dependent_launch(device),
-        )  # fmt: skip
+            self.logits,
+            self.temperature,
+            self.seq_lens,
+            self.draft_tokens,
+            self.draft_lens,
+            self.num_tokens,
+            self.min_confidence,
+            self.token_map,
+            partial_score,
+            partial_max,
+            partial_sum_exp,
+            partial_index,
+            vocab,
+            columns,
+            blocks,
+            self.logits.stride(0),
+            self.draft_tokens.stride(0),
+            BLOCK=triton.next_power_of_2(blocks),
+            BLOCK_K=triton.next_power_of_2(columns),
+            num_warps=max(1, min(8, parts // 256)),
+            **dependent_launch(device),
+        )
 
 
 @triton.jit
 def _line_argmax_kernel(
-    logits, temperature, seeds, positions, draft_logits, min_confidence, token_map,
-    partial_score, partial_max, partial_sum_exp, partial_index,
-    vocab, columns, logits_stride, cache_row_stride, cache_column_stride,
-    STREAM: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Process a block of the logits of a column of a row, and find its best token."""
+    logits,  # [rows * K, V of the draft]
+    temperature,  # fp32 [R]
+    seeds,  # int64 [R]
+    positions,  # int64 [rows * K]
+    draft_logits,  # out: fp32 [R, K, V]
+    min_confidence,  # fp32 [1]
+    token_map,  # int64 [V of the draft], or None
+    partial_score,  # out: fp32 [rows * K, blocks]
+    partial_max,  # out: fp32 [rows * K, blocks]; not written without min_confidence, the next likewise
+    partial_sum_exp,  # out: fp32 [rows * K, blocks]
+    partial_index,  # out: int32 [rows * K, blocks]
+    vocab,  # V of the draft
+    columns,  # K
+    logits_stride,
+    cache_row_stride,  # of draft_logits, as is the next
+    cache_column_stride,
+    STREAM: tl.constexpr,  # of the noise
+    AHEAD: tl.constexpr,  # from an input's position to that of the token it predicts
+    BLOCK: tl.constexpr,  # logits of a program
+    PDL: tl.constexpr,
+):
+    """One program per column of a row and block of the vocabulary: process its logits, and find the best token.
+
+    `rows` are the first of the buffers' R.
+    """
     await_previous(PDL)
     line = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -97,6 +147,7 @@ def _line_argmax_kernel(
     seed = tl.load(seeds + row)
     position = tl.load(positions + line)
     threshold = tl.load(min_confidence)
+    # Store the processed logits, which verification reads
     is_random = row_temperature > 0
     if is_random:
         x = tl.div_rn(x, row_temperature)
@@ -104,6 +155,7 @@ def _line_argmax_kernel(
     part = line * tl.num_programs(1) + block
     if threshold > 0:
         store_max_sum_exp(x, partial_max + part, partial_sum_exp + part)
+    # The best of them, with noise in a random row
     if is_random:
         x = x + triton_gumbel(triton_key(seed, position + AHEAD, STREAM), token)
     best, first = tl.max(x, 0, return_indices=True)
@@ -113,12 +165,28 @@ def _line_argmax_kernel(
 
 @triton.jit
 def _store_block_kernel(
-    logits, temperature, seq_lens, draft_tokens, draft_lens, num_tokens, min_confidence, token_map,
-    partial_score, partial_max, partial_sum_exp, partial_index,
-    vocab, columns, blocks, logits_stride, tokens_stride,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Store a row's tokens up to where it stops, and none behind."""
+    logits,  # [rows * K, V of the draft]
+    temperature,  # fp32 [R]
+    seq_lens,  # int32 [R]
+    draft_tokens,  # out: int64 [R, K]
+    draft_lens,  # int32 [R]
+    num_tokens,  # int32 [1]
+    min_confidence,  # fp32 [1]
+    token_map,  # int64 [V of the draft], or None
+    partial_score,  # fp32 [rows * K, blocks]
+    partial_max,  # fp32 [rows * K, blocks]
+    partial_sum_exp,  # fp32 [rows * K, blocks]
+    partial_index,  # int32 [rows * K, blocks]
+    vocab,  # V of the draft
+    columns,  # K
+    blocks,  # of the vocabulary
+    logits_stride,
+    tokens_stride,
+    BLOCK: tl.constexpr,  # blocks, rounded up to a power of two
+    BLOCK_K: tl.constexpr,  # K, likewise
+    PDL: tl.constexpr,
+):
+    """One program per row, of the first of the buffers' R: store its tokens up to where it stops, and none behind."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_K)
@@ -126,8 +194,9 @@ def _store_block_kernel(
     line = row * columns + column
     part = line[:, None] * blocks + block
     inside = (column < columns)[:, None] & (block < blocks)
+    # The token of each column, the best of its blocks'
     score = tl.load(partial_score + part, mask=inside, other=float("-inf"))
-    index = tl.load(partial_index + part, mask=inside, other=2147483647)
+    index = tl.load(partial_index + part, mask=inside, other=2147483647)  # the largest int32
     best = tl.max(score, 1)
     chosen = tl.min(tl.where(score == best[:, None], index, 2147483647), 1)
     # Where every logit is NaN none was found; the token must lie in the vocabulary all the same.
@@ -135,6 +204,7 @@ def _store_block_kernel(
     token = chosen
     if token_map is not None:
         token = tl.load(token_map + chosen)
+    # How many the row proposes
     length = tl.minimum(tl.minimum(tl.load(draft_lens + row), tl.load(num_tokens)), columns)
     length = tl.where(tl.load(seq_lens + row) > 0, length, 0)
     threshold = tl.load(min_confidence)

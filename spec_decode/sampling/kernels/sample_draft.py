@@ -73,35 +73,98 @@ class SampleDraft(NamedTuple):
         if self.hidden is not None and self.next_hidden is not None:
             width, hidden_strides = self.hidden.shape[1], (self.hidden.stride(0), self.next_hidden.stride(0))
         _block_argmax_kernel[(rows, blocks)](
-            self.logits, self.temperature, self.seeds, self.positions, self.step, self.draft_logits,
-            self.min_confidence, self.continue_flag, self.token_map, self.hidden, self.next_hidden,
-            partial_score, partial_max, partial_sum_exp, partial_index,
-            vocab, columns, self.logits.stride(0), *self.draft_logits.stride()[:2], *hidden_strides,
-            STREAM=noise.DRAFT, AHEAD=POSITION_AHEAD, WIDTH=width,
-            SHARE=triton.next_power_of_2(triton.cdiv(width, blocks)), BLOCK=block,
+            self.logits,
+            self.temperature,
+            self.seeds,
+            self.positions,
+            self.step,
+            self.draft_logits,
+            self.min_confidence,
+            self.continue_flag,
+            self.token_map,
+            self.hidden,
+            self.next_hidden,
+            partial_score,
+            partial_max,
+            partial_sum_exp,
+            partial_index,
+            vocab,
+            columns,
+            self.logits.stride(0),
+            *self.draft_logits.stride()[:2],
+            *hidden_strides,
+            STREAM=noise.DRAFT,
+            AHEAD=POSITION_AHEAD,
+            WIDTH=width,
+            SHARE=triton.next_power_of_2(triton.cdiv(width, blocks)),
+            BLOCK=block,
             # Four logits a thread: noise costs so much arithmetic that few threads, not memory, would set the pace.
-            num_warps=max(1, min(8, block // 128)), **dependent_launch(device),
-        )  # fmt: skip
+            num_warps=max(1, min(8, block // 128)),
+            **dependent_launch(device),
+        )
         _store_token_kernel[(rows,)](
-            self.logits, self.temperature, self.seq_lens, self.step, self.draft_tokens, self.next_ids,
-            self.draft_lens, self.num_tokens, self.min_confidence, self.continue_flag, self.token_map,
-            partial_score, partial_max, partial_sum_exp, partial_index,
-            vocab, columns, blocks, self.logits.stride(0), self.draft_tokens.stride(0),
-            BLOCK=triton.next_power_of_2(blocks), BLOCK_K=triton.next_power_of_2(columns),
-            num_warps=1, **dependent_launch(device),
-        )  # fmt: skip
+            self.logits,
+            self.temperature,
+            self.seq_lens,
+            self.step,
+            self.draft_tokens,
+            self.next_ids,
+            self.draft_lens,
+            self.num_tokens,
+            self.min_confidence,
+            self.continue_flag,
+            self.token_map,
+            partial_score,
+            partial_max,
+            partial_sum_exp,
+            partial_index,
+            vocab,
+            columns,
+            blocks,
+            self.logits.stride(0),
+            self.draft_tokens.stride(0),
+            BLOCK=triton.next_power_of_2(blocks),
+            BLOCK_K=triton.next_power_of_2(columns),
+            num_warps=1,
+            **dependent_launch(device),
+        )
 
 
 @triton.jit
 def _block_argmax_kernel(
-    logits, temperature, seeds, positions, step, draft_logits,
-    min_confidence, continue_flag, token_map, hidden, next_hidden,
-    partial_score, partial_max, partial_sum_exp, partial_index,
-    vocab, columns, logits_stride, cache_row_stride, cache_column_stride, hidden_stride, next_hidden_stride,
-    STREAM: tl.constexpr, AHEAD: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr,
+    logits,  # [rows, V of the draft]
+    temperature,  # fp32 [R]
+    seeds,  # int64 [R]
+    positions,  # int64 [>= R]
+    step,  # int64 [1]
+    draft_logits,  # out: fp32 [R, K, V]
+    min_confidence,  # fp32 [1]
+    continue_flag,  # out: int32 [1]
+    token_map,  # int64 [V of the draft], or None
+    hidden,  # [rows, H], or None
+    next_hidden,  # out: [rows, H], or None
+    partial_score,  # out: fp32 [rows, blocks]
+    partial_max,  # out: fp32 [rows, blocks]; not written without min_confidence, the next likewise
+    partial_sum_exp,  # out: fp32 [rows, blocks]
+    partial_index,  # out: int32 [rows, blocks]
+    vocab,  # V of the draft
+    columns,  # K
+    logits_stride,
+    cache_row_stride,  # of draft_logits, as is the next
+    cache_column_stride,
+    hidden_stride,
+    next_hidden_stride,
+    STREAM: tl.constexpr,  # of the noise
+    AHEAD: tl.constexpr,  # from an input's position to that of the token it predicts
+    WIDTH: tl.constexpr,  # H; 0 without hidden
+    SHARE: tl.constexpr,  # of H, that a program copies
+    BLOCK: tl.constexpr,  # logits of a program
     PDL: tl.constexpr,
-):  # fmt: skip
-    """Process a block of a row's logits, and find its best token."""
+):
+    """One program per row and block of the vocabulary: process its logits, and find the best token.
+
+    `rows` are the first of the buffers' R.
+    """
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -117,10 +180,12 @@ def _block_argmax_kernel(
     position = tl.load(positions + row)
     column = tl.load(step)
     threshold = tl.load(min_confidence)
+    # This program's share of the hidden states
     if WIDTH > 0:
         dim = block * SHARE + tl.arange(0, SHARE)
         state = tl.load(hidden + row * hidden_stride + dim, mask=dim < WIDTH)
         tl.store(next_hidden + row * next_hidden_stride + dim, state, mask=dim < WIDTH)
+    # Store the processed logits, which verification reads
     is_random = row_temperature > 0
     if is_random:
         x = tl.div_rn(x, row_temperature)
@@ -132,6 +197,7 @@ def _block_argmax_kernel(
         tl.store(continue_flag, 0)
     if threshold > 0:
         store_max_sum_exp(x, partial_max + part, partial_sum_exp + part)
+    # The best of them, with noise in a random row
     if is_random:
         x = x + triton_gumbel(triton_key(seed, position + AHEAD, STREAM), token)
     best, first = tl.max(x, 0, return_indices=True)
@@ -141,13 +207,31 @@ def _block_argmax_kernel(
 
 @triton.jit
 def _store_token_kernel(
-    logits, temperature, seq_lens, step, draft_tokens, next_ids,
-    draft_lens, num_tokens, min_confidence, continue_flag, token_map,
-    partial_score, partial_max, partial_sum_exp, partial_index,
-    vocab, columns, blocks, logits_stride, tokens_stride,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Store a row's token, and decide whether the row continues."""
+    logits,  # [rows, V of the draft]
+    temperature,  # fp32 [R]
+    seq_lens,  # in and out: int32 [R]
+    step,  # int64 [1]
+    draft_tokens,  # out: int64 [R, K]
+    next_ids,  # out: int64 [R]
+    draft_lens,  # int32 [R]
+    num_tokens,  # int32 [1]
+    min_confidence,  # fp32 [1]
+    continue_flag,  # out: int32 [1]
+    token_map,  # int64 [V of the draft], or None
+    partial_score,  # fp32 [rows, blocks]
+    partial_max,  # fp32 [rows, blocks]
+    partial_sum_exp,  # fp32 [rows, blocks]
+    partial_index,  # int32 [rows, blocks]
+    vocab,  # V of the draft
+    columns,  # K
+    blocks,  # of the vocabulary
+    logits_stride,
+    tokens_stride,
+    BLOCK: tl.constexpr,  # blocks, rounded up to a power of two
+    BLOCK_K: tl.constexpr,  # K, likewise
+    PDL: tl.constexpr,
+):
+    """One program per row, of the first of the buffers' R: store its token, and decide whether it continues."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCK)
@@ -157,12 +241,14 @@ def _store_token_kernel(
     column = tl.load(step)
     length = tl.minimum(tl.minimum(tl.load(draft_lens + row), tl.load(num_tokens)), columns)
     threshold = tl.load(min_confidence)
+    # The token, the best of the blocks'
     _, chosen = merge_argmax(partial_score + part, partial_index + part, inside)
     # Where every logit is NaN none was found; the token must lie in the vocabulary all the same.
     chosen = tl.minimum(chosen, vocab - 1).to(tl.int64)
     token = chosen
     if token_map is not None:
         token = tl.load(token_map + chosen)
+    # Whether the row proposes it, and then another
     proposes = (seq_len > 0) & (column < length)
     continues = proposes & (column + 1 < length)
     if threshold > 0:

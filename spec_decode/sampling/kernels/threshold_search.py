@@ -9,7 +9,16 @@ from builders.kernels.triton_runtime import tl, triton
 
 
 @triton.jit
-def search(x, length, lower, upper, target, largest, SUM_EXP: tl.constexpr, BLOCK: tl.constexpr):
+def search(
+    x,  # fp32 [length]
+    length,
+    lower,
+    upper,
+    target,
+    largest,
+    SUM_EXP: tl.constexpr,
+    BLOCK: tl.constexpr,  # logits read at a time
+):
     """The highest threshold, from lower on, such that a bin's logits at or above it weigh at least `target`.
 
     The bin ends at upper. Returns lower if its logits from lower on weigh less, or if lower is after the bin.
@@ -25,12 +34,14 @@ def search(x, length, lower, upper, target, largest, SUM_EXP: tl.constexpr, BLOC
     lost = 1
     above = 0.0
     base = 0.0  # the weight of all logits above those kept: `above` as it was in that walk
+    # Walks over memory, until the logits between the bounds are kept
     while (pivot > low) & (lost > 0):
         base = above
         weight, kept, lost = walk(x, length, _float(pivot), _float(low), _float(high), upper, largest, SUM_EXP, BLOCK)
         above = tl.where(weight >= target, above, weight)
         low, high = _narrowed(low, high, pivot, weight, target)
         pivot = _middle(low, high)
+    # Steps over registers
     while pivot > low:
         weight = base + tl.sum(_weight(kept, kept >= _float(pivot), largest, SUM_EXP), 0)
         low, high = _narrowed(low, high, pivot, weight, target)
@@ -48,7 +59,17 @@ def _narrowed(low, high, pivot, weight, target):
 
 
 @triton.jit
-def walk(x, length, pivot, low, high, upper, largest, SUM_EXP: tl.constexpr, BLOCK: tl.constexpr):
+def walk(
+    x,  # fp32 [length]
+    length,
+    pivot,
+    low,
+    high,
+    upper,
+    largest,
+    SUM_EXP: tl.constexpr,
+    BLOCK: tl.constexpr,  # logits read at a time
+):
     """The weight of the logits from pivot to below upper; the logits above low and below high, fp32 [4 * BLOCK], the
     rest -inf; and 1 if some of those did not fit, else 0.
 
