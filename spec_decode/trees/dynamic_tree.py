@@ -114,10 +114,17 @@ class DynamicTree:
             tokens = self._token_map[tokens]
         shape = (rows, -1, self.width)
         grow_tree(
-            self._step, tokens.view(shape), scores.view(shape),
-            self.tokens[:rows], self.parents[:rows], self.scores[:rows], self.frontier[:rows],
-            self.frontier_scores[:rows], self.frontier_tokens[:rows], self.frontier_places[:rows],
-        )  # fmt: skip
+            self._step,
+            tokens.view(shape),
+            scores.view(shape),
+            self.tokens[:rows],
+            self.parents[:rows],
+            self.scores[:rows],
+            self.frontier[:rows],
+            self.frontier_scores[:rows],
+            self.frontier_tokens[:rows],
+            self.frontier_places[:rows],
+        )
 
     def kept(self, draft_lens: torch.Tensor | None = None) -> TreeBatch:
         """The N best paths of the first rows, of the steps that were taken since step 0.

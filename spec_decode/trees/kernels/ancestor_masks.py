@@ -58,7 +58,12 @@ def trees_alone(parents: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def read_parents(parents, row, tokens, BLOCK: tl.constexpr):
+def read_parents(
+    parents,  # int64 [R, N]
+    row,
+    tokens,  # 1 + N
+    BLOCK: tl.constexpr,
+):
     """The parents int64 [BLOCK] of a row's query tokens, -1 of the root and from the tree's end on."""
     token = tl.arange(0, BLOCK)
     found = tl.load(parents + row * (tokens - 1) + token - 1, mask=(token > 0) & (token < tokens), other=-1)

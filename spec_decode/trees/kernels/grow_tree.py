@@ -68,15 +68,24 @@ class GrowTree(NamedTuple):
         rows, places, width = self.child_tokens.shape
         block = triton.next_power_of_2(places * width)
         _grow_tree_kernel[(rows,)](
-            *self, self.tokens.shape[1],
-            PLACES=places, WIDTH=width, BLOCK=block, num_warps=max(1, min(8, block * block // 2048)),
+            *self,
+            self.tokens.shape[1],
+            PLACES=places,
+            WIDTH=width,
+            BLOCK=block,
+            num_warps=max(1, min(8, block * block // 2048)),
             **dependent_launch(self.tokens.device),
-        )  # fmt: skip
+        )
 
 
 @triton.jit
-def ranks(score, candidate, among, at):
-    """How many of `among`, fp32 and candidates `at`, come before each of `score`: larger, or as large and earlier."""
+def ranks(
+    score,  # fp32 [BLOCK]
+    candidate,  # [BLOCK]
+    among,  # fp32 [CHUNK]
+    at,  # [CHUNK]
+):
+    """How many of `among`, candidates `at`, come before each of `score`: larger, or as large and earlier."""
     others, mine = among[None, :], score[:, None]
     earlier = (others == mine) & (at[None, :] < candidate[:, None])
     return tl.sum(((others > mine) | earlier).to(tl.int32), 1)
@@ -84,16 +93,30 @@ def ranks(score, candidate, among, at):
 
 @triton.jit
 def _grow_tree_kernel(
-    step, child_tokens, child_scores, tokens, parents, scores,
-    frontier, frontier_scores, frontier_tokens, frontier_places, candidates,
-    PLACES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    step,  # int64 [1]
+    child_tokens,  # int64 [R, F, W]
+    child_scores,  # fp32 [R, F, W]
+    tokens,  # out: int64 [R, C]
+    parents,  # out: int64 [R, C]
+    scores,  # out: fp32 [R, C]
+    frontier,  # in and out: int64 [R, W]
+    frontier_scores,  # in and out: fp32 [R, W]
+    frontier_tokens,  # out: int64 [R, W]
+    frontier_places,  # out: int64 [R, W]
+    candidates,  # C
+    PLACES: tl.constexpr,  # F
+    WIDTH: tl.constexpr,  # W
+    BLOCK: tl.constexpr,  # F * W, rounded up to a power of two
+    PDL: tl.constexpr,
+):
+    """One program per row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     candidate = tl.arange(0, BLOCK)
     inside = candidate < PLACES * WIDTH
     place = candidate // WIDTH
     at_step = tl.load(step)
+    # The children, and the scores of their paths
     children = row * PLACES * WIDTH + candidate
     token = tl.load(child_tokens + children, mask=inside, other=0)
     score = tl.load(child_scores + children, mask=inside, other=float("-inf"))
@@ -102,7 +125,7 @@ def _grow_tree_kernel(
     if at_step > 0:
         score += tl.load(frontier_scores + row * WIDTH + place, mask=inside, other=0.0)
         parent = tl.load(frontier + row * WIDTH + place, mask=inside, other=-1)
-    # All of the last frontier is read before the next one is written over it.
+    # Store them as candidates. All of the last frontier is read before the next one is written over it.
     tl.debug_barrier()
     if at_step == 0:
         for start in range(PLACES * WIDTH, candidates, BLOCK):
@@ -112,7 +135,7 @@ def _grow_tree_kernel(
     tl.store(tokens + stored, token, mask=inside)
     tl.store(parents + stored, parent, mask=inside)
     tl.store(scores + stored, score, mask=inside)
-    # What is no candidate comes after all that are.
+    # The next frontier. What is no candidate comes after all that are.
     rank = ranks(score, candidate, score, candidate)
     chosen = inside & (rank < WIDTH)
     to = row * WIDTH + rank

@@ -64,18 +64,39 @@ class PlaceFrontier(NamedTuple):
         (rows, width), hidden = self.tokens.shape, self.hidden
         tokens, size = self.token_ids.shape[1], hidden.shape[2]
         _place_frontier_kernel[(rows, width)](
-            *self, tokens, size, hidden.stride(0), hidden.stride(1),
-            WIDTH=width, QUERIES=triton.next_power_of_2(tokens), BLOCK=min(1024, triton.next_power_of_2(size)),
-            num_warps=2, **dependent_launch(hidden.device),
-        )  # fmt: skip
+            *self,
+            tokens,
+            size,
+            hidden.stride(0),
+            hidden.stride(1),
+            WIDTH=width,
+            QUERIES=triton.next_power_of_2(tokens),
+            BLOCK=min(1024, triton.next_power_of_2(size)),
+            num_warps=2,
+            **dependent_launch(hidden.device),
+        )
 
 
 @triton.jit
 def _place_frontier_kernel(
-    step, tokens, places, hidden, seq_lens, token_ids, states, positions, tree_masks, num_tokens, size,
-    hidden_row_stride, hidden_stride,
-    WIDTH: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    step,  # int64 [1]
+    tokens,  # int64 [rows, W]
+    places,  # int64 [rows, W]
+    hidden,  # [rows, 1, H] at step 0, [rows, Q, H] later
+    seq_lens,  # int32 [>= rows]
+    token_ids,  # out: int64 [rows, Q]
+    states,  # out: [rows, Q, H]
+    positions,  # in and out: int64 [rows, Q]
+    tree_masks,  # in and out: int64 [rows, Q]
+    num_tokens,  # Q
+    size,  # H
+    hidden_row_stride,
+    hidden_stride,  # of a query token
+    WIDTH: tl.constexpr,  # W
+    QUERIES: tl.constexpr,  # Q, rounded up to a power of two
+    BLOCK: tl.constexpr,  # columns of a state that are copied at a time
+    PDL: tl.constexpr,
+):
     """One token of a frontier. At step 0 the first of a row also clears the places of later ones."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -83,12 +104,14 @@ def _place_frontier_kernel(
     at_step = tl.load(step)
     live = tl.load(seq_lens + row) > 0
     first = tl.load(positions + row * num_tokens)
+    # A round begins: clear what is not drafted yet
     if (at_step == 0) & (place == 0):
         later = tl.arange(0, QUERIES)
         inside = (later >= WIDTH) & (later < num_tokens)
         tl.store(tree_masks + row * num_tokens + later, tl.zeros((QUERIES,), tl.int64), mask=inside)
         tl.store(token_ids + row * num_tokens + later, tl.zeros((QUERIES,), tl.int64), mask=inside)
         tl.store(positions + row * num_tokens + later, first + tl.zeros((QUERIES,), tl.int64), mask=inside)
+    # Place the token, with the mask and the state of the one that it follows
     at = at_step * WIDTH + place
     if at < num_tokens:
         above = tl.zeros((), tl.int64)

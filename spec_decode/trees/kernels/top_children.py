@@ -42,15 +42,34 @@ class TopChildren(NamedTuple):
         at = torch.empty(rows, blocks, width, dtype=torch.int32, device=device)
         block_max, sum_exp = torch.empty(2, rows, blocks, dtype=torch.float32, device=device)
         _block_top_kernel[(rows, blocks)](
-            self.logits, largest, at, block_max, sum_exp, vocab, self.logits.stride(0),
-            WIDTH=width, BLOCK=block, num_warps=max(1, min(8, block // 256)), **dependent_launch(device),
-        )  # fmt: skip
+            self.logits,
+            largest,
+            at,
+            block_max,
+            sum_exp,
+            vocab,
+            self.logits.stride(0),
+            WIDTH=width,
+            BLOCK=block,
+            num_warps=max(1, min(8, block // 256)),
+            **dependent_launch(device),
+        )
         merged = triton.next_power_of_2(blocks * width)
         _merge_top_kernel[(rows,)](
-            largest, at, block_max, sum_exp, tokens, scores, vocab, blocks,
-            WIDTH=width, BLOCKS=triton.next_power_of_2(blocks), BLOCK=merged, num_warps=max(1, min(8, merged // 256)),
+            largest,
+            at,
+            block_max,
+            sum_exp,
+            tokens,
+            scores,
+            vocab,
+            blocks,
+            WIDTH=width,
+            BLOCKS=triton.next_power_of_2(blocks),
+            BLOCK=merged,
+            num_warps=max(1, min(8, merged // 256)),
             **dependent_launch(device),
-        )  # fmt: skip
+        )
         return tokens, scores
 
     def fake(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,9 +79,18 @@ class TopChildren(NamedTuple):
 
 @triton.jit
 def _block_top_kernel(
-    logits, largest, at, block_max, sum_exp, vocab, row_stride,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits,  # [R, V]
+    largest,  # out: fp32 [R, blocks, W]
+    at,  # out: int32 [R, blocks, W]
+    block_max,  # out: fp32 [R, blocks]
+    sum_exp,  # out: fp32 [R, blocks]
+    vocab,  # V
+    row_stride,
+    WIDTH: tl.constexpr,  # W
+    BLOCK: tl.constexpr,  # logits of a program
+    PDL: tl.constexpr,
+):
+    """One program per row and block of the vocabulary: the block's W largest logits, and its part of the softmax."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -80,16 +108,29 @@ def _block_top_kernel(
 
 @triton.jit
 def _merge_top_kernel(
-    largest, at, block_max, sum_exp, tokens, scores, vocab, blocks,
-    WIDTH: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    largest,  # fp32 [R, blocks, W]
+    at,  # int32 [R, blocks, W]
+    block_max,  # fp32 [R, blocks]
+    sum_exp,  # fp32 [R, blocks]
+    tokens,  # out: int64 [R, W]
+    scores,  # out: fp32 [R, W]
+    vocab,  # V
+    blocks,  # of the vocabulary
+    WIDTH: tl.constexpr,  # W
+    BLOCKS: tl.constexpr,  # blocks, rounded up to a power of two
+    BLOCK: tl.constexpr,  # blocks * W, likewise
+    PDL: tl.constexpr,
+):
+    """One program per row: the W largest of its blocks', and their log-probabilities."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
+    # The row's largest logit, and the logarithm of its sum of exponentials
     block = tl.arange(0, BLOCKS)
     maxima = tl.load(block_max + row * blocks + block, mask=block < blocks, other=float("-inf"))
     sums = tl.load(sum_exp + row * blocks + block, mask=block < blocks, other=0.0)
     peak, total = merge_sum_exp(maxima, sums)
     total = tl.log(total)
+    # The W largest, one after another
     candidate = tl.arange(0, BLOCK)
     inside = candidate < blocks * WIDTH
     x = tl.load(largest + row * blocks * WIDTH + candidate, mask=inside, other=float("-inf"))
