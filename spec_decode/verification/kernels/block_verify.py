@@ -51,20 +51,52 @@ class BlockVerify(VerifyArguments):
         residual_sums = torch.empty(rows * (columns - 1), blocks, dtype=torch.float32, device=device)
         options = partial.launch_options(columns)
         _prefix_weights_kernel[(rows,)](
-            processed, draft_tokens, draft_logits, temperature, *partial, weights, residual.accepted, residual.norms,
-            columns, vocab, blocks, *strides, TINY=_TINY, **options, **dependent_launch(device),
-        )  # fmt: skip
+            processed,
+            draft_tokens,
+            draft_logits,
+            temperature,
+            *partial,
+            weights,
+            residual.accepted,
+            residual.norms,
+            columns,
+            vocab,
+            blocks,
+            *strides,
+            TINY=_TINY,
+            **options,
+            **dependent_launch(device),
+        )
         if columns > 1:
             _residual_sums_kernel[(rows * (columns - 1), blocks)](
-                processed, draft_logits, temperature, weights, residual.norms, residual_sums,
-                rows, columns, vocab, *strides,
-                BLOCK=block, num_warps=max(1, min(8, block // 256)), **dependent_launch(device),
-            )  # fmt: skip
+                processed,
+                draft_logits,
+                temperature,
+                weights,
+                residual.norms,
+                residual_sums,
+                rows,
+                columns,
+                vocab,
+                *strides,
+                BLOCK=block,
+                num_warps=max(1, min(8, block // 256)),
+                **dependent_launch(device),
+            )
         _accept_prefix_kernel[(rows,)](
-            draft_tokens, temperature, accept_seeds, draft_positions, weights, residual_sums,
-            residual.accepted, residual.weight, columns, blocks,
-            **options, **dependent_launch(device),
-        )  # fmt: skip
+            draft_tokens,
+            temperature,
+            accept_seeds,
+            draft_positions,
+            weights,
+            residual_sums,
+            residual.accepted,
+            residual.weight,
+            columns,
+            blocks,
+            **options,
+            **dependent_launch(device),
+        )
         return residual.accepted, launch_draw(processed, temperature, seeds, draft_positions, residual)
 
 
@@ -87,21 +119,55 @@ def _passing_prefixes(models: Distributions, weights: torch.Tensor) -> torch.Ten
 
 @triton.jit
 def _prefix_weights_kernel(
-    processed, draft_tokens, draft_logits, temperature, partial_max, partial_sum_exp, partial_argmax,
-    weights, accepted, norms, columns, vocab, blocks, draft_row_stride, draft_column_stride, draft_token_stride,
-    TINY: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """w(1) to w(K) of random rows, as far as their draft goes, and its norms; `accepted` of greedy rows."""
+    processed,  # fp32 [R, 1 + K, V]
+    draft_tokens,  # int64 [R, K]
+    draft_logits,  # fp32 [R, K, V]
+    temperature,  # fp32 [R]
+    partial_max,  # fp32 [2, R * K, blocks]
+    partial_sum_exp,  # fp32 [2, R * K, blocks]
+    partial_argmax,  # int32 [R * K, blocks]
+    weights,  # out: fp32 [R, K]
+    accepted,  # out: int64 [R], of greedy rows
+    norms,  # out: fp32 [4, R * K]
+    columns,  # K
+    vocab,  # V
+    blocks,  # of the vocabulary
+    draft_row_stride,
+    draft_column_stride,
+    draft_token_stride,
+    TINY: tl.constexpr,  # the smallest normal fp32
+    BLOCK: tl.constexpr,  # blocks, rounded up to a power of two
+    BLOCK_K: tl.constexpr,  # K, likewise
+    PDL: tl.constexpr,
+):
+    """One program per row: w(1) to w(K) of a random row, as far as its draft goes, and its norms; a greedy row's
+    `accepted`.
+    """
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_K)
     token, length = read_draft(row, draft_tokens, columns, BLOCK_K)
     if tl.load(temperature + row) > 0:
         p, q = draft_probabilities(
-            row, token, length, processed, draft_logits, partial_max, partial_sum_exp, norms, columns, vocab, blocks,
-            draft_row_stride, draft_column_stride, draft_token_stride, BLOCK, BLOCK_K,
-        )  # fmt: skip
-        # A weight that is no number keeps no draft; by themselves, minimum and maximum drop it.
+            row,
+            token,
+            length,
+            processed,
+            draft_logits,
+            partial_max,
+            partial_sum_exp,
+            norms,
+            columns,
+            vocab,
+            blocks,
+            draft_row_stride,
+            draft_column_stride,
+            draft_token_stride,
+            BLOCK,
+            BLOCK_K,
+        )
+        # The weights, one token after another. One that is no number keeps no draft; by themselves, minimum and maximum
+        # drop it.
         ratio = tl.div_rn(p, tl.maximum(q, TINY, propagate_nan=tl.PropagateNan.ALL))
         weight = 1.0
         row_weights = tl.zeros((BLOCK_K,), tl.float32)
@@ -118,10 +184,24 @@ def _prefix_weights_kernel(
 
 @triton.jit
 def _residual_sums_kernel(
-    processed, draft_logits, temperature, weights, norms, residual_sums, rows, columns, vocab,
-    draft_row_stride, draft_column_stride, draft_token_stride, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Sums fp32 [R * (K - 1), blocks], over a block of the vocabulary, of max(w(i) p - q, 0) after prefix i."""
+    processed,  # fp32 [R, 1 + K, V]
+    draft_logits,  # fp32 [R, K, V]
+    temperature,  # fp32 [R]
+    weights,  # fp32 [R, K]
+    norms,  # fp32 [4, R * K]
+    residual_sums,  # out: fp32 [R * (K - 1), blocks]
+    rows,  # R
+    columns,  # K
+    vocab,  # V
+    draft_row_stride,
+    draft_column_stride,
+    draft_token_stride,
+    BLOCK: tl.constexpr,  # logits of a program
+    PDL: tl.constexpr,
+):
+    """One program per prefix i of a row, of 1 to K - 1, and block of the vocabulary: the block's sum of
+    max(w(i) p - q, 0) at the column after the prefix.
+    """
     await_previous(PDL)
     line = tl.program_id(0).to(tl.int64)
     row, column = line // (columns - 1), 1 + line % (columns - 1)
@@ -139,21 +219,34 @@ def _residual_sums_kernel(
 
 @triton.jit
 def _accept_prefix_kernel(
-    draft_tokens, temperature, accept_seeds, draft_positions, weights, residual_sums, accepted, weight,
-    columns, blocks, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The longest prefix of random rows that passes."""
+    draft_tokens,  # int64 [R, K]
+    temperature,  # fp32 [R]
+    accept_seeds,  # int64 [R]
+    draft_positions,  # int64 [R]
+    weights,  # fp32 [R, K]
+    residual_sums,  # fp32 [R * (K - 1), blocks]
+    accepted,  # out: int64 [R], of random rows
+    weight,  # out: fp32 [R], of random rows
+    columns,  # K
+    blocks,  # of the vocabulary
+    BLOCK: tl.constexpr,  # blocks, rounded up to a power of two
+    BLOCK_K: tl.constexpr,  # K, likewise
+    PDL: tl.constexpr,
+):
+    """One program per row: the longest prefix of a random row that passes."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     if tl.load(temperature + row) > 0:
         column = tl.arange(0, BLOCK_K)
         _, length = read_draft(row, draft_tokens, columns, BLOCK_K)
+        # The weight of each prefix, and its residual's sum
         row_weights = tl.load(weights + row * columns + column, mask=column < length, other=0.0)
         block = tl.arange(0, BLOCK)[None, :]
         part = (row * (columns - 1) + column[:, None]) * blocks + block
         # Prefix i, at column i - 1, has a residual if a token was proposed after it.
         continues = column + 1 < length
         residual_sum = tl.sum(tl.load(residual_sums + part, mask=continues[:, None] & (block < blocks), other=0.0), 1)
+        # Which prefixes pass, and the longest of them
         chance = tl.where(continues, residual_sum, row_weights)
         whole = tl.where(continues, residual_sum + 1 - row_weights, 1.0)
         uniform = accept_uniform(tl.load(accept_seeds + row), tl.load(draft_positions + row) + column)

@@ -10,7 +10,12 @@ _ACCEPT = tl.constexpr(ACCEPT)
 
 
 @triton.jit
-def read_draft(row, draft_tokens, columns, BLOCK_K: tl.constexpr):
+def read_draft(
+    row,
+    draft_tokens,  # int64 [R, K]
+    columns,  # K
+    BLOCK_K: tl.constexpr,
+):
     """A row's draft int64 [BLOCK_K], -1 outside its K columns, and how many tokens it has before its end."""
     column = tl.arange(0, BLOCK_K)
     token = tl.load(draft_tokens + row * columns + column, mask=column < columns, other=-1)
@@ -18,7 +23,17 @@ def read_draft(row, draft_tokens, columns, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def matches_argmax(row, token, length, largest, argmax, columns, blocks, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+def matches_argmax(
+    row,
+    token,  # int64 [BLOCK_K]
+    length,
+    largest,  # fp32 [R * K, blocks], of p
+    argmax,  # int32 [R * K, blocks]
+    columns,  # K
+    blocks,  # of the vocabulary
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """Of a greedy row: which of its first `length` tokens are the target's argmax."""
     column = tl.arange(0, BLOCK_K)
     block = tl.arange(0, BLOCK)[None, :]
@@ -32,8 +47,16 @@ def matches_argmax(row, token, length, largest, argmax, columns, blocks, BLOCK: 
 
 @triton.jit
 def _store_norms(
-    row, length, partial_max, partial_sum_exp, norms, columns, blocks, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr
-):  # fmt: skip
+    row,
+    length,
+    partial_max,  # fp32 [R * K, blocks], of one model
+    partial_sum_exp,  # fp32 [R * K, blocks]
+    norms,  # out: fp32 [2, R * K]
+    columns,  # K
+    blocks,  # of the vocabulary
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """Of a random row's first `length` columns: the largest logit and the sum of exponentials, stored as Residual's
     norms of one model."""
     column = tl.arange(0, BLOCK_K)
@@ -71,7 +94,8 @@ def draft_probabilities(
 ):
     """p and q fp32 [BLOCK_K] of a random row's first `length` tokens, 0 of the others; stores their columns' norms.
 
-    One program per row."""
+    One program per row.
+    """
     column = tl.arange(0, BLOCK_K)
     count = tl.num_programs(0) * columns
     p_max, p_sum = _store_norms(row, length, partial_max, partial_sum_exp, norms, columns, blocks, BLOCK, BLOCK_K)

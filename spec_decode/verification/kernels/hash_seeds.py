@@ -37,7 +37,16 @@ class HashSeeds(NamedTuple):
 
 
 @triton.jit
-def _hash_kernel(seeds, positions, hashed, count, STREAM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _hash_kernel(
+    seeds,  # int64 [R]
+    positions,  # int64 [R]
+    hashed,  # out: int64 [R]
+    count,  # R
+    STREAM: tl.constexpr,  # of the noise
+    BLOCK: tl.constexpr,  # rows of a program
+    PDL: tl.constexpr,
+):
+    """One program per BLOCK rows."""
     await_previous(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < count
