@@ -92,7 +92,13 @@ class FlashMlaSparseBuilder(SparseWindowBuilder):
         page = torch.zeros(1, spec.page_size, 1, _TOKEN_BYTES, dtype=torch.uint8, device=device)
         indices = torch.full((num_tokens, 1, self.width), -1, dtype=torch.int32, device=device)
         flashmla.flash_mla_with_kvcache(
-            q=query, k_cache=page, block_table=None, cache_seqlens=None, head_dim_v=spec.head_dim,
-            tile_scheduler_metadata=schedule, is_fp8_kvcache=True, indices=indices,
-        )  # fmt: skip
+            q=query,
+            k_cache=page,
+            block_table=None,
+            cache_seqlens=None,
+            head_dim_v=spec.head_dim,
+            tile_scheduler_metadata=schedule,
+            is_fp8_kvcache=True,
+            indices=indices,
+        )
         return schedule

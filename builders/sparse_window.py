@@ -82,6 +82,12 @@ class SparseWindowBuilder(BatchMetadataBuilder[SparseWindowMetadata]):
 
     def advance(self, metadata: SparseWindowMetadata) -> None:
         list_window_slots(
-            metadata.window_indices, metadata.window_lens, metadata.positions, metadata.seq_lens,
-            metadata.query_start_loc, metadata.block_table, self.window, self.spec.page_size,
-        )  # fmt: skip
+            metadata.window_indices,
+            metadata.window_lens,
+            metadata.positions,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            metadata.block_table,
+            self.window,
+            self.spec.page_size,
+        )

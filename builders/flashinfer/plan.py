@@ -97,15 +97,30 @@ class Replan(NamedTuple):
         largest = max(block_tiles, block_units)
         warps = 1 if largest <= 256 else 4 if largest <= 1024 else 8
         _replan_kernel[(1,)](
-            *self[:3], self.workspace.view(torch.int32), units, (self.row_stride - 1) * layout.page_size,
-            layout.min_chunk_pages, layout.window_pages, layout.padded_tiles, layout.tile_budget,
-            layout.request_indices, layout.qo_tile_indices, layout.kv_tile_indices, layout.o_indptr,
-            layout.merge_indptr, layout.kv_chunk_size, layout.block_valid_mask,
-            PAGE_SIZE=layout.page_size, QUERY_LEN=layout.query_len, QUERY_TILES=layout.query_tiles,
+            *self[:3],
+            self.workspace.view(torch.int32),
+            units,
+            (self.row_stride - 1) * layout.page_size,
+            layout.min_chunk_pages,
+            layout.window_pages,
+            layout.padded_tiles,
+            layout.tile_budget,
+            layout.request_indices,
+            layout.qo_tile_indices,
+            layout.kv_tile_indices,
+            layout.o_indptr,
+            layout.merge_indptr,
+            layout.kv_chunk_size,
+            layout.block_valid_mask,
+            PAGE_SIZE=layout.page_size,
+            QUERY_LEN=layout.query_len,
+            QUERY_TILES=layout.query_tiles,
             TENSOR_CORES=layout.tensor_cores,
-            BLOCK_U=max(32 * warps, block_units), BLOCK_T=max(32 * warps, block_tiles),
-            num_warps=warps, **dependent_launch(self.seq_lens.device),
-        )  # fmt: skip
+            BLOCK_U=max(32 * warps, block_units),
+            BLOCK_T=max(32 * warps, block_tiles),
+            num_warps=warps,
+            **dependent_launch(self.seq_lens.device),
+        )
 
 
 def _plan_layout(values: Sequence[int]) -> PlanLayout:
@@ -123,17 +138,52 @@ def _from_zero(counts: Tensor) -> Tensor:
 
 
 # Specialised on none of these: the offsets differ by batch size, and a kernel for each would be compiled.
-@triton.jit(do_not_specialize=[
-    "units", "row_start", "min_chunk", "window_pages", "padded_tiles", "tile_budget", "request_indices",
-    "qo_tile_indices", "kv_tile_indices", "o_indptr", "merge_indptr", "kv_chunk_size", "block_valid_mask",
-])  # fmt: skip
+@triton.jit(
+    do_not_specialize=[
+        "units",
+        "row_start",
+        "min_chunk",
+        "window_pages",
+        "padded_tiles",
+        "tile_budget",
+        "request_indices",
+        "qo_tile_indices",
+        "kv_tile_indices",
+        "o_indptr",
+        "merge_indptr",
+        "kv_chunk_size",
+        "block_valid_mask",
+    ]
+)
 def _replan_kernel(
-    seq_lens, last_page_len, plan_bytes, plan, units, row_start, min_chunk, window_pages, padded_tiles, tile_budget,
-    request_indices, qo_tile_indices, kv_tile_indices, o_indptr, merge_indptr, kv_chunk_size, block_valid_mask,
-    PAGE_SIZE: tl.constexpr, QUERY_LEN: tl.constexpr, QUERY_TILES: tl.constexpr, TENSOR_CORES: tl.constexpr,
-    BLOCK_U: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    seq_lens,  # int32 [num_reqs]
+    last_page_len,  # out: int32 [num_reqs]
+    plan_bytes,  # out: uint8 [n], the int workspace
+    plan,  # out: int32 [n / 4], the same memory
+    units,
+    row_start,  # (row_stride - 1) * page_size
+    min_chunk,  # pages of a chunk at least
+    window_pages,  # pages of a request at most
+    padded_tiles,  # of the grid
+    tile_budget,
+    request_indices,  # this and the next are offsets in `plan`, the last in `plan_bytes`
+    qo_tile_indices,
+    kv_tile_indices,
+    o_indptr,
+    merge_indptr,
+    kv_chunk_size,
+    block_valid_mask,
+    PAGE_SIZE: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    QUERY_TILES: tl.constexpr,  # units of a request
+    TENSOR_CORES: tl.constexpr,
+    BLOCK_U: tl.constexpr,  # units, rounded up to a power of two
+    BLOCK_T: tl.constexpr,  # padded_tiles + 1, likewise
+    PDL: tl.constexpr,
+):
+    """One program makes the whole plan; `PlanLayout` says what each array holds."""
     await_previous(PDL)
+    # The pages of each unit
     unit = tl.arange(0, BLOCK_U)
     inside = unit < units
     request = unit // QUERY_TILES
@@ -145,8 +195,8 @@ def _replan_kernel(
     longest = tl.max(pages, 0)
     total = tl.sum(pages, 0)
 
-    # A chunk of c pages makes between total / c and (total - units) / c + units tiles: between the bounds that this
-    # sets few sizes are left to try. Where even whole requests are too many tiles, nothing is cut.
+    # The pages of a chunk. A chunk of c pages makes between total / c and (total - units) / c + units tiles: between
+    # the bounds that this sets few sizes are left to try. Where even whole requests are too many tiles, nothing is cut.
     spare = tile_budget - units
     low = tl.maximum(tl.where(spare < 0, longest, tl.cdiv(total, tile_budget)), min_chunk)
     high = tl.where(spare > 0, tl.minimum(tl.cdiv(total - units, tl.maximum(spare, 1)), longest), longest)
@@ -157,6 +207,7 @@ def _replan_kernel(
         high = tl.where(fits, middle, high)
     tl.store(plan + kv_chunk_size, low * PAGE_SIZE)
 
+    # Where the partial outputs of each request start, and of each query token
     chunks = tl.cdiv(pages, low)
     end = tl.cumsum(chunks, 0)
     start = end - chunks
@@ -169,6 +220,7 @@ def _replan_kernel(
             to = plan + merge_indptr + 1 + request * QUERY_LEN + token
             tl.store(to, row + (token + 1) * chunks, mask=leads)
 
+    # The unit and the chunk of each tile
     tile = tl.arange(0, BLOCK_T)
     valid = tile < tl.sum(chunks, 0)
     begins = tl.histogram(tl.where(inside, start, BLOCK_T - 1), BLOCK_T)

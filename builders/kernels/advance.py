@@ -23,9 +23,15 @@ def advance_state(batch: BatchBuffers, num_reqs: int) -> None:
     """
     tables = batch.tables
     _advance_decode(
-        batch.seq_lens[:num_reqs], batch.positions[:num_reqs], batch.slot_mappings[:, :num_reqs], batch.step,
-        tables.overflow, tables.block_tables, tables.page_sizes, tables.token_limits,
-    )  # fmt: skip
+        batch.seq_lens[:num_reqs],
+        batch.positions[:num_reqs],
+        batch.slot_mappings[:, :num_reqs],
+        batch.step,
+        tables.overflow,
+        tables.block_tables,
+        tables.page_sizes,
+        tables.token_limits,
+    )
 
 
 class AdvanceDecode(NamedTuple):
@@ -60,18 +66,40 @@ class AdvanceDecode(NamedTuple):
         num_reqs, (groups, _, max_pages) = self.seq_lens.shape[0], self.block_tables.shape
         block = min(_BLOCK, triton.next_power_of_2(num_reqs))
         _advance_kernel[(triton.cdiv(num_reqs, block),)](
-            *self, num_reqs, max_pages, self.slot_mappings.stride(0), *self.block_tables.stride()[:2],
-            GROUPS=groups, BLOCK_G=triton.next_power_of_2(groups), BLOCK=block,
-            num_warps=1, **dependent_launch(self.seq_lens.device),
-        )  # fmt: skip
+            *self,
+            num_reqs,
+            max_pages,
+            self.slot_mappings.stride(0),
+            *self.block_tables.stride()[:2],
+            GROUPS=groups,
+            BLOCK_G=triton.next_power_of_2(groups),
+            BLOCK=block,
+            num_warps=1,
+            **dependent_launch(self.seq_lens.device),
+        )
 
 
 @triton.jit
 def _advance_kernel(
-    seq_lens, positions, slot_mappings, step, overflow, block_tables, page_sizes, token_limits, num_reqs, max_pages,
-    slots_stride, table_stride, row_stride,
-    GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    seq_lens,  # in and out: int32 [R]
+    positions,  # out: int64 [R]
+    slot_mappings,  # out: int64 [G, R]
+    step,  # in and out: int64 [1]
+    overflow,  # out: int32 [>= R]
+    block_tables,  # int32 [G, >= R, max_pages]
+    page_sizes,  # int32 [G]
+    token_limits,  # int32 [>= R]
+    num_reqs,  # R
+    max_pages,
+    slots_stride,  # of a group, as is the next
+    table_stride,
+    row_stride,
+    GROUPS: tl.constexpr,  # G
+    BLOCK_G: tl.constexpr,  # G, rounded up to a power of two
+    BLOCK: tl.constexpr,  # rows of a program
+    PDL: tl.constexpr,
+):
+    """One program per BLOCK rows, all groups of them."""
     await_previous(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     group = tl.arange(0, BLOCK_G)
@@ -82,11 +110,13 @@ def _advance_kernel(
     size = tl.load(page_sizes + group, mask=in_group, other=1)
     live = position > 0
     wants = live & (position < limit)
+    # Which rows move: those whose next position has a page in every group
     column = position[None, :] // size[:, None]
     asked = in_group[:, None] & wants[None, :] & (column < max_pages)
     entry = block_tables + group[:, None] * table_stride + row[None, :].to(tl.int64) * row_stride + column
     page = tl.load(entry, mask=asked, other=-1)
     moves = wants & (tl.min(tl.where(in_group[:, None], page, 0), 0) >= 0)
+    # Their new state, inert for the others
     slot = page.to(tl.int64) * size[:, None] + position[None, :] % size[:, None]
     tl.store(
         slot_mappings + group[:, None] * slots_stride + row[None, :],

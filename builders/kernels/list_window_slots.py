@@ -55,27 +55,49 @@ class ListWindowSlots(NamedTuple):
     def launch(self) -> None:
         (tokens, width), num_reqs = self.window_indices.shape, self.seq_lens.shape[0]
         _list_window_slots_kernel[(tokens,)](
-            *self[:6], num_reqs, self._capacity, self.block_table.stride(0),
-            WINDOW=self.window, PAGE_SIZE=self.page_size, WIDTH=width,
-            BLOCK_W=triton.next_power_of_2(width), BLOCK_R=triton.next_power_of_2(num_reqs),
-            num_warps=1 if width <= 256 else 4, **dependent_launch(self.positions.device),
-        )  # fmt: skip
+            *self[:6],
+            num_reqs,
+            self._capacity,
+            self.block_table.stride(0),
+            WINDOW=self.window,
+            PAGE_SIZE=self.page_size,
+            WIDTH=width,
+            BLOCK_W=triton.next_power_of_2(width),
+            BLOCK_R=triton.next_power_of_2(num_reqs),
+            num_warps=1 if width <= 256 else 4,
+            **dependent_launch(self.positions.device),
+        )
 
 
 @triton.jit
 def _list_window_slots_kernel(
-    window_indices, window_lens, positions, seq_lens, query_start_loc, block_table, num_reqs, capacity, table_stride,
-    WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr,
+    window_indices,  # out: int32 [T, W]
+    window_lens,  # out: int32 [T]
+    positions,  # int64 [T]
+    seq_lens,  # int32 [R]
+    query_start_loc,  # int32 [R + 1]
+    block_table,  # int32 [R, max_pages]
+    num_reqs,  # R
+    capacity,  # max_pages * PAGE_SIZE
+    table_stride,
+    WINDOW: tl.constexpr,  # tokens that a query sees, itself included
+    PAGE_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,  # W
+    BLOCK_W: tl.constexpr,  # W, rounded up to a power of two
+    BLOCK_R: tl.constexpr,  # R, likewise
     PDL: tl.constexpr,
-):  # fmt: skip
+):
+    """One program per query token."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
+    # The token's request, and whether it has a window at all
     request = tl.arange(0, BLOCK_R)
-    ends = tl.load(query_start_loc + 1 + request, mask=request < num_reqs, other=0x7FFFFFFF)
+    ends = tl.load(query_start_loc + 1 + request, mask=request < num_reqs, other=0x7FFFFFFF)  # the largest int32
     row = tl.sum((ends <= token).to(tl.int32), 0)
     live = tl.load(seq_lens + row, mask=row < num_reqs, other=0) > 0
     wide = tl.load(positions + token)
     live = live & (wide >= 0) & (wide < capacity)
+    # The slots of its window
     position = wide.to(tl.int32)
     first = tl.maximum(position - WINDOW + 1, 0)
     length = tl.where(live, position + 1 - first, 0)

@@ -35,7 +35,15 @@ class PrefixLens(NamedTuple):
 
 
 @triton.jit
-def _prefix_lens_kernel(prefix_lens, seq_lens, query_start_loc, num_reqs, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _prefix_lens_kernel(
+    prefix_lens,  # out: int32 [num_reqs]
+    seq_lens,  # int32 [num_reqs]
+    query_start_loc,  # int32 [num_reqs + 1]
+    num_reqs,
+    BLOCK: tl.constexpr,  # rows of a program
+    PDL: tl.constexpr,
+):
+    """One program per BLOCK rows."""
     await_previous(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_reqs

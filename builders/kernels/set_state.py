@@ -23,9 +23,16 @@ def set_extend_state(batch: BatchBuffers, context_lens: torch.Tensor, num_reqs: 
     tables = batch.tables
     num_tokens = num_reqs * query_len
     _set_extend_state(
-        batch.seq_lens[:num_reqs], batch.positions[:num_tokens], batch.slot_mappings[:, :num_tokens], tables.overflow,
-        context_lens, tables.block_tables, tables.page_sizes, tables.token_limits, query_len,
-    )  # fmt: skip
+        batch.seq_lens[:num_reqs],
+        batch.positions[:num_tokens],
+        batch.slot_mappings[:, :num_tokens],
+        tables.overflow,
+        context_lens,
+        tables.block_tables,
+        tables.page_sizes,
+        tables.token_limits,
+        query_len,
+    )
 
 
 def set_decode_state(
@@ -40,9 +47,14 @@ def set_decode_state(
     seq_lens becomes extend_seq_lens - query_len + accepted + 1, step becomes 0 and slots -1: nothing is written yet.
     """
     _set_decode_state(
-        batch.seq_lens[:num_reqs], batch.positions[:num_reqs], batch.slot_mappings[:, :num_reqs], batch.step,
-        extend_seq_lens, accepted, query_len,
-    )  # fmt: skip
+        batch.seq_lens[:num_reqs],
+        batch.positions[:num_reqs],
+        batch.slot_mappings[:, :num_reqs],
+        batch.step,
+        extend_seq_lens,
+        accepted,
+        query_len,
+    )
 
 
 class SetExtendState(NamedTuple):
@@ -76,18 +88,37 @@ class SetExtendState(NamedTuple):
     def launch(self) -> None:
         groups, _, max_pages = self.block_tables.shape
         _set_extend_state_kernel[(self.seq_lens.shape[0],)](
-            *self, max_pages, self.slot_mappings.stride(0), *self.block_tables.stride()[:2],
-            GROUPS=groups, BLOCK=triton.next_power_of_2(self.query_len),
-            num_warps=1, **dependent_launch(self.seq_lens.device),
-        )  # fmt: skip
+            *self,
+            max_pages,
+            self.slot_mappings.stride(0),
+            *self.block_tables.stride()[:2],
+            GROUPS=groups,
+            BLOCK=triton.next_power_of_2(self.query_len),
+            num_warps=1,
+            **dependent_launch(self.seq_lens.device),
+        )
 
 
 @triton.jit
 def _set_extend_state_kernel(
-    seq_lens, positions, slot_mappings, overflow, context_lens, block_tables, page_sizes, token_limits, query_len,
-    max_pages, slots_stride, table_stride, row_stride,
-    GROUPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    seq_lens,  # out: int32 [R]
+    positions,  # out: int64 [R * query_len]
+    slot_mappings,  # out: int64 [G, R * query_len]
+    overflow,  # out: int32 [>= R]
+    context_lens,  # int32 [>= R]
+    block_tables,  # int32 [G, >= R, max_pages]
+    page_sizes,  # int32 [G]
+    token_limits,  # int32 [>= R]
+    query_len,
+    max_pages,
+    slots_stride,  # of a group, as is the next
+    table_stride,
+    row_stride,
+    GROUPS: tl.constexpr,  # G
+    BLOCK: tl.constexpr,  # query_len, rounded up to a power of two
+    PDL: tl.constexpr,
+):
+    """One program per row."""
     await_previous(PDL)
     row = tl.program_id(0)
     query = tl.arange(0, BLOCK)
@@ -95,13 +126,15 @@ def _set_extend_state_kernel(
     limit = tl.load(token_limits + row)
     context = tl.load(context_lens + row)
     token = context + query
-    # A sum could pass the largest int32 and come out below the limit.
+    # Whether all of the row's tokens fit, in every group. A sum could pass the largest int32 and come out below the
+    # limit.
     fits = (limit > 0) & (context >= 0) & (context <= limit - query_len)
     table = block_tables + row.to(tl.int64) * row_stride
     for group in tl.static_range(GROUPS):
         column = token // tl.load(page_sizes + group)
         owned = tl.load(table + group * table_stride + column, mask=inside & fits & (column < max_pages), other=-1)
         fits = fits & (tl.min(tl.where(inside, owned, 0), 0) >= 0)
+    # The new state, inert where they do not
     for group in tl.static_range(GROUPS):
         size = tl.load(page_sizes + group)
         page = tl.load(table + group * table_stride + token // size, mask=inside & fits, other=-1).to(tl.int64)
@@ -138,16 +171,32 @@ class SetDecodeState(NamedTuple):
     def launch(self) -> None:
         num_reqs, block = self.seq_lens.shape[0], 128
         _set_decode_state_kernel[(triton.cdiv(num_reqs, block),)](
-            *self, num_reqs, self.slot_mappings.stride(0), GROUPS=self.slot_mappings.shape[0], BLOCK=block,
-            num_warps=1, **dependent_launch(self.seq_lens.device),
-        )  # fmt: skip
+            *self,
+            num_reqs,
+            self.slot_mappings.stride(0),
+            GROUPS=self.slot_mappings.shape[0],
+            BLOCK=block,
+            num_warps=1,
+            **dependent_launch(self.seq_lens.device),
+        )
 
 
 @triton.jit
 def _set_decode_state_kernel(
-    seq_lens, positions, slot_mappings, step, extend_seq_lens, accepted, query_len, num_reqs, slots_stride,
-    GROUPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    seq_lens,  # out: int32 [R]
+    positions,  # out: int64 [R]
+    slot_mappings,  # out: int64 [G, R]
+    step,  # out: int64 [1]
+    extend_seq_lens,  # int32 [>= R]
+    accepted,  # int32 [>= R]
+    query_len,
+    num_reqs,  # R
+    slots_stride,  # of a group
+    GROUPS: tl.constexpr,  # G
+    BLOCK: tl.constexpr,  # rows of a program
+    PDL: tl.constexpr,
+):
+    """One program per BLOCK rows."""
     await_previous(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_reqs
