@@ -125,9 +125,11 @@ def make_drafter(draft: TimedDraft, run: RoundConfig, device: torch.device, *, e
     tables, num_pages = shuffled_tables(draft.spec.page_size, run.num_reqs, limit, device)
     group = make_group("draft", run.backend, draft.spec, draft.layers, num_pages=num_pages, device=device)
     config = DrafterConfig(
-        num_speculative_tokens=run.num_speculative_tokens, strategy=run.strategy, capture_sizes=[run.num_reqs],
+        num_speculative_tokens=run.num_speculative_tokens,
+        strategy=run.strategy,
+        capture_sizes=[run.num_reqs],
         extend_in_graph=extend_in_graph,
-    )  # fmt: skip
+    )
     return Drafter(draft.model, [group], tables, config)
 
 

@@ -41,16 +41,34 @@ class LoadTables(NamedTuple):
     def launch(self) -> None:
         rows, block = len(self.requests), 1024
         _load_tables_kernel[(rows,)](
-            *self, len(self.slots), self.slots.stride(0), self.block_table.shape[1], self.block_table.stride(0),
-            BLOCK=block, num_warps=4, **dependent_launch(self.slots.device),
-        )  # fmt: skip
+            *self,
+            len(self.slots),
+            self.slots.stride(0),
+            self.block_table.shape[1],
+            self.block_table.stride(0),
+            BLOCK=block,
+            num_warps=4,
+            **dependent_launch(self.slots.device),
+        )
 
 
 @triton.jit
 def _load_tables_kernel(
-    slots, requests, context_lens, seq_lens, block_table, page_size, steps,
-    num_requests, slots_stride, max_pages, table_stride, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    slots,  # int32 [requests, >= max_pages * page_size]
+    requests,  # int64 [R]
+    context_lens,  # int64 or int32 [R]
+    seq_lens,  # out: int32 [>= R]
+    block_table,  # out: int32 [>= R, max_pages]
+    page_size,
+    steps,
+    num_requests,  # rows of slots
+    slots_stride,
+    max_pages,
+    table_stride,
+    BLOCK: tl.constexpr,  # pages copied at a time
+    PDL: tl.constexpr,
+):
+    """One program per row of the batch."""
     await_previous(PDL)
     row = tl.program_id(0)
     request = tl.minimum(tl.maximum(tl.load(requests + row), 0), num_requests - 1).to(tl.int64)

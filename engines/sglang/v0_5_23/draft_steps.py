@@ -106,9 +106,14 @@ class DraftSteps:
             "pages. Lower --max-running-requests or the largest batch of --cuda-graph-bs.",
         )
         load_tables(
-            self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices[:rows], forward_batch.seq_lens[:rows],
-            self.seq_lens, self.block_table, self.page_size, self.num_steps - 1,
-        )  # fmt: skip
+            self.req_to_token_pool.req_to_token,
+            forward_batch.req_pool_indices[:rows],
+            forward_batch.seq_lens[:rows],
+            self.seq_lens,
+            self.block_table,
+            self.page_size,
+            self.num_steps - 1,
+        )
         batch = AttentionBatch(
             num_reqs=rows,
             num_tokens=rows,

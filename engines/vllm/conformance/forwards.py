@@ -50,10 +50,23 @@ class PackedHeads(EngineCache):
         check_forward_inputs(query, cache, metadata, spec, sinks)
         blocks = with_null_block(cache)
         return paged_attention(
-            query, blocks.key, blocks.value, metadata.block_table, metadata.seq_lens, metadata.query_start_loc, sinks,
-            None, metadata.max_query_len, metadata.max_seq_len, 1, spec.softmax_scale, spec.sliding_window,
-            spec.soft_cap, True, False,
-        )  # fmt: skip
+            query,
+            blocks.key,
+            blocks.value,
+            metadata.block_table,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            sinks,
+            None,  # tree_masks
+            metadata.max_query_len,
+            metadata.max_seq_len,
+            1,  # num_splits
+            spec.softmax_scale,
+            spec.sliding_window,
+            spec.soft_cap,
+            True,  # causal
+            False,  # batch_invariant
+        )
 
 
 class Latents(EngineCache):
@@ -64,10 +77,19 @@ class Latents(EngineCache):
     ) -> Tensor:
         check_forward_inputs(query, cache, metadata, spec, sinks)
         return latent_attention(
-            query, with_null_block(cache).latents, metadata.decode_block_table, metadata.decode_seq_lens,
-            metadata.query_start_loc, None, metadata.max_query_len, 1, spec.out_dim, spec.softmax_scale, True,
-            False,
-        )  # fmt: skip
+            query,
+            with_null_block(cache).latents,
+            metadata.decode_block_table,
+            metadata.decode_seq_lens,
+            metadata.query_start_loc,
+            None,  # tree_masks
+            metadata.max_query_len,
+            1,  # num_splits
+            spec.out_dim,
+            spec.softmax_scale,
+            True,  # causal
+            False,  # batch_invariant
+        )
 
 
 class WindowLists(EngineCache):
@@ -79,9 +101,15 @@ class WindowLists(EngineCache):
         check_forward_inputs(query, cache, metadata, spec, sinks)
         tokens = query.shape[0]
         return sparse_attention(
-            query, with_null_block(cache).latents, metadata.decode_swa_indices[:tokens, 0],
-            metadata.decode_swa_lens[:tokens], sinks, spec.page_size, spec.softmax_scale, False,
-        )  # fmt: skip
+            query,
+            with_null_block(cache).latents,
+            metadata.decode_swa_indices[:tokens, 0],
+            metadata.decode_swa_lens[:tokens],
+            sinks,
+            spec.page_size,
+            spec.softmax_scale,
+            False,  # batch_invariant
+        )
 
 
 def _after_the_null_block(blocks: KVCache) -> KVCache:

@@ -31,7 +31,12 @@ def _group(spec: AttentionSpec) -> Any:
     from vllm.v1.kv_cache_interface import SlidingWindowMLASpec
 
     return SlidingWindowMLASpec(
-        block_size=spec.page_size, num_kv_heads=1, head_size=584, dtype=torch.uint8,
+        block_size=spec.page_size,
+        num_kv_heads=1,
+        head_size=584,
+        dtype=torch.uint8,
         # A window for the call that asks a group without one for its claims.
-        sliding_window=spec.sliding_window or 128, cache_dtype_str="fp8_ds_mla", model_version="deepseek_v4",
-    )  # fmt: skip
+        sliding_window=spec.sliding_window or 128,
+        cache_dtype_str="fp8_ds_mla",
+        model_version="deepseek_v4",
+    )
