@@ -58,6 +58,7 @@ def _mix(h: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def triton_mix(h):
+    """`_mix` in a kernel, of uint32."""
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
     return h ^ (h >> 16)
@@ -65,6 +66,7 @@ def triton_mix(h):
 
 @triton.jit
 def triton_key(seed, position, stream: tl.constexpr):
+    """`key` in a kernel: uint64, of int64 that broadcast."""
     low = triton_mix((seed & 0xFFFFFFFF).to(tl.uint32) ^ stream)
     high = triton_mix(low ^ ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32))
     first = triton_mix(high ^ (position & 0xFFFFFFFF).to(tl.uint32))
@@ -73,15 +75,17 @@ def triton_key(seed, position, stream: tl.constexpr):
 
 @triton.jit
 def triton_uniform(key, token):
+    """`uniform` in a kernel: fp32, of keys uint64 and tokens that broadcast."""
     low = triton_mix((key >> 32).to(tl.uint32) ^ token.to(tl.uint32))
     high = triton_mix(low + key.to(tl.uint32))
     # The factors are 2**-32, 2**-64 and 1 - 2**-24: products by powers of two are exact, fused into the sum or not.
     x = high.to(tl.float32) * 2.3283064365386963e-10 + (low.to(tl.float32) + 0.5) * 5.421010862427522e-20
-    return tl.minimum(x, 0.999999940395355224609375)
+    return tl.minimum(x, 0.999999940395355224609375)  # _MOST
 
 
 @triton.jit
 def triton_gumbel(key, token):
+    """`gumbel` in a kernel: fp32, of keys uint64 and tokens that broadcast."""
     x = triton_uniform(key, token)
     series = x * (1.0 + x * (0.5 + x * (0.3333333333333333 + x * 0.25)))
-    return -tl.log(tl.where(x < 0.03125, series, -tl.log(1.0 - x)))  # 1 / 32
+    return -tl.log(tl.where(x < 0.03125, series, -tl.log(1.0 - x)))  # the series below 1 / 32

@@ -137,7 +137,7 @@ def batch_invariant_linear_kernel(
         row = tl.program_id(0) + tl.arange(0, BLOCK_T)
         inside = tl.arange(0, BLOCK_T) == 0
         index = tl.arange(0, BLOCK_E)
-        end = tl.load(ends + index, mask=index < WEIGHTS - 1, other=2147483647)
+        end = tl.load(ends + index, mask=index < WEIGHTS - 1, other=2147483647)  # the largest int32
         used = tl.sum((end <= tl.program_id(0)).to(tl.int32), 0).to(tl.int64)
     row = row.to(tl.int64)[:, None]
     output = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]

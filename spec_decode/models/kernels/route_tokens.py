@@ -199,13 +199,17 @@ def _route_kernel(
     # Their weights
     chosen = rank < TOP_K
     if NORMALISED:
-        scores = scores / (tl.sum(tl.where(chosen, scores, 0.0)) + 1e-20)
+        scores = scores / (tl.sum(tl.where(chosen, scores, 0.0)) + 1e-20)  # not by 0, as in the reference
     tl.store(weights + token * TOP_K + rank, scores * scale, mask=chosen)
     tl.store(experts + token * TOP_K + rank, expert.to(tl.int64), mask=chosen)
 
 
 @triton.jit
-def _triton_scores(logits, SCORING: tl.constexpr):
+def _triton_scores(
+    logits,  # fp32 [groups, members], -inf for padding
+    SCORING: tl.constexpr,
+):
+    """A token's scores, as `_scores` has them."""
     if SCORING == "sigmoid":
         scores = 1.0 / (1.0 + tl.exp(-logits))
     elif SCORING == "softmax":
@@ -222,8 +226,14 @@ def _triton_scores(logits, SCORING: tl.constexpr):
 
 
 @triton.jit
-def _best_groups(choice, group, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr):
-    """Whether each group is among a token's best; choice [groups, members] is -inf for padding."""
+def _best_groups(
+    choice,  # fp32 [groups, members], -inf for padding
+    group,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+):
+    """Whether each group is among a token's best."""
     worth = tl.max(choice, 1)
     if SIZE > 1:
         member = tl.arange(0, choice.shape[1])
@@ -244,7 +254,7 @@ def _nan_as_best(values):
 def _first_best(values, left, index):
     """The least index among the largest of the values that are left; none of them is NaN."""
     best = tl.max(tl.where(left, values, float("-inf")))
-    return tl.min(tl.where(left & (values == best), index, 2147483647))
+    return tl.min(tl.where(left & (values == best), index, 2147483647))  # the largest int32
 
 
 _route_tokens = define_op("spec_decode::route_tokens", RouteTokens)

@@ -170,7 +170,15 @@ def ask_for_weight(
 
 
 @triton.jit
-def _inputs(of_x, row, last, column, K: tl.constexpr, BLOCK_K: tl.constexpr, FP32_DOT: tl.constexpr):
+def _inputs(
+    of_x,  # where each row's inputs start, [1, rows]
+    row,  # [rows]
+    last,
+    column,  # [BLOCK_K]
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FP32_DOT: tl.constexpr,
+):
     """A tile of rows' inputs, [BLOCK_K, rows]."""
     if K % BLOCK_K == 0:
         b = tl.load(of_x + column[:, None], mask=(row < last)[None, :], other=0.0)
@@ -215,7 +223,14 @@ def _store(
 
 
 @triton.jit
-def _rows_of_group(ends, row, rows, GROUPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
+def _rows_of_group(
+    ends,  # int32 [E]
+    row,  # [BLOCK_T], counted from the first of this program
+    rows,  # T
+    GROUPS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
     """The sorted rows of this program, one past their group's last, and the group.
 
     There is a program for every sorted row. Of a group's rows every BLOCK_T-th has a tile, and the programs of the
@@ -224,7 +239,7 @@ def _rows_of_group(ends, row, rows, GROUPS: tl.constexpr, BLOCK_T: tl.constexpr,
     at = tl.program_id(2)
     index = tl.arange(0, BLOCK_E)
     # The last group has no end, so that every row belongs to one.
-    end = tl.load(ends + index, mask=index < GROUPS - 1, other=2147483647)
+    end = tl.load(ends + index, mask=index < GROUPS - 1, other=2147483647)  # the largest int32
     before = end <= at
     group = tl.sum(before.to(tl.int32), 0)
     first = tl.max(tl.where(before, end, 0), 0)

@@ -128,7 +128,7 @@ _restrict_logits = define_op("spec_decode::restrict_logits", RestrictLogits, mut
 
 
 _MASK = tl.constexpr(-1e9)  # a logit no larger is taken for a mask
-_LEAST = tl.constexpr(-3.4028234663852886e38)  # the least finite float
+_LEAST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite fp32
 
 
 @triton.jit
@@ -144,7 +144,7 @@ def find_range_kernel(
     PART: tl.constexpr,  # logits of a part
     PDL: tl.constexpr,
 ):
-    """A program takes parts of one row: each one's least logit that is no mask, else inf, and its largest, else -inf."""
+    """A program takes parts of one row: each one's least logit that is no mask, or inf, and its largest, or -inf."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     _, _, has_top_k, has_top_p = restriction(top_k, top_p, row // group, vocab)
@@ -405,7 +405,13 @@ def _load(logits, row, token, vocab):
 
 
 @triton.jit
-def _totals(values, row, parts, BINS: tl.constexpr, PARTS: tl.constexpr):
+def _totals(
+    values,  # [R * G, BINS, parts], counts or sums
+    row,
+    parts,
+    BINS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
     """A row's totals from each edge on, [BINS], of its parts' counts or sums."""
     bin = tl.arange(0, BINS)[:, None]
     part = tl.arange(0, PARTS)[None, :]
@@ -413,7 +419,14 @@ def _totals(values, row, parts, BINS: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _members_of_part(counts, row, bin, part, parts, BINS: tl.constexpr):
+def _members_of_part(
+    counts,  # int32 [R * G, BINS, parts]
+    row,
+    bin,
+    part,
+    parts,
+    BINS: tl.constexpr,
+):
     """How many members of a bin a part has."""
     at = counts + (row * BINS + bin) * parts + part
     reached = tl.load(at, mask=part < parts, other=0)
@@ -440,7 +453,14 @@ def _bounds(edges, row, bin, BINS: tl.constexpr):
 
 
 @triton.jit
-def _members(logits, row, vocab, members, number, CAPACITY: tl.constexpr):
+def _members(
+    logits,  # fp32 [R * G, V]
+    row,
+    vocab,  # V
+    members,  # fp32 [R * G, CAPACITY]
+    number,  # of the bin's members
+    CAPACITY: tl.constexpr,
+):
     """Where to find a bin's members, and how many logits to read: the row itself if they exceed CAPACITY."""
     x = members + row * CAPACITY
     if number > CAPACITY:

@@ -43,6 +43,6 @@ def merge_sum_exp(largest, sum_exp):
 def merge_argmax(partial_score, partial_index, inside):
     """The largest of the blocks' scores, and the lowest index among the blocks that reach it."""
     score = tl.load(partial_score, mask=inside, other=float("-inf"))
-    index = tl.load(partial_index, mask=inside, other=2147483647)
+    index = tl.load(partial_index, mask=inside, other=2147483647)  # the largest int32
     best = tl.max(score, 0)
     return best, tl.min(tl.where(score == best, index, 2147483647), 0)
