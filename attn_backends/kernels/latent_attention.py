@@ -93,14 +93,14 @@ class LatentAttentionArguments(NamedTuple):
             self.block_table,
             self.seq_lens,
             self.query_start_loc,
-            None,
+            None,  # sinks
             self.tree_masks,
             self.max_query_len,
             self._longest,
             self.num_splits,
             self.scale,
-            None,
-            None,
+            None,  # sliding_window
+            None,  # soft_cap
             self.causal,
             self.batch_invariant,
         ).reference()

@@ -92,7 +92,13 @@ def angles_of(table, position, dim, HALF: tl.constexpr):
 
 
 @triton.jit
-def rotated_pairs(at, inside, cos, sin, HALF: tl.constexpr):
+def rotated_pairs(
+    at,  # where the first half of each head's dims is stored
+    inside,  # bool, of the shape of `at`
+    cos,  # fp32, broadcasts to `at`
+    sin,
+    HALF: tl.constexpr,  # D / 2
+):
     """Both halves of the pairs whose first dims lie `at`, rotated and rounded to their dtype."""
     first = tl.load(at, mask=inside, other=0.0)
     second = tl.load(at + HALF, mask=inside, other=0.0)

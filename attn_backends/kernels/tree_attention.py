@@ -242,7 +242,7 @@ def _tree_attention_kernel(
     ancestors = tl.load(tree_masks + token, mask=in_row, other=0)
     seen = seen_in_tree(ancestors[:, None], own[None, :]) & owned[None, :]
     scores = tl.where(seen, scores * 1.4426950408889634, float("-inf"))  # log2(e)
-    peak = tl.maximum(tl.max(scores, 1), -3.0e38)
+    peak = tl.maximum(tl.max(scores, 1), -3.0e38)  # finite in a row that sees no token
     weights = tl.exp2(scores - peak[:, None])
     total = tl.sum(weights, 1)
     acc = tl.dot(weights.to(v.dtype), v, input_precision="ieee")

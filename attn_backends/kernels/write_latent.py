@@ -211,7 +211,7 @@ def _store_fp8_ds_mla(
     tile = tl.arange(0, TILES + 1)
     column = tl.arange(0, TILE)[None, :]
     wide = tiles.to(tl.float32)
-    magnitude = wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    magnitude = wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # the bits of abs(wide)
     # From the bits of 1e-4 to those of infinity: a NaN, whose bits lie above, must not carry into the sign.
     peak = tl.minimum(tl.maximum(tl.max(magnitude, 1), 0x38D1B717), 0x7F800000)
     exponent = ((peak + 0x1FFFFF) >> 23) - 8
