@@ -41,7 +41,7 @@ slow: $(VENV)/.installed
 oldest newest: %: $(VENV)/%/.installed
 	$(VENV)/$@/bin/python $(PYTEST) -m "not slow" $(RELEASE_TESTS)
 	TRITON_INTERPRET=1 $(VENV)/$@/bin/python $(PYTEST) -m "not slow" $(RELEASE_KERNELS)
-	$(VENV)/$@/bin/attn-backends draft 'def read(path):' --device cpu --max-new-tokens 8
+	$(VENV)/$@/bin/attn-backends draft 'def read(path):' --device cpu --max-tokens 8
 
 # The kit over the metadata builders of vLLM, and our plug-ins inside vLLM and SGLang: only their Python is needed.
 VLLM := $(VENV)/engines/vllm-0.33.0

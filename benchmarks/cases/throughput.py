@@ -205,8 +205,8 @@ class TimedPair:
             )
         config = EngineConfig(
             drafter=drafter,
-            max_reqs=max(case.num_reqs),
-            max_seq_len=case.prompt + case.output,
+            max_num_seqs=max(case.num_reqs),
+            max_model_len=case.prompt + case.output,
             page_size=case.draft.page_size,
             max_prefill_tokens=_PREFILL_TOKENS,
             verification=f"synthetic:{decoding.accepted}",

@@ -60,7 +60,7 @@ class _Options:
     top_k: Annotated[int, "Sample from the k most probable tokens; 0: from all."] = 0
     top_p: Annotated[float, "Sample from the fewest tokens that hold this probability."] = 1.0
     seed: Annotated[int, "Seed of the first prompt; prompt i uses seed + i."] = 0
-    max_new_tokens: Annotated[int, "Most tokens to generate for a prompt."] = 64
+    max_tokens: Annotated[int, "Most tokens to generate for a prompt."] = 64
     device: Annotated[str | None, device_option]
     dtype: Annotated[str, _DTYPE, "auto: float32 on a CPU, bfloat16 on a GPU."] = "auto"
     explain: Annotated[bool, "Also say why the other backends were not chosen."] = False
@@ -118,7 +118,7 @@ class _Options:
                 top_k=self.top_k,
                 top_p=self.top_p,
                 seed=self.seed + index,
-                max_tokens=self.max_new_tokens,
+                max_tokens=self.max_tokens,
             )
             for index in range(count)
         ]

@@ -89,7 +89,7 @@ def compare(pair: Pair, backends: Backends, requests: Sequence[Request], on_run:
 def generate(pair: Pair, backends: Backends, requests: Sequence[Request], config: EngineConfig) -> GenerateResult:
     """Continue the requests. Graphs are captured and kernels compiled before: the stats time neither."""
     longest = max(request.max_len for request in requests)
-    config = replace(config, max_reqs=len(requests), max_seq_len=longest)
+    config = replace(config, max_num_seqs=len(requests), max_model_len=longest)
     engine = Engine(pair.target, pair.draft, backends.target, config, draft_backend=backends.draft)
     engine.capture()
     engine.generate([Request(prompt=requests[0].prompt[:1], sampling=SamplingParams(max_tokens=2))])

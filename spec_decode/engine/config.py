@@ -29,14 +29,14 @@ class EngineConfig:
     drafter: DrafterConfig | None = None
     """How tokens are drafted; None decodes without a draft. With a tree, target and draft take backends with the
     feature tree, and the target verifies each request's tree whole."""
-    max_reqs: int = 8
+    max_num_seqs: int = 8
     """Requests that run at once."""
-    max_seq_len: int = 512
+    max_model_len: int = 512
     """Prompt and new tokens of a request together."""
     page_size: int = 16
     """Tokens of a page, in every KV group."""
     num_pages: int | None = None
-    """Pages of every KV group; None takes as many as max_reqs of the longest requests need."""
+    """Pages of every KV group; None takes as many as max_num_seqs of the longest requests need."""
     max_prefill_tokens: int = 512
     """Prompt tokens that one step prefills, at most."""
     verification: str | None = None
@@ -64,21 +64,12 @@ class EngineConfig:
             f"trees are verified by {TREE_VERIFICATION}, got verification {self.verification!r} with a tree; its rule "
             f"is for tokens in a row. Pass {TREE_VERIFICATION}, or no tree.",
         )
+        for name in ("max_num_seqs", "page_size", "max_prefill_tokens", "num_pages"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"{name} is {value}. Pass 1 or more.")
         require(
-            self.max_reqs >= 1 and self.max_seq_len >= 2,
-            "an engine must run 1 request or more of a prompt token and a new one or more, got max_reqs "
-            f"{self.max_reqs} and max_seq_len {self.max_seq_len}; no request could run. "
-            "Raise it.",
-        )
-        require(
-            self.page_size >= 1 and (self.num_pages is None or self.num_pages >= 1),
-            f"a pool needs 1 page or more of 1 token or more, got {self.num_pages} of {self.page_size}; no request "
-            "could run. Raise num_pages or page_size.",
-        )
-        require(
-            self.max_prefill_tokens >= 1,
-            f"a step must prefill 1 token or more, got max_prefill_tokens {self.max_prefill_tokens}; no prompt would "
-            "ever be read. Raise it.",
+            self.max_model_len >= 2,
+            f"max_model_len is {self.max_model_len}. Pass 2 or more: a prompt and its text have a token each at least.",
         )
 
     @property
@@ -104,19 +95,15 @@ def draft_slots(config: EngineConfig, draft: DraftModel | None) -> int:
 def make_pool(config: EngineConfig, draft: DraftModel | None) -> PagePool:
     """The pool of an engine with this draft."""
     slots = draft_slots(config, draft)
-    longest = -(-(config.max_seq_len + slots) // config.page_size)
-    num_pages = config.max_reqs * longest if config.num_pages is None else config.num_pages
+    longest = -(-(config.max_model_len + slots) // config.page_size)
+    num_pages = config.max_num_seqs * longest if config.num_pages is None else config.num_pages
     return PagePool(num_pages, config.page_size, slots)
 
 
 def check_models(config: EngineConfig, target: TargetModel, draft: DraftModel | None) -> None:
     """Raise BatchError for models that do not fit the settings, or each other."""
-    steps, longest = config.num_speculative_tokens, config.max_seq_len + draft_slots(config, draft)
-    require(
-        longest < target.max_positions,
-        f"requests and their speculative tokens must stay below the model's {target.max_positions} positions, got "
-        f"max_seq_len {config.max_seq_len} and {steps}. Lower either.",
-    )
+    steps = config.num_speculative_tokens
+    _check_positions(config, "target", target.max_positions, draft)
     if steps == 0:
         return
     require(
@@ -124,14 +111,29 @@ def check_models(config: EngineConfig, target: TargetModel, draft: DraftModel | 
         f"{steps} speculative tokens need a draft model, got none. Pass one, or 0 tokens.",
     )
     assert draft is not None
-    size, draft_size = target.target_states_size, draft.target_states_size
-    require(
-        draft.vocab_size == target.vocab_size and draft_size == size and longest < draft.max_positions,
-        f"a draft must have the target's {target.vocab_size} tokens, read its hidden states of size {size} and reach "
-        f"{longest} positions, got {draft.vocab_size}, {draft_size} and {draft.max_positions}. "
-        "Choose a draft made for this target.",
-    )
+    for what, wanted, found in (
+        ("tokens in its vocabulary", target.vocab_size, draft.vocab_size),
+        ("numbers in the target's hidden states", target.target_states_size, draft.target_states_size),
+    ):
+        require(
+            wanted == found,
+            f"the draft was made for another target: it has {found} {what}, this target has {wanted}. Choose a draft "
+            "made for this target.",
+        )
+    _check_positions(config, "draft", draft.max_positions, draft)
     draft.check_num_tokens(steps)
+
+
+def _check_positions(config: EngineConfig, name: str, positions: int, draft: DraftModel | None) -> None:
+    """Raise BatchError where a text and the draft tokens behind it leave a model's positions."""
+    slots = draft_slots(config, draft)
+    most = positions - 1 - slots
+    fits = f"a max_model_len of at most {most}" if most >= 2 else "fewer num_speculative_tokens"
+    require(
+        config.max_model_len <= most,
+        f"max_model_len is {config.max_model_len}, and a round writes {slots} draft tokens beyond it; the {name} has "
+        f"{positions} positions. Pass {fits}.",
+    )
 
 
 def checked_request(name: str, request: Request, config: EngineConfig, pool: PagePool, vocab_size: int) -> Request:
@@ -153,9 +155,9 @@ def checked_request(name: str, request: Request, config: EngineConfig, pool: Pag
     token_ids, new = _checked_prompt(name, request.prompt, vocab_size), sampling.max_tokens
     prompt = len(token_ids)
     require(
-        prompt > 0 and prompt + new <= config.max_seq_len,
-        f"{name} needs a prompt and new tokens of at most {config.max_seq_len} together, got {prompt} and {new}. "
-        "Shorten it or raise max_seq_len.",
+        prompt > 0 and prompt + new <= config.max_model_len,
+        f"{name} needs a prompt and new tokens of at most {config.max_model_len} together, got {prompt} and {new}. "
+        "Shorten it or raise max_model_len.",
     )
     require(
         pool.pages_for(prompt + new) <= pool.num_pages,

@@ -92,7 +92,7 @@ class Engine:
             prefill_tables.append(self._make_tables(groups))
             self.drafter = self._make_drafter(draft, groups)
         self._scheduler = Scheduler(self.pool, config)
-        self._batch = InputBatch(config.max_reqs, self.device, self.drafter, verify)
+        self._batch = InputBatch(config.max_num_seqs, self.device, self.drafter, verify)
         self.target = TargetRunner(
             target,
             target_groups,
@@ -134,8 +134,8 @@ class Engine:
         return RequestTables(
             page_sizes=[config.page_size] * len(groups),
             num_pages=[self.pool.num_pages] * len(groups),
-            max_reqs=config.max_reqs,
-            max_seq_len=self.pool.slots_for(config.max_seq_len),
+            max_reqs=config.max_num_seqs,
+            max_seq_len=self.pool.slots_for(config.max_model_len),
             device=self.device,
         )
 

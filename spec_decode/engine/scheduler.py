@@ -9,8 +9,8 @@ The policy is the simplest that is correct:
   youngest request is preempted: it returns all its pages and waits ahead of the others. When it is admitted again, its
   prompt and its text so far are prefilled like a prompt. A step that preempts admits no request. The oldest request
   always gets on, because each request fits the pool alone.
-- A pool that holds max_reqs of the longest requests is never short. It keeps no page back, and gives running requests
-  the pages of several rounds at once: nobody else could use them.
+- A pool that holds max_num_seqs of the longest requests is never short. It keeps no page back, and gives running
+  requests the pages of several rounds at once: nobody else could use them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Scheduler:
         self._prefilling: list[RequestState] = []
         self._waiting: deque[RequestState] = deque()
         self._config = config
-        self._never_short = pool.num_pages >= config.max_reqs * pool.pages_for(config.max_seq_len)
+        self._never_short = pool.num_pages >= config.max_num_seqs * pool.pages_for(config.max_model_len)
 
     @property
     def has_unfinished(self) -> bool:
@@ -135,7 +135,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Admit waiting requests while there is room."""
         config = self._config
-        while self._waiting and (admitted := len(self.running) + len(self._prefilling)) < config.max_reqs:
+        while self._waiting and (admitted := len(self.running) + len(self._prefilling)) < config.max_num_seqs:
             request = self._waiting[0]
             needed = self.pool.pages_for(request.prefill_len + 1)
             kept_free = 0 if self._never_short else admitted

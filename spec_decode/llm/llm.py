@@ -109,7 +109,7 @@ class LLM:
             drafter = DrafterConfig(num_speculative_tokens=steps, strategy=strategy, tree=tree)
         config = EngineConfig(
             drafter=drafter,
-            max_reqs=settings.get("max_num_seqs", 8),
+            max_num_seqs=settings.get("max_num_seqs", 8),
             page_size=settings.get("page_size", 16),
             verification=settings.get("verification"),
             batch_invariant=settings.get("batch_invariant", False),
@@ -118,7 +118,7 @@ class LLM:
         most = min(model.max_positions for model in (pair.target, pair.draft) if model is not None)
         room = most - 1 - draft_slots(config, pair.draft)
         asked = settings.get("max_model_len")
-        self.config = replace(config, max_seq_len=max(2, min(room, _MAX_MODEL_LEN)) if asked is None else asked)
+        self.config = replace(config, max_model_len=max(2, min(room, _MAX_MODEL_LEN)) if asked is None else asked)
         self.pair = pair
         self.backends = choose_backends(pair, self.config, backend, draft_backend)
         drafting = pair.draft if config.num_speculative_tokens else None
@@ -186,7 +186,7 @@ class LLM:
         own = frozenset() if params.ignore_eos else self.pair.stop_ids
         sampling = replace(params, stop=(), stop_token_ids=own | frozenset(params.stop_token_ids))
         request = Request(prompt=token_ids, sampling=sampling)
-        longest = self.config.max_seq_len
+        longest = self.config.max_model_len
         require(
             len(token_ids) + params.max_tokens <= longest,
             f"prompt {index} has {len(token_ids)} tokens and asks for {params.max_tokens} more, the model takes "

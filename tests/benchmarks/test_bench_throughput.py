@@ -111,7 +111,7 @@ def test_a_part_that_fails_leaves_the_other_its_rows(monkeypatch):
 
 def make_engine(pair, **options):
     options = {"strategy": Strategy.FULL_LOOP, "verification": "synthetic:1.0", **options}
-    config = engine_config(num_speculative_tokens=2, max_reqs=2, max_seq_len=52, **options)
+    config = engine_config(num_speculative_tokens=2, max_num_seqs=2, max_model_len=52, **options)
     return Engine(*pair, get("torch_reference"), config)
 
 

@@ -46,7 +46,7 @@ def test_the_engines_builder_is_clean(stranger: tuple[Stranger, Path]) -> None:
 
 def test_the_engines_builder_drafts_in_one_graph(stranger: tuple[Stranger, Path]) -> None:
     environment, checkout = stranger
-    command = "attn-backends draft 'def read(path):' --backend engine_paged --strategy full_loop --max-new-tokens 4"
+    command = "attn-backends draft 'def read(path):' --backend engine_paged --strategy full_loop --max-tokens 4"
 
     assert "(engine_paged): advanced in the graph; the engine says that" in environment.must(command, checkout)
 

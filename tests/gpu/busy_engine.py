@@ -75,7 +75,7 @@ def make_engine(pair: Pair, verification: str, **options: Any) -> Engine:
     """An engine for such requests."""
     config = engine_config(
         num_speculative_tokens=DRAFT_TOKENS,
-        max_seq_len=PROMPT[1] + NEW[1],
+        max_model_len=PROMPT[1] + NEW[1],
         page_size=PAGE_SIZE,
         verification=verification,
         **options,
@@ -86,7 +86,7 @@ def make_engine(pair: Pair, verification: str, **options: Any) -> Engine:
 def serve(pair: Pair, verification: str, requests: Sequence[Request], rng: random.Random, **options: Any) -> BusyRun:
     """Serve the requests, which join at random and of which some are cancelled, until nothing is left. options: more of
     the engine's."""
-    options |= {"max_reqs": MAX_REQS, "num_pages": POOL, "max_prefill_tokens": 256}
+    options |= {"max_num_seqs": MAX_REQS, "num_pages": POOL, "max_prefill_tokens": 256}
     engine = make_engine(pair, verification, **options)
     engine.capture()
     handles: list[Handle] = []

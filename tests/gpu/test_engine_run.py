@@ -64,7 +64,7 @@ class NoisyEngine:
         for model in (pair.target, pair.draft):
             model.logits = self._with_noise(model.logits)  # type: ignore[method-assign, assignment]
         # The host switches the noise token by token, which no graph would see.
-        self._engine = make_engine(pair, verification, max_reqs=1, graph_mode=GraphMode.NONE)
+        self._engine = make_engine(pair, verification, max_num_seqs=1, graph_mode=GraphMode.NONE)
 
     def leads_to(self, request: Request, tokens: Sequence[int], at: int) -> bool:
         """Whether a noisy text is `tokens` up to and with token `at`, in any of the tries."""
@@ -133,7 +133,7 @@ def run(device: torch.device, requests: int, sampled: int) -> list[dict[str, Any
     pair, rng, rows = load_pair(device), random.Random(0), []
     for verification in VERIFIERS:
         busy_run = serve(pair, verification, make_requests(requests // len(VERIFIERS), rng), rng)
-        alone = make_engine(pair, verification, max_reqs=1, strategy=busy_run.strategy)
+        alone = make_engine(pair, verification, max_num_seqs=1, strategy=busy_run.strategy)
         handles = rng.sample(busy_run.handles, sampled // len(VERIFIERS))
         noisy, start = NoisyEngine(verification, device), time.perf_counter()
         sample = compare(busy_run, handles, alone, noisy)
@@ -160,7 +160,7 @@ def test_every_text_of_a_busy_engine_is_that_of_its_request_alone(write_report):
         backend=busy_engine.BACKEND,
         backend_version=registry.get(busy_engine.BACKEND).version,
         dtype=str(busy_engine.DTYPE).removeprefix("torch."),
-        max_reqs=busy_engine.MAX_REQS,
+        max_num_seqs=busy_engine.MAX_REQS,
         pages=busy_engine.POOL,
         page_size=busy_engine.PAGE_SIZE,
         draft_tokens=busy_engine.DRAFT_TOKENS,
@@ -183,7 +183,7 @@ def busy_run_of(*handles):
 
 @cache
 def alone():
-    return make_engine(load_pair(CPU), "rejection", max_reqs=1)
+    return make_engine(load_pair(CPU), "rejection", max_num_seqs=1)
 
 
 def finished(**changes):

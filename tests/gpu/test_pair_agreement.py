@@ -59,8 +59,8 @@ class Subject:
         """An engine that drafts `count` tokens a round, none for plain decoding."""
         config = engine_config(
             num_speculative_tokens=count,
-            max_reqs=4,
-            max_seq_len=max(request.max_len for request in requests_at(0.0)),
+            max_num_seqs=4,
+            max_model_len=max(request.max_len for request in requests_at(0.0)),
             page_size=PAGE_SIZE,
             graph_mode=mode,
             strategy=strategy,

@@ -262,8 +262,8 @@ def _engine(subject: ModelUnderTest, draft: DraftModel | None, backend: Attentio
         num_speculative_tokens=DRAFT_TOKENS if draft else 0,
         graph_mode=mode,
         autotune=False,
-        max_reqs=4,
-        max_seq_len=LENGTH,
+        max_num_seqs=4,
+        max_model_len=LENGTH,
         page_size=PAGE,
     )
     return Engine(subject.target, draft, backend, config)

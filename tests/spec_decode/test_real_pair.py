@@ -53,8 +53,8 @@ def run(
     asked = requests(**changes)[:first]
     config = engine_config(
         num_speculative_tokens=steps,
-        max_reqs=min(6, len(asked)),
-        max_seq_len=160,
+        max_num_seqs=min(6, len(asked)),
+        max_model_len=160,
         graph_mode=GraphMode.NONE if strategy is Strategy.EAGER else GraphMode.FULL,
         strategy=strategy,
     )

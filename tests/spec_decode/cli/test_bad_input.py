@@ -34,7 +34,7 @@ NAMED = "check torch_reference --device cpu --only contract.version_matches"
     [
         ("--page-size", ["0", "-1", "1.5", str(10**9), HUGE, "nan", ""]),
         ("-k", ["-1", "1.5", str(10**9), HUGE, "x", ""]),
-        ("--max-new-tokens", ["0", "-1", "1.5", str(10**9), HUGE, ""]),
+        ("--max-tokens", ["0", "-1", "1.5", str(10**9), HUGE, ""]),
         ("--top-k", ["-1", "1.5", HUGE]),
         ("--seed", ["1.5", HUGE, "x"]),
         ("--temperature", ["-1", "nan", "inf", "x"]),
@@ -244,6 +244,6 @@ def test_variables_with_nonsense_in_them_cost_no_traceback(tmp_path):
 
 
 def test_a_text_that_the_terminal_cannot_show_is_spelled_out(pair):
-    words = f"draft \u00e9 --device cpu --target {pair} --max-new-tokens 1 -k 0 --strategy eager"
+    words = f"draft \u00e9 --device cpu --target {pair} --max-tokens 1 -k 0 --strategy eager"
     result = CliRunner(charset="ascii").invoke(main, words.split())
     assert result.exit_code == 0 and "\\xe9" in result.stdout, result.output

@@ -12,7 +12,7 @@ from spec_decode.tools import plug_ins
 
 
 def draft_words(pair, *words):
-    return ["draft", "--device", "cpu", "--target", pair, "--max-new-tokens", "6", *words]
+    return ["draft", "--device", "cpu", "--target", pair, "--max-tokens", "6", *words]
 
 
 def test_draft_prints_text_plan_and_stats(pair, run):
@@ -25,7 +25,7 @@ def test_draft_prints_text_plan_and_stats(pair, run):
 def test_draft_runs_the_small_pair_with_one_thread(pair, run, monkeypatch):
     before, counts = torch.get_num_threads(), []
     monkeypatch.setattr(torch, "set_num_threads", counts.append)
-    run(*draft_words(pair, "x", "-k", "0", "--max-new-tokens", "1"))
+    run(*draft_words(pair, "x", "-k", "0", "--max-tokens", "1"))
     assert len(counts) >= 4 and set(counts[::2]) == {1} and set(counts[1::2]) == {before}
 
 
@@ -95,12 +95,12 @@ def slow_plug_in(monkeypatch):
 
 
 def test_a_plug_in_is_named_before_it_is_asked_so_that_one_that_hangs_is_seen(pair, run, slow_plug_in):
-    words = draft_words(pair, "x", "--max-new-tokens", "1")
+    words = draft_words(pair, "x", "--max-tokens", "1")
     assert "loading" not in run(*words).stderr
     assert "loading backend slow of package unknown\n" in run(*words, "--explain").stderr
 
 
-@pytest.mark.parametrize("verb", ["list", "doctor", "draft x --max-new-tokens 1 --backend slow"])
+@pytest.mark.parametrize("verb", ["list", "doctor", "draft x --max-tokens 1 --backend slow"])
 def test_every_verb_that_loads_plug_ins_names_them(verb, run, slow_plug_in):
     result = run(*verb.split(), "--device", "cpu")
     assert result.exit_code == 0 and result.stderr.startswith("loading backend slow of package unknown\n")
@@ -115,7 +115,7 @@ def test_a_run_in_the_interpreter_says_so_and_how_far_it_is(pair, run, monkeypat
         yield
         seen.append(text())
 
-    words = draft_words(pair, "x", "--max-new-tokens", "3")
+    words = draft_words(pair, "x", "--max-tokens", "3")
     assert "interpreter" not in run(*words).stderr
     monkeypatch.setattr("builders.kernels.triton_runtime.interpreting", lambda: True)
     monkeypatch.setattr("spec_decode.cli.draft.told_again", told_again)
@@ -162,7 +162,7 @@ def test_draft_repeats_itself_for_a_seed(pair, run):
 
 
 def test_draft_takes_one_new_token(pair, run):
-    assert run(*draft_words(pair, "x", "--max-new-tokens", "1")).exit_code == 0
+    assert run(*draft_words(pair, "x", "--max-tokens", "1")).exit_code == 0
 
 
 def test_draft_refuses_a_strategy_that_the_backend_cannot_run(pair, refused, rebuilt):
@@ -180,7 +180,7 @@ def test_draft_refuses_a_strategy_that_the_backend_cannot_run(pair, refused, reb
         (["x", "--draft", "nonesuch"], "are draft, got 'nonesuch'"),
         (["x", "--draft-backend", "nonesuch"], "torch_reference"),
         (["x", "-k", "-1"], "num_speculative_tokens must be"),
-        (["x", "-k", "999"], "speculative tokens"),
+        (["x", "-k", "999"], "Pass fewer num_speculative_tokens"),
         (["x", "--temperature", "-1"], "temperature"),
         (["x", "--verify", "dice"], "one of rejection, block"),
         (["x", "--verify", "synthetic:9"], "from 0 to 4"),
@@ -190,7 +190,7 @@ def test_draft_refuses_a_strategy_that_the_backend_cannot_run(pair, refused, reb
         (["x", "--tree", "4x16", "-k", "1"], "at most the 4 candidates"),
         (["x", "--tree", "nowhere"], "WIDTHxTOKENS, like 4x16, or a JSON file of paths, got 'nowhere'"),
         (["x", "--tree", "4x16", "--backend", "flash_attn3"], "flash_attn3"),
-        (["x", "--max-new-tokens", "0"], "max_tokens"),
+        (["x", "--max-tokens", "0"], "max_tokens"),
         (["x" * 600], "raise max_model_len"),
         (["x", "--target", "nowhere"], "'nowhere' is no folder"),
         (["--prompts", "nowhere"], "utf-8 file"),
@@ -206,7 +206,7 @@ def test_draft_refuses(pair, words, part, refused):
 def test_a_text_drafted_in_trees_is_plain_decodings(pair, run, tmp_path, tree, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "paths.json").write_text("[[0], [1], [0, 0], [0, 1]]")
-    words = draft_words(pair, "The for statement", "--max-new-tokens", "12")
+    words = draft_words(pair, "The for statement", "--max-tokens", "12")
     plain, drafted = (run(*words, *more).output for more in (["-k", "0"], ["-k", "3", "--tree", tree]))
     assert "of 3, the depth of a tree of" in drafted
     assert plain.partition("backend")[0] == drafted.partition("backend")[0]

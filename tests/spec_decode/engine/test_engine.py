@@ -21,7 +21,7 @@ REFERENCE = get("torch_reference")
 def make_engine(
     pair=PAIR, *, backend=REFERENCE, draft_backend=None, num_speculative_tokens=3, graph_mode=GraphMode.NONE, **options
 ):
-    options = {"max_reqs": 3, "max_seq_len": 64, "page_size": 4, **options}
+    options = {"max_num_seqs": 3, "max_model_len": 64, "page_size": 4, **options}
     config = engine_config(num_speculative_tokens=num_speculative_tokens, graph_mode=graph_mode, **options)
     return Engine(*pair, backend, config, draft_backend=draft_backend)
 
@@ -135,7 +135,7 @@ def test_as_much_is_kept_as_when_the_same_pair_speculates_without_a_cache(length
 def test_the_first_draft_is_the_dense_drafts_over_the_whole_prompt(monkeypatch):
     target, draft = make_pair(make_config(num_q_heads=4), context=1.0)
     draft.fuse.weight[:, draft.config.hidden_size :] *= 10
-    engine, logits, requests = make_engine((target, draft), max_reqs=4), [], make_requests(4)
+    engine, logits, requests = make_engine((target, draft), max_num_seqs=4), [], make_requests(4)
     propose = engine.drafter.propose
 
     def spy(verified):
@@ -191,7 +191,7 @@ def test_block_verification_keeps_no_fewer_drafts_than_rejection():
     asked = [request for seed in range(6) for request in make_requests(6, seed, temperature=1.0)]
     kept = {}
     for name in ("rejection", "block"):
-        engine = make_engine(verification=name, max_reqs=len(asked))
+        engine = make_engine(verification=name, max_num_seqs=len(asked))
         engine.generate([resampled(request, max_tokens=30) for request in asked])
         kept[name] = engine.stats.mean_accepted
     assert kept["block"] >= 0.97 * kept["rejection"]
@@ -234,11 +234,11 @@ def test_an_unknown_verifier_is_refused():
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("max_reqs", [1, 2, 3, 16])
-def test_any_number_of_rows_gives_the_same_texts_in_order(max_reqs, steps):
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 16])
+def test_any_number_of_rows_gives_the_same_texts_in_order(max_num_seqs, steps):
     requests = make_requests(9)
-    wanted = texts(make_engine(max_reqs=9, num_speculative_tokens=steps), requests)
-    assert texts(make_engine(max_reqs=max_reqs, num_speculative_tokens=steps), requests) == wanted
+    wanted = texts(make_engine(max_num_seqs=9, num_speculative_tokens=steps), requests)
+    assert texts(make_engine(max_num_seqs=max_num_seqs, num_speculative_tokens=steps), requests) == wanted
 
 
 @pytest.mark.parametrize("steps", [0, 3])
@@ -270,7 +270,7 @@ def test_pages_are_returned_when_a_callback_fails_on_the_way():
 
 
 def test_no_request_ever_overflows_its_pages():
-    engine = make_engine(max_seq_len=30)
+    engine = make_engine(max_model_len=30)
     engine.generate(make_requests(9))
     assert all(tables.overflow.eq(0).all() for tables in engine._tables)
 
@@ -358,7 +358,7 @@ def test_streaming_tells_no_stop_id():
 
 def test_a_shorter_request_is_told_to_the_end_before_one_that_waits_for_its_row():
     told, requests = [], make_requests(3)
-    make_engine(max_reqs=1).generate(requests, on_token=lambda index, token: told.append(index))
+    make_engine(max_num_seqs=1).generate(requests, on_token=lambda index, token: told.append(index))
     assert told == sorted(told)
 
 
@@ -389,8 +389,8 @@ def test_an_engine_serves_on_after_a_refusal():
 
 @pytest.mark.parametrize("longest", [157, 400])
 def test_an_engine_beyond_the_models_positions_is_refused(longest):
-    with pytest.raises(BatchError, match="below the model's 160 positions"):
-        make_engine(num_speculative_tokens=3, max_seq_len=longest)
+    with pytest.raises(BatchError, match=r"the target has 160 positions\. Pass a max_model_len of at most 156"):
+        make_engine(num_speculative_tokens=3, max_model_len=longest)
 
 
 def test_plain_decoding_has_no_plan_and_no_drafter():

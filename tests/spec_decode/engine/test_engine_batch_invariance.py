@@ -31,7 +31,7 @@ def pair(latent):
 
 def make_engine(count, *, latent=False, backend="triton_paged", **options):
     options = {"graph_mode": GraphMode.NONE, "batch_invariant": True, **options}
-    config = engine_config(num_speculative_tokens=count, max_reqs=4, max_seq_len=64, page_size=4, **options)
+    config = engine_config(num_speculative_tokens=count, max_num_seqs=4, max_model_len=64, page_size=4, **options)
     draft_backend = get("sparse_swa_mla") if latent else None
     return Engine(*pair(latent), get(backend), config, draft_backend=draft_backend)
 

@@ -24,7 +24,7 @@ REFERENCE = get("torch_reference")
 def make_engine(
     pair=PAIR, *, backend=REFERENCE, draft_backend=None, num_speculative_tokens=3, graph_mode=GraphMode.NONE, **options
 ):
-    options = {"max_reqs": 4, "max_seq_len": 64, "page_size": 4, **options}
+    options = {"max_num_seqs": 4, "max_model_len": 64, "page_size": 4, **options}
     config = engine_config(num_speculative_tokens=num_speculative_tokens, graph_mode=graph_mode, **options)
     return Engine(*pair, backend, config, draft_backend=draft_backend)
 
@@ -55,7 +55,7 @@ def alone(requests, **options):
     """The text of each by itself; decoded once in a process, for several cases compare themselves with the same."""
     asked = repr((requests, options))
     if asked not in _ALONE:
-        engine = make_engine(max_reqs=1, **options)
+        engine = make_engine(max_num_seqs=1, **options)
         _ALONE[asked] = [texts(engine, [request])[0] for request in requests]
     return _ALONE[asked]
 
@@ -68,7 +68,7 @@ def all_pages(engine):
 def test_500_requests_that_come_and_go_say_what_each_says_alone():
     requests, rng = make_requests(500, prompt=6, new=18), random.Random(1)
     # A quarter of the pages that the rows may come to need: they grow into preemption again and again.
-    engine = make_engine(max_reqs=12, max_seq_len=24, page_size=1, num_pages=64, max_prefill_tokens=16)
+    engine = make_engine(max_num_seqs=12, max_model_len=24, page_size=1, num_pages=64, max_prefill_tokens=16)
     handles, cancelled = [], set()
     while len(handles) < 500 or engine.step():
         for request in requests[len(handles) : len(handles) + rng.randint(0, 5)]:
@@ -81,7 +81,7 @@ def test_500_requests_that_come_and_go_say_what_each_says_alone():
     assert engine.stats.preemptions > 15 and len(cancelled) > 20
     assert engine.pool.num_free == all_pages(engine)
     assert all(tables.overflow.eq(0).all() for tables in engine._tables)
-    for index, (handle, text) in enumerate(zip(handles, alone(requests, max_seq_len=24), strict=True)):
+    for index, (handle, text) in enumerate(zip(handles, alone(requests, max_model_len=24), strict=True)):
         said = handle.generation.token_ids
         assert said == (text[: len(said)] if index in cancelled else text)
 
@@ -124,7 +124,7 @@ def test_the_youngest_is_preempted_and_the_oldest_never():
 
 @pytest.mark.parametrize(("num_pages", "rounds"), [(66, 1), (67, 1 + 8)])
 def test_a_request_owns_pages_for_the_next_round_or_where_the_pool_holds_the_longest_for_some_more(num_pages, rounds):
-    engine = make_engine(max_reqs=1, page_size=1, num_pages=num_pages)
+    engine = make_engine(max_num_seqs=1, page_size=1, num_pages=num_pages)
     engine.submit(make_request(prompt=[1, 2, 3], max_tokens=40))
     owned = []
     while engine.step():
@@ -180,7 +180,7 @@ def test_a_long_prompt_holds_the_others_up_by_a_chunk_a_round():
 def test_a_cancelled_request_leaves_the_others_texts_as_they_are(when, steps):
     requests = [resampled(r, temperature=1.0, max_tokens=16, stop_token_ids=frozenset()) for r in make_requests(4, 7)]
     requests[2] = replace(requests[2], prompt=[5] * 12)
-    engine = make_engine(max_reqs=2 if when == "waiting" else 4, num_speculative_tokens=steps, max_prefill_tokens=9)
+    engine = make_engine(max_num_seqs=2 if when == "waiting" else 4, num_speculative_tokens=steps, max_prefill_tokens=9)
     handles = []
 
     def on_token(index):
@@ -288,7 +288,7 @@ def test_the_host_hears_of_a_round_when_the_next_one_is_under_way(monkeypatch):
 
 
 def test_a_request_near_its_limit_gets_as_many_drafts_as_its_text_has_room_for(monkeypatch):
-    engine, room, proposed = make_engine(max_reqs=1), [], []
+    engine, room, proposed = make_engine(max_num_seqs=1), [], []
     propose = engine.drafter.propose
 
     def spy(verified):
@@ -315,7 +315,7 @@ def test_a_row_whose_end_nobody_has_heard_of_stays_within_its_pages(steps):
 
 
 def test_totals_count_tokens_and_rounds():
-    engine = make_engine(max_reqs=2)
+    engine = make_engine(max_num_seqs=2)
     requests = [resampled(request, stop_token_ids=frozenset()) for request in make_requests(5)]
     results = engine.generate(requests)
     assert engine.stats.new_tokens == sum(len(result.token_ids) for result in results)
@@ -421,9 +421,17 @@ def test_a_group_without_a_backend_is_refused():
         make_engine((target, SameModel(target)), backend={"full": REFERENCE})
 
 
-def test_a_draft_made_for_another_target_is_refused():
-    with pytest.raises(BatchError, match="a draft must have the target's 24 tokens"):
-        make_engine((PAIR[0], make_pair(make_config(vocab_size=30))[1]))
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"vocab_size": 30}, "has 30 tokens in its vocabulary, this target has 24"),
+        ({"hidden_size": 64}, "numbers in the target's hidden states, this target has"),
+        ({"max_positions": 60}, "the draft has 60 positions. Pass a max_model_len of at most 56"),
+    ],
+)
+def test_a_draft_made_for_another_target_is_refused(other, told):
+    with pytest.raises(BatchError, match=told):
+        make_engine((PAIR[0], make_pair(make_config(**other))[1]))
 
 
 def test_speculation_without_a_draft_is_refused_and_plain_decoding_is_not():

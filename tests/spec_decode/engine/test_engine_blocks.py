@@ -32,7 +32,7 @@ def draft(request, tmp_path_factory):
 
 
 def make_engine(draft, steps, **options):
-    config = engine_config(num_speculative_tokens=steps, max_reqs=3, max_seq_len=64, page_size=16, **options)
+    config = engine_config(num_speculative_tokens=steps, max_num_seqs=3, max_model_len=64, page_size=16, **options)
     return Engine(TARGET, draft, get("torch_reference"), config)
 
 

@@ -15,14 +15,14 @@ from tests.factories import engine_config, make_pair
 
 REFUSED = {
     "a negative number of drafts": ({"num_speculative_tokens": -1}, "num_speculative_tokens must be 1 or more, got -1"),
-    "no rows": ({"max_reqs": 0}, "1 request or more.*max_reqs 0"),
-    "no room for a new token": ({"max_seq_len": 1}, "max_seq_len 1"),
-    "no pages": ({"num_pages": 0}, "1 page or more of 1 token or more, got 0 of 16"),
-    "empty pages": ({"page_size": 0}, "1 page or more of 1 token or more, got None of 0"),
+    "no rows": ({"max_num_seqs": 0}, "max_num_seqs is 0. Pass 1 or more"),
+    "no room for a new token": ({"max_model_len": 1}, "max_model_len is 1. Pass 2 or more"),
+    "no pages": ({"num_pages": 0}, "num_pages is 0. Pass 1 or more"),
+    "empty pages": ({"page_size": 0}, "page_size is 0. Pass 1 or more"),
     "a verification that has no name": ({"verification": 3}, "verification must be a string or None, got 3"),
     "an answer in words": ({"autotune": "no"}, "autotune must be True or False, got 'no'"),
     "a confidence in words": ({"min_confidence": "x"}, "min_confidence must be a finite number, got 'x'"),
-    "no prefill": ({"max_prefill_tokens": 0}, "must prefill 1 token or more, got max_prefill_tokens 0"),
+    "no prefill": ({"max_prefill_tokens": 0}, "max_prefill_tokens is 0. Pass 1 or more"),
 }
 
 
@@ -40,13 +40,13 @@ def test_a_confidence_that_is_no_probability_is_refused_with_the_drafter():
 def test_settings_are_frozen_and_named():
     config = engine_config(num_speculative_tokens=3)
     with pytest.raises(FrozenInstanceError):
-        config.max_reqs = 4
+        config.max_num_seqs = 4
     with pytest.raises(TypeError):
         EngineConfig(3)
 
 
 def test_without_a_number_of_pages_the_longest_requests_fit():
-    config = engine_config(num_speculative_tokens=3, max_reqs=2, max_seq_len=30, page_size=16)
+    config = engine_config(num_speculative_tokens=3, max_num_seqs=2, max_model_len=30, page_size=16)
     pool = make_pool(config, None)
     assert pool.slots_for(30) == 33 and pool.num_pages == 2 * 3
     assert make_pool(engine_config(num_speculative_tokens=3, num_pages=7), None).num_pages == 7
@@ -78,7 +78,7 @@ def make_engine(monkeypatch, device="cuda", **options):
             self.device = torch.device("cpu")
 
     monkeypatch.setattr(Engine, "_make_drafter", on_device)
-    config = engine_config(num_speculative_tokens=3, max_seq_len=32, page_size=4, **options)
+    config = engine_config(num_speculative_tokens=3, max_model_len=32, page_size=4, **options)
     return Engine(*make_pair(), get("torch_reference"), config), len(calls)
 
 

@@ -24,8 +24,8 @@ ASKED = [make_request(prompt=[i, 3, 1], max_tokens=n) for i, n in enumerate([5, 
 def make_engine(**options):
     options = {
         "num_speculative_tokens": 3,
-        "max_reqs": 3,
-        "max_seq_len": 40,
+        "max_num_seqs": 3,
+        "max_model_len": 40,
         "page_size": 4,
         "num_pages": 24,
         **options,
@@ -151,10 +151,10 @@ def test_a_callback_that_generates_is_refused_and_statistics_go_on():
 
 CONFIGS = {
     "a fraction of a token": ({"num_speculative_tokens": 1.5}, "num_speculative_tokens must be an int, got 1.5"),
-    "a truth": ({"max_reqs": True}, "max_reqs must be an int, got True"),
+    "a truth": ({"max_num_seqs": True}, "max_num_seqs must be an int, got True"),
     "a page in words": ({"page_size": "16"}, "page_size must be an int, got '16'"),
     "pages in parts": ({"num_pages": 2.0}, "num_pages must be an int or None, got 2.0"),
-    "fewer than no rows": ({"max_reqs": -1}, "1 request or more.*max_reqs -1"),
+    "fewer than no rows": ({"max_num_seqs": -1}, "max_num_seqs is -1. Pass 1 or more"),
     "a graph mode in words": ({"graph_mode": "none"}, "graph_mode must be of type GraphMode, got 'none'"),
     "a strategy in words": ({"strategy": "full_loop"}, "strategy must be of type Strategy or None, got 'full_loop'"),
 }
@@ -167,7 +167,7 @@ def test_settings_of_another_type_are_refused(changed, message):
 
 
 @pytest.mark.parametrize(
-    "options", [{"page_size": 10**9}, {"num_pages": 10**12}, {"max_reqs": 10**12, "num_pages": None}]
+    "options", [{"page_size": 10**9}, {"num_pages": 10**12}, {"max_num_seqs": 10**12, "num_pages": None}]
 )
 def test_caches_larger_than_the_memory_are_refused_before_anything_is_allocated(options):
     with pytest.raises(BatchError, match=r"\d+ pages of \d+ tokens .* GiB, cpu has [\d.]+\. Take"):

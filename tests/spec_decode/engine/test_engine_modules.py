@@ -34,7 +34,7 @@ def draft(tmp_path_factory):
 
 
 def make_engine(draft, steps, **options):
-    options = {"max_reqs": 3, "max_seq_len": 64, "page_size": 16, **options}
+    options = {"max_num_seqs": 3, "max_model_len": 64, "page_size": 16, **options}
     return Engine(TARGET, draft, get("torch_reference"), engine_config(num_speculative_tokens=steps, **options))
 
 
@@ -52,7 +52,7 @@ def texts(engine, **options):
 @pytest.fixture(scope="module")
 def alone(draft):
     """The texts of one request after the other, each prefilled in one piece."""
-    return texts(make_engine(draft, 4, verification=MOST_KEPT, max_reqs=1))
+    return texts(make_engine(draft, 4, verification=MOST_KEPT, max_num_seqs=1))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_one_graph_of_a_whole_round_says_what_eager_says(draft, temperature):
 
 def test_drafts_do_not_depend_on_who_runs_beside_a_request(draft, alone):
     assert texts(make_engine(draft, 4, verification=MOST_KEPT)) == alone
-    assert texts(make_engine(draft, 4, verification=MOST_KEPT, max_reqs=2)) == alone
+    assert texts(make_engine(draft, 4, verification=MOST_KEPT, max_num_seqs=2)) == alone
 
 
 @pytest.mark.parametrize("chunk", [1, 3])

@@ -14,7 +14,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 def draft_caches(max_prefill_tokens):
     """What the draft's caches hold after a prompt and a round."""
     config = engine_config(
-        num_speculative_tokens=2, max_reqs=1, max_seq_len=32, page_size=4, max_prefill_tokens=max_prefill_tokens,
+        num_speculative_tokens=2, max_num_seqs=1, max_model_len=32, page_size=4, max_prefill_tokens=max_prefill_tokens,
         graph_mode=GraphMode.NONE,
     )  # fmt: skip
     engine = Engine(*make_pair(), get("torch_reference"), config)

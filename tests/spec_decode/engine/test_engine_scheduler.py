@@ -79,7 +79,7 @@ WORLDS = st.fixed_dictionaries(
     {
         "page_size": st.integers(1, 5),
         "spare_pages": st.integers(0, 8) | st.integers(0, 100),
-        "max_reqs": st.integers(1, 4),
+        "max_num_seqs": st.integers(1, 4),
         "ahead": st.integers(0, 4),
         "chunk": st.integers(1, 9),
         "lens": st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=7),
@@ -94,9 +94,9 @@ def serve(world):
     num_pages = -(-(longest + world["ahead"]) // world["page_size"]) + world["spare_pages"]
     pool = PagePool(num_pages, world["page_size"], world["ahead"])
     config = engine_config(
-        max_reqs=world["max_reqs"],
+        max_num_seqs=world["max_num_seqs"],
         num_speculative_tokens=world["ahead"],
-        max_seq_len=longest,
+        max_model_len=longest,
         max_prefill_tokens=world["chunk"],
     )
     scheduler = Scheduler(pool, config)
@@ -107,7 +107,7 @@ def serve(world):
     while scheduler.has_unfinished or device.outputs:
         device.step()
         owned = [page for request in device.admitted for page in request.pages]
-        assert len(device.admitted) <= world["max_reqs"]
+        assert len(device.admitted) <= world["max_num_seqs"]
         assert len(owned) == len(set(owned)) and len(owned) + pool.num_free == pool.num_pages
         admitted.append([handles.index(request.handle) for request in device.admitted])
         assert len(admitted) < 1000
@@ -132,7 +132,7 @@ def test_pages_of_later_rounds_preempt_nobody_and_keep_nobody_waiting(world):
 
 
 def test_nobody_waits_for_pages_of_a_pool_that_holds_the_longest_in_every_row():
-    scheduler = scheduler_of(num_pages=16, max_reqs=2, max_seq_len=8)
+    scheduler = scheduler_of(num_pages=16, max_num_seqs=2, max_model_len=8)
     submitted(scheduler, 5)
     scheduler.chunks_prefilled(scheduler.next_chunks())
     scheduler.running[0].step_enqueued(0)
@@ -142,7 +142,7 @@ def test_nobody_waits_for_pages_of_a_pool_that_holds_the_longest_in_every_row():
 
 
 def scheduler_of(num_pages=20, **options):
-    options = {"max_reqs": 4, "num_speculative_tokens": 0, "max_prefill_tokens": 8, **options}
+    options = {"max_num_seqs": 4, "num_speculative_tokens": 0, "max_prefill_tokens": 8, **options}
     return Scheduler(PagePool(num_pages, 1), engine_config(**options))
 
 

@@ -28,7 +28,7 @@ def requests(temperature):
 
 def make_engine(steps=4, **options):
     config = engine_config(
-        num_speculative_tokens=steps, max_seq_len=64, page_size=4, graph_mode=GraphMode.NONE, **options
+        num_speculative_tokens=steps, max_model_len=64, page_size=4, graph_mode=GraphMode.NONE, **options
     )
     return Engine(*pair(), get("triton_paged"), config)
 
@@ -41,10 +41,10 @@ def texts(engine, requests):
 @pytest.mark.parametrize("verification", ["rejection", "block", "synthetic:2"])
 def test_a_crowded_engine_says_what_each_request_says_alone(verification, temperature):
     asked = requests(temperature)
-    crowded = make_engine(verification=verification, max_reqs=4, num_pages=26, max_prefill_tokens=20)
-    single = make_engine(verification=verification, max_reqs=1)
+    crowded = make_engine(verification=verification, max_num_seqs=4, num_pages=26, max_prefill_tokens=20)
+    single = make_engine(verification=verification, max_num_seqs=1)
     said = texts(crowded, asked)
     assert said == [texts(single, [request])[0] for request in asked]
     assert crowded.stats.preemptions > 0 and crowded.pool.num_free == 26
     if temperature == 0 and verification != "synthetic:2":
-        assert said == texts(make_engine(steps=0, max_reqs=3), asked)
+        assert said == texts(make_engine(steps=0, max_num_seqs=3), asked)

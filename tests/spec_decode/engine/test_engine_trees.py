@@ -25,7 +25,7 @@ BOTH = pytest.mark.parametrize("tree", [DYNAMIC, STATIC], ids=["dynamic", "stati
 
 
 def make_engine(tree, *, steps=3, backend="triton_paged", **options):
-    options = {"max_reqs": 3, "max_seq_len": 96, "page_size": 16, **options}
+    options = {"max_num_seqs": 3, "max_model_len": 96, "page_size": 16, **options}
     config = engine_config(num_speculative_tokens=steps, tree=tree, **options)
     return Engine(TARGET, DRAFT if steps else None, get(backend), config)
 
@@ -67,7 +67,7 @@ def test_a_backend_that_merges_a_tree_with_its_prefix_says_what_plain_decoding_s
     """The prefix grows inside of what is captured."""
     asked, expected = plain
     config = engine_config(
-        num_speculative_tokens=3, tree=DYNAMIC, max_reqs=3, max_seq_len=96, page_size=16, strategy=strategy
+        num_speculative_tokens=3, tree=DYNAMIC, max_num_seqs=3, max_model_len=96, page_size=16, strategy=strategy
     )
     assert texts(Engine(TARGET, DRAFT, MergesTrees(), config), asked) == expected
 

@@ -220,7 +220,7 @@ BAD_MODELS: dict[str, tuple[type[Exception], dict[str, Any]]] = {
     "device is 'tpu'": (BatchError, {"device": "tpu"}),
     "device is 'cuda:99'": (BatchError, {"device": "cuda:99"}),
     "strategy is 'fast'": (BatchError, {"strategy": "fast"}),
-    "max_reqs": (BatchError, {"max_num_seqs": 0}),
+    "max_num_seqs is 0. Pass 1 or more": (BatchError, {"max_num_seqs": 0}),
     "positions": (BatchError, {"max_model_len": 10**6}),
     "unknown|nonesuch": (Exception, {"backend": "nonesuch"}),
     "cannot run|needs|piecewise": (StrategyError, {"strategy": "piecewise"}),

@@ -191,7 +191,7 @@ def test_a_broken_config_is_the_librarys_complaint(folders: tuple[Path, Path]) -
 
 def test_the_command_line_drafts_with_published_folders(folders: tuple[Path, Path]) -> None:
     words = ["draft", "the cat", "--target", str(folders[0]), "--draft", str(folders[1]), "--device", "cpu"]
-    result = CliRunner().invoke(main, [*words, "--max-new-tokens", "6", "-k", "2", "--top-k", "3", "--explain"])
+    result = CliRunner().invoke(main, [*words, "--max-tokens", "6", "-k", "2", "--top-k", "3", "--explain"])
 
     assert result.exit_code == 0, result.output
     for part in ("continued:", "strategy full_loop", "target [2/1 heads, dim 16", "of 2 draft tokens"):
@@ -200,7 +200,7 @@ def test_the_command_line_drafts_with_published_folders(folders: tuple[Path, Pat
 
 @pytest.mark.parametrize("more", [[], ["-k", "0"], ["-k", "0", "--draft", "/nowhere"]])
 def test_the_command_line_decodes_a_target_alone(folders: tuple[Path, Path], more: list[str]) -> None:
-    words = ["draft", "the cat", "--target", str(folders[0]), "--device", "cpu", "--max-new-tokens", "6", *more]
+    words = ["draft", "the cat", "--target", str(folders[0]), "--device", "cpu", "--max-tokens", "6", *more]
     result = CliRunner().invoke(main, words)
 
     assert result.exit_code == 0 and "plain decoding, without a draft" in result.output

@@ -184,7 +184,7 @@ def test_a_target_with_latents_is_refused():
 def make_engine(
     pair, backend=REFERENCE, *, draft_backend=None, num_speculative_tokens=3, graph_mode=GraphMode.FULL, **options
 ):
-    options = {"max_reqs": 3, "max_seq_len": 64, "page_size": 4, **options}
+    options = {"max_num_seqs": 3, "max_model_len": 64, "page_size": 4, **options}
     config = engine_config(num_speculative_tokens=num_speculative_tokens, graph_mode=graph_mode, **options)
     return Engine(*pair, backend, config, draft_backend=draft_backend)
 
@@ -228,7 +228,7 @@ def test_graphs_keep_and_say_what_eager_does_when_hot(config, strategy):
 def test_the_first_draft_is_the_dense_drafts_over_the_whole_prompt(config, monkeypatch):
     target, draft = make_latent_pair(config, context=1.0)
     draft.fuse.weight[:, draft.config.hidden_size :] *= 10
-    engine, logits = make_engine((target, draft), max_reqs=4), []
+    engine, logits = make_engine((target, draft), max_num_seqs=4), []
     propose = engine.drafter.propose
 
     def spy(verified):
