@@ -61,6 +61,7 @@ class _Options:
     top_p: Annotated[float, "Sample from the fewest tokens that hold this probability."] = 1.0
     seed: Annotated[int, "Seed of the first prompt; prompt i uses seed + i."] = 0
     max_tokens: Annotated[int, "Most tokens to generate for a prompt."] = 64
+    max_model_len: Annotated[int | None, "Most tokens of prompt and text; default: 4096, or what the model has."]
     device: Annotated[str | None, device_option]
     dtype: Annotated[str, _DTYPE, "auto: float32 on a CPU, bfloat16 on a GPU."] = "auto"
     explain: Annotated[bool, "Also say why the other backends were not chosen."] = False
@@ -93,6 +94,7 @@ class _Options:
             verification=self.verification,
             batch_invariant=self.batch_invariant,
             page_size=self.page_size,
+            max_model_len=self.max_model_len,
         )
 
     def try_plug_ins(self) -> None:

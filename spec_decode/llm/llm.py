@@ -116,9 +116,9 @@ class LLM:
         )
         # A step writes drafts beyond the text, and all of that stays below the model's positions.
         most = min(model.max_positions for model in (pair.target, pair.draft) if model is not None)
-        room = most - 1 - draft_slots(config, pair.draft)
+        self._room = most - 1 - draft_slots(config, pair.draft)
         asked = settings.get("max_model_len")
-        self.config = replace(config, max_model_len=max(2, min(room, _MAX_MODEL_LEN)) if asked is None else asked)
+        self.config = replace(config, max_model_len=max(2, min(self._room, _MAX_MODEL_LEN)) if asked is None else asked)
         self.pair = pair
         self.backends = choose_backends(pair, self.config, backend, draft_backend)
         drafting = pair.draft if config.num_speculative_tokens else None
@@ -186,15 +186,25 @@ class LLM:
         own = frozenset() if params.ignore_eos else self.pair.stop_ids
         sampling = replace(params, stop=(), stop_token_ids=own | frozenset(params.stop_token_ids))
         request = Request(prompt=token_ids, sampling=sampling)
-        longest = self.config.max_model_len
-        require(
-            len(token_ids) + params.max_tokens <= longest,
-            f"prompt {index} has {len(token_ids)} tokens and asks for {params.max_tokens} more, the model takes "
-            f"{longest} together. Shorten it, lower max_tokens, or raise max_model_len.",
-        )
+        self._require_room(f"prompt {index}", len(token_ids), params.max_tokens)
         request = self.engine.checked(f"prompt {index}", request)
         text = GrowingText(self.pair.decode, params.stop_strings)
         return _Running(request, Reply(index, prompt, len(token_ids), text))
+
+    def _require_room(self, name: str, prompt: int, new: int) -> None:
+        """Raise BatchError for a prompt that is too long, with those remedies that help."""
+        longest = self.config.max_model_len
+        remedies = ["shorten the prompt"]
+        if prompt < longest:
+            remedies.append(f"lower max_tokens to {longest - prompt} or less")
+        if prompt + new <= self._room:
+            remedies.append(f"raise max_model_len to {prompt + new} or more")
+        limit = "max_model_len" if longest < self._room else "the limit of the model"
+        require(
+            prompt + new <= longest,
+            f"{name} has {prompt} tokens and max_tokens is {new}: together more than {longest}, {limit}. "
+            f"{', or '.join(remedies).capitalize()}.",
+        )
 
     def _encode(self, index: int, prompt: object) -> Sequence[int]:
         if isinstance(prompt, str):

@@ -35,6 +35,7 @@ NAMED = "check torch_reference --device cpu --only contract.version_matches"
         ("--page-size", ["0", "-1", "1.5", str(10**9), HUGE, "nan", ""]),
         ("-k", ["-1", "1.5", str(10**9), HUGE, "x", ""]),
         ("--max-tokens", ["0", "-1", "1.5", str(10**9), HUGE, ""]),
+        ("--max-model-len", ["0", "1", "-1", "1.5", str(10**9), HUGE, ""]),
         ("--top-k", ["-1", "1.5", HUGE]),
         ("--seed", ["1.5", HUGE, "x"]),
         ("--temperature", ["-1", "nan", "inf", "x"]),

@@ -163,7 +163,6 @@ BAD_PROMPTS = {
     "no prompt": [],
     "is empty": "",
     "prompt 1 is empty": ["x", ""],
-    "prompt 0 has 201 tokens": "x" * 200,
     "prompt 0 is 3": [3.0],
     "prompts are 3": 3,
     "prompts are b'x'": b"x",
@@ -180,6 +179,29 @@ def test_a_bad_prompt_is_refused_before_anything_runs(llm: LLM, told: str, promp
         with pytest.raises(BatchError, match=told.replace("[", r"\[")):
             ask(prompts, GREEDY)
     assert llm.generate(PROMPTS[1], GREEDY)[0].text
+
+
+def refusal(llm: LLM, prompt: int, max_tokens: int) -> str:
+    """What a prompt of so many tokens gets, in a text of 128 where the model has room for 2,043."""
+    with pytest.raises(BatchError) as caught:
+        llm.generate([[1] * prompt], SamplingParams(max_tokens=max_tokens))
+    return str(caught.value)
+
+
+def test_a_prompt_that_is_too_long_gets_the_remedies_that_help(llm: LLM) -> None:
+    said = "prompt 0 has 100 tokens and max_tokens is 64: together more than 128, max_model_len. Shorten the prompt"
+    room = 2048 - 1 - 4
+    assert refusal(llm, 100, 64) == f"{said}, or lower max_tokens to 28 or less, or raise max_model_len to 164 or more."
+    assert refusal(llm, 128, 64).endswith("Shorten the prompt, or raise max_model_len to 192 or more.")
+    assert refusal(llm, 100, room - 99).endswith("Shorten the prompt, or lower max_tokens to 28 or less.")
+    assert refusal(llm, room, 1).endswith("max_model_len. Shorten the prompt.")
+
+
+def test_no_prompt_is_told_to_raise_a_limit_of_the_model() -> None:
+    llm = LLM(SHIPPED_PAIR, device="cpu", max_num_seqs=1)
+    assert refusal(llm, 2000, 64).endswith(
+        "together more than 2047, the limit of the model. Shorten the prompt, or lower max_tokens to 47 or less."
+    )
 
 
 @pytest.mark.parametrize("messages", [[], "hi", [[]], [["hi"]], None, [{"role": "user"}]])
