@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from difflib import get_close_matches
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple, TypeVar, overload
@@ -16,6 +15,7 @@ from attn_backends.base import AttentionBackend
 from attn_backends.capabilities import Accepted, Capabilities, Rejected, is_version
 from attn_backends.torch_settings import torch_settings_kept
 from builders import CONTRACT_VERSION, AttentionSpec, MetadataBuilder
+from builders.errors import did_you_mean
 
 ENTRY_POINT_GROUP = "attn_backends"
 
@@ -207,12 +207,6 @@ def explain(name: str, spec: AttentionSpec, device: torch.device) -> Accepted | 
     return Rejected((f"backend {name!r} must answer Accepted or Rejected, its supports() gave {verdict!r}",))
 
 
-def _closest(name: str, known: Iterable[str]) -> str:
-    """A question to append to an error, empty where nothing known resembles the name."""
-    found = get_close_matches(name, list(known), 1)
-    return f" Did you mean {found[0]}?" if found else ""
-
-
 def _declared() -> dict[str, list[EntryPoint]]:
     """What packages declare, by the names that `get` knows it by. Of a name with several points, none is meant."""
     alike: dict[str, list[EntryPoint]] = {}
@@ -244,7 +238,7 @@ def _from_entry_point(name: str) -> _Registration:
     if points is None:
         raise UnknownBackend(
             f"a backend must be one of {', '.join(sorted(names()))}, got {name!r}. Fix the name, or install the "
-            f"package that registers it.{_closest(name, names())}"
+            f"package that registers it.{did_you_mean(name, names())}"
         )
     if len(points) > 1:
         packages, declared = map(_package, points), dict.fromkeys(repr(point.name) for point in points)

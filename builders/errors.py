@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable
+from difflib import get_close_matches
 from functools import cache
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -19,6 +20,12 @@ def require(condition: bool, message: str) -> None:
     """Raise BatchError(message) unless condition holds."""
     if not condition:
         raise BatchError(message)
+
+
+def did_you_mean(asked: str, known: Iterable[str]) -> str:
+    """A question to append to an error, empty where nothing known resembles what was asked for."""
+    close = get_close_matches(asked, list(known), 1)
+    return f" Did you mean {close[0]}?" if close else ""
 
 
 def require_counts(name: str, values: Iterable[object]) -> None:

@@ -116,7 +116,7 @@ def told_again(text: Callable[[], str], every: float = _SECONDS_BETWEEN_LINES) -
 
 
 def did_you_mean(asked: str, known: Iterable[str]) -> str:
-    """A question to append to an error, empty where nothing known resembles what was asked for."""
+    """What `builders.errors.did_you_mean` says, without torch."""
     close = get_close_matches(asked, list(known), 1)
     return f" Did you mean {close[0]}?" if close else ""
 

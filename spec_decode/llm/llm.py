@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from typing_extensions import TypedDict, Unpack
 
 from attn_backends.torch_settings import one_thread
 from builders import BatchError
-from builders.errors import require
+from builders.errors import did_you_mean, require
 from spec_decode.drafter import DrafterConfig, Strategy
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.engine import Engine, EngineConfig, EngineStats, Handle, Request
@@ -95,7 +96,11 @@ class LLM:
         for a setting that does not exist.
         """
         if unknown := sorted(settings.keys() - Settings.__annotations__.keys()):
-            raise TypeError(f"LLM has no setting {unknown[0]!r}. Settings are {', '.join(Settings.__annotations__)}.")
+            known = [name for name in inspect.signature(LLM.__init__).parameters if name not in ("self", "settings")]
+            known += Settings.__annotations__
+            raise TypeError(
+                f"LLM has no setting {unknown[0]!r}.{did_you_mean(unknown[0], known)} Settings are {', '.join(known)}."
+            )
         where = _device(device)
         pair = load(model, draft, dtype=_dtype(dtype, where), device=where)
         steps = (_DRAFT_TOKENS if pair.draft else 0) if num_speculative_tokens is None else num_speculative_tokens
@@ -275,9 +280,11 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[object]:
 def _params_each(params: Params, count: int) -> list[SamplingParams]:
     one = SamplingParams() if params is None else params
     given = [one] * count if isinstance(one, SamplingParams) else one
+    is_list = isinstance(given, Sequence) and all(isinstance(each, SamplingParams) for each in given)
+    what = f"has {len(given)} SamplingParams" if is_list else f"is {params!r:.200}"
     require(
-        isinstance(given, Sequence) and len(given) == count and all(isinstance(p, SamplingParams) for p in given),
-        f"sampling_params is {params!r:.200} for {count} prompts. Pass a SamplingParams, or a list with one for each.",
+        is_list and len(given) == count,
+        f"sampling_params {what} for {count} prompts. Pass one SamplingParams, or a list with one for each prompt.",
     )
     return list(given)
 

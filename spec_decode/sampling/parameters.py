@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
+from typing_extensions import Self
 
-from builders.errors import require
+from builders.errors import did_you_mean, require
 
 MIN_TEMPERATURE = 1e-3
 """A lower one would make logits / temperature overflow fp32; greedy decoding is temperature 0."""
 
 _MAX_TEMPERATURE = torch.finfo(torch.float32).max
 _MAX_TOP_K = torch.iinfo(torch.int32).max
+_INSTEAD = {
+    "n": "Pass the prompt n times, with a SamplingParams of another seed each",
+    "best_of": "Pass the prompt several times, with a SamplingParams of another seed each, and choose",
+    "do_sample": "Pass temperature: 0 is greedy",
+}
+"""What does the work of a parameter that others have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How one request is sampled and where its text ends. Raises BatchError for a value outside the ranges below.
+    """How one request is sampled and where its text ends.
+
+    Raises BatchError for a value outside the ranges below, and TypeError for a parameter that does not exist.
 
     - temperature  0 is greedy, and top_k and top_p change nothing; otherwise at least MIN_TEMPERATURE
     - top_k        keeps tokens whose logit is among the k largest; 0 keeps the whole vocabulary
@@ -43,6 +52,13 @@ class SamplingParams:
     stop: str | Sequence[str] = ()
     stop_token_ids: Collection[int] = ()
     ignore_eos: bool = False
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        names = [field.name for field in fields(cls)]
+        if unknown := [name for name in options if name not in names]:
+            what = _INSTEAD.get(unknown[0], f"Parameters are {', '.join(names)}")
+            raise TypeError(f"SamplingParams does not support {unknown[0]!r}.{did_you_mean(unknown[0], names)} {what}.")
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         require(

@@ -210,10 +210,16 @@ def test_a_bad_conversation_is_refused(llm: LLM, messages: Any) -> None:
         llm.chat(messages)
 
 
-@pytest.mark.parametrize("params", [3, "x", {}, [GREEDY], [GREEDY, None]])
+@pytest.mark.parametrize("params", [3, "x", {}, [GREEDY, None]])
 def test_parameters_that_are_none_are_refused(llm: LLM, params: Any) -> None:
     with pytest.raises(BatchError, match=r"sampling_params is .* for 2 prompts"):
         llm.generate(PROMPTS, params)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_another_number_of_parameters_than_of_prompts_is_refused_with_both(llm: LLM, count: int) -> None:
+    with pytest.raises(BatchError, match=f"^sampling_params has {count} SamplingParams for 2 prompts. Pass one"):
+        llm.generate(PROMPTS, [GREEDY] * count)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +252,8 @@ BAD_MODELS: dict[str, tuple[type[Exception], dict[str, Any]]] = {
     "positions": (BatchError, {"max_model_len": 10**6}),
     "unknown|nonesuch": (Exception, {"backend": "nonesuch"}),
     "cannot run|needs|piecewise": (StrategyError, {"strategy": "piecewise"}),
-    "no setting 'max_len'. Settings are": (TypeError, {"max_len": 9}),
+    "no setting 'max_len'. Did you mean max_model_len. Settings are model, draft,": (TypeError, {"max_len": 9}),
+    "no setting 'tensor_parallel_size'. Settings are": (TypeError, {"tensor_parallel_size": 2}),
 }
 
 

@@ -1,3 +1,6 @@
+import copy
+import dataclasses
+import pickle
 import re
 
 import pytest
@@ -30,6 +33,25 @@ def test_a_value_out_of_range_is_refused_by_name(name, value):
 @pytest.mark.parametrize(("name", "value"), ALLOWED)
 def test_a_value_at_the_edge_of_its_range_is_taken(name, value):
     assert getattr(SamplingParams(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("n", "does not support 'n'. Pass the prompt n times, with a SamplingParams of another seed each."),
+        ("do_sample", "does not support 'do_sample'. Pass temperature: 0 is greedy."),
+        ("max_new_tokens", "does not support 'max_new_tokens'. Did you mean max_tokens? Parameters are temperature,"),
+        ("logprobs", "does not support 'logprobs'. Parameters are temperature, top_k,"),
+    ],
+)
+def test_a_parameter_that_does_not_exist_gets_the_nearest_one_or_what_to_do(name, told):
+    with pytest.raises(TypeError, match=re.escape(told)):
+        SamplingParams(**{"temperature": 0.5, name: 2})
+
+
+def test_parameters_are_copied_and_pickled_whole():
+    params = SamplingParams(temperature=0.5, seed=3, stop=["x"])
+    assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == dataclasses.replace(params) == params
 
 
 def rows(sampling):
