@@ -221,7 +221,9 @@ class Capabilities:
     def _feature_reasons(self, spec: AttentionSpec) -> list[str]:
         asked = features_of(spec)
         missing = [f"has no {feature.value}" for feature in asked if feature not in self.features]
-        return missing + [f"must be asked for {feature.value}" for feature in self.required if feature not in asked]
+        return missing + [
+            f"serves only specs with {feature.value}" for feature in self.required if feature not in asked
+        ]
 
 
 def is_version(value: object) -> TypeGuard[tuple[int, int]]:

@@ -48,7 +48,7 @@ class MissingPackage(BrokenBackend):
     """A package that the backend imports is not installed. missing: which one, and how to install it."""
 
     def __init__(self, name: str, missing: str) -> None:
-        super().__init__(f"backend {name!r} needs a package that is not installed: {missing}")
+        super().__init__(f"backend {name!r} cannot be loaded: {missing}")
         self.missing = missing
 
 
@@ -267,7 +267,8 @@ def _make(name: str, registration: _Registration) -> AttentionBackend:
         return factory()
     except ImportError as error:
         remedy = f": pip install 'attn-backends[{registration.extra}]'" if registration.extra else ""
-        raise MissingPackage(name, f"{error}{remedy}") from error
+        absent = isinstance(error, ModuleNotFoundError) and error.name is not None and "." not in error.name
+        raise MissingPackage(name, f"{f'{error.name} is not installed' if absent else error}{remedy}") from error
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a plug-in may fail in any way; its own words become the reason

@@ -95,7 +95,7 @@ def _summarize(
 ) -> None:
     """What is here, one prompt drafted and why so, and who agrees with whom."""
     from attn_backends import registry
-    from spec_decode.cli.strategy_comparison import PROMPTS, to_short_table
+    from spec_decode.cli.strategy_comparison import PROMPTS, reasons, to_short_table
 
     here = available_names(device)
     say(console, f"backends made for {device}: {', '.join(here)}")
@@ -107,6 +107,8 @@ def _summarize(
         say(console, f"  {line}")
     say(console, f"\nthe same in every strategy? {PROMPTS} prompts, greedily, in float32", "bold")
     console.print(to_short_table(found))
+    for line in reasons(found):
+        say(console, line)
 
 
 def _print_runs(

@@ -145,7 +145,7 @@ def print_backends(console: Console, entries: list[dict[str, Any]], question: st
         for label, text in _lines(entry):
             say(console, f"  {label:<{_WIDTH}}  {text}")
     if missing:
-        say(console, "\nnot installed", "bold")
+        say(console, "\nneeds a package", "bold")
     for name, why in missing.items():
         say(console, f"  {name:<{max(map(len, missing))}}  {why}")
 

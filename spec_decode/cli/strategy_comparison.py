@@ -127,6 +127,20 @@ def to_short_table(found: Mapping[str, Sequence[Comparison]]) -> Table:
     return table
 
 
+def reasons(found: Mapping[str, Sequence[Comparison]]) -> list[str]:
+    """Why strategies cannot run, a line for each strategy and reason."""
+    plans = [(draft, each.chosen) for draft, several in found.items() for each in several]
+    drafts: dict[tuple[Strategy, str], list[str]] = {}
+    for draft, plan in plans:
+        for strategy, reason in plan.unsupported.items():
+            drafts.setdefault((strategy, reason), []).append(draft)
+    lines = []
+    for (strategy, reason), of in drafts.items():
+        whose = "" if len(of) == len(plans) else f" for {', '.join(dict.fromkeys(of))}"
+        lines.append(f"{strategy.value} cannot run{whose}: {reason}")
+    return lines
+
+
 def _short_cell(row: StrategyResult) -> str:
     if row.run is None:
         return "[dim]cannot run[/]"

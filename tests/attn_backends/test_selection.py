@@ -23,6 +23,11 @@ def test_the_first_of_the_default_order_that_serves_is_chosen():
     assert (selection.backend.name, selection.rejected) == ("triton_paged", {})
 
 
+def test_a_backend_made_for_a_feature_says_that_it_serves_nothing_else():
+    with pytest.raises(NoBackend, match="serves only specs with value_dim"):
+        select(SERVED_BY_TRITON, CPU, ["triton_mla"])
+
+
 def test_every_rejection_on_the_way_is_kept_with_its_reasons():
     selection = select(NOT_SERVED_BY_TRITON, CPU)
     assert selection.backend.name == "torch_reference"
@@ -57,11 +62,12 @@ def test_an_unknown_preference_is_unknown():
 def test_a_broken_preference_is_passed_over_for_the_next(broken):
     selection = select(SERVED_BY_TRITON, CPU, [broken, "torch_reference"])
     assert selection.backend.name == "torch_reference"
-    assert "needs a package that is not installed" in selection.rejected[broken].reasons[0]
+    told = "backend 'broken' cannot be loaded: a_package_that_is_not_here is not installed"
+    assert selection.rejected[broken].reasons == (told,)
 
 
 def test_a_broken_preference_alone_is_refused_with_the_reason(broken):
-    with pytest.raises(NoBackend, match="needs a package that is not installed"):
+    with pytest.raises(NoBackend, match="is not installed"):
         select(SERVED_BY_TRITON, CPU, [broken])
 
 

@@ -83,6 +83,19 @@ def test_demo_fits_a_screen(shown):
     assert "every run agrees" in shown.result.stdout
 
 
+def test_demo_says_why_a_strategy_cannot_run(shown):
+    said = shown.result.stdout.splitlines()
+    assert "piecewise cannot run: the attention of every group can be captured: there is nothing to cut around" in said
+
+
+def test_a_reason_names_the_drafts_that_it_holds_for():
+    def compared(**reasons):
+        return [SimpleNamespace(chosen=SimpleNamespace(unsupported={Strategy(n): r for n, r in reasons.items()}))]
+
+    found = {"a": compared(piecewise="why", device_loop="once"), "b": compared(piecewise="why")}
+    assert comparison.reasons(found) == ["piecewise cannot run: why", "device_loop cannot run for a: once"]
+
+
 def test_demo_writes_the_page_of_the_matrix_and_names_it(shown):
     assert str(shown.page) in shown.result.stdout and shown.page.read_text().startswith("<!doctype html>")
 
