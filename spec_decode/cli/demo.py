@@ -102,10 +102,10 @@ def _summarize(
     say(console, f"not here: {', '.join(name for name in registry.names() if name not in here)}")
     first = next(iter(found.values()))[0]
     _print_a_text(console, first)
-    say(console, f"\nhow {first.backend} drafted it, and why", "bold")
+    say(console, f"\nhow it was drafted on {first.backend}, and why", "bold")
     for line in first.chosen.explain():
         say(console, f"  {line}")
-    say(console, f"\nthe same in every strategy? {PROMPTS} prompts, greedily, in float32", "bold")
+    say(console, f"\ndoes every strategy give the same tokens? {PROMPTS} prompts, greedy, float32", "bold")
     console.print(to_short_table(found))
     for line in reasons(found):
         say(console, line)
@@ -158,10 +158,13 @@ def _matrix(console: Console, device: torch.device, full: bool) -> tuple[Matrix,
     reports = Sources.read([REPORTS] if REPORTS.exists() else []).reports
     fresh = []
     if reports:
-        say(console, f"\nthe matrix is of {len(reports)} reports below {REPORTS}/")
+        say(console, f"\nthe compatibility matrix shows {len(reports)} reports from {REPORTS}/")
     else:
         families = " and ".join(_QUICK_FAMILIES)
-        say(console, f"\nno reports below {REPORTS}/: the {families} checks run; `attn-backends check` runs all")
+        say(
+            console,
+            f"\nno reports in {REPORTS}/, so the {families} checks run now; `attn-backends check` runs all checks",
+        )
         run = CheckRun(console, device, _QUICK_FAMILIES)
         fresh = [run.of(name) for name in available_names(device)]
     matrix = build_matrix(reports or fresh)
@@ -178,16 +181,16 @@ def _html(matrix: Matrix) -> str:
 
 def _conclude(console: Console, agree: bool, passed: bool, page: str) -> None:
     if agree:
-        say(console, "every run agrees: the tokens of eager drafting, and the text of plain decoding", "bold green")
+        say(console, "every run has the tokens of eager drafting and the text of plain decoding", "bold green")
     else:
         say(console, "NOT EVERY RUN AGREES with eager drafting and plain decoding: see the table", "bold red")
     if not passed:
         say(console, "A CHECK FAILED: see above", "bold red")
     if page == "-":
         return
-    say(console, f"the matrix of what each backend was seen to do: {Path(page).resolve()}")
+    say(console, f"compatibility matrix: {Path(page).resolve()}")
     command = sys.argv[0] if os.path.basename(sys.argv[0]) == "attn-backends" else "attn-backends"
-    say(console, f"more: {command} demo --full, {command} list, {command} draft 'The for statement'")
+    say(console, f"next: {command} demo --full, {command} list, {command} draft 'The for statement'")
     if _has_desktop(console):
         click.launch(page)
 

@@ -20,7 +20,7 @@ class DeviceLoop(LoopStrategy):
     """
 
     needs_later_steps = True
-    drawback = "runs where it is asked for; an iteration costs the device more than an unrolled step"
+    drawback = "runs only if you ask for it; an iteration costs the device more than an unrolled step"
     automatic = False
 
     @classmethod

@@ -25,7 +25,7 @@ class Piecewise(PerStep):
         if graph_mode is GraphMode.NONE:
             return GRAPHS_OFF
         if all(cls.uncaptured_reason(group) is None for group in groups):
-            return "the attention of every group can be captured: there is nothing to cut around"
+            return "every group's attention can be captured, so there is nothing to split the graph around"
         return None
 
     @classmethod

@@ -78,7 +78,12 @@ def test_the_reason_against_graphs_says_when_they_are_off():
 
 
 IMPOSSIBLE = {
-    "piecewise with nothing to cut around": ([ADVANCING], FULL, Strategy.PIECEWISE, "nothing to cut around"),
+    "piecewise with nothing to cut around": (
+        [ADVANCING],
+        FULL,
+        Strategy.PIECEWISE,
+        "nothing to split the graph around",
+    ),
     "device loop with a group planned ahead": (
         [ADVANCING, PLANNED],
         FULL,
@@ -127,7 +132,7 @@ def test_a_device_that_cannot_capture_a_loop_runs_the_full_loop():
 
 def test_the_device_loop_runs_only_where_it_is_asked_for():
     reasons = dict(choose([ADVANCING], 4, FULL).not_chosen)
-    assert reasons[Strategy.DEVICE_LOOP].startswith("runs where it is asked for")
+    assert reasons[Strategy.DEVICE_LOOP].startswith("runs only if you ask for it")
 
 
 @pytest.mark.parametrize("mode", [mode for mode in GraphMode if mode is not NONE])
