@@ -11,8 +11,10 @@ from attn_backends import AttentionBackend, get
 from attn_backends.torch_settings import one_thread
 from spec_decode.conformance.check import Check
 from spec_decode.conformance.known_failures import KnownFailure, known_failures_of
-from spec_decode.conformance.runner import iter_checks
-from spec_decode.testing.expectations import Unavailable, Unsupported
+from spec_decode.conformance.report import repro_command
+from spec_decode.conformance.runner import default_device, iter_checks
+from spec_decode.testing.error_location import outside_this_package
+from spec_decode.testing.expectations import CheckFailure, Unavailable, Unsupported
 from spec_decode.testing.process_exit import refuse_process_exit
 
 
@@ -26,7 +28,8 @@ def parametrize_with_checks(
 
     families, quick: as `iter_checks` takes them, to keep a session short. Raises ValueError for an unknown family.
 
-    An unclaimed case counts as a skip with the backend's own reasons, a known failure as an xfail with its issue, and a
+    A failure is shown without the kit's frames; its last line is the command that repeats the check. An unclaimed case
+    counts as a skip with the backend's own reasons, a known failure as an xfail with its issue, and a
     failure of a check that is newer than the backend's contract as an xfail that says so. While a backend is loaded or
     checked, `os._exit` raises RuntimeError: the tests would end with no summary. Native code that ends the process is
     out of reach here: run the tests with pytest-xdist (`-n 1`), which fails the test that it happened in.
@@ -36,7 +39,11 @@ def parametrize_with_checks(
     with refuse_process_exit():
         params = [
             pytest.param(
-                _for_pytest(check), id=f"{own.name}-{check.id}", marks=_expected(check, known_failures_of(own))
+                _for_pytest(
+                    check, repro_command(own.name, check.name, check.case, device=(device or default_device()).type)
+                ),
+                id=f"{own.name}-{check.id}",
+                marks=_expected(check, known_failures_of(own)),
             )
             for backend in backends
             for own in [get(backend) if isinstance(backend, str) else backend]
@@ -53,10 +60,12 @@ def _expected(check: Check, known_failures: Sequence[KnownFailure]) -> list[Any]
     return [pytest.mark.xfail(reason=f"{entry.issue}: {entry.reason}", strict=True) for entry in known]
 
 
-def _for_pytest(check: Check) -> Callable[[], None]:
+def _for_pytest(check: Check, repeat: str) -> Callable[[], None]:
+    """The check as a test. What fails is shown without the kit's frames, and with the command that repeats it."""
     import pytest
 
     def run() -> None:
+        __tracebackhide__ = True
         try:
             # As `attn-backends check` does: with more threads the kit took twelve times as long.
             with one_thread(), torch.no_grad():
@@ -64,8 +73,14 @@ def _for_pytest(check: Check) -> Callable[[], None]:
         except (Unsupported, Unavailable) as reason:
             pytest.skip(str(reason))
         except Exception as failure:
-            if not check.preview:
-                raise
-            pytest.xfail(f"{check.preview}: {failure}")
+            if check.preview:
+                pytest.xfail(f"{check.preview}: {failure}")
+            if not isinstance(failure, CheckFailure):
+                getattr(failure, "add_note", print)(repeat)  # Python 3.10 has no notes; pytest shows what was printed
+                raise failure.with_traceback(outside_this_package(failure.__traceback__))  # noqa: B904, the same error
+            why = str(failure)
+        else:
+            return
+        pytest.fail(f"{why}\n{repeat}", pytrace=False)
 
     return run

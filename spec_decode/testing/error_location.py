@@ -5,11 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from sysconfig import get_path
 from traceback import extract_tb
+from types import TracebackType
 
 import torch
 
 _LIBRARIES = (str(Path(torch.__file__).parent), get_path("stdlib"), "<")
 _THIS_PACKAGE = str(Path(__file__).parents[1] / "_").removesuffix("_")
+
+
+def outside_this_package(traceback: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames of this package; whole, where there is no other."""
+    kept, frames = None, []
+    while traceback is not None:
+        frames.append(traceback)
+        traceback = traceback.tb_next
+    for each in reversed(frames):
+        if not each.tb_frame.f_code.co_filename.startswith(_THIS_PACKAGE):
+            kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return kept or (frames[0] if frames else None)
 
 
 def error_location(error: BaseException) -> str:

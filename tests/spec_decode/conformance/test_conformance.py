@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,6 +179,49 @@ def test_a_crashing_check_is_an_error_and_the_rest_still_runs() -> None:
     assert report.counts[Outcome.ERROR] > 0
     assert report.counts[Outcome.PASS] > 0
     assert any(result.reason.startswith("RuntimeError: no kernel image (in forward") for result in report.results)
+
+
+BROKEN = """
+import torch
+from attn_backends import register
+from attn_backends.torch_reference import TorchReference
+from spec_decode.conformance import parametrize_with_checks
+
+@register
+class Broken(TorchReference):
+    name = "broken"
+
+    def forward(self, *inputs, **options):
+        if inputs[0].shape[0] > 1:
+            raise RuntimeError("no kernel image")
+        return super().forward(*inputs, **options) + 1
+
+@parametrize_with_checks("broken", device=torch.device("cpu"), families=["numerics"])
+def test_conformance(check):
+    check()
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "shown"),
+    [
+        ("base-single", ["contract: ", "expected: "]),
+        ("base-verify", ['raise RuntimeError("no kernel image")', "test_broken.py:13: RuntimeError"]),
+    ],
+)
+def test_a_failure_in_pytest_shows_no_frame_of_the_kit_and_how_to_repeat_it(
+    tmp_path: Path, case: str, shown: list[str]
+) -> None:
+    (tmp_path / "test_broken.py").write_text(BROKEN)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    asked = ["-q", "-p", "no:cacheprovider", "-k", f"attention_is_right[{case}]"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", *asked], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True
+    )
+    failure = ended.stdout.split("= FAILURES =")[1].split("= short test summary info =")[0]
+    repeat = f"attn-backends check broken --device cpu --only 'numerics.attention_is_right*{case}*'"
+    assert all(part in failure for part in shown) and failure.count(repeat) == 1
+    assert "spec_decode/" not in failure and failure.count(".py:") == 2 * ("raise" in shown[0])
 
 
 def test_a_device_read_is_told_with_the_line_of_its_author() -> None:
