@@ -15,6 +15,7 @@ def main() -> None:
 
         main(prog_name="attn-backends")
     except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
         status = 130
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1

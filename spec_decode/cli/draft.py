@@ -79,9 +79,14 @@ class _Options:
     def load(self) -> LLM:
         """The models, ready to run."""
         from spec_decode.llm import LLM
-        from spec_decode.models import SHIPPED_PAIR
+        from spec_decode.models import SHIPPED_PAIR, draft_names
 
-        return LLM(
+        if self.target is None and self.draft is not None and self.draft not in (own := draft_names(SHIPPED_PAIR)):
+            raise UserError(
+                f"--draft {self.draft} needs --target: the folder of the model that this draft was made for. Without "
+                f"--target, --draft is one of {', '.join(own)}."
+            )
+        llm = LLM(
             SHIPPED_PAIR.name if self.target is None else self.target,
             draft=self.drafts_with,
             num_speculative_tokens=self.num_speculative_tokens,
@@ -96,6 +101,12 @@ class _Options:
             page_size=self.page_size,
             max_model_len=self.max_model_len,
         )
+        if self.chat and llm.pair.encode_chat is None:
+            raise UserError(
+                "--chat: the model has no chat template. Leave out --chat to continue the prompt as plain text, or "
+                "name a model that was trained to chat."
+            )
+        return llm
 
     def try_plug_ins(self) -> None:
         """Try the plug-ins that this run may load, before this process does."""

@@ -58,7 +58,7 @@ class _Verbs(click.Group):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            click.echo("interrupted", err=True)
+            click.echo("\ninterrupted", err=True)  # behind ^C, or a text that was growing
             ctx.exit(130)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise

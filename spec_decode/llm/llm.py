@@ -221,7 +221,10 @@ class LLM:
         )
         assert isinstance(prompt, Sequence)
         if isinstance(prompt[0], Mapping):
-            require(self.pair.encode_chat is not None, "the model has no chat template. Use generate with plain text.")
+            require(
+                self.pair.encode_chat is not None,
+                "the model has no chat template. Pass plain text to generate, or load a model trained to chat.",
+            )
             assert self.pair.encode_chat is not None
             return self.pair.encode_chat(prompt)
         return prompt

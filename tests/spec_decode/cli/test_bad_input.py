@@ -19,6 +19,7 @@ from spec_decode.__main__ import main as run_main
 from spec_decode.cli.main import main
 from spec_decode.cli.output import write
 from spec_decode.conformance import runner
+from spec_decode.llm import TextChunk
 from tests.spec_decode.cli.conftest import invoke
 from tests.spec_decode.cli.test_cli_draft import draft_words
 from tests.spec_decode.matrix.test_faults import install
@@ -185,7 +186,17 @@ def test_an_interrupt_that_somebody_swallows_ends_a_check_all_the_same(monkeypat
     assert not (tmp_path / "report.json").exists()
 
 
-def test_an_interrupt_while_the_command_line_is_loaded_ends_with_130(monkeypatch):
+def test_an_interrupt_in_the_middle_of_a_text_ends_its_line(monkeypatch, pair, run):
+    def interrupted(*arguments, **options):
+        yield TextChunk(index=0, text="half a line")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("spec_decode.llm.LLM.stream", interrupted)
+    result = run(*draft_words(pair, "x"))
+    assert result.exit_code == 130 and result.stdout.endswith("half a line") and result.stderr == "\ninterrupted\n"
+
+
+def test_an_interrupt_while_the_command_line_is_loaded_ends_with_130(monkeypatch, capsys):
     class Interrupted(ModuleType):
         def __getattr__(self, name):
             raise KeyboardInterrupt
@@ -193,7 +204,7 @@ def test_an_interrupt_while_the_command_line_is_loaded_ends_with_130(monkeypatch
     monkeypatch.setitem(sys.modules, "spec_decode.cli.main", Interrupted("main"))
     with pytest.raises(SystemExit) as ended:
         run_main()
-    assert ended.value.code == 130
+    assert ended.value.code == 130 and capsys.readouterr().err == "\ninterrupted\n"
 
 
 @pytest.mark.parametrize("words", ["list", "check lent --no-isolate --only contract.version_matches"])

@@ -175,7 +175,7 @@ def test_draft_refuses_a_strategy_that_the_backend_cannot_run(pair, refused, reb
     [
         ([], "no prompt"),
         ([""], "prompt 1 is empty"),
-        (["x", "--chat"], "no chat template"),
+        (["x", "--chat"], "no chat template. Leave out --chat to continue the prompt as plain text"),
         (["x", "--backend", "nonesuch"], "torch_reference"),
         (["x", "--draft", "nonesuch"], "are draft, got 'nonesuch'"),
         (["x", "--draft-backend", "nonesuch"], "torch_reference"),
@@ -201,6 +201,11 @@ def test_draft_refuses_a_strategy_that_the_backend_cannot_run(pair, refused, reb
 )
 def test_draft_refuses(pair, words, part, refused):
     assert part in refused(*draft_words(pair, *words))
+
+
+def test_a_draft_of_another_model_needs_its_target(refused, tmp_path):
+    said = refused("draft", "x", "--draft", tmp_path)
+    assert f"--draft {tmp_path} needs --target" in said and "one of draft, block_draft, latent_draft" in said
 
 
 @pytest.mark.parametrize("tree", ["4x12", "paths.json"])
