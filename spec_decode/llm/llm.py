@@ -145,9 +145,13 @@ class LLM:
         return self.engine.plan
 
     def explain(self) -> str:
-        """Which backend serves each layer group and why no other does, and how the drafter runs and why."""
+        """Which backend serves each layer group and why no other does, which of the target's states the draft reads,
+        and how the drafter runs and why."""
         plan = self.plan.explain() if self.plan else ["no draft: every text is decoded plainly"]
-        return "\n".join([*explain_backends(self.pair, self.backends, self.config), *plan])
+        target = self.pair.target
+        layers = ", ".join(map(str, target.aux_hidden_state_layers or ()))
+        reads = [f"draft reads the states that enter layers {layers} of the target's {target.num_layers}"]
+        return "\n".join([*explain_backends(self.pair, self.backends, self.config), *(reads if layers else ()), *plan])
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[Completion]:
         """Continue a prompt, or several; completions in the order of the prompts.

@@ -70,6 +70,9 @@ class TargetModel(_Model):
     num_layers: int | None = None
     """How many it has, where it says so: a draft that reads states of others is refused."""
 
+    aux_hidden_state_layers: tuple[int, ...] | None = None
+    """The layers whose incoming states, side by side, are target_hidden_states, where it says so."""
+
     @abstractmethod
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> TargetStates:
         """The states of T tokens.

@@ -10,7 +10,7 @@ import torch
 from builders import AttentionKind, AttentionSpec
 from spec_decode.models.base import LayerGroup
 
-_MAX_SIZE, _MAX_LAYERS = 2**24, 1024
+_MAX_SIZE, MAX_LAYERS = 2**24, 1024
 """More than any model has. A file that says more lies, and shall not have its memory."""
 
 
@@ -63,8 +63,8 @@ class ModelConfig:
             problems.append(
                 f"norm_eps and rope_theta must be positive and finite, got {self.norm_eps} and {self.rope_theta}"
             )
-        if not 0 <= self.num_layers <= _MAX_LAYERS:
-            problems.append(f"num_layers must be 0 to {_MAX_LAYERS}, got {self.num_layers}")
+        if not 0 <= self.num_layers <= MAX_LAYERS:
+            problems.append(f"num_layers must be 0 to {MAX_LAYERS}, got {self.num_layers}")
         problems += self._latent_problems()
         if problems:
             raise ValueError("; ".join(problems))

@@ -16,9 +16,10 @@ from spec_decode.models.checkpoints.mask_token import require_mask_token
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.checkpoints.token_map import read_token_map
+from spec_decode.models.config import MAX_LAYERS
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
 from spec_decode.models.decoder_weights import read_parameters
-from spec_decode.models.draft import HiddenStatesDraft, check_shared, check_target
+from spec_decode.models.draft import HiddenStatesDraft, check_aux_states, check_shared, decoder_fields, read_layers
 from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
 from spec_decode.models.layers.rms_norm import RMSNorm
@@ -26,6 +27,8 @@ from spec_decode.models.layers.rms_norm import RMSNorm
 D = TypeVar("D", bound="DFlash")
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
+_LEFT, _ENTERED = ("target_layer_ids", "dspark_target_layer_ids"), "aux_hidden_state_layer_ids"
+"""Names of the list of the target's layers that states leave, and of speculators' list of those that they enter."""
 
 
 class DFlash(HiddenStatesDraft, ContextBlockDraft):
@@ -47,6 +50,7 @@ class DFlash(HiddenStatesDraft, ContextBlockDraft):
         self.config_json = store.config.values
         self.token_map = token_map
         self.target_states_size = target.target_states_size
+        self.first_place = 0 if _samples_from_anchor(store) else 1
         self.fc = nn.Linear(self.target_states_size, model.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(model.hidden_size, model.norm_eps)
         options = LayerOptions.found(store, "layers.0.")
@@ -97,26 +101,24 @@ def serves(store: TensorStore) -> bool:
 
 def aux_hidden_state_layers(store: TensorStore, num_target_layers: int) -> tuple[int, ...]:
     """The states of the target that the draft reads, by the layers they enter: target_layer_ids names those that they
-    leave. Raises CheckpointError for states that the target does not have."""
-    section = store.config.section("dflash_config")
-    found = [section.optional("target_layer_ids", list)]
-    found += [store.config.optional(name, list) for name in ("dspark_target_layer_ids", "target_layer_ids")]
-    listed = next((each for each in found if each is not None), [])
-    if not listed or not all(type(layer) is int and 0 <= layer < num_target_layers for layer in listed):
-        raise CheckpointError(
-            f"target_layer_ids in {store.config.place} must be of the target's {num_target_layers} layers, got "
-            f"{listed}. Use a draft trained on this target."
-        )
-    return tuple(layer + 1 for layer in listed)
+    leave, the list of `speculators` those that they enter. Raises CheckpointError for states that the target does not
+    have."""
+    config = store.config
+    if config.values.get(_ENTERED) is not None:
+        return read_layers(config, _ENTERED, num_target_layers, left=False)
+    places = [(config.section("dflash_config"), _LEFT[0]), *((config, name) for name in _LEFT)]
+    for section, name in places:
+        if section.values.get(name) is not None:
+            return read_layers(section, name, num_target_layers, left=True)
+    names = ", ".join((f"dflash_config.{_LEFT[0]}", *_LEFT, _ENTERED))
+    raise CheckpointError(
+        f"{config.place} must say which of the target's layers the draft reads; none of {names} is there. "
+        "Restore the file."
+    )
 
 
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> DFlash:
     """The draft, ready to run. Raises CheckpointError."""
-    if store.config.section("dflash_config").get("sample_from_anchor", bool, False):
-        raise CheckpointError(
-            f"sample_from_anchor in {store.config.place} must be false: a mask predicts its own place here. "
-            "Use a draft trained so."
-        )
     return load_as(DFlash, store, target, dtype=dtype, device=device)
 
 
@@ -135,9 +137,8 @@ def load_as(kind: type[D], store: TensorStore, target: TargetModel, *, dtype: to
     read = store.config.get("target_hidden_size", int, target.hidden_size)
     check_shared(store.folder, "target_hidden_size", read, target.hidden_size)
     # A target that does not say how many it has is held to the number of its states.
-    layers = len(aux_hidden_state_layers(store, target.num_layers or 1 << 20))
-    remedy = f"Make the target with the states of {layers} layers: aux_hidden_state_layers says which."
-    check_target(store, target, model.vocab_size, target.hidden_size, states_size=layers * read, remedy=remedy)
+    layers = aux_hidden_state_layers(store, target.num_layers or MAX_LAYERS)
+    check_aux_states(store, target, model.vocab_size, read, layers)
     token_map = read_token_map(store, draft_vocab(store, model.vocab_size), target.vocab_size)
     weights = ScopedWeights(store, "", dtype, device)
     if not weights.has("lm_head.weight"):
@@ -151,25 +152,31 @@ def load_as(kind: type[D], store: TensorStore, target: TargetModel, *, dtype: to
 
 
 def _decoder(store: TensorStore, target: TargetModel) -> DecoderConfig:
-    """The layers, with each one's window and whether it is causal, as published checkpoints say it."""
-    config = read_decoder(store.config, max_positions=target.max_positions)
+    """The layers, with each one's window and whether it is causal, as published checkpoints say it.
+
+    A window is counted from each token, as engines do. `speculators` trains with one counted from the block's first.
+    """
+    fields = decoder_fields(store)
+    config = read_decoder(fields, max_positions=target.max_positions)
     own, count = store.config.section("dflash_config"), config.model.num_layers
-    kinds = store.config.get("layer_types", list, [])
+    kinds = fields.get("layer_types", list, [])
     if kinds and (len(kinds) != count or not set(kinds) <= {_SLIDING, _FULL}):
         raise CheckpointError(
-            f"layer_types in {store.config.place} must name {_SLIDING} or {_FULL} for each of {count} layers, got "
+            f"layer_types in {fields.place} must name {_SLIDING} or {_FULL} for each of {count} layers, got "
             f"{kinds}. Restore the file."
         )
     everywhere = own.get("use_swa", bool, False) and _SLIDING not in kinds
     sliding = [everywhere or kind == _SLIDING for kind in kinds or [_FULL] * count]
-    window = own.optional("swa_window_size", int) or store.config.optional("sliding_window", int)
+    window = own.optional("swa_window_size", int) or fields.optional("sliding_window", int)
     if any(sliding) and window is None:
         raise CheckpointError(
-            f"{store.config.place} has layers with a sliding window and must say how wide it is, as sliding_window or "
+            f"{fields.place} has layers with a sliding window and must say how wide it is, as sliding_window or "
             "dflash_config.swa_window_size. Restore the file."
         )
     told = store.config.optional("is_causal", bool)
     told = own.optional("causal", bool) if told is None else told
+    if told is None and store.config.get("sliding_window_non_causal", bool, False):  # speculators
+        told = False
     causal = [kind == _SLIDING for kind in kinds or [_FULL] * count] if told is None else [told] * count
     return DecoderConfig(
         model=config.model,
@@ -177,6 +184,12 @@ def _decoder(store: TensorStore, target: TargetModel) -> DecoderConfig:
         windows=tuple(window if slides else None for slides in sliding),
         causal=tuple(causal),
     )
+
+
+def _samples_from_anchor(store: TensorStore) -> bool:
+    """Whether the block's first token predicts too."""
+    own = store.config.section("dflash_config").optional("sample_from_anchor", bool)
+    return store.config.get("sample_from_anchor", bool, False) if own is None else own
 
 
 def draft_vocab(store: TensorStore, vocab_size: int) -> int:

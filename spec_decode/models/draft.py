@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.decoder_config import DecoderConfig
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
 from spec_decode.models.layers.rope import RotaryEmbedding
+
+_LAYER_CONFIG = "transformer_layer_config"
+"""Where `speculators` describes the layers."""
 
 
 class DecoderDraft(DraftModel):
@@ -79,10 +82,39 @@ def target_embedding(target: TargetModel) -> torch.Tensor:
 
 def decoder_fields(store: TensorStore) -> ConfigReader:
     """The part of config.json that describes the layers: its own fields, or those of an object inside it."""
-    for name in ("transformer_layer_config", "model"):  # speculators, vLLM's EAGLE
+    if is_by_speculators(store):
+        store.config.get(_LAYER_CONFIG, cast(Any, dict))
+    for name in (_LAYER_CONFIG, "model"):  # speculators, vLLM's EAGLE
         if isinstance(store.config.values.get(name), dict):
             return store.config.section(name)
     return store.config
+
+
+def is_by_speculators(store: TensorStore) -> bool:
+    """Whether the library `speculators` wrote config.json: it names the same things otherwise than others."""
+    return store.config.optional("speculators_model_type", str) is not None
+
+
+def read_layers(
+    section: ConfigReader, name: str, num_target_layers: int, *, left: bool, default: list[int] | None = None
+) -> tuple[int, ...]:
+    """The states of the target that the list under `name` says, by the layers they enter: 0 to n of n layers, where n
+    leaves the last.
+
+    left     the list names the layers that the states leave, 0 to n - 1; else those that they enter
+    default  what it is taken for where it is left out
+
+    Raises CheckpointError for states that the target does not have.
+    """
+    listed = section.get(name, list, default)
+    most = num_target_layers - left
+    if not listed or not all(type(layer) is int and 0 <= layer <= most for layer in listed):
+        raise CheckpointError(
+            f"{name} in {section.place} must list layers of the target, 0 to {most}, got {listed}"
+            f"{'' if section.values.get(name) else ', which is what it is taken for where it is left out'}. "
+            "Use a draft trained on this target."
+        )
+    return tuple(layer + left for layer in listed)
 
 
 def check_shared(draft: str | Path, name: str, ours: int, theirs: int) -> None:
@@ -116,6 +148,22 @@ def check_target(
         raise CheckpointError(
             f"the draft in {store.folder} reads target hidden states of size {states_size}, this target returns "
             f"{target.target_states_size}. {remedy}"
+        )
+
+
+def check_aux_states(
+    store: TensorStore, target: TargetModel, vocab_size: int, hidden_size: int, layers: tuple[int, ...]
+) -> None:
+    """As `check_target`, for a draft that reads the target's states that enter these layers, each of hidden_size.
+
+    Also refuses a target that says it returns the states of others: raises CheckpointError.
+    """
+    remedy = f"Make the target with the states of {len(layers)} layers: aux_hidden_state_layers says which."
+    check_target(store, target, vocab_size, hidden_size, states_size=len(layers) * hidden_size, remedy=remedy)
+    if target.aux_hidden_state_layers not in (None, layers):
+        raise CheckpointError(
+            f"the draft in {store.folder} reads target hidden states that enter layers {list(layers)}, this target "
+            f"returns those that enter {list(target.aux_hidden_state_layers or ())}. {remedy}"
         )
 
 

@@ -45,6 +45,7 @@ class DSpark(DFlash, InTurnBlockDraft):
         """As DFlash; raises CheckpointError for a rank below 1."""
         super().__init__(weights, config, target, token_map)
         said, model = weights.store.config, config.model
+        said.require("markov_head_type", "vanilla")
         rank = said.get("markov_rank", int)
         if rank < 1:
             raise CheckpointError(f"markov_rank in {said.place} must be 1 or more, got {rank}. Restore the file.")

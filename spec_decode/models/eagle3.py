@@ -15,10 +15,16 @@ from spec_decode.models.checkpoints.mask_token import require_mask_token
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.checkpoints.token_map import read_token_map
-from spec_decode.models.config import ModelConfig
+from spec_decode.models.config import MAX_LAYERS, ModelConfig
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
 from spec_decode.models.decoder_weights import read_parameters
-from spec_decode.models.draft import HiddenStatesDraft, check_target, decoder_fields
+from spec_decode.models.draft import (
+    HiddenStatesDraft,
+    check_aux_states,
+    decoder_fields,
+    is_by_speculators,
+    read_layers,
+)
 from spec_decode.models.kept_rows import KeptRowsDraft
 from spec_decode.models.kernels.embed_concat import embed_concat
 from spec_decode.models.kernels.linear import linear
@@ -133,27 +139,23 @@ def aux_hidden_state_layers(store: TensorStore, num_target_layers: int) -> tuple
 
     Checkpoints follow two conventions under one name, eagle_aux_hidden_state_layer_ids. SGLang and NVIDIA's trainer
     count layers whose *output* is read: their lists begin with 1, and layer i's output enters layer i + 1. Others,
-    vLLM's and `speculators`' among them, name the layers that the states enter, and begin with 2: they are used as they
-    stand, and so is any other list. Without a list, EAGLE-3's own training: 2, n // 2 and n - 3.
+    vLLM's among them, name the layers that the states enter, and begin with 2: they are used as they stand, and so is
+    any other list. `speculators` names the layers entered whatever its list begins with; a field of its own tells its
+    files. Without a list, EAGLE-3's own training: 2, n // 2 and n - 3.
 
     Raises CheckpointError for states that the target does not have.
     """
     name = "eagle_aux_hidden_state_layer_ids"
     section = _aux_section(store, name)
-    listed = section.get(name, list, [2, num_target_layers // 2, num_target_layers - 3])
+    default = [2, num_target_layers // 2, num_target_layers - 3]
+    listed = section.get(name, list, default)
     if len(listed) != NUM_AUX_LAYERS:
         raise CheckpointError(
             f"{name} in {section.place} must list {NUM_AUX_LAYERS} layers, the number that is supported, got "
             f"{len(listed)}: {listed}. Use a draft that reads the states of {NUM_AUX_LAYERS}."
         )
-    numbers = all(type(layer) is int for layer in listed)
-    states = [layer + (listed[0] == 1) for layer in listed] if numbers else []
-    if not states or not all(0 <= state <= num_target_layers for state in states):
-        raise CheckpointError(
-            f"{name} in {section.place} must be {NUM_AUX_LAYERS} of the target's {num_target_layers} layers, got "
-            f"{listed}. Use a draft trained on this target."
-        )
-    return tuple(states)
+    left = listed[:1] == [1] and not is_by_speculators(store)
+    return read_layers(section, name, num_target_layers, left=left, default=default)
 
 
 def _aux_section(store: TensorStore, name: str) -> ConfigReader:
@@ -166,8 +168,8 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     config = read_decoder(decoder_fields(store), max_positions=target.max_positions)
     model = config.model
     read = store.config.get("target_hidden_size", int, model.hidden_size)
-    remedy = f"Make the target with the states of {NUM_AUX_LAYERS} layers: aux_hidden_state_layers says which."
-    check_target(store, target, model.vocab_size, read, states_size=NUM_AUX_LAYERS * read, remedy=remedy)
+    layers = aux_hidden_state_layers(store, target.num_layers or MAX_LAYERS)
+    check_aux_states(store, target, model.vocab_size, read, layers)
     # A draft that feeds its normed states back has the tensors of one that does not: only the config tells.
     if store.config.get("norm_output", bool, False):
         raise CheckpointError(

@@ -111,6 +111,11 @@ def rope_section(config: ConfigReader) -> ConfigReader:
 def read_rope(config: ConfigReader, scalings: Mapping[str, ScalingReader]) -> tuple[float, Scaling | None]:
     """rope_theta, and the scaling by its reader under rope_type. Raises CheckpointError for a type without one."""
     section = rope_section(config)
+    if kinds := [name for name, value in section.values.items() if isinstance(value, dict)]:
+        raise CheckpointError(
+            f"{section.place} must be one for all layers, got one for {' and one for '.join(kinds)}; all would be "
+            "rotated alike. Use a checkpoint with one rotary embedding."
+        )
     theta = section.get("rope_theta", float, config.get("rope_theta", float, 10000.0))
     kind = section.get("rope_type", str, section.get("type", str, "default"))
     if kind == "default":

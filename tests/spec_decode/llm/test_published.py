@@ -17,6 +17,7 @@ from spec_decode.llm import LLM, SamplingParams
 from spec_decode.llm.pair import Pair
 from spec_decode.models import CheckpointError
 from tests.factories import CPU
+from tests.spec_decode.models.test_speculators_drafts import FOLDERS
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -162,6 +163,16 @@ def test_the_target_hands_out_the_states_that_the_draft_reads(
     monkeypatch.setattr("spec_decode.llm.published.aux_hidden_state_layers", lambda folder, n: (2, n // 2, n - 3))
 
     assert load(folders).target.aux_hidden_state_layers == (2, 3, 3)
+
+
+def test_the_layers_whose_states_the_draft_reads_are_said(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 6}
+    write_model(tmp_path, **sizes)
+    write_tokenizer(tmp_path)
+
+    drafted = LLM(tmp_path, draft=FOLDERS / "eagle3", device="cpu").explain()
+    assert "\ndraft reads the states that enter layers 1, 3, 5 of the target's 6\n" in drafted
+    assert "reads the states" not in LLM(tmp_path, device="cpu").explain()
 
 
 def test_a_draft_of_another_vocabulary_is_refused(folders: tuple[Path, Path]) -> None:

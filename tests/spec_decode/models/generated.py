@@ -243,13 +243,6 @@ def make_maps(draft_vocab: int, target_vocab: int) -> dict[str, torch.Tensor]:
     return {"d2t": ids - torch.arange(draft_vocab), "t2d": reached}
 
 
-def as_speculators(checkpoint: Generated, **fields: Any) -> Generated:
-    """The same with config.json as the library `speculators` writes it."""
-    inner = dict(checkpoint.config)
-    outer = {"architectures": ["Eagle3Speculator"], "draft_vocab_size": inner.pop("draft_vocab_size", None)}
-    return Generated({**outer, "transformer_layer_config": inner, **fields}, checkpoint.tensors)
-
-
 def make_causal(architecture: str = "LlamaForCausalLM", *, seed: int = 0, **changes: Any) -> Generated:
     config = decoder_config(**{"architectures": [architecture], "num_hidden_layers": 2, **changes})
     hidden, vocab, tensors = config["hidden_size"], config["vocab_size"], Tensors(seed)

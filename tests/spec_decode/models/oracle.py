@@ -19,9 +19,7 @@ class Decoder:
     """Functions of the published tensors of one checkpoint."""
 
     def __init__(self, checkpoint: Generated, dtype: torch.dtype) -> None:
-        whole = checkpoint.config
-        self.whole, self.dtype = whole, dtype
-        self.config: dict[str, Any] = whole.get("transformer_layer_config", whole)
+        self.config, self.dtype = checkpoint.config, dtype
         self.tensors = {name: tensor.to(dtype) for name, tensor in checkpoint.tensors.items()}
 
     def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -131,7 +129,7 @@ class Eagle3:
         decoder, first = self.decoder, self.first
         normed = decoder.norm(f"{first}hidden_norm", hidden)
         inputs = torch.cat([decoder.norm(f"{first}input_layernorm", self.embedding[ids]), normed], -1)
-        residual = normed if decoder.whole.get("norm_before_residual") else hidden
+        residual = normed if decoder.config.get("norm_before_residual") else hidden
         x = decoder.layer(first, inputs, residual, self.windows[0])
         for layer, window in enumerate(self.windows[1:], 1):
             prefix = f"layers.{layer}."
@@ -220,9 +218,12 @@ class DFlash:
             x = x + decoder.linear(f"{prefix}mlp.down_proj", gate * gate.sigmoid() * up)
         return decoder.norm("norm", x)
 
-    def scores(self, target_hidden_states: torch.Tensor, next_token: int, mask: int, steps: int) -> torch.Tensor:
-        """Of the places behind next_token, each by the mask in it."""
-        return self.whole(self.states(target_hidden_states, [next_token, *[mask] * steps])[1:] @ self.head.T)
+    def scores(
+        self, target_hidden_states: torch.Tensor, next_token: int, mask: int, steps: int, first: int = 1
+    ) -> torch.Tensor:
+        """Of the places behind next_token, each by the mask in it; or with `first` 0 by what is before it."""
+        block = [next_token, *[mask] * (steps - 1 + first)]
+        return self.whole(self.states(target_hidden_states, block)[first:] @ self.head.T)
 
     def in_turn(
         self, target_hidden_states: torch.Tensor, next_token: int, mask: int, steps: int

@@ -22,7 +22,9 @@ def test_the_targets_layers_are_named_by_the_states_that_leave_them(tmp_path):
 @pytest.mark.parametrize("layers", [[], [8], [-1], ["1"], [1.5], [True]])
 def test_layers_that_the_target_does_not_have_are_refused(layers, tmp_path):
     folder = make_dflash(dflash_config={"target_layer_ids": layers}).write(tmp_path)
-    with pytest.raises(CheckpointError, match=r"target_layer_ids in .* must be of the target's 8 layers"):
+    with pytest.raises(
+        CheckpointError, match=r"target_layer_ids in dflash_config in .* must list layers of the target, 0 to 7, got "
+    ):
         aux_hidden_state_layers(folder, 8)
 
 
@@ -31,7 +33,7 @@ def test_layers_that_the_target_has_not_are_refused_where_it_says_how_many_it_ha
     target = StubTarget(target_states_size=2 * HIDDEN)
     load_draft(folder, target, dtype=torch.float32)
     target.num_layers = 8
-    with pytest.raises(CheckpointError, match=r"must be of the target's 8 layers, got \[99, 0\]"):
+    with pytest.raises(CheckpointError, match=r"must list layers of the target, 0 to 7, got \[99, 0\]"):
         load_draft(folder, target, dtype=torch.float32)
 
 
@@ -46,7 +48,18 @@ WRONG = {
     ),
     "a window that is none": (make_dflash(dflash_config={"use_swa": True}), "must say how wide it is"),
     "more layers than are read": (make_dflash(num_states=3), "reads target hidden states of size 96"),
-    "an anchor that predicts": (make_dflash(dflash_config={"sample_from_anchor": True}), "sample_from_anchor in "),
+    "an anchor that is no truth value": (
+        make_dflash(dflash_config={"sample_from_anchor": 1}),
+        "sample_from_anchor in ",
+    ),
+    "a Markov head that is gated": (
+        make_dflash(markov_rank=4, markov_head_type="gated"),
+        "markov_head_type in .* must be 'vanilla', got 'gated'",
+    ),
+    "no word of the target's layers": (
+        make_dflash(dflash_config={"target_layer_ids": None}),
+        r"config\.json must say which of the target's layers the draft reads; none of .*, aux_hidden_state_layer_ids",
+    ),
     "a Markov head of no rank": (make_dflash(markov_rank=4), "markov_rank in .* must be 1 or more, got 0"),
     "another hidden size without a head": (make_dflash(hidden_size=48, own_embedding=True), "for want of a head"),
     "causality that is no truth value": (make_dflash(is_causal="no"), "is_causal in .* must be true or false"),
@@ -56,7 +69,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_checkpoint_is_refused_in_words(name, tmp_path):
     checkpoint, says = WRONG[name]
-    if "Markov" in name:
+    if "of no rank" in name:
         checkpoint.config["markov_rank"] = 0
     with pytest.raises(CheckpointError, match=says):
         load(checkpoint, tmp_path)

@@ -19,7 +19,6 @@ from tests.spec_decode.models.generated import (
     VOCAB,
     Generated,
     StubTarget,
-    as_speculators,
     make_causal,
     make_dflash,
     make_eagle,
@@ -188,6 +187,17 @@ def test_without_a_list_the_aux_layers_are_those_of_eagle3s_training(tmp_path):
     assert layers_of(tmp_path) == (2, 18, 33)
 
 
+def test_a_target_without_the_layers_of_eagle3s_training_needs_a_list(tmp_path):
+    said = (
+        r"^eagle_aux_hidden_state_layer_ids in .*, got \[2, 1, -1\], which is what it is taken for where it is left out"
+    )
+    with pytest.raises(CheckpointError, match=said):
+        layers_of(tmp_path, 2)
+    target = target_for("eagle3")
+    target.num_layers = 2
+    assert "got [2, 1, -1]" in refusal(tmp_path, "eagle3", target=target)
+
+
 def test_only_an_eagle3_has_aux_layers(tmp_path):
     for name, checkpoint in {"eagle": make_eagle(), "causal": make_causal()}.items():
         assert aux_hidden_state_layers(checkpoint.write(tmp_path / name), 36) is None
@@ -216,7 +226,9 @@ def test_the_list_may_lie_in_nvidias_section(tmp_path):
 
 @pytest.mark.parametrize("layers", [[1, 2, 36], [2, 3, 37], [-1, 2, 3], [2, 3, "4"], [True, 2, 3]])
 def test_aux_layers_that_the_target_does_not_have_are_refused(tmp_path, layers):
-    with pytest.raises(CheckpointError, match="must be 3 of the target's 36 layers"):
+    with pytest.raises(
+        CheckpointError, match=r"eagle_aux_hidden_state_layer_ids in .*must list layers of the target, 0 to 3[56], got "
+    ):
         layers_of(tmp_path, eagle_aux_hidden_state_layer_ids=layers)
 
 
@@ -249,7 +261,7 @@ def test_a_draft_of_another_hidden_size_is_refused_with_both_numbers(tmp_path, k
 
 
 def test_a_draft_of_another_width_needs_an_embedding_of_its_own(tmp_path):
-    checkpoint = as_speculators(make_eagle3(target_hidden=48), target_hidden_size=48)
+    checkpoint = make_eagle3(target_hidden=48, target_hidden_size=48)
     message = refusal(tmp_path, "eagle3", checkpoint, target=StubTarget(hidden_size=48, target_states_size=144))
     assert f"embedding of its own), {tmp_path} has {HIDDEN} and the target 48" in message
 

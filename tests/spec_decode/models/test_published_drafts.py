@@ -19,7 +19,6 @@ from tests.spec_decode.models.generated import (
     VOCAB,
     Generated,
     StubTarget,
-    as_speculators,
     make_causal,
     make_dflash,
     make_eagle,
@@ -62,16 +61,14 @@ CASES = {
     "eagle3_of_two_layers": Case(
         make_eagle3(num_hidden_layers=2, qkv_bias=True), oracle.Eagle3, THREE_STATES, windows=[None] * 2
     ),
-    "eagle3_by_speculators": Case(
-        as_speculators(
-            make_eagle3(
-                first="layers.0.",
-                own_embedding=True,
-                target_hidden=48,
-                rope_parameters={"rope_type": "default", "rope_theta": 300.0},
-            ),
-            norm_before_residual=True,
+    "eagle3_of_another_width": Case(
+        make_eagle3(
+            first="layers.0.",
+            own_embedding=True,
+            target_hidden=48,
             target_hidden_size=48,
+            norm_before_residual=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 300.0},
         ),
         oracle.Eagle3,
         {"target_states_size": 144, "hidden_size": 48},
@@ -97,9 +94,6 @@ CASES = {
 
 BLOCKS = {
     "p_eagle": Case(make_eagle3(mask=(), ptd_token_id=7, rope_scaling=LLAMA3), oracle.Eagle3, THREE_STATES),
-    "p_eagle_by_speculators": Case(
-        as_speculators(make_eagle3(first="layers.0.", mask=(1, 1)), mask_token_id=0), oracle.Eagle3, THREE_STATES
-    ),
     "pard": Case(make_causal(pard_token=VOCAB - 1), oracle.Causal, windows=[None] * 2),
     "pard_in_a_window": Case(
         make_causal("MistralForCausalLM", sliding_window=7, pard_token=3), oracle.Causal, windows=[7] * 2
@@ -127,6 +121,7 @@ CONTEXT_BLOCKS = {
         [(7, False), (7, False)],
     ),
     "causal_dflash": (make_dflash(is_causal=True), [(None, True), (None, True)]),
+    "dflash_from_the_anchor": (make_dflash(dflash_config={"sample_from_anchor": True}), [WHOLE, WHOLE]),
 }
 """Drafts that keep the target's states as context, with each layer's window and whether it is causal."""
 
@@ -263,8 +258,9 @@ def test_a_block_after_the_targets_states_is_the_published_model_over_whole_text
     drafts = fixture.drafts()
     for request in range(len(CONTEXTS)):
         ids, target_states = fixture.inputs(request)
+        model = fixture.model
         scores, wide = (
-            each.scores(target_states, ids[-1], fixture.model.mask_token_id, K) for each in (exact, rounded)
+            each.scores(target_states, ids[-1], model.mask_token_id, K, model.first_place) for each in (exact, rounded)
         )
         finite = scores.isfinite()
         budget = 4 * (wide - scores)[finite].abs().max() + 1e-5
@@ -290,7 +286,7 @@ DSPARKS = {
     "dspark_with_all_that_is_optional": make_dflash(
         markov_rank=6, draft_vocab=24, enable_confidence_head=True, confidence_head_with_markov=True
     ),
-    "dspark_by_speculators": make_dflash(
+    "dspark_after_the_anchor": make_dflash(
         markov_rank=6, sample_from_anchor=False, enable_confidence_head=True, own_embedding=True
     ),
 }
