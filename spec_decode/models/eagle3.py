@@ -1,5 +1,5 @@
-"""EAGLE-3 (Li et al., 2025) as published, by its authors' names or those of `speculators`: states of three of the
-target's layers, and a vocabulary of its own."""
+"""EAGLE-3 (Li et al., 2025) and 3.1 as published, by its authors' names or those of `speculators`: states of several of
+the target's layers, and a vocabulary of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from attn_backends.kernels.rope import Rope
 from spec_decode.models.attention import Attention
 from spec_decode.models.base import BlockDraft, KeepRows, TargetModel
 from spec_decode.models.checkpoints.config_reader import ConfigReader
-from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.checkpoints.mask_token import require_mask_token
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.checkpoints.store import TensorStore
@@ -34,8 +33,6 @@ from spec_decode.models.layers.rms_norm import RMSNorm
 
 MASK_HIDDEN = "mask_hidden"
 """The tensor that P-EAGLE (Parallel EAGLE) adds: what a mask has in place of the target's states."""
-NUM_AUX_LAYERS = 3
-"""How many of the target's layers a draft reads."""
 
 
 class FirstLayer(DecoderLayer):
@@ -61,6 +58,29 @@ class FirstLayer(DecoderLayer):
         return self.after_qkv(residual, self.qkv(both), rope, attention, keep)
 
 
+class AuxStates(nn.Module):
+    """States of the target's layers, side by side, made one state: normed whole or each by itself, or not at all."""
+
+    def __init__(self, store: TensorStore, states_size: int, model: ModelConfig, target_hidden_size: int) -> None:
+        """states_size: dims of the states of all layers."""
+        super().__init__()
+        normed = _aux_section(store, "norm_before_fc").get("norm_before_fc", bool, False)
+        normed_each = _aux_section(store, "fc_norm").get("fc_norm", bool, False)
+        self.input_norm = RMSNorm(states_size, model.norm_eps) if normed else None
+        count = states_size // target_hidden_size if normed_each else 0
+        self.fc_norm = nn.ModuleList(RMSNorm(target_hidden_size, model.norm_eps) for _ in range(count))
+        self.fc = nn.Linear(states_size, model.hidden_size, bias=False)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """[T, F]; [T, H]."""
+        if self.input_norm is not None:
+            states = self.input_norm(states)[1]
+        if self.fc_norm:
+            each = states.chunk(len(self.fc_norm), -1)
+            states = torch.cat([norm(part)[1] for norm, part in zip(self.fc_norm, each, strict=True)], -1)
+        return linear(states, self.fc.weight)
+
+
 class Eagle3(HiddenStatesDraft, KeptRowsDraft):
     """At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2."""
 
@@ -71,22 +91,19 @@ class Eagle3(HiddenStatesDraft, KeptRowsDraft):
         super().__init__(weights, config, target)
         store, model = weights.store, config.model
         self.token_map = token_map
-        self.target_states_size = NUM_AUX_LAYERS * target.hidden_size
-        # The states of the target's layers, side by side, are normed before fc.
-        norm_before_fc = _aux_section(store, "norm_before_fc").get("norm_before_fc", bool, False)
-        self.input_norm = RMSNorm(self.target_states_size, model.norm_eps) if norm_before_fc else None
-        self.fc = nn.Linear(self.target_states_size, model.hidden_size, bias=False)
+        self.target_states_size = target.target_states_size
+        self.aux = AuxStates(store, self.target_states_size, model, target.hidden_size)
         normed_residual = store.config.get("norm_before_residual", bool, False)
         options = LayerOptions.found(store, _first_prefix(store))
         self.layers = self.stack(store, FirstLayer(model, options, normed_residual=normed_residual))
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.lm_head = NormLinear(model.hidden_size, _draft_vocab(store, model))
+        self.norm_output = _aux_section(store, "norm_output").get("norm_output", bool, False)
 
     def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
-        """target_hidden_states [T, 3 * the target's hidden size]; states [T, H]."""
-        if self.input_norm is not None:
-            target_hidden_states = self.input_norm(target_hidden_states)[1]
-        return linear(target_hidden_states, self.fc.weight)
+        """target_hidden_states [T, F], of each layer the target's hidden size; states [T, H]."""
+        states: torch.Tensor = self.aux(target_hidden_states)
+        return states
 
     def states(
         self,
@@ -96,7 +113,8 @@ class Eagle3(HiddenStatesDraft, KeptRowsDraft):
         attention: Attention,
         keep: KeepRows | None,
     ) -> torch.Tensor:
-        """token_ids, positions int64 [T], hidden [T, H]; states [T, H] before the last norm."""
+        """token_ids, positions int64 [T], hidden [T, H]; states [T, H] before the last norm, or after it where they
+        are fed back so."""
         first, *others = self.layers
         assert isinstance(first, FirstLayer)
         rope = self.rotary(positions)
@@ -105,10 +123,15 @@ class Eagle3(HiddenStatesDraft, KeptRowsDraft):
         x, delta = first.fuse(both, hidden, rope, attention, None if others else keep)
         for layer in others:
             x, delta = layer(x, delta, rope, attention, keep if layer is others[-1] else None)
+        if self.norm_output:
+            normed: torch.Tensor = self.norm(x, delta)[1]
+            return normed
         return joined(x, delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, H]; logits [T, draft vocabulary]."""
+        if self.norm_output:
+            return linear(hidden, self.lm_head.weight)
         out: torch.Tensor = self.lm_head(hidden, None, self.norm)[1]
         return out
 
@@ -149,11 +172,6 @@ def aux_hidden_state_layers(store: TensorStore, num_target_layers: int) -> tuple
     section = _aux_section(store, name)
     default = [2, num_target_layers // 2, num_target_layers - 3]
     listed = section.get(name, list, default)
-    if len(listed) != NUM_AUX_LAYERS:
-        raise CheckpointError(
-            f"{name} in {section.place} must list {NUM_AUX_LAYERS} layers, the number that is supported, got "
-            f"{len(listed)}: {listed}. Use a draft that reads the states of {NUM_AUX_LAYERS}."
-        )
     left = listed[:1] == [1] and not is_by_speculators(store)
     return read_layers(section, name, num_target_layers, left=left, default=default)
 
@@ -170,19 +188,14 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     read = store.config.get("target_hidden_size", int, model.hidden_size)
     layers = aux_hidden_state_layers(store, target.num_layers or MAX_LAYERS)
     check_aux_states(store, target, model.vocab_size, read, layers)
-    # A draft that feeds its normed states back has the tensors of one that does not: only the config tells.
-    if store.config.get("norm_output", bool, False):
-        raise CheckpointError(
-            f"norm_output in {store.config.place} must be false: this model feeds states back unnormed, and every "
-            "token after the first would be drafted from others. Use a draft trained without it."
-        )
     token_map = read_token_map(store, _draft_vocab(store, model), target.vocab_size)
     weights = ScopedWeights(store, "", dtype, device)
     arguments = (weights, config, target, None if token_map is None else token_map.to(device))
     mask = _read_mask(store, model.vocab_size, target.target_states_size, dtype, device)
     with torch.device("meta"):
         draft = Eagle3(*arguments) if mask is None else ParallelEagle3(*arguments, mask)
-    draft = read_parameters(draft, weights, lambda name: name.replace("layers.0.", _first_prefix(store)))
+    first = _first_prefix(store)
+    draft = read_parameters(draft, weights, lambda name: name.removeprefix("aux.").replace("layers.0.", first))
     store.refuse_unused()
     return draft
 

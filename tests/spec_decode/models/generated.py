@@ -169,23 +169,28 @@ def make_eagle3(
     own_embedding: bool = False,
     first: str = "midlayer.",
     target_hidden: int = HIDDEN,
+    num_states: int = 3,
     qkv_bias: bool = False,
     mask: tuple[int, ...] | None = None,
     seed: int = 0,
     **changes: Any,
 ) -> Generated:
-    """draft_vocab None: the target's, without a map. mask: dims of 1 before those of P-EAGLE's mask_hidden."""
+    """draft_vocab None: the target's, without a map. mask: dims of 1 before those of P-EAGLE's mask_hidden.
+    num_states: of the target's layers."""
     config = decoder_config(**changes)
     hidden, tensors = config["hidden_size"], Tensors(seed)
-    tensors.matrix("fc", hidden, 3 * target_hidden)
-    if config.get("norm_before_fc") or config.get("eagle_config", {}).get("norm_before_fc"):
-        tensors.norm("input_norm", 3 * target_hidden)
+    flags = config.get("eagle_config", {}) | config
+    tensors.matrix("fc", hidden, num_states * target_hidden)
+    if flags.get("norm_before_fc"):
+        tensors.norm("input_norm", num_states * target_hidden)
+    for state in range(num_states if flags.get("fc_norm") else 0):
+        tensors.norm(f"fc_norm.{state}", target_hidden)
     tensors.layer(first, config, inputs=2 * hidden, qkv_bias=qkv_bias)
     tensors.norm(f"{first}hidden_norm", hidden)
     for layer in range(1, config["num_hidden_layers"]):
         tensors.layer(f"layers.{layer}.", config, qkv_bias=qkv_bias)
     if mask is not None:
-        tensors.made["mask_hidden"] = torch.randn(*mask, 3 * target_hidden, generator=tensors.generator)
+        tensors.made["mask_hidden"] = torch.randn(*mask, num_states * target_hidden, generator=tensors.generator)
     tensors.norm("norm", hidden)
     tensors.matrix("lm_head", draft_vocab or config["vocab_size"], hidden)
     if own_embedding:

@@ -119,10 +119,15 @@ class Eagle3:
         self.vocab_size = target.vocab_size
         self.d2t = checkpoint.tensors.get("d2t")
         self.first = "midlayer." if "midlayer.hidden_norm.weight" in tensors else "layers.0."
+        self.feeds_normed = (checkpoint.config.get("eagle_config", {}) | checkpoint.config).get("norm_output")
 
     def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
         if "input_norm.weight" in self.decoder.tensors:
             target_hidden_states = self.decoder.norm("input_norm", target_hidden_states)
+        if norms := [name for name in self.decoder.tensors if name.startswith("fc_norm.")]:
+            each = target_hidden_states.split(target_hidden_states.shape[-1] // len(norms), -1)
+            normed = [self.decoder.norm(f"fc_norm.{state}", part) for state, part in enumerate(each)]
+            target_hidden_states = torch.cat(normed, -1)
         return self.decoder.linear("fc", target_hidden_states)
 
     def states(self, ids: list[int], hidden: torch.Tensor) -> torch.Tensor:
@@ -134,10 +139,10 @@ class Eagle3:
         for layer, window in enumerate(self.windows[1:], 1):
             prefix = f"layers.{layer}."
             x = decoder.layer(prefix, decoder.norm(f"{prefix}input_layernorm", x), x, window)
-        return x
+        return decoder.norm("norm", x) if self.feeds_normed else x
 
     def scores(self, state: torch.Tensor) -> torch.Tensor:
-        own = self.decoder.linear("lm_head", self.decoder.norm("norm", state))
+        own = self.decoder.linear("lm_head", state if self.feeds_normed else self.decoder.norm("norm", state))
         if self.d2t is None:
             return own
         scores = torch.full((self.vocab_size,), -math.inf, dtype=self.decoder.dtype)

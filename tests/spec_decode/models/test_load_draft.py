@@ -232,20 +232,38 @@ def test_aux_layers_that_the_target_does_not_have_are_refused(tmp_path, layers):
         layers_of(tmp_path, eagle_aux_hidden_state_layer_ids=layers)
 
 
-@pytest.mark.parametrize("layers", [[1, 2], [2, 11, 20, 33]])
-def test_another_number_of_auxiliary_layers_is_called_unsupported(tmp_path, layers):
-    with pytest.raises(CheckpointError, match=f"list 3 layers, the number that is supported, got {len(layers)}: "):
-        layers_of(tmp_path, eagle_aux_hidden_state_layer_ids=layers)
+@pytest.mark.parametrize("layers", [[3], [1, 2], [2, 11, 20, 33]])
+def test_any_number_of_auxiliary_layers_is_read(tmp_path, layers):
+    shift = layers[0] == 1
+    assert layers_of(tmp_path, eagle_aux_hidden_state_layer_ids=layers) == tuple(layer + shift for layer in layers)
 
 
-def test_a_norm_before_fc_that_has_no_weight_is_refused_by_its_name(tmp_path):
-    message = refusal(tmp_path, "eagle3", make_from(make_eagle3(), {"norm_before_fc": True}))
-    assert "input_norm.weight" in message
+@pytest.mark.parametrize(("flag", "tensor"), [("norm_before_fc", "input_norm.weight"), ("fc_norm", "fc_norm.0.weight")])
+def test_a_norm_that_has_no_weight_is_refused_by_its_name(tmp_path, flag, tensor):
+    message = refusal(tmp_path, "eagle3", make_from(make_eagle3(), {flag: True}))
+    assert f"{tmp_path} must hold a tensor {tensor}" in message
 
 
-def test_a_draft_that_feeds_normed_states_back_is_refused(tmp_path):
-    message = refusal(tmp_path, "eagle3", make_from(make_eagle3(), {"norm_output": True}))
-    assert f"norm_output in {tmp_path / 'config.json'} must be false" in message
+def test_norms_of_states_that_no_flag_asks_for_are_refused_by_their_names(tmp_path):
+    checkpoint = make_eagle3(fc_norm=True)
+    assert "no place for: fc_norm.0.weight" in refusal(tmp_path, "eagle3", without(checkpoint, field="fc_norm"))
+
+
+def test_a_norm_more_than_states_is_refused_by_its_name(tmp_path):
+    checkpoint = make_eagle3(fc_norm=True)
+    checkpoint.tensors["fc_norm.3.weight"] = torch.ones(HIDDEN)
+    assert "no place for: fc_norm.3.weight" in refusal(tmp_path, "eagle3", checkpoint)
+
+
+@pytest.mark.parametrize("flag", ["norm_before_fc", "fc_norm", "norm_output"])
+def test_a_flag_that_is_no_truth_value_is_refused_by_its_name(tmp_path, flag):
+    message = refusal(tmp_path, "eagle3", make_from(make_eagle3(), {flag: "yes"}))
+    assert f"{flag} in {tmp_path / 'config.json'} must be true or false, got 'yes'" in message
+
+
+def test_a_list_of_another_number_of_layers_than_the_target_returns_is_refused(tmp_path):
+    message = refusal(tmp_path, "eagle3", make_eagle3(num_states=2, eagle_aux_hidden_state_layer_ids=[2, 3]))
+    assert "reads target hidden states of size 64, this target returns 96" in message
 
 
 @pytest.mark.parametrize("kind", MAKERS)

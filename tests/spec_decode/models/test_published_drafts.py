@@ -61,6 +61,24 @@ CASES = {
     "eagle3_of_two_layers": Case(
         make_eagle3(num_hidden_layers=2, qkv_bias=True), oracle.Eagle3, THREE_STATES, windows=[None] * 2
     ),
+    "eagle3_1": Case(make_eagle3(fc_norm=True, norm_output=True), oracle.Eagle3, THREE_STATES),
+    "eagle3_1_that_feeds_its_normed_states_back_alone": Case(
+        make_eagle3(norm_output=True, num_hidden_layers=2), oracle.Eagle3, THREE_STATES, windows=[None] * 2
+    ),
+    "eagle3_1_with_nvidias_flags_and_two_states": Case(
+        make_eagle3(
+            num_states=2,
+            norm_before_fc=True,
+            eagle_config={"fc_norm": True, "norm_output": True, "eagle_aux_hidden_state_layer_ids": [1, 4]},
+        ),
+        oracle.Eagle3,
+        {"target_states_size": 2 * HIDDEN},
+    ),
+    "eagle3_of_five_states": Case(
+        make_eagle3(num_states=5, fc_norm=True, eagle_aux_hidden_state_layer_ids=[0, 2, 4, 6, 8]),
+        oracle.Eagle3,
+        {"target_states_size": 5 * HIDDEN},
+    ),
     "eagle3_of_another_width": Case(
         make_eagle3(
             first="layers.0.",
@@ -94,6 +112,9 @@ CASES = {
 
 BLOCKS = {
     "p_eagle": Case(make_eagle3(mask=(), ptd_token_id=7, rope_scaling=LLAMA3), oracle.Eagle3, THREE_STATES),
+    "p_eagle_with_a_norm_for_each_state": Case(
+        make_eagle3(mask=(1, 1), ptd_token_id=7, fc_norm=True), oracle.Eagle3, THREE_STATES
+    ),
     "pard": Case(make_causal(pard_token=VOCAB - 1), oracle.Causal, windows=[None] * 2),
     "pard_in_a_window": Case(
         make_causal("MistralForCausalLM", sliding_window=7, pard_token=3), oracle.Causal, windows=[7] * 2
