@@ -154,7 +154,7 @@ class LatentAttentionArguments(NamedTuple):
             merge_kernel[(tokens, heads)](
                 partial,
                 lse,
-                None,
+                None,  # sinks
                 out,
                 tokens,
                 HEADS=heads,
@@ -236,7 +236,7 @@ def latent_attention_kernel(
     """One program computes M query rows over one split of their request's KV tokens; its grid is [R * tiles, S].
 
     It keeps a running softmax as `attention_kernel` does, with `total` spread over the N columns of a block until the
-    end. A latent's first V dims are its key and its value, its last P dims belong to the key alone.
+    end. The first V dims of a latent serve as key and value, the last P dims as key only.
     """
     await_previous(PDL)
     # The request, tile and split of this program. Tiles of one request are neighbours: they run at the same time and

@@ -166,13 +166,13 @@ def _replan_kernel(
     window_pages,  # pages of a request at most
     padded_tiles,  # of the grid
     tile_budget,
-    request_indices,  # this and the next are offsets in `plan`, the last in `plan_bytes`
+    request_indices,  # this and the next are offsets in `plan`
     qo_tile_indices,
     kv_tile_indices,
     o_indptr,
     merge_indptr,
     kv_chunk_size,
-    block_valid_mask,
+    block_valid_mask,  # an offset in `plan_bytes`
     PAGE_SIZE: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     QUERY_TILES: tl.constexpr,  # units of a request

@@ -110,6 +110,7 @@ def _order_kernel(
     is_row = query < rows
     is_end = (query >= rows) & (query < rows + num_experts)
     key = tl.where(is_row, tl.load(experts + query, mask=is_row, other=0) * rows + query, (query - rows + 1) * rows)
+    # How many rows come before each
     before = tl.zeros([BLOCK], tl.int32)
     for start in range(0, rows, CHUNK):
         row = start + tl.arange(0, CHUNK)
