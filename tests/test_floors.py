@@ -19,11 +19,11 @@ pytestmark = pytest.mark.xdist_group("import_graph")
 OUTSIDE = ["tests", "examples", "scripts", "train_pair"]
 ROOMS = [
     "files", "environment", "source_digests",
-    "graphs", "sampling", "verification", "trees", "models", "paged", "drafter", "engine", "llm", "__init__",
+    "graphs", "sampling", "trees", "verification", "models", "paged", "drafter", "engine", "llm", "__init__",
     "testing", "conformance", "tools", "matrix", "cli", "__main__",
 ]  # fmt: skip
 """What may stand in the root of spec_decode. A room uses only those before it."""
-SERVING = ("graphs", "sampling", "verification", "trees", "models", "paged", "drafter", "engine")
+SERVING = ("graphs", "sampling", "trees", "verification", "models", "paged", "drafter", "engine")
 PRODUCTION = (*SERVING, "tools.metadata_validator")
 """What serves requests, and what may look on while it does."""
 LIMIT = 5

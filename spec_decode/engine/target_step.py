@@ -9,8 +9,8 @@ from spec_decode.drafter import Drafter
 from spec_decode.engine.input_batch import InputBatch
 from spec_decode.engine.target_runner import TargetForward, TargetRunner
 from spec_decode.sampling import sample_target
-from spec_decode.trees import TreeBatch, TreeSampling
-from spec_decode.verification import Verifier, VerifyOutput
+from spec_decode.trees import TreeBatch
+from spec_decode.verification import TreeSampling, Verifier, VerifyOutput
 
 
 class TargetStep:

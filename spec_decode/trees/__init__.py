@@ -1,11 +1,11 @@
-"""Trees of draft tokens: their shape, who may see whom, and which path the target accepts."""
+"""Trees of draft tokens: their shape, who may see whom, and how they grow."""
 
 from builders.spec import MAX_TREE_TOKENS
 from spec_decode.trees.draft_tree import DraftTree
 from spec_decode.trees.dynamic_tree import DynamicTree, DynamicTreeConfig
 from spec_decode.trees.kernels.move_accepted_kv import move_accepted_kv
 from spec_decode.trees.static_tree import StaticTree
-from spec_decode.trees.verification import TreeBatch, TreeSampling, TreeVerifyOutput
+from spec_decode.trees.tree_batch import TreeBatch
 
 __all__ = [
     "MAX_TREE_TOKENS",
@@ -14,7 +14,5 @@ __all__ = [
     "DynamicTreeConfig",
     "StaticTree",
     "TreeBatch",
-    "TreeSampling",
-    "TreeVerifyOutput",
     "move_accepted_kv",
 ]

@@ -12,7 +12,7 @@ from spec_decode.trees.draft_tree import require_frontiers, require_tree_size
 from spec_decode.trees.kernels.grow_tree import grow_tree
 from spec_decode.trees.kernels.keep_best import keep_best
 from spec_decode.trees.kernels.top_children import top_children
-from spec_decode.trees.verification import TreeBatch
+from spec_decode.trees.tree_batch import TreeBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

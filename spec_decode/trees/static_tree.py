@@ -7,7 +7,7 @@ import torch
 from spec_decode.trees.draft_tree import DraftTree
 from spec_decode.trees.dynamic_tree import require_frontier
 from spec_decode.trees.kernels.top_children import top_children
-from spec_decode.trees.verification import TreeBatch
+from spec_decode.trees.tree_batch import TreeBatch
 
 
 class StaticTree:

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import BatchError
-from spec_decode.trees import MAX_TREE_TOKENS, DraftTree, DynamicTreeConfig, TreeSampling
+from spec_decode.trees import MAX_TREE_TOKENS, DraftTree, DynamicTreeConfig
+from spec_decode.verification import TreeSampling
 
 
 @st.composite

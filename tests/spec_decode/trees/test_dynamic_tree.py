@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from builders import BatchError
 from spec_decode.graphs.emulator import EmulatedRuntime
-from spec_decode.trees import DraftTree, DynamicTree, DynamicTreeConfig, TreeSampling
+from spec_decode.trees import DraftTree, DynamicTree, DynamicTreeConfig
 from spec_decode.trees.kernels.keep_best import keep_best
 from spec_decode.trees.kernels.top_children import top_children
+from spec_decode.verification import TreeSampling
 from tests.spec_decode.verification.verify_helpers import sampling_of
 
 ROWS, VOCAB = 3, 7

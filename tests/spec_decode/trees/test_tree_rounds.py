@@ -12,8 +12,9 @@ from spec_decode.models import SHIPPED_PAIR, load_pair
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import build_ragged, make_group
 from spec_decode.sampling import Sampling, SamplingParams, sample_target
-from spec_decode.trees import DynamicTree, DynamicTreeConfig, TreeSampling, move_accepted_kv
+from spec_decode.trees import DynamicTree, DynamicTreeConfig, move_accepted_kv
 from spec_decode.trees.kernels.ancestor_masks import ancestor_masks
+from spec_decode.verification import TreeSampling
 
 CPU = torch.device("cpu")
 STEPS, WIDTH, TOKENS, NEW = 3, 3, 8, 24

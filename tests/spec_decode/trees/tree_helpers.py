@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from spec_decode.sampling import sample_target
-from spec_decode.trees import DraftTree, TreeBatch, TreeSampling
+from spec_decode.trees import DraftTree, TreeBatch
+from spec_decode.verification import TreeSampling
 from tests.spec_decode.verification.verify_helpers import FIRST, sampling_of
 
 TREES = {

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from builders import BatchError
 from spec_decode.graphs.emulator import EmulatedRuntime
 from spec_decode.sampling import sample_target
-from spec_decode.trees import DraftTree, TreeBatch, TreeSampling
-from spec_decode.trees.kernels.follow_tree import follow_tree
+from spec_decode.trees import DraftTree, TreeBatch
+from spec_decode.verification import TreeSampling
+from spec_decode.verification.kernels.follow_tree import follow_tree
 from tests.spec_decode.trees.test_draft_tree import trees
 from tests.spec_decode.trees.tree_helpers import TREES, Drafted, Tables, draft, first_two, verify
 from tests.spec_decode.verification.verify_helpers import FIRST, law, p_value, sampling_of
