@@ -1,7 +1,8 @@
-"""The kernel of streamed_linear whose tiles the bulk copy engine (TMA) fetches; streamed_linear.py holds its contract.
+"""The kernel of streamed_linear whose tiles the bulk copy engine (TMA) fetches, and what its other kernel shares with
+it; streamed_linear.py holds their contract.
 
 One thread asks for a whole tile and the engine computes the addresses. With many rows the threads of streamed_kernel
-spend most of their time on that. Legend: as in streamed_linear_kernels.
+spend most of their time on that. Legend: T rows, N outputs, K inputs of a row.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 
 from builders.kernels.triton_runtime import HAVE_TRITON, await_previous, tl, triton
-from spec_decode.models.kernels.streamed_linear_kernels import ask_for_weight, finish
 
 if HAVE_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -123,3 +123,55 @@ def _store(
         tl.store(out + (tl.program_id(1) * rows + row) * N + output, tl.trans(acc), mask=inside)
     else:
         finish(tl.trans(acc), tl.trans(up), bias, residual, out, row, output, inside, limit, N, GATED)
+
+
+@triton.jit
+def ask_for_weight(
+    weight,  # [height, K]
+    row,  # of the weight, any number; what lies outside of it is cut to its last row
+    begin,
+    height,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Bring a program's first tile of the weight, BLOCK_K inputs from `begin` on, into the L2 cache.
+
+    It may run before await_previous: it reads no value, and memory is idle while a program waits.
+    """
+    if PDL:
+        LINE: tl.constexpr = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
+        LINES: tl.constexpr = BLOCK_K // LINE if BLOCK_K > LINE else 1
+        column = tl.minimum(begin + tl.arange(0, LINES) * LINE, K - 1)
+        line = weight + tl.minimum(row, height - 1).to(tl.int64)[:, None] * K + column[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)], tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def finish(
+    result,  # fp32, of shape `inside`; with a gate the gate's
+    up,  # with a gate the same of the up projection
+    bias,  # [N], or None
+    residual,  # [T, N], or None
+    out,  # out: [T, N]
+    row,  # int64, broadcasts to `inside`
+    output,  # broadcasts to `inside`
+    inside,  # bool
+    limit,  # of gate and up, or None
+    N: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Gate, add and store."""
+    if bias is not None:
+        result += tl.load(bias + output, mask=output < N, other=0.0).to(tl.float32)
+    if GATED:
+        if limit is not None:
+            # Comparisons and not minima, which would make a number of NaN.
+            result = tl.where(result > limit, limit, result)
+            up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        result = result / (1.0 + tl.exp(-result)) * up
+    if residual is not None:
+        result += tl.load(residual + row * N + output, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * N + output, result.to(out.dtype.element_ty), mask=inside)
