@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from functools import partial
 
 import torch
 
 from builders.kernels.triton_runtime import torch_implementations
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, StrategyError, VerifiedTokens
+from spec_decode.sampling.draft_sampler import NO_TOKEN
 from spec_decode.testing.draft_fixture import VOCAB, DraftFixture
 from spec_decode.testing.expectations import expect
 from spec_decode.trees import DraftTree, DynamicTreeConfig
@@ -16,6 +18,8 @@ from spec_decode.trees import DraftTree, DynamicTreeConfig
 without_interpreter = torch_implementations()
 """Other checks cover the kernels one by one: whole rounds in the interpreter would take an hour."""
 _ROUNDS = 2
+_FIRST_PAUSED = 1
+"""Of two rounds in a row, after one that has drafted and before two that draft again."""
 
 
 def verified_tokens(fixture: DraftFixture, contexts: list[int], temperature: float, round_: int) -> VerifiedTokens:
@@ -89,6 +93,53 @@ def draft(
     return run | {(_ROUNDS, field): tensor for field, tensor in after.items()}
 
 
+class Pause(Enum):
+    """Who drafts nothing for some rounds, and how that is asked for."""
+
+    ONE_REQUEST = "the last request by its length"
+    ALL_BY_LENGTHS = "all requests by their lengths"
+    ALL_BY_NUM_TOKENS = "all requests by num_tokens"
+
+
+def draft_after_a_pause(
+    fixture: DraftFixture, strategy: Strategy, pause: Pause | None, *, temperature: float
+) -> DraftRun:
+    """Five rounds, of which the second and third are paused; from then on a round adds one token, as plain decoding
+    does. What the last request, or all of them, proposed in paused rounds is left out."""
+    groups, tables, steps = fixture.groups(), fixture.tables(), fixture.num_speculative_tokens
+    config = DrafterConfig(num_speculative_tokens=steps, strategy=strategy, capture_sizes=[fixture.num_reqs])
+    drafter = Drafter(fixture.model, groups, tables, config)
+    tables.load(fixture.pages, fixture.limits())
+    contexts = torch.tensor(fixture.contexts(), dtype=torch.int32, device=tables.device)
+    whole = torch.full_like(contexts, steps)
+    paused = whole.clone()
+    paused[-1 if pause is Pause.ONE_REQUEST else slice(None)] = 0
+    run: DraftRun = {}
+    for round_ in range(5):
+        verified = verified_tokens(fixture, fixture.contexts(), temperature, round_)._replace(context_lens=contexts)
+        if round_ >= _FIRST_PAUSED:
+            verified = verified._replace(accepted=torch.zeros_like(verified.accepted))
+        middle = round_ in (_FIRST_PAUSED, _FIRST_PAUSED + 1)
+        by_length = middle and pause in (Pause.ONE_REQUEST, Pause.ALL_BY_LENGTHS)
+        verified = verified._replace(draft_lens=paused if by_length else whole)
+        none = middle and pause is Pause.ALL_BY_NUM_TOKENS
+        drafts = drafter.propose(verified, 0 if none else None)
+        kept = slice(None, -1) if middle else slice(None)
+        if not middle or pause in (None, Pause.ONE_REQUEST):
+            run[round_, "draft tokens"] = drafts.tokens[kept].T.clone()
+            run[round_, "cached logits"] = drafts.logits[kept].transpose(0, 1).clone()
+        elif drafts.tokens.numel():
+            expect_none(drafts.tokens, round_)
+        contexts = contexts + verified.accepted + 1
+    return run
+
+
+def expect_none(tokens: torch.Tensor, round_: int) -> None:
+    """Raise CheckFailure where a request that asks for no draft tokens has some."""
+    contract, got = f"a request that drafts nothing proposes {NO_TOKEN}, in round {round_}", tokens.tolist()
+    expect(bool((tokens == NO_TOKEN).all()), contract=contract, expected=f"{NO_TOKEN} everywhere", got=got)
+
+
 def compare(draft: partial[DraftRun]) -> tuple[DraftRun, int]:
     """Eager's run, held against that of every other strategy that the backend can run, and how many these were.
 
@@ -115,7 +166,7 @@ def expect_same(run: DraftRun, wanted: DraftRun, what: str) -> None:
     if found:
         round_, where, key = min(found)
         field, at = key[1], ", ".join(f"{axis} {i}" for axis, i in zip(_AXES[key[1]], where, strict=True))
-        when = f"in round {round_}" if round_ < _ROUNDS else "after the last round"
+        when = "after the last round" if field.endswith(("cache", "flags")) else f"in round {round_}"
         expect(
             False,
             contract=f"{what}: every field has the same bits; the first that differs is {field}, {at}, {when}",

@@ -11,7 +11,15 @@ import torch
 
 from builders import AttentionSpec, HostLengths
 from spec_decode.conformance.check import Cases, Family
-from spec_decode.conformance.draft_runs import compare, draft, expect_same, verified_tokens, without_interpreter
+from spec_decode.conformance.draft_runs import (
+    Pause,
+    compare,
+    draft,
+    draft_after_a_pause,
+    expect_same,
+    verified_tokens,
+    without_interpreter,
+)
 from spec_decode.conformance.strategies import every_strategy, one_strategy
 from spec_decode.drafter import Drafter, DrafterConfig, Strategy, StrategyError, VerifiedTokens
 from spec_decode.graphs.emulator import HostReadGuard
@@ -78,6 +86,29 @@ def requests_stop_on_their_own(subject: Subject, case: tuple[int, int]) -> Measu
             start = {(0, "draft tokens"): wanted.to(subject.device)}
             expect_same(eager, start, f"{what} ends the drafts and changes none before the end")
             compared += strategies
+    return {"runs_compared": float(compared)}
+
+
+@check(
+    "after rounds in which a request, or all of them, drafted nothing, drafts are those of rounds that never stopped",
+    _shapes((1, 2), (4, 3), (3, 7)),
+    covers=every_strategy,
+    since=(1, 2),
+)
+@without_interpreter
+def drafts_resume_after_a_pause(subject: Subject, case: tuple[int, int]) -> Measurements:
+    steps, num_reqs = case
+    fixture, compared = DraftFixture.make(subject, num_reqs, steps), 0
+    for temperature in (0.0, 1.0):
+        never = draft_after_a_pause(fixture, Strategy.EAGER, None, temperature=temperature)
+        for strategy, pause in product(Strategy, Pause):
+            try:
+                run = draft_after_a_pause(fixture, strategy, pause, temperature=temperature)
+            except StrategyError:
+                continue
+            wanted = {key: never[key] for key in run}
+            expect_same(run, wanted, f"{strategy.value} after a pause of {pause.value}, at temperature {temperature:g}")
+            compared += 1
     return {"runs_compared": float(compared)}
 
 

@@ -98,9 +98,10 @@ class Drafter:
         """Draft K tokens after each request's next_token. Waits for the device only where the plan says so.
 
         verified: what the round starts from, copied to `inputs`; None: a verifier wrote it to the live rows there.
-        num_tokens: how many tokens this round proposes one after the other, 1 to K; None is K. Every strategy proposes
+        num_tokens: how many tokens this round proposes one after the other, 0 to K; None is K. Every strategy proposes
         the same tokens and captures nothing new: the full loop runs all K steps, the last ones without a request that
-        still drafts, and the other strategies run only as many as are asked for.
+        still drafts, and the other strategies run only as many as are asked for. With 0 only step 0 runs: it writes
+        the draft's KV of the verified tokens, without which later rounds would attend to what was never written.
 
         The requests are the live rows of the tables. One whose limit leaves no room for the 1 + K tokens of step 0
         proposes nothing and raises tables.overflow. So does one that reaches its limit on the way, from there on.
@@ -113,9 +114,9 @@ class Drafter:
         )
         wanted = self.num_speculative_tokens if num_tokens is None else num_tokens
         require(
-            type(wanted) is int and 1 <= wanted <= self.num_speculative_tokens,
-            f"this drafter proposes 1 to {self.num_speculative_tokens} tokens a round, asked for {wanted!r}. "
-            "Make a drafter for more, or leave the drafter out of a round without drafts.",
+            type(wanted) is int and 0 <= wanted <= self.num_speculative_tokens,
+            f"this drafter proposes 0 to {self.num_speculative_tokens} tokens a round, asked for {wanted!r}. "
+            "Make a drafter for more.",
         )
         size = self._padded()
         if verified is not None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, make_dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 
+from attn_backends import AttentionBackend, get
 from builders import AdvanceLevel, AdvanceSupport, AttentionBatch, AttentionSpec, ReferenceBuilder, ReferenceMetadata
+from spec_decode.drafter import Drafter, Drafts, VerifiedTokens
 from spec_decode.graphs import CaptureError
 from tests.foreseen import Foreseen, ForeseenBuilder
 from tests.mutants.mutant import (
@@ -99,6 +104,19 @@ def _writes_past_its_limit(self: Any, metadata: Any) -> None:
 def _advances_decodes_only(self: Any, metadata: Any) -> None:
     if metadata.max_query_len == 1:
         ReferenceBuilder.advance(self, metadata)
+
+
+@contextmanager
+def _leaving_out_rounds_without_drafts(backend: AttentionBackend) -> Iterator[AttentionBackend]:
+    """As engines do that call no drafter where nobody asks for drafts: the verified tokens' KV is never written."""
+    propose = Drafter.propose
+
+    def propose_some(self: Drafter, verified: VerifiedTokens, num_tokens: int | None = None) -> Drafts:
+        none = num_tokens == 0 or (verified.draft_lens is not None and not verified.draft_lens.any())
+        return self._step.drafts(len(verified.seeds), 0) if none else propose(self, verified, num_tokens)
+
+    with mock.patch.object(Drafter, "propose", propose_some):
+        yield backend
 
 
 @then
@@ -255,6 +273,14 @@ BUILDER_MUTANTS = (
         with_builder(_WaitsForLengths),
         not_shown="what it waits for is right",
         cases="k4-n3",
+    ),
+    Mutant(
+        "leaves_out_rounds_without_drafts",
+        "drafter.drafts_resume_after_a_pause",
+        get("torch_reference"),
+        not_shown="its metadata is right: what it describes was never written",
+        cases="k4-n3",
+        around=_leaving_out_rounds_without_drafts,
     ),
     Mutant("plans_for_the_present", "builder.plans_ahead_attend_right", _Shortsighted()),
 )

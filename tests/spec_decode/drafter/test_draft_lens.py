@@ -71,7 +71,7 @@ def test_a_round_of_fewer_tokens_drafts_the_first_ones_and_the_next_round_all(st
     [(whole, logits)] = advancing(strategy=Strategy.EAGER).rounds(1, 1.0)
     fixture = advancing(strategy=strategy, capture_sizes=[4])
     verified = fixture.verified(temperature=1.0)
-    for count in (2, 1, K, 3):
+    for count in (2, 0, 1, K, 3):
         drafts = fixture.drafter.propose(verified, num_tokens=count)
         assert drafts.tokens.tolist() == whole[:, :count].tolist()
         assert torch.equal(drafts.logits, logits[:, :count])
@@ -82,7 +82,7 @@ def test_the_device_loop_serves_every_number_of_tokens_with_the_graphs_it_has():
     fixture = advancing(strategy=Strategy.DEVICE_LOOP)
     fixture.drafter.capture()
     reports = list(fixture.drafter.graphs.reports)
-    for count in range(1, K + 1):
+    for count in range(K + 1):
         fixture.drafter.propose(fixture.verified(), num_tokens=count)
     assert fixture.drafter.graphs.reports == reports
 
@@ -124,7 +124,7 @@ def test_a_request_stops_after_a_token_that_the_draft_doubts(strategy, temperatu
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_round_of_fewer_tokens_ends_after_them_and_a_later_one_of_more_goes_on(strategy):
     fixture, expected = advancing(strategy=strategy), []
-    for count in (K, 2, 1, 3, K):
+    for count in (K, 2, 0, 1, 3, K):
         fixture.drafter.propose(fixture.verified(), num_tokens=count)
         proposed = fixture.drafter.drafts.tokens[:3] >= 0
         expected.append([[True] * count + [False] * (K - count)] * 3)

@@ -142,10 +142,10 @@ def test_a_prefill_of_another_number_of_tokens_writes_nothing(tokens, states):
     assert all(torch.equal(a, b) for a, b in zip(before, fixture.caches(), strict=True))
 
 
-@pytest.mark.parametrize("count", [0, K + 1, 1.5, True, "2"])
+@pytest.mark.parametrize("count", [-1, K + 1, 1.5, True, "2"])
 def test_a_round_of_a_number_of_tokens_that_the_drafter_has_not_is_refused(count):
     fixture = advancing()
-    with pytest.raises(BatchError, match=f"proposes 1 to {K} tokens a round, asked for {count!r}"):
+    with pytest.raises(BatchError, match=f"proposes 0 to {K} tokens a round, asked for {count!r}"):
         fixture.drafter.propose(fixture.verified(), num_tokens=count)
 
 

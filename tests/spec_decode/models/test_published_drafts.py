@@ -332,3 +332,40 @@ def test_a_block_drafted_in_turn_is_the_published_model_over_whole_texts(name, s
         assert drafts.tokens[request].tolist() == wanted, f"request {request}"
         finite = scores[:stops].isfinite()
         assert (drafts.logits[request, :stops] - scores[:stops])[finite].abs().max() < 1e-3, f"request {request}"
+
+
+OF_EVERY_KIND = {
+    **{name: CASES[name] for name in ("eagle", "eagle3", "qwen3_with_a_window_in_its_second_layer")},
+    **{name: BLOCKS[name] for name in ("p_eagle", "pard")},
+    **{name: Case(CONTEXT_BLOCKS[name][0], oracle.DFlash, TWO_STATES) for name in ("dflash", "causal_dflash")},
+    **{name: Case(DSPARKS[name], oracle.DFlash, TWO_STATES) for name in ("dspark", "dspark_after_the_anchor")},
+}
+
+
+@pytest.mark.parametrize("asked", ["lengths", "num_tokens"])
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [(n, s) for n in OF_EVERY_KIND for s in STRATEGIES if n in CASES or s is not Strategy.DEVICE_LOOP],
+)
+def test_a_draft_of_any_kind_goes_on_after_rounds_without_drafts_as_if_there_were_none(name, strategy, asked, tmp_path):
+    def fourth_round(fixture, asked):
+        fixture.drafts()
+        for round_ in range(1, 4):
+            none = asked if round_ < 3 else None
+            grown = fixture.verified.context_lens + fixture.verified.accepted + 1
+            fixture.verified = fixture.verified._replace(
+                token_ids=fixture.verified.token_ids.roll(round_, 0),
+                context_lens=grown,
+                accepted=torch.zeros_like(grown),
+                next_tokens=fixture.verified.next_tokens.roll(1),
+                draft_lens=torch.full_like(grown, 0 if none == "lengths" else K),
+            )
+            drafts = fixture.drafter.propose(fixture.verified, 0 if none == "num_tokens" else None)
+            if none:
+                assert (drafts.tokens == -1).all()
+        return drafts
+
+    never = fourth_round(DraftFixture(OF_EVERY_KIND[name], tmp_path / "never", Strategy.EAGER), None)
+    found = fourth_round(DraftFixture(OF_EVERY_KIND[name], tmp_path / "found", strategy), asked)
+    assert (never.tokens >= 0).all()
+    assert torch.equal(found.tokens, never.tokens) and torch.equal(found.logits, never.logits)
