@@ -160,7 +160,7 @@ def weight_bytes(model: DraftModel, num_reqs: int, *, whole_round: bool = False)
     whole_round: of a draft whose step 0 is the round, what that uses too.
     """
     of_step_0 = type(model).combine is not DraftModel.combine and not whole_round
-    unread = ("embed", "fc.") if of_step_0 else ("embed",)
+    unread = ("embed", "fc.", "aux.") if of_step_0 else ("embed",)
     read = {
         name: float(p.numel() * p.element_size()) for name, p in model.named_parameters() if not name.startswith(unread)
     }

@@ -91,7 +91,7 @@ def test_a_device_loop_is_charged_for_what_its_steps_take_over_the_unrolled_ones
 def test_a_step_reads_neither_embeddings_nor_what_step_0_alone_uses():
     case = tiny("qwen3-8b-eagle3")
     draft = case.make(CPU)
-    skipped = draft.fc.weight.numel()
+    skipped = draft.aux.fc.weight.numel()
     assert weight_bytes(draft, 1) == 4 * (sum(p.numel() for p in draft.parameters()) - skipped)
 
 
