@@ -102,7 +102,9 @@ def test_a_check_of_the_kit_runs_on_the_device_it_is_asked_for(cuda: FakeCuda, m
 
 def test_a_step_of_an_engine_runs_on_its_device(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = make_pair()
-    config = engine_config(num_speculative_tokens=0, max_reqs=1, max_seq_len=32, page_size=4, graph_mode=GraphMode.NONE)
+    config = engine_config(
+        num_speculative_tokens=0, max_num_seqs=1, max_model_len=32, page_size=4, graph_mode=GraphMode.NONE
+    )
     engine = Engine(target, draft, get("torch_reference"), config)
     engine.capture()
     seen: list[int] = []

@@ -63,7 +63,12 @@ def test_an_engine_generates_there_what_it_generates_on_the_first(graph_mode: Gr
     for device in (torch.device("cuda", 0), SECOND):
         target, draft = (model.to(device) for model in make_pair(make_config(hidden_size=64, head_dim=64)))
         config = engine_config(
-            num_speculative_tokens=3, max_reqs=3, max_seq_len=64, page_size=4, graph_mode=graph_mode, autotune=False
+            num_speculative_tokens=3,
+            max_num_seqs=3,
+            max_model_len=64,
+            page_size=4,
+            graph_mode=graph_mode,
+            autotune=False,
         )
         engine = Engine(target, draft, get("triton_paged"), config)
         texts.append([generation.token_ids for generation in engine.generate(requests)])

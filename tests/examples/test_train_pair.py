@@ -99,7 +99,7 @@ def test_an_engine_that_drafts_with_it_writes_what_plain_decoding_does(folder, n
     train_draft(folder, name, RECIPE, CPU, {})
     pair, texts = load_pair(folder, draft=name), []
     for steps in (0, 1, 4):
-        config = engine_config(num_speculative_tokens=steps, max_seq_len=64)
+        config = engine_config(num_speculative_tokens=steps, max_model_len=64)
         engine = Engine(*pair, get("torch_reference"), config)
         requests = [make_request(prompt=encode(prompt), max_tokens=20) for prompt in ("The for statement", "x")]
         texts.append([made.token_ids for made in engine.generate(requests)])

@@ -27,7 +27,7 @@ WINDOWS = pytest.mark.parametrize("window", [None, 4])
 
 
 def greedy(pair, prompt, count):
-    config = engine_config(num_speculative_tokens=0, max_seq_len=64, graph_mode=GraphMode.NONE)
+    config = engine_config(num_speculative_tokens=0, max_model_len=64, graph_mode=GraphMode.NONE)
     engine = Engine(*pair, get("torch_reference"), config)
     return engine.generate([make_request(prompt=prompt, max_tokens=count)])[0].token_ids
 
@@ -76,7 +76,7 @@ def make_terse_pair(kind):
 @torch.no_grad()
 def test_a_pair_without_pages_accepts_what_the_engines_does(kind):
     pair, prompts, rounds, drafted = make_terse_pair(kind), ["The for", "def rea"], 6, 3
-    config = engine_config(num_speculative_tokens=drafted, max_seq_len=64, graph_mode=GraphMode.NONE)
+    config = engine_config(num_speculative_tokens=drafted, max_model_len=64, graph_mode=GraphMode.NONE)
     engine = Engine(*pair, get("torch_reference"), config)
     made = engine.generate([make_request(prompt=encode(prompt), max_tokens=28) for prompt in prompts])
     accepted = [generation.accepted[:rounds] for generation in made]

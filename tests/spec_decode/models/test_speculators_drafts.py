@@ -146,7 +146,7 @@ def test_a_greedy_text_is_what_plain_decoding_says(name):
     draft = load_draft(FOLDERS / name, target, dtype=torch.float32)
 
     def texts(draft, steps):
-        config = engine_config(num_speculative_tokens=steps, max_reqs=2, max_seq_len=48, page_size=16)
+        config = engine_config(num_speculative_tokens=steps, max_num_seqs=2, max_model_len=48, page_size=16)
         prompts = ([1, 5, 9], [2], [7, 7, 3, 0])
         engine = Engine(target, draft, get("torch_reference"), config)
         requests = [make_request(prompt=prompt, max_tokens=12, seed=1) for prompt in prompts]
