@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from spec_decode.cli.interpreter import divide_in_silence
-from spec_decode.cli.options import PAGE_SIZE, StrategyChoice, device_option, options_as, resolve_device
+from spec_decode.cli.options import PAGE_SIZE, device_option, options_as, resolve_device
 from spec_decode.cli.output import UserError, printable, progress, say, stdout, told_again
 from spec_decode.cli.plug_ins import try_plug_ins_aloud
 from spec_decode.cli.tree_option import TREE_HELP, parse_tree
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 _DTYPE = click.Choice(("auto", "float32", "bfloat16", "float16"))
 _TARGET = "Folder or name of the model; default: the pair that ships with the package."
 _DRAFT = "Folder or name of the draft, or which draft of a pair. With --target alone, decoding is plain."
-_STRATEGY = "How steps 1 to K-1 run; auto: the fastest that the backend allows, as measured on a GPU."
+_STRATEGY = (
+    "How steps 1 to K-1 run. auto: the fastest that the backend allows, as measured on a GPU; else full_loop, per_step "
+    "or another name, which an unknown one lists."
+)
 _VERIFY = (
     "How drafts are verified: rejection (default), block, or synthetic:MEAN, which accepts that many on average. "
     "Trees: only sampling."
@@ -37,6 +40,8 @@ _INTERPRETED = (
     "their torch implementation."
 )
 _MARGIN = "    "
+_MOST_AT_ONCE = 8
+"""Prompts; fewer leave fewer batch shapes to capture."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +56,7 @@ class _Options:
     backend: Annotated[str | None, "Backend of target and draft; default: for each group the first that supports it."]
     draft_backend: Annotated[str | None, "Backend of the draft, if it differs."]
     page_size: Annotated[int, PAGE_SIZE, "Tokens of a KV page."] = 16
-    strategy: Annotated[str, StrategyChoice(), _STRATEGY] = "auto"
+    strategy: Annotated[str, _STRATEGY] = "auto"
     num_speculative_tokens: Annotated[int | None, "-k", "Draft tokens a round; default 4; 0: plain decoding."]
     tree: Annotated[str | None, TREE_HELP]
     verification: Annotated[str | None, "--verify", _VERIFY]
@@ -76,8 +81,8 @@ class _Options:
         has_its_own = self.target is None or is_pair(find(self.target))
         return "draft" if self.draft is None and has_its_own else self.draft
 
-    def load(self) -> LLM:
-        """The models, ready to run."""
+    def load(self, prompts: int) -> LLM:
+        """The models, ready to run so many prompts."""
         from spec_decode.llm import LLM
         from spec_decode.models import SHIPPED_PAIR, draft_names
 
@@ -100,6 +105,7 @@ class _Options:
             batch_invariant=self.batch_invariant,
             page_size=self.page_size,
             max_model_len=self.max_model_len,
+            max_num_seqs=min(prompts, _MOST_AT_ONCE),
         )
         if self.chat and llm.pair.encode_chat is None:
             raise UserError(
@@ -203,7 +209,7 @@ def draft(options: _Options) -> None:
     options.try_plug_ins()
     with _interpretation(screen) if options.is_interpreted() else nullcontext():
         with progress(console, f"loading {options.target}" if console.is_terminal and options.target else ""):
-            llm = screen.llm = options.load()
+            llm = screen.llm = options.load(len(texts))
         started = time.perf_counter()
         for chunk in llm.stream(asked, params):
             screen.take(chunk)

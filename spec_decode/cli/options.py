@@ -1,4 +1,4 @@
-"""Options and arguments that several verbs have: devices, backend names, strategies. Imports no torch."""
+"""Options and arguments that several verbs have: devices and backend names. Imports no torch."""
 
 from __future__ import annotations
 
@@ -62,19 +62,6 @@ def _parameter(field: Field[Any], kind: Any, *said: Any) -> Callable[..., Any]:
         multiple=several,
         help=said[-1],
     )
-
-
-class StrategyChoice(click.Choice[str]):
-    """`auto` or the name of a strategy. The names are read when they are needed: the enum's module imports torch."""
-
-    def __init__(self) -> None:
-        self.case_sensitive = True
-
-    @property
-    def choices(self) -> tuple[str, ...]:  # type: ignore[override]
-        from spec_decode.drafter import Strategy
-
-        return ("auto", *(strategy.value for strategy in Strategy))
 
 
 def resolve_device(name: str | None, *, present: bool = True) -> torch.device:

@@ -101,15 +101,15 @@ class LLM:
             raise TypeError(
                 f"LLM has no setting {unknown[0]!r}.{did_you_mean(unknown[0], known)} Settings are {', '.join(known)}."
             )
-        where = _device(device)
+        # Before the models are read, which may take minutes.
+        where, strategy = _device(device), _strategy(settings.get("strategy"))
         pair = load(model, draft, dtype=_dtype(dtype, where), device=where)
         steps = (_DRAFT_TOKENS if pair.draft else 0) if num_speculative_tokens is None else num_speculative_tokens
         require(
             pair.draft is not None or steps == 0,
             f"num_speculative_tokens is {steps!r} and there is no draft. Pass draft=, or leave it out.",
         )
-        strategy, tree = _strategy(settings.get("strategy")), settings.get("tree")
-        drafter = None
+        drafter, tree = None, settings.get("tree")
         if steps or tree is not None:
             drafter = DrafterConfig(num_speculative_tokens=steps, strategy=strategy, tree=tree)
         config = EngineConfig(

@@ -17,6 +17,7 @@ from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.draft import DecoderDraft, check_shared
 from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
+from spec_decode.models.layers.embedding import Embedding
 from spec_decode.models.layers.rms_norm import RMSNorm
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -34,7 +35,7 @@ class CausalDraft(DecoderDraft):
         super().__init__(config)
         model = config.model
         self.target_states_size = target_states_size
-        self.embed = nn.Embedding(model.vocab_size, model.hidden_size)
+        self.embed = Embedding(model.vocab_size, model.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(model, layer, options) for layer in range(model.num_layers))
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)

@@ -15,6 +15,7 @@ from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.decoder_config import DecoderConfig
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
+from spec_decode.models.layers.embedding import Embedding
 from spec_decode.models.layers.rope import RotaryEmbedding
 
 _LAYER_CONFIG = "transformer_layer_config"
@@ -31,8 +32,7 @@ class DecoderDraft(DraftModel):
         self.config = config
         self.vocab_size, self.hidden_size = config.model.vocab_size, config.model.hidden_size
         self.max_positions = config.model.max_positions
-        with torch.device("cpu"):
-            self.rotary = RotaryEmbedding(config.model, config.scaling)
+        self.rotary = RotaryEmbedding(config.model, config.scaling)
 
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
         """A group for each sliding window that layers have."""
@@ -50,7 +50,7 @@ class HiddenStatesDraft(DecoderDraft):
         """Raises CheckpointError where it needs the target's embedding, and that is of another size or dtype."""
         super().__init__(config)
         owns = weights.has("embed_tokens.weight")
-        self.embed = nn.Embedding(self.vocab_size, self.hidden_size) if owns else None
+        self.embed = Embedding(self.vocab_size, self.hidden_size) if owns else None
         if not owns:
             name = "hidden_size (for want of an embedding of its own)"
             check_shared(weights.store.folder, name, self.hidden_size, target.hidden_size)

@@ -16,6 +16,7 @@ from spec_decode.models.decoder_config import DecoderConfig
 from spec_decode.models.dflash import DFlash, draft_vocab, load_as
 from spec_decode.models.dflash import aux_hidden_state_layers as aux_hidden_state_layers
 from spec_decode.models.kernels.linear import linear
+from spec_decode.models.layers.embedding import Embedding
 
 
 class MarkovHead(nn.Module):
@@ -23,7 +24,7 @@ class MarkovHead(nn.Module):
 
     def __init__(self, vocab_size: int, rank: int, draft_vocab_size: int) -> None:
         super().__init__()
-        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w1 = Embedding(vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
 
 

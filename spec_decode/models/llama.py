@@ -10,6 +10,7 @@ from spec_decode.models.base import LayerGroup, TargetModel, TargetStates
 from spec_decode.models.config import ModelConfig
 from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.decoder_layer import DecoderLayer
+from spec_decode.models.layers.embedding import Embedding
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.rope import RotaryEmbedding
 
@@ -31,7 +32,7 @@ class LlamaTarget(TargetModel):
         self.num_layers = config.num_layers
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self.hidden_size = self.target_states_size = config.hidden_size
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

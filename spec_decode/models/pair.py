@@ -26,7 +26,6 @@ from spec_decode.models.decoder_weights import published_tensors
 from spec_decode.models.dflash import DFlash
 from spec_decode.models.draft import check_shared
 from spec_decode.models.eagle import EagleDraft
-from spec_decode.models.layers.rope import RotaryEmbedding
 from spec_decode.models.llama import LlamaTarget
 from spec_decode.models.load import aux_hidden_state_layers, load_draft
 
@@ -164,7 +163,6 @@ def _load(folder: Path, name: str, make: Callable[[], M], dtype: torch.dtype, de
     # Assigned, so that parameters take dtype while the rotary tables stay fp32; so do sinks, as kernels take them.
     typed = {name: value.to(torch.float32 if name.endswith("sinks") else dtype) for name, value in state.items()}
     model.load_state_dict(typed, assign=True)
-    model.rotary = RotaryEmbedding(model.config)
     return model.eval().requires_grad_(False).to(device)
 
 

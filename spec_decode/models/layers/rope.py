@@ -85,14 +85,19 @@ class RopeConfig:
 
 
 class RotaryEmbedding(nn.Module):
-    """The angles of a model's layers: table fp32 [max_positions, rotary_dim] of cos | sin, no part of its state."""
+    """The angles of a model's layers: table fp32 [max_positions, rotary_dim] of cos | sin, no part of its state.
+
+    Made on the CPU, also in a model that is made on the meta device: no checkpoint brings it.
+    """
 
     table: torch.Tensor
 
     def __init__(self, config: ModelConfig, scaling: Scaling | None = None) -> None:
         super().__init__()
         rope = RopeConfig(dims=config.rotary_dim, theta=config.rope_theta, scaling=scaling)
-        self.register_buffer("table", rope.table(config.max_positions), persistent=False)
+        with torch.device("cpu"):
+            table = rope.table(config.max_positions)
+        self.register_buffer("table", table, persistent=False)
 
     def forward(self, positions: torch.Tensor) -> Rope:
         """The rotation of heads of rotary_dim dims to positions int64 [T]."""

@@ -23,6 +23,17 @@ def test_help_imports_no_torch_and_finding_the_device_no_triton():
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+def test_the_help_of_a_verb_imports_no_torch():
+    """That of bench, which no wheel has, does."""
+    script = (
+        "import sys; from click.testing import CliRunner; from spec_decode.cli.main import main\n"
+        "verbs = main.commands.keys() - {'bench'}\n"
+        "assert not any(CliRunner().invoke(main, [verb, '--help']).exit_code for verb in verbs)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 @pytest.mark.parametrize("verb", ["list", "check", "draft", "matrix", "bench", "demo"])
 def test_every_verb_has_help(verb, run):
     result = run(verb, "--help")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from attn_backends import registry
+from spec_decode import LLM
 from spec_decode.cli import output
 from spec_decode.tools import plug_ins
 
@@ -201,6 +202,14 @@ def test_draft_refuses_a_strategy_that_the_backend_cannot_run(pair, refused, reb
 )
 def test_draft_refuses(pair, words, part, refused):
     assert part in refused(*draft_words(pair, *words))
+
+
+@pytest.mark.parametrize(("prompts", "at_once"), [(1, 1), (9, 8)])
+def test_draft_captures_no_larger_batches_than_its_prompts_make(pair, run, monkeypatch, prompts, at_once):
+    made, make = [], LLM.__init__
+    monkeypatch.setattr(LLM, "__init__", lambda self, *a, **options: (made.append(self), make(self, *a, **options))[1])
+    run(*draft_words(pair, *["x"] * prompts, "--max-tokens", "1"))
+    assert [llm.config.max_num_seqs for llm in made] == [at_once]
 
 
 def test_a_draft_of_another_model_needs_its_target(refused, tmp_path):
