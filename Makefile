@@ -87,6 +87,7 @@ clean:
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, this is " + \
 		sys.version.split()[0] + "; run make with PYTHON=python3.11, say")'
+	@echo "make: setting up $(VENV), only once: up to 3 GB to download (torch with CUDA), 2 minutes or more"
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch 'triton; sys_platform == "linux"'
 	$(PIP) -e '.[test]'

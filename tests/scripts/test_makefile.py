@@ -1,8 +1,10 @@
-"""The Makefile names tests that exist: pytest runs none at all where one of its paths does not."""
+"""The Makefile names tests that exist, since pytest runs none at all where one of its paths does not, and says what it
+is about to do."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -16,3 +18,12 @@ def test_what_make_oldest_and_newest_run_exists() -> None:
     )
     paths = [*tests.split(), *(f"tests/interpreter/test_{name}" for name in kernels.split())]
     assert len(paths) > 10 and [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_the_set_up_says_first_what_it_does_how_much_it_downloads_and_how_long_it_takes(tmp_path: Path) -> None:
+    planned = ["make", "-n", "demo", f"VENV={tmp_path}"]
+    commands = subprocess.run(planned, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    before, _, after = commands.partition('echo "make: setting up ')
+    told = after.partition('"')[0]
+    assert told.startswith(str(tmp_path)) and "3 GB to download" in told and "2 minutes" in told
+    assert "pip install" not in before and "-m venv" not in before and "pip install" in after
