@@ -1,4 +1,4 @@
-"""What the README shows of the reports: its tables and its plot.
+"""What the README and two pages of docs/ show of the reports: tables and a plot.
 
 python scripts/readme.py            writes them
 python scripts/readme.py --check    fails where they are not what the reports say
@@ -18,6 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from scripts import strategy_times, vllm_tables
 from scripts.line_plot import Line, line_plot
 from spec_decode.conformance.report import FAILURES, Report
 from spec_decode.files import write_whole
@@ -27,8 +28,9 @@ from spec_decode.testing.outcome import Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 README, PLOT = Path("README.md"), Path("docs/drawings/tokens-per-second.svg")
-VLLM = "h200/vllm-compiled.json"
-"""The report of vLLM's defaults, layers compiled."""
+STRATEGIES, VLLM_PAGE = Path("docs/guide/strategies.md"), Path("docs/engines/vllm.md")
+VLLM, UNCOMPILED, ROUNDS = "h200/vllm-compiled.json", "h200/vllm.json", "h200/bench-drafter.json"
+"""The reports of vLLM's defaults, layers compiled; of vLLM without compilation; of draft rounds."""
 SIZES = (1, 32)
 """Requests at once, in the table."""
 DRAFT_TOKENS = 7
@@ -44,11 +46,20 @@ class StaleReadme(Exception):
 
 
 def contents(root: Path) -> dict[Path, str]:
-    """README and plot as the reports under root make them. Raises StaleReadme for a README without its markers."""
-    page = (root / README).read_text(encoding="utf-8")
-    page = between(page, "figures", figures(root))
-    page = between(page, "matrix", summary(Sources.read([root / "reports"]).reports))
-    return {README: page, PLOT: plot(_load(root, VLLM))}
+    """Pages and plot as the reports under root make them. Raises StaleReadme for a page without its markers."""
+    tables = {
+        README: {"figures": figures(root), "matrix": summary(Sources.read([root / "reports"]).reports)},
+        STRATEGIES: {"strategy times": strategy_times.table(_load(root, ROUNDS))},
+        VLLM_PAGE: {
+            "vllm figures": "\n\n".join(vllm_tables.figures(_load(root, name), name) for name in (VLLM, UNCOMPILED))
+        },
+    }
+    made = {PLOT: plot(_load(root, VLLM))}
+    for path, of_page in tables.items():
+        made[path] = (root / path).read_text(encoding="utf-8")
+        for name, table in of_page.items():
+            made[path] = between(made[path], name, table)
+    return made
 
 
 def between(page: str, name: str, table: str) -> str:
@@ -57,7 +68,7 @@ def between(page: str, name: str, table: str) -> str:
     before, found, rest = page.partition(begin)
     _, ended, after = rest.partition(end)
     if not (found and ended) or begin in after or end in after:
-        raise StaleReadme(f"{README} must have the lines {begin} and {end}, once each. Add them.")
+        raise StaleReadme(f"a page must have the lines {begin} and {end}, once each. Add them.")
     return f"{before}{begin}\n{table}\n{end}{after}"
 
 
@@ -82,7 +93,7 @@ def summary(reports: Sequence[Report]) -> str:
 def figures(root: Path) -> str:
     """Headline rows, what was measured and by what, and below them what the checks found and what was run."""
     vllm, engine = _load(root, VLLM), _load(root, "h200/bench-throughput.json")
-    rounds, builders = _load(root, "h200/bench-drafter.json"), in_place_claims(root)
+    rounds, builders = _load(root, ROUNDS), in_place_claims(root)
     arms, speeds, host = vllm_arms(vllm), engine_speeds(engine), host_times(rounds)
     plain, drafted = min(speeds), max(speeds)
     version, sizes = vllm["arms"][0]["vllm"], " / ".join(map(str, SIZES))

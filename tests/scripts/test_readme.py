@@ -1,4 +1,4 @@
-"""The README shows what the committed reports say, and where a report says something else the page changes."""
+"""README and pages show what the committed reports say, and where a report says something else they change."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ ROOT = readme.ROOT
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A folder with the README and the reports."""
+    """A folder with the reports and the pages that show them."""
     shutil.copytree(ROOT / "reports", tmp_path / "reports")
-    shutil.copy(ROOT / "README.md", tmp_path)
+    for page in (readme.README, readme.STRATEGIES, readme.VLLM_PAGE):
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / page, tmp_path / page)
     return tmp_path
 
 

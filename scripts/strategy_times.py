@@ -1,23 +1,11 @@
-"""The times of the strategies page, from the report that holds them: repeated figures would contradict it one day."""
+"""The times on the strategies page, from the report that holds them."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-_MARK = "<!-- strategy times -->"
-_REPORT = "reports/h200/bench-drafter.json"
 _CASE, _BACKEND, _K = "llama3-8b-eagle/round", "triton_paged", 7
 _SIZES = (1, 32)
-
-
-def on_page_markdown(markdown: str, *, config: Any, **_: Any) -> str:
-    """The page with a table of medians where it asks for one."""
-    if _MARK not in markdown:
-        return markdown
-    report = json.loads((Path(config.config_file_path).parent / _REPORT).read_text(encoding="utf-8"))
-    return markdown.replace(_MARK, table(report))
 
 
 def table(report: dict[str, Any]) -> str:
@@ -25,7 +13,7 @@ def table(report: dict[str, Any]) -> str:
     found = {(row["strategy"], row["num_reqs"]): row for row in report["rows"] if _wanted(row)}
     strategies = [name for name in dict.fromkeys(name for name, _ in found) if all((name, n) in found for n in _SIZES)]
     if not strategies:
-        raise ValueError(f"{_REPORT} has no rounds of {_CASE} with K = {_K}: nothing to show on the strategies page")
+        raise ValueError(f"the report has no rounds of {_CASE} with K = {_K}: nothing to show on the strategies page")
     env, context = report["env"], found[strategies[0], _SIZES[0]]["context"]
     lines = [
         f"A round of Llama-3-8B's EAGLE draft on `{_BACKEND}`, K = {_K}, {context:,} tokens of context, greedy, on "

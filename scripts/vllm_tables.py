@@ -1,37 +1,16 @@
-"""What vLLM's page says was measured, from the reports that hold it, or that nothing was."""
+"""What vLLM's page says was measured, from the reports that hold it."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-_MARK = "<!-- vllm figures -->"
-_REPORTS = ("reports/h200/vllm-compiled.json", "reports/h200/vllm.json")
-_NOTHING = (
-    "How much faster a draft becomes is not measured yet: no figures of vLLM with these backends are among the "
-    "[reports](../compatibility.html)."
-)
 _NO_DRAFT = "no speculation"
 _ENGINES = {
     True: "vLLM's defaults: layers compiled by torch, graphs of pieces where full ones cannot be",
     False: "Without compilation (`mode` 0), full graphs of decodes or none",
 }
 """How engines run, by whether they are compiled, as the page orders them."""
-
-
-def on_page_markdown(markdown: str, *, config: Any, **_: Any) -> str:
-    """The page with the figures where it asks for them."""
-    if _MARK not in markdown:
-        return markdown
-    folder = Path(config.config_file_path).parent
-    said = [
-        figures(json.loads((folder / name).read_text(encoding="utf-8")), name)
-        for name in _REPORTS
-        if (folder / name).exists()
-    ]
-    return markdown.replace(_MARK, "\n\n".join(said) or _NOTHING)
 
 
 def figures(report: dict[str, Any], name: str) -> str:

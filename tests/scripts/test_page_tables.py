@@ -1,0 +1,75 @@
+"""The tables on the pages of strategies and vLLM, and what they make of a report."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from scripts import readme, strategy_times, vllm_tables
+
+ROOT = readme.ROOT
+
+
+def test_the_strategies_page_has_a_row_for_each_strategy_that_was_timed() -> None:
+    table = strategy_times.table(json.loads((ROOT / "reports" / readme.ROUNDS).read_text()))
+    assert {"| `full_loop` |", "| `device_loop` |", "| `per_step` |", "| `eager` |"} <= {
+        line[: line.index("|", 2) + 1] for line in table.splitlines() if line.startswith("| `")
+    }
+
+
+def test_a_report_without_such_rounds_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing to show on the strategies page"):
+        strategy_times.table({"env": {}, "rows": []})
+
+
+def vllm_arm(draft: str, steps: int, tokens_per_s: list[float], **more: object) -> dict[str, object]:
+    row = {"requests": 4, "tokens_per_s": tokens_per_s, "host_us": [{"p50": 80.0}, {"p50": 90.0}, {"p50": 70.0}]}
+    return {
+        "arm": {"draft": draft, "steps": steps, "kept": 1.8, "num_gpus": 1, **more},
+        "vllm": "0.33.0",
+        "graph_mode": "FULL_DECODE_ONLY",
+        "rows": [row if draft else {**row, "host_us": []}],
+    }
+
+
+VLLM_REPORT = {
+    "env": {"device": "NVIDIA H200", "date": "2026-11-23T00:00:00", "commit": "0123456789abcdef"},
+    "arms": [
+        vllm_arm("FLASH_ATTN", 3, [100.0, 1200.0, 110.0]),
+        vllm_arm("FLASHINFER_IN_GRAPH", 3, [130.0], num_gpus=2),
+        vllm_arm("FLASH_ATTN", 7, [150.0]),
+        vllm_arm("", 0, [50.0]),
+        {**vllm_arm("TRITON_ATTN", 3, []), "rows": [{"requests": 4, "tokens_per_s": [], "host_us": []}]},
+    ],
+    "agreement": [
+        {"draft": "TRITON_ATTN", "draft_tokens": 100, "equal": 90},
+        {"draft": "TRITON_ATTN", "draft_tokens": 300, "equal": 300},
+    ],
+}
+
+
+def test_vllms_figures_are_medians_by_draft_tokens_beside_no_speculation() -> None:
+    said = vllm_tables.figures(VLLM_REPORT, "vllm.json")
+
+    assert "| 3 draft tokens, 1.8 kept | graphs | 4 req. |" in said
+    assert "| 7 draft tokens, 1.8 kept | graphs | 4 req. |" in said
+    assert "| `FLASH_ATTN` | `FULL_DECODE_ONLY` | 110 (80) |" in said
+    assert "| `FLASHINFER_IN_GRAPH`, 2 GPUs | `FULL_DECODE_ONLY` | 130 (80) |" in said
+    assert said.count("| no speculation | `FULL_DECODE_ONLY` | 50 |") == 2 and "`TRITON_ATTN` 97.5%" in said
+    assert "vLLM 0.33.0 on NVIDIA H200 (2026-11-23, commit `0123456789ab`)" in said
+
+
+def test_figures_of_compiled_engines_stand_apart_from_others() -> None:
+    arms = [vllm_arm("", 0, [50.0]), vllm_arm("FLASH_ATTN", 3, [100.0]), vllm_arm("", 0, [60.0], compiled=True)]
+    arms.append(vllm_arm("FLASH_ATTN", 3, [120.0], compiled=True))
+    said = vllm_tables.figures({**VLLM_REPORT, "arms": arms, "agreement": []}, "vllm.json")
+    compiled, uncompiled = said.split("Without compilation")
+
+    assert "| 50 |" in uncompiled and "| 100 (80) |" in uncompiled and "Draft tokens equal" not in said
+    assert "vLLM's defaults" in compiled and "| 60 |" in compiled and "| 120 (80) |" in compiled
+
+
+def test_a_report_of_vllm_without_timed_arms_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"vllm\.json has no arm that was timed"):
+        vllm_tables.figures({**VLLM_REPORT, "arms": VLLM_REPORT["arms"][-1:]}, "vllm.json")
