@@ -52,9 +52,7 @@ class HiddenStatesDraft(DecoderDraft):
         owns = weights.has("embed_tokens.weight")
         self.embed = Embedding(self.vocab_size, self.hidden_size) if owns else None
         if not owns:
-            name = "hidden_size (for want of an embedding of its own)"
-            check_shared(weights.store.folder, name, self.hidden_size, target.hidden_size)
-            check_embedding(weights, target)
+            check_embedding(weights, target, self.hidden_size)
         # A tuple hides the target's modules from this module's own parameters.
         self._target = (target,)
 
@@ -167,8 +165,11 @@ def check_aux_states(
         )
 
 
-def check_embedding(weights: ScopedWeights, target: TargetModel) -> None:
-    """Refuse another dtype than the target's for a draft that uses its embedding: raises CheckpointError."""
+def check_embedding(weights: ScopedWeights, target: TargetModel, hidden_size: int) -> None:
+    """Refuse another hidden size and dtype than the target's for a draft that uses its embedding: raises
+    CheckpointError."""
+    name = "hidden_size (for want of an embedding of its own)"
+    check_shared(weights.store.folder, name, hidden_size, target.hidden_size)
     if (theirs := target_embedding(target).dtype) != weights.dtype:
         raise CheckpointError(
             f"the draft in {weights.store.folder} uses its target's embedding, in {theirs}, and was asked for in "

@@ -4,12 +4,10 @@ the target's layers, and a vocabulary of its own."""
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from attn_backends.kernels.rope import Rope
 from spec_decode.models.attention import Attention
 from spec_decode.models.base import BlockDraft, KeepRows, TargetModel
-from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.mask_token import require_mask_token
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.checkpoints.store import TensorStore
@@ -17,18 +15,13 @@ from spec_decode.models.checkpoints.token_map import read_token_map
 from spec_decode.models.config import MAX_LAYERS, ModelConfig
 from spec_decode.models.decoder_config import DecoderConfig, read_decoder
 from spec_decode.models.decoder_weights import read_parameters
-from spec_decode.models.draft import (
-    HiddenStatesDraft,
-    check_aux_states,
-    decoder_fields,
-    is_by_speculators,
-    read_layers,
-)
+from spec_decode.models.draft import HiddenStatesDraft, check_aux_states, decoder_fields
+from spec_decode.models.eagle3_parts import AuxStates, DraftHead, draft_vocab, first_prefix, published_name
+from spec_decode.models.eagle3_parts import aux_hidden_state_layers as aux_hidden_state_layers
 from spec_decode.models.kept_rows import KeptRowsDraft
 from spec_decode.models.kernels.embed_concat import embed_concat
-from spec_decode.models.kernels.linear import linear
 from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
-from spec_decode.models.layers.linear import NormLinear, ResidualStream, joined
+from spec_decode.models.layers.linear import ResidualStream
 from spec_decode.models.layers.rms_norm import RMSNorm
 
 MASK_HIDDEN = "mask_hidden"
@@ -58,29 +51,6 @@ class FirstLayer(DecoderLayer):
         return self.after_qkv(residual, self.qkv(both), rope, attention, keep)
 
 
-class AuxStates(nn.Module):
-    """States of the target's layers, side by side, made one state: normed whole or each by itself, or not at all."""
-
-    def __init__(self, store: TensorStore, states_size: int, model: ModelConfig, target_hidden_size: int) -> None:
-        """states_size: dims of the states of all layers."""
-        super().__init__()
-        normed = _aux_section(store, "norm_before_fc").get("norm_before_fc", bool, False)
-        normed_each = _aux_section(store, "fc_norm").get("fc_norm", bool, False)
-        self.input_norm = RMSNorm(states_size, model.norm_eps) if normed else None
-        count = states_size // target_hidden_size if normed_each else 0
-        self.fc_norm = nn.ModuleList(RMSNorm(target_hidden_size, model.norm_eps) for _ in range(count))
-        self.fc = nn.Linear(states_size, model.hidden_size, bias=False)
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """[T, F]; [T, H]."""
-        if self.input_norm is not None:
-            states = self.input_norm(states)[1]
-        if self.fc_norm:
-            each = states.chunk(len(self.fc_norm), -1)
-            states = torch.cat([norm(part)[1] for norm, part in zip(self.fc_norm, each, strict=True)], -1)
-        return linear(states, self.fc.weight)
-
-
 class Eagle3(HiddenStatesDraft, KeptRowsDraft):
     """At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2."""
 
@@ -92,13 +62,12 @@ class Eagle3(HiddenStatesDraft, KeptRowsDraft):
         store, model = weights.store, config.model
         self.token_map = token_map
         self.target_states_size = target.target_states_size
-        self.aux = AuxStates(store, self.target_states_size, model, target.hidden_size)
+        sizes = self.target_states_size, target.hidden_size
+        self.aux = AuxStates(store, sizes, model.hidden_size, model.norm_eps)
         normed_residual = store.config.get("norm_before_residual", bool, False)
-        options = LayerOptions.found(store, _first_prefix(store))
+        options = LayerOptions.found(store, first_prefix(store))
         self.layers = self.stack(store, FirstLayer(model, options, normed_residual=normed_residual))
-        self.norm = RMSNorm(model.hidden_size, model.norm_eps)
-        self.lm_head = NormLinear(model.hidden_size, _draft_vocab(store, model))
-        self.norm_output = _aux_section(store, "norm_output").get("norm_output", bool, False)
+        self.head = DraftHead(store, model.hidden_size, model.norm_eps, draft_vocab(store, model.vocab_size))
 
     def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
         """target_hidden_states [T, F], of each layer the target's hidden size; states [T, H]."""
@@ -123,17 +92,12 @@ class Eagle3(HiddenStatesDraft, KeptRowsDraft):
         x, delta = first.fuse(both, hidden, rope, attention, None if others else keep)
         for layer in others:
             x, delta = layer(x, delta, rope, attention, keep if layer is others[-1] else None)
-        if self.norm_output:
-            normed: torch.Tensor = self.norm(x, delta)[1]
-            return normed
-        return joined(x, delta)
+        return self.head.handed_on(x, delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, H]; logits [T, draft vocabulary]."""
-        if self.norm_output:
-            return linear(hidden, self.lm_head.weight)
-        out: torch.Tensor = self.lm_head(hidden, None, self.norm)[1]
-        return out
+        logits: torch.Tensor = self.head(hidden)
+        return logits
 
 
 class ParallelEagle3(BlockDraft, Eagle3):
@@ -157,30 +121,6 @@ def serves(store: TensorStore) -> bool:
     return not store.names().isdisjoint({"d2t", "midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"})
 
 
-def aux_hidden_state_layers(store: TensorStore, num_target_layers: int) -> tuple[int, ...]:
-    """The states of the target that the draft reads, by the layers they enter: 0 to n of n, where n leaves the last.
-
-    Checkpoints follow two conventions under one name, eagle_aux_hidden_state_layer_ids. SGLang and NVIDIA's trainer
-    count layers whose *output* is read: their lists begin with 1, and layer i's output enters layer i + 1. Others,
-    vLLM's among them, name the layers that the states enter, and begin with 2: they are used as they stand, and so is
-    any other list. `speculators` names the layers entered whatever its list begins with; a field of its own tells its
-    files. Without a list, EAGLE-3's own training: 2, n // 2 and n - 3.
-
-    Raises CheckpointError for states that the target does not have.
-    """
-    name = "eagle_aux_hidden_state_layer_ids"
-    section = _aux_section(store, name)
-    default = [2, num_target_layers // 2, num_target_layers - 3]
-    listed = section.get(name, list, default)
-    left = listed[:1] == [1] and not is_by_speculators(store)
-    return read_layers(section, name, num_target_layers, left=left, default=default)
-
-
-def _aux_section(store: TensorStore, name: str) -> ConfigReader:
-    """Where config.json says a field about the auxiliary hidden states: at its top, or in NVIDIA's eagle_config."""
-    return store.config if store.config.values.get(name) else store.config.section("eagle_config")
-
-
 def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> Eagle3:
     """The draft, ready to run. Raises CheckpointError."""
     config = read_decoder(decoder_fields(store), max_positions=target.max_positions)
@@ -188,14 +128,14 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     read = store.config.get("target_hidden_size", int, model.hidden_size)
     layers = aux_hidden_state_layers(store, target.num_layers or MAX_LAYERS)
     check_aux_states(store, target, model.vocab_size, read, layers)
-    token_map = read_token_map(store, _draft_vocab(store, model), target.vocab_size)
+    token_map = read_token_map(store, draft_vocab(store, model.vocab_size), target.vocab_size)
     weights = ScopedWeights(store, "", dtype, device)
     arguments = (weights, config, target, None if token_map is None else token_map.to(device))
     mask = _read_mask(store, model.vocab_size, target.target_states_size, dtype, device)
     with torch.device("meta"):
         draft = Eagle3(*arguments) if mask is None else ParallelEagle3(*arguments, mask)
-    first = _first_prefix(store)
-    draft = read_parameters(draft, weights, lambda name: name.removeprefix("aux.").replace("layers.0.", first))
+    first = first_prefix(store)
+    draft = read_parameters(draft, weights, lambda name: published_name(name).replace("layers.0.", first))
     store.refuse_unused()
     return draft
 
@@ -208,12 +148,3 @@ def _read_mask(
         return None
     token = require_mask_token(store, vocab_size, f"it holds {MASK_HIDDEN}")
     return token, store.take_flat(MASK_HIDDEN, states_size, dtype).to(device)
-
-
-def _draft_vocab(store: TensorStore, model: ModelConfig) -> int:
-    return store.config.get("draft_vocab_size", int, model.vocab_size)
-
-
-def _first_prefix(store: TensorStore) -> str:
-    """What the tensors of the first layer begin with; its authors call it midlayer."""
-    return "midlayer." if any(name.startswith("midlayer.") for name in store.names()) else "layers.0."

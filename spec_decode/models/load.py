@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from spec_decode.models import causal_lm, deepseek_v4, dflash, dspark, eagle, eagle3, mtp
+from spec_decode.models import causal_lm, deepseek_v4, dflash, dspark, eagle, eagle3, latent_eagle3, mtp
 from spec_decode.models.base import DraftModel, TargetModel
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.checkpoints.store import TensorStore
@@ -15,6 +15,7 @@ from spec_decode.models.checkpoints.store import TensorStore
 _KINDS = {
     "DSpark (markov_head among its tensors)": dspark,
     "DFlash (fc and hidden_norm among its tensors)": dflash,
+    f"EAGLE-3 over latent attention ({', '.join(latent_eagle3.ARCHITECTURES)})": latent_eagle3,
     "EAGLE-3 (d2t or hidden_norm among its tensors)": eagle3,
     "EAGLE (fc.weight among its tensors)": eagle,
     f"multi-token prediction ({', '.join(mtp.ARCHITECTURES)})": mtp,
@@ -57,6 +58,6 @@ def aux_hidden_state_layers(folder: Path, num_target_layers: int) -> tuple[int, 
     None: it reads the target's last hidden states, or nothing. Raises CheckpointError.
     """
     store = TensorStore.open(folder)
-    kind: Any = next((module for module in (dspark, dflash, eagle3) if module.serves(store)), None)
+    kind: Any = next((module for module in (dspark, dflash, latent_eagle3, eagle3) if module.serves(store)), None)
     layers: tuple[int, ...] | None = None if kind is None else kind.aux_hidden_state_layers(store, num_target_layers)
     return layers

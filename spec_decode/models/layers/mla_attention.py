@@ -79,14 +79,17 @@ class MlaAttention(nn.Module):
 
     table: torch.Tensor
 
-    def __init__(self, shape: MlaShape, weights: ScopedWeights, max_positions: int) -> None:
+    def __init__(
+        self, shape: MlaShape, weights: ScopedWeights, max_positions: int, *, inputs: int | None = None
+    ) -> None:
+        """inputs: dims of what is projected to queries and latent, `shape.hidden` for None."""
         super().__init__()
         self.shape = shape
         latent = shape.kv_rank + shape.rope.dims
         first = "q_proj" if shape.q_rank is None else "q_a_proj"
         self.queries = shape.heads * shape.query_dim if shape.q_rank is None else shape.q_rank
         names = [f"{first}.weight", "kv_a_proj_with_mqa.weight"]
-        self.project_in = weights.stacked(names, [self.queries, latent], shape.hidden)
+        self.project_in = weights.stacked(names, [self.queries, latent], inputs or shape.hidden)
         self.q_norm = self.q_up = None
         if shape.q_rank is not None:
             self.q_norm = RMSNorm.read(weights, "q_a_layernorm.weight", shape.q_rank, shape.eps)
@@ -106,7 +109,7 @@ class MlaAttention(nn.Module):
         attention: Attention,
         keep: KeepRows | None = None,
     ) -> torch.Tensor:
-        """x [T, H] normed, positions int64 [T]; the residual's delta [T, H], of the rows kept."""
+        """x [T, H or inputs] normed, positions int64 [T]; the residual's delta [T, H], of the rows kept."""
         shape = self.shape
         query, latent = linear(x, self.project_in).split([self.queries, shape.kv_rank + shape.rope.dims], -1)
         if self.q_norm is not None and self.q_up is not None:

@@ -201,6 +201,61 @@ def make_eagle3(
     return Generated(config, tensors.made)
 
 
+def make_latent_eagle3(
+    *,
+    draft_vocab: int | None = 24,
+    own_embedding: bool = False,
+    first: str = "midlayer.",
+    target_hidden: int = HIDDEN,
+    num_states: int = 3,
+    seed: int = 0,
+    **changes: Any,
+) -> Generated:
+    """EAGLE-3 with DeepSeek's attention over a latent. draft_vocab None: the target's, without a map."""
+    ranks = {"q_lora_rank": 20, "kv_lora_rank": 32, "qk_nope_head_dim": 12, "qk_rope_head_dim": 16, "v_head_dim": 10}
+    config = decoder_config(
+        **{
+            "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "rms_norm_eps": 1e-6,
+            "target_hidden_size": target_hidden,
+            **ranks,
+            **changes,
+        }
+    )
+    hidden, heads, tensors = config["hidden_size"], config["num_attention_heads"], Tensors(seed)
+    query = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+    tensors.matrix("fc", hidden, num_states * target_hidden)
+    for state in range(num_states if config.get("fc_norm") else 0):
+        tensors.norm(f"fc_norm.{state}", target_hidden)
+    for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        tensors.norm(f"{first}{norm}", hidden)
+    attention, rank = f"{first}self_attn.", config["kv_lora_rank"]
+    if (q_rank := config["q_lora_rank"]) is None:
+        tensors.matrix(f"{attention}q_proj", heads * query, 2 * hidden)
+    else:
+        tensors.matrix(f"{attention}q_a_proj", q_rank, 2 * hidden)
+        tensors.norm(f"{attention}q_a_layernorm", q_rank)
+        tensors.matrix(f"{attention}q_b_proj", heads * query, q_rank)
+    tensors.matrix(f"{attention}kv_a_proj_with_mqa", rank + config["qk_rope_head_dim"], 2 * hidden)
+    tensors.norm(f"{attention}kv_a_layernorm", rank)
+    tensors.matrix(f"{attention}kv_b_proj", heads * (config["qk_nope_head_dim"] + config["v_head_dim"]), rank)
+    tensors.matrix(f"{attention}o_proj", hidden, heads * config["v_head_dim"])
+    wide = config["intermediate_size"]
+    for part, shape in {"gate": (wide, hidden), "up": (wide, hidden), "down": (hidden, wide)}.items():
+        tensors.matrix(f"{first}mlp.{part}_proj", *shape)
+    tensors.norm("norm", hidden)
+    tensors.matrix("lm_head", draft_vocab or config["vocab_size"], hidden)
+    if own_embedding:
+        tensors.table("embed_tokens", config["vocab_size"], hidden)
+    if draft_vocab is not None:
+        config["draft_vocab_size"] = draft_vocab
+        tensors.made |= make_maps(draft_vocab, config["vocab_size"])
+    return Generated(config, tensors.made)
+
+
 def make_dflash(
     *,
     num_states: int = 2,

@@ -151,6 +151,42 @@ class Eagle3:
         return scores
 
 
+class LatentEagle3(Eagle3):
+    """The same with DeepSeek's attention as `transformers` computes it, over a layer's input of twice the width."""
+
+    def __init__(
+        self, checkpoint: Generated, target: StubTarget, windows: list[int | None], dtype: torch.dtype
+    ) -> None:
+        from transformers import DeepseekV3Config
+        from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
+
+        super().__init__(checkpoint, target, windows, dtype)
+        tensors, prefix = self.decoder.tensors, f"{self.first}self_attn."
+        self.config = DeepseekV3Config(**checkpoint.config, attn_implementation="eager")
+        self.rotary = deepseek.DeepseekV3RotaryEmbedding(self.config)
+        self.attention = deepseek.DeepseekV3Attention(self.config, 0)
+        parts = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        for name in ("q_proj", "q_a_proj", "kv_a_proj_with_mqa"):
+            if f"{name}.weight" in parts:
+                rows, columns = parts[f"{name}.weight"].shape
+                setattr(self.attention, name, torch.nn.Linear(columns, rows, bias=False))
+        self.attention.to(dtype).load_state_dict(parts)
+
+    @torch.no_grad()
+    def states(self, ids: list[int], hidden: torch.Tensor) -> torch.Tensor:
+        decoder, first, n = self.decoder, self.first, len(ids)
+        normed = decoder.norm(f"{first}hidden_norm", hidden)
+        inputs = torch.cat([decoder.norm(f"{first}input_layernorm", self.embedding[ids]), normed], -1)
+        unseen = torch.full((n, n), -math.inf, dtype=decoder.dtype).triu(1)
+        angles = self.rotary(inputs[None], torch.arange(n)[None])
+        attended = self.attention(inputs[None], angles, unseen[None, None])[0][0]
+        x = (normed if decoder.config.get("norm_before_residual") else hidden) + attended
+        normed = decoder.norm(f"{first}post_attention_layernorm", x)
+        gate, up = (decoder.linear(f"{first}mlp.{part}_proj", normed) for part in ("gate", "up"))
+        x = x + decoder.linear(f"{first}mlp.down_proj", gate * gate.sigmoid() * up)
+        return decoder.norm("norm", x) if self.feeds_normed else x
+
+
 class Causal:
     def __init__(
         self, checkpoint: Generated, target: StubTarget, windows: list[int | None], dtype: torch.dtype

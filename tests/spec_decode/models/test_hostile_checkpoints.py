@@ -20,6 +20,7 @@ LIES = [10**12, 2**63, 10**400, 2**30, -1, 1.5, True, "7", math.nan, math.inf, [
 SIZES = {
     "eagle": ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
     "eagle3": ("draft_vocab_size", "num_key_value_heads", "intermediate_size", "num_hidden_layers"),
+    "latent_eagle3": ("draft_vocab_size", "kv_lora_rank", "v_head_dim", "intermediate_size", "num_attention_heads"),
     "causal": ("hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
     "mtp": ("n_routed_experts", "moe_intermediate_size", "kv_lora_rank", "max_position_embeddings", "v_head_dim"),
     "deepseek_v4": ("n_routed_experts", "hc_mult", "head_dim", "q_lora_rank", "o_lora_rank"),

@@ -9,6 +9,7 @@ from spec_decode.models.deepseek_v4 import DeepseekV4Prediction
 from spec_decode.models.dflash import DFlash
 from spec_decode.models.eagle import PublishedEagle
 from spec_decode.models.eagle3 import Eagle3
+from spec_decode.models.latent_eagle3 import LatentEagle3
 from spec_decode.models.load import aux_hidden_state_layers, load_draft
 from spec_decode.models.mtp import MultiTokenPrediction
 from spec_decode.models.mtp_modules import MtpModules
@@ -23,6 +24,7 @@ from tests.spec_decode.models.generated import (
     make_dflash,
     make_eagle,
     make_eagle3,
+    make_latent_eagle3,
 )
 from tests.spec_decode.models.generated_mtp import V3_CONFIG, V4_CONFIG, v3_modules, v3_tensors, v4_tensors
 
@@ -30,16 +32,18 @@ MAKERS = {"eagle": make_eagle, "eagle3": make_eagle3, "causal": make_causal}
 V3_MODULES = {**V3_CONFIG, "num_nextn_predict_layers": 2}
 EVERY = MAKERS | {
     "dflash": make_dflash,
+    "latent_eagle3": make_latent_eagle3,
     "mtp": lambda: Generated(V3_CONFIG, v3_tensors(V3_CONFIG)),
     "mtp_modules": lambda: Generated(V3_MODULES, v3_modules(V3_MODULES)),
     "deepseek_v4": lambda: Generated(V4_CONFIG, v4_tensors(V4_CONFIG)),
 }
 KINDS = {
-    "eagle": PublishedEagle, "eagle3": Eagle3, "causal": CausalDraft, "dflash": DFlash,
+    "eagle": PublishedEagle, "eagle3": Eagle3, "causal": CausalDraft, "dflash": DFlash, "latent_eagle3": LatentEagle3,
     "mtp": MultiTokenPrediction, "mtp_modules": MtpModules, "deepseek_v4": DeepseekV4Prediction,
 }  # fmt: skip
 TARGETS = {
     "eagle3": {"target_states_size": 3 * HIDDEN}, "dflash": {"target_states_size": 2 * HIDDEN},
+    "latent_eagle3": {"target_states_size": 3 * HIDDEN},
     "mtp": {"vocab_size": generated_mtp.VOCAB}, "mtp_modules": {"vocab_size": generated_mtp.VOCAB},
     "deepseek_v4": {"vocab_size": generated_mtp.VOCAB, "target_states_size": V4_CONFIG["hc_mult"] * HIDDEN},
 }  # fmt: skip
@@ -384,7 +388,8 @@ def test_each_tensor_of_another_shape_is_named_with_both_shapes(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [*((kind, name) for kind in (*MAKERS, "dflash") for name in NO_PLACE), *UNDER.items()]
+    ("kind", "name"),
+    [*((kind, name) for kind in (*MAKERS, "dflash", "latent_eagle3") for name in NO_PLACE), *UNDER.items()],
 )
 def test_a_tensor_that_the_model_has_no_place_for_is_named(tmp_path, kind, name):
     checkpoint = EVERY[kind]()

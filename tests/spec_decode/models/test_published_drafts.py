@@ -23,6 +23,7 @@ from tests.spec_decode.models.generated import (
     make_dflash,
     make_eagle,
     make_eagle3,
+    make_latent_eagle3,
 )
 
 K, PAGE, MAX_SEQ_LEN = 4, 4, 48
@@ -35,6 +36,15 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 12,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
 }
 
 
@@ -89,6 +99,27 @@ CASES = {
             rope_parameters={"rope_type": "default", "rope_theta": 300.0},
         ),
         oracle.Eagle3,
+        {"target_states_size": 144, "hidden_size": 48},
+    ),
+    "latent_eagle3": Case(make_latent_eagle3(rope_scaling=YARN), oracle.LatentEagle3, THREE_STATES),
+    "latent_eagle3_1": Case(
+        make_latent_eagle3(
+            fc_norm=True,
+            norm_output=True,
+            norm_before_residual=True,
+            first="layers.0.",
+            num_states=2,
+            eagle_aux_hidden_state_layer_ids=[2, 5],
+        ),
+        oracle.LatentEagle3,
+        {"target_states_size": 2 * HIDDEN},
+    ),
+    "latent_eagle3_of_the_targets_vocabulary": Case(
+        make_latent_eagle3(draft_vocab=None, q_lora_rank=None), oracle.LatentEagle3, THREE_STATES
+    ),
+    "latent_eagle3_of_another_width": Case(
+        make_latent_eagle3(own_embedding=True, target_hidden=48),
+        oracle.LatentEagle3,
         {"target_states_size": 144, "hidden_size": 48},
     ),
     "llama": Case(make_causal(rope_scaling=LLAMA3), oracle.Causal, windows=[None] * 2),

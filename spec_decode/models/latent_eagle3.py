@@ -1,0 +1,105 @@
+"""EAGLE-3 over latent attention, as drafts of DeepSeek's and Kimi's models are published: one layer with dense MLA.
+
+Legend: T tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from spec_decode.models.attention import Attention
+from spec_decode.models.base import KeepRows, TargetModel
+from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
+from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.checkpoints.token_map import read_token_map
+from spec_decode.models.config import MAX_LAYERS
+from spec_decode.models.decoder_weights import read_parameters
+from spec_decode.models.draft import check_aux_states
+from spec_decode.models.eagle3_parts import AuxStates, DraftHead, draft_vocab, first_prefix
+from spec_decode.models.eagle3_parts import aux_hidden_state_layers as aux_hidden_state_layers
+from spec_decode.models.kernels.embed_concat import embed_concat
+from spec_decode.models.layers.feed_forward import Names, read_dense
+from spec_decode.models.layers.mla_attention import MlaAttention, read_mla_shape
+from spec_decode.models.layers.rms_norm import RMSNorm
+from spec_decode.models.one_layer_draft import OneLayerDraft
+
+ARCHITECTURES = ("Eagle3DeepseekV2ForCausalLM",)
+
+_NAMES = Names(gate="gate_proj", up="up_proj", down="down_proj", router_bias="")
+
+
+class LatentEagle3(OneLayerDraft):
+    """At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2."""
+
+    def __init__(self, weights: ScopedWeights, target: TargetModel, token_map: torch.Tensor | None) -> None:
+        """token_map: int64 [draft vocabulary], as `read_token_map` has it. Raises CheckpointError."""
+        store, config = weights.store, weights.store.config
+        layer = weights.under(first_prefix(store))
+        norms = f"{layer.prefix}input_layernorm.weight", f"{layer.prefix}hidden_norm.weight"
+        super().__init__(weights, target, embedding="embed_tokens.weight", norms=norms)
+        hidden, eps = config.get("hidden_size", int), config.get("rms_norm_eps", float)
+        shape = read_mla_shape(config, hidden, eps)
+        self.token_map, self.hidden_size, self.max_positions = token_map, hidden, target.max_positions
+        with torch.device("meta"):
+            aux = AuxStates(store, (self.target_states_size, target.hidden_size), hidden, eps)
+            head = DraftHead(store, hidden, eps, draft_vocab(store, self.vocab_size))
+        self.aux, self.head = read_parameters(aux, weights), read_parameters(head, weights)
+        self._normed_residual = config.get("norm_before_residual", bool, False)
+        self.attention = MlaAttention(shape, layer.under("self_attn."), self.max_positions, inputs=2 * hidden)
+        self.mlp_norm = RMSNorm.read(layer, "post_attention_layernorm.weight", hidden, eps)
+        self.mlp = read_dense(layer.under("mlp."), _NAMES, hidden, config.get("intermediate_size", int), None)
+
+    def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
+        """target_hidden_states [T, F], of each layer the target's hidden size; states [T, H]."""
+        states: torch.Tensor = self.aux(target_hidden_states)
+        return states
+
+    def states(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Attention,
+        keep: KeepRows | None,
+    ) -> torch.Tensor:
+        """token_ids, positions int64 [T], hidden [T, H]; states [T, H] as the head hands them on."""
+        norms = [self.embedding_norm.weight, self.state_norm.weight]
+        both = embed_concat(token_ids, self.embedding, hidden, norms, self.state_norm.eps)
+        residual = both.chunk(2, -1)[1].contiguous() if self._normed_residual else hidden
+        delta = self.attention(both, positions, self.layer, attention, keep)
+        x, normed = self.mlp_norm(residual if keep is None else keep(residual), delta)
+        return self.head.handed_on(self.mlp(normed, x))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [T, H]; logits [T, draft vocabulary]."""
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
+def serves(store: TensorStore) -> bool:
+    """Whether config.json names the architecture, or the checkpoint has an EAGLE-3's names and those of MLA."""
+    first = first_prefix(store)
+    wanted = {f"{first}hidden_norm.weight", f"{first}self_attn.kv_a_proj_with_mqa.weight"}
+    return any(name in ARCHITECTURES for name in store.architectures) or wanted <= store.names()
+
+
+def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> LatentEagle3:
+    """The draft, ready to run. Raises CheckpointError."""
+    config = store.config
+    config.require("hidden_act", "silu")
+    config.require("attention_bias", False)
+    if (count := config.get("num_hidden_layers", int, 1)) != 1:
+        raise CheckpointError(
+            f"num_hidden_layers in {config.place} must be 1, got {count}: an EAGLE-3 over latent attention has one "
+            "layer here. Use a draft of one layer."
+        )
+    vocab = config.get("vocab_size", int)
+    read = config.get("target_hidden_size", int, config.get("hidden_size", int))
+    layers = aux_hidden_state_layers(store, target.num_layers or MAX_LAYERS)
+    check_aux_states(store, target, vocab, read, layers)
+    token_map = read_token_map(store, draft_vocab(store, vocab), target.vocab_size)
+    weights = ScopedWeights(store, "", dtype, device)
+    draft = LatentEagle3(weights, target, None if token_map is None else token_map.to(device))
+    store.refuse_unused()
+    return draft.eval()
