@@ -29,6 +29,13 @@ D = TypeVar("D", bound="DFlash")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _LEFT, _ENTERED = ("target_layer_ids", "dspark_target_layer_ids"), "aux_hidden_state_layer_ids"
 """Names of the list of the target's layers that states leave, and of speculators' list of those that they enter."""
+_FACTORS = {
+    "attention_value_scale": 1.0,
+    "input_embedding_scale": 1.0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": 0.0,
+}
+"""What some drafts scale or cap, which no tensor shows, each with the value that changes nothing."""
 
 
 class DFlash(HiddenStatesDraft, ContextBlockDraft):
@@ -132,6 +139,8 @@ def load_as(kind: type[D], store: TensorStore, target: TargetModel, *, dtype: to
     # Not read otherwise: the drafter's K says how many masks a block has.
     if (block := store.config.get("block_size", int, 1)) < 1:
         raise CheckpointError(f"block_size in {store.config.place} must be 1 or more, got {block}. Restore the file.")
+    for name, neutral in _FACTORS.items():
+        store.config.section("dflash_config").require(name, neutral)
     config = _decoder(store, target)
     model = config.model
     read = store.config.get("target_hidden_size", int, target.hidden_size)

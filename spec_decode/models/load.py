@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from spec_decode.models import causal_lm, deepseek_v4, dflash, dspark, eagle, ea
 from spec_decode.models.base import DraftModel, TargetModel
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.unserved import name_unserved
 
 _KINDS = {
     "DSpark (markov_head among its tensors)": dspark,
@@ -42,7 +44,7 @@ def load_draft(
             f"{quantised.get('quant_method')!r}: such weights mean nothing without their scales, which are not read. "
             "Convert the checkpoint to bf16."
         )
-    kind: Any = next((module for module in _KINDS.values() if module.serves(store)), None)
+    kind = _kind_of(store, list(_KINDS.values()))
     if kind is None:
         raise CheckpointError(
             f"{folder} must hold a draft of a known kind, got architectures "
@@ -58,6 +60,17 @@ def aux_hidden_state_layers(folder: Path, num_target_layers: int) -> tuple[int, 
     None: it reads the target's last hidden states, or nothing. Raises CheckpointError.
     """
     store = TensorStore.open(folder)
-    kind: Any = next((module for module in (dspark, dflash, latent_eagle3, eagle3) if module.serves(store)), None)
+    kind = _kind_of(store, [dspark, dflash, latent_eagle3, eagle3])
     layers: tuple[int, ...] | None = None if kind is None else kind.aux_hidden_state_layers(store, num_target_layers)
     return layers
+
+
+def _kind_of(store: TensorStore, modules: Sequence[Any]) -> Any:
+    """The first of the modules that serves the checkpoint, None for none. Raises CheckpointError for a kind that is
+    known and not served."""
+    if (unserved := name_unserved(store)) is not None:
+        raise CheckpointError(
+            f"{store.config.place} must be of a kind of draft that is served, it is of {unserved}. Use a draft of "
+            f"another kind: {'; '.join(_KINDS)}."
+        )
+    return next((module for module in modules if module.serves(store)), None)

@@ -41,7 +41,7 @@ class ConfigReader:
         """A field of that kind, None where it is left out."""
         return None if self.values.get(name) is None else self.get(name, kind)
 
-    def require(self, name: str, wanted: bool | str) -> None:
+    def require(self, name: str, wanted: bool | str | float) -> None:
         """Raise CheckpointError for a field that says anything but this; it may be left out."""
         if (found := self.values.get(name, wanted)) not in (wanted, None):
             raise CheckpointError(

@@ -111,7 +111,9 @@ def xpress() -> SpeculatorModel:
 
 
 def mtp() -> SpeculatorModel:
-    return MTPDraftModel(MTPSpeculatorConfig(**common("mtp", transformer_layer_config=qwen3())))
+    model = MTPDraftModel(MTPSpeculatorConfig(**common("mtp", transformer_layer_config=qwen3())))
+    del model.verifier_lm_head  # as it does when it loads a target's
+    return model
 
 
 def randomise(model: SpeculatorModel, seed: int) -> None:
@@ -139,10 +141,6 @@ def by_target(model: SpeculatorModel, own: torch.Tensor) -> torch.Tensor:
     return own if d2t is None else own + d2t[own]
 
 
-def num_states(model: SpeculatorModel) -> int:
-    return 1 if isinstance(model, MTPDraftModel) else len(model.target_layer_ids)
-
-
 Round = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
@@ -161,17 +159,6 @@ def run_in_steps(model: SpeculatorModel, ids: torch.Tensor, states: torch.Tensor
         logits.append(calls[step][LENGTH - 1])
         text[LENGTH + step] = by_target(model, logits[-1].argmax())
     return torch.stack(logits), text[LENGTH:], None
-
-
-def run_mtp(model: SpeculatorModel, ids: torch.Tensor, states: torch.Tensor) -> Round:
-    """The same, with a text that begins one token earlier: this model shifts it itself."""
-    text, padded = torch.cat([ids[:1], ids, ids.new_zeros(K)]), torch.cat([states, states.new_zeros(K + 1, HIDDEN)])
-    logits: list[torch.Tensor] = []
-    for step in range(K):
-        every, _, _ = model(input_ids=text[None], hidden_states=padded[None])
-        logits.append(every[step][0, LENGTH - 1])
-        text[LENGTH + 1 + step] = logits[-1].argmax()
-    return torch.stack(logits), text[LENGTH + 1 :], None
 
 
 def run_masks(model: SpeculatorModel, ids: torch.Tensor, states: torch.Tensor) -> Round:
@@ -278,7 +265,7 @@ DRAFTS: dict[str, tuple[Callable[[], SpeculatorModel], Run | None]] = {
     "dspark_gated": (lambda: dspark(markov_head_type="gated"), None),
     "dflash2": (dflash2, None),
     "xpress": (xpress, None),
-    "mtp": (mtp, run_mtp),
+    "mtp": (mtp, None),
 }
 """Each with what drafts a round; None: it is refused here."""
 
@@ -299,7 +286,7 @@ def main() -> None:
             continue
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(0, VOCAB, (LENGTH,), generator=generator)
-        states = torch.randn(LENGTH, HIDDEN * num_states(model), generator=generator)
+        states = torch.randn(LENGTH, HIDDEN * len(model.target_layer_ids), generator=generator)
         with torch.no_grad():
             logits, tokens, confidences = run(model, ids, states)
         recorded = {"token_ids": ids, "target_hidden_states": states, "logits": logits, "tokens": tokens}

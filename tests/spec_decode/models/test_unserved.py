@@ -1,0 +1,78 @@
+"""Kinds of draft that are published and not served: refused by their names, not for what they have beyond others."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from spec_decode.models import CheckpointError
+from spec_decode.models.load import aux_hidden_state_layers, load_draft
+from tests.spec_decode.models.generated import HIDDEN, Generated, StubTarget, make_dflash
+from tests.spec_decode.models.generated_mtp import V4_CONFIG, v4_tensors
+
+FOLDERS = Path(__file__).parent / "speculators_drafts"
+WIDE = torch.ones(2, 3)
+
+
+def with_tensor(name, checkpoint=None):
+    checkpoint = checkpoint or make_dflash()
+    return Generated(checkpoint.config, {**checkpoint.tensors, name: WIDE})
+
+
+GENERATED = {
+    "DFlash2 by name": (make_dflash(architectures=["DFlash2DraftModel"]), "DFlash2, .*architectures"),
+    "DFlash2 by tensors": (
+        with_tensor("candidate_selector.hidden_projection.weight"),
+        r"DFlash2, .*\(a tensor candidate_selector\.hidden_projection\.weight\)",
+    ),
+    "XPress by name": (make_dflash(architectures=["Qwen3XPressModel"]), r"XPress, .*\['Qwen3XPressModel'\]"),
+    "XPress by tensors": (with_tensor("xpress_head.mix.L"), r"XPress, .*\(a tensor xpress_head\.mix\.L\)"),
+    "LiLiCorr by name": (make_dflash(architectures=["LiLiCorrDraftModel"]), "LiLiCorr, .*architectures"),
+    "LiLiCorr by tensors": (with_tensor("model.lilicorr.layers.0.up.weight"), r"LiLiCorr, .*\(a tensor model\.lili"),
+    "Domino in its section": (
+        make_dflash(dflash_config={"projector_type": "domino"}),
+        r"Domino, .*\(projector_type 'domino'\)",
+    ),
+    "Domino at the top": (make_dflash(projector_type="domino"), r"Domino, .*\(projector_type 'domino'\)"),
+    "Domino by tensors": (with_tensor("prefix_gru.weight_ih_l0"), r"Domino, .*\(a tensor prefix_gru\.weight_ih_l0\)"),
+    "DeepSeek-V4's DSpark": (
+        with_tensor("mtp.2.markov_head.markov_w1.weight", Generated(V4_CONFIG, v4_tensors(V4_CONFIG))),
+        r"DeepSeek-V4's DSpark, .*\(a tensor mtp\.2\.markov_head\.markov_w1\.weight\)",
+    ),
+}
+
+
+def refusals(folder):
+    """What is said where the draft is loaded, and where its target is about to be made."""
+    target = StubTarget(target_states_size=2 * HIDDEN)
+    for read in (lambda: load_draft(folder, target, dtype=torch.float32), lambda: aux_hidden_state_layers(folder, 8)):
+        with pytest.raises(CheckpointError) as refused:
+            read()
+        yield str(refused.value)
+
+
+@pytest.mark.parametrize(("checkpoint", "says"), GENERATED.values(), ids=GENERATED)
+def test_a_kind_that_is_not_served_is_named(tmp_path, checkpoint, says):
+    for message in refusals(checkpoint.write(tmp_path)):
+        assert message.startswith(f"{tmp_path / 'config.json'} must be of a kind of draft that is served, it is of ")
+        assert re.search(says, message), message
+        assert "DSpark (markov_head among its tensors)" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("dflash2", "DFlash2, "), ("xpress", "XPress, "), ("mtp", "multi-token prediction apart from its target, ")],
+)
+def test_what_speculators_writes_of_them_is_named_too(name, says):
+    for message in refusals(FOLDERS / name):
+        assert f"it is of {says}" in message and f"(speculators_model_type '{name}')" in message
+
+
+@pytest.mark.parametrize(
+    "name", ["attention_value_scale", "input_embedding_scale", "output_multiplier", "final_logit_softcapping"]
+)
+def test_a_factor_that_the_draft_was_trained_with_and_nothing_here_applies_is_refused(tmp_path, name):
+    folder = make_dflash(dflash_config={name: 0.5}).write(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"^{name} in dflash_config in .*config\.json must be .*, got 0\.5"):
+        load_draft(folder, StubTarget(target_states_size=2 * HIDDEN), dtype=torch.float32)
