@@ -60,7 +60,7 @@ def test_a_greedy_text_is_what_plain_decoding_says(tmp_path, steps):
     draft = load_draft(checkpoint.write(tmp_path), target, dtype=torch.float32)
 
     def texts(draft, steps):
-        config = engine_config(num_speculative_tokens=steps, max_reqs=3, max_seq_len=64, page_size=16)
+        config = engine_config(num_speculative_tokens=steps, max_num_seqs=3, max_model_len=64, page_size=16)
         engine = Engine(target, draft, get("torch_reference"), config)
         prompts = ("The for statement", "def read(path):", "x")
         requests = [make_request(prompt=encode(prompt), max_tokens=20, seed=3) for prompt in prompts]
