@@ -79,7 +79,7 @@ class AttentionBackend(ABC):
         return []
 
     def allocate_kv(self, spec: AttentionSpec, num_pages: int, device: torch.device) -> KVCache:
-        """An uninitialised cache in the layout this backend likes best."""
+        """An uninitialised cache in the layout that suits this backend best."""
         if spec.fp8_ds_mla:
             size = page_bytes(spec.page_size)
             pages = torch.empty(num_pages, size, dtype=torch.uint8, device=device)
@@ -95,9 +95,9 @@ class AttentionBackend(ABC):
     def write_kv(self, key: Tensor, value: Tensor, cache: KVCache, metadata: Any) -> None:
         """Store new keys and values at metadata.slot_mapping, both in spec.new_kv_dtype.
 
-        A slot that is not in the cache, such as -1, writes nothing.
+        A slot outside the cache, such as -1, writes nothing.
 
-        key    [num_tokens, num_kv_heads, head_dim]; where the cache holds one latent a token, the key is all of it
+        key    [num_tokens, num_kv_heads, head_dim]; if the cache holds one latent a token, the key is the latent
         value  [num_tokens, num_kv_heads, value_dim]
 
         Raises BatchError, with nothing written, for tensors of another shape, dtype or device.
@@ -118,13 +118,13 @@ class AttentionBackend(ABC):
     ) -> Tensor:
         """Attention of query [num_tokens, num_q_heads, head_dim] over the cache; [num_tokens, num_q_heads, value_dim].
 
-        The KV of the query tokens is already written. Rows whose seq_len is 0 come out as 0, whatever the sinks.
-        sinks: fp32 [num_q_heads], given exactly when spec.sinks.
+        The KV of the query tokens is already written. Rows whose seq_len is 0 give 0, whatever the sinks.
+        sinks: fp32 [num_q_heads] if spec.sinks, else None.
         """
 
 
 def check_write_inputs(key: Tensor, value: Tensor, cache: KVCache, metadata: Any) -> None:
-    """Raise BatchError for what a `write_kv` kernel would misread. Host checks of shapes only: no sync."""
+    """Raise BatchError for tensors that a `write_kv` kernel would misread. It never waits for the device."""
     slots, device = metadata.slot_mapping, cache.key.device
     require_tensor("slot_mapping", slots, shape=(metadata.num_tokens,), dtype=torch.int64, device=device)
     if not cache.latent:
@@ -136,7 +136,7 @@ def check_write_inputs(key: Tensor, value: Tensor, cache: KVCache, metadata: Any
 
 
 def check_forward_inputs(query: Tensor, cache: KVCache, metadata: Any, spec: AttentionSpec, sinks: Sinks) -> None:
-    """Raise BatchError for tensors that a kernel would read as something else. Host checks of shapes only: no sync."""
+    """Raise BatchError for tensors that a kernel would misread. It never waits for the device."""
     device, shape = query.device, (metadata.num_tokens, spec.num_q_heads, spec.head_dim)
     require_tensor("query", query, shape=shape, dtype=spec.dtype, device=device)
     dims, dtype = (spec.head_dim, spec.out_dim), spec.cache_dtype

@@ -31,7 +31,7 @@ class Feature(str, Enum):
 
 
 class FusedWrite(str, Enum):
-    """What a backend can do in the same kernel as the cache write; `attn_backends.fused_writes` has the methods."""
+    """What a backend computes in the kernel that writes the cache; `attn_backends.fused_writes` has the methods."""
 
     ROPE = "rope"
     """Rotate queries and keys: `FusedRopeWrite`."""
@@ -45,14 +45,14 @@ class FusedWrite(str, Enum):
 
 
 class CapabilitiesError(ValueError):
-    """A record that no backend could claim; the message lists every problem at once."""
+    """A record of capabilities is invalid; the message lists every problem."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
     """A set of sizes: minimum..maximum, optionally only powers of two or multiples.
 
-    Raises CapabilitiesError for numbers that are none, or below 1, and for a set without a size.
+    Raises CapabilitiesError for values that are not ints or are below 1, and for an empty set.
     """
 
     minimum: int = 1
@@ -102,7 +102,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """The backend does not serve the spec; every reason at once, in words."""
+    """The backend does not serve the spec; `reasons` has every reason in words."""
 
     reasons: tuple[str, ...]
 
@@ -114,7 +114,7 @@ class Rejected:
 class Capabilities:
     """What a backend claims. Selection, refusals, test cases and the matrix all read this one record.
 
-    Raises CapabilitiesError for fields of another type, or empty where something must be claimed.
+    Raises CapabilitiesError for a field of another type, and for a field that must not be empty.
     """
 
     devices: tuple[str, ...]
@@ -173,7 +173,7 @@ class Capabilities:
         return [*self._device_reasons(device), *self.spec_reasons(spec)]
 
     def spec_reasons(self, spec: AttentionSpec) -> list[str]:
-        """Why this spec can run on no device; empty where one could run it."""
+        """Why no device can run this spec; empty if some device can."""
         return [*self._shape_reasons(spec), *self._feature_reasons(spec)]
 
     def _device_reasons(self, device: torch.device) -> list[str]:

@@ -10,7 +10,7 @@ from builders import AttentionSpec, BatchMetadata
 
 
 def merged_tree_reasons(spec: AttentionSpec) -> list[str]:
-    """Why trees cannot be served so; empty where they can."""
+    """Why a backend cannot serve this spec's trees by merging; empty if it can."""
     if spec.tree and spec.sliding_window is not None:
         return [
             "with trees sliding_window must be None: a window begins by a token's depth in its tree, and this kernel's "
@@ -30,7 +30,7 @@ def merge_tree(
     *,
     lse_base_2: bool,
 ) -> Tensor:
-    """Add to the attention over each request's prefix, in place, that over its tree; returns out.
+    """Merge the attention over each request's tree into `out`, the attention over its prefix, in place; returns out.
 
     out    [num_tokens, num_q_heads, value_dim], contiguous: over the prefix alone, without sinks
     lse    fp32 [num_tokens, num_q_heads]: the logarithm of the sum over the prefix of exp(score), of base 2 or natural

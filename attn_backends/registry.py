@@ -29,7 +29,7 @@ B = TypeVar("B", bound=AttentionBackend)
 
 
 class BackendError(LookupError):
-    """A backend that cannot be had; the message says why and what to do."""
+    """A backend is not available; the message says why and what to do."""
 
 
 class UnknownBackend(BackendError):
@@ -45,7 +45,7 @@ class BrokenBackend(BackendError):
 
 
 class MissingPackage(BrokenBackend):
-    """A package that the backend imports is not installed. missing: which one, and how to install it."""
+    """A package that the backend imports is not installed. missing: the package, and how to install it."""
 
     def __init__(self, name: str, missing: str) -> None:
         super().__init__(f"backend {name!r} cannot be loaded: {missing}")
@@ -89,10 +89,10 @@ def register(*, replace: bool = False) -> Callable[[type[B]], type[B]]: ...
 def register(backend: type[B] | None = None, /, *, replace: bool = False) -> Any:
     """Register the decorated class of a backend under its `name`, as ``@register`` or ``@register(replace=True)``.
 
-    It is made, with no arguments, when it is first asked for. replace: take a name over that is registered already.
+    The first `get` makes the instance, without arguments. replace: take over a name that is already registered.
 
-    Raises BackendError for what is no class of a backend and for a name that is none, and DuplicateBackend for a name
-    that differs from another by case alone, or that is taken without replace=True; nothing is registered then.
+    Raises BackendError for anything but a subclass of AttentionBackend and for an invalid name, and DuplicateBackend
+    for a name that is taken or differs from another only in case. Nothing is registered then.
     """
     if backend is None:
         return lambda decorated: _register(decorated, replace)
@@ -123,7 +123,7 @@ def _register(backend: type[B], replace: bool) -> type[B]:
 
 
 def unregister(name: str) -> None:
-    """Forget a backend that was registered by call."""
+    """Forget a backend that `register` added, and restore the built-in one of that name."""
     if name in _BUILT_IN:
         _registered[name] = _BUILT_IN[name]
     else:
@@ -132,11 +132,11 @@ def unregister(name: str) -> None:
 
 
 def names() -> list[str]:
-    """Every known name: built in, registered by call, then declared by entry points.
+    """Every known name: built-in backends, those registered in this process, then those that packages declare.
 
-    A declared name that is built in stays ours; its declaration is listed as "package:name", and loading it is refused.
-    A name that several packages declare, or that differs by case alone, means none of them; `get` knows each as
-    "package:name". A declared name that is none is listed so too, percent-encoded, and loading it is refused.
+    A package cannot take over a built-in name: its backend is listed as "package:name" and does not load. If several
+    packages declare a name, or names that differ only in case, each backend is listed as "package:name" and loads by
+    that. An invalid name is listed as "package:name" with the name percent-encoded, and does not load.
     """
     return [*_registered, *(name for name in _declared() if name not in _registered)]
 
@@ -191,7 +191,7 @@ def started_cuda(backend: AttentionBackend) -> bool:
 
 
 def explain(name: str, spec: AttentionSpec, device: torch.device) -> Accepted | Rejected:
-    """Whether the named backend serves the spec here; one that does not load or answer is rejected with the reason."""
+    """Whether the named backend serves the spec on the device. If it does not load, the answer is Rejected with why."""
     try:
         backend = get(name)
     except BrokenBackend as error:

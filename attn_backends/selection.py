@@ -30,9 +30,9 @@ DEFAULT_ORDER = ("triton_paged", "sparse_swa_mla", "triton_mla", "torch_referenc
 
 
 def select(spec: AttentionSpec, device: torch.device, prefer: Sequence[str] = ()) -> Selection:
-    """The first of `prefer`, or of the default order where it is empty, that serves the spec.
+    """The first backend in `prefer` that serves the spec; without `prefer`, the first in the default order.
 
-    A preference is an explicit choice: backends outside it are not tried. Raises NoBackend with every reason, or
+    Backends outside `prefer` are not tried. Raises NoBackend with every reason, or
     UnknownBackend for a name nobody registered.
     """
     rejected: dict[str, Rejected] = {}

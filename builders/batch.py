@@ -17,7 +17,7 @@ NO_SLOT = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionBatch:
-    """One KV group's view of a batch: slices of persistent buffers, never copies, and what the host knows.
+    """One KV group's view of a batch: slices of persistent buffers, without copies, and what the host knows.
 
     query_start_loc  int32 [num_reqs + 1]
     seq_lens         int32 [num_reqs]             KV tokens the request's last query token sees; 0 in padding rows
@@ -25,9 +25,9 @@ class AttentionBatch:
     block_table      int32 [num_reqs, max_pages]  -1 where no page is owned
     slot_mapping     int64 [num_tokens]           -1 writes nothing
 
-    Kernels need not check pages: the entries of a row that its seq_len reaches are pages of the cache.
-    `RequestTables` and `BatchBuffers` refuse on the host what would break that; whoever fills a batch by other means,
-    such as an engine with tables of its own, promises it. `check_batch` checks what the host can see of such a batch.
+    Kernels need not check pages: the block table's entries up to a row's seq_len are pages of the cache.
+    `RequestTables` and `BatchBuffers` ensure that. If you fill a batch by other means, such as an engine's own tables,
+    you must ensure it; `check_batch` checks what the host can see.
     """
 
     num_reqs: int
@@ -56,9 +56,9 @@ class AttentionBatch:
 
 
 def check_batch(batch: AttentionBatch, device: torch.device) -> None:
-    """Raise BatchError for tensors that a builder's kernels would misread. No sync: their contents are not looked at.
+    """Raise BatchError for tensors that a builder's kernels would misread. It reads no contents, so it never waits.
 
-    Rows of the block table may lie any stride apart; positions may be empty where the builder's step_fields have none.
+    Rows of the block table may have any stride. positions may be empty if the builder's step_fields do not name it.
     """
     rows, tokens = (batch.num_reqs,), (batch.num_tokens,)
     require_tensor("query_start_loc", batch.query_start_loc, shape=(rows[0] + 1,), dtype=torch.int32, device=device)
@@ -118,7 +118,7 @@ class BatchBuffers:
         self._query_lens = (0,) * self.max_reqs
 
     def set_uniform(self, query_len: int) -> None:
-        """Make every row own query_len tokens; the content that depends on lengths is the device's business."""
+        """Make every row own query_len tokens. The device fills in what depends on lengths."""
         self.query_start_loc.copy_(torch.arange(self.max_reqs + 1, dtype=torch.int32) * query_len)
         self._query_lens = (query_len,) * self.max_reqs
 
@@ -133,9 +133,9 @@ class BatchBuffers:
     def load(
         self, query_lens: Sequence[int], seq_lens: Sequence[int], *, pad_reqs: int | None = None
     ) -> tuple[int, int]:
-        """Write a batch known on the host: row r asks its last query_lens[r] of seq_lens[r] tokens.
+        """Write a batch that the host knows: the queries of row r are the last query_lens[r] of its seq_lens[r] tokens.
 
-        pad_reqs: rows to fill up to; a uniform batch stays uniform, its padding rows own query_len tokens each.
+        pad_reqs: pad to this many rows; a uniform batch stays uniform, so its padding rows own query_len tokens each.
         Returns (num_reqs, num_tokens) with padding. Raises BatchError, with nothing written, for an empty batch, a
         row without tokens, a query longer than its sequence, or lengths beyond a token limit.
         """
@@ -213,7 +213,7 @@ class BatchBuffers:
         host_seq_lens: Sequence[int] | None = None,
         host_seq_lens_exact: bool = False,
     ) -> AttentionBatch:
-        """What a builder of this group sees of the first num_reqs rows. max_seq_len: a bound; None is the tables'."""
+        """This group's view of the first num_reqs rows. max_seq_len: a bound on lengths; None takes the tables'."""
         return AttentionBatch(
             num_reqs=num_reqs,
             num_tokens=num_tokens,
@@ -231,5 +231,5 @@ class BatchBuffers:
         )
 
     def tree_view(self, view: AttentionBatch) -> AttentionBatch:
-        """The same batch, whose queries are trees, by tree_masks."""
+        """The same batch with trees as queries, described by tree_masks."""
         return replace(view, tree_masks=self.tree_masks[: view.num_tokens])

@@ -29,11 +29,11 @@ class GraphSupport(IntEnum):
 
 
 class AdvanceLevel(IntEnum):
-    """What it takes to move metadata one token forward, from most work to least.
+    """How metadata moves one token forward, from most work to least.
 
-    PREPLANNED: the host can plan every step before the first runs, with a builder for each. Such a build takes the
-    lengths from host_seq_lens only, which are then ahead of those on the device; a row that stops early has a plan for
-    tokens that it will not get.
+    PREPLANNED: the host plans every step before the first one runs, with a builder for each step. Such a build reads
+    lengths from host_seq_lens only, which are then ahead of the device's. A row that stops early has a plan for tokens
+    that it will not get.
     """
 
     REBUILD = 0
@@ -43,14 +43,14 @@ class AdvanceLevel(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class AdvanceSupport:
-    """An advance level with the reason for it, in words a report can print."""
+    """An advance level, and the reason for it as text."""
 
     level: AdvanceLevel
     reason: str
 
 
 class HostLengths(Enum):
-    """What build() must know of seq_lens on the host. EXACT costs a copy from the device and a wait."""
+    """What `build` must know about seq_lens on the host. EXACT costs a copy from the device and a wait."""
 
     NONE = "none"
     UPPER_BOUND = "upper bound"
@@ -59,14 +59,14 @@ class HostLengths(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaptureConstants:
-    """Host values baked into a captured graph. A replay may need less of each, never more."""
+    """Host values that a captured graph holds. A replay may need less of each, never more."""
 
     max_reqs: int
     max_query_len: int
     max_seq_len: int
 
     def exceeded_by(self, needed: CaptureConstants) -> list[str]:
-        """Each constant that `needed` goes past, as 'name: captured with A, needed B'."""
+        """Each constant that `needed` exceeds, as 'name: captured with A, needed B'."""
         pairs = (
             ("max_reqs", self.max_reqs, needed.max_reqs),
             ("max_query_len", self.max_query_len, needed.max_query_len),
@@ -76,12 +76,12 @@ class CaptureConstants:
 
 
 class MetadataBuilder(ABC, Generic[M]):
-    """Builds what one backend's kernels need to know of a batch, and keeps it current in place.
+    """Builds the metadata that one backend's kernels need for a batch, and keeps it current in place.
 
-    Constructed from a spec, a device and bounds; it needs no engine. Tensors that `build` returns are either views of
-    the batch's shared state or persistent buffers of the builder, so that the same batch shape gives the same
-    addresses again: a graph captured with them is replayed over another batch after `build` or `advance`. For the same
-    reason a builder is used by one thread: a second `build` would overwrite the metadata of the first.
+    It is made from a spec, a device and bounds, and needs no engine. Tensors that `build` returns are views of the
+    batch's shared state or persistent buffers of the builder, so the same batch shape always has the same addresses.
+    A graph captured with them can therefore be replayed over another batch after `build` or `advance`. Use a builder
+    from one thread: a second `build` overwrites the metadata of the first.
     """
 
     graph_support: ClassVar[GraphSupport]
@@ -117,13 +117,13 @@ class MetadataBuilder(ABC, Generic[M]):
 
     @abstractmethod
     def build(self, batch: AttentionBatch, *, horizon: int = 0) -> M:
-        """Metadata for any batch within the bounds. Host work is allowed; the batch is never written to.
+        """Metadata for any batch within the bounds. It may work on the host, and never writes to the batch.
 
-        The batch's tensors are not looked at: `BatchBuffers` makes none that is wrong, and this runs every round. Give
-        a batch that you fill by other means to `check_batch` first.
+        It does not check the batch's tensors, because it runs every round and `BatchBuffers` makes valid ones. Give a
+        batch that you fill by other means to `check_batch` first.
 
-        horizon: how many advances the metadata must survive before the next build. Raises BatchError for one that no
-        request could see the end of; a request that meets its own limit on the way becomes inert instead.
+        horizon: how many advances follow before the next build. A request that reaches its own limit on the way becomes
+        inert. Raises BatchError for a horizon beyond the pages that a row of the block table has room for.
         """
 
     def check_horizon(self, batch: AttentionBatch, horizon: int) -> None:
@@ -148,9 +148,9 @@ class MetadataBuilder(ABC, Generic[M]):
     def advance(self, metadata: M) -> None:
         """Refresh every step field in place from the shared device state as it stands now.
 
-        Graph-safe: device work only, no allocation that outlives the call, addresses and host fields unchanged. A pure
-        function of the shared state (seq_lens, positions, block table), never of the metadata's own earlier contents.
-        A builder that claims REBUILD or PREPLANNED needs none: nothing calls it. Raises BatchError where there is none.
+        A graph can hold it: it does device work only, keeps no new allocation, and changes no address and no host
+        field. It computes from the shared state (seq_lens, positions, block table), never from the metadata's earlier
+        contents. A builder that claims REBUILD or PREPLANNED does not define it; calling it then raises BatchError.
         """
         raise BatchError(
             f"metadata advances only by a builder that defines advance(), {type(self).__name__} does not; it would be "
@@ -159,7 +159,7 @@ class MetadataBuilder(ABC, Generic[M]):
 
     @abstractmethod
     def capture_constants(self, metadata: M) -> CaptureConstants:
-        """The host values that a graph captured with this metadata bakes in."""
+        """The host values that a graph captured with this metadata holds."""
 
 
 def _restate_the_claim(cls: type[MetadataBuilder[Any]], spec: AttentionSpec, device: torch.device) -> AdvanceSupport:

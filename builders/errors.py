@@ -13,7 +13,7 @@ import torch
 
 
 class BatchError(ValueError):
-    """A batch that must not reach a kernel."""
+    """A value, a setting or a batch that must not reach a kernel; the message says what to change."""
 
 
 def require(condition: bool, message: str) -> None:

@@ -15,9 +15,9 @@ from builders.spec import AttentionSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlashAttn3Metadata(BatchMetadata):
-    """Views, and a buffer of the builder for the lengths of trees' prefixes.
+    """Views, and for trees a buffer of the builder with the lengths of their prefixes.
 
-    kv_lens  int32 [num_reqs]   tokens that the kernel attends to: seq_lens, or of trees what was cached before them
+    kv_lens  int32 [num_reqs]   tokens that the kernel attends to: seq_lens, or for trees the tokens cached before them
     """
 
     num_splits: int
@@ -26,10 +26,10 @@ class FlashAttn3Metadata(BatchMetadata):
 
 
 class FlashAttn3Builder(BatchMetadataBuilder[FlashAttn3Metadata]):
-    """The scheduler's own metadata is left out: the kernel then prepares it on the device in every call.
+    """Leaves out the scheduler's metadata, so the kernel prepares it on the device in every call.
 
-    Measured on an H200, making it once a round saves about 1 us of GPU time a call and costs 20 us of host and 22 us of
-    GPU time a round; refreshing it in the graph costs 2 to 4 us more a step. Results are right even if it is stale.
+    On an H200, making it once a round saves about 1 us of GPU time a call and costs 20 us of host and 22 us of GPU time
+    a round; refreshing it in the graph costs 2 to 4 us more a step. Results are right even if it is stale.
     """
 
     graph_support = GraphSupport.ALWAYS

@@ -38,7 +38,7 @@ B = TypeVar("B", bound=BatchMetadata)
 
 
 class BatchMetadataBuilder(MetadataBuilder[B]):
-    """A builder whose graphs bake in nothing but the host constants of `BatchMetadata`."""
+    """A builder whose graphs hold no host values but those of `BatchMetadata`."""
 
     def capture_constants(self, metadata: B) -> CaptureConstants:
         return CaptureConstants(

@@ -16,7 +16,7 @@ from builders.spec import AttentionSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagedMetadata(BatchMetadata):
-    """Views alone: the kernels derive positions and windows from seq_lens themselves."""
+    """Views only: the kernels derive positions and windows from seq_lens."""
 
     num_splits: int
     """Parts that a request's KV tokens are divided into; a capture constant, since it sizes the launch."""
@@ -27,7 +27,7 @@ SPLIT_TOKENS = 256
 
 
 class PagedViewBuilder(BatchMetadataBuilder[PagedMetadata]):
-    """Everything that depends on the position is a view, so that an advance has nothing left to refresh."""
+    """Every field that depends on the position is a view, so `advance` has nothing to refresh."""
 
     graph_support = GraphSupport.ALWAYS
     step_fields = ("seq_lens", "slot_mapping")

@@ -68,7 +68,7 @@ class SparseWindowBuilder(BatchMetadataBuilder[SparseWindowMetadata]):
         return metadata
 
     def metadata_of(self, batch: AttentionBatch) -> SparseWindowMetadata:
-        """The metadata of a batch, its lists not written yet."""
+        """The metadata of a batch, before its lists are written."""
         return SparseWindowMetadata(**self.batch_fields(batch))
 
     def batch_fields(self, batch: AttentionBatch) -> dict[str, Any]:

@@ -23,18 +23,18 @@ class AttentionKind(str, Enum):
 
 
 class SpecError(ValueError):
-    """An AttentionSpec that no attention could have; the message lists every problem at once."""
+    """An AttentionSpec is invalid; the message lists every problem."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
-    """The attention of one KV group. A query at position p sees positions max(0, p - sliding_window + 1) .. p, and
-    those behind p too where the group is not causal.
+    """The attention of one KV group. A query at position p sees positions max(0, p - sliding_window + 1) .. p, and if
+    the group is not causal, the later positions too.
 
     With s_j = soft_cap * tanh(scale * q.k_j / soft_cap) (or scale * q.k_j without a cap) and a per-head sink z:
     out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(z)).
 
-    Where heads are divided over several devices, the counts are those of one of them: kernels and plans see no others.
+    If heads are divided over several devices, the counts are those of one device.
     """
 
     num_q_heads: int

@@ -15,15 +15,15 @@ UNALLOCATED = -1
 class RequestTables:
     """Per-request state that changes when requests join, leave or grow; shared by every batch shape over them.
 
-    Page ids lie in the pools that it was made for: nothing else checks them before a kernel follows them.
+    It refuses page ids outside its pools, because nothing else checks them before a kernel follows them.
 
     block_tables   int32 [num_groups, max_reqs, max_pages]   page ids; padding rows and unowned entries are -1
     token_limits   int32 [max_reqs]   tokens the request may hold (its pages or the length limit); padding rows are 0
-    overflow       int32 [max_reqs]   raised by the advance of a request that could not move; read it when convenient
+    overflow       int32 [max_reqs]   set when a request reaches its limit and cannot advance; read it when convenient
     page_sizes     int32 [num_groups]
 
-    Raises BatchError for no KV groups, another number of page sizes than of page counts, sizes below 1, and pools or
-    requests of more tokens than an int32 counts.
+    Raises BatchError if there is no KV group, if page sizes and page counts differ in number, for sizes below 1, and
+    for pools or requests with more tokens than an int32 can count.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class RequestTables:
     ) -> None:
         """Replace the tables: ``pages[group][request]`` lists page ids, ``token_limits[request]`` bounds its tokens.
 
-        writable_from: first position each request may still write; pages wholly before it may be shared (a common
-        prefix), all others belong to one request alone. None: every page is writable.
+        writable_from: the first position that each request may still write. Requests may share pages that lie wholly
+        before it (a common prefix); every other page belongs to one request. None: every page is writable.
         Raises BatchError, with nothing changed, for a limit beyond the pages or the table, an id out of range or a
         shared writable page.
         """
@@ -114,11 +114,11 @@ class RequestTables:
         self.writable_host = starts
 
     def grow(self, pages: Mapping[int, Sequence[Sequence[int]]], token_limits: Mapping[int, int]) -> None:
-        """Append pages to live requests in place, and raise their limits: the device is not waited for.
+        """Append pages to live requests in place and raise their limits, without waiting for the device.
 
-        pages[request][group] lists the page ids after those it has; token_limits[request] is its limit from now on.
-        Raises BatchError, with nothing changed, for another set of requests in the two, a request that is not live, a
-        limit below the one it has or beyond its pages, and an id out of range or already owned.
+        pages[request][group] lists the new page ids; token_limits[request] is the new limit. Raises BatchError, with
+        nothing changed, if the two name different requests, for a request that is not live, a limit below the present
+        one or beyond the pages, and an id that is out of range or already owned.
         """
         require(
             pages.keys() == token_limits.keys() and all(0 <= request < self.num_live for request in pages),

@@ -14,8 +14,8 @@ from builders.kernels.triton_runtime import await_previous, dependent_launch, tl
 def set_extend_state(batch: BatchBuffers, context_lens: torch.Tensor, num_reqs: int, query_len: int) -> None:
     """Set a uniform batch of query_len tokens a row, after the context_lens[r] KV tokens of row r. One kernel.
 
-    context_lens   int32 [num_reqs]   tokens in the cache; not before the first position that the row may write, which
-                                      only the device knows and nothing here can check
+    context_lens   int32 [num_reqs]   tokens in the cache; it must not lie before the first position that the row may
+                                      write, which the host cannot check
 
     A row with token limit 0 is padding. A live row whose context is negative, whose tokens do not all fit under its
     limit, or lack a page in some group, raises tables.overflow. Both are inert: seq_lens 0, positions 0, slots -1.
@@ -41,8 +41,8 @@ def set_decode_state(
     """Set the state that the first advance starts from, after a uniform batch of query_len tokens a row. One kernel.
 
     extend_seq_lens   int32 [num_reqs]   seq_lens of that batch; a row with 0 stays inert
-    accepted          int32 [num_reqs]   row r keeps the tokens of its query up to this one; a count outside 0 to
-                                         query_len - 1, which only the device knows, is clamped
+    accepted          int32 [num_reqs]   row r keeps its first accepted[r] + 1 query tokens; a count outside 0 to
+                                         query_len - 1 is clamped, since the host cannot check it
 
     seq_lens becomes extend_seq_lens - query_len + accepted + 1, step becomes 0 and slots -1: nothing is written yet.
     """

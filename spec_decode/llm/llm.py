@@ -34,12 +34,11 @@ another (24 tokens a second fell to 2 on two busy cores)."""
 
 
 class Settings(TypedDict, total=False):
-    """What an LLM may be told besides. DrafterConfig explains tree; EngineConfig verification, batch_invariant and
-    page_size.
+    """Further settings. EngineConfig explains verification, batch_invariant and page_size, DrafterConfig tree.
 
-    - strategy       how later steps are run, see the guide; the fastest, where none is named
-    - max_model_len  tokens of prompt and text together; 4,096, or what the model has
-    - max_num_seqs   prompts that run at once, 8; others wait
+    - strategy       how the later steps of a round run, see the guide; None: the fastest
+    - max_model_len  most tokens of a prompt and its text; 4,096, or fewer if a model has fewer positions
+    - max_num_seqs   prompts that run at once; 8. The others wait
     """
 
     strategy: str | Strategy | None
@@ -61,7 +60,7 @@ class _Running:
 
 
 class LLM:
-    """A model, perhaps with a draft, on one device: batches prompts, streams texts, drafts and verifies tokens.
+    """A model on one device, with or without a draft. It batches prompts, drafts and verifies, and streams texts.
 
         llm = LLM("folder/of/target", draft="folder/of/draft")
         print(llm.generate("A list is", SamplingParams(max_tokens=32))[0].text)
@@ -84,16 +83,16 @@ class LLM:
         """Load the models, allocate their caches, and capture their graphs.
 
         - model, draft            a folder, `pydoc` (the pair that comes with the package), or the name of a model in
-                                  this machine's Hugging Face cache; without a draft, texts are decoded plainly
-        - num_speculative_tokens  draft tokens a round; 4 with a draft
+                                  this machine's Hugging Face cache; without a draft, the model decodes alone
+        - num_speculative_tokens  draft tokens a round; 4 if there is a draft
         - dtype                   "auto": float32 on a CPU, bfloat16 on a GPU
-        - device                  the first GPU where there is one, else the CPU
-        - backend, draft_backend  attention backends by name; without one, each layer group gets the first that can
+        - device                  None: the first GPU, or the CPU if there is none
+        - backend, draft_backend  names of attention backends; None: each layer group gets the first that serves it
         - settings                see Settings
 
-        Raises CheckpointError for a model that cannot be loaded, NoBackend for a backend that cannot serve it,
-        BatchError for settings that do not fit, StrategyError for a strategy that the backend cannot run, and TypeError
-        for a setting that does not exist.
+        Raises CheckpointError for a model that cannot be loaded, NoBackend if no backend serves it, BatchError for
+        settings that do not fit the models, StrategyError for a strategy that the backend cannot run, and TypeError for
+        a setting that does not exist.
         """
         if unknown := sorted(settings.keys() - Settings.__annotations__.keys()):
             known = [name for name in inspect.signature(LLM.__init__).parameters if name not in ("self", "settings")]
@@ -154,11 +153,11 @@ class LLM:
         return "\n".join([*explain_backends(self.pair, self.backends, self.config), *(reads if layers else ()), *plan])
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[Completion]:
-        """Continue a prompt, or several; completions in the order of the prompts.
+        """Continue one prompt or several. Returns a completion for each, in the order of the prompts.
 
-        prompts: texts, or lists of token ids. sampling_params: one for all, or one each. Raises BatchError or
-        CheckpointError, before anything runs, for a prompt that is empty or too long and for parameters that are no
-        SamplingParams. An interrupt ends all of them, and the next call is right.
+        prompts: texts, or lists of token ids. sampling_params: one for all prompts, or a list with one for each. An
+        interrupt ends all of them; you can call again afterwards. Raises BatchError or CheckpointError, before anything
+        runs, for a prompt that is empty or too long and for parameters that are not SamplingParams.
         """
         running = self._prepare(_listed(prompts), sampling_params)
         return self._finish(running)
@@ -166,7 +165,7 @@ class LLM:
     def chat(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Params = None
     ) -> list[Completion]:
-        """Answer a conversation, or several, by the model's chat template: `generate`, for conversations alone.
+        """Answer one conversation or several, formatted by the model's chat template. Returns what `generate` does.
 
         messages: [{"role": "user", "content": "Hello"}], or a list of such lists. Raises BatchError and CheckpointError
         as `generate` does.
@@ -179,7 +178,7 @@ class LLM:
         return self._finish(self._prepare(conversations, sampling_params))
 
     def stream(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> Iterator[TextChunk]:
-        """The texts of `generate` piece by piece, as they grow. Closing the iterator ends what is left of them.
+        """The texts of `generate` in pieces, as they grow. Close the iterator to stop generating.
 
         Raises as `generate` does, when it is called.
         """

@@ -16,12 +16,12 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 class Completion:
     """A prompt with its text.
 
-    - prompt          the text, the conversation or the token ids that were given
-    - text            without a stop string or an end token
-    - token_ids       of the text; where a stop string ended it, up to the token that completed it
-    - finish_reason   "stop" (an end token or a stop string), "length" (max_tokens), "abort" (it was cancelled)
-    - num_prompt_tokens
-    - accepted        draft tokens kept, an entry a round
+    - prompt             the text, the conversation or the token ids that you passed
+    - text               the new text, without the stop string or end token that ended it
+    - token_ids          the tokens of the text; if a stop string ended it, up to the token that completed that string
+    - finish_reason      "stop" (an end token or a stop string), "length" (max_tokens) or "abort" (cancelled)
+    - num_prompt_tokens  tokens of the prompt
+    - accepted           draft tokens kept in each round
     """
 
     prompt: object
@@ -34,7 +34,12 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextChunk:
-    """A piece of a text as it grows. index: of its prompt; finish_reason: in the last piece of a text, else None."""
+    """A piece of a text as it grows.
+
+    - index          the place of its prompt among the prompts
+    - text           the piece
+    - finish_reason  None, but in the last piece of a text why the text ended
+    """
 
     index: int
     text: str

@@ -30,18 +30,19 @@ class SamplingParams:
 
     Raises BatchError for a value outside the ranges below, and TypeError for a parameter that does not exist.
 
-    - temperature  0 is greedy, and top_k and top_p change nothing; otherwise at least MIN_TEMPERATURE
-    - top_k        keeps tokens whose logit is among the k largest; 0 keeps the whole vocabulary
-    - top_p        keeps, of those, the fewest most probable that hold this share of their probability, in (0, 1]; 1
-                   keeps all
-    - seed         64 bits, signed. Same seed, same noise, whatever else is in the batch; in fp32 the same text
+    - temperature  0 is greedy, and top_k and top_p then change nothing; otherwise at least MIN_TEMPERATURE
+    - top_k        keep the tokens with the k largest logits; 0 keeps the whole vocabulary
+    - top_p        of these, keep the fewest most probable tokens that hold this share of the probability, in (0, 1];
+                   1 keeps all
+    - seed         64 bits, signed. The noise depends on the seed alone, whatever else is in the batch; in fp32 the same
+                   seed gives the same text
 
-    Where a text ends; rows of a batch do not read it:
+    These say where the text ends:
 
-    - max_tokens      the most tokens of the text, 1 or more
-    - stop            strings that end the text and are not part of it: one, or several
-    - stop_token_ids  tokens that do the same, besides those of the model
-    - ignore_eos      whether the text goes on after the model's own end tokens
+    - max_tokens      most tokens of the text, 1 or more
+    - stop            a string or a list of strings that end the text; the text leaves them out
+    - stop_token_ids  tokens that end the text, in addition to the model's own end tokens
+    - ignore_eos      True: the model's own end tokens do not end the text
     """
 
     temperature: float = 0.0
