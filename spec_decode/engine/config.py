@@ -42,6 +42,8 @@ class EngineConfig:
     verification: str | None = None
     """A name that `spec_decode.verification.verifier` knows: rejection, block or synthetic:MEAN. None is rejection, and
     with a tree the only one there: sampling, which follows the tokens that plain decoding would draw."""
+    max_logprobs: int = 0
+    """The most logprobs that a request may ask for. The target's step computes so many for every row; 0: none."""
     graph_mode: GraphMode = GraphMode.FULL
     """Of the target; a drafter has its own."""
     autotune: bool = True
@@ -67,6 +69,7 @@ class EngineConfig:
         for name in ("max_num_seqs", "page_size", "max_prefill_tokens", "num_pages"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name} is {value}. Pass 1 or more.")
+        require(self.max_logprobs >= 0, f"max_logprobs is {self.max_logprobs}. Pass 0 or more.")
         require(
             self.max_model_len >= 2,
             f"max_model_len is {self.max_model_len}. Pass 2 or more: a prompt and its text have a token each at least.",
@@ -104,6 +107,10 @@ def check_models(config: EngineConfig, target: TargetModel, draft: DraftModel | 
     """Raise BatchError for models that do not fit the settings, or each other."""
     steps = config.num_speculative_tokens
     _check_positions(config, "target", target.max_positions, draft)
+    require(
+        config.max_logprobs <= target.vocab_size,
+        f"max_logprobs is {config.max_logprobs}, the target has {target.vocab_size} tokens. Pass at most that many.",
+    )
     if steps == 0:
         return
     require(
@@ -151,6 +158,11 @@ def checked_request(name: str, request: Request, config: EngineConfig, pool: Pag
         not sampling.stop_strings,
         f"{name} has stop strings, {sampling.stop_strings}, and an engine knows tokens alone; its text would never "
         "stop there. Pass stop_token_ids, or use LLM.",
+    )
+    require(
+        (sampling.logprobs or 0) <= config.max_logprobs,
+        f"{name} asks for {sampling.logprobs} logprobs, max_logprobs is {config.max_logprobs}. Ask for fewer, or raise "
+        "max_logprobs where you make the engine or the LLM.",
     )
     token_ids, new = _checked_prompt(name, request.prompt, vocab_size), sampling.max_tokens
     prompt = len(token_ids)

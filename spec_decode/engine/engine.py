@@ -45,6 +45,7 @@ from spec_decode.engine.target_runner import Step, TargetRunner
 from spec_decode.engine.target_step import TargetStep, TreeTargetStep
 from spec_decode.models import DraftModel, TargetModel
 from spec_decode.paged.kv_groups import BackendChoice, KVGroup, make_groups
+from spec_decode.sampling.top_logprobs import TopLogprobs
 from spec_decode.verification import Verifier, verifier
 
 _log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class Engine:
             prefill_tables.append(self._make_tables(groups))
             self.drafter = self._make_drafter(draft, groups)
         self._scheduler = Scheduler(self.pool, config)
-        self._batch = InputBatch(config.max_num_seqs, self.device, self.drafter, verify)
+        self._batch = InputBatch(config.max_num_seqs, self.device, self.drafter, verify, config.max_logprobs)
         self.target = TargetRunner(
             target,
             target_groups,
@@ -102,7 +103,7 @@ class Engine:
             graph_mode=config.graph_mode,
         )
         self._target_step: Step = self._make_target_step(verify)
-        self._prefill = Prefill(self.target, self.drafter, prefill_tables)
+        self._prefill = Prefill(self.target, self.drafter, prefill_tables, config.max_logprobs)
         self._outputs = PendingOutputs(steps)
         self._batched: list[RequestState] = []  # the requests in the batch, by row, and how many of their pages it has
         self._pages_in_tables: list[int] = []
@@ -304,8 +305,9 @@ class Engine:
         prefilled = self._prefill.run(chunks)
         new = [i for i, request in enumerate(prefilled.requests) if not request.handle.generation.token_ids]
         if new:
-            first = prefilled.tokens[torch.tensor(new, device=self.device)]
-            self._outputs.add_first_tokens([prefilled.requests[i] for i in new], first)
+            rows, found = torch.tensor(new, device=self.device), prefilled.logprobs
+            logprobs = None if found is None else TopLogprobs(*(each[rows, None] for each in found))
+            self._outputs.add_first_tokens([prefilled.requests[i] for i in new], prefilled.tokens[rows], logprobs)
         self._scheduler.chunks_prefilled(chunks)
         self.stats.prefill_tokens += sum(chunk.end - chunk.start for chunk in chunks)
         # A text of one token is complete with the one that was sampled: a round could add nothing.
@@ -353,4 +355,6 @@ class Engine:
             self.drafter.propose(None)
             self.stats.propose_seconds += time.perf_counter() - start
         self.target.run(self._target_step, lambda size: self._batch.prepare_inputs(size)[0])
-        self._outputs.add_step(self._batched, self._batch.outputs[: len(self._batched)])
+        rows, found = slice(len(self._batched)), self._batch.logprobs
+        logprobs = None if found is None else TopLogprobs(*(each[rows] for each in found))
+        self._outputs.add_step(self._batched, self._batch.outputs[rows], logprobs)

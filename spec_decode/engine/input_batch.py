@@ -15,6 +15,7 @@ from spec_decode.engine.kernels.prepare_inputs import prepare_inputs
 from spec_decode.engine.kernels.update_requests import update_requests
 from spec_decode.engine.request import Request
 from spec_decode.sampling import Sampling
+from spec_decode.sampling.top_logprobs import TopLogprobs, top_logprobs
 from spec_decode.verification import Verifier, VerifyOutput
 
 
@@ -26,9 +27,17 @@ class InputBatch:
     last_tokens  int64 [R]
     sampling     R rows
     outputs      int64 [R, 2 + K]   of the last step: draft tokens kept, these tokens, and the target's own after them
+    logprobs     [R, 1 + K, 1 + N]  of these tokens; None without max_logprobs
     """
 
-    def __init__(self, max_reqs: int, device: torch.device, drafter: Drafter | None, verifier: Verifier | None) -> None:
+    def __init__(
+        self,
+        max_reqs: int,
+        device: torch.device,
+        drafter: Drafter | None,
+        verifier: Verifier | None,
+        max_logprobs: int = 0,
+    ) -> None:
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(*shape, dtype=torch.int64, device=device)
 
@@ -38,6 +47,9 @@ class InputBatch:
         self.lens, self.max_lens, self.last_tokens = zeros(max_reqs), zeros(max_reqs), zeros(max_reqs)
         self.sampling = Sampling.allocate(max_reqs, device)
         self.outputs = zeros(max_reqs, 1 + self._query_len)
+        self.logprobs: TopLogprobs | None = None
+        if max_logprobs:
+            self.logprobs = TopLogprobs.allocate(max_reqs, self._query_len, 1 + max_logprobs, device=device)
 
     def prepare_inputs(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens in the target's cache, int32 [size], and the ids of those to run, the last token and the drafts,
@@ -70,6 +82,13 @@ class InputBatch:
             *(_token_inputs(self._drafter.inputs, rows) if self._drafter else (None,) * 5),
             offset,
         )
+
+    def set_logprobs(self, rows: slice, logits: torch.Tensor) -> None:
+        """Those of these rows' `outputs`, whose tokens were drawn from logits [n, 1 + K, V], if any are kept."""
+        if self.logprobs is not None:
+            found = top_logprobs(logits, self.outputs[rows, 1:], self.logprobs.ids.shape[-1] - 1)
+            for kept, new in zip(self.logprobs, found, strict=True):
+                kept[rows].copy_(new)
 
     def set_draft_inputs(self, rows: slice, target_hidden_states: torch.Tensor) -> None:
         """The drafter's other inputs of these n rows: target_hidden_states [n, 1 + K, F], and the seeds."""

@@ -3,40 +3,54 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, repeat
+from typing import Any
 
 import torch
 
 from spec_decode.engine.request import RequestState
 from spec_decode.engine.stats import EngineStats
+from spec_decode.sampling.top_logprobs import TopLogprobs
 
 
 class AsyncOutput:
     """A copy of a small tensor as it is in stream order now. Only `read` waits for it."""
 
     def __init__(self, source: torch.Tensor) -> None:
-        """source: int64 [rows, columns], on any device."""
+        """source: [rows, ...], on any device."""
         self._event = torch.cuda.Event() if source.is_cuda else None
         # To the host without waiting means to pinned memory.
         self._copy = source.to("cpu", non_blocking=True, copy=True)
         if self._event:
             self._event.record(torch.cuda.current_stream(source.device))
 
-    def read(self) -> list[list[int]]:
+    def read(self) -> list[Any]:
         """The values, row by row."""
         if self._event:
             self._event.synchronize()
-        rows: list[list[int]] = self._copy.tolist()
+        rows: list[Any] = self._copy.tolist()
         return rows
 
 
 @dataclass(frozen=True, slots=True)
 class _PendingOutput:
-    """Row i is requests[i]'s. first: its one column is a request's first token, which prefill sampled."""
+    """Row i is requests[i]'s. first: its one column is a request's first token, which prefill sampled. logprobs: ids
+    and values of a `TopLogprobs`, or neither."""
 
     requests: list[RequestState]
     output: AsyncOutput
     first: bool
+    logprobs: tuple[AsyncOutput, ...]
+
+    def read_logprobs(self) -> Iterator[list[dict[int, float]]]:
+        """For each request those of its tokens, as many as it asked for; none where it asked for none."""
+        found = [each.read() for each in self.logprobs] or [[()] * len(self.requests)] * 2
+        for request, ids, values in zip(self.requests, *found, strict=True):
+            count = request.handle.request.sampling.logprobs
+            columns = zip(ids, values, strict=True) if count else ()
+            yield [dict(zip(i[: 1 + (count or 0)], v, strict=False)) for i, v in columns]
 
 
 class PendingOutputs:
@@ -45,8 +59,8 @@ class PendingOutputs:
     def __init__(self, num_speculative_tokens: int) -> None:
         self._num_drafts = num_speculative_tokens
         self._pending: deque[_PendingOutput] = deque()
-        # The request, a token, and with a step's first token the number of draft tokens that the step kept.
-        self._read: deque[tuple[RequestState, int, int | None]] = deque()
+        # The request, a token, with a step's first token the number of draft tokens that the step kept, and logprobs.
+        self._read: deque[tuple[RequestState, int, int | None, dict[int, float] | None]] = deque()
         self.in_callback = False
         """Whether the last token was handed to a callback that has not returned: what raises then is the callback's."""
 
@@ -54,33 +68,42 @@ class PendingOutputs:
         """How many outputs are not read."""
         return len(self._pending)
 
-    def add_first_tokens(self, requests: list[RequestState], tokens: torch.Tensor) -> None:
-        """tokens: int64 [n], the first of each of n requests."""
-        self._pending.append(_PendingOutput(requests, AsyncOutput(tokens[:, None]), first=True))
+    def add_first_tokens(
+        self, requests: list[RequestState], tokens: torch.Tensor, logprobs: TopLogprobs | None
+    ) -> None:
+        """tokens: int64 [n], the first of each of n requests. logprobs: [n, 1, 1 + N]."""
+        self._add(requests, tokens[:, None], logprobs, first=True)
 
-    def add_step(self, requests: list[RequestState], outputs: torch.Tensor) -> None:
-        """outputs: int64 [n, 2 + K] of a target step, as InputBatch has them."""
+    def add_step(self, requests: list[RequestState], outputs: torch.Tensor, logprobs: TopLogprobs | None) -> None:
+        """outputs: int64 [n, 2 + K] of a target step, as InputBatch has them. logprobs: [n, 1 + K, 1 + N]."""
         for request in requests:
             request.step_enqueued(self._num_drafts)
-        self._pending.append(_PendingOutput(requests, AsyncOutput(outputs), first=False))
+        self._add(requests, outputs, logprobs, first=False)
+
+    def _add(
+        self, requests: list[RequestState], output: torch.Tensor, logprobs: TopLogprobs | None, *, first: bool
+    ) -> None:
+        asked = any(request.handle.request.sampling.logprobs for request in requests)
+        copies = tuple(map(AsyncOutput, logprobs)) if logprobs and asked else ()
+        self._pending.append(_PendingOutput(requests, AsyncOutput(output), first, copies))
 
     def process_oldest(self, stats: EngineStats) -> None:
         """Wait for the oldest output and stream its tokens. What a callback raises comes through: see `stream`."""
         pending = self._pending[0]
-        for request, row in zip(pending.requests, pending.output.read(), strict=True):
-            if pending.first:
-                self._read.append((request, row[0], None))
-                continue
-            accepted = row[0]
-            request.step_read(self._num_drafts, accepted)
-            self._read.append((request, row[1], accepted))
-            self._read.extend((request, token, None) for token in row[2 : 2 + accepted])
+        for request, row, found in zip(pending.requests, pending.output.read(), pending.read_logprobs(), strict=True):
+            tokens: list[int] = row
+            counts: Iterator[int | None] = repeat(None)
+            if not pending.first:
+                accepted = row[0]
+                request.step_read(self._num_drafts, accepted)
+                tokens, counts = row[1 : 2 + accepted], chain([accepted], repeat(None))
+            self._read.extend(zip(repeat(request), tokens, counts, found or repeat(None)))
         self._pending.popleft()
         self.stream(stats)
 
     def requests(self) -> list[RequestState]:
         """The requests of everything that is not in the texts yet, each as often as it has something."""
-        return [*(request for request, _, _ in self._read), *(r for out in self._pending for r in out.requests)]
+        return [*(request for request, *_ in self._read), *(r for out in self._pending for r in out.requests)]
 
     def clear(self) -> None:
         """Forget everything that is not in the texts yet."""
@@ -90,7 +113,7 @@ class PendingOutputs:
     def stream(self, stats: EngineStats) -> None:
         """Append what was read to the texts. What a callback raises comes through; the next call goes on after it."""
         while self._read:
-            request, token, accepted = self._read[0]
+            request, token, accepted, logprobs = self._read[0]
             if request.handle.done:
                 self._read.popleft()
                 continue
@@ -100,7 +123,7 @@ class PendingOutputs:
                 stats.drafted_for += 1
                 stats.had_room_for += request.handle.room > 1
             stats.new_tokens += 1
-            in_text = request.handle.append_token(token)
+            in_text = request.handle.append_token(token, logprobs)
             self._read.popleft()
             if in_text and request.handle.on_token:
                 self.in_callback = True

@@ -14,6 +14,7 @@ from spec_decode.engine.request import RequestState
 from spec_decode.engine.scheduler import Chunk
 from spec_decode.engine.target_runner import TargetRunner
 from spec_decode.sampling import Sampling, sample_target
+from spec_decode.sampling.top_logprobs import TopLogprobs, top_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +23,23 @@ class PrefillOutput:
 
     tokens                int64 [n]   the one after each
     target_hidden_states  [n, F]      of the last token in the cache
+    logprobs              [n, 1 + N]  of these tokens; None without max_logprobs
     """
 
     requests: list[RequestState]
     tokens: torch.Tensor
     target_hidden_states: torch.Tensor
+    logprobs: TopLogprobs | None = None
 
 
 class Prefill:
     """Runs chunks through target and draft, over tables of its own."""
 
-    def __init__(self, target: TargetRunner, drafter: Drafter | None, tables: Sequence[RequestTables]) -> None:
+    def __init__(
+        self, target: TargetRunner, drafter: Drafter | None, tables: Sequence[RequestTables], max_logprobs: int = 0
+    ) -> None:
         """tables: the target's and, with a drafter, the draft's; other than those of the running requests."""
+        self._max_logprobs = max_logprobs
         self._target = target
         self._drafter = drafter
         self._tables, self._draft_tables = tables[0], tables[-1]
@@ -55,14 +61,16 @@ class Prefill:
             return PrefillOutput([], self._tensor([]), self._tensor([]))
         ends = list(accumulate(counts))
         rows = self._tensor([ends[i] - 1 for i in last])
-        tokens = self._next_tokens([(chunks[i], texts[i]) for i in last], states.hidden[rows])
-        return PrefillOutput([chunks[i].request for i in last], tokens, states.target_hidden_states[rows])
+        logits = self._target.logits(states.hidden[rows])
+        tokens = self._next_tokens([(chunks[i], texts[i]) for i in last], logits)
+        found = top_logprobs(logits, tokens, self._max_logprobs) if self._max_logprobs else None
+        return PrefillOutput([chunks[i].request for i in last], tokens, states.target_hidden_states[rows], found)
 
-    def _next_tokens(self, ends: Sequence[tuple[Chunk, list[int]]], hidden: torch.Tensor) -> torch.Tensor:
+    def _next_tokens(self, ends: Sequence[tuple[Chunk, list[int]]], logits: torch.Tensor) -> torch.Tensor:
         """The token after each prefill: sampled, or for a preempted request the one that its text goes on with."""
         sampling = Sampling.of([chunk.request.handle.request.sampling for chunk, _ in ends], self._tables.device)
         positions = self._tensor([chunk.end for chunk, _ in ends])
-        sampled = sample_target(self._target.logits(hidden), sampling=sampling, positions=positions)
+        sampled = sample_target(logits, sampling=sampling, positions=positions)
         known = self._tensor([text[chunk.end] if chunk.end < len(text) else -1 for chunk, text in ends])
         return torch.where(known >= 0, known, sampled)
 

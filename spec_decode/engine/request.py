@@ -33,10 +33,12 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(slots=True)
 class Generation:
-    """What became of a request. accepted: draft tokens kept, one entry a round; finish_reason: None while it runs."""
+    """What became of a request. accepted: draft tokens kept, one entry a round; finish_reason: None while it runs.
+    logprobs: for each token, id -> logprob of the token itself and of those that `SamplingParams.logprobs` asks for."""
 
     token_ids: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
 
@@ -57,12 +59,14 @@ class Handle:
         """Tokens that the text may still take."""
         return self.request.sampling.max_tokens - len(self.generation.token_ids)
 
-    def append_token(self, token: int) -> bool:
+    def append_token(self, token: int, logprobs: dict[int, float] | None = None) -> bool:
         """Let the text grow by a token, or end it; whether the token is in the text."""
         if token in self.request.sampling.stop_token_ids:
             self.generation.finish_reason = "stop"
             return False
         self.generation.token_ids.append(token)
+        if logprobs is not None:
+            self.generation.logprobs.append(logprobs)
         self.finish_if_full()
         return True
 

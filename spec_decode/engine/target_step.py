@@ -28,6 +28,7 @@ class TargetStep:
         logits, target_hidden_states = forward(context_lens, token_ids)
         output = self._verify(rows, logits)
         self._batch.update_requests(rows, token_ids, self._batch.drafts(rows), output)
+        self._batch.set_logprobs(rows, logits)
         self._batch.set_draft_inputs(rows, target_hidden_states)
 
     def _verify(self, rows: slice, logits: torch.Tensor) -> VerifyOutput:
@@ -68,5 +69,5 @@ class TreeTargetStep:
         chain = token_ids.gather(1, kept)
         drafted = chain[:, 1:].where(found.path >= 0, -1)
         batch.update_requests(rows, chain, drafted, VerifyOutput(found.accepted, found.next_tokens))
-        states = kept[..., None].expand(-1, -1, target_hidden_states.shape[2])
-        batch.set_draft_inputs(rows, target_hidden_states.gather(1, states))
+        for of_chain, of_tree in ((batch.set_logprobs, logits), (batch.set_draft_inputs, target_hidden_states)):
+            of_chain(rows, of_tree.gather(1, kept[..., None].expand(-1, -1, of_tree.shape[2])))

@@ -39,6 +39,7 @@ class Settings(TypedDict, total=False):
     - strategy       how the later steps of a round run, see the guide; None: the fastest
     - max_model_len  most tokens of a prompt and its text; 4,096, or fewer if a model has fewer positions
     - max_num_seqs   prompts that run at once; 8. The others wait
+    - max_logprobs   most logprobs that a prompt may ask for; 0
     """
 
     strategy: str | Strategy | None
@@ -47,6 +48,7 @@ class Settings(TypedDict, total=False):
     batch_invariant: bool
     max_model_len: int | None
     max_num_seqs: int
+    max_logprobs: int
     page_size: int
 
 
@@ -114,6 +116,7 @@ class LLM:
         config = EngineConfig(
             drafter=drafter,
             max_num_seqs=settings.get("max_num_seqs", 8),
+            max_logprobs=settings.get("max_logprobs", 0),
             page_size=settings.get("page_size", 16),
             verification=settings.get("verification"),
             batch_invariant=settings.get("batch_invariant", False),

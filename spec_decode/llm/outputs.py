@@ -22,6 +22,8 @@ class Completion:
     - finish_reason      "stop" (an end token or a stop string), "length" (max_tokens) or "abort" (cancelled)
     - num_prompt_tokens  tokens of the prompt
     - accepted           draft tokens kept in each round
+    - logprobs           for each token of token_ids, id -> logprob: the token itself, then the most likely ones; empty
+                         unless SamplingParams asks for logprobs
     """
 
     prompt: object
@@ -30,6 +32,7 @@ class Completion:
     finish_reason: FinishReason
     num_prompt_tokens: int
     accepted: list[int]
+    logprobs: list[dict[int, float]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +139,7 @@ class Reply:
             finish_reason=self._reason(generation),
             num_prompt_tokens=self.num_prompt_tokens,
             accepted=list(generation.accepted),
+            logprobs=list(generation.logprobs),
         )
 
     def _reason(self, generation: Generation) -> FinishReason:

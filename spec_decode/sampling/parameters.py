@@ -43,6 +43,11 @@ class SamplingParams:
     - stop            a string or a list of strings that end the text; the text leaves them out
     - stop_token_ids  tokens that end the text, in addition to the model's own end tokens
     - ignore_eos      True: the model's own end tokens do not end the text
+
+    And what is returned with it:
+
+    - logprobs  N, 1 or more: of each token its logprob and the N most likely tokens with theirs; None: nothing. The
+                logprobs are the model's, before temperature, top_k and top_p
     """
 
     temperature: float = 0.0
@@ -53,6 +58,7 @@ class SamplingParams:
     stop: str | Sequence[str] = ()
     stop_token_ids: Collection[int] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         names = [field.name for field in fields(cls)]
@@ -97,6 +103,10 @@ class SamplingParams:
             f"stop_token_ids is {self.stop_token_ids!r:.200}. Pass a list of integers.",
         )
         require(type(self.ignore_eos) is bool, f"ignore_eos is {self.ignore_eos!r}. Pass True or False.")
+        require(
+            self.logprobs is None or (type(self.logprobs) is int and self.logprobs >= 1),
+            f"logprobs is {self.logprobs!r}. Pass how many, 1 or more, or None.",
+        )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -181,6 +181,16 @@ def test_a_bad_prompt_is_refused_before_anything_runs(llm: LLM, told: str, promp
     assert llm.generate(PROMPTS[1], GREEDY)[0].text
 
 
+def test_a_completion_has_the_logprobs_that_were_asked_for(llm: LLM) -> None:
+    with_logprobs = LLM("pydoc", draft="draft", device="cpu", max_num_seqs=1, max_logprobs=2)
+    (found,) = with_logprobs.generate(PROMPTS[0], SamplingParams(max_tokens=8, logprobs=2))
+    assert [len(each) for each in found.logprobs] == [2] * 8, "a greedy token is among the most likely ones"
+    assert [next(iter(each)) for each in found.logprobs] == found.token_ids
+    with pytest.raises(BatchError, match="prompt 0 asks for 2 logprobs, max_logprobs is 0"):
+        llm.generate(PROMPTS[0], SamplingParams(logprobs=2))
+    assert llm.generate(PROMPTS[0], GREEDY)[0].logprobs == []
+
+
 def refusal(llm: LLM, prompt: int, max_tokens: int) -> str:
     """What a prompt of so many tokens gets, in a text of 128 where the model has room for 2,043."""
     with pytest.raises(BatchError) as caught:
@@ -228,6 +238,7 @@ def test_another_number_of_parameters_than_of_prompts_is_refused_with_both(llm: 
         *({"max_tokens": value} for value in (0, -1, 1.0, True, None, "9")),
         *({"stop": value} for value in ("", [""], [3], 3, None, {"a": 1})),
         *({"stop_token_ids": value} for value in ([1.0], [True], 3, None)),
+        *({"logprobs": value} for value in (0, -1, True, 1.0, "2")),
         *({"ignore_eos": 1}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"seed": 1.5}),
     ],
     ids=str,

@@ -41,7 +41,7 @@ def test_a_value_at_the_edge_of_its_range_is_taken(name, value):
         ("n", "does not support 'n'. Pass the prompt n times, with a SamplingParams of another seed each."),
         ("do_sample", "does not support 'do_sample'. Pass temperature: 0 is greedy."),
         ("max_new_tokens", "does not support 'max_new_tokens'. Did you mean max_tokens? Parameters are temperature,"),
-        ("logprobs", "does not support 'logprobs'. Parameters are temperature, top_k,"),
+        ("presence_penalty", "does not support 'presence_penalty'. Parameters are temperature, top_k,"),
     ],
 )
 def test_a_parameter_that_does_not_exist_gets_the_nearest_one_or_what_to_do(name, told):

@@ -1,0 +1,92 @@
+"""Logprobs of a text's tokens: those of the target over the whole text, however the text was made."""
+
+import pytest
+import torch
+from train_pair.attention import run_target
+
+from attn_backends import get
+from builders import BatchError
+from spec_decode.engine import Engine
+from spec_decode.paged import GraphMode
+from spec_decode.trees import DynamicTreeConfig
+from tests.factories import engine_config, make_pair, make_request
+
+PAIR = make_pair()
+TREE = DynamicTreeConfig(width=2, num_tokens=6)
+WAYS = {
+    "plain": {"num_speculative_tokens": 0, "graph_mode": GraphMode.NONE},
+    "drafted": {"graph_mode": GraphMode.NONE},
+    "in graphs": {"graph_mode": GraphMode.FULL},
+    "plain in graphs": {"num_speculative_tokens": 0, "graph_mode": GraphMode.FULL},
+    "in trees": {"graph_mode": GraphMode.FULL, "tree": TREE},
+    "preempted": {"graph_mode": GraphMode.FULL, "num_pages": 26, "page_size": 1},
+}
+
+
+def make_engine(**options):
+    options = {"num_speculative_tokens": 3, "max_num_seqs": 3, "max_model_len": 40, "page_size": 4, **options}
+    return Engine(*PAIR, get("torch_reference"), engine_config(**options))
+
+
+def requests(temperature=0.0):
+    """Of one batch: two that ask for different numbers of logprobs, and one that asks for none."""
+    return [
+        make_request(prompt=[i + 1] * (i + 2), max_tokens=9 + i, seed=i, temperature=temperature, logprobs=count)
+        for i, count in enumerate([3, None, 1])
+    ]
+
+
+def dense_logprobs(request, token_ids):
+    """fp32 [T, V]: of each token's place in the text, by attention over the whole text."""
+    text = [*request.prompt, *token_ids]
+    logits = PAIR[0].logits(run_target(PAIR[0], torch.tensor([text]))[0])
+    return logits.float().log_softmax(-1)[len(request.prompt) - 1 : -1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("way", WAYS)
+@torch.no_grad()
+def test_logprobs_are_the_targets_whatever_made_the_text(way, temperature):
+    asked = requests(temperature)
+    engine = make_engine(max_logprobs=4, **WAYS[way])
+    found = engine.generate(asked)
+    for request, generation in zip(asked, found, strict=True):
+        count = request.sampling.logprobs
+        assert len(generation.logprobs) == (len(generation.token_ids) if count else 0)
+        for token, got, wanted in zip(
+            generation.token_ids, generation.logprobs, dense_logprobs(request, generation.token_ids), strict=False
+        ):
+            values, ids = wanted.topk(count)
+            assert list(got) == list(dict.fromkeys([token, *ids.tolist()]))
+            assert torch.tensor(list(got.values())).allclose(wanted[list(got)], atol=1e-4)
+            assert max(got.values()) == pytest.approx(float(values[0]), abs=1e-4)
+    assert (engine.stats.preemptions > 0) == (way == "preempted")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_texts_are_the_same_without(way):
+    without = [
+        make_request(prompt=r.prompt, max_tokens=r.sampling.max_tokens, seed=i) for i, r in enumerate(requests())
+    ]
+    found = make_engine(**WAYS[way]).generate(without)
+    assert [g.token_ids for g in found] == [
+        g.token_ids for g in make_engine(max_logprobs=4, **WAYS[way]).generate(requests())
+    ]
+    assert [g.logprobs for g in found] == [[]] * 3
+
+
+def test_a_token_that_ends_a_text_has_no_entry():
+    engine = make_engine(max_logprobs=1)
+    (whole,) = engine.generate([make_request(prompt=[1], max_tokens=12, logprobs=1)])
+    stop = whole.token_ids[5]
+    (ended,) = engine.generate([make_request(prompt=[1], max_tokens=12, logprobs=1, stop_token_ids=[stop])])
+    assert ended.finish_reason == "stop" and len(ended.logprobs) == len(ended.token_ids) <= 5
+
+
+def test_more_logprobs_than_the_engine_computes_are_refused():
+    with pytest.raises(BatchError, match=r"asks for 3 logprobs, max_logprobs is 2\. Ask for fewer, or raise"):
+        make_engine(max_logprobs=2).generate(requests())
+    with pytest.raises(BatchError, match="max_logprobs is 25, the target has 24 tokens"):
+        make_engine(max_logprobs=25)
+    with pytest.raises(BatchError, match="max_logprobs is -1"):
+        make_engine(max_logprobs=-1)
