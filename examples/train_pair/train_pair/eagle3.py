@@ -1,0 +1,236 @@
+"""Train an EAGLE-3 head for a language model of `transformers` on text that the model writes itself.
+
+    python -m train_pair.eagle3 --target FOLDER --out FOLDER --device cuda --minutes 5
+
+The head is saved in the published layout, in bfloat16 and without an embedding: it uses the target's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional as F
+
+from spec_decode import LLM, SamplingParams
+from spec_decode.environment import environment
+from spec_decode.models import TransformersTarget
+from spec_decode.models.checkpoints.random_store import RandomStore
+from spec_decode.models.decoder_weights import published_tensors
+from spec_decode.models.eagle3 import Eagle3, load
+from spec_decode.models.eagle3_parts import published_name
+from spec_decode.models.hf.folder import load_model
+from train_pair.attention import causal_attention, positions_of, unrolled_attention
+from train_pair.prompts import make_prompts
+
+STEPS = 4
+"""Draft tokens that are unrolled in training, and drafted where it is measured."""
+STEP_WEIGHT = 0.9
+WINDOW = 256
+LR, WARM_UP = 1e-3, 100
+_LAYER = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+)
+_NAMES = ("fc", "norm", "lm_head", *(f"midlayer.{name}" for name in (*_LAYER, "mlp.down_proj", "hidden_norm")))
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def write_texts(target: Path, count: int, tokens: int, seed: int, device: torch.device) -> list[int]:
+    """Prompts and what the target writes after them, one after another: a third greedily, a third at temperature 0.7
+    and a third at 1."""
+    llm = LLM(target, device=device, max_num_seqs=min(count, 512), max_model_len=tokens + 256)
+    prompts = make_prompts(count, held_out=False, seed=seed)
+    params = [
+        SamplingParams(max_tokens=tokens, temperature=(0.0, 0.7, 1.0)[place % 3], seed=place + seed)
+        for place in range(count)
+    ]
+    end = min(llm.pair.stop_ids)
+    text: list[int] = []
+    for done in llm.generate(prompts, params):
+        prompt = llm.pair.encode(done.prompt) if isinstance(done.prompt, str) else llm.pair.encode_chat(done.prompt)
+        text += [*prompt, *done.token_ids, end]
+    return text
+
+
+def make_head(target: TransformersTarget, vocab: torch.Tensor, device: torch.device) -> tuple[Eagle3, dict[str, Any]]:
+    """A head of random numbers whose vocabulary is these ids of the target's, ascending, and its config.json."""
+    theirs = target.config
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": theirs.hidden_size,
+        "intermediate_size": theirs.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": theirs.num_attention_heads,
+        "num_key_value_heads": theirs.num_key_value_heads,
+        "head_dim": theirs.head_dim,
+        "rms_norm_eps": theirs.rms_norm_eps,
+        "rope_theta": theirs.rope_parameters["rope_theta"],
+        "max_position_embeddings": theirs.max_position_embeddings,
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": len(vocab),
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(target.aux_hidden_state_layers or ())},
+        "torch_dtype": "bfloat16",
+    }
+    names = [f"{name}.weight" for name in (*_NAMES, *(f"midlayer.{norm}" for norm in _NORMS))]
+    head = load(RandomStore(config, [*names, "d2t"], device), target, dtype=torch.float32, device=device)
+    head.token_map = vocab
+    return head.train().requires_grad_(True), config
+
+
+def unrolled_loss(
+    head: Eagle3, target: TransformersTarget, tokens: torch.Tensor, vocab: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross-entropy to the target's distribution over the head's vocabulary, fp32 [], and how often the head's best
+    token is the target's, [STEPS]. tokens int64 [B, L + 1].
+
+    The steps feed the head its own states, as drafting does.
+    """
+    batch = len(tokens)
+    with torch.no_grad():
+        states = target(tokens.flatten(), positions_of(tokens), causal_attention(batch))
+        weight = target.lm_head.weight[vocab]
+        wanted = F.linear(states.hidden, weight).float().view(*tokens.shape, -1)
+        best = target.logits(states.hidden).argmax(-1).view(tokens.shape)
+    inputs = tokens[:, 1:]
+    attention, positions = unrolled_attention(inputs), positions_of(inputs)
+    aux = states.target_hidden_states.view(*tokens.shape, -1)[:, :-1]
+    state, loss, hits = (
+        head.combine(aux.flatten(0, 1)).view(*inputs.shape, -1),
+        torch.zeros((), device=tokens.device),
+        [],
+    )
+    for step in range(STEPS):
+        out = head(inputs.flatten(), state.flatten(0, 1), positions, attention).view(*inputs.shape, -1)
+        # The first `step` positions have no state of the head's before them.
+        logits = head.logits(out[:, step:].flatten(0, 1)).float()
+        theirs = wanted[:, 1 + step :].flatten(0, 1)
+        loss = loss + STEP_WEIGHT**step * F.cross_entropy(logits, theirs.softmax(-1))
+        hits.append((vocab[logits.argmax(-1)] == best[:, 1 + step :].flatten()).float().mean())
+        state = F.pad(out[:, :-1], (0, 0, 1, 0))
+    return loss, torch.stack(hits)
+
+
+def train(
+    head: Eagle3, target: TransformersTarget, text: torch.Tensor, vocab: torch.Tensor, deadline: float, batch: int
+) -> int:
+    """Train until the monotonic clock reads `deadline`, one step at the least; the number of steps."""
+    weights = list(head.parameters())
+    groups = [
+        {"params": [w for w in weights if (w.dim() > 1) is wide], "weight_decay": 0.05 * wide} for wide in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), fused=True)
+    began, step = time.monotonic(), 0
+    while (now := time.monotonic()) < deadline or not step:
+        part = min((now - began) / (deadline - began), 1.0) if deadline > began else 1.0
+        starts = torch.randint(len(text) - WINDOW - 1, (batch, 1), device=text.device)
+        tokens = text[starts + torch.arange(WINDOW + 1, device=text.device)]
+        for group in optimizer.param_groups:
+            group["lr"] = LR * min((step + 1) / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * part))
+        with torch.autocast(text.device.type, torch.bfloat16, enabled=text.is_cuda):
+            loss, hits = unrolled_loss(head, target, tokens, vocab)
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        if step % 100 == 0:
+            shown = " ".join(f"{hit:.3f}" for hit in hits.tolist())
+            print(f"step {step}, {100 * part:.0f} %: loss {loss.item():.3f}, steps right {shown}", flush=True)
+        step += 1
+    return step
+
+
+def save(head: Eagle3, vocab: torch.Tensor, config: dict[str, Any], training: dict[str, Any], out: Path) -> None:
+    """config.json, model.safetensors and training.json."""
+    out.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        published_name(name).replace("layers.0.", "midlayer."): tensor.to(torch.bfloat16).contiguous().cpu()
+        for name, tensor in published_tensors(head).items()
+    }
+    ids = vocab.cpu()
+    tensors["d2t"] = ids - torch.arange(len(ids))
+    tensors["t2d"] = torch.zeros(config["vocab_size"], dtype=torch.bool).index_fill(0, ids, True)
+    save_file(tensors, out / "model.safetensors")
+    for name, value in (("config", config), ("training", training)):
+        (out / f"{name}.json").write_text(json.dumps(value, indent=2) + "\n")
+
+
+def accepted(target: Path, out: Path, count: int, tokens: int, device: torch.device) -> dict[str, float]:
+    """Draft tokens kept of STEPS a round on held-out prompts, by temperature."""
+    llm = LLM(target, draft=out, num_speculative_tokens=STEPS, device=device, max_num_seqs=min(count, 32))
+    found, prompts = {}, make_prompts(count, held_out=True)
+    for temperature in (0.0, 1.0):
+        llm.generate(
+            prompts, [SamplingParams(max_tokens=tokens, temperature=temperature, seed=i) for i in range(count)]
+        )
+        found[f"temperature {temperature:g}"] = round(llm.engine.stats.mean_accepted, 3)
+    return found
+
+
+def run(flags: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
+    """Write text, train, save and measure; what training.json says."""
+    began = time.monotonic()
+    torch.manual_seed(flags.seed)
+    text = torch.tensor(write_texts(flags.target, flags.texts, flags.tokens, flags.seed, flags.device))
+    counts = torch.bincount(text)
+    vocab = counts.argsort(descending=True)[: flags.vocab].sort().values
+    covered = counts[vocab].sum().item() / len(text)
+    if len(text) <= WINDOW + 1:
+        raise SystemExit(f"the target wrote {len(text)} tokens, a window has {WINDOW + 1}. Ask for more --texts.")
+    print(f"{len(text)} tokens written in {time.monotonic() - began:.0f} s, {covered:.1%} of them in the vocabulary")
+    model = load_model(flags.target, dtype=torch.float32, device=flags.device)
+    layers = model.config.get_text_config().num_hidden_layers
+    target = TransformersTarget(model, aux_hidden_state_layers=(2, layers // 2, layers - 3))
+    vocab = vocab.to(flags.device)
+    head, config = make_head(target, vocab, flags.device)
+    written = time.monotonic()
+    steps = train(head, target, text.to(flags.device), vocab, began + 60 * flags.minutes, flags.batch)
+    record = {
+        "command": shlex.join(["python", "-m", "train_pair.eagle3", *command]),
+        "commit": environment(flags.device).commit,
+        "device": torch.cuda.get_device_name(flags.device) if flags.device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "tokens_written": len(text),
+        "covered_by_vocabulary": round(covered, 4),
+        "training_steps": steps,
+        "training_seconds": round(time.monotonic() - written, 1),
+        "seed": flags.seed,
+        "tokens_a_step": flags.batch * WINDOW,
+    }
+    save(head, vocab, config, record, flags.out)
+    record["accepted_of_4"] = accepted(flags.target, flags.out, flags.prompts, flags.tokens, flags.device)
+    record["wall_seconds"] = round(time.monotonic() - began)
+    save(head, vocab, config, record, flags.out)
+    return record
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse the flags, train, and print what came out."""
+    parser = argparse.ArgumentParser(prog="python -m train_pair.eagle3", description=__doc__.partition("\n")[0])
+    parser.add_argument("--target", type=Path, required=True, help="folder of the model")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the head")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--minutes", type=float, default=5.0, help="of writing and training together")
+    for name, value in {"texts": 12288, "tokens": 256, "vocab": 8192, "batch": 64, "prompts": 96, "seed": 0}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    command = sys.argv[1:] if arguments is None else list(arguments)
+    print(json.dumps(run(parser.parse_args(command), command), indent=2))
+
+
+if __name__ == "__main__":
+    main()

