@@ -75,6 +75,12 @@ def test_steps_of_training_bring_the_head_nearer_to_its_target(folders):
     assert config["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [0, 1]}
 
 
+def test_no_further_wave_is_written_after_the_deadline(folders, monkeypatch, capsys):
+    monkeypatch.setattr(eagle3, "WAVE", 2)
+    sizes = [len(eagle3.write_texts(folders[0], 4, 6, 0, CPU, deadline)) for deadline in (0.0, float("inf"))]
+    assert 0 < sizes[0] < sizes[1] and capsys.readouterr().out.count("2 texts: ") == 2
+
+
 def test_too_little_text_for_a_window_is_refused(folders, tmp_path):
     with pytest.raises(SystemExit, match="Ask for more --texts"):
         eagle3.main(["--target", str(folders[0]), "--out", str(tmp_path), *TINY])

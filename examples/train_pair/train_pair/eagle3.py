@@ -38,6 +38,10 @@ STEPS = 4
 STEP_WEIGHT = 0.9
 WINDOW = 256
 LR, WARM_UP = 1e-3, 100
+WAVE = 1024
+"""Texts that are written at once."""
+WRITING = 1 / 3
+"""Of the time, at most, and the wave that is under way."""
 _LAYER = (
     "self_attn.q_proj",
     "self_attn.k_proj",
@@ -50,10 +54,14 @@ _NAMES = ("fc", "norm", "lm_head", *(f"midlayer.{name}" for name in (*_LAYER, "m
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
-def write_texts(target: Path, count: int, tokens: int, seed: int, device: torch.device) -> list[int]:
+def write_texts(target: Path, count: int, tokens: int, seed: int, device: torch.device, deadline: float) -> list[int]:
     """Prompts and what the target writes after them, one after another: a third greedily, a third at temperature 0.7
-    and a third at 1."""
-    llm = LLM(target, device=device, max_num_seqs=min(count, 512), max_model_len=tokens + 256)
+    and a third at 1.
+
+    They are written in waves, so that no prompt is read while others wait for their next token. No wave begins after
+    the monotonic clock reads `deadline`, but for the first.
+    """
+    llm = LLM(target, device=device, max_num_seqs=min(count, WAVE), max_model_len=tokens + 256)
     prompts = make_prompts(count, held_out=False, seed=seed)
     params = [
         SamplingParams(max_tokens=tokens, temperature=(0.0, 0.7, 1.0)[place % 3], seed=place + seed)
@@ -61,9 +69,14 @@ def write_texts(target: Path, count: int, tokens: int, seed: int, device: torch.
     ]
     end = min(llm.pair.stop_ids)
     text: list[int] = []
-    for done in llm.generate(prompts, params):
-        prompt = llm.pair.encode(done.prompt) if isinstance(done.prompt, str) else llm.pair.encode_chat(done.prompt)
-        text += [*prompt, *done.token_ids, end]
+    for start in range(0, count, WAVE):
+        wave = slice(start, start + WAVE)
+        for done in llm.generate(prompts[wave], params[wave]):
+            prompt = llm.pair.encode(done.prompt) if isinstance(done.prompt, str) else llm.pair.encode_chat(done.prompt)
+            text += [*prompt, *done.token_ids, end]
+        print(f"{min(start + WAVE, count)} texts: {len(text)} tokens", flush=True)
+        if time.monotonic() > deadline:
+            break
     return text
 
 
@@ -186,7 +199,8 @@ def run(flags: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
     """Write text, train, save and measure; what training.json says."""
     began = time.monotonic()
     torch.manual_seed(flags.seed)
-    text = torch.tensor(write_texts(flags.target, flags.texts, flags.tokens, flags.seed, flags.device))
+    until = began + 60 * flags.minutes * WRITING
+    text = torch.tensor(write_texts(flags.target, flags.texts, flags.tokens, flags.seed, flags.device, until))
     counts = torch.bincount(text)
     vocab = counts.argsort(descending=True)[: flags.vocab].sort().values
     covered = counts[vocab].sum().item() / len(text)
