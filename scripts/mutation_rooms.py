@@ -23,7 +23,8 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
             '"-inf"), 0.0, row)',
             '"-inf"), 1.0, row)',
         ): "a split without tokens has no share",
-        ("WINDOW + 1, 0)", "WINDOW + 1, (-1))"): "-1 divided by the size of a block is the first block, as 0 is",
+        ("GROUP - WINDOW + 1, 0)", "GROUP - WINDOW + 1, (-1))"): "-1 divided by a block's size is the first block too",
+        ("cached - WINDOW + 1, 0)", "cached - WINDOW + 1, (-1))"): "likewise",
         (
             '"-inf"), 0.0, row)',
             '"-inf"), (-1.0), row)',

@@ -90,7 +90,8 @@ class PagedAttentionArguments(NamedTuple):
         else:
             masks = self.tree_masks[rows, None]
             bits = masks >> torch.arange(MAX_TREE_TOKENS) & 1
-            position = cached + bits.sum(1, keepdim=True) - 1
+            # A token that has no mask yet stands where the root does.
+            position = cached + (bits.sum(1, keepdim=True) - 1).clamp(min=0)
             hidden = (token >= cached) & (masks >> (token - cached).clamp(0, MAX_TREE_TOKENS - 1) & 1 == 0)
         if self.sliding_window:
             hidden = hidden | (token <= position - self.sliding_window)
@@ -306,7 +307,7 @@ def attention_kernel(
     if TREE:  # any token may be the root's child, and any may be seen
         end = seq_len
         if WINDOW > 0:
-            start = tl.maximum(cached - WINDOW, 0)
+            start = tl.maximum(cached - WINDOW + 1, 0)  # the root's window
     first_block = start // BLOCK_N
     blocks = tl.cdiv(end, BLOCK_N) - first_block
     lo, hi = split_range(first_block, blocks, split, SPLITS, SPLIT_BLOCKS)

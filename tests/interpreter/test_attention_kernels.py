@@ -7,7 +7,8 @@ import torch
 from attn_backends.kernels.paged_attention import paged_attention
 from builders.kernels.triton_runtime import torch_implementations
 from tests.factories import make_cache
-from tests.ops.attention import PLAIN
+from tests.ops.attention import PLAIN, paged
+from tests.tree_masks import tree_masks
 
 SPLITS = [1, 2, 4]
 
@@ -62,3 +63,29 @@ def test_a_window_may_start_anywhere_about_the_edge_of_a_block(window, splits):
     with torch_implementations():
         wanted = paged_attention(*args[:1], *(t.nan_to_num() for t in args[1:3]), *args[3:])
     torch.testing.assert_close(by_kernel, wanted, rtol=1e-4, atol=1e-5)
+
+
+WINDOW = 64
+FORMS = {"tree": ([5, 5, 3], [*tree_masks()[:5].tolist() * 2, 1, 3, 0]), "chain": ([5, 1, 3], None)}
+"""Query tokens of three requests, and masks: the last tree's last token is not drafted yet."""
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(("query_lens", "masks"), FORMS.values(), ids=FORMS)
+def test_no_token_before_every_window_of_a_request_is_read(query_lens, masks, page_size, splits):
+    """A window starts at each slot of a page once, and just behind it."""
+    spec = replace(PLAIN, sliding_window=WINDOW, page_size=page_size)
+    masks = None if masks is None else torch.tensor(masks)
+    for start in range(6):
+        starts = (start, start + 6, start + 12)
+        seq_lens = [first + WINDOW - 1 + count for first, count in zip(starts, query_lens, strict=True)]
+        args = paged(spec, (query_lens, seq_lens, None), splits, masks)
+        for table, first in zip(args[3], starts, strict=True):
+            before = torch.arange(first)
+            for cache in args[1:3]:
+                cache[table[before // page_size].long(), before % page_size] = torch.nan
+        by_kernel = paged_attention(*args)
+        with torch_implementations():
+            wanted = paged_attention(*args[:1], *(t.nan_to_num() for t in args[1:3]), *args[3:])
+        torch.testing.assert_close(by_kernel, wanted, rtol=1e-4, atol=1e-5)
