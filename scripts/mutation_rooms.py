@@ -15,19 +15,18 @@ ROOMS = (
 
 EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
     "attn_backends/kernels/e4m3.py": {
-        ("size < 0x3C800000", "size < 1015021567"): "the number below 2^-6 itself is rounded to it either way",
-        ("size < 0x3C800000", "size <= 0x3C800000"): "both give 8 for 2^-6 itself",
+        ("abs_bits < _BITS", "abs_bits <= _BITS"): "both give 8 for 2^-6 itself",
     },
     "attn_backends/kernels/paged_attention.py": {
         (
-            '"-inf"), 0.0, row)',
-            '"-inf"), 1.0, row)',
+            '"-inf"), 0.0, o_i)',
+            '"-inf"), 1.0, o_i)',
         ): "a split without tokens has no share",
-        ("GROUP - WINDOW + 1, 0)", "GROUP - WINDOW + 1, (-1))"): "-1 divided by a block's size is the first block too",
-        ("cached - WINDOW + 1, 0)", "cached - WINDOW + 1, (-1))"): "likewise",
+        ("GROUP - SLIDING_WINDOW + 1, 0)", "GROUP - SLIDING_WINDOW + 1, (-1))"): "the first block, as 0 is",
+        ("context_len - SLIDING_WINDOW + 1, 0)", "context_len - SLIDING_WINDOW + 1, (-1))"): "likewise",
         (
-            '"-inf"), 0.0, row)',
-            '"-inf"), (-1.0), row)',
+            '"-inf"), 0.0, o_i)',
+            '"-inf"), (-1.0), o_i)',
         ): "a split without tokens has no share",
         ("sliding_window or 0,", "sliding_window or (-1),"): "the kernel looks at a window above 0 alone",
         (
@@ -47,7 +46,7 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
         (") // HEADS + 1", ") // HEADS - 1"): "a block that need not be masked is masked, and comes out the same",
     },
     "attn_backends/kernels/sparse_attention.py": {
-        ("sink > 1e30", "sink >= 1e30"): "beside a sink of 1e30 no score has a weight, whichever the peak",
+        ("sink > SINK_LIMIT", "sink >= SINK_LIMIT"): "beside a sink of 1e30 no score has a weight, whichever the peak",
     },
     "spec_decode/sampling/kernels/restrict_logits.py": {
         ("part = min(", "part = max("): "how a row is divided changes the time that it takes, and nothing else",

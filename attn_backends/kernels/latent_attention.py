@@ -3,8 +3,8 @@
 The absorbed form of the DeepSeek-V2 paper (arXiv:2405.04434, section 2.1): the up-projections of keys and values are
 folded into the query and the output, and what remains is attention of all heads over a single KV head.
 
-Shape legend: T query tokens, R requests, H heads, D = V + P latent dim, V value dim, P rotary dims, S splits,
-M rows of a tile (query token x head), N KV tokens of a block.
+Shape legend: T query tokens, R requests, H heads, D = Dv + Dr latent dim, Dv value dim (kv_lora_rank), Dr rotary
+dims (qk_rope_head_dim), S splits, M rows of a tile (query token x head), N KV tokens of a block.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from attn_backends.kernels.online_softmax import LOG2_E, M_INIT
 from attn_backends.kernels.paged_attention import (
     PagedAttentionArguments,
     length_within,
@@ -31,7 +32,7 @@ _SHARED_MEMORY = 227 * 1024
 
 
 class LatentAttentionArguments(NamedTuple):
-    """softmax(scale * q . latent) @ latent[:V]; returns [T, H, V] in query's dtype.
+    """softmax(scale * q . latent) @ latent[:Dv]; returns [T, H, Dv] in query's dtype.
 
     query            [T, H, D] of bf16, fp16 or fp32
     latent_cache     [pages, page_size, D] of query's dtype, strided in all but the last dim
@@ -41,11 +42,11 @@ class LatentAttentionArguments(NamedTuple):
     query_start_loc  int32 [R + 1]; request r's queries are rows query_start_loc[r] .. query_start_loc[r + 1] - 1
     tree_masks       int64 [T], or None: queries are trees, as AttentionBatch has them
     max_query_len    a capture constant, which sizes the launch; so is num_splits
-    value_dim        V
+    value_dim        Dv
     scale            of q.latent
     causal           as of paged attention; so is batch_invariant
 
-    The op raises BatchError unless V and D - V are powers of two from 16 to 512, and for a cache of another
+    The op raises BatchError unless Dv and D - Dv are powers of two from 16 to 512, and for a cache of another
     width or dtype, or with a strided last dim.
     """
 
@@ -83,7 +84,7 @@ class LatentAttentionArguments(NamedTuple):
         return self.block_table.shape[1] * self.latent_cache.shape[1]
 
     def reference(self) -> torch.Tensor:
-        """Latents are the keys of the only KV head, and their first V dims its values."""
+        """Latents are the keys of the only KV head, and their first Dv dims its values."""
         self._check()
         latents = self.latent_cache[:, :, None]
         return PagedAttentionArguments(
@@ -141,9 +142,9 @@ class LatentAttentionArguments(NamedTuple):
             PAGE_SIZE=page_size,
             VALUE_DIM=value_dim,
             ROTARY_DIM=dim - value_dim,
-            SPLITS=splits,
+            NUM_SPLITS=splits,
             SPLIT_BLOCKS=SPLIT_TOKENS // config["BLOCK_N"] if fixed else 0,
-            CAUSAL=self.causal,
+            IS_CAUSAL=self.causal,
             TREE=self.tree_masks is not None,
             WIDE_PAGES=page_size * self.latent_cache.stride(1) >= 1 << 31,
             FP32_DOT=interpreted,
@@ -159,10 +160,10 @@ class LatentAttentionArguments(NamedTuple):
                 tokens,
                 HEADS=heads,
                 VALUE_DIM=value_dim,
-                BLOCK_E=value_dim,
-                SPLITS=splits,
+                BLOCK_DV=value_dim,
+                NUM_SPLITS=splits,
                 BLOCK_S=triton.next_power_of_2(splits),
-                SINKS=False,
+                HAS_SINKS=False,
                 IN_ORDER=fixed,
                 num_warps=merge_warps(1 if fixed else splits, value_dim),
                 **dependent_launch(query.device),
@@ -202,160 +203,160 @@ latent_attention = define_op("attn_backends::latent_attention", LatentAttentionA
 
 @triton.jit
 def latent_attention_kernel(
-    query,  # [T, H, D]
-    latent_cache,  # [pages, page_size, D]
-    block_table,  # int32 [R, max_pages]
-    seq_lens,  # int32 [R]
-    query_start_loc,  # int32 [R + 1]
-    tree_masks,  # int64 [T], or None: which query tokens each one sees
-    out,  # out: [T, H, V]; of more than one split fp32 [S, T, H, V]
-    lse,  # out: fp32 [S, T, H], log2 of each split's sum of exponentials; not written for one split
-    scale,  # of q.latent
-    tiles,  # of a request
-    tokens,  # T
-    longest,  # a length above it counts as 0
-    q_token_stride,
-    q_head_stride,
-    page_stride,
-    token_stride,
-    table_stride,
+    q_ptr,  # [T, H, D]
+    kv_cache_ptr,  # [pages, page_size, D]
+    block_table_ptr,  # int32 [R, max_pages]
+    seq_lens_ptr,  # int32 [R]
+    query_start_loc_ptr,  # int32 [R + 1]
+    tree_masks_ptr,  # int64 [T], or None: which query tokens each one sees
+    o_ptr,  # out: [T, H, Dv]; of more than one split fp32 [S, T, H, Dv]
+    lse_ptr,  # out: fp32 [S, T, H], log2 of each split's sum of exponentials; not written for one split
+    sm_scale,  # of q.latent
+    num_m_blocks,  # of a request
+    num_tokens,  # T
+    max_len,  # a length above it counts as 0
+    stride_q_token,
+    stride_q_head,
+    stride_kv_page,
+    stride_kv_token,
+    stride_block_table,
     HEADS: tl.constexpr,  # H
     PAGE_SIZE: tl.constexpr,
-    VALUE_DIM: tl.constexpr,  # V
-    ROTARY_DIM: tl.constexpr,  # P
+    VALUE_DIM: tl.constexpr,  # Dv
+    ROTARY_DIM: tl.constexpr,  # Dr
     BLOCK_M: tl.constexpr,  # M
     BLOCK_N: tl.constexpr,  # N
-    SPLITS: tl.constexpr,  # S
+    NUM_SPLITS: tl.constexpr,  # S
     SPLIT_BLOCKS: tl.constexpr,  # blocks of a split; 0 shares them out equally
-    CAUSAL: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
     TREE: tl.constexpr,
     WIDE_PAGES: tl.constexpr,  # whether an offset within a page may need 64 bits
     FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
     PDL: tl.constexpr,
 ):
-    """One program computes M query rows over one split of their request's KV tokens; its grid is [R * tiles, S].
+    """o = softmax(sm_scale q latent^T, masked) latent[:Dv]. A program has M query rows and one split of their tokens.
 
-    It keeps a running softmax as `attention_kernel` does, with `total` spread over the N columns of a block until the
-    end. The first V dims of a latent serve as key and value, the last P dims as key only.
+    Grid [R * num_m_blocks, S]. The online softmax is that of `attention_kernel`, with l_i spread over the N columns of
+    a block, as l_ij [M, N], until the end. The first Dv dims of a latent serve as key and value, the last Dr dims as
+    key only.
     """
     await_previous(PDL)
-    # The request, tile and split of this program. Tiles of one request are neighbours: they run at the same time and
-    # share its latents in the L2 cache.
-    request = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
+    # 1. The request, block of rows and split of this program. Blocks of one request are neighbours: they run at the
+    # same time and share its latents in the L2 cache.
+    request = tl.program_id(0) // num_m_blocks
+    m_block = tl.program_id(0) % num_m_blocks
     split = tl.program_id(1)
-    first = tl.load(query_start_loc + request)
-    query_len = tl.load(query_start_loc + request + 1) - first
-    if tile * BLOCK_M >= query_len * HEADS:
+    q_start = tl.load(query_start_loc_ptr + request)
+    q_len = tl.load(query_start_loc_ptr + request + 1) - q_start
+    if m_block * BLOCK_M >= q_len * HEADS:
         return
-    seq_len = length_within(tl.load(seq_lens + request), longest)
+    seq_len = length_within(tl.load(seq_lens_ptr + request), max_len)
 
-    # The query token, head and position of each row
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    in_row = row < query_len * HEADS
-    token = (first + row // HEADS).to(tl.int64)
-    head = row % HEADS
-    cached = seq_len - query_len
-    position = cached + row // HEADS
+    # 2. The query token, head and position of each row
+    offs_m = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask_m = offs_m < q_len * HEADS
+    q_token = (q_start + offs_m // HEADS).to(tl.int64)
+    head = offs_m % HEADS
+    context_len = seq_len - q_len
+    q_pos = context_len + offs_m // HEADS
     if TREE:
-        ancestors = tl.load(tree_masks + token, mask=in_row, other=0)
-    value_dim = tl.arange(0, VALUE_DIM)
-    rotary_dim = VALUE_DIM + tl.arange(0, ROTARY_DIM)
-    at = (split.to(tl.int64) * tokens + token) * HEADS + head
+        ancestors = tl.load(tree_masks_ptr + q_token, mask=mask_m, other=0)
+    offs_dv = tl.arange(0, VALUE_DIM)
+    offs_pe = VALUE_DIM + tl.arange(0, ROTARY_DIM)
+    row_offs = (split.to(tl.int64) * num_tokens + q_token) * HEADS + head
 
-    # The range of KV tokens that any row of this tile sees, and this split's blocks of it. A padding row has no keys:
-    # its range ends at 0 or before, and its output is 0.
-    last_row = tl.minimum(tile * BLOCK_M + BLOCK_M, query_len * HEADS) - 1
-    end = cached + last_row // HEADS + 1
-    seen_by_all = cached + (tile * BLOCK_M) // HEADS + 1
-    if not CAUSAL:
-        end = seq_len
+    # 3. The range of KV tokens that any row of this tile sees, and this split's blocks of it. A padding row has no
+    # keys: its range ends at 0 or before, and its output is 0.
+    last_row = tl.minimum(m_block * BLOCK_M + BLOCK_M, q_len * HEADS) - 1
+    kv_end = context_len + last_row // HEADS + 1
+    seen_by_all = context_len + (m_block * BLOCK_M) // HEADS + 1
+    if not IS_CAUSAL:
+        kv_end = seq_len
         seen_by_all = seq_len
     if TREE:  # any token may be the root's child, and any may be seen
-        end = seq_len
-        seen_by_all = cached
-    blocks = tl.cdiv(end, BLOCK_N)
-    lo, hi = split_range(0, blocks, split, SPLITS, SPLIT_BLOCKS)
+        kv_end = seq_len
+        seen_by_all = context_len
+    num_n_blocks = tl.cdiv(kv_end, BLOCK_N)
+    lo, hi = split_range(0, num_n_blocks, split, NUM_SPLITS, SPLIT_BLOCKS)
     # The loop below runs at least once: on a path around it, ptxas would wait for every single wgmma.
     if lo >= hi:
-        if SPLITS > 1:
-            tl.store(lse + at, tl.full((BLOCK_M,), float("-inf"), tl.float32), mask=in_row)
+        if NUM_SPLITS > 1:
+            tl.store(lse_ptr + row_offs, tl.full((BLOCK_M,), float("-inf"), tl.float32), mask=mask_m)
         else:
-            nothing = tl.zeros((BLOCK_M, VALUE_DIM), out.dtype.element_ty)
-            tl.store(out + at[:, None] * VALUE_DIM + value_dim[None, :], nothing, mask=in_row[:, None])
+            nothing = tl.zeros((BLOCK_M, VALUE_DIM), o_ptr.dtype.element_ty)
+            tl.store(o_ptr + row_offs[:, None] * VALUE_DIM + offs_dv[None, :], nothing, mask=mask_m[:, None])
         return
 
-    # The queries, and the running softmax
-    q = query + (token * q_token_stride + head.to(tl.int64) * q_head_stride)[:, None]
-    q_value = tl.load(q + value_dim[None, :], mask=in_row[:, None], other=0.0)
-    q_rotary = tl.load(q + rotary_dim[None, :], mask=in_row[:, None], other=0.0)
+    # 4. Load q; start the online softmax
+    q_ptrs = q_ptr + (q_token * stride_q_token + head.to(tl.int64) * stride_q_head)[:, None]
+    q_nope = tl.load(q_ptrs + offs_dv[None, :], mask=mask_m[:, None], other=0.0)
+    q_pe = tl.load(q_ptrs + offs_pe[None, :], mask=mask_m[:, None], other=0.0)
     if FP32_DOT:
-        q_value = q_value.to(tl.float32)
-        q_rotary = q_rotary.to(tl.float32)
-    scale *= 1.4426950408889634  # log2(e)
-    # Finite, so that a row which sees none of this split's tokens takes no infinity from another.
-    peak = tl.full((BLOCK_M,), -3.0e38, tl.float32)
+        q_nope = q_nope.to(tl.float32)
+        q_pe = q_pe.to(tl.float32)
+    sm_scale *= LOG2_E
+    m_i = tl.full((BLOCK_M,), M_INIT, tl.float32)
     # Summed over a row after the loop, since a row is spread over several warps.
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    l_ij = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc = tl.zeros((BLOCK_M, VALUE_DIM), tl.float32)
-    table = block_table + request.to(tl.int64) * table_stride
-    page = _pages(table, lo, end, PAGE_SIZE, BLOCK_N)
-    for block in range(lo, hi):
-        # The latents of one block
-        kv = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        owned = (kv < end)[:, None]
-        offset = kv % PAGE_SIZE
+    table_ptr = block_table_ptr + request.to(tl.int64) * stride_block_table
+    page = _pages(table_ptr, lo, kv_end, PAGE_SIZE, BLOCK_N)
+    for n_block in range(lo, hi):
+        # 5a. Load kv_c [N, Dv] and k_pe [N, Dr] of one block of latents
+        offs_n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask_n = (offs_n < kv_end)[:, None]
+        page_offset = offs_n % PAGE_SIZE
         if WIDE_PAGES:  # where this is not needed, it costs up to 9 % of the time
-            offset = offset.to(tl.int64)
-        latent = latent_cache + (page.to(tl.int64) * page_stride + offset * token_stride)[:, None]
-        value = tl.load(latent + value_dim[None, :], mask=owned, other=0.0)
-        rotary = tl.load(latent + rotary_dim[None, :], mask=owned, other=0.0)
+            page_offset = page_offset.to(tl.int64)
+        kv_ptrs = kv_cache_ptr + (page.to(tl.int64) * stride_kv_page + page_offset * stride_kv_token)[:, None]
+        kv_c = tl.load(kv_ptrs + offs_dv[None, :], mask=mask_n, other=0.0)
+        k_pe = tl.load(kv_ptrs + offs_pe[None, :], mask=mask_n, other=0.0)
         # One block ahead, so that no load of latents waits for its page.
-        page = _pages(table, block + 1, end, PAGE_SIZE, BLOCK_N)
+        page = _pages(table_ptr, n_block + 1, kv_end, PAGE_SIZE, BLOCK_N)
         if FP32_DOT:
-            value = value.to(tl.float32)
-            rotary = rotary.to(tl.float32)
-        # Their scores. Triton gives a product whose result flows into another product to the warps by rows alone, and
+            kv_c = kv_c.to(tl.float32)
+            k_pe = k_pe.to(tl.float32)
+        # 5b. qk [M, N]. Triton gives a product whose result flows into another product to the warps by rows alone, and
         # two warpgroups would each compute all 64 rows. Neither of these flows on: they are summed after scaling, then
         # branched over.
-        scores = tl.dot(q_rotary, tl.trans(rotary), input_precision="ieee") * scale
-        scores += tl.dot(q_value, tl.trans(value), input_precision="ieee") * scale
-        # Hide what a row does not see; every row sees most blocks whole
-        if (block + 1) * BLOCK_N > seen_by_all:
+        qk = tl.dot(q_pe, tl.trans(k_pe), input_precision="ieee") * sm_scale
+        qk += tl.dot(q_nope, tl.trans(kv_c), input_precision="ieee") * sm_scale
+        # 5c. Hide what a row does not see; every row sees most blocks whole
+        if (n_block + 1) * BLOCK_N > seen_by_all:
             if TREE:
-                seen = seen_in_tree(ancestors[:, None], (kv - cached)[None, :]) & (kv < end)[None, :]
-            elif CAUSAL:
-                seen = kv[None, :] <= position[:, None]
+                qk_mask = seen_in_tree(ancestors[:, None], (offs_n - context_len)[None, :]) & (offs_n < kv_end)[None, :]
+            elif IS_CAUSAL:
+                qk_mask = offs_n[None, :] <= q_pos[:, None]
             else:
-                seen = (kv < end)[None, :]
-            scores = tl.where(seen, scores, float("-inf"))
-        # The running softmax takes the block in
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_peak[:, None])
-        fade = tl.exp2(peak - new_peak)
-        total = total * fade[:, None] + weights
-        acc = tl.dot(weights.to(value.dtype), value, acc * fade[:, None], input_precision="ieee")
-        peak = new_peak
+                qk_mask = (offs_n < kv_end)[None, :]
+            qk = tl.where(qk_mask, qk, float("-inf"))
+        # 5d. p [M, N], and the online softmax's update
+        m_ij = tl.maximum(m_i, tl.max(qk, 1))
+        p = tl.exp2(qk - m_ij[:, None])
+        alpha = tl.exp2(m_i - m_ij)
+        l_ij = l_ij * alpha[:, None] + p
+        acc = tl.dot(p.to(kv_c.dtype), kv_c, acc * alpha[:, None], input_precision="ieee")
+        m_i = m_ij
 
-    sum_exp = tl.sum(total, 1)
-    # Divide and store. By equality, so that a NaN is not taken for an empty row, here and in the merge.
-    acc = acc / tl.where(sum_exp == 0, 1.0, sum_exp)[:, None]
-    to = out + at[:, None] * VALUE_DIM + value_dim[None, :]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=in_row[:, None])
-    if SPLITS > 1:
-        tl.store(lse + at, peak + tl.log2(sum_exp), mask=in_row)
+    # 6. Divide and store. By equality, so that a NaN is not taken for an empty row, here and in the merge.
+    l_i = tl.sum(l_ij, 1)
+    acc = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
+    o_ptrs = o_ptr + row_offs[:, None] * VALUE_DIM + offs_dv[None, :]
+    tl.store(o_ptrs, acc.to(o_ptr.dtype.element_ty), mask=mask_m[:, None])
+    if NUM_SPLITS > 1:
+        tl.store(lse_ptr + row_offs, m_i + tl.log2(l_i), mask=mask_m)
 
 
 @triton.jit
 def _pages(
-    table,  # int32 [max_pages], the row of a request
-    block,
-    end,
+    table_ptr,  # int32 [max_pages], the row of a request
+    n_block,
+    kv_end,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """The page of every token of a block below `end`; a single number where a block lies within one page."""
-    token = block * BLOCK_N
+    offs_n = n_block * BLOCK_N
     if PAGE_SIZE % BLOCK_N != 0:
-        token += tl.arange(0, BLOCK_N)
-    return tl.load(table + token // PAGE_SIZE, mask=token < end, other=0)
+        offs_n += tl.arange(0, BLOCK_N)
+    return tl.load(table_ptr + offs_n // PAGE_SIZE, mask=offs_n < kv_end, other=0)

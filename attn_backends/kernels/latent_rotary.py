@@ -110,7 +110,7 @@ class PrepareQuery(NamedTuple):
             *self.query.stride()[:2],
             self.eps,
             HEADS=heads,
-            DIM=dim,
+            HEAD_DIM=dim,
             ROTARY=self.table.shape[1],
             BLOCK_H=block_h,
             BLOCK_D=block_d,
@@ -154,26 +154,26 @@ def _heads_a_program(heads: int, block: int) -> int:
 
 @triton.jit
 def turn_tail(
-    rows,  # fp32 [ROWS, BLOCK]
-    angles,  # fp32 [ROTARY], the table's row of a position
-    DIM: tl.constexpr,
+    x,  # fp32 [ROWS, BLOCK]
+    angles_ptr,  # fp32 [ROTARY], the table's row of a position
+    HEAD_DIM: tl.constexpr,
     ROTARY: tl.constexpr,
-    INVERSE: tl.constexpr,  # turn back
+    INVERSE: tl.constexpr,  # rotate back
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """rows fp32 [ROWS, BLOCK], of which DIM columns count, the last ROTARY of them turned by cos | sin at angles."""
-    pair = tl.arange(0, BLOCK // 2)
-    angle = pair - (DIM - ROTARY) // 2
-    turns = (angle >= 0) & (angle < ROTARY // 2)
-    cos = tl.load(angles + angle, mask=turns, other=1.0)[None, :]
-    sin = tl.load(angles + ROTARY // 2 + angle, mask=turns, other=0.0)[None, :]
+    """x of which HEAD_DIM columns count, the last ROTARY of them rotated by the cos | sin that lie at angles_ptr."""
+    offs_pair = tl.arange(0, BLOCK // 2)
+    offs_angle = offs_pair - (HEAD_DIM - ROTARY) // 2
+    mask = (offs_angle >= 0) & (offs_angle < ROTARY // 2)
+    cos = tl.load(angles_ptr + offs_angle, mask=mask, other=1.0)[None, :]
+    sin = tl.load(angles_ptr + ROTARY // 2 + offs_angle, mask=mask, other=0.0)[None, :]
     if INVERSE:
         sin = -sin
-    even, odd = tl.split(tl.reshape(rows, (ROWS, BLOCK // 2, 2)))
+    even, odd = tl.split(tl.reshape(x, (ROWS, BLOCK // 2, 2)))
     # Not left to cos 1 and sin 0: 0 * inf would spread over the pair, and -0 would lose its sign.
-    new_even = tl.where(turns[None, :], even * cos - odd * sin, even)
-    new_odd = tl.where(turns[None, :], odd * cos + even * sin, odd)
+    new_even = tl.where(mask[None, :], even * cos - odd * sin, even)
+    new_odd = tl.where(mask[None, :], odd * cos + even * sin, odd)
     return tl.interleave(new_even, new_odd)
 
 
@@ -182,6 +182,7 @@ def rounded(x, dtype: tl.constexpr):
     """x (fp32) in the dtype, to nearest even on every machine: the interpreter's conversion to bfloat16 truncates."""
     if dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
+        # Half of the last place that stays, less one where that is even: ties go to even. Then the 16 low bits go.
         near = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
         # The carry would make a number of a NaN with a full mantissa, which is the one that GPUs produce.
         x = tl.where(x == x, near, x)
@@ -190,40 +191,40 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def _prepare_query_kernel(
-    query,  # [T, H, D]
-    positions,  # int64 [T]
-    table,  # fp32 [max_positions, R]
-    out,  # out: [T, H, D], contiguous
-    token_stride,
-    head_stride,
+    q_ptr,  # [T, H, D]
+    positions_ptr,  # int64 [T]
+    cos_sin_ptr,  # fp32 [max_positions, R]
+    o_ptr,  # out: [T, H, D], contiguous
+    stride_q_token,
+    stride_q_head,
     eps,
     HEADS: tl.constexpr,  # H
-    DIM: tl.constexpr,  # D
+    HEAD_DIM: tl.constexpr,  # D
     ROTARY: tl.constexpr,  # R
     BLOCK_H: tl.constexpr,  # heads of a program
     BLOCK_D: tl.constexpr,  # D, rounded up to a power of two
     PDL: tl.constexpr,
 ):
-    """One program norms and rotates BLOCK_H heads of one token."""
+    """q / rms(q), its last R dims rotated. A program has BLOCK_H heads of one token; grid [T, ceil(H / BLOCK_H)]."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
-    dim = tl.arange(0, BLOCK_D)[None, :]
-    inside = (head < HEADS) & (dim < DIM)
-    rows = tl.load(query + token * token_stride + head * head_stride + dim, mask=inside, other=0.0).to(tl.float32)
-    rows = rows * tl.rsqrt(tl.sum(rows * rows, 1) / DIM + eps)[:, None]
-    angles = table + tl.load(positions + token) * ROTARY
-    rows = turn_tail(rows, angles, DIM, ROTARY, False, BLOCK_H, BLOCK_D)
-    tl.store(out + (token * HEADS + head) * DIM + dim, rounded(rows, out.dtype.element_ty), mask=inside)
+    offs_d = tl.arange(0, BLOCK_D)[None, :]
+    mask = (head < HEADS) & (offs_d < HEAD_DIM)
+    x = tl.load(q_ptr + token * stride_q_token + head * stride_q_head + offs_d, mask=mask, other=0.0).to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
+    angles_ptr = cos_sin_ptr + tl.load(positions_ptr + token) * ROTARY
+    x = turn_tail(x, angles_ptr, HEAD_DIM, ROTARY, False, BLOCK_H, BLOCK_D)
+    tl.store(o_ptr + (token * HEADS + head) * HEAD_DIM + offs_d, rounded(x, o_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _inverse_rotary_kernel(
-    out,  # in and out: [T, H, D]
-    positions,  # int64 [T]
-    table,  # fp32 [max_positions, R]
-    token_stride,
-    head_stride,
+    o_ptr,  # in and out: [T, H, D]
+    positions_ptr,  # int64 [T]
+    cos_sin_ptr,  # fp32 [max_positions, R]
+    stride_o_token,
+    stride_o_head,
     HEADS: tl.constexpr,  # H
     SKIPPED: tl.constexpr,  # D - R
     ROTARY: tl.constexpr,  # R
@@ -231,17 +232,17 @@ def _inverse_rotary_kernel(
     BLOCK_R: tl.constexpr,  # R, rounded up to a power of two
     PDL: tl.constexpr,
 ):
-    """One program rotates the last R dims of BLOCK_H heads of one token back."""
+    """The last R dims of o rotated back. A program has BLOCK_H heads of one token; grid [T, ceil(H / BLOCK_H)]."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
-    dim = tl.arange(0, BLOCK_R)[None, :]
-    inside = (head < HEADS) & (dim < ROTARY)
-    at = out + token * token_stride + head * head_stride + SKIPPED + dim
-    rows = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    angles = table + tl.load(positions + token) * ROTARY
-    rows = turn_tail(rows, angles, ROTARY, ROTARY, True, BLOCK_H, BLOCK_R)
-    tl.store(at, rounded(rows, out.dtype.element_ty), mask=inside)
+    offs_d = tl.arange(0, BLOCK_R)[None, :]
+    mask = (head < HEADS) & (offs_d < ROTARY)
+    o_ptrs = o_ptr + token * stride_o_token + head * stride_o_head + SKIPPED + offs_d
+    x = tl.load(o_ptrs, mask=mask, other=0.0).to(tl.float32)
+    angles_ptr = cos_sin_ptr + tl.load(positions_ptr + token) * ROTARY
+    x = turn_tail(x, angles_ptr, ROTARY, ROTARY, True, BLOCK_H, BLOCK_R)
+    tl.store(o_ptrs, rounded(x, o_ptr.dtype.element_ty), mask=mask)
 
 
 _prepare_query = define_op("attn_backends::prepare_query", PrepareQuery)

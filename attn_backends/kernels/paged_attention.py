@@ -1,7 +1,9 @@
 """Attention over a paged cache: one kernel for decode and extend, split over KV tokens, and the merge.
 
-Shape legend: T query tokens, R requests, H query heads, K KV heads, G = H / K query heads a KV head, D head dim,
-E value dim, S splits, M rows of a tile (query token x head of the group), N KV tokens of a block.
+FlashAttention-2's forward pass (arXiv:2307.08691, algorithm 1), with a request's KV tokens split as in Flash-Decoding.
+
+Shape legend: T query tokens, R requests, Hq query heads, Hkv KV heads, G = Hq / Hkv query heads a KV head, D head dim,
+Dv value dim, S splits, M rows of a tile (query token x head of the group), N KV tokens of a block.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from attn_backends.kernels.online_softmax import LOG2_E, M_INIT, apply_softcap, sink_exponent
 from attn_backends.kernels.softmax import softmax_with_sinks
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
@@ -19,16 +22,16 @@ from builders.spec import MAX_TREE_TOKENS
 
 
 class PagedAttentionArguments(NamedTuple):
-    """Attention of query [T, H, D] over paged caches; returns [T, H, E] in query's dtype.
+    """Attention of query [T, Hq, D] over paged caches; returns [T, Hq, Dv] in query's dtype.
 
-    query            [T, H, D]
-    key_cache        [pages, page_size, K, D] of query's dtype, strided in all but the last dim
-    value_cache      [pages, page_size, K, E] likewise
+    query            [T, Hq, D]
+    key_cache        [pages, page_size, Hkv, D] of query's dtype, strided in all but the last dim
+    value_cache      [pages, page_size, Hkv, Dv] likewise
     block_table      int32 [R, max_pages], read only below seq_lens
     seq_lens         int32 [R]; the last query of request r is at position seq_lens[r] - 1; 0 gives rows of 0, and so
                      does one that is negative, or beyond max_seq_len or the block table
     query_start_loc  int32 [R + 1]; request r's queries are rows query_start_loc[r] .. query_start_loc[r + 1] - 1
-    sinks            fp32 [H]; -inf is none, +inf gives 0
+    sinks            fp32 [Hq]; -inf is none, +inf gives 0
     tree_masks       int64 [T], or None: queries are trees, as AttentionBatch has them
     max_query_len    a capture constant, which sizes the launch
     max_seq_len      a capture constant: the bound on seq_lens by which tiles are chosen
@@ -100,7 +103,7 @@ class PagedAttentionArguments(NamedTuple):
     def _attend_one(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor
     ) -> torch.Tensor:
-        """query fp32 [q, H, D], key [K, length, D], value [K, length, E], hidden bool [q, length]; fp32 [q, H, E]."""
+        """query fp32 [q, Hq, D], key [Hkv, length, D], value [Hkv, length, Dv], hidden [q, length]; fp32 [q, Hq, Dv]"""
         count, heads, dim = query.shape
         kv_heads = len(key)
         grouped = query.view(count, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
@@ -127,14 +130,14 @@ class PagedAttentionArguments(NamedTuple):
         out = torch.empty(tokens, heads, value_dim, dtype=out_dtype, device=query.device)
         partial = torch.empty(splits, tokens, heads, value_dim, device=query.device) if split else out
         lse = torch.empty(splits, tokens, heads, device=query.device) if split else out
-        block_d, block_e = triton.next_power_of_2(dim), triton.next_power_of_2(value_dim)
+        block_d, block_dv = triton.next_power_of_2(dim), triton.next_power_of_2(value_dim)
         fixed, max_rows = self.batch_invariant, self.max_query_len * group
         block_m = max(16, min(64, triton.next_power_of_2(group if fixed else max_rows)))
         tiles = triton.cdiv(max_rows, block_m)
         grid = (self.seq_lens.shape[0] * tiles, kv_heads, splits)
         visible = triton.cdiv(min(self.max_seq_len, self.sliding_window or self.max_seq_len), splits)
         tile = tile_config(
-            row_bytes=(block_d + block_e) * query.element_size(),
+            row_bytes=(block_d + block_dv) * query.element_size(),
             tokens=SPLIT_TOKENS if fixed else visible,
             alone=not fixed and math.prod(grid) <= num_sms(query.device),
             block_m=block_m,
@@ -156,18 +159,18 @@ class PagedAttentionArguments(NamedTuple):
             HEADS=heads,
             GROUP=group,
             PAGE_SIZE=page_size,
-            DIM=dim,
+            HEAD_DIM=dim,
             VALUE_DIM=value_dim,
             BLOCK_D=block_d,
-            BLOCK_E=block_e,
+            BLOCK_DV=block_dv,
             BLOCK_M=block_m,
-            SPLITS=splits,
+            NUM_SPLITS=splits,
             SPLIT_BLOCKS=SPLIT_TOKENS // tile["BLOCK_N"] if fixed else 0,
-            WINDOW=self.sliding_window or 0,
-            CAUSAL=self.causal,
+            SLIDING_WINDOW=self.sliding_window or 0,
+            IS_CAUSAL=self.causal,
             TREE=self.tree_masks is not None,
-            SOFT_CAP=bool(self.soft_cap),
-            SINKS=sinks is not None and not split,
+            HAS_SOFTCAP=bool(self.soft_cap),
+            HAS_SINKS=sinks is not None and not split,
             WIDE_PAGES=page_size * max(self.key_cache.stride(1), self.value_cache.stride(1)) >= 1 << 31,
             FP32_DOT=interpreted,
             **tile,
@@ -182,10 +185,10 @@ class PagedAttentionArguments(NamedTuple):
                 tokens,
                 HEADS=heads,
                 VALUE_DIM=value_dim,
-                BLOCK_E=block_e,
-                SPLITS=splits,
+                BLOCK_DV=block_dv,
+                NUM_SPLITS=splits,
                 BLOCK_S=triton.next_power_of_2(splits),
-                SINKS=sinks is not None,
+                HAS_SINKS=sinks is not None,
                 IN_ORDER=fixed,
                 num_warps=2,
                 **dependent_launch(query.device),
@@ -194,7 +197,7 @@ class PagedAttentionArguments(NamedTuple):
 
 
 def _tokens(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
-    """The first `length` cached tokens of a request, fp32 [K, length, D]."""
+    """The first `length` cached tokens of a request, fp32 [Hkv, length, D]."""
     count = -(-length // cache.shape[1])
     return cache[pages[:count].long()].flatten(0, 1)[:length].transpose(0, 1).float()
 
@@ -219,184 +222,180 @@ paged_attention = define_op("attn_backends::paged_attention", PagedAttentionArgu
 
 @triton.jit
 def attention_kernel(
-    query,  # [T, H, D]
-    key_cache,  # [pages, page_size, K, D]
-    value_cache,  # [pages, page_size, K, E]
-    block_table,  # int32 [R, max_pages]
-    seq_lens,  # int32 [R]
-    query_start_loc,  # int32 [R + 1]
-    sinks,  # fp32 [H], or None
-    tree_masks,  # int64 [T], or None: which query tokens each one sees
-    out,  # out: [T, H, E]; of more than one split fp32 [S, T, H, E]
-    lse,  # out: fp32 [S, T, H], log2 of each split's sum of exponentials; not written for one split
-    scale,  # of q.k
-    soft_cap,  # not read unless SOFT_CAP
-    tiles,  # of a request
-    tokens,  # T
-    longest,  # a length above it counts as 0
-    q_token_stride,
-    q_head_stride,
-    k_page_stride,
-    k_token_stride,
-    k_head_stride,
-    v_page_stride,
-    v_token_stride,
-    v_head_stride,
-    table_stride,
-    HEADS: tl.constexpr,  # H
+    q_ptr,  # [T, Hq, D]
+    k_cache_ptr,  # [pages, page_size, Hkv, D]
+    v_cache_ptr,  # [pages, page_size, Hkv, Dv]
+    block_table_ptr,  # int32 [R, max_pages]
+    seq_lens_ptr,  # int32 [R]
+    query_start_loc_ptr,  # int32 [R + 1]
+    sinks_ptr,  # fp32 [Hq], or None
+    tree_masks_ptr,  # int64 [T], or None: which query tokens each one sees
+    o_ptr,  # out: [T, Hq, Dv]; of more than one split fp32 [S, T, Hq, Dv]
+    lse_ptr,  # out: fp32 [S, T, Hq], log2 of each split's sum of exponentials; not written for one split
+    sm_scale,  # of q.k
+    softcap,  # not read unless HAS_SOFTCAP
+    num_m_blocks,  # of a request
+    num_tokens,  # T
+    max_len,  # a length above it counts as 0
+    stride_q_token,
+    stride_q_head,
+    stride_k_page,
+    stride_k_token,
+    stride_k_head,
+    stride_v_page,
+    stride_v_token,
+    stride_v_head,
+    stride_block_table,
+    HEADS: tl.constexpr,  # Hq
     GROUP: tl.constexpr,  # G
     PAGE_SIZE: tl.constexpr,
-    DIM: tl.constexpr,  # D
-    VALUE_DIM: tl.constexpr,  # E
+    HEAD_DIM: tl.constexpr,  # D
+    VALUE_DIM: tl.constexpr,  # Dv
     BLOCK_D: tl.constexpr,  # D, rounded up to a power of two
-    BLOCK_E: tl.constexpr,  # E, likewise
+    BLOCK_DV: tl.constexpr,  # Dv, likewise
     BLOCK_M: tl.constexpr,  # M
     BLOCK_N: tl.constexpr,  # N
-    SPLITS: tl.constexpr,  # S
+    NUM_SPLITS: tl.constexpr,  # S
     SPLIT_BLOCKS: tl.constexpr,  # blocks of a split; 0 shares them out equally
-    WINDOW: tl.constexpr,  # tokens that a query sees, itself included; 0 is all
-    CAUSAL: tl.constexpr,
+    SLIDING_WINDOW: tl.constexpr,  # tokens that a query sees, itself included; 0 is all
+    IS_CAUSAL: tl.constexpr,
     TREE: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    SINKS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     WIDE_PAGES: tl.constexpr,  # whether an offset within a page may need 64 bits
     FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
     PDL: tl.constexpr,
 ):
-    """One program computes M query rows of one KV head over one split of their request's KV tokens.
+    """o = softmax(sm_scale q k^T, masked) v. A program has M query rows of one KV head and one split of their tokens.
 
-    Its grid is [R * tiles, K, S]. It walks the split in blocks of N tokens and keeps a running softmax: `peak` is the
-    largest score so far, `total` the sum of exponentials and `acc` the weighted values, both relative to `peak`; `fade`
-    brings them to a new peak. Scores are exponents of 2.
+    Grid [R * num_m_blocks, Hkv, S]. Of each row the program keeps the maximum m_i of the scores qk so far, l_i, the sum
+    of p = 2^(qk - m_i), and acc, that of p v; alpha = 2^(m_i - m_ij) brings both to a new maximum m_ij.
     """
     await_previous(PDL)
-    # The request, tile, KV head and split of this program
-    request = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
+    # 1. The request, block of rows, KV head and split of this program
+    request = tl.program_id(0) // num_m_blocks
+    m_block = tl.program_id(0) % num_m_blocks
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    first = tl.load(query_start_loc + request)
-    query_len = tl.load(query_start_loc + request + 1) - first
+    q_start = tl.load(query_start_loc_ptr + request)
+    q_len = tl.load(query_start_loc_ptr + request + 1) - q_start
     # After the branch it would wait for the loads above.
-    seq_len = length_within(tl.load(seq_lens + request), longest)
-    if tile * BLOCK_M >= query_len * GROUP:
+    seq_len = length_within(tl.load(seq_lens_ptr + request), max_len)
+    if m_block * BLOCK_M >= q_len * GROUP:
         return
 
-    # The query token, head and position of each row
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    in_row = row < query_len * GROUP
-    token = (first + row // GROUP).to(tl.int64)
-    head = kv_head * GROUP + row % GROUP
-    cached = seq_len - query_len
-    position = cached + row // GROUP
+    # 2. The query token, head and position of each row
+    offs_m = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask_m = offs_m < q_len * GROUP
+    q_token = (q_start + offs_m // GROUP).to(tl.int64)
+    head = kv_head * GROUP + offs_m % GROUP
+    context_len = seq_len - q_len
+    q_pos = context_len + offs_m // GROUP
     if TREE:
-        ancestors = tl.load(tree_masks + token, mask=in_row, other=0)
-        position = cached + _bits_set(ancestors) - 1
-    dim = tl.arange(0, BLOCK_D)
-    edim = tl.arange(0, BLOCK_E)
+        ancestors = tl.load(tree_masks_ptr + q_token, mask=mask_m, other=0)
+        q_pos = context_len + _popcount(ancestors) - 1
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
 
-    # The range of KV tokens that any row of this tile sees, and this split's blocks of it. A padding row has no keys:
-    # its range is empty and its output is 0.
-    last_row = tl.minimum(tile * BLOCK_M + BLOCK_M, query_len * GROUP) - 1
-    end = tl.where(seq_len > 0, cached + last_row // GROUP + 1, 0)
-    start = 0
-    if WINDOW > 0:
-        start = tl.maximum(cached + (tile * BLOCK_M) // GROUP - WINDOW + 1, 0)
-    if not CAUSAL:
-        end = seq_len
+    # 3. The range of KV tokens that any row of this tile sees, and this split's blocks of it. A padding row has no
+    # keys: its range is empty and its output is 0.
+    last_row = tl.minimum(m_block * BLOCK_M + BLOCK_M, q_len * GROUP) - 1
+    kv_end = tl.where(seq_len > 0, context_len + last_row // GROUP + 1, 0)
+    kv_start = 0
+    if SLIDING_WINDOW > 0:
+        kv_start = tl.maximum(context_len + (m_block * BLOCK_M) // GROUP - SLIDING_WINDOW + 1, 0)
+    if not IS_CAUSAL:
+        kv_end = seq_len
     if TREE:  # any token may be the root's child, and any may be seen
-        end = seq_len
-        if WINDOW > 0:
-            start = tl.maximum(cached - WINDOW + 1, 0)  # the root's window
-    first_block = start // BLOCK_N
-    blocks = tl.cdiv(end, BLOCK_N) - first_block
-    lo, hi = split_range(first_block, blocks, split, SPLITS, SPLIT_BLOCKS)
+        kv_end = seq_len
+        if SLIDING_WINDOW > 0:
+            kv_start = tl.maximum(context_len - SLIDING_WINDOW + 1, 0)  # the root's window
+    n_block_min = kv_start // BLOCK_N
+    num_n_blocks = tl.cdiv(kv_end, BLOCK_N) - n_block_min
+    lo, hi = split_range(n_block_min, num_n_blocks, split, NUM_SPLITS, SPLIT_BLOCKS)
 
-    # The queries, and the running softmax
+    # 4. Load q; start the online softmax
     q = tl.load(
-        query + token[:, None] * q_token_stride + head.to(tl.int64)[:, None] * q_head_stride + dim[None, :],
-        mask=in_row[:, None] & (dim[None, :] < DIM),
+        q_ptr + q_token[:, None] * stride_q_token + head.to(tl.int64)[:, None] * stride_q_head + offs_d[None, :],
+        mask=mask_m[:, None] & (offs_d[None, :] < HEAD_DIM),
         other=0.0,
     )
     if FP32_DOT:
         q = q.to(tl.float32)
-    # Finite, so that a row which sees none of a block's tokens takes no infinity from another.
-    peak = tl.full((BLOCK_M,), -3.0e38, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
-    table = block_table + request.to(tl.int64) * table_stride
-    key_cache += kv_head.to(tl.int64) * k_head_stride
-    value_cache += kv_head.to(tl.int64) * v_head_stride
-    for block in range(lo, hi):
-        # Keys and values of one block
-        kv = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        owned = kv < end
-        if WINDOW > 0:  # an older token's page may be another request's by now, or hold NaN
-            owned = owned & (kv >= start)
-        offset = kv % PAGE_SIZE
+    m_i = tl.full((BLOCK_M,), M_INIT, tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    table_ptr = block_table_ptr + request.to(tl.int64) * stride_block_table
+    k_cache_ptr += kv_head.to(tl.int64) * stride_k_head
+    v_cache_ptr += kv_head.to(tl.int64) * stride_v_head
+    for n_block in range(lo, hi):
+        # 5a. Load k [D, N] and v [N, Dv]
+        offs_n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < kv_end
+        if SLIDING_WINDOW > 0:  # an older token's page may be another request's by now, or hold NaN
+            mask_n = mask_n & (offs_n >= kv_start)
+        page_offset = offs_n % PAGE_SIZE
         if WIDE_PAGES:  # where this is not needed, it costs up to 40 % of the time
-            offset = offset.to(tl.int64)
-        page = tl.load(table + kv // PAGE_SIZE, mask=owned, other=0).to(tl.int64)
+            page_offset = page_offset.to(tl.int64)
+        page = tl.load(table_ptr + offs_n // PAGE_SIZE, mask=mask_n, other=0).to(tl.int64)
         k = tl.load(
-            key_cache + (page * k_page_stride + offset * k_token_stride)[None, :] + dim[:, None],
-            mask=owned[None, :] & (dim[:, None] < DIM),
+            k_cache_ptr + (page * stride_k_page + page_offset * stride_k_token)[None, :] + offs_d[:, None],
+            mask=mask_n[None, :] & (offs_d[:, None] < HEAD_DIM),
             other=0.0,
         )
         v = tl.load(
-            value_cache + (page * v_page_stride + offset * v_token_stride)[:, None] + edim[None, :],
-            mask=owned[:, None] & (edim[None, :] < VALUE_DIM),
+            v_cache_ptr + (page * stride_v_page + page_offset * stride_v_token)[:, None] + offs_dv[None, :],
+            mask=mask_n[:, None] & (offs_dv[None, :] < VALUE_DIM),
             other=0.0,
         )
         if FP32_DOT:
             k = k.to(tl.float32)
             v = v.to(tl.float32)
-        # Their scores, soft_cap * tanh(score / soft_cap) where there is a cap
-        scores = tl.dot(q, k, input_precision="ieee") * scale
-        if SOFT_CAP:
-            ratio = tl.exp2(-2.8853900817779268 * tl.abs(scores / soft_cap))  # 2 * log2(e)
-            scores = soft_cap * tl.where(scores >= 0, 1.0, -1.0) * (1.0 - ratio) / (1.0 + ratio)
-        scores = scores * 1.4426950408889634  # log2(e)
-        # Hide what a row does not see
+        # 5b. qk [M, N], capped and masked
+        qk = tl.dot(q, k, input_precision="ieee") * sm_scale
+        if HAS_SOFTCAP:
+            qk = apply_softcap(qk, softcap)
+        qk = qk * LOG2_E
         if TREE:
-            seen = seen_in_tree(ancestors[:, None], (kv - cached)[None, :]) & owned[None, :]
-        elif CAUSAL:
-            seen = kv[None, :] <= position[:, None]
+            qk_mask = seen_in_tree(ancestors[:, None], (offs_n - context_len)[None, :]) & mask_n[None, :]
+        elif IS_CAUSAL:
+            qk_mask = offs_n[None, :] <= q_pos[:, None]
         else:
-            seen = owned[None, :]
-        if WINDOW > 0:
-            seen = seen & (kv[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-        # The running softmax takes the block in
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_peak[:, None])
-        fade = tl.exp2(peak - new_peak)
-        total = total * fade + tl.sum(weights, 1)
-        acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        peak = new_peak
+            qk_mask = mask_n[None, :]
+        if SLIDING_WINDOW > 0:
+            qk_mask = qk_mask & (offs_n[None, :] > q_pos[:, None] - SLIDING_WINDOW)
+        qk = tl.where(qk_mask, qk, float("-inf"))
+        # 5c. p [M, N], and the online softmax's update
+        m_ij = tl.maximum(m_i, tl.max(qk, 1))
+        p = tl.exp2(qk - m_ij[:, None])
+        alpha = tl.exp2(m_i - m_ij)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        m_i = m_ij
 
-    # The sink adds to the sum alone
-    if SINKS:
-        sink = finite_above(tl.load(sinks + head, mask=in_row, other=0.0))
-        new_peak = tl.maximum(peak, sink)
-        fade = tl.exp2(peak - new_peak)
-        total = total * fade + tl.exp2(sink - new_peak)
-        acc = acc * fade[:, None]
-    # Divide and store. By equality, so that a NaN is not taken for an empty row, here and in the merge.
-    acc = acc / tl.where(total == 0, 1.0, total)[:, None]
-    at = (split.to(tl.int64) * tokens + token) * HEADS + head
+    # 6. A sink adds to l_i alone
+    if HAS_SINKS:
+        sink = sink_exponent(tl.load(sinks_ptr + head, mask=mask_m, other=0.0))
+        m_ij = tl.maximum(m_i, sink)
+        alpha = tl.exp2(m_i - m_ij)
+        l_i = l_i * alpha + tl.exp2(sink - m_ij)
+        acc = acc * alpha[:, None]
+    # 7. Divide and store. By equality, so that a NaN is not taken for an empty row, here and in the merge.
+    acc = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
+    row_offs = (split.to(tl.int64) * num_tokens + q_token) * HEADS + head
     tl.store(
-        out + at[:, None] * VALUE_DIM + edim[None, :],
-        acc.to(out.dtype.element_ty),
-        mask=in_row[:, None] & (edim[None, :] < VALUE_DIM),
+        o_ptr + row_offs[:, None] * VALUE_DIM + offs_dv[None, :],
+        acc.to(o_ptr.dtype.element_ty),
+        mask=mask_m[:, None] & (offs_dv[None, :] < VALUE_DIM),
     )
-    if SPLITS > 1:
-        tl.store(lse + at, peak + tl.log2(total), mask=in_row)
+    if NUM_SPLITS > 1:
+        tl.store(lse_ptr + row_offs, m_i + tl.log2(l_i), mask=mask_m)
 
 
 @triton.jit
-def length_within(seq_len, longest):
-    """seq_len, or 0 where it is negative or beyond `longest`: the block table has no entries there."""
-    return tl.where((seq_len >= 0) & (seq_len <= longest), seq_len, 0)
+def length_within(seq_len, max_len):
+    """seq_len, or 0 where it is negative or beyond max_len: the block table has no entries there."""
+    return tl.where((seq_len >= 0) & (seq_len <= max_len), seq_len, 0)
 
 
 @triton.jit
@@ -407,7 +406,7 @@ def seen_in_tree(ancestors, query_token):
 
 
 @triton.jit
-def _bits_set(word):
+def _popcount(word):
     """How many bits of each int64 are set, as int32: pairs, nibbles and bytes are summed side by side."""
     x = word.to(tl.uint64)
     x = x - ((x >> 1) & 0x5555555555555555)
@@ -418,91 +417,85 @@ def _bits_set(word):
 
 @triton.jit
 def split_range(
-    first_block,  # of the visible range
-    blocks,  # of the visible range
+    n_block_min,  # of the visible range
+    num_n_blocks,  # of the visible range
     split,
-    SPLITS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
     SPLIT_BLOCKS: tl.constexpr,  # blocks of a split; 0 shares them out equally
 ):
     """The blocks of a split, from and to: an equal share of them, or SPLIT_BLOCKS where that is not 0; the last split
     then has the rest."""
-    end = first_block + blocks
+    n_block_end = n_block_min + num_n_blocks
     if SPLIT_BLOCKS > 0:
-        lo = first_block + split * SPLIT_BLOCKS
-        hi = tl.where(split == SPLITS - 1, end, tl.minimum(lo + SPLIT_BLOCKS, end))
+        lo = n_block_min + split * SPLIT_BLOCKS
+        hi = tl.where(split == NUM_SPLITS - 1, n_block_end, tl.minimum(lo + SPLIT_BLOCKS, n_block_end))
     else:
-        share = tl.cdiv(blocks, SPLITS)
-        lo = first_block + split * share
-        hi = tl.minimum(lo + share, end)
+        share = tl.cdiv(num_n_blocks, NUM_SPLITS)
+        lo = n_block_min + split * share
+        hi = tl.minimum(lo + share, n_block_end)
     return lo, hi
 
 
 @triton.jit
-def finite_above(sink):
-    """A sink as an exponent of 2. One of +inf becomes finite and outweighs every score, without inf - inf."""
-    return tl.where(sink > 1e30, 1e30, sink * 1.4426950408889634)  # log2(e)
-
-
-@triton.jit
 def merge_kernel(
-    partial,  # fp32 [S, T, H, E]
-    lse,  # fp32 [S, T, H], log2 of each split's sum of exponentials
-    sinks,  # fp32 [H], or None
-    out,  # out: [T, H, E]
-    tokens,  # T
-    HEADS: tl.constexpr,  # H
-    VALUE_DIM: tl.constexpr,  # E
-    BLOCK_E: tl.constexpr,  # E, rounded up to a power of two
-    SPLITS: tl.constexpr,  # S
+    o_partial_ptr,  # fp32 [S, T, Hq, Dv]
+    lse_ptr,  # fp32 [S, T, Hq], log2 of each split's sum of exponentials
+    sinks_ptr,  # fp32 [Hq], or None
+    o_ptr,  # out: [T, Hq, Dv]
+    num_tokens,  # T
+    HEADS: tl.constexpr,  # Hq
+    VALUE_DIM: tl.constexpr,  # Dv
+    BLOCK_DV: tl.constexpr,  # Dv, rounded up to a power of two
+    NUM_SPLITS: tl.constexpr,  # S
     BLOCK_S: tl.constexpr,  # S, likewise
-    SINKS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     IN_ORDER: tl.constexpr,  # add the splits one after another
     PDL: tl.constexpr,
 ):
-    """One program merges the splits of one head of one query token: their outputs, weighted by their sums.
+    """o = sum of 2^lse_i o_i / (sum of 2^lse_i + e^sink) over the splits i, of one head of one query token.
 
-    IN_ORDER: splits are added one after another, so that those without tokens change no bit of the sum.
+    Grid [T, Hq]. IN_ORDER: splits are added one after another, so that those without tokens change no bit of the sum.
     """
     await_previous(PDL)
-    token = tl.program_id(0).to(tl.int64)
+    q_token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.arange(0, BLOCK_S)
-    edim = tl.arange(0, BLOCK_E)
-    # The splits' sums, and their outputs
-    at = (split.to(tl.int64) * tokens + token) * HEADS + head
-    part = tl.load(lse + at, mask=split < SPLITS, other=float("-inf"))
+    offs_dv = tl.arange(0, BLOCK_DV)
+    # 1. Load each split's lse [S] and o [S, Dv]
+    offs = (split.to(tl.int64) * num_tokens + q_token) * HEADS + head
+    lse = tl.load(lse_ptr + offs, mask=split < NUM_SPLITS, other=float("-inf"))
     if not IN_ORDER:
         # Not masked by what the load above brings, so that both are under way at once.
-        rows = tl.load(
-            partial + at[:, None] * VALUE_DIM + edim[None, :],
-            mask=(split < SPLITS)[:, None] & (edim[None, :] < VALUE_DIM),
+        o = tl.load(
+            o_partial_ptr + offs[:, None] * VALUE_DIM + offs_dv[None, :],
+            mask=(split < NUM_SPLITS)[:, None] & (offs_dv[None, :] < VALUE_DIM),
             other=0.0,
         )
-    # The largest exponent
-    peak = tl.max(part, 0)
-    if SINKS:
-        sink = finite_above(tl.load(sinks + head))
-        peak = tl.maximum(peak, sink)
-    peak = tl.maximum(peak, -3.0e38)  # finite, where no split saw a token
-    # The weighted sum of the outputs, and that of the weights
+    # 2. The largest exponent
+    m_all = tl.max(lse, 0)
+    if HAS_SINKS:
+        sink = sink_exponent(tl.load(sinks_ptr + head))
+        m_all = tl.maximum(m_all, sink)
+    m_all = tl.maximum(m_all, M_INIT)  # finite, where no split saw a token
+    # 3. The weighted sum of the outputs, and that of the weights
     if IN_ORDER:
-        merged = tl.zeros((BLOCK_E,), tl.float32)
-        total = tl.zeros((BLOCK_E,), tl.float32)
-        for index in range(SPLITS):
-            place = (index * tokens + token) * HEADS + head
-            of_split = tl.load(lse + place)
-            row = tl.load(partial + place * VALUE_DIM + edim, mask=edim < VALUE_DIM, other=0.0)
-            share = tl.exp2(of_split - peak) + tl.zeros_like(row)
-            total += share
-            merged = tl.fma(tl.where(of_split == float("-inf"), 0.0, row), share, merged)
+        acc = tl.zeros((BLOCK_DV,), tl.float32)
+        l_all = tl.zeros((BLOCK_DV,), tl.float32)
+        for split_i in range(NUM_SPLITS):
+            i = (split_i * num_tokens + q_token) * HEADS + head
+            lse_i = tl.load(lse_ptr + i)
+            o_i = tl.load(o_partial_ptr + i * VALUE_DIM + offs_dv, mask=offs_dv < VALUE_DIM, other=0.0)
+            w_i = tl.exp2(lse_i - m_all) + tl.zeros_like(o_i)
+            l_all += w_i
+            acc = tl.fma(tl.where(lse_i == float("-inf"), 0.0, o_i), w_i, acc)
     else:
-        weight = tl.exp2(part - peak)
-        total = tl.sum(weight, 0)
-        rows = tl.where((part == float("-inf"))[:, None], 0.0, rows)
-        merged = tl.sum(rows * weight[:, None], 0)
-    if SINKS:
-        total += tl.exp2(sink - peak)
-    # Divide and store
-    merged = merged / tl.where(total == 0, 1.0, total)
-    to = out + (token * HEADS + head) * VALUE_DIM + edim
-    tl.store(to, merged.to(out.dtype.element_ty), mask=edim < VALUE_DIM)
+        w = tl.exp2(lse - m_all)
+        l_all = tl.sum(w, 0)
+        o = tl.where((lse == float("-inf"))[:, None], 0.0, o)
+        acc = tl.sum(o * w[:, None], 0)
+    if HAS_SINKS:
+        l_all += tl.exp2(sink - m_all)
+    # 4. Divide and store
+    acc = acc / tl.where(l_all == 0, 1.0, l_all)
+    o_ptrs = o_ptr + (q_token * HEADS + head) * VALUE_DIM + offs_dv
+    tl.store(o_ptrs, acc.to(o_ptr.dtype.element_ty), mask=offs_dv < VALUE_DIM)

@@ -50,7 +50,7 @@ class _RopeArguments(NamedTuple):
             *self,
             *self.x.stride()[:2],
             HEADS=heads,
-            HALF=dim // 2,
+            HALF_DIM=dim // 2,
             BLOCK_H=triton.next_power_of_2(heads),
             BLOCK_D=triton.next_power_of_2(dim // 2),
             num_warps=4,
@@ -60,50 +60,51 @@ class _RopeArguments(NamedTuple):
 
 @triton.jit
 def _rope_kernel(
-    x,  # in and out: [T, H, D]
-    positions,  # int64 [T]
-    table,  # fp32 [max_positions, D]
-    token_stride,
-    head_stride,
+    x_ptr,  # in and out: [T, H, D]
+    positions_ptr,  # int64 [T]
+    cos_sin_ptr,  # fp32 [max_positions, D]
+    stride_x_token,
+    stride_x_head,
     HEADS: tl.constexpr,  # H
-    HALF: tl.constexpr,  # D / 2
+    HALF_DIM: tl.constexpr,  # D / 2
     BLOCK_H: tl.constexpr,  # H, rounded up to a power of two
     BLOCK_D: tl.constexpr,  # D / 2, likewise
     PDL: tl.constexpr,
 ):
-    """One program rotates all heads of one token."""
+    """(x1, x2) = (x1 cos - x2 sin, x2 cos + x1 sin), with x1 and x2 the halves of a head. A program has one token."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK_H).to(tl.int64)[:, None]
-    dim = tl.arange(0, BLOCK_D)[None, :]
-    inside = (head < HEADS) & (dim < HALF)
-    cos, sin = angles_of(table, tl.load(positions + token), dim, HALF)
-    at = x + token * token_stride + head * head_stride + dim
-    first, second = rotated_pairs(at, inside, cos, sin, HALF)
-    tl.store(at, first, mask=inside)
-    tl.store(at + HALF, second, mask=inside)
+    offs_d = tl.arange(0, BLOCK_D)[None, :]
+    mask = (head < HEADS) & (offs_d < HALF_DIM)
+    cos, sin = angles_of(cos_sin_ptr, tl.load(positions_ptr + token), offs_d, HALF_DIM)
+    x_ptrs = x_ptr + token * stride_x_token + head * stride_x_head + offs_d
+    x1, x2 = rotated_pairs(x_ptrs, mask, cos, sin, HALF_DIM)
+    tl.store(x_ptrs, x1, mask=mask)
+    tl.store(x_ptrs + HALF_DIM, x2, mask=mask)
 
 
 @triton.jit
-def angles_of(table, position, dim, HALF: tl.constexpr):
-    """Cosines and sines of a position for pairs `dim`."""
-    at = table + position * (2 * HALF) + dim
-    return tl.load(at, mask=dim < HALF, other=0.0), tl.load(at + HALF, mask=dim < HALF, other=0.0)
+def angles_of(cos_sin_ptr, position, offs_d, HALF_DIM: tl.constexpr):
+    """Cosines and sines of a position for the pairs offs_d."""
+    cos_ptrs = cos_sin_ptr + position * (2 * HALF_DIM) + offs_d
+    mask = offs_d < HALF_DIM
+    return tl.load(cos_ptrs, mask=mask, other=0.0), tl.load(cos_ptrs + HALF_DIM, mask=mask, other=0.0)
 
 
 @triton.jit
 def rotated_pairs(
-    at,  # where the first half of each head's dims is stored
-    inside,  # bool, of the shape of `at`
-    cos,  # fp32, broadcasts to `at`
+    x_ptrs,  # where the first half of each head's dims is stored
+    mask,  # bool, of the shape of x_ptrs
+    cos,  # fp32, broadcasts to it
     sin,
-    HALF: tl.constexpr,  # D / 2
+    HALF_DIM: tl.constexpr,  # D / 2
 ):
-    """Both halves of the pairs whose first dims lie `at`, rotated and rounded to their dtype."""
-    first = tl.load(at, mask=inside, other=0.0)
-    second = tl.load(at + HALF, mask=inside, other=0.0)
-    a, b = first.to(tl.float32), second.to(tl.float32)
-    return (a * cos - b * sin).to(first.dtype), (b * cos + a * sin).to(first.dtype)
+    """Both halves of the pairs whose first dims lie at x_ptrs, rotated and rounded to their dtype."""
+    first = tl.load(x_ptrs, mask=mask, other=0.0)
+    second = tl.load(x_ptrs + HALF_DIM, mask=mask, other=0.0)
+    x1, x2 = first.to(tl.float32), second.to(tl.float32)
+    return (x1 * cos - x2 * sin).to(first.dtype), (x2 * cos + x1 * sin).to(first.dtype)
 
 
 _rope_op = define_op("attn_backends::rope", _RopeArguments, mutates=("x",))

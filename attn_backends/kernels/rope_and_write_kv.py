@@ -78,11 +78,11 @@ class _RopeAndWriteKV(NamedTuple):
             key_cache.shape[0] * key_cache.shape[1],
             GROUP=group,
             PAGE_SIZE=key_cache.shape[1],
-            HALF=dim // 2,
+            HALF_DIM=dim // 2,
             VALUE_DIM=value_dim,
             BLOCK_G=triton.next_power_of_2(group),
             BLOCK_D=triton.next_power_of_2(dim // 2),
-            BLOCK_E=triton.next_power_of_2(value_dim),
+            BLOCK_DV=triton.next_power_of_2(value_dim),
             QUANTISE=key.dtype != key_cache.dtype,
             num_warps=1 if group * dim <= 1024 else 4,
             **dependent_launch(key.device),
@@ -91,69 +91,72 @@ class _RopeAndWriteKV(NamedTuple):
 
 @triton.jit
 def _rope_and_write_kv_kernel(
-    query,  # in and out: [num_tokens, num_q_heads, D]
-    key,  # [num_tokens, num_kv_heads, D]
-    value,  # [num_tokens, num_kv_heads, value_dim]
-    positions,  # int64 [num_tokens]
-    table,  # fp32 [max_positions, D]
-    key_cache,  # out: [pages, page_size, num_kv_heads, D]
-    value_cache,  # out: [pages, page_size, num_kv_heads, value_dim]
-    slot_mapping,  # int64 [num_tokens]
-    query_token_stride,
-    query_head_stride,
-    key_token_stride,
-    key_head_stride,
-    value_token_stride,
-    value_head_stride,
-    kc_page_stride,
-    kc_token_stride,
-    kc_head_stride,
-    vc_page_stride,
-    vc_token_stride,
-    vc_head_stride,
+    q_ptr,  # in and out: [num_tokens, num_q_heads, D]
+    k_ptr,  # [num_tokens, num_kv_heads, D]
+    v_ptr,  # [num_tokens, num_kv_heads, value_dim]
+    positions_ptr,  # int64 [num_tokens]
+    cos_sin_ptr,  # fp32 [max_positions, D]
+    k_cache_ptr,  # out: [pages, page_size, num_kv_heads, D]
+    v_cache_ptr,  # out: [pages, page_size, num_kv_heads, value_dim]
+    slot_mapping_ptr,  # int64 [num_tokens]
+    stride_q_token,
+    stride_q_head,
+    stride_k_token,
+    stride_k_head,
+    stride_v_token,
+    stride_v_head,
+    stride_kc_page,
+    stride_kc_token,
+    stride_kc_head,
+    stride_vc_page,
+    stride_vc_token,
+    stride_vc_head,
     num_slots,  # pages * page_size
     GROUP: tl.constexpr,  # query heads a KV head
     PAGE_SIZE: tl.constexpr,
-    HALF: tl.constexpr,  # D / 2
+    HALF_DIM: tl.constexpr,  # D / 2
     VALUE_DIM: tl.constexpr,
     BLOCK_G: tl.constexpr,  # GROUP, rounded up to a power of two
     BLOCK_D: tl.constexpr,  # D / 2, likewise
-    BLOCK_E: tl.constexpr,  # value_dim, likewise
+    BLOCK_DV: tl.constexpr,  # value_dim, likewise
     QUANTISE: tl.constexpr,  # whether the caches are e4m3 and key and value wider
     PDL: tl.constexpr,
 ):
-    """A program has one token and KV head, and the query heads of its group."""
+    """q and k rotated as in `_rope_kernel`; q stays in place, k and v go to their slot.
+
+    Grid [num_tokens, num_kv_heads]. A program has one token and KV head, and the query heads of its group.
+    """
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    slot = tl.load(slot_mapping + token)
-    in_cache = (slot >= 0) & (slot < num_slots)
-    member = tl.arange(0, BLOCK_G)[:, None]
-    dim = tl.arange(0, BLOCK_D)[None, :]
-    edim = tl.arange(0, BLOCK_E)
-    in_half = dim < HALF
-    in_group = in_half & (member < GROUP)
-    # Rotate the queries and the key
-    cos, sin = angles_of(table, tl.load(positions + token), dim, HALF)
-    query_at = query + token * query_token_stride + (head * GROUP + member) * query_head_stride + dim
-    query_first, query_second = rotated_pairs(query_at, in_group, cos, sin, HALF)
-    key_at = key + token * key_token_stride + head * key_head_stride + dim
-    key_first, key_second = rotated_pairs(key_at, in_half, cos, sin, HALF)
-    in_value = edim < VALUE_DIM
-    new_value = tl.load(value + token * value_token_stride + head * value_head_stride + edim, mask=in_value)
+    kv_head = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token)
+    has_slot = (slot >= 0) & (slot < num_slots)
+    offs_g = tl.arange(0, BLOCK_G)[:, None]
+    offs_d = tl.arange(0, BLOCK_D)[None, :]
+    offs_dv = tl.arange(0, BLOCK_DV)
+    mask_d = offs_d < HALF_DIM
+    mask_q = mask_d & (offs_g < GROUP)
+    # 1. Rotate q and k
+    cos, sin = angles_of(cos_sin_ptr, tl.load(positions_ptr + token), offs_d, HALF_DIM)
+    q_ptrs = q_ptr + token * stride_q_token + (kv_head * GROUP + offs_g) * stride_q_head + offs_d
+    q1, q2 = rotated_pairs(q_ptrs, mask_q, cos, sin, HALF_DIM)
+    k_ptrs = k_ptr + token * stride_k_token + kv_head * stride_k_head + offs_d
+    k1, k2 = rotated_pairs(k_ptrs, mask_d, cos, sin, HALF_DIM)
+    mask_v = offs_dv < VALUE_DIM
+    v = tl.load(v_ptr + token * stride_v_token + kv_head * stride_v_head + offs_dv, mask=mask_v)
     if QUANTISE:
-        key_first, key_second = quantised(key_first, key_cache), quantised(key_second, key_cache)
-        new_value = quantised(new_value, value_cache)
-    # Store the queries in place, key and value in the slot
-    tl.store(query_at, query_first, mask=in_group)
-    tl.store(query_at + HALF, query_second, mask=in_group)
+        k1, k2 = quantised(k1, k_cache_ptr), quantised(k2, k_cache_ptr)
+        v = quantised(v, v_cache_ptr)
+    # 2. Store q in place, k and v in the slot
+    tl.store(q_ptrs, q1, mask=mask_q)
+    tl.store(q_ptrs + HALF_DIM, q2, mask=mask_q)
     page = slot // PAGE_SIZE
-    offset = slot % PAGE_SIZE
-    kept = key_cache + page * kc_page_stride + offset * kc_token_stride + head * kc_head_stride + dim
-    tl.store(kept, key_first, mask=in_half & in_cache)
-    tl.store(kept + HALF, key_second, mask=in_half & in_cache)
-    kept = value_cache + page * vc_page_stride + offset * vc_token_stride + head * vc_head_stride + edim
-    tl.store(kept, new_value, mask=in_value & in_cache)
+    page_offset = slot % PAGE_SIZE
+    kc_ptrs = k_cache_ptr + page * stride_kc_page + page_offset * stride_kc_token + kv_head * stride_kc_head + offs_d
+    tl.store(kc_ptrs, k1, mask=mask_d & has_slot)
+    tl.store(kc_ptrs + HALF_DIM, k2, mask=mask_d & has_slot)
+    vc_ptrs = v_cache_ptr + page * stride_vc_page + page_offset * stride_vc_token + kv_head * stride_vc_head + offs_dv
+    tl.store(vc_ptrs, v, mask=mask_v & has_slot)
 
 
 _op = define_op("attn_backends::rope_and_write_kv", _RopeAndWriteKV, mutates=("query", "key_cache", "value_cache"))

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from attn_backends.kernels import fp8_ds_mla
+from attn_backends.kernels.online_softmax import LOG2_E, SINK_LIMIT
 from attn_backends.kernels.softmax import softmax_with_sinks
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
@@ -136,10 +137,10 @@ class SparseAttentionArguments(NamedTuple):
             cache.stride(0),
             cache.stride(-2),
             HEADS=heads,
-            DIM=dim,
+            HEAD_DIM=dim,
             PAGE_SIZE=self.page_size,
             FP8_DS_MLA=cache.dtype == torch.uint8,
-            SINKS=self.sinks is not None,
+            HAS_SINKS=self.sinks is not None,
             ONE_BLOCK=width <= config["BLOCK_N"],
             FP32_DOT=interpreted,
             **config,
@@ -171,25 +172,25 @@ SCALE_BYTES = tl.constexpr(fp8_ds_mla.SCALE_BYTES)
 
 @triton.jit
 def sparse_attention_kernel(
-    query,  # [T, H, D]
-    cache,  # [pages, page_size, D]; FP8_DS_MLA: uint8 [pages, page_bytes]
-    indices,  # int32 [T, width], slots
-    lens,  # int32 [T]
-    sinks,  # fp32 [H], or None
-    out,  # out: [T, H, D]
-    scale,  # of q.k, times log2(e)
+    q_ptr,  # [T, H, D]
+    kv_cache_ptr,  # [pages, page_size, D]; FP8_DS_MLA: uint8 [pages, page_bytes]
+    indices_ptr,  # int32 [T, width], slots
+    lens_ptr,  # int32 [T]
+    sinks_ptr,  # fp32 [H], or None
+    o_ptr,  # out: [T, H, D]
+    sm_scale,  # of q.k, times log2(e)
     width,  # of a list
     num_slots,  # pages * page_size
-    q_token_stride,
-    q_head_stride,
-    list_stride,
-    page_stride,
-    token_stride,  # not read if FP8_DS_MLA
+    stride_q_token,
+    stride_q_head,
+    stride_indices,
+    stride_kv_page,
+    stride_kv_token,  # not read if FP8_DS_MLA
     HEADS: tl.constexpr,  # H
-    DIM: tl.constexpr,  # D
+    HEAD_DIM: tl.constexpr,  # D
     PAGE_SIZE: tl.constexpr,
     FP8_DS_MLA: tl.constexpr,  # whether that is the cache's format
-    SINKS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     ONE_BLOCK: tl.constexpr,  # whether a block holds the longest list
     TOKENS_FIRST: tl.constexpr,  # whether a dot's first operand holds the tokens, not the heads
     BLOCK_M: tl.constexpr,  # M
@@ -197,47 +198,47 @@ def sparse_attention_kernel(
     FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
     PDL: tl.constexpr,
 ):
-    """One program attends M heads of one query token to its whole list; its grid is [T, ceil(H / M)].
+    """o = softmax(sm_scale q k^T) k over the listed latents k. A program has M heads of one query token.
 
-    It keeps a running softmax: `peak` is the largest score so far, `total` the sum of exponentials and `acc` the
-    weighted latents, both relative to `peak`. Scores are exponents of 2.
+    Grid [T, ceil(H / M)]. The online softmax is that of `attention_kernel`, with maximum m_i, sum l_i and output acc;
+    scores are exponents of 2.
     """
     await_previous(PDL)
-    # The queries of this program's heads
+    # 1. Load q [M, D]
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    dim = tl.arange(0, DIM)
-    in_head = head < HEADS
+    offs_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_DIM)
+    mask_m = offs_m < HEADS
     q = tl.load(
-        query + token * q_token_stride + head.to(tl.int64)[:, None] * q_head_stride + dim[None, :],
-        mask=in_head[:, None],
+        q_ptr + token * stride_q_token + offs_m.to(tl.int64)[:, None] * stride_q_head + offs_d[None, :],
+        mask=mask_m[:, None],
         other=0.0,
     )
     if FP32_DOT:
         q = q.to(tl.float32)
-    # The running softmax. A sink is a first token that has a weight and no value. Where there is none, it lies so far
-    # below every score that its weight fades to nothing, and an empty list needs no care. One of +inf lies as far
-    # above: inf - inf is NaN.
-    peak = tl.full((BLOCK_M,), -1e30, tl.float32)
-    if SINKS:
-        sink = tl.load(sinks + head, mask=in_head, other=float("-inf"))
-        peak = tl.where(sink > 1e30, 1e30, tl.maximum(sink * 1.4426950408889634, peak))  # log2(e)
-    total = tl.full((BLOCK_M,), 1.0, tl.float32)
-    acc = tl.zeros((BLOCK_M, DIM), tl.float32)
-    # The list, in one block or several
-    length = tl.load(lens + token)
-    indices += token * list_stride
+    # 2. Start the online softmax. A sink is a first token that has a weight and no value. Where there is none, it lies
+    # so far below every score that its weight fades to nothing, and an empty list needs no care. One of +inf lies as
+    # far above: inf - inf is NaN.
+    m_i = tl.full((BLOCK_M,), -SINK_LIMIT, tl.float32)
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + offs_m, mask=mask_m, other=float("-inf"))
+        m_i = tl.where(sink > SINK_LIMIT, SINK_LIMIT, tl.maximum(sink * LOG2_E, m_i))
+    l_i = tl.full((BLOCK_M,), 1.0, tl.float32)
+    acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+    # 3. The list, in one block or several
+    kv_len = tl.load(lens_ptr + token)
+    indices_ptr += token * stride_indices
     if ONE_BLOCK:
-        k, listed = _block(
-            cache,
-            indices,
+        k, mask_n = _block(
+            kv_cache_ptr,
+            indices_ptr,
             0,
-            length,
+            kv_len,
             width,
             num_slots,
-            page_stride,
-            token_stride,
-            DIM,
+            stride_kv_page,
+            stride_kv_token,
+            HEAD_DIM,
             PAGE_SIZE,
             FP8_DS_MLA,
             BLOCK_N,
@@ -246,116 +247,116 @@ def sparse_attention_kernel(
         if TOKENS_FIRST:
             # A loop of at most one iteration: a dot's first operand stays in shared memory if a loop carries it, and is
             # copied to registers, which run out, if it was just computed.
-            for _ in tl.range(0, tl.minimum(length, 1)):
-                peak, total, _, acc = _attend(q, k, listed, length > 0, scale, peak, total, True)
+            for _ in tl.range(0, tl.minimum(kv_len, 1)):
+                m_i, l_i, _, acc = _attend(q, k, mask_n, kv_len > 0, sm_scale, m_i, l_i, True)
                 k = tl.zeros_like(k)
         else:
-            peak, total, _, acc = _attend(q, k, listed, length > 0, scale, peak, total, False)
+            m_i, l_i, _, acc = _attend(q, k, mask_n, kv_len > 0, sm_scale, m_i, l_i, False)
     else:
-        for start in tl.range(0, length, BLOCK_N):
-            k, listed = _block(
-                cache,
-                indices,
-                start,
-                length,
+        for n_start in tl.range(0, kv_len, BLOCK_N):
+            k, mask_n = _block(
+                kv_cache_ptr,
+                indices_ptr,
+                n_start,
+                kv_len,
                 width,
                 num_slots,
-                page_stride,
-                token_stride,
-                DIM,
+                stride_kv_page,
+                stride_kv_token,
+                HEAD_DIM,
                 PAGE_SIZE,
                 FP8_DS_MLA,
                 BLOCK_N,
                 FP32_DOT,
             )
-            peak, total, fade, update = _attend(q, k, listed, length > 0, scale, peak, total, False)
-            acc = acc * fade[:, None] + update
-    # Divide and store
-    acc = acc * (1.0 / total)[:, None]
-    at = out + (token * HEADS + head)[:, None] * DIM + dim[None, :]
-    tl.store(at, acc.to(out.dtype.element_ty), mask=in_head[:, None])
+            m_i, l_i, alpha, pv = _attend(q, k, mask_n, kv_len > 0, sm_scale, m_i, l_i, False)
+            acc = acc * alpha[:, None] + pv
+    # 4. Divide and store
+    acc = acc * (1.0 / l_i)[:, None]
+    o_ptrs = o_ptr + (token * HEADS + offs_m)[:, None] * HEAD_DIM + offs_d[None, :]
+    tl.store(o_ptrs, acc.to(o_ptr.dtype.element_ty), mask=mask_m[:, None])
 
 
 @triton.jit
 def _attend(
     q,  # [M, D]
     k,  # [N, D]
-    listed,  # bool [N]
+    mask_n,  # bool [N]
     live,  # whether the list has an entry at all
-    scale,
-    peak,  # fp32 [M]
-    total,  # fp32 [M]
+    sm_scale,
+    m_i,  # fp32 [M], the largest score so far
+    l_i,  # fp32 [M], the sum of 2^(score - m_i) so far
     TOKENS_FIRST: tl.constexpr,
 ):
-    """A block's part of the running softmax: the new peak and total, what older sums fade by, and the block's sum.
+    """One block's step of the online softmax: the new m_i and l_i, the alpha that older sums shrink by, and p k [M, D].
 
     On Hopper a dot's first operand has at least 64 rows: the tokens of the block where few heads share a program, the
     heads where they are many.
     """
     if TOKENS_FIRST:
-        scores = tl.trans(tl.dot(k, tl.trans(q), input_precision="ieee"))
+        qk = tl.trans(tl.dot(k, tl.trans(q), input_precision="ieee"))
     else:
-        scores = tl.zeros((q.shape[0], k.shape[0]), tl.float32)
+        qk = tl.zeros((q.shape[0], k.shape[0]), tl.float32)
         # The branch keeps the compiler from seeing that this dot feeds the next one. It would then give every warp
         # whole rows, and with 64 rows for eight warps, compute all scores twice.
         if live:
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    new_peak = tl.maximum(peak, tl.max(tl.where(listed[None, :], scores * scale, float("-inf")), 1))
+            qk = tl.dot(q, tl.trans(k), input_precision="ieee")
+    m_ij = tl.maximum(m_i, tl.max(tl.where(mask_n[None, :], qk * sm_scale, float("-inf")), 1))
     # Fused, so that no score is rounded after scaling: large ones would lose more than fp32 should.
-    weights = tl.exp2(tl.fma(scores, scale, -new_peak[:, None]))
-    weights = tl.where(listed[None, :], weights, 0.0)
-    fade = tl.exp2(peak - new_peak)
-    total = total * fade + tl.sum(weights, 1)
-    weights = weights.to(k.dtype)
+    p = tl.exp2(tl.fma(qk, sm_scale, -m_ij[:, None]))
+    p = tl.where(mask_n[None, :], p, 0.0)
+    alpha = tl.exp2(m_i - m_ij)
+    l_i = l_i * alpha + tl.sum(p, 1)
+    p = p.to(k.dtype)
     if TOKENS_FIRST:
-        update = tl.trans(tl.dot(tl.trans(k), tl.trans(weights), input_precision="ieee"))
+        pv = tl.trans(tl.dot(tl.trans(k), tl.trans(p), input_precision="ieee"))
     else:
-        update = tl.dot(weights, k, input_precision="ieee")
-    return new_peak, total, fade, update
+        pv = tl.dot(p, k, input_precision="ieee")
+    return m_ij, l_i, alpha, pv
 
 
 @triton.jit
 def _block(
-    cache,  # [pages, page_size, D]; FP8_DS_MLA: uint8 [pages, page_bytes]
-    indices,  # int32 [width], the slots of one list
-    start,
-    length,  # of the list
+    kv_cache_ptr,  # [pages, page_size, D]; FP8_DS_MLA: uint8 [pages, page_bytes]
+    indices_ptr,  # int32 [width], the slots of one list
+    n_start,
+    kv_len,  # of the list
     width,
     num_slots,
-    page_stride,
-    token_stride,
-    DIM: tl.constexpr,
+    stride_kv_page,
+    stride_kv_token,
+    HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     FP8_DS_MLA: tl.constexpr,
     BLOCK_N: tl.constexpr,
     FP32_DOT: tl.constexpr,
 ):
-    """The latents [N, D] of a list's entries from `start` on, 0 where nothing is listed, and which are listed [N]."""
-    entry = start + tl.arange(0, BLOCK_N)
+    """The latents [N, D] of a list's entries from n_start on, 0 where nothing is listed, and which are listed [N]."""
+    offs_n = n_start + tl.arange(0, BLOCK_N)
     # Masked by the width alone, so that the slots need not wait for the length.
-    slot = tl.load(indices + entry, mask=entry < width, other=-1)
+    slot = tl.load(indices_ptr + offs_n, mask=offs_n < width, other=-1)
     # Unsigned, a negative slot is beyond every pool, and a division by a power of two is a shift.
     slot = slot.to(tl.uint32)
-    listed = (entry < length) & (slot < num_slots)
-    page = cache + (slot // PAGE_SIZE).to(tl.int64) * page_stride
-    offset = (slot % PAGE_SIZE).to(tl.int64)
+    mask_n = (offs_n < kv_len) & (slot < num_slots)
+    page_ptr = kv_cache_ptr + (slot // PAGE_SIZE).to(tl.int64) * stride_kv_page
+    page_offset = (slot % PAGE_SIZE).to(tl.int64)
     if FP8_DS_MLA:
-        k = _fp8_ds_mla_latents(page, offset, listed, PAGE_SIZE, BLOCK_N)
+        k = _fp8_ds_mla_latents(page_ptr, page_offset, mask_n, PAGE_SIZE, BLOCK_N)
     else:
         # In tiles, so that a thread holds many tiles of few rows and computes few addresses.
-        tile = (page + offset * token_stride)[:, None] + (tl.arange(0, DIM // TILE) * TILE)[None, :]
-        k = tl.load(tile[:, :, None] + tl.arange(0, TILE)[None, None, :], mask=listed[:, None, None], other=0.0)
-        k = tl.reshape(k, (BLOCK_N, DIM))
+        tiles = (page_ptr + page_offset * stride_kv_token)[:, None] + (tl.arange(0, HEAD_DIM // TILE) * TILE)[None, :]
+        k = tl.load(tiles[:, :, None] + tl.arange(0, TILE)[None, None, :], mask=mask_n[:, None, None], other=0.0)
+        k = tl.reshape(k, (BLOCK_N, HEAD_DIM))
     if FP32_DOT:
         k = k.to(tl.float32)
-    return k, listed
+    return k, mask_n
 
 
 @triton.jit
 def _fp8_ds_mla_latents(
-    page,  # where the page of each entry starts, [N]
-    offset,  # within the page, int64 [N]
-    listed,  # bool [N]
+    page_ptr,  # where the page of each entry starts, [N]
+    page_offset,  # within the page, int64 [N]
+    mask_n,  # bool [N]
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -364,15 +365,15 @@ def _fp8_ds_mla_latents(
     lane = tl.arange(0, TILE)
     rotated = (tile * TILE >= NOPE)[None, :, None]
     # The scale of each tile
-    exponents = (page + PAGE_SIZE * DATA_BYTES + offset * SCALE_BYTES)[:, None] + tile[None, :]
-    exponents = tl.load(exponents, mask=listed[:, None], other=0)
+    exponents = (page_ptr + PAGE_SIZE * DATA_BYTES + page_offset * SCALE_BYTES)[:, None] + tile[None, :]
+    exponents = tl.load(exponents, mask=mask_n[:, None], other=0)
     powers = (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     # The e4m3 tiles, then the bf16 one
-    data = page + offset * DATA_BYTES
-    listed = listed[:, None, None]
-    nope = (data[:, None] + (tile * TILE)[None, :])[:, :, None] + lane[None, None, :]
-    nope = tl.load(nope, mask=listed & ~rotated, other=0)
+    data_ptr = page_ptr + page_offset * DATA_BYTES
+    mask_n = mask_n[:, None, None]
+    nope = (data_ptr[:, None] + (tile * TILE)[None, :])[:, :, None] + lane[None, None, :]
+    nope = tl.load(nope, mask=mask_n & ~rotated, other=0)
     nope = nope.to(tl.float8e4nv, bitcast=True).to(tl.float32) * powers[:, :, None]
-    rope = (data + NOPE).to(tl.pointer_type(tl.bfloat16))[:, None] + (tile * TILE - NOPE)[None, :]
-    rope = tl.load(rope[:, :, None] + lane[None, None, :], mask=listed & rotated, other=0.0)
+    rope = (data_ptr + NOPE).to(tl.pointer_type(tl.bfloat16))[:, None] + (tile * TILE - NOPE)[None, :]
+    rope = tl.load(rope[:, :, None] + lane[None, None, :], mask=mask_n & rotated, other=0.0)
     return tl.reshape(tl.where(rotated, rope, nope.to(tl.bfloat16)), (BLOCK_N, 8 * TILE))

@@ -80,7 +80,7 @@ class WriteKV(NamedTuple):
             pages * page_size,
             PAGE_SIZE=page_size,
             HEADS=heads,
-            DIM=dim,
+            HEAD_DIM=dim,
             VALUE_DIM=value_dim,
             BLOCK_H=triton.next_power_of_2(heads),
             BLOCK_D=triton.next_power_of_2(max(dim, value_dim)),
@@ -92,52 +92,52 @@ class WriteKV(NamedTuple):
 
 @triton.jit
 def _write_kv_kernel(
-    key,  # [num_tokens, heads, dim]
-    value,  # [num_tokens, heads, value_dim]
-    key_cache,  # out: [pages, page_size, heads, dim]
-    value_cache,  # out: [pages, page_size, heads, value_dim]
-    slot_mapping,  # int64 [num_tokens]
-    key_token_stride,
-    key_head_stride,
-    value_token_stride,
-    value_head_stride,
-    kc_page_stride,
-    kc_token_stride,
-    kc_head_stride,
-    vc_page_stride,
-    vc_token_stride,
-    vc_head_stride,
+    k_ptr,  # [num_tokens, heads, dim]
+    v_ptr,  # [num_tokens, heads, value_dim]
+    k_cache_ptr,  # out: [pages, page_size, heads, dim]
+    v_cache_ptr,  # out: [pages, page_size, heads, value_dim]
+    slot_mapping_ptr,  # int64 [num_tokens]
+    stride_k_token,
+    stride_k_head,
+    stride_v_token,
+    stride_v_head,
+    stride_kc_page,
+    stride_kc_token,
+    stride_kc_head,
+    stride_vc_page,
+    stride_vc_token,
+    stride_vc_head,
     num_slots,  # pages * page_size
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
-    DIM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,  # heads, rounded up to a power of two
     BLOCK_D: tl.constexpr,  # the wider of dim and value_dim, likewise
     QUANTISE: tl.constexpr,  # whether the caches are e4m3 and key and value wider
     PDL: tl.constexpr,
 ):
-    """One program writes all heads of one token."""
+    """k_cache[page, offset] = k and v_cache[page, offset] = v of slot page * PAGE_SIZE + offset. A program a token."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + token)
+    slot = tl.load(slot_mapping_ptr + token)
     if (slot >= 0) & (slot < num_slots):
         page = slot // PAGE_SIZE
-        offset = slot % PAGE_SIZE
+        page_offset = slot % PAGE_SIZE
         head = tl.arange(0, BLOCK_H).to(tl.int64)[:, None]
-        dim = tl.arange(0, BLOCK_D)[None, :]
-        in_key = (head < HEADS) & (dim < DIM)
-        new_key = tl.load(key + token * key_token_stride + head * key_head_stride + dim, mask=in_key)
+        offs_d = tl.arange(0, BLOCK_D)[None, :]
+        mask_k = (head < HEADS) & (offs_d < HEAD_DIM)
+        k = tl.load(k_ptr + token * stride_k_token + head * stride_k_head + offs_d, mask=mask_k)
         if QUANTISE:
-            new_key = quantised(new_key, key_cache)
-        key_at = page * kc_page_stride + offset * kc_token_stride + head * kc_head_stride + dim
-        tl.store(key_cache + key_at, new_key, mask=in_key)
-        in_value = (head < HEADS) & (dim < VALUE_DIM)
-        new_value = tl.load(value + token * value_token_stride + head * value_head_stride + dim, mask=in_value)
+            k = quantised(k, k_cache_ptr)
+        k_offs = page * stride_kc_page + page_offset * stride_kc_token + head * stride_kc_head + offs_d
+        tl.store(k_cache_ptr + k_offs, k, mask=mask_k)
+        mask_v = (head < HEADS) & (offs_d < VALUE_DIM)
+        v = tl.load(v_ptr + token * stride_v_token + head * stride_v_head + offs_d, mask=mask_v)
         if QUANTISE:
-            new_value = quantised(new_value, value_cache)
-        value_at = page * vc_page_stride + offset * vc_token_stride + head * vc_head_stride + dim
-        tl.store(value_cache + value_at, new_value, mask=in_value)
+            v = quantised(v, v_cache_ptr)
+        v_offs = page * stride_vc_page + page_offset * stride_vc_token + head * stride_vc_head + offs_d
+        tl.store(v_cache_ptr + v_offs, v, mask=mask_v)
 
 
 @triton.jit

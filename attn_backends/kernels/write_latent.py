@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from attn_backends.kernels import fp8_ds_mla
-from attn_backends.kernels.e4m3 import e4m3_byte
+from attn_backends.kernels.e4m3 import FP32_ABS, e4m3_byte
 from attn_backends.kernels.latent_rotary import check_rotary, rounded, turn_tail, turned
 from builders.errors import require, require_tensor
 from builders.kernels.op import define_op
@@ -134,7 +134,7 @@ class _WriteLatent(NamedTuple):
             self.eps,
             self.cache.shape[0] * self.page_size,
             PAGE_SIZE=self.page_size,
-            DIM=dim,
+            HEAD_DIM=dim,
             ROTARY=0 if self.table is None else self.table.shape[1],
             BLOCK=triton.next_power_of_2(dim),
             NORM=self.weight is not None,
@@ -148,21 +148,26 @@ class _WriteLatent(NamedTuple):
         )
 
 
+_BITS_SMALLEST_AMAX = tl.constexpr(0x38D1B717)  # as fp32, like those below: fp8_ds_mla.SMALLEST_AMAX
+_BITS_INF = tl.constexpr(0x7F800000)
+_BELOW_QUARTER = tl.constexpr(0x1FFFFF)  # a mantissa's last quarter, less one: beyond 1.75 it carries into the exponent
+
+
 @triton.jit
 def _write_latent_kernel(
-    latent,  # [num_tokens, D]
-    cache,  # out: [pages, page_size, D]; FP8_DS_MLA: uint8 [pages, page_bytes]
-    slot_mapping,  # int64 [num_tokens]
-    weight,  # [D], or None
-    positions,  # int64 [num_tokens], or None
-    table,  # fp32 [max_positions, ROTARY], or None
-    latent_stride,
-    page_stride,
-    token_stride,  # not read if FP8_DS_MLA
+    latent_ptr,  # [num_tokens, D]
+    kv_cache_ptr,  # out: [pages, page_size, D]; FP8_DS_MLA: uint8 [pages, page_bytes]
+    slot_mapping_ptr,  # int64 [num_tokens]
+    weight_ptr,  # [D], or None
+    positions_ptr,  # int64 [num_tokens], or None
+    cos_sin_ptr,  # fp32 [max_positions, ROTARY], or None
+    stride_latent,
+    stride_kv_page,
+    stride_kv_token,  # not read if FP8_DS_MLA
     eps,  # of the norm
     num_slots,  # pages * page_size
     PAGE_SIZE: tl.constexpr,
-    DIM: tl.constexpr,  # D
+    HEAD_DIM: tl.constexpr,  # D
     ROTARY: tl.constexpr,  # last dims that are rotated; 0 without a table
     BLOCK: tl.constexpr,  # D, rounded up to a power of two
     NORM: tl.constexpr,  # norm and rotate
@@ -173,32 +178,34 @@ def _write_latent_kernel(
     SCALE_BYTES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program writes the latent of one token."""
+    """kv_cache[slot] = latent, or rope(latent / rms(latent) * weight), quantised if FP8_DS_MLA; a program a token."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + token)
+    slot = tl.load(slot_mapping_ptr + token)
     if (slot >= 0) & (slot < num_slots):
-        dim = tl.arange(0, BLOCK)[None, :]
-        row = tl.load(latent + token * latent_stride + dim, mask=dim < DIM, other=0.0)
+        offs_d = tl.arange(0, BLOCK)[None, :]
+        x = tl.load(latent_ptr + token * stride_latent + offs_d, mask=offs_d < HEAD_DIM, other=0.0)
+        # 1. RMS norm and rotary embedding, in fp32
         if NORM:
-            wide = row.to(tl.float32)
-            wide = wide * tl.rsqrt(tl.sum(wide * wide, 1) / DIM + eps)[:, None]
-            wide = wide * tl.load(weight + dim, mask=dim < DIM, other=0.0).to(tl.float32)
-            angles = table + tl.load(positions + token) * ROTARY
-            row = rounded(turn_tail(wide, angles, DIM, ROTARY, False, 1, BLOCK), latent.dtype.element_ty)
-        page = cache + (slot // PAGE_SIZE) * page_stride
-        offset = slot % PAGE_SIZE
+            x_fp32 = x.to(tl.float32)
+            x_fp32 = x_fp32 * tl.rsqrt(tl.sum(x_fp32 * x_fp32, 1) / HEAD_DIM + eps)[:, None]
+            x_fp32 = x_fp32 * tl.load(weight_ptr + offs_d, mask=offs_d < HEAD_DIM, other=0.0).to(tl.float32)
+            angles_ptr = cos_sin_ptr + tl.load(positions_ptr + token) * ROTARY
+            x = rounded(turn_tail(x_fp32, angles_ptr, HEAD_DIM, ROTARY, False, 1, BLOCK), latent_ptr.dtype.element_ty)
+        # 2. Store in the slot
+        page_ptr = kv_cache_ptr + (slot // PAGE_SIZE) * stride_kv_page
+        page_offset = slot % PAGE_SIZE
         if FP8_DS_MLA:
-            _store_fp8_ds_mla(row, page, offset, PAGE_SIZE, TILE, TILES, DATA_BYTES, SCALE_BYTES)
+            _store_fp8_ds_mla(x, page_ptr, page_offset, PAGE_SIZE, TILE, TILES, DATA_BYTES, SCALE_BYTES)
         else:
-            tl.store(page + offset * token_stride + dim, row, mask=dim < DIM)
+            tl.store(page_ptr + page_offset * stride_kv_token + offs_d, x, mask=offs_d < HEAD_DIM)
 
 
 @triton.jit
 def _store_fp8_ds_mla(
-    row,  # bf16 [1, (TILES + 1) * TILE]
-    page,  # where the page starts
-    offset,  # of the token in the page
+    x,  # bf16 [1, (TILES + 1) * TILE]
+    page_ptr,  # where the page starts
+    page_offset,  # of the token in the page
     PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
@@ -206,24 +213,24 @@ def _store_fp8_ds_mla(
     SCALE_BYTES: tl.constexpr,
 ):
     """A row of TILES + 1 tiles, the last of them rotary, to its offset in a page, by the rule of fp8_ds_mla.py."""
-    # The exponent byte of each tile
-    tiles = tl.reshape(row, (TILES + 1, TILE))
+    # 1. The exponent byte of each tile
+    tiles = tl.reshape(x, (TILES + 1, TILE))
     tile = tl.arange(0, TILES + 1)
-    column = tl.arange(0, TILE)[None, :]
-    wide = tiles.to(tl.float32)
-    magnitude = wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # the bits of abs(wide)
-    # From the bits of 1e-4 to those of infinity: a NaN, whose bits lie above, must not carry into the sign.
-    peak = tl.minimum(tl.maximum(tl.max(magnitude, 1), 0x38D1B717), 0x7F800000)
-    exponent = ((peak + 0x1FFFFF) >> 23) - 8
+    lane = tl.arange(0, TILE)[None, :]
+    tiles_fp32 = tiles.to(tl.float32)
+    magnitude = tiles_fp32.to(tl.int32, bitcast=True) & FP32_ABS
+    # At most the bits of infinity: those of a NaN, which lie above, must not carry into the sign.
+    amax_bits = tl.minimum(tl.maximum(tl.max(magnitude, 1), _BITS_SMALLEST_AMAX), _BITS_INF)
+    exponent = ((amax_bits + _BELOW_QUARTER) >> 23) - 8
     inverse_scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^(127 - exponent)
-    # Store the e4m3 values, the bf16 values and the exponents
-    data = page + offset * DATA_BYTES
-    at = tile[:, None] * TILE + column
-    tl.store(data + at, e4m3_byte(wide * inverse_scale[:, None]), mask=tile[:, None] < TILES)
-    tail = (data + TILES * TILE).to(tl.pointer_type(tl.bfloat16))
-    tl.store(tail + at - TILES * TILE, tiles, mask=tile[:, None] == TILES)
-    scales = page + PAGE_SIZE * DATA_BYTES + offset * SCALE_BYTES
-    tl.store(scales + tile, tl.where(tile < TILES, exponent, 0).to(tl.uint8))
+    # 2. Store the e4m3 values, the bf16 values and the exponents
+    data_ptr = page_ptr + page_offset * DATA_BYTES
+    offs = tile[:, None] * TILE + lane
+    tl.store(data_ptr + offs, e4m3_byte(tiles_fp32 * inverse_scale[:, None]), mask=tile[:, None] < TILES)
+    rope_ptr = (data_ptr + TILES * TILE).to(tl.pointer_type(tl.bfloat16))
+    tl.store(rope_ptr + offs - TILES * TILE, tiles, mask=tile[:, None] == TILES)
+    scale_ptr = page_ptr + PAGE_SIZE * DATA_BYTES + page_offset * SCALE_BYTES
+    tl.store(scale_ptr + tile, tl.where(tile < TILES, exponent, 0).to(tl.uint8))
 
 
 _write_latent_op = define_op("attn_backends::write_latent", _WriteLatent, mutates=("cache",))
