@@ -50,10 +50,10 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
     },
     "spec_decode/sampling/kernels/restrict_logits.py": {
         ("part = min(", "part = max("): "how a row is divided changes the time that it takes, and nothing else",
-        ("largest, False, PART", "largest, True, PART"): "without top_p nothing reads the sums",
+        ("row_max, False, PART", "row_max, True, PART"): "without top_p nothing reads the sums",
     },
     "spec_decode/verification/kernels/block_verify.py": {
-        ("columns, column), 0)", "columns, column), (-1))"): "of one axis the first is the last",
+        ("num_drafts, offs_k), 0)", "num_drafts, offs_k), (-1))"): "of one axis the first is the last",
     },
     "spec_decode/verification/kernels/partial_max.py": {
         ("blocks, dtype=torch.int32, device", "blocks, device"): "a float holds every token of a vocabulary below 2^24",

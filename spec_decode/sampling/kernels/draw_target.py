@@ -61,7 +61,7 @@ class DrawTarget(NamedTuple):
             vocab,
             *logits.stride(),
             STREAM=noise.TARGET,
-            BLOCK=block,
+            BLOCK_V=block,
             num_warps=max(1, min(8, block // 128)),
             **dependent_launch(device),
         )
@@ -72,7 +72,7 @@ class DrawTarget(NamedTuple):
             vocab,
             blocks,
             RESIDUAL=False,
-            BLOCK=triton.next_power_of_2(blocks),
+            BLOCK_B=triton.next_power_of_2(blocks),
             num_warps=1,
             **dependent_launch(device),
         )
@@ -84,48 +84,48 @@ class DrawTarget(NamedTuple):
 
 @triton.jit
 def _block_target_kernel(
-    logits,  # [R, G, V]
-    restricted,  # fp32 [R, 1, V]
-    temperature,  # fp32 [R]
-    top_k,  # int32 [R]
-    top_p,  # fp32 [R]
-    seeds,  # int64 [R]
-    positions,  # int64 [R]
-    selected,  # int64 [R], or None: the first column
-    partial_score,  # out: fp32 [R, blocks]
-    partial_index,  # out: int32 [R, blocks]
-    vocab,  # V
-    row_stride,
-    column_stride,
-    token_stride,
+    logits_ptr,  # [R, G, V]
+    restricted_ptr,  # fp32 [R, 1, V]
+    temperature_ptr,  # fp32 [R]
+    top_k_ptr,  # int32 [R]
+    top_p_ptr,  # fp32 [R]
+    seeds_ptr,  # int64 [R]
+    positions_ptr,  # int64 [R]
+    selected_ptr,  # int64 [R], or None: the first column
+    partial_score_ptr,  # out: fp32 [R, blocks]
+    partial_index_ptr,  # out: int32 [R, blocks]
+    vocab_size,  # V
+    stride_row,
+    stride_column,
+    stride_token,
     STREAM: tl.constexpr,  # of the noise
-    BLOCK: tl.constexpr,  # logits of a program
+    BLOCK_V: tl.constexpr,  # logits of a program
     PDL: tl.constexpr,
 ):
-    """One program per row and block of the vocabulary: the block's best token."""
+    """argmax of logits / temperature + gumbel over one block of the vocabulary: its best token. Grid [R, blocks]."""
     await_previous(PDL)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    inside = token < vocab
-    # The processed logits, restricted before or made here
-    row_temperature = tl.load(temperature + row)
-    _, _, has_top_k, has_top_p = restriction(top_k, top_p, row, vocab)
+    offs_v = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask = offs_v < vocab_size
+    # 1. The processed logits, restricted before or made here
+    temperature = tl.load(temperature_ptr + row)
+    _, _, has_top_k, has_top_p = restriction(top_k_ptr, top_p_ptr, row, vocab_size)
     if has_top_k | has_top_p:
-        x = tl.load(restricted + row * vocab + token, mask=inside, other=float("-inf"))
+        x = tl.load(restricted_ptr + row * vocab_size + offs_v, mask=mask, other=float("-inf"))
     else:
-        line = logits + row * row_stride
-        if selected is not None:
-            line += tl.load(selected + row) * column_stride
-        x = tl.load(line + token * token_stride, mask=inside, other=float("-inf")).to(tl.float32)
-        if row_temperature > 0:
-            x = tl.div_rn(x, row_temperature)
-    # The best of them, with noise in a random row
-    if row_temperature > 0:
-        x += triton_gumbel(triton_key(tl.load(seeds + row), tl.load(positions + row), STREAM), token)
-    best, first = tl.max(x, 0, return_indices=True)
-    part = row * tl.num_programs(1) + block
-    tl.store(partial_score + part, best)
-    tl.store(partial_index + part, block * BLOCK + first)
+        logits_ptrs = logits_ptr + row * stride_row
+        if selected_ptr is not None:
+            logits_ptrs += tl.load(selected_ptr + row) * stride_column
+        x = tl.load(logits_ptrs + offs_v * stride_token, mask=mask, other=float("-inf")).to(tl.float32)
+        if temperature > 0:
+            x = tl.div_rn(x, temperature)
+    # 2. The best of them, with noise in a random row
+    if temperature > 0:
+        x += triton_gumbel(triton_key(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), STREAM), offs_v)
+    max_score, argmax = tl.max(x, 0, return_indices=True)
+    part_offs = row * tl.num_programs(1) + block
+    tl.store(partial_score_ptr + part_offs, max_score)
+    tl.store(partial_index_ptr + part_offs, block * BLOCK_V + argmax)
 
 
 draw_target = define_op("spec_decode::draw_target", DrawTarget)

@@ -95,7 +95,7 @@ def launch_draw(
         vocab,
         *(residual.draft_logits.stride() if residual else (0, 0, 0)),
         STREAM=noise.TARGET,
-        BLOCK=block,
+        BLOCK_V=block,
         # Few logits a thread, as in a drafter's sampling: noise is arithmetic.
         num_warps=max(1, min(8, block // 128)),
         **dependent_launch(device),
@@ -107,7 +107,7 @@ def launch_draw(
         vocab,
         blocks,
         RESIDUAL=residual is not None,
-        BLOCK=triton.next_power_of_2(blocks),
+        BLOCK_B=triton.next_power_of_2(blocks),
         num_warps=1,
         **dependent_launch(device),
     )
@@ -116,107 +116,113 @@ def launch_draw(
 
 @triton.jit
 def _block_draw_kernel(
-    processed,  # fp32 [R, G, V]
-    temperature,  # fp32 [R]
-    seeds,  # int64 [R]
-    positions,  # int64 [R]
-    accepted,  # int64 [R], or None without a residual; the next three likewise
-    weights,  # fp32 [R]
-    norms,  # fp32 [4, R * (G - 1)]
-    draft_logits,  # fp32 [R, G - 1, V]
-    partial_score,  # out: fp32 [1, R, blocks]; with a residual fp32 [2, R, blocks], of p and of it
-    partial_index,  # out: int32 of the same shape
-    group,  # G
-    vocab,  # V
-    draft_row_stride,
-    draft_column_stride,
-    draft_token_stride,
+    target_logits_ptr,  # fp32 [R, G, V]
+    temperature_ptr,  # fp32 [R]
+    seeds_ptr,  # int64 [R]
+    positions_ptr,  # int64 [R]
+    num_accepted_ptr,  # int64 [R], or None without a residual; the next three likewise
+    weights_ptr,  # fp32 [R]
+    norms_ptr,  # fp32 [4, R * (G - 1)]
+    draft_logits_ptr,  # fp32 [R, G - 1, V]
+    partial_score_ptr,  # out: fp32 [1, R, blocks]; with a residual fp32 [2, R, blocks], of p and of it
+    partial_index_ptr,  # out: int32 of the same shape
+    group_size,  # G
+    vocab_size,  # V
+    stride_draft_row,
+    stride_draft_pos,
+    stride_draft_token,
     STREAM: tl.constexpr,  # of the noise
-    BLOCK: tl.constexpr,  # logits of a program
+    BLOCK_V: tl.constexpr,  # logits of a program
     PDL: tl.constexpr,
 ):
-    """One program per row and block of the vocabulary: the block's best token of p, and of the residual."""
+    """argmax of target_logits + gumbel, and of log(residual) + gumbel, over one block of the vocabulary.
+
+    Gumbel-max sampling: either argmax is a draw from its distribution. Grid [R, blocks].
+    """
     await_previous(PDL)
-    # The column that is drawn from, and its position
+    # 1. The column that is drawn from, and its position
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    rows, blocks = tl.num_programs(0), tl.num_programs(1)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    inside = token < vocab
-    row_temperature = tl.load(temperature + row)
-    seed = tl.load(seeds + row)
-    position = tl.load(positions + row)
-    line = row * group
-    weight = 0.0
-    if accepted is not None:
-        column = tl.load(accepted + row)
-        line += column
-        position += column
-        if row_temperature > 0:
-            weight = tl.load(weights + row)
-    # The best of p
-    x = tl.load(processed + line * vocab + token, mask=inside, other=float("-inf"))
-    gumbel = tl.zeros((BLOCK,), tl.float32)
-    if row_temperature > 0:
-        gumbel = triton_gumbel(triton_key(seed, position, STREAM), token)
-    best, first = tl.max(x + gumbel, 0, return_indices=True)
-    part = row * blocks + block
-    # The best of the residual, with the same noise
-    if accepted is not None:
-        score = tl.full((BLOCK,), float("-inf"), tl.float32)
-        if weight > 0:
-            y = draft_logits + row * draft_row_stride + column * draft_column_stride + token * draft_token_stride
-            y = tl.load(y, mask=inside, other=float("-inf"))
-            at = row * (group - 1) + column
-            score = tl.log(residual_weight(x, y, weight, norms, at, rows * (group - 1))) + gumbel
-        residual_best, residual_first = tl.max(score, 0, return_indices=True)
-        tl.store(partial_score + rows * blocks + part, residual_best)
-        tl.store(partial_index + rows * blocks + part, block * BLOCK + residual_first)
-    tl.store(partial_score + part, best)
-    tl.store(partial_index + part, block * BLOCK + first)
+    num_rows, num_blocks = tl.num_programs(0), tl.num_programs(1)
+    offs_v = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask = offs_v < vocab_size
+    temperature = tl.load(temperature_ptr + row)
+    seed = tl.load(seeds_ptr + row)
+    position = tl.load(positions_ptr + row)
+    logits_row = row * group_size
+    w = 0.0
+    if num_accepted_ptr is not None:
+        k = tl.load(num_accepted_ptr + row)
+        logits_row += k
+        position += k
+        if temperature > 0:
+            w = tl.load(weights_ptr + row)
+    # 2. The best of the target's
+    target_logits = tl.load(target_logits_ptr + logits_row * vocab_size + offs_v, mask=mask, other=float("-inf"))
+    gumbel = tl.zeros((BLOCK_V,), tl.float32)
+    if temperature > 0:
+        gumbel = triton_gumbel(triton_key(seed, position, STREAM), offs_v)
+    max_score, argmax = tl.max(target_logits + gumbel, 0, return_indices=True)
+    part_offs = row * num_blocks + block
+    # 3. The best of the residual, with the same noise
+    if num_accepted_ptr is not None:
+        residual_score = tl.full((BLOCK_V,), float("-inf"), tl.float32)
+        if w > 0:
+            draft_ptrs = draft_logits_ptr + row * stride_draft_row + k * stride_draft_pos + offs_v * stride_draft_token
+            draft_logits = tl.load(draft_ptrs, mask=mask, other=float("-inf"))
+            draft_row, num_draft_rows = row * (group_size - 1) + k, num_rows * (group_size - 1)
+            residual = residual_weight(target_logits, draft_logits, w, norms_ptr, draft_row, num_draft_rows)
+            residual_score = tl.log(residual) + gumbel
+        residual_max, residual_argmax = tl.max(residual_score, 0, return_indices=True)
+        tl.store(partial_score_ptr + num_rows * num_blocks + part_offs, residual_max)
+        tl.store(partial_index_ptr + num_rows * num_blocks + part_offs, block * BLOCK_V + residual_argmax)
+    tl.store(partial_score_ptr + part_offs, max_score)
+    tl.store(partial_index_ptr + part_offs, block * BLOCK_V + argmax)
 
 
 @triton.jit
 def residual_weight(
-    x,  # fp32 [BLOCK]
-    y,  # fp32 [BLOCK]
-    weight,
-    norms,  # fp32 [4, count]
-    at,
-    count,
+    target_logits,  # fp32 [BLOCK_V]
+    draft_logits,  # fp32 [BLOCK_V]
+    w,
+    norms_ptr,  # fp32 [4, num_rows]
+    draft_row,
+    num_rows,  # R * K
 ):
-    """max(weight p - q, 0) of logits x of p and y of q, by Residual's norms of column `at` of `count`."""
-    p_scale = tl.div_rn(weight, tl.load(norms + count + at))
-    q_scale = tl.div_rn(1.0, tl.load(norms + 3 * count + at))
-    p = tl.exp(x - tl.load(norms + at)) * p_scale
-    q = tl.exp(y - tl.load(norms + 2 * count + at)) * q_scale
-    return tl.maximum(p - q, 0.0)
+    """max(w target_probs - draft_probs, 0), by Residual's norms of draft_row: the maxima and sums of both softmaxes."""
+    target_scale = tl.div_rn(w, tl.load(norms_ptr + num_rows + draft_row))
+    draft_scale = tl.div_rn(1.0, tl.load(norms_ptr + 3 * num_rows + draft_row))
+    target_probs = tl.exp(target_logits - tl.load(norms_ptr + draft_row)) * target_scale
+    draft_probs = tl.exp(draft_logits - tl.load(norms_ptr + 2 * num_rows + draft_row)) * draft_scale
+    return tl.maximum(target_probs - draft_probs, 0.0)
 
 
 @triton.jit
 def store_draw_kernel(
-    partial_score,  # fp32 [R, blocks]; RESIDUAL: fp32 [2, R, blocks], of p and of it
-    partial_index,  # int32 of the same shape
-    tokens,  # out: int64 [R]
-    vocab,  # V
-    blocks,  # of the vocabulary
+    partial_score_ptr,  # fp32 [R, blocks]; RESIDUAL: fp32 [2, R, blocks], of p and of it
+    partial_index_ptr,  # int32 of the same shape
+    tokens_ptr,  # out: int64 [R]
+    vocab_size,  # V
+    num_blocks,  # of the vocabulary
     RESIDUAL: tl.constexpr,
-    BLOCK: tl.constexpr,  # blocks, rounded up to a power of two
+    BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
     PDL: tl.constexpr,
 ):
     """One program per row: its token, the best of its blocks', of the residual's plane where that has any."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    block = tl.arange(0, BLOCK)
-    part = row * blocks + block
-    _, token = merge_argmax(partial_score + part, partial_index + part, block < blocks)
+    offs_b = tl.arange(0, BLOCK_B)
+    part_offs = row * num_blocks + offs_b
+    _, token = merge_argmax(partial_score_ptr + part_offs, partial_index_ptr + part_offs, offs_b < num_blocks)
     if RESIDUAL:
-        part += tl.num_programs(0) * blocks
-        best, residual_token = merge_argmax(partial_score + part, partial_index + part, block < blocks)
+        part_offs += tl.num_programs(0) * num_blocks
+        residual_max, residual_token = merge_argmax(
+            partial_score_ptr + part_offs, partial_index_ptr + part_offs, offs_b < num_blocks
+        )
         # The residual is empty where nothing was rejected, or where rounding removed p's difference from q.
-        token = tl.where(best > float("-inf"), residual_token, token)
+        token = tl.where(residual_max > float("-inf"), residual_token, token)
     # Where every logit is NaN none was found; the token must lie in the vocabulary all the same.
-    tl.store(tokens + row, tl.minimum(token, vocab - 1).to(tl.int64))
+    tl.store(tokens_ptr + row, tl.minimum(token, vocab_size - 1).to(tl.int64))
 
 
 draw_tokens = define_op("spec_decode::draw_tokens", DrawTokens)

@@ -47,7 +47,7 @@ class ProcessLogits(NamedTuple):
             group,
             vocab,
             *self.logits.stride(),
-            BLOCK=block,
+            BLOCK_V=block,
             num_warps=max(1, min(8, block // 256)),
             **dependent_launch(out.device),
         )
@@ -60,37 +60,37 @@ class ProcessLogits(NamedTuple):
 
 @triton.jit
 def _process_kernel(
-    logits,  # [R, G, V]
-    temperature,  # fp32 [R]
-    selected,  # int64 [R], or None: all columns
-    top_k,  # int32 [R], or None: all rows
-    top_p,  # fp32 [R], or None: all rows
-    out,  # out: fp32 [R, G, V]; [R, 1, V] with `selected`
-    group,  # columns of out: G, or 1 with `selected`
-    vocab,  # V
-    row_stride,
-    column_stride,
-    token_stride,
-    BLOCK: tl.constexpr,
+    logits_ptr,  # [R, G, V]
+    temperature_ptr,  # fp32 [R]
+    selected_ptr,  # int64 [R], or None: all columns
+    top_k_ptr,  # int32 [R], or None: all rows
+    top_p_ptr,  # fp32 [R], or None: all rows
+    out_ptr,  # out: fp32 [R, G, V]; [R, 1, V] with selected_ptr
+    num_columns,  # columns of out: G, or 1 with selected_ptr
+    vocab_size,  # V
+    stride_row,
+    stride_column,
+    stride_token,
+    BLOCK_V: tl.constexpr,  # logits of a program
     PDL: tl.constexpr,
 ):
-    """One program per row and column of `out` and block of the vocabulary."""
+    """out = logits / temperature. Grid [rows of out, blocks of the vocabulary]."""
     await_previous(PDL)
-    line = tl.program_id(0).to(tl.int64)
-    row, column = line // group, line % group
-    if selected is not None:
-        column = tl.load(selected + row)
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = token < vocab
-    if top_k is not None:
-        _, _, has_top_k, has_top_p = restriction(top_k, top_p, row, vocab)
-        inside = inside & (has_top_k | has_top_p)
-    x = tl.load(logits + row * row_stride + column * column_stride + token * token_stride, mask=inside)
-    row_temperature = tl.load(temperature + row)
+    out_row = tl.program_id(0).to(tl.int64)
+    row, column = out_row // num_columns, out_row % num_columns
+    if selected_ptr is not None:
+        column = tl.load(selected_ptr + row)
+    offs_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask = offs_v < vocab_size
+    if top_k_ptr is not None:
+        _, _, has_top_k, has_top_p = restriction(top_k_ptr, top_p_ptr, row, vocab_size)
+        mask = mask & (has_top_k | has_top_p)
+    x = tl.load(logits_ptr + row * stride_row + column * stride_column + offs_v * stride_token, mask=mask)
+    temperature = tl.load(temperature_ptr + row)
     x = x.to(tl.float32)
-    if row_temperature > 0:
-        x = tl.div_rn(x, row_temperature)
-    tl.store(out + line * vocab + token, x, mask=inside)
+    if temperature > 0:
+        x = tl.div_rn(x, temperature)
+    tl.store(out_ptr + out_row * vocab_size + offs_v, x, mask=mask)
 
 
 process_logits = define_op("spec_decode::process_logits", ProcessLogits)

@@ -90,7 +90,7 @@ class RestrictLogits(NamedTuple):
         parts = triton.cdiv(vocab, part)
         block = min(_BLOCK, part)
         capacity = min(_CAPACITY, vocab)
-        table = {"BINS": _BINS, "PARTS": triton.next_power_of_2(parts)}
+        table = {"BINS": _BINS, "BLOCK_PARTS": triton.next_power_of_2(parts)}
         walk = {"PART": part, "num_warps": max(1, min(8, part // 128))}
         count = {**table, "PART": part, "LANES": lanes, "num_warps": max(1, lanes // 32)}
         gather = {**table, "CAPACITY": capacity, **walk}
@@ -133,48 +133,48 @@ _LEAST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite fp32
 
 @triton.jit
 def find_range_kernel(
-    logits,  # fp32 [R * G, V]
-    top_k,  # int32 [R]
-    top_p,  # fp32 [R]
-    part_min,  # out: fp32 [R * G, parts]
-    part_max,  # out: fp32 [R * G, parts]
-    vocab,  # V
-    group,  # G
-    parts,  # of a row
+    logits_ptr,  # fp32 [R * G, V]
+    top_k_ptr,  # int32 [R]
+    top_p_ptr,  # fp32 [R]
+    part_min_ptr,  # out: fp32 [R * G, parts]
+    part_max_ptr,  # out: fp32 [R * G, parts]
+    vocab_size,  # V
+    group_size,  # G
+    num_parts,  # of a row
     PART: tl.constexpr,  # logits of a part
     PDL: tl.constexpr,
 ):
     """A program takes parts of one row: each one's least logit that is no mask, or inf, and its largest, or -inf."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    _, _, has_top_k, has_top_p = restriction(top_k, top_p, row // group, vocab)
+    _, _, has_top_k, has_top_p = restriction(top_k_ptr, top_p_ptr, row // group_size, vocab_size)
     if has_top_k | has_top_p:
-        for part in range(tl.program_id(1), parts, tl.num_programs(1)):
-            x = _load(logits, row, part * PART + tl.arange(0, PART), vocab)
-            at = row * parts + part
+        for part in range(tl.program_id(1), num_parts, tl.num_programs(1)):
+            x = _load(logits_ptr, row, part * PART + tl.arange(0, PART), vocab_size)
+            part_offs = row * num_parts + part
             # A mask other than -inf is not worth a bin: the lowest bin takes it in.
-            tl.store(part_min + at, tl.min(tl.where(x > _MASK, x, float("inf")), 0))
-            tl.store(part_max + at, tl.max(tl.where(x > float("-inf"), x, float("-inf")), 0))
+            tl.store(part_min_ptr + part_offs, tl.min(tl.where(x > _MASK, x, float("inf")), 0))
+            tl.store(part_max_ptr + part_offs, tl.max(tl.where(x > float("-inf"), x, float("-inf")), 0))
 
 
 @triton.jit
 def count_bins_kernel(
-    logits,  # fp32 [R * G, V]
-    top_k,  # int32 [R]
-    top_p,  # fp32 [R]
-    part_min,  # fp32 [R * G, parts]
-    part_max,  # fp32 [R * G, parts]
-    edges,  # out: fp32 [R * G, BINS]
-    maxima,  # out: fp32 [R * G]
-    counts,  # out: int32 [R * G, BINS, parts]
-    sums,  # out: fp32 [R * G, BINS, parts]
-    vocab,  # V
-    group,  # G
-    parts,  # of a row
+    logits_ptr,  # fp32 [R * G, V]
+    top_k_ptr,  # int32 [R]
+    top_p_ptr,  # fp32 [R]
+    part_min_ptr,  # fp32 [R * G, parts]
+    part_max_ptr,  # fp32 [R * G, parts]
+    edges_ptr,  # out: fp32 [R * G, BINS]
+    max_ptr,  # out: fp32 [R * G]
+    counts_ptr,  # out: int32 [R * G, BINS, parts]
+    sums_ptr,  # out: fp32 [R * G, BINS, parts]
+    vocab_size,  # V
+    group_size,  # G
+    num_parts,  # of a row
     PART: tl.constexpr,  # logits of a part
     LANES: tl.constexpr,  # logits counted at a time
     BINS: tl.constexpr,
-    PARTS: tl.constexpr,  # parts, rounded up to a power of two
+    BLOCK_PARTS: tl.constexpr,  # parts, rounded up to a power of two
     PDL: tl.constexpr,
 ):
     """A program takes parts of one row: how many logits of each are not below each edge, and for top_p their sum of
@@ -182,40 +182,43 @@ def count_bins_kernel(
     """
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    _, p, has_top_k, has_top_p = restriction(top_k, top_p, row // group, vocab)
+    _, p, has_top_k, has_top_p = restriction(top_k_ptr, top_p_ptr, row // group_size, vocab_size)
     if has_top_k | has_top_p:
-        # The row's range, and the edges of its bins
-        every = tl.arange(0, PARTS)
-        largest = tl.max(tl.load(part_max + row * parts + every, mask=every < parts, other=float("-inf")), 0)
-        low = tl.min(tl.load(part_min + row * parts + every, mask=every < parts, other=float("inf")), 0)
+        # 1. The row's range, and the edges of its bins
+        offs_parts = tl.arange(0, BLOCK_PARTS)
+        part_offs, mask = row * num_parts + offs_parts, offs_parts < num_parts
+        row_max = tl.max(tl.load(part_max_ptr + part_offs, mask=mask, other=float("-inf")), 0)
+        row_min = tl.min(tl.load(part_min_ptr + part_offs, mask=mask, other=float("inf")), 0)
         if has_top_p & (not has_top_k):
             # All logits below this together weigh less than 1 - p of the largest logit alone.
-            low = tl.maximum(low, largest - tl.log(vocab / (1.0 - p)))
-        low = tl.minimum(low, largest)
-        bin = tl.arange(0, BINS)
-        edge = tl.where(bin > 0, low + (largest - low) * (bin * (1.0 / BINS)), _LEAST)
+            row_min = tl.maximum(row_min, row_max - tl.log(vocab_size / (1.0 - p)))
+        row_min = tl.minimum(row_min, row_max)
+        offs_bin = tl.arange(0, BINS)
+        edges = tl.where(offs_bin > 0, row_min + (row_max - row_min) * (offs_bin * (1.0 / BINS)), _LEAST)
         if tl.program_id(1) == 0:
-            tl.store(edges + row * BINS + bin, edge)
-            tl.store(maxima + row, largest)
-        # What each part has from each edge on
-        for part in range(tl.program_id(1), parts, tl.num_programs(1)):
-            at = (row * BINS + bin) * parts + part
+            tl.store(edges_ptr + row * BINS + offs_bin, edges)
+            tl.store(max_ptr + row, row_max)
+        # 2. What each part has from each edge on
+        for part in range(tl.program_id(1), num_parts, tl.num_programs(1)):
+            count_offs = (row * BINS + offs_bin) * num_parts + part
             if has_top_p:
-                count, sum_exp = _count_part(logits, row, part, vocab, edge, largest, True, PART, LANES, BINS)
-                tl.store(sums + at, sum_exp)
+                count, sum_exp = _count_part(logits_ptr, row, part, vocab_size, edges, row_max, True, PART, LANES, BINS)
+                tl.store(sums_ptr + count_offs, sum_exp)
             else:
-                count, sum_exp = _count_part(logits, row, part, vocab, edge, largest, False, PART, LANES, BINS)
-            tl.store(counts + at, count)
+                count, sum_exp = _count_part(
+                    logits_ptr, row, part, vocab_size, edges, row_max, False, PART, LANES, BINS
+                )
+            tl.store(counts_ptr + count_offs, count)
 
 
 @triton.jit
 def _count_part(
-    logits,  # fp32 [R * G, V]
+    logits_ptr,  # fp32 [R * G, V]
     row,
     part,
-    vocab,  # V
-    edge,  # fp32 [BINS]
-    largest,  # the row's largest logit
+    vocab_size,  # V
+    edges,  # fp32 [BINS]
+    row_max,  # the row's largest logit
     SUM_EXP: tl.constexpr,  # sum exponentials too
     PART: tl.constexpr,
     LANES: tl.constexpr,
@@ -224,32 +227,32 @@ def _count_part(
     """Every thread compares its own logits with all edges: no sum crosses threads before the end."""
     count = tl.zeros((BINS, LANES), tl.float32)
     sum_exp = tl.zeros((BINS, LANES), tl.float32)
-    for start in tl.range(part * PART, tl.minimum((part + 1) * PART, vocab), LANES, loop_unroll_factor=4):
-        x = _load(logits, row, start + tl.arange(0, LANES), vocab)
+    for start in tl.range(part * PART, tl.minimum((part + 1) * PART, vocab_size), LANES, loop_unroll_factor=4):
+        x = _load(logits_ptr, row, start + tl.arange(0, LANES), vocab_size)
         # Factors, not conditions: 32 conditions would not fit in a thread's predicates.
-        reached = (x[None, :] >= edge[:, None]).to(tl.float32)
+        reached = (x[None, :] >= edges[:, None]).to(tl.float32)
         count += reached
         if SUM_EXP:
-            sum_exp += reached * tl.exp(x - largest)[None, :]
+            sum_exp += reached * tl.exp(x - row_max)[None, :]
     return tl.sum(count, 1).to(tl.int32), tl.sum(sum_exp, 1)
 
 
 @triton.jit
 def gather_bin_kernel(
-    logits,  # fp32 [R * G, V]
-    top_k,  # int32 [R]
-    top_p,  # fp32 [R]
-    edges,  # fp32 [R * G, BINS]
-    counts,  # int32 [R * G, BINS, parts]
-    bins,  # in and out: int32 [R * G]
-    members,  # out: fp32 [R * G, CAPACITY]
-    vocab,  # V
-    group,  # G
-    parts,  # of a row
+    logits_ptr,  # fp32 [R * G, V]
+    top_k_ptr,  # int32 [R]
+    top_p_ptr,  # fp32 [R]
+    edges_ptr,  # fp32 [R * G, BINS]
+    counts_ptr,  # int32 [R * G, BINS, parts]
+    bins_ptr,  # in and out: int32 [R * G]
+    members_ptr,  # out: fp32 [R * G, CAPACITY]
+    vocab_size,  # V
+    group_size,  # G
+    num_parts,  # of a row
     TOP_P: tl.constexpr,
     PART: tl.constexpr,  # logits of a part
     BINS: tl.constexpr,
-    PARTS: tl.constexpr,  # parts, rounded up to a power of two
+    BLOCK_PARTS: tl.constexpr,  # parts, rounded up to a power of two
     CAPACITY: tl.constexpr,  # logits of a bin that are copied out
     PDL: tl.constexpr,
 ):
@@ -259,47 +262,47 @@ def gather_bin_kernel(
     """
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    k, _, has_top_k, has_top_p = restriction(top_k, top_p, row // group, vocab)
+    k, _, has_top_k, has_top_p = restriction(top_k_ptr, top_p_ptr, row // group_size, vocab_size)
     wanted = has_top_p if TOP_P else has_top_k
     if wanted:
-        # The bin
+        # 1. The bin
         if TOP_P:
-            bin = tl.load(bins + row)
+            bin = tl.load(bins_ptr + row)
         else:
-            bin = _last_bin_reaching(_totals(counts, row, parts, BINS, PARTS), k)
+            bin = _last_bin_reaching(_totals(counts_ptr, row, num_parts, BINS, BLOCK_PARTS), k)
             if tl.program_id(1) == 0:
-                tl.store(bins + row, bin)
-        lower, upper = _bounds(edges, row, bin, BINS)
-        # Its members of each part, after those of the parts before
-        every = tl.arange(0, PARTS)
-        numbers = _members_of_part(counts, row, bin, every, parts, BINS)
-        for part in range(tl.program_id(1), parts, tl.num_programs(1)):
-            if _members_of_part(counts, row, bin, part, parts, BINS) > 0:
-                before = tl.sum(tl.where(every < part, numbers, 0), 0)
-                x = _load(logits, row, part * PART + tl.arange(0, PART), vocab)
-                inside = (x >= lower) & (x < upper)
-                place = before + tl.cumsum(inside.to(tl.int32), 0) - 1
-                tl.store(members + row * CAPACITY + place, x, mask=inside & (place < CAPACITY))
+                tl.store(bins_ptr + row, bin)
+        lower, upper = _bounds(edges_ptr, row, bin, BINS)
+        # 2. Its members of each part, after those of the parts before
+        offs_parts = tl.arange(0, BLOCK_PARTS)
+        part_counts = _members_of_part(counts_ptr, row, bin, offs_parts, num_parts, BINS)
+        for part in range(tl.program_id(1), num_parts, tl.num_programs(1)):
+            if _members_of_part(counts_ptr, row, bin, part, num_parts, BINS) > 0:
+                num_before = tl.sum(tl.where(offs_parts < part, part_counts, 0), 0)
+                x = _load(logits_ptr, row, part * PART + tl.arange(0, PART), vocab_size)
+                mask = (x >= lower) & (x < upper)
+                slot = num_before + tl.cumsum(mask.to(tl.int32), 0) - 1
+                tl.store(members_ptr + row * CAPACITY + slot, x, mask=mask & (slot < CAPACITY))
 
 
 @triton.jit
 def top_k_threshold_kernel(
-    logits,  # fp32 [R * G, V]
-    top_k,  # int32 [R]
-    top_p,  # fp32 [R]
-    edges,  # fp32 [R * G, BINS]
-    maxima,  # fp32 [R * G]
-    counts,  # int32 [R * G, BINS, parts]
-    sums,  # fp32 [R * G, BINS, parts]
-    bins,  # in and out: int32 [R * G]
-    members,  # fp32 [R * G, CAPACITY]
-    thresholds,  # out: fp32 [R * G]
-    targets,  # out: fp32 [R * G]
-    vocab,  # V
-    group,  # G
-    parts,  # of a row
+    logits_ptr,  # fp32 [R * G, V]
+    top_k_ptr,  # int32 [R]
+    top_p_ptr,  # fp32 [R]
+    edges_ptr,  # fp32 [R * G, BINS]
+    max_ptr,  # fp32 [R * G]
+    counts_ptr,  # int32 [R * G, BINS, parts]
+    sums_ptr,  # fp32 [R * G, BINS, parts]
+    bins_ptr,  # in and out: int32 [R * G]
+    members_ptr,  # fp32 [R * G, CAPACITY]
+    thresholds_ptr,  # out: fp32 [R * G]
+    targets_ptr,  # out: fp32 [R * G]
+    vocab_size,  # V
+    group_size,  # G
+    num_parts,  # of a row
     BINS: tl.constexpr,
-    PARTS: tl.constexpr,  # parts, rounded up to a power of two
+    BLOCK_PARTS: tl.constexpr,  # parts, rounded up to a power of two
     CAPACITY: tl.constexpr,  # logits of a bin that are copied out
     BLOCK: tl.constexpr,  # logits that a search reads at a time
     PDL: tl.constexpr,
@@ -309,52 +312,52 @@ def top_k_threshold_kernel(
     """
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    k, p, has_top_k, has_top_p = restriction(top_k, top_p, row // group, vocab)
+    k, p, has_top_k, has_top_p = restriction(top_k_ptr, top_p_ptr, row // group_size, vocab_size)
     if has_top_k | has_top_p:
-        largest = tl.load(maxima + row)
+        row_max = tl.load(max_ptr + row)
         sum_exp = tl.zeros((BINS,), tl.float32)
         if has_top_p:
-            sum_exp = _totals(sums, row, parts, BINS, PARTS)
-        # top_k's threshold, and the sum of exponentials of what it keeps
+            sum_exp = _totals(sums_ptr, row, num_parts, BINS, BLOCK_PARTS)
+        # 1. top_k's threshold, and the sum of exponentials of what it keeps
         threshold = float("-inf")
-        kept = _at(sum_exp, 0)
+        kept_sum = _at(sum_exp, 0)
         bin = 0
         if has_top_k:
-            bin = tl.load(bins + row)
-            lower, upper = _bounds(edges, row, bin, BINS)
-            count = _totals(counts, row, parts, BINS, PARTS)
+            bin = tl.load(bins_ptr + row)
+            lower, upper = _bounds(edges_ptr, row, bin, BINS)
+            count = _totals(counts_ptr, row, num_parts, BINS, BLOCK_PARTS)
             above = _at(count, bin + 1)
-            x, length = _members(logits, row, vocab, members, _at(count, bin) - above, CAPACITY)
-            threshold = search(x, length, lower, upper, (k - above).to(tl.float32), largest, False, BLOCK)
+            x_ptr, num_x = _members(logits_ptr, row, vocab_size, members_ptr, _at(count, bin) - above, CAPACITY)
+            threshold = search(x_ptr, num_x, lower, upper, (k - above).to(tl.float32), row_max, False, BLOCK)
             if has_top_p:
-                kept, _, _ = walk(x, length, threshold, threshold, upper, upper, largest, True, BLOCK)
-                kept += _at(sum_exp, bin + 1)
-        tl.store(thresholds + row, threshold)
-        # top_p's bin and target
+                kept_sum, _, _ = walk(x_ptr, num_x, threshold, threshold, upper, upper, row_max, True, BLOCK)
+                kept_sum += _at(sum_exp, bin + 1)
+        tl.store(thresholds_ptr + row, threshold)
+        # 2. top_p's bin and target
         if has_top_p:
-            target = p * kept
+            target = p * kept_sum
             bin = _last_bin_reaching(sum_exp, target)
-            tl.store(bins + row, bin)
-            tl.store(targets + row, target - _at(sum_exp, bin + 1))
+            tl.store(bins_ptr + row, bin)
+            tl.store(targets_ptr + row, target - _at(sum_exp, bin + 1))
 
 
 @triton.jit
 def top_p_threshold_kernel(
-    logits,  # fp32 [R * G, V]
-    top_k,  # int32 [R]
-    top_p,  # fp32 [R]
-    edges,  # fp32 [R * G, BINS]
-    maxima,  # fp32 [R * G]
-    counts,  # int32 [R * G, BINS, parts]
-    bins,  # int32 [R * G]
-    members,  # fp32 [R * G, CAPACITY]
-    thresholds,  # in and out: fp32 [R * G]
-    targets,  # fp32 [R * G]
-    vocab,  # V
-    group,  # G
-    parts,  # of a row
+    logits_ptr,  # fp32 [R * G, V]
+    top_k_ptr,  # int32 [R]
+    top_p_ptr,  # fp32 [R]
+    edges_ptr,  # fp32 [R * G, BINS]
+    max_ptr,  # fp32 [R * G]
+    counts_ptr,  # int32 [R * G, BINS, parts]
+    bins_ptr,  # int32 [R * G]
+    members_ptr,  # fp32 [R * G, CAPACITY]
+    thresholds_ptr,  # in and out: fp32 [R * G]
+    targets_ptr,  # fp32 [R * G]
+    vocab_size,  # V
+    group_size,  # G
+    num_parts,  # of a row
     BINS: tl.constexpr,
-    PARTS: tl.constexpr,  # parts, rounded up to a power of two
+    BLOCK_PARTS: tl.constexpr,  # parts, rounded up to a power of two
     CAPACITY: tl.constexpr,  # logits of a bin that are copied out
     BLOCK: tl.constexpr,  # logits that a search reads at a time
     PDL: tl.constexpr,
@@ -362,75 +365,78 @@ def top_p_threshold_kernel(
     """One program per row: top_p's threshold, which is not below top_k's."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    _, _, _, has_top_p = restriction(top_k, top_p, row // group, vocab)
+    _, _, _, has_top_p = restriction(top_k_ptr, top_p_ptr, row // group_size, vocab_size)
     if has_top_p:
-        bin = tl.load(bins + row)
-        lower, upper = _bounds(edges, row, bin, BINS)
+        bin = tl.load(bins_ptr + row)
+        lower, upper = _bounds(edges_ptr, row, bin, BINS)
         # Rounded sums may ask for more than top_k kept: then the search ends where it starts.
-        lower = tl.maximum(lower, tl.load(thresholds + row))
-        count = _totals(counts, row, parts, BINS, PARTS)
-        x, length = _members(logits, row, vocab, members, _at(count, bin) - _at(count, bin + 1), CAPACITY)
-        target, largest = tl.load(targets + row), tl.load(maxima + row)
-        tl.store(thresholds + row, search(x, length, lower, upper, target, largest, True, BLOCK))
+        lower = tl.maximum(lower, tl.load(thresholds_ptr + row))
+        count = _totals(counts_ptr, row, num_parts, BINS, BLOCK_PARTS)
+        num_members = _at(count, bin) - _at(count, bin + 1)
+        x_ptr, num_x = _members(logits_ptr, row, vocab_size, members_ptr, num_members, CAPACITY)
+        target, row_max = tl.load(targets_ptr + row), tl.load(max_ptr + row)
+        tl.store(thresholds_ptr + row, search(x_ptr, num_x, lower, upper, target, row_max, True, BLOCK))
 
 
 @triton.jit
 def mask_logits_kernel(
-    logits,  # in and out: fp32 [R * G, V]
-    top_k,  # int32 [R]
-    top_p,  # fp32 [R]
-    thresholds,  # fp32 [R * G]
-    vocab,  # V
-    group,  # G
-    parts,  # of a row
+    logits_ptr,  # in and out: fp32 [R * G, V]
+    top_k_ptr,  # int32 [R]
+    top_p_ptr,  # fp32 [R]
+    thresholds_ptr,  # fp32 [R * G]
+    vocab_size,  # V
+    group_size,  # G
+    num_parts,  # of a row
     PART: tl.constexpr,  # logits of a part
     PDL: tl.constexpr,
 ):
     """-inf for a part's logits below the row's threshold; a program takes parts of one row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    _, _, has_top_k, has_top_p = restriction(top_k, top_p, row // group, vocab)
+    _, _, has_top_k, has_top_p = restriction(top_k_ptr, top_p_ptr, row // group_size, vocab_size)
     if has_top_k | has_top_p:
-        threshold = tl.load(thresholds + row)
-        for part in range(tl.program_id(1), parts, tl.num_programs(1)):
-            token = part * PART + tl.arange(0, PART)
-            x = _load(logits, row, token, vocab)
-            tl.store(logits + row * vocab + token, float("-inf"), mask=(token < vocab) & (x < threshold))
+        threshold = tl.load(thresholds_ptr + row)
+        for part in range(tl.program_id(1), num_parts, tl.num_programs(1)):
+            offs_v = part * PART + tl.arange(0, PART)
+            x = _load(logits_ptr, row, offs_v, vocab_size)
+            mask = (offs_v < vocab_size) & (x < threshold)
+            tl.store(logits_ptr + row * vocab_size + offs_v, float("-inf"), mask=mask)
 
 
 @triton.jit
-def _load(logits, row, token, vocab):
+def _load(logits_ptr, row, offs_v, vocab_size):
     """A row's logits at tokens, -inf after its end."""
-    return tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf"))
+    return tl.load(logits_ptr + row * vocab_size + offs_v, mask=offs_v < vocab_size, other=float("-inf"))
 
 
 @triton.jit
 def _totals(
-    values,  # [R * G, BINS, parts], counts or sums
+    values_ptr,  # [R * G, BINS, parts], counts or sums
     row,
-    parts,
+    num_parts,
     BINS: tl.constexpr,
-    PARTS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
 ):
     """A row's totals from each edge on, [BINS], of its parts' counts or sums."""
-    bin = tl.arange(0, BINS)[:, None]
-    part = tl.arange(0, PARTS)[None, :]
-    return tl.sum(tl.load(values + (row * BINS + bin) * parts + part, mask=part < parts, other=0), 1)
+    offs_bin = tl.arange(0, BINS)[:, None]
+    offs_parts = tl.arange(0, BLOCK_PARTS)[None, :]
+    value_ptrs = values_ptr + (row * BINS + offs_bin) * num_parts + offs_parts
+    return tl.sum(tl.load(value_ptrs, mask=offs_parts < num_parts, other=0), 1)
 
 
 @triton.jit
 def _members_of_part(
-    counts,  # int32 [R * G, BINS, parts]
+    counts_ptr,  # int32 [R * G, BINS, parts]
     row,
     bin,
     part,
-    parts,
+    num_parts,
     BINS: tl.constexpr,
 ):
     """How many members of a bin a part has."""
-    at = counts + (row * BINS + bin) * parts + part
-    reached = tl.load(at, mask=part < parts, other=0)
-    return reached - tl.load(at + parts, mask=(part < parts) & (bin + 1 < BINS), other=0)
+    count_ptrs = counts_ptr + (row * BINS + bin) * num_parts + part
+    reached = tl.load(count_ptrs, mask=part < num_parts, other=0)
+    return reached - tl.load(count_ptrs + num_parts, mask=(part < num_parts) & (bin + 1 < BINS), other=0)
 
 
 @triton.jit
@@ -446,23 +452,23 @@ def _last_bin_reaching(totals, target):
 
 
 @triton.jit
-def _bounds(edges, row, bin, BINS: tl.constexpr):
+def _bounds(edges_ptr, row, bin, BINS: tl.constexpr):
     """A bin's own edge, and the next bin's."""
-    edge = edges + row * BINS + bin
-    return tl.load(edge), tl.load(edge + 1, mask=bin + 1 < BINS, other=float("inf"))
+    edge_ptr = edges_ptr + row * BINS + bin
+    return tl.load(edge_ptr), tl.load(edge_ptr + 1, mask=bin + 1 < BINS, other=float("inf"))
 
 
 @triton.jit
 def _members(
-    logits,  # fp32 [R * G, V]
+    logits_ptr,  # fp32 [R * G, V]
     row,
-    vocab,  # V
-    members,  # fp32 [R * G, CAPACITY]
-    number,  # of the bin's members
+    vocab_size,  # V
+    members_ptr,  # fp32 [R * G, CAPACITY]
+    num_members,
     CAPACITY: tl.constexpr,
 ):
     """Where to find a bin's members, and how many logits to read: the row itself if they exceed CAPACITY."""
-    x = members + row * CAPACITY
-    if number > CAPACITY:
-        x = logits + row * vocab
-    return x, tl.where(number > CAPACITY, vocab, number)
+    x_ptr = members_ptr + row * CAPACITY
+    if num_members > CAPACITY:
+        x_ptr = logits_ptr + row * vocab_size
+    return x_ptr, tl.where(num_members > CAPACITY, vocab_size, num_members)

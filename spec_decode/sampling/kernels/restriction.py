@@ -13,8 +13,8 @@ def is_restricted(top_k: torch.Tensor, top_p: torch.Tensor, vocab: int) -> torch
 
 
 @triton.jit
-def restriction(top_k, top_p, request, vocab):
+def restriction(top_k_ptr, top_p_ptr, request, vocab_size):
     """A request's k and p, and whether each of them is on."""
-    k = tl.load(top_k + request)
-    p = tl.load(top_p + request)
-    return k, p, (k > 0) & (k < vocab), p < 1
+    k = tl.load(top_k_ptr + request)
+    p = tl.load(top_p_ptr + request)
+    return k, p, (k > 0) & (k < vocab_size), p < 1

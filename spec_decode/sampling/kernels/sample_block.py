@@ -10,7 +10,7 @@ from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling import noise
 from spec_decode.sampling.kernels.sample_draft import NO_TOKEN, POSITION_AHEAD
-from spec_decode.sampling.kernels.vocab_blocks import merge_sum_exp, store_max_sum_exp, vocab_block
+from spec_decode.sampling.kernels.vocab_blocks import INT32_MAX, merge_sum_exp, store_max_sum_exp, vocab_block
 from spec_decode.sampling.noise import triton_gumbel, triton_key
 
 
@@ -74,7 +74,7 @@ class SampleBlock(NamedTuple):
             *self.draft_logits.stride()[:2],
             STREAM=noise.DRAFT,
             AHEAD=POSITION_AHEAD,
-            BLOCK=block,
+            BLOCK_V=block,
             # As of a single step: noise is arithmetic.
             num_warps=max(1, min(8, block // 128)),
             **dependent_launch(device),
@@ -98,7 +98,7 @@ class SampleBlock(NamedTuple):
             blocks,
             self.logits.stride(0),
             self.draft_tokens.stride(0),
-            BLOCK=triton.next_power_of_2(blocks),
+            BLOCK_B=triton.next_power_of_2(blocks),
             BLOCK_K=triton.next_power_of_2(columns),
             num_warps=max(1, min(8, parts // 256)),
             **dependent_launch(device),
@@ -107,118 +107,121 @@ class SampleBlock(NamedTuple):
 
 @triton.jit
 def _line_argmax_kernel(
-    logits,  # [rows * K, V of the draft]
-    temperature,  # fp32 [R]
-    seeds,  # int64 [R]
-    positions,  # int64 [rows * K]
-    draft_logits,  # out: fp32 [R, K, V]
-    min_confidence,  # fp32 [1]
-    token_map,  # int64 [V of the draft], or None
-    partial_score,  # out: fp32 [rows * K, blocks]
-    partial_max,  # out: fp32 [rows * K, blocks]; not written without min_confidence, the next likewise
-    partial_sum_exp,  # out: fp32 [rows * K, blocks]
-    partial_index,  # out: int32 [rows * K, blocks]
-    vocab,  # V of the draft
-    columns,  # K
-    logits_stride,
-    cache_row_stride,  # of draft_logits, as is the next
-    cache_column_stride,
+    logits_ptr,  # [rows * K, V of the draft]
+    temperature_ptr,  # fp32 [R]
+    seeds_ptr,  # int64 [R]
+    positions_ptr,  # int64 [rows * K]
+    draft_logits_ptr,  # out: fp32 [R, K, V]
+    min_confidence_ptr,  # fp32 [1]
+    token_map_ptr,  # int64 [V of the draft], or None
+    partial_score_ptr,  # out: fp32 [rows * K, blocks]
+    partial_max_ptr,  # out: fp32 [rows * K, blocks]; not written without min_confidence, the next likewise
+    partial_sum_exp_ptr,  # out: fp32 [rows * K, blocks]
+    partial_index_ptr,  # out: int32 [rows * K, blocks]
+    vocab_size,  # V of the draft
+    num_drafts,  # K
+    stride_logits,
+    stride_draft_row,  # of draft_logits, as is the next
+    stride_draft_pos,
     STREAM: tl.constexpr,  # of the noise
     AHEAD: tl.constexpr,  # from an input's position to that of the token it predicts
-    BLOCK: tl.constexpr,  # logits of a program
+    BLOCK_V: tl.constexpr,  # logits of a program
     PDL: tl.constexpr,
 ):
-    """One program per column of a row and block of the vocabulary: process its logits, and find the best token.
+    """draft_logits = logits / temperature, and argmax of it + gumbel, over one block of the vocabulary in one column.
 
-    `rows` are the first of the buffers' R.
+    Grid [rows * K, blocks]; the rows are the first of the buffers' R.
     """
     await_previous(PDL)
-    line = tl.program_id(0).to(tl.int64)
+    draft_row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    row = line // columns
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    inside = at < vocab
-    # Every load stands before the first store: after one that may alias it, a load would wait until that is done.
-    x = tl.load(logits + line * logits_stride + at, mask=inside, other=float("-inf")).to(tl.float32)
-    token = at
-    if token_map is not None:
-        token = tl.load(token_map + at, mask=inside, other=0)
-    row_temperature = tl.load(temperature + row)
-    seed = tl.load(seeds + row)
-    position = tl.load(positions + line)
-    threshold = tl.load(min_confidence)
-    # Store the processed logits, which verification reads
-    is_random = row_temperature > 0
+    row = draft_row // num_drafts
+    offs_v = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask = offs_v < vocab_size
+    # 1. Load. Every load stands before the first store: after one that may alias it, it would wait until that is done.
+    x = tl.load(logits_ptr + draft_row * stride_logits + offs_v, mask=mask, other=float("-inf")).to(tl.float32)
+    token = offs_v
+    if token_map_ptr is not None:
+        token = tl.load(token_map_ptr + offs_v, mask=mask, other=0)
+    temperature = tl.load(temperature_ptr + row)
+    seed = tl.load(seeds_ptr + row)
+    position = tl.load(positions_ptr + draft_row)
+    min_confidence = tl.load(min_confidence_ptr)
+    # 2. Store the processed logits, which verification reads
+    is_random = temperature > 0
     if is_random:
-        x = tl.div_rn(x, row_temperature)
-    tl.store(draft_logits + row * cache_row_stride + line % columns * cache_column_stride + token, x, mask=inside)
-    part = line * tl.num_programs(1) + block
-    if threshold > 0:
-        store_max_sum_exp(x, partial_max + part, partial_sum_exp + part)
-    # The best of them, with noise in a random row
+        x = tl.div_rn(x, temperature)
+    draft_ptrs = draft_logits_ptr + row * stride_draft_row + draft_row % num_drafts * stride_draft_pos + token
+    tl.store(draft_ptrs, x, mask=mask)
+    part_offs = draft_row * tl.num_programs(1) + block
+    if min_confidence > 0:
+        store_max_sum_exp(x, partial_max_ptr + part_offs, partial_sum_exp_ptr + part_offs)
+    # 3. The best of them, with noise in a random row
     if is_random:
         x = x + triton_gumbel(triton_key(seed, position + AHEAD, STREAM), token)
-    best, first = tl.max(x, 0, return_indices=True)
-    tl.store(partial_score + part, best)
-    tl.store(partial_index + part, block * BLOCK + first)
+    max_score, argmax = tl.max(x, 0, return_indices=True)
+    tl.store(partial_score_ptr + part_offs, max_score)
+    tl.store(partial_index_ptr + part_offs, block * BLOCK_V + argmax)
 
 
 @triton.jit
 def _store_block_kernel(
-    logits,  # [rows * K, V of the draft]
-    temperature,  # fp32 [R]
-    seq_lens,  # int32 [R]
-    draft_tokens,  # out: int64 [R, K]
-    draft_lens,  # int32 [R]
-    num_tokens,  # int32 [1]
-    min_confidence,  # fp32 [1]
-    token_map,  # int64 [V of the draft], or None
-    partial_score,  # fp32 [rows * K, blocks]
-    partial_max,  # fp32 [rows * K, blocks]
-    partial_sum_exp,  # fp32 [rows * K, blocks]
-    partial_index,  # int32 [rows * K, blocks]
-    vocab,  # V of the draft
-    columns,  # K
-    blocks,  # of the vocabulary
-    logits_stride,
-    tokens_stride,
-    BLOCK: tl.constexpr,  # blocks, rounded up to a power of two
+    logits_ptr,  # [rows * K, V of the draft]
+    temperature_ptr,  # fp32 [R]
+    seq_lens_ptr,  # int32 [R]
+    draft_tokens_ptr,  # out: int64 [R, K]
+    draft_lens_ptr,  # int32 [R]
+    num_tokens_ptr,  # int32 [1]
+    min_confidence_ptr,  # fp32 [1]
+    token_map_ptr,  # int64 [V of the draft], or None
+    partial_score_ptr,  # fp32 [rows * K, blocks]
+    partial_max_ptr,  # fp32 [rows * K, blocks]
+    partial_sum_exp_ptr,  # fp32 [rows * K, blocks]
+    partial_index_ptr,  # int32 [rows * K, blocks]
+    vocab_size,  # V of the draft
+    num_drafts,  # K
+    num_blocks,  # of the vocabulary
+    stride_logits,
+    stride_draft_tokens,
+    BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
     BLOCK_K: tl.constexpr,  # K, likewise
     PDL: tl.constexpr,
 ):
     """One program per row, of the first of the buffers' R: store its tokens up to where it stops, and none behind."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK_K)
-    block = tl.arange(0, BLOCK)[None, :]
-    line = row * columns + column
-    part = line[:, None] * blocks + block
-    inside = (column < columns)[:, None] & (block < blocks)
-    # The token of each column, the best of its blocks'
-    score = tl.load(partial_score + part, mask=inside, other=float("-inf"))
-    index = tl.load(partial_index + part, mask=inside, other=2147483647)  # the largest int32
-    best = tl.max(score, 1)
-    chosen = tl.min(tl.where(score == best[:, None], index, 2147483647), 1)
+    offs_k = tl.arange(0, BLOCK_K)
+    offs_b = tl.arange(0, BLOCK_B)[None, :]
+    draft_row = row * num_drafts + offs_k
+    part_offs = draft_row[:, None] * num_blocks + offs_b
+    mask = (offs_k < num_drafts)[:, None] & (offs_b < num_blocks)
+    # 1. The token of each column, the best of its blocks'
+    score = tl.load(partial_score_ptr + part_offs, mask=mask, other=float("-inf"))
+    index = tl.load(partial_index_ptr + part_offs, mask=mask, other=INT32_MAX)
+    max_score = tl.max(score, 1)
+    draft_ids = tl.min(tl.where(score == max_score[:, None], index, INT32_MAX), 1)
     # Where every logit is NaN none was found; the token must lie in the vocabulary all the same.
-    chosen = tl.minimum(chosen, vocab - 1).to(tl.int64)
-    token = chosen
-    if token_map is not None:
-        token = tl.load(token_map + chosen)
-    # How many the row proposes
-    length = tl.minimum(tl.minimum(tl.load(draft_lens + row), tl.load(num_tokens)), columns)
-    length = tl.where(tl.load(seq_lens + row) > 0, length, 0)
-    threshold = tl.load(min_confidence)
-    if threshold > 0:
-        maxima = tl.load(partial_max + part, mask=inside, other=float("-inf"))
-        sums = tl.load(partial_sum_exp + part, mask=inside, other=0.0)
-        largest, total = merge_sum_exp(maxima, sums)
-        row_temperature = tl.load(temperature + row)
-        x = tl.load(logits + line * logits_stride + chosen, mask=column < columns, other=0.0).to(tl.float32)
-        x = tl.div_rn(x, tl.where(row_temperature > 0, row_temperature, 1.0))
-        sure = tl.div_rn(tl.exp(x - largest), total) >= threshold
+    draft_ids = tl.minimum(draft_ids, vocab_size - 1).to(tl.int64)
+    draft_tokens = draft_ids
+    if token_map_ptr is not None:
+        draft_tokens = tl.load(token_map_ptr + draft_ids)
+    # 2. How many the row proposes, and store them
+    draft_len = tl.minimum(tl.minimum(tl.load(draft_lens_ptr + row), tl.load(num_tokens_ptr)), num_drafts)
+    draft_len = tl.where(tl.load(seq_lens_ptr + row) > 0, draft_len, 0)
+    min_confidence = tl.load(min_confidence_ptr)
+    if min_confidence > 0:
+        block_max = tl.load(partial_max_ptr + part_offs, mask=mask, other=float("-inf"))
+        block_sum = tl.load(partial_sum_exp_ptr + part_offs, mask=mask, other=0.0)
+        row_max, row_sum = merge_sum_exp(block_max, block_sum)
+        temperature = tl.load(temperature_ptr + row)
+        logit_ptrs = logits_ptr + draft_row * stride_logits + draft_ids
+        logit = tl.load(logit_ptrs, mask=offs_k < num_drafts, other=0.0).to(tl.float32)
+        logit = tl.div_rn(logit, tl.where(temperature > 0, temperature, 1.0))
+        sure = tl.div_rn(tl.exp(logit - row_max), row_sum) >= min_confidence
         # The token of the first column that is not sure is still proposed.
-        length = tl.minimum(length, tl.min(tl.where(sure, columns, column), 0) + 1)
-    tl.store(draft_tokens + row * tokens_stride + column, tl.where(column < length, token, -1), mask=column < columns)
+        draft_len = tl.minimum(draft_len, tl.min(tl.where(sure, num_drafts, offs_k), 0) + 1)
+    draft_tokens = tl.where(offs_k < draft_len, draft_tokens, -1)
+    tl.store(draft_tokens_ptr + row * stride_draft_tokens + offs_k, draft_tokens, mask=offs_k < num_drafts)
 
 
 sample_block = define_op("spec_decode::sample_block", SampleBlock, mutates=("draft_tokens", "draft_logits"))

@@ -95,9 +95,9 @@ class SampleDraft(NamedTuple):
             *hidden_strides,
             STREAM=noise.DRAFT,
             AHEAD=POSITION_AHEAD,
-            WIDTH=width,
-            SHARE=triton.next_power_of_2(triton.cdiv(width, blocks)),
-            BLOCK=block,
+            HIDDEN_SIZE=width,
+            BLOCK_H=triton.next_power_of_2(triton.cdiv(width, blocks)),
+            BLOCK_V=block,
             # Four logits a thread: noise costs so much arithmetic that few threads, not memory, would set the pace.
             num_warps=max(1, min(8, block // 128)),
             **dependent_launch(device),
@@ -123,7 +123,7 @@ class SampleDraft(NamedTuple):
             blocks,
             self.logits.stride(0),
             self.draft_tokens.stride(0),
-            BLOCK=triton.next_power_of_2(blocks),
+            BLOCK_B=triton.next_power_of_2(blocks),
             BLOCK_K=triton.next_power_of_2(columns),
             num_warps=1,
             **dependent_launch(device),
@@ -132,141 +132,142 @@ class SampleDraft(NamedTuple):
 
 @triton.jit
 def _block_argmax_kernel(
-    logits,  # [rows, V of the draft]
-    temperature,  # fp32 [R]
-    seeds,  # int64 [R]
-    positions,  # int64 [>= R]
-    step,  # int64 [1]
-    draft_logits,  # out: fp32 [R, K, V]
-    min_confidence,  # fp32 [1]
-    continue_flag,  # out: int32 [1]
-    token_map,  # int64 [V of the draft], or None
-    hidden,  # [rows, H], or None
-    next_hidden,  # out: [rows, H], or None
-    partial_score,  # out: fp32 [rows, blocks]
-    partial_max,  # out: fp32 [rows, blocks]; not written without min_confidence, the next likewise
-    partial_sum_exp,  # out: fp32 [rows, blocks]
-    partial_index,  # out: int32 [rows, blocks]
-    vocab,  # V of the draft
-    columns,  # K
-    logits_stride,
-    cache_row_stride,  # of draft_logits, as is the next
-    cache_column_stride,
-    hidden_stride,
-    next_hidden_stride,
+    logits_ptr,  # [rows, V of the draft]
+    temperature_ptr,  # fp32 [R]
+    seeds_ptr,  # int64 [R]
+    positions_ptr,  # int64 [>= R]
+    step_ptr,  # int64 [1]
+    draft_logits_ptr,  # out: fp32 [R, K, V]
+    min_confidence_ptr,  # fp32 [1]
+    continue_flag_ptr,  # out: int32 [1]
+    token_map_ptr,  # int64 [V of the draft], or None
+    hidden_ptr,  # [rows, H], or None
+    next_hidden_ptr,  # out: [rows, H], or None
+    partial_score_ptr,  # out: fp32 [rows, blocks]
+    partial_max_ptr,  # out: fp32 [rows, blocks]; not written without min_confidence, the next likewise
+    partial_sum_exp_ptr,  # out: fp32 [rows, blocks]
+    partial_index_ptr,  # out: int32 [rows, blocks]
+    vocab_size,  # V of the draft
+    num_drafts,  # K
+    stride_logits,
+    stride_draft_row,  # of draft_logits, as is the next
+    stride_draft_pos,
+    stride_hidden,
+    stride_next_hidden,
     STREAM: tl.constexpr,  # of the noise
     AHEAD: tl.constexpr,  # from an input's position to that of the token it predicts
-    WIDTH: tl.constexpr,  # H; 0 without hidden
-    SHARE: tl.constexpr,  # of H, that a program copies
-    BLOCK: tl.constexpr,  # logits of a program
+    HIDDEN_SIZE: tl.constexpr,  # H; 0 without hidden
+    BLOCK_H: tl.constexpr,  # columns of H that a program copies
+    BLOCK_V: tl.constexpr,  # logits of a program
     PDL: tl.constexpr,
 ):
-    """One program per row and block of the vocabulary: process its logits, and find the best token.
+    """draft_logits = logits / temperature, and argmax of it + gumbel, over one block of the vocabulary.
 
-    `rows` are the first of the buffers' R.
+    Grid [rows, blocks]; the rows are the first of the buffers' R.
     """
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    inside = at < vocab
-    # Every load stands before the first store: after one that may alias it, a load would wait until that is done.
-    x = tl.load(logits + row * logits_stride + at, mask=inside, other=float("-inf")).to(tl.float32)
-    token = at
-    if token_map is not None:
-        token = tl.load(token_map + at, mask=inside, other=0)
-    row_temperature = tl.load(temperature + row)
-    seed = tl.load(seeds + row)
-    position = tl.load(positions + row)
-    column = tl.load(step)
-    threshold = tl.load(min_confidence)
-    # This program's share of the hidden states
-    if WIDTH > 0:
-        dim = block * SHARE + tl.arange(0, SHARE)
-        state = tl.load(hidden + row * hidden_stride + dim, mask=dim < WIDTH)
-        tl.store(next_hidden + row * next_hidden_stride + dim, state, mask=dim < WIDTH)
-    # Store the processed logits, which verification reads
-    is_random = row_temperature > 0
+    offs_v = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask = offs_v < vocab_size
+    # 1. Load. Every load stands before the first store: after one that may alias it, it would wait until that is done.
+    x = tl.load(logits_ptr + row * stride_logits + offs_v, mask=mask, other=float("-inf")).to(tl.float32)
+    token = offs_v
+    if token_map_ptr is not None:
+        token = tl.load(token_map_ptr + offs_v, mask=mask, other=0)
+    temperature = tl.load(temperature_ptr + row)
+    seed = tl.load(seeds_ptr + row)
+    position = tl.load(positions_ptr + row)
+    k = tl.load(step_ptr)
+    min_confidence = tl.load(min_confidence_ptr)
+    # 2. Copy this program's share of the hidden states
+    if HIDDEN_SIZE > 0:
+        offs_h = block * BLOCK_H + tl.arange(0, BLOCK_H)
+        state = tl.load(hidden_ptr + row * stride_hidden + offs_h, mask=offs_h < HIDDEN_SIZE)
+        tl.store(next_hidden_ptr + row * stride_next_hidden + offs_h, state, mask=offs_h < HIDDEN_SIZE)
+    # 3. Store the processed logits, which verification reads
+    is_random = temperature > 0
     if is_random:
-        x = tl.div_rn(x, row_temperature)
-    cached = draft_logits + row * cache_row_stride + column * cache_column_stride + token
-    tl.store(cached, x, mask=inside & (column < columns))
-    part = row * tl.num_programs(1) + block
+        x = tl.div_rn(x, temperature)
+    draft_ptrs = draft_logits_ptr + row * stride_draft_row + k * stride_draft_pos + token
+    tl.store(draft_ptrs, x, mask=mask & (k < num_drafts))
+    part_offs = row * tl.num_programs(1) + block
     if (row == 0) & (block == 0):
         # The next kernel sets it where a row continues.
-        tl.store(continue_flag, 0)
-    if threshold > 0:
-        store_max_sum_exp(x, partial_max + part, partial_sum_exp + part)
-    # The best of them, with noise in a random row
+        tl.store(continue_flag_ptr, 0)
+    if min_confidence > 0:
+        store_max_sum_exp(x, partial_max_ptr + part_offs, partial_sum_exp_ptr + part_offs)
+    # 4. The best of them, with noise in a random row
     if is_random:
         x = x + triton_gumbel(triton_key(seed, position + AHEAD, STREAM), token)
-    best, first = tl.max(x, 0, return_indices=True)
-    tl.store(partial_score + part, best)
-    tl.store(partial_index + part, block * BLOCK + first)
+    max_score, argmax = tl.max(x, 0, return_indices=True)
+    tl.store(partial_score_ptr + part_offs, max_score)
+    tl.store(partial_index_ptr + part_offs, block * BLOCK_V + argmax)
 
 
 @triton.jit
 def _store_token_kernel(
-    logits,  # [rows, V of the draft]
-    temperature,  # fp32 [R]
-    seq_lens,  # in and out: int32 [R]
-    step,  # int64 [1]
-    draft_tokens,  # out: int64 [R, K]
-    next_ids,  # out: int64 [R]
-    draft_lens,  # int32 [R]
-    num_tokens,  # int32 [1]
-    min_confidence,  # fp32 [1]
-    continue_flag,  # out: int32 [1]
-    token_map,  # int64 [V of the draft], or None
-    partial_score,  # fp32 [rows, blocks]
-    partial_max,  # fp32 [rows, blocks]
-    partial_sum_exp,  # fp32 [rows, blocks]
-    partial_index,  # int32 [rows, blocks]
-    vocab,  # V of the draft
-    columns,  # K
-    blocks,  # of the vocabulary
-    logits_stride,
-    tokens_stride,
-    BLOCK: tl.constexpr,  # blocks, rounded up to a power of two
+    logits_ptr,  # [rows, V of the draft]
+    temperature_ptr,  # fp32 [R]
+    seq_lens_ptr,  # in and out: int32 [R]
+    step_ptr,  # int64 [1]
+    draft_tokens_ptr,  # out: int64 [R, K]
+    next_ids_ptr,  # out: int64 [R]
+    draft_lens_ptr,  # int32 [R]
+    num_tokens_ptr,  # int32 [1]
+    min_confidence_ptr,  # fp32 [1]
+    continue_flag_ptr,  # out: int32 [1]
+    token_map_ptr,  # int64 [V of the draft], or None
+    partial_score_ptr,  # fp32 [rows, blocks]
+    partial_max_ptr,  # fp32 [rows, blocks]
+    partial_sum_exp_ptr,  # fp32 [rows, blocks]
+    partial_index_ptr,  # int32 [rows, blocks]
+    vocab_size,  # V of the draft
+    num_drafts,  # K
+    num_blocks,  # of the vocabulary
+    stride_logits,
+    stride_draft_tokens,
+    BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
     BLOCK_K: tl.constexpr,  # K, likewise
     PDL: tl.constexpr,
 ):
     """One program per row, of the first of the buffers' R: store its token, and decide whether it continues."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    block = tl.arange(0, BLOCK)
-    inside = block < blocks
-    part = row * blocks + block
-    seq_len = tl.load(seq_lens + row)
-    column = tl.load(step)
-    length = tl.minimum(tl.minimum(tl.load(draft_lens + row), tl.load(num_tokens)), columns)
-    threshold = tl.load(min_confidence)
-    # The token, the best of the blocks'
-    _, chosen = merge_argmax(partial_score + part, partial_index + part, inside)
+    offs_b = tl.arange(0, BLOCK_B)
+    mask = offs_b < num_blocks
+    part_offs = row * num_blocks + offs_b
+    seq_len = tl.load(seq_lens_ptr + row)
+    k = tl.load(step_ptr)
+    draft_len = tl.minimum(tl.minimum(tl.load(draft_lens_ptr + row), tl.load(num_tokens_ptr)), num_drafts)
+    min_confidence = tl.load(min_confidence_ptr)
+    # 1. The token, the best of the blocks'
+    _, draft_id = merge_argmax(partial_score_ptr + part_offs, partial_index_ptr + part_offs, mask)
     # Where every logit is NaN none was found; the token must lie in the vocabulary all the same.
-    chosen = tl.minimum(chosen, vocab - 1).to(tl.int64)
-    token = chosen
-    if token_map is not None:
-        token = tl.load(token_map + chosen)
-    # Whether the row proposes it, and then another
-    proposes = (seq_len > 0) & (column < length)
-    continues = proposes & (column + 1 < length)
-    if threshold > 0:
-        maxima = tl.load(partial_max + part, mask=inside, other=float("-inf"))
-        sums = tl.load(partial_sum_exp + part, mask=inside, other=0.0)
-        largest, total = merge_sum_exp(maxima, sums)
-        row_temperature = tl.load(temperature + row)
-        score = tl.load(logits + row * logits_stride + chosen).to(tl.float32)
-        score = tl.div_rn(score, tl.where(row_temperature > 0, row_temperature, 1.0))
-        continues = continues & (tl.div_rn(tl.exp(score - largest), total) >= threshold)
-    stored = draft_tokens + row * tokens_stride
-    if column == 0:
-        others = tl.arange(0, BLOCK_K)
-        tl.store(stored + others, -1, mask=(others > 0) & (others < columns))
-    tl.store(stored + column, tl.where(proposes, token, -1), mask=column < columns)
-    tl.store(next_ids + row, tl.where(proposes, token, 0))
-    tl.store(seq_lens + row, tl.where(continues, seq_len, 0))
-    tl.store(continue_flag, 1, mask=continues)
+    draft_id = tl.minimum(draft_id, vocab_size - 1).to(tl.int64)
+    token = draft_id
+    if token_map_ptr is not None:
+        token = tl.load(token_map_ptr + draft_id)
+    # 2. Whether the row proposes it, and then another
+    proposes = (seq_len > 0) & (k < draft_len)
+    continues = proposes & (k + 1 < draft_len)
+    if min_confidence > 0:
+        block_max = tl.load(partial_max_ptr + part_offs, mask=mask, other=float("-inf"))
+        block_sum = tl.load(partial_sum_exp_ptr + part_offs, mask=mask, other=0.0)
+        row_max, row_sum = merge_sum_exp(block_max, block_sum)
+        temperature = tl.load(temperature_ptr + row)
+        logit = tl.load(logits_ptr + row * stride_logits + draft_id).to(tl.float32)
+        logit = tl.div_rn(logit, tl.where(temperature > 0, temperature, 1.0))
+        continues = continues & (tl.div_rn(tl.exp(logit - row_max), row_sum) >= min_confidence)
+    # 3. Store what it proposes, and whether it continues
+    row_ptr = draft_tokens_ptr + row * stride_draft_tokens
+    if k == 0:
+        offs_k = tl.arange(0, BLOCK_K)
+        tl.store(row_ptr + offs_k, -1, mask=(offs_k > 0) & (offs_k < num_drafts))
+    tl.store(row_ptr + k, tl.where(proposes, token, -1), mask=k < num_drafts)
+    tl.store(next_ids_ptr + row, tl.where(proposes, token, 0))
+    tl.store(seq_lens_ptr + row, tl.where(continues, seq_len, 0))
+    tl.store(continue_flag_ptr, 1, mask=continues)
 
 
 sample_draft = define_op(

@@ -1,21 +1,23 @@
 """Search for a threshold among logits in memory, for the kernels of restrict_logits.
 
-With SUM_EXP a logit x weighs exp(x - largest), where largest is the row's largest logit; else it weighs 1.
+With SUM_EXP a logit x weighs exp(x - row_max), where row_max is the row's largest logit; else it weighs 1.
 """
 
 from __future__ import annotations
 
 from builders.kernels.triton_runtime import tl, triton
 
+_ALL_BUT_SIGN = tl.constexpr(0x7FFFFFFF)  # bits of an fp32
+
 
 @triton.jit
 def search(
-    x,  # fp32 [length]
+    x_ptr,  # fp32 [length]
     length,
     lower,
     upper,
     target,
-    largest,
+    row_max,
     SUM_EXP: tl.constexpr,
     BLOCK: tl.constexpr,  # logits read at a time
 ):
@@ -28,7 +30,7 @@ def search(
     search continues among those that were kept.
     """
     low = _rank(lower)
-    high = tl.minimum(_rank(upper), _rank(largest) + 1)
+    high = tl.minimum(_rank(upper), _rank(row_max) + 1)
     pivot = _middle(low, high)
     kept = tl.full((4 * BLOCK,), float("-inf"), tl.float32)
     lost = 1
@@ -37,13 +39,14 @@ def search(
     # Walks over memory, until the logits between the bounds are kept
     while (pivot > low) & (lost > 0):
         base = above
-        weight, kept, lost = walk(x, length, _float(pivot), _float(low), _float(high), upper, largest, SUM_EXP, BLOCK)
+        low_x, high_x = _float(low), _float(high)
+        weight, kept, lost = walk(x_ptr, length, _float(pivot), low_x, high_x, upper, row_max, SUM_EXP, BLOCK)
         above = tl.where(weight >= target, above, weight)
         low, high = _narrowed(low, high, pivot, weight, target)
         pivot = _middle(low, high)
     # Steps over registers
     while pivot > low:
-        weight = base + tl.sum(_weight(kept, kept >= _float(pivot), largest, SUM_EXP), 0)
+        weight = base + tl.sum(_weight(kept, kept >= _float(pivot), row_max, SUM_EXP), 0)
         low, high = _narrowed(low, high, pivot, weight, target)
         pivot = _middle(low, high)
     return _float(low)
@@ -60,13 +63,13 @@ def _narrowed(low, high, pivot, weight, target):
 
 @triton.jit
 def walk(
-    x,  # fp32 [length]
+    x_ptr,  # fp32 [length]
     length,
     pivot,
     low,
     high,
     upper,
-    largest,
+    row_max,
     SUM_EXP: tl.constexpr,
     BLOCK: tl.constexpr,  # logits read at a time
 ):
@@ -81,33 +84,33 @@ def walk(
     nothing = tl.full((BLOCK,), float("-inf"), tl.float32)
     first, second, third, fourth, lost = nothing, nothing, nothing, nothing, nothing
     for start in tl.range(0, length, BLOCK, loop_unroll_factor=2):
-        value = tl.load(x + start + lane, mask=start + lane < length, other=float("-inf"))
-        weight += _weight(value, (value >= pivot) & (value < upper), largest, SUM_EXP)
-        inside = (value > low) & (value < high)
+        x = tl.load(x_ptr + start + lane, mask=start + lane < length, other=float("-inf"))
+        weight += _weight(x, (x >= pivot) & (x < upper), row_max, SUM_EXP)
+        inside = (x > low) & (x < high)
         lost = tl.where(inside, tl.maximum(lost, fourth), lost)
         fourth = tl.where(inside, third, fourth)
         third = tl.where(inside, second, third)
         second = tl.where(inside, first, second)
-        first = tl.where(inside, value, first)
+        first = tl.where(inside, x, first)
     kept = tl.join(tl.join(first, second), tl.join(third, fourth)).reshape(4 * BLOCK, can_reorder=True)
     return tl.sum(weight, 0), kept, (tl.max(lost, 0) > float("-inf")).to(tl.int32)
 
 
 @triton.jit
-def _weight(value, counted, largest, SUM_EXP: tl.constexpr):
-    return tl.where(counted, tl.exp(value - largest) if SUM_EXP else 1.0, 0.0)
+def _weight(x, counted, row_max, SUM_EXP: tl.constexpr):
+    return tl.where(counted, tl.exp(x - row_max) if SUM_EXP else 1.0, 0.0)
 
 
 @triton.jit
-def _rank(value):
+def _rank(x):
     """A float's int32, ordered as floats are; of both zeros, which are equal, the larger."""
-    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & _ALL_BUT_SIGN)
 
 
 @triton.jit
 def _float(rank):
-    return (rank ^ ((rank >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return (rank ^ ((rank >> 31) & _ALL_BUT_SIGN)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -10,6 +10,8 @@ _MIN_BLOCKS = 64
 _BLOCK_BOUNDS = (512, 4096)
 """The fewest and the most logits of a program."""
 
+INT32_MAX = tl.constexpr(2147483647)  # a token after every other
+
 
 def vocab_block(vocab: int) -> int:
     """Logits of one program: a power of two, for rows of `vocab` logits."""
@@ -20,29 +22,28 @@ def vocab_block(vocab: int) -> int:
 
 
 @triton.jit
-def store_max_sum_exp(x, partial_max, partial_sum_exp):
-    """Store a block's largest logit and the sum of exp(logit - largest)."""
-    largest = tl.max(x, 0)
-    tl.store(partial_max, largest)
+def store_max_sum_exp(logits, max_ptr, sum_exp_ptr):
+    """Store max(logits) and the sum of exp(logits - max(logits)) of a block."""
+    block_max = tl.max(logits, 0)
+    tl.store(max_ptr, block_max)
     # A block of -inf alone has the sum 0; -inf minus itself would make it NaN.
-    tl.store(partial_sum_exp, tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp(x - largest)), 0))
+    tl.store(sum_exp_ptr, tl.sum(tl.where(logits == float("-inf"), 0.0, tl.exp(logits - block_max)), 0))
 
 
 @triton.jit
-def merge_sum_exp(largest, sum_exp):
-    """Of parts along the last axis, each with its largest logit and its sum of exp(logit - largest): both of all
-    together."""
-    axis: tl.constexpr = len(largest.shape) - 1
-    most = tl.max(largest, axis)
-    shifted = sum_exp * tl.exp(largest - tl.expand_dims(most, axis))
-    # A part of -inf alone has the sum 0; -inf minus itself would make it NaN.
-    return most, tl.sum(tl.where(sum_exp > 0, shifted, 0.0), axis)
+def merge_sum_exp(block_max, block_sum):
+    """row_max = max(block_max), and row_sum = sum of block_sum * exp(block_max - row_max), along the last axis."""
+    axis: tl.constexpr = len(block_max.shape) - 1
+    row_max = tl.max(block_max, axis)
+    rescaled = block_sum * tl.exp(block_max - tl.expand_dims(row_max, axis))
+    # A block of -inf alone has the sum 0; -inf minus itself would make it NaN.
+    return row_max, tl.sum(tl.where(block_sum > 0, rescaled, 0.0), axis)
 
 
 @triton.jit
-def merge_argmax(partial_score, partial_index, inside):
+def merge_argmax(score_ptrs, index_ptrs, mask):
     """The largest of the blocks' scores, and the lowest index among the blocks that reach it."""
-    score = tl.load(partial_score, mask=inside, other=float("-inf"))
-    index = tl.load(partial_index, mask=inside, other=2147483647)  # the largest int32
-    best = tl.max(score, 0)
-    return best, tl.min(tl.where(score == best, index, 2147483647), 0)
+    score = tl.load(score_ptrs, mask=mask, other=float("-inf"))
+    index = tl.load(index_ptrs, mask=mask, other=INT32_MAX)
+    max_score = tl.max(score, 0)
+    return max_score, tl.min(tl.where(score == max_score, index, INT32_MAX), 0)

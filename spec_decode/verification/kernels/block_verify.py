@@ -79,7 +79,7 @@ class BlockVerify(VerifyArguments):
                 columns,
                 vocab,
                 *strides,
-                BLOCK=block,
+                BLOCK_V=block,
                 num_warps=max(1, min(8, block // 256)),
                 **dependent_launch(device),
             )
@@ -119,142 +119,154 @@ def _passing_prefixes(models: Distributions, weights: torch.Tensor) -> torch.Ten
 
 @triton.jit
 def _prefix_weights_kernel(
-    processed,  # fp32 [R, 1 + K, V]
-    draft_tokens,  # int64 [R, K]
-    draft_logits,  # fp32 [R, K, V]
-    temperature,  # fp32 [R]
-    partial_max,  # fp32 [2, R * K, blocks]
-    partial_sum_exp,  # fp32 [2, R * K, blocks]
-    partial_argmax,  # int32 [R * K, blocks]
-    weights,  # out: fp32 [R, K]
-    accepted,  # out: int64 [R], of greedy rows
-    norms,  # out: fp32 [4, R * K]
-    columns,  # K
-    vocab,  # V
-    blocks,  # of the vocabulary
-    draft_row_stride,
-    draft_column_stride,
-    draft_token_stride,
+    target_logits_ptr,  # fp32 [R, 1 + K, V]
+    draft_tokens_ptr,  # int64 [R, K]
+    draft_logits_ptr,  # fp32 [R, K, V]
+    temperature_ptr,  # fp32 [R]
+    partial_max_ptr,  # fp32 [2, R * K, blocks]
+    partial_sum_exp_ptr,  # fp32 [2, R * K, blocks]
+    partial_argmax_ptr,  # int32 [R * K, blocks]
+    weights_ptr,  # out: fp32 [R, K]
+    num_accepted_ptr,  # out: int64 [R], of greedy rows
+    norms_ptr,  # out: fp32 [4, R * K]
+    num_drafts,  # K
+    vocab_size,  # V
+    num_blocks,  # of the vocabulary
+    stride_draft_row,
+    stride_draft_pos,
+    stride_draft_token,
     TINY: tl.constexpr,  # the smallest normal fp32
-    BLOCK: tl.constexpr,  # blocks, rounded up to a power of two
+    BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
     BLOCK_K: tl.constexpr,  # K, likewise
     PDL: tl.constexpr,
 ):
-    """One program per row: w(1) to w(K) of a random row, as far as its draft goes, and its norms; a greedy row's
-    `accepted`.
+    """w(k) = min(1, w(k - 1) target_probs[k] / draft_probs[k]) from w(0) = 1, of a random row; a program a row.
+
+    Block verification: Sun et al., 2024 (arXiv:2403.10444, algorithm 2). A random row's weights go as far as its draft,
+    and its norms are stored; of a greedy row num_accepted is.
     """
     await_previous(PDL)
+    # 1. Load the row's draft tokens, [BLOCK_K]
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK_K)
-    token, length = read_draft(row, draft_tokens, columns, BLOCK_K)
-    if tl.load(temperature + row) > 0:
-        p, q = draft_probabilities(
+    offs_k = tl.arange(0, BLOCK_K)
+    draft_tokens, draft_len = read_draft(row, draft_tokens_ptr, num_drafts, BLOCK_K)
+    if tl.load(temperature_ptr + row) > 0:
+        target_probs, draft_probs = draft_probabilities(
             row,
-            token,
-            length,
-            processed,
-            draft_logits,
-            partial_max,
-            partial_sum_exp,
-            norms,
-            columns,
-            vocab,
-            blocks,
-            draft_row_stride,
-            draft_column_stride,
-            draft_token_stride,
-            BLOCK,
+            draft_tokens,
+            draft_len,
+            target_logits_ptr,
+            draft_logits_ptr,
+            partial_max_ptr,
+            partial_sum_exp_ptr,
+            norms_ptr,
+            num_drafts,
+            vocab_size,
+            num_blocks,
+            stride_draft_row,
+            stride_draft_pos,
+            stride_draft_token,
+            BLOCK_B,
             BLOCK_K,
         )
-        # The weights, one token after another. One that is no number keeps no draft; by themselves, minimum and maximum
-        # drop it.
-        ratio = tl.div_rn(p, tl.maximum(q, TINY, propagate_nan=tl.PropagateNan.ALL))
-        weight = 1.0
-        row_weights = tl.zeros((BLOCK_K,), tl.float32)
-        for at in range(0, length):
-            product = weight * tl.sum(tl.where(column == at, ratio, 0.0), 0)
-            weight = tl.minimum(1.0, product, propagate_nan=tl.PropagateNan.ALL)
-            row_weights = tl.where(column == at, weight, row_weights)
-        tl.store(weights + row * columns + column, row_weights, mask=column < length)
+        # 2. The weights, one token after another. One that is no number keeps no draft; by themselves, minimum and
+        # maximum drop it.
+        ratio = tl.div_rn(target_probs, tl.maximum(draft_probs, TINY, propagate_nan=tl.PropagateNan.ALL))
+        w = 1.0
+        weights = tl.zeros((BLOCK_K,), tl.float32)
+        for i in range(0, draft_len):
+            product = w * tl.sum(tl.where(offs_k == i, ratio, 0.0), 0)
+            w = tl.minimum(1.0, product, propagate_nan=tl.PropagateNan.ALL)
+            weights = tl.where(offs_k == i, w, weights)
+        tl.store(weights_ptr + row * num_drafts + offs_k, weights, mask=offs_k < draft_len)
     else:
-        passes = matches_argmax(row, token, length, partial_max, partial_argmax, columns, blocks, BLOCK, BLOCK_K)
-        count = tl.min(tl.where(passes, columns, column), 0)
-        tl.store(accepted + row, tl.minimum(count, length).to(tl.int64))
+        accept = matches_argmax(
+            row, draft_tokens, draft_len, partial_max_ptr, partial_argmax_ptr, num_drafts, num_blocks, BLOCK_B, BLOCK_K
+        )
+        num_accepted = tl.min(tl.where(accept, num_drafts, offs_k), 0)
+        tl.store(num_accepted_ptr + row, tl.minimum(num_accepted, draft_len).to(tl.int64))
 
 
 @triton.jit
 def _residual_sums_kernel(
-    processed,  # fp32 [R, 1 + K, V]
-    draft_logits,  # fp32 [R, K, V]
-    temperature,  # fp32 [R]
-    weights,  # fp32 [R, K]
-    norms,  # fp32 [4, R * K]
-    residual_sums,  # out: fp32 [R * (K - 1), blocks]
-    rows,  # R
-    columns,  # K
-    vocab,  # V
-    draft_row_stride,
-    draft_column_stride,
-    draft_token_stride,
-    BLOCK: tl.constexpr,  # logits of a program
+    target_logits_ptr,  # fp32 [R, 1 + K, V]
+    draft_logits_ptr,  # fp32 [R, K, V]
+    temperature_ptr,  # fp32 [R]
+    weights_ptr,  # fp32 [R, K]
+    norms_ptr,  # fp32 [4, R * K]
+    residual_sums_ptr,  # out: fp32 [R * (K - 1), blocks]
+    num_rows,  # R
+    num_drafts,  # K
+    vocab_size,  # V
+    stride_draft_row,
+    stride_draft_pos,
+    stride_draft_token,
+    BLOCK_V: tl.constexpr,  # logits of a program
     PDL: tl.constexpr,
 ):
-    """One program per prefix i of a row, of 1 to K - 1, and block of the vocabulary: the block's sum of
-    max(w(i) p - q, 0) at the column after the prefix.
+    """One block's sum of max(w(k) target_probs - draft_probs, 0), at the column after the prefix of k tokens.
+
+    Grid [R * (K - 1), blocks]: a program has one prefix, of k = 1 to K - 1, and one block of the vocabulary.
     """
     await_previous(PDL)
-    line = tl.program_id(0).to(tl.int64)
-    row, column = line // (columns - 1), 1 + line % (columns - 1)
-    if tl.load(temperature + row) > 0:
-        token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = token < vocab
-        at = row * columns + column
-        weight = tl.load(weights + at - 1)
-        x = tl.load(processed + (at + row) * vocab + token, mask=inside, other=float("-inf"))
-        y = draft_logits + row * draft_row_stride + column * draft_column_stride + token * draft_token_stride
-        y = tl.load(y, mask=inside, other=float("-inf"))
-        part = line * tl.num_programs(1) + tl.program_id(1)
-        tl.store(residual_sums + part, tl.sum(residual_weight(x, y, weight, norms, at, rows * columns), 0))
+    prefix_row = tl.program_id(0).to(tl.int64)
+    row, k = prefix_row // (num_drafts - 1), 1 + prefix_row % (num_drafts - 1)
+    if tl.load(temperature_ptr + row) > 0:
+        offs_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+        mask = offs_v < vocab_size
+        draft_row = row * num_drafts + k
+        w = tl.load(weights_ptr + draft_row - 1)
+        target_ptrs = target_logits_ptr + (draft_row + row) * vocab_size + offs_v
+        target_logits = tl.load(target_ptrs, mask=mask, other=float("-inf"))
+        draft_ptrs = draft_logits_ptr + row * stride_draft_row + k * stride_draft_pos + offs_v * stride_draft_token
+        draft_logits = tl.load(draft_ptrs, mask=mask, other=float("-inf"))
+        part_offs = prefix_row * tl.num_programs(1) + tl.program_id(1)
+        residual = residual_weight(target_logits, draft_logits, w, norms_ptr, draft_row, num_rows * num_drafts)
+        tl.store(residual_sums_ptr + part_offs, tl.sum(residual, 0))
 
 
 @triton.jit
 def _accept_prefix_kernel(
-    draft_tokens,  # int64 [R, K]
-    temperature,  # fp32 [R]
-    accept_seeds,  # int64 [R]
-    draft_positions,  # int64 [R]
-    weights,  # fp32 [R, K]
-    residual_sums,  # fp32 [R * (K - 1), blocks]
-    accepted,  # out: int64 [R], of random rows
-    weight,  # out: fp32 [R], of random rows
-    columns,  # K
-    blocks,  # of the vocabulary
-    BLOCK: tl.constexpr,  # blocks, rounded up to a power of two
+    draft_tokens_ptr,  # int64 [R, K]
+    temperature_ptr,  # fp32 [R]
+    accept_seeds_ptr,  # int64 [R]
+    draft_positions_ptr,  # int64 [R]
+    weights_ptr,  # fp32 [R, K]
+    residual_sums_ptr,  # fp32 [R * (K - 1), blocks]
+    num_accepted_ptr,  # out: int64 [R], of random rows
+    weight_ptr,  # out: fp32 [R], of random rows
+    num_drafts,  # K
+    num_blocks,  # of the vocabulary
+    BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
     BLOCK_K: tl.constexpr,  # K, likewise
     PDL: tl.constexpr,
 ):
-    """One program per row: the longest prefix of a random row that passes."""
+    """The longest prefix k of a random row with uniform <= S / (S + 1 - w(k)), S its residual's sum.
+
+    One program per row.
+    """
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(temperature + row) > 0:
-        column = tl.arange(0, BLOCK_K)
-        _, length = read_draft(row, draft_tokens, columns, BLOCK_K)
-        # The weight of each prefix, and its residual's sum
-        row_weights = tl.load(weights + row * columns + column, mask=column < length, other=0.0)
-        block = tl.arange(0, BLOCK)[None, :]
-        part = (row * (columns - 1) + column[:, None]) * blocks + block
+    if tl.load(temperature_ptr + row) > 0:
+        offs_k = tl.arange(0, BLOCK_K)
+        _, draft_len = read_draft(row, draft_tokens_ptr, num_drafts, BLOCK_K)
+        # 1. The weight of each prefix, and its residual's sum S
+        weights = tl.load(weights_ptr + row * num_drafts + offs_k, mask=offs_k < draft_len, other=0.0)
+        offs_b = tl.arange(0, BLOCK_B)[None, :]
+        part_offs = (row * (num_drafts - 1) + offs_k[:, None]) * num_blocks + offs_b
         # Prefix i, at column i - 1, has a residual if a token was proposed after it.
-        continues = column + 1 < length
-        residual_sum = tl.sum(tl.load(residual_sums + part, mask=continues[:, None] & (block < blocks), other=0.0), 1)
-        # Which prefixes pass, and the longest of them
-        chance = tl.where(continues, residual_sum, row_weights)
-        whole = tl.where(continues, residual_sum + 1 - row_weights, 1.0)
-        uniform = accept_uniform(tl.load(accept_seeds + row), tl.load(draft_positions + row) + column)
-        passes = (column < length) & (uniform * whole <= chance)
-        count = tl.max(tl.where(passes, column + 1, 0), 0)
-        of_prefix = tl.where(count > 0, tl.sum(tl.where(column + 1 == count, row_weights, 0.0), 0), 1.0)
-        tl.store(accepted + row, count.to(tl.int64))
-        tl.store(weight + row, tl.where(count < length, of_prefix, 0.0))
+        has_next = offs_k + 1 < draft_len
+        mask = has_next[:, None] & (offs_b < num_blocks)
+        residual_sum = tl.sum(tl.load(residual_sums_ptr + part_offs, mask=mask, other=0.0), 1)
+        # 2. Which prefixes pass, and the longest of them. A whole draft passes with w itself.
+        numerator = tl.where(has_next, residual_sum, weights)
+        denominator = tl.where(has_next, residual_sum + 1 - weights, 1.0)
+        uniform = accept_uniform(tl.load(accept_seeds_ptr + row), tl.load(draft_positions_ptr + row) + offs_k)
+        accept = (offs_k < draft_len) & (uniform * denominator <= numerator)
+        num_accepted = tl.max(tl.where(accept, offs_k + 1, 0), 0)
+        w = tl.where(num_accepted > 0, tl.sum(tl.where(offs_k + 1 == num_accepted, weights, 0.0), 0), 1.0)
+        tl.store(num_accepted_ptr + row, num_accepted.to(tl.int64))
+        tl.store(weight_ptr + row, tl.where(num_accepted < draft_len, w, 0.0))
 
 
 block_verify = define_op("spec_decode::block_verify", BlockVerify)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from builders.kernels.triton_runtime import tl, triton
-from spec_decode.sampling.kernels.vocab_blocks import merge_sum_exp
+from spec_decode.sampling.kernels.vocab_blocks import INT32_MAX, merge_sum_exp
 from spec_decode.sampling.noise import ACCEPT, triton_key, triton_uniform
 
 _ACCEPT = tl.constexpr(ACCEPT)
@@ -12,112 +12,118 @@ _ACCEPT = tl.constexpr(ACCEPT)
 @triton.jit
 def read_draft(
     row,
-    draft_tokens,  # int64 [R, K]
-    columns,  # K
+    draft_tokens_ptr,  # int64 [R, K]
+    num_drafts,  # K
     BLOCK_K: tl.constexpr,
 ):
     """A row's draft int64 [BLOCK_K], -1 outside its K columns, and how many tokens it has before its end."""
-    column = tl.arange(0, BLOCK_K)
-    token = tl.load(draft_tokens + row * columns + column, mask=column < columns, other=-1)
-    return token, tl.minimum(tl.min(tl.where(token < 0, column, columns), 0), columns)
+    offs_k = tl.arange(0, BLOCK_K)
+    draft_tokens = tl.load(draft_tokens_ptr + row * num_drafts + offs_k, mask=offs_k < num_drafts, other=-1)
+    draft_len = tl.minimum(tl.min(tl.where(draft_tokens < 0, offs_k, num_drafts), 0), num_drafts)
+    return draft_tokens, draft_len
 
 
 @triton.jit
 def matches_argmax(
     row,
-    token,  # int64 [BLOCK_K]
-    length,
-    largest,  # fp32 [R * K, blocks], of p
-    argmax,  # int32 [R * K, blocks]
-    columns,  # K
-    blocks,  # of the vocabulary
-    BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    draft_tokens,  # int64 [BLOCK_K]
+    draft_len,
+    partial_max_ptr,  # fp32 [R * K, blocks], of the target
+    partial_argmax_ptr,  # int32 [R * K, blocks]
+    num_drafts,  # K
+    num_blocks,  # of the vocabulary
+    BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
+    BLOCK_K: tl.constexpr,  # K, likewise
 ):
-    """Of a greedy row: which of its first `length` tokens are the target's argmax."""
-    column = tl.arange(0, BLOCK_K)
-    block = tl.arange(0, BLOCK)[None, :]
-    part = (row * columns + column[:, None]) * blocks + block
-    inside = (column < length)[:, None] & (block < blocks)
-    x = tl.load(largest + part, mask=inside, other=float("-inf"))
-    at = tl.load(argmax + part, mask=inside, other=2147483647)  # the largest int32
-    best = tl.max(x, 1)
-    return (token == tl.min(tl.where(x == best[:, None], at, 2147483647), 1)) & (column < length)
+    """Of a greedy row: which of its first draft_len tokens are the target's argmax."""
+    offs_k = tl.arange(0, BLOCK_K)
+    offs_b = tl.arange(0, BLOCK_B)[None, :]
+    part_offs = (row * num_drafts + offs_k[:, None]) * num_blocks + offs_b
+    mask = (offs_k < draft_len)[:, None] & (offs_b < num_blocks)
+    block_max = tl.load(partial_max_ptr + part_offs, mask=mask, other=float("-inf"))
+    block_argmax = tl.load(partial_argmax_ptr + part_offs, mask=mask, other=INT32_MAX)
+    max_logit = tl.max(block_max, 1)
+    target_argmax = tl.min(tl.where(block_max == max_logit[:, None], block_argmax, INT32_MAX), 1)
+    return (draft_tokens == target_argmax) & (offs_k < draft_len)
 
 
 @triton.jit
 def _store_norms(
     row,
-    length,
-    partial_max,  # fp32 [R * K, blocks], of one model
-    partial_sum_exp,  # fp32 [R * K, blocks]
-    norms,  # out: fp32 [2, R * K]
-    columns,  # K
-    blocks,  # of the vocabulary
-    BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    draft_len,
+    partial_max_ptr,  # fp32 [R * K, blocks], of one model
+    partial_sum_exp_ptr,  # fp32 [R * K, blocks]
+    norms_ptr,  # out: fp32 [2, R * K]
+    num_drafts,  # K
+    num_blocks,  # of the vocabulary
+    BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
+    BLOCK_K: tl.constexpr,  # K, likewise
 ):
-    """Of a random row's first `length` columns: the largest logit and the sum of exponentials, stored as Residual's
+    """Of a random row's first draft_len columns: the largest logit and the sum of exponentials, stored as Residual's
     norms of one model."""
-    column = tl.arange(0, BLOCK_K)
-    block = tl.arange(0, BLOCK)[None, :]
-    line = row * columns + column
-    part = line[:, None] * blocks + block
-    inside = (column < length)[:, None] & (block < blocks)
-    maxima = tl.load(partial_max + part, mask=inside, other=float("-inf"))
-    sums = tl.load(partial_sum_exp + part, mask=inside, other=0.0)
-    largest, sum_exp = merge_sum_exp(maxima, sums)
-    count = tl.num_programs(0) * columns
-    tl.store(norms + line, largest, mask=column < length)
-    tl.store(norms + count + line, sum_exp, mask=column < length)
-    return largest, sum_exp
+    offs_k = tl.arange(0, BLOCK_K)
+    offs_b = tl.arange(0, BLOCK_B)[None, :]
+    draft_row = row * num_drafts + offs_k
+    part_offs = draft_row[:, None] * num_blocks + offs_b
+    mask = (offs_k < draft_len)[:, None] & (offs_b < num_blocks)
+    block_max = tl.load(partial_max_ptr + part_offs, mask=mask, other=float("-inf"))
+    block_sum = tl.load(partial_sum_exp_ptr + part_offs, mask=mask, other=0.0)
+    row_max, row_sum = merge_sum_exp(block_max, block_sum)
+    num_rows = tl.num_programs(0) * num_drafts
+    tl.store(norms_ptr + draft_row, row_max, mask=offs_k < draft_len)
+    tl.store(norms_ptr + num_rows + draft_row, row_sum, mask=offs_k < draft_len)
+    return row_max, row_sum
 
 
 @triton.jit
 def draft_probabilities(
     row,
-    token,  # int64 [BLOCK_K]
-    length,
-    processed,  # fp32 [R, 1 + K, V]
-    draft_logits,  # fp32 [R, K, V]
-    partial_max,  # fp32 [2, R * K, blocks]
-    partial_sum_exp,  # fp32 [2, R * K, blocks]
-    norms,  # out: fp32 [4, R * K]
-    columns,  # K
-    vocab,  # V
-    blocks,  # of the vocabulary
-    draft_row_stride,
-    draft_column_stride,
-    draft_token_stride,
-    BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    draft_tokens,  # int64 [BLOCK_K]
+    draft_len,
+    target_logits_ptr,  # fp32 [R, 1 + K, V]
+    draft_logits_ptr,  # fp32 [R, K, V]
+    partial_max_ptr,  # fp32 [2, R * K, blocks]
+    partial_sum_exp_ptr,  # fp32 [2, R * K, blocks]
+    norms_ptr,  # out: fp32 [4, R * K]
+    num_drafts,  # K
+    vocab_size,  # V
+    num_blocks,  # of the vocabulary
+    stride_draft_row,
+    stride_draft_pos,
+    stride_draft_token,
+    BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
+    BLOCK_K: tl.constexpr,  # K, likewise
 ):
-    """p and q fp32 [BLOCK_K] of a random row's first `length` tokens, 0 of the others; stores their columns' norms.
+    """exp(logit - max) / sum under both models, fp32 [BLOCK_K]: of a random row's draft_len tokens, 0 of the others.
 
-    One program per row.
+    One program per row. It also stores their columns' norms, max and sum.
     """
-    column = tl.arange(0, BLOCK_K)
-    count = tl.num_programs(0) * columns
-    p_max, p_sum = _store_norms(row, length, partial_max, partial_sum_exp, norms, columns, blocks, BLOCK, BLOCK_K)
-    q_max, q_sum = _store_norms(
+    # 1. Each column's max and sum, for the target, then the draft
+    offs_k = tl.arange(0, BLOCK_K)
+    num_rows = tl.num_programs(0) * num_drafts
+    target_max, target_sum = _store_norms(
+        row, draft_len, partial_max_ptr, partial_sum_exp_ptr, norms_ptr, num_drafts, num_blocks, BLOCK_B, BLOCK_K
+    )
+    draft_max, draft_sum = _store_norms(
         row,
-        length,
-        partial_max + count * blocks,
-        partial_sum_exp + count * blocks,
-        norms + 2 * count,
-        columns,
-        blocks,
-        BLOCK,
+        draft_len,
+        partial_max_ptr + num_rows * num_blocks,
+        partial_sum_exp_ptr + num_rows * num_blocks,
+        norms_ptr + 2 * num_rows,
+        num_drafts,
+        num_blocks,
+        BLOCK_B,
         BLOCK_K,
     )
-    # Both models' logits of the draft's tokens, and their probabilities
-    inside = (column < length) & (token < vocab)
-    x = tl.load(processed + (row * (columns + 1) + column) * vocab + token, mask=inside, other=float("-inf"))
-    y = draft_logits + row * draft_row_stride + column * draft_column_stride + token * draft_token_stride
-    y = tl.load(y, mask=inside, other=float("-inf"))
-    p = tl.where(inside, tl.div_rn(tl.exp(x - p_max), p_sum), 0.0)
-    q = tl.where(inside, tl.div_rn(tl.exp(y - q_max), q_sum), 0.0)
-    return p, q
+    # 2. Both models' logits of the draft tokens, and their probabilities
+    mask = (offs_k < draft_len) & (draft_tokens < vocab_size)
+    target_ptrs = target_logits_ptr + (row * (num_drafts + 1) + offs_k) * vocab_size + draft_tokens
+    target_logits = tl.load(target_ptrs, mask=mask, other=float("-inf"))
+    draft_ptrs = draft_logits_ptr + row * stride_draft_row + offs_k * stride_draft_pos
+    draft_logits = tl.load(draft_ptrs + draft_tokens * stride_draft_token, mask=mask, other=float("-inf"))
+    target_probs = tl.where(mask, tl.div_rn(tl.exp(target_logits - target_max), target_sum), 0.0)
+    draft_probs = tl.where(mask, tl.div_rn(tl.exp(draft_logits - draft_max), draft_sum), 0.0)
+    return target_probs, draft_probs
 
 
 @triton.jit

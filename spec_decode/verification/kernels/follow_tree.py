@@ -54,7 +54,7 @@ class FollowTree(NamedTuple):
             next_tokens,
             tokens,
             self.max_depth,
-            BLOCK=triton.next_power_of_2(tokens),
+            BLOCK_N=triton.next_power_of_2(tokens),
             num_warps=1,
             **dependent_launch(accepted.device),
         )
@@ -67,37 +67,37 @@ class FollowTree(NamedTuple):
 
 @triton.jit
 def _follow_tree_kernel(
-    draft_tokens,  # int64 [R, N]
-    parents,  # int64 [R, N]
-    target_tokens,  # int64 [R, 1 + N]
-    accepted,  # out: int64 [R]
-    path,  # out: int64 [R, K]
-    next_tokens,  # out: int64 [R]
-    tokens,  # 1 + N
+    draft_tokens_ptr,  # int64 [R, N]
+    parents_ptr,  # int64 [R, N]
+    target_tokens_ptr,  # int64 [R, 1 + N]
+    num_accepted_ptr,  # out: int64 [R]
+    path_ptr,  # out: int64 [R, K]
+    next_tokens_ptr,  # out: int64 [R]
+    num_tokens,  # 1 + N
     max_depth,  # K
-    BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # 1 + N, rounded up to a power of two
     PDL: tl.constexpr,
 ):
-    """One program per row."""
+    """From the root down, to the first child that is the target's token after its parent; a program a row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    token = tl.arange(0, BLOCK)
-    # Which draft tokens are the target's own after their parent
-    parent = read_parents(parents, row, tokens, BLOCK)
-    drafted = tl.load(draft_tokens + row * (tokens - 1) + token - 1, mask=parent >= 0, other=-1)
-    due = tl.load(target_tokens + row * tokens + parent, mask=parent >= 0, other=-2)
-    passes = drafted == due
-    # Down the tree, one token a step
+    offs_n = tl.arange(0, BLOCK_N)
+    # 1. Which draft tokens are the target's own after their parent
+    parent = read_parents(parents_ptr, row, num_tokens, BLOCK_N)
+    draft_tokens = tl.load(draft_tokens_ptr + row * (num_tokens - 1) + offs_n - 1, mask=parent >= 0, other=-1)
+    target_tokens = tl.load(target_tokens_ptr + row * num_tokens + parent, mask=parent >= 0, other=-2)
+    accept = draft_tokens == target_tokens
+    # 2. Down the tree, one token a step
     last = 0
-    count = 0
-    for step in range(0, max_depth):
-        child = tl.min(tl.where((parent == last) & passes, token, BLOCK), 0)
-        continues = (child < BLOCK) & (count == step)
+    num_accepted = 0
+    for depth in range(0, max_depth):
+        child = tl.min(tl.where((parent == last) & accept, offs_n, BLOCK_N), 0)
+        continues = (child < BLOCK_N) & (num_accepted == depth)
         last = tl.where(continues, child, last)
-        count += tl.where(continues, 1, 0)
-        tl.store(path + row * max_depth + step, tl.where(continues, child, -1).to(tl.int64))
-    tl.store(accepted + row, count)
-    tl.store(next_tokens + row, tl.load(target_tokens + row * tokens + last))
+        num_accepted += tl.where(continues, 1, 0)
+        tl.store(path_ptr + row * max_depth + depth, tl.where(continues, child, -1).to(tl.int64))
+    tl.store(num_accepted_ptr + row, num_accepted)
+    tl.store(next_tokens_ptr + row, tl.load(target_tokens_ptr + row * num_tokens + last))
 
 
 follow_tree = define_op("spec_decode::follow_tree", FollowTree)

@@ -28,7 +28,7 @@ class HashSeeds(NamedTuple):
     def launch(self) -> torch.Tensor:
         hashed, count = torch.empty_like(self.seeds), len(self.seeds)
         _hash_kernel[(triton.cdiv(count, _BLOCK),)](
-            *self, hashed, count, STREAM=_STREAM, BLOCK=_BLOCK, num_warps=1, **dependent_launch(hashed.device)
+            *self, hashed, count, STREAM=_STREAM, BLOCK_R=_BLOCK, num_warps=1, **dependent_launch(hashed.device)
         )
         return hashed
 
@@ -38,21 +38,21 @@ class HashSeeds(NamedTuple):
 
 @triton.jit
 def _hash_kernel(
-    seeds,  # int64 [R]
-    positions,  # int64 [R]
-    hashed,  # out: int64 [R]
-    count,  # R
+    seeds_ptr,  # int64 [R]
+    positions_ptr,  # int64 [R]
+    out_ptr,  # out: int64 [R]
+    num_rows,  # R
     STREAM: tl.constexpr,  # of the noise
-    BLOCK: tl.constexpr,  # rows of a program
+    BLOCK_R: tl.constexpr,  # rows of a program
     PDL: tl.constexpr,
 ):
-    """One program per BLOCK rows."""
+    """out = key(seed, position), as noise.py has it. A program has BLOCK_R rows."""
     await_previous(PDL)
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < count
-    seed = tl.load(seeds + row, mask=inside, other=0)
-    position = tl.load(positions + row, mask=inside, other=0)
-    tl.store(hashed + row, triton_key(seed, position, STREAM).to(tl.int64), mask=inside)
+    offs_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask = offs_r < num_rows
+    seed = tl.load(seeds_ptr + offs_r, mask=mask, other=0)
+    position = tl.load(positions_ptr + offs_r, mask=mask, other=0)
+    tl.store(out_ptr + offs_r, triton_key(seed, position, STREAM).to(tl.int64), mask=mask)
 
 
 hash_seeds = define_op("spec_decode::hash_seeds", HashSeeds)

@@ -42,7 +42,7 @@ class PartialMax(NamedTuple):
             columns,
             vocab,
             *draft_logits.stride(),
-            BLOCK=block,
+            BLOCK_V=block,
             num_warps=max(1, min(8, block // 256)),
             **dependent_launch(device),
         )
@@ -53,44 +53,47 @@ class PartialMax(NamedTuple):
         blocks = triton.next_power_of_2(self.argmax.shape[1])
         block_k = triton.next_power_of_2(columns)
         warps = max(1, min(8, blocks * block_k // 256))
-        return {"BLOCK": blocks, "BLOCK_K": block_k, "num_warps": warps}
+        return {"BLOCK_B": blocks, "BLOCK_K": block_k, "num_warps": warps}
 
 
 @triton.jit
 def _partial_max_kernel(
-    processed,  # fp32 [R, 1 + K, V]
-    draft_logits,  # fp32 [R, K, V]
-    temperature,  # fp32 [R]
-    largest,  # out: fp32 [2, R * K, blocks]
-    sum_exp,  # out: fp32 [2, R * K, blocks]
-    argmax,  # out: int32 [R * K, blocks]
-    columns,  # K
-    vocab,  # V
-    draft_row_stride,
-    draft_column_stride,
-    draft_token_stride,
-    BLOCK: tl.constexpr,
+    target_logits_ptr,  # fp32 [R, 1 + K, V]
+    draft_logits_ptr,  # fp32 [R, K, V]
+    temperature_ptr,  # fp32 [R]
+    max_ptr,  # out: fp32 [2, R * K, blocks]
+    sum_exp_ptr,  # out: fp32 [2, R * K, blocks]
+    argmax_ptr,  # out: int32 [R * K, blocks]
+    num_drafts,  # K
+    vocab_size,  # V
+    stride_draft_row,
+    stride_draft_pos,
+    stride_draft_token,
+    BLOCK_V: tl.constexpr,  # logits of a program
     PDL: tl.constexpr,
 ):
-    """One program per draft column of a row and block of the vocabulary."""
+    """max(x) and sum of e^(x - max(x)), or argmax(x), of one block of the vocabulary in one draft column x.
+
+    Grid [R * K, blocks].
+    """
     await_previous(PDL)
-    line = tl.program_id(0).to(tl.int64)
+    draft_row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    row, column = line // columns, line % columns
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    inside = token < vocab
-    part = line * tl.num_programs(1) + block
-    row_temperature = tl.load(temperature + row)
-    x = tl.load(processed + (line + row) * vocab + token, mask=inside, other=float("-inf"))
-    if row_temperature > 0:
-        # A random row: the largest logit and the sum of p, then those of q
-        y = draft_logits + row * draft_row_stride + column * draft_column_stride + token * draft_token_stride
-        y = tl.load(y, mask=inside, other=float("-inf"))
-        store_max_sum_exp(x, largest + part, sum_exp + part)
-        part += tl.num_programs(0) * tl.num_programs(1)
-        store_max_sum_exp(y, largest + part, sum_exp + part)
+    row, k = draft_row // num_drafts, draft_row % num_drafts
+    offs_v = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask = offs_v < vocab_size
+    part_offs = draft_row * tl.num_programs(1) + block
+    temperature = tl.load(temperature_ptr + row)
+    target_logits = tl.load(target_logits_ptr + (draft_row + row) * vocab_size + offs_v, mask=mask, other=float("-inf"))
+    if temperature > 0:
+        # A random row: max and sum of the target's logits, then of the draft's
+        draft_ptrs = draft_logits_ptr + row * stride_draft_row + k * stride_draft_pos + offs_v * stride_draft_token
+        draft_logits = tl.load(draft_ptrs, mask=mask, other=float("-inf"))
+        store_max_sum_exp(target_logits, max_ptr + part_offs, sum_exp_ptr + part_offs)
+        part_offs += tl.num_programs(0) * tl.num_programs(1)
+        store_max_sum_exp(draft_logits, max_ptr + part_offs, sum_exp_ptr + part_offs)
     else:
-        # A greedy row: the first largest logit of p
-        best, first = tl.max(x, 0, return_indices=True)
-        tl.store(largest + part, best)
-        tl.store(argmax + part, block * BLOCK + first)
+        # A greedy row: the target's first largest logit
+        max_logit, argmax = tl.max(target_logits, 0, return_indices=True)
+        tl.store(max_ptr + part_offs, max_logit)
+        tl.store(argmax_ptr + part_offs, block * BLOCK_V + argmax)

@@ -55,59 +55,68 @@ class RejectionSample(VerifyArguments):
 
 @triton.jit
 def _rejection_sample_kernel(
-    processed,  # fp32 [R, 1 + K, V]
-    draft_tokens,  # int64 [R, K]
-    draft_logits,  # fp32 [R, K, V]
-    temperature,  # fp32 [R]
-    seeds,  # int64 [R]
-    accept_seeds,  # int64 [R]
-    draft_positions,  # int64 [R]
-    partial_max,  # fp32 [2, R * K, blocks]
-    partial_sum_exp,  # fp32 [2, R * K, blocks]
-    partial_argmax,  # int32 [R * K, blocks]
-    accepted,  # out: int64 [R]
-    weight,  # out: fp32 [R]
-    norms,  # out: fp32 [4, R * K]
-    columns,  # K
-    vocab,  # V
-    blocks,  # of the vocabulary
-    draft_row_stride,
-    draft_column_stride,
-    draft_token_stride,
-    BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    target_logits_ptr,  # fp32 [R, 1 + K, V]
+    draft_tokens_ptr,  # int64 [R, K]
+    draft_logits_ptr,  # fp32 [R, K, V]
+    temperature_ptr,  # fp32 [R]
+    seeds_ptr,  # int64 [R]
+    accept_seeds_ptr,  # int64 [R]
+    draft_positions_ptr,  # int64 [R]
+    partial_max_ptr,  # fp32 [2, R * K, blocks]
+    partial_sum_exp_ptr,  # fp32 [2, R * K, blocks]
+    partial_argmax_ptr,  # int32 [R * K, blocks]
+    num_accepted_ptr,  # out: int64 [R]
+    weight_ptr,  # out: fp32 [R]
+    norms_ptr,  # out: fp32 [4, R * K]
+    num_drafts,  # K
+    vocab_size,  # V
+    num_blocks,  # of the vocabulary
+    stride_draft_row,
+    stride_draft_pos,
+    stride_draft_token,
+    BLOCK_B: tl.constexpr,  # blocks, rounded up to a power of two
+    BLOCK_K: tl.constexpr,  # K, likewise
     PDL: tl.constexpr,
 ):
-    """One program per row."""
+    """Accept draft token k if uniform * draft_probs[k] < target_probs[k], up to the first that fails; a program a row.
+
+    Speculative sampling: Leviathan et al., 2023 (arXiv:2211.17192, algorithm 1). Greedy rows accept argmax tokens.
+    """
     await_previous(PDL)
+    # 1. Load the row's draft tokens, [BLOCK_K]
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK_K)
-    token, length = read_draft(row, draft_tokens, columns, BLOCK_K)
-    if tl.load(temperature + row) > 0:
-        p, q = draft_probabilities(
+    offs_k = tl.arange(0, BLOCK_K)
+    draft_tokens, draft_len = read_draft(row, draft_tokens_ptr, num_drafts, BLOCK_K)
+    # 2. Decide on each token
+    if tl.load(temperature_ptr + row) > 0:
+        target_probs, draft_probs = draft_probabilities(
             row,
-            token,
-            length,
-            processed,
-            draft_logits,
-            partial_max,
-            partial_sum_exp,
-            norms,
-            columns,
-            vocab,
-            blocks,
-            draft_row_stride,
-            draft_column_stride,
-            draft_token_stride,
-            BLOCK,
+            draft_tokens,
+            draft_len,
+            target_logits_ptr,
+            draft_logits_ptr,
+            partial_max_ptr,
+            partial_sum_exp_ptr,
+            norms_ptr,
+            num_drafts,
+            vocab_size,
+            num_blocks,
+            stride_draft_row,
+            stride_draft_pos,
+            stride_draft_token,
+            BLOCK_B,
             BLOCK_K,
         )
-        passes = accept_uniform(tl.load(accept_seeds + row), tl.load(draft_positions + row) + column) * q < p
+        uniform = accept_uniform(tl.load(accept_seeds_ptr + row), tl.load(draft_positions_ptr + row) + offs_k)
+        accept = uniform * draft_probs < target_probs
     else:
-        passes = matches_argmax(row, token, length, partial_max, partial_argmax, columns, blocks, BLOCK, BLOCK_K)
-    count = tl.min(tl.where(passes, columns, column), 0)
-    tl.store(accepted + row, tl.minimum(count, length).to(tl.int64))
-    tl.store(weight + row, tl.where(count < length, 1.0, 0.0))
+        accept = matches_argmax(
+            row, draft_tokens, draft_len, partial_max_ptr, partial_argmax_ptr, num_drafts, num_blocks, BLOCK_B, BLOCK_K
+        )
+    # 3. Count those before the first rejected one; its successor is drawn from the residual, of weight 1
+    num_accepted = tl.min(tl.where(accept, num_drafts, offs_k), 0)
+    tl.store(num_accepted_ptr + row, tl.minimum(num_accepted, draft_len).to(tl.int64))
+    tl.store(weight_ptr + row, tl.where(num_accepted < draft_len, 1.0, 0.0))
 
 
 rejection_sample = define_op("spec_decode::rejection_sample", RejectionSample)

@@ -59,26 +59,26 @@ class SyntheticAccept(NamedTuple):
 
 @triton.jit
 def _synthetic_accept_kernel(
-    draft_tokens,  # int64 [R, K]
-    seeds,  # int64 [R]
-    draft_positions,  # int64 [R]
-    accepted,  # out: int64 [R]
-    positions,  # out: int64 [R]
-    whole,  # floor(mean)
-    fraction,  # mean - floor(mean)
-    columns,  # K
-    BLOCK_K: tl.constexpr,
+    draft_tokens_ptr,  # int64 [R, K]
+    seeds_ptr,  # int64 [R]
+    draft_positions_ptr,  # int64 [R]
+    num_accepted_ptr,  # out: int64 [R]
+    positions_ptr,  # out: int64 [R]
+    mean_floor,  # floor(mean)
+    mean_fraction,  # mean - floor(mean)
+    num_drafts,  # K
+    BLOCK_K: tl.constexpr,  # K, rounded up to a power of two
     PDL: tl.constexpr,
 ):
-    """One program per row."""
+    """floor(mean) + (uniform < mean - floor(mean)) tokens, draft_len at most. One program per row."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    _, length = read_draft(row, draft_tokens, columns, BLOCK_K)
-    position = tl.load(draft_positions + row)
-    uniform = accept_uniform(tl.load(seeds + row), position)
-    count = tl.minimum(tl.where(uniform < fraction, whole + 1, whole), length).to(tl.int64)
-    tl.store(accepted + row, count)
-    tl.store(positions + row, position + count)
+    _, draft_len = read_draft(row, draft_tokens_ptr, num_drafts, BLOCK_K)
+    position = tl.load(draft_positions_ptr + row)
+    uniform = accept_uniform(tl.load(seeds_ptr + row), position)
+    num_accepted = tl.minimum(tl.where(uniform < mean_fraction, mean_floor + 1, mean_floor), draft_len).to(tl.int64)
+    tl.store(num_accepted_ptr + row, num_accepted)
+    tl.store(positions_ptr + row, position + num_accepted)
 
 
 synthetic_accept = define_op("spec_decode::synthetic_accept", SyntheticAccept)
