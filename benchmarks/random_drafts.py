@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from spec_decode.models import deepseek_v4, dflash, eagle, eagle3, mtp
+from spec_decode.models import deepseek_v4, dflash, dflash2, eagle, eagle3, mtp
 from spec_decode.models.attention import Attention
 from spec_decode.models.base import DraftModel, LayerGroup, TargetModel, TargetStates
 from spec_decode.models.checkpoints.random_store import SPREAD, RandomStore
@@ -215,6 +215,25 @@ BLOCK_DRAFTS = {
         names=_DFLASH,
         num_target_states=5,
         num_speculative_tokens=(3, 7, 15),
+    ),
+    "qwen3-8b-dflash2": RandomDraft(
+        description="a DFlash2 draft for Qwen3-8B: its DFlash in windows, with convolutions and 16 candidates",
+        kind=dflash2,
+        config={
+            **_llama(4096, 12288, 32, 8, 128, 151936),
+            **{"num_hidden_layers": 5, "layer_types": ["sliding_attention"] * 5, "sliding_window": 2048},
+            "dflash_config": {
+                "mask_token_id": 151669,
+                "target_layer_ids": [1, 9, 17, 25, 33],
+                "block_size": 8,
+                "conv_kernel_size": 2,
+                "conv_group_size": 16,
+                "selector_rank": 256,
+                "selector_top_k": 16,
+            },
+        },
+        names=_DFLASH,
+        num_target_states=5,
     ),
 }
 """Those that propose all K tokens in one step, likewise."""

@@ -153,14 +153,18 @@ def _verified(draft: TimedDraft, run: RoundConfig, device: torch.device) -> Veri
     )
 
 
+_TABLES = ("embed", "candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
+"""What a step reads a few rows of."""
+
+
 def weight_bytes(model: DraftModel, num_reqs: int, *, whole_round: bool = False) -> float:
-    """Weights that a later step of so many requests reads: no embedding, nothing that step 0 alone uses, and of a
-    mixture's experts as many as its tokens take if each takes any with equal chance.
+    """Weights that a later step of so many requests reads: no embedding or codebook, nothing that step 0 alone uses,
+    and of a mixture's experts as many as its tokens take if each takes any with equal chance.
 
     whole_round: of a draft whose step 0 is the round, what that uses too.
     """
     of_step_0 = type(model).combine is not DraftModel.combine and not whole_round
-    unread = ("embed", "fc.", "aux.") if of_step_0 else ("embed",)
+    unread = (*_TABLES, "fc.", "aux.") if of_step_0 else _TABLES
     read = {
         name: float(p.numel() * p.element_size()) for name, p in model.named_parameters() if not name.startswith(unread)
     }

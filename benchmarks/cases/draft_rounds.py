@@ -1,5 +1,5 @@
 """Rounds of drafts in published shapes: every strategy side by side, and drafts that propose a block at once beside
-others of the same target that go step by step."""
+another of the same target."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spec_decode.tools.timing_limit import TimingLimit
 _FLOOR = {("llama3-8b-eagle", 1): TimingLimit("floor_ratio", 1.12), ("eagle-1024", 1): TimingLimit("floor_ratio", 2.0)}
 """What a round may take of the time to move its bytes once, by draft and number of requests."""
 _BLOCK_FLOOR = {1: TimingLimit("floor_ratio", 1.12), 32: TimingLimit("floor_ratio", 1.3)}
-"""The same of any block draft, by the number of requests."""
+"""The same of block drafts that draw all tokens at once, by the number of requests."""
 _LOOP = TimingLimit("loop_us", 4)
 """GPU time that a step of the device loop may take over one of the full loop."""
 _BLOCK_HOST = TimingLimit("host_us", 40)
@@ -26,8 +26,11 @@ _BESIDE = {
     "llama3-8b-peagle": "llama3-8b-eagle",
     "gpt-oss-20b-peagle": "gpt-oss-20b-eagle3",
     "qwen3-8b-dflash": "qwen3-8b-eagle3",
+    "qwen3-8b-dflash2": "qwen3-8b-dflash",
 }
-"""The draft that goes step by step, by the one that does not."""
+"""The draft beside a block draft: one that goes step by step, or what the block draft adds to."""
+_IN_TURN = ("qwen3-8b-dflash2",)
+"""Block drafts that draw a token after the other: what that takes moves no bytes, and no limit is set for it."""
 
 
 class RebuiltBuilder(TritonPagedBuilder):
@@ -122,14 +125,14 @@ def _rounds(case: RandomDraft) -> Iterator[tuple[RoundConfig, tuple[str, ...]]]:
 def block_draft_rows(bench: Bench, name: str) -> Iterator[BenchRow]:
     """Rows of one of BLOCK_DRAFTS, and of the draft beside it over the same K and requests; step_ratio: the time of its
     round over that of the block's."""
-    block, chain = BLOCK_DRAFTS[name], RANDOM_DRAFTS[_BESIDE[name]]
+    block, beside = BLOCK_DRAFTS[name], (RANDOM_DRAFTS | BLOCK_DRAFTS)[_BESIDE[name]]
     block_us: dict[tuple[int, int], float] = {}
     for row in _block_rounds(bench, name, block, block):
         if row["gpu_us"] is not None:
             block_us.setdefault((row["num_speculative_tokens"], row["num_reqs"]), row["gpu_us"]["p50"])
-        floor = _BLOCK_FLOOR.get(row["num_reqs"])
+        floor = None if name in _IN_TURN else _BLOCK_FLOOR.get(row["num_reqs"])
         yield with_limits(row, *([floor] if floor else []), _BLOCK_HOST) if bench.on_cuda else row
-    for row in _block_rounds(bench, f"{name}/{_BESIDE[name]}", chain, block):
+    for row in _block_rounds(bench, f"{name}/{_BESIDE[name]}", beside, block):
         its = block_us.get((row["num_speculative_tokens"], row["num_reqs"]))
         yield {**row, "peer": True, "step_ratio": its and round(row["gpu_us"]["p50"] / its, 3)}
 

@@ -66,6 +66,8 @@ _DRAFTS = {
     "gpt-oss-20b-peagle": "GPT-OSS-20B's P-EAGLE",
     "gpt-oss-20b-peagle/gpt-oss-20b-eagle3": "GPT-OSS-20B's EAGLE-3, as many tokens step by step",
     "qwen3-8b-dflash": "Qwen3-8B's DFlash",
+    "qwen3-8b-dflash2": "a DFlash2 for Qwen3-8B",
+    "qwen3-8b-dflash2/qwen3-8b-dflash": "Qwen3-8B's DFlash, as many tokens at once",
     "qwen3-8b-dflash/qwen3-8b-eagle3": "Qwen3-8B's EAGLE-3, as many tokens step by step",
 }
 TITLES = {

@@ -15,6 +15,7 @@ from spec_decode.models.base import (
     InTurnBlockDraft,
     LayerGroup,
     ModuleDraft,
+    SelectingBlockDraft,
     TargetModel,
     TargetStates,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "LlamaTarget",
     "ModelConfig",
     "ModuleDraft",
+    "SelectingBlockDraft",
     "TargetModel",
     "TargetStates",
     "TransformersTarget",

@@ -168,6 +168,17 @@ class ContextBlockDraft(DraftModel):
     the next token and K - 1 masks predict the token after their places."""
 
     @abstractmethod
+    def forward(
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
+    ) -> torch.Tensor:
+        """States [T, H] of R blocks of L tokens each.
+
+        token_ids  int64 [R, L]
+        hidden     not read
+        positions  int64 [T]
+        """
+
+    @abstractmethod
     def write_context(self, states: torch.Tensor, positions: torch.Tensor, attention: ContextAttention) -> None:
         """Store what every layer attends to of T verified tokens.
 
@@ -188,6 +199,26 @@ class InTurnBlockDraft(ContextBlockDraft):
     @abstractmethod
     def bias_after(self, token_ids: torch.Tensor) -> torch.Tensor:
         """What is added to the logits of the place after each of token_ids int64 [T]: [T, own vocabulary]."""
+
+
+class SelectingBlockDraft(ContextBlockDraft):
+    """A block's places are computed at once, and each token is drawn in turn among the likeliest of its place: to a
+    candidate's logit comes the sum of predecessors[the token before it] * gates(state) * successors[the candidate].
+
+    Its logits are the target's whole vocabulary's.
+    """
+
+    num_candidates: int
+    """Tokens of a place that may be drawn, the likeliest."""
+
+    @property
+    @abstractmethod
+    def codebooks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[V, N] of predecessors and of successors."""
+
+    @abstractmethod
+    def gates(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, N] of hidden [T, H], as `forward` returns it."""
 
 
 class ModuleDraft(DraftModel):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from spec_decode.models.decoder_config import DecoderConfig, read_decoder
 from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.draft import HiddenStatesDraft, check_aux_states, check_shared, decoder_fields, read_layers
 from spec_decode.models.kernels.linear import linear
-from spec_decode.models.layers.decoder_layer import DecoderLayer, LayerOptions
+from spec_decode.models.layers.decoder_layer import AttentionLayer, DecoderLayer, LayerOptions
 from spec_decode.models.layers.rms_norm import RMSNorm
 
 D = TypeVar("D", bound="DFlash")
@@ -45,6 +45,9 @@ class DFlash(HiddenStatesDraft, ContextBlockDraft):
     `hidden_norm` make alike for all layers.
     """
 
+    windows_are_causal: ClassVar[bool] = True
+    """Whether layers with a sliding window are causal where config.json does not say it; others never are."""
+
     config_json: Mapping[str, Any]
     """What config.json says, as it was read: a draft that is trained further is saved with it."""
 
@@ -61,10 +64,14 @@ class DFlash(HiddenStatesDraft, ContextBlockDraft):
         self.fc = nn.Linear(self.target_states_size, model.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(model.hidden_size, model.norm_eps)
         options = LayerOptions.found(store, "layers.0.")
-        self.layers = nn.ModuleList(DecoderLayer(model, layer, options) for layer in range(model.num_layers))
+        self.layers = nn.ModuleList(self.make_layer(store, layer, options) for layer in range(model.num_layers))
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
         own = weights.has("lm_head.weight")
         self.lm_head = nn.Linear(model.hidden_size, draft_vocab(store, model.vocab_size), bias=False) if own else None
+
+    def make_layer(self, store: TensorStore, layer: int, options: LayerOptions) -> AttentionLayer:
+        """A layer without its parameters."""
+        return DecoderLayer(self.config.model, layer, options)
 
     def combine(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
         """target_hidden_states [T, F]; states [T, H], normed: what every layer's context is made of."""
@@ -75,7 +82,7 @@ class DFlash(HiddenStatesDraft, ContextBlockDraft):
         """states [T, H] as `combine` makes them, positions int64 [T]."""
         rope = self.rotary(positions)
         for layer in self.layers:
-            assert isinstance(layer, DecoderLayer)
+            assert isinstance(layer, AttentionLayer)
             heads, kv_heads, _ = layer.heads
             rows = slice(heads * layer.head_dim, None)
             bias = None if layer.qkv.bias is None else layer.qkv.bias[rows]
@@ -88,9 +95,9 @@ class DFlash(HiddenStatesDraft, ContextBlockDraft):
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        """token_ids, positions int64 [T], blocks of the next token and its masks; normed states [T, H]. hidden is not
-        read."""
-        x, delta, rope = F.embedding(token_ids, self.embedding), None, self.rotary(positions)
+        """token_ids int64 [R, L], blocks of the next token and its masks, positions int64 [T]; normed states [T, H].
+        hidden is not read."""
+        x, delta, rope = F.embedding(token_ids.flatten(), self.embedding), None, self.rotary(positions)
         for layer in self.layers:
             x, delta = layer(x, delta, rope, attention)
         states: torch.Tensor = self.norm(x, delta)[1]
@@ -141,7 +148,7 @@ def load_as(kind: type[D], store: TensorStore, target: TargetModel, *, dtype: to
         raise CheckpointError(f"block_size in {store.config.place} must be 1 or more, got {block}. Restore the file.")
     for name, neutral in _FACTORS.items():
         store.config.section("dflash_config").require(name, neutral)
-    config = _decoder(store, target)
+    config = _decoder(store, target, windows_are_causal=kind.windows_are_causal)
     model = config.model
     read = store.config.get("target_hidden_size", int, target.hidden_size)
     check_shared(store.folder, "target_hidden_size", read, target.hidden_size)
@@ -160,7 +167,7 @@ def load_as(kind: type[D], store: TensorStore, target: TargetModel, *, dtype: to
     return draft
 
 
-def _decoder(store: TensorStore, target: TargetModel) -> DecoderConfig:
+def _decoder(store: TensorStore, target: TargetModel, *, windows_are_causal: bool) -> DecoderConfig:
     """The layers, with each one's window and whether it is causal, as published checkpoints say it.
 
     A window is counted from each token, as engines do. `speculators` trains with one counted from the block's first.
@@ -184,14 +191,13 @@ def _decoder(store: TensorStore, target: TargetModel) -> DecoderConfig:
         )
     told = store.config.optional("is_causal", bool)
     told = own.optional("causal", bool) if told is None else told
-    if told is None and store.config.get("sliding_window_non_causal", bool, False):  # speculators
-        told = False
-    causal = [kind == _SLIDING for kind in kinds or [_FULL] * count] if told is None else [told] * count
+    non_causal = store.config.get("sliding_window_non_causal", bool, not windows_are_causal)  # speculators
+    causal = [kind == _SLIDING and not non_causal for kind in kinds or [_FULL] * count]
     return DecoderConfig(
         model=config.model,
         scaling=config.scaling,
         windows=tuple(window if slides else None for slides in sliding),
-        causal=tuple(causal),
+        causal=tuple(causal if told is None else [told] * count),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from spec_decode.models import causal_lm, deepseek_v4, dflash, dspark, eagle, eagle3, latent_eagle3, mtp
+from spec_decode.models import causal_lm, deepseek_v4, dflash, dflash2, dspark, eagle, eagle3, latent_eagle3, mtp
 from spec_decode.models.base import DraftModel, TargetModel
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.checkpoints.store import TensorStore
@@ -16,6 +16,7 @@ from spec_decode.models.unserved import name_unserved
 
 _KINDS = {
     "DSpark (markov_head among its tensors)": dspark,
+    "DFlash2 (candidate_selector among its tensors)": dflash2,
     "DFlash (fc and hidden_norm among its tensors)": dflash,
     f"EAGLE-3 over latent attention ({', '.join(latent_eagle3.ARCHITECTURES)})": latent_eagle3,
     "EAGLE-3 (d2t or hidden_norm among its tensors)": eagle3,
@@ -60,7 +61,7 @@ def aux_hidden_state_layers(folder: Path, num_target_layers: int) -> tuple[int, 
     None: it reads the target's last hidden states, or nothing. Raises CheckpointError.
     """
     store = TensorStore.open(folder)
-    kind = _kind_of(store, [dspark, dflash, latent_eagle3, eagle3])
+    kind = _kind_of(store, [dspark, dflash2, dflash, latent_eagle3, eagle3])
     layers: tuple[int, ...] | None = None if kind is None else kind.aux_hidden_state_layers(store, num_target_layers)
     return layers
 

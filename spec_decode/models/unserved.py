@@ -45,12 +45,6 @@ class UnservedKind:
 
 _KINDS = (
     UnservedKind(
-        name="DFlash2, DFlash with convolutions and a selector of candidates",
-        architectures=("DFlash2DraftModel", "DFlash2BeamDraftModel"),
-        type="dflash2",
-        tensors=r"(model\.)?candidate_selector\.",
-    ),
-    UnservedKind(
         name="XPress, DFlash with a head that refines a block in several passes",
         architectures=("Qwen3XPressModel", "DFlashQwen3XPressModel", "XPressDraftModel"),
         type="xpress",

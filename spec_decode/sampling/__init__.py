@@ -1,7 +1,8 @@
 """How tokens are sampled: parameters, noise, the draft's and the target's samplers."""
 
+from spec_decode.sampling.candidate_sampler import CandidateSampler
 from spec_decode.sampling.draft_sampler import DraftSampler
 from spec_decode.sampling.parameters import Sampling, SamplingParams
 from spec_decode.sampling.target_sampler import sample_target
 
-__all__ = ["DraftSampler", "Sampling", "SamplingParams", "sample_target"]
+__all__ = ["CandidateSampler", "DraftSampler", "Sampling", "SamplingParams", "sample_target"]

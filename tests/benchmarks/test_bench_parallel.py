@@ -20,7 +20,7 @@ def tiny_block(name):
     made = tiny(name, BLOCK_DRAFTS)
     masks = {key: 3 for key in ("ptd_token_id",) if key in made.config}
     if "dflash_config" in made.config:
-        masks["dflash_config"] = {"mask_token_id": 3, "target_layer_ids": [*range(5)]}
+        masks["dflash_config"] = made.config["dflash_config"] | {"mask_token_id": 3, "target_layer_ids": [*range(5)]}
     return replace(made, config={**made.config, **masks})
 
 
@@ -72,6 +72,17 @@ def test_a_block_reads_what_is_made_of_the_targets_states_too():
     draft = tiny_block("qwen3-8b-dflash").make(CPU)
     later, whole = weight_bytes(draft, 1), weight_bytes(draft, 1, whole_round=True)
     assert whole - later == 4 * draft.fc.weight.numel() > 0
+
+
+def test_of_a_codebook_as_of_an_embedding_a_round_reads_a_few_rows():
+    draft, plain = (tiny_block(name).make(CPU) for name in ("qwen3-8b-dflash2", "qwen3-8b-dflash"))
+    selector, layers = (
+        draft.candidate_selector,
+        [layer for layer in draft.layers.modules() if hasattr(layer, "base_kernel")],
+    )
+    more = [selector.hidden_projection.weight, *(p for layer in layers for p in layer.parameters())]
+    added = weight_bytes(draft, 1, whole_round=True) - weight_bytes(plain, 1, whole_round=True)
+    assert added == 4 * sum(p.numel() for p in more) > 0
 
 
 def test_trees_are_timed_beside_as_many_tokens_in_a_row_on_every_backend_that_has_them(monkeypatch):

@@ -6,6 +6,7 @@ import torch
 
 import spec_decode.models.kernels.add_rms_norm
 import spec_decode.models.kernels.batch_invariant_linear
+import spec_decode.models.kernels.block_convolution
 import spec_decode.models.kernels.embed_concat
 import spec_decode.models.kernels.hyper_connections
 import spec_decode.models.kernels.mla_query_key
@@ -47,6 +48,19 @@ def swiglu():
     nan = noise(1, 8)
     nan[0, [1, 6]] = torch.nan
     yield nan, 0.7
+
+
+@op("spec_decode::block_convolution", close=CLOSE, strided="x change")
+def block_convolution():
+    for taps, length, (width, groups), dtype in each(
+        (2, 1, 5), (4, 1, 7), ((48, 12), (6, 6), (6, 1), (3000, 3)), DTYPES
+    ):
+        # Of both sides' changes, the second's.
+        changes = noise(2 * length, 2, taps, groups, seed=1, dtype=dtype)
+        yield noise(2 * length, width, dtype=dtype), noise(taps, width, seed=2, dtype=dtype), changes[:, 1], length
+    x, changes = noise(8, 12), noise(8, 3, 4, seed=1)
+    x[:4], changes[:4] = torch.nan, torch.nan
+    yield x, noise(3, 12, seed=2), changes, 4
 
 
 @op("spec_decode::embed_concat", close=CLOSE, strided="hidden")

@@ -81,6 +81,34 @@ def sample_block():
             )  # fmt: skip
 
 
+def candidates_of(lines, vocab, width, nothing=0):
+    """Distinct ones of each line, and their log-probabilities: the last `nothing` are none."""
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.stack([torch.randperm(vocab, generator=generator)[:width] for _ in range(lines)])
+    log_probs = torch.zeros(lines, width)
+    if nothing:
+        tokens[:, -nothing:] = tokens[:, :1]
+        log_probs[:, -nothing:] = -torch.inf
+    return tokens, log_probs
+
+
+@op("spec_decode::select_candidates", close=CLOSE, strided="logits gates")
+def select_candidates():
+    for columns, (vocab, width, nothing), rank, confidence, dtype in each(
+        (4, 1, 7), ((37, 5, 0), (9, 9, 2), (600, 1, 0), (40, 16, 3)), (6, 1, 300), (0.0, 0.4), DTYPES[:2]
+    ):
+        lines = 4 * columns
+        scored, _ = candidates_of(5 * columns, vocab, width)
+        yield (
+            noise(lines, vocab, dtype=dtype), *candidates_of(lines, vocab, width, nothing),
+            noise(lines, rank, seed=1, dtype=dtype), noise(vocab, rank, seed=2, dtype=dtype),
+            noise(vocab, rank, seed=3, dtype=dtype), whole(0, vocab, 5), torch.tensor([0.0, 0.7, 1.0, 0.0]), seeds(4),
+            whole(0, 2**20, lines), int32(5, 5, 5, 0), torch.full((5, columns), 7),
+            torch.full((5, columns, vocab), 7.0), scored.view(5, columns, width).flip(0), int32(9, 9, columns - 1, 9),
+            int32(columns), torch.tensor([confidence]),
+        )  # fmt: skip
+
+
 def draft(logits, temperature, live, *, column=1, lens=None, confidence=0.0, token_map=None, hidden=None):
     """On buffers that hold 7s, with room for a row more."""
     rows, vocab = logits.shape

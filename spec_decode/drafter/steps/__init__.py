@@ -12,9 +12,17 @@ from spec_decode.drafter.steps.block_step import BlockStep
 from spec_decode.drafter.steps.context_block_step import ContextBlockStep, InTurnBlockStep
 from spec_decode.drafter.steps.draft_step import DraftStep
 from spec_decode.drafter.steps.module_step import ModuleStep
+from spec_decode.drafter.steps.selecting_block_step import SelectingBlockStep
 from spec_decode.drafter.steps.step import Drafts, Step
 from spec_decode.drafter.steps.tree_step import TreeStep
-from spec_decode.models import BlockDraft, ContextBlockDraft, DraftModel, InTurnBlockDraft, ModuleDraft
+from spec_decode.models import (
+    BlockDraft,
+    ContextBlockDraft,
+    DraftModel,
+    InTurnBlockDraft,
+    ModuleDraft,
+    SelectingBlockDraft,
+)
 from spec_decode.paged.kv_groups import KVGroup
 
 __all__ = ["Drafts", "Step", "make_step"]
@@ -23,6 +31,7 @@ _STEPS: dict[type, type[Step[Any, Any]]] = {
     BlockDraft: BlockStep,
     ContextBlockDraft: ContextBlockStep,
     InTurnBlockDraft: InTurnBlockStep,
+    SelectingBlockDraft: SelectingBlockStep,
     ModuleDraft: ModuleStep,
     DraftModel: DraftStep,
 }

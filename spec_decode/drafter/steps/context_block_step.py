@@ -71,7 +71,7 @@ class ContextBlockStep(Step[ContextBlockDraft, DraftSampler]):
             states = model.combine(inputs.target_hidden_states[:size].flatten(0, 1))
             positions = self.context.batch.positions[: size * self.context.query_len]
             model.write_context(states, positions, self.context.attention)
-        hidden = self.forward(size, self._token_ids[:size].flatten(), states)
+        hidden = self.forward(size, self._token_ids[:size], states)
         first = model.first_place
         drafted = hidden.unflatten(0, (size, query_len))[:, first:].flatten(0, 1)
         # A step's input predicts the second token after its place; here it is the first, or the one in it.

@@ -174,8 +174,8 @@ class Step(ABC, Generic[M, S]):
     ) -> torch.Tensor:
         """States of all tokens of the step by one of the model's modules, or the model itself.
 
-        token_ids int64 [T] and the states [T, H] that it reads of each. Raises BatchError for a draft model that
-        returns states of another shape.
+        token_ids int64 [T], of a ContextBlockDraft [size, L], and the states [T, H] that it reads of each. Raises
+        BatchError for a draft model that returns states of another shape.
         """
         model = self.model if module is None else module
         query_len, width = self.extend.query_len, model.hidden_size

@@ -61,8 +61,8 @@ class ResidualLayer(nn.Module):
         return stream
 
 
-class DecoderLayer(ResidualLayer):
-    """Attention over a key and a value per KV head."""
+class AttentionLayer(ResidualLayer):
+    """Attention over a key and a value per KV head; what runs around it is a subclass's."""
 
     def __init__(
         self, config: ModelConfig, layer: int, options: LayerOptions | None = None, *, qkv_inputs: int | None = None
@@ -78,6 +78,19 @@ class DecoderLayer(ResidualLayer):
         self.q_norm = RMSNorm(dim, config.norm_eps) if options.qk_norm else None
         self.k_norm = RMSNorm(dim, config.norm_eps) if options.qk_norm else None
         self.add_feed_forward(config)
+
+    def attend(self, qkv: torch.Tensor, rope: Rope, attention: Attention) -> torch.Tensor:
+        """The heads' outputs [T, heads * D] of qkv [T, (heads + 2 KV heads) * D]."""
+        qkv = qkv.view(len(qkv), sum(self.heads), self.head_dim)
+        query, key, value = qkv.split(self.heads, 1)
+        if self.q_norm is not None and self.k_norm is not None:
+            qkv = torch.cat([self.q_norm(query)[1], self.k_norm(key)[1], value], 1)
+            query, key, value = qkv.split(self.heads, 1)
+        return attention(AttentionInputs(self.layer, query, key, value, rope=rope)).flatten(1)
+
+
+class DecoderLayer(AttentionLayer):
+    """An attention layer as in Llama: nothing runs around attention and feed-forward but the residuals."""
 
     def forward(
         self,
@@ -95,13 +108,7 @@ class DecoderLayer(ResidualLayer):
         self, x: torch.Tensor, qkv: torch.Tensor, rope: Rope, attention: Attention, keep: KeepRows | None
     ) -> ResidualStream:
         """The layer after its first projection, over x [T, H] and qkv [T, (heads + 2 KV heads) * D]."""
-        qkv = qkv.view(x.shape[0], sum(self.heads), self.head_dim)
-        query, key, value = qkv.split(self.heads, 1)
-        if self.q_norm is not None and self.k_norm is not None:
-            qkv = torch.cat([self.q_norm(query)[1], self.k_norm(key)[1], value], 1)
-            query, key, value = qkv.split(self.heads, 1)
-        attended = attention(AttentionInputs(self.layer, query, key, value, rope=rope))
-        attended = attended.flatten(1)
+        attended = self.attend(qkv, rope, attention)
         if keep is not None:
             x, attended = keep(x), keep(attended)
         return self.feed_forward(*self.out(attended, x))

@@ -11,7 +11,7 @@ from spec_decode.models import SHIPPED_PAIR, load_pair
 from spec_decode.models.load import load_draft
 from spec_decode.paged import GraphMode
 from tests.factories import engine_config, make_request
-from tests.spec_decode.models.generated import make_causal, make_dflash
+from tests.spec_decode.models.generated import make_causal, make_dflash, make_dflash2
 
 PROMPTS = ["The for statement", "def read(path):", "x"]
 TARGET = load_pair(SHIPPED_PAIR)[0]
@@ -22,6 +22,9 @@ CHECKPOINTS = {
 }
 CHECKPOINTS["dspark"] = make_dflash(
     num_states=1, target_hidden=TARGET.hidden_size, hidden_size=TARGET.hidden_size, markov_rank=4, **SIZES
+)
+CHECKPOINTS["dflash2"] = make_dflash2(
+    num_states=1, target_hidden=TARGET.hidden_size, hidden_size=TARGET.hidden_size, group=16, **SIZES
 )
 
 
@@ -64,3 +67,11 @@ def test_a_request_drafts_whole_blocks_to_the_end_of_its_text(draft):
     engine = make_engine(draft, 7)
     texts(engine)
     assert not any(int(tables.overflow.sum()) for tables in engine._tables)
+
+
+def test_a_batch_invariant_text_drafts_in_a_batch_what_it_drafts_alone(draft):
+    engine = make_engine(draft, 3, batch_invariant=True)
+    requests = [make_request(prompt=encode(prompt), max_tokens=20, seed=3, temperature=0.8) for prompt in PROMPTS]
+    together = [(made.token_ids, made.accepted) for made in engine.generate(requests)]
+    alone = [engine.generate([request])[0] for request in requests]
+    assert together == [(made.token_ids, made.accepted) for made in alone]

@@ -296,6 +296,38 @@ def make_dflash(
     return Generated(config, tensors.made)
 
 
+def make_dflash2(
+    *,
+    taps: int = 2,
+    group: int = 8,
+    rank: int = 6,
+    candidates: int = 5,
+    block: int = 8,
+    sizes: dict[str, Any] | None = None,
+    seed: int = 0,
+    **changes: Any,
+) -> Generated:
+    """A DFlash with convolutions and a selector. sizes: what dflash_config says otherwise of them."""
+    said = {
+        "block_size": block, "conv_kernel_size": taps, "conv_group_size": group, "selector_rank": rank,
+        "selector_top_k": candidates, **(sizes or {}),
+    }  # fmt: skip
+    plain = make_dflash(seed=seed, architectures=["DFlash2DraftModel"], **changes)
+    config = {**plain.config, "dflash_config": {**plain.config["dflash_config"], **said}}
+    hidden, vocab, tensors = config["hidden_size"], config["vocab_size"], Tensors(seed + 1)
+    for layer in range(config["num_hidden_layers"]):
+        for part in ("attention_conv", "mlp_conv"):
+            prefix = f"layers.{layer}.{part}."
+            base = torch.randn(2, taps, hidden, generator=tensors.generator) / 2
+            base[:, 0] += 1
+            tensors.made[f"{prefix}base_kernel"] = base
+            tensors.matrix(f"{prefix}kernel_projection", 2 * taps * (hidden // group), hidden, gain=0.5)
+    for part in ("predecessor", "successor"):
+        tensors.made[f"candidate_selector.{part}_codebook"] = torch.randn(vocab, rank, generator=tensors.generator)
+    tensors.matrix("candidate_selector.hidden_projection", rank, hidden, gain=3)
+    return Generated(config, plain.tensors | tensors.made)
+
+
 def make_maps(draft_vocab: int, target_vocab: int) -> dict[str, torch.Tensor]:
     ids = torch.randperm(target_vocab, generator=torch.Generator().manual_seed(3))[:draft_vocab].sort().values
     reached = torch.zeros(target_vocab, dtype=torch.bool)

@@ -253,11 +253,20 @@ class DFlash:
         for layer, (window, causal) in enumerate(self.layers):
             prefix = f"layers.{layer}."
             inputs = decoder.norm(f"{prefix}input_layernorm", x)
-            x = x + self.attention(f"{prefix}self_attn.", torch.cat([context, inputs]), len(block), window, causal)
+            given = self.convolved(f"{prefix}attention_conv.", 0, inputs, inputs)
+            out = self.attention(f"{prefix}self_attn.", torch.cat([context, given]), len(block), window, causal)
+            x = x + self.convolved(f"{prefix}attention_conv.", 1, inputs, out)
             normed = decoder.norm(f"{prefix}post_attention_layernorm", x)
-            gate, up = (decoder.linear(f"{prefix}mlp.{part}_proj", normed) for part in ("gate", "up"))
-            x = x + decoder.linear(f"{prefix}mlp.down_proj", gate * gate.sigmoid() * up)
+            given = self.convolved(f"{prefix}mlp_conv.", 0, normed, normed)
+            gate, up = (decoder.linear(f"{prefix}mlp.{part}_proj", given) for part in ("gate", "up"))
+            out = decoder.linear(f"{prefix}mlp.down_proj", gate * gate.sigmoid() * up)
+            x = x + self.convolved(f"{prefix}mlp_conv.", 1, normed, out)
         return decoder.norm("norm", x)
+
+    def convolved(self, prefix: str, side: int, inputs: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """x [n, H] through the convolution before (side 0) or after (1) a sublayer that takes inputs [n, H]; x itself
+        where there is none."""
+        return x
 
     def scores(
         self, target_hidden_states: torch.Tensor, next_token: int, mask: int, steps: int, first: int = 1
@@ -310,3 +319,40 @@ class DFlash:
             scores = query[:, head] @ key[:, shared].T * query.shape[-1] ** -0.5
             out[:, head] = scores.masked_fill(unseen, -math.inf).softmax(-1) @ value[:, shared]
         return decoder.linear(f"{prefix}o_proj", out.flatten(1))
+
+
+class DFlash2(DFlash):
+    """DFlash with a convolution before and after every sublayer, and a selector among a place's likeliest tokens."""
+
+    def convolved(self, prefix: str, side: int, inputs: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        base = self.decoder.tensors[f"{prefix}base_kernel"][side]
+        taps, hidden = base.shape
+        group = self.decoder.config["dflash_config"]["conv_group_size"]
+        change = self.decoder.linear(f"{prefix}kernel_projection", inputs).view(len(x), 2, taps, -1)[:, side]
+        out = torch.zeros_like(x)
+        for place in range(len(x)):
+            for tap in range(min(taps, place + 1)):
+                for channel in range(hidden):
+                    weight = base[tap, channel] + change[place, tap, channel // group]
+                    out[place, channel] += weight * x[place - tap, channel]
+        return out
+
+    def in_turn(
+        self, target_hidden_states: torch.Tensor, next_token: int, mask: int, steps: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores [steps, V] of each place, -inf for what is no candidate, each given the best of the place before; and
+        how probable that best one is."""
+        tensors, said = self.decoder.tensors, self.decoder.config["dflash_config"]
+        first = 0 if said.get("sample_from_anchor") else 1
+        states = self.states(target_hidden_states, [next_token, *[mask] * (steps - 1 + first)])[first:]
+        scores, previous = torch.full((steps, self.vocab_size), -math.inf, dtype=self.decoder.dtype), next_token
+        for place, state in enumerate(states):
+            unary = self.head @ state
+            gate = tensors["candidate_selector.hidden_projection.weight"] @ state
+            known = tensors["candidate_selector.predecessor_codebook"][previous] * gate
+            for token in sorted(range(self.vocab_size), key=lambda token: -float(unary[token]))[
+                : said["selector_top_k"]
+            ]:
+                scores[place, token] = unary[token] + known @ tensors["candidate_selector.successor_codebook"][token]
+            previous = int(scores[place].argmax())
+        return scores, scores.softmax(-1).amax(-1)

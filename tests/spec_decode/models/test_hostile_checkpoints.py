@@ -21,6 +21,7 @@ SIZES = {
     "eagle": ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
     "eagle3": ("draft_vocab_size", "num_key_value_heads", "intermediate_size", "num_hidden_layers"),
     "latent_eagle3": ("draft_vocab_size", "kv_lora_rank", "v_head_dim", "intermediate_size", "num_attention_heads"),
+    "dflash2": ("block_size", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
     "causal": ("hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
     "mtp": ("n_routed_experts", "moe_intermediate_size", "kv_lora_rank", "max_position_embeddings", "v_head_dim"),
     "deepseek_v4": ("n_routed_experts", "hc_mult", "head_dim", "q_lora_rank", "o_lora_rank"),

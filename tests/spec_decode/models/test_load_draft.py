@@ -7,6 +7,7 @@ from spec_decode.models import CheckpointError
 from spec_decode.models.causal_lm import CausalDraft
 from spec_decode.models.deepseek_v4 import DeepseekV4Prediction
 from spec_decode.models.dflash import DFlash
+from spec_decode.models.dflash2 import DFlash2
 from spec_decode.models.eagle import PublishedEagle
 from spec_decode.models.eagle3 import Eagle3
 from spec_decode.models.latent_eagle3 import LatentEagle3
@@ -22,6 +23,7 @@ from tests.spec_decode.models.generated import (
     StubTarget,
     make_causal,
     make_dflash,
+    make_dflash2,
     make_eagle,
     make_eagle3,
     make_latent_eagle3,
@@ -32,18 +34,20 @@ MAKERS = {"eagle": make_eagle, "eagle3": make_eagle3, "causal": make_causal}
 V3_MODULES = {**V3_CONFIG, "num_nextn_predict_layers": 2}
 EVERY = MAKERS | {
     "dflash": make_dflash,
+    "dflash2": make_dflash2,
     "latent_eagle3": make_latent_eagle3,
     "mtp": lambda: Generated(V3_CONFIG, v3_tensors(V3_CONFIG)),
     "mtp_modules": lambda: Generated(V3_MODULES, v3_modules(V3_MODULES)),
     "deepseek_v4": lambda: Generated(V4_CONFIG, v4_tensors(V4_CONFIG)),
 }
 KINDS = {
-    "eagle": PublishedEagle, "eagle3": Eagle3, "causal": CausalDraft, "dflash": DFlash, "latent_eagle3": LatentEagle3,
-    "mtp": MultiTokenPrediction, "mtp_modules": MtpModules, "deepseek_v4": DeepseekV4Prediction,
+    "eagle": PublishedEagle, "eagle3": Eagle3, "causal": CausalDraft, "dflash": DFlash, "dflash2": DFlash2,
+    "latent_eagle3": LatentEagle3, "mtp": MultiTokenPrediction, "mtp_modules": MtpModules,
+    "deepseek_v4": DeepseekV4Prediction,
 }  # fmt: skip
 TARGETS = {
     "eagle3": {"target_states_size": 3 * HIDDEN}, "dflash": {"target_states_size": 2 * HIDDEN},
-    "latent_eagle3": {"target_states_size": 3 * HIDDEN},
+    "dflash2": {"target_states_size": 2 * HIDDEN}, "latent_eagle3": {"target_states_size": 3 * HIDDEN},
     "mtp": {"vocab_size": generated_mtp.VOCAB}, "mtp_modules": {"vocab_size": generated_mtp.VOCAB},
     "deepseek_v4": {"vocab_size": generated_mtp.VOCAB, "target_states_size": V4_CONFIG["hc_mult"] * HIDDEN},
 }  # fmt: skip
@@ -362,7 +366,13 @@ UNDER = {
 """Beside the target's own tensors, which may be there, one under the names of the draft."""
 MAY_BE_LEFT_OUT = "t2d", ".embed_tokens.weight", "shared_head.head.weight", "e_score_correction_bias", "gate.bias"
 KNOWN_BY = {
-    "dflash": ("fc.weight", "hidden_norm.weight", "layers.0.input_layernorm.weight", "layers.0.self_attn.q_norm.weight")
+    "dflash": (
+        "fc.weight",
+        "hidden_norm.weight",
+        "layers.0.input_layernorm.weight",
+        "layers.0.self_attn.q_norm.weight",
+    ),
+    "dflash2": ("layers.0.self_attn.q_norm.weight",),
 }
 """Without it a checkpoint is of another kind, and lacks something else; an EAGLE without its fc is none."""
 

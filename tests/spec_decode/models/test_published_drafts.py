@@ -21,6 +21,7 @@ from tests.spec_decode.models.generated import (
     StubTarget,
     make_causal,
     make_dflash,
+    make_dflash2,
     make_eagle,
     make_eagle3,
     make_latent_eagle3,
@@ -365,11 +366,75 @@ def test_a_block_drafted_in_turn_is_the_published_model_over_whole_texts(name, s
         assert (drafts.logits[request, :stops] - scores[:stops])[finite].abs().max() < 1e-3, f"request {request}"
 
 
+TIGHT = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 3}
+DFLASH2S = {
+    "dflash2": (make_dflash2(rope_scaling=LLAMA3), [WHOLE, WHOLE]),
+    "dflash2_in_windows_narrower_than_its_block": (make_dflash2(taps=3, group=4, **TIGHT), [(3, False)] * 2),
+    "dflash2_of_mixed_layers_with_all_that_is_optional": (
+        make_dflash2(taps=7, group=1, rank=1, own_embedding=True, own_head=True, qk_norm=False, head_dim=12, **MIXED),
+        [(6, False), WHOLE],
+    ),
+    "causal_dflash2": (make_dflash2(is_causal=True, candidates=1), [(None, True), (None, True)]),
+    "dflash2_from_the_anchor": (
+        make_dflash2(taps=1, candidates=VOCAB, dflash_config={"sample_from_anchor": True}),
+        [WHOLE, WHOLE],
+    ),
+}
+"""Drafts that choose among the likeliest tokens of each place, with each layer's window and whether it is causal."""
+
+
+@pytest.mark.parametrize("min_confidence", [0.0, 0.6])
+@pytest.mark.parametrize("strategy", [Strategy.EAGER, Strategy.FULL_LOOP])
+@pytest.mark.parametrize("name", DFLASH2S)
+def test_a_block_chosen_among_candidates_is_the_published_model_over_whole_texts(
+    name, strategy, min_confidence, tmp_path
+):
+    checkpoint, layers = DFLASH2S[name]
+    case = Case(checkpoint, oracle.DFlash2, TWO_STATES)
+    fixture = DraftFixture(case, tmp_path, strategy, min_confidence=min_confidence)
+    exact, rounded = (
+        oracle.DFlash2(checkpoint, fixture.target, layers, dtype) for dtype in (torch.float64, torch.float32)
+    )
+    drafts = fixture.drafts()
+    for request in range(len(CONTEXTS)):
+        ids, target_states = fixture.inputs(request)
+        (scores, confidences), (wide, _) = (
+            each.in_turn(target_states, ids[-1], fixture.model.mask_token_id, K) for each in (exact, rounded)
+        )
+        stops = next((k + 1 for k in range(K) if confidences[k] < min_confidence), K)
+        wanted = [*scores.argmax(-1).tolist()[:stops], *[-1] * (K - stops)]
+        assert drafts.tokens[request].tolist() == wanted, f"request {request}"
+        finite = scores.isfinite()
+        budget = 4 * (wide - scores)[finite].abs().max() + 1e-5
+        assert drafts.logits[request].isfinite().equal(finite)
+        assert (drafts.logits[request] - scores)[finite].abs().max() < budget, f"request {request}"
+
+
+@pytest.mark.parametrize("strategy", [Strategy.PER_STEP, Strategy.FULL_LOOP])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", DFLASH2S)
+def test_candidates_chosen_in_a_graph_are_those_of_eager_rounds_bit_for_bit(name, temperature, strategy, tmp_path):
+    def two_rounds(strategy, folder):
+        fixture = DraftFixture(Case(DFLASH2S[name][0], oracle.DFlash2, TWO_STATES), folder, strategy)
+        first = fixture.verified._replace(temperature=torch.full((len(CONTEXTS),), temperature))
+        for next_tokens in (first.next_tokens, first.next_tokens.roll(1)):
+            fixture.verified = first._replace(next_tokens=next_tokens)
+            drafts = fixture.drafts()
+        return drafts
+
+    found, wanted = two_rounds(strategy, tmp_path / "graph"), two_rounds(Strategy.EAGER, tmp_path / "eager")
+    assert torch.equal(found.tokens, wanted.tokens) and torch.equal(found.logits, wanted.logits)
+    assert (found.tokens >= 0).all() and found.logits.isfinite().sum(-1).eq(
+        DFLASH2S[name][0].config["dflash_config"]["selector_top_k"]
+    ).all()
+
+
 OF_EVERY_KIND = {
     **{name: CASES[name] for name in ("eagle", "eagle3", "qwen3_with_a_window_in_its_second_layer")},
     **{name: BLOCKS[name] for name in ("p_eagle", "pard")},
     **{name: Case(CONTEXT_BLOCKS[name][0], oracle.DFlash, TWO_STATES) for name in ("dflash", "causal_dflash")},
     **{name: Case(DSPARKS[name], oracle.DFlash, TWO_STATES) for name in ("dspark", "dspark_after_the_anchor")},
+    "dflash2": Case(DFLASH2S["dflash2"][0], oracle.DFlash2, TWO_STATES),
 }
 
 

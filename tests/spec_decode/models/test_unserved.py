@@ -21,11 +21,6 @@ def with_tensor(name, checkpoint=None):
 
 
 GENERATED = {
-    "DFlash2 by name": (make_dflash(architectures=["DFlash2DraftModel"]), "DFlash2, .*architectures"),
-    "DFlash2 by tensors": (
-        with_tensor("candidate_selector.hidden_projection.weight"),
-        r"DFlash2, .*\(a tensor candidate_selector\.hidden_projection\.weight\)",
-    ),
     "XPress by name": (make_dflash(architectures=["Qwen3XPressModel"]), r"XPress, .*\['Qwen3XPressModel'\]"),
     "XPress by tensors": (with_tensor("xpress_head.mix.L"), r"XPress, .*\(a tensor xpress_head\.mix\.L\)"),
     "LiLiCorr by name": (make_dflash(architectures=["LiLiCorrDraftModel"]), "LiLiCorr, .*architectures"),
@@ -62,7 +57,7 @@ def test_a_kind_that_is_not_served_is_named(tmp_path, checkpoint, says):
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("dflash2", "DFlash2, "), ("xpress", "XPress, "), ("mtp", "multi-token prediction apart from its target, ")],
+    [("xpress", "XPress, "), ("mtp", "multi-token prediction apart from its target, ")],
 )
 def test_what_speculators_writes_of_them_is_named_too(name, says):
     for message in refusals(FOLDERS / name):

@@ -8,7 +8,8 @@ leaves, and `round.safetensors` what that model's own forward drafts greedily af
 token_ids             int64 [n], the input tokens; the last one comes after the states
 target_hidden_states  fp32 [n, F]
 tokens                int64 [K], drafted, by the target's ids
-logits                fp32 [K, draft vocabulary]
+logits                fp32 [K, draft vocabulary]; of drafts that choose among candidates -inf for all others
+unary_logits          fp32 [K, V], of drafts that choose among candidates, before a token shifts them
 confidences           fp32 [K], of drafts that judge themselves
 embed, lm_head        fp32 [V, H], the target's
 """
@@ -98,11 +99,10 @@ def dspark(**changes: Any) -> SpeculatorModel:
     return blocks(DSparkDraftModel, DSparkSpeculatorConfig, "dspark", **fields)
 
 
-def dflash2() -> SpeculatorModel:
+def dflash2(**changes: Any) -> SpeculatorModel:
     sizes = {"conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5, "block_size": K + 1}
-    return blocks(
-        DFlash2DraftModel, DFlash2SpeculatorConfig, "dflash2", transformer_layer_config=qwen3(**MIXED), **sizes
-    )
+    fields = {"transformer_layer_config": qwen3(**MIXED), **sizes, **changes}
+    return blocks(DFlash2DraftModel, DFlash2SpeculatorConfig, "dflash2", **fields)
 
 
 def xpress() -> SpeculatorModel:
@@ -141,7 +141,7 @@ def by_target(model: SpeculatorModel, own: torch.Tensor) -> torch.Tensor:
     return own if d2t is None else own + d2t[own]
 
 
-Round = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+Round = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor] | None]
 
 
 def run_in_steps(model: SpeculatorModel, ids: torch.Tensor, states: torch.Tensor) -> Round:
@@ -209,9 +209,26 @@ def run_block(model: SpeculatorModel, ids: torch.Tensor, states: torch.Tensor) -
                 model(input_ids=text[None], **fields)
                 drafted = by_target(model, kept[0][place].argmax())
                 text[LENGTH + place + 1 - first] = drafted
-        return kept[0][first:], text[LENGTH + 1 : LENGTH + 1 + block - first], kept[1][first:].sigmoid()
-    _, logits, *_ = model._backbone_forward(input_ids=text[None], **fields)
+        return (
+            kept[0][first:],
+            text[LENGTH + 1 : LENGTH + 1 + block - first],
+            {"confidences": kept[1][first:].sigmoid()},
+        )
+    hidden, logits, *_ = model._backbone_forward(input_ids=text[None], **fields)
+    if isinstance(model, DFlash2DraftModel):
+        return walk(model, logits[0, first:], hidden[0, first:], ids[-1])
     return logits[0, first:], by_target(model, logits[0, first:].argmax(-1)), None
+
+
+def walk(model: SpeculatorModel, unary: torch.Tensor, hidden: torch.Tensor, previous: torch.Tensor) -> Round:
+    """The best candidate of each place in turn, given the one before it."""
+    logits, tokens = torch.full_like(unary, -torch.inf), []
+    for place in range(len(unary)):
+        candidates, scores = model.candidate_selector.select(unary[place], hidden[place], previous)
+        logits[place, candidates] = scores
+        previous = candidates[scores.argmax()]
+        tokens.append(previous)
+    return logits, torch.stack(tokens), {"unary_logits": unary}
 
 
 Run = Callable[[SpeculatorModel, torch.Tensor, torch.Tensor], Round]
@@ -263,7 +280,20 @@ DRAFTS: dict[str, tuple[Callable[[], SpeculatorModel], Run | None]] = {
         run_block,
     ),
     "dspark_gated": (lambda: dspark(markov_head_type="gated"), None),
-    "dflash2": (dflash2, None),
+    "dflash2": (dflash2, run_block),
+    "dflash2_from_anchor": (
+        lambda: dflash2(
+            transformer_layer_config=qwen3(),
+            sample_from_anchor=True,
+            block_size=K,
+            conv_kernel_size=3,
+            conv_group_size=16,
+            selector_rank=3,
+            selector_top_k=1 + K,
+        ),
+        run_block,
+    ),
+    "dflash2_causal": (lambda: dflash2(sliding_window_non_causal=False, conv_kernel_size=1), run_block),
     "xpress": (xpress, None),
     "mtp": (mtp, None),
 }
@@ -288,13 +318,12 @@ def main() -> None:
         ids = torch.randint(0, VOCAB, (LENGTH,), generator=generator)
         states = torch.randn(LENGTH, HIDDEN * len(model.target_layer_ids), generator=generator)
         with torch.no_grad():
-            logits, tokens, confidences = run(model, ids, states)
+            logits, tokens, more = run(model, ids, states)
         recorded = {"token_ids": ids, "target_hidden_states": states, "logits": logits, "tokens": tokens}
         recorded |= {"embed": model.embed_tokens.weight}
         if model.lm_head.weight.shape[0] == VOCAB:
             recorded["lm_head"] = model.lm_head.weight
-        if confidences is not None:
-            recorded["confidences"] = confidences
+        recorded |= more or {}
         save_file({key: value.detach().clone() for key, value in recorded.items()}, folder / "round.safetensors")
         print(name, tokens.tolist(), sum(path.stat().st_size for path in folder.iterdir()), "bytes")
 

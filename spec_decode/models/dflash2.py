@@ -1,0 +1,114 @@
+"""DFlash2 as published: DFlash with convolutions around every sublayer, whose tokens a selector draws in turn."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from spec_decode.models.attention import Attention
+from spec_decode.models.base import SelectingBlockDraft, TargetModel
+from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
+from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.decoder_config import DecoderConfig
+from spec_decode.models.dflash import DFlash, draft_vocab, load_as
+from spec_decode.models.dflash import aux_hidden_state_layers as aux_hidden_state_layers
+from spec_decode.models.draft import is_by_speculators
+from spec_decode.models.kernels.linear import linear
+from spec_decode.models.layers.convolved_layer import ConvolvedLayer
+from spec_decode.models.layers.decoder_layer import LayerOptions
+
+ARCHITECTURES = ("DFlash2DraftModel",)
+_MOST_CANDIDATES, _MOST = 64, 4096
+"""Candidates of a place, which a kernel holds in registers, and other sizes: more than any draft has."""
+
+
+class CandidateSelector(nn.Module):
+    """What a token adds to the logits of those that may come after it: of low rank, and gated by the state of their
+    place."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, rank: int) -> None:
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
+
+
+class DFlash2(DFlash, SelectingBlockDraft):
+    """DFlash's block, in which each place sees the ones just before it at every sublayer. Its tokens are drawn in turn
+    among the likeliest of each place."""
+
+    windows_are_causal: ClassVar[bool] = False
+
+    def __init__(
+        self, weights: ScopedWeights, config: DecoderConfig, target: TargetModel, token_map: torch.Tensor | None
+    ) -> None:
+        """As DFlash; raises CheckpointError for sizes that no selector or convolution has."""
+        store, model = weights.store, config.model
+        if (own := draft_vocab(store, model.vocab_size)) != model.vocab_size or token_map is not None:
+            raise CheckpointError(
+                f"draft_vocab_size in {store.config.place} must be the target's {model.vocab_size}, got {own}"
+                f"{' and a d2t' if token_map is not None else ''}: the codebooks of a DFlash2 draft are of the "
+                "target's tokens. Restore the file."
+            )
+        super().__init__(weights, config, target, token_map)
+        self.num_candidates = _size(store, "selector_top_k", min(_MOST_CANDIDATES, model.vocab_size))
+        rank = _size(store, "selector_rank", _MOST)
+        self.candidate_selector = CandidateSelector(model.vocab_size, model.hidden_size, rank)
+
+    def make_layer(self, store: TensorStore, layer: int, options: LayerOptions) -> ConvolvedLayer:
+        """A layer without its parameters. Raises CheckpointError for a convolution that its block does not hold."""
+        hidden = self.config.model.hidden_size
+        taps = _size(store, "conv_kernel_size", _size(store, "block_size", _MOST))
+        group = _size(store, "conv_group_size", hidden)
+        if hidden % group:
+            raise CheckpointError(
+                f"conv_group_size in {store.config.place} must divide hidden_size {hidden}, got {group}. "
+                "Restore the file."
+            )
+        return ConvolvedLayer(self.config.model, layer, options, num_taps=taps, group_size=group)
+
+    def forward(
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention
+    ) -> torch.Tensor:
+        """As DFlash: token_ids int64 [R, L], positions int64 [T]; normed states [T, H]."""
+        x, delta, rope = nn.functional.embedding(token_ids.flatten(), self.embedding), None, self.rotary(positions)
+        for layer in self.layers:
+            x, delta = layer(x, delta, rope, attention, token_ids.shape[1])
+        states: torch.Tensor = self.norm(x, delta)[1]
+        return states
+
+    @property
+    def codebooks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[V, N] each."""
+        return self.candidate_selector.predecessor_codebook, self.candidate_selector.successor_codebook
+
+    def gates(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [T, H]; [T, N]."""
+        return linear(hidden, self.candidate_selector.hidden_projection.weight)
+
+
+def serves(store: TensorStore) -> bool:
+    """Whether the checkpoint is called DFlash2, or has its names."""
+    named = store.config.values.get("speculators_model_type") == "dflash2" or set(ARCHITECTURES) & {
+        *store.architectures
+    }
+    return bool(named) or any(name.startswith("candidate_selector.") for name in store.names())
+
+
+def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> DFlash2:
+    """The draft, ready to run. Raises CheckpointError."""
+    return load_as(DFlash2, store, target, dtype=dtype, device=device)
+
+
+def _size(store: TensorStore, name: str, most: int) -> int:
+    """A size that must be 1 to `most`, where config.json says it: as published in dflash_config, by speculators at the
+    top."""
+    at_top = is_by_speculators(store) or store.config.values.get(name) is not None
+    section = store.config if at_top else store.config.section("dflash_config")
+    size = section.get(name, int)
+    if not 1 <= size <= most:
+        raise CheckpointError(f"{name} in {section.place} must be 1 to {most}, got {size}. Restore the file.")
+    return size

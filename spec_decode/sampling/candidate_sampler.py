@@ -1,0 +1,94 @@
+"""The sampler of drafts that choose each token of a block among a few candidates, by the token before it."""
+
+from __future__ import annotations
+
+import torch
+
+from builders.errors import require_tensor
+from spec_decode.sampling.draft_sampler import DraftSampler
+from spec_decode.sampling.kernels.select_candidates import select_candidates
+
+
+class CandidateSampler(DraftSampler):
+    """As DraftSampler, whose draft_logits are -inf but for the W candidates of a row's column: a token is drawn from
+    those alone, and verified against what it was drawn from.
+
+    scored int64 [R, K, W] says which logits the last round wrote, and the next one takes away.
+    """
+
+    def __init__(
+        self,
+        seq_lens: torch.Tensor,
+        positions: torch.Tensor,
+        step: torch.Tensor,
+        *,
+        num_speculative_tokens: int,
+        vocab_size: int,
+        num_candidates: int,
+        min_confidence: float = 0.0,
+    ) -> None:
+        """As DraftSampler; num_candidates: W."""
+        super().__init__(
+            seq_lens,
+            positions,
+            step,
+            num_speculative_tokens=num_speculative_tokens,
+            vocab_size=vocab_size,
+            min_confidence=min_confidence,
+        )
+        self.draft_logits.fill_(float("-inf"))
+        shape = (len(seq_lens), num_speculative_tokens, num_candidates)
+        self.scored = torch.zeros(shape, dtype=torch.int64, device=seq_lens.device)
+
+    def select_block(
+        self,
+        logits: torch.Tensor,
+        candidates: tuple[torch.Tensor, torch.Tensor],
+        gates: torch.Tensor,
+        codebooks: tuple[torch.Tensor, torch.Tensor],
+        next_tokens: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> None:
+        """Sample the first rows' K tokens one after the other, in place, and read no `step`; device work only.
+
+        - logits       [rows * K, V] any float: column k of row r at r * K + k
+        - candidates   int64 [rows * K, W], the tokens of each column that may be drawn, and fp32 [rows * K, W], -inf
+                       where there is none: as `top_children` returns them
+        - gates        [rows * K, N] any float
+        - codebooks    [V, N] of predecessors and of successors, contiguous: a candidate's logit grows by the sum of
+                       predecessors[the token before it] * gates * successors[the candidate]
+        - next_tokens  int64 [>= rows], the token before column 0
+        - positions    int64 [rows * K], of the draft's input that each column predicts from
+
+        seq_lens stays as it is, and so do next_ids and continue_flag. Raises BatchError, with nothing run, for tensors
+        of another shape, dtype or device.
+        """
+        width, device, lines = self.scored.shape[2], self.next_ids.device, len(logits)
+        vocab, (tokens, log_probs) = self.draft_logits.shape[2], candidates
+        require_tensor("logits", logits, shape=(lines, vocab), dtype=logits.dtype, device=device)
+        require_tensor("candidates", tokens, shape=(lines, width), dtype=torch.int64, device=device)
+        require_tensor("log_probs", log_probs, shape=(lines, width), dtype=torch.float32, device=device)
+        require_tensor("gates", gates, shape=(lines, None), dtype=gates.dtype, device=device)
+        for name, codebook in zip(("predecessors", "successors"), codebooks, strict=True):
+            require_tensor(name, codebook, shape=(vocab, gates.shape[1]), dtype=codebook.dtype, device=device)
+        require_tensor("next_tokens", next_tokens, shape=(None,), dtype=torch.int64, device=device)
+        require_tensor("positions", positions, shape=(lines,), dtype=torch.int64, device=device)
+        temperature, seeds, _, seq_lens, _, drafted, draft_logits, _, lens, num_tokens, confidence, _, _ = self._buffers
+        select_candidates(
+            logits,
+            tokens,
+            log_probs,
+            gates,
+            *codebooks,
+            next_tokens,
+            temperature,
+            seeds,
+            positions,
+            seq_lens,
+            drafted,
+            draft_logits,
+            self.scored,
+            lens,
+            num_tokens,
+            confidence,
+        )

@@ -1,0 +1,170 @@
+"""Tokens drawn in turn among candidates: by the scores that the one before shifts, and verified against the same."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from builders import BatchError
+from spec_decode.sampling import CandidateSampler, sample_target
+from spec_decode.trees.kernels.top_children import top_children
+from spec_decode.verification import verifier
+from tests.spec_decode.sampling.test_sample_block import make_sampler, step_by_step
+from tests.spec_decode.verification.verify_helpers import COUNT, FIRST, law, p_value, sampling_of, verified
+
+VOCAB, WIDTH, RANK = 23, 5, 3
+
+
+def make(rows, columns, *, vocab=VOCAB, width=WIDTH, confidence=0.0):
+    return CandidateSampler(
+        torch.full((rows,), 9, dtype=torch.int32),
+        torch.zeros(rows, dtype=torch.int64),
+        torch.zeros(1, dtype=torch.int64),
+        num_speculative_tokens=columns,
+        vocab_size=vocab,
+        num_candidates=width,
+        min_confidence=confidence,
+    )
+
+
+def settings(sampler, seed, rows, columns):
+    draws = torch.Generator().manual_seed(seed)
+    sampler.temperature.copy_(torch.randint(0, 3, (rows,), generator=draws) / 2)
+    sampler.seeds.copy_(torch.randint(-99, 99, (rows,), generator=draws))
+    sampler.draft_lens.copy_(torch.randint(-1, columns + 2, (rows,), generator=draws))
+    sampler.num_tokens.fill_(int(torch.randint(1, columns + 1, (1,), generator=draws)))
+
+
+class Rounds:
+    """Random inputs of a round, and what each column's logits are once the token before is known."""
+
+    def __init__(self, rows, columns, seed, vocab=VOCAB, rank=RANK):
+        generator = torch.Generator().manual_seed(seed)
+        self.rows, self.columns = rows, columns
+        self.logits = 3 * torch.randn(rows * columns, vocab, generator=generator)
+        self.gates = torch.randn(rows * columns, rank, generator=generator)
+        self.codebooks = torch.randn(2, vocab, rank, generator=generator).unbind()
+        self.next_tokens = torch.randint(0, vocab, (rows,), generator=generator)
+        self.positions = torch.randint(0, 99, (rows, 1), generator=generator) + torch.arange(columns)
+
+    def select(self, sampler, width=WIDTH):
+        sampler.select_block(
+            self.logits,
+            top_children(self.logits, width),
+            self.gates,
+            self.codebooks,
+            self.next_tokens,
+            self.positions.flatten(),
+        )
+
+    def after(self, column, previous, width=WIDTH):
+        """The logits [R, V] of a column after the tokens int64 [R], -inf for what is no candidate."""
+        predecessors, successors = self.codebooks
+        gates = self.gates.view(self.rows, self.columns, -1)[:, column]
+        whole = self.logits.view(self.rows, self.columns, -1)[:, column]
+        shifted = whole + (predecessors[previous] * gates) @ successors.T
+        found = torch.zeros_like(whole, dtype=torch.bool).scatter_(1, whole.topk(width).indices, True)
+        return shifted.masked_fill(~found, -torch.inf)
+
+
+@given(
+    rows=st.integers(1, 4),
+    columns=st.integers(1, 5),
+    seed=st.integers(0, 2**20),
+    confidence=st.sampled_from([0.0, 0.3, 0.6]),
+)
+def test_a_block_is_drawn_as_one_step_after_the_other_from_its_candidates(rows, columns, seed, confidence):
+    one, each = make(rows, columns, confidence=confidence), make_sampler(rows, columns, confidence)
+    seq_lens = torch.randint(0, 3, (rows,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    one._buffers[3].copy_(seq_lens)
+    for round_ in range(2):
+        given_ = Rounds(rows, columns, seed + round_)
+        for sampler in (one, each):
+            settings(sampler, seed, rows, columns)
+        given_.select(one)
+        # Its own choices, of a greedy or random row that never stops, are what the next column's logits follow.
+        free = make(rows, columns)
+        settings(free, seed, rows, columns)
+        free.draft_lens.fill_(columns)
+        free.num_tokens.fill_(columns)
+        given_.select(free)
+        before = torch.cat([given_.next_tokens[:, None], free.draft_tokens[:, :-1]], 1)
+        logits = torch.stack([given_.after(column, before[:, column]) for column in range(columns)], 1)
+        step_by_step(logits, given_.positions, seq_lens, each)
+        assert one.draft_tokens.tolist() == each.draft_tokens.tolist()
+        torch.testing.assert_close(one.draft_logits, each.draft_logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize("method", ["rejection", "block"])
+def test_the_text_of_verified_candidates_is_distributed_as_the_targets(method, temperature):
+    vocab, width, generator = 5, 3, torch.Generator().manual_seed(8)
+    given_ = Rounds(1, 2, seed=4, vocab=vocab)
+    p = [torch.randn(*shape, generator=generator) * 1.5 for shape in ((vocab,), (vocab, vocab))]
+    after = torch.randn(vocab, vocab, vocab, generator=generator)
+    given_.logits, given_.gates = given_.logits.repeat(COUNT, 1), given_.gates.repeat(COUNT, 1)
+    given_.next_tokens = given_.next_tokens.expand(COUNT)
+    given_.rows, given_.positions = COUNT, torch.tensor([[FIRST - 2, FIRST - 1]]).expand(COUNT, 2)
+    sampler = make(COUNT, 2, vocab=vocab, width=width)
+    sampler.temperature.fill_(temperature)
+    sampler.seeds.copy_(torch.arange(COUNT))
+    given_.select(sampler, width)
+    d0, d1 = sampler.draft_tokens.unbind(1)
+    one = Rounds(1, 2, seed=4, vocab=vocab)
+    drawn = law(one.after(0, one.next_tokens, width)[0], temperature)
+    assert p_value(d0, drawn, vocab) > 1e-4 and (drawn > 0).sum() == width
+    for token in d0.unique().tolist():
+        assert p_value(d1[d0 == token], law(one.after(1, torch.tensor([token]), width)[0], temperature), vocab) > 1e-4
+    output = verified(
+        verifier(method, num_speculative_tokens=2),
+        torch.stack([p[0].expand(COUNT, -1), p[1][d0], after[d0, d1]], 1),
+        sampler.draft_tokens,
+        temperature=temperature,
+        draft_logits=sampler.draft_logits,
+    )
+    accepted, added = output.accepted, output.next_tokens
+    first = torch.where(accepted > 0, d0, added)
+    later = sample_target(
+        p[1][first], sampling=sampling_of(COUNT, temperature), positions=torch.full((COUNT,), FIRST + 1)
+    )
+    second = torch.where(accepted == 2, d1, torch.where(accepted == 1, added, later))
+    joint = law(p[0], temperature)[:, None] * law(p[1], temperature)
+    assert p_value(first * vocab + second, joint, vocab**2) > 1e-4
+    assert 0.1 < accepted.float().mean() < 1.9
+
+
+def test_what_the_last_round_scored_is_taken_away():
+    sampler = make(2, 3)
+    for seed in range(4):
+        Rounds(2, 3, seed).select(sampler)
+        assert sampler.draft_logits.isfinite().sum(-1).eq(WIDTH).all()
+
+
+def test_a_place_with_fewer_candidates_draws_among_those_there_are():
+    sampler, given_ = make(1, 2, width=4), Rounds(1, 2, seed=1)
+    given_.logits[:, 2:] = -torch.inf
+    given_.select(sampler, 4)
+    assert sampler.draft_tokens.lt(2).all() and sampler.draft_logits.isfinite().sum(-1).eq(2).all()
+
+
+WRONG = {
+    "logits": torch.zeros(6, VOCAB + 1),
+    "gates": torch.zeros(5, RANK),
+    "next_tokens": torch.zeros(2, dtype=torch.int32),
+    "positions": torch.zeros(5, dtype=torch.int64),
+    "codebooks": (torch.zeros(VOCAB, RANK + 1), torch.zeros(VOCAB, RANK)),
+}
+
+
+@pytest.mark.parametrize("name", [*WRONG, "candidates"])
+def test_tensors_of_another_shape_or_dtype_are_refused(name):
+    sampler, given_ = make(2, 3), Rounds(2, 3, seed=0)
+    sampler.draft_tokens.fill_(7)
+    width = WIDTH
+    if name == "candidates":
+        width = WIDTH - 1
+    else:
+        setattr(given_, name, WRONG[name])
+    with pytest.raises(BatchError):
+        given_.select(sampler, width)
+    assert sampler.draft_tokens.eq(7).all()
