@@ -43,7 +43,7 @@ class CandidateSampler(DraftSampler):
     def select_block(
         self,
         logits: torch.Tensor,
-        candidates: tuple[torch.Tensor, torch.Tensor],
+        candidates: torch.Tensor,
         gates: torch.Tensor,
         codebooks: tuple[torch.Tensor, torch.Tensor],
         next_tokens: torch.Tensor,
@@ -52,8 +52,7 @@ class CandidateSampler(DraftSampler):
         """Sample the first rows' K tokens one after the other, in place, and read no `step`; device work only.
 
         - logits       [rows * K, V] any float: column k of row r at r * K + k
-        - candidates   int64 [rows * K, W], the tokens of each column that may be drawn, and fp32 [rows * K, W], -inf
-                       where there is none: as `top_children` returns them
+        - candidates   int64 [rows * K, W], the tokens of each column that may be drawn
         - gates        [rows * K, N] any float
         - codebooks    [V, N] of predecessors and of successors, contiguous: a candidate's logit grows by the sum of
                        predecessors[the token before it] * gates * successors[the candidate]
@@ -64,10 +63,9 @@ class CandidateSampler(DraftSampler):
         of another shape, dtype or device.
         """
         width, device, lines = self.scored.shape[2], self.next_ids.device, len(logits)
-        vocab, (tokens, log_probs) = self.draft_logits.shape[2], candidates
+        vocab = self.draft_logits.shape[2]
         require_tensor("logits", logits, shape=(lines, vocab), dtype=logits.dtype, device=device)
-        require_tensor("candidates", tokens, shape=(lines, width), dtype=torch.int64, device=device)
-        require_tensor("log_probs", log_probs, shape=(lines, width), dtype=torch.float32, device=device)
+        require_tensor("candidates", candidates, shape=(lines, width), dtype=torch.int64, device=device)
         require_tensor("gates", gates, shape=(lines, None), dtype=gates.dtype, device=device)
         for name, codebook in zip(("predecessors", "successors"), codebooks, strict=True):
             require_tensor(name, codebook, shape=(vocab, gates.shape[1]), dtype=codebook.dtype, device=device)
@@ -76,8 +74,7 @@ class CandidateSampler(DraftSampler):
         temperature, seeds, _, seq_lens, _, drafted, draft_logits, _, lens, num_tokens, confidence, _, _ = self._buffers
         select_candidates(
             logits,
-            tokens,
-            log_probs,
+            candidates,
             gates,
             *codebooks,
             next_tokens,

@@ -6,6 +6,7 @@ import torch
 from builders.kernels.triton_runtime import torch_implementations
 from spec_decode.sampling.kernels.sample_block import sample_block
 from spec_decode.sampling.kernels.sample_draft import sample_draft
+from spec_decode.sampling.kernels.select_candidates import select_candidates
 from spec_decode.trees.kernels.top_children import top_children
 from spec_decode.verification.kernels.block_verify import block_verify
 from spec_decode.verification.kernels.rejection_sample import rejection_sample
@@ -32,6 +33,21 @@ def test_a_block_keeps_them(columns, vocab):
     with torch_implementations():
         _, wanted = sampled(columns, vocab)
     assert torch.equal(cached.nan_to_num(9), wanted.nan_to_num(9)) and tokens.lt(vocab).all()
+
+
+def test_a_candidate_is_none():
+    logits = noise(3, 9)
+    logits[0], logits[1, :8], logits[2, :3] = NAN, NAN, NAN
+    candidates = torch.tensor([[2, 5, 7], [2, 5, 8], [0, 4, 2]])
+    tokens, cached = torch.full((3, 1), 7), torch.full((3, 1, 9), -torch.inf)
+    select_candidates(
+        logits, candidates, torch.zeros(3, 2), *torch.zeros(2, 9, 2).unbind(),
+        torch.zeros(3, dtype=torch.int64), torch.tensor([1.0, 0.0, 1.0]), torch.arange(3), torch.arange(3),
+        int32(5, 5, 5), tokens, cached, torch.zeros(3, 1, 3, dtype=torch.int64), int32(9, 9, 9), int32(1),
+        torch.zeros(1),
+    )  # fmt: skip
+    assert 0 <= int(tokens[0]) < 9 and tokens[1:].tolist() == [[8], [4]]
+    assert cached.isfinite().nonzero()[:, [0, 2]].tolist() == [[1, 8], [2, 4]] and not cached.isnan().any()
 
 
 def test_a_step_drafts_a_token_of_the_vocabulary():

@@ -81,26 +81,25 @@ def sample_block():
             )  # fmt: skip
 
 
-def candidates_of(lines, vocab, width, nothing=0):
-    """Distinct ones of each line, and their log-probabilities: the last `nothing` are none."""
+def candidates_of(lines, vocab, width, twice=0):
+    """Of each line, of which the last `twice` stand twice."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.stack([torch.randperm(vocab, generator=generator)[:width] for _ in range(lines)])
-    log_probs = torch.zeros(lines, width)
-    if nothing:
-        tokens[:, -nothing:] = tokens[:, :1]
-        log_probs[:, -nothing:] = -torch.inf
-    return tokens, log_probs
+    tokens[:, width - twice :] = tokens[:, :1]
+    return tokens
 
 
 @op("spec_decode::select_candidates", close=CLOSE, strided="logits gates")
 def select_candidates():
-    for columns, (vocab, width, nothing), rank, confidence, dtype in each(
+    for columns, (vocab, width, twice), rank, confidence, dtype in each(
         (4, 1, 7), ((37, 5, 0), (9, 9, 2), (600, 1, 0), (40, 16, 3)), (6, 1, 300), (0.0, 0.4), DTYPES[:2]
     ):
         lines = 4 * columns
-        scored, _ = candidates_of(5 * columns, vocab, width)
+        logits, scored = noise(lines, vocab, dtype=dtype), candidates_of(5 * columns, vocab, width)
+        # Some are none.
+        logits[:, ::5] = -torch.inf
         yield (
-            noise(lines, vocab, dtype=dtype), *candidates_of(lines, vocab, width, nothing),
+            logits, candidates_of(lines, vocab, width, twice),
             noise(lines, rank, seed=1, dtype=dtype), noise(vocab, rank, seed=2, dtype=dtype),
             noise(vocab, rank, seed=3, dtype=dtype), whole(0, vocab, 5), torch.tensor([0.0, 0.7, 1.0, 0.0]), seeds(4),
             whole(0, 2**20, lines), int32(5, 5, 5, 0), torch.full((5, columns), 7),

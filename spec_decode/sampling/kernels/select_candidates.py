@@ -23,12 +23,12 @@ class SelectCandidates(NamedTuple):
     """The arguments of the op; CandidateSampler documents the buffers, and `select_block` of it the others.
 
     Line r * K + k is column k of row r. A candidate's score is its logit, and sum over n of predecessors[token before]
-    * gates[line] * successors[candidate], in fp32.
+    * gates[line] * successors[candidate], in fp32. One whose logit is -inf or NaN is none, and one that stands twice is
+    one: its noise is the same.
     """
 
     logits: torch.Tensor
     candidates: torch.Tensor
-    log_probs: torch.Tensor
     gates: torch.Tensor
     predecessors: torch.Tensor
     successors: torch.Tensor
@@ -47,9 +47,8 @@ class SelectCandidates(NamedTuple):
     def reference(self) -> None:
         columns = self.draft_tokens.shape[1]
         rows = len(self.logits) // columns
-        logits, candidates, log_probs, gates, positions = (
-            lines.unflatten(0, (rows, columns))
-            for lines in (self.logits, self.candidates, self.log_probs, self.gates, self.positions)
+        logits, candidates, gates, positions = (
+            lines.unflatten(0, (rows, columns)) for lines in (self.logits, self.candidates, self.gates, self.positions)
         )
         temperature = self.temperature[:rows, None]
         is_random = temperature > 0
@@ -60,15 +59,13 @@ class SelectCandidates(NamedTuple):
             ids = candidates[:, column]
             context = self.predecessors[previous].float() * gates[:, column].float()
             shift = (context[:, None] * self.successors[ids].float()).sum(-1)
-            scores = logits[:, column].gather(1, ids).float() + shift
-            scores = scores.where(log_probs[:, column] > -torch.inf, -torch.inf) / temperature.where(is_random, 1.0)
+            own = logits[:, column].gather(1, ids).float()
+            scores = torch.where(own > -torch.inf, own + shift, -torch.inf) / temperature.where(is_random, 1.0)
             keys = noise.key(self.seeds[:rows], positions[:, column] + POSITION_AHEAD, noise.DRAFT)
             chosen = torch.where(is_random, scores + noise.gumbel(keys[:, None], ids), scores).argmax(-1, keepdim=True)
             previous = ids.gather(1, chosen)[:, 0]
             kept = self.draft_logits[:rows, column]
-            kept.scatter_(1, self.scored[:rows, column], -torch.inf).scatter_(1, ids, -torch.inf)
-            # One that is none may stand for a token that is another one.
-            kept.scatter_reduce_(1, ids, scores, "amax")
+            kept.scatter_(1, self.scored[:rows, column], -torch.inf).scatter_(1, ids, scores)
             self.draft_tokens[:rows, column] = torch.where(proposes, previous, NO_TOKEN)
             proposes = proposes & (column + 1 < lengths)
             if self.min_confidence > 0:
@@ -101,7 +98,6 @@ class SelectCandidates(NamedTuple):
 def _select_candidates_kernel(
     logits,  # [rows * K, V]
     candidates,  # int64 [rows * K, W]
-    log_probs,  # fp32 [rows * K, W]
     gates,  # [rows * K, N]
     predecessors,  # [V, N]
     successors,  # [V, N]
@@ -145,9 +141,9 @@ def _select_candidates_kernel(
     for column in range(0, columns):
         line = row * columns + column
         token = tl.load(candidates + line * width + place, mask=inside, other=0)
-        found = inside & (tl.load(log_probs + line * width + place, mask=inside, other=0.0) > float("-inf"))
+        x = tl.load(logits + line * logits_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
+        found = x > float("-inf")
         # What the token before adds to each candidate's logit
-        x = tl.load(logits + line * logits_stride + token, mask=found, other=0.0).to(tl.float32)
         shift = tl.zeros((BLOCK_W,), tl.float32)
         for start in range(0, rank, BLOCK_N):
             dim = start + tl.arange(0, BLOCK_N)
@@ -163,9 +159,9 @@ def _select_candidates_kernel(
         line_logits = draft_logits + row * cache_row_stride + column * cache_column_stride
         line_scored = scored + line * width + place
         last = tl.load(line_scored, mask=inside, other=0)
-        again = tl.sum(((last[:, None] == token[None, :]) & found[None, :]).to(tl.int32), 1) > 0
+        again = tl.sum(((last[:, None] == token[None, :]) & inside[None, :]).to(tl.int32), 1) > 0
         tl.store(line_logits + last, float("-inf"), mask=inside & (again == 0))
-        tl.store(line_logits + token, x, mask=found)
+        tl.store(line_logits + token, x, mask=inside)
         tl.store(line_scored, token, mask=inside)
         # The best of them, with noise in a random row
         perturbed = x
@@ -178,7 +174,7 @@ def _select_candidates_kernel(
         tl.store(draft_tokens + row * tokens_stride + column, tl.where(column < length, previous, -1))
         if threshold > 0:
             largest = tl.max(x, 0)
-            part = tl.where(found, tl.exp(x - largest), 0.0)
+            part = tl.exp(x - largest)
             sure = tl.div_rn(tl.sum(tl.where(place == first, part, 0.0), 0), tl.sum(part, 0)) >= threshold
             # The token that is not sure is still proposed.
             length = tl.where(sure, length, tl.minimum(length, column + 1))

@@ -50,7 +50,7 @@ class Rounds:
     def select(self, sampler, width=WIDTH):
         sampler.select_block(
             self.logits,
-            top_children(self.logits, width),
+            top_children(self.logits, width)[0],
             self.gates,
             self.codebooks,
             self.next_tokens,
@@ -142,7 +142,7 @@ def test_what_the_last_round_scored_is_taken_away():
 
 def test_a_place_with_fewer_candidates_draws_among_those_there_are():
     sampler, given_ = make(1, 2, width=4), Rounds(1, 2, seed=1)
-    given_.logits[:, 2:] = -torch.inf
+    given_.logits[:, 2:9], given_.logits[:, 9:] = torch.nan, -torch.inf
     given_.select(sampler, 4)
     assert sampler.draft_tokens.lt(2).all() and sampler.draft_logits.isfinite().sum(-1).eq(2).all()
 
