@@ -51,7 +51,11 @@ class TreeTargetStep:
         self._batch = batch
         self._drafter = drafter
         self._target = target
-        self._verifier = TreeSampling(drafter.num_speculative_tokens)
+        trees = drafter.drafts.parents
+        assert trees is not None
+        # A tree of fewer tokens than the draft has steps is no deeper than these.
+        self._steps = drafter.num_speculative_tokens
+        self._verifier = TreeSampling(min(self._steps, trees.shape[1]))
 
     def __call__(self, size: int, forward: TargetForward) -> None:
         """What the graph of `size` rows holds."""
@@ -65,9 +69,10 @@ class TreeTargetStep:
         )
         self._target.move_accepted(found.path)
         # The root and the path; after a path's end the root, which nothing reads.
-        kept = F.pad(found.path.clamp(min=0), (1, 0))
+        path = F.pad(found.path, (0, self._steps - found.path.shape[1]), value=-1)
+        kept = F.pad(path.clamp(min=0), (1, 0))
         chain = token_ids.gather(1, kept)
-        drafted = chain[:, 1:].where(found.path >= 0, -1)
+        drafted = chain[:, 1:].where(path >= 0, -1)
         batch.update_requests(rows, chain, drafted, VerifyOutput(found.accepted, found.next_tokens))
         for of_chain, of_tree in ((batch.set_logprobs, logits), (batch.set_draft_inputs, target_hidden_states)):
             of_chain(rows, of_tree.gather(1, kept[..., None].expand(-1, -1, of_tree.shape[2])))

@@ -105,6 +105,11 @@ def test_a_text_is_its_own_whoever_joins_leaves_or_is_preempted_beside_it(plain)
     assert engine.stats.preemptions > 0 and engine.pool.num_free == 8
 
 
+def test_a_tree_may_have_fewer_tokens_than_the_draft_has_steps(plain):
+    asked, expected = plain
+    assert texts(make_engine(DynamicTreeConfig(width=3, num_tokens=3), steps=5), asked) == expected
+
+
 def test_a_request_drafts_trees_to_the_end_of_its_text():
     engine = make_engine(DYNAMIC)
     texts(engine, requests())
@@ -114,12 +119,6 @@ def test_a_request_drafts_trees_to_the_end_of_its_text():
 def test_a_backend_without_trees_is_refused_by_name():
     with pytest.raises(NoBackend, match=r"no_trees refuses.*tree"):
         Engine(TARGET, DRAFT, NoTrees(), engine_config(num_speculative_tokens=3, tree=DYNAMIC))
-
-
-def test_a_draft_that_proposes_its_tokens_at_once_is_refused():
-    target, draft = load_pair(SHIPPED_PAIR, draft="block_draft")
-    with pytest.raises(BatchError, match="a tree needs a draft that goes step by step"):
-        Engine(target, draft, get("triton_paged"), engine_config(num_speculative_tokens=3, tree=DYNAMIC))
 
 
 @pytest.mark.parametrize(
