@@ -2,6 +2,7 @@
 
 from spec_decode.drafter.autotune import Measurement, autotune_strategy
 from spec_decode.drafter.config import DrafterConfig
+from spec_decode.drafter.draft_checks import check_draft
 from spec_decode.drafter.drafter import Drafter, StepMetadata
 from spec_decode.drafter.plan import DraftPlan, StrategyError, plan_draft
 from spec_decode.drafter.steps import Drafts
@@ -19,5 +20,6 @@ __all__ = [
     "StrategyError",
     "VerifiedTokens",
     "autotune_strategy",
+    "check_draft",
     "plan_draft",
 ]

@@ -12,6 +12,7 @@ from builders import RequestTables
 from builders.devices import on_own_device
 from builders.errors import require, require_tensor
 from spec_decode.drafter.config import DrafterConfig
+from spec_decode.drafter.draft_checks import check_draft
 from spec_decode.drafter.plan import DraftPlan, plan_draft
 from spec_decode.drafter.steps import Drafts, make_step
 from spec_decode.drafter.strategies import DraftStrategy
@@ -51,11 +52,12 @@ class Drafter:
         """plan: of this draft, as `plan_draft` makes it; None makes it here.
 
         Raises, before any allocation, StrategyError for a forced strategy that a group cannot run,
-        and BatchError for groups, a K or capture sizes that do not fit the tables, and a K above the model's modules.
+        and BatchError for groups, a K or capture sizes that do not fit the tables, and a K or tree that the model
+        cannot draft.
         """
+        check_draft(model, config)
         self.plan = plan_draft(model, groups, tables.device, config) if plan is None else plan
         sizes = list(config.capture_sizes or default_capture_sizes(tables.max_reqs))
-        model.check_num_tokens(config.num_speculative_tokens)
         _check_shapes(groups, tables, sizes)
         self.model = model
         self.groups = tuple(groups)

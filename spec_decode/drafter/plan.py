@@ -64,8 +64,8 @@ def choose(
     loop_unsupported_reason: why the device cannot capture a loop; None where it can. at_once: the draft proposes all
     its tokens in step 0. tree: later steps have several tokens a request.
 
-    Raises StrategyError for no groups, for a tree of a draft that has no later steps, and if the forced strategy is one
-    that a group cannot run: an explicit choice never falls back.
+    Raises StrategyError for no groups, and if the forced strategy is one that a group cannot run: an explicit choice
+    never falls back.
     """
     if not groups:
         raise StrategyError(
@@ -77,17 +77,12 @@ def choose(
             f"a drafter proposes at least 1 token a round, got {num_speculative_tokens}. Pass 1 "
             "or more, or decode without a drafter."
         )
-    if at_once and tree:
-        raise StrategyError(
-            "a tree needs a draft that goes step by step, this one proposes its tokens in one step; a token's children "
-            "would never be drafted. Draft no tree, or use another draft."
-        )
     unsupported = {
         strategy: reason
         for strategy in Strategy
         if (reason := strategy.implementation.unsupported_reason(groups, graph_mode, loop_unsupported_reason))
     }
-    if tree and (reason := _no_trees(groups)):
+    if tree and not at_once and (reason := _no_trees(groups)):
         unsupported |= {s: reason for s in Strategy if s.implementation.uses_graphs}
     if at_once:
         unsupported |= {s: _NO_LATER_STEPS for s in Strategy if s.implementation.needs_later_steps}

@@ -20,6 +20,8 @@ class TreeSampler(DraftSettings):
     - continue_flag  int32 [1], 1 if some row's tree can be deeper, else 0
     """
 
+    parents: torch.Tensor
+
     def __init__(
         self,
         shape: DraftTree | DynamicTreeConfig,
@@ -58,7 +60,11 @@ class TreeSampler(DraftSettings):
         Raises BatchError, with nothing changed, for logits of another frontier.
         """
         self.tree.grow(logits)
-        rows = len(logits)
+        self.keep(extend_lens)
+
+    def keep(self, extend_lens: torch.Tensor) -> None:
+        """Put the trees of the first rows into the outputs, as they have grown since step 0: see __call__."""
+        rows = len(extend_lens)
         lens = torch.minimum(self.draft_lens[:rows], self.num_tokens)
         lens = lens.where(self._seq_lens[:rows] > 0, lens.clamp(max=1)).masked_fill(extend_lens == 0, 0)
         kept = self.tree.kept(lens)

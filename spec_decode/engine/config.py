@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from builders import BatchError
 from builders.errors import require, require_types
-from spec_decode.drafter import DrafterConfig
+from spec_decode.drafter import DrafterConfig, check_draft
 from spec_decode.engine.page_pool import PagePool
 from spec_decode.engine.request import Request
 from spec_decode.models import DraftModel, TargetModel
@@ -27,8 +27,8 @@ class EngineConfig:
     """
 
     drafter: DrafterConfig | None = None
-    """How tokens are drafted; None decodes without a draft. With a tree, target and draft take backends with the
-    feature tree, and the target verifies each request's tree whole."""
+    """How tokens are drafted; None decodes without a draft. With a tree, the target takes backends with the
+    feature tree and verifies each request's tree whole; a draft takes them that goes step by step."""
     max_num_seqs: int = 8
     """Requests that run at once."""
     max_model_len: int = 512
@@ -89,10 +89,10 @@ class EngineConfig:
 def draft_slots(config: EngineConfig, draft: DraftModel | None) -> int:
     """KV slots that a step writes past a text's end: of its K drafts, or of the places of a draft that proposes all at
     once, fewer than 2K; of a tree, or of all that its draft runs over."""
-    steps = config.num_speculative_tokens
-    if config.tree is not None:
-        return max(steps, config.tree.num_tokens, config.tree.width * (steps - 1))
-    return 2 * steps if draft is not None and draft.drafts_at_once else steps
+    steps, tree = config.num_speculative_tokens, config.tree
+    if draft is not None and draft.drafts_at_once:
+        return max(2 * steps, 0 if tree is None else tree.num_tokens)
+    return steps if tree is None else max(steps, tree.num_tokens, tree.width * (steps - 1))
 
 
 def make_pool(config: EngineConfig, draft: DraftModel | None) -> PagePool:
@@ -128,7 +128,8 @@ def check_models(config: EngineConfig, target: TargetModel, draft: DraftModel | 
             "made for this target.",
         )
     _check_positions(config, "draft", draft.max_positions, draft)
-    draft.check_num_tokens(steps)
+    assert config.drafter is not None
+    check_draft(draft, config.drafter)
 
 
 def _check_positions(config: EngineConfig, name: str, positions: int, draft: DraftModel | None) -> None:

@@ -96,15 +96,9 @@ def _require_memory(name: str, spec: AttentionSpec, num_layers: int, num_pages: 
 def layer_groups_of(
     model: TargetModel | DraftModel, page_size: int, *, batch_invariant: bool = False, tree: bool = False
 ) -> list[LayerGroup]:
-    """The model's layer groups, whose specs ask for batch invariance, and for trees, or not.
-
-    Raises BatchError for trees of a draft that proposes all its tokens at once.
-    """
-    require(
-        not (tree and isinstance(model, DraftModel) and model.drafts_at_once),
-        "a tree needs a draft that goes step by step, this one proposes its tokens in one step; a token's children "
-        "would never be drafted. Draft no tree, or use another draft.",
-    )
+    """The model's layer groups, whose specs ask for batch invariance, and for trees, or not: a draft that proposes all
+    its tokens at once runs over none."""
+    tree = tree and not (isinstance(model, DraftModel) and model.drafts_at_once)
     groups = model.layer_groups(page_size)
     return [replace(group, spec=replace(group.spec, batch_invariant=batch_invariant, tree=tree)) for group in groups]
 
@@ -122,11 +116,10 @@ def make_groups(
 ) -> list[KVGroup]:
     """Groups with caches of num_pages pages, in the model's order, called `name`, and by their own names if several.
 
-    batch_invariant: ask every backend for it, and through the groups' specs whoever runs the model. tree: ask every
-    backend for query tokens that are trees.
+    batch_invariant: ask every backend for it, and through the groups' specs whoever runs the model. tree: as
+    `layer_groups_of`, for query tokens that are trees.
 
-    Raises BatchError for a mapping without one of the groups and as `layer_groups_of`, and NoBackend for a backend that
-    refuses one.
+    Raises BatchError for a mapping without one of the groups, and NoBackend for a backend that refuses one.
     """
     layer_groups = layer_groups_of(model, page_size, batch_invariant=batch_invariant, tree=tree)
     backends = [_backend(name, group, choice) for group in layer_groups]

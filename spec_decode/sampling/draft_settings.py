@@ -13,13 +13,14 @@ class DraftSettings:
     - draft_lens   int32 [R]  tokens that a row proposes one after the other; below 1 none, above K as many as K
     - num_tokens   int32 [1]  the most that any row so proposes
 
-    Outputs that every sampler has: draft_tokens and draft_logits, and
+    Outputs that every sampler has: draft_tokens and draft_logits, with trees their parents, and
 
     - continue_flag  int32 [1]  1 if some row drafts on, else 0
     """
 
     draft_tokens: torch.Tensor
     draft_logits: torch.Tensor
+    parents: torch.Tensor | None = None
 
     def __init__(self, rows: int, num_speculative_tokens: int, device: torch.device) -> None:
         self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)

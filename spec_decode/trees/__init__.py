@@ -1,6 +1,7 @@
 """Trees of draft tokens: their shape, who may see whom, and how they grow."""
 
 from builders.spec import MAX_TREE_TOKENS
+from spec_decode.trees.block_tree import BlockTree
 from spec_decode.trees.draft_tree import DraftTree
 from spec_decode.trees.dynamic_tree import DynamicTree, DynamicTreeConfig
 from spec_decode.trees.kernels.move_accepted_kv import move_accepted_kv
@@ -9,6 +10,7 @@ from spec_decode.trees.tree_batch import TreeBatch
 
 __all__ = [
     "MAX_TREE_TOKENS",
+    "BlockTree",
     "DraftTree",
     "DynamicTree",
     "DynamicTreeConfig",

@@ -104,13 +104,12 @@ class DraftTree:
         return DraftTree(tuple(new[self.parents[token - 1]] for token in order[1:]))
 
     def require_depth(self, num_speculative_tokens: int) -> None:
-        """Raise BatchError for a tree that is deeper than a draft's steps, or whose frontiers no mask can hold."""
+        """Raise BatchError for a tree that is deeper than the tokens that a draft proposes one after the other."""
         require(
             self.max_depth <= num_speculative_tokens,
             f"a tree must be at most as deep as the draft has steps, {num_speculative_tokens}, got a path of "
             f"{self.max_depth} tokens; its last tokens would never be drafted. Shorten it, or draft more steps.",
         )
-        require_frontiers(self.width, num_speculative_tokens)
 
     def rows(self, num_reqs: int, device: torch.device | str) -> torch.Tensor:
         """The parents of every request, int64 [num_reqs, N]."""

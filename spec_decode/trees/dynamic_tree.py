@@ -8,7 +8,7 @@ import torch
 
 from builders.errors import require, require_tensor
 from builders.spec import MAX_TREE_TOKENS
-from spec_decode.trees.draft_tree import require_frontiers, require_tree_size
+from spec_decode.trees.draft_tree import require_tree_size
 from spec_decode.trees.kernels.grow_tree import grow_tree
 from spec_decode.trees.kernels.keep_best import keep_best
 from spec_decode.trees.kernels.top_children import top_children
@@ -36,8 +36,26 @@ class DynamicTreeConfig:
         )
         require_tree_size(self.num_tokens)
 
+    @property
+    def max_children(self) -> int:
+        """The most draft tokens that follow one query token: W."""
+        return self.width
+
     def require_depth(self, num_speculative_tokens: int) -> None:
-        """Raise BatchError for a tree that so many steps do not fill, or whose frontiers no mask can hold."""
+        """Raise BatchError for a tree that paths of so many tokens, of W choices each, do not fill."""
+        paths = 0
+        for _ in range(num_speculative_tokens):
+            # More than any tree may have: counted no further.
+            paths = min(MAX_TREE_TOKENS, (paths + 1) * self.width)
+        require(
+            self.num_tokens <= paths,
+            f"a tree must have at most the {paths} paths that {num_speculative_tokens} tokens of {self.width} choices "
+            f"make, got {self.num_tokens} tokens; some would never be there. Keep fewer, or draft more.",
+        )
+
+    def require_steps(self, num_speculative_tokens: int) -> None:
+        """Raise BatchError for a tree that a draft does not fill in so many steps, each from a frontier of W tokens."""
+        self.require_depth(num_speculative_tokens)
         steps, width = num_speculative_tokens - 1, self.width
         candidates = width + steps * width * width
         require(
@@ -45,7 +63,6 @@ class DynamicTreeConfig:
             f"a tree must keep at most the {candidates} candidates that {num_speculative_tokens} steps of {width} "
             f"choices draft, got {self.num_tokens}; some would never be there. Keep fewer, or draft more.",
         )
-        require_frontiers(width, num_speculative_tokens)
 
 
 class DynamicTree:
@@ -86,7 +103,7 @@ class DynamicTree:
 
         Raises BatchError for a config that does not fit K.
         """
-        config.require_depth(num_speculative_tokens)
+        config.require_steps(num_speculative_tokens)
         width, device = config.width, step.device
         candidates = width + (num_speculative_tokens - 1) * width * width
         self.width, self.num_tokens = width, config.num_tokens

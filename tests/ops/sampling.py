@@ -262,6 +262,20 @@ def top_children():
         yield noise(3, vocab).round(), width
 
 
+@op("spec_decode::best_paths")
+def best_paths():
+    for places, width, count in ((4, 3, 12), (1, 1, 1), (7, 8, 63), (3, 64, 32), (16, 2, 63), (2, 2, 9)):
+        scores = -whole(0, 4, 6, places, width, seed=places).float().sort(2).values
+        scores[1] = 0
+        scores[2, :, width // 2 :] = -torch.inf
+        scores[3] = -torch.inf
+        # Log-probabilities of a peaked law, whose sums are rounded.
+        scores[4] = (noise(places, width) * 4).log_softmax(-1).sort(-1, descending=True).values
+        tokens = whole(0, 2**40, 6, places, width, seed=1)
+        for depths in ((places,) * 6, (99, 1, places, 3, places - 1, 0), (-5, 2, 2**31 - 1, 1, 2, 1)):
+            yield tokens, scores, int32(*depths), *torch.full((2, 6, count), 7)
+
+
 @op("spec_decode::grow_tree")
 def grow_tree():
     config = DynamicTreeConfig(width=2, num_tokens=4)

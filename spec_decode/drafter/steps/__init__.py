@@ -11,6 +11,7 @@ from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.steps.block_step import BlockStep
 from spec_decode.drafter.steps.context_block_step import ContextBlockStep, InTurnBlockStep
 from spec_decode.drafter.steps.draft_step import DraftStep
+from spec_decode.drafter.steps.in_turn_tree_step import InTurnTreeStep
 from spec_decode.drafter.steps.module_step import ModuleStep
 from spec_decode.drafter.steps.selecting_block_step import SelectingBlockStep
 from spec_decode.drafter.steps.step import Drafts, Step
@@ -36,12 +37,20 @@ _STEPS: dict[type, type[Step[Any, Any]]] = {
     DraftModel: DraftStep,
 }
 """The step of each kind of draft."""
+_TREE_STEPS: dict[type, type[Step[Any, Any]]] = {
+    BlockDraft: BlockStep,
+    ContextBlockDraft: ContextBlockStep,
+    InTurnBlockDraft: InTurnTreeStep,
+    DraftModel: TreeStep,
+}
+"""The step of each kind that drafts trees."""
 
 
 def make_step(
     model: DraftModel, groups: Sequence[KVGroup], tables: RequestTables, config: DrafterConfig, plan: DraftPlan
 ) -> Step[Any, Any]:
-    """The step of the model's kind, or of trees. Raises BatchError for tables without room for a round of it."""
+    """The step of the model's kind. config: as `check_draft` passes it. Raises BatchError for tables without room for
+    a round."""
     kind = next(kind for kind in type(model).__mro__ if kind in _STEPS)
-    step = _STEPS[kind] if config.tree is None else TreeStep
-    return step(model, groups, tables, config, plan)
+    steps = _STEPS if config.tree is None else _TREE_STEPS
+    return steps[kind](model, groups, tables, config, plan)

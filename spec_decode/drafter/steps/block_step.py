@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from builders import RequestTables
+from spec_decode.drafter.block_tree_sampler import BlockTreeSampler
 from spec_decode.drafter.kernels.block_inputs import block_inputs
 from spec_decode.drafter.kernels.gather_block import gather_block
 from spec_decode.drafter.plan import DraftPlan
@@ -13,7 +14,7 @@ from spec_decode.models import BlockDraft
 from spec_decode.sampling import DraftSampler
 
 
-class BlockStep(Step[BlockDraft, DraftSampler]):
+class BlockStep(Step[BlockDraft, DraftSampler | BlockTreeSampler]):
     """A block draft's only step. A row has 2K places: up to 1 + K tokens, a mask for each draft token but the first,
     and what is left, which no token sees.
     """
@@ -23,12 +24,12 @@ class BlockStep(Step[BlockDraft, DraftSampler]):
         """Tokens of a row: 2K."""
         return 2 * self.num_speculative_tokens
 
-    def _allocate(self, tables: RequestTables, plan: DraftPlan) -> DraftSampler:
+    def _allocate(self, tables: RequestTables, plan: DraftPlan) -> DraftSampler | BlockTreeSampler:
         batch, dtype = self.extend.batch, self.groups[0].spec.dtype
         hidden = self.model.mask_hidden
         zeros = torch.zeros(self.model.target_states_size, dtype=dtype, device=tables.device)
         self._mask_hidden = zeros if hidden is None else hidden
-        return self._draft_sampler(batch.seq_lens, batch.positions, batch.step)
+        return self._block_sampler(batch.seq_lens, batch.positions, batch.step)
 
     def run_step_0(self, size: int) -> None:
         """Draft K tokens for the first `size` rows.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -14,9 +15,10 @@ from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.step_buffers import StepBuffers
 from spec_decode.sampling import DraftSampler
 from spec_decode.sampling.draft_sampler import NO_TOKEN
+from spec_decode.sampling.draft_settings import DraftSettings
 
 
-class ContextBlockStep(Step[ContextBlockDraft, DraftSampler]):
+class ContextBlockStep(Step[ContextBlockDraft, Any]):
     """Keys and values of the verified tokens' states are stored, then the block runs: the next token, and a mask for
     each draft token, which predicts the token in its own place. Where the next token predicts too, each predicts the
     one after its place, and there is a mask less: the block has 1 + K tokens a row, or K.
@@ -34,15 +36,15 @@ class ContextBlockStep(Step[ContextBlockDraft, DraftSampler]):
         """The 1 + K verified tokens."""
         return 1 + self.num_speculative_tokens
 
-    def _allocate(self, tables: RequestTables, plan: DraftPlan) -> DraftSampler:
+    def _allocate(self, tables: RequestTables, plan: DraftPlan) -> DraftSettings:
         rows, device = tables.max_reqs, tables.device
         self.context = StepBuffers(self.groups, tables, self._extend_plan, query_len=self.places)
         self._block_starts = torch.zeros(rows, dtype=torch.int32, device=device)
         self._token_ids = torch.full((rows, self.extend_len), self.model.mask_token_id, device=device)
         return self._make_sampler(self.extend.batch)
 
-    def _make_sampler(self, batch: BatchBuffers) -> DraftSampler:
-        return self._draft_sampler(batch.seq_lens, batch.positions, batch.step)
+    def _make_sampler(self, batch: BatchBuffers) -> DraftSettings:
+        return self._block_sampler(batch.seq_lens, batch.positions, batch.step)
 
     def write_prompt(
         self, token_ids: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attention: PagedAttention
@@ -87,6 +89,7 @@ class InTurnBlockStep(ContextBlockStep):
     """A block whose tokens are drawn one after the other, each from logits that the one before it shifts."""
 
     model: InTurnBlockDraft
+    sampler: DraftSampler
 
     def _make_sampler(self, batch: BatchBuffers) -> DraftSampler:
         # Own lengths: a row that stops does so for the sampler alone.

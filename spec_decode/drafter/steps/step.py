@@ -11,11 +11,13 @@ import torch
 
 from builders import CaptureConstants, GraphSupport, RequestTables
 from builders.errors import require
+from spec_decode.drafter.block_tree_sampler import BlockTreeSampler
 from spec_decode.drafter.config import DrafterConfig
 from spec_decode.drafter.kernels.gather_last_hidden import gather_last_hidden
 from spec_decode.drafter.kernels.shift_tokens import shift_tokens
 from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.strategies.base import LaterSteps
+from spec_decode.drafter.tree_sampler import TreeSampler
 from spec_decode.drafter.verified_tokens import VerifiedTokens
 from spec_decode.graphs import Capturable
 from spec_decode.models import DraftModel
@@ -112,9 +114,37 @@ class Step(ABC, Generic[M, S]):
             min_confidence=self.config.min_confidence if min_confidence is None else min_confidence,
         )
 
+    def _block_sampler(
+        self, seq_lens: torch.Tensor, positions: torch.Tensor, step: torch.Tensor
+    ) -> DraftSampler | BlockTreeSampler:
+        """A sampler of blocks over the tensors of a batch: of tokens in a row, or of the config's tree."""
+        if self.config.tree is None:
+            return self._draft_sampler(seq_lens, positions, step)
+        return BlockTreeSampler(
+            self.config.tree,
+            seq_lens,
+            num_speculative_tokens=self.num_speculative_tokens,
+            vocab_size=self.model.vocab_size,
+            token_map=self.model.token_map,
+        )
+
+    def _tree_sampler(self, step: torch.Tensor, seq_lens: torch.Tensor) -> TreeSampler:
+        """A sampler that grows the config's tree, over the tensors of a batch: see TreeSampler."""
+        assert self.config.tree is not None
+        return TreeSampler(
+            self.config.tree,
+            step,
+            seq_lens,
+            num_speculative_tokens=self.num_speculative_tokens,
+            vocab_size=self.model.vocab_size,
+            token_map=self.model.token_map,
+        )
+
     def drafts(self, num_reqs: int, num_tokens: int) -> Drafts:
-        """What the last round proposed, num_tokens one after the other at most."""
+        """What the last round proposed, num_tokens one after the other at most: whole trees, which are no deeper."""
         sampler = self.sampler
+        if sampler.parents is not None:
+            return Drafts(sampler.draft_tokens[:num_reqs], sampler.draft_logits[:num_reqs], sampler.parents[:num_reqs])
         return Drafts(sampler.draft_tokens[:num_reqs, :num_tokens], sampler.draft_logits[:num_reqs, :num_tokens])
 
     def prefill(

@@ -7,7 +7,7 @@ import torch
 from builders import RequestTables, set_extend_state
 from spec_decode.drafter.kernels.gather_last_hidden import gather_last_hidden
 from spec_decode.drafter.plan import DraftPlan
-from spec_decode.drafter.steps.step import Drafts, Step
+from spec_decode.drafter.steps.step import Step
 from spec_decode.drafter.strategies.base import LaterSteps
 from spec_decode.drafter.tree_sampler import TreeSampler
 from spec_decode.models import DraftModel
@@ -53,19 +53,7 @@ class TreeStep(Step[DraftModel, TreeSampler]):
         self._token_ids = torch.zeros(rows, query_len, dtype=torch.int64, device=device)
         self._starts = torch.zeros(rows, dtype=torch.int32, device=device)
         self._frontier = torch.arange(tree.width, device=device)
-        return TreeSampler(
-            tree,
-            self.decode.batch.step,
-            self.decode.batch.seq_lens,
-            num_speculative_tokens=self.num_speculative_tokens,
-            vocab_size=model.vocab_size,
-            token_map=model.token_map,
-        )
-
-    def drafts(self, num_reqs: int, num_tokens: int) -> Drafts:
-        """See Step: the whole trees, which are as deep as num_tokens at most."""
-        sampler = self.sampler
-        return Drafts(sampler.draft_tokens[:num_reqs], sampler.draft_logits[:num_reqs], sampler.parents[:num_reqs])
+        return self._tree_sampler(self.decode.batch.step, self.decode.batch.seq_lens)
 
     def run_step_0(self, size: int) -> None:
         """Step 0, as DraftStep's, and the root's children.

@@ -188,7 +188,7 @@ def test_draft_refuses_a_strategy_that_the_backend_cannot_run(pair, refused, reb
         (["x", "--verify", "sampling"], "one of rejection, block"),
         (["x", "--tree", "4x16", "--verify", "block"], "trees are verified by sampling, got verification 'block'"),
         (["x", "--tree", "4x64"], "1 to 63 draft tokens, got 64"),
-        (["x", "--tree", "4x16", "-k", "1"], "at most the 4 candidates"),
+        (["x", "--tree", "4x16", "-k", "1"], "at most the 4 paths that 1 tokens of 4 choices make"),
         (["x", "--tree", "nowhere"], "WIDTHxTOKENS, like 4x16, or a JSON file of paths, got 'nowhere'"),
         (["x", "--tree", "4x16", "--backend", "flash_attn3"], "flash_attn3"),
         (["x", "--max-tokens", "0"], "max_tokens"),

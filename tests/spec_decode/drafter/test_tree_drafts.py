@@ -8,7 +8,7 @@ import torch
 from attn_backends import get
 from builders import BatchError
 from spec_decode.drafter import Strategy, StrategyError
-from spec_decode.models import BlockDraft
+from spec_decode.models import ModuleDraft
 from spec_decode.paged.attention import PagedAttention
 from spec_decode.paged.kv_groups import build_ragged
 from spec_decode.trees import DraftTree, DynamicTreeConfig
@@ -165,15 +165,31 @@ def test_the_draft_of_a_tree_needs_no_logits():
     assert drafts.logits.shape[:2] == (3, 0) and drafts.tokens.shape == drafts.parents.shape == (3, 10)
 
 
-class AtOnce(BlockDraft, TwoLayerDraft):
-    """A draft that proposes its tokens in one step."""
+class Modules(ModuleDraft, TwoLayerDraft):
+    """A draft with a module for each token."""
 
-    mask_token_id = 1
+    @property
+    def prediction_modules(self):
+        return (self,) * K
 
 
-def test_a_tree_of_a_draft_that_has_no_later_steps_is_refused():
-    with pytest.raises(StrategyError, match="a tree needs a draft that goes step by step"):
-        trees(make_model=AtOnce)
+def test_a_tree_of_a_draft_with_a_module_for_each_token_is_refused():
+    with pytest.raises(BatchError, match="goes step by step or proposes a block, this one has a module for each token"):
+        trees(make_model=Modules)
+
+
+def test_more_choices_than_the_draft_has_tokens_are_refused():
+    with pytest.raises(BatchError, match="as many choices after a token as the draft has tokens, 24, got 25"):
+        trees(DynamicTreeConfig(width=25, num_tokens=10))
+
+
+WIDE = DraftTree.from_paths([*((i,) for i in range(22)), *((i, 0) for i in range(22)), (0, 0, 0)])
+
+
+@pytest.mark.parametrize("tree", [WIDE, DynamicTreeConfig(width=22, num_tokens=9)])
+def test_a_tree_whose_frontiers_no_mask_holds_is_refused(tree):
+    with pytest.raises(BatchError, match=f"at most 64 tokens, got 22 tokens to draft from at each of {K - 1} steps"):
+        trees(tree)
 
 
 def test_no_strategy_with_graphs_is_chosen_for_a_backend_that_captures_single_tokens_alone():

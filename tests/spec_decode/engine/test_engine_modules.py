@@ -11,6 +11,7 @@ from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import SHIPPED_PAIR, load_pair
 from spec_decode.models.load import load_draft
 from spec_decode.paged import GraphMode
+from spec_decode.trees import DynamicTreeConfig
 from tests.factories import engine_config, make_request
 from tests.spec_decode.models.generated_mtp import V3_CONFIG, v3_modules, write
 
@@ -53,6 +54,11 @@ def texts(engine, **options):
 def alone(draft):
     """The texts of one request after the other, each prefilled in one piece."""
     return texts(make_engine(draft, 4, verification=MOST_KEPT, max_num_seqs=1))
+
+
+def test_a_tree_of_modules_is_refused(draft):
+    with pytest.raises(BatchError, match="goes step by step or proposes a block, this one has a module for each token"):
+        make_engine(draft, 4, tree=DynamicTreeConfig(width=4, num_tokens=8))
 
 
 @pytest.fixture(scope="module")

@@ -182,7 +182,7 @@ CONTEXT_BLOCKS = {
 class DraftFixture:
     """Three requests with a prefilled context each, and a round after it."""
 
-    def __init__(self, case, folder, strategy, min_confidence=0.0):
+    def __init__(self, case, folder, strategy, **options):
         self.target = StubTarget(**case.target)
         self.model = load_draft(case.checkpoint.write(folder), self.target, dtype=torch.float32)
         layer_groups, reqs = self.model.layer_groups(PAGE), len(CONTEXTS)
@@ -213,9 +213,7 @@ class DraftFixture:
             seeds=torch.arange(reqs),
         )
         self.tables.load(self.pages, [MAX_SEQ_LEN] * reqs)
-        config = DrafterConfig(
-            num_speculative_tokens=K, strategy=strategy, capture_sizes=[3], min_confidence=min_confidence
-        )
+        config = DrafterConfig(num_speculative_tokens=K, strategy=strategy, capture_sizes=[3], **options)
         self.drafter = Drafter(self.model, self.groups, self.tables, config)
 
     def make_tables(self, groups):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from builders import BatchError
 from spec_decode.trees import MAX_TREE_TOKENS, DraftTree, DynamicTreeConfig
+from spec_decode.trees.draft_tree import require_frontiers
 from spec_decode.verification import TreeSampling
 
 
@@ -57,6 +58,12 @@ def test_a_tree_is_as_deep_as_the_draft_has_steps_at_most():
     DraftTree.chain(3).require_depth(3)
     with pytest.raises(BatchError, match=r"at most as deep as the draft has steps, 2, got a path of 3"):
         DraftTree.chain(3).require_depth(2)
+
+
+def test_a_mask_holds_all_frontiers_of_a_draft_that_runs_over_them():
+    require_frontiers(21, 4)
+    with pytest.raises(BatchError, match="at most 64 tokens, got 22 tokens to draft from at each of 3"):
+        require_frontiers(22, 4)
 
 
 @pytest.mark.parametrize(

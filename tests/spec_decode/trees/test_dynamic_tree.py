@@ -200,8 +200,8 @@ def test_sizes_of_no_tree_are_refused(sizes, message):
 @pytest.mark.parametrize(
     ("steps", "config", "message"),
     [
-        (2, DynamicTreeConfig(width=2, num_tokens=7), "at most the 6 candidates"),
-        (4, DynamicTreeConfig(width=22, num_tokens=7), "at most 64 tokens, got 22 tokens to draft from at each of 3"),
+        (2, DynamicTreeConfig(width=2, num_tokens=7), "at most the 6 paths that 2 tokens of 2 choices make, got 7"),
+        (3, DynamicTreeConfig(width=2, num_tokens=11), "at most the 10 candidates"),
     ],
 )
 def test_a_tree_that_the_steps_do_not_fit_is_refused(steps, config, message):

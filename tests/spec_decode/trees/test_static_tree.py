@@ -98,9 +98,3 @@ def test_a_graph_grows_the_trees_of_each_replay():
 def test_a_tree_deeper_than_the_drafts_steps_is_refused():
     with pytest.raises(BatchError, match="at most as deep as the draft has steps, 2, got a path of 3 tokens"):
         Growth(TREES["wide and deep"], steps=2)
-
-
-def test_a_tree_whose_frontiers_no_mask_holds_is_refused():
-    wide = DraftTree.from_paths([*((i,) for i in range(22)), *((i, 0) for i in range(22)), (0, 0, 0)])
-    with pytest.raises(BatchError, match="at most 64 tokens, got 22 tokens to draft from at each of 3 steps"):
-        Growth(wide, steps=4)

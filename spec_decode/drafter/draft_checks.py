@@ -1,0 +1,36 @@
+"""What settings of a drafter ask of its model."""
+
+from __future__ import annotations
+
+from builders.errors import require
+from spec_decode.drafter.config import DrafterConfig
+from spec_decode.models import BlockDraft, ContextBlockDraft, DraftModel, InTurnBlockDraft
+from spec_decode.trees import DraftTree, DynamicTreeConfig
+from spec_decode.trees.draft_tree import require_frontiers
+
+
+def check_draft(model: DraftModel, config: DrafterConfig) -> None:
+    """Raise BatchError for more tokens a round than the model can propose, and for a tree that it cannot draft."""
+    model.check_num_tokens(config.num_speculative_tokens)
+    if config.tree is not None:
+        _check_tree(model, config.tree, config.num_speculative_tokens)
+
+
+def _check_tree(model: DraftModel, tree: DraftTree | DynamicTreeConfig, num_speculative_tokens: int) -> None:
+    blocks = isinstance(model, BlockDraft | ContextBlockDraft)
+    require(
+        blocks or not model.drafts_at_once,
+        "a tree needs a draft that goes step by step or proposes a block, this one has a module for each token; a "
+        "token's children would never be drafted. Draft no tree, or use another draft.",
+    )
+    vocab = model.vocab_size if model.token_map is None else len(model.token_map)
+    require(
+        tree.max_children <= vocab,
+        f"a tree may have as many choices after a token as the draft has tokens, {vocab}, got {tree.max_children}; "
+        "there are no more. Pass fewer choices.",
+    )
+    in_turn = not blocks or isinstance(model, InTurnBlockDraft)
+    if in_turn and isinstance(tree, DynamicTreeConfig):
+        tree.require_steps(num_speculative_tokens)
+    if not blocks:
+        require_frontiers(tree.width, num_speculative_tokens)

@@ -1,0 +1,97 @@
+"""Trees of a draft that proposes a block at once: of the choices at each of its places."""
+
+from __future__ import annotations
+
+import torch
+
+from builders.errors import require, require_tensor
+from spec_decode.trees.draft_tree import DraftTree
+from spec_decode.trees.dynamic_tree import DynamicTreeConfig
+from spec_decode.trees.kernels.best_paths import best_paths
+from spec_decode.trees.kernels.top_children import top_children
+
+
+class BlockTree:
+    """The trees of R requests, of the K laws that one step of a block draft gives, one for each place.
+
+    The places know nothing of one another, so that the choices after a token are those after all others of its depth.
+    By a DynamicTreeConfig a row has the N most probable of all paths through the W most probable tokens of each place
+    (DDTree); by a DraftTree child r of a token is the r-th choice of its place. Chance plays no part, so verification
+    is TreeSampling's. All buffers keep their addresses, and `grow` is device work of fixed shape:
+
+    - draft_tokens  int64 [R, N], -1 after a row's last
+    - parents       int64 [R, N], as TreeBatch has them
+
+    num_places: K.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        shape: DraftTree | DynamicTreeConfig,
+        *,
+        num_speculative_tokens: int,
+        device: torch.device,
+        token_map: torch.Tensor | None = None,
+    ) -> None:
+        """Allocate the buffers.
+
+        - rows                    R
+        - num_speculative_tokens  K
+        - token_map               int64 [V of the draft], the target's id of each token that the draft's logits score
+
+        Raises BatchError for a shape that does not fit K.
+        """
+        shape.require_depth(num_speculative_tokens)
+        self.num_places, self._token_map = num_speculative_tokens, token_map
+        self._ranks: _Ranks | None = None
+        if isinstance(shape, DraftTree):
+            self._ranks = _Ranks(shape.by_depth(), rows, device)
+        self._choices = shape.max_children
+        self.draft_tokens, self.parents = torch.full((2, rows, shape.num_tokens), -1, device=device)
+
+    def grow(self, logits: torch.Tensor, depths: torch.Tensor) -> None:
+        """Make the trees of the first rows, in place.
+
+        - logits  [rows * K, V of the draft] any float: place k of row r at r * K + k
+        - depths  int32 [rows], tokens of a row's longest path; below 1 none, above K as many as K
+
+        Raises BatchError, with nothing changed, for tensors of other shapes and logits of fewer tokens than choices.
+        """
+        rows, places, device = len(depths), self.num_places, self.parents.device
+        require_tensor("depths", depths, shape=(rows,), dtype=torch.int32, device=device)
+        require_tensor("logits", logits, shape=(rows * places, None), dtype=logits.dtype, device=device)
+        require(
+            rows <= len(self.parents) and logits.shape[1] >= self._choices,
+            f"trees need logits of at most {len(self.parents)} rows and of at least {self._choices} tokens, got {rows} "
+            f"rows of {logits.shape[1]} tokens; there are no more trees, or choices. Make a tree for them.",
+        )
+        tokens, scores = top_children(logits, self._choices)
+        if self._token_map is not None:
+            tokens = self._token_map[tokens]
+        tokens, draft_tokens, parents = tokens.view(rows, places, -1), self.draft_tokens[:rows], self.parents[:rows]
+        if self._ranks is None:
+            best_paths(tokens, scores.view(rows, places, -1), depths, draft_tokens, parents)
+        else:
+            self._ranks.place(tokens, depths, draft_tokens, parents)
+
+
+class _Ranks:
+    """Which choice of which place each draft token of a tree is; numbered by depth, so that cutting a tree off at a
+    depth leaves its first tokens."""
+
+    def __init__(self, tree: DraftTree, rows: int, device: torch.device) -> None:
+        ranks = [tree.parents[:i].count(parent) for i, parent in enumerate(tree.parents)]
+        depths = tree.depths[1:]
+        choices = tree.max_children
+        self._sources = torch.tensor([(d - 1) * choices + r for d, r in zip(depths, ranks, strict=True)], device=device)
+        self._depths = torch.tensor(depths, device=device)
+        self._parents = tree.rows(rows, device)
+
+    def place(
+        self, tokens: torch.Tensor, depths: torch.Tensor, draft_tokens: torch.Tensor, parents: torch.Tensor
+    ) -> None:
+        """Write draft_tokens and parents [rows, N] of tokens [rows, K, choices], as deep as depths [rows] say."""
+        beyond = self._depths > depths[:, None]
+        draft_tokens.copy_(tokens.flatten(1)[:, self._sources].masked_fill(beyond, -1))
+        parents.copy_(self._parents[: len(tokens)].masked_fill(beyond, -1))

@@ -1,0 +1,135 @@
+"""The most probable paths through a block, whose places know nothing of one another, as a tree."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from builders.kernels.op import define_op
+from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+
+_INDEX_BITS = 6
+"""A rank, and a query token, are below MAX_TREE_TOKENS."""
+
+
+class BestPaths(NamedTuple):
+    """The tree of the N best of all paths of up to K tokens, in each of R rows, whose token of depth d is one of the W
+    choices of place d - 1 (DDTree: best-first search over a block draft's marginals).
+
+    A path is as good as the sum of its tokens' log-probabilities, added from the root on in fp32. Of equal ones the
+    shallower comes first, then the one whose last token has the lower rank, then the one whose parent comes first. A
+    path is thus never before the same without its last token, which its tree has too.
+
+    Read:
+
+    - child_tokens  int64 [R, K, W], contiguous like the others: the W most probable tokens of each place, best first
+    - child_scores  fp32 [R, K, W], their log-probabilities, at most 0; -inf where there is none
+    - depths        int32 [R], tokens of a row's longest path: below 1 none, above K as many as K
+
+    Written in place, as TreeBatch has them, best path first:
+
+    - draft_tokens  int64 [R, N], N below MAX_TREE_TOKENS; -1 after the last where a row has fewer paths
+    - parents       int64 [R, N], likewise
+    """
+
+    child_tokens: torch.Tensor
+    child_scores: torch.Tensor
+    depths: torch.Tensor
+    draft_tokens: torch.Tensor
+    parents: torch.Tensor
+
+    def reference(self) -> None:
+        (rows, places, _), count = self.child_scores.shape, self.draft_tokens.shape[1]
+        # Of each depth its N best paths, in their order; the root alone is above the first.
+        above, first = self.child_scores.new_zeros(rows, 1), -1
+        tokens, parents, scores = [], [], []
+        for place in range(places):
+            # Rank by rank, so that of equal ones the lower rank comes first.
+            grown = (above[:, None] + self.child_scores[:, place, :, None]).flatten(1)
+            grown = grown.masked_fill(self.depths[:, None] <= place, -torch.inf)
+            best = grown.sort(dim=1, descending=True, stable=True)
+            chosen, above_len = best.indices[:, :count], above.shape[1]
+            tokens.append(self.child_tokens[:, place].gather(1, chosen // above_len))
+            parents.append(first + chosen % above_len)
+            above = best.values[:, :count]
+            scores.append(above)
+            first = sum(each.shape[1] for each in scores[:-1])
+        # Depth by depth, so that of equal ones the shallower comes first.
+        best = torch.cat(scores, 1).sort(dim=1, descending=True, stable=True)
+        chosen, found = best.indices[:, :count], best.values[:, :count] > -torch.inf
+        query_tokens = best.indices.argsort(1) + 1
+        above = torch.cat(parents, 1).gather(1, chosen)
+        follows = torch.where(above < 0, 0, query_tokens.gather(1, above.clamp(min=0)))
+        for out, values in ((self.draft_tokens, torch.cat(tokens, 1).gather(1, chosen)), (self.parents, follows)):
+            out.fill_(-1)
+            out[:, : chosen.shape[1]] = values.where(found, -1)
+
+    def launch(self) -> None:
+        (rows, places, width), count = self.child_scores.shape, self.draft_tokens.shape[1]
+        _best_paths_kernel[(rows,)](
+            *self,
+            places,
+            width,
+            count,
+            INDEX_BITS=_INDEX_BITS,
+            BLOCK=triton.next_power_of_2(count + 1),
+            num_warps=1,
+            **dependent_launch(self.draft_tokens.device),
+        )
+
+
+@triton.jit
+def _best_paths_kernel(
+    child_tokens,  # int64 [R, K, W]
+    child_scores,  # fp32 [R, K, W]
+    depths,  # int32 [R]
+    draft_tokens,  # out: int64 [R, N]
+    parents,  # out: int64 [R, N]
+    places,  # K
+    width,  # W
+    count,  # N
+    INDEX_BITS: tl.constexpr,  # of a rank, and of a query token
+    BLOCK: tl.constexpr,  # paths waiting at a time, rounded up to a power of two
+    PDL: tl.constexpr,
+):
+    """One program per row. Every path taken lets two more wait: its next sibling, and its best child."""
+    await_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    index: tl.constexpr = (1 << INDEX_BITS) - 1
+    longest = tl.minimum(tl.load(depths + row), places)
+    children = row * places * width
+    waiting = tl.arange(0, BLOCK)
+    # At first the root's best child waits.
+    best_child = tl.load(child_scores + children, mask=longest > 0, other=float("-inf"))
+    score = tl.where(waiting == 0, best_child, float("-inf"))
+    # The score of the path without its last token
+    above = tl.zeros((BLOCK,), tl.float32)
+    # What orders equal scores: place, rank and parent in one number
+    order = tl.zeros((BLOCK,), tl.int32)
+    for at in range(0, count):
+        best = tl.max(score, 0)
+        found = best > float("-inf")
+        first = tl.min(tl.where(score == best, order, 0x7FFFFFFF), 0)
+        taken = (score == best) & (order == first)
+        place = first >> (2 * INDEX_BITS)
+        rank = (first >> INDEX_BITS) & index
+        child = children + place * width + rank
+        token = tl.load(child_tokens + child, mask=found, other=-1)
+        tl.store(draft_tokens + row * count + at, token)
+        tl.store(parents + row * count + at, tl.where(found, first & index, -1).to(tl.int64))
+        # The next sibling waits in its place. A rank beyond the last carries into the place, and is never taken.
+        before = tl.sum(tl.where(taken, above, 0.0), 0)
+        own = tl.load(child_scores + child + 1, mask=found & (rank + 1 < width), other=float("-inf"))
+        score = tl.where(taken, before + own, score)
+        order = tl.where(taken, first + (1 << INDEX_BITS), order)
+        # The best child waits behind all others.
+        deeper = found & (place + 1 < longest)
+        own = tl.load(child_scores + children + (place + 1) * width, mask=deeper, other=float("-inf"))
+        new = waiting == at + 1
+        score = tl.where(new, best + own, score)
+        above = tl.where(new, best, above)
+        order = tl.where(new, ((place + 1) << (2 * INDEX_BITS)) | (at + 1), order)
+
+
+best_paths = define_op("spec_decode::best_paths", BestPaths, mutates=("draft_tokens", "parents"))

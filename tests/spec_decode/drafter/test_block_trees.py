@@ -1,0 +1,224 @@
+"""Trees of every kind of block draft, against a search over what the published models say after each path."""
+
+import heapq
+from itertools import product
+
+import pytest
+import torch
+
+from builders import BatchError
+from spec_decode.drafter import Strategy, StrategyError
+from spec_decode.models import InTurnBlockDraft
+from spec_decode.trees import DraftTree, DynamicTreeConfig
+from tests.spec_decode.drafter.test_tree_drafts import best_paths, paths
+from tests.spec_decode.models import oracle
+from tests.spec_decode.models.test_published_drafts import (
+    BLOCKS,
+    CASES,
+    CONTEXT_BLOCKS,
+    CONTEXTS,
+    DSPARKS,
+    MAX_SEQ_LEN,
+    TWO_STATES,
+    WHOLE,
+    Case,
+    DraftFixture,
+    K,
+)
+from tests.spec_decode.trees.tree_helpers import TREES
+
+DYNAMIC, STATIC = DynamicTreeConfig(width=3, num_tokens=14), TREES["wide and deep"]
+BOTH = pytest.mark.parametrize("tree", [DYNAMIC, STATIC], ids=["dynamic", "static"])
+CONTEXT = {**CONTEXT_BLOCKS, **{name: (checkpoint, [WHOLE, WHOLE]) for name, checkpoint in DSPARKS.items()}}
+KINDS = [*BLOCKS, *CONTEXT]
+AT_ONCE, IN_TURN = "dflash_with_all_that_is_optional", "dspark_with_all_that_is_optional"
+FEW = pytest.mark.parametrize("name", ["p_eagle", "pard", AT_ONCE, "dflash_from_the_anchor", IN_TURN])
+STRATEGIES = [Strategy.EAGER, Strategy.PER_STEP, Strategy.FULL_LOOP]
+"""All that a draft without later steps can run in, but for pieces, which ask for another mode."""
+
+
+def make(name, folder, strategy=Strategy.FULL_LOOP, tree=DYNAMIC, **options):
+    case = BLOCKS[name] if name in BLOCKS else Case(CONTEXT[name][0], oracle.DFlash, TWO_STATES)
+    return DraftFixture(case, folder, strategy, tree=tree, **options)
+
+
+class Laws:
+    """The published model's log-probabilities, fp64 [V], of the token after a request's text and a path."""
+
+    def __init__(self, name, fixture, request):
+        model, (ids, target_states) = fixture.model, fixture.inputs(request)
+        self.shift = None
+        if name in BLOCKS:
+            case = BLOCKS[name]
+            published = case.oracle(case.checkpoint, fixture.target, case.windows, torch.float64)
+            hidden = model.mask_hidden
+            hidden = torch.zeros(fixture.target.target_states_size) if hidden is None else hidden
+            states = torch.cat([target_states, hidden.expand(K - 1, -1)])
+            self.scores = oracle.block(published, [*ids, *[model.mask_token_id] * (K - 1)], states, K)
+            return
+        checkpoint, layers = CONTEXT[name]
+        published = oracle.DFlash(checkpoint, fixture.target, layers, torch.float64)
+        self.scores = published.scores(target_states, ids[-1], model.mask_token_id, K, model.first_place)
+        if isinstance(model, InTurnBlockDraft):
+            tensors, self.last = published.decoder.tensors, ids[-1]
+            rows = tensors["markov_head.markov_w1.weight"] @ tensors["markov_head.markov_w2.weight"].T
+            self.shift = published.whole(rows).nan_to_num(neginf=0.0)
+
+    def law(self, path):
+        """Log-probabilities of the token after these."""
+        scores = self.scores[len(path)]
+        if self.shift is not None:
+            scores = scores + self.shift[path[-1] if path else self.last]
+        return scores.log_softmax(-1)
+
+    def expected(self, tree, steps=K):
+        """The paths of a tree, in the order of its draft tokens."""
+        if isinstance(tree, DraftTree):
+            return [path for path in self.ranked(tree) if len(path) <= steps]
+        if self.shift is not None:
+            return best_paths(self, tree.width, tree.num_tokens, steps)
+        laws = [self.law((0,) * place) for place in range(steps)]
+        best = [law.topk(tree.width).indices.tolist() for law in laws]
+        every = [path for depth in range(1, steps + 1) for path in product(*best[:depth])]
+        return heapq.nlargest(
+            tree.num_tokens,
+            every,
+            key=lambda path: sum(float(law[token]) for law, token in zip(laws, path, strict=False)),
+        )
+
+    def ranked(self, tree):
+        """The paths of a tree's shape, a depth after the other."""
+        found = [()]
+        for at, parent in enumerate(tree.parents):
+            rank = tree.parents[:at].count(parent)
+            found.append((*found[parent], int(self.law(found[parent]).topk(rank + 1).indices[rank])))
+        return sorted(found[1:], key=len)
+
+
+@BOTH
+@pytest.mark.parametrize("name", KINDS)
+def test_a_blocks_tree_has_the_paths_that_the_published_model_finds_most_probable(name, tree, tmp_path):
+    fixture = make(name, tmp_path, tree=tree)
+    drafts = fixture.drafts()
+    assert drafts.logits.shape[:2] == (len(CONTEXTS), 0)
+    for row in range(len(CONTEXTS)):
+        assert paths(drafts, row) == Laws(name, fixture, row).expected(tree), f"request {row}"
+
+
+def rounds(fixture, temperature, count=3):
+    """Tokens and parents of consecutive rounds, each from where the last one's kept tokens end."""
+    found = []
+    for round_ in range(count):
+        verified = fixture.verified._replace(temperature=torch.full((len(CONTEXTS),), temperature))
+        if round_:
+            kept = verified.context_lens + verified.accepted + 1
+            verified = verified._replace(
+                token_ids=verified.token_ids.roll(round_, 0),
+                context_lens=kept,
+                accepted=verified.accepted.roll(1),
+                next_tokens=verified.next_tokens.roll(1),
+            )
+        fixture.verified = verified
+        drafts = fixture.drafts() if round_ == 0 else fixture.drafter.propose(verified)
+        found.append((drafts.tokens.clone(), drafts.parents.clone()))
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+@BOTH
+@FEW
+def test_every_strategy_drafts_what_eager_drafts_bit_for_bit(name, tree, strategy, temperature, tmp_path):
+    eager = rounds(make(name, tmp_path / "eager", Strategy.EAGER, tree), temperature)
+    fixture = make(name, tmp_path / "found", strategy, tree)
+    for round_, (found, wanted) in enumerate(zip(rounds(fixture, temperature), eager, strict=True)):
+        assert all(map(torch.equal, found, wanted)), f"round {round_}"
+    assert fixture.drafter.plan.strategy is strategy and fixture.drafter.graphs.complete
+    assert not all(map(torch.equal, eager[0], eager[1]))
+
+
+@FEW
+def test_all_of_a_round_is_one_graph(name, tmp_path):
+    fixture = make(name, tmp_path)
+    fixture.drafts()
+    (graph,) = fixture.drafter._capturables()
+    assert graph == "extend" and fixture.drafter.metadata_in_use().keys() == {0}
+
+
+@BOTH
+@FEW
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_request_gets_a_tree_as_deep_as_it_asks_for(strategy, name, tree, tmp_path):
+    fixture = make(name, tmp_path, strategy, tree)
+    fixture.verified = fixture.verified._replace(draft_lens=torch.tensor([0, 2, 99], dtype=torch.int32))
+    drafts = fixture.drafts()
+    assert paths(drafts, 0) == []
+    for row, steps in ((1, 2), (2, K)):
+        assert paths(drafts, row) == Laws(name, fixture, row).expected(tree, steps)
+
+
+@BOTH
+@FEW
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_round_of_fewer_tokens_has_shallower_trees(steps, name, tree, tmp_path):
+    fixture = make(name, tmp_path, tree=tree)
+    fixture.drafts()
+    drafts = fixture.drafter.propose(fixture.verified, steps)
+    for row in range(len(CONTEXTS)):
+        assert paths(drafts, row) == (Laws(name, fixture, row).expected(tree, steps) if steps else [])
+
+
+@FEW
+def test_a_request_without_room_for_a_block_has_no_tree(name, tmp_path):
+    fixture = make(name, tmp_path)
+    fixture.tables.load(fixture.pages, [MAX_SEQ_LEN, CONTEXTS[1] + 1, MAX_SEQ_LEN])
+    drafts = fixture.drafts()
+    assert paths(drafts, 1) == [] and drafts.tokens[1].eq(-1).all()
+    assert paths(drafts, 2) == Laws(name, fixture, 2).expected(DYNAMIC)
+    assert fixture.tables.overflow.tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["p_eagle", AT_ONCE, IN_TURN])
+def test_more_choices_than_the_draft_has_tokens_are_refused(name, tmp_path):
+    with pytest.raises(BatchError, match=r"as many choices after a token as the draft has tokens, 24, got 25"):
+        make(name, tmp_path, tree=DynamicTreeConfig(width=25, num_tokens=9))
+    wide = DraftTree((0,) * 25)
+    with pytest.raises(BatchError, match=r"as many choices after a token as the draft has tokens, 24, got 25"):
+        make(name, tmp_path, tree=wide)
+
+
+@pytest.mark.parametrize(
+    ("name", "tree", "message"),
+    [
+        (AT_ONCE, DraftTree.chain(K + 1), f"at most as deep as the draft has steps, {K}, got a path of {K + 1}"),
+        (AT_ONCE, DynamicTreeConfig(width=1, num_tokens=5), "at most the 4 paths that 4 tokens of 1 choices make"),
+        (IN_TURN, DynamicTreeConfig(width=2, num_tokens=15), "at most the 14 candidates that 4 steps of 2 choices"),
+    ],
+)
+def test_trees_that_no_block_fills_are_refused(name, tree, message, tmp_path):
+    with pytest.raises(BatchError, match=message):
+        make(name, tmp_path, tree=tree)
+
+
+def test_a_block_whose_places_know_nothing_of_one_another_fills_a_tree_that_no_steps_do(tmp_path):
+    tree = DynamicTreeConfig(width=2, num_tokens=30)
+    fixture = make(AT_ONCE, tmp_path, tree=tree)
+    assert paths(fixture.drafts(), 0) == Laws(AT_ONCE, fixture, 0).expected(tree)
+
+
+@pytest.mark.parametrize("name", [AT_ONCE, IN_TURN])
+def test_a_blocks_tree_may_be_wider_than_frontiers_that_a_draft_runs_over(name, tmp_path):
+    tree = DynamicTreeConfig(width=23, num_tokens=63)
+    fixture = make(name, tmp_path, tree=tree)
+    assert paths(fixture.drafts(), 2) == Laws(name, fixture, 2).expected(tree)
+
+
+def test_frontiers_that_no_mask_holds_are_refused_for_a_draft_that_runs_over_them(tmp_path):
+    with pytest.raises(BatchError, match="at most 64 tokens, got 22 tokens to draft from at each of 3 steps"):
+        DraftFixture(CASES["eagle"], tmp_path, Strategy.EAGER, tree=DynamicTreeConfig(width=22, num_tokens=9))
+
+
+@pytest.mark.parametrize("name", ["p_eagle", AT_ONCE, IN_TURN])
+def test_a_blocks_tree_is_drafted_in_no_strategy_of_later_steps(name, tmp_path):
+    with pytest.raises(StrategyError, match="this draft proposes all its tokens in one step"):
+        make(name, tmp_path, Strategy.DEVICE_LOOP)

@@ -1,0 +1,249 @@
+"""Trees of blocks, against a search over all paths in plain Python."""
+
+import heapq
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from builders import BatchError
+from spec_decode.graphs.emulator import EmulatedRuntime
+from spec_decode.sampling import sample_target
+from spec_decode.trees import BlockTree, DraftTree, DynamicTreeConfig, TreeBatch
+from spec_decode.trees.kernels.best_paths import best_paths
+from spec_decode.verification import TreeSampling
+from tests.spec_decode.trees.tree_helpers import TREES
+from tests.spec_decode.verification.verify_helpers import FIRST, law, p_value, sampling_of
+
+ROWS, VOCAB, PLACES = 3, 7, 4
+DYNAMIC, STATIC = DynamicTreeConfig(width=3, num_tokens=15), TREES["wide and deep"]
+
+
+def make_tree(shape=DYNAMIC, rows=ROWS, places=PLACES, **options):
+    return BlockTree(rows, shape, num_speculative_tokens=places, device=torch.device("cpu"), **options)
+
+
+def noisy(rows=ROWS, places=PLACES, seed=0):
+    return torch.randn(rows * places, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def lens(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def paths_of(tree, row):
+    """A row's draft tokens, each as its path from the root."""
+    found = [()]
+    for token, parent in zip(tree.draft_tokens[row].tolist(), tree.parents[row].tolist(), strict=True):
+        if parent < 0:
+            break
+        found.append((*found[parent], token))
+    return found[1:]
+
+
+def best_of(laws, width, count):
+    """The best paths of log-probabilities [K, V], and their scores, by a search that never looks at a parent."""
+    places = len(laws)
+    best = [heapq.nlargest(width, range(VOCAB), key=laws[place].__getitem__) for place in range(places)]
+    scored, level = [], [((), 0.0)]
+    for place in range(places):
+        level = [((*path, token), score + laws[place][token]) for path, score in level for token in best[place]]
+        scored += level
+    return heapq.nlargest(count, scored, key=lambda each: each[1])
+
+
+@pytest.mark.parametrize(("width", "count"), [(1, 4), (2, 30), (3, 15), (7, 63)])
+def test_a_tree_has_the_most_probable_paths_best_first(width, count):
+    tree, logits = make_tree(DynamicTreeConfig(width=width, num_tokens=count)), noisy()
+    tree.grow(logits, lens(PLACES, PLACES, 99))
+    laws = logits.view(ROWS, PLACES, VOCAB).double().log_softmax(-1)
+    for row in range(ROWS):
+        assert paths_of(tree, row) == [path for path, _ in best_of(laws[row].tolist(), width, count)]
+
+
+def test_a_trees_tokens_are_the_choices_of_their_places():
+    tree, logits = make_tree(STATIC), noisy()
+    tree.grow(logits, lens(*[PLACES] * ROWS))
+    order = logits.view(ROWS, PLACES, VOCAB).sort(dim=-1, descending=True).indices
+    for row in range(ROWS):
+        expected = [()]
+        for at, parent in enumerate(STATIC.parents):
+            place, rank = len(expected[parent]), STATIC.parents[:at].count(parent)
+            expected.append((*expected[parent], int(order[row, place, rank])))
+        assert paths_of(tree, row) == expected[1:]
+
+
+@pytest.mark.parametrize("shape", [DYNAMIC, STATIC], ids=["dynamic", "static"])
+def test_a_row_has_paths_of_its_own_length_at_most(shape):
+    tree, whole, logits = make_tree(shape), make_tree(shape), noisy()
+    tree.grow(logits, lens(2, 0, -3))
+    whole.grow(logits, lens(*[PLACES] * ROWS))
+    assert paths_of(tree, 1) == paths_of(tree, 2) == [] and tree.parents[1:].eq(-1).all()
+    assert tree.draft_tokens[1:].eq(-1).all() and max(len(path) for path in paths_of(tree, 0)) == 2
+    kept = [path for path in paths_of(whole, 0) if len(path) <= 2]
+    assert paths_of(tree, 0)[: len(kept)] == kept
+
+
+def test_a_static_tree_in_any_order_is_cut_off_behind_its_last_token_of_a_depth():
+    tree = make_tree(DraftTree((0, 1, 2, 0)))
+    tree.grow(noisy(), lens(1, 2, 3))
+    assert [len(paths_of(tree, row)) for row in range(ROWS)] == [2, 3, 4]
+
+
+@pytest.mark.parametrize("shape", [DYNAMIC, STATIC], ids=["dynamic", "static"])
+def test_tokens_are_the_targets_where_the_draft_has_fewer(shape):
+    token_map = torch.tensor([90, 80, 70, 60, 50, 40, 30])
+    mapped, own, logits = make_tree(shape, token_map=token_map), make_tree(shape), noisy()
+    for tree in (mapped, own):
+        tree.grow(logits, lens(*[PLACES] * ROWS))
+    assert torch.equal(mapped.parents, own.parents)
+    assert torch.equal(mapped.draft_tokens, token_map[own.draft_tokens])
+
+
+def test_a_token_that_cannot_be_drafted_is_in_no_tree():
+    logits = noisy()
+    logits[:, 2:] = -math.inf
+    tree = make_tree(DynamicTreeConfig(width=3, num_tokens=39))
+    tree.grow(logits, lens(*[PLACES] * ROWS))
+    assert all(len(paths_of(tree, row)) == 2 + 4 + 8 + 16 for row in range(ROWS))
+    assert tree.draft_tokens.max() == 1
+
+
+def choices():
+    """Places of as many choices each, best first, whose scores are few, so that many are equal."""
+    score = st.sampled_from([0.0, -0.5, -1.0, -2.0, -math.inf])
+    return st.integers(1, 3).flatmap(
+        lambda width: st.lists(
+            st.lists(score, min_size=width, max_size=width).map(lambda own: sorted(own, reverse=True)),
+            min_size=1,
+            max_size=4,
+        )
+    )
+
+
+@given(choices(), st.integers(0, 5), st.integers(1, 63))
+def test_of_equal_paths_the_shallower_comes_first_then_the_lower_rank_then_the_earlier_parent(drawn, depth, count):
+    places, width = len(drawn), len(drawn[0])
+    ranks = torch.arange(width).expand(1, places, width)
+    draft_tokens, parents = torch.full((2, 1, count), 7)
+    best_paths(ranks.contiguous(), torch.tensor([drawn]), lens(depth), draft_tokens, parents)
+    scores = {(): 0.0}
+    for place in range(min(places, depth)):
+        above = [path for path in scores if len(path) == place]
+        scores |= {(*path, rank): scores[path] + drawn[place][rank] for path in above for rank in range(width)}
+    left = {path for path in scores if path and scores[path] > -math.inf}
+    taken = [()]
+    while left and len(taken) <= count:
+        known = [path for path in left if path[:-1] in taken]
+        taken.append(min(known, key=lambda path: (-scores[path], len(path), path[-1], taken.index(path[:-1]))))
+        left.remove(taken[-1])
+        # None that is left, its parent taken or not, is better.
+        assert all(scores[path] <= scores[taken[-1]] for path in left)
+    end = [-1] * (count + 1 - len(taken))
+    assert draft_tokens[0].tolist() == [path[-1] for path in taken[1:]] + end
+    assert parents[0].tolist() == [taken.index(path[:-1]) for path in taken[1:]] + end
+
+
+@pytest.mark.parametrize("shape", [DYNAMIC, STATIC], ids=["dynamic", "static"])
+def test_a_graph_makes_the_trees_of_each_replay(shape):
+    expected, tree = make_tree(shape), make_tree(shape)
+    logits, depths = torch.zeros(ROWS * PLACES, VOCAB), lens(PLACES, PLACES, PLACES)
+    graph = EmulatedRuntime().capture(lambda: tree.grow(logits, depths))
+    logits.copy_(noisy(seed=1))
+    depths.copy_(lens(4, 2, 0))
+    graph.replay()
+    expected.grow(logits, depths)
+    assert torch.equal(tree.draft_tokens, expected.draft_tokens) and torch.equal(tree.parents, expected.parents)
+    assert paths_of(tree, 0) != []
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        (DraftTree.chain(3), {"places": 2}, "at most as deep as the draft has steps, 2, got a path of 3"),
+        (DynamicTreeConfig(width=2, num_tokens=7), {"places": 2}, "at most the 6 paths that 2 tokens of 2 choices"),
+        (DynamicTreeConfig(width=1, num_tokens=5), {"places": 4}, "at most the 4 paths that 4 tokens of 1 choices"),
+    ],
+)
+def test_a_shape_that_does_not_fit_the_block_is_refused(shape, options, message):
+    with pytest.raises(BatchError, match=message):
+        make_tree(shape, **options)
+
+
+def test_a_tree_may_be_as_wide_as_no_frontier_could_be():
+    tree = make_tree(DynamicTreeConfig(width=64, num_tokens=63), places=16)
+    tree.grow(torch.randn(ROWS * 16, 70), lens(16, 16, 16))
+    assert tree.draft_tokens.min() >= 0
+
+
+@pytest.mark.parametrize(
+    ("logits", "depths", "message"),
+    [
+        (noisy(rows=4), lens(4, 4, 4, 4), "at most 3 rows and of at least 3 tokens, got 4 rows of 7 tokens"),
+        (noisy()[:, :2], lens(4, 4, 4), "at least 3 tokens, got 3 rows of 2 tokens"),
+        (noisy(), lens(4, 4), "logits must be"),
+        (noisy(), torch.tensor([4, 4, 4]), "depths must be"),
+    ],
+)
+def test_logits_of_other_trees_are_refused(logits, depths, message):
+    tree = make_tree()
+    with pytest.raises(BatchError, match=message):
+        tree.grow(logits, depths)
+    assert tree.parents.eq(-1).all()
+
+
+LAWS, TEMPERATURE = 4, 0.8
+"""Several blocks a table of the target, so that trees of several shapes are followed."""
+
+
+def first_two(shape, rows, seed=0):
+    """The first two tokens int64 [rows] of each text, the joint law that they should have, and the draft tokens
+    accepted, of trees that blocks which know something of the target give."""
+    generator = torch.Generator().manual_seed(seed)
+    target = [torch.randn(*(VOCAB,) * n, generator=generator) * 1.5 for n in (1, 2, 3)]
+    known = torch.stack([target[0], target[1].logsumexp(0)])
+    blocks = 0.5 * (known + 1.5 * torch.randn(LAWS, 2, VOCAB, generator=generator))
+    each = torch.arange(rows) % LAWS
+    tree = make_tree(shape, rows, 2)
+    tree.grow(blocks[each].flatten(0, 1), torch.full((rows,), 2, dtype=torch.int32))
+    # The target's logits after each query token, by the last token or two before the place
+    drafts, parents = tree.draft_tokens.clamp(min=0), tree.parents.clamp(min=0)
+    tokens = torch.cat([torch.zeros(rows, 1, dtype=torch.int64), drafts], 1)
+    above = tokens.gather(1, parents)
+    second = (parents > 0)[..., None]
+    after = torch.where(second, target[2][above, drafts], target[1][drafts])
+    logits = torch.cat([target[0].expand(rows, 1, -1), after], 1)
+    place = {"sampling": sampling_of(rows, TEMPERATURE), "draft_positions": torch.full((rows,), FIRST)}
+    output = TreeSampling(2).verify(logits, TreeBatch(tree.draft_tokens, tree.parents), **place)
+    path = tokens.gather(1, output.path.clamp(min=0))
+    first = torch.where(output.accepted > 0, path[:, 0], output.next_tokens)
+    positions = torch.full((rows,), FIRST + 1)
+    later = sample_target(target[1][first], sampling=sampling_of(rows, TEMPERATURE), positions=positions)
+    added = torch.where(output.accepted == 1, output.next_tokens, later)
+    joint = law(target[0], TEMPERATURE)[:, None] * law(target[1], TEMPERATURE)
+    return first, torch.where(output.accepted == 2, path[:, 1], added), joint, output.accepted
+
+
+SHAPES = {
+    "chain": DynamicTreeConfig(width=1, num_tokens=2),
+    "best of few": DynamicTreeConfig(width=3, num_tokens=6),
+    "best of all": DynamicTreeConfig(width=7, num_tokens=40),
+    "static": TREES["two levels"],
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_first_two_tokens_are_jointly_distributed_as_the_targets(shape):
+    first, second, joint, accepted = first_two(shape, 20_000)
+    assert p_value(first * VOCAB + second, joint, VOCAB * VOCAB) > 1e-3
+    assert accepted.unique().tolist() == [0, 1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_no_bias_shows_in_200_000_draws(shape, seed):
+    first, second, joint, _ = first_two(shape, 200_000, seed)
+    assert p_value(first * VOCAB + second, joint, VOCAB * VOCAB) > 1e-3
