@@ -20,7 +20,12 @@ _TREES: dict[str, tuple[int, int, DraftTree | DynamicTreeConfig]] = {
     "k5-n2-widest": (5, 2, DynamicTreeConfig(width=16, num_tokens=63)),
     "k3-n7-static": (3, 7, DraftTree((0, 0, 0, 1, 1, 2, 4, 4, 5))),
 }
-_BLOCKS = {f"k{k}-n{n}": (k, n) for k, n in ((1, 3), (4, 3), (7, 7), (16, 2))}
+_BLOCKS: dict[str, tuple[int, int, DraftTree | DynamicTreeConfig | None]] = {
+    **{f"k{k}-n{n}": (k, n, None) for k, n in ((1, 3), (4, 3), (7, 7), (16, 2))},
+    "k4-n3-dynamic-tree": (4, 3, DynamicTreeConfig(width=3, num_tokens=12)),
+    "k16-n2-widest-tree": (16, 2, DynamicTreeConfig(width=32, num_tokens=63)),
+    "k3-n7-static-tree": (3, 7, DraftTree((0, 0, 0, 1, 1, 2, 4, 4, 5))),
+}
 
 
 @check(
@@ -36,12 +41,16 @@ def strategies_agree_on_trees(subject: Subject, case: tuple[int, int, DraftTree 
 
 
 @check(
-    "blocks that are drafted in one step have the same bits in every strategy as in eager, greedy and random",
+    "blocks of one step, in a row or in trees, have the same bits in every strategy as in eager, greedy and random",
     lambda subject: _BLOCKS.items(),
     since=(1, 2),
 )
 @without_interpreter
-def strategies_agree_on_blocks(subject: Subject, case: tuple[int, int]) -> Measurements:
-    steps, num_reqs = case
+def strategies_agree_on_blocks(
+    subject: Subject, case: tuple[int, int, DraftTree | DynamicTreeConfig | None]
+) -> Measurements:
+    steps, num_reqs, tree = case
     fixture = DraftFixture.make(subject, num_reqs, steps, kind=StackedBlockDraft)
-    return {"runs_compared": float(sum(compare(partial(draft, fixture, temperature=t))[1] for t in (0.0, 1.0)))}
+    return {
+        "runs_compared": float(sum(compare(partial(draft, fixture, temperature=t, tree=tree))[1] for t in (0.0, 1.0)))
+    }

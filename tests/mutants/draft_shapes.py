@@ -1,17 +1,31 @@
-"""Backends that are wrong over blocks and trees."""
+"""Backends, and a drafter, that are wrong over blocks and trees."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 
+from attn_backends import AttentionBackend
 from attn_backends.merged_trees import merge_tree
 from attn_backends.triton_paged import TritonPaged
 from builders import AdvanceSupport, AttentionSpec, FlashAttn3Builder, FlashAttn3Metadata, ReferenceBuilder
+from spec_decode.trees import BlockTree
 from tests import flash_attn3_stand_in
-from tests.mutants.mutant import Mutant, attends_by, builder_mutant, derived, of_built, then, with_builder, with_forward
+from tests.mutants.mutant import (
+    Mutant,
+    attends_by,
+    builder_mutant,
+    derived,
+    of_built,
+    then,
+    with_builder,
+    with_forward,
+)
 
 _NO_BLOCK = "the validator drafts no blocks"
 
@@ -96,6 +110,20 @@ def _advances_short_queries_only(self: Any, metadata: Any) -> None:
         ReferenceBuilder.advance(self, metadata)
 
 
+@contextmanager
+def _as_deep_as_in_the_first_round(backend: AttentionBackend) -> Iterator[AttentionBackend]:
+    """A graph's first round is its capture, of padding rows."""
+    grow = BlockTree.grow
+
+    def grow_as_before(self: Any, logits: torch.Tensor, depths: torch.Tensor) -> None:
+        if not hasattr(self, "first_depths"):
+            self.first_depths = depths.clone()
+        grow(self, logits, self.first_depths[: len(depths)])
+
+    with mock.patch.object(BlockTree, "grow", grow_as_before):
+        yield backend
+
+
 DRAFT_SHAPE_MUTANTS = (
     Mutant(
         "blocks_are_causal", "numerics.blocks_see_what_is_behind", with_forward(_blocks_are_causal), not_shown=_NO_BLOCK
@@ -138,6 +166,14 @@ DRAFT_SHAPE_MUTANTS = (
         advance=_advances_short_queries_only,
         not_shown=_NO_BLOCK,
         cases="k4-n3",
+    ),
+    Mutant(
+        "trees_of_the_first_block",
+        "drafter.strategies_agree_on_blocks",
+        with_builder(derived("trees_of_the_first_block")),
+        not_shown=_NO_TREE,
+        around=_as_deep_as_in_the_first_round,
+        cases="*-dynamic-tree",
     ),
     Mutant("mistakes_the_base_of_an_lse", "numerics.trees_see_their_ancestors", _MistakesTheBase(), not_shown=_NO_TREE),
     Mutant("prefixes_of_the_last_trees", "graph.tree_replays_over_other_trees", _LeavesPrefixes(), not_shown=_NO_TREE),

@@ -227,6 +227,32 @@ def test_a_text_drafted_in_trees_is_plain_decodings(pair, run, tmp_path, tree, m
     assert plain.partition("backend")[0] == drafted.partition("backend")[0]
 
 
+@pytest.mark.parametrize("tree", ["4x12", "8x63", "paths.json"])
+def test_a_text_drafted_in_trees_of_blocks_is_plain_decodings(block_pair, run, tmp_path, tree, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "paths.json").write_text("[[0], [1], [0, 0], [0, 1]]")
+    words = draft_words(block_pair, "The for statement", "--max-tokens", "12", "--temperature", "0.7")
+    block = ["--draft", "block_draft", "-k", "3", "--tree", tree]
+    plain, drafted = (run(*words, *more).output for more in (["-k", "0"], block))
+    assert "of 3, the depth of a tree of" in drafted and "strategy full_loop" in drafted
+    assert plain.partition("backend")[0] == drafted.partition("backend")[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--tree", "4x64"], "1 to 63 draft tokens, got 64"),
+        (["--tree", "2x40"], "at most the 30 paths that 4 tokens of 2 choices make, got 40"),
+        (["--tree", "paths.json", "-k", "2"], "at most as deep as the draft has steps, 2, got a path of 3"),
+        (["--tree", "4x16", "--verify", "rejection"], "trees are verified by sampling"),
+        (["--tree", "4x16", "--backend", "flash_attn3"], "flash_attn3"),
+    ],
+)
+def test_a_tree_that_no_block_can_draft_is_refused(block_pair, tmp_path, words, part, refused):
+    (tmp_path / "paths.json").write_text("[[0], [0, 0], [0, 0, 0]]")
+    assert part in refused(*draft_words(block_pair, "x", "--draft", "block_draft", *words))
+
+
 @pytest.mark.parametrize("text", ["{}", "[0]", "[[1]]", "[["])
 def test_draft_refuses_a_file_without_a_tree(pair, tmp_path, refused, text):
     (tmp_path / "paths.json").write_text(text)

@@ -16,6 +16,7 @@ from builders import BatchError
 from spec_decode import LLM, SamplingParams
 from spec_decode.drafter import StrategyError
 from spec_decode.models import SHIPPED_PAIR, CheckpointError
+from spec_decode.trees import DynamicTreeConfig
 
 PROMPTS = ["The for statement", "A list is"]
 GREEDY = SamplingParams(max_tokens=24)
@@ -41,6 +42,16 @@ def test_drafting_changes_no_greedy_text(llm: LLM, plain: LLM) -> None:
     assert [one.text for one in drafted] == [one.text for one in alone]
     assert [one.prompt for one in drafted] == PROMPTS and sum(drafted[0].accepted) > 0 and not sum(alone[0].accepted)
     assert {one.finish_reason for one in drafted} == {"length"} and len(drafted[0].token_ids) == 24
+
+
+@pytest.mark.parametrize("draft", ["draft", "block_draft"])
+def test_drafting_trees_changes_no_text_at_any_temperature(draft: str, plain: LLM) -> None:
+    tree = DynamicTreeConfig(width=4, num_tokens=12)
+    llm = LLM("pydoc", draft=draft, device="cpu", max_num_seqs=2, max_model_len=128, tree=tree)
+    for params in (GREEDY, SamplingParams(max_tokens=24, temperature=0.8, seed=5)):
+        drafted, alone = llm.generate(PROMPTS, params), plain.generate(PROMPTS, params)
+        assert [one.text for one in drafted] == [one.text for one in alone] and sum(drafted[0].accepted) > 0
+    assert str(llm.plan).startswith("full_loop")
 
 
 def test_the_plan_says_how_the_drafter_runs(llm: LLM, plain: LLM) -> None:
