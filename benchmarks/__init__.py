@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.cases.advance import advance_rows, step_rows
 from benchmarks.cases.backend_rounds import round_rows
+from benchmarks.cases.block_trees import block_tree_round_rows, block_tree_rows
 from benchmarks.cases.compiled_steps import CASE as COMPILED_STEPS
 from benchmarks.cases.compiled_steps import compiled_step_rows
 from benchmarks.cases.decode import decode_rows
@@ -54,12 +55,14 @@ _ROWS: dict[str, tuple[str, Callable[[Bench], Iterator[BenchRow]]]] = {
         "the same of a draft that proposes a block at once, beside one step by step",
         block_throughput_rows,
     ),
+    "block-trees": ("trees of the shipped pair's block beside its tokens in a row: kept tokens", block_tree_rows),
+    "block-tree-rounds": ("trees of Qwen3-8B's block beside its tokens in a row: time", block_tree_round_rows),
 }
-CPU_CASES = ("sampling", "round", "drafter-tiny")
+CPU_CASES = ("sampling", "round", "drafter-tiny", "block-trees")
 """Cases that a machine without a GPU can run; their gpu_us is null."""
 SUITES = {
     "backends": ("advance", "step", *_DECODE, "round"),
-    "parallel": (*BLOCK_DRAFTS, "tree-verify", "block-throughput"),
+    "parallel": (*BLOCK_DRAFTS, "tree-verify", "block-throughput", "block-trees", "block-tree-rounds"),
     "drafter": (*PUBLISHED_DRAFTS, "throughput"),
     "competitors": (PRODUCTS, COMPILED_STEPS),
 }

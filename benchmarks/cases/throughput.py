@@ -31,6 +31,7 @@ from spec_decode.models.decoder_weights import read_parameters
 from spec_decode.models.layers.rope import RotaryEmbedding
 from spec_decode.sampling import SamplingParams
 from spec_decode.tools.timing_limit import TimingLimit
+from spec_decode.trees import DynamicTreeConfig
 
 NAME = "throughput"
 _PREFILL_TOKENS = 8192
@@ -59,10 +60,12 @@ class AuxStatesTarget(LlamaTarget):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoding:
-    """How an engine decodes. accepted: draft tokens kept a round, in the mean; num_speculative_tokens 0: plainly."""
+    """How an engine decodes. accepted: draft tokens kept a round, in the mean; None: as many as the target accepts.
+    num_speculative_tokens 0: plainly. tree: instead of tokens in a row; what is kept of it, the target says."""
 
     num_speculative_tokens: int
-    accepted: float = 0.0
+    accepted: float | None = 0.0
+    tree: DynamicTreeConfig | None = None
     extend_in_graph: bool = True
     batch_invariant: bool = False
 
@@ -202,6 +205,7 @@ class TimedPair:
                 num_speculative_tokens=decoding.num_speculative_tokens,
                 strategy=Strategy.FULL_LOOP,
                 extend_in_graph=decoding.extend_in_graph,
+                tree=decoding.tree,
             )
         config = EngineConfig(
             drafter=drafter,
@@ -209,7 +213,7 @@ class TimedPair:
             max_model_len=case.prompt + case.output,
             page_size=case.draft.page_size,
             max_prefill_tokens=_PREFILL_TOKENS,
-            verification=f"synthetic:{decoding.accepted}",
+            verification=None if decoding.accepted is None else f"synthetic:{decoding.accepted}",
             batch_invariant=decoding.batch_invariant,
         )
         draft_backend = registry.get(case.draft.backends[0])

@@ -84,6 +84,8 @@ TITLES = {
     **{f"{name}/compiled-steps": f"Steps 1 to K-1 of {draft}, beside torch.compile" for name, draft in _DRAFTS.items()},
     "products": "The products of these drafts, beside torch's own",
     "tree-verify": "Attention of trees, beside that of as many tokens in a row",
+    "block-trees": "A whole engine: trees of a block beside its tokens in a row, by what a trained pair keeps",
+    "block-tree-rounds": "A whole engine: rounds of trees of a block beside those of its tokens in a row",
     "throughput/block-drafts": "A whole engine: a draft of a block at once beside one that goes step by step",
     "throughput/speculation": "A whole engine: speculation beside plain decoding",
     "throughput/extend-graph": "A whole engine: step 0 of the draft in a graph, or launched",
@@ -97,6 +99,8 @@ TITLES = {
     "sampling/argmax of a target": "The most likely token of a target, beside torch",
 }
 """By case; other cases go by their own name. Also the order of the sections."""
+_DRAFTS_DIFFER = ("block-drafts", "block-trees", "block-tree-rounds")
+"""Whole engines that are told apart by what drafts."""
 
 
 def speed_sections(timings: Sequence[Timing], runs: Runs) -> tuple[Section, ...]:
@@ -217,7 +221,7 @@ def _engine(timing: Timing) -> list[str]:
         return []
     drafted = timing.num_speculative_tokens
     found = [f"K = {drafted}, {timing.accepted:.1f} kept" if drafted and timing.accepted is not None else "plain"]
-    found += [timing.draft] if timing.draft and timing.case.endswith("block-drafts") else []
+    found += [timing.draft] if timing.draft and timing.case.endswith(_DRAFTS_DIFFER) else []
     if timing.case.endswith("extend-graph"):
         found += ["in a graph" if timing.extend_in_graph else "launched"]
         found += ["host waits"] if timing.host_waits else []

@@ -303,6 +303,16 @@ def test_engines_that_draft_in_other_ways_are_told_apart():
     assert [bar.label for bar in section.panels[0].bars] == ["k K = 7, 3.5 kept, EAGLE-3", "k K = 7, 3.5 kept, DFlash"]
 
 
+@pytest.mark.parametrize("case", ["block-trees", "block-tree-rounds"])
+def test_engines_that_draft_other_trees_of_a_block_are_told_apart(case):
+    base = {"case": case, "num_speculative_tokens": 7, "accepted": 3.5, "strategy": "full_loop"}
+    rows = [engine(**base, tree=tree != "D", draft=tree) for tree in ("D", "D, 4x7", "D, 8x16")]
+    (section,) = build_matrix([], (), rows).speed
+    assert section.title.startswith("A whole engine") and [bar.label for bar in section.panels[0].bars] == [
+        "k K = 7, 3.5 kept, D in a row", "k K = 7, 3.5 kept, D, 4x7 a tree", "k K = 7, 3.5 kept, D, 8x16 a tree",
+    ]  # fmt: skip
+
+
 def test_a_tree_and_as_many_tokens_in_a_row_are_told_apart_by_their_number():
     rows = [timing(case="tree-verify", num_tokens=count, tree=tree) for count in (16, 64) for tree in (False, True)]
     (section,) = build_matrix([], (), rows).speed

@@ -1,0 +1,109 @@
+"""Whole engines whose draft proposes a block at once: its tokens in a row, and trees of the same block.
+
+How many tokens are kept is the shipped pair's to say, on prompts that it was not trained on. What a round costs is
+measured on a published shape, whose random weights keep next to none: there a tree's `chain_ratio` is how much shorter
+a round of tokens in a row is, so that a tree must bring that many times the tokens to pay off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from benchmarks.cases.throughput import QWEN3_8B, Decoding, ThroughputCase, TimedPair, rates_of, timed_pair
+from benchmarks.random_drafts import RandomDraft
+from benchmarks.rows import Bench, BenchRow
+from spec_decode.engine import Request
+from spec_decode.llm.byte_tokenizer import encode
+from spec_decode.models import SHIPPED_PAIR, DraftModel, LlamaTarget, dflash, load_pair
+from spec_decode.sampling import SamplingParams
+from spec_decode.testing.held_out_text import held_out_prompts
+from spec_decode.trees import DynamicTreeConfig
+
+KEPT, ROUNDS = "block-trees", "block-tree-rounds"
+_STEPS = 7
+_TREES = tuple(DynamicTreeConfig(width=w, num_tokens=n) for w, n in ((4, 7), (8, 16), (8, 32), (8, 63)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShippedCase(ThroughputCase):
+    """The shipped pair, and prompts of held-out text, of which a token is the one that begins every text."""
+
+    temperature: float = 0.0
+
+    def models(self, device: torch.device) -> tuple[LlamaTarget, DraftModel]:
+        """Target and draft, on the device."""
+        target, draft = load_pair(SHIPPED_PAIR, draft="block_draft")
+        return target.to(device, self.dtype), draft.to(device, self.dtype)
+
+    def requests(self, count: int) -> list[Request]:
+        """Each with a seed of its own."""
+        return [
+            Request(
+                prompt=encode(prompt),
+                sampling=SamplingParams(max_tokens=self.output, temperature=self.temperature, seed=seed),
+            )
+            for seed, prompt in enumerate(held_out_prompts(count, self.prompt - 1))
+        ]
+
+
+SHIPPED = ShippedCase(
+    draft=RandomDraft(
+        description="the shipped pair's DFlash draft: what it keeps",
+        kind=dflash,
+        config={},
+        backends=("triton_paged",),
+    ),
+    num_layers=0,
+    dtype=torch.float32,
+    backends=("triton_paged",),
+    num_reqs=(32,),
+    prompt=97,
+    output=160,
+    warm_up_tokens=8,
+)
+QWEN3_8B_ROUNDS = replace(QWEN3_8B, num_reqs=(1, 4, 16), output=96, warm_up_tokens=16)
+
+
+def block_tree_rows(bench: Bench, case: ShippedCase = SHIPPED) -> Iterator[BenchRow]:
+    """The shipped pair, greedy and at temperature 1, by the verification that each has by default."""
+    for temperature in (0.0, 1.0):
+        at = f"temperature {temperature:g}"
+        with bench.noting(KEPT, at=at):
+            timed = timed_pair(bench, replace(case, temperature=temperature))
+            chain = Decoding(num_speculative_tokens=_STEPS, accepted=None)
+            for row in _rows(KEPT, timed, chain, _TREES):
+                yield {**row, "temperature": temperature}
+
+
+def block_tree_round_rows(bench: Bench, case: ThroughputCase = QWEN3_8B_ROUNDS) -> Iterator[BenchRow]:
+    """A published shape, whose tokens in a row are kept as seldom as those of its trees."""
+    with bench.noting(ROUNDS):
+        chain = Decoding(num_speculative_tokens=_STEPS, accepted=0.0)
+        yield from _rows(ROUNDS, timed_pair(bench, case), chain, _TREES)
+
+
+def _rows(name: str, timed: TimedPair, chain: Decoding, trees: Sequence[DynamicTreeConfig]) -> Iterator[BenchRow]:
+    """Tokens in a row and each tree, by numbers of requests; chain_ratio: its output tokens a second over those of
+    tokens in a row."""
+    decodings = [chain, *(replace(chain, accepted=None, tree=tree) for tree in trees)]
+    engines = [timed.engine(decoding) for decoding in decodings]
+    for num_reqs in timed.case.num_reqs:
+        requests, in_a_row = timed.case.requests(num_reqs), None
+        for decoding, engine in zip(decodings, engines, strict=True):
+            rates = rates_of(engine, requests, timed.case.warm_up_tokens, False)
+            row = timed.row(name, decoding, num_reqs, False, rates)
+            row |= {"case": name, "tree": decoding.tree is not None, "draft": _described(timed, decoding)}
+            if in_a_row is None:
+                in_a_row = rates
+            else:
+                row["chain_ratio"] = round(rates.tokens_per_second / in_a_row.tokens_per_second, 3)
+            yield row
+
+
+def _described(timed: TimedPair, decoding: Decoding) -> str:
+    """The draft, and the tree's choices and tokens as the command line takes them."""
+    tree = decoding.tree
+    return timed.case.draft.name + (f", {tree.width}x{tree.num_tokens}" if tree else "")

@@ -1,0 +1,50 @@
+"""Trees of blocks beside tokens in a row: the shipped pair on a few tokens, and a published shape at a tiny size."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.cases import block_trees
+from benchmarks.cases.block_trees import QWEN3_8B_ROUNDS, SHIPPED, block_tree_round_rows, block_tree_rows
+from benchmarks.rows import Bench
+from spec_decode.trees import DynamicTreeConfig
+from tests.benchmarks.test_bench_parallel import tiny_block
+from tests.factories import CPU
+
+TREES = (DynamicTreeConfig(width=4, num_tokens=7), DynamicTreeConfig(width=8, num_tokens=32))
+
+
+@pytest.fixture
+def two_trees(monkeypatch):
+    monkeypatch.setattr(block_trees, "_TREES", TREES)
+
+
+def test_the_shipped_pair_keeps_more_of_a_larger_tree_at_either_temperature(two_trees):
+    bench = Bench(CPU, None)
+    rows = list(block_tree_rows(bench, replace(SHIPPED, num_reqs=(6,), output=48)))
+    assert not bench.missing
+    assert [(row["temperature"], row["tree"]) for row in rows] == [(t, tree) for t in (0, 1) for tree in (0, 1, 1)]
+    # At a temperature tokens in a row are verified by another rule, whose text is another.
+    assert rows[1]["accepted"] < rows[0]["accepted"] < rows[2]["accepted"]
+    for chain, few, many in (rows[:3], rows[3:]):
+        assert few["accepted"] < many["accepted"]
+        assert "chain_ratio" not in chain and chain["draft"] == "the shipped pair's DFlash draft"
+        assert few["draft"] == "the shipped pair's DFlash draft, 4x7"
+        assert many["chain_ratio"] == pytest.approx(many["tokens_per_second"] / chain["tokens_per_second"], rel=0.01)
+
+
+def test_rounds_of_a_published_shape_keep_as_few_tokens_in_a_row_as_of_trees(two_trees):
+    sizes = {"num_layers": 6, "dtype": torch.float32, "backends": ("triton_paged",), "num_reqs": (1, 2), "prompt": 12}
+    case = replace(QWEN3_8B_ROUNDS, draft=tiny_block("qwen3-8b-dflash"), **sizes, output=16, warm_up_tokens=4, gains={})
+    bench = Bench(CPU, None)
+    rows = list(block_tree_round_rows(bench, case))
+    assert not bench.missing and len(rows) == 6 and all(row["num_speculative_tokens"] == 7 for row in rows)
+    assert [row["draft"].rpartition(", ")[2] for row in rows[1::3]] == ["4x7", "4x7"]
+    assert [row["accepted"] for row in rows[::3]] == [0, 0]
+
+
+def test_prompts_are_held_out_and_the_temperature_is_the_cases():
+    requests = replace(SHIPPED, temperature=0.5).requests(3)
+    assert len({tuple(request.prompt) for request in requests}) == 3 and {len(each.prompt) for each in requests} == {97}
+    assert [(each.sampling.temperature, each.sampling.seed) for each in requests] == [(0.5, seed) for seed in range(3)]
