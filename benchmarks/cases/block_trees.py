@@ -15,7 +15,7 @@ import torch
 from benchmarks.cases.throughput import QWEN3_8B, Decoding, ThroughputCase, TimedPair, rates_of, timed_pair
 from benchmarks.random_drafts import RandomDraft
 from benchmarks.rows import Bench, BenchRow
-from spec_decode.engine import Request
+from spec_decode.engine import Engine, EngineStats, Request
 from spec_decode.llm.byte_tokenizer import encode
 from spec_decode.models import SHIPPED_PAIR, DraftModel, LlamaTarget, dflash, load_pair
 from spec_decode.sampling import SamplingParams
@@ -100,7 +100,16 @@ def _rows(name: str, timed: TimedPair, chain: Decoding, trees: Sequence[DynamicT
                 in_a_row = rates
             else:
                 row["chain_ratio"] = round(rates.tokens_per_second / in_a_row.tokens_per_second, 3)
+            if chain.accepted is None:
+                row["accepted"] = round(_kept(engine, requests), 3)
             yield row
+
+
+def _kept(engine: Engine, requests: Sequence[Request]) -> float:
+    """Draft tokens kept a request and round over whole texts: rates end with the first text, which kept the most."""
+    engine.stats = EngineStats()
+    engine.generate(requests)
+    return engine.stats.mean_accepted
 
 
 def _described(timed: TimedPair, decoding: Decoding) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from builders.errors import require
 from spec_decode.drafter.config import DrafterConfig
-from spec_decode.models import BlockDraft, ContextBlockDraft, DraftModel, InTurnBlockDraft
+from spec_decode.models import BlockDraft, ContextBlockDraft, DraftModel, InTurnBlockDraft, SelectingBlockDraft
 from spec_decode.trees import DraftTree, DynamicTreeConfig
 from spec_decode.trees.draft_tree import require_frontiers
 
@@ -23,14 +23,21 @@ def _check_tree(model: DraftModel, tree: DraftTree | DynamicTreeConfig, num_spec
         "a tree needs a draft that goes step by step or proposes a block, this one has a module for each token; a "
         "token's children would never be drafted. Draft no tree, or use another draft.",
     )
-    vocab = model.vocab_size if model.token_map is None else len(model.token_map)
+    most = _choices(model)
     require(
-        tree.max_children <= vocab,
-        f"a tree may have as many choices after a token as the draft has tokens, {vocab}, got {tree.max_children}; "
-        "there are no more. Pass fewer choices.",
+        tree.max_children <= most,
+        f"a tree may have as many choices after a token as the draft has, {most}, got {tree.max_children}; there are "
+        "no more. Pass fewer choices.",
     )
-    in_turn = not blocks or isinstance(model, InTurnBlockDraft)
+    in_turn = not blocks or isinstance(model, InTurnBlockDraft | SelectingBlockDraft)
     if in_turn and isinstance(tree, DynamicTreeConfig):
         tree.require_steps(num_speculative_tokens)
     if not blocks:
         require_frontiers(tree.width, num_speculative_tokens)
+
+
+def _choices(model: DraftModel) -> int:
+    """The tokens that may follow another: candidates, or the draft's vocabulary."""
+    if isinstance(model, SelectingBlockDraft):
+        return model.num_candidates
+    return model.vocab_size if model.token_map is None else len(model.token_map)

@@ -118,17 +118,17 @@ class DynamicTree:
         later = (torch.arange(candidates, device=device) - width).div(width * width, rounding_mode="floor")
         self._depths = later.clamp_(min=-1) + 2
 
-    def grow(self, logits: torch.Tensor) -> None:
+    def grow(self, logits: torch.Tensor, choices: torch.Tensor | None = None) -> None:
         """Take the step's logits of the first rows, in place.
 
-        - logits  [rows, 1, V of the draft] any float, of the root, at step 0; [rows, W, V], of the frontier, later
+        - logits   [rows, 1, V of the draft] any float, of the root, at step 0; [rows, W, V], of the frontier, later
+        - choices  int64 [rows, V]: the target's id of each token that a row's logits score, where rows differ in that
 
         Raises BatchError, with nothing changed, for logits of more rows, of another frontier or of fewer tokens than W.
         """
         rows = require_frontier(logits, self.frontier, self.width)
         tokens, scores = top_children(logits.flatten(0, 1), self.width)
-        if self._token_map is not None:
-            tokens = self._token_map[tokens]
+        tokens = target_ids(tokens, self._token_map, choices)
         shape = (rows, -1, self.width)
         grow_tree(
             self._step,
@@ -153,6 +153,13 @@ class DynamicTree:
             rows = len(draft_lens)
             scores = scores[:rows].masked_fill(self._depths > draft_lens[:, None], -torch.inf)
         return TreeBatch(*keep_best(self.tokens[:rows], self.parents[:rows], scores, self.num_tokens))
+
+
+def target_ids(tokens: torch.Tensor, token_map: torch.Tensor | None, choices: torch.Tensor | None) -> torch.Tensor:
+    """The target's ids of the draft's tokens [rows * F, W]: by rows, by one map of all, or the same."""
+    if choices is not None:
+        return choices.gather(1, tokens.view(len(choices), -1)).view_as(tokens)
+    return tokens if token_map is None else token_map[tokens]
 
 
 def require_frontier(logits: torch.Tensor, frontier: torch.Tensor, num_choices: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from spec_decode.trees.draft_tree import DraftTree
-from spec_decode.trees.dynamic_tree import require_frontier
+from spec_decode.trees.dynamic_tree import require_frontier, target_ids
 from spec_decode.trees.kernels.top_children import top_children
 from spec_decode.trees.tree_batch import TreeBatch
 
@@ -43,15 +43,14 @@ class StaticTree:
         self._sources, self._parents = places.sources.to(device), tree.rows(rows, device)
         self._depths = torch.tensor(tree.depths[1:], device=device)
 
-    def grow(self, logits: torch.Tensor) -> None:
+    def grow(self, logits: torch.Tensor, choices: torch.Tensor | None = None) -> None:
         """Take the step's logits of the first rows, in place: see DynamicTree.grow.
 
         Raises BatchError, with nothing changed, for logits of more rows, of another frontier or of too few tokens.
         """
         rows = require_frontier(logits, self.frontier_tokens, self._choices)
         tokens = top_children(logits.flatten(0, 1), self._choices)[0]
-        if self._token_map is not None:
-            tokens = self._token_map[tokens]
+        tokens = target_ids(tokens, self._token_map, choices)
         found = tokens.view(rows, 1, -1, self._choices)
         if found.shape[2] < self.width:
             found = found.expand(-1, -1, self.width, -1)

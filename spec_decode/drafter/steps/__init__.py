@@ -11,7 +11,7 @@ from spec_decode.drafter.plan import DraftPlan
 from spec_decode.drafter.steps.block_step import BlockStep
 from spec_decode.drafter.steps.context_block_step import ContextBlockStep, InTurnBlockStep
 from spec_decode.drafter.steps.draft_step import DraftStep
-from spec_decode.drafter.steps.in_turn_tree_step import InTurnTreeStep
+from spec_decode.drafter.steps.in_turn_tree_step import InTurnTreeStep, SelectingTreeStep
 from spec_decode.drafter.steps.module_step import ModuleStep
 from spec_decode.drafter.steps.selecting_block_step import SelectingBlockStep
 from spec_decode.drafter.steps.step import Drafts, Step
@@ -41,6 +41,7 @@ _TREE_STEPS: dict[type, type[Step[Any, Any]]] = {
     BlockDraft: BlockStep,
     ContextBlockDraft: ContextBlockStep,
     InTurnBlockDraft: InTurnTreeStep,
+    SelectingBlockDraft: SelectingTreeStep,
     DraftModel: TreeStep,
 }
 """The step of each kind that drafts trees."""

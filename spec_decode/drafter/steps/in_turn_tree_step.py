@@ -1,37 +1,79 @@
-"""The device work of a round that drafts trees by a block whose tokens shift the logits after them."""
+"""The device work of a round that drafts trees by a block in which each token shifts the logits after it."""
 
 from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 
 from builders import BatchBuffers
 from spec_decode.drafter.steps.context_block_step import ContextBlockStep
 from spec_decode.drafter.tree_sampler import TreeSampler
-from spec_decode.models import InTurnBlockDraft
+from spec_decode.models import InTurnBlockDraft, SelectingBlockDraft
+from spec_decode.trees.kernels.top_children import top_children
+
+PlaceLogits: TypeAlias = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+"""Takes a place of the block and the tokens before it, int64 [rows, F]; returns what `grow` of a tree takes."""
 
 
-class InTurnTreeStep(ContextBlockStep):
+class _GrowingStep(ContextBlockStep):
     """A block whose places are steps of a tree's growth: each token on a frontier shifts the logits of the next place
     in its own way, so that they are those of its own path. No forward but the block's runs."""
 
-    model: InTurnBlockDraft
     sampler: TreeSampler
 
     def _make_sampler(self, batch: BatchBuffers) -> TreeSampler:
         return self._tree_sampler(batch.step, batch.seq_lens)
 
     def _sample(self, drafted: torch.Tensor, places: torch.Tensor) -> None:
-        logits = self.logits(drafted).unflatten(0, places.shape)
-        with self.products():
-            self._grow(logits)
-
-    def _grow(self, logits: torch.Tensor) -> None:
-        """Grow the trees by logits [rows, K, V of the draft], a place after the other."""
-        rows, batch, sampler = len(logits), self.extend.batch, self.sampler
+        rows, batch, sampler = len(places), self.extend.batch, self.sampler
         frontier = self.inputs.next_tokens[:rows, None]
-        for place in range(self.num_speculative_tokens):
-            batch.step.fill_(place)
-            shift = self.model.bias_after(frontier.flatten()).unflatten(0, frontier.shape)
-            sampler.tree.grow(logits[:, place, None] + shift)
-            frontier = sampler.tree.frontier_tokens[:rows]
+        with self.products():
+            logits_after = self._place_logits(drafted, rows)
+            for place in range(self.num_speculative_tokens):
+                batch.step.fill_(place)
+                sampler.tree.grow(*logits_after(place, frontier))
+                frontier = sampler.tree.frontier_tokens[:rows]
         sampler.keep(batch.seq_lens[:rows])
+
+    @abstractmethod
+    def _place_logits(self, drafted: torch.Tensor, rows: int) -> PlaceLogits:
+        """The logits of each place of a block; drafted [rows * K, H]."""
+
+
+class InTurnTreeStep(_GrowingStep):
+    """Of a draft whose tokens shift all logits of the place after them."""
+
+    model: InTurnBlockDraft
+
+    def _place_logits(self, drafted: torch.Tensor, rows: int) -> PlaceLogits:
+        logits = self.logits(drafted).unflatten(0, (rows, -1))
+
+        def after(place: int, frontier: torch.Tensor) -> tuple[torch.Tensor, None]:
+            shift = self.model.bias_after(frontier.flatten()).unflatten(0, frontier.shape)
+            return logits[:, place, None] + shift, None
+
+        return after
+
+
+class SelectingTreeStep(_GrowingStep):
+    """Of a draft that chooses among the likeliest tokens of each place: a tree has none but these."""
+
+    model: SelectingBlockDraft
+
+    def _place_logits(self, drafted: torch.Tensor, rows: int) -> PlaceLogits:
+        logits, gates = self.logits(drafted), self.model.gates(drafted).unflatten(0, (rows, -1))
+        candidates, _ = top_children(logits, self.model.num_candidates)
+        own = logits.gather(1, candidates).float().unflatten(0, (rows, -1))
+        candidates = candidates.unflatten(0, (rows, -1))
+        predecessors, successors = self.model.codebooks
+
+        def after(place: int, frontier: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            # As select_candidates has it, [rows, F, W, N] before the sum.
+            context = predecessors[frontier].float() * gates[:, place, None].float()
+            shift = (context[:, :, None] * successors[candidates[:, place]].float()[:, None]).sum(-1)
+            return own[:, place, None] + shift, candidates[:, place]
+
+        return after

@@ -17,6 +17,7 @@ from tests.spec_decode.models.test_published_drafts import (
     CASES,
     CONTEXT_BLOCKS,
     CONTEXTS,
+    DFLASH2S,
     DSPARKS,
     MAX_SEQ_LEN,
     TWO_STATES,
@@ -29,10 +30,16 @@ from tests.spec_decode.trees.tree_helpers import TREES
 
 DYNAMIC, STATIC = DynamicTreeConfig(width=3, num_tokens=14), TREES["wide and deep"]
 BOTH = pytest.mark.parametrize("tree", [DYNAMIC, STATIC], ids=["dynamic", "static"])
-CONTEXT = {**CONTEXT_BLOCKS, **{name: (checkpoint, [WHOLE, WHOLE]) for name, checkpoint in DSPARKS.items()}}
+# More candidates than a tree has choices
+SELECTING = {name: case for name, case in DFLASH2S.items() if name != "causal_dflash2"}
+CONTEXT = {
+    **CONTEXT_BLOCKS,
+    **{name: (checkpoint, [WHOLE, WHOLE]) for name, checkpoint in DSPARKS.items()},
+    **SELECTING,
+}
 KINDS = [*BLOCKS, *CONTEXT]
 AT_ONCE, IN_TURN = "dflash_with_all_that_is_optional", "dspark_with_all_that_is_optional"
-FEW = pytest.mark.parametrize("name", ["p_eagle", "pard", AT_ONCE, "dflash_from_the_anchor", IN_TURN])
+FEW = pytest.mark.parametrize("name", ["p_eagle", "pard", AT_ONCE, "dflash_from_the_anchor", IN_TURN, "dflash2"])
 STRATEGIES = [Strategy.EAGER, Strategy.PER_STEP, Strategy.FULL_LOOP]
 """All that a draft without later steps can run in, but for pieces, which ask for another mode."""
 
@@ -57,19 +64,35 @@ class Laws:
             self.scores = oracle.block(published, [*ids, *[model.mask_token_id] * (K - 1)], states, K)
             return
         checkpoint, layers = CONTEXT[name]
-        published = oracle.DFlash(checkpoint, fixture.target, layers, torch.float64)
+        kind = oracle.DFlash2 if name in SELECTING else oracle.DFlash
+        published = kind(checkpoint, fixture.target, layers, torch.float64)
+        if name in SELECTING:
+            self._set_selector(published, target_states, ids[-1], model)
+            return
         self.scores = published.scores(target_states, ids[-1], model.mask_token_id, K, model.first_place)
         if isinstance(model, InTurnBlockDraft):
             tensors, self.last = published.decoder.tensors, ids[-1]
             rows = tensors["markov_head.markov_w1.weight"] @ tensors["markov_head.markov_w2.weight"].T
-            self.shift = published.whole(rows).nan_to_num(neginf=0.0)
+            self.shift = [published.whole(rows).nan_to_num(neginf=0.0)] * K
 
     def law(self, path):
         """Log-probabilities of the token after these."""
         scores = self.scores[len(path)]
         if self.shift is not None:
-            scores = scores + self.shift[path[-1] if path else self.last]
+            scores = scores + self.shift[len(path)][path[-1] if path else self.last]
         return scores.log_softmax(-1)
+
+    def _set_selector(self, published, target_states, last, model):
+        """Scores [K, V], -inf for what is no candidate, and what each token shifts them by, [K, V, V]."""
+        tensors, first = published.decoder.tensors, model.first_place
+        block = [last, *[model.mask_token_id] * (K - 1 + first)]
+        states = published.states(target_states, block)[first:]
+        unary = states @ published.head.T
+        kth = unary.sort(-1, descending=True).values[:, model.num_candidates - 1, None]
+        self.scores, self.last = unary.masked_fill(unary < kth, -torch.inf), last
+        gates = states @ tensors["candidate_selector.hidden_projection.weight"].T
+        before, behind = (tensors[f"candidate_selector.{part}_codebook"] for part in ("predecessor", "successor"))
+        self.shift = (before * gates[:, None]) @ behind.T
 
     def expected(self, tree, steps=K):
         """The paths of a tree, in the order of its draft tokens."""
@@ -178,12 +201,17 @@ def test_a_request_without_room_for_a_block_has_no_tree(name, tmp_path):
     assert fixture.tables.overflow.tolist() == [0, 1, 0]
 
 
+def test_more_choices_than_a_place_has_candidates_are_refused(tmp_path):
+    with pytest.raises(BatchError, match=r"as many choices after a token as the draft has, 5, got 6"):
+        make("dflash2", tmp_path, tree=DynamicTreeConfig(width=6, num_tokens=9))
+
+
 @pytest.mark.parametrize("name", ["p_eagle", AT_ONCE, IN_TURN])
 def test_more_choices_than_the_draft_has_tokens_are_refused(name, tmp_path):
-    with pytest.raises(BatchError, match=r"as many choices after a token as the draft has tokens, 24, got 25"):
+    with pytest.raises(BatchError, match=r"as many choices after a token as the draft has, 24, got 25"):
         make(name, tmp_path, tree=DynamicTreeConfig(width=25, num_tokens=9))
     wide = DraftTree((0,) * 25)
-    with pytest.raises(BatchError, match=r"as many choices after a token as the draft has tokens, 24, got 25"):
+    with pytest.raises(BatchError, match=r"as many choices after a token as the draft has, 24, got 25"):
         make(name, tmp_path, tree=wide)
 
 

@@ -179,7 +179,7 @@ def test_a_tree_of_a_draft_with_a_module_for_each_token_is_refused():
 
 
 def test_more_choices_than_the_draft_has_tokens_are_refused():
-    with pytest.raises(BatchError, match="as many choices after a token as the draft has tokens, 24, got 25"):
+    with pytest.raises(BatchError, match="as many choices after a token as the draft has, 24, got 25"):
         trees(DynamicTreeConfig(width=25, num_tokens=10))
 
 

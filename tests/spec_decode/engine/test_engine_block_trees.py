@@ -157,5 +157,5 @@ def test_settings_that_fit_no_tree_of_a_block_are_refused(options, message):
 def test_more_choices_than_the_draft_has_tokens_are_refused_before_anything_is_allocated(tmp_path, monkeypatch):
     draft = load_draft(peagle(9).write(tmp_path), TARGET, dtype=torch.float32)
     monkeypatch.setattr(Engine, "_make_groups", None)
-    with pytest.raises(BatchError, match="as many choices after a token as the draft has tokens, 9, got 10"):
+    with pytest.raises(BatchError, match="as many choices after a token as the draft has, 9, got 10"):
         make_engine(draft, DynamicTreeConfig(width=10, num_tokens=12))
