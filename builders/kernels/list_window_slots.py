@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from builders.batch import NO_SLOT
+from builders.kernels.limits import INT32_MAX
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 
@@ -92,7 +93,7 @@ def _list_window_slots_kernel(
     token = tl.program_id(0).to(tl.int64)
     # The token's request, and whether it has a window at all
     request = tl.arange(0, BLOCK_R)
-    ends = tl.load(query_start_loc + 1 + request, mask=request < num_reqs, other=0x7FFFFFFF)  # the largest int32
+    ends = tl.load(query_start_loc + 1 + request, mask=request < num_reqs, other=INT32_MAX)
     row = tl.sum((ends <= token).to(tl.int32), 0)
     live = tl.load(seq_lens + row, mask=row < num_reqs, other=0) > 0
     wide = tl.load(positions + token)

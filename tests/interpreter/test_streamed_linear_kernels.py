@@ -14,8 +14,8 @@ from tests.spec_decode.models.kernels.streamed_oracle import FORMS, assert_exact
 WHOLE = [form for form in FORMS if not form.endswith("groups")]
 
 
-def tile(shares=1, block_more=0, tma=False):
-    return StreamedTiling(16, block_more, block_n=32, block_k=16, shares=shares, num_warps=4, stages=2, tma=tma)
+def tile(shares=1, block_m2=0, tma=False):
+    return StreamedTiling(16, block_m2, block_n=32, block_k=16, shares=shares, num_warps=4, stages=2, tma=tma)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_every_form_in_whole_and_partial_tiles_and_shares(form, n, k, shares):
 @pytest.mark.parametrize("form", WHOLE)
 def test_every_form_of_rows_in_two_parts(form, rows, shares):
     arguments = make_arguments(form, rows, 37, 50)
-    assert_exact(arguments.launch(tile(shares, block_more=16)), arguments)
+    assert_exact(arguments.launch(tile(shares, block_m2=16)), arguments)
 
 
 @pytest.mark.parametrize("form", WHOLE)
@@ -67,11 +67,11 @@ def test_the_copy_engine_fetches_the_tiles_of_many_rows(form, rows, dtype, tma_l
     if form != "gated_limit" and rows > 80:
         # The tiling is the device's own, cut into shares.
         assert_exact(arguments.launch(), arguments)
-        assert tma_launches[-1]["SPLIT"]
+        assert tma_launches[-1]["SPLIT_K"]
     # A gate without shares has half a tile for each half of the weight.
-    blocks = dict(zip(("block_t", "block_more"), row_blocks(rows), strict=True))
+    blocks = dict(zip(("block_m", "block_m2"), row_blocks(rows), strict=True))
     assert_exact(arguments.launch(replace(tile(tma=True), **blocks)), arguments)
-    assert tma_launches and not tma_launches[-1]["SPLIT"]
+    assert tma_launches and not tma_launches[-1]["SPLIT_K"]
 
 
 @pytest.mark.parametrize("shares", [1, 2, 3])
@@ -80,7 +80,7 @@ def test_the_copy_engine_fetches_the_tiles_of_many_rows(form, rows, dtype, tma_l
 @pytest.mark.parametrize(("n", "k"), [(32, 64), (37, 56)])
 def test_the_copy_engine_fetches_whole_and_partial_tiles_and_shares(form, rows, n, k, shares, tma_launches):
     arguments = make_arguments(form, rows, n, k)
-    assert_exact(arguments.launch(tile(shares, block_more=16, tma=True)), arguments)
+    assert_exact(arguments.launch(tile(shares, block_m2=16, tma=True)), arguments)
     assert len(tma_launches) == 1
 
 
@@ -104,7 +104,7 @@ MISALIGNED = {
 def test_what_the_copy_engine_cannot_fetch_goes_to_the_other_kernel(form, inputs, change, tma_launches):
     arguments = make_arguments(form, 5, 37, inputs)
     arguments = arguments._replace(x=change(arguments.x))
-    assert_exact(arguments.launch(tile(2, block_more=16, tma=True)), arguments)
+    assert_exact(arguments.launch(tile(2, block_m2=16, tma=True)), arguments)
     assert tma_launches == []
 
 

@@ -69,7 +69,7 @@ class AddRmsNorm(NamedTuple):
             rows.stride(0),
             self.eps,
             SHARES=self.shares,
-            BLOCK=block,
+            BLOCK_SIZE=block,
             num_warps=1 if block <= 256 else 4 if block <= 2048 else 8,
             **dependent_launch(self.x.device),
         )
@@ -78,41 +78,44 @@ class AddRmsNorm(NamedTuple):
 
 @triton.jit
 def _add_rms_norm_kernel(
-    x,  # [T, H]
-    delta,  # [T, H], with SHARES fp32 [S, T, H], or None
-    weight,  # [H]
-    total,  # out: [T, H]; empty without a delta
-    normed,  # out: [T, H]
-    width,  # H
-    stride,  # of a row of x
+    x_ptr,  # [T, H]
+    delta_ptr,  # [T, H], with SHARES fp32 [S, T, H], or None
+    w_ptr,  # [H]
+    total_ptr,  # out: [T, H]; empty without a delta
+    y_ptr,  # out: [T, H]
+    n_cols,  # H
+    stride_x,  # of a row of x
     eps,
     SHARES: tl.constexpr,  # S; 0 for a delta as x
-    BLOCK: tl.constexpr,  # H, rounded up to a power of two
+    BLOCK_SIZE: tl.constexpr,  # H, rounded up to a power of two
     PDL: tl.constexpr,
 ):
-    """One program per row, all dims of x but the last taken for T."""
+    """total = x + delta, y = total * rstd * w with rstd = 1 / sqrt(mean(total^2) + eps).
+
+    One program per row, all dims of x but the last taken for T.
+    """
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < width
-    # The sum of x and delta
-    row = tl.load(x + token * stride + column, mask=inside, other=0.0)
-    if delta is not None:
+    offs = tl.arange(0, BLOCK_SIZE)
+    mask = offs < n_cols
+    # 1. The sum of x and delta
+    x = tl.load(x_ptr + token * stride_x + offs, mask=mask, other=0.0)
+    if delta_ptr is not None:
         # The residual stream is rounded to its dtype before the norm, as separate kernels would leave it.
         if SHARES == 0:
-            added = tl.load(delta + token * width + column, mask=inside, other=0.0)
+            delta = tl.load(delta_ptr + token * n_cols + offs, mask=mask, other=0.0)
         else:
-            added = tl.zeros((BLOCK,), tl.float32)
+            delta = tl.zeros((BLOCK_SIZE,), tl.float32)
             for share in tl.static_range(SHARES):
-                of_share = delta + (share * tl.num_programs(0) + token) * width
-                added += tl.load(of_share + column, mask=inside, other=0.0)
-        row = (row + added).to(x.dtype.element_ty)
-        tl.store(total + token * width + column, row, mask=inside)
-    # Its RMS norm
-    wide = row.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
-    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed + token * width + column, (wide * scale * factor).to(normed.dtype.element_ty), mask=inside)
+                share_ptrs = delta_ptr + (share * tl.num_programs(0) + token) * n_cols
+                delta += tl.load(share_ptrs + offs, mask=mask, other=0.0)
+        x = (x + delta).to(x_ptr.dtype.element_ty)
+        tl.store(total_ptr + token * n_cols + offs, x, mask=mask)
+    # 2. Its RMS norm
+    x_fp32 = x.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x_fp32 * x_fp32, 0) / n_cols + eps)
+    w = tl.load(w_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + token * n_cols + offs, (x_fp32 * rstd * w).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 _add_rms_norm = define_op("spec_decode::add_rms_norm", AddRmsNorm)

@@ -63,7 +63,7 @@ class CombineExperts(NamedTuple):
         (tokens, top_k), width = self.weights.shape, self.rows.shape[1]
         out = stored_as(self.fake())
         _combine_kernel[(tokens, triton.cdiv(width, _BLOCK))](
-            *self, out, width, TOP_K=top_k, BLOCK=_BLOCK, **dependent_launch(out.device)
+            *self, out, width, TOP_K=top_k, BLOCK_SIZE=_BLOCK, **dependent_launch(out.device)
         )
         return out.to(self.rows.dtype)
 
@@ -75,30 +75,30 @@ def _sum(weights: torch.Tensor, rows: torch.Tensor, shared: torch.Tensor | None 
 
 @triton.jit
 def _combine_kernel(
-    rows,  # [T k, H]
-    weights,  # fp32 [T, k]
-    places,  # int64 [T, k], rows of `rows`
-    shared,  # [T, H], or None
-    out,  # out: [T, H]
-    width,  # H
+    x_ptr,  # [T k, H]
+    weights_ptr,  # fp32 [T, k]
+    places_ptr,  # int64 [T, k], rows of x
+    shared_ptr,  # [T, H], or None
+    y_ptr,  # out: [T, H]
+    n_cols,  # H
     TOP_K: tl.constexpr,  # k
-    BLOCK: tl.constexpr,  # columns of a program
+    BLOCK_SIZE: tl.constexpr,  # columns of a program
     PDL: tl.constexpr,
 ):
-    """One program per token and BLOCK of its columns."""
+    """y[t] = sum over j of weights[t, j] * x[places[t, j]], plus shared[t]. Grid [T, ceil(H / BLOCK_SIZE)]."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    total = tl.zeros([BLOCK], tl.float32)
+    offs = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    mask = offs < n_cols
+    acc = tl.zeros([BLOCK_SIZE], tl.float32)
     # Unrolled, so that all loads are on their way before the first product waits for one.
     for j in tl.static_range(TOP_K):
-        place = tl.load(places + token * TOP_K + j)
-        row = tl.load(rows + place * width + column, mask=inside, other=0.0).to(tl.float32)
-        total += tl.load(weights + token * TOP_K + j) * row
-    if shared is not None:
-        total += tl.load(shared + token * width + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
+        place = tl.load(places_ptr + token * TOP_K + j)
+        x = tl.load(x_ptr + place * n_cols + offs, mask=mask, other=0.0).to(tl.float32)
+        acc += tl.load(weights_ptr + token * TOP_K + j) * x
+    if shared_ptr is not None:
+        acc += tl.load(shared_ptr + token * n_cols + offs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + token * n_cols + offs, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 _combine_experts = define_op("spec_decode::combine_experts", CombineExperts)

@@ -64,7 +64,7 @@ class EmbedConcat(NamedTuple):
             width,
             self.hidden.stride(0),
             self.eps,
-            BLOCK=block,
+            BLOCK_H=block,
             num_warps=4 if block <= 2048 else 8,
             **dependent_launch(out.device),
         )
@@ -79,52 +79,56 @@ def embedded(token_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _embed_concat_kernel(
-    token_ids,  # int64 [T]
-    embedding,  # [V, H]
-    hidden,  # [T, H]
-    embedding_norm,  # [H], or None
-    hidden_norm,  # [H], or None
-    out,  # out: [T, 2 H]
-    vocab,  # V
-    width,  # H
-    hidden_stride,  # of a row
+    token_ids_ptr,  # int64 [T]
+    embedding_ptr,  # [V, H]
+    hidden_ptr,  # [T, H]
+    embedding_norm_ptr,  # [H], or None
+    hidden_norm_ptr,  # [H], or None
+    out_ptr,  # out: [T, 2 H]
+    vocab_size,  # V
+    hidden_size,  # H
+    stride_hidden,  # of a row
     eps,  # of the norms
-    BLOCK: tl.constexpr,  # columns of a program
+    BLOCK_H: tl.constexpr,  # columns of a program
     PDL: tl.constexpr,
 ):
-    """One block of columns of one half of a token's row; with norms a block is all of the half."""
+    """out = norm(embedding[token_id]) | norm(hidden). A program has BLOCK_H columns of one half of a token's row.
+
+    Grid [T, ceil(H / BLOCK_H), 2]; with norms a block is all of the half.
+    """
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    out += token * 2 * width + column
+    offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask = offs_h < hidden_size
+    out_ptr += token * 2 * hidden_size + offs_h
     if tl.program_id(2) == 0:
-        index = tl.load(token_ids + token)
+        token_id = tl.load(token_ids_ptr + token)
         # An id outside the vocabulary must not lead the read out of the table.
-        known = (index >= 0) & (index < vocab)
-        embedded = tl.load(embedding + index * width + column, mask=inside & known, other=0.0)
-        tl.store(out, _normed(embedded, embedding_norm, column, inside, width, eps, out), mask=inside)
+        is_known = (token_id >= 0) & (token_id < vocab_size)
+        row = tl.load(embedding_ptr + token_id * hidden_size + offs_h, mask=mask & is_known, other=0.0)
+        tl.store(out_ptr, _normed(row, embedding_norm_ptr, offs_h, mask, hidden_size, eps, out_ptr), mask=mask)
     else:
-        state = tl.load(hidden + token * hidden_stride + column, mask=inside, other=0.0)
-        tl.store(out + width, _normed(state, hidden_norm, column, inside, width, eps, out), mask=inside)
+        state = tl.load(hidden_ptr + token * stride_hidden + offs_h, mask=mask, other=0.0)
+        normed = _normed(state, hidden_norm_ptr, offs_h, mask, hidden_size, eps, out_ptr)
+        tl.store(out_ptr + hidden_size, normed, mask=mask)
 
 
 @triton.jit
 def _normed(
-    row,  # [BLOCK]
-    norm,  # [H], or None
-    column,  # [BLOCK]
-    inside,  # bool [BLOCK]
-    width,  # H
+    x,  # [BLOCK_H]
+    norm_ptr,  # [H], or None
+    offs_h,  # [BLOCK_H]
+    mask,  # bool [BLOCK_H]
+    hidden_size,  # H
     eps,
-    out,
+    out_ptr,
 ):
-    """The row, or its RMS norm where there is a weight, as out has it."""
-    wide = row.to(tl.float32)
-    if norm is not None:
-        scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
-        wide = wide * scale * tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
-    return wide.to(out.dtype.element_ty)
+    """x, or its RMS norm where there is a weight, in out's dtype."""
+    x_fp32 = x.to(tl.float32)
+    if norm_ptr is not None:
+        rstd = tl.rsqrt(tl.sum(x_fp32 * x_fp32, 0) / hidden_size + eps)
+        x_fp32 = x_fp32 * rstd * tl.load(norm_ptr + offs_h, mask=mask, other=0.0).to(tl.float32)
+    return x_fp32.to(out_ptr.dtype.element_ty)
 
 
 _embed_concat = define_op("spec_decode::embed_concat", EmbedConcat)

@@ -131,7 +131,7 @@ class ReadStreams(NamedTuple):
             H=hidden,
             WIDTH=self.mixes.shape[1],
             ITERATIONS=self.iterations,
-            BLOCKS=blocks,
+            NUM_BLOCKS=blocks,
             BLOCK_S=triton.next_power_of_2(count),
             BLOCK_H=_BLOCK_H,
             **dependent_launch(x.device),
@@ -196,73 +196,77 @@ _write_streams = define_op("spec_decode::write_streams", WriteStreams)
 
 @triton.jit
 def read_streams_kernel(
-    streams,  # [T, S, H]
-    mixes,  # fp32 [T, WIDTH]
-    scale,  # fp32 [3]; without ITERATIONS [1]
-    base,  # fp32 [WIDTH]
-    x,  # out: [T, H]
-    write,  # out: fp32 [T, S]; without ITERATIONS empty
-    carry,  # out: fp32 [T, S, S]; without ITERATIONS empty
+    streams_ptr,  # [T, S, H]
+    mixes_ptr,  # fp32 [T, WIDTH]
+    scale_ptr,  # fp32 [3]; without ITERATIONS [1]
+    base_ptr,  # fp32 [WIDTH]
+    x_ptr,  # out: [T, H]
+    write_ptr,  # out: fp32 [T, S]; without ITERATIONS empty
+    carry_ptr,  # out: fp32 [T, S, S]; without ITERATIONS empty
     eps,
     S: tl.constexpr,
     H: tl.constexpr,
     WIDTH: tl.constexpr,  # S (2 + S); without ITERATIONS S
     ITERATIONS: tl.constexpr,  # of Sinkhorn; 0 leaves write and carry alone
-    BLOCKS: tl.constexpr,  # of columns
+    NUM_BLOCKS: tl.constexpr,  # of columns
     BLOCK_S: tl.constexpr,  # S, rounded up to a power of two
     BLOCK_H: tl.constexpr,  # columns of a program
     PDL: tl.constexpr,
 ):
-    """One token's x, BLOCK_H columns of it, or in the program after the last block its write and carry."""
+    """x = sum over s of (sigmoid(mixes[s] * scale + base[s]) + eps) * streams[s], BLOCK_H columns of one token's.
+
+    Grid [T, NUM_BLOCKS + 1]: the program after the last block computes the token's write and carry.
+    """
     await_previous(PDL)
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    mixes += token * WIDTH
-    if block < BLOCKS:
-        column = block * BLOCK_H + tl.arange(0, BLOCK_H)
-        total = tl.zeros([BLOCK_H], tl.float32)
-        for stream in tl.static_range(S):
-            share = _sigmoid(tl.load(mixes + stream) * tl.load(scale) + tl.load(base + stream)) + eps
-            part = tl.load(streams + (token * S + stream) * H + column, mask=column < H, other=0.0)
-            total += share * part.to(tl.float32)
-        tl.store(x + token * H + column, total.to(x.dtype.element_ty), mask=column < H)
+    mixes_ptr += token * WIDTH
+    if block < NUM_BLOCKS:
+        offs_h = block * BLOCK_H + tl.arange(0, BLOCK_H)
+        acc = tl.zeros([BLOCK_H], tl.float32)
+        for s in tl.static_range(S):
+            weight = _sigmoid(tl.load(mixes_ptr + s) * tl.load(scale_ptr) + tl.load(base_ptr + s)) + eps
+            stream = tl.load(streams_ptr + (token * S + s) * H + offs_h, mask=offs_h < H, other=0.0)
+            acc += weight * stream.to(tl.float32)
+        tl.store(x_ptr + token * H + offs_h, acc.to(x_ptr.dtype.element_ty), mask=offs_h < H)
     elif ITERATIONS > 0:
-        _connect(mixes, scale, base, write + token * S, carry + token * S * S, eps, S, ITERATIONS, BLOCK_S)
+        token_write_ptr, token_carry_ptr = write_ptr + token * S, carry_ptr + token * S * S
+        _connect(mixes_ptr, scale_ptr, base_ptr, token_write_ptr, token_carry_ptr, eps, S, ITERATIONS, BLOCK_S)
 
 
 @triton.jit
 def _connect(
-    mixes,  # fp32 [WIDTH]
-    scale,  # fp32 [3]
-    base,  # fp32 [WIDTH]
-    write,  # out: fp32 [S]
-    carry,  # out: fp32 [S, S]
+    mixes_ptr,  # fp32 [WIDTH]
+    scale_ptr,  # fp32 [3]
+    base_ptr,  # fp32 [WIDTH]
+    write_ptr,  # out: fp32 [S]
+    carry_ptr,  # out: fp32 [S, S]
     eps,
     S: tl.constexpr,
     ITERATIONS: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
     """One token's write [S] and carry [S, S]."""
-    # write, 2 sigmoid(m1)
-    stream = tl.arange(0, BLOCK_S)
-    inside = stream < S
-    writes = tl.load(mixes + S + stream, mask=inside, other=0.0) * tl.load(scale + 1)
-    writes += tl.load(base + S + stream, mask=inside, other=0.0)
-    tl.store(write + stream, 2.0 * _sigmoid(writes), mask=inside)
+    # 1. write, 2 sigmoid(m1)
+    offs_s = tl.arange(0, BLOCK_S)
+    mask_s = offs_s < S
+    write = tl.load(mixes_ptr + S + offs_s, mask=mask_s, other=0.0) * tl.load(scale_ptr + 1)
+    write += tl.load(base_ptr + S + offs_s, mask=mask_s, other=0.0)
+    tl.store(write_ptr + offs_s, 2.0 * _sigmoid(write), mask=mask_s)
 
-    # carry, sinkhorn(m2)
-    at = stream[:, None] * S + stream[None, :]
-    square = inside[:, None] & inside[None, :]
-    matrix = tl.load(mixes + 2 * S + at, mask=square, other=0.0) * tl.load(scale + 2)
-    matrix += tl.load(base + 2 * S + at, mask=square, other=0.0)
+    # 2. carry, sinkhorn(m2)
+    offs = offs_s[:, None] * S + offs_s[None, :]
+    mask = mask_s[:, None] & mask_s[None, :]
+    carry = tl.load(mixes_ptr + 2 * S + offs, mask=mask, other=0.0) * tl.load(scale_ptr + 2)
+    carry += tl.load(base_ptr + 2 * S + offs, mask=mask, other=0.0)
     # Columns beyond the streams weigh nothing; rows beyond them stay finite and are then zeroed.
-    matrix = tl.where(inside[None, :], matrix, float("-inf"))
-    matrix = tl.exp(matrix - tl.max(matrix, 1)[:, None])
-    matrix = tl.where(square, matrix / tl.sum(matrix, 1)[:, None] + eps, 0.0)
-    matrix = matrix / (tl.sum(matrix, 0)[None, :] + eps)
+    carry = tl.where(mask_s[None, :], carry, float("-inf"))
+    carry = tl.exp(carry - tl.max(carry, 1)[:, None])
+    carry = tl.where(mask, carry / tl.sum(carry, 1)[:, None] + eps, 0.0)
+    carry = carry / (tl.sum(carry, 0)[None, :] + eps)
     for _ in range(ITERATIONS - 1):
-        matrix = matrix / (tl.sum(matrix, 1)[:, None] + eps)
-        matrix = matrix / (tl.sum(matrix, 0)[None, :] + eps)
-    tl.store(carry + at, matrix, mask=square)
+        carry = carry / (tl.sum(carry, 1)[:, None] + eps)
+        carry = carry / (tl.sum(carry, 0)[None, :] + eps)
+    tl.store(carry_ptr + offs, carry, mask=mask)
 
 
 @triton.jit
@@ -272,28 +276,28 @@ def _sigmoid(logits):
 
 @triton.jit
 def write_streams_kernel(
-    streams,  # [T, S, H]
-    output,  # [T, H]
-    write,  # fp32 [T, S]
-    carry,  # fp32 [T, S, S]
-    out,  # out: [T, S, H]
+    streams_ptr,  # [T, S, H]
+    output_ptr,  # [T, H]
+    write_ptr,  # fp32 [T, S]
+    carry_ptr,  # fp32 [T, S, S]
+    out_ptr,  # out: [T, S, H]
     S: tl.constexpr,
     H: tl.constexpr,
     BLOCK_S: tl.constexpr,  # S, rounded up to a power of two
     BLOCK_H: tl.constexpr,  # columns of a program
     PDL: tl.constexpr,
 ):
-    """All streams of one token, BLOCK_H of their columns."""
+    """out[s] = write[s] * output + sum over r of carry[r, s] * streams[r]: one token's, BLOCK_H of their columns."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
-    stream, column = tl.arange(0, BLOCK_S), tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    inside, owned = stream < S, column < H
-    first = token * S
-    added = tl.load(output + token * H + column, mask=owned, other=0.0).to(tl.float32)
-    total = tl.load(write + first + stream, mask=inside, other=0.0)[:, None] * added[None, :]
-    for source in tl.static_range(S):
-        shares = tl.load(carry + (first + source) * S + stream, mask=inside, other=0.0)
-        part = tl.load(streams + (first + source) * H + column, mask=owned, other=0.0).to(tl.float32)
-        total += shares[:, None] * part[None, :]
-    at = (first + stream[:, None]) * H + column[None, :]
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside[:, None] & owned[None, :])
+    offs_s, offs_h = tl.arange(0, BLOCK_S), tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask_s, mask_h = offs_s < S, offs_h < H
+    row = token * S
+    output = tl.load(output_ptr + token * H + offs_h, mask=mask_h, other=0.0).to(tl.float32)
+    acc = tl.load(write_ptr + row + offs_s, mask=mask_s, other=0.0)[:, None] * output[None, :]
+    for s in tl.static_range(S):
+        carry = tl.load(carry_ptr + (row + s) * S + offs_s, mask=mask_s, other=0.0)
+        stream = tl.load(streams_ptr + (row + s) * H + offs_h, mask=mask_h, other=0.0).to(tl.float32)
+        acc += carry[:, None] * stream[None, :]
+    offs = (row + offs_s[:, None]) * H + offs_h[None, :]
+    tl.store(out_ptr + offs, acc.to(out_ptr.dtype.element_ty), mask=mask_s[:, None] & mask_h[None, :])

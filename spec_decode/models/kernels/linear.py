@@ -1,6 +1,6 @@
 """x @ weight^T for any number of rows, by the kernel that `product_kind` names.
 
-Legend: T rows, K inputs, N outputs, B weights.
+Legend: M rows, K inputs, N outputs, B weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def linear(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [T, K] @ weight [N, K]^T, plus bias [N] and residual [T, N] where there are such; [T, N].
+    """x [M, K] @ weight [N, K]^T, plus bias [N] and residual [M, N] where there are such; [M, N].
 
     Torch's own product on a GPU is as precise as torch's switches for sums of bf16 and fp16 say
     (`torch.backends.cuda.matmul`), which are the process's and stay as they are.
@@ -41,7 +41,7 @@ def linear(
 
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, limit: float | None = None) -> torch.Tensor:
-    """swiglu(x @ weight^T, limit) for rows x [T, K]: weight [2 N, K], gate above up; [T, N]."""
+    """swiglu(x @ weight^T, limit) for rows x [M, K]: weight [2 N, K], gate above up; [M, N]."""
     kind = product_kind(x, weight, gated=True, skinny=limit is None)
     if kind is ProductKind.SKINNY:
         return skinny_gated_linear(x, weight)
@@ -51,7 +51,7 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, limit: float | None = No
 
 
 def stacked_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [T, B, K] @ weight [B, N, K]^T, matrix by matrix; [T, B, N], torch's own or batch invariant."""
+    """x [M, B, K] @ weight [B, N, K]^T, matrix by matrix; [M, B, N], torch's own or batch invariant."""
     if is_batch_invariant():
         return batch_invariant_linear(x, weight)
     return torch.bmm(x.transpose(0, 1), weight.mT).transpose(0, 1)

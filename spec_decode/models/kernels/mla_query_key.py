@@ -88,9 +88,9 @@ class MlaQueryKey(NamedTuple):
             self.latent.stride(0),
             self.eps,
             heads,
-            DIMS=dims,
-            ROTARY=self.table.shape[1],
-            BLOCK=triton.next_power_of_2(dims),
+            LATENT_DIM=dims,
+            ROPE_DIM=self.table.shape[1],
+            BLOCK_D=triton.next_power_of_2(dims),
             BLOCK_R=triton.next_power_of_2(self.table.shape[1] // 2),
             num_warps=4,
             **dependent_launch(query.device),
@@ -100,74 +100,76 @@ class MlaQueryKey(NamedTuple):
 
 @triton.jit
 def _mla_query_key_kernel(
-    absorbed,  # [T, H, L]
-    rotated,  # [T, H, R]
-    latent,  # [T, L + R]
-    norm,  # [L]
-    positions,  # int64 [T]
-    table,  # fp32 [max_positions, R]
-    query,  # out: [T, H, L + R]
-    key,  # out: [T, 1, L + R]
-    absorbed_stride,  # of a token
-    absorbed_head_stride,
-    rotated_stride,  # of a token
-    rotated_head_stride,
-    latent_stride,  # of a token
+    ql_nope_ptr,  # [T, H, L]
+    q_pe_ptr,  # [T, H, R]
+    kv_ptr,  # [T, L + R]
+    norm_ptr,  # [L]
+    positions_ptr,  # int64 [T]
+    cos_sin_ptr,  # fp32 [max_positions, R]
+    q_ptr,  # out: [T, H, L + R]
+    k_ptr,  # out: [T, 1, L + R]
+    stride_ql_token,
+    stride_ql_head,
+    stride_qpe_token,
+    stride_qpe_head,
+    stride_kv_token,
     eps,
-    heads,  # H
-    DIMS: tl.constexpr,  # L
-    ROTARY: tl.constexpr,  # R
-    BLOCK: tl.constexpr,  # L, rounded up to a power of two
+    num_heads,  # H
+    LATENT_DIM: tl.constexpr,  # L
+    ROPE_DIM: tl.constexpr,  # R
+    BLOCK_D: tl.constexpr,  # L, rounded up to a power of two
     BLOCK_R: tl.constexpr,  # R / 2, likewise
     PDL: tl.constexpr,
 ):
-    """One head of a token's query, or after the last of them its key."""
+    """One head of a token's query, or after the last of them its key. Grid [T, H + 1]."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    column = tl.arange(0, BLOCK)
-    inside = column < DIMS
-    if head < heads:
-        to = query + (token * heads + head) * (DIMS + ROTARY)
-        of_query = absorbed + token * absorbed_stride + head * absorbed_head_stride
-        tl.store(to + column, tl.load(of_query + column, mask=inside).to(query.dtype.element_ty), mask=inside)
-        _turn(
-            rotated + token * rotated_stride + head * rotated_head_stride,
-            positions + token,
-            table,
-            to + DIMS,
-            ROTARY,
+    offs_d = tl.arange(0, BLOCK_D)
+    mask = offs_d < LATENT_DIM
+    if head < num_heads:
+        out_ptrs = q_ptr + (token * num_heads + head) * (LATENT_DIM + ROPE_DIM)
+        # The query: ql_nope | rope(q_pe)
+        ql_ptrs = ql_nope_ptr + token * stride_ql_token + head * stride_ql_head
+        tl.store(out_ptrs + offs_d, tl.load(ql_ptrs + offs_d, mask=mask).to(q_ptr.dtype.element_ty), mask=mask)
+        _rotate(
+            q_pe_ptr + token * stride_qpe_token + head * stride_qpe_head,
+            positions_ptr + token,
+            cos_sin_ptr,
+            out_ptrs + LATENT_DIM,
+            ROPE_DIM,
             BLOCK_R,
         )
     else:
-        to = key + token * (DIMS + ROTARY)
-        of_key = latent + token * latent_stride
-        wide = tl.load(of_key + column, mask=inside, other=0.0).to(tl.float32)
-        wide *= tl.rsqrt(tl.sum(wide * wide, 0) / DIMS + eps)
-        wide *= tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(to + column, wide.to(key.dtype.element_ty), mask=inside)
-        _turn(of_key + DIMS, positions + token, table, to + DIMS, ROTARY, BLOCK_R)
+        out_ptrs = k_ptr + token * (LATENT_DIM + ROPE_DIM)
+        # The key: norm(kv) | rope(kv's last dims)
+        kv_ptrs = kv_ptr + token * stride_kv_token
+        x = tl.load(kv_ptrs + offs_d, mask=mask, other=0.0).to(tl.float32)
+        x *= tl.rsqrt(tl.sum(x * x, 0) / LATENT_DIM + eps)
+        x *= tl.load(norm_ptr + offs_d, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptrs + offs_d, x.to(k_ptr.dtype.element_ty), mask=mask)
+        _rotate(kv_ptrs + LATENT_DIM, positions_ptr + token, cos_sin_ptr, out_ptrs + LATENT_DIM, ROPE_DIM, BLOCK_R)
 
 
 @triton.jit
-def _turn(
-    source,  # [R], where its dims start
-    position,  # int64, where it is stored
-    table,  # fp32 [max_positions, R]
-    to,  # out: [R], where the rotated dims start
-    ROTARY: tl.constexpr,  # R
+def _rotate(
+    x_ptr,  # [R], where its dims start
+    position_ptr,  # int64, where it is stored
+    cos_sin_ptr,  # fp32 [max_positions, R]
+    out_ptr,  # out: [R], where the rotated dims start
+    ROPE_DIM: tl.constexpr,  # R
     BLOCK_R: tl.constexpr,
 ):
-    """Rotate ROTARY dims, pairs of adjacent ones, by the angles of a position."""
+    """Rotate ROPE_DIM dims, pairs of adjacent ones, by the angles of a position."""
     pair = tl.arange(0, BLOCK_R)
-    inside = pair < ROTARY // 2
-    angle = table + tl.load(position) * ROTARY + pair
-    cos = tl.load(angle, mask=inside, other=0.0)
-    sin = tl.load(angle + ROTARY // 2, mask=inside, other=0.0)
-    even = tl.load(source + 2 * pair, mask=inside, other=0.0).to(tl.float32)
-    odd = tl.load(source + 2 * pair + 1, mask=inside, other=0.0).to(tl.float32)
-    tl.store(to + 2 * pair, (even * cos - odd * sin).to(to.dtype.element_ty), mask=inside)
-    tl.store(to + 2 * pair + 1, (odd * cos + even * sin).to(to.dtype.element_ty), mask=inside)
+    mask = pair < ROPE_DIM // 2
+    cos_ptrs = cos_sin_ptr + tl.load(position_ptr) * ROPE_DIM + pair
+    cos = tl.load(cos_ptrs, mask=mask, other=0.0)
+    sin = tl.load(cos_ptrs + ROPE_DIM // 2, mask=mask, other=0.0)
+    even = tl.load(x_ptr + 2 * pair, mask=mask, other=0.0).to(tl.float32)
+    odd = tl.load(x_ptr + 2 * pair + 1, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + 2 * pair, (even * cos - odd * sin).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + 2 * pair + 1, (odd * cos + even * sin).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 _mla_query_key = define_op("spec_decode::mla_query_key", MlaQueryKey)

@@ -80,7 +80,7 @@ class OrderByExpert(NamedTuple):
             rows,
             self.num_experts,
             TOP_K=self.experts.shape[1],
-            BLOCK=_BLOCK,
+            BLOCK_SIZE=_BLOCK,
             CHUNK=min(_CHUNK, triton.next_power_of_2(max(rows, 1))),
             **dependent_launch(tokens.device),
         )
@@ -89,37 +89,38 @@ class OrderByExpert(NamedTuple):
 
 @triton.jit
 def _order_kernel(
-    experts,  # int64 [T, k]
-    tokens,  # out: int64 [T k]
-    places,  # out: int64 [T, k]
-    ends,  # out: int32 [E]
-    rows,  # T k
+    experts_ptr,  # int64 [T, k]
+    tokens_ptr,  # out: int64 [T k]
+    places_ptr,  # out: int64 [T, k]
+    ends_ptr,  # out: int32 [E]
+    num_rows,  # T k
     num_experts,  # E
     TOP_K: tl.constexpr,  # k
-    BLOCK: tl.constexpr,  # rows and ends of a program
+    BLOCK_SIZE: tl.constexpr,  # rows and ends of a program
     CHUNK: tl.constexpr,  # rows compared with at a time
     PDL: tl.constexpr,
 ):
     """Where something belongs is the number of rows that come before it, be it a row or the end of an expert.
 
-    One program counts for BLOCK of the T k rows and E ends.
+    One program counts for BLOCK_SIZE of the T k rows and E ends.
     """
     await_previous(PDL)
-    # Keys number rows by expert, then by row, and no two are alike; an expert ends below the next one's least key.
-    query = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    is_row = query < rows
-    is_end = (query >= rows) & (query < rows + num_experts)
-    key = tl.where(is_row, tl.load(experts + query, mask=is_row, other=0) * rows + query, (query - rows + 1) * rows)
-    # How many rows come before each
-    before = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, rows, CHUNK):
-        row = start + tl.arange(0, CHUNK)
-        other = tl.load(experts + row, mask=row < rows, other=0) * rows + row
-        earlier = (other[None, :] < key[:, None]) & (row < rows)[None, :]
-        before += tl.sum(earlier.to(tl.int32), 1)
-    tl.store(places + query, before.to(tl.int64), mask=is_row)
-    tl.store(tokens + before, query // TOP_K, mask=is_row)
-    tl.store(ends + (query - rows), before, mask=is_end)
+    # 1. Keys number rows by expert, then by row, and no two are alike; an expert ends below the next one's least key.
+    offs = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    is_row = offs < num_rows
+    is_end = (offs >= num_rows) & (offs < num_rows + num_experts)
+    row_key = tl.load(experts_ptr + offs, mask=is_row, other=0) * num_rows + offs
+    key = tl.where(is_row, row_key, (offs - num_rows + 1) * num_rows)
+    # 2. How many rows come before each
+    num_before = tl.zeros([BLOCK_SIZE], tl.int32)
+    for start in range(0, num_rows, CHUNK):
+        offs_r = start + tl.arange(0, CHUNK)
+        other_key = tl.load(experts_ptr + offs_r, mask=offs_r < num_rows, other=0) * num_rows + offs_r
+        is_before = (other_key[None, :] < key[:, None]) & (offs_r < num_rows)[None, :]
+        num_before += tl.sum(is_before.to(tl.int32), 1)
+    tl.store(places_ptr + offs, num_before.to(tl.int64), mask=is_row)
+    tl.store(tokens_ptr + num_before, offs // TOP_K, mask=is_row)
+    tl.store(ends_ptr + (offs - num_rows), num_before, mask=is_end)
 
 
 _order_by_expert = define_op("spec_decode::order_by_expert", OrderByExpert)

@@ -25,7 +25,7 @@ class ProductKind(Enum):
 
 
 def product_kind(x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False, skinny: bool = True) -> ProductKind:
-    """How rows x [T, K] are multiplied by weight [N, K], or by what stands beside them in a fused layer.
+    """How rows x [M, K] are multiplied by weight [N, K], or by what stands beside them in a fused layer.
 
     gated   weight [2 N, K] holds gate above up
     skinny  False: something comes with the product that the skinny kernel does not do, as a bias is

@@ -12,11 +12,15 @@ import torch
 from torch.nn import functional as F
 
 from builders.errors import require_tensor
+from builders.kernels.limits import INT32_MAX
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.models.kernels.batch_invariance import by_row
 
 Scoring = Literal["sigmoid", "softmax", "sqrtsoftplus"]
+
+EPS = 1e-20
+"""Added to the sum that weights are divided by, which may be 0."""
 
 MAX_EXPERTS = 4096
 """Experts that one program holds in registers, with group count and group size each rounded up to a power of two.
@@ -102,7 +106,7 @@ class RouteTokens(NamedTuple):
         experts = _best(_among_best_groups(scores + self.bias, self.groups, self.top_groups), self.top_k)
         weights = scores.gather(1, experts)
         if self.normalised:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(-1, keepdim=True) + EPS)
         return weights * self.scale, experts
 
     def fake(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,7 +128,7 @@ class RouteTokens(NamedTuple):
             TOP_K=self.top_k,
             SCORING=self.scoring,
             GROUPS=self.groups,
-            SIZE=size,
+            GROUP_SIZE=size,
             TOP_GROUPS=self.top_groups,
             NORMALISED=self.normalised,
             BLOCK_G=block_g,
@@ -159,49 +163,55 @@ def _among_best_groups(choice: torch.Tensor, groups: int, top_groups: int) -> to
     return allowed
 
 
+_EPS = tl.constexpr(EPS)
+
+
 @triton.jit
 def _route_kernel(
-    logits,  # fp32 [T, E]
-    bias,  # fp32 [E]
-    weights,  # out: fp32 [T, k]
-    experts,  # out: int64 [T, k]
+    logits_ptr,  # fp32 [T, E]
+    bias_ptr,  # fp32 [E]
+    topk_weights_ptr,  # out: fp32 [T, k]
+    topk_ids_ptr,  # out: int64 [T, k]
     scale,  # of the weights
     TOP_K: tl.constexpr,  # k
     SCORING: tl.constexpr,  # "sigmoid", "softmax" or "sqrtsoftplus"
     GROUPS: tl.constexpr,  # G
-    SIZE: tl.constexpr,  # E / G
+    GROUP_SIZE: tl.constexpr,  # E / G
     TOP_GROUPS: tl.constexpr,  # groups to choose from
     NORMALISED: tl.constexpr,  # make the weights sum up to 1
     BLOCK_G: tl.constexpr,  # G, rounded up to a power of two
     BLOCK_S: tl.constexpr,  # E / G, likewise
     PDL: tl.constexpr,
 ):
-    """One program per token, whose experts lie in a tile of groups by members."""
+    """The top k of score(logits) + bias among the best groups, and their scores as weights.
+
+    One program per token, whose experts lie in a tile of groups by members.
+    """
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
-    # Scores, and the choice among them: with the bias, and of the best groups alone
-    group = tl.arange(0, BLOCK_G)
-    member = tl.arange(0, BLOCK_S)
-    inside = (group < GROUPS)[:, None] & (member < SIZE)[None, :]
+    # 1. Scores, and the choice among them: with the bias, and of the best groups alone
+    offs_g = tl.arange(0, BLOCK_G)
+    offs_s = tl.arange(0, BLOCK_S)
+    mask = (offs_g < GROUPS)[:, None] & (offs_s < GROUP_SIZE)[None, :]
     # Padding takes a name that no expert has: what its place would give is one of the next group's.
-    expert = tl.where(inside, group[:, None] * SIZE + member[None, :], GROUPS * SIZE)
-    row = tl.load(logits + token * GROUPS * SIZE + expert, mask=inside, other=float("-inf"))
-    scores = _triton_scores(row, SCORING)
-    choice = _nan_as_best(scores + tl.load(bias + expert, mask=inside, other=0.0))
+    expert = tl.where(mask, offs_g[:, None] * GROUP_SIZE + offs_s[None, :], GROUPS * GROUP_SIZE)
+    logits = tl.load(logits_ptr + token * GROUPS * GROUP_SIZE + expert, mask=mask, other=float("-inf"))
+    scores = _triton_scores(logits, SCORING)
+    choice = _nan_as_best(scores + tl.load(bias_ptr + expert, mask=mask, other=0.0))
     if GROUPS > 1:
-        taken = _best_groups(tl.where(inside, choice, float("-inf")), group, GROUPS, SIZE, TOP_GROUPS)
+        taken = _best_groups(tl.where(mask, choice, float("-inf")), offs_g, GROUPS, GROUP_SIZE, TOP_GROUPS)
         choice = tl.where(taken[:, None], choice, float("-inf"))
 
-    # The best experts, one after another; rank is TOP_K for one that is not chosen
+    # 2. The best experts, one after another; rank is TOP_K for one that is not chosen
     rank = tl.full([BLOCK_G, BLOCK_S], TOP_K, tl.int32)
-    for place in range(TOP_K):
-        rank = tl.where(expert == _first_best(choice, inside & (rank == TOP_K), expert), place, rank)
-    # Their weights
-    chosen = rank < TOP_K
+    for k in range(TOP_K):
+        rank = tl.where(expert == _first_best(choice, mask & (rank == TOP_K), expert), k, rank)
+    # 3. Their weights
+    is_chosen = rank < TOP_K
     if NORMALISED:
-        scores = scores / (tl.sum(tl.where(chosen, scores, 0.0)) + 1e-20)  # not by 0, as in the reference
-    tl.store(weights + token * TOP_K + rank, scores * scale, mask=chosen)
-    tl.store(experts + token * TOP_K + rank, expert.to(tl.int64), mask=chosen)
+        scores = scores / (tl.sum(tl.where(is_chosen, scores, 0.0)) + _EPS)
+    tl.store(topk_weights_ptr + token * TOP_K + rank, scores * scale, mask=is_chosen)
+    tl.store(topk_ids_ptr + token * TOP_K + rank, expert.to(tl.int64), mask=is_chosen)
 
 
 @triton.jit
@@ -213,35 +223,35 @@ def _triton_scores(
     if SCORING == "sigmoid":
         scores = 1.0 / (1.0 + tl.exp(-logits))
     elif SCORING == "softmax":
-        powers = tl.exp(logits - tl.max(logits))
-        scores = powers / tl.sum(powers)
+        exps = tl.exp(logits - tl.max(logits))
+        scores = exps / tl.sum(exps)
     else:
         # log(1 + p) from the rounded sum s: log(s) p / (s - 1) is accurate where log(s) alone has lost p's digits.
-        power = tl.exp(-tl.abs(logits))
-        above = 1.0 + power
-        grown = above - 1.0
-        log = tl.where(grown == 0.0, power, tl.log(above) * power / tl.where(grown == 0.0, 1.0, grown))
-        scores = tl.sqrt(tl.where(logits > 0.0, logits, 0.0) + log)
+        p = tl.exp(-tl.abs(logits))
+        sum_1p = 1.0 + p
+        p_kept = sum_1p - 1.0
+        log1p = tl.where(p_kept == 0.0, p, tl.log(sum_1p) * p / tl.where(p_kept == 0.0, 1.0, p_kept))
+        scores = tl.sqrt(tl.where(logits > 0.0, logits, 0.0) + log1p)
     return scores
 
 
 @triton.jit
 def _best_groups(
     choice,  # fp32 [groups, members], -inf for padding
-    group,
+    offs_g,
     GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
 ):
     """Whether each group is among a token's best."""
-    worth = tl.max(choice, 1)
-    if SIZE > 1:
-        member = tl.arange(0, choice.shape[1])
-        others = tl.where(member[None, :] == tl.argmax(choice, 1)[:, None], float("-inf"), choice)
-        worth = _nan_as_best(worth + tl.max(others, 1))
-    taken = group < 0
+    group_score = tl.max(choice, 1)
+    if GROUP_SIZE > 1:
+        offs_s = tl.arange(0, choice.shape[1])
+        others = tl.where(offs_s[None, :] == tl.argmax(choice, 1)[:, None], float("-inf"), choice)
+        group_score = _nan_as_best(group_score + tl.max(others, 1))
+    taken = offs_g < 0
     for _ in range(TOP_GROUPS):
-        taken |= group == _first_best(worth, (group < GROUPS) & ~taken, group)
+        taken |= offs_g == _first_best(group_score, (offs_g < GROUPS) & ~taken, offs_g)
     return taken
 
 
@@ -254,7 +264,7 @@ def _nan_as_best(values):
 def _first_best(values, left, index):
     """The least index among the largest of the values that are left; none of them is NaN."""
     best = tl.max(tl.where(left, values, float("-inf")))
-    return tl.min(tl.where(left & (values == best), index, 2147483647))  # the largest int32
+    return tl.min(tl.where(left & (values == best), index, INT32_MAX))
 
 
 _route_tokens = define_op("spec_decode::route_tokens", RouteTokens)

@@ -1,7 +1,7 @@
 """Linear layers over few rows, with what comes before and after them: one kernel each, bound by reading the weight.
 
-Legend: T rows, K inputs, N outputs. All work of a row happens in fp32 between the loads and the store. A program owns
-BLOCK_N outputs (with GATED their gate rows and their up rows) of BLOCK_T rows and walks all of K, so that a result has
+Legend: M rows, K inputs, N outputs. All work of a row happens in fp32 between the loads and the store. A program owns
+BLOCK_N outputs (with GATED their gate rows and their up rows) of BLOCK_M rows and walks all of K, so that a result has
 one order of summation whatever the device does.
 """
 
@@ -34,7 +34,7 @@ _KEPT_IN_CACHE = 32 << 20
 
 
 def skinny_linear(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ weight^T, plus residual [T, N] where there is one; x [T, K], weight [N, K] contiguous, of one dtype; [T, N].
+    """x @ weight^T, plus residual [M, N] where there is one; x [M, K], weight [N, K] contiguous, of one dtype; [M, N].
 
     Raises BatchError for more than MAX_ROWS rows and for shapes or dtypes that do not fit, with nothing run.
     """
@@ -54,10 +54,10 @@ def norm_linear(
     weight: torch.Tensor,
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + delta (x where there is none), [T, K], and its RMS norm by `norm` [K] and eps, @ weight^T.
+    """x + delta (x where there is none), [M, K], and its RMS norm by `norm` [K] and eps, @ weight^T.
 
     gated: weight [2 N, K] holds gate above up, and the second result is silu(gate) * up; else it is [N, K]. The result
-    is [T, N]. x + delta is rounded to x's dtype, its norm is not. Raises as `skinny_linear` does.
+    is [M, N]. x + delta is rounded to x's dtype, its norm is not. Raises as `skinny_linear` does.
     """
     total, out = _skinny_linear(*SkinnyLinear(x, weight, delta=delta, norm=norm, eps=eps, gated=gated).checked())
     return (x if delta is None else total), out
@@ -66,7 +66,7 @@ def norm_linear(
 def embed_linear(
     token_ids: torch.Tensor, embedding: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor
 ) -> torch.Tensor:
-    """(embedding[token_ids] | hidden) @ weight^T, [T, N].
+    """(embedding[token_ids] | hidden) @ weight^T, [M, N].
 
     token_ids int64 [T], embedding [V, H], hidden [T, H], weight [N, 2 H]. Raises as `skinny_linear` does.
     """
@@ -74,7 +74,7 @@ def embed_linear(
 
 
 def wide_linear(x: torch.Tensor, weight: torch.Tensor, *, norm_eps: float | None = None) -> torch.Tensor:
-    """x @ weight^T in fp32 whatever x has: x [T, K] of any float dtype, weight fp32 [N, K]; fp32 [T, N].
+    """x @ weight^T in fp32 whatever x has: x [M, K] of any float dtype, weight fp32 [N, K]; fp32 [M, N].
 
     For a router, whose almost equal scores would change places with the rounding of a narrower product, and for the
     shares of hyper-connections. norm_eps: x is first divided by its root mean square, the mean plus norm_eps. Any
@@ -82,7 +82,7 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor, *, norm_eps: float | None
     """
     require(
         x.dim() == 2 and x.is_floating_point() and weight.dtype == torch.float32 and weight.shape[1:] == x.shape[1:],
-        f"a wide linear takes floats x [T, K] and a weight float32 [N, K], got x {x.dtype} {list(x.shape)} and weight "
+        f"a wide linear takes floats x [M, K] and a weight float32 [N, K], got x {x.dtype} {list(x.shape)} and weight "
         f"{weight.dtype} {list(weight.shape)}. Keep the weight in float32.",
     )
     if is_batch_invariant():
@@ -104,17 +104,17 @@ def _like(tensor: torch.Tensor | None, x: torch.Tensor, *shape: int) -> bool:
 class SkinnyLinear(NamedTuple):
     """Rows x with what comes before and after their product with a weight; None for what a form does without.
 
-    x          float [T, K], or [T, K / 2] beside an embedding; adjacent along K
+    x          float [M, K], or [M, K / 2] beside an embedding; adjacent along K
     weight     float [N, K], with a gate [2 N, K]
     token_ids  int64 [T], with an embedding
     embedding  as x, [V, K / 2]: that of each row's token comes before x
     delta      as x, contiguous: is added to x
     norm       float [K]: the weight of the RMS norm
-    residual   as x, [T, N]: is added to the product
+    residual   as x, [M, N]: is added to the product
     eps        of the RMS norm; None: no norm
     gated      the product is a gate above up, and becomes silu(gate) * up
 
-    Returns x + delta (empty without a delta) and the result [T, N] in the weight's dtype.
+    Returns x + delta (empty without a delta) and the result [M, N] in the weight's dtype.
     """
 
     x: torch.Tensor
@@ -198,7 +198,7 @@ class SkinnyLinear(NamedTuple):
             K=inputs,
             GATED=self.gated,
             EVICTION="evict_first" if weight.nbytes > _KEPT_IN_CACHE else "",
-            BLOCK_T=power_of_two(together),
+            BLOCK_M=power_of_two(together),
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,
             STAGES=tile.stages,
@@ -213,130 +213,130 @@ _skinny_linear = define_op("spec_decode::skinny_linear", SkinnyLinear)
 
 @triton.jit
 def matvec_kernel(
-    x,  # [T, K]; with an embedding [T, K / 2]
-    weight,  # [N, K], with a gate [2 N, K]
-    token_ids,  # int64 [T], or None
-    embedding,  # [V, K / 2], or None
-    delta,  # [T, K], or None
-    norm,  # [K], or None
-    residual,  # [T, N], or None
-    total,  # out: [T, K]; empty without a delta
-    out,  # out: [T, N]
-    rows,  # T
-    vocab,  # V; 0 without an embedding
-    x_stride,  # of a row
+    x_ptr,  # [M, K]; with an embedding [M, K / 2]
+    w_ptr,  # [N, K], with a gate [2 N, K]
+    token_ids_ptr,  # int64 [T], or None
+    embedding_ptr,  # [V, K / 2], or None
+    delta_ptr,  # [M, K], or None
+    norm_ptr,  # [K], or None
+    residual_ptr,  # [M, N], or None
+    total_ptr,  # out: [M, K]; empty without a delta
+    y_ptr,  # out: [M, N]
+    M,
+    vocab_size,  # V; 0 without an embedding
+    stride_xm,  # of a row
     eps,  # of the norm; None: no norm
     N: tl.constexpr,
     K: tl.constexpr,
     GATED: tl.constexpr,
     EVICTION: tl.constexpr,  # the eviction policy of the weight's loads
-    BLOCK_T: tl.constexpr,  # rows of a program
+    BLOCK_M: tl.constexpr,  # rows of a program
     BLOCK_N: tl.constexpr,  # outputs of a program
     BLOCK_K: tl.constexpr,  # inputs multiplied at a time
     STAGES: tl.constexpr,  # tiles in flight
     PDL: tl.constexpr,
 ):
-    """BLOCK_N outputs of BLOCK_T rows; its grid is [tiles of outputs, tiles of rows].
+    """y = epilogue(norm(x) @ w^T). A program has BLOCK_N outputs of BLOCK_M rows; grid [tiles of N, tiles of M].
 
     Products in fp32, summed over K at the end: for so few rows that a tensor core would run nearly empty.
     """
     await_previous(PDL)
-    # Every tile has three axes, T, N and K, so that no load needs another layout than the products.
-    row = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None, None]
-    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows_of_weight = weight + output[None, :, None].to(tl.int64) * K
-    token = _token(token_ids, row, rows)
-    sums = tl.zeros([BLOCK_T, BLOCK_N, BLOCK_K], tl.float32)
-    up_sums = tl.zeros([BLOCK_T, BLOCK_N, BLOCK_K], tl.float32)
-    squares = tl.zeros([BLOCK_T, 1, BLOCK_K], tl.float32)
-    # Products and squares, BLOCK_K inputs at a time
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        column = start + tl.arange(0, BLOCK_K)[None, None, :]
-        owned = (output[None, :, None] < N) & (column < K)
-        factor = tl.load(rows_of_weight + column, mask=owned, other=0.0, eviction_policy=EVICTION)
-        wide = _input(x, x_stride, embedding, token, vocab, delta, total, row, column, rows, K)
+    # 1. Every tile has three axes, M, N and K, so that no load needs another layout than the products.
+    offs_m = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None, None]
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    w_ptrs = w_ptr + offs_n[None, :, None].to(tl.int64) * K
+    token = _token(token_ids_ptr, offs_m, M)
+    acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
+    acc_up = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
+    acc_sq = tl.zeros([BLOCK_M, 1, BLOCK_K], tl.float32)
+    # 2. Products and squares, BLOCK_K inputs at a time
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        offs_k = k + tl.arange(0, BLOCK_K)[None, None, :]
+        mask = (offs_n[None, :, None] < N) & (offs_k < K)
+        w = tl.load(w_ptrs + offs_k, mask=mask, other=0.0, eviction_policy=EVICTION)
+        x = _load_x(x_ptr, stride_xm, embedding_ptr, token, vocab_size, delta_ptr, total_ptr, offs_m, offs_k, M, K)
         if eps is not None:
-            squares += wide * wide
-        if norm is not None:
-            wide *= tl.load(norm + column, mask=column < K, other=0.0).to(tl.float32)
-        sums += wide * factor.to(tl.float32)
+            acc_sq += x * x
+        if norm_ptr is not None:
+            x *= tl.load(norm_ptr + offs_k, mask=offs_k < K, other=0.0).to(tl.float32)
+        acc += x * w.to(tl.float32)
         if GATED:
-            up = tl.load(rows_of_weight + N * K + column, mask=owned, other=0.0, eviction_policy=EVICTION)
-            up_sums += wide * up.to(tl.float32)
-    # Their sums over K, what comes after the product, and the store
-    result, up_result, square = tl.sum(sums, 2), tl.sum(up_sums, 2), tl.sum(squares, 2)
-    row = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
-    _finish(result, up_result, square, eps, residual, out, row, output[None, :], rows, N, K, GATED)
+            w_up = tl.load(w_ptrs + N * K + offs_k, mask=mask, other=0.0, eviction_policy=EVICTION)
+            acc_up += x * w_up.to(tl.float32)
+    # 3. Their sums over K, the epilogue, and the store
+    y, up, sum_sq = tl.sum(acc, 2), tl.sum(acc_up, 2), tl.sum(acc_sq, 2)
+    offs_m = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    _epilogue(y, up, sum_sq, eps, residual_ptr, y_ptr, offs_m, offs_n[None, :], M, N, K, GATED)
 
 
 @triton.jit
 def _token(
-    token_ids,  # int64 [T], or None
-    row,
-    rows,  # T
+    token_ids_ptr,  # int64 [T], or None
+    offs_m,
+    M,
 ):
     """The token of each row, shaped as row; 0 where there are no tokens."""
-    return tl.load(token_ids + row, mask=row < rows, other=0) if token_ids is not None else row * 0
+    return tl.load(token_ids_ptr + offs_m, mask=offs_m < M, other=0) if token_ids_ptr is not None else offs_m * 0
 
 
 @triton.jit
-def _input(
-    x,  # [T, K]; with an embedding [T, K / 2]
-    x_stride,
-    embedding,  # [V, K / 2], or None
+def _load_x(
+    x_ptr,  # [M, K]; with an embedding [M, K / 2]
+    stride_xm,
+    embedding_ptr,  # [V, K / 2], or None
     token,
-    vocab,  # V
-    delta,  # [T, K], or None
-    total,  # out: [T, K]
-    row,
-    column,
-    rows,  # T
+    vocab_size,  # V
+    delta_ptr,  # [M, K], or None
+    total_ptr,  # out: [M, K]
+    offs_m,
+    offs_k,
+    M,
     K: tl.constexpr,
 ):
     """What the rows hold at the columns, fp32: x, x + delta, or the token's embedding beside x."""
-    inside = (row < rows) & (column < K)
-    if embedding is not None:
-        width: tl.constexpr = K // 2
+    mask = (offs_m < M) & (offs_k < K)
+    if embedding_ptr is not None:
+        HALF_K: tl.constexpr = K // 2
         # An id outside the vocabulary must not lead the read out of the table.
-        known = inside & (column < width) & (token >= 0) & (token < vocab)
-        embedded = tl.load(embedding + token * width + column, mask=known, other=0.0)
-        beside = tl.load(x + row * x_stride + column - width, mask=inside & (column >= width), other=0.0)
-        wide = embedded.to(tl.float32) + beside.to(tl.float32)
+        is_known = mask & (offs_k < HALF_K) & (token >= 0) & (token < vocab_size)
+        embedded = tl.load(embedding_ptr + token * HALF_K + offs_k, mask=is_known, other=0.0)
+        hidden = tl.load(x_ptr + offs_m * stride_xm + offs_k - HALF_K, mask=mask & (offs_k >= HALF_K), other=0.0)
+        x = embedded.to(tl.float32) + hidden.to(tl.float32)
     else:
-        wide = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-        if delta is not None:
-            wide += tl.load(delta + row * K + column, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + offs_m * stride_xm + offs_k, mask=mask, other=0.0).to(tl.float32)
+        if delta_ptr is not None:
+            x += tl.load(delta_ptr + offs_m * K + offs_k, mask=mask, other=0.0).to(tl.float32)
             # The residual stream is rounded to its dtype before the norm, as separate kernels would leave it.
-            narrow = wide.to(x.dtype.element_ty)
-            tl.store(total + row * K + column, narrow, mask=inside & (tl.program_id(0) == 0))
-            wide = narrow.to(tl.float32)
-    return wide
+            narrow = x.to(x_ptr.dtype.element_ty)
+            tl.store(total_ptr + offs_m * K + offs_k, narrow, mask=mask & (tl.program_id(0) == 0))
+            x = narrow.to(tl.float32)
+    return x
 
 
 @triton.jit
-def _finish(
-    result,  # fp32 [BLOCK_T, BLOCK_N]
-    up,  # fp32 [BLOCK_T, BLOCK_N], of the up projection
-    square,  # fp32 [BLOCK_T, 1], a row's sum of squares
+def _epilogue(
+    y,  # fp32 [BLOCK_M, BLOCK_N]
+    up,  # fp32 [BLOCK_M, BLOCK_N], of the up projection
+    sum_sq,  # fp32 [BLOCK_M, 1], a row's sum of squares
     eps,  # of the norm; None: no norm
-    residual,  # [T, N], or None
-    out,  # out: [T, N]
-    row,  # [BLOCK_T, 1]
-    output,  # [1, BLOCK_N]
-    rows,  # T
+    residual_ptr,  # [M, N], or None
+    y_ptr,  # out: [M, N]
+    offs_m,  # [BLOCK_M, 1]
+    offs_n,  # [1, BLOCK_N]
+    M,
     N: tl.constexpr,
     K: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Norm the sums, gate or add, and store."""
+    """y times rstd; silu(gate) * up; plus the residual; and the store."""
     if eps is not None:
         # A row's scale is the same for all of its products: taken out of the sum, x is read once, not twice.
-        scale = tl.rsqrt(square / K + eps)
-        result *= scale
-        up *= scale
+        rstd = tl.rsqrt(sum_sq / K + eps)
+        y *= rstd
+        up *= rstd
     if GATED:
-        result = result / (1.0 + tl.exp(-result)) * up
-    inside = (row < rows) & (output < N)
-    if residual is not None:
-        result += tl.load(residual + row * N + output, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * N + output, result.to(out.dtype.element_ty), mask=inside)
+        y = y / (1.0 + tl.exp(-y)) * up
+    mask = (offs_m < M) & (offs_n < N)
+    if residual_ptr is not None:
+        y += tl.load(residual_ptr + offs_m * N + offs_n, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + offs_m * N + offs_n, y.to(y_ptr.dtype.element_ty), mask=mask)

@@ -2,10 +2,10 @@
 weight, which goes through once.
 
 The weight is the tall side of the tensor core's product and the rows its narrow one, so that few rows leave little of
-it empty. A program owns a tile of outputs and, where K is split, a share of K, whose partial sums a second kernel adds
-in order: a result has one order of summation whatever the device does.
+it empty: y^T = w x^T. A program owns a tile of outputs and, where K is split (split-K), a share of K, whose partial
+sums a second kernel adds in order: a result has one order of summation whatever the device does.
 
-Legend: T rows, K inputs, N outputs, E weights. All work of a row happens in fp32 between the loads and the store.
+Legend: M rows, K inputs, N outputs, E weights. All work of a row happens in fp32 between the loads and the store.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from builders.errors import BatchError, require
+from builders.kernels.limits import INT32_MAX
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.models.kernels.stored_as import stored_as
@@ -27,10 +28,10 @@ from spec_decode.models.kernels.streamed_tiling import (
     streamed_tiling,
 )
 from spec_decode.models.kernels.streamed_tma_kernel import (
-    ask_for_weight,
     describe,
-    finish,
+    epilogue,
     is_describable,
+    prefetch_weight,
     streamed_tma_kernel,
 )
 
@@ -41,7 +42,7 @@ _SUM_BLOCK = 512
 
 
 def num_shares(x: torch.Tensor, weight: torch.Tensor) -> int:
-    """How many shares K is cut into for rows x [T, K] and weight [N, K]: more than 1 where N alone gives too few
+    """How many shares K is cut into for rows x [M, K] and weight [N, K]: more than 1 where N alone gives too few
     programs."""
     return StreamedLinear(x, weight).cut().shares
 
@@ -55,9 +56,9 @@ def streamed_linear(
     gated: bool = False,
     limit: float | None = None,
 ) -> torch.Tensor:
-    """x @ weight^T, plus bias [N] and residual [T, N] where there are such; [T, N].
+    """x @ weight^T, plus bias [N] and residual [M, N] where there are such; [M, N].
 
-    x [T, K], adjacent along K; weight [N, K], contiguous, of one dtype. gated: weight [2 N, K] holds gate above up, and
+    x [M, K], adjacent along K; weight [N, K], contiguous, of one dtype. gated: weight [2 N, K] holds gate above up, and
     the result is silu(gate) * up, with a limit silu(min(gate, limit)) * clamp(up, -limit, limit), and there is no bias.
     Raises BatchError for more than MAX_ROWS rows and for shapes or dtypes that do not fit, with nothing run.
     """
@@ -80,12 +81,12 @@ def streamed_groups(
     gated: bool = False,
     limit: float | None = None,
 ) -> torch.Tensor:
-    """Rows sorted by group, each times its group's weight; [R, N].
+    """Rows sorted by group, each times its group's weight; [M, N].
 
-    x       float [R, K], or [T, K] with tokens
+    x       float [M, K], or [T, K] with tokens
     weight  as x, [E, N, K], contiguous; gated: [E, 2 N, K], gate above up, and a row becomes silu(gate) * up
     ends    int32 [E]: one past each group's last row; rows from ends[-1] on are of the last group
-    tokens  int64 [R], in 0..T-1: the row of x that each of the R rows is; None: they are x
+    tokens  int64 [M], in 0..T-1: the row of x that each of the M rows is; None: they are x
     limit   with it, silu(min(gate, limit)) * clamp(up, -limit, limit)
 
     The weights of groups that have rows are read, once for every 16 of their rows. Raises BatchError for shapes or
@@ -105,7 +106,7 @@ class Cut(NamedTuple):
 class StreamedLinear(NamedTuple):
     """Rows x, the weight or the weights of groups, and what comes after; None for what a form does without.
 
-    As `streamed_linear` and `streamed_groups` have them; returns the result [T, N] in the weight's dtype.
+    As `streamed_linear` and `streamed_groups` have them; returns the result [M, N] in the weight's dtype.
     """
 
     x: torch.Tensor
@@ -124,7 +125,7 @@ class StreamedLinear(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """T, or R of groups."""
+        """M."""
         return self.x.shape[0] if self.tokens is None else self.tokens.shape[0]
 
     def checked(self) -> StreamedLinear:
@@ -204,7 +205,7 @@ class StreamedLinear(NamedTuple):
         return Cut(tile, share, triton.cdiv(inputs, share))
 
     def multiply(self, out: torch.Tensor, cut: Cut) -> None:
-        """Launch the product: into `out` [T, N] whole, or where it is cut into shares their sums, fp32 [shares, T, N]
+        """Launch the product: into `out` [M, N] whole, or where it is cut into shares their sums, fp32 [shares, M, N]
         (2 N with a gate). The plain kernel stands in where operands are not aligned for the bulk copy engine."""
         x, weight, ends, tokens, bias, residual, gated, limit = self
         outputs, (tile, share, shares) = self.outputs, cut
@@ -215,8 +216,8 @@ class StreamedLinear(NamedTuple):
         programs, fp32_dot = triton.cdiv(outputs, height), x.device.type == "cpu"
         if tile.tma and is_describable(x) and is_describable(weight):
             streamed_tma_kernel[programs, shares](
-                describe(x, tile.block_t, tile.block_k),
-                describe(x, tile.block_more or tile.block_t, tile.block_k),
+                describe(x, tile.block_m, tile.block_k),
+                describe(x, tile.block_m2 or tile.block_m, tile.block_k),
                 describe(weight, height, tile.block_k),
                 weight,
                 bias,
@@ -228,10 +229,10 @@ class StreamedLinear(NamedTuple):
                 N=outputs,
                 K=x.shape[1],
                 GATED=gated,
-                SPLIT=split,
-                BLOCK_T=tile.block_t,
-                BLOCK_MORE=tile.block_more,
-                HEIGHT=height,
+                SPLIT_K=split,
+                BLOCK_M=tile.block_m,
+                BLOCK_M2=tile.block_m2,
+                TILE_N=height,
                 BLOCK_K=tile.block_k,
                 STAGES=tile.stages,
                 FP32_DOT=fp32_dot,
@@ -256,10 +257,10 @@ class StreamedLinear(NamedTuple):
             K=x.shape[1],
             GROUPS=groups,
             GATED=gated,
-            SPLIT=split,
+            SPLIT_K=split,
             EVICTION="evict_first" if weight.nbytes > _KEPT_IN_CACHE else "",
-            BLOCK_T=tile.block_t,
-            BLOCK_MORE=tile.block_more,
+            BLOCK_M=tile.block_m,
+            BLOCK_M2=tile.block_m2,
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,
             BLOCK_E=power_of_two(max(1, groups)),
@@ -279,8 +280,8 @@ def launch_sum_shares(
     gated: bool = False,
     limit: float | None = None,
 ) -> None:
-    """Launch what adds sums fp32 [shares, T, N] (2 N with a gate) up, and what comes after the product, into out
-    [T, N]."""
+    """Launch what adds sums fp32 [shares, M, N] (2 N with a gate) up, and what comes after the product, into out
+    [M, N]."""
     rows, outputs = out.shape
     sum_shares_kernel[(rows, triton.cdiv(outputs, _SUM_BLOCK))](
         sums,
@@ -291,8 +292,8 @@ def launch_sum_shares(
         limit,
         N=outputs,
         GATED=gated,
-        SHARES=len(sums),
-        BLOCK=_SUM_BLOCK,
+        NUM_SPLITS=len(sums),
+        BLOCK_N=_SUM_BLOCK,
         num_warps=4,
         **dependent_launch(out.device),
     )
@@ -303,25 +304,25 @@ _streamed_linear = define_op("spec_decode::streamed_linear", StreamedLinear)
 
 @triton.jit
 def streamed_kernel(
-    x,  # [T, K]; with tokens of any number of rows
-    weight,  # [N, K], with a gate [2 N, K]; with ends [E, N, K] or [E, 2 N, K]
-    ends,  # int32 [E], one past each group's last row, or None
-    tokens,  # int64 [T], the row of x for each sorted row, or None
-    bias,  # [N], or None
-    residual,  # [T, N], or None
-    out,  # out: [T, N]; SPLIT: fp32 [shares, T, N]
-    rows,  # T
-    x_stride,  # of a row
-    share,  # inputs of a program, a multiple of BLOCK_K
+    x_ptr,  # [M, K]; with tokens of any number of rows
+    w_ptr,  # [N, K], with a gate [2 N, K]; with ends [E, N, K] or [E, 2 N, K]
+    ends_ptr,  # int32 [E], one past each group's last row, or None
+    tokens_ptr,  # int64 [T], the row of x for each sorted row, or None
+    bias_ptr,  # [N], or None
+    residual_ptr,  # [M, N], or None
+    y_ptr,  # out: [M, N]; SPLIT_K: fp32 [shares, M, N]
+    M,
+    stride_xm,  # of a row
+    k_per_split,  # inputs of a program, a multiple of BLOCK_K
     limit,  # of gate and up, or None
     N: tl.constexpr,
     K: tl.constexpr,
     GROUPS: tl.constexpr,  # E; 0 without ends
     GATED: tl.constexpr,
-    SPLIT: tl.constexpr,  # store a share's sums as they are, for sum_shares_kernel
+    SPLIT_K: tl.constexpr,  # store a share's sums as they are, for sum_shares_kernel
     EVICTION: tl.constexpr,  # the eviction policy of the weight's loads
-    BLOCK_T: tl.constexpr,  # rows of the first tile
-    BLOCK_MORE: tl.constexpr,  # rows of the second tile, or 0
+    BLOCK_M: tl.constexpr,  # rows of the first tile
+    BLOCK_M2: tl.constexpr,  # rows of the second tile, or 0
     BLOCK_N: tl.constexpr,  # rows of the weight in a tile; with a gate half of them are the up projection's
     BLOCK_K: tl.constexpr,  # inputs multiplied at a time
     BLOCK_E: tl.constexpr,  # E, rounded up to a power of two
@@ -329,186 +330,188 @@ def streamed_kernel(
     FP32_DOT: tl.constexpr,  # multiply in fp32, for the interpreter
     PDL: tl.constexpr,
 ):
-    """One tile of outputs over one share of K, for all rows, or with `ends` for those of one group.
+    """y = epilogue(x @ w^T). A program has one tile of outputs and one share of K, for all rows, or those of one group.
 
-    Its grid is [tiles of outputs, shares, 1], with `ends` [tiles of outputs, shares, T]. A tile of the weight is loaded
-    once and multiplied with BLOCK_T rows and BLOCK_MORE rows after them: a tile's sizes are powers of two, and 80 rows
-    make 64 and 16.
+    Grid [tiles of outputs, shares, 1], with ends_ptr [tiles of outputs, shares, M]. A tile of the weight is loaded once
+    and multiplied with BLOCK_M rows and BLOCK_M2 rows after them: a tile's sizes are powers of two, and 80 rows make 64
+    and 16.
     """
-    # The outputs and the share of this program. With a gate the upper half of a tile is of the gate, the lower one of
-    # the up projection, and both are of the same outputs.
-    HEIGHT: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    index = tl.arange(0, BLOCK_N)
-    within = tl.program_id(0) * HEIGHT + index % HEIGHT
-    output = within + index // HEIGHT * N
-    owned = within < N
-    begin = tl.program_id(1) * share
-    if ends is None:
-        ask_for_weight(weight, output, begin, N * (2 if GATED else 1), K, BLOCK_K, PDL)
+    # 1. The outputs and the share of this program. With a gate the upper half of a tile is of the gate, the lower one
+    # of the up projection, and both are of the same outputs.
+    TILE_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    offs_b = tl.arange(0, BLOCK_N)
+    offs_n = tl.program_id(0) * TILE_N + offs_b % TILE_N
+    offs_w = offs_n + offs_b // TILE_N * N
+    mask_n = offs_n < N
+    k_start = tl.program_id(1) * k_per_split
+    if ends_ptr is None:
+        prefetch_weight(w_ptr, offs_w, k_start, N * (2 if GATED else 1), K, BLOCK_K, PDL)
     await_previous(PDL)
 
-    # The rows of this program, in one tile or two, and where their inputs start
-    row = tl.arange(0, BLOCK_T)
-    last = rows
-    if ends is not None:
-        row, last, group = _rows_of_group(ends, row, rows, GROUPS, BLOCK_T, BLOCK_E)
-        weight += group.to(tl.int64) * (N * (2 if GATED else 1)) * K
-    source = row if tokens is None else tl.load(tokens + row, mask=row < last, other=0)
-    of_weight = weight + output.to(tl.int64)[:, None] * K
-    of_x = x + source.to(tl.int64)[None, :] * x_stride
+    # 2. The rows of this program, in one tile or two, and where their inputs start
+    offs_m = tl.arange(0, BLOCK_M)
+    m_end = M
+    if ends_ptr is not None:
+        offs_m, m_end, group = _rows_of_group(ends_ptr, offs_m, M, GROUPS, BLOCK_M, BLOCK_E)
+        w_ptr += group.to(tl.int64) * (N * (2 if GATED else 1)) * K
+    x_rows = offs_m if tokens_ptr is None else tl.load(tokens_ptr + offs_m, mask=offs_m < m_end, other=0)
+    w_ptrs = w_ptr + offs_w.to(tl.int64)[:, None] * K
+    x_ptrs = x_ptr + x_rows.to(tl.int64)[None, :] * stride_xm
     # A program without rows reads nothing.
-    end = tl.where(tl.min(row, 0) < last, tl.minimum(begin + share, K), begin)
-    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-    if BLOCK_MORE:
-        more_row = BLOCK_T + tl.arange(0, BLOCK_MORE)
-        of_more = x + more_row.to(tl.int64)[None, :] * x_stride
-        more_acc = tl.zeros((BLOCK_N, BLOCK_MORE), tl.float32)
+    k_end = tl.where(tl.min(offs_m, 0) < m_end, tl.minimum(k_start + k_per_split, K), k_start)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if BLOCK_M2:
+        offs_m2 = BLOCK_M + tl.arange(0, BLOCK_M2)
+        x2_ptrs = x_ptr + offs_m2.to(tl.int64)[None, :] * stride_xm
+        acc2 = tl.zeros((BLOCK_N, BLOCK_M2), tl.float32)
 
-    # The products, BLOCK_K inputs at a time
-    for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
-        column = start + tl.arange(0, BLOCK_K)
+    # 3. w @ x^T, BLOCK_K inputs at a time: acc [BLOCK_N, BLOCK_M], acc2 [BLOCK_N, BLOCK_M2]
+    for k in tl.range(k_start, k_end, BLOCK_K, num_stages=STAGES):
+        offs_k = k + tl.arange(0, BLOCK_K)
         if K % BLOCK_K == 0:
-            a = tl.load(of_weight + column[None, :], mask=owned[:, None], other=0.0, eviction_policy=EVICTION)
+            w = tl.load(w_ptrs + offs_k[None, :], mask=mask_n[:, None], other=0.0, eviction_policy=EVICTION)
         else:
-            a = tl.load(
-                of_weight + column[None, :],
-                mask=owned[:, None] & (column < K)[None, :],
+            w = tl.load(
+                w_ptrs + offs_k[None, :],
+                mask=mask_n[:, None] & (offs_k < K)[None, :],
                 other=0.0,
                 eviction_policy=EVICTION,
             )
         if FP32_DOT:
-            a = a.to(tl.float32)
-        acc = tl.dot(a, _inputs(of_x, row, last, column, K, BLOCK_K, FP32_DOT), acc, input_precision="ieee")
-        if BLOCK_MORE:
-            more = _inputs(of_more, more_row, last, column, K, BLOCK_K, FP32_DOT)
-            more_acc = tl.dot(a, more, more_acc, input_precision="ieee")
+            w = w.to(tl.float32)
+        acc = tl.dot(w, _load_x(x_ptrs, offs_m, m_end, offs_k, K, BLOCK_K, FP32_DOT), acc, input_precision="ieee")
+        if BLOCK_M2:
+            x2 = _load_x(x2_ptrs, offs_m2, m_end, offs_k, K, BLOCK_K, FP32_DOT)
+            acc2 = tl.dot(w, x2, acc2, input_precision="ieee")
 
-    # What comes after the product, and the store
-    _store(acc, row, last, bias, residual, out, rows, limit, output, owned, N, GATED, SPLIT, BLOCK_T, HEIGHT)
-    if BLOCK_MORE:
+    # 4. The epilogue, and the store
+    _store(
+        acc, offs_m, m_end, bias_ptr, residual_ptr, y_ptr, M, limit, offs_w, mask_n, N, GATED, SPLIT_K, BLOCK_M, TILE_N
+    )
+    if BLOCK_M2:
         _store(
-            more_acc,
-            more_row,
-            last,
-            bias,
-            residual,
-            out,
-            rows,
+            acc2,
+            offs_m2,
+            m_end,
+            bias_ptr,
+            residual_ptr,
+            y_ptr,
+            M,
             limit,
-            output,
-            owned,
+            offs_w,
+            mask_n,
             N,
             GATED,
-            SPLIT,
-            BLOCK_MORE,
-            HEIGHT,
+            SPLIT_K,
+            BLOCK_M2,
+            TILE_N,
         )
 
 
 @triton.jit
 def sum_shares_kernel(
-    partial,  # fp32 [shares, T, N], with a gate [shares, T, 2 N]
-    bias,  # [N], or None
-    residual,  # [T, N], or None
-    out,  # out: [T, N]
-    rows,  # T
+    partial_ptr,  # fp32 [shares, M, N], with a gate [shares, M, 2 N]
+    bias_ptr,  # [N], or None
+    residual_ptr,  # [M, N], or None
+    y_ptr,  # out: [M, N]
+    M,
     limit,  # of gate and up, or None
     N: tl.constexpr,
     GATED: tl.constexpr,
-    SHARES: tl.constexpr,
-    BLOCK: tl.constexpr,  # outputs of a program
+    NUM_SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # outputs of a program
     PDL: tl.constexpr,
 ):
-    """The sums of all shares, and what comes after the product; a program takes a block of a row's outputs."""
+    """y = epilogue(sum of the shares). A program has BLOCK_N outputs of one row; grid [M, ceil(N / BLOCK_N)]."""
     await_previous(PDL)
-    width: tl.constexpr = N * (2 if GATED else 1)
-    row = tl.program_id(0).to(tl.int64)
-    output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = output < N
-    result = tl.zeros((BLOCK,), tl.float32)
-    up = tl.zeros((BLOCK,), tl.float32)
+    W_ROWS: tl.constexpr = N * (2 if GATED else 1)
+    m = tl.program_id(0).to(tl.int64)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = offs_n < N
+    y = tl.zeros((BLOCK_N,), tl.float32)
+    up = tl.zeros((BLOCK_N,), tl.float32)
     # Unrolled, so that all loads are on their way before the first sum waits for one.
-    for share in tl.static_range(SHARES):
-        summed = partial + (share * rows + row) * width + output
-        result += tl.load(summed, mask=inside, other=0.0)
+    for split in tl.static_range(NUM_SPLITS):
+        partial_ptrs = partial_ptr + (split * M + m) * W_ROWS + offs_n
+        y += tl.load(partial_ptrs, mask=mask, other=0.0)
         if GATED:
-            up += tl.load(summed + N, mask=inside, other=0.0)
-    finish(result, up, bias, residual, out, row, output, inside, limit, N, GATED)
+            up += tl.load(partial_ptrs + N, mask=mask, other=0.0)
+    epilogue(y, up, bias_ptr, residual_ptr, y_ptr, m, offs_n, mask, limit, N, GATED)
 
 
 @triton.jit
-def _inputs(
-    of_x,  # where each row's inputs start, [1, rows]
-    row,  # [rows]
-    last,
-    column,  # [BLOCK_K]
+def _load_x(
+    x_ptrs,  # where each row's inputs start, [1, rows]
+    offs_m,  # [rows]
+    m_end,
+    offs_k,  # [BLOCK_K]
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     FP32_DOT: tl.constexpr,
 ):
-    """A tile of rows' inputs, [BLOCK_K, rows]."""
+    """A tile of x^T, [BLOCK_K, rows]."""
     if K % BLOCK_K == 0:
-        b = tl.load(of_x + column[:, None], mask=(row < last)[None, :], other=0.0)
+        x = tl.load(x_ptrs + offs_k[:, None], mask=(offs_m < m_end)[None, :], other=0.0)
     else:
-        b = tl.load(of_x + column[:, None], mask=(row < last)[None, :] & (column < K)[:, None], other=0.0)
+        x = tl.load(x_ptrs + offs_k[:, None], mask=(offs_m < m_end)[None, :] & (offs_k < K)[:, None], other=0.0)
     if FP32_DOT:
-        b = b.to(tl.float32)
-    return b
+        x = x.to(tl.float32)
+    return x
 
 
 @triton.jit
 def _store(
-    acc,  # fp32 [BLOCK_N, BLOCK_T]
-    row,  # [BLOCK_T]
-    last,  # one past the last row that is stored
-    bias,  # [N], or None
-    residual,  # [T, N], or None
-    out,  # out: [T, N]; SPLIT: fp32 [shares, T, N]
-    rows,  # T
+    acc,  # fp32 [BLOCK_N, BLOCK_M]
+    offs_m,  # [BLOCK_M]
+    m_end,  # one past the last row that is stored
+    bias_ptr,  # [N], or None
+    residual_ptr,  # [M, N], or None
+    y_ptr,  # out: [M, N]; SPLIT_K: fp32 [shares, M, N]
+    M,
     limit,  # of gate and up, or None
-    output,  # [BLOCK_N]
-    owned,  # bool [BLOCK_N], whether an output is one of the N
+    offs_n,  # [BLOCK_N]
+    mask_n,  # bool [BLOCK_N], whether an output is one of the N
     N: tl.constexpr,
     GATED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    HEIGHT: tl.constexpr,  # outputs of a program
+    SPLIT_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE_N: tl.constexpr,  # outputs of a program
 ):
-    """A tile's sums, [outputs, rows]: the share's as they are, or all with what comes after."""
-    result = tl.trans(acc)
-    if SPLIT:
-        to = out + (tl.program_id(1) * rows + row).to(tl.int64)[:, None] * N + output[None, :]
-        tl.store(to, result, mask=(row < last)[:, None] & owned[None, :])
+    """Store acc^T: a share's sums as they are, or whole ones after the epilogue."""
+    y = tl.trans(acc)
+    if SPLIT_K:
+        y_ptrs = y_ptr + (tl.program_id(1) * M + offs_m).to(tl.int64)[:, None] * N + offs_n[None, :]
+        tl.store(y_ptrs, y, mask=(offs_m < m_end)[:, None] & mask_n[None, :])
     else:
-        up = result
+        up = y
         if GATED:
-            halves = tl.permute(tl.reshape(result, (BLOCK_T, 2, HEIGHT)), (0, 2, 1))
-            result, up = tl.split(halves)
-        output = tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)[None, :]
-        inside = (row < last)[:, None] & (output < N)
-        finish(result, up, bias, residual, out, row.to(tl.int64)[:, None], output, inside, limit, N, GATED)
+            halves = tl.permute(tl.reshape(y, (BLOCK_M, 2, TILE_N)), (0, 2, 1))
+            y, up = tl.split(halves)
+        offs_n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)[None, :]
+        mask = (offs_m < m_end)[:, None] & (offs_n < N)
+        epilogue(y, up, bias_ptr, residual_ptr, y_ptr, offs_m.to(tl.int64)[:, None], offs_n, mask, limit, N, GATED)
 
 
 @triton.jit
 def _rows_of_group(
-    ends,  # int32 [E]
-    row,  # [BLOCK_T], counted from the first of this program
-    rows,  # T
+    ends_ptr,  # int32 [E]
+    offs_m,  # [BLOCK_M], counted from the first of this program
+    M,
     GROUPS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
     """The sorted rows of this program, one past their group's last, and the group.
 
-    There is a program for every sorted row. Of a group's rows every BLOCK_T-th has a tile, and the programs of the
+    There is a program for every sorted row. Of a group's rows every BLOCK_M-th has a tile, and the programs of the
     others have no rows: so many programs do for any groups, without knowing on the host how many there are.
     """
-    at = tl.program_id(2)
-    index = tl.arange(0, BLOCK_E)
+    pid_m = tl.program_id(2)
+    offs_e = tl.arange(0, BLOCK_E)
     # The last group has no end, so that every row belongs to one.
-    end = tl.load(ends + index, mask=index < GROUPS - 1, other=2147483647)  # the largest int32
-    before = end <= at
-    group = tl.sum(before.to(tl.int32), 0)
-    first = tl.max(tl.where(before, end, 0), 0)
-    last = tl.minimum(tl.min(tl.where(before, 2147483647, end), 0), rows)
-    return tl.where((at - first) % BLOCK_T == 0, at + row, rows), last, group
+    ends = tl.load(ends_ptr + offs_e, mask=offs_e < GROUPS - 1, other=INT32_MAX)
+    is_before = ends <= pid_m
+    group = tl.sum(is_before.to(tl.int32), 0)
+    m_start = tl.max(tl.where(is_before, ends, 0), 0)
+    m_end = tl.minimum(tl.min(tl.where(is_before, INT32_MAX, ends), 0), M)
+    return tl.where((pid_m - m_start) % BLOCK_M == 0, pid_m + offs_m, M), m_end, group

@@ -13,7 +13,7 @@ from spec_decode.models.kernels.streamed_linear import StreamedLinear, launch_su
 
 
 def streamed_shares(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """fp32 [S, T, N], whose sum over S is x [T, K] @ weight [N, K]^T; S is `num_shares`, 2 or more.
+    """fp32 [S, M, N], whose sum over S is x [M, K] @ weight [N, K]^T; S is `num_shares`, 2 or more.
 
     For a product that is ProductKind.STREAMED. Raises BatchError for shapes or dtypes that do not fit.
     """
@@ -22,7 +22,7 @@ def streamed_shares(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def sum_shares(shares: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """x + shares.sum(0), added in fp32 and rounded once: shares fp32 [S, T, N], x and the result [T, N] contiguous."""
+    """x + shares.sum(0), added in fp32 and rounded once: shares fp32 [S, M, N], x and the result [M, N] contiguous."""
     return _sum_shares(shares, x)
 
 

@@ -52,16 +52,16 @@ _LEAST_BLOCKS = 2
 class StreamedTiling:
     """A program's share and how it runs.
 
-    block_t     rows
-    block_more  rows after these, or 0
-    block_n     rows of the weight; with a gate half of them are of the gate
-    block_k     inputs it takes at once
-    shares      parts that K is cut into
-    tma         whether the bulk copy engine fetches the tiles
+    block_m   rows
+    block_m2  rows after these, or 0
+    block_n   rows of the weight; with a gate half of them are of the gate
+    block_k   inputs it takes at once
+    shares    parts that K is cut into
+    tma       whether the bulk copy engine fetches the tiles
     """
 
-    block_t: int
-    block_more: int
+    block_m: int
+    block_m2: int
     block_n: int
     block_k: int
     shares: int
@@ -106,7 +106,7 @@ def streamed_tiling(
 
     groups: weights that rows are sorted by; 0: there is one, for all rows. gated: the weight is of gate and up.
     """
-    block_t, block_more = (LEAST_ROWS, 0) if groups else row_blocks(rows)
+    block_m, block_m2 = (LEAST_ROWS, 0) if groups else row_blocks(rows)
     alone = _is_alone(n, room) and not groups
     shares = _shares(n, k * itemsize, room) if alone else 1
     tma = (
@@ -127,9 +127,9 @@ def streamed_tiling(
         width = _BLOCK_BYTES // 2
     elif tma:
         most -= 1
-    fitting = room.shared_memory // ((block_t + block_more + block_n) * width * (1 if alone else 2))
+    fitting = room.shared_memory // ((block_m + block_m2 + block_n) * width * (1 if alone else 2))
     stages = max(2, min(most, fitting))
-    return StreamedTiling(block_t, block_more, block_n, width // itemsize, shares, num_warps=4, stages=stages, tma=tma)
+    return StreamedTiling(block_m, block_m2, block_n, width // itemsize, shares, num_warps=4, stages=stages, tma=tma)
 
 
 def _tiles(n: int) -> int:

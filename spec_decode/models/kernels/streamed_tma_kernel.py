@@ -2,7 +2,7 @@
 it; streamed_linear.py holds their contract.
 
 One thread asks for a whole tile and the engine computes the addresses. With many rows the threads of streamed_kernel
-spend most of their time on that. Legend: T rows, N outputs, K inputs of a row.
+spend most of their time on that. Legend: M rows, N outputs, K inputs of a row.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ if HAVE_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 _ALIGNMENT = 16
+L2_LINE_BYTES = tl.constexpr(128)
 
 
 def is_describable(matrix: torch.Tensor) -> bool:
@@ -34,68 +35,68 @@ def describe(matrix: torch.Tensor, rows: int, columns: int) -> Any:
 
 @triton.jit
 def streamed_tma_kernel(
-    x_tiles,  # descriptor of x [T, K], tiles [BLOCK_T, BLOCK_K]
-    more_x_tiles,  # the same with tiles [BLOCK_MORE, BLOCK_K]; not read without BLOCK_MORE
-    weight_tiles,  # descriptor of the weight [N, K], tiles [HEIGHT, BLOCK_K]; with a gate [2 N, K]
-    weight,  # where the weight starts
-    bias,  # [N], or None
-    residual,  # [T, N], or None
-    out,  # out: [T, N]; SPLIT: fp32 [shares, T, N]
-    rows,  # T
-    share,  # inputs of a program, a multiple of BLOCK_K
+    x_desc,  # descriptor of x [M, K], tiles [BLOCK_M, BLOCK_K]
+    x2_desc,  # the same with tiles [BLOCK_M2, BLOCK_K]; not read without BLOCK_M2
+    w_desc,  # descriptor of the weight [N, K], tiles [TILE_N, BLOCK_K]; with a gate [2 N, K]
+    w_ptr,  # where the weight starts
+    bias_ptr,  # [N], or None
+    residual_ptr,  # [M, N], or None
+    y_ptr,  # out: [M, N]; SPLIT_K: fp32 [shares, M, N]
+    M,
+    k_per_split,  # inputs of a program, a multiple of BLOCK_K
     limit,  # of gate and up, or None
     N: tl.constexpr,
     K: tl.constexpr,
     GATED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_MORE: tl.constexpr,  # rows after the first BLOCK_T, or 0
-    HEIGHT: tl.constexpr,  # outputs of a program
+    SPLIT_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_M2: tl.constexpr,  # rows after the first BLOCK_M, or 0
+    TILE_N: tl.constexpr,  # outputs of a program
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     FP32_DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """HEIGHT outputs of every row, over one share of K. Its grid is [tiles of outputs, shares]."""
-    # The outputs and the share of this program; its first tiles of the weight are asked for at once
-    first = tl.program_id(0) * HEIGHT
-    begin = tl.program_id(1) * share
-    output = first + tl.arange(0, HEIGHT)
-    ask_for_weight(weight, output, begin, N, K, BLOCK_K, PDL)
+    """y = epilogue(x @ w^T). A program has TILE_N outputs of every row, and one share of K; grid [tiles, shares]."""
+    # 1. The outputs and the share of this program; its first tiles of the weight are asked for at once
+    n_start = tl.program_id(0) * TILE_N
+    k_start = tl.program_id(1) * k_per_split
+    offs_n = n_start + tl.arange(0, TILE_N)
+    prefetch_weight(w_ptr, offs_n, k_start, N, K, BLOCK_K, PDL)
     if GATED:
-        ask_for_weight(weight, N + output, begin, 2 * N, K, BLOCK_K, PDL)
+        prefetch_weight(w_ptr, N + offs_n, k_start, 2 * N, K, BLOCK_K, PDL)
     await_previous(PDL)
 
-    # The products, BLOCK_K inputs at a time, with one tile of rows or two
-    acc = tl.zeros((HEIGHT, BLOCK_T), tl.float32)
+    # 2. w @ x^T, BLOCK_K inputs at a time, with one tile of rows or two
+    acc = tl.zeros((TILE_N, BLOCK_M), tl.float32)
     up = acc
-    if BLOCK_MORE:
-        more_acc = tl.zeros((HEIGHT, BLOCK_MORE), tl.float32)
-        more_up = more_acc
-    for start in tl.range(begin, tl.minimum(begin + share, K), BLOCK_K, num_stages=STAGES):
-        a = _tile(weight_tiles, first, start, FP32_DOT)
-        b = tl.trans(_tile(x_tiles, 0, start, FP32_DOT))
-        acc = tl.dot(a, b, acc, input_precision="ieee")
-        if BLOCK_MORE:
-            more_b = tl.trans(_tile(more_x_tiles, BLOCK_T, start, FP32_DOT))
-            more_acc = tl.dot(a, more_b, more_acc, input_precision="ieee")
+    if BLOCK_M2:
+        acc2 = tl.zeros((TILE_N, BLOCK_M2), tl.float32)
+        up2 = acc2
+    for k in tl.range(k_start, tl.minimum(k_start + k_per_split, K), BLOCK_K, num_stages=STAGES):
+        w = _tile(w_desc, n_start, k, FP32_DOT)
+        x = tl.trans(_tile(x_desc, 0, k, FP32_DOT))
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+        if BLOCK_M2:
+            x2 = tl.trans(_tile(x2_desc, BLOCK_M, k, FP32_DOT))
+            acc2 = tl.dot(w, x2, acc2, input_precision="ieee")
         if GATED:
-            a = _tile(weight_tiles, N + first, start, FP32_DOT)
-            up = tl.dot(a, b, up, input_precision="ieee")
-            if BLOCK_MORE:
-                more_up = tl.dot(a, more_b, more_up, input_precision="ieee")
+            w = _tile(w_desc, N + n_start, k, FP32_DOT)
+            up = tl.dot(w, x, up, input_precision="ieee")
+            if BLOCK_M2:
+                up2 = tl.dot(w, x2, up2, input_precision="ieee")
 
-    # What comes after the product, and the store
-    row = tl.arange(0, BLOCK_T)
-    _store(acc, up, row, bias, residual, out, rows, limit, output, N, GATED, SPLIT)
-    if BLOCK_MORE:
-        more_row = BLOCK_T + tl.arange(0, BLOCK_MORE)
-        _store(more_acc, more_up, more_row, bias, residual, out, rows, limit, output, N, GATED, SPLIT)
+    # 3. The epilogue, and the store
+    offs_m = tl.arange(0, BLOCK_M)
+    _store(acc, up, offs_m, bias_ptr, residual_ptr, y_ptr, M, limit, offs_n, N, GATED, SPLIT_K)
+    if BLOCK_M2:
+        offs_m2 = BLOCK_M + tl.arange(0, BLOCK_M2)
+        _store(acc2, up2, offs_m2, bias_ptr, residual_ptr, y_ptr, M, limit, offs_n, N, GATED, SPLIT_K)
 
 
 @triton.jit
-def _tile(tiles, row, column, FP32_DOT: tl.constexpr):
-    tile = tiles.load([row, column])
+def _tile(desc, row, column, FP32_DOT: tl.constexpr):
+    tile = desc.load([row, column])
     if FP32_DOT:
         tile = tile.to(tl.float32)
     return tile
@@ -103,75 +104,75 @@ def _tile(tiles, row, column, FP32_DOT: tl.constexpr):
 
 @triton.jit
 def _store(
-    acc,  # fp32 [HEIGHT, BLOCK_T]
+    acc,  # fp32 [TILE_N, BLOCK_M]
     up,  # with a gate the same of the up projection
-    row,  # [BLOCK_T]
-    bias,  # [N], or None
-    residual,  # [T, N], or None
-    out,  # out: [T, N]; SPLIT: fp32 [shares, T, N]
-    rows,  # T
+    offs_m,  # [BLOCK_M]
+    bias_ptr,  # [N], or None
+    residual_ptr,  # [M, N], or None
+    y_ptr,  # out: [M, N]; SPLIT_K: fp32 [shares, M, N]
+    M,
     limit,  # of gate and up, or None
-    output,  # [HEIGHT]
+    offs_n,  # [TILE_N]
     N: tl.constexpr,
     GATED: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT_K: tl.constexpr,
 ):
-    """The sums of one share as they are, or whole products with what comes after them."""
-    row, output = row.to(tl.int64)[:, None], output[None, :]
-    inside = (row < rows) & (output < N)
-    if SPLIT:
-        tl.store(out + (tl.program_id(1) * rows + row) * N + output, tl.trans(acc), mask=inside)
+    """Store acc^T: a share's sums as they are, or whole ones after the epilogue."""
+    offs_m, offs_n = offs_m.to(tl.int64)[:, None], offs_n[None, :]
+    mask = (offs_m < M) & (offs_n < N)
+    if SPLIT_K:
+        tl.store(y_ptr + (tl.program_id(1) * M + offs_m) * N + offs_n, tl.trans(acc), mask=mask)
     else:
-        finish(tl.trans(acc), tl.trans(up), bias, residual, out, row, output, inside, limit, N, GATED)
+        epilogue(tl.trans(acc), tl.trans(up), bias_ptr, residual_ptr, y_ptr, offs_m, offs_n, mask, limit, N, GATED)
 
 
 @triton.jit
-def ask_for_weight(
-    weight,  # [height, K]
-    row,  # of the weight, any number; what lies outside of it is cut to its last row
-    begin,
-    height,
+def prefetch_weight(
+    w_ptr,  # [num_rows, K]
+    w_rows,  # of the weight, any number; what lies outside of it is cut to its last row
+    k_start,
+    num_rows,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Bring a program's first tile of the weight, BLOCK_K inputs from `begin` on, into the L2 cache.
+    """Bring a program's first tile of the weight, BLOCK_K inputs from k_start on, into the L2 cache.
 
     It may run before await_previous: it reads no value, and memory is idle while a program waits.
     """
     if PDL:
-        LINE: tl.constexpr = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
-        LINES: tl.constexpr = BLOCK_K // LINE if BLOCK_K > LINE else 1
-        column = tl.minimum(begin + tl.arange(0, LINES) * LINE, K - 1)
-        line = weight + tl.minimum(row, height - 1).to(tl.int64)[:, None] * K + column[None, :]
+        LINE_ELEMENTS: tl.constexpr = L2_LINE_BYTES // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        NUM_LINES: tl.constexpr = BLOCK_K // LINE_ELEMENTS if BLOCK_K > LINE_ELEMENTS else 1
+        offs_k = tl.minimum(k_start + tl.arange(0, NUM_LINES) * LINE_ELEMENTS, K - 1)
+        line_ptrs = w_ptr + tl.minimum(w_rows, num_rows - 1).to(tl.int64)[:, None] * K + offs_k[None, :]
         tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)], tl.int32, is_pure=False, pack=1
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line_ptrs.to(tl.int64)], tl.int32, is_pure=False, pack=1
         )
 
 
 @triton.jit
-def finish(
-    result,  # fp32, of shape `inside`; with a gate the gate's
+def epilogue(
+    y,  # fp32, of shape `mask`; with a gate the gate's
     up,  # with a gate the same of the up projection
-    bias,  # [N], or None
-    residual,  # [T, N], or None
-    out,  # out: [T, N]
-    row,  # int64, broadcasts to `inside`
-    output,  # broadcasts to `inside`
-    inside,  # bool
+    bias_ptr,  # [N], or None
+    residual_ptr,  # [M, N], or None
+    y_ptr,  # out: [M, N]
+    offs_m,  # int64, broadcasts to `mask`
+    offs_n,  # broadcasts to `mask`
+    mask,  # bool
     limit,  # of gate and up, or None
     N: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Gate, add and store."""
-    if bias is not None:
-        result += tl.load(bias + output, mask=output < N, other=0.0).to(tl.float32)
+    """y = silu(gate) * up, or the product with bias; plus the residual; and the store."""
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
     if GATED:
         if limit is not None:
             # Comparisons and not minima, which would make a number of NaN.
-            result = tl.where(result > limit, limit, result)
+            y = tl.where(y > limit, limit, y)
             up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-        result = result / (1.0 + tl.exp(-result)) * up
-    if residual is not None:
-        result += tl.load(residual + row * N + output, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * N + output, result.to(out.dtype.element_ty), mask=inside)
+        y = y / (1.0 + tl.exp(-y)) * up
+    if residual_ptr is not None:
+        y += tl.load(residual_ptr + offs_m * N + offs_n, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + offs_m * N + offs_n, y.to(y_ptr.dtype.element_ty), mask=mask)

@@ -50,7 +50,7 @@ class SwiGLU(NamedTuple):
             width,
             self.gate_up.stride(0),
             self.limit,
-            BLOCK=_BLOCK,
+            BLOCK_SIZE=_BLOCK,
             **dependent_launch(out.device),
         )
         return out
@@ -58,27 +58,27 @@ class SwiGLU(NamedTuple):
 
 @triton.jit
 def _swiglu_kernel(
-    gate_up,  # [T, 2 I]
-    out,  # out: [T, I]
-    width,  # I
-    stride,  # of a row of gate_up
+    gate_up_ptr,  # [T, 2 I]
+    y_ptr,  # out: [T, I]
+    n_cols,  # I
+    stride_gate_up,  # of a row of gate_up
     limit,  # of gate and up, or None
-    BLOCK: tl.constexpr,  # columns of a program
+    BLOCK_SIZE: tl.constexpr,  # columns of a program
     PDL: tl.constexpr,
 ):
-    """One program per token and BLOCK of its columns."""
+    """y = silu(gate) * up. Grid [T, ceil(I / BLOCK_SIZE)]."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    gate = tl.load(gate_up + token * stride + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + token * stride + width + column, mask=inside, other=0.0).to(tl.float32)
+    offs = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    mask = offs < n_cols
+    gate = tl.load(gate_up_ptr + token * stride_gate_up + offs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + token * stride_gate_up + n_cols + offs, mask=mask, other=0.0).to(tl.float32)
     if limit is not None:
         # Comparisons and not minima, which would make a number of NaN.
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    result = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out + token * width + column, result.to(out.dtype.element_ty), mask=inside)
+    y = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(y_ptr + token * n_cols + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 _swiglu = define_op("spec_decode::swiglu", SwiGLU)

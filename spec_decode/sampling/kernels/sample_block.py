@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import torch
 
+from builders.kernels.limits import INT32_MAX
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
 from spec_decode.sampling import noise
 from spec_decode.sampling.kernels.sample_draft import NO_TOKEN, POSITION_AHEAD
-from spec_decode.sampling.kernels.vocab_blocks import INT32_MAX, merge_sum_exp, store_max_sum_exp, vocab_block
+from spec_decode.sampling.kernels.vocab_blocks import merge_sum_exp, store_max_sum_exp, vocab_block
 from spec_decode.sampling.noise import triton_gumbel, triton_key
 
 

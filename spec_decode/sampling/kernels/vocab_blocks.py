@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from builders.kernels.limits import INT32_MAX
 from builders.kernels.triton_runtime import tl, triton
 
 _MIN_BLOCKS = 64
@@ -9,8 +10,6 @@ _MIN_BLOCKS = 64
 
 _BLOCK_BOUNDS = (512, 4096)
 """The fewest and the most logits of a program."""
-
-INT32_MAX = tl.constexpr(2147483647)  # a token after every other
 
 
 def vocab_block(vocab: int) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from builders.kernels.limits import INT32_MAX
 from builders.kernels.triton_runtime import tl, triton
-from spec_decode.sampling.kernels.vocab_blocks import INT32_MAX, merge_sum_exp
+from spec_decode.sampling.kernels.vocab_blocks import merge_sum_exp
 from spec_decode.sampling.noise import ACCEPT, triton_key, triton_uniform
 
 _ACCEPT = tl.constexpr(ACCEPT)

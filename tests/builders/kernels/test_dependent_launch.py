@@ -78,16 +78,16 @@ def test_the_cpu_never_has_it(monkeypatch):
     dependent_launch.cache_clear()
 
 
-ASKS_AHEAD = "ask_for_weight"
+PREFETCH = "prefetch_weight"
 """It reads no value, and may come before the wait."""
 
 
 def definitions():
-    """Each function with a parameter PDL, helpers of the ground floor and what asks ahead aside."""
+    """Each function with a parameter PDL, helpers of the ground floor and a prefetch aside."""
     for path in SOURCES:
         if path.name != "triton_runtime.py":
             for node in ast.walk(ast.parse(path.read_text())):
-                is_kernel = isinstance(node, ast.FunctionDef) and node.name != ASKS_AHEAD
+                is_kernel = isinstance(node, ast.FunctionDef) and node.name != PREFETCH
                 if is_kernel and "PDL" in [argument.arg for argument in node.args.args]:
                     yield node
 
@@ -138,4 +138,4 @@ def test_nothing_but_a_weight_asked_for_ahead_and_indices_come_before_the_wait()
         for call in ast.walk(ast.parse(statement))
         if isinstance(call, ast.Call) and not ast.unparse(call.func).startswith("tl.")
     }
-    assert called == {("streamed_kernel", ASKS_AHEAD), ("streamed_tma_kernel", ASKS_AHEAD)}
+    assert called == {("streamed_kernel", PREFETCH), ("streamed_tma_kernel", PREFETCH)}

@@ -81,7 +81,7 @@ def test_shares_of_tensors_that_do_not_fit_are_refused():
 )  # fmt: skip
 def test_rows_are_cut_into_one_part_or_two(rows, blocks):
     tile = streamed_tiling(rows, 4096, 4096, H200)
-    assert (tile.block_t, tile.block_more) == blocks
+    assert (tile.block_m, tile.block_m2) == blocks
 
 
 HALF = torch.zeros(3, 8).half()
@@ -142,9 +142,9 @@ def test_a_gate_that_is_nan_stays_nan_under_a_limit():
 )  # fmt: skip
 def test_every_tiling_fits_its_device(rows, n, k, groups, itemsize, gated, room):
     tile = streamed_tiling(rows, n, k, room, groups=groups, itemsize=itemsize, gated=gated)
-    size = tile.block_t + tile.block_more + tile.block_n
+    size = tile.block_m + tile.block_m2 + tile.block_n
     assert tile.stages * size * tile.block_k * itemsize <= room.shared_memory
-    assert tile.block_t + tile.block_more >= (1 if groups else rows)
+    assert tile.block_m + tile.block_m2 >= (1 if groups else rows)
     assert tile.shares == 1 or tile.shares * -(-n // tile.block_n) <= room.num_sms
 
 
