@@ -127,6 +127,8 @@ def streamed_tiling(
         width = _BLOCK_BYTES // 2
     elif tma:
         most -= 1
+    if 2 * (block_m + block_m2 + block_n) * width > room.shared_memory:
+        width //= 2  # a device with little shared memory does not hold two such tiles
     fitting = room.shared_memory // ((block_m + block_m2 + block_n) * width * (1 if alone else 2))
     stages = max(2, min(most, fitting))
     return StreamedTiling(block_m, block_m2, block_n, width // itemsize, shares, num_warps=4, stages=stages, tma=tma)

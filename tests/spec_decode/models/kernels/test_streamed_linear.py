@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from builders.errors import BatchError
@@ -140,6 +140,7 @@ def test_a_gate_that_is_nan_stays_nan_under_a_limit():
     groups=st.sampled_from([0, 8]), itemsize=st.sampled_from([2, 4]), gated=st.booleans(),
     room=st.sampled_from([H200, Room(108, 166912), Room(8, 101376)]),
 )  # fmt: skip
+@example(rows=129, n=1, k=1, groups=0, itemsize=2, gated=False, room=Room(8, 101376))
 def test_every_tiling_fits_its_device(rows, n, k, groups, itemsize, gated, room):
     tile = streamed_tiling(rows, n, k, room, groups=groups, itemsize=itemsize, gated=gated)
     size = tile.block_m + tile.block_m2 + tile.block_n
