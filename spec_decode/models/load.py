@@ -8,7 +8,18 @@ from typing import Any
 
 import torch
 
-from spec_decode.models import causal_lm, deepseek_v4, dflash, dflash2, dspark, eagle, eagle3, latent_eagle3, mtp
+from spec_decode.models import (
+    causal_lm,
+    deepseek_v4,
+    dflash,
+    dflash2,
+    dspark,
+    eagle,
+    eagle3,
+    grouped_mtp,
+    latent_eagle3,
+    mtp,
+)
 from spec_decode.models.base import DraftModel, TargetModel
 from spec_decode.models.checkpoints.errors import CheckpointError
 from spec_decode.models.checkpoints.store import TensorStore
@@ -22,6 +33,7 @@ _KINDS = {
     "EAGLE-3 (d2t or hidden_norm among its tensors)": eagle3,
     "EAGLE (fc.weight among its tensors)": eagle,
     f"multi-token prediction ({', '.join(mtp.ARCHITECTURES)})": mtp,
+    f"multi-token prediction over grouped heads ({', '.join(grouped_mtp.ARCHITECTURES)})": grouped_mtp,
     f"DeepSeek-V4's multi-token prediction ({', '.join(deepseek_v4.ARCHITECTURES)})": deepseek_v4,
     f"a causal language model ({', '.join(causal_lm.ARCHITECTURES)})": causal_lm,
 }
@@ -39,13 +51,14 @@ def load_draft(
     anything amiss in the folder and for a draft that does not fit the target.
     """
     store = TensorStore.open(folder)
+    # A kind that is not served is said to be one before anything else is: converting its weights would not help.
+    kind = _kind_of(store, list(_KINDS.values()))
     if quantised := store.config.section("quantization_config").values:
         raise CheckpointError(
             f"{store.config.place} must have no quantization_config, got quant_method "
             f"{quantised.get('quant_method')!r}: such weights mean nothing without their scales, which are not read. "
             "Convert the checkpoint to bf16."
         )
-    kind = _kind_of(store, list(_KINDS.values()))
     if kind is None:
         raise CheckpointError(
             f"{folder} must hold a draft of a known kind, got architectures "

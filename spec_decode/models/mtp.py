@@ -19,9 +19,9 @@ from spec_decode.models.checkpoints.store import TensorStore
 from spec_decode.models.draft import check_target
 from spec_decode.models.kernels.embed_concat import embed_concat
 from spec_decode.models.kernels.linear import linear
-from spec_decode.models.layers.feed_forward import Names, read_dense
+from spec_decode.models.layers.feed_forward import FeedForward, Names, read_dense
 from spec_decode.models.layers.mla_attention import MlaAttention, read_mla_shape
-from spec_decode.models.layers.moe import MixtureShape, read_mixture, read_mixture_shape
+from spec_decode.models.layers.moe import MixtureOfExperts, MixtureShape, read_mixture, read_mixture_shape
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.mtp_draft import MtpDraft, check_published_form
 from spec_decode.models.mtp_modules import MtpModules
@@ -45,14 +45,14 @@ def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device:
     """
     check_published_form(store.config)
     first, modules = store.config.get("num_hidden_layers", int), []
-    for layer in range(first, first + _count_modules(store, first)):
+    for layer in range(first, first + count_modules(store, first)):
         weights = ScopedWeights(store, f"model.layers.{layer}.", dtype, device)
         modules.append(MultiTokenPrediction(weights, target, layer))
         weights.refuse_unused()
     return modules[0] if len(modules) == 1 else MtpModules(modules)
 
 
-def _count_modules(store: TensorStore, first: int) -> int:
+def count_modules(store: TensorStore, first: int) -> int:
     """How many layers from `first` on draft. Raises CheckpointError where config.json says another number."""
     wanted = store.config.get("num_nextn_predict_layers", int)
     layers = {name.split(".")[2] for name in store.names() if name.startswith("model.layers.")}
@@ -64,6 +64,16 @@ def _count_modules(store: TensorStore, first: int) -> int:
             "Complete the download, or write into config.json how many there are."
         )
     return wanted
+
+
+def read_feed_forward(
+    config: ConfigReader, weights: ScopedWeights, layer: int, hidden: int
+) -> FeedForward | MixtureOfExperts:
+    """That of the layer of this index in the checkpoint: a mixture or a dense block. Raises CheckpointError."""
+    shape = _read_feed_forward_shape(config, layer, hidden)
+    if isinstance(shape, int):
+        return read_dense(weights, _NAMES, hidden, shape, None)
+    return read_mixture(shape, weights, _NAMES)
 
 
 def _read_feed_forward_shape(config: ConfigReader, layer: int, hidden: int) -> MixtureShape | int:
@@ -86,7 +96,7 @@ class MultiTokenPrediction(MtpDraft):
         """layer: its index in the checkpoint, where those that draft come after the target's own."""
         config = weights.store.config
         hidden, eps = config.get("hidden_size", int), config.get("rms_norm_eps", float)
-        attention, kind = read_mla_shape(config, hidden, eps), _read_feed_forward_shape(config, layer, hidden)
+        attention = read_mla_shape(config, hidden, eps)
         check_target(weights.store, target, config.get("vocab_size", int), hidden)
         super().__init__(weights, target, embedding="embed_tokens.weight", head="shared_head.head.weight")
         self.layer = layer - config.get("num_hidden_layers", int)
@@ -94,10 +104,7 @@ class MultiTokenPrediction(MtpDraft):
         self.attention_norm = RMSNorm.read(weights, "input_layernorm.weight", hidden, eps)
         self.attention = MlaAttention(attention, weights.under("self_attn."), self.max_positions)
         self.mlp_norm = RMSNorm.read(weights, "post_attention_layernorm.weight", hidden, eps)
-        mlp = weights.under("mlp.")
-        self.mlp = (
-            read_dense(mlp, _NAMES, hidden, kind, None) if isinstance(kind, int) else read_mixture(kind, mlp, _NAMES)
-        )
+        self.mlp = read_feed_forward(config, weights.under("mlp."), layer, hidden)
         self.head_norm = RMSNorm.read(weights, "shared_head.norm.weight", hidden, eps)
 
     def states(

@@ -22,10 +22,20 @@ class MtpDraft(OneLayerDraft):
 
     group_name: ClassVar[str] = "mtp"
 
-    def __init__(self, weights: ScopedWeights, target: TargetModel, *, embedding: str, head: str) -> None:
-        """embedding and head: the names of the layer's own [vocab, H] matrices, where there are any."""
-        super().__init__(weights, target, embedding=embedding, norms=("enorm.weight", "hnorm.weight"))
-        config = weights.store.config
+    def __init__(
+        self,
+        weights: ScopedWeights,
+        target: TargetModel,
+        *,
+        embedding: str,
+        head: str,
+        norms: tuple[str, str] = ("enorm.weight", "hnorm.weight"),
+        norm_offset: float = 0.0,
+        config: ConfigReader | None = None,
+    ) -> None:
+        """As OneLayerDraft; head: the name of the layer's own [vocab, H] matrix, where there is one."""
+        config = config or weights.store.config
+        super().__init__(weights, target, embedding=embedding, norms=norms, norm_offset=norm_offset, config=config)
         self.max_positions = config.get("max_position_embeddings", int)
         self.hidden_size = self.target_states_size
         self.head = None

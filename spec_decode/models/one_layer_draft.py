@@ -10,9 +10,11 @@ from typing import ClassVar
 import torch
 
 from spec_decode.models.base import LayerGroup, TargetModel
+from spec_decode.models.checkpoints.config_reader import ConfigReader
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights
 from spec_decode.models.draft import check_embedding, target_embedding
 from spec_decode.models.kept_rows import KeptRowsDraft
+from spec_decode.models.layers.grouped_attention import GroupedAttention
 from spec_decode.models.layers.mla_attention import MlaAttention
 from spec_decode.models.layers.rms_norm import RMSNorm
 from spec_decode.models.layers.window_attention import WindowAttention
@@ -22,15 +24,29 @@ class OneLayerDraft(KeptRowsDraft):
     """A draft whose layer reads its own weights, and which uses its target's embedding where it brings none."""
 
     group_name: ClassVar[str] = "layers"
-    attention: MlaAttention | WindowAttention
+    attention: MlaAttention | WindowAttention | GroupedAttention
     layer: int = 0
     """Its own among the layers of a draft."""
 
-    def __init__(self, weights: ScopedWeights, target: TargetModel, *, embedding: str, norms: tuple[str, str]) -> None:
-        """embedding: the name of its own [vocab, H] matrix, where there is one. norms: of the embedding and of the
-        state. Raises CheckpointError."""
+    def __init__(
+        self,
+        weights: ScopedWeights,
+        target: TargetModel,
+        *,
+        embedding: str,
+        norms: tuple[str, str],
+        norm_offset: float = 0.0,
+        config: ConfigReader | None = None,
+    ) -> None:
+        """Raises CheckpointError.
+
+        embedding    the name of its own [vocab, H] matrix, where there is one
+        norms        of the embedding and of the state
+        norm_offset  of both: see RMSNorm.read
+        config       what describes the layer; None: all of config.json
+        """
         super().__init__()
-        config = weights.store.config
+        config = config or weights.store.config
         vocab, hidden = config.get("vocab_size", int), config.get("hidden_size", int)
         self.vocab_size, self.target_states_size = vocab, target.target_states_size
         self.embed = weights.parameter(embedding, vocab, hidden) if weights.has(embedding) else None
@@ -39,7 +55,8 @@ class OneLayerDraft(KeptRowsDraft):
         # A tuple hides the target's modules from this module's own parameters.
         self._target = (target,)
         eps = config.get("rms_norm_eps", float)
-        self.embedding_norm, self.state_norm = (RMSNorm.read(weights, name, hidden, eps) for name in norms)
+        self.embedding_norm, self.state_norm = (RMSNorm.read(weights, name, hidden, eps, norm_offset) for name in norms)
+        self._dtype = weights.dtype
 
     @property
     def batch_invariant(self) -> bool:
@@ -48,7 +65,7 @@ class OneLayerDraft(KeptRowsDraft):
 
     def layer_groups(self, page_size: int) -> list[LayerGroup]:
         """The one layer."""
-        spec = self.attention.shape.spec(page_size, self.state_norm.weight.dtype)
+        spec = self.attention.shape.spec(page_size, self._dtype)
         return [LayerGroup(name=self.group_name, spec=spec, layers=(self.layer,))]
 
     @property

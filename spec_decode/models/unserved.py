@@ -65,10 +65,16 @@ _KINDS = (
         tensors=r"mtp\.\d+\.markov_head\.",
     ),
     UnservedKind(
-        name="multi-token prediction apart from its target, as speculators trains it",
-        architectures=("MTPDraftModel",),
-        type="mtp",
-        tensors=r"mtp_layers\.",
+        name="multi-token prediction over tokens that an indexer chooses, as in GLM-5 and DeepSeek-V3.2",
+        tensors=r"model\.layers\.\d+\.self_attn\.indexer\.",
+    ),
+    UnservedKind(
+        name="Qwen's multi-token prediction over hyper-connections",
+        tensors=r"mtp\.hyper_connection_mixer\.",
+    ),
+    UnservedKind(
+        name="MiMo-V2's multi-token prediction, in windows with sinks and values narrower than keys",
+        tensors=r"model\.mtp\.layers\.\d+\.",
     ),
 )
 

@@ -10,6 +10,7 @@ import spec_decode.models.kernels.block_convolution
 import spec_decode.models.kernels.embed_concat
 import spec_decode.models.kernels.hyper_connections
 import spec_decode.models.kernels.mla_query_key
+import spec_decode.models.kernels.sigmoid_gate
 import spec_decode.models.kernels.streamed_shares
 import spec_decode.models.kernels.swiglu  # noqa: F401
 from tests.ops.sample import CLOSE, each, noise, op
@@ -33,12 +34,19 @@ def add_rms_norm():
             x, weight = noise(4, width, dtype=dtype), noise(width, seed=1, dtype=dtype)
             yield x, x.flip(0), weight, 1e-6
             yield x, None, weight, 1e-6
+    yield noise(4, 48, dtype=DTYPES[1]), noise(4, 48, seed=2, dtype=DTYPES[1]), noise(48, seed=1), 1e-6
     for shares in (1, 3):
         for dtype in DTYPES:
             yield noise(4, 48, dtype=dtype), noise(shares, 4, 48), noise(48, seed=1, dtype=dtype), 1e-6
     for view in (lambda x: x[:, 1], lambda x: x[:, 1:3], lambda x: x[:, :, ::2], lambda x: x.mT):
         x = view(noise(5, 4, 6))
         yield x, None, noise(x.shape[-1], seed=1), 1e-6
+
+
+@op("spec_decode::sigmoid_gate", close=CLOSE, strided="x gate")
+def sigmoid_gate():
+    for width, dtype, gates in each((40, 1, 3000), DTYPES, (None, 1)):
+        yield noise(3, width, dtype=dtype), noise(3, gates or width, seed=1, dtype=dtype) * 5
 
 
 @op("spec_decode::swiglu", close=CLOSE, strided="gate_up")
@@ -72,6 +80,7 @@ def embed_concat():
             norms = [noise(width, seed=2, dtype=dtype), noise(2 * width, seed=3, dtype=dtype)[width:]]
             yield ids, table, hidden, [], 0.0
             yield ids, table, hidden, norms, 1e-6
+            yield ids, table, hidden, [norm.float() for norm in norms], 1e-6
 
 
 @op("spec_decode::mla_query_key", close=CLOSE, strided="absorbed rotated latent")

@@ -18,7 +18,7 @@ def add_rms_norm(
 
     x       float [..., H]
     delta   as x and contiguous; or fp32 [S, T, H] contiguous, whose sum over S it is, of x [T, H]; or None
-    weight  float [H]
+    weight  float [H], of any dtype
 
     Both results have the shape and dtype of x.
     """
@@ -48,7 +48,9 @@ class AddRmsNorm(NamedTuple):
             assert self.delta is not None, "shares are of a delta"
             total = (self.x.float() + self.delta.sum(0)).to(self.x.dtype)
         x = self.x if self.delta is None else total
-        return total, F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # A weight may be in fp32 beside a narrower x.
+        wide = x.to(torch.promote_types(x.dtype, self.weight.dtype))
+        return total, F.rms_norm(wide, self.weight.shape, self.weight.to(wide.dtype), self.eps).to(x.dtype)
 
     def fake(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.x.new_empty(0 if self.delta is None else self.x.shape), self.x.new_empty(self.x.shape)

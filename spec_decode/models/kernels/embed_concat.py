@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from builders.kernels.op import define_op
 from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+from spec_decode.models.kernels.add_rms_norm import AddRmsNorm
 from spec_decode.models.kernels.stored_as import stored_as
 
 
@@ -44,7 +45,9 @@ class EmbedConcat(NamedTuple):
     def reference(self) -> torch.Tensor:
         both = [embedded(self.token_ids, self.embedding), self.hidden]
         if self.norms:
-            both = [F.rms_norm(x, x.shape[1:], weight, self.eps) for x, weight in zip(both, self.norms, strict=True)]
+            both = [
+                AddRmsNorm(x, None, weight, self.eps).reference()[1] for x, weight in zip(both, self.norms, strict=True)
+            ]
         return torch.cat(both, -1)
 
     def fake(self) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch import nn
 
 from spec_decode.models.checkpoints.scoped_weights import ScopedWeights, frozen
 from spec_decode.models.kernels.linear import gated_linear, linear
+from spec_decode.models.kernels.sigmoid_gate import sigmoid_gate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +36,19 @@ class FeedForward(nn.Module):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, H]; [T, H], with a residual [T, H] added to it."""
         return linear(gated_linear(x, self.gate_up, self.limit), self.down, residual=residual)
+
+
+class GatedFeedForward(FeedForward):
+    """sigmoid(gate . x) times the feed-forward: gate [1, H]."""
+
+    def __init__(self, gate: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        super().__init__(gate_up, down)
+        self.gate = frozen(gate)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """See FeedForward; the residual is added ungated."""
+        out = sigmoid_gate(super().forward(x), linear(x, self.gate))
+        return out if residual is None else out + residual
 
 
 def read_dense(

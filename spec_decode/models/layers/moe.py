@@ -18,7 +18,7 @@ from spec_decode.models.kernels.combine_experts import combine_experts
 from spec_decode.models.kernels.order_by_expert import order_by_expert
 from spec_decode.models.kernels.route_tokens import Routing, route_tokens
 from spec_decode.models.kernels.skinny_linear import wide_linear
-from spec_decode.models.layers.feed_forward import FeedForward, Names, read_dense
+from spec_decode.models.layers.feed_forward import FeedForward, GatedFeedForward, Names, read_dense
 from spec_decode.models.layers.grouped_linear import grouped_gated_linear, grouped_linear
 
 
@@ -121,9 +121,33 @@ def read_mixture(shape: MixtureShape, weights: ScopedWeights, names: Names) -> M
     return MixtureOfExperts(shape.routing, router, bias, _read_experts(shape, weights, names), shared)
 
 
+def read_qwen_mixture(config: ConfigReader, weights: ScopedWeights, names: Names) -> MixtureOfExperts:
+    """A mixture as Qwen's models have it: the softmax chooses, and a gate lets the shared expert through.
+
+    Raises CheckpointError for a routing that no mixture could have.
+    """
+    hidden, shared = config.get("hidden_size", int), config.get("shared_expert_intermediate_size", int)
+    said = {
+        "n_routed_experts": config.get("num_experts", int),
+        "num_experts_per_tok": config.get("num_experts_per_tok", int),
+        "moe_intermediate_size": config.get("moe_intermediate_size", int),
+        "norm_topk_prob": config.get("norm_topk_prob", bool, True),
+    }
+    shape = read_mixture_shape(ConfigReader(said, config.place), hidden, scoring="softmax")
+    mixture = read_mixture(shape, weights, names)
+    dense = read_dense(weights.under("shared_expert."), names, hidden, shared, None)
+    gate = weights.take("shared_expert_gate.weight", 1, hidden)
+    mixture.shared = GatedFeedForward(gate, dense.gate_up.data, dense.down.data)
+    return mixture
+
+
 def _read_experts(shape: MixtureShape, weights: ScopedWeights, names: Names) -> Experts:
-    """Copied one by one into their places: the stack is most of a draft's memory, and must not exist twice."""
+    """The stack as it is stored, or copied one by one into their places: it is most of a draft's memory, and must not
+    exist twice."""
     count, hidden, intermediate = shape.routing.num_experts, shape.hidden, shape.intermediate
+    if weights.has("experts.gate_up_proj"):
+        gate_up = weights.take("experts.gate_up_proj", count, 2 * intermediate, hidden)
+        return Experts(gate_up, weights.take("experts.down_proj", count, hidden, intermediate), shape.limit)
     # Before memory is asked for all of them, the first says whether the sizes are true.
     weights.take(f"experts.0.{names.gate}.weight", intermediate, hidden)
     gate_up = torch.empty(count, 2 * intermediate, hidden, dtype=weights.dtype, device=weights.device)

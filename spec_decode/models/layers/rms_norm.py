@@ -18,10 +18,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     @classmethod
-    def read(cls, weights: ScopedWeights, name: str, size: int, eps: float) -> RMSNorm:
-        """The norm whose weight [size] is the tensor of that name. Raises CheckpointError."""
+    def read(cls, weights: ScopedWeights, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
+        """The norm whose weight [size] is the tensor of that name. Raises CheckpointError.
+
+        offset: what is added to the tensor, where it says how far the weight is from there; the sum is kept in fp32.
+        """
         norm = cls(size, eps)
-        norm.weight = weights.parameter(name, size)
+        norm.weight = weights.parameter(name, size, dtype=torch.float32 if offset else None)
+        norm.weight.data += offset
         return norm
 
     def forward(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,6 +24,13 @@ SIZES = {
     "dflash2": ("block_size", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
     "causal": ("hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
     "mtp": ("n_routed_experts", "moe_intermediate_size", "kv_lora_rank", "max_position_embeddings", "v_head_dim"),
+    "grouped_mtp": (
+        "num_experts",
+        "moe_intermediate_size",
+        "head_dim",
+        "shared_expert_intermediate_size",
+        "hidden_size",
+    ),
     "deepseek_v4": ("n_routed_experts", "hc_mult", "head_dim", "q_lora_rank", "o_lora_rank"),
 }
 

@@ -10,6 +10,7 @@ from spec_decode.models.dflash import DFlash
 from spec_decode.models.dflash2 import DFlash2
 from spec_decode.models.eagle import PublishedEagle
 from spec_decode.models.eagle3 import Eagle3
+from spec_decode.models.grouped_mtp import GroupedPrediction
 from spec_decode.models.latent_eagle3 import LatentEagle3
 from spec_decode.models.load import aux_hidden_state_layers, load_draft
 from spec_decode.models.mtp import MultiTokenPrediction
@@ -29,6 +30,7 @@ from tests.spec_decode.models.generated import (
     make_latent_eagle3,
 )
 from tests.spec_decode.models.generated_mtp import V3_CONFIG, V4_CONFIG, v3_modules, v3_tensors, v4_tensors
+from tests.spec_decode.models.grouped_mtp_oracle import QWEN_MOE_CONFIG, grouped_tensors
 
 MAKERS = {"eagle": make_eagle, "eagle3": make_eagle3, "causal": make_causal}
 V3_MODULES = {**V3_CONFIG, "num_nextn_predict_layers": 2}
@@ -38,17 +40,19 @@ EVERY = MAKERS | {
     "latent_eagle3": make_latent_eagle3,
     "mtp": lambda: Generated(V3_CONFIG, v3_tensors(V3_CONFIG)),
     "mtp_modules": lambda: Generated(V3_MODULES, v3_modules(V3_MODULES)),
+    "grouped_mtp": lambda: Generated(QWEN_MOE_CONFIG, grouped_tensors(QWEN_MOE_CONFIG)),
     "deepseek_v4": lambda: Generated(V4_CONFIG, v4_tensors(V4_CONFIG)),
 }
 KINDS = {
     "eagle": PublishedEagle, "eagle3": Eagle3, "causal": CausalDraft, "dflash": DFlash, "dflash2": DFlash2,
     "latent_eagle3": LatentEagle3, "mtp": MultiTokenPrediction, "mtp_modules": MtpModules,
-    "deepseek_v4": DeepseekV4Prediction,
+    "deepseek_v4": DeepseekV4Prediction, "grouped_mtp": GroupedPrediction,
 }  # fmt: skip
 TARGETS = {
     "eagle3": {"target_states_size": 3 * HIDDEN}, "dflash": {"target_states_size": 2 * HIDDEN},
     "dflash2": {"target_states_size": 2 * HIDDEN}, "latent_eagle3": {"target_states_size": 3 * HIDDEN},
     "mtp": {"vocab_size": generated_mtp.VOCAB}, "mtp_modules": {"vocab_size": generated_mtp.VOCAB},
+    "grouped_mtp": {"vocab_size": generated_mtp.VOCAB},
     "deepseek_v4": {"vocab_size": generated_mtp.VOCAB, "target_states_size": V4_CONFIG["hc_mult"] * HIDDEN},
 }  # fmt: skip
 

@@ -179,7 +179,7 @@ def test_the_layers_are_those_that_the_states_enter_whatever_the_list_begins_wit
     assert aux_hidden_state_layers(others, TARGET_LAYERS) == (2, 4, 6)
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", [name for name in DRAFTS if aux_hidden_state_layers(FOLDERS / name, TARGET_LAYERS)])
 def test_a_target_that_hands_out_the_states_of_other_layers_is_refused(name):
     target = target_of(name)
     layers = aux_hidden_state_layers(FOLDERS / name, TARGET_LAYERS)

@@ -9,7 +9,8 @@ import torch
 from spec_decode.models import CheckpointError
 from spec_decode.models.load import aux_hidden_state_layers, load_draft
 from tests.spec_decode.models.generated import HIDDEN, Generated, StubTarget, make_dflash
-from tests.spec_decode.models.generated_mtp import V4_CONFIG, v4_tensors
+from tests.spec_decode.models.generated_mtp import V3_CONFIG, V4_CONFIG, v3_tensors, v4_tensors
+from tests.spec_decode.models.grouped_mtp_oracle import QWEN_CONFIG, grouped_tensors
 
 FOLDERS = Path(__file__).parent / "speculators_drafts"
 WIDE = torch.ones(2, 3)
@@ -18,6 +19,10 @@ WIDE = torch.ones(2, 3)
 def with_tensor(name, checkpoint=None):
     checkpoint = checkpoint or make_dflash()
     return Generated(checkpoint.config, {**checkpoint.tensors, name: WIDE})
+
+
+def qwen():
+    return Generated(QWEN_CONFIG, grouped_tensors(QWEN_CONFIG))
 
 
 GENERATED = {
@@ -34,6 +39,18 @@ GENERATED = {
     "DeepSeek-V4's DSpark": (
         with_tensor("mtp.2.markov_head.markov_w1.weight", Generated(V4_CONFIG, v4_tensors(V4_CONFIG))),
         r"DeepSeek-V4's DSpark, .*\(a tensor mtp\.2\.markov_head\.markov_w1\.weight\)",
+    ),
+    "GLM-5's": (
+        with_tensor("model.layers.2.self_attn.indexer.wk.weight", Generated(V3_CONFIG, v3_tensors(V3_CONFIG))),
+        r"multi-token prediction over tokens that an indexer chooses, .*indexer\.wk\.weight\)",
+    ),
+    "Qwen's over hyper-connections": (
+        with_tensor("mtp.hyper_connection_mixer.hc_norm.weight", qwen()),
+        r"Qwen's multi-token prediction over hyper-connections \(a tensor mtp\.hyper_connection_mixer\.hc_norm",
+    ),
+    "MiMo-V2's": (
+        with_tensor("model.mtp.layers.0.eh_proj.weight", qwen()),
+        r"MiMo-V2's multi-token prediction, .*\(a tensor model\.mtp\.layers\.0\.eh_proj\.weight\)",
     ),
 }
 
@@ -55,9 +72,16 @@ def test_a_kind_that_is_not_served_is_named(tmp_path, checkpoint, says):
         assert "DSpark (markov_head among its tensors)" in message
 
 
+def test_quantised_weights_of_a_kind_that_is_not_served_are_named_for_their_kind(tmp_path):
+    checkpoint, says = GENERATED["DeepSeek-V4's DSpark"]
+    quantised = Generated({**checkpoint.config, "quantization_config": {"quant_method": "fp8"}}, checkpoint.tensors)
+    for message in refusals(quantised.write(tmp_path)):
+        assert re.search(says, message), message
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("xpress", "XPress, "), ("mtp", "multi-token prediction apart from its target, ")],
+    [("xpress", "XPress, ")],
 )
 def test_what_speculators_writes_of_them_is_named_too(name, says):
     for message in refusals(FOLDERS / name):

@@ -37,7 +37,7 @@ from speculators.models.mtp import MTPDraftModel, MTPSpeculatorConfig
 from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
 from speculators.models.xpress import XPressDraftModel, XPressSpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3NextConfig
 
 VOCAB, HIDDEN, K, LENGTH, MASK = 24, 16, 4, 9, 3
 SIZES: dict[str, Any] = {
@@ -110,10 +110,27 @@ def xpress() -> SpeculatorModel:
     return blocks(XPressDraftModel, XPressSpeculatorConfig, "xpress", transformer_layer_config=qwen3(), **sizes)
 
 
-def mtp() -> SpeculatorModel:
-    model = MTPDraftModel(MTPSpeculatorConfig(**common("mtp", transformer_layer_config=qwen3())))
+def mtp(layers: Any) -> SpeculatorModel:
+    model = MTPDraftModel(MTPSpeculatorConfig(**common("mtp", transformer_layer_config=layers)))
     del model.verifier_lm_head  # as it does when it loads a target's
     return model
+
+
+def qwen3_5(kind: Any, **changes: Any) -> Any:
+    """Gated heads of which a part is rotated, norms around 1, and an embedding for each of a text's three positions."""
+    rope = {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5,
+            "mrope_interleaved": True, "mrope_section": [1, 1, 0]}  # fmt: skip
+    sizes = {name: value for name, value in SIZES.items() if name not in ("num_hidden_layers", "head_dim")}
+    kinds = ["linear_attention", "full_attention"]
+    return eager(kind(**sizes, head_dim=8, num_hidden_layers=2, layer_types=kinds, rope_parameters=rope, **changes))
+
+
+MIXTURE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 12,
+}
 
 
 def randomise(model: SpeculatorModel, seed: int) -> None:
@@ -159,6 +176,28 @@ def run_in_steps(model: SpeculatorModel, ids: torch.Tensor, states: torch.Tensor
         logits.append(calls[step][LENGTH - 1])
         text[LENGTH + step] = by_target(model, logits[-1].argmax())
     return torch.stack(logits), text[LENGTH:], None
+
+
+def run_layer(model: SpeculatorModel, ids: torch.Tensor, states: torch.Tensor) -> Round:
+    """The layer over the whole text and what it drafted so far, whose states it goes on from. Its own forward, which
+    does not go on, says the same of the first token."""
+    logits: list[torch.Tensor] = []
+    first, *_ = model(input_ids=torch.cat([ids[:1], ids, ids.new_zeros(K)])[None],
+                      hidden_states=torch.cat([states, states.new_zeros(K + 1, HIDDEN)])[None])  # fmt: skip
+    for _ in range(K):
+        count = len(ids)
+        places = torch.arange(count)[None]
+        mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
+        of_sections = model.config.transformer_layer_config.model_type.startswith("qwen3_5")
+        sections = places.expand(3, 1, -1) if of_sections else places
+        out = model.mtp_layers[0](
+            hidden_states=states[None], token_embeddings=model.embed_tokens(ids)[None], attention_mask=mask,
+            position_ids=places, position_embeddings=model.rotary_emb(states[None], sections),
+        )  # fmt: skip
+        logits.append(model.lm_head(out[0, -1]))
+        ids, states = torch.cat([ids, logits[-1].argmax()[None]]), torch.cat([states, out[0, -1:]])
+    torch.testing.assert_close(first[0][0, LENGTH - 1], logits[0], rtol=1e-5, atol=1e-5)
+    return torch.stack(logits), ids[LENGTH:], None
 
 
 def run_masks(model: SpeculatorModel, ids: torch.Tensor, states: torch.Tensor) -> Round:
@@ -295,7 +334,13 @@ DRAFTS: dict[str, tuple[Callable[[], SpeculatorModel], Run | None]] = {
     ),
     "dflash2_causal": (lambda: dflash2(sliding_window_non_causal=False, conv_kernel_size=1), run_block),
     "xpress": (xpress, None),
-    "mtp": (mtp, None),
+    "mtp": (lambda: mtp(qwen3()), run_layer),
+    "mtp_qwen3_5": (lambda: mtp(qwen3_5(Qwen3_5TextConfig)), run_layer),
+    "mtp_qwen3_5_moe": (lambda: mtp(qwen3_5(Qwen3_5MoeTextConfig, **MIXTURE)), run_layer),
+    "mtp_qwen3_next": (
+        lambda: mtp(qwen3_5(Qwen3NextConfig, **MIXTURE, decoder_sparse_step=1, mlp_only_layers=[])),
+        run_layer,
+    ),
 }
 """Each with what drafts a round; None: it is refused here."""
 

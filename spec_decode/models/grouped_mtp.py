@@ -1,0 +1,233 @@
+"""Multi-token prediction whose layer attends over a key and a value per KV head, as four publishers lay it out.
+
+Qwen (3-Next, 3.5, 3.6, 3.8), MiMo and GLM-4.5 bring the layer in their target's own checkpoint; `speculators` trains
+and saves it alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from spec_decode.models import mtp
+from spec_decode.models.attention import Attention
+from spec_decode.models.base import DraftModel, KeepRows, TargetModel
+from spec_decode.models.checkpoints.config_reader import ConfigReader
+from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.checkpoints.scoped_weights import ScopedWeights, frozen
+from spec_decode.models.checkpoints.store import TensorStore
+from spec_decode.models.draft import check_target, decoder_fields
+from spec_decode.models.kernels.embed_concat import embed_concat
+from spec_decode.models.kernels.linear import linear
+from spec_decode.models.layers.feed_forward import FeedForward, Names, read_dense
+from spec_decode.models.layers.grouped_attention import GroupedAttention, read_grouped_shape
+from spec_decode.models.layers.moe import MixtureOfExperts, read_qwen_mixture
+from spec_decode.models.layers.rms_norm import RMSNorm
+from spec_decode.models.mtp_draft import MtpDraft
+from spec_decode.models.mtp_modules import MtpModules
+
+_QWEN_ARCHITECTURES = tuple(
+    f"{name}{end}" for name in ("Qwen3_5", "Qwen3_5Moe") for end in ("ForCausalLM", "ForConditionalGeneration")
+)
+_NAMES = Names(gate="gate_proj", up="up_proj", down="down_proj", router_bias="gate.e_score_correction_bias")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MtpLayout:
+    """What a publisher calls the parts of the layer, and how its attention differs.
+
+    prefix       of all tensors; {layer} stands for the number of the target's layers
+    norms        of the embedding and of the state
+    fuse         the projection of both
+    final_norm   of the state that the layer hands on, which the head reads
+    block        prefix of the decoder layer
+    count        the field that says how many such layers there are
+    state_first  whether the state lies before the embedding in the columns of `fuse`
+    qk_norm      whether each query and key head is normed; None: config.json says it
+    gated        whether a gate of each query dim lets the attention's output through
+    norm_offset  of all norms: see RMSNorm.read
+    rotated      the part of a head that is rotated, where config.json does not say it
+    """
+
+    prefix: str
+    norms: tuple[str, str]
+    fuse: str
+    final_norm: str
+    block: str = ""
+    count: str = "num_nextn_predict_layers"
+    state_first: bool = False
+    qk_norm: bool | None = True
+    gated: bool = False
+    norm_offset: float = 0.0
+    rotated: float = 1.0
+
+
+_QWEN = MtpLayout(
+    prefix="mtp.",
+    norms=("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight"),
+    fuse="fc.weight",
+    final_norm="norm.weight",
+    block="layers.0.",
+    count="mtp_num_hidden_layers",
+    gated=True,
+    norm_offset=1.0,
+    rotated=0.25,
+)
+_GLM = MtpLayout(
+    prefix="model.layers.{layer}.",
+    norms=("enorm.weight", "hnorm.weight"),
+    fuse="eh_proj.weight",
+    final_norm="shared_head.norm.weight",
+    qk_norm=None,
+    rotated=0.5,
+)
+_SPECULATORS = MtpLayout(
+    prefix="mtp_layers.0.",
+    norms=("token_layernorm.weight", "hidden_layernorm.weight"),
+    fuse="input_proj.weight",
+    final_norm="final_layernorm.weight",
+)
+_SPECULATORS_OF_QWEN = replace(_SPECULATORS, gated=True, norm_offset=1.0, rotated=0.25)
+_MIMO = replace(_SPECULATORS, prefix="model.mtp_layers.0.", state_first=True, qk_norm=False)
+
+_LAYOUTS = {
+    **dict.fromkeys((*_QWEN_ARCHITECTURES, "Qwen3NextForCausalLM"), _QWEN),
+    "Glm4MoeForCausalLM": _GLM,
+    "MiMoForCausalLM": _MIMO,
+}
+"""By the architecture of the target whose checkpoint brings the layer."""
+_MODEL_TYPES = {
+    "qwen3": _SPECULATORS,
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _SPECULATORS_OF_QWEN),
+}
+"""By the model_type of the layer that speculators trained."""
+ARCHITECTURES = (*_LAYOUTS, "MTPDraftModel")
+
+
+def serves(store: TensorStore) -> bool:
+    """Whether config.json names one of the architectures."""
+    return _is_alone(store) or any(name in _LAYOUTS for name in store.architectures)
+
+
+def load(store: TensorStore, target: TargetModel, *, dtype: torch.dtype, device: torch.device) -> DraftModel:
+    """The draft in a target's checkpoint, or in one that holds nothing else.
+
+    One such layer drafts at every step: a GroupedPrediction. Of several, which only GLM publishes, each drafts one
+    token: MtpModules. Where a layer has no embedding or head of its own, it shares the target's `embed.weight` and
+    `logits`. Raises CheckpointError for anything amiss.
+    """
+    config, layout = _described(store)
+    config.require("hidden_act", "silu")
+    first = 0
+    if layout is _GLM:
+        first = config.get("num_hidden_layers", int)
+        count = mtp.count_modules(store, first)
+    else:
+        count = _one(store, config, layout)
+    modules = []
+    for module in range(count):
+        weights = ScopedWeights(store, layout.prefix.format(layer=first + module), dtype, device)
+        modules.append(GroupedPrediction(weights, target, config, layout, module))
+        weights.refuse_unused()
+    return modules[0] if len(modules) == 1 else MtpModules(modules)
+
+
+def _is_alone(store: TensorStore) -> bool:
+    """Whether speculators saved the layer by itself."""
+    return store.config.values.get("speculators_model_type") == "mtp" or "MTPDraftModel" in store.architectures
+
+
+def _described(store: TensorStore) -> tuple[ConfigReader, MtpLayout]:
+    """What describes the layer in config.json, and its layout. Raises CheckpointError."""
+    if not _is_alone(store):
+        layout = next(_LAYOUTS[name] for name in store.architectures if name in _LAYOUTS)
+        nested = isinstance(store.config.values.get("text_config"), dict)
+        return store.config.section("text_config") if nested else store.config, layout
+    config = decoder_fields(store)
+    kind = config.get("model_type", str)
+    if kind not in _MODEL_TYPES:
+        raise CheckpointError(
+            f"model_type in {config.place} must be {', '.join(_MODEL_TYPES)}, got {kind!r}, whose layers are not "
+            "known. Use a draft trained for one of those."
+        )
+    return config, _MODEL_TYPES[kind]
+
+
+def _one(store: TensorStore, config: ConfigReader, layout: MtpLayout) -> int:
+    """1, the number of layers that draft. Raises CheckpointError where config.json says another one."""
+    section = store.config if _is_alone(store) else config
+    if (count := section.get(layout.count, int, 0)) != 1:
+        raise CheckpointError(
+            f"{layout.count} in {section.place} must be 1, got {count}: one layer of {layout.prefix}* drafts at every "
+            "step. Use a checkpoint with one."
+        )
+    return count
+
+
+class GroupedPrediction(MtpDraft):
+    """A layer. At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2.
+
+    The target's hidden states are those after its final norm, and so are those that the layer hands on after its own.
+    """
+
+    def __init__(
+        self, weights: ScopedWeights, target: TargetModel, config: ConfigReader, layout: MtpLayout, layer: int
+    ) -> None:
+        """config: what describes the layer. layer: its place among those that draft."""
+        hidden, eps, offset = config.get("hidden_size", int), config.get("rms_norm_eps", float), layout.norm_offset
+        said, gated = config.get("use_qk_norm", bool, False), layout.gated
+        qk_norm = said if layout.qk_norm is None else layout.qk_norm
+        attention = read_grouped_shape(
+            config, eps, qk_norm=qk_norm, gated=gated, norm_offset=offset, rotated=layout.rotated
+        )
+        check_target(weights.store, target, config.get("vocab_size", int), hidden)
+        super().__init__(
+            weights,
+            target,
+            embedding="embed_tokens.weight",
+            head="shared_head.head.weight",
+            norms=layout.norms,
+            norm_offset=offset,
+            config=config,
+        )
+        self.layer = layer
+        fuse, block = weights.take(layout.fuse, hidden, 2 * hidden), weights.under(layout.block)
+        self.fuse = frozen(fuse.roll(hidden, 1) if layout.state_first else fuse)
+        self.attention_norm = RMSNorm.read(block, "input_layernorm.weight", hidden, eps, offset)
+        self.attention = GroupedAttention(attention, block.under("self_attn."), self.max_positions)
+        self.mlp_norm = RMSNorm.read(block, "post_attention_layernorm.weight", hidden, eps, offset)
+        self.mlp = _read_feed_forward(config, block.under("mlp."), layout, layer)
+        self.final_norm = RMSNorm.read(weights, layout.final_norm, hidden, eps, offset)
+
+    def states(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Attention,
+        keep: KeepRows | None,
+    ) -> torch.Tensor:
+        """token_ids, positions int64 [T], hidden [T, H]; states [T, H]."""
+        norms = [self.embedding_norm.weight, self.state_norm.weight]
+        both = embed_concat(token_ids, self.embedding, hidden, norms, self.state_norm.eps)
+        x, normed = self.attention_norm(linear(both, self.fuse))
+        delta = self.attention(normed, positions, self.layer, attention, keep)
+        x, normed = self.mlp_norm(x if keep is None else keep(x), delta)
+        state: torch.Tensor = self.final_norm(self.mlp(normed, x))[1]
+        return state
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [T, H]; logits [T, vocab_size]."""
+        return self.projected(hidden)
+
+
+def _read_feed_forward(
+    config: ConfigReader, weights: ScopedWeights, layout: MtpLayout, layer: int
+) -> FeedForward | MixtureOfExperts:
+    hidden = config.get("hidden_size", int)
+    if layout is _GLM:
+        return mtp.read_feed_forward(config, weights, config.get("num_hidden_layers", int) + layer, hidden)
+    if config.optional("num_experts", int):
+        return read_qwen_mixture(config, weights, _NAMES)
+    return read_dense(weights, _NAMES, hidden, config.get("intermediate_size", int), None)

@@ -1,0 +1,76 @@
+"""What passes a gate: of an attention's output, or of an expert that every token takes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from builders.kernels.op import define_op
+from builders.kernels.triton_runtime import await_previous, dependent_launch, tl, triton
+from spec_decode.models.kernels.batch_invariance import by_row
+
+_BLOCK = 1024
+
+
+class SigmoidGate(NamedTuple):
+    """x * sigmoid(gate), computed in fp32 and rounded once; [T, N] of x's dtype.
+
+    - x     [T, N], rows of any stride
+    - gate  [T, N], or [T, 1] for one gate a row; rows of any stride
+    """
+
+    x: torch.Tensor
+    gate: torch.Tensor
+
+    def reference(self) -> torch.Tensor:
+        return by_row(self._gated, self.x, self.gate)
+
+    def _gated(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return (x.float() * gate.float().sigmoid()).to(x.dtype)
+
+    def fake(self) -> torch.Tensor:
+        return self.x.new_empty(self.x.shape)
+
+    def launch(self) -> torch.Tensor:
+        out = self.fake()
+        tokens, width = self.x.shape
+        _sigmoid_gate_kernel[(tokens, triton.cdiv(width, _BLOCK))](
+            self.x,
+            self.gate,
+            out,
+            width,
+            self.x.stride(0),
+            self.gate.stride(0),
+            OF_ROWS=self.gate.shape[1] == 1,
+            BLOCK=_BLOCK,
+            **dependent_launch(out.device),
+        )
+        return out
+
+
+@triton.jit
+def _sigmoid_gate_kernel(
+    x,  # [T, N]
+    gate,  # [T, N], or [T, 1]
+    out,  # out: [T, N]
+    width,  # N
+    x_stride,
+    gate_stride,
+    OF_ROWS: tl.constexpr,  # whether a row has one gate
+    BLOCK: tl.constexpr,  # columns of a program
+    PDL: tl.constexpr,
+):
+    """One program per token and BLOCK of its columns."""
+    await_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    value = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    at = column * 0 if OF_ROWS else column
+    opened = tl.load(gate + token * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
+    result = value / (1.0 + tl.exp(-opened))
+    tl.store(out + token * width + column, result.to(out.dtype.element_ty), mask=inside)
+
+
+sigmoid_gate = define_op("spec_decode::sigmoid_gate", SigmoidGate)

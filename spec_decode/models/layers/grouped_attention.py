@@ -1,0 +1,184 @@
+"""Attention over a key and a value per KV head, with what some layers have: norms, gates, and rotated parts of heads.
+
+Legend: T tokens, H hidden size, h heads, D dims of a head, P of them rotated. Floats are in the weights' dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from attn_backends.kernels.rope import Rope
+from builders import AttentionSpec
+from spec_decode.models.attention import Attention, AttentionInputs
+from spec_decode.models.base import KeepRows
+from spec_decode.models.checkpoints.config_reader import ConfigReader
+from spec_decode.models.checkpoints.errors import CheckpointError
+from spec_decode.models.checkpoints.scoped_weights import ScopedWeights, frozen
+from spec_decode.models.config import ModelConfig
+from spec_decode.models.kernels.linear import linear
+from spec_decode.models.kernels.sigmoid_gate import sigmoid_gate
+from spec_decode.models.layers.rms_norm import RMSNorm
+from spec_decode.models.layers.rope import LLAMA_SCALINGS, RopeConfig, read_rope, rope_section
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedShape:
+    """Sizes of one attention layer.
+
+    qk_norm      whether each query and key head is normed
+    gated        whether a gate of each query dim lets the output through
+    norm_offset  of the norms of heads: see RMSNorm.read
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    eps: float
+    qk_norm: bool
+    gated: bool
+    norm_offset: float
+
+    def spec(self, page_size: int, dtype: torch.dtype) -> AttentionSpec:
+        """The attention, over a cache with that page size."""
+        return AttentionSpec(
+            num_q_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            page_size=page_size,
+            dtype=dtype,
+        )
+
+    @property
+    def order(self) -> torch.Tensor:
+        """int64 [D], which dim of a published head comes where: rotated pairs P / 2 apart are moved D / 2 apart, where
+        kernels look for them. Queries and keys in one order have the products that they have in another."""
+        rotated = torch.arange(self.rope.dims).chunk(2)
+        others = torch.arange(self.rope.dims, self.head_dim).chunk(2)
+        halves = zip(rotated, others, strict=True) if len(others) == 2 else [(half,) for half in rotated]
+        return torch.cat([part for half in halves for part in half])
+
+    def table(self, max_positions: int) -> torch.Tensor:
+        """fp32 [max_positions, D] of cos | sin, in that order; what is not rotated turns by 0. Raises CheckpointError
+        for a table that no machine should hold."""
+        cos, sin = self.rope.table(max_positions).chunk(2, -1)
+        still = (self.head_dim - self.rope.dims) // 2
+        pad = nn.functional.pad
+        return torch.cat([pad(cos, (0, still), value=1.0), pad(sin, (0, still))], -1)
+
+
+def read_grouped_shape(
+    config: ConfigReader, eps: float, *, qk_norm: bool, gated: bool, norm_offset: float, rotated: float
+) -> GroupedShape:
+    """The attention that config.json describes. rotated: the part of a head that is, where the file does not say it.
+
+    Raises CheckpointError for an attention that no layer could have.
+    """
+    hidden, heads = config.get("hidden_size", int), config.get("num_attention_heads", int)
+    dim = config.get("head_dim", int, hidden // max(heads, 1))
+    theta, scaling = read_rope(config, LLAMA_SCALINGS)
+    for section in (config, rope_section(config)):
+        rotated = section.get("partial_rotary_factor", float, rotated)
+    dims = int(dim * rotated)
+    try:
+        # It judges the sizes, which are the same of every layer with such heads.
+        model = ModelConfig(
+            vocab_size=config.get("vocab_size", int),
+            hidden_size=hidden,
+            intermediate_size=1,
+            num_layers=1,
+            num_q_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads", int, heads),
+            head_dim=dim,
+            max_positions=config.get("max_position_embeddings", int),
+            rope_theta=theta,
+            norm_eps=eps,
+        )
+        model.attention_spec(1, torch.float32)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{config.place} describes no attention: {error}. Restore the file.") from error
+    if dims % 2 or not 2 <= dims <= dim:
+        raise CheckpointError(
+            f"partial_rotary_factor in {config.place} must leave an even number of 2 to {dim} dims to rotate, got "
+            f"{rotated} of {dim}. Restore the file."
+        )
+    return GroupedShape(
+        hidden=hidden,
+        heads=heads,
+        kv_heads=model.num_kv_heads,
+        head_dim=dim,
+        rope=RopeConfig(dims=dims, theta=theta, scaling=scaling),
+        eps=eps,
+        qk_norm=qk_norm,
+        gated=gated,
+        norm_offset=norm_offset,
+    )
+
+
+class GroupedAttention(nn.Module):
+    """One layer, from tensors named as Llama's and Qwen's."""
+
+    table: torch.Tensor
+
+    def __init__(self, shape: GroupedShape, weights: ScopedWeights, max_positions: int) -> None:
+        """Raises CheckpointError."""
+        super().__init__()
+        self.shape = shape
+        query, *gate = self._read_queries(weights, "weight", shape.hidden)
+        key, value = (weights.take(f"{part}_proj.weight", self._kv_rows, shape.hidden) for part in ("k", "v"))
+        self.project_in = frozen(torch.cat([query, self._ordered(key), value, *gate]))
+        self.bias = None
+        if any(weights.has(f"{part}_proj.bias") for part in "qkv"):
+            query, *gate = self._read_queries(weights, "bias")
+            key, value = (weights.take(f"{part}_proj.bias", self._kv_rows) for part in ("k", "v"))
+            self.bias = frozen(torch.cat([query, self._ordered(key), value, *gate]))
+        self.q_norm = self._read_norm(weights, "q_norm.weight") if shape.qk_norm else None
+        self.k_norm = self._read_norm(weights, "k_norm.weight") if shape.qk_norm else None
+        self.out = weights.parameter("o_proj.weight", shape.hidden, shape.heads * shape.head_dim)
+        self.register_buffer("table", shape.table(max_positions).to(weights.device), persistent=False)
+
+    @property
+    def _kv_rows(self) -> int:
+        return self.shape.kv_heads * self.shape.head_dim
+
+    def _read_queries(self, weights: ScopedWeights, kind: str, *columns: int) -> list[torch.Tensor]:
+        """The queries' rows, and those of the gates, which lie behind every head's queries."""
+        shape = self.shape
+        parts = 1 + shape.gated
+        rows = weights.take(f"q_proj.{kind}", shape.heads * parts * shape.head_dim, *columns)
+        query, *gate = (part.flatten(0, 1) for part in rows.unflatten(0, (shape.heads, parts, -1)).unbind(1))
+        return [self._ordered(query), *gate]
+
+    def _ordered(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows [heads * D, ...] with every head's dims in the shape's order."""
+        heads: torch.Tensor = rows.unflatten(0, (-1, self.shape.head_dim))
+        return heads.index_select(1, self.shape.order.to(rows.device)).flatten(0, 1)
+
+    def _read_norm(self, weights: ScopedWeights, name: str) -> RMSNorm:
+        shape = self.shape
+        norm = RMSNorm.read(weights, name, shape.head_dim, shape.eps, shape.norm_offset)
+        norm.weight = frozen(self._ordered(norm.weight))
+        return norm
+
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, layer: int, attention: Attention, keep: KeepRows | None = None
+    ) -> torch.Tensor:
+        """x [T, H] normed, positions int64 [T]; the residual's delta [T, H], of the rows kept."""
+        shape = self.shape
+        heads = [shape.heads, shape.kv_heads, shape.kv_heads, *[shape.heads] * shape.gated]
+        rows = linear(x, self.project_in, self.bias).unflatten(-1, (sum(heads), shape.head_dim))
+        query, key, value, *gate = rows.split(heads, 1)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query)[1], self.k_norm(key)[1]
+        attended = attention(AttentionInputs(layer, query, key, value, rope=Rope(positions, self.table))).flatten(1)
+        attended = attended if keep is None else keep(attended)
+        if gate:
+            opened = gate[0].flatten(1)
+            attended = sigmoid_gate(attended, opened if keep is None else keep(opened))
+        return linear(attended, self.out)
