@@ -74,6 +74,7 @@ def shared_steps(backends: Sequence[str]) -> list[Step]:
         *(Step(f"check-{name}", (*CLI, "check", name, "--device", "cuda"), 300) for name in backends),
         gpu_test("stale_controls", 120),
         *(Step(f"check-{name}-soak", (*CLI, "check", name, *soak), 200) for name in backends),
+        gpu_test("draft_kinds", 200),
         gpu_test("pair_agreement", 400),
         gpu_test("engine_run", 300),
         gpu_test("transformers_logits", 300),

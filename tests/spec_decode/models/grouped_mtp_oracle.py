@@ -57,7 +57,8 @@ def grouped_modules(config):
 def grouped_tensors(config, *, own=False, fused=False, module=0):
     """A layer's tensors. own: with embedding and head. fused: experts in one tensor."""
     family, text = family_of(config), config.get("text_config", config)
-    make, hidden, heads, kv_heads, dim = _Random(module), HIDDEN, 6, 2, 12
+    make, hidden = _Random(module), HIDDEN
+    heads, kv_heads, dim = (text[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     token_norm, state_norm, fuse, last, block = PARTS[family]
     around = 1.0 if family == "Qwen" else 0.0
     tensors = {f"{name}.weight": make.norm(hidden) - around for name in (token_norm, state_norm, last)}

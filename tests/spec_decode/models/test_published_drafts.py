@@ -182,15 +182,16 @@ CONTEXT_BLOCKS = {
 class DraftFixture:
     """Three requests with a prefilled context each, and a round after it."""
 
-    def __init__(self, case, folder, strategy, **options):
-        self.target = StubTarget(**case.target)
-        self.model = load_draft(case.checkpoint.write(folder), self.target, dtype=torch.float32)
+    def __init__(self, case, folder, strategy, *, device=CPU, backend="torch_reference", **options):
+        self.device = device
+        self.target = StubTarget(**case.target).to(device)
+        self.model = load_draft(case.checkpoint.write(folder), self.target, dtype=torch.float32, device=device)
         layer_groups, reqs = self.model.layer_groups(PAGE), len(CONTEXTS)
         each = MAX_SEQ_LEN // PAGE
         self.tables = self.make_tables(len(layer_groups))
         self.pages = [owned_pages(reqs, each, reqs * each, seed) for seed in range(len(layer_groups))]
         self.groups = [
-            make_group(g.name, get("torch_reference"), g.spec, g.layers, num_pages=reqs * each, device=CPU)
+            make_group(g.name, get(backend), g.spec, g.layers, num_pages=reqs * each, device=device)
             for g in layer_groups
         ]
         for group in self.groups:
@@ -199,19 +200,20 @@ class DraftFixture:
                 cache.key.fill_(torch.nan)
                 cache.value.fill_(torch.nan)
         generator = torch.Generator().manual_seed(5)
-        self.prompts = [torch.randint(0, VOCAB, (n,), generator=generator) for n in CONTEXTS]
+        self.prompts = [torch.randint(0, VOCAB, (n,), generator=generator).to(device) for n in CONTEXTS]
         self.target_hidden_states = [
-            torch.randn(n, self.target.target_states_size, generator=generator) for n in CONTEXTS
+            torch.randn(n, self.target.target_states_size, generator=generator).to(device) for n in CONTEXTS
         ]
-        self.verified = VerifiedTokens(
-            token_ids=torch.randint(0, VOCAB, (reqs, K + 1), generator=generator),
-            target_hidden_states=torch.randn(reqs, K + 1, self.target.target_states_size, generator=generator),
-            context_lens=torch.tensor(CONTEXTS, dtype=torch.int32),
-            accepted=torch.tensor(ACCEPTED, dtype=torch.int32),
-            next_tokens=torch.randint(0, VOCAB, (reqs,), generator=generator),
-            temperature=torch.zeros(reqs),
-            seeds=torch.arange(reqs),
-        )
+        fields = {
+            "token_ids": torch.randint(0, VOCAB, (reqs, K + 1), generator=generator),
+            "target_hidden_states": torch.randn(reqs, K + 1, self.target.target_states_size, generator=generator),
+            "context_lens": torch.tensor(CONTEXTS, dtype=torch.int32),
+            "accepted": torch.tensor(ACCEPTED, dtype=torch.int32),
+            "next_tokens": torch.randint(0, VOCAB, (reqs,), generator=generator),
+            "temperature": torch.zeros(reqs),
+            "seeds": torch.arange(reqs),
+        }
+        self.verified = VerifiedTokens(**{name: tensor.to(device) for name, tensor in fields.items()})
         self.tables.load(self.pages, [MAX_SEQ_LEN] * reqs)
         config = DrafterConfig(num_speculative_tokens=K, strategy=strategy, capture_sizes=[3], **options)
         self.drafter = Drafter(self.model, self.groups, self.tables, config)
@@ -223,7 +225,7 @@ class DraftFixture:
             num_pages=[reqs * MAX_SEQ_LEN // PAGE] * groups,
             max_reqs=reqs,
             max_seq_len=MAX_SEQ_LEN,
-            device=CPU,
+            device=self.device,
         )
 
     def drafts(self):
