@@ -88,8 +88,8 @@ def _read_feed_forward_shape(config: ConfigReader, layer: int, hidden: int) -> M
 class MultiTokenPrediction(MtpDraft):
     """A layer. At position p: the token at p + 1 and the state at p give a state that predicts the token at p + 2.
 
-    The target's hidden states are those after its final norm. The state handed on is the residual before the head's
-    norm, which `logits` applies.
+    The target's hidden states are those after its final norm, and those that the layer hands on are after the head's,
+    as in transformers and vLLM: it was trained on normed states, and later steps read no others.
     """
 
     def __init__(self, weights: ScopedWeights, target: TargetModel, layer: int) -> None:
@@ -121,9 +121,9 @@ class MultiTokenPrediction(MtpDraft):
         x, normed = self.attention_norm(linear(both, self.fuse))
         delta = self.attention(normed, positions, self.layer, attention, keep)
         x, normed = self.mlp_norm(x if keep is None else keep(x), delta)
-        state: torch.Tensor = self.mlp(normed, x)
+        state: torch.Tensor = self.head_norm(self.mlp(normed, x))[1]
         return state
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, H]; logits [T, vocab_size]."""
-        return self.projected(self.head_norm(hidden)[1])
+        return self.projected(hidden)

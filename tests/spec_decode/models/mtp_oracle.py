@@ -71,8 +71,9 @@ class MtpOracle:
         both = [self.normed(table[ids], "enorm"), self.normed(hidden.double(), "hnorm")]
         x = torch.cat(both, -1) @ self.weight["eh_proj.weight"].T
         x = x + self.attention(self.normed(x, "input_layernorm"))
-        return x + self.feed_forward(self.normed(x, "post_attention_layernorm"))
+        x = x + self.feed_forward(self.normed(x, "post_attention_layernorm"))
+        return self.normed(x, "shared_head.norm")
 
     def logits(self, states):
         head = self.weight.get("shared_head.head.weight", self.target.lm_head.weight.double())
-        return self.normed(states.double(), "shared_head.norm") @ head.T
+        return states.double() @ head.T

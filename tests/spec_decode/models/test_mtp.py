@@ -17,6 +17,7 @@ from tests.factories import CPU
 from tests.spec_decode.models.generated_mtp import (
     GLM_CONFIG,
     HIDDEN,
+    LAYER,
     V3_CONFIG,
     VOCAB,
     DraftFixture,
@@ -80,6 +81,40 @@ def test_the_latent_kernels_take_the_layers_attention_and_agree_with_the_referen
     ):
         assert tokens.tolist() == wanted.tolist()
         close(logits, wanted_logits.double())
+
+
+def test_what_the_layer_hands_on_is_what_that_of_transformers_does(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    layers = pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(layers, "MtpLayer"):
+        pytest.skip("this release of transformers has no layer for it")
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
+
+    plain = {name: value for name, value in V3_CONFIG.items() if name not in ("rope_scaling", "rope_theta")}
+    plain |= {"n_routed_experts": None, "rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}
+    tensors = v3_tensors(plain)
+    config = transformers.DeepseekV3Config(**plain | {"n_routed_experts": 8, "first_k_dense_replace": LAYER + 1})
+    config._attn_implementation = "eager"
+    layer = layers.MtpLayer(config, deepseek.DeepseekV3DecoderLayer, deepseek.DeepseekV3RMSNorm, 0)
+    own = {name.removeprefix(f"model.layers.{LAYER}."): tensor for name, tensor in tensors.items()}
+    names = {"shared_head.norm.weight": "post_norm.weight"}
+    outer = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+    kept = {name: t for name, t in own.items() if not name.startswith(("embed_tokens", "shared_head.head"))}
+    state = {names.get(n, n if n.startswith(outer) else f"mtp_block.{n}"): t for n, t in kept.items()}
+    layer.load_state_dict(state)
+    ids = torch.randint(0, VOCAB, (9,), generator=torch.Generator().manual_seed(1))
+    hidden, places = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(2)), torch.arange(9)[None]
+    with torch.no_grad():
+        found = layer(
+            own["embed_tokens.weight"][ids][None], hidden[None],
+            deepseek.DeepseekV3RotaryEmbedding(config)(hidden[None], places),
+            torch.full((9, 9), -torch.inf).triu(1)[None, None], places, None,
+        )  # fmt: skip
+    model = load(write(tmp_path, plain, tensors))
+    close(
+        DraftFixture(model).run([9, 1], [9, 1], torch.cat([ids, ids[:1]]), torch.cat([hidden, hidden[:1]]))[:9],
+        found[0].double(),
+    )
 
 
 def test_sizes_as_published_give_the_published_attention():
