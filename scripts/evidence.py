@@ -94,6 +94,7 @@ def timed_steps() -> list[Step]:
         "backends": (("backends", *IN_TWO), 300),
         "throughput": (("throughput",), 120),
         "parallel": (("parallel",), 500),
+        "block-trees": (("block-trees", "block-tree-rounds"), 150),
         "sampling": (("sampling",), 60),
         "flashinfer-decode": (("flashinfer-decode",), 60),
         "competitors": (("competitors",), 120),
