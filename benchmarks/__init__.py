@@ -62,7 +62,8 @@ CPU_CASES = ("sampling", "round", "drafter-tiny", "block-trees")
 """Cases that a machine without a GPU can run; their gpu_us is null."""
 SUITES = {
     "backends": ("advance", "step", *_DECODE, "round"),
-    "parallel": (*BLOCK_DRAFTS, "tree-verify", "block-throughput", "block-trees", "block-tree-rounds"),
+    "blocks": (*BLOCK_DRAFTS, "block-throughput"),
+    "trees": ("tree-verify", "block-trees", "block-tree-rounds"),
     "drafter": (*PUBLISHED_DRAFTS, "throughput"),
     "competitors": (PRODUCTS, COMPILED_STEPS),
 }
