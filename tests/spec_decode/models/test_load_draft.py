@@ -363,9 +363,10 @@ def test_a_config_that_describes_no_such_decoder_is_refused(tmp_path, changes, s
 
 NO_PLACE = ["input_norm.weight", "layers.9.mlp.up_proj.weight", "layers.0.mlp.up_proj.bias"]
 UNDER = {
-    "mtp": "model.layers.2.self_attn.indexer.wk.weight",
-    "mtp_modules": "model.layers.3.self_attn.indexer.wk.weight",
+    "mtp": "model.layers.2.self_attn.sinks.weight",
+    "mtp_modules": "model.layers.3.self_attn.sinks.weight",
     "deepseek_v4": "mtp.0.attn.indexer.wq_b.weight",
+    "grouped_mtp": "mtp.layers.0.self_attn.sinks.weight",
 }
 """Beside the target's own tensors, which may be there, one under the names of the draft."""
 MAY_BE_LEFT_OUT = "t2d", ".embed_tokens.weight", "shared_head.head.weight", "e_score_correction_bias", "gate.bias"
@@ -403,7 +404,7 @@ def test_each_tensor_of_another_shape_is_named_with_both_shapes(tmp_path, kind):
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [*((kind, name) for kind in (*MAKERS, "dflash", "latent_eagle3") for name in NO_PLACE), *UNDER.items()],
+    [*((kind, name) for kind in (*MAKERS, "dflash", "dflash2", "latent_eagle3") for name in NO_PLACE), *UNDER.items()],
 )
 def test_a_tensor_that_the_model_has_no_place_for_is_named(tmp_path, kind, name):
     checkpoint = EVERY[kind]()
