@@ -218,7 +218,17 @@ def test_a_bf16_draft_keeps_norms_around_one_in_fp32(tmp_path):
     assert tokens.min() >= 0
 
 
+def test_half_of_a_head_is_rotated_where_glm_does_not_say_it(tmp_path):
+    config = {name: value for name, value in GLM_CONFIG.items() if name != "partial_rotary_factor"}
+    assert load(write(tmp_path, config, grouped_tensors(config))).attention.shape.rope.dims == 6
+
+
 PROBLEMS = {
+    "a quarter of a head, where Qwen does not say it": (
+        {name: value for name, value in QWEN_MOE_CONFIG.items() if name != "partial_rotary_factor"},
+        {"rope_parameters": {"rope_theta": 300.0}},
+        "2 to 12 dims to rotate, got 0.25 of 12",
+    ),
     "no layer": (QWEN_CONFIG, {"mtp_num_hidden_layers": 0}, "mtp_num_hidden_layers in text_config in .* be 1, got 0"),
     "two of MiMo's": (MIMO_CONFIG, {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers in .* must be 1, got 2"),
     "two of GLM's, and one is there": (GLM_CONFIG, {"num_nextn_predict_layers": 2}, "says, 2 from .* got 1"),
