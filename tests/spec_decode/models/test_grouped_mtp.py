@@ -12,11 +12,13 @@ from safetensors.torch import load_file, save_file
 from attn_backends import Accepted, get
 from builders import AttentionKind
 from spec_decode.drafter import Strategy
+from spec_decode.engine import Engine
 from spec_decode.models import CheckpointError
 from spec_decode.models.grouped_mtp import GroupedPrediction
 from spec_decode.models.load import load_draft
 from spec_decode.models.mtp_modules import MtpModules
-from tests.factories import CPU
+from spec_decode.paged import GraphMode
+from tests.factories import CPU, engine_config, make_request
 from tests.spec_decode.models.generated_mtp import (
     HIDDEN,
     LAYER,
@@ -164,6 +166,33 @@ def test_glms_layer_is_that_of_transformers():
             torch.full((9, 9), -torch.inf).triu(1)[None, None], places, None,
         )  # fmt: skip
     close(found[0], GroupedOracle(GLM_CONFIG, tensors, TARGET).states(ids, hidden))
+
+
+def test_a_text_with_glms_layer_in_its_targets_checkpoint_is_what_plain_decoding_says(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from spec_decode.models.hf.target import TransformersTarget
+
+    torch.manual_seed(2)
+    rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    whole = transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(**GLM_CONFIG, rope_parameters=rope))
+    for parameter in whole.parameters():
+        parameter.data.mul_(1 if parameter.dim() == 1 else 8)
+    whole.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors") | grouped_tensors(GLM_CONFIG)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    target = TransformersTarget(transformers.Glm4MoeForCausalLM.from_pretrained(tmp_path))
+    draft = load(tmp_path, target)
+
+    def texts(draft, steps):
+        config = engine_config(
+            num_speculative_tokens=steps, max_num_seqs=2, max_model_len=48, page_size=16, graph_mode=GraphMode.NONE
+        )
+        engine = Engine(target, draft, get("torch_reference"), config)
+        requests = [make_request(prompt=prompt, max_tokens=12, seed=1) for prompt in ([1, 5, 9], [2], [7, 7, 3, 0])]
+        return [generation.token_ids for generation in engine.generate(requests)]
+
+    plain = texts(None, 0)
+    assert texts(draft, 3) == plain and len({tuple(text) for text in plain}) == 3
 
 
 def test_mimos_block_is_qwen2s_of_transformers():
