@@ -221,6 +221,7 @@ def test_more_choices_than_the_draft_has_tokens_are_refused(name, tmp_path):
         (AT_ONCE, DraftTree.chain(K + 1), f"at most as deep as the draft has steps, {K}, got a path of {K + 1}"),
         (AT_ONCE, DynamicTreeConfig(width=1, num_tokens=5), "at most the 4 paths that 4 tokens of 1 choices make"),
         (IN_TURN, DynamicTreeConfig(width=2, num_tokens=15), "at most the 14 candidates that 4 steps of 2 choices"),
+        ("dflash2", DynamicTreeConfig(width=2, num_tokens=15), "at most the 14 candidates that 4 steps of 2 choices"),
     ],
 )
 def test_trees_that_no_block_fills_are_refused(name, tree, message, tmp_path):

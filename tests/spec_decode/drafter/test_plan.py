@@ -51,6 +51,11 @@ def test_a_block_draft_runs_no_strategy_that_is_one_of_later_steps(groups, strat
     assert plan.strategy is strategy and "in one step" in reasons[Strategy.DEVICE_LOOP] == reasons[Strategy.PIECEWISE]
 
 
+@pytest.mark.parametrize("groups", [[ADVANCING], [REBUILT], [NEVER], [DECODE_ONLY]])
+def test_a_tree_of_a_block_changes_nothing_of_the_plan(groups):
+    assert choose(groups, 4, FULL, at_once=True, tree=True) == choose(groups, 4, FULL, at_once=True)
+
+
 def test_a_strategy_of_later_steps_that_a_block_draft_was_asked_for_is_refused():
     with pytest.raises(StrategyError, match=r"device_loop cannot run: .* has no later ones"):
         choose([ADVANCING], 4, FULL, forced=Strategy.DEVICE_LOOP, at_once=True)
